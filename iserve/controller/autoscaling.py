@@ -23,7 +23,7 @@ from fingerprint.errors import ConfigError
 from iserve.controller.records import SCALED_TO_ZERO, SCALING_UP, recorded_wish, recorded_workers
 from iserve.controller.seen import workers_seen
 from iserve.controller.service import Controller
-from iserve.routes import Demand, DeploymentDemand
+from iserve.route_table import Demand, DeploymentDemand
 from iserve.state.store import DeploymentRow
 from placement.scaling import Scaling, replicas_for
 from placement.types import DeploymentState

@@ -21,7 +21,7 @@ from iserve.controller.records import recorded_workers
 from iserve.controller.seen import workers_seen
 from iserve.planning.document import EstimateDocument, PlanDocument
 from iserve.planning.making import Hardware
-from iserve.routes import Demand, DeploymentDemand
+from iserve.route_table import Demand, DeploymentDemand
 from iserve.state.store import DeploymentRow
 from placement.batch_load import Batching
 from placement.load_model import shares

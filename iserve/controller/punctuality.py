@@ -8,7 +8,7 @@ from fingerprint.codec import from_json
 from fingerprint.errors import BadInputError, ConfigError
 from iserve.controller.records import recorded_wish
 from iserve.planning.document import PlanDocument
-from iserve.routes import Punctuality
+from iserve.route_table import Punctuality
 from iserve.state.store import DeploymentRow
 from planner.intent import Slo
 from planner.lateness import Pace

@@ -33,7 +33,7 @@ from iserve.controller.records import (
 )
 from iserve.controller.seen import seen_of
 from iserve.controller.service import Controller
-from iserve.routes import ApiKeyRecord, GatewayLimits, Route, RouteTable, WorkerTarget
+from iserve.route_table import ApiKeyRecord, GatewayLimits, Route, RouteTable, WorkerTarget
 from iserve.state.store import DeploymentRow
 
 __all__ = ["ROUTES_FILE", "Reconciler"]

@@ -53,7 +53,7 @@ from iserve.keys import new_key
 from iserve.model_source import ModelSource, resolve
 from iserve.planning.document import PlanDocument
 from iserve.planning.model_use import check_code_of_each, check_same_code, used, with_images
-from iserve.routes import DEMAND_PATH, Demand
+from iserve.route_table import DEMAND_PATH, Demand
 from iserve.settings import Settings
 from iserve.state.store import DeploymentRow, EventRow, Store
 from placement.types import DeploymentState

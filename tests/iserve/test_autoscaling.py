@@ -21,7 +21,7 @@ from iserve.api_types import DeployBody
 from iserve.controller.autoscaling import Autoscaler
 from iserve.controller.reconcile import Reconciler
 from iserve.controller.service import Controller
-from iserve.routes import Demand, DeploymentDemand, Route, RouteTable
+from iserve.route_table import Demand, DeploymentDemand, Route, RouteTable
 from iserve.state.store import Store
 from tests.iserve.test_deployer import World
 from tests.iserve.test_state import PLAN_OF_0008, connected, migrated_back

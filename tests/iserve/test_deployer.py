@@ -40,7 +40,7 @@ from iserve.demo import demo_model_path
 from iserve.model_source import ModelSource, resolve
 from iserve.planning.making import PlanOptions
 from iserve.planning.model_use import used
-from iserve.routes import RouteTable
+from iserve.route_table import RouteTable
 from iserve.settings import Settings
 from iserve.state.store import Store
 from tests.daemon.conftest import Node

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fingerprint.codec import from_json
-from iserve.routes import RouteTable
+from iserve.route_table import RouteTable
 from planner.intent import Slo
 from planner.lateness import Pace
 from tests.bench.refusing import figures, measured_pace, open_load, sent

@@ -23,7 +23,7 @@ from iserve.controller.node import hardware_of, serving_on, without
 from iserve.demo import demo_model_path
 from iserve.planning.making import PlanOptions, alone_of, hypothetical_hardware, make_plan
 from iserve.planning.plan_document import plan_document
-from iserve.routes import Demand, DeploymentDemand
+from iserve.route_table import Demand, DeploymentDemand
 from iserve.state.store import DeploymentRow
 from placement.batch_load import Batching
 from placement.load_model import shares

@@ -21,7 +21,7 @@ from iserve.demo import demo_model_path
 from iserve.planning.document import PlanDocument
 from iserve.planning.making import PlanOptions, alone_of, hypothetical_hardware, make_plan
 from iserve.planning.plan_document import plan_document
-from iserve.routes import Punctuality, RouteTable
+from iserve.route_table import Punctuality, RouteTable
 from iserve.state.store import DeploymentRow
 from planner.intent import Slo
 from planner.lateness import Pace

@@ -33,7 +33,7 @@ from iserve.api_documents import DeploymentDocument
 from iserve.api_types import DeployBody
 from iserve.controller.records import recorded_update, recorded_wish, recorded_workers
 from iserve.planning.document import PlanDocument
-from iserve.routes import ApiKeyRecord
+from iserve.route_table import ApiKeyRecord
 from iserve.state.database import open_database
 from iserve.state.schema import metadata
 from iserve.state.store import KeptAnswer, Store

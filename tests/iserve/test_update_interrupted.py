@@ -18,7 +18,7 @@ from iserve.api_types import DeployBody, UpdateBody, VerifyBody
 from iserve.controller.reconcile import Reconciler
 from iserve.controller.records import draining_workers, recorded_update, recorded_wish, recorded_workers
 from iserve.model_source import ModelSource
-from iserve.routes import Demand
+from iserve.route_table import Demand
 from iserve.state.store import DeploymentRow
 from tests.iserve.test_deployer import World
 

@@ -30,7 +30,7 @@ from iserve.controller.profiling import machine_key
 from iserve.controller.reconcile import Reconciler
 from iserve.controller.records import recorded_wish, recorded_workers, update_workers
 from iserve.demo import demo_model_path
-from iserve.routes import Demand, Route, RouteTable
+from iserve.route_table import Demand, Route, RouteTable
 from iserve.settings import Settings
 from iserve.state.store import DeploymentRow, Store
 from tests.daemon.conftest import Node

@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from daemon.atomic_file import write_file_atomically
-from iserve.routes import Punctuality, Route, WorkerTarget
+from iserve.route_table import Punctuality, Route, WorkerTarget
 from planner.intent import Slo
 from planner.lateness import Pace
 from tests.iserve.gateway.conftest import Answer, FakeWorker, GatewayProcess, route

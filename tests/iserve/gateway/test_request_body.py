@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from iserve.gateway.errors import ApiError
 from iserve.gateway.http_server import HEADER_TIMEOUT_S, STALLED_CLIENT_S
-from iserve.gateway.limits import BODY_TIMEOUT_S, RequestHead, num_prompts, parse_head, too_deep
+from iserve.gateway.request_body import BODY_TIMEOUT_S, RequestHead, num_prompts, parse_head, too_deep
 from iserve.keys import new_key
-from iserve.routes import GatewayLimits
+from iserve.route_table import GatewayLimits
 from tests.waiting import PATIENCE_S
 
 SMALL = GatewayLimits(max_body_bytes=4096)

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from planner.intent import Slo
 from traces.outcomes import Failure, Outcomes
-from traces.replay.runner import ReplayOptions
-from traces.replay.schedule import ScheduleOptions
 from traces.summary import Summary, outcome_words, summarize
 from traces.timeline import Bin, CurvePoint, curve, timeline
 
@@ -20,7 +18,6 @@ __all__ = [
     "ReplayRun",
     "answered_words",
     "make_document",
-    "replay_run",
 ]
 
 _EXAMPLE_SHOWN = 100  # characters of what was said at a failure, in the first line
@@ -83,37 +80,6 @@ class ReplayDocument:
     notes: tuple[str, ...]
     timeline: tuple[Bin, ...]
     curves: Curves
-
-
-def replay_run(
-    *,
-    trace: str,
-    url: str,
-    started_at: str,
-    planned_requests: int,
-    elapsed_s: float,
-    interrupted: bool,
-    schedule: ScheduleOptions,
-    options: ReplayOptions,
-    deployed: tuple[str, ...] = (),
-) -> ReplayRun:
-    """Return the settings of a run, gathered."""
-    prompts = options.prompts
-    return ReplayRun(
-        trace=trace,
-        url=url,
-        started_at=started_at,
-        planned_requests=planned_requests,
-        elapsed_s=elapsed_s,
-        interrupted=interrupted,
-        rate_factor=schedule.rate_factor,
-        seed=schedule.seed,
-        timeout_s=options.timeout_s,
-        max_in_flight=options.max_in_flight,
-        prompts="chat" if prompts.chat else prompts.kind,
-        ignore_eos=prompts.ignore_eos,
-        deployed=deployed,
-    )
 
 
 def make_document(

@@ -19,18 +19,18 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fingerprint.errors import ConfigError
+from iserve.http_stream import AnswerLostError, MalformedAnswerError, NotReachedError, StreamAnswer, StreamClient
+from iserve.replay.endpoint import Endpoint
+from iserve.replay.inflight_request import InflightRequest
+from iserve.replay.prompts import PromptOptions, Prompts
+from iserve.replay.schedule import Schedule
 from traces.outcomes import Failure, Floats, Outcomes
-from traces.replay.connection import Connections
-from traces.replay.endpoint import Endpoint
-from traces.replay.exchange import Exchange
-from traces.replay.prompts import PromptOptions, Prompts
-from traces.replay.schedule import Schedule
 
 __all__ = ["Progress", "Replay", "ReplayOptions"]
 
 _BURST = 16  # requests sent without a look at the answers
 _SPARE_FILES = 64
-_LOOK_FOR_STOP_S = 0.25
+_LINGER_S = 1.0  # for the end of an answer whose outcome is known, so that its connection can be used again
 _GC_THRESHOLDS = (50_000, 50, 50)
 
 
@@ -80,20 +80,25 @@ class Replay:
         self.interrupted = False
         self.elapsed_s = 0.0
         n = len(schedule)
+        key = f"Authorization: Bearer {options.key}\r\n" if options.key else ""
+        self._headers = f"User-Agent: iserve-replay\r\nAccept: text/event-stream\r\n{key}".encode()
+        self._path = endpoint.base_path + options.prompts.path
         self._sent_s, self._first_s, self._last_s = (np.full(n, np.nan) for _ in range(3))
         self._prompt_tokens, self._output_tokens = np.zeros(n, np.int64), np.zeros(n, np.int64)
         self._failure = np.zeros(n, np.int8)
         self._gaps: list[array[float]] = [_NO_GAPS] * n
         self._begun = self._completed = self._failed = self._tokens = 0
         self._late_s = 0.0
-        self._in_flight: dict[Exchange, asyncio.TimerHandle] = {}
+        self._in_flight: set[InflightRequest] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
-        self._stop = asyncio.Event()
+        self._work: asyncio.Task[None] | None = None
 
     def stop(self) -> None:
         """Send nothing more and end what is in flight; ``run`` returns with what there is."""
         self.interrupted = True
-        self._stop.set()
+        if self._work is not None:
+            self._work.cancel()
 
     async def run(
         self, on_progress: Callable[[Progress], None] | None = None, *, every_s: float = 0.5
@@ -105,15 +110,18 @@ class Replay:
         """
         _allow_files(self._options.max_in_flight + _SPARE_FILES)
         self._loop = asyncio.get_running_loop()
-        self._connections = Connections(self._endpoint, self._options.prompts.path, self._options.key)
+        self._client = StreamClient()
         ticker = None if on_progress is None else self._loop.create_task(self._tell(on_progress, every_s))
         with _calm_collector():
             self._start_s = self._loop.time()
+            self._work = self._loop.create_task(self._send_all())
             try:
-                await self._send_all()
-                await self._answers()
+                if not self.interrupted:
+                    await asyncio.wait((self._work,))
             finally:
-                await self._end(ticker)
+                await self._end(self._work, ticker)
+            if not self._work.cancelled():
+                self._work.result()  # raises what went wrong
         if on_progress is not None:
             on_progress(self.progress())
         return self._outcomes()
@@ -132,6 +140,7 @@ class Replay:
         )
 
     async def _send_all(self) -> None:
+        """Send everything, and wait until no request is in flight: each has its own timer, so this ends."""
         schedule, prompts = self._schedule, Prompts(self._schedule.deployments, self._options.prompts)
         since_look = 0
         for row in range(len(schedule)):
@@ -143,20 +152,12 @@ class Replay:
             )
             due_s = self._start_s + float(schedule.scheduled_s[row])
             since_look += 1
-            if due_s > self._loop.time():
-                await self._sleep_until(due_s)
+            while (left_s := due_s - self._loop.time()) > 0 or since_look >= _BURST:
+                await asyncio.sleep(max(0.0, left_s))
                 since_look = 0
-            elif since_look >= _BURST:
-                await asyncio.sleep(0)
-                since_look = 0
-            if self._stop.is_set():
-                return
             self._begin(row, body, due_s)
-
-    async def _sleep_until(self, due_s: float) -> None:
-        """Sleep until then, or until the run is stopped."""
-        while (left_s := due_s - self._loop.time()) > 0 and not self._stop.is_set():
-            await asyncio.sleep(min(left_s, _LOOK_FOR_STOP_S))
+        if self._in_flight:
+            await self._idle.wait()
 
     def _begin(self, row: int, body: bytes, due_s: float) -> None:
         self._begun = row + 1
@@ -167,63 +168,70 @@ class Replay:
             )
             self._failed += 1
             return
-        now_s = self._loop.time()
-        self._late_s = max(self._late_s, now_s - due_s)
-        self._sent_s[row] = now_s - self._start_s
-        exchange = Exchange(row, int(self._schedule.output_tokens[row]), now_s, self._record)
-        self._in_flight[exchange] = self._loop.call_later(self._options.timeout_s, self._time_out, exchange)
+        request = InflightRequest(row, int(self._schedule.output_tokens[row]), self._record)
+        self._in_flight.add(request)
         self._idle.clear()
-        self._connections.send(exchange, body)
+        task = self._loop.create_task(self._exchange(request, body, due_s))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
-    def _time_out(self, exchange: Exchange) -> None:
-        where = f"after {exchange.pieces} pieces" if exchange.pieces else "before the first token"
-        self._abandon(exchange, Failure.TIMEOUT, f"not complete within {self._options.timeout_s:g} s, {where}")
+    async def _exchange(self, request: InflightRequest, body: bytes, due_s: float) -> None:
+        """Send a request and follow its answer to its outcome; a failure ends the server's side at once."""
+        now_s, timeout_s = self._loop.time(), self._options.timeout_s
+        self._late_s = max(self._late_s, now_s - due_s)
+        self._sent_s[request.row] = now_s - self._start_s
+        answer: StreamAnswer | None = None
+        try:
+            async with asyncio.timeout_at(now_s + timeout_s):
+                answer = await self._client.post(
+                    self._endpoint.origin, self._path, self._headers, body, silence_s=timeout_s
+                )
+                request.started(answer.status, answer.content_type)
+                await _follow(request, answer, timeout_s)
+        except NotReachedError as error:
+            request.fail(Failure.NO_CONNECTION, f"{self._endpoint.origin.authority}: {error}")
+        except MalformedAnswerError as error:
+            request.fail(Failure.MALFORMED, str(error))
+        except AnswerLostError as error:
+            request.lost(error)
+        except TimeoutError:
+            where = f"after {request.pieces} pieces" if request.pieces else "before the first token"
+            request.fail(Failure.TIMEOUT, f"not complete within {timeout_s:g} s, {where}")
+        finally:
+            if answer is not None and not request.done:
+                answer.close()
+        if answer is not None and request.done:
+            await answer.finish(_LINGER_S)
 
-    def _abandon(self, exchange: Exchange, failure: Failure, message: str) -> None:
-        exchange.fail(failure, message)
-        if exchange.abandon is not None:
-            exchange.abandon()  # the server must not go on without a reader
-
-    def _record(self, exchange: Exchange) -> None:
+    def _record(self, request: InflightRequest) -> None:
         """Record the outcome of a request."""
-        self._in_flight.pop(exchange).cancel()
-        row = exchange.row
-        if exchange.pieces:
-            self._first_s[row] = exchange.first_s - self._start_s
-            self._last_s[row] = exchange.last_s - self._start_s
-            self._gaps[row] = exchange.gaps
-        self._prompt_tokens[row] = exchange.prompt_tokens
-        self._output_tokens[row] = exchange.completion_tokens or exchange.pieces
-        self._failure[row] = exchange.failure
-        if exchange.failure is Failure.NONE:
+        self._in_flight.remove(request)
+        row = request.row
+        if request.pieces:
+            self._first_s[row] = request.first_s - self._start_s
+            self._last_s[row] = request.last_s - self._start_s
+            self._gaps[row] = request.gaps
+        self._prompt_tokens[row] = request.prompt_tokens
+        self._output_tokens[row] = request.completion_tokens or request.pieces
+        self._failure[row] = request.failure
+        if request.failure is Failure.NONE:
             self._completed += 1
             self._tokens += int(self._output_tokens[row])
         else:
             self._failed += 1
-            self.examples.setdefault(exchange.failure, exchange.message)
+            self.examples.setdefault(request.failure, request.message)
         if not self._in_flight:
             self._idle.set()
 
-    async def _answers(self) -> None:
-        """Wait until none is in flight, or the run is stopped. Each has its own timer, so this ends."""
-        if not self._in_flight:
-            return
-        waits = [self._loop.create_task(event.wait()) for event in (self._idle, self._stop)]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
-            await asyncio.gather(*waits, return_exceptions=True)
-
-    async def _end(self, ticker: asyncio.Task[None] | None) -> None:
-        for exchange in list(self._in_flight):
-            self._abandon(exchange, Failure.INTERRUPTED, "the run was ended")
-        self._connections.close()
-        if ticker is not None:
-            ticker.cancel()
-            await asyncio.gather(ticker, return_exceptions=True)
-        await self._connections.closed()
+    async def _end(self, *others: asyncio.Task[None] | None) -> None:
+        for request in list(self._in_flight):
+            request.fail(Failure.INTERRUPTED, "the run was ended")
+        tasks = [task for task in (*others, *self._tasks) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._client.close()
+        await self._client.wait_closed()
         self.elapsed_s = self._loop.time() - self._start_s
 
     async def _tell(self, on_progress: Callable[[Progress], None], every_s: float) -> None:
@@ -252,6 +260,21 @@ class Replay:
             gaps_s=flat,
             num_gaps=np.array([len(g) for g in gaps], np.int64),
         )
+
+
+async def _follow(request: InflightRequest, answer: StreamAnswer, timeout_s: float) -> None:
+    """Feed ``request`` with its answer, mostly in the callback that read it, until the outcome is known."""
+
+    def take(part: bytes) -> bool:
+        request.feed(part, answer.arrived_s)
+        return not request.over
+
+    while not request.over:
+        part = await answer.read(timeout_s, take)
+        if part:  # of a request that is over it was taken
+            request.feed(part, answer.arrived_s)
+        elif not request.over:
+            request.ended()
 
 
 _NO_GAPS: array[float] = array("f")

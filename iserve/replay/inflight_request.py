@@ -7,30 +7,30 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from contextlib import suppress
 
+from fingerprint.errors import BadInputError
+from iserve.replay.stream_events import error_code, error_words, read_piece
+from iserve.sse import FrameBuffer, event_data
 from traces.outcomes import Failure
-from traces.replay.http_answer import EventLines, HttpAnswer, MalformedError
-from traces.replay.pieces import error_code, error_words, read_piece
 
-__all__ = ["Exchange"]
+__all__ = ["MAX_EVENT_BYTES", "InflightRequest"]
 
+MAX_EVENT_BYTES = 256 * 2**10
 _MAX_REFUSAL_BYTES = 64 * 2**10
 _WOULD_BE_LATE = "would_be_late"  # how iServe's gateway says it
 _SPARE_PIECES = 1000  # what an answer may have beyond two pieces for each token asked
 
 
-class Exchange:
+class InflightRequest:
     """A request that was sent. ``first_s`` and ``last_s`` are 0 until they are known."""
 
     __slots__ = (
-        "_events",
         "_finished_s",
-        "_http",
+        "_frames",
         "_most_pieces",
         "_on_end",
         "_refusal",
-        "abandon",
+        "_status",
         "completion_tokens",
         "done",
         "failure",
@@ -42,12 +42,10 @@ class Exchange:
         "pieces",
         "prompt_tokens",
         "row",
-        "sent_s",
     )
 
-    def __init__(self, row: int, asked_tokens: int, sent_s: float, on_end: Callable[[Exchange], None]) -> None:
+    def __init__(self, row: int, asked_tokens: int, on_end: Callable[[InflightRequest], None]) -> None:
         self.row = row
-        self.sent_s = sent_s
         self.first_s = self.last_s = 0.0
         self.gaps = array("f")
         self.pieces = 0
@@ -55,56 +53,45 @@ class Exchange:
         self.failure, self.message = Failure.NONE, ""
         self.done = False  # the server said that the answer is complete
         self.over = False  # the outcome is known, whatever the connection does
-        self.abandon: Callable[[], object] | None = None  # ends what carries it
         self._on_end = on_end
         self._most_pieces = 2 * asked_tokens + _SPARE_PIECES
-        self._http, self._events = HttpAnswer(), EventLines()
+        self._status = 0  # 0: not known yet
+        self._frames = FrameBuffer(MAX_EVENT_BYTES)
         self._refusal = bytearray()
         self._finished_s = 0.0
 
-    @property
-    def complete(self) -> bool:
-        """The connection has brought all of it."""
-        return self._http.complete
+    def started(self, status: int, content_type: bytes) -> None:
+        """Note the head of the answer."""
+        self._status = status
+        if status == 200 and content_type != b"text/event-stream":
+            kind = content_type.decode("latin-1") or "nothing known"
+            self.fail(Failure.MALFORMED, f"answered {kind} where a stream was asked for")
 
-    @property
-    def reusable(self) -> bool:
-        return self.complete and self.done and self._http.keep_alive
-
-    def feed(self, data: bytes, now_s: float) -> None:
-        """Process the bytes that arrived at ``now_s``."""
+    def feed(self, body: bytes, now_s: float) -> None:
+        """Process a part of the answer's body that arrived at ``now_s``."""
         if self.over:
-            self._feed_rest(data)
+            return
+        if self._status != 200:
+            self._refusal += body[: _MAX_REFUSAL_BYTES - len(self._refusal)]
+            if len(self._refusal) >= _MAX_REFUSAL_BYTES:
+                self._refused()
             return
         try:
-            body = self._http.feed(data)
-            if self._http.status == 200:
-                self._stream(body, now_s)
-            elif self._http.status:
-                self._refusal += body[: _MAX_REFUSAL_BYTES - len(self._refusal)]
-                if self._http.complete or len(self._refusal) >= _MAX_REFUSAL_BYTES:
-                    self._refused()
-        except MalformedError as error:
+            self._stream(body, now_s)
+        except BadInputError as error:
             self.fail(Failure.MALFORMED, str(error))
 
-    def _feed_rest(self, data: bytes) -> None:
-        try:
-            self._http.feed(data)
-        except MalformedError:
-            self.done = False  # the outcome is final, the connection of no more use
+    def ended(self) -> None:
+        """Note that the answer is complete."""
+        if self._status == 200:
+            self.fail(Failure.CONNECTION_LOST, "the answer ended without [DONE]")
+        elif not self.over:
+            self._refused()
 
-    def closed(self, error: Exception | None) -> None:
+    def lost(self, error: Exception) -> None:
         """Note that the connection is gone."""
-        if self.over:
-            return
-        if error is None and self._http.status:
-            with suppress(MalformedError):
-                self._http.end()  # an answer that says nothing of its length ends so
-                if self._http.status != 200:
-                    self._refused()
-                    return
-        where = "in the middle of the answer" if self._http.status else "before an answer"
-        self.fail(Failure.CONNECTION_LOST, f"the connection ended {where}{f': {error}' if error else ''}")
+        where = "in the middle of the answer" if self._status else "before an answer"
+        self.fail(Failure.CONNECTION_LOST, f"the connection ended {where}: {error}")
 
     def fail(self, failure: Failure, message: str) -> None:
         if not self.over:
@@ -112,19 +99,17 @@ class Exchange:
             self._end()
 
     def _stream(self, body: bytes, now_s: float) -> None:
-        if self._http.content_type != "text/event-stream":
-            raise MalformedError(
-                f"answered {self._http.content_type or 'nothing known'} where a stream was asked for"
-            )
-        for data in self._events.feed(body):
+        frames = self._frames.feed(body)
+        if self._frames.broken_frame:
+            kind = "an event" if b"\n" in frames else "a line"
+            raise BadInputError(f"{kind} of more than {MAX_EVENT_BYTES} bytes in the event stream")
+        for data in event_data(frames):
             if data == b"[DONE]":
                 self._finish()
-                return
-            self._piece(data, now_s)
+            else:
+                self._piece(data, now_s)
             if self.over:
                 return
-        if self._http.complete:
-            self.fail(Failure.CONNECTION_LOST, "the answer ended without [DONE]")
 
     def _piece(self, data: bytes, now_s: float) -> None:
         piece = read_piece(data)
@@ -144,7 +129,7 @@ class Exchange:
             self.last_s = now_s
             self.pieces += 1
             if self.pieces > self._most_pieces:
-                raise MalformedError(f"more than {self._most_pieces} pieces, the answer does not end")
+                raise BadInputError(f"more than {self._most_pieces} pieces, the answer does not end")
         elif choice.finish_reason is not None:
             self._finished_s = now_s
 
@@ -164,7 +149,7 @@ class Exchange:
             self._end()
 
     def _refused(self) -> None:
-        status = self._http.status
+        status = self._status
         kind = (
             Failure.RATE_LIMITED
             if status == 429

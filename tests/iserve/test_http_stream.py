@@ -1,4 +1,4 @@
-"""The client of the workers against a server that says exactly what a test wants, on real sockets."""
+"""The client of many streams against a server that says exactly what a test wants, on real sockets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from iserve.gateway.worker_client import WorkerClient, WorkerLostError, WorkerNotReachedError
+from iserve.http_stream import AnswerLostError, NotReachedError, Origin, StreamAnswer, StreamClient
 from tests.waiting import PATIENCE_S
 
 WHOLE = b"HTTP/1.1 200 OK\r\nContent-Type: Application/JSON; charset=utf-8\r\nContent-Length: 4\r\n\r\nbody"
@@ -54,10 +54,10 @@ class Server:
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-def run(server: Handler, test: Callable[[WorkerClient, str], Awaitable[None]]) -> None:
+def run(server: Handler, test: Callable[[StreamClient, str], Awaitable[None]]) -> None:
     async def go() -> None:
         listener = await asyncio.start_server(server, "127.0.0.1", 0)
-        client = WorkerClient()
+        client = StreamClient()
         try:
             async with asyncio.timeout(PATIENCE_S):
                 await test(client, f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}")
@@ -68,22 +68,30 @@ def run(server: Handler, test: Callable[[WorkerClient, str], Awaitable[None]]) -
     asyncio.run(go())
 
 
+async def post(client: StreamClient, url: str, body: bytes = b"{}", silence_s: float = PATIENCE_S) -> StreamAnswer:
+    authority = url.removeprefix("http://")
+    origin = Origin("127.0.0.1", int(authority.rpartition(":")[2]), authority)
+    return await client.post(
+        origin, "/v1/completions", b"X-Request-Id: req-1\r\n", body, silence_s=silence_s, connect_s=PATIENCE_S
+    )
+
+
 async def ask(
-    client: WorkerClient, url: str, body: bytes = b"{}", silence_s: float = PATIENCE_S
+    client: StreamClient, url: str, body: bytes = b"{}", silence_s: float = PATIENCE_S
 ) -> tuple[int, bytes]:
-    answer = await client.post(url, "/v1/completions", body, b"req-1", silence_s)
+    answer = await post(client, url, body, silence_s)
     parts = []
     while part := await answer.read(silence_s):
         parts.append(part)
-    answer.release()
+    await answer.finish(0.0)
     return answer.status, b"".join(parts)
 
 
 def test_the_request_as_it_is_sent() -> None:
     server = Server(WHOLE)
 
-    async def test(client: WorkerClient, url: str) -> None:
-        answer = await client.post(url, "/v1/completions", b'{"a":1}', b"req-1", PATIENCE_S)
+    async def test(client: StreamClient, url: str) -> None:
+        answer = await post(client, url, b'{"a":1}')
         assert (answer.status, answer.content_type) == (200, b"application/json")
         head, _, body = server.requests[0].partition(b"\r\n\r\n")
         assert body == b'{"a":1}'
@@ -95,25 +103,13 @@ def test_the_request_as_it_is_sent() -> None:
     run(server, test)
 
 
-def test_a_worker_that_has_a_token_is_sent_it() -> None:
-    server = Server(WHOLE)
-
-    async def test(client: WorkerClient, url: str) -> None:
-        await client.post(url, "/v1/completions", b"{}", b"req-1", PATIENCE_S, "secret")
-        head, _, body = server.requests[0].partition(b"\r\n\r\n")
-        assert b"Authorization: Bearer secret" in head.splitlines()
-        assert body == b"{}"
-
-    run(server, test)
-
-
 @given(at=st.lists(st.integers(1, 200), max_size=6, unique=True), answer=st.sampled_from([WHOLE, CHUNKED]))
 @settings(max_examples=30, deadline=None)
 def test_an_answer_is_the_same_however_it_is_cut(at: list[int], answer: bytes) -> None:
     places = [0, *sorted(place for place in at if place < len(answer)), len(answer)]
     pieces = [answer[a:b] for a, b in pairwise(places)]
 
-    async def test(client: WorkerClient, url: str) -> None:
+    async def test(client: StreamClient, url: str) -> None:
         assert await ask(client, url) == (200, b"body" if answer is WHOLE else b"onetwo!")
 
     run(Server(pieces), test)
@@ -122,7 +118,7 @@ def test_an_answer_is_the_same_however_it_is_cut(at: list[int], answer: bytes) -
 def test_a_connection_is_used_again() -> None:
     server = Server(WHOLE, CHUNKED, b"HTTP/1.1 100 Continue\r\n\r\n" + WHOLE, WHOLE)
 
-    async def test(client: WorkerClient, url: str) -> None:
+    async def test(client: StreamClient, url: str) -> None:
         for expected in (b"body", b"onetwo!", b"body", b"body"):
             assert await ask(client, url, b"x" * 200_000) == (200, expected)
 
@@ -141,10 +137,10 @@ def test_a_connection_is_used_again() -> None:
 def test_a_connection_is_not_used_again(first: bytes) -> None:
     server = Server(first, WHOLE)
 
-    async def test(client: WorkerClient, url: str) -> None:
+    async def test(client: StreamClient, url: str) -> None:
         try:
             assert await ask(client, url) == (200, b"body")
-        except WorkerLostError:
+        except AnswerLostError:
             assert first.startswith(WHOLE)
         assert await ask(client, url) == (200, b"body")
 
@@ -153,7 +149,7 @@ def test_a_connection_is_not_used_again(first: bytes) -> None:
 
 
 def test_a_body_without_a_length_ends_with_the_connection() -> None:
-    async def test(client: WorkerClient, url: str) -> None:
+    async def test(client: StreamClient, url: str) -> None:
         assert await ask(client, url) == (200, b"all of it")
 
     run(Server(b"HTTP/1.1 200 OK\r\n\r\nall of it"), test)
@@ -179,8 +175,8 @@ def test_a_body_without_a_length_ends_with_the_connection() -> None:
     ],
 )
 def test_what_is_no_answer_is_lost(answer: bytes | None) -> None:
-    async def test(client: WorkerClient, url: str) -> None:
-        with pytest.raises(WorkerLostError):
+    async def test(client: StreamClient, url: str) -> None:
+        with pytest.raises(AnswerLostError):
             await ask(client, url)
 
     run(Server(answer), test)
@@ -191,23 +187,23 @@ def test_nobody_there_is_not_reached() -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
 
-    async def test(client: WorkerClient, url: str) -> None:
-        with pytest.raises(WorkerNotReachedError):
+    async def test(client: StreamClient, url: str) -> None:
+        with pytest.raises(NotReachedError):
             await ask(client, f"http://127.0.0.1:{port}")
 
     run(Server(), test)
 
 
 def test_silence_is_bounded_by_each_wait() -> None:
-    async def test(client: WorkerClient, url: str) -> None:
-        answer = await client.post(url, "/v1/completions", b"{}", b"req-1", PATIENCE_S)
+    async def test(client: StreamClient, url: str) -> None:
+        answer = await post(client, url)
         assert await answer.read(PATIENCE_S) == b"hold"
         with pytest.raises(TimeoutError):
             await answer.read(0.05)  # the timer of a longer wait is there already
         with pytest.raises(TimeoutError):
             await answer.read(0.05)
         answer.close()
-        with pytest.raises(WorkerLostError):
+        with pytest.raises(AnswerLostError):
             await answer.read(PATIENCE_S)
 
     run(Server(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhold"), test)
@@ -232,11 +228,11 @@ def test_what_is_taken_and_what_is_read_are_the_answer_in_its_order(sizes: list[
             came.append(data)
         return offered[-1]
 
-    async def test(client: WorkerClient, url: str) -> None:
-        answer = await client.post(url, "/v1/completions", b"{}", b"req-1", PATIENCE_S)
+    async def test(client: StreamClient, url: str) -> None:
+        answer = await post(client, url)
         while part := await answer.read(PATIENCE_S, take):
             came.append(part)
-        answer.release()
+        await answer.finish(0.0)
         assert b"".join(came) == b"onetwo!" + b"".join(b"<%03d>" % i for i in range(60))
 
     run(Server(pieces), test)
@@ -262,8 +258,8 @@ def test_what_is_taken_is_no_silence_and_what_is_not_wakes() -> None:
             await reader.read()
         writer.close()
 
-    async def test(client: WorkerClient, url: str) -> None:
-        answer = await client.post(url, "/v1/completions", b"{}", b"req-1", PATIENCE_S)
+    async def test(client: StreamClient, url: str) -> None:
+        answer = await post(client, url)
         assert await answer.read(0.3, take) == b"stop"  # twenty pieces take longer than that
         assert taken == [b"goon"] * 20
         while b"late" not in (held := answer._connection._parts):
@@ -281,7 +277,7 @@ def test_what_is_taken_is_no_silence_and_what_is_not_wakes() -> None:
 def test_a_request_that_is_cancelled_ends_its_connection() -> None:
     server = Server(b"HTTP/1.1 200 OK\r\nX: hold")
 
-    async def test(client: WorkerClient, url: str) -> None:
+    async def test(client: StreamClient, url: str) -> None:
         task = asyncio.create_task(ask(client, url))
         while not server.requests:
             await asyncio.sleep(0.001)
@@ -299,8 +295,8 @@ def test_an_answer_that_nobody_reads_is_not_held() -> None:
     size = 16 * 2**20
     held: list[int] = []
 
-    async def test(client: WorkerClient, url: str) -> None:
-        answer = await client.post(url, "/v1/completions", b"{}", b"req-1", PATIENCE_S)
+    async def test(client: StreamClient, url: str) -> None:
+        answer = await post(client, url)
         await asyncio.sleep(0.1)
         first = await answer.read(PATIENCE_S)
         held.append(len(first))
@@ -336,7 +332,7 @@ LARGE = b"x" * (32 * 2**20)  # more than fits into the sockets' buffers
 def test_a_connection_on_which_a_body_is_still_under_way_is_not_used_again() -> None:
     """The next request would wait behind what the worker, which has answered, does not read."""
 
-    async def test(client: WorkerClient, url: str) -> None:
+    async def test(client: StreamClient, url: str) -> None:
         assert await ask(client, url, LARGE) == (200, b"body")
         assert await ask(client, url) == (200, b"body")
 
@@ -347,15 +343,15 @@ def test_a_connection_on_which_a_body_is_still_under_way_is_not_used_again() -> 
 
 @pytest.mark.parametrize("answer", [WHOLE[:-2], b""])
 def test_a_worker_that_says_no_more_is_lost_though_it_reads_no_more_either(answer: bytes) -> None:
-    async def test(client: WorkerClient, url: str) -> None:
-        with pytest.raises(WorkerLostError):
+    async def test(client: StreamClient, url: str) -> None:
+        with pytest.raises(AnswerLostError):
             await ask(client, url, LARGE)
 
     run(Deaf(answer, ends=True), test)
 
 
 def test_a_body_ends_with_the_workers_side_though_it_reads_no_more() -> None:
-    async def test(client: WorkerClient, url: str) -> None:
+    async def test(client: StreamClient, url: str) -> None:
         assert await ask(client, url, LARGE) == (200, b"all of it")
 
     run(Deaf(b"HTTP/1.1 200 OK\r\n\r\nall of it", ends=True), test)
@@ -387,8 +383,8 @@ def endless(beginning: bytes, piece: bytes, pause_s: float = 0.0) -> Handler:
 def test_what_is_no_part_of_the_body_has_an_end(beginning: bytes, piece: bytes) -> None:
     """Else it would be held, or listened to, for ever."""
 
-    async def test(client: WorkerClient, url: str) -> None:
-        with pytest.raises(WorkerLostError):
+    async def test(client: StreamClient, url: str) -> None:
+        with pytest.raises(AnswerLostError):
             await ask(client, url)
 
     run(endless(beginning, piece), test)
@@ -396,7 +392,7 @@ def test_what_is_no_part_of_the_body_has_an_end(beginning: bytes, piece: bytes) 
 
 @pytest.mark.parametrize("beginning", [b"HTTP/1.1 200 OK\r\nX: ", CHUNKED[:-5] + b"1;"])
 def test_what_a_worker_trickles_beside_its_answer_is_silence(beginning: bytes) -> None:
-    async def test(client: WorkerClient, url: str) -> None:
+    async def test(client: StreamClient, url: str) -> None:
         with pytest.raises(TimeoutError):
             await ask(client, url, silence_s=0.1)
 
@@ -406,8 +402,8 @@ def test_what_a_worker_trickles_beside_its_answer_is_silence(beginning: bytes) -
 def test_headers_of_an_interim_answer_are_not_those_of_the_answer() -> None:
     hints = b"HTTP/1.1 103 Early Hints\r\nContent-Type: text/event-stream\r\nContent-Length: 0\r\n\r\n"
 
-    async def test(client: WorkerClient, url: str) -> None:
-        answer = await client.post(url, "/v1/completions", b"{}", b"req-1", PATIENCE_S)
+    async def test(client: StreamClient, url: str) -> None:
+        answer = await post(client, url)
         assert (answer.content_type, await answer.read(PATIENCE_S)) == (b"", b"all of it")
         assert await answer.read(PATIENCE_S) == b""
 
@@ -419,7 +415,7 @@ def test_an_answer_that_has_no_body_by_its_status(status: int) -> None:
     bare = b"HTTP/1.1 %d None\r\nContent-Length: 4\r\n\r\n" % status
     server = Server(bare, WHOLE)
 
-    async def test(client: WorkerClient, url: str) -> None:
+    async def test(client: StreamClient, url: str) -> None:
         assert await ask(client, url) == (status, b"")
         assert await ask(client, url) == (200, b"body")
 
@@ -430,7 +426,7 @@ def test_an_answer_that_has_no_body_by_its_status(status: int) -> None:
 def test_an_idle_connection_that_has_just_ended_is_not_taken() -> None:
     """Taking it would cost a request one of its two tries."""
 
-    async def test(client: WorkerClient, url: str) -> None:
+    async def test(client: StreamClient, url: str) -> None:
         assert await ask(client, url) == (200, b"body")
         (connection,) = client._open
         connection._transport.close()  # as at its end; the loop has not yet reported it

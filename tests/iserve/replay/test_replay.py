@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from fingerprint.errors import ConfigError
-from tests.traces.replay.stand_in import GAP_S, TTFT_S, StandIn, stand_in
+from iserve.replay.endpoint import resolve_endpoint
+from iserve.replay.prompts import PromptOptions
+from iserve.replay.runner import Progress, Replay, ReplayOptions
+from iserve.replay.schedule import ScheduleOptions, make_schedule
+from tests.iserve.replay.stand_in import GAP_S, TTFT_S, StandIn, stand_in
 from tests.waiting import PATIENCE_S
 from traces.outcomes import Failure, Outcomes
-from traces.replay.endpoint import resolve_endpoint
-from traces.replay.prompts import PromptOptions
-from traces.replay.runner import Progress, Replay, ReplayOptions
-from traces.replay.schedule import ScheduleOptions, make_schedule
 from traces.request import Request
 from traces.summary import summarize
 
@@ -178,7 +178,7 @@ def test_a_server_that_dies_in_the_middle_of_a_run() -> None:
         pytest.param(b"HTTP/1.1 200 OK\r\n" + b"a" * 100_000, "a head of more than", id="head-without-end"),
         pytest.param(
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n-5\r\nhello",
-            "no chunk's size",
+            "Invalid character in chunk size",
             id="chunk-size",
         ),
     ],

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from traces.replay.http_answer import MalformedError
+from fingerprint.errors import BadInputError
 
 __all__ = ["Piece", "error_code", "error_words", "read_piece"]
 
@@ -59,45 +59,33 @@ def read_piece(data: bytes) -> Piece:
     """Return the data of one event.
 
     Raises:
-        MalformedError: no chunk of an OpenAI stream.
+        BadInputError: no chunk of an OpenAI stream.
     """
     try:
         return _decode_piece(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise MalformedError(f"{data[:80]!r} is no chunk of an answer: {error}") from error
-
-
-class _ErrorMessage(msgspec.Struct):
-    message: str
+        raise BadInputError(f"{data[:80]!r} is no chunk of an answer: {error}") from error
 
 
 class _ErrorBody(msgspec.Struct):
-    error: _ErrorMessage | str
-
-
-class _ErrorCode(msgspec.Struct):
-    code: str | None = None
-
-
-class _CodedBody(msgspec.Struct):
-    error: _ErrorCode
+    error: dict[str, Any] | str
 
 
 def error_code(body: bytes) -> str | None:
     """Return ``code`` of an OpenAI error's body; None: it has none, or is none."""
-    try:
-        return msgspec.json.decode(body, type=_CodedBody).error.code
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
+    error = _error_of(body)
+    return error.get("code") if isinstance(error, dict) else None
 
 
-def error_words(body: bytes | Any) -> str:
-    """Return the message in an error's body or frame; else the beginning of it."""
-    try:
-        found = msgspec.json.decode(body, type=_ErrorBody).error if isinstance(body, bytes) else body
-        found = found.message if isinstance(found, _ErrorMessage) else found
-        text = str(found.get("message", found) if isinstance(found, dict) else found)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        text = bytes(body[:_MAX_WORDS]).decode(errors="replace")
-    text = " ".join(text.split())
+def error_words(error: bytes | Any) -> str:
+    """Return the message in an error's body, or in the error of a frame; else the beginning of it."""
+    error = _error_of(error) if isinstance(error, bytes) else error
+    text = " ".join(str(error.get("message", error) if isinstance(error, dict) else error).split())
     return text if len(text) <= _MAX_WORDS else text[: _MAX_WORDS - 1] + "…"
+
+
+def _error_of(body: bytes) -> dict[str, Any] | str:
+    try:
+        return msgspec.json.decode(body, type=_ErrorBody).error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return body[:_MAX_WORDS].decode(errors="replace")

@@ -1,27 +1,32 @@
-"""HTTP/1.1 client of the workers: connections kept open, one request at a time on each.
+"""HTTP/1.1 client for many streams at once: the gateway's to the workers, and the replay's to an endpoint.
 
-It can be small, because it sends one kind of request with a body in hand and follows nothing; llhttp reads the
-answers. A ``BufferedProtocol``: what arrives is read into one buffer of all connections and used up on the spot,
-where the plain protocol allocates 256 KiB for every read.
+Connections are kept open, with one request at a time on each. Not a library's client: those put a future and a
+task's turn around every chunk, which costs more than the parsing. llhttp parses the answers. The connection is a
+``BufferedProtocol``: received bytes go into one buffer of all connections and are used up on the spot, where the
+plain protocol allocates 256 KiB for every read.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections import deque
 from collections.abc import Callable
-from functools import lru_cache
-from typing import cast
-from urllib.parse import urlsplit
+from contextlib import suppress
+from typing import NamedTuple, cast
 
 import httptools
 
-from daemon.worker_token import authorization
+__all__ = [
+    "AnswerLostError",
+    "MalformedAnswerError",
+    "NotReachedError",
+    "Origin",
+    "StreamAnswer",
+    "StreamClient",
+]
 
-__all__ = ["WorkerAnswer", "WorkerClient", "WorkerLostError", "WorkerNotReachedError"]
-
-_CONNECT_S = 2.0
-_KEEPALIVE_S = 4.0  # below the 5 s after which uvicorn, our workers' server, closes an idle connection
+_KEEPALIVE_S = 3.0  # below the 5 s after which uvicorn closes an idle connection
 _MAX_UNUSED_BYTES = 64 * 2**10  # in a row: of a head, of trailers, of chunk sizes
 _MAX_HELD_BYTES = 256 * 2**10  # of an answer that the client takes more slowly than it arrives
 _LARGE_BODY_BYTES = 64 * 2**10  # sent apart from its head rather than copied
@@ -29,43 +34,63 @@ _LARGE_BODY_BYTES = 64 * 2**10  # sent apart from its head rather than copied
 _BUFFER = memoryview(bytearray(256 * 2**10))
 
 
-class WorkerNotReachedError(Exception):
-    """The worker took no connection: it has seen nothing of the request."""
+class Origin(NamedTuple):
+    """Server as the client connects to it."""
+
+    address: str
+    port: int
+    authority: str  # sent as Host
+    tls: ssl.SSLContext | None = None
+    tls_name: str | None = None  # that the certificate must have
 
 
-class WorkerLostError(Exception):
-    """The connection ended, or said what is not HTTP, before the answer was complete."""
+class NotReachedError(Exception):
+    """Error: no connection to the server, which has seen nothing of the request."""
 
 
-class WorkerClient:
-    """A pool of connections by worker URL. Belongs to one event loop."""
+class AnswerLostError(Exception):
+    """The connection ended before the answer was complete."""
+
+
+class MalformedAnswerError(AnswerLostError):
+    """The server sent what is no HTTP/1.1 answer, or one whose head has no end."""
+
+
+class StreamClient:
+    """A pool of connections by origin. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._idle: dict[str, deque[_Connection]] = {}  # the one used last is the last
+        self._idle: dict[Origin, deque[_Connection]] = {}  # the one used last is the last
         self._open: set[_Connection] = set()
 
     async def post(
-        self, url: str, path: str, body: bytes, request_id: bytes, silence_s: float, token: str | None = None
-    ) -> WorkerAnswer:
-        """Send ``body`` as JSON and wait for the head of the answer. The caller releases or closes it.
+        self,
+        origin: Origin,
+        path: str,
+        headers: bytes,
+        body: bytes,
+        *,
+        silence_s: float,
+        connect_s: float | None = None,
+    ) -> StreamAnswer:
+        """Send ``body`` as JSON and wait for the head of the answer. The caller finishes or closes the answer.
 
         Args:
-            url: ``http://HOST:PORT``.
+            headers: further ones, each with its line end.
             silence_s: longest wait for the head.
-            token: the worker's.
+            connect_s: longest wait for a connection.
 
         Raises:
-            WorkerNotReachedError: no connection within ``_CONNECT_S``.
-            WorkerLostError, TimeoutError: it was sent, and no answer came.
+            NotReachedError: no connection within ``connect_s``.
+            AnswerLostError, TimeoutError: it was sent, and no answer arrived.
         """
-        connection = self._take_idle(url) or await self._connect(url)
-        head = b"POST %b HTTP/1.1\r\nHost: %b\r\n%b%bX-Request-Id: %b\r\nContent-Length: %d\r\n\r\n" % (
+        connection = self._take_idle(origin) or await self._connect(origin, connect_s)
+        head = b"POST %b HTTP/1.1\r\nHost: %b\r\n%b%bContent-Length: %d\r\n\r\n" % (
             path.encode(),
-            _address(url)[2],
-            b"Content-Type: application/json\r\nAccept-Encoding: identity\r\nUser-Agent: iserve-gateway\r\n",
-            _authorization(token),
-            request_id,
+            origin.authority.encode(),
+            b"Content-Type: application/json\r\nAccept-Encoding: identity\r\n",
+            headers,
             len(body),
         )
         try:
@@ -78,8 +103,13 @@ class WorkerClient:
         for connection in list(self._open):
             connection.abort()
 
-    def _take_idle(self, url: str) -> _Connection | None:
-        idle = self._idle.get(url)
+    async def wait_closed(self) -> None:
+        """Wait after ``close`` until no connection is left in the event loop."""
+        while self._open:
+            await asyncio.sleep(0)
+
+    def _take_idle(self, origin: Origin) -> _Connection | None:
+        idle = self._idle.get(origin)
         if not idle:
             return None
         oldest_s = self._loop.time() - _KEEPALIVE_S
@@ -91,15 +121,18 @@ class WorkerClient:
                 return connection
         return None
 
-    async def _connect(self, url: str) -> _Connection:
-        host, port, _ = _address(url)
+    async def _connect(self, origin: Origin, connect_s: float | None) -> _Connection:
         try:
-            async with asyncio.timeout(_CONNECT_S):
+            async with asyncio.timeout(connect_s):
                 _, connection = await self._loop.create_connection(
-                    lambda: _Connection(self._loop, self, url), host, port
+                    lambda: _Connection(self._loop, self, origin),
+                    origin.address,
+                    origin.port,
+                    ssl=origin.tls,
+                    server_hostname=origin.tls_name,
                 )
-        except OSError as error:  # TimeoutError is one
-            raise WorkerNotReachedError(str(error)) from error
+        except OSError as error:  # TimeoutError and SSLError are
+            raise NotReachedError(str(error)) from error
         return connection
 
     def opened(self, connection: _Connection) -> None:
@@ -107,19 +140,19 @@ class WorkerClient:
 
     def lost(self, connection: _Connection) -> None:
         self._open.discard(connection)
-        idle = self._idle.get(connection.url)
+        idle = self._idle.get(connection.origin)
         if idle is not None:
             if connection in idle:
                 idle.remove(connection)
             if not idle:
-                del self._idle[connection.url]
+                del self._idle[connection.origin]
 
     def keep(self, connection: _Connection) -> None:
         connection.idle_since_s = self._loop.time()
-        self._idle.setdefault(connection.url, deque()).append(connection)
+        self._idle.setdefault(connection.origin, deque()).append(connection)
 
 
-class WorkerAnswer:
+class StreamAnswer:
     """Answer whose head has arrived."""
 
     __slots__ = ("_connection", "content_type", "status")
@@ -138,23 +171,34 @@ class WorkerAnswer:
 
         Raises:
             TimeoutError: nothing arrived for ``silence_s``.
-            WorkerLostError: the answer broke off.
+            AnswerLostError: the answer broke off.
         """
         return await self._connection.read(silence_s, take)
 
-    def release(self) -> None:
-        """Release the connection: it is kept if the answer is complete."""
+    @property
+    def arrived_s(self) -> float:
+        """Time of the last read, on the event loop's clock."""
+        return self._connection.arrived_s
+
+    async def finish(self, linger_s: float) -> None:
+        """Wait a moment for the end of an answer of which no more is read; keep the connection if it arrives."""
+        try:
+            with suppress(TimeoutError, AnswerLostError):
+                await self._connection.read(linger_s, None)
+        except BaseException:
+            self.close()
+            raise
         self._connection.release()
 
     def close(self) -> None:
-        """End the worker's side at once."""
+        """End the server's side at once."""
         self._connection.abort()
 
 
 class _Connection(asyncio.BufferedProtocol):
-    def __init__(self, loop: asyncio.AbstractEventLoop, pool: WorkerClient, url: str) -> None:
-        self.url = url
-        self.idle_since_s = 0.0
+    def __init__(self, loop: asyncio.AbstractEventLoop, pool: StreamClient, origin: Origin) -> None:
+        self.origin = origin
+        self.idle_since_s = self.arrived_s = 0.0
         self._loop, self._pool = loop, pool
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
@@ -163,12 +207,12 @@ class _Connection(asyncio.BufferedProtocol):
         self._silence_s = 0.0  # the longest
         self._due_s = 0.0  # when the present one is too long
         self._take: Callable[[bytes], bool] | None = None
-        self._failure: WorkerLostError | None = None
+        self._failure: AnswerLostError | None = None
         self._begin()
         self._over = True  # nothing was asked yet
 
     def _begin(self) -> None:
-        self._answer: WorkerAnswer | None = None
+        self._answer: StreamAnswer | None = None
         self._content_type = b""
         self._is_framed = False  # the head says where the body ends; else the end of the connection does
         self._unused_bytes = 0  # since anything of use arrived: see _MAX_UNUSED_BYTES
@@ -182,7 +226,7 @@ class _Connection(asyncio.BufferedProtocol):
     def is_closing(self) -> bool:
         return self._transport is None or self._transport.is_closing()
 
-    async def ask(self, head: bytes, body: bytes, silence_s: float) -> WorkerAnswer:
+    async def ask(self, head: bytes, body: bytes, silence_s: float) -> StreamAnswer:
         assert self._transport is not None
         self._begin()
         if len(body) > _LARGE_BODY_BYTES:
@@ -216,7 +260,7 @@ class _Connection(asyncio.BufferedProtocol):
         return data
 
     def release(self) -> None:
-        # Behind what a worker that has answered has not read of a request, the next one might wait for ever.
+        # Behind what a server that has answered has not read of a request, the next one might wait for ever.
         is_all_sent = self._transport is not None and not self._transport.get_write_buffer_size()
         if self._over and self._reusable and self._failure is None and is_all_sent:
             self._pool.keep(self)
@@ -224,7 +268,7 @@ class _Connection(asyncio.BufferedProtocol):
             self.abort()
 
     def abort(self) -> None:
-        self._fail("closed by the gateway")
+        self._fail(AnswerLostError("closed by this side"))
         if self._transport is not None:
             self._transport.abort()
 
@@ -243,7 +287,7 @@ class _Connection(asyncio.BufferedProtocol):
         if self._take is None or self._over or not self._parts or not self._take(self._all_parts()):
             return False
         self._forget_parts()
-        self._due_s = self._loop.time() + self._silence_s
+        self._due_s = self.arrived_s + self._silence_s
         return True
 
     async def _news(self, silence_s: float) -> None:
@@ -273,9 +317,9 @@ class _Connection(asyncio.BufferedProtocol):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, failure: AnswerLostError) -> None:
         if self._failure is None:
-            self._failure = WorkerLostError(reason)
+            self._failure = failure
         self._wake()
 
     # asyncio's callbacks
@@ -288,29 +332,30 @@ class _Connection(asyncio.BufferedProtocol):
         self._pool.lost(self)
         if self._timer is not None:
             self._timer.cancel()
-        self._fail("the worker closed the connection" if exc is None else str(exc))
+        self._fail(AnswerLostError("the server closed the connection" if exc is None else str(exc)))
 
     def eof_received(self) -> None:
-        """Close the transport, but not before the worker has read all of the request."""
+        """Close the transport, but not before the server has read all of the request."""
         if self._answer is not None and not self._is_framed:
             self._over = True
             self._wake()
         else:
-            self._fail("the worker closed the connection")
+            self._fail(AnswerLostError("the server closed the connection"))
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return _BUFFER
 
     def buffer_updated(self, nbytes: int) -> None:
+        self.arrived_s = self._loop.time()
         self._unused_bytes += nbytes
         try:
             if self._over:  # of an idle connection, or after the end of an answer
-                raise WorkerLostError("it said what it was not asked")
+                raise MalformedAnswerError("bytes that no request asked for")
             self._parser.feed_data(_BUFFER[:nbytes])
             if self._unused_bytes > _MAX_UNUSED_BYTES:
-                raise WorkerLostError(f"its headers have more than {_MAX_UNUSED_BYTES} bytes")
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade, WorkerLostError) as error:
-            self._fail(f"not a valid answer: {error}")
+                raise MalformedAnswerError(f"a head of more than {_MAX_UNUSED_BYTES} bytes")
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade, MalformedAnswerError) as error:
+            self._fail(MalformedAnswerError(f"no HTTP/1.1 answer: {error}"))
             assert self._transport is not None
             self._transport.abort()
             return
@@ -326,7 +371,7 @@ class _Connection(asyncio.BufferedProtocol):
 
     def on_message_begin(self) -> None:
         if self._over:  # in one piece with the end of the answer; it must not be taken for the next one
-            raise WorkerLostError("it said what it was not asked")
+            raise MalformedAnswerError("bytes that no request asked for")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()
@@ -338,12 +383,12 @@ class _Connection(asyncio.BufferedProtocol):
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
         if status < 100:
-            raise WorkerLostError(f"it has the status {status}")
+            raise MalformedAnswerError(f"it has the status {status}")
         if status < 200:  # the headers of the answer itself follow
             self._content_type, self._is_framed = b"", False
             return
         self._reusable = self._parser.should_keep_alive()
-        self._answer = WorkerAnswer(self, status, self._content_type)
+        self._answer = StreamAnswer(self, status, self._content_type)
         self._unused_bytes = 0
 
     def on_body(self, data: bytes) -> None:
@@ -355,17 +400,3 @@ class _Connection(asyncio.BufferedProtocol):
         if self._answer is not None:  # else it was a 1xx
             self._over = True
             self._unused_bytes = 0
-
-
-@lru_cache(maxsize=1024)
-def _authorization(token: str | None) -> bytes:
-    return b"".join(f"{name}: {value}\r\n".encode() for name, value in authorization(token).items())
-
-
-@lru_cache(maxsize=1024)
-def _address(url: str) -> tuple[str, int, bytes]:
-    """Return host, port, and what goes into ``Host:``."""
-    parts = urlsplit(url)
-    assert parts.hostname is not None
-    assert parts.port is not None
-    return parts.hostname, parts.port, parts.netloc.encode()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-__all__ = ["WINDOW_S", "Arrivals"]
+__all__ = ["WINDOW_S", "RateWindow"]
 
 WINDOW_S = 120
 _LEAST_S = 30.0  # of a second after a start one request would be a rate of one a second
 
 
-class Arrivals:
+class RateWindow:
     """Counts by the second, in constant memory.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from iserve.gateway.arrivals import WINDOW_S, Arrivals
+from iserve.gateway.rate_window import WINDOW_S, RateWindow
 
 
 class Clock:
@@ -20,7 +20,7 @@ class Clock:
 def test_it_is_what_came_in_the_window(begin_s: float, gaps_s: list[float], after_s: float) -> None:
     """To the second: the oldest may still count, or not any more, for what is left of its second."""
     clock = Clock(begin_s)
-    arrivals, came = Arrivals(clock), []
+    arrivals, came = RateWindow(clock), []
     for gap_s in gaps_s:
         clock.now_s += gap_s
         came.append(clock.now_s)
@@ -38,7 +38,7 @@ def test_it_is_what_came_in_the_window(begin_s: float, gaps_s: list[float], afte
 
 def test_a_new_one_does_not_know_and_silence_ends_at_nothing() -> None:
     clock = Clock(7.75)
-    arrivals = Arrivals(clock)
+    arrivals = RateWindow(clock)
     for _ in range(30):
         arrivals.count()
     assert arrivals.per_s is None  # within its first second

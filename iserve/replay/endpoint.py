@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import http.client
 import socket
+import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 import msgspec
 
+from daemon.http_exchange import EXCHANGE_ERRORS, exchange
 from fingerprint.errors import ConfigError, NotFoundError, UnavailableError
+from iserve.http_stream import Origin
 
 __all__ = ["Endpoint", "check_models", "resolve_endpoint"]
 
@@ -21,16 +23,8 @@ _MAX_LIST_BYTES = 4 * 2**20
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     url: str  # as shown
-    tls: bool
-    host: str
-    address: str  # the host's
-    port: int
+    origin: Origin
     base_path: str  # ends in /v1
-
-    @property
-    def authority(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}"
 
 
 def resolve_endpoint(url: str) -> Endpoint:
@@ -57,7 +51,10 @@ def resolve_endpoint(url: str) -> Endpoint:
     except OSError as error:
         raise UnavailableError(f"the host of {url} is not known: {error.strerror or error}") from error
     base_path = path if path.endswith("/v1") else f"{path}/v1"
-    return Endpoint(url, tls, parts.hostname, str(found[0][4][0]), port, base_path)
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    context = ssl.create_default_context() if tls else None
+    origin = Origin(str(found[0][4][0]), port, f"{host}:{port}", context, parts.hostname if tls else None)
+    return Endpoint(url, origin, base_path)
 
 
 class _Model(msgspec.Struct):
@@ -93,15 +90,14 @@ def check_models(endpoint: Endpoint, names: Sequence[str], key: str | None) -> N
 
 
 def _get_models(endpoint: Endpoint, key: str | None) -> tuple[int, bytes]:
-    kind = http.client.HTTPSConnection if endpoint.tls else http.client.HTTPConnection
-    connection = kind(endpoint.host, endpoint.port, timeout=_PATIENCE_S)
     try:
-        connection.request(
-            "GET", f"{endpoint.base_path}/models", headers={"Authorization": f"Bearer {key}"} if key else {}
+        return exchange(
+            endpoint.url,
+            "GET",
+            f"{endpoint.base_path}/models",
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout_s=_PATIENCE_S,
+            max_bytes=_MAX_LIST_BYTES,
         )
-        response = connection.getresponse()
-        return response.status, response.read(_MAX_LIST_BYTES)
-    except (OSError, http.client.HTTPException) as error:
+    except EXCHANGE_ERRORS as error:
         raise UnavailableError(f"{endpoint.url} does not answer: {error}") from error
-    finally:
-        connection.close()

@@ -12,13 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fingerprint.codec import from_json, to_json
+from iserve.replay.document import ReplayDocument, ReplayRun, make_document
+from iserve.replay.page import render_replay
 from planner.intent import Slo
 from tests.traces.outcome_makers import outcomes
 from traces.outcomes import Failure, Outcomes
-from traces.replay.document import ReplayDocument, make_document, replay_run
-from traces.replay.page import render_replay
-from traces.replay.runner import ReplayOptions
-from traces.replay.schedule import ScheduleOptions
 from traces.timeline import curve, timeline
 
 NAN = math.nan
@@ -28,15 +26,19 @@ HOSTILE = '<script>alert("x")</script>&\x00'
 def document(
     run: Outcomes, *, trace: str = "t.csv", slo: Slo | None = None, words: str = "told 500", bad: str | None = None
 ) -> ReplayDocument:
-    facts = replay_run(
+    facts = ReplayRun(
         trace=trace,
         url="http://127.0.0.1:1/v1",
         started_at=datetime(2026, 1, 1, tzinfo=UTC).isoformat(),
         planned_requests=len(run),
         elapsed_s=10.0,
         interrupted=False,
-        schedule=ScheduleOptions(),
-        options=ReplayOptions(),
+        rate_factor=1.0,
+        seed=0,
+        timeout_s=600.0,
+        max_in_flight=2000,
+        prompts="ids",
+        ignore_eos=True,
         deployed=("chat: intent min-cost, 2 requests/s",),
     )
     examples = {Failure.SERVER_ERROR: words} | ({} if bad is None else {Failure.BAD_REQUEST: bad})

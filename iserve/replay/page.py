@@ -6,8 +6,8 @@ from fingerprint.report.markup import Markup, el, join
 from fingerprint.report.shell import html_page, sectioned
 from fingerprint.report.tables import bullets, facts, table
 from fingerprint.report.text import number, seconds
+from iserve.replay.document import ReplayDocument, answered_words
 from traces.panels import outcome_line, over_time, quantiles, tiles
-from traces.replay.document import ReplayDocument, answered_words
 from traces.summary import Percentiles, SloResult, Summary, limit_words
 
 __all__ = ["render_replay"]

@@ -12,29 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fingerprint.errors import BadInputError, ConfigError, NotFoundError, UnavailableError
+from iserve.replay import schedule as schedule_module
+from iserve.replay.endpoint import resolve_endpoint
+from iserve.replay.inflight_request import MAX_EVENT_BYTES, InflightRequest
+from iserve.replay.prompts import FIRST_ID, PREFIX_BLOCK_TOKENS, PromptOptions, Prompts
+from iserve.replay.runner import _calm_collector
+from iserve.replay.schedule import ScheduleOptions, make_schedule
+from iserve.replay.stream_events import error_words
+from iserve.sse import FrameBuffer, event_data
 from traces.outcomes import Failure
-from traces.replay import schedule as schedule_module
-from traces.replay.endpoint import resolve_endpoint
-from traces.replay.exchange import Exchange
-from traces.replay.http_answer import MAX_EVENT_BYTES, EventLines, HttpAnswer, MalformedError
-from traces.replay.pieces import error_words
-from traces.replay.prompts import FIRST_ID, PREFIX_BLOCK_TOKENS, PromptOptions, Prompts
-from traces.replay.runner import _calm_collector
-from traces.replay.schedule import ScheduleOptions, make_schedule
 from traces.request import Request
 
 EVENTS = [b'{"choices":[{"text":"a"}]}', b'{"choices":[{"text":"\\u00e9"}]}', b"[DONE]"]
 STREAM = b"".join(b"data: " + event + b"\n\n" for event in EVENTS)
-HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n"
-
-
-def chunked(body: bytes, sizes: list[int]) -> bytes:
-    parts, at = [], 0
-    for size in [*sizes, len(body)]:
-        if piece := body[at : at + size]:
-            parts.append(b"%x;ext=1\r\n%b\r\n" % (len(piece), piece))
-        at += size
-    return b"".join(parts) + b"0\r\nTrailer: x\r\n\r\n"
 
 
 def cut(data: bytes, places: list[int]) -> list[bytes]:
@@ -42,67 +32,58 @@ def cut(data: bytes, places: list[int]) -> list[bytes]:
     return [data[a:b] for a, b in itertools.pairwise(ends)]
 
 
-@given(
-    sizes=st.lists(st.integers(1, 60), max_size=8),
-    places=st.lists(st.integers(0, 10_000), max_size=12),
-    framing=st.sampled_from(["chunked", "counted", "until-close"]),
-    line_end=st.sampled_from([b"\n", b"\r\n"]),
-)
-def test_an_answer_cut_anywhere_is_the_same_answer(
-    sizes: list[int], places: list[int], framing: str, line_end: bytes
-) -> None:
+def sent(status: int = 200, content_type: bytes = b"text/event-stream") -> InflightRequest:
+    request = InflightRequest(0, 10, lambda _: None)
+    request.started(status, content_type)
+    return request
+
+
+@given(places=st.lists(st.integers(0, 10_000), max_size=12), line_end=st.sampled_from([b"\n", b"\r\n"]))
+def test_a_stream_cut_anywhere_is_the_same_stream(places: list[int], line_end: bytes) -> None:
     body = (b": comment\n\n" + STREAM + b"event: x\n\n").replace(b"\n", line_end)
-    raw = b"HTTP/1.1 100 Continue\r\n\r\n" + HEAD
-    if framing == "chunked":
-        raw += b"Transfer-Encoding: chunked\r\n\r\n" + chunked(body, sizes)
-    elif framing == "counted":
-        raw += b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
-    else:
-        raw += b"\r\n" + body
-    http, lines, found = HttpAnswer(), EventLines(), []
-    for part in cut(raw, places):
-        found += lines.feed(http.feed(part))
-    if framing == "until-close":
-        http.end()
+    frames, found = FrameBuffer(), []
+    for part in cut(body, places):
+        found += event_data(frames.feed(part))
     assert found == EVENTS
-    assert (http.status, http.content_type, http.complete) == (200, "text/event-stream", True)
-    assert http.keep_alive == (framing != "until-close")
 
 
-@given(st.binary(max_size=400), st.lists(st.integers(0, 400), max_size=5))
-def test_no_bytes_whatever_raise_anything_but_malformed(noise: bytes, places: list[int]) -> None:
-    for prefix in (b"", HEAD + b"transfer-encoding: chunked\r\n\r\n", HEAD + b"\r\n", HEAD + b"\r\ndata: "):
-        exchange = Exchange(0, 10, 0.0, lambda _: None)
+@given(st.sampled_from([200, 429, 503]), st.binary(max_size=400), st.lists(st.integers(0, 400), max_size=5))
+def test_no_bytes_whatever_raise_anything(status: int, noise: bytes, places: list[int]) -> None:
+    for prefix in (b"", b"data: ", b"data: {"):
+        request = sent(status)
         for part in cut(prefix + noise, places):
-            exchange.feed(part, 1.0)
-        exchange.closed(None)
-        assert exchange.over
-        http = HttpAnswer()
-        try:
-            EventLines().feed(http.feed(prefix + noise))
-            http.end()
-        except MalformedError:
-            pass
+            request.feed(part, 1.0)
+        request.ended()
+        assert request.over
 
 
-def test_a_line_without_an_end_is_given_up_at_the_bound() -> None:
-    with pytest.raises(MalformedError, match="a line of more than"):
-        feed_often(b"x" * 1000, MAX_EVENT_BYTES // 1000 + 2)
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [(b"x" * 1000, "a line of more than"), (b"data: " + b"x" * 1000 + b"\n", "an event of more than")],
+)
+def test_an_event_without_an_end_is_given_up_at_the_bound(part: bytes, words: str) -> None:
+    request = sent()
+    for number in range(MAX_EVENT_BYTES // 1000 + 2):
+        request.feed(part, number)
+    assert request.failure is Failure.MALFORMED
+    assert words in request.message
 
 
-def test_an_event_without_an_end_is_given_up_at_the_bound() -> None:
-    with pytest.raises(MalformedError, match="an event of more than"):
-        feed_often(b"data: " + b"x" * 1000 + b"\n", MAX_EVENT_BYTES // 1000 + 2)
+def test_a_line_of_no_known_kind_is_no_event_stream() -> None:
+    request = sent()
+    request.feed(b"<html>\n\n", 1.0)
+    assert (request.failure, request.message) == (Failure.MALFORMED, "b'<html>' is no line of an event stream")
 
 
-def feed_often(data: bytes, times: int) -> None:
-    lines = EventLines()
-    for _ in range(times):
-        lines.feed(data)
+def test_a_refusal_without_an_end_is_given_up_at_the_bound() -> None:
+    request = sent(429, b"application/json")
+    for _ in range(100):
+        request.feed(b"x" * 1000, 1.0)
+    assert request.failure is Failure.RATE_LIMITED
 
 
 def test_data_of_several_lines_is_one_event() -> None:
-    assert EventLines().feed(b'data: {"a":\ndata: 1}\n\n') == [b'{"a":\n1}']
+    assert event_data(b'data: {"a":\ndata: 1}\n\n') == [b'{"a":\n1}']
 
 
 @pytest.mark.parametrize(
@@ -119,13 +100,12 @@ def test_the_words_of_a_refusal(body: bytes, expected: str) -> None:
     assert error_words(body) == expected
 
 
-def answered(*events: bytes) -> Exchange:
-    """An exchange that got these events 0.1 s apart."""
-    exchange = Exchange(0, 10, 0.0, lambda _: None)
-    exchange.feed(HEAD + b"\r\n", 0.05)
+def answered(*events: bytes) -> InflightRequest:
+    """A request that got these events 0.1 s apart."""
+    request = sent()
     for number, event in enumerate(events, start=1):
-        exchange.feed(b"data: " + event + b"\n\n", number / 10)
-    return exchange
+        request.feed(b"data: " + event + b"\n\n", number / 10)
+    return request
 
 
 CHAT_OPENS = b'{"choices":[{"delta":{"role":"assistant","content":""},"finish_reason":null}]}'
@@ -146,17 +126,17 @@ EMPTY_END = b'{"choices":[{"text":"","finish_reason":"length"}]}'
     ],
 )
 def test_which_pieces_are_tokens(events: list[bytes], first_s: float, last_s: float, pieces: int) -> None:
-    exchange = answered(*events, b"[DONE]")
-    assert exchange.failure is Failure.NONE
-    assert (exchange.first_s, exchange.last_s, exchange.pieces) == (first_s, last_s, pieces)
-    assert len(exchange.gaps) == pieces - 1
+    request = answered(*events, b"[DONE]")
+    assert request.failure is Failure.NONE
+    assert (request.first_s, request.last_s, request.pieces) == (first_s, last_s, pieces)
+    assert len(request.gaps) == pieces - 1
 
 
 def test_the_outcome_stands_whatever_comes_after_it() -> None:
-    exchange = answered(EMPTY_TEXT, b"[DONE]")
-    exchange.feed(b"data: " + CHAT_TOKEN + b"\n\n", 9.0)
-    exchange.closed(ConnectionResetError())
-    assert (exchange.failure, exchange.pieces, exchange.last_s) == (Failure.NONE, 1, 0.1)
+    request = answered(EMPTY_TEXT, b"[DONE]")
+    request.feed(b"data: " + CHAT_TOKEN + b"\n\n", 9.0)
+    request.lost(ConnectionResetError())
+    assert (request.failure, request.pieces, request.last_s) == (Failure.NONE, 1, 0.1)
 
 
 # Schedules
@@ -287,7 +267,7 @@ def test_prompts_that_cannot_be_made() -> None:
 )
 def test_urls(url: str, authority: str, base_path: str) -> None:
     found = resolve_endpoint(url)
-    assert (found.authority, found.base_path) == (authority, base_path)
+    assert (found.origin.authority, found.base_path) == (authority, base_path)
 
 
 @pytest.mark.parametrize(
@@ -312,7 +292,7 @@ def test_a_replay_thaws_what_it_froze_and_touches_nothing_that_others_froze(
     watched = {name: partial(called.append, name) for name in ("collect", "freeze", "unfreeze")}
     thresholds = {"get_threshold": lambda: (7, 7, 7), "set_threshold": lambda *given: called.append(str(given))}
     count = {"get_freeze_count": lambda: frozen_before}
-    monkeypatch.setattr("traces.replay.runner.gc", SimpleNamespace(**watched, **thresholds, **count))
+    monkeypatch.setattr("iserve.replay.runner.gc", SimpleNamespace(**watched, **thresholds, **count))
     with _calm_collector():
         assert called[:-1] == (["collect", "freeze"] if freezes else [])
         assert called[-1] not in ("(7, 7, 7)", "freeze")  # collections are rarer meanwhile
