@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fingerprint.report.axes import Scale, linear
-from fingerprint.report.markup import Child, Markup, el
-from fingerprint.report.svg import line, words
-from fingerprint.report.text import tick_label
+from iserve.report.axes import Scale, linear
+from iserve.report.markup import Child, Markup, el
+from iserve.report.svg import line, words
+from iserve.report.text import tick_label
 from notebooks.figures.figure import Chart, Figure
 
 __all__ = ["svg"]

@@ -20,12 +20,12 @@ from rich.text import Text
 
 from daemon.own_log import log_to_stderr
 from fingerprint.plain_text import is_plain, printable
-from fingerprint.report.markup import el
 from iserve.cli import main
 from iserve.cli.harmless import harmless_output
 from iserve.cli.render import print_rows
 from iserve.cli.terminal import HarmlessConsole
 from iserve.demo import demo_model_path
+from iserve.report.markup import el
 from tests.bad_input.conftest import Api
 from tests.waiting import PATIENCE_S
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fingerprint.report.markup import Markup, el, join
-from fingerprint.report.shell import html_page
-from fingerprint.report.tables import bullets, facts, legend, table
-from fingerprint.report.text import number, seconds
+from iserve.report.line_chart import Line, line_chart
+from iserve.report.markup import Markup, el, join
+from iserve.report.page_frame import html_page
+from iserve.report.tables import bullets, facts, legend, table
+from iserve.report.text import number, seconds
 from tests.bench.fidelity_compare import Comparison, Metric
-from traces.charts import Line, line_chart
 from traces.timeline import CurvePoint
 
 __all__ = ["render_fidelity"]

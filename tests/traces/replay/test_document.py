@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fingerprint.codec import from_json, to_json
+from iserve.report.replay import render_replay
 from planner.intent import Slo
 from tests.traces.outcome_makers import outcomes
 from traces.outcomes import Failure, Outcomes
 from traces.replay.document import ReplayDocument, make_document, replay_run
-from traces.replay.page import render_replay
 from traces.replay.runner import ReplayOptions
 from traces.replay.schedule import ScheduleOptions
 from traces.timeline import curve, timeline

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fingerprint.estimates import Quantity
-from fingerprint.report.axes import Scale, linear
-from fingerprint.report.markup import Child, Markup, el
-from fingerprint.report.svg import corners, diamond, dot, drawing, line, words
-from fingerprint.report.text import range_of, seconds, tick_label, time_unit
-from fingerprint.report.whole import DecodeStep
+from iserve.report.axes import Scale, linear
+from iserve.report.full_model import DecodeStep
+from iserve.report.markup import Child, Markup, el
+from iserve.report.svg import corners, diamond, dot, drawing, line, words
+from iserve.report.text import range_of, seconds, tick_label, time_unit
 
 __all__ = ["STEP_PARTS", "BatchCurve", "batch_chart", "step_bar"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fingerprint.report import rankings, repeated, sections, truth
-from fingerprint.report.markup import Markup
-from fingerprint.report.shell import html_page, sectioned
-from fingerprint.report.values import Report
+from iserve.report import accuracy_section, depth_tied, rankings, sections
+from iserve.report.markup import Markup
+from iserve.report.page_frame import html_page, sectioned
+from iserve.report.values import Report
 
 __all__ = ["page_body", "render_report"]
 
@@ -17,14 +17,14 @@ Section = Callable[[Report], Markup | None]
 _SECTIONS: tuple[tuple[str, str, Section], ...] = (
     ("model", "Model and machine", sections.model_and_machine),
     ("times", "Measured times and the fitted lines", sections.times),
-    ("whole", "The whole model's time, from repeated fingerprints", repeated.whole_times),
+    ("whole", "The whole model's time, from repeated fingerprints", depth_tied.whole_times),
     ("layer", "What one layer costs", sections.layer_effects),
-    ("counted", "Memory as the engine counts it", repeated.counted_memory),
+    ("counted", "Memory as the engine counts it", depth_tied.counted_memory),
     ("memory", "Memory", sections.memory),
     ("pareto", "Latency against cost", sections.pareto),
     ("intents", "What each intent would choose", rankings.per_intent),
     ("all", "All configurations", rankings.all_configurations),
-    ("errors", "Errors where the truth is known", truth.errors),
+    ("errors", "Errors where the truth is known", accuracy_section.errors),
     ("reading", "How to read this page", sections.reading),
 )
 

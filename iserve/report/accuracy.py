@@ -1,16 +1,26 @@
-"""Predictions and what the full model then took. Values only; ``tests/bench`` measures them."""
+"""Predictions compared with measured full models, and the records of them that a home keeps.
+
+``make accuracy`` stores, ``iserve report`` finds: one file per model shape and machine, each the whole
+record of one comparison. The newest replaces the one before.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from pathlib import Path
 
-from fingerprint.codec import to_json
+from daemon.atomic_file import write_file_atomically
+from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.errors import NotFoundError
 from fingerprint.estimates import Quantity
 from fingerprint.measurements import MachineInfo
 
-__all__ = ["AccuracyRecord", "AccuracyRow", "machine_key"]
+__all__ = ["AccuracyRecord", "AccuracyRow", "find_accuracy", "machine_key", "read_accuracy", "store_accuracy"]
+
+_FOLDER = "accuracy"  # in the home
+_MAX_BYTES = 16 << 20
 
 
 def machine_key(machine: MachineInfo) -> str:
@@ -78,3 +88,52 @@ class AccuracyRecord:
     load_average_after: float | None
     rows: tuple[AccuracyRow, ...]
     notes: tuple[str, ...] = ()
+
+
+def read_accuracy(path: Path) -> AccuracyRecord:
+    """Return the record that ``tests/bench/full_model_accuracy.py`` wrote.
+
+    Raises:
+        NotFoundError: it cannot be read, or is larger than any such record.
+        BadInputError: it is something else.
+    """
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise NotFoundError(f"{path} is larger than {_MAX_BYTES >> 20} MiB, no record is")
+        data = path.read_bytes()
+    except OSError as error:
+        raise NotFoundError(f"cannot read {path}: {error.strerror}") from error
+    return from_json(data, AccuracyRecord, what=str(path))
+
+
+def store_accuracy(home: Path, record: AccuracyRecord) -> tuple[Path, ...]:
+    """Keep ``record`` for every model shape in it; each file is there whole or not at all.
+
+    Raises:
+        NotFoundError: the home cannot be written to.
+    """
+    folder, key = home / _FOLDER, machine_key(record.machine)
+    shapes = dict.fromkeys(row.shape_hash for row in record.rows)
+    paths = tuple(folder / f"{shape}-{key}.json" for shape in shapes)
+    try:
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        for path in paths:
+            write_file_atomically(path, to_json(record, indent=2))
+    except OSError as error:
+        raise NotFoundError(f"cannot write to {folder}: {error.strerror}") from error
+    return paths
+
+
+def find_accuracy(home: Path, shape_hash: str, machine: MachineInfo) -> AccuracyRecord | None:
+    """Return what was measured of that shape on such a machine; else the newest of other models there; else None.
+
+    Raises:
+        BadInputError: the file is not such a record.
+    """
+    folder, key = home / _FOLDER, machine_key(machine)
+    own = folder / f"{shape_hash}-{key}.json"
+    if own.exists():
+        return read_accuracy(own)
+    others = [read_accuracy(path) for path in sorted(folder.glob(f"[!.]*-{key}.json"))]
+    return max(others, key=lambda record: record.created_at, default=None)

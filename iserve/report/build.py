@@ -1,6 +1,6 @@
 """Content of ``iserve report``, gathered: one plan per intent on the same hardware, and what was measured.
 
-Joins planner and estimator to the values that ``fingerprint.report`` renders; starts nothing, measures nothing.
+Joins planner and estimator to the values that ``iserve.report`` renders; starts nothing, measures nothing.
 """
 
 from __future__ import annotations
@@ -9,12 +9,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from pathlib import Path
 
 from fingerprint.capability import EngineCapabilities
-from fingerprint.codec import from_json
 from fingerprint.config import DeploymentConfig, Workload
-from fingerprint.errors import NotFoundError, NotMeasuredError
+from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Estimator
 from fingerprint.estimators.corrected import CorrectedEstimator
 from fingerprint.estimators.depth_tied import DepthTiedEstimator
@@ -23,34 +21,25 @@ from fingerprint.estimators.l2 import LayerEffect
 from fingerprint.estimators.towers import WithTowers
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
-from fingerprint.report import (
-    AccuracyRecord,
-    Configuration,
-    RankedRow,
-    Ranking,
-    Report,
-    TimePanel,
-    Verdict,
-    WholeModel,
-    time_panels,
-    whole_models,
-)
-from fingerprint.report.rankings import ROWS
 from iserve.planning.here import DeployableDocument
 from iserve.planning.making import EngineChooser, Hardware, PlanOptions, make_plan
 from iserve.planning.plan_document import plan_document
 from iserve.planning.serving_capacity import serving_capacity
 from iserve.planning.verdict import verdict
 from iserve.planning.verdict_text import alike_words, note_lines, plan_lines, refused_words
+from iserve.report.accuracy import AccuracyRecord
+from iserve.report.full_model import WholeModel, whole_models
+from iserve.report.latency_fit import TimePanel, time_panels
+from iserve.report.rankings import ROWS
+from iserve.report.values import Configuration, RankedRow, Ranking, Report, Verdict
 from placement.policies import DEFAULT_LOAD_THRESHOLD
 from planner.costs import COSTS, Prices, figures
 from planner.intent import CostModel, Intent, IntentKind, Quality, Slo
 from planner.plan import Plan, Ranked
 
-__all__ = ["ReportOptions", "build_report", "find_profile", "read_accuracy"]
+__all__ = ["ReportOptions", "build_report", "find_profile"]
 
 EXAMPLE_FACTOR = 1.5  # the example limits of latency-slo and cost-slo, over the best there is
-_MAX_ACCURACY_BYTES = 16 << 20
 _OBJECTIVES = {
     IntentKind.MIN_LATENCY: "end-to-end latency",
     IntentKind.MIN_MEMORY: "memory over all GPUs",
@@ -108,22 +97,6 @@ def find_profile(
             "GPUs with --gpus NAME:COUNT"
         )
     return found
-
-
-def read_accuracy(path: Path) -> AccuracyRecord:
-    """Return the record that ``tests/bench/full_model_accuracy.py`` wrote.
-
-    Raises:
-        NotFoundError: it cannot be read, or is larger than any such record.
-        BadInputError: it is something else.
-    """
-    try:
-        if path.stat().st_size > _MAX_ACCURACY_BYTES:
-            raise NotFoundError(f"{path} is larger than {_MAX_ACCURACY_BYTES >> 20} MiB, no record is")
-        data = path.read_bytes()
-    except OSError as error:
-        raise NotFoundError(f"cannot read {path}: {error.strerror}") from error
-    return from_json(data, AccuracyRecord, what=str(path))
 
 
 def build_report(

@@ -12,7 +12,7 @@ from fingerprint.estimators.depth_tied import DepthTiedEstimator
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.formats import embedding_bytes
 from fingerprint.measurements import Profile
-from fingerprint.report import WholeModel, whole_models
+from iserve.report.full_model import WholeModel, whole_models
 from tests.fingerprint.step_timed_machine import BLOCK_TOKENS, PLAN, StepTimedMachine, take_depth_tied
 
 OUTPUT = 65

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fingerprint.report.markup import Child, Markup, el
+from iserve.report.markup import Child, Markup, el
 
 __all__ = ["corners", "diamond", "dot", "drawing", "line", "words"]
 

@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterator, Sequence
 from xml.etree import ElementTree
 
-from fingerprint.report.page import page_body
-from fingerprint.report.values import Report
+from iserve.report.page import page_body
+from iserve.report.values import Report
 
 __all__ = ["render_markdown"]
 

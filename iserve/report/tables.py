@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from fingerprint.estimates import Quantity
-from fingerprint.report.markup import Child, Markup, el
-from fingerprint.report.text import range_of, seconds
-from fingerprint.report.values import Verdict
+from iserve.report.markup import Child, Markup, el
+from iserve.report.text import range_of, seconds
+from iserve.report.values import Verdict
 
 __all__ = ["bullets", "facts", "fold", "legend", "quantity", "table", "time_cell", "verdict"]
 

@@ -10,9 +10,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from fingerprint.report import Report, Verdict, render_markdown
-from fingerprint.report.page import page_body
-from tests.fingerprint.test_report import HOSTILE, report
+from iserve.report.markdown import render_markdown
+from iserve.report.page import page_body
+from iserve.report.values import Report, Verdict
+from tests.iserve.test_report_page import HOSTILE, report
 
 __all__ = ["report"]
 

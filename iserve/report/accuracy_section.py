@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fingerprint.estimators.linear import Interval
-from fingerprint.report import charts
-from fingerprint.report.accuracy import AccuracyRecord, AccuracyRow
-from fingerprint.report.markup import Child, Markup, el, join
-from fingerprint.report.tables import bullets, fold, quantity, table, time_cell
-from fingerprint.report.text import gib, label, percent, workload_text
-from fingerprint.report.values import Report
+from iserve.report import charts
+from iserve.report.accuracy import AccuracyRecord, AccuracyRow
+from iserve.report.markup import Child, Markup, el, join
+from iserve.report.tables import bullets, fold, quantity, table, time_cell
+from iserve.report.text import gib, label, percent, workload_text
+from iserve.report.values import Report
 
 __all__ = ["errors"]
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from fingerprint.estimates import StageMemory
 from fingerprint.estimators.linear import Interval
-from fingerprint.report.axes import Scale, linear, spread
-from fingerprint.report.markup import Child, Markup, el
-from fingerprint.report.svg import corners, diamond, dot, drawing, line, words
-from fingerprint.report.text import gib, seconds, tick_label, time_unit
-from fingerprint.report.times import MeasuredTime, TimePanel, TimeSeries
+from iserve.report.axes import Scale, linear, spread
+from iserve.report.latency_fit import MeasuredTime, TimePanel, TimeSeries
+from iserve.report.markup import Child, Markup, el
+from iserve.report.svg import corners, diamond, dot, drawing, line, words
+from iserve.report.text import gib, seconds, tick_label, time_unit
 
 __all__ = [
     "MEMORY_PARTS",

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fingerprint.estimates import Quantity, Source
-from fingerprint.report.batch_charts import STEP_PARTS, BatchCurve, batch_chart, step_bar
-from fingerprint.report.whole import DecodeStep
+from iserve.report.batch_charts import STEP_PARTS, BatchCurve, batch_chart, step_bar
+from iserve.report.full_model import DecodeStep
 
 WIDTH, HEIGHT = 340.0, 280.0
 COLORS = ("s-0", "s-1", "s-2", "s-3", "s-4", "s-5")

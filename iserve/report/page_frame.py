@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from importlib.resources import files
 
-from fingerprint.report.markup import Child, Markup, el, join
+from iserve.report.markup import Child, Markup, el, join
 
 __all__ = ["html_page", "sectioned"]
 
 
 def html_page(title: str, *body: Child) -> str:
     """Return a self-contained HTML page: works from a file, offline, in light and dark."""
-    style = files("fingerprint.report").joinpath("report.css").read_text(encoding="utf-8")
+    style = files("iserve.report").joinpath("report.css").read_text(encoding="utf-8")
     page = el(
         "html",
         el(

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fingerprint.estimates import Quantity
-from fingerprint.report.accuracy import AccuracyRow
-from fingerprint.report.batch_charts import STEP_PARTS, BatchCurve, batch_chart, step_bar
-from fingerprint.report.markup import Child, Markup, el, join
-from fingerprint.report.tables import fold, legend, table, time_cell
-from fingerprint.report.text import gib, seconds
-from fingerprint.report.times import TPOT, TTFT
-from fingerprint.report.values import Report
-from fingerprint.report.whole import KV_SHARE, CountedItems, CountedModel, RunPoint, TimeAt, WholeModel
+from iserve.report.accuracy import AccuracyRow
+from iserve.report.batch_charts import STEP_PARTS, BatchCurve, batch_chart, step_bar
+from iserve.report.full_model import KV_SHARE, CountedItems, CountedModel, RunPoint, TimeAt, WholeModel
+from iserve.report.latency_fit import TPOT, TTFT
+from iserve.report.markup import Child, Markup, el, join
+from iserve.report.tables import fold, legend, table, time_cell
+from iserve.report.text import gib, seconds
+from iserve.report.values import Report
 
 __all__ = ["counted_memory", "whole_times"]
 

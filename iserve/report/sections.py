@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from fingerprint.estimates import Estimate, StageMemory
 from fingerprint.measurements import MachineInfo
-from fingerprint.report import charts
-from fingerprint.report.markup import Child, Markup, el, join
-from fingerprint.report.tables import bullets, facts, fold, legend, table, time_cell, verdict
-from fingerprint.report.text import gib, label, number, range_of, seconds, workload_text
-from fingerprint.report.times import TPOT, TTFT, TimePanel
-from fingerprint.report.values import Configuration, Report, Verdict
+from iserve.report import charts
+from iserve.report.latency_fit import TPOT, TTFT, TimePanel
+from iserve.report.markup import Child, Markup, el, join
+from iserve.report.tables import bullets, facts, fold, legend, table, time_cell, verdict
+from iserve.report.text import gib, label, number, range_of, seconds, workload_text
+from iserve.report.values import Configuration, Report, Verdict
 
 __all__ = ["head", "layer_effects", "memory", "model_and_machine", "pareto", "reading", "times"]
 

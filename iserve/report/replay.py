@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from fingerprint.report.markup import Markup, el, join
-from fingerprint.report.shell import html_page, sectioned
-from fingerprint.report.tables import bullets, facts, table
-from fingerprint.report.text import number, seconds
-from traces.panels import outcome_line, over_time, quantiles, tiles
+from iserve.report.markup import Markup, el, join
+from iserve.report.page_frame import html_page, sectioned
+from iserve.report.run_charts import outcome_line, over_time, quantiles, tiles
+from iserve.report.tables import bullets, facts, table
+from iserve.report.text import number, seconds
 from traces.replay.document import ReplayDocument, answered_words
 from traces.summary import Percentiles, SloResult, Summary, limit_words
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from fingerprint.report.markup import Child, Markup, el, join
-from fingerprint.report.tables import bullets, fold, quantity, table, verdict
-from fingerprint.report.text import gib, label, number
-from fingerprint.report.values import Configuration, RankedRow, Ranking, Report
+from iserve.report.markup import Child, Markup, el, join
+from iserve.report.tables import bullets, fold, quantity, table, verdict
+from iserve.report.text import gib, label, number
+from iserve.report.values import Configuration, RankedRow, Ranking, Report
 
 __all__ = ["ROWS", "all_configurations", "per_intent"]
 

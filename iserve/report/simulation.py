@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from fingerprint.report.markup import Markup, el, join
-from fingerprint.report.shell import html_page, sectioned
-from fingerprint.report.tables import bullets, facts, table
-from fingerprint.report.text import gib, number, seconds
+from iserve.report.markup import Markup, el, join
+from iserve.report.page_frame import html_page, sectioned
+from iserve.report.run_charts import outcome_line, over_time, quantiles, tiles
+from iserve.report.tables import bullets, facts, table
+from iserve.report.text import gib, number, seconds
 from iserve.simulation.document import (
     DeploymentOutcome,
     SimulationDocument,
@@ -16,7 +17,6 @@ from iserve.simulation.document import (
     late_words,
     steering_words,
 )
-from traces.panels import outcome_line, over_time, quantiles, tiles
 from traces.summary import Percentiles, Summary, limit_words
 
 __all__ = ["render_simulation"]

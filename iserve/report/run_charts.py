@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fingerprint.report.markup import Markup, el
-from fingerprint.report.tables import legend
-from traces.charts import Line, line_chart
+from iserve.report.line_chart import Line, line_chart
+from iserve.report.markup import Markup, el
+from iserve.report.tables import legend
 from traces.summary import Summary
 from traces.timeline import Bin, CurvePoint
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from fingerprint.estimates import StageMemory
 from fingerprint.plain_text import printable
-from fingerprint.report.axes import linear, linear_ticks, log_ticks, spread
-from fingerprint.report.charts import ParetoPoint, memory_bar, pareto_chart, pareto_front
-from fingerprint.report.markup import Markup, el, join
-from fingerprint.report.text import gib, number, seconds, tick_label
+from iserve.report.axes import linear, linear_ticks, log_ticks, spread
+from iserve.report.charts import ParetoPoint, memory_bar, pareto_chart, pareto_front
+from iserve.report.markup import Markup, el, join
+from iserve.report.text import gib, number, seconds, tick_label
 
 POSITIVE = st.floats(1e-6, 1e6)
 

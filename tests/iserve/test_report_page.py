@@ -17,18 +17,11 @@ from fingerprint.estimators.fingerprinted import FingerprintedEstimator
 from fingerprint.estimators.linear import Interval
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.profile import ProfilePlan
-from fingerprint.report import (
-    AccuracyRecord,
-    AccuracyRow,
-    Configuration,
-    RankedRow,
-    Ranking,
-    Report,
-    Verdict,
-    render_report,
-    time_panels,
-)
-from fingerprint.report.text import label
+from iserve.report.accuracy import AccuracyRecord, AccuracyRow
+from iserve.report.latency_fit import time_panels
+from iserve.report.page import render_report
+from iserve.report.text import label
+from iserve.report.values import Configuration, RankedRow, Ranking, Report, Verdict
 from tests.fingerprint.synthetic_machine import CPU, SyntheticMachine, take_profile
 
 HOSTILE = "<script>alert('x')</script>\"><img src=x onerror=y>&amp;"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fingerprint.report.axes import Scale, linear
-from fingerprint.report.markup import Child, Markup, el
-from fingerprint.report.svg import corners, drawing, line, words
-from fingerprint.report.text import number, seconds, tick_label, time_unit
+from iserve.report.axes import Scale, linear
+from iserve.report.markup import Child, Markup, el
+from iserve.report.svg import corners, drawing, line, words
+from iserve.report.text import number, seconds, tick_label, time_unit
 
 __all__ = ["Line", "line_chart"]
 

@@ -10,9 +10,9 @@ from fingerprint.estimators.l2 import LayerEffect
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
-from fingerprint.report.accuracy import AccuracyRecord
-from fingerprint.report.times import TimePanel
-from fingerprint.report.whole import WholeModel
+from iserve.report.accuracy import AccuracyRecord
+from iserve.report.full_model import WholeModel
+from iserve.report.latency_fit import TimePanel
 
 __all__ = ["Configuration", "RankedRow", "Ranking", "Report", "Verdict"]
 

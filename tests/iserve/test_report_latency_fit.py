@@ -7,7 +7,7 @@ import pytest
 from fingerprint.config import WeightFormat
 from fingerprint.measurements import Profile
 from fingerprint.profile import ProfilePlan
-from fingerprint.report.times import TPOT, TTFT, TimePanel, time_panels
+from iserve.report.latency_fit import TPOT, TTFT, TimePanel, time_panels
 from tests.fingerprint.synthetic_machine import SyntheticMachine, llama, take_profile
 
 PLAN = ProfilePlan(budget_s=1e6, max_repeats=5, weights=(WeightFormat.BITS16, WeightFormat.INT8))
