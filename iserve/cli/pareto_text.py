@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from iserve.cli.render import console, seconds, short
-from iserve.report.axes import Scale, spread
 from iserve.report.charts import pareto_front
+from iserve.report.svg import Scale, spread
 
 if TYPE_CHECKING:
     from iserve.planning.document import PlanDocument

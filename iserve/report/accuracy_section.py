@@ -1,22 +1,24 @@
-"""Section of the page that compares predictions with measurements of whole models."""
+"""Values of the section that compares predictions with measurements of whole models."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from markupsafe import Markup
+
+from fingerprint.config import DeploymentConfig
 from fingerprint.estimators.linear import Interval
-from iserve.report import charts
 from iserve.report.accuracy import AccuracyRecord, AccuracyRow
-from iserve.report.markup import Child, Markup, el, join
-from iserve.report.tables import bullets, fold, quantity, table, time_cell
-from iserve.report.text import gib, label, percent, workload_text
+from iserve.report.charts import error_bar
+from iserve.report.text import gib, label, percent
 from iserve.report.values import Report
 
-__all__ = ["errors"]
+__all__ = ["QUANTITIES", "Comparison", "compared", "shown_as"]
 
 _LIMITS = (0.1, 0.2, 0.5, 1.0)  # of the drawn errors, relative; intervals are cut there
 _ROWS = 12  # of another model, that are shown at once
-_QUANTITIES = {
+QUANTITIES = {
     "ttft_s": "TTFT",
     "tpot_s": "TPOT",
     "memory_bytes_per_gpu": "memory of the fullest GPU",
@@ -27,47 +29,71 @@ _QUANTITIES = {
 }
 
 
-def errors(report: Report) -> Markup:
-    """Compare predicted with measured, when a record of full models was given."""
+@dataclass(frozen=True, slots=True)
+class ModelErrors:
+    """Rows of one model. ``folded``: their sum in words, for a table that is not shown at once."""
+
+    title: str
+    rows: Sequence[AccuracyRow]
+    folded: str | None
+
+    @property
+    def shared_config(self) -> DeploymentConfig | None:
+        """Configuration of every row; None where they differ."""
+        first, *others = dict.fromkeys(row.config for row in self.rows)
+        return None if others else first
+
+    @property
+    def limit(self) -> float:
+        """Error at the end of the drawn axis."""
+        largest = max(abs(row.relative_error) for row in self.rows)
+        return next((limit for limit in _LIMITS if limit >= largest), _LIMITS[-1])
+
+    def bar(self, row: AccuracyRow) -> Markup:
+        """Draw the prediction and its ends over what was measured, less one."""
+        ends = (row.predicted.value, row.predicted.low, row.predicted.high)
+        error = Interval(*(end / row.measured - 1 if row.measured else 0.0 for end in ends))
+        named = f"{label(row.config)}, {row.quantity}: {percent(row.relative_error)}"
+        return error_bar(error, self.limit, named, inside=row.inside)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Record of full models, this report's model first."""
+
+    summary: str
+    groups: tuple[ModelErrors, ...]
+
+
+def compared(report: Report) -> Comparison | None:
+    """Return predicted against measured, when a record of full models was given."""
     record = report.accuracy
     if record is None or not record.rows:
-        return el(
-            "p",
-            "No full model was measured on this machine with these versions. `make accuracy` in the source tree "
-            "measures the demo model and another, and this page then shows it; --measurements takes a record from "
-            "elsewhere. Until then the intervals say how far an estimate may be off.",
-        )
-    own = [row for row in record.rows if row.shape_hash == report.spec.shape_hash]
-    others = [row for row in record.rows if row.shape_hash != report.spec.shape_hash]
-    parts: list[Child] = [el("p", _summary(record))]
-    for title, rows in (("This model", own), ("Other models, same machine", others)):
+        return None
+    groups = []
+    for is_own, title in ((True, "This model"), (False, "Other models, same machine")):
+        rows = [row for row in record.rows if (row.shape_hash == report.spec.shape_hash) is is_own]
         for model in dict.fromkeys(row.model for row in rows):
             found = [row for row in rows if row.model == model]
-            parts.append(el("h3", f"{title}: {model}"))
-            parts.append(_one_by_one(found) if len(found) > _ROWS and rows is others else _error_table(found))
-    parts.append(bullets(record.notes) if record.notes else None)
-    return join(parts)
-
-
-def _one_by_one(rows: Sequence[AccuracyRow]) -> Markup:
-    return fold(f"{_judged(rows)}; open for each", _error_table(rows))
+            folded = None if is_own or len(found) <= _ROWS else _judged(found)
+            groups.append(ModelErrors(f"{title}: {model}", found, folded))
+    return Comparison(_summary(record), tuple(groups))
 
 
 def _summary(record: AccuracyRecord) -> str:
-    told = []
-    for name, rows in (
-        ("times", [r for r in record.rows if r.is_time]),
-        ("memory figures", [r for r in record.rows if not r.is_time]),
-    ):
-        if rows:
-            told.append(f"{len(rows)} {name}: {_judged(rows)}")
+    times, sizes = [r for r in record.rows if r.is_time], [r for r in record.rows if not r.is_time]
+    figures = [
+        f"{len(rows)} {name}: {_judged(rows)}"
+        for name, rows in (("times", times), ("memory figures", sizes))
+        if rows
+    ]
     machine = record.machine
     where = machine.cpu_model if machine.device.is_cpu else machine.device.name
     before, after = record.load_average_before, record.load_average_after
     load = "" if before is None or after is None else f" (load average {before:.2f} before, {after:.2f} after)"
     return (
         f"Fingerprints against the whole model, measured on {record.created_at} on {where}{load}. "
-        f"{'; '.join(told)}."
+        f"{'; '.join(figures)}."
     )
 
 
@@ -79,58 +105,6 @@ def _judged(rows: Sequence[AccuracyRow]) -> str:
     )
 
 
-def _relative(row: AccuracyRow) -> Interval:
-    """Return the prediction and its ends over what was measured, less one."""
-    ends = (row.predicted.value, row.predicted.low, row.predicted.high)
-    value, low, high = (end / row.measured - 1 if row.measured else 0.0 for end in ends)
-    return Interval(value, low, high)
-
-
-def _error_table(rows: Sequence[AccuracyRow]) -> Markup:
-    """Return a row each; a configuration that all share is named once, in the head."""
-    configs = list(dict.fromkeys(row.config for row in rows))
-    largest = max(abs(row.relative_error) for row in rows)
-    limit = next((limit for limit in _LIMITS if limit >= largest), _LIMITS[-1])
-    made = []
-    for row in rows:
-        work = "any workload" if row.workload is None else workload_text(row.workload)
-        verdict = el("span", "inside", class_="good") if row.inside else el("span", "outside", class_="bad")
-        error = _relative(row)
-        named = f"{label(row.config)}, {row.quantity}: {percent(row.relative_error)}"
-        made.append(
-            el(
-                "tr",
-                el("td", [label(row.config), el("small", work)] if len(configs) > 1 else work, class_="l"),
-                el("td", _QUANTITIES.get(row.quantity, row.quantity), class_="l short"),
-                _predicted_and_measured(row),
-                el("td", percent(row.relative_error)),
-                el("td", charts.error_bar(error, limit, named, inside=row.inside)),
-                el("td", verdict, el("small", "below resolution") if row.below_resolution else None),
-            )
-        )
-    names = (
-        "configuration" if len(configs) > 1 else label(configs[0]),
-        "quantity",
-        "predicted",
-        "measured",
-        "error",
-        f"against measured, ±{limit:.0%}",
-        "90% interval",
-    )
-    return table(names, made, left=(0, 1))
-
-
-def _predicted_and_measured(row: AccuracyRow) -> list[Markup]:
-    if row.is_time:
-        return [quantity(row.predicted), time_cell(row.measured, row.measured_low, row.measured_high)]
-    shown = gib if "bytes" in row.quantity else _count
-    within = f"{shown(row.predicted.low)} to {shown(row.predicted.high)}"
-    source = el("small", str(row.predicted.source))
-    return [
-        el("td", shown(row.predicted.value), el("small", within), source, class_="n"),
-        el("td", shown(row.measured), class_="n"),
-    ]
-
-
-def _count(value: float) -> str:
-    return f"{value:,.0f}"
+def shown_as(quantity: str) -> Callable[[float], str]:
+    """Return the words of a quantity that is no time: bytes, or a count."""
+    return gib if "bytes" in quantity else "{:,.0f}".format

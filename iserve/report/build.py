@@ -30,7 +30,7 @@ from iserve.planning.verdict_text import alike_words, note_lines, plan_lines, re
 from iserve.report.accuracy import AccuracyRecord
 from iserve.report.full_model import WholeModel, whole_models
 from iserve.report.latency_fit import TimePanel, time_panels
-from iserve.report.rankings import ROWS
+from iserve.report.sections import MOST_ROWS
 from iserve.report.values import Configuration, RankedRow, Ranking, Report, Verdict
 from placement.policies import DEFAULT_LOAD_THRESHOLD
 from planner.costs import COSTS, Prices, figures
@@ -240,7 +240,7 @@ class _Planner:
             verdict=found,
             capacity=None if capacity is None else capacity.document(free_bytes),
         )
-        shown = min(ROWS, sum(candidate.feasible for candidate in document.candidates))
+        shown = min(MOST_ROWS, sum(candidate.feasible for candidate in document.candidates))
         alike = [alike_words(document, shown)] if document.indistinguishable else []
         notes = [("" if number else "Notes", note) for number, note in enumerate([*alike, *note_lines(document)])]
         return Verdict(

@@ -52,6 +52,10 @@ class TimePanel:
     output_tokens: int  # of the longer runs, from which TPOT is computed
     series: tuple[TimeSeries, ...]
 
+    @property
+    def name(self) -> str:
+        return self.quantity.removesuffix("_s").upper()
+
 
 def time_panels(profile: Profile) -> tuple[TimePanel, ...]:
     """Return every (burst, quantity, tp, pp) that was run, in this order.

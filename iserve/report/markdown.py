@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from xml.etree import ElementTree
 
-from iserve.report.page import page_body
+from iserve.report.page import render_report
 from iserve.report.values import Report
 
 __all__ = ["render_markdown"]
@@ -24,7 +24,8 @@ Element = ElementTree.Element
 
 def render_markdown(report: Report) -> str:
     """Return one Markdown file (with GitHub's tables). Nothing in it is HTML, whatever the model's name."""
-    blocks = _blocks(ElementTree.fromstring(page_body(report)), 0)
+    body = ElementTree.fromstring(render_report(report)).iter("main")
+    blocks = _blocks(next(body), 0)
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 

@@ -1,47 +1,38 @@
-"""The page: its sections in their order, its style sheet, its head. No script, no address of any other page."""
+"""Page of a report: its values given to the templates."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
-from iserve.report import accuracy_section, depth_tied, rankings, sections
-from iserve.report.markup import Markup
-from iserve.report.page_frame import html_page, sectioned
+from iserve.report import charts, depth_tied, sections
+from iserve.report.accuracy_section import QUANTITIES, compared, shown_as
+from iserve.report.full_model import KV_SHARE
+from iserve.report.page_frame import render
 from iserve.report.values import Report
 
-__all__ = ["page_body", "render_report"]
-
-Section = Callable[[Report], Markup | None]
-
-# (anchor, heading, what fills it); a section that has nothing to say is left out
-_SECTIONS: tuple[tuple[str, str, Section], ...] = (
-    ("model", "Model and machine", sections.model_and_machine),
-    ("times", "Measured times and the fitted lines", sections.times),
-    ("whole", "The whole model's time, from repeated fingerprints", depth_tied.whole_times),
-    ("layer", "What one layer costs", sections.layer_effects),
-    ("counted", "Memory as the engine counts it", depth_tied.counted_memory),
-    ("memory", "Memory", sections.memory),
-    ("pareto", "Latency against cost", sections.pareto),
-    ("intents", "What each intent would choose", rankings.per_intent),
-    ("all", "All configurations", rankings.all_configurations),
-    ("errors", "Errors where the truth is known", accuracy_section.errors),
-    ("reading", "How to read this page", sections.reading),
-)
+__all__ = ["render_report"]
 
 
 def render_report(report: Report) -> str:
-    """Return a self-contained HTML page: works from a file, offline, in light and dark."""
-    return html_page(f"{report.model}: iServe report", page_body(report))
-
-
-def page_body(report: Report) -> Markup:
-    """Return all that the page says."""
-    filled = tuple((anchor, name, of(report)) for anchor, name, of in _SECTIONS)
-    return sectioned(sections.head(report), filled, _footer(report))
-
-
-def _footer(report: Report) -> str:
-    return (
-        f"Made by iServe on {report.created_at}. Every number was measured, or computed from measurements or "
-        "datasheets, and says which."
+    """Return the page; a section that has nothing to say is left out."""
+    weights = sorted({str(series.weights) for panel in report.panels for series in panel.series})
+    return render(
+        "report.html",
+        report=report,
+        charts=charts,
+        bursts=sections.bursts(report),
+        weights=[(f"c-{name}", "round", f"{name} weights") for name in weights],
+        memory_bars=sections.memory_bars(report),
+        memory_legend=[(f"m-{part}", "", said) for part, said in charts.MEMORY_PARTS],
+        plane=sections.plane(report),
+        reasons=sections.reasons,
+        most_rows=sections.MOST_ROWS,
+        answers=depth_tied.answer_lengths(report),
+        batch_charts=partial(depth_tied.batch_charts, report),
+        readings=depth_tied.readings,
+        step_legend=[(f"p-{part}", "", said) for part, said, _ in charts.STEP_PARTS],
+        kv_share=KV_SHARE,
+        compared=compared(report),
+        quantities=QUANTITIES,
+        shown_as=shown_as,
     )

@@ -1,39 +1,55 @@
-"""Frame of every HTML page of the project: a head with the style sheet, no script, no other page's address."""
+"""Templates of the pages: self-contained HTML without scripts, whose every value is escaped by Jinja2.
+
+A rendered page is well-formed XML, from which the Markdown is made. Names of models are hostile input.
+"""
 
 from __future__ import annotations
 
-from importlib.resources import files
+import re
+from functools import cache
 
-from iserve.report.markup import Child, Markup, el, join
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from markupsafe import Markup
 
-__all__ = ["html_page", "sectioned"]
+from iserve.report import text
+
+__all__ = ["environment", "render"]
+
+_LAYOUT = re.compile(r">\s*\n\s*<")  # line breaks between tags are a template's, not the page's
+_TEXT_FILTERS = (
+    text.gib,
+    text.label,
+    text.number,
+    text.percent,
+    text.range_of,
+    text.seconds,
+    text.workload_text,
+)
 
 
-def html_page(title: str, *body: Child) -> str:
-    """Return a self-contained HTML page: works from a file, offline, in light and dark."""
-    style = files("iserve.report").joinpath("report.css").read_text(encoding="utf-8")
-    page = el(
-        "html",
-        el(
-            "head",
-            el("meta", charset="utf-8"),
-            el("meta", name="viewport", content="width=device-width, initial-scale=1"),
-            el("title", title),
-            el("style", Markup(style)),
-        ),
-        el("body", *body),
-        lang="en",
+@cache
+def environment() -> Environment:
+    """Return the pages' templates, with the functions of ``text`` as filters."""
+    made = Environment(
+        loader=PackageLoader("iserve.report"),
+        autoescape=True,
+        finalize=_shown,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    return str(join(Markup("<!DOCTYPE html>\n"), page, "\n"))
+    made.filters |= {filter_.__name__: filter_ for filter_ in _TEXT_FILTERS}
+    made.filters |= {"share": "{:.1%}".format, "thousands": "{:,}".format, "whole": "{:,.0f}".format}
+    return made
 
 
-def sectioned(head: Child, sections: tuple[tuple[str, str, Markup | None], ...], footer: Child) -> Markup:
-    """Return head, contents, and of each (anchor, heading, body) that has something to say a section."""
-    filled = [(anchor, name, body) for anchor, name, body in sections if body is not None]
-    return el(
-        "main",
-        head,
-        el("nav", [el("a", name, href=f"#{anchor}") for anchor, name, _ in filled], aria_label="Contents"),
-        [el("section", el("h2", name), body, id=anchor) for anchor, name, body in filled],
-        el("footer", footer),
-    )
+def render(template: str | Template, **values: object) -> str:
+    """Return a page that works from a file, offline, in light and dark."""
+    return "<!DOCTYPE html>\n" + _LAYOUT.sub("><", environment().get_template(template).render(values)) + "\n"
+
+
+def _shown(value: object) -> object:
+    """Return a value as a page holds it; Jinja2 then escapes what is no markup."""
+    if isinstance(value, str) and not isinstance(value, Markup):
+        return text.page_text(value)
+    return "" if value is None else value

@@ -1,14 +1,18 @@
-"""Numbers for people. Units appear here and nowhere before."""
+"""Numbers and names for people. Units appear here and nowhere before."""
 
 from __future__ import annotations
 
+import re
+
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimates import Quantity
+from fingerprint.plain_text import printable
 
 __all__ = [
     "gib",
     "label",
     "number",
+    "page_text",
     "percent",
     "range_of",
     "seconds",
@@ -17,6 +21,7 @@ __all__ = [
     "workload_text",
 ]
 
+_NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 NO_BREAK = "\u00a0"
 _TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (0.0, "ns"))
 _SIZE_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (0, "KiB"))
@@ -82,3 +87,8 @@ def label(config: DeploymentConfig) -> str:
 
 def workload_text(workload: Workload) -> str:
     return f"batch {workload.batch}, {workload.input_tokens} tokens in, {workload.output_tokens} out"
+
+
+def page_text(text: str) -> str:
+    """Return text as a page holds it: what XML cannot hold is lost, and marks of direction are shown."""
+    return printable(_NOT_XML.sub("\ufffd", text).replace("\r\n", "\n").replace("\r", "\n"))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fingerprint.estimates import Quantity, Source
-from iserve.report.batch_charts import STEP_PARTS, BatchCurve, batch_chart, step_bar
+from iserve.report.charts import STEP_PARTS, BatchCurve, batch_chart, step_bar
 from iserve.report.full_model import DecodeStep
 
 WIDTH, HEIGHT = 340.0, 280.0

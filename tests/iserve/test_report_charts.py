@@ -7,12 +7,13 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from markupsafe import Markup
 
 from fingerprint.estimates import StageMemory
 from fingerprint.plain_text import printable
-from iserve.report.axes import linear, linear_ticks, log_ticks, spread
 from iserve.report.charts import ParetoPoint, memory_bar, pareto_chart, pareto_front
-from iserve.report.markup import Markup, el, join
+from iserve.report.page_frame import environment
+from iserve.report.svg import element, linear, linear_ticks, log_ticks, spread
 from iserve.report.text import gib, number, seconds, tick_label
 
 POSITIVE = st.floats(1e-6, 1e6)
@@ -72,18 +73,25 @@ def test_a_memory_bar_is_as_long_as_its_bytes() -> None:
     assert [r.attrib["class"] for r in counted] == ["m-weights", "m-kv", "m-pp_buffer"]
 
 
+def paragraph(text: str) -> str:
+    return environment().from_string('<p title="{{ text }}">{{ text }}</p>').render(text=text)
+
+
 @given(st.text())
 def test_text_never_becomes_markup(text: str) -> None:
-    found = ElementTree.fromstring(el("p", text, title=text))
     clean = "".join(c if c in "\t\n\r" or c >= " " else "\ufffd" for c in text).replace("\ufffe", "\ufffd")
     expected = clean.replace("\uffff", "\ufffd").replace("\r\n", "\n").replace("\r", "\n")
-    assert (found.text or "") == printable(expected)
-    assert len(found) == 0
+    for made in (element("p", text, title=text), paragraph(text)):
+        found = ElementTree.fromstring(made)
+        assert (found.text or "") == printable(expected)
+        assert len(found) == 0
 
 
 def test_markup_stays_and_none_is_nothing() -> None:
-    assert join("a<b", None, Markup("<br/>"), ["x", ["&"]]) == "a&lt;b<br/>x&amp;"
-    assert el("td", class_="n", aria_label=None, colspan=2) == '<td class="n" colspan="2"></td>'
+    assert element("g", "a<b", Markup("<br/>")) == "<g>a&lt;b<br/></g>"
+    assert element("rect", class_="n", aria_label="&", x=2.50) == '<rect class="n" aria-label="&amp;" x="2.5"/>'
+    shown = environment().from_string("{{ text }}{{ drawn }}{{ nothing }}")
+    assert shown.render(text="a<b", drawn=Markup("<br/>"), nothing=None) == "a&lt;b<br/>"
 
 
 @pytest.mark.parametrize(
