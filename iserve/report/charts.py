@@ -63,7 +63,7 @@ STEP_PARTS = (
     ("gap", "gap: the GPU waits for the host", "gap_s"),
     ("lead", "lead: inputs are made", "lead_s"),
     ("forward", "forward: the layers", "layers_s"),
-    ("repeats", "what repeating it cost beside them, taken off", "repeats_s"),
+    ("repeats", "the cost of repeating it, taken off", "repeats_s"),
     ("tail", "tail: logits and sampling", "tail_s"),
 )
 

@@ -8,6 +8,7 @@ from markupsafe import Markup
 
 from fingerprint.config import Workload
 from fingerprint.estimates import Quantity
+from fingerprint.estimators.l2 import MeasuredKey, key_of
 from iserve.report.accuracy import AccuracyRow
 from iserve.report.charts import BatchCurve, batch_chart
 from iserve.report.full_model import RunPoint, TimeAt, WholeModel
@@ -56,16 +57,8 @@ def batch_charts(report: Report, model: WholeModel, name: str) -> list[tuple[str
 
 def _truths(report: Report, model: WholeModel) -> list[tuple[Workload, AccuracyRow]]:
     """Return the times measured on the whole model in this configuration, with their workloads."""
-    rows = () if report.accuracy is None else report.accuracy.rows
-    return [
-        (row.workload, row)
-        for row in rows
-        if row.shape_hash == report.spec.shape_hash
-        and row.is_time
-        and row.workload is not None
-        and (row.config.tp, row.config.pp, row.config.weights, row.config.kv)
-        == (model.tp, model.pp, model.weights, model.kv)
-    ]
+    own = MeasuredKey(model.tp, model.pp, model.weights, model.kv)
+    return [(at, row) for at, row in report.measured_times if key_of(row.config) == own]
 
 
 def answer_lengths(report: Report) -> list[int]:

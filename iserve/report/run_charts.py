@@ -69,5 +69,5 @@ def over_time(bins: Sequence[Bin], requests: str) -> list[Figure]:
         figure("Output of requests that ended then", "tokens/s", tokens),
     ]
     if any(b.ttft_p50_s is not None for b in bins):
-        figures.append(figure("TTFT of requests that came then", "", *ttfts))
+        figures.append(figure("TTFT of requests that arrived then", "", *ttfts))
     return figures

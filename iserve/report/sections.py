@@ -47,7 +47,15 @@ def bursts(report: Report) -> list[Burst]:
 
 def _charts(report: Report, quantity: str, batch: int, prompt: int) -> list[tuple[str, Markup]]:
     panels = [p for p in report.panels if (p.quantity, p.batch, p.input_tokens) == (quantity, batch, prompt)]
-    truths = [_truths(report, panel) for panel in panels]
+    truths = [
+        [
+            (str(row.config.weights), row.measured, row.num_layers)
+            for at, row in report.measured_times
+            if (row.quantity, at.batch, at.input_tokens) == (quantity, batch, prompt)
+            and (row.config.tp, row.config.pp) == (panel.tp, panel.pp)
+        ]
+        for panel in panels
+    ]
     most = _top(panels, [value for known in truths for _, value, _ in known])
     return [
         (
@@ -63,18 +71,6 @@ def _top(panels: Sequence[TimePanel], truths: Sequence[float]) -> float:
     times = [t for p in panels for s in p.series for t in (*s.points, *s.line)]
     values = max([*(t.value_s for t in times), *truths, 1e-9])
     return min(max([values, *(t.high_s for t in times)]), 2 * values) * 1.05
-
-
-def _truths(report: Report, panel: TimePanel) -> list[tuple[str, float, float]]:
-    rows = [] if report.accuracy is None else report.accuracy.rows
-    return [
-        (str(row.config.weights), row.measured, row.num_layers)
-        for row in rows
-        if row.shape_hash == report.spec.shape_hash
-        and row.workload is not None
-        and (row.quantity, row.config.tp, row.config.pp) == (panel.quantity, panel.tp, panel.pp)
-        and (row.workload.batch, row.workload.input_tokens) == (panel.batch, panel.input_tokens)
-    ]
 
 
 _Bars = list[tuple[Configuration, list[Markup]]]

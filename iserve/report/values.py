@@ -1,4 +1,4 @@
-"""Content of a report, as one value. The planner's words arrive as text, so that nothing here imports it."""
+"""Content of a report, as one value; verdicts and reasons of the planner arrive as text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fingerprint.estimators.l2 import LayerEffect
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
-from iserve.report.accuracy import AccuracyRecord
+from iserve.report.accuracy import AccuracyRecord, AccuracyRow
 from iserve.report.full_model import WholeModel
 from iserve.report.latency_fit import TimePanel
 
@@ -89,3 +89,10 @@ class Report:
     whole: tuple[WholeModel, ...] = ()  # of a depth-tied profile; panels and effects are then empty
     warnings: tuple[str, ...] = ()  # of the estimator, in addition to the profile's notes
     accuracy: AccuracyRecord | None = None
+
+    @property
+    def measured_times(self) -> list[tuple[Workload, AccuracyRow]]:
+        """Times that were measured on this whole model, with their workloads."""
+        rows = () if self.accuracy is None else self.accuracy.rows
+        own = [row for row in rows if row.shape_hash == self.spec.shape_hash and row.is_time]
+        return [(row.workload, row) for row in own if row.workload is not None]

@@ -7,12 +7,13 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jinja2 import UndefinedError
 from markupsafe import Markup
 
 from fingerprint.estimates import StageMemory
 from fingerprint.plain_text import printable
 from iserve.report.charts import ParetoPoint, memory_bar, pareto_chart, pareto_front
-from iserve.report.page_frame import environment
+from iserve.report.page_frame import environment, render
 from iserve.report.svg import element, linear, linear_ticks, log_ticks, spread
 from iserve.report.text import gib, number, seconds, tick_label
 
@@ -92,6 +93,16 @@ def test_markup_stays_and_none_is_nothing() -> None:
     assert element("rect", class_="n", aria_label="&", x=2.50) == '<rect class="n" aria-label="&amp;" x="2.5"/>'
     shown = environment().from_string("{{ text }}{{ drawn }}{{ nothing }}")
     assert shown.render(text="a<b", drawn=Markup("<br/>"), nothing=None) == "a&lt;b<br/>"
+
+
+def test_a_template_cannot_show_what_it_was_not_given() -> None:
+    with pytest.raises(UndefinedError):
+        render(environment().from_string("{{ report.model }}{{ misspelt }}"), report=None)
+
+
+def test_line_breaks_of_a_template_are_not_the_pages_those_of_a_value_are() -> None:
+    template = environment().from_string("<p>\n  <b>{{ value }}</b>\n</p>")
+    assert render(template, value=">\n<") == "<!DOCTYPE html>\n<p><b>&gt;\n&lt;</b></p>\n"
 
 
 @pytest.mark.parametrize(
