@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from iserve.planning.words import workload_words
 from iserve.report.page_frame import render
 from iserve.report.run_charts import over_time, quantiles
 from iserve.simulation.document import (
@@ -31,6 +32,7 @@ def render_simulation(document: SimulationDocument) -> str:
         late=late_words(document),
         limits=limit_words(document.summary.slo),
         steering=None if document.steering is None else steering_words(document.steering),
+        planned=workload_words(document.workload),
         reasons=failure_reasons(document),
         devices=devices_told,
         curves=[

@@ -23,8 +23,8 @@ __all__ = [
 
 _NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 NO_BREAK = "\u00a0"
-_TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (0.0, "ns"))
-_SIZE_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (0, "KiB"))
+_TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+_SIZE_UNITS = ((2**30, "GiB"), (2**20, "MiB"))
 
 
 def number(value: float) -> str:
@@ -35,8 +35,9 @@ def number(value: float) -> str:
         return f"{value:.3g}"
     if abs(value) >= 100:
         return f"{value:,.0f}"
-    digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
-    return f"{value:.{digits}f}" if abs(value) >= 1 else f"{value:.3g}"
+    if abs(value) >= 1:
+        return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+    return f"{value:.3g}"
 
 
 def tick_label(value: float) -> str:
@@ -46,8 +47,7 @@ def tick_label(value: float) -> str:
 
 def time_unit(largest_s: float) -> tuple[float, str]:
     """Return (seconds per unit, unit) for an axis or an interval whose largest value is ``largest_s``."""
-    name = next(name for limit, name in _TIME_UNITS if abs(largest_s) >= limit)
-    return {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9}[name], name
+    return next((unit for unit in _TIME_UNITS if abs(largest_s) >= unit[0]), (1e-9, "ns"))
 
 
 def seconds(value_s: float) -> str:
@@ -68,8 +68,8 @@ def gib(size_bytes: float) -> str:
     """Return a size in the unit that suits it."""
     if size_bytes == 0:
         return "0"
-    limit, unit = next((limit, unit) for limit, unit in _SIZE_UNITS if size_bytes >= limit)
-    return f"{number(size_bytes / (limit or 1024))} {unit}"
+    size, unit = next((unit for unit in _SIZE_UNITS if size_bytes >= unit[0]), (2**10, "KiB"))
+    return f"{number(size_bytes / size)} {unit}"
 
 
 def percent(fraction: float) -> str:
