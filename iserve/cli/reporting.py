@@ -20,12 +20,13 @@ from iserve.cli import options as o
 if TYPE_CHECKING:
     from fingerprint.config import DeploymentConfig
     from fingerprint.gpu_spec import GpuSpec
-    from fingerprint.report import AccuracyRecord, Report
     from iserve.api_documents import NodeDocument
     from iserve.client import ControllerClient
     from iserve.planning.here import DeployableDocument
     from iserve.planning.making import Hardware
-    from iserve.reporting.gathering import ReportOptions
+    from iserve.report.accuracy import AccuracyRecord
+    from iserve.report.build import ReportOptions
+    from iserve.report.values import Report
 
 __all__ = ["check_target", "hardware_here", "register", "write_page"]
 
@@ -72,8 +73,10 @@ def report(
     Uses the profile that `iserve profile MODEL` took and the devices that are free now.
     """
     from fingerprint.codec import to_json
-    from fingerprint.report import render_markdown, render_report
-    from iserve.reporting.gathering import ReportOptions, read_accuracy
+    from iserve.report.accuracy import read_accuracy
+    from iserve.report.build import ReportOptions
+    from iserve.report.markdown import render_markdown
+    from iserve.report.page import render_report
     from iserve.settings import load_settings
 
     settings = load_settings()
@@ -125,7 +128,7 @@ def _hypothetical(
     from iserve.planning.hypothetical import engine_for_gpus
     from iserve.planning.making import datasheet_estimator, hypothetical_hardware
     from iserve.planning.model_use import check_use, used
-    from iserve.reporting.gathering import build_report
+    from iserve.report.build import build_report
     from iserve.settings import load_settings
 
     source = resolve(model, registered_models(model, load_settings()), need_weights=False)
@@ -170,8 +173,8 @@ def _live(
     from iserve.model_source import resolve
     from iserve.planning.here import deployable
     from iserve.planning.model_use import used
-    from iserve.reporting.accuracy_store import find_accuracy
-    from iserve.reporting.gathering import build_report, find_profile
+    from iserve.report.accuracy import find_accuracy
+    from iserve.report.build import build_report, find_profile
     from iserve.settings import load_settings
     from iserve.verify.documents import StoredVerification
 

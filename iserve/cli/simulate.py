@@ -181,7 +181,7 @@ def _show(document: SimulationDocument, report: Path | None, *, as_json: bool) -
 
     if report is not None:
         from iserve.cli.reporting import write_page
-        from iserve.simulation.page import render_simulation
+        from iserve.report.simulation import render_simulation
 
         write_page(report, render_simulation(document))
     if as_json:

@@ -40,13 +40,13 @@ from fingerprint.errors import EngineError, NotMeasuredError
 from fingerprint.estimates import Estimator
 from fingerprint.estimators.corrected import CorrectedEstimator
 from fingerprint.measurements import Profile
-from fingerprint.report.text import seconds
 from fingerprint.verification import Verification
 from iserve.controller.estimating import estimator_for, step_tokens_of
 from iserve.replay.endpoint import resolve_endpoint
 from iserve.replay.prompts import PromptOptions
 from iserve.replay.runner import Replay, ReplayOptions
 from iserve.replay.schedule import ScheduleOptions, make_schedule
+from iserve.report.text import seconds
 from iserve.simulation.running import launch_limits
 from iserve.verify.bursts import BurstClient
 from iserve.verify.timing import Burst, time_bursts

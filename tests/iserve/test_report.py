@@ -28,7 +28,6 @@ from fingerprint.families import load_spec
 from fingerprint.gpus import gpu_spec
 from fingerprint.measurements import Profile
 from fingerprint.profile import ProfilePlan, default_plan
-from fingerprint.report import AccuracyRecord, AccuracyRow, Report, render_report
 from iserve.api_documents import ModelDocument, NodeDocument
 from iserve.cli.app import make_app
 from iserve.cli.profile_text import print_profile
@@ -38,8 +37,10 @@ from iserve.controller.estimating import estimator_for
 from iserve.planning.hypothetical import plan_for_gpus
 from iserve.planning.making import FitsOn, PlanOptions, hypothetical_hardware, make_plan
 from iserve.planning.verdict_text import alike_words, note_lines, plan_lines
-from iserve.reporting.accuracy_store import find_accuracy, store_accuracy
-from iserve.reporting.gathering import ReportOptions, build_report, find_profile, read_accuracy
+from iserve.report.accuracy import AccuracyRecord, AccuracyRow, find_accuracy, read_accuracy, store_accuracy
+from iserve.report.build import ReportOptions, build_report, find_profile
+from iserve.report.page import render_report
+from iserve.report.values import Report
 from placement.types import DeploymentState, Placement, ReplicaState, StagePlacement, Stays
 from planner.intent import Intent, IntentKind
 from tests.fingerprint.synthetic_machine import CPU, SyntheticMachine, take_profile
