@@ -12,12 +12,12 @@ from daemon.engine_options import EngineOptions
 from fingerprint.config import Workload
 from fingerprint.errors import ConfigError
 from fingerprint.model_use import MAX_IMAGE_TOKENS, MAX_IMAGES
-from fingerprint.plain_text import UNPRINTABLE, is_plain
 from fingerprint.profile_plan import Shards
+from fingerprint.sanitize import UNPRINTABLE, is_plain
 from iserve import request_help as h
-from iserve.planning.making import MAX_REPLICAS, PlanOptions
+from iserve.planning.pipeline import MAX_REPLICAS, PlanOptions
 from iserve.request_body import Body, ModelUseBody
-from placement.placers import check_placement
+from placement.placer_registry import check_placement
 from placement.scaling import MIN_IDLE_S
 from planner.intent import MOST_WINDOWS, CostModel, Intent, IntentKind, Quality, Slo, Traffic
 

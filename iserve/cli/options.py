@@ -22,7 +22,7 @@ from iserve import request_help as h
 from planner.intent import CostModel, Intent, IntentKind, Quality, Slo, Traffic, parse_slo
 
 if TYPE_CHECKING:
-    from iserve.planning.making import PlanOptions
+    from iserve.planning.pipeline import PlanOptions
     from iserve.settings import Settings
 
 __all__ = [
@@ -213,7 +213,7 @@ def workload_of(batch: int, input_tokens: int, output_tokens: int, longest_token
 
 @functools.cache
 def _traffic_of(trace: str) -> Traffic:
-    from traces.sources import requests_of
+    from traces.loader import requests_of
     from traces.traffic import traffic_of
 
     return traffic_of(requests_of(trace))
@@ -313,8 +313,8 @@ class Wish:
         Raises:
             typer.BadParameter: a value that cannot be used.
         """
-        from iserve.planning.making import PlanOptions
-        from placement.placers import check_placement, need_solver
+        from iserve.planning.pipeline import PlanOptions
+        from placement.placer_registry import check_placement, need_solver
 
         batch = DEFAULT_WORKLOAD.batch if self.batch is None else self.batch
         workload = workload_of(batch, self.input_tokens, self.output_tokens, self.context)

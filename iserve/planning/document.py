@@ -9,8 +9,8 @@ from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimates import Correction, Quantity
 from fingerprint.measurements import Unreached
 from iserve.planning.verdict import VerdictDocument
-from planner.moving_rate import Level
 from planner.plan import RefusedFor
+from planner.rate_profile import Level
 
 __all__ = [
     "BetterDocument",

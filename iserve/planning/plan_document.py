@@ -29,8 +29,8 @@ from iserve.planning.verdict import VerdictDocument
 from iserve.planning.words import device_kind
 from planner.costs import total_bytes
 from planner.intent import Intent
-from planner.moving_rate import moving_rate
 from planner.plan import PassedOver, Plan, Ranked, Served, WhyNot
+from planner.rate_profile import moving_rate
 
 __all__ = ["estimate_document", "plan_document"]
 
@@ -98,7 +98,7 @@ def plan_document(
     verdict: VerdictDocument | None = None,
     capacity: CapacityDocument | None = None,
 ) -> PlanDocument:
-    """The document of ``plan``; ``conditions_of`` is asked of what can run at all (``iserve.planning.making``)."""
+    """Return the document of ``plan``; ``conditions_of`` is asked of configurations that can run at all."""
     return PlanDocument(
         model=model,
         intent=str(plan.intent.kind),

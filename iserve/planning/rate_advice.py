@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Estimator
-from iserve.planning.making import MAX_REPLICAS, Hardware, PlanOptions, winner_at
+from iserve.planning.pipeline import MAX_REPLICAS, Hardware, PlanOptions, winner_at
 from iserve.planning.runner_up import MOST_BATCH
 from planner.plan import LimitKind, Plan, RefusedFor, Relaxation
 

@@ -18,7 +18,7 @@ from typer.main import get_command
 
 from iserve.api_types import PlanBody
 from iserve.cli.app import COMMANDS, make_app
-from iserve.cli.live import folder_argument, model_argument
+from iserve.cli.connection import folder_argument, model_argument
 from iserve.cli.model_options import UseOptions
 from iserve.cli.options import Wish, replicated
 from iserve.settings import Settings, load_settings
