@@ -7,7 +7,8 @@ Rules.
 *   A candidate is refused by the first of: its own refusal (shape, engine, no estimate); the limits, all of them
     listed; memory.
 *   The limits are judged as :mod:`planner.constraints` says; the objective on the value itself. With a rate a
-    latency is the mean request's at that rate; where it is not served that has no end, and a batch's latency orders those.
+    latency is the mean request's at that rate; where it is not served that has no end, and a batch's latency
+    orders those.
 *   Of those that are feasible a measured one is preferred to those that are not (:mod:`planner.evidence`). The
     chosen one is listed first, the rest by their value: one with a better value that was passed over is next.
 *   Ties are broken by fewer GPUs, then less memory, then the order of configurations, so that the order in which
