@@ -33,10 +33,11 @@ from fingerprint.errors import (
 from fingerprint.measurements import Profile
 from fingerprint.model_use import ModelUse
 from iserve.api_types import DeployBody, VerifyBody
+from iserve.controller.daemon_workers import ask_daemon, launched, wait_until_ready
 from iserve.controller.deployer import Deployer
 from iserve.controller.engine_selection import deployable_engine
 from iserve.controller.profile_validity import described
-from iserve.controller.profiling import Profiler, ask_daemon, launched, wait_until_ready
+from iserve.controller.profiling import Profiler
 from iserve.controller.records import recorded_wish, recorded_workers
 from iserve.controller.seen import workers_seen
 from iserve.model_source import ModelSource

@@ -31,11 +31,12 @@ from fingerprint.errors import (
 from fingerprint.measurements import Profile
 from fingerprint.profile import ProfileProgress
 from iserve.api_types import ARGUMENTS_NOTE, DeployBody
+from iserve.controller.daemon_workers import ask_daemon, launched, wait_until_ready
 from iserve.controller.ending import end_workers
 from iserve.controller.engine_selection import SelectedEngine, select_engine
 from iserve.controller.node import devices_of, hardware_of, without
 from iserve.controller.profile_validity import release_to_start
-from iserve.controller.profiling import Profiler, ask_daemon, launched, wait_until_ready
+from iserve.controller.profiling import Profiler
 from iserve.controller.records import recorded_wish, recorded_workers
 from iserve.model_source import ModelSource
 from iserve.planning.here import deployable_now
