@@ -83,6 +83,7 @@ class TorchEngine:
     """transformers' models in a process of our own; needs the extra ``torch`` and nothing else."""
 
     name = "torch"
+    table = TABLE
     stats_path = "/stats"
 
     def pinned(self, version: str | None) -> TorchEngine:
