@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from daemon.engines.registry import ENGINES, capabilities_for, get_engine
-from daemon.engines.vllm.architectures import recorded
+from daemon.sources.transformers_classes import recorded_transformers
 from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from fingerprint.architectures import Architectures, Listed
 from fingerprint.capability import EngineCapabilities, Exclusion, Verified
@@ -51,7 +51,7 @@ T4, A6000, H200, CPU = gpu((7, 5)), gpu((8, 6)), gpu((9, 0)), gpu(None)
 
 
 ARCHITECTURES = {
-    family: name for name, found in recorded().transformers.classes.items() for family in found.families
+    family: name for name, found in recorded_transformers().classes.items() for family in found.families
 }
 ARCHITECTURES |= {"tomorrow": "TomorrowForCausalLM"}
 
