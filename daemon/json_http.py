@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-import fingerprint.errors
 from daemon.http_exchange import EXCHANGE_ERRORS, exchange
 from fingerprint.codec import from_json
 from fingerprint.errors import (
@@ -19,6 +18,7 @@ from fingerprint.errors import (
     NoAnswerError,
     NotFoundError,
     UnavailableError,
+    error_class,
 )
 
 __all__ = ["JsonHttp"]
@@ -96,8 +96,7 @@ class JsonHttp:
             body = from_json(answer, dict[str, Any], what="the error")
         except BadInputError:
             return nearest(f"{self._server} answered {status}: {answer[:200]!r}")
-        named = getattr(fingerprint.errors, str(body.get("error")), None)
-        kind = named if isinstance(named, type) and issubclass(named, IserveError) else nearest
+        kind = error_class(body.get("error"), nearest)
         if kind is NoAnswerError:  # of a process behind the one that was asked, which has answered
             kind = UnavailableError
         return kind(str(body.get("message", f"{self._server} answered {status}")))
