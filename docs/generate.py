@@ -139,6 +139,7 @@ def measured(page: str) -> Callable[[], str]:
 PAGES = {
     DOCS / "accuracy.md": measured("accuracy.md"),
     DOCS / "decision_regret.md": measured("decision_regret.md"),
+    DOCS / "risk.md": measured("risk.md"),
     DOCS / "cli.md": cli_reference,
     DOCS / "rest.md": rest_page,
     DOCS / "configuration.md": configuration,

@@ -194,6 +194,12 @@ def _against_others() -> str:
     return "\n".join(lines)
 
 
+def _risk() -> str:
+    from tests.bench.risk import kept, table
+
+    return "\n".join(table(kept(RESULTS / "risk_independent.json.gz")))
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "regret without a limit": lambda: _regret(supported=False, limited=False),
     "regret without a limit, AIConfigurator": lambda: _regret(supported=True, limited=False),
@@ -205,5 +211,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "accuracy in short": _accuracy_in_short,
     "regret in short": _in_short,
     "against others": _against_others,
+    "risk on new loads": _risk,
     "accuracy of vLLM 0.24 on an H200": lambda: _accuracy("h200"),
 }
