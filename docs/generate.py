@@ -140,6 +140,7 @@ PAGES = {
     DOCS / "accuracy.md": measured("accuracy.md"),
     DOCS / "decision_regret.md": measured("decision_regret.md"),
     DOCS / "risk.md": measured("risk.md"),
+    DOCS / "placement.md": measured("placement.md"),
     DOCS / "cli.md": cli_reference,
     DOCS / "rest.md": rest_page,
     DOCS / "configuration.md": configuration,

@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from placement_tables import exact_gaps, exact_gaps_in_part, of_policies, of_replicas
+
 __all__ = ["with_tables"]
 
 ROOT = Path(__file__).parents[1]
@@ -200,6 +202,11 @@ def _risk() -> str:
     return "\n".join(table(kept(RESULTS / "risk_independent.json.gz")))
 
 
+def _placed() -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = _recorded("placement_under_load.json.gz")["rows"]
+    return rows
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "regret without a limit": lambda: _regret(supported=False, limited=False),
     "regret without a limit, AIConfigurator": lambda: _regret(supported=True, limited=False),
@@ -212,5 +219,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "regret in short": _in_short,
     "against others": _against_others,
     "risk on new loads": _risk,
+    "policies of figure 10": lambda: of_policies(_placed()),
+    "replicas on 16 GPUs": lambda: of_replicas(_placed(), 16),
+    "replicas on 8 GPUs": lambda: of_replicas(_placed(), 8),
+    "distance to exact placement": lambda: exact_gaps(_recorded("exact_gap.json.gz")["cases"]),
+    "distance to exact placement in part": lambda: exact_gaps_in_part(_recorded("exact_gap.json.gz")["cases"]),
     "accuracy of vLLM 0.24 on an H200": lambda: _accuracy("h200"),
 }
