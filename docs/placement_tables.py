@@ -1,4 +1,4 @@
-"""Tables of docs/placement.md from recorded results: policies under load, replicas, and distances to exact placement."""
+"""Tables of docs/placement.md from recorded results: policies, replicas, and distances to exact placement."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def _spread(values: Sequence[float], name: str) -> str:
 def exact_gaps(cases: Sequence[Row]) -> str:
     """Return how far each heuristic is from the exact placement, where both place every model."""
     lines = [
-        "| policy | configuration | places fewer models | optimal | mean gap | p90 | worst | of the mean, by place |",
+        "| policy | configuration | places fewer models | optimal | mean gap | p90 | worst "
+        "| of the mean, by place |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for index, (policy, way) in enumerate((policy, way) for policy in _POLICIES for way in _WAYS):
