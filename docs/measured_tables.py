@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from placement_tables import exact_gaps, exact_gaps_in_part, of_policies, of_replicas
+from serving_tables import gateway_table, late_table
 
 __all__ = ["with_tables"]
 
@@ -222,6 +223,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "policies of figure 10": lambda: of_policies(_placed()),
     "replicas on 16 GPUs": lambda: of_replicas(_placed(), 16),
     "replicas on 8 GPUs": lambda: of_replicas(_placed(), 8),
+    "gateway": lambda: gateway_table(_recorded("gateway.json.gz")["runs"]),
+    "late rejection on an H200": lambda: late_table(json.loads((RESULTS / "refusing_h200.json").read_bytes())),
     "distance to exact placement": lambda: exact_gaps(_recorded("exact_gap.json.gz")["cases"]),
     "distance to exact placement in part": lambda: exact_gaps_in_part(_recorded("exact_gap.json.gz")["cases"]),
     "accuracy of vLLM 0.24 on an H200": lambda: _accuracy("h200"),
