@@ -155,7 +155,7 @@ def make_plan(
             idle = "one more idle GPU" if more == 1 else f"{more} more idle GPUs"
             text = f"{idle} would admit {best.config}"
             advice = Relaxation(LimitKind.GPUS, num_gpus, num_gpus + more, best.config, best.objective, text)
-            why_not = replace(plan.why_not, relaxations=(*plan.why_not.relaxations, advice))
+            why_not = replace(plan.why_not, relax=(*plan.why_not.relax, advice))
             return replace(plan, why_not=why_not)
     return plan
 

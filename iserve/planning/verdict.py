@@ -156,6 +156,6 @@ def _refusals(plan: Plan) -> tuple[RefusalCount, ...]:
 def _relax_first(why: WhyNot) -> str | None:
     """Return what admits the nearest configuration, else what is first."""
     nearest = why.nearest
-    own = [r.text for r in why.relaxations if nearest is not None and r.config == nearest.config]
-    together = [] if why.together is None else [why.together.text]
-    return next(iter([*own, *together, *(r.text for r in why.relaxations)]), None)
+    own = [r.text for r in why.relax if nearest is not None and r.config == nearest.config]
+    together = [] if why.relax_together is None else [why.relax_together.text]
+    return next(iter([*own, *together, *(r.text for r in why.relax)]), None)

@@ -169,7 +169,7 @@ def test_one_gpu_on_each_of_two_nodes_misses_gpus_not_memory() -> None:
     assert answer.missing_gpus == 2
     made = make_plan(spec, hardware, RooflineEstimator(spec, gpu), capabilities_for("vllm"), PlanOptions())
     assert made.chosen is None
-    assert all("tp=2" not in r.text for r in made.why_not.relaxations if "more free memory" in r.text)
+    assert all("tp=2" not in r.text for r in made.why_not.relax if "more free memory" in r.text)
 
 
 def test_a_table_that_nobody_ran_is_said_to_be_one() -> None:
@@ -217,7 +217,7 @@ def test_more_gpus_are_told_with_what_they_would_run(count: int, options: PlanOp
 
     plan = plan_on(count)
     assert plan.chosen is None
-    told = [r for r in plan.why_not.relaxations if r.limit is LimitKind.GPUS]
+    told = [r for r in plan.why_not.relax if r.limit is LimitKind.GPUS]
     if needed is None:
         assert told == []
         assert plan_on(2 * count).chosen is None

@@ -231,7 +231,7 @@ def test_where_nothing_is_feasible_the_first_advice_is_that_of_the_nearest(judge
     assert said.sentence == "No configuration of Llama-2-70b on 1 A6000 keeps every limit"
     assert (said.figures, said.runner_up, said.deployable) == (None, None, None)
     assert plan.why_not.nearest is not None
-    (own,) = (r.text for r in plan.why_not.relaxations if r.config == plan.why_not.nearest.config)
+    (own,) = (r.text for r in plan.why_not.relax if r.config == plan.why_not.nearest.config)
     assert said.relax_first == own
 
 

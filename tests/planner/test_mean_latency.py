@@ -148,7 +148,7 @@ def test_where_no_rate_is_served_the_batch_s_latency_orders_and_advice_is_of_the
     plan = rank(two(), intent, fits=everything_fits)
     assert plan.chosen is None
     assert [(one.config, one.objective) for one in plan.candidates] == [(FAST_BATCH, None), (FAST_ALONE, None)]
-    (advice,) = plan.why_not.relaxations
+    (advice,) = plan.why_not.relax
     assert advice.limit is LimitKind.RATE
     slower = rank(two(), Intent(kind=IntentKind.MIN_LATENCY, rate_per_s=advice.needed), fits=everything_fits)
     assert slower.best is not None

@@ -113,8 +113,8 @@ def test_fast_is_slow(intent: Intent, seed: int, batch: int) -> None:
         assert plan.why_not.nearest is not None
         config, missed = slow.nearest()
         assert plan.why_not.nearest.config == config
-        assert [(v.limit, v.actual) for v in plan.why_not.nearest.violations] == numbers(missed)
-        relaxed = {r.limit: (r.config, r.needed) for r in plan.why_not.relaxations}
+        assert [(v.limit, v.actual) for v in plan.nearest_misses] == numbers(missed)
+        relaxed = {r.limit: (r.config, r.needed) for r in plan.why_not.relax}
         assert relaxed.keys() == slow.relaxed().keys()
         for limit, (config, needed) in slow.relaxed().items():
             assert relaxed[limit] == (config, pytest.approx(needed, rel=0.01)), "rounded to three digits"
