@@ -11,7 +11,7 @@ from typing import Any
 
 from daemon.engines.registry import get_engine
 from daemon.file_limit import raise_file_limit
-from daemon.own_log import bound_own_log, log_to_stderr
+from daemon.log_rotation import bound_log, log_to_stderr
 from daemon.server import serve
 from daemon.settings import DaemonSettings
 from fingerprint.errors import IserveError
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
             **{name: value for name, value in given.items() if value is not None},
         )
         os.environ["ISERVE_HOME"] = str(settings.home)  # where adapters look for environments of engines
-        bound_own_log(settings.home / "logs" / "daemon.log")
+        bound_log(settings.home / "logs" / "daemon.log")
         asyncio.run(serve(settings, get_engine))
     except IserveError as error:
         print(f"daemon: {error}", file=sys.stderr)

@@ -1,7 +1,7 @@
 """Atomic and durable replacement of small files, and removal of what a killed writer left.
 
 A writer holds a lock (flock) on its temporary file while it writes, which distinguishes a stale file from one in
-use. Standard library only (the keeper uses it).
+use. Standard library only (the shim uses it).
 """
 
 from __future__ import annotations

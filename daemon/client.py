@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import quote, urlencode
 
-from daemon.engines.base import WorkerSpec
 from daemon.json_http import JsonHttp
 from daemon.process import read_record
 from daemon.status import NodeStatus, WorkerStatus
 from daemon.worker_log import LogPart
+from daemon.worker_spec import WorkerSpec
 from fingerprint.codec import to_json
 from fingerprint.errors import IserveError, UnavailableError
 

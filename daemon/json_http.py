@@ -5,12 +5,12 @@ Knows the wire, not the routes: the daemon's and the controller's clients say wh
 
 from __future__ import annotations
 
-import http.client
 from collections.abc import Mapping
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import fingerprint.errors
+from daemon.http_exchange import EXCHANGE_ERRORS, exchange
 from fingerprint.codec import from_json
 from fingerprint.errors import (
     BadInputError,
@@ -45,7 +45,7 @@ class JsonHttp:
         if parts.scheme != "http" or not parts.hostname or not parts.port:
             raise BadInputError(f"the URL of {who} is http://HOST:PORT, got {url!r}")
         self.url, self._who, self._hint = url, who, hint
-        self._host, self._port, self._token = parts.hostname, parts.port, token
+        self._token = token
 
     def ask(
         self,
@@ -74,21 +74,24 @@ class JsonHttp:
         timeout_s: float,
     ) -> bytes:
         """Return the answer as received, up to 64 MiB."""
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
         own = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"}
         try:
-            connection.request(method, path, body=body or None, headers=own | dict(headers or {}))
-            response = connection.getresponse()
-            answer = response.read(_MAX_ANSWER_BYTES)
-        except (OSError, http.client.HTTPException) as error:
+            status, answer = exchange(
+                self.url,
+                method,
+                path,
+                body=body or None,
+                headers=own | dict(headers or {}),
+                timeout_s=timeout_s,
+                max_bytes=_MAX_ANSWER_BYTES,
+            )
+        except EXCHANGE_ERRORS as error:
             reason = str(error) or type(error).__name__
             raise NoAnswerError(
                 f"{self._who} at {self.url} does not answer {method} {path}: {reason}{self._hint}"
             ) from error
-        finally:
-            connection.close()
-        if not 200 <= response.status < 300:
-            raise self._error(response.status, answer)
+        if not 200 <= status < 300:
+            raise self._error(status, answer)
         return answer
 
     def _error(self, status: int, answer: bytes) -> IserveError:

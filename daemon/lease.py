@@ -1,7 +1,7 @@
-"""The files by which a keeper and a daemon know of each other: command, lease, exit. Standard library only.
+"""The files by which a shim and a daemon know of each other: command, lease, exit. Standard library only.
 
-``command.json`` is the daemon's order to the keeper, ``lease.json`` the keeper's answer, whose mtime the daemon
-renews, and ``exit.json`` the keeper's last word. ``keeper.lock`` is held (flock) as long as the keeper lives.
+``command.json`` is the daemon's order to the shim, ``lease.json`` the shim's answer, whose mtime the daemon
+renews, and ``exit.json`` the shim's last word. ``shim.lock`` is held (flock) as long as the shim lives.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ __all__ = [
     "LEASE_FILE",
     "LOCK_FILE",
     "ExitRecord",
-    "KeeperOrder",
     "Lease",
     "LeaseFileError",
-    "keeper_is_alive",
+    "ShimOrder",
     "read_file",
+    "shim_is_alive",
     "try_lock",
     "write_file",
 ]
@@ -36,7 +36,7 @@ __all__ = [
 COMMAND_FILE = "command.json"
 LEASE_FILE = "lease.json"
 EXIT_FILE = "exit.json"
-LOCK_FILE = "keeper.lock"
+LOCK_FILE = "shim.lock"
 
 _MAX_FILE_BYTES = 4 * 2**20
 
@@ -46,8 +46,8 @@ class LeaseFileError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KeeperOrder:
-    """Command of a worker and how its keeper watches it."""
+class ShimOrder:
+    """Command of a worker and how its shim watches it."""
 
     worker_id: str
     argv: list[str]
@@ -69,8 +69,8 @@ class Lease:
     worker_id: str
     pid: int  # of the engine; also its process group
     start_time_ticks: int
-    keeper_pid: int
-    keeper_start_time_ticks: int
+    shim_pid: int
+    shim_start_time_ticks: int
     port: int
     config_hash: str
     started_at: float  # seconds since the epoch
@@ -91,7 +91,7 @@ class ExitRecord:
     log_tail: str
 
 
-T = TypeVar("T", KeeperOrder, Lease, ExitRecord)
+T = TypeVar("T", ShimOrder, Lease, ExitRecord)
 
 _KINDS: dict[str, tuple[type, ...]] = {
     "str": (str,),
@@ -104,7 +104,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 }
 
 
-def write_file(path: Path, value: KeeperOrder | Lease | ExitRecord) -> None:
+def write_file(path: Path, value: ShimOrder | Lease | ExitRecord) -> None:
     """Replace ``path`` in one step, mode 0600. Raises OSError when that cannot be done; nothing is left then."""
     write_file_atomically(path, json.dumps(dataclasses.asdict(value)).encode())
 
@@ -141,11 +141,11 @@ def try_lock(path: Path) -> Iterator[bool]:
         os.close(handle)
 
 
-def keeper_is_alive(folder: Path) -> bool:
-    """Return whether a keeper holds the folder's lock; no process id can be mistaken here.
+def shim_is_alive(folder: Path) -> bool:
+    """Return whether a shim holds the folder's lock; no process id can be mistaken here.
 
     Raises:
-        OSError: that cannot be seen now (no file descriptor is left, say); the keeper may well live.
+        OSError: that cannot be seen now (no file descriptor is left, say); the shim may well live.
     """
     try:
         handle = os.open(folder / LOCK_FILE, os.O_RDWR)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from daemon.devices import Device, DeviceReading, DeviceSource
-from daemon.load import BusyCounter, LoadWindow, union_fraction
 from daemon.status import DeviceBusy, DeviceHeld, DeviceStatus
+from daemon.utilization import BusyCounter, LoadWindow, union_fraction
 
 __all__ = ["Monitor", "WorkerUse"]
 

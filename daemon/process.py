@@ -1,6 +1,6 @@
 """iServe's own long-lived processes: the record each leaves of itself, starting one detached, ending a group.
 
-Used for controller, gateway, daemon and keepers alike. Knows nothing of what they do.
+Used for controller, gateway, daemon and shims alike. Knows nothing of what they do.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from daemon import detach
+from daemon import daemonize
 from daemon.atomic_file import write_file_atomically
 from daemon.home import make_private
 from daemon.procfs import boot_id, is_running, processes, read_stat
@@ -157,7 +157,7 @@ def spawn_detached(argv: Sequence[str], log_path: Path, env: Mapping[str, str] |
     Raises:
         UnavailableError: the program or the log cannot be opened, or no process can be made.
     """
-    trampoline = [sys.executable, "-I", "-S", str(Path(detach.__file__)), str(log_path), *argv]
+    trampoline = [sys.executable, "-I", "-S", str(Path(daemonize.__file__)), str(log_path), *argv]
     try:
         done = subprocess.run(
             trampoline,

@@ -1,6 +1,6 @@
 """Facts of processes in /proc: start times, groups, children, resident memory.
 
-Standard library only (the keeper uses it). A process is known by its id, its start time *and* the boot, so that a
+Standard library only (the shim uses it). A process is known by its id, its start time *and* the boot, so that a
 reused id is never taken for the old process; a zombie counts as gone. Only ENOENT and ESRCH mean that a process is
 gone: a read that fails otherwise (no file descriptor left, say) is an OSError to the caller, never "dead".
 """

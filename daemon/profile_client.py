@@ -5,10 +5,6 @@ Synchronous, from any plain thread, with the standard library only. How a worker
 
 from __future__ import annotations
 
-import contextlib
-import http.client
-import socket
-import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -16,24 +12,20 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, TypeVar
-from urllib.parse import urlsplit
 
-from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
-from daemon.engines.options import NO_OPTIONS, EngineOptions
-from daemon.engines.vllm.cache import kv_blocks
-from daemon.torch_engine.profile_messages import ProfileBursts, ProfileError, ProfileLoad, ProfileRun
+from daemon.engine_options import NO_OPTIONS, EngineOptions
+from daemon.engines.registry import get_engine
+from daemon.http_exchange import EXCHANGE_ERRORS, exchange
+from daemon.profile_messages import ProfileBursts, ProfileError, ProfileLoad, ProfileRun
+from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from daemon.worker_token import OPEN_PATHS, authorization
 from fingerprint import errors
-from fingerprint.cache_blocks import block_tokens
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat
-from fingerprint.config_json import read_config
 from fingerprint.errors import BadInputError, EngineError, InfeasibleError, IserveError
-from fingerprint.families import load_spec
-from fingerprint.families.refusals import is_multimodal
 from fingerprint.measurements import MachineInfo, RankMemory, RunReading
 
-__all__ = ["LOAD_MARK", "WorkerHandle", "WorkerProfileSession", "WorkerProfileTarget", "in_blocks"]
+__all__ = ["LOAD_MARK", "WorkerHandle", "WorkerProfileSession", "WorkerProfileTarget"]
 
 # A worker whose engine is in processes of its own begins a line of its log with it when it starts the engine.
 LOAD_MARK = "iserve: starting the engine"
@@ -159,7 +151,7 @@ class WorkerProfileTarget:
             self._call_timeout_s,
             lambda error: self._explain(spec, error),
             num_devices=tp * pp,
-            in_blocks=lambda order: in_blocks(spec, order),
+            engine_order=lambda order: get_engine(self.engine).profile_order(spec, order),
         )
         try:
             session.wait_ready(self._start_timeout_s)
@@ -167,37 +159,6 @@ class WorkerProfileTarget:
             session.close()
             raise
         return session
-
-
-def in_blocks(spec: WorkerSpec, order: ProfileLoad) -> ProfileLoad:
-    """Return ``order`` with its KV room in the engine's own blocks, where the engine of ``spec`` is given those.
-
-    Raises:
-        ConfigError, UnsupportedModelError: as ``families.load_spec`` of the checkpoint.
-    """
-    if spec.config.engine != "vllm":
-        return order
-    worker = replace(
-        spec,
-        config=replace(spec.config, weights=order.weights, kv=order.kv),
-        stages=tuple(
-            replace(stage, num_layers=layers)
-            for stage, layers in zip(spec.stages, order.layers_per_stage, strict=True)
-        ),
-        limits=replace(
-            spec.limits,
-            max_batch=order.max_batch,
-            max_context_tokens=order.max_context_tokens,
-            kv_tokens=max(order.kv_tokens or order.max_batch * order.max_context_tokens, order.max_context_tokens),
-        ),
-    )
-    model = load_spec(Path(order.checkpoint))
-    return replace(
-        order,
-        kv_blocks=kv_blocks(worker, model),
-        kv_block_tokens=block_tokens(model),
-        text_only=is_multimodal(read_config(Path(order.checkpoint))),
-    )
 
 
 class WorkerProfileSession:
@@ -210,10 +171,10 @@ class WorkerProfileSession:
         explain: Callable[[IserveError], IserveError] = lambda error: error,
         *,
         num_devices: int = 1,
-        in_blocks: Callable[[ProfileLoad], ProfileLoad] = lambda order: order,
+        engine_order: Callable[[ProfileLoad], ProfileLoad] = lambda order: order,
     ) -> None:
         self.num_devices = num_devices
-        self._in_blocks = in_blocks
+        self._engine_order = engine_order
         self._handle = handle
         self._call_timeout_s = call_timeout_s
         self._explain = explain
@@ -230,7 +191,7 @@ class WorkerProfileSession:
             self._check_alive()
             try:
                 status, _ = self._exchange("GET", "/health", None, _HEALTH_TIMEOUT_S)
-            except (OSError, http.client.HTTPException):
+            except EXCHANGE_ERRORS:
                 status = 0
             if status == 200:
                 return
@@ -258,7 +219,7 @@ class WorkerProfileSession:
             max_context_tokens=max_context_tokens,
             kv_tokens=kv_tokens,
         )
-        self._call("POST", "/profile/load", self._in_blocks(order), dict[str, str])
+        self._call("POST", "/profile/load", self._engine_order(order), dict[str, str])
 
     def run(self, *, batch: int, input_tokens: int, output_tokens: int) -> RunReading:
         order = ProfileRun(batch=batch, input_tokens=input_tokens, output_tokens=output_tokens)
@@ -313,7 +274,7 @@ class WorkerProfileSession:
         """
         try:
             status, body = self._exchange(method, path, order, self._call_timeout_s)
-        except (OSError, http.client.HTTPException) as error:
+        except EXCHANGE_ERRORS as error:
             self._check_alive(patience_s=0.0 if isinstance(error, TimeoutError) else _END_SEEN_S)
             raise EngineError(f"{path} of the worker at {self._handle.url} gave no answer: {error!r}") from error
         try:
@@ -327,49 +288,19 @@ class WorkerProfileSession:
         raise self._explain((named if is_ours else EngineError)(told.message))
 
     def _exchange(self, method: str, path: str, order: object, timeout_s: float) -> tuple[int, bytes]:
-        """Return the status and body of one exchange, past any proxy and on a connection of its own.
-
-        A connection that is not reused leaves nothing half-read.
+        """Return the status and body of one exchange.
 
         Raises:
-            OSError, HTTPException: no whole answer; TimeoutError: none by then, however many bytes of it have
-            arrived.
+            EXCHANGE_ERRORS: no whole answer; TimeoutError: none by then, however many bytes of it have arrived.
         """
-        where = urlsplit(self._handle.url)
-        connection = http.client.HTTPConnection(where.hostname or "127.0.0.1", where.port, timeout=timeout_s)
-        try:
-            body = None if order is None else to_json(order)
-            connection.connect()
-            with _HungUpAfter(timeout_s, connection.sock):
-                token = None if path in OPEN_PATHS else self._handle.token
-                headers = {"Content-Type": "application/json"} | authorization(token)
-                connection.request(method, path, body, headers)
-                response = connection.getresponse()
-                return response.status, response.read(_MAX_ANSWER_BYTES)
-        finally:
-            connection.close()
-
-
-class _HungUpAfter:
-    """Inside, ``sock`` is hung up when the time is over; a socket's own timeout begins anew with every byte."""
-
-    def __init__(self, timeout_s: float, sock: socket.socket) -> None:
-        self._timeout_s, self._sock, self._over = timeout_s, sock, threading.Event()
-        self._timer = threading.Timer(timeout_s, self._hang_up)
-        self._timer.daemon = True
-
-    def _hang_up(self) -> None:
-        self._over.set()
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
-
-    def __enter__(self) -> None:
-        self._timer.start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """End the watch. Raises TimeoutError: the time was over."""
-        self._timer.cancel()
-        if self._over.is_set():
-            raise TimeoutError(f"no whole answer within {self._timeout_s:g} s") from error
+        token = None if path in OPEN_PATHS else self._handle.token
+        return exchange(
+            self._handle.url,
+            method,
+            path,
+            body=None if order is None else to_json(order),
+            headers={"Content-Type": "application/json"} | authorization(token),
+            timeout_s=timeout_s,
+            max_bytes=_MAX_ANSWER_BYTES,
+            in_all=True,
+        )

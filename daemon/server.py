@@ -19,7 +19,7 @@ from aiohttp.typedefs import Middleware
 from daemon.atomic_file import remove_stale_temporaries
 from daemon.bounded_http import BoundedRunner
 from daemon.devices import CpuDevices, DeviceSource
-from daemon.engines.base import Engine, WorkerSpec
+from daemon.engines.base import Engine
 from daemon.file_limit import most_connections
 from daemon.home import make_home
 from daemon.http_log import log_bad_requests_in_one_line
@@ -29,6 +29,7 @@ from daemon.process import kept_record, own_record
 from daemon.settings import DaemonSettings
 from daemon.supervisor import Supervisor
 from daemon.worker_log import MAX_LOG_LINES, log_after, log_end
+from daemon.worker_spec import WorkerSpec
 from fingerprint.codec import from_json, to_json
 from fingerprint.errors import (
     BadInputError,

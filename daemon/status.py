@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from daemon.engines.base import WorkerSpec
+from daemon.worker_spec import WorkerSpec
 from daemon.worker_stats import DeviceBusy, WorkerStats
 from fingerprint.measurements import MachineInfo
 

@@ -16,14 +16,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from daemon.engines.base import Engine, WorkerSpec
-from daemon.lease import LEASE_FILE, keeper_is_alive
+from daemon.engines.base import Engine
+from daemon.lease import LEASE_FILE, shim_is_alive
 from daemon.monitor import Monitor, WorkerUse
 from daemon.probe import Prober
 from daemon.settings import DaemonSettings
 from daemon.status import DeviceStatus, NodeStatus, WorkerStatus
-from daemon.supervised import SupervisedWorker, free_port
+from daemon.worker import SupervisedWorker, free_port
 from daemon.worker_process import Phase, WorkerProcess, read_spec
+from daemon.worker_spec import WorkerSpec
 from fingerprint.errors import (
     BadInputError,
     CheckpointError,
@@ -44,9 +45,9 @@ _READ_STALE_S = 30.0  # a driver that blocks for so long says nothing about now
 
 
 def _may_be_kept(folder: Path) -> bool:
-    """Return whether a keeper holds the folder; yes where that cannot be seen."""
+    """Return whether a shim holds the folder; yes where that cannot be seen."""
     try:
-        return keeper_is_alive(folder)
+        return shim_is_alive(folder)
     except OSError:
         return True
 
@@ -241,7 +242,7 @@ class Supervisor:
             )
         if _may_be_kept(self._settings.workers_folder / spec.worker_id):
             raise ConflictError(
-                f"a keeper of worker {spec.worker_id} still runs; wait for its end or choose another id"
+                f"a shim of worker {spec.worker_id} still runs; wait for its end or choose another id"
             )
         running = [worker for worker in self._workers.values() if not worker.stopped]
         if len(running) >= self._settings.max_workers:
@@ -359,7 +360,7 @@ class Supervisor:
         deadline_s = time.monotonic() + 5.0
         lease_file = folder / LEASE_FILE  # written in one step: one that is there and unreadable stays so
         while phase is Phase.STARTING and not lease_file.exists() and time.monotonic() < deadline_s:
-            await asyncio.sleep(0.1)  # the old daemon died while this keeper was starting its engine
+            await asyncio.sleep(0.1)  # the old daemon died while this shim was starting its engine
             phase = process.look()
         phase = process.look()
         lease = process.lease

@@ -1,4 +1,4 @@
-"""Folder and processes of one worker: start its keeper, see what runs, end all of it. No policy, no HTTP.
+"""Folder and processes of one worker: start its shim, see what runs, end all of it. No policy, no HTTP.
 
 No process is signalled on the word of a file alone: a lease outlives its processes (kill -9, a reboot, a restart
 of a container on a volume), and their ids are given to others. :meth:`WorkerProcess.left` says what may be ended.
@@ -19,7 +19,7 @@ from enum import Enum
 from pathlib import Path
 
 from daemon.atomic_file import remove_stale_temporaries, write_file_atomically
-from daemon.engines.base import Command, WorkerSpec
+from daemon.engines.base import Command
 from daemon.home import make_private
 from daemon.lease import (
     COMMAND_FILE,
@@ -27,11 +27,11 @@ from daemon.lease import (
     LEASE_FILE,
     LOCK_FILE,
     ExitRecord,
-    KeeperOrder,
     Lease,
     LeaseFileError,
-    keeper_is_alive,
+    ShimOrder,
     read_file,
+    shim_is_alive,
     try_lock,
     write_file,
 )
@@ -39,6 +39,7 @@ from daemon.port_owner import is_listening
 from daemon.process import spawn_detached
 from daemon.procfs import ProcessStat, is_running, pids_with, processes, sees, started_as
 from daemon.settings import DaemonSettings
+from daemon.worker_spec import WorkerSpec
 from daemon.worker_token import read_token
 from fingerprint.codec import from_json, to_json
 from fingerprint.errors import BadInputError, UnavailableError
@@ -49,21 +50,21 @@ log = logging.getLogger(__name__)
 
 SPEC_FILE = "spec.json"
 VERSIONS_FILE = "versions.json"  # of the engine, at the start of the process that runs
-_KEEPER = "daemon.keeper"  # the module
-_KEEPER_LOG = "keeper.log"
+_SHIM = "daemon.shim"  # the module
+_SHIM_LOG = "shim.log"
 WORKER_MARK = (
     "ISERVE_WORKER_FOLDER"  # in the environment of all that a worker starts, whatever session it moves to
 )
-_KEEPER_START_S = 10.0  # a keeper that has not locked its folder by then never will
+_SHIM_START_S = 10.0  # a shim that has not locked its folder by then never will
 _POLL_S = 0.05
 
 
 class Phase(Enum):
     """Observed phase of a worker's processes."""
 
-    STARTING = "starting"  # the keeper is there, the engine not yet
+    STARTING = "starting"  # the shim is there, the engine not yet
     RUNNING = "running"
-    ENDING = "ending"  # the engine is gone, the keeper not yet
+    ENDING = "ending"  # the engine is gone, the shim not yet
     ENDED = "ended"
 
 
@@ -100,13 +101,13 @@ class WorkerProcess:
     _seen: Phase | None = None  # at the last look
 
     def start(self, spec: WorkerSpec, command: Command, cores: tuple[int, ...], settings: DaemonSettings) -> None:
-        """Write the orders and start a keeper, which starts the engine.
+        """Write the orders and start a shim, which starts the engine.
 
         Raises:
             UnavailableError: the folder cannot be written or no process can be made; nothing runs then.
         """
         spec_json = to_json(spec, indent=2)
-        order = KeeperOrder(
+        order = ShimOrder(
             worker_id=spec.worker_id,
             argv=list(command.argv),
             env=dict(command.env) | {WORKER_MARK: str(self.folder)},
@@ -136,7 +137,7 @@ class WorkerProcess:
                 f"cannot write {self.folder}: {error.strerror or error}; free space or mend the folder"
             ) from error
         try:
-            spawn_detached([sys.executable, "-m", _KEEPER, str(self.folder)], self.folder / _KEEPER_LOG)
+            spawn_detached([sys.executable, "-m", _SHIM, str(self.folder)], self.folder / _SHIM_LOG)
         except UnavailableError:
             self.mark_ended()
             raise
@@ -164,7 +165,7 @@ class WorkerProcess:
             self.lease = self._read_lease()
         if self._engine_runs():
             return Phase.RUNNING
-        if keeper_is_alive(self.folder):
+        if shim_is_alive(self.folder):
             return Phase.ENDING if self.lease is not None else Phase.STARTING
         if self.lease is None and not (self.folder / EXIT_FILE).exists() and self._may_still_appear():
             return Phase.STARTING
@@ -174,13 +175,13 @@ class WorkerProcess:
         lease = self.lease
         return lease is not None and is_running(lease.pid, lease.start_time_ticks, lease.boot_id)
 
-    def _keeper_runs(self) -> bool:
-        """Return whether the leased keeper runs, by its id; :func:`keeper_is_alive` needs no lease."""
+    def _shim_runs(self) -> bool:
+        """Return whether the leased shim runs, by its id; :func:`shim_is_alive` needs no lease."""
         lease = self.lease
-        return lease is not None and is_running(lease.keeper_pid, lease.keeper_start_time_ticks, lease.boot_id)
+        return lease is not None and is_running(lease.shim_pid, lease.shim_start_time_ticks, lease.boot_id)
 
     def _may_still_appear(self) -> bool:
-        return time.monotonic() - self._spawned_at_s < _KEEPER_START_S and (self.folder / COMMAND_FILE).exists()
+        return time.monotonic() - self._spawned_at_s < _SHIM_START_S and (self.folder / COMMAND_FILE).exists()
 
     def _read_lease(self) -> Lease | None:
         with contextlib.suppress(LeaseFileError):
@@ -210,19 +211,19 @@ class WorkerProcess:
             return None
 
     def exit_record(self) -> ExitRecord | None:
-        """Return the keeper's last word; None when it was killed before it could say it."""
+        """Return the shim's last word; None when it was killed before it could say it."""
         with contextlib.suppress(LeaseFileError):
             return read_file(self.folder / EXIT_FILE, ExitRecord)
         return None
 
-    def keeper_log_tail(self) -> str:
-        """Return the keeper's own error output."""
+    def shim_log_tail(self) -> str:
+        """Return the shim's own error output."""
         with contextlib.suppress(OSError):
-            return (self.folder / _KEEPER_LOG).read_bytes()[-2000:].decode(errors="replace").strip()
+            return (self.folder / _SHIM_LOG).read_bytes()[-2000:].decode(errors="replace").strip()
         return ""
 
     def owns(self, stat: ProcessStat) -> bool:
-        """Return whether a process is of the worker's session, by its keeper's id.
+        """Return whether a process is of the worker's session, by its shim's id.
 
         That identifies a running worker's: while a process of a session lives, the kernel gives its id to no
         other.
@@ -230,29 +231,29 @@ class WorkerProcess:
         lease = self.lease
         return (
             lease is not None
-            and stat.session_id == lease.keeper_pid
-            and stat.start_time_ticks >= lease.keeper_start_time_ticks
+            and stat.session_id == lease.shim_pid
+            and stat.start_time_ticks >= lease.shim_start_time_ticks
         )
 
     def pids(self) -> frozenset[int]:
-        """Return running processes of the worker, the keeper's own not counted, while its keeper or engine runs.
+        """Return running processes of the worker, the shim's own not counted, while its shim or engine runs.
 
         Raises:
             OSError: /proc cannot be read whole.
         """
-        if not (self._engine_runs() or self._keeper_runs()):
+        if not (self._engine_runs() or self._shim_runs()):
             return frozenset()
         return self._session()
 
     def _session(self) -> frozenset[int]:
-        keeper_pid = None if self.lease is None else self.lease.keeper_pid
-        return frozenset(stat.pid for stat in processes() if self.owns(stat) and stat.pid != keeper_pid)
+        shim_pid = None if self.lease is None else self.lease.shim_pid
+        return frozenset(stat.pid for stat in processes() if self.owns(stat) and stat.pid != shim_pid)
 
     def left(self) -> frozenset[int]:
         """Return every process that is proved to be the worker's: the one function that says what may be killed.
 
         Those that carry the worker's mark in their environment, whatever session they moved to; and the whole
-        session of the leased keeper, while that keeper or the engine runs (id, start time and boot are as leased)
+        session of the leased shim, while that shim or the engine runs (id, start time and boot are as leased)
         or a marked process is in it. Reads every process's environment.
 
         Raises:
@@ -260,7 +261,7 @@ class WorkerProcess:
         """
         marked = {pid for pid in pids_with(WORKER_MARK, str(self.folder)) if sees(pid, self.folder)}
         session = self._session()
-        is_ours = bool(session & marked) or self._engine_runs() or self._keeper_runs()
+        is_ours = bool(session & marked) or self._engine_runs() or self._shim_runs()
         return frozenset(marked) | (session if is_ours else frozenset())
 
     def listens_on(self, port: int) -> bool | None:
@@ -274,7 +275,7 @@ class WorkerProcess:
             return None
 
     def kill_engine(self) -> None:
-        """Kill every process of the worker but the keeper, which then writes how it ended.
+        """Kill every process of the worker but the shim, which then writes how it ended.
 
         Raises:
             OSError: /proc cannot be read whole; nothing was killed.
@@ -284,7 +285,7 @@ class WorkerProcess:
                 os.kill(pid, signal.SIGKILL)
 
     def end(self, *, grace_s: float) -> bool:
-        """End everything: the keeper is asked to (SIGTERM, grace, SIGKILL); what it leaves is killed. Blocks.
+        """End everything: the shim is asked to (SIGTERM, grace, SIGKILL); what it leaves is killed. Blocks.
 
         Returns:
             Whether nothing is left; False only for a process that the kernel will not let die, or while /proc
@@ -304,47 +305,45 @@ class WorkerProcess:
             time.sleep(_POLL_S)
 
     def _ask_to_end(self, deadline_s: float) -> None:
-        """Have the keeper end the worker, and wait for that."""
+        """Have the shim end the worker, and wait for that."""
         asked = False
         while (phase := self.look()) is not Phase.ENDED and time.monotonic() < deadline_s:
             with contextlib.suppress(OSError):
                 if self.lease is None:
-                    (self.folder / COMMAND_FILE).unlink(
-                        missing_ok=True
-                    )  # a keeper that has not read it stops there
-                elif not asked or (phase is Phase.RUNNING and not keeper_is_alive(self.folder)):
-                    self._ask_keeper()
+                    (self.folder / COMMAND_FILE).unlink(missing_ok=True)  # a shim that has not read it stops there
+                elif not asked or (phase is Phase.RUNNING and not shim_is_alive(self.folder)):
+                    self._ask_shim()
                     asked = True
             time.sleep(_POLL_S)
 
     def _kill_what_is_left(self) -> bool:
         """Return True once nothing is there; else kill what is."""
-        is_kept = keeper_is_alive(self.folder)
+        is_kept = shim_is_alive(self.folder)
         if not is_kept and not self.left() and self._look() is Phase.ENDED:
             self._seen = Phase.ENDED
             return True
         if is_kept:  # maybe only now: one that was slow to begin finds its orders withdrawn and ends
-            self._kill_keeper()
+            self._kill_shim()
         self.kill_engine()
         return False
 
-    def _kill_keeper(self) -> None:
-        """Kill a keeper that is deaf, or that has no lease yet and is stuck; the kernel then kills the engine."""
-        for stat in started_as(("-m", _KEEPER, str(self.folder))):
+    def _kill_shim(self) -> None:
+        """Kill a shim that is deaf, or that has no lease yet and is stuck; the kernel then kills the engine."""
+        for stat in started_as(("-m", _SHIM, str(self.folder))):
             if sees(stat.pid, self.folder):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(stat.pid, signal.SIGKILL)
 
-    def _ask_keeper(self) -> None:
+    def _ask_shim(self) -> None:
         assert self.lease is not None
-        if self._keeper_runs():
+        if self._shim_runs():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.lease.keeper_pid, signal.SIGTERM)
+                os.kill(self.lease.shim_pid, signal.SIGTERM)
         else:
             self.kill_engine()
 
     def withdraw(self) -> None:
-        """Make sure that no keeper starts from the orders that lie in the folder, now or later."""
+        """Make sure that no shim starts from the orders that lie in the folder, now or later."""
         with contextlib.suppress(OSError), try_lock(self.folder / LOCK_FILE) as ours:
             if ours:
                 (self.folder / COMMAND_FILE).unlink(missing_ok=True)
@@ -356,7 +355,7 @@ class WorkerProcess:
                 (self.folder / name).unlink(missing_ok=True)
 
     def remove_stale_temporaries(self) -> None:
-        """Remove what a daemon or a keeper left that was killed while it wrote."""
+        """Remove what a daemon or a shim left that was killed while it wrote."""
         remove_stale_temporaries(self.folder, SPEC_FILE, VERSIONS_FILE, COMMAND_FILE, LEASE_FILE, EXIT_FILE)
 
     def remove(self) -> None:

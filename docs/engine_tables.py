@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from daemon.engines import torch
-from daemon.engines.tensorrt_llm import table as tensorrt_llm
-from daemon.engines.vllm import table as vllm
+from daemon.engines.tensorrt_llm import capabilities as tensorrt_llm
+from daemon.engines.vllm import capabilities as vllm
 from fingerprint.capability import EngineCapabilities, Exclusion, Selection, Verified
 from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
 from fingerprint.gpu_spec import GpuSpec

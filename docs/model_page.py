@@ -116,10 +116,12 @@ A `config.json` with `auto_map` names Python code of the model's repository. Whe
 |---|---|
 | `plan`, `estimate` | never run, on any machine: sizes are of `config.json` and safetensors headers. A note \
 says so |
-| `profile`, `deploy`, `plan --as`, `deploy --export` | refused without `--trust-remote-code` \
+| `profile`, `verify`, `deploy`, `plan --as`, `deploy --export` | refused without `--trust-remote-code` \
 (`trust_remote_code: true`) |
 | with it | one line says so before anything starts; vLLM gets `--trust-remote-code` and **runs the code as the \
 daemon's user**. Read it first |
+| files of it that are not here | named by a plan's note; with permission fetched from the hub, for a folder \
+refused: the code runs complete, with what its files import from each other, or not at all |
 | restart, scale to zero, `update` | the permission is kept, until `update --model` names another model |
 | embedded engine, TensorRT-LLM | never run: refused, whatever is given |
 

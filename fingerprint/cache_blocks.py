@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from fingerprint.config import DeploymentConfig, KvFormat, Workload, even_split
+from fingerprint.engines import traits_of
 from fingerprint.formats import kv_tokens_per_layer, layer_state_bytes_per_gpu, layers_per_block, steps_in_flight
 from fingerprint.model_spec import LayerKind, ModelSpec
 
@@ -133,7 +134,7 @@ def layer_kept_bytes(
 
 def in_large_blocks(model: ModelSpec, engine: str) -> bool:
     """Return whether a block is as large as a sequence's state, and what is partly empty is counted exactly."""
-    return model.keeps_state and engine == "vllm"
+    return model.keeps_state and traits_of(engine).has_grouped_blocks
 
 
 def block_bytes(model: ModelSpec, config: DeploymentConfig, first: int, layers: int) -> int:

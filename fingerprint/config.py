@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from enum import StrEnum
 from typing import TypeVar
 
+from fingerprint.engines import traits_of
 from fingerprint.errors import ConfigError
 
 __all__ = [
@@ -138,7 +139,6 @@ def _format(kind: type[_Named], key: str, values: Mapping[str, str], default: _N
 
 
 _MOST_TOKENS = 100_000_000
-SLOT_ENGINES = frozenset({"torch"})  # whose KV cache is a slot per sequence; every other engine shares pages
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -208,7 +208,7 @@ class Workload:
         Where every sequence has a slot of its own, that is ``batch`` of the longest; where they share pages,
         ``batch`` of the usual length and at least one of the longest: many long ones at once wait.
         """
-        if engine in SLOT_ENGINES:
+        if traits_of(engine).has_slots:
             return self.batch * self.context_tokens
         return max(self.batch * (self.input_tokens + self.output_tokens), self.context_tokens)
 

@@ -1,7 +1,7 @@
 """Profiles an engine that carries our step timer: fingerprints, every forward repeated to the model's depth.
 
 A fingerprint of k layers per stage with every forward run r = N / (p * k) times takes the whole model's time in a
-fingerprint's memory (``daemon/step_timer``). What a repeat costs beside its layers shows between two depths
+fingerprint's memory (``daemon/profiling_worker``). What a repeat costs beside its layers shows between two depths
 (``depth_tied_cuts``). An engine start takes longer than all that is measured after it, so each fingerprint is
 started once and run through all its points; the budget counts the GPU's seconds after the starts.
 

@@ -9,18 +9,31 @@ from fingerprint.config import KvFormat
 from fingerprint.measurements import LayerCache, MemoryPoint
 from fingerprint.model_spec import KV_ELEMENT_BYTES, LayerShape, ModelSpec
 
-__all__ = ["cache_differences", "with_engine_caches"]
+__all__ = ["cache_differences", "engine_caches", "with_caches", "with_engine_caches"]
 
 
 def with_engine_caches(spec: ModelSpec, points: Iterable[MemoryPoint]) -> ModelSpec:
-    """Return ``spec`` with the bytes of tokens and states that the engine gave its own fingerprints' layers.
+    """Return ``spec`` with the bytes of tokens and states that the engine gave its own fingerprints' layers."""
+    return with_caches(spec, engine_caches(spec, points))
 
-    Points of one GPU in 16 bits count: others divide or convert what a layer keeps. A kind of layers that no
-    fingerprint has, or whose layers differ on the engine, stays as it is; so does a model whose layers are
-    described alike, unless all of them differ in the same way.
+
+def engine_caches(spec: ModelSpec, points: Iterable[MemoryPoint]) -> tuple[LayerCache, ...]:
+    """Return one layer's cache of each kind of layers of which the engine keeps something else than ``spec`` says.
+
+    Points of one GPU in 16 bits count; other degrees and formats divide or convert what a layer keeps. A kind of
+    layers that no fingerprint has, or whose layers differ on the engine, is left out.
     """
-    found = _by_kind(spec, points)
-    changed = {kind: cache for kind, cache in found.items() if _kept(cache) != _planned(spec, kind)}
+    return tuple(
+        cache for kind, cache in sorted(_by_kind(spec, points).items()) if _kept(cache) != _planned(spec, kind)
+    )
+
+
+def with_caches(spec: ModelSpec, caches: Sequence[LayerCache]) -> ModelSpec:
+    """Return ``spec`` with the caches of :func:`engine_caches`.
+
+    A model whose layers are described alike stays as it is, unless all of them differ in the same way.
+    """
+    changed = {spec.kind_indexes[cache.layer]: cache for cache in caches if cache.layer < spec.num_layers}
     if not changed:
         return spec
     if spec.layer_shapes:
@@ -34,13 +47,12 @@ def with_engine_caches(spec: ModelSpec, points: Iterable[MemoryPoint]) -> ModelS
 def cache_differences(spec: ModelSpec, points: Iterable[MemoryPoint]) -> list[str]:
     """Return a line for each kind of layers of which the engine keeps something else than ``spec`` says."""
     lines = []
-    for kind, cache in sorted(_by_kind(spec, points).items()):
-        token_bytes, state_bytes = _planned(spec, kind)
-        if _kept(cache) != (token_bytes, state_bytes):
-            lines.append(
-                f"layer {cache.layer} keeps {cache.token_bytes:g} bytes of a token and {cache.state_bytes} of a "
-                f"request by the engine, {token_bytes:g} and {state_bytes} by config.json: plans take the engine's"
-            )
+    for cache in engine_caches(spec, points):
+        token_bytes, state_bytes = _planned(spec, spec.kind_indexes[cache.layer])
+        lines.append(
+            f"layer {cache.layer} keeps {cache.token_bytes:g} bytes of a token and {cache.state_bytes} of a "
+            f"request by the engine, {token_bytes:g} and {state_bytes} by config.json: plans take the engine's"
+        )
     return lines
 
 

@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from fingerprint.config import DeploymentConfig, Pruning, WeightFormat, Workload, even_split
+from fingerprint.engines import traits_of
 from fingerprint.model_spec import LayerKind, ModelSpec
 
 __all__ = [
@@ -139,7 +140,7 @@ def steps_in_flight(config: DeploymentConfig) -> int:
     them: ``max_concurrent_batches`` of ``vllm/config/vllm.py`` (0.26 to 0.33) is at most ``pp + 1``; earlier
     releases keep one step's and need no more.
     """
-    return config.pp + 1 if config.engine == "vllm" else 1
+    return config.pp + 1 if traits_of(config.engine).schedules_ahead else 1
 
 
 def kv_tokens_per_layer(
@@ -169,7 +170,8 @@ def kv_tokens_per_layer(
 
     kinds = spec.kinds
     each = [held(kind) for kind in kinds]
-    if config.engine != "vllm" or len({kind.window for kind in kinds if kind.kv_share}) < 2:
+    windows = {kind.window for kind in kinds if kind.kv_share}
+    if len(windows) < 2 or not traits_of(config.engine).has_grouped_blocks:
         return _mean_of_the_fullest_stage(spec, config.pp, each)
     caches = [(kind.window, kind.kv_share) for kind in kinds]  # kinds may differ in what they do not keep
 

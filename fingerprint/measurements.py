@@ -127,7 +127,7 @@ class MemoryPoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReading:
-    """Timing of one engine step on the device's own timeline (``daemon/step_timer``)."""
+    """Timing of one engine step on the device's own timeline (``daemon/profiling_worker``)."""
 
     tokens: int
     """Tokens computed, over all requests."""

@@ -7,6 +7,7 @@ Imported for every ``--help``, so what is heavy is imported only when it runs.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +19,11 @@ from placement.scaling import MIN_IDLE_S
 from planner.intent import MAX_REPLICAS, MOST_WINDOWS, CostModel, Intent, IntentKind, Quality, Slo, Traffic
 
 if TYPE_CHECKING:
-    from daemon.engines.options import EngineOptions
+    from daemon.engine_options import EngineOptions
     from iserve.planning.making import PlanOptions
 
 __all__ = [
+    "FORMER_FIELDS",
     "IDEMPOTENCY_KEY",
     "MAX_LABEL",
     "MAX_TEXT",
@@ -34,12 +36,18 @@ __all__ = [
     "check_idempotency_key",
     "check_label",
     "check_name",
-    "check_refuse_late",
+    "check_reject_late",
 ]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 IDEMPOTENCY_KEY = "^[!-~]{1,200}$"  # pattern of the header
 MAX_TEXT = 4096
+# Former names of fields, accepted for one release in a body that has the field by its present name.
+FORMER_FIELDS = {
+    "expect": "expected_deployments",
+    "rates": "relative_rates",
+    "refuse_late": "reject_late",
+}
 _TEXT = {"min_length": 1, "max_length": MAX_TEXT}  # as pydantic reads it
 
 
@@ -56,11 +64,11 @@ def check_name(name: str) -> str:
     return name
 
 
-def check_refuse_late(refuse_late: bool, slo: Slo | None) -> None:
+def check_reject_late(reject_late: bool, slo: Slo | None) -> None:
     """Raises ConfigError: nothing says what is late."""
-    if refuse_late and slo is None:
+    if reject_late and slo is None:
         raise ConfigError(
-            "refusing late requests needs to know what is late; give the limits in seconds, such as "
+            "rejecting late requests needs to know what is late; give the limits in seconds, such as "
             '--slo ttft=1,e2e=8 (slo: {"ttft_s": 1, "e2e_s": 8})'
         )
 
@@ -116,10 +124,10 @@ class PlanRequest:
     """Coefficient of variation of the prompts' lengths."""
     output_cv: float = Traffic().output_cv
     """Coefficient of variation of the answers' lengths."""
-    rates: tuple[float, ...] = field(default=(), metadata={"max_length": MOST_WINDOWS})
+    relative_rates: tuple[float, ...] = field(default=(), metadata={"max_length": MOST_WINDOWS})
     """Rate of each window over the mean of all, which is 1; empty: the rate is constant."""
     rate_window_s: float = Traffic().window_s
-    """Length of a window of `rates` in seconds."""
+    """Length of a window of `relative_rates` in seconds."""
     quality: Quality = Intent().quality
     """Change of answers that is allowed: exact (16 bits only), near (int8 and fp8 too), any (everything)."""
     budget: float | None = None
@@ -134,13 +142,26 @@ class PlanRequest:
     batch: int | None = None
     """Requests at once, planned for and served at most; else 1 is planned for, and as many are served as memory
     holds, up to 256 (with a rate: 1)."""
-    expect: int = field(default=0, metadata={"ge": 0})
+    expected_deployments: int = field(default=0, metadata={"ge": 0})
     """Deployments that the cluster is to hold in all, this one among them; min-latency and cost-slo count what
     sharing with them will cost. 0: no more than there are."""
     engine: str = "auto"
     """Inference engine: torch, vllm, tensorrt-llm or auto."""
     policy: str | None = None
     """Placement policy: hybrid, packing, least-loaded or ilp; else that of ISERVE_POLICY."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Callable[[Any], Any]) -> Any:
+        from pydantic_core.core_schema import no_info_before_validator_function
+
+        return no_info_before_validator_function(cls._by_present_names, handler(source))
+
+    @classmethod
+    def _by_present_names(cls, given: object) -> object:
+        if not isinstance(given, dict):
+            return given
+        free = {one.name for one in fields(cls)} - given.keys()
+        return {FORMER_FIELDS[n] if FORMER_FIELDS.get(n) in free else n: value for n, value in given.items()}
 
     def given(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults, as JSON has them."""
@@ -174,7 +195,7 @@ class PlanRequest:
                     burstiness=self.burstiness,
                     input_cv=self.input_cv,
                     output_cv=self.output_cv,
-                    rates=self.rates,
+                    relative_rates=self.relative_rates,
                     window_s=self.rate_window_s,
                 ),
                 quality=self.quality,
@@ -188,7 +209,7 @@ class PlanRequest:
             ),
             policy=policy,
             load_threshold=load_threshold,
-            expect=self.expect,
+            expect=self.expected_deployments,
             more_requests=self.batch is None,
             longer_requests=self.context_tokens is None,
         )
@@ -261,7 +282,7 @@ class _EngineOptions(ReplicatedRequest):
         Raises:
             ConfigError: a name or value that cannot be one.
         """
-        from daemon.engines.options import EngineOptions
+        from daemon.engine_options import EngineOptions
 
         return EngineOptions(
             arguments=tuple(self.engine_args.items()),
@@ -282,16 +303,16 @@ class DeployBody(_EngineOptions):
 
     scale_to_zero_s: float | None = field(default=None, metadata={"ge": MIN_IDLE_S, "le": 31_536_000})
     """Idle seconds after which the workers end; the next request starts them again. Left out: they stay."""
-    refuse_late: bool = False
+    reject_late: bool = False
     """Answer 503 at once to a request that would miss the SLO, in place of a late answer."""
     engine_version: str | None = field(default=None, metadata=_TEXT)
     """Installed release of the engine, such as 0.33.0; None: the one that workers start with."""
 
     def options(self, *, default_policy: str, load_threshold: float, sees_load: bool = False) -> PlanOptions:
         found = super().options(default_policy=default_policy, load_threshold=load_threshold, sees_load=sees_load)
-        check_refuse_late(self.refuse_late, found.intent.slo)
+        check_reject_late(self.reject_late, found.intent.slo)
         # Lateness is forecast with the plan's times, which are of the planned number of requests at once.
-        return replace(found, more_requests=found.more_requests and not self.refuse_late)
+        return replace(found, more_requests=found.more_requests and not self.reject_late)
 
     @property
     def launch(self) -> LaunchBody:
@@ -312,6 +333,8 @@ class VerifyBody(PlanRequest):
     the bundled demo model."""
     deployment: str | None = field(default=None, metadata=_TEXT)
     """Running deployment to check; None: a worker of `model` is launched for it."""
+    trust_remote_code: bool = False
+    """vLLM: run Python code of the model's repository (auto_map) as the daemon's user. Read it first."""
     max_seconds: float = field(default=60.0, metadata={"gt": 0, "le": 3600})
     """Time budget of the check in seconds."""
 

@@ -23,10 +23,10 @@ from importlib.util import find_spec
 from typing import TextIO
 
 from daemon.atomic_file import write_file_atomically
-from daemon.descendants import set_parent_death_signal
 from daemon.engines.environments import EngineEnvironment, environment_of, exact_version
-from daemon.engines.foreign import ForeignEngine
+from daemon.engines.external import ExternalEngine
 from daemon.engines.registry import get_engine
+from daemon.process_tree import set_parent_death_signal
 from daemon.procfs import running_from
 from fingerprint.codec import to_json
 from fingerprint.errors import ConfigError, ConflictError, EngineError, NotFoundError, UnavailableError
@@ -113,23 +113,23 @@ def remove(settings: Settings, engine: str, version: str) -> None:
             raise UnavailableError(f"{environment.folder} cannot be removed: {error.strerror or error}") from error
 
 
-def installable(engine: str) -> ForeignEngine:
+def installable(engine: str) -> ExternalEngine:
     """Return the adapter of an engine that :func:`install` knows.
 
     Raises:
         ConfigError: there is no such engine, or it is installed otherwise; the message says how.
     """
     adapter = get_engine(engine)
-    if isinstance(adapter, ForeignEngine) and adapter.interpreter.installable:
+    if isinstance(adapter, ExternalEngine) and adapter.interpreter.installable:
         return adapter
-    if isinstance(adapter, ForeignEngine):
+    if isinstance(adapter, ExternalEngine):
         how = f"install it by hand and set {adapter.interpreter.variable} to the Python of its environment"
     else:
         how = install_extra(engine)
     raise ConfigError(f"engine {engine} is not installed by this command: {how}")
 
 
-def _check_unused(environment: EngineEnvironment, adapter: ForeignEngine, settings: Settings) -> None:
+def _check_unused(environment: EngineEnvironment, adapter: ExternalEngine, settings: Settings) -> None:
     what = f"{environment.engine} {environment.version}"
     if names := deployments_on(environment, adapter, settings):
         raise ConflictError(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from daemon.engines.environments import EngineEnvironment, environments
-from daemon.engines.foreign import ForeignEngine
+from daemon.engines.external import ExternalEngine
 from daemon.engines.registry import ENGINES
 from fingerprint.errors import EngineError
 from iserve.api_documents import EngineDocument
@@ -25,7 +25,7 @@ def engine_documents(home: Path) -> tuple[EngineDocument, ...]:
     """Return every installation of each engine, the one that is used first, and the engines that have none."""
     documents: list[EngineDocument] = []
     for engine in ENGINES.values():
-        if isinstance(engine, ForeignEngine):
+        if isinstance(engine, ExternalEngine):
             documents += _foreign(engine, home)
             continue
         problem = engine.capabilities().unavailable
@@ -45,7 +45,7 @@ def engine_documents(home: Path) -> tuple[EngineDocument, ...]:
     return tuple(documents)
 
 
-def _foreign(engine: ForeignEngine, home: Path) -> Iterator[EngineDocument]:
+def _foreign(engine: ExternalEngine, home: Path) -> Iterator[EngineDocument]:
     try:
         used = engine.interpreter.find()
     except EngineError as error:
@@ -77,7 +77,7 @@ def _foreign(engine: ForeignEngine, home: Path) -> Iterator[EngineDocument]:
             )
 
 
-def deployments_on(environment: EngineEnvironment, engine: ForeignEngine, settings: Settings) -> tuple[str, ...]:
+def deployments_on(environment: EngineEnvironment, engine: ExternalEngine, settings: Settings) -> tuple[str, ...]:
     """Return the names of deployments whose workers are started with the Python of ``environment``."""
     if settings.database_url is None and not (settings.home / "state.db").exists():
         return ()
@@ -96,7 +96,7 @@ def deployments_on(environment: EngineEnvironment, engine: ForeignEngine, settin
     return tuple(names)
 
 
-def _starts_with(engine: ForeignEngine, version: str | None, environment: EngineEnvironment) -> bool:
+def _starts_with(engine: ExternalEngine, version: str | None, environment: EngineEnvironment) -> bool:
     try:
         return engine.interpreter.find(version).python == str(environment.python)
     except EngineError:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fingerprint.errors import ConfigError
 from placement.consolidation import consolidate
 from placement.migration import Migration, best_move
-from placement.orders import Order
+from placement.orders import ClusterAction
 from placement.scaling import Scaling, scale
 from placement.types import ClusterSnapshot
 
@@ -17,7 +17,7 @@ __all__ = ["Elastic"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Elastic:
-    """A steering policy (``orders.Steering``) of the parts that are given.
+    """A cluster policy (``orders.ClusterPolicy``) of the parts that are given.
 
     Raises:
         ConfigError: an interval that is not above 0.
@@ -32,13 +32,13 @@ class Elastic:
 
     def __post_init__(self) -> None:
         if not self.every_s > 0:
-            raise ConfigError(f"a steering policy looks at intervals above 0 s, got {self.every_s}")
+            raise ConfigError(f"a cluster policy looks at intervals above 0 s, got {self.every_s}")
 
-    def __call__(self, snapshot: ClusterSnapshot) -> Sequence[Order]:
+    def __call__(self, snapshot: ClusterSnapshot) -> Sequence[ClusterAction]:
         if self.scaling is not None:
             drains = consolidate(snapshot, self.scaling) if self.consolidates else ()
-            going = {order.name for order in drains}
-            scales = [order for order in scale(snapshot, self.scaling) if order.name not in going]
+            going = {drain.name for drain in drains}
+            scales = [each for each in scale(snapshot, self.scaling) if each.name not in going]
             if drains or scales:
                 return (*scales, *drains)
         if self.migration is None:

@@ -11,13 +11,13 @@ from typing import Protocol, TypeAlias
 
 from placement.types import ClusterSnapshot, Placement
 
-__all__ = ["Drain", "Move", "Order", "Scale", "Steering"]
+__all__ = ["ClusterAction", "ClusterPolicy", "Drain", "Move", "Scale"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scale:
     """``name`` is to have this many replicas. New ones are placed as a deploy places them; of too many, the
-    youngest drain. With none, requests wait, and wake it."""
+    youngest drain. At zero, requests wait, and start it."""
 
     name: str
     replicas: int
@@ -46,10 +46,10 @@ class Move:
     load_s: float  # until the second serves; the first serves meanwhile, and both hold memory
 
 
-Order: TypeAlias = Scale | Drain | Move
+ClusterAction: TypeAlias = Scale | Drain | Move
 
 
-class Steering(Protocol):
+class ClusterPolicy(Protocol):
     """Policy that looks at the cluster every ``every_s``, and at each request that finds no replica."""
 
     @property
@@ -57,4 +57,4 @@ class Steering(Protocol):
     @property
     def every_s(self) -> float: ...
 
-    def __call__(self, snapshot: ClusterSnapshot) -> Sequence[Order]: ...
+    def __call__(self, snapshot: ClusterSnapshot) -> Sequence[ClusterAction]: ...

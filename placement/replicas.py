@@ -107,7 +107,8 @@ class ReplicaPlacer:
                 f"{demand.tp} on one node; the last of these has {have_bytes / GIB:.2f} GiB"
             )
         missing_gpus = (groups - len(rooms)) * demand.tp
-        return Refusal(f"{fitted}: {why}", max(0, need_bytes - have_bytes), missing_gpus)
+        kind = next((gpu.kind for gpu in self._snapshot.gpus), "GPU")
+        return Refusal(f"{fitted}: {why}", max(0, need_bytes - have_bytes), missing_gpus, kind)
 
     def _rooms(self, tp: int) -> list[int]:
         """Return the rooms of the roomiest groups of ``tp`` GPUs of one node, most first (``placement.fit``,

@@ -75,7 +75,7 @@ def replicas_for(state: DeploymentState, rule: Scaling) -> int:
 
 
 def scale(snapshot: ClusterSnapshot, rule: Scaling) -> tuple[Scale, ...]:
-    """Return an order for every deployment that is to have another number of replicas."""
+    """Return an action for every deployment that is to have another number of replicas."""
     wanted = ((state, replicas_for(state, rule)) for state in snapshot.deployments)
     return tuple(Scale(name=state.name, replicas=number) for state, number in wanted if number != state.wanted)
 

@@ -27,6 +27,7 @@ from planner.plan import (
     QUALITIES,
     Better,
     Change,
+    CombinedRelaxation,
     Layout,
     LimitKind,
     Nearest,
@@ -34,7 +35,6 @@ from planner.plan import (
     PassedOver,
     Ranked,
     Relaxation,
-    Together,
     Violation,
     WhyNot,
 )
@@ -133,8 +133,8 @@ def what_it_takes(
     nearest = _nearest(able, asked, slower, room)
     why_not = WhyNot(
         nearest=None if nearest is None else _told_nearest(*nearest, room),
-        relax=tuple(r for r in relaxations if r is not None),
-        relax_together=None if nearest is None else _together(*nearest, room, cost_unit),
+        relaxations=tuple(r for r in relaxations if r is not None),
+        combined_relaxation=None if nearest is None else _together(*nearest, room, cost_unit),
     )
     return why_not, () if nearest is None else nearest[1]
 
@@ -218,15 +218,15 @@ def _relaxation(check: Check, rows: Rows, room: _Room, cost_unit: str) -> Relaxa
 def _memory(homeless: Sequence[int], room: _Room) -> Relaxation | None:
     """Return the smallest addition of free memory on the GPUs there are."""
     short = [
-        (lack.shortfall_bytes, row)
+        (lack.shortfall_bytes, row, lack.device)
         for row in homeless
         if (lack := room.lack(row)) is not None and lack.missing_gpus == 0 < lack.shortfall_bytes
     ]
     if not short:
         return None
-    missing_bytes, row = min(short)
+    missing_bytes, row, device = min(short)
     best, change = room.refused[row], Change(LimitKind.MEMORY, 0.0, float(missing_bytes))
-    text = f"{_told(change, '')} would admit {best.config}"
+    text = f"{_told(change, '', device)} would admit {best.config}"
     return Relaxation(change.limit, change.allowed, change.needed, best.config, best.objective, text)
 
 
@@ -355,7 +355,7 @@ def _told_nearest(row: int, missed: tuple[Violation, ...], room: _Room) -> Neare
     return Nearest(best.config, room.objective(row, [_change(violation) for violation in missed]), text)
 
 
-def _together(row: int, missed: tuple[Violation, ...], room: _Room, cost_unit: str) -> Together | None:
+def _together(row: int, missed: tuple[Violation, ...], room: _Room, cost_unit: str) -> CombinedRelaxation | None:
     """Return what all the limits that the nearest point misses would have to be together.
 
     None where it is one alone, or where no number would do: GPUs are missing, or only a rate of 0 keeps the SLO.
@@ -364,9 +364,10 @@ def _together(row: int, missed: tuple[Violation, ...], room: _Room, cost_unit: s
     if len(missed) < 2 or (lack is not None and lack.missing_gpus) or any(v.actual <= 0 for v in missed):
         return None
     best, changes = room.refused[row], tuple(_change(violation) for violation in missed)
-    told = " and ".join(_told(change, cost_unit) for change in changes)
+    device = "GPU" if lack is None else lack.device
+    told = " and ".join(_told(change, cost_unit, device) for change in changes)
     text = f"{told}, together, would admit {best.config}"
-    return Together(changes, best.config, room.objective(row, changes), text)
+    return CombinedRelaxation(changes, best.config, room.objective(row, changes), text)
 
 
 def _change(violation: Violation) -> Change:
@@ -377,13 +378,13 @@ def _change(violation: Violation) -> Change:
     return Change(limit, allowed, _down(actual) if limit is LimitKind.RATE else _up(actual))
 
 
-def _told(change: Change, cost_unit: str) -> str:
+def _told(change: Change, cost_unit: str, device: str = "GPU") -> str:
     limit, allowed, needed = change.limit, change.allowed, change.needed
     match limit:
         case LimitKind.QUALITY:
             return f"quality={QUALITIES[int(allowed)]} -> {QUALITIES[int(needed)]}"
         case LimitKind.MEMORY:
-            return f"{_up(needed / GIB):g} GiB more free memory on each GPU"
+            return f"{_up(needed / GIB):g} GiB more free memory on each {device}"
         case LimitKind.RATE:
             unit = "requests/s"
         case LimitKind.BUDGET:

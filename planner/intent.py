@@ -155,8 +155,8 @@ def check_replicas(number: int) -> int:
 class Traffic:
     """Pattern of arrivals, and variation of lengths about the workload's, which are the means.
 
-    ``rates``: over their mean, in windows of ``window_s`` that follow one another again and again; none: the rate
-    is always the same. The burstiness is that within a window.
+    ``relative_rates``: over their mean, in windows of ``window_s`` that follow one another again and again; none:
+    the rate is always the same. The burstiness is that within a window.
 
     Raises:
         ConfigError: a coefficient of variation below 0 or above 100, no burstiness at all, rates below 0 or whose
@@ -166,7 +166,7 @@ class Traffic:
     burstiness: float = 1.0  # coefficient of variation of the gaps between arrivals; 1: Poisson
     input_cv: float = 0.0
     output_cv: float = 0.0
-    rates: tuple[float, ...] = ()
+    relative_rates: tuple[float, ...] = ()
     window_s: float = 10.0
 
     def __post_init__(self) -> None:
@@ -176,17 +176,17 @@ class Traffic:
             value = getattr(self, name)
             if not 0 <= value <= _MOST_CV:
                 raise ConfigError(f"{name} must be from 0 to {_MOST_CV:g}, got {value}")
-        if self.rates:
+        if self.relative_rates:
             self._check_rates()
 
     def _check_rates(self) -> None:
-        if len(self.rates) > MOST_WINDOWS:
+        if len(self.relative_rates) > MOST_WINDOWS:
             raise ConfigError(
-                f"at most {MOST_WINDOWS:,} windows can be told, got {len(self.rates):,}; make them longer"
+                f"at most {MOST_WINDOWS:,} windows can be given, got {len(self.relative_rates):,}; lengthen them"
             )
-        if not all(math.isfinite(rate) and rate >= 0 for rate in self.rates):
+        if not all(math.isfinite(rate) and rate >= 0 for rate in self.relative_rates):
             raise ConfigError("the rates of windows must be finite and not below 0")
-        mean = sum(self.rates) / len(self.rates)
+        mean = sum(self.relative_rates) / len(self.relative_rates)
         if abs(mean - 1) > _MEAN:
             raise ConfigError(f"the rates of windows are over their mean, which must be 1; it is {mean:g}")
 

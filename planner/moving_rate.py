@@ -35,11 +35,11 @@ _MOMENTS = (np.arange(8) + 0.5) / 8  # of a window
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Level of the rate: ``share`` of the requests arrive while the rate is ``times`` its mean."""
+    """Level of the rate: ``share`` of the requests arrive while the rate is ``relative_rate`` times its mean."""
 
     share: float
     """Share of the requests, from 0 to 1."""
-    times: float
+    relative_rate: float
     """Rate over its mean while they arrive."""
 
 

@@ -17,9 +17,12 @@ __all__ = [
     "BetterIdle",
     "Candidate",
     "Change",
+    "CombinedRelaxation",
+    "LatencyForecast",
     "Layout",
     "Limit",
     "LimitKind",
+    "LoadForecast",
     "Nearest",
     "NoRoom",
     "Numbers",
@@ -29,9 +32,6 @@ __all__ = [
     "RefusedFor",
     "Relaxation",
     "Room",
-    "Served",
-    "TimeAtRate",
-    "Together",
     "Violation",
     "WhyNot",
 ]
@@ -67,6 +67,7 @@ class NoRoom(NamedTuple):
     reason: str
     shortfall_bytes: int
     missing_gpus: int = 0
+    device: str = "GPU"  # kind of the devices, in messages
 
 
 class LimitKind(StrEnum):
@@ -231,7 +232,7 @@ class Ranked(NamedTuple):
 
     @property
     def is_measured(self) -> bool:
-        """True when this configuration was run, and not estimated from others or from datasheets."""
+        """True when this configuration was run, and not estimated from another one or from datasheets."""
         return self.estimate is not None and self.estimate.is_measured
 
     @property
@@ -325,7 +326,7 @@ class Relaxation(Change):
 
 
 @dataclass(frozen=True, slots=True)
-class Together:
+class CombinedRelaxation:
     """Changes of several limits that together would admit a configuration, and no fewer would."""
 
     changes: tuple[Change, ...]
@@ -354,28 +355,28 @@ class Nearest:
 class WhyNot:
     """``better``: refused candidates that rank above the chosen one; the rest only when nothing is feasible.
 
-    Each of ``relax`` is enough alone. ``relax_together`` is what ``nearest`` takes where that is several limits at
-    once, all of which it takes.
+    Each of ``relaxations`` is enough alone. ``combined_relaxation``: the changes that ``nearest`` needs, where
+    it misses several limits.
     """
 
     better: tuple[Better, ...] = ()
     """Refused candidates that rank above the chosen one."""
     nearest: Nearest | None = None
     """Configuration that misses the limits by least; None: something is feasible."""
-    relax: tuple[Relaxation, ...] = ()
+    relaxations: tuple[Relaxation, ...] = ()
     """Changes of one limit each that would admit a configuration."""
-    relax_together: Together | None = None
+    combined_relaxation: CombinedRelaxation | None = None
     """Changes of several limits that `nearest` needs at once; None: one is enough."""
 
     @property
     def advice(self) -> tuple[str, ...]:
         """Every way out in words, those of one limit first."""
-        together = () if self.relax_together is None else (self.relax_together.text,)
-        return (*(relaxation.text for relaxation in self.relax), *together)
+        together = () if self.combined_relaxation is None else (self.combined_relaxation.text,)
+        return (*(relaxation.text for relaxation in self.relaxations), *together)
 
 
 @dataclass(frozen=True, slots=True)
-class TimeAtRate:
+class LatencyForecast:
     """Time under the rate, against its limit."""
 
     quantile_s: float | None
@@ -398,7 +399,7 @@ class Room(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Served:
+class LoadForecast:
     """Times of one replica under its share of the rate, the estimates' intervals taken into account."""
 
     rate_per_s: float
@@ -417,11 +418,11 @@ class Served:
     """Highest rate that keeps the SLO or, without one, is served."""
     miss_probability: float | None
     """Probability of missing the tightest limit; None: no SLO."""
-    ttft: TimeAtRate
+    ttft: LatencyForecast
     """Time to first token under this rate."""
-    tpot: TimeAtRate
+    tpot: LatencyForecast
     """Time per output token under this rate."""
-    e2e: TimeAtRate
+    e2e: LatencyForecast
     """Time of a whole request under this rate."""
     rate_levels: tuple[Level, ...] = ()
     """Levels between which the rate moves; empty: it is constant."""
@@ -439,7 +440,7 @@ class Plan:
     maximize: bool
     cost_unit: str
     queueing: str | None  # the queueing model that was used, None without a rate
-    served: Served | None  # of the chosen one, None without a rate
+    served: LoadForecast | None  # of the chosen one, None without a rate
     why_not: WhyNot
     nearest_misses: tuple[Violation, ...] = ()  # of ``why_not.nearest``, memory included
     better_idle: BetterIdle | None = None  # None: the chosen one is that of idle GPUs, too

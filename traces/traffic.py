@@ -60,7 +60,7 @@ def traffic_of(requests: Iterable[Request], *, window_s: float = WINDOW_S) -> Tr
         burstiness=min(max(within**0.5, _LEAST_CV), _MOST_CV),
         input_cv=min(input_cv, _MOST_CV),
         output_cv=min(output_cv, _MOST_CV),
-        rates=_rates(tenths.sum(axis=1)),
+        relative_rates=_rates(tenths.sum(axis=1)),
         window_s=window_s * together,
     )
 

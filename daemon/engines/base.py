@@ -1,4 +1,4 @@
-"""The engine protocol, and the one value that says all a worker must know before it starts."""
+"""The engine protocol: what an adapter of an engine answers."""
 
 from __future__ import annotations
 
@@ -8,97 +8,14 @@ from pathlib import Path
 from typing import Protocol
 
 from daemon.devices import Device
-from daemon.engines.options import NO_OPTIONS, EngineOptions
+from daemon.engine_options import EngineOptions
+from daemon.profile_messages import ProfileLoad
+from daemon.worker_spec import WorkerSpec
 from daemon.worker_stats import WorkerStats
 from fingerprint.capability import EngineCapabilities
-from fingerprint.config import DeploymentConfig
-from fingerprint.errors import ConfigError, IserveError
+from fingerprint.errors import IserveError
 
-__all__ = ["Command", "Container", "Engine", "Inside", "StageAssignment", "WorkerLimits", "WorkerSpec"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StageAssignment:
-    """Pipeline stage on this node: the devices of its TP group and how many layers it holds."""
-
-    device_ids: tuple[str, ...]
-    """Devices of the stage's tensor-parallel group, one per rank."""
-    num_layers: int
-    """Number of hidden layers that the stage holds."""
-    memory_bytes_per_device: int | None = None
-    """Memory promised on each device of this stage; None: that of the worker's limits."""
-
-    def room_bytes(self, limits: WorkerLimits) -> int:
-        """Return the bytes that each of its ranks may take."""
-        given = self.memory_bytes_per_device
-        return limits.memory_bytes_per_device if given is None else given
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerLimits:
-    """Limits that the estimate assumed, enforced at launch."""
-
-    max_batch: int
-    """Most requests that run at once."""
-    max_batched_tokens: int
-    """Most tokens that one engine step computes."""
-    max_context_tokens: int
-    """Longest request, prompt and output tokens together."""
-    kv_tokens: int
-    """Tokens that the KV cache holds, over all requests."""
-    memory_bytes_per_device: int
-    """Memory promised on each device of the stage that takes most."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerSpec:
-    """Everything a worker needs; nothing is filled in later."""
-
-    worker_id: str
-    """Worker's identifier in letters, digits and `-`; names its folder."""
-    served_model: str
-    """Model name that OpenAI clients use."""
-    checkpoint: str
-    """Local folder of the model's checkpoint."""
-    config: DeploymentConfig
-    """Configuration that the worker runs."""
-    stages: tuple[StageAssignment, ...]
-    """Pipeline stages in order, each with its devices."""
-    limits: WorkerLimits
-    """Sizes that the estimate assumed, enforced at launch."""
-    port: int = 0
-    """Port that the worker listens on; 0: the daemon chooses a free one before launch."""
-    host: str = "127.0.0.1"
-    """Address that the worker listens on."""
-    lease_ttl_s: float = 600.0
-    """Seconds after which the worker ends without a sign of life from the daemon."""
-    profiling: bool = False
-    """Whether the worker serves the profiling routes and loads nothing at start."""
-    options: EngineOptions = NO_OPTIONS
-    """Options that the deployment gives to the engine itself."""
-    dummy_weights: bool = False
-    """Whether weights are random, in the checkpoint's shapes; a config.json is then enough."""
-    engine_version: str | None = None
-    """Engine release that was planned with; None: the first installation that is found."""
-    ends_at: float | None = None
-    """Time, in seconds since the epoch, at which the daemon ends the worker if nothing did before; None: never."""
-
-    def __post_init__(self) -> None:
-        if not self.worker_id or not all(c.isalnum() or c == "-" for c in self.worker_id):
-            raise ConfigError(f"worker_id must be letters, digits and '-', got {self.worker_id!r}")
-        if len(self.stages) != self.config.pp:
-            raise ConfigError(f"{len(self.stages)} stages for pp={self.config.pp}")
-        for stage in self.stages:
-            if len(stage.device_ids) != self.config.tp:
-                raise ConfigError(f"{len(stage.device_ids)} devices in a stage for tp={self.config.tp}")
-
-    def promised_bytes(self) -> dict[str, int]:
-        """Return, by device, what the ranks on it may take together. With an uneven split the stages differ."""
-        promised: dict[str, int] = {}
-        for stage in self.stages:
-            for device_id in stage.device_ids:
-                promised[device_id] = promised.get(device_id, 0) + stage.room_bytes(self.limits)
-        return promised
+__all__ = ["Command", "Container", "Engine", "Inside"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +47,7 @@ class Inside:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Container:
-    """A worker as a container runs it: the engine's own server, without keeper, guard and face.
+    """A worker as a container runs it: the engine's own server, without shim, wrapper and proxy.
 
     What those do (restart it, end all its processes, find it a port) is the container runtime's there.
     """
@@ -149,7 +66,7 @@ class Engine(Protocol):
     host and port and nowhere else; ``GET /health`` answers 200 once it serves and not before; it speaks the OpenAI
     API under the name ``spec.served_model`` and refuses a prompt longer than ``max_context_tokens`` with 400 in
     OpenAI's form; SIGTERM ends it within 35 s, all its processes with it. An engine that is not ours is started
-    through ``daemon.engines.foreign``, whose guard sees to the port and to what is left behind.
+    through ``daemon.engines.external``, whose wrapper sees to the port and to what is left behind.
     """
 
     name: str
@@ -200,6 +117,14 @@ class Engine(Protocol):
 
         Raises:
             BadInputError: as :meth:`command`, but for what is not installed and for missing weights.
+        """
+        ...
+
+    def profile_order(self, spec: WorkerSpec, order: ProfileLoad) -> ProfileLoad:
+        """Return ``order`` as the profiling worker of ``spec`` takes it.
+
+        Raises:
+            ConfigError, UnsupportedModelError: its checkpoint cannot be read.
         """
         ...
 

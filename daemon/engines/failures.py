@@ -1,6 +1,6 @@
 """Turns the last words of an engine that is not ours into one of the project's errors, with the fix in it.
 
-Each adapter lists the signs of its engine; the first that is found in the log decides.
+Each adapter lists the patterns of its engine; the first that is found in the log decides.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from daemon.engines.base import WorkerSpec
-from daemon.torch_engine.exit_codes import PORT_IN_USE
+from daemon.exit_codes import PORT_IN_USE
+from daemon.worker_spec import WorkerSpec
 from fingerprint.errors import ConflictError, EngineError, IserveError
 
-__all__ = ["Sign", "explain"]
+__all__ = ["ErrorPattern", "explain"]
 
 _SHOWN = 400  # characters of the engine's own line
 _NAMED_ERROR = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception)\b: ?\S")
@@ -21,7 +21,7 @@ _DECORATION = re.compile(r"^(?:\([^)]*\)\s*)?(?:\[[^\]]*\]\s*)?(?:[A-Z]+ \d\d-\d
 
 
 @dataclass(frozen=True, slots=True)
-class Sign:
+class ErrorPattern:
     """A text that an engine prints before it ends, and what it means.
 
     ``meaning`` may name groups of the pattern in braces; the class of the error says whether another start can
@@ -38,10 +38,10 @@ def explain(
     spec: WorkerSpec,
     exit_code: int,
     log_tail: str,
-    signs: Sequence[Sign],
+    patterns: Sequence[ErrorPattern],
     dull: re.Pattern[str] | None = None,
 ) -> IserveError:
-    """Return the error of the first sign that is found; else the engine's last named error, else its last line.
+    """Return the error of the first pattern that is found; else the engine's last named error, else its last line.
 
     Args:
         dull: lines that only say that something else failed.
@@ -51,11 +51,11 @@ def explain(
         return ConflictError(
             f"{ended}: port {spec.port} of {spec.host} is in use; choose another or let the daemon choose (port 0)"
         )
-    for sign in signs:
-        found = sign.pattern.search(log_tail)
+    for known in patterns:
+        found = known.pattern.search(log_tail)
         if found is not None:
-            meaning = sign.meaning.format(**{name: text or "?" for name, text in found.groupdict().items()})
-            return sign.error(f"{ended}: {meaning}; it said: {_line_around(log_tail, found.start())}")
+            meaning = known.meaning.format(**{name: text or "?" for name, text in found.groupdict().items()})
+            return known.error(f"{ended}: {meaning}; it said: {_line_around(log_tail, found.start())}")
     lines = [line for line in log_tail.splitlines() if line.strip() and not (dull and dull.search(line))]
     named = [line for line in lines if _NAMED_ERROR.search(line)]
     said = f"last words: {_plain((named or lines)[-1])}" if lines else "it said nothing"

@@ -14,7 +14,7 @@ from fingerprint.errors import ConfigError
 
 __all__ = ["ENGINES", "capabilities_for", "get_engine"]
 
-# Which is preferred where several run a configuration is said in iserve.planning.engine_choice.
+# Which is preferred where several run a configuration is said in fingerprint.engines.
 _ALL: tuple[Engine, ...] = (TorchEngine(), VllmEngine(), TensorRtLlmEngine())
 ENGINES: Mapping[str, Engine] = MappingProxyType({engine.name: engine for engine in _ALL})
 

@@ -6,16 +6,19 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 
+from daemon import exit_codes
 from daemon.devices import Device
-from daemon.engines.base import Command, Container, Inside, WorkerSpec
+from daemon.engine_options import EngineOptions, refuse_options
+from daemon.engines.base import Command, Container, Inside
 from daemon.engines.environments import is_version
-from daemon.engines.options import EngineOptions, refuse_options
 from daemon.engines.vllm.architectures import recorded
-from daemon.torch_engine import exit_codes, support
+from daemon.profile_messages import ProfileLoad
+from daemon.torch_engine import capabilities
 from daemon.torch_engine.architectures import architectures_of, installed_transformers
+from daemon.torch_engine.versions import component_versions, version_of
+from daemon.worker_spec import WorkerSpec
 from daemon.worker_stats import WorkerStats, read_own_stats
 from fingerprint.capability import EngineCapabilities, Exclusion, Note, Verified
 from fingerprint.codec import to_json
@@ -35,16 +38,16 @@ __all__ = ["TABLE", "TorchEngine"]
 TABLE = EngineCapabilities(
     engine="torch",
     architectures=architectures_of(recorded().transformers),  # where none is installed
-    weights=support.WEIGHTS,
-    kv=support.KV,
-    pruning=support.PRUNING,
-    stored=support.STORED,
-    max_tp=support.MAX_TP,
-    max_pp=support.MAX_PP,
+    weights=capabilities.WEIGHTS,
+    kv=capabilities.KV,
+    pruning=capabilities.PRUNING,
+    stored=capabilities.STORED,
+    max_tp=capabilities.MAX_TP,
+    max_pp=capabilities.MAX_PP,
     degree_reason="more ranks were not run there yet",
     cpu=True,
     eager=True,
-    verified=(Verified(max_tp=support.MAX_TP, max_pp=support.MAX_PP),),
+    verified=(Verified(max_tp=capabilities.MAX_TP, max_pp=capabilities.MAX_PP),),
     exclusions=(
         Exclusion(
             families=frozenset({"gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe"}),
@@ -83,7 +86,7 @@ class TorchEngine:
     stats_path = "/stats"
 
     def pinned(self, version: str | None) -> TorchEngine:
-        if version is None or is_version(own := _version("iserve"), version):
+        if version is None or is_version(own := version_of("iserve"), version):
             return self
         raise InfeasibleError(
             f"torch {version} is asked for, and the embedded engine is part of iServe, here {own}; leave "
@@ -102,12 +105,10 @@ class TorchEngine:
             return replace(TABLE, notes=(Note(text=said),))
 
     def versions(self) -> tuple[tuple[str, str], ...]:
-        """Return the versions of the installed distributions, read without importing them."""
-        return (
-            ("engine", f"torch {_version('iserve')}"),
-            ("torch", _version("torch")),
-            ("transformers", _version("transformers")),
-        )
+        return component_versions()
+
+    def profile_order(self, spec: WorkerSpec, order: ProfileLoad) -> ProfileLoad:
+        return order
 
     def check_options(self, options: EngineOptions) -> None:
         refuse_options(self.name, options)
@@ -122,7 +123,7 @@ class TorchEngine:
         )
 
     def container(self, spec: WorkerSpec, inside: Inside, devices: Mapping[str, Device]) -> Container:
-        release = inside.release or _version("iserve")
+        release = inside.release or version_of("iserve")
         return Container(
             image=f"iserve:{release}",
             argv=("python", *_arguments(Path(inside.files) / _SPEC_FILE)),
@@ -154,13 +155,6 @@ class TorchEngine:
 def _arguments(spec_file: Path) -> tuple[str, ...]:
     """Return the arguments after the Python."""
     return ("-m", "daemon.torch_engine", "--spec", str(spec_file))
-
-
-def _version(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def _reported(log_tail: str) -> str | None:

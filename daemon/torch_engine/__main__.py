@@ -20,10 +20,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from daemon.engines.base import WorkerSpec
+from daemon import exit_codes
 from daemon.file_limit import most_connections, raise_file_limit
-from daemon.torch_engine import exit_codes
-from daemon.torch_engine.light_imports import light_imports
+from daemon.torch_engine.trimmed_imports import trimmed_imports
+from daemon.worker_spec import WorkerSpec
 from daemon.worker_token import read_token
 from fingerprint.codec import from_json
 from fingerprint.errors import (
@@ -36,7 +36,7 @@ from fingerprint.errors import (
 )
 
 if TYPE_CHECKING:
-    from daemon.torch_engine.steps import Runner
+    from daemon.torch_engine.runner_types import Runner
 
 DRAIN_LIMIT_S = 30.0
 _CLOSE_LIMIT_S = 10.0
@@ -129,7 +129,7 @@ async def _serve(
     folder: Path | None,
     make_runner: Callable[[], Runner],
 ) -> int:
-    with light_imports():
+    with trimmed_imports():
         from aiohttp import web
 
         from daemon.bounded_http import BoundedRunner
@@ -150,7 +150,7 @@ async def _serve(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    with light_imports():
+    with trimmed_imports():
         runner = make_runner()
     worker = Worker(spec, runner, failed=on_failure)
     app = BoundedRunner(

@@ -10,9 +10,9 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from daemon.engines.source_cache import kept_reading
-from daemon.engines.transformers_classes import MAPPINGS_FILE, ModelClass, Transformers, read_transformers
-from daemon.torch_engine import support
+from daemon.sources.source_cache import kept_reading
+from daemon.sources.transformers_classes import MAPPINGS_FILE, ModelClass, Transformers, read_transformers
+from daemon.torch_engine import capabilities
 from fingerprint.architectures import Architectures, Listed
 from fingerprint.errors import EngineError
 
@@ -46,13 +46,13 @@ def architectures_of(transformers: Transformers) -> Architectures:
     """Return what the embedded engine runs with ``transformers``."""
     listed, reasons = dict[str, Listed](), dict[str, str]()
     for name, found in transformers.classes.items():
-        family = next((one for one in found.families if one in support.FAMILIES), None)
+        family = next((one for one in found.families if one in capabilities.FAMILIES), None)
         if family is None:
             reasons[name] = _reason(found)
         else:
             listed[name] = Listed(
-                no_tp=support.NO_TP.get(family) if found.tp_plan else _NO_PLAN,
-                no_pp=support.ONE_STAGE.get(family),
+                no_tp=capabilities.NO_TP.get(family) if found.tp_plan else _NO_PLAN,
+                no_pp=capabilities.ONE_STAGE.get(family),
                 no_lora=_NO_LORA,
             )
     source = f"transformers {transformers.version}"
@@ -68,12 +68,12 @@ def architectures_of(transformers: Transformers) -> Architectures:
 def _reason(found: ModelClass) -> str:
     """Return why a class is not run: an exception of ours, what it says of itself, or that it was not compared."""
     for family in found.families:
-        if family in support.REFUSED:
-            return support.REFUSED[family]
+        if family in capabilities.REFUSED:
+            return capabilities.REFUSED[family]
     if found.multimodal:
         return _MULTIMODAL
     if found.stateful:
         return _STATEFUL
     if not found.takes_attention:
         return _UNDECLARED if found.sets_attention else _NO_INTERFACE
-    return support.UNTESTED
+    return capabilities.UNTESTED

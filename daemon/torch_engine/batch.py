@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from daemon.engines.base import WorkerLimits
-from daemon.torch_engine.steps import StepPlan
+from daemon.torch_engine.runner_types import StepPlan
+from daemon.worker_spec import WorkerLimits
 
 __all__ = ["FlatBatch", "Span", "check_plan"]
 

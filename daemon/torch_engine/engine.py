@@ -17,11 +17,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from daemon.engines.base import StageAssignment, WorkerLimits
 from daemon.status import DeviceBusy, WorkerStats
+from daemon.torch_engine.runner_types import Runner, StepItem, StepPlan, StepResult
 from daemon.torch_engine.sampling import Sampler, SamplingParams, sample
 from daemon.torch_engine.scheduler import Demand, Scheduler, Work
-from daemon.torch_engine.steps import Runner, StepItem, StepPlan, StepResult
+from daemon.worker_spec import StageAssignment, WorkerLimits
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import ConflictError, EngineError, IserveError, UnavailableError
 from fingerprint.measurements import RankMemory

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from daemon.torch_engine.sampling import SamplingParams
-from daemon.torch_engine.text import ChatMessage
+from daemon.torch_engine.tokenizer import ChatMessage
 from fingerprint.errors import BadInputError, ConfigError, IserveError
 
 __all__ = [

@@ -18,15 +18,15 @@ from typing import TypeVar
 import numpy as np
 from aiohttp import web
 
-from daemon.engines.base import WorkerSpec
-from daemon.engines.torch import TorchEngine
+from daemon.profile_messages import ProfileError, ProfileLoad, ProfileRun
 from daemon.torch_engine.device import measure_device
+from daemon.torch_engine.driver import clock_and_power, driver_version
 from daemon.torch_engine.engine import Engine, Finish, SequenceRequest
-from daemon.torch_engine.gpu_facts import clock_and_power, driver_version
-from daemon.torch_engine.profile_messages import ProfileError, ProfileLoad, ProfileRun
 from daemon.torch_engine.rank_device import RankDevice, cores_of
 from daemon.torch_engine.sampling import SamplingParams
 from daemon.torch_engine.streams import Streams
+from daemon.torch_engine.versions import component_versions
+from daemon.worker_spec import WorkerSpec
 from fingerprint.codec import from_json, to_json
 from fingerprint.errors import (
     BadInputError,
@@ -171,7 +171,7 @@ def _machine(spec: WorkerSpec) -> MachineInfo:
         cores_per_device=len(cores_of(device_ids[0])) or len(os.sched_getaffinity(0)),
         cpu_model=_cpu_model(),
         driver=driver_version(),
-        versions=(*TorchEngine().versions(), ("python", platform.python_version())),
+        versions=(*component_versions(), ("python", platform.python_version())),
     )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from daemon.torch_engine.gpu_facts import own_gpu_bytes
+from daemon.torch_engine.driver import own_gpu_bytes
 from fingerprint.errors import ConfigError, EngineError
 
 __all__ = ["CORES_VARIABLE", "RankDevice", "cores_of", "release_memory"]

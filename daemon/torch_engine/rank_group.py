@@ -20,13 +20,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from daemon.torch_engine.exit_codes import is_out_of_memory
+from daemon.exit_codes import is_out_of_memory
+from daemon.torch_engine.ipc import Answer, Order, Verb, encode, receive_answer
+from daemon.torch_engine.parallel_state import Groups, LoadOrder, RankPlace, make_groups
 from daemon.torch_engine.rank_device import RankDevice, release_memory
-from daemon.torch_engine.rank_wire import Answer, Order, Verb, encode, receive_answer
-from daemon.torch_engine.ranks import STEP_TIMEOUT_S, join
+from daemon.torch_engine.rank_loop import STEP_TIMEOUT_S, join
+from daemon.torch_engine.runner_types import StepPlan
 from daemon.torch_engine.stage import RankTiming, Stage
-from daemon.torch_engine.steps import StepPlan
-from daemon.torch_engine.topology import Groups, LoadOrder, RankPlace, make_groups
 from fingerprint.errors import EngineError, IserveError
 from fingerprint.measurements import RankMemory
 
@@ -59,7 +59,7 @@ class _Child:
         path = os.pathsep.join(filter(None, (str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH"))))
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "daemon.torch_engine.rank_process", *argv],
+                [sys.executable, "-P", "-m", "daemon.torch_engine.rank_main", *argv],
                 pass_fds=(theirs.fileno(), lifeline_read),
                 stdin=subprocess.DEVNULL,
                 env=os.environ | {"PYTHONPATH": path},

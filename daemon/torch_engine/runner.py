@@ -10,15 +10,15 @@ from pathlib import Path
 
 import torch
 
-from daemon.engines.base import StageAssignment, WorkerLimits
 from daemon.torch_engine.batch import check_plan
+from daemon.torch_engine.capabilities import KV, MAX_PP, MAX_TP, PRUNING, WEIGHTS
 from daemon.torch_engine.formats import FORMATS
+from daemon.torch_engine.parallel_state import LoadOrder, RankPlace
 from daemon.torch_engine.rank_device import release_memory
 from daemon.torch_engine.rank_group import RankGroup
+from daemon.torch_engine.runner_types import StepPlan, StepResult
 from daemon.torch_engine.stage import RankTiming, Stage
-from daemon.torch_engine.steps import StepPlan, StepResult
-from daemon.torch_engine.support import KV, MAX_PP, MAX_TP, PRUNING, WEIGHTS
-from daemon.torch_engine.topology import LoadOrder, RankPlace
+from daemon.worker_spec import StageAssignment, WorkerLimits
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import EngineError
 from fingerprint.measurements import RankMemory
@@ -27,7 +27,7 @@ __all__ = ["LocalRunner"]
 
 
 class LocalRunner:
-    """The :class:`daemon.torch_engine.steps.Runner` of this engine.
+    """The :class:`daemon.torch_engine.runner_types.Runner` of this engine.
 
     Ranks stay alive from one load to the next while (tp, pp) and the devices stay the same.
 

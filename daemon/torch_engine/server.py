@@ -18,15 +18,15 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from daemon.engines.base import WorkerSpec
 from daemon.torch_engine import openai_api
 from daemon.torch_engine.engine import Engine, EngineState, SequenceRequest, TokenEvent
 from daemon.torch_engine.metrics import WorkerMetrics
 from daemon.torch_engine.openai_api import ApiError, Generation, Usage
 from daemon.torch_engine.profile_api import profile_routes
-from daemon.torch_engine.steps import Runner
+from daemon.torch_engine.runner_types import Runner
 from daemon.torch_engine.streams import Choice, Stream, Streams
-from daemon.torch_engine.text import TextCodec, TextTooLongError, end_token_ids, load_text_codec
+from daemon.torch_engine.tokenizer import TextCodec, TextTooLongError, end_token_ids, load_text_codec
+from daemon.worker_spec import WorkerSpec
 from daemon.worker_token import OPEN_PATHS, carries
 from fingerprint.codec import to_json
 from fingerprint.errors import EngineError, IserveError, UnavailableError

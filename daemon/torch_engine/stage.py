@@ -15,11 +15,11 @@ import torch.distributed as dist
 from daemon.torch_engine.activation_meter import ActivationMeter
 from daemon.torch_engine.batch import FlatBatch
 from daemon.torch_engine.kv_cache import KvCache, kv_cache_bytes
+from daemon.torch_engine.parallel_state import Groups, LoadOrder, RankPlace
 from daemon.torch_engine.rank_device import RankDevice, release_memory
+from daemon.torch_engine.runner_types import StepPlan
 from daemon.torch_engine.stage_model import StageModel, StageShape, read_source, tensor_bytes
-from daemon.torch_engine.steps import StepPlan
 from daemon.torch_engine.tensor_parallel import TensorParallel
-from daemon.torch_engine.topology import Groups, LoadOrder, RankPlace
 from fingerprint.errors import EngineError
 from fingerprint.measurements import RankMemory
 

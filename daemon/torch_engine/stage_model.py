@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch import nn
 
-from daemon.torch_engine import attention, support
+from daemon.torch_engine import attention, capabilities
 from daemon.torch_engine.architectures import architectures_of, installed_transformers
 from daemon.torch_engine.batch import FlatBatch
 from daemon.torch_engine.formats import FORMATS
@@ -68,7 +68,7 @@ def read_source(checkpoint: Path, device: torch.device, dtype: torch.dtype | Non
     if (why_not := known.refusal(spec.architecture)) is not None:
         raise UnsupportedModelError(f"the embedded engine does not run {spec.architecture}: {why_not}")
     if spec.stored is not None:
-        held, reason = f"{spec.stored.method} ({spec.stored.form})", support.STORED[spec.stored.method]
+        held, reason = f"{spec.stored.method} ({spec.stored.form})", capabilities.STORED[spec.stored.method]
         raise UnsupportedModelError(f"{checkpoint} is quantized by {held}: {reason}")
     try:
         config = transformers.AutoConfig.from_pretrained(
@@ -76,10 +76,10 @@ def read_source(checkpoint: Path, device: torch.device, dtype: torch.dtype | Non
         )
     except (OSError, ValueError) as error:
         raise CheckpointError(f"transformers cannot read {checkpoint}/config.json: {error}") from error
-    if changing := _rope_types(config) - support.STATIC_ROPE_TYPES:
+    if changing := _rope_types(config) - capabilities.STATIC_ROPE_TYPES:
         raise UnsupportedModelError(
             f"rope type {min(changing)!r} changes with the longest sequence of a batch, which mixed batches "
-            f"cannot follow; supported are {', '.join(sorted(support.STATIC_ROPE_TYPES))}"
+            f"cannot follow; supported are {', '.join(sorted(capabilities.STATIC_ROPE_TYPES))}"
         )
     stored = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
     slow = stored is torch.float16 and device.type == "cpu"

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from daemon.torch_engine.engine import Engine, Finish, SequenceRequest, TokenEvent
-from daemon.torch_engine.text import Detokenizer, StopMatcher, TextCodec
+from daemon.torch_engine.tokenizer import Detokenizer, StopMatcher, TextCodec
 
 __all__ = ["Choice", "Streams"]
 

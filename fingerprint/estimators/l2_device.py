@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from fingerprint.config import DeploymentConfig, Pruning, Workload
+from fingerprint.engines import traits_of
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Quantity, Source
 from fingerprint.estimators.l2 import MAX_EXTRAPOLATION, Latency, LayerEffect, MeasuredKey, key_of
@@ -31,9 +32,6 @@ from fingerprint.estimators.linear import Array, Interval, LinearModel, Predicti
 from fingerprint.measurements import Profile, RunReading, StepReading, TimingPoint
 
 __all__ = ["DeviceFit", "L2Device"]
-
-# Engines that prepare a step while the device runs the one before, by default.
-_OVERLAPPED = frozenset({"vllm", "tensorrt-llm"})
 
 _At = tuple[int, int]  # batch, input tokens
 
@@ -140,7 +138,7 @@ class L2Device:
                 key = MeasuredKey(point.tp, point.pp, point.weights, point.kv)
                 grouped.setdefault(key, []).append(point)
         if overlapped is None:
-            overlapped = profile.engine in _OVERLAPPED
+            overlapped = traits_of(profile.engine).overlaps_host
         self.fits: Mapping[MeasuredKey, DeviceFit] = {
             key: DeviceFit(key, profile.spec.num_layers, points, overlapped=overlapped)
             for key, points in grouped.items()

@@ -9,7 +9,7 @@ import typer
 from iserve.cli import options as o
 
 if TYPE_CHECKING:
-    from daemon.engines.foreign import ForeignEngine
+    from daemon.engines.external import ExternalEngine
 
 __all__ = ["register"]
 
@@ -94,7 +94,7 @@ def remove(
     typer.echo(f"{engine} {version} is removed")
 
 
-def _checked(engine: str, version: str | None) -> ForeignEngine:
+def _checked(engine: str, version: str | None) -> ExternalEngine:
     """Return the adapter of ``engine``, or raise a usage error: not installed so, or not a version."""
     from daemon.engines.environments import exact_version
     from iserve.engine_installer import installable

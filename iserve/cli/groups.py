@@ -27,7 +27,7 @@ __all__ = ["checked", "grouped", "read_slo", "request_of"]
 Request = TypeVar("Request", bound=PlanRequest)
 
 _OF_COMMANDS = {  # which have them as arguments, or as options of their own
-    *("model", "gpus", "deployment", "max_seconds", "rates", "rate_window_s"),
+    *("model", "gpus", "deployment", "max_seconds", "relative_rates", "rate_window_s"),
     *("engine_args", "engine_version", "tool_call_parser", "reasoning_parser"),
 }
 _Trace = Annotated[
@@ -61,14 +61,13 @@ _MORE: Mapping[str, Mapping[str, Any]] = {
     },
     "rate_per_s": {"flag": "--rate"},
     "context_tokens": {"flag": "--context", "min": 1},
-    "expect": {"flag": "--expected-deployments", "metavar": "N", "min": 0},
+    "expected_deployments": {"metavar": "N", "min": 0},
     "engine": {"callback": known_engine},
     "policy": {"callback": not_empty, "help": f"{HELP['policy']} simulate takes look-ahead[:PRICE] too."},
     "replicas": {"callback": _replicas, "metavar": "N"},
     "images": {"metavar": "N", "min": 0},
     "image_tokens": {"metavar": "T", "min": 1},
     "scale_to_zero_s": {"flag": "--scale-to-zero", "metavar": "SECONDS"},
-    "refuse_late": {"flag": "--reject-late"},
 }
 
 
@@ -96,7 +95,7 @@ def request_of(kind: type[Request], *, arrivals: str | None = None, **values: An
         burstiness=found.burstiness,
         input_cv=found.input_cv,
         output_cv=found.output_cv,
-        rates=found.rates,
+        relative_rates=found.relative_rates,
         rate_window_s=found.window_s,
     )
 

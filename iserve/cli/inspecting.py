@@ -76,7 +76,7 @@ def _print(document: DeploymentDocument, plan: PlanDocument | None, events: tupl
     progress = document.progress
     facts = [
         ("model", document.model),
-        ("intent", f"{document.intent}, rejects late requests" if document.refuses_late else document.intent),
+        ("intent", f"{document.intent}, rejects late requests" if document.rejects_late else document.intent),
         ("status", f"{document.status}, {document.num_ready} of {document.num_replicas} workers ready"),
         ("progress", "" if progress is None else f"{progress.done} of {progress.total}, {progress.step}"),
         ("error", document.error or ""),

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from daemon.client import DaemonClient
-from daemon.engines.foreign import ForeignEngine
+from daemon.engines.external import ExternalEngine
 from daemon.engines.registry import ENGINES
 from daemon.process import is_alive, read_record
 from daemon.status import WorkerState
 from daemon.worker_process import Phase, WorkerProcess
 from fingerprint.errors import ConflictError, IserveError, NotFoundError, StateUnavailableError, UnavailableError
-from iserve.controller.processes import daemon_companion, end_controllers, gateway_companion
+from iserve.controller.processes import daemon_process, end_controllers, gateway_process
 from iserve.gateway.event_loop import event_loop
 from iserve.settings import Settings
 from iserve.state.backup import join_log
@@ -66,7 +66,7 @@ def process_states(settings: Settings) -> tuple[ProcessState, ...]:
 
 
 def _daemon(settings: Settings) -> DaemonClient | None:
-    record = daemon_companion(settings).record()
+    record = daemon_process(settings).record()
     return None if record is None else DaemonClient(record.url, record.token)
 
 
@@ -84,11 +84,11 @@ def take_down(settings: Settings) -> Iterator[str]:
         # A killed controller leaves commits in the log next to the file. The next start would join them too.
         with contextlib.suppress(ConflictError, StateUnavailableError):
             join_log(settings.state)
-    if gateway_companion(settings).stop():
+    if gateway_process(settings).stop():
         yield "gateway ended"
-    companion = daemon_companion(settings)
-    if companion.record() is None and any((settings.home / "workers").glob("*/lease.json")):
-        companion.ensure()  # it adopts what was left, so that it can be ended properly
+    child = daemon_process(settings)
+    if child.record() is None and any((settings.home / "workers").glob("*/lease.json")):
+        child.ensure()  # it adopts what was left, so that it can be ended properly
     daemon = _daemon(settings)
     if daemon is not None:
         for worker in daemon.workers():
@@ -96,7 +96,7 @@ def take_down(settings: Settings) -> Iterator[str]:
                 with contextlib.suppress(NotFoundError):
                     daemon.stop(worker.spec.worker_id)
                 yield f"worker {worker.spec.worker_id} ended"
-    yield "daemon ended" if companion.stop() else "nothing else runs"
+    yield "daemon ended" if child.stop() else "nothing else runs"
 
 
 def examine(settings: Settings, *, fix: bool) -> tuple[Finding, ...]:
@@ -125,7 +125,7 @@ def _engines(settings: Settings) -> Iterator[Finding]:
         limits = "" if table.unprofiled is None else f"; {table.unprofiled}"
         unseen = "" if table.verified else "; contract-tested against its documentation, never run"
         python, unknown = sys.executable, ""
-        if isinstance(engine, ForeignEngine):
+        if isinstance(engine, ExternalEngine):
             found = engine.installed()
             python = found.python
             if engine.standing(found) == "unknown":

@@ -217,7 +217,7 @@ class EngineSettings:
 
     def body(self) -> dict[str, Any]:
         """Return the fields as the REST API takes them, checked; what is not given is left out."""
-        from daemon.engines.options import EngineOptions, read_engine_args
+        from daemon.engine_options import EngineOptions, read_engine_args
 
         with usage_errors("--engine-arg"):
             read = read_engine_args(self.engine_arg or [])

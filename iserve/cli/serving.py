@@ -42,7 +42,7 @@ def register(app: typer.Typer) -> None:
 
 def _check(request: DeployBody) -> None:
     """Raise typer.BadParameter for a value that cannot be used, by the option that has it."""
-    from iserve.api_types import check_name, check_refuse_late
+    from iserve.api_types import check_name, check_reject_late
     from placement.scaling import Scaling
 
     if request.name is not None:
@@ -51,7 +51,7 @@ def _check(request: DeployBody) -> None:
     with o.usage_errors("--scale-to-zero"):
         Scaling(idle_s=request.scale_to_zero_s)
     with o.usage_errors("--reject-late"):
-        check_refuse_late(request.refuse_late, request.slo)
+        check_reject_late(request.reject_late, request.slo)
 
 
 def deploy(
@@ -93,9 +93,9 @@ def deploy(
             check_idempotency_key(idempotency_key)
     to.check(
         ("--json", as_json, "--export writes a file"),
-        ("--scale-to-zero", request.scale_to_zero_s is not None, "nobody watches what is exported"),
-        ("--reject-late", request.refuse_late, "there is no gateway before what is exported"),
-        ("--engine-version", engine.engine_version is not None, "what is exported runs the release of its image"),
+        ("--scale-to-zero", request.scale_to_zero_s is not None, "it needs a running controller"),
+        ("--reject-late", request.reject_late, "it needs a gateway"),
+        ("--engine-version", engine.engine_version is not None, "a container runs the release of its image"),
     )
     if to.export is not None:
         e.export(to, to.export, request.launch)
@@ -147,7 +147,7 @@ def _follow(controller: ControllerClient, accepted: DeploymentDocument, *, as_js
     path = f"/api/v1/deployments/{accepted.name}"
     with StepDisplay(quiet=as_json) as display:
         document = accepted
-        while document.status not in {"ready", "asleep"} | _GIVEN_UP:
+        while document.status not in {"ready", "scaled-to-zero"} | _GIVEN_UP:
             display.show(document.status, document.progress)
             time.sleep(_PROFILING_POLL_S if document.status == "profiling" else _POLL_S)
             with contextlib.suppress(NotFoundError):
@@ -190,7 +190,7 @@ def ps(as_json: o.JsonOption = False) -> None:
             (
                 d.name,
                 d.model,
-                f"{d.intent}, refuses late" if d.refuses_late else d.intent,
+                f"{d.intent}, rejects late" if d.rejects_late else d.intent,
                 f"{d.status}, updating" if d.updating else d.status,
                 f"{d.num_ready}/{d.num_replicas}",
                 "" if d.config is None else short(d.config),

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from iserve.simulation.baselines import Baseline, Prepared, World
     from iserve.simulation.document import SimulationDocument
     from iserve.simulation.running import SimulatedModel
-    from placement.orders import Steering
+    from placement.orders import ClusterPolicy
     from placement.routing import Router
     from traces.request import Request
     from traces.simulator.result import SimulationResult
@@ -51,11 +51,11 @@ def simulate(
         str,
         typer.Option(
             "--planner",
-            help="Who decides what is deployed: iserve, max-tp, max-pp, rule, fsdp-offload, alpaserve, "
+            help="Planner that decides what is deployed: iserve, max-tp, max-pp, rule, fsdp-offload, alpaserve, "
             "alpaserve-all or aiconfigurator:ANSWERS.json (docs/baselines.md).",
         ),
     ] = "iserve",
-    steering: s.SteeringOptions,
+    cluster_policy: s.ScalingOptions,
     serving: s.ServiceOptions,
     load: s.LoadOptions,
     profile: Annotated[
@@ -76,7 +76,7 @@ def simulate(
     Step times are the roofline's, or measured ones with --profile. One request at a time (fcfs) or continuous
     batching; models that share a GPU share its time. A replica serves as many and as long requests as one that
     `iserve deploy` starts; --batch and --context say it otherwise. What was deployed stays as it is, unless it is
-    told to scale, to sleep or to move. What it takes for granted: docs/simulation.md.
+    configured to scale, to scale to zero or to move. What it takes for granted: docs/simulation.md.
     """
     from iserve.cli.progress import StepDisplay
     from iserve.cli.reporting import check_target
@@ -96,12 +96,13 @@ def simulate(
     with o.usage_errors():
         if not 0 <= cluster.deploy_every < float("inf"):
             raise ConfigError(
-                f"deployments come at finite times: --deploy-interval is 0 s or more, got {cluster.deploy_every:g}"
+                "deployments are requested at finite times: --deploy-interval is 0 s or more, got "
+                f"{cluster.deploy_every:g}"
             )
-        least, _ = steering.range()
+        least, _ = cluster_policy.range()
         replace(options, replicas=least)  # checked
         scenario = s.scenario_of(cluster, snapshot, serving, least, judged)
-        steers = steering.policy(gpu, cluster.startup)
+        steers = cluster_policy.policy(gpu, cluster.startup)
         router = make_router(serving.router)
         baseline, answers = parse_planner(planner)
         if steers is not None:
@@ -131,11 +132,11 @@ def simulate(
         workload=options.workload,
         times=times,
         slo=judged,
-        refuses_late=serving.refuse_late,
-        forecasts_late=serving.forecast_late,
+        rejects_late=serving.refuse_late,
+        rejects_by_forecast=serving.forecast_late,
         planner=baseline,
         placement=options.policy,
-        steering=steers,
+        cluster_policy=steers,
         notes=(*decided.notes, *_served_by(baseline, options)),
         model_contexts={name: model.spec.max_context_tokens for name, model in models.items()},
     )
@@ -159,7 +160,7 @@ def _followed(
     decided: Prepared,
     world: World,
     router: Router,
-    steering: Steering | None,
+    cluster_policy: ClusterPolicy | None,
     display: StepDisplay,
 ) -> SimulationResult:
     from iserve.simulation.running import simulate_cluster
@@ -171,7 +172,7 @@ def _followed(
         world.models,
         router=router,
         deployer=decided.deployer,
-        steering=steering,
+        cluster_policy=cluster_policy,
         progress=lambda arrived, at_s: display.show(f"{arrived:,} requests, {at_s:,.0f} s simulated", None),
     )
 

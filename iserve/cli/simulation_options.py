@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from traces.request import Request
     from traces.simulator.scenario import Action, Scenario, Service
 
-__all__ = ["ClusterOptions", "LoadOptions", "ServiceOptions", "SteeringOptions", "scenario_of"]
+__all__ = ["ClusterOptions", "LoadOptions", "ScalingOptions", "ServiceOptions", "scenario_of"]
 
 _GIB = 2**30
 
@@ -97,7 +97,7 @@ class ServiceOptions:
     """Options on how requests are served, and how many may wait."""
 
     overhead: Annotated[
-        float, typer.Option("--overhead", help="Seconds of each request beside its steps, such as HTTP.")
+        float, typer.Option("--overhead", help="Seconds of each request outside its steps, such as HTTP.")
     ] = 0.0
     service: Annotated[
         str,
@@ -130,7 +130,7 @@ class ServiceOptions:
         bool,
         typer.Option(
             "--forecast-late",
-            help="With --reject-late: when it comes, by what iServe's gateway can know, in place of exact times.",
+            help="With --reject-late: at arrival, by the gateway's forecast, in place of exact times.",
         ),
     ] = False
 
@@ -144,7 +144,7 @@ class ServiceOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SteeringOptions:
+class ScalingOptions:
     """Options on what may change once it runs."""
 
     replicas: Annotated[

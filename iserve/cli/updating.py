@@ -118,7 +118,7 @@ def update(
         typer.Option(
             "--stop-first",
             help="End the former workers before the new ones start, where memory does not hold both; requests "
-            "wait meanwhile. If the new ones do not come up, the former ones start again.",
+            "wait meanwhile. If the new ones do not start, the former ones start again.",
         ),
     ] = False,
     as_json: o.JsonOption = False,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from iserve.api_types import VerifyBody
+from iserve.cli import model_options as m
 from iserve.cli import options as o
 from iserve.cli.groups import checked, grouped
 
@@ -70,6 +71,7 @@ def verify(
         raise typer.BadParameter(f"must be above 0 and at most {_MOST_SECONDS}", param_hint="'--max-seconds'")
     settings = load_settings()
     checked(request, settings)  # here already: a bad value must not start a controller
+    m.warn_of_code(model, trusted=request.trust_remote_code)
     controller = client(settings)
     request = replace(_target(request, controller, model, settings), max_seconds=max_seconds)
     if forget:
@@ -139,10 +141,10 @@ def print_verification(document: VerificationDocument, model: str) -> None:
     header = ("", "predicted", "90% interval", "", "measured", "spread", "error", "inside")
     print_rows(header, [_row(metric) for metric in document.metrics])
     out = console()
-    for how in dict.fromkeys(metric.how for metric in document.metrics):
-        alike = [metric for metric in document.metrics if metric.how == how]
+    for method in dict.fromkeys(metric.method for metric in document.metrics):
+        alike = [metric for metric in document.metrics if metric.method == method]
         repeats = f"; spread is the mean's 90% interval over {alike[0].repeats}" if alike[0].repeats > 1 else ""
-        out.print(f"  {' and '.join(_NAMES[metric.name] for metric in alike)}: {how}{repeats}")
+        out.print(f"  {' and '.join(_NAMES[metric.name] for metric in alike)}: {method}{repeats}")
     for note in document.notes:
         out.print(f"note: {note}")
     if document.correction_before is not None:
@@ -158,9 +160,9 @@ def _kept(metrics: tuple[MetricDocument, ...], model: str) -> list[str]:
         name = _NAMES[metric.name].partition(",")[0]
         full, alone = f"{name} of the full batch", f"{name} of one request alone"
         timed = metric.measured_low is not None
-        if metric.corrects and metric.corrects_alone is not False:
+        if metric.corrects and metric.corrects_single_request is not False:
             corrected.append(name)
-        elif timed and not metric.corrects and not metric.corrects_alone:
+        elif timed and not metric.corrects and not metric.corrects_single_request:
             vague.append(name)
         elif timed:
             corrected.append(full if metric.corrects else alone)
@@ -199,5 +201,5 @@ def _row(metric: MetricDocument) -> tuple[str, ...]:
         "not reported" if metric.measured is None else figure(metric.measured),
         spread,
         "" if metric.error is None else f"{metric.error:+.1%}",
-        "" if metric.inside is None else "yes" if metric.inside else "no",
+        "" if metric.within_interval is None else "yes" if metric.within_interval else "no",
     )

@@ -19,7 +19,7 @@ import uvicorn
 
 from daemon.atomic_file import remove_stale_temporaries
 from daemon.file_limit import raise_file_limit
-from daemon.own_log import bound_own_log, log_to_stderr
+from daemon.log_rotation import bound_log, log_to_stderr
 from daemon.process import kept_record, own_record
 from fingerprint.errors import ConflictError, IserveError
 from iserve.client import check_running_settings
@@ -71,8 +71,8 @@ def _start_companions(controller: Controller, reconciler: Reconciler) -> None:
         reconciler.publish(controller.store.deployments(), controller.observe())
         controller.gateway_process.ensure()
     except BaseException:
-        for companion in absent:
-            companion.stop()
+        for child in absent:
+            child.stop()
         raise
 
 
@@ -84,7 +84,7 @@ def run(settings: Settings) -> None:
             these settings require may not be enough.
     """
     path = settings.run_folder / "controller.json"
-    bound_own_log(settings.log_folder / "controller.log")
+    bound_log(settings.log_folder / "controller.log")
     with hold_home(settings), ExitStack() as at_the_end:
         check_running_settings(settings)
         remove_stale_temporaries(settings.run_folder, path.name, ROUTES_FILE)

@@ -15,10 +15,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from daemon.client import DaemonClient
-from daemon.engines.base import Engine, WorkerSpec
-from daemon.engines.options import EngineOptions
+from daemon.engine_options import EngineOptions
+from daemon.engines.base import Engine
 from daemon.engines.registry import get_engine
 from daemon.status import NodeStatus, WorkerState, WorkerStatus
+from daemon.worker_spec import WorkerSpec
 from fingerprint.checkpoint import Checkpoint
 from fingerprint.codec import to_json
 from fingerprint.errors import (
@@ -36,7 +37,7 @@ from iserve.controller.engine_selection import SelectedEngine, select_engine
 from iserve.controller.node import devices_of, hardware_of, without
 from iserve.controller.profile_validity import release_to_start
 from iserve.controller.profiling import Profiler, ask_daemon, launched, wait_until_ready
-from iserve.controller.records import recorded_wish, recorded_workers
+from iserve.controller.records import SCALED_TO_ZERO, SCALING_UP, recorded_wish, recorded_workers
 from iserve.model_source import ModelSource
 from iserve.planning.here import deployable_now
 from iserve.planning.launching import PlannedDeployment, worker_slug
@@ -108,10 +109,10 @@ class Deployer:
             self._report_progress(row.name, None)
 
     def _give_up(self, job: _Job, phase: str, error: str) -> None:
-        """Record why it could not be started. One that slept goes on sleeping, and is tried again when it is
-        called."""
+        """Record why it could not be started. One that was scaled to zero stays so, and is
+        tried again at the next request."""
         with contextlib.suppress(NoLongerWantedError):
-            self._record(job, "asleep" if job.row.phase == "waking" else phase, error=error)
+            self._record(job, SCALED_TO_ZERO if job.row.phase == SCALING_UP else phase, error=error)
 
     def _run(self, job: _Job) -> None:
         row = job.row
@@ -358,11 +359,11 @@ class Deployer:
     def _move(self, job: _Job, phase: str, *, workers: bytes | None = None) -> None:
         """Record the next step, if it is still to be taken.
 
-        A deployment that wakes is waking until it serves, so that a controller that takes it up after a crash
-        knows what becomes of it should it fail.
+        A deployment that scales up does so until it serves, so that a controller that takes over after a crash
+        knows its phase should the start fail.
         """
         self._check_wanted(job.row)
-        if job.row.phase != "waking" or phase == "ready":
+        if job.row.phase != SCALING_UP or phase == "ready":
             self._record(job, phase, error=None, workers=workers)
 
     def _check_wanted(self, row: DeploymentRow) -> None:

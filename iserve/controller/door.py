@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from fingerprint.errors import UnavailableError
 from iserve.controller.reach import ANYWHERE, Reach
 from iserve.keys import find_key
-from iserve.routes import ApiKeyRecord
+from iserve.route_table import ApiKeyRecord
 from iserve.state.store import Store
 
 __all__ = ["MAX_BODY_BYTES", "Door", "problem"]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from daemon.client import DaemonClient
-from daemon.engines.base import WorkerSpec
+from daemon.worker_spec import WorkerSpec
 from fingerprint.errors import NotFoundError
 
 __all__ = ["end_workers"]

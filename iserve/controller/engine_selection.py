@@ -50,7 +50,8 @@ def deployable_engine(name: str, version: str | None = None) -> Engine:
         if name == "auto":
             reasons = "; ".join(f"{table.engine}: {table.unavailable}" for table in tables)
             raise InfeasibleError(f"no engine that could serve a deployment is installed here; {reasons}")
-        other = "; or deploy with --engine torch" if get_engine("torch").capabilities().deployable else ""
+        others = (engine.name for engine in ENGINES.values() if engine.capabilities().deployable)
+        other = next((f"; or deploy with --engine {engine}" for engine in others), "")
         raise InfeasibleError(f"{name} can be planned for, not deployed here: {tables[0].unavailable}{other}")
     return able[0]
 

@@ -10,9 +10,10 @@ from dataclasses import replace
 from datetime import datetime
 
 from daemon.devices import Device
-from daemon.engines.base import WorkerSpec
 from daemon.status import DeviceStatus, NodeStatus, WorkerState, WorkerStatus
+from daemon.worker_spec import WorkerSpec
 from fingerprint.codec import from_json
+from fingerprint.engines import traits_of
 from fingerprint.errors import BadInputError, InfeasibleError
 from fingerprint.gpu_spec import GpuSpec
 from iserve.api_documents import NodeDocument
@@ -20,7 +21,7 @@ from iserve.controller.records import recorded_workers
 from iserve.controller.seen import workers_seen
 from iserve.planning.document import EstimateDocument, PlanDocument
 from iserve.planning.making import Hardware
-from iserve.routes import Demand, DeploymentDemand
+from iserve.route_table import Demand, DeploymentDemand
 from iserve.state.store import DeploymentRow
 from placement.batch_load import Batching
 from placement.load_model import shares
@@ -33,7 +34,6 @@ from placement.types import (
     StagePlacement,
     Stays,
 )
-from traces.simulator.pipelined import keeps_stages_full
 
 __all__ = ["check_one_kind", "devices_of", "hardware_of", "serving_on", "without"]
 
@@ -68,6 +68,7 @@ def hardware_of(
             total_bytes=device.total_bytes,
             free_bytes=min(device.free_bytes, device.total_bytes),
             load_fraction=_load_of_those_there(device, may_be_busy=untold > 0 or device.device_id in called),
+            kind=gpu.kind,
         )
         for device in node.devices
     )
@@ -227,7 +228,7 @@ def _as_planned(spec: WorkerSpec, plan: PlanDocument | None) -> WorkerSpec:
 
 
 def _batches(spec: WorkerSpec) -> int:
-    return min(len(spec.stages), spec.limits.max_batch) if keeps_stages_full(spec.config.engine) else 1
+    return min(len(spec.stages), spec.limits.max_batch) if traits_of(spec.config.engine).fills_stages else 1
 
 
 def _most_batches(spec: WorkerSpec) -> float:
@@ -266,9 +267,9 @@ def _planned_stays(plan: PlanDocument | None, spec: WorkerSpec) -> Stays | None:
     any case.
     """
     full = _planned(plan, spec)
-    if plan is None or full is None or plan.alone is None:
+    if plan is None or full is None or plan.single_request is None:
         return None
-    work, prompt_s, step_s = plan.workload, plan.alone.ttft_s.value, plan.alone.tpot_s.value
+    work, prompt_s, step_s = plan.workload, plan.single_request.ttft_s.value, plan.single_request.tpot_s.value
     prompts_s = min(full.ttft_s.value, prompt_s + (work.batch - 1) * max(0.0, prompt_s - step_s))
     return Stays(
         alone_s=prompt_s + (work.output_tokens - 1) * step_s,

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from daemon.client import DaemonClient
+from daemon.engine_options import EngineOptions
 from daemon.engines.base import Engine
-from daemon.engines.options import EngineOptions
 from daemon.engines.registry import ENGINES, get_engine
 from daemon.status import NodeStatus
 from fingerprint.checkpoint import Checkpoint
@@ -127,8 +127,8 @@ class Plans:
         with _or_elsewhere():
             engine, profile, notes = self._deployer.select(source, body.engine, None, options, stored)
         notes += tuple(
-            f"{config} was not measured, for the profile was taken for another wish, and may change this plan: a "
-            "deploy measures it first"
+            f"{config} was not measured, for the profile was taken for another request, and may change this plan: "
+            "a deploy measures it first"
             for config in self._profiler.lacking(profile, engine, node, options)
         )
         return self._deployer.plan(source, engine, profile, options, notes), source, profile

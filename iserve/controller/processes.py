@@ -1,4 +1,4 @@
-"""The controller's two companions, daemon and gateway: started when they are not there, found when they are.
+"""Child processes of the controller, the daemon and the gateway: found where they run, else started.
 
 Both are sessions of their own, so that they outlive the controller; they are known by the records they leave, and
 until they have left one, by their command lines.
@@ -17,13 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from daemon.home import make_private
-from daemon.own_log import move_if_large, why_silent
+from daemon.log_rotation import move_if_large, why_silent
 from daemon.process import ProcessRecord, is_alive, kill_group, read_record, spawn_detached
 from daemon.procfs import ProcessStat, pids_with, sees, start_time_ticks, started_as
 from fingerprint.errors import UnavailableError
 from iserve.settings import Settings
 
-__all__ = ["Companion", "daemon_companion", "end_controllers", "gateway_companion", "last_line"]
+__all__ = ["ChildProcess", "daemon_process", "end_controllers", "gateway_process", "last_line"]
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ _RESPAWN_S = 1.0  # never more than one start in so long; after one that failed,
 _MAX_RESPAWN_S = 30.0
 
 
-class Companion:
+class ChildProcess:
     """Process of one role of this home: a record file, and how to start a process for it.
 
     Args:
@@ -116,7 +116,7 @@ class Companion:
         else:
             kill_group(pid, grace_s=2.0)
         said = why_silent(self.log_path) or last_line(self.log_path)
-        raise UnavailableError(f"the {self.name} did not come up: {said} (log: {self.log_path})")
+        raise UnavailableError(f"the {self.name} did not start: {said} (log: {self.log_path})")
 
     def stop(self, *, grace_s: float = 10.0) -> bool:
         """End it, one that has no record yet as well; whether there was any.
@@ -127,16 +127,16 @@ class Companion:
         return _end(self.name, self.record_path, self._found, grace_s)
 
 
-def daemon_companion(settings: Settings) -> Companion:
+def daemon_process(settings: Settings) -> ChildProcess:
     options = ["--start-timeout", str(settings.start_timeout_s)]
     if settings.cpu_devices is not None:
         options += ["--cpu-devices", str(settings.cpu_devices)]
-    return Companion("daemon", settings, _program("daemon", settings), options)
+    return ChildProcess("daemon", settings, _program("daemon", settings), options)
 
 
-def gateway_companion(settings: Settings) -> Companion:
+def gateway_process(settings: Settings) -> ChildProcess:
     options = ["--host", settings.host, "--port", str(settings.port)]
-    return Companion("gateway", settings, _program("iserve.gateway", settings), options)
+    return ChildProcess("gateway", settings, _program("iserve.gateway", settings), options)
 
 
 def _program(module: str, settings: Settings) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from fingerprint.estimators.roofline import DEFAULT_MAX_BATCHED_TOKENS, Roofline
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
 
-__all__ = ["STEP_TOKENS", "Room", "fitting", "quietest", "share_of_free_bytes"]
+__all__ = ["STEP_TOKENS", "FittingPlan", "fitting", "quietest", "share_of_free_bytes"]
 
 # Of the largest step of a profiling worker; and of deployments on engines whose memory is counted for such a step.
 STEP_TOKENS = DEFAULT_MAX_BATCHED_TOKENS
@@ -41,7 +41,7 @@ def share_of_free_bytes(devices: Iterable[DeviceStatus]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class FittingPlan:
     """Part of a plan that fits what is free now."""
 
     plan: DepthTiedPlan
@@ -49,7 +49,7 @@ class Room:
     too_full: tuple[tuple[tuple[int, int], str], ...]  # each (tp, pp) that does not, and why
 
 
-def fitting(plan: DepthTiedPlan, spec: ModelSpec, gpu: GpuSpec, devices: Sequence[DeviceStatus]) -> Room:
+def fitting(plan: DepthTiedPlan, spec: ModelSpec, gpu: GpuSpec, devices: Sequence[DeviceStatus]) -> FittingPlan:
     """Return the points and degrees of ``plan`` that fit what ``devices`` have free now.
 
     Args:
@@ -89,7 +89,7 @@ def fitting(plan: DepthTiedPlan, spec: ModelSpec, gpu: GpuSpec, devices: Sequenc
         degrees=tuple(degrees),
     )
     kept = replace(kept, max_context_tokens=min(plan.max_context_tokens, kept.kv_tokens))
-    return Room(kept, notes, tuple(too_full))
+    return FittingPlan(kept, notes, tuple(too_full))
 
 
 def _need_bytes(plan: DepthTiedPlan, spec: ModelSpec, gpu: GpuSpec) -> dict[tuple[int, int], int]:

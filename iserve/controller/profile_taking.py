@@ -33,8 +33,8 @@ from fingerprint.model_spec import ModelSpec
 from fingerprint.profile import ProfileProgress, profile
 from fingerprint.profile_plan import EngineSizes, ProfilePlan, Shards, default_plan
 from fingerprint.sharded_profile import profile_with_shards
-from iserve.controller.estimating import contradictions
-from iserve.controller.profile_room import STEP_TOKENS, Room, fitting, quietest
+from iserve.controller.estimating import contradictions, profile_as
+from iserve.controller.profile_room import STEP_TOKENS, FittingPlan, fitting, quietest
 from iserve.controller.profile_worth import lacking, why_needless
 from iserve.model_source import ModelSource
 from iserve.planning.making import PlanOptions
@@ -74,6 +74,15 @@ class Order:
     known: Profile | None = None
     serving: tuple[DeploymentState, ...] = ()
 
+    @property
+    def spec(self) -> ModelSpec:
+        """The part of the model that is measured: its text alone."""
+        return self.source.spec.text_alone
+
+    def as_served(self, measured: Profile) -> Profile:
+        """Return ``measured`` as that of the model with the towers it is served with, which take memory."""
+        return profile_as(self.source.spec, measured)
+
 
 def take(order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints) -> Profile:
     """Measure; raises as ``Profiler.take``, and ConfigError: shards are wanted of an engine without step timer, or
@@ -86,7 +95,7 @@ def take(order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints) 
     if order.table.own_environment:
         _refuse_more_than_a_step(order)
     if order.table.step_timed:
-        _refuse_without_pattern(order.source)
+        _refuse_without_pattern(order.spec, order.source.name)
     if order.known is not None and order.wish is not None:
         return _added(order.known, order.wish, order, target, fingerprints)
     if order.table.step_timed:
@@ -104,21 +113,21 @@ def _refuse_more_than_a_step(order: Order) -> None:
         )
 
 
-def _refuse_without_pattern(source: ModelSource) -> None:
+def _refuse_without_pattern(spec: ModelSpec, name: str) -> None:
     """Refuse repeats of a model without a pattern: only a pattern has the whole model's mix of layers.
 
     Raises:
         UnsupportedModelError: it does not.
     """
-    if source.spec.several_kinds and not tied_depths(source.spec, 1):
+    if spec.several_kinds and not tied_depths(spec, 1):
         kinds = ", ".join(
             f"{kind.count} "
             + (f"with {kind.shape.mixer} " if kind.shape else "")
             + ("look back " + (f"{kind.window:,} tokens" if kind.window else "to the beginning"))
-            for kind in source.spec.kinds
+            for kind in spec.kinds
         )
         raise UnsupportedModelError(
-            f"the {source.spec.num_layers} layers of {source.name} are of {len(source.spec.kinds)} kinds "
+            f"the {spec.num_layers} layers of {name} are of {len(spec.kinds)} kinds "
             f"({kinds}) in no order that repeats, and an engine with our step timer measures a pattern that does; "
             "--engine torch measures each kind, `iserve plan` with --gpus estimates the model from datasheets"
         )
@@ -130,13 +139,13 @@ def _take_plain(order: Order, target: WorkerProfileTarget, fingerprints: Fingerp
     Raises:
         NotMeasuredError: as :func:`consistent`.
     """
-    source, started = order.source, time.monotonic()
+    spec, started = order.spec, time.monotonic()
     device = target.machine().device  # launches the worker that the first degree then uses
     launch_s = time.monotonic() - started
-    weights, degrees = _formats_and_degrees(source.spec, order, device)
+    weights, degrees = _formats_and_degrees(spec, order, device)
     left_s = max(1.0, order.max_seconds - launch_s)
-    plan = default_plan(source.spec, order.workload, weights=weights, degrees=degrees, budget_s=left_s)
-    measure = partial(profile, source.name, source.spec, target, fingerprints, progress=order.progress)
+    plan = default_plan(spec, order.workload, weights=weights, degrees=degrees, budget_s=left_s)
+    measure = partial(profile, order.source.name, spec, target, fingerprints, progress=order.progress)
     measured = consistent(measure(plan, launch_s=launch_s), plan, measure)
     return replace(measured, budget_s=order.max_seconds, spent_s=measured.spent_s + launch_s)
 
@@ -149,11 +158,11 @@ def _take_by_wall_clock(order: Order, target: WorkerProfileTarget, fingerprints:
     Raises:
         NotMeasuredError: as :func:`consistent`.
     """
-    source, device = order.source, target.machine().device
-    weights, degrees = _formats_and_degrees(source.spec, order, device)
-    plan = default_plan(source.spec, order.workload, weights=weights, degrees=degrees, budget_s=order.max_seconds)
-    plan = replace(plan, sizes=_engine_sizes(source.spec, order.workload, plan))
-    measure = partial(profile, source.name, source.spec, target, fingerprints, progress=order.progress)
+    spec, device = order.spec, target.machine().device
+    weights, degrees = _formats_and_degrees(spec, order, device)
+    plan = default_plan(spec, order.workload, weights=weights, degrees=degrees, budget_s=order.max_seconds)
+    plan = replace(plan, sizes=_engine_sizes(spec, order.workload, plan))
+    measure = partial(profile, order.source.name, spec, target, fingerprints, progress=order.progress)
     return replace(consistent(measure(plan), plan, measure), budget_s=order.max_seconds)
 
 
@@ -231,7 +240,7 @@ def _take_depth_tied(order: Order, target: WorkerProfileTarget, fingerprints: Fi
     and so is what cannot become the best any more.
     """
     device = target.machine().device
-    weights, degrees = _formats_and_degrees(order.source.spec, order, device)
+    weights, degrees = _formats_and_degrees(order.spec, order, device)
     allowed = tuple(w for w in weights if allows(order.quality, DeploymentConfig(weights=w)))
     plan = _depth_tied_plan(order, allowed, degrees, order.max_seconds)
     skipped = [
@@ -255,7 +264,10 @@ def _added(
     It stays good for what it holds: what there is no room for now is not added, and what fails is not tried again.
     """
     given_s = known.spent_s + order.max_seconds
-    while known.spent_s < given_s and (missing := lacking(known, order.node, order.table, wish, order.serving)):
+    while known.spent_s < given_s:
+        missing = lacking(order.as_served(known), order.node, order.table, wish, order.serving)
+        if not missing:
+            break
         config = missing[0]
         degrees = ((config.tp, config.pp),)
         plan = _depth_tied_plan(order, (config.weights,), degrees, given_s - known.spent_s, like=known)
@@ -291,7 +303,7 @@ def _depth_tied_plan(
     """Args: like: the engine is started for as many sequences as it was there, if for more than are asked for."""
     started_for = 0 if like is None else max((point.max_batch for point in like.memory), default=0)
     plan = depth_tied_plan(
-        order.source.spec,
+        order.spec,
         order.workload,
         max_batch=max(order.workload.batch, started_for),
         weights=weights,
@@ -299,7 +311,7 @@ def _depth_tied_plan(
         budget_s=budget_s,
     )
     # So long that the sequences together hold a step: an engine's largest step is no larger than that.
-    longest = min(order.source.spec.max_context_tokens, -(-STEP_TOKENS // plan.max_batch))
+    longest = min(order.spec.max_context_tokens, -(-STEP_TOKENS // plan.max_batch))
     context = max(plan.max_context_tokens, longest)
     return replace(plan, max_batched_tokens=min(STEP_TOKENS, plan.max_batch * context), max_context_tokens=context)
 
@@ -313,17 +325,17 @@ def _measured(
     skipped: list[DeploymentConfig],
 ) -> Profile:
     """Measure what of ``plan`` there is room for; what turns out needless on the way is added to ``skipped``."""
-    spec = order.source.spec
-    room = fitting(plan, spec, device, quietest(order.node.devices))
-    alone = _ranks_alone(order, device, room)
-    wanted = (*room.plan.degrees, *alone)
+    spec = order.spec
+    fits = fitting(plan, spec, device, quietest(order.node.devices))
+    alone = _ranks_alone(order, device, fits)
+    wanted = (*fits.plan.degrees, *alone)
     if not wanted:
-        raise InfeasibleError("; ".join(why for _, why in room.too_full))
+        raise InfeasibleError("; ".join(why for _, why in fits.too_full))
 
     def needless(config: DeploymentConfig, so_far: Profile) -> str | None:
         if order.wish is None:
             return None
-        why = why_needless(config, so_far, order.node, order.table, order.wish, order.serving)
+        why = why_needless(config, order.as_served(so_far), order.node, order.table, order.wish, order.serving)
         if why is not None:
             skipped.append(config)
         return why
@@ -333,23 +345,23 @@ def _measured(
         spec.family,
         target,
         fingerprints,
-        replace(room.plan, degrees=wanted),
-        num_gpus=max((tp * pp for tp, pp in room.plan.degrees), default=1),
+        replace(fits.plan, degrees=wanted),
+        num_gpus=max((tp * pp for tp, pp in fits.plan.degrees), default=1),
         needless=needless,
     )
     no_gpus = (
         f"tp={tp} pp={pp} {'not run whole' if (tp, pp) in alone else 'left out'}: {why}"
-        for (tp, pp), why in room.too_full
+        for (tp, pp), why in fits.too_full
     )
-    return replace(measured, notes=(*measured.notes, *room.notes, *no_gpus))
+    return replace(measured, notes=(*measured.notes, *fits.notes, *no_gpus))
 
 
-def _ranks_alone(order: Order, gpu: GpuSpec, room: Room) -> tuple[tuple[int, int], ...]:
+def _ranks_alone(order: Order, gpu: GpuSpec, fits: FittingPlan) -> tuple[tuple[int, int], ...]:
     """Return which of the degrees without enough GPUs are taken as one rank alone."""
     if order.shards is Shards.NEVER:
         return ()
-    given, name = order.source.spec.as_given, order.table.engine
-    full = [degree for degree, _ in room.too_full]
+    given, name = order.spec.as_given, order.table.engine
+    full = [degree for degree, _ in fits.too_full]
     missing = [degree for degree in _DEGREES if degree[0] * degree[1] > len(order.node.devices)]
     wanted = full + (missing if order.shards is Shards.ALWAYS else [])
     return tuple(
@@ -381,7 +393,7 @@ def _formats_and_degrees(
 
 
 def _runs(order: Order, config: DeploymentConfig, gpu: GpuSpec, *, num_gpus: int) -> bool:
-    spec = order.source.spec
+    spec = order.spec
     return shape_refusal(spec, config, num_gpus) is None and order.table.refusal(spec, config, gpu) is None
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from daemon.engines.base import Engine
 from daemon.status import NodeStatus
 from fingerprint.codec import to_json
-from fingerprint.config import SLOT_ENGINES
+from fingerprint.engines import traits_of
 from fingerprint.gpus import match_device
 from fingerprint.measurements import Profile
 from iserve.api_documents import NodeDocument
@@ -83,7 +83,7 @@ def _started_for(profile: Profile) -> int:
 
     Earlier profiles by the wall clock recorded only how many shared the KV cache, which is the same number.
     """
-    if profile.engine in SLOT_ENGINES:
+    if traits_of(profile.engine).has_slots:
         return 0
     return max((point.max_batch or point.kv_sequences for point in profile.memory), default=0)
 

@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from daemon.client import DaemonClient
-from daemon.engines.base import Engine, WorkerLimits, WorkerSpec
-from daemon.engines.foreign import ForeignEngine
-from daemon.engines.options import EngineOptions
+from daemon.engine_options import EngineOptions
+from daemon.engines.base import Engine
+from daemon.engines.external import ExternalEngine
 from daemon.profile_client import LOAD_MARK, WorkerHandle, WorkerProfileTarget
 from daemon.status import NodeStatus, WorkerState, WorkerStatus
 from daemon.unlisted_gpus import measure_if_unlisted
+from daemon.worker_spec import WorkerLimits, WorkerSpec
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import (
     ConflictError,
@@ -362,7 +363,7 @@ class Profiler:
             key, versions = machine_key(node, engine), engine.versions()
             _measure_unlisted(engine, node, go_on)
             order = Order(
-                source=replace(source, spec=source.spec.text_alone),
+                source=source,
                 table=engine.capabilities().unprepared(),
                 node=node,
                 workload=workload,
@@ -464,7 +465,7 @@ def _measure_unlisted(engine: Engine, node: NodeStatus, go_on: Callable[[], None
     Raises:
         EngineError: the engine is not installed any more.
     """
-    if not isinstance(engine, ForeignEngine) or not node.devices:
+    if not isinstance(engine, ExternalEngine) or not node.devices:
         return
     device = quietest(node.devices)[0]
     if device.kind == "cuda" and device.free_bytes >= _BENCHMARK_BYTES:

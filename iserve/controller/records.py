@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from pydantic import TypeAdapter, ValidationError
 
-from daemon.engines.base import WorkerSpec
+from daemon.worker_spec import WorkerSpec
 from fingerprint.codec import from_json
 from fingerprint.errors import BadInputError, ConfigError
 from iserve.api_types import DeployBody
@@ -20,6 +20,8 @@ __all__ = [
     "DRAINING",
     "REPLACING",
     "RESTORING",
+    "SCALED_TO_ZERO",
+    "SCALING_UP",
     "draining_workers",
     "read_request",
     "recorded_update",
@@ -27,6 +29,10 @@ __all__ = [
     "recorded_workers",
     "update_workers",
 ]
+
+# Phases of a deployment with --scale-to-zero.
+SCALED_TO_ZERO = "scaled-to-zero"  # its workers have ended, or end once they have no request left
+SCALING_UP = "scaling-up"  # requests wait, and its workers start
 
 # Phases of an update that ends the former workers first.
 DRAINING = "draining"  # the gateway sends nothing to the former workers, which finish what they have

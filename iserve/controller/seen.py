@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from daemon.engines.base import WorkerSpec
 from daemon.status import NodeStatus, WorkerState, WorkerStatus
+from daemon.worker_spec import WorkerSpec
 from iserve.api_documents import ReplicaDocument
 from iserve.state.store import DeploymentRow
 

@@ -40,7 +40,7 @@ from iserve.controller.ending import end_workers
 from iserve.controller.engine_selection import deployable_engine
 from iserve.controller.node import serving_on
 from iserve.controller.plans import Plans, progress_document
-from iserve.controller.processes import Companion, daemon_companion, gateway_companion
+from iserve.controller.processes import ChildProcess, daemon_process, gateway_process
 from iserve.controller.profiling import Profiler
 from iserve.controller.records import draining_workers, recorded_wish, recorded_workers, update_workers
 from iserve.controller.repeats import KEPT_S, answer_to_keep, answered_before, deployed_before
@@ -52,9 +52,9 @@ from iserve.engine_inventory import engine_documents
 from iserve.keys import new_key
 from iserve.model_source import ModelSource, resolve
 from iserve.planning.document import PlanDocument
-from iserve.planning.model_use import check_code, check_same_code, used, with_images
+from iserve.planning.model_use import check_code_of_each, check_same_code, used, with_images
 from iserve.rest_bodies import UpdateBody
-from iserve.routes import DEMAND_PATH, Demand
+from iserve.route_table import DEMAND_PATH, Demand
 from iserve.settings import Settings
 from iserve.state.store import DeploymentRow, EventRow, Store
 from placement.types import DeploymentState
@@ -74,8 +74,8 @@ class Controller:
 
     def __init__(self, settings: Settings, store: Store) -> None:
         self.settings, self.store = settings, store
-        self.daemon_process: Companion = daemon_companion(settings)
-        self.gateway_process: Companion = gateway_companion(settings)
+        self.daemon_process: ChildProcess = daemon_process(settings)
+        self.gateway_process: ChildProcess = gateway_process(settings)
         self.profiler = Profiler(
             store, settings.fingerprint_folder, start_timeout_s=settings.start_timeout_s, serving=self._serving_on
         )
@@ -232,7 +232,7 @@ class Controller:
             engine.check_options(body.engine_options)
         source = used(self.resolve(body.model, need_weights=False), body.use)
         with_images(self._deployer.options(body).workload, source)
-        _check_code(source, body.engine)
+        check_code_of_each(source, capabilities_for(body.engine))
         if source.has_weights or self._is_here(body.model):
             Checkpoint.open(source.directory)  # what a hub id lacks is fetched in the background, and checked then
         return source
@@ -402,7 +402,7 @@ class Controller:
             created_at=time.time(),
             scale_to_zero_s=body.scale_to_zero_s,
             num_replicas=body.replicas,
-            refuses_late=body.refuse_late,
+            rejects_late=body.reject_late,
         )
 
     def _document(self, row: DeploymentRow, node: NodeStatus | None) -> DeploymentDocument:
@@ -432,7 +432,7 @@ class Controller:
             progress=None if progress is None else progress_document(progress),
             scale_to_zero_s=wish.scale_to_zero_s,
             num_replicas=wish.replicas,
-            refuses_late=wish.refuse_late,
+            rejects_late=wish.reject_late,
             num_ready=sum(replica.status == WorkerState.READY for replica in replicas),
             replicas=replicas,
             updating=row.update_request is not None,
@@ -455,14 +455,6 @@ class Controller:
         self.verifier.close()
         self.plans.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _check_code(source: ModelSource, engine: str) -> None:
-    """Raise ConfigError where each engine that may be taken needs Python code of the model, without permission."""
-    tables = capabilities_for(engine)
-    if not source.use.trust_remote_code and all(table.needs_code(source.spec) for table in tables):
-        for table in tables:
-            check_code(source, table)
 
 
 def _model_document(name: str, source: ModelSource) -> ModelDocument:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from daemon.engines.base import WorkerSpec
+from daemon.worker_spec import WorkerSpec
 from iserve.planning.launching import PlannedDeployment
 
 __all__ = ["WorkerCapacity", "reduction", "tightest_device", "too_small"]

@@ -16,7 +16,7 @@ import time
 import uuid
 from dataclasses import replace
 
-from daemon.engines.base import WorkerSpec
+from daemon.worker_spec import WorkerSpec
 from fingerprint.codec import to_json
 from fingerprint.errors import (
     ConfigError,
@@ -154,7 +154,7 @@ class Updater:
     def _restore(self, row: DeploymentRow) -> None:
         """End the new workers and start the former ones again. Where these cannot be started either, the
         deployment is carried out anew as it was."""
-        former, why = recorded_workers(row), row.error or "the new workers did not come up"
+        former, why = recorded_workers(row), row.error or "the new workers did not start"
         try:
             with self._profiler.paused(lambda: self._deployer.check_not_removed(row)):
                 self._deployer.end(update_workers(row))
@@ -179,7 +179,7 @@ class Updater:
         former = "the former workers " + ("have ended" if row.update_stop_first else "drain")
         message = f"{row.name}: updated, {former}" + (f"; {smaller}" if smaller else "")
         if not self._store.finish_update(row.id, former=row.workers, workers=to_json(serving), message=message):
-            log.info("%s: its workers are others than before, so that its update is taken up again", row.name)
+            log.info("%s: its workers have changed, so that its update is taken up again", row.name)
 
     def _choose(self, row: DeploymentRow, measured: Measured) -> tuple[WorkerSpec, ...]:
         """Return the best workers next to the former ones, or in their place, recorded before any is launched.

@@ -225,8 +225,8 @@ def _notes(running: CheckTarget, times: Times, unknown: str | None) -> tuple[str
         )
     if running.num_replicas > 1:
         notes.append(
-            f"one of {running.num_replicas} replicas was checked, {running.spec.worker_id}; the others served on"
+            f"one of {running.num_replicas} replicas was checked, {running.spec.worker_id}; the rest still served"
         )
     if times.disturbed:
-        notes.append(f"{times.disturbed} pairs of bursts are left out: others were served meanwhile")
+        notes.append(f"{times.disturbed} pairs of bursts are left out: other requests ran meanwhile")
     return tuple(notes)

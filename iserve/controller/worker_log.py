@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from daemon.client import DaemonClient
-from daemon.engines.base import WorkerSpec
 from daemon.worker_log import LogPart
+from daemon.worker_spec import WorkerSpec
 from fingerprint.errors import NotFoundError
 from iserve.api_documents import LogDocument
 from iserve.controller.records import recorded_workers

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from daemon.devices import Device
-from daemon.engines.base import Container, Engine, Inside, WorkerSpec
+from daemon.engines.base import Container, Engine, Inside
 from daemon.settings import DaemonSettings
+from daemon.worker_spec import WorkerSpec
 from fingerprint.errors import ConfigError
 from iserve import __version__
 from iserve.planning.launching import LaunchDocument

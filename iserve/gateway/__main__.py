@@ -20,7 +20,7 @@ import uvicorn
 
 from daemon.atomic_file import remove_stale_temporaries
 from daemon.file_limit import raise_file_limit
-from daemon.own_log import bound_own_log, log_to_stderr
+from daemon.log_rotation import bound_log, log_to_stderr
 from daemon.process import kept_record, own_record
 from fingerprint.errors import IserveError
 from iserve.gateway.app import Gateway
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     raise_file_limit()
     log_to_stderr()
     signal.signal(signal.SIGTERM, _end)  # uvicorn re-raises the signal after its clean shutdown; then exit with 0
-    bound_own_log((args.home / "logs" / "gateway.log").absolute())
+    bound_log((args.home / "logs" / "gateway.log").absolute())
     run = args.home / "run"
     record_path = run / "gateway.json"
     try:

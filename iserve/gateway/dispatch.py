@@ -16,10 +16,10 @@ import time
 from bisect import insort
 from dataclasses import dataclass, field
 
-from iserve.gateway.arrivals import Arrivals
 from iserve.gateway.errors import ApiError
 from iserve.gateway.punctuality import Punctual
-from iserve.routes import DeploymentDemand, Route, RouteTable, WorkerTarget
+from iserve.gateway.rate_window import RateWindow
+from iserve.route_table import DeploymentDemand, Route, RouteTable, WorkerTarget
 from planner.refusing import Flight, Late
 
 __all__ = ["DOWN_S", "READY_WAIT_S", "Deployment", "Dispatcher"]
@@ -49,7 +49,7 @@ class Deployment:
         self._down_until_s: dict[str, float] = {}
         self._waiting: list[_Waiting] = []
         self._last_s = time.monotonic()  # a request arrived or ended
-        self._arrivals = Arrivals()
+        self._arrivals = RateWindow()
         self.punctual = Punctual.of(route)
         self._was_ready = False  # when it was last looked at
 

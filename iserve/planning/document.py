@@ -9,14 +9,14 @@ from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimates import Correction, Quantity
 from fingerprint.measurements import Unreached
 from iserve.planning.verdict import VerdictDocument
-from planner.plan import PassedOver, RefusedFor, Served, WhyNot
+from planner.plan import LoadForecast, PassedOver, RefusedFor, WhyNot
 
 __all__ = [
+    "CacheSizesDocument",
     "CandidateDocument",
     "CapacityBound",
     "CapacityDocument",
     "EstimateDocument",
-    "KeptDocument",
     "PlanDocument",
     "ProfileDocument",
 ]
@@ -40,7 +40,7 @@ class EstimateDocument:
     """Time of a whole request of the batch, in seconds."""
     correction: Correction | None = None
     """Correction by a check, included in the figures; None: none."""
-    rests_on: DeploymentConfig | None = None
+    measured_config: DeploymentConfig | None = None
     """Configuration whose measured times these figures come from; None: datasheets alone."""
 
 
@@ -70,7 +70,7 @@ class CandidateDocument:
     """Factor by which deployments that share its GPUs slow it down; included in cost, objective and limits, not in
     the times."""
     measured: bool = False
-    """Whether this configuration was run; false: estimated from others or from datasheets."""
+    """Whether this configuration was run; false: estimated from other configurations or from datasheets."""
     objective_low: float | None = None
     """Lower end of the objective's 90% interval; None: not feasible."""
     objective_high: float | None = None
@@ -117,7 +117,7 @@ class CapacityBound(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KeptDocument:
+class CacheSizesDocument:
     """Bytes that a replica keeps of a request, over all its GPUs and layers."""
 
     kv_bytes_per_token: int
@@ -140,7 +140,7 @@ class CapacityDocument:
     """Memory promised on the fullest GPU."""
     bound: CapacityBound | None = None
     """Reason why the worker takes no more; None: a plan stored before this was recorded."""
-    kept: KeptDocument | None = None
+    cache_sizes: CacheSizesDocument | None = None
     """Cache sizes of the model; None: a plan stored before this was recorded."""
 
 
@@ -170,11 +170,11 @@ class PlanDocument:
     """Refused configurations that would be better, and what would admit them."""
     notes: tuple[str, ...] = ()
     """Remarks on the plan as a whole."""
-    served: Served | None = None
+    load_forecast: LoadForecast | None = None
     """Times of the chosen candidate under the rate; None without a rate."""
     replicas: int = 1
     """Number of replicas; figures are of one, rates of the verdict are of all."""
-    alone: EstimateDocument | None = None
+    single_request: EstimateDocument | None = None
     """Figures of one request alone on the chosen candidate; None: not estimated, or the batch is 1."""
     passed_over: tuple[PassedOver, ...] = ()
     """Candidates that are better by their value and were not measured, best first."""

@@ -14,6 +14,7 @@ from itertools import product
 
 from fingerprint.capability import EngineCapabilities
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat
+from fingerprint.engines import preference
 from fingerprint.errors import UnsupportedModelError
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
@@ -27,9 +28,6 @@ __all__ = [
     "first_feasible",
     "nothing_feasible_on",
 ]
-
-_ON_GPUS = ("vllm", "tensorrt-llm", "torch")
-_ON_CPUS = ("torch",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +44,10 @@ def by_preference(tables: Sequence[EngineCapabilities], gpu: GpuSpec) -> tuple[E
     The order is that of a deploy; last are those that no deploy takes unasked: nothing can be measured on them, or
     nothing of them was ever run. What is installed here does not count.
     """
-    names = _ON_CPUS if gpu.is_cpu else _ON_GPUS
 
-    def rank(table: EngineCapabilities) -> tuple[bool, int]:
+    def rank(table: EngineCapabilities) -> tuple[bool, bool, int]:
         last = table.unprofiled is not None or not table.verified
-        return last, names.index(table.engine) if table.engine in names else len(names)
+        return last, gpu.is_cpu and not table.cpu, preference(table.engine)
 
     return tuple(sorted(tables, key=rank))
 
@@ -65,7 +62,7 @@ def engine_choices(
 ) -> tuple[EngineChoice, ...]:
     """Return the engines for 16-bit checkpoints of ``spec``, the preferred one first.
 
-    The order is vllm, tensorrt-llm, torch on GPUs, and torch alone on a CPU.
+    The order is that of ``fingerprint.engines``; on a CPU only those that run there are asked.
 
     Args:
         gpu: the node's; None where nothing says what it can do, or for a CPU.
@@ -75,9 +72,9 @@ def engine_choices(
     Raises:
         UnsupportedModelError: none of them; the message has each one's reason.
     """
-    by_name = {table.engine: table for table in tables}
+    able = [table for table in tables if on_gpus or table.cpu]
     choices, passed_over = [], tuple[str, ...]()
-    for table in (by_name[name] for name in (_ON_GPUS if on_gpus else _ON_CPUS) if name in by_name):
+    for table in sorted(able, key=lambda table: preference(table.engine)):
         reason = _why_not(spec, gpu, table, quality, on_gpus=on_gpus)
         if reason is None:
             choices.append(EngineChoice(table.engine, passed_over))

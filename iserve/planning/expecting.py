@@ -34,13 +34,13 @@ from planner.costs import objective_of
 from planner.intent import Intent
 from planner.plan import Candidate
 
-__all__ = ["UNKNOWN_LOAD", "Expected", "expected"]
+__all__ = ["UNKNOWN_LOAD", "FutureLoad", "expected"]
 
 UNKNOWN_LOAD = 0.5  # docs/decisions/0021-room-for-later.md
 
 
-class Expected(NamedTuple):
-    """Deployments that are still expected."""
+class FutureLoad(NamedTuple):
+    """Load of the deployments that are still expected."""
 
     num: int
     requests_per_s: float  # of all of them, for each GPU of the cluster
@@ -57,7 +57,7 @@ class Expected(NamedTuple):
 
 def expected(
     in_all: int, candidates: Sequence[Candidate], intent: Intent, snapshot: ClusterSnapshot, others: Others
-) -> Expected | None:
+) -> FutureLoad | None:
     """Return the deployments still expected of ``in_all``, one of which is planned for now.
 
     None: none is expected, or the intent is not one that they matter to.
@@ -78,7 +78,7 @@ def expected(
         rate = intent.rate_per_s
     else:
         rate = UNKNOWN_LOAD * len(snapshot.gpus) / in_all / gpu_s[least]
-    return Expected(num, num * rate / len(snapshot.gpus), gpu_s)
+    return FutureLoad(num, num * rate / len(snapshot.gpus), gpu_s)
 
 
 def _gpu_s_of(candidates: Sequence[Candidate], rate_per_s: float | None) -> dict[DeploymentConfig, float]:

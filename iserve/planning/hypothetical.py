@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from daemon.devices import Device
-from daemon.engines.options import NO_OPTIONS, EngineOptions
+from daemon.engine_options import NO_OPTIONS, EngineOptions
 from daemon.engines.registry import capabilities_for, get_engine
 from fingerprint.capability import PLANNED_ONLY, EngineCapabilities
 from fingerprint.checkpoint import Checkpoint
@@ -20,7 +20,7 @@ from fingerprint.model_spec import ModelSpec
 from fingerprint.model_use import AS_IT_IS, ModelUse
 from iserve.api_types import check_name
 from iserve.model_source import ModelSource, resolve
-from iserve.planning.document import EstimateDocument, KeptDocument, PlanDocument
+from iserve.planning.document import CacheSizesDocument, EstimateDocument, PlanDocument
 from iserve.planning.engine_choice import EngineChoice, by_preference, engine_choices_for_gpus, first_feasible
 from iserve.planning.here import DeployableDocument, deployable, gpus_here
 from iserve.planning.launching import LaunchDocument, PlannedDeployment
@@ -63,7 +63,7 @@ class OneEstimateDocument:
     reason: str | None  # why no engine runs it, or why it does not fit
     conditions: tuple[str, ...] = ()  # what running it takes in addition to the GPUs, where an engine does
     verdict: VerdictDocument | None = None
-    kept: KeptDocument | None = None
+    kept: CacheSizesDocument | None = None
     """Cache sizes of the model."""
 
 

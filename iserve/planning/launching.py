@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from daemon.devices import Device
-from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
-from daemon.engines.options import NO_OPTIONS, EngineOptions
+from daemon.engine_options import NO_OPTIONS, EngineOptions
+from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.engine_caches import engine_caches
 from fingerprint.errors import InfeasibleError
 from fingerprint.measurements import Profile
 from iserve.controller.estimating import step_tokens_of
@@ -76,7 +77,8 @@ class PlannedDeployment:
             worker_spec(name, source, one_id, best.config, placement, workload, self.free_bytes, steps, served)
             for one_id, placement in zip(ids, placements, strict=True)
         )
-        return tuple(replace(spec, options=options) for spec in specs)
+        caches = () if profile is None else engine_caches(source.spec, profile.memory)
+        return tuple(replace(spec, options=options, layer_caches=caches) for spec in specs)
 
     def launch(
         self,

@@ -16,7 +16,7 @@ from fingerprint.estimates import Estimate, Estimator
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
-from iserve.planning.expecting import Expected, expected
+from iserve.planning.expecting import FutureLoad, expected
 from placement.fit import demand
 from placement.others import Others
 from placement.placers import FindsPlaces, check_placement, make_placer
@@ -110,6 +110,7 @@ def hypothetical_hardware(gpu: GpuSpec, count: int) -> Hardware:
             gpu_index=index,
             total_bytes=gpu.memory_bytes,
             free_bytes=gpu.memory_bytes,
+            kind=gpu.kind,
         )
         for index in range(count)
     )
@@ -152,7 +153,7 @@ def make_plan(
             idle = "one more idle GPU" if more == 1 else f"{more} more idle GPUs"
             text = f"{idle} would admit {best.config}"
             advice = Relaxation(LimitKind.GPUS, num_gpus, num_gpus + more, best.config, best.objective, text)
-            why_not = replace(plan.why_not, relax=(*plan.why_not.relax, advice))
+            why_not = replace(plan.why_not, relaxations=(*plan.why_not.relaxations, advice))
             return replace(plan, why_not=why_not)
     return plan
 
@@ -307,7 +308,7 @@ class FitsOn:
 
     def __init__(self, hardware: Hardware, options: PlanOptions) -> None:
         self._hardware, self._options, self._replicas = hardware, options, options.replicas
-        self.expected: Expected | None = None
+        self.expected: FutureLoad | None = None
         self._others = Others(hardware.snapshot)
         self._counts = options.weigh_load and bool(self._others.loads)
         self._placer = self._placer_of(options.policy, options.load_threshold)
@@ -364,7 +365,7 @@ class FitsOn:
 def _answer(placer: FindsPlaces | ReplicaPlacer, estimate: Estimate) -> Placement | Replicas | NoRoom:
     answer = placer.fit(demand(estimate.memory))
     if isinstance(answer, Refusal):
-        return NoRoom(answer.reason, answer.shortfall_bytes, answer.missing_gpus)
+        return NoRoom(answer.reason, answer.shortfall_bytes, answer.missing_gpus, answer.device)
     return answer
 
 

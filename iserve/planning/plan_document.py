@@ -37,7 +37,7 @@ def estimate_document(
         tpot_s=estimate.tpot_s,
         e2e_s=estimate.e2e_s,
         correction=estimate.correction,
-        rests_on=estimate.rests_on,
+        measured_config=estimate.rests_on,
     )
 
 
@@ -99,9 +99,9 @@ def plan_document(
         chosen=plan.chosen,
         why_not=plan.why_not,
         notes=(*notes, *plan_notes(plan, profile, replicas, device_kind(hardware))),
-        served=plan.served,
+        load_forecast=plan.served,
         replicas=replicas,
-        alone=None if alone is None else estimate_document(alone, cost=None),
+        single_request=None if alone is None else estimate_document(alone, cost=None),
         passed_over=plan.passed_over,
         indistinguishable=plan.indistinguishable,
         profile=None if profile is None else _profile(profile),

@@ -48,7 +48,7 @@ def with_rate_advice(plan: Plan, hardware: Hardware, estimator: Estimator, optio
         *first(LimitKind.BATCH, batch, (size for size in powers if size > batch)),
         *first(LimitKind.REPLICAS, replicas, range(replicas + 1, most + 1)),
     )
-    told = plan.why_not.relax
+    told = plan.why_not.relaxations
     gpus = tuple(one for one in told if one.limit is LimitKind.GPUS)
     others = tuple(one for one in told if one.limit is not LimitKind.GPUS)
-    return replace(plan, why_not=replace(plan.why_not, relax=(*others, *found, *gpus)))
+    return replace(plan, why_not=replace(plan.why_not, relaxations=(*others, *found, *gpus)))

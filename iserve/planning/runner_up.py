@@ -69,7 +69,7 @@ class RunnerUpDocument:
     """Batches at which it would be chosen; None: none that was tried."""
     wins_by: tuple[IntentLead, ...] = ()
     """Other intents under which it would be chosen."""
-    alike: tuple[DeploymentConfig, ...] = ()
+    equivalent: tuple[DeploymentConfig, ...] = ()
     """Feasible configurations with the same figures as the chosen one."""
     is_measured: bool = False
     """Whether the runner-up was run."""
@@ -103,7 +103,7 @@ def runner_up(plan: Plan, winner: Winner | None = None) -> RunnerUpDocument | No
         chosen_objective=best.weight,
         wins_at_batch=None if winner is None else _batches(best, rival, plan.intent.kind, winner),
         wins_by=() if winner is None else tuple(_leads(best, rival, plan.intent, winner)),
-        alike=tuple(ranked.config for ranked in alike),
+        equivalent=tuple(ranked.config for ranked in alike),
         is_measured=rival.is_measured,
         is_ahead=rival.config in passed_over,
         is_distinguishable=rival.config not in overlapping,

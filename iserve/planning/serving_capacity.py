@@ -13,13 +13,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from fingerprint.cache_blocks import block_tokens, in_large_blocks
-from fingerprint.config import SLOT_ENGINES, DeploymentConfig, Workload
+from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.engines import traits_of
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Estimator, MemoryEstimate
 from fingerprint.estimators.roofline import DEFAULT_MAX_BATCHED_TOKENS
 from fingerprint.formats import kept_bytes_per_replica, kv_heads_per_gpu
 from fingerprint.model_spec import ModelSpec
-from iserve.planning.document import CapacityBound, CapacityDocument, KeptDocument
+from iserve.planning.document import CacheSizesDocument, CapacityBound, CapacityDocument
 from iserve.planning.making import Hardware, PlanOptions, placements_of
 from placement.fit import demand
 from placement.types import GpuState, Placement, StagePlacement
@@ -62,7 +63,7 @@ class ServingCapacity:
     workload: Workload  # the planned lengths, with the requests at once and the longest one that are served
     placements: tuple[Placement, ...]  # of each replica, with the memory that serving it takes
     bound: CapacityBound  # why it is no more
-    kept: KeptDocument  # by the model, of what it serves
+    kept: CacheSizesDocument  # by the model, of what it serves
 
     def document(self, free_bytes: Mapping[str, int]) -> CapacityDocument:
         """Return it with the memory that is promised where ``free_bytes`` are free by device."""
@@ -71,7 +72,7 @@ class ServingCapacity:
             requests_at_once=self.workload.batch,
             context_tokens=self.workload.context_tokens,
             kv_tokens=self.workload.kv_tokens(self.engine) if self.kept.kv_bytes_per_token else 0,
-            kept=self.kept,
+            cache_sizes=self.kept,
             memory_bytes_per_gpu=max(promised_bytes(stage, free_bytes) for stage in stages),
             bound=self.bound,
         )
@@ -158,10 +159,10 @@ def capacity_of(
     return replace(found, bound=bound)
 
 
-def kept_of(spec: ModelSpec, config: DeploymentConfig) -> KeptDocument:
+def kept_of(spec: ModelSpec, config: DeploymentConfig) -> CacheSizesDocument:
     """Return the bytes that ``config`` keeps of a request, over all GPUs of a replica."""
     token_bytes, state_bytes = kept_bytes_per_replica(spec, config)
-    return KeptDocument(kv_bytes_per_token=round(token_bytes), state_bytes_per_request=round(state_bytes))
+    return CacheSizesDocument(kv_bytes_per_token=round(token_bytes), state_bytes_per_request=round(state_bytes))
 
 
 def _bound(options: PlanOptions) -> CapacityBound:
@@ -194,7 +195,7 @@ def _largest_size(planned: Workload, options: PlanOptions, engine: str, spec: Mo
         return 0
     if not spec.keeps_tokens:
         return _MOST_REQUESTS
-    if engine in SLOT_ENGINES:
+    if traits_of(engine).has_slots:
         return math.ceil(_SLOTS_TOKENS / _TOKENS_APART)
     usual = planned.input_tokens + planned.output_tokens
     batch = _MOST_REQUESTS if options.more_requests else planned.batch
@@ -212,7 +213,7 @@ def _served(planned: Workload, size: int, options: PlanOptions, engine: str, spe
 
     Where a model keeps states alone, requests may be as long as any, and memory bounds how many there are.
     """
-    slots, kv_tokens = engine in SLOT_ENGINES, size * _TOKENS_APART
+    slots, kv_tokens = traits_of(engine).has_slots, size * _TOKENS_APART
     usual, context, batch = planned.input_tokens + planned.output_tokens, planned.context_tokens, planned.batch
     if options.longer_requests:
         share = 1 if not slots else _FEWEST_SLOTS if options.more_requests else batch
@@ -252,7 +253,7 @@ def served_memory(
     memory = estimator.estimate(config, served).memory
     if served == planned:
         return memory
-    if config.engine in SLOT_ENGINES:
+    if traits_of(config.engine).has_slots:
         step_tokens = _step_tokens(planned, config.engine, served)
         stepping = estimator.estimate(config, Workload(batch=1, input_tokens=step_tokens, output_tokens=1)).memory
         logits = served.batch * spec.vocab_size * _LOGIT_BYTES
@@ -265,7 +266,8 @@ def served_memory(
     if in_large_blocks(spec, config.engine):
         return memory  # which has them
     heads_part = kv_heads_per_gpu(spec, config.tp) / spec.num_kv_heads
-    empty_tokens = max(_PARTLY_EMPTY_TOKENS, block_tokens(spec) if config.engine == "vllm" else 0)
+    in_blocks = traits_of(config.engine).has_grouped_blocks
+    empty_tokens = max(_PARTLY_EMPTY_TOKENS, block_tokens(spec) if in_blocks else 0)
     partly_empty = served.batch * empty_tokens * spec.kv_bytes_per_token_per_layer(config.kv) * heads_part
     return replace(memory, layer_kv_bytes=memory.layer_kv_bytes + math.ceil(partly_empty))
 
@@ -274,7 +276,7 @@ def _step_tokens(planned: Workload, engine: str, served: Workload) -> int:
     """Return tokens of the largest step that an engine is started for, where no measurement gives them."""
     one = served
     least = 0
-    if engine in SLOT_ENGINES and served != planned:
+    if traits_of(engine).has_slots and served != planned:
         one, least = planned, min(_SLOT_STEP_TOKENS, served.context_tokens)
     return min(DEFAULT_MAX_BATCHED_TOKENS, max(one.batch * one.input_tokens, one.context_tokens, least))
 

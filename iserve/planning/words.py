@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat, Workload
+from fingerprint.engines import traits_of
 from fingerprint.estimates import Quantity
 
 __all__ = [
@@ -26,7 +27,6 @@ __all__ = [
 ]
 
 ELSEWHERE = "or give --gpus, such as a6000:8, to plan without this machine"
-_ENGINES = {"vllm": "vLLM", "tensorrt-llm": "TensorRT-LLM", "torch": "the embedded engine"}
 
 
 def gib(size_bytes: float) -> str:
@@ -130,7 +130,7 @@ def device_kind(hardware: str) -> str:
 
 def engine_name(engine: str) -> str:
     """Return an engine's name as its makers spell it."""
-    return _ENGINES.get(engine, engine)
+    return traits_of(engine).title or engine
 
 
 def _split(config: DeploymentConfig, layers_per_stage: Sequence[int] | None) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from fingerprint.capability import EngineCapabilities
 from fingerprint.codec import from_json
 from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.engine_caches import with_engine_caches
 from fingerprint.errors import NotFoundError, NotMeasuredError
 from fingerprint.estimates import Estimator
 from fingerprint.estimators.corrected import CorrectedEstimator
@@ -254,7 +255,8 @@ class _Planner:
             options=wish,
             deployable=there,
         )
-        capacity = serving_capacity(plan, self._spec, self._hardware, self._estimator, wish)
+        spec = self._spec if profile is None else with_engine_caches(self._spec, profile.memory)
+        capacity = serving_capacity(plan, spec, self._hardware, self._estimator, wish)
         free_bytes = {gpu.device_id: gpu.free_bytes for gpu in self._hardware.snapshot.gpus}
         document = plan_document(
             plan,

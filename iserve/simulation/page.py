@@ -14,7 +14,7 @@ from iserve.simulation.document import (
     failure_reasons,
     intent_words,
     late_words,
-    steering_words,
+    policy_words,
 )
 from traces.panels import outcome_line, over_time, quantiles, tiles
 from traces.summary import Percentiles, Summary, limit_words
@@ -35,7 +35,7 @@ def render_simulation(document: SimulationDocument) -> str:
     sections = (
         ("latency", "Latency", _latency(document)),
         ("time", "The run over time", over_time(document.timeline, "Requests by their arrival")),
-        ("steering", "Replicas, sleep and moves", _steering(document)),
+        ("steering", "Scaling and moves", _steering(document)),
         ("gpus", "GPUs", _gpus(document)),
         ("failures", "Requests that failed", _failures(document)),
         ("changes", "What happened", _changes(document)),
@@ -103,16 +103,17 @@ def _summary_row(name: str, summary: Summary) -> Markup:
 
 
 def _steering(document: SimulationDocument) -> Markup | None:
-    if document.steering is None:
+    if document.cluster_policy is None:
         return None
 
     def row(d: DeploymentOutcome) -> Markup:
-        return _row(d.name, str(d.most_replicas), str(d.wakes), seconds(d.asleep_s), str(d.moves))
+        return _row(d.name, str(d.peak_replicas), str(d.cold_starts), seconds(d.scaled_to_zero_s), str(d.moves))
 
     return join(
-        el("p", f"Steered: {steering_words(document.steering)}."),
+        el("p", f"Cluster policy: {policy_words(document.cluster_policy)}."),
         table(
-            ("deployment", "replicas at most", "woken", "asleep", "moves"), [row(d) for d in document.deployments]
+            ("deployment", "peak replicas", "cold starts", "at zero", "moves"),
+            [row(d) for d in document.deployments],
         ),
     )
 
@@ -164,7 +165,10 @@ def _settings(document: SimulationDocument) -> Markup:
             ("cluster", document.hardware),
             ("planner", document.planner),
             ("placement", document.placement),
-            ("steering", "none" if document.steering is None else steering_words(document.steering)),
+            (
+                "cluster policy",
+                "none" if document.cluster_policy is None else policy_words(document.cluster_policy),
+            ),
             ("service", f"{document.service}{late_words(document)}"),
             ("intent", intent_words(document.intent)),
             ("planned for", planned),

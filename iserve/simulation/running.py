@@ -12,7 +12,9 @@ from typing import cast
 from daemon.engines.registry import capabilities_for
 from daemon.torch_engine.scheduler import Demand, Scheduler, Work
 from fingerprint.capability import EngineCapabilities
-from fingerprint.config import SLOT_ENGINES, DeploymentConfig, Workload
+from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.engine_caches import with_engine_caches
+from fingerprint.engines import traits_of
 from fingerprint.errors import ConfigError
 from fingerprint.estimates import Estimator
 from fingerprint.gpu_spec import GpuSpec
@@ -33,13 +35,12 @@ from iserve.planning.ranked_model import RankedModel
 from iserve.planning.serving_capacity import capacity_of
 from iserve.planning.serving_capacity import launch_limits as planned_limits
 from placement.harvesting import spare_gpu
-from placement.orders import Steering
+from placement.orders import ClusterPolicy
 from placement.routing import Router
 from placement.types import ClusterSnapshot, GpuState, Placement
 from planner.lateness import Pace
 from planner.plan import NoRoom, Plan
 from traces.request import Request
-from traces.simulator.pipelined import keeps_stages_full
 from traces.simulator.result import SimulationResult
 from traces.simulator.scenario import Deployed, Deployer, NotDeployed, Policies, Scenario
 from traces.simulator.simulation import Progress, simulate
@@ -112,15 +113,13 @@ def launch_limits(
     """
     sizes = planned_limits(workload, engine, step_tokens, served=served)
     windows = {kind.window for kind in spec.kinds if kind.kv_share} if spec is not None else {None}
-    bounded = {window for window in windows if window is not None and engine not in SLOT_ENGINES}
+    bounded = set() if traits_of(engine).has_slots else {window for window in windows if window is not None}
     return Limits(
         max_batch=sizes.max_batch,
         max_context_tokens=sizes.max_context_tokens,
         max_batched_tokens=sizes.max_batched_tokens,
         kv_tokens=sizes.kv_tokens if windows else None,
-        kv_window=max(bounded)
-        if bounded and len(bounded) == len(windows) and engine not in SLOT_ENGINES
-        else None,
+        kv_window=max(bounded) if bounded and len(bounded) == len(windows) else None,
     )
 
 
@@ -147,7 +146,7 @@ def measured_model(name: str, profile: Profile, gpu: GpuSpec, options: PlanOptio
         raise ConfigError(f"the profile of {profile.model} was taken on {device.name}, the cluster has {gpu.name}")
     return SimulatedModel(
         name=name,
-        spec=profile.spec,
+        spec=with_engine_caches(profile.spec, profile.memory),
         estimator=estimator_for(profile),
         engines=tuple(capabilities_for(profile.engine)),
         options=options,
@@ -236,7 +235,7 @@ class PlannedDeployer:
                 placement=placement,
                 steps=self._step_model(asked, config, served),
                 what=what,
-                pipelined=keeps_stages_full(config.engine),
+                pipelined=traits_of(config.engine).fills_stages,
                 pace=self._pace(asked, config),
             )
             for placement in capacity.placements
@@ -311,20 +310,20 @@ def simulate_cluster(
     *,
     router: Router,
     deployer: Deployer | None = None,
-    steering: Steering | None = None,
+    cluster_policy: ClusterPolicy | None = None,
     progress: Progress | None = None,
 ) -> SimulationResult:
     """Run :func:`traces.simulator.simulation.simulate` with the policies that decide in production.
 
     Args:
         deployer: None: the planner.
-        steering: scales and moves what is deployed; None: it stays as it is.
+        cluster_policy: scales and moves what is deployed; None: it stays as it is.
     """
     policies = Policies(
         deployer=deployer or PlannedDeployer(gpu, models.values()),
         router=router,
         harvest=spare_gpu,
         make_batcher=EngineBatcher,
-        steering=steering,
+        cluster_policy=cluster_policy,
     )
     return simulate(requests, scenario, policies, progress=progress)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from rich.text import Text
 
-from daemon.own_log import log_to_stderr
+from daemon.log_rotation import log_to_stderr
 from fingerprint.plain_text import is_plain, printable
 from fingerprint.report.markup import el
 from iserve.cli import main

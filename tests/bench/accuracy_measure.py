@@ -33,9 +33,9 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 
-from daemon.engines.base import WorkerLimits, WorkerSpec
-from daemon.engines.vllm.adapter import HOSTED_PATH
+from daemon.engines.external import PROFILING_PATH
 from daemon.profile_client import WorkerProfileSession, WorkerProfileTarget
+from daemon.worker_spec import WorkerLimits, WorkerSpec
 from fingerprint.codec import to_json
 from fingerprint.config import KvFormat, WeightFormat
 from fingerprint.depth_tied_plan import ONCE_TOKENS, DepthTiedPlan, Point
@@ -100,7 +100,7 @@ class _Process:
         (folder / "spec.json").write_bytes(to_json(spec))
         (folder / "machine.json").write_bytes(to_json(machine))
         env = os.environ | {
-            "PYTHONPATH": os.pathsep.join([HOSTED_PATH, os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": os.pathsep.join([PROFILING_PATH, os.environ.get("PYTHONPATH", "")]),
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
@@ -111,7 +111,7 @@ class _Process:
         }
         self._log = (folder / "log.txt").open("ab")
         self._process = subprocess.Popen(
-            [sys.executable, str(ROOT / "daemon/vllm_worker/__main__.py"), "--spec", str(folder / "spec.json")],
+            [sys.executable, "-m", "iserve_profiling.vllm", "--spec", str(folder / "spec.json")],
             env=env,
             stdout=self._log,
             stderr=self._log,

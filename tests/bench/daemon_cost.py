@@ -1,4 +1,4 @@
-"""Cost of a daemon to its node at one look a second: processor time and resident memory, its keepers' too.
+"""Cost of a daemon to its node at one look a second: processor time and resident memory, its shims' too.
 
 ``python tests/bench/daemon_cost.py --workers 2 --seconds 60 --json out.json``. The workers are the tests' stdlib
 stand-ins, idle; their own cost is not counted. With ``--fake-gpus N`` the devices are N simulated GPUs instead of
@@ -23,13 +23,14 @@ from pathlib import Path
 
 from daemon.client import DaemonClient
 from daemon.devices import Device
-from daemon.engines.base import Command, StageAssignment, WorkerLimits, WorkerSpec
+from daemon.engines.base import Command
 from daemon.engines.torch import TorchEngine
 from daemon.lease import LEASE_FILE, Lease, read_file
 from daemon.process import is_alive, read_record
 from daemon.procfs import read_stat
 from daemon.settings import DaemonSettings
 from daemon.status import WorkerState
+from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from fingerprint.config import DeploymentConfig
 
 HERE = Path(__file__).parent
@@ -45,8 +46,8 @@ class DaemonCost:
     seconds: float
     core_fraction: float  # of the daemon, all its threads
     daemon_rss_bytes: int
-    keepers_core_fraction: float  # all of them
-    keeper_rss_bytes: int  # the largest
+    shims_core_fraction: float  # all of them
+    shim_rss_bytes: int  # the largest
     machine: str
 
 
@@ -110,22 +111,20 @@ def measure(workers: int, seconds: float, fake_gpus: int) -> DaemonCost:
                 time.sleep(0.1)
             client = DaemonClient.from_record(record_file)
             launch(client, workers, Path(folder))
-            keepers = [
-                read_file(home / "workers" / f"w{n}" / LEASE_FILE, Lease).keeper_pid for n in range(workers)
-            ]
+            shims = [read_file(home / "workers" / f"w{n}" / LEASE_FILE, Lease).shim_pid for n in range(workers)]
             time.sleep(3)  # starting is over
-            began_s, before_s, keepers_before_s = time.monotonic(), cpu_s(daemon.pid), sum(map(cpu_s, keepers))
+            began_s, before_s, shims_before_s = time.monotonic(), cpu_s(daemon.pid), sum(map(cpu_s, shims))
             time.sleep(seconds)
             spent_s = time.monotonic() - began_s
-            stats = [read_stat(pid) for pid in (daemon.pid, *keepers)]
+            stats = [read_stat(pid) for pid in (daemon.pid, *shims)]
             cost = DaemonCost(
                 workers=workers,
                 devices=f"{fake_gpus} simulated GPUs" if fake_gpus else "2 CPU shares",
                 seconds=spent_s,
                 core_fraction=(cpu_s(daemon.pid) - before_s) / spent_s,
                 daemon_rss_bytes=stats[0].rss_bytes if stats[0] else 0,
-                keepers_core_fraction=(sum(map(cpu_s, keepers)) - keepers_before_s) / spent_s,
-                keeper_rss_bytes=max((stat.rss_bytes for stat in stats[1:] if stat), default=0),
+                shims_core_fraction=(sum(map(cpu_s, shims)) - shims_before_s) / spent_s,
+                shim_rss_bytes=max((stat.rss_bytes for stat in stats[1:] if stat), default=0),
                 machine=f"{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}",
             )
             for worker in client.workers():

@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Any
 
 from fingerprint.codec import from_json, to_json
+from iserve.replay.endpoint import resolve_endpoint
+from iserve.replay.runner import Replay, ReplayOptions
+from iserve.replay.schedule import ScheduleOptions, make_schedule
 from tests.bench.kept import read_kept, write_kept
 from tests.bench.replay_clients import ClientRun, Load, Quantiles, guidellm, quantiles_of, replay
 from tests.bench.replay_stand_in import Notes, endpoint, notes
-from traces.replay.endpoint import resolve_endpoint
-from traces.replay.runner import Replay, ReplayOptions
-from traces.replay.schedule import ScheduleOptions, make_schedule
 from traces.request import Request
 from traces.summary import summarize
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from functools import cache
 from pathlib import Path
@@ -33,7 +32,7 @@ def run(request: pytest.FixtureRequest) -> FamilyRun:
 @pytest.fixture
 def spec(run: FamilyRun, tmp_path: Path) -> ModelSpec:
     """Return the model as it is described today, from the config.json that the run had."""
-    (tmp_path / "config.json").write_text(json.dumps(run.config))
+    (tmp_path / "config.json").write_text(run.config)
     return load_spec(tmp_path)
 
 

@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 
 from daemon.client import DaemonClient
-from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
 from daemon.lease import LEASE_FILE, Lease, read_file
 from daemon.process import is_alive, read_record
 from daemon.procfs import pids_with, read_stat, started_as
 from daemon.status import WorkerState, WorkerStatus
 from daemon.worker_process import WORKER_MARK
+from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from fingerprint.config import DeploymentConfig, even_split
 from fingerprint.errors import UnavailableError
 from tests.waiting import PATIENCE_S, wait_until
@@ -141,11 +141,11 @@ class Node:
         wait_until(lambda: not self._kill_workers(), "every process of a worker is gone")
 
     def _kill_workers(self) -> bool:
-        """Kill each keeper and all that carries the mark of a worker; whether there was any."""
+        """Kill each shim and all that carries the mark of a worker; whether there was any."""
         found = set()
         for folder in (self.home / "workers").glob("*"):
-            keepers = started_as(("-m", "daemon.keeper", str(folder)))
-            found |= {stat.pid for stat in keepers} | set(pids_with(WORKER_MARK, str(folder)))
+            shims = started_as(("-m", "daemon.shim", str(folder)))
+            found |= {stat.pid for stat in shims} | set(pids_with(WORKER_MARK, str(folder)))
         for pid in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -12,11 +12,12 @@ from pathlib import Path
 
 from daemon.backoff import RestartPolicy
 from daemon.devices import Device
-from daemon.engines.base import Command, WorkerSpec
+from daemon.engines.base import Command
 from daemon.engines.registry import get_engine
 from daemon.engines.torch import TorchEngine
 from daemon.server import serve
 from daemon.settings import DaemonSettings
+from daemon.worker_spec import WorkerSpec
 from fingerprint.errors import IserveError
 
 

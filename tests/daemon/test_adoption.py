@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from daemon.engines.base import Command, StageAssignment
+from daemon.engines.base import Command
 from daemon.engines.torch import TorchEngine
 from daemon.settings import DaemonSettings
 from daemon.status import WorkerState
-from daemon.supervised import free_port
+from daemon.worker import free_port
 from daemon.worker_process import Phase, WorkerProcess
+from daemon.worker_spec import StageAssignment
 from fingerprint.codec import to_json
 from fingerprint.errors import (
     ConflictError,
@@ -127,10 +128,10 @@ def test_a_worker_whose_spec_was_written_anew_is_ended(node, until, alive):
 def test_a_worker_that_died_with_its_daemon_is_not_listed(node, until, alive):
     node.start()
     before = node.ready()
-    keeper_pid = node.lease().keeper_pid
+    shim_pid = node.lease().shim_pid
     node.signal_daemon(signal.SIGKILL)
     os.kill(before.pid, signal.SIGKILL)
-    until(lambda: not alive(keeper_pid))
+    until(lambda: not alive(shim_pid))
     node.start()
     assert node.client.workers() == ()
     with pytest.raises(NotFoundError, match="w1"):
@@ -138,15 +139,15 @@ def test_a_worker_that_died_with_its_daemon_is_not_listed(node, until, alive):
     assert node.ready("w1").pid != before.pid  # and its id is free again
 
 
-def test_nothing_of_a_worker_outlives_its_keeper_and_the_daemon(node, alive):
+def test_nothing_of_a_worker_outlives_its_shim_and_the_daemon(node, alive):
     """Both killed at once: the next daemon ends what is left, though nothing but a mark tells whose it is."""
     node.start()
     node.behave(grandchildren=True)
     node.ready()
     grandchildren = [int(line) for line in (node.checkpoint / "grandchildren").read_text().split()]
-    keeper_pid = node.lease().keeper_pid
+    shim_pid = node.lease().shim_pid
     node.signal_daemon(signal.SIGKILL)
-    os.kill(keeper_pid, signal.SIGKILL)
+    os.kill(shim_pid, signal.SIGKILL)
     assert any(alive(pid) for pid in grandchildren)
     node.start()
     assert node.client.workers() == ()
@@ -154,7 +155,7 @@ def test_nothing_of_a_worker_outlives_its_keeper_and_the_daemon(node, alive):
 
 
 def test_an_orphan_ends_when_its_lease_runs_out(node, alive, until):
-    """Three facts: a renewed worker outlives its lease; without renewal it ends, and so does its keeper."""
+    """Three facts: a renewed worker outlives its lease; without renewal it ends, and so does its shim."""
     node.start()
     before = node.ready(lease_ttl_s=1.0)
     lease = node.lease()
@@ -163,14 +164,14 @@ def test_an_orphan_ends_when_its_lease_runs_out(node, alive, until):
     assert alive(before.pid)
     node.signal_daemon(signal.SIGKILL)
     until(lambda: not alive(before.pid))
-    until(lambda: not alive(lease.keeper_pid))
+    until(lambda: not alive(lease.shim_pid))
     assert json.loads((node.home / "workers" / "w1" / "exit.json").read_text())["reason"] == "lease expired"
 
 
 def test_damaged_files_of_one_worker_do_not_hinder_the_others(node, alive, until):
     node.start()
     good, no_lease, no_spec = (node.ready(name) for name in ("good", "no-lease", "no-spec"))
-    keeper_pid = node.lease("no-lease").keeper_pid
+    shim_pid = node.lease("no-lease").shim_pid
     workers = node.home / "workers"
     node.signal_daemon(signal.SIGKILL)
     (workers / "no-lease" / "lease.json").write_text('{"pid": "many"}')
@@ -186,4 +187,4 @@ def test_damaged_files_of_one_worker_do_not_hinder_the_others(node, alive, until
         with pytest.raises(ConflictError, match="no-lease"):
             node.client.launch(node.spec("no-lease"))
     finally:
-        os.kill(keeper_pid, signal.SIGKILL)
+        os.kill(shim_pid, signal.SIGKILL)

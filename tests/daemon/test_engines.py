@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
 from daemon.engines.registry import ENGINES, capabilities_for, get_engine
 from daemon.engines.vllm.architectures import recorded
+from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from fingerprint.architectures import Architectures, Listed
 from fingerprint.capability import EngineCapabilities, Exclusion, Verified
 from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat, parse_config
+from fingerprint.engines import TRAITS, EngineTraits, traits_of
 from fingerprint.errors import ConfigError, EngineError
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
@@ -226,6 +227,11 @@ def test_a_plain_checkpoint_runs_only_what_needs_no_preparing(config, refusal):
     assert table.refusal(model("llama"), asked, H200) is None
     said = table.unprepared().refusal(model("llama"), asked, H200)
     assert said is None if refusal is None else said.startswith(refusal)
+
+
+def test_traits_are_those_of_engines_that_there_are():
+    assert TRAITS.keys() <= ENGINES.keys()
+    assert traits_of("another") == EngineTraits()
 
 
 def test_auto_is_every_engine_with_the_deployable_first():

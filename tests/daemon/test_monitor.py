@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daemon.devices import CpuDevices, Device, DeviceReading, read_machine
-from daemon.load import BusyCounter, LoadWindow, union_fraction
 from daemon.monitor import Monitor, WorkerUse
 from daemon.nvml import NvmlDevices, visible_gpus
 from daemon.status import DeviceBusy, DeviceHeld
+from daemon.utilization import BusyCounter, LoadWindow, union_fraction
 from fingerprint.errors import ConfigError
 
 GIB = 2**30

@@ -13,16 +13,16 @@ import pytest
 import torch
 import transformers
 
-from daemon.engines.base import StageAssignment
 from daemon.engines.registry import ENGINES
-from daemon.torch_engine import attention, support
+from daemon.torch_engine import attention, capabilities
 from daemon.torch_engine.formats import FORMATS
 from daemon.torch_engine.formats.int8 import Int8Linear
 from daemon.torch_engine.runner import LocalRunner, _result
+from daemon.torch_engine.runner_types import StepItem, StepPlan
 from daemon.torch_engine.stage import RankTiming
 from daemon.torch_engine.stage_model import StageModel, StageShape, read_source
-from daemon.torch_engine.steps import StepItem, StepPlan
 from daemon.torch_engine.tensor_parallel import TensorParallel
+from daemon.worker_spec import StageAssignment
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat
 from fingerprint.errors import CheckpointError, EngineError, UnsupportedModelError
 from fingerprint.gpus import gpu_spec
@@ -30,7 +30,7 @@ from fingerprint.gpus import gpu_spec
 FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "mixtral"]
 FAMILIES += ["qwen2_moe", "qwen3_moe", "phi3", "gpt_neox", "gemma2", "gemma3_text", "gpt_oss"]
 FAMILIES += ["internlm3", "iquestcoder"]
-ONE_RANK = sorted(support.ONE_STAGE)  # most have no row of their own: transformers' class tells their layout
+ONE_RANK = sorted(capabilities.ONE_STAGE)  # most have no row of their own: transformers' class tells their layout
 PROMPT = [3, 80, 0, 41, 17, 5, 66, 9, 90, 12, 7, 58, 33, 2, 71, 44, 20, 8, 95, 61]
 TABLE, H200 = ENGINES["torch"].capabilities(), gpu_spec("h200-sxm")
 OTHER = [50, 1, 88, 23, 14, 77, 6]
@@ -322,11 +322,11 @@ def test_a_class_without_the_attention_interface_does_not_say_that_it_has_one(fa
     assert not causal_lm(family)._supports_attention_backend
 
 
-@pytest.mark.parametrize("family", sorted(support.REFUSED.keys() - UNDECLARED))
+@pytest.mark.parametrize("family", sorted(capabilities.REFUSED.keys() - UNDECLARED))
 def test_a_family_is_refused_only_as_long_as_it_cannot_run(family, loaded, generated, monkeypatch) -> None:
-    with pytest.raises(UnsupportedModelError, match=re.escape(support.REFUSED[family])):
+    with pytest.raises(UnsupportedModelError, match=re.escape(capabilities.REFUSED[family])):
         loaded(family)
-    monkeypatch.setattr(support, "FAMILIES", support.FAMILIES | {family})
+    monkeypatch.setattr(capabilities, "FAMILIES", capabilities.FAMILIES | {family})
     if family == "diffllama":
         assert greedy(loaded(family), 0, PROMPT, chunk=7) != generated(family, PROMPT)
         return
@@ -338,10 +338,10 @@ def test_a_family_is_refused_only_as_long_as_it_cannot_run(family, loaded, gener
 
 
 def test_the_tables_say_what_the_code_does() -> None:
-    allowed = {w for w, reason in support.WEIGHTS.items() if reason is None}
+    allowed = {w for w, reason in capabilities.WEIGHTS.items() if reason is None}
     assert allowed - {WeightFormat.STORED} == set(FORMATS)
-    assert all(support.STORED.values()), "what a checkpoint stores quantized is refused by its method"
-    for family in support.FAMILIES:
+    assert all(capabilities.STORED.values()), "what a checkpoint stores quantized is refused by its method"
+    for family in capabilities.FAMILIES:
         assert causal_lm(family)._supports_attention_backend
     attention.register()
     assert attention.IMPLEMENTATION in transformers.AttentionInterface()

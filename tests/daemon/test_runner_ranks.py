@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from daemon.torch_engine.runner import LocalRunner
-from daemon.torch_engine.steps import StepItem, StepPlan
+from daemon.torch_engine.runner_types import StepItem, StepPlan
 from fingerprint.config import DeploymentConfig, WeightFormat
 
 pytestmark = pytest.mark.process
@@ -34,9 +34,7 @@ ROUNDING = 2e-5
 
 
 def children() -> list[psutil.Process]:
-    return [
-        child for child in psutil.Process().children() if "daemon.torch_engine.rank_process" in child.cmdline()
-    ]
+    return [child for child in psutil.Process().children() if "daemon.torch_engine.rank_main" in child.cmdline()]
 
 
 @pytest.fixture(scope="module")

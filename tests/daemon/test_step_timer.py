@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
+from daemon.engines.external import PROFILING_PATH
 from tests.daemon.engines.vllm_stand_in import costs
 
 HERE = Path(__file__).parent
 STAND_IN = HERE / "engines" / "vllm_stand_in"
-TIMER = HERE.parents[1] / "daemon" / "step_timer" / "iserve_step_timer.py"
+TIMER = Path(PROFILING_PATH) / "iserve_profiling" / "step_timer.py"
 
 BROKEN_GRAPHS = "vllm.compilation.breakable_cudagraph"
 LAYERS = 4

@@ -17,14 +17,14 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from daemon.engines.base import StageAssignment, WorkerLimits
 from daemon.engines.torch import TorchEngine
 from daemon.probe import Prober
 from daemon.process import group_members
 from daemon.settings import DaemonSettings
 from daemon.status import DeviceHeld, WorkerState
-from daemon.supervised import SupervisedWorker
+from daemon.worker import SupervisedWorker
 from daemon.worker_process import WorkerProcess
+from daemon.worker_spec import StageAssignment, WorkerLimits
 from daemon.worker_token import authorization
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import (
@@ -82,7 +82,7 @@ def test_a_slow_worker_is_starting_until_it_is_healthy(node):
 def test_a_start_asks_for_one_extra_look_at_a_time(node, tmp_path):
     """However often it is looked at: else the looks of a long start would multiply."""
     process = WorkerProcess(tmp_path, None, time.monotonic())
-    (tmp_path / "command.json").touch()  # as just handed to a keeper that has not begun yet
+    (tmp_path / "command.json").touch()  # as just handed to a shim that has not begun yet
     extra_looks = []
 
     async def look_ten_times() -> None:
@@ -103,13 +103,13 @@ def test_a_start_asks_for_one_extra_look_at_a_time(node, tmp_path):
 
 
 def test_the_end_of_a_test_leaves_nothing_of_its_workers(node, alive):
-    """Even a process that moved to another session, or one whose keeper and lease are gone, is ended."""
+    """Even a process that moved to another session, or one whose shim and lease are gone, is ended."""
     node.start()
     node.behave(grandchildren=True)
     node.ready()
     grandchildren = [int(line) for line in (node.checkpoint / "grandchildren").read_text().split()]
     node.signal_daemon(signal.SIGKILL)
-    os.kill(node.lease().keeper_pid, signal.SIGKILL)
+    os.kill(node.lease().shim_pid, signal.SIGKILL)
     (node.home / "workers" / "w1" / "lease.json").unlink()
     assert len(grandchildren) == 2
     node.clear()
@@ -170,13 +170,13 @@ def test_a_bad_checkpoint_is_not_tried_again(node):
     assert "layer 3 is missing" in status.error
 
 
-def test_a_killed_keeper_takes_the_worker_along_and_it_is_started_again(node, alive, until):
+def test_a_killed_shim_takes_the_worker_along_and_it_is_started_again(node, alive, until):
     node.start()
     node.behave(grandchildren=True)
     before = node.ready()
     grandchildren = [int(line) for line in (node.checkpoint / "grandchildren").read_text().split()]
     node.behave()
-    os.kill(node.lease().keeper_pid, signal.SIGKILL)
+    os.kill(node.lease().shim_pid, signal.SIGKILL)
     after = node.wait("w1", WorkerState.READY, but_not_pid=before.pid)
     assert not alive(before.pid)
     assert group_members(before.pid) == ()
@@ -190,11 +190,11 @@ def test_stopping_ends_a_deaf_worker_and_all_its_descendants(node, alive):
     before = node.ready()
     grandchildren = [int(line) for line in (node.checkpoint / "grandchildren").read_text().split()]
     assert all(alive(pid) for pid in grandchildren)
-    keeper_pid = node.lease().keeper_pid
+    shim_pid = node.lease().shim_pid
     stopped = node.client.stop("w1")
     assert (stopped.state, stopped.pid, stopped.error) == (WorkerState.STOPPED, None, None)
     assert group_members(before.pid) == ()
-    assert not any(alive(pid) for pid in (before.pid, keeper_pid, *grandchildren))
+    assert not any(alive(pid) for pid in (before.pid, shim_pid, *grandchildren))
     assert node.client.stop("w1") == stopped  # idempotent
     assert node.client.workers() == ()
 

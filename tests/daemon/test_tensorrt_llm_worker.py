@@ -1,4 +1,4 @@
-"""The profiling worker around ``tensorrt_llm.LLM``: real daemon, keeper, guard, HTTP, client; a stand-in package.
+"""The profiling worker around ``tensorrt_llm.LLM``: real daemon, shim, wrapper, HTTP, client; a stand-in package.
 
 The stand-in's ranks are processes of their own that import the real step timer because its class was registered
 where the engine is made; their GPU is a clock.
@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from daemon.engines.external import PROFILING_PATH
 from daemon.profile_client import WorkerProfileSession
 from fingerprint.config import KvFormat
 from fingerprint.depth_tied_plan import DepthTiedPlan
@@ -27,11 +28,9 @@ from fingerprint.estimators.l3 import whole_points
 from fingerprint.families import load_spec
 from tests.daemon.engines.tensorrt_environment import make_checkpoint, make_tensorrt_llm
 from tests.daemon.engines.vllm_stand_in import costs
-from tests.daemon.hosted_house import BITS16, FP8, LAYERS, House, cmdline
+from tests.daemon.profiling_house import BITS16, FP8, LAYERS, House, cmdline
 
 pytestmark = pytest.mark.process
-
-STEP_TIMER = Path(__file__).parents[2] / "daemon" / "step_timer"
 
 
 class TensorRtHouse(House):
@@ -170,13 +169,13 @@ class TestMeasuring:
 @pytest.mark.parametrize(("asked", "hooked"), [("", "False"), ("rpc", "False"), ("unix:x", "True")])
 def test_without_being_asked_the_step_timer_hooks_nothing(house, asked, hooked) -> None:
     program = (
-        "import iserve_step_timer_tensorrt_llm\n"
+        "import iserve_profiling.tensorrt_llm_step_timer\n"
         "from tensorrt_llm._torch.pyexecutor.py_executor import PyExecutor\n"
         "print(hasattr(PyExecutor, 'iserve_hooked'))"
     )
     done = subprocess.run(
         [house.node.extra_env["ISERVE_TENSORRT_LLM_PYTHON"], "-c", program],
-        env={"PYTHONPATH": str(STEP_TIMER), "ISERVE_STEP_TIMER": asked},
+        env={"PYTHONPATH": PROFILING_PATH, "ISERVE_STEP_TIMER": asked},
         capture_output=True,
         text=True,
         check=True,
@@ -276,7 +275,9 @@ class TestFailures:
             ranks = house.ranks()
             assert len(ranks) == 1
             (worker,) = (
-                p for p in house.processes() if "tensorrt_llm_worker" in cmdline(p) and "guard" not in cmdline(p)
+                p
+                for p in house.processes()
+                if "iserve_profiling.tensorrt_llm" in cmdline(p) and "wrapper" not in cmdline(p)
             )
             os.kill(worker, signal.SIGKILL)
             until(lambda: not set(ranks) & house.processes(), "the rank is gone")

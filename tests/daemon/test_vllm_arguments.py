@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-import daemon
-from daemon.engines.options import EngineOptions
-from daemon.profile_client import in_blocks
-from daemon.torch_engine.profile_messages import ProfileLoad
+from daemon.engine_options import EngineOptions
+from daemon.engines.external import PROFILING_PATH
+from daemon.engines.vllm.cache import in_blocks
+from daemon.profile_messages import ProfileLoad
 from fingerprint.codec import to_json
 from fingerprint.config import KvFormat, WeightFormat
 from fingerprint.model_use import ModelUse
@@ -25,11 +25,10 @@ from tests.daemon.engines.vllm_worker_spec import LLAMA_8B, worker
 @pytest.fixture
 def hosted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The module as vLLM's interpreter imports it."""
-    for folder in ("hosted_worker", "vllm_worker"):
-        monkeypatch.syspath_prepend(str(Path(daemon.__file__).parent / folder))
-    yield importlib.import_module("hosted")
-    for name in ("hosted", "iserve_hosted"):
-        sys.modules.pop(name, None)
+    monkeypatch.syspath_prepend(PROFILING_PATH)
+    yield importlib.import_module("iserve_profiling.vllm")
+    for name in [name for name in sys.modules if name.startswith("iserve_profiling")]:
+        del sys.modules[name]
 
 
 TEXT = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -80,7 +79,7 @@ def test_a_profile_is_of_text_alone_and_runs_code_with_permission_only(
             max_context_tokens=640,
         ),
     )
-    engine = hosted.HostedVllm(json.loads(to_json(spec)))
+    engine = hosted.VllmProfilingEngine(json.loads(to_json(spec)))
     engine._fraction = lambda memory_bytes: 0.5
     arguments = engine._arguments(json.loads(to_json(order)))
     names = ("language_model_only", "trust_remote_code")

@@ -1,4 +1,4 @@
-"""The profiling worker around ``vllm.LLM``: real daemon, keeper, guard, HTTP and client; the package stands in.
+"""The profiling worker around ``vllm.LLM``: real daemon, shim, wrapper, HTTP and client; the package stands in.
 
 The stand-in's engine is processes of their own that load the real step timer as a plugin; its GPU is a clock.
 """
@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
 from daemon.profile_client import WorkerProfileSession, WorkerProfileTarget
+from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from fingerprint.config import KvFormat
 from fingerprint.depth_tied_plan import DepthTiedPlan
 from fingerprint.depth_tied_profile import depth_tied_profile
@@ -26,7 +26,7 @@ from fingerprint.families import load_spec
 from fingerprint.generate import generate_shape
 from fingerprint.measurements import Profile
 from tests.daemon.engines.vllm_stand_in import costs
-from tests.daemon.hosted_house import (
+from tests.daemon.profiling_house import (
     BITS16,
     FP8,
     GIB,

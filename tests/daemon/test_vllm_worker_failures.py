@@ -15,7 +15,7 @@ from fingerprint.depth_tied_plan import DepthTiedPlan
 from fingerprint.depth_tied_profile import depth_tied_profile
 from fingerprint.errors import ConflictError, EngineError, UnavailableError
 from fingerprint.families import load_spec
-from tests.daemon.hosted_house import bursts, cmdline, house, keepers, kept, session
+from tests.daemon.profiling_house import bursts, cmdline, house, kept, session, shims
 
 pytestmark = pytest.mark.process
 
@@ -81,7 +81,7 @@ class TestTheEnd:
     def test_a_stopped_worker_takes_its_engine_with_it(self, house, session) -> None:
         house.load(session)
         engine = house.processes()
-        assert len(engine) >= 3  # guard, worker, engine core
+        assert len(engine) >= 3  # wrapper, worker, engine core
         session.close()
         assert not house.processes()
         exit_file = house.node.home / "workers" / house.handles[-1].worker_id / "exit.json"
@@ -106,18 +106,20 @@ class TestTheEnd:
         thread = threading.Thread(target=run)
         thread.start()
         until(is_running)
-        (worker,) = (p for p in house.processes() if "vllm_worker" in cmdline(p) and "guard" not in cmdline(p))
+        (worker,) = (
+            p for p in house.processes() if "iserve_profiling.vllm" in cmdline(p) and "wrapper" not in cmdline(p)
+        )
         os.kill(worker, signal.SIGTERM)
         thread.join()
         assert len(results) == 1
         until(lambda: worker not in house.processes() and not house.engine(session), "it is gone with its engine")
 
-    @pytest.mark.parametrize("who", ["worker", "guard", "engine"])
+    @pytest.mark.parametrize("who", ["worker", "wrapper", "engine"])
     def test_kill_9_of_any_process_leaves_none(self, house, session, until, who) -> None:
         house.load(session)
-        marks = {"worker": "vllm_worker", "guard": "daemon.engines.guard", "engine": "spawn_main"}
+        marks = {"worker": "iserve_profiling.vllm", "wrapper": "daemon.engines.wrapper", "engine": "spawn_main"}
         found = [p for p in house.processes() if marks[who] in cmdline(p)]
-        (victim,) = (p for p in found if who != "worker" or "guard" not in cmdline(p))
+        (victim,) = (p for p in found if who != "worker" or "wrapper" not in cmdline(p))
         before = house.processes()
         os.kill(victim, signal.SIGKILL)
         if who == "engine":
@@ -125,6 +127,6 @@ class TestTheEnd:
                 bursts(session)
             assert not house.engine(session)
         else:
-            until(lambda: not (before - keepers(house)) & house.processes(), "all that ran is gone")
+            until(lambda: not (before - shims(house)) & house.processes(), "all that ran is gone")
         session.close()
         assert not house.processes()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from daemon.keeper import RotatingLog
+from daemon.shim import RotatingLog
 from daemon.worker_log import log_after, log_end
 from fingerprint.errors import BadInputError
 

@@ -15,12 +15,13 @@ from pathlib import Path
 import pytest
 
 from daemon import worker_process
-from daemon.engines.base import Command, StageAssignment, WorkerLimits, WorkerSpec
-from daemon.lease import LEASE_FILE, LOCK_FILE, Lease, keeper_is_alive, write_file
+from daemon.engines.base import Command
+from daemon.lease import LEASE_FILE, LOCK_FILE, Lease, shim_is_alive, write_file
 from daemon.process import is_alive, own_record, read_record, write_record
 from daemon.procfs import boot_id, processes, start_time_ticks, started_as
 from daemon.settings import DaemonSettings
 from daemon.worker_process import WORKER_MARK, Phase, WorkerProcess
+from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import UnavailableError
 
@@ -38,8 +39,8 @@ GONE = Lease(
     worker_id="w1",
     pid=2**22 + 1,  # above any process id
     start_time_ticks=1,
-    keeper_pid=2**22 + 2,
-    keeper_start_time_ticks=1,
+    shim_pid=2**22 + 2,
+    shim_start_time_ticks=1,
     port=1,
     config_hash="",
     started_at=0.0,
@@ -50,7 +51,7 @@ GONE = Lease(
 def test_who_looks_during_a_restart_does_not_take_up_the_last_workers_lease(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lease's worker is gone, so the new start would be taken for ended, and its keeper be killed."""
+    """The lease's worker is gone, so the new start would be taken for ended, and its shim be killed."""
     process = WorkerProcess(tmp_path / "w1")
     process.folder.mkdir()
     write_file(process.folder / LEASE_FILE, GONE)
@@ -71,18 +72,18 @@ def test_who_looks_during_a_restart_does_not_take_up_the_last_workers_lease(
     assert process.look() is Phase.STARTING
 
 
-def test_a_keeper_that_begins_while_its_worker_is_ended_does_not_make_the_end_fail(
+def test_a_shim_that_begins_while_its_worker_is_ended_does_not_make_the_end_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The keeper takes the folder's lock for the moment in which it finds that its orders were withdrawn."""
+    """The shim takes the folder's lock for the moment in which it finds that its orders were withdrawn."""
     process = WorkerProcess(tmp_path / "w1")
     process.folder.mkdir()
     looks = [False, False, True]  # before the end, after it, and at the last look
 
-    def keeper_is_alive(_folder: Path) -> bool:
+    def shim_is_alive(_folder: Path) -> bool:
         return looks.pop(0) if looks else False
 
-    monkeypatch.setattr(worker_process, "keeper_is_alive", keeper_is_alive)
+    monkeypatch.setattr(worker_process, "shim_is_alive", shim_is_alive)
     assert process.end(grace_s=0.0)
     assert not looks
 
@@ -128,9 +129,9 @@ def ticks_of(pid: int) -> int:
     return ticks
 
 
-@pytest.mark.parametrize("named", ["keeper", "engine"])
+@pytest.mark.parametrize("named", ["shim", "engine"])
 @pytest.mark.parametrize("because", ["it started later", "it is of another boot"])
-def test_nothing_of_a_session_that_was_given_a_dead_keepers_id_is_ended(
+def test_nothing_of_a_session_that_was_given_a_dead_shims_id_is_ended(
     named: str, because: str, tmp_path: Path, session: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
     """A lease outlives its processes: a reboot, or a container's restart on a volume, reuses their ids."""
@@ -138,8 +139,8 @@ def test_nothing_of_a_session_that_was_given_a_dead_keepers_id_is_ended(
     ticks = ticks_of(stranger.pid) - (1 if because == "it started later" else 0)
     boot = boot_id() if because == "it started later" else "another"
     lease = replace(GONE, boot_id=boot)
-    if named == "keeper":
-        lease = replace(lease, keeper_pid=stranger.pid, keeper_start_time_ticks=ticks)
+    if named == "shim":
+        lease = replace(lease, shim_pid=stranger.pid, shim_start_time_ticks=ticks)
     else:
         lease = replace(lease, pid=stranger.pid, start_time_ticks=ticks)
     process = stale_worker(tmp_path, lease)
@@ -153,7 +154,7 @@ def test_nothing_of_a_session_that_was_given_a_dead_keepers_id_is_ended(
 def test_what_carries_the_workers_mark_is_ended_with_all_of_its_session(
     tmp_path: Path, session: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
-    """Engine and keeper are gone; as long as one of their session lives, no other session has its id."""
+    """Engine and shim are gone; as long as one of their session lives, no other session has its id."""
     ours = session(**{WORKER_MARK: str(tmp_path / "w1")})
     unmarked = subprocess.Popen(["env", "-i", "sleep", "600"], process_group=0)
     moved, stranger = (
@@ -161,7 +162,7 @@ def test_what_carries_the_workers_mark_is_ended_with_all_of_its_session(
         session(**{WORKER_MARK: str(tmp_path / "w2")}),
     )
     try:
-        lease = replace(GONE, keeper_pid=ours.pid, keeper_start_time_ticks=ticks_of(ours.pid) - 1)
+        lease = replace(GONE, shim_pid=ours.pid, shim_start_time_ticks=ticks_of(ours.pid) - 1)
         process = stale_worker(tmp_path, lease)
         process.look()
         left = {stat.session_id for stat in processes() if stat.pid in process.left()}
@@ -179,12 +180,10 @@ def test_a_leased_engine_that_lives_names_its_session(
 ) -> None:
     """The session's children need no mark: they may have cleared their environment."""
     ours = session()
-    lease = replace(
-        GONE, pid=ours.pid, start_time_ticks=ticks_of(ours.pid), keeper_pid=ours.pid, boot_id=boot_id()
-    )
+    lease = replace(GONE, pid=ours.pid, start_time_ticks=ticks_of(ours.pid), shim_pid=ours.pid, boot_id=boot_id())
     process = stale_worker(tmp_path, lease)
     assert process.look() is Phase.RUNNING
-    assert process.left() == members(ours) - {ours.pid}  # the shell is the keeper here
+    assert process.left() == members(ours) - {ours.pid}  # the shell is the shim here
 
 
 @contextlib.contextmanager
@@ -217,15 +216,15 @@ def test_a_worker_that_cannot_be_looked_at_is_not_taken_for_dead(
     assert process.look() is Phase.ENDED
 
 
-def test_a_keeper_that_cannot_be_looked_for_is_not_taken_for_dead(tmp_path: Path) -> None:
+def test_a_shim_that_cannot_be_looked_for_is_not_taken_for_dead(tmp_path: Path) -> None:
     lock = tmp_path / LOCK_FILE
-    assert not keeper_is_alive(tmp_path)
-    with lock.open("w") as keeper:
-        fcntl.flock(keeper, fcntl.LOCK_EX)
-        assert keeper_is_alive(tmp_path)
+    assert not shim_is_alive(tmp_path)
+    with lock.open("w") as shim:
+        fcntl.flock(shim, fcntl.LOCK_EX)
+        assert shim_is_alive(tmp_path)
         with no_file_left(), pytest.raises(OSError, match="Too many open files"):
-            keeper_is_alive(tmp_path)
-    assert not keeper_is_alive(tmp_path)
+            shim_is_alive(tmp_path)
+    assert not shim_is_alive(tmp_path)
 
 
 def test_a_record_that_cannot_be_read_now_is_not_taken_for_absent(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from daemon.engines import registry
-from daemon.engines.tensorrt_llm.table import TABLE as TENSORRT_LLM
-from daemon.engines.vllm.table import TABLE as VLLM
+from daemon.engines.tensorrt_llm.capabilities import TABLE as TENSORRT_LLM
+from daemon.engines.vllm.capabilities import TABLE as VLLM
 from fingerprint.checkpoint import Checkpoint, stored_tensors
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat, Workload

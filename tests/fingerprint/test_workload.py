@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fingerprint.config import SLOT_ENGINES, DeploymentConfig, Workload
+from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.engines import traits_of
 from fingerprint.errors import ConfigError
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec
@@ -26,7 +27,7 @@ def test_room_for_the_usual_and_for_one_of_the_longest(
     assert both.context_tokens == prompt + answer + longer
     room = both.kv_tokens(engine)
     assert room >= max(both.context_tokens, usual.kv_tokens(engine))
-    if engine in SLOT_ENGINES:
+    if traits_of(engine).has_slots:
         assert room == batch * both.context_tokens
     else:  # pages: the longest costs no more than itself
         assert room <= usual.kv_tokens(engine) + both.context_tokens

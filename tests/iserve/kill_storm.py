@@ -1,6 +1,6 @@
 """A controller that is killed again and again while clients use it, and an account of what it answered.
 
-Real: the controller's process, its database, the daemon, keepers, HTTP. Stand-ins: the workers (fake_worker.py),
+Real: the controller's process, its database, the daemon, shims, HTTP. Stand-ins: the workers (fake_worker.py),
 the profile (a synthetic machine's) and the gateway, which has no part in this.
 """
 

@@ -279,7 +279,7 @@ def test_a_refusal_says_that_the_load_broke_the_limit_and_its_advice_is_true() -
     nearest = refused.why_not.nearest
     assert nearest is not None
     assert any("20 times as slow" in (one.reason or "") for one in refused.candidates)
-    (relaxed,) = (r for r in refused.why_not.relax if r.limit is LimitKind.TTFT)
+    (relaxed,) = (r for r in refused.why_not.relaxations if r.limit is LimitKind.TTFT)
     assert plan(replace(intent, slo=Slo(ttft_s=relaxed.needed)), 0.95).best is not None
     assert plan(replace(intent, slo=Slo(ttft_s=relaxed.needed * 0.9)), 0.95).best is None
 
@@ -319,7 +319,7 @@ def test_the_line_on_what_cannot_be_told_apart_says_what_is_ranked_by(capsys: py
         assert plan.indistinguishable
         print_plan(plan_document(plan, model="m", hardware="h", workload=WORK))
         shown = " ".join(capsys.readouterr().out.split())
-        assert ("delays of what runs there now included, their intervals of s overlap" in shown) == included
+        assert ("delays of other deployments included, their intervals of s overlap" in shown) == included
 
 
 def test_what_runs_there_may_be_a_former_worker_of_the_same_deployment() -> None:

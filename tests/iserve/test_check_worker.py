@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
 from daemon.engines.registry import get_engine
 from daemon.status import WorkerState, WorkerStats, WorkerStatus
+from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from fingerprint.codec import to_json
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import EngineError, NotFoundError

@@ -107,7 +107,7 @@ def test_nothing_feasible_is_an_answer_with_the_nearest(
     assert document["why_not"]["nearest"]["text"]
     one_limit = ("--intent", "latency-slo", "--slo", "tpot=0.001")
     document = refused("Llama-2-70b", "--gpus", "a6000:8", *one_limit)
-    (relax,) = document["why_not"]["relax"]
+    (relax,) = document["why_not"]["relaxations"]
     assert (relax["limit"], relax["allowed"]) == ("tpot", 0.001)
     assert relax["needed"] > 0.001
     text = iserve("plan", model("Llama-2-7b"), "--gpus", "a6000:8", *slow)
@@ -140,7 +140,7 @@ def test_the_plan_as_text_says_how_probably_each_limit_is_missed(
 ) -> None:
     asked = ("plan", model("Llama-2-7b"), "--gpus", "a6000:8", "--rate", 0.1, *more)
     limits = ("--slo", "ttft=1.5,e2e=20")
-    served = iserve(*asked, *limits, "--json").document["served"]
+    served = iserve(*asked, *limits, "--json").document["load_forecast"]
     ttft, e2e = served["ttft"]["miss_probability"], served["e2e"]["miss_probability"]
     assert 0 < ttft < 1
     assert 0 <= e2e < 1
@@ -211,7 +211,10 @@ def test_doctor_looks_and_makes_nothing(
 def test_what_the_command_line_posts_is_its_request_to_the_rest_api(kind: type[PlanRequest]) -> None:
     """Also where all is left out: the defaults are the same ones."""
     asked = {"slo": Slo(ttft_s=0.5, e2e_s=10), "rate_per_s": 2.0, "percentile": 99.0, "batch": 4}
-    for values in ({}, asked | {"rates": (0.5, 1.5), "intent": IntentKind.LATENCY_SLO, "policy": "packing"}):
+    for values in (
+        {},
+        asked | {"relative_rates": (0.5, 1.5), "intent": IntentKind.LATENCY_SLO, "policy": "packing"},
+    ):
         request = request_of(kind, **values)
         posted = json.loads(to_json(request.given()))
         assert posted.keys() == values.keys()
@@ -223,7 +226,7 @@ def test_every_field_of_a_request_is_an_option(command: str, kind: type[PlanRequ
     """What is not is an argument, said by --traffic-trace, or of a group of its own."""
     names = {parameter.name for parameter in get_command(make_app()).commands[command].params}  # type: ignore[attr-defined]
     without = {field.name for field in fields(kind)} - names
-    assert without <= {"rates", "rate_window_s", "deployment", "engine_args"}
+    assert without <= {"relative_rates", "rate_window_s", "deployment", "engine_args"}
     assert ({"arrivals"} <= names, "engine_arg" in names) == (True, command == "deploy")
 
 

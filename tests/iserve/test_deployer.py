@@ -19,10 +19,10 @@ from typing import Any, cast
 
 import pytest
 
-from daemon.engines.base import WorkerLimits, WorkerSpec
 from daemon.engines.registry import get_engine
 from daemon.process import own_record, write_record
 from daemon.status import WorkerState
+from daemon.worker_spec import WorkerLimits, WorkerSpec
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import EngineError, InfeasibleError, NotMeasuredError, StateUnavailableError
@@ -40,7 +40,7 @@ from iserve.demo import demo_model_path
 from iserve.model_source import ModelSource, resolve
 from iserve.planning.making import PlanOptions
 from iserve.planning.model_use import used
-from iserve.routes import RouteTable
+from iserve.route_table import RouteTable
 from iserve.settings import Settings
 from iserve.state.store import Store
 from tests.daemon.conftest import Node
@@ -292,7 +292,7 @@ def test_a_worker_that_died_unseen_with_its_daemon_is_launched_again(
     world.work()
     until(lambda: (world.node.home / "workers" / "a-1" / "lease.json").exists(), "the worker starts")
     world.node.signal_daemon(signal.SIGKILL)
-    kill(world.node.lease("a-1").keeper_pid)
+    kill(world.node.lease("a-1").shim_pid)
     world.node.behave()
     world.node.start()
     assert ended() == "ready"

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from daemon.engines.base import StageAssignment
 from daemon.status import WorkerState
+from daemon.worker_spec import StageAssignment
 from fingerprint.codec import from_json
 from fingerprint.config import DeploymentConfig
 from iserve.api_types import DeployBody, PlanBody
@@ -18,7 +18,7 @@ from iserve.demo import demo_model_path
 from iserve.model_source import resolve
 from iserve.planning.document import PlanDocument
 from iserve.planning.launching import worker_spec
-from iserve.routes import Demand, DeploymentDemand
+from iserve.route_table import Demand, DeploymentDemand
 from placement.types import Placement, StagePlacement
 from tests.iserve.test_deployer import Until, World, ended, limits, world
 

@@ -11,14 +11,14 @@ from typing import Any, cast
 
 import pytest
 
-from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
 from daemon.status import NodeStatus, WorkerState, WorkerStatus
+from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from fingerprint.codec import to_json
 from fingerprint.config import DeploymentConfig
 from iserve.controller import draining
 from iserve.controller.draining import Drainer
 from iserve.controller.service import Controller
-from iserve.routes import Demand
+from iserve.route_table import Demand
 from iserve.state.store import DeploymentRow
 
 FORMER = WorkerSpec(

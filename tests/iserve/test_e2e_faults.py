@@ -152,7 +152,7 @@ def test_everything_but_the_worker_killed_at_once(running: Any, stream: Stream) 
         running.kill(name)
     doctor = running.run("doctor", check=False)
     assert doctor.returncode == 1
-    assert doctor.stdout.count("PROBLEM: ") == 4  # the three, and a worker without a keeper
+    assert doctor.stdout.count("PROBLEM: ") == 4  # the three, and a worker without a shim
     assert running.run("status").stdout.count("not running") == 3
     running.run("up")
     assert isinstance(stream.end().error, openai.APIError)

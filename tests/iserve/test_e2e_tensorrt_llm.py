@@ -1,7 +1,7 @@
 """`iserve deploy --engine tensorrt-llm`: profile, plan and deployment against stand-ins, nothing stored before.
 
 Stand-ins are what cannot be here: a GPU of a strict NVML, trtllm-serve and the package tensorrt_llm. The step
-timer, the profiling worker, face, guard, keeper, daemon, controller, planner and gateway are the real ones.
+timer, the profiling worker, proxy, wrapper, shim, daemon, controller, planner and gateway are the real ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.long
 NVML = Path(__file__).parents[1] / "daemon" / "fake_nvml.py"
 DEMO, LAYERS = "iserve-demo", 8
 WORK = ("--input-tokens", "48", "--output-tokens", "16", "--batch", "2")
-MARKS = ("tensorrt_llm_worker", "trtllm-serve", "spawn_main")
+MARKS = ("iserve_profiling.tensorrt_llm", "trtllm-serve", "spawn_main")
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_a_deployment_takes_the_profile_that_is_missing_and_serves_by_it(home: A
     """A single way through the house; each step needs the one before."""
     deployed = home.json("deploy", DEMO, "--engine", "tensorrt-llm", "--name", "chat", *WORK)
     assert (deployed["status"], deployed["config"]["engine"]) == ("ready", "tensorrt-llm")
-    assert not [line for line in of_engine(home) if "tensorrt_llm_worker" in line]
+    assert not [line for line in of_engine(home) if "iserve_profiling.tensorrt_llm" in line]
     assert [row["engine"] for row in home.get("/api/v1/profiles")] == ["tensorrt-llm"]
     answer = home.openai().completions.create(model="chat", prompt="hello", max_tokens=8, temperature=0)
     assert (answer.model, answer.usage.completion_tokens) == ("chat", 8)

@@ -1,7 +1,7 @@
 """`iserve profile --engine vllm` and a deployment by what it measured, with nothing stored beforehand.
 
 Stand-ins are only what cannot be here: a GPU of a strict NVML, the package vllm with its server. The step timer,
-the profiling worker, guard, keeper, daemon, controller, planner and gateway are the real ones.
+the profiling worker, wrapper, shim, daemon, controller, planner and gateway are the real ones.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def home(tmp_path: Path, environment: Path, make_installation: Callable[..., Any
 
 def of_vllm(home: Any) -> list[str]:
     """Processes of the home that vLLM's own or our worker around it."""
-    marks = ("vllm_worker", "vllm.entrypoints", "spawn_main")
+    marks = ("iserve_profiling.vllm", "vllm.entrypoints", "spawn_main")
     return [line for line in home.processes().values() if any(mark in line for mark in marks)]
 
 
@@ -57,7 +57,7 @@ def test_a_deployment_takes_the_profile_that_is_missing_and_serves_by_it(home: A
     """A single way through the house; each step needs the one before."""
     deployed = home.json("deploy", DEMO, "--engine", "vllm", "--name", "chat", *WORK)
     assert (deployed["status"], deployed["config"]["engine"]) == ("ready", "vllm")
-    assert not [line for line in of_vllm(home) if "vllm_worker" in line]
+    assert not [line for line in of_vllm(home) if "iserve_profiling.vllm" in line]
     assert [row["engine"] for row in home.get("/api/v1/profiles")] == ["vllm"]
     answer = home.openai().completions.create(model="chat", prompt="hello", max_tokens=8, temperature=0)
     assert answer.choices[0].text == "abcdefgh"
@@ -200,7 +200,7 @@ def test_a_near_deployment_after_an_exact_one_measures_what_that_left_out(home: 
     def planned() -> tuple[str, list[str]]:
         plan = home.json("plan", DEMO, "--engine", "vllm", *WORK)
         (found,) = (c["estimate"] for c in plan["candidates"] if fp8.items() <= c["config"].items())
-        return found["tpot_s"]["source"], [note for note in plan["notes"] if "taken for another wish" in note]
+        return found["tpot_s"]["source"], [note for note in plan["notes"] if "taken for another request" in note]
 
     home.json("deploy", DEMO, "--engine", "vllm", "--quality", "exact", "--name", "exact", *WORK)
     home.run("rm", "exact")

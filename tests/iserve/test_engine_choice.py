@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from daemon.engines.tensorrt_llm.table import TABLE as TENSORRT_LLM
+from daemon.engines.tensorrt_llm.capabilities import TABLE as TENSORRT_LLM
 from daemon.engines.torch import TorchEngine
-from daemon.engines.vllm.table import TABLE as VLLM
+from daemon.engines.vllm.capabilities import TABLE as VLLM
 from fingerprint.capability import Verified
 from fingerprint.config import DeploymentConfig, WeightFormat, Workload
 from fingerprint.errors import UnsupportedModelError
@@ -52,6 +52,13 @@ def test_on_gpus_vllm_is_taken_where_it_is() -> None:
 
 def test_on_a_cpu_the_embedded_engine_is_and_nothing_is_said() -> None:
     assert choose(gpu=None, on_gpus=False) == EngineChoice("torch")
+
+
+def test_an_engine_without_a_line_of_traits_is_taken_after_those_that_have_one() -> None:
+    other = replace(VLLM, engine="other")
+    choices = engine_choices(llama(), A6000, (other, VLLM), Quality.NEAR, on_gpus=True)
+    assert [choice.engine for choice in choices] == ["vllm", "other"]
+    assert by_preference((other, TORCH), A6000)[-1] is other
 
 
 def test_what_is_not_installed_or_was_never_run_is_passed_over_with_the_reason() -> None:

@@ -197,7 +197,7 @@ def test_removing_is_refused_while_a_deployment_uses_it(iserve: Callable[..., Do
     older, newest = made(home, "0.23.1"), made(home, "0.24.0")
     store = Store.open(home / "state.db")
     row = store.add_deployment("chat", b"{}")
-    store.update_deployment(row.id, phase="asleep", workers=to_json([worker(home)]))
+    store.update_deployment(row.id, phase="scaled-to-zero", workers=to_json([worker(home)]))
     refused = iserve("engines", "rm", "vllm", "0.24.0").line
     assert "vllm 0.24.0 serves the deployments chat; remove them first" in refused
     store.update_deployment(row.id, workers=to_json([replace(worker(home), engine_version="0.23.1")]))

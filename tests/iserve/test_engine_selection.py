@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
 from daemon.engines.registry import capabilities_for, get_engine
 from daemon.status import DeviceStatus, NodeStatus, WorkerState, WorkerStatus
+from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import NotMeasuredError
 from fingerprint.gpus import gpu_spec

@@ -16,7 +16,7 @@ from fingerprint.errors import ConfigError
 from fingerprint.estimates import Estimate
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec
-from iserve.planning.expecting import UNKNOWN_LOAD, Expected, expected
+from iserve.planning.expecting import UNKNOWN_LOAD, FutureLoad, expected
 from iserve.planning.making import Hardware, PlanOptions, make_plan, ranked_anywhere, space
 from iserve.planning.plan_document import plan_document
 from iserve.planning.ranked_model import RankedModel
@@ -145,7 +145,7 @@ def test_more_to_come_never_takes_more_gpu_seconds(gpus: int) -> None:
     assert gpus < 8 or works[-1] < works[0]
 
 
-def found(in_all: int, snapshot: ClusterSnapshot, intent: Intent = LATENCY) -> Expected | None:
+def found(in_all: int, snapshot: ClusterSnapshot, intent: Intent = LATENCY) -> FutureLoad | None:
     return expected(in_all, CANDIDATES, intent, snapshot, Others(snapshot))
 
 

@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from daemon.engines.base import WorkerLimits
+from daemon.worker_spec import WorkerLimits
 from tests.bench.fidelity import Target, pace_s, replayed, streamed_burst_s
 from tests.bench.fidelity_compare import Served, paced, saturated_rate, simulated, simulated_requests
 from tests.daemon.torch_engine.conftest import Launched, launch, make_spec

@@ -55,7 +55,7 @@ def test_what_its_scaled_estimate_makes_look_best_is_passed_over(
     assert two.objective < one.objective
     assert (one.measured, two.measured) == (True, False)
     assert two.estimate is not None
-    assert two.estimate.rests_on == ONE == nearest(TWO, [ONE])
+    assert two.estimate.measured_config == ONE == nearest(TWO, [ONE])
     assert document.candidates[0].config == ONE
     passed = next(passed for passed in document.passed_over if passed.config == TWO)
     assert passed.objective_low is not None

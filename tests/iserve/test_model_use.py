@@ -231,8 +231,18 @@ class TestOwnCode:
     def test_files_that_are_named_have_to_be_there_where_they_are_to_run(self, own: Path) -> None:
         (own / "modeling_own.py").unlink()
         assert resolve(str(own)).spec.own_code
-        with pytest.raises(CheckpointError, match=r"has no modeling_own\.py"):
+        with pytest.raises(CheckpointError, match=r"has no modeling_own\.py, .* put all \.py files"):
             resolve(str(own), need_code=True)
+
+    def test_a_plan_says_which_files_are_not_there(self, own: Path) -> None:
+        assert "not here" not in said(run("plan", own, *ON_ONE))
+        (own / "modeling_own.py").write_text("from .kernels import k\n")
+        for permission in ((), ("--trust-remote-code",)):
+            assert "; not here: kernels.py" in said(run("plan", own, *ON_ONE, *permission))
+        config = json.loads((own / "config.json").read_text())
+        (own / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoModel": "else/where--a.B"}}))
+        planned = run("plan", own, *ON_ONE)
+        assert (planned.exit_code, "names code of another repository" in said(planned)) == (0, True)
 
 
 @pytest.mark.parametrize("kind", ["compose", "k8s"])

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
 from daemon.engines.registry import capabilities_for
 from daemon.status import NodeStatus, WorkerState, WorkerStatus
+from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from fingerprint.codec import to_json
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import ConflictError
@@ -23,12 +23,13 @@ from iserve.controller.node import hardware_of, serving_on, without
 from iserve.demo import demo_model_path
 from iserve.planning.making import PlanOptions, alone_of, hypothetical_hardware, make_plan
 from iserve.planning.plan_document import plan_document
-from iserve.routes import Demand, DeploymentDemand
+from iserve.route_table import Demand, DeploymentDemand
 from iserve.state.store import DeploymentRow
 from placement.batch_load import Batching
 from placement.load_model import shares
 from placement.others import Others
 from placement.types import DeploymentState, Stays
+from planner.intent import Intent, Slo
 from tests.iserve.test_profile_validity import node
 
 GIB = 2**30
@@ -55,6 +56,30 @@ def test_a_cpu_without_a_worker_is_as_loaded_as_when_it_was_profiled() -> None:
         )
         assert hardware_of(document, gpu_spec("a6000")).snapshot.gpus[0].load_fraction == load
     assert hardware_of(cpu, gpu_spec("a6000")).snapshot.gpus[0].load_fraction == 0.0
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("free_bytes", [2**20, 40 * 2**20])
+def test_a_refusal_for_want_of_a_cpus_memory_speaks_of_no_gpu(free_bytes: int, replicas: int) -> None:
+    cpu = replace(gpu_spec("a6000"), name="cpu", compute_capability=None)
+    status = node(count=2, driver=None)
+    devices = (replace(d, kind="cpu", total_bytes=GIB, free_bytes=free_bytes) for d in status.devices)
+    hardware = hardware_of(replace(status, devices=tuple(devices)), cpu)
+    spec = load_spec(demo_model_path())
+    options = PlanOptions(intent=Intent(slo=Slo(ttft_s=1e-9)), replicas=replicas)
+    estimator = RooflineEstimator(spec, cpu)
+    plan = make_plan(spec, hardware, estimator, capabilities_for("torch"), options)
+    why = plan.why_not
+    assert why.nearest is not None
+    texts = [
+        why.nearest.text,
+        *(relaxation.text for relaxation in why.relaxations),
+        *(ranked.no_room.reason for ranked in plan.candidates if ranked.no_room is not None),
+        *([] if why.together is None else [why.together.text]),
+    ]
+    assert any("GiB free on one CPU device" in text for text in texts)
+    assert any("more free memory on each CPU device" in text for text in texts)
+    assert not [text for text in texts if "GPU" in text]
 
 
 A6000 = gpu_spec("a6000")

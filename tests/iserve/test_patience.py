@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from daemon.engines.base import WorkerSpec
 from daemon.status import WorkerState, WorkerStatus
+from daemon.worker_spec import WorkerSpec
 from iserve.controller.patience import Patience
 from tests.iserve.test_node import WORKER
 

@@ -169,7 +169,7 @@ def test_one_gpu_on_each_of_two_nodes_misses_gpus_not_memory() -> None:
     assert answer.missing_gpus == 2
     made = make_plan(spec, hardware, RooflineEstimator(spec, gpu), capabilities_for("vllm"), PlanOptions())
     assert made.chosen is None
-    assert all("tp=2" not in r.text for r in made.why_not.relax if "more free memory" in r.text)
+    assert all("tp=2" not in r.text for r in made.why_not.relaxations if "more free memory" in r.text)
 
 
 def test_a_table_that_nobody_ran_is_said_to_be_one() -> None:
@@ -217,7 +217,7 @@ def test_more_gpus_are_told_with_what_they_would_run(count: int, options: PlanOp
 
     plan = plan_on(count)
     assert plan.chosen is None
-    told = [r for r in plan.why_not.relax if r.limit is LimitKind.GPUS]
+    told = [r for r in plan.why_not.relaxations if r.limit is LimitKind.GPUS]
     if needed is None:
         assert told == []
         assert plan_on(2 * count).chosen is None
@@ -245,7 +245,7 @@ def test_a_rate_that_is_not_served_names_the_batch_and_the_replicas_that_serve_i
 
     refused = planned(at_the_rate)
     assert refused.chosen is None
-    ways = {way.limit: way for way in refused.why_not.relax}
+    ways = {way.limit: way for way in refused.why_not.relaxations}
     batch, replicas = ways["batch"], ways["replicas"]
     assert (batch.allowed, replicas.allowed) == (1, 1)
     assert batch.text.startswith(f"--batch {batch.needed:g} in place of 1 would admit tp=")
@@ -270,7 +270,7 @@ def test_neither_is_named_where_no_number_of_them_helps(folders: dict[str, Path]
     ):
         document = plan(folders[name], "t4:2", intent, "vllm")
         assert document.chosen is None
-        assert not {"batch", "replicas"} & {way.limit for way in document.why_not.relax}
+        assert not {"batch", "replicas"} & {way.limit for way in document.why_not.relaxations}
 
 
 def test_the_embedded_engine_has_its_own_times_on_gpus(folders: dict[str, Path]) -> None:

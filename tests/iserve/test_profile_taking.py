@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from daemon.engines.vllm.table import TABLE
+from daemon.engines.vllm.capabilities import TABLE
 from daemon.status import DeviceStatus, NodeStatus
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, WeightFormat, Workload
@@ -23,7 +23,7 @@ from fingerprint.estimators.calibration import Calibration
 from fingerprint.families import load_spec
 from fingerprint.measurements import Profile
 from fingerprint.profile_plan import Shards
-from iserve.controller.estimating import estimator_for, step_tokens_of
+from iserve.controller.estimating import estimator_for, profile_as, step_tokens_of
 from iserve.controller.node import hardware_of
 from iserve.controller.profile_room import STEP_TOKENS
 from iserve.controller.profile_taking import Fingerprints, Order, take
@@ -378,6 +378,28 @@ def test_a_degree_that_one_wish_did_not_need_is_measured_for_one_that_does() -> 
     both = profiled(StepTimedMachine(), wish=fast, known=small)
     assert source_of(both, tp=2) is Source.EXTRAPOLATED
     assert lacking(both, NODE, RUNS, fast) == ()
+
+
+def with_towers(gib: int) -> ModelSource:
+    """The model with towers of so many GiB."""
+    params, text = gib * GIB // 2, SOURCE.spec
+    spec = replace(text, embedding_params=text.embedding_params + params, tower_params=params)
+    return replace(SOURCE, spec=spec)
+
+
+def test_towers_that_leave_one_gpu_too_small_have_the_split_measured() -> None:
+    """Text alone, 13 GiB, fits one H200 and takes least memory there; with 130 GiB of towers it takes two."""
+    small = wished(IntentKind.MIN_MEMORY, quality=Quality.EXACT)
+    whole, source = StepTimedMachine(), with_towers(130)
+    profile = profiled(whole, wish=small, source=source)
+    assert (2, 1, BITS16) in started(whole)
+    assert profile.spec == SOURCE.spec, "measured is the text alone"
+    text, added = profiled(StepTimedMachine(), wish=small), StepTimedMachine()
+    assert lacking(text, NODE, RUNS, small) == ()
+    assert lacking(profile_as(source.spec, text), NODE, RUNS, small) != ()
+    both = profiled(added, wish=small, known=text, source=source)
+    assert (2, 1, BITS16) in started(added)
+    assert lacking(profile_as(source.spec, both), NODE, RUNS, small) == ()
 
 
 def test_what_fails_when_it_is_added_costs_nothing_of_what_is_there_and_is_not_tried_again() -> None:

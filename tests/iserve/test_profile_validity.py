@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from daemon.engines.vllm.table import TABLE
+from daemon.engines.vllm.capabilities import TABLE
 from daemon.status import DeviceStatus, NodeStatus, WorkerStatus
 from fingerprint.capability import EngineCapabilities
 from fingerprint.config import Workload

@@ -16,12 +16,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
+from daemon.engines.external import PROFILING_PATH
 from daemon.engines.vllm.adapter import VllmEngine
 from daemon.monitor import Monitor, WorkerUse
 from daemon.nvml import NvmlDevices
 from daemon.profile_client import LOAD_MARK, WorkerProfileSession
 from daemon.status import NodeStatus, WorkerState
+from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import EngineError, InfeasibleError
 from iserve.controller.profiling import last_words, start_profiling_worker, within_what_is_free
@@ -182,8 +183,8 @@ def test_where_the_log_knows_nothing_the_worker_s_own_word_stands() -> None:
 
 def test_the_worker_prints_the_mark_that_the_controller_looks_for() -> None:
     """The worker cannot import it: it runs in the engine's interpreter."""
-    hosted = (Path(__file__).parents[2] / "daemon" / "hosted_worker" / "iserve_hosted.py").read_text()
-    assert f'LOAD_MARK = "{LOAD_MARK}"' in hosted
+    base = (Path(PROFILING_PATH) / "iserve_profiling" / "base.py").read_text()
+    assert f'LOAD_MARK = "{LOAD_MARK}"' in base
 
 
 class HungUp:

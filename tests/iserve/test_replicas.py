@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
 from daemon.engines.registry import capabilities_for
 from daemon.status import WorkerState
+from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from fingerprint.codec import to_json
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import ConfigError, UnavailableError
@@ -332,17 +332,17 @@ def test_what_fell_asleep_meanwhile_is_not_mended(world: Twins, until: Until) ->
     world.deploy_two(until, scale_to_zero_s=LIMIT_S)
     row = world.store.deployment("a")
     assert row is not None
-    world.store.update_deployment(row.id, phase="asleep")
+    world.store.update_deployment(row.id, phase="scaled-to-zero")
     world.node.client.stop("a-1-r1")
     world.controller._deployer.run(row)  # which had seen it ready, one replica lost
-    assert world.phase() == "asleep"
+    assert world.phase() == "scaled-to-zero"
     assert "a-1-r1" not in world.states()
 
 
 def test_all_sleep_and_wake_together(world: Twins, until: Until) -> None:
     world.deploy_two(until, scale_to_zero_s=LIMIT_S)
     world.later(LIMIT_S, idle_s=LIMIT_S)
-    assert world.phase() == "asleep"
+    assert world.phase() == "scaled-to-zero"
     world.reconciler.tick()
     assert [worker.ready for worker in world.route().workers] == [False, False]
     until(world.ended, "both have ended")
@@ -365,7 +365,7 @@ def test_a_waking_one_whose_place_is_gone_in_part_is_planned_anew_and_leaves_not
 
     def refused() -> bool:
         world.reconciler.tick()
-        return world.phase() == "asleep" and world.store.deployment("a").error is not None
+        return world.phase() == "scaled-to-zero" and world.store.deployment("a").error is not None
 
     until(refused, "it sleeps on, and says why")
     error = world.store.deployment("a").error

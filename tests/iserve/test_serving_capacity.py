@@ -89,7 +89,7 @@ def test_the_plan_is_what_it_was() -> None:
     [
         (DeployBody(intent=IntentKind.MIN_MEMORY), 1),
         (DeployBody(rate_per_s=0.5), 1),
-        (DeployBody(slo=Slo(e2e_s=60), refuse_late=True), 1),
+        (DeployBody(slo=Slo(e2e_s=60), reject_late=True), 1),
         (DeployBody(), 256),
     ],
 )

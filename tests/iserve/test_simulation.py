@@ -160,12 +160,14 @@ def devices(result: SimulationResult) -> list[tuple[str, ...]]:
     return [change.device_ids for change in result.changes if change.kind is ChangeKind.DEPLOYED]
 
 
-def replicated(count: int, scenario: Scenario, steering: Elastic | None = None) -> SimulationResult:
+def replicated(count: int, scenario: Scenario, cluster_policy: Elastic | None = None) -> SimulationResult:
     """``count`` replicas of one model, which is asked for more than one of them serves."""
     asked = model()
     scenario = replace(scenario, actions=(Deploy(at_s=0.0, name="chat", model="chat", replicas=count),))
     requests = poisson(400, 40.0, "chat")
-    return simulate_cluster(requests, scenario, A6000, {"chat": asked}, router=make_router(), steering=steering)
+    return simulate_cluster(
+        requests, scenario, A6000, {"chat": asked}, router=make_router(), cluster_policy=cluster_policy
+    )
 
 
 FOUR = Scenario(cluster=idle_cluster(A6000, 4), actions=())

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from daemon.engines.base import WorkerSpec
+from daemon.worker_spec import WorkerSpec
 from iserve.controller.node import without
 from iserve.controller.reconcile import Reconciler
 from iserve.controller.records import recorded_wish, recorded_workers
 from iserve.controller.update_capacity import WorkerCapacity, reduction
 from iserve.rest_bodies import UpdateBody
-from iserve.routes import Demand
+from iserve.route_table import Demand
 from iserve.state.store import DeploymentRow
 from tests.iserve.test_deployer import World
 

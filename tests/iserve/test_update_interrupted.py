@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from daemon.engines.base import WorkerSpec
 from daemon.status import WorkerState, WorkerStatus
+from daemon.worker_spec import WorkerSpec
 from fingerprint.codec import to_json
 from fingerprint.errors import ConflictError
 from iserve.api_types import DeployBody, VerifyBody
@@ -19,7 +19,7 @@ from iserve.controller.reconcile import Reconciler
 from iserve.controller.records import draining_workers, recorded_update, recorded_wish, recorded_workers
 from iserve.model_source import ModelSource
 from iserve.rest_bodies import UpdateBody
-from iserve.routes import Demand
+from iserve.route_table import Demand
 from iserve.state.store import DeploymentRow
 from tests.iserve.test_deployer import World
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from daemon.engines.base import WorkerSpec
 from daemon.engines.registry import get_engine
 from daemon.process import own_record, write_record
 from daemon.status import WorkerState
+from daemon.worker_spec import WorkerSpec
 from fingerprint.codec import from_json, to_json
 from fingerprint.errors import InfeasibleError
 from fingerprint.families import load_spec
@@ -30,7 +30,7 @@ from iserve.controller.reconcile import Reconciler
 from iserve.controller.records import recorded_wish, recorded_workers, update_workers
 from iserve.demo import demo_model_path
 from iserve.rest_bodies import UpdateBody
-from iserve.routes import Demand, Route, RouteTable
+from iserve.route_table import Demand, Route, RouteTable
 from iserve.settings import Settings
 from iserve.state.store import DeploymentRow, Store
 from tests.daemon.conftest import Node
@@ -213,7 +213,7 @@ def test_a_phase_that_another_records_meanwhile_does_not_stop_the_update(world: 
     world.running.touch()
     world.update(intent="min-latency")
     until(world.reaches("draining"), "it drains")
-    world.store.update_deployment(world.row().id, phase="asleep")
+    world.store.update_deployment(world.row().id, phase="scaled-to-zero")
     until(world.reaches("draining"), "it drains again")
     world.running.unlink()
     until(world.ended, "the update has ended")

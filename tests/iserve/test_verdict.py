@@ -144,8 +144,8 @@ def test_configurations_with_the_same_figures_are_no_runner_up(judged: Callable[
     estimates = {one.config: one.estimate for one in plan.candidates}
     assert plan.best is not None
     assert plan.best.estimate is not None
-    assert said.runner_up.alike
-    for config in said.runner_up.alike:
+    assert said.runner_up.equivalent
+    for config in said.runner_up.equivalent:
         same = estimates[config]
         assert same is not None
         assert (same.ttft_s, same.tpot_s, same.memory) == (
@@ -231,8 +231,8 @@ def test_where_nothing_is_feasible_the_first_advice_is_that_of_the_nearest(judge
     assert said.sentence == "No configuration of Llama-2-70b on 1 A6000 keeps every limit"
     assert (said.figures, said.runner_up, said.deployable) == (None, None, None)
     assert plan.why_not.nearest is not None
-    (own,) = (r.text for r in plan.why_not.relax if r.config == plan.why_not.nearest.config)
-    assert said.relax_first == own
+    (own,) = (r.text for r in plan.why_not.relaxations if r.config == plan.why_not.nearest.config)
+    assert said.first_relaxation == own
 
 
 def test_what_is_missing_here_is_said_and_nothing_else() -> None:
@@ -272,8 +272,8 @@ def test_the_rate_that_would_be_served_is_that_of_all_replicas() -> None:
     limits = {"slo": Slo(tpot_s=1.0), "engine": "vllm"}
     one, two = (planned("h200:8", replicas=count, rate_per_s=1000.0 * count, **limits) for count in (1, 2))
     assert one.chosen is two.chosen is None
-    ((needed, told),) = {(r.needed, r.text) for r in two.why_not.relax if r.limit == "rate"}
-    (needed_of_one,) = {r.needed for r in one.why_not.relax if r.limit == "rate"}
+    ((needed, told),) = {(r.needed, r.text) for r in two.why_not.relaxations if r.limit == "rate"}
+    (needed_of_one,) = {r.needed for r in one.why_not.relaxations if r.limit == "rate"}
     assert needed == pytest.approx(2 * needed_of_one, rel=0.02)
     assert told.startswith(f"rate=2000 -> {needed:g} requests/s would admit")
     reasons = [c.reason for c in two.candidates if c.refused_for is RefusedFor.RATE]
@@ -321,4 +321,4 @@ def test_delays_of_others_are_mentioned_only_where_they_count_in_what_is_compare
     assert "delays of what runs there" not in alike_words(plain, 12)
     weighed = replace(second, ranked_by=(second.objective or 0.0) + 1.0)
     shown = alike_words(replace(plain, candidates=(first, weighed, *plain.candidates[2:])), 12)
-    assert "delays of what runs there now included" in shown
+    assert "delays of other deployments included" in shown

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from daemon.engines.vllm.table import TABLE
+from daemon.engines.vllm.capabilities import TABLE
 from daemon.status import DeviceStatus, NodeStatus
 from fingerprint.config import DeploymentConfig, WeightFormat, Workload
 from fingerprint.errors import ConfigError

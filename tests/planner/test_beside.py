@@ -81,8 +81,8 @@ def test_twice_as_slow_is_the_plan_of_times_twice_as_long(
         one.config for one in plain.candidates if one.feasible
     ]
     assert beside.served == plain.served
-    assert [r for r in beside.why_not.relax if r.limit is not LimitKind.MEMORY] == [
-        r for r in plain.why_not.relax if r.limit is not LimitKind.MEMORY
+    assert [r for r in beside.why_not.relaxations if r.limit is not LimitKind.MEMORY] == [
+        r for r in plain.why_not.relaxations if r.limit is not LimitKind.MEMORY
     ]  # what has no place has no neighbours
     assert best_of(candidates, intent, fits=fits, prices=PRICES, neighbours=Alike(2.0, room)) == (beside.best)
 
@@ -115,8 +115,8 @@ def test_only_a_limit_takes_it_from_the_place_that_the_policy_likes(limit_s: flo
     plan = rank([one], intent, fits=lambda _: Somewhere(), neighbours=neighbours)
     if quiet is None:
         assert plan.best is None
-        assert [r.limit for r in plan.why_not.relax] == [LimitKind.E2E]
-        assert plan.why_not.relax[0].needed == pytest.approx(2.4)
+        assert [r.limit for r in plan.why_not.relaxations] == [LimitKind.E2E]
+        assert plan.why_not.relaxations[0].needed == pytest.approx(2.4)
     else:
         assert plan.best is not None
         assert (plan.best.layout is neighbours.quiet) == quiet

@@ -26,7 +26,9 @@ INTENTS = (
     Intent(cost_model=CostModel.DOLLARS),
     Intent(kind=IntentKind.MIN_LATENCY),
     Intent(kind=IntentKind.MIN_LATENCY, rate_per_s=0.05),
-    Intent(kind=IntentKind.MIN_LATENCY, rate_per_s=0.05, traffic=Traffic(rates=(1.5, 0.5), window_s=30.0)),
+    Intent(
+        kind=IntentKind.MIN_LATENCY, rate_per_s=0.05, traffic=Traffic(relative_rates=(1.5, 0.5), window_s=30.0)
+    ),
     Intent(kind=IntentKind.MIN_MEMORY),
     Intent(kind=IntentKind.MIN_GPU_HOURS),
     Intent(kind=IntentKind.MAX_THROUGHPUT),

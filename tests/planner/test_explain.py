@@ -18,13 +18,13 @@ INT4 = DeploymentConfig(weights=WeightFormat.INT4)
 
 def relaxation(plan: Plan, limit: LimitKind) -> Relaxation:
     assert plan.chosen is None
-    (only,) = (r for r in plan.why_not.relax if r.limit is limit)
+    (only,) = (r for r in plan.why_not.relaxations if r.limit is limit)
     return only
 
 
 def test_a_feasible_plan_needs_no_relaxation() -> None:
     plan = rank([candidate(ONE)], Intent(), fits=everything_fits)
-    assert (plan.why_not.nearest, plan.why_not.relax) == (None, ())
+    assert (plan.why_not.nearest, plan.why_not.relaxations) == (None, ())
 
 
 def test_ttft_is_relaxed_to_the_least_that_admits_a_candidate_that_fits() -> None:
@@ -47,14 +47,14 @@ def test_ttft_is_relaxed_to_the_least_that_admits_a_candidate_that_fits() -> Non
 def test_limits_that_do_only_together_are_told_together() -> None:
     """The only candidate misses TTFT and budget: no single change helps."""
     plan = rank([candidate(ONE)], Intent(slo=Slo(ttft_s=0.1), budget=1.0), fits=everything_fits)
-    assert plan.why_not.relax == ()
+    assert plan.why_not.relaxations == ()
     nearest = plan.why_not.nearest
     assert nearest is not None
     assert [(v.limit, v.allowed, v.actual) for v in plan.nearest_misses] == [
         (LimitKind.BUDGET, 1.0, pytest.approx(24.0)),
         (LimitKind.TTFT, 0.1, pytest.approx(0.4)),
     ]
-    together = plan.why_not.relax_together
+    together = plan.why_not.combined_relaxation
     assert together is not None
     assert together.changes == (Change(LimitKind.BUDGET, 1.0, 24.0), Change(LimitKind.TTFT, 0.1, 0.4))
     assert together.text == (
@@ -65,8 +65,8 @@ def test_limits_that_do_only_together_are_told_together() -> None:
 
 def test_a_nearest_point_that_misses_one_limit_needs_nothing_together() -> None:
     plan = rank([candidate(ONE)], Intent(slo=Slo(ttft_s=0.1)), fits=everything_fits)
-    assert [r.limit for r in plan.why_not.relax] == [LimitKind.TTFT]
-    assert plan.why_not.relax_together is None
+    assert [r.limit for r in plan.why_not.relaxations] == [LimitKind.TTFT]
+    assert plan.why_not.combined_relaxation is None
 
 
 def test_where_nothing_fits_either_memory_is_one_of_the_limits() -> None:
@@ -76,8 +76,8 @@ def test_where_nothing_fits_either_memory_is_one_of_the_limits() -> None:
         Intent(slo=Slo(ttft_s=0.2)),
         fits=fits_below(10.0),
     )
-    assert plan.why_not.relax == ()
-    nearest, together = plan.why_not.nearest, plan.why_not.relax_together
+    assert plan.why_not.relaxations == ()
+    nearest, together = plan.why_not.nearest, plan.why_not.combined_relaxation
     assert nearest is not None
     assert together is not None
     assert nearest.config == together.config == ONE
@@ -94,7 +94,7 @@ def test_no_number_is_promised_where_gpus_are_missing() -> None:
     why_not = rank([candidate(ONE)], Intent(slo=Slo(ttft_s=0.2)), fits=two_more).why_not
     assert why_not.nearest is not None
     assert "needs 3 GPUs, there is 1" in why_not.nearest.text
-    assert (why_not.relax, why_not.relax_together) == ((), None)
+    assert (why_not.relaxations, why_not.combined_relaxation) == ((), None)
 
 
 def test_budget_names_its_unit() -> None:
@@ -134,14 +134,14 @@ def test_rate_is_also_what_a_missed_ttft_asks_for_when_the_queue_is_the_reason()
 
 def test_a_ttft_that_no_rate_can_meet_does_not_blame_the_rate() -> None:
     plan = rank([candidate(ONE)], Intent(slo=Slo(ttft_s=0.3), rate_per_s=0.3), fits=everything_fits)
-    assert [r.limit for r in plan.why_not.relax] == [LimitKind.TTFT]
+    assert [r.limit for r in plan.why_not.relaxations] == [LimitKind.TTFT]
 
 
 def test_memory_says_how_much() -> None:
     plan = rank(
         [candidate(ONE, gib_per_gpu=30.0), candidate(TWO, gib_per_gpu=16.0)], Intent(), fits=fits_below(10.0)
     )
-    assert [r.text for r in plan.why_not.relax] == [
+    assert [r.text for r in plan.why_not.relaxations] == [
         "6 GiB more free memory on each GPU would admit tp=2,pp=1,weights=16bit,kv=16bit,pruning=none"
     ]
     assert plan.why_not.nearest is not None
@@ -223,7 +223,7 @@ def test_a_percentile_that_only_an_idle_server_keeps_is_refused_in_words() -> No
         fits=everything_fits,
     )
     assert plan.chosen is None
-    assert [r.limit for r in plan.why_not.relax] == [LimitKind.TTFT]
+    assert [r.limit for r in plan.why_not.relaxations] == [LimitKind.TTFT]
     assert plan.why_not.nearest is not None
     assert plan.why_not.nearest.text
 

@@ -46,8 +46,8 @@ def test_what_is_found_is_what_the_path_leaves(utilisation: float) -> None:
 def test_levels_keep_the_requests_and_the_time(rates: list[float]) -> None:
     levels = moving_rate(over_mean(rates)).levels
     assert sum(level.share for level in levels) == pytest.approx(1)
-    assert sum(level.share / level.times for level in levels if level.times) <= 1 + 1e-6
-    assert [level.times for level in levels] == sorted(level.times for level in levels)
+    assert sum(level.share / level.relative_rate for level in levels if level.relative_rate) <= 1 + 1e-6
+    assert [level.relative_rate for level in levels] == sorted(level.relative_rate for level in levels)
 
 
 @given(paths, st.floats(0.0, 0.99), st.floats(0.0, 5.0), st.floats(0.0, 5.0))

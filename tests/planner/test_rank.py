@@ -99,7 +99,7 @@ def test_slo_and_budget_are_judged_at_the_upper_end_and_the_objective_on_the_val
     assert dear.candidates[0].reason == (
         "cost 33 GiB*s per request exceeds budget=32.99 (upper end of the 90% interval)"
     )
-    (advice,) = dear.why_not.relax
+    (advice,) = dear.why_not.relaxations
     assert advice.needed == 33.0
 
 

@@ -225,7 +225,7 @@ def feasible(plan: Plan) -> set[DeploymentConfig]:
 def test_following_a_relaxation_makes_the_plan_feasible(
     candidates: list[Candidate], intent: Intent, free: float
 ) -> None:
-    for advice in plan_of(candidates, intent, free).why_not.relax:
+    for advice in plan_of(candidates, intent, free).why_not.relaxations:
         followed = {one.config: one for one in plan_of(candidates, *follow(intent, free, advice)).candidates}
         assert followed[advice.config].feasible, advice
         assert followed[advice.config].objective == advice.objective, "it is what following it gives"
@@ -236,7 +236,7 @@ def test_no_smaller_change_of_a_limit_alone_would_do(
     candidates: list[Candidate], intent: Intent, free: float
 ) -> None:
     """Smaller by what rounding to 3 digits can add, 1%; for memory by one byte."""
-    for advice in plan_of(candidates, intent, free).why_not.relax:
+    for advice in plan_of(candidates, intent, free).why_not.relaxations:
         if advice.limit in (LimitKind.QUALITY, LimitKind.MEMORY):
             less = advice.needed - 1
         else:
@@ -254,7 +254,7 @@ def test_a_limit_is_passed_over_only_where_no_change_of_it_would_do(
     plan = plan_of(candidates, intent, free)
     if plan.chosen is not None:
         return
-    told = {advice.limit for advice in plan.why_not.relax}
+    told = {advice.limit for advice in plan.why_not.relaxations}
     without: dict[LimitKind, Intent] = {LimitKind.QUALITY: replace(intent, quality=Quality.ANY)}
     without[LimitKind.BUDGET] = replace(intent, budget=None if intent.budget is None else 1e9)
     if intent.rate_per_s is not None:
@@ -273,7 +273,7 @@ def test_a_limit_is_passed_over_only_where_no_change_of_it_would_do(
 def test_what_is_relaxed_together_does_and_nothing_of_it_is_spare(
     candidates: list[Candidate], intent: Intent, free: float
 ) -> None:
-    together = plan_of(candidates, intent, free).why_not.relax_together
+    together = plan_of(candidates, intent, free).why_not.combined_relaxation
     if together is None:
         return
     assert together.config in feasible(plan_of(candidates, *follow(intent, free, *together.changes)))
@@ -289,7 +289,7 @@ def test_there_is_always_a_way_where_something_can_run(
     plan = plan_of(candidates, intent, free)
     able = [ranked for ranked in plan.candidates if ranked.refusal is None and ranked.estimate is not None]
     why_not = plan.why_not
-    assert bool(why_not.relax or why_not.relax_together) == bool(able and plan.chosen is None)
+    assert bool(why_not.relaxations or why_not.combined_relaxation) == bool(able and plan.chosen is None)
     assert (why_not.nearest is None) == (not able or plan.chosen is not None)
 
 

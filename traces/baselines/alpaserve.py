@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fingerprint.engines import traits_of
 from fingerprint.errors import InfeasibleError
 from placement.routing import Router
 from placement.types import ClusterSnapshot, GpuState, Placement
@@ -37,7 +38,6 @@ from traces.baselines.grouping import bucketings, in_order, partitions, shape
 from traces.baselines.knowledge import Knowledge, Places, StepTimes, sixteen_bit
 from traces.baselines.selection import Judge, Placed, Score, Selected, Selector, Verdict
 from traces.request import Request
-from traces.simulator.pipelined import keeps_stages_full
 from traces.simulator.result import SimulationResult
 from traces.simulator.scenario import Deploy, Deployed, Policies, Scenario
 from traces.summary import kept
@@ -252,7 +252,7 @@ def deployment_of(
                 placement=placed.placement,
                 steps=times(models[placed.model], placed.config, batch),
                 what=f"{placed.config} on {placed.config.engine}, batch {batch}",
-                pipelined=keeps_stages_full(placed.config.engine),
+                pipelined=traits_of(placed.config.engine).fills_stages,
             )
         )
     actions = tuple(

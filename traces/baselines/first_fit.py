@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fingerprint.config import DeploymentConfig
+from fingerprint.engines import traits_of
 from fingerprint.errors import ConfigError
 from placement.types import ClusterSnapshot, Refusal
 from traces.baselines.knowledge import (
@@ -30,7 +31,6 @@ from traces.baselines.knowledge import (
     sixteen_bit,
     without,
 )
-from traces.simulator.pipelined import keeps_stages_full
 from traces.simulator.scenario import Deployed, NotDeployed
 
 __all__ = ["FirstFit", "Preference", "common_batch", "max_pp", "max_tp"]
@@ -122,7 +122,7 @@ class FirstFit:
                     continue
                 steps = self._times(wanted.model, config, batch)
                 what = f"{config} on {config.engine}, batch {batch}"
-                pipelined = keeps_stages_full(config.engine)
+                pipelined = traits_of(config.engine).fills_stages
                 return [Deployed(placement=one, steps=steps, what=what, pipelined=pipelined) for one in placed]
         if refusal is None:
             return NotDeployed(reason=f"{self.name}: {wanted.why_none}")

@@ -33,7 +33,7 @@ class Deployment:
     missing: int = 0
     turn: int = 0
     arrived: int = 0
-    asleep: bool = False  # it was scaled to nothing, not taken down: requests wait for it
+    at_zero: bool = False  # scaled to zero, not removed: requests wait for it
     draining: list[Server] = field(default_factory=list)
     coming: dict[Server, Server] = field(default_factory=dict)  # replacement that is loaded -> whom it replaces
     decided: dict[Server, Deployed] = field(default_factory=dict)
@@ -43,28 +43,28 @@ class Deployment:
     since_s: float = 0.0  # the last change of its replicas
     last_s: float = 0.0  # the last arrival
     most: int = 0  # replicas at once
-    wakes: int = 0
-    asleep_s: float = 0.0  # in all, up to the last time it woke
-    slept_at_s: float = 0.0
+    cold_starts: int = 0
+    scaled_to_zero_s: float = 0.0  # in all, up to the last cold start
+    zero_since_s: float = 0.0
     punctual: Punctual | None = None  # where late requests are rejected by forecast
 
     @property
     def wanted(self) -> int:
         return len(self.replicas) + self.missing
 
-    def sleep(self, now_s: float) -> None:
+    def scale_to_zero(self, now_s: float) -> None:
         """Record that the deployment was scaled to zero."""
-        if not self.asleep:
-            self.asleep, self.slept_at_s = True, now_s
+        if not self.at_zero:
+            self.at_zero, self.zero_since_s = True, now_s
 
-    def wake(self, now_s: float) -> None:
+    def leave_zero(self, now_s: float) -> None:
         """Record that the deployment has a replica again, or is not needed any more."""
-        self.asleep_s = self.asleep_until_s(now_s)
-        self.asleep = False
+        self.scaled_to_zero_s = self.at_zero_until_s(now_s)
+        self.at_zero = False
 
-    def asleep_until_s(self, now_s: float) -> float:
+    def at_zero_until_s(self, now_s: float) -> float:
         """Return the seconds scaled to zero, in all."""
-        return self.asleep_s + (now_s - self.slept_at_s if self.asleep else 0.0)
+        return self.scaled_to_zero_s + (now_s - self.zero_since_s if self.at_zero else 0.0)
 
 
 def service_s(steps: StepModel, input_tokens: float, output_tokens: float, slots: int) -> float:
@@ -124,7 +124,7 @@ def states(deployments: Iterable[Deployment], requests: Requests, now_s: float) 
 
     ``service_s`` is that of the recent requests' mean lengths.
     """
-    here = [d for d in deployments if d.latest is not None and (d.wanted or d.asleep or d.coming)]
+    here = [d for d in deployments if d.latest is not None and (d.wanted or d.at_zero or d.coming)]
     if not here:
         return ()
     of, inputs, outputs = requests.recent(now_s - LOAD_WINDOW_S)

@@ -33,6 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.engines import traits_of
 from fingerprint.errors import ConfigError
 from fingerprint.estimates import Estimator, Source, TellsHiddenTime
 
@@ -42,10 +43,6 @@ _SHORT_PROMPT = 128  # tokens: of attention to one another they have next to non
 _HALF_ANSWER = 32  # tokens
 _DENSE_FROM = 64  # tokens: from here on the knots of prompts are closer than a factor of two apart,
 _DENSE_RATIO = 1.25  # because somewhere there reading the weights gives way to arithmetic, with a bend
-
-# vLLM's core holds two steps and schedules the second before the first has ended (``step_with_batch_queue``). Its
-# pipelines hold one per stage. That other engines overlap host and device likewise was not looked into.
-_AHEAD_ENGINES = frozenset({"vllm"})
 
 Table = npt.NDArray[np.float64]
 _Ttft = Callable[[int, int], float]  # (batch, tokens of each) -> seconds
@@ -232,7 +229,7 @@ class StepModel:
 
 def plans_ahead(config: DeploymentConfig) -> bool:
     """Return whether the engine of ``config`` settles the content of a step when the one before begins."""
-    return config.engine in _AHEAD_ENGINES and config.pp == 1
+    return config.pp == 1 and traits_of(config.engine).schedules_ahead
 
 
 def tabulate(estimator: Estimator, config: DeploymentConfig, limits: Limits) -> StepModel:

@@ -14,14 +14,15 @@ from pathlib import Path
 from packaging.version import InvalidVersion, Version
 
 from daemon.devices import Device
-from daemon.engines.base import Command, Container, Inside, WorkerSpec
+from daemon.engines.base import Command, Container, Inside
+from daemon.engines.external import ExternalEngine, Installation, Interpreter, profiling_worker, wrapped
 from daemon.engines.failures import explain
-from daemon.engines.foreign import ForeignEngine, Installation, Interpreter, guarded
-from daemon.engines.machine import gpu_machine
+from daemon.engines.machine_info import gpu_machine
+from daemon.engines.tensorrt_llm.capabilities import TABLE
 from daemon.engines.tensorrt_llm.checkpoint import check_formats, stored_formats
-from daemon.engines.tensorrt_llm.failures import SIGNS
+from daemon.engines.tensorrt_llm.error_patterns import ERROR_PATTERNS
 from daemon.engines.tensorrt_llm.options import as_yaml, llm_options
-from daemon.engines.tensorrt_llm.table import TABLE
+from daemon.worker_spec import WorkerSpec
 from daemon.worker_stats import WorkerStats, read_own_stats
 from fingerprint.checkpoint import Checkpoint
 from fingerprint.codec import to_json
@@ -36,10 +37,7 @@ __all__ = ["TensorRtLlmEngine"]
 
 _DISTRIBUTION = "tensorrt-llm"
 _OPTIONS_FILE = "llm_options.yaml"
-_DAEMON = Path(__file__).parents[2]
-_PROFILING_WORKER = _DAEMON / "tensorrt_llm_worker" / "__main__.py"
-_HOSTED_PATH = os.pathsep.join(str(_DAEMON / name) for name in ("step_timer", "hosted_worker"))
-_OUR_PACKAGES = str(Path(__file__).parents[3])  # for the face; it hides them from the engine
+_OUR_PACKAGES = str(Path(__file__).parents[3])  # for the proxy; it hides them from the engine
 _IMAGE, _RELEASE = "nvcr.io/nvidia/tensorrt-llm/release", "1.2.0"
 _KNOWN_RELEASE = (1, 2)
 _ENVIRONMENT = (
@@ -50,7 +48,7 @@ _ENVIRONMENT = (
 )
 
 
-class TensorRtLlmEngine(ForeignEngine):
+class TensorRtLlmEngine(ExternalEngine):
     """Adapter of TensorRT-LLM: a worker is one HTTP process and a rank per GPU, spawned through MPI."""
 
     stats_path = "/stats"
@@ -74,7 +72,7 @@ class TensorRtLlmEngine(ForeignEngine):
             raise EngineError(f"there is no trtllm-serve beside {found.python}; install TensorRT-LLM there anew")
 
     def command(self, spec: WorkerSpec, folder: Path, devices: Mapping[str, Device]) -> Command:
-        """Return ``trtllm-serve`` behind our face, under our guard; all limits are in its options file.
+        """Return ``trtllm-serve`` behind our proxy, under our wrapper; all limits are in its options file.
 
         Raises:
             EngineError: not installed, or not a 1.2 release.
@@ -87,9 +85,9 @@ class TensorRtLlmEngine(ForeignEngine):
             return self._profiling(spec, folder, devices, found)
         model = _read_model(spec, devices)
         server = (found.python, str(_server(found)), *_arguments("{model}", folder / _OPTIONS_FILE))
-        face = (sys.executable, "-m", "daemon.engines.tensorrt_llm.face", str(folder / "spec.json"))
+        proxy = (sys.executable, "-m", "daemon.engines.tensorrt_llm.proxy", str(folder / "spec.json"))
         return Command(
-            argv=guarded(spec, (*face, *server), python_path=_OUR_PACKAGES),
+            argv=wrapped(spec, (*proxy, *server), python_path=_OUR_PACKAGES),
             env=_environment(found),
             files=((_OPTIONS_FILE, as_yaml(llm_options(spec, model))),),
         )
@@ -104,10 +102,9 @@ class TensorRtLlmEngine(ForeignEngine):
                 "own, beside the next step, and what the step timer then reads was not worked out; profile tp "
                 "alone, other degrees are scaled from it"
             )
-        worker = (found.python, str(_PROFILING_WORKER), "--spec", str(folder / "spec.json"))
         machine = gpu_machine(devices.values(), self.versions(spec.engine_version))
         return Command(
-            argv=guarded(spec, worker, python_path=_HOSTED_PATH),
+            argv=profiling_worker(spec, found, "tensorrt_llm", folder),
             env=_environment(found),
             files=(("machine.json", to_json(machine).decode()),),
         )
@@ -121,7 +118,7 @@ class TensorRtLlmEngine(ForeignEngine):
             env=_ENVIRONMENT,
             files=((_OPTIONS_FILE, as_yaml(llm_options(spec, model))),),
             notes=(
-                "Without iServe's face trtllm-serve checks no model name, and cuts an answer that is too long "
+                "Without iServe's proxy trtllm-serve checks no model name, and cuts an answer that is too long "
                 "without a word.",
             ),
         )
@@ -130,7 +127,7 @@ class TensorRtLlmEngine(ForeignEngine):
         return read_own_stats(spec.worker_id, body)
 
     def explain_failure(self, spec: WorkerSpec, exit_code: int, log_tail: str) -> IserveError:
-        return explain(self.name, spec, exit_code, log_tail, SIGNS)
+        return explain(self.name, spec, exit_code, log_tail, ERROR_PATTERNS)
 
 
 def _is_known(version: str) -> bool:

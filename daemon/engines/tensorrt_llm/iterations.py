@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from daemon.engines.base import WorkerSpec
+from daemon.worker_spec import WorkerSpec
 from daemon.worker_stats import DeviceBusy, WorkerStats
 from fingerprint.errors import EngineError
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 
-from daemon.engines.base import WorkerLimits, WorkerSpec
+from daemon.worker_spec import WorkerLimits, WorkerSpec
 from fingerprint.config import KvFormat, even_split
 from fingerprint.formats import kv_heads_per_gpu
 from fingerprint.model_spec import KV_ELEMENT_BYTES, ModelSpec

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
 from daemon.devices import Device
-from daemon.engines.base import Command, Container, Inside, WorkerSpec
+from daemon.engine_options import EngineOptions
+from daemon.engines.base import Command, Container, Inside
 from daemon.engines.environments import is_version
+from daemon.engines.external import ExternalEngine, Installation, Interpreter, profiling_worker, wrapped
 from daemon.engines.failures import explain
-from daemon.engines.foreign import ForeignEngine, Installation, Interpreter, guarded
-from daemon.engines.machine import gpu_machine
-from daemon.engines.options import EngineOptions
-from daemon.engines.source_cache import kept_reading, sources_stamp
-from daemon.engines.transformers_classes import MAPPINGS_FILE, Transformers, read_transformers
-from daemon.engines.vllm import launch, metrics, signs
+from daemon.engines.machine_info import gpu_machine
+from daemon.engines.vllm import error_patterns, launch, metrics
 from daemon.engines.vllm.architectures import architectures_of, recorded
+from daemon.engines.vllm.cache import in_blocks
+from daemon.engines.vllm.capabilities import TABLE
 from daemon.engines.vllm.contract import (
     FUSED_ALL_REDUCE,
     STEPS_IN_FLIGHT,
@@ -30,27 +29,25 @@ from daemon.engines.vllm.contract import (
 from daemon.engines.vllm.model_registry import REGISTRY_FILE, Registry, read_registry, registry_digest
 from daemon.engines.vllm.own_options import check_vllm_options
 from daemon.engines.vllm.release import KNOWN, NEWEST, NEWEST_RUN, Standing, image_release, standing_of
-from daemon.engines.vllm.table import TABLE
+from daemon.profile_messages import ProfileLoad
+from daemon.sources.source_cache import kept_reading, sources_stamp
+from daemon.sources.transformers_classes import MAPPINGS_FILE, Transformers, read_transformers
+from daemon.worker_spec import WorkerSpec
 from daemon.worker_stats import WorkerStats
 from fingerprint.architectures import Architectures
 from fingerprint.capability import EngineCapabilities, Note
 from fingerprint.codec import to_json
 from fingerprint.errors import EngineError, IserveError
 
-__all__ = ["HOSTED_PATH", "VllmEngine"]
+__all__ = ["VllmEngine"]
 
 _IMAGE = "vllm/vllm-openai"
 _KEY_VARIABLE = "VLLM_API_KEY"
 _MIDDLEWARE = "iserve_worker_key.WorkerKey"  # vLLM's own key leaves half of its routes open
-_DAEMON = Path(__file__).parents[2]
-_MIDDLEWARE_PATH = str(_DAEMON / "vllm_middleware")
-_PROFILING_WORKER = _DAEMON / "vllm_worker" / "__main__.py"
-HOSTED_PATH = os.pathsep.join(  # vLLM finds the step timer as a plugin when it is on its path
-    str(_DAEMON / name) for name in ("step_timer", "hosted_worker")
-)
+_MIDDLEWARE_PATH = str(Path(__file__).parents[2] / "vllm_middleware")
 
 
-class VllmEngine(ForeignEngine):
+class VllmEngine(ExternalEngine):
     """``vllm serve`` of the Python that ``ISERVE_VLLM_PYTHON`` names, or of an environment under the home."""
 
     stats_path = "/metrics"
@@ -118,17 +115,18 @@ class VllmEngine(ForeignEngine):
         """Raises ConfigError: an argument that iServe sets, does not allow or does not know."""
         check_vllm_options(options)
 
+    def profile_order(self, spec: WorkerSpec, order: ProfileLoad) -> ProfileLoad:
+        return in_blocks(spec, order)
+
     def command(self, spec: WorkerSpec, folder: Path, devices: Mapping[str, Device]) -> Command:
         """Raises EngineError: the installed release lacks something that this launch needs."""
         found = self.installed(spec.engine_version)
         python = found.python
         if spec.profiling:
-            worker = (python, str(_PROFILING_WORKER), "--spec", str(folder / "spec.json"))
-            if _standing(found) is Standing.UNKNOWN:
-                worker = (*worker, "--no-step-timer")
+            untimed = ("--no-step-timer",) if _standing(found) is Standing.UNKNOWN else ()
             machine = to_json(gpu_machine(devices.values(), self.versions(spec.engine_version))).decode()
             return Command(
-                guarded(spec, worker, python_path=HOSTED_PATH),
+                profiling_worker(spec, found, "vllm", folder, *untimed),
                 launch.environment(spec, devices),
                 (("machine.json", machine),),
             )
@@ -140,7 +138,7 @@ class VllmEngine(ForeignEngine):
             self._refuse_without(found, [what for what in _missing(found, Part.SOME) if what in used])
         server = (python, "-m", "vllm.entrypoints.cli.main", *options)
         return Command(
-            guarded(spec, server, python_path=_MIDDLEWARE_PATH, token_variable=_KEY_VARIABLE), environment
+            wrapped(spec, server, python_path=_MIDDLEWARE_PATH, token_variable=_KEY_VARIABLE), environment
         )
 
     def container(self, spec: WorkerSpec, inside: Inside, devices: Mapping[str, Device]) -> Container:
@@ -166,7 +164,7 @@ class VllmEngine(ForeignEngine):
         return metrics.read_stats(spec.served_model, body)
 
     def explain_failure(self, spec: WorkerSpec, exit_code: int, log_tail: str) -> IserveError:
-        return explain(self.name, spec, exit_code, log_tail, signs.SIGNS, signs.DULL)
+        return explain(self.name, spec, exit_code, log_tail, error_patterns.ERROR_PATTERNS, error_patterns.DULL)
 
 
 def _used_by(

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 
-from daemon.engines.transformers_classes import ModelClass, Transformers
 from daemon.engines.vllm.model_registry import Registered, Registry
+from daemon.sources.transformers_classes import ModelClass, Transformers
 from fingerprint.architectures import Architectures, Listed
 from fingerprint.codec import from_json
 

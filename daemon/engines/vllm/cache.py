@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from daemon.engines.base import WorkerLimits, WorkerSpec
-from fingerprint.cache_blocks import CacheRoom, cache_blocks, cache_bytes
+from dataclasses import replace
+from pathlib import Path
+
+from daemon.profile_messages import ProfileLoad
+from daemon.worker_spec import WorkerLimits, WorkerSpec
+from fingerprint.cache_blocks import CacheRoom, block_tokens, cache_blocks, cache_bytes
+from fingerprint.config_json import read_config
+from fingerprint.families import load_spec
+from fingerprint.families.refusals import is_multimodal
 from fingerprint.model_spec import ModelSpec
 
-__all__ = ["kv_blocks", "kv_cache_bytes", "step_tokens"]
+__all__ = ["in_blocks", "kv_blocks", "kv_cache_bytes", "step_tokens"]
 
 
 def kv_cache_bytes(spec: WorkerSpec, model: ModelSpec) -> int:
@@ -17,6 +24,35 @@ def kv_cache_bytes(spec: WorkerSpec, model: ModelSpec) -> int:
 def kv_blocks(spec: WorkerSpec, model: ModelSpec) -> int:
     """Return ``--num-gpu-blocks-override`` for the same promise, of the stage that needs most blocks."""
     return cache_blocks(model, spec.config, [stage.num_layers for stage in spec.stages], _room(spec.limits))
+
+
+def in_blocks(spec: WorkerSpec, order: ProfileLoad) -> ProfileLoad:
+    """Return ``order`` with its KV room in vLLM's own blocks, and without towers.
+
+    Raises:
+        ConfigError, UnsupportedModelError: as ``families.load_spec`` of the checkpoint.
+    """
+    worker = replace(
+        spec,
+        config=replace(spec.config, weights=order.weights, kv=order.kv),
+        stages=tuple(
+            replace(stage, num_layers=layers)
+            for stage, layers in zip(spec.stages, order.layers_per_stage, strict=True)
+        ),
+        limits=replace(
+            spec.limits,
+            max_batch=order.max_batch,
+            max_context_tokens=order.max_context_tokens,
+            kv_tokens=max(order.kv_tokens or order.max_batch * order.max_context_tokens, order.max_context_tokens),
+        ),
+    )
+    model = load_spec(Path(order.checkpoint))
+    return replace(
+        order,
+        kv_blocks=kv_blocks(worker, model),
+        kv_block_tokens=block_tokens(model),
+        text_only=is_multimodal(read_config(Path(order.checkpoint))),
+    )
 
 
 def _room(limits: WorkerLimits) -> CacheRoom:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from daemon.engines.class_sources import ClassSources
-from daemon.engines.python_sources import parse_python
+from daemon.sources.class_sources import ClassSources
+from daemon.sources.python_sources import parse_python
 from fingerprint.errors import EngineError
 
 __all__ = ["REGISTRY_FILE", "Registered", "Registry", "read_registry", "registry_digest"]

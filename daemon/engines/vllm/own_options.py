@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 
-from daemon.engines.options import EngineOptions, check_options
+from daemon.engine_options import EngineOptions, check_options
 from fingerprint.errors import ConfigError
 from fingerprint.model_use import ModelUse
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from daemon.engines.python_sources import parse_python
+from daemon.sources.python_sources import parse_python
 
 __all__ = [
     "ClassFacts",

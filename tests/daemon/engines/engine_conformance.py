@@ -22,11 +22,11 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from daemon.engines.base import StageAssignment, WorkerLimits
 from daemon.engines.registry import get_engine
 from daemon.process import group_members
 from daemon.procfs import processes
 from daemon.status import WorkerState, WorkerStatus
+from daemon.worker_spec import StageAssignment, WorkerLimits
 from daemon.worker_stats import WorkerStats
 from daemon.worker_token import TOKEN_FILE, authorization
 from fingerprint.config import DeploymentConfig
@@ -78,9 +78,9 @@ class Running:
         return engine.read_stats(self.status.spec, data)
 
     def session(self) -> set[int]:
-        """Every living process of the worker, its keeper's included."""
-        keeper_pid = self.node.lease().keeper_pid
-        return {stat.pid for stat in processes() if stat.session_id == keeper_pid}
+        """Every living process of the worker, its shim's included."""
+        shim_pid = self.node.lease().shim_pid
+        return {stat.pid for stat in processes() if stat.session_id == shim_pid}
 
 
 @pytest.mark.smoke

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
+from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from fingerprint.config import DeploymentConfig
 from tests.daemon.engines.standin import make_environment, set_version
 

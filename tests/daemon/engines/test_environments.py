@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from daemon.engines.environments import environment_of, environments, exact_version, is_version
-from daemon.engines.foreign import Interpreter
+from daemon.engines.external import Interpreter
 from fingerprint.errors import ConfigError, EngineError
 from tests.daemon.engines.standin import make_environment
 

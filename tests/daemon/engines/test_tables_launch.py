@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from daemon.devices import Device
-from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
 from daemon.engines.registry import ENGINES
 from daemon.engines.tensorrt_llm import adapter as tensorrt_llm
 from daemon.engines.tensorrt_llm.options import llm_options
 from daemon.engines.vllm import launch
+from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from fingerprint.capability import EngineCapabilities
 from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
 from fingerprint.errors import CheckpointError, ConfigError, IserveError, UnsupportedModelError

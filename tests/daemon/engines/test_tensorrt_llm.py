@@ -97,9 +97,9 @@ class TestTensorRtLlm(EngineConformance):
 
 def test_it_is_started_from_the_environment_that_the_setting_names(engine, environment, checkpoint, tmp_path):
     command = engine.command(make_spec(checkpoint, port=8123), tmp_path, devices())
-    face = command.argv[command.argv.index("--") + 1 :]
-    assert face[:4] == (sys.executable, "-m", "daemon.engines.tensorrt_llm.face", str(tmp_path / "spec.json"))
-    assert face[4:] == (
+    proxy = command.argv[command.argv.index("--") + 1 :]
+    assert proxy[:4] == (sys.executable, "-m", "daemon.engines.tensorrt_llm.proxy", str(tmp_path / "spec.json"))
+    assert proxy[4:] == (
         str(environment),
         str(environment.parent / "trtllm-serve"),
         "serve",
@@ -285,7 +285,7 @@ def test_it_comes_up_serves_within_its_limits_and_leaves_nothing(on_node, engine
         answer = json.loads(body)
         assert (code, answer["usage"]["completion_tokens"]) == (200, 4)
         assert answer["model"] == "m"  # the name that was asked for, not the folder's
-        # a sequence may have 100 tokens: the engine cuts what goes beyond, the face refuses where it can count
+        # a sequence may have 100 tokens: the engine cuts what goes beyond, the proxy refuses where it can count
         code, body = await ask(status, "/v1/completions", {"prompt": [1] * 90, "max_tokens": 11})
         assert (code, json.loads(body)["error"]["code"]) == (400, "context_length_exceeded")
         assert "100 tokens" in json.loads(body)["error"]["message"]
@@ -297,7 +297,7 @@ def test_it_comes_up_serves_within_its_limits_and_leaves_nothing(on_node, engine
         code, body = await ask(status, "/v1/completions", {"prompt": "a", "guided_json": "{}"})
         assert (code, "body.guided_json" in json.loads(body)["error"]["message"]) == (400, True)
         everything = supervisor._workers["w1"].process.pids() | ranks(supervisor)
-        assert len(everything) >= 4  # guard, face, server, one rank
+        assert len(everything) >= 4  # wrapper, proxy, server, one rank
         await supervisor.stop("w1")
         assert not running(everything)
 
@@ -446,7 +446,7 @@ def test_a_worker_stopped_while_it_loads_leaves_no_rank(on_node, checkpoint):
     on_node(scene)
 
 
-@pytest.mark.parametrize("killed", ["guard", "face", "server"])
+@pytest.mark.parametrize("killed", ["wrapper", "proxy", "server"])
 def test_whichever_of_its_processes_is_killed_it_is_started_again(on_node, checkpoint, killed):
     """And nothing of the first is left: not the ranks, which are in sessions of their own and ignore SIGTERM."""
     behave(checkpoint)
@@ -459,8 +459,8 @@ def test_whichever_of_its_processes_is_killed_it_is_started_again(on_node, check
         first = await in_state(supervisor, WorkerState.READY)
         (rank,) = ranks(supervisor)
         server = parent(rank)
-        chain = {"server": server, "face": parent(server), "guard": parent(parent(server))}
-        assert chain["guard"] == first.pid
+        chain = {"server": server, "proxy": parent(server), "wrapper": parent(parent(server))}
+        assert chain["wrapper"] == first.pid
         everything = frozenset(chain.values()) | {rank}
         os.kill(chain[killed], signal.SIGKILL)
         async with asyncio.timeout(PATIENCE_S):

@@ -12,13 +12,13 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from daemon.engines.base import WorkerLimits
 from daemon.engines.tensorrt_llm.adapter import TensorRtLlmEngine
+from daemon.engines.tensorrt_llm.capabilities import TABLE
 from daemon.engines.tensorrt_llm.checkpoint import StoredFormats, check_formats, stored_formats
 from daemon.engines.tensorrt_llm.iterations import Iterations
 from daemon.engines.tensorrt_llm.options import as_yaml, kv_blocks, llm_options
 from daemon.engines.tensorrt_llm.refusals import openai_error
-from daemon.engines.tensorrt_llm.table import TABLE
+from daemon.worker_spec import WorkerLimits
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat
 from fingerprint.errors import (
     CheckpointError,

@@ -11,11 +11,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from daemon.engines.tensorrt_llm.failures import SIGNS
+from daemon.engines.tensorrt_llm.capabilities import TABLE
+from daemon.engines.tensorrt_llm.error_patterns import ERROR_PATTERNS
 from daemon.engines.tensorrt_llm.iterations import _Batch, _Iteration, _Kv
 from daemon.engines.tensorrt_llm.options import llm_options
 from daemon.engines.tensorrt_llm.refusals import openai_error
-from daemon.engines.tensorrt_llm.table import TABLE
 from fingerprint.families import read_spec
 from tests.daemon.engines.tensorrt_environment import CONFIG, make_checkpoint, make_spec
 from tests.daemon.engines.tensorrt_stand_in import flags, options, server
@@ -95,10 +95,10 @@ def test_every_documented_failure_has_its_meaning(sections: dict[int, str]) -> N
             known = answer is not None and json.loads(answer)["error"]["code"] is not None
             if text in ("xdoesn't match",):
                 text = "KV cache quantization x doesn't match"  # the note leaves out what precedes
-            assert known or any(sign.pattern.search(text) for sign in SIGNS), quoted
+            assert known or any(sign.pattern.search(text) for sign in ERROR_PATTERNS), quoted
     for text in ("Unknown architecture for AutoModelForCausalLM: X", "Unsupported quantization_config"):
         assert text in sections[4] + sections[5]
-        assert any(sign.pattern.search(text) for sign in SIGNS)
+        assert any(sign.pattern.search(text) for sign in ERROR_PATTERNS)
 
 
 def test_statistics_are_read_and_written_by_their_documented_names(

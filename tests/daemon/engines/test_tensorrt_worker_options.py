@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from daemon.engines.external import PROFILING_PATH
 from daemon.engines.tensorrt_llm.options import llm_options
 from fingerprint.config import DeploymentConfig, KvFormat
 from fingerprint.families import read_spec
 from tests.daemon.engines.tensorrt_environment import CONFIG, make_spec
 
-DAEMON = Path(__file__).parents[3] / "daemon"
 LLMAPI = Path(__file__).parent / "tensorrt_stand_in" / "library" / "llmapi.py"
 # One limit of the cache is enough where nothing else is on it, and no statistics are asked for.
 NOT_NEEDED = {"enable_iter_perf_stats"}
@@ -32,15 +32,12 @@ def hosted(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     assert found.loader is not None
     llmapi = importlib.util.module_from_spec(found)
     found.loader.exec_module(llmapi)
-    for folder in ("hosted_worker", "tensorrt_llm_worker", "step_timer"):
-        monkeypatch.syspath_prepend(str(DAEMON / folder))
+    monkeypatch.syspath_prepend(PROFILING_PATH)
     monkeypatch.setitem(sys.modules, "tensorrt_llm", ModuleType("tensorrt_llm"))
     monkeypatch.setitem(sys.modules, "tensorrt_llm.llmapi", llmapi)
-    for name in ("iserve_hosted", "trt_rank", "trt_hosted"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    import trt_hosted
-
-    return trt_hosted
+    for name in [name for name in sys.modules if name.startswith("iserve_profiling")]:
+        monkeypatch.delitem(sys.modules, name)
+    return importlib.import_module("iserve_profiling.tensorrt_llm")
 
 
 def values(given: object) -> Any:
@@ -55,7 +52,7 @@ def test_a_fingerprint_is_started_as_a_deployment(hosted, tmp_path, kv, step_tok
     limits = {"max_batched_tokens": step_tokens}
     spec = replace(spec, limits=replace(spec.limits, max_batched_tokens=step_tokens))
     deployed = llm_options(spec, read_spec(CONFIG))
-    worker = hosted.HostedTensorRtLlm({"config": {"tp": 1, "pp": 1}, "limits": limits}, "x")
+    worker = hosted.TensorRtLlmProfilingEngine({"config": {"tp": 1, "pp": 1}, "limits": limits}, "x")
     order = {
         "checkpoint": str(tmp_path),
         "kv": str(kv),

@@ -12,12 +12,12 @@ from typing import ClassVar
 
 import pytest
 
-from daemon.engines.base import StageAssignment
+from daemon.engine_options import NO_OPTIONS, EngineOptions
 from daemon.engines.environments import environment_of
-from daemon.engines.options import NO_OPTIONS, EngineOptions
 from daemon.engines.registry import get_engine
 from daemon.procfs import processes
 from daemon.status import WorkerState
+from daemon.worker_spec import StageAssignment
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat
 from fingerprint.errors import CheckpointError, ConfigError, EngineError
 from fingerprint.families import load_spec
@@ -206,14 +206,14 @@ def test_an_engine_core_that_is_killed_takes_the_server_along_and_both_are_start
     assert not living(old)
 
 
-def test_with_daemon_and_keeper_killed_nothing_holds_the_gpu(vllm_node, until):
-    """The engine's own processes do not mind their parent's death; the guard does."""
+def test_with_daemon_and_shim_killed_nothing_holds_the_gpu(vllm_node, until):
+    """The engine's own processes do not mind their parent's death; the wrapper does."""
     start(vllm_node)
     vllm_node.client.launch(spec(vllm_node, tp=2))
     vllm_node.wait("w1", WorkerState.READY)
     pids = engine_processes(vllm_node)
     vllm_node.signal_daemon(signal.SIGKILL)
-    os.kill(vllm_node.lease().keeper_pid, signal.SIGKILL)
+    os.kill(vllm_node.lease().shim_pid, signal.SIGKILL)
     until(lambda: not living(pids))
 
 

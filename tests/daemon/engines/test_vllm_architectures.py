@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from daemon.engines import source_cache
 from daemon.engines.registry import get_engine
-from daemon.engines.transformers_classes import MAPPINGS_FILE, ModelClass, Transformers
 from daemon.engines.vllm import adapter
 from daemon.engines.vllm.adapter import VllmEngine
 from daemon.engines.vllm.architectures import architectures_of, recorded
+from daemon.engines.vllm.capabilities import TABLE
 from daemon.engines.vllm.model_registry import REGISTRY_FILE, Registered, Registry, read_registry, registry_digest
 from daemon.engines.vllm.release import NEWEST
-from daemon.engines.vllm.table import TABLE
+from daemon.sources import source_cache
+from daemon.sources.transformers_classes import MAPPINGS_FILE, ModelClass, Transformers
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import EngineError
 from fingerprint.families import read_spec

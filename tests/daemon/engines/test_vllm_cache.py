@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from daemon.engines.base import WorkerLimits
 from daemon.engines.vllm.cache import kv_cache_bytes
+from daemon.worker_spec import WorkerLimits
 from fingerprint.config import KvFormat
 from fingerprint.families import read_spec
 from fingerprint.model_spec import LayerShape

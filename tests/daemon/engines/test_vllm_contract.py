@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from daemon.engines.options import EngineOptions
+from daemon.engine_options import EngineOptions
 from daemon.engines.registry import get_engine
 from daemon.engines.vllm import launch, metrics
 from daemon.engines.vllm.contract import (
@@ -34,8 +34,8 @@ from daemon.engines.vllm.contract import (
     breaches,
     read_release,
 )
+from daemon.engines.vllm.error_patterns import DULL, ERROR_PATTERNS, OTHERS_TEXTS
 from daemon.engines.vllm.release import Standing, standing_of
-from daemon.engines.vllm.signs import DULL, OTHERS_TEXTS, SIGNS
 from fingerprint.config import KvFormat, WeightFormat
 from fingerprint.errors import EngineError
 from fingerprint.model_use import ModelUse
@@ -47,7 +47,7 @@ from tests.daemon.engines.vllm_worker_spec import DEVICES, LLAMA_8B, worker
 RELEASES = recorded()
 NEWEST = RELEASES["0.33.0"]
 CACHE_CONFIG = "config/cache.py:CacheConfig"
-PATTERNS = (*(sign.pattern for sign in SIGNS), DULL)
+PATTERNS = (*(sign.pattern for sign in ERROR_PATTERNS), DULL)
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
 WORKER = "v1/worker/gpu_worker.py:Worker"
@@ -83,7 +83,10 @@ def members_read(source: str, roots: set[str]) -> set[str]:
     """Return the attributes that the module's functions read of the named objects, without our own."""
     tree = ast.parse(source)
     ours = {
-        node for n in tree.body if isinstance(n, ast.ClassDef) and n.name != "HostedVllm" for node in ast.walk(n)
+        node
+        for n in tree.body
+        if isinstance(n, ast.ClassDef) and n.name != "VllmProfilingEngine"
+        for node in ast.walk(n)
     }
     chains = (ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node not in ours)
     found = set[str]()
@@ -186,12 +189,16 @@ class TestCompleteness:
         ("file", "roots"),
         [
             pytest.param(
-                "daemon/step_timer/iserve_step_timer.py",
+                "daemon/profiling_worker/iserve_profiling/step_timer.py",
                 {"self", "worker", "scheduler_output", "cached", "r", "config", "tensor", "group", "model"}
                 | {"worker_class"},
                 id="step-timer",
             ),
-            pytest.param("daemon/vllm_worker/hosted.py", {"self._llm", "llm", "one"}, id="profiling-worker"),
+            pytest.param(
+                "daemon/profiling_worker/iserve_profiling/vllm.py",
+                {"self._llm", "llm", "one"},
+                id="profiling-worker",
+            ),
         ],
     )
     def test_members_are_those_that_profiling_reads_of_the_engines_objects(self, file, roots):
@@ -209,7 +216,7 @@ class TestCompleteness:
         ],
     )
     def test_arguments_are_those_that_profiling_gives(self, function, owner):
-        tree = ast.parse((ROOT / "daemon/vllm_worker/hosted.py").read_text())
+        tree = ast.parse((ROOT / "daemon/profiling_worker/iserve_profiling/vllm.py").read_text())
         body = next(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == function)
         if function == "_arguments":
             names = {

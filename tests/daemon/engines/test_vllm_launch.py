@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemon.engines.base import WorkerLimits, WorkerSpec
+from daemon.engines.external import PROFILING_PATH
 from daemon.engines.vllm import cache, launch
+from daemon.worker_spec import WorkerLimits, WorkerSpec
 from fingerprint.config import KvFormat, WeightFormat
 from fingerprint.errors import CheckpointError, ConfigError
 from tests.daemon.engines.vllm_worker_spec import DEVICES, GIB, LLAMA_8B, worker
@@ -157,7 +158,7 @@ def test_graphs_are_as_large_however_few_the_sequences(checkpoint):
     for tp in (1, 2):
         found = options(worker(checkpoint(), tp=tp))
         assert json.loads(found["--compilation-config"])["max_cudagraph_capture_size"] == launch.GRAPH_TOKENS
-    hosted = (Path(launch.__file__).parents[2] / "vllm_worker" / "hosted.py").read_text()
+    hosted = (Path(PROFILING_PATH) / "iserve_profiling" / "vllm.py").read_text()
     assert f"\nGRAPH_TOKENS = {launch.GRAPH_TOKENS} " in hosted  # a profile is of the engine that is deployed
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import daemon
 from daemon.engines.environments import environment_of
-from daemon.engines.machine import gpu_machine
+from daemon.engines.machine_info import gpu_machine
 from daemon.engines.vllm import metrics
 from daemon.engines.vllm.adapter import VllmEngine
 from daemon.profile_client import WorkerProfileTarget
@@ -311,16 +311,11 @@ def test_a_profiling_worker_runs_our_own_program_in_its_interpreter(monkeypatch,
     monkeypatch.setenv("ISERVE_VLLM_PYTHON", str(python))
     one = {"GPU-0": DEVICES["GPU-0"]}
     command = VllmEngine().command(replace(worker(Path("/none")), profiling=True), tmp_path, one)
-    at = command.argv.index("--", command.argv.index("daemon.engines.guard"))
-    program, *rest = command.argv[at + 2 :]
-    assert command.argv[at + 1] == str(python)
-    assert program.endswith("/daemon/vllm_worker/__main__.py")
-    assert rest == ["--spec", str(tmp_path / "spec.json")]
+    at = command.argv.index("--", command.argv.index("daemon.engines.wrapper"))
+    program = (str(python), "-m", "iserve_profiling.vllm", "--spec", str(tmp_path / "spec.json"))
+    assert command.argv[at + 1 :] == program
     path = command.argv[command.argv.index("--python-path") + 1]
-    assert [Path(folder).parts[-2:] for folder in path.split(":")] == [
-        ("daemon", "step_timer"),
-        ("daemon", "hosted_worker"),
-    ]
+    assert Path(path).parts[-2:] == ("daemon", "profiling_worker")
     assert "VLLM_PP_LAYER_PARTITION" not in dict(command.env)
     ((name, text),) = command.files
     machine = from_json(text, MachineInfo)

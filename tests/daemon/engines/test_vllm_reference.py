@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from daemon.engines.vllm import launch
-from daemon.engines.vllm.signs import SIGNS
-from daemon.engines.vllm.table import TABLE
+from daemon.engines.vllm.capabilities import TABLE
+from daemon.engines.vllm.error_patterns import ERROR_PATTERNS
 from fingerprint.config import DeploymentConfig, WeightFormat
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
@@ -69,7 +69,7 @@ def test_every_metric_is_one_that_it_exports(notes):
 def test_every_documented_failure_has_a_meaning(notes, text):
     shown = text.replace(" cuda:0 ", " … ")
     assert shown in notes
-    assert any(sign.pattern.search(text) for sign in SIGNS)
+    assert any(sign.pattern.search(text) for sign in ERROR_PATTERNS)
 
 
 def test_one_sequence_and_head_texts_are_the_documented_ones(notes):

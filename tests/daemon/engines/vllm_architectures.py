@@ -17,11 +17,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from daemon.engines.transformers_classes import read_transformers
 from daemon.engines.vllm import architectures
 from daemon.engines.vllm.architectures import Recorded
 from daemon.engines.vllm.model_registry import read_registry
 from daemon.engines.vllm.release import NEWEST
+from daemon.sources.transformers_classes import read_transformers
 from fingerprint.codec import to_builtins
 from tests.daemon.engines.vllm_releases import download, requirement_of, version_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from daemon.devices import Device
-from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
+from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from fingerprint.config import DeploymentConfig
 
 GIB = 2**30

@@ -22,9 +22,9 @@ import torch
 from aiohttp import web
 
 import iserve.demo
-from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
+from daemon.torch_engine.runner_types import StepPlan, StepResult
 from daemon.torch_engine.server import Worker, make_app
-from daemon.torch_engine.steps import StepPlan, StepResult
+from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from fingerprint.codec import to_json
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import EngineError

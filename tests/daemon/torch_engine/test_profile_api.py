@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from daemon.profile_client import WorkerProfileTarget
-from daemon.torch_engine.profile_messages import ProfileLoad, ProfileRun
+from daemon.profile_messages import ProfileLoad, ProfileRun
 from fingerprint.codec import to_json
 from fingerprint.config import KvFormat, WeightFormat
 from fingerprint.errors import (

@@ -18,8 +18,8 @@ import openai
 import psutil
 import pytest
 
-from daemon.engines.base import StageAssignment
-from daemon.torch_engine import exit_codes
+from daemon import exit_codes
+from daemon.worker_spec import StageAssignment
 from fingerprint.config import DeploymentConfig
 from tests.waiting import PATIENCE_S
 
@@ -122,7 +122,7 @@ def test_the_demo_answers_a_chat_and_drains_on_a_signal(launch, spec) -> None:
 
 
 def test_a_signal_to_the_whole_process_group_lets_all_ranks_finish(launch, spec) -> None:
-    """The keeper ends a worker by its process group: the other ranks get the signal too."""
+    """The shim ends a worker by its process group: the other ranks get the signal too."""
     stages = (StageAssignment(device_ids=("cpu:0", "cpu:1"), num_layers=8),)
     worker = launch(spec(config=DeploymentConfig(tp=2), stages=stages))
     worker.wait_ready()

@@ -23,8 +23,8 @@ import pytest
 import yaml
 
 from daemon.devices import Device
-from daemon.engines.base import StageAssignment, WorkerLimits, WorkerSpec
 from daemon.engines.registry import ENGINES, get_engine
+from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from fingerprint.codec import from_json
 from fingerprint.config import DeploymentConfig
 from iserve.demo import demo_model_path
@@ -455,11 +455,11 @@ def test_a_file_that_is_there_stays_as_it_is(kind: str, iserve: Run, model: Any,
         (("--export", "k8s", "--gpus", "a6000:1", "-o", "/proc/x.yaml"), 1, "cannot write"),
         (("--export", "k8s", "--gpus", "a6000:1", "-o", "no/such/x.yaml"), 2, "is not there"),
         (("--export", "k8s", "--gpus", "a6000:1", "-o", "."), 2, "is a directory"),
-        (("--export", "k8s", "--gpus", "a6000:1", "--scale-to-zero", "60"), 2, "nobody watches what is exported"),
+        (("--export", "k8s", "--gpus", "a6000:1", "--scale-to-zero", "60"), 2, "it needs a running controller"),
         (
             ("--export", "k8s", "--gpus", "a6000:1", "--slo", "e2e=9", "--reject-late"),
             2,
-            "there is no gateway before what is exported",
+            "it needs a gateway",
         ),
         (("--export", "k8s", "--gpus", "a6000:1", "--batch", "100000"), 1, "no configuration is feasible"),
         (("--export", "k8s", "--gpus", "a6000:1", "--volume", "My_Claim"), 2, "My_Claim"),

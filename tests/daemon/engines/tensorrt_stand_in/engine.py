@@ -57,7 +57,7 @@ class Behaviour:
     metrics_wait_s: float = 2.0  # for new records, as documented
     break_after: int | None = None  # tokens of a stream, after which the connection ends
     token_s: float = 0.0
-    port_is_stolen: bool = False  # between the guard's look and the bind
+    port_is_stolen: bool = False  # between the wrapper's look and the bind
     once: bool = False
 
     @classmethod

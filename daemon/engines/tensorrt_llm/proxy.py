@@ -1,0 +1,311 @@
+"""Stands in front of ``trtllm-serve``: the worker API as every engine has it, over what this engine answers.
+
+``python -m daemon.engines.tensorrt_llm.proxy SPEC.json COMMAND...``: starts COMMAND on a port of its own, listens
+on the spec's, and ends as it ends. What it makes up for: the engine checks no model name, refuses in flat bodies,
+cuts an answer that is too long without a word, and gives each of its statistics to one reader only. The bytes of
+an answer pass through unread. It knows no leases, and ends nothing but COMMAND: the wrapper does the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import aiohttp
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from daemon.bounded_http import BoundedRunner
+from daemon.engines.tensorrt_llm.iterations import Iterations
+from daemon.engines.tensorrt_llm.refusals import error_body, openai_error
+from daemon.engines.wrapper import end_like
+from daemon.exit_codes import PORT_IN_USE
+from daemon.file_limit import most_connections, raise_file_limit
+from daemon.http_log import log_bad_requests_in_one_line
+from daemon.worker_spec import WorkerSpec
+from daemon.worker_token import OPEN_PATHS, carries, read_token
+from fingerprint.codec import from_json, to_json
+
+__all__ = ["OpenAIProxy", "main"]
+
+_MAX_BODY_BYTES = 32 * 2**20
+_MAX_CONNECTIONS = 1024  # each with one to the engine
+_ARRIVE_S = 60.0  # for the head of a request, and again for its body
+_HEALTH_S = 1.5  # less than a probe waits
+_STATS_S = 1.0
+_COULD_NOT_START = 127
+_PASSED_ON = ("Content-Type", "Cache-Control")
+
+
+class _Asked(msgspec.Struct):
+    """Fields of a request that are checked here; all further ones are the engine's to check."""
+
+    model: str | None = None
+    prompt: str | list[object] | None = None  # a text, token ids, or several of either
+    max_tokens: int | None = None
+
+
+class OpenAIProxy:
+    """The HTTP side, for one event loop."""
+
+    def __init__(self, spec: WorkerSpec, engine_url: str, token: str | None = None) -> None:
+        self._spec, self._url, self._token = spec, engine_url, token
+        self._client: aiohttp.ClientSession
+        self._iterations = Iterations()
+        self._drain: asyncio.Task[None] | None = None
+        self._has_news = False  # a request ran since the statistics were last drained
+        self._in_flight = 0
+        self.draining = False
+
+    def runner(self) -> web.AppRunner:
+        """Make the server's runner; a client that leaves cancels its handler, which takes the request off the
+        engine.
+        """
+        return BoundedRunner(
+            self._app(),
+            most=most_connections(_MAX_CONNECTIONS, files_each=2),
+            wait_s=_ARRIVE_S,
+            access_log=None,
+            handler_cancellation=True,
+            shutdown_timeout=1.0,
+        )
+
+    def _app(self) -> web.Application:
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._check_token])
+        app.cleanup_ctx.append(self._open_client)
+        app.add_routes(
+            [
+                web.get("/health", self._health),
+                web.get("/stats", self._stats),
+                web.get("/version", self._version),
+                web.get("/v1/models", self._models),
+                web.post("/v1/completions", self._infer),
+                web.post("/v1/chat/completions", self._infer),
+            ]
+        )
+        return app
+
+    async def _open_client(self, _app: web.Application):  # type: ignore[no-untyped-def]
+        connector = aiohttp.TCPConnector(limit=0)
+        timeout = aiohttp.ClientTimeout(total=None)
+        async with aiohttp.ClientSession(
+            connector=connector, timeout=timeout, trust_env=False, cookie_jar=aiohttp.DummyCookieJar()
+        ) as self._client:
+            yield
+            if self._drain is not None:
+                self._drain.cancel()
+
+    @web.middleware
+    async def _check_token(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        header = request.headers.get("Authorization")
+        if self._token is None or request.path in OPEN_PATHS or carries(header, self._token):
+            return await handler(request)
+        return _refuse(401, "this worker answers its gateway; ask iServe's OpenAI API", code="invalid_api_key")
+
+    # --- how it is -----------------------------------------------------------------------------------------------
+
+    async def _health(self, _request: web.Request) -> web.Response:
+        """Answer ``/health``; no connection means loading: the engine binds its port before it listens."""
+        state = "draining" if self.draining else "loading"
+        if not self.draining:
+            try:
+                timeout = aiohttp.ClientTimeout(total=_HEALTH_S)
+                async with self._client.get(f"{self._url}/health", timeout=timeout) as answer:
+                    state = "ok" if answer.status == 200 else "failed"
+            except (aiohttp.ClientError, TimeoutError, OSError):
+                pass
+        return web.json_response({"status": state}, status=200 if state == "ok" else 503)
+
+    async def _version(self, _request: web.Request) -> web.Response:
+        async with self._client.get(f"{self._url}/version") as answer:
+            return web.Response(status=answer.status, body=await answer.read(), content_type="application/json")
+
+    async def _models(self, _request: web.Request) -> web.Response:
+        model = {"id": self._spec.served_model, "object": "model", "created": 0, "owned_by": "iserve"}
+        model["max_model_len"] = self._spec.limits.max_context_tokens
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _stats(self, _request: web.Request) -> web.Response:
+        """Answer ``WorkerStats``; 503 before the first iteration, of which alone the engine tells its KV room."""
+        if self._has_news and self._drain is None:
+            self._has_news = self._in_flight > 0
+            self._drain = asyncio.create_task(self._drain_records())
+            self._drain.add_done_callback(self._drained)
+        if self._drain is not None:
+            # an answer takes up to 2 s when there is no record; it is waited for by the next look then
+            await asyncio.wait((self._drain,), timeout=_STATS_S)
+        stats = self._iterations.stats(self._spec, idle=self._in_flight == 0)
+        if stats is None:
+            return web.json_response(
+                {"error": "EngineError", "message": "no iteration was reported yet"}, status=503
+            )
+        return web.Response(body=to_json(stats), content_type="application/json")
+
+    async def _drain_records(self) -> None:
+        async with self._client.get(f"{self._url}/metrics") as answer:
+            self._iterations.add(await answer.read())
+
+    def _drained(self, task: asyncio.Task[None]) -> None:
+        self._drain = None
+        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+            print(f"proxy: the engine's statistics cannot be read: {error}", file=sys.stderr, flush=True)
+
+    # --- what it does --------------------------------------------------------------------------------------------
+
+    async def _infer(self, request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        refusal = self._refusal(body)
+        if refusal is not None:
+            return refusal
+        self._in_flight += 1
+        self._has_news = True
+        try:
+            async with self._client.post(
+                self._url + request.path, data=body, headers={"Content-Type": "application/json"}
+            ) as answer:
+                return await self._relay(request, answer)
+        except aiohttp.ClientConnectorError:
+            return _refuse(503, "the model is still loading", code="loading")
+        except aiohttp.ClientError as error:
+            return _refuse(
+                502, f"the engine went away before it answered: {type(error).__name__}", code="worker_lost"
+            )
+        finally:
+            self._in_flight -= 1
+            self._has_news = True
+
+    def _refusal(self, body: bytes) -> web.Response | None:
+        """Return the refusal of a request that the engine would take and the worker API does not."""
+        if self.draining:
+            return _refuse(503, "the worker is being stopped", code="draining")
+        try:
+            asked = msgspec.json.decode(body, type=_Asked)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            return _refuse(400, f"the request cannot be read: {error}")
+        name, limit = self._spec.served_model, self._spec.limits.max_context_tokens
+        if asked.model is not None and asked.model != name:
+            message = f"the model {asked.model[:200]!r} does not exist; this worker serves {name!r}"
+            return _refuse(404, message, code="model_not_found", param="model")
+        if asked.prompt is not None and len(asked.prompt) == 0:
+            return _refuse(400, "prompt must not be empty", param="prompt")
+        tokens = _longest(asked.prompt)
+        if tokens + (asked.max_tokens or 1) > limit:
+            message = (
+                f"{tokens} prompt tokens and max_tokens={asked.max_tokens} are more than the {limit} tokens that "
+                "a sequence may have here; shorten one of them"
+            )
+            return _refuse(400, message, code="context_length_exceeded", param="prompt")
+        return None
+
+    async def _relay(self, request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+        if answer.status != 200:
+            said = await answer.read()
+            reworded = openai_error(said)
+            if reworded is None:
+                reworded = error_body(f"the engine answered {answer.status}", code="engine_error")
+            return web.Response(status=answer.status, body=reworded, content_type="application/json")
+        headers = {name: answer.headers[name] for name in _PASSED_ON if name in answer.headers}
+        reply = web.StreamResponse(headers=headers)
+        await reply.prepare(request)
+        try:
+            async for piece in answer.content.iter_any():
+                await reply.write(piece)
+        except aiohttp.ClientError:
+            if request.transport is not None:  # an answer that broke off must not look whole
+                request.transport.abort()
+        return reply
+
+
+def _longest(prompt: str | list[object] | None) -> int:
+    """Return the tokens of the longest prompt given as token ids; 0 for text, which only the engine can count."""
+    if not isinstance(prompt, list) or not prompt:
+        return 0
+    if isinstance(prompt[0], int):
+        return len(prompt)
+    return max((len(part) for part in prompt if isinstance(part, list)), default=0)
+
+
+def _refuse(status: int, message: str, *, code: str | None = None, param: str | None = None) -> web.Response:
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return web.Response(
+        status=status, body=error_body(message, code=code, param=param, kind=kind), content_type="application/json"
+    )
+
+
+# --- the process -------------------------------------------------------------------------------------------------
+
+
+def _named(spec: WorkerSpec) -> Path:
+    """Return the checkpoint under the name that clients use, for the engine calls a model by its folder's name."""
+    name = spec.served_model
+    checkpoint = Path(spec.checkpoint).resolve()
+    if "/" in name or name in ("", ".", ".."):
+        return checkpoint
+    folder = Path("model")
+    folder.mkdir(exist_ok=True)
+    link = folder / name
+    link.unlink(missing_ok=True)
+    link.symlink_to(checkpoint)
+    return link.absolute()
+
+
+def _free_port(host: str) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+async def _run(spec: WorkerSpec, argv: Sequence[str], token: str | None) -> int:
+    """Run until the engine has ended; return its return code."""
+    port = _free_port(spec.host)
+    host = f"[{spec.host}]" if ":" in spec.host else spec.host
+    proxy = OpenAIProxy(spec, f"http://{host}:{port}", token)
+    log_bad_requests_in_one_line()
+    runner = proxy.runner()
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, spec.host, spec.port).start()
+    except OSError as error:
+        print(f"port {spec.port} of {spec.host} is in use: {error}", file=sys.stderr, flush=True)
+        return PORT_IN_USE
+    command = [word.replace("{model}", str(_named(spec))) for word in argv]
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    try:
+        engine = await asyncio.create_subprocess_exec(
+            *command, "--host", spec.host, "--port", str(port), env=env, process_group=0
+        )
+    except OSError as error:
+        print(f"cannot start {command[0]}: {error}", file=sys.stderr, flush=True)
+        return _COULD_NOT_START
+
+    def stop() -> None:  # once: a second signal would make the engine drop what it still answers
+        if not proxy.draining and engine.returncode is None:
+            proxy.draining = True
+            engine.send_signal(signal.SIGTERM)
+
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signum, stop)
+    status = await engine.wait()
+    await runner.cleanup()
+    return status
+
+
+def main(argv: list[str]) -> int:
+    """Run the proxy; return the engine's exit status, 98 when the port is in use, 127 when it cannot be started.
+
+    Args:
+        argv: the worker's spec.json, then the engine's command; ``{model}`` in it becomes the checkpoint.
+    """
+    raise_file_limit()
+    spec = from_json(Path(argv[0]).read_bytes(), WorkerSpec, what=argv[0])
+    return end_like(asyncio.run(_run(spec, argv[1:], read_token(Path(argv[0]).parent))))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Profiling worker of an engine in its own interpreter, where iServe is not installed."""

@@ -1,0 +1,303 @@
+"""Profiling of one engine at a time, started on a fingerprint and measured in bursts, whichever engine it is.
+
+Runs in the engine's own interpreter (``daemon/profiling_worker`` on ``PYTHONPATH``), so it needs the standard
+library alone.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from abc import ABC, abstractmethod
+from typing import Any
+
+LOAD_MARK = "iserve: starting the engine"  # as in daemon/profile_client.py, which cannot be imported here
+_SAMPLE_S = 0.05  # between looks at clock and power
+_STEP = ("tokens", "sequences", "prefill_tokens", "context_tokens", "attention_pairs")
+_TIMES = ("gap_s", "lead_s", "forward_s", "tail_s")
+# An engine makes some kernels when first they are wanted, and which ones depends on how a burst falls into steps:
+# such a burst takes a second more than its like (seen on a mixture of experts, 1.3 s where 60 ms were due).
+_ONCE_S, _ONCE_FACTOR = 0.3, 2.0
+_MOST_ONCE = 3  # bursts more than were asked for, at most
+_DIGITS = 9  # of times in seconds; a recording is kept, and CUDA events tell half a microsecond
+
+Rows = list[list[float]]  # of the step timer's COLUMNS, of one rank
+
+
+class WorkError(Exception):
+    """An error of iServe's tree by name, for the caller."""
+
+    def __init__(self, name: str, message: str) -> None:
+        super().__init__(message)
+        self.name = name
+
+
+class ProfilingEngine(ABC):
+    """Holds at most one engine; calls come from one thread.
+
+    Args:
+        spec: a WorkerSpec as JSON; its limits hold for every load.
+        step_timer: whether the engine's processes carry the step timer.
+    """
+
+    engine: str  # as it is called in messages
+
+    def __init__(self, spec: dict[str, Any], *, step_timer: bool = True) -> None:
+        self.spec, self.step_timer = spec, step_timer
+        self._vocab = 0
+        self._room_tokens = 0
+        self._most = (0, 0)  # sequences, tokens of one
+
+    @property
+    @abstractmethod
+    def is_loaded(self) -> bool: ...
+
+    @abstractmethod
+    def start(self, order: dict[str, Any], kv_tokens: int) -> int:
+        """Start the engine on a checkpoint with random weights; answers the size of its vocabulary."""
+
+    @abstractmethod
+    def unload(self) -> None:
+        """End the engine and every process of it. Safe to call when nothing is loaded."""
+
+    @abstractmethod
+    def set_timer(self, *, repeat: int, record: bool) -> None: ...
+
+    @abstractmethod
+    def read_timer(self) -> list[Rows]:
+        """Return the recorded steps of every rank, and end the recording."""
+
+    @abstractmethod
+    def generate(self, prompts: list[list[int]], output_tokens: int) -> list[int]:
+        """Greedy, end-of-sequence ignored. Answers how many tokens each got."""
+
+    @abstractmethod
+    def memory(self) -> list[dict[str, Any]]:
+        """RankMemory of every rank, as the engine itself counted it."""
+
+    @abstractmethod
+    def nvml(self) -> Any:
+        """The NVML binding that comes with the engine."""
+
+    def check_steps(  # noqa: B027  # what the client checks is enough of an engine that was seen to count rightly
+        self, rows: list[Rows], *, batch: int, input_tokens: int, output_tokens: int
+    ) -> None:
+        """Raises WorkError: these steps of one burst cannot be all of it."""
+
+    def load(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Start the engine anew. Answers the seconds that took.
+
+        Raises:
+            WorkError: it did not start; nothing of it is left.
+        """
+        self.unload()
+        kv_tokens = order["kv_tokens"] or order["max_batch"] * order["max_context_tokens"]
+        begun = time.monotonic()
+        print(LOAD_MARK, order["checkpoint"], order["weights"], order["kv"], flush=True)
+        try:
+            self._vocab = self.start(order, kv_tokens)
+        except WorkError:
+            self.unload()
+            raise
+        except Exception as error:
+            self.unload()
+            raise WorkError("EngineError", f"{self.engine} did not start: {root(error)}") from error
+        self._room_tokens = kv_tokens
+        self._most = (order["max_batch"], order["max_context_tokens"])
+        return {"start_s": f"{time.monotonic() - begun:.1f}"}
+
+    def check_loaded(self) -> None:
+        """Raises WorkError: nothing is."""
+        if not self.is_loaded:
+            raise WorkError("UnavailableError", "nothing is loaded; POST /profile/load first")
+
+    def bursts(self, order: dict[str, Any]) -> list[dict[str, Any]]:
+        """Bursts back to back: readings as the client's RunReading, in order.
+
+        Those in which the engine did something only once are left out, and others run in their place.
+        """
+        self.check_loaded()
+        if not self.step_timer and (order["steps"] or order["repeat"] != 1):
+            raise WorkError(
+                "ConfigError",
+                f"this {self.engine} runs without the step timer, which steps={order['steps']} and "
+                f"repeat={order['repeat']} need; ask for steps=false and repeat=1",
+            )
+        batch, input_tokens, output_tokens = order["batch"], order["input_tokens"], order["output_tokens"]
+        self._check_fits(batch, input_tokens + output_tokens)
+        prompts = _prompts(batch, input_tokens, self._vocab)
+        runs: list[tuple[float, float]] = []
+        try:
+            if self.step_timer:
+                self.set_timer(repeat=order["repeat"], record=order["steps"])
+            with Nvml(self.nvml()) as nvml, _Sampler(nvml) as sampler:
+                begun = time.perf_counter()
+                while not _is_enough(runs, order["most"], begun + order["until_s"]):
+                    start = time.perf_counter()
+                    made = self.generate(prompts, output_tokens)
+                    runs.append((start, time.perf_counter()))
+                    if any(count != output_tokens for count in made):
+                        raise WorkError("EngineError", f"{self.engine} ended a sequence before its length")
+            rows = self.read_timer() if self.step_timer else []
+        except WorkError:
+            raise
+        except Exception as error:
+            self.unload()
+            raise WorkError("EngineError", f"{self.engine} failed in a run: {root(error)}") from error
+        runs = _alike(runs)
+        steps = [[_within(rank, run) for rank in rows] for run in runs]
+        if order["steps"]:
+            for of_run in steps:
+                self.check_steps(of_run, batch=batch, input_tokens=input_tokens, output_tokens=output_tokens)
+        return [_reading(run, of_run, sampler) for run, of_run in zip(runs, steps, strict=True)]
+
+    def run(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Run one burst by the wall clock; all of its time counts as the model's (``RunReading.device_s``)."""
+        burst = {**order, "repeat": 1, "most": 1, "until_s": 0.0, "steps": False}
+        reading = self.bursts(burst)[0]
+        return {**reading, "device_s": reading["e2e_s"], "host_s": 0.0}
+
+    def _check_fits(self, batch: int, tokens: int) -> None:
+        most_sequences, most_tokens = self._most
+        if batch > most_sequences or tokens > most_tokens or batch * tokens > self._room_tokens:
+            raise WorkError(
+                "ConfigError",
+                f"{batch} sequences of {tokens} tokens do not fit what was loaded: {most_sequences} sequences, "
+                f"{most_tokens} tokens each, {self._room_tokens} in the KV cache",
+            )
+
+
+def _prompts(batch: int, input_tokens: int, vocab: int) -> list[list[int]]:
+    source = random.Random(batch * 1_000_003 + input_tokens)
+    return [[source.randrange(vocab) for _ in range(input_tokens)] for _ in range(batch)]
+
+
+def _alike(runs: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Without those that took so much longer than the fastest that something was done in them only once."""
+    most_s = _ONCE_S + _ONCE_FACTOR * min((end - start for start, end in runs), default=0.0)
+    return [(start, end) for start, end in runs if end - start <= most_s]
+
+
+def _is_enough(runs: list[tuple[float, float]], most: int, until: float) -> bool:
+    """Return whether no further burst is to begin: there are ``most``, or it is late and one has its like.
+
+    A lone burst is taken as it is where no more is wanted, or where it was too short to hold what is done once.
+    """
+    if not runs:
+        return False
+    alike, longest_s = len(_alike(runs)), max(end - start for start, end in runs)
+    if alike < most and runs[-1][1] < until:
+        return len(runs) >= 2 * most + _MOST_ONCE  # never the same time: no more of it will help
+    return most == 1 or alike > 1 or longest_s <= _ONCE_S or len(runs) > _MOST_ONCE
+
+
+def _within(rows: Rows, run: tuple[float, float]) -> Rows:
+    """The steps that began within a burst: one clock for all processes of a machine."""
+    start, end = run
+    return [row for row in rows if start <= row[0] < end]
+
+
+def _reading(run: tuple[float, float], by_rank: list[Rows], sampler: _Sampler) -> dict[str, Any]:
+    """Return the reading of one burst, of several ranks the one whose forwards took longest."""
+    start, end = run
+    steps = max(by_rank, key=lambda rank: sum(row[8] for row in rank), default=[])
+    device_s = sum(row[8] for row in steps)
+    clock_mhz, power_w, held_bytes = sampler.mean(start, end)
+    return {
+        "e2e_s": round(end - start, _DIGITS),
+        "device_s": round(device_s, _DIGITS),
+        "host_s": round(max(0.0, end - start - device_s), _DIGITS),
+        "sm_clock_mhz": clock_mhz,
+        "power_w": power_w,
+        "held_bytes": held_bytes,
+        "steps": [
+            {
+                **{name: int(value) for name, value in zip(_STEP, row[1:6], strict=True)},
+                **{name: round(value, _DIGITS) for name, value in zip(_TIMES, row[6:10], strict=True)},
+            }
+            for row in steps
+        ],
+    }
+
+
+def root(error: BaseException) -> str:
+    """Return the text of the error that ``error`` was raised from, at the beginning."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}"
+
+
+class Nvml:
+    """The driver's view of the GPUs this process may see. Does not make a CUDA context."""
+
+    def __init__(self, binding: Any) -> None:
+        self._nvml = binding
+
+    def __enter__(self) -> Nvml:
+        self._nvml.nvmlInit()
+        self._handles = _visible(self._nvml)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._nvml.nvmlShutdown()
+
+    def total_bytes(self) -> list[int]:
+        return [int(self._nvml.nvmlDeviceGetMemoryInfo(handle).total) for handle in self._handles]
+
+    def used_bytes(self) -> list[int]:
+        """Return the bytes in use on each GPU, by all processes."""
+        return [int(self._nvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in self._handles]
+
+    def look(self) -> tuple[float, float, int]:
+        """SM clock in MHz and power in W, means over the GPUs; bytes in use, over all of them."""
+        nvml, count = self._nvml, len(self._handles)
+        clocks = sum(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM) for handle in self._handles)
+        watts = sum(nvml.nvmlDeviceGetPowerUsage(handle) for handle in self._handles) / 1e3
+        return clocks / count, watts / count, sum(self.used_bytes())
+
+
+def _visible(nvml: Any) -> list[Any]:
+    """Handles in the order of ``CUDA_VISIBLE_DEVICES``, which names indexes or UUIDs; all where it is not set."""
+    handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    if not names:
+        return handles
+    if all(name.isdigit() for name in names):
+        return [handles[int(name)] for name in names]
+    by_uuid = {nvml.nvmlDeviceGetUUID(handle): handle for handle in handles}
+    return [by_uuid[name] for name in names]
+
+
+class _Sampler:
+    """Looks at clock, power and memory now and then while bursts run, from a thread of its own."""
+
+    def __init__(self, nvml: Nvml) -> None:
+        self._nvml = nvml
+        self._seen: list[tuple[float, float, float, int]] = []
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._loop, daemon=True, name="clock-and-power")
+
+    def __enter__(self) -> _Sampler:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _loop(self) -> None:
+        while not self._end.is_set():
+            self._seen.append((time.perf_counter(), *self._nvml.look()))
+            self._end.wait(_SAMPLE_S)
+
+    def mean(self, start: float, end: float) -> tuple[float | None, float | None, int | None]:
+        """Mean clock and power and most memory of what was seen within a burst; else of the nearest look."""
+        within = [look for look in self._seen if start <= look[0] < end]
+        if not within and self._seen:
+            within = [min(self._seen, key=lambda look: abs(look[0] - start))]
+        if not within:
+            return None, None, None
+        count = len(within)
+        return sum(x[1] for x in within) / count, sum(x[2] for x in within) / count, max(x[3] for x in within)

@@ -1,0 +1,160 @@
+"""Profiling worker around vLLM: one engine at a time, started on a fingerprint and measured in bursts.
+
+``python -m iserve_profiling.vllm --spec FILE`` in vLLM's own interpreter.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import multiprocessing
+import os
+import time
+from typing import Any
+
+from iserve_profiling.base import Nvml, ProfilingEngine, Rows
+from iserve_profiling.http import read_spec, serve
+
+GRAPH_TOKENS = 512  # as in daemon/engines/vllm/launch.py, which cannot be imported here
+_KV_DTYPE = {"16bit": "auto", "int8": "int8_per_token_head", "fp8": "fp8"}
+_END_S = 20.0  # for vLLM's processes to end by themselves
+
+
+class VllmProfilingEngine(ProfilingEngine):
+    """Holds at most one ``vllm.LLM``.
+
+    Args:
+        step_timer: whether the step timer is in vLLM's processes; without it bursts are timed by the wall clock.
+    """
+
+    engine = "vLLM"
+
+    def __init__(self, spec: dict[str, Any], *, step_timer: bool = True) -> None:
+        super().__init__(spec, step_timer=step_timer)
+        self._llm: Any = None
+
+    @property
+    def is_loaded(self) -> bool:
+        return self._llm is not None
+
+    def nvml(self) -> Any:
+        from vllm.third_party import pynvml
+
+        return pynvml
+
+    def start(self, order: dict[str, Any], kv_tokens: int) -> int:
+        from vllm import LLM
+
+        self._llm = LLM(**self._arguments(order))
+        return self._llm.llm_engine.model_config.get_vocab_size()
+
+    def _arguments(self, order: dict[str, Any]) -> dict[str, Any]:
+        config, limits = self.spec["config"], self.spec["limits"]
+        tp, pp = config["tp"], config["pp"]
+        sequences, length = order["max_batch"], order["max_context_tokens"]
+        arguments: dict[str, Any] = {
+            "model": order["checkpoint"],
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "enable_prefix_caching": False,
+            "max_model_len": length,
+            "max_num_seqs": sequences,
+            # More than the sequences hold is an illegal memory access in 0.33 (daemon/engines/vllm/launch.py).
+            "max_num_batched_tokens": min(limits["max_batched_tokens"], sequences * length),
+            "gpu_memory_utilization": self._fraction(limits["memory_bytes_per_device"]),
+            "num_gpu_blocks_override": order["kv_blocks"],
+            "block_size": order["kv_block_tokens"],  # as a deployment is started with; the default may be another
+            "kv_cache_dtype": _KV_DTYPE[order["kv"]],
+            "tensor_parallel_size": tp,
+            "pipeline_parallel_size": pp,
+            "seed": 0,
+            "compilation_config": {"max_cudagraph_capture_size": GRAPH_TOKENS},
+        }
+        if order["text_only"]:
+            arguments["language_model_only"] = True  # a shape comes without what makes images into tokens
+        if order["weights"] == "fp8":
+            arguments["quantization"] = "fp8"
+        if self.spec["options"]["use"]["trust_remote_code"]:
+            arguments["trust_remote_code"] = True
+        if tp > 1:
+            arguments["compilation_config"]["pass_config"] = {"fuse_allreduce_rms": False}
+        return arguments
+
+    def _fraction(self, memory_bytes: int) -> float:
+        with Nvml(self.nvml()) as nvml:
+            total = min(nvml.total_bytes())
+        return math.floor(10_000 * min(1.0, memory_bytes / total)) / 10_000
+
+    def unload(self) -> None:
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+        gc.collect()
+        end = time.monotonic() + _END_S
+        for process in multiprocessing.active_children():
+            process.join(max(0.1, end - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    def set_timer(self, *, repeat: int, record: bool) -> None:
+        self._llm.collective_rpc("iserve_timer_start", args=(repeat, record))
+
+    def read_timer(self) -> list[Rows]:
+        return list(self._llm.collective_rpc("iserve_timer_read"))
+
+    def generate(self, prompts: list[list[int]], output_tokens: int) -> list[int]:
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(
+            max_tokens=output_tokens, min_tokens=output_tokens, ignore_eos=True, temperature=0.0, detokenize=False
+        )
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        done = self._llm.generate(asked, parameters, use_tqdm=False)
+        return [len(one.outputs[0].token_ids) for one in done]
+
+    def memory(self) -> list[dict[str, Any]]:
+        self.check_loaded()
+        tp = self.spec["config"]["tp"]
+        return [_rank_memory(rank, rank // tp, counted) for rank, counted in enumerate(self._counted())]
+
+    def _counted(self) -> list[dict[str, Any]]:
+        return list(self._llm.collective_rpc("iserve_memory"))
+
+
+def _rank_memory(rank: int, stage: int, counted: dict[str, Any]) -> dict[str, Any]:
+    block_bytes = counted["kv_bytes"] // max(1, counted["blocks"])
+    # A block is of one tensor for every layer that shares it: as if each layer had the room of all tokens.
+    room = counted["blocks"] * counted["block_tokens"] * counted["kv_tensors"] // max(1, counted["kv_layers"])
+    return {
+        "rank": rank,
+        "stage": stage,
+        "weights_bytes": counted["weights"],
+        "kv_bytes": counted["kv_bytes"],
+        "activation_peak_bytes": counted["peak_activation_memory"],
+        "pp_buffer_bytes": 0,  # inside the activations
+        "runtime_bytes": counted["non_torch_memory"],
+        "graph_bytes": counted["graphs"],
+        "kv_room_tokens": room,
+        "kv_block_tokens": counted["block_tokens"],
+        "kv_blocks": counted["available_kv"] // block_bytes if block_bytes else 0,
+        "budget_bytes": counted["requested_memory"],
+        "layer_caches": [
+            {"layer": layer, "token_bytes": token_bytes, "state_bytes": state_bytes, "window": window}
+            for layer, token_bytes, state_bytes, window in counted["kept"]
+        ],
+    }
+
+
+def main() -> None:
+    """Serve the profiling routes until SIGTERM."""
+    spec, machine, step_timer = read_spec(__doc__)
+    os.environ["ISERVE_STEP_TIMER"] = "rpc" if step_timer else "memory"
+    import vllm  # noqa: F401  # takes seconds; before the first answer, so that ready means ready
+
+    serve(VllmProfilingEngine(spec, step_timer=step_timer), machine)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Readers of what an engine's installed sources say, without importing them."""

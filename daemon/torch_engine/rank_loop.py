@@ -1,0 +1,122 @@
+"""A rank beyond the first: ``python -m daemon.torch_engine.rank_main``, a child of rank 0 in its process group.
+
+Does what rank 0 orders over the control socket; tensors go between ranks over torch.distributed. Ends at once when
+rank 0 is gone, however it went: the child holds the reading end of a pipe whose writing end only rank 0 has.
+(A parent-death signal would follow the thread that started the child, not the process.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import shutil
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from daemon.torch_engine.ipc import Answer, Order, Verb, failure, receive_order, send_answer
+from daemon.torch_engine.parallel_state import RankPlace, make_groups
+from daemon.torch_engine.rank_device import RankDevice, release_memory
+from daemon.torch_engine.stage import Stage
+from fingerprint.errors import EngineError
+
+__all__ = ["STEP_TIMEOUT_S", "join", "main"]
+
+STEP_TIMEOUT_S = 600.0  # longer than any single step; a rank that is alive but silent for so long is given up
+
+
+def join(place: RankPlace, device: RankDevice, store_path: Path) -> None:
+    """Enter the process group of all ranks; they meet at a file that only this user can reach.
+
+    Raises:
+        EngineError: the other ranks did not join.
+    """
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks are of one node: nothing listens beyond it
+    world = place.tp * place.pp
+    try:
+        dist.init_process_group(
+            device.backend,
+            store=dist.FileStore(str(store_path), world),
+            rank=place.rank,
+            world_size=world,
+            timeout=datetime.timedelta(seconds=STEP_TIMEOUT_S),
+            device_id=device.torch_device if device.is_cuda else None,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise EngineError(f"rank {place.rank} could not join the other {world - 1}: {error}") from error
+
+
+def main(argv: list[str]) -> int:
+    arguments = _parse(argv)
+    for number in (signal.SIGINT, signal.SIGTERM):  # both reach the whole process group: rank 0 drains and decides
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(
+        target=_end_with_parent, args=(arguments.lifeline_fd, arguments.store.parent), daemon=True
+    ).start()
+    place = RankPlace(arguments.rank, arguments.tp, arguments.pp)
+    with socket.socket(fileno=arguments.control_fd) as control:
+        try:
+            device = RankDevice(arguments.device, place.rank, arguments.threads)
+            send_answer(control, Answer())  # imports are done: rank 0 may now wait in the rendezvous
+            join(place, device, arguments.store)
+            _serve(control, place, device)
+        except EOFError:  # rank 0 is gone, and may have had no time to remove the rendezvous' folder
+            shutil.rmtree(arguments.store.parent, ignore_errors=True)
+            return 0
+        except Exception as error:
+            send_answer(control, failure(error))
+            raise
+    dist.destroy_process_group()
+    return 0
+
+
+def _serve(control: socket.socket, place: RankPlace, device: RankDevice) -> None:
+    groups = make_groups(place)
+    stage: Stage | None = None
+    send_answer(control, Answer())
+    while True:
+        order: Order = receive_order(control)
+        if order.verb is Verb.STEP:
+            assert stage is not None
+            assert order.plan is not None
+            logits, timing = stage.step(order.plan)
+            shape = None if logits is None else (logits.shape[0], logits.shape[1])
+            send_answer(control, Answer(timing=timing, logits_shape=shape), logits)
+        elif order.verb is Verb.LOAD:
+            assert order.load is not None
+            try:
+                stage = Stage(order.load, place, groups, device)
+                answer = Answer()
+            except Exception as error:  # noqa: BLE001 - a load that fails leaves the rank fit for the next one
+                answer = failure(error)
+            send_answer(control, answer)
+        elif order.verb is Verb.MEMORY:
+            assert stage is not None
+            send_answer(control, Answer(memory=stage.memory()))
+        elif order.verb is Verb.UNLOAD:
+            stage = None
+            release_memory()
+            send_answer(control, Answer())
+        else:
+            return
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="daemon.torch_engine.rank_main", description=__doc__)
+    for name in ("rank", "tp", "pp", "threads", "control-fd", "lifeline-fd"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--store", type=Path, required=True)
+    return parser.parse_args(argv)
+
+
+def _end_with_parent(lifeline_fd: int, folder: Path) -> None:
+    os.read(lifeline_fd, 1)  # returns when the last writing end is closed; nothing is ever written
+    time.sleep(0.2)  # a close that was ordered is done by now
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)

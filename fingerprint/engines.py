@@ -1,0 +1,75 @@
+"""Engines as estimates and simulations know them: how each one schedules steps and keeps its KV cache.
+
+What an engine runs is its ``EngineCapabilities``. These traits hold for every release that iServe knows and need
+no installation, so that the pure packages ask for them by the engine's name. A new engine gets one line in
+:data:`TRAITS` where it differs from the defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+
+__all__ = ["TRAITS", "EngineTraits", "KvCache", "preference", "traits_of"]
+
+
+class KvCache(StrEnum):
+    """Layout of the memory that keeps keys and values."""
+
+    SLOTS = "slots"  # of the longest request, one for each sequence
+    PAGES = "pages"  # shared by all requests
+    GROUPED_BLOCKS = "grouped-blocks"  # pages that groups of layers share too (``fingerprint.cache_blocks``)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineTraits:
+    """Traits of one engine, by which its estimates differ from another's.
+
+    Attributes:
+        title: the name in a sentence; empty: that of the engine.
+        overlaps_host: whether the host prepares a step while the device runs the one before, by default.
+        schedules_ahead: whether the content of a step is settled before the one before has ended. vLLM's core
+            holds two steps (``step_with_batch_queue``), its pipelines hold one per stage and one more; other
+            engines were not looked into.
+        fills_stages: whether as many batches are in flight as there are pipeline stages.
+    """
+
+    title: str = ""
+    kv_cache: KvCache = KvCache.PAGES
+    overlaps_host: bool = False
+    schedules_ahead: bool = False
+    fills_stages: bool = True
+
+    @property
+    def has_slots(self) -> bool:
+        return self.kv_cache is KvCache.SLOTS
+
+    @property
+    def has_grouped_blocks(self) -> bool:
+        return self.kv_cache is KvCache.GROUPED_BLOCKS
+
+
+# In the order in which a deployment prefers them.
+TRAITS: Mapping[str, EngineTraits] = MappingProxyType(
+    {
+        "vllm": EngineTraits(
+            title="vLLM", kv_cache=KvCache.GROUPED_BLOCKS, overlaps_host=True, schedules_ahead=True
+        ),
+        "tensorrt-llm": EngineTraits(title="TensorRT-LLM", overlaps_host=True),
+        "torch": EngineTraits(title="the embedded engine", kv_cache=KvCache.SLOTS, fills_stages=False),
+    }
+)
+_DEFAULT = EngineTraits()
+_ORDER = tuple(TRAITS)
+
+
+def traits_of(engine: str) -> EngineTraits:
+    """Return the traits of ``engine``; the defaults for one that is not listed."""
+    return TRAITS.get(engine, _DEFAULT)
+
+
+def preference(engine: str) -> int:
+    """Return the place of ``engine`` in the order of preference; those that are not listed share the last."""
+    return _ORDER.index(engine) if engine in TRAITS else len(_ORDER)

@@ -1,0 +1,166 @@
+"""The Python that an engine is installed for is found without importing the engine."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from daemon.engines import external
+from daemon.engines.external import ExternalEngine, Installation, Interpreter
+from fingerprint.architectures import Architectures, Listed
+from fingerprint.capability import EngineCapabilities
+from fingerprint.config import KvFormat, Pruning, WeightFormat
+from fingerprint.errors import EngineError
+from tests.daemon.engines.standin import make_environment, set_version
+
+VARIABLE = "ISERVE_ABACUS_PYTHON"
+
+
+@pytest.fixture
+def python(tmp_path):
+    """An environment with abacus 1.2.3, whose module must never be imported."""
+    poison = tmp_path / "poison.py"
+    poison.write_text("raise SystemExit('imported')\n")
+    return make_environment(tmp_path / "env", {"abacus.main": poison}, "abacus", "1.2.3")
+
+
+def packages_of(python: Path) -> Path:
+    (found,) = (python.parents[1] / "lib").glob("python*/site-packages")
+    return found
+
+
+def test_versions_come_from_the_interpreter_that_is_set(monkeypatch, python):
+    set_version(packages_of(python), "beads", "7")
+    monkeypatch.setenv(VARIABLE, str(python))
+    found = Interpreter(VARIABLE, "abacus", beside=("beads", "absent")).find()
+    assert found.python == str(python)
+    assert found.versions == (("abacus", "1.2.3"), ("beads", "7"))
+    assert found.version("abacus") == "1.2.3"
+    assert found.version("absent") == ""
+
+
+def test_without_a_setting_it_is_the_running_interpreter(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert Interpreter(VARIABLE, "pytest").find().python == sys.executable
+    with pytest.raises(EngineError, match=f"abacus is not installed: set {VARIABLE} to the Python"):
+        Interpreter(VARIABLE, "abacus").find()
+
+
+def test_an_interpreter_without_it_is_named(monkeypatch, python):
+    monkeypatch.setenv(VARIABLE, str(python))
+    with pytest.raises(EngineError, match=f"^beads is not installed for {VARIABLE}={python}"):
+        Interpreter(VARIABLE, "beads").find()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        pytest.param(lambda path: None, "cannot be run", id="nothing-there"),
+        pytest.param(lambda path: path.mkdir(), "cannot be run", id="a-folder"),
+        pytest.param(lambda path: path.write_text("#!/bin/sh\n"), "cannot be run", id="not-executable"),
+        pytest.param(lambda path: script(path, "echo hello"), "is not a Python", id="not-a-python"),
+        pytest.param(lambda path: script(path, "echo '[1]'"), "is not a Python", id="another-answer"),
+        pytest.param(
+            lambda path: script(path, "echo broken >&2; exit 3"), r"is not a Python .*\(broken\)", id="fails"
+        ),
+        pytest.param(lambda path: script(path, "exec sleep 60"), "did not answer within", id="hangs"),
+    ],
+)
+def test_a_setting_that_is_no_python_is_one_clear_error(monkeypatch, tmp_path, make, message):
+    make(tmp_path / "python")
+    monkeypatch.setattr(external, "_ANSWER_S", 1.0)
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "python"))
+    with pytest.raises(EngineError, match=message) as caught:
+        Interpreter(VARIABLE, "abacus").find()
+    assert f"{VARIABLE}={tmp_path / 'python'}" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_relative_path_is_refused(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "env/bin/python")
+    with pytest.raises(EngineError, match="relative path; give the whole path"):
+        Interpreter(VARIABLE, "abacus").find()
+
+
+def script(path: Path, text: str) -> None:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def test_it_is_asked_once_until_something_is_installed(monkeypatch, python):
+    monkeypatch.setenv(VARIABLE, str(python))
+    asked = []
+    run = external.subprocess.run
+    monkeypatch.setattr(
+        external.subprocess, "run", lambda *args, **kwargs: asked.append(1) or run(*args, **kwargs)
+    )
+    interpreter = Interpreter(VARIABLE, "abacus")
+    assert [interpreter.find().version("abacus") for _ in range(3)] == ["1.2.3"] * 3
+    assert len(asked) == 1
+    packages = packages_of(python)
+    before = os.stat(packages).st_mtime_ns
+    set_version(packages, "abacus", "1.3.0")
+    os.utime(packages, ns=(before + 10**6, before + 10**6))  # clocks of file systems are coarse
+    assert interpreter.find().version("abacus") == "1.3.0"
+    assert len(asked) == 2
+
+
+def test_our_own_python_path_is_not_the_engines(monkeypatch, python, tmp_path):
+    """Without this, an abacus next to iServe would count as installed there."""
+    ours = tmp_path / "ours"
+    ours.mkdir()
+    set_version(ours, "beads", "9")
+    monkeypatch.setenv("PYTHONPATH", str(ours))
+    monkeypatch.setenv(VARIABLE, str(python))
+    assert Interpreter(VARIABLE, "abacus", beside=("beads",)).find().version("beads") == ""
+
+
+class Abacus(ExternalEngine):
+    """Knows release 1 of the abacus only."""
+
+    def __init__(self) -> None:
+        table = EngineCapabilities(
+            engine="abacus-engine",
+            architectures=Architectures(
+                source="abacus 1", listed={"LlamaForCausalLM": Listed()}, otherwise="it has no other"
+            ),
+            weights=dict.fromkeys(WeightFormat),
+            kv=dict.fromkeys(KvFormat),
+            pruning={Pruning.NONE: None},
+            max_tp=1,
+            max_pp=1,
+        )
+        super().__init__(table, Interpreter(VARIABLE, "abacus", beside=("beads", "absent")))
+
+    def check(self, found: Installation) -> None:
+        if not found.version("abacus").startswith("1."):
+            raise EngineError("install abacus 1")
+
+
+def test_an_installed_engine_has_its_table_and_its_version_first(monkeypatch, python):
+    set_version(packages_of(python), "beads", "7")
+    monkeypatch.setenv(VARIABLE, str(python))
+    engine = Abacus()
+    assert engine.name == "abacus-engine"
+    assert engine.capabilities().unavailable is None
+    assert engine.versions() == (("engine", "abacus-engine 1.2.3"), ("beads", "7"))
+
+
+@pytest.mark.parametrize("version", [None, "2.0"], ids=["absent", "another-release"])
+def test_an_engine_that_is_not_there_keeps_its_table_and_says_what_to_install(monkeypatch, python, version):
+    """Plans name what could run on it; no profile is recorded with versions of what cannot be started."""
+    if version is None:
+        monkeypatch.delenv(VARIABLE, raising=False)
+    else:
+        set_version(packages_of(python), "abacus", version)
+        monkeypatch.setenv(VARIABLE, str(python))
+    engine = Abacus()
+    table = engine.capabilities()
+    assert set(table.architectures.listed) == {"LlamaForCausalLM"}
+    assert "install" in (table.unavailable or "")
+    assert engine.versions() == ()
+    with pytest.raises(EngineError, match="install"):
+        engine.installed()
