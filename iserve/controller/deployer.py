@@ -31,7 +31,7 @@ from fingerprint.errors import (
 )
 from fingerprint.measurements import Profile
 from fingerprint.profile import ProfileProgress
-from iserve.api_types import ARGUMENTS_NOTE, DeployBody
+from iserve.api_types import DeployBody
 from iserve.controller.ending import end_workers
 from iserve.controller.engine_selection import SelectedEngine, select_engine
 from iserve.controller.node import devices_of, hardware_of, without
@@ -172,7 +172,7 @@ class Deployer:
         unused: list[str] = []
         engine, profile, notes = self.select(source, body.engine, body.engine_version, options, profile_of)
         if body.engine_options.arguments:
-            notes += (ARGUMENTS_NOTE,)
+            notes += ("what --engine-arg changes is in no figure of this plan",)
         return Measured(source, engine, profile, options, (*notes, *unused), body.engine_options)
 
     def select(

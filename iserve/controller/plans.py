@@ -21,7 +21,7 @@ from fingerprint.measurements import Profile
 from fingerprint.model_use import ModelUse
 from fingerprint.profile import ProfileProgress
 from iserve.api_documents import ProfileJobDocument, ProgressDocument
-from iserve.api_types import LaunchBody, PlanBody, ProfileBody, check_name
+from iserve.api_types import LaunchBody, PlanBody, check_name
 from iserve.controller.deployer import Deployer
 from iserve.controller.engine_selection import deployable_engine, engine_for
 from iserve.controller.jobs import Jobs
@@ -35,6 +35,7 @@ from iserve.planning.launching import LaunchDocument, PlannedDeployment
 from iserve.planning.making import PlanOptions
 from iserve.planning.model_use import check_code, check_use, used, with_images
 from iserve.planning.words import ELSEWHERE
+from iserve.rest_bodies import ProfileBody
 from iserve.settings import Settings
 
 __all__ = ["Plans", "progress_document"]
