@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fingerprint.codec import from_json, to_json
 from iserve.replay.document import ReplayDocument, ReplayRun, make_document
-from iserve.replay.page import render_replay
+from iserve.report.replay import render_replay
 from planner.intent import Slo
 from tests.traces.outcome_makers import outcomes
 from traces.outcomes import Failure, Outcomes
