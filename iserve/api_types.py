@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 from fingerprint.config import Workload
 from fingerprint.errors import ConfigError
 from fingerprint.model_use import MAX_IMAGE_TOKENS, MAX_IMAGES, ModelUse
-from fingerprint.plain_text import is_plain
+from fingerprint.sanitize import is_plain
 from placement.scaling import MIN_IDLE_S
 from planner.intent import MAX_REPLICAS, MOST_WINDOWS, CostModel, Intent, IntentKind, Quality, Slo, Traffic
 
 if TYPE_CHECKING:
     from daemon.engine_options import EngineOptions
-    from iserve.planning.making import PlanOptions
+    from iserve.planning.pipeline import PlanOptions
 
 __all__ = [
     "FORMER_FIELDS",
@@ -179,8 +179,8 @@ class PlanRequest:
         Raises:
             ConfigError: a value out of its range.
         """
-        from iserve.planning.making import PlanOptions
-        from placement.placers import check_placement
+        from iserve.planning.pipeline import PlanOptions
+        from placement.placer_registry import check_placement
 
         policy = self.policy or default_policy
         check_placement(policy, sees_load=sees_load)

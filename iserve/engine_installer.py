@@ -31,7 +31,7 @@ from daemon.procfs import running_from
 from fingerprint.codec import to_json
 from fingerprint.errors import ConfigError, ConflictError, EngineError, NotFoundError, UnavailableError
 from fingerprint.extras import install_extra
-from fingerprint.plain_text import printable
+from fingerprint.sanitize import printable
 from iserve.engine_inventory import deployments_on
 from iserve.settings import Settings
 

@@ -18,11 +18,11 @@ from fingerprint.checkpoint import INDEX_FILE, SINGLE_FILE, indexed_files
 from fingerprint.config_json import read_config
 from fingerprint.errors import CheckpointError, NotFoundError, UnavailableError
 from fingerprint.families import is_tabled, load_spec
-from fingerprint.families.refusals import refuse_other_kinds
+from fingerprint.families.unsupported import refuse_other_kinds
 from fingerprint.model_spec import ModelSpec
 from fingerprint.model_use import AS_IT_IS, ModelUse
 from fingerprint.own_code import missing_code
-from fingerprint.plain_text import is_plain
+from fingerprint.sanitize import is_plain
 from iserve.hub_files import cached_snapshot, download_code, download_config, download_weights, list_files
 
 __all__ = ["ModelSource", "existing_path", "is_hub_id", "plain_path", "resolve"]

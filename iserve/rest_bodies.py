@@ -10,8 +10,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstra
 from fingerprint.config import Workload
 from fingerprint.errors import ConfigError
 from fingerprint.model_use import MAX_IMAGE_TOKENS, MAX_IMAGES
-from fingerprint.plain_text import UNPRINTABLE
 from fingerprint.profile_plan import Shards
+from fingerprint.sanitize import UNPRINTABLE
 from iserve.api_types import MAX_LABEL, MAX_TEXT, DeployBody, check_label
 from planner.intent import MAX_REPLICAS, IntentKind, Quality, Slo
 

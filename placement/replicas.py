@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fingerprint.errors import ConfigError
 from placement.fit import GIB, Placer, free_bytes
 from placement.load_model import Key
-from placement.placers import FindsPlaces
+from placement.placer_registry import FindsPlaces
 from placement.types import BlockDemand, ClusterSnapshot, Placement, Refusal
 
 __all__ = ["ReplicaPlacer", "Replicas"]

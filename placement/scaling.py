@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from fingerprint.errors import ConfigError
-from placement.orders import Scale
+from placement.actions import Scale
 from placement.types import ClusterSnapshot, DeploymentState
 
 __all__ = ["MIN_IDLE_S", "Scaling", "replicas_for", "scale"]

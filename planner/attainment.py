@@ -14,7 +14,7 @@ What is uncertain, and how it is put together:
 *   *The waits*: for a slot; and, where there are several, for prompts that are under way, a queue of one server
     whose service is a prompt's share of a batch's TTFT. Besides, a first token waits for half a step.
 
-*   *The rate*, where it moves (``planner.moving_rate``): the mean over its levels. Who comes while a busy time
+*   *The rate*, where it moves (``planner.rate_profile``): the mean over its levels. Who comes while a busy time
     left work finds every slot taken and waits for that work; else a level is as if it lasted (Green and Kolesar's
     pointwise stationary approximation). But while the rate stays near it a queue only grows so long as a random
     walk of as many requests goes: no level above the mean rate counts as busier than the one whose steady queue is
@@ -35,10 +35,10 @@ import numpy.typing as npt
 
 from planner.cells import Column, Rows
 from planner.intent import Traffic
-from planner.moving_rate import moving_rate
-from planner.normal import normal_cdf, normal_quantile
+from planner.normal_distribution import normal_cdf, normal_quantile
 from planner.paces import Paces, Uncertain
 from planner.queueing import Tail, peakedness, wait_probability, wait_tail
+from planner.rate_profile import moving_rate
 
 __all__ = ["Attainment", "Metric"]
 

@@ -19,9 +19,9 @@ import numpy as np
 from fingerprint.estimates import Estimate
 from planner.attainment import Attainment
 from planner.cells import Column, Mask, Rows, smallest
+from planner.constraints import Check, checks_at_lower_rates, num_missed
 from planner.costs import Figures, objective_of
 from planner.intent import Intent
-from planner.limits import Check, checks_at_lower_rates, num_missed
 from planner.plan import (
     GIB,
     QUALITIES,

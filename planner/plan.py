@@ -9,8 +9,8 @@ from typing import NamedTuple, Protocol
 from fingerprint.config import DeploymentConfig
 from fingerprint.estimates import Estimate
 from planner.intent import Intent, Quality
-from planner.moving_rate import Level
 from planner.queueing import MODEL_NAME
+from planner.rate_profile import Level
 
 __all__ = [
     "Better",

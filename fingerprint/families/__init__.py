@@ -23,9 +23,9 @@ from fingerprint.description.transformers_class import class_defaults
 from fingerprint.errors import ConfigError, UnsupportedModelError
 from fingerprint.extras import need_extra
 from fingerprint.families import falcon, gemma, gpt_neox, gpt_oss, gptj, llama_like, opt, phi3
-from fingerprint.families.blueprint import Blueprint, Family, ModuleLayout
-from fingerprint.families.general import general_family
-from fingerprint.families.refusals import (
+from fingerprint.families.base import Blueprint, Family, ModuleLayout
+from fingerprint.families.generic import general_family
+from fingerprint.families.unsupported import (
     family_name,
     is_multimodal,
     refuse_other_kinds,

@@ -19,7 +19,7 @@ from iserve.cli.options import HELP, known_engine, not_empty, usage_errors
 from planner.intent import Slo, check_replicas, parse_slo
 
 if TYPE_CHECKING:
-    from iserve.planning.making import PlanOptions
+    from iserve.planning.pipeline import PlanOptions
     from iserve.settings import Settings
 
 __all__ = ["checked", "grouped", "read_slo", "request_of"]
@@ -86,7 +86,7 @@ def request_of(kind: type[Request], *, arrivals: str | None = None, **values: An
             raise BadInputError("a trace says how a rate moves; give --rate, the mean, as well")
         if request.given().keys() & {"burstiness", "input_cv", "output_cv"}:
             raise BadInputError("give either a trace or --burstiness, --input-cv and --output-cv")
-    from traces.sources import requests_of
+    from traces.loader import requests_of
     from traces.traffic import traffic_of
 
     found = traffic_of(requests_of(arrivals))
@@ -109,7 +109,7 @@ def checked(request: PlanRequest, settings: Settings, *, sees_load: bool = False
     Raises:
         typer.BadParameter: a value that cannot be used.
     """
-    from placement.placers import need_solver
+    from placement.placer_registry import need_solver
 
     with usage_errors():
         options = request.options(

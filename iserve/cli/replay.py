@@ -69,7 +69,7 @@ class Load:
 
     def schedule(self, trace: str, names: tuple[str, ...]) -> Schedule:
         from iserve.replay.schedule import make_schedule
-        from traces.sources import requests_of
+        from traces.loader import requests_of
 
         requests = requests_of(trace, format=self.trace_format, seed=self.seed)
         return make_schedule(requests, names, self.options())
@@ -152,7 +152,7 @@ def replay(
     are made as long as the trace's. Latencies count from the scheduled send. Ctrl-C ends the run and shows what
     there is.
     """
-    from iserve.cli.reporting import check_target
+    from iserve.cli.report import check_target
     from iserve.replay.document import ReplayRun, make_document
     from iserve.replay.endpoint import check_models
     from iserve.replay.runner import Replay
@@ -195,7 +195,7 @@ def replay(
 
 
 def _endpoint(url: str | None) -> Endpoint:
-    from iserve.cli.live import gateway_url
+    from iserve.cli.connection import gateway_url
     from iserve.replay.endpoint import resolve_endpoint
 
     if url is None:
@@ -207,7 +207,7 @@ def _endpoint(url: str | None) -> Endpoint:
 def _deployed(names: tuple[str, ...]) -> tuple[str, ...]:
     """Print what each deployment of this home was planned by and for; nothing where that is unknown."""
     from fingerprint.errors import IserveError
-    from iserve.cli.live import client
+    from iserve.cli.connection import client
     from iserve.cli.render import short, workload_words
     from iserve.planning.document import PlanDocument
 
@@ -257,7 +257,7 @@ def _show(document: ReplayDocument, report: Path | None, *, as_json: bool) -> No
     from iserve.cli.replay_text import print_replay
 
     if report is not None:
-        from iserve.cli.reporting import write_page
+        from iserve.cli.report import write_page
         from iserve.report.replay import render_replay  # imports what fits curves, which takes a second
 
         write_page(report, render_replay(document))

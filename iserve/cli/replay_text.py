@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
-from iserve.cli.harmless import beneath
 from iserve.cli.render import console, print_rows, seconds
+from iserve.cli.sanitized_output import beneath
 from iserve.replay.document import answered_words
 from traces.summary import limit_words
 

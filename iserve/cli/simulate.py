@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from fingerprint.gpu_spec import GpuSpec
     from fingerprint.measurements import Profile
     from iserve.cli.progress import StepDisplay
-    from iserve.planning.making import PlanOptions
+    from iserve.planning.pipeline import PlanOptions
     from iserve.simulation.baselines import Baseline, Prepared, World
     from iserve.simulation.document import SimulationDocument
     from iserve.simulation.running import SimulatedModel
-    from placement.orders import ClusterPolicy
+    from placement.actions import ClusterPolicy
     from placement.routing import Router
     from traces.request import Request
     from traces.simulator.result import SimulationResult
@@ -79,7 +79,7 @@ def simulate(
     configured to scale, to scale to zero or to move. What it takes for granted: docs/simulation.md.
     """
     from iserve.cli.progress import StepDisplay
-    from iserve.cli.reporting import check_target
+    from iserve.cli.report import check_target
     from iserve.settings import load_settings
     from iserve.simulation.baselines import World, check_steerable, parse_planner, prepare, served_contexts
     from iserve.simulation.document import simulation_document
@@ -182,7 +182,7 @@ def _show(document: SimulationDocument, report: Path | None, *, as_json: bool) -
     from iserve.cli.simulation_text import print_simulation
 
     if report is not None:
-        from iserve.cli.reporting import write_page
+        from iserve.cli.report import write_page
         from iserve.report.simulation import render_simulation
 
         write_page(report, render_simulation(document))
@@ -210,11 +210,11 @@ def _models(
     named: dict[str, str], gpu: GpuSpec, count: int, options: PlanOptions, engine: str, profiles: list[Profile]
 ) -> tuple[dict[str, SimulatedModel], tuple[str, ...]]:
     """Return every model as a deploy on a node of ``count`` GPUs plans it, and where its times are from."""
-    from iserve.cli.live import registered_models
-    from iserve.controller.estimating import profile_as
+    from iserve.cli.connection import registered_models
     from iserve.model_source import resolve
-    from iserve.planning.hypothetical import engine_for_gpus
-    from iserve.planning.making import check_context
+    from iserve.planning.estimator_factory import profile_as
+    from iserve.planning.offline import engine_for_gpus
+    from iserve.planning.pipeline import check_context
     from iserve.settings import load_settings
     from iserve.simulation.running import measured_model, roofline_model
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from fingerprint.gpu_spec import GpuSpec
-    from placement.elastic import Elastic
+    from placement.rebalancer import Elastic
     from placement.types import ClusterSnapshot
     from planner.intent import Slo
     from traces.request import Request
@@ -182,8 +182,8 @@ class ScalingOptions:
         Args:
             startup_s: of a worker; a move takes as long and loads its memory, and where it is 0, migration's own.
         """
-        from placement.elastic import Elastic
         from placement.migration import Migration
+        from placement.rebalancer import Elastic
         from placement.scaling import Scaling
 
         least, most = self.range()
@@ -229,8 +229,8 @@ class LoadOptions:
         """Return the trace, with models assigned where it is asked for or where there is one model only."""
         from itertools import islice
 
+        from traces.loader import requests_of
         from traces.popularity import popularity_named
-        from traces.sources import requests_of
         from traces.transforms import assign_models
 
         requests: Iterator[Request] = requests_of(trace, format=self.trace_format, seed=self.seed)

@@ -31,13 +31,13 @@ from iserve.api_documents import (
     ProfileJobDocument,
 )
 from iserve.api_types import IDEMPOTENCY_KEY, DeployBody, LaunchBody, PlanBody, VerifyBody
-from iserve.controller.door import Door, problem
+from iserve.controller.auth import Door, problem
+from iserve.controller.folder_access import Reach
 from iserve.controller.metrics import Metrics
 from iserve.controller.openapi import BODY, describe, problems
-from iserve.controller.reach import Reach
 from iserve.controller.service import Controller
 from iserve.planning.document import PlanDocument
-from iserve.planning.launching import LaunchDocument
+from iserve.planning.worker_launch import LaunchDocument
 from iserve.rest_bodies import KeyBody, ModelBody, ProfileBody, UpdateBody
 from iserve.verify.documents import StoredVerification, VerificationJobDocument
 from placement.types import DeploymentState

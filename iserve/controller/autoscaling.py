@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 from daemon.status import NodeStatus, WorkerState, WorkerStatus
 from fingerprint.errors import ConfigError
-from iserve.controller.records import SCALED_TO_ZERO, SCALING_UP, recorded_wish, recorded_workers
-from iserve.controller.seen import workers_seen
+from iserve.controller.deployment_status import workers_seen
 from iserve.controller.service import Controller
+from iserve.controller.stored_values import SCALED_TO_ZERO, SCALING_UP, recorded_wish, recorded_workers
 from iserve.route_table import Demand, DeploymentDemand
 from iserve.state.store import DeploymentRow
 from placement.scaling import Scaling, replicas_for

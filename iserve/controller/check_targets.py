@@ -35,14 +35,14 @@ from fingerprint.measurements import Profile
 from fingerprint.model_use import ModelUse
 from iserve.api_types import DeployBody, VerifyBody
 from iserve.controller.deployer import Deployer
+from iserve.controller.deployment_status import workers_seen
 from iserve.controller.engine_selection import deployable_engine
-from iserve.controller.profile_validity import described
 from iserve.controller.profiling import Profiler, ask_daemon, launched, wait_until_ready
-from iserve.controller.records import recorded_wish, recorded_workers
-from iserve.controller.seen import workers_seen
+from iserve.controller.profiling_validity import described
+from iserve.controller.stored_values import recorded_wish, recorded_workers
 from iserve.model_source import ModelSource
-from iserve.planning.making import PlanOptions
 from iserve.planning.model_use import check_code, check_code_of_each, used, with_images
+from iserve.planning.pipeline import PlanOptions
 from iserve.settings import Settings
 from iserve.state.store import DeploymentRow, Store
 

@@ -32,18 +32,18 @@ from fingerprint.errors import (
 from fingerprint.measurements import Profile
 from fingerprint.profile import ProfileProgress
 from iserve.api_types import DeployBody
-from iserve.controller.ending import end_workers
 from iserve.controller.engine_selection import SelectedEngine, select_engine
-from iserve.controller.node import devices_of, hardware_of, without
-from iserve.controller.profile_validity import release_to_start
 from iserve.controller.profiling import Profiler, ask_daemon, launched, wait_until_ready
-from iserve.controller.records import SCALED_TO_ZERO, SCALING_UP, recorded_wish, recorded_workers
+from iserve.controller.profiling_validity import release_to_start
+from iserve.controller.snapshot import devices_of, hardware_of, without
+from iserve.controller.stored_values import SCALED_TO_ZERO, SCALING_UP, recorded_wish, recorded_workers
+from iserve.controller.worker_shutdown import end_workers
 from iserve.model_source import ModelSource
-from iserve.planning.here import deployable_now
-from iserve.planning.launching import PlannedDeployment, worker_slug
-from iserve.planning.making import PlanOptions
+from iserve.planning.deployability import deployable_now
 from iserve.planning.model_use import check_code, check_same_code, check_use, use_notes, used, with_images
+from iserve.planning.pipeline import PlanOptions
 from iserve.planning.planned import planned_deployment
+from iserve.planning.worker_launch import PlannedDeployment, worker_slug
 from iserve.settings import Settings
 from iserve.state.store import DeploymentRow, Store
 from placement.types import DeploymentState

@@ -30,11 +30,11 @@ from iserve.demo import DEMO_MODEL_NAME
 from iserve.model_source import ModelSource
 from iserve.planning.document import PlanDocument
 from iserve.planning.engine_choice import nothing_feasible_on
-from iserve.planning.hypothetical import launch_for_gpus, plan_for_gpus
-from iserve.planning.launching import LaunchDocument, PlannedDeployment
-from iserve.planning.making import PlanOptions
 from iserve.planning.model_use import check_code, check_use, used, with_images
+from iserve.planning.offline import launch_for_gpus, plan_for_gpus
+from iserve.planning.pipeline import PlanOptions
 from iserve.planning.words import ELSEWHERE
+from iserve.planning.worker_launch import LaunchDocument, PlannedDeployment
 from iserve.rest_bodies import ProfileBody
 from iserve.settings import Settings
 

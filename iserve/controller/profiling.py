@@ -39,11 +39,10 @@ from fingerprint.estimators.corrected import CorrectedEstimator
 from fingerprint.measurements import Profile
 from fingerprint.profile import ProfileProgress
 from fingerprint.profile_plan import Shards
-from iserve.controller.estimating import estimator_for, profile_as, step_tokens_of
-from iserve.controller.node import check_one_kind
-from iserve.controller.profile_room import STEP_TOKENS, quietest, share_of_free_bytes
-from iserve.controller.profile_taking import Fingerprints, Order, take
-from iserve.controller.profile_validity import (
+from iserve.controller.profiling_devices import STEP_TOKENS, quietest, share_of_free_bytes
+from iserve.controller.profiling_run import Fingerprints, Order, take
+from iserve.controller.profiling_scope import lacking
+from iserve.controller.profiling_validity import (
     covers,
     described,
     key_without_driver,
@@ -51,9 +50,10 @@ from iserve.controller.profile_validity import (
     release_to_start,
     why_unused,
 )
-from iserve.controller.profile_worth import lacking
+from iserve.controller.snapshot import check_one_kind
 from iserve.model_source import ModelSource
-from iserve.planning.making import PlanOptions
+from iserve.planning.estimator_factory import estimator_for, profile_as, step_tokens_of
+from iserve.planning.pipeline import PlanOptions
 from iserve.state.store import Store
 from placement.types import DeploymentState
 from planner.intent import Quality

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from fingerprint.codec import from_json
 from fingerprint.errors import BadInputError, ConfigError
-from iserve.controller.records import recorded_wish
+from iserve.controller.stored_values import recorded_wish
 from iserve.planning.document import PlanDocument
 from iserve.route_table import Punctuality
 from iserve.state.store import DeploymentRow

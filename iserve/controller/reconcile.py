@@ -18,10 +18,12 @@ from daemon.worker_spec import WorkerSpec
 from fingerprint.codec import to_json
 from fingerprint.errors import IserveError, UnavailableError
 from iserve.controller.autoscaling import Autoscaler
+from iserve.controller.deployment_status import seen_of
 from iserve.controller.draining import Drainer
-from iserve.controller.patience import Patience
 from iserve.controller.punctuality import punctuality_of
-from iserve.controller.records import (
+from iserve.controller.readiness_deadline import Patience
+from iserve.controller.service import Controller
+from iserve.controller.stored_values import (
     DRAINING,
     REPLACING,
     RESTORING,
@@ -31,8 +33,6 @@ from iserve.controller.records import (
     recorded_workers,
     update_workers,
 )
-from iserve.controller.seen import seen_of
-from iserve.controller.service import Controller
 from iserve.route_table import ApiKeyRecord, GatewayLimits, Route, RouteTable, WorkerTarget
 from iserve.state.store import DeploymentRow
 

@@ -35,18 +35,18 @@ from iserve.api_documents import (
 from iserve.api_types import DeployBody, check_name
 from iserve.controller import worker_log
 from iserve.controller.check_targets import Targets
+from iserve.controller.child_processes import ChildProcess, daemon_process, gateway_process
 from iserve.controller.deployer import Deployer
-from iserve.controller.ending import end_workers
+from iserve.controller.deployment_status import replicas_seen, status_of
 from iserve.controller.engine_selection import deployable_engine
-from iserve.controller.node import serving_on
+from iserve.controller.idempotency import KEPT_S, answer_to_keep, answered_before, deployed_before
 from iserve.controller.plans import Plans, progress_document
-from iserve.controller.processes import ChildProcess, daemon_process, gateway_process
 from iserve.controller.profiling import Profiler
-from iserve.controller.records import draining_workers, recorded_wish, recorded_workers, update_workers
-from iserve.controller.repeats import KEPT_S, answer_to_keep, answered_before, deployed_before
-from iserve.controller.seen import replicas_seen, status_of
+from iserve.controller.snapshot import serving_on
+from iserve.controller.stored_values import draining_workers, recorded_wish, recorded_workers, update_workers
 from iserve.controller.updating import Updater
 from iserve.controller.verifying import Verifier
+from iserve.controller.worker_shutdown import end_workers
 from iserve.demo import DEMO_MODEL_NAME, demo_model_path
 from iserve.engine_inventory import engine_documents
 from iserve.keys import new_key

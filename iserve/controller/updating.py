@@ -27,7 +27,7 @@ from fingerprint.errors import (
 )
 from iserve.controller.deployer import Deployer, Measured, NoLongerWantedError
 from iserve.controller.profiling import Profiler
-from iserve.controller.records import (
+from iserve.controller.stored_values import (
     DRAINING,
     REPLACING,
     RESTORING,
@@ -36,7 +36,7 @@ from iserve.controller.records import (
     update_workers,
 )
 from iserve.controller.update_capacity import WorkerCapacity, reduction, tightest_device, too_small
-from iserve.planning.launching import PlannedDeployment, worker_slug
+from iserve.planning.worker_launch import PlannedDeployment, worker_slug
 from iserve.settings import Settings
 from iserve.state.store import DeploymentRow, Store
 

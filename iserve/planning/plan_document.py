@@ -86,7 +86,7 @@ def plan_document(
     verdict: VerdictDocument | None = None,
     capacity: CapacityDocument | None = None,
 ) -> PlanDocument:
-    """The document of ``plan``; ``conditions_of`` is asked of what can run at all (``iserve.planning.making``)."""
+    """Return the document of ``plan``; ``conditions_of`` is asked of configurations that can run at all."""
     return PlanDocument(
         model=model,
         intent=str(plan.intent.kind),

@@ -11,13 +11,13 @@ from fingerprint.engine_caches import with_engine_caches
 from fingerprint.estimates import Estimator
 from fingerprint.measurements import Profile
 from iserve.model_source import ModelSource
-from iserve.planning.here import DeployableDocument
-from iserve.planning.launching import PlannedDeployment
-from iserve.planning.making import EngineChooser, Hardware, PlanOptions, alone_of, make_plan
+from iserve.planning.deployability import DeployableDocument
+from iserve.planning.pipeline import EngineChooser, Hardware, PlanOptions, alone_of, make_plan
 from iserve.planning.plan_document import plan_document
 from iserve.planning.rate_advice import with_rate_advice
 from iserve.planning.serving_capacity import serving_capacity
 from iserve.planning.verdict import verdict
+from iserve.planning.worker_launch import PlannedDeployment
 
 __all__ = ["planned_deployment"]
 

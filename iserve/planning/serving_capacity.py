@@ -18,10 +18,10 @@ from fingerprint.engines import traits_of
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Estimator, MemoryEstimate
 from fingerprint.estimators.roofline import DEFAULT_MAX_BATCHED_TOKENS
-from fingerprint.formats import kept_bytes_per_replica, kv_heads_per_gpu
 from fingerprint.model_spec import ModelSpec
+from fingerprint.weight_bytes import kept_bytes_per_replica, kv_heads_per_gpu
 from iserve.planning.document import CacheSizesDocument, CapacityBound, CapacityDocument
-from iserve.planning.making import Hardware, PlanOptions, placements_of
+from iserve.planning.pipeline import Hardware, PlanOptions, placements_of
 from placement.fit import demand
 from placement.types import GpuState, Placement, StagePlacement
 from planner.intent import IntentKind

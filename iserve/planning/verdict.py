@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from fingerprint.config import DeploymentConfig
 from fingerprint.estimates import Estimate, Estimator, Quantity
 from fingerprint.gpu_spec import GpuSpec
-from iserve.planning.here import DeployableDocument
-from iserve.planning.making import Hardware, PlanOptions, winner_at
+from iserve.planning.deployability import DeployableDocument
+from iserve.planning.pipeline import Hardware, PlanOptions, winner_at
 from iserve.planning.runner_up import RunnerUpDocument, runner_up
 from iserve.planning.words import devices, spoken
 from planner.intent import IntentKind

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimates import Source
+from iserve.planning.deployability import DeployableDocument
 from iserve.planning.document import (
     CacheSizesDocument,
     CandidateDocument,
@@ -13,7 +14,6 @@ from iserve.planning.document import (
     EstimateDocument,
     PlanDocument,
 )
-from iserve.planning.here import DeployableDocument
 from iserve.planning.runner_up import MOST_BATCH, BatchRange, IntentLead, RunnerUpDocument
 from iserve.planning.verdict import FiguresDocument, VerdictDocument
 from iserve.planning.words import device_kind, differences, dollars, figure, gib, interval, seconds, workload_words

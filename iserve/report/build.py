@@ -22,8 +22,8 @@ from fingerprint.estimators.l2 import LayerEffect
 from fingerprint.estimators.towers import WithTowers
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
-from iserve.planning.here import DeployableDocument
-from iserve.planning.making import EngineChooser, Hardware, PlanOptions, make_plan
+from iserve.planning.deployability import DeployableDocument
+from iserve.planning.pipeline import EngineChooser, Hardware, PlanOptions, make_plan
 from iserve.planning.plan_document import plan_document
 from iserve.planning.serving_capacity import serving_capacity
 from iserve.planning.verdict import verdict
@@ -63,7 +63,7 @@ class ReportOptions:
     quality: Quality = Quality.NEAR
     policy: str = "hybrid"
     load_threshold: float = DEFAULT_LOAD_THRESHOLD
-    more_requests: bool = False  # as of :class:`iserve.planning.making.PlanOptions`, likewise the next
+    more_requests: bool = False  # as of :class:`iserve.planning.pipeline.PlanOptions`, likewise the next
     longer_requests: bool = False
 
     def wish(self, intent: Intent | None = None) -> PlanOptions:

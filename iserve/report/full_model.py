@@ -17,7 +17,7 @@ from fingerprint.estimates import Quantity
 from fingerprint.estimators.depth_tied import DepthTiedEstimator
 from fingerprint.estimators.l2 import MeasuredKey, key_of
 from fingerprint.estimators.l3 import WholePoint
-from fingerprint.estimators.repeats import Overhead, repeat_overheads, repeated_points
+from fingerprint.estimators.repeat_overhead import Overhead, repeat_overheads, repeated_points
 from fingerprint.measurements import MemoryPoint, StepReading, TimingPoint
 
 __all__ = [

@@ -11,7 +11,7 @@ import numpy as np
 from fingerprint.config import KvFormat, WeightFormat, Workload
 from fingerprint.estimators.l2 import L2, TimingFit
 from fingerprint.measurements import Profile, TimingPoint
-from fingerprint.robust import locate
+from fingerprint.trimmed_mean import locate
 
 __all__ = ["TPOT", "TTFT", "MeasuredTime", "TimePanel", "TimeSeries", "time_panels"]
 

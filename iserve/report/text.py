@@ -6,7 +6,7 @@ import re
 
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimates import Quantity
-from fingerprint.plain_text import printable
+from fingerprint.sanitize import printable
 
 __all__ = [
     "gib",

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fingerprint.config import Workload
-from placement.elastic import Elastic
 from placement.policies import DEFAULT_POLICY
+from placement.rebalancer import Elastic
 from planner.intent import Intent, Slo
 from traces.outcomes import Failure, Outcomes
 from traces.simulator.result import Change, ChangeKind, DeploymentFigures, GpuFigures, SimulationResult

@@ -20,9 +20,9 @@ from fingerprint.estimates import Estimator
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
-from iserve.controller.estimating import estimator_for, step_tokens_of
 from iserve.planning.engine_choice import by_preference
-from iserve.planning.making import (
+from iserve.planning.estimator_factory import estimator_for, step_tokens_of
+from iserve.planning.pipeline import (
     FitsOn,
     Hardware,
     PlanOptions,
@@ -31,11 +31,11 @@ from iserve.planning.making import (
     make_plan,
     placements_of,
 )
-from iserve.planning.ranked_model import RankedModel
+from iserve.planning.ranking_cache import RankedModel
 from iserve.planning.serving_capacity import capacity_of
 from iserve.planning.serving_capacity import launch_limits as planned_limits
+from placement.actions import ClusterPolicy
 from placement.harvesting import spare_gpu
-from placement.orders import ClusterPolicy
 from placement.routing import Router
 from placement.types import ClusterSnapshot, GpuState, Placement
 from planner.lateness import Pace

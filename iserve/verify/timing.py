@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from fingerprint.config import Workload
 from fingerprint.errors import ConflictError, NotMeasuredError
-from fingerprint.robust import locate
+from fingerprint.trimmed_mean import locate
 from fingerprint.verification import Reading
 
 __all__ = ["Burst", "Times", "time_batches", "time_bursts"]

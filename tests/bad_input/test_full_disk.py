@@ -21,10 +21,10 @@ from daemon.process import own_record, read_record, write_record
 from daemon.shim import RotatingLog
 from fingerprint import safetensors_writer
 from fingerprint.errors import CheckpointError, NotFoundError, StateUnavailableError, UnavailableError
-from fingerprint.generate import generate
-from iserve.cli.reporting import write_page
+from fingerprint.truncate import generate
+from iserve.cli.report import write_page
 from iserve.client import connect
-from iserve.controller.processes import ChildProcess
+from iserve.controller.child_processes import ChildProcess
 from iserve.demo import demo_model_path
 from iserve.settings import Settings
 from iserve.state.store import Store

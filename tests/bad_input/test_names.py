@@ -19,10 +19,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.text import Text
 
 from daemon.log_rotation import log_to_stderr
-from fingerprint.plain_text import is_plain, printable
+from fingerprint.sanitize import is_plain, printable
 from iserve.cli import main
-from iserve.cli.harmless import harmless_output
 from iserve.cli.render import print_rows
+from iserve.cli.sanitized_output import harmless_output
 from iserve.cli.terminal import HarmlessConsole
 from iserve.demo import demo_model_path
 from iserve.report.page_frame import environment

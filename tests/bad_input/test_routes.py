@@ -12,7 +12,7 @@ from typing import Any
 import fastapi.routing
 from fastapi import FastAPI
 
-from iserve.controller.door import Door
+from iserve.controller.auth import Door
 from tests.bad_input.conftest import TOKEN, Api
 from tests.golden_words import Golden
 

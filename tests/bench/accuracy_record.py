@@ -22,7 +22,7 @@ from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimates import Quantity, Source
 from fingerprint.estimators.depth_tied import DepthTiedEstimator
 from fingerprint.estimators.roofline import RooflineEstimator
-from fingerprint.robust import locate
+from fingerprint.trimmed_mean import locate
 from iserve.report.accuracy import AccuracyRecord, AccuracyRow, machine_key, store_accuracy
 from iserve.settings import load_settings
 from tests.bench.accuracy import RESULTS, budget_bytes, load, memory_row, truths

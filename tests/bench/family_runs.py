@@ -32,8 +32,8 @@ from fingerprint.depth_tied_plan import depth_tied_plan
 from fingerprint.depth_tied_profile import depth_tied_profile
 from fingerprint.errors import IserveError
 from fingerprint.families import load_spec
-from fingerprint.generate import generate_shape
 from fingerprint.measurements import Profile
+from fingerprint.truncate import generate_shape
 from tests.bench.kept import write_kept
 
 WORKLOAD = Workload(batch=16, input_tokens=512, output_tokens=128)

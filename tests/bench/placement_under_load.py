@@ -46,15 +46,15 @@ from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.families import read_spec
 from fingerprint.gpus import gpu_spec
 from fingerprint.model_spec import ModelSpec
-from iserve.planning.making import PlanOptions
+from iserve.planning.pipeline import PlanOptions
 from iserve.simulation.running import PlannedDeployer, idle_cluster, launch_limits, roofline_model
-from placement.elastic import Elastic
+from placement.actions import ClusterPolicy
 from placement.fit import Placer, demand
 from placement.lookahead import LookAhead
 from placement.migration import Migration
-from placement.orders import ClusterPolicy
-from placement.placers import FindsPlaces
+from placement.placer_registry import FindsPlaces
 from placement.policies import Hybrid, LeastLoaded, Packing
+from placement.rebalancer import Elastic
 from placement.replicas import ReplicaPlacer
 from placement.routing import Busiest, LeastOutstanding, Router
 from placement.scaling import Scaling
@@ -69,7 +69,7 @@ from traces.simulator.result import ChangeKind, SimulationResult
 from traces.simulator.scenario import Deploy, Deployed, Deployer, NotDeployed, Policies, Scenario, Service
 from traces.simulator.simulation import simulate
 from traces.simulator.step_model import StepModel, tabulate
-from traces.standin import standin
+from traces.synthetic import standin
 from traces.transforms import merge
 
 A6000 = gpu_spec("a6000")

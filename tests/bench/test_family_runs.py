@@ -12,7 +12,7 @@ from fingerprint.codec import from_json
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.families import load_spec
 from fingerprint.model_spec import ModelSpec
-from iserve.controller.estimating import estimator_for
+from iserve.planning.estimator_factory import estimator_for
 from tests.bench.family_runs import FamilyRun
 from tests.bench.kept import read_kept
 

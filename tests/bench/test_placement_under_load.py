@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from placement.elastic import Elastic
 from placement.policies import LeastLoaded, Packing
+from placement.rebalancer import Elastic
 from placement.scaling import Scaling
 from tests.bench.placement_under_load import FixedDeployer, elastic, figure_10, moving, row, run
 

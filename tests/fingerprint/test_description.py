@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from fingerprint.checkpoint import StoredTensor
 from fingerprint.config import DeploymentConfig, WeightFormat
-from fingerprint.cut_config import cut_config
 from fingerprint.description import describe
 from fingerprint.description.facts import LAYERS_KEYS
 from fingerprint.errors import BadInputError, CheckpointError, ConfigError, UnsupportedModelError
-from fingerprint.formats import layer_weight_bytes
 from fingerprint.model_spec import LayerKind, ModelSpec
+from fingerprint.truncated_config import cut_config
+from fingerprint.weight_bytes import layer_weight_bytes
 
 HIDDEN, VOCAB, INNER, EXPERTS = 64, 100, 48, 4
 Tensors = dict[str, StoredTensor]

@@ -8,7 +8,7 @@ import pytest
 
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat, Workload
 from fingerprint.engine_caches import cache_differences, with_engine_caches
-from fingerprint.estimators.counted_memory import CountedMemory
+from fingerprint.estimators.engine_memory import CountedMemory
 from fingerprint.measurements import LayerCache, MemoryPoint, Profile
 from fingerprint.model_spec import ModelSpec
 from tests.bench.test_family_runs import runs

@@ -16,10 +16,10 @@ from fingerprint.config import Workload
 from fingerprint.description import describe, described_config
 from fingerprint.errors import CheckpointError, ConfigError, UnsupportedModelError
 from fingerprint.families import load_spec, read_spec
-from fingerprint.generate import generate_shape
 from fingerprint.image_tokens import image_tokens
 from fingerprint.model_use import ModelUse
 from fingerprint.own_code import missing_code, own_code_files, own_code_kinds
+from fingerprint.truncate import generate_shape
 from tests.fingerprint.small_checkpoints import (
     HEAD,
     HIDDEN,

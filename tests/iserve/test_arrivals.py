@@ -12,8 +12,8 @@ from iserve.api_types import PlanBody
 from iserve.cli.app import make_app
 from iserve.cli.groups import request_of
 from planner.intent import Traffic
-from planner.moving_rate import moving_rate
-from traces.sources import requests_of
+from planner.rate_profile import moving_rate
+from traces.loader import requests_of
 from traces.traffic import traffic_of
 
 LLAMA = {

@@ -18,9 +18,9 @@ from fingerprint.estimates import Estimate
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec
 from iserve.cli.render import print_plan
-from iserve.planning.making import Hardware, PlanOptions, make_plan, ranked_anywhere, space
+from iserve.planning.pipeline import Hardware, PlanOptions, make_plan, ranked_anywhere, space
 from iserve.planning.plan_document import plan_document
-from iserve.planning.ranked_model import RankedModel
+from iserve.planning.ranking_cache import RankedModel
 from iserve.planning.runner_up import runner_up
 from iserve.simulation.running import idle_cluster
 from placement.load_model import stretch

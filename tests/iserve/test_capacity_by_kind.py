@@ -16,14 +16,14 @@ from fingerprint import description
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.families import read_spec
-from fingerprint.formats import kept_bytes_per_replica
 from fingerprint.model_spec import ModelSpec
+from fingerprint.weight_bytes import kept_bytes_per_replica
 from iserve.model_source import ModelSource
 from iserve.planning.document import CacheSizesDocument, CapacityBound
-from iserve.planning.launching import worker_spec
-from iserve.planning.making import Hardware, make_plan
+from iserve.planning.pipeline import Hardware, make_plan
 from iserve.planning.serving_capacity import ServingCapacity, serving_capacity
 from iserve.planning.verdict_text import state_sizes
+from iserve.planning.worker_launch import worker_spec
 from iserve.simulation.running import launch_limits
 from tests.fingerprint import family_truths
 from tests.iserve.test_serving_capacity import DEFAULTS, GIB, H100, idle, taken_bytes

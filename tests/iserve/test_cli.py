@@ -20,8 +20,8 @@ from typer.main import get_command
 from fingerprint.codec import to_json
 from iserve.api_types import DeployBody, LaunchBody, PlanBody, PlanRequest, VerifyBody
 from iserve.cli.app import COMMANDS, make_app
+from iserve.cli.connection import folder_argument, model_argument
 from iserve.cli.groups import request_of
-from iserve.cli.live import folder_argument, model_argument
 from iserve.settings import load_settings
 from iserve.state.store import Store
 from planner.intent import IntentKind, Slo

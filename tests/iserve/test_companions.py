@@ -13,7 +13,7 @@ import pytest
 from daemon.process import spawn_detached
 from daemon.procfs import start_time_ticks
 from fingerprint.errors import UnavailableError
-from iserve.controller.processes import ChildProcess
+from iserve.controller.child_processes import ChildProcess
 from iserve.controller.reconcile import Reconciler
 from iserve.controller.service import Controller
 from iserve.settings import Settings
@@ -53,7 +53,7 @@ class Clock:
 
 def test_starts_that_fail_come_at_growing_intervals(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("iserve.controller.processes.time", clock)
+    monkeypatch.setattr("iserve.controller.child_processes.time", clock)
     companion = ChildProcess("gateway", settings, [sys.executable, "-c", HOPELESS])
     started_s, starts = [], Path("starts")
     while clock.now_s < 100:

@@ -38,8 +38,8 @@ from iserve.controller.reconcile import Reconciler
 from iserve.controller.service import Controller
 from iserve.demo import demo_model_path
 from iserve.model_source import ModelSource, resolve
-from iserve.planning.making import PlanOptions
 from iserve.planning.model_use import used
+from iserve.planning.pipeline import PlanOptions
 from iserve.route_table import RouteTable
 from iserve.settings import Settings
 from iserve.state.store import Store

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from daemon.lease import LEASE_FILE, Lease, write_file
-from iserve.cli.operate import Finding, examine
+from iserve.cli.home_processes import Finding, examine
 from iserve.settings import Settings, load_settings
 from iserve.state.store import Store
 from tests.daemon.engines.standin import make_vllm

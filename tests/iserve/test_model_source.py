@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from fingerprint.checkpoint import stored_tensors
 from fingerprint.errors import CheckpointError, ConfigError, NotFoundError, UnavailableError
-from fingerprint.generate import generate_dummy
+from fingerprint.truncate import generate_dummy
 from iserve.model_source import is_hub_id, resolve
 from tests.fingerprint.small_checkpoints import write_llama, write_own
 from tests.waiting import PATIENCE_S

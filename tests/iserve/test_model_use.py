@@ -18,7 +18,7 @@ from fingerprint.gpus import gpu_spec
 from fingerprint.model_use import ModelUse
 from iserve.api_types import DeployBody, LaunchBody, PlanBody
 from iserve.cli.app import make_app
-from iserve.controller.records import read_request
+from iserve.controller.stored_values import read_request
 from iserve.model_source import ModelSource, resolve
 from iserve.planning.document import PlanDocument
 from iserve.planning.model_use import check_same_code, used, with_images

@@ -19,7 +19,7 @@ from iserve.api_types import DeployBody
 from iserve.controller.punctuality import pace_of, punctuality_of
 from iserve.demo import demo_model_path
 from iserve.planning.document import PlanDocument
-from iserve.planning.making import PlanOptions, alone_of, hypothetical_hardware, make_plan
+from iserve.planning.pipeline import PlanOptions, alone_of, hypothetical_hardware, make_plan
 from iserve.planning.plan_document import plan_document
 from iserve.route_table import Punctuality, RouteTable
 from iserve.state.store import DeploymentRow

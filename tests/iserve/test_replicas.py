@@ -24,11 +24,11 @@ from fingerprint.families import load_spec
 from iserve.api_documents import DeploymentDocument
 from iserve.api_types import DeployBody
 from iserve.controller import deployer, reconcile
-from iserve.controller.node import hardware_of, serving_on
-from iserve.controller.patience import Patience
-from iserve.controller.records import recorded_workers
+from iserve.controller.readiness_deadline import Patience
+from iserve.controller.snapshot import hardware_of, serving_on
+from iserve.controller.stored_values import recorded_workers
 from iserve.demo import demo_model_path
-from iserve.planning.making import (
+from iserve.planning.pipeline import (
     FitsOn,
     PlanOptions,
     hypothetical_hardware,
@@ -40,7 +40,7 @@ from placement.others import Others
 from placement.replicas import Replicas
 from planner.intent import MAX_REPLICAS, Intent, IntentKind, Slo
 from tests.iserve.test_autoscaling import LIMIT_S, Napping, at_work
-from tests.iserve.test_node import A6000, NOW, WORKER, planned_s, row, running, told
+from tests.iserve.test_snapshot import A6000, NOW, WORKER, planned_s, row, running, told
 
 pytestmark = pytest.mark.process
 

@@ -11,7 +11,7 @@ from jinja2 import UndefinedError
 from markupsafe import Markup
 
 from fingerprint.estimates import StageMemory
-from fingerprint.plain_text import printable
+from fingerprint.sanitize import printable
 from iserve.report.charts import ParetoPoint, memory_bar, pareto_chart, pareto_front
 from iserve.report.page_frame import environment, render
 from iserve.report.svg import element, linear, linear_ticks, log_ticks, spread

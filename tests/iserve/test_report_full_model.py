@@ -10,8 +10,8 @@ from fingerprint.config import KvFormat, WeightFormat, Workload
 from fingerprint.estimators.calibration import Calibration
 from fingerprint.estimators.depth_tied import DepthTiedEstimator
 from fingerprint.estimators.roofline import RooflineEstimator
-from fingerprint.formats import embedding_bytes
 from fingerprint.measurements import Profile
+from fingerprint.weight_bytes import embedding_bytes
 from iserve.report.full_model import WholeModel, whole_models
 from tests.fingerprint.step_timed_machine import BLOCK_TOKENS, PLAN, StepTimedMachine, take_depth_tied
 

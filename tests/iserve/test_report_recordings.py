@@ -26,7 +26,7 @@ from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.measurements import StepReading
 from iserve.cli.app import make_app
 from iserve.cli.profile_text import print_profile
-from iserve.planning.making import hypothetical_hardware
+from iserve.planning.pipeline import hypothetical_hardware
 from iserve.report.accuracy import AccuracyRecord, find_accuracy, read_accuracy
 from iserve.report.build import ReportOptions, build_report
 from iserve.report.full_model import WholeModel

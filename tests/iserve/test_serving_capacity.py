@@ -21,9 +21,9 @@ from fingerprint.model_spec import ModelSpec
 from iserve.api_types import DeployBody, VerifyBody
 from iserve.model_source import ModelSource
 from iserve.planning.document import CapacityBound
-from iserve.planning.launching import worker_spec
-from iserve.planning.making import Hardware, PlanOptions, hypothetical_hardware, make_plan
+from iserve.planning.pipeline import Hardware, PlanOptions, hypothetical_hardware, make_plan
 from iserve.planning.serving_capacity import ServingCapacity, promised_bytes, serving_capacity
+from iserve.planning.worker_launch import worker_spec
 from placement.types import ClusterSnapshot
 from planner.intent import Intent, IntentKind, Slo
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fingerprint.errors import ConfigError
-from iserve.planning.making import PlanOptions
+from iserve.planning.pipeline import PlanOptions
 from iserve.report.build import ReportOptions
 from iserve.settings import Settings, load_settings, setting_rows
 from placement.policies import DEFAULT_LOAD_THRESHOLD

@@ -16,8 +16,8 @@ import pytest
 from fingerprint.codec import to_json
 from fingerprint.gpus import parse_gpus
 from iserve.cli import main
-from iserve.planning.hypothetical import plan_for_gpus
-from iserve.planning.making import PlanOptions
+from iserve.planning.offline import plan_for_gpus
+from iserve.planning.pipeline import PlanOptions
 from iserve.simulation.document import devices_told
 from tests.fingerprint.step_timed_machine import StepTimedMachine, take_depth_tied
 from traces.request import Request

@@ -16,8 +16,8 @@ from fingerprint.gpus import gpu_spec
 from fingerprint.model_spec import ModelSpec
 from iserve.model_source import ModelSource
 from iserve.planning.engine_choice import by_preference
-from iserve.planning.launching import worker_spec
-from iserve.planning.making import Hardware, PlanOptions, make_plan
+from iserve.planning.pipeline import Hardware, PlanOptions, make_plan
+from iserve.planning.worker_launch import worker_spec
 from iserve.simulation.running import (
     PlannedDeployer,
     SimulatedModel,
@@ -27,7 +27,7 @@ from iserve.simulation.running import (
     roofline_model,
     simulate_cluster,
 )
-from placement.elastic import Elastic
+from placement.rebalancer import Elastic
 from placement.replicas import Replicas
 from placement.routing import make_router
 from placement.scaling import Scaling

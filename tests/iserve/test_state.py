@@ -31,7 +31,7 @@ from fingerprint.errors import (
 from fingerprint.verification import Reading, Verification
 from iserve.api_documents import DeploymentDocument
 from iserve.api_types import DeployBody
-from iserve.controller.records import recorded_update, recorded_wish, recorded_workers
+from iserve.controller.stored_values import recorded_update, recorded_wish, recorded_workers
 from iserve.planning.document import PlanDocument
 from iserve.route_table import ApiKeyRecord
 from iserve.state.database import open_database

@@ -56,7 +56,7 @@ def test_lengths_on_the_command_line_are_sent(monkeypatch: pytest.MonkeyPatch) -
             sent.append((path, changes))
             raise NotFoundError("enough")
 
-    monkeypatch.setattr("iserve.cli.live.client", lambda **_: Controller())
+    monkeypatch.setattr("iserve.cli.connection.client", lambda **_: Controller())
     CliRunner().invoke(
         make_app(), ["update", "chat", "--context", "512", "--input-tokens", "384", "--output-tokens", "100"]
     )

@@ -16,7 +16,7 @@ from fingerprint.codec import to_json
 from fingerprint.errors import ConflictError
 from iserve.api_types import DeployBody, VerifyBody
 from iserve.controller.reconcile import Reconciler
-from iserve.controller.records import draining_workers, recorded_update, recorded_wish, recorded_workers
+from iserve.controller.stored_values import draining_workers, recorded_update, recorded_wish, recorded_workers
 from iserve.model_source import ModelSource
 from iserve.rest_bodies import UpdateBody
 from iserve.route_table import Demand

@@ -27,7 +27,7 @@ from iserve.api_documents import DeploymentDocument
 from iserve.controller.deployer import Deployer
 from iserve.controller.profiling import machine_key
 from iserve.controller.reconcile import Reconciler
-from iserve.controller.records import recorded_wish, recorded_workers, update_workers
+from iserve.controller.stored_values import recorded_wish, recorded_workers, update_workers
 from iserve.demo import demo_model_path
 from iserve.rest_bodies import UpdateBody
 from iserve.route_table import Demand, Route, RouteTable

@@ -16,15 +16,22 @@ from fingerprint.codec import from_json
 from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat, Workload
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec, parse_gpus
-from iserve.cli import live
+from iserve.cli import connection
 from iserve.cli.render import print_plan
 from iserve.cli.replay import _deployed
 from iserve.demo import demo_model_path
 from iserve.model_source import resolve
+from iserve.planning.deployability import deployable
 from iserve.planning.document import PlanDocument
-from iserve.planning.here import deployable
-from iserve.planning.hypothetical import plan_for_gpus
-from iserve.planning.making import Hardware, PlanOptions, hypothetical_hardware, make_plan, ranked_anywhere, space
+from iserve.planning.offline import plan_for_gpus
+from iserve.planning.pipeline import (
+    Hardware,
+    PlanOptions,
+    hypothetical_hardware,
+    make_plan,
+    ranked_anywhere,
+    space,
+)
 from iserve.planning.verdict import VerdictDocument, figures_of, verdict
 from iserve.planning.verdict_text import alike_words
 from iserve.planning.words import spoken
@@ -308,7 +315,7 @@ def test_expected_deployments_are_judged_by_one_replicas_share_of_the_rate() -> 
 def test_a_replay_says_the_rate_of_all_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     document = planned("h200:8", replicas=2, rate_per_s=0.5)
     asked = SimpleNamespace(get=lambda path, kind: document)
-    monkeypatch.setattr(live, "client", lambda *, start: asked)
+    monkeypatch.setattr(connection, "client", lambda *, start: asked)
     (told,) = _deployed(("m",))
     assert "0.5 requests/s" in told
 

@@ -16,8 +16,8 @@ from fingerprint.estimates import Correction, Source
 from fingerprint.gpus import parse_gpus
 from iserve.cli.render import print_estimate, print_plan
 from iserve.planning.document import CapacityBound, CapacityDocument, PlanDocument
-from iserve.planning.hypothetical import OneEstimateDocument, plan_for_gpus
-from iserve.planning.making import PlanOptions
+from iserve.planning.offline import OneEstimateDocument, plan_for_gpus
+from iserve.planning.pipeline import PlanOptions
 from iserve.planning.runner_up import BatchRange
 from iserve.planning.verdict_text import plan_lines
 from planner.intent import Intent, Slo

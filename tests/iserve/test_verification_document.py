@@ -13,7 +13,7 @@ from fingerprint.estimates import Correction, Estimate, MemoryEstimate, Quantity
 from fingerprint.estimators.corrected import CorrectedEstimator
 from fingerprint.model_spec import LayerShape
 from fingerprint.verification import Alone, Reading, Verification
-from iserve.cli.verifying import print_verification
+from iserve.cli.verify import print_verification
 from iserve.verify.documents import MetricDocument, VerificationDocument, kv_room_tokens, verification_document
 from tests.fingerprint.synthetic_machine import llama
 

@@ -28,9 +28,9 @@ from traces.formats.servegen_values import (
     number_at_least_0,
 )
 from traces.lengths import LengthModel, QuantileLengths
-from traces.lines import Lines
 from traces.request import Request
 from traces.servegen import Client, ClientSlot, GapLaw, LengthWindow, client_requests, series_requests
+from traces.text_reader import Lines
 
 __all__ = ["SERVEGEN_CLIENTS", "SERVEGEN_RATE", "read_clients", "read_length_windows", "read_rate_series"]
 

@@ -14,16 +14,16 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from placement.orders import ClusterAction, Move, Scale
+from placement.actions import ClusterAction, Move, Scale
 from placement.types import ClusterSnapshot
 from traces.outcomes import Failure
 from traces.simulator.cluster import Cluster
 from traces.simulator.continuous import ContinuousWorker
-from traces.simulator.faults import PolicyFault, ask
+from traces.simulator.deployment_state import Deployment, can_keep, snapshot_without, states
 from traces.simulator.fcfs import FcfsWorker
-from traces.simulator.fleet import Deployment, can_keep, snapshot_without, states
 from traces.simulator.gpus import Gpu
 from traces.simulator.pipelined import PipelinedWorker, UnbatchedPipeline
+from traces.simulator.policy_errors import PolicyFault, ask
 from traces.simulator.punctuality import Punctual
 from traces.simulator.requests import Requests
 from traces.simulator.result import Change, ChangeKind
@@ -37,8 +37,8 @@ from traces.simulator.scenario import (
     Scenario,
     Service,
 )
-from traces.simulator.servers import Job, Server, Stage
 from traces.simulator.stepped import SteppedWorker
+from traces.simulator.workers import Job, Server, Stage
 
 __all__ = ["Deployment", "Deployments"]
 

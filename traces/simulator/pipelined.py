@@ -27,8 +27,8 @@ from dataclasses import replace
 
 from traces.simulator.continuous import AdmissionQueue, ContinuousWorker
 from traces.simulator.requests import Requests
-from traces.simulator.servers import Server, Stage
 from traces.simulator.step_model import Limits, StepModel
+from traces.simulator.workers import Server, Stage
 
 __all__ = ["PipelinedWorker", "UnbatchedPipeline"]
 

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from fingerprint.errors import ConfigError
-from placement.orders import ClusterPolicy
+from placement.actions import ClusterPolicy
 from placement.routing import LeastOutstanding, Router
 from placement.types import ClusterSnapshot, GpuState, Placement
 from planner.intent import Slo

@@ -16,7 +16,7 @@ from traces.outcomes import Failure
 from traces.request import Request
 from traces.simulator.cluster import Cluster
 from traces.simulator.deployments import Deployment, Deployments
-from traces.simulator.faults import PolicyFault
+from traces.simulator.policy_errors import PolicyFault
 from traces.simulator.requests import Requests
 from traces.simulator.result import DeploymentFigures, GpuFigures, SimulationResult
 from traces.simulator.scenario import (
@@ -30,7 +30,7 @@ from traces.simulator.scenario import (
     Scenario,
     Service,
 )
-from traces.simulator.servers import Job
+from traces.simulator.workers import Job
 
 __all__ = ["Progress", "simulate"]
 

@@ -31,9 +31,9 @@ from iserve.demo import demo_model_path
 from iserve.export.compose import compose_file
 from iserve.export.kubernetes import kubernetes_objects
 from iserve.export.worker import FILES, PORT, ExportedWorker, exported_worker
-from iserve.planning.hypothetical import launch_for_gpus, plan_for_gpus
-from iserve.planning.launching import LaunchDocument
-from iserve.planning.making import PlanOptions
+from iserve.planning.offline import launch_for_gpus, plan_for_gpus
+from iserve.planning.pipeline import PlanOptions
+from iserve.planning.worker_launch import LaunchDocument
 from tests.daemon.engines.standin import make_vllm
 from tests.iserve.test_cli import Done, iserve, model
 from tests.waiting import PATIENCE_S

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fingerprint.errors import ConfigError, PolicyError
-from placement.orders import ClusterAction, Drain, Move, Scale
+from placement.actions import ClusterAction, Drain, Move, Scale
 from placement.types import ClusterSnapshot
 from tests.traces.simulator.worlds import OnTheFirst, cluster, deploy_all, limits, placed_on, second_per_step
 from traces.request import Request
