@@ -175,8 +175,11 @@ class _Runs:
                     measured.setdefault(run["profile"]["spec"]["architecture"], []).append(release)
         profiled = {name: list(releases) for name, releases in measured.items()}
         for run in json.loads(lzma.decompress((_RESULTS / _FAMILIES).read_bytes())):
+            if run["profile"] is None:  # cut short after the engine's start
+                continue
             release = dict(run["profile"]["machine"]["versions"])["engine"].removeprefix("vllm ")
-            profiled.setdefault(run["config"]["architectures"][0], []).append(release.rpartition(".")[0])
+            (architecture,) = json.loads(run["config"])["architectures"]
+            profiled.setdefault(architecture, []).append(release.rpartition(".")[0])
         self.measured, self.profiled = _joined(measured), _joined(profiled)
 
     def cells(self, name: str) -> tuple[str, str]:

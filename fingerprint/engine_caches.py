@@ -9,7 +9,7 @@ from fingerprint.config import KvFormat
 from fingerprint.measurements import LayerCache, MemoryPoint
 from fingerprint.model_spec import KV_ELEMENT_BYTES, LayerShape, ModelSpec
 
-__all__ = ["cache_differences", "engine_caches", "with_caches", "with_engine_caches"]
+__all__ = ["cache_differences", "caches_of_layers", "engine_caches", "with_caches", "with_engine_caches"]
 
 
 def with_engine_caches(spec: ModelSpec, points: Iterable[MemoryPoint]) -> ModelSpec:
@@ -56,13 +56,32 @@ def cache_differences(spec: ModelSpec, points: Iterable[MemoryPoint]) -> list[st
     return lines
 
 
+def caches_of_layers(point: MemoryPoint) -> tuple[LayerCache, ...]:
+    """Return one cache for each layer of a fingerprint, all that the layer keeps.
+
+    A layer with attention and states side by side (Falcon-H1) has two in vLLM, which numbers those of the states
+    from the model's number of layers on.
+    """
+    layers: dict[int, LayerCache] = {}
+    for cache in (cache for rank in point.ranks for cache in rank.layer_caches):
+        index = cache.layer % point.num_layers
+        known = layers.get(index, LayerCache(layer=index, token_bytes=0.0, state_bytes=0, window=None))
+        layers[index] = LayerCache(
+            layer=index,
+            token_bytes=known.token_bytes + cache.token_bytes,
+            state_bytes=known.state_bytes + cache.state_bytes,
+            window=known.window or cache.window,
+        )
+    return tuple(layers[index] for index in sorted(layers))
+
+
 def _by_kind(spec: ModelSpec, points: Iterable[MemoryPoint]) -> dict[int, LayerCache]:
     """Return one layer's cache of each kind whose layers the engine gave alike."""
     kinds: dict[int, list[LayerCache]] = {}
     for point in points:
         if (point.tp, point.kv, point.shard) != (1, KvFormat.BITS16, False):
             continue
-        for cache in (cache for rank in point.ranks for cache in rank.layer_caches):
+        for cache in caches_of_layers(point):
             if cache.layer < spec.num_layers:
                 kinds.setdefault(spec.kind_indexes[cache.layer], []).append(cache)
     return {kind: caches[0] for kind, caches in kinds.items() if len(set(map(_kept, caches))) == 1}

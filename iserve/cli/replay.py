@@ -258,7 +258,7 @@ def _show(document: ReplayDocument, report: Path | None, *, as_json: bool) -> No
 
     if report is not None:
         from iserve.cli.report import write_page
-        from iserve.report.replay import render_replay  # imports what fits curves, which takes a second
+        from iserve.report.replay import render_replay
 
         write_page(report, render_replay(document))
     if as_json:

@@ -18,7 +18,6 @@ from fingerprint.estimates import Estimator
 from fingerprint.estimators.corrected import CorrectedEstimator
 from fingerprint.estimators.depth_tied import DepthTiedEstimator
 from fingerprint.estimators.fingerprinted import FingerprintedEstimator
-from fingerprint.estimators.l2 import LayerEffect
 from fingerprint.estimators.towers import WithTowers
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
@@ -29,8 +28,8 @@ from iserve.planning.serving_capacity import serving_capacity
 from iserve.planning.verdict import verdict
 from iserve.planning.verdict_text import alike_words, note_lines, plan_lines, refused_words
 from iserve.report.accuracy import AccuracyRecord
-from iserve.report.full_model import WholeModel, whole_models
-from iserve.report.latency_fit import TimePanel, time_panels
+from iserve.report.full_model import whole_models
+from iserve.report.latency_fit import time_panels
 from iserve.report.sections import MOST_ROWS
 from iserve.report.values import Configuration, RankedRow, Ranking, Report, Verdict
 from placement.policies import DEFAULT_LOAD_THRESHOLD
@@ -122,22 +121,12 @@ def build_report(
         ConfigError: the workload is longer than the model's context, or there is no engine or device.
     """
     planner = _Planner(spec, hardware, estimator, engines, options, notes)
-    plans: dict[IntentKind, Plan] = {
-        kind: planner.plan(Intent(kind=kind, cost_model=options.cost_model, quality=options.quality))
-        for kind in _PLAIN
-    }
-    limited = planner.limited(plans)
+    plans = {kind: planner.plan(planner.intent(kind)) for kind in _PLAIN}
     base = plans[IntentKind.MIN_COST]
     candidates = [ranked for plan in plans.values() for ranked in plan.candidates]
     layouts = {r.config: r.layout.layers_per_stage for r in candidates if r.layout is not None}
     order = {ranked.config: index for index, ranked in enumerate(base.candidates)}
-    made = [*((plan, None) for plan in plans.values()), *limited]
-    shown = _Measured.of(estimator, options.workload)
-    rankings = [
-        _ranking(plan, order, limit, planner.verdict(model, plan, shown.profile, deployable_of))
-        for plan, limit in made
-    ]
-    return Report(
+    report = Report(
         model=model,
         spec=spec,
         created_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -147,49 +136,38 @@ def build_report(
         cost_model=str(options.cost_model),
         cost_unit=COSTS[options.cost_model].unit,
         configurations=tuple(_configuration(ranked, layouts.get(ranked.config)) for ranked in base.candidates),
-        rankings=tuple(rankings),
-        profile=shown.profile,
-        panels=shown.panels,
-        layer_effects=shown.layer_effects,
-        whole=shown.whole,
-        warnings=shown.warnings,
+        rankings=(),
         accuracy=accuracy,
     )
+    report = _with_measurements(report, estimator)
+    rankings = [
+        _ranking(plan, order, limit, planner.verdict(model, plan, report.profile, deployable_of))
+        for plan, limit in [*((plan, None) for plan in plans.values()), *planner.limited(plans)]
+    ]
+    return replace(report, rankings=tuple(rankings))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Measured:
-    """Measurements of an estimator, as far as the page shows them; nothing of one without any."""
-
-    profile: Profile | None = None
-    panels: tuple[TimePanel, ...] = ()
-    layer_effects: tuple[LayerEffect, ...] = ()
-    whole: tuple[WholeModel, ...] = ()
-    warnings: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, estimator: Estimator, workload: Workload) -> _Measured:
-        match estimator:
-            case CorrectedEstimator():
-                base = cls.of(estimator.base, workload)
-                return replace(base, warnings=estimator.warnings + base.warnings)
-            case WithTowers():
-                return cls.of(estimator.base, workload)
-            case FingerprintedEstimator(profile=profile):
-                return cls(
-                    profile=profile,
-                    panels=time_panels(profile),
-                    layer_effects=estimator.layer_effects,
-                    warnings=estimator.memory.warnings,
-                )
-            case DepthTiedEstimator(profile=profile):
-                return cls(
-                    profile=profile,
-                    whole=whole_models(estimator, workload),
-                    warnings=estimator.warnings,
-                )
-            case _:
-                return cls()
+def _with_measurements(report: Report, estimator: Estimator) -> Report:
+    """Return the report with what the estimator's profile measured, if it has one."""
+    match estimator:
+        case CorrectedEstimator():
+            found = _with_measurements(report, estimator.base)
+            return replace(found, warnings=estimator.warnings + found.warnings)
+        case WithTowers():
+            return _with_measurements(report, estimator.base)
+        case FingerprintedEstimator(profile=profile):
+            return replace(
+                report,
+                profile=profile,
+                panels=time_panels(profile),
+                layer_effects=estimator.layer_effects,
+                warnings=estimator.memory.warnings,
+            )
+        case DepthTiedEstimator(profile=profile):
+            whole = whole_models(estimator, report.workload)
+            return replace(report, profile=profile, whole=whole, warnings=estimator.warnings)
+        case _:
+            return report
 
 
 class _Planner:
@@ -206,6 +184,10 @@ class _Planner:
     ) -> None:
         self._spec, self._hardware, self._estimator = spec, hardware, estimator
         self._engines, self._options, self._notes = engines, options, notes
+
+    def intent(self, kind: IntentKind, *, slo: Slo | None = None, budget: float | None = None) -> Intent:
+        options = self._options
+        return Intent(kind=kind, cost_model=options.cost_model, quality=options.quality, slo=slo, budget=budget)
 
     def plan(self, intent: Intent) -> Plan:
         return make_plan(self._spec, self._hardware, self._estimator, self._engines, self._options.wish(intent))
@@ -264,10 +246,7 @@ class _Planner:
                 f"Example limit: ttft={slo.ttft_s:g},tpot={slo.tpot_s:g} (seconds), {EXAMPLE_FACTOR:g} times the "
                 "upper ends of the fastest configuration; choose your own with --slo."
             )
-            intent = Intent(
-                kind=IntentKind.LATENCY_SLO, cost_model=options.cost_model, quality=options.quality, slo=slo
-            )
-            found.append((self.plan(intent), text))
+            found.append((self.plan(self.intent(IntentKind.LATENCY_SLO, slo=slo)), text))
         if cheapest is not None and cheapest.estimate is not None and cheapest.cost:
             prices = Prices(usd_per_gpu_hour=self._hardware.gpu.price_usd_per_gpu_hour)
             (most,) = COSTS[options.cost_model].of(figures([cheapest.estimate]).at_high, prices).tolist()
@@ -277,10 +256,7 @@ class _Planner:
                 f"{EXAMPLE_FACTOR:g} times the upper end of the cheapest configuration; choose your own with "
                 "--budget."
             )
-            intent = Intent(
-                kind=IntentKind.COST_SLO, cost_model=options.cost_model, quality=options.quality, budget=budget
-            )
-            found.append((self.plan(intent), text))
+            found.append((self.plan(self.intent(IntentKind.COST_SLO, budget=budget)), text))
         return found
 
 

@@ -183,8 +183,8 @@ def _stacked_bar(
 ) -> Markup:
     x, bars = 0.0, []
     for color, said, size in parts:
-        width, told = 1000 * size / most, element("title", f"{said}: {shown(size)}")
-        bars.append(element("rect", told, x=x, y=0, width=width, height=14, class_=color))
+        width, part = 1000 * size / most, element("title", f"{said}: {shown(size)}")
+        bars.append(element("rect", part, x=x, y=0, width=width, height=14, class_=color))
         x += width
     return drawing(1000, 14, title, *bars, class_=class_)
 
