@@ -223,7 +223,7 @@ def test_what_the_command_line_posts_is_its_request_to_the_rest_api(kind: type[P
 
 @pytest.mark.parametrize(("command", "kind"), [("plan", PlanBody), ("deploy", DeployBody), ("verify", VerifyBody)])
 def test_every_field_of_a_request_is_an_option(command: str, kind: type[PlanRequest]) -> None:
-    """Except arguments of the command, what --traffic-trace gives, and options in a group of their own."""
+    """Hold but for arguments, fields that --traffic-trace fills and groups of their own."""
     names = {parameter.name for parameter in get_command(make_app()).commands[command].params}  # type: ignore[attr-defined]
     without = {field.name for field in fields(kind)} - names
     assert without <= {"relative_rates", "rate_window_s", "deployment", "engine_args"}
