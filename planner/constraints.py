@@ -10,6 +10,7 @@ cluster is asked about it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -23,8 +24,9 @@ from planner.costs import Figures
 from planner.evidence import Ends
 from planner.intent import Intent, Quality, quality_needed
 from planner.normal_distribution import Z_OF_INTERVAL
-from planner.plan import INTERVAL_NOTE, QUALITIES, Expected, Limit, LimitKind, Served, Violation
+from planner.plan import INTERVAL_NOTE, QUALITIES, LatencyForecast, Limit, LimitKind, LoadForecast, Violation
 from planner.queueing import MODEL_NAME
+from planner.rate_profile import moving_rate
 
 __all__ = [
     "Check",
@@ -328,23 +330,36 @@ def _at_most(kind: LimitKind, allowed: float | None, actual: Column, note: str) 
     return [] if allowed is None else [Check(Limit(kind, allowed, note), Cells(actual), actual > allowed)]
 
 
-def told_of(served: Attainment, row: int, intent: Intent) -> Served:
+def told_of(served: Attainment, row: int, intent: Intent) -> LoadForecast:
     """Return what the candidate in ``row`` gives under the intent's rate."""
     rate, one = intent.rate_per_s, served.take(np.array([row]))
     assert rate is not None, "asked with a rate only"
     limits = dict(_limits_of(intent))
-    times = []
-    for kind, metric in _METRICS.items():
-        limit, quantile = limits.get(kind), float(one.quantile(metric, intent.percentile, rate)[0])
+
+    def time(kind: LimitKind) -> LatencyForecast:
+        metric, limit = _METRICS[kind], limits.get(kind)
+        quantile = float(one.quantile(metric, intent.percentile, rate)[0])
         risk = None if limit is None else float(one.misses(metric, limit, rate)[0])
-        times.append(Expected(metric, quantile, limit, risk))
+        return LatencyForecast(quantile if math.isfinite(quantile) else None, limit, risk)
+
+    times = {metric: time(kind) for kind, metric in _METRICS.items()}
     highest = _capacity(intent, one)
     if limits:
         kept = {_METRICS[kind]: np.array([limit]) for kind, limit in limits.items()}
         highest = one.highest_rate(kept, intent.percentile, highest)
-    risks = [time.risk for time in times if time.risk is not None]
-    return Served(
-        rate, float(one.service_s[0] * rate), float(highest[0]) * _MARGIN, max(risks, default=None), tuple(times)
+    risks = [time.miss_probability for time in times.values() if time.miss_probability is not None]
+    traffic = intent.traffic
+    return LoadForecast(
+        rate_per_s=rate,
+        percentile=intent.percentile,
+        burstiness=traffic.burstiness,
+        input_cv=traffic.input_cv,
+        output_cv=traffic.output_cv,
+        rate_levels=moving_rate(traffic.relative_rates).levels if traffic.relative_rates else (),
+        utilisation=float(one.service_s[0] * rate),
+        highest_rate_per_s=float(highest[0]) * _MARGIN,
+        miss_probability=max(risks, default=None),
+        **times,
     )
 
 

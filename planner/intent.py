@@ -10,6 +10,7 @@ from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
 from fingerprint.errors import ConfigError
 
 __all__ = [
+    "MAX_REPLICAS",
     "MOST_WINDOWS",
     "CostModel",
     "Intent",
@@ -18,6 +19,7 @@ __all__ = [
     "Slo",
     "Traffic",
     "allows",
+    "check_replicas",
     "parse_slo",
     "quality_needed",
 ]
@@ -102,8 +104,11 @@ class Slo:
     """
 
     ttft_s: float | None = None
+    """Limit of the time to first token in seconds; None: not limited."""
     tpot_s: float | None = None
+    """Limit of the time per output token in seconds; None: not limited."""
     e2e_s: float | None = None
+    """Limit of the time of a whole request in seconds; None: not limited."""
 
     def __post_init__(self) -> None:
         limits = [(entry.name, getattr(self, entry.name)) for entry in fields(self)]
@@ -136,6 +141,14 @@ def parse_slo(text: str) -> Slo:
 
 
 MOST_WINDOWS = 2048
+MAX_REPLICAS = 64  # a node has no more devices
+
+
+def check_replicas(number: int) -> int:
+    """Return ``number``. Raises ConfigError: no deployment has so many replicas."""
+    if not 1 <= number <= MAX_REPLICAS:
+        raise ConfigError(f"a deployment has 1 to {MAX_REPLICAS} replicas, got {number}")
+    return number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

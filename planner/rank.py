@@ -50,7 +50,19 @@ from planner.explain import better, passed_over, what_it_takes
 from planner.intent import Intent
 from planner.normal_distribution import Z_OF_INTERVAL
 from planner.paces import paces
-from planner.plan import TIMED, BetterIdle, Candidate, Layout, Limit, LimitKind, NoRoom, Plan, Ranked, WhyNot
+from planner.plan import (
+    TIMED,
+    BetterIdle,
+    Candidate,
+    Layout,
+    Limit,
+    LimitKind,
+    NoRoom,
+    Plan,
+    Ranked,
+    Violation,
+    WhyNot,
+)
 from planner.queueing import MODEL_NAME
 
 __all__ = ["best_of", "rank", "rivals_of"]
@@ -98,9 +110,11 @@ def rank(
     ]
     blank.sort(key=lambda ranked: (ranked.config.num_gpus, ranked.config))
     ordered = (*feasible, *refused, *blank)
-    why_not = WhyNot()
+    why_not, misses = WhyNot(), tuple[Violation, ...]()
     if not feasible:
-        why_not = what_it_takes(refused, checks, table.seen, intent, fits=fits, cost_unit=cost.unit, served=served)
+        why_not, misses = what_it_takes(
+            refused, checks, table.seen, intent, fits=fits, cost_unit=cost.unit, served=served
+        )
     return Plan(
         intent=intent,
         candidates=ordered,
@@ -111,6 +125,7 @@ def rank(
         queueing=None if served is None else MODEL_NAME,
         served=told_of(served, feasible[0].row, intent) if feasible and served is not None else None,
         why_not=replace(why_not, better=better(ordered, objective.maximize)),
+        nearest_misses=misses,
         better_idle=None if first is None else _better_idle(*first, ordered, objective),
         passed_over=passed_over(feasible, objective.unit),
         indistinguishable=_like_the_first(feasible, evidence),

@@ -6,15 +6,16 @@ import contextlib
 import os
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from iserve import request_help as h
+from iserve.api_types import DeployBody
 from iserve.cli import export as e
 from iserve.cli import model_options as m
 from iserve.cli import options as o
+from iserve.cli.groups import checked, grouped
 
 if TYPE_CHECKING:
     from iserve.api_documents import DeploymentDocument
@@ -33,63 +34,30 @@ def register(app: typer.Typer) -> None:
         "deploy",
         epilog="Example: iserve deploy ./my-model --intent latency-slo --slo tpot=0.05; or "
         "iserve deploy ./llava-1.5-7b --images 2; or iserve deploy ./llava-1.5-7b --text-only",
-    )(o.grouped(deploy))
+    )(grouped(deploy))
     app.command("ps", epilog="Example: iserve ps --json")(ps)
     app.command("rm", epilog="Example: iserve rm iserve-demo")(rm)
     app.command("chat", epilog="Example: iserve chat iserve-demo '123+456='")(chat)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Serving:
-    """Options on how a deployment is called, and how many workers serve it when. As typed."""
+def _check(request: DeployBody) -> None:
+    """Raise typer.BadParameter for a value that cannot be used, by the option that has it."""
+    from iserve.api_types import check_name, check_reject_late
+    from placement.scaling import Scaling
 
-    name: Annotated[str | None, typer.Option("--name", help=h.NAME)] = None
-    replicas: o.Replicas = 1
-    scale_to_zero: Annotated[
-        float | None,
-        typer.Option(
-            "--scale-to-zero",
-            metavar="SECONDS",
-            help=h.SCALE_TO_ZERO,
-        ),
-    ] = None
-    reject_late: Annotated[
-        bool,
-        typer.Option(
-            "--reject-late",
-            help=h.REJECT_LATE,
-        ),
-    ] = False
-
-    def check(self, wish: o.Wish) -> None:
-        """Raise typer.BadParameter for a value that cannot be used."""
-        from iserve.api_types import check_name, check_reject_late
-        from placement.scaling import Scaling
-
-        if self.name is not None:
-            with o.usage_errors("--name"):
-                check_name(self.name)
-        with o.usage_errors("--scale-to-zero"):
-            Scaling(idle_s=self.scale_to_zero)
-        with o.usage_errors("--reject-late"):
-            check_reject_late(self.reject_late, wish.limits)
-
-    def body(self) -> dict[str, Any]:
-        """Return the fields as the REST API takes them."""
-        return {
-            "name": self.name,
-            "replicas": self.replicas,
-            "scale_to_zero_s": self.scale_to_zero,
-            "reject_late": self.reject_late,
-        }
+    if request.name is not None:
+        with o.usage_errors("--name"):
+            check_name(request.name)
+    with o.usage_errors("--scale-to-zero"):
+        Scaling(idle_s=request.scale_to_zero_s)
+    with o.usage_errors("--reject-late"):
+        check_reject_late(request.reject_late, request.slo)
 
 
 def deploy(
     model: o.OptionalModel = None,
     *,
-    wish: o.Wish,
-    use: m.UseOptions,
-    serving: Serving,
+    request: DeployBody,
     engine: o.EngineSettings,
     to: e.Export,
     idempotency_key: Annotated[
@@ -117,26 +85,25 @@ def deploy(
     from iserve.cli.connection import model_argument
     from iserve.settings import load_settings
 
-    settings, engine_options = load_settings(), engine.body() | use.body()
-    o.replicated(wish.checked(settings), serving.replicas)  # here already: a bad value must not start a controller
-    serving.check(wish)
+    settings, request = load_settings(), replace(request, model=model, **engine.body())
+    _check(request)
+    checked(request, settings)  # here already: a bad value must not start a controller
     if idempotency_key is not None:
         with o.usage_errors("--idempotency-key"):
             check_idempotency_key(idempotency_key)
     to.check(
         ("--json", as_json, "--export writes a file"),
-        ("--scale-to-zero", serving.scale_to_zero is not None, "it needs a running controller"),
-        ("--reject-late", serving.reject_late, "it needs a gateway"),
+        ("--scale-to-zero", request.scale_to_zero_s is not None, "it needs a running controller"),
+        ("--reject-late", request.reject_late, "it needs a gateway"),
         ("--engine-version", engine.engine_version is not None, "a container runs the release of its image"),
     )
     if to.export is not None:
-        e.export(to, to.export, model, serving.name, wish, serving.replicas, engine_options)
+        e.export(to, to.export, request.launch)
         return
-    m.warn_of_code(model, trusted=use.trust_remote_code)
-    model = None if model is None else model_argument(model, settings)
-    body = wish.body() | {"model": model} | serving.body() | engine_options
+    m.warn_of_code(model, trusted=request.trust_remote_code)
+    request = replace(request, model=None if model is None else model_argument(model, settings))
     key = secrets.token_hex(16) if idempotency_key is None else idempotency_key
-    controller, accepted = _accepted(body, key, quiet=as_json)
+    controller, accepted = _accepted(request.given(), key, quiet=as_json)
     try:
         _follow(controller, accepted, as_json=as_json, refused=refused)
     except KeyboardInterrupt:

@@ -7,11 +7,10 @@ import contextlib
 import os
 import re
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,9 +19,11 @@ from fingerprint.full_disk import why_not_written
 from fingerprint.output_file import output_file
 from iserve.cli import gpu_options as g
 from iserve.cli import options as o
+from iserve.cli.groups import checked
 
 if TYPE_CHECKING:
     from fingerprint.gpu_spec import GpuSpec
+    from iserve.api_types import LaunchBody
     from iserve.export.worker import ExportedWorker
     from iserve.planning.worker_launch import LaunchDocument
 
@@ -122,11 +123,7 @@ class Export:
 def export(
     asked: Export,
     kind: ExportKind,
-    model: str | None,
-    name: str | None,
-    wish: o.Wish,
-    replicas: int,
-    engine_options: Mapping[str, Any],
+    request: LaunchBody,
 ) -> None:
     """Plan as a deploy does, and write.
 
@@ -146,10 +143,10 @@ def export(
         with o.usage_errors("--volume"):
             _check_volume(kind, asked.volume)
     if kind is ExportKind.COMPOSE:
-        _check_alone("a Compose file", replicas)
+        _check_alone("a Compose file", request.replicas)
     settings = load_settings()
     there = asked.there
-    launch = _launch(there, model, name, wish, replicas, engine_options)
+    launch = _launch(there, request)
     worker = exported_worker(
         launch,
         get_engine(launch.worker.config.engine),
@@ -166,10 +163,7 @@ def export(
 def print_as(
     kind: AsKind,
     there: tuple[GpuSpec, int] | None,
-    model: str,
-    wish: o.Wish,
-    replicas: int,
-    engine_options: Mapping[str, Any],
+    request: LaunchBody,
 ) -> None:
     """Plan as a deploy does; the command or file goes to standard output, what it is to standard error.
 
@@ -184,12 +178,14 @@ def print_as(
     from iserve.settings import load_settings
 
     if kind is not AsKind.K8S:
-        _check_alone("a Compose file" if kind is AsKind.COMPOSE else "a command", replicas)
+        _check_alone("a Compose file" if kind is AsKind.COMPOSE else "a command", request.replicas)
     if kind is AsKind.VLLM:
-        if wish.engine not in ("auto", "vllm"):
-            raise typer.BadParameter(f"vllm's command starts no {wish.engine}; leave --engine out, or take docker")
-        wish = replace(wish, engine="vllm")
-    launch = _launch(there, model, None, wish, replicas, engine_options)
+        if request.engine not in ("auto", "vllm"):
+            raise typer.BadParameter(
+                f"vllm's command starts no {request.engine}; leave --engine out, or take docker"
+            )
+        request = replace(request, engine="vllm")
+    launch = _launch(there, request)
     worker = exported_worker(
         launch,
         get_engine(launch.worker.config.engine),
@@ -214,17 +210,8 @@ def _check_alone(what: str, replicas: int) -> None:
         )
 
 
-def _launch(
-    there: tuple[GpuSpec, int] | None,
-    model: str | None,
-    name: str | None,
-    wish: o.Wish,
-    replicas: int,
-    engine_options: Mapping[str, Any],
-) -> LaunchDocument:
+def _launch(there: tuple[GpuSpec, int] | None, request: LaunchBody) -> LaunchDocument:
     """Return the launch by the stored profile on what is free here, or by datasheets on GPUs that are not here."""
-    from daemon.engine_options import EngineOptions
-    from fingerprint.model_use import ModelUse
     from iserve.cli.connection import client_for_plan, model_argument, registered_models
     from iserve.demo import DEMO_MODEL_NAME
     from iserve.planning.offline import launch_for_gpus
@@ -232,28 +219,19 @@ def _launch(
     from iserve.settings import load_settings
 
     settings = load_settings()
-    options = o.replicated(wish.checked(settings), replicas)
     if there is None:
-        given = None if model is None else model_argument(model, settings)
-        body = wish.body() | {"model": given, "name": name, "replicas": replicas, **engine_options}
-        return client_for_plan(settings).post("/api/v1/plans/launch", body, LaunchDocument)
-    model, used = model or DEMO_MODEL_NAME, fields(ModelUse)
-    registered = registered_models(model, settings)
+        if request.model is not None:
+            request = replace(request, model=model_argument(request.model, settings))
+        return client_for_plan(settings).post("/api/v1/plans/launch", request.given(), LaunchDocument)
+    model = request.model or DEMO_MODEL_NAME
     return launch_for_gpus(
         model,
         *there,
-        options,
-        wish.engine,
-        name=name,
-        registered=registered,
-        engine_options=EngineOptions(
-            arguments=tuple(engine_options.get("engine_args", {}).items()),
-            tool_call_parser=engine_options.get("tool_call_parser"),
-            reasoning_parser=engine_options.get("reasoning_parser"),
-            use=ModelUse(
-                **{field.name: engine_options[field.name] for field in used if field.name in engine_options}
-            ),
-        ),
+        checked(request, settings),
+        request.engine,
+        name=request.name,
+        registered=registered_models(model, settings),
+        engine_options=request.engine_options,
     )
 
 

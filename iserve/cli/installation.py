@@ -189,7 +189,7 @@ def profile(
     controller = client(settings)
     body = {"model": model, "engine": engine, "max_seconds": max_seconds, "quality": quality.value}
     body |= {"shards": shards.value, "batch": batch, "input_tokens": input_tokens, "output_tokens": output_tokens}
-    body |= m.UseOptions(trust_remote_code=trust_remote_code).body()
+    body |= {"trust_remote_code": trust_remote_code}
     job = controller.post("/api/v1/profiles", body, ProfileJobDocument)
     with StepDisplay(quiet=as_json) as display:
         while job.status == "running":

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
+from fingerprint.model_use import ModelUse
+from iserve.api_types import LaunchBody, PlanBody
 from iserve.cli import export as e
 from iserve.cli import gpu_options as g
 from iserve.cli import model_options as m
 from iserve.cli import options as o
+from iserve.cli.groups import checked, grouped
 
 __all__ = ["register"]
 
@@ -20,7 +24,7 @@ def register(app: typer.Typer) -> None:
         epilog="Example: iserve plan ./Llama-2-7b --gpus a6000:8 --intent min-latency; or "
         "iserve plan ./Llama-2-7b --gpus my-gpu:8 --gpu-file my-gpu.json; or "
         "iserve plan ./llava-1.5-7b --gpus h200:1 --images 2",
-    )(o.grouped(plan))
+    )(grouped(plan))
     app.command(
         "estimate",
         epilog="Example: iserve estimate ./Llama-2-7b --gpu h200 --config tp=2,weights=16bit --batch 8; or "
@@ -35,9 +39,7 @@ def plan(
         str | None, typer.Option("--gpus", help="Plan for these instead, such as a6000:8. Needs no GPU.")
     ] = None,
     gpu_file: g.GpuFile = None,
-    wish: o.Wish,
-    use: m.UseOptions,
-    replicas: o.Replicas = 1,
+    request: PlanBody,
     picture: Annotated[
         bool, typer.Option("--plot", help="Draw the Pareto front: cost against latency, in characters.")
     ] = False,
@@ -64,17 +66,17 @@ def plan(
         given = {"--json": as_json, "--plot": picture, "--refused": refused}
         if others := [name for name, value in given.items() if value]:
             raise typer.BadParameter(f"--as prints nothing else; leave {', '.join(others)} out")
-        o.replicated(wish.checked(settings), replicas)  # here already: a bad value must not start a controller
-        e.print_as(as_kind, g.named_gpus(gpus, gpu_file), model, wish, replicas, use.body())
+        checked(request, settings)  # here already: a bad value must not start a controller
+        e.print_as(as_kind, g.named_gpus(gpus, gpu_file), LaunchBody(**vars(replace(request, model=model))))
         return
-    options, how = o.replicated(wish.checked(settings), replicas), use.body()
+    options = checked(request, settings)
     there = g.named_gpus(gpus, gpu_file)
     if there is None:
-        body = wish.body() | {"model": model_argument(model, settings), "replicas": replicas} | how
-        document = client_for_plan(settings).post("/api/v1/plans", body, PlanDocument)
+        request = replace(request, model=model_argument(model, settings))
+        document = client_for_plan(settings).post("/api/v1/plans", request.given(), PlanDocument)
     else:
         registered = registered_models(model, settings)
-        document = plan_for_gpus(model, *there, options, wish.engine, registered=registered, use=use.use)
+        document = plan_for_gpus(model, *there, options, request.engine, registered=registered, use=request.use)
     if as_json:
         typer.echo(to_json(document, indent=2).decode())
     else:
@@ -124,7 +126,8 @@ def estimate(
     with o.usage_errors("--config"):
         wanted = parse_config(config, engine=engine)
     workload = o.workload_of(batch, input_tokens, output_tokens)
-    use = m.UseOptions(text_only=text_only, images=images, image_tokens=image_tokens).use
+    with o.usage_errors():
+        use = ModelUse(text_only=text_only, images=images, image_tokens=image_tokens)
     registered = registered_models(model, load_settings())
     own_weights = "weights=" not in config
     document = estimate_for_gpu(

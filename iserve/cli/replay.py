@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from iserve.cli import options as o
+from iserve.cli.groups import grouped
 
 if TYPE_CHECKING:
     from iserve.replay.document import ReplayDocument
@@ -119,7 +120,7 @@ def register(app: typer.Typer) -> None:
     app.command(
         "replay",
         epilog="Example: iserve replay azure_conv.csv --deployment iserve-demo --duration 60 --report r.html",
-    )(o.grouped(replay))
+    )(grouped(replay))
 
 
 def replay(

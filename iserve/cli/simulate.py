@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fingerprint.errors import ConfigError
+from iserve.api_types import PlanRequest
 from iserve.cli import options as o
 from iserve.cli import simulation_options as s
+from iserve.cli.groups import checked, grouped
 from planner.intent import parse_slo
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ def register(app: typer.Typer) -> None:
         epilog="Example: iserve simulate synthetic:azure-conv --gpus a6000:8 --models chat=./Llama-2-7b "
         "--intent min-gpu-hours --batch 16 --input-tokens 3000 --output-tokens 1000 --cap-lengths --replicas 1:4 "
         "--scale-to-zero 300",
-    )(o.grouped(simulate))
+    )(grouped(simulate))
 
 
 def simulate(
@@ -65,7 +67,7 @@ def simulate(
     judge: Annotated[
         str | None, typer.Option("--eval-slo", help="The SLO that requests are judged by; else that of --slo.")
     ] = None,
-    wish: o.Wish,
+    request: PlanRequest,
     report: Annotated[Path | None, typer.Option("--report", help="Write an HTML page to this file, too.")] = None,
     as_json: o.JsonOption = False,
 ) -> None:
@@ -84,7 +86,7 @@ def simulate(
     from placement.routing import make_router
     from traces.transforms import cap_lengths
 
-    options = wish.checked(load_settings(), sees_load=True)
+    options = checked(request, load_settings(), sees_load=True)
     options = replace(options, more_requests=options.more_requests and not serving.refuse_late)
     with o.usage_errors("--eval-slo"):
         judged = options.intent.slo if judge is None else parse_slo(judge)
@@ -98,7 +100,7 @@ def simulate(
                 f"{cluster.deploy_every:g}"
             )
         least, _ = cluster_policy.range()
-        o.replicated(options, least)  # checked
+        replace(options, replicas=least)  # checked
         scenario = s.scenario_of(cluster, snapshot, serving, least, judged)
         steers = cluster_policy.policy(gpu, cluster.startup)
         router = make_router(serving.router)
@@ -110,7 +112,7 @@ def simulate(
             check_target(report)
     per_node = max(Counter(one.node_id for one in snapshot.gpus).values())
     profiles = [_read_profile(path) for path in profile or []]
-    models, times = _models(named, gpu, per_node, options, wish.engine, profiles)
+    models, times = _models(named, gpu, per_node, options, request.engine, profiles)
     world = World(gpu, models, scenario)
     if load.cap_lengths:
         contexts = served_contexts(baseline, world, least)

@@ -11,6 +11,7 @@ import typer
 
 from iserve.cli import model_options as m
 from iserve.cli import options as o
+from iserve.cli.groups import grouped
 from planner.intent import IntentKind, parse_slo
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ _STEPS = frozenset({"draining", "replacing", "restoring"})  # shown as they are
 
 def register(app: typer.Typer) -> None:
     app.command("update", epilog="Example: iserve update my-model --intent min-latency --replicas 2")(
-        o.grouped(update)
+        grouped(update)
     )
 
 

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from iserve.api_types import VerifyBody
 from iserve.cli import model_options as m
 from iserve.cli import options as o
+from iserve.cli.groups import checked, grouped
 
 if TYPE_CHECKING:
     from iserve.api_documents import ProgressDocument
@@ -31,7 +33,7 @@ _NAMES = {
 
 
 def register(app: typer.Typer) -> None:
-    app.command("verify", epilog="Example: iserve verify ./my-model --batch 8 --max-seconds 60")(o.grouped(verify))
+    app.command("verify", epilog="Example: iserve verify ./my-model --batch 8 --max-seconds 60")(grouped(verify))
 
 
 def verify(
@@ -44,14 +46,13 @@ def verify(
         ),
     ],
     *,
-    wish: o.Wish,
+    request: VerifyBody,
     max_seconds: Annotated[
         float, typer.Option("--max-seconds", help="Longest check; the launch is not counted.")
     ] = 60.0,
     forget: Annotated[
         bool, typer.Option("--forget", help="Correct nothing by MODEL's checks any more; checks nothing.")
     ] = False,
-    trust_remote_code: m.TrustRemoteCode = False,
     as_json: o.JsonOption = False,
 ) -> None:
     """Check a configuration against its prediction, and correct the model's estimates.
@@ -69,17 +70,15 @@ def verify(
     if not 0 < max_seconds <= _MOST_SECONDS:
         raise typer.BadParameter(f"must be above 0 and at most {_MOST_SECONDS}", param_hint="'--max-seconds'")
     settings = load_settings()
-    wish.checked(settings)  # here already: a bad value must not start a controller
-    m.warn_of_code(model, trusted=trust_remote_code)
+    checked(request, settings)  # here already: a bad value must not start a controller
+    m.warn_of_code(model, trusted=request.trust_remote_code)
     controller = client(settings)
-    what = _target(controller, model, settings)
+    request = replace(_target(request, controller, model, settings), max_seconds=max_seconds)
     if forget:
-        controller.delete("/api/v1/verifications", model=_model_of(controller, what))
+        controller.delete("/api/v1/verifications", model=_model_of(controller, request))
         typer.echo(f"{model} is no longer corrected")
         return
-    body = wish.body() | what | {"max_seconds": max_seconds}
-    body |= m.UseOptions(trust_remote_code=trust_remote_code).body()
-    job = controller.post("/api/v1/verifications", body, VerificationJobDocument)
+    job = controller.post("/api/v1/verifications", request.given(), VerificationJobDocument)
     with StepDisplay(quiet=as_json) as display:
         job = _follow(controller, job, display)
     if job.result is None:
@@ -90,24 +89,23 @@ def verify(
         print_verification(job.result, model)
 
 
-def _target(controller: ControllerClient, model: str, settings: Settings) -> dict[str, str]:
-    """The deployment of that name where there is one, else the model."""
+def _target(request: VerifyBody, controller: ControllerClient, model: str, settings: Settings) -> VerifyBody:
+    """Return the request for the deployment of that name where there is one, else for the model."""
     from iserve.api_documents import DeploymentDocument
     from iserve.cli.connection import model_argument
 
     deployments = controller.get("/api/v1/deployments", tuple[DeploymentDocument, ...])
     if any(deployment.name == model for deployment in deployments):
-        return {"deployment": model}
-    return {"model": model_argument(model, settings)}
+        return replace(request, deployment=model)
+    return replace(request, model=model_argument(model, settings))
 
 
-def _model_of(controller: ControllerClient, target: dict[str, str]) -> str:
+def _model_of(controller: ControllerClient, request: VerifyBody) -> str | None:
     from iserve.api_documents import DeploymentDocument
 
-    name = target.get("deployment")
-    if name is None:
-        return target["model"]
-    return controller.get(f"/api/v1/deployments/{name}", DeploymentDocument).model
+    if request.deployment is None:
+        return request.model
+    return controller.get(f"/api/v1/deployments/{request.deployment}", DeploymentDocument).model
 
 
 def _follow(

@@ -12,7 +12,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from daemon.client import DaemonClient
@@ -113,9 +113,11 @@ class Targets:
         name = body.deployment
         row = self._store.deployment(name)
         wish = recorded_wish(row)
-        own = body.model_fields_set - {"deployment", "max_seconds", "model"}
-        planned = {field: (getattr(wish, field), type(body).model_fields[field].default) for field in own}
-        given = sorted(field for field, told in planned.items() if getattr(body, field) not in told)
+        own = {field.name for field in fields(body)} - {"deployment", "max_seconds", "model"}
+        default = VerifyBody()
+        given = sorted(
+            name for name in own if getattr(body, name) not in (getattr(wish, name), getattr(default, name))
+        )
         if body.model is not None or given:
             what = ", ".join(given) or "model"
             raise ConfigError(

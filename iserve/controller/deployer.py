@@ -31,7 +31,7 @@ from fingerprint.errors import (
 )
 from fingerprint.measurements import Profile
 from fingerprint.profile import ProfileProgress
-from iserve.api_types import ARGUMENTS_NOTE, DeployBody
+from iserve.api_types import DeployBody
 from iserve.controller.daemon_workers import ask_daemon, launched, wait_until_ready
 from iserve.controller.engine_selection import SelectedEngine, select_engine
 from iserve.controller.profiling import Profiler
@@ -173,7 +173,7 @@ class Deployer:
         unused: list[str] = []
         engine, profile, notes = self.select(source, body.engine, body.engine_version, options, profile_of)
         if body.engine_options.arguments:
-            notes += (ARGUMENTS_NOTE,)
+            notes += ("what --engine-arg changes is in no figure of this plan",)
         return Measured(source, engine, profile, options, (*notes, *unused), body.engine_options)
 
     def select(

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 
 from pydantic import ValidationError
 
-from fingerprint.codec import from_json, to_json
+from fingerprint.codec import from_json, to_builtins, to_json
 from fingerprint.errors import ConflictError
 from iserve.api_documents import DeploymentDocument
-from iserve.api_types import DeployBody, UpdateBody
-from iserve.controller.stored_values import recorded_wish
+from iserve.api_types import DeployBody
+from iserve.controller.stored_values import read_request, recorded_wish
 from iserve.demo import DEMO_MODEL_NAME
+from iserve.rest_bodies import UpdateBody
 from iserve.state.store import DeploymentRow, KeptAnswer, Store
 
 __all__ = ["KEPT_S", "answer_to_keep", "answered_before", "deployed_before"]
@@ -37,11 +39,11 @@ def answered_before(store: Store, key: str, body: DeployBody) -> DeploymentDocum
     if kept is None:
         return None
     try:
-        former: DeployBody | None = DeployBody.model_validate_json(kept.request)
+        former: DeployBody | None = read_request(kept.request)
     except ValidationError:  # of an iServe of another version, and so not known to be the same
         former = None
     if former != body:
-        asked = kept.request if former is None else former.model_dump_json(exclude_defaults=True)
+        asked = kept.request if former is None else to_json(former.given()).decode()
         raise ConflictError(
             f"the Idempotency-Key {key!r} came {max(0.0, time.time() - kept.created_at):.0f} s ago with another "
             f"request: {asked[:_SHOWN]}; send that one again, or take a new key"
@@ -54,7 +56,7 @@ def answer_to_keep(key: str, body: DeployBody, answer: DeploymentDocument) -> Ke
     return KeptAnswer(
         key=key,
         created_at=answer.created_at,
-        request=body.model_dump_json(),
+        request=to_json(body).decode(),
         answer=to_json(answer).decode(),
     )
 
@@ -89,7 +91,8 @@ def deployed_before(store: Store, name: str, body: DeployBody) -> DeploymentRow 
 
 def _asked(body: DeployBody) -> dict[str, object]:
     """Return the fields of a request that say what is deployed; left out and given as its default are the same."""
-    return body.model_dump(mode="json", exclude={"name"}) | {"model": body.model or DEMO_MODEL_NAME}
+    asked: dict[str, object] = to_builtins(replace(body, name=None, model=body.model or DEMO_MODEL_NAME))
+    return asked
 
 
 def _shown(value: object, field: str) -> str:

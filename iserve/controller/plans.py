@@ -21,7 +21,7 @@ from fingerprint.measurements import Profile
 from fingerprint.model_use import ModelUse
 from fingerprint.profile import ProfileProgress
 from iserve.api_documents import ProfileJobDocument, ProgressDocument
-from iserve.api_types import LaunchBody, PlanBody, ProfileBody, check_name
+from iserve.api_types import LaunchBody, PlanBody, check_name
 from iserve.controller.daemon_workers import ask_daemon
 from iserve.controller.deployer import Deployer
 from iserve.controller.engine_selection import deployable_engine, engine_for
@@ -36,6 +36,7 @@ from iserve.planning.offline import launch_for_gpus, plan_for_gpus
 from iserve.planning.pipeline import PlanOptions
 from iserve.planning.words import ELSEWHERE
 from iserve.planning.worker_launch import LaunchDocument, PlannedDeployment
+from iserve.rest_bodies import ProfileBody
 from iserve.settings import Settings
 
 __all__ = ["Plans", "progress_document"]

@@ -14,7 +14,7 @@ from daemon.engines.registry import capabilities_for
 from daemon.json_http import JsonHttp
 from daemon.status import NodeStatus, WorkerState
 from fingerprint.checkpoint import Checkpoint
-from fingerprint.codec import from_json
+from fingerprint.codec import from_json, to_json
 from fingerprint.errors import (
     ConflictError,
     IserveError,
@@ -32,7 +32,7 @@ from iserve.api_documents import (
     NewKeyDocument,
     NodeDocument,
 )
-from iserve.api_types import DeployBody, UpdateBody, check_name
+from iserve.api_types import DeployBody, check_name
 from iserve.controller import worker_log
 from iserve.controller.check_targets import Targets
 from iserve.controller.child_processes import ChildProcess, daemon_process, gateway_process
@@ -53,6 +53,7 @@ from iserve.keys import new_key
 from iserve.model_source import ModelSource, resolve
 from iserve.planning.document import PlanDocument
 from iserve.planning.model_use import check_code_of_each, check_same_code, used, with_images
+from iserve.rest_bodies import UpdateBody
 from iserve.route_table import DEMAND_PATH, Demand
 from iserve.settings import Settings
 from iserve.state.store import DeploymentRow, EventRow, Store
@@ -205,7 +206,7 @@ class Controller:
         try:
             row = self.store.add_deployment(
                 name,
-                body.model_dump_json().encode(),
+                to_json(body),
                 created_at=answer.created_at,
                 message=f"{name}: {body.intent} of {source.name}",
                 kept=None if key is None else answer_to_keep(key, body, answer),
@@ -248,7 +249,7 @@ class Controller:
         source = self._checked(wish)
         if "trust_remote_code" not in changes and "model" not in changes:
             check_same_code(source, (spec.checkpoint for spec in recorded_workers(row)))
-        request = wish.model_dump_json().encode()
+        request = to_json(wish)
         message, former = f"{name}: update of {', '.join(changes)} asked for", row.request
         if not self.store.begin_update(row.id, request, message, former=former, stop_first=body.stop_first):
             row = self.store.deployment(name)

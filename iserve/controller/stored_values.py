@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from daemon.worker_spec import WorkerSpec
 from fingerprint.codec import from_json
@@ -23,6 +23,7 @@ __all__ = [
     "SCALED_TO_ZERO",
     "SCALING_UP",
     "draining_workers",
+    "read_request",
     "recorded_update",
     "recorded_wish",
     "recorded_workers",
@@ -41,6 +42,18 @@ RESTORING = "restoring"  # the new ones did not start: they end, and the former 
 log = logging.getLogger(__name__)
 
 
+_REQUESTS: TypeAdapter[DeployBody] = TypeAdapter(DeployBody)
+
+
+def read_request(recorded: str) -> DeployBody:
+    """Return the deploy request that was stored.
+
+    Raises:
+        ValidationError: it cannot be read, as that of another version may be.
+    """
+    return _REQUESTS.validate_json(recorded)
+
+
 def recorded_wish(row: DeploymentRow) -> DeployBody:
     """Return what was asked for.
 
@@ -48,7 +61,7 @@ def recorded_wish(row: DeploymentRow) -> DeployBody:
         ConfigError: it cannot be read.
     """
     try:
-        return DeployBody.model_validate_json(row.request)
+        return read_request(row.request)
     except ValidationError as error:
         raise ConfigError(
             f"what was asked for {row.name} was recorded by another version of iServe and cannot be read "

@@ -9,26 +9,16 @@ from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimates import Correction, Quantity
 from fingerprint.measurements import Unreached
 from iserve.planning.verdict import VerdictDocument
-from planner.plan import RefusedFor
-from planner.rate_profile import Level
+from planner.plan import LoadForecast, PassedOver, RefusedFor, WhyNot
 
 __all__ = [
-    "BetterDocument",
     "CacheSizesDocument",
     "CandidateDocument",
     "CapacityBound",
     "CapacityDocument",
-    "ChangeDocument",
-    "CombinedRelaxationDocument",
     "EstimateDocument",
-    "LatencyForecastDocument",
-    "LoadForecastDocument",
-    "NearestDocument",
-    "PassedOverDocument",
     "PlanDocument",
     "ProfileDocument",
-    "RelaxationDocument",
-    "WhyNotDocument",
 ]
 
 
@@ -97,22 +87,6 @@ class CandidateDocument:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PassedOverDocument:
-    """Feasible and better by its value than the chosen one, but not measured."""
-
-    config: DeploymentConfig
-    """Configuration that was passed over."""
-    objective: float | None
-    """Value of what the intent optimises, in the plan's `objective_unit`."""
-    objective_low: float | None
-    """Lower end of the objective's 90% interval."""
-    objective_high: float | None
-    """Upper end of the objective's 90% interval."""
-    reason: str
-    """Reason why it was passed over."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileDocument:
     """The profile behind a plan. ``unreached``: what its budget ended before, whose estimates are scaled from what
     was run, or have wider intervals."""
@@ -129,140 +103,6 @@ class ProfileDocument:
     @property
     def cut_short(self) -> bool:
         return bool(self.unreached)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BetterDocument:
-    """Refused configuration that would rank above the chosen one."""
-
-    config: DeploymentConfig
-    """Configuration that is refused."""
-    objective: float
-    """Value of what the intent optimises, in the plan's `objective_unit`."""
-    reason: str
-    """Reason of the refusal."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NearestDocument:
-    """Configuration that misses the limits by least, where nothing is feasible."""
-
-    config: DeploymentConfig
-    """Refused configuration that misses the limits by least."""
-    objective: float | None
-    """Value of what the intent optimises; None: not known."""
-    text: str
-    """Sentence that says what it misses."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RelaxationDocument:
-    """Change of one limit that would admit a configuration."""
-
-    limit: str
-    """Limit to relax."""
-    allowed: float
-    """Value that the request allows."""
-    needed: float
-    """Value that would be needed."""
-    config: DeploymentConfig
-    """Configuration that the change would admit."""
-    objective: float | None
-    """Value of what the intent optimises; None: not known."""
-    text: str
-    """Sentence that gives the change as advice."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChangeDocument:
-    """Change that is needed together with further ones."""
-
-    limit: str
-    """Limit to relax."""
-    allowed: float
-    """Value that the request allows."""
-    needed: float
-    """Value that would be needed."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CombinedRelaxationDocument:
-    """Changes of several limits that together would admit a configuration."""
-
-    changes: tuple[ChangeDocument, ...]
-    """Changes that are needed together."""
-    config: DeploymentConfig
-    """Configuration that the changes would admit."""
-    objective: float | None
-    """Value of what the intent optimises; None: not known."""
-    text: str
-    """Sentence that gives the changes as advice."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WhyNotDocument:
-    """``better``: refused candidates that rank above the chosen one; the rest only when nothing is feasible.
-
-    Each of ``relaxations`` is enough alone. ``combined_relaxation``: the changes that ``nearest`` needs, where
-    it misses several limits.
-    """
-
-    better: tuple[BetterDocument, ...]
-    """Refused candidates that rank above the chosen one."""
-    nearest: NearestDocument | None
-    """Configuration that misses the limits by least; None: something is feasible."""
-    relaxations: tuple[RelaxationDocument, ...]
-    """Changes of one limit each that would admit a configuration."""
-    combined_relaxation: CombinedRelaxationDocument | None = None
-    """Changes of several limits that `nearest` needs at once; None: one is enough."""
-
-    @property
-    def advice(self) -> tuple[str, ...]:
-        """Every way out in words, those of one limit first."""
-        together = () if self.combined_relaxation is None else (self.combined_relaxation.text,)
-        return (*(relaxation.text for relaxation in self.relaxations), *together)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LatencyForecastDocument:
-    """Time under the rate, against its limit."""
-
-    quantile_s: float | None
-    """Time in seconds that the percentile of the requests stay within; None: waiting grows without end."""
-    limit_s: float | None
-    """Limit of the SLO in seconds; None: none."""
-    miss_probability: float | None
-    """Probability of missing the limit; None: no limit."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoadForecastDocument:
-    """Times of one replica under its share of the rate, the estimates' intervals taken into account."""
-
-    rate_per_s: float
-    """Requests per second of one replica."""
-    percentile: float
-    """Percentage of the requests that must keep each limit."""
-    burstiness: float
-    """Coefficient of variation of the gaps between arrivals; 1: Poisson."""
-    input_cv: float
-    """Coefficient of variation of the prompts' lengths."""
-    output_cv: float
-    """Coefficient of variation of the answers' lengths."""
-    utilisation: float
-    """Utilisation of the replica at this rate."""
-    highest_rate_per_s: float
-    """Highest rate that keeps the SLO or, without one, is served."""
-    miss_probability: float | None
-    """Probability of missing the tightest limit; None: no SLO."""
-    ttft: LatencyForecastDocument
-    """Time to first token under this rate."""
-    tpot: LatencyForecastDocument
-    """Time per output token under this rate."""
-    e2e: LatencyForecastDocument
-    """Time of a whole request under this rate."""
-    rate_levels: tuple[Level, ...] = ()
-    """Levels between which the rate moves; empty: it is constant."""
 
 
 class CapacityBound(StrEnum):
@@ -326,17 +166,17 @@ class PlanDocument:
     """Every configuration, feasible ones first."""
     chosen: int | None
     """Index of the chosen candidate; None: none is feasible."""
-    why_not: WhyNotDocument
+    why_not: WhyNot
     """Refused configurations that would be better, and what would admit them."""
     notes: tuple[str, ...] = ()
     """Remarks on the plan as a whole."""
-    load_forecast: LoadForecastDocument | None = None
+    load_forecast: LoadForecast | None = None
     """Times of the chosen candidate under the rate; None without a rate."""
     replicas: int = 1
     """Number of replicas; figures are of one, rates of the verdict are of all."""
     single_request: EstimateDocument | None = None
     """Figures of one request alone on the chosen candidate; None: not estimated, or the batch is 1."""
-    passed_over: tuple[PassedOverDocument, ...] = ()
+    passed_over: tuple[PassedOver, ...] = ()
     """Candidates that are better by their value and were not measured, best first."""
     indistinguishable: tuple[int, ...] = ()
     """Indices of candidates whose interval overlaps that of the chosen one."""

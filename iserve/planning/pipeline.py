@@ -25,13 +25,12 @@ from placement.replicas import ReplicaPlacer, Replicas
 from placement.types import ClusterSnapshot, GpuState, Placement, Refusal
 from planner.beside import Neighbours
 from planner.costs import Prices, objective_of
-from planner.intent import Intent, IntentKind
+from planner.intent import Intent, IntentKind, check_replicas
 from planner.plan import Candidate, Layout, LimitKind, NoRoom, Plan, Ranked, Relaxation, Room
 from planner.rank import best_of, rank
 from planner.space import configuration_space, shape_refusal
 
 __all__ = [
-    "MAX_REPLICAS",
     "EngineChooser",
     "FitsOn",
     "Hardware",
@@ -48,7 +47,6 @@ __all__ = [
     "winner_at",
 ]
 
-MAX_REPLICAS = 64  # a node has no more devices
 MAX_EXPECTED = 100_000
 
 
@@ -72,8 +70,7 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         check_placement(self.policy)
-        if not 1 <= self.replicas <= MAX_REPLICAS:
-            raise ConfigError(f"a deployment has 1 to {MAX_REPLICAS} replicas, got {self.replicas}")
+        check_replicas(self.replicas)
         if not 0 <= self.expect <= MAX_EXPECTED:
             raise ConfigError(f"there may be 0 to {MAX_EXPECTED} deployments to expect, got {self.expect}")
         if self.expect and not objective_of(self.intent).of_all:

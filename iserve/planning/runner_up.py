@@ -91,7 +91,7 @@ def runner_up(plan: Plan, winner: Winner | None = None) -> RunnerUpDocument | No
     if best is None:
         return None
     others = [ranked for ranked in plan.candidates if ranked.feasible and ranked is not best]
-    passed_over = {one.ranked.config for one in plan.passed_over}
+    passed_over = {one.config for one in plan.passed_over}
     overlapping = {plan.candidates[i].config for i in plan.indistinguishable}
     alike = tuple(takewhile(lambda other: _figures(other) == _figures(best), others))
     rival = next(iter(others[len(alike) :]), None)

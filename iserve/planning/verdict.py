@@ -17,7 +17,7 @@ from iserve.planning.pipeline import Hardware, PlanOptions, winner_at
 from iserve.planning.runner_up import RunnerUpDocument, runner_up
 from iserve.planning.words import devices, spoken
 from planner.intent import IntentKind
-from planner.plan import Plan, Ranked, RefusedFor, Served, WhyNot
+from planner.plan import LoadForecast, Plan, Ranked, RefusedFor, WhyNot
 
 __all__ = ["FiguresDocument", "RefusalCount", "VerdictDocument", "figures_of", "verdict"]
 
@@ -120,7 +120,7 @@ def verdict(
 
 
 def figures_of(
-    estimate: Estimate, gpu: GpuSpec, *, served: Served | None = None, replicas: int = 1
+    estimate: Estimate, gpu: GpuSpec, *, served: LoadForecast | None = None, replicas: int = 1
 ) -> FiguresDocument:
     """Return the figures of one configuration on ``gpu``.
 
@@ -157,5 +157,5 @@ def _first_relaxation(why: WhyNot) -> str | None:
     """Return what admits the nearest configuration, else what is first."""
     nearest = why.nearest
     own = [r.text for r in why.relaxations if nearest is not None and r.config == nearest.config]
-    together = [] if why.together is None else [why.together.text]
+    together = [] if why.combined_relaxation is None else [why.combined_relaxation.text]
     return next(iter([*own, *together, *(r.text for r in why.relaxations)]), None)

@@ -12,14 +12,12 @@ from iserve.planning.document import (
     CandidateDocument,
     CapacityBound,
     EstimateDocument,
-    LoadForecastDocument,
     PlanDocument,
-    WhyNotDocument,
 )
 from iserve.planning.runner_up import MOST_BATCH, BatchRange, IntentLead, RunnerUpDocument
 from iserve.planning.verdict import FiguresDocument, VerdictDocument
 from iserve.planning.words import device_kind, differences, dollars, figure, gib, interval, seconds, workload_words
-from planner.plan import RefusedFor
+from planner.plan import LoadForecast, RefusedFor, WhyNot
 
 __all__ = [
     "HERE",
@@ -215,9 +213,7 @@ def _labelled(label: str, lines: Iterable[str]) -> list[Line]:
     return [("" if number else label, line) for number, line in enumerate(lines)]
 
 
-def _load_words(
-    work: Workload, figures: FiguresDocument, served: LoadForecastDocument | None, replicas: int
-) -> list[str]:
+def _load_words(work: Workload, figures: FiguresDocument, served: LoadForecast | None, replicas: int) -> list[str]:
     """Return what requests get and how many are served; with a rate, how many miss a limit."""
     price = _price_words(figures)
     if served is not None:
@@ -244,7 +240,7 @@ def _price_words(figures: FiguresDocument) -> str:
     return f", {cost} per million output tokens (at {per_hour} per GPU-hour)"
 
 
-def _served_words(work: Workload, served: LoadForecastDocument, price: str, replicas: int) -> list[str]:
+def _served_words(work: Workload, served: LoadForecast, price: str, replicas: int) -> list[str]:
     gaps = "Poisson" if served.burstiness == 1 else f"gaps' deviation {served.burstiness:.3g} times their mean"
     if served.rate_levels:
         moves = [level.relative_rate for level in served.rate_levels]
@@ -362,7 +358,7 @@ def _deployable_lines(found: DeployableDocument | None) -> list[Line]:
     return [(HERE, f"no: {'; '.join(found.missing)}" if found.missing else "no")]
 
 
-def _infeasible_lines(why: WhyNotDocument, verdict: VerdictDocument) -> list[Line]:
+def _infeasible_lines(why: WhyNot, verdict: VerdictDocument) -> list[Line]:
     """Return what is nearest, and the ways out, the least change first."""
     nearest = [] if why.nearest is None else [("Nearest", why.nearest.text)]
     first = [] if verdict.first_relaxation is None else [verdict.first_relaxation]

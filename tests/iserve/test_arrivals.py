@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from iserve.api_types import PlanBody
 from iserve.cli.app import make_app
-from iserve.cli.options import Wish
+from iserve.cli.groups import request_of
 from planner.intent import Traffic
 from planner.rate_profile import moving_rate
 from traces.loader import requests_of
@@ -30,7 +30,7 @@ def traffic() -> Traffic:
 
 
 def test_the_body_says_what_the_trace_says(traffic: Traffic) -> None:
-    body = PlanBody.model_validate({"model": "m", **Wish(arrivals=TRACE, rate=1.0).body()})
+    body = request_of(PlanBody, arrivals=TRACE, rate_per_s=1.0)
     assert len(traffic.relative_rates) > 1
     assert body.options(default_policy="hybrid", load_threshold=0.5).intent.traffic == traffic
 

@@ -73,7 +73,7 @@ class Napping(World):
 
     def deploy_one(self, until: Until, *, scale_to_zero_s: float | None = LIMIT_S) -> None:
         body = DeployBody(name="a", scale_to_zero_s=scale_to_zero_s)
-        row = self.store.add_deployment("a", body.model_dump_json().encode())
+        row = self.store.add_deployment("a", to_json(body))
         self.store.update_deployment(row.id, phase="launching", workers=to_json((self.node.spec("a-1"),)))
         self.tick_until(until, "ready")
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fingerprint.codec import to_builtins
 from fingerprint.errors import ConflictError
 from iserve.api_types import DeployBody
 from iserve.controller.idempotency import deployed_before
@@ -24,7 +25,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 def record(store: Store, *, without: tuple[str, ...] = (), **wish: Any) -> None:
-    request = DeployBody(name="chat", **wish).model_dump(mode="json")
+    request = to_builtins(DeployBody(name="chat", **wish))
     kept = {field: value for field, value in request.items() if field not in without}
     store.add_deployment("chat", json.dumps(kept).encode())
 

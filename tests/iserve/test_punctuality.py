@@ -49,7 +49,7 @@ def row(plan: PlanDocument | None, **wish: Any) -> DeploymentRow:
         id=1,
         name="a",
         created_at=0.0,
-        request=DeployBody(name="a", **wish).model_dump_json(),
+        request=to_json(DeployBody(name="a", **wish)).decode(),
         desired="running",
         phase="ready",
         error=None,

@@ -25,7 +25,7 @@ from iserve.planning.pipeline import Hardware, PlanOptions, hypothetical_hardwar
 from iserve.planning.serving_capacity import ServingCapacity, promised_bytes, serving_capacity
 from iserve.planning.worker_launch import worker_spec
 from placement.types import ClusterSnapshot
-from planner.intent import Intent, IntentKind
+from planner.intent import Intent, IntentKind, Slo
 
 GIB = 2**30
 DEFAULTS = PlanOptions(more_requests=True, longer_requests=True)
@@ -89,7 +89,7 @@ def test_the_plan_is_what_it_was() -> None:
     [
         (DeployBody(intent=IntentKind.MIN_MEMORY), 1),
         (DeployBody(rate_per_s=0.5), 1),
-        (DeployBody.model_validate({"slo": {"e2e_s": 60}, "reject_late": True}), 1),
+        (DeployBody(slo=Slo(e2e_s=60), reject_late=True), 1),
         (DeployBody(), 256),
     ],
 )

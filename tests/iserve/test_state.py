@@ -351,8 +351,8 @@ def test_what_was_kept_by_former_names_is_read_by_todays(where: Where, at: Calla
     store = at()
     asked, lost = store.deployments()
     wish = recorded_wish(asked)
-    assert wish.model_dump() == recorded_update(asked).model_dump()
-    assert (wish.relative_rates, wish.expected_deployments, wish.reject_late) == ([1.5, 0.5], 3, True)
+    assert wish == recorded_update(asked)
+    assert (wish.relative_rates, wish.expected_deployments, wish.reject_late) == ((1.5, 0.5), 3, True)
     assert wish.engine_args == {"expect": "kept"}
     assert (asked.phase, lost.phase) == ("scaled-to-zero", "scaling-up")
     assert (lost.request, lost.plan) == ("no JSON", "no JSON")

@@ -10,8 +10,9 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from fingerprint.errors import ConfigError, NotFoundError
-from iserve.api_types import DeployBody, UpdateBody
+from iserve.api_types import DeployBody
 from iserve.cli.app import make_app
+from iserve.rest_bodies import UpdateBody
 
 
 @pytest.mark.parametrize("field", ["model", "intent", "replicas", "input_tokens", "output_tokens", "engine_args"])

@@ -24,12 +24,12 @@ from fingerprint.codec import from_json, to_json
 from fingerprint.errors import InfeasibleError
 from fingerprint.families import load_spec
 from iserve.api_documents import DeploymentDocument
-from iserve.api_types import UpdateBody
 from iserve.controller.deployer import Deployer
 from iserve.controller.profiling_validity import machine_key
 from iserve.controller.reconcile import Reconciler
 from iserve.controller.stored_values import recorded_wish, recorded_workers, update_workers
 from iserve.demo import demo_model_path
+from iserve.rest_bodies import UpdateBody
 from iserve.route_table import Demand, Route, RouteTable
 from iserve.settings import Settings
 from iserve.state.store import DeploymentRow, Store

@@ -113,7 +113,7 @@ def test_fast_is_slow(intent: Intent, seed: int, batch: int) -> None:
         assert plan.why_not.nearest is not None
         config, missed = slow.nearest()
         assert plan.why_not.nearest.config == config
-        assert [(v.limit, v.actual) for v in plan.why_not.nearest.violations] == numbers(missed)
+        assert [(v.limit, v.actual) for v in plan.nearest_misses] == numbers(missed)
         relaxed = {r.limit: (r.config, r.needed) for r in plan.why_not.relaxations}
         assert relaxed.keys() == slow.relaxed().keys()
         for limit, (config, needed) in slow.relaxed().items():
