@@ -19,10 +19,9 @@ from daemon.http_exchange import EXCHANGE_ERRORS, exchange
 from daemon.profile_messages import ProfileBursts, ProfileError, ProfileLoad, ProfileRun
 from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from daemon.worker_token import OPEN_PATHS, authorization
-from fingerprint import errors
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat
-from fingerprint.errors import BadInputError, EngineError, InfeasibleError, IserveError
+from fingerprint.errors import BadInputError, EngineError, InfeasibleError, IserveError, error_class
 from fingerprint.measurements import MachineInfo, RankMemory, RunReading
 
 __all__ = ["LOAD_MARK", "WorkerHandle", "WorkerProfileSession", "WorkerProfileTarget"]
@@ -283,9 +282,7 @@ class WorkerProfileSession:
             told = from_json(body, ProfileError, what=f"the answer of {path}")
         except BadInputError as error:  # not the caller's input: the worker's word
             raise EngineError(f"the worker answered {status}: {error}") from error
-        named = getattr(errors, told.error, None)
-        is_ours = isinstance(named, type) and issubclass(named, IserveError)
-        raise self._explain((named if is_ours else EngineError)(told.message))
+        raise self._explain(error_class(told.error, EngineError)(told.message))
 
     def _exchange(self, method: str, path: str, order: object, timeout_s: float) -> tuple[int, bytes]:
         """Return the status and body of one exchange.

@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from daemon.engines import torch
-from daemon.engines.tensorrt_llm import capabilities as tensorrt_llm
-from daemon.engines.vllm import capabilities as vllm
+from daemon.engines.registry import ENGINES
 from fingerprint.capability import EngineCapabilities, Exclusion, Selection, Verified
 from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
 from fingerprint.gpu_spec import GpuSpec
@@ -29,7 +27,7 @@ _GENERATIONS = (
     ("Blackwell 10.0", (10, 0)),
     ("AMD MI300 and later", "gfx942"),
 )
-_TABLES = (torch.TABLE, vllm.TABLE, tensorrt_llm.TABLE)  # whatever is installed here
+_TABLES = tuple(engine.table for engine in ENGINES.values())  # whatever is installed here
 _HEAD = """\
 # What each engine runs
 

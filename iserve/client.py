@@ -36,7 +36,7 @@ class ControllerClient:
 
     def __init__(self, url: str, token: str, *, timeout_s: float = 60.0) -> None:
         hint = "; `iserve status` looks, `iserve up` starts it"
-        self._http = JsonHttp(url, token, who="the controller", hint=hint)
+        self._http = JsonHttp(url, token, server="the controller", hint=hint)
         self._timeout_s = timeout_s
 
     def get(self, path: str, kind: type[T], **query: object) -> T:

@@ -70,6 +70,7 @@ class Engine(Protocol):
     """
 
     name: str
+    table: EngineCapabilities  # what it runs where it is installed, whatever is installed here
     stats_path: str  # whose answer :meth:`read_stats` reads
 
     def pinned(self, version: str | None) -> Engine:

@@ -267,7 +267,7 @@ class ExternalEngine(ABC):
     def __init__(self, table: EngineCapabilities, interpreter: Interpreter) -> None:
         self.name = table.engine
         self.interpreter = interpreter
-        self._table = table
+        self.table = table
         self._version: str | None = None  # that the engine is pinned to; None: the first installation's
 
     @abstractmethod
@@ -303,8 +303,8 @@ class ExternalEngine(ABC):
         try:
             self.installed()
         except EngineError as error:
-            return replace(self._table, unavailable=str(error))
-        return self._table
+            return replace(self.table, unavailable=str(error))
+        return self.table
 
     def versions(self, version: str | None = None) -> tuple[tuple[str, str], ...]:
         try:

@@ -13,8 +13,8 @@ from daemon.devices import Device
 from daemon.engine_options import EngineOptions, refuse_options
 from daemon.engines.base import Command, Container, Inside
 from daemon.engines.environments import is_version
-from daemon.engines.vllm.architectures import recorded
 from daemon.profile_messages import ProfileLoad
+from daemon.sources.transformers_classes import recorded_transformers
 from daemon.torch_engine import capabilities
 from daemon.torch_engine.architectures import architectures_of, installed_transformers
 from daemon.torch_engine.versions import component_versions, version_of
@@ -37,7 +37,7 @@ __all__ = ["TABLE", "TorchEngine"]
 
 TABLE = EngineCapabilities(
     engine="torch",
-    architectures=architectures_of(recorded().transformers),  # where none is installed
+    architectures=architectures_of(recorded_transformers()),  # where none is installed
     weights=capabilities.WEIGHTS,
     kv=capabilities.KV,
     pruning=capabilities.PRUNING,
@@ -83,6 +83,7 @@ class TorchEngine:
     """transformers' models in a process of our own; needs the extra ``torch`` and nothing else."""
 
     name = "torch"
+    table = TABLE
     stats_path = "/stats"
 
     def pinned(self, version: str | None) -> TorchEngine:

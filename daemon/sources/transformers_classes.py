@@ -10,17 +10,21 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from importlib import resources
 from itertools import zip_longest
 from pathlib import Path
 
 from daemon.sources.python_sources import parse_python
+from fingerprint.codec import from_json
 from fingerprint.errors import EngineError
 
-__all__ = ["MAPPINGS_FILE", "ModelClass", "Transformers", "read_transformers"]
+__all__ = ["MAPPINGS_FILE", "ModelClass", "Transformers", "read_transformers", "recorded_transformers"]
 
 MAPPINGS_FILE = "models/auto/modeling_auto.py"
 _TEXT = ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",)
 _MULTIMODAL = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES")
+_RECORDED = "transformers.json"
 _MAX_FILE_BYTES = 8 << 20
 _CLASS = re.compile(r"^class (\w+)(?:\(([^)]*)\))?:", re.MULTILINE)
 _FLAG = re.compile(r"^    (_supports_attention_backend|_is_stateful) = True$", re.MULTILINE)
@@ -48,6 +52,13 @@ class Transformers:
 
     version: str
     classes: dict[str, ModelClass]
+
+
+@cache
+def recorded_transformers() -> Transformers:
+    """Return the newest release that the newest vLLM takes, recorded from its package, where none is installed."""
+    data = resources.files("daemon.sources").joinpath(_RECORDED).read_bytes()
+    return from_json(data, Transformers, what=_RECORDED)
 
 
 @dataclass(frozen=True, slots=True)

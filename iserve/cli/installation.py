@@ -177,7 +177,7 @@ def profile(
     from iserve.cli.connection import client, model_argument
     from iserve.cli.profile_text import print_profile
     from iserve.cli.progress import StepDisplay
-    from iserve.controller.profiling import estimator_for
+    from iserve.planning.estimator_factory import estimator_for
     from iserve.settings import load_settings
 
     if not 0 < max_seconds <= 86_400:

@@ -34,10 +34,11 @@ from fingerprint.errors import (
 from fingerprint.measurements import Profile
 from fingerprint.model_use import ModelUse
 from iserve.api_types import DeployBody, VerifyBody
+from iserve.controller.daemon_workers import ask_daemon, launched, wait_until_ready
 from iserve.controller.deployer import Deployer
 from iserve.controller.deployment_status import workers_seen
 from iserve.controller.engine_selection import deployable_engine
-from iserve.controller.profiling import Profiler, ask_daemon, launched, wait_until_ready
+from iserve.controller.profiling import Profiler
 from iserve.controller.profiling_validity import described
 from iserve.controller.stored_values import recorded_wish, recorded_workers
 from iserve.model_source import ModelSource

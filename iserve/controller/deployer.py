@@ -32,8 +32,9 @@ from fingerprint.errors import (
 from fingerprint.measurements import Profile
 from fingerprint.profile import ProfileProgress
 from iserve.api_types import DeployBody
+from iserve.controller.daemon_workers import ask_daemon, launched, wait_until_ready
 from iserve.controller.engine_selection import SelectedEngine, select_engine
-from iserve.controller.profiling import Profiler, ask_daemon, launched, wait_until_ready
+from iserve.controller.profiling import Profiler
 from iserve.controller.profiling_validity import release_to_start
 from iserve.controller.snapshot import devices_of, hardware_of, without
 from iserve.controller.stored_values import SCALED_TO_ZERO, SCALING_UP, recorded_wish, recorded_workers

@@ -22,10 +22,11 @@ from fingerprint.model_use import ModelUse
 from fingerprint.profile import ProfileProgress
 from iserve.api_documents import ProfileJobDocument, ProgressDocument
 from iserve.api_types import LaunchBody, PlanBody, check_name
+from iserve.controller.daemon_workers import ask_daemon
 from iserve.controller.deployer import Deployer
 from iserve.controller.engine_selection import deployable_engine, engine_for
 from iserve.controller.jobs import Jobs
-from iserve.controller.profiling import Profiler, ask_daemon
+from iserve.controller.profiling import Profiler
 from iserve.demo import DEMO_MODEL_NAME
 from iserve.model_source import ModelSource
 from iserve.planning.document import PlanDocument

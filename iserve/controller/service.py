@@ -115,7 +115,7 @@ class Controller:
         record = self.gateway_process.record()
         if record is None:
             return None
-        gateway = JsonHttp(record.url, record.token, who="the gateway")
+        gateway = JsonHttp(record.url, record.token, server="the gateway")
         try:
             return gateway.ask("GET", DEMAND_PATH, Demand, timeout_s=_GATEWAY_TIMEOUT_S)
         except IserveError as error:

@@ -17,9 +17,11 @@ from fingerprint.verification import Alone, Verification
 from iserve.api_documents import ProgressDocument
 from iserve.api_types import VerifyBody
 from iserve.controller.check_targets import CheckTarget, Targets, Tell, check_same_engine, used_bytes
+from iserve.controller.daemon_workers import ask_daemon
 from iserve.controller.deployment_status import workers_seen
 from iserve.controller.jobs import Jobs
-from iserve.controller.profiling import Profiler, ask_daemon, machine_key
+from iserve.controller.profiling import Profiler
+from iserve.controller.profiling_validity import machine_key
 from iserve.controller.snapshot import hardware_of
 from iserve.model_source import ModelSource
 from iserve.planning.serving_capacity import served_memory

@@ -24,26 +24,6 @@ _SPARE_PIECES = 1000  # what an answer may have beyond two pieces for each token
 class InflightRequest:
     """A request that was sent. ``first_s`` and ``last_s`` are 0 until they are known."""
 
-    __slots__ = (
-        "_finished_s",
-        "_frames",
-        "_most_pieces",
-        "_on_end",
-        "_refusal",
-        "_status",
-        "completion_tokens",
-        "done",
-        "failure",
-        "first_s",
-        "gaps",
-        "last_s",
-        "message",
-        "over",
-        "pieces",
-        "prompt_tokens",
-        "row",
-    )
-
     def __init__(self, row: int, asked_tokens: int, on_end: Callable[[InflightRequest], None]) -> None:
         self.row = row
         self.first_s = self.last_s = 0.0

@@ -6,7 +6,7 @@
 
 `compare` sends the same load with both, in turn: first to a stand-in whose delays are set and which notes what it
 did, then, through the gateway of an installation of its own, to the demo model on the embedded engine. `table`
-prints what docs/replay.md shows. All runs on one machine, and what that does to both sides is in the figures.
+prints what docs/decisions/0029 shows. All runs on one machine, and what that does to both sides is in the figures.
 """
 
 from __future__ import annotations

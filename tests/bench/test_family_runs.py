@@ -37,7 +37,7 @@ def spec_of(run: FamilyRun, folder: Path) -> ModelSpec:
 
 
 def profiled() -> list[FamilyRun]:
-    """Return the runs that came to their end; device time ran out under the others."""
+    """Return the runs that measured all they had planned; device time ended the rest."""
     return [run for run in runs().values() if run.profile is not None]
 
 

@@ -6,12 +6,13 @@ import importlib
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from daemon.engines.registry import ENGINES, capabilities_for, get_engine
-from daemon.engines.vllm.architectures import recorded
+from daemon.sources.transformers_classes import recorded_transformers
 from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from fingerprint.architectures import Architectures, Listed
 from fingerprint.capability import EngineCapabilities, Exclusion, Verified
@@ -50,7 +51,7 @@ T4, A6000, H200, CPU = gpu((7, 5)), gpu((8, 6)), gpu((9, 0)), gpu(None)
 
 
 ARCHITECTURES = {
-    family: name for name, found in recorded().transformers.classes.items() for family in found.families
+    family: name for name, found in recorded_transformers().classes.items() for family in found.families
 }
 ARCHITECTURES |= {"tomorrow": "TomorrowForCausalLM"}
 
@@ -236,14 +237,15 @@ def test_traits_are_those_of_engines_that_there_are():
 
 def test_auto_is_every_engine_with_the_deployable_first():
     tables = capabilities_for("auto")
-    assert [table.engine for table in tables] == ["torch", "vllm", "tensorrt-llm"]
-    assert [table.deployable for table in tables] == [True, False, False]
-    assert [bool(table.verified) for table in tables] == [True, True, False]
+    assert [table.engine for table in tables] == list(ENGINES)
+    deployable, verified = ([getattr(t, n) for t in tables[:3]] for n in ("deployable", "verified"))
+    assert deployable == [True, False, False]
+    assert [bool(one) for one in verified] == [True, True, False]
 
 
 @pytest.mark.parametrize("ask", [get_engine, capabilities_for])
 def test_an_unknown_engine_is_named_with_the_known(ask):
-    with pytest.raises(ConfigError, match="'abacus'; there are torch, vllm, tensorrt-llm"):
+    with pytest.raises(ConfigError, match=f"'abacus'; there are {', '.join(ENGINES)}"):
         ask("abacus")
 
 
@@ -261,10 +263,11 @@ class TestEveryEngine:
         assert set(table.pruning) == set(Pruning)
         assert table.weights[WeightFormat.BITS16] is table.kv[KvFormat.BITS16] is None
 
-    def test_it_starts_or_says_that_it_cannot(self, name, tmp_path):
+    def test_it_starts_or_says_that_it_cannot(self, name, tmp_path, tiny_checkpoint):
         engine = get_engine(name)
         if engine.capabilities().deployable:
-            command = engine.command(worker(name), tmp_path, {})
+            spec = replace(worker(name), checkpoint=str(tiny_checkpoint("llama")))
+            command = engine.command(spec, tmp_path, {})
             assert all(isinstance(word, str) for word in command.argv)
         else:
             with pytest.raises(EngineError, match=f"{name} is not installed"):

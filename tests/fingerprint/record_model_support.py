@@ -17,7 +17,7 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from daemon.engines.vllm.architectures import recorded as recorded_architectures
+from daemon.engines.vllm.architectures import recorded_registry
 from fingerprint.depth_tied_cuts import tied_depths
 from fingerprint.errors import IserveError
 from fingerprint.families import is_tabled, load_spec, read_config
@@ -33,7 +33,7 @@ _LIBRARY = re.compile(r"requires the (\S+) library")
 
 def document() -> dict[str, Any]:
     """Return the record of all architectures, as the file has it."""
-    registry, truths = recorded_architectures().registry, family_truths.document()
+    registry, truths = recorded_registry(), family_truths.document()
     return {
         "recorded": str(datetime.datetime.now(datetime.UTC).date()),
         "vllm": registry.version,

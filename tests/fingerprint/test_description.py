@@ -227,6 +227,12 @@ OK = CONFIG | {"num_hidden_layers": 2, "n_routed_experts": 0}
             CheckpointError,
             "says 3 layers, of the tensors model.layers",
         ),
+        (
+            OK | {"num_hidden_layers": 1},
+            model(LAYER, LAYER),
+            CheckpointError,
+            "says 1 layers, of the tensors model.layers has 2",
+        ),
         (OK | {"hidden_size": 128}, model(LAYER, LAYER), ConfigError, "says a hidden state of 128"),
         (OK | {"vocab_size": 101}, model(LAYER, LAYER), ConfigError, "says 101 tokens"),
         (

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import transformers
 
-from daemon.engines.vllm.architectures import recorded as listed_by_vllm
+from daemon.engines.vllm.architectures import recorded_registry as listed_by_vllm
 from tests.fingerprint.record_model_support import RECORD, support_of
 
 # Of each outcome: a row of its own, layers of several kinds, no order, towers, speech, two stacks, no class.
@@ -41,7 +41,7 @@ def needs_the_recorded_transformers() -> None:
 
 
 def test_every_architecture_that_vllm_lists_is_recorded() -> None:
-    registry = listed_by_vllm().registry
+    registry = listed_by_vllm()
     assert record()["vllm"] == registry.version
     assert {
         name: (one["multimodal"], one["by_transformers"]) for name, one in record()["architectures"].items()

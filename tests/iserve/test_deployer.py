@@ -32,8 +32,10 @@ from fingerprint.model_use import ModelUse
 from fingerprint.profile import ProfileProgress
 from iserve.api_documents import DeploymentDocument
 from iserve.api_types import DeployBody, LaunchBody, PlanBody
+from iserve.controller.daemon_workers import launched
 from iserve.controller.deployer import Deployer
-from iserve.controller.profiling import Profiler, launched, machine_key
+from iserve.controller.profiling import Profiler
+from iserve.controller.profiling_validity import machine_key
 from iserve.controller.reconcile import Reconciler
 from iserve.controller.service import Controller
 from iserve.demo import demo_model_path

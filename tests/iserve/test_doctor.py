@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from daemon.engines.registry import ENGINES
 from daemon.lease import LEASE_FILE, Lease, write_file
 from iserve.cli.home_processes import Finding, examine
 from iserve.settings import Settings, load_settings
@@ -37,13 +38,12 @@ def engines(monkeypatch: pytest.MonkeyPatch, home: Path, **settings: object) -> 
 
 def test_an_engine_that_nobody_set_up_is_no_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = engines(monkeypatch, tmp_path)
-    assert set(found) == {"torch", "vllm", "tensorrt-llm"}
+    assert found.keys() == ENGINES.keys()
     assert all(finding.ok for finding in found.values())
     assert sys.executable in found["torch"].text
     assert "transformers" in found["torch"].text
-    assert {name: finding.verdict for name, finding in found.items()} == {
-        "torch": "ok", "vllm": "absent", "tensorrt-llm": "absent",
-    }  # fmt: skip
+    verdicts = {"torch": "ok", "vllm": "absent", "tensorrt-llm": "absent"}
+    assert {name: found[name].verdict for name in verdicts} == verdicts
     assert found["vllm"].text.endswith("set ISERVE_VLLM_PYTHON to the Python of an environment that has it")
 
 

@@ -19,7 +19,7 @@ from daemon.client import DaemonClient
 from daemon.engines.registry import get_engine
 from fingerprint.families import load_spec
 from fingerprint.gpus import gpu_spec
-from iserve.controller.profiling import machine_key
+from iserve.controller.profiling_validity import machine_key
 from iserve.demo import demo_model_path
 from iserve.state.store import Store
 from tests.daemon.engines.standin import make_vllm

@@ -25,7 +25,7 @@ from fingerprint.errors import InfeasibleError
 from fingerprint.families import load_spec
 from iserve.api_documents import DeploymentDocument
 from iserve.controller.deployer import Deployer
-from iserve.controller.profiling import machine_key
+from iserve.controller.profiling_validity import machine_key
 from iserve.controller.reconcile import Reconciler
 from iserve.controller.stored_values import recorded_wish, recorded_workers, update_workers
 from iserve.demo import demo_model_path

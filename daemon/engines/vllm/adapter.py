@@ -15,7 +15,7 @@ from daemon.engines.external import ExternalEngine, Installation, Interpreter, p
 from daemon.engines.failures import explain
 from daemon.engines.machine_info import gpu_machine
 from daemon.engines.vllm import error_patterns, launch, metrics
-from daemon.engines.vllm.architectures import architectures_of, recorded
+from daemon.engines.vllm.architectures import architectures_of, recorded_registry
 from daemon.engines.vllm.cache import in_blocks
 from daemon.engines.vllm.capabilities import TABLE
 from daemon.engines.vllm.contract import (
@@ -31,7 +31,12 @@ from daemon.engines.vllm.own_options import check_vllm_options
 from daemon.engines.vllm.release import KNOWN, NEWEST, NEWEST_RUN, Standing, image_release, standing_of
 from daemon.profile_messages import ProfileLoad
 from daemon.sources.source_cache import kept_reading, sources_stamp
-from daemon.sources.transformers_classes import MAPPINGS_FILE, Transformers, read_transformers
+from daemon.sources.transformers_classes import (
+    MAPPINGS_FILE,
+    Transformers,
+    read_transformers,
+    recorded_transformers,
+)
 from daemon.worker_spec import WorkerSpec
 from daemon.worker_stats import WorkerStats
 from fingerprint.architectures import Architectures
@@ -189,8 +194,7 @@ def _architectures(found: Installation) -> tuple[Architectures, tuple[str, ...]]
 
     What is recorded of the newest release stands in for these.
     """
-    known, unread = recorded(), list[str]()
-    registry, transformers = known.registry, known.transformers
+    registry, transformers, unread = recorded_registry(), recorded_transformers(), list[str]()
     try:
         registry = _registry(found)
     except EngineError as error:
@@ -211,7 +215,7 @@ def _architectures(found: Installation) -> tuple[Architectures, tuple[str, ...]]
 
 def _registry(found: Installation) -> Registry:
     """Raises EngineError: it cannot be read."""
-    package, version, known = found.package("vllm"), found.version("vllm"), recorded().registry
+    package, version, known = found.package("vllm"), found.version("vllm"), recorded_registry()
     if not found.is_editable and known.version == version and registry_digest(package) == known.digest:
         return known
     return kept_reading(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from importlib import resources
 
@@ -11,7 +11,7 @@ from daemon.sources.transformers_classes import ModelClass, Transformers
 from fingerprint.architectures import Architectures, Listed
 from fingerprint.codec import from_json
 
-__all__ = ["Recorded", "architectures_of", "recorded"]
+__all__ = ["architectures_of", "recorded_registry"]
 
 _DATA = "architectures.json"
 _NO_PLAN = (
@@ -30,20 +30,11 @@ _BACKEND_TOWERS = "its Transformers backend loads the towers in some releases"
 _OTHER_TASK = "lists it to embed, to classify or as a part of another model, not to generate text"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Recorded:
-    """Both sources of one release, recorded from the published packages."""
-
-    read_on: str  # date
-    registry: Registry
-    transformers: Transformers  # the newest release that this vLLM takes
-
-
 @cache
-def recorded() -> Recorded:
-    """Return what is recorded of the newest release that iServe knows, for machines where none is installed."""
+def recorded_registry() -> Registry:
+    """Return that of the newest release that iServe knows, recorded from its package, where none is installed."""
     data = resources.files("daemon.engines.vllm").joinpath(_DATA).read_bytes()
-    return from_json(data, Recorded, what=_DATA)
+    return from_json(data, Registry, what=_DATA)
 
 
 def architectures_of(registry: Registry, transformers: Transformers) -> Architectures:

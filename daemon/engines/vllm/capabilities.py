@@ -6,7 +6,8 @@ backends). Architectures are those of the newest of them; what is excluded of th
 
 from __future__ import annotations
 
-from daemon.engines.vllm.architectures import architectures_of, recorded
+from daemon.engines.vllm.architectures import architectures_of, recorded_registry
+from daemon.sources.transformers_classes import recorded_transformers
 from fingerprint.capability import EngineCapabilities, Exclusion, Note, Verified
 from fingerprint.config import KvFormat, Pruning, WeightFormat
 from fingerprint.gpu_spec import Vendor
@@ -22,7 +23,7 @@ _AMD_FORMATS = "of quantized formats its documentation lists fp8 alone for AMD G
 
 TABLE = EngineCapabilities(
     engine="vllm",
-    architectures=architectures_of(recorded().registry, recorded().transformers),
+    architectures=architectures_of(recorded_registry(), recorded_transformers()),
     weights={
         WeightFormat.BITS16: None,
         WeightFormat.INT8: "it quantizes to weight-only int8 the experts of MoE models only; a dense model "

@@ -12,25 +12,25 @@ import pytest
 from daemon.engines.registry import get_engine
 from daemon.engines.vllm import adapter
 from daemon.engines.vllm.adapter import VllmEngine
-from daemon.engines.vllm.architectures import architectures_of, recorded
+from daemon.engines.vllm.architectures import architectures_of, recorded_registry
 from daemon.engines.vllm.capabilities import TABLE
 from daemon.engines.vllm.model_registry import REGISTRY_FILE, Registered, Registry, read_registry, registry_digest
 from daemon.engines.vllm.release import NEWEST
 from daemon.sources import source_cache
-from daemon.sources.transformers_classes import MAPPINGS_FILE, ModelClass, Transformers
+from daemon.sources.transformers_classes import MAPPINGS_FILE, ModelClass, Transformers, recorded_transformers
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import EngineError
 from fingerprint.families import read_spec
 from fingerprint.gpus import gpu_spec
 from tests.daemon.engines.standin import make_editable, make_vllm, set_version
-from tests.daemon.engines.vllm_architectures import DATA, published, written
+from tests.daemon.engines.vllm_architectures import REGISTRY, TRANSFORMERS, published, written
 from tests.daemon.engines.vllm_releases import recorded as recorded_facts
 from tests.daemon.engines.vllm_releases import recorded_registries
 from tests.daemon.engines.vllm_sources import write_registry
 from tests.daemon.engines.vllm_worker_spec import LLAMA_8B
 
 RELEASES = recorded_registries()
-CLASSES = recorded().transformers
+CLASSES = recorded_transformers()
 RAN = {"0.24.0", "0.26.0", "0.33.0"}  # docs/decisions/0025
 # Read by hand in the sources of 0.24, before a program read them.
 TAKE_ADAPTERS = {"Gemma2", "Gemma3", "GptOss", "Llama", "Mistral", "Mixtral", "OPT", "Phi3", "Qwen2", "Qwen2Moe"}
@@ -137,11 +137,12 @@ class TestData:
     """The file that plans are made with where no vLLM is installed."""
 
     def test_it_is_the_newest_release_as_recorded(self):
-        assert recorded().registry == RELEASES[NEWEST]
-        assert recorded().registry.version == NEWEST
+        assert recorded_registry() == RELEASES[NEWEST]
+        assert recorded_registry().version == NEWEST
 
     def test_it_is_written_as_the_recorder_writes_it(self):
-        assert DATA.read_text() == written(recorded())
+        assert REGISTRY.read_text() == written(recorded_registry())
+        assert TRANSFORMERS.read_text() == written(recorded_transformers())
 
     @pytest.mark.long
     def test_it_is_what_the_published_packages_say(self, tmp_path):
@@ -149,7 +150,7 @@ class TestData:
             found = published(tmp_path)
         except subprocess.CalledProcessError as error:
             pytest.skip(f"the packages cannot be downloaded: {error.stderr.decode()[-200:]}")
-        assert replace(found, read_on=recorded().read_on) == recorded()
+        assert found == (recorded_registry(), recorded_transformers())
 
 
 class TestReading:
@@ -291,8 +292,8 @@ class TestInstallations:
         python = make_vllm(tmp_path / "newest", NEWEST)
         monkeypatch.setenv("ISERVE_VLLM_PYTHON", str(python))
         digest = registry_digest(packages_of(python) / "vllm")
-        known = replace(recorded(), registry=replace(recorded().registry, digest=digest))
-        monkeypatch.setattr(adapter, "recorded", lambda: known)
+        known = replace(recorded_registry(), digest=digest)
+        monkeypatch.setattr(adapter, "recorded_registry", lambda: known)
         monkeypatch.setattr(adapter, "read_registry", None)
         assert get_engine("vllm").capabilities().architectures == TABLE.architectures
         make_editable(python, "vllm", tmp_path / "sources")  # its classes may be different
@@ -332,5 +333,5 @@ class TestInstallations:
 
 
 def test_the_file_is_small_enough_to_be_read_for_every_plan():
-    assert len(json.loads(DATA.read_text())["registry"]["text"]) == len(recorded().registry.text)
-    assert DATA.stat().st_size < 200_000
+    assert len(json.loads(REGISTRY.read_text())["text"]) == len(recorded_registry().text)
+    assert REGISTRY.stat().st_size + TRANSFORMERS.stat().st_size < 200_000

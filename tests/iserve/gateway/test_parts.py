@@ -211,7 +211,7 @@ class TestQueue:
             with pytest.raises(ApiError, match="already wait"):
                 await line.acquire(2)
             now_s = time.monotonic()
-            monkeypatch.setattr(line._arrivals, "_clock", lambda: now_s + 60)
+            monkeypatch.setattr(line._rate_window, "_clock", lambda: now_s + 60)
             assert line.requests_per_s == pytest.approx(2 / 60, rel=0.05)
             for task in (waits, again):
                 task.cancel()
