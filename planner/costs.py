@@ -246,7 +246,7 @@ def _energy(f: Figures, prices: Prices) -> Column:
 
 
 _LATENCY = Objective("s", False, _e2e, _NEVER, "end-to-end latency", of_all=True)
-# Every intent in the order in which others are tried; None: the intent's own cost model is the objective.
+# Every intent, in the order in which a runner-up is tried by them; None: the objective is its own cost model.
 OBJECTIVES: Mapping[IntentKind, Objective | None] = {
     IntentKind.MIN_LATENCY: _LATENCY,
     IntentKind.MAX_THROUGHPUT: Objective("output tokens/s", True, _tokens_per_s, _NEVER, "throughput"),
