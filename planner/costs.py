@@ -211,7 +211,7 @@ def _dollars(f: Figures, prices: Prices) -> Column:
     return prices.usd_per_gpu_hour / 3600 * f.gpu_seconds
 
 
-_NEVER = "it is always known"
+_NEVER, _NO_POWER = "it is always known", "the power draw is not known on this hardware"
 COSTS: Mapping[CostModel, Cost] = {
     CostModel.MEMORY_LATENCY: Cost("GiB*s", _memory_latency, _NEVER),
     CostModel.MEMORY: Cost("GiB", _memory, _NEVER),
@@ -227,6 +227,8 @@ class Objective(NamedTuple):
     maximize: bool
     of: Callable[[Figures, Prices], Column]
     unknown: str
+    words: str  # what is optimised
+    spares_memory: bool = False  # whether memory for more requests than planned would defeat it
     of_all: bool = False  # whether time lost by other deployments' requests counts like its own
     rate_per_s: float | None = None  # of a latency: that of its requests, whose mean E2E takes the place of ``of``
 
@@ -243,15 +245,15 @@ def _energy(f: Figures, prices: Prices) -> Column:
     return f.power_w_per_gpu * f.gpu_seconds
 
 
-_LATENCY = Objective("s", False, _e2e, _NEVER, of_all=True)
-# None: the intent's own cost model is the objective.
+_LATENCY = Objective("s", False, _e2e, _NEVER, "end-to-end latency", of_all=True)
+# Every intent, in the order in which a runner-up is tried by them; None: the objective is its own cost model.
 OBJECTIVES: Mapping[IntentKind, Objective | None] = {
     IntentKind.MIN_LATENCY: _LATENCY,
+    IntentKind.MAX_THROUGHPUT: Objective("output tokens/s", True, _tokens_per_s, _NEVER, "throughput"),
     IntentKind.MIN_COST: None,
-    IntentKind.MIN_MEMORY: Objective("GiB", False, _memory, _NEVER),
-    IntentKind.MIN_GPU_HOURS: Objective("GPU-seconds", False, _gpu_hours, _NEVER),
-    IntentKind.MAX_THROUGHPUT: Objective("output tokens/s", True, _tokens_per_s, _NEVER),
-    IntentKind.MIN_ENERGY: Objective("J", False, _energy, "the power draw is not known on this hardware"),
+    IntentKind.MIN_GPU_HOURS: Objective("GPU-seconds", False, _gpu_hours, _NEVER, "GPU time per request"),
+    IntentKind.MIN_MEMORY: Objective("GiB", False, _memory, _NEVER, "memory over all GPUs", spares_memory=True),
+    IntentKind.MIN_ENERGY: Objective("J", False, _energy, _NO_POWER, "energy per request"),
     IntentKind.LATENCY_SLO: None,
     IntentKind.COST_SLO: _LATENCY,
 }
@@ -269,4 +271,4 @@ def objective_of(intent: Intent) -> Objective:
     if own is not None:
         return own
     cost = COSTS[intent.cost_model]
-    return Objective(cost.unit, False, cost.of, cost.unknown)
+    return Objective(cost.unit, False, cost.of, cost.unknown, f"the cost of a request ({intent.cost_model})")

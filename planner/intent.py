@@ -10,6 +10,7 @@ from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
 from fingerprint.errors import ConfigError
 
 __all__ = [
+    "LIMITED",
     "MAX_REPLICAS",
     "MOST_WINDOWS",
     "CostModel",
@@ -36,6 +37,9 @@ class IntentKind(StrEnum):
     MIN_ENERGY = "min-energy"
     LATENCY_SLO = "latency-slo"
     COST_SLO = "cost-slo"
+
+
+LIMITED = (IntentKind.LATENCY_SLO, IntentKind.COST_SLO)  # which are nothing without their limit
 
 
 class CostModel(StrEnum):

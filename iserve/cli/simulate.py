@@ -14,22 +14,20 @@ from iserve.api_types import PlanRequest
 from iserve.cli import options as o
 from iserve.cli import simulation_options as s
 from iserve.cli.groups import checked, grouped
-from planner.intent import parse_slo
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from fingerprint.gpu_spec import GpuSpec
     from fingerprint.measurements import Profile
-    from iserve.cli.progress import StepDisplay
     from iserve.planning.pipeline import PlanOptions
-    from iserve.simulation.baselines import Baseline, Prepared, World
-    from iserve.simulation.document import SimulationDocument
+    from iserve.simulation.baselines import Baseline, World
+    from iserve.simulation.document import SimulationDocument, SimulationSetup
     from iserve.simulation.running import SimulatedModel
-    from placement.actions import ClusterPolicy
     from placement.routing import Router
+    from placement.types import ClusterSnapshot
+    from planner.intent import Slo
     from traces.request import Request
-    from traces.simulator.result import SimulationResult
 
 __all__ = ["register"]
 
@@ -47,26 +45,10 @@ def simulate(
     trace: Annotated[str, typer.Argument(metavar="TRACE", help="A trace file, or synthetic:NAME.")],
     *,
     cluster: s.ClusterOptions,
-    planner: Annotated[
-        str,
-        typer.Option(
-            "--planner",
-            help="Planner that decides what is deployed: iserve, max-tp, max-pp, rule, fsdp-offload, alpaserve, "
-            "alpaserve-all or aiconfigurator:ANSWERS.json (docs/baselines.md).",
-        ),
-    ] = "iserve",
+    decision: s.DecisionOptions,
     cluster_policy: s.ScalingOptions,
     serving: s.ServiceOptions,
     load: s.LoadOptions,
-    profile: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--profile", help="What `iserve profile --json` printed: step times from it, not the roofline."
-        ),
-    ] = None,
-    judge: Annotated[
-        str | None, typer.Option("--eval-slo", help="The SLO that requests are judged by; else that of --slo.")
-    ] = None,
     request: PlanRequest,
     report: Annotated[Path | None, typer.Option("--report", help="Write an HTML page to this file, too.")] = None,
     as_json: o.JsonOption = False,
@@ -78,69 +60,92 @@ def simulate(
     `iserve deploy` starts; --batch and --context say it otherwise. What was deployed stays as it is, unless it is
     configured to scale, to scale to zero or to move. What it takes for granted: docs/simulation.md.
     """
-    from iserve.cli.progress import StepDisplay
     from iserve.cli.report import check_target
     from iserve.settings import load_settings
-    from iserve.simulation.baselines import World, check_steerable, parse_planner, prepare, served_contexts
-    from iserve.simulation.document import simulation_document
+    from iserve.simulation.baselines import World, check_steerable, parse_planner, served_contexts
+    from iserve.simulation.document import SimulationSetup
     from placement.routing import make_router
     from traces.transforms import cap_lengths
 
     options = checked(request, load_settings(), sees_load=True)
     options = replace(options, more_requests=options.more_requests and not serving.refuse_late)
-    with o.usage_errors("--eval-slo"):
-        judged = options.intent.slo if judge is None else parse_slo(judge)
-    named = cluster.named_models()
-    with o.usage_errors("--gpus"):
-        gpu, snapshot = cluster.hardware()
+    judged, named = decision.slo(options.intent.slo), cluster.named_models()
+    (gpu, snapshot), least = cluster.hardware(), cluster_policy.least
     with o.usage_errors():
-        if not 0 <= cluster.deploy_every < float("inf"):
-            raise ConfigError(
-                "deployments are requested at finite times: --deploy-interval is 0 s or more, got "
-                f"{cluster.deploy_every:g}"
-            )
-        least, _ = cluster_policy.range()
-        replace(options, replicas=least)  # checked
         scenario = s.scenario_of(cluster, snapshot, serving, least, judged)
-        steers = cluster_policy.policy(gpu, cluster.startup)
-        router = make_router(serving.router)
-        baseline, answers = parse_planner(planner)
-        if steers is not None:
-            check_steerable(baseline)
+        policy, router = cluster_policy.policy(gpu, cluster.startup), make_router(serving.router)
+        planner = parse_planner(decision.planner)
+        if policy is not None:
+            check_steerable(planner[0])
         requests = load.requests(trace, tuple(named))
         if report is not None:
             check_target(report)
-    per_node = max(Counter(one.node_id for one in snapshot.gpus).values())
-    profiles = [_read_profile(path) for path in profile or []]
-    models, times = _models(named, gpu, per_node, options, request.engine, profiles)
+    models, times = _models(named, gpu, snapshot, options, request.engine, decision.profile or [])
     world = World(gpu, models, scenario)
     if load.cap_lengths:
-        contexts = served_contexts(baseline, world, least)
-        requests = cap_lengths(requests, context_tokens=contexts)
-    with StepDisplay(quiet=as_json) as display:
-        display.show(f"{baseline} decides", None)
-        decided, prepared = prepare(
-            baseline, world, requests, slo=judged, router=router, answers=answers, labels=named
-        )
-        result = _followed(prepared, decided, world, router, steers, display)
-    document = simulation_document(
-        result,
+        requests = cap_lengths(requests, context_tokens=served_contexts(planner[0], world, least))
+    setup = SimulationSetup(
         trace=trace,
         hardware=f"{len(snapshot.gpus)} x {gpu.name}",
         service=scenario.service,
+        rejects_late=serving.refuse_late,
+        rejects_by_forecast=serving.forecast_late,
+        planner=planner[0],
+        placement=options.policy,
+        cluster_policy=policy,
         intent=options.intent,
         workload=options.workload,
         times=times,
-        slo=judged,
-        rejects_late=serving.refuse_late,
-        rejects_by_forecast=serving.forecast_late,
-        planner=baseline,
-        placement=options.policy,
-        cluster_policy=steers,
-        notes=(*decided.notes, *_served_by(baseline, options)),
-        model_contexts={name: model.spec.max_context_tokens for name, model in models.items()},
     )
+    document = _run(setup, requests, world, planner, router, named, judged, options, quiet=as_json)
     _show(document, report, as_json=as_json)
+
+
+def _run(
+    setup: SimulationSetup,
+    requests: Iterable[Request],
+    world: World,
+    planner: tuple[Baseline, Path | None],
+    router: Router,
+    labels: dict[str, str],
+    slo: Slo | None,
+    options: PlanOptions,
+    *,
+    quiet: bool,
+) -> SimulationDocument:
+    """Decide what is deployed, and follow the requests.
+
+    Args:
+        planner: which decides, and its answers where they are recorded ones.
+    """
+    from iserve.cli.progress import StepDisplay
+    from iserve.simulation.baselines import prepare
+    from iserve.simulation.document import simulation_document
+    from iserve.simulation.running import simulate_cluster
+
+    baseline, answers = planner
+    with StepDisplay(quiet=quiet) as display:
+        display.show(f"{baseline} decides", None)
+        decided, prepared = prepare(
+            baseline, world, requests, slo=slo, router=router, answers=answers, labels=labels
+        )
+        result = simulate_cluster(
+            prepared,
+            decided.scenario,
+            world.gpu,
+            world.models,
+            router=router,
+            deployer=decided.deployer,
+            cluster_policy=setup.cluster_policy,
+            progress=lambda arrived, at_s: display.show(f"{arrived:,} requests, {at_s:,.0f} s simulated", None),
+        )
+    return simulation_document(
+        setup,
+        result,
+        slo=slo,
+        notes=(*decided.notes, *_served_by(baseline, options)),
+        model_contexts={name: model.spec.max_context_tokens for name, model in world.models.items()},
+    )
 
 
 def _served_by(baseline: Baseline, options: PlanOptions) -> tuple[str, ...]:
@@ -152,28 +157,6 @@ def _served_by(baseline: Baseline, options: PlanOptions) -> tuple[str, ...]:
     return (
         f"{baseline} serves requests of up to the planned {options.workload.context_tokens:,} tokens, iserve as "
         "long ones as memory holds; to compare them give --context and --batch",
-    )
-
-
-def _followed(
-    requests: Iterable[Request],
-    decided: Prepared,
-    world: World,
-    router: Router,
-    cluster_policy: ClusterPolicy | None,
-    display: StepDisplay,
-) -> SimulationResult:
-    from iserve.simulation.running import simulate_cluster
-
-    return simulate_cluster(
-        requests,
-        decided.scenario,
-        world.gpu,
-        world.models,
-        router=router,
-        deployer=decided.deployer,
-        cluster_policy=cluster_policy,
-        progress=lambda arrived, at_s: display.show(f"{arrived:,} requests, {at_s:,.0f} s simulated", None),
     )
 
 
@@ -207,9 +190,14 @@ def _read_profile(path: Path) -> Profile:
 
 
 def _models(
-    named: dict[str, str], gpu: GpuSpec, count: int, options: PlanOptions, engine: str, profiles: list[Profile]
+    named: dict[str, str],
+    gpu: GpuSpec,
+    snapshot: ClusterSnapshot,
+    options: PlanOptions,
+    engine: str,
+    profile_files: list[Path],
 ) -> tuple[dict[str, SimulatedModel], tuple[str, ...]]:
-    """Return every model as a deploy on a node of ``count`` GPUs plans it, and where its times are from."""
+    """Return every model as a deploy on the largest node plans it, and where its times are from."""
     from iserve.cli.connection import registered_models
     from iserve.model_source import resolve
     from iserve.planning.estimator_factory import profile_as
@@ -218,7 +206,8 @@ def _models(
     from iserve.settings import load_settings
     from iserve.simulation.running import measured_model, roofline_model
 
-    settings = load_settings()
+    settings, profiles = load_settings(), [_read_profile(path) for path in profile_files]
+    count = max(Counter(one.node_id for one in snapshot.gpus).values())
     prepared, times = {}, []
     for name, folder in named.items():
         source = resolve(folder, registered_models(folder, settings), need_weights=False)

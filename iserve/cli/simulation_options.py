@@ -13,7 +13,9 @@ import typer
 
 from fingerprint.errors import ConfigError
 from iserve.cli.gpu_options import GpuFile, named_gpus
+from iserve.cli.options import usage_errors
 from placement.routing import DEFAULT_ROUTER
+from planner.intent import Slo, check_replicas, parse_slo
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,11 +23,10 @@ if TYPE_CHECKING:
     from fingerprint.gpu_spec import GpuSpec
     from placement.rebalancer import Elastic
     from placement.types import ClusterSnapshot
-    from planner.intent import Slo
     from traces.request import Request
     from traces.simulator.scenario import Action, Scenario, Service
 
-__all__ = ["ClusterOptions", "LoadOptions", "ScalingOptions", "ServiceOptions", "scenario_of"]
+__all__ = ["ClusterOptions", "DecisionOptions", "LoadOptions", "ScalingOptions", "ServiceOptions", "scenario_of"]
 
 _GIB = 2**30
 
@@ -54,7 +55,11 @@ class ClusterOptions:
     ] = None
 
     def hardware(self) -> tuple[GpuSpec, ClusterSnapshot]:
-        """Return the hardware. Raises ConfigError: GPUs of several kinds, none, or none in a node."""
+        """Return the hardware. Raises typer.BadParameter: GPUs of several kinds, none, or none in a node."""
+        with usage_errors("--gpus"):
+            return self._hardware()
+
+    def _hardware(self) -> tuple[GpuSpec, ClusterSnapshot]:
         from iserve.simulation.running import idle_cluster
 
         if self.gpus is not None and "," in self.gpus:
@@ -90,6 +95,34 @@ class ClusterOptions:
             for number, name in enumerate(self.named_models())
         )
         return (*deploys, *_faults(self.fail or []), *_harvests(self.harvest or []))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecisionOptions:
+    """Options on the planner, its step times, and how its decisions are judged."""
+
+    planner: Annotated[
+        str,
+        typer.Option(
+            "--planner",
+            help="Planner that decides what is deployed: iserve, max-tp, max-pp, rule, fsdp-offload, alpaserve, "
+            "alpaserve-all or aiconfigurator:ANSWERS.json (docs/baselines.md).",
+        ),
+    ] = "iserve"
+    profile: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--profile", help="What `iserve profile --json` printed: step times from it, not the roofline."
+        ),
+    ] = None
+    judge: Annotated[
+        str | None, typer.Option("--eval-slo", help="The SLO that requests are judged by; else that of --slo.")
+    ] = None
+
+    def slo(self, planned: Slo | None) -> Slo | None:
+        """Return the SLO that requests are judged by."""
+        with usage_errors("--eval-slo"):
+            return planned if self.judge is None else parse_slo(self.judge)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +209,14 @@ class ScalingOptions:
             )
         return numbers
 
+    @property
+    def least(self) -> int:
+        """Fewest replicas. Raises typer.BadParameter: no such number."""
+        with usage_errors():
+            least, _ = self.range()
+        with usage_errors("--replicas"):
+            return check_replicas(least)
+
     def policy(self, gpu: GpuSpec, startup_s: float) -> Elastic | None:
         """Return the policy; None: what was deployed stays as it is.
 
@@ -247,6 +288,11 @@ def scenario_of(
     """Return the scenario. Raises ConfigError: an invalid value, or late requests rejected without an SLO."""
     from traces.simulator.scenario import Scenario
 
+    if not 0 <= cluster.deploy_every < float("inf"):
+        raise ConfigError(
+            "deployments are requested at finite times: --deploy-interval is 0 s or more, got "
+            f"{cluster.deploy_every:g}"
+        )
     if service.refuse_late and slo is None:
         raise ConfigError("--reject-late needs to know what is late; give the SLO with --eval-slo")
     if service.forecast_late and not service.refuse_late:

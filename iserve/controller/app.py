@@ -156,10 +156,19 @@ def create_app(controller: Controller, token: str) -> FastAPI:
     _model_routes(api, controller)
     _plan_routes(api, controller)
     _deployment_routes(api, controller)
+    _deployment_record_routes(api, controller)
     _verification_routes(api, controller)
     _operator_routes(api, controller)
     app.include_router(api)
+    _health_routes(app, controller, metrics)
+    describe(app, api.routes)
+    _error_handlers(app)
+    reach = Reach(controller.settings.model_folders or ())
+    app.add_middleware(Door, store=controller.store, token=token, reach=reach, count=metrics.count)
+    return app
 
+
+def _health_routes(app: FastAPI, controller: Controller, metrics: Metrics) -> None:
     @app.get("/healthz", response_class=PlainTextResponse)
     def healthz() -> str:
         """Report that the controller lives: 200 whenever it answers."""
@@ -186,12 +195,6 @@ def create_app(controller: Controller, token: str) -> FastAPI:
     def read_metrics() -> Response:
         """Return the controller's metrics in Prometheus' text format."""
         return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
-
-    describe(app, api.routes)
-    _error_handlers(app)
-    reach = Reach(controller.settings.model_folders or ())
-    app.add_middleware(Door, store=controller.store, token=token, reach=reach, count=metrics.count)
-    return app
 
 
 def _model_routes(api: APIRouter, controller: Controller) -> None:
@@ -292,6 +295,19 @@ def _deployment_routes(api: APIRouter, controller: Controller) -> None:
         caller.check(body.model, controller.registered())
         return controller.update(name, body)
 
+    @api.delete("/deployments/{name}", status_code=202, responses=problems(404))
+    def remove(
+        name: DeploymentName,
+        created_at: Annotated[
+            float | None,
+            Query(description="`created_at` of the deployment that is meant, not one that has the name since."),
+        ] = None,
+    ) -> DeploymentDocument:
+        """End a deployment; its workers are stopped in the background."""
+        return controller.remove(name, created_at)
+
+
+def _deployment_record_routes(api: APIRouter, controller: Controller) -> None:
     @api.get("/deployments/{name}/plan", responses=problems(404))
     def deployment_plan(name: DeploymentName) -> PlanDocument:
         """Return the plan that a deployment was made by."""
@@ -324,17 +340,6 @@ def _deployment_routes(api: APIRouter, controller: Controller) -> None:
         With that `position` the next request gets what was added since.
         """
         return controller.log_part(name, lines, replica, position)
-
-    @api.delete("/deployments/{name}", status_code=202, responses=problems(404))
-    def remove(
-        name: DeploymentName,
-        created_at: Annotated[
-            float | None,
-            Query(description="`created_at` of the deployment that is meant, not one that has the name since."),
-        ] = None,
-    ) -> DeploymentDocument:
-        """End a deployment; its workers are stopped in the background."""
-        return controller.remove(name, created_at)
 
 
 def _verification_routes(api: APIRouter, controller: Controller) -> None:

@@ -386,24 +386,18 @@ class Controller:
 
     def _accepted(self, name: str, body: DeployBody) -> DeploymentDocument:
         """Return the answer to a deploy, known before it is recorded: it is stored in the same transaction."""
-        gateway = self.gateway_process.record()
-        return DeploymentDocument(
+        row = DeploymentRow(
+            id=0,
             name=name,
-            model=body.model or DEMO_MODEL_NAME,
-            intent=str(body.intent),
-            status="accepted",
-            error=None,
-            base_url=None if gateway is None else f"{gateway.url}/v1",
-            config=None,
-            layers_per_stage=(),
-            device_ids=(),
-            worker_url=None,
-            restarts=0,
             created_at=time.time(),
-            scale_to_zero_s=body.scale_to_zero_s,
-            num_replicas=body.replicas,
-            rejects_late=body.reject_late,
+            request=to_json(body).decode(),
+            desired="running",
+            phase="accepted",
+            error=None,
+            plan=None,
+            workers=None,
         )
+        return self._document(row, None)
 
     def _document(self, row: DeploymentRow, node: NodeStatus | None) -> DeploymentDocument:
         wish, error = DeployBody(model="?"), row.error

@@ -8,8 +8,8 @@ from itertools import takewhile
 
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import NotMeasuredError
-from planner.costs import Objective, objective_of
-from planner.intent import Intent, IntentKind
+from planner.costs import OBJECTIVES, Objective, objective_of
+from planner.intent import LIMITED, Intent, IntentKind
 from planner.plan import Plan, Ranked
 
 __all__ = ["MOST_BATCH", "BatchRange", "IntentLead", "RunnerUpDocument", "Winner", "runner_up"]
@@ -17,14 +17,7 @@ __all__ = ["MOST_BATCH", "BatchRange", "IntentLead", "RunnerUpDocument", "Winner
 MOST_BATCH = 256
 _BATCHES = tuple(1 << exponent for exponent in range(MOST_BATCH.bit_length()))
 _LEAST_LEAD = 0.01  # relative; less is no reason to change an intent
-_OTHER_INTENTS = (
-    IntentKind.MIN_LATENCY,
-    IntentKind.MAX_THROUGHPUT,
-    IntentKind.MIN_COST,
-    IntentKind.MIN_GPU_HOURS,
-    IntentKind.MIN_MEMORY,
-    IntentKind.MIN_ENERGY,
-)
+_OTHER_INTENTS = tuple(kind for kind in OBJECTIVES if kind not in LIMITED)
 
 # Which of the given configurations is chosen at a batch and for an intent, all else equal; None: none would do.
 # Raises NotMeasuredError: nothing is predicted there.

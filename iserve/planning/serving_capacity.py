@@ -24,7 +24,7 @@ from iserve.planning.document import CacheSizesDocument, CapacityBound, Capacity
 from iserve.planning.pipeline import Hardware, PlanOptions, placements_of
 from placement.fit import demand
 from placement.types import GpuState, Placement, StagePlacement
-from planner.intent import IntentKind
+from planner.costs import objective_of
 from planner.plan import Plan
 
 __all__ = [
@@ -169,7 +169,7 @@ def _bound(options: PlanOptions) -> CapacityBound:
     """Return what bounds a capacity that memory does not bound."""
     if not (options.more_requests or options.longer_requests):
         return CapacityBound.GIVEN
-    if options.intent.kind is IntentKind.MIN_MEMORY:
+    if objective_of(options.intent).spares_memory:
         return CapacityBound.INTENT
     if options.intent.rate_per_s is not None and options.more_requests:
         return CapacityBound.RATE
@@ -178,7 +178,7 @@ def _bound(options: PlanOptions) -> CapacityBound:
 
 def _growing(options: PlanOptions) -> PlanOptions:
     """Return ``options`` without what the intent rules out: more memory, or at a rate more requests."""
-    grows = options.intent.kind is not IntentKind.MIN_MEMORY
+    grows = not objective_of(options.intent).spares_memory
     more_requests = grows and options.more_requests and options.intent.rate_per_s is None
     return replace(options, more_requests=more_requests, longer_requests=grows and options.longer_requests)
 

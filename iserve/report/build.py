@@ -33,24 +33,15 @@ from iserve.report.latency_fit import time_panels
 from iserve.report.sections import MOST_ROWS
 from iserve.report.values import Configuration, RankedRow, Ranking, Report, Verdict
 from placement.policies import DEFAULT_LOAD_THRESHOLD
-from planner.costs import COSTS, Prices, figures
-from planner.intent import CostModel, Intent, IntentKind, Quality, Slo
+from planner.costs import COSTS, Prices, figures, objective_of
+from planner.intent import LIMITED, CostModel, Intent, IntentKind, Quality, Slo
 from planner.plan import Plan, Ranked
 
 __all__ = ["ReportOptions", "build_report", "find_profile"]
 
 EXAMPLE_FACTOR = 1.5  # the example limits of latency-slo and cost-slo, over the best there is
-_OBJECTIVES = {
-    IntentKind.MIN_LATENCY: "end-to-end latency",
-    IntentKind.MIN_MEMORY: "memory over all GPUs",
-    IntentKind.MIN_GPU_HOURS: "GPU time per request",
-    IntentKind.MAX_THROUGHPUT: "throughput",
-    IntentKind.MIN_ENERGY: "energy per request",
-    IntentKind.COST_SLO: "end-to-end latency",
-}
-_LIMITED = (IntentKind.LATENCY_SLO, IntentKind.COST_SLO)
 _FIRST = Intent().kind  # what a plan optimises by default
-_PLAIN = (_FIRST, *(kind for kind in IntentKind if kind not in (_FIRST, *_LIMITED)))
+_PLAIN = (_FIRST, *(kind for kind in IntentKind if kind not in (_FIRST, *LIMITED)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -307,6 +298,6 @@ def _ranking(plan: Plan, order: dict[DeploymentConfig, int], limit: str | None, 
 
 
 def _objective(plan: Plan) -> str:
-    """Return what the intent optimises, in words; without words of its own it is the cost."""
-    name = _OBJECTIVES.get(plan.intent.kind, f"the cost of a request ({plan.intent.cost_model})")
+    """Return what the intent optimises, in words."""
+    name = objective_of(plan.intent).words
     return f"{name} in {plan.objective_unit}, {'more' if plan.maximize else 'less'} is better"

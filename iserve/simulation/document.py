@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from fingerprint.config import Workload
-from placement.policies import DEFAULT_POLICY
 from placement.rebalancer import Elastic
 from planner.intent import Intent, Slo
 from traces.outcomes import Failure, Outcomes
@@ -21,6 +20,7 @@ __all__ = [
     "DeploymentOutcome",
     "LatencyCurves",
     "SimulationDocument",
+    "SimulationSetup",
     "answered_words",
     "devices_told",
     "failure_reasons",
@@ -58,8 +58,8 @@ class LatencyCurves:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SimulationDocument:
-    """Simulation: its parameters and its result."""
+class SimulationSetup:
+    """Parameters of a simulation."""
 
     trace: str
     hardware: str
@@ -74,6 +74,12 @@ class SimulationDocument:
     intent: Intent  # what deployments were planned by; the SLO that requests are judged by is the summary's
     workload: Workload  # what deployments were planned for
     times: tuple[str, ...]  # of each model: where its step times are from
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimulationDocument(SimulationSetup):
+    """Simulation: its parameters and its result."""
+
     end_s: float
     stopped: str | None
     gpu_hours: float  # of GPUs that held anything
@@ -88,20 +94,10 @@ class SimulationDocument:
 
 
 def simulation_document(
+    setup: SimulationSetup,
     result: SimulationResult,
     *,
-    trace: str,
-    hardware: str,
-    service: Service,
-    intent: Intent,
-    workload: Workload,
-    times: tuple[str, ...],
     slo: Slo | None,
-    rejects_late: bool = False,
-    rejects_by_forecast: bool = False,
-    planner: str = "iserve",
-    placement: str = DEFAULT_POLICY,
-    cluster_policy: Elastic | None = None,
     notes: tuple[str, ...] = (),
     model_contexts: Mapping[str, int] | None = None,
 ) -> SimulationDocument:
@@ -113,17 +109,7 @@ def simulation_document(
     parts = dict(result.outcomes.by_deployment())
     moves = Counter(change.name for change in result.changes if change.kind is ChangeKind.MOVED)
     return SimulationDocument(
-        trace=trace,
-        hardware=hardware,
-        service=service,
-        rejects_late=rejects_late,
-        rejects_by_forecast=rejects_by_forecast,
-        planner=planner,
-        placement=placement,
-        cluster_policy=cluster_policy,
-        intent=intent,
-        workload=workload,
-        times=times,
+        **{field.name: getattr(setup, field.name) for field in fields(setup)},
         end_s=result.end_s,
         stopped=result.stopped,
         gpu_hours=sum(gpu.held_fraction for gpu in result.gpus) * result.end_s / 3600,

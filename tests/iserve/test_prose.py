@@ -96,7 +96,7 @@ def test_a_new_finding_is_reported_with_its_place(tmp_path: Path) -> None:
     assert prose.risen(found, record) == []
     assert prose.fallen(found, record) == []
 
-    (package / "node.py").write_text('def rate():\n    """Of one node."""\n')
+    (package / "snapshot.py").write_text('def rate():\n    """Of one node."""\n')
     (message,) = prose.risen(prose.findings((), tmp_path), record)
     assert "iserve/controller, first_lines: 1, allowed 0" in message
     assert "iserve/controller/snapshot.py:2: Of one node." in message

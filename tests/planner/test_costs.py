@@ -64,6 +64,9 @@ def test_objective(kind: str, unit: str, expected: float) -> None:
 
 def test_every_kind_and_model_is_registered() -> None:
     assert set(OBJECTIVES) == set(IntentKind)
+    for kind in IntentKind:
+        objective = objective_of(Intent(kind=kind, slo=Slo(ttft_s=1.0), budget=1.0))
+        assert all((objective.unit, objective.unknown, objective.words)), kind
     assert set(COSTS) == set(CostModel)
 
 
