@@ -2,8 +2,10 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-# On a machine without an NVIDIA GPU a CPU build of this release is used where pip's find-links has one.
-TORCH_CPU ?= torch==2.13.0
+# What pip is given to install PyTorch. For Linux its usual index has the build for CUDA, 2.7 GB to download; the CPU
+# build, 0.2 GB, is in an index of its own, which pytorch.org names: make setup TORCH='torch==2.13.0 --index-url URL'.
+# Left empty, a CPU build that pip's find-links has is taken on a machine without an NVIDIA GPU.
+TORCH  ?=
 STAMP  := $(VENV)/.installed
 
 # The tests start hundreds of Python processes, each of which would compile the whole project again.
@@ -15,8 +17,10 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	@if ! command -v nvidia-smi >/dev/null 2>&1; then $(BIN)/pip install -qq "$(TORCH_CPU)"; fi
-	@echo "installing iserve[dev] into $(VENV)"; $(BIN)/pip install -qq --editable ".[dev]"
+	@echo "installing iserve[dev] into $(VENV): 1.8 GB with PyTorch for CPUs; 2.7 GB more to download for CUDA"
+	@if [ -n "$(TORCH)" ]; then $(BIN)/pip install -qq $(TORCH); \
+	elif ! command -v nvidia-smi >/dev/null 2>&1; then $(BIN)/pip install -qq torch==2.13.0; fi
+	@$(BIN)/pip install -qq --editable ".[dev]"
 	@touch $(STAMP)
 
 demo: setup

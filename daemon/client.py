@@ -26,7 +26,7 @@ class DaemonClient:
     """
 
     def __init__(self, url: str, token: str, *, timeout_s: float = 10.0, stop_timeout_s: float = 90.0) -> None:
-        self._http = JsonHttp(url, token, who="the daemon")
+        self._http = JsonHttp(url, token, server="the daemon")
         self.url = url
         self._timeout_s, self._stop_timeout_s = timeout_s, stop_timeout_s
 

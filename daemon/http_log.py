@@ -7,7 +7,7 @@ import logging
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from fingerprint.plain_text import printable
+from fingerprint.sanitize import printable
 
 __all__ = ["log_bad_requests_in_one_line"]
 

@@ -5,12 +5,11 @@ Knows the wire, not the routes: the daemon's and the controller's clients say wh
 
 from __future__ import annotations
 
-import http.client
 from collections.abc import Mapping
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-import fingerprint.errors
+from daemon.http_exchange import EXCHANGE_ERRORS, exchange
 from fingerprint.codec import from_json
 from fingerprint.errors import (
     BadInputError,
@@ -19,20 +18,22 @@ from fingerprint.errors import (
     NoAnswerError,
     NotFoundError,
     UnavailableError,
+    error_class,
 )
 
 __all__ = ["JsonHttp"]
 
 T = TypeVar("T")
+Headers = Mapping[str, str] | None
 
 _MAX_ANSWER_BYTES = 64 << 20
 
 
 class JsonHttp:
-    """Client of the JSON API of ``who`` at ``url``. Safe to share between threads, and nothing to close.
+    """Client of the JSON API of ``server`` at ``url``. Safe to share between threads, and nothing to close.
 
     Args:
-        who: for error messages, such as ``the daemon``.
+        server: for error messages, such as ``the daemon``.
         hint: what a person can do when it is away.
 
     Raises (every method):
@@ -40,12 +41,12 @@ class JsonHttp:
         IserveError: what it answered with, of the class that it named.
     """
 
-    def __init__(self, url: str, token: str, *, who: str, hint: str = "") -> None:
+    def __init__(self, url: str, token: str, *, server: str, hint: str = "") -> None:
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname or not parts.port:
-            raise BadInputError(f"the URL of {who} is http://HOST:PORT, got {url!r}")
-        self.url, self._who, self._hint = url, who, hint
-        self._host, self._port, self._token = parts.hostname, parts.port, token
+            raise BadInputError(f"the URL of {server} is http://HOST:PORT, got {url!r}")
+        self.url, self._server, self._hint = url, server, hint
+        self._token = token
 
     def ask(
         self,
@@ -53,42 +54,39 @@ class JsonHttp:
         path: str,
         kind: type[T],
         *,
-        body: bytes = b"",
-        headers: Mapping[str, str] | None = None,
         timeout_s: float,
+        body: bytes = b"",
+        headers: Headers = None,
     ) -> T:
         """Return the answer as a ``kind``."""
         answer = self.request(method, path, body=body, headers=headers, timeout_s=timeout_s)
         try:
-            return from_json(answer, kind, what=f"the answer of {self._who} to {method} {path}")
+            return from_json(answer, kind, what=f"the answer of {self._server} to {method} {path}")
         except BadInputError as error:  # the fault is the answerer's, not the request's
             raise NoAnswerError(str(error)) from error
 
     def request(
-        self,
-        method: str,
-        path: str,
-        *,
-        body: bytes = b"",
-        headers: Mapping[str, str] | None = None,
-        timeout_s: float,
+        self, method: str, path: str, *, timeout_s: float, body: bytes = b"", headers: Headers = None
     ) -> bytes:
         """Return the answer as received, up to 64 MiB."""
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
         own = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"}
         try:
-            connection.request(method, path, body=body or None, headers=own | dict(headers or {}))
-            response = connection.getresponse()
-            answer = response.read(_MAX_ANSWER_BYTES)
-        except (OSError, http.client.HTTPException) as error:
+            status, answer = exchange(
+                self.url,
+                method,
+                path,
+                body=body or None,
+                headers=own | dict(headers or {}),
+                timeout_s=timeout_s,
+                max_bytes=_MAX_ANSWER_BYTES,
+            )
+        except EXCHANGE_ERRORS as error:
             reason = str(error) or type(error).__name__
             raise NoAnswerError(
-                f"{self._who} at {self.url} does not answer {method} {path}: {reason}{self._hint}"
+                f"{self._server} at {self.url} does not answer {method} {path}: {reason}{self._hint}"
             ) from error
-        finally:
-            connection.close()
-        if not 200 <= response.status < 300:
-            raise self._error(response.status, answer)
+        if not 200 <= status < 300:
+            raise self._error(status, answer)
         return answer
 
     def _error(self, status: int, answer: bytes) -> IserveError:
@@ -97,9 +95,8 @@ class JsonHttp:
         try:
             body = from_json(answer, dict[str, Any], what="the error")
         except BadInputError:
-            return nearest(f"{self._who} answered {status}: {answer[:200]!r}")
-        named = getattr(fingerprint.errors, str(body.get("error")), None)
-        kind = named if isinstance(named, type) and issubclass(named, IserveError) else nearest
+            return nearest(f"{self._server} answered {status}: {answer[:200]!r}")
+        kind = error_class(body.get("error"), nearest)
         if kind is NoAnswerError:  # of a process behind the one that was asked, which has answered
             kind = UnavailableError
-        return kind(str(body.get("message", f"{self._who} answered {status}")))
+        return kind(str(body.get("message", f"{self._server} answered {status}")))

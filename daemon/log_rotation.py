@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 
-from fingerprint.plain_text import printable
+from fingerprint.sanitize import printable
 
 __all__ = ["bound_log", "log_to_stderr", "move_if_large", "why_silent"]
 

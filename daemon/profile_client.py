@@ -5,10 +5,6 @@ Synchronous, from any plain thread, with the standard library only. How a worker
 
 from __future__ import annotations
 
-import contextlib
-import http.client
-import socket
-import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -16,17 +12,16 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, TypeVar
-from urllib.parse import urlsplit
 
 from daemon.engine_options import NO_OPTIONS, EngineOptions
 from daemon.engines.registry import get_engine
+from daemon.http_exchange import EXCHANGE_ERRORS, exchange
 from daemon.profile_messages import ProfileBursts, ProfileError, ProfileLoad, ProfileRun
 from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from daemon.worker_token import OPEN_PATHS, authorization
-from fingerprint import errors
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat
-from fingerprint.errors import BadInputError, EngineError, InfeasibleError, IserveError
+from fingerprint.errors import BadInputError, EngineError, InfeasibleError, IserveError, error_class
 from fingerprint.measurements import MachineInfo, RankMemory, RunReading
 
 __all__ = ["LOAD_MARK", "WorkerHandle", "WorkerProfileSession", "WorkerProfileTarget"]
@@ -195,7 +190,7 @@ class WorkerProfileSession:
             self._check_alive()
             try:
                 status, _ = self._exchange("GET", "/health", None, _HEALTH_TIMEOUT_S)
-            except (OSError, http.client.HTTPException):
+            except EXCHANGE_ERRORS:
                 status = 0
             if status == 200:
                 return
@@ -278,7 +273,7 @@ class WorkerProfileSession:
         """
         try:
             status, body = self._exchange(method, path, order, self._call_timeout_s)
-        except (OSError, http.client.HTTPException) as error:
+        except EXCHANGE_ERRORS as error:
             self._check_alive(patience_s=0.0 if isinstance(error, TimeoutError) else _END_SEEN_S)
             raise EngineError(f"{path} of the worker at {self._handle.url} gave no answer: {error!r}") from error
         try:
@@ -287,54 +282,22 @@ class WorkerProfileSession:
             told = from_json(body, ProfileError, what=f"the answer of {path}")
         except BadInputError as error:  # not the caller's input: the worker's word
             raise EngineError(f"the worker answered {status}: {error}") from error
-        named = getattr(errors, told.error, None)
-        is_ours = isinstance(named, type) and issubclass(named, IserveError)
-        raise self._explain((named if is_ours else EngineError)(told.message))
+        raise self._explain(error_class(told.error, EngineError)(told.message))
 
     def _exchange(self, method: str, path: str, order: object, timeout_s: float) -> tuple[int, bytes]:
-        """Return the status and body of one exchange, past any proxy and on a connection of its own.
-
-        A connection that is not reused leaves nothing half-read.
+        """Return the status and body of one exchange.
 
         Raises:
-            OSError, HTTPException: no whole answer; TimeoutError: none by then, however many bytes of it have
-            arrived.
+            EXCHANGE_ERRORS: no whole answer; TimeoutError: none by then, however many bytes of it have arrived.
         """
-        where = urlsplit(self._handle.url)
-        connection = http.client.HTTPConnection(where.hostname or "127.0.0.1", where.port, timeout=timeout_s)
-        try:
-            body = None if order is None else to_json(order)
-            connection.connect()
-            with _HungUpAfter(timeout_s, connection.sock):
-                token = None if path in OPEN_PATHS else self._handle.token
-                headers = {"Content-Type": "application/json"} | authorization(token)
-                connection.request(method, path, body, headers)
-                response = connection.getresponse()
-                return response.status, response.read(_MAX_ANSWER_BYTES)
-        finally:
-            connection.close()
-
-
-class _HungUpAfter:
-    """Inside, ``sock`` is hung up when the time is over; a socket's own timeout begins anew with every byte."""
-
-    def __init__(self, timeout_s: float, sock: socket.socket) -> None:
-        self._timeout_s, self._sock, self._over = timeout_s, sock, threading.Event()
-        self._timer = threading.Timer(timeout_s, self._hang_up)
-        self._timer.daemon = True
-
-    def _hang_up(self) -> None:
-        self._over.set()
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
-
-    def __enter__(self) -> None:
-        self._timer.start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """End the watch. Raises TimeoutError: the time was over."""
-        self._timer.cancel()
-        if self._over.is_set():
-            raise TimeoutError(f"no whole answer within {self._timeout_s:g} s") from error
+        token = None if path in OPEN_PATHS else self._handle.token
+        return exchange(
+            self._handle.url,
+            method,
+            path,
+            body=None if order is None else to_json(order),
+            headers={"Content-Type": "application/json"} | authorization(token),
+            timeout_s=timeout_s,
+            max_bytes=_MAX_ANSWER_BYTES,
+            in_all=True,
+        )

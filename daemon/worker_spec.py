@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from daemon.engine_options import NO_OPTIONS, EngineOptions
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import ConfigError
+from fingerprint.measurements import LayerCache
 
 __all__ = ["StageAssignment", "WorkerLimits", "WorkerSpec"]
 
@@ -74,6 +75,8 @@ class WorkerSpec:
     """Whether weights are random, in the checkpoint's shapes; a config.json is then enough."""
     engine_version: str | None = None
     """Engine release that was planned with; None: the first installation that is found."""
+    layer_caches: tuple[LayerCache, ...] = ()
+    """One layer's cache of each kind of layers that the engine was seen to specify otherwise than config.json."""
     ends_at: float | None = None
     """Time, in seconds since the epoch, at which the daemon ends the worker if nothing did before; None: never."""
 

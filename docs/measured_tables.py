@@ -11,6 +11,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from placement_tables import exact_gaps, exact_gaps_in_part, of_policies, of_replicas
+from serving_tables import gateway_table, late_table
+
 __all__ = ["with_tables"]
 
 ROOT = Path(__file__).parents[1]
@@ -194,6 +197,17 @@ def _against_others() -> str:
     return "\n".join(lines)
 
 
+def _risk() -> str:
+    from tests.bench.risk import kept, table
+
+    return "\n".join(table(kept(RESULTS / "risk_independent.json.gz")))
+
+
+def _placed() -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = _recorded("placement_under_load.json.gz")["rows"]
+    return rows
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "regret without a limit": lambda: _regret(supported=False, limited=False),
     "regret without a limit, AIConfigurator": lambda: _regret(supported=True, limited=False),
@@ -205,5 +219,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "accuracy in short": _accuracy_in_short,
     "regret in short": _in_short,
     "against others": _against_others,
+    "risk on new loads": _risk,
+    "policies of figure 10": lambda: of_policies(_placed()),
+    "replicas on 16 GPUs": lambda: of_replicas(_placed(), 16),
+    "replicas on 8 GPUs": lambda: of_replicas(_placed(), 8),
+    "gateway": lambda: gateway_table(_recorded("gateway.json.gz")["runs"]),
+    "late rejection on an H200": lambda: late_table(json.loads((RESULTS / "refusing_h200.json").read_bytes())),
+    "distance to exact placement": lambda: exact_gaps(_recorded("exact_gap.json.gz")["cases"]),
+    "distance to exact placement in part": lambda: exact_gaps_in_part(_recorded("exact_gap.json.gz")["cases"]),
     "accuracy of vLLM 0.24 on an H200": lambda: _accuracy("h200"),
 }

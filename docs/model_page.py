@@ -48,9 +48,9 @@ whole, {deployed} was deployed.
 *   **cut**: the model of its first layers alone, at both depths that a profile runs (in layers), has those layers
     as the whole has them: matrices, windows, what they keep of a sequence. Published models may have other depths.
 *   **profiled**: fingerprints ran on an H200 with this release of vLLM, with random weights, and came to an
-    estimate of the whole. Of nine architectures vLLM's own cache of each layer was recorded, and is what the plan
-    counts ([decision 27](decisions/0027-described-models.md)). **Measured**: the whole model too, to compare
-    ([accuracy](accuracy.md#vllm-on-an-h200)). **Deployed**: served there by iServe
+    estimate of the whole. Of 14 architectures vLLM's own cache of each layer was recorded, of four more its log:
+    the plan counts the same ([decision 27](decisions/0027-described-models.md)). **Measured**: the whole model
+    too, to compare ([accuracy](accuracy.md#vllm-on-an-h200)). **Deployed**: served there by iServe
     ([decision 25](decisions/0025-vllm-releases.md)).
 
 Made by `docs/generate.py` from the recordings in `tests/bench/results` and from what
@@ -116,10 +116,12 @@ A `config.json` with `auto_map` names Python code of the model's repository. Whe
 |---|---|
 | `plan`, `estimate` | never run, on any machine: sizes are of `config.json` and safetensors headers. A note \
 says so |
-| `profile`, `deploy`, `plan --as`, `deploy --export` | refused without `--trust-remote-code` \
+| `profile`, `verify`, `deploy`, `plan --as`, `deploy --export` | refused without `--trust-remote-code` \
 (`trust_remote_code: true`) |
 | with it | one line says so before anything starts; vLLM gets `--trust-remote-code` and **runs the code as the \
 daemon's user**. Read it first |
+| files of it that are not here | named by a plan's note; with permission fetched from the hub, for a folder \
+refused: the code runs complete, with what its files import from each other, or not at all |
 | restart, scale to zero, `update` | the permission is kept, until `update --model` names another model |
 | embedded engine, TensorRT-LLM | never run: refused, whatever is given |
 
@@ -173,8 +175,11 @@ class _Runs:
                     measured.setdefault(run["profile"]["spec"]["architecture"], []).append(release)
         profiled = {name: list(releases) for name, releases in measured.items()}
         for run in json.loads(lzma.decompress((_RESULTS / _FAMILIES).read_bytes())):
+            if run["profile"] is None:  # cut short after the engine's start
+                continue
             release = dict(run["profile"]["machine"]["versions"])["engine"].removeprefix("vllm ")
-            profiled.setdefault(run["config"]["architectures"][0], []).append(release.rpartition(".")[0])
+            (architecture,) = json.loads(run["config"])["architectures"]
+            profiled.setdefault(architecture, []).append(release.rpartition(".")[0])
         self.measured, self.profiled = _joined(measured), _joined(profiled)
 
     def cells(self, name: str) -> tuple[str, str]:

@@ -57,6 +57,7 @@ ALLOWED = {
     r"\bstanding\s+costs?\b": "the cost per second of a placement, whatever is sent to it",
     r"\b(?:come|comes|came|coming)\s+from\b": "an origin",
     r"\b(?:come|comes|came)\s+(?:first|last|next)\b": "an order",
+    r"\btold\s+apart\b": "distinguished",
     r"\b(?:users?|people|operators?|authors?|readers?|those)\s+who\b": "people",
 }
 _ALLOWED = re.compile("|".join(ALLOWED), re.IGNORECASE)

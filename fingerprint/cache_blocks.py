@@ -23,8 +23,13 @@ from itertools import accumulate, pairwise
 
 from fingerprint.config import DeploymentConfig, KvFormat, Workload, even_split
 from fingerprint.engines import traits_of
-from fingerprint.formats import kv_tokens_per_layer, layer_state_bytes_per_gpu, layers_per_block, steps_in_flight
 from fingerprint.model_spec import LayerKind, ModelSpec
+from fingerprint.weight_bytes import (
+    kv_tokens_per_layer,
+    layer_state_bytes_per_gpu,
+    layers_per_block,
+    steps_in_flight,
+)
 
 __all__ = [
     "BLOCK_TOKENS",
@@ -117,7 +122,8 @@ def layer_kept_bytes(
     """Return what one layer of one GPU keeps of tokens and sequences at the end of ``workload``, as a mean.
 
     Where vLLM keeps states, blocks are as large as a state, and partly empty ones are a large part of the cache:
-    they count exactly. Else it is ``token_bytes`` for each of :func:`~fingerprint.formats.kv_tokens_per_layer`.
+    they count exactly. Else it is ``token_bytes`` for each of
+    :func:`~fingerprint.weight_bytes.kv_tokens_per_layer`.
 
     Raises:
         ConfigError: more stages than layers.

@@ -9,18 +9,31 @@ from fingerprint.config import KvFormat
 from fingerprint.measurements import LayerCache, MemoryPoint
 from fingerprint.model_spec import KV_ELEMENT_BYTES, LayerShape, ModelSpec
 
-__all__ = ["cache_differences", "with_engine_caches"]
+__all__ = ["cache_differences", "caches_of_layers", "engine_caches", "with_caches", "with_engine_caches"]
 
 
 def with_engine_caches(spec: ModelSpec, points: Iterable[MemoryPoint]) -> ModelSpec:
-    """Return ``spec`` with the bytes of tokens and states that the engine gave its own fingerprints' layers.
+    """Return ``spec`` with the bytes of tokens and states that the engine gave its own fingerprints' layers."""
+    return with_caches(spec, engine_caches(spec, points))
 
-    Points of one GPU in 16 bits count: others divide or convert what a layer keeps. A kind of layers that no
-    fingerprint has, or whose layers differ on the engine, stays as it is; so does a model whose layers are
-    described alike, unless all of them differ in the same way.
+
+def engine_caches(spec: ModelSpec, points: Iterable[MemoryPoint]) -> tuple[LayerCache, ...]:
+    """Return one layer's cache of each kind of layers of which the engine keeps something else than ``spec`` says.
+
+    Points of one GPU in 16 bits count; other degrees and formats divide or convert what a layer keeps. A kind of
+    layers that no fingerprint has, or whose layers differ on the engine, is left out.
     """
-    found = _by_kind(spec, points)
-    changed = {kind: cache for kind, cache in found.items() if _kept(cache) != _planned(spec, kind)}
+    return tuple(
+        cache for kind, cache in sorted(_by_kind(spec, points).items()) if _kept(cache) != _planned(spec, kind)
+    )
+
+
+def with_caches(spec: ModelSpec, caches: Sequence[LayerCache]) -> ModelSpec:
+    """Return ``spec`` with the caches of :func:`engine_caches`.
+
+    A model whose layers are described alike stays as it is, unless all of them differ in the same way.
+    """
+    changed = {spec.kind_indexes[cache.layer]: cache for cache in caches if cache.layer < spec.num_layers}
     if not changed:
         return spec
     if spec.layer_shapes:
@@ -34,14 +47,32 @@ def with_engine_caches(spec: ModelSpec, points: Iterable[MemoryPoint]) -> ModelS
 def cache_differences(spec: ModelSpec, points: Iterable[MemoryPoint]) -> list[str]:
     """Return a line for each kind of layers of which the engine keeps something else than ``spec`` says."""
     lines = []
-    for kind, cache in sorted(_by_kind(spec, points).items()):
-        token_bytes, state_bytes = _planned(spec, kind)
-        if _kept(cache) != (token_bytes, state_bytes):
-            lines.append(
-                f"layer {cache.layer} keeps {cache.token_bytes:g} bytes of a token and {cache.state_bytes} of a "
-                f"request by the engine, {token_bytes:g} and {state_bytes} by config.json: plans take the engine's"
-            )
+    for cache in engine_caches(spec, points):
+        token_bytes, state_bytes = _planned(spec, spec.kind_indexes[cache.layer])
+        lines.append(
+            f"layer {cache.layer} keeps {cache.token_bytes:g} bytes of a token and {cache.state_bytes} of a "
+            f"request by the engine, {token_bytes:g} and {state_bytes} by config.json: plans take the engine's"
+        )
     return lines
+
+
+def caches_of_layers(point: MemoryPoint) -> tuple[LayerCache, ...]:
+    """Return one cache for each layer of a fingerprint, all that the layer keeps.
+
+    A layer with attention and states side by side (Falcon-H1) has two in vLLM, which numbers those of the states
+    from the model's number of layers on.
+    """
+    layers: dict[int, LayerCache] = {}
+    for cache in (cache for rank in point.ranks for cache in rank.layer_caches):
+        index = cache.layer % point.num_layers
+        known = layers.get(index, LayerCache(layer=index, token_bytes=0.0, state_bytes=0, window=None))
+        layers[index] = LayerCache(
+            layer=index,
+            token_bytes=known.token_bytes + cache.token_bytes,
+            state_bytes=known.state_bytes + cache.state_bytes,
+            window=known.window or cache.window,
+        )
+    return tuple(layers[index] for index in sorted(layers))
 
 
 def _by_kind(spec: ModelSpec, points: Iterable[MemoryPoint]) -> dict[int, LayerCache]:
@@ -50,7 +81,7 @@ def _by_kind(spec: ModelSpec, points: Iterable[MemoryPoint]) -> dict[int, LayerC
     for point in points:
         if (point.tp, point.kv, point.shard) != (1, KvFormat.BITS16, False):
             continue
-        for cache in (cache for rank in point.ranks for cache in rank.layer_caches):
+        for cache in caches_of_layers(point):
             if cache.layer < spec.num_layers:
                 kinds.setdefault(spec.kind_indexes[cache.layer], []).append(cache)
     return {kind: caches[0] for kind, caches in kinds.items() if len(set(map(_kept, caches))) == 1}

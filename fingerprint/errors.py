@@ -23,6 +23,7 @@ __all__ = [
     "StateUnavailableError",
     "UnavailableError",
     "UnsupportedModelError",
+    "error_class",
 ]
 
 
@@ -84,3 +85,9 @@ class StateUnavailableError(UnavailableError):
 
 class EngineError(IserveError):
     """An inference engine could not start, failed, or broke its promises; the message quotes its log."""
+
+
+def error_class(name: object, default: type[IserveError]) -> type[IserveError]:
+    """Return the class that another process named in its answer; ``default`` where it is none of these."""
+    named = globals().get(str(name))
+    return named if isinstance(named, type) and issubclass(named, IserveError) else default

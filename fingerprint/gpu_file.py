@@ -16,7 +16,7 @@ import msgspec
 from fingerprint.codec import from_json
 from fingerprint.errors import ConfigError, NotFoundError
 from fingerprint.gpu_spec import GpuSpec
-from fingerprint.plain_text import printable
+from fingerprint.sanitize import printable
 
 __all__ = ["MAX_FILE_BYTES", "GpuDescription", "describe", "plain_name", "read_gpu_file", "spec_of"]
 

@@ -66,6 +66,11 @@ class GpuSpec:
         return self.vendor is Vendor.CPU
 
     @property
+    def kind(self) -> str:
+        """Name of the kind of device in messages."""
+        return "CPU device" if self.is_cpu else "GPU"
+
+    @property
     def has_fp8(self) -> bool:
         return self.flops_fp8_per_s is not None
 

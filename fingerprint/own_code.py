@@ -14,8 +14,10 @@ __all__ = ["CODE_PATTERN", "missing_code", "own_code_files", "own_code_kinds"]
 CODE_PATTERN = "*.py"
 _NAMING_FILES = ("config.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json")
 _MAX_KINDS = 64
+_MAX_CODE_CHARS = 4 * 2**20  # of one file; the largest published ones have 200,000
 _KIND = re.compile(r"Auto[A-Za-z0-9]{1,60}")
 _MODULE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,120}")
+_IMPORT = re.compile(r"^[ \t]*(?:import[ \t]+\.(\S+)[ \t]*$|from[ \t]+\.(\S+)[ \t]+import)", re.MULTILINE)
 
 
 def own_code_kinds(config: Mapping[str, object]) -> tuple[str, ...]:
@@ -57,11 +59,33 @@ def _files_of(values: Mapping[str, object], file: Path) -> Iterator[str]:
             yield f"{module}.py"
 
 
-def missing_code(directory: Path) -> str | None:
-    """Return the first Python file that is named and not in ``directory``; None: all are there, or none is named.
+def missing_code(directory: Path) -> tuple[str, ...]:
+    """Return the Python files that are named, or that one of them imports from its folder, and are not there.
+
+    Imports are those that transformers looks for as text, and refuses to go without
+    (``dynamic_module_utils.get_relative_imports``).
 
     Raises:
-        CheckpointError: as :func:`own_code_files`.
+        CheckpointError: as :func:`own_code_files`; a file of the code cannot be read.
         ConfigError: one of the JSON files cannot be read.
     """
-    return next((name for name in own_code_files(directory) if not (directory / name).is_file()), None)
+    left, found, missing = [*own_code_files(directory)], set[str](), list[str]()
+    while left:
+        name = left.pop()
+        if name in found:
+            continue
+        found.add(name)
+        if (directory / name).is_file():
+            left += _imported_files(directory / name)
+        else:
+            missing.append(name)
+    return tuple(sorted(missing))
+
+
+def _imported_files(file: Path) -> list[str]:
+    try:
+        with file.open(encoding="utf-8", errors="replace") as text:
+            imports = _IMPORT.findall(text.read(_MAX_CODE_CHARS))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {file}: {error.strerror or error}") from error
+    return [f"{module}.py" for pair in imports for module in pair if _MODULE.fullmatch(module)]

@@ -33,7 +33,7 @@ from fingerprint.model_spec import ModelSpec
 from fingerprint.profile_budget import Action, Budget, OutOfTimeError
 from fingerprint.profile_plan import ProfilePlan, default_plan, fingerprint_layers
 from fingerprint.profile_points import Shape, Visit
-from fingerprint.robust import locate
+from fingerprint.trimmed_mean import locate
 
 __all__ = ["ProfilePlan", "ProfileProgress", "default_plan", "fingerprint_layers", "profile"]
 

@@ -253,7 +253,7 @@ def _check_file_name(file: object, what: str) -> None:
         or "\0" in file
     ):
         raise CheckpointError(
-            f"{what} names {str(file)[:200]!r}; weights load from safetensors files beside the index only"
+            f"{what} names {str(file)[:200]!r}; weights load from safetensors files next to the index only"
         )
 
 

@@ -88,10 +88,10 @@ class DeploymentDocument:
 
     ``status``: ``accepted``, ``resolving``, ``profiling``, ``planning``, ``launching`` (the steps of a deploy);
     ``ready`` (a worker serves, of several replicas at least one: ``num_ready`` of ``num_replicas``),
-    ``restarting``, ``unreachable`` (observed of its workers); ``asleep`` (no request for
+    ``restarting``, ``unreachable`` (observed of its workers); ``scaled-to-zero`` (no request for
     ``scale_to_zero_s``: its workers have ended; ``error``: why the last try to start them again failed),
-    ``waking`` (they start again); ``draining``, ``replacing`` (the steps of an update that stops first),
-    ``restoring`` (its new workers did not come up, the former ones start again); ``refused`` (nothing is
+    ``scaling-up`` (they start again); ``draining``, ``replacing`` (the steps of an update that stops first),
+    ``restoring`` (its new workers did not start, the former ones start again); ``refused`` (nothing is
     feasible), ``failed`` (``error`` says why), ``removing``.
     """
 
@@ -118,7 +118,7 @@ class DeploymentDocument:
     restarts: int
     """Times that workers were started again, over all replicas."""
     created_at: float
-    """Time of the request, in seconds since the epoch; identifies this deployment among others of its name."""
+    """Time of the request, in seconds since the epoch; tells this deployment from former ones of its name."""
     progress: ProgressDocument | None = None
     """Step that is under way; None: none."""
     scale_to_zero_s: float | None = None
@@ -127,7 +127,7 @@ class DeploymentDocument:
     """Number of replicas asked for."""
     num_ready: int = 0
     """Number of replicas that serve."""
-    refuses_late: bool = False
+    rejects_late: bool = False
     """Whether the gateway answers 503 to a request that would miss the SLO."""
     replicas: tuple[ReplicaDocument, ...] = ()
     """Replicas that were chosen, one worker each."""

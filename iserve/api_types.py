@@ -1,46 +1,54 @@
-"""Bodies of requests to the REST API; unknown fields are refused."""
+"""Requests for plans, deployments and checks: one value from command line and REST API to planner and store.
+
+A field is an option of the command line and a field of the REST body, both described by the field's own text.
+Imported for every ``--help``, so what is heavy is imported only when it runs.
+"""
 
 from __future__ import annotations
 
 import re
-from dataclasses import replace
-from typing import Annotated
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
 
-from pydantic import AfterValidator, Field, StringConstraints
-
-from daemon.engine_options import EngineOptions
 from fingerprint.config import Workload
 from fingerprint.errors import ConfigError
-from fingerprint.model_use import MAX_IMAGE_TOKENS, MAX_IMAGES
-from fingerprint.plain_text import UNPRINTABLE, is_plain
-from fingerprint.profile_plan import Shards
-from iserve import request_help as h
-from iserve.planning.making import MAX_REPLICAS, PlanOptions
-from iserve.request_body import Body, ModelUseBody
-from placement.placers import check_placement
+from fingerprint.model_use import MAX_IMAGE_TOKENS, MAX_IMAGES, ModelUse
+from fingerprint.sanitize import is_plain
 from placement.scaling import MIN_IDLE_S
-from planner.intent import MOST_WINDOWS, CostModel, Intent, IntentKind, Quality, Slo, Traffic
+from planner.intent import MAX_REPLICAS, MOST_WINDOWS, CostModel, Intent, IntentKind, Quality, Slo, Traffic
+
+if TYPE_CHECKING:
+    from daemon.engine_options import EngineOptions
+    from iserve.planning.pipeline import PlanOptions
 
 __all__ = [
-    "ARGUMENTS_NOTE",
+    "FORMER_FIELDS",
     "IDEMPOTENCY_KEY",
+    "MAX_LABEL",
+    "MAX_TEXT",
     "DeployBody",
-    "KeyBody",
     "LaunchBody",
-    "ModelBody",
     "PlanBody",
-    "ProfileBody",
-    "UpdateBody",
+    "PlanRequest",
+    "ReplicatedRequest",
     "VerifyBody",
     "check_idempotency_key",
     "check_label",
     "check_name",
-    "check_refuse_late",
+    "check_reject_late",
 ]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 IDEMPOTENCY_KEY = "^[!-~]{1,200}$"  # pattern of the header
-_Text = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+MAX_TEXT = 4096
+# Former names of fields, accepted for one release in a body that has the field by its present name.
+FORMER_FIELDS = {
+    "expect": "expected_deployments",
+    "rates": "relative_rates",
+    "refuse_late": "reject_late",
+}
+_TEXT = {"min_length": 1, "max_length": MAX_TEXT}  # as pydantic reads it
 
 
 def check_name(name: str) -> str:
@@ -56,11 +64,11 @@ def check_name(name: str) -> str:
     return name
 
 
-def check_refuse_late(refuse_late: bool, slo: Slo | None) -> None:
+def check_reject_late(reject_late: bool, slo: Slo | None) -> None:
     """Raises ConfigError: nothing says what is late."""
-    if refuse_late and slo is None:
+    if reject_late and slo is None:
         raise ConfigError(
-            "refusing late requests needs to know what is late; give the limits in seconds, such as "
+            "rejecting late requests needs to know what is late; give the limits in seconds, such as "
             '--slo ttft=1,e2e=8 (slo: {"ttft_s": 1, "e2e_s": 8})'
         )
 
@@ -93,61 +101,101 @@ def check_label(label: str) -> str:
     return label
 
 
-class SloBody(Body):
-    """Latency limits, of which at least one is given."""
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """Intent with its limits, and the requests that are planned for."""
 
-    ttft_s: float | None = None
-    """Limit of the time to first token in seconds; None: not limited."""
-    tpot_s: float | None = None
-    """Limit of the time per output token in seconds; None: not limited."""
-    e2e_s: float | None = None
-    """Limit of the time of a whole request in seconds; None: not limited."""
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - no field
 
-
-class _Wish(Body):
-    intent: IntentKind = Field(default=IntentKind.MIN_COST, description=h.INTENT)
-    cost: CostModel = Field(default=CostModel.MEMORY_LATENCY, description=h.COST)
-    slo: SloBody | None = None
+    intent: IntentKind = Intent().kind
+    """Goal of the choice."""
+    cost: CostModel = Intent().cost_model
+    """Cost model: what a request costs."""
+    slo: Slo | None = None
     """Latency limits; None: none."""
-    percentile: float = Field(default=Intent().percentile, description=h.PERCENTILE)
-    rate_per_s: float | None = Field(default=None, description=h.RATE)
-    burstiness: float = Field(default=Traffic().burstiness, description=h.BURSTINESS)
-    input_cv: float = Field(default=Traffic().input_cv, description=h.INPUT_CV)
-    output_cv: float = Field(default=Traffic().output_cv, description=h.OUTPUT_CV)
-    rates: list[float] = Field(default_factory=list, max_length=MOST_WINDOWS)
+    percentile: float = Intent().percentile
+    """Percentage of the requests that must keep each limit of the SLO, when a rate is given."""
+    rate_per_s: float | None = None
+    """Requests per second to be served; with it, give a batch: else 1 at once is planned for and served.
+    min-latency and cost-slo rank by the mean request at it, not by a full batch."""
+    burstiness: float = Traffic().burstiness
+    """Coefficient of variation of the gaps between requests; 1: Poisson."""
+    input_cv: float = Traffic().input_cv
+    """Coefficient of variation of the prompts' lengths."""
+    output_cv: float = Traffic().output_cv
+    """Coefficient of variation of the answers' lengths."""
+    relative_rates: tuple[float, ...] = field(default=(), metadata={"max_length": MOST_WINDOWS})
     """Rate of each window over the mean of all, which is 1; empty: the rate is constant."""
     rate_window_s: float = Traffic().window_s
-    """Length of a window of `rates` in seconds."""
-    quality: Quality = Field(default=Quality.NEAR, description=h.QUALITY)
-    budget: float | None = Field(default=None, description=h.BUDGET)
-    input_tokens: int = Field(default=Workload().input_tokens, description=h.INPUT_TOKENS)
-    output_tokens: int = Field(default=Workload().output_tokens, description=h.OUTPUT_TOKENS)
-    context_tokens: int | None = Field(default=None, ge=1, description=h.CONTEXT)
-    batch: int | None = Field(default=None, description=h.BATCH)
-    expect: int = Field(default=0, ge=0, description=h.EXPECT)
-    engine: str = Field(default="auto", description=h.ENGINE)
-    policy: str | None = Field(default=None, description=h.POLICY)
+    """Length of a window of `relative_rates` in seconds."""
+    quality: Quality = Intent().quality
+    """Change of answers that is allowed: exact (16 bits only), near (int8 and fp8 too), any (everything)."""
+    budget: float | None = None
+    """Most a request may cost, in the cost's unit."""
+    input_tokens: int = Workload().input_tokens
+    """Prompt length to plan for, in tokens."""
+    output_tokens: int = Workload().output_tokens
+    """Answer length to plan for, in tokens."""
+    context_tokens: int | None = field(default=None, metadata={"ge": 1})
+    """Tokens of the longest request that is taken, prompt and answer together; else the model's most, or what
+    memory holds."""
+    batch: int | None = None
+    """Requests at once, planned for and served at most; else 1 is planned for, and as many are served as memory
+    holds, up to 256 (with a rate: 1)."""
+    expected_deployments: int = field(default=0, metadata={"ge": 0})
+    """Deployments that the cluster is to hold in all, this one among them; min-latency and cost-slo count what
+    sharing with them will cost. 0: no more than there are."""
+    engine: str = "auto"
+    """Inference engine: torch, vllm, tensorrt-llm or auto."""
+    policy: str | None = None
+    """Placement policy: hybrid, packing, least-loaded or ilp; else that of ISERVE_POLICY."""
 
-    def options(self, *, default_policy: str, load_threshold: float) -> PlanOptions:
-        """The core's types.
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Callable[[Any], Any]) -> Any:
+        from pydantic_core.core_schema import no_info_before_validator_function
+
+        return no_info_before_validator_function(cls._by_present_names, handler(source))
+
+    @classmethod
+    def _by_present_names(cls, given: object) -> object:
+        if not isinstance(given, dict):
+            return given
+        free = {one.name for one in fields(cls)} - given.keys()
+        return {FORMER_FIELDS[n] if FORMER_FIELDS.get(n) in free else n: value for n, value in given.items()}
+
+    def given(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults, as JSON has them."""
+        from fingerprint.codec import to_builtins
+
+        default = to_builtins(type(self)())
+        return {name: value for name, value in to_builtins(self).items() if value != default[name]}
+
+    def options(self, *, default_policy: str, load_threshold: float, sees_load: bool = False) -> PlanOptions:
+        """Return the planner's options, checked.
+
+        Args:
+            sees_load: the placer is given what is deployed and its load, which look-ahead needs.
 
         Raises:
             ConfigError: a value out of its range.
         """
-        slo = self.slo
-        check_placement(self.policy or default_policy, sees_load=False)  # the controller does not tell the load
+        from iserve.planning.pipeline import PlanOptions
+        from placement.placer_registry import check_placement
+
+        policy = self.policy or default_policy
+        check_placement(policy, sees_load=sees_load)
         return PlanOptions(
             intent=Intent(
                 kind=self.intent,
                 cost_model=self.cost,
-                slo=None if slo is None else Slo(ttft_s=slo.ttft_s, tpot_s=slo.tpot_s, e2e_s=slo.e2e_s),
+                slo=self.slo,
                 percentile=self.percentile,
                 rate_per_s=self.rate_per_s,
                 traffic=Traffic(
                     burstiness=self.burstiness,
                     input_cv=self.input_cv,
                     output_cv=self.output_cv,
-                    rates=tuple(self.rates),
+                    relative_rates=self.relative_rates,
                     window_s=self.rate_window_s,
                 ),
                 quality=self.quality,
@@ -159,32 +207,73 @@ class _Wish(Body):
                 output_tokens=self.output_tokens,
                 longest_tokens=self.context_tokens or 0,
             ),
-            policy=self.policy or default_policy,
+            policy=policy,
             load_threshold=load_threshold,
-            expect=self.expect,
+            expect=self.expected_deployments,
             more_requests=self.batch is None,
             longer_requests=self.context_tokens is None,
         )
 
 
-class _ReplicatedWish(_Wish):
-    replicas: int = Field(default=1, ge=1, le=MAX_REPLICAS, description=h.REPLICAS)
+@dataclass(frozen=True, kw_only=True)
+class ReplicatedRequest(PlanRequest):
+    """Request for one or more replicas of a model, and the use of the model."""
 
-    def options(self, *, default_policy: str, load_threshold: float) -> PlanOptions:
-        wish = super().options(default_policy=default_policy, load_threshold=load_threshold)
-        return replace(wish, replicas=self.replicas)
+    model: str | None = field(default=None, metadata=_TEXT)
+    """Model folder, Hugging Face id or registered name; None: the bundled demo model."""
+    replicas: int = field(default=1, metadata={"ge": 1, "le": MAX_REPLICAS})
+    """Workers of the configuration, each on devices of its own; the rate is that of all together."""
+    text_only: bool = False
+    """vLLM: leave out a multimodal model's towers for images, video and sound."""
+    images: int = field(default=0, metadata={"ge": 0, "le": MAX_IMAGES})
+    """Images in each planned prompt, added to its text."""
+    image_tokens: int | None = field(default=None, metadata={"ge": 1, "le": MAX_IMAGE_TOKENS})
+    """Tokens of an image; else as config.json has it."""
+    trust_remote_code: bool = False
+    """vLLM: run Python code of the model's repository (auto_map) as the daemon's user. Read it first."""
+
+    def __post_init__(self) -> None:
+        _ = self.use  # checked
+
+    @property
+    def use(self) -> ModelUse:
+        """Use of the model.
+
+        Raises:
+            ConfigError: fields that contradict each other.
+        """
+        return ModelUse(
+            text_only=self.text_only,
+            images=self.images,
+            image_tokens=self.image_tokens,
+            trust_remote_code=self.trust_remote_code,
+        )
+
+    def options(self, *, default_policy: str, load_threshold: float, sees_load: bool = False) -> PlanOptions:
+        found = super().options(default_policy=default_policy, load_threshold=load_threshold, sees_load=sees_load)
+        return replace(found, replicas=self.replicas)
 
 
-ARGUMENTS_NOTE = "what --engine-arg changes is in no figure of this plan"
+@dataclass(frozen=True, kw_only=True)
+class PlanBody(ReplicatedRequest):
+    """``POST /api/v1/plans``: choose, start nothing."""
+
+    gpus: str | None = field(default=None, metadata=_TEXT)
+    """Devices to plan for, such as `a6000:8`; None: those that are free here."""
 
 
-class _EngineOptions(ModelUseBody):
+@dataclass(frozen=True, kw_only=True)
+class _EngineOptions(ReplicatedRequest):
     """Options that a deployment gives to the engine itself."""
 
-    engine_args: dict[str, str | None] = Field(default_factory=dict, max_length=64)
+    name: str | None = field(default=None, metadata=_TEXT)
+    """Name that clients give as `model`; else the model's own name."""
+    engine_args: dict[str, str | None] = field(default_factory=dict, metadata={"max_length": 64})
     """Options of the engine's own server, name to value; a value of None makes a flag."""
-    tool_call_parser: str | None = Field(default=None, description=h.TOOL_CALL_PARSER)
-    reasoning_parser: str | None = Field(default=None, description=h.REASONING_PARSER)
+    tool_call_parser: str | None = None
+    """vLLM: format in which the model writes tool calls, such as hermes."""
+    reasoning_parser: str | None = None
+    """vLLM: format in which the model marks its reasoning, such as qwen3."""
 
     @property
     def engine_options(self) -> EngineOptions:
@@ -193,6 +282,8 @@ class _EngineOptions(ModelUseBody):
         Raises:
             ConfigError: a name or value that cannot be one.
         """
+        from daemon.engine_options import EngineOptions
+
         return EngineOptions(
             arguments=tuple(self.engine_args.items()),
             tool_call_parser=self.tool_call_parser,
@@ -201,153 +292,52 @@ class _EngineOptions(ModelUseBody):
         )
 
 
-class PlanBody(_ReplicatedWish, ModelUseBody):
-    """``POST /api/v1/plans``: choose, start nothing."""
-
-    model: _Text | None = None
-    """Model folder, Hugging Face id or registered name; None: the bundled demo model."""
-    gpus: _Text | None = None
-    """Devices to plan for, such as `a6000:8`; None: those that are free here."""
-
-
-class LaunchBody(PlanBody, _EngineOptions):
+@dataclass(frozen=True, kw_only=True)
+class LaunchBody(_EngineOptions, PlanBody):
     """``POST /api/v1/plans/launch``: what a deploy would start; nothing is started."""
 
-    name: _Text | None = Field(default=None, description=h.NAME)
 
-
-class DeployBody(_ReplicatedWish, _EngineOptions):
+@dataclass(frozen=True, kw_only=True)
+class DeployBody(_EngineOptions):
     """``POST /api/v1/deployments``: the model, the intent and the limits of a deployment."""
 
-    model: _Text | None = None
-    """Model folder, Hugging Face id or registered name; None: the bundled demo model."""
-    name: _Text | None = Field(default=None, description=h.NAME)
-    scale_to_zero_s: float | None = Field(
-        default=None, ge=MIN_IDLE_S, le=31_536_000, description=f"{h.SCALE_TO_ZERO} null: they stay."
-    )
-    refuse_late: bool = Field(default=False, description=h.REFUSE_LATE)
-    engine_version: _Text | None = None
+    scale_to_zero_s: float | None = field(default=None, metadata={"ge": MIN_IDLE_S, "le": 31_536_000})
+    """Idle seconds after which the workers end; the next request starts them again. Left out: they stay."""
+    reject_late: bool = False
+    """Answer 503 at once to a request that would miss the SLO, in place of a late answer."""
+    engine_version: str | None = field(default=None, metadata=_TEXT)
     """Installed release of the engine, such as 0.33.0; None: the one that workers start with."""
 
-    def options(self, *, default_policy: str, load_threshold: float) -> PlanOptions:
-        wish = super().options(default_policy=default_policy, load_threshold=load_threshold)
-        check_refuse_late(self.refuse_late, wish.intent.slo)
+    def options(self, *, default_policy: str, load_threshold: float, sees_load: bool = False) -> PlanOptions:
+        found = super().options(default_policy=default_policy, load_threshold=load_threshold, sees_load=sees_load)
+        check_reject_late(self.reject_late, found.intent.slo)
         # Lateness is forecast with the plan's times, which are of the planned number of requests at once.
-        return replace(wish, more_requests=wish.more_requests and not self.refuse_late)
+        return replace(found, more_requests=found.more_requests and not self.reject_late)
+
+    @property
+    def launch(self) -> LaunchBody:
+        """The same request for what a deploy would start."""
+        shared = {one.name for one in fields(LaunchBody)} & {one.name for one in fields(self)}
+        return LaunchBody(**{name: getattr(self, name) for name in shared})
 
 
-_NEVER_NULL = (
-    *("model", "intent", "replicas", "input_tokens", "output_tokens", "engine_args"),
-    *("text_only", "images", "trust_remote_code"),
-)
-
-
-class UpdateBody(Body):
-    """``PATCH /api/v1/deployments/{name}``: changes of a deployment; what is left out stays as it is."""
-
-    model: _Text | None = None
-    """Model folder, Hugging Face id or registered name."""
-    intent: IntentKind | None = Field(default=None, description=h.INTENT)
-    slo: SloBody | None = None
-    """Latency limits; None removes them."""
-    replicas: int | None = Field(default=None, ge=1, le=MAX_REPLICAS, description=h.REPLICAS)
-    batch: int | None = None
-    """Most requests at once; None: as many as memory allows."""
-    context_tokens: int | None = Field(default=None, ge=1)
-    """Tokens of the longest request, prompt and answer together; None: as many as memory allows."""
-    input_tokens: int | None = Field(default=None, description=h.INPUT_TOKENS)
-    output_tokens: int | None = Field(default=None, description=h.OUTPUT_TOKENS)
-    engine_version: _Text | None = None
-    """Installed release of the engine; None: the one that workers start with."""
-    engine_args: dict[str, str | None] | None = Field(default=None, max_length=64)
-    """Options of the engine's own server, which replace all former ones."""
-    tool_call_parser: str | None = Field(default=None, description=f"{h.TOOL_CALL_PARSER} null: none.")
-    reasoning_parser: str | None = Field(default=None, description=f"{h.REASONING_PARSER} null: none.")
-    text_only: bool | None = Field(default=None, description=h.TEXT_ONLY)
-    images: int | None = Field(default=None, ge=0, le=MAX_IMAGES, description=h.IMAGES)
-    image_tokens: int | None = Field(default=None, ge=1, le=MAX_IMAGE_TOKENS, description=h.IMAGE_TOKENS)
-    trust_remote_code: bool | None = None
-    """Permission to run Python code of the model; another `model` ends it, unless it is given with that."""
-    stop_first: bool = False
-    """Whether the former workers end before the new ones start; requests wait meanwhile."""
-
-    def applied_to(self, wish: DeployBody) -> tuple[DeployBody, tuple[str, ...]]:
-        """``wish`` with the changes, and the names of what changes.
-
-        Raises:
-            ConfigError: nothing is given, or null where a value is needed.
-        """
-        given = sorted(self.model_fields_set - {"stop_first"})
-        if not given:
-            known = sorted(set(type(self).model_fields) - {"stop_first"})
-            raise ConfigError(f"nothing is changed; give at least one of {', '.join(known)}")
-        for name in _NEVER_NULL:
-            if name in given and getattr(self, name) is None:
-                raise ConfigError(f"{name} must have a value; leave it out to keep what it is")
-        changes = self.model_dump(include=set(given))
-        if changes.get("images") == 0:
-            changes.setdefault("image_tokens", None)
-        if changes.get("model", wish.model) != wish.model:
-            changes.setdefault("trust_remote_code", False)  # it was given for the code of the former model
-            changes.setdefault("image_tokens", None)  # they were those of the former model's images
-        return DeployBody.model_validate(wish.model_dump() | changes), tuple(given)
-
-
-class ProfileBody(Body):
-    """``POST /api/v1/profiles``: what to measure, and for how long."""
-
-    model: _Text | None = None
-    """Model folder, Hugging Face id or registered name; None: the bundled demo model."""
-    engine: str = Field(default="auto", description=h.ENGINE)
-    max_seconds: float = Field(default=60.0, gt=0, le=86_400)
-    """Time budget of the profile in seconds."""
-    quality: Quality = Quality.NEAR
-    """Change of answers to measure for: an engine that starts anew for each format measures what it allows."""
-    trust_remote_code: bool = Field(default=False, description=h.TRUST_REMOTE_CODE)
-    shards: Shards = Shards.AUTO
-    """Tensor-parallel degrees that are measured as one rank alone on one GPU."""
-    input_tokens: int = Field(default=Workload().input_tokens, description=h.INPUT_TOKENS)
-    output_tokens: int = Field(default=Workload().output_tokens, description=h.OUTPUT_TOKENS)
-    batch: int = Workload().batch
-    """Largest batch to measure."""
-
-
-class VerifyBody(_Wish):
+@dataclass(frozen=True, kw_only=True)
+class VerifyBody(PlanRequest):
     """``POST /api/v1/verifications``: check a deployment that runs, or ``model`` in one that is launched for it.
 
     A deployment is checked under what it was planned for; nothing that differs from that may be given.
     """
 
-    model: _Text | None = None
+    model: str | None = field(default=None, metadata=_TEXT)
     """Model to launch for the check: folder, Hugging Face id or registered name; None: that of `deployment`, else
     the bundled demo model."""
-    deployment: _Text | None = None
+    deployment: str | None = field(default=None, metadata=_TEXT)
     """Running deployment to check; None: a worker of `model` is launched for it."""
-    max_seconds: float = Field(default=60.0, gt=0, le=3600)
+    trust_remote_code: bool = False
+    """vLLM: run Python code of the model's repository (auto_map) as the daemon's user. Read it first."""
+    max_seconds: float = field(default=60.0, metadata={"gt": 0, "le": 3600})
     """Time budget of the check in seconds."""
 
-    def options(self, *, default_policy: str, load_threshold: float) -> PlanOptions:
-        wish = super().options(default_policy=default_policy, load_threshold=load_threshold)
-        return replace(wish, more_requests=False, longer_requests=False)  # what is predicted is what is checked
-
-
-class ModelBody(Body):
-    """``POST /api/v1/models``: give a checkpoint folder a name."""
-
-    name: _Text
-    """Name to register: 1 to 63 letters, digits, `.`, `_` or `-`."""
-    directory: _Text
-    """Folder of the checkpoint or of its config.json, on the controller's machine."""
-
-
-class KeyBody(Body):
-    """``POST /api/v1/keys``: label and scope of a new API key."""
-
-    label: Annotated[
-        str,
-        Field(json_schema_extra={"minLength": 1, "maxLength": MAX_LABEL, "pattern": f"^[^\\t\\n{UNPRINTABLE}]+$"}),
-        AfterValidator(check_label),
-    ] = "unnamed"
-    """Label by which people recognise the key."""
-    scope: Annotated[str, StringConstraints(pattern="^(admin|inference)$")] = "inference"
-    """Permission of the key: `admin` for the REST API and models, `inference` for models alone."""
+    def options(self, *, default_policy: str, load_threshold: float, sees_load: bool = False) -> PlanOptions:
+        found = super().options(default_policy=default_policy, load_threshold=load_threshold, sees_load=sees_load)
+        return replace(found, more_requests=False, longer_requests=False)  # what is predicted is what is checked

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
-from urllib.parse import quote, urlencode, urlsplit
+from urllib.parse import quote, urlencode
 
 from daemon.home import make_home
+from daemon.http_exchange import EXCHANGE_ERRORS, exchange
 from daemon.json_http import JsonHttp
 from daemon.log_rotation import why_silent
 from daemon.process import ProcessRecord, is_alive, read_record, spawn_detached
@@ -36,7 +36,7 @@ class ControllerClient:
 
     def __init__(self, url: str, token: str, *, timeout_s: float = 60.0) -> None:
         hint = "; `iserve status` looks, `iserve up` starts it"
-        self._http = JsonHttp(url, token, who="the controller", hint=hint)
+        self._http = JsonHttp(url, token, server="the controller", hint=hint)
         self._timeout_s = timeout_s
 
     def get(self, path: str, kind: type[T], **query: object) -> T:
@@ -176,15 +176,10 @@ def _runs(pid: int) -> bool:
 
 
 def _is_ready(record: ProcessRecord) -> bool:
-    parts = urlsplit(record.url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port or 0, timeout=5)
     try:
-        connection.request("GET", "/readyz")
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
+        return exchange(record.url, "GET", "/readyz", timeout_s=5, max_bytes=1)[0] == 200
+    except EXCHANGE_ERRORS:
         return False
-    finally:
-        connection.close()
 
 
 def _reason(log_path: Path, start: int) -> str:
@@ -195,4 +190,4 @@ def _reason(log_path: Path, start: int) -> str:
         said = [line for line in lines if line]
         if said:
             return said[-1].removeprefix("iserve: ")
-    return f"the controller did not come up; {why_silent(log_path) or f'it said nothing (log: {log_path})'}"
+    return f"the controller did not start; {why_silent(log_path) or f'it said nothing (log: {log_path})'}"

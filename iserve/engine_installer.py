@@ -31,7 +31,7 @@ from daemon.procfs import running_from
 from fingerprint.codec import to_json
 from fingerprint.errors import ConfigError, ConflictError, EngineError, NotFoundError, UnavailableError
 from fingerprint.extras import install_extra
-from fingerprint.plain_text import printable
+from fingerprint.sanitize import printable
 from iserve.engine_inventory import deployments_on
 from iserve.settings import Settings
 
@@ -40,6 +40,7 @@ __all__ = ["install", "installable", "remove"]
 Tell = Callable[[str], None]
 
 _SHOWN = re.compile(r"(Collecting|Downloading|Building|Installing|Successfully|Resolved|Prepared|Installed) \S.*")
+_NOT_FOUND = re.compile(r"No matching distribution|No solution found|Could not find a version|Failed to fetch")
 _MAX_LINE_CHARACTERS = 100
 _MAX_REASON_CHARACTERS = 500
 _KEPT_LINES = 50
@@ -78,7 +79,8 @@ def install(settings: Settings, engine: str, version: str | None, tell: Tell) ->
                 for command in _commands(environment, f"{distribution}=={wanted}"):
                     reason = _run(command, lock, log, tell)
                     if reason is not None:
-                        raise EngineError(f"{engine} {wanted} was not installed: {reason} (log: {log_path})")
+                        said = f"{engine} {wanted} was not installed: {reason} (log: {log_path})"
+                        raise EngineError(said + _advice(command, reason))
             if not _has(environment, distribution):
                 raise EngineError(f"{engine} {wanted} is not in {environment.folder} after all (log: {log_path})")
         except BaseException:
@@ -215,6 +217,20 @@ def _reason(lines: Sequence[str]) -> str:
     errors = [at for at, line in enumerate(lines) if line.lower().startswith("error: ")]
     said = " ".join(lines[errors[-1] :]).partition(": ")[2] if errors else "".join(lines[-1:])
     return said[:_MAX_REASON_CHARACTERS]
+
+
+def _advice(command: Sequence[str], reason: str) -> str:
+    """Return how another index or a folder of wheels is named, where what was asked for was not found."""
+    if not _NOT_FOUND.search(reason):
+        return ""
+    if os.path.basename(command[0]) == "uv":
+        index, more, folder = "UV_DEFAULT_INDEX", "UV_INDEX", "UV_FIND_LINKS"
+    else:
+        index, more, folder = "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS"
+    return (
+        f"; is the network up, and does the index have it for this Python? {index} names another index, {more} "
+        f"one to ask as well, {folder} a folder of wheels: set one and run the command again"
+    )
 
 
 def _has(environment: EngineEnvironment, distribution: str) -> bool:

@@ -12,7 +12,7 @@ from daemon.engines.external import ExternalEngine
 from daemon.engines.registry import ENGINES
 from fingerprint.errors import EngineError
 from iserve.api_documents import EngineDocument
-from iserve.controller.records import recorded_workers
+from iserve.controller.stored_values import recorded_workers
 from iserve.settings import Settings
 from iserve.state.store import Store
 

@@ -16,9 +16,9 @@ from time import monotonic
 from typing import TypeVar
 
 from fingerprint.errors import NotFoundError, UnavailableError
-from fingerprint.generate import COMPANION_FILES
 from fingerprint.own_code import CODE_PATTERN
 from fingerprint.safetensors_header import INDEX_FILE
+from fingerprint.truncate import COMPANION_FILES
 
 __all__ = [
     "UNREADABLE",

@@ -273,9 +273,11 @@ class _Repository:
             raise UnavailableError(f"the hub answered {status} for {what}; try again later")
         kind = response.headers.get("Content-Type", "")
         if kind.startswith("text/html"):
-            raise UnavailableError(f"a web page came instead of {what}; is there a login page in the network?")
+            raise UnavailableError(
+                f"the answer is a web page instead of {what}; is there a login page in the network?"
+            )
         if response.headers.get("Content-Encoding", "identity") != "identity":
-            raise UnavailableError(f"{what} came compressed, which was not asked for")
+            raise UnavailableError(f"{what} is compressed, which was not requested")
 
     def _what(self, file: str) -> str:
         return f"{file[:200]} of {self._model}"

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Iterable
 
 from fingerprint.errors import ConfigError
-from iserve.routes import ApiKeyRecord
+from iserve.route_table import ApiKeyRecord
 
 __all__ = ["KEY_PREFIX", "SCOPES", "find_key", "hash_key", "new_key"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -18,11 +18,11 @@ from fingerprint.checkpoint import INDEX_FILE, SINGLE_FILE, indexed_files
 from fingerprint.config_json import read_config
 from fingerprint.errors import CheckpointError, NotFoundError, UnavailableError
 from fingerprint.families import is_tabled, load_spec
-from fingerprint.families.refusals import refuse_other_kinds
+from fingerprint.families.unsupported import refuse_other_kinds
 from fingerprint.model_spec import ModelSpec
 from fingerprint.model_use import AS_IT_IS, ModelUse
 from fingerprint.own_code import missing_code
-from fingerprint.plain_text import is_plain
+from fingerprint.sanitize import is_plain
 from iserve.hub_files import cached_snapshot, download_code, download_config, download_weights, list_files
 
 __all__ = ["ModelSource", "existing_path", "is_hub_id", "plain_path", "resolve"]
@@ -62,7 +62,7 @@ def resolve(
     found to be of a supported model, the weights unless ``need_weights`` is False.
 
     Args:
-        need_code: the Python files that the model's JSON names, too. They are fetched, and nothing is run.
+        need_code: the Python files of the model, too, all of them. They are fetched, and nothing is run.
 
     Raises:
         NotFoundError: no such directory and neither the cache nor the hub has it.
@@ -89,7 +89,8 @@ def resolve(
             "or the name of a registered model"
         )
     source = _from_hub(model, registered, need_weights=need_weights)
-    if need_code and missing_code(source.directory) is not None:
+    if need_code and (missing := missing_code(source.directory)):
+        list_files(model, f"the local Hugging Face cache has no {_listed(missing)} of {model}")  # else why not
         download_code(model, source.directory)
     return _with_code(source, need_code=need_code)
 
@@ -128,12 +129,19 @@ def _with_code(source: ModelSource, *, need_code: bool) -> ModelSource:
     """Return ``source``.
 
     Raises:
-        CheckpointError: code is needed, and a Python file that the model's JSON names is not there.
+        CheckpointError: code is needed, and a Python file of it is not there.
     """
-    missing = missing_code(source.directory) if need_code else None
-    if missing is not None:
-        raise CheckpointError(f"{source.directory} has no {missing}, which its JSON names in auto_map; fetch it")
+    if need_code and (missing := missing_code(source.directory)):
+        raise CheckpointError(
+            f"{source.directory} has no {_listed(missing)}, which its JSON (auto_map) or its other Python files "
+            "need; put all .py files of the model's repository there"
+        )
     return source
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def _local(name: str, directory: Path) -> ModelSource:

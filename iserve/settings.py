@@ -15,7 +15,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from daemon.home_folder import default_home
 from fingerprint.errors import ConfigError
-from placement.placers import check_placement
+from placement.placer_registry import check_placement
 from placement.policies import DEFAULT_LOAD_THRESHOLD
 
 __all__ = ["SettingRow", "Settings", "load_settings", "setting_rows"]

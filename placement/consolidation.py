@@ -7,8 +7,8 @@ The removed replica frees GPUs. As in Punica, new requests go to the busiest rep
 
 from __future__ import annotations
 
+from placement.actions import Drain
 from placement.load_model import Key, shares
-from placement.orders import Drain
 from placement.scaling import Scaling, replicas_for
 from placement.types import ClusterSnapshot, DeploymentState, ReplicaState
 

@@ -196,7 +196,8 @@ class Placer:
             if chosen is not None:
                 return chosen
         everything = self._seats(len(self._tiers) - 1)
-        return _refusal(demand, _top_rooms(everything.by_room, _node, demand))
+        kind = next((seat.gpu.kind for seat in everything.by_room), "GPU")
+        return _refusal(demand, _top_rooms(everything.by_room, _node, demand), kind)
 
     def _in_tier(self, seats: _Seats, demand: BlockDemand) -> Placement | None:
         order, by_room = seats
@@ -439,7 +440,7 @@ def _placement(stages: list[list[_Seat]], layers: tuple[int, ...], demand: Block
     return Placement(tuple(placed))
 
 
-def _refusal(demand: BlockDemand, rooms: list[int]) -> Refusal:
+def _refusal(demand: BlockDemand, rooms: list[int], kind: str) -> Refusal:
     """Return the refusal with both numbers, and the smallest equal addition of memory per GPU that suffices."""
     missing = demand.pp - len(rooms)
     padded = rooms + [0] * missing  # a further GPU brings what it has: it starts at nothing
@@ -450,11 +451,11 @@ def _refusal(demand: BlockDemand, rooms: list[int]) -> Refusal:
     if missing:
         have = len(rooms) * demand.tp
         reason = (
-            f"{degrees} needs {demand.tp * demand.pp} GPUs in groups of {demand.tp} on one node, "
+            f"{degrees} needs {demand.tp * demand.pp} {kind}s in groups of {demand.tp} on one node, "
             f"there are {have} in {len(rooms)} such groups"
         )
     elif demand.pp == 1:
-        what = "one GPU" if demand.tp == 1 else f"each of {demand.tp} GPUs of one node"
+        what = f"one {kind}" if demand.tp == 1 else f"each of {demand.tp} {kind}s of one node"
         reason = (
             f"{degrees} needs {demand.stage_bytes(0, demand.num_layers) / GIB:.2f} GiB free on {what}, "
             f"the best offer is {rooms[0] / GIB:.2f} GiB"
@@ -462,11 +463,11 @@ def _refusal(demand: BlockDemand, rooms: list[int]) -> Refusal:
     else:
         held = _most_layers(rooms, demand, loosest)
         reason = (
-            f"{degrees} needs up to {most / GIB:.2f} GiB free on each of {demand.tp * demand.pp} GPUs; the "
+            f"{degrees} needs up to {most / GIB:.2f} GiB free on each of {demand.tp * demand.pp} {kind}s; the "
             f"roomiest have {rooms[-1] / GIB:.2f} to {rooms[0] / GIB:.2f} GiB and hold {held} of "
             f"{demand.num_layers} layers"
         )
-    return Refusal(reason, shortfall, missing * demand.tp)
+    return Refusal(reason, shortfall, missing * demand.tp, kind)
 
 
 def _largest_even_stage(demand: BlockDemand) -> int:

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fingerprint.errors import ConfigError
+from placement.actions import Move
 from placement.load_model import Key, LoadedCluster, Tenant, shares
 from placement.lookahead import DEFAULT_GPU_PRICE
-from placement.orders import Move
 from placement.types import ClusterSnapshot, DeploymentState, GpuState, Placement, ReplicaState
 
 __all__ = ["Migration", "best_move", "load_s"]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fingerprint.errors import ConfigError
 from placement.fit import GIB, Placer, free_bytes
 from placement.load_model import Key
-from placement.placers import FindsPlaces
+from placement.placer_registry import FindsPlaces
 from placement.types import BlockDemand, ClusterSnapshot, Placement, Refusal
 
 __all__ = ["ReplicaPlacer", "Replicas"]
@@ -107,7 +107,8 @@ class ReplicaPlacer:
                 f"{demand.tp} on one node; the last of these has {have_bytes / GIB:.2f} GiB"
             )
         missing_gpus = (groups - len(rooms)) * demand.tp
-        return Refusal(f"{fitted}: {why}", max(0, need_bytes - have_bytes), missing_gpus)
+        kind = next((gpu.kind for gpu in self._snapshot.gpus), "GPU")
+        return Refusal(f"{fitted}: {why}", max(0, need_bytes - have_bytes), missing_gpus, kind)
 
     def _rooms(self, tp: int) -> list[int]:
         """Return the rooms of the roomiest groups of ``tp`` GPUs of one node, most first (``placement.fit``,

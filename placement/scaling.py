@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from fingerprint.errors import ConfigError
-from placement.orders import Scale
+from placement.actions import Scale
 from placement.types import ClusterSnapshot, DeploymentState
 
 __all__ = ["MIN_IDLE_S", "Scaling", "replicas_for", "scale"]
@@ -75,7 +75,7 @@ def replicas_for(state: DeploymentState, rule: Scaling) -> int:
 
 
 def scale(snapshot: ClusterSnapshot, rule: Scaling) -> tuple[Scale, ...]:
-    """Return an order for every deployment that is to have another number of replicas."""
+    """Return an action for every deployment that is to have another number of replicas."""
     wanted = ((state, replicas_for(state, rule)) for state in snapshot.deployments)
     return tuple(Scale(name=state.name, replicas=number) for state, number in wanted if number != state.wanted)
 

@@ -32,6 +32,7 @@ class GpuState:
     total_bytes: int
     free_bytes: int
     load_fraction: float = 0.0  # busy fraction over the last 120 s, 0 to 1
+    kind: str = "GPU"  # in messages; "CPU device" for a CPU share
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,7 @@ class Refusal:
     reason: str
     shortfall_bytes: int
     missing_gpus: int = 0
+    device: str = "GPU"  # kind of the devices, in messages
 
 
 class PlacementPolicy(Protocol):

@@ -14,7 +14,7 @@ What is uncertain, and how it is put together:
 *   *The waits*: for a slot; and, where there are several, for prompts that are under way, a queue of one server
     whose service is a prompt's share of a batch's TTFT. Besides, a first token waits for half a step.
 
-*   *The rate*, where it moves (``planner.moving_rate``): the mean over its levels. Who comes while a busy time
+*   *The rate*, where it moves (``planner.rate_profile``): the mean over its levels. Who comes while a busy time
     left work finds every slot taken and waits for that work; else a level is as if it lasted (Green and Kolesar's
     pointwise stationary approximation). But while the rate stays near it a queue only grows so long as a random
     walk of as many requests goes: no level above the mean rate counts as busier than the one whose steady queue is
@@ -35,10 +35,10 @@ import numpy.typing as npt
 
 from planner.cells import Column, Rows
 from planner.intent import Traffic
-from planner.moving_rate import moving_rate
-from planner.normal import normal_cdf, normal_quantile
+from planner.normal_distribution import normal_cdf, normal_quantile
 from planner.paces import Paces, Uncertain
 from planner.queueing import Tail, peakedness, wait_probability, wait_tail
+from planner.rate_profile import moving_rate
 
 __all__ = ["Attainment", "Metric"]
 
@@ -90,8 +90,8 @@ class Attainment:
         self._fixed_share = self._fixed / seen.e2e_s.value
         prompts = np.minimum(seen.prompt_s / self.service_s, 1.0)  # of the work
         self._work_cv = np.hypot(prompts * traffic.input_cv, (1 - prompts) * traffic.output_cv)
-        self._moving = moving_rate(traffic.rates)
-        self._stays_s = self._moving.stays * traffic.window_s if traffic.rates else np.inf
+        self._moving = moving_rate(traffic.relative_rates)
+        self._stays_s = self._moving.stays * traffic.window_s if traffic.relative_rates else np.inf
         self._largest_cv = max(traffic.input_cv, traffic.output_cv)  # no mixture of the two is above it
 
     def __len__(self) -> int:
@@ -125,7 +125,7 @@ class Attainment:
         limit, rate = self._column(limit_s), self._column(rate_per_s)
         found = np.zeros(len(self))
         for number, level in enumerate(self._moving.levels):
-            load = _Load(number, rate * level.times, rate)
+            load = _Load(number, rate * level.relative_rate, rate)
             sure, z, weights = self._truths(metric, limit, load)
             missed = self._misses_at(metric, limit, load, z)
             found += level.share * np.clip(sure + (weights * missed).sum(axis=0), 0.0, 1.0)
@@ -142,9 +142,9 @@ class Attainment:
         rate, truth = self._column(rate_per_s), np.full(len(self), z)
         times, found = self._seen.e2e_s.factor(truth), np.zeros(len(self))
         for number, level in enumerate(self._moving.levels):
-            state = self._state(truth, _Load(number, rate * level.times, rate))
+            state = self._state(truth, _Load(number, rate * level.relative_rate, rate))
             own_s, queue_s = times * (self._fixed + self._grows * state.among), self._mean_slot_wait(state)
-            if self._traffic.rates:
+            if self._traffic.relative_rates:
                 late = self._left(number, state)(np.zeros(len(self)))
                 own_s = own_s + late * (times * self._seen.e2e_s.value - own_s)
                 queue_s = queue_s + self._moving.mean_left(number, state.mean) * self._traffic.window_s
@@ -158,7 +158,7 @@ class Attainment:
         limit, rate, truth = self._column(limit_s), self._column(rate_per_s), np.full((1, len(self)), z)
         found = np.zeros(len(self))
         for number, level in enumerate(self._moving.levels):
-            load = _Load(number, rate * level.times, rate)
+            load = _Load(number, rate * level.relative_rate, rate)
             found += level.share * self._misses_at(metric, limit, load, truth)[0]
         served = rate * self.service_s * self._seen.e2e_s.factor(truth[0]) < _LARGEST
         return np.where(served, np.clip(found, 0.0, 1.0), 1.0)
@@ -170,13 +170,13 @@ class Attainment:
         part of it is, and one truth in the middle settles most rows."""
         limit, rate = self._column(limit_s), self._column(rate_per_s)
         found = np.zeros(len(self))
-        for number, level in sorted(enumerate(self._moving.levels), key=lambda one: -one[1].times):
+        for number, level in sorted(enumerate(self._moving.levels), key=lambda one: -one[1].relative_rate):
             rows = np.flatnonzero(found <= share)
             if not len(rows):
                 break
             some = self if len(rows) == len(self) else self.take(rows)
             enough = (share - found[rows]) / level.share
-            load = _Load(number, level.times * rate[rows], rate[rows])
+            load = _Load(number, level.relative_rate * rate[rows], rate[rows])
             found[rows] += level.share * some._misses_upto(metric, limit[rows], load, enough)
         return np.asarray(found > share)
 
@@ -231,7 +231,7 @@ class Attainment:
         work_s = self.service_s * self._seen.e2e_s.factor(z)
         mean = np.minimum(load.mean * work_s, _LARGEST)
         utilisation = np.minimum(load.then * work_s, _LARGEST)
-        if self._traffic.rates:
+        if self._traffic.relative_rates:
             utilisation = self._reached(work_s, mean, utilisation)
         pace = utilisation / self.service_s  # arrivals in units of the value's times
         peak = peakedness(utilisation * self._seen.slots, self._traffic.burstiness, self._traffic.output_cv)
@@ -289,7 +289,7 @@ class Attainment:
         """[points, rows]: at each truth z."""
         state = self._state(z, load)
         missed = self._misses_in(metric, limit, state, None)
-        if not self._traffic.rates:
+        if not self._traffic.relative_rates:
             return missed
         left = self._left(load.level, state)
         late = left(np.zeros_like(missed))

@@ -19,14 +19,15 @@ import numpy as np
 from fingerprint.estimates import Estimate
 from planner.attainment import Attainment
 from planner.cells import Column, Mask, Rows, smallest
+from planner.constraints import Check, checks_at_lower_rates, num_missed
 from planner.costs import Figures, objective_of
 from planner.intent import Intent
-from planner.limits import Check, checks_at_lower_rates, num_missed
 from planner.plan import (
     GIB,
     QUALITIES,
     Better,
     Change,
+    CombinedRelaxation,
     Layout,
     LimitKind,
     Nearest,
@@ -34,7 +35,6 @@ from planner.plan import (
     PassedOver,
     Ranked,
     Relaxation,
-    Together,
     Violation,
     WhyNot,
 )
@@ -60,7 +60,7 @@ def better(ordered: Sequence[Ranked], maximize: bool) -> tuple[Better, ...]:
             ahead = ranked.weight > chosen.weight if maximize else ranked.weight < chosen.weight
             if not ahead:
                 break  # the refused ones are in order of their objective
-        found.append(Better(ranked, ranked.objective))
+        found.append(Better(ranked.config, ranked.objective, ranked.reason or ""))
         if len(found) == _MOST_BETTER:
             break
     return tuple(found)
@@ -74,7 +74,11 @@ def passed_over(feasible: Sequence[Ranked], unit: str) -> tuple[PassedOver, ...]
     if not ahead:
         return ()
     measured = next(one for one in sorted(feasible, key=lambda one: one.row) if one.is_measured)
-    return tuple(PassedOver(one, _why_passed_over(one, measured, unit)) for one in ahead)
+    found = []
+    for one in ahead:
+        low, high = one.interval or (None, None)
+        found.append(PassedOver(one.config, one.objective, low, high, _why_passed_over(one, measured, unit)))
+    return tuple(found)
 
 
 def _why_passed_over(one: Ranked, measured: Ranked, unit: str) -> str:
@@ -108,8 +112,8 @@ def what_it_takes(
     fits: Callable[[Estimate], Layout | NoRoom],
     cost_unit: str,
     served: Attainment | None,
-) -> WhyNot:
-    """Return the nearest point and the relaxations of a plan in which nothing is feasible.
+) -> tuple[WhyNot, tuple[Violation, ...]]:
+    """Return the nearest point, the relaxations and what the nearest misses, where nothing is feasible.
 
     Args:
         refused: every candidate that has an estimate, best objective first: the rows of ``asked``, ``seen`` and
@@ -127,11 +131,12 @@ def what_it_takes(
         _memory(homeless, room),
     ]
     nearest = _nearest(able, asked, slower, room)
-    return WhyNot(
+    why_not = WhyNot(
         nearest=None if nearest is None else _told_nearest(*nearest, room),
         relaxations=tuple(r for r in relaxations if r is not None),
-        together=None if nearest is None else _together(*nearest, room, cost_unit),
+        combined_relaxation=None if nearest is None else _together(*nearest, room, cost_unit),
     )
+    return why_not, () if nearest is None else nearest[1]
 
 
 class _Room:
@@ -205,21 +210,24 @@ def _relaxation(check: Check, rows: Rows, room: _Room, cost_unit: str) -> Relaxa
     best, change = room.refused[row], _change(check.violation(row))
     model = f" ({MODEL_NAME})" if check.limit.kind is LimitKind.RATE else ""
     text = f"{_told(change, cost_unit)} would admit {best.config}{model}"
-    return Relaxation(*change, best.config, room.objective(row, [change]), text)
+    return Relaxation(
+        change.limit, change.allowed, change.needed, best.config, room.objective(row, [change]), text
+    )
 
 
 def _memory(homeless: Sequence[int], room: _Room) -> Relaxation | None:
     """Return the smallest addition of free memory on the GPUs there are."""
     short = [
-        (lack.shortfall_bytes, row)
+        (lack.shortfall_bytes, row, lack.device)
         for row in homeless
         if (lack := room.lack(row)) is not None and lack.missing_gpus == 0 < lack.shortfall_bytes
     ]
     if not short:
         return None
-    missing_bytes, row = min(short)
+    missing_bytes, row, device = min(short)
     best, change = room.refused[row], Change(LimitKind.MEMORY, 0.0, float(missing_bytes))
-    return Relaxation(*change, best.config, best.objective, f"{_told(change, '')} would admit {best.config}")
+    text = f"{_told(change, '', device)} would admit {best.config}"
+    return Relaxation(change.limit, change.allowed, change.needed, best.config, best.objective, text)
 
 
 def _nearest(
@@ -344,10 +352,10 @@ def _told_nearest(row: int, missed: tuple[Violation, ...], room: _Room) -> Neare
         text = f"nothing fits the free memory; {best.config} comes nearest: {reason}"
     else:
         text = f"nothing fits the free memory; {best.config} is the least short of it: {reason}"
-    return Nearest(best.config, room.objective(row, [_change(violation) for violation in missed]), missed, text)
+    return Nearest(best.config, room.objective(row, [_change(violation) for violation in missed]), text)
 
 
-def _together(row: int, missed: tuple[Violation, ...], room: _Room, cost_unit: str) -> Together | None:
+def _together(row: int, missed: tuple[Violation, ...], room: _Room, cost_unit: str) -> CombinedRelaxation | None:
     """Return what all the limits that the nearest point misses would have to be together.
 
     None where it is one alone, or where no number would do: GPUs are missing, or only a rate of 0 keeps the SLO.
@@ -356,9 +364,10 @@ def _together(row: int, missed: tuple[Violation, ...], room: _Room, cost_unit: s
     if len(missed) < 2 or (lack is not None and lack.missing_gpus) or any(v.actual <= 0 for v in missed):
         return None
     best, changes = room.refused[row], tuple(_change(violation) for violation in missed)
-    told = " and ".join(_told(change, cost_unit) for change in changes)
+    device = "GPU" if lack is None else lack.device
+    told = " and ".join(_told(change, cost_unit, device) for change in changes)
     text = f"{told}, together, would admit {best.config}"
-    return Together(changes, best.config, room.objective(row, changes), text)
+    return CombinedRelaxation(changes, best.config, room.objective(row, changes), text)
 
 
 def _change(violation: Violation) -> Change:
@@ -369,13 +378,13 @@ def _change(violation: Violation) -> Change:
     return Change(limit, allowed, _down(actual) if limit is LimitKind.RATE else _up(actual))
 
 
-def _told(change: Change, cost_unit: str) -> str:
-    limit, allowed, needed = change
+def _told(change: Change, cost_unit: str, device: str = "GPU") -> str:
+    limit, allowed, needed = change.limit, change.allowed, change.needed
     match limit:
         case LimitKind.QUALITY:
             return f"quality={QUALITIES[int(allowed)]} -> {QUALITIES[int(needed)]}"
         case LimitKind.MEMORY:
-            return f"{_up(needed / GIB):g} GiB more free memory on each GPU"
+            return f"{_up(needed / GIB):g} GiB more free memory on each {device}"
         case LimitKind.RATE:
             unit = "requests/s"
         case LimitKind.BUDGET:

@@ -10,6 +10,7 @@ from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
 from fingerprint.errors import ConfigError
 
 __all__ = [
+    "MAX_REPLICAS",
     "MOST_WINDOWS",
     "CostModel",
     "Intent",
@@ -18,6 +19,7 @@ __all__ = [
     "Slo",
     "Traffic",
     "allows",
+    "check_replicas",
     "parse_slo",
     "quality_needed",
 ]
@@ -102,8 +104,11 @@ class Slo:
     """
 
     ttft_s: float | None = None
+    """Limit of the time to first token in seconds; None: not limited."""
     tpot_s: float | None = None
+    """Limit of the time per output token in seconds; None: not limited."""
     e2e_s: float | None = None
+    """Limit of the time of a whole request in seconds; None: not limited."""
 
     def __post_init__(self) -> None:
         limits = [(entry.name, getattr(self, entry.name)) for entry in fields(self)]
@@ -136,14 +141,22 @@ def parse_slo(text: str) -> Slo:
 
 
 MOST_WINDOWS = 2048
+MAX_REPLICAS = 64  # a node has no more devices
+
+
+def check_replicas(number: int) -> int:
+    """Return ``number``. Raises ConfigError: no deployment has so many replicas."""
+    if not 1 <= number <= MAX_REPLICAS:
+        raise ConfigError(f"a deployment has 1 to {MAX_REPLICAS} replicas, got {number}")
+    return number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
     """Pattern of arrivals, and variation of lengths about the workload's, which are the means.
 
-    ``rates``: over their mean, in windows of ``window_s`` that follow one another again and again; none: the rate
-    is always the same. The burstiness is that within a window.
+    ``relative_rates``: over their mean, in windows of ``window_s`` that follow one another again and again; none:
+    the rate is always the same. The burstiness is that within a window.
 
     Raises:
         ConfigError: a coefficient of variation below 0 or above 100, no burstiness at all, rates below 0 or whose
@@ -153,7 +166,7 @@ class Traffic:
     burstiness: float = 1.0  # coefficient of variation of the gaps between arrivals; 1: Poisson
     input_cv: float = 0.0
     output_cv: float = 0.0
-    rates: tuple[float, ...] = ()
+    relative_rates: tuple[float, ...] = ()
     window_s: float = 10.0
 
     def __post_init__(self) -> None:
@@ -163,17 +176,17 @@ class Traffic:
             value = getattr(self, name)
             if not 0 <= value <= _MOST_CV:
                 raise ConfigError(f"{name} must be from 0 to {_MOST_CV:g}, got {value}")
-        if self.rates:
+        if self.relative_rates:
             self._check_rates()
 
     def _check_rates(self) -> None:
-        if len(self.rates) > MOST_WINDOWS:
+        if len(self.relative_rates) > MOST_WINDOWS:
             raise ConfigError(
-                f"at most {MOST_WINDOWS:,} windows can be told, got {len(self.rates):,}; make them longer"
+                f"at most {MOST_WINDOWS:,} windows can be given, got {len(self.relative_rates):,}; lengthen them"
             )
-        if not all(math.isfinite(rate) and rate >= 0 for rate in self.rates):
+        if not all(math.isfinite(rate) and rate >= 0 for rate in self.relative_rates):
             raise ConfigError("the rates of windows must be finite and not below 0")
-        mean = sum(self.rates) / len(self.rates)
+        mean = sum(self.relative_rates) / len(self.relative_rates)
         if abs(mean - 1) > _MEAN:
             raise ConfigError(f"the rates of windows are over their mean, which must be 1; it is {mean:g}")
 

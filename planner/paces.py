@@ -13,7 +13,7 @@ from fingerprint.estimates import Estimate
 from planner.cells import Column, Rows
 from planner.costs import Figures
 from planner.intent import Traffic
-from planner.normal import Z_OF_INTERVAL
+from planner.normal_distribution import Z_OF_INTERVAL
 
 __all__ = ["Paces", "Uncertain", "paces"]
 

@@ -10,16 +10,19 @@ from fingerprint.config import DeploymentConfig
 from fingerprint.estimates import Estimate
 from planner.intent import Intent, Quality
 from planner.queueing import MODEL_NAME
+from planner.rate_profile import Level
 
 __all__ = [
     "Better",
     "BetterIdle",
     "Candidate",
     "Change",
-    "Expected",
+    "CombinedRelaxation",
+    "LatencyForecast",
     "Layout",
     "Limit",
     "LimitKind",
+    "LoadForecast",
     "Nearest",
     "NoRoom",
     "Numbers",
@@ -29,8 +32,6 @@ __all__ = [
     "RefusedFor",
     "Relaxation",
     "Room",
-    "Served",
-    "Together",
     "Violation",
     "WhyNot",
 ]
@@ -66,6 +67,7 @@ class NoRoom(NamedTuple):
     reason: str
     shortfall_bytes: int
     missing_gpus: int = 0
+    device: str = "GPU"  # kind of the devices, in messages
 
 
 class LimitKind(StrEnum):
@@ -230,7 +232,7 @@ class Ranked(NamedTuple):
 
     @property
     def is_measured(self) -> bool:
-        """True when this configuration was run, and not estimated from others or from datasheets."""
+        """True when this configuration was run, and not estimated from another one or from datasheets."""
         return self.estimate is not None and self.estimate.is_measured
 
     @property
@@ -257,28 +259,32 @@ class Ranked(NamedTuple):
         return RefusedFor.SHAPE if self.estimate is None else RefusedFor.ENGINE
 
 
-class Better(NamedTuple):
-    """A candidate that would have been better."""
+@dataclass(frozen=True, slots=True)
+class Better:
+    """Refused configuration that would rank above the chosen one."""
 
-    ranked: Ranked
+    config: DeploymentConfig
+    """Configuration that is refused."""
     objective: float
-
-    @property
-    def config(self) -> DeploymentConfig:
-        return self.ranked.config
-
-    @property
-    def reason(self) -> str:
-        """Reason for which it was refused."""
-        return self.ranked.reason or ""
-
-
-class PassedOver(NamedTuple):
-    """A feasible candidate with a better value than the chosen one, that was not measured, and why it is not
-    chosen."""
-
-    ranked: Ranked
+    """Value of what the intent optimises, in the plan's `objective_unit`."""
     reason: str
+    """Reason of the refusal."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassedOver:
+    """Feasible and better by its value than the chosen one, but not measured."""
+
+    config: DeploymentConfig
+    """Configuration that was passed over."""
+    objective: float | None
+    """Value of what the intent optimises, in the plan's `objective_unit`."""
+    objective_low: float | None
+    """Lower end of the objective's 90% interval."""
+    objective_high: float | None
+    """Upper end of the objective's 90% interval."""
+    reason: str
+    """Reason why it was passed over."""
 
 
 class BetterIdle(NamedTuple):
@@ -290,70 +296,95 @@ class BetterIdle(NamedTuple):
     text: str
 
 
-class Relaxation(NamedTuple):
-    """Change of one limit alone, from ``allowed`` to ``needed``, that would admit ``config``; ``text`` says so.
-
-    For ``gpus``, ``batch`` and ``replicas``, which only another plan can assess, they are numbers of each.
-    """
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Change of one limit; alone it may not be enough."""
 
     limit: LimitKind
+    """Limit to relax."""
     allowed: float
+    """Value that the request allows."""
     needed: float
-    config: DeploymentConfig
-    objective: float | None
-    text: str
-
-
-class Change(NamedTuple):
-    """Change of one limit, from ``allowed`` to ``needed``; both as in :class:`Violation`, memory on each GPU in
-    bytes.
-    """
-
-    limit: LimitKind
-    allowed: float
-    needed: float
-
-
-class Together(NamedTuple):
-    """Several limits that would admit ``config`` when all of them are changed, and no fewer; ``text`` says so."""
-
-    changes: tuple[Change, ...]
-    config: DeploymentConfig
-    objective: float | None
-    text: str
-
-
-class Nearest(NamedTuple):
-    """The point that asks for the least: what it violates now, and what it would give."""
-
-    config: DeploymentConfig
-    objective: float | None
-    violations: tuple[Violation, ...]
-    text: str
+    """Value that would be needed."""
 
 
 @dataclass(frozen=True, slots=True)
-class WhyNot:
-    """Reasons against further candidates.
+class Relaxation(Change):
+    """Change of one limit that would admit a configuration.
 
-    ``better``: refused candidates that rank above the chosen one, best first, at most a few. The remaining fields
-    are filled in only when nothing is feasible. ``relaxations``: each of one limit alone, any of which is enough.
-    ``together``: what ``nearest`` takes where that is more than one limit at once.
+    Both values are in the limit's unit: seconds, requests/s, the cost's unit, bytes on each GPU for ``memory``,
+    the position in ``Quality``. For ``gpus``, ``batch`` and ``replicas``, which only another plan can assess, they
+    are numbers of each.
+    """
+
+    config: DeploymentConfig
+    """Configuration that the change would admit."""
+    objective: float | None
+    """Value of what the intent optimises; None: not known."""
+    text: str
+    """Sentence that gives the change as advice."""
+
+
+@dataclass(frozen=True, slots=True)
+class CombinedRelaxation:
+    """Changes of several limits that together would admit a configuration, and no fewer would."""
+
+    changes: tuple[Change, ...]
+    """Changes that are needed together."""
+    config: DeploymentConfig
+    """Configuration that the changes would admit."""
+    objective: float | None
+    """Value of what the intent optimises; None: not known."""
+    text: str
+    """Sentence that gives the changes as advice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Nearest:
+    """Configuration that misses the limits by least, where nothing is feasible."""
+
+    config: DeploymentConfig
+    """Refused configuration that misses the limits by least."""
+    objective: float | None
+    """Value of what the intent optimises; None: not known."""
+    text: str
+    """Sentence that says what it misses."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WhyNot:
+    """``better``: refused candidates that rank above the chosen one; the rest only when nothing is feasible.
+
+    Each of ``relaxations`` is enough alone. ``combined_relaxation``: the changes that ``nearest`` needs, where
+    it misses several limits.
     """
 
     better: tuple[Better, ...] = ()
+    """Refused candidates that rank above the chosen one."""
     nearest: Nearest | None = None
+    """Configuration that misses the limits by least; None: something is feasible."""
     relaxations: tuple[Relaxation, ...] = ()
-    together: Together | None = None
+    """Changes of one limit each that would admit a configuration."""
+    combined_relaxation: CombinedRelaxation | None = None
+    """Changes of several limits that `nearest` needs at once; None: one is enough."""
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """Every way out in words, those of one limit first."""
+        together = () if self.combined_relaxation is None else (self.combined_relaxation.text,)
+        return (*(relaxation.text for relaxation in self.relaxations), *together)
 
 
-class Expected(NamedTuple):
-    """Forecast under the rate of one limit of the SLO or, without one, of a time."""
+@dataclass(frozen=True, slots=True)
+class LatencyForecast:
+    """Time under the rate, against its limit."""
 
-    metric: str  # "ttft", "tpot", "e2e"
-    quantile_s: float  # at the intent's percentile
+    quantile_s: float | None
+    """Time in seconds that the percentile of the requests stay within; None: waiting grows without end."""
     limit_s: float | None
-    risk: float | None  # share of requests beyond the limit
+    """Limit of the SLO in seconds; None: none."""
+    miss_probability: float | None
+    """Probability of missing the limit; None: no limit."""
 
 
 class Room(NamedTuple):
@@ -367,14 +398,34 @@ class Room(NamedTuple):
         return f"{config} takes {config.num_gpus} of {self.num_gpus} GPUs: chosen with {more} to come"
 
 
-class Served(NamedTuple):
-    """Service of the chosen configuration under the intent's rate."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadForecast:
+    """Times of one replica under its share of the rate, the estimates' intervals taken into account."""
 
     rate_per_s: float
+    """Requests per second of one replica."""
+    percentile: float
+    """Percentage of the requests that must keep each limit."""
+    burstiness: float
+    """Coefficient of variation of the gaps between arrivals; 1: Poisson."""
+    input_cv: float
+    """Coefficient of variation of the prompts' lengths."""
+    output_cv: float
+    """Coefficient of variation of the answers' lengths."""
     utilisation: float
-    highest_rate_per_s: float  # that keeps the SLO or, without one, is served
-    risk: float | None  # of the tightest limit
-    times: tuple[Expected, ...]
+    """Utilisation of the replica at this rate."""
+    highest_rate_per_s: float
+    """Highest rate that keeps the SLO or, without one, is served."""
+    miss_probability: float | None
+    """Probability of missing the tightest limit; None: no SLO."""
+    ttft: LatencyForecast
+    """Time to first token under this rate."""
+    tpot: LatencyForecast
+    """Time per output token under this rate."""
+    e2e: LatencyForecast
+    """Time of a whole request under this rate."""
+    rate_levels: tuple[Level, ...] = ()
+    """Levels between which the rate moves; empty: it is constant."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -389,8 +440,9 @@ class Plan:
     maximize: bool
     cost_unit: str
     queueing: str | None  # the queueing model that was used, None without a rate
-    served: Served | None  # of the chosen one, None without a rate
+    served: LoadForecast | None  # of the chosen one, None without a rate
     why_not: WhyNot
+    nearest_misses: tuple[Violation, ...] = ()  # of ``why_not.nearest``, memory included
     better_idle: BetterIdle | None = None  # None: the chosen one is that of idle GPUs, too
     room: Room | None = None  # None: no deployment is expected
     passed_over: tuple[PassedOver, ...] = ()  # better by their values than the chosen one, and not measured

@@ -6,8 +6,9 @@ Rules.
 
 *   A candidate is refused by the first of: its own refusal (shape, engine, no estimate); the limits, all of them
     listed; memory.
-*   The limits are judged as :mod:`planner.limits` says; the objective on the value itself. With a rate a latency
-    is the mean request's at that rate; where it is not served that has no end, and a batch's latency orders those.
+*   The limits are judged as :mod:`planner.constraints` says; the objective on the value itself. With a rate a
+    latency is the mean request's at that rate; where it is not served that has no end, and a batch's latency
+    orders those.
 *   Of those that are feasible a measured one is preferred to those that are not (:mod:`planner.evidence`). The
     chosen one is listed first, the rest by their value: one with a better value that was passed over is next.
 *   Ties are broken by fewer GPUs, then less memory, then the order of configurations, so that the order in which
@@ -34,11 +35,7 @@ from fingerprint.estimates import Estimate
 from planner.attainment import Attainment
 from planner.beside import Fits, Load, Neighbours, Sites, idle, told_of_idle
 from planner.cells import Mask, Rows
-from planner.costs import COSTS, Column, Cost, Figures, Objective, Prices, figures, objective_of
-from planner.evidence import Ends, Evidence, indistinguishable, preferred, rivals
-from planner.explain import better, passed_over, what_it_takes
-from planner.intent import Intent
-from planner.limits import (
+from planner.constraints import (
     Check,
     Verdicts,
     checks_as_asked,
@@ -47,9 +44,25 @@ from planner.limits import (
     num_missed,
     told_of,
 )
-from planner.normal import Z_OF_INTERVAL
+from planner.costs import COSTS, Column, Cost, Figures, Objective, Prices, figures, objective_of
+from planner.evidence import Ends, Evidence, indistinguishable, preferred, rivals
+from planner.explain import better, passed_over, what_it_takes
+from planner.intent import Intent
+from planner.normal_distribution import Z_OF_INTERVAL
 from planner.paces import paces
-from planner.plan import TIMED, BetterIdle, Candidate, Layout, Limit, LimitKind, NoRoom, Plan, Ranked, WhyNot
+from planner.plan import (
+    TIMED,
+    BetterIdle,
+    Candidate,
+    Layout,
+    Limit,
+    LimitKind,
+    NoRoom,
+    Plan,
+    Ranked,
+    Violation,
+    WhyNot,
+)
 from planner.queueing import MODEL_NAME
 
 __all__ = ["best_of", "rank", "rivals_of"]
@@ -97,9 +110,11 @@ def rank(
     ]
     blank.sort(key=lambda ranked: (ranked.config.num_gpus, ranked.config))
     ordered = (*feasible, *refused, *blank)
-    why_not = WhyNot()
+    why_not, misses = WhyNot(), tuple[Violation, ...]()
     if not feasible:
-        why_not = what_it_takes(refused, checks, table.seen, intent, fits=fits, cost_unit=cost.unit, served=served)
+        why_not, misses = what_it_takes(
+            refused, checks, table.seen, intent, fits=fits, cost_unit=cost.unit, served=served
+        )
     return Plan(
         intent=intent,
         candidates=ordered,
@@ -110,6 +125,7 @@ def rank(
         queueing=None if served is None else MODEL_NAME,
         served=told_of(served, feasible[0].row, intent) if feasible and served is not None else None,
         why_not=replace(why_not, better=better(ordered, objective.maximize)),
+        nearest_misses=misses,
         better_idle=None if first is None else _better_idle(*first, ordered, objective),
         passed_over=passed_over(feasible, objective.unit),
         indistinguishable=_like_the_first(feasible, evidence),

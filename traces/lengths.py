@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fingerprint.errors import BadInputError, ConfigError
-from traces.blocks import Moments, blocks, count_values
 from traces.request import Request
+from traces.request_arrays import Moments, blocks, count_values
 
 __all__ = [
     "EmpiricalLengths",

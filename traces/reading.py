@@ -16,8 +16,8 @@ from fingerprint.errors import BadInputError
 from traces.formats import FORMATS, TraceFormat
 from traces.formats.base import ZeroLengths
 from traces.formats.servegen_folder import SERVEGEN_FOLDER, is_servegen_folder
-from traces.lines import Lines
 from traces.request import Request
+from traces.text_reader import Lines
 
 __all__ = ["OpenTrace", "open_trace"]
 

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fingerprint.errors import BadInputError
-from traces.blocks import Moments, blocks, count_values
 from traces.request import Request
+from traces.request_arrays import Moments, blocks, count_values
 
 __all__ = ["BIN_WIDTHS_S", "BinStatistics", "LengthStatistics", "RateCurve", "TraceStatistics", "statistics_of"]
 

@@ -7,7 +7,7 @@ index of dispersion of its tenths says how bursty it is at a steady rate. A trac
 longer ones.
 
 Source: Sriram and Whitt, Characterizing superposition arrival processes in packet multiplexers, 1986 (indices of
-dispersion). ``planner.moving_rate`` uses these figures; docs/risk.md shows how well they predict.
+dispersion). ``planner.rate_profile`` uses these figures; docs/risk.md shows how well they predict.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from fingerprint.errors import BadInputError
 from planner.intent import MOST_WINDOWS, Traffic
-from traces.blocks import Moments, blocks
 from traces.request import Request
+from traces.request_arrays import Moments, blocks
 
 __all__ = ["WINDOW_S", "traffic_of"]
 
@@ -60,7 +60,7 @@ def traffic_of(requests: Iterable[Request], *, window_s: float = WINDOW_S) -> Tr
         burstiness=min(max(within**0.5, _LEAST_CV), _MOST_CV),
         input_cv=min(input_cv, _MOST_CV),
         output_cv=min(output_cv, _MOST_CV),
-        rates=_rates(tenths.sum(axis=1)),
+        relative_rates=_rates(tenths.sum(axis=1)),
         window_s=window_s * together,
     )
 

@@ -11,8 +11,8 @@ from typing import IO
 from fingerprint.errors import BadInputError
 from fingerprint.output_file import output_file
 from traces.formats import FORMATS
-from traces.lines import MAX_LINE_BYTES
 from traces.request import Request
+from traces.text_reader import MAX_LINE_BYTES
 
 __all__ = ["write_trace"]
 

@@ -93,6 +93,8 @@ def find_stack(
     if not embedding:
         raise CheckpointError("no tensor beside the layers is an input embedding")
     layers = by_stack.pop(name)
+    if not any(map(_DRAFTS.search, tensors)):
+        _check_no_more(name, layers, num_layers)
     for other, indexed in by_stack.items():
         beside |= {f"{other}.{index}.{rest}": t for index, each in indexed.items() for rest, t in each.items()}
     head = _head(beside, embedding)
@@ -108,6 +110,17 @@ def find_stack(
         tower_params=sum(map(_elements, towers)),
         tower_vector_params=sum(_elements(t) for t in towers if len(t.shape) == 1),
     )
+
+
+def _check_no_more(name: str, layers: Mapping[int, Mapping[str, StoredTensor]], num_layers: int) -> None:
+    """Raise CheckpointError where a layer behind the last is like those before: a draft head has tensors more."""
+    alike = {frozenset((rest, t.shape) for rest, t in layers[index].items()) for index in range(num_layers)}
+    for index, tensors in layers.items():
+        if index >= num_layers and frozenset((rest, t.shape) for rest, t in tensors.items()) in alike:
+            raise CheckpointError(
+                f"config.json says {num_layers} layers, of the tensors {name} has {len(layers)}; one of them is "
+                "wrong"
+            )
 
 
 def _towers(beside: Mapping[str, StoredTensor], stack: str, embedding: str, head: str) -> list[StoredTensor]:

@@ -12,9 +12,9 @@ from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Estimate, Estimator, MemoryEstimate, Quantity, Source
 from fingerprint.estimators.calibration import Calibration, shipped_calibration
-from fingerprint.estimators.counted_memory import CountedMemory
+from fingerprint.estimators.engine_memory import CountedMemory
 from fingerprint.estimators.fingerprinted import nearest, scaled, scaled_memory
-from fingerprint.estimators.hidden_time import hidden_time_s
+from fingerprint.estimators.host_overlap import hidden_time_s
 from fingerprint.estimators.l2 import Latency, MeasuredKey, key_of
 from fingerprint.estimators.l3 import L3
 from fingerprint.measurements import Profile

@@ -16,10 +16,10 @@ import numpy as np
 from fingerprint.config import DeploymentConfig, KvFormat, Pruning, Workload
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Estimate, Estimator, MemoryEstimate, Quantity, Source
+from fingerprint.estimators.base import LatencyFit, LatencyStrategy, MemoryStrategy
 from fingerprint.estimators.l2 import Latency, LayerEffect, MeasuredKey, key_of
 from fingerprint.estimators.linear import Interval
 from fingerprint.estimators.registry import Predicts, estimator_class
-from fingerprint.estimators.strategies import LatencyFit, LatencyStrategy, MemoryStrategy
 from fingerprint.measurements import Profile
 
 __all__ = ["FingerprintedEstimator", "distance", "nearest", "scaled", "scaled_memory"]

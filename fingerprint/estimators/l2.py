@@ -28,7 +28,7 @@ from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Quantity, Source
 from fingerprint.estimators.linear import Array, Interval, LinearModel, Prediction, combine
-from fingerprint.estimators.loads import LoadSpread, Spread, load_spread, share_of_loads
+from fingerprint.estimators.load_variance import LoadSpread, Spread, load_spread, share_of_loads
 from fingerprint.measurements import Profile, TimingPoint
 from fingerprint.model_spec import LayerKind, ModelSpec
 

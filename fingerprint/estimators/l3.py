@@ -33,8 +33,9 @@ from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Estimator, Quantity, Source
 from fingerprint.estimators.all_reduce import GroupSums
 from fingerprint.estimators.calibration import Calibration, kernels_of
+from fingerprint.estimators.gaussian_process import smooth_at
 from fingerprint.estimators.l2 import Latency, MeasuredKey, key_of
-from fingerprint.estimators.repeats import (
+from fingerprint.estimators.repeat_overhead import (
     RepeatCosts,
     decoding,
     repeat_costs,
@@ -42,7 +43,6 @@ from fingerprint.estimators.repeats import (
     together,
     until_first,
 )
-from fingerprint.estimators.smooth import smooth_at
 from fingerprint.measurements import Profile, RunReading, StepReading, TimingPoint
 
 __all__ = ["L3", "WholePoint", "in_hull", "whole_points"]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fingerprint.robust import Location, locate, t_quantile_95
+from fingerprint.trimmed_mean import Location, locate, t_quantile_95
 
 __all__ = ["Interval", "LinearModel", "Prediction", "combine"]
 

@@ -22,14 +22,14 @@ from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import MemoryEstimate, Source
 from fingerprint.estimators.memory_points import BytesOf, Degree, Peak, Steps, along_tokens, in_format
-from fingerprint.formats import (
+from fingerprint.measurements import MemoryPoint, Profile
+from fingerprint.model_spec import ModelSpec
+from fingerprint.weight_bytes import (
     WEIGHT_16BIT_BYTES,
     kv_tokens_per_layer,
     layer_state_bytes_per_gpu,
     layer_weight_bytes,
 )
-from fingerprint.measurements import MemoryPoint, Profile
-from fingerprint.model_spec import ModelSpec
 
 __all__ = ["M2", "KvCheck", "MemoryTerms", "RankWeights"]
 

@@ -39,7 +39,7 @@ _CLASSES = {
         "M2": "fingerprint.estimators.m2:M2",
         "M2-blocks": "fingerprint.estimators.m2_blocks:M2Blocks",
         "M3": "fingerprint.estimators.m3:M3",
-        "counted": "fingerprint.estimators.counted_memory:CountedMemory",
+        "counted": "fingerprint.estimators.engine_memory:CountedMemory",
     },
     Predicts.LATENCY: {
         "L1": "fingerprint.estimators.l1:L1",

@@ -19,7 +19,9 @@ from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat, Workloa
 from fingerprint.errors import ConfigError
 from fingerprint.estimates import Estimate, MemoryEstimate, Quantity, Source
 from fingerprint.estimators.eager import EAGER
-from fingerprint.formats import (
+from fingerprint.gpu_spec import GpuSpec, Vendor
+from fingerprint.model_spec import LayerKind, ModelSpec
+from fingerprint.weight_bytes import (
     WEIGHT_16BIT_BYTES,
     embedding_bytes,
     expert_element_bytes,
@@ -29,8 +31,6 @@ from fingerprint.formats import (
     layer_state_bytes_per_gpu,
     layer_weight_bytes_per_gpu,
 )
-from fingerprint.gpu_spec import GpuSpec, Vendor
-from fingerprint.model_spec import LayerKind, ModelSpec
 
 __all__ = ["CALIBRATED", "DEFAULT_MAX_BATCHED_TOKENS", "RooflineConstants", "RooflineEstimator", "all_reduce_s"]
 

@@ -20,12 +20,13 @@ from fingerprint.config_json import Fields, read_config, show
 from fingerprint.description import describe, described_config
 from fingerprint.description.facts import TEXT_PARTS, Facts, text_config
 from fingerprint.description.transformers_class import class_defaults
-from fingerprint.errors import ConfigError, UnsupportedModelError
+from fingerprint.errors import CheckpointError, ConfigError, UnsupportedModelError
 from fingerprint.extras import need_extra
 from fingerprint.families import falcon, gemma, gpt_neox, gpt_oss, gptj, llama_like, opt, phi3
-from fingerprint.families.blueprint import Blueprint, Family, ModuleLayout
-from fingerprint.families.general import general_family
-from fingerprint.families.refusals import (
+from fingerprint.families.agreement import check_agreement
+from fingerprint.families.base import Blueprint, Family, ModuleLayout
+from fingerprint.families.generic import general_family
+from fingerprint.families.unsupported import (
     family_name,
     is_multimodal,
     refuse_other_kinds,
@@ -79,7 +80,7 @@ def _spec_of(
 ) -> ModelSpec:
     try:
         if is_tabled(config):
-            return read_spec(config)
+            return _tabled(config, directory, tensors)
     except UnsupportedModelError:  # a quantization or layers that the row does not know; the headers may tell
         refuse_other_kinds(config)
         if not _has_headers(directory):
@@ -90,6 +91,23 @@ def _spec_of(
         return read_spec(config)
     refuse_other_kinds(config)
     return describe(_completed(config), tensors)
+
+
+def _tabled(
+    config: Mapping[str, object], directory: Path, tensors: Mapping[str, StoredTensor] | None
+) -> ModelSpec:
+    """Return the model by its family's row, once its tensors were seen to agree; unreadable files are not judged.
+
+    Raises:
+        As :func:`load_spec`.
+    """
+    blueprint = read_blueprint(config)
+    with suppress(CheckpointError, OSError):
+        if tensors is None and _has_headers(directory):
+            tensors = stored_tensors(directory)
+    if tensors is not None:
+        check_agreement(blueprint, FAMILIES[str(config["model_type"])].layout.layers, tensors)
+    return blueprint.spec
 
 
 def _completed(config: Mapping[str, object]) -> Mapping[str, object]:

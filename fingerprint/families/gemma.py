@@ -6,9 +6,9 @@ from functools import partial
 
 from fingerprint.config_json import Fields
 from fingerprint.errors import UnsupportedModelError
-from fingerprint.families.blueprint import Blueprint, Family
+from fingerprint.families.base import Blueprint, Family
 from fingerprint.families.llama_like import LAYOUT, llama_like
-from fingerprint.families.windows import windows_by_turns
+from fingerprint.families.sliding_window import windows_by_turns
 
 __all__ = ["FAMILIES"]
 

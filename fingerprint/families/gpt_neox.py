@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fingerprint.config_json import MAX_CONTEXT, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH, Fields, divides
-from fingerprint.families.blueprint import Blueprint, Family, ModuleLayout, blueprint_of, ends_of
+from fingerprint.families.base import Blueprint, Family, ModuleLayout, blueprint_of, ends_of
 from fingerprint.tensor_shapes import linear, norm
 
 __all__ = ["FAMILIES"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 
 from fingerprint.config_json import Fields
-from fingerprint.families.blueprint import Blueprint, Family
+from fingerprint.families.base import Blueprint, Family
 from fingerprint.families.llama_like import LAYOUT, llama_like
 from fingerprint.families.mlp import MAX_EXPERTS, Mlp
-from fingerprint.families.windows import windows_by_turns
+from fingerprint.families.sliding_window import windows_by_turns
 from fingerprint.tensor_shapes import Role, TensorShape
 
 __all__ = ["FAMILIES"]

@@ -8,9 +8,9 @@ from typing import Any
 
 from fingerprint.config_json import MAX_CONTEXT, MAX_LAYERS, MAX_VOCAB, Fields, divides
 from fingerprint.errors import ConfigError
-from fingerprint.families.blueprint import Blueprint, Family, ModuleLayout, blueprint_of, ends_of
+from fingerprint.families.base import Blueprint, Family, ModuleLayout, blueprint_of, ends_of
 from fingerprint.families.mlp import Mlp, gated, mixtral_experts, qwen_experts
-from fingerprint.families.windows import (
+from fingerprint.families.sliding_window import (
     Windows,
     no_windows,
     one_window,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from fingerprint.config_json import MAX_CONTEXT, MAX_LAYERS, MAX_VOCAB, Fields, divides
-from fingerprint.families.blueprint import Blueprint, Family, blueprint_of, ends_of
+from fingerprint.families.base import Blueprint, Family, blueprint_of, ends_of
 from fingerprint.families.llama_like import LAYOUT, rotary_head_dim
-from fingerprint.families.windows import one_window
+from fingerprint.families.sliding_window import one_window
 from fingerprint.tensor_shapes import linear, norm
 
 __all__ = ["FAMILIES"]

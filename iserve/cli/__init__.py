@@ -14,7 +14,7 @@ def main() -> None:
     """
     from fingerprint.errors import IserveError
     from iserve.cli.app import make_app
-    from iserve.cli.harmless import harmless_output
+    from iserve.cli.sanitized_output import harmless_output
 
     harmless_output()
     try:

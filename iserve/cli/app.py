@@ -14,18 +14,18 @@ __all__ = ["COMMANDS", "make_app"]
 
 # What each module registers, in the order of ``iserve --help``; typer shows groups of commands last.
 COMMANDS = {
-    "serving": ("deploy", "ps", "rm", "chat"),
-    "inspecting": ("show", "logs"),
-    "updating": ("update",),
-    "planning": ("plan", "estimate"),
+    "deploy": ("deploy", "ps", "rm", "chat"),
+    "show": ("show", "logs"),
+    "update": ("update",),
+    "plan": ("plan", "estimate"),
     "simulate": ("simulate",),
     "replay": ("replay",),
-    "tracing": ("trace",),
-    "verifying": ("verify",),
-    "reporting": ("report",),
+    "trace": ("trace",),
+    "verify": ("verify",),
+    "report": ("report",),
     "engines": ("engines",),
     "backup": ("backup", "restore"),
-    "operating": ("up", "down", "status", "nodes", "doctor", "register", "profile", "keys"),
+    "installation": ("up", "down", "status", "nodes", "doctor", "register", "profile", "keys"),
 }
 
 

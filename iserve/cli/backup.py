@@ -35,7 +35,7 @@ def restore(
     API keys become what they were too: one that was revoked since the backup is valid again.
     """
     from fingerprint.errors import ConflictError
-    from iserve.cli.operate import living_workers, process_states
+    from iserve.cli.home_processes import living_workers, process_states
     from iserve.controller.home_lock import hold_home
     from iserve.settings import load_settings
     from iserve.state import backup as state_backup

@@ -8,11 +8,14 @@ from collections.abc import Iterator
 from typing import TextIO
 from urllib.parse import urlsplit
 
+from daemon.http_exchange import EXCHANGE_ERRORS, exchange
 from fingerprint.errors import BadInputError, NotFoundError, UnavailableError
+from iserve.replay.stream_events import error_words, read_piece
+from iserve.sse import FrameBuffer, event_data
 
 __all__ = ["ChatLine", "needs_key"]
 
-_MAX_LINE_BYTES = 1 << 20
+_MAX_EVENT_BYTES = 1 << 20
 _LOOK_S = 5.0
 
 
@@ -55,7 +58,7 @@ class ChatLine:
             connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
             response = connection.getresponse()
             if response.status != 200:
-                raise _failure(response.status, response.read(_MAX_LINE_BYTES))
+                raise _failure(response.status, response.read(_MAX_EVENT_BYTES))
             yield from _pieces(response)
         except (OSError, http.client.HTTPException) as error:
             raise UnavailableError(f"the gateway at {self._url.geturl()} does not answer: {error}") from error
@@ -65,41 +68,27 @@ class ChatLine:
 
 def needs_key(url: str, key: str | None) -> bool:
     """Return True if the gateway at ``url`` refuses ``key``, or a request without one; False while it is away."""
-    where = urlsplit(url)
-    connection = http.client.HTTPConnection(where.hostname or "", where.port or 80, timeout=_LOOK_S)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {key}"} if key else {})
-        return connection.getresponse().status == 401
-    except (OSError, http.client.HTTPException, ValueError):  # ValueError: a key that no header can hold
+        return exchange(url, "GET", "/v1/models", headers=headers, timeout_s=_LOOK_S, max_bytes=1)[0] == 401
+    except (*EXCHANGE_ERRORS, ValueError):  # ValueError: a key that no header can hold
         return False
-    finally:
-        connection.close()
 
 
 def _pieces(response: http.client.HTTPResponse) -> Iterator[str]:
-    while line := response.readline(_MAX_LINE_BYTES):
-        if not line.startswith(b"data: "):
-            continue
-        data = line[6:].strip()
-        if data == b"[DONE]":
-            return
-        yield _text(data)
-    raise UnavailableError("the answer was cut without a word")
-
-
-def _text(data: bytes) -> str:
-    """Return what one chunk adds to the answer.
-
-    Raises:
-        UnavailableError: it is an error, or no chunk at all.
-    """
+    frames = FrameBuffer(_MAX_EVENT_BYTES)
     try:
-        chunk = json.loads(data)
-        if "error" in chunk:
-            raise UnavailableError(f"the answer was cut: {chunk['error']['message']}")
-        return "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UnavailableError(f"the answer was cut: {data[:200]!r} is no part of one") from error
+        while (chunk := response.read1(_MAX_EVENT_BYTES)) and not frames.broken_frame:
+            for data in event_data(frames.feed(chunk)):
+                if data == b"[DONE]":
+                    return
+                piece = read_piece(data)
+                if piece.error is not None:
+                    raise UnavailableError(f"the answer was cut: {error_words(piece.error)}")
+                yield "".join(choice.delta.content or "" for choice in piece.choices if choice.delta)
+    except BadInputError as error:
+        raise UnavailableError(f"the answer was cut: {error}") from error
+    raise UnavailableError("the answer was cut without a word")
 
 
 def _failure(status: int, answer: bytes) -> BadInputError | UnavailableError:

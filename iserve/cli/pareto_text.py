@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from fingerprint.report.axes import Scale, spread
-from fingerprint.report.charts import pareto_front
 from iserve.cli.render import console, seconds, short
+from iserve.report.charts import pareto_front
+from iserve.report.svg import Scale, spread
 
 if TYPE_CHECKING:
     from iserve.planning.document import PlanDocument

@@ -10,8 +10,8 @@ from fingerprint.config import Workload
 from fingerprint.estimates import Estimator, Quantity
 from fingerprint.estimators.depth_tied import DepthTiedEstimator
 from fingerprint.measurements import Profile
-from fingerprint.report import WholeModel, whole_models
 from iserve.cli.render import gib, print_rows, seconds
+from iserve.report.full_model import WholeModel, whole_models
 
 __all__ = ["print_profile"]
 

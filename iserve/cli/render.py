@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from fingerprint.estimates import Correction
     from iserve.planning.document import CandidateDocument, EstimateDocument, PlanDocument
-    from iserve.planning.hypothetical import OneEstimateDocument
+    from iserve.planning.offline import OneEstimateDocument
     from iserve.planning.verdict import VerdictDocument
 
 __all__ = [

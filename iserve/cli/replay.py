@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from iserve.cli import options as o
+from iserve.cli.groups import grouped
 
 if TYPE_CHECKING:
-    from planner.intent import Slo
+    from iserve.replay.document import ReplayDocument
+    from iserve.replay.endpoint import Endpoint
+    from iserve.replay.runner import Replay, ReplayOptions
+    from iserve.replay.schedule import Schedule, ScheduleOptions
     from traces.outcomes import Outcomes
-    from traces.replay.document import ReplayDocument
-    from traces.replay.endpoint import Endpoint
-    from traces.replay.runner import Replay, ReplayOptions
-    from traces.replay.schedule import Schedule, ScheduleOptions
 
 __all__ = ["register"]
 
@@ -51,11 +51,13 @@ class Load:
     trace_format: Annotated[str | None, typer.Option("--format", help="Of the trace; else it is recognised.")] = (
         None
     )
-    seed: Annotated[int, typer.Option("--seed", help="Of the prompts, and of who gets a request.")] = 0
+    seed: Annotated[
+        int, typer.Option("--seed", help="Seed of the prompts, and of the deployment that each request goes to.")
+    ] = 0
 
     def options(self) -> ScheduleOptions:
         """Return the core's options. Raises BadInputError: a value that cannot be."""
-        from traces.replay.schedule import ScheduleOptions
+        from iserve.replay.schedule import ScheduleOptions
 
         return ScheduleOptions(
             rate_factor=self.rate_factor,
@@ -66,8 +68,8 @@ class Load:
         )
 
     def schedule(self, trace: str, names: tuple[str, ...]) -> Schedule:
-        from traces.replay.schedule import make_schedule
-        from traces.sources import requests_of
+        from iserve.replay.schedule import make_schedule
+        from traces.loader import requests_of
 
         requests = requests_of(trace, format=self.trace_format, seed=self.seed)
         return make_schedule(requests, names, self.options())
@@ -99,8 +101,8 @@ class Sending:
 
     def options(self, seed: int) -> ReplayOptions:
         """Return the core's options. Raises BadInputError: a value that cannot be."""
-        from traces.replay.prompts import PromptOptions
-        from traces.replay.runner import ReplayOptions
+        from iserve.replay.prompts import PromptOptions
+        from iserve.replay.runner import ReplayOptions
 
         prompts = PromptOptions(
             kind="ids" if self.prompts is Prompt.IDS else "text",
@@ -118,7 +120,7 @@ def register(app: typer.Typer) -> None:
     app.command(
         "replay",
         epilog="Example: iserve replay azure_conv.csv --deployment iserve-demo --duration 60 --report r.html",
-    )(o.grouped(replay))
+    )(grouped(replay))
 
 
 def replay(
@@ -150,10 +152,11 @@ def replay(
     are made as long as the trace's. Latencies count from the scheduled send. Ctrl-C ends the run and shows what
     there is.
     """
-    from iserve.cli.reporting import check_target
+    from iserve.cli.report import check_target
+    from iserve.replay.document import ReplayRun, make_document
+    from iserve.replay.endpoint import check_models
+    from iserve.replay.runner import Replay
     from planner.intent import parse_slo
-    from traces.replay.endpoint import check_models
-    from traces.replay.runner import Replay
 
     names = tuple(name.strip() for name in deployment.split(","))
     with o.usage_errors():
@@ -168,18 +171,22 @@ def replay(
     started_at = datetime.now(UTC).isoformat(timespec="seconds")
     run = Replay(schedule, endpoint, how)
     outcomes, by_signal = _run(run, quiet=as_json)
-    document = _document(
-        run,
-        outcomes,
-        limits,
-        trace,
-        endpoint.url,
-        started_at,
-        when,
-        how,
-        len(schedule),
-        _deployed(names) if url is None else (),
+    facts = ReplayRun(
+        trace=trace,
+        url=endpoint.url,
+        started_at=started_at,
+        planned_requests=len(schedule),
+        elapsed_s=run.elapsed_s,
+        interrupted=run.interrupted,
+        rate_factor=when.rate_factor,
+        seed=when.seed,
+        timeout_s=how.timeout_s,
+        max_in_flight=how.max_in_flight,
+        prompts="chat" if how.prompts.chat else how.prompts.kind,
+        ignore_eos=how.prompts.ignore_eos,
+        deployed=_deployed(names) if url is None else (),
     )
+    document = make_document(facts, outcomes, limits, run.examples)
     _show(document, report, as_json=as_json)
     if by_signal:
         raise typer.Exit(128 + by_signal)
@@ -188,8 +195,8 @@ def replay(
 
 
 def _endpoint(url: str | None) -> Endpoint:
-    from iserve.cli.live import gateway_url
-    from traces.replay.endpoint import resolve_endpoint
+    from iserve.cli.connection import gateway_url
+    from iserve.replay.endpoint import resolve_endpoint
 
     if url is None:
         return resolve_endpoint(gateway_url())
@@ -200,7 +207,7 @@ def _endpoint(url: str | None) -> Endpoint:
 def _deployed(names: tuple[str, ...]) -> tuple[str, ...]:
     """Print what each deployment of this home was planned by and for; nothing where that is unknown."""
     from fingerprint.errors import IserveError
-    from iserve.cli.live import client
+    from iserve.cli.connection import client
     from iserve.cli.render import short, workload_words
     from iserve.planning.document import PlanDocument
 
@@ -210,7 +217,11 @@ def _deployed(names: tuple[str, ...]) -> tuple[str, ...]:
             plan = client(start=False).get(f"/api/v1/deployments/{name}/plan", PlanDocument)
         except IserveError:
             continue
-        rate = "no rate given" if plan.served is None else f"{plan.served.rate_per_s * plan.replicas:g} requests/s"
+        rate = (
+            "no rate given"
+            if plan.load_forecast is None
+            else f"{plan.load_forecast.rate_per_s * plan.replicas:g} requests/s"
+        )
         chosen = None if plan.chosen is None else plan.candidates[plan.chosen].config
         config = "" if chosen is None else f"; {short(chosen)} on {chosen.engine}"
         told.append(f"{name}: intent {plan.intent}, {rate}, planned for {workload_words(plan.workload)}{config}")
@@ -241,41 +252,13 @@ def _run(run: Replay, *, quiet: bool) -> tuple[Outcomes, int]:
     return asyncio.run(all_of_it()), ended_by
 
 
-def _document(
-    run: Replay,
-    outcomes: Outcomes,
-    slo: Slo | None,
-    trace: str,
-    url: str,
-    started_at: str,
-    schedule: ScheduleOptions,
-    options: ReplayOptions,
-    planned_requests: int,
-    deployed: tuple[str, ...],
-) -> ReplayDocument:
-    from traces.replay.document import make_document, replay_run
-
-    facts = replay_run(
-        trace=trace,
-        url=url,
-        started_at=started_at,
-        planned_requests=planned_requests,
-        elapsed_s=run.elapsed_s,
-        interrupted=run.interrupted,
-        schedule=schedule,
-        options=options,
-        deployed=deployed,
-    )
-    return make_document(facts, outcomes, slo, run.examples)
-
-
 def _show(document: ReplayDocument, report: Path | None, *, as_json: bool) -> None:
     from fingerprint.codec import to_json
     from iserve.cli.replay_text import print_replay
 
     if report is not None:
-        from iserve.cli.reporting import write_page
-        from traces.replay.page import render_replay  # imports what fits curves, which takes a second
+        from iserve.cli.report import write_page
+        from iserve.report.replay import render_replay
 
         write_page(report, render_replay(document))
     if as_json:

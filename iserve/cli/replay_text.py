@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
-from iserve.cli.harmless import beneath
 from iserve.cli.render import console, print_rows, seconds
-from traces.replay.document import answered_words
+from iserve.cli.sanitized_output import beneath
+from iserve.replay.document import answered_words
 from traces.summary import limit_words
 
 if TYPE_CHECKING:
-    from traces.replay.document import ReplayDocument
-    from traces.replay.runner import Progress
+    from iserve.replay.document import ReplayDocument
+    from iserve.replay.runner import Progress
     from traces.summary import Percentiles, Summary
 
 __all__ = ["ProgressLine", "print_replay"]

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fingerprint.errors import ConfigError
+from iserve.api_types import PlanRequest
 from iserve.cli import options as o
 from iserve.cli import simulation_options as s
+from iserve.cli.groups import checked, grouped
 from planner.intent import parse_slo
 
 if TYPE_CHECKING:
@@ -20,11 +22,11 @@ if TYPE_CHECKING:
     from fingerprint.gpu_spec import GpuSpec
     from fingerprint.measurements import Profile
     from iserve.cli.progress import StepDisplay
-    from iserve.planning.making import PlanOptions
+    from iserve.planning.pipeline import PlanOptions
     from iserve.simulation.baselines import Baseline, Prepared, World
     from iserve.simulation.document import SimulationDocument
     from iserve.simulation.running import SimulatedModel
-    from placement.orders import Steering
+    from placement.actions import ClusterPolicy
     from placement.routing import Router
     from traces.request import Request
     from traces.simulator.result import SimulationResult
@@ -38,7 +40,7 @@ def register(app: typer.Typer) -> None:
         epilog="Example: iserve simulate synthetic:azure-conv --gpus a6000:8 --models chat=./Llama-2-7b "
         "--intent min-gpu-hours --batch 16 --input-tokens 3000 --output-tokens 1000 --cap-lengths --replicas 1:4 "
         "--scale-to-zero 300",
-    )(o.grouped(simulate))
+    )(grouped(simulate))
 
 
 def simulate(
@@ -49,11 +51,11 @@ def simulate(
         str,
         typer.Option(
             "--planner",
-            help="Who decides what is deployed: iserve, max-tp, max-pp, rule, fsdp-offload, alpaserve, "
+            help="Planner that decides what is deployed: iserve, max-tp, max-pp, rule, fsdp-offload, alpaserve, "
             "alpaserve-all or aiconfigurator:ANSWERS.json (docs/baselines.md).",
         ),
     ] = "iserve",
-    steering: s.SteeringOptions,
+    cluster_policy: s.ScalingOptions,
     serving: s.ServiceOptions,
     load: s.LoadOptions,
     profile: Annotated[
@@ -65,7 +67,7 @@ def simulate(
     judge: Annotated[
         str | None, typer.Option("--eval-slo", help="The SLO that requests are judged by; else that of --slo.")
     ] = None,
-    wish: o.Wish,
+    request: PlanRequest,
     report: Annotated[Path | None, typer.Option("--report", help="Write an HTML page to this file, too.")] = None,
     as_json: o.JsonOption = False,
 ) -> None:
@@ -74,17 +76,17 @@ def simulate(
     Step times are the roofline's, or measured ones with --profile. One request at a time (fcfs) or continuous
     batching; models that share a GPU share its time. A replica serves as many and as long requests as one that
     `iserve deploy` starts; --batch and --context say it otherwise. What was deployed stays as it is, unless it is
-    told to scale, to sleep or to move. What it takes for granted: docs/simulation.md.
+    configured to scale, to scale to zero or to move. What it takes for granted: docs/simulation.md.
     """
     from iserve.cli.progress import StepDisplay
-    from iserve.cli.reporting import check_target
+    from iserve.cli.report import check_target
     from iserve.settings import load_settings
     from iserve.simulation.baselines import World, check_steerable, parse_planner, prepare, served_contexts
     from iserve.simulation.document import simulation_document
     from placement.routing import make_router
     from traces.transforms import cap_lengths
 
-    options = wish.checked(load_settings(), sees_load=True)
+    options = checked(request, load_settings(), sees_load=True)
     options = replace(options, more_requests=options.more_requests and not serving.refuse_late)
     with o.usage_errors("--eval-slo"):
         judged = options.intent.slo if judge is None else parse_slo(judge)
@@ -94,12 +96,13 @@ def simulate(
     with o.usage_errors():
         if not 0 <= cluster.deploy_every < float("inf"):
             raise ConfigError(
-                f"deployments come at finite times: --deploy-interval is 0 s or more, got {cluster.deploy_every:g}"
+                "deployments are requested at finite times: --deploy-interval is 0 s or more, got "
+                f"{cluster.deploy_every:g}"
             )
-        least, _ = steering.range()
-        o.replicated(options, least)  # checked
+        least, _ = cluster_policy.range()
+        replace(options, replicas=least)  # checked
         scenario = s.scenario_of(cluster, snapshot, serving, least, judged)
-        steers = steering.policy(gpu, cluster.startup)
+        steers = cluster_policy.policy(gpu, cluster.startup)
         router = make_router(serving.router)
         baseline, answers = parse_planner(planner)
         if steers is not None:
@@ -109,7 +112,7 @@ def simulate(
             check_target(report)
     per_node = max(Counter(one.node_id for one in snapshot.gpus).values())
     profiles = [_read_profile(path) for path in profile or []]
-    models, times = _models(named, gpu, per_node, options, wish.engine, profiles)
+    models, times = _models(named, gpu, per_node, options, request.engine, profiles)
     world = World(gpu, models, scenario)
     if load.cap_lengths:
         contexts = served_contexts(baseline, world, least)
@@ -129,11 +132,11 @@ def simulate(
         workload=options.workload,
         times=times,
         slo=judged,
-        refuses_late=serving.refuse_late,
-        forecasts_late=serving.forecast_late,
+        rejects_late=serving.refuse_late,
+        rejects_by_forecast=serving.forecast_late,
         planner=baseline,
         placement=options.policy,
-        steering=steers,
+        cluster_policy=steers,
         notes=(*decided.notes, *_served_by(baseline, options)),
         model_contexts={name: model.spec.max_context_tokens for name, model in models.items()},
     )
@@ -157,7 +160,7 @@ def _followed(
     decided: Prepared,
     world: World,
     router: Router,
-    steering: Steering | None,
+    cluster_policy: ClusterPolicy | None,
     display: StepDisplay,
 ) -> SimulationResult:
     from iserve.simulation.running import simulate_cluster
@@ -169,7 +172,7 @@ def _followed(
         world.models,
         router=router,
         deployer=decided.deployer,
-        steering=steering,
+        cluster_policy=cluster_policy,
         progress=lambda arrived, at_s: display.show(f"{arrived:,} requests, {at_s:,.0f} s simulated", None),
     )
 
@@ -179,8 +182,8 @@ def _show(document: SimulationDocument, report: Path | None, *, as_json: bool) -
     from iserve.cli.simulation_text import print_simulation
 
     if report is not None:
-        from iserve.cli.reporting import write_page
-        from iserve.simulation.page import render_simulation
+        from iserve.cli.report import write_page
+        from iserve.report.simulation import render_simulation
 
         write_page(report, render_simulation(document))
     if as_json:
@@ -207,11 +210,11 @@ def _models(
     named: dict[str, str], gpu: GpuSpec, count: int, options: PlanOptions, engine: str, profiles: list[Profile]
 ) -> tuple[dict[str, SimulatedModel], tuple[str, ...]]:
     """Return every model as a deploy on a node of ``count`` GPUs plans it, and where its times are from."""
-    from iserve.cli.live import registered_models
-    from iserve.controller.estimating import profile_as
+    from iserve.cli.connection import registered_models
     from iserve.model_source import resolve
-    from iserve.planning.hypothetical import engine_for_gpus
-    from iserve.planning.making import check_context
+    from iserve.planning.estimator_factory import profile_as
+    from iserve.planning.offline import engine_for_gpus
+    from iserve.planning.pipeline import check_context
     from iserve.settings import load_settings
     from iserve.simulation.running import measured_model, roofline_model
 

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from fingerprint.gpu_spec import GpuSpec
-    from placement.elastic import Elastic
+    from placement.rebalancer import Elastic
     from placement.types import ClusterSnapshot
     from planner.intent import Slo
     from traces.request import Request
     from traces.simulator.scenario import Action, Scenario, Service
 
-__all__ = ["ClusterOptions", "LoadOptions", "ServiceOptions", "SteeringOptions", "scenario_of"]
+__all__ = ["ClusterOptions", "LoadOptions", "ScalingOptions", "ServiceOptions", "scenario_of"]
 
 _GIB = 2**30
 
@@ -97,7 +97,7 @@ class ServiceOptions:
     """Options on how requests are served, and how many may wait."""
 
     overhead: Annotated[
-        float, typer.Option("--overhead", help="Seconds of each request beside its steps, such as HTTP.")
+        float, typer.Option("--overhead", help="Seconds of each request outside its steps, such as HTTP.")
     ] = 0.0
     service: Annotated[
         str,
@@ -130,7 +130,7 @@ class ServiceOptions:
         bool,
         typer.Option(
             "--forecast-late",
-            help="With --reject-late: when it comes, by what iServe's gateway can know, in place of exact times.",
+            help="With --reject-late: at arrival, by the gateway's forecast, in place of exact times.",
         ),
     ] = False
 
@@ -144,7 +144,7 @@ class ServiceOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SteeringOptions:
+class ScalingOptions:
     """Options on what may change once it runs."""
 
     replicas: Annotated[
@@ -182,8 +182,8 @@ class SteeringOptions:
         Args:
             startup_s: of a worker; a move takes as long and loads its memory, and where it is 0, migration's own.
         """
-        from placement.elastic import Elastic
         from placement.migration import Migration
+        from placement.rebalancer import Elastic
         from placement.scaling import Scaling
 
         least, most = self.range()
@@ -229,8 +229,8 @@ class LoadOptions:
         """Return the trace, with models assigned where it is asked for or where there is one model only."""
         from itertools import islice
 
+        from traces.loader import requests_of
         from traces.popularity import popularity_named
-        from traces.sources import requests_of
         from traces.transforms import assign_models
 
         requests: Iterator[Request] = requests_of(trace, format=self.trace_format, seed=self.seed)

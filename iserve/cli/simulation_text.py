@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from iserve.cli.render import console, gib, print_rows, seconds, workload_words
-from iserve.simulation.document import answered_words, devices_told, intent_words, late_words, steering_words
+from iserve.simulation.document import answered_words, devices_told, intent_words, late_words, policy_words
 from traces.summary import limit_words
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ def print_simulation(document: SimulationDocument) -> None:
     late = late_words(document)
     out.print(f"{document.trace} on {document.hardware}, {document.service}, {planned}{placed}{late}")
     out.print(f"intent: {intent_words(document.intent)}; requests are judged by: {limit_words(whole.slo)}")
-    if document.steering is not None:
-        out.print(f"steered: {steering_words(document.steering)}")
+    if document.cluster_policy is not None:
+        out.print(f"cluster policy: {policy_words(document.cluster_policy)}")
     out.print(
         f"{document.end_s:,.1f} simulated seconds, "
         f"{whole.offered_requests_per_s:.4g} requests/s offered, {whole.completed_requests_per_s:.4g} served, "
@@ -52,9 +52,9 @@ def print_simulation(document: SimulationDocument) -> None:
         "SLO",
     )
     print_rows(head, rows)
-    if document.steering is not None:
+    if document.cluster_policy is not None:
         print_rows(
-            ("deployment", "replicas at most", "woken", "asleep", "moves"),
+            ("deployment", "peak replicas", "cold starts", "at zero", "moves"),
             [_steered(d) for d in document.deployments],
         )
     print_rows(
@@ -90,7 +90,7 @@ def _row(name: str, summary: Summary, replicas: int) -> tuple[str, ...]:
 
 
 def _steered(d: DeploymentOutcome) -> tuple[str, ...]:
-    return (d.name, str(d.most_replicas), str(d.wakes), seconds(d.asleep_s), str(d.moves))
+    return (d.name, str(d.peak_replicas), str(d.cold_starts), seconds(d.scaled_to_zero_s), str(d.moves))
 
 
 def _times(of: Percentiles | None) -> tuple[str, str, str]:

@@ -8,8 +8,8 @@ from typing import Any, TextIO
 from rich.console import Console, ConsoleOptions
 from rich.segment import Segment
 
-from fingerprint.plain_text import printable
-from iserve.cli.harmless import beneath
+from fingerprint.sanitize import printable
+from iserve.cli.sanitized_output import beneath
 
 __all__ = ["HarmlessConsole"]
 

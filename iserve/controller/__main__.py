@@ -71,8 +71,8 @@ def _start_companions(controller: Controller, reconciler: Reconciler) -> None:
         reconciler.publish(controller.store.deployments(), controller.observe())
         controller.gateway_process.ensure()
     except BaseException:
-        for companion in absent:
-            companion.stop()
+        for child in absent:
+            child.stop()
         raise
 
 

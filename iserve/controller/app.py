@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Coroutine
-from typing import Annotated, Any
+from collections.abc import Callable, Coroutine, Mapping
+from difflib import get_close_matches
+from typing import Annotated, Any, get_args, get_type_hints
 
 from fastapi import APIRouter, Depends, FastAPI, Header, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -29,27 +30,18 @@ from iserve.api_documents import (
     NodeDocument,
     ProfileJobDocument,
 )
-from iserve.api_types import (
-    IDEMPOTENCY_KEY,
-    DeployBody,
-    KeyBody,
-    LaunchBody,
-    ModelBody,
-    PlanBody,
-    ProfileBody,
-    UpdateBody,
-    VerifyBody,
-)
-from iserve.controller.door import Door, problem
+from iserve.api_types import IDEMPOTENCY_KEY, DeployBody, LaunchBody, PlanBody, VerifyBody
+from iserve.controller.auth import Door, problem
+from iserve.controller.folder_access import Reach
 from iserve.controller.metrics import Metrics
 from iserve.controller.openapi import BODY, describe, problems
-from iserve.controller.reach import Reach
 from iserve.controller.service import Controller
 from iserve.planning.document import PlanDocument
-from iserve.planning.launching import LaunchDocument
-from iserve.planning.making import MAX_REPLICAS
+from iserve.planning.worker_launch import LaunchDocument
+from iserve.rest_bodies import KeyBody, ModelBody, ProfileBody, UpdateBody
 from iserve.verify.documents import StoredVerification, VerificationJobDocument
 from placement.types import DeploymentState
+from planner.intent import MAX_REPLICAS
 
 __all__ = ["create_app"]
 
@@ -418,6 +410,25 @@ def _operator_routes(api: APIRouter, controller: Controller) -> None:
         controller.store.revoke_key(key_id)
 
 
+_WORDS = {"dataclass_type": "Input should be a valid dictionary or object to extract fields from"}
+
+
+def _fault_words(fault: Mapping[str, Any], body: type | None) -> str:
+    """Return one fault of a request; of an unknown field of ``body`` with the fields that there are."""
+    *where, last = map(str, fault["loc"])
+    if fault["type"] not in ("extra_forbidden", "unexpected_keyword_argument"):
+        words = _WORDS.get(fault["type"], fault["msg"]).replace("tuple", "list").replace("Tuple", "List")
+        return f"{'.'.join((*where, last))}: {words}"
+    kind: Any = body
+    for name in where[1:]:
+        hint = get_type_hints(kind)[name]
+        kind = next(part for part in (*get_args(hint), hint) if hasattr(part, "__annotations__"))
+    known = [name for name in get_type_hints(kind) if not name.startswith("_") and name != "model_config"]
+    near = get_close_matches(last, known, n=1)
+    hint = f", did you mean {near[0]!r}?" if near else ";"
+    return f"{'.'.join(where)}: there is no field {last[:80]!r}{hint} the fields are {', '.join(known)}"
+
+
 def _error_handlers(app: FastAPI) -> None:
     @app.exception_handler(errors.IserveError)
     def expected(_request: Request, error: errors.IserveError) -> JSONResponse:
@@ -425,10 +436,9 @@ def _error_handlers(app: FastAPI) -> None:
         return problem(type(error).__name__, str(error), status)
 
     @app.exception_handler(RequestValidationError)
-    def invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
-        faults = "; ".join(
-            f"{'.'.join(str(part) for part in fault['loc'])}: {fault['msg']}" for fault in error.errors()[:10]
-        )
+    def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        body = get_type_hints(request.scope["route"].endpoint).get("body")
+        faults = "; ".join(_fault_words(fault, body) for fault in error.errors()[:10])
         return problem("BadInputError", faults, 400)
 
     @app.exception_handler(HTTPException)

@@ -1,13 +1,13 @@
-"""Autoscaling of deployments that end without requests and start at the next one (``deploy --scale-to-zero``).
+"""Scaling of idle deployments to zero replicas, and back at the next request (``deploy --scale-to-zero``).
 
 ``placement.scaling`` decides, as in the simulator. This module carries the decision out and records it, each
 step written down before it is taken:
 
-``ready`` -> ``asleep``: recorded first. The gateway then sends nothing to the workers any more. Only when it says
-so, and that it has nothing left there, they are ended: no request is cut short by it.
+``ready`` -> ``scaled-to-zero``: recorded first. The gateway then sends nothing to the workers any more. Only when
+it says so, and that it has nothing left there, they are ended: no request is cut short by it.
 
-``asleep`` -> ``waking``: when requests wait in the gateway. The deployer takes it to ``ready``, or back to
-``asleep`` with the reason, which the waiting requests are answered.
+``scaled-to-zero`` -> ``scaling-up``: when requests wait in the gateway. The deployer takes it to ``ready``, or
+back to ``scaled-to-zero`` with the reason, which the waiting requests are answered.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 from daemon.status import NodeStatus, WorkerState, WorkerStatus
 from fingerprint.errors import ConfigError
-from iserve.controller.records import recorded_wish, recorded_workers
-from iserve.controller.seen import workers_seen
+from iserve.controller.deployment_status import workers_seen
 from iserve.controller.service import Controller
-from iserve.routes import Demand, DeploymentDemand
+from iserve.controller.stored_values import SCALED_TO_ZERO, SCALING_UP, recorded_wish, recorded_workers
+from iserve.route_table import Demand, DeploymentDemand
 from iserve.state.store import DeploymentRow
 from placement.scaling import Scaling, replicas_for
 from placement.types import DeploymentState
@@ -55,16 +55,18 @@ class Autoscaler:
     def __init__(self, controller: Controller, clock: Callable[[], float] = time.monotonic) -> None:
         self._controller, self._clock = controller, clock
         self._since: dict[int, tuple[str, float]] = {}  # deployment -> its phase, and since when
-        self._not_started: set[int] = set()  # deployments that sleep because they could not be woken
+        self._not_started: set[int] = set()  # deployments at zero whose start failed
 
     def look(self, rows: tuple[DeploymentRow, ...], node: NodeStatus | None, routes_version: int) -> None:
         """Make one pass over ``rows``; routes of at least ``routes_version`` have reached the gateway."""
         now_s = self._clock()
-        self._not_started = {row.id for row in rows if row.phase == "asleep" and self._could_not_wake(row)}
+        self._not_started = {row.id for row in rows if row.phase == SCALED_TO_ZERO and self._start_failed(row)}
         self._since = {row.id: (row.phase, self._since_s(row, now_s)) for row in rows}
         steady = [row for row in rows if row.desired == "running" and row.update_request is None]
         watched = [(row, _idle_limit_s(row)) for row in steady]
-        watched = [(row, limit_s) for row, limit_s in watched if limit_s is not None or row.phase == "asleep"]
+        watched = [
+            (row, limit_s) for row, limit_s in watched if limit_s is not None or row.phase == SCALED_TO_ZERO
+        ]
         if not watched or node is None:
             return
         demand = self._controller.demand()
@@ -73,38 +75,40 @@ class Autoscaler:
         for row, limit_s in watched:
             asked = _of(demand, row.name)
             steady_s = now_s - self._since[row.id][1]
-            if row.phase == "asleep":
-                self._keep_asleep(row, node, asked, steady_s)
+            if row.phase == SCALED_TO_ZERO:
+                self._keep_at_zero(row, node, asked, steady_s)
             elif row.phase == "ready" and limit_s is not None and asked is not None:
                 is_ready = any(worker.state is WorkerState.READY for worker in _living_workers(row, node))
                 if is_ready and replicas_for(_state(row, asked, steady_s), _rule(limit_s)) == 0:
-                    self._put_to_sleep(row, limit_s)
+                    self._scale_to_zero(row, limit_s)
 
     def refusal(self, row: DeploymentRow) -> Refusal | None:
         """Return the refusal of ``row``, at zero replicas, whose start just failed; None: a request starts it."""
-        if row.phase != "asleep" or row.error is None or not self._could_not_wake(row):
+        if row.phase != SCALED_TO_ZERO or row.error is None or not self._start_failed(row):
             return None
         now_s = self._clock()
         if now_s - self._since_s(row, now_s) >= _TRY_AGAIN_S:
             return None
         return Refusal(row.error, math.ceil(_TRY_AGAIN_S))
 
-    def _could_not_wake(self, row: DeploymentRow) -> bool:
-        """Return whether ``row`` sleeps because a start failed while this autoscaler ran. Any other error
+    def _start_failed(self, row: DeploymentRow) -> bool:
+        """Return whether ``row`` is at zero because a start failed while this autoscaler ran. Any other error
         is of an earlier time, or of an update that failed."""
         phase, _ = self._since.get(row.id, (None, 0.0))
-        return phase == "waking" or row.id in self._not_started
+        return phase == SCALING_UP or row.id in self._not_started
 
     def _since_s(self, row: DeploymentRow, now_s: float) -> float:
         phase, since_s = self._since.get(row.id, (None, now_s))
         return since_s if phase == row.phase else now_s
 
-    def _put_to_sleep(self, row: DeploymentRow, limit_s: float) -> None:
+    def _scale_to_zero(self, row: DeploymentRow, limit_s: float) -> None:
         with self._controller.profiler.paused_now() as alone:  # not while it is being checked
             if alone:
-                self._record(row, "asleep", f"{row.name}: asleep, nobody called for {limit_s:g} s")
+                self._record(
+                    row, SCALED_TO_ZERO, f"{row.name}: scaled to zero after {limit_s:g} s without a request"
+                )
 
-    def _keep_asleep(
+    def _keep_at_zero(
         self, row: DeploymentRow, node: NodeStatus, asked: DeploymentDemand | None, steady_s: float
     ) -> None:
         workers = _living_workers(row, node)
@@ -112,12 +116,12 @@ class Autoscaler:
             return
         wanted = asked is not None and replicas_for(_state(row, asked, steady_s), _rule(None)) > 0
         if wanted and self.refusal(row) is None:
-            self._record(row, "waking", f"{row.name}: waking, it is called")
-            self._since[row.id] = ("waking", self._clock())  # it may sleep again before the next look
+            self._record(row, SCALING_UP, f"{row.name}: scaling up, requests wait")
+            self._since[row.id] = (SCALING_UP, self._clock())  # it may be at zero again before the next look
             return
         drained = steady_s > _DRAIN_PATIENCE_S if asked is None else not asked.outstanding
         for worker in workers if drained else ():
-            self._controller.end_worker(worker.spec.worker_id, f"{row.name} is asleep")
+            self._controller.end_worker(worker.spec.worker_id, f"{row.name} is scaled to zero")
 
     def _record(self, row: DeploymentRow, phase: str, message: str) -> None:
         self._controller.store.update_deployment(row.id, phase=phase)

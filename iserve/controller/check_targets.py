@@ -12,12 +12,13 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from daemon.client import DaemonClient
+from daemon.engine_options import EngineOptions
 from daemon.engines.base import Engine
-from daemon.engines.registry import get_engine
+from daemon.engines.registry import capabilities_for, get_engine
 from daemon.status import NodeStatus, WorkerState, WorkerStatus
 from daemon.worker_spec import WorkerSpec
 from fingerprint.checkpoint import Checkpoint
@@ -31,16 +32,18 @@ from fingerprint.errors import (
     NotMeasuredError,
 )
 from fingerprint.measurements import Profile
+from fingerprint.model_use import ModelUse
 from iserve.api_types import DeployBody, VerifyBody
+from iserve.controller.daemon_workers import ask_daemon, launched, wait_until_ready
 from iserve.controller.deployer import Deployer
+from iserve.controller.deployment_status import workers_seen
 from iserve.controller.engine_selection import deployable_engine
-from iserve.controller.profile_validity import described
-from iserve.controller.profiling import Profiler, ask_daemon, launched, wait_until_ready
-from iserve.controller.records import recorded_wish, recorded_workers
-from iserve.controller.seen import workers_seen
+from iserve.controller.profiling import Profiler
+from iserve.controller.profiling_validity import described
+from iserve.controller.stored_values import recorded_wish, recorded_workers
 from iserve.model_source import ModelSource
-from iserve.planning.making import PlanOptions
-from iserve.planning.model_use import check_code, used, with_images
+from iserve.planning.model_use import check_code, check_code_of_each, used, with_images
+from iserve.planning.pipeline import PlanOptions
 from iserve.settings import Settings
 from iserve.state.store import DeploymentRow, Store
 
@@ -110,9 +113,11 @@ class Targets:
         name = body.deployment
         row = self._store.deployment(name)
         wish = recorded_wish(row)
-        own = body.model_fields_set - {"deployment", "max_seconds", "model"}
-        planned = {field: (getattr(wish, field), type(body).model_fields[field].default) for field in own}
-        given = sorted(field for field, told in planned.items() if getattr(body, field) not in told)
+        own = {field.name for field in fields(body)} - {"deployment", "max_seconds", "model"}
+        default = VerifyBody()
+        given = sorted(
+            name for name in own if getattr(body, name) not in (getattr(wish, name), getattr(default, name))
+        )
         if body.model is not None or given:
             what = ", ".join(given) or "model"
             raise ConfigError(
@@ -128,7 +133,7 @@ class Targets:
             tell("waiting", 0, 0, 0.0)
             with self._profiler.paused(lambda: None):
                 row = self._store.deployment(name)
-                if row.phase != "ready":  # it was put to sleep meanwhile, say
+                if row.phase != "ready":  # it was scaled to zero meanwhile, say
                     raise ConflictError(f"the deployment {name!r} is {row.phase}; verify it when it is ready")
                 status = self._first_ready(row)
                 with self._profiler.owning(status.spec.worker_id):  # which is not ended from here on
@@ -206,14 +211,16 @@ class Targets:
         """
         options = body.options(default_policy=self._settings.policy, load_threshold=self._settings.load_threshold)
         deployable_engine(body.engine)
-        source = self._resolve(body.model, need_weights=False)
+        use = ModelUse(trust_remote_code=body.trust_remote_code)
+        source = used(self._resolve(body.model, need_weights=False), use)
+        check_code_of_each(source, capabilities_for(body.engine))
         if source.has_weights or (body.model is not None and Path(body.model).exists()):
             Checkpoint.open(source.directory)  # as for a deploy: refused before anything is started
 
         @contextlib.contextmanager
         def find(tell: Tell) -> Iterator[CheckTarget]:
             tell("resolving", 0, 0, 0.0)
-            source = self._resolve(body.model)
+            source = used(self._resolve(body.model, need_code=use.trust_remote_code), use)
             Checkpoint.open(source.directory)
             engine, profile, _ = self._deployer.select(
                 source,
@@ -226,7 +233,8 @@ class Targets:
             worker_id = f"verify-{uuid.uuid4().hex[:12]}"
             with self._profiler.paused(lambda: None), self._profiler.owning(worker_id):
                 planned = self._deployer.plan(source, engine, profile, options)
-                (spec,) = planned.workers("verify", source, worker_id, options.workload, profile)
+                engine_options = EngineOptions(use=use)
+                (spec,) = planned.workers("verify", source, worker_id, options.workload, profile, engine_options)
                 # In case no controller ever returns to end it.
                 spec = replace(
                     spec, ends_at=time.time() + self._settings.start_timeout_s + 2 * body.max_seconds + _SLACK_S
@@ -250,6 +258,7 @@ class Targets:
         return source.name, find
 
     def _profile(self, source: ModelSource, engine: Engine, options: PlanOptions, tell: Tell) -> Profile:
+        engine.check_options(EngineOptions(use=source.use))
         check_code(source, engine.capabilities())
 
         def find() -> Profile | None:

@@ -31,19 +31,20 @@ from fingerprint.errors import (
 )
 from fingerprint.measurements import Profile
 from fingerprint.profile import ProfileProgress
-from iserve.api_types import ARGUMENTS_NOTE, DeployBody
-from iserve.controller.ending import end_workers
+from iserve.api_types import DeployBody
+from iserve.controller.daemon_workers import ask_daemon, launched, wait_until_ready
 from iserve.controller.engine_selection import SelectedEngine, select_engine
-from iserve.controller.node import devices_of, hardware_of, without
-from iserve.controller.profile_validity import release_to_start
-from iserve.controller.profiling import Profiler, ask_daemon, launched, wait_until_ready
-from iserve.controller.records import recorded_wish, recorded_workers
+from iserve.controller.profiling import Profiler
+from iserve.controller.profiling_validity import release_to_start
+from iserve.controller.snapshot import devices_of, hardware_of, without
+from iserve.controller.stored_values import SCALED_TO_ZERO, SCALING_UP, recorded_wish, recorded_workers
+from iserve.controller.worker_shutdown import end_workers
 from iserve.model_source import ModelSource
-from iserve.planning.here import deployable_now
-from iserve.planning.launching import PlannedDeployment, worker_slug
-from iserve.planning.making import PlanOptions
+from iserve.planning.deployability import deployable_now
 from iserve.planning.model_use import check_code, check_same_code, check_use, use_notes, used, with_images
+from iserve.planning.pipeline import PlanOptions
 from iserve.planning.planned import planned_deployment
+from iserve.planning.worker_launch import PlannedDeployment, worker_slug
 from iserve.settings import Settings
 from iserve.state.store import DeploymentRow, Store
 from placement.types import DeploymentState
@@ -109,10 +110,10 @@ class Deployer:
             self._report_progress(row.name, None)
 
     def _give_up(self, job: _Job, phase: str, error: str) -> None:
-        """Record why it could not be started. One that slept goes on sleeping, and is tried again when it is
-        called."""
+        """Record why it could not be started. One that was scaled to zero stays so, and is
+        tried again at the next request."""
         with contextlib.suppress(NoLongerWantedError):
-            self._record(job, "asleep" if job.row.phase == "waking" else phase, error=error)
+            self._record(job, SCALED_TO_ZERO if job.row.phase == SCALING_UP else phase, error=error)
 
     def _run(self, job: _Job) -> None:
         row = job.row
@@ -172,7 +173,7 @@ class Deployer:
         unused: list[str] = []
         engine, profile, notes = self.select(source, body.engine, body.engine_version, options, profile_of)
         if body.engine_options.arguments:
-            notes += (ARGUMENTS_NOTE,)
+            notes += ("what --engine-arg changes is in no figure of this plan",)
         return Measured(source, engine, profile, options, (*notes, *unused), body.engine_options)
 
     def select(
@@ -359,11 +360,11 @@ class Deployer:
     def _move(self, job: _Job, phase: str, *, workers: bytes | None = None) -> None:
         """Record the next step, if it is still to be taken.
 
-        A deployment that wakes is waking until it serves, so that a controller that takes it up after a crash
-        knows what becomes of it should it fail.
+        A deployment that scales up does so until it serves, so that a controller that takes over after a crash
+        knows its phase should the start fail.
         """
         self._check_wanted(job.row)
-        if job.row.phase != "waking" or phase == "ready":
+        if job.row.phase != SCALING_UP or phase == "ready":
             self._record(job, phase, error=None, workers=workers)
 
     def _check_wanted(self, row: DeploymentRow) -> None:

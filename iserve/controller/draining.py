@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 
 from daemon.engines.registry import get_engine
 from daemon.status import NodeStatus, WorkerState, WorkerStatus
-from iserve.controller.records import DRAINING, REPLACING, draining_workers, recorded_workers
-from iserve.controller.seen import workers_seen
+from iserve.controller.deployment_status import workers_seen
 from iserve.controller.service import Controller
+from iserve.controller.stored_values import DRAINING, REPLACING, draining_workers, recorded_workers
 from iserve.state.store import DeploymentRow
 from iserve.verify.worker import worker_stats
 

@@ -17,9 +17,9 @@ from fingerprint.estimates import Estimator
 from fingerprint.gpu_spec import Vendor
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
-from iserve.controller.node import hardware_of, without
+from iserve.controller.snapshot import hardware_of, without
 from iserve.planning.engine_choice import EngineChoice, engine_choices, first_feasible, nothing_feasible_on
-from iserve.planning.making import PlanOptions, datasheet_estimator, make_plan
+from iserve.planning.pipeline import PlanOptions, datasheet_estimator, make_plan
 from planner.intent import Quality
 
 __all__ = ["SelectedEngine", "deployable_engine", "engine_for", "select_engine"]

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import re
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import is_dataclass
-from functools import cache
-from itertools import pairwise
 from typing import Any, get_args, get_type_hints
 
 from fastapi import FastAPI
@@ -17,8 +12,11 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
 from iserve.api_documents import Problem
+from iserve.api_types import DeployBody
+from iserve.attribute_docs import attribute_docstrings
+from iserve.rest_bodies import Body
 
-__all__ = ["BODY", "attribute_docstrings", "describe", "problems"]
+__all__ = ["BODY", "describe", "problems"]
 
 BODY = (411, 413, 415)  # statuses of every operation that takes a body
 
@@ -133,38 +131,13 @@ def _describe_operations(paths: dict[str, Any]) -> None:
 def _describe_fields(schemas: dict[str, Any], endpoints: Iterable[object]) -> None:
     for found in _types_of(endpoints):
         schema = schemas.get(found.__name__, {})
-        texts = attribute_docstrings(found)
+        texts = (attribute_docstrings(DeployBody) if issubclass(found, Body) else {}) | attribute_docstrings(found)
         for name, field in schema.get("properties", {}).items():
             if name in texts:
                 field.setdefault("description", _plain(texts[name]))
     for schema in schemas.values():
         if "description" in schema:
             schema["description"] = _plain(schema["description"].partition("\n\nRaises:")[0])
-
-
-def attribute_docstrings(kind: type) -> dict[str, str]:
-    """Return the text below each field of ``kind`` and of its bases, as the source has it."""
-    texts: dict[str, str] = {}
-    for base in reversed(kind.__mro__):
-        if is_dataclass(base) or issubclass(base, BaseModel):
-            texts |= _docstrings_of(base.__module__).get(base.__name__, {})
-    return texts
-
-
-@cache
-def _docstrings_of(module: str) -> dict[str, dict[str, str]]:
-    """Return the text below each field of each class of a module; the source is parsed once."""
-    found: dict[str, dict[str, str]] = {}
-    for definition in ast.parse(inspect.getsource(sys.modules[module])).body:
-        if isinstance(definition, ast.ClassDef):
-            texts = found[definition.name] = {}
-            for field, below in pairwise(definition.body):
-                match field, below:
-                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
-                        value=ast.Constant(value=str() as text)
-                    ):
-                        texts[name] = inspect.cleandoc(text)
-    return found
 
 
 def _plain(text: str) -> str:

@@ -21,20 +21,22 @@ from fingerprint.measurements import Profile
 from fingerprint.model_use import ModelUse
 from fingerprint.profile import ProfileProgress
 from iserve.api_documents import ProfileJobDocument, ProgressDocument
-from iserve.api_types import LaunchBody, PlanBody, ProfileBody, check_name
+from iserve.api_types import LaunchBody, PlanBody, check_name
+from iserve.controller.daemon_workers import ask_daemon
 from iserve.controller.deployer import Deployer
 from iserve.controller.engine_selection import deployable_engine, engine_for
 from iserve.controller.jobs import Jobs
-from iserve.controller.profiling import Profiler, ask_daemon
+from iserve.controller.profiling import Profiler
 from iserve.demo import DEMO_MODEL_NAME
 from iserve.model_source import ModelSource
 from iserve.planning.document import PlanDocument
 from iserve.planning.engine_choice import nothing_feasible_on
-from iserve.planning.hypothetical import launch_for_gpus, plan_for_gpus
-from iserve.planning.launching import LaunchDocument, PlannedDeployment
-from iserve.planning.making import PlanOptions
 from iserve.planning.model_use import check_code, check_use, used, with_images
+from iserve.planning.offline import launch_for_gpus, plan_for_gpus
+from iserve.planning.pipeline import PlanOptions
 from iserve.planning.words import ELSEWHERE
+from iserve.planning.worker_launch import LaunchDocument, PlannedDeployment
+from iserve.rest_bodies import ProfileBody
 from iserve.settings import Settings
 
 __all__ = ["Plans", "progress_document"]
@@ -126,8 +128,8 @@ class Plans:
         with _or_elsewhere():
             engine, profile, notes = self._deployer.select(source, body.engine, None, options, stored)
         notes += tuple(
-            f"{config} was not measured, for the profile was taken for another wish, and may change this plan: a "
-            "deploy measures it first"
+            f"{config} was not measured, for the profile was taken for another request, and may change this plan: "
+            "a deploy measures it first"
             for config in self._profiler.lacking(profile, engine, node, options)
         )
         return self._deployer.plan(source, engine, profile, options, notes), source, profile

@@ -6,7 +6,6 @@ One profile at a time per controller: two would measure each other.
 from __future__ import annotations
 
 import contextlib
-import logging
 import shutil
 import threading
 import time
@@ -14,14 +13,13 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from daemon.client import DaemonClient
 from daemon.engine_options import EngineOptions
 from daemon.engines.base import Engine
 from daemon.engines.external import ExternalEngine
 from daemon.profile_client import LOAD_MARK, WorkerHandle, WorkerProfileTarget
-from daemon.status import NodeStatus, WorkerState, WorkerStatus
+from daemon.status import NodeStatus
 from daemon.unlisted_gpus import measure_if_unlisted
 from daemon.worker_spec import WorkerLimits, WorkerSpec
 from fingerprint.config import DeploymentConfig, Workload
@@ -33,17 +31,16 @@ from fingerprint.errors import (
     NotFoundError,
     NotMeasuredError,
     StateUnavailableError,
-    UnavailableError,
 )
 from fingerprint.estimators.corrected import CorrectedEstimator
 from fingerprint.measurements import Profile
 from fingerprint.profile import ProfileProgress
 from fingerprint.profile_plan import Shards
-from iserve.controller.estimating import estimator_for, profile_as, step_tokens_of
-from iserve.controller.node import check_one_kind
-from iserve.controller.profile_room import STEP_TOKENS, quietest, share_of_free_bytes
-from iserve.controller.profile_taking import Fingerprints, Order, take
-from iserve.controller.profile_validity import (
+from iserve.controller.daemon_workers import ask_daemon, start_profiling_worker
+from iserve.controller.profiling_devices import STEP_TOKENS, quietest, share_of_free_bytes
+from iserve.controller.profiling_run import Fingerprints, Order, take
+from iserve.controller.profiling_scope import lacking
+from iserve.controller.profiling_validity import (
     covers,
     described,
     key_without_driver,
@@ -51,167 +48,18 @@ from iserve.controller.profile_validity import (
     release_to_start,
     why_unused,
 )
-from iserve.controller.profile_worth import lacking
+from iserve.controller.snapshot import check_one_kind
 from iserve.model_source import ModelSource
-from iserve.planning.making import PlanOptions
+from iserve.planning.estimator_factory import estimator_for, profile_as
+from iserve.planning.pipeline import PlanOptions
 from iserve.state.store import Store
 from placement.types import DeploymentState
 from planner.intent import Quality
 
-__all__ = [
-    "Profiler",
-    "ask_daemon",
-    "estimator_for",
-    "last_words",
-    "launched",
-    "machine_key",
-    "start_profiling_worker",
-    "step_tokens_of",
-    "wait_until_ready",
-    "within_what_is_free",
-]
-
-T = TypeVar("T")
-
-log = logging.getLogger(__name__)
+__all__ = ["Profiler", "last_words", "within_what_is_free"]
 
 _BENCHMARK_BYTES = 4 << 30  # of a GPU, free
 _LOG_LINES = 2000  # of a profiling worker's log, to look for its engine's last words in
-_ENDED = {WorkerState.FAILED, WorkerState.STOPPED, WorkerState.STOPPING}
-
-
-def ask_daemon(
-    daemon: Callable[[], DaemonClient], question: Callable[[DaemonClient], T], *, patience_s: float = 30.0
-) -> T:
-    """Return what the daemon answers.
-
-    One that is killed meanwhile is back within a few seconds, and is asked again.
-
-    Args:
-        question: may be asked twice, the answer to the first being lost.
-
-    Raises:
-        UnavailableError: it is not back, or cannot do what is asked now (its disk is full, say).
-        IserveError: what the daemon answered with.
-    """
-    deadline = time.monotonic() + patience_s
-    while True:
-        try:
-            return question(daemon())
-        except UnavailableError:
-            if time.monotonic() > deadline:
-                raise
-        time.sleep(0.2)
-
-
-def launched(daemon: DaemonClient, spec: WorkerSpec) -> WorkerStatus:
-    """Return the worker of ``spec``: the one that is there, a stopped one not counted, or one that is launched
-    now.
-
-    A worker with the same id and another spec is ended: a state that was put back gives out ids again.
-
-    Raises:
-        IserveError: as ``DaemonClient.launch``.
-    """
-    if (there := _the_one_there(daemon, spec)) is not None:
-        return there
-    try:
-        return daemon.launch(replace(spec, port=0))  # any free port: the one it had may be another's by now
-    except ConflictError:  # what a controller asked a moment before it was killed was done in between
-        if (there := _the_one_there(daemon, spec)) is not None:
-            return there
-        raise
-
-
-def _the_one_there(daemon: DaemonClient, spec: WorkerSpec) -> WorkerStatus | None:
-    """Return the worker of ``spec``, unless it was stopped; end one that only has the same id."""
-    with contextlib.suppress(NotFoundError):
-        status = daemon.worker(spec.worker_id)
-        if status.state is WorkerState.STOPPED:
-            return None
-        if status.is_of(spec):
-            return status
-        log.warning("worker %s is not the one that is recorded, and is ended", spec.worker_id)
-        daemon.stop(spec.worker_id)
-    return None
-
-
-def wait_until_ready(
-    daemon: Callable[[], DaemonClient], worker_id: str, timeout_s: float, *, go_on: Callable[[], None]
-) -> WorkerStatus:
-    """Return the worker's status once it serves; a daemon that is away for a while is waited for.
-
-    Args:
-        go_on: called between looks; what it raises ends the waiting.
-
-    Raises:
-        NotFoundError: the daemon does not know it.
-        EngineError: the worker gave up, was stopped, or is not ready in time.
-    """
-    deadline = time.monotonic() + timeout_s
-    last = "unknown, not ready,"
-    while time.monotonic() < deadline:
-        go_on()
-        try:
-            status = daemon().worker(worker_id)
-        except UnavailableError:
-            time.sleep(0.2)
-            continue
-        if status.state is WorkerState.READY:
-            return status
-        if status.state in _ENDED:
-            raise EngineError(status.error or f"the worker {worker_id} is {status.state}")
-        last = f"{status.state}, not ready," if status.error is None else f"{status.state} ({status.error})"
-        time.sleep(0.1)
-    raise EngineError(f"the worker {worker_id} is {last} after {timeout_s:.0f} s")
-
-
-class _DaemonWorker:
-    """A worker that the daemon runs, as the profiling client wants it."""
-
-    def __init__(self, daemon: Callable[[], DaemonClient], status: WorkerStatus) -> None:
-        self._daemon, self._worker_id = daemon, status.spec.worker_id
-        self.url, self.token = status.url, status.token
-
-    def failure(self) -> str | None:
-        status = ask_daemon(self._daemon, lambda there: there.worker(self._worker_id))
-        if status.state in _ENDED or status.restarts:
-            return status.error or f"the profiling worker is {status.state}"
-        return None
-
-    def wait_until_ready(self, timeout_s: float) -> None:
-        """Wait until the daemon has seen it serve; before, another program may answer on its port.
-
-        Raises:
-            EngineError: it has ended, or is not ready in time.
-        """
-        status = wait_until_ready(self._daemon, self._worker_id, timeout_s, go_on=self._check_alive)
-        self.url, self.token = status.url, status.token
-
-    def _check_alive(self) -> None:
-        if (failure := self.failure()) is not None:
-            raise EngineError(failure)
-
-    def stop(self) -> None:
-        try:
-            ask_daemon(self._daemon, lambda there: there.stop(self._worker_id))
-        except NotFoundError:
-            return
-
-
-def start_profiling_worker(daemon: Callable[[], DaemonClient], spec: WorkerSpec, timeout_s: float) -> WorkerHandle:
-    """Return a worker that serves; nothing is left of one that does not within ``timeout_s``.
-
-    Raises:
-        EngineError: it has ended, or is not ready in time.
-    """
-    worker = _DaemonWorker(daemon, ask_daemon(daemon, lambda there: launched(there, spec)))
-    try:
-        worker.wait_until_ready(timeout_s)
-    except BaseException:
-        worker.stop()
-        raise
-    return worker
 
 
 class Profiler:
@@ -363,7 +211,7 @@ class Profiler:
             key, versions = machine_key(node, engine), engine.versions()
             _measure_unlisted(engine, node, go_on)
             order = Order(
-                source=replace(source, spec=source.spec.text_alone),
+                source=source,
                 table=engine.capabilities().unprepared(),
                 node=node,
                 workload=workload,

@@ -6,9 +6,9 @@ from functools import lru_cache
 
 from fingerprint.codec import from_json
 from fingerprint.errors import BadInputError, ConfigError
-from iserve.controller.records import recorded_wish
+from iserve.controller.stored_values import recorded_wish
 from iserve.planning.document import PlanDocument
-from iserve.routes import Punctuality
+from iserve.route_table import Punctuality
 from iserve.state.store import DeploymentRow
 from planner.intent import Slo
 from planner.lateness import Pace
@@ -25,7 +25,7 @@ def punctuality_of(row: DeploymentRow) -> Punctuality | None:
     except ConfigError:  # its trouble is reported where it is asked for
         return None
     slo = wish.slo
-    pace = pace_of(row.plan) if wish.refuse_late and slo is not None else None
+    pace = pace_of(row.plan) if wish.reject_late and slo is not None else None
     if pace is None or slo is None:
         return None
     return Punctuality(slo=Slo(ttft_s=slo.ttft_s, tpot_s=slo.tpot_s, e2e_s=slo.e2e_s), pace=pace)
@@ -44,4 +44,4 @@ def pace_of(plan: str) -> Pace | None:
     chosen = None if document.chosen is None else document.candidates[document.chosen]
     if chosen is None or chosen.estimate is None:
         return None
-    return Pace.planned(document.workload, chosen.estimate, document.alone, chosen.slowdown)
+    return Pace.planned(document.workload, chosen.estimate, document.single_request, chosen.slowdown)

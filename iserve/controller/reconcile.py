@@ -1,4 +1,4 @@
-"""Keeps the running world as the state wants it: companions up, workers there, routes published, orphans ended.
+"""Reconciliation: child processes and workers run, routes are published and orphans ended, as the state says.
 
 One pass looks, compares and acts once; it never sleeps, so a test calls it directly. A pass that fails is tried
 again at the next tick: nothing it knows outlives it.
@@ -18,20 +18,22 @@ from daemon.worker_spec import WorkerSpec
 from fingerprint.codec import to_json
 from fingerprint.errors import IserveError, UnavailableError
 from iserve.controller.autoscaling import Autoscaler
+from iserve.controller.deployment_status import seen_of
 from iserve.controller.draining import Drainer
-from iserve.controller.patience import Patience
 from iserve.controller.punctuality import punctuality_of
-from iserve.controller.records import (
+from iserve.controller.readiness_deadline import Patience
+from iserve.controller.service import Controller
+from iserve.controller.stored_values import (
     DRAINING,
     REPLACING,
     RESTORING,
+    SCALED_TO_ZERO,
+    SCALING_UP,
     draining_workers,
     recorded_workers,
     update_workers,
 )
-from iserve.controller.seen import seen_of
-from iserve.controller.service import Controller
-from iserve.routes import ApiKeyRecord, GatewayLimits, Route, RouteTable, WorkerTarget
+from iserve.route_table import ApiKeyRecord, GatewayLimits, Route, RouteTable, WorkerTarget
 from iserve.state.store import DeploymentRow
 
 __all__ = ["ROUTES_FILE", "Reconciler"]
@@ -40,11 +42,11 @@ log = logging.getLogger(__name__)
 
 ROUTES_FILE = "routes.json"
 
-_UNFINISHED = frozenset({"accepted", "resolving", "profiling", "planning", "launching", "waking"})
+_UNFINISHED = frozenset({"accepted", "resolving", "profiling", "planning", "launching", SCALING_UP})
 _GIVEN_UP = frozenset({"refused", "failed"})
-_SERVED = frozenset({"launching", "ready", "waking"})  # a worker is there, or about to be
+_SERVED = frozenset({"launching", "ready", SCALING_UP})  # a worker is there, or about to be
 # Its clients wait for as long as a start may take.
-_STARTED_SOON = frozenset({"asleep", "waking", DRAINING, REPLACING, RESTORING})
+_STARTED_SOON = frozenset({SCALED_TO_ZERO, SCALING_UP, DRAINING, REPLACING, RESTORING})
 _SAY_AGAIN_S = 60.0
 _TRY_AGAIN_S = 10.0  # a replica that could not be started again, while the rest serve
 _LOST_AGAIN_S = 1.0  # one that could, and is lost once more
@@ -97,9 +99,9 @@ class Reconciler:
     def tick(self) -> None:
         """Make one pass."""
         controller = self._controller
-        for companion in (controller.daemon_process, controller.gateway_process):
+        for child in (controller.daemon_process, controller.gateway_process):
             try:
-                companion.ensure()
+                child.ensure()
             except UnavailableError as error:
                 self._warn(error)
         controller.store.hold()  # one that has lost its database to another does nothing
@@ -152,7 +154,7 @@ class Reconciler:
             )
             if self._controller.store.update_deployment(row.id, phase="ready", error=error, as_read=row):
                 self._controller.store.add_event(row.id, "ready", error)
-            self._controller.end_worker(worker_id, "it does not come to serve")
+            self._controller.end_worker(worker_id, "it does not become ready")
 
     def _end_orphans(self, rows: tuple[DeploymentRow, ...], node: NodeStatus) -> None:
         """Stop workers that no deployment owns.

@@ -14,7 +14,7 @@ from daemon.engines.registry import capabilities_for
 from daemon.json_http import JsonHttp
 from daemon.status import NodeStatus, WorkerState
 from fingerprint.checkpoint import Checkpoint
-from fingerprint.codec import from_json
+from fingerprint.codec import from_json, to_json
 from fingerprint.errors import (
     ConflictError,
     IserveError,
@@ -32,28 +32,29 @@ from iserve.api_documents import (
     NewKeyDocument,
     NodeDocument,
 )
-from iserve.api_types import DeployBody, UpdateBody, check_name
+from iserve.api_types import DeployBody, check_name
 from iserve.controller import worker_log
 from iserve.controller.check_targets import Targets
+from iserve.controller.child_processes import ChildProcess, daemon_process, gateway_process
 from iserve.controller.deployer import Deployer
-from iserve.controller.ending import end_workers
+from iserve.controller.deployment_status import replicas_seen, status_of
 from iserve.controller.engine_selection import deployable_engine
-from iserve.controller.node import serving_on
+from iserve.controller.idempotency import KEPT_S, answer_to_keep, answered_before, deployed_before
 from iserve.controller.plans import Plans, progress_document
-from iserve.controller.processes import Companion, daemon_companion, gateway_companion
 from iserve.controller.profiling import Profiler
-from iserve.controller.records import draining_workers, recorded_wish, recorded_workers, update_workers
-from iserve.controller.repeats import KEPT_S, answer_to_keep, answered_before, deployed_before
-from iserve.controller.seen import replicas_seen, status_of
+from iserve.controller.snapshot import serving_on
+from iserve.controller.stored_values import draining_workers, recorded_wish, recorded_workers, update_workers
 from iserve.controller.updating import Updater
 from iserve.controller.verifying import Verifier
+from iserve.controller.worker_shutdown import end_workers
 from iserve.demo import DEMO_MODEL_NAME, demo_model_path
 from iserve.engine_inventory import engine_documents
 from iserve.keys import new_key
 from iserve.model_source import ModelSource, resolve
 from iserve.planning.document import PlanDocument
-from iserve.planning.model_use import check_code, check_same_code, used, with_images
-from iserve.routes import DEMAND_PATH, Demand
+from iserve.planning.model_use import check_code_of_each, check_same_code, used, with_images
+from iserve.rest_bodies import UpdateBody
+from iserve.route_table import DEMAND_PATH, Demand
 from iserve.settings import Settings
 from iserve.state.store import DeploymentRow, EventRow, Store
 from placement.types import DeploymentState
@@ -73,8 +74,8 @@ class Controller:
 
     def __init__(self, settings: Settings, store: Store) -> None:
         self.settings, self.store = settings, store
-        self.daemon_process: Companion = daemon_companion(settings)
-        self.gateway_process: Companion = gateway_companion(settings)
+        self.daemon_process: ChildProcess = daemon_process(settings)
+        self.gateway_process: ChildProcess = gateway_process(settings)
         self.profiler = Profiler(
             store, settings.fingerprint_folder, start_timeout_s=settings.start_timeout_s, serving=self._serving_on
         )
@@ -114,7 +115,7 @@ class Controller:
         record = self.gateway_process.record()
         if record is None:
             return None
-        gateway = JsonHttp(record.url, record.token, who="the gateway")
+        gateway = JsonHttp(record.url, record.token, server="the gateway")
         try:
             return gateway.ask("GET", DEMAND_PATH, Demand, timeout_s=_GATEWAY_TIMEOUT_S)
         except IserveError as error:
@@ -205,7 +206,7 @@ class Controller:
         try:
             row = self.store.add_deployment(
                 name,
-                body.model_dump_json().encode(),
+                to_json(body),
                 created_at=answer.created_at,
                 message=f"{name}: {body.intent} of {source.name}",
                 kept=None if key is None else answer_to_keep(key, body, answer),
@@ -231,7 +232,7 @@ class Controller:
             engine.check_options(body.engine_options)
         source = used(self.resolve(body.model, need_weights=False), body.use)
         with_images(self._deployer.options(body).workload, source)
-        _check_code(source, body.engine)
+        check_code_of_each(source, capabilities_for(body.engine))
         if source.has_weights or self._is_here(body.model):
             Checkpoint.open(source.directory)  # what a hub id lacks is fetched in the background, and checked then
         return source
@@ -248,7 +249,7 @@ class Controller:
         source = self._checked(wish)
         if "trust_remote_code" not in changes and "model" not in changes:
             check_same_code(source, (spec.checkpoint for spec in recorded_workers(row)))
-        request = wish.model_dump_json().encode()
+        request = to_json(wish)
         message, former = f"{name}: update of {', '.join(changes)} asked for", row.request
         if not self.store.begin_update(row.id, request, message, former=former, stop_first=body.stop_first):
             row = self.store.deployment(name)
@@ -401,7 +402,7 @@ class Controller:
             created_at=time.time(),
             scale_to_zero_s=body.scale_to_zero_s,
             num_replicas=body.replicas,
-            refuses_late=body.refuse_late,
+            rejects_late=body.reject_late,
         )
 
     def _document(self, row: DeploymentRow, node: NodeStatus | None) -> DeploymentDocument:
@@ -431,7 +432,7 @@ class Controller:
             progress=None if progress is None else progress_document(progress),
             scale_to_zero_s=wish.scale_to_zero_s,
             num_replicas=wish.replicas,
-            refuses_late=wish.refuse_late,
+            rejects_late=wish.reject_late,
             num_ready=sum(replica.status == WorkerState.READY for replica in replicas),
             replicas=replicas,
             updating=row.update_request is not None,
@@ -454,14 +455,6 @@ class Controller:
         self.verifier.close()
         self.plans.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _check_code(source: ModelSource, engine: str) -> None:
-    """Raise ConfigError where each engine that may be taken needs Python code of the model, without permission."""
-    tables = capabilities_for(engine)
-    if not source.use.trust_remote_code and all(table.needs_code(source.spec) for table in tables):
-        for table in tables:
-            check_code(source, table)
 
 
 def _model_document(name: str, source: ModelSource) -> ModelDocument:

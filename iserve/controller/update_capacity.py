@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from daemon.worker_spec import WorkerSpec
-from iserve.planning.launching import PlannedDeployment
+from iserve.planning.worker_launch import PlannedDeployment
 
 __all__ = ["WorkerCapacity", "reduction", "tightest_device", "too_small"]
 

@@ -27,7 +27,7 @@ from fingerprint.errors import (
 )
 from iserve.controller.deployer import Deployer, Measured, NoLongerWantedError
 from iserve.controller.profiling import Profiler
-from iserve.controller.records import (
+from iserve.controller.stored_values import (
     DRAINING,
     REPLACING,
     RESTORING,
@@ -36,7 +36,7 @@ from iserve.controller.records import (
     update_workers,
 )
 from iserve.controller.update_capacity import WorkerCapacity, reduction, tightest_device, too_small
-from iserve.planning.launching import PlannedDeployment, worker_slug
+from iserve.planning.worker_launch import PlannedDeployment, worker_slug
 from iserve.settings import Settings
 from iserve.state.store import DeploymentRow, Store
 
@@ -154,7 +154,7 @@ class Updater:
     def _restore(self, row: DeploymentRow) -> None:
         """End the new workers and start the former ones again. Where these cannot be started either, the
         deployment is carried out anew as it was."""
-        former, why = recorded_workers(row), row.error or "the new workers did not come up"
+        former, why = recorded_workers(row), row.error or "the new workers did not start"
         try:
             with self._profiler.paused(lambda: self._deployer.check_not_removed(row)):
                 self._deployer.end(update_workers(row))
@@ -179,7 +179,7 @@ class Updater:
         former = "the former workers " + ("have ended" if row.update_stop_first else "drain")
         message = f"{row.name}: updated, {former}" + (f"; {smaller}" if smaller else "")
         if not self._store.finish_update(row.id, former=row.workers, workers=to_json(serving), message=message):
-            log.info("%s: its workers are others than before, so that its update is taken up again", row.name)
+            log.info("%s: its workers have changed, so that its update is taken up again", row.name)
 
     def _choose(self, row: DeploymentRow, measured: Measured) -> tuple[WorkerSpec, ...]:
         """Return the best workers next to the former ones, or in their place, recorded before any is launched.

@@ -17,10 +17,12 @@ from fingerprint.verification import Alone, Verification
 from iserve.api_documents import ProgressDocument
 from iserve.api_types import VerifyBody
 from iserve.controller.check_targets import CheckTarget, Targets, Tell, check_same_engine, used_bytes
+from iserve.controller.daemon_workers import ask_daemon
+from iserve.controller.deployment_status import workers_seen
 from iserve.controller.jobs import Jobs
-from iserve.controller.node import hardware_of
-from iserve.controller.profiling import Profiler, ask_daemon, machine_key
-from iserve.controller.seen import workers_seen
+from iserve.controller.profiling import Profiler
+from iserve.controller.profiling_validity import machine_key
+from iserve.controller.snapshot import hardware_of
 from iserve.model_source import ModelSource
 from iserve.planning.serving_capacity import served_memory
 from iserve.state.store import Store
@@ -225,8 +227,8 @@ def _notes(running: CheckTarget, times: Times, unknown: str | None) -> tuple[str
         )
     if running.num_replicas > 1:
         notes.append(
-            f"one of {running.num_replicas} replicas was checked, {running.spec.worker_id}; the others served on"
+            f"one of {running.num_replicas} replicas was checked, {running.spec.worker_id}; the rest still served"
         )
     if times.disturbed:
-        notes.append(f"{times.disturbed} pairs of bursts are left out: others were served meanwhile")
+        notes.append(f"{times.disturbed} pairs of bursts are left out: other requests ran meanwhile")
     return tuple(notes)

@@ -9,7 +9,7 @@ from daemon.worker_log import LogPart
 from daemon.worker_spec import WorkerSpec
 from fingerprint.errors import NotFoundError
 from iserve.api_documents import LogDocument
-from iserve.controller.records import recorded_workers
+from iserve.controller.stored_values import recorded_workers
 from iserve.state.store import DeploymentRow
 
 __all__ = ["end_of", "part_of"]

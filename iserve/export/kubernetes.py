@@ -133,7 +133,9 @@ def _probes(worker: ExportedWorker) -> dict[str, Value]:
 
 
 def _own_remarks(worker: ExportedWorker, claim: str) -> list[str]:
-    remarks = [f"The claim {claim} must have the checkpoint's files (config.json and the others) in its root."]
+    remarks = [
+        f"The claim {claim} must have the checkpoint's files (config.json, weights, tokenizer) in its root."
+    ]
     if worker.num_replicas > 1:
         remarks.append(
             f"{worker.num_replicas} replicas: the Service spreads connections over them, whatever each has to do; "

@@ -12,7 +12,7 @@ from daemon.settings import DaemonSettings
 from daemon.worker_spec import WorkerSpec
 from fingerprint.errors import ConfigError
 from iserve import __version__
-from iserve.planning.launching import LaunchDocument
+from iserve.planning.worker_launch import LaunchDocument
 
 __all__ = ["FILES", "PORT", "ExportedWorker", "exported_worker"]
 

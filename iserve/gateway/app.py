@@ -17,13 +17,13 @@ from fingerprint.codec import to_json
 from iserve.gateway.auth import check_access, check_token
 from iserve.gateway.dispatch import Deployment, Dispatcher
 from iserve.gateway.errors import WOULD_BE_LATE, ApiError
-from iserve.gateway.limits import BodyBudget, ClientGoneError, check_headers, parse_head, read_body
 from iserve.gateway.metrics import GatewayMetrics
 from iserve.gateway.proxy import InferenceRequest, forward
 from iserve.gateway.reply import WRITE_NOW, ClientWatch, Incoming, Receive, Reply, Send
+from iserve.gateway.request_body import BodyBudget, ClientGoneError, check_headers, parse_head, read_body
 from iserve.gateway.routes_file import RoutesFile
-from iserve.gateway.worker_client import WorkerClient
-from iserve.routes import DEMAND_PATH, Demand, Route, RouteTable
+from iserve.http_stream import StreamClient
+from iserve.route_table import DEMAND_PATH, Demand, Route, RouteTable
 
 __all__ = ["POLL_S", "Gateway"]
 
@@ -51,7 +51,7 @@ class Gateway:
         self.metrics = GatewayMetrics(self.dispatcher, self.routes)
         self._tickets = itertools.count()
         self._budget = BodyBudget(0)
-        self._workers: WorkerClient | None = None
+        self._workers: StreamClient | None = None
         self._poller: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
@@ -64,7 +64,7 @@ class Gateway:
 
     async def start(self) -> None:
         """Read the table once and go on looking. Serves from the moment it returns."""
-        self._workers = WorkerClient()
+        self._workers = StreamClient()
         self.look()
         self._poller = asyncio.create_task(self._poll())
 
@@ -183,7 +183,7 @@ class Gateway:
                 await forward(request, deployment, self._workers, reply, self.metrics)
             except ApiError as error:
                 if error.code == WOULD_BE_LATE:
-                    self.metrics.refused_late(name)
+                    self.metrics.rejected_late(name)
                 await _refuse(reply, error, incoming)
         if watch.left:
             self.metrics.client_left(name)

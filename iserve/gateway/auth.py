@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from iserve.gateway.errors import ApiError
 from iserve.keys import find_key
-from iserve.routes import RouteTable
+from iserve.route_table import RouteTable
 
 __all__ = ["OPEN_PATHS", "check_access", "check_token"]
 

@@ -16,10 +16,10 @@ import time
 from bisect import insort
 from dataclasses import dataclass, field
 
-from iserve.gateway.arrivals import Arrivals
 from iserve.gateway.errors import ApiError
 from iserve.gateway.punctuality import Punctual
-from iserve.routes import DeploymentDemand, Route, RouteTable, WorkerTarget
+from iserve.gateway.rate_window import RateWindow
+from iserve.route_table import DeploymentDemand, Route, RouteTable, WorkerTarget
 from planner.refusing import Flight, Late
 
 __all__ = ["DOWN_S", "READY_WAIT_S", "Deployment", "Dispatcher"]
@@ -49,7 +49,7 @@ class Deployment:
         self._down_until_s: dict[str, float] = {}
         self._waiting: list[_Waiting] = []
         self._last_s = time.monotonic()  # a request arrived or ended
-        self._arrivals = Arrivals()
+        self._rate_window = RateWindow()
         self.punctual = Punctual.of(route)
         self._was_ready = False  # when it was last looked at
 
@@ -73,7 +73,7 @@ class Deployment:
     @property
     def requests_per_s(self) -> float | None:
         """Requests per second over the last 120 s; a request that is tried again elsewhere is counted once."""
-        return self._arrivals.per_s
+        return self._rate_window.per_s
 
     def update(self, route: Route, max_queue: int, max_wait_s: float) -> None:
         """Take the route of a new table. Requests already sent stay where they are."""
@@ -108,7 +108,7 @@ class Deployment:
         attempt.
         """
         if not avoid:
-            self._arrivals.count()
+            self._rate_window.count()
 
     async def acquire(self, ticket: int, avoid: str = "", flight: Flight | None = None) -> WorkerTarget:
         """Return a worker with room; the caller releases it. Waits its turn, in order of tickets.

@@ -18,8 +18,8 @@ from daemon.connections import ConnectionLimit
 from daemon.file_limit import most_connections
 from iserve.bounded_uvicorn import limit_of
 from iserve.gateway.errors import error_body
-from iserve.gateway.limits import MAX_HEADER_BYTES
 from iserve.gateway.reply import WRITE_NOW
+from iserve.gateway.request_body import MAX_HEADER_BYTES
 
 __all__ = ["HEADER_TIMEOUT_S", "STALLED_CLIENT_S", "GatewayProtocol", "max_connections"]
 

@@ -32,13 +32,15 @@ class GatewayMetrics:
             return Counter(f"iserve_gateway_{name}", text, labels, registry=registry)
 
         self._requests = counter("requests", "Requests answered.", "deployment", "endpoint", "status")
-        self._refused = counter("refused_requests", "Requests refused before they had a deployment.", "status")
+        self._refused = counter("rejected_requests", "Requests rejected before they had a deployment.", "status")
         self._prompt = counter("prompt_tokens", "Prompt tokens, as the workers counted them.", "deployment")
         self._completion = counter("completion_tokens", "Generated tokens, as the workers counted.", "deployment")
         self._retries = counter(
             "retries", "Requests sent once more, to a worker that had not begun.", "deployment"
         )
-        self._late = counter("late_refusals", "Requests refused because they would have been late.", "deployment")
+        self._late = counter(
+            "late_rejections", "Requests rejected because they would have missed the SLO.", "deployment"
+        )
         self._cuts = counter("cut_streams", "Streams that ended in an error frame.", "deployment")
         self._left = counter(
             "client_disconnects", "Clients that left before their answer was complete.", "deployment"
@@ -79,7 +81,7 @@ class GatewayMetrics:
     def retried(self, deployment: str) -> None:
         self._retries.labels(deployment).inc()
 
-    def refused_late(self, deployment: str) -> None:
+    def rejected_late(self, deployment: str) -> None:
         self._late.labels(deployment).inc()
 
     def cut(self, deployment: str) -> None:

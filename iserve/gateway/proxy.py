@@ -9,27 +9,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
+from urllib.parse import urlsplit
 
 import msgspec
 
+from daemon.worker_token import authorization
 from iserve.gateway.dispatch import READY_WAIT_S, Deployment
 from iserve.gateway.errors import ApiError, error_body
 from iserve.gateway.metrics import GatewayMetrics
 from iserve.gateway.reply import Reply
-from iserve.gateway.sse import FrameBuffer, Usage, error_frame, usage_of
-from iserve.gateway.worker_client import (
-    WorkerAnswer,
-    WorkerClient,
-    WorkerLostError,
-    WorkerNotReachedError,
-)
-from iserve.routes import WorkerTarget
+from iserve.gateway.sse import FrameRelay, Usage, error_frame, usage_of
+from iserve.http_stream import AnswerLostError, NotReachedError, Origin, StreamAnswer, StreamClient
+from iserve.route_table import WorkerTarget
 from planner.refusing import Flight
 
 __all__ = ["InferenceRequest", "forward"]
 
+_CONNECT_S = 2.0
 _LINGER_S = 1.0  # for the worker's end of a stream that is complete, so that its connection can be used again
 _MAX_ANSWER_BYTES = 256 * 2**20  # of an answer that is not streamed
 
@@ -60,7 +58,7 @@ class _NotBegunError(Exception):
 async def forward(
     request: InferenceRequest,
     deployment: Deployment,
-    workers: WorkerClient,
+    workers: StreamClient,
     reply: Reply,
     metrics: GatewayMetrics,
 ) -> None:
@@ -78,10 +76,10 @@ async def forward(
     failed_before = False
     while True:
         target = await deployment.acquire(request.ticket, avoid, request.flight)
-        answer: WorkerAnswer | None = None
+        answer: StreamAnswer | None = None
         try:
             answer = await _attempt(request, name, target, deployment, workers, reply, metrics)
-        except WorkerNotReachedError:
+        except NotReachedError:
             deployment.mark_down(target)
             give_up_s = min(give_up_s, loop.time() + READY_WAIT_S)
             if loop.time() >= give_up_s:
@@ -94,7 +92,7 @@ async def forward(
         finally:
             deployment.release(target, request.flight)
         if answer is not None:  # its slot is free: no request waits, or is late, for the connection's sake
-            await _end(answer)
+            await answer.finish(_LINGER_S)
             return
         avoid = target.url
         metrics.retried(name)
@@ -105,22 +103,27 @@ async def _attempt(
     name: str,
     target: WorkerTarget,
     deployment: Deployment,
-    workers: WorkerClient,
+    workers: StreamClient,
     reply: Reply,
     metrics: GatewayMetrics,
-) -> WorkerAnswer:
-    """Try one worker; what it answered is for ``_end``.
+) -> StreamAnswer:
+    """Try one worker; the caller finishes what it answered.
 
     ``max_wait_s`` bounds the longest silence of the worker, not the longest answer.
     """
     silence_s, seen = deployment.max_wait_s, _Seen(deployment, request.flight)
     try:
         response = await workers.post(
-            target.url, request.endpoint, request.body, request.request_id, silence_s, target.token
+            _origin(target.url),
+            request.endpoint,
+            b"%bX-Request-Id: %b\r\n" % (_headers(target.token), request.request_id),
+            request.body,
+            silence_s=silence_s,
+            connect_s=_CONNECT_S,
         )
     except TimeoutError as error:
         raise ApiError(504, f"{name!r} gave no sign of an answer in time", "upstream_timeout") from error
-    except WorkerLostError as error:
+    except AnswerLostError as error:
         raise _NotBegunError(f"failed ({error})", _worker_lost(name)) from error
     try:
         if response.content_type == b"text/event-stream" and response.status == 200:
@@ -131,19 +134,6 @@ async def _attempt(
         response.close()  # ends the worker's side at once; it must not generate without a reader
         raise
     return response
-
-
-async def _end(answer: WorkerAnswer) -> None:
-    """End an answer: the client has all of it, or never will; wait a moment for the worker's end of a complete
-    one.
-    """
-    try:
-        with suppress(TimeoutError, WorkerLostError):
-            await answer.read(_LINGER_S)
-    except BaseException:
-        answer.close()
-        raise
-    answer.release()
 
 
 class _Seen:
@@ -167,13 +157,13 @@ class _Seen:
 
 
 async def _relay_whole(
-    name: str, response: WorkerAnswer, silence_s: float, reply: Reply, metrics: GatewayMetrics, seen: _Seen
+    name: str, response: StreamAnswer, silence_s: float, reply: Reply, metrics: GatewayMetrics, seen: _Seen
 ) -> None:
     try:
         body = await _read_bounded(response, name, silence_s)
     except TimeoutError as error:
         raise ApiError(504, f"{name!r} stopped in the middle of its answer", "upstream_timeout") from error
-    except WorkerLostError as error:
+    except AnswerLostError as error:
         raise _NotBegunError(f"failed ({error})", _worker_lost(name)) from error
     status = response.status
     if status in (401, 503):  # 401: not its token, in a route table that is behind
@@ -188,7 +178,7 @@ async def _relay_whole(
     await reply.whole(status, body)
 
 
-async def _read_bounded(response: WorkerAnswer, name: str, silence_s: float) -> bytes:
+async def _read_bounded(response: StreamAnswer, name: str, silence_s: float) -> bytes:
     parts: list[bytes] = []
     size = 0
     while part := await response.read(silence_s):
@@ -202,20 +192,20 @@ async def _read_bounded(response: WorkerAnswer, name: str, silence_s: float) -> 
 async def _relay_stream(
     request: InferenceRequest,
     name: str,
-    response: WorkerAnswer,
+    response: StreamAnswer,
     silence_s: float,
     reply: Reply,
     metrics: GatewayMetrics,
     seen: _Seen,
 ) -> None:
-    frames = FrameBuffer()
+    frames = FrameRelay()
     failure = "the worker went away"
 
     def pass_on(chunk: bytes) -> bool:
         """Pass on whole frames of a stream that has begun, to a client that keeps up, as nearly all do."""
         if not frames.is_plain(chunk) or not reply.piece_now(chunk):
             return False
-        frames.feed(chunk)
+        frames.note(chunk)
         seen.frames(chunk)
         return True
 
@@ -233,7 +223,7 @@ async def _relay_stream(
                 break
     except TimeoutError:
         failure = "the worker fell silent"
-    except WorkerLostError:
+    except AnswerLostError:
         failure = "the connection to the worker broke"
     except asyncio.CancelledError:
         if reply.started:  # of use when the gateway itself is being stopped; a client that left reads nothing
@@ -255,7 +245,7 @@ async def _relay_stream(
         await _cut(frames, name, failure, reply, metrics)
 
 
-async def _cut(frames: FrameBuffer, name: str, failure: str, reply: Reply, metrics: GatewayMetrics) -> None:
+async def _cut(frames: FrameRelay, name: str, failure: str, reply: Reply, metrics: GatewayMetrics) -> None:
     metrics.cut(name)
     message = f"{failure} before the answer of {name!r} was complete; send the request again"
     await reply.piece(error_frame(message, code="stream_cut", after_broken_frame=frames.broken_frame))
@@ -273,3 +263,18 @@ def _is_openai_error(body: bytes) -> bool:
         return "error" in msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
+
+
+@lru_cache(maxsize=1024)
+def _origin(url: str) -> Origin:
+    parts = urlsplit(url)
+    assert parts.hostname is not None
+    assert parts.port is not None
+    return Origin(parts.hostname, parts.port, parts.netloc)
+
+
+@lru_cache(maxsize=1024)
+def _headers(token: str | None) -> bytes:
+    """Return headers of every request to a worker that has ``token``."""
+    headers = {"User-Agent": "iserve-gateway"} | authorization(token)
+    return b"".join(f"{name}: {value}\r\n".encode() for name, value in headers.items())

@@ -9,7 +9,7 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 
 from iserve.gateway.sse import Usage
-from iserve.routes import Punctuality, Route
+from iserve.route_table import Punctuality, Route
 from planner.refusing import Flight, Judge, Late, Ratio
 
 __all__ = ["Punctual"]

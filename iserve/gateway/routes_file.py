@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from fingerprint.codec import from_json
 from fingerprint.errors import BadInputError
-from iserve.routes import RouteTable
+from iserve.route_table import RouteTable
 
 __all__ = ["RoutesFile"]
 

@@ -10,11 +10,10 @@ from collections import deque
 import msgspec
 
 from iserve.gateway.errors import error_body
+from iserve.sse import FrameBuffer
 
-__all__ = ["FrameBuffer", "Usage", "error_frame", "usage_of"]
+__all__ = ["FrameRelay", "Usage", "error_frame", "usage_of"]
 
-_ENDS = (b"\n\n", b"\r\n\r\n")
-_MAX_HELD_BYTES = 2**20  # of a frame still incomplete; a longer one is passed on in pieces
 _TAIL_BYTES = 16 * 2**10  # what is kept of the past: the usage chunk and [DONE] are far smaller
 
 
@@ -29,38 +28,25 @@ class _Answer(msgspec.Struct):
     usage: Usage | None = None
 
 
-class FrameBuffer:
-    """Cuts a byte stream at frame ends, and remembers its tail."""
+class FrameRelay(FrameBuffer):
+    """Frames on their way to a client; remembers the last ones."""
 
     def __init__(self) -> None:
-        self._held = b""  # the beginning of a frame whose end has not arrived
+        super().__init__()
         self._tail: deque[bytes] = deque()
         self._tail_bytes = 0
-        self.broken_frame = False  # a piece of an overlong frame was passed on without its end
 
     def feed(self, chunk: bytes) -> bytes:
-        """Take bytes; return those that may go on now; empty while no frame is complete."""
-        data = self._held + chunk if self._held else chunk
-        if data.endswith(_ENDS):
-            self._held, self.broken_frame = b"", False
-        else:
-            end = max(data.rfind(b"\n\n") + 2, data.rfind(b"\r\n\r\n") + 4)
-            if end > 3:  # rfind gives -1: 1 and 3 mean none
-                data, self._held, self.broken_frame = data[:end], data[end:], False
-            elif len(data) > _MAX_HELD_BYTES:
-                self._held, self.broken_frame = b"", True
-            else:
-                self._held = data
-                return b""
+        if data := super().feed(chunk):
+            self.note(data)
+        return data
+
+    def note(self, data: bytes) -> None:
+        """Remember what was passed on."""
         self._tail.append(data)
         self._tail_bytes += len(data)
         while self._tail_bytes - len(self._tail[0]) >= _TAIL_BYTES:
             self._tail_bytes -= len(self._tail.popleft())
-        return data
-
-    def is_plain(self, chunk: bytes) -> bool:
-        """Return whether ``feed`` would give it back as it is, and the stream cannot end with it."""
-        return not self._held and chunk.endswith(_ENDS) and b"[DONE]" not in chunk
 
     @property
     def is_done(self) -> bool:

@@ -9,26 +9,16 @@ from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimates import Correction, Quantity
 from fingerprint.measurements import Unreached
 from iserve.planning.verdict import VerdictDocument
-from planner.moving_rate import Level
-from planner.plan import RefusedFor
+from planner.plan import LoadForecast, PassedOver, RefusedFor, WhyNot
 
 __all__ = [
-    "BetterDocument",
+    "CacheSizesDocument",
     "CandidateDocument",
     "CapacityBound",
     "CapacityDocument",
-    "ChangeDocument",
     "EstimateDocument",
-    "ExpectedDocument",
-    "KeptDocument",
-    "NearestDocument",
-    "PassedOverDocument",
     "PlanDocument",
     "ProfileDocument",
-    "RelaxationDocument",
-    "ServedDocument",
-    "TogetherDocument",
-    "WhyNotDocument",
 ]
 
 
@@ -50,7 +40,7 @@ class EstimateDocument:
     """Time of a whole request of the batch, in seconds."""
     correction: Correction | None = None
     """Correction by a check, included in the figures; None: none."""
-    rests_on: DeploymentConfig | None = None
+    measured_config: DeploymentConfig | None = None
     """Configuration whose measured times these figures come from; None: datasheets alone."""
 
 
@@ -80,7 +70,7 @@ class CandidateDocument:
     """Factor by which deployments that share its GPUs slow it down; included in cost, objective and limits, not in
     the times."""
     measured: bool = False
-    """Whether this configuration was run; false: estimated from others or from datasheets."""
+    """Whether this configuration was run; false: estimated from other configurations or from datasheets."""
     objective_low: float | None = None
     """Lower end of the objective's 90% interval; None: not feasible."""
     objective_high: float | None = None
@@ -94,22 +84,6 @@ class CandidateDocument:
     """Lower end of the 90% interval of `ranked_by`; None: not feasible."""
     ranked_high: float | None = None
     """Upper end of the 90% interval of `ranked_by`; None: not feasible."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PassedOverDocument:
-    """Feasible and better by its value than the chosen one, but not measured."""
-
-    config: DeploymentConfig
-    """Configuration that was passed over."""
-    objective: float | None
-    """Value of what the intent optimises, in the plan's `objective_unit`."""
-    objective_low: float | None
-    """Lower end of the objective's 90% interval."""
-    objective_high: float | None
-    """Upper end of the objective's 90% interval."""
-    reason: str
-    """Reason why it was passed over."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,140 +105,6 @@ class ProfileDocument:
         return bool(self.unreached)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BetterDocument:
-    """Refused configuration that would rank above the chosen one."""
-
-    config: DeploymentConfig
-    """Configuration that is refused."""
-    objective: float
-    """Value of what the intent optimises, in the plan's `objective_unit`."""
-    reason: str
-    """Reason of the refusal."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NearestDocument:
-    """Configuration that misses the limits by least, where nothing is feasible."""
-
-    config: DeploymentConfig
-    """Refused configuration that misses the limits by least."""
-    objective: float | None
-    """Value of what the intent optimises; None: not known."""
-    text: str
-    """Sentence that says what it misses."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RelaxationDocument:
-    """Change of one limit that would admit a configuration."""
-
-    limit: str
-    """Limit to relax."""
-    allowed: float
-    """Value that the request allows."""
-    needed: float
-    """Value that would be needed."""
-    config: DeploymentConfig
-    """Configuration that the change would admit."""
-    objective: float | None
-    """Value of what the intent optimises; None: not known."""
-    text: str
-    """Sentence that gives the change as advice."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChangeDocument:
-    """Change that is needed together with further ones."""
-
-    limit: str
-    """Limit to relax."""
-    allowed: float
-    """Value that the request allows."""
-    needed: float
-    """Value that would be needed."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TogetherDocument:
-    """Changes of several limits that together would admit a configuration."""
-
-    changes: tuple[ChangeDocument, ...]
-    """Changes that are needed together."""
-    config: DeploymentConfig
-    """Configuration that the changes would admit."""
-    objective: float | None
-    """Value of what the intent optimises; None: not known."""
-    text: str
-    """Sentence that gives the changes as advice."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WhyNotDocument:
-    """``better``: refused candidates that rank above the chosen one; the rest only when nothing is feasible.
-
-    Each of ``relax`` is enough alone. ``relax_together`` is what ``nearest`` takes where that is several limits at
-    once, all of which it takes.
-    """
-
-    better: tuple[BetterDocument, ...]
-    """Refused candidates that rank above the chosen one."""
-    nearest: NearestDocument | None
-    """Configuration that misses the limits by least; None: something is feasible."""
-    relax: tuple[RelaxationDocument, ...]
-    """Changes of one limit each that would admit a configuration."""
-    relax_together: TogetherDocument | None = None
-    """Changes of several limits that `nearest` needs at once; None: one is enough."""
-
-    @property
-    def advice(self) -> tuple[str, ...]:
-        """Every way out in words, those of one limit first."""
-        together = () if self.relax_together is None else (self.relax_together.text,)
-        return (*(relaxation.text for relaxation in self.relax), *together)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExpectedDocument:
-    """Time under the rate, against its limit."""
-
-    quantile_s: float | None
-    """Time in seconds that the percentile of the requests stay within; None: waiting grows without end."""
-    limit_s: float | None
-    """Limit of the SLO in seconds; None: none."""
-    miss_probability: float | None
-    """Probability of missing the limit; None: no limit."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServedDocument:
-    """Times of one replica under its share of the rate, the estimates' intervals taken into account."""
-
-    rate_per_s: float
-    """Requests per second of one replica."""
-    percentile: float
-    """Percentage of the requests that must keep each limit."""
-    burstiness: float
-    """Coefficient of variation of the gaps between arrivals; 1: Poisson."""
-    input_cv: float
-    """Coefficient of variation of the prompts' lengths."""
-    output_cv: float
-    """Coefficient of variation of the answers' lengths."""
-    utilisation: float
-    """Utilisation of the replica at this rate."""
-    highest_rate_per_s: float
-    """Highest rate that keeps the SLO or, without one, is served."""
-    miss_probability: float | None
-    """Probability of missing the tightest limit; None: no SLO."""
-    ttft: ExpectedDocument
-    """Time to first token under this rate."""
-    tpot: ExpectedDocument
-    """Time per output token under this rate."""
-    e2e: ExpectedDocument
-    """Time of a whole request under this rate."""
-    rate_levels: tuple[Level, ...] = ()
-    """Levels between which the rate moves; empty: it is constant."""
-
-
 class CapacityBound(StrEnum):
     """Reason why a worker is started for no more requests, or no longer ones."""
 
@@ -277,7 +117,7 @@ class CapacityBound(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KeptDocument:
+class CacheSizesDocument:
     """Bytes that a replica keeps of a request, over all its GPUs and layers."""
 
     kv_bytes_per_token: int
@@ -300,7 +140,7 @@ class CapacityDocument:
     """Memory promised on the fullest GPU."""
     bound: CapacityBound | None = None
     """Reason why the worker takes no more; None: a plan stored before this was recorded."""
-    kept: KeptDocument | None = None
+    cache_sizes: CacheSizesDocument | None = None
     """Cache sizes of the model; None: a plan stored before this was recorded."""
 
 
@@ -326,17 +166,17 @@ class PlanDocument:
     """Every configuration, feasible ones first."""
     chosen: int | None
     """Index of the chosen candidate; None: none is feasible."""
-    why_not: WhyNotDocument
+    why_not: WhyNot
     """Refused configurations that would be better, and what would admit them."""
     notes: tuple[str, ...] = ()
     """Remarks on the plan as a whole."""
-    served: ServedDocument | None = None
+    load_forecast: LoadForecast | None = None
     """Times of the chosen candidate under the rate; None without a rate."""
     replicas: int = 1
     """Number of replicas; figures are of one, rates of the verdict are of all."""
-    alone: EstimateDocument | None = None
+    single_request: EstimateDocument | None = None
     """Figures of one request alone on the chosen candidate; None: not estimated, or the batch is 1."""
-    passed_over: tuple[PassedOverDocument, ...] = ()
+    passed_over: tuple[PassedOver, ...] = ()
     """Candidates that are better by their value and were not measured, best first."""
     indistinguishable: tuple[int, ...] = ()
     """Indices of candidates whose interval overlaps that of the chosen one."""

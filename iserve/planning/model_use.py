@@ -9,14 +9,15 @@ from pathlib import Path
 from fingerprint.capability import EngineCapabilities
 from fingerprint.config import Workload
 from fingerprint.config_json import read_config
-from fingerprint.errors import ConfigError, UnsupportedModelError
+from fingerprint.errors import BadInputError, ConfigError, UnsupportedModelError
 from fingerprint.estimators.towers import TOWER_ELEMENT_BYTES
 from fingerprint.image_tokens import image_tokens
 from fingerprint.model_use import ModelUse
+from fingerprint.own_code import missing_code
 from iserve.model_source import ModelSource
 from iserve.planning.words import gib
 
-__all__ = ["check_code", "check_same_code", "check_use", "use_notes", "used", "with_images"]
+__all__ = ["check_code", "check_code_of_each", "check_same_code", "check_use", "use_notes", "used", "with_images"]
 
 
 def used(source: ModelSource, use: ModelUse) -> ModelSource:
@@ -61,6 +62,14 @@ def check_code(source: ModelSource, table: EngineCapabilities) -> None:
         raise ConfigError(reason)
 
 
+def check_code_of_each(source: ModelSource, tables: Iterable[EngineCapabilities]) -> None:
+    """Raise ConfigError where each engine that may be taken needs Python code of the model, without permission."""
+    able = tuple(tables)
+    if not source.use.trust_remote_code and all(table.needs_code(source.spec) for table in able):
+        for table in able:
+            check_code(source, table)
+
+
 def check_same_code(source: ModelSource, permitted_at: Iterable[str]) -> None:
     """Raise ConfigError where a permission to run a model's code was given for another folder than it is in now.
 
@@ -84,12 +93,13 @@ def use_notes(source: ModelSource, workload: Workload, table: EngineCapabilities
     if source.use.trust_remote_code:
         notes.append(
             "--trust-remote-code: the engine runs Python code of the model's repository as the daemon's user"
+            + _incomplete(source)
         )
     elif table.code_refusal(source.spec, trusted=False) is not None:
         notes.append(
             f"config.json names Python code of the model (auto_map: {', '.join(source.spec.own_code)}): this plan "
             "is made from config.json and the shapes of tensors, and none of that code was run; a profile and a "
-            "deploy take --trust-remote-code"
+            f"deploy take --trust-remote-code{_incomplete(source)}"
         )
     if source.use.text_only:
         notes.append(
@@ -106,3 +116,12 @@ def use_notes(source: ModelSource, workload: Workload, table: EngineCapabilities
             "memory that the tower takes to read an image are in no figure"
         )
     return tuple(notes)
+
+
+def _incomplete(source: ModelSource) -> str:
+    """Return what a note says of Python code that is not here; empty: all is, or none is named."""
+    try:
+        missing = missing_code(source.directory)
+    except BadInputError as error:
+        return f"; {error}"
+    return f"; not here: {', '.join(missing)}" if missing else ""

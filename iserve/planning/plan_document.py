@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from fingerprint.config import DeploymentConfig, Workload, even_split
 from fingerprint.estimates import Estimate
 from fingerprint.measurements import Profile
 from iserve.planning.document import (
-    BetterDocument,
     CandidateDocument,
     CapacityDocument,
-    ChangeDocument,
     EstimateDocument,
-    ExpectedDocument,
-    NearestDocument,
-    PassedOverDocument,
     PlanDocument,
     ProfileDocument,
-    RelaxationDocument,
-    ServedDocument,
-    TogetherDocument,
-    WhyNotDocument,
 )
 from iserve.planning.notes import plan_notes
 from iserve.planning.verdict import VerdictDocument
 from iserve.planning.words import device_kind
 from planner.costs import total_bytes
-from planner.intent import Intent
-from planner.moving_rate import moving_rate
-from planner.plan import PassedOver, Plan, Ranked, Served, WhyNot
+from planner.plan import Plan, Ranked
 
 __all__ = ["estimate_document", "plan_document"]
 
@@ -49,7 +37,7 @@ def estimate_document(
         tpot_s=estimate.tpot_s,
         e2e_s=estimate.e2e_s,
         correction=estimate.correction,
-        rests_on=estimate.rests_on,
+        measured_config=estimate.rests_on,
     )
 
 
@@ -98,7 +86,7 @@ def plan_document(
     verdict: VerdictDocument | None = None,
     capacity: CapacityDocument | None = None,
 ) -> PlanDocument:
-    """The document of ``plan``; ``conditions_of`` is asked of what can run at all (``iserve.planning.making``)."""
+    """Return the document of ``plan``; ``conditions_of`` is asked of configurations that can run at all."""
     return PlanDocument(
         model=model,
         intent=str(plan.intent.kind),
@@ -109,27 +97,16 @@ def plan_document(
         queueing=plan.queueing,
         candidates=tuple(_candidate(ranked, conditions_of) for ranked in plan.candidates),
         chosen=plan.chosen,
-        why_not=_why_not(plan.why_not),
+        why_not=plan.why_not,
         notes=(*notes, *plan_notes(plan, profile, replicas, device_kind(hardware))),
-        served=None if plan.served is None else _served(plan.served, plan.intent),
+        load_forecast=plan.served,
         replicas=replicas,
-        alone=None if alone is None else estimate_document(alone, cost=None),
-        passed_over=tuple(map(_passed_over, plan.passed_over)),
+        single_request=None if alone is None else estimate_document(alone, cost=None),
+        passed_over=plan.passed_over,
         indistinguishable=plan.indistinguishable,
         profile=None if profile is None else _profile(profile),
         verdict=verdict,
         capacity=capacity,
-    )
-
-
-def _passed_over(one: PassedOver) -> PassedOverDocument:
-    low, high = one.ranked.interval or (None, None)
-    return PassedOverDocument(
-        config=one.ranked.config,
-        objective=one.ranked.objective,
-        objective_low=low,
-        objective_high=high,
-        reason=one.reason,
     )
 
 
@@ -139,60 +116,4 @@ def _profile(profile: Profile) -> ProfileDocument:
         budget_s=profile.budget_s,
         spent_s=profile.spent_s,
         unreached=profile.unreached,
-    )
-
-
-def _served(served: Served, intent: Intent) -> ServedDocument:
-    times = {
-        time.metric: ExpectedDocument(
-            quantile_s=time.quantile_s if math.isfinite(time.quantile_s) else None,
-            limit_s=time.limit_s,
-            miss_probability=time.risk,
-        )
-        for time in served.times
-    }
-    return ServedDocument(
-        rate_per_s=served.rate_per_s,
-        percentile=intent.percentile,
-        burstiness=intent.traffic.burstiness,
-        input_cv=intent.traffic.input_cv,
-        output_cv=intent.traffic.output_cv,
-        rate_levels=moving_rate(intent.traffic.rates).levels if intent.traffic.rates else (),
-        utilisation=served.utilisation,
-        highest_rate_per_s=served.highest_rate_per_s,
-        miss_probability=served.risk,
-        ttft=times["ttft"],
-        tpot=times["tpot"],
-        e2e=times["e2e"],
-    )
-
-
-def _why_not(why: WhyNot) -> WhyNotDocument:
-    nearest, together = why.nearest, why.together
-    return WhyNotDocument(
-        better=tuple(BetterDocument(config=b.config, objective=b.objective, reason=b.reason) for b in why.better),
-        nearest=None
-        if nearest is None
-        else NearestDocument(config=nearest.config, objective=nearest.objective, text=nearest.text),
-        relax=tuple(
-            RelaxationDocument(
-                limit=str(r.limit),
-                allowed=r.allowed,
-                needed=r.needed,
-                config=r.config,
-                objective=r.objective,
-                text=r.text,
-            )
-            for r in why.relaxations
-        ),
-        relax_together=None
-        if together is None
-        else TogetherDocument(
-            changes=tuple(
-                ChangeDocument(limit=str(c.limit), allowed=c.allowed, needed=c.needed) for c in together.changes
-            ),
-            config=together.config,
-            objective=together.objective,
-            text=together.text,
-        ),
     )

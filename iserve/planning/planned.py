@@ -7,16 +7,17 @@ from collections.abc import Callable, Mapping
 from daemon.devices import Device
 from fingerprint.capability import EngineCapabilities
 from fingerprint.config import DeploymentConfig
+from fingerprint.engine_caches import with_engine_caches
 from fingerprint.estimates import Estimator
 from fingerprint.measurements import Profile
 from iserve.model_source import ModelSource
-from iserve.planning.here import DeployableDocument
-from iserve.planning.launching import PlannedDeployment
-from iserve.planning.making import EngineChooser, Hardware, PlanOptions, alone_of, make_plan
+from iserve.planning.deployability import DeployableDocument
+from iserve.planning.pipeline import EngineChooser, Hardware, PlanOptions, alone_of, make_plan
 from iserve.planning.plan_document import plan_document
 from iserve.planning.rate_advice import with_rate_advice
 from iserve.planning.serving_capacity import serving_capacity
 from iserve.planning.verdict import verdict
+from iserve.planning.worker_launch import PlannedDeployment
 
 __all__ = ["planned_deployment"]
 
@@ -46,7 +47,8 @@ def planned_deployment(
     spec = source.spec
     plan = make_plan(spec, hardware, estimator, [table.unprepared()], options)
     plan = with_rate_advice(plan, hardware, estimator, options)
-    capacity = serving_capacity(plan, spec, hardware, estimator, options)
+    kept = spec if profile is None else with_engine_caches(spec, profile.memory)
+    capacity = serving_capacity(plan, kept, hardware, estimator, options)
 
     def conditions_of(config: DeploymentConfig) -> tuple[str, ...]:
         if profile is not None:  # what runs ``config`` is here and was measured

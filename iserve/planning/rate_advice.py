@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Estimator
-from iserve.planning.making import MAX_REPLICAS, Hardware, PlanOptions, winner_at
+from iserve.planning.pipeline import Hardware, PlanOptions, winner_at
 from iserve.planning.runner_up import MOST_BATCH
+from planner.intent import MAX_REPLICAS
 from planner.plan import LimitKind, Plan, RefusedFor, Relaxation
 
 __all__ = ["with_rate_advice"]

@@ -69,7 +69,7 @@ class RunnerUpDocument:
     """Batches at which it would be chosen; None: none that was tried."""
     wins_by: tuple[IntentLead, ...] = ()
     """Other intents under which it would be chosen."""
-    alike: tuple[DeploymentConfig, ...] = ()
+    equivalent: tuple[DeploymentConfig, ...] = ()
     """Feasible configurations with the same figures as the chosen one."""
     is_measured: bool = False
     """Whether the runner-up was run."""
@@ -91,7 +91,7 @@ def runner_up(plan: Plan, winner: Winner | None = None) -> RunnerUpDocument | No
     if best is None:
         return None
     others = [ranked for ranked in plan.candidates if ranked.feasible and ranked is not best]
-    passed_over = {one.ranked.config for one in plan.passed_over}
+    passed_over = {one.config for one in plan.passed_over}
     overlapping = {plan.candidates[i].config for i in plan.indistinguishable}
     alike = tuple(takewhile(lambda other: _figures(other) == _figures(best), others))
     rival = next(iter(others[len(alike) :]), None)
@@ -103,7 +103,7 @@ def runner_up(plan: Plan, winner: Winner | None = None) -> RunnerUpDocument | No
         chosen_objective=best.weight,
         wins_at_batch=None if winner is None else _batches(best, rival, plan.intent.kind, winner),
         wins_by=() if winner is None else tuple(_leads(best, rival, plan.intent, winner)),
-        alike=tuple(ranked.config for ranked in alike),
+        equivalent=tuple(ranked.config for ranked in alike),
         is_measured=rival.is_measured,
         is_ahead=rival.config in passed_over,
         is_distinguishable=rival.config not in overlapping,

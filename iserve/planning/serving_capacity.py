@@ -18,10 +18,10 @@ from fingerprint.engines import traits_of
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Estimator, MemoryEstimate
 from fingerprint.estimators.roofline import DEFAULT_MAX_BATCHED_TOKENS
-from fingerprint.formats import kept_bytes_per_replica, kv_heads_per_gpu
 from fingerprint.model_spec import ModelSpec
-from iserve.planning.document import CapacityBound, CapacityDocument, KeptDocument
-from iserve.planning.making import Hardware, PlanOptions, placements_of
+from fingerprint.weight_bytes import kept_bytes_per_replica, kv_heads_per_gpu
+from iserve.planning.document import CacheSizesDocument, CapacityBound, CapacityDocument
+from iserve.planning.pipeline import Hardware, PlanOptions, placements_of
 from placement.fit import demand
 from placement.types import GpuState, Placement, StagePlacement
 from planner.intent import IntentKind
@@ -63,7 +63,7 @@ class ServingCapacity:
     workload: Workload  # the planned lengths, with the requests at once and the longest one that are served
     placements: tuple[Placement, ...]  # of each replica, with the memory that serving it takes
     bound: CapacityBound  # why it is no more
-    kept: KeptDocument  # by the model, of what it serves
+    kept: CacheSizesDocument  # by the model, of what it serves
 
     def document(self, free_bytes: Mapping[str, int]) -> CapacityDocument:
         """Return it with the memory that is promised where ``free_bytes`` are free by device."""
@@ -72,7 +72,7 @@ class ServingCapacity:
             requests_at_once=self.workload.batch,
             context_tokens=self.workload.context_tokens,
             kv_tokens=self.workload.kv_tokens(self.engine) if self.kept.kv_bytes_per_token else 0,
-            kept=self.kept,
+            cache_sizes=self.kept,
             memory_bytes_per_gpu=max(promised_bytes(stage, free_bytes) for stage in stages),
             bound=self.bound,
         )
@@ -159,10 +159,10 @@ def capacity_of(
     return replace(found, bound=bound)
 
 
-def kept_of(spec: ModelSpec, config: DeploymentConfig) -> KeptDocument:
+def kept_of(spec: ModelSpec, config: DeploymentConfig) -> CacheSizesDocument:
     """Return the bytes that ``config`` keeps of a request, over all GPUs of a replica."""
     token_bytes, state_bytes = kept_bytes_per_replica(spec, config)
-    return KeptDocument(kv_bytes_per_token=round(token_bytes), state_bytes_per_request=round(state_bytes))
+    return CacheSizesDocument(kv_bytes_per_token=round(token_bytes), state_bytes_per_request=round(state_bytes))
 
 
 def _bound(options: PlanOptions) -> CapacityBound:

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from fingerprint.config import DeploymentConfig
 from fingerprint.estimates import Estimate, Estimator, Quantity
 from fingerprint.gpu_spec import GpuSpec
-from iserve.planning.here import DeployableDocument
-from iserve.planning.making import Hardware, PlanOptions, winner_at
+from iserve.planning.deployability import DeployableDocument
+from iserve.planning.pipeline import Hardware, PlanOptions, winner_at
 from iserve.planning.runner_up import RunnerUpDocument, runner_up
 from iserve.planning.words import devices, spoken
 from planner.intent import IntentKind
-from planner.plan import Plan, Ranked, RefusedFor, Served, WhyNot
+from planner.plan import LoadForecast, Plan, Ranked, RefusedFor, WhyNot
 
 __all__ = ["FiguresDocument", "RefusalCount", "VerdictDocument", "figures_of", "verdict"]
 
@@ -70,7 +70,7 @@ class VerdictDocument:
     """Whether the chosen configuration can be deployed here; None: none was chosen, or it was not judged."""
     refusals: tuple[RefusalCount, ...]
     """Refused configurations by their first reason, the commonest first."""
-    relax_first: str | None = None
+    first_relaxation: str | None = None
     """Smallest change that would make something feasible; None: something is."""
     slo_batch: int | None = None
     """Requests at once that the SLO was judged with; None: no SLO, or judged at the rate."""
@@ -103,7 +103,7 @@ def verdict(
             runner_up=None,
             deployable=None,
             refusals=_refusals(plan),
-            relax_first=_relax_first(plan.why_not),
+            first_relaxation=_first_relaxation(plan.why_not),
         )
     layers = None if best.layout is None else best.layout.layers_per_stage
     return VerdictDocument(
@@ -120,7 +120,7 @@ def verdict(
 
 
 def figures_of(
-    estimate: Estimate, gpu: GpuSpec, *, served: Served | None = None, replicas: int = 1
+    estimate: Estimate, gpu: GpuSpec, *, served: LoadForecast | None = None, replicas: int = 1
 ) -> FiguresDocument:
     """Return the figures of one configuration on ``gpu``.
 
@@ -153,9 +153,9 @@ def _refusals(plan: Plan) -> tuple[RefusalCount, ...]:
     return tuple(RefusalCount(reason=reason, count=count) for reason, count in found)
 
 
-def _relax_first(why: WhyNot) -> str | None:
+def _first_relaxation(why: WhyNot) -> str | None:
     """Return what admits the nearest configuration, else what is first."""
     nearest = why.nearest
     own = [r.text for r in why.relaxations if nearest is not None and r.config == nearest.config]
-    together = [] if why.together is None else [why.together.text]
+    together = [] if why.combined_relaxation is None else [why.combined_relaxation.text]
     return next(iter([*own, *together, *(r.text for r in why.relaxations)]), None)

@@ -6,20 +6,18 @@ from collections.abc import Iterable, Sequence
 
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimates import Source
+from iserve.planning.deployability import DeployableDocument
 from iserve.planning.document import (
+    CacheSizesDocument,
     CandidateDocument,
     CapacityBound,
     EstimateDocument,
-    KeptDocument,
     PlanDocument,
-    ServedDocument,
-    WhyNotDocument,
 )
-from iserve.planning.here import DeployableDocument
 from iserve.planning.runner_up import MOST_BATCH, BatchRange, IntentLead, RunnerUpDocument
 from iserve.planning.verdict import FiguresDocument, VerdictDocument
 from iserve.planning.words import device_kind, differences, dollars, figure, gib, interval, seconds, workload_words
-from planner.plan import RefusedFor
+from planner.plan import LoadForecast, RefusedFor, WhyNot
 
 __all__ = [
     "HERE",
@@ -82,7 +80,8 @@ def plan_lines(document: PlanDocument) -> list[Line]:
     remarks = _remarks(document, chosen)
     return [
         *_labelled(
-            "At this load", _load_words(document.workload, verdict.figures, document.served, document.replicas)
+            "At this load",
+            _load_words(document.workload, verdict.figures, document.load_forecast, document.replicas),
         ),
         *_labelled("Serves", [*_capacity_words(document), *_slo_words(verdict, document)]),
         (
@@ -90,7 +89,7 @@ def plan_lines(document: PlanDocument) -> list[Line]:
             _sure_words(
                 verdict.figures,
                 [_basis_words(chosen.config, chosen.estimate, chosen.measured), *remarks],
-                under_load=document.served is not None,
+                under_load=document.load_forecast is not None,
             ),
         ),
         ("Runner-up", _runner_up_words(verdict.runner_up, chosen.config, document)),
@@ -103,7 +102,7 @@ def estimate_lines(
 ) -> list[Line]:
     """Return what the verdict on one configuration says below its sentence."""
     assert verdict.figures is not None, "one configuration has figures, whether or not it runs"
-    measured = estimate.rests_on == config or _is_checked(estimate)
+    measured = estimate.measured_config == config or _is_checked(estimate)
     return [
         *_labelled("At this load", _load_words(work, verdict.figures, None, 1)),
         ("How sure", _sure_words(verdict.figures, [_basis_words(config, estimate, measured)])),
@@ -129,14 +128,14 @@ def alike_words(document: PlanDocument, shown: int) -> str:
     rows = [index + 1 for index in document.indistinguishable]
     listed, more = [row for row in rows if row <= shown], sum(row > shown for row in rows)
     if listed == rows and len(rows) == 1:
-        who = f"1 and {rows[0]} cannot be told apart"
+        subject = f"1 and {rows[0]} cannot be told apart"
     else:
         others = " and ".join(filter(None, [_ranges(listed), f"{more} that are not shown" if more else ""]))
-        who = f"1 cannot be told apart from {others}"
+        subject = f"1 cannot be told apart from {others}"
     compared = [document.candidates[index] for index in (0, *document.indistinguishable)]
     weighed = any(one.ranked_by != one.objective for one in compared if one.ranked_by is not None)
-    what = "delays of what runs there now included, " if weighed else ""
-    return f"{who}: {what}their intervals of {document.objective_unit} overlap"
+    what = "delays of other deployments included, " if weighed else ""
+    return f"{subject}: {what}their intervals of {document.objective_unit} overlap"
 
 
 def _ranges(rows: Sequence[int]) -> str:
@@ -171,14 +170,14 @@ def _capacity_words(document: PlanDocument) -> list[str]:
         f"{device_kind(document.hardware)}"
     )
     why = "" if capacity.bound is None else _BOUND[capacity.bound]
-    kept = _kept_words(capacity.kept)
+    kept = _kept_words(capacity.cache_sizes)
     if (capacity.requests_at_once, capacity.context_tokens) == (work.batch, work.context_tokens):
         return [f"{served}, no more than planned: {why}" if why else f"{served}, no more than planned", *kept]
     limited = f" ({why})" if capacity.bound in (CapacityBound.MEMORY, CapacityBound.NOT_MEASURED) else ""
     return [f"{served}{limited}; the figures are for {workload_words(work)}", *kept]
 
 
-def state_sizes(kept: KeptDocument | None) -> list[tuple[str, str]]:
+def state_sizes(kept: CacheSizesDocument | None) -> list[tuple[str, str]]:
     """Return what is kept of a request, of a model with states; nothing of another."""
     if kept is None or not kept.state_bytes_per_request:
         return []
@@ -187,7 +186,7 @@ def state_sizes(kept: KeptDocument | None) -> list[tuple[str, str]]:
     return ([("of each token", tokens)] if kept.kv_bytes_per_token else []) + states
 
 
-def _kept_words(kept: KeptDocument | None) -> list[str]:
+def _kept_words(kept: CacheSizesDocument | None) -> list[str]:
     sizes = " and ".join(f"{size} {of_what}" for of_what, size in state_sizes(kept))
     return [f"a replica keeps {sizes}"] if sizes else []
 
@@ -214,9 +213,7 @@ def _labelled(label: str, lines: Iterable[str]) -> list[Line]:
     return [("" if number else label, line) for number, line in enumerate(lines)]
 
 
-def _load_words(
-    work: Workload, figures: FiguresDocument, served: ServedDocument | None, replicas: int
-) -> list[str]:
+def _load_words(work: Workload, figures: FiguresDocument, served: LoadForecast | None, replicas: int) -> list[str]:
     """Return what requests get and how many are served; with a rate, how many miss a limit."""
     price = _price_words(figures)
     if served is not None:
@@ -243,10 +240,10 @@ def _price_words(figures: FiguresDocument) -> str:
     return f", {cost} per million output tokens (at {per_hour} per GPU-hour)"
 
 
-def _served_words(work: Workload, served: ServedDocument, price: str, replicas: int) -> list[str]:
+def _served_words(work: Workload, served: LoadForecast, price: str, replicas: int) -> list[str]:
     gaps = "Poisson" if served.burstiness == 1 else f"gaps' deviation {served.burstiness:.3g} times their mean"
     if served.rate_levels:
-        moves = [level.times for level in served.rate_levels]
+        moves = [level.relative_rate for level in served.rate_levels]
         gaps += f", the rate moving between {min(moves):.2g} and {max(moves):.2g} times its mean"
     times = [("TTFT", served.ttft), ("TPOT", served.tpot), ("E2E", served.e2e)]
     quantiles = ", ".join(
@@ -277,7 +274,7 @@ def _sure_words(figures: FiguresDocument, remarks: Iterable[str], *, under_load:
 
 def _basis_words(config: DeploymentConfig, estimate: EstimateDocument, measured: bool) -> str:
     """Describe measurements behind an estimate; "measured" is said of the configuration only where it was run."""
-    source, basis = estimate.tpot_s.source, estimate.rests_on
+    source, basis = estimate.tpot_s.source, estimate.measured_config
     if measured:
         if _is_checked(estimate):
             return "the whole model was measured at this load by a check"
@@ -309,7 +306,9 @@ def _runner_up_words(rival: RunnerUpDocument | None, chosen: DeploymentConfig, d
     """Return what is second, by how much, and what would make it the first."""
     if rival is None:
         others = sum(candidate.feasible for candidate in document.candidates) - 1
-        return "none: the other feasible ones have the same figures" if others else "none: all others are refused"
+        return (
+            "none: the other feasible ones have the same figures" if others else "none: all the rest are refused"
+        )
     wins = [*_batch_words(rival.wins_at_batch), *map(_lead_words, rival.wins_by[:_MOST_LEADS])]
     said = f"{differences(rival.config, chosen)}: {_behind_words(rival, document)}"
     if rival.is_ahead:
@@ -318,8 +317,8 @@ def _runner_up_words(rival: RunnerUpDocument | None, chosen: DeploymentConfig, d
         said += f"; wins {', '.join(wins)}"
     elif rival.is_tried:
         said += "; no batch or intent that was tried makes it win"
-    if rival.alike:
-        said += f"; {differences(rival.alike[0], chosen)} has the same figures as the chosen one"
+    if rival.equivalent:
+        said += f"; {differences(rival.equivalent[0], chosen)} has the same figures as the chosen one"
     return said
 
 
@@ -359,9 +358,9 @@ def _deployable_lines(found: DeployableDocument | None) -> list[Line]:
     return [(HERE, f"no: {'; '.join(found.missing)}" if found.missing else "no")]
 
 
-def _infeasible_lines(why: WhyNotDocument, verdict: VerdictDocument) -> list[Line]:
+def _infeasible_lines(why: WhyNot, verdict: VerdictDocument) -> list[Line]:
     """Return what is nearest, and the ways out, the least change first."""
     nearest = [] if why.nearest is None else [("Nearest", why.nearest.text)]
-    first = [] if verdict.relax_first is None else [verdict.relax_first]
+    first = [] if verdict.first_relaxation is None else [verdict.first_relaxation]
     others = [advice for advice in why.advice if advice not in first]
     return [*nearest, *_labelled("Relax first", first), *_labelled("Or", others)]

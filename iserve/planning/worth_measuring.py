@@ -13,7 +13,7 @@ from fingerprint.config import DeploymentConfig
 from fingerprint.estimates import Estimator
 from fingerprint.estimators.fingerprinted import nearest
 from fingerprint.model_spec import ModelSpec
-from iserve.planning.making import EngineChooser, FitsOn, Hardware, PlanOptions
+from iserve.planning.pipeline import EngineChooser, FitsOn, Hardware, PlanOptions
 from planner.costs import Prices
 from planner.space import configuration_space, shape_refusal
 from planner.worth import cannot_become_best

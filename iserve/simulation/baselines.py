@@ -16,17 +16,17 @@ from pathlib import Path
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import BadInputError, ConfigError, NotFoundError
 from fingerprint.gpu_spec import GpuSpec
-from iserve.planning.making import EngineChooser
+from iserve.planning.pipeline import EngineChooser
 from iserve.simulation.running import PlannedDeployer, SimulatedModel, launch_limits
 from placement.routing import Router
 from placement.types import ClusterSnapshot
 from planner.intent import Slo, allows
 from planner.space import configuration_space, shape_refusal
+from traces.baselines.aiconfigurator import Recording, read_recording
 from traces.baselines.alpaserve import SimulatedTrace, deployment_of, search
 from traces.baselines.first_fit import FirstFit, Preference, common_batch, max_pp, max_tp
 from traces.baselines.fsdp import FsdpDeployer
-from traces.baselines.knowledge import Knowledge, Places, StepTimes
-from traces.baselines.recorded import Recording, read_recording
+from traces.baselines.model_info import Knowledge, Places, StepTimes
 from traces.baselines.rule import FAST_KINDS, rule_of_thumb
 from traces.request import Request
 from traces.simulator.scenario import Deploy, Deployed, Deployer, NotDeployed, Scenario

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fingerprint.config import Workload
-from placement.elastic import Elastic
 from placement.policies import DEFAULT_POLICY
+from placement.rebalancer import Elastic
 from planner.intent import Intent, Slo
 from traces.outcomes import Failure, Outcomes
 from traces.simulator.result import Change, ChangeKind, DeploymentFigures, GpuFigures, SimulationResult
@@ -26,8 +26,8 @@ __all__ = [
     "failure_reasons",
     "intent_words",
     "late_words",
+    "policy_words",
     "simulation_document",
-    "steering_words",
 ]
 
 _GROWING = 10  # waiting at the last arrival, of one deployment: below, it is nothing to speak of
@@ -40,9 +40,9 @@ class DeploymentOutcome:
     name: str
     replicas: int  # as the last request of the trace arrived, as the next four
     waiting: int
-    most_replicas: int  # at once
-    wakes: int  # from nothing, by a request
-    asleep_s: float  # scaled to nothing
+    peak_replicas: int  # at once
+    cold_starts: int  # from zero replicas, by a request
+    scaled_to_zero_s: float  # at zero replicas
     moves: int  # replicas that went to other GPUs
     limits: Limits | None  # that its latest replica was launched with; None: it was never deployed
     summary: Summary | None
@@ -64,11 +64,13 @@ class SimulationDocument:
     trace: str
     hardware: str
     service: Service
-    refuses_late: bool  # requests that could not keep the SLO any more
-    forecasts_late: bool  # ... by what iServe's gateway knows on their arrival; else by exact times at their turn
+    rejects_late: bool  # requests that could not keep the SLO any more
+    rejects_by_forecast: (
+        bool  # ... by what iServe's gateway knows on their arrival; else by exact times at their turn
+    )
     planner: str  # which decided what was deployed
     placement: str  # iServe's policy for where
-    steering: Elastic | None  # what could change once it ran; None: nothing
+    cluster_policy: Elastic | None  # what could change once it ran; None: nothing
     intent: Intent  # what deployments were planned by; the SLO that requests are judged by is the summary's
     workload: Workload  # what deployments were planned for
     times: tuple[str, ...]  # of each model: where its step times are from
@@ -95,11 +97,11 @@ def simulation_document(
     workload: Workload,
     times: tuple[str, ...],
     slo: Slo | None,
-    refuses_late: bool = False,
-    forecasts_late: bool = False,
+    rejects_late: bool = False,
+    rejects_by_forecast: bool = False,
     planner: str = "iserve",
     placement: str = DEFAULT_POLICY,
-    steering: Elastic | None = None,
+    cluster_policy: Elastic | None = None,
     notes: tuple[str, ...] = (),
     model_contexts: Mapping[str, int] | None = None,
 ) -> SimulationDocument:
@@ -114,11 +116,11 @@ def simulation_document(
         trace=trace,
         hardware=hardware,
         service=service,
-        refuses_late=refuses_late,
-        forecasts_late=forecasts_late,
+        rejects_late=rejects_late,
+        rejects_by_forecast=rejects_by_forecast,
         planner=planner,
         placement=placement,
-        steering=steering,
+        cluster_policy=cluster_policy,
         intent=intent,
         workload=workload,
         times=times,
@@ -131,9 +133,9 @@ def simulation_document(
                 name=figures.name,
                 replicas=figures.replicas,
                 waiting=figures.waiting,
-                most_replicas=figures.most_replicas,
-                wakes=figures.wakes,
-                asleep_s=figures.asleep_s,
+                peak_replicas=figures.peak_replicas,
+                cold_starts=figures.cold_starts,
+                scaled_to_zero_s=figures.scaled_to_zero_s,
                 moves=moves[figures.name],
                 limits=figures.limits,
                 summary=summarize(parts[figures.name], slo) if figures.name in parts else None,
@@ -206,21 +208,21 @@ def intent_words(intent: Intent) -> str:
 
 def late_words(document: SimulationDocument) -> str:
     """Describe the rejection of late requests, in words that follow the service; empty without any."""
-    if not document.refuses_late:
+    if not document.rejects_late:
         return ""
-    return f", late requests rejected by {'forecast' if document.forecasts_late else 'their exact times'}"
+    return f", late requests rejected by {'forecast' if document.rejects_by_forecast else 'their exact times'}"
 
 
-def steering_words(steering: Elastic) -> str:
+def policy_words(policy: Elastic) -> str:
     """Return what could change during the run, as part of a sentence."""
-    said, scaling = [], steering.scaling
+    said, scaling = [], policy.scaling
     if scaling is not None and scaling.min_replicas < scaling.max_replicas:
         said.append(f"{scaling.min_replicas} to {scaling.max_replicas} replicas by the load")
     if scaling is not None and scaling.idle_s is not None:
         said.append(f"none after {scaling.idle_s:g} s without a request")
-    if steering.consolidates:
+    if policy.consolidates:
         said.append("consolidating")
-    if steering.migration is not None:
+    if policy.migration is not None:
         said.append("moving")
     return ", ".join(said)
 
@@ -255,5 +257,5 @@ def _queue_grew(figures: DeploymentFigures) -> bool:
 def _grew(figures: DeploymentFigures) -> str:
     return (
         f"{figures.waiting} of the {figures.arrived} requests of {figures.name} still waited as the trace ended: "
-        "more comes than it serves, and in a longer trace they would wait longer"
+        "more requests arrive than it serves, and in a longer trace they would wait longer"
     )

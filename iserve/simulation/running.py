@@ -13,15 +13,16 @@ from daemon.engines.registry import capabilities_for
 from daemon.torch_engine.runtime.scheduler import Demand, Scheduler, Work
 from fingerprint.capability import EngineCapabilities
 from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.engine_caches import with_engine_caches
 from fingerprint.engines import traits_of
 from fingerprint.errors import ConfigError
 from fingerprint.estimates import Estimator
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
-from iserve.controller.estimating import estimator_for, step_tokens_of
 from iserve.planning.engine_choice import by_preference
-from iserve.planning.making import (
+from iserve.planning.estimator_factory import estimator_for, step_tokens_of
+from iserve.planning.pipeline import (
     FitsOn,
     Hardware,
     PlanOptions,
@@ -30,11 +31,11 @@ from iserve.planning.making import (
     make_plan,
     placements_of,
 )
-from iserve.planning.ranked_model import RankedModel
+from iserve.planning.ranking_cache import RankedModel
 from iserve.planning.serving_capacity import capacity_of
 from iserve.planning.serving_capacity import launch_limits as planned_limits
+from placement.actions import ClusterPolicy
 from placement.harvesting import spare_gpu
-from placement.orders import Steering
 from placement.routing import Router
 from placement.types import ClusterSnapshot, GpuState, Placement
 from planner.lateness import Pace
@@ -145,7 +146,7 @@ def measured_model(name: str, profile: Profile, gpu: GpuSpec, options: PlanOptio
         raise ConfigError(f"the profile of {profile.model} was taken on {device.name}, the cluster has {gpu.name}")
     return SimulatedModel(
         name=name,
-        spec=profile.spec,
+        spec=with_engine_caches(profile.spec, profile.memory),
         estimator=estimator_for(profile),
         engines=tuple(capabilities_for(profile.engine)),
         options=options,
@@ -309,20 +310,20 @@ def simulate_cluster(
     *,
     router: Router,
     deployer: Deployer | None = None,
-    steering: Steering | None = None,
+    cluster_policy: ClusterPolicy | None = None,
     progress: Progress | None = None,
 ) -> SimulationResult:
     """Run :func:`traces.simulator.simulation.simulate` with the policies that decide in production.
 
     Args:
         deployer: None: the planner.
-        steering: scales and moves what is deployed; None: it stays as it is.
+        cluster_policy: scales and moves what is deployed; None: it stays as it is.
     """
     policies = Policies(
         deployer=deployer or PlannedDeployer(gpu, models.values()),
         router=router,
         harvest=spare_gpu,
         make_batcher=EngineBatcher,
-        steering=steering,
+        cluster_policy=cluster_policy,
     )
     return simulate(requests, scenario, policies, progress=progress)

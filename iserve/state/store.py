@@ -19,7 +19,7 @@ from fingerprint.codec import from_json, to_json
 from fingerprint.errors import BadInputError, ConflictError, NotFoundError
 from fingerprint.measurements import Profile
 from fingerprint.verification import Verification
-from iserve.routes import ApiKeyRecord
+from iserve.route_table import ApiKeyRecord
 from iserve.state.database import Database, open_database
 from iserve.state.rows import DeploymentRow, EventRow, KeptAnswer, KeyRow, ModelRow, VerificationRow
 from iserve.state.schema import (

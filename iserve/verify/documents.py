@@ -55,13 +55,13 @@ class MetricDocument:
     """Number of repeats."""
     error: float | None
     """Measured over predicted, less 1; None: not reported."""
-    inside: bool | None
+    within_interval: bool | None
     """Whether the measured value lies within the interval; None: not reported."""
-    how: str
+    method: str
     """Method of the measurement, in words."""
     corrects: bool
     """Whether the model's estimates are changed by it."""
-    corrects_alone: bool | None
+    corrects_single_request: bool | None
     """Whether the estimates of one request alone are changed by it; None: not read."""
 
 
@@ -191,10 +191,10 @@ def _time(
         measured_high=measured.high,
         repeats=measured.repeats,
         error=measured.value / predicted.value - 1,
-        inside=predicted.low <= measured.value <= predicted.high,
-        how=SERVED,
+        within_interval=predicted.low <= measured.value <= predicted.high,
+        method=SERVED,
         corrects=log_ratio != 0,
-        corrects_alone=None if log_ratio_alone is None else log_ratio_alone != 0,
+        corrects_single_request=None if log_ratio_alone is None else log_ratio_alone != 0,
     )
 
 
@@ -245,8 +245,8 @@ def _read_once(
         measured_high=None,
         repeats=0 if measured is None else 1,
         error=None if measured is None else measured / predicted - 1,
-        inside=inside,
-        how=how,
+        within_interval=inside,
+        method=how,
         corrects=False,
-        corrects_alone=None,
+        corrects_single_request=None,
     )

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from fingerprint.config import Workload
 from fingerprint.errors import ConflictError, NotMeasuredError
-from fingerprint.robust import locate
+from fingerprint.trimmed_mean import locate
 from fingerprint.verification import Reading
 
 __all__ = ["Burst", "Times", "time_batches", "time_bursts"]
@@ -125,7 +125,7 @@ def time_bursts(
             break
         if not enough and disturbed and clock() > end_s:
             raise ConflictError(
-                f"others were served meanwhile: only {len(ttft)} of {len(ttft) + disturbed} pairs of bursts ran "
+                f"other requests ran meanwhile: only {len(ttft)} of {len(ttft) + disturbed} pairs of bursts ran "
                 "alone; verify it when it is quiet"
             )
     return Times(

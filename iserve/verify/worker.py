@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from urllib.parse import urlsplit
 
 from daemon.client import DaemonClient
 from daemon.engines.base import Engine
+from daemon.http_exchange import EXCHANGE_ERRORS, exchange
 from daemon.status import WorkerState, WorkerStats
 from daemon.worker_spec import WorkerSpec
 from daemon.worker_token import authorization
@@ -31,17 +30,18 @@ _DEATH_S = 5.0  # for the daemon to see that a worker died, and to read its last
 
 def worker_stats(engine: Engine, spec: WorkerSpec, url: str, token: str | None) -> WorkerStats | None:
     """Return the worker's own statistics now; None: nothing that its engine is documented to say."""
-    where = urlsplit(url)
-    connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=_STATS_TIMEOUT_S)
     try:
-        connection.request("GET", engine.stats_path, headers=authorization(token))
-        response = connection.getresponse()
-        body = response.read(_MAX_ANSWER_BYTES)
-        return engine.read_stats(spec, body) if response.status == 200 else None
-    except (OSError, http.client.HTTPException, IserveError):
+        status, body = exchange(
+            url,
+            "GET",
+            engine.stats_path,
+            headers=authorization(token),
+            timeout_s=_STATS_TIMEOUT_S,
+            max_bytes=_MAX_ANSWER_BYTES,
+        )
+        return engine.read_stats(spec, body) if status == 200 else None
+    except (*EXCHANGE_ERRORS, IserveError):
         return None
-    finally:
-        connection.close()
 
 
 class CheckedWorker:

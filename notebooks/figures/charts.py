@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fingerprint.report.axes import Scale, linear
-from fingerprint.report.markup import Child, Markup, el
-from fingerprint.report.svg import line, words
-from fingerprint.report.text import tick_label
+from markupsafe import Markup
+
+from iserve.report.svg import Scale, element, line, linear, words
+from iserve.report.text import tick_label
 from notebooks.figures.figure import Chart, Figure
 
 __all__ = ["svg"]
@@ -24,14 +24,14 @@ _LOG_FROM = 50.0  # largest over smallest value
 def svg(figure: Figure) -> str:
     """All charts of ``figure``, one below the other."""
     height = HEIGHT * len(figure.charts)
-    panels = [el("g", _panel(c), transform=f"translate(0 {HEIGHT * i})") for i, c in enumerate(figure.charts)]
+    panels = [element("g", _panel(c), transform=f"translate(0 {HEIGHT * i})") for i, c in enumerate(figure.charts)]
     name = f"Figure {figure.number}. {figure.title}"
     return (
-        el(
+        element(
             "svg",
-            el("title", name),
-            el("style", Markup(_STYLE)),
-            panels,
+            element("title", name),
+            element("style", Markup(_STYLE)),
+            *panels,
             xmlns="http://www.w3.org/2000/svg",
             viewBox=f"0 0 {WIDTH} {height}",
             width=float(WIDTH),
@@ -44,7 +44,7 @@ def svg(figure: Figure) -> str:
 
 def _panel(chart: Chart) -> Markup:
     y = _scale([value for _, values in chart.series for value in values if value is not None])
-    parts: list[Child] = [words(LEFT, 14, f"{chart.title} ({chart.unit})", "start", "title")]
+    parts: list[Markup] = [words(LEFT, 14, f"{chart.title} ({chart.unit})", "start", "title")]
     for tick in y.ticks(6):
         parts += [
             line(LEFT, y(tick), WIDTH - 8, y(tick), "grid"),
@@ -58,7 +58,7 @@ def _panel(chart: Chart) -> Markup:
         ]
     parts += [_bars(chart, index, y, group) for index in range(len(chart.series))]
     parts.append(line(LEFT, y.start, WIDTH - 8, y.start, "axis"))
-    return el("g", parts, _legend([name for name, _ in chart.series]))
+    return element("g", *parts, _legend([name for name, _ in chart.series]))
 
 
 def _scale(values: Sequence[float]) -> Scale:
@@ -76,19 +76,19 @@ def _bars(chart: Chart, index: int, y: Scale, group: float) -> Markup:
     for i, value in enumerate(values):
         if value is not None:
             x = LEFT + i * group + group * 0.1 + index * width
-            title = el("title", f"{name}: {value:.4g}")
+            title = element("title", f"{name}: {value:.4g}")
             x, top = round(x, 1), round(y(value), 1)
             bars.append(
-                el("rect", title, x=x, y=top, width=round(width * 0.92, 1), height=round(y.start - top, 1))
+                element("rect", title, x=x, y=top, width=round(width * 0.92, 1), height=round(y.start - top, 1))
             )
-    return el("g", bars, fill=_COLOURS[index % 6])
+    return element("g", *bars, fill=_COLOURS[index % 6])
 
 
 def _legend(names: Sequence[str]) -> Markup:
-    parts: list[Child] = []
+    parts: list[Markup] = []
     x = float(LEFT)
     for index, name in enumerate(names):
-        parts.append(el("rect", x=x, y=24.0, width=10.0, height=10.0, fill=_COLOURS[index % 6]))
+        parts.append(element("rect", x=x, y=24.0, width=10.0, height=10.0, fill=_COLOURS[index % 6]))
         parts.append(words(x + 14, 33, name, "start"))
         x += 30 + 6.2 * len(name)
-    return el("g", parts)
+    return element("g", *parts)

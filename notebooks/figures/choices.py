@@ -15,7 +15,7 @@ from fingerprint.capability import EngineCapabilities
 from fingerprint.config import DeploymentConfig
 from fingerprint.estimates import Estimate
 from iserve.planning.engine_choice import by_preference
-from iserve.planning.making import PlanOptions, hypothetical_hardware, make_plan
+from iserve.planning.pipeline import PlanOptions, hypothetical_hardware, make_plan
 from notebooks.figures.effects import point
 from notebooks.figures.figure import NOT_GIVEN, Chart, Figure, Finding, Table
 from notebooks.figures.setting import (

@@ -19,7 +19,7 @@ from notebooks.figures.recommended import recommended
 from placement.routing import LeastOutstanding
 from placement.types import ClusterSnapshot, Placement
 from planner.intent import Intent, IntentKind, Quality, Slo, Traffic
-from traces.baselines.knowledge import Places, sixteen_bit
+from traces.baselines.model_info import Places, sixteen_bit
 from traces.simulator.result import ChangeKind, SimulationResult
 from traces.simulator.scenario import Deployed, Deployer, NotDeployed, Policies
 from traces.simulator.simulation import simulate

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fingerprint.config import DeploymentConfig, Pruning, WeightFormat, even_split
 from fingerprint.estimates import Estimate
 from fingerprint.estimators.roofline import CALIBRATED
-from iserve.planning.making import FitsOn, PlanOptions, hypothetical_hardware
+from iserve.planning.pipeline import FitsOn, PlanOptions, hypothetical_hardware
 from notebooks.figures.figure import NOT_GIVEN, NOT_MEASURED, Chart, Figure, Finding, Table
 from notebooks.figures.pairs import pairs_table, turning_hop_s
 from notebooks.figures.setting import DEGREES, GPU, MODELS, NUM_GPUS, WORKLOAD, config_of, estimator_of, spec_of

@@ -16,7 +16,7 @@ from itertools import cycle, islice
 from fingerprint.config import even_split
 from fingerprint.estimates import Estimate
 from fingerprint.estimators.roofline import RooflineEstimator
-from iserve.planning.making import FitsOn, Hardware, PlanOptions, hypothetical_hardware, make_plan
+from iserve.planning.pipeline import FitsOn, Hardware, PlanOptions, hypothetical_hardware, make_plan
 from notebooks.figures.choices import METRICS, RULES, Rule
 from notebooks.figures.figure import NOT_GIVEN, Chart, Figure, Finding, Table
 from notebooks.figures.pairs import paired_estimator

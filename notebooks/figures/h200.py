@@ -19,7 +19,7 @@ from functools import cache
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimates import Estimate, Estimator
 from fingerprint.gpus import gpu_spec
-from iserve.planning.making import PlanOptions
+from iserve.planning.pipeline import PlanOptions
 from iserve.simulation.baselines import Baseline
 from iserve.simulation.running import SimulatedModel, measured_model
 from notebooks.figures.comparison import (
@@ -40,7 +40,7 @@ from notebooks.figures.load import INTERVAL_S, SEED, Site, azure, trace_source
 from notebooks.figures.recommended import recommendations
 from notebooks.figures.recordings import recording_of
 from planner.intent import IntentKind, Quality
-from traces.compression import compress
+from traces.rate_scaling import compress
 from traces.request import Request
 from traces.simulator.scenario import Service
 from traces.transforms import clip

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from fingerprint.config import Workload
-from fingerprint.estimators.counted_memory import CountedMemory
+from fingerprint.estimators.engine_memory import CountedMemory
 from fingerprint.estimators.m2 import MemoryTerms
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.measurements import TimingPoint

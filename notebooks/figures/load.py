@@ -8,7 +8,7 @@ left out, as in figure 10; at first they went to the models that were there, and
 queue from the five minutes in which the first model had the whole trace. And an SLO is given to the planner for
 the longest request, which it plans for, not in the seconds of the mean request by which it is judged.
 
-The paper's requests are Azure's of 2023, compressed (``traces.compression``). It gives no interval and no number
+The paper's requests are Azure's of 2023, compressed (``traces.rate_scaling``). It gives no interval and no number
 of neighbours that are added up. In its figure 11 a GPU's throughput with the code trace is 0.23 at 0.4 on eight
 GPUs and 0.34 at 0.3 on four: 1.84 and 1.36 requests a second, 1.8 times the trace's rate times the factor, or
 2.4 where early ones are left out. So two neighbours are added up. For the conversation trace it is one: the
@@ -27,16 +27,16 @@ from pathlib import Path
 
 from fingerprint.config import Workload
 from fingerprint.gpu_spec import GpuSpec
-from iserve.planning.making import PlanOptions
+from iserve.planning.pipeline import PlanOptions
 from iserve.simulation.running import SimulatedModel, idle_cluster
 from notebooks.figures.setting import GPU, NUM_GPUS, PAPER_ENGINE, estimator_of, spec_of
 from planner.intent import Intent, Quality, Traffic
-from traces.compression import compress
 from traces.popularity import Uniform
+from traces.rate_scaling import compress
 from traces.reading import open_trace
 from traces.request import Request
 from traces.simulator.scenario import Deploy, Scenario, Service
-from traces.standin import standin
+from traces.synthetic import standin
 from traces.traffic import traffic_of
 from traces.transforms import assign_models, cap_lengths
 

@@ -17,9 +17,9 @@ from iserve.simulation.baselines import Baseline, World, knowledge_of
 from planner.intent import IntentKind, Quality
 from tests.bench.accuracy import RESULTS
 from tests.bench.kept import read_kept
+from traces.baselines.aiconfigurator import AIC_BACKENDS, AIC_SYSTEMS
 from traces.baselines.first_fit import FirstFit, Preference
-from traces.baselines.knowledge import Knowledge, Places, StepTimes
-from traces.baselines.recorded import AIC_BACKENDS, AIC_SYSTEMS
+from traces.baselines.model_info import Knowledge, Places, StepTimes
 
 __all__ = ["Advice", "Answer", "Asked", "Recorded", "recommendations", "recommended"]
 

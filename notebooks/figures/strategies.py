@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from fingerprint.config import Workload
 from fingerprint.estimators.calibration import Calibration
-from fingerprint.estimators.counted_memory import CountedMemory
 from fingerprint.estimators.depth_tied import DepthTiedEstimator
+from fingerprint.estimators.engine_memory import CountedMemory
 from fingerprint.estimators.l2 import L2
 from fingerprint.estimators.l2_device import L2Device
 from fingerprint.estimators.m2 import M2

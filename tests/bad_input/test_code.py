@@ -11,7 +11,7 @@ import pytest
 from daemon.engines.registry import capabilities_for
 from fingerprint.errors import IserveError
 from fingerprint.families import load_spec
-from fingerprint.generate import generate
+from fingerprint.truncate import generate
 from iserve.demo import demo_model_path
 from iserve.model_source import resolve
 from tests.bad_input.conftest import Api

@@ -21,10 +21,10 @@ from daemon.process import own_record, read_record, write_record
 from daemon.shim import RotatingLog
 from fingerprint import safetensors_writer
 from fingerprint.errors import CheckpointError, NotFoundError, StateUnavailableError, UnavailableError
-from fingerprint.generate import generate
-from iserve.cli.reporting import write_page
+from fingerprint.truncate import generate
+from iserve.cli.report import write_page
 from iserve.client import connect
-from iserve.controller.processes import Companion
+from iserve.controller.child_processes import ChildProcess
 from iserve.demo import demo_model_path
 from iserve.settings import Settings
 from iserve.state.store import Store
@@ -204,14 +204,14 @@ def test_a_first_start_says_that_the_disk_is_full(
         monkeypatch.delenv(name)
     with only(0), pytest.raises(UnavailableError) as caught:
         connect(Settings(home=folder / "home", port=0, api_port=0))
-    for words in ("the controller did not come up; its log", "cannot be written: ", "free space there"):
+    for words in ("the controller did not start; its log", "cannot be written: ", "free space there"):
         assert words in str(caught.value)
 
 
 def test_a_daemon_or_gateway_that_cannot_write_its_log_is_told_so(disk: tuple[Path, Filled]) -> None:
     folder, only = disk
     settings = Settings(home=folder / "home")
-    companion = Companion("gateway", settings, [sys.executable, "-c", "raise SystemExit(1)"])
+    companion = ChildProcess("gateway", settings, [sys.executable, "-c", "raise SystemExit(1)"])
     settings.log_folder.mkdir(parents=True)
     with only(0), pytest.raises(UnavailableError, match=r"its log .* cannot be written: .*; free space there"):
         companion.ensure()

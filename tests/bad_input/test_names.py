@@ -19,13 +19,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.text import Text
 
 from daemon.log_rotation import log_to_stderr
-from fingerprint.plain_text import is_plain, printable
-from fingerprint.report.markup import el
+from fingerprint.sanitize import is_plain, printable
 from iserve.cli import main
-from iserve.cli.harmless import harmless_output
 from iserve.cli.render import print_rows
+from iserve.cli.sanitized_output import harmless_output
 from iserve.cli.terminal import HarmlessConsole
 from iserve.demo import demo_model_path
+from iserve.report.page_frame import environment
+from iserve.report.svg import element
 from tests.bad_input.conftest import Api
 from tests.waiting import PATIENCE_S
 
@@ -120,9 +121,10 @@ def test_prometheus_reads_the_metrics_whatever_was_asked(api: Api) -> None:
 
 @given(st.text(max_size=20))
 def test_a_page_shows_no_mark_of_direction(name: str) -> None:
-    page = el("p", name, title=name)
-    assert not OBEYED - set("\r") & set(page)
-    ElementTree.fromstring(page)
+    template = environment().from_string('<p title="{{ name }}">{{ name }}</p>')
+    for page in (template.render(name=name), element("text", name, title=name)):
+        assert not OBEYED - set("\r") & set(page)
+        ElementTree.fromstring(page)
 
 
 def test_a_log_has_one_line_for_a_record_and_no_escape(monkeypatch: pytest.MonkeyPatch) -> None:

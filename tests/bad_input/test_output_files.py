@@ -12,7 +12,7 @@ import pytest
 
 from fingerprint.errors import ConfigError
 from fingerprint.output_file import output_file
-from iserve.cli.reporting import write_page
+from iserve.cli.report import write_page
 from traces.request import Request
 from traces.writing import write_trace
 

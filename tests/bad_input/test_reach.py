@@ -12,8 +12,8 @@ from urllib.parse import urlencode
 import pytest
 
 from fingerprint.errors import NotFoundError
-from fingerprint.generate import generate_dummy
-from iserve.controller.reach import ANYWHERE, Reach
+from fingerprint.truncate import generate_dummy
+from iserve.controller.folder_access import ANYWHERE, Reach
 from iserve.demo import demo_model_path
 from tests.bad_input.conftest import TOKEN, Api
 from tests.bad_input.test_routes import bodies, filled, routes_of
@@ -181,7 +181,7 @@ def test_an_allowed_folder_that_is_a_link_itself_is_what_it_leads_to(checkpoint:
 
 
 def test_a_folder_of_too_many_files_is_not_looked_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("iserve.controller.reach._MOST_ENTRIES", 3)
+    monkeypatch.setattr("iserve.controller.folder_access._MOST_ENTRIES", 3)
     (tmp_path / "m").mkdir()
     for number in range(3):
         (tmp_path / "m" / str(number)).touch()

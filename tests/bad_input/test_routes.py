@@ -12,7 +12,7 @@ from typing import Any
 import fastapi.routing
 from fastapi import FastAPI
 
-from iserve.controller.door import Door
+from iserve.controller.auth import Door
 from tests.bad_input.conftest import TOKEN, Api
 from tests.golden_words import Golden
 
@@ -115,7 +115,10 @@ def test_an_unknown_field_is_refused_by_its_name(api: Api, golden: Golden) -> No
         status, body = api.ask(method, filled(path), needed | {"colour_of_the_box": 1})
         assert (status, body["error"]) == (400, "BadInputError"), path
         assert "colour_of_the_box" in body["message"]
-    for where, wish in (("slo", {"slo": {"ttft_s": 1, "p98_s": 1}}), ("rates", {"rates": [{"share": 1}]})):
+    for where, wish in (
+        ("slo", {"slo": {"ttft_s": 1, "p98_s": 1}}),
+        ("relative_rates", {"relative_rates": [{"share": 1}]}),
+    ):
         status, body = api.ask("POST", "/api/v1/plans", wish)
         assert (status, body["error"]) == (400, "BadInputError")
         golden("rest-errors", body["message"], where)

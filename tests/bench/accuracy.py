@@ -26,12 +26,12 @@ from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Quantity, Source
+from fingerprint.estimators.base import LatencyStrategy
 from fingerprint.estimators.calibration import Calibration, MeasuredError, kernels_of
 from fingerprint.estimators.depth_tied import DepthTiedEstimator
 from fingerprint.estimators.l2 import L2
 from fingerprint.estimators.l2_device import L2Device
 from fingerprint.estimators.roofline import RooflineEstimator
-from fingerprint.estimators.strategies import LatencyStrategy
 from fingerprint.measurements import TimingPoint
 from tests.bench.accuracy_measure import OUTPUT, REPEATS, Recorded
 from tests.bench.accuracy_rows import CostRow, MemoryRow, Row, TimerRow, Truth

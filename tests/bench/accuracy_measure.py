@@ -42,11 +42,11 @@ from fingerprint.depth_tied_plan import ONCE_TOKENS, DepthTiedPlan, Point
 from fingerprint.depth_tied_profile import depth_tied_profile
 from fingerprint.errors import IserveError
 from fingerprint.families import read_config, read_spec
-from fingerprint.generate import generate_shape
 from fingerprint.gpus import match_device
 from fingerprint.measurements import MachineInfo, Profile, RankMemory, RunReading, TimingPoint
 from fingerprint.model_spec import ModelSpec
 from fingerprint.sharded_profile import profile_with_shards
+from fingerprint.truncate import generate_shape
 from tests.bench.kept import write_kept
 
 ROOT = Path(__file__).parents[2]

@@ -22,10 +22,8 @@ from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimates import Quantity, Source
 from fingerprint.estimators.depth_tied import DepthTiedEstimator
 from fingerprint.estimators.roofline import RooflineEstimator
-from fingerprint.report import AccuracyRecord, AccuracyRow
-from fingerprint.report.accuracy import machine_key
-from fingerprint.robust import locate
-from iserve.reporting.accuracy_store import store_accuracy
+from fingerprint.trimmed_mean import locate
+from iserve.report.accuracy import AccuracyRecord, AccuracyRow, machine_key, store_accuracy
 from iserve.settings import load_settings
 from tests.bench.accuracy import RESULTS, budget_bytes, load, memory_row, truths
 from tests.bench.accuracy_measure import OUTPUT, Recorded

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fingerprint.config import DeploymentConfig, Workload
 from tests.bench.decision_rules import Cell, Measured, workloads
-from traces.baselines.recorded import AIC_SYSTEMS
+from traces.baselines.aiconfigurator import AIC_SYSTEMS
 
 AIC_SCRIPT = Path(__file__).with_name("aiconfigurator_static.py")
 AIC_BACKENDS = {"TensorRT-LLM": "trtllm", "vLLM": "vllm", "SGLang": "sglang", "Splitwise": "vllm"}

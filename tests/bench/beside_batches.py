@@ -37,12 +37,12 @@ from tests.traces.simulator.worlds import cluster, deploy_all, placed_on
 from traces.arrivals import Poisson
 from traces.generate import generate
 from traces.request import Request
-from traces.simulator.fleet import stays
+from traces.simulator.deployment_state import stays
 from traces.simulator.result import SimulationResult
 from traces.simulator.scenario import Deployed, Policies, Scenario
 from traces.simulator.simulation import simulate
 from traces.simulator.step_model import Limits, StepModel, tabulate
-from traces.standin import standin
+from traces.synthetic import standin
 
 SLOTS = 32
 NEWCOMER = "new"

@@ -29,12 +29,12 @@ from fingerprint.codec import to_json
 from fingerprint.config import Workload
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec
-from iserve.planning.making import Hardware, PlanOptions, make_plan
-from iserve.planning.ranked_model import RankedModel
+from iserve.planning.pipeline import Hardware, PlanOptions, make_plan
+from iserve.planning.ranking_cache import RankedModel
+from placement.actions import Move
 from placement.consolidation import consolidate
 from placement.lookahead import LookAhead
 from placement.migration import Migration, best_move
-from placement.orders import Move
 from placement.scaling import Scaling, scale
 from placement.types import (
     ClusterSnapshot,

@@ -17,7 +17,7 @@ from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimates import Estimate, Quantity
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
-from iserve.planning.making import FitsOn, PlanOptions, hypothetical_hardware
+from iserve.planning.pipeline import FitsOn, PlanOptions, hypothetical_hardware
 from planner.intent import CostModel, Intent, IntentKind, Quality, Slo
 from planner.plan import Candidate, LimitKind, Plan
 from planner.rank import rank

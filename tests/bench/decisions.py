@@ -34,7 +34,7 @@ from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig
 from fingerprint.estimates import Estimate
 from fingerprint.estimators.roofline import CALIBRATED, RooflineConstants, RooflineEstimator
-from iserve.planning.making import FitsOn, PlanOptions, hypothetical_hardware
+from iserve.planning.pipeline import FitsOn, PlanOptions, hypothetical_hardware
 from planner.plan import NoRoom
 from tests.bench.accuracy import load
 from tests.bench.aiconfigurator_answers import Aiconfigurator, ask_aiconfigurator, sample_path

@@ -5,7 +5,7 @@ idle, the rest with 10% to 90% of their memory free and a load of up to 0.9. On 
 six LLMs (one may occur twice), all under one intent (five in turn); their configurations, times and memory are the
 planner's own by the roofline. Everything follows from the seed. Needs ISERVE_REFERENCE_DATA for the shapes.
 
-*   Cost: that of ``placement.layout``, the intent's objective under the load that is there, over all models.
+*   Cost: that of ``placement.multi_model``, the intent's objective under the load that is there, over all models.
 *   One by one: the models in the order of the draw, each as the cheapest configuration that fits, where a policy
     puts it. That is what deploying them one after the other does.
     *By load*: as the cheapest where it would be placed. *Largest first*: in the order of the memory they need at
@@ -33,10 +33,10 @@ from fingerprint.codec import to_json
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec
 from iserve.planning.engine_choice import by_preference
-from iserve.planning.making import PlanOptions, ranked_anywhere, space
-from placement.exact import Layout, place_together
+from iserve.planning.pipeline import PlanOptions, ranked_anywhere, space
 from placement.fit import demand
-from placement.layout import Choice, Wanted, largest_first, one_by_one
+from placement.ilp_placer import Layout, place_together
+from placement.multi_model import Choice, Wanted, largest_first, one_by_one
 from placement.policies import POLICIES, make_policy
 from placement.types import ClusterSnapshot, GpuState
 from planner.intent import Intent, IntentKind

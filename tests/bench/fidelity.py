@@ -40,9 +40,13 @@ from fingerprint.errors import EngineError, NotMeasuredError
 from fingerprint.estimates import Estimator
 from fingerprint.estimators.corrected import CorrectedEstimator
 from fingerprint.measurements import Profile
-from fingerprint.report.text import seconds
 from fingerprint.verification import Verification
-from iserve.controller.estimating import estimator_for, step_tokens_of
+from iserve.planning.estimator_factory import estimator_for, step_tokens_of
+from iserve.replay.endpoint import resolve_endpoint
+from iserve.replay.prompts import PromptOptions
+from iserve.replay.runner import Replay, ReplayOptions
+from iserve.replay.schedule import ScheduleOptions, make_schedule
+from iserve.report.text import seconds
 from iserve.simulation.running import launch_limits
 from iserve.verify.bursts import BurstClient
 from iserve.verify.timing import Burst, time_bursts
@@ -59,14 +63,10 @@ from tests.bench.fidelity_compare import (
 from tests.bench.fidelity_page import render_fidelity
 from tests.bench.fidelity_steps import Lone, WholeSteps, lone_request, whole_profile
 from tests.bench.kept import read_kept, write_kept
+from traces.loader import requests_of
 from traces.outcomes import Outcomes
-from traces.replay.endpoint import resolve_endpoint
-from traces.replay.prompts import PromptOptions
-from traces.replay.runner import Replay, ReplayOptions
-from traces.replay.schedule import ScheduleOptions, make_schedule
 from traces.request import Request
 from traces.simulator.step_model import Limits
-from traces.sources import requests_of
 from traces.transforms import cap_lengths
 
 __all__ = [

@@ -20,7 +20,7 @@ from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Estimate, Quantity, Source
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.measurements import Profile, RunReading, TimingPoint
-from fingerprint.robust import locate
+from fingerprint.trimmed_mean import locate
 
 __all__ = ["Lone", "WholeSteps", "lone_request", "whole_profile"]
 

@@ -39,8 +39,7 @@ from fingerprint.estimators.l2 import key_of
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.families import load_spec
 from fingerprint.model_spec import ModelSpec
-from fingerprint.report import AccuracyRecord, AccuracyRow
-from iserve.reporting.accuracy_store import store_accuracy
+from iserve.report.accuracy import AccuracyRecord, AccuracyRow, store_accuracy
 from iserve.settings import load_settings
 from tests.bench.whole_models import (
     Options,

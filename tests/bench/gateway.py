@@ -34,7 +34,7 @@ from daemon.process import read_record
 from fingerprint.codec import to_json
 from iserve.gateway.event_loop import event_loop
 from iserve.keys import new_key
-from iserve.routes import GatewayLimits, Route, RouteTable, WorkerTarget
+from iserve.route_table import GatewayLimits, Route, RouteTable, WorkerTarget
 
 WORDS = "the quick brown fox jumps over the lazy dog again and " * 27  # about 300 words
 CHUNKS_PER_STREAM = 60

@@ -46,15 +46,15 @@ from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.families import read_spec
 from fingerprint.gpus import gpu_spec
 from fingerprint.model_spec import ModelSpec
-from iserve.planning.making import PlanOptions
+from iserve.planning.pipeline import PlanOptions
 from iserve.simulation.running import PlannedDeployer, idle_cluster, launch_limits, roofline_model
-from placement.elastic import Elastic
+from placement.actions import ClusterPolicy
 from placement.fit import Placer, demand
 from placement.lookahead import LookAhead
 from placement.migration import Migration
-from placement.orders import Steering
-from placement.placers import FindsPlaces
+from placement.placer_registry import FindsPlaces
 from placement.policies import Hybrid, LeastLoaded, Packing
+from placement.rebalancer import Elastic
 from placement.replicas import ReplicaPlacer
 from placement.routing import Busiest, LeastOutstanding, Router
 from placement.scaling import Scaling
@@ -69,7 +69,7 @@ from traces.simulator.result import ChangeKind, SimulationResult
 from traces.simulator.scenario import Deploy, Deployed, Deployer, NotDeployed, Policies, Scenario, Service
 from traces.simulator.simulation import simulate
 from traces.simulator.step_model import StepModel, tabulate
-from traces.standin import standin
+from traces.synthetic import standin
 from traces.transforms import merge
 
 A6000 = gpu_spec("a6000")
@@ -257,7 +257,7 @@ def planned(kind: IntentKind, policy: str, *, knows_rates: bool = True, weigh_lo
 def run(
     world: World,
     deployer: Deployer,
-    steering: Steering | None = None,
+    cluster_policy: ClusterPolicy | None = None,
     *,
     replicas: int = 1,
     router: Router | None = None,
@@ -272,7 +272,7 @@ def run(
         startup_s=world.startup_s,
         most_waiting=10**9,
     )
-    policies = Policies(deployer=deployer, steering=steering, router=router or LeastOutstanding())
+    policies = Policies(deployer=deployer, cluster_policy=cluster_policy, router=router or LeastOutstanding())
     return simulate(world.requests, scenario, policies)
 
 
@@ -352,11 +352,11 @@ def elastic_rows(seed: int, num_gpus: int) -> Iterator[Row]:
     def tried(
         policy: str,
         place: PlacementPolicy | float,
-        steering: Steering | None,
+        cluster_policy: ClusterPolicy | None,
         replicas: int = 1,
         router: Router | None = None,
     ) -> Row:
-        result = run(world, FixedDeployer(world, place), steering, replicas=replicas, router=router)
+        result = run(world, FixedDeployer(world, place), cluster_policy, replicas=replicas, router=router)
         return row(f"elastic {num_gpus}", policy, world, result)
 
     for replicas in (1, 2, 3):

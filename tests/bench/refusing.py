@@ -32,14 +32,14 @@ import numpy as np
 from daemon.atomic_file import write_file_atomically
 from daemon.process import read_record
 from fingerprint.codec import to_json
-from iserve.routes import GatewayLimits, Punctuality, Route, RouteTable, WorkerTarget
+from iserve.replay.endpoint import resolve_endpoint
+from iserve.replay.prompts import PromptOptions
+from iserve.replay.runner import Replay, ReplayOptions
+from iserve.replay.schedule import ScheduleOptions, make_schedule
+from iserve.route_table import GatewayLimits, Punctuality, Route, RouteTable, WorkerTarget
 from planner.intent import Slo, parse_slo
 from planner.lateness import Pace
 from traces.outcomes import Failure, Outcomes
-from traces.replay.endpoint import resolve_endpoint
-from traces.replay.prompts import PromptOptions
-from traces.replay.runner import Replay, ReplayOptions
-from traces.replay.schedule import ScheduleOptions, make_schedule
 from traces.request import Request
 from traces.summary import kept, percentiles
 

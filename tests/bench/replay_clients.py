@@ -20,8 +20,8 @@ import msgspec
 import numpy as np
 
 from fingerprint.codec import from_json
-from traces.replay.document import ReplayDocument
-from traces.replay.prompts import PromptOptions, Prompts
+from iserve.replay.document import ReplayDocument
+from iserve.replay.prompts import PromptOptions, Prompts
 from traces.request import Request
 from traces.summary import Percentiles
 from traces.writing import write_trace

@@ -6,7 +6,7 @@
 
 `compare` sends the same load with both, in turn: first to a stand-in whose delays are set and which notes what it
 did, then, through the gateway of an installation of its own, to the demo model on the embedded engine. `table`
-prints what docs/replay.md shows. All runs on one machine, and what that does to both sides is in the figures.
+prints what docs/decisions/0029 shows. All runs on one machine, and what that does to both sides is in the figures.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Any
 
 from fingerprint.codec import from_json, to_json
+from iserve.replay.endpoint import resolve_endpoint
+from iserve.replay.runner import Replay, ReplayOptions
+from iserve.replay.schedule import ScheduleOptions, make_schedule
 from tests.bench.kept import read_kept, write_kept
 from tests.bench.replay_clients import ClientRun, Load, Quantiles, guidellm, quantiles_of, replay
 from tests.bench.replay_stand_in import Notes, endpoint, notes
-from traces.replay.endpoint import resolve_endpoint
-from traces.replay.runner import Replay, ReplayOptions
-from traces.replay.schedule import ScheduleOptions, make_schedule
 from traces.request import Request
 from traces.summary import summarize
 

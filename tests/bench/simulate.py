@@ -39,7 +39,7 @@ from traces.simulator.result import SimulationResult
 from traces.simulator.scenario import Deploy, Deployed, NotDeployed, Policies, Scenario, Service
 from traces.simulator.simulation import simulate
 from traces.simulator.step_model import Limits, StepModel, tabulate
-from traces.standin import standin
+from traces.synthetic import standin
 
 GOAL_S = 30.0
 CHECKED = 1500  # requests, step by step

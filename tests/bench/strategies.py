@@ -37,7 +37,7 @@ from fingerprint.estimators.roofline import DEFAULT_MAX_BATCHED_TOKENS
 from fingerprint.families import load_spec
 from fingerprint.measurements import MachineInfo, Profile
 from fingerprint.model_spec import ModelSpec
-from fingerprint.report import AccuracyRow
+from iserve.report.accuracy import AccuracyRow
 from tests.bench.accuracy import on_the_wall
 from tests.bench.full_model_accuracy import compared, predicted_memory
 from tests.bench.profiling_cost import Activity, Cost, RecordingTarget, cost_of, each_once

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from placement.elastic import Elastic
 from placement.policies import LeastLoaded, Packing
+from placement.rebalancer import Elastic
 from placement.scaling import Scaling
 from tests.bench.placement_under_load import FixedDeployer, elastic, figure_10, moving, row, run
 
@@ -17,8 +17,10 @@ pytestmark = pytest.mark.skipif("ISERVE_REFERENCE_DATA" not in os.environ, reaso
 def test_the_same_seed_gives_the_same_figures() -> None:
     world = figure_10(7, duration_s=900.0)
     assert world == figure_10(7, duration_s=900.0)
-    for policy, steering in ((Packing(), None), (0.25, moving())):
-        first, second = (row("", "", world, run(world, FixedDeployer(world, policy), steering)) for _ in range(2))
+    for policy, cluster_policy in ((Packing(), None), (0.25, moving())):
+        first, second = (
+            row("", "", world, run(world, FixedDeployer(world, policy), cluster_policy)) for _ in range(2)
+        )
         assert first == second
         assert first.unserved == 0
 
@@ -37,8 +39,8 @@ def test_packing_uses_fewer_gpus_and_least_loaded_is_faster() -> None:
 def test_scaling_serves_what_one_replica_cannot() -> None:
     world = elastic(7, 16, duration_s=900.0)
     fixed = row("", "", world, run(world, FixedDeployer(world, LeastLoaded())))
-    steering = Elastic(scaling=Scaling())
-    scaled = row("", "", world, run(world, FixedDeployer(world, LeastLoaded()), steering))
+    cluster_policy = Elastic(scaling=Scaling())
+    scaled = row("", "", world, run(world, FixedDeployer(world, LeastLoaded()), cluster_policy))
     assert scaled.changes > 0 == fixed.changes
     assert scaled.unserved == fixed.unserved == 0
     assert scaled.slo_violation_fraction < fixed.slo_violation_fraction

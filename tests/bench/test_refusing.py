@@ -11,7 +11,7 @@ import pytest
 from planner.intent import Slo
 from planner.lateness import Pace
 from tests.bench.refusing import figures, open_load, own_gateway, sent
-from tests.traces.replay.stand_in import GAP_S, SLOTS, TTFT_S, stand_in
+from tests.iserve.replay.stand_in import GAP_S, SLOTS, TTFT_S, stand_in
 from traces.outcomes import Failure
 
 MODEL = "slotted"

@@ -12,9 +12,9 @@ from fingerprint.errors import BadInputError
 from tests.bench.replay_clients import Load, Quantiles, read_guidellm, replay, texts
 from tests.bench.replay_compare import KEPT, kept, table, truth_of
 from tests.bench.replay_stand_in import Notes
-from tests.traces.replay.stand_in import GAP_S, TTFT_S, stand_in
+from tests.iserve.replay.stand_in import GAP_S, TTFT_S, stand_in
 
-PAGE = Path(__file__).parents[2] / "docs/replay.md"
+PAGE = Path(__file__).parents[2] / "docs/decisions/0029-replay-client.md"
 RECORDED = Path(__file__).parent / "recorded/guidellm.json"  # three requests of 8 tokens, the fields that matter
 
 

@@ -27,12 +27,12 @@ from fingerprint.codec import to_json
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat, Workload, even_split
 from fingerprint.estimators.roofline import DEFAULT_MAX_BATCHED_TOKENS
 from fingerprint.families import load_spec
-from fingerprint.generate import generate, generate_dummy
 from fingerprint.measurements import Profile, ProfileSession, ProfileTarget
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile import ProfileProgress, profile
 from fingerprint.profile_plan import ProfilePlan, default_plan
-from fingerprint.robust import locate
+from fingerprint.trimmed_mean import locate
+from fingerprint.truncate import generate, generate_dummy
 from iserve.demo import demo_model_path
 
 ROOT = Path(__file__).parents[2]

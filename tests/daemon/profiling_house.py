@@ -18,7 +18,7 @@ from daemon.profile_client import WorkerProfileSession, WorkerProfileTarget
 from daemon.status import WorkerState, WorkerStatus
 from daemon.worker_spec import WorkerLimits, WorkerSpec
 from fingerprint.config import KvFormat, WeightFormat
-from fingerprint.generate import generate_shape
+from fingerprint.truncate import generate_shape
 from tests.daemon.engines.standin import make_vllm
 from tests.daemon.engines.vllm_releases import recorded
 from tests.daemon.engines.vllm_sources import write_release

@@ -20,11 +20,11 @@ from fingerprint.config import KvFormat
 from fingerprint.depth_tied_plan import DepthTiedPlan
 from fingerprint.depth_tied_profile import depth_tied_profile
 from fingerprint.errors import ConfigError, ConflictError, EngineError, IserveError, UnavailableError
-from fingerprint.estimators.counted_memory import CountedMemory
+from fingerprint.estimators.engine_memory import CountedMemory
 from fingerprint.estimators.l3 import whole_points
 from fingerprint.families import load_spec
-from fingerprint.generate import generate_shape
 from fingerprint.measurements import Profile
+from fingerprint.truncate import generate_shape
 from tests.daemon.engines.vllm_stand_in import costs
 from tests.daemon.profiling_house import (
     BITS16,

@@ -21,8 +21,8 @@ from daemon.engines.vllm.architectures import recorded_registry
 from fingerprint.depth_tied_cuts import tied_depths
 from fingerprint.errors import IserveError
 from fingerprint.families import is_tabled, load_spec, read_config
-from fingerprint.generate import generate_shape
 from fingerprint.model_spec import ModelSpec
+from fingerprint.truncate import generate_shape
 from iserve.cli.app import make_app
 from tests.fingerprint import family_truths
 

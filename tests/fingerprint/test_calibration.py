@@ -14,7 +14,7 @@ from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, WeightFormat, Workload
 from fingerprint.estimators.calibration import Calibration, MeasuredError, kernels_of, shipped_calibration
 from fingerprint.estimators.l3 import L3
-from fingerprint.estimators.repeats import repeat_overheads
+from fingerprint.estimators.repeat_overhead import repeat_overheads
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.model_spec import ModelSpec, Stored
 from tests.bench.accuracy import RESULTS, load, measured_errors

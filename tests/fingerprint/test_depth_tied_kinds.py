@@ -14,11 +14,11 @@ from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.depth_tied_cuts import MOST_FIRST_LAYERS, kind_counts, repeats_the_mix, tied_depths
 from fingerprint.depth_tied_plan import depth_tied_plan
 from fingerprint.errors import NotMeasuredError
-from fingerprint.estimators.counted_memory import CountedMemory
+from fingerprint.estimators.engine_memory import CountedMemory
 from fingerprint.estimators.l3 import whole_points
-from fingerprint.formats import layers_per_block
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
+from fingerprint.weight_bytes import layers_per_block
 from tests.fingerprint.step_timed_machine import PLAN, StepTimedMachine, StepTruth, llama_7b, take_depth_tied
 
 BY_TURNS, FIVE_TO_ONE = (100, None), (300,) * 5 + (None,)  # GPT-OSS and Gemma 2; Gemma 3

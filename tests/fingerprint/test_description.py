@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from fingerprint.checkpoint import StoredTensor
 from fingerprint.config import DeploymentConfig, WeightFormat
-from fingerprint.cut_config import cut_config
 from fingerprint.description import describe
 from fingerprint.description.facts import LAYERS_KEYS
 from fingerprint.errors import BadInputError, CheckpointError, ConfigError, UnsupportedModelError
-from fingerprint.formats import layer_weight_bytes
 from fingerprint.model_spec import LayerKind, ModelSpec
+from fingerprint.truncated_config import cut_config
+from fingerprint.weight_bytes import layer_weight_bytes
 
 HIDDEN, VOCAB, INNER, EXPERTS = 64, 100, 48, 4
 Tensors = dict[str, StoredTensor]
@@ -226,6 +226,12 @@ OK = CONFIG | {"num_hidden_layers": 2, "n_routed_experts": 0}
             model(LAYER, LAYER),
             CheckpointError,
             "says 3 layers, of the tensors model.layers",
+        ),
+        (
+            OK | {"num_hidden_layers": 1},
+            model(LAYER, LAYER),
+            CheckpointError,
+            "says 1 layers, of the tensors model.layers has 2",
         ),
         (OK | {"hidden_size": 128}, model(LAYER, LAYER), ConfigError, "says a hidden state of 128"),
         (OK | {"vocab_size": 101}, model(LAYER, LAYER), ConfigError, "says 101 tokens"),

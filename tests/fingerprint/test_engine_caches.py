@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat, Workload
-from fingerprint.engine_caches import cache_differences, with_engine_caches
-from fingerprint.estimators.counted_memory import CountedMemory
+from fingerprint.engine_caches import cache_differences, caches_of_layers, with_engine_caches
+from fingerprint.estimators.engine_memory import CountedMemory
 from fingerprint.measurements import LayerCache, MemoryPoint, Profile
 from fingerprint.model_spec import ModelSpec
-from tests.bench.test_family_runs import runs
+from tests.bench.test_family_runs import FALCON_H1, profiled, runs
 
 GRANITE, LATENT = "granite-4.0-h-small", "DeepSeek-V2-Lite"  # states next to KV; latents
 
@@ -36,11 +36,25 @@ def shapes_of(spec: ModelSpec) -> set[tuple[int, int]]:
     return {(shape.kv_elements, shape.state_bytes) for shape in spec.layer_shapes}
 
 
-@pytest.mark.parametrize("name", sorted(runs()))
+@pytest.mark.parametrize("name", [run.name for run in profiled()])
 def test_where_both_agree_nothing_changes(name) -> None:
     profile = profile_of(name)
     assert with_engine_caches(profile.spec, profile.memory) == profile.spec
     assert cache_differences(profile.spec, profile.memory) == []
+
+
+def test_a_layer_with_attention_and_states_has_one_cache_of_both() -> None:
+    deep, *_ = sorted(profile_of(FALCON_H1).memory, key=lambda point: -point.num_layers)
+    (rank,) = deep.ranks
+    assert [cache.layer for cache in rank.layer_caches] == [0, 1, 2, 3]  # of two layers, as vLLM numbers them
+    kept = [(cache.layer, cache.token_bytes, cache.state_bytes) for cache in caches_of_layers(deep)]
+    assert kept == [(0, 4096.0, 533504), (1, 4096.0, 533504)]
+
+
+def test_what_the_engine_keeps_of_a_layer_with_both_wins() -> None:
+    profile = profile_of(FALCON_H1)
+    points = [with_caches(point, state_bytes=1_000_000) for point in profile.memory]
+    assert {kind.shape.state_bytes for kind in with_engine_caches(profile.spec, points).kinds} == {1_000_000}
 
 
 def test_bytes_of_tokens_and_states_are_the_engines() -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from fingerprint.errors import BadInputError, ConfigError, UnsupportedModelError
 from fingerprint.families import FAMILIES, family_of, read_spec
-from fingerprint.generate import generate, generate_dummy
+from fingerprint.truncate import generate, generate_dummy
 from tests.fingerprint.test_families import on_meta
-from tests.fingerprint.test_generate import load, logits
+from tests.fingerprint.test_truncate import load, logits
 
 _SIZES: dict[str, Any] = {
     "hidden_size": 32,

@@ -16,8 +16,8 @@ from fingerprint.config import DeploymentConfig, KvFormat, Workload
 from fingerprint.description.facts import Facts
 from fingerprint.description.mixers import kept_of_layer
 from fingerprint.families import read_spec
-from fingerprint.formats import kv_tokens_per_layer, layer_state_bytes_per_gpu
 from fingerprint.model_spec import LayerShape, ModelSpec
+from fingerprint.weight_bytes import kv_tokens_per_layer, layer_state_bytes_per_gpu
 from tests.fingerprint import family_truths
 
 RECORDED = json.loads((Path(__file__).parent / "recorded" / "state_sizes_by_tp.json").read_text(encoding="utf-8"))

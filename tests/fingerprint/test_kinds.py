@@ -17,11 +17,11 @@ from fingerprint.estimates import Source
 from fingerprint.estimators.l2 import L2
 from fingerprint.estimators.m2 import M2
 from fingerprint.estimators.roofline import RooflineEstimator
-from fingerprint.formats import kv_tokens_per_layer
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile import ProfilePlan
 from fingerprint.profile_plan import fingerprint_cuts
+from fingerprint.weight_bytes import kv_tokens_per_layer
 from tests.fingerprint.synthetic_machine import CPU, SyntheticMachine, Truth, llama, take_profile
 
 WINDOWS = (200, 200, 200, 200, 200, None) * 4  # as Gemma 3's, on both sides of the prompts that are run

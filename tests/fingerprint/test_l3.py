@@ -16,7 +16,7 @@ from fingerprint.estimates import Source
 from fingerprint.estimators.calibration import Calibration, MeasuredError
 from fingerprint.estimators.depth_tied import DepthTiedEstimator
 from fingerprint.estimators.l3 import L3, in_hull, whole_points
-from fingerprint.estimators.repeats import repeat_overheads
+from fingerprint.estimators.repeat_overhead import repeat_overheads
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.measurements import Profile, RunReading, StepReading, TimingPoint
 from tests.fingerprint.estimator_conformance import EstimatorConformance, assert_interval

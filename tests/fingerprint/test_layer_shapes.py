@@ -12,11 +12,11 @@ from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat, Workload
 from fingerprint.depth_tied_cuts import kind_counts, tied_depths
 from fingerprint.estimators.roofline import RooflineEstimator
-from fingerprint.formats import kv_tokens_per_layer, layer_state_bytes_per_gpu
 from fingerprint.gpus import gpu_spec
 from fingerprint.model_spec import LayerShape, ModelSpec, Stored
 from fingerprint.profile_plan import fingerprint_cuts
 from fingerprint.profile_points import Visit
+from fingerprint.weight_bytes import kv_tokens_per_layer, layer_state_bytes_per_gpu
 from tests.fingerprint.synthetic_machine import llama
 
 LLAMA = llama(24)

@@ -16,10 +16,10 @@ from fingerprint.config import Workload
 from fingerprint.description import describe, described_config
 from fingerprint.errors import CheckpointError, ConfigError, UnsupportedModelError
 from fingerprint.families import load_spec, read_spec
-from fingerprint.generate import generate_shape
 from fingerprint.image_tokens import image_tokens
 from fingerprint.model_use import ModelUse
 from fingerprint.own_code import missing_code, own_code_files, own_code_kinds
+from fingerprint.truncate import generate_shape
 from tests.fingerprint.small_checkpoints import (
     HEAD,
     HIDDEN,
@@ -208,7 +208,7 @@ class TestOwnCode:
         assert spec.own_code == ("AutoConfig", "AutoModelForCausalLM")
         assert spec.num_layers == 2
         assert own_code_files(folder) == ("configuration_own.py", "modeling_own.py")
-        assert missing_code(folder) is None
+        assert missing_code(folder) == ()
         assert not (folder / "ran").exists()
 
     def test_a_family_with_a_row_needs_none(self) -> None:
@@ -234,7 +234,25 @@ class TestOwnCode:
         (folder / "modeling_own.py").unlink()
         (folder / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["tok.T", None]}}))
         assert own_code_files(folder) == ("configuration_own.py", "modeling_own.py", "tok.py")
-        assert missing_code(folder) == "modeling_own.py"
+        assert missing_code(folder) == ("modeling_own.py", "tok.py")
+
+    def test_files_that_the_named_ones_import_are_missed_too(self, tmp_path: Path) -> None:
+        """Imports are found as transformers finds them: by text, in branches too, and of the same folder alone."""
+        folder = write_own(tmp_path / "own")
+        (folder / "modeling_own.py").write_text(
+            "from .configuration_own import C\ntry:\n    from .kernels import k\nexcept ImportError:\n    pass\n"
+            "import numpy\nfrom numpy import x\nfrom . import y\nfrom ..up import z\nfrom .sub.deep import d\n"
+        )
+        assert missing_code(folder) == ("kernels.py",)
+        (folder / "kernels.py").write_text("import .far\nfrom .kernels import itself\n")
+        assert missing_code(folder) == ("far.py",)
+        (folder / "far.py").write_text("\n" * 2**20)
+        assert missing_code(folder) == ()
+
+    def test_code_that_is_no_text_is_looked_through(self, tmp_path: Path) -> None:
+        folder = write_own(tmp_path / "own")
+        (folder / "modeling_own.py").write_bytes(b"from .part import x\n\xff\x00")
+        assert missing_code(folder) == ("part.py",)
 
     @pytest.mark.parametrize("named", ["someone/else--modeling.M", "../../etc/passwd", "", 7, "a b.C"])
     def test_code_from_elsewhere_is_refused(self, tmp_path: Path, named: object) -> None:

@@ -25,11 +25,11 @@ from fingerprint.description import describe
 from fingerprint.errors import CheckpointError, ConfigError, IserveError, UnsupportedModelError
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.families import load_spec, read_blueprint, read_config, read_spec
-from fingerprint.formats import embedding_bytes, head_bytes, layer_weight_bytes, layer_weight_bytes_per_gpu
-from fingerprint.generate import generate, generate_dummy, generate_shape
 from fingerprint.gpus import gpu_spec
 from fingerprint.model_spec import ModelSpec
 from fingerprint.quantized import BY_HEADERS, METHODS
+from fingerprint.truncate import generate, generate_dummy, generate_shape
+from fingerprint.weight_bytes import embedding_bytes, head_bytes, layer_weight_bytes, layer_weight_bytes_per_gpu
 from planner.intent import Quality, quality_needed
 from planner.space import configuration_space
 

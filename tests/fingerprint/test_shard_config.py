@@ -11,8 +11,8 @@ import pytest
 
 from fingerprint.errors import BadInputError, ConfigError, UnsupportedModelError
 from fingerprint.families import FAMILIES, load_spec, read_blueprint, read_spec
-from fingerprint.generate import generate_shape
 from fingerprint.shard_config import refuses_shards, shard_config
+from fingerprint.truncate import generate_shape
 from tests.fingerprint.test_families import LLAMA_7B, NOT_CONFIG_KEYS, PUBLISHED, on_meta
 
 # Every family of the table, small: (config, what a shard may be of it)

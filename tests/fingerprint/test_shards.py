@@ -20,8 +20,8 @@ from fingerprint.errors import EngineError, InfeasibleError
 from fingerprint.estimates import Source
 from fingerprint.estimators.all_reduce import GroupSums
 from fingerprint.estimators.calibration import Calibration
-from fingerprint.estimators.counted_memory import CountedMemory
 from fingerprint.estimators.depth_tied import DepthTiedEstimator
+from fingerprint.estimators.engine_memory import CountedMemory
 from fingerprint.estimators.l2 import L2
 from fingerprint.estimators.l2_device import L2Device
 from fingerprint.estimators.l3 import L3

@@ -28,7 +28,7 @@ from fingerprint.errors import NotFoundError, UnavailableError
 from fingerprint.families import load_spec
 from iserve.api_documents import DeploymentDocument
 from iserve.client import ControllerClient, controller_record
-from iserve.controller.profiling import machine_key
+from iserve.controller.profiling_validity import machine_key
 from iserve.demo import demo_model_path
 from iserve.settings import Settings
 from iserve.state.store import Store

@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 
 from iserve.api_types import PlanBody
 from iserve.cli.app import make_app
-from iserve.cli.options import Wish
+from iserve.cli.groups import request_of
 from planner.intent import Traffic
-from planner.moving_rate import moving_rate
-from traces.sources import requests_of
+from planner.rate_profile import moving_rate
+from traces.loader import requests_of
 from traces.traffic import traffic_of
 
 LLAMA = {
@@ -30,8 +30,8 @@ def traffic() -> Traffic:
 
 
 def test_the_body_says_what_the_trace_says(traffic: Traffic) -> None:
-    body = PlanBody.model_validate({"model": "m", **Wish(arrivals=TRACE, rate=1.0).body()})
-    assert len(traffic.rates) > 1
+    body = request_of(PlanBody, arrivals=TRACE, rate_per_s=1.0)
+    assert len(traffic.relative_rates) > 1
     assert body.options(default_policy="hybrid", load_threshold=0.5).intent.traffic == traffic
 
 
@@ -40,7 +40,7 @@ def planned(folder: Path, *more: str) -> dict[str, object]:
     asked = ["plan", str(folder), "--gpus", "h200:1", "--rate", "4", "--batch", "32", "--slo", "ttft=9,e2e=90"]
     done = CliRunner().invoke(make_app(), [*asked, "--percentile", "50", "--json", *more], catch_exceptions=False)
     assert done.exit_code == 0, done.output
-    served = json.loads(done.stdout)["served"]
+    served = json.loads(done.stdout)["load_forecast"]
     assert isinstance(served, dict)
     return served
 
@@ -51,8 +51,10 @@ def test_a_plan_tells_the_levels_and_a_larger_risk(
     monkeypatch.setenv("ISERVE_HOME", str(tmp_path / "home"))
     steady, moving = planned(tmp_path), planned(tmp_path, "--traffic-trace", TRACE)
     assert steady["rate_levels"] == []
-    levels = moving_rate(traffic.rates).levels
-    assert moving["rate_levels"] == [{"share": level.share, "times": level.times} for level in levels]
+    levels = moving_rate(traffic.relative_rates).levels
+    assert moving["rate_levels"] == [
+        {"share": level.share, "relative_rate": level.relative_rate} for level in levels
+    ]
     assert moving["burstiness"] == traffic.burstiness
     assert moving["miss_probability"] >= steady["miss_probability"]  # type: ignore[operator]
 

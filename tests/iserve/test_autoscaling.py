@@ -5,6 +5,7 @@ With real processes throughout: test_e2e_asleep.py.
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,14 +13,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from sqlalchemy import text
 
 from daemon.status import WorkerState
 from fingerprint.codec import from_json, to_json
 from iserve.api_types import DeployBody
 from iserve.controller.autoscaling import Autoscaler
 from iserve.controller.reconcile import Reconciler
-from iserve.routes import Demand, DeploymentDemand, Route, RouteTable
+from iserve.controller.service import Controller
+from iserve.route_table import Demand, DeploymentDemand, Route, RouteTable
+from iserve.state.store import Store
 from tests.iserve.test_deployer import World
+from tests.iserve.test_state import PLAN_OF_0008, connected, migrated_back
 
 pytestmark = pytest.mark.process
 
@@ -37,6 +42,16 @@ class Napping(World):
         self.waiting, self.outstanding, self.idle_s = 0, 0, 0.0
         self.reads_routes = self.answers = True
         self.asked = 0
+        self.control()
+
+    def take_over(self) -> None:
+        """Continue with the next controller, whose predecessor has closed its store."""
+        self.controller.close()
+        self.store = Store.open(self.settings.state)
+        self.controller = Controller(self.settings, self.store)
+        self.control()
+
+    def control(self) -> None:
         self.controller.demand = self.demand  # type: ignore[method-assign]
         self.reconciler = Reconciler(self.controller)
         self.autoscaler = Autoscaler(self.controller, lambda: self.now_s)
@@ -58,7 +73,7 @@ class Napping(World):
 
     def deploy_one(self, until: Until, *, scale_to_zero_s: float | None = LIMIT_S) -> None:
         body = DeployBody(name="a", scale_to_zero_s=scale_to_zero_s)
-        row = self.store.add_deployment("a", body.model_dump_json().encode())
+        row = self.store.add_deployment("a", to_json(body))
         self.store.update_deployment(row.id, phase="launching", workers=to_json((self.node.spec("a-1"),)))
         self.tick_until(until, "ready")
 
@@ -108,7 +123,7 @@ def test_a_worker_is_ended_only_when_the_gateway_has_nothing_there(world: Nappin
     assert world.phase() == "ready", "the gateway speaks of routes that are no longer the last"
     world.reads_routes = True
     world.later(0, idle_s=LIMIT_S)
-    assert world.phase() == "asleep"
+    assert world.phase() == "scaled-to-zero"
     world.outstanding = 1  # sent there just before the gateway read that it sleeps
     world.later(1)
     (target,) = world.route().workers
@@ -117,7 +132,7 @@ def test_a_worker_is_ended_only_when_the_gateway_has_nothing_there(world: Nappin
     assert world.states() == {"a-1": WorkerState.READY}
     world.outstanding = 0
     until(world.ended, "its worker has ended")
-    assert world.phase() == "asleep"
+    assert world.phase() == "scaled-to-zero"
 
 
 def test_a_long_answer_is_not_cut_short(world: Napping, until: Until) -> None:
@@ -125,7 +140,7 @@ def test_a_long_answer_is_not_cut_short(world: Napping, until: Until) -> None:
     world.deploy_one(until)
     world.outstanding = 1
     world.later(LIMIT_S, idle_s=LIMIT_S)
-    assert world.phase() == "asleep"
+    assert world.phase() == "scaled-to-zero"
     world.later(1)
     world.later(3600)
     assert not world.controller.is_ending("a-1")
@@ -138,7 +153,7 @@ def test_who_calls_before_the_worker_has_ended_gets_that_one(world: Napping, unt
     pid = world.node.client.worker("a-1").pid
     world.outstanding = 1
     world.later(LIMIT_S, idle_s=LIMIT_S)
-    assert world.phase() == "asleep"
+    assert world.phase() == "scaled-to-zero"
     world.waiting = 1
     world.tick_until(until, "ready")
     assert world.node.client.worker("a-1").pid == pid
@@ -156,7 +171,27 @@ def test_who_calls_what_has_ended_waits_for_a_start(world: Napping, until: Until
     assert world.states() == {"a-1": WorkerState.READY}
     assert world.route().ready_wait_s is None
     kinds = [event.kind for event in world.store.events()]
-    assert kinds[kinds.index("asleep") :] == ["asleep", "waking", "ready"]
+    assert kinds[kinds.index("scaled-to-zero") :] == ["scaled-to-zero", "scaling-up", "ready"]
+
+
+def test_a_home_of_the_former_names_is_served(world: Napping, until: Until) -> None:
+    world.deploy_one(until)
+    world.later(LIMIT_S, idle_s=LIMIT_S)
+    until(world.ended, "its worker has ended")
+    world.store.close()
+    state = world.settings.home / "state.db"
+    migrated_back(state, "0008")
+    with connected(state) as connection:
+        assert connection.execute(text("SELECT phase FROM deployments")).scalars().all() == ["asleep"]
+        former = {"request": json.dumps({"name": "a", "scale_to_zero_s": LIMIT_S, "expect": 0, "rates": []})}
+        former["plan"] = PLAN_OF_0008.read_text()
+        connection.execute(text("UPDATE deployments SET request = :request, plan = :plan"), former)
+    world.take_over()
+    assert world.controller.deployment("a").status == "scaled-to-zero"
+    assert world.controller.deployment_plan("a").load_forecast is not None
+    world.waiting = 1
+    world.tick_until(until, "ready")
+    assert world.states() == {"a-1": WorkerState.READY}
 
 
 def test_what_cannot_be_started_sleeps_on_is_refused_for_a_while_and_tried_again(
@@ -169,13 +204,13 @@ def test_what_cannot_be_started_sleeps_on_is_refused_for_a_while_and_tried_again
     world.start(max_workers=1)
     world.node.ready("other")
     world.waiting = 1
-    world.tick_until(until, "waking")
-    world.tick_until(until, "asleep")
+    world.tick_until(until, "scaling-up")
+    world.tick_until(until, "scaled-to-zero")
     error = world.store.deployment("a").error
     assert error == "1 workers are there already, the most allowed; stop one"
     assert (world.route().refusal, world.route().retry_after_s) == (error, 10)
     world.later(9)
-    assert world.phase() == "asleep", "who waited has been told, and the pause is not over"
+    assert world.phase() == "scaled-to-zero", "who waited has been told, and the pause is not over"
     world.node.client.stop("other")
     world.later(1)
     world.tick_until(until, "ready")
@@ -206,7 +241,7 @@ def test_nothing_falls_asleep_while_it_is_checked_or_after_a_change(world: Nappi
         world.later(LIMIT_S, idle_s=LIMIT_S)
         assert world.phase() == "ready"
     world.later(0, idle_s=LIMIT_S)
-    assert world.phase() == "asleep"
+    assert world.phase() == "scaled-to-zero"
 
 
 def test_a_deployment_that_may_not_sleep_is_not_watched(world: Napping, until: Until) -> None:
@@ -222,8 +257,10 @@ def test_only_a_start_that_came_to_nothing_is_a_reason_to_refuse(world: Napping,
     row = world.store.deployment("a")
     world.store.update_deployment(row.id, phase="ready", error="a was not updated and serves as before: no room")
     world.later(LIMIT_S, idle_s=LIMIT_S)
-    assert (world.phase(), world.store.deployment("a").error) == ("asleep", None)
-    world.store.update_deployment(row.id, phase="asleep", error="a was not updated and serves as before: no room")
+    assert (world.phase(), world.store.deployment("a").error) == ("scaled-to-zero", None)
+    world.store.update_deployment(
+        row.id, phase="scaled-to-zero", error="a was not updated and serves as before: no room"
+    )
     world.later(0)
     assert world.route().refusal is None
     world.reconciler = Reconciler(world.controller)
@@ -241,21 +278,21 @@ def test_a_start_that_fails_between_two_looks_is_a_reason_to_refuse(world: Nappi
     world.later(60)
     world.waiting = 1
     world.later(1)
-    assert world.phase() == "waking"
-    world.store.update_deployment(row.id, phase="asleep", error="no room")
+    assert world.phase() == "scaling-up"
+    world.store.update_deployment(row.id, phase="scaled-to-zero", error="no room")
     world.later(1)
-    assert (world.phase(), world.route().refusal) == ("asleep", "no room")
+    assert (world.phase(), world.route().refusal) == ("scaled-to-zero", "no room")
     world.later(9)
-    assert world.phase() == "asleep"
+    assert world.phase() == "scaled-to-zero"
     world.later(1)
-    assert world.phase() == "waking"
+    assert world.phase() == "scaling-up"
 
 
 def test_a_worker_that_has_the_id_of_one_that_sleeps_is_not_ended(world: Napping, until: Until) -> None:
     world.deploy_one(until)
     world.outstanding = 1
     world.later(LIMIT_S, idle_s=LIMIT_S)
-    assert world.phase() == "asleep"
+    assert world.phase() == "scaled-to-zero"
     (row,) = world.store.deployments()
     world.store.update_deployment(row.id, workers=to_json((world.node.spec("a-1", served_model="another"),)))
     world.outstanding = 0

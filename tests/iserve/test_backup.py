@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 from daemon.process import own_record, write_record
 from fingerprint.errors import BadInputError, ConfigError, ConflictError, IserveError, NotFoundError
 from iserve.cli.app import make_app
-from iserve.cli.operate import take_down
+from iserve.cli.home_processes import take_down
 from iserve.controller.home_lock import hold_home
-from iserve.routes import ApiKeyRecord
+from iserve.route_table import ApiKeyRecord
 from iserve.settings import Settings
 from iserve.state.backup import back_up, restore, state_file
 from iserve.state.database import open_database

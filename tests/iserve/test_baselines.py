@@ -17,7 +17,7 @@ from fingerprint.errors import BadInputError, ConfigError, InfeasibleError
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.gpus import gpu_spec
 from fingerprint.model_spec import ModelSpec
-from iserve.planning.making import PlanOptions
+from iserve.planning.pipeline import PlanOptions
 from iserve.simulation.baselines import (
     MOST_REQUESTS,
     Baseline,

@@ -18,9 +18,9 @@ from fingerprint.estimates import Estimate
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec
 from iserve.cli.render import print_plan
-from iserve.planning.making import Hardware, PlanOptions, make_plan, ranked_anywhere, space
+from iserve.planning.pipeline import Hardware, PlanOptions, make_plan, ranked_anywhere, space
 from iserve.planning.plan_document import plan_document
-from iserve.planning.ranked_model import RankedModel
+from iserve.planning.ranking_cache import RankedModel
 from iserve.planning.runner_up import runner_up
 from iserve.simulation.running import idle_cluster
 from placement.load_model import stretch
@@ -319,7 +319,7 @@ def test_the_line_on_what_cannot_be_told_apart_says_what_is_ranked_by(capsys: py
         assert plan.indistinguishable
         print_plan(plan_document(plan, model="m", hardware="h", workload=WORK))
         shown = " ".join(capsys.readouterr().out.split())
-        assert ("delays of what runs there now included, their intervals of s overlap" in shown) == included
+        assert ("delays of other deployments included, their intervals of s overlap" in shown) == included
 
 
 def test_what_runs_there_may_be_a_former_worker_of_the_same_deployment() -> None:

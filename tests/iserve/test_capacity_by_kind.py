@@ -16,14 +16,14 @@ from fingerprint import description
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.families import read_spec
-from fingerprint.formats import kept_bytes_per_replica
 from fingerprint.model_spec import ModelSpec
+from fingerprint.weight_bytes import kept_bytes_per_replica
 from iserve.model_source import ModelSource
-from iserve.planning.document import CapacityBound, KeptDocument
-from iserve.planning.launching import worker_spec
-from iserve.planning.making import Hardware, make_plan
+from iserve.planning.document import CacheSizesDocument, CapacityBound
+from iserve.planning.pipeline import Hardware, make_plan
 from iserve.planning.serving_capacity import ServingCapacity, serving_capacity
 from iserve.planning.verdict_text import state_sizes
+from iserve.planning.worker_launch import worker_spec
 from iserve.simulation.running import launch_limits
 from tests.fingerprint import family_truths
 from tests.iserve.test_serving_capacity import DEFAULTS, GIB, H100, idle, taken_bytes
@@ -138,10 +138,10 @@ def test_a_document_says_what_is_kept() -> None:
     found, hardware, _ = found_for(HYBRID)
     assert found is not None
     document = found.document({gpu.device_id: gpu.free_bytes for gpu in hardware.snapshot.gpus})
-    assert document.kept is not None
-    assert document.kept.state_bytes_per_request == 27 * 5_316_608
-    element_bytes = 2 if document.kept.kv_bytes_per_token == 4 * 2 * 8 * 128 * 2 else 1
-    assert document.kept.kv_bytes_per_token == 4 * 2 * 8 * 128 * element_bytes
+    assert document.cache_sizes is not None
+    assert document.cache_sizes.state_bytes_per_request == 27 * 5_316_608
+    element_bytes = 2 if document.cache_sizes.kv_bytes_per_token == 4 * 2 * 8 * 128 * 2 else 1
+    assert document.cache_sizes.kv_bytes_per_token == 4 * 2 * 8 * 128 * element_bytes
     assert document.kv_tokens == found.workload.kv_tokens("vllm")
 
 
@@ -149,9 +149,9 @@ def test_a_document_of_states_alone_has_no_tokens() -> None:
     found, hardware, _ = found_for(PURE)
     assert found is not None
     document = found.document({gpu.device_id: gpu.free_bytes for gpu in hardware.snapshot.gpus})
-    assert document.kept is not None
-    assert (document.kv_tokens, document.kept.kv_bytes_per_token) == (0, 0)
-    assert document.kept.state_bytes_per_request == 64 * 2_158_592
+    assert document.cache_sizes is not None
+    assert (document.kv_tokens, document.cache_sizes.kv_bytes_per_token) == (0, 0)
+    assert document.cache_sizes.state_bytes_per_request == 64 * 2_158_592
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ class TestSimulatedLimits:
 
 
 def test_sizes_are_shown_only_of_a_model_with_states() -> None:
-    hybrid = KeptDocument(kv_bytes_per_token=12_288, state_bytes_per_request=39_518_208)
+    hybrid = CacheSizesDocument(kv_bytes_per_token=12_288, state_bytes_per_request=39_518_208)
     assert state_sizes(hybrid) == [
         ("of each token", "12.0 KiB"),
         ("of each request whatever its length", "37.7 MiB"),

@@ -9,20 +9,22 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 from typer.main import get_command
 
-from iserve.api_types import PlanBody
+from fingerprint.codec import to_json
+from iserve.api_types import DeployBody, LaunchBody, PlanBody, PlanRequest, VerifyBody
 from iserve.cli.app import COMMANDS, make_app
-from iserve.cli.live import folder_argument, model_argument
-from iserve.cli.model_options import UseOptions
-from iserve.cli.options import Wish, replicated
-from iserve.settings import Settings, load_settings
+from iserve.cli.connection import folder_argument, model_argument
+from iserve.cli.groups import request_of
+from iserve.settings import load_settings
 from iserve.state.store import Store
+from planner.intent import IntentKind, Slo
 from tests.iserve.command_line import MODELS, Done, iserve, model
 from tests.waiting import PATIENCE_S
 
@@ -105,7 +107,7 @@ def test_nothing_feasible_is_an_answer_with_the_nearest(
     assert document["why_not"]["nearest"]["text"]
     one_limit = ("--intent", "latency-slo", "--slo", "tpot=0.001")
     document = refused("Llama-2-70b", "--gpus", "a6000:8", *one_limit)
-    (relax,) = document["why_not"]["relax"]
+    (relax,) = document["why_not"]["relaxations"]
     assert (relax["limit"], relax["allowed"]) == ("tpot", 0.001)
     assert relax["needed"] > 0.001
     text = iserve("plan", model("Llama-2-7b"), "--gpus", "a6000:8", *slow)
@@ -138,7 +140,7 @@ def test_the_plan_as_text_says_how_probably_each_limit_is_missed(
 ) -> None:
     asked = ("plan", model("Llama-2-7b"), "--gpus", "a6000:8", "--rate", 0.1, *more)
     limits = ("--slo", "ttft=1.5,e2e=20")
-    served = iserve(*asked, *limits, "--json").document["served"]
+    served = iserve(*asked, *limits, "--json").document["load_forecast"]
     ttft, e2e = served["ttft"]["miss_probability"], served["e2e"]["miss_probability"]
     assert 0 < ttft < 1
     assert 0 <= e2e < 1
@@ -205,15 +207,27 @@ def test_doctor_looks_and_makes_nothing(
     assert f"PROBLEM: home {tmp_path / 'file' / 'home'} cannot be used" in iserve("doctor").out
 
 
-def test_the_command_line_and_the_rest_api_wish_alike() -> None:
-    """The same fields with the same defaults, whatever is left out."""
-    use = asdict(UseOptions().use)
-    assert PlanBody().model_dump(exclude={"model", "gpus", "replicas"}) == Wish().body() | use
-    asked = Wish(slo="ttft=0.5,e2e=10", rate=2.0, percentile=99, policy="packing", engine="torch", batch=4)
-    for replicas in (PlanBody().replicas, 3):
-        body = PlanBody.model_validate(asked.body() | {"replicas": replicas})
-        options = replicated(asked.checked(Settings(load_threshold=0.25)), replicas)
-        assert body.options(default_policy="hybrid", load_threshold=0.25) == options
+@pytest.mark.parametrize("kind", [PlanBody, LaunchBody, DeployBody, VerifyBody])
+def test_what_the_command_line_posts_is_its_request_to_the_rest_api(kind: type[PlanRequest]) -> None:
+    """Also where all is left out: the defaults are the same ones."""
+    asked = {"slo": Slo(ttft_s=0.5, e2e_s=10), "rate_per_s": 2.0, "percentile": 99.0, "batch": 4}
+    for values in (
+        {},
+        asked | {"relative_rates": (0.5, 1.5), "intent": IntentKind.LATENCY_SLO, "policy": "packing"},
+    ):
+        request = request_of(kind, **values)
+        posted = json.loads(to_json(request.given()))
+        assert posted.keys() == values.keys()
+        assert TypeAdapter(kind).validate_python(posted) == request
+
+
+@pytest.mark.parametrize(("command", "kind"), [("plan", PlanBody), ("deploy", DeployBody), ("verify", VerifyBody)])
+def test_every_field_of_a_request_is_an_option(command: str, kind: type[PlanRequest]) -> None:
+    """Hold but for arguments, fields that --traffic-trace fills and groups of their own."""
+    names = {parameter.name for parameter in get_command(make_app()).commands[command].params}  # type: ignore[attr-defined]
+    without = {field.name for field in fields(kind)} - names
+    assert without <= {"relative_rates", "rate_window_s", "deployment", "engine_args"}
+    assert ({"arrivals"} <= names, "engine_arg" in names) == (True, command == "deploy")
 
 
 @pytest.mark.process

@@ -19,7 +19,7 @@ from fingerprint.errors import ConflictError, EngineError, IserveError, NotFound
 from iserve import client
 from iserve.api_documents import DeploymentDocument
 from iserve.cli.app import make_app
-from iserve.cli.serving import _accepted, _follow
+from iserve.cli.deploy import _accepted, _follow
 from iserve.client import ControllerClient, check_running_settings, post_once
 from iserve.settings import Settings
 
@@ -173,7 +173,7 @@ def test_a_deploy_that_failed_before_is_removed_and_tried_again(
     failed = accepted | {"status": "failed", "error": "out of memory"}
     gone = (404, {"error": "NotFoundError", "message": "no deployment is named 'a'"})
     peers.append(Peer([(202, failed), (202, failed), gone, (202, accepted)]))
-    monkeypatch.setattr("iserve.cli.live.client", lambda: ControllerClient(peers[0].url, "t"))
+    monkeypatch.setattr("iserve.cli.connection.client", lambda: ControllerClient(peers[0].url, "t"))
     _, answer = _accepted({"name": "a"}, "k", quiet=False)
     assert answer == DOCUMENT
     assert "a failed before: out of memory; it is removed and deployed again" in capsys.readouterr().err
@@ -188,7 +188,7 @@ def test_a_plan_for_this_machine_where_no_controller_starts_names_the_way_withou
         raise UnavailableError("the home cannot be written")
 
     monkeypatch.setenv("ISERVE_HOME", str(tmp_path))
-    monkeypatch.setattr("iserve.cli.live.client", connect)
+    monkeypatch.setattr("iserve.cli.connection.client", connect)
     result = CliRunner().invoke(make_app(), ["plan", "iserve-demo"])
     assert str(result.exception) == (
         "the home cannot be written; or give --gpus, such as a6000:8, to plan without this machine"

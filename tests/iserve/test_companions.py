@@ -13,7 +13,7 @@ import pytest
 from daemon.process import spawn_detached
 from daemon.procfs import start_time_ticks
 from fingerprint.errors import UnavailableError
-from iserve.controller.processes import Companion
+from iserve.controller.child_processes import ChildProcess
 from iserve.controller.reconcile import Reconciler
 from iserve.controller.service import Controller
 from iserve.settings import Settings
@@ -53,11 +53,11 @@ class Clock:
 
 def test_starts_that_fail_come_at_growing_intervals(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("iserve.controller.processes.time", clock)
-    companion = Companion("gateway", settings, [sys.executable, "-c", HOPELESS])
+    monkeypatch.setattr("iserve.controller.child_processes.time", clock)
+    companion = ChildProcess("gateway", settings, [sys.executable, "-c", HOPELESS])
     started_s, starts = [], Path("starts")
     while clock.now_s < 100:
-        with pytest.raises(UnavailableError, match="the gateway did not come up: no way"):
+        with pytest.raises(UnavailableError, match="the gateway did not start: no way"):
             companion.ensure()
         if len(starts.read_text()) > len(started_s):
             started_s.append(clock.now_s)
@@ -73,7 +73,7 @@ def test_a_start_that_another_controller_began_is_waited_for_and_ended_whatever_
     program = [sys.executable, "-c", COMING, record]
     settings.log_folder.mkdir(parents=True)
     begun = spawn_detached([*program, "--once"], settings.log_folder / "daemon.log")
-    companion = Companion("daemon", settings, program, ["--twice"])
+    companion = ChildProcess("daemon", settings, program, ["--twice"])
     try:
         assert companion.ensure().pid == begun
         assert Path("starts").read_text() == "x"
@@ -88,13 +88,13 @@ def test_a_start_that_another_controller_began_is_waited_for_and_ended_whatever_
 def test_what_comes_up_at_every_pass_is_said_once(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
     controller = Controller(settings, Store.open(settings.home / "state.db"))
     for name in ("daemon", "gateway"):
-        companion = Companion(name, settings, [sys.executable, "-c", HOPELESS])
+        companion = ChildProcess(name, settings, [sys.executable, "-c", HOPELESS])
         setattr(controller, f"{name}_process", companion)
     reconciler = Reconciler(controller)
     with caplog.at_level(logging.WARNING):
         for _ in range(10):
             reconciler.tick()
     said = sorted(r.getMessage().split(" (log")[0] for r in caplog.records if r.levelno >= logging.WARNING)
-    assert said == ["the daemon did not come up: no way", "the gateway did not come up: no way"]
+    assert said == ["the daemon did not start: no way", "the gateway did not start: no way"]
     controller.close()
     controller.store.close()

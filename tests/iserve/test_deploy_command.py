@@ -39,7 +39,7 @@ def test_a_deploy_names_the_release_of_its_engine(tmp_path: Path, monkeypatch: p
 
 def export(home: Path, monkeypatch: pytest.MonkeyPatch, connect: Any) -> Any:
     monkeypatch.setenv("ISERVE_HOME", str(home))
-    monkeypatch.setattr("iserve.cli.live.client", connect)
+    monkeypatch.setattr("iserve.cli.connection.client", connect)
     return CliRunner().invoke(
         make_app(), ["deploy", "iserve-demo", "--export", "compose", "-o", str(home / "compose.yaml")]
     )

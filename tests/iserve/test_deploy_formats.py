@@ -15,9 +15,9 @@ from fingerprint.config import Pruning, WeightFormat
 from fingerprint.gpus import gpu_spec
 from iserve.controller import deployer as module
 from iserve.controller.deployer import Deployer
-from iserve.controller.estimating import estimator_for
 from iserve.model_source import ModelSource
-from iserve.planning.making import PlanOptions
+from iserve.planning.estimator_factory import estimator_for
+from iserve.planning.pipeline import PlanOptions
 from iserve.settings import Settings
 from planner.intent import Intent, Quality
 from tests.fingerprint.synthetic_machine import SyntheticMachine, llama, take_profile

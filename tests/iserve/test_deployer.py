@@ -32,15 +32,17 @@ from fingerprint.model_use import ModelUse
 from fingerprint.profile import ProfileProgress
 from iserve.api_documents import DeploymentDocument
 from iserve.api_types import DeployBody, LaunchBody, PlanBody
+from iserve.controller.daemon_workers import launched
 from iserve.controller.deployer import Deployer
-from iserve.controller.profiling import Profiler, launched, machine_key
+from iserve.controller.profiling import Profiler
+from iserve.controller.profiling_validity import machine_key
 from iserve.controller.reconcile import Reconciler
 from iserve.controller.service import Controller
 from iserve.demo import demo_model_path
 from iserve.model_source import ModelSource, resolve
-from iserve.planning.making import PlanOptions
 from iserve.planning.model_use import used
-from iserve.routes import RouteTable
+from iserve.planning.pipeline import PlanOptions
+from iserve.route_table import RouteTable
 from iserve.settings import Settings
 from iserve.state.store import Store
 from tests.daemon.conftest import Node
@@ -84,7 +86,7 @@ class World:
 
     def record(self, spec: WorkerSpec, name: str = "a") -> None:
         """A deployment whose worker has been chosen and recorded, as when its controller was killed then."""
-        row = self.store.add_deployment(name, DeployBody(name=name).model_dump_json().encode())
+        row = self.store.add_deployment(name, to_json(DeployBody(name=name)))
         self.store.update_deployment(row.id, phase="launching", workers=to_json((spec,)))
 
     def work(self, name: str = "a") -> None:
@@ -380,9 +382,7 @@ def test_records_of_another_version_trouble_only_their_own_deployment(
     assert ended("good") == "ready"
     asked = world.store.add_deployment("asked", b'{"no_such_wish": 1}')
     world.store.update_deployment(asked.id, phase="ready")
-    chosen = world.store.add_deployment(
-        "chosen", DeployBody(name="chosen", output_tokens=16).model_dump_json().encode()
-    )
+    chosen = world.store.add_deployment("chosen", to_json(DeployBody(name="chosen", output_tokens=16)))
     world.store.update_deployment(chosen.id, phase="ready", workers=b'[{"no_such_spec": 1}]')
     reconciler = Reconciler(world.controller)
 
@@ -407,7 +407,7 @@ def test_records_of_another_version_trouble_only_their_own_deployment(
 
 def test_removing_what_is_removed_meanwhile_is_no_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.start()
-    row = world.store.add_deployment("a", DeployBody(name="a").model_dump_json().encode())
+    row = world.store.add_deployment("a", to_json(DeployBody(name="a")))
     update = world.store.update_deployment
 
     def and_gone(deployment_id: int, **changes: Any) -> None:

@@ -13,12 +13,12 @@ from fingerprint.codec import from_json
 from fingerprint.config import DeploymentConfig
 from iserve.api_types import DeployBody, PlanBody
 from iserve.controller.reconcile import Reconciler
-from iserve.controller.records import recorded_workers
+from iserve.controller.stored_values import recorded_workers
 from iserve.demo import demo_model_path
 from iserve.model_source import resolve
 from iserve.planning.document import PlanDocument
-from iserve.planning.launching import worker_spec
-from iserve.routes import Demand, DeploymentDemand
+from iserve.planning.worker_launch import worker_spec
+from iserve.route_table import Demand, DeploymentDemand
 from placement.types import Placement, StagePlacement
 from tests.iserve.test_deployer import Until, World, ended, limits, world
 

@@ -12,10 +12,10 @@ import pytest
 
 from fingerprint.codec import from_json
 from iserve.api_documents import DeploymentDocument, ProgressDocument, ReplicaDocument
-from iserve.cli import inspecting, updating
+from iserve.cli import show, update
 from iserve.cli.progress import StepDisplay
+from iserve.planning.deployability import DeployableDocument
 from iserve.planning.document import PlanDocument
-from iserve.planning.here import DeployableDocument
 
 GOLDEN = Path(__file__).parent / "golden"
 REPLICA = ReplicaDocument(
@@ -56,9 +56,9 @@ def test_what_is_deployed_is_not_said_to_be_deployable(
     plan: PlanDocument, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Only of a deployment without workers, such as one that was refused."""
-    inspecting._print(replace(DOCUMENT, replicas=()), plan, ())
+    show._print(replace(DOCUMENT, replicas=()), plan, ())
     assert "Deploy here" in capsys.readouterr().out
-    inspecting._print(DOCUMENT, plan, ())
+    show._print(DOCUMENT, plan, ())
     said = capsys.readouterr().out
     assert "At this load" in said
     assert "Deploy here" not in said
@@ -72,7 +72,7 @@ def test_an_update_says_what_becomes_of_the_former_workers_where_they_are_left(
     plan: PlanDocument, capsys: pytest.CaptureFixture[str], stop_first: bool, last: str
 ) -> None:
     controller: Any = SimpleNamespace(get=lambda *_: plan)
-    updating._follow(controller, DOCUMENT, stop_first=stop_first, as_json=False)
+    update._follow(controller, DOCUMENT, stop_first=stop_first, as_json=False)
     said = capsys.readouterr().out
     assert said.splitlines()[-1] == last
     assert "Deploy here" not in said

@@ -18,7 +18,7 @@ from fingerprint.config import DeploymentConfig
 from iserve.controller import draining
 from iserve.controller.draining import Drainer
 from iserve.controller.service import Controller
-from iserve.routes import Demand
+from iserve.route_table import Demand
 from iserve.state.store import DeploymentRow
 
 FORMER = WorkerSpec(

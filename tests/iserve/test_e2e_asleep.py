@@ -64,7 +64,7 @@ def asleep(napping: Any, until: Callable[..., Any]) -> Any:
 
 
 def is_asleep(installation: Any) -> bool:
-    return bool(installation.deployment(NAME)["status"] == "asleep")
+    return bool(installation.deployment(NAME)["status"] == "scaled-to-zero")
 
 
 def events(installation: Any) -> list[str]:
@@ -77,7 +77,7 @@ def test_it_ends_when_nobody_calls_and_comes_back_at_the_next_request(asleep: An
     before = len(events(asleep))
     call = Call(asleep.openai()).end()
     assert (call.answer, call.error) == ("579", None)
-    assert events(asleep)[before:][:2] == ["waking", "ready"]
+    assert events(asleep)[before:][:2] == ["scaling-up", "ready"]
 
 
 def test_its_controller_killed_over_and_over_loses_no_request_and_leaves_nothing_running(
@@ -87,15 +87,15 @@ def test_its_controller_killed_over_and_over_loses_no_request_and_leaves_nothing
     asleep.kill("controller")
     calls = [Call(asleep.openai()) for _ in range(2)]
     asleep.run("up")
-    until(lambda: "waking" in events(asleep)[before:], "it wakes")  # and may be ready by now
+    until(lambda: "scaling-up" in events(asleep)[before:], "it wakes")  # and may be ready by now
     asleep.kill("controller")
     asleep.run("up")
     assert [call.end().answer for call in calls] == ["579", "579"]
-    assert events(asleep)[before:].count("waking") == 1, "started once"
+    assert events(asleep)[before:].count("scaling-up") == 1, "started once"
     assert set(asleep.worker_pids()) <= {f"{NAME}-1"}, "which may have ended again: nobody calls"
     asleep.kill("controller")
     with closing(Store.open(asleep.home / "state.db")) as store:  # as if just before the worker was ended
-        store.update_deployment(store.deployment(NAME).id, phase="asleep")
+        store.update_deployment(store.deployment(NAME).id, phase="scaled-to-zero")
     asleep.run("up")
     until(lambda: not asleep.worker_pids(), "its worker, for which nobody calls, has ended")
     assert is_asleep(asleep)
@@ -107,7 +107,7 @@ def test_what_cannot_be_started_is_said_and_sleeps_on_until_it_is_removed(asleep
     assert error is not None
     assert (error.status_code, error.code, error.response.headers["retry-after"]) == (503, "cannot_start", "10")
     document = asleep.deployment(NAME)
-    assert document["status"] == "asleep"
+    assert document["status"] == "scaled-to-zero"
     assert document["error"] in error.message
     asleep.run("rm", NAME)
     assert asleep.json("ps") == []

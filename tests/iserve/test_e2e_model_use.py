@@ -46,5 +46,13 @@ def test_own_code_is_measured_and_served_with_permission_only(
     refused = home.run("update", "chat", "--batch", "2", check=False)
     assert f"was given for {folder}, and it is now {tmp_path / 'other'}" in refused.stderr
     assert [line for line in of_vllm(home) if "--trust-remote-code" in line]
-    assert not (folder / "ran").exists()
     home.run("rm", "chat")
+
+    check = ("verify", str(folder), "--engine", "vllm", *WORK, "--max-seconds", "8")
+    refused = home.run(*check, check=False)
+    assert "read that code, then give --trust-remote-code" in refused.stderr
+    assert (home.get("/api/v1/verifications"), of_vllm(home)) == ([], [])
+    checked = home.run(*check, "--trust-remote-code")
+    assert "runs Python code from the repository of" in checked.stderr.splitlines()[0]
+    assert [row["engine"] for row in home.get("/api/v1/verifications")] == ["vllm"]
+    assert not (folder / "ran").exists()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fingerprint.codec import from_json
-from iserve.routes import RouteTable
+from iserve.route_table import RouteTable
 from planner.intent import Slo
 from planner.lateness import Pace
 from tests.bench.refusing import figures, measured_pace, open_load, sent
@@ -45,7 +45,7 @@ def refusing(shared_home: Any) -> Any:
 
 
 def test_its_route_has_the_limits_and_the_times_of_its_plan(refusing: Any) -> None:
-    assert refusing.first["refuses_late"]
+    assert refusing.first["rejects_late"]
     (route,) = table(refusing).routes
     plan = refusing.get(f"/api/v1/deployments/{NAME}/plan")
     full = plan["candidates"][plan["chosen"]]["estimate"]
@@ -55,9 +55,9 @@ def test_its_route_has_the_limits_and_the_times_of_its_plan(refusing: Any) -> No
         slots=SLOTS,
         input_tokens=INPUT,
         output_tokens=OUTPUT,
-        ttft_s=plan["alone"]["ttft_s"]["value"],
+        ttft_s=plan["single_request"]["ttft_s"]["value"],
         ttft_full_s=full["ttft_s"]["value"],
-        tpot_s=plan["alone"]["tpot_s"]["value"],
+        tpot_s=plan["single_request"]["tpot_s"]["value"],
         tpot_full_s=full["tpot_s"]["value"],
     )
     assert [worker.max_outstanding for worker in route.workers] == [SLOTS]

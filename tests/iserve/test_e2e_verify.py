@@ -67,10 +67,10 @@ def test_a_check_of_a_model_corrects_its_plans_and_leaves_nothing_running(
         metric = found[name]
         assert metric["repeats"] >= 3
         assert metric["measured_low"] <= metric["measured"] <= metric["measured_high"]
-        assert metric["inside"] == (metric["low"] <= metric["measured"] <= metric["high"])
-        assert "HTTP" in metric["how"]
+        assert metric["within_interval"] == (metric["low"] <= metric["measured"] <= metric["high"])
+        assert "HTTP" in metric["method"]
     assert (found["kv_tokens"]["predicted"], found["kv_tokens"]["measured"]) == (ROOM, ROOM)
-    assert found["kv_tokens"]["inside"] is True
+    assert found["kv_tokens"]["within_interval"] is True
 
     config = document["config"]
     raw = next(c["estimate"] for c in before if c["config"] == config)
@@ -80,7 +80,7 @@ def test_a_check_of_a_model_corrects_its_plans_and_leaves_nothing_running(
     for candidate in after:
         exact = candidate["config"] == config
         correction = candidate["estimate"]["correction"]
-        same = candidate["estimate"]["rests_on"] == raw["rests_on"]
+        same = candidate["estimate"]["measured_config"] == raw["measured_config"]
         assert (correction is not None) == (exact or (same and not candidate["measured"]))
         if correction is None:
             continue

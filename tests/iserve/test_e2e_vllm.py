@@ -19,7 +19,7 @@ from daemon.client import DaemonClient
 from daemon.engines.registry import get_engine
 from fingerprint.families import load_spec
 from fingerprint.gpus import gpu_spec
-from iserve.controller.profiling import machine_key
+from iserve.controller.profiling_validity import machine_key
 from iserve.demo import demo_model_path
 from iserve.state.store import Store
 from tests.daemon.engines.standin import make_vllm
@@ -111,7 +111,7 @@ def test_deploy_serve_refuse_survive_remove(
     (vllm_home.home.parent / "nvml/processes.json").write_text(json.dumps({device_id: [[before, 3 * 2**20]]}))
     checked = vllm_home.json("verify", "chat", "--max-seconds", "6")["metrics"]
     (memory,) = (metric for metric in checked if metric["name"] == "memory_bytes_per_gpu")
-    assert (memory["measured"], memory["how"]) == (3 * 2**20, "the driver's count of the worker's processes")
+    assert (memory["measured"], memory["method"]) == (3 * 2**20, "the driver's count of the worker's processes")
 
     kill(before)
     until(lambda: vllm_home.worker_pids().get(worker_id) not in (None, before), "the worker is started again")
@@ -163,11 +163,11 @@ def test_a_check_reads_the_blocks_that_vllm_reports_and_makes_up_no_memory(vllm_
     assert found["ttft_s"]["measured"] > 0
     assert found["tpot_s"]["repeats"] >= 3
     kv = found["kv_tokens"]
-    assert (kv["predicted"], kv["inside"]) == (64, True)
-    assert kv["how"] == f"the engine's own report: {kv['measured'] / 16:.0f} blocks of 16"
+    assert (kv["predicted"], kv["within_interval"]) == (64, True)
+    assert kv["method"] == f"the engine's own report: {kv['measured'] / 16:.0f} blocks of 16"
     memory = found["memory_bytes_per_gpu"]
-    assert (memory["measured"], memory["inside"]) == (None, None)
-    assert "not reported" in memory["how"]
+    assert (memory["measured"], memory["within_interval"]) == (None, None)
+    assert "not reported" in memory["method"]
     assert not [line for line in vllm_home.processes().values() if "vllm.entrypoints" in line]
     candidates = vllm_home.json("plan", "iserve-demo", "--engine", "vllm", *work[:4])["candidates"]
     corrections = [c["estimate"]["correction"] for c in candidates if c["estimate"] is not None]

@@ -200,7 +200,7 @@ def test_a_near_deployment_after_an_exact_one_measures_what_that_left_out(home: 
     def planned() -> tuple[str, list[str]]:
         plan = home.json("plan", DEMO, "--engine", "vllm", *WORK)
         (found,) = (c["estimate"] for c in plan["candidates"] if fp8.items() <= c["config"].items())
-        return found["tpot_s"]["source"], [note for note in plan["notes"] if "taken for another wish" in note]
+        return found["tpot_s"]["source"], [note for note in plan["notes"] if "taken for another request" in note]
 
     home.json("deploy", DEMO, "--engine", "vllm", "--quality", "exact", "--name", "exact", *WORK)
     home.run("rm", "exact")

@@ -16,8 +16,8 @@ from fingerprint.errors import UnsupportedModelError
 from fingerprint.families import read_spec
 from fingerprint.gpus import gpu_spec
 from iserve.planning.engine_choice import EngineChoice, by_preference, engine_choices, first_feasible
-from iserve.planning.hypothetical import estimate_for_gpu, plan_for_gpus
-from iserve.planning.making import EngineChooser, PlanOptions
+from iserve.planning.offline import estimate_for_gpu, plan_for_gpus
+from iserve.planning.pipeline import EngineChooser, PlanOptions
 from planner.intent import CostModel, Quality
 from tests.fingerprint.synthetic_machine import llama
 from tests.iserve.test_report import LLAMA_2_7B

@@ -46,12 +46,12 @@ def made(home: Path, version: str = VERSION, *, complete: bool = True) -> Path:
     return environment.folder
 
 
-def make_wheel(folder: Path, version: str) -> None:
-    """A wheel of a distribution ``vllm`` that holds nothing but its name and version."""
+def make_wheel(folder: Path, version: str, needs: str = "") -> None:
+    """Write a wheel of a distribution ``vllm`` that holds nothing but its name, version and what it ``needs``."""
     info = f"vllm-{version}.dist-info"
     with zipfile.ZipFile(folder / f"vllm-{version}-py3-none-any.whl", "w") as wheel:
         wheel.writestr("vllm/__init__.py", "")
-        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n{needs}")
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{info}/RECORD", "")
 
@@ -121,6 +121,20 @@ def test_pip_installs_it_and_every_process_finds_it_at_once(
     assert not environment_of(home, "vllm", "9.9.0").folder.exists()
 
 
+def test_a_dependency_that_the_index_lacks_is_named_with_what_to_do(
+    iserve: Callable[..., Done], home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_wheel(tmp_path, VERSION, needs="Requires-Dist: certifi>=9999\n")
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")  # no uv
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    done = iserve("engines", "install", "vllm", "--version", VERSION)
+    (line,) = [text for text in done.err.splitlines() if text.startswith("iserve: ")]
+    assert "No matching distribution found for certifi>=9999" in line
+    assert "PIP_INDEX_URL names another index" in line
+    assert "PIP_FIND_LINKS a folder of wheels" in line
+
+
 def test_what_uv_says_is_quoted_with_its_cause(iserve: Callable[..., Done], home: Path, uv: Path) -> None:
     program = (uv / "uv").read_text()
     (uv / "uv").write_text(
@@ -131,6 +145,7 @@ def test_what_uv_says_is_quoted_with_its_cause(iserve: Callable[..., Done], home
     assert (
         "iserve: vllm 9.9.0 was not installed: No solution found cause: there is no vllm==9.9 (log: " in done.err
     )
+    assert "UV_FIND_LINKS a folder of wheels: set one and run the command again" in done.err
     assert json.loads(iserve("engines", "--json").out)[1]["version"] is None
 
 
@@ -197,7 +212,7 @@ def test_removing_is_refused_while_a_deployment_uses_it(iserve: Callable[..., Do
     older, newest = made(home, "0.23.1"), made(home, "0.24.0")
     store = Store.open(home / "state.db")
     row = store.add_deployment("chat", b"{}")
-    store.update_deployment(row.id, phase="asleep", workers=to_json([worker(home)]))
+    store.update_deployment(row.id, phase="scaled-to-zero", workers=to_json([worker(home)]))
     refused = iserve("engines", "rm", "vllm", "0.24.0").line
     assert "vllm 0.24.0 serves the deployments chat; remove them first" in refused
     store.update_deployment(row.id, workers=to_json([replace(worker(home), engine_version="0.23.1")]))

@@ -27,7 +27,7 @@ from iserve.controller.engine_selection import SelectedEngine, select_engine
 from iserve.controller.plans import Plans
 from iserve.model_source import ModelSource, resolve
 from iserve.planning.engine_choice import nothing_feasible_on
-from iserve.planning.making import PlanOptions, datasheet_estimator
+from iserve.planning.pipeline import PlanOptions, datasheet_estimator
 from iserve.settings import Settings
 from tests.fingerprint.synthetic_machine import SyntheticMachine, llama, take_profile
 from tests.iserve.test_report import LLAMA_2_7B

@@ -12,7 +12,7 @@ from fingerprint.errors import ConfigError
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec
 from iserve.api_types import DeployBody
-from iserve.planning.making import Hardware, PlanOptions, make_plan
+from iserve.planning.pipeline import Hardware, PlanOptions, make_plan
 from iserve.settings import Settings
 from iserve.simulation.running import idle_cluster
 from placement.types import ClusterSnapshot, Placement

@@ -14,7 +14,7 @@ from fingerprint.measurements import MachineInfo, Profile
 from tests.bench import fidelity
 from tests.bench.fidelity_steps import WholeSteps, whole_profile
 from tests.daemon.torch_engine.conftest import DEMO
-from tests.traces.replay.stand_in import stand_in
+from tests.iserve.replay.stand_in import stand_in
 from traces.simulator.step_model import Limits
 
 CONFIG = DeploymentConfig(engine="vllm")

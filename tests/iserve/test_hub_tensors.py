@@ -316,7 +316,7 @@ def half(handler: Handler, body: bytes) -> bool:
         pytest.param(
             lambda handler, body: handler.answer(200, b"<!DOCTYPE html>", Content_Type="text/html; charset=utf-8"),
             UnavailableError,
-            "a web page came instead",
+            "the answer is a web page instead",
             id="HTML",
         ),
         pytest.param(
@@ -415,7 +415,7 @@ def test_a_tensor_must_be_where_the_index_says(hub: Hub, snapshot: Path) -> None
 
 def test_an_index_that_leads_elsewhere_is_not_followed(hub: Hub, snapshot: Path) -> None:
     (hub.folder / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": "../../other/one.safetensors"}}))
-    assert "beside the index only" in str(refusal(snapshot))
+    assert "next to the index only" in str(refusal(snapshot))
     assert hub.files_asked() == [INDEX_FILE]
 
 

@@ -15,11 +15,11 @@ from fingerprint.estimators.fingerprinted import nearest
 from fingerprint.measurements import Profile
 from fingerprint.profile import default_plan
 from iserve.cli.render import print_plan
-from iserve.controller.estimating import estimator_for
 from iserve.model_source import ModelSource
+from iserve.planning.deployability import deployable_now
 from iserve.planning.document import PlanDocument
-from iserve.planning.here import deployable_now
-from iserve.planning.making import PlanOptions, hypothetical_hardware, make_plan
+from iserve.planning.estimator_factory import estimator_for
+from iserve.planning.pipeline import PlanOptions, hypothetical_hardware, make_plan
 from iserve.planning.plan_document import plan_document
 from iserve.planning.planned import planned_deployment
 from iserve.planning.verdict_text import note_lines
@@ -55,7 +55,7 @@ def test_what_its_scaled_estimate_makes_look_best_is_passed_over(
     assert two.objective < one.objective
     assert (one.measured, two.measured) == (True, False)
     assert two.estimate is not None
-    assert two.estimate.rests_on == ONE == nearest(TWO, [ONE])
+    assert two.estimate.measured_config == ONE == nearest(TWO, [ONE])
     assert document.candidates[0].config == ONE
     passed = next(passed for passed in document.passed_over if passed.config == TWO)
     assert passed.objective_low is not None

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from fingerprint.checkpoint import stored_tensors
 from fingerprint.errors import CheckpointError, ConfigError, NotFoundError, UnavailableError
-from fingerprint.generate import generate_dummy
+from fingerprint.truncate import generate_dummy
 from iserve.model_source import is_hub_id, resolve
 from tests.fingerprint.small_checkpoints import write_llama, write_own
 from tests.waiting import PATIENCE_S
@@ -370,6 +370,27 @@ def test_code_of_a_tokenizer_alone_comes_with_permission_too(
     hub.models["owner/llama"] = folder
     directory = Path(in_new_process("owner/llama", need_code=True)[1])
     assert [path.name for path in directory.glob("*.py")] == ["tokens.py"]
+
+
+def test_code_that_is_partly_cached_is_completed_or_named(hub: Hub, tmp_path: Path, in_new_process: Any) -> None:
+    """A file that the named ones import was never fetched, or its download broke off."""
+    folder = write_own(tmp_path / "own")
+    (folder / "modeling_own.py").write_text("from .kernels import k\n")
+    (folder / "kernels.py").write_text("raise SystemExit\n")
+    hub.models["owner/own"] = folder
+    directory = Path(in_new_process("owner/own", need_code=True)[1])
+    (directory / "kernels.py").unlink()
+    hub.status = 500
+    kind, said = in_new_process("owner/own", need_code=True)
+    assert kind == "UnavailableError"
+    assert "cache has no kernels.py of owner/own, and the hub answered" in said
+    kind, said = in_new_process("owner/own", need_code=True, HF_HUB_OFFLINE="1")
+    assert kind == "UnavailableError"
+    assert "offline mode is on (HF_HUB_OFFLINE); download it first" in said
+    assert in_new_process("owner/own")[1] == str(directory)  # planned without
+    hub.status = 0
+    assert in_new_process("owner/own", need_code=True)[1] == str(directory)
+    assert (directory / "kernels.py").is_file()
 
 
 def test_code_that_the_hub_has_not_is_named(hub: Hub, tmp_path: Path, in_new_process: Any) -> None:

@@ -16,11 +16,13 @@ from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.estimators.towers import WithTowers
 from fingerprint.gpus import gpu_spec
 from fingerprint.model_use import ModelUse
-from iserve.api_types import DeployBody, LaunchBody, PlanBody, UpdateBody
+from iserve.api_types import DeployBody, LaunchBody, PlanBody
 from iserve.cli.app import make_app
+from iserve.controller.stored_values import read_request
 from iserve.model_source import ModelSource, resolve
 from iserve.planning.document import PlanDocument
 from iserve.planning.model_use import check_same_code, used, with_images
+from iserve.rest_bodies import UpdateBody
 from tests.fingerprint.small_checkpoints import TOWER_PARAMS, write_llama, write_llava, write_own
 from tests.iserve.test_deploy_command import deploy_body
 
@@ -57,7 +59,7 @@ class TestRoundTrip:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
     ) -> None:
         posted = deploy_body(monkeypatch, tmp_path, *options)
-        body = DeployBody.model_validate(posted)
+        body = read_request(to_json(posted).decode())
         assert body.use == ModelUse(**USES[options])
         assert body.engine_options.use == body.use
         assert LaunchBody(**USES[options]).engine_options.use == PlanBody(**USES[options]).use == body.use
@@ -68,15 +70,15 @@ class TestRoundTrip:
 
     @pytest.mark.parametrize("options", USES)
     def test_a_stored_request_keeps_them_through_an_update(self, options: tuple[str, ...]) -> None:
-        stored = DeployBody(model="/models/mine", name="mine", **USES[options]).model_dump_json()
-        wish, _ = UpdateBody(replicas=2).applied_to(DeployBody.model_validate_json(stored))
+        stored = to_json(DeployBody(model="/models/mine", name="mine", **USES[options])).decode()
+        wish, _ = UpdateBody(replicas=2).applied_to(read_request(stored))
         assert wish.use == ModelUse(**USES[options])
 
     def test_requests_that_were_stored_before_are_read(self) -> None:
-        body = json.loads(DeployBody(model="/models/mine").model_dump_json())
+        body = json.loads(to_json(DeployBody(model="/models/mine")).decode())
         for field in ("text_only", "images", "image_tokens", "trust_remote_code"):
             del body[field]
-        assert DeployBody.model_validate(body).use == ModelUse()
+        assert read_request(json.dumps(body)).use == ModelUse()
 
     def test_permission_ends_with_another_model(self) -> None:
         wish = DeployBody(model="/models/mine", trust_remote_code=True)
@@ -229,8 +231,18 @@ class TestOwnCode:
     def test_files_that_are_named_have_to_be_there_where_they_are_to_run(self, own: Path) -> None:
         (own / "modeling_own.py").unlink()
         assert resolve(str(own)).spec.own_code
-        with pytest.raises(CheckpointError, match=r"has no modeling_own\.py"):
+        with pytest.raises(CheckpointError, match=r"has no modeling_own\.py, .* put all \.py files"):
             resolve(str(own), need_code=True)
+
+    def test_a_plan_says_which_files_are_not_there(self, own: Path) -> None:
+        assert "not here" not in said(run("plan", own, *ON_ONE))
+        (own / "modeling_own.py").write_text("from .kernels import k\n")
+        for permission in ((), ("--trust-remote-code",)):
+            assert "; not here: kernels.py" in said(run("plan", own, *ON_ONE, *permission))
+        config = json.loads((own / "config.json").read_text())
+        (own / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoModel": "else/where--a.B"}}))
+        planned = run("plan", own, *ON_ONE)
+        assert (planned.exit_code, "names code of another repository" in said(planned)) == (0, True)
 
 
 @pytest.mark.parametrize("kind", ["compose", "k8s"])

@@ -21,8 +21,8 @@ import pytest
 from fingerprint.gpus import parse_gpus
 from iserve.cli.pareto_text import LEAST_WIDTH, pareto_picture
 from iserve.planning.document import PlanDocument
-from iserve.planning.hypothetical import plan_for_gpus
-from iserve.planning.making import PlanOptions
+from iserve.planning.offline import plan_for_gpus
+from iserve.planning.pipeline import PlanOptions
 from planner.intent import Intent, IntentKind, Quality
 from tests.iserve.test_cli import Done, iserve, model
 

@@ -12,8 +12,8 @@ from fingerprint.estimates import Source
 from fingerprint.estimators.l2 import MeasuredKey
 from fingerprint.measurements import Profile, TimingPoint
 from fingerprint.profile import ProfilePlan
-from iserve.controller.estimating import contradictions, estimator_for
-from iserve.controller.profile_taking import consistent
+from iserve.controller.profiling_run import consistent
+from iserve.planning.estimator_factory import contradictions, estimator_for
 from tests.fingerprint.synthetic_machine import SyntheticMachine, llama, take_profile
 
 GOOD = take_profile(SyntheticMachine(llama()))

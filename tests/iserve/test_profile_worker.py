@@ -25,7 +25,8 @@ from daemon.status import NodeStatus, WorkerState
 from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import EngineError, InfeasibleError
-from iserve.controller.profiling import last_words, start_profiling_worker, within_what_is_free
+from iserve.controller.daemon_workers import start_profiling_worker
+from iserve.controller.profiling import last_words, within_what_is_free
 from tests.daemon import fake_nvml
 from tests.daemon.conftest import Node
 from tests.daemon.stranger import Stranger

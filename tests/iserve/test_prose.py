@@ -99,7 +99,7 @@ def test_a_new_finding_is_reported_with_its_place(tmp_path: Path) -> None:
     (package / "node.py").write_text('def rate():\n    """Of one node."""\n')
     (message,) = prose.risen(prose.findings((), tmp_path), record)
     assert "iserve/controller, first_lines: 1, allowed 0" in message
-    assert "iserve/controller/node.py:2: Of one node." in message
+    assert "iserve/controller/snapshot.py:2: Of one node." in message
 
     (package / "status.py").write_text('"""Status."""\n')
     assert prose.fallen(prose.findings((), tmp_path), record) == ["iserve/controller, words: 0, recorded 1"]

@@ -19,9 +19,9 @@ from iserve.api_types import DeployBody
 from iserve.controller.punctuality import pace_of, punctuality_of
 from iserve.demo import demo_model_path
 from iserve.planning.document import PlanDocument
-from iserve.planning.making import PlanOptions, alone_of, hypothetical_hardware, make_plan
+from iserve.planning.pipeline import PlanOptions, alone_of, hypothetical_hardware, make_plan
 from iserve.planning.plan_document import plan_document
-from iserve.routes import Punctuality, RouteTable
+from iserve.route_table import Punctuality, RouteTable
 from iserve.state.store import DeploymentRow
 from planner.intent import Slo
 from planner.lateness import Pace
@@ -49,7 +49,7 @@ def row(plan: PlanDocument | None, **wish: Any) -> DeploymentRow:
         id=1,
         name="a",
         created_at=0.0,
-        request=DeployBody(name="a", **wish).model_dump_json(),
+        request=to_json(DeployBody(name="a", **wish)).decode(),
         desired="running",
         phase="ready",
         error=None,
@@ -60,10 +60,10 @@ def row(plan: PlanDocument | None, **wish: Any) -> DeploymentRow:
 
 def test_it_has_the_limits_asked_for_and_the_times_of_the_plan(plan: PlanDocument) -> None:
     assert plan.chosen is not None
-    full, alone = plan.candidates[plan.chosen].estimate, plan.alone
+    full, alone = plan.candidates[plan.chosen].estimate, plan.single_request
     assert full is not None
     assert alone is not None
-    told = punctuality_of(row(plan, slo=SLO, refuse_late=True))
+    told = punctuality_of(row(plan, slo=SLO, reject_late=True))
     assert told == Punctuality(
         slo=Slo(ttft_s=1.0, e2e_s=8.0),
         pace=Pace(
@@ -81,13 +81,13 @@ def test_it_has_the_limits_asked_for_and_the_times_of_the_plan(plan: PlanDocumen
 
 def test_nobody_is_refused_where_it_is_not_asked_for_or_not_planned_yet(plan: PlanDocument) -> None:
     assert punctuality_of(row(plan, slo=SLO)) is None
-    assert punctuality_of(row(None, slo=SLO, refuse_late=True)) is None
+    assert punctuality_of(row(None, slo=SLO, reject_late=True)) is None
     assert pace_of('{"of": "another version"}') is None
 
 
 def test_it_wants_to_know_what_is_late() -> None:
     with pytest.raises(ConfigError, match="needs to know what is late; give the limits"):
-        DeployBody(refuse_late=True).options(default_policy="hybrid", load_threshold=0.2)
+        DeployBody(reject_late=True).options(default_policy="hybrid", load_threshold=0.2)
 
 
 @pytest.fixture
@@ -100,12 +100,12 @@ def test_its_workers_get_as_many_requests_as_they_have_slots(
     world: Twins, until: Callable[..., Any], plan: PlanDocument
 ) -> None:
     """The rest waits in the gateway, which then knows when each begins; elsewhere as many again wait there."""
-    world.deploy_two(until, slo=SLO, refuse_late=True)
+    world.deploy_two(until, slo=SLO, reject_late=True)
     assert [(w.ready, w.max_outstanding) for w in world.route().workers] == [(True, 2)] * 2, "no plan, no times"
     world.store.update_deployment(world.store.deployment("a").id, plan=to_json(plan))
     world.reconciler.tick()
     table = from_json((world.node.home / "run" / "routes.json").read_bytes(), RouteTable)
     (route,) = table.routes
-    assert route.punctuality == punctuality_of(row(plan, slo=SLO, refuse_late=True))
+    assert route.punctuality == punctuality_of(row(plan, slo=SLO, reject_late=True))
     assert [worker.max_outstanding for worker in route.workers] == [1, 1]
-    assert world.shown().refuses_late
+    assert world.shown().rejects_late

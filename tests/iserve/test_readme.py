@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,14 @@ def commands(text: str) -> Iterator[tuple[str, ...]]:
             at = next((at for at, word in enumerate(part) if word.rpartition("/")[2] == "iserve"), None)
             if at is not None:
                 yield tuple(part[at + 1 :])
+
+
+def test_make_setup_installs_the_pytorch_that_it_is_given() -> None:
+    asked = "torch==2.13.0 --index-url URL"
+    assert f"make setup TORCH='{asked}'" in README
+    shown = ["make", "--dry-run", "--always-make", "setup", f"TORCH={asked}"]
+    done = subprocess.run(shown, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert f"pip install -qq {asked};" in done.stdout
 
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

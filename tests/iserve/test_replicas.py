@@ -24,12 +24,11 @@ from fingerprint.families import load_spec
 from iserve.api_documents import DeploymentDocument
 from iserve.api_types import DeployBody
 from iserve.controller import deployer, reconcile
-from iserve.controller.node import hardware_of, serving_on
-from iserve.controller.patience import Patience
-from iserve.controller.records import recorded_workers
+from iserve.controller.readiness_deadline import Patience
+from iserve.controller.snapshot import hardware_of, serving_on
+from iserve.controller.stored_values import recorded_workers
 from iserve.demo import demo_model_path
-from iserve.planning.making import (
-    MAX_REPLICAS,
+from iserve.planning.pipeline import (
     FitsOn,
     PlanOptions,
     hypothetical_hardware,
@@ -39,9 +38,9 @@ from iserve.planning.making import (
 from iserve.state.store import DeploymentRow
 from placement.others import Others
 from placement.replicas import Replicas
-from planner.intent import Intent, IntentKind, Slo
+from planner.intent import MAX_REPLICAS, Intent, IntentKind, Slo
 from tests.iserve.test_autoscaling import LIMIT_S, Napping, at_work
-from tests.iserve.test_node import A6000, NOW, WORKER, planned_s, row, running, told
+from tests.iserve.test_snapshot import A6000, NOW, WORKER, planned_s, row, running, told
 
 pytestmark = pytest.mark.process
 
@@ -69,7 +68,7 @@ class Twins(Napping):
 
     def deploy_two(self, until: Until, **wish: Any) -> None:
         body = DeployBody(name="a", replicas=2, **wish)
-        row = self.store.add_deployment("a", body.model_dump_json().encode())
+        row = self.store.add_deployment("a", to_json(body))
         third_bytes = self.free_bytes() // 3  # far more than the usual variation on this machine
         specs = (self.spec_on("a-1-r1", 0, third_bytes), self.spec_on("a-1-r2", 1, third_bytes))
         self.store.update_deployment(row.id, phase="launching", workers=to_json(specs))
@@ -121,7 +120,7 @@ def test_the_route_names_all_and_each_is_told(world: Twins, until: Until) -> Non
 def test_a_controller_killed_between_two_launches_launches_the_other(world: Twins, until: Until) -> None:
     """All were recorded before the first was asked for."""
     body = DeployBody(name="a", replicas=2)
-    row = world.store.add_deployment("a", body.model_dump_json().encode())
+    row = world.store.add_deployment("a", to_json(body))
     specs = (world.spec_on("a-1-r1", 0, 2**26), world.spec_on("a-1-r2", 1, 2**26))
     world.store.update_deployment(row.id, phase="launching", workers=to_json(specs))
     world.node.client.launch(specs[0])
@@ -136,7 +135,7 @@ def test_one_that_does_not_come_to_serve_fails_the_deploy_and_none_is_left(
 ) -> None:
     monkeypatch.setattr(reconcile, "_ORPHAN_GRACE_S", 0.1)
     body = DeployBody(name="a", replicas=2)
-    row = world.store.add_deployment("a", body.model_dump_json().encode())
+    row = world.store.add_deployment("a", to_json(body))
     broken = replace(world.spec_on("a-1-r2", 1, 2**26), checkpoint=str(world.node.home / "nothing"))
     specs = (world.spec_on("a-1-r1", 0, 2**26), broken)
     world.store.update_deployment(row.id, phase="launching", workers=to_json(specs))
@@ -233,7 +232,7 @@ def test_each_lost_one_is_started_for_which_there_is_room(
     """Two of three are lost, and the first has no room any more."""
     monkeypatch.setattr(reconcile, "_LOST_AGAIN_S", 0.0)
     quarter = world.free_bytes() // 4
-    row = world.store.add_deployment("a", DeployBody(name="a", replicas=3).model_dump_json().encode())
+    row = world.store.add_deployment("a", to_json(DeployBody(name="a", replicas=3)))
     specs = tuple(world.spec_on(f"a-1-r{i}", int(i > 1), quarter) for i in (1, 2, 3))
     world.store.update_deployment(row.id, phase="launching", workers=to_json(specs))
     world.tick_until(until, "ready")
@@ -333,17 +332,17 @@ def test_what_fell_asleep_meanwhile_is_not_mended(world: Twins, until: Until) ->
     world.deploy_two(until, scale_to_zero_s=LIMIT_S)
     row = world.store.deployment("a")
     assert row is not None
-    world.store.update_deployment(row.id, phase="asleep")
+    world.store.update_deployment(row.id, phase="scaled-to-zero")
     world.node.client.stop("a-1-r1")
     world.controller._deployer.run(row)  # which had seen it ready, one replica lost
-    assert world.phase() == "asleep"
+    assert world.phase() == "scaled-to-zero"
     assert "a-1-r1" not in world.states()
 
 
 def test_all_sleep_and_wake_together(world: Twins, until: Until) -> None:
     world.deploy_two(until, scale_to_zero_s=LIMIT_S)
     world.later(LIMIT_S, idle_s=LIMIT_S)
-    assert world.phase() == "asleep"
+    assert world.phase() == "scaled-to-zero"
     world.reconciler.tick()
     assert [worker.ready for worker in world.route().workers] == [False, False]
     until(world.ended, "both have ended")
@@ -366,7 +365,7 @@ def test_a_waking_one_whose_place_is_gone_in_part_is_planned_anew_and_leaves_not
 
     def refused() -> bool:
         world.reconciler.tick()
-        return world.phase() == "asleep" and world.store.deployment("a").error is not None
+        return world.phase() == "scaled-to-zero" and world.store.deployment("a").error is not None
 
     until(refused, "it sleeps on, and says why")
     error = world.store.deployment("a").error

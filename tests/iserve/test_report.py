@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-import iserve.cli.live
+import iserve.cli.connection
 from daemon.engines.registry import capabilities_for
 from daemon.status import DeviceStatus
 from fingerprint.codec import to_json
@@ -28,18 +28,19 @@ from fingerprint.families import load_spec
 from fingerprint.gpus import gpu_spec
 from fingerprint.measurements import Profile
 from fingerprint.profile import ProfilePlan, default_plan
-from fingerprint.report import AccuracyRecord, AccuracyRow, Report, render_report
 from iserve.api_documents import ModelDocument, NodeDocument
 from iserve.cli.app import make_app
 from iserve.cli.profile_text import print_profile
-from iserve.cli.reporting import hardware_here
+from iserve.cli.report import hardware_here
 from iserve.client import ControllerClient
-from iserve.controller.estimating import estimator_for
-from iserve.planning.hypothetical import plan_for_gpus
-from iserve.planning.making import FitsOn, PlanOptions, hypothetical_hardware, make_plan
+from iserve.planning.estimator_factory import estimator_for
+from iserve.planning.offline import plan_for_gpus
+from iserve.planning.pipeline import FitsOn, PlanOptions, hypothetical_hardware, make_plan
 from iserve.planning.verdict_text import alike_words, note_lines, plan_lines
-from iserve.reporting.accuracy_store import find_accuracy, store_accuracy
-from iserve.reporting.gathering import ReportOptions, build_report, find_profile, read_accuracy
+from iserve.report.accuracy import AccuracyRecord, AccuracyRow, find_accuracy, read_accuracy, store_accuracy
+from iserve.report.build import ReportOptions, build_report, find_profile
+from iserve.report.page import render_report
+from iserve.report.values import Report
 from placement.types import DeploymentState, Placement, ReplicaState, StagePlacement, Stays
 from planner.intent import Intent, IntentKind
 from tests.fingerprint.synthetic_machine import CPU, SyntheticMachine, take_profile
@@ -294,7 +295,7 @@ class Controller:
 def controller(profile: Profile, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Controller]:
     running = Controller((profile,), model)
     url = f"http://127.0.0.1:{running.server.server_port}"
-    monkeypatch.setattr(iserve.cli.live, "client", lambda: ControllerClient(url, "token"))
+    monkeypatch.setattr(iserve.cli.connection, "client", lambda: ControllerClient(url, "token"))
     yield running
     running.close()
 
@@ -358,7 +359,7 @@ def test_a_report_plans_beside_who_is_called(controller: Controller, profile: Pr
     )  # fmt: skip
     for requests_per_s, is_loaded in (0.0, False), (1.0, True):
         controller.answers["/api/v1/serving"] = (replace(other, requests_per_s=requests_per_s),)
-        _, hardware = hardware_here(iserve.cli.live.client(), profile.machine.device)
+        _, hardware = hardware_here(iserve.cli.connection.client(), profile.machine.device)
         assert (FitsOn(hardware, PlanOptions()).neighbours is not None) == is_loaded
 
 
@@ -402,7 +403,7 @@ def test_a_twins_profile_serves_under_the_models_own_name(
     """A profile is of a shape; the page is of the model that was asked for."""
     running = Controller((replace(profile, spec=load_spec(model)),), model)
     url = f"http://127.0.0.1:{running.server.server_port}"
-    monkeypatch.setattr(iserve.cli.live, "client", lambda: ControllerClient(url, "token"))
+    monkeypatch.setattr(iserve.cli.connection, "client", lambda: ControllerClient(url, "token"))
     try:
         code, told = invoke("unprofiled", "-o", str(tmp_path / "page.html"))
     finally:

@@ -24,13 +24,15 @@ from fingerprint.estimators.corrected import CorrectedEstimator
 from fingerprint.estimators.depth_tied import DepthTiedEstimator
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.measurements import StepReading
-from fingerprint.report import AccuracyRecord, Report, WholeModel, render_report
-from fingerprint.report.text import seconds
 from iserve.cli.app import make_app
 from iserve.cli.profile_text import print_profile
-from iserve.planning.making import hypothetical_hardware
-from iserve.reporting.accuracy_store import find_accuracy
-from iserve.reporting.gathering import ReportOptions, build_report, read_accuracy
+from iserve.planning.pipeline import hypothetical_hardware
+from iserve.report.accuracy import AccuracyRecord, find_accuracy, read_accuracy
+from iserve.report.build import ReportOptions, build_report
+from iserve.report.full_model import WholeModel
+from iserve.report.page import render_report
+from iserve.report.text import seconds
+from iserve.report.values import Report
 from tests.bench.accuracy import RESULTS, load, memory_row, truths
 from tests.bench.accuracy_measure import OUTPUT, Recorded
 from tests.bench.accuracy_record import accuracy_records

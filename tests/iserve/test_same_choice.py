@@ -29,8 +29,8 @@ from iserve.controller.deployer import Deployer
 from iserve.export.worker import exported_worker
 from iserve.model_source import ModelSource, resolve
 from iserve.planning.document import PlanDocument
-from iserve.planning.hypothetical import launch_for_gpus, plan_for_gpus
-from iserve.planning.making import PlanOptions, datasheet_estimator
+from iserve.planning.offline import launch_for_gpus, plan_for_gpus
+from iserve.planning.pipeline import PlanOptions, datasheet_estimator
 from iserve.settings import Settings
 from planner.intent import Intent, IntentKind, Quality, Slo
 from tests.fingerprint.synthetic_machine import SyntheticMachine, llama, take_profile

@@ -21,11 +21,11 @@ from fingerprint.model_spec import ModelSpec
 from iserve.api_types import DeployBody, VerifyBody
 from iserve.model_source import ModelSource
 from iserve.planning.document import CapacityBound
-from iserve.planning.launching import worker_spec
-from iserve.planning.making import Hardware, PlanOptions, hypothetical_hardware, make_plan
+from iserve.planning.pipeline import Hardware, PlanOptions, hypothetical_hardware, make_plan
 from iserve.planning.serving_capacity import ServingCapacity, promised_bytes, serving_capacity
+from iserve.planning.worker_launch import worker_spec
 from placement.types import ClusterSnapshot
-from planner.intent import Intent, IntentKind
+from planner.intent import Intent, IntentKind, Slo
 
 GIB = 2**30
 DEFAULTS = PlanOptions(more_requests=True, longer_requests=True)
@@ -89,7 +89,7 @@ def test_the_plan_is_what_it_was() -> None:
     [
         (DeployBody(intent=IntentKind.MIN_MEMORY), 1),
         (DeployBody(rate_per_s=0.5), 1),
-        (DeployBody.model_validate({"slo": {"e2e_s": 60}, "refuse_late": True}), 1),
+        (DeployBody(slo=Slo(e2e_s=60), reject_late=True), 1),
         (DeployBody(), 256),
     ],
 )

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from fingerprint.errors import ConfigError
-from iserve.planning.making import PlanOptions
-from iserve.reporting.gathering import ReportOptions
+from iserve.planning.pipeline import PlanOptions
+from iserve.report.build import ReportOptions
 from iserve.settings import Settings, load_settings, setting_rows
 from placement.policies import DEFAULT_LOAD_THRESHOLD
 

@@ -10,8 +10,8 @@ from fingerprint.estimates import Source
 from fingerprint.gpus import parse_gpus
 from iserve.cli.profile_text import print_profile
 from iserve.cli.render import _SOURCE_MARKS, print_plan
-from iserve.controller.estimating import estimator_for
-from iserve.planning.making import PlanOptions, hypothetical_hardware, make_plan
+from iserve.planning.estimator_factory import estimator_for
+from iserve.planning.pipeline import PlanOptions, hypothetical_hardware, make_plan
 from iserve.planning.plan_document import plan_document
 from tests.fingerprint.test_shards import RankMachine, take
 

@@ -16,8 +16,8 @@ import pytest
 from fingerprint.codec import to_json
 from fingerprint.gpus import parse_gpus
 from iserve.cli import main
-from iserve.planning.hypothetical import plan_for_gpus
-from iserve.planning.making import PlanOptions
+from iserve.planning.offline import plan_for_gpus
+from iserve.planning.pipeline import PlanOptions
 from iserve.simulation.document import devices_told
 from tests.fingerprint.step_timed_machine import StepTimedMachine, take_depth_tied
 from traces.request import Request
@@ -221,27 +221,32 @@ def test_replicas_follow_the_load_to_none_and_back(
     given = (bursts, "--gpus", "a6000:4", "--models", f"chat={model}", "--service", "fcfs", "--startup", 5)
     given = (*given, "--intent", "min-memory")  # one GPU each
     fixed = simulate(*given, "--json").document
-    assert fixed["steering"] is None
+    assert fixed["cluster_policy"] is None
     (before,) = fixed["deployments"]
-    assert (before["most_replicas"], before["wakes"], before["asleep_s"]) == (1, 0, 0)
+    assert (before["peak_replicas"], before["cold_starts"], before["scaled_to_zero_s"]) == (1, 0, 0)
 
     page = tmp_path / "page.html"
     scaled = (*given, "--replicas", "1:3", "--scale-to-zero", 150, "--report", page)
     document = simulate(*scaled, "--json").document
-    assert document["steering"]["scaling"] | {"max_replicas": 3, "idle_s": 150} == document["steering"]["scaling"]
+    assert (
+        document["cluster_policy"]["scaling"] | {"max_replicas": 3, "idle_s": 150}
+        == document["cluster_policy"]["scaling"]
+    )
     (after,) = document["deployments"]
-    assert (after["most_replicas"], after["wakes"]) == (3, 1)
-    assert 300 < after["asleep_s"] <= 390  # 540 s without a request, of which 150 and the last answers pass first
+    assert (after["peak_replicas"], after["cold_starts"]) == (3, 1)
+    assert (
+        300 < after["scaled_to_zero_s"] <= 390
+    )  # 540 s without a request, of which 150 and the last answers pass first
     assert document["summary"]["completed"] == 600, "who came while it slept was served"
     three = simulate(*given, "--replicas", 3, "--json").document
     assert document["gpu_hours"] < 0.6 * three["gpu_hours"], "each on a GPU of its own, while they are there"
     assert document["summary"]["e2e"]["p90_s"] < fixed["summary"]["e2e"]["p90_s"]
 
     text = " ".join(simulate(*scaled).out.split())
-    assert "steered: 1 to 3 replicas by the load, none after 150 s without a request" in text
+    assert "cluster policy: 1 to 3 replicas by the load, none after 150 s without a request" in text
     assert "scaled chat: from 0 to 1 replicas" in text
     html = page.read_text()
-    for expected in ("Replicas, sleep and moves", "from 0 to 1 replicas", "1 to 3 replicas by the load"):
+    for expected in ("Scaling and moves", "from 0 to 1 replicas", "1 to 3 replicas by the load"):
         assert expected in html
     assert html.count("<svg") == 6  # TTFT and E2E by percentile, four over time
     assert sum(b["scheduled"] for b in document["timeline"]) == 600
@@ -270,7 +275,7 @@ def test_consolidating_and_moving(simulate: Callable[..., Done], model: Path, tm
     assert sorted(d["moves"] for d in moving["deployments"]) == [0, 1]
     assert moving["summary"]["e2e"]["mean_s"] < crowded["summary"]["e2e"]["mean_s"]
     less = simulate(*given, "--replicas", "1:2", "--consolidate").document
-    assert less["steering"]["consolidates"]
+    assert less["cluster_policy"]["consolidates"]
 
 
 def test_look_ahead_places_beside_whoever_idles(

@@ -140,7 +140,7 @@ def test_who_is_too_late_is_refused_where_that_is_asked_for(
     given = (path, "--gpus", "a6000:1", "--models", model, "--service", "fcfs", "--eval-slo", "e2e=5")
     served = simulate(*given, "--json").document
     refusing = simulate(*given, "--reject-late", "--report", page, "--json").document
-    assert (served["refuses_late"], refusing["refuses_late"]) == (False, True)
+    assert (served["rejects_late"], refusing["rejects_late"]) == (False, True)
     assert served["summary"]["completed"] == 200
     assert refusing["summary"]["slo"]["met"] == refusing["summary"]["completed"]
     assert refusing["summary"]["slo"]["met"] > 3 * served["summary"]["slo"]["met"]
@@ -148,7 +148,7 @@ def test_who_is_too_late_is_refused_where_that_is_asked_for(
     assert "late requests rejected by their exact times" in page.read_text()
     assert "late requests rejected by their exact times" in " ".join(simulate(*given, "--reject-late").out.split())
     forecast = simulate(*given, "--reject-late", "--forecast-late", "--json").document
-    assert forecast["forecasts_late"]
+    assert forecast["rejects_by_forecast"]
     assert forecast["summary"]["slo"]["met"] > 3 * served["summary"]["slo"]["met"]
     assert forecast["summary"]["slo"]["met"] > 0.8 * forecast["summary"]["completed"]
     golden("cli-errors", simulate(*given, "--forecast-late").refused(code=2), "not refused")

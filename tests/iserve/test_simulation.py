@@ -16,8 +16,8 @@ from fingerprint.gpus import gpu_spec
 from fingerprint.model_spec import ModelSpec
 from iserve.model_source import ModelSource
 from iserve.planning.engine_choice import by_preference
-from iserve.planning.launching import worker_spec
-from iserve.planning.making import Hardware, PlanOptions, make_plan
+from iserve.planning.pipeline import Hardware, PlanOptions, make_plan
+from iserve.planning.worker_launch import worker_spec
 from iserve.simulation.running import (
     PlannedDeployer,
     SimulatedModel,
@@ -27,7 +27,7 @@ from iserve.simulation.running import (
     roofline_model,
     simulate_cluster,
 )
-from placement.elastic import Elastic
+from placement.rebalancer import Elastic
 from placement.replicas import Replicas
 from placement.routing import make_router
 from placement.scaling import Scaling
@@ -160,12 +160,14 @@ def devices(result: SimulationResult) -> list[tuple[str, ...]]:
     return [change.device_ids for change in result.changes if change.kind is ChangeKind.DEPLOYED]
 
 
-def replicated(count: int, scenario: Scenario, steering: Elastic | None = None) -> SimulationResult:
+def replicated(count: int, scenario: Scenario, cluster_policy: Elastic | None = None) -> SimulationResult:
     """``count`` replicas of one model, which is asked for more than one of them serves."""
     asked = model()
     scenario = replace(scenario, actions=(Deploy(at_s=0.0, name="chat", model="chat", replicas=count),))
     requests = poisson(400, 40.0, "chat")
-    return simulate_cluster(requests, scenario, A6000, {"chat": asked}, router=make_router(), steering=steering)
+    return simulate_cluster(
+        requests, scenario, A6000, {"chat": asked}, router=make_router(), cluster_policy=cluster_policy
+    )
 
 
 FOUR = Scenario(cluster=idle_cluster(A6000, 4), actions=())

@@ -29,9 +29,11 @@ from fingerprint.errors import (
     UnavailableError,
 )
 from fingerprint.verification import Reading, Verification
+from iserve.api_documents import DeploymentDocument
 from iserve.api_types import DeployBody
-from iserve.controller.records import recorded_wish, recorded_workers
-from iserve.routes import ApiKeyRecord
+from iserve.controller.stored_values import recorded_update, recorded_wish, recorded_workers
+from iserve.planning.document import PlanDocument
+from iserve.route_table import ApiKeyRecord
 from iserve.state.database import open_database
 from iserve.state.schema import metadata
 from iserve.state.store import KeptAnswer, Store
@@ -290,7 +292,9 @@ def test_levels_of_a_rate_that_were_asked_for_are_windows_now(where: Where, at: 
     assert recorded_wish(steady) == DeployBody(model="m")
     wish = recorded_wish(moving)
     times = [level["times"] for level in levels]
-    assert [wish.rates.count(each) / len(wish.rates) for each in times] == [0.5, 0.5], "of the time"
+    assert [wish.relative_rates.count(each) / len(wish.relative_rates) for each in times] == [0.5, 0.5], (
+        "of the time"
+    )
     assert wish.rate_window_s >= 86_400
     assert lost.request == "no JSON"
     store.close()
@@ -300,6 +304,91 @@ def test_levels_of_a_rate_that_were_asked_for_are_windows_now(where: Where, at: 
         kept = connection.execute(text("SELECT request FROM deployments ORDER BY id")).scalars().all()
     database.close()
     assert [json.loads(one) for one in kept[:2]] == [{"model": "m"}, {"model": "m", "rate_per_s": 2.0}]
+
+
+FORMER_REQUEST = {"model": "m", "rate_per_s": 2.0, "rates": [1.5, 0.5], "expect": 3, "refuse_late": True} | {
+    "intent": "min-latency",
+    "slo": {"e2e_s": 8.0},
+    "scale_to_zero_s": 60.0,
+    "engine_args": {"expect": "kept"},  # an engine's own option
+}
+FORMER_ANSWER = {"name": "a", "model": "m", "intent": "min-latency", "status": "accepted", "created_at": 1.5} | {
+    **dict.fromkeys(("error", "base_url", "config", "worker_url")),
+    "layers_per_stage": [],
+    "device_ids": [],
+    "restarts": 0,
+    "refuses_late": True,
+}
+PLAN_OF_0008 = Path(__file__).with_name("recorded") / "plan-0008.json"
+
+
+def of_former_names(where: Where) -> None:
+    """Write what the version before 0009 has of two deployments, one of them unreadable."""
+    database = open_database(where)
+    database.migrate(to="0008")
+    request, answer, plan = json.dumps(FORMER_REQUEST), json.dumps(FORMER_ANSWER), PLAN_OF_0008.read_text()
+    columns = ("id", "name", "created_at", "request", "desired", "phase", "plan", "update_request", "update_plan")
+    rows = [
+        (1, "a", 1.5, request, "running", "asleep", plan, request, plan),
+        (2, "b", 1.5, "no JSON", "running", "waking", "no JSON", None, None),
+    ]
+    with database.write() as connection:
+        insert = f"INSERT INTO deployments ({', '.join(columns)}) VALUES ({', '.join(f':{c}' for c in columns)})"
+        for row in rows:
+            connection.execute(text(insert), dict(zip(columns, row, strict=True)))
+        for number, kind in enumerate(("accepted", "asleep", "waking"), start=1):
+            event = "INSERT INTO events (id, at, deployment_id, kind, message) VALUES (:id, 1.5, 1, :kind, 'a')"
+            connection.execute(text(event), {"id": number, "kind": kind})
+        key = (
+            "INSERT INTO idempotency_keys (key, created_at, request, answer) VALUES ('k', 1.5, :request, :answer)"
+        )
+        connection.execute(text(key), {"request": request, "answer": answer})
+    database.close()
+
+
+def test_what_was_kept_by_former_names_is_read_by_todays(where: Where, at: Callable[[], Store]) -> None:
+    of_former_names(where)
+    store = at()
+    asked, lost = store.deployments()
+    wish = recorded_wish(asked)
+    assert wish == recorded_update(asked)
+    assert (wish.relative_rates, wish.expected_deployments, wish.reject_late) == ((1.5, 0.5), 3, True)
+    assert wish.engine_args == {"expect": "kept"}
+    assert (asked.phase, lost.phase) == ("scaled-to-zero", "scaling-up")
+    assert (lost.request, lost.plan) == ("no JSON", "no JSON")
+    assert [event.kind for event in store.events()] == ["accepted", "scaled-to-zero", "scaling-up"]
+    kept = store.kept_answer("k", made_after=0.0)
+    assert kept is not None
+    assert from_json(kept.answer, DeploymentDocument).rejects_late
+    for stored in (asked.plan, asked.update_plan):
+        plan, former = from_json(stored or "", PlanDocument), json.loads(PLAN_OF_0008.read_text())
+        assert plan.why_not.combined_relaxation is not None
+        assert len(plan.why_not.relaxations) == len(former["why_not"]["relax"]) > 0
+        assert plan.load_forecast is not None
+        assert [level.relative_rate for level in plan.load_forecast.rate_levels] == [1.5, 0.5]
+        assert plan.verdict is not None
+        assert plan.verdict.runner_up is not None
+        assert plan.verdict.first_relaxation == former["verdict"]["relax_first"]
+        assert plan.verdict.runner_up.equivalent
+        (candidate,) = plan.candidates
+        assert candidate.estimate is not None
+        assert candidate.estimate.measured_config == candidate.config
+        assert plan.single_request == candidate.estimate
+        assert plan.capacity is not None
+        assert plan.capacity.cache_sizes is not None
+
+
+def test_todays_names_lead_back_to_the_former_ones(where: Where, at: Callable[[], Store]) -> None:
+    of_former_names(where)
+    at().close()
+    migrated_back(where, "0008")
+    with connected(where) as connection:
+        query = "SELECT request, plan, phase FROM deployments ORDER BY id"
+        (request, plan, phase), (unreadable, _, _) = connection.execute(text(query)).all()
+        kinds = connection.execute(text("SELECT kind FROM events ORDER BY id")).scalars().all()
+    assert (json.loads(request), phase, unreadable) == (FORMER_REQUEST, "asleep", "no JSON")
+    assert json.loads(plan) == json.loads(PLAN_OF_0008.read_text())
+    assert kinds == ["accepted", "asleep", "waking"]
 
 
 def test_migrations_lead_back_too(where: Where, at: Callable[[], Store]) -> None:

@@ -56,7 +56,7 @@ def test_a_long_reading_tells_how_far_it_is(
     options: tuple[str, ...], trace: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The progress is on stderr, and not with JSON."""
-    monkeypatch.setattr("iserve.cli.tracing._TOLD_EVERY", 2)
+    monkeypatch.setattr("iserve.cli.trace._TOLD_EVERY", 2)
     assert run("trace", "show", trace, *options) == 0
     told = ["2 requests read, 1 s of the trace", "4 requests read, 4 s of the trace"]
     assert capsys.readouterr().err.splitlines() == ([] if options else told)

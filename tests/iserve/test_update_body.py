@@ -10,8 +10,9 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from fingerprint.errors import ConfigError, NotFoundError
-from iserve.api_types import DeployBody, UpdateBody
+from iserve.api_types import DeployBody
 from iserve.cli.app import make_app
+from iserve.rest_bodies import UpdateBody
 
 
 @pytest.mark.parametrize("field", ["model", "intent", "replicas", "input_tokens", "output_tokens", "engine_args"])
@@ -55,7 +56,7 @@ def test_lengths_on_the_command_line_are_sent(monkeypatch: pytest.MonkeyPatch) -
             sent.append((path, changes))
             raise NotFoundError("enough")
 
-    monkeypatch.setattr("iserve.cli.live.client", lambda **_: Controller())
+    monkeypatch.setattr("iserve.cli.connection.client", lambda **_: Controller())
     CliRunner().invoke(
         make_app(), ["update", "chat", "--context", "512", "--input-tokens", "384", "--output-tokens", "100"]
     )

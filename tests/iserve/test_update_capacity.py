@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from daemon.worker_spec import WorkerSpec
-from iserve.api_types import UpdateBody
-from iserve.controller.node import without
 from iserve.controller.reconcile import Reconciler
-from iserve.controller.records import recorded_wish, recorded_workers
+from iserve.controller.snapshot import without
+from iserve.controller.stored_values import recorded_wish, recorded_workers
 from iserve.controller.update_capacity import WorkerCapacity, reduction
-from iserve.routes import Demand
+from iserve.rest_bodies import UpdateBody
+from iserve.route_table import Demand
 from iserve.state.store import DeploymentRow
 from tests.iserve.test_deployer import World
 

@@ -14,11 +14,12 @@ from daemon.status import WorkerState, WorkerStatus
 from daemon.worker_spec import WorkerSpec
 from fingerprint.codec import to_json
 from fingerprint.errors import ConflictError
-from iserve.api_types import DeployBody, UpdateBody, VerifyBody
+from iserve.api_types import DeployBody, VerifyBody
 from iserve.controller.reconcile import Reconciler
-from iserve.controller.records import draining_workers, recorded_update, recorded_wish, recorded_workers
+from iserve.controller.stored_values import draining_workers, recorded_update, recorded_wish, recorded_workers
 from iserve.model_source import ModelSource
-from iserve.routes import Demand
+from iserve.rest_bodies import UpdateBody
+from iserve.route_table import Demand
 from iserve.state.store import DeploymentRow
 from tests.iserve.test_deployer import World
 
@@ -55,7 +56,7 @@ class Interrupted(World):
         self.record(self.former)
         self.work()
         until(lambda: self.phase() == "ready", "it is deployed")
-        request = DeployBody(name="a", intent="min-latency").model_dump_json().encode()
+        request = to_json(DeployBody(name="a", intent="min-latency"))
         assert self.store.begin_update(self.row().id, request, "asked for", former=self.row().request)
         self.store.record_update(self.row().id, plan=b"{}", workers=to_json((self.new,)))
         self.node.client.stop("a-1")
@@ -239,7 +240,7 @@ def test_an_update_changes_what_another_one_has_made_of_the_deployment_meanwhile
         """Check; the first time, a whole update has ended by then."""
         if not checks:
             row = world.row()
-            request = DeployBody(name="a", intent="min-latency").model_dump_json().encode()
+            request = to_json(DeployBody(name="a", intent="min-latency"))
             assert store.begin_update(row.id, request, "asked for", former=row.request)
             workers = to_json((world.new,))
             assert store.finish_update(row.id, former=row.workers, workers=workers, message="updated")

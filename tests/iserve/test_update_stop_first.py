@@ -24,13 +24,13 @@ from fingerprint.codec import from_json, to_json
 from fingerprint.errors import InfeasibleError
 from fingerprint.families import load_spec
 from iserve.api_documents import DeploymentDocument
-from iserve.api_types import UpdateBody
 from iserve.controller.deployer import Deployer
-from iserve.controller.profiling import machine_key
+from iserve.controller.profiling_validity import machine_key
 from iserve.controller.reconcile import Reconciler
-from iserve.controller.records import recorded_wish, recorded_workers, update_workers
+from iserve.controller.stored_values import recorded_wish, recorded_workers, update_workers
 from iserve.demo import demo_model_path
-from iserve.routes import Demand, Route, RouteTable
+from iserve.rest_bodies import UpdateBody
+from iserve.route_table import Demand, Route, RouteTable
 from iserve.settings import Settings
 from iserve.state.store import DeploymentRow, Store
 from tests.daemon.conftest import Node
@@ -213,7 +213,7 @@ def test_a_phase_that_another_records_meanwhile_does_not_stop_the_update(world: 
     world.running.touch()
     world.update(intent="min-latency")
     until(world.reaches("draining"), "it drains")
-    world.store.update_deployment(world.row().id, phase="asleep")
+    world.store.update_deployment(world.row().id, phase="scaled-to-zero")
     until(world.reaches("draining"), "it drains again")
     world.running.unlink()
     until(world.ended, "the update has ended")

@@ -16,15 +16,22 @@ from fingerprint.codec import from_json
 from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat, Workload
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec, parse_gpus
-from iserve.cli import live
+from iserve.cli import connection
 from iserve.cli.render import print_plan
 from iserve.cli.replay import _deployed
 from iserve.demo import demo_model_path
 from iserve.model_source import resolve
+from iserve.planning.deployability import deployable
 from iserve.planning.document import PlanDocument
-from iserve.planning.here import deployable
-from iserve.planning.hypothetical import plan_for_gpus
-from iserve.planning.making import Hardware, PlanOptions, hypothetical_hardware, make_plan, ranked_anywhere, space
+from iserve.planning.offline import plan_for_gpus
+from iserve.planning.pipeline import (
+    Hardware,
+    PlanOptions,
+    hypothetical_hardware,
+    make_plan,
+    ranked_anywhere,
+    space,
+)
 from iserve.planning.verdict import VerdictDocument, figures_of, verdict
 from iserve.planning.verdict_text import alike_words
 from iserve.planning.words import spoken
@@ -144,8 +151,8 @@ def test_configurations_with_the_same_figures_are_no_runner_up(judged: Callable[
     estimates = {one.config: one.estimate for one in plan.candidates}
     assert plan.best is not None
     assert plan.best.estimate is not None
-    assert said.runner_up.alike
-    for config in said.runner_up.alike:
+    assert said.runner_up.equivalent
+    for config in said.runner_up.equivalent:
         same = estimates[config]
         assert same is not None
         assert (same.ttft_s, same.tpot_s, same.memory) == (
@@ -232,7 +239,7 @@ def test_where_nothing_is_feasible_the_first_advice_is_that_of_the_nearest(judge
     assert (said.figures, said.runner_up, said.deployable) == (None, None, None)
     assert plan.why_not.nearest is not None
     (own,) = (r.text for r in plan.why_not.relaxations if r.config == plan.why_not.nearest.config)
-    assert said.relax_first == own
+    assert said.first_relaxation == own
 
 
 def test_what_is_missing_here_is_said_and_nothing_else() -> None:
@@ -272,8 +279,8 @@ def test_the_rate_that_would_be_served_is_that_of_all_replicas() -> None:
     limits = {"slo": Slo(tpot_s=1.0), "engine": "vllm"}
     one, two = (planned("h200:8", replicas=count, rate_per_s=1000.0 * count, **limits) for count in (1, 2))
     assert one.chosen is two.chosen is None
-    ((needed, told),) = {(r.needed, r.text) for r in two.why_not.relax if r.limit == "rate"}
-    (needed_of_one,) = {r.needed for r in one.why_not.relax if r.limit == "rate"}
+    ((needed, told),) = {(r.needed, r.text) for r in two.why_not.relaxations if r.limit == "rate"}
+    (needed_of_one,) = {r.needed for r in one.why_not.relaxations if r.limit == "rate"}
     assert needed == pytest.approx(2 * needed_of_one, rel=0.02)
     assert told.startswith(f"rate=2000 -> {needed:g} requests/s would admit")
     reasons = [c.reason for c in two.candidates if c.refused_for is RefusedFor.RATE]
@@ -308,7 +315,7 @@ def test_expected_deployments_are_judged_by_one_replicas_share_of_the_rate() -> 
 def test_a_replay_says_the_rate_of_all_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     document = planned("h200:8", replicas=2, rate_per_s=0.5)
     asked = SimpleNamespace(get=lambda path, kind: document)
-    monkeypatch.setattr(live, "client", lambda *, start: asked)
+    monkeypatch.setattr(connection, "client", lambda *, start: asked)
     (told,) = _deployed(("m",))
     assert "0.5 requests/s" in told
 
@@ -321,4 +328,4 @@ def test_delays_of_others_are_mentioned_only_where_they_count_in_what_is_compare
     assert "delays of what runs there" not in alike_words(plain, 12)
     weighed = replace(second, ranked_by=(second.objective or 0.0) + 1.0)
     shown = alike_words(replace(plain, candidates=(first, weighed, *plain.candidates[2:])), 12)
-    assert "delays of what runs there now included" in shown
+    assert "delays of other deployments included" in shown

@@ -16,8 +16,8 @@ from fingerprint.estimates import Correction, Source
 from fingerprint.gpus import parse_gpus
 from iserve.cli.render import print_estimate, print_plan
 from iserve.planning.document import CapacityBound, CapacityDocument, PlanDocument
-from iserve.planning.hypothetical import OneEstimateDocument, plan_for_gpus
-from iserve.planning.making import PlanOptions
+from iserve.planning.offline import OneEstimateDocument, plan_for_gpus
+from iserve.planning.pipeline import PlanOptions
 from iserve.planning.runner_up import BatchRange
 from iserve.planning.verdict_text import plan_lines
 from planner.intent import Intent, Slo
@@ -80,7 +80,7 @@ def test_batches_are_told_as_ranges() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "rests_on", "measured", "said"),
+    ("source", "measured_config", "measured", "said"),
     [
         (Source.EXTRAPOLATED, DeploymentConfig(), True, "extrapolated from fingerprints of this configuration"),
         (Source.SCALED, DeploymentConfig(), True, "measurements of this configuration at other loads"),
@@ -96,9 +96,9 @@ def test_batches_are_told_as_ranges() -> None:
     ],
 )
 def test_measured_is_said_of_a_configuration_that_was_run_and_of_no_other(
-    source: Source, rests_on: DeploymentConfig | None, measured: bool, said: str
+    source: Source, measured_config: DeploymentConfig | None, measured: bool, said: str
 ) -> None:
-    shown = sure_words(source, rests_on, measured=measured)
+    shown = sure_words(source, measured_config, measured=measured)
     assert said in shown
     assert ("was not measured" in shown or "nothing was measured" in shown) == (not measured)
 
@@ -118,7 +118,9 @@ def test_a_check_of_the_whole_model_makes_a_scaled_estimate_a_measured_one() -> 
     assert "not measured" not in shown
 
 
-def sure_words(source: Source, rests_on: DeploymentConfig | None, *, measured: bool, **more: Correction) -> str:
+def sure_words(
+    source: Source, measured_config: DeploymentConfig | None, *, measured: bool, **more: Correction
+) -> str:
     """The line "How sure" of a plan whose chosen configuration has an estimate with these origins."""
     document = from_json((GOLDEN / "plan.json").read_bytes(), PlanDocument)
     chosen, verdict = document.candidates[0], document.verdict
@@ -126,7 +128,7 @@ def sure_words(source: Source, rests_on: DeploymentConfig | None, *, measured: b
     assert verdict is not None
     assert verdict.figures is not None
     tpot = replace(chosen.estimate.tpot_s, source=source)
-    estimate = replace(chosen.estimate, tpot_s=tpot, rests_on=rests_on, **more)  # type: ignore[arg-type]
+    estimate = replace(chosen.estimate, tpot_s=tpot, measured_config=measured_config, **more)  # type: ignore[arg-type]
     chosen = replace(chosen, config=DeploymentConfig(), estimate=estimate, measured=measured)
     verdict = replace(verdict, figures=replace(verdict.figures, tpot_s=tpot))
     lines = dict(plan_lines(replace(document, candidates=(chosen, *document.candidates[1:]), verdict=verdict)))

@@ -13,7 +13,7 @@ from fingerprint.estimates import Correction, Estimate, MemoryEstimate, Quantity
 from fingerprint.estimators.corrected import CorrectedEstimator
 from fingerprint.model_spec import LayerShape
 from fingerprint.verification import Alone, Reading, Verification
-from iserve.cli.verifying import print_verification
+from iserve.cli.verify import print_verification
 from iserve.verify.documents import MetricDocument, VerificationDocument, kv_room_tokens, verification_document
 from tests.fingerprint.synthetic_machine import llama
 
@@ -115,16 +115,16 @@ def test_each_figure_is_measured_over_predicted_and_inside_or_not() -> None:
         "memory_bytes_per_gpu": pytest.approx(0.05),
         "kv_tokens": pytest.approx(0.1),
     }
-    inside = {name: metric.inside for name, metric in found.items()}
+    inside = {name: metric.within_interval for name, metric in found.items()}
     assert inside == {"ttft_s": True, "tpot_s": False, "memory_bytes_per_gpu": True, "kv_tokens": True}
     memory = found["memory_bytes_per_gpu"]
     assert (memory.predicted, memory.low, memory.high) == (100 * MIB, 90 * MIB, pytest.approx(110 * MIB))
-    assert found["kv_tokens"].how == "the engine's own report: 11 blocks of 16"
+    assert found["kv_tokens"].method == "the engine's own report: 11 blocks of 16"
 
 
 def test_a_cache_smaller_than_was_ordered_is_outside() -> None:
-    assert figures(document(replace(CHECK, kv_tokens=159)))["kv_tokens"].inside is False
-    assert figures(document(replace(CHECK, kv_tokens=160)))["kv_tokens"].inside is True
+    assert figures(document(replace(CHECK, kv_tokens=159)))["kv_tokens"].within_interval is False
+    assert figures(document(replace(CHECK, kv_tokens=160)))["kv_tokens"].within_interval is True
 
 
 def test_what_nobody_reports_is_not_made_up() -> None:
@@ -133,8 +133,8 @@ def test_what_nobody_reports_is_not_made_up() -> None:
     assert "tpot_s" not in found
     for name in ("memory_bytes_per_gpu", "kv_tokens"):
         metric = found[name]
-        assert (metric.measured, metric.error, metric.inside, metric.repeats) == (None, None, None, 0)
-    assert found["kv_tokens"].how == "not reported by the engine"
+        assert (metric.measured, metric.error, metric.within_interval, metric.repeats) == (None, None, None, 0)
+    assert found["kv_tokens"].method == "not reported by the engine"
 
 
 def vague(reading: Reading | None) -> Reading:

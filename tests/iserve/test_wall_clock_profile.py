@@ -22,12 +22,12 @@ from fingerprint.gpus import gpu_spec
 from fingerprint.measurements import MachineInfo, Profile
 from fingerprint.profile import profile as driven
 from fingerprint.profile_plan import Shards
-from iserve.controller import profile_taking
-from iserve.controller.estimating import estimator_for, step_tokens_of
-from iserve.controller.profile_room import STEP_TOKENS
-from iserve.controller.profile_taking import Order, take
-from iserve.controller.profile_validity import covers, why_unused
+from iserve.controller import profiling_run
+from iserve.controller.profiling_devices import STEP_TOKENS
+from iserve.controller.profiling_run import Order, take
+from iserve.controller.profiling_validity import covers, why_unused
 from iserve.model_source import ModelSource
+from iserve.planning.estimator_factory import estimator_for, step_tokens_of
 from planner.intent import Quality
 from tests.fingerprint.synthetic_machine import SyntheticMachine, SyntheticSession
 
@@ -68,7 +68,7 @@ def taken(
     on: Machine, monkeypatch: pytest.MonkeyPatch, *, workload: Workload, max_seconds: float = 60.0
 ) -> Profile:
     """Take a profile of the default budget, on the machine's own clock."""
-    monkeypatch.setattr(profile_taking, "profile", partial(driven, clock=on.clock))
+    monkeypatch.setattr(profiling_run, "profile", partial(driven, clock=on.clock))
     order = Order(
         source=ModelSource(name="m", directory=Path("/m"), has_weights=True, spec=on.spec),
         table=UNKNOWN,

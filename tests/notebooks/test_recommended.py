@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from iserve.planning.making import PlanOptions
+from iserve.planning.pipeline import PlanOptions
 from iserve.simulation.baselines import World
 from iserve.simulation.running import SimulatedModel, roofline_model
 from notebooks.figures.h200 import H200_SITE, MODELS

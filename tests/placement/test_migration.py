@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fingerprint.errors import ConfigError
-from placement.elastic import Elastic
+from placement.actions import Move, Scale
 from placement.load_model import LoadedCluster
 from placement.migration import Migration, best_move, load_s
-from placement.orders import Move, Scale
+from placement.rebalancer import Elastic
 from placement.scaling import Scaling
 from placement.types import ClusterSnapshot, Placement
 from tests.placement.fleets import fleet, fleets, moved, place, serving

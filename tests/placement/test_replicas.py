@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fingerprint.errors import ConfigError
 from placement.fit import Placer
-from placement.placers import ILP, make_placer
+from placement.placer_registry import ILP, make_placer
 from placement.policies import POLICIES, Hybrid
 from placement.replicas import ReplicaPlacer, Replicas
 from placement.types import BlockDemand, ClusterSnapshot, Placement, Refusal

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fingerprint.errors import ConfigError
 from iserve.gateway.dispatch import Deployment
-from iserve.routes import Route, WorkerTarget
+from iserve.route_table import Route, WorkerTarget
 from placement.harvesting import spare_gpu
 from placement.routing import DEFAULT_ROUTER, ROUTERS, make_router
 from placement.types import ClusterSnapshot, GpuState

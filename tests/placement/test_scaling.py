@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fingerprint.errors import ConfigError
+from placement.actions import Drain, Scale
 from placement.consolidation import consolidate
-from placement.orders import Drain, Scale
 from placement.scaling import Scaling, replicas_for, scale
 from placement.types import DeploymentState
 from tests.placement.fleets import fleet, place, serving

@@ -161,7 +161,7 @@ def test_levels_that_last_are_loads_of_their_own(metric: Metric) -> None:
     """Three quarters of the requests meet one and a half times the rate."""
     steady, moving = (
         attainment(batch=4, spread=0.1),
-        attainment(batch=4, spread=0.1, traffic=Traffic(rates=MOVING, window_s=LONG_S)),
+        attainment(batch=4, spread=0.1, traffic=Traffic(relative_rates=MOVING, window_s=LONG_S)),
     )
     rate, limit = 0.5 * capacity(steady), 1.4 * {"ttft": 0.4, "tpot": 0.02, "e2e": 2.4}[metric]
     by_hand = 0.75 * misses(steady, metric, limit, 1.5 * rate) + 0.25 * misses(steady, metric, limit, 0.5 * rate)
@@ -172,20 +172,26 @@ def test_levels_that_last_are_loads_of_their_own(metric: Metric) -> None:
 
 def test_an_overload_that_lasts_is_missed_and_so_is_what_follows() -> None:
     """At 0.8 on average: 1.2 for a window, which leaves a fifth of one: a third of the next, at 0.4."""
-    moving = attainment(traffic=Traffic(rates=MOVING, window_s=LONG_S))
+    moving = attainment(traffic=Traffic(relative_rates=MOVING, window_s=LONG_S))
     told = misses(moving, "e2e", 1e6, 0.8 * capacity(moving))
     assert told == pytest.approx(0.75 + 0.25 / 3, abs=0.25 / 16 + 1e-3), "asked at eight moments of a window"
 
 
 def test_an_overload_that_is_over_at_once_is_the_mean_rate() -> None:
-    steady, moving = attainment(batch=4), attainment(batch=4, traffic=Traffic(rates=MOVING, window_s=SHORT_S))
+    steady, moving = (
+        attainment(batch=4),
+        attainment(batch=4, traffic=Traffic(relative_rates=MOVING, window_s=SHORT_S)),
+    )
     rate = 0.8 * capacity(steady)
     for limit in (2.5, 3.0, 5.0, 10.0):
         assert misses(moving, "ttft", limit, rate) == pytest.approx(misses(steady, "ttft", limit, rate), abs=1e-6)
 
 
 def test_a_path_that_does_not_move_is_a_steady_rate() -> None:
-    one, none = attainment(batch=4, traffic=Traffic(rates=(1.0, 1.0), window_s=LONG_S)), attainment(batch=4)
+    one, none = (
+        attainment(batch=4, traffic=Traffic(relative_rates=(1.0, 1.0), window_s=LONG_S)),
+        attainment(batch=4),
+    )
     assert misses(one, "e2e", 3.0, 0.5) == pytest.approx(misses(none, "e2e", 3.0, 0.5), abs=1e-6)
 
 
@@ -202,7 +208,7 @@ def test_a_moving_rate_against_lindleys_recursion() -> None:
 
 def off_of_lindley(window_s: float, utilisation: float) -> list[float]:
     rates = tuple(np.random.default_rng(3).permutation([0.1] * 12 + [1.0] * 4 + [3.0] * 2 + [4.4] * 2).tolist())
-    found = attainment(traffic=Traffic(rates=rates, window_s=window_s))
+    found = attainment(traffic=Traffic(relative_rates=rates, window_s=window_s))
     service_s = float(found.service_s[0])
     rate = utilisation / service_s
     rng = np.random.default_rng(7)
@@ -233,7 +239,7 @@ def test_of_a_rate_that_moves_a_higher_one_is_missed_more_often_and_exceeds_says
 ) -> None:
     """But for two points, by which the shares of a steady rate fall here and there too."""
     rates = tuple((np.array(path) / np.mean(path)).tolist())
-    traffic = Traffic(rates=rates, window_s=window_s, burstiness=burstiness)
+    traffic = Traffic(relative_rates=rates, window_s=window_s, burstiness=burstiness)
     one = attainment(batch=batch, spread=0.1, traffic=traffic)
     rate = capacity(one) * np.linspace(0.05, 1.05, 9)
     found = one.take(np.zeros(len(rate), np.intp))

@@ -26,7 +26,9 @@ INTENTS = (
     Intent(cost_model=CostModel.DOLLARS),
     Intent(kind=IntentKind.MIN_LATENCY),
     Intent(kind=IntentKind.MIN_LATENCY, rate_per_s=0.05),
-    Intent(kind=IntentKind.MIN_LATENCY, rate_per_s=0.05, traffic=Traffic(rates=(1.5, 0.5), window_s=30.0)),
+    Intent(
+        kind=IntentKind.MIN_LATENCY, rate_per_s=0.05, traffic=Traffic(relative_rates=(1.5, 0.5), window_s=30.0)
+    ),
     Intent(kind=IntentKind.MIN_MEMORY),
     Intent(kind=IntentKind.MIN_GPU_HOURS),
     Intent(kind=IntentKind.MAX_THROUGHPUT),
@@ -77,7 +79,7 @@ def test_what_was_not_measured_wins_only_with_its_whole_interval(
     first, second = plan.candidates
     assert plan.chosen == 0
     assert first.config == (OTHER if wins else ONE)
-    assert [one.ranked.config for one in plan.passed_over] == ([] if wins else [OTHER])
+    assert [one.config for one in plan.passed_over] == ([] if wins else [OTHER])
     assert plan.indistinguishable == (() if wins else (1,))
     assert (second.config, second.is_measured) == ((ONE, True) if wins else (OTHER, False))
 
@@ -177,7 +179,7 @@ def test_the_law_of_the_choice(candidates: list[Candidate], intent: Intent, free
     for one in feasible[1:]:
         if ahead(plan, one, best):
             assert not one.is_measured
-            passed = next(p for p in plan.passed_over if p.ranked == one)
+            passed = next(p for p in plan.passed_over if p.config == one.config)
             assert passed.reason
             assert not wholly_better(plan, one, mark) or intent.rate_per_s is not None
 
@@ -194,7 +196,7 @@ def test_the_others_stay_in_the_order_of_their_values(
         assert one.objective is not None
         assert low <= one.objective * (1 + 1e-9)
         assert one.objective <= high * (1 + 1e-9)
-    told = {p.ranked.config for p in plan.passed_over}
+    told = {p.config for p in plan.passed_over}
     assert told == {one.config for one in feasible[1:] if one.row < feasible[0].row}
     if feasible and intent.rate_per_s is None:
         chosen = feasible[0].interval

@@ -7,7 +7,7 @@ import pytest
 from fingerprint.config import DeploymentConfig, WeightFormat
 from fingerprint.estimates import Estimate
 from planner.intent import Intent, Quality, Slo
-from planner.plan import LimitKind, NoRoom, Plan, Relaxation
+from planner.plan import Change, LimitKind, NoRoom, Plan, Relaxation
 from planner.queueing import MODEL_NAME
 from planner.rank import rank
 from tests.planner.candidates import candidate, everything_fits, fits_below
@@ -50,13 +50,13 @@ def test_limits_that_do_only_together_are_told_together() -> None:
     assert plan.why_not.relaxations == ()
     nearest = plan.why_not.nearest
     assert nearest is not None
-    assert [(v.limit, v.allowed, v.actual) for v in nearest.violations] == [
+    assert [(v.limit, v.allowed, v.actual) for v in plan.nearest_misses] == [
         (LimitKind.BUDGET, 1.0, pytest.approx(24.0)),
         (LimitKind.TTFT, 0.1, pytest.approx(0.4)),
     ]
-    together = plan.why_not.together
+    together = plan.why_not.combined_relaxation
     assert together is not None
-    assert together.changes == ((LimitKind.BUDGET, 1.0, 24.0), (LimitKind.TTFT, 0.1, 0.4))
+    assert together.changes == (Change(LimitKind.BUDGET, 1.0, 24.0), Change(LimitKind.TTFT, 0.1, 0.4))
     assert together.text == (
         "budget=1 -> 24 GiB*s and ttft=0.1 -> 0.4 s, together, would admit "
         "tp=1,pp=1,weights=16bit,kv=16bit,pruning=none"
@@ -66,7 +66,7 @@ def test_limits_that_do_only_together_are_told_together() -> None:
 def test_a_nearest_point_that_misses_one_limit_needs_nothing_together() -> None:
     plan = rank([candidate(ONE)], Intent(slo=Slo(ttft_s=0.1)), fits=everything_fits)
     assert [r.limit for r in plan.why_not.relaxations] == [LimitKind.TTFT]
-    assert plan.why_not.together is None
+    assert plan.why_not.combined_relaxation is None
 
 
 def test_where_nothing_fits_either_memory_is_one_of_the_limits() -> None:
@@ -77,11 +77,11 @@ def test_where_nothing_fits_either_memory_is_one_of_the_limits() -> None:
         fits=fits_below(10.0),
     )
     assert plan.why_not.relaxations == ()
-    nearest, together = plan.why_not.nearest, plan.why_not.together
+    nearest, together = plan.why_not.nearest, plan.why_not.combined_relaxation
     assert nearest is not None
     assert together is not None
     assert nearest.config == together.config == ONE
-    assert together.changes == ((LimitKind.TTFT, 0.2, 0.4), (LimitKind.MEMORY, 0.0, 20.0 * 2**30))
+    assert together.changes == (Change(LimitKind.TTFT, 0.2, 0.4), Change(LimitKind.MEMORY, 0.0, 20.0 * 2**30))
     assert together.text.startswith("ttft=0.2 -> 0.4 s and 20 GiB more free memory on each GPU, together, would")
     assert nearest.text.startswith("nothing fits the free memory; tp=1,pp=1")
     assert "needs 30 GiB, 10 GiB are free" in nearest.text
@@ -94,7 +94,7 @@ def test_no_number_is_promised_where_gpus_are_missing() -> None:
     why_not = rank([candidate(ONE)], Intent(slo=Slo(ttft_s=0.2)), fits=two_more).why_not
     assert why_not.nearest is not None
     assert "needs 3 GPUs, there is 1" in why_not.nearest.text
-    assert (why_not.relaxations, why_not.together) == ((), None)
+    assert (why_not.relaxations, why_not.combined_relaxation) == ((), None)
 
 
 def test_budget_names_its_unit() -> None:
@@ -190,7 +190,7 @@ def test_the_nearest_rate_has_the_slo_in_view() -> None:
     nearest = plan.why_not.nearest
     assert nearest is not None
     assert nearest.config == TWO
-    (only,) = nearest.violations
+    (only,) = plan.nearest_misses
     assert only.limit is LimitKind.RATE
     assert 0.05 / 2.3 < only.actual < 0.1
     assert "within the SLO at p95" in nearest.text
@@ -209,7 +209,7 @@ def test_the_faster_of_two_is_the_nearer_although_only_the_slower_is_saturated()
     nearest = plan.why_not.nearest
     assert nearest is not None
     assert nearest.config == ONE
-    (only,) = nearest.violations
+    (only,) = plan.nearest_misses
     assert (only.limit, only.allowed) == (LimitKind.RATE, 0.4)
     # TTFT leaves ONE 0.1 s, 0.042 of its service time: P(W = 0) = 1 - u, so 95% wait as long at u = 0.052
     assert only.actual == pytest.approx(0.052 / 2.4, rel=0.01)

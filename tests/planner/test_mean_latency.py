@@ -27,7 +27,7 @@ def mean_s(found: Attainment, rate_per_s: float) -> float:
 
 
 @pytest.mark.parametrize("batch", [1, 4, 16])
-@pytest.mark.parametrize("traffic", [Traffic(), Traffic(burstiness=2.0), Traffic(rates=MOVING)], ids=repr)
+@pytest.mark.parametrize("traffic", [Traffic(), Traffic(burstiness=2.0), Traffic(relative_rates=MOVING)], ids=repr)
 def test_at_next_to_no_rate_it_is_a_request_alone(batch: int, traffic: Traffic) -> None:
     assert mean_s(attainment(batch=batch, traffic=traffic), 1e-12) == pytest.approx(2.4, rel=3e-3), (
         "bursts never get thinner than the queue's table"
@@ -65,16 +65,16 @@ def test_a_batch_has_its_mean_size_and_its_waits(utilisation: float) -> None:
 def test_it_rises_with_the_rate_and_with_bursts(
     batch: int, busy: float, more: float, burstiness: float, rates: tuple[float, ...]
 ) -> None:
-    found = attainment(batch=batch, traffic=Traffic(burstiness=burstiness, rates=rates))
+    found = attainment(batch=batch, traffic=Traffic(burstiness=burstiness, relative_rates=rates))
     rate = busy * capacity(found)
     here = mean_s(found, rate)
     assert 2.4 - 1e-9 <= here <= mean_s(found, rate * more) * (1 + 1e-6)
-    wilder = attainment(batch=batch, traffic=Traffic(burstiness=2 * burstiness, rates=rates))
+    wilder = attainment(batch=batch, traffic=Traffic(burstiness=2 * burstiness, relative_rates=rates))
     assert here <= mean_s(wilder, rate) * 1.01
 
 
 def test_a_path_that_is_over_at_once_is_its_mean_and_a_rate_that_is_not_served_has_no_end() -> None:
-    steady, moving = (attainment(traffic=t) for t in (Traffic(), Traffic(rates=MOVING, window_s=SHORT_S)))
+    steady, moving = (attainment(traffic=t) for t in (Traffic(), Traffic(relative_rates=MOVING, window_s=SHORT_S)))
     rate = 0.7 * capacity(steady)
     assert mean_s(moving, rate) == pytest.approx(mean_s(steady, rate), rel=1e-4)
     assert np.isinf(mean_s(steady, 1.0001 * capacity(steady)))
@@ -87,7 +87,7 @@ def test_a_path_that_is_over_at_once_is_its_mean_and_a_rate_that_is_not_served_h
 def test_a_moving_rate_against_lindleys_recursion(window_s: float, utilisation: float) -> None:
     """Within 5% below and 25% above: work that is left and a queue of the moment are added."""
     rates = tuple(np.random.default_rng(3).permutation([0.1] * 12 + [1.0] * 4 + [3.0] * 2 + [4.4] * 2).tolist())
-    found = attainment(traffic=Traffic(rates=rates, window_s=window_s))
+    found = attainment(traffic=Traffic(relative_rates=rates, window_s=window_s))
     rate, rng = utilisation / 2.4, np.random.default_rng(7)
     turns = int(40_000 / (rate * window_s * len(rates))) + 1
     counts = rng.poisson(np.tile(rates, turns) * rate * window_s)

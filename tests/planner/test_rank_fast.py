@@ -113,7 +113,7 @@ def test_fast_is_slow(intent: Intent, seed: int, batch: int) -> None:
         assert plan.why_not.nearest is not None
         config, missed = slow.nearest()
         assert plan.why_not.nearest.config == config
-        assert [(v.limit, v.actual) for v in plan.why_not.nearest.violations] == numbers(missed)
+        assert [(v.limit, v.actual) for v in plan.nearest_misses] == numbers(missed)
         relaxed = {r.limit: (r.config, r.needed) for r in plan.why_not.relaxations}
         assert relaxed.keys() == slow.relaxed().keys()
         for limit, (config, needed) in slow.relaxed().items():
@@ -142,7 +142,7 @@ def test_a_part_of_the_sum_says_what_the_sum_says(
 ) -> None:
     candidates = many(40, seed)
     full, alone = [c.estimate for c in candidates if c.estimate], [c.alone for c in candidates if c.alone]
-    moving = Traffic(rates=(1.5, 0.5), window_s=30.0)
+    moving = Traffic(relative_rates=(1.5, 0.5), window_s=30.0)
     for traffic in (Traffic(), Traffic(burstiness=4.0, input_cv=1.0, output_cv=1.0), moving):
         served = Attainment(paces(figures(full), alone, traffic), traffic)
         rates, limits_s = busy / served.service_s, limit * served.alone_high(metric)  # type: ignore[arg-type]

@@ -202,7 +202,7 @@ Advice = Relaxation | Change
 
 def follow(intent: Intent, free: float, *advice: Advice) -> tuple[Intent, float]:
     """The intent and the free GiB with every limit of ``advice`` as it says."""
-    for limit, _, needed, *_ in advice:
+    for limit, needed in ((one.limit, one.needed) for one in advice):
         if limit is LimitKind.MEMORY:
             free += needed / 2**30
         elif limit is LimitKind.QUALITY:
@@ -243,7 +243,7 @@ def test_no_smaller_change_of_a_limit_alone_would_do(
             less = advice.needed * (1.011 if advice.limit is LimitKind.RATE else 0.989)
             if (less - advice.allowed) * (advice.needed - advice.allowed) <= 0:
                 continue
-        smaller = advice._replace(needed=less)
+        smaller = replace(advice, needed=less)
         assert not feasible(plan_of(candidates, *follow(intent, free, smaller))), advice
 
 
@@ -273,7 +273,7 @@ def test_a_limit_is_passed_over_only_where_no_change_of_it_would_do(
 def test_what_is_relaxed_together_does_and_nothing_of_it_is_spare(
     candidates: list[Candidate], intent: Intent, free: float
 ) -> None:
-    together = plan_of(candidates, intent, free).why_not.together
+    together = plan_of(candidates, intent, free).why_not.combined_relaxation
     if together is None:
         return
     assert together.config in feasible(plan_of(candidates, *follow(intent, free, *together.changes)))
@@ -289,7 +289,7 @@ def test_there_is_always_a_way_where_something_can_run(
     plan = plan_of(candidates, intent, free)
     able = [ranked for ranked in plan.candidates if ranked.refusal is None and ranked.estimate is not None]
     why_not = plan.why_not
-    assert bool(why_not.relaxations or why_not.together) == bool(able and plan.chosen is None)
+    assert bool(why_not.relaxations or why_not.combined_relaxation) == bool(able and plan.chosen is None)
     assert (why_not.nearest is None) == (not able or plan.chosen is not None)
 
 
@@ -300,9 +300,9 @@ def test_the_nearest_of_all_is_the_nearest_of_those_that_are_near_alone(
     """Each candidate planned for alone tells its own distance; the law is about choosing among them."""
 
     def distance(config: DeploymentConfig) -> tuple[float, ...]:
-        alone = plan_of([c for c in candidates if c.config == config], intent, free).why_not.nearest
-        assert alone is not None
-        missed = {violation.limit: violation for violation in alone.violations}
+        alone = plan_of([c for c in candidates if c.config == config], intent, free)
+        assert alone.why_not.nearest is not None
+        missed = {violation.limit: violation for violation in alone.nearest_misses}
         short = missed.pop(LimitKind.MEMORY, None)
         quality = missed.pop(LimitKind.QUALITY, None)
         steps = 0.0 if quality is None else quality.actual - quality.allowed
@@ -320,11 +320,12 @@ def test_the_nearest_of_all_is_the_nearest_of_those_that_are_near_alone(
 def test_the_nearest_point_is_admitted_once_all_it_misses_is_granted(
     candidates: list[Candidate], intent: Intent, free: float
 ) -> None:
-    nearest = plan_of(candidates, intent, free).why_not.nearest
+    plan = plan_of(candidates, intent, free)
+    nearest = plan.why_not.nearest
     if nearest is None:
         return
     granted = []
-    for limit, allowed, actual, _ in nearest.violations:
+    for limit, allowed, actual, _ in plan.nearest_misses:
         slightly = {LimitKind.QUALITY: 1.0, LimitKind.RATE: 1 - 1e-9}.get(limit, 1 + 1e-9)
         granted.append(Change(limit, allowed, actual * slightly))
     assert nearest.config in feasible(plan_of(candidates, *follow(intent, free, *granted)))

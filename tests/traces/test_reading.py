@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fingerprint.errors import BadInputError, IserveError, NotFoundError
-from traces.lines import MAX_BLANK_LINES, MAX_LINE_BYTES
 from traces.reading import open_trace
 from traces.request import Request
+from traces.text_reader import MAX_BLANK_LINES, MAX_LINE_BYTES
 
 CSV = "arrival_s,input_tokens,output_tokens\n"
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"

@@ -164,7 +164,7 @@ def test_lengths_change_with_the_window() -> None:
         pytest.param("x_rate.csv", RATE + "0,1,1,1,1\n600,1,1,1,1\n700,1,1,1,1\n", "of one width", id="uneven"),
         pytest.param("x_rate.csv", RATE + "0,-1,1,1,1\n", "line 2: rate_rps is -1", id="negative-rate"),
         pytest.param("x_rate.csv", RATE + "0,nan,1,1,1\n", "not a finite", id="nan-rate"),
-        pytest.param("series.csv", RATE + "0,1,1,1,1\n", "_lengths.csv beside it", id="no-name-for-lengths"),
+        pytest.param("series.csv", RATE + "0,1,1,1,1\n", "_lengths.csv next to it", id="no-name-for-lengths"),
         pytest.param("x.csv", CLIENTS + "1,1,1,Pareto,1,1,1,1,1,1,1,1,1,1\n", "is 'Pareto'", id="law"),
         pytest.param("x.csv", CLIENTS + "1,1,1,Gamma,0,1,1,1,1,1,1,1,1,1\n", "shape is 0", id="shape"),
         pytest.param("x.csv", CLIENTS + "1,1,1,Gamma,1,1,,,,,,,,\n", "no client has both", id="no-lengths"),

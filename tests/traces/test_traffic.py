@@ -27,7 +27,7 @@ def test_a_steady_rate_hardly_moves() -> None:
     """Counts of 400 windows: what they vary beyond Poisson's is noise of a few percent."""
     told = traffic_of(at_rates([5.0] * 400, 10.0))
     assert told.burstiness == pytest.approx(1.0, abs=0.05)
-    assert np.std(told.rates or (1.0,)) < 0.05
+    assert np.std(told.relative_rates or (1.0,)) < 0.05
     assert told.output_cv == 0
     assert told.input_cv == pytest.approx(0.5, abs=0.03), "100 and 300 equally often"
 
@@ -36,7 +36,7 @@ def test_a_rate_that_moves_between_two_is_found_at_both() -> None:
     """Nine fifths of its mean and one fifth, window by window as it was."""
     told = traffic_of(at_rates([9.0, 9.0, 1.0, 1.0] * 100, 10.0))
     assert told.burstiness == pytest.approx(1.0, abs=0.05)
-    path = np.reshape(told.rates, (100, 4)).mean(axis=0)
+    path = np.reshape(told.relative_rates, (100, 4)).mean(axis=0)
     assert path == pytest.approx([1.8, 1.8, 0.2, 0.2], abs=0.05)
     assert told.window_s == 10
 
@@ -47,7 +47,7 @@ def test_it_is_the_same_at_another_rate() -> None:
     one, two = (traffic_of(at_rates([rate * times for rate in pattern], 10.0)) for times in (1, 10))
 
     def spread(told: Traffic) -> float:
-        return float(np.mean(np.square(told.rates)))
+        return float(np.mean(np.square(told.relative_rates)))
 
     assert spread(one) == pytest.approx(spread(two), rel=0.05)
     assert spread(two) == pytest.approx(float(np.mean(np.square(pattern)) / np.mean(pattern) ** 2), rel=0.05)
@@ -56,8 +56,8 @@ def test_it_is_the_same_at_another_rate() -> None:
 def test_a_long_trace_is_told_in_longer_windows() -> None:
     told = traffic_of(at_rates([1.0, 1.0, 3.0] * 1400, 10.0))
     assert told.window_s == 30
-    assert len(told.rates) <= MOST_WINDOWS
-    assert np.std(told.rates or (1.0,)) < 0.05, "three windows together are always as busy"
+    assert len(told.relative_rates) <= MOST_WINDOWS
+    assert np.std(told.relative_rates or (1.0,)) < 0.05, "three windows together are always as busy"
 
 
 def test_bursts_within_a_window_are_burstiness() -> None:

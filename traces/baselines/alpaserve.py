@@ -35,7 +35,7 @@ from placement.types import ClusterSnapshot, GpuState, Placement
 from planner.intent import Slo
 from traces.baselines.fixed import Fixed
 from traces.baselines.grouping import bucketings, in_order, partitions, shape
-from traces.baselines.knowledge import Knowledge, Places, StepTimes, sixteen_bit
+from traces.baselines.model_info import Knowledge, Places, StepTimes, sixteen_bit
 from traces.baselines.selection import Judge, Placed, Score, Selected, Selector, Verdict
 from traces.request import Request
 from traces.simulator.result import SimulationResult

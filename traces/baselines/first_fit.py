@@ -21,7 +21,7 @@ from fingerprint.config import DeploymentConfig
 from fingerprint.engines import traits_of
 from fingerprint.errors import ConfigError
 from placement.types import ClusterSnapshot, Refusal
-from traces.baselines.knowledge import (
+from traces.baselines.model_info import (
     MOST_BATCH,
     Knowledge,
     Places,

@@ -27,11 +27,11 @@ from itertools import groupby
 
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimates import Estimate, Estimator, Quantity
-from fingerprint.formats import WEIGHT_16BIT_BYTES, embedding_bytes, head_bytes
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
+from fingerprint.weight_bytes import WEIGHT_16BIT_BYTES, embedding_bytes, head_bytes
 from placement.types import ClusterSnapshot, GpuState, Placement, StagePlacement
-from traces.baselines.knowledge import Knowledge, halvings, largest, sixteen_bit
+from traces.baselines.model_info import Knowledge, halvings, largest, sixteen_bit
 from traces.simulator.scenario import Deployed, NotDeployed
 from traces.simulator.step_model import StepModel, tabulate
 

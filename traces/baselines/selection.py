@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 from fingerprint.config import DeploymentConfig
 from placement.types import ClusterSnapshot, GpuState, Placement
 from traces.baselines.grouping import Group
-from traces.baselines.knowledge import Knowledge, Places, sixteen_bit, without
+from traces.baselines.model_info import Knowledge, Places, sixteen_bit, without
 
 __all__ = ["Judge", "Placed", "Score", "Selected", "Selector", "Verdict"]
 

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 
 from traces.formats.base import Columns, TraceFormat, count_of, csv_rows, names_of, refuse_to_lose
-from traces.lines import Lines
 from traces.request import Request
+from traces.text_reader import Lines
 
 __all__ = ["AZURE"]
 

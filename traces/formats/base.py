@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fingerprint.errors import BadInputError
-from traces.lines import Lines
 from traces.request import Request
+from traces.text_reader import Lines
 
 __all__ = [
     "MAX_TOKENS",

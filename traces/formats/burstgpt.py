@@ -25,8 +25,8 @@ from traces.formats.base import (
     refuse_to_lose,
     seconds_of,
 )
-from traces.lines import Lines
 from traces.request import Request
+from traces.text_reader import Lines
 
 __all__ = ["BURSTGPT"]
 

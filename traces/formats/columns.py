@@ -10,8 +10,8 @@ import io
 from collections.abc import Iterable, Iterator
 
 from traces.formats.base import Columns, TraceFormat, count_of, csv_rows, model_cell, names_of, seconds_of
-from traces.lines import Lines
 from traces.request import Request
+from traces.text_reader import Lines
 
 __all__ = ["CSV"]
 

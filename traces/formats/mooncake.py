@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from traces.formats.base import MAX_TOKENS, TraceFormat, refuse_to_lose, seconds_of
-from traces.lines import Lines
 from traces.request import Request
+from traces.text_reader import Lines
 
 __all__ = ["MOONCAKE"]
 

@@ -35,9 +35,9 @@ from traces.formats.servegen_values import (
     number_at_least_0,
 )
 from traces.lengths import HistogramLengths, LengthModel, Tokens
-from traces.lines import Lines
 from traces.request import Request
 from traces.servegen import Client, ClientSlot, GapLaw, LengthWindow, client_requests
+from traces.text_reader import Lines
 
 __all__ = ["SERVEGEN_FOLDER", "is_servegen_folder", "read_folder"]
 

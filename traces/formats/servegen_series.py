@@ -28,9 +28,9 @@ from traces.formats.servegen_values import (
     number_at_least_0,
 )
 from traces.lengths import LengthModel, QuantileLengths
-from traces.lines import Lines
 from traces.request import Request
 from traces.servegen import Client, ClientSlot, GapLaw, LengthWindow, client_requests, series_requests
+from traces.text_reader import Lines
 
 __all__ = ["SERVEGEN_CLIENTS", "SERVEGEN_RATE", "read_clients", "read_length_windows", "read_rate_series"]
 
@@ -107,7 +107,7 @@ def read_length_windows(path: Path) -> tuple[LengthWindow, ...]:
 def _requests_of_rate(header: str, lines: Lines, rest: Iterator[str]) -> Iterator[Request]:
     name = lines.path.name
     if "_rate" not in name:
-        raise BadInputError(f"{lines.path} has no lengths: name it ..._rate.csv, with ..._lengths.csv beside it")
+        raise BadInputError(f"{lines.path} has no lengths: name it ..._rate.csv, with ..._lengths.csv next to it")
     windows = read_length_windows(lines.path.with_name(name.replace("_rate", "_lengths")))
     yield from series_requests(_rate_series(header, lines, rest), windows, seed=0)
 
@@ -183,7 +183,7 @@ def _requests_of_clients(header: str, lines: Lines, rest: Iterator[str]) -> Iter
 
 SERVEGEN_RATE = TraceFormat(
     "servegen-rate",
-    "ServeGen rate series, its lengths beside it: t_s,rate_rps",
+    "ServeGen rate series, its lengths next to it: t_s,rate_rps",
     lambda header: set(_RATE_COLUMNS) <= set(names_of(header)),
     _requests_of_rate,
     None,

@@ -8,8 +8,8 @@ from pathlib import Path
 from fingerprint.errors import BadInputError
 from traces.formats.base import seconds_of
 from traces.lengths import LengthModel, MixedLengths
-from traces.lines import Lines
 from traces.servegen import GapLaw
+from traces.text_reader import Lines
 
 __all__ = ["SIDES", "SLOT_S", "gap_law", "lengths_of_others", "number_above_0", "number_at_least_0"]
 

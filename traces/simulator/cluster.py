@@ -12,9 +12,9 @@ from dataclasses import replace
 from fingerprint.errors import NotFoundError
 from placement.types import ClusterSnapshot, GpuState, Placement
 from traces.simulator.contention import Contention
-from traces.simulator.faults import PolicyFault, ask
 from traces.simulator.gpus import Gpu
-from traces.simulator.servers import Server, Stage
+from traces.simulator.policy_errors import PolicyFault, ask
+from traces.simulator.workers import Server, Stage
 
 __all__ = ["Cluster", "Event"]
 

@@ -15,7 +15,7 @@ that has nothing to do begins at once.
 Beyond the slots, each of which has the states of a sequence too, ``kv_tokens`` of the limits bounds admission: a
 request waits, first in the queue, until what is kept of its prompt and its whole answer fits beside all that run.
 vLLM is less strict: it admits, and preempts.
-Queue, slots and KV are a :class:`Room`, which the batches of a pipeline share (``pipelined``).
+Queue, slots and KV are a :class:`AdmissionQueue`, which the batches of a pipeline share (``pipelined``).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from collections import deque
 from collections.abc import Sequence
 
 from traces.simulator.requests import Requests
-from traces.simulator.servers import Server, Stage
 from traces.simulator.step_model import Limits, StepModel
+from traces.simulator.workers import Server, Stage
 
-__all__ = ["ContinuousWorker", "Room"]
+__all__ = ["AdmissionQueue", "ContinuousWorker"]
 
 
-class Room:
-    """Waiting requests and what is left for them: slots, and tokens of KV."""
+class AdmissionQueue:
+    """Waiting requests, and the slots and tokens of KV that are free for them."""
 
     __slots__ = ("_limits", "free", "kv_free", "waiting")
 
@@ -52,12 +52,12 @@ class Room:
         return self._limits.kept_tokens(input_tokens + output_tokens) <= self.kv_free
 
     def take(self, tokens: int) -> None:
-        """Give a slot and the room that is kept of ``tokens``."""
+        """Take a slot and the KV that ``tokens`` keep."""
         self.free -= 1
         self.kv_free -= self._limits.kept_tokens(tokens)
 
     def leave(self, tokens: int) -> None:
-        """Take back what :meth:`take` gave for as many ``tokens``."""
+        """Free what :meth:`take` took for as many ``tokens``."""
         self.free += 1
         self.kv_free += self._limits.kept_tokens(tokens)
 
@@ -66,8 +66,18 @@ class ContinuousWorker(Server):
     """Rounds count the steps since the beginning; a sequence that decodes knows the round of its last token."""
 
     __slots__ = (
-        "_cached", "_chunks", "_decoders", "_first_s", "_last_s", "_prompts", "_requests", "_room", "_round",
-        "_rounds", "_step_tokens", "_steps",
+        "_cached",
+        "_chunks",
+        "_decoders",
+        "_first_s",
+        "_last_s",
+        "_prompts",
+        "_queue",
+        "_requests",
+        "_round",
+        "_rounds",
+        "_step_tokens",
+        "_steps",
     )  # fmt: skip
     cuts = True
 
@@ -78,7 +88,7 @@ class ContinuousWorker(Server):
         ready_s: float,
         steps: StepModel,
         requests: Requests,
-        room: Room | None = None,
+        queue: AdmissionQueue | None = None,
     ):
         super().__init__(name, stages, ready_s)
         limits = steps.limits
@@ -88,7 +98,7 @@ class ContinuousWorker(Server):
         self._step_tokens = limits.max_batched_tokens
         self._requests = requests
         self._first_s, self._last_s = requests.first_s, requests.last_s
-        self._room = room or Room(limits)
+        self._queue = queue or AdmissionQueue(limits)
         self._prompts: list[list[int]] = []  # [row, input, output tokens, cached], in order of admission
         self._decoders: list[tuple[int, int, int]] = []  # heap of (last round, row, tokens cached by then)
         self._chunks: list[tuple[list[int], int]] = []  # of this step: (prompt, tokens)
@@ -98,18 +108,18 @@ class ContinuousWorker(Server):
 
     def submit(self, row: int, input_tokens: int, output_tokens: int) -> None:
         self.outstanding += 1
-        self._room.waiting.append((row, input_tokens, output_tokens))
+        self._queue.waiting.append((row, input_tokens, output_tokens))
 
     def begin(self) -> float:
         decoders, steps = self._decoders, self._steps
         n = len(decoders)
         settled = steps.plans_ahead and self.holds
         tokens, attention_s = 0, 0.0
-        if self._prompts or (not settled and self._room.waiting and self._room.free):
+        if self._prompts or (not settled and self._queue.waiting and self._queue.free):
             budget = self._step_tokens - n
             if budget:
                 tokens, attention_s = self._prefill(budget, admits=not settled)
-        if steps.plans_ahead and self._room.waiting:
+        if steps.plans_ahead and self._queue.waiting:
             self._admit_all()
         if tokens:
             self._rounds = 1
@@ -121,15 +131,15 @@ class ContinuousWorker(Server):
 
     def _admit_all(self) -> None:
         """Admit requests to the step after the one that begins."""
-        room = self._room
-        while room.takes_next:
+        queue = self._queue
+        while queue.takes_next:
             self._prompts.append(self._admitted())
 
     def _admitted(self) -> list[int]:
         """Admit the first waiting request, which has a slot and room for its KV now."""
-        room = self._room
-        row, input_tokens, output_tokens = room.waiting.popleft()
-        room.take(input_tokens + output_tokens)
+        queue = self._queue
+        row, input_tokens, output_tokens = queue.waiting.popleft()
+        queue.take(input_tokens + output_tokens)
         return [row, input_tokens, output_tokens, 0]
 
     def _prefill(self, budget: int, *, admits: bool) -> tuple[int, float]:
@@ -143,7 +153,7 @@ class ContinuousWorker(Server):
             left -= tokens
             attention_s += attention[cached + tokens] - attention[cached]
             chunks.append((prompt, tokens))
-        while left and admits and self._room.takes_next:
+        while left and admits and self._queue.takes_next:
             prompt = self._admitted()
             self._prompts.append(prompt)
             tokens = min(left, prompt[1])
@@ -183,7 +193,7 @@ class ContinuousWorker(Server):
     def _leave(self, row: int, kv_tokens: int, now_s: float) -> None:
         self._last_s[row] = now_s
         self.outstanding -= 1
-        self._room.leave(kv_tokens)
+        self._queue.leave(kv_tokens)
 
     @property
     def holds(self) -> bool:
@@ -214,7 +224,7 @@ class ContinuousWorker(Server):
 
         Only the first in the queue cuts, and only a stretch of decode steps; for later ones it is cut already.
         """
-        if self._chunks or len(self._room.waiting) > 1 or not self._room.takes_next:
+        if self._chunks or len(self._queue.waiting) > 1 or not self._queue.takes_next:
             return self.work_s
         if len(self._decoders) >= self._step_tokens:
             return self.work_s
@@ -230,14 +240,14 @@ class ContinuousWorker(Server):
 
     def clear(self) -> tuple[list[int], list[int]]:
         running = [prompt[0] for prompt in self._prompts] + [row for _, row, _ in self._decoders]
-        waiting = [row for row, _, _ in self._room.waiting]
-        for held in (self._room.waiting, self._prompts, self._decoders, self._chunks):
+        waiting = [row for row, _, _ in self._queue.waiting]
+        for held in (self._queue.waiting, self._prompts, self._decoders, self._chunks):
             held.clear()
         return running, waiting
 
     def give_back(self) -> list[int]:
-        waiting = [row for row, _, _ in self._room.waiting]
-        self._room.waiting.clear()
+        waiting = [row for row, _, _ in self._queue.waiting]
+        self._queue.waiting.clear()
         self.outstanding -= len(waiting)
         return waiting
 

@@ -3,7 +3,7 @@
 A replica that was refused, or lost with its node, is asked for again whenever memory has become free (a node is
 back, a deployment or a profile is gone), oldest first.
 
-The actions of a steering policy are carried out here too: another number of replicas, one that drains, one that
+The actions of a cluster policy are carried out here too: another number of replicas, one that drains, one that
 moves. A deployment whose replicas were all scaled away is scaled to zero: requests wait for it, and the policy is
 asked at once.
 """
@@ -14,16 +14,16 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from placement.orders import Move, Order, Scale
+from placement.actions import ClusterAction, Move, Scale
 from placement.types import ClusterSnapshot
 from traces.outcomes import Failure
 from traces.simulator.cluster import Cluster
 from traces.simulator.continuous import ContinuousWorker
-from traces.simulator.faults import PolicyFault, ask
+from traces.simulator.deployment_state import Deployment, can_keep, snapshot_without, states
 from traces.simulator.fcfs import FcfsWorker
-from traces.simulator.fleet import Deployment, can_keep, snapshot_without, states
 from traces.simulator.gpus import Gpu
 from traces.simulator.pipelined import PipelinedWorker, UnbatchedPipeline
+from traces.simulator.policy_errors import PolicyFault, ask
 from traces.simulator.punctuality import Punctual
 from traces.simulator.requests import Requests
 from traces.simulator.result import Change, ChangeKind
@@ -37,8 +37,8 @@ from traces.simulator.scenario import (
     Scenario,
     Service,
 )
-from traces.simulator.servers import Job, Server, Stage
 from traces.simulator.stepped import SteppedWorker
+from traces.simulator.workers import Job, Server, Stage
 
 __all__ = ["Deployment", "Deployments"]
 
@@ -66,7 +66,7 @@ class Deployments:
     def remove(self, name: str, now_s: float) -> None:
         deployment = self.by_name[name]
         deployment.missing = 0
-        deployment.wake(now_s)
+        deployment.leave_zero(now_s)
         self._stop_moves(deployment, now_s)
         servers = (*deployment.replicas, *deployment.draining)
         rows = [row for server in servers for part in self._end(server, now_s) for row in part]
@@ -145,8 +145,8 @@ class Deployments:
         replicas = deployment.replicas
         deployment.last_s = now_s
         if not replicas:
-            if deployment.asleep:
-                self._wait_asleep(deployment, row, now_s)
+            if deployment.at_zero:
+                self._wait_at_zero(deployment, row, now_s)
             else:
                 self._requests.fail(row, Failure.NOT_SERVED)
         elif self._requests.input_tokens[row] + self._requests.output_tokens[row] > replicas[0].longest:
@@ -164,7 +164,7 @@ class Deployments:
         """Give the longest waiting requests to replicas with room; where no replica is left, fail all of them."""
         queue = deployment.queue
         if not deployment.replicas:
-            if deployment.asleep or deployment.coming:
+            if deployment.at_zero or deployment.coming:
                 return
             self._drop(deployment, list(queue))
         while queue and self._give(deployment, queue[0], now_s):
@@ -184,14 +184,14 @@ class Deployments:
         )
 
     def steer(self, now_s: float) -> bool:
-        """Ask the steering policy, and do as it says; whether it said anything."""
-        steering = self._policies.steering
-        assert steering is not None, "nobody asks what is not there"
+        """Carry out what the cluster policy asks for; return whether it asked for anything."""
+        cluster_policy = self._policies.cluster_policy
+        assert cluster_policy is not None, "asked for only where there is one"
         snapshot = self.snapshot(now_s)
-        orders = ask(steering.name, lambda: tuple(steering(snapshot)))
-        for order in orders:
-            self._obey(order, steering.name, now_s)
-        return bool(orders)
+        actions = ask(cluster_policy.name, lambda: tuple(cluster_policy(snapshot)))
+        for action in actions:
+            self._carry_out(action, cluster_policy.name, now_s)
+        return bool(actions)
 
     def turn(self, server: Server, now_s: float) -> None:
         """Handle ``server`` at a run's end or when ready: it may be drained, or take over for another."""
@@ -206,24 +206,24 @@ class Deployments:
                 self._drain(deployment, replaced, now_s)
             self.pass_on(deployment, now_s)
 
-    def _obey(self, order: Order, policy: str, now_s: float) -> None:
-        deployment = self.by_name.get(order.name)
+    def _carry_out(self, action: ClusterAction, policy: str, now_s: float) -> None:
+        deployment = self.by_name.get(action.name)
         if deployment is None or deployment.latest is None:
-            raise PolicyFault(policy, f"ordered {order}; nothing is deployed under that name")
-        if isinstance(order, Scale):
-            if order.replicas < 0:
-                raise PolicyFault(policy, f"ordered {order}; there is no negative number of replicas")
-            self._scale(deployment, order.replicas, now_s)
+            raise PolicyFault(policy, f"ordered {action}; nothing is deployed under that name")
+        if isinstance(action, Scale):
+            if action.replicas < 0:
+                raise PolicyFault(policy, f"ordered {action}; there is no negative number of replicas")
+            self._scale(deployment, action.replicas, now_s)
             return
-        server = next((r for r in deployment.replicas if r.name == order.replica_id), None)
+        server = next((r for r in deployment.replicas if r.name == action.replica_id), None)
         if server is None:
-            raise PolicyFault(policy, f"ordered {order}; there is no such replica")
-        if isinstance(order, Move):
-            self._move(deployment, server, order, policy, now_s)
+            raise PolicyFault(policy, f"ordered {action}; there is no such replica")
+        if isinstance(action, Move):
+            self._move(deployment, server, action, policy, now_s)
         elif len(deployment.replicas) == 1:
-            raise PolicyFault(policy, f"ordered {order}; it is the last replica, which is scaled, not drained")
+            raise PolicyFault(policy, f"ordered {action}; it is the last replica, which is scaled, not drained")
         else:
-            self._drain(deployment, server, now_s, evict=order.evict)
+            self._drain(deployment, server, now_s, evict=action.evict)
 
     def _scale(self, deployment: Deployment, replicas: int, now_s: float) -> None:
         if replicas == deployment.wanted:
@@ -232,7 +232,7 @@ class Deployments:
         deployment.since_s = now_s
         deployment.missing = max(0, replicas - len(deployment.replicas))
         if not replicas:
-            deployment.sleep(now_s)
+            deployment.scale_to_zero(now_s)
         for server in deployment.replicas[replicas:][::-1]:
             self._drain(deployment, server, now_s)
         self._fill(deployment, now_s)
@@ -258,15 +258,15 @@ class Deployments:
         self._tell(now_s, ChangeKind.ENDED, deployment.name, f"{server.name} has ended, its memory is free")
         self.retry(now_s)
 
-    def _move(self, deployment: Deployment, server: Server, order: Move, policy: str, now_s: float) -> None:
+    def _move(self, deployment: Deployment, server: Server, action: Move, policy: str, now_s: float) -> None:
         old = deployment.decided[server]
-        if server in deployment.coming.values() or not order.load_s >= 0:
-            raise PolicyFault(policy, f"ordered {order}; it moves already, or takes a negative time")
-        shapes = [[(s.num_layers, len(s.device_ids)) for s in p.stages] for p in (old.placement, order.placement)]
+        if server in deployment.coming.values() or not action.load_s >= 0:
+            raise PolicyFault(policy, f"ordered {action}; it moves already, or takes a negative time")
+        shapes = [[(s.num_layers, len(s.device_ids)) for s in p.stages] for p in (old.placement, action.placement)]
         if shapes[0] != shapes[1]:
-            raise PolicyFault(policy, f"ordered {order}; a replica keeps its layers per stage and its TP degree")
-        decided = replace(old, placement=order.placement)
-        new, memory = self._start(deployment, decided, policy, now_s, now_s + order.load_s)
+            raise PolicyFault(policy, f"ordered {action}; a replica keeps its layers per stage and its TP degree")
+        decided = replace(old, placement=action.placement)
+        new, memory = self._start(deployment, decided, policy, now_s, now_s + action.load_s)
         deployment.coming[new] = server
         deployment.since_s = now_s
         self._tell(now_s, ChangeKind.MOVING, deployment.name, f"{server.name} to {new.name}", memory)
@@ -277,14 +277,14 @@ class Deployments:
             if of is None or replaced is of:
                 self._end(new, now_s)
 
-    def _wait_asleep(self, deployment: Deployment, row: int, now_s: float) -> None:
-        """Queue a request of a deployment that is scaled to zero, and let the steering policy decide at once."""
+    def _wait_at_zero(self, deployment: Deployment, row: int, now_s: float) -> None:
+        """Queue a request of a deployment that is scaled to zero, and let the cluster policy decide at once."""
         bound = self._scenario.max_waiting
         if bound is not None and len(deployment.queue) >= bound:
             self._requests.fail(row, Failure.RATE_LIMITED)
             return
         deployment.queue.append(row)
-        if not deployment.missing and self._policies.steering is not None:
+        if not deployment.missing and self._policies.cluster_policy is not None:
             self.steer(now_s)
 
     def of(self, server: Server) -> Deployment | None:
@@ -398,8 +398,8 @@ class Deployments:
         deployment.replicas.append(server)
         deployment.missing -= 1
         deployment.most = max(deployment.most, len(deployment.replicas))
-        deployment.wakes += deployment.asleep
-        deployment.wake(now_s)
+        deployment.cold_starts += deployment.at_zero
+        deployment.leave_zero(now_s)
         deployment.since_s = now_s
         self._tell(now_s, ChangeKind.DEPLOYED, deployment.name, decided.what, memory)
         self.pass_on(deployment, now_s)

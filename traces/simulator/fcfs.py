@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from traces.simulator.requests import Requests
-from traces.simulator.servers import Server, Stage
 from traces.simulator.step_model import StepModel
+from traces.simulator.workers import Server, Stage
 
 __all__ = ["FcfsWorker"]
 

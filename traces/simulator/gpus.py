@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from fingerprint.errors import ConfigError
 
 if TYPE_CHECKING:
-    from traces.simulator.servers import Server
+    from traces.simulator.workers import Server
 
 __all__ = ["LOAD_WINDOW_S", "Gpu"]
 

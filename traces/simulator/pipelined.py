@@ -2,7 +2,7 @@
 
 vLLM and TensorRT-LLM do not wait for a batch to leave the last stage before the first one begins another. The
 running sequences are in at most one batch each; a batch that returns takes its sequences' next tokens, and
-prompts from the one queue, into its next step. Slots and KV are one room for all batches, so what fits is what
+prompts from the one queue, into its next step. Slots and KV are shared by all batches, so what fits is what
 fits without a pipeline. A step whose time is T alone spends ``share * T`` on a stage:
 
 * It enters when the first stage is free: no sooner than the busiest stage's share of the step that entered before.
@@ -25,10 +25,10 @@ from collections import deque
 from collections.abc import Sequence, Sized
 from dataclasses import replace
 
-from traces.simulator.continuous import ContinuousWorker, Room
+from traces.simulator.continuous import AdmissionQueue, ContinuousWorker
 from traces.simulator.requests import Requests
-from traces.simulator.servers import Server, Stage
 from traces.simulator.step_model import Limits, StepModel
+from traces.simulator.workers import Server, Stage
 
 __all__ = ["PipelinedWorker", "UnbatchedPipeline"]
 
@@ -65,8 +65,8 @@ class PipelinedWorker(Server):
         "_flying",
         "_gate",
         "_longest_s",
+        "_queue",
         "_returned",
-        "_room",
         "_round_s",
         "_until",
     )
@@ -75,8 +75,8 @@ class PipelinedWorker(Server):
     def __init__(self, name: str, stages: Sequence[Stage], ready_s: float, steps: StepModel, requests: Requests):
         super().__init__(name, stages, ready_s)
         self._empty: list[_Batch] = []
-        self._room, of_each = self._rooms(steps.limits)
-        batches = [ContinuousWorker(name, stages, ready_s, steps, requests, room) for room in of_each]
+        self._queue, of_each = self._queues(steps.limits)
+        batches = [ContinuousWorker(name, stages, ready_s, steps, requests, queue) for queue in of_each]
         self.max_batch, self.longest = batches[0].max_batch, batches[0].longest
         self._empty += [_Batch(of) for of in batches]
         self._returned: deque[_Batch] = deque()  # with sequences, before the first stage
@@ -88,14 +88,14 @@ class PipelinedWorker(Server):
         self._longest_s = 0.0  # of the steps in flight
         self._round_s = 1.0
 
-    def _rooms(self, limits: Limits) -> tuple[Room, Sequence[Room]]:
-        """Return the room that tells whether one more request fits, and every batch's."""
-        room = Room(limits)
-        return room, [room] * len(self.stages)
+    def _queues(self, limits: Limits) -> tuple[AdmissionQueue, Sequence[AdmissionQueue]]:
+        """Return the queue that says whether one more request fits, and that of every batch."""
+        queue = AdmissionQueue(limits)
+        return queue, [queue] * len(self.stages)
 
     def submit(self, row: int, input_tokens: int, output_tokens: int) -> None:
         self.outstanding += 1
-        self._room.waiting.append((row, input_tokens, output_tokens))
+        self._queue.waiting.append((row, input_tokens, output_tokens))
 
     def begin(self) -> float:
         if not self._flying:
@@ -117,7 +117,7 @@ class PipelinedWorker(Server):
 
     def _entering(self) -> bool:
         """Return whether a batch would enter now, were the first stage free."""
-        return bool(self._returned) or (bool(self._empty) and self._room.takes_next)
+        return bool(self._returned) or (bool(self._empty) and self._queue.takes_next)
 
     def _enter(self) -> None:
         batch = self._returned.popleft() if self._returned else self._empty.pop()
@@ -148,7 +148,7 @@ class PipelinedWorker(Server):
 
         It enters with an empty batch as soon as the first stage is free, or with the batch whose step ends next.
         """
-        if self._returned or len(self._room.waiting) > 1 or not self._room.takes_next:
+        if self._returned or len(self._queue.waiting) > 1 or not self._queue.takes_next:
             return self.work_s
         clock = self._now(done_s)
         until = max(clock, self._gate) if self._empty else self._cut_the_next(clock)
@@ -177,8 +177,8 @@ class PipelinedWorker(Server):
         return running, waiting
 
     def give_back(self) -> list[int]:
-        waiting = [row for row, _, _ in self._room.waiting]
-        self._room.waiting.clear()
+        waiting = [row for row, _, _ in self._queue.waiting]
+        self._queue.waiting.clear()
         self.outstanding -= len(waiting)
         return waiting
 
@@ -207,14 +207,14 @@ class UnbatchedPipeline(PipelinedWorker):
     def at_once(self) -> int:
         return len(self.stages)
 
-    def _rooms(self, limits: Limits) -> tuple[Room, Sequence[Room]]:
+    def _queues(self, limits: Limits) -> tuple[AdmissionQueue, Sequence[AdmissionQueue]]:
         one = replace(limits, max_batch=1, kv_tokens=None)
         whole = _WhileOneIsEmpty(one, self._empty)
-        return whole, [Room(one, whole.waiting) for _ in self.stages]
+        return whole, [AdmissionQueue(one, whole.waiting) for _ in self.stages]
 
 
-class _WhileOneIsEmpty(Room):
-    """Room in which a new request takes an empty batch, and joins none."""
+class _WhileOneIsEmpty(AdmissionQueue):
+    """Admission queue in which a new request takes an empty batch, and joins none."""
 
     __slots__ = ("_empty",)
 

@@ -13,7 +13,7 @@ from planner.intent import Slo
 from planner.lateness import Pace
 from planner.refusing import Flight, Judge
 from traces.simulator.requests import Requests
-from traces.simulator.servers import Server
+from traces.simulator.workers import Server
 
 __all__ = ["Punctual"]
 

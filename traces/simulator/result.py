@@ -58,9 +58,9 @@ class DeploymentFigures:
     arrived: int
     replicas: int
     waiting: int
-    most_replicas: int  # at once, that took requests
-    wakes: int  # from nothing, by a request
-    asleep_s: float  # scaled to nothing
+    peak_replicas: int  # at once, that took requests
+    cold_starts: int  # from zero replicas, by a request
+    scaled_to_zero_s: float  # at zero replicas
     limits: Limits | None = None  # of the latest replica; None: it was never deployed
 
 

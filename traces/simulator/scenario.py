@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from fingerprint.errors import ConfigError
-from placement.orders import Steering
+from placement.actions import ClusterPolicy
 from placement.routing import LeastOutstanding, Router
 from placement.types import ClusterSnapshot, GpuState, Placement
 from planner.intent import Slo
@@ -151,15 +151,15 @@ def _no_harvest(snapshot: ClusterSnapshot, need_bytes: int) -> GpuState | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policies:
-    """Everything that decides. ``make_batcher`` is needed for stepped service only; without ``steering`` what was
-    deployed stays as it is."""
+    """Everything that decides. ``make_batcher`` is needed for stepped service only; without ``cluster_policy`` no
+    deployment changes."""
 
     deployer: Deployer
     router: Router = field(default_factory=LeastOutstanding)
     harvest: Harvest = _no_harvest
     contention: Contention = processor_sharing
     make_batcher: MakeBatcher | None = None
-    steering: Steering | None = None
+    cluster_policy: ClusterPolicy | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,7 @@ from traces.outcomes import Failure
 from traces.request import Request
 from traces.simulator.cluster import Cluster
 from traces.simulator.deployments import Deployment, Deployments
-from traces.simulator.faults import PolicyFault
+from traces.simulator.policy_errors import PolicyFault
 from traces.simulator.requests import Requests
 from traces.simulator.result import DeploymentFigures, GpuFigures, SimulationResult
 from traces.simulator.scenario import (
@@ -30,13 +30,13 @@ from traces.simulator.scenario import (
     Scenario,
     Service,
 )
-from traces.simulator.servers import Job
+from traces.simulator.workers import Job
 
 __all__ = ["Progress", "simulate"]
 
 Progress = Callable[[int, float], None]  # (requests that have arrived, simulated seconds)
 
-_PATIENCE_S = 900.0  # after the last thing that happened, for a steering policy to help those who still wait
+_PATIENCE_S = 900.0  # after the last thing that happened, for a cluster policy to help those who still wait
 _REPORT_EVERY = 1 << 14  # requests
 
 
@@ -56,8 +56,8 @@ def simulate(
     """
     if scenario.service is Service.STEPPED and policies.make_batcher is None:
         raise ConfigError("stepped service needs a batching policy to be handed in")
-    if policies.steering is not None and not policies.steering.every_s > 0:
-        raise ConfigError(f"a steering policy looks at intervals above 0 s, got {policies.steering.every_s}")
+    if policies.cluster_policy is not None and not policies.cluster_policy.every_s > 0:
+        raise ConfigError(f"a cluster policy looks at intervals above 0 s, got {policies.cluster_policy.every_s}")
     world = _World(scenario, policies)
     try:
         return _follow(requests, world, progress)
@@ -97,8 +97,8 @@ class _World:
         self._deployments = Deployments(scenario, policies, self._cluster, self.requests)
         self.events = self._cluster.events
         self._actions = sorted(scenario.actions, key=lambda action: action.at_s)[::-1]  # the next one is the last
-        self._every_s = math.inf if policies.steering is None else policies.steering.every_s
-        self._looks = 1  # of the steering policy: the next one's number
+        self._every_s = math.inf if policies.cluster_policy is None else policies.cluster_policy.every_s
+        self._looks = 1  # of the cluster policy: the next one's number
         self.next_s = self._next()
         self.now_s = 0.0
         self.stopped: str | None = None
@@ -134,7 +134,7 @@ class _World:
                     deployments.pass_on(deployment, now_s)
 
     def _next(self) -> float:
-        """Return the time of the next action, or of the steering policy's next look."""
+        """Return the time of the next action, or of the cluster policy's next look."""
         act_s = self._actions[-1].at_s if self._actions else math.inf
         return min(act_s, self._looks * self._every_s)
 
@@ -181,9 +181,9 @@ class _World:
                 arrived=deployment.arrived,
                 replicas=len(deployment.replicas),
                 waiting=len(deployment.queue),
-                most_replicas=deployment.most,
-                wakes=deployment.wakes,
-                asleep_s=deployment.asleep_until_s(self.now_s),
+                peak_replicas=deployment.most,
+                cold_starts=deployment.cold_starts,
+                scaled_to_zero_s=deployment.at_zero_until_s(self.now_s),
                 limits=None if deployment.latest is None else deployment.latest.steps.limits,
             )
             for deployment in self._deployments.by_name.values()
@@ -231,7 +231,7 @@ class _World:
         answered = sum(self.requests.last_s[row] == self.requests.last_s[row] for row in rows)
         since_s = now_s - self.requests.arrival_s[rows[0]]
         rate = (
-            f", {len(rows) / since_s:.4g} requests/s came and {answered / since_s:.4g} were answered"
+            f", {len(rows) / since_s:.4g} requests/s arrived and {answered / since_s:.4g} were answered"
             if since_s
             else ""
         )

@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol, TypeAlias
 
-from traces.simulator.faults import PolicyFault, ask
+from traces.simulator.policy_errors import PolicyFault, ask
 from traces.simulator.requests import Requests
-from traces.simulator.servers import Server, Stage
 from traces.simulator.step_model import Limits, StepModel
+from traces.simulator.workers import Server, Stage
 
 __all__ = ["Batcher", "Chunk", "MakeBatcher", "SteppedWorker"]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from fingerprint.architectures import Architectures, Listed
 from fingerprint.capability import EngineCapabilities, Exclusion, Note
 from fingerprint.config import KvFormat, Pruning, WeightFormat
-from fingerprint.formats import DENSE_STORED, GROUP_SIZE
+from fingerprint.weight_bytes import DENSE_STORED, GROUP_SIZE
 
 __all__ = ["TABLE"]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat
 from fingerprint.config_json import read_config, show
 from fingerprint.errors import CheckpointError
-from fingerprint.formats import GROUP_SIZE
+from fingerprint.weight_bytes import GROUP_SIZE
 
 __all__ = ["StoredFormats", "check_formats", "stored_formats"]
 

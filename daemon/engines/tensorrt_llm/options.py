@@ -10,8 +10,8 @@ import json
 
 from daemon.worker_spec import WorkerLimits, WorkerSpec
 from fingerprint.config import KvFormat, even_split
-from fingerprint.formats import kv_heads_per_gpu
 from fingerprint.model_spec import KV_ELEMENT_BYTES, ModelSpec
+from fingerprint.weight_bytes import kv_heads_per_gpu
 
 __all__ = ["TOKENS_PER_BLOCK", "as_yaml", "kv_blocks", "kv_bytes_per_gpu", "llm_options"]
 

@@ -10,7 +10,7 @@ from daemon.worker_spec import WorkerLimits, WorkerSpec
 from fingerprint.cache_blocks import CacheRoom, block_tokens, cache_blocks, cache_bytes
 from fingerprint.config_json import read_config
 from fingerprint.families import load_spec
-from fingerprint.families.refusals import is_multimodal
+from fingerprint.families.unsupported import is_multimodal
 from fingerprint.model_spec import ModelSpec
 
 __all__ = ["in_blocks", "kv_blocks", "kv_cache_bytes", "step_tokens"]

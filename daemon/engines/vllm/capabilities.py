@@ -10,9 +10,9 @@ from daemon.engines.vllm.architectures import architectures_of, recorded_registr
 from daemon.sources.transformers_classes import recorded_transformers
 from fingerprint.capability import EngineCapabilities, Exclusion, Note, Verified
 from fingerprint.config import KvFormat, Pruning, WeightFormat
-from fingerprint.formats import DENSE_STORED, GROUP_SIZE
 from fingerprint.gpu_spec import Vendor
 from fingerprint.quantized import BY_HEADERS, METHODS
+from fingerprint.weight_bytes import DENSE_STORED, GROUP_SIZE
 
 __all__ = ["TABLE"]
 

@@ -21,6 +21,7 @@ from fingerprint.checkpoint import INDEX_FILE, SINGLE_FILE
 from fingerprint.config import KvFormat, WeightFormat
 from fingerprint.config_json import read_config
 from fingerprint.description.stored import quantization_of
+from fingerprint.engine_caches import with_caches
 from fingerprint.errors import CheckpointError, ConfigError
 from fingerprint.families import is_tabled, load_spec, read_spec
 from fingerprint.model_spec import ModelSpec
@@ -76,7 +77,7 @@ def read_model(spec: WorkerSpec) -> Model:
             f"{folder} has no safetensors files; fetch the weights, or ask for dummy weights to measure its shape"
         )
     return Model(
-        spec=_spec_of(folder, config),
+        spec=with_caches(_spec_of(folder, config), spec.layer_caches),
         quantized_by=quantized_by,
         has_tokenizer=any((folder / name).is_file() for name in _TOKENIZER_FILES),
     )

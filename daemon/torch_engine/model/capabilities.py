@@ -43,7 +43,7 @@ _STAGED = frozenset(
         "iquestcoder",
     }
 )
-# Families that are tested on one rank. But for OPT they have no row of their own: ``fingerprint.families.general``
+# Families that are tested on one rank. But for OPT they have no row of their own: ``fingerprint.families.generic``
 # finds their one stack of layers.
 _ONE_RANK = (
     *("arcee", "bitnet", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "glm", "glm4", "gpt2"),

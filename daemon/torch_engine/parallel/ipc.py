@@ -16,9 +16,8 @@ from daemon.exit_codes import is_out_of_memory
 from daemon.torch_engine.parallel.parallel_state import LoadOrder
 from daemon.torch_engine.parallel.stage import RankTiming
 from daemon.torch_engine.runner_types import StepPlan
-from fingerprint import errors
 from fingerprint.codec import from_json, to_json
-from fingerprint.errors import EngineError, IserveError
+from fingerprint.errors import EngineError, IserveError, error_class
 from fingerprint.measurements import RankMemory
 
 __all__ = ["Answer", "Order", "Verb", "encode", "failure", "receive_answer", "receive_order", "send_answer"]
@@ -57,7 +56,7 @@ class Answer:
         """Return the error to raise at rank 0, from a MemoryError where the rank had no room; None: none."""
         if self.error is None:
             return None
-        cls = getattr(errors, self.error_class or "", EngineError)
+        cls = error_class(self.error_class, EngineError)
         found: IserveError = (
             cls(self.error) if cls is not EngineError else EngineError(f"rank {rank}: {self.error}")
         )

@@ -29,7 +29,7 @@ from fingerprint.errors import (
 )
 from fingerprint.measurements import MachineInfo
 from iserve.controller.engine_selection import deployable_engine
-from iserve.controller.profile_validity import release_to_start
+from iserve.controller.profiling_validity import release_to_start
 from tests.daemon.engines.standin import make_vllm
 from tests.daemon.engines.vllm_worker_spec import DEVICES, worker
 

@@ -31,9 +31,9 @@ from iserve.demo import demo_model_path
 from iserve.export.compose import compose_file
 from iserve.export.kubernetes import kubernetes_objects
 from iserve.export.worker import FILES, PORT, ExportedWorker, exported_worker
-from iserve.planning.hypothetical import launch_for_gpus, plan_for_gpus
-from iserve.planning.launching import LaunchDocument
-from iserve.planning.making import PlanOptions
+from iserve.planning.offline import launch_for_gpus, plan_for_gpus
+from iserve.planning.pipeline import PlanOptions
+from iserve.planning.worker_launch import LaunchDocument
 from tests.daemon.engines.standin import make_vllm
 from tests.iserve.test_cli import Done, iserve, model
 from tests.waiting import PATIENCE_S
@@ -455,11 +455,11 @@ def test_a_file_that_is_there_stays_as_it_is(kind: str, iserve: Run, model: Any,
         (("--export", "k8s", "--gpus", "a6000:1", "-o", "/proc/x.yaml"), 1, "cannot write"),
         (("--export", "k8s", "--gpus", "a6000:1", "-o", "no/such/x.yaml"), 2, "is not there"),
         (("--export", "k8s", "--gpus", "a6000:1", "-o", "."), 2, "is a directory"),
-        (("--export", "k8s", "--gpus", "a6000:1", "--scale-to-zero", "60"), 2, "nobody watches what is exported"),
+        (("--export", "k8s", "--gpus", "a6000:1", "--scale-to-zero", "60"), 2, "it needs a running controller"),
         (
             ("--export", "k8s", "--gpus", "a6000:1", "--slo", "e2e=9", "--reject-late"),
             2,
-            "there is no gateway before what is exported",
+            "it needs a gateway",
         ),
         (("--export", "k8s", "--gpus", "a6000:1", "--batch", "100000"), 1, "no configuration is feasible"),
         (("--export", "k8s", "--gpus", "a6000:1", "--volume", "My_Claim"), 2, "My_Claim"),

@@ -22,7 +22,7 @@ from aiohttp import web
 from daemon.atomic_file import write_file_atomically
 from daemon.process import ProcessRecord, read_record
 from fingerprint.codec import to_json
-from iserve.routes import ApiKeyRecord, GatewayLimits, Route, RouteTable, WorkerTarget
+from iserve.route_table import ApiKeyRecord, GatewayLimits, Route, RouteTable, WorkerTarget
 from tests.waiting import PATIENCE_S, wait_until
 
 USAGE = {"prompt_tokens": 7, "completion_tokens": 5, "total_tokens": 12}

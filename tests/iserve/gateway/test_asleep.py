@@ -14,7 +14,7 @@ from fingerprint.codec import from_json
 from iserve.gateway import dispatch
 from iserve.gateway.dispatch import Deployment
 from iserve.gateway.errors import ApiError
-from iserve.routes import DEMAND_PATH, Demand, DeploymentDemand, WorkerTarget
+from iserve.route_table import DEMAND_PATH, Demand, DeploymentDemand, WorkerTarget
 from tests.iserve.gateway.conftest import Answer, FakeWorker, GatewayProcess, route
 from tests.waiting import PATIENCE_S, wait_until
 

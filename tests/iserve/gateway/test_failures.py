@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-from iserve.routes import GatewayLimits, WorkerTarget
+from iserve.route_table import GatewayLimits, WorkerTarget
 from tests.waiting import PATIENCE_S
 
 STREAM = {"model": "m", "prompt": "x", "stream": True}

@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from uvicorn.server import ServerState
 
-from iserve.gateway import worker_client
+from iserve import http_stream
 from iserve.gateway.http_server import GatewayProtocol
-from iserve.gateway.worker_client import WorkerClient, WorkerLostError
+from iserve.http_stream import AnswerLostError, Origin, StreamClient
 
 law = settings(max_examples=120, deadline=None)
 
@@ -92,8 +92,8 @@ def fed(protocol: asyncio.BufferedProtocol, piece: bytes) -> None:
 
 
 async def answer_of_ours(pieces: list[bytes]) -> tuple[int, bytes] | None:
-    client, wire = WorkerClient(), Wire()
-    connection = worker_client._Connection(asyncio.get_running_loop(), client, "http://127.0.0.1:1")
+    client, wire = StreamClient(), Wire()
+    connection = http_stream._Connection(asyncio.get_running_loop(), client, Origin("127.0.0.1", 1, "127.0.0.1:1"))
     connection.connection_made(wire)
 
     async def ask() -> tuple[int, bytes] | None:
@@ -102,7 +102,7 @@ async def answer_of_ours(pieces: list[bytes]) -> tuple[int, bytes] | None:
             body = b""
             while part := await answer.read(20.0):
                 body += part
-        except WorkerLostError:
+        except AnswerLostError:
             return None
         return answer.status, body
 
@@ -127,7 +127,7 @@ def test_what_is_taken_on_the_way_is_not_overtaken_nor_overtakes(turns: list[int
 
     async def pieces_in_order() -> list[bytes]:
         loop, came, offers = asyncio.get_running_loop(), [], itertools.cycle(wanted)
-        connection = worker_client._Connection(loop, WorkerClient(), "http://127.0.0.1:1")
+        connection = http_stream._Connection(loop, StreamClient(), Origin("127.0.0.1", 1, "127.0.0.1:1"))
         connection.connection_made(Wire())
 
         def take(data: bytes) -> bool:

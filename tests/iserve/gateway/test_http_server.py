@@ -12,10 +12,10 @@ from contextlib import suppress
 import pytest
 import uvicorn
 
-from iserve.gateway import http_server, limits
+from iserve.gateway import http_server, request_body
 from iserve.gateway.errors import ApiError
-from iserve.gateway.limits import BodyBudget
 from iserve.gateway.reply import WRITE_NOW
+from iserve.gateway.request_body import BodyBudget
 from tests.waiting import PATIENCE_S
 
 
@@ -33,7 +33,7 @@ class Endless:
     async def __call__(self, scope, receive, send) -> None:
         if scope["path"] == "/body":
             try:
-                body = await limits.read_body(
+                body = await request_body.read_body(
                     receive, scope["headers"], max_body_bytes=10_000, budget=BodyBudget(10_000)
                 )
                 self.bodies.append(body)
@@ -87,7 +87,7 @@ class Endless:
 def served(monkeypatch, request):
     monkeypatch.setattr(http_server, "HEADER_TIMEOUT_S", 0.2)
     monkeypatch.setattr(http_server, "STALLED_CLIENT_S", 0.3)
-    monkeypatch.setattr(limits, "BODY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(request_body, "BODY_TIMEOUT_S", 0.2)
     app = Endless()
     config = uvicorn.Config(
         app,

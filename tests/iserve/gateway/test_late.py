@@ -13,14 +13,14 @@ from dataclasses import replace
 import pytest
 
 from daemon.atomic_file import write_file_atomically
-from iserve.routes import Punctuality, Route, WorkerTarget
+from iserve.route_table import Punctuality, Route, WorkerTarget
 from planner.intent import Slo
 from planner.lateness import Pace
 from tests.iserve.gateway.conftest import Answer, FakeWorker, GatewayProcess, route
 from tests.waiting import PATIENCE_S, wait_until
 
 NAME = "late"
-REFUSED = f'iserve_gateway_late_refusals_total{{deployment="{NAME}"}}'
+REFUSED = f'iserve_gateway_late_rejections_total{{deployment="{NAME}"}}'
 # Two at once; a prompt takes 10 s, a token 1 s, and with another 2 s. An answer of unknown length has 11.
 PACE = Pace(slots=2, input_tokens=10, output_tokens=11, ttft_s=10.0, ttft_full_s=10.0, tpot_s=1.0, tpot_full_s=2.0)
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from iserve.gateway.dispatch import Deployment
 from iserve.gateway.errors import ApiError
-from iserve.gateway.sse import FrameBuffer, Usage, error_frame, usage_of
-from iserve.routes import Route, WorkerTarget
+from iserve.gateway.sse import FrameRelay, Usage, error_frame, usage_of
+from iserve.route_table import Route, WorkerTarget
 
 FRAME = st.text(alphabet="ab {}\"'é:", max_size=8).map(lambda text: b"data: " + text.encode())
 
@@ -35,7 +35,7 @@ class TestFrames:
     )
     def test_whole_frames_pass_in_order_and_a_part_never(self, frames, end, rest, at) -> None:
         whole = b"".join(frame + end for frame in frames)
-        buffer = FrameBuffer()
+        buffer = FrameRelay()
         passed = [buffer.feed(chunk) for chunk in cut(whole + rest, at)]
         assert b"".join(passed) == whole
         assert all(piece == b"" or piece.endswith(end) for piece in passed)
@@ -45,7 +45,7 @@ class TestFrames:
         usage = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
         chunks = [{"choices": [{"text": "a"}], "usage": None}, {"choices": [], "usage": usage}]
         stream = b"".join(b"data: %s\n\n" % json.dumps(chunk).encode() for chunk in chunks) + b"data: [DONE]\n\n"
-        buffer = FrameBuffer()
+        buffer = FrameRelay()
         for chunk in cut(stream, at):
             buffer.feed(chunk)
         assert buffer.is_done
@@ -58,31 +58,32 @@ class TestFrames:
         at=st.lists(st.integers(0, 200), max_size=8),
     )
     def test_what_is_plain_passes_as_it_is_and_is_not_the_end(self, frames, end, at) -> None:
-        buffer = FrameBuffer()
+        buffer = FrameRelay()
         for chunk in cut(b"".join(frame + end for frame in frames), at):
             is_plain = buffer.is_plain(chunk)
             passed = buffer.feed(chunk)
             assert not is_plain or (passed == chunk and not buffer.is_done and not buffer.broken_frame)
-        assert FrameBuffer().is_plain(b"data: a" + end)
+        assert FrameRelay().is_plain(b"data: a" + end)
 
     def test_done_inside_a_frame_is_not_the_end(self) -> None:
-        buffer = FrameBuffer()
+        buffer = FrameRelay()
         buffer.feed(b'data: {"text": "data: [DONE]"}\n\n')
         assert not buffer.is_done
         buffer.feed(b"data: [DONE]")  # without its end: cut
         assert not buffer.is_done
 
     def test_a_long_stream_is_not_kept(self) -> None:
-        buffer = FrameBuffer()
+        buffer = FrameRelay()
         for _ in range(10_000):
             buffer.feed(b"data: " + b"x" * 100 + b"\n\n")
         assert sum(map(len, buffer._tail)) < 20_000
 
     def test_an_overlong_frame_passes_in_pieces_and_an_error_starts_anew(self) -> None:
-        buffer = FrameBuffer()
+        buffer = FrameRelay()
         big = b"data: " + b"x" * 2_000_000
         assert buffer.feed(big) == big
         assert buffer.broken_frame
+        assert not buffer.is_plain(b"data: a\n\n")
         assert error_frame("m", code="c", after_broken_frame=True).startswith(b"\n\ndata: {")
         assert buffer.feed(b"\n\n") == b"\n\n"
         assert not buffer.broken_frame
@@ -210,7 +211,7 @@ class TestQueue:
             with pytest.raises(ApiError, match="already wait"):
                 await line.acquire(2)
             now_s = time.monotonic()
-            monkeypatch.setattr(line._arrivals, "_clock", lambda: now_s + 60)
+            monkeypatch.setattr(line._rate_window, "_clock", lambda: now_s + 60)
             assert line.requests_per_s == pytest.approx(2 / 60, rel=0.05)
             for task in (waits, again):
                 task.cancel()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import pytest
 
 from iserve.keys import new_key
-from iserve.routes import ApiKeyRecord
+from iserve.route_table import ApiKeyRecord
 from tests.iserve.gateway.conftest import REPO
 from tests.waiting import PATIENCE_S, wait_until
 

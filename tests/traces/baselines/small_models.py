@@ -8,7 +8,7 @@ from fingerprint.config import DeploymentConfig, WeightFormat, Workload
 from fingerprint.estimates import Estimate, MemoryEstimate, Quantity, Source
 from placement.types import ClusterSnapshot, GpuState, Placement
 from tests.fingerprint.step_timed_machine import llama_7b
-from traces.baselines.knowledge import Knowledge
+from traces.baselines.model_info import Knowledge
 from traces.simulator.step_model import Limits
 
 LAYERS = 8

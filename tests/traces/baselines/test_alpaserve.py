@@ -16,7 +16,7 @@ from planner.intent import Slo
 from tests.traces.baselines.small_models import DEGREES, GPU_BYTES, bytes_on, cluster, known
 from traces.baselines.alpaserve import Plan, SimulatedTrace, deployment_of, search
 from traces.baselines.grouping import in_order, partitions
-from traces.baselines.knowledge import Knowledge, Places, StepTimes, without
+from traces.baselines.model_info import Knowledge, Places, StepTimes, without
 from traces.baselines.selection import Placed, Score, Selector, Verdict
 from traces.request import Request
 from traces.simulator.scenario import Deploy, Policies, Scenario, Service

@@ -16,7 +16,7 @@ from placement.types import ClusterSnapshot
 from tests.fingerprint.step_timed_machine import llama_7b
 from tests.traces.baselines.small_models import batched, bytes_on, cluster, known
 from traces.baselines.fsdp import FsdpDeployer, FsdpEstimator, Sharding, pass_s, sharded_bytes, transfer_s
-from traces.baselines.knowledge import Knowledge, without
+from traces.baselines.model_info import Knowledge, without
 from traces.simulator.scenario import Deployed, NotDeployed
 
 A6000 = gpu_spec("a6000")

@@ -16,7 +16,7 @@ from fingerprint.config import Workload
 from fingerprint.errors import BadInputError
 from fingerprint.estimators.calibration import Calibration, shipped_calibration
 from fingerprint.measurements import Profile
-from iserve.controller.estimating import estimator_for
+from iserve.planning.estimator_factory import estimator_for
 from tests.bench.fidelity import CHECKED, PROFILE, WHOLE, Asked, Fidelity, Load, served_by
 from tests.bench.fidelity_again import again, kept_of, read
 from tests.bench.fidelity_compare import Sent, compare, simulated_requests

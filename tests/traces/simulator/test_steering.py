@@ -1,4 +1,4 @@
-"""Effects of a steering policy's actions on replicas, requests and memory."""
+"""Effects of a cluster policy's actions on replicas, requests and memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fingerprint.errors import ConfigError, PolicyError
-from placement.orders import Drain, Move, Order, Scale
+from placement.actions import ClusterAction, Drain, Move, Scale
 from placement.types import ClusterSnapshot
 from tests.traces.simulator.worlds import OnTheFirst, cluster, deploy_all, limits, placed_on, second_per_step
 from traces.request import Request
@@ -26,12 +26,12 @@ class Scripted:
 
     name = "scripted"
 
-    def __init__(self, *script: Sequence[Order], every_s: float = 10.0, wakes: bool = True) -> None:
+    def __init__(self, *script: Sequence[ClusterAction], every_s: float = 10.0, wakes: bool = True) -> None:
         self.every_s, self.wakes = every_s, wakes
         self._script = list(script)
         self.seen: list[ClusterSnapshot] = []
 
-    def __call__(self, snapshot: ClusterSnapshot) -> Sequence[Order]:
+    def __call__(self, snapshot: ClusterSnapshot) -> Sequence[ClusterAction]:
         self.seen.append(snapshot)
         waking = [Scale(name=d.name, replicas=1) for d in snapshot.deployments if not d.wanted and d.waiting]
         if waking:
@@ -41,7 +41,7 @@ class Scripted:
 
 def run(
     requests: list[Request],
-    steering: Scripted,
+    cluster_policy: Scripted,
     *,
     actions: tuple[Action, ...] | None = None,
     steps: StepModel = ONE,
@@ -58,7 +58,9 @@ def run(
         service=service,
         startup_s=startup_s,
     )
-    return simulate(requests, scenario, Policies(deployer=OnTheFirst(steps, size_bytes), steering=steering))
+    return simulate(
+        requests, scenario, Policies(deployer=OnTheFirst(steps, size_bytes), cluster_policy=cluster_policy)
+    )
 
 
 def told(result: SimulationResult, *kinds: ChangeKind) -> list[tuple[float, str]]:
@@ -97,11 +99,11 @@ def test_scaled_to_nothing_requests_wait_and_wake_it() -> None:
     waits.
     """
     asked = [Request(0.0, 1, 4, "a"), Request(42.0, 1, 3, "a"), Request(43.0, 1, 2, "a")]
-    steering = Scripted([Scale(name="a", replicas=0)])
-    result = run(asked, steering, startup_s=5.0)
+    cluster_policy = Scripted([Scale(name="a", replicas=0)])
+    result = run(asked, cluster_policy, startup_s=5.0)
     assert result.outcomes.first_token_s.tolist() == [6.0, 48.0, 51.0]
     assert result.outcomes.last_token_s.tolist() == [9.0, 50.0, 52.0]
-    asleep = steering.seen[1].deployments[0]
+    asleep = cluster_policy.seen[1].deployments[0]
     assert (asleep.wanted, asleep.replicas, asleep.busy_fraction) == (0, (), 0.0)
     assert result.gpus[0].held_fraction == pytest.approx((10 + (52 - 42)) / 52)
 
@@ -132,8 +134,8 @@ def test_an_evicted_request_goes_on_elsewhere_from_its_last_token(slots: int) ->
     steps = linear_steps(limits(slots), step_s=1.0)
     asked = [Request(0.0, 1, 2, "a"), Request(0.0, 3, 20, "a")]
     actions = (Deploy(at_s=0.0, name="a", model="a", replicas=2),)
-    steering = Scripted([Drain(name="a", replica_id="a#2", evict=True)], every_s=10.5)
-    result = run(asked, steering, actions=actions, steps=steps)
+    cluster_policy = Scripted([Drain(name="a", replica_id="a#2", evict=True)], every_s=10.5)
+    result = run(asked, cluster_policy, actions=actions, steps=steps)
     assert result.outcomes.first_token_s.tolist() == [1.0, 1.0]
     assert result.outcomes.last_token_s.tolist() == [2.0, 20.5]
     assert result.gpus[1].held_fraction * result.end_s == pytest.approx(10.5)
@@ -142,9 +144,9 @@ def test_an_evicted_request_goes_on_elsewhere_from_its_last_token(slots: int) ->
 def test_the_policy_sees_rate_and_service_of_the_last_two_minutes() -> None:
     """At 99 s 50 requests have arrived since the beginning; each takes one step for its prompt, three for more."""
     asked = [Request(2.0 * i, 5, 4, "a") for i in range(60)]
-    steering = Scripted(every_s=99.0)
-    run(asked, steering)
-    seen = steering.seen[0].deployments[0]
+    cluster_policy = Scripted(every_s=99.0)
+    run(asked, cluster_policy)
+    seen = cluster_policy.seen[0].deployments[0]
     assert seen.requests_per_s == pytest.approx(50 / 99)
     assert seen.service_s == pytest.approx(4.0)
     assert seen.busy_fraction == pytest.approx(50 / 99 * 4)
@@ -162,7 +164,7 @@ def test_the_policy_sees_rate_and_service_of_the_last_two_minutes() -> None:
         (Move(name="a", replica_id="a#1", placement=placed_on("gpu0", "gpu1"), load_s=1), "keeps its layers"),
     ],
 )
-def test_orders_that_cannot_be_are_the_policys_fault(order: Order, complaint: str) -> None:
+def test_orders_that_cannot_be_are_the_policys_fault(order: ClusterAction, complaint: str) -> None:
     with pytest.raises(PolicyError, match=rf"scripted.*{complaint}"):
         run([Request(0.0, 1, 40, "a")], Scripted([order]))
 
@@ -181,7 +183,7 @@ class Restless:
     def __init__(self, draws: list[tuple[int, int, int]]) -> None:
         self._draws = list(draws)
 
-    def __call__(self, snapshot: ClusterSnapshot) -> Sequence[Order]:
+    def __call__(self, snapshot: ClusterSnapshot) -> Sequence[ClusterAction]:
         waking = [Scale(name=d.name, replicas=1) for d in snapshot.deployments if not d.wanted and d.waiting]
         if waking or not self._draws or not snapshot.deployments:
             return waking

@@ -17,7 +17,7 @@ from fingerprint.estimates import Estimate
 from fingerprint.estimators.corrected import CorrectedEstimator
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec
-from iserve.controller.estimating import estimator_for
+from iserve.planning.estimator_factory import estimator_for
 from tests.bench.accuracy_measure import Recorded
 from tests.bench.kept import read_kept
 from tests.fingerprint.step_timed_machine import llama_7b

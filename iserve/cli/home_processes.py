@@ -1,0 +1,183 @@
+"""Looking at and ending the processes of one home, with or without a controller to ask."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from daemon.client import DaemonClient
+from daemon.engines.external import ExternalEngine
+from daemon.engines.registry import ENGINES
+from daemon.process import is_alive, read_record
+from daemon.status import WorkerState
+from daemon.worker_process import Phase, WorkerProcess
+from fingerprint.errors import ConflictError, IserveError, NotFoundError, StateUnavailableError, UnavailableError
+from iserve.controller.child_processes import daemon_process, end_controllers, gateway_process
+from iserve.gateway.event_loop import event_loop
+from iserve.settings import Settings
+from iserve.state.backup import join_log
+
+__all__ = ["Finding", "ProcessState", "examine", "living_workers", "process_states", "take_down"]
+
+_LOW_DISK_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessState:
+    name: str
+    pid: int | None
+    url: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Result of a check: in order, a problem, or the absence of something optional (which is in order)."""
+
+    ok: bool
+    text: str
+    absent: bool = False
+
+    @property
+    def verdict(self) -> str:
+        return "absent" if self.absent and self.ok else "ok" if self.ok else "PROBLEM"
+
+
+def process_states(settings: Settings) -> tuple[ProcessState, ...]:
+    """Return controller, gateway, daemon and workers, as their records and the kernel say."""
+    states = []
+    for name in ("controller", "gateway", "daemon"):
+        record = read_record(settings.run_folder / f"{name}.json")
+        alive = record is not None and is_alive(record)
+        states.append(
+            ProcessState(name, record.pid, record.url) if record and alive else ProcessState(name, None, None)
+        )
+    daemon = _daemon(settings)
+    if daemon is not None:
+        with contextlib.suppress(UnavailableError):
+            states += [
+                ProcessState(f"worker {w.spec.worker_id} ({w.state})", w.pid, w.url) for w in daemon.workers()
+            ]
+    return tuple(states)
+
+
+def _daemon(settings: Settings) -> DaemonClient | None:
+    record = daemon_process(settings).record()
+    return None if record is None else DaemonClient(record.url, record.token)
+
+
+def take_down(settings: Settings) -> Iterator[str]:
+    """End controller, gateway, workers and daemon, in that order, and say what was ended.
+
+    A process that has no record yet is ended as well: it would appear a moment later, and stay.
+
+    Raises:
+        UnavailableError: something would not end.
+    """
+    if end_controllers(settings):
+        yield "controller ended"
+    if isinstance(settings.state, Path):
+        # A killed controller leaves commits in the log next to the file. The next start would join them too.
+        with contextlib.suppress(ConflictError, StateUnavailableError):
+            join_log(settings.state)
+    if gateway_process(settings).stop():
+        yield "gateway ended"
+    child = daemon_process(settings)
+    if child.record() is None and any((settings.home / "workers").glob("*/lease.json")):
+        child.ensure()  # it adopts what was left, so that it can be ended properly
+    daemon = _daemon(settings)
+    if daemon is not None:
+        for worker in daemon.workers():
+            if worker.state is not WorkerState.STOPPED:
+                with contextlib.suppress(NotFoundError):
+                    daemon.stop(worker.spec.worker_id)
+                yield f"worker {worker.spec.worker_id} ended"
+    yield "daemon ended" if child.stop() else "nothing else runs"
+
+
+def examine(settings: Settings, *, fix: bool) -> tuple[Finding, ...]:
+    """Return what is right and wrong with this installation."""
+    findings = [_home(settings.home), *_state(settings)]
+    for state in process_states(settings)[:3]:
+        ok = state.pid is not None
+        findings.append(
+            Finding(ok, f"{state.name}: {f'pid {state.pid}, {state.url}' if ok else 'not running; `iserve up`'}")
+        )
+    findings.append(Finding(True, f"gateway's event loop: {event_loop().text}"))
+    findings += _leftovers(settings, fix=fix)
+    findings += _engines(settings)
+    return tuple(findings)
+
+
+def _engines(settings: Settings) -> Iterator[Finding]:
+    """Yield each engine's versions and Python; an absent engine is a problem where a setting names its Python."""
+    for engine in ENGINES.values():
+        named = getattr(settings, f"{engine.name.replace('-', '_')}_python", None)
+        table = engine.capabilities()
+        if table.unavailable is not None:
+            yield Finding(named is None, f"engine {engine.name}: {table.unavailable}", absent=True)
+            continue
+        versions = ", ".join(v if name == "engine" else f"{name} {v}" for name, v in engine.versions())
+        limits = "" if table.unprofiled is None else f"; {table.unprofiled}"
+        unseen = "" if table.verified else "; contract-tested against its documentation, never run"
+        python, unknown = sys.executable, ""
+        if isinstance(engine, ExternalEngine):
+            found = engine.installed()
+            python = found.python
+            if engine.standing(found) == "unknown":
+                unknown = "; no release that iServe knows: it has every option, nothing else is verified"
+        yield Finding(True, f"engine {engine.name}: {versions}, for {python}{limits}{unseen}{unknown}")
+
+
+def _home(home: Path) -> Finding:
+    """Check the home, which is not made here: looking changes nothing."""
+    there = next(folder for folder in (home, *home.parents) if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        return Finding(False, f"home {home} cannot be used: {there} cannot be written to; set ISERVE_HOME")
+    free = shutil.disk_usage(there).free
+    return Finding(free > _LOW_DISK_BYTES, f"home {home}: {free / 2**30:.1f} GiB of disk free")
+
+
+def _state(settings: Settings) -> Iterator[Finding]:
+    """Check the database, where it is not a file of the home. Its URL is not shown: it may hold a password."""
+    if settings.database_url is None:
+        return
+    from iserve.state.store import Store
+
+    try:
+        store = Store.read_only(settings.database_url)
+        try:
+            new = store.is_new()
+        finally:
+            store.close()
+    except IserveError as error:
+        yield Finding(False, str(error))
+        return
+    yield Finding(True, f"state: PostgreSQL answers{', nothing was ever kept there' if new else ''}")
+
+
+def living_workers(settings: Settings) -> Iterator[WorkerProcess]:
+    """Yield the home's workers that have a process, as their leases and the kernel say; a daemon is not asked."""
+    for path in sorted((settings.home / "workers").glob("*/lease.json")):
+        worker = WorkerProcess(path.parent)
+        if worker.look() is not Phase.ENDED or worker.left():
+            yield worker
+
+
+def _leftovers(settings: Settings, *, fix: bool) -> Iterator[Finding]:
+    """Check for workers that live although no daemon watches them."""
+    if _daemon(settings) is not None:
+        yield Finding(True, "workers: watched by the daemon")
+        return
+    found = False
+    for worker in living_workers(settings):
+        found = True
+        gone = fix and worker.end(grace_s=10)
+        pid = "" if worker.lease is None else f" (pid {worker.lease.pid})"
+        yield Finding(gone, f"worker {worker.folder.name}{pid}: {'ended' if gone else 'unwatched; --fix ends it'}")
+    if not found:
+        yield Finding(True, "workers: none left over")

@@ -1,0 +1,274 @@
+"""``report``: one page about a model, to keep or to send."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fingerprint.errors import NotFoundError, UnavailableError
+from fingerprint.full_disk import why_not_written
+from fingerprint.model_use import ModelUse
+from fingerprint.output_file import output_file
+from iserve.cli import gpu_options as g
+from iserve.cli import model_options as m
+from iserve.cli import options as o
+
+if TYPE_CHECKING:
+    from fingerprint.config import DeploymentConfig
+    from fingerprint.gpu_spec import GpuSpec
+    from iserve.api_documents import NodeDocument
+    from iserve.client import ControllerClient
+    from iserve.planning.deployability import DeployableDocument
+    from iserve.planning.pipeline import Hardware
+    from iserve.report.accuracy import AccuracyRecord
+    from iserve.report.build import ReportOptions
+    from iserve.report.values import Report
+
+__all__ = ["check_target", "hardware_here", "register", "write_page"]
+
+DEFAULT_OUTPUT = "report.html"
+_MARKDOWN = ".md"
+
+
+def register(app: typer.Typer) -> None:
+    app.command("report", epilog="Example: iserve report my-llama -o report.html")(report)
+
+
+def report(
+    model: o.ModelArgument,
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", help="The page's file; one that is there is replaced. X.md is Markdown."),
+    ] = Path(DEFAULT_OUTPUT),
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Markdown, to standard output, with tables for the drawings.")
+    ] = False,
+    gpus: Annotated[
+        str | None, typer.Option("--gpus", help="Report on these instead, such as a6000:8. Needs no profile.")
+    ] = None,
+    gpu_file: g.GpuFile = None,
+    truth: Annotated[
+        Path | None,
+        typer.Option(
+            "--measurements", help="Measured whole models instead of those that `make accuracy` left here."
+        ),
+    ] = None,
+    cost: o.CostOption = o.DEFAULT_INTENT.cost_model,
+    quality: o.QualityOption = o.DEFAULT_INTENT.quality,
+    input_tokens: o.InputTokens = o.DEFAULT_WORKLOAD.input_tokens,
+    output_tokens: o.OutputTokens = o.DEFAULT_WORKLOAD.output_tokens,
+    batch: o.BatchOrMore = None,
+    text_only: m.TextOnly = False,
+    engine: o.EngineOption = "auto",
+    as_json: o.JsonOption = False,
+) -> None:
+    """Write one self-contained HTML page: what was measured of MODEL, and what every intent would choose.
+
+    The same as Markdown with --markdown or a file that ends in .md: tables take the place of the drawings.
+
+    Uses the profile that `iserve profile MODEL` took and the devices that are free now.
+    """
+    from fingerprint.codec import to_json
+    from iserve.report.accuracy import read_accuracy
+    from iserve.report.build import ReportOptions
+    from iserve.report.markdown import render_markdown
+    from iserve.report.page import render_report
+    from iserve.settings import load_settings
+
+    settings = load_settings()
+    options = ReportOptions(
+        workload=o.workload_of(o.DEFAULT_WORKLOAD.batch if batch is None else batch, input_tokens, output_tokens),
+        cost_model=cost,
+        quality=quality,
+        policy=settings.policy,
+        load_threshold=settings.load_threshold,
+        more_requests=batch is None,
+        longer_requests=True,
+    )
+    if as_json and markdown:
+        raise typer.BadParameter("--json and --markdown are two; give one of them")
+    if not (as_json or markdown):
+        with o.usage_errors("--output"):
+            check_target(output)
+    accuracy = None if truth is None else read_accuracy(truth)
+    there = g.named_gpus(gpus, gpu_file)
+    if there is None:
+        found = _live(model, engine, options, accuracy, text_only=text_only)
+    else:
+        found = _hypothetical(model, *there, engine, options, accuracy, text_only=text_only)
+    if as_json:
+        typer.echo(to_json(found, indent=2).decode())
+        return
+    if markdown:
+        typer.echo(render_markdown(found), nl=False)
+        return
+    render = render_markdown if output.suffix.lower() == _MARKDOWN else render_report
+    write_page(output, render(found))
+    typer.echo(f"{output}: {found.model} on {found.hardware}, {len(found.configurations)} configurations")
+
+
+def _hypothetical(
+    model: str,
+    gpu: GpuSpec,
+    count: int,
+    engine: str,
+    options: ReportOptions,
+    accuracy: AccuracyRecord | None,
+    *,
+    text_only: bool,
+) -> Report:
+    from daemon.engines.registry import capabilities_for
+    from iserve.cli.connection import registered_models
+    from iserve.model_source import resolve
+    from iserve.planning.deployability import deployable, gpus_here
+    from iserve.planning.model_use import check_use, used
+    from iserve.planning.offline import engine_for_gpus
+    from iserve.planning.pipeline import datasheet_estimator, hypothetical_hardware
+    from iserve.report.build import build_report
+    from iserve.settings import load_settings
+
+    source = resolve(model, registered_models(model, load_settings()), need_weights=False)
+    source = used(source, ModelUse(text_only=text_only))
+    hardware = hypothetical_hardware(gpu, count)
+    tables = capabilities_for(engine)
+    choice = engine_for_gpus(source.spec, gpu, count, options.wish(), engine)
+    engines = [table.unprepared() for table in tables if table.engine == choice.engine]
+    for table in engines:
+        check_use(source, table)
+    estimator = datasheet_estimator(source.spec, gpu, engines)
+    found = gpus_here()
+
+    def deployable_of(config: DeploymentConfig) -> DeployableDocument:
+        return deployable(source.spec, config, gpu, engines, found, has_weights=source.has_weights)
+
+    return build_report(
+        source.name,
+        source.spec,
+        hardware,
+        estimator,
+        engines,
+        options,
+        accuracy=accuracy,
+        deployable_of=deployable_of,
+        notes=choice.passed_over,
+    )
+
+
+def _live(
+    model: str, engine: str, options: ReportOptions, accuracy: AccuracyRecord | None, *, text_only: bool
+) -> Report:
+    """Return the report by the stored profile, on the devices of this home's node."""
+    from daemon.engines.registry import get_engine
+    from fingerprint.estimators.corrected import CorrectedEstimator
+    from fingerprint.measurements import Profile
+    from iserve.api_documents import ModelDocument
+    from iserve.cli.connection import client
+    from iserve.controller.engine_selection import deployable_engine
+    from iserve.controller.profiling_validity import differences
+    from iserve.model_source import resolve
+    from iserve.planning.deployability import deployable
+    from iserve.planning.estimator_factory import estimator_for, profile_as
+    from iserve.planning.model_use import used
+    from iserve.report.accuracy import find_accuracy
+    from iserve.report.build import build_report, find_profile
+    from iserve.settings import load_settings
+    from iserve.verify.documents import StoredVerification
+
+    if engine != "auto":
+        deployable_engine(engine)
+    controller = client()
+    profiles = [p for p in controller.get("/api/v1/profiles", tuple[Profile, ...]) if engine in ("auto", p.engine)]
+    registered = {m.name: Path(m.directory) for m in controller.get("/api/v1/models", tuple[ModelDocument, ...])}
+    try:
+        source = used(resolve(model, registered, need_weights=False), ModelUse(text_only=text_only))
+    except (NotFoundError, UnavailableError):
+        if all(p.model != model for p in profiles):
+            raise
+        profile = find_profile(profiles, model, None)  # its files are gone, what was measured is not
+        name, has_weights = profile.model, False
+    else:
+        found_as = source.spec.text_alone.shape_hash
+        profile = find_profile(profiles, source.name, found_as, argument=source.argument)
+        profile = profile_as(source.spec, profile)
+        has_weights = source.has_weights
+        name = source.name  # the profile may be that of another model of this shape
+    if accuracy is None:
+        accuracy = find_accuracy(load_settings().home, profile.spec.shape_hash, profile.machine)
+    node, hardware = hardware_here(controller, profile.machine.device)
+    measured_on = get_engine(profile.engine)
+    engines = [measured_on.capabilities().unprepared()]
+    checks = controller.get("/api/v1/verifications", tuple[StoredVerification, ...])
+    alike = [
+        c for c in checks if c.in_force and (c.shape_hash, c.engine) == (profile.spec.shape_hash, profile.engine)
+    ]
+    estimator = CorrectedEstimator(estimator_for(profile), [check.verification for check in alike])
+    found = {hardware.gpu.name: len(hardware.snapshot.gpus)}
+
+    def deployable_of(config: DeploymentConfig) -> DeployableDocument:
+        return deployable(profile.spec, config, hardware.gpu, engines, found, has_weights=has_weights)
+
+    report = build_report(
+        name,
+        profile.spec,
+        hardware,
+        estimator,
+        engines,
+        options,
+        accuracy=accuracy,
+        deployable_of=deployable_of,
+    )
+    changed = differences(profile, node, measured_on.versions())
+    stale = f"no plan or deploy here uses this profile any more: it was taken with {', '.join(changed)}"
+    return replace(report, warnings=(*report.warnings, *([stale] if changed else [])))
+
+
+def hardware_here(controller: ControllerClient, gpu: GpuSpec) -> tuple[NodeDocument, Hardware]:
+    """Return this home's node, and its devices as a plan sees them: what serves there, and its request rates.
+
+    Raises:
+        UnavailableError: its daemon is away.
+    """
+    from iserve.api_documents import NodeDocument
+    from iserve.controller.snapshot import hardware_of
+    from placement.types import DeploymentState
+
+    nodes = [node for node in controller.get("/api/v1/nodes", tuple[NodeDocument, ...]) if node.reachable]
+    if not nodes:
+        raise UnavailableError("this node's daemon is away; `iserve status` looks, try again in a moment")
+    serving = controller.get("/api/v1/serving", tuple[DeploymentState, ...])
+    return nodes[0], hardware_of(nodes[0], gpu, serving)
+
+
+def check_target(target: Path) -> None:
+    """Check, before anything slow, whether a file can be put there.
+
+    Raises:
+        ConfigError: as :func:`output_file`.
+    """
+    output_file(target)
+
+
+def write_page(target: Path, page: str) -> None:
+    """Put ``page`` there whole or not at all.
+
+    Raises:
+        NotFoundError: the directory cannot be written to.
+        ConfigError: as :func:`output_file`.
+    """
+    target, temporary = output_file(target), None
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=target.parent, prefix=".report-", delete=False
+        ) as file:
+            temporary = Path(file.name)
+            file.write(page)
+        temporary.chmod(0o644)
+        temporary.replace(target)
+    except OSError as error:
+        if temporary is not None:  # a full disk, which a part of a page need not fill further
+            temporary.unlink(missing_ok=True)
+        raise NotFoundError(f"cannot write {target}: {why_not_written(error, target.parent)}") from error

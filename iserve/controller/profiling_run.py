@@ -1,0 +1,422 @@
+"""Taking of a profile: the formats and degrees that the engine runs and that may be wanted.
+
+Only those are measured that can still change the decision that the profile is taken for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from daemon.profile_client import WorkerProfileTarget
+from daemon.status import NodeStatus
+from fingerprint.capability import EngineCapabilities
+from fingerprint.config import DeploymentConfig, WeightFormat, Workload
+from fingerprint.depth_tied_cuts import tied_depths
+from fingerprint.depth_tied_plan import DepthTiedPlan, depth_tied_plan
+from fingerprint.depth_tied_profile import depth_tied_profile
+from fingerprint.errors import (
+    ConfigError,
+    InfeasibleError,
+    IserveError,
+    NotMeasuredError,
+    UnsupportedModelError,
+)
+from fingerprint.estimators.l2 import MeasuredKey, key_of
+from fingerprint.gpu_spec import GpuSpec
+from fingerprint.measurements import Profile, TimingPoint
+from fingerprint.model_spec import ModelSpec
+from fingerprint.profile import ProfileProgress, profile
+from fingerprint.profile_plan import EngineSizes, ProfilePlan, Shards, default_plan
+from fingerprint.sharded_profile import profile_with_shards
+from fingerprint.truncate import generate, generate_dummy, generate_shape
+from iserve.controller.profiling_devices import STEP_TOKENS, FittingPlan, fitting, quietest
+from iserve.controller.profiling_scope import lacking, why_needless
+from iserve.model_source import ModelSource
+from iserve.planning.estimator_factory import contradictions, profile_as
+from iserve.planning.pipeline import PlanOptions
+from placement.types import DeploymentState
+from planner.intent import Quality, allows
+from planner.space import shape_refusal
+
+__all__ = ["Fingerprints", "Order", "consistent", "take"]
+
+_DEGREES = ((1, 1), (2, 1), (1, 2))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Order:
+    """Order of one profile.
+
+    Attributes:
+        table: what the engine runs of checkpoints as they are.
+        node: before any worker of this profile.
+        serving: on the node, with their rates, where these are known.
+        wish: measure what may serve it best; None: everything that may serve some request of that quality.
+        known: holds on the node, with measurements left out that the request needs: these are added to it.
+        shards: which degrees may be taken as one tensor-parallel rank alone.
+        max_seconds: launches included, but for an engine in an environment of its own: there without its starts,
+            and where it carries our step timer of all GPUs together.
+    """
+
+    source: ModelSource
+    table: EngineCapabilities
+    node: NodeStatus
+    workload: Workload
+    wish: PlanOptions | None
+    quality: Quality
+    shards: Shards
+    max_seconds: float
+    progress: Callable[[ProfileProgress], None]
+    known: Profile | None = None
+    serving: tuple[DeploymentState, ...] = ()
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The part of the model that is measured: its text alone."""
+        return self.source.spec.text_alone
+
+    def as_served(self, measured: Profile) -> Profile:
+        """Return ``measured`` as that of the model with the towers it is served with, which take memory."""
+        return profile_as(self.source.spec, measured)
+
+
+def take(order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints) -> Profile:
+    """Measure; raises as ``Profiler.take``, and ConfigError: shards are wanted of an engine without step timer, or
+    more requests at once than tokens fit a step of one with it."""
+    if order.shards is Shards.ALWAYS and not order.table.step_timed:
+        raise ConfigError(
+            f"shards={order.shards} profiles one tensor-parallel rank alone, which takes an engine with our step "
+            f"timer, and {order.table.engine} has none; take --engine vllm, or leave --shards out"
+        )
+    if order.table.own_environment:
+        _refuse_more_than_a_step(order)
+    if order.table.step_timed:
+        _refuse_without_pattern(order.spec, order.source.name)
+    if order.known is not None and order.wish is not None:
+        return _added(order.known, order.wish, order, target, fingerprints)
+    if order.table.step_timed:
+        return _take_depth_tied(order, target, fingerprints)
+    how = _take_by_wall_clock if order.table.own_environment else _take_plain
+    return how(order, target, fingerprints)
+
+
+def _refuse_more_than_a_step(order: Order) -> None:
+    """Raise ConfigError if one token of each sequence does not fit a step: the engine would not start."""
+    if order.workload.batch > STEP_TOKENS:
+        raise ConfigError(
+            f"batch={order.workload.batch:,} is more than the {STEP_TOKENS:,} tokens of one step that "
+            f"{order.table.engine} is started with, and each sequence decodes one in every step; lower --batch"
+        )
+
+
+def _refuse_without_pattern(spec: ModelSpec, name: str) -> None:
+    """Refuse repeats of a model without a pattern: only a pattern has the whole model's mix of layers.
+
+    Raises:
+        UnsupportedModelError: it does not.
+    """
+    if spec.several_kinds and not tied_depths(spec, 1):
+        kinds = ", ".join(
+            f"{kind.count} "
+            + (f"with {kind.shape.mixer} " if kind.shape else "")
+            + ("look back " + (f"{kind.window:,} tokens" if kind.window else "to the beginning"))
+            for kind in spec.kinds
+        )
+        raise UnsupportedModelError(
+            f"the {spec.num_layers} layers of {name} are of {len(spec.kinds)} kinds "
+            f"({kinds}) in no order that repeats, and an engine with our step timer measures a pattern that does; "
+            "--engine torch measures each kind, `iserve plan` with --gpus estimates the model from datasheets"
+        )
+
+
+def _take_plain(order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints) -> Profile:
+    """Measure fingerprints as they are, on an engine that loads one after the other in a moment.
+
+    Raises:
+        NotMeasuredError: as :func:`consistent`.
+    """
+    spec, started = order.spec, time.monotonic()
+    device = target.machine().device  # launches the worker that the first degree then uses
+    launch_s = time.monotonic() - started
+    weights, degrees = _formats_and_degrees(spec, order, device)
+    left_s = max(1.0, order.max_seconds - launch_s)
+    plan = default_plan(spec, order.workload, weights=weights, degrees=degrees, budget_s=left_s)
+    measure = partial(profile, order.source.name, spec, target, fingerprints, progress=order.progress)
+    measured = consistent(measure(plan, launch_s=launch_s), plan, measure)
+    return replace(measured, budget_s=order.max_seconds, spent_s=measured.spent_s + launch_s)
+
+
+def _take_by_wall_clock(order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints) -> Profile:
+    """Measure fingerprints on an engine that starts anew with each load and does not carry our step timer.
+
+    The engine is started as large as a deployment of the workload would be, since its memory follows from that.
+
+    Raises:
+        NotMeasuredError: as :func:`consistent`.
+    """
+    spec, device = order.spec, target.machine().device
+    weights, degrees = _formats_and_degrees(spec, order, device)
+    plan = default_plan(spec, order.workload, weights=weights, degrees=degrees, budget_s=order.max_seconds)
+    plan = replace(plan, sizes=_engine_sizes(spec, order.workload, plan))
+    measure = partial(profile, order.source.name, spec, target, fingerprints, progress=order.progress)
+    return replace(consistent(measure(plan), plan, measure), budget_s=order.max_seconds)
+
+
+def _engine_sizes(spec: ModelSpec, workload: Workload, plan: ProfilePlan) -> EngineSizes:
+    """Return sizes that hold ``workload`` and every point of ``plan``; the sequences together hold a step."""
+    bursts = [(b, n + plan.outputs_of(b, n)[1]) for b in plan.batches for n in plan.input_tokens]
+    max_batch = max(workload.batch, *plan.batches)
+    longest = max(workload.context_tokens, -(-STEP_TOKENS // max_batch), *(tokens for _, tokens in bursts))
+    context = min(spec.max_context_tokens, longest)
+    return EngineSizes(
+        max_batch=max_batch,
+        max_context_tokens=context,
+        max_batched_tokens=min(STEP_TOKENS, max_batch * context),
+        kv_tokens=max(b * tokens for b, tokens in bursts),
+    )
+
+
+def consistent(measured: Profile, plan: ProfilePlan, measure: Callable[[ProfilePlan], Profile]) -> Profile:
+    """Return ``measured`` without contradictions (two layers faster than one).
+
+    A contradiction is measured once more, in as much time as it had, and left out where it occurs again. Nothing
+    is extrapolated from it.
+
+    Raises:
+        NotMeasuredError: nothing else is left.
+    """
+    wrong = contradictions(measured)
+    if not wrong:
+        return measured
+    degrees = tuple(degree for degree in plan.degrees if degree in {(key.tp, key.pp) for key in wrong})
+    weights = tuple(w for w in plan.weights if w in {key.weights for key in wrong})
+    share = len(degrees) * len(weights) / (len(plan.degrees) * len(plan.weights))
+    notes = [f"{_named(key)}: {why}; measured again" for key, why in wrong.items()]
+    timing = [point for point in measured.timing if _key_of(point) not in wrong]
+    unreached = [gap for gap in measured.unreached if key_of(gap.config) not in wrong]
+    spent_s, second = measured.spent_s, None
+    try:
+        second = measure(replace(plan, degrees=degrees, weights=weights, budget_s=share * plan.budget_s))
+    except IserveError as error:
+        notes.append(f"it could not be measured again: {error}")
+    if second is not None:
+        spent_s += second.spent_s
+        timing += [point for point in second.timing if _key_of(point) in wrong]
+        notes += [f"{_named(key)} left out: no time for it" for key in wrong if key not in map(_key_of, timing)]
+        unreached += [gap for gap in second.unreached if key_of(gap.config) in wrong]
+    still = contradictions(replace(measured, timing=tuple(timing)))
+    notes += [f"{_named(key)} is unusable, measured twice: {why}" for key, why in still.items()]
+    timing = [point for point in timing if _key_of(point) not in still]
+    if not timing:
+        raise NotMeasuredError(
+            f"{measured.model} cannot be estimated: {'; '.join(notes)}; profile it when it is quiet"
+        )
+    return replace(
+        measured,
+        timing=tuple(timing),
+        spent_s=spent_s,
+        complete=measured.complete and second is not None and second.complete and not still,
+        notes=(*measured.notes, *notes),
+        unreached=tuple(unreached),
+    )
+
+
+def _key_of(point: TimingPoint) -> MeasuredKey:
+    return MeasuredKey(point.tp, point.pp, point.weights, point.kv)
+
+
+def _named(key: MeasuredKey) -> str:
+    return f"tp={key.tp} pp={key.pp} {key.weights}"
+
+
+def _take_depth_tied(order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints) -> Profile:
+    """Take a profile in which every forward is repeated to the model's depth.
+
+    A format takes two engine starts of its own, so formats that the requested quality does not allow are left out,
+    and so is what cannot become the best any more.
+    """
+    device = target.machine().device
+    weights, degrees = _formats_and_degrees(order.spec, order, device)
+    allowed = tuple(w for w in weights if allows(order.quality, DeploymentConfig(weights=w)))
+    plan = _depth_tied_plan(order, allowed, degrees, order.max_seconds)
+    skipped = [
+        DeploymentConfig(tp=tp, pp=pp, weights=w, engine=order.table.engine)
+        for w in weights
+        if w not in allowed
+        for tp, pp in degrees
+    ]
+    measured = _measured(order, device, plan, target, fingerprints, skipped)
+    left_out = (
+        f"{w} not measured: quality={order.quality} does not allow it" for w in weights if w not in allowed
+    )
+    return replace(measured, notes=(*measured.notes, *left_out), skipped=tuple(skipped))
+
+
+def _added(
+    known: Profile, wish: PlanOptions, order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints
+) -> Profile:
+    """Return ``known`` with what it lacks for ``wish``.
+
+    It stays good for what it holds: what there is no room for now is not added, and what fails is not tried again.
+    """
+    given_s = known.spent_s + order.max_seconds
+    while known.spent_s < given_s:
+        missing = lacking(order.as_served(known), order.node, order.table, wish, order.serving)
+        if not missing:
+            break
+        config = missing[0]
+        degrees = ((config.tp, config.pp),)
+        plan = _depth_tied_plan(order, (config.weights,), degrees, given_s - known.spent_s, like=known)
+        rest = tuple(other for other in known.skipped if other != config)
+        try:
+            part = _measured(order, known.machine.device, plan, target, fingerprints, [])
+        except InfeasibleError:  # no room now
+            return known
+        except IserveError as error:
+            known = replace(known, notes=(*known.notes, f"{config} failed: {error}"), skipped=rest)
+            continue
+        known = replace(
+            known,
+            spent_s=known.spent_s + part.spent_s,
+            complete=known.complete and part.complete,
+            memory=(*known.memory, *part.memory),
+            timing=(*known.timing, *part.timing),
+            notes=(*known.notes, f"{config} was added on {part.created_at}", *part.notes),
+            skipped=rest,
+            unreached=(*(gap for gap in known.unreached if gap.config != config), *part.unreached),
+        )
+    return known
+
+
+def _depth_tied_plan(
+    order: Order,
+    weights: tuple[WeightFormat, ...],
+    degrees: tuple[tuple[int, int], ...],
+    budget_s: float,
+    *,
+    like: Profile | None = None,
+) -> DepthTiedPlan:
+    """Args: like: the engine is started for as many sequences as it was there, if for more than are asked for."""
+    started_for = 0 if like is None else max((point.max_batch for point in like.memory), default=0)
+    plan = depth_tied_plan(
+        order.spec,
+        order.workload,
+        max_batch=max(order.workload.batch, started_for),
+        weights=weights,
+        degrees=degrees,
+        budget_s=budget_s,
+    )
+    # So long that the sequences together hold a step: an engine's largest step is no larger than that.
+    longest = min(order.spec.max_context_tokens, -(-STEP_TOKENS // plan.max_batch))
+    context = max(plan.max_context_tokens, longest)
+    return replace(plan, max_batched_tokens=min(STEP_TOKENS, plan.max_batch * context), max_context_tokens=context)
+
+
+def _measured(
+    order: Order,
+    device: GpuSpec,
+    plan: DepthTiedPlan,
+    target: WorkerProfileTarget,
+    fingerprints: Fingerprints,
+    skipped: list[DeploymentConfig],
+) -> Profile:
+    """Measure what of ``plan`` there is room for; what turns out needless on the way is added to ``skipped``."""
+    spec = order.spec
+    fits = fitting(plan, spec, device, quietest(order.node.devices))
+    alone = _ranks_alone(order, device, fits)
+    wanted = (*fits.plan.degrees, *alone)
+    if not wanted:
+        raise InfeasibleError("; ".join(why for _, why in fits.too_full))
+
+    def needless(config: DeploymentConfig, so_far: Profile) -> str | None:
+        if order.wish is None:
+            return None
+        why = why_needless(config, order.as_served(so_far), order.node, order.table, order.wish, order.serving)
+        if why is not None:
+            skipped.append(config)
+        return why
+
+    measured = profile_with_shards(
+        partial(depth_tied_profile, order.source.name, spec, progress=order.progress),
+        spec.family,
+        target,
+        fingerprints,
+        replace(fits.plan, degrees=wanted),
+        num_gpus=max((tp * pp for tp, pp in fits.plan.degrees), default=1),
+        needless=needless,
+    )
+    no_gpus = (
+        f"tp={tp} pp={pp} {'not run whole' if (tp, pp) in alone else 'left out'}: {why}"
+        for (tp, pp), why in fits.too_full
+    )
+    return replace(measured, notes=(*measured.notes, *fits.notes, *no_gpus))
+
+
+def _ranks_alone(order: Order, gpu: GpuSpec, fits: FittingPlan) -> tuple[tuple[int, int], ...]:
+    """Return which of the degrees without enough GPUs are taken as one rank alone."""
+    if order.shards is Shards.NEVER:
+        return ()
+    given, name = order.spec.as_given, order.table.engine
+    full = [degree for degree, _ in fits.too_full]
+    missing = [degree for degree in _DEGREES if degree[0] * degree[1] > len(order.node.devices)]
+    wanted = full + (missing if order.shards is Shards.ALWAYS else [])
+    return tuple(
+        (tp, pp)
+        for tp, pp in wanted
+        if pp == 1 and _runs(order, DeploymentConfig(tp=tp, weights=given, engine=name), gpu, num_gpus=tp)
+    )
+
+
+def _formats_and_degrees(
+    spec: ModelSpec, order: Order, gpu: GpuSpec
+) -> tuple[tuple[WeightFormat, ...], tuple[tuple[int, int], ...]]:
+    """Return what the engine runs of the model on the node's devices.
+
+    Raises UnsupportedModelError: nothing at all.
+    """
+    table, name = order.table, order.table.engine
+
+    def runs(config: DeploymentConfig) -> bool:
+        return _runs(order, config, gpu, num_gpus=len(order.node.devices))
+
+    weights = tuple(w for w in WeightFormat if runs(DeploymentConfig(weights=w, engine=name)))
+    given = DeploymentConfig(weights=spec.as_given, engine=name)
+    degrees = tuple((tp, pp) for tp, pp in _DEGREES if runs(replace(given, tp=tp, pp=pp)))
+    if not weights or not degrees:
+        reason = table.refusal(spec, given, gpu)
+        raise UnsupportedModelError(f"{name} cannot run this model here: {reason}")
+    return weights, degrees
+
+
+def _runs(order: Order, config: DeploymentConfig, gpu: GpuSpec, *, num_gpus: int) -> bool:
+    spec = order.spec
+    return shape_refusal(spec, config, num_gpus) is None and order.table.refusal(spec, config, gpu) is None
+
+
+class Fingerprints:
+    """Cuts each fingerprint when it is first asked for."""
+
+    def __init__(self, source: ModelSource, folder: Path, *, weights: bool) -> None:
+        self._source, self._folder, self._weights = source, folder, weights
+
+    def __call__(self, layers: int | Sequence[int], tp: int = 1) -> Path:
+        """Return a fingerprint of these layers, or the first so many; above ``tp`` 1 one rank's shape, without
+        weights.
+        """
+        chosen = tuple(range(layers)) if isinstance(layers, int) else tuple(layers)
+        name = "layers-" + "-".join(map(str, chosen))
+        target = self._folder / (name if tp == 1 else f"{name}-of-{tp}")
+        if not target.exists():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if tp > 1 or not self._weights:  # the engine makes random ones
+                code = bool(self._source.spec.own_code) and self._source.use.trust_remote_code
+                generate_shape(self._source.directory, target, chosen, tp=tp, code=code)
+            elif self._source.has_weights:
+                generate(self._source.directory, target, chosen)
+            else:
+                generate_dummy(self._source.directory, target, chosen, seed=0)
+        return target

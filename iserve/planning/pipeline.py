@@ -1,0 +1,387 @@
+"""Pipeline from a model, hardware and a request to a plan: joins estimator, capability tables, planner, placement.
+
+Starts nothing and measures nothing. Used by the command line (on GPUs that need not exist) and by the controller
+(on the GPUs that are free now), so that both give the same answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from fingerprint.capability import EngineCapabilities
+from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.errors import ConfigError, NotMeasuredError
+from fingerprint.estimates import Estimate, Estimator
+from fingerprint.estimators.roofline import RooflineEstimator
+from fingerprint.gpu_spec import GpuSpec
+from fingerprint.model_spec import ModelSpec
+from iserve.planning.future_load import FutureLoad, expected
+from placement.fit import demand
+from placement.others import Others
+from placement.placer_registry import FindsPlaces, check_placement, make_placer
+from placement.policies import DEFAULT_LOAD_THRESHOLD
+from placement.replicas import ReplicaPlacer, Replicas
+from placement.types import ClusterSnapshot, GpuState, Placement, Refusal
+from planner.beside import Neighbours
+from planner.costs import Prices, objective_of
+from planner.intent import Intent, IntentKind, check_replicas
+from planner.plan import Candidate, Layout, LimitKind, NoRoom, Plan, Ranked, Relaxation, Room
+from planner.rank import best_of, rank
+from planner.space import configuration_space, shape_refusal
+
+__all__ = [
+    "EngineChooser",
+    "FitsOn",
+    "Hardware",
+    "PlanOptions",
+    "alone_of",
+    "check_context",
+    "datasheet_estimator",
+    "hypothetical_hardware",
+    "make_plan",
+    "placements_of",
+    "prices_of",
+    "ranked_anywhere",
+    "space",
+    "winner_at",
+]
+
+MAX_EXPECTED = 100_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanOptions:
+    """Options of a plan: what is asked for, and for which requests.
+
+    Raises:
+        ConfigError: there is no such policy, or a number of replicas that cannot be.
+    """
+
+    intent: Intent = field(default_factory=Intent)
+    workload: Workload = field(default_factory=Workload)
+    policy: str = "hybrid"
+    load_threshold: float = DEFAULT_LOAD_THRESHOLD
+    weigh_load: bool = True  # count what runs on the GPUs now; else plan as if they were idle
+    replicas: int = 1  # of the configuration, each on devices of its own
+    expect: int = 0  # deployments that the cluster is to hold in all, this one included; 0: no more than there are
+    more_requests: bool = False  # serve as many at once as memory holds, not only those that are planned for
+    longer_requests: bool = False  # likewise
+
+    def __post_init__(self) -> None:
+        check_placement(self.policy)
+        check_replicas(self.replicas)
+        if not 0 <= self.expect <= MAX_EXPECTED:
+            raise ConfigError(f"there may be 0 to {MAX_EXPECTED} deployments to expect, got {self.expect}")
+        if self.expect and not objective_of(self.intent).of_all:
+            raise ConfigError(
+                f"{self.intent.kind} leaves no room for later deployments; leave out what is expected, or ask for "
+                "min-latency or cost-slo"
+            )
+
+    @property
+    def replica_intent(self) -> Intent:
+        """Intent of each replica.
+
+        Requests are spread evenly, so that each replica gets its share of the rate; its arrivals are taken to be
+        as irregular as the whole (sent to the replica with the fewest, they are more regular).
+        """
+        rate_per_s = self.intent.rate_per_s
+        if rate_per_s is None or self.replicas == 1:
+            return self.intent
+        return replace(self.intent, rate_per_s=rate_per_s / self.replicas, replicas=self.replicas)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hardware:
+    """Devices of one kind, free or not."""
+
+    label: str  # "8 x a6000"
+    gpu: GpuSpec
+    snapshot: ClusterSnapshot
+
+
+def hypothetical_hardware(gpu: GpuSpec, count: int) -> Hardware:
+    """``count`` idle GPUs of one node, as in ``--gpus a6000:8``."""
+    gpus = tuple(
+        GpuState(
+            device_id=f"{gpu.name}:{index}",
+            node_id="plan",
+            gpu_index=index,
+            total_bytes=gpu.memory_bytes,
+            free_bytes=gpu.memory_bytes,
+            kind=gpu.kind,
+        )
+        for index in range(count)
+    )
+    return Hardware(label=f"{count} x {gpu.name}", gpu=gpu, snapshot=ClusterSnapshot(gpus))
+
+
+def datasheet_estimator(spec: ModelSpec, gpu: GpuSpec, engines: Sequence[EngineCapabilities]) -> RooflineEstimator:
+    """Return the estimator of ``spec`` on GPUs not present, with each of ``engines``' own host time."""
+    return RooflineEstimator(spec, gpu, eager=frozenset(table.engine for table in engines if table.eager))
+
+
+def make_plan(
+    spec: ModelSpec,
+    hardware: Hardware,
+    estimator: Estimator,
+    engines: Sequence[EngineCapabilities],
+    options: PlanOptions,
+) -> Plan:
+    """Rank the whole configuration space of ``spec`` on ``hardware``.
+
+    Where nothing is feasible, one more GPU and twice as many are planned for as well, with all that fits on those,
+    and the fewest that suffice are reported.
+
+    Args:
+        engines: tables to choose from, in order of preference; a configuration goes to the first that runs it.
+
+    Raises:
+        ConfigError: the workload is longer than the model's context, or there is no engine or device.
+    """
+    check_context(spec, options.workload)
+    if not engines:
+        raise ConfigError("there is no engine to plan for")
+    plan = _plan_on(hardware, spec, estimator, engines, options)
+    if plan.best is not None or hardware.gpu.is_cpu:  # no share is added to a CPU
+        return plan
+    num_gpus = len(hardware.snapshot.gpus)
+    for more in sorted({1, num_gpus}):
+        best = _plan_on(_with_more(hardware, more), spec, estimator, engines, options).best
+        if best is not None:
+            idle = "one more idle GPU" if more == 1 else f"{more} more idle GPUs"
+            text = f"{idle} would admit {best.config}"
+            advice = Relaxation(LimitKind.GPUS, num_gpus, num_gpus + more, best.config, best.objective, text)
+            why_not = replace(plan.why_not, relaxations=(*plan.why_not.relaxations, advice))
+            return replace(plan, why_not=why_not)
+    return plan
+
+
+def _plan_on(
+    hardware: Hardware,
+    spec: ModelSpec,
+    estimator: Estimator,
+    engines: Sequence[EngineCapabilities],
+    options: PlanOptions,
+) -> Plan:
+    num_gpus, fits = len(hardware.snapshot.gpus), FitsOn(hardware, options)
+    candidates = space(spec, hardware.gpu, num_gpus, estimator, engines, options)
+    if options.expect:
+        anywhere = ranked_anywhere(candidates, options, hardware.gpu).candidates
+        able = {ranked.config for ranked in anywhere if ranked.feasible}
+        fits.expect([candidate for candidate in candidates if candidate.config in able])
+    plan = rank(
+        candidates, options.replica_intent, fits=fits, prices=prices_of(hardware.gpu), neighbours=fits.neighbours
+    )
+    return plan if fits.expected is None else replace(plan, room=Room(fits.expected.num, num_gpus))
+
+
+def space(
+    spec: ModelSpec,
+    gpu: GpuSpec,
+    num_gpus: int,
+    estimator: Estimator,
+    engines: Sequence[EngineCapabilities],
+    options: PlanOptions,
+) -> list[Candidate]:
+    """Return the configuration space of ``spec`` on ``num_gpus`` GPUs, estimated."""
+    chooser = EngineChooser(spec, gpu, engines)
+    candidates = []
+    for config in configuration_space(spec, gpu, num_gpus, chooser.name):
+        refusal = shape_refusal(spec, config, num_gpus)
+        estimate = estimator.estimate(config, options.workload) if refusal is None else None
+        alone = _alone(estimator, config, options) if estimate is not None else None
+        candidates.append(Candidate(config, estimate, refusal or chooser.refusal(config), alone))
+    return candidates
+
+
+def winner_at(
+    hardware: Hardware,
+    estimator: Estimator,
+    options: PlanOptions,
+    configs: Sequence[DeploymentConfig],
+    batch: int,
+    kind: IntentKind,
+) -> Ranked | None:
+    """Return the one of ``configs`` that is chosen at another ``batch`` or intent, all else equal; None: none is.
+
+    Raises:
+        NotMeasuredError: nothing is predicted there.
+    """
+    there = replace(
+        options, workload=replace(options.workload, batch=batch), intent=replace(options.intent, kind=kind)
+    )
+    fits = FitsOn(hardware, there)
+    candidates = [
+        Candidate(config, estimator.estimate(config, there.workload), None, _alone(estimator, config, there))
+        for config in configs
+    ]
+    return best_of(
+        candidates,
+        there.replica_intent,
+        fits=fits,
+        prices=prices_of(hardware.gpu),
+        neighbours=fits.neighbours,
+    )
+
+
+def prices_of(gpu: GpuSpec) -> Prices:
+    return Prices(usd_per_gpu_hour=gpu.price_usd_per_gpu_hour)
+
+
+@dataclass(frozen=True, slots=True)
+class _Everywhere:
+    layers_per_stage: tuple[int, ...] = ()
+
+
+def ranked_anywhere(candidates: Sequence[Candidate], options: PlanOptions, gpu: GpuSpec) -> Plan:
+    """Return the plan of ``candidates`` as if all had room, on idle GPUs."""
+    return rank(candidates, options.replica_intent, fits=lambda _: _Everywhere(), prices=prices_of(gpu))
+
+
+def _alone(estimator: Estimator, config: DeploymentConfig, options: PlanOptions) -> Estimate | None:
+    """Return what one request takes by itself, which matters where requests arrive at a rate."""
+    return None if options.intent.rate_per_s is None else alone_of(estimator, config, options.workload)
+
+
+def alone_of(estimator: Estimator, config: DeploymentConfig, work: Workload) -> Estimate | None:
+    """Return what one request of ``work`` takes by itself; None where that is not known, or the work itself."""
+    if work.batch == 1:
+        return None
+    try:
+        return estimator.estimate(config, replace(work, batch=1))
+    except NotMeasuredError:
+        return None
+
+
+def check_context(spec: ModelSpec, workload: Workload) -> None:
+    """Raise ConfigError if the workload is longer than the model's context."""
+    if workload.longest_tokens > spec.max_context_tokens:
+        raise ConfigError(
+            f"requests of {workload.longest_tokens} tokens are longer than the model's context of "
+            f"{spec.max_context_tokens}; lower --context"
+        )
+    if workload.context_tokens > spec.max_context_tokens:
+        raise ConfigError(
+            f"{workload.input_words} input and {workload.output_tokens} output tokens are "
+            f"{workload.context_tokens} together, the model's context is {spec.max_context_tokens}; "
+            f"lower --input-tokens or --output-tokens{' or --images' * (workload.images > 0)}"
+        )
+
+
+class EngineChooser:
+    """Choice of the engine for a configuration, what that takes, and what every engine says when none runs it."""
+
+    def __init__(self, spec: ModelSpec, gpu: GpuSpec, engines: Sequence[EngineCapabilities]) -> None:
+        self._spec, self._gpu, self._engines = spec, gpu, engines
+
+    def name(self, config: DeploymentConfig) -> str:
+        able = (e.engine for e in self._engines if e.refusal(self._spec, config, self._gpu) is None)
+        return next(able, self._engines[0].engine)
+
+    def refusal(self, config: DeploymentConfig) -> str | None:
+        reasons = [engine.refusal(self._spec, config, self._gpu) for engine in self._engines]
+        if any(reason is None for reason in reasons):
+            return None
+        return "; ".join(dict.fromkeys(str(reason) for reason in reasons))
+
+    def conditions(self, config: DeploymentConfig) -> tuple[str, ...]:
+        """Return what running ``config`` takes on the engine it names, and whether it was run there."""
+        table = next(engine for engine in self._engines if engine.engine == config.engine)
+        unseen = table.unseen(self._spec, config, self._gpu)
+        return (*table.conditions(self._spec, config, self._gpu), *(() if unseen is None else (unseen,)))
+
+
+def placements_of(layout: Layout) -> tuple[Placement, ...]:
+    """Return one placement for each replica."""
+    if isinstance(layout, Replicas):
+        return layout.placements
+    assert isinstance(layout, Placement), "every place is one of placement's"
+    return (layout,)
+
+
+class FitsOn:
+    """The planner's questions about one snapshot, answered by placement: does it fit as often as it is to, at the
+    upper end of the memory's interval, and how much longer do requests take there
+    (``planner.beside.Neighbours``)?"""
+
+    def __init__(self, hardware: Hardware, options: PlanOptions) -> None:
+        self._hardware, self._options, self._replicas = hardware, options, options.replicas
+        self.expected: FutureLoad | None = None
+        self._others = Others(hardware.snapshot)
+        self._counts = options.weigh_load and bool(self._others.loads)
+        self._placer = self._placer_of(options.policy, options.load_threshold)
+        self._calm: FindsPlaces | ReplicaPlacer | None = None
+
+    def _placer_of(self, policy: str, threshold: float) -> FindsPlaces | ReplicaPlacer:
+        def placer_on(snapshot: ClusterSnapshot) -> FindsPlaces:
+            link_group_size = self._hardware.gpu.link_group_size
+            return make_placer(policy, snapshot, threshold=threshold, link_group_size=link_group_size)
+
+        snapshot = self._hardware.snapshot
+        return placer_on(snapshot) if self._replicas == 1 else ReplicaPlacer(snapshot, self._replicas, placer_on)
+
+    @property
+    def neighbours(self) -> Neighbours | None:
+        """Interference on the GPUs; None where nothing runs or is expected, or where it is not to count."""
+        return self if self._counts or self.expected is not None else None
+
+    def expect(self, candidates: Sequence[Candidate]) -> None:
+        """Count the deployments still expected by the options.
+
+        Args:
+            candidates: what may be chosen on idle GPUs; each counts as one of them.
+        """
+        if self._options.weigh_load:
+            intent, in_all = self._options.replica_intent, self._options.expect
+            self.expected = expected(in_all, candidates, intent, self._hardware.snapshot, self._others)
+
+    def __call__(self, estimate: Estimate) -> Placement | Replicas | NoRoom:
+        return _answer(self._placer, estimate)
+
+    def slowdown(self, layout: Layout) -> float:
+        """Return the slowdown at the slowest replica."""
+        return max(self._others.slowdown(placement) for placement in placements_of(layout))
+
+    def taken(self, layout: Layout) -> float:
+        """Return the mean over the replicas, each of which serves as many requests."""
+        placements = placements_of(layout)
+        return sum(self._others.lost(placement) for placement in placements) / len(placements)
+
+    def later(self, layout: Layout, estimate: Estimate) -> float:
+        """Return the later cost, as ``taken`` returns the cost now."""
+        if self.expected is None:
+            return 0.0
+        load, placements = self.expected.load(estimate), placements_of(layout)
+        return sum(self._others.later(placement, load) for placement in placements) / len(placements)
+
+    def quietest(self, estimate: Estimate) -> Placement | Replicas | NoRoom:
+        if self._calm is None:
+            self._calm = self._placer_of("least-loaded", 0.0)
+        return _answer(self._calm, estimate)
+
+
+def _answer(placer: FindsPlaces | ReplicaPlacer, estimate: Estimate) -> Placement | Replicas | NoRoom:
+    answer = placer.fit(demand(estimate.memory))
+    if isinstance(answer, Refusal):
+        return NoRoom(answer.reason, answer.shortfall_bytes, answer.missing_gpus, answer.device)
+    return answer
+
+
+def _with_more(hardware: Hardware, count: int) -> Hardware:
+    """Return the same hardware and ``count`` more idle devices of the largest size there is, on the first node."""
+    gpus = hardware.snapshot.gpus
+    largest = max(gpus, key=lambda gpu: gpu.total_bytes)
+    last = max(gpu.gpu_index for gpu in gpus)
+    more = tuple(
+        GpuState(
+            device_id=f"what-if:{i}",
+            node_id=largest.node_id,
+            gpu_index=last + 1 + i,
+            total_bytes=largest.total_bytes,
+            free_bytes=largest.total_bytes,
+        )
+        for i in range(count)
+    )
+    return Hardware(label=hardware.label, gpu=hardware.gpu, snapshot=ClusterSnapshot(gpus + more))

@@ -1,1 +1,0 @@
-"""Content of `iserve report`, gathered, and the measured whole models that it finds."""

@@ -1,0 +1,379 @@
+"""Limits of an intent that candidates miss, and by how much: one column per limit, one row per candidate.
+
+Without a rate, TTFT, TPOT and E2E are those of the batch handed over at once, judged on the upper end of the
+estimate's interval. With a rate, each must be kept by ``percentile`` % of the requests that arrive so
+(:mod:`planner.attainment`, which takes the interval into account), and at the upper end by a request alone. The
+rate itself must be served at the upper end, or at the percentile of the truth where that is higher. The budget
+must hold for a request whose time and memory are both at their upper ends. Memory is not judged here: the
+cluster is asked about it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fingerprint.config import DeploymentConfig
+from planner.attainment import Attainment, Metric
+from planner.cells import Cells, Column, Mask, Rows
+from planner.costs import Figures
+from planner.evidence import Ends
+from planner.intent import Intent, Quality, quality_needed
+from planner.normal_distribution import Z_OF_INTERVAL
+from planner.plan import INTERVAL_NOTE, QUALITIES, LatencyForecast, Limit, LimitKind, LoadForecast, Violation
+from planner.queueing import MODEL_NAME
+from planner.rate_profile import moving_rate
+
+__all__ = [
+    "Check",
+    "Verdicts",
+    "checks_as_asked",
+    "checks_at_lower_rates",
+    "kept_at_the_upper_end",
+    "limits_missed",
+    "num_missed",
+    "told_of",
+]
+
+_MARGIN = 1 - 1e-6  # a rate found by its wait, less the rounding of the way there
+_UPPER_END = 95.0  # the percentile of the truth at which a 90% interval ends
+_METRICS: dict[LimitKind, Metric] = {LimitKind.TTFT: "ttft", LimitKind.TPOT: "tpot", LimitKind.E2E: "e2e"}
+
+
+class Check(NamedTuple):
+    """Check of one limit over all candidates.
+
+    ``risk``: the share of requests that miss it, where there is a rate.
+    """
+
+    limit: Limit
+    actual: Cells
+    missed: Mask
+    risk: Cells | None = None
+
+    def violation(self, row: int) -> Violation:
+        return self.limit.violation(float(self.actual.of(np.array([row]))[0]))
+
+
+class Verdicts:
+    """The numbers of every candidate under every limit (``planner.plan.Numbers``)."""
+
+    def __init__(
+        self,
+        checks: Sequence[Check],
+        served: Attainment | None,
+        rate_per_s: float | None,
+        intervals: tuple[Ends, Ends] | None = None,  # of the objective, and of what rows are ranked by
+    ) -> None:
+        self._checks, self._intervals = tuple(checks), intervals
+        self._risks = [check.risk for check in checks if check.risk is not None]
+        self._busy = None if served is None or rate_per_s is None else (served.service_s * rate_per_s).tolist()
+
+    def actual(self, row: int) -> tuple[float, ...]:
+        return tuple(check.actual.at(row) for check in self._checks if check.missed[row])
+
+    def risk(self, row: int) -> float | None:
+        return max((risk.at(row) for risk in self._risks), default=None)
+
+    def utilisation(self, row: int) -> float | None:
+        return None if self._busy is None else self._busy[row]
+
+    def interval(self, row: int) -> tuple[float, float] | None:
+        return None if self._intervals is None else _ends_of(self._intervals[0], row)
+
+    def weight_interval(self, row: int) -> tuple[float, float] | None:
+        return None if self._intervals is None else _ends_of(self._intervals[1], row)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Verdicts):
+            return NotImplemented
+        return (
+            self._busy == other._busy
+            and len(self._checks) == len(other._checks)
+            and all(map(_alike, self._checks, other._checks))
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _ends_of(intervals: Ends, row: int) -> tuple[float, float] | None:
+    """Return both ends; None of an interval without end."""
+    low, high = float(intervals.low[row]), float(intervals.high[row])
+    return (low, high) if np.isfinite(high) else None
+
+
+def _alike(one: Check, other: Check) -> bool:
+    """Return whether two checks are equal to the last digit, all numbers computed."""
+    columns = [(one.actual, other.actual)]
+    if one.risk is not None and other.risk is not None:
+        columns.append((one.risk, other.risk))
+    return (
+        one.limit == other.limit
+        and (one.risk is None) == (other.risk is None)
+        and bool(np.array_equal(one.missed, other.missed))
+        and all(_same(mine, theirs) for mine, theirs in columns)
+    )
+
+
+def _same(one: Cells, other: Cells) -> bool:
+    rows = np.arange(len(one))
+    return len(one) == len(other) and bool(np.array_equal(one.of(rows), other.of(rows), equal_nan=True))
+
+
+def checks_as_asked(
+    intent: Intent,
+    configs: Sequence[DeploymentConfig],
+    seen: Figures,
+    costs: Column,
+    cost_unit: str,
+    served: Attainment | None,
+) -> list[Check]:
+    """Return a check of every limit that ``intent`` sets, in the order in which reasons are given.
+
+    Args:
+        costs: of a request, at the upper end.
+        served: needed with a rate.
+    """
+    checks: list[Check] = []
+    if intent.quality is not Quality.ANY:
+        needed = np.array([QUALITIES.index(quality_needed(config)) for config in configs], dtype=np.float64)
+        checks += _at_most(LimitKind.QUALITY, float(QUALITIES.index(intent.quality)), needed, "")
+    checks += _at_most(LimitKind.BUDGET, intent.budget, costs, cost_unit)
+    rate = intent.rate_per_s
+    if rate is None or served is None:
+        return checks + _of_the_batch(intent, seen)
+    capacity = _capacity(intent, served)
+    saturated = rate >= capacity
+    checks.append(
+        Check(Limit(LimitKind.RATE, rate, replicas=intent.replicas), Cells(capacity, upward=True), saturated)
+    )
+    return checks + _under_load(intent, served, saturated)
+
+
+def kept_at_the_upper_end(intent: Intent, served: Attainment | None, num_rows: int) -> Mask:
+    """Return the rows that keep the SLO under the rate were the truth the upper end of the estimate's interval.
+
+    Without a
+    rate that is what ``checks_as_asked`` asks already, as it does of budget and rate.
+    """
+    kept, rate = np.ones(num_rows, np.bool_), intent.rate_per_s
+    if served is None or rate is None:
+        return kept
+    for kind, allowed in _limits_of(intent):
+        kept &= served.misses_given(_METRICS[kind], allowed, rate, Z_OF_INTERVAL) <= 1 - intent.percentile / 100
+    return kept
+
+
+def _capacity(intent: Intent, served: Attainment) -> Column:
+    """Return the requests per second that are served for sure."""
+    return np.asarray(1 / served.service_at(max(_UPPER_END, intent.percentile)))
+
+
+def _limits_of(intent: Intent) -> list[tuple[LimitKind, float]]:
+    slo = intent.slo
+    if slo is None:
+        return []
+    asked = ((LimitKind.TTFT, slo.ttft_s), (LimitKind.TPOT, slo.tpot_s), (LimitKind.E2E, slo.e2e_s))
+    return [(kind, allowed) for kind, allowed in asked if allowed is not None]
+
+
+def _of_the_batch(intent: Intent, seen: Figures) -> list[Check]:
+    highs = {LimitKind.TTFT: seen.ttft_high_s, LimitKind.TPOT: seen.tpot_high_s, LimitKind.E2E: seen.e2e_high_s}
+    return [
+        check
+        for kind, allowed in _limits_of(intent)
+        for check in _at_most(kind, allowed, highs[kind], INTERVAL_NOTE)
+    ]
+
+
+def _under_load(intent: Intent, served: Attainment, saturated: Mask) -> list[Check]:
+    """Return the checks under load.
+
+    Where the rate is not served at all, say it once, and judge a request alone.
+    """
+    rate, share = intent.rate_per_s, 1 - intent.percentile / 100
+    assert rate is not None, "asked with a rate only"
+    at_rate = f"at p{intent.percentile:g} of {rate * intent.replicas:g} requests/s"
+    note = f"{at_rate} ({MODEL_NAME}; alone at the upper end of the interval)"
+    checks = []
+    for kind, allowed in _limits_of(intent):
+        metric, alone = _METRICS[kind], served.alone_high(_METRICS[kind])
+        missed = alone > allowed
+        open_rows = np.flatnonzero(~(missed | saturated))
+        missed[open_rows] = served.take(open_rows).exceeds(metric, allowed, rate, share)
+        late = _Late(served, metric, intent.percentile, Cells(np.full(len(served), rate)), alone, allowed)
+        actual = Cells(np.where(saturated, alone, np.maximum(alone, allowed)), late, missed & ~saturated)
+        every = np.ones(len(served), np.bool_)
+        risk = Cells(np.zeros(len(served)), _Risk(served, metric, allowed, rate), every)
+        checks.append(Check(Limit(kind, allowed, note), actual, missed, risk))
+    return checks
+
+
+class _Risk(NamedTuple):
+    """The share of requests that miss a limit."""
+
+    served: Attainment
+    metric: Metric
+    allowed: float
+    rate_per_s: float
+
+    def find(self, rows: Rows) -> Column:
+        return self.served.take(rows).misses(self.metric, self.allowed, self.rate_per_s)
+
+    def reaches(self, rows: Rows, values: Column) -> Mask:
+        return np.ones(len(rows), np.bool_)
+
+
+class _Late(NamedTuple):
+    """Time under load, at least that of a request alone.
+
+    ``allowed`` is no row's own time: a row that keeps it under load has the time of a request alone.
+    """
+
+    served: Attainment
+    metric: Metric
+    percentile: float
+    rates_per_s: Cells
+    alone_s: Column
+    allowed: float
+
+    def find(self, rows: Rows) -> Column:
+        some, rates, found = self.served.take(rows), self.rates_per_s.of(rows), self.alone_s[rows]
+        late = np.flatnonzero(some.exceeds(self.metric, self.allowed, rates, 1 - self.percentile / 100))
+        if len(late):
+            quantile = some.take(late).quantile(self.metric, self.percentile, rates[late])
+            found[late] = np.maximum(found[late], quantile)
+        return found
+
+    def reaches(self, rows: Rows, values: Column) -> Mask:
+        rates = self.rates_per_s.bounds(rows)  # none is open where this is asked
+        return ~self.served.take(rows).exceeds(self.metric, values, rates, 1 - self.percentile / 100)
+
+
+class _Slower(NamedTuple):
+    """The highest rate at which every limit of ``kept`` holds, less the rounding of the way there."""
+
+    served: Attainment
+    kept: Mapping[Metric, Column]  # infinite: not to be kept
+    percentile: float
+    most_per_s: Column
+
+    def find(self, rows: Rows) -> Column:
+        limits = {metric: limit[rows] for metric, limit in self.kept.items()}
+        return _MARGIN * self.served.take(rows).highest_rate(limits, self.percentile, self.most_per_s[rows])
+
+    def reaches(self, rows: Rows, values: Column) -> Mask:
+        may = np.ones(len(rows), np.bool_)
+        for metric, limit in self.kept.items():
+            asked = np.flatnonzero(may)
+            some, rates = self.served.take(rows[asked]), values[asked] / _MARGIN
+            may[asked] = ~some.exceeds(metric, limit[rows[asked]], rates, 1 - self.percentile / 100)
+        return may
+
+
+class _AtThatRate(NamedTuple):
+    """Time that a request alone misses already, at the rate that ``rates_per_s`` has reached."""
+
+    late: _Late
+
+    def find(self, rows: Rows) -> Column:
+        late = self.late
+        found = late.served.take(rows).quantile(late.metric, late.percentile, late.rates_per_s.of(rows))
+        return np.maximum(late.alone_s[rows], found)
+
+    def reaches(self, rows: Rows, values: Column) -> Mask:
+        return np.ones(len(rows), np.bool_)
+
+
+def checks_at_lower_rates(
+    asked: Sequence[Check], intent: Intent, seen: Figures, served: Attainment | None
+) -> list[Check]:
+    """Return the same limits in another form, with the rate to blame for every wait.
+
+    That is the highest rate at which the limits hold that a request alone keeps; for the remaining limits, their
+    values at a rate at which all but the percentile find a slot at once.
+    """
+    rate = intent.rate_per_s
+    if rate is None or served is None:
+        return list(asked)
+    waiting = [check for check in asked if check.limit.kind in _METRICS]
+    others = [check for check in asked if check.limit.kind in (LimitKind.QUALITY, LimitKind.BUDGET)]
+    of_rate = [check for check in asked if check.limit.kind not in (LimitKind.QUALITY, LimitKind.BUDGET)]
+    queued = num_missed(of_rate, len(served)) > 0
+    capacity = _capacity(intent, served)
+    hopeless = np.zeros(len(served), np.bool_)
+    kept: dict[Metric, Column] = {}
+    for check in waiting:
+        metric = _METRICS[check.limit.kind]
+        never = served.alone_high(metric) > check.limit.allowed
+        hopeless |= never
+        kept[metric] = np.where(never, np.inf, check.limit.allowed)
+    top = np.where(hopeless, (1 - intent.percentile / 100) * capacity, capacity)
+    most = np.where(queued, top, np.minimum(capacity, rate))
+    work = _Slower(served, kept, intent.percentile, most) if kept else None
+    highest = Cells(most * _MARGIN, work, queued if kept else None, upward=True)
+    note = "" if intent.slo is None else f"within the SLO at p{intent.percentile:g}"
+    slower = [Check(Limit(LimitKind.RATE, rate, note, intent.replicas), highest, queued)]
+    for check in waiting:
+        metric, allowed = _METRICS[check.limit.kind], check.limit.allowed
+        alone = served.alone_high(metric)
+        late = _Late(served, metric, intent.percentile, highest, alone, allowed)
+        slower.append(Check(check.limit, Cells(alone, _AtThatRate(late), alone > allowed), alone > allowed))
+    return [*others, *slower]
+
+
+def _at_most(kind: LimitKind, allowed: float | None, actual: Column, note: str) -> list[Check]:
+    return [] if allowed is None else [Check(Limit(kind, allowed, note), Cells(actual), actual > allowed)]
+
+
+def told_of(served: Attainment, row: int, intent: Intent) -> LoadForecast:
+    """Return what the candidate in ``row`` gives under the intent's rate."""
+    rate, one = intent.rate_per_s, served.take(np.array([row]))
+    assert rate is not None, "asked with a rate only"
+    limits = dict(_limits_of(intent))
+
+    def time(kind: LimitKind) -> LatencyForecast:
+        metric, limit = _METRICS[kind], limits.get(kind)
+        quantile = float(one.quantile(metric, intent.percentile, rate)[0])
+        risk = None if limit is None else float(one.misses(metric, limit, rate)[0])
+        return LatencyForecast(quantile if math.isfinite(quantile) else None, limit, risk)
+
+    times = {metric: time(kind) for kind, metric in _METRICS.items()}
+    highest = _capacity(intent, one)
+    if limits:
+        kept = {_METRICS[kind]: np.array([limit]) for kind, limit in limits.items()}
+        highest = one.highest_rate(kept, intent.percentile, highest)
+    risks = [time.miss_probability for time in times.values() if time.miss_probability is not None]
+    traffic = intent.traffic
+    return LoadForecast(
+        rate_per_s=rate,
+        percentile=intent.percentile,
+        burstiness=traffic.burstiness,
+        input_cv=traffic.input_cv,
+        output_cv=traffic.output_cv,
+        rate_levels=moving_rate(traffic.relative_rates).levels if traffic.relative_rates else (),
+        utilisation=float(one.service_s[0] * rate),
+        highest_rate_per_s=float(highest[0]) * _MARGIN,
+        miss_probability=max(risks, default=None),
+        **times,
+    )
+
+
+def num_missed(checks: Sequence[Check], num_rows: int) -> npt.NDArray[np.int64]:
+    """Return how many limits each candidate misses."""
+    return sum((check.missed.astype(np.int64) for check in checks), start=np.zeros(num_rows, dtype=np.int64))
+
+
+def limits_missed(checks: Sequence[Check], num_rows: int) -> list[tuple[Limit, ...]]:
+    """Return, per candidate, the limits it misses in the order of ``checks``."""
+    limits: list[tuple[Limit, ...]] = [()] * num_rows
+    which = sum((check.missed << bit for bit, check in enumerate(checks)), start=np.zeros(num_rows, np.int64))
+    for pattern in np.unique(which[which > 0]).tolist():  # one value for candidates that miss the same limits
+        same = tuple(check.limit for bit, check in enumerate(checks) if pattern >> bit & 1)
+        for row in np.flatnonzero(which == pattern).tolist():
+            limits[row] = same
+    return limits

@@ -1,0 +1,60 @@
+"""Agreement of config.json and headers, of a family that has a row: an error of the two names both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fingerprint.errors import CheckpointError
+from fingerprint.families import load_spec
+from tests.fingerprint.small_checkpoints import HEAD, HIDDEN, TEXT_CONFIG, Shapes, text_shapes, write_checkpoint
+
+CONFIG = {**TEXT_CONFIG, "architectures": ["LlamaForCausalLM"]}
+ALL = {**text_shapes(), **HEAD}
+
+
+def of_layer(index: int) -> Shapes:
+    return {name.replace("layers.0.", f"layers.{index}."): t for name, t in ALL.items() if ".layers.0." in name}
+
+
+@pytest.mark.parametrize(
+    ("changes", "tensors", "said"),
+    [
+        ({"num_hidden_layers": 3}, ALL, "says 3 layers, of the tensors model.layers has 2 and none of index 2"),
+        ({"num_hidden_layers": 1}, ALL, "says 1 layers, of the tensors model.layers has 2;"),
+        ({}, {**ALL, **of_layer(9)}, "says 2 layers, of the tensors model.layers has 3;"),
+        ({"hidden_size": 512}, ALL, "model.embed_tokens.weight is of [1000, 512], its tensor is of [1000, 256]"),
+        ({"vocab_size": 1001}, ALL, "model.embed_tokens.weight is of [1001, 256]"),
+        ({"intermediate_size": 999}, ALL, "model.layers.0.mlp.gate_proj.weight is of [999, 256]"),
+        ({"num_key_value_heads": 2}, ALL, "model.layers.0.self_attn.k_proj.weight is of [128, 256]"),
+        ({}, {**ALL, "model.layers.1.mlp.up_proj.weight": (7, HIDDEN)}, "its tensor is of [7, 256]"),
+    ],
+)
+def test_what_differs_is_named_with_both(
+    tmp_path: Path, changes: dict[str, Any], tensors: Shapes, said: str
+) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        load_spec(write_checkpoint(tmp_path / "model", CONFIG | changes, tensors))
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        ALL,
+        text_shapes(),  # the head is tied, whatever config.json says
+        {**ALL, "model.layers.0.self_attn.rotary_emb.inv_freq": (32,), "score.weight": (2, HIDDEN)},
+        {f"inner.{name}": shape for name, shape in of_layer(7).items()},  # named otherwise
+    ],
+)
+def test_what_agrees_or_is_named_otherwise_is_described(tmp_path: Path, tensors: Shapes) -> None:
+    assert load_spec(write_checkpoint(tmp_path / "model", CONFIG, tensors)).num_layers == 2
+
+
+def test_files_that_cannot_be_read_are_for_the_deployment_to_judge(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", CONFIG, ALL)
+    (folder / "model.safetensors").write_bytes(b"half a file")
+    assert load_spec(folder).num_layers == 2

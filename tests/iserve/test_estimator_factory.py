@@ -1,0 +1,61 @@
+"""Estimators of profiles: the roofline that scales a profile is that of the profile's own engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from daemon.engines.registry import capabilities_for
+from fingerprint.config import DeploymentConfig, WeightFormat, Workload
+from fingerprint.estimators.fingerprinted import FingerprintedEstimator
+from fingerprint.estimators.roofline import RooflineEstimator
+from fingerprint.gpus import gpu_spec
+from fingerprint.measurements import Profile
+from iserve.planning.estimator_factory import estimator_for, profile_as
+from iserve.planning.pipeline import datasheet_estimator
+from tests.fingerprint.synthetic_machine import SyntheticMachine, llama, take_profile
+
+WORK = Workload(1, 512, 17)
+
+
+@pytest.fixture(scope="module")
+def measured() -> Profile:
+    """A profile of a GPU, with the times of a synthetic machine."""
+    taken = take_profile(SyntheticMachine(llama()))
+    return replace(taken, engine="torch", machine=replace(taken.machine, device=gpu_spec("a6000")))
+
+
+@pytest.mark.parametrize(("engine", "eager"), [("torch", True), ("vllm", False)])
+def test_what_was_not_measured_is_scaled_with_the_launches_of_its_own_engine(
+    measured: Profile, engine: str, *, eager: bool
+) -> None:
+    profile = replace(measured, engine=engine)
+    config = DeploymentConfig(tp=4, weights=WeightFormat.INT8, engine=engine)
+    spec, gpu = profile.spec, profile.machine.device
+    found = estimator_for(profile).estimate(config, WORK)
+    launched = FingerprintedEstimator(profile, datasheet_estimator(spec, gpu, capabilities_for("torch")))
+    replayed = FingerprintedEstimator(profile, RooflineEstimator(spec, gpu))
+    assert found == (launched if eager else replayed).estimate(config, WORK)
+    if eager:
+        assert found.tpot_s != replayed.estimate(config, WORK).tpot_s
+
+
+def test_a_profile_of_text_alone_serves_a_model_with_its_towers(measured: Profile) -> None:
+    """The times are those of the text; the towers lie on every stage, divided over its GPUs."""
+    params = 10_000_000
+    with_towers = replace(
+        measured.spec, embedding_params=measured.spec.embedding_params + params, tower_params=params
+    )
+    assert with_towers.text_alone == measured.spec
+    whole = profile_as(with_towers, measured)
+    for tp, pp in ((1, 1), (2, 1), (1, 2)):
+        config = DeploymentConfig(tp=tp, pp=pp, engine="torch")
+        text, found = (estimator_for(one).estimate(config, WORK) for one in (measured, whole))
+        assert (found.ttft_s, found.tpot_s, found.rests_on) == (text.ttft_s, text.tpot_s, text.rests_on)
+        more_bytes = [
+            more.total_bytes - less.total_bytes
+            for more, less in zip(found.memory.stages((1,) * pp), text.memory.stages((1,) * pp), strict=True)
+        ]
+        assert more_bytes == [2 * params // tp] * pp
+    assert profile_as(measured.spec, measured) is measured
