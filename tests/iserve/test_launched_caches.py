@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,7 +31,7 @@ OPTIONS = PlanOptions(workload=Workload(batch=8, input_tokens=512, output_tokens
 
 def planned(folder: Path, profile: Profile) -> tuple[PlannedDeployment, WorkerSpec]:
     """Return the plan by ``profile`` for eight of its GPUs, and its worker as a daemon reads it."""
-    (folder / "config.json").write_text(json.dumps(runs()[profile.model].config))
+    (folder / "config.json").write_text(runs()[profile.model].config)
     source = resolve(str(folder), need_weights=False)
     hardware = hypothetical_hardware(profile.machine.device, 8)
     devices = tuple(
