@@ -93,9 +93,13 @@ class Facts:
     @property
     def kv_heads(self) -> int | None:
         """Return the number of KV heads: as many as heads where nothing is said."""
+        return self.given_kv_heads or self.heads
+
+    @property
+    def given_kv_heads(self) -> int | None:
         if self.config.get("multi_query") is True and self.config.get("new_decoder_architecture") is not True:
             return 1
-        return self.first(_KV_HEADS) or self.heads
+        return self.first(_KV_HEADS)
 
     @property
     def head_dim(self) -> int | None:

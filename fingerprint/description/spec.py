@@ -73,6 +73,7 @@ def spec_and_stack(
     stack = find_stack(tensors, num_layers, vocab=facts.vocab_size, width=facts.hidden_size)
     layers = _layers(stack, facts)
     _check_ends(stack, facts)
+    _check_heads(layers, facts)
     windows = facts.windows(num_layers)
     tied = stack.head is None
     places = {shape: place for place, shape in enumerate(dict.fromkeys(layer.shape for layer in layers))}
@@ -222,6 +223,17 @@ def _layer(tensors: Mapping[str, tuple[int, ...]], kept: Kept, facts: Facts) -> 
 def _num_experts(experts: Mapping[str, tuple[int, ...]], count: int) -> int:
     numbered = {found[0] for name in experts if (found := re.search(r"experts\.[0-9]+", name))}
     return len(numbered) or min(max((shape[0] for shape in experts.values()), default=0), count)
+
+
+def _check_heads(layers: Sequence[_Layer], facts: Facts) -> None:
+    """Refuse keys and values of another number of heads than is given; layers of several are not judged."""
+    found = {layer.kv_heads for layer in layers if layer.shape.mixer.removesuffix(", experts") == "attention"}
+    given = facts.given_kv_heads
+    if given is not None and len(found) == 1 and (kv_heads := found.pop()) != given:
+        raise ConfigError(
+            f"config.json says {given} heads of K and V, their tensors have {kv_heads} of {facts.head_dim}; one "
+            "of them is of another model"
+        )
 
 
 def _check_ends(stack: Stack, facts: Facts) -> None:

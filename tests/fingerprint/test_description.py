@@ -235,6 +235,8 @@ OK = CONFIG | {"num_hidden_layers": 2, "n_routed_experts": 0}
         ),
         (OK | {"hidden_size": 128}, model(LAYER, LAYER), ConfigError, "says a hidden state of 128"),
         (OK | {"vocab_size": 101}, model(LAYER, LAYER), ConfigError, "says 101 tokens"),
+        (OK | {"num_key_value_heads": 1}, model(GROUPED, GROUPED), ConfigError, "says 1 heads of K and V, their"),
+        (OK | {"head_dim": 8}, model(GROUPED, GROUPED), ConfigError, "heads of K and V, their tensors have"),
         (
             OK | {"num_hidden_layers": 10**30},
             model(LAYER, LAYER),

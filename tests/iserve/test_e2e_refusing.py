@@ -61,7 +61,7 @@ def test_its_route_has_the_limits_and_the_times_of_its_plan(refusing: Any) -> No
         tpot_full_s=full["tpot_s"]["value"],
     )
     assert [worker.max_outstanding for worker in route.workers] == [SLOTS]
-    assert "refuses late" in refusing.run("ps").stdout
+    assert "rejects late" in refusing.run("ps").stdout
 
 
 def test_it_answers(refusing: Any) -> None:
