@@ -77,7 +77,7 @@ def test_a_launch_reserves_what_the_engine_specified(name, changes, tmp_path: Pa
     given = reserved_bytes(found, worker)
     assert given == cache_bytes(kept, worker.config, stages, room)
     assert given > cache_bytes(profile.spec, worker.config, stages, room)
-    shown = found.document.capacity.kept
+    shown = found.document.capacity.cache_sizes
     assert (
         shown.kv_bytes_per_token,
         shown.state_bytes_per_request,
@@ -87,5 +87,5 @@ def test_a_launch_reserves_what_the_engine_specified(name, changes, tmp_path: Pa
 def kept_by_config(folder: Path, profile: Profile) -> tuple[int, int]:
     found, worker = planned(folder, profile)
     assert worker.layer_caches == ()  # so that the worker of a profile without differences stays as it was
-    kept = found.document.capacity.kept
+    kept = found.document.capacity.cache_sizes
     return kept.kv_bytes_per_token, kept.state_bytes_per_request
