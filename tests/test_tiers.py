@@ -15,7 +15,7 @@ from tests.tiers import PROCESS_FIXTURES, _is_ours, _refuse_unmarked
     ("command", "is_ours"),
     [
         ("python -m iserve.gateway --home h", True),
-        ("python -P -m daemon.torch_engine.rank_main", True),
+        ("python -P -m daemon.torch_engine.parallel.rank_main", True),
         ("/x/bin/iserve replay trace.csv", True),
         ("python tests/daemon/fake_daemon.py h {}", True),
         ("/usr/lib/postgresql/15/bin/postgres -D data", True),

@@ -15,8 +15,8 @@ from daemon.engines.base import Command, Container, Inside
 from daemon.engines.environments import is_version
 from daemon.profile_messages import ProfileLoad
 from daemon.sources.transformers_classes import recorded_transformers
-from daemon.torch_engine import capabilities
-from daemon.torch_engine.architectures import architectures_of, installed_transformers
+from daemon.torch_engine.model import capabilities
+from daemon.torch_engine.model.architectures import architectures_of, installed_transformers
 from daemon.torch_engine.versions import component_versions, version_of
 from daemon.worker_spec import WorkerSpec
 from daemon.worker_stats import WorkerStats, read_own_stats

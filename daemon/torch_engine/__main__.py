@@ -116,7 +116,7 @@ def _bind(spec: WorkerSpec) -> socket.socket:
 
 
 def _torch_runner() -> Runner:
-    from daemon.torch_engine.runner import LocalRunner
+    from daemon.torch_engine.parallel.runner import LocalRunner
 
     return LocalRunner()
 
@@ -134,7 +134,7 @@ async def _serve(
 
         from daemon.bounded_http import BoundedRunner
         from daemon.http_log import log_bad_requests_in_one_line
-        from daemon.torch_engine.server import Worker, make_app
+        from daemon.torch_engine.api.server import Worker, make_app
 
     log_bad_requests_in_one_line()
     loop = asyncio.get_running_loop()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from daemon.engines.registry import capabilities_for
-from daemon.torch_engine.scheduler import Demand, Scheduler, Work
+from daemon.torch_engine.runtime.scheduler import Demand, Scheduler, Work
 from fingerprint.capability import EngineCapabilities
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.engine_caches import with_engine_caches

@@ -68,8 +68,8 @@ def test_reading_and_cutting_run_none_of_it_and_leave_it_behind(evil: Path, mark
 def test_the_embedded_engine_runs_none_of_it(evil: Path, marker: Path) -> None:
     import torch
 
-    from daemon.torch_engine.stage_model import read_source
-    from daemon.torch_engine.tokenizer import load_text_codec
+    from daemon.torch_engine.api.tokenizer import load_text_codec
+    from daemon.torch_engine.model.stage_model import read_source
 
     assert read_source(evil, torch.device("cpu"), None).spec == load_spec(demo_model_path())
     assert load_text_codec(evil) is not None

@@ -156,7 +156,7 @@ def test_a_hundred_thousand_lying_headers(folder: Path) -> None:
 def test_the_embedded_engine_reads_no_other_files_than_the_plan_did(folder: Path) -> None:
     import torch
 
-    from daemon.torch_engine.weights import WeightReader
+    from daemon.torch_engine.model.weights import WeightReader
 
     def read(folder: Path) -> None:
         expected = Checkpoint.open(folder)

@@ -21,7 +21,7 @@ import numpy as np
 from daemon.devices import Device
 from daemon.engines.torch import TorchEngine
 from daemon.profile_client import WorkerProfileTarget
-from daemon.torch_engine.rank_device import CORES_VARIABLE
+from daemon.torch_engine.parallel.rank_device import CORES_VARIABLE
 from daemon.worker_spec import WorkerLimits, WorkerSpec
 from fingerprint.codec import to_json
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat, Workload, even_split

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import linear
 
-from daemon.torch_engine.formats import FORMATS
-from daemon.torch_engine.formats.int8 import Int8Format, Int8Linear, quantize_int8
-from daemon.torch_engine.runner import LocalRunner
+from daemon.torch_engine.model.formats import FORMATS
+from daemon.torch_engine.model.formats.int8 import Int8Format, Int8Linear, quantize_int8
+from daemon.torch_engine.parallel.runner import LocalRunner
 from daemon.torch_engine.runner_types import StepItem, StepPlan
 from fingerprint.config import DeploymentConfig, WeightFormat
 from fingerprint.errors import EngineError

@@ -14,14 +14,14 @@ import torch
 import transformers
 
 from daemon.engines.registry import ENGINES
-from daemon.torch_engine import attention, capabilities
-from daemon.torch_engine.formats import FORMATS
-from daemon.torch_engine.formats.int8 import Int8Linear
-from daemon.torch_engine.runner import LocalRunner, _result
+from daemon.torch_engine.model import attention, capabilities
+from daemon.torch_engine.model.formats import FORMATS
+from daemon.torch_engine.model.formats.int8 import Int8Linear
+from daemon.torch_engine.model.stage_model import StageModel, StageShape, read_source
+from daemon.torch_engine.model.tensor_parallel import TensorParallel
+from daemon.torch_engine.parallel.runner import LocalRunner, _result
+from daemon.torch_engine.parallel.stage import RankTiming
 from daemon.torch_engine.runner_types import StepItem, StepPlan
-from daemon.torch_engine.stage import RankTiming
-from daemon.torch_engine.stage_model import StageModel, StageShape, read_source
-from daemon.torch_engine.tensor_parallel import TensorParallel
 from daemon.worker_spec import StageAssignment
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat
 from fingerprint.errors import CheckpointError, EngineError, UnsupportedModelError

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from daemon import gpu_bench
-from daemon.torch_engine.activation_meter import ActivationMeter
 from daemon.torch_engine.device import measure_device
-from daemon.torch_engine.rank_device import cores_of
+from daemon.torch_engine.model.activation_meter import ActivationMeter
+from daemon.torch_engine.parallel.rank_device import cores_of
 from fingerprint.errors import ConfigError
 
 
@@ -42,7 +42,7 @@ def test_a_rank_runs_on_its_cores_with_a_thread_for_each() -> None:
     script = (
         "import os, threading, torch\n"
         "started = threading.Event(); threading.Thread(target=started.wait, daemon=True).start()\n"
-        "from daemon.torch_engine.rank_device import RankDevice\n"
+        "from daemon.torch_engine.parallel.rank_device import RankDevice\n"
         "RankDevice('cpu:0', 0, threads=None)\n"
         "print({tuple(os.sched_getaffinity(int(task))) for task in os.listdir('/proc/self/task')})\n"
         "print(torch.get_num_threads())\n"

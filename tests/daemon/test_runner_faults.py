@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from daemon.exit_codes import is_out_of_memory
-from daemon.torch_engine.runner import LocalRunner
+from daemon.torch_engine.parallel.runner import LocalRunner
 from daemon.torch_engine.runner_types import StepItem, StepPlan
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import CheckpointError, EngineError
@@ -29,7 +29,11 @@ SECOND = StepPlan((StepItem(1, 7, (9, 90, 12)), StepItem(3, 3, (23,)), StepItem(
 
 
 def children() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "daemon.torch_engine.rank_main" in child.cmdline()]
+    return [
+        child
+        for child in psutil.Process().children()
+        if "daemon.torch_engine.parallel.rank_main" in child.cmdline()
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +122,7 @@ def test_ranks_end_with_a_killed_rank_0(tiny_checkpoint, until, tmp_path) -> Non
         import sys, threading, time
         from pathlib import Path
         from daemon.worker_spec import StageAssignment, WorkerLimits
-        from daemon.torch_engine.runner import LocalRunner
+        from daemon.torch_engine.parallel.runner import LocalRunner
         from fingerprint.config import DeploymentConfig
         stages = (StageAssignment(device_ids=("cpu:0", "cpu:1"), num_layers=4),)
         limits = WorkerLimits(max_batch=1, max_batched_tokens=8, max_context_tokens=8, kv_tokens=8,

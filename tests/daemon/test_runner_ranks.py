@@ -6,7 +6,7 @@ import psutil
 import pytest
 import torch
 
-from daemon.torch_engine.runner import LocalRunner
+from daemon.torch_engine.parallel.runner import LocalRunner
 from daemon.torch_engine.runner_types import StepItem, StepPlan
 from fingerprint.config import DeploymentConfig, WeightFormat
 
@@ -34,7 +34,11 @@ ROUNDING = 2e-5
 
 
 def children() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "daemon.torch_engine.rank_main" in child.cmdline()]
+    return [
+        child
+        for child in psutil.Process().children()
+        if "daemon.torch_engine.parallel.rank_main" in child.cmdline()
+    ]
 
 
 @pytest.fixture(scope="module")

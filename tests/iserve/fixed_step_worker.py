@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from daemon.torch_engine.scheduler import Demand, Scheduler, Work
+from daemon.torch_engine.runtime.scheduler import Demand, Scheduler, Work
 from fingerprint.config import Workload
 from traces.outcomes import Failure, Floats, Outcomes
 from traces.request import Request

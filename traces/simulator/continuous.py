@@ -1,11 +1,12 @@
 """Continuous batching with chunked prefill, many steps at once.
 
-The policy is that of ``daemon.torch_engine.scheduler`` (and, of vLLM's, the part that matters for time): every
-sequence that decodes gets one token of a step, then prompts in the order of their arrival are cut to what is left
-of ``max_batched_tokens``, and waiting ones are admitted into free slots. While no prompt is under way and none can
-be admitted, every step is alike but for one token more of context: such a stretch is one run, whose length is a
-closed sum. A request that can be admitted cuts it short at the end of the step it arrives in. ``stepped`` runs the
-engine's own scheduler step by step; both give the same times (tests/traces/simulator/test_continuous.py).
+The policy is that of ``daemon.torch_engine.runtime.scheduler`` (and, of vLLM's, the part that matters for time):
+every sequence that decodes gets one token of a step, then prompts in the order of their arrival are cut to what is
+left of ``max_batched_tokens``, and waiting ones are admitted into free slots. While no prompt is under way and
+none can be admitted, every step is alike but for one token more of context: such a stretch is one run,
+whose length is a closed sum. A request that can be admitted cuts it short at the end of the step it arrives in.
+``stepped`` runs the engine's own scheduler step by step; both give the same times
+(tests/traces/simulator/test_continuous.py).
 
 Where the steps say so (``StepModel.plans_ahead``), the content of a step is settled when the one before begins: a
 request that arrives meanwhile, or waits for a slot that the one before frees, is in the step after it. A worker

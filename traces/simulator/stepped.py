@@ -26,7 +26,7 @@ __all__ = ["Batcher", "Chunk", "MakeBatcher", "SteppedWorker"]
 
 
 class Chunk(Protocol):
-    """Share of one sequence in a step (``daemon.torch_engine.scheduler.Work`` is one)."""
+    """Share of one sequence in a step (``daemon.torch_engine.runtime.scheduler.Work`` is one)."""
 
     @property
     def sequence_id(self) -> int: ...

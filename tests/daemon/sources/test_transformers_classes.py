@@ -8,8 +8,8 @@ import pytest
 import transformers
 
 from daemon.sources.transformers_classes import MAPPINGS_FILE, read_transformers
-from daemon.torch_engine import capabilities
-from daemon.torch_engine.architectures import architectures_of
+from daemon.torch_engine.model import capabilities
+from daemon.torch_engine.model.architectures import architectures_of
 from fingerprint.errors import EngineError
 
 PACKAGE = Path(transformers.__file__).parent

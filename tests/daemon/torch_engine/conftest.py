@@ -22,8 +22,8 @@ import torch
 from aiohttp import web
 
 import iserve.demo
+from daemon.torch_engine.api.server import Worker, make_app
 from daemon.torch_engine.runner_types import StepPlan, StepResult
-from daemon.torch_engine.server import Worker, make_app
 from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from fingerprint.codec import to_json
 from fingerprint.config import DeploymentConfig
@@ -251,7 +251,7 @@ from daemon.torch_engine.__main__ import main
 
 def runner():
     import torch
-    from daemon.torch_engine.runner import LocalRunner
+    from daemon.torch_engine.parallel.runner import LocalRunner
     return LocalRunner(torch.float32)
 
 sys.exit(main(sys.argv[1:], runner))
@@ -269,7 +269,7 @@ import sys, time
 from daemon.torch_engine import __main__ as worker
 
 def runner():
-    from daemon.torch_engine.runner import LocalRunner
+    from daemon.torch_engine.parallel.runner import LocalRunner
 
     class SlowRunner(LocalRunner):
         def load(self, *model):

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from daemon.torch_engine.engine import Engine, EngineState, Finish, SequenceRequest, TokenEvent
-from daemon.torch_engine.sampling import SamplingParams
+from daemon.torch_engine.runtime.engine import Engine, EngineState, Finish, SequenceRequest, TokenEvent
+from daemon.torch_engine.runtime.sampling import SamplingParams
 from fingerprint.errors import BadInputError, ConflictError, EngineError, UnavailableError
 from tests.waiting import PATIENCE_S
 

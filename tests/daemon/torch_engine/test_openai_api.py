@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from daemon.torch_engine.openai_api import ApiError, Generation, parse_chat, parse_completion
+from daemon.torch_engine.api.openai_api import ApiError, Generation, parse_chat, parse_completion
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 

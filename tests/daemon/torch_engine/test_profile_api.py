@@ -174,7 +174,7 @@ def test_a_worker_that_never_comes_up_is_ended(module_spec, demo_checkpoint: Pat
 
 
 def test_dummy_requests_are_reproducible_and_in_range() -> None:
-    from daemon.torch_engine.profile_api import dummy_requests
+    from daemon.torch_engine.api.profile_api import dummy_requests
 
     run = ProfileRun(batch=3, input_tokens=50, output_tokens=2)
     first, again = dummy_requests(run, 11), dummy_requests(run, 11)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from daemon.torch_engine.sampling import Sampler, SamplingParams, _kth_largest, _nucleus, sample
+from daemon.torch_engine.runtime.sampling import Sampler, SamplingParams, _kth_largest, _nucleus, sample
 from fingerprint.errors import ConfigError
 
 

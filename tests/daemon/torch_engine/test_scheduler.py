@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from daemon.torch_engine.scheduler import Demand, Scheduler, Work
+from daemon.torch_engine.runtime.scheduler import Demand, Scheduler, Work
 from fingerprint.errors import BadInputError, ConfigError, UnavailableError
 
 CONTEXT = 24

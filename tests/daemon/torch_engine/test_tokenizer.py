@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from daemon.torch_engine import chat_template
-from daemon.torch_engine.chat_template import ChatTemplate
-from daemon.torch_engine.tokenizer import (
+from daemon.torch_engine.api import chat_template
+from daemon.torch_engine.api.chat_template import ChatTemplate
+from daemon.torch_engine.api.tokenizer import (
     ChatMessage,
     Detokenizer,
     StopMatcher,

@@ -12,9 +12,9 @@ _PROGRAM = """
 import gc, json, sys
 from daemon.torch_engine.trimmed_imports import trimmed_imports
 with trimmed_imports():
-    import daemon.torch_engine.runner, daemon.torch_engine.server
+    import daemon.torch_engine.parallel.runner, daemon.torch_engine.api.server
     import transformers
-    from daemon.torch_engine.capabilities import FAMILIES
+    from daemon.torch_engine.model.capabilities import FAMILIES
     from fingerprint.families import FAMILIES as known
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as classes
     for family in sorted(FAMILIES):

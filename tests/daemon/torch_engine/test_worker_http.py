@@ -15,8 +15,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import iserve.demo
-from daemon.torch_engine import chat_template
-from daemon.torch_engine.tokenizer import load_text_codec
+from daemon.torch_engine.api import chat_template
+from daemon.torch_engine.api.tokenizer import load_text_codec
 from tests.waiting import PATIENCE_S
 
 DEMO = Path(iserve.demo.__file__).parent / "model"

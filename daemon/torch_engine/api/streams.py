@@ -10,8 +10,8 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-from daemon.torch_engine.engine import Engine, Finish, SequenceRequest, TokenEvent
-from daemon.torch_engine.tokenizer import Detokenizer, StopMatcher, TextCodec
+from daemon.torch_engine.api.tokenizer import Detokenizer, StopMatcher, TextCodec
+from daemon.torch_engine.runtime.engine import Engine, Finish, SequenceRequest, TokenEvent
 
 __all__ = ["Choice", "Streams"]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from daemon.torch_engine.chat_template import ChatTemplate, RenderedTooLongError
+from daemon.torch_engine.api.chat_template import ChatTemplate, RenderedTooLongError
 from fingerprint.errors import BadInputError, CheckpointError, EngineError
 
 __all__ = [

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from daemon.status import WorkerStats
-from daemon.torch_engine.engine import Totals
+from daemon.torch_engine.runtime.engine import Totals
 
 __all__ = ["WorkerMetrics"]
 

@@ -18,14 +18,14 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from daemon.torch_engine import openai_api
-from daemon.torch_engine.engine import Engine, EngineState, SequenceRequest, TokenEvent
-from daemon.torch_engine.metrics import WorkerMetrics
-from daemon.torch_engine.openai_api import ApiError, Generation, Usage
-from daemon.torch_engine.profile_api import profile_routes
+from daemon.torch_engine.api import openai_api
+from daemon.torch_engine.api.metrics import WorkerMetrics
+from daemon.torch_engine.api.openai_api import ApiError, Generation, Usage
+from daemon.torch_engine.api.profile_api import profile_routes
+from daemon.torch_engine.api.streams import Choice, Stream, Streams
+from daemon.torch_engine.api.tokenizer import TextCodec, TextTooLongError, end_token_ids, load_text_codec
 from daemon.torch_engine.runner_types import Runner
-from daemon.torch_engine.streams import Choice, Stream, Streams
-from daemon.torch_engine.tokenizer import TextCodec, TextTooLongError, end_token_ids, load_text_codec
+from daemon.torch_engine.runtime.engine import Engine, EngineState, SequenceRequest, TokenEvent
 from daemon.worker_spec import WorkerSpec
 from daemon.worker_token import OPEN_PATHS, carries
 from fingerprint.codec import to_json

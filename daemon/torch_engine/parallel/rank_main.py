@@ -9,7 +9,7 @@ from daemon.torch_engine.trimmed_imports import trimmed_imports
 
 def main(argv: list[str]) -> int:
     with trimmed_imports():
-        from daemon.torch_engine import rank_loop
+        from daemon.torch_engine.parallel import rank_loop
     return rank_loop.main(argv)
 
 

@@ -13,9 +13,9 @@ from enum import StrEnum
 import torch
 
 from daemon.exit_codes import is_out_of_memory
-from daemon.torch_engine.parallel_state import LoadOrder
+from daemon.torch_engine.parallel.parallel_state import LoadOrder
+from daemon.torch_engine.parallel.stage import RankTiming
 from daemon.torch_engine.runner_types import StepPlan
-from daemon.torch_engine.stage import RankTiming
 from fingerprint.codec import from_json, to_json
 from fingerprint.errors import EngineError, IserveError, error_class
 from fingerprint.measurements import RankMemory

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import embedding
 
-from daemon.torch_engine.weights import Shard
+from daemon.torch_engine.model.weights import Shard
 from fingerprint.errors import EngineError
 
 __all__ = ["TensorParallel"]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from daemon.torch_engine.formats.base import LinearFormat
-from daemon.torch_engine.formats.bits16 import Bits16Format
-from daemon.torch_engine.formats.int8 import Int8Format
+from daemon.torch_engine.model.formats.base import LinearFormat
+from daemon.torch_engine.model.formats.bits16 import Bits16Format
+from daemon.torch_engine.model.formats.int8 import Int8Format
 from fingerprint.config import WeightFormat
 
 __all__ = ["FORMATS", "LinearFormat"]

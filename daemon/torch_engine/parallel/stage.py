@@ -12,14 +12,14 @@ from typing import TypedDict
 import torch
 import torch.distributed as dist
 
-from daemon.torch_engine.activation_meter import ActivationMeter
-from daemon.torch_engine.batch import FlatBatch
-from daemon.torch_engine.kv_cache import KvCache, kv_cache_bytes
-from daemon.torch_engine.parallel_state import Groups, LoadOrder, RankPlace
-from daemon.torch_engine.rank_device import RankDevice, release_memory
+from daemon.torch_engine.model.activation_meter import ActivationMeter
+from daemon.torch_engine.model.batch import FlatBatch
+from daemon.torch_engine.model.kv_cache import KvCache, kv_cache_bytes
+from daemon.torch_engine.model.stage_model import StageModel, StageShape, read_source, tensor_bytes
+from daemon.torch_engine.model.tensor_parallel import TensorParallel
+from daemon.torch_engine.parallel.parallel_state import Groups, LoadOrder, RankPlace
+from daemon.torch_engine.parallel.rank_device import RankDevice, release_memory
 from daemon.torch_engine.runner_types import StepPlan
-from daemon.torch_engine.stage_model import StageModel, StageShape, read_source, tensor_bytes
-from daemon.torch_engine.tensor_parallel import TensorParallel
 from fingerprint.errors import EngineError
 from fingerprint.measurements import RankMemory
 

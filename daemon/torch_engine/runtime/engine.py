@@ -19,8 +19,8 @@ from typing import NamedTuple, TypeVar
 
 from daemon.status import DeviceBusy, WorkerStats
 from daemon.torch_engine.runner_types import Runner, StepItem, StepPlan, StepResult
-from daemon.torch_engine.sampling import Sampler, SamplingParams, sample
-from daemon.torch_engine.scheduler import Demand, Scheduler, Work
+from daemon.torch_engine.runtime.sampling import Sampler, SamplingParams, sample
+from daemon.torch_engine.runtime.scheduler import Demand, Scheduler, Work
 from daemon.worker_spec import StageAssignment, WorkerLimits
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import ConflictError, EngineError, IserveError, UnavailableError

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from daemon.torch_engine.batch import FlatBatch, Span
+from daemon.torch_engine.model.batch import FlatBatch, Span
 
 __all__ = ["KvCache", "kv_cache_bytes"]
 

@@ -1,4 +1,4 @@
-"""A rank beyond the first: ``python -m daemon.torch_engine.rank_main``, a child of rank 0 in its process group.
+"""Rank beyond the first: ``python -m daemon.torch_engine.parallel.rank_main``, a child in rank 0's process group.
 
 Does what rank 0 orders over the control socket; tensors go between ranks over torch.distributed. Ends at once when
 rank 0 is gone, however it went: the child holds the reading end of a pipe whose writing end only rank 0 has.
@@ -19,10 +19,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from daemon.torch_engine.ipc import Answer, Order, Verb, failure, receive_order, send_answer
-from daemon.torch_engine.parallel_state import RankPlace, make_groups
-from daemon.torch_engine.rank_device import RankDevice, release_memory
-from daemon.torch_engine.stage import Stage
+from daemon.torch_engine.parallel.ipc import Answer, Order, Verb, failure, receive_order, send_answer
+from daemon.torch_engine.parallel.parallel_state import RankPlace, make_groups
+from daemon.torch_engine.parallel.rank_device import RankDevice, release_memory
+from daemon.torch_engine.parallel.stage import Stage
 from fingerprint.errors import EngineError
 
 __all__ = ["STEP_TIMEOUT_S", "join", "main"]
@@ -107,7 +107,7 @@ def _serve(control: socket.socket, place: RankPlace, device: RankDevice) -> None
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="daemon.torch_engine.rank_main", description=__doc__)
+    parser = argparse.ArgumentParser(prog="daemon.torch_engine.parallel.rank_main", description=__doc__)
     for name in ("rank", "tp", "pp", "threads", "control-fd", "lifeline-fd"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--device", required=True)

@@ -16,13 +16,13 @@ import torch
 import transformers
 from torch import nn
 
-from daemon.torch_engine import attention, capabilities
-from daemon.torch_engine.architectures import architectures_of, installed_transformers
-from daemon.torch_engine.batch import FlatBatch
-from daemon.torch_engine.formats import FORMATS
-from daemon.torch_engine.kv_cache import KvCache
-from daemon.torch_engine.tensor_parallel import TensorParallel
-from daemon.torch_engine.weights import WeightReader
+from daemon.torch_engine.model import attention, capabilities
+from daemon.torch_engine.model.architectures import architectures_of, installed_transformers
+from daemon.torch_engine.model.batch import FlatBatch
+from daemon.torch_engine.model.formats import FORMATS
+from daemon.torch_engine.model.kv_cache import KvCache
+from daemon.torch_engine.model.tensor_parallel import TensorParallel
+from daemon.torch_engine.model.weights import WeightReader
 from fingerprint.architectures import Listed
 from fingerprint.config import WeightFormat
 from fingerprint.errors import CheckpointError, EngineError, UnsupportedModelError
@@ -248,7 +248,9 @@ def tensor_bytes(tensors: tuple[torch.Tensor, ...]) -> int:
 
 def _is_linear(module: nn.Module) -> bool:
     """Return whether a module is an nn.Linear, or a format's in its place: both know nothing but out and in."""
-    return isinstance(module, nn.Linear) or type(module).__module__.startswith("daemon.torch_engine.formats.")
+    return isinstance(module, nn.Linear) or type(module).__module__.startswith(
+        "daemon.torch_engine.model.formats."
+    )
 
 
 def _set(model: nn.Module, name: str, parameter: nn.Parameter) -> None:

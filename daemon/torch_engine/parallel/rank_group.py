@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 
 from daemon.exit_codes import is_out_of_memory
-from daemon.torch_engine.ipc import Answer, Order, Verb, encode, receive_answer
-from daemon.torch_engine.parallel_state import Groups, LoadOrder, RankPlace, make_groups
-from daemon.torch_engine.rank_device import RankDevice, release_memory
-from daemon.torch_engine.rank_loop import STEP_TIMEOUT_S, join
+from daemon.torch_engine.parallel.ipc import Answer, Order, Verb, encode, receive_answer
+from daemon.torch_engine.parallel.parallel_state import Groups, LoadOrder, RankPlace, make_groups
+from daemon.torch_engine.parallel.rank_device import RankDevice, release_memory
+from daemon.torch_engine.parallel.rank_loop import STEP_TIMEOUT_S, join
+from daemon.torch_engine.parallel.stage import RankTiming, Stage
 from daemon.torch_engine.runner_types import StepPlan
-from daemon.torch_engine.stage import RankTiming, Stage
 from fingerprint.errors import EngineError, IserveError
 from fingerprint.measurements import RankMemory
 
@@ -35,7 +35,7 @@ __all__ = ["RankGroup"]
 _START_TIMEOUT_S = 120.0  # imports of torch and transformers, on a busy machine
 _END_TIMEOUT_S = 3.0
 _LAST_WORDS_S = 0.2
-_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+_PACKAGE_ROOT = Path(__file__).resolve().parents[3]
 
 
 class _Child:
@@ -59,7 +59,7 @@ class _Child:
         path = os.pathsep.join(filter(None, (str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH"))))
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "daemon.torch_engine.rank_main", *argv],
+                [sys.executable, "-P", "-m", "daemon.torch_engine.parallel.rank_main", *argv],
                 pass_fds=(theirs.fileno(), lifeline_read),
                 stdin=subprocess.DEVNULL,
                 env=os.environ | {"PYTHONPATH": path},

@@ -14,8 +14,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from daemon.torch_engine.batch import FlatBatch, Span
-from daemon.torch_engine.kv_cache import KeysValues, KvCache
+from daemon.torch_engine.model.batch import FlatBatch, Span
+from daemon.torch_engine.model.kv_cache import KeysValues, KvCache
 
 __all__ = ["IMPLEMENTATION", "AttentionStep", "register"]
 

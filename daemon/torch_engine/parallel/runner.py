@@ -10,14 +10,14 @@ from pathlib import Path
 
 import torch
 
-from daemon.torch_engine.batch import check_plan
-from daemon.torch_engine.capabilities import KV, MAX_PP, MAX_TP, PRUNING, WEIGHTS
-from daemon.torch_engine.formats import FORMATS
-from daemon.torch_engine.parallel_state import LoadOrder, RankPlace
-from daemon.torch_engine.rank_device import release_memory
-from daemon.torch_engine.rank_group import RankGroup
+from daemon.torch_engine.model.batch import check_plan
+from daemon.torch_engine.model.capabilities import KV, MAX_PP, MAX_TP, PRUNING, WEIGHTS
+from daemon.torch_engine.model.formats import FORMATS
+from daemon.torch_engine.parallel.parallel_state import LoadOrder, RankPlace
+from daemon.torch_engine.parallel.rank_device import release_memory
+from daemon.torch_engine.parallel.rank_group import RankGroup
+from daemon.torch_engine.parallel.stage import RankTiming, Stage
 from daemon.torch_engine.runner_types import StepPlan, StepResult
-from daemon.torch_engine.stage import RankTiming, Stage
 from daemon.worker_spec import StageAssignment, WorkerLimits
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import EngineError

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from daemon.torch_engine.sampling import SamplingParams
-from daemon.torch_engine.tokenizer import ChatMessage
+from daemon.torch_engine.api.tokenizer import ChatMessage
+from daemon.torch_engine.runtime.sampling import SamplingParams
 from fingerprint.errors import BadInputError, ConfigError, IserveError
 
 __all__ = [

@@ -19,12 +19,12 @@ import numpy as np
 from aiohttp import web
 
 from daemon.profile_messages import ProfileError, ProfileLoad, ProfileRun
+from daemon.torch_engine.api.streams import Streams
 from daemon.torch_engine.device import measure_device
 from daemon.torch_engine.driver import clock_and_power, driver_version
-from daemon.torch_engine.engine import Engine, Finish, SequenceRequest
-from daemon.torch_engine.rank_device import RankDevice, cores_of
-from daemon.torch_engine.sampling import SamplingParams
-from daemon.torch_engine.streams import Streams
+from daemon.torch_engine.parallel.rank_device import RankDevice, cores_of
+from daemon.torch_engine.runtime.engine import Engine, Finish, SequenceRequest
+from daemon.torch_engine.runtime.sampling import SamplingParams
 from daemon.torch_engine.versions import component_versions
 from daemon.worker_spec import WorkerSpec
 from fingerprint.codec import from_json, to_json

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from daemon.sources.source_cache import kept_reading
 from daemon.sources.transformers_classes import MAPPINGS_FILE, ModelClass, Transformers, read_transformers
-from daemon.torch_engine import capabilities
+from daemon.torch_engine.model import capabilities
 from fingerprint.architectures import Architectures, Listed
 from fingerprint.errors import EngineError
 

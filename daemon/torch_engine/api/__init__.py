@@ -1,0 +1,1 @@
+"""OpenAI and profiling routes of the embedded engine, and what turns text into tokens."""

@@ -1,0 +1,1 @@
+"""Model part of one rank: layers, weights, formats and KV cache."""

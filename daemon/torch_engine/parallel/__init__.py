@@ -1,0 +1,1 @@
+"""Ranks of one model: their places, processes and messages."""

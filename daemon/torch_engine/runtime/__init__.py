@@ -1,0 +1,1 @@
+"""Continuous batching over a runner: which step is next, and what it samples."""
