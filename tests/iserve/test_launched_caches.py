@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,7 +31,7 @@ OPTIONS = PlanOptions(workload=Workload(batch=8, input_tokens=512, output_tokens
 
 def planned(folder: Path, profile: Profile) -> tuple[PlannedDeployment, WorkerSpec]:
     """Return the plan by ``profile`` for eight of its GPUs, and its worker as a daemon reads it."""
-    (folder / "config.json").write_text(json.dumps(runs()[profile.model].config))
+    (folder / "config.json").write_text(runs()[profile.model].config)
     source = resolve(str(folder), need_weights=False)
     hardware = hypothetical_hardware(profile.machine.device, 8)
     devices = tuple(
@@ -78,7 +77,7 @@ def test_a_launch_reserves_what_the_engine_specified(name, changes, tmp_path: Pa
     given = reserved_bytes(found, worker)
     assert given == cache_bytes(kept, worker.config, stages, room)
     assert given > cache_bytes(profile.spec, worker.config, stages, room)
-    shown = found.document.capacity.kept
+    shown = found.document.capacity.cache_sizes
     assert (
         shown.kv_bytes_per_token,
         shown.state_bytes_per_request,
@@ -88,5 +87,5 @@ def test_a_launch_reserves_what_the_engine_specified(name, changes, tmp_path: Pa
 def kept_by_config(folder: Path, profile: Profile) -> tuple[int, int]:
     found, worker = planned(folder, profile)
     assert worker.layer_caches == ()  # so that the worker of a profile without differences stays as it was
-    kept = found.document.capacity.kept
+    kept = found.document.capacity.cache_sizes
     return kept.kv_bytes_per_token, kept.state_bytes_per_request
