@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fingerprint.errors import StateUnavailableError
-from iserve.controller.openapi import attribute_docstrings
+from iserve.attribute_docs import attribute_docstrings
 from iserve.state.store import Store
 from tests.bad_input.conftest import Api, api
 

@@ -75,7 +75,7 @@ def test_a_refusal_for_want_of_a_cpus_memory_speaks_of_no_gpu(free_bytes: int, r
         why.nearest.text,
         *(relaxation.text for relaxation in why.relaxations),
         *(ranked.no_room.reason for ranked in plan.candidates if ranked.no_room is not None),
-        *([] if why.together is None else [why.together.text]),
+        *([] if why.combined_relaxation is None else [why.combined_relaxation.text]),
     ]
     assert any("GiB free on one CPU device" in text for text in texts)
     assert any("more free memory on each CPU device" in text for text in texts)
