@@ -56,14 +56,24 @@ def describe(config: Mapping[str, object], tensors: Mapping[str, StoredTensor]) 
     named = config.get("architectures")
     if not (isinstance(named, list) and named and isinstance(named[0], str)):
         raise ConfigError(f"architectures of config.json must name the model's class, got {show(named)}")
-    spec, stack = spec_and_stack(config, {name: each.tensor for name, each in plain.items()}, named[0])
+    stored = {name: each.tensor for name, each in plain.items()}
+    spec, stack = spec_and_stack(config, stored, named[0], of_checkpoint=True)
     return replace(spec, stored=stored_as(quantization, stack, spec, plain)) if is_packed else spec
 
 
 def spec_and_stack(
-    config: Mapping[str, object], tensors: Mapping[str, StoredTensor], architecture: str
+    config: Mapping[str, object],
+    tensors: Mapping[str, StoredTensor],
+    architecture: str,
+    *,
+    of_checkpoint: bool = False,
 ) -> tuple[ModelSpec, Stack]:
-    """Return the model and its stack, of tensors in 16 bits. Raises as :func:`describe`."""
+    """Return the model and its stack, of tensors in 16 bits. Raises as :func:`describe`.
+
+    Args:
+        of_checkpoint: whether the tensors are a checkpoint's own; those that a class made of ``config`` cannot
+            contradict it, though the class may ignore some of its fields.
+    """
     if config.get("is_encoder_decoder") is True:
         raise UnsupportedModelError(
             f"{show(config.get('model_type'))} is an encoder-decoder model; one stack is served"
@@ -73,7 +83,8 @@ def spec_and_stack(
     stack = find_stack(tensors, num_layers, vocab=facts.vocab_size, width=facts.hidden_size)
     layers = _layers(stack, facts)
     _check_ends(stack, facts)
-    _check_heads(layers, facts)
+    if of_checkpoint:
+        _check_heads(layers, facts)
     windows = facts.windows(num_layers)
     tied = stack.head is None
     places = {shape: place for place, shape in enumerate(dict.fromkeys(layer.shape for layer in layers))}
