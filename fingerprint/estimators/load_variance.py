@@ -1,8 +1,8 @@
 """Variance of a machine's speed from one load of a model to the next, as a profile shows it.
 
 All runs of one load share where the allocator put the weights, how threads fell on cores, and the seconds in which
-they ran. Repeats within a load do not show that, so it is estimated from the loads themselves; it is
-part of every prediction, because what is predicted is served by one load more.
+they ran. Repeats within a load do not show that, so the spread between loads is estimated from the loads
+themselves. It is part of every prediction, because what is predicted is served by one load more.
 
 A load's level is the mean over its points of how far each is from its own mean over the loads. The noise of the
 runs is in it, averaged over them, and is not taken off: of a few loads the difference of two variances may be
