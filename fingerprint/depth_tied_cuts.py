@@ -1,4 +1,4 @@
-"""How many layers a stage of the two fingerprints has whose forward is repeated to the model's depth.
+"""Layer counts of the two fingerprints whose forward is repeated to the model's depth.
 
 A repeat's time is a line over layers, o + n h, where h is one layer or the mean of a mix of kinds. Layers of
 several kinds are two or more unknowns, yet two cuts tell the whole model where its mix lies on the line through
@@ -8,14 +8,14 @@ sliding and a full layer; Gemma 3: five and one), and the shallower one is
 
 * one pattern, where the depth is a multiple of it: both have the model's own mix (12 and 6 layers of Gemma 3 12B's
   48, 4 and 2 of GPT-OSS's 24), as layers all alike have with 2 and 1;
-* else what is left of the depth beside whole patterns (Gemma 3 of 62 layers: 2 and 8; of 34: 4 and 10). Then no
+* else what is left of the depth after whole patterns (Gemma 3 of 62 layers: 2 and 8; of 34: 4 and 10). Then no
   kind is modelled and no remainder assumed, the whole is on the line through both.
 
 Where the first few layers are of their own (three dense ones before 58 mixtures of experts in DeepSeek V3), both
-cuts have them all, and the deeper one four patterns more: with one more, an error of a cut's time would come out
-of the line over the depth four times as large.
+cuts have them all, and the deeper one four patterns more: with one more, an error of a cut's time would be
+four times as large after the line over the depth.
 
-All stages of a cut have one mix, since one stage's reading stands for all.
+All stages of a cut have one mix, since one stage's reading is taken for all.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def tied_depths(spec: ModelSpec, pp: int) -> tuple[int, ...]:
 
 
 def _behind_first_layers(spec: ModelSpec, pp: int) -> tuple[int, ...]:
-    """As :func:`tied_depths` for a pattern that begins behind the first few layers; one stage alone has those."""
+    """Return :func:`tied_depths` of a pattern that begins behind the first few layers; pp = 1 alone has those."""
     kinds, num_layers = spec.kind_indexes, spec.num_layers
     for first in range(1, min(MOST_FIRST_LAYERS, num_layers - 1) + 1 if pp == 1 else 0):
         pattern = _pattern(kinds[first:])
@@ -64,19 +64,19 @@ def _behind_first_layers(spec: ModelSpec, pp: int) -> tuple[int, ...]:
 
 
 def why_no_cuts(spec: ModelSpec, pp: int) -> str:
-    """Where :func:`tied_depths` is empty."""
+    """Return the reason why :func:`tied_depths` is empty."""
     several = f" of {len(spec.kinds)} kinds, in no pattern that repeats and that {pp} stages share"
     return f"the model has {spec.num_layers} layers" + (several if spec.several_kinds else "")
 
 
 def kind_counts(spec: ModelSpec, num_layers: int) -> tuple[int, ...]:
-    """Of the first so many layers, those of each of the model's kinds; empty where all are alike."""
+    """Return how many of the first layers are of each of the model's kinds; empty where all are alike."""
     counts = Counter(spec.kind_indexes[:num_layers])
     return tuple(counts[kind] for kind in range(len(spec.kinds))) if spec.several_kinds else ()
 
 
 def repeats_the_mix(spec: ModelSpec, pp: int) -> bool:
-    """Whether both fingerprints have the whole model's mix of kinds, so that only a repeat's own cost differs."""
+    """Return whether both fingerprints have the model's mix of kinds, so only a repeat's own cost differs."""
     whole = kind_counts(spec, spec.num_layers)
     return all(_parallel(kind_counts(spec, k * pp), whole) for k in tied_depths(spec, pp))
 

@@ -1,4 +1,4 @@
-"""What is to be measured of an engine that carries our step timer: which points, how often, within what budget.
+"""Plan of a depth-tied profile with our step timer: which points, how often, within what budget.
 
 ``depth_tied_profile`` carries it out.
 """
@@ -22,7 +22,7 @@ ONCE_TOKENS = 32_768  # a prefill of as many takes a second of an 8B model on an
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DepthTiedPlan:
-    """What is to be measured. Points are (batch, input tokens)."""
+    """Measurements of a depth-tied profile. Points are (batch, input tokens)."""
 
     degrees: tuple[tuple[int, int], ...] = ((1, 1),)  # (tp, pp)
     weights: tuple[WeightFormat, ...] = (WeightFormat.BITS16,)
@@ -60,18 +60,18 @@ class DepthTiedPlan:
             raise ConfigError(f"long_output must be at least 3, got {self.long_output}")
 
     def bursts(self, point: Point) -> tuple[tuple[int, int, float], ...]:
-        """How a point is measured: output tokens, bursts at most, seconds after which no further one begins."""
+        """Return, by kind of burst, output tokens, most bursts, and seconds after which none begins."""
         long = (self.long_output, self.long_bursts, self.long_s)
         if self.once_tokens is not None and tokens_of(point) > self.once_tokens:
             return ((self.long_output, 1, 0.0),)
         return (1, self.most_bursts, self.settle_s), long
 
     def is_visited_again(self, point: Point) -> bool:
-        """By the deeper fingerprint: a short prompt that is run with one output token at all."""
+        """Return whether the deeper fingerprint repeats it: a short prompt also run with one output token."""
         return tokens_of(point) <= self.short_tokens and len(self.bursts(point)) > 1
 
     def num_bursts(self, depths: Sequence[int]) -> int:
-        """How often bursts of one configuration are asked for, when nothing fails."""
+        """Return how often bursts of one configuration are asked for, when nothing fails."""
         if not depths:
             return 0
         shallow = self.shallow_points or (min(self.points, key=tokens_of),)
@@ -125,5 +125,5 @@ def depth_tied_plan(
 
 
 def tokens_of(point: Point) -> int:
-    """That it prefills."""
+    """Return the prompt tokens that a point prefills."""
     return point[0] * point[1]

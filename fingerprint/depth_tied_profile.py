@@ -1,7 +1,7 @@
 """Profiles an engine that carries our step timer: fingerprints, every forward repeated to the model's depth.
 
 A fingerprint of k layers per stage with every forward run r = N / (p * k) times takes the whole model's time in a
-fingerprint's memory (``daemon/profiling_worker``). What a repeat costs beside its layers shows between two depths
+fingerprint's memory (``daemon/profiling_worker``). What a repeat costs outside its layers shows between two depths
 (``depth_tied_cuts``). An engine start takes longer than all that is measured after it, so each fingerprint is
 started once and run through all its points; the budget counts the GPU's seconds after the starts.
 
@@ -85,7 +85,7 @@ def depth_tied_profile(
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """One configuration of the plan."""
+    """Configuration of the plan."""
 
     tp: int
     pp: int
@@ -125,7 +125,7 @@ class _Driver:
     _took_s: dict[tuple[int, int, bool, Point], float] = field(default_factory=dict)
 
     def profile(self) -> Profile:
-        """What is measured by now."""
+        """Return the profile measured so far."""
         return Profile(
             model=self.source_name,
             spec=self.spec,
@@ -220,7 +220,7 @@ class _Driver:
         self.timing += timing
 
     def _shallow(self, timing: list[TimingPoint]) -> list[Point]:
-        """What the next depth runs: only beside a point of the one before does it tell something.
+        """Return the points of the next depth: useful only where the depth before has the same point.
 
         Raises:
             NotMeasuredError: there is none.
@@ -279,7 +279,7 @@ class _Driver:
         self, session: StepTimedSession, case: _Case, num_layers: int, repeat: int, timing: list[TimingPoint]
     ) -> None:
         """Add to the settled bursts of short prompts what later visits see of them, out of what the other depth
-        will leave of the budget (it takes about as long): without that one nothing would be told of the whole."""
+        will leave of the budget (it takes about as long): without it nothing would be known of the whole."""
         plan = self.plan
         kept_s = 1.1 * sum(self._took_s.get((case.tp, case.pp, False, at), 0.0) for at in plan.shallow_points)
         for _ in range(1, plan.visits):
@@ -348,7 +348,7 @@ class _Driver:
         return measured
 
     def _foreseen_s(self, case: _Case, num_layers: int, point: Point, *, plain: bool) -> float:
-        """Of all its GPUs together: what it took at the other depth, else as if nothing had a fixed cost."""
+        """Return seconds of all its GPUs: as at the other depth, else as if nothing had a fixed cost."""
         by_tokens = self._cost_s.get((case.tp, case.pp, num_layers), 0.0) * tokens_of(point)
         return self._took_s.get((case.tp, case.pp, plain, point), by_tokens)
 

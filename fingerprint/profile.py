@@ -40,7 +40,7 @@ __all__ = ["ProfilePlan", "ProfileProgress", "default_plan", "fingerprint_layers
 
 @dataclass(frozen=True, slots=True)
 class ProfileProgress:
-    """Where a profile stands. ``total`` grows when points need more than their minimum of runs."""
+    """Progress of a profile. ``total`` grows when points need more than their minimum of runs."""
 
     done: int  # runs, warm-ups included
     total: int  # runs foreseen
@@ -245,7 +245,7 @@ class _Driver:
                 session.close()
 
     def _deadline(self, launch: _Launch, fair_end: float, later: list[list[Visit]], is_short: bool) -> float:
-        """When a pass must end that leaves later launches their minimum."""
+        """Return when a pass must end to leave later launches their minimum."""
         end = self.budget.end
         if not later:
             return end
@@ -262,7 +262,7 @@ class _Driver:
 
     @property
     def complete(self) -> bool:
-        """Whether all that the machine and the model allow was measured, and tightly."""
+        """Return whether all that the machine and the model allow was measured, and tightly."""
         expected = [
             (tp, pp, visit, shape)
             for (tp, pp), visits in self.sessions.items()
@@ -272,7 +272,7 @@ class _Driver:
         return not self.dropped and all(key in self.runs and self.is_tight(self.runs[key]) for key in expected)
 
     def unreached(self) -> tuple[Unreached, ...]:
-        """What the budget ended before: configurations with points of fewer runs than the plan's minimum."""
+        """Return what the budget ended before: configurations with points of too few runs."""
         found = []
         for (tp, pp), visits in self.sessions.items():
             shapes = [*self.shapes_at(tp, pp), *self._dropped_at(tp, pp)]
@@ -313,7 +313,7 @@ class _Driver:
 
 
 class _Launch:
-    """One worker that is up, and what is loaded into it."""
+    """Running worker, and what is loaded into it."""
 
     def __init__(self, driver: _Driver, session: ProfileSession, tp: int, pp: int) -> None:
         self.driver, self.session, self.tp, self.pp = driver, session, tp, pp

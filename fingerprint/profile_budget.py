@@ -55,7 +55,7 @@ class Budget:
 
     @property
     def end(self) -> float:
-        """When the last action must have ended, so that there is time to close what is open."""
+        """Time by which the last action must have ended, so that there is time to close what is open."""
         return self.started + self.total_s - self._alike_s.get(("close", None), 0.0)
 
     @property
@@ -63,7 +63,7 @@ class Budget:
         return self.end - self.clock()
 
     def expected_s(self, action: Action) -> float:
-        """What it took the last time, else what the last one like it took; 0 when there was none."""
+        """Return what the action took the last time, else what the last one like it took; 0 if none."""
         if action.kind == "launch":
             return self.launch_s
         return self.seen_s.get(action, self._alike_s.get((action.kind, action.about), 0.0))

@@ -1,4 +1,4 @@
-"""What a profile must not hold: answers of an engine that cannot be, and depths whose times contradict each other.
+"""Checks of a profile: impossible answers of an engine, and depths whose times contradict each other.
 
 An engine is another process, and a profile is kept: what is wrong in it would be wrong in every estimate.
 """
@@ -58,7 +58,7 @@ def check_ranks(ranks: Sequence[RankMemory], *, pp: int) -> None:
 
 
 def contradiction(points: Sequence[TimingPoint]) -> str | None:
-    """Where a decode step of more layers took less time than one of fewer; None: nowhere.
+    """Return where a decode step of more layers took less time than one of fewer; None: nowhere.
 
     Repeated steps are compared, by the time of one repeat; unrepeated ones, each with its like, only where no
     batch was repeated at two depths: of several ranks each waits in its forward for the one that the host came to

@@ -1,4 +1,4 @@
-"""What a profile is to measure: decided from the model and the workload alone, before anything runs."""
+"""Plan of what a profile measures: decided from the model and the workload alone, before anything runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LONGEST_OUTPUT = 49  # three times the steps of small bursts: more would leave 
 
 
 class Shards(StrEnum):
-    """Which degrees a profile takes as one rank of a tensor-parallel group, alone on one GPU."""
+    """Choice of degrees that a profile takes as one rank of a tensor-parallel group, alone on one GPU."""
 
     NEVER = "never"
     AUTO = "auto"  # those whose GPUs are there and not free
@@ -41,7 +41,7 @@ class EngineSizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfilePlan:
-    """What is to be measured, and for how long."""
+    """Measurements of a profile, and their time budget."""
 
     degrees: tuple[tuple[int, int], ...] = ((1, 1), (2, 1), (1, 2))  # (tp, pp)
     weights: tuple[WeightFormat, ...] = (WeightFormat.BITS16,)

@@ -1,4 +1,4 @@
-"""What one run of a profile is of: a fingerprint in its formats, and the shape of a burst."""
+"""Points of a profile, one per run: a fingerprint in its formats, and the shape of a burst."""
 
 from __future__ import annotations
 

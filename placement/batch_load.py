@@ -1,4 +1,4 @@
-"""What a worker that batches asks of its GPUs at a rate: how much of the time a step of it runs.
+"""Load of a batching worker on its GPUs at a rate: the share of time in which a step of it runs.
 
 *One worker.* While n requests run in one batch each stays ``T(n) = A + B n`` seconds, of which the estimates of
 one request and of a full batch tell two points; ``n / T(n)`` leave in a second. With Poisson arrivals at the rate
@@ -71,7 +71,7 @@ class Batching(NamedTuple):
 
 
 class Chains:
-    """Of several replicas, worked out at once: the states of one beside those of another in one array.
+    """Birth-death chains of several replicas, worked out at once: the states of all in one array.
 
     A state's weight is a product that may have no room in a float, hence logarithms. The last state of each is
     that all slots are taken, and any number wait.
@@ -105,25 +105,25 @@ class Chains:
         self._under_way = np.minimum(n, self._batches[who])
 
     def under_way(self, slowed: Floats) -> Floats:
-        """Of each its ``Batching.under_way``."""
+        """Return ``Batching.under_way`` of each replica."""
         used = self._saturation * slowed
         weights = self._weights(slowed, used)
         means = np.add.reduceat(weights * self._under_way, self._starts) / np.add.reduceat(weights, self._starts)
         return np.where(self._is_asked, np.where(used < 1, means, self._batches), 0.0)
 
     def _weights(self, slowed: Floats, used: Floats) -> Floats:
-        """Of the states, the likeliest of each replica 1. Of no use where it is saturated."""
+        """Return the weights of the states, 1 for a replica's likeliest; of no use where it is saturated."""
         logs = self._logs + self._n * _log(slowed)[self._who]
         logs[self._waiting] -= _log(1 - used)[self._who[self._waiting]]
         return np.exp(logs - np.maximum.reduceat(logs, self._starts)[self._who])
 
 
 def _numbered(counts: Whole) -> tuple[Whole, Whole]:
-    """Of so many for each, whose each is and the how manieth of its own."""
+    """Return (owner index, position within owner) for ``counts[i]`` items of each owner i."""
     who = np.repeat(np.arange(len(counts)), counts)
     return who, np.arange(len(who)) - (np.cumsum(counts) - counts)[who]
 
 
 def _log(values: Floats | float) -> Floats:
-    """What is 0 counts as next to nothing."""
+    """Return the logarithm, of a tiny number in place of 0."""
     return np.log(np.maximum(values, _TINY))

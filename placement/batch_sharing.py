@@ -31,8 +31,8 @@ def settle(tenants: Sequence[Batching]) -> list[float]:
 
 
 def kept(tenants: Sequence[Batching], told: Sequence[Batching]) -> dict[Key, float]:
-    """Of each GPU, the part of its time that ``tenants`` keep from one who always runs there, where they came to
-    rest beside it and ``told``, who slow them."""
+    """Return the part of each GPU's time that ``tenants`` keep from a worker that always runs there, once they
+    settled next to it and ``told``, which slow them."""
     return _Sharing([*tenants, *told]).kept(len(tenants)) if tenants else {}
 
 
@@ -55,7 +55,7 @@ class _Sharing:
         self._num_tenants = len(tenants)
 
     def at_rest(self) -> Floats:
-        """Of each tenant its batches under way."""
+        """Return each tenant's batches under way."""
         batches, slowed = np.zeros(self._num_tenants), np.zeros(self._num_tenants)
         for _ in range(_TURNS):
             slower = self._slowed(batches)
@@ -65,7 +65,7 @@ class _Sharing:
         return batches
 
     def kept(self, first: int) -> dict[Key, float]:
-        """Of all GPUs, by so many of the first tenants."""
+        """Return the part of each GPU's time that the first ``first`` tenants keep."""
         batches = self.at_rest()
         batches[first:] = 0.0
         of_gpus = (1 - self._products(self._factors(batches))) @ self._weights
@@ -84,7 +84,7 @@ class _Sharing:
         return factors
 
     def _products(self, factors: Floats) -> Floats:
-        """Of the factors of each GPU."""
+        """Return the product of the factors of each GPU."""
         products: Floats = np.multiply.reduceat(factors[self._by_gpu], self._gpu_starts)
         return products
 

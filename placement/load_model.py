@@ -1,4 +1,4 @@
-"""What it costs to share GPUs: the fast evaluator behind look-ahead, migration and consolidation.
+"""Cost of sharing GPUs: the fast evaluator behind look-ahead, migration and consolidation.
 
 A replica that is busy for a fraction u of its time, were its GPUs its own, brings u times a stage's share of the
 step to each GPU of that stage. A GPU with the load r divides its time evenly among those that run, so each request
@@ -38,7 +38,7 @@ _FULL_POWER = _FULL / (1 - _FULL)
 
 
 def stretch(load: float) -> float:
-    """How many times as long a request takes on a GPU with this load, its own included; never below 1."""
+    """Return how many times as long a request takes on a GPU with this load, its own included; at least 1."""
     if load <= _FULL:
         return 1.0 / (1.0 - max(load, 0.0))
     idle = 1.0 - _FULL
@@ -46,19 +46,19 @@ def stretch(load: float) -> float:
 
 
 def slope(load: float) -> float:
-    """Of ``stretch``: how much longer a request takes for each further GPU's worth of load."""
+    """Return the slope of ``stretch``: how much longer a request takes for each further GPU's worth of load."""
     return stretch(min(load, _FULL)) ** 2
 
 
 def crowd(load: float) -> float:
-    """As ``stretch``, of a load that is expected and may be several times what a GPU can do. Beyond ``_FULL`` it
-    goes on along its tangent in logarithms, a power: of two who bring a multiple of their work each, the one with
+    """Return ``stretch`` of an expected load, which may be several times what a GPU can do. Beyond ``_FULL`` it
+    goes on along its tangent in logarithms, a power: of two that bring a multiple of their work each, the one with
     less gains by every further multiple, which a straight line does not give."""
     return stretch(load) if load <= _FULL else stretch(_FULL) * (load / _FULL) ** _FULL_POWER
 
 
 def crowd_slope(load: float) -> float:
-    """Of ``crowd``."""
+    """Return the slope of ``crowd``."""
     return slope(load) if load <= _FULL else slope(_FULL) * (load / _FULL) ** (_FULL_POWER - 1)
 
 
@@ -95,7 +95,7 @@ def slowdown(tenant: Tenant, loads: Mapping[Key, float]) -> float:
 
 @dataclass(slots=True)
 class LoadedCluster:
-    """Who stands where and how loaded that leaves each GPU."""
+    """Tenants of each GPU, and the load that they leave on it."""
 
     loads: dict[Key, float] = field(default_factory=dict)
     tenants: dict[Key, dict[str, Tenant]] = field(default_factory=dict)  # by GPU, then by replica
@@ -122,7 +122,7 @@ class LoadedCluster:
                 del here[replica_id]
                 if here:
                     self.loads[key] -= tenant.busy_fraction * share
-                else:  # exactly as if nobody had been there
+                else:  # exactly as if nothing had been there
                     del self.tenants[key], self.loads[key]
 
     def requests(self, near: Iterable[Key]) -> float:
@@ -133,15 +133,15 @@ class LoadedCluster:
         return sum(t.busy_fraction * slowdown(t, self.loads) for t in met.values())
 
     def held(self, near: Iterable[Key]) -> int:
-        """How many of these GPUs hold anything."""
+        """Return how many of these GPUs hold anything."""
         return sum(bool(self.tenants.get(key)) for key in near)
 
     def standing_cost(self, gpu_price: float) -> float:
-        """Of everything (module docstring)."""
+        """Return the standing cost of everything (module docstring)."""
         return self._cost(self.tenants, gpu_price)
 
     def cost_of_adding(self, tenant: Tenant, gpu_price: float) -> float:
-        """By how much the standing cost rises when ``tenant`` comes."""
+        """Return by how much the standing cost rises when ``tenant`` is added."""
         gpus = tenant.gpus
         before = self._cost(gpus, gpu_price)
         self.put("", tenant)
@@ -150,7 +150,7 @@ class LoadedCluster:
         return after - before
 
     def saved_by_taking(self, replica_id: str, tenant: Tenant, gpu_price: float) -> float:
-        """By how much it falls as ``tenant`` goes, which it does."""
+        """Take ``tenant`` away; return by how much the standing cost falls."""
         gpus = tenant.gpus
         before = self._cost(gpus, gpu_price)
         self.take(replica_id, tenant)

@@ -1,5 +1,4 @@
-"""What runs on the GPUs already, to one who would join: how much longer its requests take there, and what those of
-others lose.
+"""Interference on shared GPUs: the slowdown of a new replica, and the delay it causes to those already running.
 
 A GPU is as loaded as it was seen to be busy, and no less than the deployments ask of it whose rates are told. What
 was seen holds queues that are still worked off and whoever else is there; what is asked may be more than a GPU can
@@ -32,7 +31,7 @@ _UNTOLD = 0.02  # of a GPU's memory: less that no deployment tells of is the dri
 
 
 class Others:
-    """Of one snapshot. Pure."""
+    """Interference of one snapshot's deployments. Pure."""
 
     def __init__(self, snapshot: ClusterSnapshot) -> None:
         told, batch, rest = _kinds(snapshot)
@@ -54,7 +53,7 @@ class Others:
                 self.loads[key] = load
 
     def slowdown(self, placement: Placement) -> float:
-        """How many times as long as on idle GPUs a request takes at ``placement``; at least 1."""
+        """Return how many times as long as on idle GPUs a request takes at ``placement``; at least 1."""
         return max(1.0, self._slowed(placement, stretch))
 
     def lost(self, placement: Placement) -> float:
@@ -70,8 +69,8 @@ class Others:
         return self._lost(placement, slope)
 
     def later(self, placement: Placement, load: float) -> float:
-        """By how many seconds a request at ``placement`` and those of others are later together, for each second
-        that it takes alone, once there is so much more load on every GPU."""
+        """Return by how many seconds a request at ``placement`` and those of other deployments are later together,
+        for each second that it takes alone, once there is ``load`` more on every GPU."""
 
         def in_all(more: float) -> float:
             own = self._slowed(placement, lambda seen: crowd(seen + more))
@@ -110,7 +109,7 @@ class Others:
 
 
 class _Seen:
-    """How much of what a GPU was seen busy is still there."""
+    """Part of the load seen on each GPU that is still there."""
 
     def __init__(self, batch: Iterable[DeploymentState], others: Set[Key]) -> None:
         """``others``: where anybody stands that is not of ``batch``."""
@@ -125,7 +124,7 @@ class _Seen:
 
     @property
     def keys(self) -> Set[Key]:
-        """Where those of ``batch`` stand."""
+        """GPUs where deployments of ``batch`` are placed."""
         return self._bytes.keys()
 
     def load(self, key: Key, gpu: GpuState) -> float:
@@ -142,7 +141,7 @@ _Deployments = list[DeploymentState]
 
 
 def _kinds(snapshot: ClusterSnapshot) -> tuple[_Deployments, _Deployments, _Deployments]:
-    """Those one at a time whose work is known, those that batch and tell of it, and the rest."""
+    """Return unbatched deployments of known work, those that batch of known work, and the rest."""
     told, batch, rest = _Deployments(), _Deployments(), _Deployments()
     for deployment in snapshot.deployments:
         if all(replica.max_batch == 1 for replica in deployment.replicas):
@@ -154,7 +153,7 @@ def _kinds(snapshot: ClusterSnapshot) -> tuple[_Deployments, _Deployments, _Depl
 
 
 def _memory(deployment: DeploymentState) -> Iterator[tuple[Key, int]]:
-    """Of every replica on every GPU."""
+    """Yield each GPU of every replica, with the bytes held there."""
     for replica in deployment.replicas:
         for stage in replica.placement.stages:
             for device in stage.device_ids:

@@ -69,7 +69,7 @@ class _Load(NamedTuple):
 
 
 class _State(NamedTuple):
-    """One truth of each configuration, and the load that follows from it: all [..., rows]."""
+    """State of the queue: a truth of each configuration, and the load that follows from it: all [..., rows]."""
 
     z: Column
     mean: Column  # utilisation over all levels, below 1
@@ -101,7 +101,7 @@ class Attainment:
         return Attainment(self._seen.take(rows), self._traffic)
 
     def slowed(self, times: Column) -> Attainment:
-        """Where everything takes ``times`` as long."""
+        """Return the attainment where everything takes ``times`` as long."""
         return Attainment(self._seen.slowed(times), self._traffic)
 
     @cached_property
@@ -115,7 +115,7 @@ class Attainment:
         return np.asarray(self.service_s * self._seen.e2e_s.factor(z))
 
     def alone_high(self, metric: Metric) -> Column:
-        """Of a request alone, at the upper end of its interval."""
+        """Return the metric of a request alone, at the upper end of its interval."""
         seen = self._seen
         highs = {"ttft": seen.ttft_alone_high_s, "tpot": seen.tpot_alone_high_s, "e2e": seen.e2e_alone_high_s}
         return highs[metric]
@@ -154,7 +154,7 @@ class Attainment:
     def misses_given(
         self, metric: Metric, limit_s: Column | float, rate_per_s: Column | float, z: float
     ) -> Column:
-        """As ``misses``, were the truth known to be ``z`` standard deviations from the estimate's value."""
+        """Return ``misses``, were the truth known to be ``z`` standard deviations from the estimate's value."""
         limit, rate, truth = self._column(limit_s), self._column(rate_per_s), np.full((1, len(self)), z)
         found = np.zeros(len(self))
         for number, level in enumerate(self._moving.levels):
@@ -166,8 +166,8 @@ class Attainment:
     def exceeds(
         self, metric: Metric, limit_s: Column | float, rate_per_s: Column | float, share: float
     ) -> npt.NDArray[np.bool_]:
-        """Whether ``misses`` is above ``share``, at less cost: a sum of what is not negative is above it once a
-        part of it is, and one truth in the middle settles most rows."""
+        """Return whether ``misses`` is above ``share``, at less cost: a sum of what is not negative is above it
+        once a part of it is, and one truth in the middle settles most rows."""
         limit, rate = self._column(limit_s), self._column(rate_per_s)
         found = np.zeros(len(self))
         for number, level in sorted(enumerate(self._moving.levels), key=lambda one: -one[1].relative_rate):
@@ -300,7 +300,7 @@ class Attainment:
         return missed + late * (self._misses_in(metric, limit, full, lambda wait_s: left(wait_s) / some) - missed)
 
     def _left(self, level: int, state: _State) -> Callable[[Column], Column]:
-        """How many of those who come at a level find so many seconds of work left, or more."""
+        """Return a function: the share of requests at a level that find at least ``wait_s`` of work left."""
 
         def beyond(wait_s: Column) -> Column:
             return self._moving.left_beyond(level, state.mean, wait_s / self._traffic.window_s)
@@ -310,7 +310,7 @@ class Attainment:
     def _misses_in(
         self, metric: Metric, limit: Column, state: _State, left: Callable[[Column], Column] | None
     ) -> Column:
-        """Of those who come in that state; ``left``: and find work left (how many of them more than so much)."""
+        """Return the share that misses of arrivals in that state; ``left``: the share finding more work left."""
         mean, squared = self._service(metric, state)
         if not squared.any():
             return np.where(mean > limit, 1.0, self._waits(metric, limit - mean, state, left))
@@ -352,7 +352,7 @@ class Attainment:
         return often * tail.mean * self.service_s * self._seen.e2e_s.factor(state.z)
 
     def _slot_queue(self, state: _State) -> tuple[Column, Tail]:
-        """How many wait for a slot, and how long those do."""
+        """Return the share of requests that wait for a slot, and the tail of their wait."""
         seen, traffic = self._seen, self._traffic
         often = np.empty_like(state.utilisation)
         for slots in np.unique(seen.slots).tolist():

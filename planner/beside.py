@@ -31,10 +31,10 @@ Fits = Callable[[Estimate], Layout | NoRoom]
 
 
 class Neighbours(Protocol):
-    """What runs on the GPUs. Pure: one answer per question."""
+    """Interface to the load already on the GPUs. Pure: one answer per question."""
 
     def slowdown(self, layout: Layout) -> float:
-        """How many times as long as on idle GPUs requests take at ``layout``, which ``fits`` gave; at least 1."""
+        """Return how many times as long as on idle GPUs requests take at ``layout`` of ``fits``; at least 1."""
         ...
 
     def taken(self, layout: Layout) -> float:
@@ -47,12 +47,12 @@ class Neighbours(Protocol):
         ...
 
     def quietest(self, estimate: Estimate) -> Layout | NoRoom:
-        """As ``fits``, on the GPUs with the least load."""
+        """Return the layout as ``fits`` does, on the GPUs with the least load."""
         ...
 
 
 class Load(NamedTuple):
-    """What the others are to each row, and it to them (``Neighbours``)."""
+    """Effect of other deployments on each row, and of the row on them (``Neighbours``)."""
 
     slowdowns: Column
     taken: Column
@@ -64,7 +64,7 @@ def idle(rows: int) -> Load:
 
 
 class Sites:
-    """Where each row would go and how slow that is: asked once, so that every later answer is the same.
+    """Layouts of the rows and how slow each is: asked once, so that every later answer is the same.
 
     Args:
         estimates: None of a row that cannot run at all.
@@ -123,7 +123,7 @@ class Sites:
 def told_of_idle(
     config: DeploymentConfig, objective: float, unit: str, here: Ranked, chosen: Ranked | None
 ) -> BetterIdle | None:
-    """Why ``config``, which is best on idle GPUs and comes to ``objective`` there, is not chosen; None when it is.
+    """Return why ``config``, best on idle GPUs with ``objective`` there, is not chosen; None when it is.
 
     Args:
         here: its verdict where it would go.

@@ -24,10 +24,10 @@ _SLACK = 1e-9  # for the rounding on the way to a number
 
 
 class Work(Protocol):
-    """How numbers are found."""
+    """Source of a column's numbers."""
 
     def find(self, rows: Rows) -> Column:
-        """Those of ``rows``, which are no worse for being asked for together or alone."""
+        """Return the numbers of ``rows``, which do not depend on the rows asked for together."""
         ...
 
     def reaches(self, rows: Rows, values: Column) -> Mask:
@@ -63,17 +63,17 @@ class Cells:
         return self._values[rows]
 
     def at(self, row: int) -> float:
-        """Of one row; whoever reads one of an open column reads more, and all together cost little more."""
+        """Return the number of one row; finds all of an open column, since together they cost little more."""
         if self._open[row]:
             self.of(np.arange(len(self)))
         return float(self._values[row])
 
     def bounds(self, rows: Rows) -> Column:
-        """What is known without work."""
+        """Return what is known without work."""
         return self._values[rows]
 
     def reach(self, rows: Rows, values: Column) -> Mask:
-        """Whether the numbers may be as near as ``values``."""
+        """Return whether the numbers may be as near as ``values``."""
         slack = values * (1 - _SLACK if self._upward else 1 + _SLACK)
         may = self._values[rows] >= slack if self._upward else self._values[rows] <= slack
         asked = np.flatnonzero(may & self._open[rows])
@@ -89,7 +89,7 @@ def smallest(
     reach: Callable[[Rows, float], Mask],
     admits: Callable[[int], bool],
 ) -> int | None:
-    """Which of the ``rows`` that are admitted has the smallest number; of equals the first.
+    """Return which of the ``rows`` that are admitted has the smallest number; of equals the first.
 
     Args:
         bounds: of each row, not above its number.

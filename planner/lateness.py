@@ -1,4 +1,4 @@
-"""When a request would have its first token and its last, told before it begins, from what stands before it.
+"""Forecast of a request's first and last token before it begins, from the requests before it.
 
 A worker serves in *slots*: so many requests run in one batch, and whoever comes next waits, first come first
 served, for one of them to end. What is known of a request is its prompt's length and how long its answer is
@@ -39,14 +39,14 @@ class Asked(NamedTuple):
 
 
 class Under(NamedTuple):
-    """What is left of one that runs. ``prompt_tokens`` 0: its first token has come."""
+    """Work left of a running request. ``prompt_tokens`` 0: its first token has been sent."""
 
     prompt_tokens: float
     output_tokens: float
 
 
 class Forecast(NamedTuple):
-    """Of one request, in seconds from now; ``step_s`` is its TPOT."""
+    """Times of one request, in seconds from now; ``step_s`` is its TPOT."""
 
     first_s: float
     step_s: float
@@ -54,7 +54,7 @@ class Forecast(NamedTuple):
 
 
 class Times(Protocol):
-    """Of an estimate, or of its document."""
+    """Times of an estimate, or of its document."""
 
     @property
     def ttft_s(self) -> Quantity: ...
@@ -64,7 +64,7 @@ class Times(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pace:
-    """How fast a replica is: alone, and with all its slots full. Times in seconds, of the planned lengths.
+    """Pace of a replica: for one request, and with all its slots full. Times in seconds, of the planned lengths.
 
     Raises:
         ConfigError: a number of slots or tokens below 1, or a time that is not positive and finite.
@@ -87,7 +87,7 @@ class Pace:
 
     @classmethod
     def planned(cls, work: Workload, full: Times, alone: Times | None = None, slowdown: float = 1.0) -> Pace:
-        """By the estimates of a whole batch of ``work`` and of one request of it; None: that is as slow."""
+        """Return the pace by the estimates of a whole batch and of one request of it; None: that is as slow."""
         one = full if alone is None else alone
         return cls(
             slots=work.batch,
@@ -113,7 +113,7 @@ class Pace:
         return self.ttft_s + token_s * (tokens - self.input_tokens)
 
     def step_s(self, running: int) -> float:
-        """One token of each of ``running`` requests; of more than there are slots as of all of them."""
+        """Return the time of one token of each of ``running`` requests; at most all slots count."""
         others = min(max(running, 1), self.slots) - 1
         if not others:
             return self.tpot_s
@@ -133,7 +133,7 @@ class Pace:
 
 
 def wait_s(pace: Pace, replicas: Sequence[Sequence[Under]], waiting: Iterable[Asked]) -> tuple[float, float]:
-    """When the next one behind ``waiting`` gets a slot, and when all before it have ended. Seconds from now.
+    """Return the seconds until the next behind ``waiting`` gets a slot, and until all before it have ended.
 
     Args:
         replicas: what runs on each that serves; there is at least one.
@@ -153,7 +153,7 @@ def wait_s(pace: Pace, replicas: Sequence[Sequence[Under]], waiting: Iterable[As
 
 
 def forecast(pace: Pace, beside: Sequence[Under], asked: Asked, after_s: float = 0.0) -> Forecast:
-    """Of ``asked`` on a replica where ``beside`` run then, from a turn that comes in ``after_s``."""
+    """Return the forecast of ``asked`` on a replica that runs ``beside`` when its turn begins in ``after_s``."""
     prompts = sum(under.prompt_tokens for under in beside)
     first_s = after_s + pace.prompt_s(prompts + asked.input_tokens)
     step_s = pace.step_s(len(beside) + 1)

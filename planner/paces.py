@@ -1,4 +1,4 @@
-"""How fast configurations are, alone and with every batch slot taken, as the queueing model takes it."""
+"""Service times of configurations, alone and with every batch slot taken, for the queueing model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Uncertain(NamedTuple):
         return np.asarray(np.exp(np.where(z > 0, self.above, self.below) * z))
 
     def z_of(self, ratio: Column) -> Column:
-        """Where the truth is ``ratio`` times the value; infinite where it cannot be."""
+        """Return the z at which the truth is ``ratio`` times the value; infinite where it cannot be."""
         logarithm = np.log(np.maximum(ratio, _TINY))
         width = np.where(logarithm > 0, self.above, self.below)
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -42,7 +42,7 @@ class Uncertain(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Paces:
-    """How fast each configuration is, a row each, at the batch it is planned for and for a request alone."""
+    """Service times of configurations, a row each, at the batch it is planned for and for a request alone."""
 
     slots: Column
     output_tokens: Column

@@ -1,4 +1,4 @@
-"""Who is refused because it would be late: a judge over the requests of one deployment, who learns how it errs.
+"""Admission control of one deployment: rejects requests forecast to be late, and learns how forecasts err.
 
 A request is *late* where its forecast (``planner.lateness``) exceeds a limit of the SLO. It is judged when it
 comes, by what stands before it, and once more when its turn comes, by what it has waited. Who finds an idle
@@ -37,14 +37,14 @@ _ROUNDING_S = 1e-9
 
 
 class Ratio(NamedTuple):
-    """Of what is seen to what was expected: mean, mean deviation, and of how many (the plan counts as one)."""
+    """Ratio of what is seen to what was expected: mean, mean deviation, and count (the plan counts as one)."""
 
     mean: float = 1.0
     deviation: float = 0.0
     number: int = 1
 
     def seen(self, value: float, farthest: float = _FARTHEST) -> Ratio:
-        """With one more."""
+        """Return the average updated with one more observation."""
         value = min(max(value, 1 / farthest), farthest)
         weight = max(_OLDEST, 1 / (self.number + 1))
         error = value - self.mean
@@ -53,12 +53,12 @@ class Ratio(NamedTuple):
 
     @property
     def high(self) -> float:
-        """That few exceed."""
+        """Return a ratio that few exceed."""
         return self.mean + 2 * self.deviation
 
 
 class Late(NamedTuple):
-    """Why a request is refused."""
+    """Reason why a request is rejected."""
 
     limit: str  # "ttft" | "tpot" | "e2e", as an SLO is written
     forecast_s: float  # what it would take, its wait so far included
@@ -69,7 +69,7 @@ class Late(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """One request from its coming to its end, as far as it is known."""
+    """Request from its arrival to its end, as far as it is known."""
 
     input_tokens: float
     output_tokens: float  # the most that it may get, or the planned length
@@ -85,7 +85,7 @@ class Flight:
 
 
 class Judge:
-    """Of one deployment.
+    """Admission controller of one deployment.
 
     Args:
         slo: what is late.
@@ -125,7 +125,7 @@ class Judge:
         return None if late is None else late._replace(retry_s=self._retry_s(late, under, line))
 
     def sent(self, flight: Flight, beside: Collection[Flight], now_s: float) -> None:
-        """It begins beside others, or begins anew."""
+        """Record that ``flight`` begins next to ``beside``, or begins anew."""
         flight.sent_s, flight.first_s, flight.tokens = now_s, None, 0
         flight.expected = forecast(
             self.pace, self._under(beside, now_s), Asked(flight.input_tokens, flight.output_tokens)
@@ -141,7 +141,7 @@ class Judge:
                 self._learned()
 
     def ended(self, flight: Flight, now_s: float, tokens: int | None = None) -> None:
-        """Its answer is whole.
+        """Record that the answer of ``flight`` is whole, and learn from it.
 
         Args:
             tokens: of it, where that is known; None: as many as were seen.
@@ -178,7 +178,7 @@ class Judge:
         return Asked(flight.input_tokens, self._expected_tokens(flight))
 
     def _under(self, running: Collection[Flight], now_s: float) -> list[Under]:
-        """What is left of each: as seen, or as the time that it has run says."""
+        """Return the work left of each request: as seen, or as the time that it has run says."""
         step_s = self._now.step_s(len(running))
         left = []
         for one in running:
@@ -217,11 +217,11 @@ class Judge:
         return {name: limit_s for name, limit_s in limits.items() if limit_s is not None}
 
     def _retry_s(self, late: Late, replicas: Sequence[Sequence[Under]], line: Sequence[Asked]) -> float:
-        """By as much as it would be late what is before it has gone on; and who finds nobody is not refused."""
+        """Return the time for the queue to move on by the lateness; an idle replica rejects nothing."""
         _, empty_s = wait_s(self._now, replicas, line)
         return empty_s if late.alone or late.limit == "tpot" else min(late.forecast_s - late.limit_s, empty_s)
 
 
 def _takes(told: Forecast, waited_s: float) -> dict[str, float]:
-    """As an SLO names them."""
+    """Return the times by the names that an SLO has for them."""
     return {"ttft": waited_s + told.first_s, "tpot": told.step_s, "e2e": waited_s + told.end_s}

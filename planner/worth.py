@@ -1,4 +1,4 @@
-"""Whether measuring a configuration can change a decision: asked while a profile is taken, between measurements.
+"""Worth of a measurement, whether it can change a decision: asked while a profile is taken, between measurements.
 
 An estimate that was scaled from another configuration's measurement has a wide interval, one that was measured a
 narrow one. A configuration that stays behind even where its whole interval is as favourable as it can be, and the
@@ -33,7 +33,7 @@ def cannot_become_best(
     prices: Prices = _NO_PRICES,
     neighbours: Neighbours | None = None,
 ) -> str | None:
-    """Why none of ``asked`` is chosen whatever is measured of them; None when one of them may be.
+    """Return why none of ``asked`` is chosen whatever is measured of them; None when one of them may be.
 
     Args:
         asked: what a measurement would tell more of, as it is estimated without.

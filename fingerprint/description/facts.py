@@ -1,4 +1,4 @@
-"""What a config.json says of the text model, whatever its family calls it.
+"""Facts that a config.json gives of the text model, whatever its family calls them.
 
 Names differ between families; each fact is read under all that are in use. Values are bounded as in
 ``fingerprint.config_json``; a fact that is not given is None, for the tensors may tell it.
@@ -41,7 +41,7 @@ _CHUNKED = "chunked_attention"
 
 
 def text_config(config: Mapping[str, object]) -> Mapping[str, object]:
-    """The part of a multimodal model's config that describes its text model; of others the config itself."""
+    """Return the part of a multimodal config that describes the text model; else the config itself."""
     for name in TEXT_PARTS:
         part = config.get(name)
         if isinstance(part, Mapping):
@@ -60,7 +60,7 @@ class Facts:
         self._fields = Fields(self.config, self.family)
 
     def first(self, names: tuple[str, ...], most: int = MAX_WIDTH, least: int = 1) -> int | None:
-        """The first of ``names`` that is given, the largest where it is told layer by layer.
+        """Return the first of ``names`` that is given, the largest where it is given layer by layer.
 
         Raises:
             ConfigError: it is no integer within bounds.
@@ -70,14 +70,14 @@ class Facts:
             for name in names:
                 value = part.get(name)
                 if isinstance(value, list) and value and all(type(each) is int for each in value):
-                    value = max(value)  # told layer by layer
+                    value = max(value)  # given layer by layer
                 if value is not None:
                     return Fields({name: value}, self.family).count(name, most=most, least=least)
         return None
 
     @property
     def num_layers(self) -> int:
-        """As given, or as many as a list or a pattern with an entry per layer has."""
+        """Number of layers as given, or the length of a list or a pattern with an entry per layer."""
         found = self.first(LAYERS_KEYS, MAX_LAYERS)
         if found is not None:
             return found
@@ -142,7 +142,7 @@ class Facts:
 
     @property
     def state_element_bytes(self) -> int:
-        """Of the state of state-space layers: 2 unless the config, or vLLM for the family, asks for float32."""
+        """Bytes per state element of state-space layers: 2, or 4 where the config, or vLLM, asks for float32."""
         said = [self.config.get(name) for name in ("mamba_ssm_cache_dtype", "mamba_ssm_dtype")]
         given = next((value for value in said if isinstance(value, str)), None)
         if given is None:
@@ -156,7 +156,7 @@ class Facts:
 
     @property
     def leaves_out(self) -> tuple[str, ...]:
-        """What has a default in the family's class and is needed: a config.json may leave it out."""
+        """Names of needed fields that the config.json leaves to the defaults of the family's class."""
         windows = self._window or self.first(("attention_chunk_size",), MAX_CONTEXT, least=0)
         told = any(self.config.get(name) is not None for name in ("layer_types", "sliding_window_pattern"))
         switched_off = self.config.get("use_sliding_window") is False
@@ -177,7 +177,7 @@ class Facts:
         return self.first(_WINDOWS, MAX_CONTEXT, least=0) or None
 
     def windows(self, num_layers: int) -> tuple[int | None, ...]:
-        """How far back each layer looks, by ``layer_types``; all the way where nothing says otherwise."""
+        """Return each layer's attention window, by ``layer_types``; None (unlimited) where nothing limits it."""
         types = self._fields.layer_types(num_layers)
         if types is None:
             return self._windows_by_turns(num_layers)
@@ -185,7 +185,7 @@ class Facts:
         return tuple(sliding if t in _SLIDING else chunk if t == _CHUNKED else None for t in types)
 
     def _windows_by_turns(self, num_layers: int) -> tuple[int | None, ...]:
-        """Of every so many layers the last looks all the way back, where the config says of how many."""
+        """Return windows by turns: the last layer of each ``sliding_window_pattern`` layers is unlimited."""
         turn, window = self.first(("sliding_window_pattern",), MAX_LAYERS), self._window
         if turn is None or window is None:
             return (None,) * num_layers

@@ -1,6 +1,6 @@
-"""What a layer keeps of a sequence, by the names and shapes of the matrices that it mixes tokens with.
+"""Cache and state that a layer keeps of a sequence, by names and shapes of the matrices that mix its tokens.
 
-Elements a token: K and V of the KV heads, or the latent that stands for them. Elements a sequence: the state of
+Elements a token: K and V of the KV heads, or the latent that replaces them. Elements a sequence: the state of
 linear attention and state-space layers and the last inputs of their convolutions, whatever the length.
 
 Sources: the classes of transformers 5.23 for the names; for the sizes vLLM 0.33, ``v1/kv_cache_interface.py``

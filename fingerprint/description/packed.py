@@ -52,7 +52,7 @@ def unpacked(tensors: Mapping[str, StoredTensor], quantization: Mapping[str, obj
             continue
         plain, shape = _plain(
             name.replace(".base_layer.", "."), tensor, quantization
-        )  # beside adapters of its own
+        )  # next to adapters of its own
         added = beside.get(plain.removesuffix(".weight"), 0.0)
         is_packed = name.endswith(_PACKED) or tensor.dtype not in _WHOLE
         found[plain] = Unpacked(StoredTensor("BF16", shape), _bytes(tensor) + added, is_packed)

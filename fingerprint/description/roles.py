@@ -1,4 +1,4 @@
-"""What a tensor of a hidden layer is for, by its name and shape."""
+"""Role of a hidden layer's tensor, by its name and shape."""
 
 from __future__ import annotations
 

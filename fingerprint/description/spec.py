@@ -1,4 +1,4 @@
-"""From config.json and tensors to a ``ModelSpec``: what layers hold and keep, and the ends beside them."""
+"""Construction of a ``ModelSpec`` from config.json and tensors: what layers and the ends hold and keep."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def _layers(stack: Stack, facts: Facts) -> list[_Layer]:
 
 
 def _with_what_is_looked_at(layers: list[_Layer]) -> list[_Layer]:
-    """Let layers with queries alone look at as much as the others keep."""
+    """Let layers with queries alone look at as much as the other layers keep."""
     most = max(layer.shape.kv_elements for layer in layers)
 
     def whole(layer: _Layer) -> _Layer:

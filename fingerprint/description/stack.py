@@ -1,8 +1,8 @@
-"""The stack of hidden layers found in the names of a model's tensors, and what lies beside it.
+"""The stack of hidden layers found in the names of a model's tensors, and the tensors outside it.
 
 A layer's tensors are named ``<stack>.<index>.<rest>``. Experts, pairs of attentions and the like have further
-indexes behind it, towers for images and sound have stacks of their own, and draft heads for speculation (MTP) come
-as layers behind the last or under a name of their own; none of these is served as a layer.
+indexes behind it, towers for images and sound have stacks of their own, and draft heads for speculation (MTP) are
+layers behind the last or have a name of their own; none of these is served as a layer.
 
 The token embedding is the table that has the config's tokens and width, and the text's stack has that width. A
 word that towers are usually named by says something only where it is no part of the embedding's name too.
@@ -26,7 +26,7 @@ __all__ = ["Stack", "check_tensors", "find_stack"]
 _INDEXED = re.compile(r"(.*?)\.(0|[1-9][0-9]{0,5})\.(.+)")
 _MOST_NAME_CHARS = 512
 _MOST_SIZE = 2**32
-_SMALL = 0.1  # of the parameters of the stack that is served: some modules beside it, as many as layers
+_SMALL = 0.1  # of the parameters of the stack that is served: some modules outside it, as many as layers
 _TOWERS = re.compile(
     r"(^|[._])(vision|visual|vit|audio|acoustic|image|img|speech|sound|video|talker|qformer|resampler|perceiver|gated_cross_attn|encoder_layers)"
 )
@@ -140,7 +140,7 @@ def _towers(beside: Mapping[str, StoredTensor], stack: str, embedding: str, head
 
 
 def _seems_tower(name: str, embedding: str) -> bool:
-    """Whether the part of a name that it does not share with the token embedding's says that it is no text's."""
+    """Return whether ``name``, apart from what it shares with the token embedding's, is that of a tower."""
     return _TOWERS.search(_apart(name, embedding)) is not None
 
 

@@ -1,4 +1,4 @@
-"""How a described model's matrices are stored: bytes from headers, by the method's rule from a config alone."""
+"""Storage of a described model's matrices: bytes from headers, or by the method's rule from a config alone."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _shapes(layer: Mapping[str, StoredTensor], spec: ModelSpec) -> tuple[TensorS
 
 
 def _form(quantization: Mapping[str, object], stack: Stack, spec: ModelSpec) -> Stored:
-    """What the method says of itself; of a form that is not known by rule, its name alone."""
+    """Return the storage by the method's rule; for a form without a known rule, the method's name and bits."""
     try:
         return stored_by_rule(quantization, stack, spec)
     except (ConfigError, UnsupportedModelError):

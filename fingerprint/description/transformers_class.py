@@ -1,6 +1,6 @@
 """Names and shapes of a model's tensors from its config alone, by transformers' class on torch's meta device.
 
-The class is built without memory behind its tensors. Only classes that come with transformers are used: code that
+The class is built without memory behind its tensors. Only classes that ship with transformers are used: code that
 a checkpoint brings is never run, nothing is downloaded. torch is imported when the first is built.
 """
 
@@ -153,7 +153,7 @@ def _classes(name: str) -> list[str]:
         auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
         auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
-        auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,  # speech beside one stack; others are refused later
+        auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,  # speech next to one stack; the rest is refused later
     )
     found = [mapping[name] for mapping in mappings if name in mapping]
     return [entry for each in found for entry in ((each,) if isinstance(each, str) else each)]

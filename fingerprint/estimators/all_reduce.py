@@ -1,4 +1,4 @@
-"""What a tensor-parallel group adds to one of its ranks: the sums over the group, by the roofline's model.
+"""Time of a tensor-parallel group's all-reduces, which a rank run alone lacks, by the roofline's model.
 
 A rank's shape on one GPU (``fingerprint.shard_config``) does a rank's arithmetic and no communication. A group
 adds up the hidden states twice per layer, after attention and after the MLP (Shoeybi et al. 2019): 2 N all-reduces
@@ -7,7 +7,7 @@ each per step (3% of 2 N sums with 32 layers); and that a group samples from the
 from its part.
 
 Not measured, so assumed: that the model of an all-reduce is right within a factor of two, and that a rank that
-waits for others takes within 10% of one alone.
+waits for the group takes within 10% of one alone.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class GroupSums:
         return 2 * self.spec.num_layers * all_reduce_s(self.gpu, self.spec.hidden_size, self.tp, tokens)
 
     def prompts_s(self, tokens: float, passes: float) -> float:
-        """Of prompts with so many tokens in all, computed in ``passes`` equal steps."""
+        """Return the sums' time for prompts of ``tokens`` tokens in all, computed in ``passes`` equal steps."""
         return passes * self.step_s(tokens / passes)
 
     def log_errors(self, sums_s: float, whole_s: float) -> tuple[float, float]:

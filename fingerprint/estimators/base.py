@@ -1,4 +1,4 @@
-"""What a strategy owes: the memory or the latency of a whole model, from a profile.
+"""Interface of an estimation strategy: the memory or the latency of a whole model, from a profile.
 
 Strategies are swapped by name (``registry``). What a strategy does not reach it refuses; the estimators scale that
 from the nearest configuration and workload that it does reach.
@@ -18,7 +18,7 @@ __all__ = ["LatencyFit", "LatencyStrategy", "MemoryStrategy"]
 
 
 class LatencyFit(Protocol):
-    """What was learnt of one measured configuration."""
+    """Latency model fitted to one measured configuration."""
 
     points: tuple[TimingPoint, ...]
 
@@ -29,13 +29,13 @@ class LatencyFit(Protocol):
 
     @property
     def is_determined(self) -> bool:
-        """Whether it reaches any workload."""
+        """Return whether the fit reaches any workload."""
         ...
 
     def reaches(self, workload: Workload) -> bool: ...
 
     def nearest_workload(self, workload: Workload) -> Workload:
-        """One that it reaches, as near to ``workload`` as there is."""
+        """Return the workload nearest to ``workload`` that the fit reaches."""
         ...
 
     def latency(self, workload: Workload) -> Latency:
@@ -75,5 +75,5 @@ class MemoryStrategy(Protocol):
         ...
 
     def layer_kv_bytes(self, config: DeploymentConfig, workload: Workload) -> float:
-        """One layer's KV on one GPU at the workload's end; for configurations that were not loaded too."""
+        """Return one layer's KV bytes on one GPU at the workload's end, even for a configuration never loaded."""
         ...

@@ -1,4 +1,4 @@
-"""How far depth-tied predictions were off on whole models that were measured: what follows for another model.
+"""Calibration of depth-tied predictions by their errors on other models that were measured whole.
 
 ``fingerprint/data/depth_tied_errors.json`` is written by ``tests/bench/accuracy.py`` on a GPU. What most models
 were off by is taken off, where they were measured with this engine, GPU, weight format and degrees, and where nine
@@ -31,7 +31,7 @@ _EXPERTS = " experts"  # behind a format that kernels of experts multiply
 # The edges are means of the quantiles from the 4th to the 5th percentile and from the 95th to the 96th: a quantile
 # alone jumps from one error to the next as weights change, and one more prompt token would halve an interval.
 _EDGE = 0.01
-_ROUNDING = 1e-9  # of a sum of shares: in whatever order errors come, the same one is at the edge
+_ROUNDING = 1e-9  # of a sum of shares: in whatever order errors are added, the same one is at the edge
 # A burst of few prompt tokens waits for the host, one of many for the GPU's arithmetic: errors differ tenfold.
 _NEAR_OCTAVES = 1.5  # standard deviation of the weight over log2 of the prompt tokens
 _UNCALIBRATED = 0.15  # of the logarithm, on both sides: an assumption, until two other models were measured
@@ -39,7 +39,7 @@ _UNCALIBRATED = 0.15  # of the logarithm, on both sides: an assumption, until tw
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredError:
-    """One predicted number of one model, against the whole model."""
+    """Error of one predicted number of one model, against the whole model."""
 
     model: str
     shape_hash: str
@@ -56,7 +56,7 @@ class MeasuredError:
 
 @dataclass(frozen=True, slots=True)
 class LogErrors:
-    """Where ln(measured / predicted) of other models lies: nine tenths of it at least, and its middle."""
+    """Middle of ln(measured / predicted) of other models, and an interval of at least nine tenths of it."""
 
     low: float
     middle: float
@@ -81,7 +81,7 @@ class Calibration:
         tp: int = 1,
         pp: int = 1,
     ) -> LogErrors:
-        """What predictions of other models were off by at points with about as many prompt tokens in all.
+        """Return the errors of predictions of other models at points with about as many prompt tokens in all.
 
         Each model counts alike, however many points of it were measured. Of models that were not measured with
         this engine on this GPU in this weight format at these degrees the middle is not known here: it is 0, and
@@ -92,7 +92,7 @@ class Calibration:
         Args:
             prompt_tokens: batch times input.
             engine: with its version, as in a profile's machine; its patch release does not count.
-            weights: ``kernels_of`` the format; others erred to the opposite side (fp8 and 16 bits on an H200).
+            weights: ``kernels_of`` the format; another erred to the opposite side (fp8 and 16 bits on an H200).
             tp: with ``pp``, for where several GPUs share a step, the host has more time for its part of it.
         """
         others = [e for e in self.errors if e.metric == metric and e.shape_hash != exclude_shape]
@@ -110,12 +110,12 @@ class Calibration:
 
 
 def kernels_of(spec: ModelSpec, weights: WeightFormat) -> str:
-    """The format by what an engine multiplies in it, under which errors are kept.
+    """Return the weight format, by the kernels that multiply it, under which errors are kept.
 
-    A quantized checkpoint's ``stored`` stands for many: errors of GPTQ say nothing of fp8. Its fp8 and fp8 made
+    A quantized checkpoint's ``stored`` is any of many: errors of GPTQ say nothing of fp8. Its fp8 and fp8 made
     while loading are told apart too, though the matrices may be the same: where scales are, and whether those of
     the activations are stored, chooses the kernel, and whether the errors are alike was not measured. Experts are
-    multiplied by kernels of their own, whose time depends on who is routed where.
+    multiplied by kernels of their own, whose time depends on how tokens are routed.
     """
     experts = _EXPERTS if spec.num_experts else ""
     if weights is not WeightFormat.STORED or spec.stored is None:
@@ -169,7 +169,7 @@ def _rounded(value: float) -> float:
 
 @cache
 def shipped_calibration() -> Calibration:
-    """The errors that were measured and come with the package; none when the file is not there."""
+    """Return the measured errors shipped with the package; none when the file is missing."""
     file = resources.files("fingerprint").joinpath("data/depth_tied_errors.json")
     if not file.is_file():
         return Calibration()

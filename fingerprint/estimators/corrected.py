@@ -1,22 +1,22 @@
 """Another estimator, corrected by checks of running configurations (``fingerprint.verification``).
 
 Times are multiplied by measured over predicted, unless the reading is the less certain of the two: an
-interval that holds the whole predicted one corrects nothing. Memory gets the missing bytes added beside weights
+interval that holds the whole predicted one corrects nothing. Memory gets the missing bytes added outside weights
 and KV cache: those are counted, and what an estimate gets wrong is what surrounds them and does not grow so.
 
 A check is made with all slots full and with one request alone, for the error of a batch is not that of a request.
 Between the two batches the logarithm of the ratio goes evenly with that of the batch; a check without the second
 has one ratio for all.
 
-A check speaks for its own configuration and workloads. It is carried over to others only where both estimates rest
-on the same measurement (``Estimate.rests_on``): the error of what was run shows in all that is scaled from it. The
-error of an estimate that was scaled may be that of the scaling: it never moves the one that was run, only others
-scaled from it. The nearest check that reaches counts.
+A check speaks for its own configuration and workloads. It is carried over to another only where both estimates
+rest on the same measurement (``Estimate.rests_on``): the error of what was run shows in all scaled from it. The
+error of an estimate that was scaled may be that of the scaling: it never moves the one that was run, only other
+estimates scaled from it. The nearest check that reaches counts.
 
 What is carried over is bounded. At other workloads of its own configuration the ratio is one that was measured,
 or between two that were; another configuration moves no further than to the end of its own interval, which says
 where its truth is for all that was measured of it. Either way the interval holds the uncorrected one as well:
-whether the error is the same there, nobody measured.
+whether the error is the same there was not measured.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Ratio(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """What a check says of the uncorrected estimator; None: it timed no such thing."""
+    """Corrections that a check gives the uncorrected estimator; None: the check timed no such thing."""
 
     ttft: _Ratio | None
     tpot: _Ratio | None
@@ -71,7 +71,7 @@ class CorrectedEstimator:
         self._found: dict[DeploymentConfig, _Found] = {}
 
     def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
-        """As ``base``, corrected where a check reaches."""
+        """Return the estimate of ``base``, corrected where a check reaches."""
         raw = self.base.estimate(config, workload)
         reaching = [checked for checked, check in self._checks.items() if self._reaches(check, raw)]
         if not reaching:
@@ -105,7 +105,7 @@ class CorrectedEstimator:
         )
 
     def _reaches(self, check: Verification, raw: Estimate) -> bool:
-        """Whether ``check`` says something of ``raw``: what it checked rests on the same measurement, and no less
+        """Return whether ``check`` applies to ``raw``: what it checked rests on the same measurement, and no less
         directly."""
         if check.config.engine != raw.config.engine:
             return False
@@ -115,12 +115,12 @@ class CorrectedEstimator:
         return found.rests_on == raw.rests_on and (found.was_run or not raw.is_measured)
 
     def hidden_s(self, config: DeploymentConfig) -> float:
-        """As ``base``, where it tells (``estimates.TellsHiddenTime``): a check of whole bursts does not see it."""
+        """Return the hidden time of ``base``, 0 if unknown: a check of whole bursts does not see hidden time."""
         return self.base.hidden_s(config) if isinstance(self.base, TellsHiddenTime) else 0.0
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a reader of the numbers must know: which checks they are corrected by, and how much."""
+        """Return a line for each check that corrects the estimates, with how much it changes them."""
         return tuple(self._told(check) for check in self._checks.values())
 
     def _told(self, check: Verification) -> str:
@@ -175,7 +175,7 @@ def _ratio(measured: Reading | None, predicted: Quantity) -> _Ratio | None:
 
 
 def _along(batch: int, full: int) -> float:
-    """Of the way from one request to the ``full`` batch, by its logarithm."""
+    """Return how far ``batch`` lies between one request (0) and the ``full`` batch (1), in its logarithm."""
     return 1.0 if full == 1 else min(math.log(batch) / math.log(full), 1.0)
 
 

@@ -42,7 +42,7 @@ class DepthTiedEstimator:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a reader of the numbers must know."""
+        """Caveats of the estimates."""
         return (*self.profile.notes, *self.l3.unusable)
 
     def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
@@ -57,7 +57,7 @@ class DepthTiedEstimator:
         return found
 
     def hidden_s(self, config: DeploymentConfig) -> float:
-        """Of the nearest configuration that was run (``estimates.TellsHiddenTime``)."""
+        """Return the hidden time of the nearest configuration run (``estimates.TellsHiddenTime``)."""
         near = key_of(self._nearest(config))
         alike = [p for p in self.profile.timing if MeasuredKey(p.tp, p.pp, p.weights, p.kv) == near]
         return hidden_time_s(alike)
@@ -118,7 +118,7 @@ class DepthTiedEstimator:
         closest = min(distance for distance, _ in read)
         watts = [w for distance, w in read if distance == closest]
         mean = sum(watts) / len(watts)
-        alike = near == config and key_of(config) not in self.l3.shards  # a rank alone does not wait for others
+        alike = near == config and key_of(config) not in self.l3.shards  # a rank alone does not wait for its group
         source = Source.EXTRAPOLATED if alike else Source.SCALED
         return Quantity(mean, min(watts), max(watts), source)
 

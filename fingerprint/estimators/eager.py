@@ -2,7 +2,7 @@
 
 On a GPU such a step is bound by its launches: the device waits for the host. The figures are estimates, not a fit:
 from one model on one machine (the embedded engine on two H200, 16 layers of Llama-2-7B's width, batches 1 and 4,
-16bit and int8, tp 1 and 2: docs/performance.md), with what is beside the layers put on them. A layer is some forty
+16bit and int8, tp 1 and 2: docs/performance.md), with all outside the layers put on them. A layer is some forty
 kernels; 0.52 ms are 13 us for each, launch and Python together. gpt-fast takes 39 ms a token of Llama-7B on an
 A100, 1.2 ms a layer, before it captures graphs (https://pytorch.org/blog/accelerating-generative-ai-2/). Hosts
 differ by a factor of two either way, and so does the interval.
@@ -29,7 +29,7 @@ class EagerConstants:
     log_error: float = math.log(2)  # on both sides
 
     def host_s(self, config: DeploymentConfig, num_layers: int, sequences: float) -> float:
-        """Of one step of ``sequences`` sequences."""
+        """Return the host's time for one step of ``sequences`` sequences."""
         layer_s = self.layer_s + self.sequence_s * sequences
         if config.weights is not WeightFormat.BITS16:
             layer_s += self.dequantizing_s

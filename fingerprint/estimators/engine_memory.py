@@ -157,7 +157,7 @@ class CountedMemory:
         return self._kv_bytes_per_token(points) * tokens, shared
 
     def loaded(self, config: DeploymentConfig) -> list[MemoryPoint]:
-        """What was counted of ``config``'s fingerprints: of the real group, else of one rank alone.
+        """Return the memory counted of ``config``'s fingerprints: of the real group, else of one rank alone.
 
         Raises:
             NotMeasuredError: nothing was.
@@ -168,7 +168,7 @@ class CountedMemory:
         return points
 
     def graph_bytes(self, config: DeploymentConfig) -> int:
-        """Of captured graphs on the GPU with the most layers; ``memory`` has them in ``runtime_bytes``.
+        """Return bytes of captured graphs on the GPU with the most layers (in ``memory``'s ``runtime_bytes``).
 
         Raises:
             NotMeasuredError: the configuration was not loaded.
@@ -176,19 +176,19 @@ class CountedMemory:
         return self._graph_bytes(self.loaded(config), max(even_split(self._spec.num_layers, config.pp)))
 
     def _layer_bytes(self, config: DeploymentConfig, points: list[MemoryPoint]) -> float:
-        """One layer's weights on one GPU."""
+        """Return the bytes of one layer's weights on one GPU."""
         stored, counted = allocated_layer_bytes(self._spec, config), _counted_layer_bytes(config, points)
         return stored if counted is None or abs(counted - stored) <= _ALLOCATOR_STEP_BYTES else counted
 
     def _layer_doubt_bytes(self, config: DeploymentConfig, points: list[MemoryPoint]) -> float:
-        """By how much a layer may be off where the allocator's steps could hide another format than was asked for:
-        of a layer that is not large beside them, the count may be right and the sizes wrong."""
+        """Return how many bytes a layer may be off where the allocator's steps could hide another format than was
+        asked for: for a layer not large compared with the steps, the count may be right and the sizes wrong."""
         stored, counted = allocated_layer_bytes(self._spec, config), _counted_layer_bytes(config, points)
         off = 0.0 if counted is None else abs(counted - stored)
         return off if _DOUBTED * stored < off <= _ALLOCATOR_STEP_BYTES else 0.0
 
     def _ends(self, config: DeploymentConfig, points: list[MemoryPoint], layer: float) -> tuple[float, float]:
-        """Bytes of one GPU beside its layers: on the first stage, and on the last (0 where that is the first)."""
+        """Return bytes on one GPU outside its layers: first stage, and last (0 where that is the first)."""
         last = config.pp - 1
 
         def beside(stage: int) -> float:
@@ -207,7 +207,7 @@ class CountedMemory:
         return first, both - first
 
     def _kv_bytes_per_token(self, points: list[MemoryPoint]) -> float:
-        """Of one layer on one GPU, as the engine allocated it."""
+        """Return one layer's KV bytes per token on one GPU, as the engine allocated them."""
         seen = [
             rank.kv_bytes / (rank.kv_room_tokens * _layers_of(point))
             for point in points
@@ -236,7 +236,7 @@ class CountedMemory:
 
 
 def _counted_layer_bytes(config: DeploymentConfig, points: list[MemoryPoint]) -> float | None:
-    """What the count grows by with a layer; None: one depth alone was counted."""
+    """Return by how many bytes the count grows with a layer; None: one depth alone was counted."""
     by_depth = {point.num_layers // config.pp: _mean_weights(point) for point in points}
     if len(by_depth) < 2:
         return None
@@ -245,11 +245,11 @@ def _counted_layer_bytes(config: DeploymentConfig, points: list[MemoryPoint]) ->
 
 
 def allocated_layer_bytes(spec: ModelSpec, config: DeploymentConfig) -> float:
-    """One layer's weights on one GPU, each large matrix rounded up as torch's allocator does it.
+    """Return bytes of one layer's weights on one GPU, large matrices rounded up as by torch's allocator.
 
     Engines join Q, K and V, and the two halves of a gated MLP, each into one matrix; all experts' are one.
     """
-    if spec.layer_shapes or spec.kv_head_elements:  # which matrices there are is not told by these sizes
+    if spec.layer_shapes or spec.kv_head_elements:  # these sizes do not determine which matrices there are
         return layer_weight_bytes_per_gpu(spec, config)
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     inner = spec.intermediate_size * max(1, spec.num_experts) / config.tp

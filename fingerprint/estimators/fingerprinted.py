@@ -26,7 +26,7 @@ __all__ = ["FingerprintedEstimator", "distance", "nearest", "scaled", "scaled_me
 
 
 def distance(a: DeploymentConfig, b: DeploymentConfig) -> float:
-    """How unlike two configurations run: the kernels' format first, then how the model is cut.
+    """Return how unlike two configurations run: the kernels' format first, then how the model is cut.
 
     8 for another weight format, 4 for another KV format, 2 for another pruning, ``|log2(tp / tp')|`` and
     ``|log2(pp / pp')|``. A symmetric sum, so a metric; formats come first because a kernel's efficiency, which the
@@ -96,12 +96,12 @@ class FingerprintedEstimator:
 
     @property
     def layer_effects(self) -> tuple[LayerEffect, ...]:
-        """One layer's measured time in every configuration that was run."""
+        """Measured time of one layer in every configuration that was run."""
         return self.latency.layer_effects
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a reader of the numbers must know: unresolved layers, KV that is not the spec's, gaps."""
+        """Caveats of the estimates: unresolved layers, KV that is not the spec's, gaps in the profile."""
         said = []
         for effect in self.layer_effects:
             if effect.below_resolution:
@@ -153,7 +153,7 @@ class FingerprintedEstimator:
         )
 
     def _measured(self, config: DeploymentConfig) -> DeploymentConfig:
-        """What was run to tell ``config``: itself, or pp = 1 to which further stages' hand-overs are added."""
+        """Return the configuration run for ``config``: itself, or pp = 1, plus further stages' hand-overs."""
         return config if key_of(config) in self.latency.fits else replace(config, pp=1)
 
     def _config(self, key: MeasuredKey) -> DeploymentConfig:

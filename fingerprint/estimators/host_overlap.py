@@ -1,4 +1,4 @@
-"""What the host takes for a lone step, which engines that prepare steps ahead hide behind the step before.
+"""Host time of a lone step, which engines that prepare steps ahead hide behind the step before.
 
 A lone prompt finds the device idle: it waits while the host schedules, makes the step's inputs and launches its
 first kernels, and sampling follows at the host's pace. All of that is ``RunReading.host_s`` of a burst of one step

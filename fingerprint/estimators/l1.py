@@ -34,7 +34,7 @@ class L1(L2):
         super().__init__(replace(profile, timing=whole))
 
     def latency(self, config: DeploymentConfig, workload: Workload) -> Latency:
-        """Of the whole model under ``config``.
+        """Return the latency of the whole model under ``config``.
 
         Raises:
             NotMeasuredError: it was not run at this tp and format, the runs do not determine this workload, or it

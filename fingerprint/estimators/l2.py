@@ -40,7 +40,7 @@ _HOST_SCALE_FLOOR = 0.01  # of the run: a host part below that is not worth a we
 
 @dataclass(frozen=True, order=True, slots=True)
 class MeasuredKey:
-    """What one set of fingerprints was run under."""
+    """Degrees and formats that one set of fingerprints was run under."""
 
     tp: int
     pp: int
@@ -58,7 +58,7 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class LayerEffect:
-    """What one hidden layer adds at one point, with 90% intervals that may reach below zero."""
+    """Time that one hidden layer adds at one point, with 90% intervals that may reach below zero."""
 
     key: MeasuredKey
     batch: int
@@ -68,7 +68,7 @@ class LayerEffect:
 
     @property
     def parts(self) -> tuple[tuple[str, Interval], ...]:
-        """With what each is of."""
+        """Both times, each with a name of the step that the layer adds it to."""
         return ("a prefill", self.first_s), ("a step", self.next_s)
 
     @property
@@ -164,7 +164,7 @@ class TimingFit:
         return columns, LinearModel(rows[:, columns], self._host_runs, scale, non_negative=False)
 
     def _fit_handover(self) -> tuple[LinearModel, list[Array]]:
-        """Of one boundary."""
+        """Return the fit of the hand-over time at one stage boundary, and its runs."""
         runs = [np.array([run.handover_s for run in point.runs]) / (self.key.pp - 1) for point in self.points]
         rows = np.array(
             [_handover_row(p.batch, p.input_tokens, p.output_tokens - 1, prefill=1) for p in self.points]
@@ -173,7 +173,7 @@ class TimingFit:
 
     @property
     def misfit(self) -> float:
-        """How many times the residuals exceed the runs' own spread (1: not at all); the intervals carry it."""
+        """Factor by which residuals exceed the runs' own spread (1: not at all); included in the intervals."""
         return self._device.misfit
 
     @property
@@ -182,7 +182,7 @@ class TimingFit:
         return tuple(sorted({point.num_layers for point in self.points}))
 
     def layer_effect(self, batch: int | None = None, input_tokens: int | None = None) -> LayerEffect:
-        """One layer's device time at a measured point (default: the largest), unconstrained.
+        """Return one layer's device time at a measured point (default: the largest), unconstrained.
 
         Raises:
             NotMeasuredError: fingerprints of one depth only, or a point that they do not determine.
@@ -199,8 +199,8 @@ class TimingFit:
 
     @property
     def tells_layer_effect(self) -> bool:
-        """Whether the points determine one layer's time at the largest of them; those of a profile that was cut
-        short may not, though there are two depths."""
+        """Return whether the points determine one layer's time at the largest of them; those of a profile that was
+        cut short may not, though there are two depths."""
         return all(self._device.reaches(row) for row in self._layer_rows(None, None)[2])
 
     def _layer_rows(self, batch: int | None, input_tokens: int | None) -> tuple[int, int, list[Array]]:
@@ -217,12 +217,12 @@ class TimingFit:
     def _mixed_row(
         self, layers: float, batch: int, prompt: int, steps: float, context: float, *, prefill: float
     ) -> Array:
-        """Of so many layers, of each kind as large a part as in the whole model."""
+        """Return the design row of ``layers`` layers, of each kind as large a part as in the whole model."""
         counts = [layers * kind.count / self.num_layers for kind in self._kinds]
         return _device_row(self._kinds, counts, batch, prompt, steps, context, prefill=prefill)
 
     def reaches(self, workload: Workload) -> bool:
-        """Whether the points determine this workload, at most a factor of two outside them."""
+        """Return whether the points determine this workload, at most a factor of two outside them."""
         contexts = [_mean_context(p) for p in self.points if p.output_tokens > 1]
         if not (
             contexts
@@ -252,7 +252,7 @@ class TimingFit:
 
     @property
     def is_determined(self) -> bool:
-        """Whether the points suffice for a prediction anywhere; a profile that was cut short may have too few."""
+        """Return whether the points suffice for any prediction; a profile that was cut short may have too few."""
         return bool(self._determined())
 
     def _determined(self) -> list[Workload]:
@@ -262,7 +262,7 @@ class TimingFit:
         return [workload for workload in at_points if self.reaches(workload)]
 
     def latency(self, workload: Workload) -> Latency:
-        """Of the full model; ``measured`` when it was one of the fingerprints and ran exactly this.
+        """Return the full model's latency; ``measured`` when it was itself a fingerprint and ran this workload.
 
         Raises:
             NotMeasuredError: the points do not determine this workload.
@@ -275,8 +275,10 @@ class TimingFit:
         return Latency(self._extrapolated(workload, True), self._extrapolated(workload, False))
 
     def parts(self, workload: Workload, layers: float, first: bool) -> list[tuple[Prediction, Sequence[Array]]]:
-        """What a prefill (``first``) or a decode step of ``layers`` layers consists of, for :func:`combine`. The
-        layers are of each kind as in the whole model."""
+        """Return the parts of a prefill (``first``) or a decode step of ``layers`` layers, for :func:`combine`.
+
+        The layers are of each kind as in the whole model.
+        """
         device = self._device.predict(self._device_at(workload, layers, first))
         host = self._host.predict(self._host_at(workload, layers, first))
         parts: list[tuple[Prediction, Sequence[Array]]] = [(device, self._device_runs)]
@@ -320,7 +322,7 @@ class TimingFit:
         return combine(parts, at_least=shared, also=once_more).low
 
     def handover_parts(self, workload: Workload, first: bool) -> tuple[Prediction, list[Array]] | None:
-        """One boundary's part of a step; None when it was not measured there."""
+        """Return one stage boundary's part of a step; None when it was not measured there."""
         if self.handover is None:
             return None
         model, runs = self.handover
@@ -386,11 +388,11 @@ class L2:
 
     @property
     def layer_effects(self) -> tuple[LayerEffect, ...]:
-        """Of every fit that tells one, at its largest point; ask each for ``below_resolution``, ``below_zero``."""
+        """Effects of one layer in every fit that determines one, at its largest point."""
         return tuple(fit.layer_effect() for fit in self.fits.values() if fit.tells_layer_effect)
 
     def latency(self, config: DeploymentConfig, workload: Workload) -> Latency:
-        """Of the full model under ``config``.
+        """Return the latency of the full model under ``config``.
 
         A (tp, pp) that was run is extrapolated from its own fingerprints. Another pp, at batch 1, is pp = 1 of the
         same tp plus the measured hand-over at every further stage (the paper; stages work one after the other).
@@ -432,7 +434,7 @@ class L2:
 
 
 def _spreads(points: Sequence[TimingPoint]) -> dict[tuple[int, int], LoadSpread]:
-    """Of every (tp, pp); one where nothing was loaded twice has that of all others."""
+    """Return the spread between loads of every (tp, pp); that of all points where none was loaded twice."""
     everywhere, found = load_spread(points), {}
     for degree in {(point.tp, point.pp) for point in points}:
         own = load_spread([point for point in points if (point.tp, point.pp) == degree])
@@ -441,7 +443,7 @@ def _spreads(points: Sequence[TimingPoint]) -> dict[tuple[int, int], LoadSpread]
 
 
 def key_of(config: DeploymentConfig) -> MeasuredKey:
-    """What would have to be measured for ``config``."""
+    """Return the key of what would have to be measured for ``config``."""
     return MeasuredKey(config.tp, config.pp, config.weights, config.kv)
 
 

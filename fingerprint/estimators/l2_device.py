@@ -1,6 +1,6 @@
-"""L2 on the device's own time: the forward of one and two layers, extrapolated, and the host beside it.
+"""L2 on the device's own time: the forward of one and two layers, extrapolated, and the host's time next to it.
 
-Where a step timer recorded the steps of unrepeated fingerprints, a step's forward F is told from all else. With
+Where a step timer recorded the steps of unrepeated fingerprints, a step's forward F is known on its own. With
 N layers ``F(N) = o + N * h``, from two depths. The rest does not grow with depth:
 
 * TTFT = F(N) + rest: handing over the prompts, making inputs, sampling and answering. A burst's first step
@@ -64,7 +64,7 @@ class DeviceFit:
         return bool(self.reached)
 
     def reaches(self, workload: Workload) -> bool:
-        """Whether this batch and input were run, and the mean context is at most a factor of two off."""
+        """Return whether this batch and input were run, and the mean context is at most a factor of two off."""
         there = workload.input_tokens + self._long_output / 2
         asked = workload.input_tokens + workload.output_tokens / 2
         near = there / MAX_EXTRAPOLATION <= asked <= there * MAX_EXTRAPOLATION
@@ -97,7 +97,7 @@ class DeviceFit:
         return Latency(_quantity(ttft), _quantity(tpot))
 
     def layer_effect(self) -> LayerEffect:
-        """One layer's forward at the largest point that was run.
+        """Return one layer's forward at the largest point that was run.
 
         Raises:
             NotMeasuredError: none was run at two depths.
@@ -146,11 +146,11 @@ class L2Device:
 
     @property
     def layer_effects(self) -> tuple[LayerEffect, ...]:
-        """Of every fit that tells one."""
+        """Effects of one layer in every fit that determines one."""
         return tuple(fit.layer_effect() for fit in self.fits.values() if fit.is_determined)
 
     def latency(self, config: DeploymentConfig, workload: Workload) -> Latency:
-        """Of the whole model under ``config``.
+        """Return the latency of the whole model under ``config``.
 
         Raises:
             NotMeasuredError: no unrepeated fingerprint of this configuration, batch and input was recorded.

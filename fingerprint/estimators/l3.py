@@ -1,7 +1,7 @@
 """L3: latency from depth-tied fingerprints, whose forward was repeated to the whole model's depth.
 
 With N layers, p stages and fingerprints of k layers per stage run r = N // (p k) times, a step takes
-``r (o + p k h) + c``: h one layer, o what a repeat costs beside its layers (embedding, last norm, a graph's start,
+``r (o + p k h) + c``: h one layer, o a repeat's cost outside its layers (embedding, last norm, a graph's start,
 the host's call), c what happens once. Two depths tell o (``repeats``), since both run (nearly) N layers:
 ``T(k, r) - T(k', r') = (r - r') o``. The whole model is ``T(k, r) - (r - 1) o + (N - r p k) h``. Layers of several
 kinds are measured in cuts between which this holds for their mix (``depth_tied_cuts``).
@@ -55,19 +55,19 @@ _ON_THE_EDGE = 1e-6  # of the hull of points, in octaves: rounding
 
 @dataclass(frozen=True, slots=True)
 class WholePoint:
-    """What the whole model takes at one measured point, repeats' overhead taken off."""
+    """Times of the whole model at one measured point, repeats' overhead taken off."""
 
     batch: int
     input_tokens: int
     ttft_s: float
     first_s: float  # until the first token in the runs that go on, on a cooler GPU
     steps_s: tuple[float, ...]  # the following decode steps of the whole batch, in order
-    ending_s: tuple[float, ...]  # the last decode steps, when sequences whose prompt came early had ended
+    ending_s: tuple[float, ...]  # the last decode steps, when sequences whose prompt was computed early had ended
     passes: float  # steps that computed the prompts
     relative_spread: float  # half of the 90% interval of one burst's time, over that time
 
     def with_sums(self, sums: GroupSums) -> WholePoint:
-        """Of a whole group, where this is of one of its ranks alone."""
+        """Return the times of a whole group, where these are of one of its ranks alone."""
         first_s = sums.prompts_s(self.batch * self.input_tokens, self.passes)
         step_s = sums.step_s(self.batch)
         return replace(
@@ -110,7 +110,7 @@ class WholePoint:
 
     @property
     def usable(self) -> bool:
-        """Whether every time is positive: noise larger than what is measured makes some that are not."""
+        """Return whether every time is positive; noise larger than the time measured makes it negative."""
         times = (self.ttft_s, self._measured_s + self.first_s - self.ttft_s, *self.steps_s, *self.ending_s)
         return min(times) > 0
 
@@ -204,7 +204,7 @@ class L3:
         self.unusable = tuple(_unusable(profile, self.points))
 
     def reaches(self, config: DeploymentConfig) -> bool:
-        """Whether this very configuration was run."""
+        """Return whether this very configuration was run."""
         return config.pruning is Pruning.NONE and key_of(config) in self.points
 
     def latency(self, config: DeploymentConfig, workload: Workload) -> Latency:
@@ -286,7 +286,7 @@ class L3:
 
 
 def _widened(found: Quantity, log_errors: tuple[float, float]) -> Quantity:
-    """With independent errors of the logarithm on both sides; squares add."""
+    """Return ``found`` with its interval widened by independent errors of the logarithm; squares add."""
     below, above = log_errors
     return Quantity(
         found.value,
@@ -344,7 +344,7 @@ def _growth(points: tuple[WholePoint, ...], batch: int) -> float:
 
 
 def in_hull(points: Sequence[tuple[float, float]], asked: tuple[float, float]) -> bool:
-    """Whether ``asked`` lies in the convex hull of ``points``: whether it is their mean under some weights.
+    """Return whether ``asked`` is in the convex hull of ``points``: whether it is their mean under some weights.
 
     One point or several in a row have a hull too.
     """

@@ -47,7 +47,7 @@ class Prediction:
 
 
 class LinearModel:
-    """One fit. Observation i is the trimmed mean of ``runs[i]``.
+    """Linear least-squares fit. Observation i is the trimmed mean of ``runs[i]``.
 
     Args:
         design: [observations, features].
@@ -75,7 +75,7 @@ class LinearModel:
         self.misfit = self._misfit_factor(weighted, plain, scale, errors)
 
     def _misfit_factor(self, weighted: Array, plain: Array, scale: Array, errors: Array) -> float:
-        """By how much the residuals exceed what the runs' spread explains, at least 1 (Birge ratio)."""
+        """Return the factor by which residuals exceed what the runs' spread explains, at least 1 (Birge ratio)."""
         relative = errors / scale
         residual = self._observed / scale - weighted @ plain
         hat = weighted @ np.linalg.pinv(weighted, rcond=1e-9)
@@ -86,7 +86,7 @@ class LinearModel:
         return math.sqrt(max(1.0, float((residual**2).sum()) / expected))
 
     def reaches(self, features: Array) -> bool:
-        """Whether the observations determine the prediction at ``features``."""
+        """Return whether the observations determine the prediction at ``features``."""
         scaled = features / self._size
         distance = np.abs(scaled - scaled @ self._projector).max()
         return bool(distance <= _ESTIMABLE * max(float(np.abs(scaled).max()), 1e-300))
@@ -99,7 +99,7 @@ class LinearModel:
 
 
 def standard_errors(runs: Sequence[Array], scale: Array) -> Array:
-    """Per observation; one that was run once gets the pooled relative spread of the others."""
+    """Return each observation's standard error; one run once gets the other observations' pooled spread."""
     located = [locate(values) for values in runs]
     return np.array([loc.standard_error for loc in _filled(located, runs, np.abs(scale))])
 

@@ -1,12 +1,12 @@
-"""How much a machine's speed differs from one load of a model to the next, as a profile shows it.
+"""Variance of a machine's speed from one load of a model to the next, as a profile shows it.
 
 All runs of one load share where the allocator put the weights, how threads fell on cores, and the seconds in which
-they ran. Repeats within a load do not show that, so the spread between loads is told from the loads themselves; it
-is part of every prediction, because what is predicted is served by one load more.
+they ran. Repeats within a load do not show that, so the spread between loads is estimated from the loads
+themselves. It is part of every prediction, because what is predicted is served by one load more.
 
 A load's level is the mean over its points of how far each is from its own mean over the loads. The noise of the
-runs is in it, averaged over them, and is not taken off: of a few loads the difference of two variances may come
-out as nothing, and an interval from that would promise what nobody measured.
+runs is in it, averaged over them, and is not taken off: of a few loads the difference of two variances may be
+zero, and an interval from that would promise what was not measured.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class LoadSpread:
 
     @property
     def is_measured(self) -> bool:
-        """Whether some fingerprint was loaded twice."""
+        """Return whether some fingerprint was loaded twice."""
         return math.isfinite(self.first.dof) and math.isfinite(self.next.dof)
 
 
 def load_spread(points: Iterable[TimingPoint]) -> LoadSpread:
-    """Of all fingerprints of these points together; they should be of one (tp, pp).
+    """Return the spread of all fingerprints of these points together; they should be of one (tp, pp).
 
     Points that do not say which load their runs were of (profiles of an earlier version) show none, and none is
     assumed of them.

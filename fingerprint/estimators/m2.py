@@ -1,7 +1,7 @@
 """M2 of the paper: the memory of a model from fingerprints of one and two layers at (1,1), (2,1) and (1,2).
 
 ``M(t, p) = W + t * A + t * (p - 1) * A_pp``: W is divided over the TP group, A is held whole by every TP rank,
-A_pp comes with every further stage on every TP rank. The runtime (context, libraries) is taken off before solving
+every further stage adds A_pp on every TP rank. The runtime (context, libraries) is taken off before solving
 and put back per GPU; KV is never extrapolated but counted from the spec, and checked against the engine's bytes.
 
 The engine itemises what it holds, so the same equations are solved item by item (:class:`M2`), which is what lets
@@ -53,7 +53,7 @@ class MemoryTerms:
 
 @dataclass(frozen=True, slots=True)
 class KvCheck:
-    """What an engine allocated for the KV cache against what the spec says, on the fullest rank."""
+    """Comparison of the engine's KV cache with the spec's, on the fullest rank."""
 
     kv: KvFormat
     tp: int
@@ -120,7 +120,7 @@ class M2:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Where the engine's KV cache is not what the spec says."""
+        """Degrees and formats where the engine's KV cache is not what the spec says."""
         return tuple(
             f"{check.kv} KV at tp={check.tp} pp={check.pp}: the engine holds {check.measured_bytes:,} bytes where "
             f"the spec says {check.expected_bytes:,.0f} ({check.ratio - 1:+.1%}); the engine's count is used"
@@ -178,7 +178,7 @@ class M2:
         return tuple(self._degrees)
 
     def rank_weights(self, config: DeploymentConfig) -> RankWeights:
-        """Of ``config``, from the three degrees.
+        """Return the weights per rank of ``config``, from the three degrees.
 
         Raises:
             NotMeasuredError: as :meth:`memory`.
@@ -196,7 +196,7 @@ class M2:
         return RankWeights(model.layer_at(config.tp), first, last, model.error(config.tp, config.pp, layers))
 
     def degree(self, weights: WeightFormat, tp: int, pp: int) -> Degree | None:
-        """What was loaded there, or borrowed from another format that was."""
+        """Return the degree loaded there, or borrowed from another format that was."""
         return self._degrees.get((weights, tp, pp))
 
     def _wider(self, weights: WeightFormat) -> Degree | None:
@@ -210,7 +210,7 @@ class M2:
         return min(found, key=lambda d: d.pp, default=None)
 
     def _is_borrowed(self, config: DeploymentConfig) -> bool:
-        """Whether what ``config`` rests on beside tp = pp = 1 was measured in another format."""
+        """Return whether a degree above tp = pp = 1 that ``config`` rests on was measured in another format."""
         rests_on = [
             self._wider(config.weights) if config.tp > 1 else None,
             self._staged(config.weights) if config.pp > 1 else None,
@@ -275,7 +275,10 @@ class M2:
         return Peak(value, error)
 
     def _pp_buffer(self, config: DeploymentConfig, tokens: int) -> Peak:
-        """Whole on every TP rank. A stage between two others holds what the first and what the last one holds."""
+        """Return the buffer between stages, whole on every TP rank.
+
+        A middle stage holds what the first and what the last one holds.
+        """
         measured = self.degree(config.weights, config.tp, config.pp) or self._staged(config.weights)
         if config.pp == 1 or measured is None:
             return Peak(0.0, 0.0)
@@ -303,7 +306,7 @@ class M2:
         return Peak(float(max(seen)), error)
 
     def layer_kv_bytes(self, config: DeploymentConfig, workload: Workload) -> float:
-        """One layer's KV on one GPU for the whole batch at its end; no weights need to have been measured."""
+        """Return one layer's KV bytes on one GPU for the whole batch at its end; needs no measured weights."""
         spec = self.spec
         disagreeing = [check.ratio for check in self.kv_checks if check.kv == config.kv and check.disagrees]
         per_token = spec.kv_bytes_per_token_per_layer(config.kv) / min(config.tp, spec.num_kv_heads)
@@ -332,7 +335,7 @@ class _WeightsModel:
             self._first, self._last, self._end_error = self._assign(first.end, last.end)
 
     def _assign(self, first: float, last: float) -> tuple[_Part, _Part, float]:
-        """Which of embedding and head is held whole by every TP rank, from what the ends together hold whole.
+        """Decide which of embedding and head every TP rank holds whole, from what the ends together hold whole.
 
         (2, 2) is never run: the choice is the one that explains the whole bytes seen at (2, 1) best. An embedding
         and a head of one size cannot be told apart; the embedding is taken, and the doubt counted as error.
@@ -357,7 +360,7 @@ class _WeightsModel:
         return first_part, (_Part(0.0, last) if best[1] else _Part(head, norm)), error
 
     def layer_at(self, tp: int) -> float:
-        """One layer on one rank, K and V projections replicated above ``num_kv_heads`` ranks."""
+        """Return one layer's bytes on one rank, K and V projections replicated above ``num_kv_heads`` ranks."""
         spec = self._spec
         extra = 0.0
         if tp > spec.num_kv_heads >= self._split_at and spec.layer_linear_params:
@@ -366,7 +369,7 @@ class _WeightsModel:
         return self._layer.at(tp) + extra
 
     def ends(self, tp: int, pp: int) -> tuple[float, float]:
-        """Bytes of the first and of the last stage beside their layers; a tied head is a copy only when pp > 1."""
+        """Return bytes of the first and last stage outside layers; a tied head is a copy only when pp > 1."""
         spec, together = self._spec, self._ends.at(tp)
         if pp == 1 or self._first is None or self._last is None:
             ends = spec.embedding_params + spec.head_params + spec.final_norm_params
@@ -386,7 +389,7 @@ def _separate(alone: float, rank: float, tp: int) -> _Part:
 
 
 def _layer_alone(spec: ModelSpec, base: Degree) -> float | None:
-    """One layer's weights when nothing but the whole model was loaded: its share by the tensors' sizes."""
+    """Return one layer's weights if only the whole model was loaded: its share by the tensors' sizes."""
     held = base.weights(0)
     if len(held) > 1 or spec.num_layers not in held:
         return None

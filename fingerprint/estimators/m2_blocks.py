@@ -1,7 +1,7 @@
 """The paper's memory block: everything that M2 finds, in equal shares of the layers.
 
 One layer's block is ``M(t, p) / (t * N)`` of each GPU, M the memory of the whole group without its KV cache; a
-stage holds its layers' blocks and nothing beside (the paper, section 6). So a GPU's activations, buffers and
+stage holds its layers' blocks and nothing else (the paper, section 6). So a GPU's activations, buffers and
 context and the embedding are taken to follow its layers: the sum over an even split is M2's, a single GPU's is not
 where one stage alone holds an embedding or where stages are of unequal depth.
 """

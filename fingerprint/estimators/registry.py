@@ -18,7 +18,7 @@ __all__ = ["Predicts", "estimator_class", "estimator_names"]
 
 
 class Predicts(StrEnum):
-    """What a class answers for."""
+    """Scope of an estimator class: what it predicts."""
 
     EVERYTHING = "everything"  # ``estimate(config, workload) -> Estimate``
     MEMORY = "memory"  # ``memory(config, workload) -> MemoryEstimate``

@@ -1,4 +1,4 @@
-"""What a repeat of a fingerprint's forward costs beside its layers, told by two depths.
+"""Cost of a repeat of a fingerprint's forward outside its layers, determined by two depths.
 
 Both run (nearly) the whole depth, with different numbers of repeats. One repeat is o + n h over its n layers, so
 that ``o = (n f' - n' f) / (n - n')`` of two depths' times f and f' a repeat, and the whole model is at n = N on
@@ -36,12 +36,12 @@ __all__ = [
     "until_first",
 ]
 
-_PACE_S, _PACE_SHARE = 2e-4, 0.01  # how well a forward's time is told: the host's pace, the clock's
+_PACE_S, _PACE_SHARE = 2e-4, 0.01  # how precisely a forward's time is known: the host's pace, the clock's
 
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """Seconds that one repeat costs beside its layers: ``per_pass * passes + per_token * tokens``."""
+    """Seconds that one repeat costs outside its layers: ``per_pass * passes + per_token * tokens``."""
 
     per_pass_s: float
     per_token_s: float
@@ -85,7 +85,7 @@ def _decodes_together(point: TimingPoint) -> bool:
 
 
 def _decode_step(point: TimingPoint) -> Took:
-    """One decode step of the whole batch."""
+    """Return the time of one decode step of the whole batch."""
     by_run = [together(point, run) for run in point.runs]
 
     def middle(of: Callable[[StepReading], float]) -> float:
@@ -99,18 +99,18 @@ At = tuple[int, int, bool]  # batch, input tokens, whether tokens were generated
 
 
 class RepeatCosts(Protocol):
-    """Seconds that one repeat costs beside its layers, of all stages."""
+    """Seconds that one repeat costs outside its layers, of all stages."""
 
     def knows(self, point: TimingPoint) -> bool:
-        """Whether it is told at ``point``, of the deepest fingerprint."""
+        """Return whether the cost is known at ``point``, of the deepest fingerprint."""
         ...
 
     def first_s(self, point: TimingPoint, took: Took) -> float:
-        """Of the steps until the first token."""
+        """Return the cost in the steps until the first token."""
         ...
 
     def step_s(self, point: TimingPoint, index: int, reading: StepReading) -> float:
-        """Of one decode step, the ``index``-th of those that hold the whole batch, or of those that do not."""
+        """Return the cost in a decode step, ``index``-th of those that hold the whole batch, or do not."""
         ...
 
 
@@ -133,7 +133,7 @@ class _Fitted:
 
 @dataclass(frozen=True, slots=True)
 class _Paired:
-    """Of each point its own, from the same point of the shallower fingerprint."""
+    """Costs of each point on its own, from the same point of the shallower fingerprint."""
 
     shallow: dict[At, TimingPoint]
 
@@ -162,7 +162,7 @@ def repeat_costs(repeated: Sequence[TimingPoint], deepest: int) -> RepeatCosts:
 
 
 def repeat_overheads(points: tuple[TimingPoint, ...], num_layers: int) -> tuple[Overhead, Overhead]:
-    """What one repeat costs until the first token and in a decode step; zero where one depth alone was repeated.
+    """Return a repeat's cost until the first token and in a decode step; zero if one depth alone was repeated.
 
     Arguments and errors are those of ``l3.whole_points``.
     """
@@ -201,14 +201,17 @@ def _forwards_s(point: TimingPoint, *, ending: bool) -> list[float]:
 
 
 def _beside_layers_s(deep: TimingPoint, deep_s: float, shallow: TimingPoint, shallow_s: float) -> float:
-    """Where the line over the layers of a repeat meets none. Args: forwards of one stage, all repeats."""
+    """Return the seconds of a repeat of no layers, on the line through two depths.
+
+    Args: forwards of one stage, all repeats.
+    """
     a, b = deep.num_layers, shallow.num_layers
     per_repeat, other = deep.pp * deep_s / deep.repeat, shallow.pp * shallow_s / shallow.repeat
     return (a * other - b * per_repeat) / (a - b)
 
 
 def _overheads(points: Sequence[TimingPoint], deepest: int) -> tuple[Overhead, Overhead]:
-    """Of a repeat in a first token and in a decode step, from what two depths ran alike.
+    """Return a repeat's cost in a first token and in a decode step, from what two depths ran alike.
 
     From the forwards of all stages, for a repeat takes its time within the forward; what is around it is the
     host's, whose pace changes between two engines.
@@ -229,7 +232,7 @@ def _overheads(points: Sequence[TimingPoint], deepest: int) -> tuple[Overhead, O
 def _fit_overhead(seen: list[tuple[Took, float]], per_token_s: float | None = None) -> Overhead:
     """Non-negative least absolute deviations of seconds per repeat over passes and tokens.
 
-    Absolute, because a launch-bound forward on a slow host is an outlier. A forward is told to ``_PACE_S``, or to
+    Absolute, because a launch-bound forward on a slow host is an outlier. A forward is known to ``_PACE_S``, or to
     ``_PACE_SHARE`` of it where that is more.
 
     Args:

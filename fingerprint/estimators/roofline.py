@@ -42,18 +42,18 @@ _MIB = 2**20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RooflineConstants:
-    """What is attained of the peak figures, the fixed times, and how far off the result is.
+    """Constants of the roofline: attained shares of the peak figures, fixed times, and errors of the result.
 
     The latency figures are fitted by ``tests/bench/calibrate_roofline.py``, with the host terms of an engine that
     captures its decode step and overlaps its host with it (TensorRT-LLM of 2024 is in the tables; the engines of
-    2025 and 2026 come out within a few percent). The memory figures are assumptions, said so below.
+    2025 and 2026 are within a few percent). The memory figures are assumptions, said so below.
     ``*_log_error`` bound ln(measured / predicted) for 90% of held-out measurements.
     """
 
     memory_efficiency: float = 0.778  # attained share of the memory bandwidth
     compute_efficiency: float = 0.609  # attained share of the dense peak, large prefills
     quantized_efficiency: float = 0.812  # of both, for linear weights that are not 16-bit
-    activation_passes: float = 3.02  # times a layer's activations go through memory beside the matrix products
+    activation_passes: float = 3.02  # times a layer's activations go through memory outside matrix products
     link_efficiency: float = 0.586  # attained share of a link's bandwidth in a large all-reduce
     all_reduce_latency_s: float = 21.8e-6  # of one all-reduce of a few bytes between two GPUs, in a running step
     all_reduce_hop_s: float = 2.55e-6  # for every GPU beyond two
@@ -73,7 +73,7 @@ class RooflineConstants:
     amd_log_error: float = math.log(2)  # an AMD GPU, on both sides: checked on one public table, not fitted
     power_low_fraction: float = 0.21  # of TDP: lower end of the average draw of whole runs
     # Not calibrated: no public table itemises memory. A CUDA context is 0.3 to 0.6 GiB on these parts, captured
-    # graphs and library workspaces take about as much again; NCCL buffers come with the second GPU.
+    # graphs and library workspaces take about as much again; the second GPU adds NCCL buffers.
     context_bytes: int = 1024 * _MIB
     collective_bytes: int = 768 * _MIB
     # The same on a CPU: 371 MiB resident after importing torch 2.13 and a transformers 5.23 model (measured).
@@ -105,7 +105,7 @@ def all_reduce_s(
 
 
 class _Shard(NamedTuple):
-    """What one GPU of a TP group holds and does for one layer under one configuration."""
+    """Memory and work of one GPU of a TP group for one layer under one configuration."""
 
     layer_bytes: float  # stored weights, all experts
     shared_read_bytes: float  # read in every step, at the bandwidth that 16-bit weights attain
@@ -206,7 +206,7 @@ class RooflineEstimator:
         kv_tokens: float,
         attended_pairs: float,
     ) -> float:
-        """One pass of ``tokens`` new tokens through all stages (design, section 5, with the stages serial).
+        """Return the time of one pass through all stages (design, section 5, with the stages serial).
 
         Args:
             tokens: new tokens of all sequences; sequences: rows of logits wanted.

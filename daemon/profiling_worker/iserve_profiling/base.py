@@ -79,7 +79,7 @@ class ProfilingEngine(ABC):
 
     @abstractmethod
     def nvml(self) -> Any:
-        """The NVML binding that comes with the engine."""
+        """Return the NVML binding that ships with the engine."""
 
     def check_steps(  # noqa: B027  # what the client checks is enough of an engine that was seen to count rightly
         self, rows: list[Rows], *, batch: int, input_tokens: int, output_tokens: int
@@ -116,7 +116,7 @@ class ProfilingEngine(ABC):
     def bursts(self, order: dict[str, Any]) -> list[dict[str, Any]]:
         """Bursts back to back: readings as the client's RunReading, in order.
 
-        Those in which the engine did something only once are left out, and others run in their place.
+        Those in which the engine did something only once are left out, and further bursts run in their place.
         """
         self.check_loaded()
         if not self.step_timer and (order["steps"] or order["repeat"] != 1):

@@ -74,7 +74,7 @@ class _Worker:
                     work.answer = work.call()
                 except WorkError as error:
                     work.error = error
-                except Exception as error:  # noqa: BLE001  # engines raise many kinds; the caller is told each
+                except Exception as error:  # noqa: BLE001  # engines raise many kinds; each is reported to the caller
                     work.error = WorkError("EngineError", f"{type(error).__name__}: {error}")
                 finally:
                     work.done.set()

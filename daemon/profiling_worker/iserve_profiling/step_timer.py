@@ -410,7 +410,7 @@ def _graph_bytes(worker: Any) -> int:
     """Return the bytes of the captured CUDA graphs; 0 where the engine captures none by its own settings.
 
     Raises:
-        RuntimeError: nothing was captured in the way that is watched, or its bytes were not told.
+        RuntimeError: nothing was captured in the way that is watched, or its bytes were not reported.
     """
     captured = worker.iserve_graph_bytes
     if captured is None and worker.model_config.enforce_eager:

@@ -151,7 +151,7 @@ class TensorRtLlmProfilingEngine(ProfilingEngine):
         """Check the counts of the steps: each token but a sequence's last is computed once and sees all before it
         and itself.
 
-        If the sources were read wrongly, or another release counts differently, these sums would be others.
+        If the sources were read wrongly, or another release counts differently, these sums would differ.
         """
         length = input_tokens + output_tokens - 1
         expected = (batch * length, batch * length * (length + 1) // 2)

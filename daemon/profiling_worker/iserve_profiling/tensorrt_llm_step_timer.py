@@ -12,7 +12,7 @@ It does nothing unless ``ISERVE_STEP_TIMER`` is ``unix:NAME``. Then every rank a
 ``error``.
 
 **Repeating.** The model's forward has the last norm and the logits in it here, so these are repeated too. They are
-the same at every depth, and so a part of what a repeat costs beside its layers, which two depths tell. The forward
+the same at every depth, so part of what a repeat costs outside its layers, which two depths show. The forward
 reads positions and cache lengths that were set before it and advances neither, so that a repeat writes keys and
 values to the same places (without speculative decoding, which we never ask for).
 """
@@ -37,7 +37,7 @@ from iserve_profiling.step_timer import TIMER, attention_pairs
 
 _PREFIX = "unix:"
 _READY_S = 30.0  # by when a rank is ready once the first one is
-_STEP = threading.RLock()  # held by a step of the model's thread, and by whoever starts or reads the timer
+_STEP = threading.RLock()  # held by a step of the model's thread, and by the thread that starts or reads the timer
 
 
 @register_auto_model("IserveStepTimer")
@@ -46,7 +46,7 @@ class StepTimerCarrier:
 
 
 def address(name: str, rank: int) -> str:
-    """Of a rank's socket: abstract, so that nothing is left of it when the rank ends."""
+    """Return the address of a rank's socket: abstract, so that nothing is left of it when the rank ends."""
     return f"\0iserve-step-timer-{name}-{rank}"
 
 
@@ -64,7 +64,7 @@ def register() -> None:
     """Hook the classes that this file was written for.
 
     Raises:
-        ImportError: a release in which they are others.
+        ImportError: a release in which they differ.
     """
     asked = os.environ.get("ISERVE_STEP_TIMER", "")
     if not asked.startswith(_PREFIX):
@@ -135,7 +135,7 @@ def _hook_steps(executor_class: Any) -> None:
 
 
 def _facts(batch: Any, ahead: bool) -> tuple[float, ...]:
-    """What a step computes, from TensorRT-LLM's ``ScheduledRequests``.
+    """Return the start and the work of a step, from TensorRT-LLM's ``ScheduledRequests``.
 
     Args:
         ahead: the step before was not read back yet, so a request that was in it has a token more than it knows.
@@ -214,7 +214,7 @@ class _Answers:
         threading.Thread(target=self._serve, daemon=True, name="iserve-step-timer").start()
 
     def serves_with(self, executor: Any) -> None:
-        """``executor`` came after the dry run. The first rank may be there before the others are."""
+        """Note the executor made after the dry run; the first rank may have it before the other ranks."""
         self._executor = executor
         self._serves.set()
 
@@ -238,7 +238,7 @@ class _Answers:
     def _answer(self, line: str) -> dict[str, Any]:
         try:
             return {"value": self._call(**json.loads(line))}
-        except Exception as error:  # noqa: BLE001  # the caller is told whatever it is
+        except Exception as error:  # noqa: BLE001  # whatever it is, the caller gets it
             return {"error": f"{type(error).__name__}: {error}"}
 
     def _call(self, call: str, **given: Any) -> Any:

@@ -71,7 +71,7 @@ class VllmProfilingEngine(ProfilingEngine):
             "compilation_config": {"max_cudagraph_capture_size": GRAPH_TOKENS},
         }
         if order["text_only"]:
-            arguments["language_model_only"] = True  # a shape comes without what makes images into tokens
+            arguments["language_model_only"] = True  # a shape has nothing that makes images into tokens
         if order["weights"] == "fp8":
             arguments["quantization"] = "fp8"
         if self.spec["options"]["use"]["trust_remote_code"]:
