@@ -1,6 +1,6 @@
 """Start of a program that outlives its starter: forked twice, in a session of its own. Run as a script.
 
-``python -I -S detach.py LOG PROGRAM ARGS...`` prints the program's process id, then nothing more if it was
+``python -I -S daemonize.py LOG PROGRAM ARGS...`` prints the program's process id, then nothing more if it was
 started, or one line with the reason if not. Standard library only, so it starts in about 10 ms; a process with
 threads must not fork by itself.
 """

@@ -1,7 +1,7 @@
 """The files by which a shim and a daemon know of each other: command, lease, exit. Standard library only.
 
 ``command.json`` is the daemon's order to the shim, ``lease.json`` the shim's answer, whose mtime the daemon
-renews, and ``exit.json`` the shim's last word. ``shim.lock`` is held (flock) as long as the shim lives.
+renews, and ``exit.json`` the shim's last word. ``keeper.lock`` is held (flock) as long as the shim lives.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ __all__ = [
 COMMAND_FILE = "command.json"
 LEASE_FILE = "lease.json"
 EXIT_FILE = "exit.json"
-LOCK_FILE = "shim.lock"
+LOCK_FILE = "keeper.lock"  # as shims were called once: a worker that such a release started is adopted
+_FORMER_FIELDS = {"keeper_pid": "shim_pid", "keeper_start_time_ticks": "shim_start_time_ticks"}
 
 _MAX_FILE_BYTES = 4 * 2**20
 
@@ -121,6 +122,8 @@ def read_file(path: Path, kind: type[T]) -> T:
         data: Any = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise LeaseFileError(f"{path} cannot be read: {error}") from error
+    if isinstance(data, dict):
+        data = {_FORMER_FIELDS.get(name, name): value for name, value in data.items()}
     fields = {field.name: _KINDS[str(field.type)] for field in dataclasses.fields(kind)}
     optional = {f.name for f in dataclasses.fields(kind) if f.default is not dataclasses.MISSING}
     if not isinstance(data, dict) or not fields.keys() - optional <= data.keys() <= fields.keys():

@@ -16,6 +16,7 @@ import sys
 import time
 from dataclasses import dataclass
 from enum import Enum
+from itertools import chain
 from pathlib import Path
 
 from daemon.atomic_file import remove_stale_temporaries, write_file_atomically
@@ -51,6 +52,7 @@ log = logging.getLogger(__name__)
 SPEC_FILE = "spec.json"
 VERSIONS_FILE = "versions.json"  # of the engine, at the start of the process that runs
 _SHIM = "daemon.shim"  # the module
+_FORMER_SHIM = "daemon.keeper"  # of a worker that a former release started
 _SHIM_LOG = "shim.log"
 WORKER_MARK = (
     "ISERVE_WORKER_FOLDER"  # in the environment of all that a worker starts, whatever session it moves to
@@ -329,7 +331,8 @@ class WorkerProcess:
 
     def _kill_shim(self) -> None:
         """Kill a shim that is deaf, or that has no lease yet and is stuck; the kernel then kills the engine."""
-        for stat in started_as(("-m", _SHIM, str(self.folder))):
+        shims = (started_as(("-m", module, str(self.folder))) for module in (_SHIM, _FORMER_SHIM))
+        for stat in chain.from_iterable(shims):
             if sees(stat.pid, self.folder):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(stat.pid, signal.SIGKILL)

@@ -142,7 +142,7 @@ class Estimate:
     tpot_s: Quantity  # one decode step of the batch, at the mean context of the workload
     power_w_per_gpu: Quantity | None = None  # None: unknown (CPU)
     correction: Correction | None = None  # None: as the estimator says
-    rests_on: DeploymentConfig | None = None  # whose measured times these come from; None: datasheets alone
+    measured_config: DeploymentConfig | None = None  # whose measured times these come from; None: datasheets alone
 
     @property
     def is_measured(self) -> bool:
@@ -150,7 +150,7 @@ class Estimate:
 
         A profile ran its fingerprints, at whatever load, or a check the whole model under this workload.
         """
-        was_run = self.rests_on is not None and self.rests_on == self.config
+        was_run = self.measured_config is not None and self.measured_config == self.config
         return was_run or (self.correction is not None and self.correction.exact)
 
     @property

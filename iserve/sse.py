@@ -14,24 +14,26 @@ class FrameBuffer:
     """Cuts a byte stream at frame ends; holds at most ``max_held_bytes`` of a frame that is incomplete."""
 
     def __init__(self, max_held_bytes: int = 2**20) -> None:
-        self._held = b""  # the beginning of a frame whose end has not arrived
+        self._held = bytearray()  # the beginning of a frame whose end has not arrived
         self._max_held_bytes = max_held_bytes
         self.broken_frame = False  # a piece of an overlong frame was passed on without its end
 
     def feed(self, chunk: bytes) -> bytes:
         """Take bytes; return those that may go on now; empty while no frame is complete."""
-        data = self._held + chunk if self._held else chunk
-        if data.endswith(_ENDS):
-            self._held, self.broken_frame = b"", False
+        if not self._held and chunk.endswith(_ENDS):  # nearly always
+            self.broken_frame = False
+            return chunk
+        first = max(0, len(self._held) - 3)  # an end may begin in what is held
+        self._held += chunk
+        end = max(self._held.rfind(b"\n\n", first) + 2, self._held.rfind(b"\r\n\r\n", first) + 4)
+        if end > 3:  # rfind gives -1: 1 and 3 mean none
+            self.broken_frame = False
+        elif len(self._held) > self._max_held_bytes:
+            end, self.broken_frame = len(self._held), True
         else:
-            end = max(data.rfind(b"\n\n") + 2, data.rfind(b"\r\n\r\n") + 4)
-            if end > 3:  # rfind gives -1: 1 and 3 mean none
-                data, self._held, self.broken_frame = data[:end], data[end:], False
-            elif len(data) > self._max_held_bytes:
-                self._held, self.broken_frame = b"", True
-            else:
-                self._held = data
-                return b""
+            return b""
+        data = bytes(self._held[:end])
+        del self._held[:end]
         return data
 
     def is_plain(self, chunk: bytes) -> bool:

@@ -17,7 +17,7 @@ __all__ = ["Elastic"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Elastic:
-    """A cluster policy (``orders.ClusterPolicy``) of the parts that are given.
+    """A cluster policy (``actions.ClusterPolicy``) of the parts that are given.
 
     Raises:
         ConfigError: an interval that is not above 0.

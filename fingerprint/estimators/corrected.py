@@ -9,9 +9,9 @@ Between the two batches the logarithm of the ratio goes evenly with that of the 
 has one ratio for all.
 
 A check speaks for its own configuration and workloads. It is carried over to another only where both estimates
-rest on the same measurement (``Estimate.rests_on``): the error of what was run shows in all scaled from it. The
-error of an estimate that was scaled may be that of the scaling: it never moves the one that was run, only other
-estimates scaled from it. The nearest check that reaches counts.
+rest on the same measurement (``Estimate.measured_config``): the error of what was run shows in all scaled from it.
+The error of an estimate that was scaled may be that of the scaling: it never moves the one that was run, only
+other estimates scaled from it. The nearest check that reaches counts.
 
 What is carried over is bounded. At other workloads of its own configuration the ratio is one that was measured,
 or between two that were; another configuration moves no further than to the end of its own interval, which says
@@ -50,7 +50,7 @@ class _Found(NamedTuple):
     ttft_alone: _Ratio | None
     tpot_alone: _Ratio | None
     more_bytes: int  # on each GPU
-    rests_on: DeploymentConfig | None  # of the uncorrected estimate, as the next
+    measured_config: DeploymentConfig | None  # of the uncorrected estimate, as the next
     was_run: bool
 
 
@@ -112,7 +112,7 @@ class CorrectedEstimator:
         if check.config == raw.config:
             return True
         found = self._of(check)
-        return found.rests_on == raw.rests_on and (found.was_run or not raw.is_measured)
+        return found.measured_config == raw.measured_config and (found.was_run or not raw.is_measured)
 
     def hidden_s(self, config: DeploymentConfig) -> float:
         """Return the hidden time of ``base``, 0 if unknown: a check of whole bursts does not see hidden time."""
@@ -153,7 +153,7 @@ class CorrectedEstimator:
                 ttft_alone,
                 tpot_alone,
                 more_bytes,
-                there.rests_on,
+                there.measured_config,
                 there.is_measured,
             )
         return found

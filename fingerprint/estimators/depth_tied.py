@@ -77,7 +77,7 @@ class DepthTiedEstimator:
             ttft_s=latency.ttft_s,
             tpot_s=latency.tpot_s,
             power_w_per_gpu=self._power(config, workload),
-            rests_on=near,
+            measured_config=near,
         )
 
     def _nearest(self, config: DeploymentConfig) -> DeploymentConfig:

@@ -138,10 +138,10 @@ class FingerprintedEstimator:
         except NotMeasuredError:
             memory = self._scaled_memory(config, workload)
         try:
-            latency, rests_on = self.latency.latency(config, workload), self._measured(config)
+            latency, measured_config = self.latency.latency(config, workload), self._measured(config)
         except NotMeasuredError:
             anchor = self._anchor(config, workload)
-            latency, rests_on = self._scaled_latency(config, workload, anchor), anchor.config
+            latency, measured_config = self._scaled_latency(config, workload, anchor), anchor.config
         return Estimate(
             config=config,
             workload=workload,
@@ -149,7 +149,7 @@ class FingerprintedEstimator:
             ttft_s=latency.ttft_s,
             tpot_s=latency.tpot_s,
             power_w_per_gpu=self._power(config, workload),
-            rests_on=rests_on,
+            measured_config=measured_config,
         )
 
     def _measured(self, config: DeploymentConfig) -> DeploymentConfig:

@@ -12,11 +12,13 @@ from fingerprint.families.base import Blueprint
 
 __all__ = ["check_agreement"]
 
+_WHOLE_DTYPES = frozenset({"F16", "BF16", "F32", "F64"})  # the rest may be packed, whatever config.json says
+
 
 def check_agreement(blueprint: Blueprint, layers: str, tensors: Mapping[str, StoredTensor]) -> None:
     """Compare the number of layers, and the shape of each tensor that both have under one name.
 
-    A checkpoint whose layers have another name is not judged, nor are the shapes of one that is quantized.
+    A checkpoint whose layers have another name is not judged, nor are shapes of what is quantized.
 
     Args:
         layers: name of the list of layers.
@@ -39,7 +41,7 @@ def check_agreement(blueprint: Blueprint, layers: str, tensors: Mapping[str, Sto
         return
     of_layers = [(f"{layers}.{index}.{t.name}", t.shape) for index in sorted(stored) for t in blueprint.layer]
     for name, shape in [*((t.name, t.shape) for t in blueprint.rest), *of_layers]:
-        if name in tensors and tensors[name].shape != shape:
+        if name in tensors and tensors[name].dtype in _WHOLE_DTYPES and tensors[name].shape != shape:
             raise CheckpointError(
                 f"config.json says that {name} is of {list(shape)}, its tensor is of {list(tensors[name].shape)}; "
                 "one of them is of another model"

@@ -91,10 +91,11 @@ def deploy(
     if idempotency_key is not None:
         with o.usage_errors("--idempotency-key"):
             check_idempotency_key(idempotency_key)
+    lacks_it = "which what is exported does not have"
     to.check(
         ("--json", as_json, "--export writes a file"),
-        ("--scale-to-zero", request.scale_to_zero_s is not None, "it needs a running controller"),
-        ("--reject-late", request.reject_late, "it needs a gateway"),
+        ("--scale-to-zero", request.scale_to_zero_s is not None, f"it needs a running controller, {lacks_it}"),
+        ("--reject-late", request.reject_late, f"it needs a gateway, {lacks_it}"),
         ("--engine-version", engine.engine_version is not None, "a container runs the release of its image"),
     )
     if to.export is not None:

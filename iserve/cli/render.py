@@ -271,7 +271,7 @@ def print_estimate(document: OneEstimateDocument) -> None:
         out.print()
     what = f" on {document.config.num_gpus} x {document.gpu}, {short(document.config)}, {workload_words(work)}"
     out.print(Text.assemble((document.model, "bold"), what))
-    states = state_sizes(document.kept)
+    states = state_sizes(document.cache_sizes)
     rows = [
         ("TTFT", with_interval(estimate.ttft_s), str(estimate.ttft_s.source)),
         ("TPOT", with_interval(estimate.tpot_s), str(estimate.tpot_s.source)),

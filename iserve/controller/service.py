@@ -397,7 +397,7 @@ class Controller:
             plan=None,
             workers=None,
         )
-        return self._document(row, None)
+        return replace(self._document(row, None), progress=None)  # not that of a removed one of this name
 
     def _document(self, row: DeploymentRow, node: NodeStatus | None) -> DeploymentDocument:
         wish, error = DeployBody(model="?"), row.error

@@ -57,7 +57,7 @@ def _at_one_length(plan: Plan, profile: Profile | None) -> tuple[str, ...]:
             continue
         config = estimate.config
         run_at = lengths.get((config.tp, config.pp, config.weights, config.kv), set())
-        if estimate.rests_on == config and len(run_at) == 1:
+        if estimate.measured_config == config and len(run_at) == 1:
             named[_named(config)] = min(run_at)
     at = {tokens: [name for name in named if named[name] == tokens] for tokens in sorted(set(named.values()))}
     return tuple(

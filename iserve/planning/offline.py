@@ -63,7 +63,7 @@ class OneEstimateDocument:
     reason: str | None  # why no engine runs it, or why it does not fit
     conditions: tuple[str, ...] = ()  # what running it takes in addition to the GPUs, where an engine does
     verdict: VerdictDocument | None = None
-    kept: CacheSizesDocument | None = None
+    cache_sizes: CacheSizesDocument | None = None
     """Cache sizes of the model."""
 
 
@@ -263,5 +263,5 @@ def estimate_for_gpu(
             deployable=there,
             refusals=(),
         ),
-        kept=kept_of(source.spec, settled),
+        cache_sizes=kept_of(source.spec, settled),
     )

@@ -37,7 +37,7 @@ def estimate_document(
         tpot_s=estimate.tpot_s,
         e2e_s=estimate.e2e_s,
         correction=estimate.correction,
-        measured_config=estimate.rests_on,
+        measured_config=estimate.measured_config,
     )
 
 

@@ -27,7 +27,7 @@ class FiguresDocument:
     """Figures of the chosen configuration at the planned load; all replicas together serve the rates.
 
     Without a rate the load is the batch, handed over again and again. With one, the times are still those of the
-    batch; ``served`` of the plan has those at the rate.
+    batch; ``load_forecast`` of the plan has those at the rate.
     """
 
     ttft_s: Quantity

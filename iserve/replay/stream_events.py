@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -13,9 +13,12 @@ __all__ = ["Piece", "error_code", "error_words", "read_piece"]
 _MAX_WORDS = 300
 
 
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+
+
 class _Usage(msgspec.Struct, gc=False):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    prompt_tokens: _Count = 0
+    completion_tokens: _Count = 0
 
 
 class _Delta(msgspec.Struct, gc=False):

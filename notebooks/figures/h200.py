@@ -66,7 +66,7 @@ class _Remembered:
     def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
         key = (config, workload)
         if key not in self._answers:
-            self._answers[key] = replace(self._estimator.estimate(config, workload), rests_on=None)
+            self._answers[key] = replace(self._estimator.estimate(config, workload), measured_config=None)
         return self._answers[key]
 
 

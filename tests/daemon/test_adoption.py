@@ -81,6 +81,24 @@ def test_a_worker_of_a_version_that_knew_fewer_fields_is_adopted(node, until, mo
         urllib.request.urlopen(f"{again.url}/stats")
 
 
+def test_a_worker_whose_lease_has_the_former_names_is_adopted(node, alive):
+    """Shims were called keepers: a home that is updated without `iserve down` loses no worker."""
+    node.start()
+    before = node.ready()
+    node.signal_daemon(signal.SIGKILL)
+    path = node.home / "workers" / "w1" / "lease.json"
+    renewed = path.stat()
+    lease = {name.replace("shim_", "keeper_"): value for name, value in json.loads(path.read_text()).items()}
+    assert {"keeper_pid", "keeper_start_time_ticks"} <= lease.keys()
+    path.write_text(json.dumps(lease))
+    os.utime(path, ns=(renewed.st_atime_ns, renewed.st_mtime_ns))
+    assert (path.parent / "keeper.lock").exists()
+    node.start()
+    after = node.client.worker("w1")
+    assert (after.state, after.pid, after.restarts) == (WorkerState.READY, before.pid, 0)
+    assert alive(before.pid)
+
+
 def test_a_worker_keeps_its_token_when_it_and_its_daemon_are_started_again(node):
     """The gateway's table has it."""
     node.start()

@@ -23,4 +23,4 @@ class HalfMeasured:
             for q in (raw.ttft_s, raw.tpot_s)
         ]
         run = replace(config, tp=1 if config.tp < 4 else 8)
-        return replace(raw, ttft_s=times[0], tpot_s=times[1], rests_on=run)
+        return replace(raw, ttft_s=times[0], tpot_s=times[1], measured_config=run)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fingerprint.checkpoint import StoredTensor
 from fingerprint.errors import CheckpointError
 from fingerprint.families import load_spec
 from tests.fingerprint.small_checkpoints import HEAD, HIDDEN, TEXT_CONFIG, Shapes, text_shapes, write_checkpoint
@@ -58,3 +59,12 @@ def test_files_that_cannot_be_read_are_for_the_deployment_to_judge(tmp_path: Pat
     folder = write_checkpoint(tmp_path / "model", CONFIG, ALL)
     (folder / "model.safetensors").write_bytes(b"half a file")
     assert load_spec(folder).num_layers == 2
+
+
+def test_packed_weights_that_config_json_does_not_tell_of_are_not_compared(tmp_path: Path) -> None:
+    """ModelOpt's 4-bit checkpoints say so in hf_quant_config.json alone."""
+    packed = {f"model.layers.{i}.mlp.up_proj.weight": ("U8", (7, HIDDEN)) for i in range(2)}
+    whole = {name: ("BF16", shape) for name, shape in ALL.items()}
+    write_checkpoint(tmp_path / "model", CONFIG, ALL)
+    tensors = {name: StoredTensor(dtype, shape) for name, (dtype, shape) in (whole | packed).items()}
+    assert load_spec(tmp_path / "model", tensors).num_layers == 2

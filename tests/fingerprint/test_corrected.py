@@ -185,7 +185,7 @@ class Anchored:
         self.run = run
 
     def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
-        return replace(RAW.estimate(config, workload), rests_on=nearest(config, self.run))
+        return replace(RAW.estimate(config, workload), measured_config=nearest(config, self.run))
 
 
 @given(
@@ -207,7 +207,7 @@ def test_a_correction_moves_only_what_rests_on_the_same_measurement(
     raw, found = base.estimate(config, WORK), CorrectedEstimator(base, checks).estimate(config, WORK)
     if found.correction is None:
         assert found == raw
-    same = [one for one in checked if base.estimate(one, WORK).rests_on == raw.rests_on]
+    same = [one for one in checked if base.estimate(one, WORK).measured_config == raw.measured_config]
     if raw.is_measured:
         same = [one for one in same if one == config]
     assert (found.correction is not None) == bool(same)

@@ -82,3 +82,15 @@ def test_wrapping_changes_no_word_and_nothing_twice() -> None:
     kept = [line for line in page.splitlines() if line.startswith(("#", "|", "code", "    code"))]
     assert [line for line in found.splitlines() if line in kept] == kept
     assert max(len(line) for line in found.splitlines() if line not in kept) <= 100
+
+
+def test_modules_that_the_pages_name_are_there() -> None:
+    """Decisions tell what was once; every other page names what is."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    known = {Path(name).name for name in listed.splitlines()}
+    lost = []
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for name in re.findall(r"`(?:[\w./-]*/)?(\w+\.py)`", page.read_text()):
+            if name not in known:
+                lost.append(f"{page.name} names {name}")
+    assert lost == []

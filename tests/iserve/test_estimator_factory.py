@@ -52,7 +52,11 @@ def test_a_profile_of_text_alone_serves_a_model_with_its_towers(measured: Profil
     for tp, pp in ((1, 1), (2, 1), (1, 2)):
         config = DeploymentConfig(tp=tp, pp=pp, engine="torch")
         text, found = (estimator_for(one).estimate(config, WORK) for one in (measured, whole))
-        assert (found.ttft_s, found.tpot_s, found.rests_on) == (text.ttft_s, text.tpot_s, text.rests_on)
+        assert (found.ttft_s, found.tpot_s, found.measured_config) == (
+            text.ttft_s,
+            text.tpot_s,
+            text.measured_config,
+        )
         more_bytes = [
             more.total_bytes - less.total_bytes
             for more, less in zip(found.memory.stages((1,) * pp), text.memory.stages((1,) * pp), strict=True)

@@ -41,12 +41,12 @@ INTENTS = (
 def run(one: Candidate) -> Candidate:
     """Return the candidate as if a profile had run it."""
     assert one.estimate is not None
-    return one._replace(estimate=replace(one.estimate, rests_on=one.config))
+    return one._replace(estimate=replace(one.estimate, measured_config=one.config))
 
 
 def scaled(one: Candidate, anchor: DeploymentConfig) -> Candidate:
     assert one.estimate is not None
-    return one._replace(estimate=replace(one.estimate, rests_on=anchor))
+    return one._replace(estimate=replace(one.estimate, measured_config=anchor))
 
 
 def better_by(times: float, spread: float) -> Candidate:
@@ -137,8 +137,10 @@ def mixed(draw: st.DrawFn) -> list[Candidate]:
                 Quantity(q.value, q.value * (1 - spread), q.value * (1 + spread), q.source)
                 for q in (one.estimate.ttft_s, one.estimate.tpot_s)
             ]
-            rests_on = draw(st.sampled_from([one.config, None, DeploymentConfig(weights=WeightFormat.GPTQ4)]))
-            guess = replace(one.estimate, ttft_s=times[0], tpot_s=times[1], rests_on=rests_on)
+            measured_config = draw(
+                st.sampled_from([one.config, None, DeploymentConfig(weights=WeightFormat.GPTQ4)])
+            )
+            guess = replace(one.estimate, ttft_s=times[0], tpot_s=times[1], measured_config=measured_config)
             one = one._replace(estimate=guess)
         found.append(one)
     return found
@@ -215,7 +217,7 @@ def test_where_all_are_alike_the_value_decides(
 ) -> None:
     alike = [
         one if one.estimate is None
-        else one._replace(estimate=replace(one.estimate, rests_on=one.config if measured else None))
+        else one._replace(estimate=replace(one.estimate, measured_config=one.config if measured else None))
         for one in candidates
     ]  # fmt: skip
     plan = plan_of(alike, intent, free)

@@ -132,6 +132,13 @@ def test_which_pieces_are_tokens(events: list[bytes], first_s: float, last_s: fl
     assert len(request.gaps) == pieces - 1
 
 
+@pytest.mark.parametrize("count", [10**20, 2**63, -5])
+def test_counts_that_no_array_holds_are_malformed(count: int) -> None:
+    """One of 2**63 ended the request's task and left the run waiting for it."""
+    usage = b'{"choices":[],"usage":{"prompt_tokens":%d,"completion_tokens":1}}' % count
+    assert answered(EMPTY_TEXT, usage).failure is Failure.MALFORMED
+
+
 def test_the_outcome_stands_whatever_comes_after_it() -> None:
     request = answered(EMPTY_TEXT, b"[DONE]")
     request.feed(b"data: " + CHAT_TOKEN + b"\n\n", 9.0)
