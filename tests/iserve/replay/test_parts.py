@@ -134,7 +134,7 @@ def test_which_pieces_are_tokens(events: list[bytes], first_s: float, last_s: fl
 
 @pytest.mark.parametrize("count", [10**20, 2**63, -5])
 def test_counts_that_no_array_holds_are_malformed(count: int) -> None:
-    """One of 2**63 ended the request's task and left the run waiting for it."""
+    """A count of 2**63 ended the request's task and left the run waiting for it."""
     usage = b'{"choices":[],"usage":{"prompt_tokens":%d,"completion_tokens":1}}' % count
     assert answered(EMPTY_TEXT, usage).failure is Failure.MALFORMED
 
