@@ -40,7 +40,7 @@ def hold(make_installation: Callable[..., Any], tmp_path: Path) -> Callable[[str
 def pids_of(installation: Any, name: str) -> list[int]:
     words = f" -m {MODULES[name]} "
     found = installation.processes().items()
-    return [pid for pid, command in found if words in f"{command} " and "detach.py" not in command]
+    return [pid for pid, command in found if words in f"{command} " and "daemonize.py" not in command]
 
 
 @pytest.mark.parametrize("name", list(MODULES))
