@@ -4,10 +4,11 @@ Run with vLLM's own Python on the GPU machine, from the repository's root::
 
     python -m tests.bench.family_runs OUT CONFIGS [--at-once N] [--seconds S] [--gib G]
 
-CONFIGS holds a folder with a config.json for each family; weights are random. Families run in the order of their
-names in ``CONFIGS/order.txt``, N at a time on one GPU, each within G GiB. What is free of the GPU is then what a
-process itself has not taken (a plug-in for vLLM sees to it), so memory outside torch's allocator is not measured,
-and times are those of a GPU that is shared: they show that a profile comes to an estimate, not how good it is.
+CONFIGS holds a folder with a config.json for each family (``tests.bench.family_configs``); weights are random.
+Families run in the order of their names in ``CONFIGS/order.txt``, N at a time on one GPU, each within G GiB. What
+is free of the GPU is then what a process itself has not taken (a plug-in for vLLM sees to it), so memory outside
+torch's allocator is not measured, and times are those of a GPU that is shared: they show that a profile leads to
+an estimate, not how good it is.
 
 Writes OUT/families.json.xz, a :class:`FamilyRun` each, and OUT/logs.tar.xz.
 """
@@ -142,7 +143,10 @@ def run_all(
     for process in running.values():
         process.send_signal(signal.SIGINT)  # so that it ends its worker
     for process in running.values():
-        process.wait(30)
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:  # what is recorded is written all the same
+            process.kill()
     texts = [path.read_text() for path in sorted(work.glob("*.json"))]
     write_kept(out / "families.json.xz", "[" + ",\n".join(texts) + "]")
     with tarfile.open(out / "logs.tar.xz", "w:xz") as tar:
