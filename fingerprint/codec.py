@@ -6,6 +6,7 @@ types and missing fields; ``__post_init__`` checks run on the way in.
 
 from __future__ import annotations
 
+import threading
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,6 +16,11 @@ from fingerprint.errors import BadInputError
 __all__ = ["from_json", "to_builtins", "to_json"]
 
 T = TypeVar("T")
+
+# Making a decoder evaluates the annotations of every dataclass in it: two threads at once have ended CPython 3.11
+# with a segmentation fault. A decoder that is made may be shared.
+_decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
+_making = threading.Lock()
 
 
 def to_json(value: object, *, indent: int = 0) -> bytes:
@@ -31,9 +37,18 @@ def from_json(data: bytes | str, kind: type[T], *, what: str = "JSON") -> T:
             the document.
     """
     try:
-        return msgspec.json.decode(data, type=kind)
+        decoded: T = _decoder(kind).decode(data)
+        return decoded
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadInputError(f"{what} is not a valid {kind.__name__}: {error}") from error
+
+
+def _decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
+    known = _decoders.get(kind)
+    if known is None:
+        with _making:
+            known = _decoders.setdefault(kind, msgspec.json.Decoder(kind))
+    return known
 
 
 def to_builtins(value: object) -> Any:
