@@ -21,7 +21,11 @@ _RESULTS = _TESTS / "bench" / "results"
 _FAMILIES = "families_h200.json.xz"
 _RUNS = {"h200": "0.24", "h200-vllm-0.26": "0.26", "h200-vllm-0.33": "0.33"}  # folder: vLLM's release
 # By decisions/0025-vllm-releases.md and accuracy.md; a deployment leaves no recording of its own.
-_DEPLOYED = {"Qwen3ForCausalLM": "0.24, 0.26, 0.33"}
+_DEPLOYED = {
+    "Qwen3ForCausalLM": "0.24, 0.26, 0.33",
+    "Qwen2_5_VLForConditionalGeneration": "0.33, with images",
+    "LlavaForConditionalGeneration": "0.33, text alone",
+}
 _Record = Mapping[str, Any]
 NO_CLASS = "no class in transformers"  # of a record
 
@@ -35,7 +39,7 @@ Refused as what they are: encoder-decoders, several stacks of layers, a `config.
 Of [images and sound](#images-and-text-alone) the towers' memory is counted, their work is not. Code that a
 checkpoint brings runs in vLLM with `--trust-remote-code` alone: [own code](#code-that-a-model-brings).
 **Planned is not run**: fingerprints of {profiled} architectures ran on an H200, {measured} of them were measured
-whole, {deployed} was deployed.
+whole, {deployed} were deployed.
 
 | {groups} |
 |---|{columns}
@@ -48,10 +52,11 @@ whole, {deployed} was deployed.
 *   **cut**: the model of its first layers alone, at both depths that a profile runs (in layers), has those layers
     as the whole has them: matrices, windows, what they keep of a sequence. Published models may have other depths.
 *   **profiled**: fingerprints ran on an H200 with this release of vLLM, with random weights, and came to an
-    estimate of the whole. Of 14 architectures vLLM's own cache of each layer was recorded, of four more its log:
-    the plan counts the same ([decision 27](decisions/0027-described-models.md)). **Measured**: the whole model
+    estimate of the whole. Of {cached} architectures vLLM's own cache of each layer was recorded, of four more its
+    log: the plan counts the same ([decision 27](decisions/0027-described-models.md)). **Measured**: the whole model
     too, to compare ([accuracy](accuracy.md#vllm-on-an-h200)). **Deployed**: served there by iServe
-    ([decision 25](decisions/0025-vllm-releases.md)).
+    ([decision 25](decisions/0025-vllm-releases.md), of images
+    [27](decisions/0027-described-models.md#deployed-with-images)).
 
 Made by `docs/generate.py` from the recordings in `tests/bench/results` and from what
 `python -m tests.fingerprint.record_model_support` recorded on {recorded} with transformers {transformers}. How a
@@ -73,7 +78,7 @@ _COLUMNS = ("architecture", "model_type", "planned alone", "cut")
 _IMAGES = """\
 ## Images and sound
 
-Planned and profiled for text; none of these was deployed. *Towers*: parameters beside the text model's layers,
+Planned and profiled for text. *Towers*: parameters beside the text model's layers,
 embedding and head, of the whole class, parts that speak included. A plan counts them as weights in memory; what an
 image or a sound takes to work on it does not count.
 """
@@ -91,7 +96,8 @@ that many. vLLM: `--limit-mm-per-prompt={{"image": N}}`; the context holds the p
 A plan says the addition apart, `512 + 2 x 576 image input`, and its JSON has `workload.images` and
 `workload.tokens_per_image`; `workload.input_tokens` is the whole prompt. A profile is of the model's text alone; a
 plan adds the weights of the towers unless they are left out. The time and memory that a tower takes to read an
-image are in no figure, and none of these options was run on a GPU yet.
+image are in no figure. On an H200 a Qwen2.5-VL answered with `--images 1`, a LLaVA 1.5 with `--text-only`
+([decision 27](decisions/0027-described-models.md#deployed-with-images)).
 
 | kind of config | tokens of an image |
 |---|---|
@@ -154,6 +160,7 @@ def model_page() -> str:
         counts="\n".join(_row(title, *_counts(group, runs)) for title, group in groups.items()),
         profiled=len(runs.profiled),
         measured=len(runs.measured),
+        cached=runs.num_cached,
         deployed=", ".join(f"`{name}`" for name in _DEPLOYED),
     )
     return "\n".join([head, _USES.format(), _text_section(text, runs), _images_section(images, runs)])
@@ -174,13 +181,15 @@ class _Runs:
                 if run["profile"]["timing"] and run["whole"]:
                     measured.setdefault(run["profile"]["spec"]["architecture"], []).append(release)
         profiled = {name: list(releases) for name, releases in measured.items()}
+        cached: set[str] = set()
         for run in json.loads(lzma.decompress((_RESULTS / _FAMILIES).read_bytes())):
             if run["profile"] is None:  # cut short after the engine's start
                 continue
             release = dict(run["profile"]["machine"]["versions"])["engine"].removeprefix("vllm ")
             (architecture,) = json.loads(run["config"])["architectures"]
             profiled.setdefault(architecture, []).append(release.rpartition(".")[0])
-        self.measured, self.profiled = _joined(measured), _joined(profiled)
+            cached.add(architecture)
+        self.measured, self.profiled, self.num_cached = _joined(measured), _joined(profiled), len(cached)
 
     def cells(self, name: str) -> tuple[str, str]:
         """Return the cells of one architecture."""
@@ -225,12 +234,12 @@ def _text_section(text: _Record, runs: _Runs) -> str:
 
 def _images_section(images: _Record, runs: _Runs) -> str:
     rows = [
-        _row(*_support(name, one), runs.cells(name)[0], _towers(one))
+        _row(*_support(name, one), runs.cells(name)[0], _DEPLOYED.get(name, ""), _towers(one))
         for name, one in _with_a_class(images).items()
     ]
-    heads = (*_COLUMNS, "profiled", "towers")
+    heads = (*_COLUMNS, "profiled", "deployed", "towers")
     return "\n".join(
-        [_IMAGES, _row(*heads), _row("---", "---", "---", "---", "---", "--:"), *rows, _without_a_class(images)]
+        [_IMAGES, _row(*heads), _row(*["---"] * 6, "--:"), *rows, _without_a_class(images)]
     )
 
 

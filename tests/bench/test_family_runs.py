@@ -41,8 +41,8 @@ def profiled() -> list[FamilyRun]:
     return [run for run in runs().values() if run.profile is not None]
 
 
-def test_fourteen_of_eighteen_families_were_profiled() -> None:
-    assert (len(runs()), len(profiled())) == (18, 14)
+def test_nineteen_of_twenty_three_families_were_profiled() -> None:
+    assert (len(runs()), len(profiled())) == (23, 19)
     cut_short = {run.name: run.why_not for run in runs().values() if run.profile is None}
     assert set(cut_short) == {"DeepSeek-V3", "OLMoE-1B-7B", "Qwen1.5-MoE-A2.7B", "Qwen3.5-27B-text"}
     assert set(cut_short.values()) == {"the run was cut short after the engine's start"}
@@ -71,7 +71,7 @@ def test_the_log_says_the_same_room_as_the_answer() -> None:
         told = [int(size.replace(",", "")) for size in said]
         assert told == [point.ranks[0].kv_room_tokens for point in run.profile.memory][: len(told)]
         compared += len(told)
-    assert compared == 12
+    assert compared == 18
 
 
 @pytest.mark.parametrize("name", ["DeepSeek-V3", "OLMoE-1B-7B", "Qwen1.5-MoE-A2.7B"])
@@ -99,7 +99,13 @@ def test_blocks_hold_the_tokens_of_a_state_as_the_log_says(tmp_path) -> None:
         token_bytes = 2 * max(kind.shape.kv_elements for kind in kinds)
         assert int(said[1]) == 16 * math.ceil(state_bytes / (16 * token_bytes)), run.name
         compared.append(run.name)
-    assert set(compared) == {"granite-4.0-h-small", FALCON_H1, "Qwen3-Next-80B-A3B", "Qwen3.5-27B-text"}
+    assert set(compared) == {
+        "granite-4.0-h-small",
+        FALCON_H1,
+        "Qwen3-Next-80B-A3B",
+        "Qwen3.5-27B-text",
+        "JambaForCausalLM",
+    }
 
 
 @pytest.mark.parametrize("run", profiled(), ids=lambda run: run.name)
