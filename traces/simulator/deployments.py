@@ -413,6 +413,7 @@ class Deployments:
         self._made += 1
         stages = ask(policy, lambda: self._cluster.stages(decided.placement))
         server = self._worker(f"{deployment.name}#{self._made}", stages, decided, ready_s)
+        server.holder = deployment.name
         memory = tuple(
             (gpu, placed.bytes_per_gpu)
             for stage, placed in zip(stages, decided.placement.stages, strict=True)

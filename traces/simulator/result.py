@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from traces.outcomes import Outcomes
+from traces.simulator.held import HeldGpu
 from traces.simulator.step_model import Limits
 
 __all__ = ["Change", "ChangeKind", "DeploymentFigures", "GpuFigures", "SimulationResult"]
@@ -70,5 +71,6 @@ class SimulationResult:
     changes: tuple[Change, ...]
     gpus: tuple[GpuFigures, ...]
     deployments: tuple[DeploymentFigures, ...]
+    held: tuple[HeldGpu, ...]  # by GPU, of every deployment that had memory there
     end_s: float  # the last thing that happened
     stopped: str | None  # why it was ended early, None: all requests were followed to their end

@@ -207,6 +207,7 @@ class _World:
                 for gpu in self._cluster.gpus.values()
             ),
             deployments=figures,
+            held=self._cluster.held(end_s),
             end_s=end_s,
             stopped=self.stopped,
         )

@@ -35,14 +35,15 @@ class Server:
     """Base of all. ``busy``: within a run. ``queued``: an event is under way that will begin or end a run."""
 
     __slots__ = (
-        "at_s", "busy", "in_flight", "last_turn", "left_s", "longest", "max_batch", "max_outstanding", "meets",
-        "name", "outstanding", "queued", "ready_s", "shared", "speed", "stages", "version", "work_s",
+        "at_s", "busy", "holder", "in_flight", "last_turn", "left_s", "longest", "max_batch", "max_outstanding",
+        "meets", "name", "outstanding", "queued", "ready_s", "shared", "speed", "stages", "version", "work_s",
     )  # fmt: skip
 
     cuts = False  # whether a request that joins can end a run early
 
     def __init__(self, name: str, stages: Sequence[Stage], ready_s: float) -> None:
         self.name = name
+        self.holder = ""  # deployment that is charged with its memory and time; empty: none is
         self.stages = tuple(stages)
         self.ready_s = ready_s
         self.max_batch = 1
