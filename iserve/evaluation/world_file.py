@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -19,8 +19,11 @@ __all__ = ["read_world", "world_of", "world_schema"]
 _LARGEST_BYTES = 4 * 2**20
 
 
-def read_world(path: Path) -> World:
+def read_world(path: Path, changes: Sequence[str] = ()) -> World:
     """Return the world that a file states.
+
+    Args:
+        changes: fields that have other values, as ``truth.all_reduce=4``.
 
     Raises:
         NotFoundError: the file cannot be read.
@@ -36,10 +39,24 @@ def read_world(path: Path) -> World:
         raise NotFoundError(
             f"the world {path} cannot be read: {getattr(error, 'strerror', None) or error}"
         ) from error
-    return world_of(_parsed(text, path), str(path))
+    value = _parsed(text, str(path))
+    for change in changes:
+        _set(value, change, path)
+    return world_of(value, str(path))
 
 
-def _parsed(text: str, path: Path) -> object:
+def _set(value: object, change: str, path: Path) -> None:
+    """Set the field that ``change`` names, within mappings."""
+    name, separator, text = change.partition("=")
+    *folders, last = name.split(".")
+    for part in folders:
+        value = value.setdefault(part, {}) if isinstance(value, dict) else value
+    if not separator or not isinstance(value, dict):
+        raise ConfigError(f"{path}: {change!r} is not FIELD=VALUE, or FIELD.FIELD=VALUE of fields within a field")
+    value[last] = _parsed(text, change)
+
+
+def _parsed(text: str, path: str) -> object:
     import yaml
 
     try:

@@ -30,7 +30,7 @@ def test_requests_repeat_with_their_seed() -> None:
 
 
 def test_stated_means_and_rates_are_met() -> None:
-    """Of 20,000 requests with a CV of 1 the mean is within 3 standard errors, 2.1%."""
+    """Means of 20,000 requests with a CV of 1 are within three standard errors, 2.1%."""
     requests = make_requests(small_world(horizon_s=2000), 1, HERE)
     assert len(requests) == pytest.approx(20_000, rel=0.022)
     assert sum(one.input_tokens for one in requests) / len(requests) == pytest.approx(400.5, rel=0.022)
