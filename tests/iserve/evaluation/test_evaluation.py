@@ -160,19 +160,11 @@ def world(tmp_path: Path) -> Path:
 
 
 def test_command_prints_each_contestant_and_writes_json(
-    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out.json"
-    arguments = [
-        str(world),
-        "--contestants",
-        f"ours,{STRONG_RULE}",
-        "--set",
-        "truth.sharing=2",
-        "--json",
-        str(out),
-    ]
-    assert main(["evaluate", *arguments]) == 0
+    names = ("--contestants", f"ours,{STRONG_RULE}")
+    assert run(monkeypatch, str(world), *names, "--set", "truth.sharing=2", "--json", str(out)) == 0
     printed = capsys.readouterr().out
     assert "ours" in printed
     assert STRONG_RULE in printed
