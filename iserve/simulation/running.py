@@ -120,6 +120,7 @@ def launch_limits(
         max_batched_tokens=sizes.max_batched_tokens,
         kv_tokens=sizes.kv_tokens if windows else None,
         kv_window=max(bounded) if bounded and len(bounded) == len(windows) else None,
+        preempts=traits_of(engine).preempts,
     )
 
 

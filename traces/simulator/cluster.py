@@ -131,7 +131,7 @@ class Cluster:
             if not server.busy or server.in_flight != in_flight:
                 self._start(server, now_s)
             server.work_s = server.left_s = work_s
-            server.at_s = now_s
+            server.at_s = server.begun_s = now_s
             server.version += 1
             server.queued = True
             self._number += 1

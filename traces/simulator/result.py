@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from traces.outcomes import Outcomes
 from traces.simulator.held import HeldGpu
+from traces.simulator.kv_use import KvUse
 from traces.simulator.step_model import Limits
 
 __all__ = ["Change", "ChangeKind", "DeploymentFigures", "GpuFigures", "SimulationResult"]
@@ -62,6 +63,7 @@ class DeploymentFigures:
     peak_replicas: int  # at once, that took requests
     cold_starts: int  # from zero replicas, by a request
     scaled_to_zero_s: float  # at zero replicas
+    kv: KvUse | None = None  # None: no replica had a bounded KV cache, or none was followed
     limits: Limits | None = None  # of the latest replica; None: it was never deployed
 
 
