@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from iserve.evaluation.document import ContestantResult, EvaluationDocument, SeedResult, WorldResult
 
-__all__ = ["contestants_table", "fields_table", "ours_table", "oracle_table", "variants_table"]
+__all__ = ["contestants_table", "fields_table", "oracle_table", "ours_table", "variants_table"]
 
 _RULE, _ORACLE = "rule-min-tp-full", "oracle"
 _SHOWN = ("ours", "ours-batch", "rule-min-tp", "rule-replicas", "rule-more-tp", "max-tp", "first-fit")
@@ -32,7 +32,12 @@ def fields_table() -> str:
         if "properties" not in of:
             continue
         rows = [
-            [f"`{field}`", _kind(part), "needed" if field in of.get("required", ()) else _default(part), _words(part)]
+            [
+                f"`{field}`",
+                _kind(part),
+                "needed" if field in of.get("required", ()) else _default(part),
+                _words(part),
+            ]
             for field, part in of["properties"].items()
         ]
         parts.append(f"**{name}**\n\n" + _table(("field", "type", "default", "meaning"), rows))
@@ -43,11 +48,15 @@ def _words(part: dict[str, Any]) -> str:
     return str(part["description"]).replace("|", "\\|").replace("\n", " ")
 
 
-def _default(part: dict[str, Any]) -> str:
+def _default(part: dict[str, Any], *, needed: bool) -> str:
+    if needed:
+        return "needed"
+    if "$ref" in part and "default" not in part:
+        return "its defaults"
     value = part.get("default")
-    if value is None:
+    if value is None or value in ((), [], {}, ""):
         return "none"
-    return "none" if value in ([], {}, "") else f"`{value}`" if not isinstance(value, list) else ", ".join(map(str, value))
+    return ", ".join(f"`{one}`" for one in (value if isinstance(value, list | tuple) else [value]))
 
 
 def _kind(part: dict[str, Any]) -> str:
@@ -67,7 +76,12 @@ def contestants_table() -> str:
     from iserve.evaluation.contestants import CONTESTANTS
 
     rows = [
-        [f"`{name}`", kind.about, "trace" if kind.has_trace else "as the world says", "yes" if kind.by_intent else "no"]
+        [
+            f"`{name}`",
+            kind.about,
+            "trace" if kind.has_trace else "as the world says",
+            "yes" if kind.by_intent else "no",
+        ]
         for name, kind in CONTESTANTS.items()
     ]
     return _table(("contestant", "decides", "knows", "by intent"), rows)
@@ -92,19 +106,28 @@ def ours_table(variant: str = "as-stated") -> str:
             (_result(world, "ours", intent), _result(world, _RULE, intent))
             for intent in ("min-cost", "min-latency", "latency-slo", "min-gpu-hours")
         )
+        guards = [_mean([seed.metrics.guard_ratio for seed in result.seeds]) for result in cost]
         p95 = _mean_ratio([(a.metrics.e2e.p95_s, b.metrics.e2e.p95_s) for a, b in _pairs(*latency)])
         rows.append(
             [
                 world.name,
                 _either(*cost),
-                f"{_mean(s.metrics.guard_ratio for s in cost[0].seeds)}, {_mean(s.metrics.guard_ratio for s in cost[1].seeds)}",
+                " and ".join(guards),
                 _either(*latency),
                 "-" if p95 is None else f"{p95:.2f}",
                 f"{_share(slo[0].seeds)} for {_share(slo[1].seeds)}",
                 _either(*hours),
             ]
         )
-    head = ("world", "`min-cost`", "guard, ours and rule", "`min-latency` P50", "P95", "`latency-slo`", "`min-gpu-hours`")
+    head = (
+        "world",
+        "`min-cost`",
+        "guard, ours and rule",
+        "`min-latency` P50",
+        "P95",
+        "`latency-slo`",
+        "`min-gpu-hours`",
+    )
     return _table(head, rows)
 
 
@@ -152,7 +175,7 @@ def _either(own: ContestantResult, other: ContestantResult) -> str:
 
 
 def _cells(variant: str, contestant: str, intent: str) -> list[float]:
-    """Return the ratio to the strong rule of every cell; infinite: lost. Cells that the rule loses are left out."""
+    """Return the ratio to the strong rule of every cell that it does not lose; infinite: lost."""
     from iserve.evaluation.document import ratio
 
     found = []
@@ -184,6 +207,6 @@ def _share(seeds: Sequence[SeedResult]) -> str:
     return f"{sum(seed.metrics.slo_fraction for seed in seeds) / len(seeds):.1%}"
 
 
-def _mean(values: Any) -> str:
-    known = list(values)
-    return "-" if None in known else f"{sum(known) / len(known):.1f}"
+def _mean(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return "-" if len(known) < len(values) else f"{sum(known) / len(known):.1f}"

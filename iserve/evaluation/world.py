@@ -256,7 +256,7 @@ class World:
     planned_batch: int = 32
     """Requests at once that rules, AlpaServe and AIConfigurator plan for."""
     contestants: tuple[str, ...] = ()
-    """Contestants by name; none: all that need no further file."""
+    """Contestants by name; none: all but AIConfigurator, AlpaServe and the oracle."""
     aiconfigurator_answers: str | None = None
     """File of recorded answers of AIConfigurator, relative to the world file."""
     seeds: tuple[int, ...] = (1, 2, 3)

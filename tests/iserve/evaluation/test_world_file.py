@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -80,3 +81,8 @@ def test_schema_refuses_an_unknown_field() -> None:
     jsonschema.validate(world_values(), world_schema())
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(world_values(horizon=1), world_schema())
+
+
+def test_published_schema_is_the_codes() -> None:
+    published = json.loads((ROOT / "docs" / "world.schema.json").read_text())
+    assert published == json.loads(json.dumps(world_schema()))
