@@ -31,13 +31,9 @@ def fields_table() -> str:
     for name, of in definitions.items():
         if "properties" not in of:
             continue
+        needed = of.get("required", ())
         rows = [
-            [
-                f"`{field}`",
-                _kind(part),
-                "needed" if field in of.get("required", ()) else _default(part),
-                _words(part),
-            ]
+            [f"`{field}`", _kind(part), _default(part, needed=field in needed), _words(part)]
             for field, part in of["properties"].items()
         ]
         parts.append(f"**{name}**\n\n" + _table(("field", "type", "default", "meaning"), rows))

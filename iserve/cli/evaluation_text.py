@@ -39,7 +39,8 @@ def _print_world(world: WorldResult) -> None:
     out.print(
         f"{world.cluster}, information {world.information}, quality {world.quality}, "
         f"{' + '.join(f'{number:,}' for number in world.requests)} requests; "
-        f"truth: all-reduce x{truth.all_reduce:g}, sharing {truth.sharing:g}, steps x{truth.step_times:g}, start-up {truth.startup_s:g} s{changed}"
+        f"truth: all-reduce x{truth.all_reduce:g}, sharing {truth.sharing:g}, steps x{truth.step_times:g}, "
+        f"start-up {truth.startup_s:g} s{changed}"
     )
     for intent in dict.fromkeys(result.intent for result in world.results):
         out.print(f"{intent}: judged by {_JUDGED_BY[intent]}")

@@ -41,7 +41,11 @@ VARIANTS: Mapping[str, Variant] = {
     "slow-all-reduce": Variant(("truth.all_reduce=4",), seeds=1),
     "slow-steps": Variant(("truth.step_times=1.5",), seeds=1),
     "costly-sharing": Variant(("truth.sharing=1.5",), seeds=1),
-    "with-oracle": Variant(("oracle.seconds=20",), (*STANDARD, ALPASERVE, ORACLE), seeds=1),
+    "with-oracle": Variant(
+        ("oracle.seconds=10", "intents=[min-cost, min-latency, latency-slo]"),
+        (*STANDARD, ALPASERVE, ORACLE),
+        seeds=1,
+    ),
 }
 
 
