@@ -165,12 +165,13 @@ class SharedClock:
     the end of a window, and when the tenants change.
     """
 
-    __slots__ = ("_charged_s", "_running", "_seconds", "_since_s", "_window_end_s", "ledgers")
+    __slots__ = ("_charged_s", "_now", "_seconds", "_since_s", "_window_end_s", "ledgers")
 
     def __init__(self, running: Mapping[Server, float] | None = None, now_s: float = 0.0) -> None:
         self.ledgers: list[HeldLedger] = []
-        self._running: _Running = tuple((running or {}).items())
-        self._seconds: dict[_Running, float] = {}  # since the ledgers were charged, until ``_since_s``
+        self._now = [0.0]  # the seconds of what runs now
+        # Since the ledgers were charged, until ``_since_s``; lists of one number, which is cheap to add to.
+        self._seconds: dict[_Running, list[float]] = {tuple((running or {}).items()): self._now}
         self._since_s = self._charged_s = now_s
         self._window_end_s = (now_s // HELD_WINDOW_S + 1) * HELD_WINDOW_S
 
@@ -178,9 +179,13 @@ class SharedClock:
         """Record that ``running`` servers run from now on, each with the share of its step spent there."""
         if now_s >= self._window_end_s:
             self.charge(now_s)
-        self._seconds[self._running] = self._seconds.get(self._running, 0.0) + now_s - self._since_s
+        self._now[0] += now_s - self._since_s
         self._since_s = now_s
-        self._running = tuple(running.items())
+        key = tuple(running.items())
+        found = self._seconds.get(key)
+        if found is None:
+            found = self._seconds[key] = [0.0]
+        self._now = found
 
     def charge(self, now_s: float) -> None:
         """Charge the ledgers with all until ``now_s``, and close the windows that have ended by then."""
@@ -202,17 +207,17 @@ class SharedClock:
         self._close()
 
     def _add_until(self, until_s: float) -> None:
-        seconds = self._seconds
-        seconds[self._running] = seconds.get(self._running, 0.0) + until_s - self._since_s
+        self._now[0] += until_s - self._since_s
         busy_s: dict[str, float] = {}
-        for running, in_state_s in seconds.items():
+        for running, (in_state_s,) in self._seconds.items():
             whole = sum(share for _, share in running)
             rate = busy_share(share for _, share in running)
             for server, share in running:
                 busy_s[server.holder] = busy_s.get(server.holder, 0.0) + in_state_s * rate * share / whole
         for ledger in self.ledgers:
             ledger.add(busy_s, until_s - self._charged_s)
-        seconds.clear()
+        self._seconds = {running: cell for running, cell in self._seconds.items() if cell is self._now}
+        self._now[0] = 0.0
         self._since_s = self._charged_s = until_s
 
     def _close(self) -> None:

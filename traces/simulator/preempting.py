@@ -57,7 +57,7 @@ class PromptQueue(AdmissionQueue):
 class PreemptingWorker(ContinuousWorker):
     """Continuous batching by the module docstring. ``kv_tokens`` of the limits is never exceeded."""
 
-    __slots__ = ("_admissions", "_admitted_as", "_preempted", "_prompt_queue", "_window")
+    __slots__ = ("_admitted_rows", "_preempted", "_prompt_queue", "_window")
 
     def __init__(
         self, name: str, stages: Sequence[Stage], ready_s: float, steps: StepModel, requests: Requests
@@ -65,8 +65,7 @@ class PreemptingWorker(ContinuousWorker):
         self._prompt_queue = PromptQueue(steps.limits)
         super().__init__(name, stages, ready_s, steps, requests, self._prompt_queue)
         self._window = steps.limits.kv_window
-        self._admissions = 0
-        self._admitted_as: dict[int, int] = {}  # row of a running sequence -> number of its admission
+        self._admitted_rows: dict[int, None] = {}  # of running sequences, in the order of their admission
         self._preempted: dict[int, tuple[int, int]] = {}  # row that waits again -> tokens so far, and to come
 
     def begin(self) -> float:
@@ -87,8 +86,7 @@ class PreemptingWorker(ContinuousWorker):
 
     def _admitted(self) -> list[int]:
         prompt = super()._admitted()
-        self._admissions += 1
-        self._admitted_as[prompt[0]] = self._admissions
+        self._admitted_rows[prompt[0]] = None
         self._preempted.pop(prompt[0], None)
         return prompt
 
@@ -115,37 +113,46 @@ class PreemptingWorker(ContinuousWorker):
         super().finish(now_s)
 
     def _leave(self, row: int, kv_tokens: int, now_s: float) -> None:
-        del self._admitted_as[row]
+        del self._admitted_rows[row]
         super()._leave(row, kv_tokens - 1, now_s)  # the last token of an answer is never cached
 
     def _preempt(self) -> None:
         """Preempt the most recently admitted sequence."""
         queue, meter = self._queue, self.kv
         assert meter is not None
+        row, _ = self._admitted_rows.popitem()
         if self._prompts:  # they are admitted after every sequence that decodes
-            row, input_tokens, output_tokens, cached = self._prompts.pop()
+            _, input_tokens, output_tokens, cached = self._prompts.pop()
             queue.leave(input_tokens)
         else:
-            latest = max(self._decoders, key=lambda decoder: self._admitted_as[decoder[1]])
-            self._decoders.remove(latest)
-            heapq.heapify(self._decoders)
-            last_round, row, cached_by_then = latest
+            last_round, _, cached_by_then = self._take_out(row)
             output_tokens = last_round - self._round
             cached = cached_by_then - output_tokens
             input_tokens = cached + 1
             self._cached -= cached
             queue.leave(cached)
-        del self._admitted_as[row]
         self._preempted[row] = input_tokens, output_tokens
         queue.waiting.appendleft((row, input_tokens, output_tokens))
         meter.preemptions += 1
         meter.recomputed_tokens += cached
 
+    def _take_out(self, row: int) -> tuple[int, int, int]:
+        """Take a sequence that decodes out of the heap, where the latest is often near the end."""
+        decoders = self._decoders
+        at = len(decoders) - 1
+        while decoders[at][1] != row:
+            at -= 1
+        found, last = decoders[at], decoders.pop()
+        if found is not last:
+            decoders[at] = last
+            heapq.heapify(decoders)
+        return found
+
     def clear(self) -> tuple[list[int], list[int]]:
         """Empty the server; a preempted request has begun, and counts as running."""
         running, waiting = super().clear()
         begun, self._preempted = self._preempted, {}
-        self._admitted_as.clear()
+        self._admitted_rows.clear()
         return [*running, *begun], [row for row in waiting if row not in begun]
 
     def give_back(self) -> list[int]:
