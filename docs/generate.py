@@ -136,6 +136,13 @@ def measured(page: str) -> Callable[[], str]:
     return lambda: with_tables((DOCS / page).read_text())
 
 
+def world_schema() -> str:
+    """Return the JSON schema of world files."""
+    from iserve.evaluation.world_file import world_schema as schema
+
+    return json.dumps(schema(), indent=2) + "\n"
+
+
 PAGES = {
     DOCS / "accuracy.md": measured("accuracy.md"),
     DOCS / "decision_regret.md": measured("decision_regret.md"),
@@ -143,6 +150,8 @@ PAGES = {
     DOCS / "performance.md": measured("performance.md"),
     DOCS / "risk.md": measured("risk.md"),
     DOCS / "placement.md": measured("placement.md"),
+    DOCS / "worlds.md": measured("worlds.md"),
+    DOCS / "world.schema.json": world_schema,
     DOCS / "cli.md": cli_reference,
     DOCS / "rest.md": rest_page,
     DOCS / "configuration.md": configuration,
@@ -159,7 +168,7 @@ def main() -> int:
     stale = []
     by_hand = {path: path.read_text for path in DOCS.glob("*.md")}
     for path, make in (by_hand | PAGES).items():
-        text = wrapped(make()).rstrip() + "\n"
+        text = (wrapped(make()) if path.suffix == ".md" else make()).rstrip() + "\n"
         if "--check" in sys.argv:
             if not path.exists() or path.read_text() != text:
                 stale.append(path.name)

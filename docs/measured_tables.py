@@ -13,6 +13,7 @@ from typing import Any
 
 from placement_tables import exact_gaps, exact_gaps_in_part, of_policies, of_replicas
 from serving_tables import gateway_table, late_table
+from world_tables import contestants_table, fields_table, oracle_table, ours_table, variants_table
 
 __all__ = ["with_tables"]
 
@@ -209,6 +210,11 @@ def _placed() -> list[dict[str, Any]]:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "world contestants": contestants_table,
+    "world fields": fields_table,
+    "ours in worlds": ours_table,
+    "worlds by variant": variants_table,
+    "worlds and the oracle": oracle_table,
     "regret without a limit": lambda: _regret(supported=False, limited=False),
     "regret without a limit, AIConfigurator": lambda: _regret(supported=True, limited=False),
     "regret with a limit": lambda: _regret(supported=False, limited=True),

@@ -34,6 +34,9 @@ class EngineTraits:
             holds two steps (``step_with_batch_queue``), its pipelines hold one per stage and one more; other
             engines were not looked into.
         fills_stages: whether as many batches are in flight as there are pipeline stages.
+        preempts: whether a request is admitted when the KV of its prompt fits, and the latest is preempted when no
+            more is free. Else KV for the whole answer is there from its admission on: TensorRT-LLM is launched
+            with ``GUARANTEED_NO_EVICT``, slots have it anyway; other engines were not looked into.
     """
 
     title: str = ""
@@ -41,6 +44,7 @@ class EngineTraits:
     overlaps_host: bool = False
     schedules_ahead: bool = False
     fills_stages: bool = True
+    preempts: bool = False
 
     @property
     def has_slots(self) -> bool:
@@ -55,7 +59,11 @@ class EngineTraits:
 TRAITS: Mapping[str, EngineTraits] = MappingProxyType(
     {
         "vllm": EngineTraits(
-            title="vLLM", kv_cache=KvCache.GROUPED_BLOCKS, overlaps_host=True, schedules_ahead=True
+            title="vLLM",
+            kv_cache=KvCache.GROUPED_BLOCKS,
+            overlaps_host=True,
+            schedules_ahead=True,
+            preempts=True,
         ),
         "tensorrt-llm": EngineTraits(title="TensorRT-LLM", overlaps_host=True),
         "torch": EngineTraits(title="the embedded engine", kv_cache=KvCache.SLOTS, fills_stages=False),

@@ -19,6 +19,7 @@ COMMANDS = {
     "update": ("update",),
     "plan": ("plan", "estimate"),
     "simulate": ("simulate",),
+    "evaluate": ("evaluate",),
     "replay": ("replay",),
     "trace": ("trace",),
     "verify": ("verify",),

@@ -120,6 +120,7 @@ def launch_limits(
         max_batched_tokens=sizes.max_batched_tokens,
         kv_tokens=sizes.kv_tokens if windows else None,
         kv_window=max(bounded) if bounded and len(bounded) == len(windows) else None,
+        preempts=traits_of(engine).preempts,
     )
 
 
@@ -209,7 +210,8 @@ class PlannedDeployer:
     def another(self, like: Deployed, model: str, snapshot: ClusterSnapshot) -> Deployed | NotDeployed:
         """Return the same configuration where the policy puts it, with what it can serve there."""
         asked = self._models[model]
-        config = next(config for (_, config, _), steps in self._steps.items() if steps is like.steps)
+        config = like.config
+        assert config is not None, "every replica of this deployer has one"
         estimate = asked.estimator.estimate(config, asked.options.workload)
         found = FitsOn(self._hardware(snapshot), replace(asked.options, replicas=1))(estimate)
         if isinstance(found, NoRoom):
@@ -237,6 +239,7 @@ class PlannedDeployer:
                 what=what,
                 pipelined=traits_of(config.engine).fills_stages,
                 pace=self._pace(asked, config),
+                config=config,
             )
             for placement in capacity.placements
         ]

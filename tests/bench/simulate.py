@@ -30,6 +30,7 @@ from iserve.simulation.running import EngineBatcher, idle_cluster
 from placement.types import ClusterSnapshot, Placement, StagePlacement
 from tests.bench.rank import machine
 from tests.fingerprint.step_timed_machine import llama_7b
+from tests.traces.simulator.preempting_reference import StepByStep
 from traces.arrivals import Poisson
 from traces.generate import generate
 from traces.lengths import LengthModel
@@ -55,6 +56,7 @@ class Case(NamedTuple):
     requests_per_s: float  # of each model
     longer: int = 1  # answers times this
     tp: int = 1  # above 1: each model on the first ``tp`` GPUs
+    kv_tokens: int | None = None  # admission by prompts, and preemption in so much room; None: slots have room
 
 
 CASES = (
@@ -67,6 +69,10 @@ CASES = (
     Case("32 slots, answers 10 times as long", Service.CONTINUOUS, 1, 1, 32, 0.12, 10),
     Case("32 slots, 200 models on 100 GPUs", Service.CONTINUOUS, 200, 100, 32, 0.6),
     Case("32 slots, 6 models on the same 8 GPUs", Service.CONTINUOUS, 6, 8, 32, 0.1, 1, 8),
+    Case("256 slots, KV of 40,000 tokens", Service.CONTINUOUS, 1, 1, 256, 1.4, 1, 1, 40_000),
+    Case("256 slots, KV of 40,000, overloaded", Service.CONTINUOUS, 1, 1, 256, 5.0, 1, 1, 40_000),
+    Case("256 slots, KV of 400,000, overloaded", Service.CONTINUOUS, 1, 1, 256, 5.0, 1, 1, 400_000),
+    Case("the same, answers 10 times as long", Service.CONTINUOUS, 1, 1, 256, 5.0, 10, 1, 400_000),
 )
 
 
@@ -80,6 +86,7 @@ class BenchResult:
     e2e_p50_s: float
     simulated_s: float
     output_tokens: int
+    preemptions: int
     machine: str
 
 
@@ -116,8 +123,14 @@ class Spread:
 
 
 @cache
-def step_model(max_batch: int, tp: int) -> StepModel:
-    limits = Limits(max_batch=max_batch, max_context_tokens=32_768, max_batched_tokens=8192)
+def step_model(max_batch: int, tp: int, kv_tokens: int | None) -> StepModel:
+    limits = Limits(
+        max_batch=max_batch,
+        max_context_tokens=32_768,
+        max_batched_tokens=8192,
+        kv_tokens=kv_tokens,
+        preempts=kv_tokens is not None,
+    )
     return tabulate(RooflineEstimator(llama_7b(), A6000), DeploymentConfig(tp=tp), limits)
 
 
@@ -138,8 +151,15 @@ def run(case: Case, requests: list[Request]) -> SimulationResult:
         service=case.service,
         most_waiting=max(1, len(requests)),
     )
-    policies = Policies(deployer=Spread(step_model(case.max_batch, case.tp), case.tp), make_batcher=EngineBatcher)
-    return simulate(requests, scenario, policies)
+    deployer = Spread(step_model(case.max_batch, case.tp, case.kv_tokens), case.tp)
+    return simulate(requests, scenario, Policies(deployer=deployer, make_batcher=EngineBatcher))
+
+
+def last_tokens_step_by_step(case: Case, requests: list[Request]) -> np.ndarray:
+    """Return when requests end by a scheduler step by step: the engine's own, or the rule that preempts."""
+    if case.kv_tokens is None:
+        return run(case._replace(service=Service.STEPPED), requests).outcomes.last_token_s
+    return np.array(StepByStep(requests, step_model(case.max_batch, case.tp, case.kv_tokens)).last)
 
 
 def timed(work: Callable[[], object]) -> tuple[float, object]:
@@ -149,12 +169,12 @@ def timed(work: Callable[[], object]) -> tuple[float, object]:
 
 
 def measure(case: Case, count: int) -> BenchResult:
-    step_model(case.max_batch, case.tp)
+    step_model(case.max_batch, case.tp, case.kv_tokens)
     making_s, requests = timed(lambda: requests_of(case, count))
     assert isinstance(requests, list)
     part = list(islice(requests, CHECKED))
-    true = run(case._replace(service=Service.STEPPED), part).outcomes
-    np.testing.assert_allclose(run(case, part).outcomes.last_token_s, true.last_token_s, rtol=1e-8)
+    true = last_tokens_step_by_step(case, part)
+    np.testing.assert_allclose(run(case, part).outcomes.last_token_s, true, rtol=1e-8)
     simulate_s, result = timed(lambda: run(case, requests))
     assert isinstance(result, SimulationResult)
     outcomes = result.outcomes
@@ -169,6 +189,7 @@ def measure(case: Case, count: int) -> BenchResult:
         e2e_p50_s=float(np.median(outcomes.e2e_s)),
         simulated_s=result.end_s,
         output_tokens=int(outcomes.output_tokens.sum()),
+        preemptions=sum(each.kv.preemptions for each in result.deployments if each.kv is not None),
         machine=machine(),
     )
 
@@ -188,7 +209,8 @@ def main(arguments: list[str]) -> None:
         print(
             f"{r.case:36s} {r.requests:,} requests: {r.simulate_s:5.1f} s (goal {GOAL_S:g}), made in "
             f"{r.making_requests_s:.1f} s; GPUs busy {r.busy_fraction:.0%}, E2E p50 {r.e2e_p50_s:,.1f} s, "
-            f"{r.output_tokens / 1e6:,.0f} M tokens in {r.simulated_s / 86_400:,.1f} days",
+            f"{r.output_tokens / 1e6:,.0f} M tokens in {r.simulated_s / 86_400:,.1f} days, "
+            f"{r.preemptions:,} preemptions",
             flush=True,
         )
     if options.json:

@@ -123,7 +123,10 @@ class FirstFit:
                 steps = self._times(wanted.model, config, batch)
                 what = f"{config} on {config.engine}, batch {batch}"
                 pipelined = traits_of(config.engine).fills_stages
-                return [Deployed(placement=one, steps=steps, what=what, pipelined=pipelined) for one in placed]
+                return [
+                    Deployed(placement=one, steps=steps, what=what, pipelined=pipelined, config=config)
+                    for one in placed
+                ]
         if refusal is None:
             return NotDeployed(reason=f"{self.name}: {wanted.why_none}")
         return NotDeployed(reason=f"no configuration of {self.name} fits; of the first: {refusal.reason}")

@@ -13,6 +13,7 @@ from fingerprint.errors import NotFoundError
 from placement.types import ClusterSnapshot, GpuState, Placement
 from traces.simulator.contention import Contention
 from traces.simulator.gpus import Gpu
+from traces.simulator.held import HeldGpu, SharedClock, Tenants, share_clocks
 from traces.simulator.policy_errors import PolicyFault, ask
 from traces.simulator.workers import Server, Stage
 
@@ -36,6 +37,7 @@ class Cluster:
         self._contention = contention
         self.events: list[Event] = []
         self._number = 0
+        self._clocks: dict[Tenants, SharedClock] = {}
         self._held: dict[Server, tuple[tuple[Gpu, int], ...]] = {}
 
     def snapshot(self, now_s: float) -> ClusterSnapshot:
@@ -78,11 +80,13 @@ class Cluster:
         held = tuple(memory)
         for gpu, size_bytes in held:
             gpu.take(size_bytes)
+            gpu.ledger.reserve(server, size_bytes, now_s)
         for gpus, share in server.stages:
             for gpu in gpus:
                 gpu.enter(server, share, now_s)
         self._held[server] = held
         self._mark_shared(held)
+        share_clocks(dict.fromkeys(gpu for gpu, _ in held), self._clocks, now_s)
         self.schedule(server, server.ready_s)
 
     def remove(self, server: Server, now_s: float) -> None:
@@ -93,8 +97,16 @@ class Cluster:
         held = self._held.pop(server)
         for gpu, size_bytes in held:
             gpu.give_back(size_bytes)
+            gpu.ledger.reserve(server, -size_bytes, now_s)
             gpu.leave(server, now_s)
         self._mark_shared(held)
+        share_clocks(dict.fromkeys(gpu for gpu, _ in held), self._clocks, now_s)
+
+    def held(self, now_s: float) -> tuple[HeldGpu, ...]:
+        """Return what every deployment held of every GPU until ``now_s``, the end of the simulation."""
+        for clock in {gpu.ledger.clock: None for gpu in self.gpus.values()}:
+            clock.end(now_s)
+        return tuple(held for gpu in self.gpus.values() for held in gpu.ledger.held(gpu.node_id, gpu.device_id))
 
     @property
     def servers(self) -> tuple[Server, ...]:
@@ -119,7 +131,7 @@ class Cluster:
             if not server.busy or server.in_flight != in_flight:
                 self._start(server, now_s)
             server.work_s = server.left_s = work_s
-            server.at_s = now_s
+            server.at_s = server.begun_s = now_s
             server.version += 1
             server.queued = True
             self._number += 1
@@ -144,6 +156,7 @@ class Cluster:
         for gpus, share in server.stages:
             for gpu in gpus:
                 gpu.start(server, min(1.0, share * server.in_flight), now_s)
+        self._turn_clocks(server, now_s)
         server.speed = 1.0
         if server.shared:
             server.speed = self._speed(server)
@@ -154,8 +167,15 @@ class Cluster:
         for gpus, _ in server.stages:
             for gpu in gpus:
                 gpu.stop(server, now_s)
+        self._turn_clocks(server, now_s)
         if server.shared:
             self._slow_others(server, now_s)
+
+    @staticmethod
+    def _turn_clocks(server: Server, now_s: float) -> None:
+        for gpus, _ in server.meets:
+            for gpu in gpus:
+                gpu.ledger.clock.turn(gpu.demands, now_s)
 
     def _slow_others(self, server: Server, now_s: float) -> None:
         """Update the speed of each server that shares a GPU with ``server``."""

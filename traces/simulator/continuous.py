@@ -13,8 +13,9 @@ request that arrives meanwhile, or waits for a slot that the one before frees, i
 that has nothing to do begins at once.
 
 Beyond the slots, each of which has the states of a sequence too, ``kv_tokens`` of the limits bounds admission: a
-request waits, first in the queue, until what is kept of its prompt and its whole answer fits beside all that run.
-vLLM is less strict: it admits, and preempts.
+request waits, first in the queue, until what is kept of its prompt and its whole answer fits next to the running
+ones, as in the embedded engine and in TensorRT-LLM (launched with ``GUARANTEED_NO_EVICT``). vLLM admits by
+prompts, and preempts (``preempting``).
 Queue, slots and KV are a :class:`AdmissionQueue`, which the batches of a pipeline share (``pipelined``).
 """
 
@@ -25,6 +26,7 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 
+from traces.simulator.kv_use import KvMeter
 from traces.simulator.requests import Requests
 from traces.simulator.step_model import Limits, StepModel
 from traces.simulator.workers import Server, Stage
@@ -51,13 +53,17 @@ class AdmissionQueue:
         _, input_tokens, output_tokens = self.waiting[0]
         return self._limits.kept_tokens(input_tokens + output_tokens) <= self.kv_free
 
+    def claimed_tokens(self, input_tokens: int, output_tokens: int) -> int:
+        """Return the tokens of a request that take their KV when it is admitted."""
+        return input_tokens + output_tokens
+
     def take(self, tokens: int) -> None:
         """Take a slot and the KV that ``tokens`` keep."""
         self.free -= 1
         self.kv_free -= self._limits.kept_tokens(tokens)
 
     def leave(self, tokens: int) -> None:
-        """Free what :meth:`take` took for as many ``tokens``."""
+        """Free a slot and the KV that ``tokens`` keep."""
         self.free += 1
         self.kv_free += self._limits.kept_tokens(tokens)
 
@@ -66,6 +72,7 @@ class ContinuousWorker(Server):
     """Rounds count the steps since the beginning; a sequence that decodes knows the round of its last token."""
 
     __slots__ = (
+        "_begun_kv_free",
         "_cached",
         "_chunks",
         "_decoders",
@@ -99,6 +106,9 @@ class ContinuousWorker(Server):
         self._requests = requests
         self._first_s, self._last_s = requests.first_s, requests.last_s
         self._queue = queue or AdmissionQueue(limits)
+        if limits.kv_tokens is not None:
+            self.kv = KvMeter(limits.kv_tokens, ready_s)
+        self._begun_kv_free = 0  # tokens free as the run began
         self._prompts: list[list[int]] = []  # [row, input, output tokens, cached], in order of admission
         self._decoders: list[tuple[int, int, int]] = []  # heap of (last round, row, tokens cached by then)
         self._chunks: list[tuple[list[int], int]] = []  # of this step: (prompt, tokens)
@@ -121,13 +131,18 @@ class ContinuousWorker(Server):
                 tokens, attention_s = self._prefill(budget, admits=not settled)
         if steps.plans_ahead and self._queue.waiting:
             self._admit_all()
+        self._begun_kv_free = self._queue.kv_free
         if tokens:
             self._rounds = 1
             return steps.mixed_s(tokens, attention_s, n, self._cached / n + 1 if n else 0.0, prepared=settled)
         if not n:
             return 0.0
-        self._rounds = rounds = 1 if steps.plans_ahead and self._prompts else decoders[0][0] - self._round
+        self._rounds = rounds = 1 if steps.plans_ahead and self._prompts else self._rounds_left()
         return steps.run_s(n, self._cached / n + 1, rounds)
+
+    def _rounds_left(self) -> int:
+        """Return the steps until a sequence that decodes has its last token."""
+        return self._decoders[0][0] - self._round
 
     def _admit_all(self) -> None:
         """Admit requests to the step after the one that begins."""
@@ -139,7 +154,7 @@ class ContinuousWorker(Server):
         """Admit the first waiting request, which has a slot and room for its KV now."""
         queue = self._queue
         row, input_tokens, output_tokens = queue.waiting.popleft()
-        queue.take(input_tokens + output_tokens)
+        queue.take(queue.claimed_tokens(input_tokens, output_tokens))
         return [row, input_tokens, output_tokens, 0]
 
     def _prefill(self, budget: int, *, admits: bool) -> tuple[int, float]:
@@ -163,6 +178,9 @@ class ContinuousWorker(Server):
         return budget - left, attention_s
 
     def finish(self, now_s: float) -> None:
+        if self.kv is not None:
+            room, queue = self.kv.room_tokens, self._queue
+            self.kv.add(now_s - self.begun_s, room - self._begun_kv_free, room - queue.kv_free)
         decoders, rounds = self._decoders, self._rounds
         self._round = here = self._round + rounds
         if decoders:

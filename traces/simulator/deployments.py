@@ -24,6 +24,7 @@ from traces.simulator.fcfs import FcfsWorker
 from traces.simulator.gpus import Gpu
 from traces.simulator.pipelined import PipelinedWorker, UnbatchedPipeline
 from traces.simulator.policy_errors import PolicyFault, ask
+from traces.simulator.preempting import PreemptingWorker
 from traces.simulator.punctuality import Punctual
 from traces.simulator.requests import Requests
 from traces.simulator.result import Change, ChangeKind
@@ -413,6 +414,7 @@ class Deployments:
         self._made += 1
         stages = ask(policy, lambda: self._cluster.stages(decided.placement))
         server = self._worker(f"{deployment.name}#{self._made}", stages, decided, ready_s)
+        server.holder = deployment.name
         memory = tuple(
             (gpu, placed.bytes_per_gpu)
             for stage, placed in zip(stages, decided.placement.stages, strict=True)
@@ -422,6 +424,8 @@ class Deployments:
         a_slot = 1 if deployment.name in self._scenario.refuse_late else self._scenario.outstanding_per_slot
         server.max_outstanding = a_slot * server.at_once
         self._of[server] = deployment
+        if server.kv is not None:
+            deployment.kv_meters.append(server.kv)
         deployment.decided[server] = deployment.latest = decided
         deployment.slots = server.max_batch
         slo = self._scenario.refuse_late.get(deployment.name)
@@ -438,6 +442,10 @@ class Deployments:
                 return FcfsWorker(*args)
             case Service.CONTINUOUS if decided.pipelined and len(stages) > 1:
                 return PipelinedWorker(*args)
+            case Service.CONTINUOUS if (
+                decided.steps.limits.preempts and decided.steps.limits.kv_tokens is not None
+            ):
+                return PreemptingWorker(*args)
             case Service.CONTINUOUS:
                 return ContinuousWorker(*args)
             case Service.STEPPED:
@@ -451,6 +459,8 @@ class Deployments:
         deployment = self._of.pop(server)
         deployment.decided.pop(server)
         deployment.since_s = now_s
+        if server.kv is not None:
+            server.kv.until_s = now_s
         deployment.coming.pop(server, None)
         for held in (deployment.replicas, deployment.draining):
             if server in held:

@@ -12,6 +12,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from fingerprint.errors import ConfigError
+from traces.simulator.held import HeldLedger, busy_share
 
 if TYPE_CHECKING:
     from traces.simulator.workers import Server
@@ -35,6 +36,7 @@ class Gpu:
         "demands",
         "device_id",
         "index",
+        "ledger",
         "node_id",
         "peak_bytes",
         "tenants",
@@ -47,6 +49,7 @@ class Gpu:
         self.used_bytes = self.peak_bytes = 0
         self.demands: dict[Server, float] = {}
         self.tenants: dict[Server, float] = {}  # of all that have memory here, running or not
+        self.ledger = HeldLedger(total_bytes)
         self._busy_s = 0.0
         self._held_s = self._held_since_s = 0.0
         self._rate = 0.0
@@ -130,9 +133,5 @@ class Gpu:
                 samples.popleft()
 
     def _busy_rate(self) -> float:
-        idle = 1.0
-        for share in self.demands.values():
-            if share == 1.0:
-                return 1.0
-            idle *= 1.0 - share
-        return 1.0 - idle
+        shares = self.demands.values()
+        return 1.0 if 1.0 in shares else busy_share(shares)

@@ -26,6 +26,7 @@ from collections.abc import Sequence, Sized
 from dataclasses import replace
 
 from traces.simulator.continuous import AdmissionQueue, ContinuousWorker
+from traces.simulator.kv_use import KvMeter
 from traces.simulator.requests import Requests
 from traces.simulator.step_model import Limits, StepModel
 from traces.simulator.workers import Server, Stage
@@ -77,6 +78,8 @@ class PipelinedWorker(Server):
         self._empty: list[_Batch] = []
         self._queue, of_each = self._queues(steps.limits)
         batches = [ContinuousWorker(name, stages, ready_s, steps, requests, queue) for queue in of_each]
+        for batch in batches:
+            batch.kv = None  # its tokens are a part of all
         self.max_batch, self.longest = batches[0].max_batch, batches[0].longest
         self._empty += [_Batch(of) for of in batches]
         self._returned: deque[_Batch] = deque()  # with sequences, before the first stage
@@ -91,6 +94,8 @@ class PipelinedWorker(Server):
     def _queues(self, limits: Limits) -> tuple[AdmissionQueue, Sequence[AdmissionQueue]]:
         """Return the queue that says whether one more request fits, and that of every batch."""
         queue = AdmissionQueue(limits)
+        if limits.kv_tokens is not None:
+            self.kv = KvMeter(limits.kv_tokens, self.ready_s)
         return queue, [queue] * len(self.stages)
 
     def submit(self, row: int, input_tokens: int, output_tokens: int) -> None:
@@ -130,6 +135,9 @@ class PipelinedWorker(Server):
         self._gate = self._clock + self._busiest * step_s / self._longest_s
 
     def finish(self, now_s: float) -> None:
+        if self.kv is not None:
+            used = self.kv.room_tokens - self._queue.kv_free  # from the admission on, whole answers
+            self.kv.add(now_s - self.begun_s, used, used)
         clock = self._clock = self._until
         flying, self._flying, self._longest_s = self._flying, [], 0.0
         for batch in flying:

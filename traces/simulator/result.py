@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from traces.outcomes import Outcomes
+from traces.simulator.held import HeldGpu
+from traces.simulator.kv_use import KvUse
 from traces.simulator.step_model import Limits
 
 __all__ = ["Change", "ChangeKind", "DeploymentFigures", "GpuFigures", "SimulationResult"]
@@ -61,6 +63,7 @@ class DeploymentFigures:
     peak_replicas: int  # at once, that took requests
     cold_starts: int  # from zero replicas, by a request
     scaled_to_zero_s: float  # at zero replicas
+    kv: KvUse | None = None  # None: no replica had a bounded KV cache, or none was followed
     limits: Limits | None = None  # of the latest replica; None: it was never deployed
 
 
@@ -70,5 +73,6 @@ class SimulationResult:
     changes: tuple[Change, ...]
     gpus: tuple[GpuFigures, ...]
     deployments: tuple[DeploymentFigures, ...]
+    held: tuple[HeldGpu, ...]  # by GPU, of every deployment that had memory there
     end_s: float  # the last thing that happened
     stopped: str | None  # why it was ended early, None: all requests were followed to their end

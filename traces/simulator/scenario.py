@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, TypeAlias, runtime_checkable
 
+from fingerprint.config import DeploymentConfig
 from fingerprint.errors import ConfigError
 from placement.actions import ClusterPolicy
 from placement.routing import LeastOutstanding, Router
@@ -109,6 +110,7 @@ class Deployed:
     what: str  # the configuration, for people
     pipelined: bool = False  # its engine keeps as many batches in flight as there are stages
     pace: Pace | None = None  # by its plan; what a gateway would know of it
+    config: DeploymentConfig | None = None  # None: it is no configuration of one engine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from heapq import heappop
 
 from fingerprint.errors import BadInputError, ConfigError, NotFoundError, PolicyError
@@ -16,6 +17,7 @@ from traces.outcomes import Failure
 from traces.request import Request
 from traces.simulator.cluster import Cluster
 from traces.simulator.deployments import Deployment, Deployments
+from traces.simulator.kv_use import kv_use
 from traces.simulator.policy_errors import PolicyFault
 from traces.simulator.requests import Requests
 from traces.simulator.result import DeploymentFigures, GpuFigures, SimulationResult
@@ -206,7 +208,10 @@ class _World:
                 )
                 for gpu in self._cluster.gpus.values()
             ),
-            deployments=figures,
+            deployments=tuple(
+                replace(each, kv=kv_use(self._deployments.by_name[each.name].kv_meters, end_s)) for each in figures
+            ),
+            held=self._cluster.held(end_s),
             end_s=end_s,
             stopped=self.stopped,
         )

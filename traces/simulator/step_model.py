@@ -62,6 +62,7 @@ class Limits:
     max_batched_tokens: int  # of one step
     kv_tokens: int | None = None  # of all sequences together; None: every slot has room for a whole context
     kv_window: int | None = None  # most that is kept of one of them; None: all of its tokens
+    preempts: bool = False  # a request is admitted when its prompt fits; else when its whole answer does too
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_context_tokens", "max_batched_tokens", "kv_tokens", "kv_window"):

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from traces.simulator.gpus import Gpu
+from traces.simulator.kv_use import KvMeter
 
 __all__ = ["Job", "Server", "Stage"]
 
@@ -35,14 +36,16 @@ class Server:
     """Base of all. ``busy``: within a run. ``queued``: an event is under way that will begin or end a run."""
 
     __slots__ = (
-        "at_s", "busy", "in_flight", "last_turn", "left_s", "longest", "max_batch", "max_outstanding", "meets",
-        "name", "outstanding", "queued", "ready_s", "shared", "speed", "stages", "version", "work_s",
+        "at_s", "begun_s", "busy", "holder", "in_flight", "kv", "last_turn", "left_s", "longest", "max_batch",
+        "max_outstanding", "meets", "name", "outstanding", "queued", "ready_s", "shared", "speed", "stages",
+        "version", "work_s",
     )  # fmt: skip
 
     cuts = False  # whether a request that joins can end a run early
 
     def __init__(self, name: str, stages: Sequence[Stage], ready_s: float) -> None:
         self.name = name
+        self.holder = ""  # deployment that is charged with its memory and time; empty: none is
         self.stages = tuple(stages)
         self.ready_s = ready_s
         self.max_batch = 1
@@ -54,10 +57,12 @@ class Server:
         self.shared = False  # another server is placed on one of its GPUs
         self.meets = self.stages  # where: of GPUs with the same tenants one
         self.in_flight = 1.0  # steps that go through its stages in the time of one: how much it asks of them
+        self.kv: KvMeter | None = None  # of a cache whose tokens are bounded
         self.busy = False
         self.queued = False
         self.version = 0  # of its event: older ones are void
         self.work_s = self.left_s = self.at_s = 0.0  # of the run: whole, and left at ``at_s``
+        self.begun_s = 0.0  # of the run
 
     @property
     def at_once(self) -> int:

@@ -1,0 +1,208 @@
+"""Tables of the page on worlds: fields of the schema, contestants, and what was recorded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from iserve.evaluation.document import ContestantResult, EvaluationDocument, SeedResult, WorldResult
+
+__all__ = ["contestants_table", "fields_table", "oracle_table", "ours_table", "variants_table"]
+
+_RULE, _ORACLE = "rule-min-tp-full", "oracle"
+_SHOWN = ("ours", "ours-batch", "rule-min-tp", "rule-replicas", "rule-more-tp", "max-tp", "first-fit")
+_GOAL = 1.02
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def fields_table() -> str:
+    """Return every field of a world file, by object."""
+    from iserve.evaluation.world_file import world_schema
+
+    definitions = world_schema()["$defs"]
+    parts = []
+    for name, of in definitions.items():
+        if "properties" not in of:
+            continue
+        needed = of.get("required", ())
+        rows = [
+            [f"`{field}`", _kind(part), _default(part, needed=field in needed), _words(part)]
+            for field, part in of["properties"].items()
+        ]
+        parts.append(f"**{name}**\n\n" + _table(("field", "type", "default", "meaning"), rows))
+    return "\n\n".join(parts)
+
+
+def _words(part: dict[str, Any]) -> str:
+    return str(part["description"]).replace("|", "\\|").replace("\n", " ")
+
+
+def _default(part: dict[str, Any], *, needed: bool) -> str:
+    if needed:
+        return "needed"
+    if "$ref" in part and "default" not in part:
+        return "its defaults"
+    value = part.get("default")
+    if value is None or value in ((), [], {}, ""):
+        return "none"
+    return ", ".join(f"`{one}`" for one in (value if isinstance(value, list | tuple) else [value]))
+
+
+def _kind(part: dict[str, Any]) -> str:
+    if "$ref" in part:
+        return str(part["$ref"]).rpartition("/")[2]
+    if "anyOf" in part:
+        return " or ".join(kind for each in part["anyOf"] if (kind := _kind(each)) != "null")
+    if part.get("type") == "array":
+        return f"list of {_kind(part['items'])}"
+    if isinstance(part.get("additionalProperties"), dict) and part["additionalProperties"]:
+        return f"name to {_kind(part['additionalProperties'])}"
+    return str(part.get("type", "any"))
+
+
+def contestants_table() -> str:
+    """Return the contestants, and what each knows."""
+    from iserve.evaluation.contestants import CONTESTANTS
+
+    rows = [
+        [
+            f"`{name}`",
+            kind.about,
+            "trace" if kind.has_trace else "as the world says",
+            "yes" if kind.by_intent else "no",
+        ]
+        for name, kind in CONTESTANTS.items()
+    ]
+    return _table(("contestant", "decides", "knows", "by intent"), rows)
+
+
+@cache
+def _recorded(variant: str) -> EvaluationDocument:
+    from notebooks.figures.worlds import read
+
+    return read(variant).document
+
+
+def _result(world: WorldResult, contestant: str, intent: str) -> ContestantResult:
+    return next(r for r in world.results if r.contestant == contestant and r.intent == intent)
+
+
+def ours_table(variant: str = "as-stated") -> str:
+    """Return today's product against the strong rule, by world and intent; means over the seeds."""
+    rows = []
+    for world in _recorded(variant).worlds:
+        cost, latency, slo, hours = (
+            (_result(world, "ours", intent), _result(world, _RULE, intent))
+            for intent in ("min-cost", "min-latency", "latency-slo", "min-gpu-hours")
+        )
+        guards = [_mean([seed.metrics.guard_ratio for seed in result.seeds]) for result in cost]
+        p95 = _mean_ratio([(a.metrics.e2e.p95_s, b.metrics.e2e.p95_s) for a, b in _pairs(*latency)])
+        rows.append(
+            [
+                world.name,
+                _either(*cost),
+                " and ".join(guards),
+                _either(*latency),
+                "-" if p95 is None else f"{p95:.2f}",
+                f"{_share(slo[0].seeds)} for {_share(slo[1].seeds)}",
+                _either(*hours),
+            ]
+        )
+    head = (
+        "world",
+        "`min-cost`",
+        "guard, ours and rule",
+        "`min-latency` P50",
+        "P95",
+        "`latency-slo`",
+        "`min-gpu-hours`",
+    )
+    return _table(head, rows)
+
+
+def variants_table() -> str:
+    """Return for each contestant in how many cells (world, seed) it loses nothing to the strong rule."""
+    rows = []
+    for variant in ("as-stated", "rates-given", "slow-all-reduce", "slow-steps", "costly-sharing"):
+        for contestant in _SHOWN:
+            cells = [_cells(variant, contestant, intent) for intent in ("min-latency", "latency-slo", "min-cost")]
+            rows.append([variant.replace("-", " "), f"`{contestant}`", *map(_held, cells)])
+    head = ("variant", "contestant", "P50 of E2E", "SLOs kept", "cost")
+    return _table(head, rows)
+
+
+def oracle_table() -> str:
+    """Return the strong rule, the best of the contestants with its information and ours, over the oracle."""
+    rows = []
+    for world in _recorded("with-oracle").worlds:
+        row = [world.name]
+        for intent in ("min-cost", "min-latency", "latency-slo"):
+            oracle = _result(world, _ORACLE, intent)
+            for contestant in ("ours", _RULE, "alpaserve"):
+                row.append(_either(_result(world, contestant, intent), oracle))
+        rows.append(row)
+    names = ("ours", "rule", "AlpaServe")
+    head = ("world", *(f"{what}: {name}" for what in ("cost", "P50", "SLO") for name in names))
+    return _table(head, rows)
+
+
+def _pairs(own: ContestantResult, other: ContestantResult) -> list[tuple[SeedResult, SeedResult]]:
+    return list(zip(own.seeds, other.seeds, strict=True))
+
+
+def _either(own: ContestantResult, other: ContestantResult) -> str:
+    """Return the ratio, or which of the two is lost."""
+    from iserve.evaluation.document import ratio
+
+    lost = [any(seed.score is None for seed in result.seeds) for result in (own, other)]
+    if all(lost):
+        return "both lost"
+    if any(lost):
+        return "lost" if lost[0] else f"{'oracle' if other.contestant == _ORACLE else 'rule'} lost"
+    found = ratio(own.seeds, other.seeds, own.intent)
+    return "lost" if found is None else f"{found:.2f}"
+
+
+def _cells(variant: str, contestant: str, intent: str) -> list[float]:
+    """Return the ratio to the strong rule of every cell that it does not lose; infinite: lost."""
+    from iserve.evaluation.document import ratio
+
+    found = []
+    for world in _recorded(variant).worlds:
+        for own, rule in _pairs(_result(world, contestant, intent), _result(world, _RULE, intent)):
+            if rule.score is None or (intent == "latency-slo" and rule.metrics.slo_fraction == 0):
+                continue
+            value = ratio([own], [rule], _result(world, contestant, intent).intent)
+            found.append(math.inf if value is None else value)
+    return found
+
+
+def _held(cells: list[float]) -> str:
+    finite = [cell for cell in cells if math.isfinite(cell)]
+    mean = math.exp(sum(map(math.log, finite)) / len(finite)) if finite else math.inf
+    lost = len(cells) - len(finite)
+    words = f"{sum(cell <= _GOAL for cell in cells)} of {len(cells)}"
+    if finite:
+        words += f"; {mean:.2f}, worst {max(finite):.2f}"
+    return words + (f"; {lost} lost" if lost else "")
+
+
+def _mean_ratio(pairs: list[tuple[float | None, float | None]]) -> float | None:
+    logs = [math.log(own / other) for own, other in pairs if own and other]
+    return math.exp(sum(logs) / len(logs)) if len(logs) == len(pairs) else None
+
+
+def _share(seeds: Sequence[SeedResult]) -> str:
+    return f"{sum(seed.metrics.slo_fraction for seed in seeds) / len(seeds):.1%}"
+
+
+def _mean(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return "-" if len(known) < len(values) else f"{sum(known) / len(known):.1f}"

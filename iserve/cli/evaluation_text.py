@@ -1,0 +1,88 @@
+"""Text of ``iserve evaluate``: a table for each world and intent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from iserve.cli.render import console, print_rows, seconds
+from planner.intent import IntentKind
+
+if TYPE_CHECKING:
+    from iserve.evaluation.document import ContestantResult, EvaluationDocument, WorldResult
+    from iserve.evaluation.metrics import Metrics
+
+__all__ = ["print_evaluation"]
+
+_JUDGED_BY = {
+    IntentKind.MIN_COST: "GPU x s per request, within the guard",
+    IntentKind.MIN_LATENCY: "P50 of E2E",
+    IntentKind.LATENCY_SLO: "share of SLOs kept",
+    IntentKind.MIN_GPU_HOURS: "GPU-hours held, with 99% answered",
+}
+_HEAD = (
+    "contestant", "/best", "/rule", "/oracle", "E2E p50", "p95", "TTFT p95", "answered", "SLO", "GPU-h", "GPU x s",
+    "$/1k", "guard",
+)  # fmt: skip
+
+
+def print_evaluation(document: EvaluationDocument) -> None:
+    """Print every contestant's means over the seeds, world by world and intent by intent."""
+    for world in document.worlds:
+        _print_world(world)
+
+
+def _print_world(world: WorldResult) -> None:
+    out, truth = console(), world.truth
+    out.print(f"{world.name}: {world.about}", style="bold")
+    changed = f"; set {', '.join(world.changed)}" if world.changed else ""
+    out.print(
+        f"{world.cluster}, information {world.information}, quality {world.quality}, "
+        f"{' + '.join(f'{number:,}' for number in world.requests)} requests; "
+        f"truth: all-reduce x{truth.all_reduce:g}, sharing {truth.sharing:g}, steps x{truth.step_times:g}, "
+        f"start-up {truth.startup_s:g} s{changed}"
+    )
+    for intent in dict.fromkeys(result.intent for result in world.results):
+        out.print(f"{intent}: judged by {_JUDGED_BY[intent]}")
+        print_rows(_HEAD, [_row(result) for result in world.results if result.intent is intent])
+    reasons = {
+        f"{result.contestant}, {result.intent}: {reason}"
+        for result in world.results
+        for seed in result.seeds
+        if seed.simulations is None
+        for reason in seed.reasons
+    }
+    for reason in sorted(reasons):
+        out.print(reason)
+
+
+def _row(result: ContestantResult) -> tuple[str, ...]:
+    metrics = [seed.metrics for seed in result.seeds]
+    lost = any(seed.score is None for seed in result.seeds)
+    name = f"{result.contestant}*" if result.has_trace else result.contestant
+    return (
+        name,
+        "lost" if lost else _ratio(result.against_best),
+        "lost" if lost else _ratio(result.against_rule),
+        "lost" if lost else _ratio(result.against_oracle),
+        _mean(metrics, lambda m: m.e2e.p50_s, seconds),
+        _mean(metrics, lambda m: m.e2e.p95_s, seconds),
+        _mean(metrics, lambda m: m.ttft.p95_s, seconds),
+        _mean(metrics, lambda m: m.answered_fraction, lambda value: f"{value:.1%}"),
+        _mean(metrics, lambda m: m.slo_fraction, lambda value: f"{value:.1%}"),
+        _mean(metrics, lambda m: m.gpu_hours, lambda value: f"{value:.3g}"),
+        _mean(metrics, lambda m: m.cost_gpu_s, lambda value: f"{value:.3g}"),
+        _mean(metrics, lambda m: m.cost_usd, lambda value: f"{1000 * value:.3g}"),
+        _mean(metrics, lambda m: m.guard_ratio, lambda value: f"{value:.2f}"),
+    )
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _mean(metrics: Sequence[Metrics], of: Callable[[Metrics], float | None], words: Callable[[float], str]) -> str:
+    """Return the mean over the seeds; a dash where one of them has none."""
+    values = [of(one) for one in metrics]
+    known = [value for value in values if value is not None]
+    return words(sum(known) / len(known)) if known and len(known) == len(values) else "-"

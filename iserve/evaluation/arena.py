@@ -1,0 +1,186 @@
+"""World for one seed, ready to be played: hardware, models as contestants and as the truth have them, requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+
+from daemon.engines.registry import capabilities_for
+from fingerprint.errors import BadInputError, ConfigError
+from fingerprint.families import read_spec
+from fingerprint.gpu_spec import GpuSpec
+from fingerprint.gpus import parse_gpus
+from fingerprint.model_spec import ModelSpec
+from iserve.evaluation.rules import least_tp
+from iserve.evaluation.situation import Asked, Replica, Situation
+from iserve.evaluation.sizing import Spot, size_together
+from iserve.evaluation.truth import TrueSteps, true_estimator
+from iserve.evaluation.workload import Load, load_of, make_requests
+from iserve.evaluation.world import Information, World, WorldModel
+from iserve.model_source import resolve
+from iserve.planning.pipeline import PlanOptions, check_context
+from iserve.simulation.running import SimulatedModel, idle_cluster, roofline_model
+from placement.types import ClusterSnapshot
+from planner.intent import IntentKind, Slo
+from traces.outcomes import Floats
+from traces.request import Request
+from traces.simulator.scenario import Deploy, Scenario
+from traces.simulator.step_model import StepModel
+
+__all__ = ["Arena", "make_arena"]
+
+_NEVER_STOP = 2**62  # however many wait, all requests are followed to their end
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arena:
+    """World for one seed."""
+
+    world: World
+    seed: int
+    folder: Path  # where relative paths of the world begin
+    gpu: GpuSpec
+    cluster: ClusterSnapshot  # idle
+    models: Mapping[str, SimulatedModel]  # by deployment: what contestants believe
+    truths: Mapping[str, TrueSteps]  # by deployment: step times as the simulator has them
+    requests: tuple[Request, ...]
+    loads: Mapping[str, Load]
+    alone: Mapping[str, StepModel]  # by deployment, on the least TP that fits: for SLOs and the guard
+
+    @property
+    def groups(self) -> tuple[tuple[float, tuple[str, ...]], ...]:
+        """Deployments that are asked for at one time, together, by time."""
+        order = sorted(self.world.models, key=lambda model: model.deploy_at_s)
+        return tuple(
+            (at_s, tuple(model.name for model in group))
+            for at_s, group in groupby(order, key=lambda model: model.deploy_at_s)
+        )
+
+    def asked(self, name: str) -> Asked:
+        """Return the deployment as far as the world's information lets a contestant know it."""
+        load = self.loads[name]
+        mean = load.workload
+        known = self.world.information is not Information.NONE and load.rate_per_s > 0
+        return Asked(
+            name=name,
+            model=self.models[name],
+            slo=Slo(e2e_s=self.world.slo_multiple * self.alone_s(name, mean.input_tokens, mean.output_tokens)),
+            rate_per_s=load.rate_per_s if known else None,
+        )
+
+    def situation(
+        self,
+        names: tuple[str, ...],
+        intent: IntentKind,
+        cluster: ClusterSnapshot,
+        running: tuple[Replica, ...] = (),
+    ) -> Situation:
+        """Return the question in which ``names`` are asked for together."""
+        return Situation(
+            gpu=self.gpu,
+            cluster=cluster,
+            asked=tuple(self.asked(name) for name in names),
+            running=running,
+            expected=len(self.world.models),
+            intent=intent,
+            quality=self.world.quality,
+            planned_batch=self.world.planned_batch,
+        )
+
+    @cached_property
+    def all_alone_s(self) -> Floats:
+        """E2E of each request alone, in the order of ``requests``."""
+        return np.array([self.alone_s(one.model, one.input_tokens, one.output_tokens) for one in self.requests])
+
+    def alone_s(self, name: str, input_tokens: int, output_tokens: int) -> float:
+        """Return the E2E of one request alone, on the least TP that fits, by the truth."""
+        steps = self.alone[name]
+        later_s = steps.run_s(1, input_tokens + 1, output_tokens - 1) if output_tokens > 1 else 0.0
+        return steps.prompt_s(input_tokens) + later_s
+
+    def scenario(self, replicas: int) -> Scenario:
+        """Return the simulated world in which each deployment may have so many replicas."""
+        return Scenario(
+            cluster=self.cluster,
+            actions=tuple(
+                Deploy(at_s=model.deploy_at_s, name=model.name, model=model.name, replicas=replicas)
+                for model in sorted(self.world.models, key=lambda model: model.deploy_at_s)
+            ),
+            startup_s=self.world.truth.startup_s,
+            most_waiting=_NEVER_STOP,
+        )
+
+
+def make_arena(world: World, seed: int, folder: Path) -> Arena:
+    """Return ``world`` for one seed.
+
+    Raises:
+        ConfigError: a model's shape or the requests cannot be used.
+        InfeasibleError: a model that no TP degree holds on an empty GPU.
+    """
+    gpu, count = parse_gpus(world.cluster)
+    requests = make_requests(world, seed, folder)
+    loads = load_of(world, requests)
+    models, truths = {}, {}
+    for one in world.models:
+        spec = _spec_of(one, folder)
+        options = PlanOptions(workload=loads[one.name].workload)
+        try:
+            check_context(spec, options.workload)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{world.name}: {one.name}: {error}, or max_input_tokens and max_output_tokens"
+            ) from error
+        model = roofline_model(one.name, spec, gpu, options, world.engine)
+        models[one.name] = replace(model, engines=tuple(table.unprepared() for table in model.engines))
+        estimator = true_estimator(spec, gpu, capabilities_for(world.engine), world.truth)
+        truths[one.name] = TrueSteps(estimator)
+    bare = Arena(
+        world=world,
+        seed=seed,
+        folder=folder,
+        gpu=gpu,
+        cluster=idle_cluster(gpu, count, per_node=world.gpus_per_node),
+        models=models,
+        truths=truths,
+        requests=requests,
+        loads=loads,
+        alone={},
+    )
+    return replace(bare, alone={name: _alone(bare, name) for name in world.names})
+
+
+def _alone(arena: Arena, name: str) -> StepModel:
+    """Return the steps of the least TP that fits, on GPUs of its own."""
+    load, limit = arena.loads[name], Slo(e2e_s=1.0)  # which the rule does not look at
+    asked = Asked(name=name, model=arena.models[name], slo=limit)
+    situation = Situation(
+        gpu=arena.gpu,
+        cluster=arena.cluster,
+        asked=(asked,),
+        running=(),
+        expected=1,
+        intent=IntentKind.MIN_LATENCY,
+        quality=arena.world.quality,
+        planned_batch=arena.world.planned_batch,
+    )
+    config = least_tp(asked, situation)
+    placed = size_together(situation, [Spot(asked, config, arena.cluster.gpus[: config.tp])])
+    assert placed is not None, f"the least TP holds {load.workload} on empty GPUs"
+    return arena.truths[name](config, placed[0].limits)
+
+
+def _spec_of(model: WorldModel, folder: Path) -> ModelSpec:
+    if model.config is not None:
+        try:
+            return read_spec(model.config)
+        except BadInputError as error:
+            raise ConfigError(f"config of {model.name!r}: {error}") from error
+    assert model.model is not None, "the schema saw to it"
+    local = folder / model.model
+    return resolve(str(local) if local.exists() else model.model, need_weights=False).spec

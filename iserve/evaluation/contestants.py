@@ -1,0 +1,231 @@
+"""Contestants by name: today's product, rules of one line, and baselines, each as a function of a situation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fingerprint.errors import ConfigError
+from iserve.evaluation.arena import Arena
+from iserve.evaluation.rules import Idle, Rule
+from iserve.evaluation.situation import Asked, Contestant, Decision, Replica, Situation
+from iserve.simulation.baselines import Baseline, alpaserve, prepare, static_deployer
+from iserve.simulation.baselines import World as BaselineWorld
+from iserve.simulation.running import PlannedDeployer, SimulatedModel
+from placement.routing import LeastOutstanding
+from planner.costs import objective_of
+from planner.intent import Intent, IntentKind, Slo
+from traces.baselines.fixed import Fixed
+from traces.baselines.model_info import without
+from traces.simulator.scenario import Deploy, Deployed, Deployer, NotDeployed, Scenario
+
+__all__ = [
+    "ALPASERVE",
+    "CONTESTANTS",
+    "ORACLE",
+    "STANDARD",
+    "STRONG_RULE",
+    "Kind",
+    "check_names",
+    "make_contestant",
+]
+
+OURS = "ours"
+OURS_PLANNED = "ours-batch"
+STRONG_RULE = "rule-min-tp-full"
+ALPASERVE = "alpaserve"
+ORACLE = "oracle"
+AICONFIGURATOR = "aiconfigurator"
+
+RULES = (
+    Rule(name="rule-min-tp"),
+    Rule(name=STRONG_RULE, full=True),
+    Rule(name="rule-replicas", full=True, idle=Idle.REPLICAS),
+    Rule(name="rule-more-tp", full=True, idle=Idle.TP),
+    Rule(name="first-fit", packs=True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Kind of contestant: its description, what it depends on, and what it knows."""
+
+    about: str
+    by_intent: bool = False
+    has_trace: bool = False  # more information than the rest: reported as regret
+
+
+CONTESTANTS = {
+    OURS: Kind("iServe as `iserve deploy` decides by default, one model after the other", by_intent=True),
+    OURS_PLANNED: Kind("the same, planned and launched for the planned batch (`--batch`)", by_intent=True),
+    "rule-min-tp": Kind("least TP that fits, least used GPUs, KV room for the planned batch"),
+    STRONG_RULE: Kind("the same with all free KV room and a batch of 256: the strong rule"),
+    "rule-replicas": Kind("the strong rule, and replicas of the models in turn on idle GPUs"),
+    "rule-more-tp": Kind("the strong rule, and TP doubled in turn over idle GPUs"),
+    "max-tp": Kind("most TP, the largest batch with which all models fit"),
+    "first-fit": Kind("least TP that fits on the fullest GPUs that have room, KV room for the planned batch"),
+    AICONFIGURATOR: Kind("AIConfigurator's choice, where a recording has an answer", by_intent=True),
+    ALPASERVE: Kind("AlpaServe's search, given the trace and the believed step times", has_trace=True),
+    ORACLE: Kind("seeded search with the simulator itself, given trace and truth", by_intent=True, has_trace=True),
+}
+STANDARD = tuple(name for name, kind in CONTESTANTS.items() if not kind.has_trace and name != AICONFIGURATOR)
+
+
+def check_names(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return ``names``, or the standard contestants where there are none. Raises ConfigError: an unknown name."""
+    for name in names:
+        if name not in CONTESTANTS:
+            raise ConfigError(f"there is no contestant {name!r}; there are {', '.join(CONTESTANTS)}")
+    return tuple(dict.fromkeys(names)) or STANDARD
+
+
+def make_contestant(name: str, arena: Arena) -> Contestant:
+    """Return a contestant by name; the oracle is ``oracle.search``'s.
+
+    Raises:
+        ConfigError: AlpaServe with too many requests.
+    """
+    rules = {rule.name: rule for rule in RULES}
+    if name in rules:
+        return rules[name]
+    if name in (OURS, OURS_PLANNED):
+        return Ours(name, for_planned_batch=name == OURS_PLANNED)
+    if name == "max-tp":
+        return ByDeployer(name, _max_tp)
+    if name == AICONFIGURATOR:
+        return ByDeployer(name, _by_answers(arena))
+    if name == ALPASERVE:
+        return ByDeployer(name, _alpaserve(arena))
+    raise ConfigError(f"there is no contestant {name!r}")
+
+
+class Ours:
+    """Planner of ``iserve deploy`` (implements ``Contestant``): one model after the other, by the intent.
+
+    Each is planned with the product's defaults for its mean request and its longest one: one request at a time and
+    as many served as memory holds or, at a known rate, the planned batch. The number of deployments is given
+    where the intent takes it.
+
+    Args:
+        for_planned_batch: plan and launch for the planned batch in any case, as the rules do.
+    """
+
+    def __init__(self, name: str, *, for_planned_batch: bool = False) -> None:
+        self.name, self._for_planned_batch = name, for_planned_batch
+        self._deployers: dict[tuple[str, IntentKind], PlannedDeployer] = {}
+
+    def __call__(self, situation: Situation) -> Decision:
+        return _one_by_one(situation, lambda asked: self._deployer(asked, situation))
+
+    def _deployer(self, asked: Asked, situation: Situation) -> PlannedDeployer:
+        key = (asked.name, situation.intent)
+        if key not in self._deployers:
+            self._deployers[key] = PlannedDeployer(situation.gpu, [self._model(asked, situation)])
+        return self._deployers[key]
+
+    def _model(self, asked: Asked, situation: Situation) -> SimulatedModel:
+        kind, model = situation.intent, asked.model
+        intent = Intent(
+            kind=kind,
+            slo=asked.slo if kind is IntentKind.LATENCY_SLO else None,
+            rate_per_s=asked.rate_per_s,
+            quality=situation.quality,
+        )
+        is_default = asked.rate_per_s is None and not self._for_planned_batch
+        batch = 1 if is_default else situation.planned_batch
+        options = replace(
+            model.options,
+            intent=intent,
+            workload=replace(model.options.workload, batch=batch),
+            more_requests=is_default,
+            expect=situation.expected if objective_of(intent).of_all else 0,
+        )
+        return replace(model, options=options)
+
+
+@dataclass(frozen=True, slots=True)
+class ByDeployer:
+    """Contestant that a deployer of the simulator is, made anew in each situation (implements ``Contestant``)."""
+
+    name: str
+    deployer_of: Callable[[Situation], Deployer]
+
+    def __call__(self, situation: Situation) -> Decision:
+        deployer = self.deployer_of(situation)
+        return _one_by_one(situation, lambda asked: deployer, all_replicas=self.name == ALPASERVE)
+
+
+def _one_by_one(
+    situation: Situation, deployer_of: Callable[[Asked], Deployer], *, all_replicas: bool = False
+) -> Decision:
+    """Return what deployers place one after the other, each on what those before it left.
+
+    Args:
+        all_replicas: a deployer is asked for replicas until it has no more; else for one.
+    """
+    cluster, replicas, reasons = situation.cluster, list[Replica](), list[str]()
+    for asked in situation.asked:
+        deployer, placed = deployer_of(asked), 0
+        while all_replicas or not placed:
+            found = deployer(asked.name, cluster)
+            if isinstance(found, NotDeployed):
+                reasons += [] if placed else [f"{asked.name}: {found.reason}"]
+                break
+            cluster, placed = without(cluster, found.placement), placed + 1
+            replicas.append(_replica(asked.name, found))
+    return Decision(replicas=tuple(replicas), reasons=tuple(reasons))
+
+
+def _replica(name: str, found: Deployed) -> Replica:
+    assert found.config is not None, "each of these deployers names its configuration"
+    return Replica(deployment=name, config=found.config, placement=found.placement, limits=found.steps.limits)
+
+
+def _baseline_world(situation: Situation, arena: Arena | None = None) -> BaselineWorld:
+    """Return the situation as the baselines of ``iserve simulate`` know it, for the planned batch."""
+    models = {asked.name: _for_planned_batch(asked.model, situation) for asked in situation.asked}
+    actions = tuple(Deploy(at_s=0.0, name=asked.name, model=asked.name) for asked in situation.asked)
+    scenario = Scenario(cluster=situation.cluster, actions=actions) if arena is None else arena.scenario(1)
+    return BaselineWorld(situation.gpu, models, scenario)
+
+
+def _for_planned_batch(model: SimulatedModel, situation: Situation) -> SimulatedModel:
+    workload = replace(model.options.workload, batch=situation.planned_batch)
+    intent = Intent(
+        kind=situation.intent,
+        slo=Slo(e2e_s=1e9) if situation.intent is IntentKind.LATENCY_SLO else None,
+        quality=situation.quality,
+    )
+    return replace(model, options=replace(model.options, workload=workload, intent=intent))
+
+
+def _max_tp(situation: Situation) -> Deployer:
+    return static_deployer(Baseline.MAX_TP, _baseline_world(situation))
+
+
+def _by_answers(arena: Arena) -> Callable[[Situation], Deployer]:
+    recorded = arena.world.aiconfigurator_answers
+    if recorded is None:
+        return lambda situation: Fixed("a world without aiconfigurator_answers", {})
+    answers = arena.folder / recorded
+    labels = {model.name: Path(model.model or model.name).name for model in arena.world.models}
+
+    def deployer(situation: Situation) -> Deployer:
+        world = _baseline_world(situation)
+        own = {name: labels[name] for name in world.models}
+        prepared, _ = prepare(
+            Baseline.AICONFIGURATOR, world, (), slo=None, router=LeastOutstanding(), answers=answers, labels=own
+        )
+        return prepared.deployer
+
+    return deployer
+
+
+def _alpaserve(arena: Arena) -> Callable[[Situation], Deployer]:
+    """Return the deployer of one search for the whole trace, by the believed step times."""
+    everything = arena.situation(arena.world.names, IntentKind.LATENCY_SLO, arena.cluster)
+    slos = {asked.name: asked.slo for asked in everything.asked}
+    world = _baseline_world(everything, arena)
+    prepared = alpaserve(world, arena.requests, slos, router=LeastOutstanding())
+    return lambda situation: prepared.deployer

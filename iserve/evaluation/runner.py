@@ -1,0 +1,157 @@
+"""Runner of worlds: every contestant under every intent for every seed, each simulation done once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from iserve.evaluation.arena import Arena, make_arena
+from iserve.evaluation.contestants import CONTESTANTS, ORACLE, STRONG_RULE, check_names, make_contestant
+from iserve.evaluation.document import ContestantResult, EvaluationDocument, SeedResult, WorldResult, compared
+from iserve.evaluation.metrics import Metrics, metrics_of, score
+from iserve.evaluation.oracle import search
+from iserve.evaluation.play import Played, play
+from iserve.evaluation.situation import Contestant, Replica
+from iserve.evaluation.world import World
+from planner.intent import IntentKind
+
+__all__ = ["WorldRun", "evaluate"]
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class WorldRun:
+    """World that is to be run, where it was read from, and what was changed in it."""
+
+    world: World
+    folder: Path
+    changed: tuple[str, ...] = ()
+
+
+def evaluate(
+    runs: Sequence[WorldRun],
+    *,
+    contestants: tuple[str, ...] = (),
+    seeds: int | None = None,
+    report: Report = lambda text: None,
+) -> EvaluationDocument:
+    """Return every contestant's metrics in every world.
+
+    Args:
+        contestants: in place of those that the worlds name; none: the worlds' own.
+        seeds: the first so many of each world; None: all.
+        report: is given a line before each piece of work.
+
+    Raises:
+        ConfigError: an unknown contestant, or a world that cannot be used.
+    """
+    began_s = time.monotonic()
+    for run in runs:
+        check_names(contestants or run.world.contestants)
+    worlds = tuple(_evaluated(run, contestants or run.world.contestants, seeds, report) for run in runs)
+    return EvaluationDocument(worlds=worlds, seconds=time.monotonic() - began_s)
+
+
+def _evaluated(run: WorldRun, contestants: tuple[str, ...], seeds: int | None, report: Report) -> WorldResult:
+    world, names = run.world, check_names(contestants)
+    taken = world.seeds if seeds is None else world.seeds[:seeds]
+    found: dict[tuple[str, IntentKind], list[SeedResult]] = {}
+    numbers = []
+    for seed in taken:
+        arena = make_arena(world, seed, run.folder)
+        numbers.append(len(arena.requests))
+        course = _Course(arena, report)
+        for intent in world.intents:
+            for name in names:
+                found.setdefault((name, intent), []).append(course.result(name, intent, names))
+    results = [
+        ContestantResult(
+            contestant=name, intent=intent, has_trace=CONTESTANTS[name].has_trace, seeds=tuple(of_seeds)
+        )
+        for (name, intent), of_seeds in found.items()
+    ]
+    return WorldResult(
+        name=world.name,
+        about=world.about,
+        cluster=world.cluster,
+        information=world.information,
+        quality=world.quality,
+        truth=world.truth,
+        changed=run.changed,
+        requests=tuple(numbers),
+        results=compared(results, strong_rule=STRONG_RULE, oracle=ORACLE),
+    )
+
+
+class _Course:
+    """All contestants in one arena."""
+
+    def __init__(self, arena: Arena, report: Report) -> None:
+        self._arena, self._report = arena, report
+        self._made: dict[str, Contestant] = {}
+        self._played: dict[tuple[str, IntentKind | None], tuple[Metrics, Played]] = {}
+
+    def result(self, name: str, intent: IntentKind, names: tuple[str, ...]) -> SeedResult:
+        if name == ORACLE:
+            return self._searched(intent, names)
+        metrics, played = self._course_of(name, intent)
+        return self._seed_result(metrics, played.replicas, intent, reasons=played.reasons)
+
+    def _course_of(self, name: str, intent: IntentKind) -> tuple[Metrics, Played]:
+        key = (name, intent if CONTESTANTS[name].by_intent else None)
+        if key not in self._played:
+            self._tell(name, intent)
+            played = play(self._arena, self._contestant(name), intent)
+            self._played[key] = (metrics_of(self._arena, played.result), played)
+        return self._played[key]
+
+    def _contestant(self, name: str) -> Contestant:
+        made = self._made.get(name)
+        if made is None:
+            made = self._made[name] = make_contestant(name, self._arena)
+        return made
+
+    def _searched(self, intent: IntentKind, names: tuple[str, ...]) -> SeedResult:
+        starts = [self._course_of(name, intent)[1].replicas for name in names if name != ORACLE]
+        if not starts:
+            starts = [self._course_of(STRONG_RULE, intent)[1].replicas]
+        self._tell(ORACLE, intent)
+        found = search(self._arena, intent, starts, self._arena.world.oracle)
+        notes = (f"{found.simulations} simulations",)
+        return self._seed_result(
+            found.metrics, found.replicas, intent, reasons=notes, simulations=found.simulations
+        )
+
+    def _tell(self, name: str, intent: IntentKind) -> None:
+        self._report(f"{self._arena.world.name}, seed {self._arena.seed}, {intent}: {name}")
+
+    def _seed_result(
+        self,
+        metrics: Metrics,
+        replicas: tuple[Replica, ...],
+        intent: IntentKind,
+        *,
+        reasons: tuple[str, ...],
+        simulations: int | None = None,
+    ) -> SeedResult:
+        return SeedResult(
+            seed=self._arena.seed,
+            metrics=metrics,
+            score=score(metrics, intent),
+            plan=tuple(_words(replica) for replica in replicas),
+            reasons=reasons,
+            simulations=simulations,
+        )
+
+
+def _words(replica: Replica) -> str:
+    config, limits = replica.config, replica.limits
+    pp = f",pp={config.pp}" if config.pp > 1 else ""
+    weights = "" if config.weights == "16bit" else f",weights={config.weights}"
+    devices = "+".join(device.rpartition(":")[2] for device in replica.placement.device_ids)
+    return f"{replica.deployment}: tp={config.tp}{pp}{weights} on {devices}, {limits.max_batch} at once" + (
+        "" if limits.kv_tokens is None else f", {limits.kv_tokens:,} KV tokens"
+    )

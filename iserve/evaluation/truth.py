@@ -1,0 +1,79 @@
+"""Step times as the simulator has them: the planner's estimates, with the factors that a world's truth states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fingerprint.capability import EngineCapabilities
+from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.estimates import Estimate, Estimator, Quantity
+from fingerprint.estimators.roofline import CALIBRATED, RooflineEstimator
+from fingerprint.gpu_spec import GpuSpec
+from fingerprint.model_spec import ModelSpec
+from iserve.evaluation.world import Truth
+from traces.simulator.contention import Contention
+from traces.simulator.step_model import Limits, StepModel, tabulate
+
+__all__ = ["ScaledEstimator", "TrueSteps", "sharing_with", "true_estimator"]
+
+
+class ScaledEstimator:
+    """Estimator whose times are those of another one, times a factor (implements ``Estimator``)."""
+
+    def __init__(self, estimator: Estimator, factor: float) -> None:
+        self.name = f"{estimator.name} x {factor:g}"
+        self._estimator, self._factor = estimator, factor
+
+    def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
+        found = self._estimator.estimate(config, workload)
+        return replace(found, ttft_s=self._scaled(found.ttft_s), tpot_s=self._scaled(found.tpot_s))
+
+    def _scaled(self, of: Quantity) -> Quantity:
+        return Quantity(of.value * self._factor, of.low * self._factor, of.high * self._factor, of.source)
+
+
+def true_estimator(
+    spec: ModelSpec, gpu: GpuSpec, engines: Sequence[EngineCapabilities], truth: Truth
+) -> Estimator:
+    """Return the estimator of ``truth``: communication takes ``all_reduce``, every step ``step_times`` as long.
+
+    Communication is the all-reduces of tensor parallelism and the transfers between pipeline stages.
+    """
+    factor = truth.all_reduce
+    constants = replace(
+        CALIBRATED,
+        link_efficiency=CALIBRATED.link_efficiency / factor,
+        all_reduce_latency_s=CALIBRATED.all_reduce_latency_s * factor,
+        all_reduce_hop_s=CALIBRATED.all_reduce_hop_s * factor,
+        handover_latency_s=CALIBRATED.handover_latency_s * factor,
+    )
+    eager = frozenset(table.engine for table in engines if table.eager)
+    roofline = RooflineEstimator(spec, gpu, constants=constants, eager=eager)
+    return roofline if truth.step_times == 1 else ScaledEstimator(roofline, truth.step_times)
+
+
+class TrueSteps:
+    """Step tables of one model under the truth, made once for each configuration and limits."""
+
+    def __init__(self, estimator: Estimator) -> None:
+        self._estimator = estimator
+        self._made: dict[tuple[DeploymentConfig, Limits], StepModel] = {}
+
+    def __call__(self, config: DeploymentConfig, limits: Limits) -> StepModel:
+        key = (config, limits)
+        if key not in self._made:
+            self._made[key] = tabulate(self._estimator, config, limits)
+        return self._made[key]
+
+
+def sharing_with(overhead: float) -> Contention:
+    """Return processor sharing in which k busy engines on a GPU cost each a factor of ``overhead`` x k."""
+
+    def factor(others: float) -> float:
+        return 1.0 + overhead * others + (overhead - 1.0) * min(1.0, others)
+
+    def speed(stages: Sequence[tuple[float, Sequence[float]]]) -> float:
+        return min(1.0, 1.0 / sum(share * factor(max(others)) for share, others in stages))
+
+    return speed

@@ -1,0 +1,91 @@
+"""Record of all worlds of ``notebooks/worlds``, as stated and with other knowledge and other truths.
+
+Run: ``python -m notebooks.figures.worlds [VARIANT...]``; the results are in ``notebooks/results/worlds``, and
+``docs/world_tables.py`` makes tables of them. Nothing is measured: any machine gives the same figures, but for the
+oracle, whose search ends by the clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from fingerprint.codec import from_json, to_json
+from iserve.evaluation.contestants import ALPASERVE, ORACLE, STANDARD
+from iserve.evaluation.document import EvaluationDocument
+from iserve.evaluation.runner import WorldRun, evaluate
+from iserve.evaluation.world_file import read_world
+
+__all__ = ["RESULTS", "VARIANTS", "Recorded", "read", "record"]
+
+WORLDS = Path(__file__).parents[1] / "worlds"
+RESULTS = Path(__file__).parents[1] / "results" / "worlds"
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Change that is made in every world, and the contestants and seeds that are run."""
+
+    changes: tuple[str, ...] = ()
+    contestants: tuple[str, ...] = STANDARD
+    seeds: int | None = None
+
+
+VARIANTS: Mapping[str, Variant] = {
+    "as-stated": Variant(),
+    "rates-given": Variant(("information=rates",)),
+    "slow-all-reduce": Variant(("truth.all_reduce=4",), seeds=1),
+    "slow-steps": Variant(("truth.step_times=1.5",), seeds=1),
+    "costly-sharing": Variant(("truth.sharing=1.5",), seeds=1),
+    "with-oracle": Variant(
+        ("oracle.seconds=10", "intents=[min-cost, min-latency, latency-slo]"),
+        (*STANDARD, ALPASERVE, ORACLE),
+        seeds=1,
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recorded:
+    """Evaluation of one variant, and when it was run."""
+
+    created_at: str  # ISO 8601, UTC
+    variant: str
+    document: EvaluationDocument
+
+
+def record(name: str) -> Recorded:
+    """Run one variant in all worlds."""
+    variant = VARIANTS[name]
+    runs = [
+        WorldRun(read_world(path, variant.changes), path.parent, variant.changes)
+        for path in sorted(WORLDS.glob("*.yaml"))
+    ]
+    document = evaluate(runs, contestants=variant.contestants, seeds=variant.seeds, report=print)
+    return Recorded(created_at=datetime.now(UTC).isoformat(timespec="seconds"), variant=name, document=document)
+
+
+def read(name: str) -> Recorded:
+    """Return what is committed of a variant."""
+    path = RESULTS / f"{name}.json.gz"
+    return from_json(gzip.decompress(path.read_bytes()), Recorded, what=str(path))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("variants", nargs="*", metavar="VARIANT", help=f"of {', '.join(VARIANTS)}; all without")
+    names = parser.parse_args().variants or list(VARIANTS)
+    if unknown := sorted(set(names) - set(VARIANTS)):
+        parser.error(f"there is no variant {', '.join(unknown)}; there are {', '.join(VARIANTS)}")
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        packed = gzip.compress(to_json(record(name)), mtime=0)
+        (RESULTS / f"{name}.json.gz").write_bytes(packed)
+
+
+if __name__ == "__main__":
+    main()

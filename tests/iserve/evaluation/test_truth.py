@@ -1,0 +1,42 @@
+"""Truth of a world: its factors change the times that they name and no other."""
+
+from __future__ import annotations
+
+import pytest
+
+from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.estimators.roofline import all_reduce_s
+from fingerprint.families import read_spec
+from fingerprint.gpus import gpu_spec
+from iserve.evaluation.truth import sharing_with, true_estimator
+from iserve.evaluation.world import Truth
+from tests.iserve.evaluation.worlds import LLAMA_8B
+
+SPEC, H200 = read_spec(LLAMA_8B), gpu_spec("h200-sxm")
+WORK = Workload(8, 500, 100)
+
+
+def times(truth: Truth, **config: int) -> tuple[float, float]:
+    estimate = true_estimator(SPEC, H200, (), truth).estimate(DeploymentConfig(engine="vllm", **config), WORK)
+    return estimate.ttft_s.value, estimate.tpot_s.value
+
+
+def test_one_gpu_has_no_all_reduce_to_slow_down() -> None:
+    assert times(Truth(all_reduce=7)) == times(Truth())
+
+
+def test_slow_all_reduce_adds_its_own_time() -> None:
+    """Two all-reduces in each of 32 layers, of 8 tokens in a decode step."""
+    added = times(Truth(all_reduce=7), tp=2)[1] - times(Truth(), tp=2)[1]
+    assert added == pytest.approx(6 * 2 * 32 * all_reduce_s(H200, 4096, 2, 8), rel=1e-9)
+
+
+def test_step_times_scale_every_time() -> None:
+    scaled, plain = times(Truth(step_times=1.5), tp=2), times(Truth(), tp=2)
+    assert scaled == pytest.approx([1.5 * value for value in plain], rel=1e-12)
+
+
+@pytest.mark.parametrize(("engines", "speed"), [(1, 1.0), (2, 1 / 2.2), (3, 1 / 3.3)])
+def test_busy_engines_on_a_gpu_cost_each_a_tenth_more_than_their_number(engines: int, speed: float) -> None:
+    """Measured on an H200: 2.16 to 2.24 times with two busy engines, 3.28 to 3.34 with three."""
+    assert sharing_with(1.1)([(1.0, [engines - 1.0])]) == pytest.approx(speed)
