@@ -22,7 +22,8 @@ def served(shared_home: Any) -> Any:
 
 @contextmanager
 def clients(home: Any) -> Iterator[list[str]]:
-    """Two clients that ask all the time: the answers that they got by then."""
+    """Two clients that ask again and again, with a pause that leaves the new workers some of the CPU to start on:
+    the answers that they got by then."""
     answers: list[str] = []
     failures: list[Exception] = []
     stopped = threading.Event()
@@ -30,7 +31,7 @@ def clients(home: Any) -> Iterator[list[str]]:
     def ask() -> None:
         client = home.openai()
         try:
-            while not stopped.is_set():
+            while not stopped.wait(0.05):
                 answer = client.completions.create(
                     model=DEMO, prompt="123+456=", max_tokens=48, temperature=0, extra_body={"ignore_eos": True}
                 )
