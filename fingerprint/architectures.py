@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import lru_cache
 
 __all__ = ["Architectures", "Listed"]
 
@@ -49,5 +50,11 @@ class Architectures:
             return None
         if (reason := self.reasons.get(architecture)) is not None:
             return reason
-        nearest = get_close_matches(architecture[:_MOST_CHARACTERS], self.listed, n=_NEAREST)
+        nearest = _nearest(architecture[:_MOST_CHARACTERS], tuple(self.listed))
         return self.otherwise + (f"; nearest of those it has: {', '.join(nearest)}" if nearest else "")
+
+
+@lru_cache(maxsize=1024)
+def _nearest(name: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names most like ``name``. Kept: a plan asks it for every candidate of an unknown architecture."""
+    return tuple(get_close_matches(name, names, n=_NEAREST))

@@ -18,7 +18,6 @@ from urllib.parse import quote
 
 from fingerprint.errors import BadInputError, ConfigError, ConflictError, NotFoundError, StateUnavailableError
 from fingerprint.output_file import output_file
-from iserve.state.schema import metadata
 
 __all__ = ["BackupContents", "back_up", "join_log", "restore", "state_file"]
 
@@ -159,6 +158,7 @@ def _bring_up_to_date(copy: Path, source: Path) -> None:
     import sqlalchemy as sa
 
     from iserve.state.database import open_database
+    from iserve.state.schema import metadata
 
     database = open_database(copy)
     try:

@@ -21,7 +21,9 @@ import pytest
 
 from daemon.process import ProcessRecord, is_alive, read_record
 from daemon.procfs import start_time_ticks
+from iserve.cli.home_processes import ProcessState, process_states
 from iserve.client import ControllerClient
+from iserve.settings import Settings
 from tests.iserve.postgres_server import PostgresServer, binaries
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -100,10 +102,13 @@ class Installation:
         """Return what the REST API answers the home's token."""
         return self.controller().get(path, object)
 
-    def worker_pids(self) -> dict[str, int]:
+    def worker_pids(self) -> dict[str, Any]:
         """Return process ids by worker."""
-        states = self.json("status")
-        return {s["name"].split()[1]: s["pid"] for s in states if s["name"].startswith("worker ")}
+        return {s.name.split()[1]: s.pid for s in self.states() if s.name.startswith("worker ")}
+
+    def states(self) -> tuple[ProcessState, ...]:
+        """Return what ``iserve status`` shows, without starting a command."""
+        return process_states(Settings(home=self.home))
 
     def openai(self, key: str = "none") -> openai.OpenAI:
         return openai.OpenAI(
@@ -130,6 +135,8 @@ class Installation:
 
     def clear(self) -> None:
         """End everything as a person would; whatever that leaves is killed, and then the test fails."""
+        if not self.processes():
+            return
         done = self.run("down", check=False)
         # The last of a group may take a moment to be gone after its leader.
         try:

@@ -21,6 +21,7 @@ from fingerprint.measurements import RankMemory
 from iserve.verify.bursts import BurstClient
 from iserve.verify.worker import CheckedWorker
 from tests.fingerprint.synthetic_machine import llama
+from tests.waiting import PATIENCE_S
 
 WORK = Workload(batch=3, input_tokens=5, output_tokens=7)
 STATS = WorkerStats(
@@ -96,7 +97,7 @@ def worker() -> Iterator[Worker]:
 
 
 def client(worker: Worker, vocab_size: int = 11) -> BurstClient:
-    return BurstClient(worker.url, "m", vocab_size, timeout_s=10.0, seed=1)
+    return BurstClient(worker.url, "m", vocab_size, timeout_s=PATIENCE_S, seed=1)
 
 
 def test_a_burst_is_one_request_of_as_many_prompts_as_the_batch_none_like_another(worker: Worker) -> None:

@@ -40,7 +40,7 @@ def test_own_code_is_measured_and_served_with_permission_only(
     kill(before)
     until(lambda: home.worker_pids().get(worker_id) not in (None, before), "the worker is started again")
     assert [line for line in of_vllm(home) if "--trust-remote-code" in line]
-    until(lambda: "ready" in str(home.json("ps")), "it is ready again")
+    until(lambda: home.deployment("chat")["status"] == "ready", "it is ready again")
     home.run("update", "chat", "--batch", "1")
     home.run("register", "mine", str(write_own(tmp_path / "other")))
     refused = home.run("update", "chat", "--batch", "2", check=False)

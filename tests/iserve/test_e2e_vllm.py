@@ -115,7 +115,7 @@ def test_deploy_serve_refuse_survive_remove(
 
     kill(before)
     until(lambda: vllm_home.worker_pids().get(worker_id) not in (None, before), "the worker is started again")
-    until(lambda: "ready" in str(vllm_home.json("status")), "it is ready again")
+    until(lambda: "(ready)" in str(vllm_home.states()), "it is ready again")
     again = client.completions.create(model="chat", prompt="hello", max_tokens=2, temperature=0)
     assert again.choices[0].text == "ab"
 

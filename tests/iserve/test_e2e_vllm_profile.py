@@ -123,7 +123,7 @@ def test_a_pinned_release_serves_whichever_comes_first_until_it_is_unpinned(
     ((worker_id, pid),) = home.worker_pids().items()
     kill(pid)
     until(lambda: home.worker_pids().get(worker_id) not in (None, pid), "the worker is started again")
-    until(lambda: home.json("ps")[0]["status"] == "ready", "it is ready again")
+    until(lambda: home.deployment("chat")["status"] == "ready", "it is ready again")
     assert started() == ("0.26.0", "vllm 0.26.0", True)
     home.run("update", "chat", "--engine-version", "newest")
     until(lambda: len(home.worker_pids()) == 1, "the former worker has drained")
@@ -132,7 +132,7 @@ def test_a_pinned_release_serves_whichever_comes_first_until_it_is_unpinned(
     home.run("down")
     set_version(next((environment / "lib").glob("*/site-packages")), "vllm", "0.25.1")
     home.run("up")
-    until(lambda: home.json("ps")[0]["status"] == "ready", "it is planned anew, for what it ran on is gone")
+    until(lambda: home.deployment("chat")["status"] == "ready", "it is planned anew, for what it ran on is gone")
     assert started() == ("0.25.1", "vllm 0.25.1", False)
 
 
@@ -195,6 +195,7 @@ def test_a_near_deployment_after_an_exact_one_measures_what_that_left_out(home: 
     """Else its fp8 would be the 16 bits' times scaled by datasheets, because an exact one came first."""
     nvml = tmp_path / "nvml" / "pynvml.py"
     nvml.write_text(nvml.read_text().replace("NVIDIA RTX A6000", "NVIDIA H200"))  # a GPU with fp8
+    home.settings["ISERVE_PROFILE_SECONDS"] = "30"  # for all of it, also on a busy machine
     fp8 = {"tp": 1, "pp": 1, "weights": "fp8", "kv": "16bit", "pruning": "none"}
 
     def planned() -> tuple[str, list[str]]:

@@ -30,7 +30,7 @@ from iserve.controller.profiling import last_words, within_what_is_free
 from tests.daemon import fake_nvml
 from tests.daemon.conftest import Node
 from tests.daemon.stranger import Stranger
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 GIB = 2**30
 TOTAL = 48 * GIB
@@ -204,7 +204,7 @@ class HungUp:
 def test_a_worker_that_hung_up_is_given_a_moment_to_be_seen_dead() -> None:
     """The daemon reports why it ended, at its next look; a closed port alone shows nothing."""
     with pytest.raises(EngineError, match="exit code -9; last words: Killed"):
-        WorkerProfileSession(HungUp(), call_timeout_s=5.0).memory()
+        WorkerProfileSession(HungUp(), call_timeout_s=PATIENCE_S).memory()
 
 
 class Trickle(http.server.BaseHTTPRequestHandler):

@@ -21,7 +21,7 @@ import pytest
 from daemon import exit_codes
 from daemon.worker_spec import StageAssignment
 from fingerprint.config import DeploymentConfig
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_until
 
 PROMPTS = [[5, 9, 33], [7], list(range(20, 60)), [90, 2, 2, 2, 41, 17, 8], [64, 3]]
 OUTPUT = 12
@@ -162,8 +162,10 @@ def test_a_lease_nobody_renews_ends_it(launch, spec, tmp_path: Path) -> None:
     renewing.start()
     try:
         worker = launch(spec(lease_ttl_s=2.0), lease=lease)
+        wait_until(lambda: "listens on" in worker.log(), "it watches its lease")
+        outlived_s = time.monotonic() + 3.0  # more than its time to live
         worker.wait_ready()
-        time.sleep(3.0)  # more than its time to live
+        time.sleep(max(0.0, outlived_s - time.monotonic()))
         assert "lease has run out" not in worker.log()
         assert worker.process.poll() is None
     finally:
@@ -202,9 +204,7 @@ def test_an_address_that_cannot_be_is_not_a_port_in_use(launch, spec, where: dic
 def test_a_stop_during_a_long_load_is_no_failure(launch, spec) -> None:
     """A load cannot be broken off; its process is."""
     worker = launch(spec(), slow_load=True)
-    end_s = time.monotonic() + PATIENCE_S
-    while "loading" not in worker.log() and time.monotonic() < end_s:
-        time.sleep(0.02)
+    wait_until(lambda: "loading" in worker.log(), "it loads")
     worker.process.send_signal(signal.SIGTERM)
     assert worker.process.wait(PATIENCE_S) == 0
     assert "in the middle of a load" in worker.log()

@@ -80,11 +80,11 @@ def test_sends_are_never_before_their_time_and_latencies_count_from_it(server: S
 
 def test_a_slow_server_does_not_slow_the_sender(server: StandIn) -> None:
     """The last request leaves before any answer has begun: a closed loop would have sent one."""
-    options = ReplayOptions(timeout_s=0.5)
+    options = ReplayOptions(timeout_s=2.0)
     outcomes, _ = replay(server.url, requests(40, every_s=0.005), ("silent",), options)
     assert (outcomes.failure == Failure.TIMEOUT).all()
     assert not np.isnan(outcomes.sent_s).any()
-    assert outcomes.sent_s.max() < 0.5 + outcomes.sent_s[0], "all left before the first was given up"
+    assert outcomes.sent_s.max() < 2.0 + outcomes.sent_s[0], "all left before the first was given up"
 
 
 def test_a_late_sender_is_seen_in_the_latency_from_the_schedule(server: StandIn) -> None:
@@ -156,7 +156,7 @@ def test_a_server_that_dies_in_the_middle_of_a_run() -> None:
     async def run() -> Outcomes:
         with stand_in() as dying:
             schedule = make_schedule(requests(40, every_s=0.02, tokens=2), ("fine",), ScheduleOptions())
-            run = Replay(schedule, resolve_endpoint(dying.url), ReplayOptions(timeout_s=5))
+            run = Replay(schedule, resolve_endpoint(dying.url), ReplayOptions(timeout_s=PATIENCE_S))
             task = asyncio.create_task(run.run())
             await asyncio.sleep(0.01)
             while run.progress().completed < 3:
@@ -188,13 +188,15 @@ def test_answers_that_are_no_http(answer: bytes, words: str) -> None:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await reader.readuntil(b"\r\n\r\n")
             writer.write(answer)
-            await asyncio.sleep(0.5)
+            await reader.read()  # until the client has left
             writer.close()
 
         async with await asyncio.start_server(serve, "127.0.0.1", 0) as broken:
             port = broken.sockets[0].getsockname()[1]
             schedule = make_schedule(requests(3), ("m",), ScheduleOptions())
-            run = Replay(schedule, resolve_endpoint(f"http://127.0.0.1:{port}"), ReplayOptions(timeout_s=5))
+            run = Replay(
+                schedule, resolve_endpoint(f"http://127.0.0.1:{port}"), ReplayOptions(timeout_s=PATIENCE_S)
+            )
             return await run.run(), run
 
     outcomes, run = asyncio.run(run())
@@ -214,7 +216,9 @@ def test_a_reset_before_an_answer_is_a_lost_connection() -> None:
         async with await asyncio.start_server(serve, "127.0.0.1", 0) as broken:
             port = broken.sockets[0].getsockname()[1]
             schedule = make_schedule(requests(3), ("m",), ScheduleOptions())
-            run = Replay(schedule, resolve_endpoint(f"http://127.0.0.1:{port}"), ReplayOptions(timeout_s=5))
+            run = Replay(
+                schedule, resolve_endpoint(f"http://127.0.0.1:{port}"), ReplayOptions(timeout_s=PATIENCE_S)
+            )
             return await run.run()
 
     assert (asyncio.run(run()).failure == Failure.CONNECTION_LOST).all()
