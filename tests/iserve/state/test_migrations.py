@@ -16,7 +16,7 @@ from sqlalchemy import text
 
 from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from fingerprint.codec import from_json, to_json
-from fingerprint.config import DeploymentConfig
+from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import (
     UnavailableError,
 )
@@ -239,6 +239,50 @@ def test_todays_names_lead_back_to_the_former_ones(where: Where, at: Callable[[]
     assert (json.loads(request), phase, unreadable) == (FORMER_REQUEST, "asleep", "no JSON")
     assert json.loads(plan) == json.loads(PLAN_OF_0008.read_text())
     assert kinds == ["accepted", "asleep", "waking"]
+
+
+VERIFICATION_OF_0009 = {
+    "config": {"tp": 1, "pp": 1, "engine": "torch", "weights": "16bit", "kv": "16bit", "pruning": "none"},
+    "workload": {"batch": 2, "input_tokens": 64, "output_tokens": 16},
+    "room": {"batch": 2, "input_tokens": 64, "output_tokens": 128},
+    "layers_per_stage": [8],
+    "measured_at": "2026-11-21T10:00:00+00:00",
+    "ttft_s": {"value": 0.5, "low": 0.4, "high": 0.6, "repeats": 5},
+    "tpot_s": None,
+    "memory_bytes_per_gpu": None,
+    "kv_tokens": 640,
+    "alone": {
+        "workload": {"batch": 1, "input_tokens": 64, "output_tokens": 16},
+        "ttft_s": {"value": 0.3, "low": 0.2, "high": 0.4, "repeats": 5},
+        "tpot_s": None,
+    },
+}
+
+
+def test_verifications_of_former_names_are_read_by_todays_and_lead_back(
+    where: Where, at: Callable[[], Store]
+) -> None:
+    bodies = (json.dumps(VERIFICATION_OF_0009), "no JSON", "[]")
+    database = open_database(where)
+    database.migrate(to="0009")
+    with database.write() as connection:
+        for number, body in enumerate(bodies):
+            insert = (
+                "INSERT INTO verifications (shape_hash, engine, machine_key, config, model, created_at, body) "
+                "VALUES ('s', 'torch', 'here', :config, 'm', 1.5, :body)"
+            )
+            connection.execute(text(insert), {"config": str(number), "body": body})
+    database.close()
+    store = at()
+    (row,) = store.verifications(shape_hash="s")
+    assert row.verification.launch_workload == Workload(2, 64, 128)
+    assert row.verification.single_request is not None
+    assert row.verification.single_request.workload == Workload(1, 64, 16)
+    store.close()
+    migrated_back(where, "0009")
+    with connected(where) as connection:
+        kept = connection.execute(text("SELECT body FROM verifications ORDER BY config")).scalars().all()
+    assert (json.loads(kept[0]), *kept[1:]) == (VERIFICATION_OF_0009, *bodies[1:])
 
 
 def test_migrations_lead_back_too(where: Where, at: Callable[[], Store]) -> None:

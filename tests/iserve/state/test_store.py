@@ -132,7 +132,7 @@ def verification(**config: int) -> Verification:
     return Verification(
         config=DeploymentConfig(**config),
         workload=Workload(),
-        room=Workload(),
+        launch_workload=Workload(),
         layers_per_stage=(8,),
         measured_at="2026-11-21T10:00:00+00:00",
         ttft_s=reading,
