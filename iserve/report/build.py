@@ -194,17 +194,17 @@ class _Planner:
     ) -> Verdict:
         """Return the words of a plan that was made here."""
         there = None if deployable_of is None or plan.best is None else deployable_of(plan.best.config)
-        wish = self._options.plan_options(plan.intent)
+        plan_options = self._options.plan_options(plan.intent)
         found = verdict(
             plan,
             model=model,
             hardware=self._hardware,
             estimator=self._estimator,
-            options=wish,
+            options=plan_options,
             deployable=there,
         )
         spec = self._spec if profile is None else with_engine_caches(self._spec, profile.memory)
-        capacity = serving_capacity(plan, spec, self._hardware, self._estimator, wish)
+        capacity = serving_capacity(plan, spec, self._hardware, self._estimator, plan_options)
         free_bytes = {gpu.device_id: gpu.free_bytes for gpu in self._hardware.snapshot.gpus}
         document = plan_document(
             plan,

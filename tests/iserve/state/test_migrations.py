@@ -22,7 +22,7 @@ from fingerprint.errors import (
 )
 from iserve.api_documents import DeploymentDocument
 from iserve.api_types import DeployBody
-from iserve.controller.stored_values import recorded_update, recorded_wish, recorded_workers
+from iserve.controller.stored_values import recorded_request, recorded_update, recorded_workers
 from iserve.planning.document import PlanDocument
 from iserve.state.database import open_database
 from iserve.state.schema import metadata
@@ -135,13 +135,13 @@ def test_levels_of_a_rate_that_were_asked_for_are_windows_now(where: Where, at: 
     database.close()
     store = at()
     steady, moving, lost = store.deployments()
-    assert recorded_wish(steady) == DeployBody(model="m")
-    wish = recorded_wish(moving)
+    assert recorded_request(steady) == DeployBody(model="m")
+    request = recorded_request(moving)
     times = [level["times"] for level in levels]
-    assert [wish.relative_rates.count(each) / len(wish.relative_rates) for each in times] == [0.5, 0.5], (
+    assert [request.relative_rates.count(each) / len(request.relative_rates) for each in times] == [0.5, 0.5], (
         "of the time"
     )
-    assert wish.rate_window_s >= 86_400
+    assert request.rate_window_s >= 86_400
     assert lost.request == "no JSON"
     store.close()
     migrated_back(where, "0005")
@@ -200,10 +200,10 @@ def test_what_was_kept_by_former_names_is_read_by_todays(where: Where, at: Calla
     of_former_names(where)
     store = at()
     asked, lost = store.deployments()
-    wish = recorded_wish(asked)
-    assert wish == recorded_update(asked)
-    assert (wish.relative_rates, wish.expected_deployments, wish.reject_late) == ((1.5, 0.5), 3, True)
-    assert wish.engine_args == {"expect": "kept"}
+    request = recorded_request(asked)
+    assert request == recorded_update(asked)
+    assert (request.relative_rates, request.expected_deployments, request.reject_late) == ((1.5, 0.5), 3, True)
+    assert request.engine_args == {"expect": "kept"}
     assert (asked.phase, lost.phase) == ("scaled-to-zero", "scaling-up")
     assert (lost.request, lost.plan) == ("no JSON", "no JSON")
     assert [event.kind for event in store.events()] == ["accepted", "scaled-to-zero", "scaling-up"]
