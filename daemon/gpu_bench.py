@@ -14,26 +14,40 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["bytes_per_s", "flops_per_s"]
+__all__ = ["bytes_per_s", "flops_per_s", "random_matrix"]
 
 _READ_BYTES = {"cpu": 256 * 2**20, "cuda": 2**30}  # well beyond the caches
 _MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
 _COLUMNS = 4096
+_DRAWN_NUMBERS = {"cpu": 2**20, "cuda": 2**32}  # then repeated: a CPU takes a second for those of a reading
+_SEED = 0
 _LIMIT_S = 120  # of the script, torch's import and the GPU's start included
 
 
 def bytes_per_s(kind: str, seconds: float, size_bytes: int | None = None) -> float:
     """Return the bandwidth of reading as a step reads its weights: a 16-bit matrix times one vector."""
     size_bytes = size_bytes or _READ_BYTES[kind]
-    weights = torch.ones(size_bytes // 2 // _COLUMNS, _COLUMNS, dtype=torch.bfloat16, device=kind)
-    vector = torch.ones(1, _COLUMNS, dtype=torch.bfloat16, device=kind)
+    weights = random_matrix(kind, size_bytes // 2 // _COLUMNS, _COLUMNS)
+    vector = random_matrix(kind, 1, _COLUMNS)
     return weights.numel() * 2 / best_s(kind, seconds, lambda: torch.nn.functional.linear(vector, weights))
 
 
 def flops_per_s(kind: str, seconds: float, size: int | None = None) -> float:
+    """Return the rate of multiplying two square matrices of 16-bit numbers."""
     size = size or _MATMUL_SIZE[kind]
-    matrix = torch.ones(size, size, dtype=torch.bfloat16, device=kind)
+    matrix = random_matrix(kind, size, size)
     return 2 * size**3 / best_s(kind, seconds, lambda: matrix @ matrix)
+
+
+def random_matrix(kind: str, rows: int, columns: int) -> torch.Tensor:
+    """Return the same normal 16-bit numbers at each call.
+
+    Equal numbers would flatter a GPU at its power limit: the fewer bits change, the higher it clocks.
+    """
+    drawn = min(rows, max(1, _DRAWN_NUMBERS[kind] // columns))
+    generator = torch.Generator(kind).manual_seed(_SEED)
+    block = torch.randn(drawn, columns, dtype=torch.bfloat16, device=kind, generator=generator)
+    return block if drawn == rows else block.repeat(-(-rows // drawn), 1)[:rows]
 
 
 def best_s(kind: str, seconds: float, work: Callable[[], object]) -> float:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import ConfigError
 
-__all__ = ["Alone", "Reading", "Verification"]
+__all__ = ["Reading", "SingleRequest", "Verification"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,8 +40,8 @@ class Reading:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Alone:
-    """Times of one request alone on the same worker."""
+class SingleRequest:
+    """Times of one request at once on the same worker."""
 
     workload: Workload
     """Workload of the single request."""
@@ -63,7 +63,7 @@ class Verification:
     """Configuration that was checked."""
     workload: Workload
     """Workload that was run; its answers may be shorter than the worker has room for."""
-    room: Workload
+    launch_workload: Workload
     """Workload that the worker was launched for."""
     layers_per_stage: tuple[int, ...]
     """Hidden layers of each pipeline stage."""
@@ -74,8 +74,8 @@ class Verification:
     tpot_s: Reading | None
     """TPOT of the whole batch in seconds; None: the workload has one output token."""
     memory_bytes_per_gpu: int | None
-    """Memory of the fullest GPU, with the KV cache for `room`; None: nothing counts it."""
+    """Memory of the fullest GPU, with the KV cache for `launch_workload`; None: nothing counts it."""
     kv_tokens: int | None
     """Size of the KV cache in tokens as the engine reports it; None: not reported."""
-    alone: Alone | None = None
-    """Times of one request alone; None: `workload` is one request, or there was no time for it."""
+    single_request: SingleRequest | None = None
+    """Times of one request at once; None: `workload` is one request, or there was no time for it."""

@@ -36,6 +36,8 @@ from fingerprint.errors import (
 )
 
 if TYPE_CHECKING:
+    from daemon.bounded_http import BoundedRunner
+    from daemon.torch_engine.api.server import Worker
     from daemon.torch_engine.runner_types import Runner
 
 DRAIN_LIMIT_S = 30.0
@@ -139,17 +141,11 @@ async def _serve(
     log_bad_requests_in_one_line()
     loop = asyncio.get_running_loop()
     failure: asyncio.Future[BaseException] = loop.create_future()
-    stop = asyncio.Event()
-    hurry = asyncio.Event()  # asked twice
 
     def on_failure(error: BaseException) -> None:  # in the engine's thread
         loop.call_soon_threadsafe(lambda: failure.done() or failure.set_result(error))
 
-    def on_signal() -> None:
-        (hurry if stop.is_set() else stop).set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
+    stop, hurry = _stop_signals(loop)
     with trimmed_imports():
         runner = make_runner()
     worker = Worker(spec, runner, failed=on_failure)
@@ -169,16 +165,31 @@ async def _serve(
         "stop": asyncio.create_task(stop.wait()),
         "lease": asyncio.create_task(_lease_ended(lease, spec.lease_ttl_s)),
     }
-    code = 0
     error = await _until_over(tasks, failure)
     if error is None:
         _log.info("draining: %s", "asked to stop" if stop.is_set() else "the lease has run out")
         drain = asyncio.create_task(worker.drain(DRAIN_LIMIT_S))
         await asyncio.wait({drain, asyncio.create_task(hurry.wait())}, return_when=asyncio.FIRST_COMPLETED)
     else:
-        code = _exit_code(error)
         exit_codes.report_failure(folder, error)
         await asyncio.sleep(_LAST_FRAMES_S)
+    return await _close(worker, app, 0 if error is None else _exit_code(error))
+
+
+def _stop_signals(loop: asyncio.AbstractEventLoop) -> tuple[asyncio.Event, asyncio.Event]:
+    """Return the events of the first signal to end, which drains, and of the second, which cuts that short."""
+    stop, hurry = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (hurry if stop.is_set() else stop).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    return stop, hurry
+
+
+async def _close(worker: Worker, app: BoundedRunner, code: int) -> int:
+    """End the engine and the server and return the exit code; a process whose engine does not end is exited."""
     closed = await asyncio.to_thread(worker.engine.close, _CLOSE_LIMIT_S)
     await asyncio.sleep(0)  # the closing engine's last events
     await app.cleanup()
@@ -205,7 +216,7 @@ async def _until_over(
             error = tasks["start"].exception()
             if error is not None:
                 if not isinstance(error, IserveError):
-                    _log.error("not ready, for a reason nobody foresaw", exc_info=error)
+                    _log.error("the worker did not become ready: unexpected error", exc_info=error)
                 return error
             _log.info("ready")
         if tasks["stop"] in done or tasks["lease"] in done:

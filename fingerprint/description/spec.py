@@ -31,6 +31,16 @@ class _Layer:
     experts: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Heads:
+    """Attention heads of a layer."""
+
+    heads: int
+    head_dim: int
+    kv_heads: int
+    kv_elements: int  # of a token in each KV head
+
+
 def describe(config: Mapping[str, object], tensors: Mapping[str, StoredTensor]) -> ModelSpec:
     """Return the model that ``config`` and the names, types and shapes of its tensors are of.
 
@@ -74,10 +84,7 @@ def spec_and_stack(
         of_checkpoint: whether the tensors are a checkpoint's own; those that a class made of ``config`` cannot
             contradict it, though the class may ignore some of its fields.
     """
-    if config.get("is_encoder_decoder") is True:
-        raise UnsupportedModelError(
-            f"{show(config.get('model_type'))} is an encoder-decoder model; one stack is served"
-        )
+    _check_one_stack(config)
     facts = Facts(config)
     num_layers = facts.num_layers
     stack = find_stack(tensors, num_layers, vocab=facts.vocab_size, width=facts.hidden_size)
@@ -86,17 +93,9 @@ def spec_and_stack(
     if of_checkpoint:
         _check_heads(layers, facts)
     windows = facts.windows(num_layers)
-    tied = stack.head is None
-    places = {shape: place for place, shape in enumerate(dict.fromkeys(layer.shape for layer in layers))}
-    shapes = tuple(places)
-    most = max(layers, key=lambda layer: layer.shape.kv_elements)
-    heads = facts.heads or most.kv_heads or 1
-    kv_heads, head_elements = _heads(most, facts, heads)
-    head_dim = facts.head_dim or max(1, (facts.hidden_size or heads) // heads)
-    if "latent attention" in most.shape.mixer:
-        head_dim = facts.count("v_head_dim") or head_dim
-    several, varied = len(set(windows)) > 1, len(shapes) > 1 or shapes[0].state_bytes > 0
-    varied = varied or shapes[0].kv_elements != kv_heads * head_elements or shapes[0].kv_fp8_bytes > 0
+    heads = _heads(max(layers, key=lambda layer: layer.shape.kv_elements), facts)
+    shapes, shape_indexes = _distinct_shapes(layers, heads)
+    several = len(set(windows)) > 1
     has_experts = any(layer.experts for layer in layers)
     vocab, hidden = stack.embedding.shape
     norms = min(stack.norm_params, stack.beside_params)
@@ -106,12 +105,12 @@ def spec_and_stack(
         num_layers=num_layers,
         hidden_size=hidden,
         intermediate_size=(facts.expert_inner if has_experts else None) or facts.inner or 4 * hidden,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
+        num_heads=heads.heads,
+        num_kv_heads=heads.kv_heads,
+        head_dim=heads.head_dim,
         vocab_size=vocab,
         max_context_tokens=facts.max_context_tokens,
-        tied_embeddings=tied,
+        tied_embeddings=stack.head is None,
         num_experts=max(layer.experts for layer in layers),
         experts_per_token=_per_token(layers, facts),
         sliding_window=None if several else windows[0],
@@ -125,11 +124,28 @@ def spec_and_stack(
         final_norm_params=norms,
         tower_params=stack.tower_params,
         tower_vector_params=stack.tower_vector_params,
-        kv_head_elements=0 if head_elements == 2 * head_dim else head_elements,
-        layer_shapes=shapes if varied else (),
-        layer_shape_indexes=tuple(places[layer.shape] for layer in layers) if varied else (),
+        kv_head_elements=0 if heads.kv_elements == 2 * heads.head_dim else heads.kv_elements,
+        layer_shapes=shapes,
+        layer_shape_indexes=shape_indexes,
     )
     return spec, stack
+
+
+def _check_one_stack(config: Mapping[str, object]) -> None:
+    if config.get("is_encoder_decoder") is True:
+        raise UnsupportedModelError(
+            f"{show(config.get('model_type'))} is an encoder-decoder model; one stack is served"
+        )
+
+
+def _distinct_shapes(layers: Sequence[_Layer], heads: _Heads) -> tuple[tuple[LayerShape, ...], tuple[int, ...]]:
+    """Return the shapes of the layers, and the position of each layer's; none where the counts say it all."""
+    places = {shape: place for place, shape in enumerate(dict.fromkeys(layer.shape for layer in layers))}
+    first, *others = places
+    keeps_kv_alone = not first.state_bytes and not first.kv_fp8_bytes
+    if not others and keeps_kv_alone and first.kv_elements == heads.kv_heads * heads.kv_elements:
+        return (), ()
+    return tuple(places), tuple(places[layer.shape] for layer in layers)
 
 
 def _mean(values: Iterable[int]) -> int:
@@ -137,13 +153,19 @@ def _mean(values: Iterable[int]) -> int:
     return round(sum(each) / len(each))
 
 
-def _heads(most: _Layer, facts: Facts, heads: int) -> tuple[int, int]:
-    """KV heads and the elements that a token takes in each, of the layers that keep most."""
+def _heads(most: _Layer, facts: Facts) -> _Heads:
+    """Return the heads of the layers that keep most."""
+    heads = facts.heads or most.kv_heads or 1
+    head_dim = facts.head_dim or max(1, (facts.hidden_size or heads) // heads)
+    if "latent attention" in most.shape.mixer:
+        head_dim = facts.count("v_head_dim") or head_dim
     elements = most.shape.kv_elements
     if not elements:
-        return facts.kv_heads or heads, 2 * (facts.head_dim or 1)
+        return _Heads(heads, head_dim, facts.kv_heads or heads, 2 * (facts.head_dim or 1))
     kv_heads = most.kv_heads or 1
-    return (kv_heads, elements // kv_heads) if elements % kv_heads == 0 else (1, elements)
+    if elements % kv_heads:
+        return _Heads(heads, head_dim, 1, elements)
+    return _Heads(heads, head_dim, kv_heads, elements // kv_heads)
 
 
 def _per_token(layers: Sequence[_Layer], facts: Facts) -> int:

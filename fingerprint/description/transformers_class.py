@@ -21,6 +21,7 @@ from fingerprint.description.stored import quantization_of, stored_by_rule
 from fingerprint.errors import ConfigError, UnsupportedModelError
 from fingerprint.extras import need_extra
 from fingerprint.model_spec import ModelSpec
+from fingerprint.other_tasks import ask_for_text, generates_no_text, task_by_transformers
 
 __all__ = [
     "MAX_BUILT_LAYERS",
@@ -98,11 +99,7 @@ def _built(config: Mapping[str, Any], name: str) -> tuple[Any, str]:
     if chosen is None and named and named[0].endswith(_GENERATING):  # a name of the checkpoint's own
         chosen = next(iter(classes), None)
     if chosen is None:
-        of_these = f"{named[0]} is none of its" if named and classes else "it has no"
-        raise UnsupportedModelError(
-            f"transformers {transformers.__version__} describes no {show(name)} by config.json alone: {of_these} "
-            "classes that generate text; give a folder with the checkpoint's safetensors files, which need none"
-        )
+        raise _no_class(name, next(iter(named), None), classes)
     try:
         with without_advice():
             filled = AutoConfig.for_model(**_tied_as_text(config))
@@ -112,6 +109,28 @@ def _built(config: Mapping[str, Any], name: str) -> tuple[Any, str]:
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(f"{chosen} of transformers makes no model of this config.json: {line[:200]}") from error
     return model, named[0] if named else chosen
+
+
+def _no_class(name: str, architecture: str | None, classes: list[str]) -> UnsupportedModelError:
+    """Return the refusal of a config whose ``architecture`` is none of the text-generating ``classes``."""
+    import transformers
+
+    if classes and architecture is not None and hasattr(transformers, architecture):
+        return UnsupportedModelError(
+            f"architecture {show(architecture)} does not generate text; of {name}, {classes[0]} is supported"
+        )
+    if not classes and name in transformers.CONFIG_MAPPING:
+        if (task := task_by_transformers(name)) is not None:
+            return generates_no_text(name, task)
+        return UnsupportedModelError(
+            f"transformers {transformers.__version__} has no class that generates text for {show(name)}, "
+            f"which may be a part of another model; {ask_for_text()}"
+        )
+    of_these = f"{architecture} is none of its" if architecture is not None and classes else "it has no"
+    return UnsupportedModelError(
+        f"transformers {transformers.__version__} describes no {show(name)} by config.json alone: {of_these} "
+        "classes that generate text; give a folder with the checkpoint's safetensors files, which need none"
+    )
 
 
 def _tied_as_text(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -81,9 +81,9 @@ class CorrectedEstimator:
         along = _along(workload.batch, check.workload.batch)
         ttft = _between(found.ttft_alone, found.ttft, along)
         tpot = _between(found.tpot_alone, found.tpot, along)
-        timed = [check.workload] + ([] if check.alone is None else [check.alone.workload])
+        timed = [check.workload] + ([] if check.single_request is None else [check.single_request.workload])
         exact = is_own and _usual(workload) in map(_usual, timed)
-        has_room = (check.config, check.room) == (config, workload)
+        has_room = (check.config, check.launch_workload) == (config, workload)
         return replace(
             raw,
             ttft_s=_corrected(raw.ttft_s, ttft if is_own else _within(ttft, raw.ttft_s), exact=exact),
@@ -126,7 +126,7 @@ class CorrectedEstimator:
     def _told(self, check: Verification) -> str:
         found, work = self._of(check), check.workload
         alone = ""
-        if check.alone is not None:
+        if check.single_request is not None:
             alone = f" (one request alone: {_times(found.ttft_alone)} and {_times(found.tpot_alone)})"
         return (
             f"corrected by the check of {check.config} at {check.measured_at} (batch {work.batch}, "
@@ -138,15 +138,15 @@ class CorrectedEstimator:
         found = self._found.get(check.config)
         if found is None:
             there = self.base.estimate(check.config, check.workload)
-            room = self.base.estimate(check.config, check.room).memory
+            room = self.base.estimate(check.config, check.launch_workload).memory
             held_bytes, more_bytes = check.memory_bytes_per_gpu, 0
             if held_bytes is not None:
                 more_bytes = held_bytes - room.per_gpu_bytes(check.layers_per_stage)
             ttft_alone = tpot_alone = None
-            if check.alone is not None:
-                single = self.base.estimate(check.config, check.alone.workload)
-                ttft_alone = _ratio(check.alone.ttft_s, single.ttft_s)
-                tpot_alone = _ratio(check.alone.tpot_s, single.tpot_s)
+            if check.single_request is not None:
+                single = self.base.estimate(check.config, check.single_request.workload)
+                ttft_alone = _ratio(check.single_request.ttft_s, single.ttft_s)
+                tpot_alone = _ratio(check.single_request.tpot_s, single.tpot_s)
             found = self._found[check.config] = _Found(
                 _ratio(check.ttft_s, there.ttft_s),
                 _ratio(check.tpot_s, there.tpot_s),

@@ -54,11 +54,8 @@ def llama_like(
     """
     num_layers = fields.count("num_hidden_layers", most=MAX_LAYERS)
     hidden = fields.count("hidden_size")
-    heads = fields.count("num_attention_heads")
     vocab = fields.count("vocab_size", most=MAX_VOCAB)
-    class_default = heads if fields.has("num_key_value_heads") else (kv_heads_default or heads)  # null: as heads
-    kv_heads = fields.count("num_key_value_heads", default=class_default)
-    divides("num_key_value_heads", kv_heads, "num_attention_heads", heads)
+    heads, kv_heads = _head_counts(fields, kv_heads_default)
     head_dim = rotary_head_dim(fields, hidden, heads, head_dim_default)
     tied = fields.flag("tie_word_embeddings", default=tied_default)
     reads_bias = attention_bias_default is not None
@@ -68,8 +65,7 @@ def llama_like(
     layer = [
         *(tensor for name in norms for tensor in norm(name, hidden, bias=False)),
         *_attention(hidden, heads * head_dim, kv_heads * head_dim, qkv_bias=q_bias, o_bias=all_bias),
-        *(norm("self_attn.q_norm", head_dim, bias=False) if qk_norm else []),
-        *(norm("self_attn.k_norm", head_dim, bias=False) if qk_norm else []),
+        *(_query_and_key_norms(head_dim) if qk_norm else []),
         *([TensorShape("self_attn.sinks", (heads,), Role.BIAS)] if has_sinks else []),
         *after.tensors,
     ]
@@ -89,6 +85,19 @@ def llama_like(
         experts_per_token=after.experts_per_token,
         layer_windows=windows(fields, num_layers),
     )
+
+
+def _query_and_key_norms(head_dim: int) -> list[TensorShape]:
+    return [tensor for name in ("q_norm", "k_norm") for tensor in norm(f"self_attn.{name}", head_dim, bias=False)]
+
+
+def _head_counts(fields: Fields, kv_heads_default: int | None) -> tuple[int, int]:
+    """Return the heads and the KV heads, which divide them."""
+    heads = fields.count("num_attention_heads")
+    class_default = heads if fields.has("num_key_value_heads") else (kv_heads_default or heads)  # null: as heads
+    kv_heads = fields.count("num_key_value_heads", default=class_default)
+    divides("num_key_value_heads", kv_heads, "num_attention_heads", heads)
+    return heads, kv_heads
 
 
 def rotary_head_dim(fields: Fields, hidden: int, heads: int, class_default: int | None) -> int:

@@ -7,25 +7,16 @@ from collections.abc import Iterable, Mapping
 
 from fingerprint.config_json import show
 from fingerprint.errors import ConfigError, UnsupportedModelError
+from fingerprint.other_tasks import ask_for_text, generates_no_text, known_task
 
 __all__ = ["family_name", "is_multimodal", "refuse_other_kinds", "refuse_other_tasks", "supported"]
 
 # Families people ask for, so that the refusal can say what the model is; every other one is refused as unknown.
 _ENCODER_DECODERS = {"t5", "mt5", "umt5", "bart", "mbart", "pegasus", "marian", "m2m_100", "whisper"}
-_ENCODERS = {"bert", "roberta", "camembert", "xlm-roberta", "distilbert", "electra", "deberta-v2", "modernbert"}
-_VISION = {
-    "clip",
-    "siglip",
-    "vit",
-    "llava",
-    "llava_next",
-    "mllama",
-    "qwen2_vl",
-    "qwen2_5_vl",
-    "qwen3_vl",
-    "blip-2",
-}
-_OTHER_TASKS = re.compile(r"For(Sequence|Token)Classification$|For(MaskedLM|QuestionAnswering|MultipleChoice)$")
+_MULTIMODAL = {"llava", "llava_next", "mllama", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "blip-2"}
+_OTHER_TASKS = re.compile(
+    r"For(\w*Classification|\w*Detection|\w*Segmentation|MaskedLM|QuestionAnswering|MultipleChoice|CTC|Retrieval)$"
+)
 _PART_CONFIGS = ("vision_config", "audio_config", "text_config", "speech_config")
 
 
@@ -37,7 +28,7 @@ def supported(families: Iterable[str]) -> str:
 def is_multimodal(config: Mapping[str, object]) -> bool:
     """Return whether the model has towers for images or sound, or its text model in a part of its own."""
     name = config.get("model_type")
-    return (isinstance(name, str) and name in _VISION) or any(config.get(key) for key in _PART_CONFIGS)
+    return (isinstance(name, str) and name in _MULTIMODAL) or any(config.get(key) for key in _PART_CONFIGS)
 
 
 def refuse_other_kinds(config: Mapping[str, object]) -> None:
@@ -45,7 +36,7 @@ def refuse_other_kinds(config: Mapping[str, object]) -> None:
 
     Raises:
         ConfigError: no model_type.
-        UnsupportedModelError: an encoder-decoder model, or an encoder.
+        UnsupportedModelError: an encoder-decoder model, or a model for another task than text.
     """
     name = config.get("model_type")
     if not isinstance(name, str):
@@ -54,15 +45,15 @@ def refuse_other_kinds(config: Mapping[str, object]) -> None:
         raise UnsupportedModelError(
             f"model_type {show(name)} is an encoder-decoder model; models with one stack of layers are supported"
         )
-    if name in _ENCODERS:
-        raise UnsupportedModelError(
-            f"model_type {show(name)} is an encoder that generates no text; models that generate it are supported"
-        )
+    if (task := known_task(name)) is not None:
+        raise generates_no_text(name, task)
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(entry, str) for entry in architectures):
         raise ConfigError(f"architectures must be a list of class names, got {show(architectures)}")
     if architectures and _OTHER_TASKS.search(architectures[0]):
-        raise UnsupportedModelError(f"architecture {show(architectures[0])} does not generate text")
+        raise UnsupportedModelError(
+            f"architecture {show(architectures[0])} does not generate text; {ask_for_text()}"
+        )
 
 
 def family_name(config: Mapping[str, object], families: Iterable[str]) -> str:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from iserve.replay.endpoint import Endpoint
     from iserve.replay.runner import Replay, ReplayOptions
     from iserve.replay.schedule import Schedule, ScheduleOptions
+    from planner.intent import Slo
     from traces.outcomes import Outcomes
 
 __all__ = ["register"]
@@ -116,6 +117,47 @@ class Sending:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """Options on what is shown of the run, and where."""
+
+    slo: Annotated[
+        str | None, typer.Option("--slo", help="Latency limits in seconds, such as ttft=0.5,tpot=0.05,e2e=10.")
+    ] = None
+    report: Annotated[Path | None, typer.Option("--report", help="Write an HTML page to this file, too.")] = None
+    as_json: o.JsonOption = False
+
+    def checked(self) -> Slo | None:
+        """Return the latency limits.
+
+        Raises:
+            BadInputError: limits that cannot be read, or a page that cannot be written.
+        """
+        from iserve.cli.report import check_target
+        from planner.intent import parse_slo
+
+        limits = None if self.slo is None else parse_slo(self.slo)
+        if self.report is not None:
+            check_target(self.report)
+        return limits
+
+    def show(self, document: ReplayDocument) -> None:
+        from fingerprint.codec import to_json
+        from iserve.cli.replay_text import print_replay
+
+        if self.report is not None:
+            from iserve.cli.report import write_page
+            from iserve.report.replay import render_replay
+
+            write_page(self.report, render_replay(document))
+        if self.as_json:
+            typer.echo(to_json(document, indent=2).decode())
+            return
+        print_replay(document)
+        if self.report is not None:
+            typer.echo(f"page: {self.report}")
+
+
 def register(app: typer.Typer) -> None:
     app.command(
         "replay",
@@ -140,11 +182,7 @@ def replay(
     ] = None,
     load: Load,
     sending: Sending,
-    slo: Annotated[
-        str | None, typer.Option("--slo", help="Latency limits in seconds, such as ttft=0.5,tpot=0.05,e2e=10.")
-    ] = None,
-    report: Annotated[Path | None, typer.Option("--report", help="Write an HTML page to this file, too.")] = None,
-    as_json: o.JsonOption = False,
+    output: Output,
 ) -> None:
     """Send TRACE's requests to running deployments at the trace's times; show latencies, throughput, failures.
 
@@ -152,25 +190,19 @@ def replay(
     are made as long as the trace's. Latencies count from the scheduled send. Ctrl-C ends the run and shows what
     there is.
     """
-    from iserve.cli.report import check_target
     from iserve.replay.document import ReplayRun, make_document
-    from iserve.replay.endpoint import check_models
     from iserve.replay.runner import Replay
-    from planner.intent import parse_slo
 
     names = tuple(name.strip() for name in deployment.split(","))
     with o.usage_errors():
-        limits = None if slo is None else parse_slo(slo)
+        limits = output.checked()
         when = load.options()
         how = sending.options(load.seed)
-        if report is not None:
-            check_target(report)
     schedule = load.schedule(trace, names)
-    endpoint = _endpoint(url)
-    check_models(endpoint, names, sending.key)
+    endpoint = _endpoint(url, names, sending.key)
     started_at = datetime.now(UTC).isoformat(timespec="seconds")
     run = Replay(schedule, endpoint, how)
-    outcomes, by_signal = _run(run, quiet=as_json)
+    outcomes, by_signal = _run(run, quiet=output.as_json)
     facts = ReplayRun(
         trace=trace,
         url=endpoint.url,
@@ -187,21 +219,25 @@ def replay(
         deployed=_deployed(names) if url is None else (),
     )
     document = make_document(facts, outcomes, limits, run.examples)
-    _show(document, report, as_json=as_json)
+    output.show(document)
     if by_signal:
         raise typer.Exit(128 + by_signal)
     if not document.summary.completed:
         raise typer.Exit(1)
 
 
-def _endpoint(url: str | None) -> Endpoint:
+def _endpoint(url: str | None, names: tuple[str, ...], key: str | None) -> Endpoint:
+    """Return the endpoint, once it was seen to serve ``names``."""
     from iserve.cli.connection import gateway_url
-    from iserve.replay.endpoint import resolve_endpoint
+    from iserve.replay.endpoint import check_models, resolve_endpoint
 
     if url is None:
-        return resolve_endpoint(gateway_url())
-    with o.usage_errors("--url"):
-        return resolve_endpoint(url)
+        endpoint = resolve_endpoint(gateway_url())
+    else:
+        with o.usage_errors("--url"):
+            endpoint = resolve_endpoint(url)
+    check_models(endpoint, names, key)
+    return endpoint
 
 
 def _deployed(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -250,20 +286,3 @@ def _run(run: Replay, *, quiet: bool) -> tuple[Outcomes, int]:
             return await run.run(line.show)
 
     return asyncio.run(all_of_it()), ended_by
-
-
-def _show(document: ReplayDocument, report: Path | None, *, as_json: bool) -> None:
-    from fingerprint.codec import to_json
-    from iserve.cli.replay_text import print_replay
-
-    if report is not None:
-        from iserve.cli.report import write_page
-        from iserve.report.replay import render_replay
-
-        write_page(report, render_replay(document))
-    if as_json:
-        typer.echo(to_json(document, indent=2).decode())
-        return
-    print_replay(document)
-    if report is not None:
-        typer.echo(f"page: {report}")

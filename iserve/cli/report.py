@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +20,7 @@ from iserve.cli import options as o
 if TYPE_CHECKING:
     from fingerprint.config import DeploymentConfig
     from fingerprint.gpu_spec import GpuSpec
+    from fingerprint.measurements import Profile
     from iserve.api_documents import NodeDocument
     from iserve.client import ControllerClient
     from iserve.planning.deployability import DeployableDocument
@@ -72,11 +73,8 @@ def report(
 
     Uses the profile that `iserve profile MODEL` took and the devices that are free now.
     """
-    from fingerprint.codec import to_json
     from iserve.report.accuracy import read_accuracy
     from iserve.report.build import ReportOptions
-    from iserve.report.markdown import render_markdown
-    from iserve.report.page import render_report
     from iserve.settings import load_settings
 
     settings = load_settings()
@@ -100,15 +98,24 @@ def report(
         found = _live(model, engine, options, accuracy, text_only=text_only)
     else:
         found = _hypothetical(model, *there, engine, options, accuracy, text_only=text_only)
+    _show(found, output, markdown=markdown, as_json=as_json)
+
+
+def _show(report: Report, output: Path, *, markdown: bool, as_json: bool) -> None:
+    """Print the report as JSON or Markdown, or write its page."""
+    from fingerprint.codec import to_json
+    from iserve.report.markdown import render_markdown
+    from iserve.report.page import render_report
+
     if as_json:
-        typer.echo(to_json(found, indent=2).decode())
+        typer.echo(to_json(report, indent=2).decode())
         return
     if markdown:
-        typer.echo(render_markdown(found), nl=False)
+        typer.echo(render_markdown(report), nl=False)
         return
     render = render_markdown if output.suffix.lower() == _MARKDOWN else render_report
-    write_page(output, render(found))
-    typer.echo(f"{output}: {found.model} on {found.hardware}, {len(found.configurations)} configurations")
+    write_page(output, render(report))
+    typer.echo(f"{output}: {report.model} on {report.hardware}, {len(report.configurations)} configurations")
 
 
 def _hypothetical(
@@ -135,7 +142,7 @@ def _hypothetical(
     source = used(source, ModelUse(text_only=text_only))
     hardware = hypothetical_hardware(gpu, count)
     tables = capabilities_for(engine)
-    choice = engine_for_gpus(source.spec, gpu, count, options.wish(), engine)
+    choice = engine_for_gpus(source.spec, gpu, count, options.plan_options(), engine)
     engines = [table.unprepared() for table in tables if table.engine == choice.engine]
     for table in engines:
         check_use(source, table)
@@ -164,38 +171,21 @@ def _live(
     """Return the report by the stored profile, on the devices of this home's node."""
     from daemon.engines.registry import get_engine
     from fingerprint.estimators.corrected import CorrectedEstimator
-    from fingerprint.measurements import Profile
-    from iserve.api_documents import ModelDocument
     from iserve.cli.connection import client
     from iserve.controller.engine_selection import deployable_engine
     from iserve.controller.profiling_validity import differences
-    from iserve.model_source import resolve
     from iserve.planning.deployability import deployable
-    from iserve.planning.estimator_factory import estimator_for, profile_as
-    from iserve.planning.model_use import used
+    from iserve.planning.estimator_factory import estimator_for
     from iserve.report.accuracy import find_accuracy
-    from iserve.report.build import build_report, find_profile
+    from iserve.report.build import build_report
     from iserve.settings import load_settings
     from iserve.verify.documents import StoredVerification
 
     if engine != "auto":
         deployable_engine(engine)
     controller = client()
-    profiles = [p for p in controller.get("/api/v1/profiles", tuple[Profile, ...]) if engine in ("auto", p.engine)]
-    registered = {m.name: Path(m.directory) for m in controller.get("/api/v1/models", tuple[ModelDocument, ...])}
-    try:
-        source = used(resolve(model, registered, need_weights=False), ModelUse(text_only=text_only))
-    except (NotFoundError, UnavailableError):
-        if all(p.model != model for p in profiles):
-            raise
-        profile = find_profile(profiles, model, None)  # its files are gone, what was measured is not
-        name, has_weights = profile.model, False
-    else:
-        found_as = source.spec.text_alone.shape_hash
-        profile = find_profile(profiles, source.name, found_as, argument=source.argument)
-        profile = profile_as(source.spec, profile)
-        has_weights = source.has_weights
-        name = source.name  # the profile may be that of another model of this shape
+    profiled = _profiled(controller, model, engine, text_only=text_only)
+    name, profile = profiled.name, profiled.profile
     if accuracy is None:
         accuracy = find_accuracy(load_settings().home, profile.spec.shape_hash, profile.machine)
     node, hardware = hardware_here(controller, profile.machine.device)
@@ -209,7 +199,7 @@ def _live(
     found = {hardware.gpu.name: len(hardware.snapshot.gpus)}
 
     def deployable_of(config: DeploymentConfig) -> DeployableDocument:
-        return deployable(profile.spec, config, hardware.gpu, engines, found, has_weights=has_weights)
+        return deployable(profile.spec, config, hardware.gpu, engines, found, has_weights=profiled.has_weights)
 
     report = build_report(
         name,
@@ -224,6 +214,43 @@ def _live(
     changed = differences(profile, node, measured_on.versions())
     stale = f"no plan or deploy here uses this profile any more: it was taken with {', '.join(changed)}"
     return replace(report, warnings=(*report.warnings, *([stale] if changed else [])))
+
+
+@dataclass(frozen=True, slots=True)
+class _Profiled:
+    """A model with a stored profile."""
+
+    name: str
+    profile: Profile  # may be that of another model of this shape
+    has_weights: bool
+
+
+def _profiled(controller: ControllerClient, model: str, engine: str, *, text_only: bool) -> _Profiled:
+    """Return the stored profile of ``model``, whose files need not be there any more.
+
+    Raises:
+        NotFoundError: no such model, or no profile of it.
+        UnavailableError: the model's files cannot be had now, and there is no profile of that name.
+    """
+    from fingerprint.measurements import Profile
+    from iserve.api_documents import ModelDocument
+    from iserve.model_source import resolve
+    from iserve.planning.estimator_factory import profile_as
+    from iserve.planning.model_use import used
+    from iserve.report.build import find_profile
+
+    profiles = [p for p in controller.get("/api/v1/profiles", tuple[Profile, ...]) if engine in ("auto", p.engine)]
+    registered = {m.name: Path(m.directory) for m in controller.get("/api/v1/models", tuple[ModelDocument, ...])}
+    try:
+        source = used(resolve(model, registered, need_weights=False), ModelUse(text_only=text_only))
+    except (NotFoundError, UnavailableError):
+        if all(p.model != model for p in profiles):
+            raise
+        profile = find_profile(profiles, model, None)
+        return _Profiled(profile.model, profile, has_weights=False)
+    shape = source.spec.text_alone.shape_hash
+    profile = find_profile(profiles, source.name, shape, argument=source.argument)
+    return _Profiled(source.name, profile_as(source.spec, profile), source.has_weights)
 
 
 def hardware_here(controller: ControllerClient, gpu: GpuSpec) -> tuple[NodeDocument, Hardware]:

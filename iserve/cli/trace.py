@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,6 +10,7 @@ import typer
 
 from fingerprint.errors import BadInputError
 from iserve.cli import options as o
+from iserve.cli.groups import grouped
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -41,7 +43,7 @@ def register(app: typer.Typer) -> None:
         "write",
         epilog="Example: iserve trace write synthetic:azure-conv --out high.csv.gz --rate-factor 0.4 --interval 1 "
         "--models llama,falcon --popularity zipf:1.5",
-    )(write)
+    )(grouped(write))
     app.add_typer(trace, name="trace")
 
 
@@ -68,36 +70,84 @@ def show(
         print_statistics(trace, requests, found)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Changes:
+    """Options on what the written trace is of the ones that are read."""
+
+    window: Annotated[
+        str | None, typer.Option("--window", help="START:END in seconds; the clock starts at START.")
+    ] = None
+    rate_factor: Annotated[
+        float | None, typer.Option("--rate-factor", help="Compress as the paper does; needs --interval.")
+    ] = None
+    interval: Annotated[
+        float | None, typer.Option("--interval", help="Seconds of one interval of the compression.")
+    ] = None
+    aggregate: Annotated[
+        int, typer.Option("--merge-intervals", help="Neighbouring intervals that compression makes one.")
+    ] = 1
+    models: Annotated[
+        str | None, typer.Option("--models", help="NAME,...: assign requests to these, most popular first.")
+    ] = None
+    popularity: Annotated[
+        str,
+        typer.Option(
+            "--popularity", help="Of --models: uniform, identical, distinct, zipf[:ALPHA], geometric[:RATIO]."
+        ),
+    ] = "uniform"
+    context: Annotated[
+        int | None, typer.Option("--context", help="Cut prompts, then answers, to this many tokens together.")
+    ] = None
+
+    def check(self) -> None:
+        """Check the values, before a trace is opened.
+
+        Raises:
+            BadInputError: a value that cannot be.
+        """
+        from traces.popularity import popularity_named
+
+        popularity_named(self.popularity)
+        if self.window is not None:
+            _window(self.window)
+        if (self.rate_factor is None) != (self.interval is None):
+            raise BadInputError("compressing needs both --rate-factor and --interval")
+
+    def applied(self, stream: Iterator[Request], seed: int) -> Iterator[Request]:
+        """Return the requests with the changes made, in the order of the fields.
+
+        Raises:
+            BadInputError: as :meth:`check`.
+        """
+        from traces.popularity import popularity_named
+        from traces.rate_scaling import compress
+        from traces.transforms import assign_models, cap_lengths, clip
+
+        if self.window is not None:
+            stream = clip(stream, *_window(self.window))
+        if self.rate_factor is not None and self.interval is not None:
+            stream = compress(
+                stream,
+                rate_factor=self.rate_factor,
+                interval_s=self.interval,
+                aggregate=self.aggregate,
+                seed=seed,
+            )
+        if self.models is not None:
+            names, law = [name.strip() for name in self.models.split(",")], popularity_named(self.popularity)
+            stream = assign_models(stream, names, law, seed=seed)
+        if self.context is not None:
+            stream = cap_lengths(stream, context_tokens=self.context)
+        return stream
+
+
 def write(
     traces: Annotated[
         list[str], typer.Argument(metavar="TRACE", help="Trace files or synthetic:NAME; several are merged.")
     ],
     *,
     out: Annotated[Path, typer.Option("--out", "-o", help="The file to write; gzip if it ends in .gz.")],
-    window: Annotated[
-        str | None, typer.Option("--window", help="START:END in seconds; the clock starts at START.")
-    ] = None,
-    rate_factor: Annotated[
-        float | None, typer.Option("--rate-factor", help="Compress as the paper does; needs --interval.")
-    ] = None,
-    interval: Annotated[
-        float | None, typer.Option("--interval", help="Seconds of one interval of the compression.")
-    ] = None,
-    aggregate: Annotated[
-        int, typer.Option("--merge-intervals", help="Neighbouring intervals that compression makes one.")
-    ] = 1,
-    models: Annotated[
-        str | None, typer.Option("--models", help="NAME,...: assign requests to these, most popular first.")
-    ] = None,
-    popularity: Annotated[
-        str,
-        typer.Option(
-            "--popularity", help="Of --models: uniform, identical, distinct, zipf[:ALPHA], geometric[:RATIO]."
-        ),
-    ] = "uniform",
-    context: Annotated[
-        int | None, typer.Option("--context", help="Cut prompts, then answers, to this many tokens together.")
-    ] = None,
+    changes: Changes,
     trace_format: FormatOption = None,
     strict: StrictOption = False,
     to: Annotated[str, typer.Option("--to", help="Format written: csv, azure, mooncake or burstgpt.")] = "csv",
@@ -109,31 +159,19 @@ def write(
     tenants, not one twice.
     """
     from traces.loader import requests_of
-    from traces.popularity import popularity_named
-    from traces.rate_scaling import compress
-    from traces.transforms import assign_models, cap_lengths, clip, merge
+    from traces.transforms import merge
     from traces.writing import write_trace
 
     with o.usage_errors():
-        law = popularity_named(popularity)
-        edges = None if window is None else _window(window)
-        if (rate_factor is None) != (interval is None):
-            raise BadInputError("compressing needs both --rate-factor and --interval")
-    stream: Iterator[Request] = merge(
+        changes.check()
+    merged = merge(
         *(
             requests_of(name, format=trace_format, strict=strict, seed=seed + index)
             for index, name in enumerate(traces)
         )
     )
     with o.usage_errors():
-        if edges is not None:
-            stream = clip(stream, *edges)
-        if rate_factor is not None and interval is not None:
-            stream = compress(stream, rate_factor=rate_factor, interval_s=interval, aggregate=aggregate, seed=seed)
-        if models is not None:
-            stream = assign_models(stream, [name.strip() for name in models.split(",")], law, seed=seed)
-        if context is not None:
-            stream = cap_lengths(stream, context_tokens=context)
+        stream = changes.applied(merged, seed)
     count = write_trace(out, stream, to)
     typer.echo(f"{count} requests written to {out}")
 

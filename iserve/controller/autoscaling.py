@@ -22,7 +22,7 @@ from daemon.status import NodeStatus, WorkerState, WorkerStatus
 from fingerprint.errors import ConfigError
 from iserve.controller.deployment_status import workers_seen
 from iserve.controller.service import Controller
-from iserve.controller.stored_values import SCALED_TO_ZERO, SCALING_UP, recorded_wish, recorded_workers
+from iserve.controller.stored_values import SCALED_TO_ZERO, SCALING_UP, recorded_request, recorded_workers
 from iserve.route_table import Demand, DeploymentDemand
 from iserve.state.store import DeploymentRow
 from placement.scaling import Scaling, replicas_for
@@ -130,7 +130,7 @@ class Autoscaler:
 
 def _idle_limit_s(row: DeploymentRow) -> float | None:
     try:
-        return recorded_wish(row).scale_to_zero_s
+        return recorded_request(row).scale_to_zero_s
     except ConfigError:  # its trouble is reported where it is asked for
         return None
 

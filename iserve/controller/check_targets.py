@@ -40,7 +40,7 @@ from iserve.controller.deployment_status import workers_seen
 from iserve.controller.engine_selection import deployable_engine
 from iserve.controller.profiling import Profiler
 from iserve.controller.profiling_validity import described
-from iserve.controller.stored_values import recorded_wish, recorded_workers
+from iserve.controller.stored_values import recorded_request, recorded_workers
 from iserve.model_source import ModelSource
 from iserve.planning.model_use import check_code, check_code_of_each, used, with_images
 from iserve.planning.pipeline import PlanOptions
@@ -112,11 +112,11 @@ class Targets:
         assert body.deployment is not None
         name = body.deployment
         row = self._store.deployment(name)
-        wish = recorded_wish(row)
+        request = recorded_request(row)
         own = {field.name for field in fields(body)} - {"deployment", "max_seconds", "model"}
         default = VerifyBody()
         given = sorted(
-            name for name in own if getattr(body, name) not in (getattr(wish, name), getattr(default, name))
+            name for name in own if getattr(body, name) not in (getattr(request, name), getattr(default, name))
         )
         if body.model is not None or given:
             what = ", ".join(given) or "model"
@@ -151,8 +151,8 @@ class Targets:
         name = row.name
         if self._store.deployment(name).workers != row.workers:
             raise ConflictError(f"the deployment {name!r} was updated meanwhile; verify it again")
-        source = self._served(recorded_wish(row), status.spec)
-        room = with_images(self._deployer.options(recorded_wish(row)).workload, source)
+        source = self._served(recorded_request(row), status.spec)
+        room = with_images(self._deployer.options(recorded_request(row)).workload, source)
         engine = get_engine(status.spec.config.engine)
         with contextlib.suppress(InfeasibleError):  # else it is another now, which the next line tells
             engine = engine.pinned(status.spec.engine_version)
@@ -183,12 +183,12 @@ class Targets:
             raise ConflictError(f"the worker of {row.name!r} is {state}; verify it when it is ready")
         return ready
 
-    def _served(self, wish: DeployBody, spec: WorkerSpec) -> ModelSource:
+    def _served(self, request: DeployBody, spec: WorkerSpec) -> ModelSource:
         """Return what the worker loaded, under the name it was deployed by unless that means another folder by
         now.
         """
         with contextlib.suppress(IserveError):
-            source = self._resolve(wish.model, need_weights=False)
+            source = self._resolve(request.model, need_weights=False)
             if str(source.directory) == spec.checkpoint:
                 return used(source, spec.options.use)
         return used(self._resolve(spec.checkpoint, need_weights=False), spec.options.use)
@@ -269,7 +269,7 @@ class Targets:
             engine,
             self._daemon,
             workload=options.workload,
-            wish=options,
+            plan_options=options,
             max_seconds=self._settings.profile_seconds,
             progress=lambda p: tell(f"profiling: {p.running}", p.done, p.total, p.elapsed_s),
             unless=find,

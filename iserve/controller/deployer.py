@@ -37,7 +37,7 @@ from iserve.controller.engine_selection import SelectedEngine, select_engine
 from iserve.controller.profiling import Profiler
 from iserve.controller.profiling_validity import release_to_start
 from iserve.controller.snapshot import devices_of, hardware_of, without
-from iserve.controller.stored_values import SCALED_TO_ZERO, SCALING_UP, recorded_wish, recorded_workers
+from iserve.controller.stored_values import SCALED_TO_ZERO, SCALING_UP, recorded_request, recorded_workers
 from iserve.controller.worker_shutdown import end_workers
 from iserve.model_source import ModelSource
 from iserve.planning.deployability import deployable_now
@@ -117,7 +117,7 @@ class Deployer:
 
     def _run(self, job: _Job) -> None:
         row = job.row
-        body = recorded_wish(row)
+        body = recorded_request(row)
         recorded = recorded_workers(row)
         if row.phase == "ready":
             try:
@@ -206,7 +206,7 @@ class Deployer:
                 engine,
                 self._daemon,
                 workload=options.workload,
-                wish=options,
+                plan_options=options,
                 max_seconds=self._settings.profile_seconds,
                 progress=report,
                 unless=find,

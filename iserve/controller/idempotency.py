@@ -16,7 +16,7 @@ from fingerprint.codec import from_json, to_builtins, to_json
 from fingerprint.errors import ConflictError
 from iserve.api_documents import DeploymentDocument
 from iserve.api_types import DeployBody
-from iserve.controller.stored_values import read_request, recorded_wish
+from iserve.controller.stored_values import read_request, recorded_request
 from iserve.demo import DEMO_MODEL_NAME
 from iserve.rest_bodies import UpdateBody
 from iserve.state.store import DeploymentRow, KeptAnswer, Store
@@ -73,7 +73,7 @@ def deployed_before(store: Store, name: str, body: DeployBody) -> DeploymentRow 
         return None
     if row.desired == "removed":
         raise ConflictError(f"{name} is being removed; deploy it again when `iserve ps` no longer lists it")
-    there, asked = _asked(recorded_wish(row)), _asked(body)
+    there, asked = _asked(recorded_request(row)), _asked(body)
     if asked["batch"] is None and there["batch"] == 1 and _SINCE_BATCH_MAY_BE_NULL not in json.loads(row.request):
         there["batch"] = None
     differing = [field for field in asked if asked[field] != there[field]]

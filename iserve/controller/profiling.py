@@ -145,18 +145,20 @@ class Profiler:
             found = older if older is not None and older.machine.driver == node.driver else None
         return found if found is not None and covers(found, batch) else None
 
-    def enough(self, source: ModelSource, engine: Engine, node: NodeStatus, wish: PlanOptions) -> Profile | None:
-        """Return the stored profile, where nothing was left out of it that ``wish`` may need."""
-        found = self.stored(source, engine, node, batch=wish.workload.batch)
-        return None if found is None or self.lacking(found, engine, node, wish) else found
+    def enough(
+        self, source: ModelSource, engine: Engine, node: NodeStatus, plan_options: PlanOptions
+    ) -> Profile | None:
+        """Return the stored profile, where nothing was left out of it that ``plan_options`` may need."""
+        found = self.stored(source, engine, node, batch=plan_options.workload.batch)
+        return None if found is None or self.lacking(found, engine, node, plan_options) else found
 
     def lacking(
-        self, profile: Profile, engine: Engine, node: NodeStatus, wish: PlanOptions
+        self, profile: Profile, engine: Engine, node: NodeStatus, plan_options: PlanOptions
     ) -> tuple[DeploymentConfig, ...]:
         """Return what was left out of ``profile`` as needless for another request, and may change what this one
         chooses.
         """
-        return lacking(profile, node, engine.capabilities().unprepared(), wish, self._serving(node))
+        return lacking(profile, node, engine.capabilities().unprepared(), plan_options, self._serving(node))
 
     def unused(self, source: ModelSource, engine: Engine, node: NodeStatus, *, batch: int = 1) -> tuple[str, ...]:
         """Return a sentence on every profile of this model and engine that is there and does not hold now."""
@@ -175,7 +177,7 @@ class Profiler:
         daemon: Callable[[], DaemonClient],
         *,
         workload: Workload,
-        wish: PlanOptions | None = None,
+        plan_options: PlanOptions | None = None,
         quality: Quality = Quality.NEAR,
         shards: Shards = Shards.AUTO,
         max_seconds: float,
@@ -185,10 +187,10 @@ class Profiler:
     ) -> Profile:
         """Measure the model's fingerprints on devices that are free now, and keep the result.
 
-        A profile that holds and is not :meth:`enough` for ``wish`` is kept, with what it lacks.
+        A profile that holds and is not :meth:`enough` for ``plan_options`` is kept, with what it lacks.
 
         Args:
-            wish: what it is taken for, if for anything in particular.
+            plan_options: what it is taken for, if for anything in particular.
             quality: which formats are worth a start of the engine, where there is no request.
             shards: which degrees may be taken as one tensor-parallel rank alone.
             progress: what it raises ends the profile.
@@ -215,12 +217,12 @@ class Profiler:
                 table=engine.capabilities().unprepared(),
                 node=node,
                 workload=workload,
-                wish=wish,
-                quality=quality if wish is None else wish.intent.quality,
+                plan_options=plan_options,
+                quality=quality if plan_options is None else plan_options.intent.quality,
                 shards=shards,
                 max_seconds=max_seconds,
                 progress=progress,
-                known=None if wish is None else self._stored(source, engine, node, workload.batch),
+                known=None if plan_options is None else self._stored(source, engine, node, workload.batch),
                 serving=self._serving(node),
             )
             measured = self._measured(order, engine, daemon)

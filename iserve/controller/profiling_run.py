@@ -55,7 +55,7 @@ class Order:
         table: what the engine runs of checkpoints as they are.
         node: before any worker of this profile.
         serving: on the node, with their rates, where these are known.
-        wish: measure what may serve it best; None: everything that may serve some request of that quality.
+        plan_options: measure what may serve it best; None: everything that may serve some request of that quality.
         known: holds on the node, with measurements left out that the request needs: these are added to it.
         shards: which degrees may be taken as one tensor-parallel rank alone.
         max_seconds: launches included, but for an engine in an environment of its own: there without its starts,
@@ -66,7 +66,7 @@ class Order:
     table: EngineCapabilities
     node: NodeStatus
     workload: Workload
-    wish: PlanOptions | None
+    plan_options: PlanOptions | None
     quality: Quality
     shards: Shards
     max_seconds: float
@@ -96,8 +96,8 @@ def take(order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints) 
         _refuse_more_than_a_step(order)
     if order.table.step_timed:
         _refuse_without_pattern(order.spec, order.source.name)
-    if order.known is not None and order.wish is not None:
-        return _added(order.known, order.wish, order, target, fingerprints)
+    if order.known is not None and order.plan_options is not None:
+        return _added(order.known, order.plan_options, order, target, fingerprints)
     if order.table.step_timed:
         return _take_depth_tied(order, target, fingerprints)
     how = _take_by_wall_clock if order.table.own_environment else _take_plain
@@ -257,15 +257,19 @@ def _take_depth_tied(order: Order, target: WorkerProfileTarget, fingerprints: Fi
 
 
 def _added(
-    known: Profile, wish: PlanOptions, order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints
+    known: Profile,
+    plan_options: PlanOptions,
+    order: Order,
+    target: WorkerProfileTarget,
+    fingerprints: Fingerprints,
 ) -> Profile:
-    """Return ``known`` with what it lacks for ``wish``.
+    """Return ``known`` with what it lacks for ``plan_options``.
 
     It stays good for what it holds: what there is no room for now is not added, and what fails is not tried again.
     """
     given_s = known.spent_s + order.max_seconds
     while known.spent_s < given_s:
-        missing = lacking(order.as_served(known), order.node, order.table, wish, order.serving)
+        missing = lacking(order.as_served(known), order.node, order.table, plan_options, order.serving)
         if not missing:
             break
         config = missing[0]
@@ -333,9 +337,11 @@ def _measured(
         raise InfeasibleError("; ".join(why for _, why in fits.too_full))
 
     def needless(config: DeploymentConfig, so_far: Profile) -> str | None:
-        if order.wish is None:
+        if order.plan_options is None:
             return None
-        why = why_needless(config, order.as_served(so_far), order.node, order.table, order.wish, order.serving)
+        why = why_needless(
+            config, order.as_served(so_far), order.node, order.table, order.plan_options, order.serving
+        )
         if why is not None:
             skipped.append(config)
         return why

@@ -22,24 +22,23 @@ def why_needless(
     so_far: Profile,
     node: NodeStatus,
     table: EngineCapabilities,
-    wish: PlanOptions,
+    plan_options: PlanOptions,
     serving: tuple[DeploymentState, ...] = (),
 ) -> str | None:
-    """Return why measuring ``config`` in addition to ``so_far`` cannot change the answer to ``wish``; None: it
-    may.
+    """Return why measuring ``config`` in addition to ``so_far`` cannot change the plan; None: it may.
 
     Args:
         serving: on ``node``, with their rates, where these are known.
     """
-    if not allows(wish.intent.quality, config):
-        return f"quality={wish.intent.quality} does not allow it"
+    if not allows(plan_options.intent.quality, config):
+        return f"quality={plan_options.intent.quality} does not allow it"
     measured = {
         DeploymentConfig(tp=p.tp, pp=p.pp, weights=p.weights, kv=p.kv, engine=so_far.engine) for p in so_far.timing
     }
     hardware = hardware_of(node, so_far.machine.device, serving)
     try:
         return cannot_change_plan(
-            config, sorted(measured), so_far.spec, hardware, estimator_for(so_far), table, wish
+            config, sorted(measured), so_far.spec, hardware, estimator_for(so_far), table, plan_options
         )
     except NotMeasuredError:  # too little of the first was measured to compare with
         return None
@@ -49,7 +48,7 @@ def lacking(
     profile: Profile,
     node: NodeStatus,
     table: EngineCapabilities,
-    wish: PlanOptions,
+    plan_options: PlanOptions,
     serving: tuple[DeploymentState, ...] = (),
 ) -> tuple[DeploymentConfig, ...]:
     """Return what was left out of ``profile`` as needless for its own request and may be needed by this one.
@@ -58,4 +57,6 @@ def lacking(
         table: what the engine runs of checkpoints as they are.
         serving: on ``node``, with their rates, where these are known.
     """
-    return tuple(c for c in profile.skipped if why_needless(c, profile, node, table, wish, serving) is None)
+    return tuple(
+        c for c in profile.skipped if why_needless(c, profile, node, table, plan_options, serving) is None
+    )

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from fingerprint.codec import from_json
 from fingerprint.errors import BadInputError, ConfigError
-from iserve.controller.stored_values import recorded_wish
+from iserve.controller.stored_values import recorded_request
 from iserve.planning.document import PlanDocument
 from iserve.route_table import Punctuality
 from iserve.state.store import DeploymentRow
@@ -21,11 +21,11 @@ def punctuality_of(row: DeploymentRow) -> Punctuality | None:
     if row.plan is None:
         return None
     try:
-        wish = recorded_wish(row)
+        request = recorded_request(row)
     except ConfigError:  # its trouble is reported where it is asked for
         return None
-    slo = wish.slo
-    pace = pace_of(row.plan) if wish.reject_late and slo is not None else None
+    slo = request.slo
+    pace = pace_of(row.plan) if request.reject_late and slo is not None else None
     if pace is None or slo is None:
         return None
     return Punctuality(slo=Slo(ttft_s=slo.ttft_s, tpot_s=slo.tpot_s, e2e_s=slo.e2e_s), pace=pace)

@@ -43,7 +43,7 @@ from iserve.controller.idempotency import KEPT_S, answer_to_keep, answered_befor
 from iserve.controller.plans import Plans, progress_document
 from iserve.controller.profiling import Profiler
 from iserve.controller.snapshot import serving_on
-from iserve.controller.stored_values import draining_workers, recorded_wish, recorded_workers, update_workers
+from iserve.controller.stored_values import draining_workers, recorded_request, recorded_workers, update_workers
 from iserve.controller.updating import Updater
 from iserve.controller.verifying import Verifier
 from iserve.controller.worker_shutdown import end_workers
@@ -245,11 +245,11 @@ class Controller:
             BadInputError, InfeasibleError: nothing is given, or what is given cannot be.
         """
         row = self.store.deployment(name)
-        wish, changes = body.applied_to(recorded_wish(row))
-        source = self._checked(wish)
+        updated, changes = body.applied_to(recorded_request(row))
+        source = self._checked(updated)
         if "trust_remote_code" not in changes and "model" not in changes:
             check_same_code(source, (spec.checkpoint for spec in recorded_workers(row)))
-        request = to_json(wish)
+        request = to_json(updated)
         message, former = f"{name}: update of {', '.join(changes)} asked for", row.request
         if not self.store.begin_update(row.id, request, message, former=former, stop_first=body.stop_first):
             row = self.store.deployment(name)
@@ -400,9 +400,9 @@ class Controller:
         return replace(self._document(row, None), progress=None)  # not that of a removed one of this name
 
     def _document(self, row: DeploymentRow, node: NodeStatus | None) -> DeploymentDocument:
-        wish, error = DeployBody(model="?"), row.error
+        request, error = DeployBody(model="?"), row.error
         try:
-            wish = recorded_wish(row)
+            request = recorded_request(row)
         except IserveError as unreadable:
             error = str(unreadable)
         workers = recorded_workers(row)
@@ -412,8 +412,8 @@ class Controller:
         gateway = self.gateway_process.record()
         return DeploymentDocument(
             name=row.name,
-            model=wish.model or DEMO_MODEL_NAME,
-            intent=str(wish.intent),
+            model=request.model or DEMO_MODEL_NAME,
+            intent=str(request.intent),
             status=status_of(row, node, replicas),
             error=error or next((replica.error for replica in replicas if replica.error is not None), None),
             base_url=None if gateway is None else f"{gateway.url}/v1",
@@ -424,9 +424,9 @@ class Controller:
             restarts=sum(replica.restarts for replica in replicas),
             created_at=row.created_at,
             progress=None if progress is None else progress_document(progress),
-            scale_to_zero_s=wish.scale_to_zero_s,
-            num_replicas=wish.replicas,
-            rejects_late=wish.reject_late,
+            scale_to_zero_s=request.scale_to_zero_s,
+            num_replicas=request.replicas,
+            rejects_late=request.reject_late,
             num_ready=sum(replica.status == WorkerState.READY for replica in replicas),
             replicas=replicas,
             updating=row.update_request is not None,

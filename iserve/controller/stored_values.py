@@ -24,8 +24,8 @@ __all__ = [
     "SCALING_UP",
     "draining_workers",
     "read_request",
+    "recorded_request",
     "recorded_update",
-    "recorded_wish",
     "recorded_workers",
     "update_workers",
 ]
@@ -54,7 +54,7 @@ def read_request(recorded: str) -> DeployBody:
     return _REQUESTS.validate_json(recorded)
 
 
-def recorded_wish(row: DeploymentRow) -> DeployBody:
+def recorded_request(row: DeploymentRow) -> DeployBody:
     """Return what was asked for.
 
     Raises:
@@ -75,7 +75,7 @@ def recorded_update(row: DeploymentRow) -> DeployBody:
     Raises:
         ConfigError: it cannot be read.
     """
-    return recorded_wish(replace(row, request=row.update_request or ""))
+    return recorded_request(replace(row, request=row.update_request or ""))
 
 
 def recorded_workers(row: DeploymentRow) -> tuple[WorkerSpec, ...]:

@@ -13,7 +13,7 @@ from daemon.client import DaemonClient
 from daemon.engines.registry import get_engine
 from daemon.status import NodeStatus
 from fingerprint.errors import NotFoundError
-from fingerprint.verification import Alone, Verification
+from fingerprint.verification import SingleRequest, Verification
 from iserve.api_documents import ProgressDocument
 from iserve.api_types import VerifyBody
 from iserve.controller.check_targets import CheckTarget, Targets, Tell, check_same_engine, used_bytes
@@ -154,16 +154,16 @@ class Verifier:
         verification = Verification(
             config=running.spec.config,
             workload=times.workload,
-            room=running.planned,
+            launch_workload=running.planned,
             layers_per_stage=tuple(stage.num_layers for stage in running.spec.stages),
             measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
             ttft_s=times.ttft_s,
             tpot_s=times.tpot_s,
             memory_bytes_per_gpu=held_bytes,
             kv_tokens=kv_room_tokens(stats, running.source.spec),
-            alone=None
+            single_request=None
             if alone is None
-            else Alone(workload=alone.workload, ttft_s=alone.ttft_s, tpot_s=alone.tpot_s),
+            else SingleRequest(workload=alone.workload, ttft_s=alone.ttft_s, tpot_s=alone.tpot_s),
         )
         estimator = self._profiler.estimator(running.profile, running.engine, node)
         predicted = estimator.estimate(running.spec.config, times.workload)

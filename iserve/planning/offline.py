@@ -14,7 +14,7 @@ from fingerprint.capability import PLANNED_ONLY, EngineCapabilities
 from fingerprint.checkpoint import Checkpoint
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import InfeasibleError
-from fingerprint.estimates import MemoryEstimate
+from fingerprint.estimates import Estimate, MemoryEstimate
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
 from fingerprint.model_use import AS_IT_IS, ModelUse
@@ -232,15 +232,10 @@ def estimate_for_gpu(
     get_engine(settled.engine).check_options(EngineOptions(use=use))
     check_use(source, table)
     estimate = datasheet_estimator(source.spec, gpu, engines).estimate(settled, workload)
-    prices = Prices(usd_per_gpu_hour=gpu.price_usd_per_gpu_hour)
-    price = float(COSTS[cost].of(figures([estimate]), prices)[0])
+    price = float(COSTS[cost].of(figures([estimate]), Prices(usd_per_gpu_hour=gpu.price_usd_per_gpu_hour))[0])
     refusal = shape_refusal(source.spec, settled, settled.num_gpus) or chooser.refusal(settled)
     place = None if refusal else FitsOn(hypothetical_hardware(gpu, settled.num_gpus), PlanOptions())(estimate)
     reason = place.reason if isinstance(place, NoRoom) else refusal
-    there = DeployableDocument(here=False)
-    if reason is None:
-        there = deployable(source.spec, settled, gpu, engines, gpus_here(), has_weights=source.has_weights)
-    said = spoken(source.name, settled, gpu=gpu.name, num_gpus=settled.num_gpus)
     return OneEstimateDocument(
         model=source.name,
         gpu=gpu.name,
@@ -256,12 +251,28 @@ def estimate_for_gpu(
         runnable=reason is None,
         reason=reason,
         conditions=() if refusal else (*use_notes(source, workload, table), *chooser.conditions(settled)),
-        verdict=VerdictDocument(
-            sentence=said if reason is None else f"{said}, cannot run: {reason}",
-            figures=figures_of(estimate, gpu),
-            runner_up=None,
-            deployable=there,
-            refusals=(),
-        ),
+        verdict=_verdict_of_one(source, gpu, settled, estimate, engines, reason),
         cache_sizes=kept_of(source.spec, settled),
+    )
+
+
+def _verdict_of_one(
+    source: ModelSource,
+    gpu: GpuSpec,
+    config: DeploymentConfig,
+    estimate: Estimate,
+    engines: Sequence[EngineCapabilities],
+    reason: str | None,
+) -> VerdictDocument:
+    """Return the verdict on the only configuration that was asked for; ``reason``: why it cannot run."""
+    said = spoken(source.name, config, gpu=gpu.name, num_gpus=config.num_gpus)
+    there = DeployableDocument(here=False)
+    if reason is None:
+        there = deployable(source.spec, config, gpu, engines, gpus_here(), has_weights=source.has_weights)
+    return VerdictDocument(
+        sentence=said if reason is None else f"{said}, cannot run: {reason}",
+        figures=figures_of(estimate, gpu),
+        runner_up=None,
+        deployable=there,
+        refusals=(),
     )

@@ -56,7 +56,7 @@ class ReportOptions:
     more_requests: bool = False  # as of :class:`iserve.planning.pipeline.PlanOptions`, likewise the next
     longer_requests: bool = False
 
-    def wish(self, intent: Intent | None = None) -> PlanOptions:
+    def plan_options(self, intent: Intent | None = None) -> PlanOptions:
         """Return the options of one plan, with the default intent if none is given."""
         return PlanOptions(
             intent=intent or Intent(cost_model=self.cost_model, quality=self.quality),
@@ -181,7 +181,9 @@ class _Planner:
         return Intent(kind=kind, cost_model=options.cost_model, quality=options.quality, slo=slo, budget=budget)
 
     def plan(self, intent: Intent) -> Plan:
-        return make_plan(self._spec, self._hardware, self._estimator, self._engines, self._options.wish(intent))
+        return make_plan(
+            self._spec, self._hardware, self._estimator, self._engines, self._options.plan_options(intent)
+        )
 
     def verdict(
         self,
@@ -192,17 +194,17 @@ class _Planner:
     ) -> Verdict:
         """Return the words of a plan that was made here."""
         there = None if deployable_of is None or plan.best is None else deployable_of(plan.best.config)
-        wish = self._options.wish(plan.intent)
+        plan_options = self._options.plan_options(plan.intent)
         found = verdict(
             plan,
             model=model,
             hardware=self._hardware,
             estimator=self._estimator,
-            options=wish,
+            options=plan_options,
             deployable=there,
         )
         spec = self._spec if profile is None else with_engine_caches(self._spec, profile.memory)
-        capacity = serving_capacity(plan, spec, self._hardware, self._estimator, wish)
+        capacity = serving_capacity(plan, spec, self._hardware, self._estimator, plan_options)
         free_bytes = {gpu.device_id: gpu.free_bytes for gpu in self._hardware.snapshot.gpus}
         document = plan_document(
             plan,

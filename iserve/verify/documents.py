@@ -171,7 +171,7 @@ def verification_document(
 def _taught(base: Estimator, check: Verification) -> tuple[Correction, Correction | None]:
     """Return the corrections of the check's own two workloads; of one request alone, if that was timed."""
     corrected = CorrectedEstimator(base, (check,))
-    run = [check.workload] + ([] if check.alone is None else [check.alone.workload])
+    run = [check.workload] + ([] if check.single_request is None else [check.single_request.workload])
     found = [corrected.estimate(check.config, workload).correction for workload in run]
     assert found[0] is not None, "it is what was checked"
     return found[0], found[1] if len(found) > 1 else None

@@ -188,7 +188,7 @@ def checked(target: Target, profile: Profile, max_seconds: float) -> Verificatio
     return Verification(
         config=target.config,
         workload=times.workload,
-        room=target.workload,
+        launch_workload=target.workload,
         layers_per_stage=even_split(profile.spec.num_layers, target.config.pp),
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
         ttft_s=times.ttft_s,

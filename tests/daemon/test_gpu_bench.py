@@ -28,9 +28,26 @@ def test_the_work_is_the_whole_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_bench, "best_s", run)
     gpu_bench.bytes_per_s("cpu", 1.0, 2**20)
     gpu_bench.flops_per_s("cpu", 1.0, 64)
-    assert done[0].shape == (1, 2**20 // 2 // 4096)
-    assert done[0].unique().tolist() == [4096.0]  # a sum over all that one output reads
-    assert done[1].unique().tolist() == [64.0]
+    weights = gpu_bench.random_matrix("cpu", 2**20 // 2 // 4096, 4096).double()
+    vector, square = (gpu_bench.random_matrix("cpu", *shape).double() for shape in ((1, 4096), (64, 64)))
+    for output, reference in zip(done, (vector @ weights.T, square @ square), strict=True):
+        assert output.shape == reference.shape
+        error = (output.double() - reference).abs().max() / reference.abs().max()
+        assert error < 2**-8  # bfloat16 keeps eight bits
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 4096), (64, 64), (1030, 1024)])
+def test_matrices_are_of_random_numbers_and_always_the_same(rows: int, columns: int) -> None:
+    """The last one has more rows than are drawn: its rows begin anew."""
+    matrix = gpu_bench.random_matrix("cpu", rows, columns)
+    assert (matrix.shape, matrix.dtype) == ((rows, columns), torch.bfloat16)
+    assert torch.equal(matrix, gpu_bench.random_matrix("cpu", rows, columns))
+    assert matrix.is_contiguous()
+    assert matrix.float().std().item() == pytest.approx(1, abs=0.05)
+    assert matrix.float().mean().item() == pytest.approx(0, abs=0.05)
+    drawn = min(rows, 2**20 // columns)
+    assert len(torch.unique(matrix[:drawn].float(), dim=0)) == drawn  # no two rows alike
+    assert torch.equal(matrix[drawn:], matrix[: rows - drawn])
 
 
 def test_the_shortest_of_at_least_three_runs_counts(monkeypatch: pytest.MonkeyPatch) -> None:

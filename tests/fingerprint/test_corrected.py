@@ -18,7 +18,7 @@ from fingerprint.estimators.corrected import CorrectedEstimator
 from fingerprint.estimators.fingerprinted import FingerprintedEstimator, nearest
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.profile import ProfilePlan
-from fingerprint.verification import Alone, Reading, Verification
+from fingerprint.verification import Reading, SingleRequest, Verification
 from tests.fingerprint.estimator_conformance import EstimatorConformance
 from tests.fingerprint.synthetic_machine import CPU, SyntheticMachine, llama, take_profile
 
@@ -61,7 +61,7 @@ def check_of(
     return Verification(
         config=config,
         workload=workload,
-        room=workload,
+        launch_workload=workload,
         layers_per_stage=split,
         measured_at=at,
         ttft_s=reading(predicted.ttft_s.value * ttft, spread),
@@ -272,7 +272,9 @@ def test_one_such_reading_leaves_the_other_its_own_end(vague_alone: bool) -> Non
 
     full, alone = of(WORK, vague=not vague_alone), of(lone, vague=vague_alone)
     check = check_of(RAW)
-    check = replace(check, tpot_s=full, alone=Alone(workload=lone, ttft_s=check.ttft_s, tpot_s=alone))
+    check = replace(
+        check, tpot_s=full, single_request=SingleRequest(workload=lone, ttft_s=check.ttft_s, tpot_s=alone)
+    )
     found = CorrectedEstimator(RAW, [check])
     told, untold = (WORK, lone) if vague_alone else (lone, WORK)
     measured = full if vague_alone else alone
@@ -316,7 +318,9 @@ def test_times_are_exact_whatever_the_longest_request_and_memory_is_where_that_i
     whole = check_of(RAW, HERE, room, ttft=1.5, tpot=1.6, more_bytes=5000)
     one = replace(WORK, batch=1)
     ttft_s, tpot_s = whole.ttft_s, whole.tpot_s
-    check = replace(whole, alone=Alone(workload=replace(room, batch=1), ttft_s=ttft_s, tpot_s=tpot_s))
+    check = replace(
+        whole, single_request=SingleRequest(workload=replace(room, batch=1), ttft_s=ttft_s, tpot_s=tpot_s)
+    )
     asked = replace(WORK if batch > 1 else one, longest_tokens=longest)
     found, raw = CorrectedEstimator(RAW, [check]).estimate(HERE, asked), RAW.estimate(HERE, asked)
     assert found.correction is not None
@@ -388,12 +392,12 @@ def with_alone(check: Verification, *, ttft: float, tpot: float) -> Verification
     """``check``, made with several slots, and one request alone that takes so many times as predicted."""
     lone = replace(check.workload, batch=1)
     predicted = RAW.estimate(check.config, lone)
-    found = Alone(
+    found = SingleRequest(
         workload=lone,
         ttft_s=reading(predicted.ttft_s.value * ttft, 0.01),
         tpot_s=reading(predicted.tpot_s.value * tpot, 0.01),
     )
-    return replace(check, alone=found)
+    return replace(check, single_request=found)
 
 
 @given(
@@ -433,5 +437,5 @@ def test_a_check_of_the_batch_alone_has_one_ratio_for_all() -> None:
 def test_a_check_from_before_has_nothing_alone() -> None:
     """The JSON is as it lies in the state of an older version."""
     kept = json.loads(to_json(check_of(RAW)))
-    del kept["alone"]
+    del kept["single_request"]
     assert from_json(json.dumps(kept), Verification) == check_of(RAW)

@@ -112,7 +112,7 @@ def test_layers_that_look_back_differently_are_told_apart() -> None:
     ("config", "kind", "message"),
     [
         ({"model_type": "nobody"}, UnsupportedModelError, "'nobody' by config.json alone: it has no classes"),
-        (_SIZES | {"model_type": "camembert"}, UnsupportedModelError, "an encoder that generates no text"),
+        (_SIZES | {"model_type": "camembert"}, UnsupportedModelError, "generates no text"),
         (SMALL["gpt2"] | {"n_embd": 33}, ConfigError, "makes no model of this config.json"),
         (SMALL["gpt2"] | {"n_layer": 10**9}, ConfigError, "n_layer may be 512 at most"),
         (

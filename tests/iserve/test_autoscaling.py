@@ -23,8 +23,9 @@ from iserve.controller.reconcile import Reconciler
 from iserve.controller.service import Controller
 from iserve.route_table import Demand, DeploymentDemand, Route, RouteTable
 from iserve.state.store import Store
+from tests.iserve.state.raw_sql import connected, migrated_back
+from tests.iserve.state.test_migrations import PLAN_OF_0008
 from tests.iserve.test_deployer import World
-from tests.iserve.test_state import PLAN_OF_0008, connected, migrated_back
 
 pytestmark = pytest.mark.process
 

@@ -70,7 +70,7 @@ def _nothing_known_of_other_models(monkeypatch: pytest.MonkeyPatch) -> None:
 def profiled(
     machine: StepTimedMachine,
     *,
-    wish: PlanOptions | None = None,
+    plan_options: PlanOptions | None = None,
     quality: Quality = Quality.NEAR,
     table: Any = RUNS,
     batch: int = 4,
@@ -84,9 +84,9 @@ def profiled(
         source=source,
         table=table,
         node=node,
-        workload=Workload(batch, 512, 128) if wish is None else wish.workload,
-        wish=wish,
-        quality=quality if wish is None else wish.intent.quality,
+        workload=Workload(batch, 512, 128) if plan_options is None else plan_options.workload,
+        plan_options=plan_options,
+        quality=quality if plan_options is None else plan_options.intent.quality,
         shards=shards,
         max_seconds=1e6,
         progress=lambda _: None,
@@ -119,11 +119,13 @@ def everything(quality: Quality) -> tuple[Profile, int]:
     return profiled(machine, quality=quality), len(started(machine))
 
 
-def plan_of(profile: Profile, wish: PlanOptions) -> Plan:
-    return make_plan(SOURCE.spec, hardware_of(NODE, profile.machine.device), estimator_for(profile), [RUNS], wish)
+def plan_of(profile: Profile, plan_options: PlanOptions) -> Plan:
+    return make_plan(
+        SOURCE.spec, hardware_of(NODE, profile.machine.device), estimator_for(profile), [RUNS], plan_options
+    )
 
 
-def wished(kind: IntentKind = IntentKind.MIN_COST, **limits: Any) -> PlanOptions:
+def options_of(kind: IntentKind = IntentKind.MIN_COST, **limits: Any) -> PlanOptions:
     return PlanOptions(intent=Intent(kind=kind, **limits), workload=Workload(4, 512, 128))
 
 
@@ -134,7 +136,7 @@ def test_without_a_wish_every_format_of_the_quality_is_measured_under_every_degr
     assert profile.notes == ()
 
 
-def test_an_exact_wish_measures_16_bits_only() -> None:
+def test_exact_quality_measures_16_bits_only() -> None:
     machine = StepTimedMachine()
     profile = profiled(machine, quality=Quality.EXACT)
     assert {weights for *_, weights in started(machine)} == {BITS16}
@@ -142,34 +144,36 @@ def test_an_exact_wish_measures_16_bits_only() -> None:
 
 
 @pytest.mark.parametrize(
-    "wish",
+    "plan_options",
     [
-        wished(),
-        wished(IntentKind.MIN_LATENCY),
-        wished(IntentKind.MIN_MEMORY),
-        wished(IntentKind.MIN_GPU_HOURS),
-        wished(IntentKind.MAX_THROUGHPUT),
-        wished(IntentKind.LATENCY_SLO, slo=Slo(tpot_s=0.02)),
-        wished(IntentKind.LATENCY_SLO, slo=Slo(tpot_s=1e-5)),
-        wished(quality=Quality.EXACT),
+        options_of(),
+        options_of(IntentKind.MIN_LATENCY),
+        options_of(IntentKind.MIN_MEMORY),
+        options_of(IntentKind.MIN_GPU_HOURS),
+        options_of(IntentKind.MAX_THROUGHPUT),
+        options_of(IntentKind.LATENCY_SLO, slo=Slo(tpot_s=0.02)),
+        options_of(IntentKind.LATENCY_SLO, slo=Slo(tpot_s=1e-5)),
+        options_of(quality=Quality.EXACT),
     ],
-    ids=lambda wish: f"{wish.intent.kind}-{wish.intent.slo and wish.intent.slo.tpot_s}-{wish.intent.quality}",
+    ids=lambda options: (
+        f"{options.intent.kind}-{slo.tpot_s if (slo := options.intent.slo) else None}-{options.intent.quality}"
+    ),
 )
-def test_what_is_skipped_does_not_change_what_is_chosen(wish: PlanOptions) -> None:
+def test_what_is_skipped_does_not_change_what_is_chosen(plan_options: PlanOptions) -> None:
     """Skipping is reported, costs no start, and ends where measuring everything ends."""
     thrifty = StepTimedMachine()
-    profile = profiled(thrifty, wish=wish)
-    whole, starts = everything(wish.intent.quality)
+    profile = profiled(thrifty, plan_options=plan_options)
+    whole, starts = everything(plan_options.intent.quality)
     skipped = [note for note in profile.notes if " not measured: " in note and "quality=" not in note]
     assert len(started(thrifty)) + len(skipped) == starts
-    chosen, best = plan_of(profile, wish).best, plan_of(whole, wish).best
+    chosen, best = plan_of(profile, plan_options).best, plan_of(whole, plan_options).best
     assert (chosen and chosen.config) == (best and best.config)
 
 
 def test_a_split_is_not_measured_for_least_memory_and_is_for_least_latency() -> None:
     """Two GPUs hold more than one, whatever is measured of them; and may well be faster."""
     small, fast = StepTimedMachine(), StepTimedMachine()
-    profile = profiled(small, wish=wished(IntentKind.MIN_MEMORY, quality=Quality.EXACT))
+    profile = profiled(small, plan_options=options_of(IntentKind.MIN_MEMORY, quality=Quality.EXACT))
     assert started(small) == [(1, 1, BITS16)]
     assert [note.partition(":")[0] for note in profile.notes] == [
         "tp=2 pp=1 16bit not measured",
@@ -178,7 +182,7 @@ def test_a_split_is_not_measured_for_least_memory_and_is_for_least_latency() -> 
     ]
     assert "min-memory of tp=2" in profile.notes[0]
     assert not any(entry[0] == "open" and entry[1:] != (1, 1) for entry in small.log), "a worker was started"
-    profiled(fast, wish=wished(IntentKind.MIN_LATENCY, quality=Quality.EXACT))
+    profiled(fast, plan_options=options_of(IntentKind.MIN_LATENCY, quality=Quality.EXACT))
     assert (2, 1, BITS16) in started(fast)
 
 
@@ -195,7 +199,7 @@ def test_beside_a_worker_that_nobody_calls_what_is_measured_is_that_on_idle_gpus
     """The GPU of a worker without requests counts as idle, however busy its start kept it; else a split over it
     looks slow.
     """
-    wish = wished(IntentKind.MIN_LATENCY, quality=Quality.EXACT)
+    plan_options = options_of(IntentKind.MIN_LATENCY, quality=Quality.EXACT)
     idle, started_on = NODE.devices
     beside = replace(started_on, free_bytes=started_on.free_bytes - 30 * GIB, load_fraction=0.9)
     node = replace(NODE, devices=(idle, beside))
@@ -207,13 +211,16 @@ def test_beside_a_worker_that_nobody_calls_what_is_measured_is_that_on_idle_gpus
         service_s=1.0, idle_s=60.0, steady_s=60.0,
     )  # fmt: skip
     alone, told, untold = StepTimedMachine(), StepTimedMachine(), StepTimedMachine()
-    assert profiled(alone, wish=wish).skipped == profiled(told, wish=wish, node=node, serving=(uncalled,)).skipped
+    assert (
+        profiled(alone, plan_options=plan_options).skipped
+        == profiled(told, plan_options=plan_options, node=node, serving=(uncalled,)).skipped
+    )
     assert (2, 1, BITS16) in started(alone)
     assert started(told) == started(alone)
-    profile = profiled(untold, wish=wish, node=node)
+    profile = profiled(untold, plan_options=plan_options, node=node)
     assert (2, 1, BITS16) not in started(untold)
-    assert lacking(profile, node, RUNS, wish) == ()
-    assert lacking(profile, node, RUNS, wish, (uncalled,)) != ()
+    assert lacking(profile, node, RUNS, plan_options) == ()
+    assert lacking(profile, node, RUNS, plan_options, (uncalled,)) != ()
 
 
 def _alone_on(device: DeviceStatus) -> StagePlacement:
@@ -278,7 +285,7 @@ def test_what_the_node_never_has_the_gpus_for_is_taken_when_it_is_asked_for(shar
 def test_a_wish_takes_no_rank_that_cannot_change_its_plan() -> None:
     """A plan with tp=2 cannot be launched next to the full GPU, so nothing of it is worth an engine start."""
     machine = RankMachine()
-    profile = profiled(machine, wish=wished(), node=with_free(2, 139))
+    profile = profiled(machine, plan_options=options_of(), node=with_free(2, 139))
     assert {(tp, pp) for tp, pp, _, _ in runs_of(profile)} == {(1, 1)}
     assert any(note.startswith("tp=2 pp=1 16bit not measured: ") for note in profile.notes)
     assert profile.complete
@@ -308,14 +315,16 @@ def test_a_profile_that_has_room_for_nothing_says_what_it_needs() -> None:
 
 @pytest.mark.parametrize("batch", [1, 16])
 def test_a_deployment_is_started_with_the_limits_that_were_measured(batch: int, tmp_path: Path) -> None:
-    profile = profiled(StepTimedMachine(), wish=replace(wished(), workload=Workload(batch, 512, 128)))
+    profile = profiled(StepTimedMachine(), plan_options=replace(options_of(), workload=Workload(batch, 512, 128)))
     assert {point.max_batched_tokens for point in profile.memory} == {STEP_TOKENS}
     assert all(point.max_batch >= batch for point in profile.memory)
-    wish = replace(wished(), workload=Workload(batch, 512, 128))
-    best = plan_of(profile, wish).best
+    plan_options = replace(options_of(), workload=Workload(batch, 512, 128))
+    best = plan_of(profile, plan_options).best
     assert best is not None
     free = {device.device_id: device.free_bytes for device in NODE.devices}
-    spec = worker_spec("m", SOURCE, "m-1", best.config, best.layout, wish.workload, free, step_tokens_of(profile))
+    spec = worker_spec(
+        "m", SOURCE, "m-1", best.config, best.layout, plan_options.workload, free, step_tokens_of(profile)
+    )
     assert spec.limits.max_batched_tokens == STEP_TOKENS
     assert spec.limits.max_batch == batch
 
@@ -331,7 +340,7 @@ def test_where_no_step_was_fixed_a_launch_follows_from_the_workload() -> None:
 
 
 def test_what_is_estimated_from_the_skipped_stays_scaled() -> None:
-    profile = profiled(StepTimedMachine(), wish=wished(IntentKind.MIN_MEMORY, quality=Quality.EXACT))
+    profile = profiled(StepTimedMachine(), plan_options=options_of(IntentKind.MIN_MEMORY, quality=Quality.EXACT))
     estimate = estimator_for(profile).estimate(DeploymentConfig(tp=2, engine="vllm"), Workload(4, 512, 128))
     assert estimate.tpot_s.source == "scaled"
 
@@ -340,7 +349,7 @@ def test_what_is_estimated_from_the_skipped_stays_scaled() -> None:
 
 
 AT = Workload(4, 512, 128)
-EXACT, NEAR = wished(quality=Quality.EXACT), wished(quality=Quality.NEAR)
+EXACT, NEAR = options_of(quality=Quality.EXACT), options_of(quality=Quality.NEAR)
 
 
 def source_of(profile: Profile, **config: Any) -> Source:
@@ -349,33 +358,38 @@ def source_of(profile: Profile, **config: Any) -> Source:
 
 def test_what_an_exact_wish_left_out_is_what_a_near_one_lacks() -> None:
     """The fp8 times would be scaled from 16 bits by datasheets, though measuring them could change the choice."""
-    exact = profiled(StepTimedMachine(), wish=EXACT)
+    exact = profiled(StepTimedMachine(), plan_options=EXACT)
     assert source_of(exact, weights=FP8) is Source.SCALED
     assert lacking(exact, NODE, RUNS, EXACT) == ()
     assert DeploymentConfig(weights=FP8, engine="vllm") in lacking(exact, NODE, RUNS, NEAR)
 
 
-@pytest.mark.parametrize("second", [NEAR, wished(IntentKind.MIN_LATENCY), wished(IntentKind.MAX_THROUGHPUT)])
+@pytest.mark.parametrize(
+    "second", [NEAR, options_of(IntentKind.MIN_LATENCY), options_of(IntentKind.MAX_THROUGHPUT)]
+)
 def test_what_is_lacking_is_measured_beside_what_is_there(second: PlanOptions) -> None:
     """The second profile measures nothing twice, loses nothing, and answers as if it had been the first."""
-    exact, machine = profiled(StepTimedMachine(), wish=EXACT), StepTimedMachine()
-    both = profiled(machine, wish=second, known=exact)
+    exact, machine = profiled(StepTimedMachine(), plan_options=EXACT), StepTimedMachine()
+    both = profiled(machine, plan_options=second, known=exact)
     assert (1, 1, FP8) in started(machine)
     assert (1, 1, BITS16) not in started(machine)
     assert source_of(both, weights=FP8) is Source.EXTRAPOLATED
     estimated = [estimator_for(p).estimate(DeploymentConfig(engine="vllm"), AT) for p in (exact, both)]
     assert estimated[0] == estimated[1]
     assert lacking(both, NODE, RUNS, second) == ()
-    chosen, first = plan_of(both, second).best, plan_of(profiled(StepTimedMachine(), wish=second), second).best
+    chosen, first = (
+        plan_of(both, second).best,
+        plan_of(profiled(StepTimedMachine(), plan_options=second), second).best,
+    )
     assert (chosen and chosen.config) == (first and first.config)
     assert both.spent_s > exact.spent_s
 
 
 def test_a_degree_that_one_wish_did_not_need_is_measured_for_one_that_does() -> None:
-    small = profiled(StepTimedMachine(), wish=wished(IntentKind.MIN_MEMORY, quality=Quality.EXACT))
-    fast = wished(IntentKind.MIN_LATENCY, quality=Quality.EXACT)
+    small = profiled(StepTimedMachine(), plan_options=options_of(IntentKind.MIN_MEMORY, quality=Quality.EXACT))
+    fast = options_of(IntentKind.MIN_LATENCY, quality=Quality.EXACT)
     assert source_of(small, tp=2) is Source.SCALED
-    both = profiled(StepTimedMachine(), wish=fast, known=small)
+    both = profiled(StepTimedMachine(), plan_options=fast, known=small)
     assert source_of(both, tp=2) is Source.EXTRAPOLATED
     assert lacking(both, NODE, RUNS, fast) == ()
 
@@ -389,37 +403,37 @@ def with_towers(gib: int) -> ModelSource:
 
 def test_towers_that_leave_one_gpu_too_small_have_the_split_measured() -> None:
     """Text alone, 13 GiB, fits one H200 and takes least memory there; with 130 GiB of towers it takes two."""
-    small = wished(IntentKind.MIN_MEMORY, quality=Quality.EXACT)
+    small = options_of(IntentKind.MIN_MEMORY, quality=Quality.EXACT)
     whole, source = StepTimedMachine(), with_towers(130)
-    profile = profiled(whole, wish=small, source=source)
+    profile = profiled(whole, plan_options=small, source=source)
     assert (2, 1, BITS16) in started(whole)
     assert profile.spec == SOURCE.spec, "measured is the text alone"
-    text, added = profiled(StepTimedMachine(), wish=small), StepTimedMachine()
+    text, added = profiled(StepTimedMachine(), plan_options=small), StepTimedMachine()
     assert lacking(text, NODE, RUNS, small) == ()
     assert lacking(profile_as(source.spec, text), NODE, RUNS, small) != ()
-    both = profiled(added, wish=small, known=text, source=source)
+    both = profiled(added, plan_options=small, known=text, source=source)
     assert (2, 1, BITS16) in started(added)
     assert lacking(profile_as(source.spec, both), NODE, RUNS, small) == ()
 
 
 def test_what_fails_when_it_is_added_costs_nothing_of_what_is_there_and_is_not_tried_again() -> None:
-    exact = profiled(StepTimedMachine(), wish=EXACT)
+    exact = profiled(StepTimedMachine(), plan_options=EXACT)
     broken = StepTimedMachine(broken=lambda *_: EngineError("no fp8 kernel"))
-    both = profiled(broken, wish=NEAR, known=exact)
+    both = profiled(broken, plan_options=NEAR, known=exact)
     assert (both.timing, both.memory) == (exact.timing, exact.memory)
     assert any("weights=fp8" in note and "no fp8 kernel" in note for note in both.notes)
     assert lacking(both, NODE, RUNS, NEAR) == ()
 
 
 def test_what_there_is_no_room_for_now_is_lacking_still() -> None:
-    exact = profiled(StepTimedMachine(), wish=EXACT)
+    exact = profiled(StepTimedMachine(), plan_options=EXACT)
     taken = StepTimedMachine(refuses_to_open=lambda *_: InfeasibleError("promised to others meanwhile"))
-    assert profiled(taken, wish=NEAR, known=exact) == exact
+    assert profiled(taken, plan_options=NEAR, known=exact) == exact
     assert [entry[0] for entry in taken.log] == ["open"]
 
 
 def test_every_format_and_degree_that_is_left_out_for_a_wish_is_recorded() -> None:
-    exact = profiled(StepTimedMachine(), wish=wished(IntentKind.MIN_MEMORY, quality=Quality.EXACT))
+    exact = profiled(StepTimedMachine(), plan_options=options_of(IntentKind.MIN_MEMORY, quality=Quality.EXACT))
     measured = {(p.tp, p.pp, p.weights) for p in exact.timing}
     skipped = {(c.tp, c.pp, c.weights) for c in exact.skipped}
     assert measured | skipped == {(tp, pp, w) for tp, pp in ((1, 1), (2, 1), (1, 2)) for w in (BITS16, FP8)}

@@ -16,7 +16,7 @@ import pytest
 from daemon.worker_spec import WorkerSpec
 from iserve.controller.reconcile import Reconciler
 from iserve.controller.snapshot import without
-from iserve.controller.stored_values import recorded_wish, recorded_workers
+from iserve.controller.stored_values import recorded_request, recorded_workers
 from iserve.controller.update_capacity import WorkerCapacity, reduction
 from iserve.rest_bodies import UpdateBody
 from iserve.route_table import Demand
@@ -95,7 +95,7 @@ def test_what_would_serve_less_next_to_the_present_worker_is_refused_with_what_t
         in (row.error)
     )
     assert f"(its present worker serves {capacity(former)}); accept that with --batch 1 --context 32 " in row.error
-    assert (world.worker(), recorded_wish(row).intent) == (former, "min-cost")
+    assert (world.worker(), recorded_request(row).intent) == (former, "min-cost")
     assert list(world.states()) == [former.worker_id]
 
 

@@ -16,7 +16,7 @@ from fingerprint.codec import to_json
 from fingerprint.errors import ConflictError
 from iserve.api_types import DeployBody, VerifyBody
 from iserve.controller.reconcile import Reconciler
-from iserve.controller.stored_values import draining_workers, recorded_update, recorded_wish, recorded_workers
+from iserve.controller.stored_values import draining_workers, recorded_request, recorded_update, recorded_workers
 from iserve.model_source import ModelSource
 from iserve.rest_bodies import UpdateBody
 from iserve.route_table import Demand
@@ -86,7 +86,7 @@ class Interrupted(World):
     def serves_the_update(self) -> bool:
         row = self.row()
         ids = [spec.worker_id for spec in recorded_workers(row)]
-        return (recorded_wish(row).intent, ids, row.error) == ("min-latency", ["a-1-u1"], None)
+        return (recorded_request(row).intent, ids, row.error) == ("min-latency", ["a-1-u1"], None)
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from iserve.api_documents import DeploymentDocument
 from iserve.controller.deployer import Deployer
 from iserve.controller.profiling_validity import machine_key
 from iserve.controller.reconcile import Reconciler
-from iserve.controller.stored_values import recorded_wish, recorded_workers, update_workers
+from iserve.controller.stored_values import recorded_request, recorded_workers, update_workers
 from iserve.demo import demo_model_path
 from iserve.rest_bodies import UpdateBody
 from iserve.route_table import Demand, Route, RouteTable
@@ -128,7 +128,7 @@ def test_the_former_worker_ends_before_the_new_one_starts(world: Replaced, until
     world.update(intent="min-latency")
     until(world.ended, "the update has ended")
     assert world.row().error is None
-    assert recorded_wish(world.row()).intent == "min-latency"
+    assert recorded_request(world.row()).intent == "min-latency"
     assert world.worker() != former
     assert world.states() == {world.worker(): WorkerState.READY}
     assert world.most_at_once == 1
@@ -182,7 +182,7 @@ def test_the_former_worker_starts_again_where_the_new_one_does_not_come_up(world
     world.update(intent="min-latency")
     until(world.ended, "the update has ended")
     assert (world.row().error or "").startswith("a was not updated and serves as before: ")
-    assert recorded_wish(world.row()).intent == "min-cost"
+    assert recorded_request(world.row()).intent == "min-cost"
     assert (world.worker(), world.row().plan) == (former, plan)
     assert world.states() == {former: WorkerState.READY}
     assert world.most_at_once == 1
@@ -217,7 +217,7 @@ def test_a_phase_that_another_records_meanwhile_does_not_stop_the_update(world: 
     until(world.reaches("draining"), "it drains again")
     world.running.unlink()
     until(world.ended, "the update has ended")
-    assert recorded_wish(world.row()).intent == "min-latency"
+    assert recorded_request(world.row()).intent == "min-latency"
 
 
 def test_where_neither_comes_up_the_deployment_is_carried_out_anew(world: Replaced, until: Until) -> None:
@@ -226,7 +226,7 @@ def test_where_neither_comes_up_the_deployment_is_carried_out_anew(world: Replac
     world.update(intent="min-latency")
     until(world.reaches("failed"), "it is given up")
     row = world.row()
-    assert (row.update_request, recorded_wish(row).intent) == (None, "min-cost")
+    assert (row.update_request, recorded_request(row).intent) == (None, "min-cost")
     assert "is started anew" in next(e.message for e in world.store.events() if e.kind == "update-failed")
 
 

@@ -12,7 +12,7 @@ from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimates import Correction, Estimate, MemoryEstimate, Quantity, Source
 from fingerprint.estimators.corrected import CorrectedEstimator
 from fingerprint.model_spec import LayerShape
-from fingerprint.verification import Alone, Reading, Verification
+from fingerprint.verification import Reading, SingleRequest, Verification
 from iserve.cli.verify import print_verification
 from iserve.verify.documents import MetricDocument, VerificationDocument, kv_room_tokens, verification_document
 from tests.fingerprint.synthetic_machine import llama
@@ -53,7 +53,7 @@ PREDICTED = Estimate(
 CHECK = Verification(
     config=CONFIG,
     workload=WORK,
-    room=WORK,
+    launch_workload=WORK,
     layers_per_stage=(4,),
     measured_at="2026-11-21T10:00:00+00:00",
     ttft_s=Reading(value=0.12, low=0.11, high=0.13, repeats=7),
@@ -143,7 +143,7 @@ def vague(reading: Reading | None) -> Reading:
     return replace(reading, low=reading.value / 10, high=reading.value * 10)
 
 
-ALONE = Alone(workload=replace(WORK, batch=1), ttft_s=CHECK.ttft_s, tpot_s=CHECK.tpot_s)
+ALONE = SingleRequest(workload=replace(WORK, batch=1), ttft_s=CHECK.ttft_s, tpot_s=CHECK.tpot_s)
 VAGUE_ALONE = replace(ALONE, ttft_s=vague(CHECK.ttft_s), tpot_s=vague(CHECK.tpot_s))
 IN = "in `iserve plan` and `report` until `iserve verify ./m --forget`"
 VAGUE = "not corrected, for what was read is less certain than what was predicted: "
@@ -164,12 +164,12 @@ VAGUE = "not corrected, for what was read is less certain than what was predicte
             id="nothing",
         ),
         pytest.param(
-            replace(CHECK, memory_bytes_per_gpu=None, alone=ALONE),
+            replace(CHECK, memory_bytes_per_gpu=None, single_request=ALONE),
             [f"kept: it corrects TTFT, TPOT {IN}"],
             id="one request alone too, no memory",
         ),
         pytest.param(
-            replace(CHECK, alone=VAGUE_ALONE),
+            replace(CHECK, single_request=VAGUE_ALONE),
             [
                 f"kept: it corrects TTFT of the full batch, TPOT of the full batch, memory {IN}",
                 f"{VAGUE}TTFT of one request alone, TPOT of one request alone",
@@ -177,7 +177,7 @@ VAGUE = "not corrected, for what was read is less certain than what was predicte
             id="only the full batch",
         ),
         pytest.param(
-            replace(CHECK, tpot_s=vague(CHECK.tpot_s), alone=ALONE),
+            replace(CHECK, tpot_s=vague(CHECK.tpot_s), single_request=ALONE),
             [
                 f"kept: it corrects TTFT, TPOT of one request alone, memory {IN}",
                 f"{VAGUE}TPOT of the full batch",
@@ -185,7 +185,7 @@ VAGUE = "not corrected, for what was read is less certain than what was predicte
             id="only one request alone",
         ),
         pytest.param(
-            replace(CHECK, tpot_s=None, alone=replace(ALONE, tpot_s=None)),
+            replace(CHECK, tpot_s=None, single_request=replace(ALONE, tpot_s=None)),
             [f"kept: it corrects TTFT, memory {IN}"],
             id="one output token",
         ),

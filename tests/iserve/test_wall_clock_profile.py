@@ -74,7 +74,7 @@ def taken(
         table=UNKNOWN,
         node=NODE,
         workload=workload,
-        wish=None,
+        plan_options=None,
         quality=Quality.NEAR,
         shards=Shards.AUTO,
         max_seconds=max_seconds,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import yaml
 
+from daemon.devices import Device
 from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from fingerprint.config import DeploymentConfig
 from tests.daemon.engines.standin import make_environment, set_version
@@ -24,6 +25,7 @@ CONFIG = {
     "vocab_size": 1000,
     "max_position_embeddings": 1024,
 }
+VARIABLE = "ISERVE_TENSORRT_LLM_PYTHON"
 GPUS = ("GPU-aaaa", "GPU-bbbb")  # those of the fake NVML
 _SCRIPT = """\
 import sys
@@ -89,3 +91,14 @@ def make_spec(checkpoint: Path, *, layers: tuple[int, ...] = (6,), **changes: ob
         "dummy_weights": True,
     }
     return WorkerSpec(**(values | changes))
+
+
+def devices(name: str = "NVIDIA RTX A6000") -> dict[str, Device]:
+    return {
+        gpu: Device(device_id=gpu, index=index, kind="cuda", name=name, total_bytes=48 << 30)
+        for index, gpu in enumerate(GPUS)
+    }
+
+
+def config(**changes: object) -> DeploymentConfig:
+    return DeploymentConfig(engine="tensorrt-llm", **changes)
