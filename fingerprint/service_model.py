@@ -1,0 +1,180 @@
+"""Service times and memory of one replica at any concurrency, for whoever plans, places or simulates under load.
+
+A :class:`ServiceModel` is one configuration of one model on one kind of GPU for one mix of requests (mean prompt and
+mean answer). Times are those of the estimator, tabulated once: a prompt alone, and a decode step of n sequences.
+Pure; knows no rates and no neighbours (``placement.fleet`` does).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from fingerprint.config import DeploymentConfig, Workload, even_split
+from fingerprint.errors import ConfigError, NotMeasuredError
+from fingerprint.estimates import Estimate, Estimator, MemoryEstimate
+
+__all__ = ["LARGEST_BATCH", "STEP_KNOTS", "ServiceModel", "service_model"]
+
+LARGEST_BATCH = 256  # sequences that decode together; vLLM's default on these GPUs (docs/decisions/0024)
+STEP_KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, LARGEST_BATCH)
+_KNEE = 0.97  # share of the largest batch's capacity at which more KV room gains next to nothing
+_SHARED_PROMPT = 0.7  # most of a prompt's time that it shares with the step it joins (design, section 5)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServiceModel:
+    """Times and memory of one replica of ``config``.
+
+    Attributes:
+        prompt_s: a mean prompt, alone.
+        step_s: decode steps of ``STEP_KNOTS`` sequences at the mean context.
+        input_tokens: mean prompt.
+        output_tokens: mean answer.
+        longest_tokens: longest request that must fit, prompt and answer together.
+        fixed_bytes: of each GPU, without KV cache, at the upper end of the estimate's interval.
+        kv_bytes_per_token: of each GPU; of a model that keeps states alone, of a sequence over its mean length.
+        is_split_measured: the times of this TP degree rest on a measurement of it, not on a modelled all-reduce.
+    """
+
+    config: DeploymentConfig
+    prompt_s: float
+    step_s: tuple[float, ...]
+    input_tokens: float
+    output_tokens: float
+    longest_tokens: int
+    fixed_bytes: int
+    kv_bytes_per_token: float
+    is_split_measured: bool = False
+
+    def __post_init__(self) -> None:
+        times = (self.prompt_s, *self.step_s)
+        if len(self.step_s) != len(STEP_KNOTS) or not all(math.isfinite(t) and t > 0 for t in times):
+            raise ConfigError(f"{self.config}: a service model needs {1 + len(STEP_KNOTS)} positive times")
+        if self.fixed_bytes < 0 or self.kv_bytes_per_token < 0:
+            raise ConfigError(f"{self.config}: memory cannot be negative")
+
+    @property
+    def num_gpus(self) -> int:
+        return self.config.num_gpus
+
+    @property
+    def busy_share_per_gpu(self) -> float:
+        """Share of a step that each GPU works: a pipeline's stages take turns for one batch."""
+        return 1.0 / self.config.pp
+
+    @property
+    def mean_tokens(self) -> float:
+        """Tokens that a mean request keeps at its end."""
+        return self.input_tokens + self.output_tokens
+
+    @property
+    def added_prompt_s(self) -> float:
+        """Time that a prompt adds to a step that decodes: it reads no weights of its own."""
+        return self.prompt_s - min(self.step_s[0], _SHARED_PROMPT * self.prompt_s)
+
+    @property
+    def alone_s(self) -> float:
+        """End-to-end time of a mean request that finds the replica idle."""
+        return self.prompt_s + (self.output_tokens - 1) * self.step_s[0]
+
+    def step_of(self, sequences: float) -> float:
+        """Return the time of a decode step of that many sequences, linear between the knots."""
+        return float(np.interp(sequences, STEP_KNOTS, self.step_s))
+
+    def requests_per_s(self, batch: float) -> float:
+        """Return the capacity at a batch of ``batch`` sequences on GPUs of its own."""
+        return batch / ((self.output_tokens - 1) * self.step_of(batch) + self.added_prompt_s * batch)
+
+    @property
+    def knee_batch(self) -> float:
+        """Smallest batch that reaches 97% of the capacity of the largest."""
+        wanted = _KNEE * max(self.requests_per_s(batch) for batch in STEP_KNOTS)
+        low, high = 1.0, float(LARGEST_BATCH)
+        if self.requests_per_s(low) >= wanted:
+            return low
+        for _ in range(30):
+            middle = (low + high) / 2
+            low, high = (low, middle) if self.requests_per_s(middle) >= wanted else (middle, high)
+        return high
+
+    def batch_of(self, kv_tokens: float) -> float:
+        """Return how many mean requests ``kv_tokens`` of KV cache hold at once, 1 to ``LARGEST_BATCH``."""
+        return min(float(LARGEST_BATCH), max(1.0, kv_tokens / self.mean_tokens))
+
+    def bytes_per_gpu(self, kv_tokens: float) -> int:
+        """Return the memory of each GPU with a KV cache of ``kv_tokens``."""
+        return self.fixed_bytes + math.ceil(kv_tokens * self.kv_bytes_per_token)
+
+
+def service_model(
+    estimator: Estimator, config: DeploymentConfig, workload: Workload, *, longest_tokens: int | None = None
+) -> ServiceModel:
+    """Return the service model of ``config`` for requests of the workload's mean lengths; its batch is ignored.
+
+    Args:
+        longest_tokens: None: the workload's own longest request.
+
+    Raises:
+        NotMeasuredError: the estimator knows no time of this configuration.
+    """
+    known = _known(estimator, config, replace(workload, longest_tokens=0))
+    alone, most = known[0], known[-1]
+    memory, full = _MemoryPerGpu.of(alone.memory), _MemoryPerGpu.of(most.memory)
+    usual = workload.input_tokens + workload.output_tokens
+    more_tokens = (most.workload.batch - 1) * usual
+    per_token = (full.kv_bytes - memory.kv_bytes) / more_tokens if more_tokens else memory.kv_bytes / usual
+    return ServiceModel(
+        config=config,
+        prompt_s=alone.ttft_s.value,
+        step_s=_steps([estimate.tpot_s.value for estimate in known]),
+        input_tokens=float(workload.input_tokens),
+        output_tokens=float(workload.output_tokens),
+        longest_tokens=longest_tokens or workload.context_tokens,
+        fixed_bytes=max(memory.fixed_bytes, full.fixed_bytes),
+        kv_bytes_per_token=max(0.0, per_token),
+        is_split_measured=config.tp == 1 or alone.is_measured,
+    )
+
+
+def _known(estimator: Estimator, config: DeploymentConfig, workload: Workload) -> list[Estimate]:
+    """Return the estimates at the knots, up to the first batch of which nothing is known."""
+    found: list[Estimate] = []
+    for batch in STEP_KNOTS:
+        try:
+            found.append(estimator.estimate(config, replace(workload, batch=batch)))
+        except NotMeasuredError:
+            if not found:
+                raise
+            break
+    return found
+
+
+def _steps(known_s: Sequence[float]) -> tuple[float, ...]:
+    """Return the times at all knots: those known, and the line through the last two beyond them."""
+    steps = list(known_s)
+    for low, here in zip(STEP_KNOTS[len(steps) - 1 :], STEP_KNOTS[len(steps) :], strict=False):
+        slope = (steps[-1] - steps[-2]) / (low - STEP_KNOTS[len(steps) - 2]) if len(steps) > 1 else 0.0
+        steps.append(steps[-1] + max(0.0, slope) * (here - low))
+    return tuple(steps)
+
+
+@dataclass(frozen=True, slots=True)
+class _MemoryPerGpu:
+    """Memory of the fullest GPU of an even split, at the upper end of its interval."""
+
+    fixed_bytes: int
+    kv_bytes: float
+
+    @classmethod
+    def of(cls, memory: MemoryEstimate) -> _MemoryPerGpu:
+        layers = even_split(memory.num_layers, memory.pp)
+        fullest = max(memory.stages(layers), key=lambda stage: stage.total_bytes)
+        scale = 1 + memory.relative_error
+        return cls(
+            fixed_bytes=math.ceil(scale * (fullest.total_bytes - fullest.kv_bytes)),
+            kv_bytes=scale * fullest.kv_bytes,
+        )

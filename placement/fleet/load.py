@@ -1,0 +1,95 @@
+"""Loads that a fleet is judged at: given rates with their uncertainty, or a prior where none is known.
+
+A load is a row of requests per second, one column for each deployment, with a weight; weights add up to 1.
+
+The prior is exchangeable over deployments and in units of the cluster. With G GPUs, and the capacity c and the GPUs
+g of each deployment as the rule places it, half of the weight is on equal utilisations, ``u c G / sum(g)``, and half
+on equal rates, ``u G / sum(g / c)``, for u of ``UTILISATIONS``. Nothing is known of one deployment that is not of
+all; a cluster is bought for a load that it can carry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from fingerprint.errors import ConfigError
+from fingerprint.service_model import LARGEST_BATCH
+from placement.fleet.types import Fleet, FleetPlan
+
+__all__ = ["UTILISATIONS", "Loads", "given_rates", "prior"]
+
+Table = npt.NDArray[np.float64]
+
+UTILISATIONS = (0.05, 0.15, 0.25, 0.35, 0.45, 0.55)
+# A rate that was given or learned is a mean: what arrives in a busy minute is more.
+_GIVEN_FACTORS, _GIVEN_WEIGHTS = (1.0, 1.6, 2.5), (0.5, 0.3, 0.2)
+_GIVEN_ARRIVAL_CV2 = 2.0
+# An all-reduce that was not measured may take longer than the model says; of a step, by each doubling of the GPUs.
+_SPLIT_LOSSES, _SPLIT_WEIGHTS = (0.0, 0.15, 0.35), (0.5, 0.3, 0.2)
+
+
+@dataclass(frozen=True)
+class Loads:
+    """Weighted cases of load and of how well splits over GPUs work.
+
+    Attributes:
+        rates_per_s: [cases, deployments].
+        weights: [cases], their sum is 1.
+        arrival_cv2: squared coefficient of variation of the gaps between arrivals.
+        split_loss: [cases]; a step of a configuration over g GPUs whose communication was not measured takes
+            ``1 + split_loss * log2(g)`` times as long as estimated.
+        are_known: the rates were given or learned, not drawn from the prior.
+    """
+
+    rates_per_s: Table
+    weights: Table
+    split_loss: Table
+    arrival_cv2: float = 1.0
+    are_known: bool = False
+
+    def __post_init__(self) -> None:
+        if not (np.isfinite(self.rates_per_s).all() and (self.rates_per_s >= 0).all()):
+            raise ConfigError("the rates of a load must be finite numbers of at least 0")
+        if not np.isclose(self.weights.sum(), 1.0):
+            raise ConfigError(f"the weights of all loads must add up to 1, got {self.weights.sum():g}")
+
+    def scaled(self, factor: float) -> Loads:
+        """Return the same cases with every rate times ``factor``."""
+        return Loads(self.rates_per_s * factor, self.weights, self.split_loss, self.arrival_cv2, self.are_known)
+
+
+def _with_split_losses(rates: Table, weights: Table, **known: float | bool) -> Loads:
+    """Return every case of load with every case of split loss."""
+    cases, losses = len(rates), len(_SPLIT_LOSSES)
+    return Loads(
+        rates_per_s=np.repeat(rates, losses, axis=0),
+        weights=np.repeat(weights, losses) * np.tile(np.array(_SPLIT_WEIGHTS), cases),
+        split_loss=np.tile(np.array(_SPLIT_LOSSES), cases),
+        **known,  # type: ignore[arg-type]
+    )
+
+
+def prior(fleet: Fleet, rule: FleetPlan) -> Loads:
+    """Return the loads of a fleet of which no rate is known (module docstring)."""
+    capacity, gpus = np.zeros(len(fleet.deployments)), np.zeros(len(fleet.deployments))
+    for replica in rule.replicas:
+        option = fleet.option(replica)
+        capacity[replica.deployment] += option.requests_per_s(LARGEST_BATCH)
+        gpus[replica.deployment] += option.num_gpus
+    placed = capacity > 0
+    u = np.array(UTILISATIONS)[:, None] * len(fleet.gpus)
+    alike = np.where(placed, capacity, 0.0) / max(gpus.sum(), 1.0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        each = float(1.0 / np.sum(np.where(placed, gpus / capacity, 0.0)))
+    rates = np.concatenate([u * alike, u * np.where(placed, each, 0.0)])
+    return _with_split_losses(rates, np.full(len(rates), 1 / len(rates)))
+
+
+def given_rates(rates_per_s: Sequence[float]) -> Loads:
+    """Return the loads where the mean rate of each deployment is known."""
+    rates = np.array(_GIVEN_FACTORS)[:, None] * np.array(rates_per_s, np.float64)
+    return _with_split_losses(rates, np.array(_GIVEN_WEIGHTS), arrival_cv2=_GIVEN_ARRIVAL_CV2, are_known=True)

@@ -1,0 +1,62 @@
+"""KV cache of each replica of a fleet plan: a fair share of what is free on its GPUs, no more than is of use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fingerprint.service_model import ServiceModel
+from placement.fleet.types import Fleet, FleetPlan
+
+__all__ = ["KvRoom", "kv_room", "useful_kv_tokens"]
+
+_MOST_TOKENS = 2.0**40  # more than any GPU holds
+_BEYOND_KNEE = 1.25  # times the KV cache at which capacity has reached 97% of its most
+
+
+@dataclass(frozen=True, slots=True)
+class KvRoom:
+    """Tokens of KV cache of each replica of a plan, in its order."""
+
+    kv_tokens: tuple[float, ...]
+
+
+def useful_kv_tokens(option: ServiceModel) -> float:
+    """Return the KV cache beyond which an option gains next to nothing."""
+    return max(float(option.longest_tokens), _BEYOND_KNEE * option.knee_batch * option.mean_tokens)
+
+
+def kv_room(
+    fleet: Fleet, plan: FleetPlan, *, wanted_tokens: Sequence[float] | None = None, all_free: bool = False
+) -> KvRoom | None:
+    """Return the KV cache of each replica; None: the plan does not fit, with the longest request of each.
+
+    On each GPU the replicas there get equal shares of what their weights leave; what one does not need goes to the
+    rest. A replica has what its tightest GPU gives.
+
+    Args:
+        wanted_tokens: most of each replica; None: what is of use (``useful_kv_tokens``).
+        all_free: take all that is free.
+    """
+    options = [fleet.option(replica) for replica in plan.replicas]
+    if all_free:
+        wanted_tokens = [_MOST_TOKENS] * len(options)
+    wanted = wanted_tokens or [useful_kv_tokens(option) for option in options]
+    tokens = [max(most, float(option.longest_tokens)) for most, option in zip(wanted, options, strict=True)]
+    need = [most * option.kv_bytes_per_token for most, option in zip(tokens, options, strict=True)]
+    on: list[list[int]] = [[] for _ in fleet.gpus]
+    for row, replica in enumerate(plan.replicas):
+        for gpu in replica.gpus:
+            on[gpu].append(row)
+    for gpu_state, rows in zip(fleet.gpus, on, strict=True):
+        free = float(gpu_state.usable_bytes - sum(options[row].fixed_bytes for row in rows))
+        if free < 0:
+            return None
+        for left, row in enumerate(sorted(rows, key=need.__getitem__), start=-len(rows)):
+            given = min(free / -left, need[row])
+            free -= given
+            if need[row] > given:
+                tokens[row] = min(tokens[row], given / options[row].kv_bytes_per_token)
+    if any(kept < option.longest_tokens for kept, option in zip(tokens, options, strict=True)):
+        return None
+    return KvRoom(tuple(tokens))

@@ -1,0 +1,185 @@
+"""Local search for a fleet plan: from the rule and its variants, by the best of all small changes, until none helps.
+
+The rule's own plan is always among the candidates and is judged by the same forecast; a plan that gains less than 2%
+over it is not taken. Deterministic: the same fleet and loads give the same plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from placement.fleet.load import Loads, given_rates, prior
+from placement.fleet.objective import FleetGoal, Judged, Judgement, judge_of
+from placement.fleet.starts import fixed_plan, more_replicas, more_split, most_split, rule_plan
+from placement.fleet.types import Fleet, FleetPlan, FleetReplica
+
+__all__ = ["FleetChoice", "choose"]
+
+_WORTH = 0.02  # gain in the logarithm of latency, or in cost, below which the rule's plan is taken
+_MOST_FORECASTS = 6_000
+_STARTS_KEPT = 3
+
+
+@dataclass(frozen=True)
+class FleetChoice:
+    """Chosen plan beside the rule's, both judged at ``loads``."""
+
+    chosen: Judged
+    rule: Judged
+    loads: Loads
+    forecasts: int
+
+    @property
+    def is_rule(self) -> bool:
+        return self.chosen.plan.key == self.rule.plan.key
+
+
+def choose(
+    fleet: Fleet,
+    goal: FleetGoal,
+    rates_per_s: tuple[float, ...] | None = None,
+    *,
+    most_forecasts: int = _MOST_FORECASTS,
+) -> FleetChoice:
+    """Return the best plan found for ``goal``.
+
+    Args:
+        rates_per_s: of each deployment; None: not known (``placement.fleet.load.prior``).
+        most_forecasts: bound on the work.
+    """
+    rule = rule_plan(fleet)
+    loads = prior(fleet, rule) if rates_per_s is None else given_rates(rates_per_s)
+    search = _Search(fleet, judge_of(fleet, loads, rule, goal), most_forecasts)
+    of_rule = search.judge(rule)
+    assert of_rule is not None, "the rule places only what fits"
+    starts = (rule, more_replicas(fleet, rule), more_split(fleet, rule), most_split(fleet), fixed_plan(fleet))
+    judged = [one for one in map(search.judge, starts) if one is not None]
+    judged.sort(key=lambda one: one.score)
+    best = min((search.improved(start) for start in judged[:_STARTS_KEPT]), key=lambda one: one.score)
+    return FleetChoice(of_rule if not _gains(best, of_rule, goal) else best, of_rule, loads, search.forecasts)
+
+
+def _gains(best: Judged, rule: Judged, goal: FleetGoal) -> bool:
+    """Return whether ``best`` keeps more promises than the rule, or gains enough over it."""
+    if best.score[0] < rule.score[0] - 1e-9:
+        return True
+    if goal is FleetGoal.LATENCY:
+        return best.score[1] < rule.score[1] - _WORTH
+    return best.score[1] < rule.score[1] * math.exp(-_WORTH)
+
+
+class _Search:
+    """Judges each plan once, and no more plans than its budget."""
+
+    def __init__(self, fleet: Fleet, judgement: Judgement, most_forecasts: int) -> None:
+        self._fleet, self._judgement, self._most = fleet, judgement, most_forecasts
+        self._known: dict[object, Judged | None] = {}
+        self._fixed = {replica for one in fleet.deployments for replica in one.fixed}
+        self.forecasts = 0
+
+    def judge(self, plan: FleetPlan) -> Judged | None:
+        if not plan.replicas:
+            return None
+        if plan.key not in self._known:
+            self.forecasts += 1
+            self._known[plan.key] = self._judgement(plan)
+        return self._known[plan.key]
+
+    def improved(self, start: Judged) -> Judged:
+        """Return the end of the descent from ``start``."""
+        here = start
+        while self.forecasts < self._most:
+            best = here
+            for plan in self._changes(here.plan):
+                found = self.judge(plan)
+                if found is not None and found.score < best.score:
+                    best = found
+                if self.forecasts >= self._most:
+                    break
+            if best is here or not _better(best.score, here.score):
+                return best
+            here = best
+        return here
+
+    def _changes(self, plan: FleetPlan) -> Iterator[FleetPlan]:
+        for number, deployment in enumerate(self._fleet.deployments):
+            own = [replica for replica in plan.of(number) if replica not in self._fixed]
+            yield from self._resized(plan, number)
+            yield from (plan.without(replica) for replica in own if len(plan.of(number)) > 1)
+            if len(plan.of(number)) != deployment.most_replicas:
+                yield from self._added(plan, number)
+            for replica in own:
+                yield from self._moved(plan, replica)
+        yield from self._swapped(plan)
+
+    def _added(self, plan: FleetPlan, number: int) -> Iterator[FleetPlan]:
+        options = range(len(self._fleet.deployments[number].options))
+        own = plan.of(number)
+        held = {gpu for replica in own for gpu in replica.gpus}
+        for option in {replica.option for replica in own} or options:
+            for group in self._distinct(plan, number, option):
+                if not held.intersection(group):
+                    yield plan.adding(FleetReplica(number, option, group))
+
+    def _moved(self, plan: FleetPlan, replica: FleetReplica) -> Iterator[FleetPlan]:
+        rest = plan.without(replica)
+        held = {gpu for other in rest.of(replica.deployment) for gpu in other.gpus}
+        for group in self._distinct(rest, replica.deployment, replica.option):
+            if group != replica.gpus and not held.intersection(group):
+                yield rest.adding(FleetReplica(replica.deployment, replica.option, group))
+
+    def _resized(self, plan: FleetPlan, number: int) -> Iterator[FleetPlan]:
+        """Yield one replica of another option anywhere in place of all of a deployment's."""
+        deployment = self._fleet.deployments[number]
+        if deployment.fixed:
+            return
+        current = {replica.option for replica in plan.of(number)}
+        rest = plan.with_deployment(number, ())
+        for option in range(len(deployment.options)):
+            if option in current:
+                continue
+            for group in self._distinct(rest, number, option):
+                yield rest.adding(FleetReplica(number, option, group))
+
+    def _swapped(self, plan: FleetPlan) -> Iterator[FleetPlan]:
+        """Yield exchanges of the GPUs of two deployments with groups of the same size."""
+        free = [replica for replica in plan.replicas if replica not in self._fixed]
+        for position, one in enumerate(free):
+            for other in free[position + 1 :]:
+                if (
+                    one.deployment == other.deployment
+                    or len(one.gpus) != len(other.gpus)
+                    or one.gpus == other.gpus
+                ):
+                    continue
+                yield (
+                    plan.without(one)
+                    .without(other)
+                    .adding(
+                        FleetReplica(one.deployment, one.option, other.gpus),
+                        FleetReplica(other.deployment, other.option, one.gpus),
+                    )
+                )
+
+    def _distinct(self, plan: FleetPlan, number: int, option: int) -> Iterator[tuple[int, ...]]:
+        """Yield the groups of an option's size, one of each set of groups with the same tenants."""
+        seen = set()
+        size = self._fleet.deployments[number].options[option].num_gpus
+        tenants: dict[int, list[tuple[int, int]]] = {}
+        for replica in plan.replicas:
+            for gpu in replica.gpus:
+                tenants.setdefault(gpu, []).append((replica.deployment, replica.option))
+        for group in self._fleet.groups[size]:
+            kind = tuple(
+                (tuple(sorted(tenants.get(gpu, ()))), self._fleet.gpus[gpu].usable_bytes) for gpu in group
+            )
+            if kind not in seen:
+                seen.add(kind)
+                yield group
+
+
+def _better(found: tuple[float, float], than: tuple[float, float]) -> bool:
+    """Return whether a score is better by more than rounding."""
+    return found[0] < than[0] - 1e-9 or (found[0] <= than[0] and found[1] < than[1] - 1e-6)

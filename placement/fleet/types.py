@@ -1,0 +1,128 @@
+"""Values of a fleet: deployments with their options, the cluster's GPUs, and a plan of replicas on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from fingerprint.errors import ConfigError
+from fingerprint.service_model import ServiceModel
+
+__all__ = ["Fleet", "FleetDeployment", "FleetGpu", "FleetPlan", "FleetReplica"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FleetDeployment:
+    """Deployment with the configurations that it may take, in the order of their GPUs.
+
+    Attributes:
+        options: at most one for each (tp, pp), the fastest of the formats that are allowed.
+        fixed: replicas that run and stay as they are, by option and GPUs; the search adds to them only.
+        most_replicas: None: as many as fit.
+    """
+
+    name: str
+    options: tuple[ServiceModel, ...]
+    fixed: tuple[FleetReplica, ...] = ()
+    most_replicas: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.options:
+            raise ConfigError(f"{self.name} has no configuration to choose from")
+        if self.most_replicas is not None and self.most_replicas < 1:
+            raise ConfigError(f"{self.name} needs at least one replica, got {self.most_replicas}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FleetGpu:
+    """GPU of the cluster: its place, and the memory that workers may take, those of ``FleetDeployment.fixed``
+    included."""
+
+    node_id: str
+    device_id: str
+    gpu_index: int
+    usable_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FleetReplica:
+    """Replica of deployment number ``deployment`` as its option number ``option``, on GPUs by their numbers."""
+
+    deployment: int
+    option: int
+    gpus: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class FleetPlan:
+    """Replicas of all deployments; the order has no meaning."""
+
+    replicas: tuple[FleetReplica, ...]
+
+    def of(self, deployment: int) -> tuple[FleetReplica, ...]:
+        return tuple(replica for replica in self.replicas if replica.deployment == deployment)
+
+    def without(self, replica: FleetReplica) -> FleetPlan:
+        rest = list(self.replicas)
+        rest.remove(replica)
+        return FleetPlan(tuple(rest))
+
+    def adding(self, *replicas: FleetReplica) -> FleetPlan:
+        return FleetPlan((*self.replicas, *replicas))
+
+    def with_deployment(self, deployment: int, replicas: Sequence[FleetReplica]) -> FleetPlan:
+        """Return the plan with ``replicas`` as all of one deployment's."""
+        others = tuple(replica for replica in self.replicas if replica.deployment != deployment)
+        return FleetPlan((*others, *replicas))
+
+    @cached_property
+    def key(self) -> frozenset[tuple[int, int, tuple[int, ...]]]:
+        """Identity of the plan, whatever the order of its replicas."""
+        return frozenset((one.deployment, one.option, one.gpus) for one in self.replicas)
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Deployments to be served together, and the GPUs that there are.
+
+    Attributes:
+        link_group_size: GPUs that a fast link joins; groups of GPUs of one replica are aligned to their own size,
+            so that a group no larger than that lies within one.
+    """
+
+    deployments: tuple[FleetDeployment, ...]
+    gpus: tuple[FleetGpu, ...]
+    link_group_size: int = 8
+
+    def __post_init__(self) -> None:
+        if not self.deployments or not self.gpus:
+            raise ConfigError("a fleet needs at least one deployment and one GPU")
+
+    def option(self, replica: FleetReplica) -> ServiceModel:
+        return self.deployments[replica.deployment].options[replica.option]
+
+    @cached_property
+    def groups(self) -> dict[int, tuple[tuple[int, ...], ...]]:
+        """GPU groups by size: of one node, neighbours, aligned to the size; sizes that an option has."""
+        sizes = {option.num_gpus for one in self.deployments for option in one.options}
+        nodes: dict[str, list[int]] = {}
+        for number, gpu in sorted(enumerate(self.gpus), key=lambda item: (item[1].node_id, item[1].gpu_index)):
+            nodes.setdefault(gpu.node_id, []).append(number)
+        return {
+            size: tuple(
+                tuple(numbers[first : first + size])
+                for numbers in nodes.values()
+                for first in range(0, len(numbers) - size + 1, size)
+            )
+            for size in sizes
+        }
+
+    def only(self, deployment: int, options: Sequence[int]) -> Fleet:
+        """Return the fleet with some of a deployment's options alone."""
+        one = self.deployments[deployment]
+        kept = replace(one, options=tuple(one.options[option] for option in options))
+        return replace(
+            self, deployments=(*self.deployments[:deployment], kept, *self.deployments[deployment + 1 :])
+        )
