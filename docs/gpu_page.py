@@ -48,7 +48,7 @@ Tried on an H200 that was taken for unlisted (2026-11-24, driver 580.159.04, tor
 | | datasheet | driver | benchmark, 8 to 10 s with torch's start |
 |---|--:|--:|--:|
 | memory | 4,800 GB/s | 4,814 | 3,952 to 4,062 |
-| 16 bits | 989 TFLOP/s | 1,071 | 870 to 881 of ones; random numbers, which it multiplies since, reach 745 and 782 |
+| 16 bits | 989 TFLOP/s | 1,071 | 870 to 881 of ones; of random numbers, as it is now, 745 and 782 |
 
 """
 _FILE = """\

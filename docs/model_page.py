@@ -53,8 +53,8 @@ whole, {deployed} were deployed.
     as the whole has them: matrices, windows, what they keep of a sequence. Published models may have other depths.
 *   **profiled**: fingerprints ran on an H200 with this release of vLLM, with random weights, and came to an
     estimate of the whole. Of {cached} architectures vLLM's own cache of each layer was recorded, of four more its
-    log: the plan counts the same ([decision 27](decisions/0027-described-models.md)). **Measured**: the whole model
-    too, to compare ([accuracy](accuracy.md#vllm-on-an-h200)). **Deployed**: served there by iServe
+    log: the plan counts the same ([decision 27](decisions/0027-described-models.md)). **Measured**: the whole
+    model too, to compare ([accuracy](accuracy.md#vllm-on-an-h200)). **Deployed**: served there by iServe
     ([decision 25](decisions/0025-vllm-releases.md), of images
     [27](decisions/0027-described-models.md#deployed-with-images)).
 

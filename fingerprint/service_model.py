@@ -1,7 +1,7 @@
-"""Service times and memory of one replica at any concurrency, for whoever plans, places or simulates under load.
+"""Service times and memory of one replica at any concurrency, for planning, placement and simulation under load.
 
-A :class:`ServiceModel` is one configuration of one model on one kind of GPU for one mix of requests (mean prompt and
-mean answer). Times are those of the estimator, tabulated once: a prompt alone, and a decode step of n sequences.
+A :class:`ServiceModel` is one configuration of one model on one kind of GPU for one mix of requests (mean prompt
+and mean answer). Times are the estimator's, tabulated once: a prompt alone, and a decode step of n sequences.
 Pure; knows no rates and no neighbours (``placement.fleet`` does).
 """
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fingerprint.errors import ConfigError
 from iserve.evaluation.arena import Arena
+from iserve.evaluation.joint import JointPlanner
 from iserve.evaluation.rules import Idle, Rule
 from iserve.evaluation.situation import Asked, Contestant, Decision, Replica, Situation
 from iserve.simulation.baselines import Baseline, alpaserve, prepare, static_deployer
@@ -33,6 +34,7 @@ __all__ = [
 
 OURS = "ours"
 OURS_PLANNED = "ours-batch"
+JOINT = "joint"
 STRONG_RULE = "rule-min-tp-full"
 ALPASERVE = "alpaserve"
 ORACLE = "oracle"
@@ -59,6 +61,7 @@ class Kind:
 CONTESTANTS = {
     OURS: Kind("iServe as `iserve deploy` decides by default, one model after the other", by_intent=True),
     OURS_PLANNED: Kind("the same, planned and launched for the planned batch (`--batch`)", by_intent=True),
+    JOINT: Kind("joint plan of all deployments asked for together, under a prior or the rates", by_intent=True),
     "rule-min-tp": Kind("least TP that fits, least used GPUs, KV room for the planned batch"),
     STRONG_RULE: Kind("the same with all free KV room and a batch of 256: the strong rule"),
     "rule-replicas": Kind("the strong rule, and replicas of the models in turn on idle GPUs"),
@@ -91,6 +94,8 @@ def make_contestant(name: str, arena: Arena) -> Contestant:
         return rules[name]
     if name in (OURS, OURS_PLANNED):
         return Ours(name, for_planned_batch=name == OURS_PLANNED)
+    if name == JOINT:
+        return JointPlanner(name)
     if name == "max-tp":
         return ByDeployer(name, _max_tp)
     if name == AICONFIGURATOR:

@@ -2,10 +2,11 @@
 
 A load is a row of requests per second, one column for each deployment, with a weight; weights add up to 1.
 
-The prior is exchangeable over deployments and in units of the cluster. With G GPUs, and the capacity c and the GPUs
-g of each deployment as the rule places it, half of the weight is on equal utilisations, ``u c G / sum(g)``, and half
-on equal rates, ``u G / sum(g / c)``, for u of ``UTILISATIONS``. Nothing is known of one deployment that is not of
-all; a cluster is bought for a load that it can carry.
+The prior is exchangeable over deployments and in units of the cluster. With G GPUs, and the capacity c and the
+GPUs g of each deployment as the rule places it, half of the weight is on equal utilisations, ``u c G / sum(g)``,
+and half on equal rates, ``u G / sum(g / c)``, for u of ``UTILISATIONS``. Nothing is known of one deployment that
+is not known of all; a cluster is bought for a load that it can carry. Where more deployments are expected, those
+that are there have their part of it.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ def prior(fleet: Fleet, rule: FleetPlan) -> Loads:
         capacity[replica.deployment] += option.requests_per_s(LARGEST_BATCH)
         gpus[replica.deployment] += option.num_gpus
     placed = capacity > 0
-    u = np.array(UTILISATIONS)[:, None] * len(fleet.gpus)
+    there = len(fleet.deployments) / max(len(fleet.deployments), fleet.expected)
+    u = np.array(UTILISATIONS)[:, None] * len(fleet.gpus) * there
     alike = np.where(placed, capacity, 0.0) / max(gpus.sum(), 1.0)
     with np.errstate(divide="ignore", invalid="ignore"):
         each = float(1.0 / np.sum(np.where(placed, gpus / capacity, 0.0)))

@@ -42,11 +42,14 @@ def kv_room(
     if all_free:
         wanted_tokens = [_MOST_TOKENS] * len(options)
     wanted = wanted_tokens or [useful_kv_tokens(option) for option in options]
-    tokens = [max(most, float(option.longest_tokens)) for most, option in zip(wanted, options, strict=True)]
+    tokens = [
+        max(most, float(option.longest_tokens)) if replica.kv_tokens is None else replica.kv_tokens
+        for most, option, replica in zip(wanted, options, plan.replicas, strict=True)
+    ]
     need = [most * option.kv_bytes_per_token for most, option in zip(tokens, options, strict=True)]
     on: list[list[int]] = [[] for _ in fleet.gpus]
     for row, replica in enumerate(plan.replicas):
-        for gpu in replica.gpus:
+        for gpu in replica.gpus if replica.kv_tokens is None else ():
             on[gpu].append(row)
     for gpu_state, rows in zip(fleet.gpus, on, strict=True):
         free = float(gpu_state.usable_bytes - sum(options[row].fixed_bytes for row in rows))
@@ -57,6 +60,7 @@ def kv_room(
             free -= given
             if need[row] > given:
                 tokens[row] = min(tokens[row], given / options[row].kv_bytes_per_token)
-    if any(kept < option.longest_tokens for kept, option in zip(tokens, options, strict=True)):
-        return None
+    for kept, option, replica in zip(tokens, options, plan.replicas, strict=True):
+        if replica.kv_tokens is None and kept < option.longest_tokens:
+            return None
     return KvRoom(tuple(tokens))

@@ -21,6 +21,7 @@ Table = npt.NDArray[np.float64]
 _LOSES = 1.02  # times the rule's latency, from which a plan loses to it
 _PEAK = 1.5  # times the mean rate, at which the guard of a cost must hold
 _GUARD = 2.3  # times the latency of an idle replica on the fewest GPUs; 3 is promised for the P95
+_MISSING = 1e6  # score of a deployment without a replica, above any other promise
 _SPARE = 2.0  # times the requests at once of the peak, for which a cheap plan reserves KV cache
 
 
@@ -56,7 +57,7 @@ def judge_of(fleet: Fleet, loads: Loads, rule: FleetPlan, goal: FleetGoal) -> Ju
             return None
         found = forecast(fleet, plan, loads, room)
         ratios = _latency(loads, found) / of_rule
-        missing = float(_missing(fleet, plan))
+        missing = _MISSING * _missing(fleet, plan)
         broken = 0.0 if loads.are_known else float(np.maximum(0.0, ratios - _LOSES).sum())
         return Judged(plan, room, found, (missing + broken, float(loads.weights @ np.log(ratios))))
 
@@ -69,7 +70,9 @@ def judge_of(fleet: Fleet, loads: Loads, rule: FleetPlan, goal: FleetGoal) -> Ju
         assert room is not None, "it is no more than was found to fit"
         found = forecast(fleet, plan, loads, room)
         broken = _over_guard(fleet, loads, forecast(fleet, plan, loads.scaled(_PEAK), room))
-        return Judged(plan, room, found, (_missing(fleet, plan) + broken, _held_gpus(fleet, loads, found, plan)))
+        return Judged(
+            plan, room, found, (_MISSING * _missing(fleet, plan) + broken, _held_gpus(fleet, loads, found, plan))
+        )
 
     return by_latency if goal is FleetGoal.LATENCY else by_cost
 

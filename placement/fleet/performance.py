@@ -1,6 +1,6 @@
 """Performance of a fleet plan at given loads: end-to-end times, utilisation, busy shares. A closed form, pure.
 
-For each replica with arrivals at rate ``l``, slowed ``s`` times by others on its GPUs:
+For each replica with arrivals at rate ``l``, slowed ``s`` times by the rest of its GPUs' replicas:
 
 *   decoding sequences N solve ``N = l (O - 1) d(N + 1) s / (1 - phi)``, with d the step of n sequences, O the mean
     answer, and ``phi = l pa s`` the share of time that prompts take from steps (pa: time a prompt adds to a step);
@@ -8,7 +8,7 @@ For each replica with arrivals at rate ``l``, slowed ``s`` times by others on it
     wait for other prompts ``phi p s (ca2 + 1) / (2 (1 - phi))``, and a wait for a slot by Sakasegawa's
     approximation (1977) with as many servers as the KV cache holds requests;
 *   beyond 98% of capacity a queue grows for as long as the load lasts (``_OVERLOAD_S``);
-*   a replica is busy for ``B = 1 - exp(-l E)`` of the time; on a GPU with others of busy shares B the slowdown is
+*   a replica is busy for ``B = 1 - exp(-l E)`` of the time; next to replicas of busy shares B the slowdown is
     ``1 + 1.1 sum(B) + 0.1 min(1, sum(B))``: k engines that are always busy cost each 1.1 k (measured on an H200).
 
 Requests go to the replicas of a deployment in proportion to how fast these are. The fixed point is found in damped

@@ -1,7 +1,7 @@
-"""Local search for a fleet plan: from the rule and its variants, by the best of all small changes, until none helps.
+"""Local search for a fleet plan: from the rule and its variants, the best of all small changes while one helps.
 
-The rule's own plan is always among the candidates and is judged by the same forecast; a plan that gains less than 2%
-over it is not taken. Deterministic: the same fleet and loads give the same plan.
+The rule's own plan is always among the candidates and is judged by the same forecast; a plan that gains less than
+2% over it is not taken. Deterministic: the same fleet and loads give the same plan.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _STARTS_KEPT = 3
 
 @dataclass(frozen=True)
 class FleetChoice:
-    """Chosen plan beside the rule's, both judged at ``loads``."""
+    """Chosen plan and the rule's, both judged at ``loads``."""
 
     chosen: Judged
     rule: Judged
@@ -41,15 +41,17 @@ def choose(
     goal: FleetGoal,
     rates_per_s: tuple[float, ...] | None = None,
     *,
+    rule: FleetPlan | None = None,
     most_forecasts: int = _MOST_FORECASTS,
 ) -> FleetChoice:
     """Return the best plan found for ``goal``.
 
     Args:
         rates_per_s: of each deployment; None: not known (``placement.fleet.load.prior``).
+        rule: plan that must not be lost to; None: ``rule_plan``.
         most_forecasts: bound on the work.
     """
-    rule = rule_plan(fleet)
+    rule = rule or rule_plan(fleet)
     loads = prior(fleet, rule) if rates_per_s is None else given_rates(rates_per_s)
     search = _Search(fleet, judge_of(fleet, loads, rule, goal), most_forecasts)
     of_rule = search.judge(rule)

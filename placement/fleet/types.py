@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from fingerprint.errors import ConfigError
@@ -36,8 +36,7 @@ class FleetDeployment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FleetGpu:
-    """GPU of the cluster: its place, and the memory that workers may take, those of ``FleetDeployment.fixed``
-    included."""
+    """GPU of the cluster: its place, and the memory that new workers may take."""
 
     node_id: str
     device_id: str
@@ -48,11 +47,15 @@ class FleetGpu:
 
 @dataclass(frozen=True, slots=True)
 class FleetReplica:
-    """Replica of deployment number ``deployment`` as its option number ``option``, on GPUs by their numbers."""
+    """Replica of deployment number ``deployment`` as its option number ``option``, on GPUs by their numbers.
+
+    ``kv_tokens``: KV cache of one that runs, whose memory is no part of what is usable; None: the plan decides.
+    """
 
     deployment: int
     option: int
     gpus: tuple[int, ...]
+    kv_tokens: float | None = None
 
 
 @dataclass(frozen=True)
@@ -87,14 +90,18 @@ class FleetPlan:
 class Fleet:
     """Deployments to be served together, and the GPUs that there are.
 
+    A replica's GPUs are neighbours on one node, aligned to their number, so that they lie within a link group
+    where they can.
+
     Attributes:
-        link_group_size: GPUs that a fast link joins; groups of GPUs of one replica are aligned to their own size,
-            so that a group no larger than that lies within one.
+        reserved: numbers of GPUs that are left to deployments still expected.
+        expected: deployments that there will be in all; 0: no more than these.
     """
 
     deployments: tuple[FleetDeployment, ...]
     gpus: tuple[FleetGpu, ...]
-    link_group_size: int = 8
+    reserved: frozenset[int] = frozenset()
+    expected: int = 0
 
     def __post_init__(self) -> None:
         if not self.deployments or not self.gpus:
@@ -115,14 +122,7 @@ class Fleet:
                 tuple(numbers[first : first + size])
                 for numbers in nodes.values()
                 for first in range(0, len(numbers) - size + 1, size)
+                if not self.reserved.intersection(numbers[first : first + size])
             )
             for size in sizes
         }
-
-    def only(self, deployment: int, options: Sequence[int]) -> Fleet:
-        """Return the fleet with some of a deployment's options alone."""
-        one = self.deployments[deployment]
-        kept = replace(one, options=tuple(one.options[option] for option in options))
-        return replace(
-            self, deployments=(*self.deployments[:deployment], kept, *self.deployments[deployment + 1 :])
-        )

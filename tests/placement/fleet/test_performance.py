@@ -1,0 +1,120 @@
+"""Forecasts of fleet plans: limits that are known, laws, and cases worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fingerprint.errors import ConfigError
+from placement.fleet.load import Loads, given_rates, prior
+from placement.fleet.memory import kv_room
+from placement.fleet.performance import FleetForecast, forecast
+from placement.fleet.starts import rule_plan
+from placement.fleet.types import Fleet, FleetPlan, FleetReplica
+from tests.placement.fleet.fleets import fleet, gpus, option
+
+
+def at(rates: list[float], split_loss: float = 0.0) -> Loads:
+    return Loads(np.array([rates]), np.ones(1), np.array([split_loss]))
+
+
+def forecast_of(one: Fleet, plan: FleetPlan, loads: Loads) -> FleetForecast:
+    room = kv_room(one, plan)
+    assert room is not None
+    return forecast(one, plan, loads, room)
+
+
+def test_an_idle_replica_takes_the_time_of_a_request_alone() -> None:
+    one = fleet(1, 1)
+    found = forecast_of(one, rule_plan(one), at([1e-9]))
+    # 0.1 s of prompt and 100 steps of one sequence, 0.0101 s each
+    assert found.e2e_s[0, 0] == pytest.approx(0.1 + 100 * 0.0101, rel=1e-6)
+    assert found.busy[0, 0] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_replica_beside_one_that_is_always_busy_takes_2_2_times_as_long() -> None:
+    """Two busy engines cost each 1.1 x 2, as measured on an H200."""
+    one = fleet(2, 1)
+    alone_s = option().alone_s
+    found = forecast_of(one, rule_plan(one), at([1e-9, 8.0]))
+    assert found.busy[0, 1] == pytest.approx(1.0, abs=1e-3)
+    assert found.e2e_s[0, 0] == pytest.approx(2.2 * alone_s, rel=0.01)
+
+
+def test_a_split_that_was_not_measured_pays_the_loss_of_the_case() -> None:
+    one = fleet(1, 4, degrees=(4,), measured=False)
+    plan = FleetPlan((FleetReplica(0, 0, (0, 1, 2, 3)),))
+    plain = forecast_of(one, plan, at([1e-9]))
+    lossy = forecast_of(one, plan, at([1e-9], split_loss=0.1))
+    assert lossy.e2e_s[0, 0] == pytest.approx(1.2 * plain.e2e_s[0, 0])
+
+
+@given(st.floats(0.01, 30), st.floats(1.01, 3))
+def test_more_requests_never_make_one_faster(rate: float, more: float) -> None:
+    one = fleet(2, 2)
+    plan = rule_plan(one)
+    less = forecast_of(one, plan, at([rate, rate]))
+    loaded = forecast_of(one, plan, at([rate * more, rate * more]))
+    assert (loaded.e2e_s >= less.e2e_s * (1 - 1e-9)).all()
+    assert (loaded.utilisation > less.utilisation).all()
+
+
+@given(st.permutations(range(4)), st.floats(0.1, 20))
+def test_the_numbers_of_equal_gpus_are_never_a_reason(order: list[int], rate: float) -> None:
+    one = fleet(3, 4)
+    plan = rule_plan(one)
+    moved = FleetPlan(tuple(replace(r, gpus=tuple(order[gpu] for gpu in r.gpus)) for r in plan.replicas))
+    loads = at([rate, 2 * rate, 0.5])
+    np.testing.assert_allclose(forecast_of(one, moved, loads).e2e_s, forecast_of(one, plan, loads).e2e_s)
+
+
+def test_a_second_replica_halves_the_load() -> None:
+    one = fleet(1, 2)
+    single, double = rule_plan(one), FleetPlan((FleetReplica(0, 0, (0,)), FleetReplica(0, 0, (1,))))
+    whole = forecast_of(one, single, at([6.0]))
+    half = forecast_of(one, double, at([6.0]))
+    np.testing.assert_allclose(half.utilisation[0], whole.utilisation[0, 0] / 2)
+    assert half.e2e_s[0, 0] < whole.e2e_s[0, 0]
+
+
+def test_beyond_capacity_a_queue_grows() -> None:
+    one = fleet(1, 1)
+    found = forecast_of(one, rule_plan(one), at([1000.0]))
+    assert found.utilisation[0, 0] > 1
+    assert found.e2e_s[0, 0] > 100
+
+
+def test_the_prior_treats_equal_deployments_alike_and_fills_no_more_than_the_cluster() -> None:
+    one = fleet(4, 4)
+    plan = rule_plan(one)
+    loads = prior(one, plan)
+    assert loads.weights.sum() == pytest.approx(1)
+    np.testing.assert_allclose(loads.rates_per_s, loads.rates_per_s[:, :1].repeat(4, axis=1))
+    used = forecast_of(one, plan, loads).utilisation
+    assert used.max() < 0.75
+
+
+def test_deployments_that_are_expected_have_their_part_of_the_load() -> None:
+    one = fleet(1, 4)
+    whole, part = prior(one, rule_plan(one)), prior(replace(one, expected=4), rule_plan(one))
+    np.testing.assert_allclose(part.rates_per_s * 4, whole.rates_per_s)
+
+
+def test_given_rates_are_the_least_that_is_judged() -> None:
+    loads = given_rates([1.0, 3.0])
+    np.testing.assert_allclose(loads.rates_per_s.min(axis=0), [1.0, 3.0])
+    assert loads.are_known
+
+
+def test_rates_that_are_no_numbers_are_refused() -> None:
+    with pytest.raises(ConfigError, match="finite"):
+        at([float("nan")])
+
+
+def test_a_fleet_without_gpus_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at least one"):
+        Fleet(fleet(1, 1).deployments, gpus(0))

@@ -1,0 +1,144 @@
+"""Choices of the joint planner against the plain rule: laws over random fleets, and cases with a known answer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from placement.fleet.memory import kv_room
+from placement.fleet.objective import FleetGoal
+from placement.fleet.performance import forecast
+from placement.fleet.search import choose
+from placement.fleet.starts import more_replicas, more_split, most_split, rule_plan
+from placement.fleet.types import Fleet, FleetDeployment, FleetPlan, FleetReplica
+from tests.placement.fleet.fleets import fleet, gpus, option
+
+MODELS = st.lists(
+    st.builds(
+        lambda gib, step, answer: (gib, step, answer),
+        st.floats(8, 40),
+        st.floats(0.005, 0.03),
+        st.integers(20, 600),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+def random_fleet(models: list[tuple[float, float, int]], count: int) -> Fleet:
+    degrees = [tp for tp in (1, 2, 4) if tp <= count]
+    return Fleet(
+        tuple(
+            FleetDeployment(
+                name=f"m{number}",
+                options=tuple(
+                    option(tp, fixed_gib=gib, step_s=step_s, output_tokens=answer, measured=tp == 1)
+                    for tp in degrees
+                ),
+            )
+            for number, (gib, step_s, answer) in enumerate(models)
+        ),
+        gpus(count),
+    )
+
+
+def latency(one: Fleet, plan: FleetPlan, choice: object) -> np.ndarray:
+    room = kv_room(one, plan)
+    assert room is not None
+    loads = choice.loads  # type: ignore[attr-defined]
+    return (loads.rates_per_s * forecast(one, plan, loads, room).e2e_s).sum(axis=1)
+
+
+@settings(max_examples=50, deadline=None)
+@given(MODELS, st.integers(2, 4))
+def test_with_no_rate_known_a_plan_loses_to_the_rule_at_no_load_of_the_prior(
+    models: list[tuple[float, float, int]], count: int
+) -> None:
+    one = random_fleet(models, count)
+    choice = choose(one, FleetGoal.LATENCY, most_forecasts=300)
+    if len({replica.deployment for replica in choice.rule.plan.replicas}) < len(models):
+        return  # the rule found no place for one
+    ratios = latency(one, choice.chosen.plan, choice) / latency(one, choice.rule.plan, choice)
+    assert ratios.max() <= 1.02 + 1e-9
+    assert choice.loads.weights @ np.log(ratios) <= 1e-9
+
+
+@settings(max_examples=50, deadline=None)
+@given(MODELS, st.integers(1, 4), st.sampled_from(FleetGoal))
+def test_every_plan_fits_and_serves_what_the_rule_serves(
+    models: list[tuple[float, float, int]], count: int, goal: FleetGoal
+) -> None:
+    one = random_fleet(models, count)
+    choice = choose(one, goal, most_forecasts=200)
+    assert kv_room(one, choice.chosen.plan) is not None
+    served = {replica.deployment for replica in choice.chosen.plan.replicas}
+    assert {replica.deployment for replica in choice.rule.plan.replicas} <= served
+    for replica in choice.chosen.plan.replicas:
+        assert len(set(replica.gpus)) == one.option(replica).num_gpus
+
+
+def test_as_many_evenly_loaded_models_as_gpus_take_the_rule() -> None:
+    assert choose(fleet(4, 4), FleetGoal.LATENCY).is_rule
+
+
+def test_the_rule_spreads_and_takes_the_fewest_gpus() -> None:
+    plan = rule_plan(fleet(3, 4))
+    assert sorted(replica.gpus for replica in plan.replicas) == [(0,), (1,), (2,)]
+
+
+def test_idle_gpus_are_used_for_latency_and_left_for_cost() -> None:
+    one = fleet(1, 4)
+    fast, cheap = choose(one, FleetGoal.LATENCY), choose(one, FleetGoal.COST, (0.05,))
+    assert len({gpu for replica in fast.chosen.plan.replicas for gpu in replica.gpus}) == 4
+    assert len({gpu for replica in cheap.chosen.plan.replicas for gpu in replica.gpus}) == 1
+
+
+def test_a_hot_model_gets_the_idle_gpus_where_rates_are_given() -> None:
+    plan = choose(fleet(2, 4), FleetGoal.LATENCY, (20.0, 0.1)).chosen.plan
+    assert len({gpu for replica in plan.of(0) for gpu in replica.gpus}) >= 3
+
+
+def test_cheap_plans_keep_the_guard_or_the_rule_breaks_it_as_well() -> None:
+    one = fleet(3, 2)
+    choice = choose(one, FleetGoal.COST, (1.0, 1.0, 1.0))
+    assert choice.chosen.score[0] <= choice.rule.score[0] + 1e-9
+
+
+def test_running_replicas_stay() -> None:
+    runs = FleetReplica(0, 0, (1,), kv_tokens=50_000.0)
+    old = FleetDeployment(name="old", options=(option(),), fixed=(runs,), most_replicas=1)
+    one = Fleet((old, FleetDeployment(name="new", options=(option(), option(2)))), gpus(2))
+    choice = choose(one, FleetGoal.LATENCY)
+    assert runs in choice.chosen.plan.replicas
+    assert choice.chosen.plan.of(0) == (runs,)
+    assert choice.chosen.plan.of(1)
+
+
+def test_reserved_gpus_stay_empty() -> None:
+    one = replace(fleet(1, 4), reserved=frozenset({2, 3}))
+    plan = choose(one, FleetGoal.LATENCY).chosen.plan
+    assert {gpu for replica in plan.replicas for gpu in replica.gpus} <= {0, 1}
+
+
+def test_the_same_question_has_the_same_answer() -> None:
+    one = fleet(3, 4)
+    assert choose(one, FleetGoal.LATENCY).chosen.plan.key == choose(one, FleetGoal.LATENCY).chosen.plan.key
+
+
+@pytest.mark.parametrize(
+    ("start", "expected"),
+    [
+        pytest.param(lambda one: more_replicas(one, rule_plan(one)), [(1, 2), (1, 2)], id="replicas"),
+        pytest.param(lambda one: more_split(one, rule_plan(one)), [(2, 1), (2, 1)], id="split"),
+        pytest.param(most_split, [(4, 1), (4, 1)], id="most-split"),
+    ],
+)
+def test_starts_use_idle_gpus_in_their_way(start, expected) -> None:
+    """Two models on four GPUs: (GPUs of each replica, replicas) of each."""
+    one = fleet(2, 4)
+    plan = start(one)
+    assert [(len(plan.of(n)[0].gpus), len(plan.of(n))) for n in (0, 1)] == expected
