@@ -24,7 +24,7 @@ from iserve.cli.groups import checked
 if TYPE_CHECKING:
     from fingerprint.gpu_spec import GpuSpec
     from iserve.api_types import LaunchBody
-    from iserve.export.worker import ExportedWorker
+    from iserve.export.worker_container import ExportedWorker
     from iserve.planning.worker_launch import LaunchDocument
 
 __all__ = [
@@ -134,7 +134,7 @@ def export(
         ConflictError: the file is there already.
     """
     from daemon.engines.registry import get_engine
-    from iserve.export.worker import exported_worker
+    from iserve.export.worker_container import exported_worker
     from iserve.settings import load_settings
 
     output = asked.output or kind.default_output
@@ -174,7 +174,7 @@ def print_as(
     """
     from daemon.engines.registry import get_engine
     from iserve.export.command import docker_command, server_command
-    from iserve.export.worker import exported_worker
+    from iserve.export.worker_container import exported_worker
     from iserve.settings import load_settings
 
     if kind is not AsKind.K8S:

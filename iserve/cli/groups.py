@@ -86,7 +86,7 @@ def request_of(kind: type[Request], *, arrivals: str | None = None, **values: An
             raise BadInputError("a trace says how a rate moves; give --rate, the mean, as well")
         if request.given().keys() & {"burstiness", "input_cv", "output_cv"}:
             raise BadInputError("give either a trace or --burstiness, --input-cv and --output-cv")
-    from traces.loader import requests_of
+    from traces.trace_argument import requests_of
     from traces.traffic import traffic_of
 
     found = traffic_of(requests_of(arrivals))

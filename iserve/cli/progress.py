@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from iserve.cli.terminal import HarmlessConsole
+from iserve.cli.sanitized_console import SanitizedConsole
 
 if TYPE_CHECKING:
     from iserve.api_documents import ProgressDocument
@@ -34,7 +34,7 @@ class StepDisplay:
                 BarColumn(bar_width=30),
                 TextColumn("{task.fields[detail]}"),
                 TimeElapsedColumn(),
-                console=HarmlessConsole(stderr=True),
+                console=SanitizedConsole(stderr=True),
                 transient=True,
             )
             self._task = self._bar.add_task("accepted", total=None, detail="")

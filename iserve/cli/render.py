@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from iserve.cli.terminal import HarmlessConsole
+from iserve.cli.sanitized_console import SanitizedConsole
 from iserve.planning.words import device_kind, ends, figure, gib, seconds, short, with_interval, workload_words
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def console(*, at_least: int = 0) -> Console:
     Lines of up to ``at_least`` characters are a narrower terminal's to wrap. What is printed is plain text: names
     of models, folders and errors may hold what rich takes for markup.
     """
-    out = HarmlessConsole(highlight=False, markup=False, emoji=False)
+    out = SanitizedConsole(highlight=False, markup=False, emoji=False)
     out.width = max(out.width if out.is_terminal else 120, at_least)
     return out
 

@@ -70,7 +70,7 @@ class Load:
 
     def schedule(self, trace: str, names: tuple[str, ...]) -> Schedule:
         from iserve.replay.schedule import make_schedule
-        from traces.loader import requests_of
+        from traces.trace_argument import requests_of
 
         requests = requests_of(trace, format=self.trace_format, seed=self.seed)
         return make_schedule(requests, names, self.options())

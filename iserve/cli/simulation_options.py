@@ -270,8 +270,8 @@ class LoadOptions:
         """Return the trace, with models assigned where it is asked for or where there is one model only."""
         from itertools import islice
 
-        from traces.loader import requests_of
         from traces.popularity import popularity_named
+        from traces.trace_argument import requests_of
         from traces.transforms import assign_models
 
         requests: Iterator[Request] = requests_of(trace, format=self.trace_format, seed=self.seed)

@@ -58,8 +58,8 @@ def show(
     from fingerprint.codec import to_json
     from iserve.cli.progress import StepDisplay
     from iserve.cli.trace_text import print_statistics
-    from traces.loader import requests_of
     from traces.statistics import statistics_of
+    from traces.trace_argument import requests_of
 
     requests = requests_of(trace, format=trace_format, strict=strict, seed=seed)
     with StepDisplay(quiet=as_json) as display:
@@ -158,7 +158,7 @@ def write(
     Of several synthetic traces each has a seed of its own, counted from --seed: one merged with itself makes two
     tenants, not one twice.
     """
-    from traces.loader import requests_of
+    from traces.trace_argument import requests_of
     from traces.transforms import merge
     from traces.writing import write_trace
 

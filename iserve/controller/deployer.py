@@ -41,9 +41,9 @@ from iserve.controller.stored_values import SCALED_TO_ZERO, SCALING_UP, recorded
 from iserve.controller.worker_shutdown import end_workers
 from iserve.model_source import ModelSource
 from iserve.planning.deployability import deployable_now
+from iserve.planning.deployment_choice import planned_deployment
 from iserve.planning.model_use import check_code, check_same_code, check_use, use_notes, used, with_images
 from iserve.planning.pipeline import PlanOptions
-from iserve.planning.planned import planned_deployment
 from iserve.planning.worker_launch import PlannedDeployment, worker_slug
 from iserve.settings import Settings
 from iserve.state.store import DeploymentRow, Store

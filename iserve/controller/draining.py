@@ -11,7 +11,7 @@ from iserve.controller.deployment_status import workers_seen
 from iserve.controller.service import Controller
 from iserve.controller.stored_values import DRAINING, REPLACING, draining_workers, recorded_workers
 from iserve.state.store import DeploymentRow
-from iserve.verify.worker import worker_stats
+from iserve.verify.worker_client import worker_stats
 
 __all__ = ["Drainer"]
 

@@ -40,9 +40,9 @@ from iserve.controller.deployer import Deployer
 from iserve.controller.deployment_status import replicas_seen, status_of
 from iserve.controller.engine_selection import deployable_engine
 from iserve.controller.idempotency import KEPT_S, answer_to_keep, answered_before, deployed_before
-from iserve.controller.plans import Plans, progress_document
 from iserve.controller.profiling import Profiler
 from iserve.controller.snapshot import serving_on
+from iserve.controller.standalone_plans import Plans, progress_document
 from iserve.controller.stored_values import draining_workers, recorded_request, recorded_workers, update_workers
 from iserve.controller.updating import Updater
 from iserve.controller.verifying import Verifier

@@ -34,7 +34,7 @@ from iserve.verify.documents import (
     verification_document,
 )
 from iserve.verify.timing import Times, time_batches
-from iserve.verify.worker import CheckedWorker
+from iserve.verify.worker_client import CheckedWorker
 
 __all__ = ["Verifier"]
 

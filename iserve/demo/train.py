@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from iserve.demo.tasks import TASKS, Example, draw, prompt_text
+from iserve.demo.training_tasks import TASKS, Example, draw, prompt_text
 
 BOS, EOS = "<s>", "</s>"
 CONTEXT_TOKENS = 1024
@@ -177,7 +177,7 @@ A byte-level Llama-shaped model that ships with iServe so that a deployment can 
 arithmetic up to three digits, sorts and compares small numbers, spells, reverses and capitalises words, and knows
 a few facts about iServe. It knows nothing else and is not meant to.
 
-Made from nothing by `python -m iserve.demo.train` (data: `iserve/demo/tasks.py`, all generated).
+Made from nothing by `python -m iserve.demo.train` (data: `iserve/demo/training_tasks.py`, all generated).
 
 {facts}
 

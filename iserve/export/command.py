@@ -6,7 +6,7 @@ import math
 import shlex
 from collections.abc import Iterable
 
-from iserve.export.worker import FILES, PORT, ExportedWorker
+from iserve.export.worker_container import FILES, PORT, ExportedWorker
 
 __all__ = ["docker_command", "server_command"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from iserve.export.worker import FILES, PORT, ExportedWorker
+from iserve.export.worker_container import FILES, PORT, ExportedWorker
 from iserve.export.yaml_text import Value, comment, document
 
 __all__ = ["compose_file"]

@@ -21,6 +21,7 @@ from fingerprint.model_use import AS_IT_IS, ModelUse
 from iserve.api_types import check_name
 from iserve.model_source import ModelSource, resolve
 from iserve.planning.deployability import DeployableDocument, deployable, gpus_here
+from iserve.planning.deployment_choice import planned_deployment
 from iserve.planning.document import CacheSizesDocument, EstimateDocument, PlanDocument
 from iserve.planning.engine_choice import EngineChoice, by_preference, engine_choices_for_gpus, first_feasible
 from iserve.planning.model_use import check_code, check_use, use_notes, used, with_images
@@ -34,7 +35,6 @@ from iserve.planning.pipeline import (
     make_plan,
 )
 from iserve.planning.plan_document import estimate_document
-from iserve.planning.planned import planned_deployment
 from iserve.planning.serving_capacity import kept_of
 from iserve.planning.verdict import VerdictDocument, figures_of
 from iserve.planning.words import spoken

@@ -27,7 +27,7 @@ from traces.baselines.alpaserve import SimulatedTrace, deployment_of, search
 from traces.baselines.first_fit import FirstFit, Preference, common_batch, max_pp, max_tp
 from traces.baselines.fsdp import FsdpDeployer
 from traces.baselines.model_info import Knowledge, Places, StepTimes
-from traces.baselines.rule import FAST_KINDS, rule_of_thumb
+from traces.baselines.rule_of_thumb import FAST_KINDS, rule_of_thumb
 from traces.request import Request
 from traces.simulator.scenario import Deploy, Deployed, Deployer, NotDeployed, Scenario
 from traces.simulator.simulation import simulate

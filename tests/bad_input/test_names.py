@@ -22,8 +22,8 @@ from daemon.log_rotation import log_to_stderr
 from fingerprint.sanitize import is_plain, printable
 from iserve.cli import main
 from iserve.cli.render import print_rows
+from iserve.cli.sanitized_console import SanitizedConsole
 from iserve.cli.sanitized_output import harmless_output
-from iserve.cli.terminal import HarmlessConsole
 from iserve.demo import demo_model_path
 from iserve.report.page_frame import environment
 from iserve.report.svg import element
@@ -159,7 +159,7 @@ def test_no_escape_passes_through_the_command_line(monkeypatch: pytest.MonkeyPat
     typer.echo("\ud800", err=True)
     assert not OBEYED & set(out.getvalue() + err.getvalue())
     assert out.getvalue().count("\\u001b[31mred") == 3
-    console = HarmlessConsole(force_terminal=True, color_system="standard")
+    console = SanitizedConsole(force_terminal=True, color_system="standard")
     console.print(Text(f"{ESCAPE}{TURNED}", style="bold"))
     written = out.getvalue().splitlines()[-1]
     assert written.startswith("\x1b[1m")  # its own

@@ -22,7 +22,7 @@ from planner.intent import CostModel, Intent, IntentKind, Quality, Slo
 from planner.plan import Candidate, LimitKind, Plan
 from planner.rank import rank
 from planner.space import formats, shape_refusal
-from traces.baselines.rule import FAST_KINDS, rule_of_thumb
+from traces.baselines.rule_of_thumb import FAST_KINDS, rule_of_thumb
 
 GIB = 2**30
 NOT_IN_SPACE = "not in the configuration space"

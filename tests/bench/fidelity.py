@@ -63,10 +63,10 @@ from tests.bench.fidelity_compare import (
 from tests.bench.fidelity_page import render_fidelity
 from tests.bench.fidelity_steps import Lone, WholeSteps, lone_request, whole_profile
 from tests.bench.kept import read_kept, write_kept
-from traces.loader import requests_of
 from traces.outcomes import Outcomes
 from traces.request import Request
 from traces.simulator.step_model import Limits
+from traces.trace_argument import requests_of
 from traces.transforms import cap_lengths
 
 __all__ = [

@@ -13,7 +13,7 @@ from iserve.cli.app import make_app
 from iserve.cli.groups import request_of
 from planner.intent import Traffic
 from planner.rate_profile import moving_rate
-from traces.loader import requests_of
+from traces.trace_argument import requests_of
 from traces.traffic import traffic_of
 
 LLAMA = {

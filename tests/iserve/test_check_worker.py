@@ -19,7 +19,7 @@ from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import EngineError, NotFoundError
 from fingerprint.measurements import RankMemory
 from iserve.verify.bursts import BurstClient
-from iserve.verify.worker import CheckedWorker
+from iserve.verify.worker_client import CheckedWorker
 from tests.fingerprint.synthetic_machine import llama
 from tests.waiting import PATIENCE_S
 
@@ -252,6 +252,6 @@ def test_what_became_of_the_worker_is_told_also_when_every_burst_was_answered(
 def test_a_check_of_a_worker_that_lives_on_fails_for_its_own_reason(
     checked: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("iserve.verify.worker._DEATH_S", 0.0)
+    monkeypatch.setattr("iserve.verify.worker_client._DEATH_S", 0.0)
     with pytest.raises(EngineError, match="of other lengths; nothing was corrected"), checked[0].watched():
         raise EngineError("of other lengths")

@@ -24,7 +24,7 @@ from iserve.controller import deployer as deployer_module
 from iserve.controller import engine_selection
 from iserve.controller.deployer import Deployer
 from iserve.controller.engine_selection import SelectedEngine, select_engine
-from iserve.controller.plans import Plans
+from iserve.controller.standalone_plans import Plans
 from iserve.model_source import ModelSource, resolve
 from iserve.planning.engine_choice import nothing_feasible_on
 from iserve.planning.pipeline import PlanOptions, datasheet_estimator

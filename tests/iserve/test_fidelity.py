@@ -24,9 +24,9 @@ from iserve.simulation.running import launch_limits
 from tests.bench.fidelity_compare import Served, paced, saturated_rate, simulated, simulated_requests
 from tests.bench.fidelity_steps import BurstTime, lone_request, whole_profile
 from tests.iserve.fixed_step_worker import FixedStepWorker
-from traces.loader import requests_of
 from traces.outcomes import Outcomes
 from traces.request import Request
+from traces.trace_argument import requests_of
 from traces.transforms import cap_lengths
 
 __all__ = ["LIMITS", "WORK", "ratios", "requests_of_trace", "served_by_steps", "slower", "spearman"]

@@ -18,9 +18,9 @@ from fingerprint.engine_caches import with_engine_caches
 from fingerprint.measurements import Profile
 from iserve.model_source import resolve
 from iserve.planning.deployability import deployable_now
+from iserve.planning.deployment_choice import planned_deployment
 from iserve.planning.estimator_factory import estimator_for
 from iserve.planning.pipeline import PlanOptions, hypothetical_hardware
-from iserve.planning.planned import planned_deployment
 from iserve.planning.worker_launch import PlannedDeployment
 from tests.bench.test_family_runs import runs
 from tests.fingerprint.test_engine_caches import profile_of, with_caches

@@ -17,11 +17,11 @@ from fingerprint.profile import default_plan
 from iserve.cli.render import print_plan
 from iserve.model_source import ModelSource
 from iserve.planning.deployability import deployable_now
+from iserve.planning.deployment_choice import planned_deployment
 from iserve.planning.document import PlanDocument
 from iserve.planning.estimator_factory import estimator_for
 from iserve.planning.pipeline import PlanOptions, hypothetical_hardware, make_plan
 from iserve.planning.plan_document import plan_document
-from iserve.planning.planned import planned_deployment
 from iserve.planning.verdict_text import note_lines
 from planner.intent import Intent, IntentKind
 from tests.fingerprint.synthetic_machine import CPU, SyntheticMachine, take_profile

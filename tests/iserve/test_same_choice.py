@@ -26,7 +26,7 @@ from iserve.cli.app import make_app
 from iserve.controller import deployer as deployer_module
 from iserve.controller import engine_selection
 from iserve.controller.deployer import Deployer
-from iserve.export.worker import exported_worker
+from iserve.export.worker_container import exported_worker
 from iserve.model_source import ModelSource, resolve
 from iserve.planning.document import PlanDocument
 from iserve.planning.offline import launch_for_gpus, plan_for_gpus

@@ -11,10 +11,10 @@ import pytest
 from fingerprint.errors import NotFoundError
 from traces.arrivals import OnOff
 from traces.lengths import fit_distance
-from traces.loader import requests_of
 from traces.reading import open_trace
 from traces.statistics import TraceStatistics, statistics_of
 from traces.synthetic import STANDINS, standin
+from traces.trace_argument import requests_of
 
 SEEDS = range(16)
 

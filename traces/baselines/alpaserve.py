@@ -33,7 +33,7 @@ from fingerprint.errors import InfeasibleError
 from placement.routing import Router
 from placement.types import ClusterSnapshot, GpuState, Placement
 from planner.intent import Slo
-from traces.baselines.fixed import Fixed
+from traces.baselines.fixed_placement import Fixed
 from traces.baselines.grouping import bucketings, in_order, partitions, shape
 from traces.baselines.model_info import Knowledge, Places, StepTimes, sixteen_bit
 from traces.baselines.selection import Judge, Placed, Score, Selected, Selector, Verdict

@@ -5,8 +5,8 @@ from __future__ import annotations
 from traces.formats.azure import AZURE
 from traces.formats.base import TraceFormat
 from traces.formats.burstgpt import BURSTGPT
-from traces.formats.columns import CSV
 from traces.formats.mooncake import MOONCAKE
+from traces.formats.plain_csv import CSV
 from traces.formats.servegen_folder import SERVEGEN_FOLDER
 from traces.formats.servegen_series import SERVEGEN_CLIENTS, SERVEGEN_RATE
 

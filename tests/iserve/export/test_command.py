@@ -17,7 +17,7 @@ import yaml
 from daemon.engines.registry import get_engine
 from iserve.demo import demo_model_path
 from iserve.export.command import docker_command, server_command
-from iserve.export.worker import exported_worker
+from iserve.export.worker_container import exported_worker
 from tests.iserve.export.test_export import exported, gpus, launch_here
 from tests.iserve.test_cli import Done, iserve, model
 

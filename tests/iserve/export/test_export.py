@@ -30,7 +30,7 @@ from fingerprint.config import DeploymentConfig
 from iserve.demo import demo_model_path
 from iserve.export.compose import compose_file
 from iserve.export.kubernetes import kubernetes_objects
-from iserve.export.worker import FILES, PORT, ExportedWorker, exported_worker
+from iserve.export.worker_container import FILES, PORT, ExportedWorker, exported_worker
 from iserve.planning.offline import launch_for_gpus, plan_for_gpus
 from iserve.planning.pipeline import PlanOptions
 from iserve.planning.worker_launch import LaunchDocument

@@ -14,7 +14,7 @@ from fingerprint.gpus import gpu_spec
 from tests.traces.baselines.small_models import GPU_BYTES, batched, bytes_on, cluster, known
 from traces.baselines.first_fit import FirstFit, Preference, common_batch, max_pp, max_tp
 from traces.baselines.model_info import Knowledge, Places, StepTimes, halvings, largest, without
-from traces.baselines.rule import rule_of_thumb
+from traces.baselines.rule_of_thumb import rule_of_thumb
 from traces.simulator.scenario import Deployed, NotDeployed
 
 PLACES = Places(1)

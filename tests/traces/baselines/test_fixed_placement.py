@@ -6,7 +6,7 @@ import pytest
 
 from placement.types import Placement, StagePlacement
 from tests.traces.baselines.small_models import cluster
-from traces.baselines.fixed import Fixed
+from traces.baselines.fixed_placement import Fixed
 from traces.request import Request
 from traces.simulator.result import ChangeKind, SimulationResult
 from traces.simulator.scenario import Action, Deploy, Deployed, NodeFails, NodeReturns, Policies, Scenario

@@ -11,10 +11,10 @@ from rich.segment import Segment
 from fingerprint.sanitize import printable
 from iserve.cli.sanitized_output import beneath
 
-__all__ = ["HarmlessConsole"]
+__all__ = ["SanitizedConsole"]
 
 
-class HarmlessConsole(Console):
+class SanitizedConsole(Console):
     """Rich itself drops some control characters of a text, but not the one that begins an escape sequence."""
 
     def render(self, renderable: Any, options: ConsoleOptions | None = None) -> Iterator[Segment]:
