@@ -12,7 +12,7 @@ import os
 import re
 from pathlib import Path
 
-__all__ = ["remove_stale_temporaries", "write_file_atomically"]
+__all__ = ["remove_stale_temporaries", "sync_folder", "write_file_atomically"]
 
 _TEMPORARY = re.compile(r"\..+\.[a-z0-9_]{1,8}")  # older releases: eight such characters, or a process id
 
@@ -36,10 +36,10 @@ def write_file_atomically(path: Path, data: bytes, *, mode: int = 0o600) -> None
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Make the new name durable. A file system that cannot is left as it is: the file itself is in place."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

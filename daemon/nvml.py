@@ -12,7 +12,7 @@ from daemon.devices import Device, DeviceReading
 from fingerprint.driver_peaks import DriverFacts
 from fingerprint.errors import ConfigError
 
-__all__ = ["NvmlDevices", "driver_facts", "driver_version", "gpu_names", "visible_gpus"]
+__all__ = ["NvmlDevices", "ask_driver", "driver_facts", "driver_version", "gpu_names", "visible_gpus"]
 
 log = logging.getLogger(__name__)
 
@@ -169,24 +169,27 @@ class NvmlDevices:
             log.info("NVML shutdown: %s", error)
 
 
-def driver_version() -> str | None:
-    """Return the version of the NVIDIA driver; None where there is none, or no library to ask it with."""
-    try:
-        import pynvml
-    except ImportError:
-        return None
+def ask_driver(question: Callable[[ModuleType], T]) -> T | None:
+    """Return what ``question`` finds in an initialised NVML; None without a driver, or where it does not say."""
+    import pynvml
+
     try:
         pynvml.nvmlInit()
         try:
-            return str(pynvml.nvmlSystemGetDriverVersion())
+            return question(pynvml)
         finally:
             pynvml.nvmlShutdown()
     except pynvml.NVMLError:
         return None
 
 
+def driver_version() -> str | None:
+    """Return the version of the NVIDIA driver; None where there is none."""
+    return ask_driver(lambda nvml: str(nvml.nvmlSystemGetDriverVersion()))
+
+
 def gpu_names() -> tuple[str, ...]:
-    """Return product names of the GPUs that can be offered here; none without a driver or a library."""
+    """Return product names of the GPUs that can be offered here; none without a driver."""
     found = _opened()
     if found is None:
         return ()
@@ -206,11 +209,9 @@ def driver_facts(product: str) -> DriverFacts | None:
 
 
 def _opened() -> NvmlDevices | None:
-    """Return the GPUs that can be offered here; None where there is no driver, no library or none of them."""
-    try:
-        import pynvml  # of the extra "gpu"
-    except ImportError:
-        return None
+    """Return the GPUs that can be offered here; None where there is no driver or none of them."""
+    import pynvml
+
     try:
         return NvmlDevices.open(pynvml)
     except ConfigError as error:  # CUDA_VISIBLE_DEVICES names what is not there

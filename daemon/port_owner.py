@@ -1,4 +1,4 @@
-"""Check of which process listens on a port: a worker's own, or another program that was first.
+"""Ports: one that is free, and which process listens on one, a worker or another program that was first.
 
 ``/health`` is open to all and does not identify the process that answers, so that its 200 alone proves no worker.
 Linux lists listening sockets with their inodes, and to the user whose process it is each process's descriptors.
@@ -12,10 +12,20 @@ import socket
 from collections.abc import Iterable
 from functools import cache
 
-__all__ = ["is_listening"]
+__all__ = ["free_port", "is_listening"]
 
 _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 _LISTENING = b"0A"
+
+
+def free_port(host: str) -> int:
+    """Return a port on which no process listens now.
+
+    Another process may take it first; the worker then is moved.
+    """
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
 
 
 def is_listening(pids: Iterable[int], port: int) -> bool | None:

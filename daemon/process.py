@@ -20,6 +20,7 @@ from pathlib import Path
 from daemon import daemonize
 from daemon.atomic_file import write_file_atomically
 from daemon.home import make_private
+from daemon.process_tree import signal_group
 from daemon.procfs import boot_id, is_running, processes, read_stat
 from fingerprint.codec import from_json, to_json
 from fingerprint.errors import BadInputError, UnavailableError
@@ -180,23 +181,14 @@ def group_members(group_id: int) -> tuple[int, ...]:
     return tuple(stat.pid for stat in processes() if stat.group_id == group_id)
 
 
-def signal_group(group_id: int, signum: int) -> bool:
-    """Send a signal to a whole group; False when no process of it remains."""
-    if group_id <= 1 or group_id == os.getpgrp():
-        raise ValueError(f"refusing to signal process group {group_id}")
-    try:
-        os.killpg(group_id, signum)
-    except (ProcessLookupError, PermissionError):
-        return False
-    return True
-
-
 def kill_group(group_id: int, *, grace_s: float, poll_s: float = 0.05) -> bool:
     """End a process group: SIGTERM, ``grace_s`` seconds to obey, then SIGKILL. Blocks.
 
     Returns:
         Whether no process of the group is left; False only for one that the kernel will not let die.
     """
+    if group_id <= 1 or group_id == os.getpgrp():
+        raise ValueError(f"refusing to end process group {group_id}")
     if not signal_group(group_id, signal.SIGTERM):
         return True
     deadline = time.monotonic() + grace_s

@@ -36,10 +36,13 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option})")
 
 
-def signal_group(group_id: int, signum: int) -> None:
-    """Send ``signum`` to a process group, if there is one."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
+def signal_group(group_id: int, signum: int) -> bool:
+    """Send ``signum`` to a process group; False when no process of it remains that may be signalled."""
+    try:
         os.killpg(group_id, signum)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
 
 
 def end_all_children() -> None:

@@ -50,7 +50,6 @@ MAX_CONNECTIONS = 256  # each call of our own clients takes one, for as long as 
 ARRIVE_S = 30.0  # for the head of a request, and again for its body
 RECORD_FILE = "daemon.json"
 LOCK_FILE = "daemon.lock"
-_NVIDIA_CONTROL = Path("/dev/nvidiactl")
 DEFAULT_CPU_DEVICES = 2
 
 # The first class that matches decides; anything else is a bug and a 500.
@@ -169,20 +168,12 @@ def make_app(supervisor: Supervisor, token: str) -> web.Application:
     return app
 
 
-def _gpus() -> NvmlDevices | None:
-    try:
-        import pynvml
-    except ImportError:
-        if _NVIDIA_CONTROL.exists():
-            log.warning("there is an NVIDIA GPU, but no library to see it with; pip install nvidia-ml-py")
-        return None
-    return NvmlDevices.open(pynvml)
-
-
 def find_devices(cpu_devices: int | None) -> DeviceSource:
     """Return the node's GPUs; CPU shares where there is none, or where a number of them is asked for."""
     if cpu_devices is None:
-        gpus = _gpus()
+        import pynvml
+
+        gpus = NvmlDevices.open(pynvml)
         if gpus is not None:
             return gpus
     return CpuDevices(DEFAULT_CPU_DEVICES if cpu_devices is None else cpu_devices)

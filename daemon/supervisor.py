@@ -19,10 +19,11 @@ from pathlib import Path
 from daemon.engines.base import Engine
 from daemon.lease import LEASE_FILE, shim_is_alive
 from daemon.monitor import Monitor, WorkerUse
+from daemon.port_owner import free_port
 from daemon.probe import Prober
 from daemon.settings import DaemonSettings
 from daemon.status import DeviceStatus, NodeStatus, WorkerStatus
-from daemon.worker import SupervisedWorker, free_port
+from daemon.worker import SupervisedWorker
 from daemon.worker_process import Phase, WorkerProcess, read_spec
 from daemon.worker_spec import WorkerSpec
 from fingerprint.errors import (

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -25,6 +24,7 @@ from daemon.engines.base import Engine
 from daemon.exit_codes import PORT_IN_USE
 from daemon.lease import ExitRecord
 from daemon.monitor import WorkerUse
+from daemon.port_owner import free_port
 from daemon.probe import Health, Prober
 from daemon.procfs import read_stat
 from daemon.settings import DaemonSettings
@@ -35,23 +35,13 @@ from daemon.worker_token import TOKEN_FILE, new_token
 from fingerprint.codec import to_json
 from fingerprint.errors import EngineError, IserveError, UnavailableError
 
-__all__ = ["SupervisedWorker", "free_port"]
+__all__ = ["SupervisedWorker"]
 
 log = logging.getLogger(__name__)
 
 _PORT_TRIES = 5
 _SOON_S = 0.2
 _ENDING_LIMIT_S = 20.0  # a shim that has not finished by then is ended
-
-
-def free_port(host: str) -> int:
-    """Return a port on which no process listens now.
-
-    Another process may take it first; the worker then is moved.
-    """
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass(slots=True)

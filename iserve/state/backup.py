@@ -16,6 +16,7 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from urllib.parse import quote
 
+from daemon.atomic_file import sync_folder
 from fingerprint.errors import BadInputError, ConfigError, ConflictError, NotFoundError, StateUnavailableError
 from fingerprint.output_file import output_file
 
@@ -69,7 +70,7 @@ def back_up(state: Path, target: Path) -> BackupContents:
         raise ConfigError(f"{target} is a name of the state's own files; name another file")
     with _copy_of(state, f"file:{quote(str(state))}?mode=ro", target) as (copy, contents):
         os.replace(copy, target)
-        _sync_folder(target.parent)
+        sync_folder(target.parent)
     return contents
 
 
@@ -98,7 +99,7 @@ def restore(source: Path, state: Path) -> BackupContents:
         _bring_up_to_date(copy, source)
         _discard_log(state)
         os.replace(copy, state)
-        _sync_folder(state.parent)
+        sync_folder(state.parent)
     return contents
 
 
@@ -245,14 +246,4 @@ def _discard_log(state: Path) -> None:
         join_log(state)
     for suffix in _LOG_SUFFIXES:
         state.with_name(state.name + suffix).unlink(missing_ok=True)
-    _sync_folder(state.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Sync a folder, so that a name given there outlives a power cut; some file systems cannot."""
-    with suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+    sync_folder(state.parent)

@@ -14,9 +14,9 @@ import pytest
 
 from daemon.engines.base import Command
 from daemon.engines.torch import TorchEngine
+from daemon.port_owner import free_port
 from daemon.settings import DaemonSettings
 from daemon.status import WorkerState
-from daemon.worker import free_port
 from daemon.worker_process import Phase, WorkerProcess
 from daemon.worker_spec import StageAssignment
 from fingerprint.codec import to_json

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from daemon.engines.wrapper import end_like
 from daemon.exit_codes import PORT_IN_USE
 from daemon.file_limit import most_connections, raise_file_limit
 from daemon.http_log import log_bad_requests_in_one_line
+from daemon.port_owner import free_port
 from daemon.worker_spec import WorkerSpec
 from daemon.worker_token import OPEN_PATHS, carries, read_token
 from fingerprint.codec import from_json, to_json
@@ -255,15 +255,9 @@ def _named(spec: WorkerSpec) -> Path:
     return link.absolute()
 
 
-def _free_port(host: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
 async def _run(spec: WorkerSpec, argv: Sequence[str], token: str | None) -> int:
     """Run until the engine has ended; return its return code."""
-    port = _free_port(spec.host)
+    port = free_port(spec.host)
     host = f"[{spec.host}]" if ":" in spec.host else spec.host
     proxy = OpenAIProxy(spec, f"http://{host}:{port}", token)
     log_bad_requests_in_one_line()

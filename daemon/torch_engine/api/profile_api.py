@@ -18,10 +18,11 @@ from typing import TypeVar
 import numpy as np
 from aiohttp import web
 
+from daemon.nvml import driver_version
 from daemon.profile_messages import ProfileError, ProfileLoad, ProfileRun
 from daemon.torch_engine.api.streams import Streams
 from daemon.torch_engine.device import measure_device
-from daemon.torch_engine.driver import clock_and_power, driver_version
+from daemon.torch_engine.driver import clock_and_power
 from daemon.torch_engine.parallel.rank_device import RankDevice, cores_of
 from daemon.torch_engine.runtime.engine import Engine, Finish, SequenceRequest
 from daemon.torch_engine.runtime.sampling import SamplingParams
