@@ -375,7 +375,7 @@ def _change(violation: Violation) -> Change:
     limit, allowed, actual, _ = violation
     if limit in (LimitKind.QUALITY, LimitKind.MEMORY):
         return Change(limit, allowed, actual)
-    return Change(limit, allowed, _down(actual) if limit is LimitKind.RATE else _up(actual))
+    return Change(limit, allowed, _rounded(actual, math.floor) if limit is LimitKind.RATE else _up(actual))
 
 
 def _told(change: Change, cost_unit: str, device: str = "GPU") -> str:
@@ -397,10 +397,6 @@ def _told(change: Change, cost_unit: str, device: str = "GPU") -> str:
 def _up(value: float) -> float:
     """Round up to 3 digits, so that the number that is printed is enough."""
     return _rounded(value, math.ceil)
-
-
-def _down(value: float) -> float:
-    return _rounded(value, math.floor)
 
 
 def _rounded(value: float, how: Callable[[Fraction], int]) -> float:

@@ -80,10 +80,6 @@ def together(point: TimingPoint, run: RunReading) -> list[StepReading]:
     return [step for step in decoding(run) if step.sequences == point.batch]
 
 
-def _decodes_together(point: TimingPoint) -> bool:
-    return all(together(point, run) for run in point.runs)
-
-
 def _decode_step(point: TimingPoint) -> Took:
     """Return the time of one decode step of the whole batch."""
     by_run = [together(point, run) for run in point.runs]
@@ -177,7 +173,7 @@ def repeated_points(points: tuple[TimingPoint, ...], num_layers: int) -> tuple[l
     repeated = [p for p in points if p.repeat == num_layers // p.num_layers]  # not those run as they are
     if not repeated:
         raise NotMeasuredError("no fingerprint was run with its forward repeated; profile the model again")
-    repeated = [p for p in repeated if p.output_tokens == 1 or _decodes_together(p)]
+    repeated = [p for p in repeated if p.output_tokens == 1 or all(together(p, run) for run in p.runs)]
     return repeated, max((p.num_layers for p in repeated), default=0)
 
 

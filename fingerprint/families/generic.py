@@ -144,7 +144,7 @@ def _described(fields: Fields, model: Any, layout: ModuleLayout, architecture: s
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         max_context_tokens=_first(model.config, _CONTEXT_KEYS, fields, MAX_CONTEXT),
-        tied=_is_tied(model),
+        tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
         layer_windows=_windows(fields, model.config, len(layers)),
         gated_mlp=any("gate" in t.name and t.role is Role.LINEAR for t in layer),
     )
@@ -170,10 +170,6 @@ def _role(name: str, dim: int, owner: str) -> Role:
     if dim == 3 or ".experts." in name:
         return Role.EXPERT
     return Role.LINEAR if owner in ("Linear", "Conv1D") else Role.ROUTER
-
-
-def _is_tied(model: Any) -> bool:
-    return model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
 def _ends(model: Any, layout: ModuleLayout) -> Ends:

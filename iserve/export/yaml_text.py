@@ -33,7 +33,7 @@ def _lines(value: Mapping[str, Value] | Sequence[Value]) -> list[str]:
     lines: list[str] = []
     if isinstance(value, Mapping):
         for key, item in value.items():
-            lines += _entry(f"{_string(key)}:", item, indented=not _is_list(item))
+            lines += _entry(f"{_string(key)}:", item, indented=not isinstance(item, list | tuple))
         return lines
     for item in value:
         if _is_empty(item) or not isinstance(item, Mapping | list | tuple):
@@ -50,10 +50,6 @@ def _entry(head: str, item: Value, *, indented: bool) -> list[str]:
     if _is_empty(item) or not isinstance(item, Mapping | list | tuple):
         return [f"{head} {_scalar(item)}"]
     return [head, *(f"  {line}" if line and indented else line for line in _lines(item))]
-
-
-def _is_list(item: Value) -> bool:
-    return isinstance(item, list | tuple)
 
 
 def _is_empty(item: Value) -> bool:
