@@ -253,6 +253,7 @@ def deployment_of(
                 steps=times(models[placed.model], placed.config, batch),
                 what=f"{placed.config} on {placed.config.engine}, batch {batch}",
                 pipelined=traits_of(placed.config.engine).fills_stages,
+                startup_s=traits_of(placed.config.engine).startup_s,
             )
         )
     actions = tuple(

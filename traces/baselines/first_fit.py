@@ -122,8 +122,17 @@ class FirstFit:
                     continue
                 steps = self._times(wanted.model, config, batch)
                 what = f"{config} on {config.engine}, batch {batch}"
-                pipelined = traits_of(config.engine).fills_stages
-                return [Deployed(placement=one, steps=steps, what=what, pipelined=pipelined) for one in placed]
+                traits = traits_of(config.engine)
+                return [
+                    Deployed(
+                        placement=one,
+                        steps=steps,
+                        what=what,
+                        pipelined=traits.fills_stages,
+                        startup_s=traits.startup_s,
+                    )
+                    for one in placed
+                ]
         if refusal is None:
             return NotDeployed(reason=f"{self.name}: {wanted.why_none}")
         return NotDeployed(reason=f"no configuration of {self.name} fits; of the first: {refusal.reason}")
