@@ -114,7 +114,7 @@ def test_the_document(simulate: Callable[..., Done], trace: Path, model: Path) -
 def test_what_the_run_cost_and_how_full_the_kv_was(
     simulate: Callable[..., Done], trace: Path, model: Path, tmp_path: Path
 ) -> None:
-    """One GPU held by half of its memory or more: its share is between that and all of the time."""
+    """A lone deployment on one GPU: the cost is its held share, in JSON, text and page."""
     page = tmp_path / "page.html"
     given = (trace, "--gpus", "a6000:1", "--models", f"chat={model}", "--startup", 0, "--report", page)
     document = simulate(*given, "--json").document
