@@ -73,15 +73,16 @@ def simulate(
     (gpu, snapshot), least = cluster.hardware(), cluster_policy.least
     with o.usage_errors():
         scenario = s.scenario_of(cluster, snapshot, serving, least, judged)
-        policy, router = cluster_policy.policy(gpu, cluster.startup), make_router(serving.router)
-        planner = parse_planner(decision.planner)
-        if policy is not None:
+        steers = cluster_policy.policy(gpu, 0.0) is not None
+        router, planner = make_router(serving.router), parse_planner(decision.planner)
+        if steers:
             check_steerable(planner[0])
         requests = load.requests(trace, tuple(named))
         if report is not None:
             check_target(report)
     models, times = _models(named, gpu, snapshot, options, request.engine, decision.profile or [])
     world = World(gpu, models, scenario)
+    startup_s = _startup_s(models.values()) if cluster.startup is None else cluster.startup
     if load.cap_lengths:
         requests = cap_lengths(requests, context_tokens=served_contexts(planner[0], world, least))
     setup = SimulationSetup(
@@ -92,13 +93,22 @@ def simulate(
         rejects_by_forecast=serving.forecast_late,
         planner=planner[0],
         placement=options.policy,
-        cluster_policy=policy,
+        startup_s=startup_s,
+        usd_per_gpu_hour=gpu.price_usd_per_gpu_hour,
+        cluster_policy=cluster_policy.policy(gpu, startup_s),
         intent=options.intent,
         workload=options.workload,
         times=times,
     )
     document = _run(setup, requests, world, planner, router, named, judged, options, quiet=as_json)
     _show(document, report, as_json=as_json)
+
+
+def _startup_s(models: Iterable[SimulatedModel]) -> float:
+    """Return the longest start of the engines that models are served by first."""
+    from fingerprint.engines import traits_of
+
+    return max((traits_of(model.engines[0].engine).startup_s for model in models if model.engines), default=0.0)
 
 
 def _run(

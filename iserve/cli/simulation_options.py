@@ -44,7 +44,14 @@ class ClusterOptions:
     deploy_every: Annotated[
         float, typer.Option("--deploy-interval", help="Seconds from one model's deployment to the next.")
     ] = 0.0
-    startup: Annotated[float, typer.Option("--startup", help="Seconds until a deployed worker serves.")] = 0.0
+    startup: Annotated[
+        float | None,
+        typer.Option(
+            "--startup",
+            help="Seconds until a deployed worker serves. Default: 60 for vLLM, 0 for engines whose start was not "
+            "measured.",
+        ),
+    ] = None
     fail: Annotated[
         list[str] | None,
         typer.Option("--fail", help="NODE:AT[:BACK]: node0 fails at AT, is back at BACK seconds."),

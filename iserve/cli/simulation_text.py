@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from iserve.cli.render import console, gib, print_rows, seconds, workload_words
-from iserve.simulation.document import answered_words, devices_told, intent_words, late_words, policy_words
+from iserve.simulation.document import (
+    answered_words,
+    cost_words,
+    devices_told,
+    intent_words,
+    late_words,
+    policy_words,
+)
 from traces.summary import limit_words
 
 if TYPE_CHECKING:
@@ -35,6 +42,7 @@ def print_simulation(document: SimulationDocument) -> None:
         f"{whole.offered_requests_per_s:.4g} requests/s offered, {whole.completed_requests_per_s:.4g} served, "
         f"{document.gpu_hours:.4g} GPU-hours held"
     )
+    out.print(f"{cost_words(document)}; workers start in {document.startup_s:g} s")
     rows = [_row(d.name, d.summary, d.replicas) for d in document.deployments if d.summary is not None]
     if len(rows) > 1:
         rows.append(_row("all", whole, sum(d.replicas for d in document.deployments)))
@@ -57,6 +65,10 @@ def print_simulation(document: SimulationDocument) -> None:
             ("deployment", "peak replicas", "cold starts", "at zero", "moves"),
             [_steered(d) for d in document.deployments],
         )
+    print_rows(
+        ("deployment", "KV mean", "peak", "preemptions", "recomputed", "GPU x s", "per request", "per GPU-hour"),
+        [_held(d) for d in document.deployments if d.summary is not None],
+    )
     print_rows(
         ("GPU", "node", "busy", "most memory", "of"),
         [
@@ -91,6 +103,22 @@ def _row(name: str, summary: Summary, replicas: int) -> tuple[str, ...]:
 
 def _steered(d: DeploymentOutcome) -> tuple[str, ...]:
     return (d.name, str(d.peak_replicas), str(d.cold_starts), seconds(d.scaled_to_zero_s), str(d.moves))
+
+
+def _held(d: DeploymentOutcome) -> tuple[str, ...]:
+    """Return a row of what a deployment held: its KV cache, and GPUs."""
+    kv, cost = d.kv, d.cost
+    tokens = ("-",) * 4
+    if kv is not None:
+        tokens = (
+            f"{kv.mean_fraction:.1%}",
+            f"{kv.peak_fraction:.1%}",
+            f"{kv.preemptions:,}",
+            f"{kv.recomputed_tokens:,} tokens",
+        )
+    per_request = "-" if cost.gpu_s_per_request is None else f"{cost.gpu_s_per_request:.4g}"
+    per_hour = "-" if cost.requests_per_gpu_hour is None else f"{cost.requests_per_gpu_hour:,.4g}"
+    return (d.name, *tokens, f"{cost.gpu_s:,.4g}", per_request, per_hour)
 
 
 def _times(of: Percentiles | None) -> tuple[str, str, str]:

@@ -17,7 +17,7 @@ from iserve.simulation.running import PlannedDeployer, SimulatedModel
 from placement.routing import LeastOutstanding
 from planner.costs import objective_of
 from planner.intent import Intent, IntentKind, Slo
-from traces.baselines.fixed import Fixed
+from traces.baselines.fixed_placement import Fixed
 from traces.baselines.model_info import without
 from traces.simulator.scenario import Deploy, Deployed, Deployer, NotDeployed, Scenario
 

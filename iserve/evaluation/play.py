@@ -8,10 +8,10 @@ from fingerprint.engines import traits_of
 from fingerprint.errors import ConfigError
 from iserve.evaluation.arena import Arena
 from iserve.evaluation.situation import Contestant, Decision, Replica, Situation
-from iserve.evaluation.truth import sharing_with
 from placement.routing import LeastOutstanding
 from placement.types import ClusterSnapshot
 from planner.intent import IntentKind
+from traces.simulator.contention import ProcessorSharing
 from traces.simulator.result import SimulationResult
 from traces.simulator.scenario import Deployed, NotDeployed, Policies
 from traces.simulator.simulation import simulate
@@ -51,7 +51,7 @@ def play(arena: Arena, contestant: Contestant, intent: IntentKind) -> Played:
         PolicyError: it placed more than there is room for.
     """
     deployer = _ContestantDeployer(arena, contestant, intent)
-    contention = sharing_with(arena.world.truth.sharing)
+    contention = ProcessorSharing(overhead=arena.world.truth.sharing)
     policies = Policies(deployer=deployer, router=LeastOutstanding(), contention=contention)
     result = simulate(arena.requests, arena.scenario(len(arena.cluster.gpus)), policies)
     return Played(tuple(deployer.placed), tuple(dict.fromkeys(deployer.reasons)), result)

@@ -21,7 +21,7 @@ from placement.policies import LeastLoaded, Packing
 from placement.types import BlockDemand, ClusterSnapshot, GpuState, PlacementPolicy, Refusal
 from planner.intent import allows
 from traces.baselines.model_info import halvings
-from traces.baselines.rule import rule_of_thumb
+from traces.baselines.rule_of_thumb import rule_of_thumb
 
 __all__ = ["Idle", "Rule", "configs_by_tp", "least_tp", "spread"]
 

@@ -12,10 +12,9 @@ from fingerprint.estimators.roofline import CALIBRATED, RooflineEstimator
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
 from iserve.evaluation.world import Truth
-from traces.simulator.contention import Contention
 from traces.simulator.step_model import Limits, StepModel, tabulate
 
-__all__ = ["ScaledEstimator", "TrueSteps", "sharing_with", "true_estimator"]
+__all__ = ["ScaledEstimator", "TrueSteps", "true_estimator"]
 
 
 class ScaledEstimator:
@@ -65,15 +64,3 @@ class TrueSteps:
         if key not in self._made:
             self._made[key] = tabulate(self._estimator, config, limits)
         return self._made[key]
-
-
-def sharing_with(overhead: float) -> Contention:
-    """Return processor sharing in which k busy engines on a GPU cost each a factor of ``overhead`` x k."""
-
-    def factor(others: float) -> float:
-        return 1.0 + overhead * others + (overhead - 1.0) * min(1.0, others)
-
-    def speed(stages: Sequence[tuple[float, Sequence[float]]]) -> float:
-        return min(1.0, 1.0 / sum(share * factor(max(others)) for share, others in stages))
-
-    return speed

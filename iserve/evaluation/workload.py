@@ -16,8 +16,8 @@ from iserve.evaluation.world import LengthLaw, World
 from traces.arrivals import RateSeries
 from traces.generate import generate
 from traces.lengths import LognormalLengths
-from traces.loader import SYNTHETIC, requests_of
 from traces.request import Request
+from traces.trace_argument import SYNTHETIC, requests_of
 from traces.transforms import cap_lengths, merge
 
 __all__ = ["Load", "load_of", "make_requests"]

@@ -8,6 +8,7 @@ from iserve.report.run_charts import over_time, quantiles
 from iserve.simulation.document import (
     SimulationDocument,
     answered_words,
+    cost_words,
     devices_told,
     failure_reasons,
     intent_words,
@@ -28,6 +29,7 @@ def render_simulation(document: SimulationDocument) -> str:
         "simulation.html",
         document=document,
         answered=answered_words(document),
+        cost=cost_words(document),
         intent=intent_words(document.intent),
         late=late_words(document),
         limits=limit_words(document.summary.slo),

@@ -10,6 +10,8 @@ from fingerprint.config import Workload
 from placement.rebalancer import Elastic
 from planner.intent import Intent, Slo
 from traces.outcomes import Failure, Outcomes
+from traces.simulator.held import HeldGpu, LoadCost, cost_under_load
+from traces.simulator.kv_use import KvUse
 from traces.simulator.result import Change, ChangeKind, DeploymentFigures, GpuFigures, SimulationResult
 from traces.simulator.scenario import Service
 from traces.simulator.step_model import Limits
@@ -22,6 +24,7 @@ __all__ = [
     "SimulationDocument",
     "SimulationSetup",
     "answered_words",
+    "cost_words",
     "devices_told",
     "failure_reasons",
     "intent_words",
@@ -45,6 +48,8 @@ class DeploymentOutcome:
     scaled_to_zero_s: float  # at zero replicas
     moves: int  # replicas that went to other GPUs
     limits: Limits | None  # that its latest replica was launched with; None: it was never deployed
+    kv: KvUse | None  # None: no bounded KV cache was followed (one request at a time, or --service stepped)
+    cost: LoadCost  # its GPU-hours are of every GPU that it was placed on
     summary: Summary | None
 
 
@@ -70,6 +75,8 @@ class SimulationSetup:
     )
     planner: str  # which decided what was deployed
     placement: str  # iServe's policy for where
+    startup_s: float  # from the decision until a worker serves, the longest of the engines
+    usd_per_gpu_hour: float | None  # list price; None: not known
     cluster_policy: Elastic | None  # what could change once it ran; None: nothing
     intent: Intent  # what deployments were planned by; the SLO that requests are judged by is the summary's
     workload: Workload  # what deployments were planned for
@@ -83,10 +90,12 @@ class SimulationDocument(SimulationSetup):
     end_s: float
     stopped: str | None
     gpu_hours: float  # of GPUs that held anything
+    cost: LoadCost  # of all deployments
     summary: Summary
     deployments: tuple[DeploymentOutcome, ...]
     changes: tuple[Change, ...]
     gpus: tuple[GpuFigures, ...]
+    held: tuple[HeldGpu, ...]  # by GPU and deployment
     timeline: tuple[Bin, ...]
     curves: tuple[LatencyCurves, ...]  # of each deployment that was asked anything
     notes: tuple[str, ...]  # what the planner says of its decision, where that is not iServe's
@@ -107,12 +116,16 @@ def simulation_document(
         model_contexts: the most tokens of a sequence by each deployment's model; None: not known.
     """
     parts = dict(result.outcomes.by_deployment())
+    price, placed_s = setup.usd_per_gpu_hour, sum(gpu.held_fraction for gpu in result.gpus) * result.end_s
     moves = Counter(change.name for change in result.changes if change.kind is ChangeKind.MOVED)
     return SimulationDocument(
         **{field.name: getattr(setup, field.name) for field in fields(setup)},
         end_s=result.end_s,
         stopped=result.stopped,
-        gpu_hours=sum(gpu.held_fraction for gpu in result.gpus) * result.end_s / 3600,
+        gpu_hours=placed_s / 3600,
+        cost=cost_under_load(
+            result.held, int(result.outcomes.completed.sum()), placed_gpu_s=placed_s, usd_per_gpu_hour=price
+        ),
         summary=summarize(result.outcomes, slo),
         deployments=tuple(
             DeploymentOutcome(
@@ -124,17 +137,41 @@ def simulation_document(
                 scaled_to_zero_s=figures.scaled_to_zero_s,
                 moves=moves[figures.name],
                 limits=figures.limits,
+                kv=figures.kv,
+                cost=_cost_of(figures.name, parts, result.held, price),
                 summary=summarize(parts[figures.name], slo) if figures.name in parts else None,
             )
             for figures in result.deployments
         ),
         changes=result.changes,
         gpus=result.gpus,
+        held=result.held,
         timeline=timeline(result.outcomes),
         curves=tuple(_curves(name, part) for name, part in parts.items()),
         notes=notes,
         warnings=_warnings(result, model_contexts or {}),
     )
+
+
+def _cost_of(
+    name: str, outcomes: Mapping[str, Outcomes], held: Sequence[HeldGpu], usd_per_gpu_hour: float | None
+) -> LoadCost:
+    """Return the cost of one deployment."""
+    own = [each for each in held if each.deployment == name]
+    completed = int(outcomes[name].completed.sum()) if name in outcomes else 0
+    placed_s = sum(each.placed_s for each in own)
+    return cost_under_load(own, completed, placed_gpu_s=placed_s, usd_per_gpu_hour=usd_per_gpu_hour)
+
+
+def cost_words(document: SimulationDocument) -> str:
+    """Return the cost of a completed request, in GPU x s and dollars, and requests per GPU-hour."""
+    cost = document.cost
+    if cost.gpu_s_per_request is None or cost.requests_per_gpu_hour is None:
+        return f"cost under load: {cost.gpu_s:,.4g} GPU x s held, no request was completed"
+    said = f"cost under load: {cost.gpu_s_per_request:.4g} GPU x s of held share"
+    if cost.usd_per_request is not None and document.usd_per_gpu_hour is not None:
+        said += f", ${cost.usd_per_request:.3g} at ${document.usd_per_gpu_hour:g} a GPU-hour,"
+    return f"{said} per completed request; {cost.requests_per_gpu_hour:,.4g} requests per GPU-hour"
 
 
 def _curves(name: str, outcomes: Outcomes) -> LatencyCurves:

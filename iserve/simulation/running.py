@@ -41,6 +41,7 @@ from placement.types import ClusterSnapshot, GpuState, Placement
 from planner.lateness import Pace
 from planner.plan import NoRoom, Plan
 from traces.request import Request
+from traces.simulator.contention import Contention
 from traces.simulator.result import SimulationResult
 from traces.simulator.scenario import Deployed, Deployer, NotDeployed, Policies, Scenario
 from traces.simulator.simulation import Progress, simulate
@@ -238,6 +239,7 @@ class PlannedDeployer:
                 steps=self._step_model(asked, config, served),
                 what=what,
                 pipelined=traits_of(config.engine).fills_stages,
+                startup_s=traits_of(config.engine).startup_s,
                 pace=self._pace(asked, config),
                 config=config,
             )
@@ -314,6 +316,7 @@ def simulate_cluster(
     router: Router,
     deployer: Deployer | None = None,
     cluster_policy: ClusterPolicy | None = None,
+    contention: Contention | None = None,
     progress: Progress | None = None,
 ) -> SimulationResult:
     """Run :func:`traces.simulator.simulation.simulate` with the policies that decide in production.
@@ -321,6 +324,7 @@ def simulate_cluster(
     Args:
         deployer: None: the planner.
         cluster_policy: scales and moves what is deployed; None: it stays as it is.
+        contention: of workers on one GPU; None: processor sharing, by the service (``Policies``).
     """
     policies = Policies(
         deployer=deployer or PlannedDeployer(gpu, models.values()),
@@ -328,5 +332,6 @@ def simulate_cluster(
         harvest=spare_gpu,
         make_batcher=EngineBatcher,
         cluster_policy=cluster_policy,
+        contention=contention,
     )
     return simulate(requests, scenario, policies, progress=progress)

@@ -20,6 +20,7 @@ from placement.routing import LeastOutstanding
 from placement.types import ClusterSnapshot, Placement
 from planner.intent import Intent, IntentKind, Quality, Slo, Traffic
 from traces.baselines.model_info import Places, sixteen_bit
+from traces.simulator.contention import processor_sharing
 from traces.simulator.result import ChangeKind, SimulationResult
 from traces.simulator.scenario import Deployed, Deployer, NotDeployed, Policies
 from traces.simulator.simulation import simulate
@@ -167,7 +168,11 @@ def serve(world: World, who: Contestant, slo_factor: float = SLO_FACTOR) -> Serv
     prepared = _prepared(world, who, slo_factor, slos)
     if prepared is None:
         return None
-    policies = Policies(deployer=prepared.deployer, router=LeastOutstanding())
+    policies = Policies(
+        deployer=prepared.deployer,
+        router=LeastOutstanding(),
+        contention=processor_sharing,  # without the loss that was measured later, as recorded
+    )
     return _measured(simulate(world.requests, prepared.scenario, policies), slos)
 
 

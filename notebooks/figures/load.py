@@ -190,6 +190,7 @@ def world_of(
             cluster=idle_cluster(site.gpu, site.num_gpus),
             actions=actions,
             service=site.service,
+            startup_s=0.0,  # as recorded
             most_waiting=_NEVER_STOP,
         ),
         requests=tuple(r for r in assigned if r.arrival_s >= since[r.model]),

@@ -37,6 +37,7 @@ from tests.traces.simulator.worlds import cluster, deploy_all, placed_on
 from traces.arrivals import Poisson
 from traces.generate import generate
 from traces.request import Request
+from traces.simulator.contention import processor_sharing
 from traces.simulator.deployment_state import stays
 from traces.simulator.result import SimulationResult
 from traces.simulator.scenario import Deployed, Policies, Scenario
@@ -127,7 +128,8 @@ class _Fixed:
 
 def run(places: dict[str, Placement], requests: Sequence[Request]) -> SimulationResult:
     scenario = Scenario(cluster=cluster(2), actions=deploy_all(*places), most_waiting=10**9)
-    return simulate(sorted(requests, key=lambda r: r.arrival_s), scenario, Policies(deployer=_Fixed(places)))
+    policies = Policies(deployer=_Fixed(places), contention=processor_sharing)  # as the planner's model has it
+    return simulate(sorted(requests, key=lambda r: r.arrival_s), scenario, policies)
 
 
 def stayed(result: SimulationResult, name: str, until_s: float) -> np.ndarray:

@@ -65,6 +65,7 @@ from tests.bench.rank import machine
 from traces.arrivals import RateSeries
 from traces.generate import generate
 from traces.request import Request
+from traces.simulator.contention import processor_sharing
 from traces.simulator.result import ChangeKind, SimulationResult
 from traces.simulator.scenario import Deploy, Deployed, Deployer, NotDeployed, Policies, Scenario, Service
 from traces.simulator.simulation import simulate
@@ -272,7 +273,12 @@ def run(
         startup_s=world.startup_s,
         most_waiting=10**9,
     )
-    policies = Policies(deployer=deployer, cluster_policy=cluster_policy, router=router or LeastOutstanding())
+    policies = Policies(
+        deployer=deployer,
+        cluster_policy=cluster_policy,
+        router=router or LeastOutstanding(),
+        contention=processor_sharing,  # without the loss that was measured later, as recorded
+    )
     return simulate(world.requests, scenario, policies)
 
 

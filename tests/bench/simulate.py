@@ -36,6 +36,7 @@ from traces.generate import generate
 from traces.lengths import LengthModel
 from traces.popularity import Distinct
 from traces.request import Request
+from traces.simulator.contention import ProcessorSharing
 from traces.simulator.result import SimulationResult
 from traces.simulator.scenario import Deploy, Deployed, NotDeployed, Policies, Scenario, Service
 from traces.simulator.simulation import simulate
@@ -152,7 +153,8 @@ def run(case: Case, requests: list[Request]) -> SimulationResult:
         most_waiting=max(1, len(requests)),
     )
     deployer = Spread(step_model(case.max_batch, case.tp, case.kv_tokens), case.tp)
-    return simulate(requests, scenario, Policies(deployer=deployer, make_batcher=EngineBatcher))
+    policies = Policies(deployer=deployer, make_batcher=EngineBatcher, contention=ProcessorSharing())
+    return simulate(requests, scenario, policies)
 
 
 def last_tokens_step_by_step(case: Case, requests: list[Request]) -> np.ndarray:

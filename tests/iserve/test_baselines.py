@@ -66,7 +66,7 @@ def world(
     *models: SimulatedModel, gpus: int = 8, service: Service = Service.CONTINUOUS, gpu: GpuSpec = A6000
 ) -> World:
     deploys = tuple(Deploy(at_s=0.0, name=m.name, model=m.name) for m in models)
-    scenario = Scenario(cluster=idle_cluster(gpu, gpus), actions=deploys, service=service)
+    scenario = Scenario(cluster=idle_cluster(gpu, gpus), actions=deploys, service=service, startup_s=0.0)
     return World(gpu, {m.name: m for m in models}, scenario)
 
 

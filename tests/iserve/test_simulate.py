@@ -94,7 +94,8 @@ def trace(tmp_path: Path) -> Path:
 
 def test_the_document(simulate: Callable[..., Done], trace: Path, model: Path) -> None:
     slo = ("--eval-slo", "ttft=2,tpot=1")
-    document = simulate(trace, "--gpus", "a6000:2", "--models", model, "--batch", 8, *slo, "--json").document
+    given = ("--gpus", "a6000:2", "--models", model, "--batch", 8, "--startup", 0)
+    document = simulate(trace, *given, *slo, "--json").document
     assert (document["hardware"], document["service"], document["stopped"]) == ("2 x a6000", "continuous", None)
     usual = {"batch": 8, "input_tokens": 512, "output_tokens": 128, "longest_tokens": 0}
     assert document["workload"] == usual | {"images": 0, "tokens_per_image": 0}
@@ -108,6 +109,48 @@ def test_the_document(simulate: Callable[..., Done], trace: Path, model: Path) -
     assert len(document["gpus"]) == 2
     assert document["times"] == ["llama-7b: roofline"]
     assert document["warnings"] == []
+
+
+def test_what_the_run_cost_and_how_full_the_kv_was(
+    simulate: Callable[..., Done], trace: Path, model: Path, tmp_path: Path
+) -> None:
+    """A lone deployment on one GPU: the cost is its held share, in JSON, text and page."""
+    page = tmp_path / "page.html"
+    given = (trace, "--gpus", "a6000:1", "--models", f"chat={model}", "--startup", 0, "--report", page)
+    document = simulate(*given, "--json").document
+    (held,), (deployment,), cost = document["held"], document["deployments"], document["cost"]
+    assert (held["deployment"], held["device_id"]) == ("chat", "a6000:0")
+    share = held["reserved_byte_s"] / document["gpus"][0]["total_bytes"]
+    assert held["held_gpu_s"] == pytest.approx(max(share, held["busy_s"]), rel=0.05)
+    assert cost["gpu_s"] == pytest.approx(held["held_gpu_s"])
+    assert cost["gpu_s_per_request"] == pytest.approx(cost["gpu_s"] / 60)
+    price = parse_gpus("a6000:1")[0].price_usd_per_gpu_hour
+    assert price is not None
+    assert cost["usd_per_request"] == pytest.approx(cost["gpu_s"] / 60 / 3600 * price)
+    assert cost["requests_per_gpu_hour"] == pytest.approx(60 / document["gpu_hours"])
+    assert deployment["cost"] == cost
+    assert deployment["kv"]["preemptions"] == 0
+    assert 0 < deployment["kv"]["mean_fraction"] < deployment["kv"]["peak_fraction"] < 1
+    text = " ".join(simulate(*given).out.split())
+    assert "cost under load: " in text
+    assert "per completed request; " in text
+    assert "preemptions" in text
+    assert "KV and cost" in page.read_text()
+
+
+def test_vllm_starts_in_60_s_unless_it_is_said_otherwise(
+    simulate: Callable[..., Done], trace: Path, model: Path
+) -> None:
+    given = (trace, "--gpus", "a6000:1", "--models", model, "--json")
+
+    def first_s(*more: object) -> tuple[float, float]:
+        document = simulate(*given, *more).document
+        return document["startup_s"], document["summary"]["ttft"]["max_s"]
+
+    (vllm_s, slow_s), (none_s, quick_s) = first_s("--engine", "vllm"), first_s("--engine", "vllm", "--startup", 0)
+    assert (vllm_s, none_s, first_s("--engine", "torch")[0]) == (60.0, 0.0, 0.0)
+    assert slow_s == pytest.approx(59.5, abs=2.0)  # the first request arrives at 0 s, all wait together
+    assert quick_s < 2.0
 
 
 def test_by_default_a_replica_serves_what_a_deploy_serves(
@@ -202,7 +245,8 @@ def test_the_text_tells_of_faults_profiles_and_what_to_be_wary_of(
     assert html.count("min-cost, TTFT 9 s at p95, 0.5 requests/s, quality near") == 2  # in the head and at the end
     assert "Requests are judged by: TTFT 9 s." in html
     assert re.search(r"\np \{[^}]*overflow-wrap: anywhere", html), "a path widens a narrow page"
-    roomy = simulate(trace, "--gpus", "a6000:2", "--models", model, *more, "--context", 179, "--json").document
+    longer = (*more, "--context", 179, "--startup", 0)
+    roomy = simulate(trace, "--gpus", "a6000:2", "--models", model, *longer, "--json").document
     assert (roomy["summary"]["completed"], roomy["warnings"]) == (60, [])
 
 
@@ -359,7 +403,8 @@ def test_full_pipelines_serve_more_without_batching_too(
     """Four stages, asked for nearly twice what one request at a time serves."""
     path = tmp_path / "busy.csv"
     write_trace(path, [Request(0.6 * i, 100, 50) for i in range(100)])
-    given = (path, "--gpus", "a6000:4", "--models", model, "--planner", "max-pp", "--engine", "vllm", "--json")
+    given = (path, "--gpus", "a6000:4", "--models", model, "--planner", "max-pp", "--engine", "vllm")
+    given = (*given, "--startup", 0, "--json")
     one, full = (simulate(*given, "--service", service).document for service in ("fcfs", "fcfs-pipelined"))
     for document in (one, full):
         assert document["changes"][0]["text"].startswith("tp=1,pp=4,"), document["changes"]

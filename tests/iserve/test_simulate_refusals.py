@@ -138,6 +138,7 @@ def test_who_is_too_late_is_refused_where_that_is_asked_for(
     path, page = tmp_path / "busy.csv", tmp_path / "page.html"
     write_trace(path, [Request(0.1 * i, 100, 50) for i in range(200)])
     given = (path, "--gpus", "a6000:1", "--models", model, "--service", "fcfs", "--eval-slo", "e2e=5")
+    given = (*given, "--startup", 0)
     served = simulate(*given, "--json").document
     refusing = simulate(*given, "--reject-late", "--report", page, "--json").document
     assert (served["rejects_late"], refusing["rejects_late"]) == (False, True)

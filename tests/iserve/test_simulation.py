@@ -61,7 +61,10 @@ def run(
 ) -> SimulationResult:
     deploys = tuple(Deploy(at_s=every_s * i, name=m.name, model=m.name) for i, m in enumerate(models))
     scenario = Scenario(
-        cluster=idle_cluster(A6000, gpus, per_node=per_node), actions=(*deploys, *failing), service=service
+        cluster=idle_cluster(A6000, gpus, per_node=per_node),
+        actions=(*deploys, *failing),
+        service=service,
+        startup_s=0.0,
     )
     return simulate_cluster(requests, scenario, A6000, {m.name: m for m in models}, router=make_router())
 
@@ -170,7 +173,7 @@ def replicated(count: int, scenario: Scenario, cluster_policy: Elastic | None = 
     )
 
 
-FOUR = Scenario(cluster=idle_cluster(A6000, 4), actions=())
+FOUR = Scenario(cluster=idle_cluster(A6000, 4), actions=(), startup_s=0.0)
 
 
 def test_replicas_go_where_a_plan_for_so_many_says() -> None:

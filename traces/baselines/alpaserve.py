@@ -254,6 +254,7 @@ def deployment_of(
                 what=f"{placed.config} on {placed.config.engine}, batch {batch}",
                 pipelined=traits_of(placed.config.engine).fills_stages,
                 config=placed.config,
+                startup_s=traits_of(placed.config.engine).startup_s,
             )
         )
     actions = tuple(

@@ -122,9 +122,16 @@ class FirstFit:
                     continue
                 steps = self._times(wanted.model, config, batch)
                 what = f"{config} on {config.engine}, batch {batch}"
-                pipelined = traits_of(config.engine).fills_stages
+                traits = traits_of(config.engine)
                 return [
-                    Deployed(placement=one, steps=steps, what=what, pipelined=pipelined, config=config)
+                    Deployed(
+                        placement=one,
+                        steps=steps,
+                        what=what,
+                        pipelined=traits.fills_stages,
+                        startup_s=traits.startup_s,
+                        config=config,
+                    )
                     for one in placed
                 ]
         if refusal is None:

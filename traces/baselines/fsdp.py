@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.engines import traits_of
 from fingerprint.estimates import Estimate, Estimator, Quantity
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
@@ -188,6 +189,7 @@ class FsdpDeployer:
             steps=self._made[key],
             what=f"FSDP over {len(window)} GPUs, {sharding.layers_on_host} of {layers} layers on the host, "
             f"batch {batch}",
+            startup_s=traits_of(config.engine).startup_s,
         )
 
 

@@ -267,7 +267,8 @@ class Deployments:
         if shapes[0] != shapes[1]:
             raise PolicyFault(policy, f"ordered {action}; a replica keeps its layers per stage and its TP degree")
         decided = replace(old, placement=action.placement)
-        new, memory = self._start(deployment, decided, policy, now_s, now_s + action.load_s)
+        load_s = max(action.load_s, self._startup_s(decided))
+        new, memory = self._start(deployment, decided, policy, now_s, now_s + load_s)
         deployment.coming[new] = server
         deployment.since_s = now_s
         self._tell(now_s, ChangeKind.MOVING, deployment.name, f"{server.name} to {new.name}", memory)
@@ -393,9 +394,13 @@ class Deployments:
             answer = ask(deployer.name, lambda: deployer.another(like, model, others))
         return answer if isinstance(answer, NotDeployed) else (answer,)
 
+    def _startup_s(self, decided: Deployed) -> float:
+        """Return the seconds from the decision until a worker serves."""
+        return decided.startup_s if self._scenario.startup_s is None else self._scenario.startup_s
+
     def _launch(self, deployment: Deployment, decided: Deployed, now_s: float) -> None:
         deployer = self._policies.deployer.name
-        server, memory = self._start(deployment, decided, deployer, now_s, now_s + self._scenario.startup_s)
+        server, memory = self._start(deployment, decided, deployer, now_s, now_s + self._startup_s(decided))
         deployment.replicas.append(server)
         deployment.missing -= 1
         deployment.most = max(deployment.most, len(deployment.replicas))

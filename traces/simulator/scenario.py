@@ -18,7 +18,7 @@ from placement.routing import LeastOutstanding, Router
 from placement.types import ClusterSnapshot, GpuState, Placement
 from planner.intent import Slo
 from planner.lateness import Pace
-from traces.simulator.contention import Contention, processor_sharing
+from traces.simulator.contention import Contention, ProcessorSharing, processor_sharing
 from traces.simulator.step_model import StepModel
 from traces.simulator.stepped import MakeBatcher
 
@@ -109,6 +109,7 @@ class Deployed:
     steps: StepModel
     what: str  # the configuration, for people
     pipelined: bool = False  # its engine keeps as many batches in flight as there are stages
+    startup_s: float = 0.0  # of its engine, from the decision until it serves
     pace: Pace | None = None  # by its plan; what a gateway would know of it
     config: DeploymentConfig | None = None  # None: it is no configuration of one engine
 
@@ -153,15 +154,25 @@ def _no_harvest(snapshot: ClusterSnapshot, need_bytes: int) -> GpuState | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policies:
-    """Everything that decides. ``make_batcher`` is needed for stepped service only; without ``cluster_policy`` no
-    deployment changes."""
+    """Everything that decides.
+
+    ``make_batcher`` is needed for stepped service only; without ``cluster_policy`` no deployment changes.
+    ``contention`` None: processor sharing, with the measured overhead where requests are batched, and without a
+    loss where one at a time is served, as in the paper's evaluation.
+    """
 
     deployer: Deployer
     router: Router = field(default_factory=LeastOutstanding)
     harvest: Harvest = _no_harvest
-    contention: Contention = processor_sharing
+    contention: Contention | None = None
     make_batcher: MakeBatcher | None = None
     cluster_policy: ClusterPolicy | None = None
+
+    def contention_of(self, service: Service) -> Contention:
+        """Return how workers that serve by ``service`` slow one another on a GPU."""
+        if self.contention is not None:
+            return self.contention
+        return ProcessorSharing() if service.batches else processor_sharing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,7 +186,7 @@ class Scenario:
     cluster: ClusterSnapshot  # idle; ``free_bytes`` is what workers may take
     actions: tuple[Action, ...]
     service: Service = Service.CONTINUOUS
-    startup_s: float = 0.0  # from the decision to deploy until a worker serves
+    startup_s: float | None = None  # from the decision until a worker serves; None: that of its engine
     overhead_s: float = (
         0.0  # of each request next to its steps: HTTP, its tokens made ready, the way there and back
     )
@@ -194,7 +205,7 @@ class Scenario:
     def __post_init__(self) -> None:
         if not self.cluster.gpus:
             raise ConfigError("a simulated cluster needs at least one GPU")
-        if not (math.isfinite(self.startup_s) and self.startup_s >= 0):
+        if self.startup_s is not None and not (math.isfinite(self.startup_s) and self.startup_s >= 0):
             raise ConfigError(f"startup_s must be a number of seconds of at least 0, got {self.startup_s}")
         if not (math.isfinite(self.overhead_s) and self.overhead_s >= 0):
             raise ConfigError(f"overhead_s must be a number of seconds of at least 0, got {self.overhead_s}")

@@ -95,7 +95,7 @@ class _World:
     def __init__(self, scenario: Scenario, policies: Policies) -> None:
         self._scenario = scenario
         self.requests = Requests()
-        self._cluster = Cluster(scenario.cluster, policies.contention)
+        self._cluster = Cluster(scenario.cluster, policies.contention_of(scenario.service))
         self._deployments = Deployments(scenario, policies, self._cluster, self.requests)
         self.events = self._cluster.events
         self._actions = sorted(scenario.actions, key=lambda action: action.at_s)[::-1]  # the next one is the last

@@ -22,6 +22,7 @@ from tests.traces.simulator.worlds import (
 )
 from traces.outcomes import Failure
 from traces.request import Request
+from traces.simulator.contention import processor_sharing
 from traces.simulator.result import SimulationResult
 from traces.simulator.scenario import (
     Action,
@@ -65,7 +66,9 @@ def run(
         max_waiting=max_waiting,
     )
     more = {} if router is None else {"router": router}
-    return simulate(requests, scenario, Policies(deployer=deployer, harvest=spare_gpu, **more))
+    return simulate(
+        requests, scenario, Policies(deployer=deployer, harvest=spare_gpu, contention=processor_sharing, **more)
+    )
 
 
 def kinds(result: SimulationResult, name: str) -> list[str]:

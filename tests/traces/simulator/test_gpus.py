@@ -9,8 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fingerprint.errors import ConfigError
-from traces.simulator.contention import processor_sharing
+from tests.traces.simulator.worlds import deploy_all, second_per_step, serve
+from traces.request import Request
+from traces.simulator.contention import ProcessorSharing, processor_sharing
 from traces.simulator.gpus import Gpu
+from traces.simulator.scenario import Service
 
 
 def _gpu() -> Gpu:
@@ -87,6 +90,35 @@ def test_memory_is_never_promised_twice() -> None:
 )
 def test_processor_sharing(stages: list[tuple[float, list[float]]], speed: float) -> None:
     assert processor_sharing(stages) == pytest.approx(speed)
+
+
+@pytest.mark.parametrize(
+    ("others", "slower"),
+    [
+        pytest.param(0.0, 1.0, id="co-tenants that are idle cost nothing"),
+        pytest.param(1.0, 2.2, id="two busy engines, measured 2.16 to 2.24"),
+        pytest.param(2.0, 3.3, id="three busy engines, measured 3.28 to 3.34"),
+        pytest.param(0.5, 1.6, id="between, the loss is in proportion"),
+    ],
+)
+def test_busy_engines_cost_each_1_1_k(others: float, slower: float) -> None:
+    assert 1 / ProcessorSharing()([(1.0, [others])]) == pytest.approx(slower)
+
+
+@pytest.mark.parametrize("overhead", [0.9, float("nan"), float("inf")])
+def test_an_overhead_is_a_factor_of_at_least_1(overhead: float) -> None:
+    with pytest.raises(ConfigError):
+        ProcessorSharing(overhead=overhead)
+
+
+@pytest.mark.parametrize(
+    ("service", "end_s"), [(Service.FCFS, 10.0), (Service.CONTINUOUS, 11.0), (Service.STEPPED, 11.0)]
+)
+def test_the_loss_is_of_engines_that_batch(service: Service, end_s: float) -> None:
+    """Two requests of five steps of 1 s, of two models on one GPU."""
+    asked = [Request(0.0, 1, 5, "a"), Request(0.0, 1, 5, "b")]
+    result = serve(asked, second_per_step(1), service=service, actions=deploy_all("a", "b"))
+    assert result.outcomes.last_token_s.tolist() == pytest.approx([end_s, end_s])
 
 
 def test_uneven_stages_that_are_alone_go_at_full_speed_and_no_faster() -> None:

@@ -70,7 +70,8 @@ def run(
         most_waiting=10**9,
         outstanding_per_slot=10**6,
     )
-    return simulate(requests, scenario, Policies(deployer=Pipeline(steps, layers, pipelined=pipelined)))
+    deployer = Pipeline(steps, layers, pipelined=pipelined)
+    return simulate(requests, scenario, Policies(deployer=deployer, contention=processor_sharing))
 
 
 # By hand

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,17 @@ from placement.types import ClusterSnapshot
 from tests.traces.simulator.worlds import OnTheFirst, cluster, deploy_all, limits, placed_on, second_per_step
 from traces.request import Request
 from traces.simulator.result import ChangeKind, SimulationResult
-from traces.simulator.scenario import Action, Deploy, NodeFails, NodeReturns, Policies, Scenario, Service
+from traces.simulator.scenario import (
+    Action,
+    Deploy,
+    Deployed,
+    NodeFails,
+    NodeReturns,
+    NotDeployed,
+    Policies,
+    Scenario,
+    Service,
+)
 from traces.simulator.simulation import simulate
 from traces.simulator.step_model import StepModel, linear_steps
 
@@ -125,6 +136,29 @@ def test_a_replica_moves_while_it_serves() -> None:
     assert result.outcomes.last_token_s.tolist() == [45.0, 45.0]
     assert [gpu.held_fraction * result.end_s for gpu in result.gpus] == pytest.approx([45.0, 35.0])
     assert [gpu.busy_fraction * result.end_s for gpu in result.gpus] == pytest.approx([45.0, 5.0])
+
+
+def test_a_move_takes_at_least_the_start_of_an_engine_and_memory_twice_meanwhile() -> None:
+    """The move is ordered at 10 s and would load in 1 s; a start takes 5 s, so the replica takes over at 15 s."""
+    move = Move(name="a", replica_id="a#1", placement=placed_on("gpu1", size_bytes=60), load_s=1.0)
+    result = run([Request(0.0, 1, 8, "a"), Request(16.0, 1, 4, "a")], Scripted([move]), startup_s=5.0)
+    assert told(result, ChangeKind.MOVED) == [(15.0, "moved")]
+    held = {each.device_id: each for each in result.held}
+    assert (held["gpu0"].placed_s, held["gpu1"].placed_s) == (pytest.approx(15.0), pytest.approx(10.0))
+
+
+@pytest.mark.parametrize(("given_s", "first_s"), [(None, 61.0), (0.0, 1.0), (7.0, 8.0)])
+def test_without_a_start_up_of_its_own_a_scenario_takes_that_of_the_engine(
+    given_s: float | None, first_s: float
+) -> None:
+    class Slow(OnTheFirst):
+        def __call__(self, model: str, snapshot: ClusterSnapshot) -> Deployed | NotDeployed:
+            found = super().__call__(model, snapshot)
+            return replace(found, startup_s=60.0) if isinstance(found, Deployed) else found
+
+    scenario = Scenario(cluster=cluster(1), actions=deploy_all("a"), startup_s=given_s)
+    result = simulate([Request(0.0, 1, 3, "a")], scenario, Policies(deployer=Slow(ONE)))
+    assert result.outcomes.first_token_s.tolist() == [first_s]
 
 
 @pytest.mark.parametrize("slots", [1, 2])
