@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from iserve.evaluation.document import ContestantResult, EvaluationDocument, SeedResult, WorldResult
 
-__all__ = ["contestants_table", "fields_table", "oracle_table", "ours_table", "variants_table"]
+__all__ = ["against_rule_table", "contestants_table", "fields_table", "oracle_table", "variants_table"]
 
 _RULE, _ORACLE = "rule-min-tp-full", "oracle"
-_SHOWN = ("ours", "ours-batch", "rule-min-tp", "rule-replicas", "rule-more-tp", "max-tp", "first-fit")
+_SHOWN = ("ours", "ours-batch", "joint", "rule-min-tp", "rule-replicas", "rule-more-tp", "max-tp", "first-fit")
 _GOAL = 1.02
 
 
@@ -94,12 +94,12 @@ def _result(world: WorldResult, contestant: str, intent: str) -> ContestantResul
     return next(r for r in world.results if r.contestant == contestant and r.intent == intent)
 
 
-def ours_table(variant: str = "as-stated") -> str:
-    """Return today's product against the strong rule, by world and intent; means over the seeds."""
+def against_rule_table(contestant: str, variant: str = "as-stated") -> str:
+    """Return a contestant against the strong rule, by world and intent; means over the seeds."""
     rows = []
     for world in _recorded(variant).worlds:
         cost, latency, slo, hours = (
-            (_result(world, "ours", intent), _result(world, _RULE, intent))
+            (_result(world, contestant, intent), _result(world, _RULE, intent))
             for intent in ("min-cost", "min-latency", "latency-slo", "min-gpu-hours")
         )
         guards = [_mean([seed.metrics.guard_ratio for seed in result.seeds]) for result in cost]
@@ -118,7 +118,7 @@ def ours_table(variant: str = "as-stated") -> str:
     head = (
         "world",
         "`min-cost`",
-        "guard, ours and rule",
+        "guard, its own and the rule's",
         "`min-latency` P50",
         "P95",
         "`latency-slo`",
