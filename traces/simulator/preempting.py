@@ -57,7 +57,7 @@ class PromptQueue(AdmissionQueue):
 class PreemptingWorker(ContinuousWorker):
     """Continuous batching by the module docstring. ``kv_tokens`` of the limits is never exceeded."""
 
-    __slots__ = ("_admitted_rows", "_preempted", "_prompt_queue", "_window")
+    __slots__ = ("_admitted_rows", "_growing", "_preempted", "_prompt_queue", "_window")
 
     def __init__(
         self, name: str, stages: Sequence[Stage], ready_s: float, steps: StepModel, requests: Requests
@@ -65,6 +65,7 @@ class PreemptingWorker(ContinuousWorker):
         self._prompt_queue = PromptQueue(steps.limits)
         super().__init__(name, stages, ready_s, steps, requests, self._prompt_queue)
         self._window = steps.limits.kv_window
+        self._growing = 0  # tokens that sequences take in the first step of a run
         self._admitted_rows: dict[int, None] = {}  # of running sequences, in the order of their admission
         self._preempted: dict[int, tuple[int, int]] = {}  # row that waits again -> tokens so far, and to come
 
@@ -77,6 +78,7 @@ class PreemptingWorker(ContinuousWorker):
             growth = self._growth(1)
             queue.closed = True
         queue.kv_free -= growth
+        self._growing = growth
         return super().begin()
 
     def _admit_all(self) -> None:
@@ -92,7 +94,7 @@ class PreemptingWorker(ContinuousWorker):
 
     def _rounds_left(self) -> int:
         rounds = super()._rounds_left()
-        growing = self._growth(1)
+        growing = self._growing
         return min(rounds, 1 + self._queue.kv_free // growing) if growing else rounds
 
     def _growth(self, steps: int) -> int:
@@ -106,10 +108,8 @@ class PreemptingWorker(ContinuousWorker):
         )
 
     def finish(self, now_s: float) -> None:
-        if self._rounds > 1 and not self._chunks:
-            self._queue.kv_free -= self._growth(self._rounds) - self._growth(
-                1
-            )  # the first step's is taken already
+        if self._rounds > 1 and not self._chunks:  # the first step's tokens are taken already
+            self._queue.kv_free -= self._growth(self._rounds) - self._growing
         super().finish(now_s)
 
     def _leave(self, row: int, kv_tokens: int, now_s: float) -> None:
