@@ -238,9 +238,7 @@ def _images_section(images: _Record, runs: _Runs) -> str:
         for name, one in _with_a_class(images).items()
     ]
     heads = (*_COLUMNS, "profiled", "deployed", "towers")
-    return "\n".join(
-        [_IMAGES, _row(*heads), _row(*["---"] * 6, "--:"), *rows, _without_a_class(images)]
-    )
+    return "\n".join([_IMAGES, _row(*heads), _row(*["---"] * 6, "--:"), *rows, _without_a_class(images)])
 
 
 def _with_a_class(found: _Record) -> _Record:
