@@ -137,7 +137,6 @@ def _accepted(body: dict[str, Any], key: str, *, quiet: bool) -> tuple[Controlle
 
 def _follow(controller: ControllerClient, accepted: DeploymentDocument, *, as_json: bool, refused: bool) -> None:
     """Show the steps until the deployment serves or is refused."""
-    from fingerprint.codec import to_json
     from fingerprint.errors import EngineError, InfeasibleError, NotFoundError
     from iserve.api_documents import DeploymentDocument
     from iserve.cli.chat import needs_key
@@ -163,7 +162,7 @@ def _follow(controller: ControllerClient, accepted: DeploymentDocument, *, as_js
         kind = InfeasibleError if document.status == "refused" else EngineError
         raise kind(document.error or f"the deployment {document.name} {document.status}")
     if as_json:
-        typer.echo(to_json(document, indent=2).decode())
+        o.print_json(document)
         return
     print_plan(controller.get(f"{path}/plan", PlanDocument), refused=refused, deployed=True)
     console().print(
@@ -176,14 +175,13 @@ def _follow(controller: ControllerClient, accepted: DeploymentDocument, *, as_js
 
 def ps(as_json: o.JsonOption = False) -> None:
     """List the deployments and how they are now."""
-    from fingerprint.codec import to_json
     from iserve.api_documents import DeploymentDocument
     from iserve.cli.connection import client
     from iserve.cli.render import print_rows, short
 
     documents = client(start=False).get("/api/v1/deployments", tuple[DeploymentDocument, ...])
     if as_json:
-        typer.echo(to_json(documents, indent=2).decode())
+        o.print_json(documents)
         return
     print_rows(
         ("name", "model", "intent", "status", "ready", "configuration", "devices", "restarts", "error"),

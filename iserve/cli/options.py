@@ -37,6 +37,7 @@ __all__ = [
     "Refused",
     "known_engine",
     "not_empty",
+    "print_json",
     "usage_errors",
     "workload_of",
 ]
@@ -177,12 +178,16 @@ def usage_errors(option: str | None = None) -> Iterator[None]:
         raise typer.BadParameter(str(error), param_hint=option and f"'{option}'") from error
 
 
-def workload_of(batch: int, input_tokens: int, output_tokens: int, longest_tokens: int | None = None) -> Workload:
+def print_json(document: object) -> None:
+    from fingerprint.codec import to_json
+
+    typer.echo(to_json(document, indent=2).decode())
+
+
+def workload_of(batch: int, input_tokens: int, output_tokens: int) -> Workload:
     """Return the checked workload of these options."""
     with usage_errors():
-        return Workload(
-            batch=batch, input_tokens=input_tokens, output_tokens=output_tokens, longest_tokens=longest_tokens or 0
-        )
+        return Workload(batch=batch, input_tokens=input_tokens, output_tokens=output_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,7 +54,6 @@ def plan(
     With --as it prints the command or file that starts what a deploy would: the same engine, limits and devices.
     Exit code 1 if no configuration is feasible.
     """
-    from fingerprint.codec import to_json
     from iserve.cli.connection import client_for_plan, model_argument, registered_models
     from iserve.cli.render import print_plan
     from iserve.planning.document import PlanDocument
@@ -78,7 +77,7 @@ def plan(
         registered = registered_models(model, settings)
         document = plan_for_gpus(model, *there, options, request.engine, registered=registered, use=request.use)
     if as_json:
-        typer.echo(to_json(document, indent=2).decode())
+        o.print_json(document)
     else:
         print_plan(document, refused=refused)
         if picture:
@@ -115,7 +114,6 @@ def estimate(
 
     Exit code 1 if no engine runs it or it does not fit.
     """
-    from fingerprint.codec import to_json
     from fingerprint.config import parse_config
     from iserve.cli.connection import registered_models
     from iserve.cli.render import print_estimate
@@ -136,7 +134,7 @@ def estimate(
     if not document.runnable:
         typer.echo(f"iserve: not runnable: {document.reason}", err=True)
     if as_json:
-        typer.echo(to_json(document, indent=2).decode())
+        o.print_json(document)
     else:
         print_estimate(document)
     if not document.runnable:

@@ -205,7 +205,6 @@ def _follow(
         EngineError: they did not start.
         NotFoundError: the deployment was removed meanwhile.
     """
-    from fingerprint.codec import to_json
     from fingerprint.errors import EngineError, UnavailableError
     from iserve.api_documents import DeploymentDocument
     from iserve.cli.progress import StepDisplay
@@ -224,7 +223,7 @@ def _follow(
     if document.status == "launching":  # neither the new workers nor the former ones started
         raise EngineError(f"{document.name} was not updated and is started anew; `iserve show {document.name}`")
     if as_json:
-        typer.echo(to_json(document, indent=2).decode())
+        o.print_json(document)
         return
     print_plan(controller.get(f"{path}/plan", PlanDocument), deployed=True)
     later = "" if stop_first else "; its former workers end when they have no request left"

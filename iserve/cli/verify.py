@@ -60,7 +60,6 @@ def verify(
     A running deployment is checked as it is, its clients waiting in line with the check. Of any other MODEL the
     configuration that `deploy` would choose is launched for the check and ended with it.
     """
-    from fingerprint.codec import to_json
     from fingerprint.errors import EngineError
     from iserve.cli.connection import client
     from iserve.cli.progress import StepDisplay
@@ -84,7 +83,7 @@ def verify(
     if job.result is None:
         raise EngineError(job.error or "the check failed")
     if as_json:
-        typer.echo(to_json(job.result, indent=2).decode())
+        o.print_json(job.result)
     else:
         print_verification(job.result, model)
 
