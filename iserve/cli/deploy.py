@@ -13,7 +13,6 @@ import typer
 
 from iserve.api_types import DeployBody
 from iserve.cli import export as e
-from iserve.cli import model_options as m
 from iserve.cli import options as o
 from iserve.cli.groups import checked, grouped
 
@@ -101,7 +100,7 @@ def deploy(
     if to.export is not None:
         e.export(to, to.export, request.launch)
         return
-    m.warn_of_code(model, trusted=request.trust_remote_code)
+    o.warn_of_code(model, trusted=request.trust_remote_code)
     request = replace(request, model=None if model is None else model_argument(model, settings))
     key = secrets.token_hex(16) if idempotency_key is None else idempotency_key
     controller, accepted = _accepted(request.given(), key, quiet=as_json)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fingerprint.profile_plan import Shards
-from iserve.cli import model_options as m
 from iserve.cli import options as o
 
 if TYPE_CHECKING:
@@ -165,7 +164,7 @@ def profile(
     input_tokens: o.InputTokens = o.DEFAULT_WORKLOAD.input_tokens,
     output_tokens: o.OutputTokens = o.DEFAULT_WORKLOAD.output_tokens,
     batch: o.Batch = o.DEFAULT_WORKLOAD.batch,
-    trust_remote_code: m.TrustRemoteCode = False,
+    trust_remote_code: o.TrustRemoteCode = False,
     as_json: o.JsonOption = False,
 ) -> None:
     """Measure MODEL's fingerprints (one and two of its layers) on the devices that are free now."""
@@ -180,7 +179,7 @@ def profile(
         raise typer.BadParameter("must be above 0 and at most 86400", param_hint="'--max-seconds'")
     workload = o.workload_of(batch, input_tokens, output_tokens)
     settings = load_settings()
-    m.warn_of_code(model, trusted=trust_remote_code)
+    o.warn_of_code(model, trusted=trust_remote_code)
     model = None if model is None else model_argument(model, settings)
     controller = client(settings)
     body = {"model": model, "engine": engine, "max_seconds": max_seconds, "quality": quality.value}

@@ -11,7 +11,6 @@ from fingerprint.model_use import ModelUse
 from iserve.api_types import LaunchBody, PlanBody
 from iserve.cli import export as e
 from iserve.cli import gpu_options as g
-from iserve.cli import model_options as m
 from iserve.cli import options as o
 from iserve.cli.groups import checked, grouped
 
@@ -103,9 +102,9 @@ def estimate(
     batch: o.Batch = o.DEFAULT_WORKLOAD.batch,
     input_tokens: o.InputTokens = o.DEFAULT_WORKLOAD.input_tokens,
     output_tokens: o.OutputTokens = o.DEFAULT_WORKLOAD.output_tokens,
-    text_only: m.TextOnly = False,
-    images: m.Images = 0,
-    image_tokens: m.ImageTokens = None,
+    text_only: o.TextOnly = False,
+    images: o.Images = 0,
+    image_tokens: o.ImageTokens = None,
     engine: o.EngineOption = "auto",
     cost: o.CostOption = o.DEFAULT_INTENT.cost_model,
     as_json: o.JsonOption = False,

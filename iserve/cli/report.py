@@ -13,7 +13,6 @@ from fingerprint.errors import NotFoundError, UnavailableError
 from fingerprint.model_use import ModelUse
 from fingerprint.output_file import output_file, write_output
 from iserve.cli import gpu_options as g
-from iserve.cli import model_options as m
 from iserve.cli import options as o
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ def report(
     input_tokens: o.InputTokens = o.DEFAULT_WORKLOAD.input_tokens,
     output_tokens: o.OutputTokens = o.DEFAULT_WORKLOAD.output_tokens,
     batch: o.BatchOrMore = None,
-    text_only: m.TextOnly = False,
+    text_only: o.TextOnly = False,
     engine: o.EngineOption = "auto",
     as_json: o.JsonOption = False,
 ) -> None:

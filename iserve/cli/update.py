@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from iserve.cli import model_options as m
 from iserve.cli import options as o
 from iserve.cli.groups import grouped
 from planner.intent import IntentKind, parse_slo
@@ -72,7 +71,7 @@ class Changes:
     images: Annotated[
         int | None, typer.Option("--images", metavar="N", min=0, help="Images in each planned prompt; 0: none.")
     ] = None
-    image_tokens: m.ImageTokens = None
+    image_tokens: o.ImageTokens = None
     trust_remote_code: Annotated[
         bool | None,
         typer.Option(
@@ -143,7 +142,7 @@ def update(
         )
     if stop_first:
         body["stop_first"] = True
-    m.warn_of_code(changes.model or name, trusted=bool(changes.trust_remote_code))
+    o.warn_of_code(changes.model or name, trusted=bool(changes.trust_remote_code))
     controller = client(start=False)
     before = _capacity(controller, name)
     accepted = controller.patch(f"/api/v1/deployments/{name}", body, DeploymentDocument)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from iserve.api_types import VerifyBody
-from iserve.cli import model_options as m
 from iserve.cli import options as o
 from iserve.cli.groups import checked, grouped
 
@@ -70,7 +69,7 @@ def verify(
         raise typer.BadParameter(f"must be above 0 and at most {_MOST_SECONDS}", param_hint="'--max-seconds'")
     settings = load_settings()
     checked(request, settings)  # here already: a bad value must not start a controller
-    m.warn_of_code(model, trusted=request.trust_remote_code)
+    o.warn_of_code(model, trusted=request.trust_remote_code)
     controller = client(settings)
     request = replace(_target(request, controller, model, settings), max_seconds=max_seconds)
     if forget:
