@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from iserve.api_documents import NodeDocument
     from iserve.client import ControllerClient
     from iserve.planning.deployability import DeployableDocument
-    from iserve.planning.pipeline import Hardware
+    from iserve.planning.pipeline import Hardware, PlanOptions
     from iserve.report.accuracy import AccuracyRecord
-    from iserve.report.build import ReportOptions
     from iserve.report.values import Report
 
 __all__ = ["hardware_here", "register", "show_document"]
@@ -73,15 +72,15 @@ def report(
 
     Uses the profile that `iserve profile MODEL` took and the devices that are free now.
     """
+    from iserve.planning.pipeline import PlanOptions
     from iserve.report.accuracy import read_accuracy
-    from iserve.report.build import ReportOptions
     from iserve.settings import load_settings
+    from planner.intent import Intent
 
     settings = load_settings()
-    options = ReportOptions(
+    options = PlanOptions(
         workload=o.workload_of(o.DEFAULT_WORKLOAD.batch if batch is None else batch, input_tokens, output_tokens),
-        cost_model=cost,
-        quality=quality,
+        intent=Intent(cost_model=cost, quality=quality),
         policy=settings.policy,
         load_threshold=settings.load_threshold,
         more_requests=batch is None,
@@ -122,7 +121,7 @@ def _hypothetical(
     gpu: GpuSpec,
     count: int,
     engine: str,
-    options: ReportOptions,
+    options: PlanOptions,
     accuracy: AccuracyRecord | None,
     *,
     text_only: bool,
@@ -141,7 +140,7 @@ def _hypothetical(
     source = used(source, ModelUse(text_only=text_only))
     hardware = hypothetical_hardware(gpu, count)
     tables = capabilities_for(engine)
-    choice = engine_for_gpus(source.spec, gpu, count, options.plan_options(), engine)
+    choice = engine_for_gpus(source.spec, gpu, count, options, engine)
     engines = [table.unprepared() for table in tables if table.engine == choice.engine]
     for table in engines:
         check_use(source, table)
@@ -165,7 +164,7 @@ def _hypothetical(
 
 
 def _live(
-    model: str, engine: str, options: ReportOptions, accuracy: AccuracyRecord | None, *, text_only: bool
+    model: str, engine: str, options: PlanOptions, accuracy: AccuracyRecord | None, *, text_only: bool
 ) -> Report:
     """Return the report by the stored profile, on the devices of this home's node."""
     from daemon.engines.registry import get_engine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -89,22 +89,15 @@ class Changes:
         from iserve.cli.connection import model_argument
         from iserve.settings import load_settings
 
-        given: dict[str, Any] = {
-            "intent": self.intent,
-            "replicas": self.replicas,
-            "input_tokens": self.input_tokens,
-            "output_tokens": self.output_tokens,
-            "text_only": self.text_only,
-            "images": self.images,
-            "image_tokens": self.image_tokens,
-            "trust_remote_code": self.trust_remote_code,
-            "model": None if self.model is None else model_argument(self.model, load_settings()),
-        }
-        changes = {field: value for field, value in given.items() if value is not None}
+        changes = {name: value for name, value in asdict(self).items() if value is not None}
+        if self.model is not None:
+            changes["model"] = model_argument(self.model, load_settings())
         if self.slo is not None:
             changes["slo"] = _limits(self.slo)
-        limits = (("--batch", "batch", self.batch), ("--context", "context_tokens", self.context))
-        return changes | {field: _number(option, value) for option, field, value in limits if value is not None}
+        for option, field in (("batch", "batch"), ("context", "context_tokens")):
+            if option in changes:
+                changes[field] = _number(f"--{option}", changes.pop(option))
+        return changes
 
 
 def update(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from iserve.cli.progress import StepDisplay
     from iserve.client import ControllerClient
     from iserve.settings import Settings
-    from iserve.verify.documents import MetricDocument, VerificationDocument, VerificationJobDocument
+    from iserve.verify.documents import MetricDocument, VerificationDocument
 
 __all__ = ["register"]
 
@@ -78,7 +78,14 @@ def verify(
         return
     job = controller.post("/api/v1/verifications", request.given(), VerificationJobDocument)
     with StepDisplay(quiet=as_json) as display:
-        job = _follow(controller, job, display)
+        try:
+            while job.status == "running":
+                _show(display, job.progress)
+                time.sleep(_POLL_S)
+                job = controller.get(f"/api/v1/verifications/jobs/{job.job_id}", VerificationJobDocument)
+        except KeyboardInterrupt:
+            typer.echo("iserve: the check goes on and ends by itself, with what was launched for it", err=True)
+            raise
     if job.result is None:
         raise EngineError(job.error or "the check failed")
     if as_json:
@@ -104,22 +111,6 @@ def _model_of(controller: ControllerClient, request: VerifyBody) -> str | None:
     if request.deployment is None:
         return request.model
     return controller.get(f"/api/v1/deployments/{request.deployment}", DeploymentDocument).model
-
-
-def _follow(
-    controller: ControllerClient, job: VerificationJobDocument, display: StepDisplay
-) -> VerificationJobDocument:
-    from iserve.verify.documents import VerificationJobDocument
-
-    try:
-        while job.status == "running":
-            _show(display, job.progress)
-            time.sleep(_POLL_S)
-            job = controller.get(f"/api/v1/verifications/jobs/{job.job_id}", VerificationJobDocument)
-    except KeyboardInterrupt:
-        typer.echo("iserve: the check goes on and ends by itself, with what was launched for it", err=True)
-        raise
-    return job
 
 
 def _show(display: StepDisplay, progress: ProgressDocument | None) -> None:
