@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fingerprint.errors import ConfigError
+from fingerprint.output_file import output_file
 from iserve.api_types import PlanRequest
 from iserve.cli import options as o
 from iserve.cli import simulation_options as s
 from iserve.cli.groups import checked, grouped
+from iserve.cli.report import show_document
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -60,8 +62,6 @@ def simulate(
     `iserve deploy` starts; --batch and --context say it otherwise. What was deployed stays as it is, unless it is
     configured to scale, to scale to zero or to move. What it takes for granted: docs/simulation.md.
     """
-    from fingerprint.output_file import output_file
-    from iserve.cli.report import show_document
     from iserve.cli.simulation_text import print_simulation
     from iserve.report.simulation import render_simulation
     from iserve.settings import load_settings
