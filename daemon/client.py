@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TypeVar
 from urllib.parse import quote, urlencode
 
 from daemon.json_http import JsonHttp
-from daemon.process import read_record
 from daemon.status import NodeStatus, WorkerStatus
 from daemon.worker_log import LogPart
 from daemon.worker_spec import WorkerSpec
 from fingerprint.codec import to_json
-from fingerprint.errors import IserveError, UnavailableError
 
 __all__ = ["DaemonClient"]
 
@@ -29,14 +26,6 @@ class DaemonClient:
         self._http = JsonHttp(url, token, server="the daemon")
         self.url = url
         self._timeout_s, self._stop_timeout_s = timeout_s, stop_timeout_s
-
-    @classmethod
-    def from_record(cls, path: Path) -> DaemonClient:
-        """Return the daemon of ``run/daemon.json``. Raises UnavailableError: there is no such record."""
-        record = read_record(path)
-        if record is None:
-            raise UnavailableError(f"no daemon has left its record at {path}; start one")
-        return cls(record.url, record.token)
 
     def node(self) -> NodeStatus:
         """Return the devices and workers now."""
@@ -75,14 +64,6 @@ class DaemonClient:
         """Return what was written behind ``position``; without one, the last lines. Raises NotFoundError."""
         query = urlencode({"lines": lines} if position is None else {"position": position})
         return self._ask("GET", f"/v1/workers/{quote(worker_id, safe='')}/log/part?{query}", LogPart)
-
-    def is_healthy(self) -> bool:
-        """Return whether a daemon answers there at all."""
-        try:
-            self._http.request("GET", "/healthz", timeout_s=self._timeout_s)
-        except IserveError:
-            return False
-        return True
 
     def _ask(
         self, method: str, path: str, kind: type[T], *, body: bytes = b"", timeout_s: float | None = None

@@ -7,7 +7,7 @@ import os
 import stat
 from pathlib import Path
 
-__all__ = ["make_home", "make_private"]
+__all__ = ["default_home", "home_folder", "make_home", "make_private"]
 
 # Older releases made some of them readable by everybody.
 _PARTS = ("run", "logs", "workers", "engines")
@@ -42,3 +42,15 @@ def _close_to_others(folder: Path) -> None:
         mode = stat.S_IMODE(status.st_mode)
         if status.st_uid == os.geteuid() and mode & 0o077 and not mode & stat.S_ISVTX:
             folder.chmod(mode & 0o700)
+
+
+def default_home() -> Path:
+    """Return the home of a process whose environment names none."""
+    data = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
+    return Path(data).absolute() / "iserve"
+
+
+def home_folder() -> Path:
+    """Return the home of this process: ``ISERVE_HOME``, else the default."""
+    named = os.environ.get("ISERVE_HOME", "")
+    return Path(named).expanduser().absolute() if named.strip() else default_home()

@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import IO
 
 from daemon.atomic_file import write_file_atomically
-from daemon.home import make_home
-from daemon.home_folder import home_folder
+from daemon.home import home_folder, make_home
 from daemon.nvml import driver_facts, driver_version
 from fingerprint.codec import to_json
 from fingerprint.driver_peaks import Benchmark, described_gpu

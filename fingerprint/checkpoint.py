@@ -39,7 +39,6 @@ __all__ = [
     "StoredTensor",
     "TensorEntry",
     "indexed_files",
-    "read_header",
     "stored_tensors",
 ]
 
@@ -177,17 +176,6 @@ def _declared(
 ) -> Iterator[tuple[str, str, DeclaredTensor]]:
     tensors = {file: header.tensors for file, header in headers.items()}
     return tensors_of_index(weight_map, tensors, str(directory / INDEX_FILE))
-
-
-def read_header(file: Path) -> tuple[dict[str, TensorEntry], int]:
-    """Return the tensors that a safetensors file holds, and how many bytes were read to know.
-
-    Raises:
-        CheckpointError: cannot be read, a header over 100 MB or not as the format has it, tensors that overlap,
-            leave gaps, or do not end where the file ends.
-    """
-    header = _read_header(file)
-    return {name: header.entry(tensor) for name, tensor in header.tensors.items()}, header.data_start
 
 
 def _read_header(file: Path) -> _Header:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fingerprint.errors import CheckpointError, ConflictError
-from fingerprint.full_disk import why_not_written
+from fingerprint.output_file import why_not_written
 
 __all__ = ["OutputTensor", "new_directory", "write_safetensors"]
 

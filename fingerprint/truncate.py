@@ -67,11 +67,6 @@ class GenerateResult:
     bytes_read: int  # of these files and their index
     bytes_written: int  # of the new safetensors file
 
-    @property
-    def read_fraction(self) -> float:
-        """Share of the source checkpoint that was read; 0 for a dummy."""
-        return self.bytes_read / self.source_bytes if self.source_bytes else 0.0
-
 
 def generate(
     source: Path, target: Path, layers: Sequence[int], *, progress: Progress | None = None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, NamedTuple, get_args, get_type_hints
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
-from daemon.home_folder import default_home
+from daemon.home import default_home
 from fingerprint.errors import ConfigError
 from placement.placer_registry import check_placement
 from placement.policies import DEFAULT_LOAD_THRESHOLD

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -89,12 +89,6 @@ class OnOff:
         _require(rate_per_s=self.rate_per_s, on_s=self.on_s, off_s=self.off_s, cv=self.cv, off_cv=self.off_cv)
         _require_at_least_0(off_rate_per_s=self.off_rate_per_s, rate_cv=self.rate_cv)
 
-    @property
-    def mean_rate_per_s(self) -> float:
-        """Mean rate in the long run, requests per second."""
-        work = self.rate_per_s * self.on_s + self.off_rate_per_s * self.off_s
-        return work / (self.on_s + self.off_s)
-
     def arrivals(self, rng: np.random.Generator) -> Iterator[Seconds]:
         spans_rng, points_rng = rng.spawn(2)
         return _run(self._spans(spans_rng), self.cv, points_rng)
@@ -159,32 +153,6 @@ class RateSeries:
         for index, rate in enumerate(self.rates_per_s):
             if not (math.isfinite(rate) and rate >= 0):
                 raise ConfigError(f"the rate of slot {index} is {rate}; it must be finite and at least 0")
-
-    def scaled_to(self, rate_per_s: float) -> RateSeries:
-        """Return the same course at another mean rate."""
-        _require(rate_per_s=rate_per_s)
-        factor = rate_per_s * len(self.rates_per_s) / sum(self.rates_per_s)
-        return replace(self, rates_per_s=tuple(rate * factor for rate in self.rates_per_s))
-
-    def mean_day(self, period_s: float = 86_400.0) -> RateSeries:
-        """Return the mean course of one period, repeated.
-
-        Slots with rate 0 count as gaps in the source, not as idle.
-
-        Raises:
-            ConfigError: a period is not a whole number of slots, the series is shorter than one, or a time of day
-                has no slot with a rate.
-        """
-        slots = round(period_s / self.slot_s)
-        if not math.isclose(slots * self.slot_s, period_s) or not 0 < slots <= len(self.rates_per_s):
-            raise ConfigError(
-                f"{len(self.rates_per_s)} slots of {self.slot_s:g} s hold no period of {period_s:g} s"
-            )
-        same_time = [[rate for rate in self.rates_per_s[slot::slots] if rate > 0] for slot in range(slots)]
-        if not all(same_time):
-            raise ConfigError(f"no period has a rate in slot {same_time.index([])}; its mean is not known")
-        means = tuple(sum(rates) / len(rates) for rates in same_time)
-        return RateSeries(self.slot_s, means, self.cv, repeats=True)
 
     def arrivals(self, rng: np.random.Generator) -> Iterator[Seconds]:
         return _run(self._spans(), self.cv, rng)

@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 
 from fingerprint.errors import BadInputError, ConfigError
 from traces.request import Request
-from traces.request_arrays import Moments, blocks, count_values
+from traces.request_arrays import Moments, blocks
 
 __all__ = [
     "EmpiricalLengths",
-    "FitDistance",
     "FixedLengths",
     "HistogramLengths",
     "LengthModel",
@@ -27,7 +26,6 @@ __all__ = [
     "MixedLengths",
     "QuantileLengths",
     "Tokens",
-    "fit_distance",
 ]
 
 Tokens: TypeAlias = NDArray[np.int64]
@@ -96,7 +94,7 @@ class LognormalLengths:
     """Logarithms of both lengths jointly normal; rounded up, at most the longest seen.
 
     Long prompts and answers of chat are near it; a distribution with spikes (templates, a limit that many answers
-    reach) is not: see ``fit_distance``.
+    reach) is not (docs/traces.md).
     """
 
     log_mean_input: float
@@ -189,44 +187,6 @@ class MixedLengths:
             both[order[start : start + mine]] = np.stack(part.sample(rng, int(mine)), axis=1)
             start += mine
         return both[:, 0], both[:, 1]
-
-
-@dataclass(frozen=True)
-class FitDistance:
-    """Kolmogorov-Smirnov distance of the model's lengths from the trace's: 0 the same, 1 nothing in common."""
-
-    input_ks: float
-    output_ks: float
-    compared: int  # requests of the trace
-
-
-def fit_distance(
-    model: LengthModel, requests: Iterable[Request], *, samples: int = 100_000, seed: int = 0
-) -> FitDistance:
-    """Return the distance of a length model from a trace, length by length (not of their correlation).
-
-    Two-sample: the model's ``samples`` draws carry an error of about ``1 / sqrt(samples)``.
-    """
-    inputs, outputs = model.sample(np.random.default_rng(seed), samples)
-    seen: tuple[dict[int, int], dict[int, int]] = ({}, {})
-    count = 0
-    for block in blocks(requests):
-        count += len(block.tokens)
-        for column, histogram in enumerate(seen):
-            count_values(block.tokens[:, column], histogram)
-    if count == 0:
-        raise BadInputError("a model cannot be compared with a trace without requests")
-    return FitDistance(_ks(inputs, seen[0], count), _ks(outputs, seen[1], count), count)
-
-
-def _ks(drawn: Tokens, histogram: dict[int, int], count: int) -> float:
-    values = np.array(sorted(histogram))
-    shares = np.cumsum([histogram[value] for value in values.tolist()]) / count
-    points = np.union1d(values, drawn)
-    at = np.searchsorted(values, points, side="right")
-    trace_cdf = np.concatenate([[0.0], shares])[at]
-    model_cdf = np.searchsorted(np.sort(drawn), points, side="right") / len(drawn)
-    return float(np.abs(trace_cdf - model_cdf).max())
 
 
 def _at(uniform: NDArray[np.float64], table: tuple[tuple[float, float], ...]) -> Tokens:

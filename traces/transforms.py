@@ -13,7 +13,7 @@ from fingerprint.errors import ConfigError
 from traces.popularity import Popularity
 from traces.request import Request
 
-__all__ = ["assign_models", "cap_lengths", "clip", "merge", "only_model"]
+__all__ = ["assign_models", "cap_lengths", "clip", "merge"]
 
 _CHUNK = 4096
 
@@ -21,14 +21,6 @@ _CHUNK = 4096
 def merge(*streams: Iterable[Request]) -> Iterator[Request]:
     """Yield several sorted streams as one; of requests at one time, those of an earlier stream are first."""
     return heapq.merge(*streams, key=lambda request: request.arrival_s)
-
-
-def only_model(requests: Iterable[Request], model: str) -> Iterator[Request]:
-    """Yield the requests for one model, at their own times.
-
-    Merging the parts of all models gives the whole again.
-    """
-    return (request for request in requests if request.model == model)
 
 
 def assign_models(

@@ -22,7 +22,7 @@ from daemon.engine_options import EngineOptions, refuse_options
 from daemon.engines import lookup
 from daemon.engines.environments import environments, is_version
 from daemon.engines.lookup import look
-from daemon.home_folder import home_folder
+from daemon.home import home_folder
 from daemon.profile_messages import ProfileLoad
 from daemon.worker_spec import WorkerSpec
 from fingerprint.capability import EngineCapabilities

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from daemon.atomic_file import write_file_atomically
-from daemon.home_folder import home_folder
+from daemon.home import home_folder
 from fingerprint.codec import from_json, to_json
 from fingerprint.errors import BadInputError, EngineError
 

@@ -9,6 +9,7 @@ The tests compare names, shapes and counts with what the transformers classes bu
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -23,7 +24,6 @@ from fingerprint.description.transformers_class import class_defaults
 from fingerprint.errors import CheckpointError, ConfigError, UnsupportedModelError
 from fingerprint.extras import need_extra
 from fingerprint.families import falcon, gemma, gpt_neox, gpt_oss, gptj, llama_like, opt, phi3
-from fingerprint.families.agreement import check_agreement
 from fingerprint.families.base import Blueprint, Family, ModuleLayout
 from fingerprint.families.generic import general_family
 from fingerprint.families.unsupported import (
@@ -42,6 +42,7 @@ __all__ = [
     "Blueprint",
     "Family",
     "ModuleLayout",
+    "check_agreement",
     "family_of",
     "is_tabled",
     "load_spec",
@@ -210,3 +211,39 @@ def family_of(config: Mapping[str, object]) -> Family:
         raise UnsupportedModelError(f"model_type {show(name)} is not supported; {supported(FAMILIES)}")
     refuse_other_tasks(config, name, family.architectures)
     return family
+
+
+_WHOLE_DTYPES = frozenset({"F16", "BF16", "F32", "F64"})  # the rest may be packed, whatever config.json says
+
+
+def check_agreement(blueprint: Blueprint, layers: str, tensors: Mapping[str, StoredTensor]) -> None:
+    """Compare the number of layers, and the shape of each tensor that both have under one name.
+
+    A checkpoint whose layers have another name is not judged, nor are shapes of what is quantized.
+
+    Args:
+        layers: name of the list of layers.
+        tensors: of the whole checkpoint, as they are stored.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+    indexed = re.compile(re.escape(layers) + r"\.(0|[1-9][0-9]{0,5})\..+")
+    stored = {int(found[1]) for name in tensors if (found := indexed.fullmatch(name))}
+    num_layers = blueprint.spec.num_layers
+    if stored and stored != set(range(num_layers)):
+        missing = next((index for index in range(num_layers) if index not in stored), None)
+        has = "" if missing is None else f" and none of index {missing}"
+        raise CheckpointError(
+            f"config.json says {num_layers} layers, of the tensors {layers} has {len(stored)}{has}; one of them "
+            "is wrong"
+        )
+    if blueprint.spec.stored is not None:
+        return
+    of_layers = [(f"{layers}.{index}.{t.name}", t.shape) for index in sorted(stored) for t in blueprint.layer]
+    for name, shape in [*((t.name, t.shape) for t in blueprint.rest), *of_layers]:
+        if name in tensors and tensors[name].dtype in _WHOLE_DTYPES and tensors[name].shape != shape:
+            raise CheckpointError(
+                f"config.json says that {name} is of {list(shape)}, its tensor is of {list(tensors[name].shape)}; "
+                "one of them is of another model"
+            )

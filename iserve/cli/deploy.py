@@ -13,7 +13,6 @@ import typer
 
 from iserve.api_types import DeployBody
 from iserve.cli import export as e
-from iserve.cli import model_options as m
 from iserve.cli import options as o
 from iserve.cli.groups import checked, grouped
 
@@ -101,7 +100,7 @@ def deploy(
     if to.export is not None:
         e.export(to, to.export, request.launch)
         return
-    m.warn_of_code(model, trusted=request.trust_remote_code)
+    o.warn_of_code(model, trusted=request.trust_remote_code)
     request = replace(request, model=None if model is None else model_argument(model, settings))
     key = secrets.token_hex(16) if idempotency_key is None else idempotency_key
     controller, accepted = _accepted(request.given(), key, quiet=as_json)
@@ -137,7 +136,6 @@ def _accepted(body: dict[str, Any], key: str, *, quiet: bool) -> tuple[Controlle
 
 def _follow(controller: ControllerClient, accepted: DeploymentDocument, *, as_json: bool, refused: bool) -> None:
     """Show the steps until the deployment serves or is refused."""
-    from fingerprint.codec import to_json
     from fingerprint.errors import EngineError, InfeasibleError, NotFoundError
     from iserve.api_documents import DeploymentDocument
     from iserve.cli.chat import needs_key
@@ -163,7 +161,7 @@ def _follow(controller: ControllerClient, accepted: DeploymentDocument, *, as_js
         kind = InfeasibleError if document.status == "refused" else EngineError
         raise kind(document.error or f"the deployment {document.name} {document.status}")
     if as_json:
-        typer.echo(to_json(document, indent=2).decode())
+        o.print_json(document)
         return
     print_plan(controller.get(f"{path}/plan", PlanDocument), refused=refused, deployed=True)
     console().print(
@@ -176,14 +174,13 @@ def _follow(controller: ControllerClient, accepted: DeploymentDocument, *, as_js
 
 def ps(as_json: o.JsonOption = False) -> None:
     """List the deployments and how they are now."""
-    from fingerprint.codec import to_json
     from iserve.api_documents import DeploymentDocument
     from iserve.cli.connection import client
     from iserve.cli.render import print_rows, short
 
     documents = client(start=False).get("/api/v1/deployments", tuple[DeploymentDocument, ...])
     if as_json:
-        typer.echo(to_json(documents, indent=2).decode())
+        o.print_json(documents)
         return
     print_rows(
         ("name", "model", "intent", "status", "ready", "configuration", "devices", "restarts", "error"),

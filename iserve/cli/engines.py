@@ -31,14 +31,13 @@ def engines_list(context: typer.Context, as_json: o.JsonOption = False) -> None:
     """List the engines of this machine with version, Python, and how far each was verified."""
     if context.invoked_subcommand is not None:
         return
-    from fingerprint.codec import to_json
     from iserve.cli.render import print_rows
     from iserve.engine_inventory import engine_documents
     from iserve.settings import load_settings
 
     documents = engine_documents(load_settings().home)
     if as_json:
-        typer.echo(to_json(documents, indent=2).decode())
+        o.print_json(documents)
         return
     print_rows(
         ("engine", "version", "verified", "installed by", "Python"),

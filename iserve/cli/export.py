@@ -3,10 +3,8 @@ tools. Starts no worker."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import tempfile
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -14,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fingerprint.errors import ConfigError, ConflictError, NotFoundError
-from fingerprint.full_disk import why_not_written
-from fingerprint.output_file import output_file
+from fingerprint.errors import ConfigError, ConflictError
+from fingerprint.output_file import output_file, write_output
 from iserve.cli import gpu_options as g
 from iserve.cli import options as o
 from iserve.cli.groups import checked
@@ -154,7 +151,7 @@ def export(
         start_timeout_s=settings.start_timeout_s,
         image=asked.image,
     )
-    _write_new(output, _text(kind, worker, asked.volume))
+    write_output(output, _text(kind, worker, asked.volume), replaces=False)
     start = "docker compose -f {} up" if kind is ExportKind.COMPOSE else "kubectl apply -f {}"
     typer.echo(f"{output}: {launch.worker.config} on {worker.image}, not run here; start it with")
     typer.echo(f"  {start.format(output)}")
@@ -259,32 +256,3 @@ def _check_target(target: Path) -> None:
         output_file(target)
     if target.is_symlink() or target.exists():
         raise ConflictError(f"{target} is there already; remove it or give another file with --output")
-
-
-def _write_new(target: Path, text: str) -> None:
-    """Put ``text`` there whole or not at all.
-
-    Raises:
-        NotFoundError: the directory cannot be written to.
-        ConflictError: someone else has made the file meanwhile.
-    """
-    temporary = None
-    try:
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=target.absolute().parent, prefix=".export-", delete=False
-        ) as file:
-            temporary = Path(file.name)
-            file.write(text)
-        temporary.chmod(0o644)
-        os.link(temporary, target)
-    except FileExistsError as error:
-        raise ConflictError(f"{target} is there already; give another file with --output") from error
-    except OSError as error:
-        why = why_not_written(error, target.absolute().parent)
-        raise NotFoundError(f"cannot write {target}: {why}") from error
-    except UnicodeEncodeError as error:
-        raise NotFoundError(f"cannot write {target}: {error}") from error
-    finally:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                temporary.unlink()

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fingerprint.profile_plan import Shards
-from iserve.cli import model_options as m
 from iserve.cli import options as o
 
 if TYPE_CHECKING:
@@ -63,14 +62,13 @@ def down() -> None:
 
 def status(as_json: o.JsonOption = False) -> None:
     """Show which processes of this home live, and how its deployments are."""
-    from fingerprint.codec import to_json
     from iserve.cli.home_processes import process_states
     from iserve.cli.render import print_rows
     from iserve.settings import load_settings
 
     states = process_states(load_settings())
     if as_json:
-        typer.echo(to_json(states, indent=2).decode())
+        o.print_json(states)
     else:
         print_rows(
             ("process", "pid", "url"),
@@ -80,14 +78,13 @@ def status(as_json: o.JsonOption = False) -> None:
 
 def nodes(as_json: o.JsonOption = False) -> None:
     """List nodes and devices with their free memory and load."""
-    from fingerprint.codec import to_json
     from iserve.api_documents import NodeDocument
     from iserve.cli.connection import client
     from iserve.cli.render import gib, print_rows
 
     documents = client(start=False).get("/api/v1/nodes", tuple[NodeDocument, ...])
     if as_json:
-        typer.echo(to_json(documents, indent=2).decode())
+        o.print_json(documents)
         return
     print_rows(
         ("node", "device", "name", "free", "total", "load", "power"),
@@ -130,14 +127,13 @@ def register_model(
     as_json: o.JsonOption = False,
 ) -> None:
     """Give a checkpoint folder a name that every other command understands."""
-    from fingerprint.codec import to_json
     from iserve.api_documents import ModelDocument
     from iserve.cli.connection import client, folder_argument
 
     body = {"name": name, "directory": folder_argument(directory)}
     document = client().post("/api/v1/models", body, ModelDocument)
     if as_json:
-        typer.echo(to_json(document, indent=2).decode())
+        o.print_json(document)
     else:
         typer.echo(
             f"{document.name}: {document.family}, {document.num_layers} layers, "
@@ -168,11 +164,10 @@ def profile(
     input_tokens: o.InputTokens = o.DEFAULT_WORKLOAD.input_tokens,
     output_tokens: o.OutputTokens = o.DEFAULT_WORKLOAD.output_tokens,
     batch: o.Batch = o.DEFAULT_WORKLOAD.batch,
-    trust_remote_code: m.TrustRemoteCode = False,
+    trust_remote_code: o.TrustRemoteCode = False,
     as_json: o.JsonOption = False,
 ) -> None:
     """Measure MODEL's fingerprints (one and two of its layers) on the devices that are free now."""
-    from fingerprint.codec import to_json
     from iserve.api_documents import ProfileJobDocument
     from iserve.cli.connection import client, model_argument
     from iserve.cli.profile_text import print_profile
@@ -184,7 +179,7 @@ def profile(
         raise typer.BadParameter("must be above 0 and at most 86400", param_hint="'--max-seconds'")
     workload = o.workload_of(batch, input_tokens, output_tokens)
     settings = load_settings()
-    m.warn_of_code(model, trusted=trust_remote_code)
+    o.warn_of_code(model, trusted=trust_remote_code)
     model = None if model is None else model_argument(model, settings)
     controller = client(settings)
     body = {"model": model, "engine": engine, "max_seconds": max_seconds, "quality": quality.value}
@@ -198,7 +193,7 @@ def profile(
             job = controller.get(f"/api/v1/profiles/jobs/{job.job_id}", ProfileJobDocument)
     measured = _taken(controller, job)
     if as_json:
-        typer.echo(to_json(measured, indent=2).decode())
+        o.print_json(measured)
         return
     print_profile(measured, estimator_for(measured), workload)
     for note in (*job.notes, *measured.notes):
@@ -246,14 +241,13 @@ def keys_create(
 
 def keys_list(as_json: o.JsonOption = False) -> None:
     """List the API keys, never the keys themselves."""
-    from fingerprint.codec import to_json
     from iserve.api_documents import KeyDocument
     from iserve.cli.connection import client
     from iserve.cli.render import print_rows
 
     documents = client(start=False).get("/api/v1/keys", tuple[KeyDocument, ...])
     if as_json:
-        typer.echo(to_json(documents, indent=2).decode())
+        o.print_json(documents)
     else:
         print_rows(
             ("id", "label", "scope", "state"),

@@ -27,6 +27,8 @@ __all__ = [
     "CostOption",
     "EngineOption",
     "EngineSettings",
+    "ImageTokens",
+    "Images",
     "InputTokens",
     "JsonOption",
     "ModelArgument",
@@ -35,9 +37,13 @@ __all__ = [
     "OutputTokens",
     "QualityOption",
     "Refused",
+    "TextOnly",
+    "TrustRemoteCode",
     "known_engine",
     "not_empty",
+    "print_json",
     "usage_errors",
+    "warn_of_code",
     "workload_of",
 ]
 
@@ -177,12 +183,16 @@ def usage_errors(option: str | None = None) -> Iterator[None]:
         raise typer.BadParameter(str(error), param_hint=option and f"'{option}'") from error
 
 
-def workload_of(batch: int, input_tokens: int, output_tokens: int, longest_tokens: int | None = None) -> Workload:
+def print_json(document: object) -> None:
+    from fingerprint.codec import to_json
+
+    typer.echo(to_json(document, indent=2).decode())
+
+
+def workload_of(batch: int, input_tokens: int, output_tokens: int) -> Workload:
     """Return the checked workload of these options."""
     with usage_errors():
-        return Workload(
-            batch=batch, input_tokens=input_tokens, output_tokens=output_tokens, longest_tokens=longest_tokens or 0
-        )
+        return Workload(batch=batch, input_tokens=input_tokens, output_tokens=output_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,3 +241,19 @@ class EngineSettings:
         if self.engine_version is not None:
             found["engine_version"] = None if self.engine_version == _NEWEST else self.engine_version
         return found
+
+
+TextOnly = Annotated[bool, typer.Option("--text-only", help=HELP["text_only"])]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help=HELP["trust_remote_code"])]
+Images = Annotated[int, typer.Option("--images", metavar="N", min=0, help=HELP["images"])]
+ImageTokens = Annotated[int | None, typer.Option("--image-tokens", metavar="T", min=1, help=HELP["image_tokens"])]
+
+
+def warn_of_code(model: str | None, *, trusted: bool) -> None:
+    """Say aloud, before anything is started, that code of the model will run."""
+    if trusted:
+        what = model or "the demo"
+        typer.echo(
+            f"iserve: --trust-remote-code runs Python code from the repository of {what} as the daemon's user",
+            err=True,
+        )

@@ -11,7 +11,6 @@ from fingerprint.model_use import ModelUse
 from iserve.api_types import LaunchBody, PlanBody
 from iserve.cli import export as e
 from iserve.cli import gpu_options as g
-from iserve.cli import model_options as m
 from iserve.cli import options as o
 from iserve.cli.groups import checked, grouped
 
@@ -54,7 +53,6 @@ def plan(
     With --as it prints the command or file that starts what a deploy would: the same engine, limits and devices.
     Exit code 1 if no configuration is feasible.
     """
-    from fingerprint.codec import to_json
     from iserve.cli.connection import client_for_plan, model_argument, registered_models
     from iserve.cli.render import print_plan
     from iserve.planning.document import PlanDocument
@@ -78,7 +76,7 @@ def plan(
         registered = registered_models(model, settings)
         document = plan_for_gpus(model, *there, options, request.engine, registered=registered, use=request.use)
     if as_json:
-        typer.echo(to_json(document, indent=2).decode())
+        o.print_json(document)
     else:
         print_plan(document, refused=refused)
         if picture:
@@ -104,9 +102,9 @@ def estimate(
     batch: o.Batch = o.DEFAULT_WORKLOAD.batch,
     input_tokens: o.InputTokens = o.DEFAULT_WORKLOAD.input_tokens,
     output_tokens: o.OutputTokens = o.DEFAULT_WORKLOAD.output_tokens,
-    text_only: m.TextOnly = False,
-    images: m.Images = 0,
-    image_tokens: m.ImageTokens = None,
+    text_only: o.TextOnly = False,
+    images: o.Images = 0,
+    image_tokens: o.ImageTokens = None,
     engine: o.EngineOption = "auto",
     cost: o.CostOption = o.DEFAULT_INTENT.cost_model,
     as_json: o.JsonOption = False,
@@ -115,7 +113,6 @@ def estimate(
 
     Exit code 1 if no engine runs it or it does not fit.
     """
-    from fingerprint.codec import to_json
     from fingerprint.config import parse_config
     from iserve.cli.connection import registered_models
     from iserve.cli.render import print_estimate
@@ -136,7 +133,7 @@ def estimate(
     if not document.runnable:
         typer.echo(f"iserve: not runnable: {document.reason}", err=True)
     if as_json:
-        typer.echo(to_json(document, indent=2).decode())
+        o.print_json(document)
     else:
         print_estimate(document)
     if not document.runnable:

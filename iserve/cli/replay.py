@@ -133,29 +133,20 @@ class Output:
         Raises:
             BadInputError: limits that cannot be read, or a page that cannot be written.
         """
-        from iserve.cli.report import check_target
+        from fingerprint.output_file import output_file
         from planner.intent import parse_slo
 
         limits = None if self.slo is None else parse_slo(self.slo)
         if self.report is not None:
-            check_target(self.report)
+            output_file(self.report)
         return limits
 
     def show(self, document: ReplayDocument) -> None:
-        from fingerprint.codec import to_json
         from iserve.cli.replay_text import print_replay
+        from iserve.cli.report import show_document
+        from iserve.report.replay import render_replay
 
-        if self.report is not None:
-            from iserve.cli.report import write_page
-            from iserve.report.replay import render_replay
-
-            write_page(self.report, render_replay(document))
-        if self.as_json:
-            typer.echo(to_json(document, indent=2).decode())
-            return
-        print_replay(document)
-        if self.report is not None:
-            typer.echo(f"page: {self.report}")
+        show_document(document, self.report, render_replay, print_replay, as_json=self.as_json)
 
 
 def register(app: typer.Typer) -> None:

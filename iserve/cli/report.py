@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from fingerprint.errors import NotFoundError, UnavailableError
-from fingerprint.full_disk import why_not_written
 from fingerprint.model_use import ModelUse
-from fingerprint.output_file import output_file
+from fingerprint.output_file import output_file, write_output
 from iserve.cli import gpu_options as g
-from iserve.cli import model_options as m
 from iserve.cli import options as o
 
 if TYPE_CHECKING:
@@ -24,12 +22,13 @@ if TYPE_CHECKING:
     from iserve.api_documents import NodeDocument
     from iserve.client import ControllerClient
     from iserve.planning.deployability import DeployableDocument
-    from iserve.planning.pipeline import Hardware
+    from iserve.planning.pipeline import Hardware, PlanOptions
     from iserve.report.accuracy import AccuracyRecord
-    from iserve.report.build import ReportOptions
     from iserve.report.values import Report
 
-__all__ = ["check_target", "hardware_here", "register", "write_page"]
+__all__ = ["hardware_here", "register", "show_document"]
+
+Document = TypeVar("Document")
 
 DEFAULT_OUTPUT = "report.html"
 _MARKDOWN = ".md"
@@ -63,7 +62,7 @@ def report(
     input_tokens: o.InputTokens = o.DEFAULT_WORKLOAD.input_tokens,
     output_tokens: o.OutputTokens = o.DEFAULT_WORKLOAD.output_tokens,
     batch: o.BatchOrMore = None,
-    text_only: m.TextOnly = False,
+    text_only: o.TextOnly = False,
     engine: o.EngineOption = "auto",
     as_json: o.JsonOption = False,
 ) -> None:
@@ -73,15 +72,15 @@ def report(
 
     Uses the profile that `iserve profile MODEL` took and the devices that are free now.
     """
+    from iserve.planning.pipeline import PlanOptions
     from iserve.report.accuracy import read_accuracy
-    from iserve.report.build import ReportOptions
     from iserve.settings import load_settings
+    from planner.intent import Intent
 
     settings = load_settings()
-    options = ReportOptions(
+    options = PlanOptions(
         workload=o.workload_of(o.DEFAULT_WORKLOAD.batch if batch is None else batch, input_tokens, output_tokens),
-        cost_model=cost,
-        quality=quality,
+        intent=Intent(cost_model=cost, quality=quality),
         policy=settings.policy,
         load_threshold=settings.load_threshold,
         more_requests=batch is None,
@@ -91,7 +90,7 @@ def report(
         raise typer.BadParameter("--json and --markdown are two; give one of them")
     if not (as_json or markdown):
         with o.usage_errors("--output"):
-            check_target(output)
+            output_file(output)
     accuracy = None if truth is None else read_accuracy(truth)
     there = g.named_gpus(gpus, gpu_file)
     if there is None:
@@ -103,18 +102,17 @@ def report(
 
 def _show(report: Report, output: Path, *, markdown: bool, as_json: bool) -> None:
     """Print the report as JSON or Markdown, or write its page."""
-    from fingerprint.codec import to_json
     from iserve.report.markdown import render_markdown
     from iserve.report.page import render_report
 
     if as_json:
-        typer.echo(to_json(report, indent=2).decode())
+        o.print_json(report)
         return
     if markdown:
         typer.echo(render_markdown(report), nl=False)
         return
     render = render_markdown if output.suffix.lower() == _MARKDOWN else render_report
-    write_page(output, render(report))
+    write_output(output_file(output), render(report))
     typer.echo(f"{output}: {report.model} on {report.hardware}, {len(report.configurations)} configurations")
 
 
@@ -123,7 +121,7 @@ def _hypothetical(
     gpu: GpuSpec,
     count: int,
     engine: str,
-    options: ReportOptions,
+    options: PlanOptions,
     accuracy: AccuracyRecord | None,
     *,
     text_only: bool,
@@ -142,7 +140,7 @@ def _hypothetical(
     source = used(source, ModelUse(text_only=text_only))
     hardware = hypothetical_hardware(gpu, count)
     tables = capabilities_for(engine)
-    choice = engine_for_gpus(source.spec, gpu, count, options.plan_options(), engine)
+    choice = engine_for_gpus(source.spec, gpu, count, options, engine)
     engines = [table.unprepared() for table in tables if table.engine == choice.engine]
     for table in engines:
         check_use(source, table)
@@ -166,7 +164,7 @@ def _hypothetical(
 
 
 def _live(
-    model: str, engine: str, options: ReportOptions, accuracy: AccuracyRecord | None, *, text_only: bool
+    model: str, engine: str, options: PlanOptions, accuracy: AccuracyRecord | None, *, text_only: bool
 ) -> Report:
     """Return the report by the stored profile, on the devices of this home's node."""
     from daemon.engines.registry import get_engine
@@ -270,32 +268,20 @@ def hardware_here(controller: ControllerClient, gpu: GpuSpec) -> tuple[NodeDocum
     return nodes[0], hardware_of(nodes[0], gpu, serving)
 
 
-def check_target(target: Path) -> None:
-    """Check, before anything slow, whether a file can be put there.
-
-    Raises:
-        ConfigError: as :func:`output_file`.
-    """
-    output_file(target)
-
-
-def write_page(target: Path, page: str) -> None:
-    """Put ``page`` there whole or not at all.
-
-    Raises:
-        NotFoundError: the directory cannot be written to.
-        ConfigError: as :func:`output_file`.
-    """
-    target, temporary = output_file(target), None
-    try:
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=target.parent, prefix=".report-", delete=False
-        ) as file:
-            temporary = Path(file.name)
-            file.write(page)
-        temporary.chmod(0o644)
-        temporary.replace(target)
-    except OSError as error:
-        if temporary is not None:  # a full disk, which a part of a page need not fill further
-            temporary.unlink(missing_ok=True)
-        raise NotFoundError(f"cannot write {target}: {why_not_written(error, target.parent)}") from error
+def show_document(
+    document: Document,
+    page: Path | None,
+    render: Callable[[Document], str],
+    print_text: Callable[[Document], None],
+    *,
+    as_json: bool,
+) -> None:
+    """Print a run as JSON or in the terminal, and write its page where one is asked for."""
+    if page is not None:
+        write_output(output_file(page), render(document))
+    if as_json:
+        o.print_json(document)
+        return
+    print_text(document)
+    if page is not None:
+        typer.echo(f"page: {page}")

@@ -30,7 +30,6 @@ def register(app: typer.Typer) -> None:
 
 def show(name: o.NameArgument, as_json: o.JsonOption = False) -> None:
     """Show one deployment: its phase and progress, workers, plan, and latest events."""
-    from fingerprint.codec import to_json
     from iserve.api_documents import DeploymentDocument
     from iserve.cli.connection import client
 
@@ -39,7 +38,7 @@ def show(name: o.NameArgument, as_json: o.JsonOption = False) -> None:
     plan, events = _plan(controller, name), _events(controller, name)
     if as_json:
         shown = {"deployment": document, "plan": plan, "events": events}
-        typer.echo(to_json(shown, indent=2).decode())
+        o.print_json(shown)
         return
     _print(document, plan, events)
 

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fingerprint.errors import ConfigError
+from fingerprint.output_file import output_file
 from iserve.api_types import PlanRequest
 from iserve.cli import options as o
 from iserve.cli import simulation_options as s
 from iserve.cli.groups import checked, grouped
+from iserve.cli.report import show_document
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -60,7 +62,8 @@ def simulate(
     `iserve deploy` starts; --batch and --context say it otherwise. What was deployed stays as it is, unless it is
     configured to scale, to scale to zero or to move. What it takes for granted: docs/simulation.md.
     """
-    from iserve.cli.report import check_target
+    from iserve.cli.simulation_text import print_simulation
+    from iserve.report.simulation import render_simulation
     from iserve.settings import load_settings
     from iserve.simulation.baselines import World, check_steerable, parse_planner, served_contexts
     from iserve.simulation.document import SimulationSetup
@@ -79,7 +82,7 @@ def simulate(
             check_steerable(planner[0])
         requests = load.requests(trace, tuple(named))
         if report is not None:
-            check_target(report)
+            output_file(report)
     models, times = _models(named, gpu, snapshot, options, request.engine, decision.profile or [])
     world = World(gpu, models, scenario)
     startup_s = _startup_s(models.values()) if cluster.startup is None else cluster.startup
@@ -101,7 +104,7 @@ def simulate(
         times=times,
     )
     document = _run(setup, requests, world, planner, router, named, judged, options, quiet=as_json)
-    _show(document, report, as_json=as_json)
+    show_document(document, report, render_simulation, print_simulation, as_json=as_json)
 
 
 def _startup_s(models: Iterable[SimulatedModel]) -> float:
@@ -168,23 +171,6 @@ def _served_by(baseline: Baseline, options: PlanOptions) -> tuple[str, ...]:
         f"{baseline} serves requests of up to the planned {options.workload.context_tokens:,} tokens, iserve as "
         "long ones as memory holds; to compare them give --context and --batch",
     )
-
-
-def _show(document: SimulationDocument, report: Path | None, *, as_json: bool) -> None:
-    from fingerprint.codec import to_json
-    from iserve.cli.simulation_text import print_simulation
-
-    if report is not None:
-        from iserve.cli.report import write_page
-        from iserve.report.simulation import render_simulation
-
-        write_page(report, render_simulation(document))
-    if as_json:
-        typer.echo(to_json(document, indent=2).decode())
-        return
-    print_simulation(document)
-    if report is not None:
-        typer.echo(f"page: {report}")
 
 
 def _read_profile(path: Path) -> Profile:

@@ -55,7 +55,6 @@ def show(
     as_json: o.JsonOption = False,
 ) -> None:
     """Show a trace's rate, burstiness and lengths, and its rate over time. Reads it once, in constant memory."""
-    from fingerprint.codec import to_json
     from iserve.cli.progress import StepDisplay
     from iserve.cli.trace_text import print_statistics
     from traces.statistics import statistics_of
@@ -65,7 +64,7 @@ def show(
     with StepDisplay(quiet=as_json) as display:
         found = statistics_of(_told(requests, display))
     if as_json:
-        typer.echo(to_json(found, indent=2).decode())
+        o.print_json(found)
     else:
         print_statistics(trace, requests, found)
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from iserve.cli import model_options as m
 from iserve.cli import options as o
 from iserve.cli.groups import grouped
 from planner.intent import IntentKind, parse_slo
@@ -72,7 +71,7 @@ class Changes:
     images: Annotated[
         int | None, typer.Option("--images", metavar="N", min=0, help="Images in each planned prompt; 0: none.")
     ] = None
-    image_tokens: m.ImageTokens = None
+    image_tokens: o.ImageTokens = None
     trust_remote_code: Annotated[
         bool | None,
         typer.Option(
@@ -90,22 +89,15 @@ class Changes:
         from iserve.cli.connection import model_argument
         from iserve.settings import load_settings
 
-        given: dict[str, Any] = {
-            "intent": self.intent,
-            "replicas": self.replicas,
-            "input_tokens": self.input_tokens,
-            "output_tokens": self.output_tokens,
-            "text_only": self.text_only,
-            "images": self.images,
-            "image_tokens": self.image_tokens,
-            "trust_remote_code": self.trust_remote_code,
-            "model": None if self.model is None else model_argument(self.model, load_settings()),
-        }
-        changes = {field: value for field, value in given.items() if value is not None}
+        changes = {name: value for name, value in asdict(self).items() if value is not None}
+        if self.model is not None:
+            changes["model"] = model_argument(self.model, load_settings())
         if self.slo is not None:
             changes["slo"] = _limits(self.slo)
-        limits = (("--batch", "batch", self.batch), ("--context", "context_tokens", self.context))
-        return changes | {field: _number(option, value) for option, field, value in limits if value is not None}
+        for option, field in (("batch", "batch"), ("context", "context_tokens")):
+            if option in changes:
+                changes[field] = _number(f"--{option}", changes.pop(option))
+        return changes
 
 
 def update(
@@ -143,7 +135,7 @@ def update(
         )
     if stop_first:
         body["stop_first"] = True
-    m.warn_of_code(changes.model or name, trusted=bool(changes.trust_remote_code))
+    o.warn_of_code(changes.model or name, trusted=bool(changes.trust_remote_code))
     controller = client(start=False)
     before = _capacity(controller, name)
     accepted = controller.patch(f"/api/v1/deployments/{name}", body, DeploymentDocument)
@@ -205,7 +197,6 @@ def _follow(
         EngineError: they did not start.
         NotFoundError: the deployment was removed meanwhile.
     """
-    from fingerprint.codec import to_json
     from fingerprint.errors import EngineError, UnavailableError
     from iserve.api_documents import DeploymentDocument
     from iserve.cli.progress import StepDisplay
@@ -224,7 +215,7 @@ def _follow(
     if document.status == "launching":  # neither the new workers nor the former ones started
         raise EngineError(f"{document.name} was not updated and is started anew; `iserve show {document.name}`")
     if as_json:
-        typer.echo(to_json(document, indent=2).decode())
+        o.print_json(document)
         return
     print_plan(controller.get(f"{path}/plan", PlanDocument), deployed=True)
     later = "" if stop_first else "; its former workers end when they have no request left"

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from iserve.api_types import VerifyBody
-from iserve.cli import model_options as m
 from iserve.cli import options as o
 from iserve.cli.groups import checked, grouped
 
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from iserve.cli.progress import StepDisplay
     from iserve.client import ControllerClient
     from iserve.settings import Settings
-    from iserve.verify.documents import MetricDocument, VerificationDocument, VerificationJobDocument
+    from iserve.verify.documents import MetricDocument, VerificationDocument
 
 __all__ = ["register"]
 
@@ -60,7 +59,6 @@ def verify(
     A running deployment is checked as it is, its clients waiting in line with the check. Of any other MODEL the
     configuration that `deploy` would choose is launched for the check and ended with it.
     """
-    from fingerprint.codec import to_json
     from fingerprint.errors import EngineError
     from iserve.cli.connection import client
     from iserve.cli.progress import StepDisplay
@@ -71,7 +69,7 @@ def verify(
         raise typer.BadParameter(f"must be above 0 and at most {_MOST_SECONDS}", param_hint="'--max-seconds'")
     settings = load_settings()
     checked(request, settings)  # here already: a bad value must not start a controller
-    m.warn_of_code(model, trusted=request.trust_remote_code)
+    o.warn_of_code(model, trusted=request.trust_remote_code)
     controller = client(settings)
     request = replace(_target(request, controller, model, settings), max_seconds=max_seconds)
     if forget:
@@ -80,11 +78,18 @@ def verify(
         return
     job = controller.post("/api/v1/verifications", request.given(), VerificationJobDocument)
     with StepDisplay(quiet=as_json) as display:
-        job = _follow(controller, job, display)
+        try:
+            while job.status == "running":
+                _show(display, job.progress)
+                time.sleep(_POLL_S)
+                job = controller.get(f"/api/v1/verifications/jobs/{job.job_id}", VerificationJobDocument)
+        except KeyboardInterrupt:
+            typer.echo("iserve: the check goes on and ends by itself, with what was launched for it", err=True)
+            raise
     if job.result is None:
         raise EngineError(job.error or "the check failed")
     if as_json:
-        typer.echo(to_json(job.result, indent=2).decode())
+        o.print_json(job.result)
     else:
         print_verification(job.result, model)
 
@@ -106,22 +111,6 @@ def _model_of(controller: ControllerClient, request: VerifyBody) -> str | None:
     if request.deployment is None:
         return request.model
     return controller.get(f"/api/v1/deployments/{request.deployment}", DeploymentDocument).model
-
-
-def _follow(
-    controller: ControllerClient, job: VerificationJobDocument, display: StepDisplay
-) -> VerificationJobDocument:
-    from iserve.verify.documents import VerificationJobDocument
-
-    try:
-        while job.status == "running":
-            _show(display, job.progress)
-            time.sleep(_POLL_S)
-            job = controller.get(f"/api/v1/verifications/jobs/{job.job_id}", VerificationJobDocument)
-    except KeyboardInterrupt:
-        typer.echo("iserve: the check goes on and ends by itself, with what was launched for it", err=True)
-        raise
-    return job
 
 
 def _show(display: StepDisplay, progress: ProgressDocument | None) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
 
@@ -15,7 +16,7 @@ from daemon.status import WorkerState, WorkerStatus
 from daemon.worker_spec import WorkerSpec
 from fingerprint.errors import ConflictError, EngineError, NotFoundError, UnavailableError
 
-__all__ = ["ask_daemon", "launched", "start_profiling_worker", "wait_until_ready"]
+__all__ = ["ask_daemon", "end_workers", "launched", "start_profiling_worker", "wait_until_ready"]
 
 T = TypeVar("T")
 
@@ -156,3 +157,19 @@ def start_profiling_worker(daemon: Callable[[], DaemonClient], spec: WorkerSpec,
         worker.stop()
         raise
     return worker
+
+
+def end_workers(daemon: DaemonClient, workers: Sequence[WorkerSpec]) -> None:
+    """End workers; return when all are gone, and their memory is free.
+
+    Raises:
+        UnavailableError: the daemon is away; some may be left.
+    """
+
+    def end(worker: WorkerSpec) -> None:
+        with contextlib.suppress(NotFoundError):
+            daemon.stop(worker.worker_id)
+
+    if workers:
+        with ThreadPoolExecutor(len(workers), thread_name_prefix="ending") as pool:
+            list(pool.map(end, workers))

@@ -32,13 +32,12 @@ from fingerprint.errors import (
 from fingerprint.measurements import Profile
 from fingerprint.profile import ProfileProgress
 from iserve.api_types import DeployBody
-from iserve.controller.daemon_workers import ask_daemon, launched, wait_until_ready
+from iserve.controller.daemon_workers import ask_daemon, end_workers, launched, wait_until_ready
 from iserve.controller.engine_selection import SelectedEngine, select_engine
 from iserve.controller.profiling import Profiler
 from iserve.controller.profiling_validity import release_to_start
 from iserve.controller.snapshot import devices_of, hardware_of, without
 from iserve.controller.stored_values import SCALED_TO_ZERO, SCALING_UP, recorded_request, recorded_workers
-from iserve.controller.worker_shutdown import end_workers
 from iserve.model_source import ModelSource
 from iserve.planning.deployability import deployable_now
 from iserve.planning.deployment_choice import planned_deployment

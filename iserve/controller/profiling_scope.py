@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from daemon.status import NodeStatus
 from fingerprint.capability import EngineCapabilities
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import NotMeasuredError
+from fingerprint.estimates import Estimator
+from fingerprint.estimators.fingerprinted import nearest
 from fingerprint.measurements import Profile
+from fingerprint.model_spec import ModelSpec
 from iserve.controller.snapshot import hardware_of
 from iserve.planning.estimator_factory import estimator_for
-from iserve.planning.pipeline import PlanOptions
-from iserve.planning.worth_measuring import cannot_change_plan
+from iserve.planning.pipeline import EngineChooser, FitsOn, Hardware, PlanOptions
 from placement.types import DeploymentState
+from planner.costs import Prices
 from planner.intent import allows
+from planner.space import configuration_space, shape_refusal
+from planner.worth import cannot_become_best
 
-__all__ = ["lacking", "why_needless"]
+__all__ = ["cannot_change_plan", "lacking", "why_needless"]
 
 
 def why_needless(
@@ -59,4 +66,46 @@ def lacking(
     """
     return tuple(
         c for c in profile.skipped if why_needless(c, profile, node, table, plan_options, serving) is None
+    )
+
+
+def cannot_change_plan(
+    config: DeploymentConfig,
+    measured: Sequence[DeploymentConfig],
+    spec: ModelSpec,
+    hardware: Hardware,
+    estimator: Estimator,
+    table: EngineCapabilities,
+    options: PlanOptions,
+) -> str | None:
+    """Return why no measurement of ``config`` changes the plan on ``hardware``; None when one may.
+
+    A configuration that is not measured is estimated from the nearest one that is, so measuring one tells more of
+    all those to which it would be the nearest: all of them are asked.
+
+    Args:
+        estimator: by what was measured, which is ``measured``.
+        table: what the one engine runs.
+
+    Raises:
+        NotMeasuredError: there is no estimate yet.
+    """
+    num_gpus = len(hardware.snapshot.gpus)
+    chooser = EngineChooser(spec, hardware.gpu, [table])
+    runs = [
+        other
+        for other in configuration_space(spec, hardware.gpu, num_gpus, chooser.name)
+        if shape_refusal(spec, other, num_gpus) is None and chooser.refusal(other) is None
+    ]
+    told = [other for other in runs if nearest(other, [*measured, config]) == config]
+    if not told:
+        return "nothing that runs here would be estimated from it"
+    fits = FitsOn(hardware, options)
+    return cannot_become_best(
+        [estimator.estimate(other, options.workload) for other in told],
+        [estimator.estimate(other, options.workload) for other in measured],
+        options.replica_intent,
+        fits=fits,
+        neighbours=fits.neighbours,
+        prices=Prices(usd_per_gpu_hour=hardware.gpu.price_usd_per_gpu_hour),
     )

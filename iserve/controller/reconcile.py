@@ -9,19 +9,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 
 from daemon.atomic_file import write_file_atomically
 from daemon.home import make_private
 from daemon.settings import DaemonSettings
 from daemon.status import NodeStatus, WorkerState, WorkerStatus
 from daemon.worker_spec import WorkerSpec
-from fingerprint.codec import to_json
-from fingerprint.errors import IserveError, UnavailableError
+from fingerprint.codec import from_json, to_json
+from fingerprint.errors import BadInputError, ConfigError, IserveError, UnavailableError
 from iserve.controller.autoscaling import Autoscaler
 from iserve.controller.deployment_status import seen_of
 from iserve.controller.draining import Drainer
-from iserve.controller.punctuality import punctuality_of
-from iserve.controller.readiness_deadline import Patience
 from iserve.controller.service import Controller
 from iserve.controller.stored_values import (
     DRAINING,
@@ -30,13 +30,17 @@ from iserve.controller.stored_values import (
     SCALED_TO_ZERO,
     SCALING_UP,
     draining_workers,
+    recorded_request,
     recorded_workers,
     update_workers,
 )
-from iserve.route_table import ApiKeyRecord, GatewayLimits, Route, RouteTable, WorkerTarget
+from iserve.planning.document import PlanDocument
+from iserve.route_table import ApiKeyRecord, GatewayLimits, Punctuality, Route, RouteTable, WorkerTarget
 from iserve.state.store import DeploymentRow
+from planner.intent import Slo
+from planner.lateness import Pace
 
-__all__ = ["ROUTES_FILE", "Reconciler"]
+__all__ = ["ROUTES_FILE", "Patience", "Reconciler", "pace_of", "punctuality_of"]
 
 log = logging.getLogger(__name__)
 
@@ -253,3 +257,74 @@ def _target(spec: WorkerSpec, seen: WorkerStatus | None, phase: str, a_slot: int
         ready=seen is not None and seen.state is WorkerState.READY and phase in _SERVED,
         max_outstanding=a_slot * spec.limits.max_batch,
     )
+
+
+_NOT_YET = frozenset({WorkerState.STARTING, WorkerState.RESTARTING})
+
+
+class Patience:
+    """Deadlines for workers of ready deployments to become ready again; a new controller begins to count anew.
+
+    The daemon ends a start that takes too long and starts the worker once more. A worker that hangs each time is
+    never given up there: the daemon counts the starts of some minutes, which such starts outlast. Here it is,
+    after as long as a worker may take to start and one that serves may be silent before. It then rests for as
+    long, so that half of the time its memory is free.
+
+    Args:
+        limit_s: that a worker may not serve in one go, and then rests.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limit_s, self._clock = limit_s, clock
+        self._since_s: dict[str, float] = {}  # worker -> when it was first seen not to serve
+        self._rests_until_s: dict[str, float] = {}
+
+    def given_up(self, workers: Iterable[WorkerStatus]) -> tuple[str, ...]:
+        """Return the ids of those of ``workers``, all of ready deployments, whose time is up; they rest from now
+        on.
+        """
+        now_s = self._clock()
+        late = [worker.spec.worker_id for worker in workers if worker.state in _NOT_YET]
+        self._since_s = {one: self._since_s.get(one, now_s) for one in late}
+        self._rests_until_s = {one: until_s for one, until_s in self._rests_until_s.items() if until_s > now_s}
+        over = tuple(one for one, since_s in self._since_s.items() if now_s - since_s > self.limit_s)
+        for one in over:
+            del self._since_s[one]
+            self._rests_until_s[one] = now_s + self.limit_s
+        return over
+
+    def rests(self, worker_id: str) -> bool:
+        """Return whether a worker rests, as of the last look."""
+        return worker_id in self._rests_until_s
+
+
+def punctuality_of(row: DeploymentRow) -> Punctuality | None:
+    """Return the punctuality of a deployment; None: it rejects no late requests, or nothing is planned yet."""
+    if row.plan is None:
+        return None
+    try:
+        request = recorded_request(row)
+    except ConfigError:  # its trouble is reported where it is asked for
+        return None
+    slo = request.slo
+    pace = pace_of(row.plan) if request.reject_late and slo is not None else None
+    if pace is None or slo is None:
+        return None
+    return Punctuality(slo=Slo(ttft_s=slo.ttft_s, tpot_s=slo.tpot_s, e2e_s=slo.e2e_s), pace=pace)
+
+
+@lru_cache(maxsize=256)
+def pace_of(plan: str) -> Pace | None:
+    """Return the pace of the chosen configuration of a plan's JSON, given what ran on its GPUs then.
+
+    None: nothing is chosen, or the plan is of another version of iServe.
+    """
+    try:
+        document = from_json(plan, PlanDocument, what="the recorded plan")
+    except BadInputError:
+        return None
+    chosen = None if document.chosen is None else document.candidates[document.chosen]
+    if chosen is None or chosen.estimate is None:
+        return None
+    return Pace.planned(document.workload, chosen.estimate, document.single_request, chosen.slowdown)

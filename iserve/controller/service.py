@@ -36,6 +36,7 @@ from iserve.api_types import DeployBody, check_name
 from iserve.controller import worker_log
 from iserve.controller.check_targets import Targets
 from iserve.controller.child_processes import ChildProcess, daemon_process, gateway_process
+from iserve.controller.daemon_workers import end_workers
 from iserve.controller.deployer import Deployer
 from iserve.controller.deployment_status import replicas_seen, status_of
 from iserve.controller.engine_selection import deployable_engine
@@ -46,7 +47,6 @@ from iserve.controller.standalone_plans import Plans, progress_document
 from iserve.controller.stored_values import draining_workers, recorded_request, recorded_workers, update_workers
 from iserve.controller.updating import Updater
 from iserve.controller.verifying import Verifier
-from iserve.controller.worker_shutdown import end_workers
 from iserve.demo import DEMO_MODEL_NAME, demo_model_path
 from iserve.engine_inventory import engine_documents
 from iserve.keys import new_key

@@ -14,15 +14,15 @@ import asyncio
 import math
 import time
 from bisect import insort
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from iserve.gateway.errors import ApiError
 from iserve.gateway.punctuality import Punctual
-from iserve.gateway.rate_window import RateWindow
 from iserve.route_table import DeploymentDemand, Route, RouteTable, WorkerTarget
 from planner.refusing import Flight, Late
 
-__all__ = ["DOWN_S", "READY_WAIT_S", "Deployment", "Dispatcher"]
+__all__ = ["DOWN_S", "READY_WAIT_S", "WINDOW_S", "Deployment", "Dispatcher", "RateWindow"]
 
 READY_WAIT_S = 5.0  # how long a request waits for a worker that is being (re)started, before 503
 DOWN_S = 0.25  # how long a worker that refused a connection is left alone
@@ -288,3 +288,39 @@ class Dispatcher:
         for name in self.deployments.keys() - new.keys():
             self.deployments[name].close()
         self.deployments = new
+
+
+WINDOW_S = 120
+_LEAST_S = 30.0  # of a second after a start one request would be a rate of one a second
+
+
+class RateWindow:
+    """Counts by the second, in constant memory.
+
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began_s = clock()
+        self._counts = [0] * WINDOW_S
+        self._second = int(self._began_s)
+
+    def count(self) -> None:
+        """Count one arrival."""
+        self._go_on()
+        self._counts[self._second % WINDOW_S] += 1
+
+    @property
+    def per_s(self) -> float | None:
+        """Over the window, or since the beginning where that is shorter; None: it was too short ago to tell."""
+        self._go_on()
+        counted_s = self._clock() - self._began_s
+        return None if counted_s < _LEAST_S else sum(self._counts) / min(float(WINDOW_S), counted_s)
+
+    def _go_on(self) -> None:
+        now = int(self._clock())
+        for second in range(max(self._second, now - WINDOW_S) + 1, now + 1):
+            self._counts[second % WINDOW_S] = 0
+        self._second = now

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 
 from fingerprint.capability import EngineCapabilities
-from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.config import DeploymentConfig
 from fingerprint.engine_caches import with_engine_caches
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Estimator
@@ -32,40 +32,15 @@ from iserve.report.full_model import whole_models
 from iserve.report.latency_fit import time_panels
 from iserve.report.sections import MOST_ROWS
 from iserve.report.values import Configuration, RankedRow, Ranking, Report, Verdict
-from placement.policies import DEFAULT_LOAD_THRESHOLD
 from planner.costs import COSTS, Prices, figures, objective_of
-from planner.intent import LIMITED, CostModel, Intent, IntentKind, Quality, Slo
+from planner.intent import LIMITED, Intent, IntentKind, Slo
 from planner.plan import Plan, Ranked
 
-__all__ = ["ReportOptions", "build_report", "find_profile"]
+__all__ = ["build_report", "find_profile"]
 
 EXAMPLE_FACTOR = 1.5  # the example limits of latency-slo and cost-slo, over the best there is
 _FIRST = Intent().kind  # what a plan optimises by default
 _PLAIN = (_FIRST, *(kind for kind in IntentKind if kind not in (_FIRST, *LIMITED)))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReportOptions:
-    """For which requests, at which cost, and where placement puts them."""
-
-    workload: Workload = field(default_factory=Workload)
-    cost_model: CostModel = CostModel.MEMORY_LATENCY
-    quality: Quality = Quality.NEAR
-    policy: str = "hybrid"
-    load_threshold: float = DEFAULT_LOAD_THRESHOLD
-    more_requests: bool = False  # as of :class:`iserve.planning.pipeline.PlanOptions`, likewise the next
-    longer_requests: bool = False
-
-    def plan_options(self, intent: Intent | None = None) -> PlanOptions:
-        """Return the options of one plan, with the default intent if none is given."""
-        return PlanOptions(
-            intent=intent or Intent(cost_model=self.cost_model, quality=self.quality),
-            workload=self.workload,
-            policy=self.policy,
-            load_threshold=self.load_threshold,
-            more_requests=self.more_requests,
-            longer_requests=self.longer_requests,
-        )
 
 
 def find_profile(
@@ -96,7 +71,7 @@ def build_report(
     hardware: Hardware,
     estimator: Estimator,
     engines: Sequence[EngineCapabilities],
-    options: ReportOptions,
+    options: PlanOptions,
     *,
     accuracy: AccuracyRecord | None = None,
     deployable_of: Callable[[DeploymentConfig], DeployableDocument] | None = None,
@@ -124,8 +99,8 @@ def build_report(
         hardware=hardware.label,
         device=hardware.gpu,
         workload=options.workload,
-        cost_model=str(options.cost_model),
-        cost_unit=COSTS[options.cost_model].unit,
+        cost_model=str(options.intent.cost_model),
+        cost_unit=COSTS[options.intent.cost_model].unit,
         configurations=tuple(_configuration(ranked, layouts.get(ranked.config)) for ranked in base.candidates),
         rankings=(),
         accuracy=accuracy,
@@ -170,19 +145,18 @@ class _Planner:
         hardware: Hardware,
         estimator: Estimator,
         engines: Sequence[EngineCapabilities],
-        options: ReportOptions,
+        options: PlanOptions,
         notes: tuple[str, ...],
     ) -> None:
         self._spec, self._hardware, self._estimator = spec, hardware, estimator
         self._engines, self._options, self._notes = engines, options, notes
 
     def intent(self, kind: IntentKind, *, slo: Slo | None = None, budget: float | None = None) -> Intent:
-        options = self._options
-        return Intent(kind=kind, cost_model=options.cost_model, quality=options.quality, slo=slo, budget=budget)
+        return replace(self._options.intent, kind=kind, slo=slo, budget=budget)
 
     def plan(self, intent: Intent) -> Plan:
         return make_plan(
-            self._spec, self._hardware, self._estimator, self._engines, self._options.plan_options(intent)
+            self._spec, self._hardware, self._estimator, self._engines, replace(self._options, intent=intent)
         )
 
     def verdict(
@@ -194,7 +168,7 @@ class _Planner:
     ) -> Verdict:
         """Return the words of a plan that was made here."""
         there = None if deployable_of is None or plan.best is None else deployable_of(plan.best.config)
-        plan_options = self._options.plan_options(plan.intent)
+        plan_options = replace(self._options, intent=plan.intent)
         found = verdict(
             plan,
             model=model,
@@ -242,10 +216,10 @@ class _Planner:
             found.append((self.plan(self.intent(IntentKind.LATENCY_SLO, slo=slo)), text))
         if cheapest is not None and cheapest.estimate is not None and cheapest.cost:
             prices = Prices(usd_per_gpu_hour=self._hardware.gpu.price_usd_per_gpu_hour)
-            (most,) = COSTS[options.cost_model].of(figures([cheapest.estimate]).at_high, prices).tolist()
+            (most,) = COSTS[options.intent.cost_model].of(figures([cheapest.estimate]).at_high, prices).tolist()
             budget = _rounded(EXAMPLE_FACTOR * most)
             text = (
-                f"Example limit: a budget of {budget:g} {COSTS[options.cost_model].unit} per request, "
+                f"Example limit: a budget of {budget:g} {COSTS[options.intent.cost_model].unit} per request, "
                 f"{EXAMPLE_FACTOR:g} times the upper end of the cheapest configuration; choose your own with "
                 "--budget."
             )

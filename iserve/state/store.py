@@ -10,7 +10,7 @@ import logging
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
@@ -102,13 +102,11 @@ class Store:
             connection.execute(sa.insert(models).values(name=name, directory=directory, created_at=time.time()))
 
     def models(self) -> tuple[ModelRow, ...]:
-        with self._read() as connection:
-            return tuple(ModelRow(**row) for row in connection.execute(sa.select(models)).mappings())
+        return self._rows(ModelRow, sa.select(models))
 
     def remove_model(self, name: str) -> None:
-        with self._write() as connection:
-            if not connection.execute(sa.delete(models).where(models.c.name == name)).rowcount:
-                raise NotFoundError(f"no model named {name!r} is registered")
+        if not self._changed(sa.delete(models).where(models.c.name == name)):
+            raise NotFoundError(f"no model named {name!r} is registered")
 
     # profiles
 
@@ -187,8 +185,7 @@ class Store:
 
     def forget_verifications(self, shape_hash: str) -> int:
         """Remove the verifications of a shape, on every engine and machine, and return how many there were."""
-        with self._write() as connection:
-            return connection.execute(sa.delete(verifications).filter_by(shape_hash=shape_hash)).rowcount
+        return self._changed(sa.delete(verifications).filter_by(shape_hash=shape_hash))
 
     # deployments
 
@@ -240,28 +237,21 @@ class Store:
         query = sa.select(idempotency_keys).where(
             (idempotency_keys.c.key == key) & (idempotency_keys.c.created_at >= made_after)
         )
-        with self._read() as connection:
-            row = connection.execute(query).mappings().first()
-        return None if row is None else KeptAnswer(**row)
+        return self._row(KeptAnswer, query)
 
     def deployments(self) -> tuple[DeploymentRow, ...]:
-        with self._read() as connection:
-            rows = connection.execute(sa.select(deployments).order_by(deployments.c.id)).mappings()
-            return tuple(DeploymentRow(**row) for row in rows)
+        return self._rows(DeploymentRow, sa.select(deployments).order_by(deployments.c.id))
 
     def deployment(self, name: str) -> DeploymentRow:
-        with self._read() as connection:
-            row = connection.execute(sa.select(deployments).where(deployments.c.name == name)).mappings().first()
+        row = self._row(DeploymentRow, sa.select(deployments).where(deployments.c.name == name))
         if row is None:
             raise NotFoundError(f"no deployment is named {name!r}")
-        return DeploymentRow(**row)
+        return row
 
     def deployment_by_id(self, deployment_id: int) -> DeploymentRow | None:
         """Return a deployment; None when it has been deleted."""
-        with self._read() as connection:
-            query = sa.select(deployments).where(deployments.c.id == deployment_id)
-            row = connection.execute(query).mappings().first()
-        return None if row is None else DeploymentRow(**row)
+        query = sa.select(deployments).where(deployments.c.id == deployment_id)
+        return self._row(DeploymentRow, query)
 
     def update_deployment(
         self,
@@ -289,8 +279,7 @@ class Store:
             values["plan"] = plan.decode()
         if workers is not None:
             values["workers"] = workers.decode()
-        with self._write() as connection:
-            return connection.execute(sa.update(deployments).where(same).values(**values)).rowcount > 0
+        return self._changed(sa.update(deployments).where(same).values(**values)) > 0
 
     def begin_update(
         self, deployment_id: int, request: bytes, message: str, *, former: str, stop_first: bool = False
@@ -378,12 +367,10 @@ class Store:
     def forget_drained(self, deployment_id: int, draining: str) -> None:
         """Forget the workers of ``draining``, which are gone."""
         same = (deployments.c.id == deployment_id) & (deployments.c.draining == draining)
-        with self._write() as connection:
-            connection.execute(sa.update(deployments).where(same).values(draining=None))
+        self._changed(sa.update(deployments).where(same).values(draining=None))
 
     def delete_deployment(self, deployment_id: int) -> None:
-        with self._write() as connection:
-            connection.execute(sa.delete(deployments).where(deployments.c.id == deployment_id))
+        self._changed(sa.delete(deployments).where(deployments.c.id == deployment_id))
 
     # events
 
@@ -401,33 +388,20 @@ class Store:
         query = sa.select(events).where(events.c.id > after).order_by(events.c.id).limit(limit)
         if deployment_id is not None:
             query = query.where(events.c.deployment_id == deployment_id)
-        with self._read() as connection:
-            return tuple(EventRow(**row) for row in connection.execute(query).mappings())
+        return self._rows(EventRow, query)
 
     # API keys
 
     def add_key(self, record: ApiKeyRecord, label: str) -> None:
-        with self._write() as connection:
-            connection.execute(
-                sa.insert(api_keys).values(
-                    key_id=record.key_id,
-                    sha256=record.sha256,
-                    scope=record.scope,
-                    label=label,
-                    created_at=time.time(),
-                    revoked=False,
-                )
-            )
+        values = asdict(record) | {"label": label, "created_at": time.time(), "revoked": False}
+        self._changed(sa.insert(api_keys).values(values))
 
     def api_keys(self) -> tuple[KeyRow, ...]:
-        with self._read() as connection:
-            return tuple(KeyRow(**row) for row in connection.execute(sa.select(api_keys)).mappings())
+        return self._rows(KeyRow, sa.select(api_keys))
 
     def revoke_key(self, key_id: str) -> None:
-        with self._write() as connection:
-            done = connection.execute(sa.update(api_keys).where(api_keys.c.key_id == key_id).values(revoked=True))
-            if not done.rowcount:
-                raise NotFoundError(f"no API key has the id {key_id!r}")
+        if not self._changed(sa.update(api_keys).where(api_keys.c.key_id == key_id).values(revoked=True)):
+            raise NotFoundError(f"no API key has the id {key_id!r}")
 
     # routes
 
@@ -440,6 +414,18 @@ class Store:
                 return 1
             connection.execute(sa.update(route_version).values(version=current + 1))
             return int(current) + 1
+
+    def _rows(self, kind: type[T], query: sa.Select[Any]) -> tuple[T, ...]:
+        with self._read() as connection:
+            return tuple(kind(**row) for row in connection.execute(query).mappings())
+
+    def _row(self, kind: type[T], query: sa.Select[Any]) -> T | None:
+        return next(iter(self._rows(kind, query)), None)
+
+    def _changed(self, statement: sa.UpdateBase) -> int:
+        """Execute it as a transaction of its own; return the number of rows that it changed."""
+        with self._write() as connection:
+            return connection.execute(statement).rowcount
 
 
 _NO_UPDATE: dict[str, None] = dict.fromkeys(

@@ -180,19 +180,12 @@ def _taught(base: Estimator, check: Verification) -> tuple[Correction, Correctio
 def _time(
     name: str, predicted: Quantity, measured: Reading, log_ratio: float, log_ratio_alone: float | None
 ) -> MetricDocument:
-    return MetricDocument(
-        name=name,
-        predicted=predicted.value,
-        low=predicted.low,
-        high=predicted.high,
-        source=predicted.source,
-        measured=measured.value,
+    ends = predicted.value, predicted.low, predicted.high
+    return replace(
+        _read_once(name, *ends, predicted.source, measured.value, SERVED),
         measured_low=measured.low,
         measured_high=measured.high,
         repeats=measured.repeats,
-        error=measured.value / predicted.value - 1,
-        within_interval=predicted.low <= measured.value <= predicted.high,
-        method=SERVED,
         corrects=log_ratio != 0,
         corrects_single_request=None if log_ratio_alone is None else log_ratio_alone != 0,
     )
@@ -230,7 +223,7 @@ def _read_once(
     low: float,
     high: float | None,
     source: Source | None,
-    measured: int | None,
+    measured: float | None,
     how: str,
 ) -> MetricDocument:
     inside = None if measured is None else low <= measured and (high is None or measured <= high)

@@ -21,8 +21,8 @@ from daemon.process import own_record, read_record, write_record
 from daemon.shim import RotatingLog
 from fingerprint import safetensors_writer
 from fingerprint.errors import CheckpointError, NotFoundError, StateUnavailableError, UnavailableError
+from fingerprint.output_file import write_output
 from fingerprint.truncate import generate
-from iserve.cli.report import write_page
 from iserve.client import connect
 from iserve.controller.child_processes import ChildProcess
 from iserve.demo import demo_model_path
@@ -186,9 +186,9 @@ def test_a_record_is_the_old_one_or_the_new(disk: tuple[Path, Filled]) -> None:
 def test_a_page_is_whole_or_the_old_one(disk: tuple[Path, Filled]) -> None:
     folder, only = disk
     page = folder / "report.html"
-    write_page(page, "old")
+    write_output(page, "old")
     with only(50_000), pytest.raises(NotFoundError) as caught:
-        write_page(page, "new" * 100_000)
+        write_output(page, "new" * 100_000)
     assert "free some or choose another place" in str(caught.value)
     assert page.read_text() == "old"
     assert left_in(folder) == {"report.html"}

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from fingerprint.errors import ConfigError
-from fingerprint.output_file import output_file
-from iserve.cli.report import write_page
+from fingerprint.output_file import output_file, write_output
 from traces.request import Request
 from traces.writing import write_trace
 
@@ -31,7 +30,7 @@ def no_file(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 
 
 def _page(path: Path) -> None:
-    write_page(path, "<p>")
+    write_output(output_file(path), "<p>")
 
 
 def _trace(path: Path) -> None:

@@ -107,9 +107,9 @@ def measure(workers: int, seconds: float, fake_gpus: int) -> DaemonCost:
             daemon = subprocess.Popen(arguments, stderr=log)
         try:
             record_file = home / "run" / "daemon.json"
-            while not is_alive(read_record(record_file)):
+            while (record := read_record(record_file)) is None or not is_alive(record):
                 time.sleep(0.1)
-            client = DaemonClient.from_record(record_file)
+            client = DaemonClient(record.url, record.token)
             launch(client, workers, Path(folder))
             shims = [read_file(home / "workers" / f"w{n}" / LEASE_FILE, Lease).shim_pid for n in range(workers)]
             time.sleep(3)  # starting is over

@@ -73,7 +73,9 @@ class Node:
             return record is not None and record.pid == self.process.pid and is_alive(record)
 
         wait_until(answers, "the daemon answers")
-        self.client = DaemonClient.from_record(record_file)
+        record = read_record(record_file)
+        assert record is not None
+        self.client = DaemonClient(record.url, record.token)
         return self.client
 
     @property

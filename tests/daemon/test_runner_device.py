@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from daemon import gpu_bench
-from daemon.torch_engine.device import measure_device
-from daemon.torch_engine.model.activation_meter import ActivationMeter
+from daemon.torch_engine.api.profile_api import measure_device
 from daemon.torch_engine.parallel.rank_device import cores_of
+from daemon.torch_engine.parallel.stage import ActivationMeter
 from fingerprint.errors import ConfigError
 
 

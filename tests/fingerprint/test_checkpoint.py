@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from fingerprint import checkpoint as checkpoint_module
 from fingerprint import safetensors_header as header_module
-from fingerprint.checkpoint import Checkpoint, StoredTensor, read_header, stored_tensors
+from fingerprint.checkpoint import Checkpoint, StoredTensor, stored_tensors
 from fingerprint.errors import CheckpointError, ConflictError, NotFoundError
 from fingerprint.safetensors_header import parse_header, parse_index
 from fingerprint.safetensors_writer import OutputTensor, new_directory, write_safetensors
@@ -324,12 +324,12 @@ def test_mutated_bytes_are_read_or_refused(tmp_path: Path, edits: list[tuple[int
     content = bytearray(GOOD)
     for position, value in edits:
         content[position] = value
-    (tmp_path / "f.safetensors").write_bytes(bytes(content[:cut]))
+    (tmp_path / "model.safetensors").write_bytes(bytes(content[:cut]))
     try:
-        tensors, _ = read_header(tmp_path / "f.safetensors")
+        checkpoint = Checkpoint.open(tmp_path)
     except CheckpointError:
         return
-    assert sum(entry.num_bytes for entry in tensors.values()) <= len(content)
+    assert sum(entry.num_bytes for entry in checkpoint.tensors.values()) <= len(content)
 
 
 json_values = st.recursive(
@@ -359,12 +359,12 @@ def test_any_json_header_is_read_or_refused(tmp_path: Path, header: dict[str, An
             verdicts.append({})
     assert verdicts[0] == verdicts[1]
     content = raw_file(raw, b"x" * size)
-    (tmp_path / "f.safetensors").write_bytes(content)
+    (tmp_path / "model.safetensors").write_bytes(content)
     try:
-        tensors, header_bytes = read_header(tmp_path / "f.safetensors")
+        checkpoint = Checkpoint.open(tmp_path)
     except CheckpointError:
         return
-    assert header_bytes + sum(entry.num_bytes for entry in tensors.values()) == len(content)
+    assert checkpoint.bytes_read + sum(entry.num_bytes for entry in checkpoint.tensors.values()) == len(content)
 
 
 # --- what is written ---

@@ -36,8 +36,8 @@ WORK = ("--input-tokens", "48", "--output-tokens", "16", "--batch", "2", "--cont
 def take_to_be_measured(installation: Installation) -> None:
     """Keep a profile of the demo model on vLLM, as if it had been measured on these GPUs."""
     installation.run("up")
-    installation.record("daemon")
-    node = DaemonClient.from_record(installation.home / "run" / "daemon.json").node()
+    record = installation.record("daemon")
+    node = DaemonClient(record.url, record.token).node()
     installation.run("down")
     assert [device.kind for device in node.devices] == ["cuda", "cuda"]
     machine = SyntheticMachine(load_spec(demo_model_path()), engine="vllm")

@@ -16,7 +16,7 @@ from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.families import load_spec
 from fingerprint.gpus import gpu_spec
 from iserve.api_types import DeployBody
-from iserve.controller.punctuality import pace_of, punctuality_of
+from iserve.controller.reconcile import pace_of, punctuality_of
 from iserve.demo import demo_model_path
 from iserve.planning.document import PlanDocument
 from iserve.planning.pipeline import PlanOptions, alone_of, hypothetical_hardware, make_plan

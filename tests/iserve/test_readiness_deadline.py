@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from daemon.status import WorkerState, WorkerStatus
 from daemon.worker_spec import WorkerSpec
-from iserve.controller.readiness_deadline import Patience
+from iserve.controller.reconcile import Patience
 from tests.iserve.test_snapshot import WORKER
 
 

@@ -24,7 +24,7 @@ from fingerprint.families import load_spec
 from iserve.api_documents import DeploymentDocument
 from iserve.api_types import DeployBody
 from iserve.controller import deployer, reconcile
-from iserve.controller.readiness_deadline import Patience
+from iserve.controller.reconcile import Patience
 from iserve.controller.snapshot import hardware_of, serving_on
 from iserve.controller.stored_values import recorded_workers
 from iserve.demo import demo_model_path

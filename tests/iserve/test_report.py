@@ -38,7 +38,7 @@ from iserve.planning.offline import plan_for_gpus
 from iserve.planning.pipeline import FitsOn, PlanOptions, hypothetical_hardware, make_plan
 from iserve.planning.verdict_text import alike_words, note_lines, plan_lines
 from iserve.report.accuracy import AccuracyRecord, AccuracyRow, find_accuracy, read_accuracy, store_accuracy
-from iserve.report.build import ReportOptions, build_report, find_profile
+from iserve.report.build import build_report, find_profile
 from iserve.report.page import render_report
 from iserve.report.values import Report
 from placement.types import DeploymentState, Placement, ReplicaState, StagePlacement, Stays
@@ -70,7 +70,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def report(model: Path) -> Report:
     spec, gpu = load_spec(model), gpu_spec("a6000")
     hardware, engines = hypothetical_hardware(gpu, 8), capabilities_for("auto")
-    return build_report("Llama-2-7b", spec, hardware, RooflineEstimator(spec, gpu), engines, ReportOptions())
+    return build_report("Llama-2-7b", spec, hardware, RooflineEstimator(spec, gpu), engines, PlanOptions())
 
 
 def test_all_eight_intents_rank_every_configuration(report: Report) -> None:
@@ -476,7 +476,7 @@ def test_a_page_on_a_profile_that_was_cut_short_says_so() -> None:
     assert profile.unreached
     found = build_report(
         "m", profile.spec, hypothetical_hardware(CPU, 2), estimator_for(profile), capabilities_for("torch"),
-        ReportOptions(),
+        PlanOptions(),
     )  # fmt: skip
     page = html.unescape(render_report(found))
     assert "the profile was cut short (below)" in page

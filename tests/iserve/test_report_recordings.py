@@ -26,9 +26,9 @@ from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.measurements import StepReading
 from iserve.cli.app import make_app
 from iserve.cli.profile_text import print_profile
-from iserve.planning.pipeline import hypothetical_hardware
+from iserve.planning.pipeline import PlanOptions, hypothetical_hardware
 from iserve.report.accuracy import AccuracyRecord, find_accuracy, read_accuracy
-from iserve.report.build import ReportOptions, build_report
+from iserve.report.build import build_report
 from iserve.report.full_model import WholeModel
 from iserve.report.page import render_report
 from iserve.report.text import seconds
@@ -88,7 +88,7 @@ def _made(recorded: Recorded, num_gpus: int) -> Report:
         hypothetical_hardware(recorded.profile.machine.device, num_gpus),
         estimator_of(recorded),
         [get_engine("vllm").capabilities()],
-        ReportOptions(workload=Workload(batch=8, input_tokens=512, output_tokens=OUTPUT)),
+        PlanOptions(workload=Workload(batch=8, input_tokens=512, output_tokens=OUTPUT)),
     )
 
 
@@ -215,7 +215,7 @@ def test_a_corrected_estimator_shows_what_its_base_measured() -> None:
         hypothetical_hardware(recorded.profile.machine.device, 1),
         CorrectedEstimator(estimator_of(recorded), ()),
         [get_engine("vllm").capabilities()],
-        ReportOptions(workload=plain.workload),
+        PlanOptions(workload=plain.workload),
     )
     assert corrected.whole == plain.whole
     assert corrected.profile is recorded.profile

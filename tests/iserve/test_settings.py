@@ -8,7 +8,6 @@ import pytest
 
 from fingerprint.errors import ConfigError
 from iserve.planning.pipeline import PlanOptions
-from iserve.report.build import ReportOptions
 from iserve.settings import Settings, load_settings, setting_rows
 from placement.policies import DEFAULT_LOAD_THRESHOLD
 
@@ -21,7 +20,7 @@ def test_defaults_without_any_variable() -> None:
 
 def test_who_says_nothing_of_the_threshold_has_placements_everywhere() -> None:
     """Else a report would be of other plans than those that are made."""
-    defaults = (Settings().load_threshold, PlanOptions().load_threshold, ReportOptions().load_threshold)
+    defaults = (Settings().load_threshold, PlanOptions().load_threshold)
     assert set(defaults) == {DEFAULT_LOAD_THRESHOLD}
 
 

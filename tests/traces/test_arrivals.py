@@ -134,18 +134,6 @@ def test_a_series_keeps_to_its_slots_and_ends(rates: list[float], seed: int) -> 
         assert abs(count - 10 * rate) <= 6 + 6 * math.sqrt(10 * rate)  # over six sigma of a Poisson count
 
 
-def test_a_mean_day_by_hand() -> None:
-    """Two and a half days of three slots; the 0 is a gap in the source."""
-    series = RateSeries(8.0, (2.0, 6.0, 1.0, 4.0, 0.0, 3.0, 6.0), cv=2.0)
-    assert series.mean_day(24.0) == RateSeries(8.0, (4.0, 6.0, 2.0), cv=2.0, repeats=True)
-    assert series.mean_day(24.0).scaled_to(1.0).rates_per_s == pytest.approx((1.0, 1.5, 0.5))
-    for other, period_s in ((series, 20.0), (series, 80.0), (RateSeries(1.0, (1.0, 0.0)), 2.0)):
-        with pytest.raises(ConfigError):
-            other.mean_day(period_s)
-    with pytest.raises(ConfigError):
-        series.scaled_to(0.0)
-
-
 def test_regular_gaps_stay_regular_through_a_changing_clock() -> None:
     """Gaps of cv 0.01 at rate 1, then 10: each is as long as its slot says."""
     times = np.concatenate(list(RateSeries(100.0, (1.0, 10.0), cv=0.01).arrivals(np.random.default_rng(0))))

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fingerprint.errors import BadInputError, ConfigError
+from tests.traces.fit_distance import fit_distance
 from traces.lengths import (
     EmpiricalLengths,
     FixedLengths,
@@ -19,7 +20,6 @@ from traces.lengths import (
     LognormalLengths,
     MixedLengths,
     QuantileLengths,
-    fit_distance,
 )
 from traces.reading import open_trace
 from traces.request import Request

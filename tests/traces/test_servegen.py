@@ -139,14 +139,6 @@ def test_requests_of_the_first_two_slots(reference_traces: Path) -> None:
         assert found.output_tokens.p50 == pytest.approx(427, abs=20)
 
 
-def test_a_day_of_production(reference_traces: Path) -> None:
-    """m-large over 14 days: 144 slots of 10 minutes, as long a mean as the whole, and a night below its day."""
-    day = read_rate_series(reference_traces / "servegen_m-large_rate.csv.gz").mean_day()
-    assert len(day.rates_per_s) == 144
-    assert sum(day.rates_per_s) / 144 == pytest.approx(195.8, abs=0.06)
-    assert min(day.rates_per_s) < 0.8 * 195.8 < 1.2 * 195.8 < max(day.rates_per_s)
-
-
 def test_lengths_change_with_the_window() -> None:
     windows = [LengthWindow(0.0, FixedLengths(1, 1)), LengthWindow(100.0, FixedLengths(2, 2))]
     requests = list(series_requests(RateSeries(50.0, (2.0, 2.0, 3.0, 0.0)), windows, seed=0))

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from fingerprint.errors import NotFoundError
+from tests.traces.fit_distance import fit_distance
 from traces.arrivals import OnOff
-from traces.lengths import fit_distance
 from traces.reading import open_trace
 from traces.statistics import TraceStatistics, statistics_of
 from traces.synthetic import STANDINS, standin

@@ -37,7 +37,7 @@ from fingerprint.engines import traits_of
 from fingerprint.errors import ConfigError
 from fingerprint.estimates import Estimator, Source, TellsHiddenTime
 
-__all__ = ["Limits", "StepModel", "linear_steps", "plans_ahead", "tabulate"]
+__all__ = ["Limits", "StepModel", "plans_ahead", "tabulate"]
 
 _SHORT_PROMPT = 128  # tokens: of attention to one another they have next to none
 _HALF_ANSWER = 32  # tokens
@@ -271,26 +271,6 @@ def tabulate(estimator: Estimator, config: DeploymentConfig, limits: Limits) -> 
         attention_s=_attention_table(ttft_s, limits, tokens_s, hidden_s),
         plans_ahead=ahead,
         hidden_s=hidden_s,
-    )
-
-
-def linear_steps(
-    limits: Limits,
-    *,
-    step_s: float,
-    sequence_s: float = 0.0,
-    context_token_s: float = 0.0,
-    prompt_token_s: float = 0.0,
-) -> StepModel:
-    """Return steps of ``step_s``, and so much more per decoding sequence, token of context, and prompt token."""
-    batch = np.arange(1, limits.max_batch + 1, dtype=np.float64)[:, None]
-    contexts = np.array([1.0, float(max(limits.max_context_tokens, 2))])
-    return StepModel(
-        limits,
-        contexts=contexts,
-        decode_s=step_s + sequence_s * batch + context_token_s * batch * contexts,
-        tokens_s=step_s + prompt_token_s * np.arange(limits.max_batched_tokens + 1.0),
-        attention_s=np.zeros(limits.max_context_tokens + 1),
     )
 
 

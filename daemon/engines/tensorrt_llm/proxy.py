@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -22,7 +23,6 @@ from aiohttp.typedefs import Handler
 
 from daemon.bounded_http import BoundedRunner
 from daemon.engines.tensorrt_llm.iterations import Iterations
-from daemon.engines.tensorrt_llm.refusals import error_body, openai_error
 from daemon.engines.wrapper import end_like
 from daemon.exit_codes import PORT_IN_USE
 from daemon.file_limit import most_connections, raise_file_limit
@@ -32,7 +32,7 @@ from daemon.worker_spec import WorkerSpec
 from daemon.worker_token import OPEN_PATHS, carries, read_token
 from fingerprint.codec import from_json, to_json
 
-__all__ = ["OpenAIProxy", "main"]
+__all__ = ["OpenAIProxy", "error_body", "main", "openai_error"]
 
 _MAX_BODY_BYTES = 32 * 2**20
 _MAX_CONNECTIONS = 1024  # each with one to the engine
@@ -299,6 +299,67 @@ def main(argv: list[str]) -> int:
     raise_file_limit()
     spec = from_json(Path(argv[0]).read_bytes(), WorkerSpec, what=argv[0])
     return end_like(asyncio.run(_run(spec, argv[1:], read_token(Path(argv[0]).parent))))
+
+
+class _Flat(msgspec.Struct, frozen=True):
+    """Refusal as it arrives."""
+
+    object: str
+    message: str
+    param: str | None = None
+
+
+_MEANINGS = (  # sign, code, what to change
+    (
+        re.compile(r"should not exceed max_num_tokens"),
+        "context_length_exceeded",
+        "the prompt is longer than this deployment takes; shorten it, or deploy for longer ones",
+    ),
+    (
+        re.compile(r"default_max_tokens.*must be greater than 0", re.DOTALL),
+        "context_length_exceeded",
+        "the prompt leaves no room in the deployment's context; shorten it, or deploy for longer ones",
+    ),
+    (
+        re.compile(r"Request beam width .* is not equal to max_beam_width", re.DOTALL),
+        "unsupported_value",
+        "beam search is not served; leave out use_beam_search and best_of",
+    ),
+    (
+        re.compile(r"No chat template found"),
+        "no_chat_template",
+        "the model has no chat template; use /v1/completions, or give its tokenizer one",
+    ),
+)
+
+
+def openai_error(body: bytes) -> bytes | None:
+    """Return ``{"error": {"message", "type", "param", "code"}}`` for a flat body; None for anything else.
+
+    The engine's error bodies are flat (``tensorrt_llm/serve/openai_server.py``), nearly all of them 400
+    ``BadRequestError``, and its wording speaks of its own options.
+
+    A refusal that is not one of the documented ones keeps its message and has no code.
+    """
+    try:
+        flat = msgspec.json.decode(body, type=_Flat)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    if flat.object != "error":
+        return None
+    message, code = flat.message, None
+    for sign, its_code, meaning in _MEANINGS:
+        if sign.search(message):
+            message, code = f"{meaning} (the engine said: {message})", its_code
+            break
+    return error_body(message, code=code, param=flat.param)
+
+
+def error_body(
+    message: str, *, code: str | None = None, param: str | None = None, kind: str = "invalid_request_error"
+) -> bytes:
+    """Return the body that OpenAI clients parse."""
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
 
 
 if __name__ == "__main__":

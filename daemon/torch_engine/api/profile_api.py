@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+import torch
 from aiohttp import web
 
+from daemon.gpu_bench import bytes_per_s, flops_per_s
 from daemon.nvml import driver_version
 from daemon.profile_messages import ProfileError, ProfileLoad, ProfileRun
 from daemon.torch_engine.api.streams import Streams
-from daemon.torch_engine.device import measure_device
 from daemon.torch_engine.driver import clock_and_power
 from daemon.torch_engine.parallel.rank_device import RankDevice, cores_of
 from daemon.torch_engine.runtime.engine import Engine, Finish, SequenceRequest
@@ -37,9 +38,11 @@ from fingerprint.errors import (
     IserveError,
     UnavailableError,
 )
+from fingerprint.gpu_spec import GpuSpec
+from fingerprint.gpus import match_device
 from fingerprint.measurements import MachineInfo, RunReading
 
-__all__ = ["dummy_requests", "profile_routes"]
+__all__ = ["dummy_requests", "measure_device", "profile_routes"]
 
 T = TypeVar("T")
 
@@ -194,3 +197,44 @@ def _status(error: IserveError) -> int:
         if isinstance(error, kind):
             return status
     return 500
+
+
+_SECONDS = 0.1  # per figure
+_ALL = 2**20
+
+
+def measure_device(*, memory_bytes: int) -> GpuSpec:
+    """Return datasheet figures of a known GPU; measure anything else, in about half a second on a CPU.
+
+    A CPU share is measured with the cores this process may use: pinned, and otherwise idle. The figures are what
+    torch reaches, so they are lower than the hardware's peaks, and efficiencies over them near 1.
+
+    Args:
+        memory_bytes: what a worker may use of it (a CPU share has no driver to ask).
+
+    Returns:
+        On a CPU ``name`` is "cpu"; the link between two shares is a copy through memory, which reads and
+        writes, so its bandwidth is taken as half the memory's (not measured over gloo, whose latency is larger).
+    """
+    if torch.cuda.is_available():
+        known = match_device(torch.cuda.get_device_name())
+        if known is not None:
+            return known
+        return _measured("cuda", torch.cuda.get_device_name(), memory_bytes)
+    return _measured("cpu", "cpu", memory_bytes)
+
+
+def _measured(kind: str, name: str, memory_bytes: int) -> GpuSpec:
+    bandwidth = bytes_per_s(kind, _SECONDS)
+    return GpuSpec(
+        name=name,
+        memory_bytes=memory_bytes,
+        memory_bytes_per_s=bandwidth,
+        flops_16bit_per_s=flops_per_s(kind, _SECONDS),
+        flops_8bit_per_s=None,
+        flops_fp8_per_s=None,
+        compute_capability=torch.cuda.get_device_capability() if kind == "cuda" else None,
+        link_bytes_per_s=bandwidth / 2,
+        link_group_size=_ALL if kind == "cpu" else 1,  # all shares of a CPU reach each other through memory
+        pcie_bytes_per_s=bandwidth / 2,
+    )

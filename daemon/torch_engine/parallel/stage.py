@@ -6,13 +6,16 @@ Knows its neighbours in the pipeline, and nothing of how steps are decided.
 from __future__ import annotations
 
 import time
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from daemon.torch_engine.model.activation_meter import ActivationMeter
 from daemon.torch_engine.model.batch import FlatBatch
 from daemon.torch_engine.model.kv_cache import KvCache, kv_cache_bytes
 from daemon.torch_engine.model.stage_model import StageModel, StageShape, read_source, tensor_bytes
@@ -23,7 +26,7 @@ from daemon.torch_engine.runner_types import StepPlan
 from fingerprint.errors import EngineError
 from fingerprint.measurements import RankMemory
 
-__all__ = ["RankTiming", "Stage"]
+__all__ = ["ActivationMeter", "RankTiming", "Stage"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,3 +178,47 @@ class Stage:
             pp_buffer_bytes=buffers,
             runtime_bytes=self._device.runtime_bytes(held),
         )
+
+
+class ActivationMeter(TorchDispatchMode):
+    """Peak of live tensor bytes within it, on the CPU, where no allocator keeps count.
+
+    It sees every tensor that an operator returns, and its death, not the scratch a kernel takes inside itself.
+    Slow (tens of microseconds an operator): for single steps only.
+
+    Args:
+        known: tensors that exist already and do not count.
+    """
+
+    def __init__(self, known: tuple[torch.Tensor, ...]) -> None:
+        super().__init__()
+        self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self._live_bytes = 0
+        self.peak_bytes = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for value in tree_leaves(out):
+            if isinstance(value, torch.Tensor):
+                self._count(value.untyped_storage())
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, num_bytes = storage._cdata, storage.nbytes()
+        if key in self._live or not num_bytes or storage.data_ptr() in self._known:
+            return
+
+        def gone(_: weakref.ref[torch.UntypedStorage]) -> None:
+            del self._live[key]
+            self._live_bytes -= num_bytes
+
+        self._live[key] = weakref.ref(storage, gone)
+        self._live_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self._live_bytes)

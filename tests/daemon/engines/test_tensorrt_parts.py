@@ -17,7 +17,7 @@ from daemon.engines.tensorrt_llm.capabilities import TABLE
 from daemon.engines.tensorrt_llm.checkpoint import StoredFormats, check_formats, stored_formats
 from daemon.engines.tensorrt_llm.iterations import Iterations
 from daemon.engines.tensorrt_llm.options import as_yaml, kv_blocks, llm_options
-from daemon.engines.tensorrt_llm.refusals import openai_error
+from daemon.engines.tensorrt_llm.proxy import openai_error
 from daemon.worker_spec import WorkerLimits
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat
 from fingerprint.errors import (

@@ -15,7 +15,7 @@ from daemon.engines.tensorrt_llm.capabilities import TABLE
 from daemon.engines.tensorrt_llm.error_patterns import ERROR_PATTERNS
 from daemon.engines.tensorrt_llm.iterations import _Batch, _Iteration, _Kv
 from daemon.engines.tensorrt_llm.options import llm_options
-from daemon.engines.tensorrt_llm.refusals import openai_error
+from daemon.engines.tensorrt_llm.proxy import openai_error
 from fingerprint.families import read_spec
 from tests.daemon.engines.tensorrt_environment import CONFIG, make_checkpoint, make_spec
 from tests.daemon.engines.tensorrt_stand_in import flags, options, server

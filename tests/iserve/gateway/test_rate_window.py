@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from iserve.gateway.rate_window import WINDOW_S, RateWindow
+from iserve.gateway.dispatch import WINDOW_S, RateWindow
 
 
 class Clock:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.resources import as_file, files
 from pathlib import Path
 
-from alembic.command import downgrade
-from alembic.config import Config
 from sqlalchemy import Connection, create_engine
 
 Where = Path | str
@@ -27,12 +24,3 @@ def connected(where: Where) -> Iterator[Connection]:
 def execute(where: Where, statement: str) -> None:
     with connected(where) as connection:
         connection.exec_driver_sql(statement)
-
-
-def migrated_back(where: Where, to: str) -> None:
-    """Lead the state back to revision ``to``, as an earlier iServe left it."""
-    with as_file(files("iserve.state") / "migrations") as scripts, connected(where) as connection:
-        config = Config()
-        config.set_main_option("script_location", str(scripts))
-        config.attributes["connection"] = connection
-        downgrade(config, to)

@@ -1,10 +1,9 @@
-"""Migrations of the state: each schema that was released leads to today's, and back."""
+"""Migrations of the state: each schema that was released leads to today's."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from iserve.planning.document import PlanDocument
 from iserve.state.database import open_database
 from iserve.state.schema import metadata
 from iserve.state.store import Store
-from tests.iserve.state.raw_sql import Where, connected, execute, migrated_back
+from tests.iserve.state.raw_sql import Where, connected, execute
 
 
 def test_migrations_build_exactly_the_schema(where: Where, at: Callable[[], Store]) -> None:
@@ -86,10 +85,7 @@ WORKER = WorkerSpec(
 
 
 def test_the_worker_of_an_earlier_iserve_is_the_first_of_several(where: Where, at: Callable[[], Store]) -> None:
-    """The worker is adopted as it runs; events stay.
-
-    Leading back keeps the first; the unreadable is chosen anew.
-    """
+    """The worker is adopted as it runs; events stay; the unreadable is chosen anew."""
     database = open_database(where)
     database.migrate(to="0004")
     with database.write() as connection:
@@ -104,19 +100,6 @@ def test_the_worker_of_an_earlier_iserve_is_the_first_of_several(where: Where, a
     store = at()
     rows = store.deployments()
     assert [recorded_workers(row) for row in rows] == [(WORKER,), (), ()]
-    assert [(e.deployment_id, e.message) for e in store.events()] == [(1, "a")]
-    both = (WORKER, replace(WORKER, worker_id="a-1-r2"))
-    store.update_deployment(1, workers=to_json(both))
-    assert recorded_workers(store.deployment("a")) == both
-    store.close()
-    migrated_back(where, "0004")
-    database = open_database(where)
-    with database.read() as connection:
-        kept = connection.execute(text("SELECT worker FROM deployments ORDER BY id")).scalars().all()
-    database.close()
-    assert [None if one is None else from_json(one, WorkerSpec) for one in kept] == [WORKER, None, None]
-    store = at()
-    assert recorded_workers(store.deployment("a")) == (WORKER,)
     assert [(e.deployment_id, e.message) for e in store.events()] == [(1, "a")]
 
 
@@ -143,13 +126,6 @@ def test_levels_of_a_rate_that_were_asked_for_are_windows_now(where: Where, at: 
     )
     assert request.rate_window_s >= 86_400
     assert lost.request == "no JSON"
-    store.close()
-    migrated_back(where, "0005")
-    database = open_database(where)
-    with database.read() as connection:
-        kept = connection.execute(text("SELECT request FROM deployments ORDER BY id")).scalars().all()
-    database.close()
-    assert [json.loads(one) for one in kept[:2]] == [{"model": "m"}, {"model": "m", "rate_per_s": 2.0}]
 
 
 FORMER_REQUEST = {"model": "m", "rate_per_s": 2.0, "rates": [1.5, 0.5], "expect": 3, "refuse_late": True} | {
@@ -228,19 +204,6 @@ def test_what_was_kept_by_former_names_is_read_by_todays(where: Where, at: Calla
         assert plan.capacity.cache_sizes is not None
 
 
-def test_todays_names_lead_back_to_the_former_ones(where: Where, at: Callable[[], Store]) -> None:
-    of_former_names(where)
-    at().close()
-    migrated_back(where, "0008")
-    with connected(where) as connection:
-        query = "SELECT request, plan, phase FROM deployments ORDER BY id"
-        (request, plan, phase), (unreadable, _, _) = connection.execute(text(query)).all()
-        kinds = connection.execute(text("SELECT kind FROM events ORDER BY id")).scalars().all()
-    assert (json.loads(request), phase, unreadable) == (FORMER_REQUEST, "asleep", "no JSON")
-    assert json.loads(plan) == json.loads(PLAN_OF_0008.read_text())
-    assert kinds == ["accepted", "asleep", "waking"]
-
-
 VERIFICATION_OF_0009 = {
     "config": {"tp": 1, "pp": 1, "engine": "torch", "weights": "16bit", "kv": "16bit", "pruning": "none"},
     "workload": {"batch": 2, "input_tokens": 64, "output_tokens": 16},
@@ -259,9 +222,7 @@ VERIFICATION_OF_0009 = {
 }
 
 
-def test_verifications_of_former_names_are_read_by_todays_and_lead_back(
-    where: Where, at: Callable[[], Store]
-) -> None:
+def test_verifications_of_former_names_are_read_by_todays(where: Where, at: Callable[[], Store]) -> None:
     bodies = (json.dumps(VERIFICATION_OF_0009), "no JSON", "[]")
     database = open_database(where)
     database.migrate(to="0009")
@@ -278,19 +239,6 @@ def test_verifications_of_former_names_are_read_by_todays_and_lead_back(
     assert row.verification.launch_workload == Workload(2, 64, 128)
     assert row.verification.single_request is not None
     assert row.verification.single_request.workload == Workload(1, 64, 16)
-    store.close()
-    migrated_back(where, "0009")
-    with connected(where) as connection:
-        kept = connection.execute(text("SELECT body FROM verifications ORDER BY config")).scalars().all()
-    assert (json.loads(kept[0]), *kept[1:]) == (VERIFICATION_OF_0009, *bodies[1:])
-
-
-def test_migrations_lead_back_too(where: Where, at: Callable[[], Store]) -> None:
-    """Each undoes what it did, so that a row of the first tables outlives the way there and back."""
-    at().add_deployment("a", b"{}")
-    migrated_back(where, "0001")
-    execute(where, "SELECT key_id, sha256, scope, label, created_at, revoked FROM api_keys")
-    assert [d.name for d in at().deployments()] == ["a"]
 
 
 def test_a_migration_that_is_cut_short_leaves_the_old_schema(

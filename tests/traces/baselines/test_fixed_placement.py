@@ -6,12 +6,13 @@ import pytest
 
 from placement.types import Placement, StagePlacement
 from tests.traces.baselines.small_models import cluster
+from tests.traces.simulator.linear_steps import linear_steps
 from traces.baselines.fixed_placement import Fixed
 from traces.request import Request
 from traces.simulator.result import ChangeKind, SimulationResult
 from traces.simulator.scenario import Action, Deploy, Deployed, NodeFails, NodeReturns, Policies, Scenario
 from traces.simulator.simulation import simulate
-from traces.simulator.step_model import Limits, linear_steps
+from traces.simulator.step_model import Limits
 
 STEPS = linear_steps(Limits(max_batch=2, max_context_tokens=64, max_batched_tokens=64), step_s=1.0)
 

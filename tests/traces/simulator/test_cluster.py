@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from placement.harvesting import spare_gpu
 from placement.routing import RoundRobin, Router
 from placement.types import ClusterSnapshot
+from tests.traces.simulator.linear_steps import linear_steps
 from tests.traces.simulator.worlds import (
     AsTold,
     OnTheFirst,
@@ -39,7 +40,6 @@ from traces.simulator.scenario import (
     Service,
 )
 from traces.simulator.simulation import simulate
-from traces.simulator.step_model import linear_steps
 
 ONE = second_per_step(1)
 

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.traces.simulator.linear_steps import linear_steps
 from tests.traces.simulator.worlds import deploy_all, limits, second_per_step, serve
 from traces.outcomes import Failure
 from traces.request import Request
 from traces.simulator.result import SimulationResult
 from traces.simulator.scenario import Service
-from traces.simulator.step_model import Limits, StepModel, linear_steps
+from traces.simulator.step_model import Limits, StepModel
 
 _GAPS = st.floats(0.0, 3.0, allow_subnormal=False) | st.just(0.0)
 _ASKED = st.tuples(_GAPS, st.integers(1, 60), st.integers(1, 40))

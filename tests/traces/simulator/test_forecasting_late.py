@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from placement.types import ClusterSnapshot
 from planner.intent import Slo
 from planner.lateness import Pace
+from tests.traces.simulator.linear_steps import linear_steps
 from tests.traces.simulator.test_refusing_late import words
 from tests.traces.simulator.worlds import OnTheFirst, cluster, limits, second_per_step
 from traces.outcomes import Failure
@@ -19,7 +20,6 @@ from traces.request import Request
 from traces.simulator.result import SimulationResult
 from traces.simulator.scenario import Deploy, Deployed, NotDeployed, Policies, Scenario, Service
 from traces.simulator.simulation import simulate
-from traces.simulator.step_model import linear_steps
 from traces.summary import kept
 
 

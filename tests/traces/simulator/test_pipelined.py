@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.types import ClusterSnapshot, Placement, StagePlacement
+from tests.traces.simulator.linear_steps import linear_steps
 from tests.traces.simulator.pipeline_reference import flow_shop
 from tests.traces.simulator.test_continuous import _ASKED, _assert_same, _curved, _requests
 from tests.traces.simulator.worlds import OnTheFirst, cluster, deploy_all, limits, serve
@@ -25,7 +26,7 @@ from traces.simulator.requests import Requests
 from traces.simulator.result import SimulationResult
 from traces.simulator.scenario import Action, Deployed, NodeFails, NodeReturns, Policies, Scenario, Service
 from traces.simulator.simulation import simulate
-from traces.simulator.step_model import StepModel, linear_steps
+from traces.simulator.step_model import StepModel
 
 
 class Pipeline(OnTheFirst):

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.traces.simulator.linear_steps import linear_steps
 from tests.traces.simulator.test_continuous import _ASKED, _curved, _requests
 from tests.traces.simulator.worlds import limits, second_per_step, serve
 from traces.request import Request
-from traces.simulator.step_model import StepModel, linear_steps
+from traces.simulator.step_model import StepModel
 
 HIDDEN_S = 0.03
 

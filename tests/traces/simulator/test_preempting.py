@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.traces.simulator.linear_steps import linear_steps
 from tests.traces.simulator.preempting_reference import StepByStep
 from tests.traces.simulator.test_continuous import _ASKED, _curved, _requests
 from tests.traces.simulator.worlds import OnTheFirst, cluster, deploy_all, limits, serve
@@ -18,7 +19,7 @@ from traces.simulator.kv_use import KvUse
 from traces.simulator.result import SimulationResult
 from traces.simulator.scenario import NodeFails, Policies, Scenario
 from traces.simulator.simulation import simulate
-from traces.simulator.step_model import Limits, linear_steps
+from traces.simulator.step_model import Limits
 
 
 def preempting(kv_tokens: int, max_batch: int = 4, step_tokens: int = 512, window: int | None = None) -> Limits:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fingerprint.errors import ConfigError, PolicyError
 from placement.actions import ClusterAction, Drain, Move, Scale
 from placement.types import ClusterSnapshot
+from tests.traces.simulator.linear_steps import linear_steps
 from tests.traces.simulator.worlds import OnTheFirst, cluster, deploy_all, limits, placed_on, second_per_step
 from traces.request import Request
 from traces.simulator.result import ChangeKind, SimulationResult
@@ -27,7 +28,7 @@ from traces.simulator.scenario import (
     Service,
 )
 from traces.simulator.simulation import simulate
-from traces.simulator.step_model import StepModel, linear_steps
+from traces.simulator.step_model import StepModel
 
 ONE = second_per_step(1)
 

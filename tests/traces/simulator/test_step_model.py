@@ -21,9 +21,10 @@ from iserve.planning.estimator_factory import estimator_for
 from tests.bench.accuracy_measure import Recorded
 from tests.bench.kept import read_kept
 from tests.fingerprint.step_timed_machine import llama_7b
+from tests.traces.simulator.linear_steps import linear_steps
 from tests.traces.simulator.worlds import limits, serve
 from traces.request import Request
-from traces.simulator.step_model import Limits, StepModel, linear_steps, plans_ahead, tabulate
+from traces.simulator.step_model import Limits, StepModel, plans_ahead, tabulate
 
 CONFIG = DeploymentConfig(tp=2)
 ROOFLINE = RooflineEstimator(llama_7b(), gpu_spec("a6000"))

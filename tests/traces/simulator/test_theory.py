@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.planner.md1 import md1_wait_cdf
+from tests.traces.simulator.linear_steps import linear_steps
 from tests.traces.simulator.worlds import deploy_all, limits, second_per_step, serve
 from traces.request import Request
 from traces.simulator.scenario import NodeFails, NodeReturns, Remove, Service
-from traces.simulator.step_model import linear_steps
 
 _REQUESTS = 100_000
 

@@ -6,11 +6,12 @@ from collections.abc import Iterable
 
 from iserve.simulation.running import EngineBatcher
 from placement.types import ClusterSnapshot, GpuState, Placement, StagePlacement
+from tests.traces.simulator.linear_steps import linear_steps
 from traces.request import Request
 from traces.simulator.result import SimulationResult
 from traces.simulator.scenario import Action, Deploy, Deployed, NotDeployed, Policies, Scenario, Service
 from traces.simulator.simulation import simulate
-from traces.simulator.step_model import Limits, StepModel, linear_steps
+from traces.simulator.step_model import Limits, StepModel
 
 GPU_BYTES = 100
 

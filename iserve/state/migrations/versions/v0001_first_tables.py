@@ -5,8 +5,6 @@ from alembic import op
 
 revision = "0001"
 down_revision = None
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:
@@ -61,8 +59,3 @@ def upgrade() -> None:
         sa.Column("one", sa.Integer, primary_key=True),
         sa.Column("version", sa.Integer, nullable=False),
     )
-
-
-def downgrade() -> None:
-    for table in ("route_version", "events", "api_keys", "deployments", "profiles", "models"):
-        op.drop_table(table)

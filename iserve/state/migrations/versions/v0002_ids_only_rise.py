@@ -5,19 +5,9 @@ from alembic import op
 
 revision = "0002"
 down_revision = "0001"
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:
-    _rebuild(sqlite_autoincrement=True)
-
-
-def downgrade() -> None:
-    _rebuild(sqlite_autoincrement=False)
-
-
-def _rebuild(*, sqlite_autoincrement: bool) -> None:
     """Copy both tables into new ones; SQLite cannot change how a table gives out its ids. PostgreSQL's sequences
     never give out one twice.
 
@@ -41,7 +31,7 @@ def _rebuild(*, sqlite_autoincrement: bool) -> None:
         sa.Column("plan", sa.Text),
         sa.Column("worker", sa.Text),
         sa.UniqueConstraint("name", name="uq_deployments_name"),
-        sqlite_autoincrement=sqlite_autoincrement,
+        sqlite_autoincrement=True,
     )
     op.create_table(
         "events",
@@ -50,7 +40,7 @@ def _rebuild(*, sqlite_autoincrement: bool) -> None:
         sa.Column("deployment_id", sa.Integer, sa.ForeignKey("deployments.id", ondelete="CASCADE")),
         sa.Column("kind", sa.String(40), nullable=False),
         sa.Column("message", sa.Text, nullable=False),
-        sqlite_autoincrement=sqlite_autoincrement,
+        sqlite_autoincrement=True,
     )
     for table in ("deployments", "events"):
         op.execute(f"INSERT INTO {table} SELECT * FROM {table}_kept")

@@ -5,8 +5,6 @@ from alembic import op
 
 revision = "0004"
 down_revision = "0003"
-branch_labels = None
-depends_on = None
 
 # PostgreSQL keeps to a length, SQLite never did: a folder's name, or a label, may be longer than 200 characters.
 _TEXTS = (("profiles", "model"), ("verifications", "model"), ("api_keys", "label"))
@@ -24,10 +22,3 @@ def upgrade() -> None:
     for table, column in _TEXTS:
         with op.batch_alter_table(table) as batch:
             batch.alter_column(column, type_=sa.Text, existing_type=sa.String(200), existing_nullable=False)
-
-
-def downgrade() -> None:
-    for table, column in _TEXTS:
-        with op.batch_alter_table(table) as batch:
-            batch.alter_column(column, type_=sa.String(200), existing_type=sa.Text, existing_nullable=False)
-    op.drop_table("idempotency_keys")

@@ -9,8 +9,6 @@ from alembic import op
 
 revision = "0009"
 down_revision = "0008"
-branch_labels = None
-depends_on = None
 
 _REQUEST = {"expect": "expected_deployments", "rates": "relative_rates", "refuse_late": "reject_late"}
 _ANSWER = {"refuses_late": "rejects_late"}
@@ -29,23 +27,13 @@ _STATUS = {"asleep": "scaled-to-zero", "waking": "scaling-up"}
 
 
 def upgrade() -> None:
-    _rename(_REQUEST, _ANSWER, _PLAN, _STATUS)
-
-
-def downgrade() -> None:
-    _rename(*({new: old for old, new in names.items()} for names in (_REQUEST, _ANSWER, _PLAN, _STATUS)))
-
-
-def _rename(
-    request: Mapping[str, str], answer: Mapping[str, str], plan: Mapping[str, str], status: Mapping[str, str]
-) -> None:
     for column in ("request", "update_request"):
-        _rewrite("deployments", "id", column, lambda document: _own_keys(document, request))
+        _rewrite("deployments", "id", column, lambda document: _own_keys(document, _REQUEST))
     for column in ("plan", "update_plan"):
-        _rewrite("deployments", "id", column, lambda document: _all_keys(document, plan))
-    _rewrite("idempotency_keys", "key", "request", lambda document: _own_keys(document, request))
-    _rewrite("idempotency_keys", "key", "answer", lambda document: _own_keys(document, answer))
-    for old, new in status.items():
+        _rewrite("deployments", "id", column, lambda document: _all_keys(document, _PLAN))
+    _rewrite("idempotency_keys", "key", "request", lambda document: _own_keys(document, _REQUEST))
+    _rewrite("idempotency_keys", "key", "answer", lambda document: _own_keys(document, _ANSWER))
+    for old, new in _STATUS.items():
         for table, column in (("deployments", "phase"), ("events", "kind")):
             change = sa.text(f"UPDATE {table} SET {column} = :new WHERE {column} = :old")
             op.get_bind().execute(change, {"old": old, "new": new})
