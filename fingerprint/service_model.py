@@ -19,10 +19,10 @@ from fingerprint.estimates import Estimate, Estimator, MemoryEstimate
 
 __all__ = ["LARGEST_BATCH", "STEP_KNOTS", "ServiceModel", "service_model"]
 
-LARGEST_BATCH = 256  # sequences that decode together; vLLM's default on these GPUs (docs/decisions/0024)
+LARGEST_BATCH = 256  # sequences that decode together at most (docs/decisions/0024)
 STEP_KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, LARGEST_BATCH)
 _KNEE = 0.97  # share of the largest batch's capacity at which more KV room gains next to nothing
-_SHARED_PROMPT = 0.7  # most of a prompt's time that it shares with the step it joins (design, section 5)
+_SHARED_PROMPT = 0.7  # most of a prompt's time that it shares with the step it joins (as in ``planner.paces``)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

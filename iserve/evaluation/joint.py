@@ -5,9 +5,11 @@ Replicas of deployments that run stay as they are; what is decided is about the 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 from fingerprint.config import Workload
+from fingerprint.errors import InfeasibleError
 from fingerprint.service_model import LARGEST_BATCH, ServiceModel, service_model
 from iserve.evaluation.rules import Rule, configs_by_tp
 from iserve.evaluation.situation import Asked, Decision, Replica, Situation
@@ -38,8 +40,7 @@ class JointPlanner:
     def __call__(self, situation: Situation) -> Decision:
         self._asked |= {asked.name: asked for asked in situation.asked}
         strong = Rule(name=self.name, full=True)(situation)
-        placed = {replica.deployment for replica in strong.replicas}
-        wanted = [asked for asked in situation.asked if asked.name in placed]
+        wanted = [asked for asked in situation.asked if _options(asked, situation)]
         if not wanted:
             return strong
         fleet = _fleet(situation, wanted, self._asked)
@@ -49,10 +50,16 @@ class JointPlanner:
         rates = [self._asked[name].rate_per_s for name in names]
         known = tuple(rate for rate in rates if rate is not None)
         goal = FleetGoal.COST if situation.intent in _CHEAP else FleetGoal.LATENCY
-        choice = choose(fleet, goal, known if len(known) == len(names) else None, rule=rule)
+        try:
+            choice = choose(fleet, goal, known if len(known) == len(names) else None, rule=rule)
+        except InfeasibleError as error:
+            return Decision(reasons=(*strong.reasons, str(error)))
         if choice.is_rule and goal is FleetGoal.LATENCY:
             return strong
-        return Decision(replicas=_replicas(fleet, choice.chosen, wanted), reasons=strong.reasons)
+        replicas = _replicas(fleet, choice.chosen, wanted)
+        placed = {replica.deployment for replica in replicas}
+        left_out = [asked.name for asked in situation.asked if asked.name not in placed]
+        return Decision(replicas=replicas, reasons=strong.reasons if left_out else ())
 
 
 def _fleet(situation: Situation, wanted: list[Asked], known: dict[str, Asked]) -> Fleet:
@@ -75,7 +82,7 @@ def _fleet(situation: Situation, wanted: list[Asked], known: dict[str, Asked]) -
         number, asked = len(deployments), known[name]
         options = tuple(_service(asked, replica) for replica in replicas)
         fixed = tuple(
-            FleetReplica(number, row, _numbers(replica.placement, gpus), float(replica.limits.kv_tokens or 1))
+            FleetReplica(number, row, _numbers(replica.placement, gpus), _kv_tokens(replica, options[row]))
             for row, replica in enumerate(replicas)
         )
         deployments.append(FleetDeployment(name=name, options=options, fixed=fixed, most_replicas=len(fixed)))
@@ -95,15 +102,23 @@ def _reserved(
 
 
 def _options(asked: Asked, situation: Situation) -> tuple[ServiceModel, ...]:
+    widest = max(Counter(gpu.node_id for gpu in situation.cluster.gpus).values())
     return tuple(
         service_model(asked.model.estimator, config, _mean(asked), longest_tokens=_longest(asked))
         for config in configs_by_tp(asked, situation).values()
-        if config.num_gpus <= len(situation.cluster.gpus)
+        if config.num_gpus <= widest
     )
 
 
 def _service(asked: Asked, replica: Replica) -> ServiceModel:
     return service_model(asked.model.estimator, replica.config, _mean(asked), longest_tokens=_longest(asked))
+
+
+def _kv_tokens(replica: Replica, option: ServiceModel) -> float:
+    """Return the KV cache of a running replica, of states alone as many mean requests as it may run at once."""
+    if replica.limits.kv_tokens is None:
+        return replica.limits.max_batch * option.mean_tokens
+    return float(replica.limits.kv_tokens)
 
 
 def _mean(asked: Asked) -> Workload:
@@ -134,9 +149,12 @@ def _replicas(fleet: Fleet, chosen: Judged, wanted: list[Asked]) -> tuple[Replic
         asked, option = wanted[replica.deployment], fleet.option(replica)
         served = replace(asked.model.options.workload, batch=LARGEST_BATCH)
         limits = launch_limits(served, option.config.engine, spec=asked.model.spec)
-        if limits.kv_tokens is not None:
-            least = limits.max_context_tokens
-            limits = replace(limits, kv_tokens=max(least, int(tokens) - LARGEST_BATCH * _PARTLY_EMPTY_TOKENS))
+        at_once = max(1, int(option.batch_of(tokens)))
+        if limits.kv_tokens is None:  # states alone, of as many sequences as there is room for
+            limits = replace(limits, max_batch=at_once)
+        else:
+            whole = int(tokens) - at_once * _PARTLY_EMPTY_TOKENS
+            limits = replace(limits, kv_tokens=max(limits.max_context_tokens, whole))
         first = fleet.gpus[replica.gpus[0]]
         stage = StagePlacement(
             node_id=first.node_id,

@@ -2,11 +2,11 @@
 
 A load is a row of requests per second, one column for each deployment, with a weight; weights add up to 1.
 
-The prior is exchangeable over deployments and in units of the cluster. With G GPUs, and the capacity c and the
-GPUs g of each deployment as the rule places it, half of the weight is on equal utilisations, ``u c G / sum(g)``,
-and half on equal rates, ``u G / sum(g / c)``, for u of ``UTILISATIONS``. Nothing is known of one deployment that
-is not known of all; a cluster is bought for a load that it can carry. Where more deployments are expected, those
-that are there have their part of it.
+The prior is exchangeable over deployments and in units of the cluster. With G GPUs, and the capacity c at a batch
+of 256 and the GPUs g of each deployment as the rule places it, half of the weight is on equal utilisations,
+``u c G / sum(g)``, and half on equal rates, ``u G / sum(g / c)``, for u of ``UTILISATIONS``. Nothing is known of
+one deployment that is not known of all; a cluster is bought for a load that it can carry. Where more deployments
+are expected, those that are there have their part of it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ UTILISATIONS = (0.05, 0.15, 0.25, 0.35, 0.45, 0.55)
 # A rate that was given or learned is a mean: what arrives in a busy minute is more.
 _GIVEN_FACTORS, _GIVEN_WEIGHTS = (1.0, 1.6, 2.5), (0.5, 0.3, 0.2)
 _GIVEN_ARRIVAL_CV2 = 2.0
-# An all-reduce that was not measured may take longer than the model says; of a step, by each doubling of the GPUs.
+_LEAST_RATE_PER_S = 1e-3  # of a deployment that was not asked anything yet: its latency counts a little
+# An all-reduce that was not measured may take longer than the model says; of all times, by each doubling of TP.
 _SPLIT_LOSSES, _SPLIT_WEIGHTS = (0.0, 0.15, 0.35), (0.5, 0.3, 0.2)
 
 
@@ -41,9 +42,10 @@ class Loads:
         rates_per_s: [cases, deployments].
         weights: [cases], their sum is 1.
         arrival_cv2: squared coefficient of variation of the gaps between arrivals.
-        split_loss: [cases]; a step of a configuration over g GPUs whose communication was not measured takes
-            ``1 + split_loss * log2(g)`` times as long as estimated.
+        split_loss: [cases]; prompts and steps of a TP degree that was not measured take
+            ``1 + split_loss * log2(tp)`` times as long as estimated.
         are_known: the rates were given or learned, not drawn from the prior.
+        num_mean: the first cases, whose rates are the mean ones; 0: all are equally so.
     """
 
     rates_per_s: Table
@@ -51,6 +53,7 @@ class Loads:
     split_loss: Table
     arrival_cv2: float = 1.0
     are_known: bool = False
+    num_mean: int = 0
 
     def __post_init__(self) -> None:
         if not (np.isfinite(self.rates_per_s).all() and (self.rates_per_s >= 0).all()):
@@ -58,9 +61,13 @@ class Loads:
         if not np.isclose(self.weights.sum(), 1.0):
             raise ConfigError(f"the weights of all loads must add up to 1, got {self.weights.sum():g}")
 
-    def scaled(self, factor: float) -> Loads:
-        """Return the same cases with every rate times ``factor``."""
-        return Loads(self.rates_per_s * factor, self.weights, self.split_loss, self.arrival_cv2, self.are_known)
+    def at_peak(self, factor: float) -> Loads:
+        """Return the cases of the mean rates, every rate times ``factor``."""
+        rows = slice(0, self.num_mean or len(self.weights))
+        weights = self.weights[rows] / self.weights[rows].sum()
+        return Loads(
+            self.rates_per_s[rows] * factor, weights, self.split_loss[rows], self.arrival_cv2, self.are_known
+        )
 
 
 def _with_split_losses(rates: Table, weights: Table, **known: float | bool) -> Loads:
@@ -81,17 +88,24 @@ def prior(fleet: Fleet, rule: FleetPlan) -> Loads:
         option = fleet.option(replica)
         capacity[replica.deployment] += option.requests_per_s(LARGEST_BATCH)
         gpus[replica.deployment] += option.num_gpus
-    placed = capacity > 0
+    for number in np.flatnonzero(capacity == 0).tolist():  # the rule finds no place for it
+        option = fleet.least(number)
+        capacity[number], gpus[number] = option.requests_per_s(LARGEST_BATCH), option.num_gpus
     there = len(fleet.deployments) / max(len(fleet.deployments), fleet.expected)
     u = np.array(UTILISATIONS)[:, None] * len(fleet.gpus) * there
-    alike = np.where(placed, capacity, 0.0) / max(gpus.sum(), 1.0)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        each = float(1.0 / np.sum(np.where(placed, gpus / capacity, 0.0)))
-    rates = np.concatenate([u * alike, u * np.where(placed, each, 0.0)])
+    alike = capacity / gpus.sum()
+    each = np.full(len(capacity), 1.0 / np.sum(gpus / capacity))
+    rates = np.concatenate([u * alike, u * each])
     return _with_split_losses(rates, np.full(len(rates), 1 / len(rates)))
 
 
 def given_rates(rates_per_s: Sequence[float]) -> Loads:
     """Return the loads where the mean rate of each deployment is known."""
-    rates = np.array(_GIVEN_FACTORS)[:, None] * np.array(rates_per_s, np.float64)
-    return _with_split_losses(rates, np.array(_GIVEN_WEIGHTS), arrival_cv2=_GIVEN_ARRIVAL_CV2, are_known=True)
+    rates = np.array(_GIVEN_FACTORS)[:, None] * np.maximum(np.array(rates_per_s, np.float64), _LEAST_RATE_PER_S)
+    return _with_split_losses(
+        rates,
+        np.array(_GIVEN_WEIGHTS),
+        arrival_cv2=_GIVEN_ARRIVAL_CV2,
+        are_known=True,
+        num_mean=len(_SPLIT_LOSSES),
+    )

@@ -31,36 +31,33 @@ def kv_room(
 ) -> KvRoom | None:
     """Return the KV cache of each replica; None: the plan does not fit, with the longest request of each.
 
-    On each GPU the replicas there get equal shares of what their weights leave; what one does not need goes to the
-    rest. A replica has what its tightest GPU gives.
+    Each has room for its longest request. On each GPU the replicas there get equal shares of what that leaves;
+    what one does not need goes to the rest. A replica has what its tightest GPU gives.
 
     Args:
         wanted_tokens: most of each replica; None: what is of use (``useful_kv_tokens``).
         all_free: take all that is free.
     """
     options = [fleet.option(replica) for replica in plan.replicas]
-    if all_free:
-        wanted_tokens = [_MOST_TOKENS] * len(options)
-    wanted = wanted_tokens or [useful_kv_tokens(option) for option in options]
+    wanted = wanted_tokens or [_MOST_TOKENS if all_free else useful_kv_tokens(option) for option in options]
     tokens = [
         max(most, float(option.longest_tokens)) if replica.kv_tokens is None else replica.kv_tokens
         for most, option, replica in zip(wanted, options, plan.replicas, strict=True)
     ]
-    need = [most * option.kv_bytes_per_token for most, option in zip(tokens, options, strict=True)]
+    least = [option.bytes_per_gpu(option.longest_tokens) for option in options]
+    more = [(t - o.longest_tokens) * o.kv_bytes_per_token for t, o in zip(tokens, options, strict=True)]
     on: list[list[int]] = [[] for _ in fleet.gpus]
     for row, replica in enumerate(plan.replicas):
         for gpu in replica.gpus if replica.kv_tokens is None else ():
             on[gpu].append(row)
-    for gpu_state, rows in zip(fleet.gpus, on, strict=True):
-        free = float(gpu_state.usable_bytes - sum(options[row].fixed_bytes for row in rows))
+    for state, rows in zip(fleet.gpus, on, strict=True):
+        free = float(state.usable_bytes - sum(least[row] for row in rows))
         if free < 0:
             return None
-        for left, row in enumerate(sorted(rows, key=need.__getitem__), start=-len(rows)):
-            given = min(free / -left, need[row])
+        for left, row in enumerate(sorted(rows, key=more.__getitem__), start=-len(rows)):
+            given = min(free / -left, more[row])
             free -= given
-            if need[row] > given:
-                tokens[row] = min(tokens[row], given / options[row].kv_bytes_per_token)
-    for kept, option, replica in zip(tokens, options, plan.replicas, strict=True):
-        if replica.kv_tokens is None and kept < option.longest_tokens:
-            return None
+            if more[row] > given:
+                option = options[row]
+                tokens[row] = min(tokens[row], option.longest_tokens + given / option.kv_bytes_per_token)
     return KvRoom(tuple(tokens))

@@ -21,6 +21,7 @@ Table = npt.NDArray[np.float64]
 _LOSES = 1.02  # times the rule's latency, from which a plan loses to it
 _PEAK = 1.5  # times the mean rate, at which the guard of a cost must hold
 _GUARD = 2.3  # times the latency of an idle replica on the fewest GPUs; 3 is promised for the P95
+_UNPLACED_S = 600.0  # time of a request that is not served, where latencies are compared
 _MISSING = 1e6  # score of a deployment without a replica, above any other promise
 _SPARE = 2.0  # times the requests at once of the peak, for which a cheap plan reserves KV cache
 
@@ -50,6 +51,7 @@ def judge_of(fleet: Fleet, loads: Loads, rule: FleetPlan, goal: FleetGoal) -> Ju
     room = kv_room(fleet, rule)
     assert room is not None, "the rule places only what fits"
     of_rule = _latency(loads, forecast(fleet, rule, loads, room))
+    at_peak = loads.at_peak(_PEAK)
 
     def by_latency(plan: FleetPlan) -> Judged | None:
         room = kv_room(fleet, plan)
@@ -65,11 +67,11 @@ def judge_of(fleet: Fleet, loads: Loads, rule: FleetPlan, goal: FleetGoal) -> Ju
         ample = kv_room(fleet, plan)
         if ample is None:
             return None
-        peak = forecast(fleet, plan, loads.scaled(_PEAK), ample)
-        room = kv_room(fleet, plan, wanted_tokens=_wanted_tokens(fleet, plan, loads.scaled(_PEAK), peak))
+        wanted = _wanted_tokens(fleet, plan, at_peak, forecast(fleet, plan, at_peak, ample))
+        room = kv_room(fleet, plan, wanted_tokens=wanted)
         assert room is not None, "it is no more than was found to fit"
         found = forecast(fleet, plan, loads, room)
-        broken = _over_guard(fleet, loads, forecast(fleet, plan, loads.scaled(_PEAK), room))
+        broken = _over_guard(fleet, at_peak, forecast(fleet, plan, at_peak, room))
         return Judged(
             plan, room, found, (_MISSING * _missing(fleet, plan) + broken, _held_gpus(fleet, loads, found, plan))
         )
@@ -82,9 +84,9 @@ def _missing(fleet: Fleet, plan: FleetPlan) -> int:
 
 
 def _latency(loads: Loads, found: FleetForecast) -> Table:
-    """Return the sum over deployments of rate times end-to-end time; those without a replica count nothing."""
-    placed = np.isfinite(found.e2e_s)
-    return np.asarray((loads.rates_per_s * np.where(placed, found.e2e_s, 0.0)).sum(axis=1) + 1e-12)
+    """Return the sum over deployments of rate times end-to-end time; without a replica that is ``_UNPLACED_S``."""
+    times_s = np.where(np.isfinite(found.e2e_s), found.e2e_s, _UNPLACED_S)
+    return np.asarray((loads.rates_per_s * times_s).sum(axis=1) + 1e-12)
 
 
 def _wanted_tokens(fleet: Fleet, plan: FleetPlan, loads: Loads, peak: FleetForecast) -> list[float]:
@@ -101,7 +103,7 @@ def _wanted_tokens(fleet: Fleet, plan: FleetPlan, loads: Loads, peak: FleetForec
 
 def _over_guard(fleet: Fleet, loads: Loads, peak: FleetForecast) -> float:
     """Return by how much the guard is broken, over all deployments, weighted over the cases."""
-    alone = np.array([min(one.options, key=lambda o: o.num_gpus).alone_s for one in fleet.deployments])
+    alone = np.array([fleet.least(number).alone_s for number in range(len(fleet.deployments))])
     placed = np.isfinite(peak.e2e_s)
     over = np.where(placed, np.maximum(0.0, peak.e2e_s / (_GUARD * alone) - 1), 0.0)
     return float(loads.weights @ np.log1p(over).sum(axis=1))
@@ -115,5 +117,6 @@ def _held_gpus(fleet: Fleet, loads: Loads, found: FleetForecast, plan: FleetPlan
         size_bytes = option.bytes_per_gpu(float(tokens))
         for gpu in replica.gpus:
             share = size_bytes / fleet.gpus[gpu].total_bytes
-            total += np.maximum(share, found.busy[:, row] * option.busy_share_per_gpu)
+            worked = found.busy[:, row] / found.slowdown[:, row]
+            total += np.maximum(share, worked * option.busy_share_per_gpu)
     return float(loads.weights @ total)

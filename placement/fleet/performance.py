@@ -6,7 +6,8 @@ For each replica with arrivals at rate ``l``, slowed ``s`` times by the rest of 
     answer, and ``phi = l pa s`` the share of time that prompts take from steps (pa: time a prompt adds to a step);
 *   a request takes ``p s / (1 - phi / 2)`` for its prompt, ``(O - 1) d(N + 1) s / (1 - phi)`` for its answer, the
     wait for other prompts ``phi p s (ca2 + 1) / (2 (1 - phi))``, and a wait for a slot by Sakasegawa's
-    approximation (1977) with as many servers as the KV cache holds requests;
+    approximation (1977) with as many servers as the KV cache holds requests, busy for the smaller of N over their
+    number and the utilisation;
 *   beyond 98% of capacity a queue grows for as long as the load lasts (``_OVERLOAD_S``);
 *   a replica is busy for ``B = 1 - exp(-l E)`` of the time; next to replicas of busy shares B the slowdown is
     ``1 + 1.1 sum(B) + 0.1 min(1, sum(B))``: k engines that are always busy cost each 1.1 k (measured on an H200).
@@ -47,12 +48,14 @@ class FleetForecast:
     Attributes:
         e2e_s: [cases, deployments], mean time of a request; infinite for a deployment without a replica.
         busy: [cases, replicas], share of time in which a replica has requests.
+        slowdown: [cases, replicas], by the rest of its GPUs' replicas; at least 1.
         utilisation: [cases, replicas], rate over capacity; may exceed 1.
         kv_tokens: [replicas].
     """
 
     e2e_s: Table
     busy: Table
+    slowdown: Table
     utilisation: Table
     kv_tokens: Table
 
@@ -135,7 +138,11 @@ def forecast(fleet: Fleet, plan: FleetPlan, loads: Loads, room: KvRoom) -> Fleet
             routed = (routed + speed / ((speed @ member) @ member.T)) / 2
     total = (routed * e2e) @ member
     return FleetForecast(
-        e2e_s=np.where(counts > 0, total, np.inf), busy=busy, utilisation=used, kv_tokens=np.array(room.kv_tokens)
+        e2e_s=np.where(counts > 0, total, np.inf),
+        busy=busy,
+        slowdown=slow,
+        utilisation=used,
+        kv_tokens=np.array(room.kv_tokens),
     )
 
 
@@ -152,7 +159,7 @@ def _served(rows: _Rows, rate: Table, slow: Table, arrival_cv2: float) -> tuple[
         steady = 1 - work * slope
         solved = work * (intercept + slope) / np.maximum(steady, 1e-9)
         decoding = np.where(steady > 0, np.minimum(solved, rows.most), rows.most)
-    stay = rows.more_tokens * rows.step_s(np.minimum(decoding + 1, LARGEST_BATCH)) * slow / left
+    stay = rows.more_tokens * rows.step_s(np.minimum(decoding + 1, rows.most)) * slow / left
     prompt = rows.prompt_s * slow
     between = phi * prompt * (arrival_cv2 + 1) / (2 * left)
     taken = np.minimum(np.minimum(decoding / rows.most, used), _FULL)

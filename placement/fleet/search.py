@@ -10,7 +10,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from fingerprint.errors import ConfigError, InfeasibleError
 from placement.fleet.load import Loads, given_rates, prior
+from placement.fleet.memory import kv_room
 from placement.fleet.objective import FleetGoal, Judged, Judgement, judge_of
 from placement.fleet.starts import fixed_plan, more_replicas, more_split, most_split, rule_plan
 from placement.fleet.types import Fleet, FleetPlan, FleetReplica
@@ -18,7 +20,7 @@ from placement.fleet.types import Fleet, FleetPlan, FleetReplica
 __all__ = ["FleetChoice", "choose"]
 
 _WORTH = 0.02  # gain in the logarithm of latency, or in cost, below which the rule's plan is taken
-_MOST_FORECASTS = 6_000
+_MOST_JUDGEMENTS = 6_000
 _STARTS_KEPT = 3
 
 
@@ -29,7 +31,7 @@ class FleetChoice:
     chosen: Judged
     rule: Judged
     loads: Loads
-    forecasts: int
+    judgements: int
 
     @property
     def is_rule(self) -> bool:
@@ -42,25 +44,47 @@ def choose(
     rates_per_s: tuple[float, ...] | None = None,
     *,
     rule: FleetPlan | None = None,
-    most_forecasts: int = _MOST_FORECASTS,
+    most_judgements: int = _MOST_JUDGEMENTS,
 ) -> FleetChoice:
     """Return the best plan found for ``goal``.
 
     Args:
         rates_per_s: of each deployment; None: not known (``placement.fleet.load.prior``).
         rule: plan that must not be lost to; None: ``rule_plan``.
-        most_forecasts: bound on the work.
+        most_judgements: bound on the work, a plan each.
+
+    Raises:
+        ConfigError: not one rate for each deployment.
+        InfeasibleError: nothing fits.
     """
-    rule = rule or rule_plan(fleet)
+    if rates_per_s is not None and len(rates_per_s) != len(fleet.deployments):
+        raise ConfigError(f"{len(fleet.deployments)} deployments need as many rates, got {len(rates_per_s)}")
+    rule = _that_fits(fleet, rule)
     loads = prior(fleet, rule) if rates_per_s is None else given_rates(rates_per_s)
-    search = _Search(fleet, judge_of(fleet, loads, rule, goal), most_forecasts)
+    search = _Search(fleet, judge_of(fleet, loads, rule, goal), most_judgements)
     of_rule = search.judge(rule)
-    assert of_rule is not None, "the rule places only what fits"
+    assert of_rule is not None, "it was found to fit"
     starts = (rule, more_replicas(fleet, rule), more_split(fleet, rule), most_split(fleet), fixed_plan(fleet))
     judged = [one for one in map(search.judge, starts) if one is not None]
     judged.sort(key=lambda one: one.score)
     best = min((search.improved(start) for start in judged[:_STARTS_KEPT]), key=lambda one: one.score)
-    return FleetChoice(of_rule if not _gains(best, of_rule, goal) else best, of_rule, loads, search.forecasts)
+    return FleetChoice(of_rule if not _gains(best, of_rule, goal) else best, of_rule, loads, search.judgements)
+
+
+def _that_fits(fleet: Fleet, rule: FleetPlan | None) -> FleetPlan:
+    """Return the plan that others are compared with: ``rule`` where it fits, else the fleet's own or most TP.
+
+    Raises:
+        InfeasibleError: none of them places anything.
+    """
+    for plan in (rule, rule_plan(fleet), most_split(fleet)):
+        if plan is not None and plan.replicas and kv_room(fleet, plan) is not None:
+            return plan
+    names = ", ".join(one.name for one in fleet.deployments)
+    raise InfeasibleError(
+        f"no configuration of {names} fits on the {len(fleet.gpus)} GPUs as they are; free memory, add GPUs "
+        "or allow narrower formats"
+    )
 
 
 def _gains(best: Judged, rule: Judged, goal: FleetGoal) -> bool:
@@ -75,30 +99,30 @@ def _gains(best: Judged, rule: Judged, goal: FleetGoal) -> bool:
 class _Search:
     """Judges each plan once, and no more plans than its budget."""
 
-    def __init__(self, fleet: Fleet, judgement: Judgement, most_forecasts: int) -> None:
-        self._fleet, self._judgement, self._most = fleet, judgement, most_forecasts
+    def __init__(self, fleet: Fleet, judgement: Judgement, most_judgements: int) -> None:
+        self._fleet, self._judgement, self._most = fleet, judgement, most_judgements
         self._known: dict[object, Judged | None] = {}
         self._fixed = {replica for one in fleet.deployments for replica in one.fixed}
-        self.forecasts = 0
+        self.judgements = 0
 
     def judge(self, plan: FleetPlan) -> Judged | None:
         if not plan.replicas:
             return None
         if plan.key not in self._known:
-            self.forecasts += 1
+            self.judgements += 1
             self._known[plan.key] = self._judgement(plan)
         return self._known[plan.key]
 
     def improved(self, start: Judged) -> Judged:
         """Return the end of the descent from ``start``."""
         here = start
-        while self.forecasts < self._most:
+        while self.judgements < self._most:
             best = here
             for plan in self._changes(here.plan):
                 found = self.judge(plan)
                 if found is not None and found.score < best.score:
                     best = found
-                if self.forecasts >= self._most:
+                if self.judgements >= self._most:
                     break
             if best is here or not _better(best.score, here.score):
                 return best
@@ -156,6 +180,8 @@ class _Search:
                     or one.gpus == other.gpus
                 ):
                     continue
+                if self._holds(plan, one, other.gpus) or self._holds(plan, other, one.gpus):
+                    continue
                 yield (
                     plan.without(one)
                     .without(other)
@@ -164,6 +190,11 @@ class _Search:
                         FleetReplica(other.deployment, other.option, one.gpus),
                     )
                 )
+
+    def _holds(self, plan: FleetPlan, replica: FleetReplica, gpus: tuple[int, ...]) -> bool:
+        """Return whether another replica of the same deployment is on any of ``gpus``."""
+        siblings = (other for other in plan.of(replica.deployment) if other != replica)
+        return any(set(other.gpus).intersection(gpus) for other in siblings)
 
     def _distinct(self, plan: FleetPlan, number: int, option: int) -> Iterator[tuple[int, ...]]:
         """Yield the groups of an option's size, one of each set of groups with the same tenants."""

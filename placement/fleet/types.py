@@ -81,9 +81,9 @@ class FleetPlan:
         return FleetPlan((*others, *replicas))
 
     @cached_property
-    def key(self) -> frozenset[tuple[int, int, tuple[int, ...]]]:
+    def key(self) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
         """Identity of the plan, whatever the order of its replicas."""
-        return frozenset((one.deployment, one.option, one.gpus) for one in self.replicas)
+        return tuple(sorted((one.deployment, one.option, one.gpus) for one in self.replicas))
 
 
 @dataclass(frozen=True)
@@ -117,12 +117,19 @@ class Fleet:
         nodes: dict[str, list[int]] = {}
         for number, gpu in sorted(enumerate(self.gpus), key=lambda item: (item[1].node_id, item[1].gpu_index)):
             nodes.setdefault(gpu.node_id, []).append(number)
-        return {
-            size: tuple(
-                tuple(numbers[first : first + size])
-                for numbers in nodes.values()
-                for first in range(0, len(numbers) - size + 1, size)
-                if not self.reserved.intersection(numbers[first : first + size])
-            )
-            for size in sizes
-        }
+        found: dict[int, tuple[tuple[int, ...], ...]] = {}
+        for size in sizes:
+            groups: list[tuple[int, ...]] = []
+            for numbers in nodes.values():
+                by_block: dict[int, list[int]] = {}
+                for number in numbers:
+                    by_block.setdefault(self.gpus[number].gpu_index // size, []).append(number)
+                groups += [tuple(block) for block in by_block.values() if len(block) == size]
+            found[size] = tuple(group for group in groups if not self.reserved.intersection(group))
+        return found
+
+    def least(self, deployment: int) -> ServiceModel:
+        """Return the option on the fewest GPUs whose longest request fits on an empty one; else the widest."""
+        most_bytes = max(gpu.usable_bytes for gpu in self.gpus)
+        options = sorted(self.deployments[deployment].options, key=lambda option: option.num_gpus)
+        return next((o for o in options if o.bytes_per_gpu(o.longest_tokens) <= most_bytes), options[-1])

@@ -71,3 +71,13 @@ def test_memory_is_never_promised_twice(models: int, fixed_gib: float, per_token
         if room is not None:
             taken = sum(one.option(r).bytes_per_gpu(t) for r, t in zip(plan.replicas, room.kv_tokens, strict=True))
             assert taken <= one.gpus[0].usable_bytes + models
+
+
+def test_unlike_requests_share_what_the_longest_of_each_leave() -> None:
+    """Equal shares of 36 GiB would not hold 250,000 tokens (25 GB)."""
+    options = (option(longest_tokens=10_000), option(longest_tokens=250_000))
+    one = Fleet(tuple(FleetDeployment(name=str(n), options=(o,)) for n, o in enumerate(options)), gpus(1))
+    room = kv_room(one, on_one_gpu(one), all_free=True)
+    left_bytes = 0.95 * 80 * GIB - 40 * GIB - 260_000 * 100_000
+    assert room is not None
+    assert room.kv_tokens == pytest.approx([10_000 + left_bytes / 2 / 1e5, 250_000 + left_bytes / 2 / 1e5])

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fingerprint.errors import ConfigError, InfeasibleError
 from placement.fleet.memory import kv_room
 from placement.fleet.objective import FleetGoal
 from placement.fleet.performance import forecast
@@ -59,7 +60,7 @@ def test_with_no_rate_known_a_plan_loses_to_the_rule_at_no_load_of_the_prior(
     models: list[tuple[float, float, int]], count: int
 ) -> None:
     one = random_fleet(models, count)
-    choice = choose(one, FleetGoal.LATENCY, most_forecasts=300)
+    choice = choose(one, FleetGoal.LATENCY, most_judgements=300)
     if len({replica.deployment for replica in choice.rule.plan.replicas}) < len(models):
         return  # the rule found no place for one
     ratios = latency(one, choice.chosen.plan, choice) / latency(one, choice.rule.plan, choice)
@@ -73,7 +74,7 @@ def test_every_plan_fits_and_serves_what_the_rule_serves(
     models: list[tuple[float, float, int]], count: int, goal: FleetGoal
 ) -> None:
     one = random_fleet(models, count)
-    choice = choose(one, goal, most_forecasts=200)
+    choice = choose(one, goal, most_judgements=200)
     assert kv_room(one, choice.chosen.plan) is not None
     served = {replica.deployment for replica in choice.chosen.plan.replicas}
     assert {replica.deployment for replica in choice.rule.plan.replicas} <= served
@@ -142,3 +143,36 @@ def test_starts_use_idle_gpus_in_their_way(start, expected) -> None:
     one = fleet(2, 4)
     plan = start(one)
     assert [(len(plan.of(n)[0].gpus), len(plan.of(n))) for n in (0, 1)] == expected
+
+
+def test_what_fits_nowhere_is_refused() -> None:
+    with pytest.raises(InfeasibleError, match="m0 fits on the 1 GPUs"):
+        choose(fleet(1, 1, degrees=(1,), fixed_gib=200), FleetGoal.LATENCY)
+
+
+def test_rates_are_one_for_each_deployment() -> None:
+    with pytest.raises(ConfigError, match="2 deployments need as many rates, got 1"):
+        choose(fleet(2, 2), FleetGoal.LATENCY, (1.0,))
+
+
+def test_a_gpu_that_two_busy_replicas_share_is_held_once() -> None:
+    one = fleet(2, 1, kv_bytes_per_token=1.0, fixed_gib=1)
+    judged = choose(one, FleetGoal.COST, (50.0, 50.0)).rule
+    assert judged.score[1] == pytest.approx(1.0, rel=0.15)
+
+
+@pytest.mark.parametrize("rate", [2.0, 3.0])
+def test_a_rate_whose_peak_one_gpu_carries_within_the_guard_takes_one_gpu(rate: float) -> None:
+    plan = choose(fleet(1, 4), FleetGoal.COST, (rate,)).chosen.plan
+    assert len({gpu for replica in plan.replicas for gpu in replica.gpus}) == 1
+
+
+def test_plans_with_two_replicas_alike_are_not_one_with_a_single() -> None:
+    twin = FleetReplica(0, 0, (1,))
+    assert FleetPlan((twin, twin)).key != FleetPlan((twin,)).key
+
+
+def test_groups_lie_within_link_groups_whatever_gpu_is_missing() -> None:
+    one = fleet(1, 4)
+    without_first = replace(one, gpus=one.gpus[1:])
+    assert without_first.groups[2] == ((1, 2),)  # GPUs 2 and 3, by their numbers here
