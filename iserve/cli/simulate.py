@@ -15,7 +15,6 @@ from iserve.api_types import PlanRequest
 from iserve.cli import options as o
 from iserve.cli import simulation_options as s
 from iserve.cli.groups import checked, grouped
-from iserve.cli.report import show_document
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -62,8 +61,6 @@ def simulate(
     `iserve deploy` starts; --batch and --context say it otherwise. What was deployed stays as it is, unless it is
     configured to scale, to scale to zero or to move. What it takes for granted: docs/simulation.md.
     """
-    from iserve.cli.simulation_text import print_simulation
-    from iserve.report.simulation import render_simulation
     from iserve.settings import load_settings
     from iserve.simulation.baselines import World, check_steerable, parse_planner, served_contexts
     from iserve.simulation.document import SimulationSetup
@@ -104,7 +101,7 @@ def simulate(
         times=times,
     )
     document = _run(setup, requests, world, planner, router, named, judged, options, quiet=as_json)
-    show_document(document, report, render_simulation, print_simulation, as_json=as_json)
+    _show(document, report, as_json=as_json)
 
 
 def _startup_s(models: Iterable[SimulatedModel]) -> float:
@@ -171,6 +168,14 @@ def _served_by(baseline: Baseline, options: PlanOptions) -> tuple[str, ...]:
         f"{baseline} serves requests of up to the planned {options.workload.context_tokens:,} tokens, iserve as "
         "long ones as memory holds; to compare them give --context and --batch",
     )
+
+
+def _show(document: SimulationDocument, report: Path | None, *, as_json: bool) -> None:
+    from iserve.cli.report import show_document
+    from iserve.cli.simulation_text import print_simulation
+    from iserve.report.simulation import render_simulation
+
+    show_document(document, report, render_simulation, print_simulation, as_json=as_json)
 
 
 def _read_profile(path: Path) -> Profile:
