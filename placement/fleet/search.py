@@ -72,7 +72,7 @@ def choose(
 
 
 def _that_fits(fleet: Fleet, rule: FleetPlan | None) -> FleetPlan:
-    """Return the plan that others are compared with: ``rule`` where it fits, else the fleet's own or most TP.
+    """Return the plan that a choice is compared with: ``rule`` where it fits, else the fleet's own or most TP.
 
     Raises:
         InfeasibleError: none of them places anything.
