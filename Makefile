@@ -51,6 +51,7 @@ golden: setup
 
 test-long: setup
 	$(BIN)/pytest -m "long" --durations=25
+	HYPOTHESIS_EXAMPLES=new $(BIN)/pytest -n 2 -m "hypothesis and not process and not gpu"
 
 # Predictions against whole models, about ten minutes; on a machine that does nothing else (docs/accuracy.md).
 # Kept in iServe's home, where `iserve report` finds it.

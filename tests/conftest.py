@@ -1,9 +1,13 @@
-"""Hypothesis without a clock: on a busy machine a slow example is no finding. A collector that looks at what tests
-make, not at the million objects that their modules are."""
+"""Settings of all tests.
+
+Hypothesis without a clock, for on a busy machine a slow example is no finding, and with the same examples in every
+run, for a change is judged by what it breaks; ``make test-long`` draws new ones. A collector that looks at what
+tests make, not at the million objects that their modules are."""
 
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import threading
 from pathlib import Path
@@ -16,8 +20,9 @@ from tests.tiers import pytest_collection_modifyitems, pytest_runtest_call, pyte
 
 __all__ = ["pytest_collection_modifyitems", "pytest_runtest_call", "pytest_runtest_setup"]  # hooks
 
-settings.register_profile("no-clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("no-clock")
+settings.register_profile("same", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("new", settings.get_profile("same"), derandomize=False)
+settings.load_profile(os.environ.get("HYPOTHESIS_EXAMPLES", "same"))
 
 # Where the tests run in a shell's background it is ignored, and would be in every process that they start.
 if threading.current_thread() is threading.main_thread():

@@ -59,7 +59,7 @@ class JointPlanner:
         replicas = _replicas(fleet, choice.chosen, wanted)
         placed = {replica.deployment for replica in replicas}
         left_out = [asked.name for asked in situation.asked if asked.name not in placed]
-        return Decision(replicas=replicas, reasons=strong.reasons if left_out else ())
+        return Decision(replicas=replicas, reasons=tuple(f"{name}: no GPU has room for it" for name in left_out))
 
 
 def _fleet(situation: Situation, wanted: list[Asked], known: dict[str, Asked]) -> Fleet:
