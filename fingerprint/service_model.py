@@ -8,10 +8,9 @@ Pure; knows no rates and no neighbours (``placement.fleet`` does).
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from fingerprint.config import DeploymentConfig, Workload, even_split
 from fingerprint.errors import ConfigError, NotMeasuredError
@@ -22,33 +21,34 @@ __all__ = ["LARGEST_BATCH", "STEP_KNOTS", "ServiceModel", "service_model"]
 LARGEST_BATCH = 256  # sequences that decode together at most (docs/decisions/0024)
 STEP_KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, LARGEST_BATCH)
 _KNEE = 0.97  # share of the largest batch's capacity at which more KV room gains next to nothing
+_BEYOND_KNEE = 1.25  # times the KV cache at which capacity has reached 97% of its most
 _SHARED_PROMPT = 0.7  # most of a prompt's time that it shares with the step it joins (as in ``planner.paces``)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServiceModel:
-    """Times and memory of one replica of ``config``.
-
-    Attributes:
-        prompt_s: a mean prompt, alone.
-        step_s: decode steps of ``STEP_KNOTS`` sequences at the mean context.
-        input_tokens: mean prompt.
-        output_tokens: mean answer.
-        longest_tokens: longest request that must fit, prompt and answer together.
-        fixed_bytes: of each GPU, without KV cache, at the upper end of the estimate's interval.
-        kv_bytes_per_token: of each GPU; of a model that keeps states alone, of a sequence over its mean length.
-        is_split_measured: the times of this TP degree rest on a measurement of it, not on a modelled all-reduce.
-    """
+    """Times and memory of one replica of ``config``."""
 
     config: DeploymentConfig
+    """Configuration of the replica."""
     prompt_s: float
+    """Seconds of a mean prompt, alone."""
     step_s: tuple[float, ...]
+    """Seconds of a decode step of 1, 2, 4, ... 256 sequences at the mean context."""
     input_tokens: float
+    """Tokens of the mean prompt."""
     output_tokens: float
+    """Tokens of the mean answer."""
     longest_tokens: int
+    """Tokens of the longest request that must fit, prompt and answer together."""
     fixed_bytes: int
+    """Bytes on each GPU without KV cache, at the upper end of the estimate's interval."""
     kv_bytes_per_token: float
+    """Bytes of a token's KV cache on each GPU; of states alone, those of a sequence over its mean length."""
     is_split_measured: bool = False
+    """Whether the times of this TP degree rest on a measurement of it, not on a modelled all-reduce."""
+    largest_batch: int = LARGEST_BATCH
+    """Sequences that run at once at most."""
 
     def __post_init__(self) -> None:
         times = (self.prompt_s, *self.step_s)
@@ -56,6 +56,10 @@ class ServiceModel:
             raise ConfigError(f"{self.config}: a service model needs {1 + len(STEP_KNOTS)} positive times")
         if self.fixed_bytes < 0 or self.kv_bytes_per_token < 0:
             raise ConfigError(f"{self.config}: memory cannot be negative")
+        if not 1 <= self.largest_batch <= LARGEST_BATCH:
+            raise ConfigError(
+                f"{self.config}: a batch has 1 to {LARGEST_BATCH} requests, got {self.largest_batch}"
+            )
 
     @property
     def num_gpus(self) -> int:
@@ -83,7 +87,10 @@ class ServiceModel:
 
     def step_of(self, sequences: float) -> float:
         """Return the time of a decode step of that many sequences, linear between the knots."""
-        return float(np.interp(sequences, STEP_KNOTS, self.step_s))
+        high = min(max(1, bisect_left(STEP_KNOTS, sequences)), len(STEP_KNOTS) - 1)
+        low_at, high_at = STEP_KNOTS[high - 1 : high + 1]
+        part = min(1.0, max(0.0, (sequences - low_at) / (high_at - low_at)))
+        return self.step_s[high - 1] + part * (self.step_s[high] - self.step_s[high - 1])
 
     def requests_per_s(self, batch: float) -> float:
         """Return the capacity at a batch of ``batch`` sequences on GPUs of its own."""
@@ -92,8 +99,9 @@ class ServiceModel:
     @property
     def knee_batch(self) -> float:
         """Smallest batch that reaches 97% of the capacity of the largest."""
-        wanted = _KNEE * max(self.requests_per_s(batch) for batch in STEP_KNOTS)
-        low, high = 1.0, float(LARGEST_BATCH)
+        sizes = (*(knot for knot in STEP_KNOTS if knot < self.largest_batch), self.largest_batch)
+        wanted = _KNEE * max(self.requests_per_s(batch) for batch in sizes)
+        low, high = 1.0, float(self.largest_batch)
         if self.requests_per_s(low) >= wanted:
             return low
         for _ in range(30):
@@ -101,9 +109,15 @@ class ServiceModel:
             low, high = (low, middle) if self.requests_per_s(middle) >= wanted else (middle, high)
         return high
 
+    @property
+    def useful_kv_tokens(self) -> float:
+        """KV cache beyond which the replica gains next to nothing; of a batch that was given, what it fills."""
+        most = math.inf if self.largest_batch == LARGEST_BATCH else self.largest_batch
+        return max(float(self.longest_tokens), min(most, _BEYOND_KNEE * self.knee_batch) * self.mean_tokens)
+
     def batch_of(self, kv_tokens: float) -> float:
-        """Return how many mean requests ``kv_tokens`` of KV cache hold at once, 1 to ``LARGEST_BATCH``."""
-        return min(float(LARGEST_BATCH), max(1.0, kv_tokens / self.mean_tokens))
+        """Return how many mean requests ``kv_tokens`` of KV cache hold at once, 1 to the largest batch."""
+        return min(float(self.largest_batch), max(1.0, kv_tokens / self.mean_tokens))
 
     def bytes_per_gpu(self, kv_tokens: float) -> int:
         """Return the memory of each GPU with a KV cache of ``kv_tokens``."""
@@ -111,12 +125,19 @@ class ServiceModel:
 
 
 def service_model(
-    estimator: Estimator, config: DeploymentConfig, workload: Workload, *, longest_tokens: int | None = None
+    estimator: Estimator,
+    config: DeploymentConfig,
+    workload: Workload,
+    *,
+    longest_tokens: int | None = None,
+    served_tokens: int | None = None,
+    largest_batch: int = LARGEST_BATCH,
 ) -> ServiceModel:
     """Return the service model of ``config`` for requests of the workload's mean lengths; its batch is ignored.
 
     Args:
         longest_tokens: None: the workload's own longest request.
+        served_tokens: longest request whose activations count; None: none beyond the mean.
 
     Raises:
         NotMeasuredError: the estimator knows no time of this configuration.
@@ -124,6 +145,10 @@ def service_model(
     known = _known(estimator, config, replace(workload, longest_tokens=0))
     alone, most = known[0], known[-1]
     memory, full = _MemoryPerGpu.of(alone.memory), _MemoryPerGpu.of(most.memory)
+    fixed_bytes = max(memory.fixed_bytes, full.fixed_bytes)
+    if served_tokens is not None:
+        long = replace(workload, batch=1, longest_tokens=served_tokens)
+        fixed_bytes = max(fixed_bytes, _MemoryPerGpu.of(estimator.estimate(config, long).memory).fixed_bytes)
     usual = workload.input_tokens + workload.output_tokens
     more_tokens = (most.workload.batch - 1) * usual
     per_token = (full.kv_bytes - memory.kv_bytes) / more_tokens if more_tokens else memory.kv_bytes / usual
@@ -134,9 +159,10 @@ def service_model(
         input_tokens=float(workload.input_tokens),
         output_tokens=float(workload.output_tokens),
         longest_tokens=longest_tokens or workload.context_tokens,
-        fixed_bytes=max(memory.fixed_bytes, full.fixed_bytes),
+        fixed_bytes=fixed_bytes,
         kv_bytes_per_token=max(0.0, per_token),
         is_split_measured=config.tp == 1 or alone.is_measured,
+        largest_batch=largest_batch,
     )
 
 

@@ -8,12 +8,13 @@ from fingerprint.errors import ConfigError
 from fingerprint.extras import need_extra
 from placement.fit import Placer
 from placement.lookahead import LookAhead, look_ahead_price
-from placement.policies import POLICIES, make_policy
+from placement.policies import POLICIES, LeastLoaded, make_policy
 from placement.types import BlockDemand, ClusterSnapshot, Placement, Refusal
 
-__all__ = ["ILP", "FindsPlaces", "check_placement", "make_placer", "need_solver"]
+__all__ = ["ILP", "JOINT", "FindsPlaces", "check_placement", "make_placer", "need_solver"]
 
 ILP = "ilp"
+JOINT = "joint"  # decided with the configuration (``placement.fleet``); where that cannot be, spread out
 
 
 class FindsPlaces(Protocol):
@@ -32,8 +33,8 @@ def check_placement(name: str, *, sees_load: bool = True) -> None:
         ConfigError: there is no such policy, or not here.
     """
     price = look_ahead_price(name)
-    if name not in (*POLICIES, ILP) and (price is None or not sees_load):
-        known = ", ".join((*POLICIES, ILP, *(["look-ahead[:PRICE]"] if sees_load else [])))
+    if name not in (JOINT, *POLICIES, ILP) and (price is None or not sees_load):
+        known = ", ".join((JOINT, *POLICIES, ILP, *(["look-ahead[:PRICE]"] if sees_load else [])))
         raise ConfigError(f"there is no placement policy {name!r}; choose one of {known}")
 
 
@@ -63,5 +64,7 @@ def make_placer(
         )
 
         return ExactPlacer(snapshot, link_group_size=link_group_size)
+    if name == JOINT:
+        return Placer(snapshot, LeastLoaded(), link_group_size=link_group_size)
     policy = make_policy(name, threshold=threshold if name == "hybrid" else None)
     return Placer(snapshot, policy, link_group_size=link_group_size)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from fingerprint.service_model import ServiceModel
+
 __all__ = [
     "BlockDemand",
     "ClusterSnapshot",
@@ -145,6 +147,8 @@ class ReplicaState:
     """Most requests that the replica runs at once."""
     batches: int = 1
     """Batches under way at once: the stages of a pipeline that keeps them full."""
+    kv_tokens: int | None = None
+    """Tokens of its KV cache; None: not known, or it keeps states alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,6 +187,8 @@ class DeploymentState:
     """Seconds since the number or the place of its replicas last changed."""
     stays: Stays | None = None
     """Time of one such request in a replica that batches; None: not known."""
+    service: ServiceModel | None = None
+    """Times and memory of one replica at any concurrency; None: not known."""
 
     @property
     def is_work_known(self) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -12,25 +13,22 @@ import numpy.typing as npt
 from placement.fleet.load import Loads
 from placement.fleet.memory import KvRoom, kv_room
 from placement.fleet.performance import FleetForecast, forecast
-from placement.fleet.types import Fleet, FleetPlan
+from placement.fleet.types import Fleet, FleetGoal, FleetPlan
 
-__all__ = ["FleetGoal", "Judged", "Judgement", "judge_of"]
+__all__ = ["Judged", "Judgement", "held_gpus", "judge_of"]
 
 Table = npt.NDArray[np.float64]
 
 _LOSES = 1.02  # times the rule's latency, from which a plan loses to it
-_PEAK = 1.5  # times the mean rate, at which the guard of a cost must hold
-_GUARD = 2.3  # times the latency of an idle replica on the fewest GPUs; 3 is promised for the P95
+_PEAK = 1.5  # times the mean rate, known or of the prior, at which the guard of a cost must hold
+# The mean end-to-end time is held to 2.3 times that of an idle replica on the fewest GPUs, where 3 times is
+# promised for the P95 (docs/decisions/0035); of a limit that was given, to the same part.
+_GUARD, _PROMISED = 2.3, 3.0
 _UNPLACED_S = 600.0  # time of a request that is not served, where latencies are compared
+_UNPLACED = 1e3  # score of a deployment still expected that finds no room
 _MISSING = 1e6  # score of a deployment without a replica, above any other promise
+_TIE = 1e-3  # of a GPU that is held, between plans on as many GPUs
 _SPARE = 2.0  # times the requests at once of the peak, for which a cheap plan reserves KV cache
-
-
-class FleetGoal(StrEnum):
-    """Goal of a joint plan."""
-
-    LATENCY = "latency"  # mean end-to-end time of all requests
-    COST = "cost"  # held share of GPUs per request, with a guard on each deployment's latency
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,8 @@ def judge_of(fleet: Fleet, loads: Loads, rule: FleetPlan, goal: FleetGoal) -> Ju
     """Return the function that judges plans; its answer is None for a plan that does not fit."""
     room = kv_room(fleet, rule)
     assert room is not None, "the rule places only what fits"
-    of_rule = _latency(loads, forecast(fleet, rule, loads, room))
+    at_rule = forecast(fleet, rule, loads, room)
+    of_rule, typical = _latency(loads, at_rule), _typical(loads, at_rule)
     at_peak = loads.at_peak(_PEAK)
 
     def by_latency(plan: FleetPlan) -> Judged | None:
@@ -59,8 +58,10 @@ def judge_of(fleet: Fleet, loads: Loads, rule: FleetPlan, goal: FleetGoal) -> Ju
             return None
         found = forecast(fleet, plan, loads, room)
         ratios = _latency(loads, found) / of_rule
-        missing = _MISSING * _missing(fleet, plan)
-        broken = 0.0 if loads.are_known else float(np.maximum(0.0, ratios - _LOSES).sum())
+        missing = _MISSING * _missing(fleet, plan) + _UNPLACED * room.unplaced
+        typically = np.exp(_typical(loads, found) - typical)
+        lost = np.maximum(0.0, (typically if loads.are_known else ratios) - _LOSES)
+        broken = float(lost[: loads.num_mean].sum() if loads.are_known else lost.sum())
         return Judged(plan, room, found, (missing + broken, float(loads.weights @ np.log(ratios))))
 
     def by_cost(plan: FleetPlan) -> Judged | None:
@@ -68,25 +69,37 @@ def judge_of(fleet: Fleet, loads: Loads, rule: FleetPlan, goal: FleetGoal) -> Ju
         if ample is None:
             return None
         wanted = _wanted_tokens(fleet, plan, at_peak, forecast(fleet, plan, at_peak, ample))
+        wanted = _with_free_tokens(fleet, plan, loads, forecast(fleet, plan, loads, ample), wanted)
         room = kv_room(fleet, plan, wanted_tokens=wanted)
         assert room is not None, "it is no more than was found to fit"
         found = forecast(fleet, plan, loads, room)
         broken = _over_guard(fleet, at_peak, forecast(fleet, plan, at_peak, room))
-        return Judged(
-            plan, room, found, (_MISSING * _missing(fleet, plan) + broken, _held_gpus(fleet, loads, found, plan))
-        )
+        value = _held_gpus(fleet, loads, found, plan)
+        if goal is FleetGoal.GPUS:
+            value = len({gpu for replica in plan.replicas for gpu in replica.gpus}) + _TIE * value
+        missing = _MISSING * _missing(fleet, plan) + _UNPLACED * room.unplaced
+        return Judged(plan, room, found, (missing + broken, value))
 
     return by_latency if goal is FleetGoal.LATENCY else by_cost
 
 
 def _missing(fleet: Fleet, plan: FleetPlan) -> int:
-    return len(fleet.deployments) - len({replica.deployment for replica in plan.replicas})
+    """Return how many replicas the plan has less than it must."""
+    there = Counter(replica.deployment for replica in plan.replicas)
+    return sum(max(0, one.least_replicas - there[number]) for number, one in enumerate(fleet.deployments))
 
 
 def _latency(loads: Loads, found: FleetForecast) -> Table:
     """Return the sum over deployments of rate times end-to-end time; without a replica that is ``_UNPLACED_S``."""
     times_s = np.where(np.isfinite(found.e2e_s), found.e2e_s, _UNPLACED_S)
     return np.asarray((loads.rates_per_s * times_s).sum(axis=1) + 1e-12)
+
+
+def _typical(loads: Loads, found: FleetForecast) -> Table:
+    """Return the mean logarithm of a request's time, which is about that of the median."""
+    times_s = np.where(np.isfinite(found.e2e_s), found.e2e_s, _UNPLACED_S)
+    rates = loads.rates_per_s + 1e-12
+    return np.asarray((rates * np.log(times_s)).sum(axis=1) / rates.sum(axis=1))
 
 
 def _wanted_tokens(fleet: Fleet, plan: FleetPlan, loads: Loads, peak: FleetForecast) -> list[float]:
@@ -101,18 +114,47 @@ def _wanted_tokens(fleet: Fleet, plan: FleetPlan, loads: Loads, peak: FleetForec
     return wanted
 
 
+def _with_free_tokens(
+    fleet: Fleet, plan: FleetPlan, loads: Loads, found: FleetForecast, wanted: list[float]
+) -> list[float]:
+    """Return ``wanted`` with no less KV cache than costs nothing.
+
+    A GPU is held by the larger of the memory share and the busy share: memory up to the busy share is free.
+    """
+    busy = loads.weights @ (found.busy / found.slowdown)
+    more = []
+    for row, (replica, tokens) in enumerate(zip(plan.replicas, wanted, strict=True)):
+        option = fleet.option(replica)
+        total_bytes = min(fleet.gpus[gpu].total_bytes for gpu in replica.gpus)
+        free_bytes = busy[row] * option.busy_share_per_gpu * total_bytes - option.fixed_bytes
+        free_tokens = free_bytes / max(option.kv_bytes_per_token, 1e-9)
+        more.append(max(tokens, min(free_tokens, float(found.kv_tokens[row]))))
+    return more
+
+
 def _over_guard(fleet: Fleet, loads: Loads, peak: FleetForecast) -> float:
     """Return by how much the guard is broken, over all deployments, weighted over the cases."""
-    alone = np.array([fleet.least(number).alone_s for number in range(len(fleet.deployments))])
+    least = [fleet.least(row) for row in range(len(fleet.deployments))]
+    splits = np.array([0.0 if one.is_split_measured else math.log2(one.config.tp) for one in least])
+    alone = np.array([one.alone_s for one in least]) * (1 + loads.split_loss[:, None] * splits)
+    limits = np.array([one.limit_s or np.nan for one in fleet.deployments])
+    promised = np.where(np.isnan(limits), _PROMISED * alone, limits)
     placed = np.isfinite(peak.e2e_s)
-    over = np.where(placed, np.maximum(0.0, peak.e2e_s / (_GUARD * alone) - 1), 0.0)
+    over = np.where(placed, np.maximum(0.0, peak.e2e_s / (_GUARD / _PROMISED * promised) - 1), 0.0)
     return float(loads.weights @ np.log1p(over).sum(axis=1))
 
 
-def _held_gpus(fleet: Fleet, loads: Loads, found: FleetForecast, plan: FleetPlan) -> float:
+def held_gpus(fleet: Fleet, loads: Loads, judged: Judged, of: int) -> float:
+    """Return the GPUs that the deployment with the number ``of`` holds."""
+    return _held_gpus(fleet, loads, judged.forecast, judged.plan, of)
+
+
+def _held_gpus(fleet: Fleet, loads: Loads, found: FleetForecast, plan: FleetPlan, of: int | None = None) -> float:
     """Return the GPUs held, each by the larger of the memory share and the busy share of each replica."""
     total = np.zeros(len(loads.weights))
     for row, (replica, tokens) in enumerate(zip(plan.replicas, found.kv_tokens, strict=True)):
+        if of is not None and replica.deployment != of:
+            continue
         option = fleet.option(replica)
         size_bytes = option.bytes_per_gpu(float(tokens))
         for gpu in replica.gpus:

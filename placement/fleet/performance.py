@@ -124,12 +124,13 @@ def forecast(fleet: Fleet, plan: FleetPlan, loads: Loads, room: KvRoom) -> Fleet
     member[np.arange(len(plan.replicas)), rows.deployment] = 1.0
     loss = 1 + loads.split_loss[:, None] * rows.splits
     slow, routed = np.ones(shape), np.tile(1.0 / counts[rows.deployment], (cases, 1))
+    foreign = np.array([gpu.busy for gpu in fleet.gpus])
     arriving = loads.rates_per_s[:, rows.deployment]
     e2e = busy = used = np.zeros(shape)
     for number in range(_ROUNDS):
         e2e, used = _served(rows, arriving * routed, slow * loss, loads.arrival_cv2)
         busy = 1 - np.exp(-arriving * routed * e2e)
-        there = busy @ rows.on  # [cases, GPUs]
+        there = busy @ rows.on + foreign  # [cases, GPUs]
         others = np.maximum(0.0, there[:, rows.gpus].max(axis=2) - busy * rows.share)
         found = 1 + _SHARING * others + _SWITCHING * np.minimum(1.0, others)
         slow = found if number == 0 else (slow + found) / 2

@@ -1,25 +1,35 @@
 """Local search for a fleet plan: from the rule and its variants, the best of all small changes while one helps.
 
-The rule's own plan is always among the candidates and is judged by the same forecast; a plan that gains less than
-2% over it is not taken. Deterministic: the same fleet and loads give the same plan.
+The rule's own plan is always among the candidates and is judged by the same forecast; a plan that gains less
+than 2% over it is not taken. Of plans within 2% of the best the one on the fewest GPUs is. Deterministic: the
+same fleet and loads give the same plan.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from fingerprint.errors import ConfigError, InfeasibleError
-from placement.fleet.load import Loads, given_rates, prior
+from fingerprint.errors import InfeasibleError
+from placement.fleet.load import Loads, loads_of
 from placement.fleet.memory import kv_room
-from placement.fleet.objective import FleetGoal, Judged, Judgement, judge_of
-from placement.fleet.starts import fixed_plan, more_replicas, more_split, most_split, rule_plan
-from placement.fleet.types import Fleet, FleetPlan, FleetReplica
+from placement.fleet.objective import Judged, Judgement, judge_of
+from placement.fleet.starts import (
+    fixed_plan,
+    more_replicas,
+    more_split,
+    most_replicas,
+    most_split,
+    rule_plan,
+)
+from placement.fleet.types import Fleet, FleetGoal, FleetPlan, FleetReplica
 
 __all__ = ["FleetChoice", "choose"]
 
 _WORTH = 0.02  # gain in the logarithm of latency, or in cost, below which the rule's plan is taken
+_ROUNDING = 1e-9
 _MOST_JUDGEMENTS = 6_000
 _STARTS_KEPT = 3
 
@@ -30,8 +40,12 @@ class FleetChoice:
 
     chosen: Judged
     rule: Judged
+    fullest: Judged  # by the load that the first deployment can serve
     loads: Loads
-    judgements: int
+
+    def utilisation(self, judged: Judged) -> float:
+        """Return the mean rate over capacity of the first deployment's busiest replica; infinite without one."""
+        return _utilisation(judged, self.loads)
 
     @property
     def is_rule(self) -> bool:
@@ -41,26 +55,27 @@ class FleetChoice:
 def choose(
     fleet: Fleet,
     goal: FleetGoal,
-    rates_per_s: tuple[float, ...] | None = None,
+    rates_per_s: Sequence[float | None] | None = None,
     *,
     rule: FleetPlan | None = None,
+    burstiness: float = 1.0,
     most_judgements: int = _MOST_JUDGEMENTS,
 ) -> FleetChoice:
     """Return the best plan found for ``goal``.
 
     Args:
-        rates_per_s: of each deployment; None: not known (``placement.fleet.load.prior``).
+        rates_per_s: of each deployment, None for one that is not known; None: none is known.
         rule: plan that must not be lost to; None: ``rule_plan``.
+        burstiness: as for ``placement.fleet.load.loads_of``.
         most_judgements: bound on the work, a plan each.
 
     Raises:
         ConfigError: not one rate for each deployment.
         InfeasibleError: nothing fits.
     """
-    if rates_per_s is not None and len(rates_per_s) != len(fleet.deployments):
-        raise ConfigError(f"{len(fleet.deployments)} deployments need as many rates, got {len(rates_per_s)}")
     rule = _that_fits(fleet, rule)
-    loads = prior(fleet, rule) if rates_per_s is None else given_rates(rates_per_s)
+    rates = [None] * len(fleet.deployments) if rates_per_s is None else rates_per_s
+    loads = loads_of(fleet, rule, rates, burstiness=burstiness)
     search = _Search(fleet, judge_of(fleet, loads, rule, goal), most_judgements)
     of_rule = search.judge(rule)
     assert of_rule is not None, "it was found to fit"
@@ -68,7 +83,26 @@ def choose(
     judged = [one for one in map(search.judge, starts) if one is not None]
     judged.sort(key=lambda one: one.score)
     best = min((search.improved(start) for start in judged[:_STARTS_KEPT]), key=lambda one: one.score)
-    return FleetChoice(of_rule if not _gains(best, of_rule, goal) else best, of_rule, loads, search.judgements)
+    best = search.plainest(best, goal)
+    chosen = best if _gains(best, of_rule, goal) else of_rule
+    fullest = min((chosen, *_full_plans(fleet, search)), key=lambda one: _utilisation(one, loads))
+    return FleetChoice(chosen, of_rule, fullest, loads)
+
+
+def _full_plans(fleet: Fleet, search: _Search) -> list[Judged]:
+    """Return the plans of as many replicas of the first deployment as fit, of each option."""
+    if fleet.deployments[0].fixed:
+        return []
+    plans = (most_replicas(fleet, option) for option in range(len(fleet.deployments[0].options)))
+    judged = (search.judge(plan) for plan in plans if plan is not None)
+    return [one for one in judged if one is not None]
+
+
+def _utilisation(judged: Judged, loads: Loads) -> float:
+    rows = [row for row, replica in enumerate(judged.plan.replicas) if replica.deployment == 0]
+    if not rows:
+        return math.inf
+    return float(loads.of_mean_rates @ judged.forecast.utilisation[:, rows].max(axis=1))
 
 
 def _that_fits(fleet: Fleet, rule: FleetPlan | None) -> FleetPlan:
@@ -88,8 +122,14 @@ def _that_fits(fleet: Fleet, rule: FleetPlan | None) -> FleetPlan:
 
 
 def _gains(best: Judged, rule: Judged, goal: FleetGoal) -> bool:
-    """Return whether ``best`` keeps more promises than the rule, or gains enough over it."""
-    if best.score[0] < rule.score[0] - 1e-9:
+    """Return whether ``best`` keeps more promises than the rule, or gains enough over it.
+
+    A plan that leaves out a deployment that the rule serves has to serve more of them.
+    """
+    served, of_rule = ({replica.deployment for replica in one.plan.replicas} for one in (best, rule))
+    if not of_rule <= served and len(served) <= len(of_rule):
+        return False
+    if best.score[0] < rule.score[0] - _ROUNDING:
         return True
     if goal is FleetGoal.LATENCY:
         return best.score[1] < rule.score[1] - _WORTH
@@ -128,6 +168,22 @@ class _Search:
                 return best
             here = best
         return here
+
+    def plainest(self, best: Judged, goal: FleetGoal) -> Judged:
+        """Return the plan on the fewest GPUs, of equals the least shared, of all within 2% of ``best``."""
+
+        def is_as_good(one: Judged) -> bool:
+            if one.score[0] > best.score[0] + _ROUNDING:
+                return False
+            if goal is FleetGoal.LATENCY:
+                return one.score[1] <= best.score[1] + _WORTH
+            return one.score[1] <= best.score[1] * math.exp(_WORTH)
+
+        def plainness(one: Judged) -> tuple[int, int, float]:
+            tenants = Counter(gpu for replica in one.plan.replicas for gpu in replica.gpus)
+            return tenants.total(), sum(number > 1 for number in tenants.values()), one.score[1]
+
+        return min((one for one in self._known.values() if one and is_as_good(one)), key=plainness)
 
     def _changes(self, plan: FleetPlan) -> Iterator[FleetPlan]:
         for number, deployment in enumerate(self._fleet.deployments):
@@ -205,8 +261,10 @@ class _Search:
             for gpu in replica.gpus:
                 tenants.setdefault(gpu, []).append((replica.deployment, replica.option))
         for group in self._fleet.groups[size]:
+            states = [self._fleet.gpus[gpu] for gpu in group]
             kind = tuple(
-                (tuple(sorted(tenants.get(gpu, ()))), self._fleet.gpus[gpu].usable_bytes) for gpu in group
+                (tuple(sorted(tenants.get(gpu, ()))), state.usable_bytes, state.busy)
+                for gpu, state in zip(group, states, strict=True)
             )
             if kind not in seen:
                 seen.add(kind)
@@ -215,4 +273,4 @@ class _Search:
 
 def _better(found: tuple[float, float], than: tuple[float, float]) -> bool:
     """Return whether a score is better by more than rounding."""
-    return found[0] < than[0] - 1e-9 or (found[0] <= than[0] and found[1] < than[1] - 1e-6)
+    return found[0] < than[0] - _ROUNDING or (found[0] <= than[0] and found[1] < than[1] - 1e-6)

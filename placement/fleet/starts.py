@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from placement.fleet.memory import kv_room
 from placement.fleet.types import Fleet, FleetPlan, FleetReplica
 
-__all__ = ["fixed_plan", "more_replicas", "more_split", "most_split", "rule_plan"]
+__all__ = ["fixed_plan", "more_replicas", "more_split", "most_replicas", "most_split", "rule_plan"]
 
 
 def fixed_plan(fleet: Fleet) -> FleetPlan:
@@ -19,13 +19,18 @@ def fixed_plan(fleet: Fleet) -> FleetPlan:
 def rule_plan(fleet: Fleet) -> FleetPlan:
     """Return the plan of the rule: fewest GPUs that hold the model, one replica, spread out.
 
-    Deployments choose in their order, each the emptiest group of GPUs that still has room. One that finds no room
-    is left out.
+    The largest deployments choose first, each the emptiest group of GPUs that still has room. One that finds no
+    room is left out.
     """
+
+    def size_bytes(number: int) -> int:
+        option = fleet.least(number)
+        return option.num_gpus * option.bytes_per_gpu(option.longest_tokens)
+
     plan = fixed_plan(fleet)
-    for number, deployment in enumerate(fleet.deployments):
-        if not deployment.fixed:
-            plan = next(_placements(fleet, plan, number), plan)
+    new = [number for number, deployment in enumerate(fleet.deployments) if not deployment.fixed]
+    for number in sorted(new, key=size_bytes, reverse=True):
+        plan = next(_placements(fleet, plan, number), plan)
     return plan
 
 
@@ -40,16 +45,22 @@ def _placements(fleet: Fleet, plan: FleetPlan, deployment: int) -> Iterator[Flee
 
 
 def emptiest(fleet: Fleet, plan: FleetPlan, size: int) -> list[tuple[int, ...]]:
-    """Return the groups of ``size`` GPUs, those with the fewest replicas and the least memory taken first."""
+    """Return the groups of ``size`` GPUs, the idlest first, of equals those with the fewest replicas and bytes."""
     tenants: Counter[int] = Counter()
     taken: Counter[int] = Counter()
     for replica in plan.replicas:
         for gpu in replica.gpus:
             tenants[gpu] += 1
             taken[gpu] += fleet.option(replica).fixed_bytes
+    tenants.update(fleet.held_by_unknown)
     return sorted(
         fleet.groups[size],
-        key=lambda group: (max(tenants[g] for g in group), max(taken[g] for g in group), group),
+        key=lambda group: (
+            max(fleet.gpus[gpu].busy for gpu in group),
+            max(tenants[gpu] for gpu in group),
+            max(taken[gpu] for gpu in group),
+            group,
+        ),
     )
 
 
@@ -123,3 +134,16 @@ def most_split(fleet: Fleet) -> FleetPlan:
                 plan = found
                 break
     return plan
+
+
+def most_replicas(fleet: Fleet, option: int) -> FleetPlan | None:
+    """Return as many replicas of the first deployment as fit, all of one option; None: not one."""
+    size = fleet.deployments[0].options[option].num_gpus
+    most, plan = fleet.deployments[0].most_replicas, fixed_plan(fleet)
+    for group in emptiest(fleet, plan, size):
+        if len(plan.of(0)) == most:
+            break
+        added = plan.adding(FleetReplica(0, option, group))
+        if kv_room(fleet, added) is not None:
+            plan = added
+    return plan if plan.of(0) else None

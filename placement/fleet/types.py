@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property
 
 from fingerprint.errors import ConfigError
 from fingerprint.service_model import ServiceModel
 
-__all__ = ["Fleet", "FleetDeployment", "FleetGpu", "FleetPlan", "FleetReplica"]
+__all__ = ["Fleet", "FleetDeployment", "FleetGoal", "FleetGpu", "FleetPlan", "FleetReplica"]
+
+_UNKNOWN = 0.15  # of a GPU's memory, which is kept free or the driver's own
+_CALM = 0.05  # busy share of a GPU's time that is no reason to avoid it
+
+
+class FleetGoal(StrEnum):
+    """Goal of a joint plan."""
+
+    LATENCY = "latency"  # mean end-to-end time of all requests
+    COST = "cost"  # held share of GPUs per request, with a guard on each deployment's latency
+    GPUS = "gpus"  # GPUs that hold anything, with the same guard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,29 +32,39 @@ class FleetDeployment:
         options: at most one for each (tp, pp), the fastest of the formats that are allowed.
         fixed: replicas that run and stay as they are, by option and GPUs; the search adds to them only.
         most_replicas: None: as many as fit.
+        limit_s: end-to-end time that requests are promised; None: a cheap plan keeps its own guard.
     """
 
     name: str
     options: tuple[ServiceModel, ...]
     fixed: tuple[FleetReplica, ...] = ()
     most_replicas: int | None = None
+    least_replicas: int = 1
+    limit_s: float | None = None
 
     def __post_init__(self) -> None:
         if not self.options:
             raise ConfigError(f"{self.name} has no configuration to choose from")
-        if self.most_replicas is not None and self.most_replicas < 1:
-            raise ConfigError(f"{self.name} needs at least one replica, got {self.most_replicas}")
+        if self.least_replicas < 1 or (self.most_replicas or self.least_replicas) < self.least_replicas:
+            raise ConfigError(
+                f"{self.name} needs at least one replica and no more than the most, got {self.least_replicas} to "
+                f"{self.most_replicas}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FleetGpu:
-    """GPU of the cluster: its place, and the memory that new workers may take."""
+    """GPU of the cluster: its place, and the memory that new workers may take.
+
+    ``busy``: share of its time that processes take which no deployment of the fleet accounts for.
+    """
 
     node_id: str
     device_id: str
     gpu_index: int
     usable_bytes: int
     total_bytes: int
+    busy: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +118,14 @@ class Fleet:
     Attributes:
         reserved: numbers of GPUs that are left to deployments still expected.
         expected: deployments that there will be in all; 0: no more than these.
+        loaded_gpus: GPUs of whose worth of load the prior has shares; None: all.
     """
 
     deployments: tuple[FleetDeployment, ...]
     gpus: tuple[FleetGpu, ...]
     reserved: frozenset[int] = frozenset()
     expected: int = 0
+    loaded_gpus: int | None = None
 
     def __post_init__(self) -> None:
         if not self.deployments or not self.gpus:
@@ -111,7 +135,7 @@ class Fleet:
         return self.deployments[replica.deployment].options[replica.option]
 
     @cached_property
-    def groups(self) -> dict[int, tuple[tuple[int, ...], ...]]:
+    def blocks(self) -> dict[int, tuple[tuple[int, ...], ...]]:
         """GPU groups by size: of one node, neighbours, aligned to the size; sizes that an option has."""
         sizes = {option.num_gpus for one in self.deployments for option in one.options}
         nodes: dict[str, list[int]] = {}
@@ -124,12 +148,60 @@ class Fleet:
                 by_block: dict[int, list[int]] = {}
                 for number in numbers:
                     by_block.setdefault(self.gpus[number].gpu_index // size, []).append(number)
-                groups += [tuple(block) for block in by_block.values() if len(block) == size]
-            found[size] = tuple(group for group in groups if not self.reserved.intersection(group))
+                whole = [tuple(block) for block in by_block.values() if len(block) == size]
+                if not whole:  # no aligned neighbours, such as GPUs 1 and 2 alone
+                    ends = range(size, len(numbers) + 1, size)
+                    whole = [tuple(numbers[end - size : end]) for end in ends]
+                groups += whole
+            found[size] = tuple(groups)
         return found
+
+    @cached_property
+    def groups(self) -> dict[int, tuple[tuple[int, ...], ...]]:
+        """Blocks that this plan may use: without a reserved GPU and, where one has room, without a busy one."""
+        found = {}
+        for size, blocks in self.blocks.items():
+            free = tuple(group for group in blocks if not self.reserved.intersection(group))
+            calm = tuple(group for group in free if all(self.gpus[gpu].busy <= _CALM for gpu in group))
+            found[size] = calm if any(self._has_room(group) for group in calm) else free
+        return found
+
+    def _has_room(self, group: tuple[int, ...]) -> bool:
+        """Return whether a group has room for the longest request of every deployment's option of its size."""
+        free_bytes = min(self.gpus[gpu].usable_bytes for gpu in group)
+        options = (o for one in self.deployments if not one.fixed for o in one.options)
+        return all(o.bytes_per_gpu(o.longest_tokens) <= free_bytes for o in options if o.num_gpus == len(group))
+
+    @cached_property
+    def held_by_unknown(self) -> tuple[int, ...]:
+        """GPUs of whose memory more is taken than by the replicas that run: as good as one more on each."""
+        free = [gpu.total_bytes - gpu.usable_bytes for gpu in self.gpus]
+        for replica in (replica for one in self.deployments for replica in one.fixed):
+            for gpu in replica.gpus:
+                free[gpu] -= self.option(replica).bytes_per_gpu(replica.kv_tokens or 0.0)
+        return tuple(
+            number
+            for number, (size, gpu) in enumerate(zip(free, self.gpus, strict=True))
+            if size > _UNKNOWN * gpu.total_bytes
+        )
 
     def least(self, deployment: int) -> ServiceModel:
         """Return the option on the fewest GPUs whose longest request fits on an empty one; else the widest."""
+        return self._least[deployment]
+
+    @cached_property
+    def _least(self) -> tuple[ServiceModel, ...]:
         most_bytes = max(gpu.usable_bytes for gpu in self.gpus)
-        options = sorted(self.deployments[deployment].options, key=lambda option: option.num_gpus)
-        return next((o for o in options if o.bytes_per_gpu(o.longest_tokens) <= most_bytes), options[-1])
+        found = []
+        for deployment in self.deployments:
+            options = sorted(deployment.options, key=lambda option: option.num_gpus)
+            fits = (option for option in options if option.bytes_per_gpu(option.longest_tokens) <= most_bytes)
+            found.append(next(fits, options[-1]))
+        return tuple(found)
+
+    @cached_property
+    def useful_tokens(self) -> tuple[tuple[float, ...], ...]:
+        """KV cache of each option of each deployment beyond which it gains next to nothing."""
+        return tuple(
+            tuple(option.useful_kv_tokens for option in deployment.options) for deployment in self.deployments
+        )

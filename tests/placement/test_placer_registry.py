@@ -44,7 +44,7 @@ def test_the_threshold_is_hybrids() -> None:
 @pytest.mark.parametrize(
     ("name", "sees_load", "complaint"),
     [
-        ("best", True, r"'best'; choose one of hybrid, packing, least-loaded, ilp, look-ahead\[:PRICE\]"),
+        ("best", True, r"'best'; choose one of joint, hybrid, packing, least-loaded, ilp, look-ahead\[:PRICE\]"),
         ("best", False, "least-loaded, ilp$"),
         ("look-ahead:0.5", False, "no placement policy 'look-ahead:0.5'"),
         ("look-ahead:x", True, "number of requests"),

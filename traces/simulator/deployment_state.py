@@ -159,6 +159,7 @@ def _state(d: Deployment, now_s: float, count: float, input_sum: float, output_s
                 outstanding=server.outstanding,
                 max_batch=server.max_batch,
                 batches=len(server.stages) if isinstance(server, PipelinedWorker) else 1,
+                kv_tokens=d.decided[server].steps.limits.kv_tokens,
             )
             for server in d.replicas
         ),
@@ -169,4 +170,5 @@ def _state(d: Deployment, now_s: float, count: float, input_sum: float, output_s
         idle_s=0.0 if busy else now_s - d.last_s,
         steady_s=now_s - d.since_s,
         stays=each,
+        service=d.latest.service,
     )

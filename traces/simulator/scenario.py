@@ -13,6 +13,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import ConfigError
+from fingerprint.service_model import ServiceModel
 from placement.actions import ClusterPolicy
 from placement.routing import LeastOutstanding, Router
 from placement.types import ClusterSnapshot, GpuState, Placement
@@ -112,6 +113,7 @@ class Deployed:
     startup_s: float = 0.0  # of its engine, from the decision until it serves
     pace: Pace | None = None  # by its plan; what a gateway would know of it
     config: DeploymentConfig | None = None  # None: it is no configuration of one engine
+    service: ServiceModel | None = None  # by its plan; what later plans know of it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,7 +27,8 @@ import math
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -144,6 +145,12 @@ class StepModel:
         self._knots: list[float] = contexts[1:-1].tolist()  # the last segment goes on beyond its end
         self.tokens_s = array("d", tokens_s)
         self.attention_s = array("d", attention_s)
+
+    def with_kv_tokens(self, kv_tokens: int) -> StepModel:
+        """Return the same times for a worker with another KV cache."""
+        found = copy(self)
+        found.limits = replace(self.limits, kv_tokens=kv_tokens)
+        return found
 
     def decode_s(self, sequences: int, mean_context: float) -> float:
         """Return the time of one step of ``sequences`` that each attend to ``mean_context`` tokens, the new one

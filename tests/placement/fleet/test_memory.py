@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placement.fleet.memory import kv_room, useful_kv_tokens
+from placement.fleet.memory import kv_room
 from placement.fleet.types import Fleet, FleetDeployment, FleetPlan, FleetReplica
 from tests.placement.fleet.fleets import GIB, fleet, gpus, option
 
@@ -59,7 +59,7 @@ def test_no_more_is_taken_than_is_of_use() -> None:
     one = fleet(1, 1, kv_bytes_per_token=10_000)
     room = kv_room(one, on_one_gpu(one))
     assert room is not None
-    assert room.kv_tokens == (useful_kv_tokens(option()),)
+    assert room.kv_tokens == (option().useful_kv_tokens,)
 
 
 @given(st.integers(1, 3), st.floats(10, 24), st.floats(1_000, 200_000))

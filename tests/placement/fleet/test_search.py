@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from fingerprint.errors import ConfigError, InfeasibleError
 from placement.fleet.memory import kv_room
-from placement.fleet.objective import FleetGoal
 from placement.fleet.performance import forecast
 from placement.fleet.search import choose
 from placement.fleet.starts import more_replicas, more_split, most_split, rule_plan
-from placement.fleet.types import Fleet, FleetDeployment, FleetPlan, FleetReplica
+from placement.fleet.types import Fleet, FleetDeployment, FleetGoal, FleetPlan, FleetReplica
 from tests.placement.fleet.fleets import fleet, gpus, option
 
 MODELS = st.lists(
@@ -70,14 +69,14 @@ def test_with_no_rate_known_a_plan_loses_to_the_rule_at_no_load_of_the_prior(
 
 @settings(max_examples=50, deadline=None)
 @given(MODELS, st.integers(1, 4), st.sampled_from(FleetGoal))
-def test_every_plan_fits_and_serves_what_the_rule_serves(
+def test_every_plan_fits_and_serves_no_fewer_than_the_rule(
     models: list[tuple[float, float, int]], count: int, goal: FleetGoal
 ) -> None:
     one = random_fleet(models, count)
     choice = choose(one, goal, most_judgements=200)
     assert kv_room(one, choice.chosen.plan) is not None
     served = {replica.deployment for replica in choice.chosen.plan.replicas}
-    assert {replica.deployment for replica in choice.rule.plan.replicas} <= served
+    assert len({replica.deployment for replica in choice.rule.plan.replicas}) <= len(served)
     for replica in choice.chosen.plan.replicas:
         assert len(set(replica.gpus)) == one.option(replica).num_gpus
 
