@@ -61,6 +61,7 @@ accuracy: setup
 # The paper's figures in full: JSON with date and machine, SVG, and the notebooks' outputs, in notebooks/.
 evaluation: setup
 	$(BIN)/python -m notebooks.figures.record
+	$(BIN)/python -m notebooks.figures.worlds
 
 docs: setup
 	$(BIN)/python docs/generate.py

@@ -13,7 +13,14 @@ from typing import Any
 
 from placement_tables import exact_gaps, exact_gaps_in_part, of_policies, of_replicas
 from serving_tables import gateway_table, late_table
-from world_tables import against_rule_table, contestants_table, fields_table, oracle_table, variants_table
+from world_tables import (
+    against_rule_table,
+    contestants_table,
+    fields_table,
+    oracle_table,
+    summary_table,
+    variants_table,
+)
 
 __all__ = ["with_tables"]
 
@@ -213,8 +220,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "world contestants": contestants_table,
     "world fields": fields_table,
     "ours in worlds": partial(against_rule_table, "ours"),
-    "joint in worlds": partial(against_rule_table, "joint"),
-    "joint in worlds, rates given": partial(against_rule_table, "joint", "rates-given"),
+    "ours under load": summary_table,
+    "ours in worlds, rates given": partial(against_rule_table, "ours", "rates-given"),
     "worlds by variant": variants_table,
     "worlds and the oracle": oracle_table,
     "regret without a limit": lambda: _regret(supported=False, limited=False),

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fingerprint.errors import ConfigError
+from fingerprint.service_model import ServiceModel
 from iserve.evaluation.arena import Arena
-from iserve.evaluation.joint import JointPlanner
 from iserve.evaluation.rules import Idle, Rule
 from iserve.evaluation.situation import Asked, Contestant, Decision, Replica, Situation
 from iserve.simulation.baselines import Baseline, alpaserve, prepare, static_deployer
 from iserve.simulation.baselines import World as BaselineWorld
 from iserve.simulation.running import PlannedDeployer, SimulatedModel
+from placement.placer_registry import JOINT
 from placement.routing import LeastOutstanding
+from placement.types import ClusterSnapshot, DeploymentState, ReplicaState
 from planner.costs import objective_of
 from planner.intent import Intent, IntentKind, Slo
 from traces.baselines.fixed_placement import Fixed
@@ -25,6 +27,7 @@ __all__ = [
     "ALPASERVE",
     "CONTESTANTS",
     "ORACLE",
+    "OURS",
     "STANDARD",
     "STRONG_RULE",
     "Kind",
@@ -33,8 +36,8 @@ __all__ = [
 ]
 
 OURS = "ours"
-OURS_PLANNED = "ours-batch"
-JOINT = "joint"
+OURS_BY_NUMBER = "ours-by-number"
+OURS_HYBRID = "ours-hybrid"
 STRONG_RULE = "rule-min-tp-full"
 ALPASERVE = "alpaserve"
 ORACLE = "oracle"
@@ -59,9 +62,11 @@ class Kind:
 
 
 CONTESTANTS = {
-    OURS: Kind("iServe as `iserve deploy` decides by default, one model after the other", by_intent=True),
-    OURS_PLANNED: Kind("the same, planned and launched for the planned batch (`--batch`)", by_intent=True),
-    JOINT: Kind("joint plan of all deployments asked for together, under a prior or the rates", by_intent=True),
+    OURS: Kind(
+        "iServe by default, one deploy after the other, each with `--expected-model` of the next", by_intent=True
+    ),
+    OURS_BY_NUMBER: Kind("the same with `--expected-deployments`, the number of all, alone", by_intent=True),
+    OURS_HYBRID: Kind("iServe with `--policy hybrid`: ranked by one batch, then placed", by_intent=True),
     "rule-min-tp": Kind("least TP that fits, least used GPUs, KV room for the planned batch"),
     STRONG_RULE: Kind("the same with all free KV room and a batch of 256: the strong rule"),
     "rule-replicas": Kind("the strong rule, and replicas of the models in turn on idle GPUs"),
@@ -92,10 +97,8 @@ def make_contestant(name: str, arena: Arena) -> Contestant:
     rules = {rule.name: rule for rule in RULES}
     if name in rules:
         return rules[name]
-    if name in (OURS, OURS_PLANNED):
-        return Ours(name, for_planned_batch=name == OURS_PLANNED)
-    if name == JOINT:
-        return JointPlanner(name)
+    if name in (OURS, OURS_BY_NUMBER, OURS_HYBRID):
+        return Ours(name, policy="hybrid" if name == OURS_HYBRID else JOINT, names_next=name == OURS)
     if name == "max-tp":
         return ByDeployer(name, _max_tp)
     if name == AICONFIGURATOR:
@@ -108,20 +111,43 @@ def make_contestant(name: str, arena: Arena) -> Contestant:
 class Ours:
     """Planner of ``iserve deploy`` (implements ``Contestant``): one model after the other, by the intent.
 
-    Each is planned with the product's defaults for its mean request and its longest one: one request at a time and
-    as many served as memory holds or, at a known rate, the planned batch. The number of deployments is given
-    where the intent takes it.
+    Each is planned with the product's defaults for its mean request and its longest one, at its rate where that is
+    known. The number of deployments is given; of those that run the planner knows what a controller does: their
+    plans, and their rates over the last 120 s.
 
     Args:
-        for_planned_batch: plan and launch for the planned batch in any case, as the rules do.
+        policy: of placement. Hybrid takes no number of deployments for a cost, and a batch with a rate.
+        names_next: the models that are asked for at the same time are given as well, with their rates.
     """
 
-    def __init__(self, name: str, *, for_planned_batch: bool = False) -> None:
-        self.name, self._for_planned_batch = name, for_planned_batch
+    def __init__(self, name: str, *, policy: str = JOINT, names_next: bool = True) -> None:
+        self.name, self._policy, self._names_next = name, policy, names_next
         self._deployers: dict[tuple[str, IntentKind], PlannedDeployer] = {}
+        self._services: dict[str, ServiceModel | None] = {}
 
     def __call__(self, situation: Situation) -> Decision:
-        return _one_by_one(situation, lambda asked: self._deployer(asked, situation))
+        cluster = self._as_planned(situation.cluster)
+        replicas, reasons = list[Replica](), list[str]()
+        expected = [
+            self._deployer(asked, situation).expected(asked.name, len(cluster.gpus)) for asked in situation.asked
+        ]
+        for number, asked in enumerate(situation.asked):
+            later = [one for one in expected[number + 1 :] if one is not None and self._names_next]
+            found = self._deployer(asked, situation).all_replicas(asked.name, cluster, later)
+            if isinstance(found, NotDeployed):
+                reasons.append(f"{asked.name}: {found.reason}")
+                continue
+            self._services[asked.name] = found[0].service
+            for one in found:
+                cluster = without(cluster, one.placement)
+            cluster = replace(cluster, deployments=(*cluster.deployments, _just_placed(asked.name, found)))
+            replicas += [_replica(asked.name, one) for one in found]
+        return Decision(replicas=tuple(replicas), reasons=tuple(reasons))
+
+    def _as_planned(self, cluster: ClusterSnapshot) -> ClusterSnapshot:
+        """Return the cluster with the service models of the plans of those that run."""
+        told = tuple(replace(one, service=self._services.get(one.name)) for one in cluster.deployments)
+        return replace(cluster, deployments=told)
 
     def _deployer(self, asked: Asked, situation: Situation) -> PlannedDeployer:
         key = (asked.name, situation.intent)
@@ -137,16 +163,46 @@ class Ours:
             rate_per_s=asked.rate_per_s,
             quality=situation.quality,
         )
-        is_default = asked.rate_per_s is None and not self._for_planned_batch
-        batch = 1 if is_default else situation.planned_batch
+        is_joint = self._policy == JOINT
+        is_planned = not is_joint and asked.rate_per_s is not None
         options = replace(
             model.options,
             intent=intent,
-            workload=replace(model.options.workload, batch=batch),
-            more_requests=is_default,
-            expect=situation.expected if objective_of(intent).of_all else 0,
+            policy=self._policy,
+            workload=replace(model.options.workload, batch=situation.planned_batch if is_planned else 1),
+            more_requests=not is_planned,
+            more_replicas=is_joint,
+            expect=situation.expected if is_joint or objective_of(intent).of_all else 0,
         )
         return replace(model, options=options)
+
+
+def _just_placed(name: str, found: Sequence[Deployed]) -> DeploymentState:
+    """Return the state of a deployment that has served nothing yet."""
+    replicas = tuple(
+        ReplicaState(
+            replica_id=f"{name}-{number}",
+            placement=one.placement,
+            ready=False,
+            outstanding=0,
+            max_batch=one.steps.limits.max_batch,
+            kv_tokens=one.steps.limits.kv_tokens,
+        )
+        for number, one in enumerate(found)
+    )
+    return DeploymentState(
+        name=name,
+        model=name,
+        wanted=len(replicas),
+        replicas=replicas,
+        moving=False,
+        waiting=0,
+        requests_per_s=0.0,
+        service_s=0.0,
+        idle_s=0.0,
+        steady_s=0.0,
+        service=found[0].service,
+    )
 
 
 @dataclass(frozen=True, slots=True)

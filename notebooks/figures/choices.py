@@ -89,7 +89,7 @@ def plan_of(
     quality: Quality = Quality.ANY,
 ) -> Plan:
     """iServe's plan on the idle cluster. ``any`` quality: the paper leaves a model's answers out of account."""
-    options = PlanOptions(intent=Intent(kind=kind, quality=quality), workload=WORKLOAD)
+    options = PlanOptions(intent=Intent(kind=kind, quality=quality), workload=WORKLOAD, policy="hybrid")
     return make_plan(spec_of(model), hypothetical_hardware(GPU, NUM_GPUS), estimator_of(model), engines, options)
 
 

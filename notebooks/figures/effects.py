@@ -53,7 +53,7 @@ class Point:
         return self.config.num_gpus * self.latency_s
 
 
-_FITS = FitsOn(hypothetical_hardware(GPU, NUM_GPUS), PlanOptions())
+_FITS = FitsOn(hypothetical_hardware(GPU, NUM_GPUS), PlanOptions(policy="hybrid"))
 
 
 def point(model: str, config: DeploymentConfig) -> Point:

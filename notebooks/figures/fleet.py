@@ -87,14 +87,16 @@ def deploy_all(models: Sequence[str], wish: Wish) -> list[Deployed]:
 def _deploy(model: str, wish: Wish, hardware: Hardware) -> Deployed | None:
     estimator = wish.estimators(model)
     if isinstance(wish.choose, IntentKind):
-        options = PlanOptions(intent=Intent(kind=wish.choose, quality=Quality.ANY), workload=WORKLOAD)
+        options = PlanOptions(
+            intent=Intent(kind=wish.choose, quality=Quality.ANY), workload=WORKLOAD, policy="hybrid"
+        )
         best = make_plan(spec_of(model), hardware, estimator, (PAPER_ENGINE,), options).best
         if best is None or best.estimate is None:
             return None
         assert isinstance(best.layout, Placement)
         return Deployed(model, best.estimate, best.layout)
     estimate = estimator.estimate(wish.choose(model), WORKLOAD)
-    placed = FitsOn(hardware, PlanOptions())(estimate)
+    placed = FitsOn(hardware, PlanOptions(policy="hybrid"))(estimate)
     return Deployed(model, estimate, placed) if isinstance(placed, Placement) else None
 
 

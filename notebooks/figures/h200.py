@@ -72,7 +72,7 @@ class _Remembered:
 
 @cache
 def _remembered(name: str) -> SimulatedModel:
-    model = measured_model(name, recording_of(name).profile, GPU, PlanOptions())
+    model = measured_model(name, recording_of(name).profile, GPU, PlanOptions(policy="hybrid"))
     return replace(model, estimator=_Remembered(model.estimator))
 
 

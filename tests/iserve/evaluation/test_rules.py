@@ -103,8 +103,9 @@ def test_first_fit_fills_the_first_gpu() -> None:
 
 
 def test_ours_is_the_planner_by_its_defaults() -> None:
+    """The only model of a cluster takes the idle GPUs as replicas where latency is asked for."""
     found = decision("ours", arena(1)).replicas
-    assert len(found) == 1
+    assert [replica.config.tp for replica in found] == [1] * 4
     assert found[0].limits.max_batch == 256
 
 
@@ -120,7 +121,7 @@ def test_aiconfigurator_without_a_recording_has_no_answer() -> None:
     large=st.integers(0, 2),
     cluster=st.sampled_from(["h200:1", "h200:4", "a6000:8"]),
 )
-@example(name="joint", small=3, large=2, cluster="a6000:8")  # a large one left out for three small ones
+@example(name="ours", small=3, large=2, cluster="a6000:8")  # a large one left out for three small ones
 @settings(max_examples=20)
 def test_memory_is_never_exceeded(name: str, small: int, large: int, cluster: str) -> None:
     if not small + large or (large and cluster == "h200:1"):

@@ -1,4 +1,4 @@
-"""Joint planner as a contestant: what it places, what it leaves alone, and what it launches."""
+"""Product as a contestant: what it places, what it leaves alone, and what it launches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from iserve.evaluation.arena import Arena, make_arena
-from iserve.evaluation.contestants import JOINT, STRONG_RULE, make_contestant
+from iserve.evaluation.contestants import OURS, STRONG_RULE, make_contestant
 from iserve.evaluation.play import play
 from iserve.evaluation.situation import Decision
 from placement.types import ClusterSnapshot
@@ -32,23 +32,25 @@ MAMBA = {
 }
 
 
-def joint(of: Arena, intent: IntentKind = IntentKind.MIN_LATENCY, group: int = 0) -> Decision:
-    return make_contestant(JOINT, of)(of.situation(of.groups[group][1], intent, of.cluster))
+def ours(of: Arena, intent: IntentKind = IntentKind.MIN_LATENCY, group: int = 0) -> Decision:
+    return make_contestant(OURS, of)(of.situation(of.groups[group][1], intent, of.cluster))
 
 
 def test_even_load_on_as_many_gpus_is_the_rules_plan() -> None:
     of = arena(4)
     rule = make_contestant(STRONG_RULE, of)(of.situation(of.groups[0][1], IntentKind.MIN_LATENCY, of.cluster))
-    assert joint(of).replicas == rule.replicas
+    found = ours(of).replicas
+    assert [replica.config.tp for replica in found] == [replica.config.tp for replica in rule.replicas] == [1] * 4
+    assert devices(found) == devices(rule.replicas)
 
 
 def test_idle_gpus_are_used() -> None:
-    assert len(devices(joint(arena(2)).replicas)) == 4
+    assert len(devices(ours(arena(2)).replicas)) == 4
 
 
 def test_a_cheap_plan_reserves_less_than_the_rule() -> None:
     of = arena(4)
-    cheap = joint(of, IntentKind.MIN_COST).replicas
+    cheap = ours(of, IntentKind.MIN_COST).replicas
     rule = make_contestant(STRONG_RULE, of)(
         of.situation(of.groups[0][1], IntentKind.MIN_COST, of.cluster)
     ).replicas
@@ -61,7 +63,7 @@ def test_a_cheap_plan_reserves_less_than_the_rule() -> None:
 
 def test_deployments_that_run_stay_and_the_next_is_placed_next_to_them() -> None:
     of = arena(4, later=1)
-    contestant = make_contestant(JOINT, of)
+    contestant = make_contestant(OURS, of)
     first = contestant(of.situation(of.groups[0][1], IntentKind.MIN_LATENCY, of.cluster)).replicas
     taken = devices(first)
     used = {stage.device_ids: stage.bytes_per_gpu for one in first for stage in one.placement.stages}
@@ -80,7 +82,7 @@ def test_three_that_fit_by_two_gpus_each_alone_are_all_placed() -> None:
     """The rule takes the least TP, where a third model of that size finds no room."""
     models = [{"name": f"l{number}", "config": LLAMA_70B} for number in range(3)]
     of = make_arena(small_world(models=models, cluster="h200:4", quality="near"), 1, Path())
-    found = joint(of)
+    found = ours(of)
     assert {replica.deployment for replica in found.replicas} == {"l0", "l1", "l2"}
     assert found.reasons == ()
 
@@ -88,7 +90,7 @@ def test_three_that_fit_by_two_gpus_each_alone_are_all_placed() -> None:
 def test_what_fits_nowhere_has_a_reason() -> None:
     of = arena(1)
     no_memory = ClusterSnapshot(tuple(replace(gpu, free_bytes=2**30) for gpu in of.cluster.gpus))
-    found = make_contestant(JOINT, of)(of.situation(of.groups[0][1], IntentKind.MIN_LATENCY, no_memory))
+    found = make_contestant(OURS, of)(of.situation(of.groups[0][1], IntentKind.MIN_LATENCY, no_memory))
     assert found.replicas == ()
     assert found.reasons
 
@@ -97,7 +99,7 @@ def test_what_fits_nowhere_has_a_reason() -> None:
 def test_a_model_of_states_runs_as_many_sequences_as_it_has_memory_for(intent: IntentKind) -> None:
     models = [{"name": "states", "config": MAMBA}, {"name": "chat", "config": LLAMA_8B}]
     of = make_arena(small_world(models=models, cluster="h200:2"), 1, Path())
-    found = {replica.deployment: replica for replica in joint(of, intent).replicas}
+    found = {replica.deployment: replica for replica in ours(of, intent).replicas}
     states = found["states"]
     assert states.limits.kv_tokens is None
     one_bytes = of.models["states"].spec.kinds[0].shape.state_bytes * 64
@@ -107,5 +109,5 @@ def test_a_model_of_states_runs_as_many_sequences_as_it_has_memory_for(intent: I
 
 def test_a_whole_world_is_served() -> None:
     of = arena(2)
-    played = play(of, make_contestant(JOINT, of), IntentKind.MIN_COST)
+    played = play(of, make_contestant(OURS, of), IntentKind.MIN_COST)
     assert played.result.outcomes.completed.all()
