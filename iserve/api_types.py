@@ -6,6 +6,7 @@ Imported for every ``--help``, so what is heavy is imported only when it runs.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
@@ -28,6 +29,7 @@ __all__ = [
     "MAX_LABEL",
     "MAX_TEXT",
     "DeployBody",
+    "ExpectedDeployment",
     "LaunchBody",
     "PlanBody",
     "PlanRequest",
@@ -102,6 +104,24 @@ def check_label(label: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpectedDeployment:
+    """Deployment that is to follow: its model, and its rate where that is known."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - no field
+
+    model: str = field(metadata=_TEXT)
+    """Model folder, Hugging Face id or registered name."""
+    rate_per_s: float | None = None
+    """Requests per second; None: not known."""
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ConfigError("an expected deployment needs the name of its model")
+        if self.rate_per_s is not None and not 0 < self.rate_per_s < math.inf:
+            raise ConfigError(f"the rate of {self.model} must be a positive, finite number, got {self.rate_per_s}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanRequest:
     """Intent with its limits, and the requests that are planned for."""
 
@@ -116,8 +136,8 @@ class PlanRequest:
     percentile: float = Intent().percentile
     """Percentage of the requests that must keep each limit of the SLO, when a rate is given."""
     rate_per_s: float | None = None
-    """Requests per second to be served; with it, give a batch: else 1 at once is planned for and served.
-    min-latency and cost-slo rank by the mean request at it, not by a full batch."""
+    """Requests per second to be served. Policy joint plans replicas, GPUs and memory for it; with another policy
+    give a batch, else 1 at once is planned for and served."""
     burstiness: float = Traffic().burstiness
     """Coefficient of variation of the gaps between requests; 1: Poisson."""
     input_cv: float = Traffic().input_cv
@@ -141,14 +161,18 @@ class PlanRequest:
     memory holds."""
     batch: int | None = None
     """Requests at once, planned for and served at most; else 1 is planned for, and as many are served as memory
-    holds, up to 256 (with a rate: 1)."""
+    holds, up to 256 (with a rate and another policy than joint: 1)."""
     expected_deployments: int = field(default=0, metadata={"ge": 0})
-    """Deployments that the cluster is to hold in all, this one among them; min-latency and cost-slo count what
-    sharing with them will cost. 0: no more than there are."""
+    """Deployments that the cluster is to hold in all, this one among them: policy joint leaves them GPUs and
+    memory; with another, min-latency and cost-slo count what sharing will cost. 0: no more than there are."""
+    expected_models: tuple[ExpectedDeployment, ...] = field(default=(), metadata={"max_length": 64})
+    """Deployments that are to follow, by model, with this one's lengths: policy joint leaves them the GPUs and
+    memory that suit all best."""
     engine: str = "auto"
     """Inference engine: torch, vllm, tensorrt-llm or auto."""
     policy: str | None = None
-    """Placement policy: hybrid, packing, least-loaded or ilp; else that of ISERVE_POLICY."""
+    """Placement policy: joint (configuration, replicas and devices together, by the load), hybrid, packing,
+    least-loaded or ilp; else that of ISERVE_POLICY."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Callable[[Any], Any]) -> Any:
@@ -179,7 +203,7 @@ class PlanRequest:
         Raises:
             ConfigError: a value out of its range.
         """
-        from iserve.planning.pipeline import PlanOptions
+        from iserve.planning.pipeline import ExpectedSpec, PlanOptions
         from placement.placer_registry import check_placement
 
         policy = self.policy or default_policy
@@ -210,6 +234,7 @@ class PlanRequest:
             policy=policy,
             load_threshold=load_threshold,
             expect=self.expected_deployments,
+            expected_models=tuple(ExpectedSpec(one.model, one.rate_per_s) for one in self.expected_models),
             more_requests=self.batch is None,
             longer_requests=self.context_tokens is None,
         )
@@ -221,8 +246,9 @@ class ReplicatedRequest(PlanRequest):
 
     model: str | None = field(default=None, metadata=_TEXT)
     """Model folder, Hugging Face id or registered name; None: the bundled demo model."""
-    replicas: int = field(default=1, metadata={"ge": 1, "le": MAX_REPLICAS})
-    """Workers of the configuration, each on devices of its own; the rate is that of all together."""
+    replicas: int | None = field(default=None, metadata={"ge": 1, "le": MAX_REPLICAS})
+    """Workers of the configuration, each on devices of its own; the rate is that of all together. Else as many as
+    the load is worth where policy joint knows the rate or the expected deployments, or 1."""
     text_only: bool = False
     """vLLM: leave out a multimodal model's towers for images, video and sound."""
     images: int = field(default=0, metadata={"ge": 0, "le": MAX_IMAGES})
@@ -251,7 +277,7 @@ class ReplicatedRequest(PlanRequest):
 
     def options(self, *, default_policy: str, load_threshold: float, sees_load: bool = False) -> PlanOptions:
         found = super().options(default_policy=default_policy, load_threshold=load_threshold, sees_load=sees_load)
-        return replace(found, replicas=self.replicas)
+        return replace(found, replicas=self.replicas or 1, more_replicas=self.replicas is None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,7 +60,7 @@ class Settings:
         int | None,
         "offer the CPU as so many devices (1 to 64); unset: the GPUs, or two shares of the CPU without any",
     ] = None
-    policy: Annotated[str, "placement: `hybrid`, `packing`, `least-loaded` or `ilp`"] = "hybrid"
+    policy: Annotated[str, "placement: `joint`, `hybrid`, `packing`, `least-loaded` or `ilp`"] = "joint"
     load_threshold: Annotated[float, "load below which `hybrid` packs, 0 to 1"] = DEFAULT_LOAD_THRESHOLD
     profile_seconds: Annotated[
         float, "budget of the profile that a first deployment takes; on vllm of all its GPUs together"

@@ -91,6 +91,7 @@ def allows(quality: Quality, config: DeploymentConfig) -> bool:
 
 
 _MOST_CV = 100.0
+_MOST_PER_S = 1e9
 _MEAN = 1e-3  # rates are given with few digits
 
 
@@ -218,6 +219,8 @@ class Intent:
     def __post_init__(self) -> None:
         _positive("the budget", self.budget)
         _positive("the rate", self.rate_per_s)
+        if self.rate_per_s is not None and self.rate_per_s > _MOST_PER_S:
+            raise ConfigError(f"the rate may be {_MOST_PER_S:g} requests/s at most, got {self.rate_per_s:g}")
         _positive("the number of replicas", self.replicas)
         if not 0 < self.percentile < 100:
             raise ConfigError(f"the percentile must be above 0 and below 100, got {self.percentile}")

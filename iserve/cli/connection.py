@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import typer
 
 from daemon.process import is_alive, read_record
 from fingerprint.errors import UnavailableError
+from iserve.api_types import ReplicatedRequest
 from iserve.settings import Settings, load_settings
 
 if TYPE_CHECKING:
     from iserve.client import ControllerClient
 
-__all__ = ["client", "client_for_plan", "folder_argument", "gateway_url", "model_argument", "registered_models"]
+__all__ = [
+    "client",
+    "client_for_plan",
+    "folder_argument",
+    "gateway_url",
+    "model_argument",
+    "registered_models",
+    "with_model_arguments",
+]
+
+Request = TypeVar("Request", bound=ReplicatedRequest)
 
 
 def client(settings: Settings | None = None, *, start: bool = True) -> ControllerClient:
@@ -61,6 +73,13 @@ def model_argument(model: str, settings: Settings) -> str:
     folder.
     """
     return model if model in registered_models(model, settings) else folder_argument(model)
+
+
+def with_model_arguments(request: Request, model: str | None, settings: Settings) -> Request:
+    """Return ``request`` of MODEL with every model's name as the controller is given it."""
+    expected = tuple(replace(one, model=model_argument(one.model, settings)) for one in request.expected_models)
+    named = None if model is None else model_argument(model, settings)
+    return replace(request, model=named, expected_models=expected)
 
 
 def registered_models(model: str, settings: Settings) -> dict[str, Path]:

@@ -81,7 +81,7 @@ def deploy(
     import secrets
 
     from iserve.api_types import check_idempotency_key
-    from iserve.cli.connection import model_argument
+    from iserve.cli.connection import with_model_arguments
     from iserve.settings import load_settings
 
     settings, request = load_settings(), replace(request, model=model, **engine.body())
@@ -101,7 +101,7 @@ def deploy(
         e.export(to, to.export, request.launch)
         return
     o.warn_of_code(model, trusted=request.trust_remote_code)
-    request = replace(request, model=None if model is None else model_argument(model, settings))
+    request = with_model_arguments(request, model, settings)
     key = secrets.token_hex(16) if idempotency_key is None else idempotency_key
     controller, accepted = _accepted(request.given(), key, quiet=as_json)
     try:

@@ -140,7 +140,7 @@ def export(
         with o.usage_errors("--volume"):
             _check_volume(kind, asked.volume)
     if kind is ExportKind.COMPOSE:
-        _check_alone("a Compose file", request.replicas)
+        request = _alone("a Compose file", request)
     settings = load_settings()
     there = asked.there
     launch = _launch(there, request)
@@ -175,7 +175,7 @@ def print_as(
     from iserve.settings import load_settings
 
     if kind is not AsKind.K8S:
-        _check_alone("a Compose file" if kind is AsKind.COMPOSE else "a command", request.replicas)
+        request = _alone("a Compose file" if kind is AsKind.COMPOSE else "a command", request)
     if kind is AsKind.VLLM:
         if request.engine not in ("auto", "vllm"):
             raise typer.BadParameter(
@@ -198,18 +198,20 @@ def print_as(
     typer.echo((server_command if kind is AsKind.VLLM else docker_command)(worker), nl=False)
 
 
-def _check_alone(what: str, replicas: int) -> None:
-    if replicas > 1:
+def _alone(what: str, request: LaunchBody) -> LaunchBody:
+    """Return the request for one replica. Raises typer.BadParameter: more were asked for."""
+    if request.replicas is not None and request.replicas > 1:
         raise typer.BadParameter(
-            f"{what} starts one worker on one port, {replicas} were asked for; export them as k8s, or leave "
-            "--replicas out and start it elsewhere too",
+            f"{what} starts one worker on one port, {request.replicas} were asked for; export them as k8s, or "
+            "leave --replicas out and start it elsewhere too",
             param_hint="'--replicas'",
         )
+    return replace(request, replicas=1)
 
 
 def _launch(there: tuple[GpuSpec, int] | None, request: LaunchBody) -> LaunchDocument:
     """Return the launch by the stored profile on what is free here, or by datasheets on GPUs that are not here."""
-    from iserve.cli.connection import client_for_plan, model_argument, registered_models
+    from iserve.cli.connection import client_for_plan, registered_models, with_model_arguments
     from iserve.demo import DEMO_MODEL_NAME
     from iserve.planning.offline import launch_for_gpus
     from iserve.planning.worker_launch import LaunchDocument
@@ -217,8 +219,7 @@ def _launch(there: tuple[GpuSpec, int] | None, request: LaunchBody) -> LaunchDoc
 
     settings = load_settings()
     if there is None:
-        if request.model is not None:
-            request = replace(request, model=model_argument(request.model, settings))
+        request = with_model_arguments(request, request.model, settings)
         return client_for_plan(settings).post("/api/v1/plans/launch", request.given(), LaunchDocument)
     model = request.model or DEMO_MODEL_NAME
     return launch_for_gpus(

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from fingerprint.errors import BadInputError
-from iserve.api_types import PlanRequest
+from fingerprint.errors import BadInputError, ConfigError
+from iserve.api_types import ExpectedDeployment, PlanRequest
 from iserve.cli.options import HELP, known_engine, not_empty, usage_errors
 from planner.intent import Slo, check_replicas, parse_slo
 
@@ -47,9 +47,26 @@ def read_slo(text: str) -> Slo:
         return parse_slo(text)
 
 
-def _replicas(number: int) -> int:
+def _replicas(number: int | None) -> int | None:
     with usage_errors("--replicas"):
-        return check_replicas(number)
+        return None if number is None else check_replicas(number)
+
+
+def _expected_models(given: list[str]) -> tuple[ExpectedDeployment, ...]:
+    """Return each ``MODEL`` or ``MODEL=RATE``."""
+    found = []
+    for text in given:
+        model, separator, rate = text.rpartition("=")
+        with usage_errors("--expected-model"):
+            try:
+                found.append(
+                    ExpectedDeployment(model=model, rate_per_s=float(rate))
+                    if separator
+                    else ExpectedDeployment(model=text)
+                )
+            except ValueError as error:
+                raise ConfigError(f"{text!r} is not MODEL or MODEL=RATE with requests per second") from error
+    return tuple(found)
 
 
 # What is not ``--name-of-the-field`` with the field's text, or takes no value as it is typed.
@@ -62,6 +79,12 @@ _MORE: Mapping[str, Mapping[str, Any]] = {
     "rate_per_s": {"flag": "--rate"},
     "context_tokens": {"flag": "--context", "min": 1},
     "expected_deployments": {"metavar": "N", "min": 0},
+    "expected_models": {
+        "flag": "--expected-model",
+        "metavar": "MODEL[=RATE]",
+        "callback": _expected_models,
+        "hint": list[str],
+    },
     "engine": {"callback": known_engine},
     "policy": {"callback": not_empty, "help": f"{HELP['policy']} simulate takes look-ahead[:PRICE] too."},
     "replicas": {"callback": _replicas, "metavar": "N"},
@@ -162,6 +185,7 @@ def _options_of(group: type[Any]) -> list[inspect.Parameter]:
 def _described(name: str, hint: Any) -> Any:
     """Return the field of a request as typer reads it."""
     more = {"flag": f"--{name.replace('_', '-')}", "help": HELP[name], **_MORE.get(name, {})}
+    hint = more.pop("hint", hint)
     option = typer.Option(more.pop("flag"), **more)
     return Annotated[hint, option]
 

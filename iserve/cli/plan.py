@@ -53,7 +53,7 @@ def plan(
     With --as it prints the command or file that starts what a deploy would: the same engine, limits and devices.
     Exit code 1 if no configuration is feasible.
     """
-    from iserve.cli.connection import client_for_plan, model_argument, registered_models
+    from iserve.cli.connection import client_for_plan, registered_models, with_model_arguments
     from iserve.cli.render import print_plan
     from iserve.planning.document import PlanDocument
     from iserve.planning.offline import plan_for_gpus
@@ -70,7 +70,7 @@ def plan(
     options = checked(request, settings)
     there = g.named_gpus(gpus, gpu_file)
     if there is None:
-        request = replace(request, model=model_argument(model, settings))
+        request = with_model_arguments(request, model, settings)
         document = client_for_plan(settings).post("/api/v1/plans", request.given(), PlanDocument)
     else:
         registered = registered_models(model, settings)

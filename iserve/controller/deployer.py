@@ -41,7 +41,15 @@ from iserve.controller.stored_values import SCALED_TO_ZERO, SCALING_UP, recorded
 from iserve.model_source import ModelSource
 from iserve.planning.deployability import deployable_now
 from iserve.planning.deployment_choice import planned_deployment
-from iserve.planning.model_use import check_code, check_same_code, check_use, use_notes, used, with_images
+from iserve.planning.model_use import (
+    check_code,
+    check_same_code,
+    check_use,
+    use_notes,
+    used,
+    with_expected_specs,
+    with_images,
+)
 from iserve.planning.pipeline import PlanOptions
 from iserve.planning.worker_launch import PlannedDeployment, worker_slug
 from iserve.settings import Settings
@@ -157,6 +165,7 @@ class Deployer:
         Checkpoint.open(source.directory)  # before minutes are spent on measuring what cannot be served
         options = self.options(body)
         options = replace(options, workload=with_images(options.workload, source))
+        options = with_expected_specs(options, lambda name: self._resolve(name, need_weights=False).spec)
 
         def profile_of(engine: Engine, _: tuple[str, ...]) -> Profile:
             engine.check_options(body.engine_options)
@@ -224,22 +233,24 @@ class Deployer:
         *,
         gone: Sequence[WorkerSpec] = (),
         full: Collection[str] = (),
+        of: str | None = None,
     ) -> PlannedDeployment:
         """Rank everything on the devices that are free now; ``notes`` are reported with it.
 
         Args:
             gone: workers whose memory counts as free, for they end before the planned ones start.
             full: devices that are not to be used.
+            of: deployment that is planned anew, whose present load ends with the update.
         """
         node = without(ask_daemon(self._daemon, DaemonClient.node), gone, full)
         return planned_deployment(
             source,
-            hardware_of(node, profile.machine.device, self._serving(node)),
+            hardware_of(node, profile.machine.device, tuple(one for one in self._serving(node) if one.name != of)),
             self._profiler.estimator(profile, engine, node),
             engine.capabilities(),
             options,
             devices=devices_of(node),
-            deployable_of=lambda _: deployable_now(has_weights=source.has_weights),
+            deployable_of=lambda *_: deployable_now(has_weights=source.has_weights),
             notes=(*notes, *use_notes(source, options.workload, engine.capabilities())),
             profile=profile,
         )

@@ -19,7 +19,8 @@ from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
 from iserve.controller.snapshot import hardware_of, without
 from iserve.planning.engine_choice import EngineChoice, engine_choices, first_feasible, nothing_feasible_on
-from iserve.planning.pipeline import PlanOptions, datasheet_estimator, make_plan
+from iserve.planning.joint_plan import chosen_plan
+from iserve.planning.pipeline import PlanOptions, datasheet_estimator
 from planner.intent import Quality
 
 __all__ = ["SelectedEngine", "deployable_engine", "engine_for", "select_engine"]
@@ -144,12 +145,14 @@ def select_engine(
         if profiles:  # not the first: minutes are not spent on measuring what cannot be
             gpu = next(iter(profiles.values())).machine.device
             by_datasheet = datasheet_estimator(spec, gpu, [table])
-            if make_plan(spec, hardware_of(idle, gpu), by_datasheet, [table.unprepared()], options).best is None:
+            plan, _ = chosen_plan(spec, hardware_of(idle, gpu), by_datasheet, [table.unprepared()], options)
+            if plan.best is None:
                 return False
         measured = profile(engine)
         estimator = estimator_of(measured, engines[engine], node)
         hardware = hardware_of(idle, measured.machine.device)
-        return make_plan(spec, hardware, estimator, [table.unprepared()], options).best is not None
+        plan, _ = chosen_plan(spec, hardware, estimator, [table.unprepared()], options)
+        return plan.best is not None
 
     choice = first_feasible(choices, is_feasible)
     return SelectedEngine(engines[choice.engine], profile(choice.engine), choice.passed_over)

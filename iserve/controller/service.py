@@ -425,7 +425,7 @@ class Controller:
             created_at=row.created_at,
             progress=None if progress is None else progress_document(progress),
             scale_to_zero_s=request.scale_to_zero_s,
-            num_replicas=request.replicas,
+            num_replicas=request.replicas or len(workers) or 1,
             rejects_late=request.reject_late,
             num_ready=sum(replica.status == WorkerState.READY for replica in replicas),
             replicas=replicas,

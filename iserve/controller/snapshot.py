@@ -16,6 +16,7 @@ from fingerprint.codec import from_json
 from fingerprint.engines import traits_of
 from fingerprint.errors import BadInputError, InfeasibleError
 from fingerprint.gpu_spec import GpuSpec
+from fingerprint.service_model import ServiceModel
 from iserve.api_documents import NodeDocument
 from iserve.controller.deployment_status import workers_seen
 from iserve.controller.stored_values import recorded_workers
@@ -208,6 +209,7 @@ def _state(
                 outstanding=told.outstanding // number + (place < told.outstanding % number),
                 max_batch=spec.limits.max_batch,
                 batches=_batches(spec),
+                kv_tokens=spec.limits.kv_tokens,
             )
             for place, (spec, worker) in enumerate(zip(specs, workers, strict=True))
         ),
@@ -218,6 +220,7 @@ def _state(
         idle_s=told.idle_s,
         steady_s=max(0.0, here_s),
         stays=stays,
+        service=_planned_service(plan, specs[0]),
     )
 
 
@@ -258,6 +261,13 @@ def _planned_service_s(plan: PlanDocument | None, spec: WorkerSpec) -> float:
     """Return the seconds of the worker that a request takes while the batch is full; 0: not known."""
     full = _planned(plan, spec)
     return 0.0 if plan is None or full is None else full.e2e_s.value / plan.workload.batch
+
+
+def _planned_service(plan: PlanDocument | None, spec: WorkerSpec) -> ServiceModel | None:
+    """Return the service model of a joint plan; None: the plan is none, or of another configuration."""
+    if plan is None or plan.joint is None or plan.joint.service.config != spec.config:
+        return None
+    return plan.joint.service
 
 
 def _planned_stays(plan: PlanDocument | None, spec: WorkerSpec) -> Stays | None:

@@ -31,7 +31,7 @@ from iserve.demo import DEMO_MODEL_NAME
 from iserve.model_source import ModelSource
 from iserve.planning.document import PlanDocument
 from iserve.planning.engine_choice import nothing_feasible_on
-from iserve.planning.model_use import check_code, check_use, used, with_images
+from iserve.planning.model_use import check_code, check_use, used, with_expected_specs, with_images
 from iserve.planning.offline import launch_for_gpus, plan_for_gpus
 from iserve.planning.pipeline import PlanOptions
 from iserve.planning.words import ELSEWHERE
@@ -118,6 +118,7 @@ class Plans:
         """
         source = used(self._resolve(body.model, need_weights=False), body.use)
         options = replace(options, workload=with_images(options.workload, source))
+        options = with_expected_specs(options, lambda name: self._resolve(name, need_weights=False).spec)
         node, batch = self._daemon().node(), options.workload.batch
 
         def stored(engine: Engine, notes: tuple[str, ...]) -> Profile:

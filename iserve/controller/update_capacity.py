@@ -17,10 +17,11 @@ _NEARLY = 0.9  # of a capacity: free memory differs a little from GPU to GPU, an
 
 @dataclass(frozen=True, slots=True)
 class WorkerCapacity:
-    """Requests at once of one worker, and tokens of the longest."""
+    """Requests at once of one worker, tokens of the longest, and tokens of the KV cache of all workers."""
 
     requests_at_once: int
     context_tokens: int
+    kv_tokens: int = 0  # 0: not known, or states alone
 
     @classmethod
     def of(cls, specs: Sequence[WorkerSpec]) -> WorkerCapacity:
@@ -29,13 +30,18 @@ class WorkerCapacity:
         return cls(
             min((one.max_batch for one in limits), default=0),
             min((one.max_context_tokens for one in limits), default=0),
+            sum(one.kv_tokens for one in limits),
         )
 
     @classmethod
     def planned(cls, planned: PlannedDeployment) -> WorkerCapacity:
         """Return that of a plan; nothing where nothing is feasible."""
         served = planned.capacity
-        return cls(0, 0) if served is None else cls(served.workload.batch, served.workload.context_tokens)
+        if served is None:
+            return cls(0, 0)
+        each = served.workload.kv_tokens(served.engine)
+        kv_tokens = sum(served.kv_tokens or (each,) * len(served.placements))
+        return cls(served.workload.batch, served.workload.context_tokens, kv_tokens)
 
     def holds(self, least: WorkerCapacity) -> bool:
         """Return whether this capacity is at least ``least``, but for a few requests."""
@@ -46,11 +52,14 @@ class WorkerCapacity:
         return min(
             self.requests_at_once / max(1, other.requests_at_once),
             self.context_tokens / max(1, other.context_tokens),
+            self.kv_tokens / other.kv_tokens if other.kv_tokens and self.kv_tokens else 1.0,
         )
 
     def at_most(self, most: WorkerCapacity) -> WorkerCapacity:
         return WorkerCapacity(
-            min(self.requests_at_once, most.requests_at_once), min(self.context_tokens, most.context_tokens)
+            min(self.requests_at_once, most.requests_at_once),
+            min(self.context_tokens, most.context_tokens),
+            min(self.kv_tokens, most.kv_tokens),
         )
 
     def __str__(self) -> str:
@@ -60,8 +69,11 @@ class WorkerCapacity:
 
 def reduction(before: WorkerCapacity, after: WorkerCapacity) -> str | None:
     """Return what becomes smaller, in words; None: nothing does."""
-    smaller = after.requests_at_once < before.requests_at_once or after.context_tokens < before.context_tokens
-    return f"each worker now serves {after}, before {before}" if smaller else None
+    if after.requests_at_once < before.requests_at_once or after.context_tokens < before.context_tokens:
+        return f"each worker now serves {after}, before {before}"
+    if after.kv_tokens and after.kv_tokens < _NEARLY * before.kv_tokens:
+        return f"its KV cache holds {after.kv_tokens:,} tokens in all, before {before.kv_tokens:,}"
+    return None
 
 
 def too_small(present: Sequence[WorkerSpec], largest: WorkerCapacity, free_bytes: Mapping[str, int]) -> str:

@@ -188,7 +188,7 @@ class Updater:
         are new.
         """
         if row.update_stop_first:
-            planned = self._deployer.plan(*measured[:5], gone=recorded_workers(row))
+            planned = self._deployer.plan(*measured[:5], gone=recorded_workers(row), of=row.name)
         else:
             planned = self._plan_beside(row, measured)
         worker_id = f"{worker_slug(row.name)}-{row.id}-u{uuid.uuid4().hex[:8]}"
@@ -212,15 +212,15 @@ class Updater:
         """
         present, full = recorded_workers(row), set[str]()
         least = WorkerCapacity.of(present)
-        first = planned = self._deployer.plan(*measured[:5])
+        first = planned = self._deployer.plan(*measured[:5], of=row.name)
         plans: list[PlannedDeployment] = []
         while (tightest := tightest_device(planned)) is not None:
             if WorkerCapacity.planned(planned).holds(least):
                 return planned
             plans.append(planned)
             full.add(tightest)
-            planned = self._deployer.plan(*measured[:5], full=full)
-        alone = WorkerCapacity.planned(self._deployer.plan(*measured[:5], gone=present))
+            planned = self._deployer.plan(*measured[:5], full=full, of=row.name)
+        alone = WorkerCapacity.planned(self._deployer.plan(*measured[:5], gone=present, of=row.name))
         if not alone.requests_at_once:  # refused for another reason than the present workers' memory
             return first
         able = [one for one in plans if WorkerCapacity.planned(one).holds(least.at_most(alone))]

@@ -14,7 +14,8 @@ from fingerprint.estimates import Estimator
 from fingerprint.measurements import Profile
 from iserve.model_source import ModelSource
 from iserve.planning.deployability import DeployableDocument
-from iserve.planning.pipeline import EngineChooser, Hardware, PlanOptions, alone_of, make_plan, winner_at
+from iserve.planning.joint_plan import chosen_plan, joint_capacity, joint_document
+from iserve.planning.pipeline import EngineChooser, Hardware, PlanOptions, alone_of, winner_at
 from iserve.planning.plan_document import plan_document
 from iserve.planning.runner_up import MOST_BATCH
 from iserve.planning.serving_capacity import serving_capacity
@@ -34,7 +35,7 @@ def planned_deployment(
     options: PlanOptions,
     *,
     devices: tuple[Device, ...],
-    deployable_of: Callable[[DeploymentConfig], DeployableDocument],
+    deployable_of: Callable[[DeploymentConfig, int], DeployableDocument],
     notes: tuple[str, ...] = (),
     profile: Profile | None = None,
 ) -> PlannedDeployment:
@@ -44,15 +45,25 @@ def planned_deployment(
 
     Args:
         devices: of ``hardware``.
-        deployable_of: judges the chosen configuration.
+        deployable_of: judges the chosen configuration and its number of replicas.
         notes: reported with the plan.
         profile: behind ``estimator``; None: datasheets.
     """
     spec = source.spec
-    plan = make_plan(spec, hardware, estimator, [table.unprepared()], options)
-    plan = with_rate_advice(plan, hardware, estimator, options)
     kept = spec if profile is None else with_engine_caches(spec, profile.memory)
-    capacity = serving_capacity(plan, kept, hardware, estimator, options)
+    plan, choice = chosen_plan(spec, hardware, estimator, [table.unprepared()], options, kept=kept)
+    if choice is not None:
+        options = replace(options, replicas=len(choice.replicas))
+    elif plan.nearest_misses and options.is_joint([table], hardware.gpu):
+        pass  # the rate is not served by any joint plan, which has its own advice
+    else:
+        plan = with_rate_advice(plan, hardware, estimator, options)
+        notes = (*notes, *(() if plan.best is None else _unused(options, table, hardware)))
+    capacity = (
+        serving_capacity(plan, kept, hardware, estimator, options)
+        if choice is None
+        else joint_capacity(choice, kept, options)
+    )
 
     def conditions_of(config: DeploymentConfig) -> tuple[str, ...]:
         if profile is not None:  # what runs ``config`` is here and was measured
@@ -77,11 +88,21 @@ def planned_deployment(
             hardware=hardware,
             estimator=estimator,
             options=options,
-            deployable=None if best is None else deployable_of(best),
+            deployable=None if best is None else deployable_of(best, options.replicas),
         ),
         capacity=None if capacity is None else capacity.document(free_bytes),
+        joint=None if choice is None else joint_document(choice),
     )
     return PlannedDeployment(document, plan.best, devices, free_bytes, capacity)
+
+
+def _unused(options: PlanOptions, table: EngineCapabilities, hardware: Hardware) -> tuple[str, ...]:
+    """Return what of a joint plan this one, ranked by one batch, does not have."""
+    if options.is_joint([table], hardware.gpu):
+        return ("planned by one batch: no place has room for all of it under load",)
+    if options.expected_models:
+        return ("expected models are of use to a joint plan only (--policy joint); this one is none",)
+    return ()
 
 
 _MOST_TRIES = 8  # of replicas

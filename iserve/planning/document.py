@@ -8,7 +8,9 @@ from enum import StrEnum
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimates import Correction, Quantity
 from fingerprint.measurements import Unreached
+from fingerprint.service_model import ServiceModel
 from iserve.planning.verdict import VerdictDocument
+from placement.fleet.types import FleetGoal
 from planner.plan import LoadForecast, PassedOver, RefusedFor, WhyNot
 
 __all__ = [
@@ -17,6 +19,8 @@ __all__ = [
     "CapacityBound",
     "CapacityDocument",
     "EstimateDocument",
+    "JointForecast",
+    "JointPlanDocument",
     "PlanDocument",
     "ProfileDocument",
 ]
@@ -112,6 +116,7 @@ class CapacityBound(StrEnum):
     INTENT = "intent"  # min-memory
     RATE = "rate"  # requests at once are those that the rate was judged with
     MEMORY = "memory"
+    LOAD = "load"  # of a joint plan: memory is reserved for the load that it was judged at
     NOT_MEASURED = "not-measured"  # nothing was measured that tells the memory of more
     LARGEST = "largest"  # the most that workers are started for
 
@@ -142,6 +147,50 @@ class CapacityDocument:
     """Reason why the worker takes no more; None: a plan stored before this was recorded."""
     cache_sizes: CacheSizesDocument | None = None
     """Cache sizes of the model; None: a plan stored before this was recorded."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JointForecast:
+    """Forecast of a plan for one deployment, at the known rate or the mean of the prior."""
+
+    config: DeploymentConfig
+    """Configuration of each replica."""
+    replicas: int
+    """Number of replicas."""
+    e2e_s: float | None
+    """Mean time of a request at the mean rate, or over the prior's, in seconds; None: there is no place for it."""
+    utilisation: float
+    """Mean rate over capacity, of the busiest replica, likewise."""
+    slowdown: float
+    """Factor by which neighbours on its GPUs slow it down, of the slowest replica."""
+    gpus_held: float
+    """GPUs that it holds: of each the larger of its share of the memory and of the time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JointPlanDocument:
+    """Joint choice of configuration, replicas, KV cache and devices, and what it was judged at."""
+
+    goal: FleetGoal
+    """Goal under load: `latency`, `cost`, or `gpus` (those that hold anything)."""
+    rate_per_s: float | None
+    """Requests per second of all replicas; None: not known, the prior is taken for it."""
+    utilisations: tuple[float, ...]
+    """Utilisations of its share of the cluster that the prior weighs equally; empty at a known rate."""
+    neighbours: int
+    """Deployments that run there and stay as they are."""
+    neighbour_rates: int
+    """Neighbours whose rate is known."""
+    kv_tokens: tuple[int, ...]
+    """Tokens of the KV cache of each replica."""
+    forecast: JointForecast
+    """Forecast of the chosen plan, the mean over the loads."""
+    rule: JointForecast
+    """Forecast of the rule's plan (fewest GPUs that hold it, one replica, spread out) at the same loads."""
+    is_rule: bool
+    """Whether the chosen plan is the rule's."""
+    service: ServiceModel
+    """Service model of one replica: times and memory at any concurrency."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,3 +235,5 @@ class PlanDocument:
     """First screen of the plan as fields; None: a plan stored before verdicts were made."""
     capacity: CapacityDocument | None = None
     """Limits of each worker of the chosen candidate; None: none is feasible."""
+    joint: JointPlanDocument | None = None
+    """Joint choice that the plan is; None: it was ranked by one batch, and placed by a policy."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,12 +12,23 @@ from fingerprint.config_json import read_config
 from fingerprint.errors import BadInputError, ConfigError, UnsupportedModelError
 from fingerprint.estimators.towers import TOWER_ELEMENT_BYTES
 from fingerprint.image_tokens import image_tokens
+from fingerprint.model_spec import ModelSpec
 from fingerprint.model_use import ModelUse
 from fingerprint.own_code import missing_code
 from iserve.model_source import ModelSource
+from iserve.planning.pipeline import PlanOptions
 from iserve.planning.words import gib
 
-__all__ = ["check_code", "check_code_of_each", "check_same_code", "check_use", "use_notes", "used", "with_images"]
+__all__ = [
+    "check_code",
+    "check_code_of_each",
+    "check_same_code",
+    "check_use",
+    "use_notes",
+    "used",
+    "with_expected_specs",
+    "with_images",
+]
 
 
 def used(source: ModelSource, use: ModelUse) -> ModelSource:
@@ -32,6 +43,26 @@ def used(source: ModelSource, use: ModelUse) -> ModelSource:
             f"{source.name} has no towers for images, video or sound: it reads text alone; leave {option} out"
         )
     return replace(source, use=use, spec=source.spec.text_alone if use.text_only else source.spec)
+
+
+def with_expected_specs(options: PlanOptions, spec_of: Callable[[str], ModelSpec]) -> PlanOptions:
+    """Return ``options`` with the models of the expected deployments looked up by their names.
+
+    Raises:
+        IserveError: as ``spec_of``, for a model that is not found or cannot be described.
+        ConfigError: its context is shorter than the requests that are planned for.
+    """
+    looked_up = tuple(
+        one if one.spec is not None else replace(one, spec=spec_of(one.name)) for one in options.expected_models
+    )
+    tokens = options.workload.context_tokens
+    for one in looked_up:
+        if one.spec is not None and one.spec.max_context_tokens < tokens:
+            raise ConfigError(
+                f"the expected model {one.name} has a context of {one.spec.max_context_tokens:,} tokens, requests "
+                f"of {tokens:,} are planned for; leave it out or plan for shorter ones"
+            )
+    return replace(options, expected_models=looked_up)
 
 
 def with_images(workload: Workload, source: ModelSource) -> Workload:

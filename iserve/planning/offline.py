@@ -24,7 +24,15 @@ from iserve.planning.deployability import DeployableDocument, deployable, gpus_h
 from iserve.planning.deployment_choice import planned_deployment
 from iserve.planning.document import CacheSizesDocument, EstimateDocument, PlanDocument
 from iserve.planning.engine_choice import EngineChoice, by_preference, engine_choices_for_gpus, first_feasible
-from iserve.planning.model_use import check_code, check_use, use_notes, used, with_images
+from iserve.planning.joint_plan import chosen_plan
+from iserve.planning.model_use import (
+    check_code,
+    check_use,
+    use_notes,
+    used,
+    with_expected_specs,
+    with_images,
+)
 from iserve.planning.pipeline import (
     EngineChooser,
     FitsOn,
@@ -32,7 +40,6 @@ from iserve.planning.pipeline import (
     check_context,
     datasheet_estimator,
     hypothetical_hardware,
-    make_plan,
 )
 from iserve.planning.plan_document import estimate_document
 from iserve.planning.serving_capacity import kept_of
@@ -83,11 +90,15 @@ def plan_for_gpus(
         UnsupportedModelError: no engine serves the model there.
     """
     source = used(resolve(model, registered or {}, need_weights=False), use)
-    return _planned(source, gpu, count, _with_images(options, source), engine).document
+    return _planned(source, gpu, count, _looked_up(options, source, registered), engine).document
 
 
-def _with_images(options: PlanOptions, source: ModelSource) -> PlanOptions:
-    return replace(options, workload=with_images(options.workload, source))
+def _looked_up(options: PlanOptions, source: ModelSource, registered: Mapping[str, Path] | None) -> PlanOptions:
+    def spec_of(name: str) -> ModelSpec:
+        return resolve(name, registered or {}, need_weights=False).spec
+
+    options = replace(options, workload=with_images(options.workload, source))
+    return with_expected_specs(options, spec_of)
 
 
 def launch_for_gpus(
@@ -115,7 +126,7 @@ def launch_for_gpus(
     source = used(resolve(model, registered or {}, need_weights=False), engine_options.use)
     if source.has_weights:
         Checkpoint.open(source.directory)
-    options = _with_images(options, source)
+    options = _looked_up(options, source, registered)
     planned = _planned(source, gpu, count, options, engine)
     if planned.best is not None:
         chosen = get_engine(planned.best.config.engine)
@@ -132,7 +143,7 @@ def engine_for_gpus(spec: ModelSpec, gpu: GpuSpec, count: int, options: PlanOpti
     def is_feasible(name: str) -> bool:
         table = by_name[name]
         estimator = datasheet_estimator(spec, gpu, [table])
-        return make_plan(spec, hardware, estimator, [table.unprepared()], options).best is not None
+        return chosen_plan(spec, hardware, estimator, [table.unprepared()], options)[0].best is not None
 
     choices = engine_choices_for_gpus(engine, spec, gpu, tables, options.intent.quality)
     return first_feasible(choices, is_feasible)
@@ -159,7 +170,7 @@ def _if_prepared(
     """Return what another checkpoint of the model, one prepared beforehand, would admit."""
     engines = by_preference(tables, gpu)
     hardware, estimator = hypothetical_hardware(gpu, count), datasheet_estimator(spec, gpu, engines)
-    best = make_plan(spec, hardware, estimator, engines, options).best
+    best = chosen_plan(spec, hardware, estimator, engines, options)[0].best
     if best is None:
         return []
     (table,) = (table for table in engines if table.engine == best.config.engine)
@@ -185,9 +196,10 @@ def _planned_on(
         for state in hardware.snapshot.gpus
     )
 
-    def deployable_of(config: DeploymentConfig) -> DeployableDocument:
-        num, here = options.replicas, gpus_here()
-        return deployable(source.spec, config, gpu, [table], here, replicas=num, has_weights=source.has_weights)
+    def deployable_of(config: DeploymentConfig, replicas: int) -> DeployableDocument:
+        return deployable(
+            source.spec, config, gpu, [table], gpus_here(), replicas=replicas, has_weights=source.has_weights
+        )
 
     return planned_deployment(
         source,

@@ -6,32 +6,36 @@ Starts nothing and measures nothing. Used by the command line (on GPUs that need
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from fingerprint.capability import EngineCapabilities
 from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.engines import traits_of
 from fingerprint.errors import ConfigError, NotMeasuredError
 from fingerprint.estimates import Estimate, Estimator
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
+from fingerprint.service_model import LARGEST_BATCH
 from iserve.planning.future_load import FutureLoad, expected
 from placement.fit import demand
 from placement.others import Others
-from placement.placer_registry import FindsPlaces, check_placement, make_placer
+from placement.placer_registry import JOINT, FindsPlaces, check_placement, make_placer
 from placement.policies import DEFAULT_LOAD_THRESHOLD
 from placement.replicas import ReplicaPlacer, Replicas
 from placement.types import ClusterSnapshot, GpuState, Placement, Refusal
 from planner.beside import Neighbours
 from planner.costs import Prices, objective_of
-from planner.intent import Intent, IntentKind, check_replicas
+from planner.intent import CostModel, Intent, IntentKind, check_replicas
 from planner.plan import Candidate, Layout, LimitKind, NoRoom, Plan, Ranked, Relaxation, Room
 from planner.rank import best_of, rank
 from planner.space import configuration_space, shape_refusal
 
 __all__ = [
+    "JOINT",
     "EngineChooser",
+    "ExpectedSpec",
     "FitsOn",
     "Hardware",
     "PlanOptions",
@@ -45,9 +49,20 @@ __all__ = [
     "ranked_anywhere",
     "space",
     "winner_at",
+    "with_more",
 ]
 
 MAX_EXPECTED = 100_000
+JOINT_KINDS = (IntentKind.MIN_LATENCY, IntentKind.LATENCY_SLO, IntentKind.MIN_COST, IntentKind.MIN_GPU_HOURS)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedSpec:
+    """Model of a deployment that is to follow; ``spec`` is None until the name was looked up."""
+
+    name: str
+    rate_per_s: float | None = None
+    spec: ModelSpec | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,24 +75,45 @@ class PlanOptions:
 
     intent: Intent = field(default_factory=Intent)
     workload: Workload = field(default_factory=Workload)
-    policy: str = "hybrid"
+    policy: str = JOINT
     load_threshold: float = DEFAULT_LOAD_THRESHOLD
     weigh_load: bool = True  # count what runs on the GPUs now; else plan as if they were idle
-    replicas: int = 1  # of the configuration, each on devices of its own
+    replicas: int = 1  # of the configuration, each on devices of its own; of a joint plan at most
     expect: int = 0  # deployments that the cluster is to hold in all, this one included; 0: no more than there are
+    expected_models: tuple[ExpectedSpec, ...] = ()  # of deployments to follow, which a joint plan plans with
     more_requests: bool = False  # serve as many at once as memory holds, not only those that are planned for
     longer_requests: bool = False  # likewise
+    more_replicas: bool = False  # as many as the load is worth, of a joint plan at a known load
 
     def __post_init__(self) -> None:
         check_placement(self.policy)
         check_replicas(self.replicas)
         if not 0 <= self.expect <= MAX_EXPECTED:
             raise ConfigError(f"there may be 0 to {MAX_EXPECTED} deployments to expect, got {self.expect}")
-        if self.expect and not objective_of(self.intent).of_all:
+        if self.expect and not (self._is_about_load or objective_of(self.intent).of_all):
             raise ConfigError(
-                f"{self.intent.kind} leaves no room for later deployments; leave out what is expected, or ask for "
-                "min-latency or cost-slo"
+                f"{self.intent.kind} with placement policy {self.policy} leaves no room for later deployments; "
+                "leave out what is expected, or ask for min-latency or cost-slo"
             )
+
+    @property
+    def _is_about_load(self) -> bool:
+        """True where configuration, replicas and GPUs are chosen together if engine and GPU allow it."""
+        intent = self.intent
+        is_of_load = intent.kind in JOINT_KINDS and intent.cost_model is not CostModel.MEMORY
+        return self.policy == JOINT and is_of_load
+
+    def is_joint(self, engines: Iterable[EngineCapabilities], gpu: GpuSpec) -> bool:
+        """Return whether a plan on ``gpu`` with any of ``engines`` is by ``iserve.planning.joint_choice``."""
+        slots = any(traits_of(table.engine).has_slots for table in engines)
+        is_larger = self.workload.batch > LARGEST_BATCH and not self.more_requests
+        return self._is_about_load and not gpu.is_cpu and not slots and not is_larger
+
+    @property
+    def of_one_batch(self) -> PlanOptions:
+        """Options without the load: what each configuration does with one batch on one replica."""
+        intent = replace(self.intent, rate_per_s=None)
+        return replace(self, intent=intent, replicas=1, expect=0, expected_models=())
 
     @property
     def replica_intent(self) -> Intent:
@@ -129,7 +165,9 @@ def make_plan(
     engines: Sequence[EngineCapabilities],
     options: PlanOptions,
 ) -> Plan:
-    """Rank the whole configuration space of ``spec`` on ``hardware``.
+    """Rank the whole configuration space of ``spec`` on ``hardware``, each placed by a policy.
+
+    Of a joint plan that is where it starts (``iserve.planning.joint_plan``).
 
     Where nothing is feasible, one more GPU and twice as many are planned for as well, with all that fits on those,
     and the fewest that suffice are reported.
@@ -148,7 +186,7 @@ def make_plan(
         return plan
     num_gpus = len(hardware.snapshot.gpus)
     for more in sorted({1, num_gpus}):
-        best = _plan_on(_with_more(hardware, more), spec, estimator, engines, options).best
+        best = _plan_on(with_more(hardware, more), spec, estimator, engines, options).best
         if best is not None:
             idle = "one more idle GPU" if more == 1 else f"{more} more idle GPUs"
             text = f"{idle} would admit {best.config}"
@@ -369,7 +407,7 @@ def _answer(placer: FindsPlaces | ReplicaPlacer, estimate: Estimate) -> Placemen
     return answer
 
 
-def _with_more(hardware: Hardware, count: int) -> Hardware:
+def with_more(hardware: Hardware, count: int) -> Hardware:
     """Return the same hardware and ``count`` more idle devices of the largest size there is, on the first node."""
     gpus = hardware.snapshot.gpus
     largest = max(gpus, key=lambda gpu: gpu.total_bytes)

@@ -11,6 +11,7 @@ from iserve.planning.document import (
     CandidateDocument,
     CapacityDocument,
     EstimateDocument,
+    JointPlanDocument,
     PlanDocument,
     ProfileDocument,
 )
@@ -85,6 +86,7 @@ def plan_document(
     profile: Profile | None = None,
     verdict: VerdictDocument | None = None,
     capacity: CapacityDocument | None = None,
+    joint: JointPlanDocument | None = None,
 ) -> PlanDocument:
     """Return the document of ``plan``; ``conditions_of`` is asked of configurations that can run at all."""
     return PlanDocument(
@@ -107,6 +109,7 @@ def plan_document(
         profile=None if profile is None else _profile(profile),
         verdict=verdict,
         capacity=capacity,
+        joint=joint,
     )
 
 

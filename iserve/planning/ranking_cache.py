@@ -170,11 +170,18 @@ class RankedModel:
     ) -> None:
         check_context(spec, options.workload)
         self._spec, self._gpu, self._estimator, self._engines = spec, gpu, estimator, engines
-        self.options = options
+        self.options = options.of_one_batch if options.is_joint(engines, gpu) else options
         self._orders: dict[int, _Order] = {}
+
+    def feasible(self, num_gpus: int) -> list[Estimate]:
+        """Return the estimates of the configurations that keep every limit on idle GPUs, the best first."""
+        found = (one.candidate.estimate for one in self._order(num_gpus).weighed)
+        return [estimate for estimate in found if estimate is not None]
 
     def choose(self, snapshot: ClusterSnapshot) -> Chosen | None:
         """Return what ``make_plan`` would choose on ``snapshot``; None: nothing.
+
+        Of a joint plan it is what one batch would choose; see ``feasible``.
 
         On a large shared cluster only part of what may be better is looked at (``_LOOKS``).
         """

@@ -64,6 +64,7 @@ class ServingCapacity:
     placements: tuple[Placement, ...]  # of each replica, with the memory that serving it takes
     bound: CapacityBound  # why it is no more
     kept: CacheSizesDocument  # by the model, of what it serves
+    kv_tokens: tuple[int, ...] = ()  # of each replica; empty: those of the workload
 
     def document(self, free_bytes: Mapping[str, int]) -> CapacityDocument:
         """Return it with the memory that is promised where ``free_bytes`` are free by device."""
@@ -71,7 +72,9 @@ class ServingCapacity:
         return CapacityDocument(
             requests_at_once=self.workload.batch,
             context_tokens=self.workload.context_tokens,
-            kv_tokens=self.workload.kv_tokens(self.engine) if self.kept.kv_bytes_per_token else 0,
+            kv_tokens=min(self.kv_tokens or (self.workload.kv_tokens(self.engine),))
+            if self.kept.kv_bytes_per_token
+            else 0,
             cache_sizes=self.kept,
             memory_bytes_per_gpu=max(promised_bytes(stage, free_bytes) for stage in stages),
             bound=self.bound,

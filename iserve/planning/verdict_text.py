@@ -12,8 +12,10 @@ from iserve.planning.document import (
     CandidateDocument,
     CapacityBound,
     EstimateDocument,
+    JointPlanDocument,
     PlanDocument,
 )
+from iserve.planning.joint_text import joint_lines
 from iserve.planning.runner_up import MOST_BATCH, BatchRange, IntentLead, RunnerUpDocument
 from iserve.planning.verdict import FiguresDocument, VerdictDocument
 from iserve.planning.words import device_kind, differences, dollars, figure, gib, interval, seconds, workload_words
@@ -61,6 +63,7 @@ _BOUND = {
     CapacityBound.GIVEN: "the options fix both",
     CapacityBound.INTENT: "min-memory takes no memory for more",
     CapacityBound.RATE: "the rate was judged with so many requests at once",
+    CapacityBound.LOAD: "memory is reserved for the load that it was planned for",
     CapacityBound.MEMORY: "more does not fit the free memory",
     CapacityBound.NOT_MEASURED: "the memory of more was not measured",
     CapacityBound.LARGEST: "workers are started for no more",
@@ -81,7 +84,9 @@ def plan_lines(document: PlanDocument) -> list[Line]:
     return [
         *_labelled(
             "At this load",
-            _load_words(document.workload, verdict.figures, document.load_forecast, document.replicas),
+            _load_words(document.workload, verdict.figures, document.load_forecast, document.replicas)
+            if document.joint is None or document.load_forecast is None
+            else _rated_words(document.joint, document.load_forecast, verdict.figures, document),
         ),
         *_labelled("Serves", [*_capacity_words(document), *_slo_words(verdict, document)]),
         (
@@ -92,7 +97,11 @@ def plan_lines(document: PlanDocument) -> list[Line]:
                 under_load=document.load_forecast is not None,
             ),
         ),
-        ("Runner-up", _runner_up_words(verdict.runner_up, chosen.config, document)),
+        *(
+            [("Runner-up", _runner_up_words(verdict.runner_up, chosen.config, document))]
+            if document.joint is None
+            else joint_lines(document.joint)
+        ),
         *_deployable_lines(verdict.deployable),
     ]
 
@@ -154,6 +163,23 @@ def conditions_left(conditions: Iterable[str], verdict: VerdictDocument | None) 
     deployable = None if verdict is None else verdict.deployable
     missing = () if deployable is None else deployable.missing
     return [condition for condition in conditions if not any(condition.endswith(text) for text in missing)]
+
+
+def _rated_words(
+    joint: JointPlanDocument, served: LoadForecast, figures: FiguresDocument, document: PlanDocument
+) -> list[str]:
+    """Describe a joint plan at its rate: the mean request, utilisation, and how many miss a limit."""
+    work, found = document.workload, joint.forecast
+    rate = _rate_words(served.rate_per_s, document.replicas, ".4g")
+    mean = "no place" if found.e2e_s is None else f"mean request {seconds(found.e2e_s)}"
+    missed = "".join(f"; {words}" for words in _missed_words(served))
+    most = 1 - served.percentile / 100
+    if served.miss_probability is not None and served.miss_probability > most:
+        missed += f", more than the {most:.3g} that may; no plan was found that keeps it"
+    return [
+        f"{rate}, {work.input_words} + {work.output_tokens} tokens each: {mean}{_price_words(figures)}",
+        f"utilisation {found.utilisation:.0%}{missed}",
+    ]
 
 
 def _capacity_words(document: PlanDocument) -> list[str]:
@@ -249,11 +275,7 @@ def _served_words(work: Workload, served: LoadForecast, price: str, replicas: in
     quantiles = ", ".join(
         f"{name} {'without end' if time.quantile_s is None else seconds(time.quantile_s)}" for name, time in times
     )
-    missed = [
-        f"{name} of {time.limit_s:g} s: {time.miss_probability:.2g}"
-        for name, time in times
-        if time.limit_s is not None and time.miss_probability is not None
-    ]
+    missed = _missed_words(served)
     what = "keeps the SLO" if missed else "is served"
     on_each = "" if replicas == 1 else " on each"
     tokens = f"{work.input_words} + {work.output_tokens} tokens, {work.batch} at once at most{on_each}"
@@ -262,8 +284,19 @@ def _served_words(work: Workload, served: LoadForecast, price: str, replicas: in
     return [
         f"{rate} ({gaps}; {tokens}): p{served.percentile:g} {quantiles}{price}",
         f"utilisation {served.utilisation:.0%}; up to {highest} {what}"
-        + (f"; probability of missing {', '.join(missed)}" if missed else ""),
+        + "".join(f"; {words}" for words in missed),
     ]
+
+
+def _missed_words(served: LoadForecast) -> list[str]:
+    """Describe the limits of the SLO with the probability of missing each, in one text; none without an SLO."""
+    times = [("TTFT", served.ttft), ("TPOT", served.tpot), ("E2E", served.e2e)]
+    missed = [
+        f"{name} of {time.limit_s:g} s: {time.miss_probability:.2g}"
+        for name, time in times
+        if time.limit_s is not None and time.miss_probability is not None
+    ]
+    return [f"probability of missing {', '.join(missed)}"] if missed else []
 
 
 def _sure_words(figures: FiguresDocument, remarks: Iterable[str], *, under_load: bool = False) -> str:

@@ -72,10 +72,13 @@ class PlannedDeployment:
             raise InfeasibleError(_why_nothing(self.document))
         steps = None if profile is None else step_tokens_of(profile)
         placements, served = capacity.placements, capacity.workload
+        kv_tokens = capacity.kv_tokens or (None,) * len(placements)
         ids = [worker_id] if len(placements) == 1 else [f"{worker_id}-r{i + 1}" for i in range(len(placements))]
         specs = (
-            worker_spec(name, source, one_id, best.config, placement, workload, self.free_bytes, steps, served)
-            for one_id, placement in zip(ids, placements, strict=True)
+            worker_spec(
+                name, source, one_id, best.config, placement, workload, self.free_bytes, steps, served, tokens
+            )
+            for one_id, placement, tokens in zip(ids, placements, kv_tokens, strict=True)
         )
         caches = () if profile is None else engine_caches(source.spec, profile.memory)
         return tuple(replace(spec, options=options, layer_caches=caches) for spec in specs)
@@ -113,12 +116,14 @@ def worker_spec(
     free_bytes: Mapping[str, int],
     step_tokens: int | None = None,
     served: Workload | None = None,
+    kv_tokens: int | None = None,
 ) -> WorkerSpec:
     """Return the launch that enforces what ``config`` was estimated and placed with on devices with
     ``free_bytes``.
 
     Args:
         step_tokens, served: as for :func:`iserve.planning.serving_capacity.launch_limits`.
+        kv_tokens: of the KV cache; None: those of ``served``.
     """
     sizes = launch_limits(workload, config.engine, step_tokens, served=served)
     return WorkerSpec(
@@ -138,7 +143,7 @@ def worker_spec(
             max_batch=sizes.max_batch,
             max_batched_tokens=sizes.max_batched_tokens,
             max_context_tokens=sizes.max_context_tokens,
-            kv_tokens=sizes.kv_tokens,
+            kv_tokens=kv_tokens or sizes.kv_tokens,
             memory_bytes_per_device=max(promised_bytes(stage, free_bytes) for stage in placement.stages),
         ),
     )

@@ -22,7 +22,9 @@ from fingerprint.estimators.towers import WithTowers
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
 from iserve.planning.deployability import DeployableDocument
-from iserve.planning.pipeline import EngineChooser, Hardware, PlanOptions, make_plan
+from iserve.planning.joint_choice import JointChoice
+from iserve.planning.joint_plan import chosen_plan, joint_capacity, joint_document
+from iserve.planning.pipeline import EngineChooser, Hardware, PlanOptions
 from iserve.planning.plan_document import plan_document
 from iserve.planning.serving_capacity import serving_capacity
 from iserve.planning.verdict import verdict
@@ -150,14 +152,17 @@ class _Planner:
     ) -> None:
         self._spec, self._hardware, self._estimator = spec, hardware, estimator
         self._engines, self._options, self._notes = engines, options, notes
+        self._choices: dict[Intent, JointChoice | None] = {}
 
     def intent(self, kind: IntentKind, *, slo: Slo | None = None, budget: float | None = None) -> Intent:
         return replace(self._options.intent, kind=kind, slo=slo, budget=budget)
 
     def plan(self, intent: Intent) -> Plan:
-        return make_plan(
-            self._spec, self._hardware, self._estimator, self._engines, replace(self._options, intent=intent)
+        options = replace(self._options, intent=intent)
+        plan, self._choices[intent] = chosen_plan(
+            self._spec, self._hardware, self._estimator, self._engines, options
         )
+        return plan
 
     def verdict(
         self,
@@ -168,7 +173,9 @@ class _Planner:
     ) -> Verdict:
         """Return the words of a plan that was made here."""
         there = None if deployable_of is None or plan.best is None else deployable_of(plan.best.config)
-        plan_options = replace(self._options, intent=plan.intent)
+        choice = self._choices.get(plan.intent)
+        replicas = self._options.replicas if choice is None else len(choice.replicas)
+        plan_options = replace(self._options, intent=plan.intent, replicas=replicas)
         found = verdict(
             plan,
             model=model,
@@ -178,7 +185,11 @@ class _Planner:
             deployable=there,
         )
         spec = self._spec if profile is None else with_engine_caches(self._spec, profile.memory)
-        capacity = serving_capacity(plan, spec, self._hardware, self._estimator, plan_options)
+        capacity = (
+            serving_capacity(plan, spec, self._hardware, self._estimator, plan_options)
+            if choice is None
+            else joint_capacity(choice, spec, plan_options)
+        )
         free_bytes = {gpu.device_id: gpu.free_bytes for gpu in self._hardware.snapshot.gpus}
         document = plan_document(
             plan,
@@ -190,6 +201,8 @@ class _Planner:
             profile=profile,
             verdict=found,
             capacity=None if capacity is None else capacity.document(free_bytes),
+            joint=None if choice is None else joint_document(choice),
+            replicas=replicas,
         )
         shown = min(MOST_ROWS, sum(candidate.feasible for candidate in document.candidates))
         alike = [alike_words(document, shown)] if document.indistinguishable else []

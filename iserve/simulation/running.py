@@ -20,8 +20,10 @@ from fingerprint.estimates import Estimator
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
+from fingerprint.service_model import ServiceModel
 from iserve.planning.engine_choice import by_preference
 from iserve.planning.estimator_factory import estimator_for, step_tokens_of
+from iserve.planning.joint_choice import ExpectedModel, expected_model, joint_choice
 from iserve.planning.pipeline import (
     FitsOn,
     Hardware,
@@ -175,6 +177,7 @@ class PlannedDeployer:
         self._models = {model.name: model for model in models}
         self._steps: dict[tuple[str, DeploymentConfig, Workload], StepModel] = {}
         self._paces: dict[tuple[str, DeploymentConfig], Pace] = {}
+        self._services: dict[str, dict[DeploymentConfig, ServiceModel]] = {name: {} for name in self._models}
         self._ranked = {
             name: RankedModel(model.spec, gpu, model.estimator, model.engines, model.options)
             for name, model in self._models.items()
@@ -189,6 +192,9 @@ class PlannedDeployer:
         asked, ranked = self._models[model], self._ranked[model]
         if not self._knows_rates:
             snapshot = replace(snapshot, deployments=())
+        if self._is_joint(asked):
+            found = self._jointly(replace(asked, options=_exactly(asked.options, 1)), snapshot)
+            return found if isinstance(found, NotDeployed) else found[0]
         chosen = ranked.choose(snapshot)
         if chosen is None:
             return NotDeployed(reason=self._why_not(asked, snapshot))
@@ -201,12 +207,67 @@ class PlannedDeployer:
             ConfigError: more than a deployment may have.
         """
         asked = self._models[model]
-        plan = self._plan(asked, snapshot if self._knows_rates else replace(snapshot, deployments=()), count)
+        snapshot = snapshot if self._knows_rates else replace(snapshot, deployments=())
+        if self._is_joint(asked):
+            return self._jointly(replace(asked, options=_exactly(asked.options, count)), snapshot)
+        plan = self._plan(asked, snapshot, count)
         if plan.best is None:
             return NotDeployed(reason=_nearest(plan))
         config, layout = plan.best.config, plan.best.layout
         assert layout is not None, "the best has a place"
         return self._deployed(asked, config, placements_of(layout), snapshot)
+
+    def all_replicas(
+        self, model: str, snapshot: ClusterSnapshot, expected: Sequence[ExpectedModel] = ()
+    ) -> Sequence[Deployed] | NotDeployed:
+        """Return every replica that a deploy with the model's options would start.
+
+        Args:
+            expected: models that are to be deployed next, for a joint plan.
+        """
+        asked = self._models[model]
+        if self._is_joint(asked):
+            return self._jointly(asked, snapshot, expected)
+        return self.several(model, snapshot, asked.options.replicas)
+
+    def expected(self, model: str, num_gpus: int) -> ExpectedModel | None:
+        """Return a model as the plans of those before it expect it, on a cluster of ``num_gpus``."""
+        asked = self._models[model]
+        estimates = self._ranked[model].feasible(num_gpus)
+        return expected_model(model, estimates, asked.spec, asked.estimator, asked.options)
+
+    def _is_joint(self, asked: SimulatedModel) -> bool:
+        return asked.options.is_joint(asked.engines, self._gpu)
+
+    def _jointly(
+        self, asked: SimulatedModel, snapshot: ClusterSnapshot, expected: Sequence[ExpectedModel] = ()
+    ) -> Sequence[Deployed] | NotDeployed:
+        if not snapshot.gpus:
+            return NotDeployed(reason="no GPU is left")
+        estimates = self._ranked[asked.name].feasible(len(snapshot.gpus))
+        hardware, services = self._hardware(snapshot), self._services[asked.name]
+        choice = joint_choice(estimates, asked.spec, hardware, asked.estimator, asked.options, services, expected)
+        if choice is None:
+            return NotDeployed(reason=self._why_not(asked, snapshot))
+        config, first = choice.config, choice.replicas[0]
+        served = replace(
+            asked.options.workload, batch=first.requests_at_once, longest_tokens=choice.context_tokens
+        )
+        steps = self._step_model(asked, config, served)
+        return [
+            Deployed(
+                placement=replica.placement,
+                steps=steps if steps.limits.kv_tokens is None else steps.with_kv_tokens(replica.kv_tokens),
+                what=f"{config} on {config.engine}, up to {served.batch} requests at once of up to "
+                f"{served.context_tokens:,} tokens, {replica.kv_tokens:,} tokens of KV cache",
+                pipelined=traits_of(config.engine).fills_stages,
+                startup_s=traits_of(config.engine).startup_s,
+                pace=self._pace(asked, config),
+                config=config,
+                service=choice.service,
+            )
+            for replica in choice.replicas
+        ]
 
     def another(self, like: Deployed, model: str, snapshot: ClusterSnapshot) -> Deployed | NotDeployed:
         """Return the same configuration where the policy puts it, with what it can serve there."""
@@ -258,7 +319,8 @@ class PlannedDeployer:
 
     def _why_not(self, asked: SimulatedModel, snapshot: ClusterSnapshot) -> str:
         plan = self._plan(asked, snapshot, 1)
-        assert plan.best is None, "the kept order gives the plan's own choice"
+        if plan.best is not None:  # of a joint plan, whose replicas need more
+            return "no GPUs have room for it with a request of the longest kind"
         return _nearest(plan)
 
     def _plan(self, asked: SimulatedModel, snapshot: ClusterSnapshot, replicas: int) -> Plan:
@@ -276,6 +338,10 @@ class PlannedDeployer:
             )
             self._steps[key] = tabulate(model.estimator, config, limits)
         return self._steps[key]
+
+
+def _exactly(options: PlanOptions, replicas: int) -> PlanOptions:
+    return replace(options, replicas=replicas, more_replicas=False)
 
 
 def _nearest(plan: Plan) -> str:

@@ -107,8 +107,8 @@ def test_deploy_serve_refuse_survive_remove(
 
     (worker_id,) = vllm_home.worker_pids()
     before = vllm_home.worker_pids()[worker_id]
-    (device_id,) = vllm_home.json("ps")[0]["device_ids"]
-    (vllm_home.home.parent / "nvml/processes.json").write_text(json.dumps({device_id: [[before, 3 * 2**20]]}))
+    holds = {device_id: [[before, 3 * 2**20]] for device_id in vllm_home.json("ps")[0]["device_ids"]}
+    (vllm_home.home.parent / "nvml/processes.json").write_text(json.dumps(holds))
     checked = vllm_home.json("verify", "chat", "--max-seconds", "6")["metrics"]
     (memory,) = (metric for metric in checked if metric["name"] == "memory_bytes_per_gpu")
     assert (memory["measured"], memory["method"]) == (3 * 2**20, "the driver's count of the worker's processes")

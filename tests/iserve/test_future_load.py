@@ -215,8 +215,8 @@ def test_a_plan_tells_for_whom_it_leaves_room() -> None:
 
 
 def test_other_intents_and_impossible_numbers_are_refused() -> None:
-    with pytest.raises(ConfigError, match="min-cost leaves no room"):
-        PlanOptions(expect=4)
+    with pytest.raises(ConfigError, match="min-cost with placement policy hybrid leaves no room"):
+        PlanOptions(expect=4, policy="hybrid")
     with pytest.raises(ConfigError, match="-1"):
         PlanOptions(intent=LATENCY, expect=-1)
 
@@ -225,7 +225,7 @@ def test_other_intents_and_impossible_numbers_are_refused() -> None:
     ("asked", "told"),
     [
         (("--intent", "min-latency", "--expected-deployments", "-1"), "--expected-deployments"),
-        (("--expected-deployments", "4"), "min-cost leaves no room"),
+        (("--intent", "min-memory", "--expected-deployments", "4"), "leaves no room"),
     ],
 )
 def test_the_command_refuses_them_too(

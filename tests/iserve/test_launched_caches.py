@@ -26,7 +26,7 @@ from tests.bench.test_family_runs import runs
 from tests.fingerprint.test_engine_caches import profile_of, with_caches
 
 STATES, ALIKE = "granite-4.0-h-small", "MiniMax-M2.7"
-OPTIONS = PlanOptions(workload=Workload(batch=8, input_tokens=512, output_tokens=128))
+OPTIONS = PlanOptions(workload=Workload(batch=8, input_tokens=512, output_tokens=128), policy="hybrid")
 
 
 def planned(folder: Path, profile: Profile) -> tuple[PlannedDeployment, WorkerSpec]:
@@ -46,7 +46,7 @@ def planned(folder: Path, profile: Profile) -> tuple[PlannedDeployment, WorkerSp
         replace(table, unavailable=None),
         OPTIONS,
         devices=devices,
-        deployable_of=lambda _: deployable_now(has_weights=False),
+        deployable_of=lambda *_: deployable_now(has_weights=False),
         profile=profile,
     )
     (worker,) = found.workers("m", source, "m-1", OPTIONS.workload, profile)
@@ -71,7 +71,7 @@ def test_a_launch_reserves_what_the_engine_specified(name, changes, tmp_path: Pa
     room = CacheRoom(
         sequences=worker.limits.max_batch,
         kv_tokens=worker.limits.kv_tokens,
-        step_tokens=worker.limits.max_batched_tokens,
+        step_tokens=launch.step_tokens(worker.limits),
     )
     stages = [stage.num_layers for stage in worker.stages]
     given = reserved_bytes(found, worker)

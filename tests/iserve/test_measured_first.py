@@ -107,7 +107,7 @@ def test_a_plan_by_a_profile_carries_the_notes_of_its_engine(tmp_path: Path) -> 
         replace(table, notes=(Note(text=said),), verified=()),
         PlanOptions(),
         devices=(),
-        deployable_of=lambda _: deployable_now(has_weights=True),
+        deployable_of=lambda *_: deployable_now(has_weights=True),
         profile=profile,
     )
     told = note_lines(planned.document)

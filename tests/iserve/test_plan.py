@@ -234,7 +234,7 @@ def test_a_rate_that_is_not_served_names_the_batch_and_the_replicas_that_serve_i
 ) -> None:
     """The smallest numbers that do, with the configuration that a plan under each of them chooses."""
     gpu, count = parse_gpus("a6000:8")
-    at_the_rate = PlanOptions(intent=Intent(rate_per_s=1.0))
+    at_the_rate = PlanOptions(intent=Intent(rate_per_s=1.0), policy="hybrid")
 
     def planned(options: PlanOptions) -> PlanDocument:
         return plan_for_gpus(str(folders["Llama-2-7b"]), gpu, count, options, "vllm")

@@ -177,7 +177,8 @@ def test_by_default_a_replica_serves_what_a_deploy_serves(
     assert f"on vllm, up to {sizes[0]} requests at once of up to 4,096 tokens" in said
     assert served("--batch", 1, "--context", 640)[:2] == (35, (1, 640))
     assert served("--batch", 4)[:2] == (200, (4, 4096))
-    assert served("--rate", 0.1)[1] == (1, 4096)
+    assert served("--rate", 0.1)[1] == (256, 4096)
+    assert served("--rate", 0.1, "--policy", "hybrid")[1] == (1, 4096)
     assert served("--eval-slo", "e2e=9", "--reject-late")[1] == (1, 4096)
     assert served("--intent", "min-memory")[1] == (1, 640)
     assert served("--replicas", 2, "--intent", "min-gpu-hours")[1][0] > 100

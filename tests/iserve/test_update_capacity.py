@@ -103,7 +103,7 @@ def test_a_smaller_capacity_that_is_asked_for_is_taken_and_both_are_named(world:
     former = world.begin(until, num_devices=1)
     row = world.update(until, batch=1, context_tokens=32)
     assert row.error is None
-    assert capacity(world.worker()) == WorkerCapacity(1, 32)
+    assert capacity(world.worker()) == WorkerCapacity(1, 32, 32)
     (event,) = (event.message for event in world.store.events() if "updated, the former" in event.message)
     assert event.endswith(
         f"each worker now serves 1 request at once of up to 32 tokens, before {capacity(former)}"
@@ -139,3 +139,12 @@ def test_a_capacity_is_held_but_for_a_few_requests() -> None:
         "each worker now serves 175 requests at once of up to 4,096 tokens, before 179 requests at once of up to "
         "4,096 tokens"
     )
+
+
+def test_a_smaller_kv_cache_is_named_where_requests_and_context_stay() -> None:
+    before = WorkerCapacity(256, 32_768, 168_174)
+    after = WorkerCapacity(256, 32_768, 32_768)
+    assert not after.holds(before)
+    assert reduction(before, after) == "its KV cache holds 32,768 tokens in all, before 168,174"
+    assert reduction(before, replace(before, kv_tokens=160_000)) is None
+    assert WorkerCapacity(256, 32_768).holds(before), "nothing is known of its cache"

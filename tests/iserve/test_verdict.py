@@ -289,10 +289,11 @@ def test_the_rate_that_would_be_served_is_that_of_all_replicas() -> None:
 
 
 def planned(gpus: str, *, replicas: int = 1, more_requests: bool = False, **wish: Any) -> PlanDocument:
-    """A plan of the bundled model on vLLM."""
     gpu, count = parse_gpus(gpus)
     engine = wish.pop("engine", "vllm")
-    options = PlanOptions(intent=Intent(**wish), replicas=replicas, more_requests=more_requests)
+    """A plan of the bundled model on vLLM, placed by a policy."""
+    intent = Intent(**wish)
+    options = PlanOptions(intent=intent, replicas=replicas, more_requests=more_requests, policy="hybrid")
     return plan_for_gpus(str(demo_model_path()), gpu, count, options, engine)
 
 

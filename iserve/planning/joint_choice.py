@@ -1,0 +1,417 @@
+"""Joint choice of configuration, replicas, KV room and GPUs of one deployment, by what will be seen under load.
+
+What runs stays as it is and counts as neighbours (``placement.fleet``). Of each number of GPUs the best
+configuration that keeps every limit by itself is an option. Pipelines, CPUs, engines with slots, and intents that
+are not about load are left to the ranking of one batch (:mod:`planner.rank`) and a placement policy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fingerprint.cache_blocks import CacheRoom, cache_bytes
+from fingerprint.config import DeploymentConfig
+from fingerprint.engines import traits_of
+from fingerprint.errors import InfeasibleError, NotMeasuredError
+from fingerprint.estimates import Estimate, Estimator
+from fingerprint.estimators.roofline import DEFAULT_MAX_BATCHED_TOKENS
+from fingerprint.model_spec import ModelSpec
+from fingerprint.service_model import LARGEST_BATCH, ServiceModel, service_model
+from iserve.planning.document import JointForecast
+from iserve.planning.pipeline import Hardware, PlanOptions
+from placement.fleet.load import UTILISATIONS, Loads
+from placement.fleet.objective import Judged, held_gpus
+from placement.fleet.running import RunningFleet, running_fleet
+from placement.fleet.search import FleetChoice, choose
+from placement.fleet.types import Fleet, FleetDeployment, FleetGoal
+from placement.replicas import Replicas
+from placement.types import ClusterSnapshot, Placement, StagePlacement
+from planner.intent import MAX_REPLICAS, IntentKind
+
+__all__ = ["ExpectedModel", "JointChoice", "JointReplica", "expected_model", "joint_choice"]
+
+_USABLE_FRACTION = 0.93  # of a GPU's memory; a worker is promised 2% more than its estimate
+_LONGEST_TOKENS = 32_768  # of the request for which there is room in any case, where no --context says
+_SERVED_TOKENS = 131_072  # of one request, likewise, where the KV cache holds it
+_PARTLY_EMPTY_TOKENS = 32  # of each request: two pages of vLLM
+_MOST_GPUS = 32  # that are looked at
+_UNKNOWN_FRACTION = 0.02  # of a GPU's memory: less that nothing is known of is the driver's own
+_BROKEN = 1e-9  # score of promises that a plan does not keep, above rounding
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JointReplica:
+    """Replica of a joint choice: its stages with the memory that they reserve, and its KV cache."""
+
+    placement: Placement
+    kv_tokens: int
+    requests_at_once: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JointChoice:
+    """Joint choice for one deployment."""
+
+    config: DeploymentConfig
+    replicas: tuple[JointReplica, ...]
+    goal: FleetGoal
+    rate_per_s: float | None  # of all replicas; None: the prior's utilisations
+    neighbours: int  # deployments that run
+    neighbour_rates: int  # of those, with a known rate
+    forecast: JointForecast
+    rule: JointForecast  # of the plan of the rule, at the same loads
+    service: ServiceModel
+    context_tokens: int  # longest request that is taken
+    unplaced: int  # deployments that are to follow and find no room
+
+    @property
+    def is_rule(self) -> bool:
+        return self.rule == self.forecast
+
+    @property
+    def utilisations(self) -> tuple[float, ...]:
+        """Utilisations of the prior; empty where the rate is known."""
+        return () if self.rate_per_s is not None else UTILISATIONS
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        return tuple(replica.placement for replica in self.replicas)
+
+    @property
+    def layout(self) -> Placement | Replicas:
+        return self.placements[0] if len(self.replicas) == 1 else Replicas(self.placements)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpectedModel:
+    """Model that is still to be deployed: its options, one for each number of GPUs, and its rate where known."""
+
+    name: str
+    services: tuple[ServiceModel, ...]
+    rate_per_s: float | None = None
+
+
+def expected_model(
+    name: str, estimates: Sequence[Estimate], spec: ModelSpec, estimator: Estimator, options: PlanOptions
+) -> ExpectedModel | None:
+    """Return a model as a joint plan expects it, were it deployed with ``options``; None: it has no option.
+
+    Args:
+        estimates: of the configurations that keep every limit, the best first.
+    """
+    longest, best = options.workload.context_tokens, _best_of_each_size(estimates)
+    try:
+        services = tuple(_service(config, spec, estimator, options, longest) for config in best)
+    except NotMeasuredError:
+        return None
+    return ExpectedModel(name=name, services=services, rate_per_s=options.intent.rate_per_s) if services else None
+
+
+def joint_choice(
+    estimates: Sequence[Estimate],
+    spec: ModelSpec,
+    hardware: Hardware,
+    estimator: Estimator,
+    options: PlanOptions,
+    services: dict[DeploymentConfig, ServiceModel] | None = None,
+    expected: Sequence[ExpectedModel] = (),
+    goal: FleetGoal | None = None,
+) -> JointChoice | None:
+    """Return the choice for one more deployment on ``hardware``; None: no option fits there.
+
+    Args:
+        estimates: of the configurations that keep every limit, the best first.
+        services: service models that were made before, by configuration, for a caller that decides often; new
+            ones are added.
+        expected: models that are to be deployed next, for which this plan leaves the places that suit all best.
+        goal: None: that of the intent.
+    """
+    best = _best_of_each_size(estimates)
+    if not best:
+        return None
+    planned = options.workload.context_tokens
+    tried = (min(spec.max_context_tokens, max(planned, _LONGEST_TOKENS)), planned)
+    for longest in tried if options.longer_requests else (planned,):
+        made = {} if services is None else services
+        try:
+            for config in best:
+                if config not in made or made[config].longest_tokens != longest:
+                    made[config] = _service(config, spec, estimator, options, longest)
+        except NotMeasuredError:
+            return None
+        own = tuple(made[config] for config in best)
+        found = _chosen(own, spec, hardware, options, goal or _goal(options), expected)
+        if found is not None:
+            return found
+    return None
+
+
+def _best_of_each_size(estimates: Sequence[Estimate]) -> list[DeploymentConfig]:
+    """Return one configuration of one stage for each TP degree, the first that was run, else the first."""
+    found: dict[int, Estimate] = {}
+    for estimate in estimates:
+        config = estimate.config
+        if config.pp == 1 and (
+            config.tp not in found or (estimate.is_measured and not found[config.tp].is_measured)
+        ):
+            found[config.tp] = estimate
+    return [found[tp].config for tp in sorted(found)]
+
+
+def _service(
+    config: DeploymentConfig, spec: ModelSpec, estimator: Estimator, options: PlanOptions, longest_tokens: int
+) -> ServiceModel:
+    served = max(longest_tokens, _SERVED_TOKENS) if options.longer_requests else longest_tokens
+    largest = LARGEST_BATCH if options.more_requests else min(LARGEST_BATCH, options.workload.batch)
+    if not options.more_requests:  # the batch that was given has room
+        usual = options.workload.input_tokens + options.workload.output_tokens
+        longest_tokens = max(longest_tokens, largest * usual)
+    found = service_model(
+        estimator,
+        config,
+        replace(options.workload, batch=1, longest_tokens=0),
+        longest_tokens=longest_tokens,
+        served_tokens=min(spec.max_context_tokens, served),
+        largest_batch=largest,
+    )
+    return replace(found, fixed_bytes=found.fixed_bytes + _pages_bytes(found, spec))
+
+
+def _pages_bytes(option: ServiceModel, spec: ModelSpec) -> int:
+    """Return what caches take for the largest batch beyond their tokens: pages that are partly empty.
+
+    Of a model with states, which take room for every request, it is 0 unless the batch was given: as many run at
+    once as have room.
+    """
+    if spec.keeps_state and option.longest_tokens < option.largest_batch * option.mean_tokens:
+        return 0
+    full = _cache_bytes(option, spec, option.largest_batch, option.longest_tokens)
+    return max(0, math.ceil(full - option.longest_tokens * option.kv_bytes_per_token))
+
+
+def _chosen(
+    services: tuple[ServiceModel, ...],
+    spec: ModelSpec,
+    hardware: Hardware,
+    options: PlanOptions,
+    goal: FleetGoal,
+    expected: Sequence[ExpectedModel],
+) -> JointChoice | None:
+    """Return the best plan with one option for each of ``services``; the fastest, where no plan keeps the SLO."""
+    first = 1 + len(expected)
+    running = running_fleet(_near(hardware.snapshot), usable_fraction=_USABLE_FRACTION, first=first)
+    in_all = max(options.expect, first + len(running.deployments)) if expected else options.expect
+    new = FleetDeployment(
+        name="",
+        options=services,
+        limit_s=_limit_s(options, services[0]) if goal is FleetGoal.COST else None,
+        least_replicas=1 if options.more_replicas else options.replicas,
+        most_replicas=_most_replicas(options, is_told=in_all > 0),
+    )
+    named = (FleetDeployment(name=one.name, options=one.services) for one in expected)
+    fleet = Fleet(deployments=(new, *named, *running.deployments), gpus=running.gpus, expected=in_all)
+    least = fleet.least(0).num_gpus
+    if in_all:
+        needed = sum(fleet.least(number).num_gpus for number in range(first))
+        fleet = replace(fleet, reserved=_reserved(running, in_all - len(fleet.deployments), needed))
+    else:
+        fleet = replace(fleet, loaded_gpus=min(len(running.gpus), least + len(_of_running(running))))
+    rate = options.intent.rate_per_s
+    rates = (rate, *(one.rate_per_s for one in expected), *running.rates_per_s)
+    try:
+        choice = choose(fleet, goal, rates, burstiness=options.intent.traffic.burstiness)
+    except InfeasibleError:
+        if not in_all:
+            return None
+        return _chosen(services, spec, hardware, replace(options, expect=0), goal, ())
+    if len(choice.chosen.plan.of(0)) < new.least_replicas:
+        return None
+    is_broken, is_overloaded = choice.chosen.score[0] > _BROKEN, rate is not None and _is_overloaded(choice)
+    if goal is not FleetGoal.LATENCY and is_broken and (new.limit_s is not None or is_overloaded):
+        return _chosen(services, spec, hardware, options, FleetGoal.LATENCY, expected)
+    if is_overloaded:
+        choice = replace(choice, chosen=choice.fullest)
+    return _as_choice(choice, fleet, goal, rate, running.rates_per_s, spec, options)
+
+
+def _is_overloaded(choice: FleetChoice) -> bool:
+    """Return whether the chosen plan does not serve the mean rate."""
+    return choice.utilisation(choice.chosen) > 1
+
+
+def _as_choice(
+    choice: FleetChoice,
+    fleet: Fleet,
+    goal: FleetGoal,
+    rate_per_s: float | None,
+    neighbour_rates: Sequence[float | None],
+    spec: ModelSpec,
+    options: PlanOptions,
+) -> JointChoice:
+    chosen = choice.chosen
+    rows = [row for row, replica in enumerate(chosen.plan.replicas) if replica.deployment == 0]
+    service = fleet.option(chosen.plan.replicas[rows[0]])
+    replicas = tuple(_replica(fleet, chosen, row, spec) for row in rows)
+    context = options.workload.context_tokens
+    if options.longer_requests:
+        most = min(spec.max_context_tokens, _SERVED_TOKENS)
+        kept = most if not spec.keeps_tokens else min(replica.kv_tokens for replica in replicas)
+        context = max(context, min(most, kept))
+    return JointChoice(
+        config=service.config,
+        replicas=replicas,
+        goal=goal,
+        rate_per_s=rate_per_s,
+        neighbours=len(neighbour_rates),
+        neighbour_rates=sum(rate is not None for rate in neighbour_rates),
+        forecast=_forecast(fleet, chosen, choice.loads),
+        rule=_forecast(fleet, choice.rule, choice.loads),
+        service=service,
+        context_tokens=context,
+        unplaced=chosen.room.unplaced,
+    )
+
+
+def _most_replicas(options: PlanOptions, *, is_told: bool) -> int:
+    """Return the largest number of replicas: as given, else any where the rate or all deployments are known.
+
+    Args:
+        is_told: the deployments that the cluster is to hold are known.
+    """
+    if not options.more_replicas:
+        return options.replicas
+    is_known = options.intent.rate_per_s is not None
+    if not is_known and options.intent.kind is IntentKind.MIN_GPU_HOURS:
+        return 1
+    return MAX_REPLICAS if is_known or is_told else 1
+
+
+def _goal(options: PlanOptions) -> FleetGoal:
+    """Return the goal: of an SLO it is cost, with the SLO as the promise."""
+    match options.intent.kind:
+        case IntentKind.MIN_GPU_HOURS:
+            return FleetGoal.GPUS
+        case IntentKind.MIN_COST:
+            return FleetGoal.COST
+        case IntentKind.LATENCY_SLO:
+            return FleetGoal.COST
+        case _:
+            return FleetGoal.LATENCY
+
+
+def _limits_answers(options: PlanOptions) -> bool:
+    """Return whether the SLO limits more than the first token, of which a forecast has no time of its own."""
+    slo = options.intent.slo
+    return slo is not None and (slo.e2e_s is not None or slo.tpot_s is not None)
+
+
+def _limit_s(options: PlanOptions, service: ServiceModel) -> float | None:
+    """Return the end-to-end time within which a mean request keeps the SLO; None: no SLO limits its answer."""
+    slo = options.intent.slo
+    if slo is None or not _limits_answers(options):
+        return None
+    first_s = slo.ttft_s or 2 * service.prompt_s
+    by_steps = math.inf if slo.tpot_s is None else first_s + (service.output_tokens - 1) * slo.tpot_s
+    return min(slo.e2e_s or math.inf, by_steps)
+
+
+def _near(snapshot: ClusterSnapshot) -> ClusterSnapshot:
+    """Return the nodes with the most free memory, up to ``_MOST_GPUS`` GPUs of a large cluster."""
+    if len(snapshot.gpus) <= _MOST_GPUS:
+        return snapshot
+    free: dict[str, int] = {}
+    for gpu in snapshot.gpus:
+        free[gpu.node_id] = free.get(gpu.node_id, 0) + gpu.free_bytes
+    kept, num = set[str](), 0
+    for node in sorted(free, key=lambda node: (-free[node], node)):
+        size = sum(gpu.node_id == node for gpu in snapshot.gpus)
+        if num and num + size > _MOST_GPUS:
+            break
+        kept.add(node)
+        num += size
+    return replace(snapshot, gpus=tuple(gpu for gpu in snapshot.gpus if gpu.node_id in kept))
+
+
+def _reserved(running: RunningFleet, later: int, least: int) -> frozenset[int]:
+    """Return idle GPUs, the last ones, for deployments still expected, where the new one can spare them."""
+    idle = sorted(set(range(len(running.gpus))) - _held(running))
+    spare = max(0, min(later, len(idle) - least))
+    return frozenset(idle[len(idle) - spare :])
+
+
+def _of_running(running: RunningFleet) -> set[int]:
+    """Return the GPUs that hold a replica of what runs."""
+    return {gpu for deployment in running.deployments for replica in deployment.fixed for gpu in replica.gpus}
+
+
+def _held(running: RunningFleet) -> set[int]:
+    """Return the GPUs that hold a replica of what runs, or memory of which nothing is known."""
+    full = {
+        number
+        for number, gpu in enumerate(running.gpus)
+        if gpu.usable_bytes < (_USABLE_FRACTION - _UNKNOWN_FRACTION) * gpu.total_bytes
+    }
+    return _of_running(running) | full
+
+
+def _replica(fleet: Fleet, judged: Judged, row: int, spec: ModelSpec) -> JointReplica:
+    replica, tokens = judged.plan.replicas[row], judged.room.kv_tokens[row]
+    option, first = fleet.option(replica), fleet.gpus[replica.gpus[0]]
+    at_once, kv_tokens = _launch_sizes(option, tokens, spec)
+    stage = StagePlacement(
+        node_id=first.node_id,
+        device_ids=tuple(fleet.gpus[number].device_id for number in replica.gpus),
+        first_layer=0,
+        num_layers=spec.num_layers,
+        bytes_per_gpu=option.bytes_per_gpu(tokens),
+    )
+    return JointReplica(placement=Placement((stage,)), kv_tokens=kv_tokens, requests_at_once=at_once)
+
+
+def _launch_sizes(option: ServiceModel, tokens: float, spec: ModelSpec) -> tuple[int, int]:
+    """Return the requests at once and the KV cache that an engine is started with, in memory for ``tokens``.
+
+    Fewer run at once where states or windows would leave no room for a request of the longest kind.
+    """
+    at_once = max(1, int(option.batch_of(tokens))) if spec.keeps_state else option.largest_batch
+    budget_bytes = option.bytes_per_gpu(tokens) - option.fixed_bytes + _pages_bytes(option, spec)
+    while at_once > 1 and _cache_bytes(option, spec, at_once, option.longest_tokens) > budget_bytes:
+        at_once //= 2
+    low, high = option.longest_tokens, max(option.longest_tokens, int(tokens))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _cache_bytes(option, spec, at_once, middle) <= budget_bytes:
+            low = middle
+        else:
+            high = middle - 1
+    return at_once, low
+
+
+def _cache_bytes(option: ServiceModel, spec: ModelSpec, at_once: int, kv_tokens: int) -> float:
+    """Return what a GPU takes for the caches of ``at_once`` requests that have ``kv_tokens`` together."""
+    if not traits_of(option.config.engine).has_grouped_blocks:
+        return (kv_tokens + at_once * _PARTLY_EMPTY_TOKENS) * option.kv_bytes_per_token
+    room = CacheRoom(sequences=at_once, kv_tokens=kv_tokens, step_tokens=DEFAULT_MAX_BATCHED_TOKENS)
+    return cache_bytes(spec, option.config, [spec.num_layers], room)
+
+
+def _forecast(fleet: Fleet, judged: Judged, loads: Loads) -> JointForecast:
+    """Return what ``judged`` forecasts of the first deployment."""
+    rows = [row for row, replica in enumerate(judged.plan.replicas) if replica.deployment == 0]
+    option = fleet.option(judged.plan.replicas[rows[0]]) if rows else fleet.least(0)
+    weights = loads.of_mean_rates
+    e2e_s, used, slowed = math.inf, 0.0, 1.0
+    if rows:
+        e2e_s = float(weights @ judged.forecast.e2e_s[:, 0])
+        used = float(weights @ judged.forecast.utilisation[:, rows].max(axis=1))
+        slowed = float(weights @ judged.forecast.slowdown[:, rows].max(axis=1))
+    return JointForecast(
+        config=option.config,
+        replicas=len(rows),
+        e2e_s=e2e_s if math.isfinite(e2e_s) else None,
+        utilisation=used,
+        slowdown=slowed,
+        gpus_held=held_gpus(fleet, loads, judged, of=0),
+    )

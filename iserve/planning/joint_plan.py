@@ -1,0 +1,271 @@
+"""Plan of a joint choice: its candidate first, its forecast and capacity, or why the rate is not served. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from fingerprint.capability import EngineCapabilities
+from fingerprint.config import Workload
+from fingerprint.errors import NotMeasuredError
+from fingerprint.estimates import Estimate, Estimator
+from fingerprint.model_spec import ModelSpec
+from iserve.planning.document import CapacityBound, JointPlanDocument
+from iserve.planning.joint_choice import ExpectedModel, JointChoice, expected_model, joint_choice
+from iserve.planning.pipeline import (
+    Hardware,
+    PlanOptions,
+    alone_of,
+    datasheet_estimator,
+    make_plan,
+    ranked_anywhere,
+    space,
+    with_more,
+)
+from iserve.planning.serving_capacity import ServingCapacity, kept_of
+from placement.fleet.types import FleetGoal
+from planner.attainment import Attainment
+from planner.constraints import told_of
+from planner.costs import figures
+from planner.intent import LIMITED, IntentKind
+from planner.paces import paces
+from planner.plan import Limit, LimitKind, LoadForecast, Nearest, Plan, Relaxation, Room, WhyNot
+
+__all__ = ["chosen_plan", "joint_capacity", "joint_document"]
+
+
+def chosen_plan(
+    spec: ModelSpec,
+    hardware: Hardware,
+    estimator: Estimator,
+    engines: Sequence[EngineCapabilities],
+    options: PlanOptions,
+    *,
+    kept: ModelSpec | None = None,
+) -> tuple[Plan, JointChoice | None]:
+    """Return the plan by ``options``, and the joint choice that it is where it is one.
+
+    Without a joint choice it is that of ``make_plan``: for other intents, engines and policies, and where no place
+    has room for a request of the longest kind or for all replicas.
+
+    Args:
+        kept: the model as the engine keeps it; None: ``spec``.
+
+    Raises:
+        ConfigError: as ``make_plan``.
+    """
+    if not options.is_joint(engines, hardware.gpu):
+        return make_plan(spec, hardware, estimator, engines, options), None
+    plan = make_plan(spec, hardware, estimator, engines, options.of_one_batch)
+    estimates = [one.estimate for one in plan.candidates if one.feasible and one.estimate is not None]
+    spec = kept or spec
+    expected = _expected(hardware, engines, options)
+    choice = joint_choice(estimates, spec, hardware, estimator, options, expected=expected)
+    plan = replace(plan, intent=options.intent)
+    if choice is None:
+        asks_more = options.intent.rate_per_s is not None or options.replicas > 1
+        again = replace(options, expect=0, expected_models=())
+        needed = asks_more and estimates  # else the limits refuse it, whatever the rate and the number
+        return (make_plan(spec, hardware, estimator, engines, again) if needed else plan), None
+    if choice.rate_per_s is not None and choice.forecast.utilisation > 1:
+        return _not_served(plan, choice, estimates, spec, hardware, estimator, options, expected), None
+    served = _served(choice, estimator, options)
+    if served is not None and choice.goal is not FleetGoal.LATENCY and _misses_too_many(served):
+        faster = joint_choice(
+            estimates, spec, hardware, estimator, options, expected=expected, goal=FleetGoal.LATENCY
+        )
+        if faster is not None:
+            choice, served = faster, _served(faster, estimator, options)
+    chosen = next(one for one in plan.candidates if one.config == choice.config)
+    rest = (one for one in plan.candidates if one is not chosen)
+    later = max(options.expect - choice.neighbours - 1, len(options.expected_models)) - choice.unplaced
+    return replace(
+        plan,
+        room=Room(later, len(hardware.snapshot.gpus)) if later > 0 else None,
+        candidates=(chosen._replace(layout=choice.layout), *rest),
+        served=served,
+        passed_over=(),
+        indistinguishable=(),
+        better_idle=None,
+    ), choice
+
+
+def _expected(
+    hardware: Hardware, engines: Sequence[EngineCapabilities], options: PlanOptions
+) -> list[ExpectedModel]:
+    """Return the models that are to follow, by datasheets, each with the intent of this plan.
+
+    One that no configuration runs on idle GPUs is left out.
+    """
+    found = []
+    for one in options.expected_models:
+        if one.spec is None:
+            continue
+        workload = replace(options.workload, images=0, tokens_per_image=0)
+        intent = replace(options.intent, slo=None, budget=None, kind=_without_limit(options.intent.kind))
+        theirs = replace(options, intent=replace(intent, rate_per_s=one.rate_per_s), workload=workload)
+        estimator = datasheet_estimator(one.spec, hardware.gpu, engines)
+        candidates = space(
+            one.spec, hardware.gpu, len(hardware.snapshot.gpus), estimator, engines, theirs.of_one_batch
+        )
+        ranked = ranked_anywhere(candidates, theirs.of_one_batch, hardware.gpu)
+        estimates = [each.estimate for each in ranked.candidates if each.feasible and each.estimate is not None]
+        model = expected_model(one.name, estimates, one.spec, estimator, theirs)
+        found += [] if model is None else [model]
+    return found
+
+
+def _without_limit(kind: IntentKind) -> IntentKind:
+    return IntentKind.MIN_LATENCY if kind in LIMITED else kind
+
+
+def joint_capacity(choice: JointChoice, spec: ModelSpec, options: PlanOptions) -> ServingCapacity:
+    """Return what each worker of ``choice`` is started for."""
+    usual = options.workload.input_tokens + options.workload.output_tokens
+    served = replace(
+        options.workload,
+        batch=min(replica.requests_at_once for replica in choice.replicas),
+        longest_tokens=choice.context_tokens if choice.context_tokens > usual else 0,
+    )
+    given = not (options.more_requests or options.longer_requests)
+    return ServingCapacity(
+        engine=choice.config.engine,
+        workload=served,
+        placements=choice.placements,
+        bound=CapacityBound.GIVEN if given else CapacityBound.LOAD,
+        kept=kept_of(spec, choice.config),
+        kv_tokens=tuple(replica.kv_tokens for replica in choice.replicas) if spec.keeps_tokens else (),
+    )
+
+
+def joint_document(choice: JointChoice) -> JointPlanDocument:
+    """Return the document of ``choice``."""
+    return JointPlanDocument(
+        goal=choice.goal,
+        rate_per_s=choice.rate_per_s,
+        utilisations=choice.utilisations,
+        neighbours=choice.neighbours,
+        neighbour_rates=choice.neighbour_rates,
+        kv_tokens=tuple(replica.kv_tokens for replica in choice.replicas),
+        forecast=choice.forecast,
+        rule=choice.rule,
+        is_rule=choice.is_rule,
+        service=choice.service,
+    )
+
+
+def _served(choice: JointChoice, estimator: Estimator, options: PlanOptions) -> LoadForecast | None:
+    """Return the times of one replica at its share of the rate, slowed by its neighbours; None without a rate.
+
+    A replica is taken to run as many requests at once as the largest batch, of powers of two, that its KV cache
+    holds and of which times are known.
+    """
+    if choice.rate_per_s is None:
+        return None
+    number = len(choice.replicas)
+    intent = replace(options.intent, rate_per_s=choice.rate_per_s / number, replicas=number)
+    held = min(choice.service.batch_of(replica.kv_tokens) for replica in choice.replicas)
+    full = _largest_estimate(estimator, choice, options.workload, int(held))
+    alone = alone_of(estimator, choice.config, full.workload) or full
+    attainment = Attainment(paces(figures([full]), [alone], intent.traffic), intent.traffic)
+    return told_of(attainment.slowed(np.array([choice.forecast.slowdown])), 0, intent)
+
+
+def _misses_too_many(served: LoadForecast) -> bool:
+    """Return whether more requests are forecast to miss the SLO than its percentile lets."""
+    return served.miss_probability is not None and served.miss_probability > 1 - served.percentile / 100
+
+
+def _largest_estimate(estimator: Estimator, choice: JointChoice, workload: Workload, most: int) -> Estimate:
+    batch = 1 << (max(1, most).bit_length() - 1)
+    while True:
+        try:
+            return estimator.estimate(choice.config, replace(workload, batch=batch, longest_tokens=0))
+        except NotMeasuredError:
+            if batch == 1:
+                raise
+            batch //= 2
+
+
+def _not_served(
+    plan: Plan,
+    choice: JointChoice,
+    estimates: Sequence[Estimate],
+    spec: ModelSpec,
+    hardware: Hardware,
+    estimator: Estimator,
+    options: PlanOptions,
+    expected: Sequence[ExpectedModel],
+) -> Plan:
+    """Return ``plan`` with every candidate refused: not even the best plan serves the rate."""
+    rate = choice.rate_per_s
+    assert rate is not None, "asked with a rate only"
+    highest = rate / choice.forecast.utilisation
+    limit = Limit(LimitKind.RATE, rate, note="by the best plan of all replicas that fit")
+    numbers = _HighestRate(highest)
+    refused = tuple(
+        one._replace(feasible=False, missed=(limit,), numbers=numbers) if one.feasible else one
+        for one in plan.candidates
+    )
+    first = next(one for one in refused if one.config == choice.config)
+    advice = [
+        Relaxation(
+            LimitKind.RATE,
+            rate,
+            highest,
+            choice.config,
+            None,
+            f"--rate {_rounded_down(highest):g} would admit {choice.config}",
+        )
+    ]
+    num_gpus = len(hardware.snapshot.gpus)
+    for more in sorted({1, num_gpus}):
+        wider = joint_choice(estimates, spec, with_more(hardware, more), estimator, options, expected=expected)
+        if wider is not None and wider.forecast.utilisation <= 1:
+            idle = "one more idle GPU" if more == 1 else f"{more} more idle GPUs"
+            text = f"{idle} would admit {wider.config}"
+            advice.append(Relaxation(LimitKind.GPUS, num_gpus, num_gpus + more, wider.config, None, text))
+            break
+    nearest = Nearest(choice.config, None, f"{choice.config}: {limit.violation(highest).text}")
+    return replace(
+        plan,
+        candidates=(first, *(one for one in refused if one is not first)),
+        chosen=None,
+        why_not=WhyNot(nearest=nearest, relaxations=tuple(advice)),
+        nearest_misses=(limit.violation(highest),),
+        passed_over=(),
+        indistinguishable=(),
+        better_idle=None,
+    )
+
+
+def _rounded_down(value: float) -> float:
+    """Return ``value`` with three digits, and no more than it is."""
+    rounded = float(f"{value:.3g}")
+    step = 10 ** (math.floor(math.log10(value)) - 2)
+    return rounded if rounded <= value else float(f"{rounded - step:.3g}")
+
+
+@dataclass(frozen=True, slots=True)
+class _HighestRate:
+    """Numbers of candidates that miss the rate alone (implements ``planner.plan.Numbers``)."""
+
+    requests_per_s: float
+
+    def actual(self, row: int) -> tuple[float, ...]:
+        return (self.requests_per_s,)
+
+    def risk(self, row: int) -> float | None:
+        return None
+
+    def utilisation(self, row: int) -> float | None:
+        return None
+
+    def interval(self, row: int) -> tuple[float, float] | None:
+        return None
+
+    def weight_interval(self, row: int) -> tuple[float, float] | None:
+        return None
