@@ -19,7 +19,7 @@ from iserve.planning.pipeline import ExpectedSpec, Hardware, PlanOptions
 from placement.types import ClusterSnapshot, DeploymentState, ReplicaState
 from planner.intent import IntentKind
 from tests.iserve.command_line import Done, iserve, model
-from tests.iserve.test_joint_plan import LLAMA, VLLM, estimator_on, hardware_on, spec_of, wish
+from tests.iserve.joint_plans import LLAMA, VLLM, estimator_on, hardware_on, spec_of, wish
 
 __all__ = ["iserve", "model"]  # fixtures
 
