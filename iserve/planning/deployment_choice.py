@@ -54,9 +54,7 @@ def planned_deployment(
     plan, choice = chosen_plan(spec, hardware, estimator, [table.unprepared()], options, kept=kept)
     if choice is not None:
         options = replace(options, replicas=len(choice.replicas))
-    elif plan.nearest_misses and options.is_joint([table], hardware.gpu):
-        pass  # the rate is not served by any joint plan, which has its own advice
-    else:
+    elif not (plan.nearest_misses and options.is_joint([table], hardware.gpu)):  # which has its own advice
         plan = with_rate_advice(plan, hardware, estimator, options)
         notes = (*notes, *(() if plan.best is None else _unused(options, table, hardware)))
     capacity = (

@@ -293,9 +293,7 @@ def _goal(options: PlanOptions) -> FleetGoal:
     match options.intent.kind:
         case IntentKind.MIN_GPU_HOURS:
             return FleetGoal.GPUS
-        case IntentKind.MIN_COST:
-            return FleetGoal.COST
-        case IntentKind.LATENCY_SLO:
+        case IntentKind.MIN_COST | IntentKind.LATENCY_SLO:
             return FleetGoal.COST
         case _:
             return FleetGoal.LATENCY

@@ -78,7 +78,7 @@ class PlanOptions:
     policy: str = JOINT
     load_threshold: float = DEFAULT_LOAD_THRESHOLD
     weigh_load: bool = True  # count what runs on the GPUs now; else plan as if they were idle
-    replicas: int = 1  # of the configuration, each on devices of its own; of a joint plan at most
+    replicas: int = 1  # of the configuration, each on devices of its own
     expect: int = 0  # deployments that the cluster is to hold in all, this one included; 0: no more than there are
     expected_models: tuple[ExpectedSpec, ...] = ()  # of deployments to follow, which a joint plan plans with
     more_requests: bool = False  # serve as many at once as memory holds, not only those that are planned for
