@@ -28,7 +28,8 @@ _RECORDED = "transformers.json"
 _MAX_FILE_BYTES = 8 << 20
 _CLASS = re.compile(r"^class (\w+)(?:\(([^)]*)\))?:", re.MULTILINE)
 _FLAG = re.compile(r"^    (_supports_attention_backend|_is_stateful) = True$", re.MULTILINE)
-_PLAN = re.compile(r"^    base_model_tp_plan = \{[^}]", re.MULTILINE)
+# A plan with an entry of a layer ("layers.*.mlp.up_proj"); some hold the embedding alone, which splits no layer.
+_PLAN = re.compile(r"^    base_model_tp_plan = \{.*(?:\n {8}.*)*?\.\*\.", re.MULTILINE)
 # ``PreTrainedModel._can_set_attn_implementation`` asks just this of a class's module.
 _OWN_ATTENTION = re.compile(r"^class \w*Attention\w*\(nn\.Module\):", re.MULTILINE)
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS.get_interface("
