@@ -18,6 +18,7 @@ from world_tables import (
     contestants_table,
     fields_table,
     oracle_table,
+    promise_table,
     summary_table,
     variants_table,
 )
@@ -224,6 +225,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ours in worlds, rates given": partial(against_rule_table, "ours", "rates-given"),
     "worlds by variant": variants_table,
     "worlds and the oracle": oracle_table,
+    "promises in worlds": promise_table,
     "regret without a limit": lambda: _regret(supported=False, limited=False),
     "regret without a limit, AIConfigurator": lambda: _regret(supported=True, limited=False),
     "regret with a limit": lambda: _regret(supported=False, limited=True),

@@ -175,6 +175,25 @@ def summary_table() -> str:
     return _table(("", "P50 of E2E", "P95", "cost, where the rule keeps its guard"), rows)
 
 
+def promise_table() -> str:
+    """Return the SLOs that plans with a rate promise, and those that the simulation kept."""
+    rows = []
+    for contestant in _SHOWN[:2]:
+        promises = [
+            promise
+            for world in _recorded("rates-given").worlds
+            for seed in _result(world, contestant, "latency-slo").seeds
+            for promise in seed.promises
+        ]
+        kept = [promise.is_kept for promise in promises if promise.is_given]
+        other = [promise.is_kept for promise in promises if not promise.is_given]
+        rows.append(
+            [f"`{contestant}`", str(len(promises)), f"{sum(kept)} of {len(kept)}", f"{sum(other)} of {len(other)}"]
+        )
+    head = ("contestant", "plans with an SLO", "promised and kept", "not promised and kept")
+    return _table(head, rows)
+
+
 def oracle_table() -> str:
     """Return the strong rule, the best of the contestants with its information and ours, over the oracle."""
     rows = []

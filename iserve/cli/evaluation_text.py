@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from iserve.cli.render import console, print_rows, seconds
+from iserve.evaluation.document import MISSED_AT_MOST
 from planner.intent import IntentKind
 
 if TYPE_CHECKING:
@@ -44,7 +45,10 @@ def _print_world(world: WorldResult) -> None:
     )
     for intent in dict.fromkeys(result.intent for result in world.results):
         out.print(f"{intent}: judged by {_JUDGED_BY[intent]}")
-        print_rows(_HEAD, [_row(result) for result in world.results if result.intent is intent])
+        of_intent = [result for result in world.results if result.intent is intent]
+        print_rows(_HEAD, [_row(result) for result in of_intent])
+        for words in filter(None, map(_promises, of_intent)):
+            out.print(words)
     reasons = {
         f"{result.contestant}, {result.intent}: {reason}"
         for result in world.results
@@ -74,6 +78,18 @@ def _row(result: ContestantResult) -> tuple[str, ...]:
         _mean(metrics, lambda m: m.cost_gpu_s, lambda value: f"{value:.3g}"),
         _mean(metrics, lambda m: m.cost_usd, lambda value: f"{1000 * value:.3g}"),
         _mean(metrics, lambda m: m.guard_ratio, lambda value: f"{value:.2f}"),
+    )
+
+
+def _promises(result: ContestantResult) -> str | None:
+    """Return how many plans promise to keep the SLO, and how many of those do; None: none promises anything."""
+    promises = [promise for seed in result.seeds for promise in seed.promises]
+    kept = [promise.is_kept for promise in promises if promise.is_given]
+    if not promises:
+        return None
+    return (
+        f"{result.contestant}: {len(kept)} of {len(promises)} plans promise at most {MISSED_AT_MOST:.0%} missed, "
+        f"{sum(kept)} keep it"
     )
 
 

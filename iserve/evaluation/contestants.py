@@ -17,7 +17,6 @@ from iserve.simulation.running import PlannedDeployer, SimulatedModel
 from placement.placer_registry import JOINT
 from placement.routing import LeastOutstanding
 from placement.types import ClusterSnapshot, DeploymentState, ReplicaState
-from planner.costs import objective_of
 from planner.intent import Intent, IntentKind, Slo
 from traces.baselines.fixed_placement import Fixed
 from traces.baselines.model_info import without
@@ -172,7 +171,7 @@ class Ours:
             workload=replace(model.options.workload, batch=situation.planned_batch if is_planned else 1),
             more_requests=not is_planned,
             more_replicas=is_joint,
-            expect=situation.expected if is_joint or objective_of(intent).of_all else 0,
+            expect=situation.expected if is_joint else 0,
         )
         return replace(model, options=options)
 
@@ -240,7 +239,13 @@ def _one_by_one(
 
 def _replica(name: str, found: Deployed) -> Replica:
     assert found.config is not None, "each of these deployers names its configuration"
-    return Replica(deployment=name, config=found.config, placement=found.placement, limits=found.steps.limits)
+    return Replica(
+        deployment=name,
+        config=found.config,
+        placement=found.placement,
+        limits=found.steps.limits,
+        miss_probability=found.miss_probability,
+    )
 
 
 def _baseline_world(situation: Situation, arena: Arena | None = None) -> BaselineWorld:

@@ -8,9 +8,39 @@ from dataclasses import dataclass
 
 from iserve.evaluation.metrics import Metrics, score
 from iserve.evaluation.world import Information, Truth
-from planner.intent import IntentKind, Quality
+from planner.intent import Intent, IntentKind, Quality
 
-__all__ = ["ContestantResult", "EvaluationDocument", "SeedResult", "WorldResult", "compared", "ratio"]
+__all__ = [
+    "MISSED_AT_MOST",
+    "ContestantResult",
+    "EvaluationDocument",
+    "Promise",
+    "SeedResult",
+    "WorldResult",
+    "compared",
+    "ratio",
+]
+
+MISSED_AT_MOST = 1 - Intent().percentile / 100  # of the requests of a deployment whose plan promises its SLO
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Promise:
+    """Share of one deployment's requests that miss their SLO."""
+
+    deployment: str
+    forecast: float
+    """By its plan."""
+    simulated: float
+
+    @property
+    def is_given(self) -> bool:
+        """Return whether the plan promises to keep the SLO at the percentile of the intent."""
+        return self.forecast <= MISSED_AT_MOST
+
+    @property
+    def is_kept(self) -> bool:
+        return self.simulated <= MISSED_AT_MOST
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +57,8 @@ class SeedResult:
     """Reasons for deployments without a replica, and notes."""
     simulations: int | None = None
     """Simulations of the oracle's search."""
+    promises: tuple[Promise, ...] = ()
+    """Shares of missed SLOs that plans forecast, and those that were simulated; none without a rate or an SLO."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ from planner.intent import IntentKind
 from traces.simulator.held import cost_under_load
 from traces.simulator.result import SimulationResult
 
-__all__ = ["LEAST_ANSWERED", "Metrics", "Quantiles", "metrics_of", "quantile", "score"]
+__all__ = ["LEAST_ANSWERED", "Metrics", "Quantiles", "metrics_of", "missed_of", "quantile", "score"]
 
 LEAST_ANSWERED = 0.99  # of all requests; with fewer a cost or a number of GPU-hours is lost
 
@@ -86,6 +86,15 @@ def metrics_of(arena: Arena, result: SimulationResult) -> Metrics:
         guard_ratio=worst,
         guard_kept=fraction >= LEAST_ANSWERED and worst is not None and worst <= world.guard_multiple,
     )
+
+
+def missed_of(arena: Arena, result: SimulationResult) -> dict[str, float]:
+    """Return the share of each deployment's requests that miss their SLO; of one without requests nothing."""
+    outcomes = result.outcomes
+    e2e_s = np.where(outcomes.completed, outcomes.e2e_s, np.inf)
+    missed = e2e_s > arena.world.slo_multiple * arena.all_alone_s
+    rows = {name: outcomes.deployment == index for index, name in enumerate(outcomes.deployments)}
+    return {name: float(missed[own].mean()) for name, own in rows.items() if own.any()}
 
 
 def score(metrics: Metrics, intent: IntentKind) -> float | None:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from iserve.evaluation.arena import Arena, make_arena
 from iserve.evaluation.contestants import CONTESTANTS, ORACLE, STRONG_RULE, check_names, make_contestant
-from iserve.evaluation.document import ContestantResult, EvaluationDocument, SeedResult, WorldResult, compared
-from iserve.evaluation.metrics import Metrics, metrics_of, score
+from iserve.evaluation.document import (
+    ContestantResult,
+    EvaluationDocument,
+    Promise,
+    SeedResult,
+    WorldResult,
+    compared,
+)
+from iserve.evaluation.metrics import Metrics, metrics_of, missed_of, score
 from iserve.evaluation.oracle import search
 from iserve.evaluation.play import Played, play
 from iserve.evaluation.situation import Contestant, Replica
@@ -98,7 +105,17 @@ class _Course:
         if name == ORACLE:
             return self._searched(intent, names)
         metrics, played = self._course_of(name, intent)
-        return self._seed_result(metrics, played.replicas, intent, reasons=played.reasons)
+        found = self._seed_result(metrics, played.replicas, intent, reasons=played.reasons)
+        return replace(found, promises=self._promises(played))
+
+    def _promises(self, played: Played) -> tuple[Promise, ...]:
+        said = {one.deployment: one.miss_probability for one in played.replicas}
+        missed = missed_of(self._arena, played.result)
+        return tuple(
+            Promise(deployment=name, forecast=forecast, simulated=missed[name])
+            for name, forecast in said.items()
+            if forecast is not None and name in missed
+        )
 
     def _course_of(self, name: str, intent: IntentKind) -> tuple[Metrics, Played]:
         key = (name, intent if CONTESTANTS[name].by_intent else None)

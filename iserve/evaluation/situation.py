@@ -37,6 +37,7 @@ class Replica:
     config: DeploymentConfig
     placement: Placement
     limits: Limits
+    miss_probability: float | None = None  # of the deployment's SLO by its plan; None: nothing is promised
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,19 +6,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from fingerprint.capability import EngineCapabilities
-from fingerprint.config import Workload
-from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Estimate, Estimator
 from fingerprint.model_spec import ModelSpec
 from iserve.planning.document import CapacityBound, JointPlanDocument
 from iserve.planning.joint_choice import ExpectedModel, JointChoice, expected_model, joint_choice
+from iserve.planning.joint_promise import promised_choice
 from iserve.planning.pipeline import (
     Hardware,
     PlanOptions,
-    alone_of,
     datasheet_estimator,
     make_plan,
     ranked_anywhere,
@@ -26,13 +22,8 @@ from iserve.planning.pipeline import (
     with_more,
 )
 from iserve.planning.serving_capacity import ServingCapacity, kept_of
-from placement.fleet.types import FleetGoal
-from planner.attainment import Attainment
-from planner.constraints import told_of
-from planner.costs import figures
 from planner.intent import LIMITED, IntentKind
-from planner.paces import paces
-from planner.plan import Limit, LimitKind, LoadForecast, Nearest, Plan, Relaxation, Room, WhyNot
+from planner.plan import Limit, LimitKind, Nearest, Plan, Relaxation, Room, WhyNot
 
 __all__ = ["chosen_plan", "joint_capacity", "joint_document"]
 
@@ -63,7 +54,7 @@ def chosen_plan(
     estimates = [one.estimate for one in plan.candidates if one.feasible and one.estimate is not None]
     spec = kept or spec
     expected = _expected(hardware, engines, options)
-    choice = joint_choice(estimates, spec, hardware, estimator, options, expected=expected)
+    choice, served = promised_choice(estimates, spec, hardware, estimator, options, expected=expected)
     plan = replace(plan, intent=options.intent)
     if choice is None:
         asks_more = options.intent.rate_per_s is not None or options.replicas > 1
@@ -72,13 +63,6 @@ def chosen_plan(
         return (make_plan(spec, hardware, estimator, engines, again) if needed else plan), None
     if choice.rate_per_s is not None and choice.forecast.utilisation > 1:
         return _not_served(plan, choice, estimates, spec, hardware, estimator, options, expected), None
-    served = _served(choice, estimator, options)
-    if served is not None and choice.goal is not FleetGoal.LATENCY and _misses_too_many(served):
-        faster = joint_choice(
-            estimates, spec, hardware, estimator, options, expected=expected, goal=FleetGoal.LATENCY
-        )
-        if faster is not None:
-            choice, served = faster, _served(faster, estimator, options)
     chosen = next(one for one in plan.candidates if one.config == choice.config)
     rest = (one for one in plan.candidates if one is not chosen)
     later = max(options.expect - choice.neighbours - 1, len(options.expected_models)) - choice.unplaced
@@ -89,7 +73,6 @@ def chosen_plan(
         served=served,
         passed_over=(),
         indistinguishable=(),
-        better_idle=None,
     ), choice
 
 
@@ -157,39 +140,6 @@ def joint_document(choice: JointChoice) -> JointPlanDocument:
     )
 
 
-def _served(choice: JointChoice, estimator: Estimator, options: PlanOptions) -> LoadForecast | None:
-    """Return the times of one replica at its share of the rate, slowed by its neighbours; None without a rate.
-
-    A replica is taken to run as many requests at once as the largest batch, of powers of two, that its KV cache
-    holds and of which times are known.
-    """
-    if choice.rate_per_s is None:
-        return None
-    number = len(choice.replicas)
-    intent = replace(options.intent, rate_per_s=choice.rate_per_s / number, replicas=number)
-    held = min(choice.service.batch_of(replica.kv_tokens) for replica in choice.replicas)
-    full = _largest_estimate(estimator, choice, options.workload, int(held))
-    alone = alone_of(estimator, choice.config, full.workload) or full
-    attainment = Attainment(paces(figures([full]), [alone], intent.traffic), intent.traffic)
-    return told_of(attainment.slowed(np.array([choice.forecast.slowdown])), 0, intent)
-
-
-def _misses_too_many(served: LoadForecast) -> bool:
-    """Return whether more requests are forecast to miss the SLO than its percentile lets."""
-    return served.miss_probability is not None and served.miss_probability > 1 - served.percentile / 100
-
-
-def _largest_estimate(estimator: Estimator, choice: JointChoice, workload: Workload, most: int) -> Estimate:
-    batch = 1 << (max(1, most).bit_length() - 1)
-    while True:
-        try:
-            return estimator.estimate(choice.config, replace(workload, batch=batch, longest_tokens=0))
-        except NotMeasuredError:
-            if batch == 1:
-                raise
-            batch //= 2
-
-
 def _not_served(
     plan: Plan,
     choice: JointChoice,
@@ -238,7 +188,6 @@ def _not_served(
         nearest_misses=(limit.violation(highest),),
         passed_over=(),
         indistinguishable=(),
-        better_idle=None,
     )
 
 
@@ -265,7 +214,4 @@ class _HighestRate:
         return None
 
     def interval(self, row: int) -> tuple[float, float] | None:
-        return None
-
-    def weight_interval(self, row: int) -> tuple[float, float] | None:
         return None

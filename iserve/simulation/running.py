@@ -23,7 +23,8 @@ from fingerprint.model_spec import ModelSpec
 from fingerprint.service_model import ServiceModel
 from iserve.planning.engine_choice import by_preference
 from iserve.planning.estimator_factory import estimator_for, step_tokens_of
-from iserve.planning.joint_choice import ExpectedModel, expected_model, joint_choice
+from iserve.planning.joint_choice import ExpectedModel, expected_model
+from iserve.planning.joint_promise import promised_choice
 from iserve.planning.pipeline import (
     FitsOn,
     Hardware,
@@ -246,7 +247,9 @@ class PlannedDeployer:
             return NotDeployed(reason="no GPU is left")
         estimates = self._ranked[asked.name].feasible(len(snapshot.gpus))
         hardware, services = self._hardware(snapshot), self._services[asked.name]
-        choice = joint_choice(estimates, asked.spec, hardware, asked.estimator, asked.options, services, expected)
+        choice, promise = promised_choice(
+            estimates, asked.spec, hardware, asked.estimator, asked.options, services, expected
+        )
         if choice is None:
             return NotDeployed(reason=self._why_not(asked, snapshot))
         config, first = choice.config, choice.replicas[0]
@@ -265,6 +268,7 @@ class PlannedDeployer:
                 pace=self._pace(asked, config),
                 config=config,
                 service=choice.service,
+                miss_probability=None if promise is None else promise.miss_probability,
             )
             for replica in choice.replicas
         ]

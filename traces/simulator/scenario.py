@@ -114,6 +114,7 @@ class Deployed:
     pace: Pace | None = None  # by its plan; what a gateway would know of it
     config: DeploymentConfig | None = None  # None: it is no configuration of one engine
     service: ServiceModel | None = None  # by its plan; what later plans know of it
+    miss_probability: float | None = None  # of its SLO at its rate, by its plan; None: without either
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

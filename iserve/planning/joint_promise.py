@@ -1,0 +1,86 @@
+"""Joint choice under a known rate with its promise: the share of requests forecast to miss the SLO. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.errors import NotMeasuredError
+from fingerprint.estimates import Estimate, Estimator
+from fingerprint.model_spec import ModelSpec
+from fingerprint.service_model import ServiceModel
+from iserve.planning.joint_choice import ExpectedModel, JointChoice, joint_choice
+from iserve.planning.pipeline import Hardware, PlanOptions, alone_of
+from placement.fleet.types import FleetGoal
+from planner.attainment import Attainment
+from planner.constraints import told_of
+from planner.costs import figures
+from planner.paces import paces
+from planner.plan import LoadForecast
+
+__all__ = ["promised_choice"]
+
+
+def promised_choice(
+    estimates: Sequence[Estimate],
+    spec: ModelSpec,
+    hardware: Hardware,
+    estimator: Estimator,
+    options: PlanOptions,
+    services: dict[DeploymentConfig, ServiceModel] | None = None,
+    expected: Sequence[ExpectedModel] = (),
+) -> tuple[JointChoice | None, LoadForecast | None]:
+    """Return the joint choice and its times at the rate; None for these without a rate, or where it is not served.
+
+    Where more requests are forecast to miss the SLO than its percentile allows, it is the fastest choice.
+
+    Args:
+        estimates, services, expected: as :func:`iserve.planning.joint_choice.joint_choice` takes them.
+    """
+
+    def chosen(goal: FleetGoal | None = None) -> JointChoice | None:
+        return joint_choice(estimates, spec, hardware, estimator, options, services, expected, goal)
+
+    choice = chosen()
+    if choice is None or choice.rate_per_s is None or choice.forecast.utilisation > 1:
+        return choice, None
+    promise = _promise(choice, choice.rate_per_s, estimator, options)
+    if choice.goal is not FleetGoal.LATENCY and _misses_too_many(promise):
+        faster = chosen(FleetGoal.LATENCY)
+        if faster is not None:
+            return faster, _promise(faster, choice.rate_per_s, estimator, options)
+    return choice, promise
+
+
+def _promise(choice: JointChoice, rate_per_s: float, estimator: Estimator, options: PlanOptions) -> LoadForecast:
+    """Return the times of one replica at its share of the rate, slowed by its neighbours.
+
+    A replica is taken to run as many requests at once as the largest batch, of powers of two, that its KV cache
+    holds and of which times are known.
+    """
+    number = len(choice.replicas)
+    intent = replace(options.intent, rate_per_s=rate_per_s / number, replicas=number)
+    held = min(choice.service.batch_of(replica.kv_tokens) for replica in choice.replicas)
+    full = _largest_estimate(estimator, choice, options.workload, int(held))
+    alone = alone_of(estimator, choice.config, full.workload) or full
+    attainment = Attainment(paces(figures([full]), [alone], intent.traffic), intent.traffic)
+    return told_of(attainment.slowed(np.array([choice.forecast.slowdown])), 0, intent)
+
+
+def _misses_too_many(promise: LoadForecast) -> bool:
+    """Return whether more requests are forecast to miss the SLO than its percentile allows."""
+    return promise.miss_probability is not None and promise.miss_probability > 1 - promise.percentile / 100
+
+
+def _largest_estimate(estimator: Estimator, choice: JointChoice, workload: Workload, most: int) -> Estimate:
+    batch = 1 << (max(1, most).bit_length() - 1)
+    while True:
+        try:
+            return estimator.estimate(choice.config, replace(workload, batch=batch, longest_tokens=0))
+        except NotMeasuredError:
+            if batch == 1:
+                raise
+            batch //= 2
