@@ -21,11 +21,7 @@ __all__ = [
     "Key",
     "LoadedCluster",
     "Tenant",
-    "crowd",
-    "crowd_slope",
-    "lost_by_others",
     "shares",
-    "slope",
     "slowdown",
     "stretch",
 ]
@@ -34,7 +30,6 @@ Key = tuple[str, str]  # (node_id, device_id)
 
 # Beyond, a queue has no mean: the cost goes on along its tangent, finite, and the fuller the dearer.
 _FULL = 0.95
-_FULL_POWER = _FULL / (1 - _FULL)
 
 
 def stretch(load: float) -> float:
@@ -43,29 +38,6 @@ def stretch(load: float) -> float:
         return 1.0 / (1.0 - max(load, 0.0))
     idle = 1.0 - _FULL
     return 1.0 / idle + (load - _FULL) / idle**2
-
-
-def slope(load: float) -> float:
-    """Return the slope of ``stretch``: how much longer a request takes for each further GPU's worth of load."""
-    return stretch(min(load, _FULL)) ** 2
-
-
-def crowd(load: float) -> float:
-    """Return ``stretch`` of an expected load, which may be several times what a GPU can do. Beyond ``_FULL`` it
-    goes on along its tangent in logarithms, a power: of two that bring a multiple of their work each, the one with
-    less gains by every further multiple, which a straight line does not give."""
-    return stretch(load) if load <= _FULL else stretch(_FULL) * (load / _FULL) ** _FULL_POWER
-
-
-def crowd_slope(load: float) -> float:
-    """Return the slope of ``crowd``."""
-    return slope(load) if load <= _FULL else slope(_FULL) * (load / _FULL) ** (_FULL_POWER - 1)
-
-
-def lost_by_others(load: float) -> float:
-    """Seconds that the requests of others on a GPU with this load lose by each second that a further one takes
-    alone: the derivative of their number, ``load * stretch``, by what comes."""
-    return load * slope(load)
 
 
 def shares(placement: Placement) -> tuple[tuple[float, tuple[Key, ...]], ...]:

@@ -24,7 +24,15 @@ from planner.costs import Figures
 from planner.evidence import Ends
 from planner.intent import Intent, Quality, quality_needed
 from planner.normal_distribution import Z_OF_INTERVAL
-from planner.plan import INTERVAL_NOTE, QUALITIES, LatencyForecast, Limit, LimitKind, LoadForecast, Violation
+from planner.plan import (
+    INTERVAL_NOTE,
+    QUALITIES,
+    LatencyForecast,
+    Limit,
+    LimitKind,
+    LoadForecast,
+    Violation,
+)
 from planner.queueing import MODEL_NAME
 from planner.rate_profile import moving_rate
 
@@ -67,7 +75,7 @@ class Verdicts:
         checks: Sequence[Check],
         served: Attainment | None,
         rate_per_s: float | None,
-        intervals: tuple[Ends, Ends] | None = None,  # of the objective, and of what rows are ranked by
+        intervals: Ends | None = None,  # of the objective
     ) -> None:
         self._checks, self._intervals = tuple(checks), intervals
         self._risks = [check.risk for check in checks if check.risk is not None]
@@ -83,10 +91,7 @@ class Verdicts:
         return None if self._busy is None else self._busy[row]
 
     def interval(self, row: int) -> tuple[float, float] | None:
-        return None if self._intervals is None else _ends_of(self._intervals[0], row)
-
-    def weight_interval(self, row: int) -> tuple[float, float] | None:
-        return None if self._intervals is None else _ends_of(self._intervals[1], row)
+        return None if self._intervals is None else _ends_of(self._intervals, row)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Verdicts):

@@ -103,15 +103,6 @@ class Figures:
             power_w_per_gpu=self.power_high_w_per_gpu,
         )
 
-    def slowed(self, times: Column) -> Figures:
-        """Return the figures where everything takes ``times`` as long, because other deployments run on the GPUs.
-
-        Power drawn while the others run is theirs, so that a request's energy stays.
-        """
-        late = {field.name: times * getattr(self, field.name) for field in fields(self) if field.name in _TIMES}
-        drawn = {field.name: getattr(self, field.name) / times for field in fields(self) if field.name in _POWERS}
-        return replace(self, **late, **drawn)
-
     def take(self, rows: npt.NDArray[np.intp]) -> Figures:
         """Return the same columns with ``rows`` only, in that order."""
         return Figures(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
@@ -171,8 +162,6 @@ def figures(estimates: Sequence[Estimate]) -> Figures:
 
 _ROW = 15
 _UNKNOWN = (math.nan, math.nan, math.nan)
-_TIMES = frozenset(field.name for field in fields(Figures) if field.name.endswith("_s"))
-_POWERS = frozenset(field.name for field in fields(Figures) if field.name.endswith("_w_per_gpu"))
 
 
 def _row(estimate: Estimate) -> tuple[float, ...]:
@@ -229,7 +218,6 @@ class Objective(NamedTuple):
     unknown: str
     words: str  # what is optimised
     spares_memory: bool = False  # whether memory for more requests than planned would defeat it
-    of_all: bool = False  # whether time lost by other deployments' requests counts like its own
     rate_per_s: float | None = None  # of a latency: that of its requests, whose mean E2E takes the place of ``of``
 
 
@@ -245,7 +233,7 @@ def _energy(f: Figures, prices: Prices) -> Column:
     return f.power_w_per_gpu * f.gpu_seconds
 
 
-_LATENCY = Objective("s", False, _e2e, _NEVER, "end-to-end latency", of_all=True)
+_LATENCY = Objective("s", False, _e2e, _NEVER, "end-to-end latency")
 # Every intent, in the order in which a runner-up is tried by them; None: the objective is its own cost model.
 OBJECTIVES: Mapping[IntentKind, Objective | None] = {
     IntentKind.MIN_LATENCY: _LATENCY,

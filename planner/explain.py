@@ -56,8 +56,8 @@ def better(ordered: Sequence[Ranked], maximize: bool) -> tuple[Better, ...]:
     for ranked in ordered:
         if ranked.feasible or ranked.objective is None:
             continue
-        if chosen is not None and chosen.weight is not None and ranked.weight is not None:
-            ahead = ranked.weight > chosen.weight if maximize else ranked.weight < chosen.weight
+        if chosen is not None and chosen.objective is not None:
+            ahead = ranked.objective > chosen.objective if maximize else ranked.objective < chosen.objective
             if not ahead:
                 break  # the refused ones are in order of their objective
         found.append(Better(ranked.config, ranked.objective, ranked.reason or ""))
@@ -83,7 +83,7 @@ def passed_over(feasible: Sequence[Ranked], unit: str) -> tuple[PassedOver, ...]
 
 def _why_passed_over(one: Ranked, measured: Ranked, unit: str) -> str:
     """Return why ``one`` was passed over for ``measured``, the best of the measured ones."""
-    mine, theirs = one.weight_interval, measured.weight_interval
+    mine, theirs = one.interval, measured.interval
     may_miss = mine and theirs and (mine[1] < theirs[0] or theirs[1] < mine[0])
     why = (
         "it may miss a limit at the upper end of its interval, as the measured"
@@ -96,11 +96,10 @@ def _why_passed_over(one: Ranked, measured: Ranked, unit: str) -> str:
 
 
 def _told_value(ranked: Ranked, unit: str) -> str:
-    """Return a configuration with what it is ranked by, and the interval of that."""
-    within = "" if ranked.weight_interval is None else ", {:.4g} to {:.4g}".format(*ranked.weight_interval)
-    value = "unknown" if ranked.weight is None else f"{ranked.weight:.4g} {unit}"
-    others = "" if ranked.weight == ranked.objective else ", delays of what runs there now included"
-    return f"{ranked.config} ({value}{within}{others})"
+    """Return a configuration with its objective, and the interval of that."""
+    within = "" if ranked.interval is None else ", {:.4g} to {:.4g}".format(*ranked.interval)
+    value = "unknown" if ranked.objective is None else f"{ranked.objective:.4g} {unit}"
+    return f"{ranked.config} ({value}{within})"
 
 
 def what_it_takes(

@@ -14,7 +14,6 @@ from planner.rate_profile import Level
 
 __all__ = [
     "Better",
-    "BetterIdle",
     "Candidate",
     "Change",
     "CombinedRelaxation",
@@ -107,7 +106,6 @@ _REFUSED_FOR = {
 
 
 # What may be missed only because other deployments run on the same GPUs.
-TIMED = frozenset((LimitKind.TTFT, LimitKind.TPOT, LimitKind.E2E, LimitKind.BUDGET, LimitKind.RATE))
 
 
 class Limit(NamedTuple):
@@ -174,10 +172,6 @@ class Numbers(Protocol):
         """Return the interval of the objective; None of a row that misses a limit."""
         ...
 
-    def weight_interval(self, row: int) -> tuple[float, float] | None:
-        """Interval of what the row is ranked by; None as for ``interval``."""
-        ...
-
 
 class Ranked(NamedTuple):
     """Candidate with its verdict.
@@ -197,10 +191,6 @@ class Ranked(NamedTuple):
     no_room: NoRoom | None = None
     numbers: Numbers | None = None
     row: int = 0
-    slowdown: float = 1.0  # by what runs on the GPUs of ``layout``; the objective, the cost and the limits have it
-    # What it is ranked by: the objective and, of a latency, what all other requests lose by it, and ``later_s``.
-    weight: float | None = None
-    later_s: float = 0.0  # of a latency: what all lose more by each request with the expected deployments
     is_unknown: bool = False  # refused because a figure that the intent needs is not known
 
     @property
@@ -226,11 +216,6 @@ class Ranked(NamedTuple):
         return None if self.numbers is None or not self.feasible else self.numbers.interval(self.row)
 
     @property
-    def weight_interval(self) -> tuple[float, float] | None:
-        """Interval (90%) of ``weight``, by which configurations are compared; None as for ``interval``."""
-        return None if self.numbers is None or not self.feasible else self.numbers.weight_interval(self.row)
-
-    @property
     def is_measured(self) -> bool:
         """True when this configuration was run, and not estimated from another one or from datasheets."""
         return self.estimate is not None and self.estimate.is_measured
@@ -244,10 +229,7 @@ class Ranked(NamedTuple):
         """Reason for which it is refused, None when it is feasible."""
         if self.refusal is not None:
             return self.refusal
-        told = [violation.text for violation in self.violations]
-        if self.slowdown > 1 and any(limit.kind in TIMED for limit in self.missed):
-            told.append(f"what runs on the quietest GPUs with room makes it {self.slowdown:.3g} times as slow")
-        return "; ".join(told) or None
+        return "; ".join(violation.text for violation in self.violations) or None
 
     @property
     def refused_for(self) -> RefusedFor | None:
@@ -285,15 +267,6 @@ class PassedOver:
     """Upper end of the objective's 90% interval."""
     reason: str
     """Reason why it was passed over."""
-
-
-class BetterIdle(NamedTuple):
-    """Choice that would have been made on idle GPUs; ``text`` says why it is not."""
-
-    config: DeploymentConfig
-    objective: float  # on idle GPUs
-    slowdown: float  # where it would go
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,10 +416,9 @@ class Plan:
     served: LoadForecast | None  # of the chosen one, None without a rate
     why_not: WhyNot
     nearest_misses: tuple[Violation, ...] = ()  # of ``why_not.nearest``, memory included
-    better_idle: BetterIdle | None = None  # None: the chosen one is that of idle GPUs, too
     room: Room | None = None  # None: no deployment is expected
     passed_over: tuple[PassedOver, ...] = ()  # better by their values than the chosen one, and not measured
-    indistinguishable: tuple[int, ...] = ()  # feasible ones whose ``weight_interval`` overlaps the chosen one's
+    indistinguishable: tuple[int, ...] = ()  # feasible ones whose ``interval`` overlaps the chosen one's
 
     @property
     def best(self) -> Ranked | None:

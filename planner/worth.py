@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fingerprint.estimates import Estimate, MemoryEstimate, Quantity
-from planner.beside import Fits, Neighbours
 from planner.costs import Prices
 from planner.intent import Intent
 from planner.plan import Candidate, Plan
-from planner.rank import rank
+from planner.rank import Fits, rank
 
 __all__ = ["cannot_become_best"]
 
@@ -31,22 +30,19 @@ def cannot_become_best(
     *,
     fits: Fits,
     prices: Prices = _NO_PRICES,
-    neighbours: Neighbours | None = None,
 ) -> str | None:
     """Return why none of ``asked`` is chosen whatever is measured of them; None when one of them may be.
 
     Args:
         asked: what a measurement would tell more of, as it is estimated without.
         measured: what is known; of these, one that surely keeps every limit sets the mark.
-        fits, neighbours: as :func:`planner.rank.rank`.
+        fits: as :func:`planner.rank.rank`.
     """
-    at_best = _ranked([_end(estimate, favourable=True) for estimate in asked], intent, fits, prices, neighbours)
+    at_best = _ranked([_end(estimate, favourable=True) for estimate in asked], intent, fits, prices)
     if at_best.best is None:
         refused = at_best.candidates[0]
         return f"refused even at the favourable end of its interval: {refused.config}: {refused.reason}"
-    at_worst = _ranked(
-        [_end(estimate, favourable=False) for estimate in measured], intent, fits, prices, neighbours
-    )
+    at_worst = _ranked([_end(estimate, favourable=False) for estimate in measured], intent, fits, prices)
     if at_worst.best is None:
         return None
     best, mark = at_best.best.objective, at_worst.best.objective
@@ -60,11 +56,9 @@ def cannot_become_best(
     )
 
 
-def _ranked(
-    estimates: Sequence[Estimate], intent: Intent, fits: Fits, prices: Prices, neighbours: Neighbours | None
-) -> Plan:
+def _ranked(estimates: Sequence[Estimate], intent: Intent, fits: Fits, prices: Prices) -> Plan:
     candidates = [Candidate(e.config, e) for e in estimates]
-    return rank(candidates, intent, fits=fits, prices=prices, neighbours=neighbours)
+    return rank(candidates, intent, fits=fits, prices=prices)
 
 
 def _end(estimate: Estimate, *, favourable: bool) -> Estimate:

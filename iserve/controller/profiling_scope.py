@@ -100,12 +100,10 @@ def cannot_change_plan(
     told = [other for other in runs if nearest(other, [*measured, config]) == config]
     if not told:
         return "nothing that runs here would be estimated from it"
-    fits = FitsOn(hardware, options)
     return cannot_become_best(
         [estimator.estimate(other, options.workload) for other in told],
         [estimator.estimate(other, options.workload) for other in measured],
         options.replica_intent,
-        fits=fits,
-        neighbours=fits.neighbours,
+        fits=FitsOn(hardware, options),
         prices=Prices(usd_per_gpu_hour=hardware.gpu.price_usd_per_gpu_hour),
     )

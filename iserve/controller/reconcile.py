@@ -327,4 +327,4 @@ def pace_of(plan: str) -> Pace | None:
     chosen = None if document.chosen is None else document.candidates[document.chosen]
     if chosen is None or chosen.estimate is None:
         return None
-    return Pace.planned(document.workload, chosen.estimate, document.single_request, chosen.slowdown)
+    return Pace.planned(document.workload, chosen.estimate, document.single_request)

@@ -24,8 +24,6 @@ from iserve.planning.document import EstimateDocument, PlanDocument
 from iserve.planning.pipeline import Hardware
 from iserve.route_table import Demand, DeploymentDemand
 from iserve.state.store import DeploymentRow
-from placement.batch_load import Batching
-from placement.load_model import shares
 from placement.types import (
     ClusterSnapshot,
     DeploymentState,
@@ -190,8 +188,6 @@ def _state(
     if requests_per_s > 0:
         seen = sum(_most_busy(spec, node) for spec in specs) if here_s >= _WINDOW_S else 0.0
         queues = told.waiting + told.outstanding > sum(worker.spec.limits.max_batch for worker in workers)
-        if stays is not None and not queues and 0 < seen < _SATURATED * most:
-            stays = _as_busy(stays, specs[0], requests_per_s / number, seen / number, node.node_id)
         if not 0 < seen < _SATURATED * most:  # busy ones that queue may be asked for any more than they can do
             seen = math.inf if seen and queues else most
         elif queues:  # a queue that began just now is not in what was seen
@@ -285,20 +281,6 @@ def _planned_stays(plan: PlanDocument | None, spec: WorkerSpec) -> Stays | None:
         alone_s=prompt_s + (work.output_tokens - 1) * step_s,
         full_s=prompts_s + (work.output_tokens - 1) * full.tpot_s.value,
     )
-
-
-def _as_busy(stays: Stays, spec: WorkerSpec, requests_per_s: float, seen: float, node_id: str) -> Stays:
-    """Return the times in service of shorter requests, where the worker was ``seen`` busy for less of the time."""
-    tenant = Batching(
-        requests_per_s=requests_per_s,
-        alone_s=stays.alone_s,
-        full_s=stays.full_s,
-        slots=spec.limits.max_batch,
-        batches=_batches(spec),
-        stages=shares(_placement(spec, node_id)),
-    )
-    part = tenant.share_seen(seen)
-    return Stays(alone_s=part * stays.alone_s, full_s=part * stays.full_s)
 
 
 def _most_busy(spec: WorkerSpec, node: NodeStatus) -> float:

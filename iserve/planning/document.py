@@ -70,9 +70,6 @@ class CandidateDocument:
     """Probability of missing the tightest limit of the SLO; None without a rate."""
     utilisation: float | None = None
     """Utilisation of the replica at the rate; None without a rate."""
-    slowdown: float = 1.0
-    """Factor by which deployments that share its GPUs slow it down; included in cost, objective and limits, not in
-    the times."""
     measured: bool = False
     """Whether this configuration was run; false: estimated from other configurations or from datasheets."""
     objective_low: float | None = None
@@ -81,13 +78,6 @@ class CandidateDocument:
     """Upper end of the objective's 90% interval; None: not feasible."""
     refused_for: RefusedFor | None = None
     """Kind of the first reason of a refusal; None: feasible."""
-    ranked_by: float | None = None
-    """Value by which candidates are ranked: the objective with the delay of other deployments, where a latency
-    counts it."""
-    ranked_low: float | None = None
-    """Lower end of the 90% interval of `ranked_by`; None: not feasible."""
-    ranked_high: float | None = None
-    """Upper end of the 90% interval of `ranked_by`; None: not feasible."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""Notes on a plan as a whole: gaps of its profile, candidates passed over, replicas, and load of the devices."""
+"""Notes on a plan as a whole: gaps of its profile, candidates passed over, replicas, and room that is left."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from planner.plan import Plan
 __all__ = ["plan_notes"]
 
 
-def plan_notes(plan: Plan, profile: Profile | None, replicas: int, device: str) -> tuple[str, ...]:
-    """Return every note on ``plan``, which ``profile`` (None: datasheets) was made for; ``device``: GPU, or CPU
-    device."""
+def plan_notes(plan: Plan, profile: Profile | None, replicas: int) -> tuple[str, ...]:
+    """Return every note on ``plan``, which ``profile`` (None: datasheets) was made for."""
     return (
         *_cut_short(profile),
         *_at_one_length(plan, profile),
         *_less_sure(plan),
         *_replicated(plan.intent, replicas),
-        *_beside(plan, device),
+        *_room_left(plan),
     )
 
 
@@ -93,15 +92,6 @@ def _replicated(intent: Intent, replicas: int) -> tuple[str, ...]:
     return (f"{replicas} replicas, each on devices of its own; the table's figures are of one{share}",)
 
 
-def _beside(plan: Plan, device: str) -> tuple[str, ...]:
-    """Return what the load of the devices, GPUs or CPU devices, has to do with the choice."""
-    notes = [] if plan.better_idle is None else [plan.better_idle.text]
-    if plan.room is not None and plan.best is not None:
-        notes.append(plan.room.text(plan.best.config))
-    if plan.best is not None and plan.best.slowdown > 1:
-        times = f"{plan.best.slowdown:.3g} times as slow"
-        notes.append(
-            f"its {device}s are busy: with what runs there now {plan.best.config} is {times}; its cost, objective "
-            f"and limits are judged so, TTFT, TPOT and E2E are listed as on idle {device}s"
-        )
-    return tuple(notes)
+def _room_left(plan: Plan) -> tuple[str, ...]:
+    """Return what the deployments that are to follow have to do with the choice."""
+    return () if plan.room is None or plan.best is None else (plan.room.text(plan.best.config),)

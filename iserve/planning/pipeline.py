@@ -18,17 +18,14 @@ from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
 from fingerprint.service_model import LARGEST_BATCH
-from iserve.planning.future_load import FutureLoad, expected
 from placement.fit import demand
-from placement.others import Others
 from placement.placer_registry import JOINT, FindsPlaces, check_placement, make_placer
 from placement.policies import DEFAULT_LOAD_THRESHOLD
 from placement.replicas import ReplicaPlacer, Replicas
 from placement.types import ClusterSnapshot, GpuState, Placement, Refusal
-from planner.beside import Neighbours
-from planner.costs import Prices, objective_of
+from planner.costs import Prices
 from planner.intent import CostModel, Intent, IntentKind, check_replicas
-from planner.plan import Candidate, Layout, LimitKind, NoRoom, Plan, Ranked, Relaxation, Room
+from planner.plan import Candidate, Layout, LimitKind, NoRoom, Plan, Ranked, Relaxation
 from planner.rank import best_of, rank
 from planner.space import configuration_space, shape_refusal
 
@@ -77,7 +74,6 @@ class PlanOptions:
     workload: Workload = field(default_factory=Workload)
     policy: str = JOINT
     load_threshold: float = DEFAULT_LOAD_THRESHOLD
-    weigh_load: bool = True  # count what runs on the GPUs now; else plan as if they were idle
     replicas: int = 1  # of the configuration, each on devices of its own
     expect: int = 0  # deployments that the cluster is to hold in all, this one included; 0: no more than there are
     expected_models: tuple[ExpectedSpec, ...] = ()  # of deployments to follow, which a joint plan plans with
@@ -90,10 +86,10 @@ class PlanOptions:
         check_replicas(self.replicas)
         if not 0 <= self.expect <= MAX_EXPECTED:
             raise ConfigError(f"there may be 0 to {MAX_EXPECTED} deployments to expect, got {self.expect}")
-        if self.expect and not (self._is_about_load or objective_of(self.intent).of_all):
+        if self.expect and not self._is_about_load:
             raise ConfigError(
                 f"{self.intent.kind} with placement policy {self.policy} leaves no room for later deployments; "
-                "leave out what is expected, or ask for min-latency or cost-slo"
+                f"leave out what is expected, or ask for min-latency with --policy {JOINT}"
             )
 
     @property
@@ -203,16 +199,9 @@ def _plan_on(
     engines: Sequence[EngineCapabilities],
     options: PlanOptions,
 ) -> Plan:
-    num_gpus, fits = len(hardware.snapshot.gpus), FitsOn(hardware, options)
-    candidates = space(spec, hardware.gpu, num_gpus, estimator, engines, options)
-    if options.expect:
-        anywhere = ranked_anywhere(candidates, options, hardware.gpu).candidates
-        able = {ranked.config for ranked in anywhere if ranked.feasible}
-        fits.expect([candidate for candidate in candidates if candidate.config in able])
-    plan = rank(
-        candidates, options.replica_intent, fits=fits, prices=prices_of(hardware.gpu), neighbours=fits.neighbours
-    )
-    return plan if fits.expected is None else replace(plan, room=Room(fits.expected.num, num_gpus))
+    candidates = space(spec, hardware.gpu, len(hardware.snapshot.gpus), estimator, engines, options)
+    fits = FitsOn(hardware, options)
+    return rank(candidates, options.replica_intent, fits=fits, prices=prices_of(hardware.gpu))
 
 
 def space(
@@ -250,18 +239,12 @@ def winner_at(
     there = replace(
         options, workload=replace(options.workload, batch=batch), intent=replace(options.intent, kind=kind)
     )
-    fits = FitsOn(hardware, there)
     candidates = [
         Candidate(config, estimator.estimate(config, there.workload), None, _alone(estimator, config, there))
         for config in configs
     ]
-    return best_of(
-        candidates,
-        there.replica_intent,
-        fits=fits,
-        prices=prices_of(hardware.gpu),
-        neighbours=fits.neighbours,
-    )
+    fits = FitsOn(hardware, there)
+    return best_of(candidates, there.replica_intent, fits=fits, prices=prices_of(hardware.gpu))
 
 
 def prices_of(gpu: GpuSpec) -> Prices:
@@ -340,71 +323,22 @@ def placements_of(layout: Layout) -> tuple[Placement, ...]:
 
 
 class FitsOn:
-    """The planner's questions about one snapshot, answered by placement: does it fit as often as it is to, at the
-    upper end of the memory's interval, and how much longer do requests take there
-    (``planner.beside.Neighbours``)?"""
+    """Answers of a placement policy on one snapshot: where an estimate's replicas go, at the upper end of the
+    memory's interval (``planner.rank.Fits``)."""
 
     def __init__(self, hardware: Hardware, options: PlanOptions) -> None:
-        self._hardware, self._options, self._replicas = hardware, options, options.replicas
-        self.expected: FutureLoad | None = None
-        self._others = Others(hardware.snapshot)
-        self._counts = options.weigh_load and bool(self._others.loads)
-        self._placer = self._placer_of(options.policy, options.load_threshold)
-        self._calm: FindsPlaces | ReplicaPlacer | None = None
-
-    def _placer_of(self, policy: str, threshold: float) -> FindsPlaces | ReplicaPlacer:
         def placer_on(snapshot: ClusterSnapshot) -> FindsPlaces:
-            link_group_size = self._hardware.gpu.link_group_size
-            return make_placer(policy, snapshot, threshold=threshold, link_group_size=link_group_size)
+            threshold, link_group_size = options.load_threshold, hardware.gpu.link_group_size
+            return make_placer(options.policy, snapshot, threshold=threshold, link_group_size=link_group_size)
 
-        snapshot = self._hardware.snapshot
-        return placer_on(snapshot) if self._replicas == 1 else ReplicaPlacer(snapshot, self._replicas, placer_on)
-
-    @property
-    def neighbours(self) -> Neighbours | None:
-        """Interference on the GPUs; None where nothing runs or is expected, or where it is not to count."""
-        return self if self._counts or self.expected is not None else None
-
-    def expect(self, candidates: Sequence[Candidate]) -> None:
-        """Count the deployments still expected by the options.
-
-        Args:
-            candidates: what may be chosen on idle GPUs; each counts as one of them.
-        """
-        if self._options.weigh_load:
-            intent, in_all = self._options.replica_intent, self._options.expect
-            self.expected = expected(in_all, candidates, intent, self._hardware.snapshot, self._others)
+        snapshot, replicas = hardware.snapshot, options.replicas
+        self._placer = placer_on(snapshot) if replicas == 1 else ReplicaPlacer(snapshot, replicas, placer_on)
 
     def __call__(self, estimate: Estimate) -> Placement | Replicas | NoRoom:
-        return _answer(self._placer, estimate)
-
-    def slowdown(self, layout: Layout) -> float:
-        """Return the slowdown at the slowest replica."""
-        return max(self._others.slowdown(placement) for placement in placements_of(layout))
-
-    def taken(self, layout: Layout) -> float:
-        """Return the mean over the replicas, each of which serves as many requests."""
-        placements = placements_of(layout)
-        return sum(self._others.lost(placement) for placement in placements) / len(placements)
-
-    def later(self, layout: Layout, estimate: Estimate) -> float:
-        """Return the later cost, as ``taken`` returns the cost now."""
-        if self.expected is None:
-            return 0.0
-        load, placements = self.expected.load(estimate), placements_of(layout)
-        return sum(self._others.later(placement, load) for placement in placements) / len(placements)
-
-    def quietest(self, estimate: Estimate) -> Placement | Replicas | NoRoom:
-        if self._calm is None:
-            self._calm = self._placer_of("least-loaded", 0.0)
-        return _answer(self._calm, estimate)
-
-
-def _answer(placer: FindsPlaces | ReplicaPlacer, estimate: Estimate) -> Placement | Replicas | NoRoom:
-    answer = placer.fit(demand(estimate.memory))
-    if isinstance(answer, Refusal):
-        return NoRoom(answer.reason, answer.shortfall_bytes, answer.missing_gpus, answer.device)
-    return answer
+        answer = self._placer.fit(demand(estimate.memory))
+        if isinstance(answer, Refusal):
+            return NoRoom(answer.reason, answer.shortfall_bytes, answer.missing_gpus, answer.device)
+        return answer
 
 
 def with_more(hardware: Hardware, count: int) -> Hardware:

@@ -17,7 +17,6 @@ from iserve.planning.document import (
 )
 from iserve.planning.notes import plan_notes
 from iserve.planning.verdict import VerdictDocument
-from iserve.planning.words import device_kind
 from planner.costs import total_bytes
 from planner.plan import Plan, Ranked
 
@@ -49,7 +48,6 @@ def _no_conditions(config: DeploymentConfig) -> tuple[str, ...]:
 def _candidate(ranked: Ranked, conditions_of: Callable[[DeploymentConfig], tuple[str, ...]]) -> CandidateDocument:
     split = None if ranked.layout is None else ranked.layout.layers_per_stage
     low, high = ranked.interval or (None, None)
-    ranked_low, ranked_high = ranked.weight_interval or (None, None)
     return CandidateDocument(
         config=ranked.config,
         estimate=None
@@ -62,14 +60,10 @@ def _candidate(ranked: Ranked, conditions_of: Callable[[DeploymentConfig], tuple
         conditions=() if ranked.refusal is not None else conditions_of(ranked.config),
         miss_probability=ranked.risk,
         utilisation=ranked.utilisation,
-        slowdown=ranked.slowdown,
         measured=ranked.is_measured,
         objective_low=low,
         objective_high=high,
         refused_for=ranked.refused_for,
-        ranked_by=ranked.weight,
-        ranked_low=ranked_low,
-        ranked_high=ranked_high,
     )
 
 
@@ -100,7 +94,7 @@ def plan_document(
         candidates=tuple(_candidate(ranked, conditions_of) for ranked in plan.candidates),
         chosen=plan.chosen,
         why_not=plan.why_not,
-        notes=(*notes, *plan_notes(plan, profile, replicas, device_kind(hardware))),
+        notes=(*notes, *plan_notes(plan, profile, replicas)),
         load_forecast=plan.served,
         replicas=replicas,
         single_request=None if alone is None else estimate_document(alone, cost=None),

@@ -55,9 +55,9 @@ class RunnerUpDocument:
     config: DeploymentConfig
     """Configuration of the runner-up."""
     objective: float | None
-    """Value by which it is ranked, in the plan's `objective_unit`; None: not known."""
+    """Value of what the intent optimises, in the plan's `objective_unit`; None: not known."""
     chosen_objective: float | None
-    """Value by which the chosen configuration is ranked."""
+    """Value of the chosen configuration."""
     wins_at_batch: BatchRange | None = None
     """Batches at which it would be chosen; None: none that was tried."""
     wins_by: tuple[IntentLead, ...] = ()
@@ -92,8 +92,8 @@ def runner_up(plan: Plan, winner: Winner | None = None) -> RunnerUpDocument | No
         return None
     return RunnerUpDocument(
         config=rival.config,
-        objective=rival.weight,
-        chosen_objective=best.weight,
+        objective=rival.objective,
+        chosen_objective=best.objective,
         wins_at_batch=None if winner is None else _batches(best, rival, plan.intent.kind, winner),
         wins_by=() if winner is None else tuple(_leads(best, rival, plan.intent, winner)),
         equivalent=tuple(ranked.config for ranked in alike),

@@ -141,10 +141,7 @@ def alike_words(document: PlanDocument, shown: int) -> str:
     else:
         others = " and ".join(filter(None, [_ranges(listed), f"{more} that are not shown" if more else ""]))
         subject = f"1 cannot be told apart from {others}"
-    compared = [document.candidates[index] for index in (0, *document.indistinguishable)]
-    weighed = any(one.ranked_by != one.objective for one in compared if one.ranked_by is not None)
-    what = "delays of other deployments included, " if weighed else ""
-    return f"{subject}: {what}their intervals of {document.objective_unit} overlap"
+    return f"{subject}: their intervals of {document.objective_unit} overlap"
 
 
 def _ranges(rows: Sequence[int]) -> str:

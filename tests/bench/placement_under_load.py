@@ -243,8 +243,8 @@ class FixedDeployer:
         return Placer(snapshot, self._policy, link_group_size=link)
 
 
-def planned(kind: IntentKind, policy: str, *, knows_rates: bool = True, weigh_load: bool = True) -> Deployer:
-    options = PlanOptions(intent=Intent(kind=kind), workload=workload(1), policy=policy, weigh_load=weigh_load)
+def planned(kind: IntentKind, policy: str, *, knows_rates: bool = True) -> Deployer:
+    options = PlanOptions(intent=Intent(kind=kind), workload=workload(1), policy=policy)
     models = [  # on every engine the same times, as what is recorded was taken
         replace(
             roofline_model(model, spec(model), A6000, options, "auto"),
@@ -345,7 +345,6 @@ def planner_rows(seed: int, service: Service = Service.FCFS, experiment: str = "
             for name, deployer in (
                 ("", planned(kind, policy)),
                 (", by loads alone", planned(kind, policy, knows_rates=False)),
-                (", as if idle", planned(kind, policy, weigh_load=False)),
             ):
                 yield row(experiment, f"{kind}, {policy}{name}", world, run(world, deployer))
 

@@ -11,14 +11,17 @@ from daemon.status import WorkerState
 from daemon.worker_spec import StageAssignment
 from fingerprint.codec import from_json
 from fingerprint.config import DeploymentConfig
-from iserve.api_types import DeployBody, PlanBody
+from fingerprint.gpus import gpu_spec
+from iserve.api_types import DeployBody
 from iserve.controller.reconcile import Reconciler
+from iserve.controller.snapshot import hardware_of
 from iserve.controller.stored_values import recorded_workers
 from iserve.demo import demo_model_path
 from iserve.model_source import resolve
 from iserve.planning.document import PlanDocument
 from iserve.planning.worker_launch import worker_spec
 from iserve.route_table import Demand, DeploymentDemand
+from placement.load_model import LoadedCluster
 from placement.types import Placement, StagePlacement
 from tests.iserve.test_deployer import Until, World, ended, limits, world
 
@@ -145,16 +148,16 @@ def test_a_plan_is_told_how_often_who_runs_beside_it_is_called(world: World, end
     assert ended() == "ready"
     (worker,) = world.node.client.workers()
     (device,) = worker.spec.stages[0].device_ids
-
-    def slowest(requests_per_s: float | None) -> float:
-        asked = DeploymentDemand(name="a", waiting=0, outstanding=0, idle_s=0.0, requests_per_s=requests_per_s)
-        world.controller.demand = lambda: Demand(routes_version=1, deployments=(asked,))  # type: ignore[method-assign]
-        plan = world.controller.plans.plan(PlanBody(input_tokens=16, output_tokens=16))
-        return max(one.slowdown for one in plan.candidates if one.feasible)
-
     assert device in {seen.device_id for seen in world.node.client.node().devices}
     plan = from_json(world.store.deployment("a").plan or "", PlanDocument)
     chosen = next(one.estimate for one in plan.candidates if one.config == worker.spec.config)
     assert chosen is not None
-    assert slowest(None) == slowest(0.0) == 1.0
-    assert slowest(0.5 / chosen.e2e_s.value) == pytest.approx(2.0)
+
+    def load(requests_per_s: float | None) -> float:
+        asked = DeploymentDemand(name="a", waiting=0, outstanding=0, idle_s=0.0, requests_per_s=requests_per_s)
+        world.controller.demand = lambda: Demand(routes_version=1, deployments=(asked,))  # type: ignore[method-assign]
+        node = hardware_of(world.node.client.node(), gpu_spec("a6000"), world.controller.serving())
+        return LoadedCluster.of(node.snapshot).loads.get((node.snapshot.gpus[0].node_id, device), 0.0)
+
+    assert load(None) == load(0.0) == 0.0
+    assert load(0.5 / chosen.e2e_s.value) == pytest.approx(0.5)

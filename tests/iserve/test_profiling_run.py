@@ -195,10 +195,8 @@ def points(profile: Profile) -> set[tuple[int, int]]:
     return {(point.batch, point.input_tokens) for point in profile.timing}
 
 
-def test_beside_a_worker_that_nobody_calls_what_is_measured_is_that_on_idle_gpus() -> None:
-    """The GPU of a worker without requests counts as idle, however busy its start kept it; else a split over it
-    looks slow.
-    """
+def test_a_busy_gpu_changes_nothing_of_what_is_measured() -> None:
+    """A split over a GPU that a worker kept busy is measured as on idle GPUs."""
     plan_options = options_of(IntentKind.MIN_LATENCY, quality=Quality.EXACT)
     idle, started_on = NODE.devices
     beside = replace(started_on, free_bytes=started_on.free_bytes - 30 * GIB, load_fraction=0.9)
@@ -210,17 +208,13 @@ def test_beside_a_worker_that_nobody_calls_what_is_measured_is_that_on_idle_gpus
         name="a", model="a", wanted=1, replicas=(replica,), moving=False, waiting=0, requests_per_s=0.0,
         service_s=1.0, idle_s=60.0, steady_s=60.0,
     )  # fmt: skip
-    alone, told, untold = StepTimedMachine(), StepTimedMachine(), StepTimedMachine()
-    assert (
-        profiled(alone, plan_options=plan_options).skipped
-        == profiled(told, plan_options=plan_options, node=node, serving=(uncalled,)).skipped
-    )
-    assert (2, 1, BITS16) in started(alone)
-    assert started(told) == started(alone)
-    profile = profiled(untold, plan_options=plan_options, node=node)
-    assert (2, 1, BITS16) not in started(untold)
-    assert lacking(profile, node, RUNS, plan_options) == ()
-    assert lacking(profile, node, RUNS, plan_options, (uncalled,)) != ()
+    on_idle, known, unknown = StepTimedMachine(), StepTimedMachine(), StepTimedMachine()
+    skipped = profiled(on_idle, plan_options=plan_options).skipped
+    assert profiled(known, plan_options=plan_options, node=node, serving=(uncalled,)).skipped == skipped
+    assert (2, 1, BITS16) in started(on_idle)
+    profile = profiled(unknown, plan_options=plan_options, node=node)
+    assert started(known) == started(unknown) == started(on_idle)
+    assert lacking(profile, node, RUNS, plan_options, (uncalled,)) == ()
 
 
 def _alone_on(device: DeviceStatus) -> StagePlacement:

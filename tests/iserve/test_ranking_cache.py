@@ -17,11 +17,10 @@ from fingerprint.gpus import gpu_spec
 from iserve.planning.pipeline import FitsOn, Hardware, PlanOptions, make_plan
 from iserve.planning.ranking_cache import RankedModel
 from iserve.simulation.running import idle_cluster
-from placement.load_model import LoadedCluster, Tenant, shares, stretch
 from placement.replicas import Replicas
-from placement.types import ClusterSnapshot, DeploymentState, Placement, ReplicaState, StagePlacement
+from placement.types import ClusterSnapshot, Placement
 from planner.intent import CostModel, Intent, IntentKind, Slo
-from planner.plan import NoRoom, Ranked
+from planner.plan import NoRoom
 from tests.fingerprint.half_measured import HalfMeasured
 from tests.fingerprint.step_timed_machine import llama_7b
 
@@ -78,17 +77,16 @@ MIXED = {
 @given(
     name=st.sampled_from(sorted(MIXED)),
     free=st.lists(st.tuples(st.integers(0, 48), st.floats(0, 1)), min_size=1, max_size=8),
-    busy=st.sampled_from([None, 0.0, 0.8]),
 )
 def test_where_some_are_measured_it_chooses_what_the_whole_plan_chooses(
-    name: str, free: list[tuple[int, float]], busy: float | None
+    name: str, free: list[tuple[int, float]]
 ) -> None:
     model, idle = MIXED[name], idle_cluster(A6000, len(free)).gpus
     gpus = tuple(
         replace(gpu, free_bytes=min(room * GIB, gpu.total_bytes), load_fraction=load)
         for gpu, (room, load) in zip(idle, free, strict=True)
     )
-    snapshot = ClusterSnapshot(gpus) if busy is None else _beside(busy)
+    snapshot = ClusterSnapshot(gpus)
     plan = make_plan(
         SPEC, Hardware(label="", gpu=A6000, snapshot=snapshot), HalfMeasured(ESTIMATOR), ENGINES, model.options
     )
@@ -117,62 +115,3 @@ def test_nothing_is_chosen_without_gpus_and_no_workload_beyond_the_context() -> 
     assert MODELS["min-cost"].choose(ClusterSnapshot(())) is None
     with pytest.raises(ConfigError, match="context"):
         RankedModel(SPEC, A6000, ESTIMATOR, ENGINES, PlanOptions(workload=Workload(1, 4000, 4000)))
-
-
-def _beside(busy: float) -> ClusterSnapshot:
-    """Eight GPUs that were not seen busy, one deployment on all of them that is now to be busy so much."""
-    idle = idle_cluster(A6000, 8)
-    stage = StagePlacement(
-        node_id="node0",
-        device_ids=tuple(gpu.device_id for gpu in idle.gpus),
-        first_layer=0,
-        num_layers=32,
-        bytes_per_gpu=2 * GIB,
-    )
-    replica = ReplicaState(
-        replica_id="other#1", placement=Placement((stage,)), ready=True, outstanding=0, max_batch=1
-    )
-    other = DeploymentState(
-        name="other", model="other", wanted=1, replicas=(replica,), moving=False, waiting=0,
-        requests_per_s=busy, service_s=1.0, idle_s=0.0, steady_s=1000.0,
-    )  # fmt: skip
-    gpus = tuple(replace(gpu, free_bytes=gpu.free_bytes - 2 * GIB) for gpu in idle.gpus)
-    return ClusterSnapshot(gpus, (other,))
-
-
-@pytest.mark.parametrize("name", sorted(MODELS))
-@pytest.mark.parametrize("busy", [0.0, 0.3, 0.8, 1.5])
-def test_beside_a_rate_it_chooses_what_the_whole_plan_chooses(name: str, busy: float) -> None:
-    snapshot, options = _beside(busy), MODELS[name].options
-    plan = make_plan(SPEC, Hardware(label="", gpu=A6000, snapshot=snapshot), ESTIMATOR, ENGINES, options)
-    chosen = MODELS[name].choose(snapshot)
-    assert (chosen is None) == (plan.best is None)
-    if chosen is not None and plan.best is not None:
-        assert (chosen.config, chosen.placement) == (plan.best.config, plan.best.layout)
-        assert plan.best.slowdown == (1.0 if busy == 0 else pytest.approx(stretch(busy)))
-
-
-def test_beside_a_rate_a_latency_adds_least_to_its_own_time_and_that_of_the_others() -> None:
-    """The choice adds least to its own time and that of the other requests, by differences of the load model.
-
-    For a request in a long time, over everything that fits. The GPUs, not seen busy yet, are idle without known
-    rates.
-    """
-    model, snapshot = MODELS["min-latency"], _beside(0.8)
-    plan = make_plan(SPEC, Hardware(label="", gpu=A6000, snapshot=snapshot), ESTIMATOR, ENGINES, model.options)
-    rate = 1e-7
-
-    def added(one: Ranked) -> float:
-        assert one.estimate is not None
-        assert isinstance(one.layout, Placement)
-        newcomer = Tenant(rate * one.estimate.e2e_s.value, shares(one.layout))
-        return LoadedCluster.of(snapshot).cost_of_adding(newcomer, 0.0) / rate
-
-    fitting = [one for one in plan.candidates if one.feasible]
-    for one in fitting:
-        assert one.weight == pytest.approx(added(one), rel=1e-4)
-    assert plan.best is not None
-    assert added(plan.best) == pytest.approx(min(map(added, fitting)), rel=1e-4)
-    untold = model.choose(replace(snapshot, deployments=()))
-    assert untold is not None
-    assert untold.config != plan.best.config  # the best alone is not the best here

@@ -29,14 +29,13 @@ from iserve.controller.snapshot import hardware_of, serving_on
 from iserve.controller.stored_values import recorded_workers
 from iserve.demo import demo_model_path
 from iserve.planning.pipeline import (
-    FitsOn,
     PlanOptions,
     hypothetical_hardware,
     make_plan,
     placements_of,
 )
 from iserve.state.store import DeploymentRow
-from placement.others import Others
+from placement.load_model import LoadedCluster
 from placement.replicas import Replicas
 from planner.intent import MAX_REPLICAS, Intent, IntentKind, Slo
 from tests.iserve.test_autoscaling import LIMIT_S, Napping, at_work
@@ -429,21 +428,6 @@ def test_each_is_judged_by_its_share_of_the_rate() -> None:
     assert not set(devices[0]) & set(devices[1])
 
 
-def test_beside_others_the_slowest_tells_and_what_they_lose_is_shared() -> None:
-    hardware = hypothetical_hardware(A6000, 2)
-    loads = (0.5, 0.2)
-    gpus = tuple(replace(gpu, load_fraction=load) for gpu, load in zip(hardware.snapshot.gpus, loads, strict=True))
-    hardware = replace(hardware, snapshot=replace(hardware.snapshot, gpus=gpus))
-    plan = make_plan(SPEC, hardware, ESTIMATOR, ENGINES, PlanOptions(replicas=2))
-    assert plan.best is not None
-    assert plan.best.layout is not None
-    fits, others = FitsOn(hardware, PlanOptions(replicas=2)), Others(hardware.snapshot)
-    placements = placements_of(plan.best.layout)
-    assert fits.slowdown(plan.best.layout) == max(others.slowdown(p) for p in placements) == pytest.approx(2.0)
-    assert fits.taken(plan.best.layout) == pytest.approx(sum(others.lost(p) for p in placements) / 2)
-    assert plan.best.slowdown == pytest.approx(2.0)
-
-
 def test_a_configuration_that_fits_once_and_not_so_often_is_refused() -> None:
     """Three replicas leave one of four GPUs for each: only configurations of one GPU can be."""
     plan = make_plan(SPEC, hypothetical_hardware(A6000, 4), ESTIMATOR, ENGINES, PlanOptions(replicas=3))
@@ -482,7 +466,7 @@ def test_replicas_share_what_is_asked_and_each_is_told(row: DeploymentRow) -> No
     assert state.requests_per_s * state.service_s <= 2, "of two replicas' time at most"
     (seen,) = serving_on(here, [two], told(1000.0))
     assert seen.busy_fraction == pytest.approx(0.2)
-    loads = Others(hardware_of(here, A6000, (seen,)).snapshot).loads
+    loads = LoadedCluster.of(hardware_of(here, A6000, (seen,)).snapshot).loads
     assert loads == {("n", "GPU-0"): pytest.approx(0.2), ("n", "GPU-1"): pytest.approx(0.2)}
     fresh = replace(here, workers=(here.workers[0], replace(here.workers[1], started_at=_at(NOW - 5.0))))
     (state,) = serving_on(fresh, [two], told(1000.0))

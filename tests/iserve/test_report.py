@@ -35,7 +35,7 @@ from iserve.cli.report import hardware_here
 from iserve.client import ControllerClient
 from iserve.planning.estimator_factory import estimator_for
 from iserve.planning.offline import plan_for_gpus
-from iserve.planning.pipeline import FitsOn, PlanOptions, hypothetical_hardware, make_plan
+from iserve.planning.pipeline import PlanOptions, hypothetical_hardware, make_plan
 from iserve.planning.verdict_text import alike_words, note_lines, plan_lines
 from iserve.report.accuracy import AccuracyRecord, AccuracyRow, find_accuracy, read_accuracy, store_accuracy
 from iserve.report.build import build_report, find_profile
@@ -357,10 +357,11 @@ def test_a_report_plans_beside_who_is_called(controller: Controller, profile: Pr
         name="a", model="a", wanted=1, replicas=(replica,), moving=False, waiting=0, requests_per_s=0.0,
         service_s=1.0, idle_s=0.0, steady_s=1000.0, stays=Stays(alone_s=1.0, full_s=2.0),
     )  # fmt: skip
-    for requests_per_s, is_loaded in (0.0, False), (1.0, True):
-        controller.answers["/api/v1/serving"] = (replace(other, requests_per_s=requests_per_s),)
+    for requests_per_s in (0.0, 1.0):
+        there = replace(other, requests_per_s=requests_per_s)
+        controller.answers["/api/v1/serving"] = (there,)
         _, hardware = hardware_here(iserve.cli.connection.client(), profile.machine.device)
-        assert (FitsOn(hardware, PlanOptions()).neighbours is not None) == is_loaded
+        assert hardware.snapshot.deployments == (there,)
 
 
 def test_a_record_is_found_by_shape_and_machine(profile: Profile, tmp_path: Path) -> None:

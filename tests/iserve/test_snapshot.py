@@ -25,9 +25,7 @@ from iserve.planning.pipeline import PlanOptions, alone_of, hypothetical_hardwar
 from iserve.planning.plan_document import plan_document
 from iserve.route_table import Demand, DeploymentDemand
 from iserve.state.store import DeploymentRow
-from placement.batch_load import Batching
-from placement.load_model import shares
-from placement.others import Others
+from placement.load_model import LoadedCluster
 from placement.types import DeploymentState, Stays
 from planner.intent import Intent, Slo
 from tests.iserve.test_profiling_validity import node
@@ -154,7 +152,7 @@ def test_a_plan_is_told_who_serves_where_and_how_often_it_is_called(row: Deploym
     assert stages == [(("GPU-0",), 0, 3), (("GPU-1",), 3, 1)]
     snapshot = hardware_of(status, A6000, (state,)).snapshot
     asked = 0.25 * state.service_s
-    loads = Others(snapshot).loads
+    loads = LoadedCluster.of(snapshot).loads
     assert loads == {("n", "GPU-0"): pytest.approx(0.75 * asked), ("n", "GPU-1"): pytest.approx(0.25 * asked)}
 
 
@@ -201,7 +199,7 @@ def test_where_the_rate_is_not_told_only_the_load_is_seen(row: DeploymentRow) ->
         assert serving_on(seen, rows, demand) == ()
     (unknown,) = serving_on(status, [replace(row, plan='{"of": "another version"}')], told(1.0))
     assert not unknown.is_work_known
-    assert set(Others(hardware_of(status, A6000, (unknown,)).snapshot).loads.values()) == {0.4}
+    assert {gpu.load_fraction for gpu in hardware_of(status, A6000, (unknown,)).snapshot.gpus} == {0.4}
 
 
 BATCH = Workload(batch=8, input_tokens=64, output_tokens=16)
@@ -253,15 +251,12 @@ def test_a_worker_that_batches_tells_how_long_requests_stay(batching: Deployment
     assert [replica.batches for replica in state.replicas] == [1]  # the embedded engine waits for a batch
 
 
-def test_beside_a_batching_worker_that_nobody_calls_gpus_are_idle(batching: DeploymentRow) -> None:
-    """The GPUs are idle a minute after the start that kept them busy, unless another process has memory there."""
+def test_a_gpu_is_as_loaded_as_it_was_seen_to_be_while_anything_holds_memory(batching: DeploymentRow) -> None:
     status = as_batching(running(for_s=60.0, busy=0.5))
-    uncalled = serving_on(status, [batching], told(0.0, outstanding=0))
-    assert Others(hardware_of(status, A6000, uncalled).snapshot).loads == {}
-    more = tuple(replace(device, free_bytes=device.free_bytes - 2 * GIB) for device in status.devices)
-    for seen in replace(status, devices=more), status:
-        serving = uncalled if seen is not status else ()  # nor where rates are unknown
-        assert set(Others(hardware_of(seen, A6000, serving).snapshot).loads.values()) == {0.5}
+    empty = tuple(replace(device, free_bytes=device.total_bytes) for device in status.devices)
+    for seen, load in ((status, 0.5), (replace(status, devices=empty), 0.0)):
+        serving = serving_on(seen, [batching], told(0.0, outstanding=0))
+        assert {gpu.load_fraction for gpu in hardware_of(seen, A6000, serving).snapshot.gpus} == {load}
 
 
 @pytest.mark.parametrize(
@@ -284,23 +279,6 @@ def test_on_a_cpu_a_worker_that_nobody_calls_is_not_busy(
     assert {gpu.load_fraction for gpu in hardware_of(both, A6000, serving).snapshot.gpus} == {0.5}
 
 
-def test_shorter_requests_stay_as_long_as_they_keep_a_batching_worker_busy(batching: DeploymentRow) -> None:
-    """Three of four layers are on the first GPU, so that a step runs for at most 4/3 of the load seen there."""
-    (fresh,) = serving_on(as_batching(running(for_s=119.0, busy=0.3)), [batching], told(100.0))
-    (seen,) = serving_on(as_batching(running(for_s=121.0, busy=0.3)), [batching], told(100.0))
-    (queues,) = serving_on(as_batching(running(for_s=121.0, busy=0.3)), [batching], told(100.0, waiting=8))
-    assert stays_of(fresh) == stays_of(queues)
-
-    def busy(state: DeploymentState) -> float:
-        (replica,), stays = state.replicas, stays_of(state)
-        return Batching(100.0, stays.alone_s, stays.full_s, 8, 1, shares(replica.placement)).under_way(1.0)
-
-    assert busy(fresh) > 0.5
-    assert busy(seen) == pytest.approx(0.4, abs=1e-4)
-    ratio = stays_of(fresh).full_s / stays_of(fresh).alone_s
-    assert stays_of(seen).full_s / stays_of(seen).alone_s == pytest.approx(ratio)
-
-
 @pytest.mark.parametrize("layers", [(2, 2), (3, 1)])
 @pytest.mark.parametrize("busy", [0.3, 0.48, 0.6, 0.9, 0.97])
 def test_a_pipeline_that_keeps_its_stages_full_is_as_busy_as_its_longest_stage(
@@ -318,14 +296,9 @@ def test_a_pipeline_that_keeps_its_stages_full_is_as_busy_as_its_longest_stage(
     loads = (busy, busy * second / first)
     devices = tuple(replace(d, load_fraction=load) for d, load in zip(status.devices, loads, strict=True))
     (state,) = serving_on(replace(status, devices=devices), [row], told(1e5))
-    (replica,), stays = state.replicas, stays_of(state)
-    under_way = Batching(
-        1e5, stays.alone_s, stays.full_s, 8, replica.batches, shares(replica.placement)
-    ).under_way(1.0)
-    assert replica.batches == 2
+    assert [replica.batches for replica in state.replicas] == [2]
     known = busy < 0.95
     assert state.busy_fraction * first / number == pytest.approx(busy if known else 1.0)
-    assert under_way == pytest.approx(busy * number / first if known else 2.0, abs=1e-3)
 
 
 def test_a_pipeline_that_takes_one_request_has_one_batch_under_way() -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from daemon.engines.registry import capabilities_for
-from fingerprint.codec import from_json
 from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat, Workload
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec, parse_gpus
@@ -33,7 +32,6 @@ from iserve.planning.pipeline import (
     space,
 )
 from iserve.planning.verdict import VerdictDocument, figures_of, verdict
-from iserve.planning.verdict_text import alike_words
 from iserve.planning.words import spoken
 from planner.intent import Intent, IntentKind, Slo
 from planner.plan import Plan, RefusedFor
@@ -319,14 +317,3 @@ def test_a_replay_says_the_rate_of_all_replicas(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(connection, "client", lambda *, start: asked)
     (told,) = _deployed(("m",))
     assert "0.5 requests/s" in told
-
-
-def test_delays_of_others_are_mentioned_only_where_they_count_in_what_is_compared() -> None:
-    document = from_json(Path(__file__).with_name("golden").joinpath("plan.json").read_bytes(), PlanDocument)
-    first, second, *rest = (replace(one, ranked_by=one.objective) for one in document.candidates)
-    delayed = replace(rest[-1], ranked_by=(rest[-1].objective or 0.0) + 1.0)
-    plain = replace(document, candidates=(first, second, *rest[:-1], delayed), indistinguishable=(1,))
-    assert "delays of what runs there" not in alike_words(plain, 12)
-    weighed = replace(second, ranked_by=(second.objective or 0.0) + 1.0)
-    shown = alike_words(replace(plain, candidates=(first, weighed, *plain.candidates[2:])), 12)
-    assert "delays of other deployments included" in shown

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placement.load_model import LoadedCluster, Tenant, crowd, crowd_slope, shares, slowdown, stretch
+from placement.load_model import LoadedCluster, Tenant, shares, slowdown, stretch
 from placement.types import ClusterSnapshot
 from tests.placement.fleets import fleet, fleets, place, serving
 
@@ -23,22 +23,6 @@ def test_stretch_by_hand(load: float, expected: float) -> None:
 def test_more_load_is_never_faster(one: float, other: float) -> None:
     low, high = sorted((one, other))
     assert 1.0 <= stretch(low) <= stretch(high) < math.inf
-
-
-@given(load=st.floats(0, 20))
-def test_a_load_to_come_is_as_one_that_is_there_and_never_less(load: float) -> None:
-    assert crowd(load) == pytest.approx(stretch(load)) if load <= 0.95 else crowd(load) > stretch(load)
-    step = 1e-6 * (1 + load)
-    assert crowd_slope(load + step / 2) == pytest.approx((crowd(load + step) - crowd(load)) / step, rel=1e-3)
-
-
-@given(first=st.floats(0.0, 20), second=st.floats(0.0, 20), times=st.floats(1, 50))
-def test_of_two_the_one_with_less_work_gains_by_every_further_load(
-    first: float, second: float, times: float
-) -> None:
-    """Further load never makes the one with more work the better, whatever each takes by itself."""
-    low, high = sorted((first, second))
-    assert crowd(times * low) / crowd(low) <= crowd(times * high) / crowd(high) * (1 + 1e-9)
 
 
 def test_a_group_is_as_slow_as_its_slowest_gpu_and_stages_add_up() -> None:
