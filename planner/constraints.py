@@ -27,6 +27,7 @@ from planner.normal_distribution import Z_OF_INTERVAL
 from planner.plan import (
     INTERVAL_NOTE,
     QUALITIES,
+    VALUE_NOTE,
     LatencyForecast,
     Limit,
     LimitKind,
@@ -187,12 +188,12 @@ def _limits_of(intent: Intent) -> list[tuple[LimitKind, float]]:
 
 
 def _of_the_batch(intent: Intent, seen: Figures) -> list[Check]:
-    highs = {LimitKind.TTFT: seen.ttft_high_s, LimitKind.TPOT: seen.tpot_high_s, LimitKind.E2E: seen.e2e_high_s}
-    return [
-        check
-        for kind, allowed in _limits_of(intent)
-        for check in _at_most(kind, allowed, highs[kind], INTERVAL_NOTE)
-    ]
+    judged, note = (
+        seen if intent.slo_by_value else seen.at_high,
+        VALUE_NOTE if intent.slo_by_value else INTERVAL_NOTE,
+    )
+    times = {LimitKind.TTFT: judged.ttft_s, LimitKind.TPOT: judged.tpot_s, LimitKind.E2E: judged.e2e_s}
+    return [check for kind, allowed in _limits_of(intent) for check in _at_most(kind, allowed, times[kind], note)]
 
 
 def _under_load(intent: Intent, served: Attainment, saturated: Mask) -> list[Check]:

@@ -209,6 +209,7 @@ class Intent:
     kind: IntentKind = IntentKind.MIN_COST
     cost_model: CostModel = CostModel.MEMORY_LATENCY
     slo: Slo | None = None
+    slo_by_value: bool = False  # without a rate: judged by the estimate, not by the upper end of its interval
     percentile: float = 95.0  # of the requests that keep each limit of the SLO, when a rate is given
     rate_per_s: float | None = None  # requests; None: no queueing is considered
     replicas: int = 1  # that get ``rate_per_s`` each; reasons and advice give the rate of all

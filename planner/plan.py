@@ -13,6 +13,7 @@ from planner.queueing import MODEL_NAME
 from planner.rate_profile import Level
 
 __all__ = [
+    "VALUE_NOTE",
     "Better",
     "Candidate",
     "Change",
@@ -38,6 +39,7 @@ __all__ = [
 GIB = 2**30
 QUALITIES = tuple(Quality)
 INTERVAL_NOTE = "(upper end of the 90% interval)"
+VALUE_NOTE = "(by its estimate)"
 
 
 class Candidate(NamedTuple):

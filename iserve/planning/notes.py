@@ -19,6 +19,7 @@ def plan_notes(plan: Plan, profile: Profile | None, replicas: int) -> tuple[str,
         *_less_sure(plan),
         *_replicated(plan.intent, replicas),
         *_room_left(plan),
+        *_may_miss(plan),
     )
 
 
@@ -95,3 +96,18 @@ def _replicated(intent: Intent, replicas: int) -> tuple[str, ...]:
 def _room_left(plan: Plan) -> tuple[str, ...]:
     """Return what the deployments that are to follow have to do with the choice."""
     return () if plan.room is None or plan.best is None else (plan.room.text(plan.best.config),)
+
+
+def _may_miss(plan: Plan) -> tuple[str, ...]:
+    """Return which limits the chosen one may miss by its interval, where no rate says how many requests do."""
+    slo, best = plan.intent.slo, plan.best
+    if slo is None or plan.served is not None or best is None or best.estimate is None:
+        return ()
+    one = best.estimate
+    limits = (("ttft", slo.ttft_s, one.ttft_s), ("tpot", slo.tpot_s, one.tpot_s), ("e2e", slo.e2e_s, one.e2e_s))
+    missed = [
+        f"{name} is {time.value:.4g} s, at the upper end of its interval {time.high:.4g} s"
+        for name, limit, time in limits
+        if limit is not None and time.high > limit
+    ]
+    return (f"it may miss its SLO: {'; '.join(missed)}; a measurement narrows that",) if missed else ()

@@ -107,8 +107,11 @@ class PlanOptions:
 
     @property
     def of_one_batch(self) -> PlanOptions:
-        """Options without the load: what each configuration does with one batch on one replica."""
-        intent = replace(self.intent, rate_per_s=None)
+        """Options without the load: what each configuration does with one batch on one replica.
+
+        An SLO refuses what misses it by its estimate; what may miss it is left to the forecast under load.
+        """
+        intent = replace(self.intent, rate_per_s=None, slo_by_value=True)
         return replace(self, intent=intent, replicas=1, expect=0, expected_models=())
 
     @property
