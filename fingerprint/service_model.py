@@ -16,7 +16,7 @@ from fingerprint.config import DeploymentConfig, Workload, even_split
 from fingerprint.errors import ConfigError, NotMeasuredError
 from fingerprint.estimates import Estimate, Estimator, MemoryEstimate
 
-__all__ = ["LARGEST_BATCH", "STEP_KNOTS", "ServiceModel", "service_model"]
+__all__ = ["LARGEST_BATCH", "STEP_KNOTS", "ServiceModel", "service_between", "service_model", "steps_between"]
 
 LARGEST_BATCH = 256  # sequences that decode together at most (docs/decisions/0024)
 STEP_KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, LARGEST_BATCH)
@@ -49,11 +49,15 @@ class ServiceModel:
     """Whether the times of this TP degree rest on a measurement of it, not on a modelled all-reduce."""
     largest_batch: int = LARGEST_BATCH
     """Sequences that run at once at most."""
+    further_prompt_s: float | None = None
+    """Seconds of each further prompt of a batch; None: those of one alone, without a read of the weights."""
 
     def __post_init__(self) -> None:
         times = (self.prompt_s, *self.step_s)
         if len(self.step_s) != len(STEP_KNOTS) or not all(math.isfinite(t) and t > 0 for t in times):
             raise ConfigError(f"{self.config}: a service model needs {1 + len(STEP_KNOTS)} positive times")
+        if not 0 <= self.added_prompt_s <= self.prompt_s:
+            raise ConfigError(f"{self.config}: a further prompt takes 0 to {self.prompt_s} s, as one alone")
         if self.fixed_bytes < 0 or self.kv_bytes_per_token < 0:
             raise ConfigError(f"{self.config}: memory cannot be negative")
         if not 1 <= self.largest_batch <= LARGEST_BATCH:
@@ -77,7 +81,9 @@ class ServiceModel:
 
     @property
     def added_prompt_s(self) -> float:
-        """Time that a prompt adds to a step that decodes: it reads no weights of its own."""
+        """Time that a prompt adds to a step that decodes, or to other prompts: it reads no weights of its own."""
+        if self.further_prompt_s is not None:
+            return self.further_prompt_s
         return self.prompt_s - min(self.step_s[0], _SHARED_PROMPT * self.prompt_s)
 
     @property
@@ -86,11 +92,31 @@ class ServiceModel:
         return self.prompt_s + (self.output_tokens - 1) * self.step_s[0]
 
     def step_of(self, sequences: float) -> float:
-        """Return the time of a decode step of that many sequences, linear between the knots."""
+        """Return the time of a decode step of that many sequences, linear between the knots and beyond them."""
         high = min(max(1, bisect_left(STEP_KNOTS, sequences)), len(STEP_KNOTS) - 1)
         low_at, high_at = STEP_KNOTS[high - 1 : high + 1]
-        part = min(1.0, max(0.0, (sequences - low_at) / (high_at - low_at)))
+        part = max(0.0, (sequences - low_at) / (high_at - low_at))
         return self.step_s[high - 1] + part * (self.step_s[high] - self.step_s[high - 1])
+
+    def loaded_step_of(self, sequences: int) -> float:
+        """Return the time per token of that many sequences, of which all but one are replaced as they end.
+
+        Each token then also waits for its share of the prompts of those that follow.
+        """
+        return self.step_of(sequences) + max(0, sequences - 1) * self.added_prompt_s / self.output_tokens
+
+    def prompts_s(self, tokens: float) -> float:
+        """Return the time of prompts of so many tokens in all, handed over at once."""
+        return self.prompt_s + self.added_prompt_s * (tokens / self.input_tokens - 1)
+
+    def slowed(self, prompts: float, steps: float) -> ServiceModel:
+        """Return the same with prompts and steps so many times as slow."""
+        return replace(
+            self,
+            prompt_s=prompts * self.prompt_s,
+            further_prompt_s=prompts * self.added_prompt_s,
+            step_s=tuple(steps * step_s for step_s in self.step_s),
+        )
 
     def requests_per_s(self, batch: float) -> float:
         """Return the capacity at a batch of ``batch`` sequences on GPUs of its own."""
@@ -164,6 +190,39 @@ def service_model(
         is_split_measured=config.tp == 1 or alone.is_measured,
         largest_batch=largest_batch,
     )
+
+
+def service_between(
+    config: DeploymentConfig, workload: Workload, ttft_s: tuple[float, float], tpot_s: tuple[float, float]
+) -> ServiceModel:
+    """Return the service model by the times of one request and of a whole batch; its memory is not known.
+
+    Args:
+        ttft_s: of one request alone, and of the batch handed over at once.
+        tpot_s: of one request alone, and of the batch.
+    """
+    (prompt_s, full_s), (step_s, full_step_s) = ttft_s, tpot_s
+    further_s = prompt_s - step_s  # of a batch of one: the rest is the read of the weights
+    if workload.batch > 1:
+        further_s = min((full_s - prompt_s) / (workload.batch - 1), prompt_s)
+    return ServiceModel(
+        config=config,
+        prompt_s=prompt_s,
+        further_prompt_s=max(further_s, 0.0),
+        step_s=steps_between(step_s, full_step_s, workload.batch),
+        input_tokens=workload.input_tokens,
+        output_tokens=workload.output_tokens,
+        longest_tokens=workload.context_tokens,
+        fixed_bytes=0,
+        kv_bytes_per_token=0.0,
+        largest_batch=min(LARGEST_BATCH, workload.batch),
+    )
+
+
+def steps_between(alone_s: float, full_s: float, batch: int) -> tuple[float, ...]:
+    """Return the times at all knots on the line through those of one sequence and of ``batch``."""
+    slope = max(full_s - alone_s, 0.0) / max(1, batch - 1)  # a NaN stays one, and is refused
+    return tuple(alone_s + slope * (knot - 1) for knot in STEP_KNOTS)
 
 
 def _known(estimator: Estimator, config: DeploymentConfig, workload: Workload) -> list[Estimate]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from fingerprint.config import DeploymentConfig
-from fingerprint.service_model import LARGEST_BATCH, STEP_KNOTS, ServiceModel
+from fingerprint.service_model import LARGEST_BATCH, ServiceModel, steps_between
 from placement.fleet.types import FleetDeployment, FleetGpu, FleetReplica
 from placement.types import ClusterSnapshot, DeploymentState, GpuState, Placement
 
@@ -98,11 +98,10 @@ def _service(state: DeploymentState) -> ServiceModel | None:
     replica, stays = state.replicas[0], state.stays
     if not stays.alone_s > 0:
         return None
-    slope = max(0.0, stays.full_s - stays.alone_s) / max(1, replica.max_batch - 1)
     return ServiceModel(
         config=DeploymentConfig(tp=len(replica.placement.stages[0].device_ids), pp=len(replica.placement.stages)),
         prompt_s=_NO_PROMPT_S,
-        step_s=tuple(stays.alone_s + slope * (batch - 1) for batch in STEP_KNOTS),
+        step_s=steps_between(stays.alone_s, stays.full_s, replica.max_batch),
         input_tokens=0.0,
         output_tokens=2.0,  # the first token and one step, which is the whole stay
         longest_tokens=2,

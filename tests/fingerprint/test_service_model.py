@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from fingerprint.estimates import Estimate
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.families import read_spec
 from fingerprint.gpus import gpu_spec
-from fingerprint.service_model import STEP_KNOTS, ServiceModel, service_model
+from fingerprint.service_model import STEP_KNOTS, ServiceModel, service_between, service_model
 
 LLAMA_8B = {
     "model_type": "llama",
@@ -97,3 +98,47 @@ def test_the_knee_reaches_97_percent_of_the_most() -> None:
 def test_a_time_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match="positive times"):
         replace(model(), prompt_s=0.0)
+
+
+BATCH = Workload(batch=4, input_tokens=100, output_tokens=10)
+
+
+def between(workload: Workload = BATCH, **times: tuple[float, float]) -> ServiceModel:
+    given = {"ttft_s": (1.0, 2.5), "tpot_s": (0.1, 0.16)} | times
+    return service_between(DeploymentConfig(), workload, **given)
+
+
+def test_a_service_model_between_two_estimates_has_the_times_of_both_and_of_the_line_through_them() -> None:
+    service = between()
+    assert service.prompts_s(100) == pytest.approx(1.0)
+    assert service.prompts_s(400) == pytest.approx(2.5)
+    assert [service.step_of(n) for n in (1, 2, 3, 4, 7, 301)] == pytest.approx([0.1, 0.12, 0.14, 0.16, 0.22, 6.1])
+    assert service.loaded_step_of(1) == pytest.approx(0.1)
+    assert service.loaded_step_of(4) == pytest.approx(0.16 + 3 * 0.5 / 10)
+
+
+def test_a_further_prompt_of_a_batch_takes_no_longer_than_one_alone_and_no_negative_time() -> None:
+    assert between(ttft_s=(1.0, 9.0)).added_prompt_s == 1.0
+    assert between(ttft_s=(1.0, 0.5)).added_prompt_s == 0.0
+    assert between(replace(BATCH, batch=1), ttft_s=(1.0, 1.0)).added_prompt_s == pytest.approx(0.9)
+
+
+def test_slowed_has_every_time_so_many_times_as_long() -> None:
+    slow = between().slowed(3.0, 2.0)
+    assert slow.prompts_s(250) == pytest.approx(3 * between().prompts_s(250))
+    assert slow.step_of(5) == pytest.approx(2 * between().step_of(5))
+    assert model().slowed(3.0, 1.0).added_prompt_s == pytest.approx(3 * model().added_prompt_s)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"ttft_s": (0.0, 1.0)}, {"ttft_s": (1.0, math.nan)}, {"tpot_s": (0.1, math.nan)}]
+)
+def test_times_that_cannot_be(wrong: dict[str, tuple[float, float]]) -> None:
+    with pytest.raises(ConfigError):
+        between(**wrong)
+
+
+@pytest.mark.parametrize("further_s", [-0.1, 1.1, math.nan])
+def test_a_further_prompt_that_cannot_be(further_s: float) -> None:
+    with pytest.raises(ConfigError, match="a further prompt"):
+        replace(between(), further_prompt_s=further_s)
