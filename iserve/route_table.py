@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from planner.intent import Slo
-from planner.lateness import Pace
+from planner.admission import AdmissionPolicy
 
 __all__ = [
     "DEMAND_PATH",
@@ -13,7 +12,6 @@ __all__ = [
     "Demand",
     "DeploymentDemand",
     "GatewayLimits",
-    "Punctuality",
     "Route",
     "RouteTable",
     "WorkerTarget",
@@ -34,14 +32,6 @@ class WorkerTarget:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Punctuality:
-    """Limits of a deployment that rejects late requests, and the pace of a replica by its plan."""
-
-    slo: Slo
-    pace: Pace
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Route:
     """Route of one deployment: the name that clients put in ``model``, and the workers that answer."""
 
@@ -53,7 +43,7 @@ class Route:
     ready_wait_s: float | None = None  # for a worker to be started; None: the gateway's own
     refusal: str | None = None  # why no worker can be started now: requests are refused with it at once
     retry_after_s: int = 1  # with ``refusal``
-    punctuality: Punctuality | None = None  # None: no request is rejected for being late
+    admission: AdmissionPolicy | None = None  # None: no request is rejected for being late
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

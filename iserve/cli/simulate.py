@@ -68,7 +68,7 @@ def simulate(
     from traces.transforms import cap_lengths
 
     options = checked(request, load_settings(), sees_load=True)
-    options = replace(options, more_requests=options.more_requests and not serving.refuse_late)
+    options = replace(options, more_requests=options.more_requests and not serving.reject_late)
     judged, named = decision.slo(options.intent.slo), cluster.named_models()
     (gpu, snapshot), least = cluster.hardware(), cluster_policy.least
     with o.usage_errors():
@@ -89,7 +89,7 @@ def simulate(
         trace=trace,
         hardware=f"{len(snapshot.gpus)} x {gpu.name}",
         service=scenario.service,
-        rejects_late=serving.refuse_late,
+        rejects_late=serving.reject_late,
         rejects_by_forecast=serving.forecast_late,
         planner=planner[0],
         placement=options.policy,

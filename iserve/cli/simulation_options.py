@@ -160,7 +160,7 @@ class ServiceOptions:
             "--abort-at-queue", help="Of one deployment: beyond, it is overloaded and the simulation stops."
         ),
     ] = 10_000
-    refuse_late: Annotated[
+    reject_late: Annotated[
         bool,
         typer.Option(
             "--reject-late", help="Refuse a request that could not keep its SLO any more, as AlpaServe does."
@@ -300,9 +300,9 @@ def scenario_of(
             "deployments are requested at finite times: --deploy-interval is 0 s or more, got "
             f"{cluster.deploy_every:g}"
         )
-    if service.refuse_late and slo is None:
+    if service.reject_late and slo is None:
         raise ConfigError("--reject-late needs to know what is late; give the SLO with --eval-slo")
-    if service.forecast_late and not service.refuse_late:
+    if service.forecast_late and not service.reject_late:
         raise ConfigError("--forecast-late says how --reject-late judges; give that too")
     return Scenario(
         cluster=snapshot,
@@ -312,8 +312,8 @@ def scenario_of(
         overhead_s=service.overhead,
         max_waiting=service.max_waiting,
         most_waiting=service.most_waiting,
-        refuse_late=dict.fromkeys(cluster.named_models(), slo) if service.refuse_late and slo else {},
-        forecasts_late=service.forecast_late,
+        reject_late=dict.fromkeys(cluster.named_models(), slo) if service.reject_late and slo else {},
+        rejects_by_forecast=service.forecast_late,
     )
 
 

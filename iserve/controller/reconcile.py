@@ -19,6 +19,7 @@ from daemon.status import NodeStatus, WorkerState, WorkerStatus
 from daemon.worker_spec import WorkerSpec
 from fingerprint.codec import from_json, to_json
 from fingerprint.errors import BadInputError, ConfigError, IserveError, UnavailableError
+from fingerprint.service_model import ServiceModel, service_between
 from iserve.controller.autoscaling import Autoscaler
 from iserve.controller.deployment_status import seen_of
 from iserve.controller.draining import Drainer
@@ -35,12 +36,11 @@ from iserve.controller.stored_values import (
     update_workers,
 )
 from iserve.planning.document import PlanDocument
-from iserve.route_table import ApiKeyRecord, GatewayLimits, Punctuality, Route, RouteTable, WorkerTarget
+from iserve.route_table import ApiKeyRecord, GatewayLimits, Route, RouteTable, WorkerTarget
 from iserve.state.store import DeploymentRow
-from planner.intent import Slo
-from planner.lateness import Pace
+from planner.admission import AdmissionPolicy
 
-__all__ = ["ROUTES_FILE", "Patience", "Reconciler", "pace_of", "punctuality_of"]
+__all__ = ["ROUTES_FILE", "Patience", "Reconciler", "admission_policy_of", "planned_service"]
 
 log = logging.getLogger(__name__)
 
@@ -224,10 +224,10 @@ class Reconciler:
         there = {} if node is None else {w.spec.worker_id: w for w in node.workers}
         refusal = self._autoscaler.refusal(row)
         patience_s = self._controller.settings.start_timeout_s if row.phase in _STARTED_SOON else None
-        first, punctuality = specs[0], punctuality_of(row)
+        first, admission = specs[0], admission_policy_of(row, specs[0].limits.max_batch)
         # As many again wait at the worker as run there, so that a slot that frees is filled at once; but where
         # late requests are rejected: all of those wait in the gateway, which then knows when each began.
-        a_slot = 2 if punctuality is None else 1
+        a_slot = 2 if admission is None else 1
         return Route(
             name=row.name,
             model=first.served_model,
@@ -237,7 +237,7 @@ class Reconciler:
             ready_wait_s=patience_s,
             refusal=None if refusal is None else refusal.reason,
             retry_after_s=1 if refusal is None else refusal.retry_after_s,
-            punctuality=punctuality,
+            admission=admission,
         )
 
 
@@ -299,24 +299,26 @@ class Patience:
         return worker_id in self._rests_until_s
 
 
-def punctuality_of(row: DeploymentRow) -> Punctuality | None:
-    """Return the punctuality of a deployment; None: it rejects no late requests, or nothing is planned yet."""
+def admission_policy_of(row: DeploymentRow, slots: int) -> AdmissionPolicy | None:
+    """Return the admission policy of a deployment whose replicas run ``slots`` requests at once.
+
+    None: it rejects no late requests, or nothing is planned yet.
+    """
     if row.plan is None:
         return None
     try:
         request = recorded_request(row)
     except ConfigError:  # its trouble is reported where it is asked for
         return None
-    slo = request.slo
-    pace = pace_of(row.plan) if request.reject_late and slo is not None else None
-    if pace is None or slo is None:
+    service = planned_service(row.plan) if request.reject_late else None
+    if service is None or request.slo is None:
         return None
-    return Punctuality(slo=Slo(ttft_s=slo.ttft_s, tpot_s=slo.tpot_s, e2e_s=slo.e2e_s), pace=pace)
+    return AdmissionPolicy(slo=request.slo, service=service, slots=slots)
 
 
 @lru_cache(maxsize=256)
-def pace_of(plan: str) -> Pace | None:
-    """Return the pace of the chosen configuration of a plan's JSON, given what ran on its GPUs then.
+def planned_service(plan: str) -> ServiceModel | None:
+    """Return the service model of the chosen configuration of a plan's JSON, given what ran on its GPUs then.
 
     None: nothing is chosen, or the plan is of another version of iServe.
     """
@@ -327,4 +329,12 @@ def pace_of(plan: str) -> Pace | None:
     chosen = None if document.chosen is None else document.candidates[document.chosen]
     if chosen is None or chosen.estimate is None:
         return None
-    return Pace.planned(document.workload, chosen.estimate, document.single_request)
+    full, alone = chosen.estimate, document.single_request or chosen.estimate
+    if document.joint is not None:
+        return document.joint.service
+    return service_between(
+        chosen.config,
+        document.workload,
+        (alone.ttft_s.value, full.ttft_s.value),
+        (alone.tpot_s.value, full.tpot_s.value),
+    )

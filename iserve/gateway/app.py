@@ -167,7 +167,7 @@ class Gateway:
                 ticket=ticket,
                 arrived_s=arrived_s,
                 request_id=reply.request_id,
-                flight=deployment.flight(len(body), head.longest_answer, streams=bool(head.stream)),
+                in_flight=deployment.new_request(len(body), head.longest_answer, is_streamed=bool(head.stream)),
             )
             await self._forward(request, deployment, incoming, reply)
         finally:

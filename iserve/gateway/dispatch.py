@@ -1,7 +1,7 @@
 """Dispatch: a first-come-first-served queue per deployment, then the least loaded ready worker.
 
 Where a deployment rejects late requests, a request goes to a worker where it keeps its limits, if there is
-one, and is rejected if there is none: when it arrives, or when its turn is reached (``planner.refusing``).
+one, and is rejected if there is none: when it arrives, or when its turn is reached (``planner.admission``).
 
 Knows tickets and targets; sends nothing. A worker is full at ``max_outstanding`` requests, and the rest wait
 here, so that the longest waiting request gets the first worker that has room, not the one that looked best on
@@ -17,10 +17,10 @@ from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from iserve.gateway.admission import GatewayAdmission
 from iserve.gateway.errors import ApiError
-from iserve.gateway.punctuality import Punctual
 from iserve.route_table import DeploymentDemand, Route, RouteTable, WorkerTarget
-from planner.refusing import Flight, Late
+from planner.admission import InFlightRequest, Rejection
 
 __all__ = ["DOWN_S", "READY_WAIT_S", "WINDOW_S", "Deployment", "Dispatcher", "RateWindow"]
 
@@ -33,7 +33,7 @@ _TIMER_SLACK_S = 0.05  # by which a timer may be early
 class _Waiting:
     ticket: int
     avoid: str = field(compare=False)
-    flight: Flight | None = field(compare=False)
+    request: InFlightRequest | None = field(compare=False)
     turn: asyncio.Future[WorkerTarget] = field(compare=False)
 
 
@@ -50,7 +50,7 @@ class Deployment:
         self._waiting: list[_Waiting] = []
         self._last_s = time.monotonic()  # a request arrived or ended
         self._rate_window = RateWindow()
-        self.punctual = Punctual.of(route)
+        self.admission = GatewayAdmission.of(route)
         self._was_ready = False  # when it was last looked at
 
     @property
@@ -78,7 +78,7 @@ class Deployment:
     def update(self, route: Route, max_queue: int, max_wait_s: float) -> None:
         """Take the route of a new table. Requests already sent stay where they are."""
         self.route, self.max_queue, self.max_wait_s = route, max_queue, max_wait_s
-        self.punctual = Punctual.of(route, self.punctual)
+        self.admission = GatewayAdmission.of(route, self.admission)
         if route.refusal is not None:
             self._refuse_all(ApiError.cannot_start(route.name, route.refusal, route.retry_after_s))
         urls = {worker.url for worker in route.workers}
@@ -88,11 +88,13 @@ class Deployment:
             del self._down_until_s[url]
         self._serve()
 
-    def flight(self, body_bytes: int, longest_answer: int | None, *, streams: bool) -> Flight | None:
+    def new_request(
+        self, body_bytes: int, longest_answer: int | None, *, is_streamed: bool
+    ) -> InFlightRequest | None:
         """Return what is known of a request that has arrived; None: no request is rejected here for being late."""
-        if self.punctual is None:
+        if self.admission is None:
             return None
-        return self.punctual.flight(body_bytes, longest_answer, streams=streams)
+        return self.admission.new_request(body_bytes, longest_answer, is_streamed=is_streamed)
 
     def close(self) -> None:
         """Refuse all waiting requests: the deployment has left the table."""
@@ -110,12 +112,12 @@ class Deployment:
         if not avoid:
             self._rate_window.count()
 
-    async def acquire(self, ticket: int, avoid: str = "", flight: Flight | None = None) -> WorkerTarget:
+    async def acquire(self, ticket: int, avoid: str = "", request: InFlightRequest | None = None) -> WorkerTarget:
         """Return a worker with room; the caller releases it. Waits its turn, in order of tickets.
 
         Args:
             avoid: URL of a worker that should not be taken while another has room.
-            flight: of :meth:`flight`.
+            request: of :meth:`new_request`.
 
         Raises:
             ApiError: 429 the queue is full; 503 it would be late, no worker became ready within the route's
@@ -124,8 +126,8 @@ class Deployment:
         """
         self._last_s = time.monotonic()
         if not self._waiting:
-            target = self._take(ticket, avoid, flight)
-            if isinstance(target, Late):
+            target = self._take(ticket, avoid, request)
+            if isinstance(target, Rejection):
                 raise ApiError.would_be_late(self.route.name, target)
             if target is not None:
                 self._count(avoid)
@@ -136,9 +138,9 @@ class Deployment:
             raise ApiError.no_ready_worker(self.route.name, math.ceil(READY_WAIT_S))
         if len(self._waiting) >= self.max_queue:
             raise ApiError.queue_full(self.route.name, len(self._waiting))
-        self._judge_wait(ticket, avoid, flight)
+        self._check_queue(ticket, avoid, request)
         loop = asyncio.get_running_loop()
-        waiting = _Waiting(ticket, avoid, flight, loop.create_future())
+        waiting = _Waiting(ticket, avoid, request, loop.create_future())
         insort(self._waiting, waiting)
         self._count(avoid)
         self._serve()
@@ -149,14 +151,14 @@ class Deployment:
                 self._waiting.remove(waiting)
                 self._last_s = time.monotonic()
             elif not waiting.turn.cancelled() and waiting.turn.exception() is None:
-                self.release(waiting.turn.result(), flight)  # given a worker in the very moment it left
+                self.release(waiting.turn.result(), request)  # given a worker in the very moment it left
             raise
 
-    def release(self, target: WorkerTarget, flight: Flight | None = None) -> None:
+    def release(self, target: WorkerTarget, request: InFlightRequest | None = None) -> None:
         """Note that a request has left ``target``."""
         self._last_s = time.monotonic()
-        if self.punctual is not None and flight is not None:
-            self.punctual.left(flight, target.url)
+        if self.admission is not None and request is not None:
+            self.admission.record_leave(request, target.url)
         left = self._outstanding[target.url] - 1
         if left:
             self._outstanding[target.url] = left
@@ -191,67 +193,69 @@ class Deployment:
         down_until_s = self._down_until_s.get(worker.url)
         return down_until_s is None or asyncio.get_running_loop().time() >= down_until_s
 
-    def _judge_wait(self, ticket: int, avoid: str, flight: Flight | None) -> None:
+    def _check_queue(self, ticket: int, avoid: str, request: InFlightRequest | None) -> None:
         """Judge a request for which no worker has room. Raises ApiError: it would be late.
 
         While no worker serves it is not late: a request then starts a worker, and when that will be ready is
         unknown.
         """
-        if self.punctual is None or flight is None or avoid:
+        if self.admission is None or request is None or avoid:
             return
         urls = [worker.url for worker in self.route.workers if self._is_ready(worker)]
         if not urls:
             self._was_ready = False
             return
-        before = (one.flight for one in self._waiting if one.ticket < ticket and one.flight is not None)
-        late = self.punctual.waits(flight, urls, before)
-        if late is not None:
-            raise ApiError.would_be_late(self.route.name, late)
+        before = (one.request for one in self._waiting if one.ticket < ticket and one.request is not None)
+        rejection = self.admission.check_queue(request, urls, before)
+        if rejection is not None:
+            raise ApiError.would_be_late(self.route.name, rejection)
 
-    def _take(self, ticket: int, avoid: str, flight: Flight | None) -> WorkerTarget | Late | None:
+    def _take(self, ticket: int, avoid: str, request: InFlightRequest | None) -> WorkerTarget | Rejection | None:
         """Take the best that has room, None: none has; or say why it would be late even there."""
-        punctual = self.punctual
-        best, best_rank, best_late = None, (True, True, math.inf, 0), None
+        admission = self.admission
+        best, best_rank, best_rejection = None, (True, True, math.inf, 0), None
         for worker in self.route.workers:
             outstanding = self._outstanding.get(worker.url, 0)
             if outstanding >= worker.max_outstanding or not self._is_ready(worker):
                 continue
-            late = None if punctual is None or flight is None or avoid else punctual.joins(flight, worker.url)
+            rejection = None
+            if admission is not None and request is not None and not avoid:
+                rejection = admission.check_start(request, worker.url)
             # Among equals, the one not used for longest.
-            rank = (worker.url == avoid, late is not None, outstanding, self._last_ticket.get(worker.url, -1))
+            rank = (worker.url == avoid, rejection is not None, outstanding, self._last_ticket.get(worker.url, -1))
             if best is None or rank < best_rank:
-                best, best_rank, best_late = worker, rank, late
-        if best_late is not None:
-            return best_late
+                best, best_rank, best_rejection = worker, rank, rejection
+        if best_rejection is not None:
+            return best_rejection
         if best is not None:
-            if punctual is not None and flight is not None:
-                punctual.sent(flight, best.url)
+            if admission is not None and request is not None:
+                admission.record_start(request, best.url)
             self._outstanding[best.url] = self._outstanding.get(best.url, 0) + 1
             self._last_ticket[best.url] = ticket
         return best
 
     def _serve(self) -> None:
-        self._look_who_is_ready()
+        self._note_readiness()
         while self._waiting:
             first = self._waiting[0]
-            target = self._take(first.ticket, first.avoid, first.flight)
+            target = self._take(first.ticket, first.avoid, first.request)
             if target is None:
                 return
             del self._waiting[0]
-            if isinstance(target, Late):
+            if isinstance(target, Rejection):
                 first.turn.set_exception(ApiError.would_be_late(self.route.name, target))
             else:
                 first.turn.set_result(target)
 
-    def _look_who_is_ready(self) -> None:
+    def _note_readiness(self) -> None:
         """Note which workers are ready: time in which no worker could serve makes no request late."""
-        if self.punctual is None:
+        if self.admission is None:
             return
         is_ready = self.num_ready > 0
         if is_ready and not self._was_ready:
             for waiting in self._waiting:
-                if waiting.flight is not None:
-                    self.punctual.counts_anew(waiting.flight)
+                if waiting.request is not None:
+                    self.admission.restart_wait(waiting.request)
         self._was_ready = is_ready
 
 

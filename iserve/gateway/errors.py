@@ -7,7 +7,7 @@ import math
 import msgspec
 
 from fingerprint.errors import IserveError
-from planner.refusing import Late
+from planner.admission import Rejection
 
 __all__ = ["WOULD_BE_LATE", "ApiError", "error_body"]
 
@@ -85,20 +85,19 @@ class ApiError(IserveError):
         )
 
     @classmethod
-    def would_be_late(cls, deployment: str, late: Late) -> ApiError:
+    def would_be_late(cls, deployment: str, rejection: Rejection) -> ApiError:
         """Return the error of a late request; not 429: the client did not send too much, and waiting would not
         help.
         """
-        what = (
-            "time per token" if late.limit == "tpot" else "first token" if late.limit == "ttft" else "last token"
-        )
-        why = ", as it would be with nobody before it: ask for less" if late.alone else ""
+        limit = rejection.limit
+        what = {"ttft": "first token", "tpot": "time per token", "e2e": "last token"}[limit]
+        why = ", as it would be with nobody before it: ask for less" if rejection.late_alone else ""
         return cls(
             503,
-            f"this request would be late at {deployment!r}: {what} in {late.forecast_s:.3g} s by the forecast, "
-            f"the limit is {late.limit}={late.limit_s:g} s{why}",
+            f"this request would be late at {deployment!r}: {what} in {rejection.forecast_s:.3g} s by the "
+            f"forecast, the limit is {limit}={rejection.limit_s:g} s{why}",
             WOULD_BE_LATE,
-            retry_after_s=max(_RETRY_SOON_S, math.ceil(late.retry_s)),
+            retry_after_s=max(_RETRY_SOON_S, math.ceil(rejection.retry_after_s)),
         )
 
     @classmethod

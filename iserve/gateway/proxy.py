@@ -23,7 +23,7 @@ from iserve.gateway.reply import Reply
 from iserve.gateway.sse import FrameRelay, Usage, error_frame, usage_of
 from iserve.http_stream import AnswerLostError, NotReachedError, Origin, StreamAnswer, StreamClient
 from iserve.route_table import WorkerTarget
-from planner.refusing import Flight
+from planner.admission import InFlightRequest
 
 __all__ = ["InferenceRequest", "forward"]
 
@@ -44,7 +44,7 @@ class InferenceRequest:
     ticket: int  # rises with arrival
     arrived_s: float  # on the event loop's clock
     request_id: bytes
-    flight: Flight | None = None  # of a deployment that rejects late requests
+    in_flight: InFlightRequest | None = None  # of a deployment that rejects late requests
 
 
 class _NotBegunError(Exception):
@@ -75,7 +75,7 @@ async def forward(
     avoid, give_up_s = "", math.inf
     failed_before = False
     while True:
-        target = await deployment.acquire(request.ticket, avoid, request.flight)
+        target = await deployment.acquire(request.ticket, avoid, request.in_flight)
         answer: StreamAnswer | None = None
         try:
             answer = await _attempt(request, name, target, deployment, workers, reply, metrics)
@@ -90,7 +90,7 @@ async def forward(
                 raise error.answer from None
             failed_before = True
         finally:
-            deployment.release(target, request.flight)
+            deployment.release(target, request.in_flight)
         if answer is not None:  # its slot is free: no request waits, or is late, for the connection's sake
             await answer.finish(_LINGER_S)
             return
@@ -111,7 +111,7 @@ async def _attempt(
 
     ``max_wait_s`` bounds the longest silence of the worker, not the longest answer.
     """
-    silence_s, seen = deployment.max_wait_s, _Seen(deployment, request.flight)
+    silence_s, seen = deployment.max_wait_s, _Seen(deployment, request.in_flight)
     try:
         response = await workers.post(
             _origin(target.url),
@@ -137,23 +137,23 @@ async def _attempt(
 
 
 class _Seen:
-    """Observer of an answer's progress for the judge of lateness, if there is one."""
+    """Observer of an answer's progress for admission control, if there is any."""
 
-    __slots__ = ("_flight", "_punctual")
+    __slots__ = ("_admission", "_request")
 
-    def __init__(self, deployment: Deployment, flight: Flight | None) -> None:
-        self._flight = flight
-        self._punctual = None if flight is None else deployment.punctual
+    def __init__(self, deployment: Deployment, request: InFlightRequest | None) -> None:
+        self._request = request
+        self._admission = None if request is None else deployment.admission
 
     def frames(self, data: bytes) -> None:
         """Count each frame as a token: engines send one for each step."""
-        if self._punctual is not None and self._flight is not None:
+        if self._admission is not None and self._request is not None:
             frames = data.count(b"\n\n") or data.count(b"\r\n\r\n")
-            self._punctual.came(self._flight, frames - data.count(b"[DONE]"))
+            self._admission.record_tokens(self._request, frames - data.count(b"[DONE]"))
 
     def whole(self, usage: Usage | None) -> None:
-        if self._punctual is not None and self._flight is not None:
-            self._punctual.ended(self._flight, usage)
+        if self._admission is not None and self._request is not None:
+            self._admission.record_end(self._request, usage)
 
 
 async def _relay_whole(

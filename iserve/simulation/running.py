@@ -20,7 +20,7 @@ from fingerprint.estimates import Estimator
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
-from fingerprint.service_model import ServiceModel
+from fingerprint.service_model import ServiceModel, service_between
 from iserve.planning.engine_choice import by_preference
 from iserve.planning.estimator_factory import estimator_for, step_tokens_of
 from iserve.planning.joint_choice import ExpectedModel, expected_model
@@ -41,7 +41,6 @@ from placement.actions import ClusterPolicy
 from placement.harvesting import spare_gpu
 from placement.routing import Router
 from placement.types import ClusterSnapshot, GpuState, Placement
-from planner.lateness import Pace
 from planner.plan import NoRoom, Plan
 from traces.request import Request
 from traces.simulator.contention import Contention
@@ -177,7 +176,6 @@ class PlannedDeployer:
         self._gpu, self._knows_rates = gpu, knows_rates
         self._models = {model.name: model for model in models}
         self._steps: dict[tuple[str, DeploymentConfig, Workload], StepModel] = {}
-        self._paces: dict[tuple[str, DeploymentConfig], Pace] = {}
         self._services: dict[str, dict[DeploymentConfig, ServiceModel]] = {name: {} for name in self._models}
         self._ranked = {
             name: RankedModel(model.spec, gpu, model.estimator, model.engines, model.options)
@@ -265,7 +263,7 @@ class PlannedDeployer:
                 f"{served.context_tokens:,} tokens, {replica.kv_tokens:,} tokens of KV cache",
                 pipelined=traits_of(config.engine).fills_stages,
                 startup_s=traits_of(config.engine).startup_s,
-                pace=self._pace(asked, config),
+                forecast_service=choice.service,
                 config=config,
                 service=choice.service,
                 miss_probability=None if promise is None else promise.miss_probability,
@@ -295,8 +293,12 @@ class PlannedDeployer:
         hardware = self._hardware(snapshot)
         capacity = capacity_of(config, placements, asked.spec, hardware, asked.estimator, asked.options)
         served = capacity.workload
+        work, estimator = asked.options.workload, asked.estimator
+        full = estimator.estimate(config, work)
+        alone = alone_of(estimator, config, work) or full
+        ttft_s, tpot_s = (alone.ttft_s.value, full.ttft_s.value), (alone.tpot_s.value, full.tpot_s.value)
         what = f"{config} on {config.engine}"
-        if served != asked.options.workload:
+        if served != work:
             what += f", up to {served.batch} requests at once of up to {served.context_tokens:,} tokens"
         return [
             Deployed(
@@ -305,21 +307,11 @@ class PlannedDeployer:
                 what=what,
                 pipelined=traits_of(config.engine).fills_stages,
                 startup_s=traits_of(config.engine).startup_s,
-                pace=self._pace(asked, config),
+                forecast_service=service_between(config, work, ttft_s, tpot_s),
                 config=config,
             )
             for placement in capacity.placements
         ]
-
-    def _pace(self, asked: SimulatedModel, config: DeploymentConfig) -> Pace:
-        """Return the pace as the controller gives it to a gateway."""
-        found = self._paces.get((asked.name, config))
-        if found is None:
-            work = asked.options.workload
-            alone = alone_of(asked.estimator, config, work)
-            found = Pace.planned(work, asked.estimator.estimate(config, work), alone)
-            self._paces[asked.name, config] = found
-        return found
 
     def _why_not(self, asked: SimulatedModel, snapshot: ClusterSnapshot) -> str:
         plan = self._plan(asked, snapshot, 1)

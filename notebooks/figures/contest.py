@@ -163,7 +163,7 @@ def serve(world: World, who: Contestant, slo_factor: float = SLO_FACTOR) -> Serv
     by_model = slos_of(world, slo_factor, world.mean_request)
     slos = {name: by_model[model] for name, model in world.deployments.items()}
     if who.refuses_late:
-        scenario = replace(world.scenario, refuse_late=slos, forecasts_late=who.by_forecast)
+        scenario = replace(world.scenario, reject_late=slos, rejects_by_forecast=who.by_forecast)
         world = replace(world, scenario=scenario)
     prepared = _prepared(world, who, slo_factor, slos)
     if prepared is None:

@@ -4,7 +4,7 @@
     python tests/bench/refusing.py --gateway http://127.0.0.1:8080 --model A --refusing B --rate 4 --slo e2e=8
 
 The first form wants an OpenAI server of any engine, alone on its GPU, and the number of requests that it runs at
-once; it measures its pace (one request, a batch of all slots), starts a gateway of its own before it, and gives
+once; it measures its times (one request, a batch of all slots), starts a gateway of its own before it, and gives
 that gateway a table without refusing and one with it, in turn. The second form wants a gateway that serves the
 same model under two names, one deployed with ``--reject-late``, and sends to each in turn.
 
@@ -32,18 +32,20 @@ import numpy as np
 from daemon.atomic_file import write_file_atomically
 from daemon.process import read_record
 from fingerprint.codec import to_json
+from fingerprint.service_model import ServiceModel
 from iserve.replay.endpoint import resolve_endpoint
 from iserve.replay.prompts import PromptOptions
 from iserve.replay.runner import Replay, ReplayOptions
 from iserve.replay.schedule import ScheduleOptions, make_schedule
-from iserve.route_table import GatewayLimits, Punctuality, Route, RouteTable, WorkerTarget
+from iserve.route_table import GatewayLimits, Route, RouteTable, WorkerTarget
+from planner.admission import AdmissionPolicy
 from planner.intent import Slo, parse_slo
-from planner.lateness import Pace
+from tests.two_point_service import two_point_service
 from traces.outcomes import Failure, Outcomes
 from traces.request import Request
 from traces.summary import kept, percentiles
 
-__all__ = ["Form", "OwnGateway", "figures", "measured_pace", "open_load", "sent"]
+__all__ = ["Form", "OwnGateway", "batch_time_s", "figures", "measured_service", "open_load", "sent"]
 
 _PATIENCE_S = 30.0
 _POLL_S = 0.3  # the gateway looks for a new table every 0.1 s
@@ -70,15 +72,15 @@ class Form:
 
 
 def open_load(
-    per_s: float, seconds: float, pace: Pace, *, output_cv: float, seed: int, model: str
+    per_s: float, seconds: float, service: ServiceModel, *, output_cv: float, seed: int, model: str
 ) -> list[Request]:
-    """Poisson arrivals; prompts of the pace's length, answers of its mean length, no longer than four times."""
+    """Poisson arrivals; prompts of the mean length, answers of its mean length, no longer than four times."""
     rng, at_s, found = np.random.default_rng(seed), 0.0, []
     sigma = float(np.sqrt(np.log1p(output_cv**2)))
     while (at_s := at_s + float(rng.exponential(1 / per_s))) < seconds:
-        length = pace.output_tokens * float(rng.lognormal(-(sigma**2) / 2, sigma))
-        tokens = min(max(2, round(length)), 4 * pace.output_tokens)
-        found.append(Request(at_s, pace.input_tokens, tokens, model))
+        length = service.output_tokens * float(rng.lognormal(-(sigma**2) / 2, sigma))
+        tokens = min(max(2, round(length)), 4 * round(service.output_tokens))
+        found.append(Request(at_s, round(service.input_tokens), tokens, model))
     return found
 
 
@@ -93,8 +95,8 @@ def sent(url: str, requests: Sequence[Request], model: str, timeout_s: float = 6
     return asyncio.run(run())
 
 
-def measured_pace(url: str, model: str, slots: int, input_tokens: int, output_tokens: int) -> Pace:
-    """Measure the pace of the server itself: medians of three requests alone, and of two batches of all slots.
+def measured_service(url: str, model: str, slots: int, input_tokens: int, output_tokens: int) -> ServiceModel:
+    """Measure the times of the server itself: medians of three requests alone, and of two batches of all slots.
 
     A warm-up runs first.
     """
@@ -109,15 +111,21 @@ def measured_pace(url: str, model: str, slots: int, input_tokens: int, output_to
     batch(1)
     batch(slots)
     alone, full = [batch(1) for _ in range(3)], [batch(slots) for _ in range(2)]
-    return Pace(
-        slots=slots,
+    return two_point_service(
+        batch=slots,
         input_tokens=input_tokens,
         output_tokens=output_tokens,
         ttft_s=float(np.median([ttft for ttft, _ in alone])),
-        ttft_full_s=float(np.median([ttft for ttft, _ in full])),
+        full_ttft_s=float(np.median([ttft for ttft, _ in full])),
         tpot_s=float(np.median([tpot for _, tpot in alone])),
-        tpot_full_s=float(np.median([tpot for _, tpot in full])),
+        full_tpot_s=float(np.median([tpot for _, tpot in full])),
     )
+
+
+def batch_time_s(service: ServiceModel) -> float:
+    """Return the E2E of a full batch of mean requests, handed over at once."""
+    slots = service.largest_batch
+    return service.prompts_s(slots * service.input_tokens) + (service.output_tokens - 1) * service.step_of(slots)
 
 
 def figures(outcomes: Outcomes, slo: Slo, *, refusing: bool) -> Form:
@@ -147,28 +155,29 @@ def figures(outcomes: Outcomes, slo: Slo, *, refusing: bool) -> Form:
 class OwnGateway:
     """A gateway before one worker; ``serve`` says by which rule."""
 
-    def __init__(self, home: Path, worker_url: str, model: str, pace: Pace, slo: Slo) -> None:
+    def __init__(self, home: Path, worker_url: str, model: str, service: ServiceModel, slo: Slo) -> None:
         self._path, self._worker_url, self._model = home / "run" / "routes.json", worker_url, model
-        self._pace, self._slo, self._version = pace, slo, 0
+        self._service, self._slo, self._version = service, slo, 0
         self.url = ""
 
     def serve(self, *, refusing: bool) -> None:
         """Serve as a controller would configure it: twice the slots, or just the slots and what is late."""
         self._version += 1
-        told = Punctuality(slo=self._slo, pace=self._pace) if refusing else None
+        slots = self._service.largest_batch
+        policy = AdmissionPolicy(slo=self._slo, service=self._service, slots=slots) if refusing else None
         target = WorkerTarget(
             worker_id="w",
             url=self._worker_url,
             ready=True,
-            max_outstanding=self._pace.slots * (1 if refusing else 2),
+            max_outstanding=slots * (1 if refusing else 2),
         )
         route = Route(
             name=self._model,
             model=self._model,
             created=0,
-            max_context_tokens=self._pace.input_tokens + 4 * self._pace.output_tokens,
+            max_context_tokens=round(self._service.input_tokens + 4 * self._service.output_tokens),
             workers=(target,),
-            punctuality=told,
+            admission=policy,
         )
         table = RouteTable(
             version=self._version, auth_required=False, routes=(route,), keys=(), limits=GatewayLimits()
@@ -178,12 +187,12 @@ class OwnGateway:
 
 
 @contextmanager
-def own_gateway(worker_url: str, model: str, pace: Pace, slo: Slo) -> Iterator[OwnGateway]:
+def own_gateway(worker_url: str, model: str, service: ServiceModel, slo: Slo) -> Iterator[OwnGateway]:
     """A process of its own, ended with the block."""
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         (home / "run").mkdir()
-        gateway = OwnGateway(home, worker_url, model, pace, slo)
+        gateway = OwnGateway(home, worker_url, model, service, slo)
         gateway.serve(refusing=False)
         command = [sys.executable, "-m", "iserve.gateway", "--home", folder, "--port", "0"]
         process = subprocess.Popen(command)
@@ -209,28 +218,32 @@ def in_turn(run: Callable[[bool, int], Form], repeats: int) -> list[Form]:
 
 
 def before_a_worker(args: argparse.Namespace) -> tuple[list[Form], dict[str, object]]:
-    pace = measured_pace(args.worker, args.model, args.slots, args.input_tokens, args.output_tokens)
-    batch_s = pace.ttft_full_s + (pace.output_tokens - 1) * pace.tpot_full_s
-    per_s = args.rate or args.load * pace.slots / batch_s
+    service = measured_service(args.worker, args.model, args.slots, args.input_tokens, args.output_tokens)
+    batch_s = batch_time_s(service)
+    per_s = args.rate or args.load * args.slots / batch_s
     slo = parse_slo(args.slo) if args.slo else Slo(e2e_s=2 * batch_s)
-    with own_gateway(args.worker, args.model, pace, slo) as gateway:
+    with own_gateway(args.worker, args.model, service, slo) as gateway:
 
         def run(refusing: bool, seed: int) -> Form:
             gateway.serve(refusing=refusing)
-            return _one(args, gateway.url, args.model, per_s, pace, slo, refusing, seed)
+            return _one(args, gateway.url, args.model, per_s, service, slo, refusing, seed)
 
         forms = in_turn(run, args.repeats)
-    return forms, {"pace": asdict(pace), "rate_per_s": per_s, "slo": asdict(slo), "slots_per_batch_s": batch_s}
+    return forms, {
+        "service": asdict(service),
+        "rate_per_s": per_s,
+        "slo": asdict(slo),
+        "slots_per_batch_s": batch_s,
+    }
 
 
 def before_a_gateway(args: argparse.Namespace) -> tuple[list[Form], dict[str, object]]:
     if not (args.refusing and args.rate and args.slo):
-        raise SystemExit("--gateway goes with --refusing, --rate and --slo: its deployments know their own pace")
+        raise SystemExit("--gateway goes with --refusing, --rate and --slo: its deployments know their own times")
     slo = parse_slo(args.slo)
-    lengths = Pace(
-        slots=1, input_tokens=args.input_tokens, output_tokens=args.output_tokens,
-        ttft_s=1.0, ttft_full_s=1.0, tpot_s=1.0, tpot_full_s=1.0,
-    )  # fmt: skip
+    lengths = two_point_service(
+        batch=1, input_tokens=args.input_tokens, output_tokens=args.output_tokens, ttft_s=1.0, tpot_s=1.0
+    )
 
     def run(refusing: bool, seed: int) -> Form:
         name = args.refusing if refusing else args.model
@@ -240,9 +253,16 @@ def before_a_gateway(args: argparse.Namespace) -> tuple[list[Form], dict[str, ob
 
 
 def _one(
-    args: argparse.Namespace, url: str, model: str, per_s: float, pace: Pace, slo: Slo, refusing: bool, seed: int
+    args: argparse.Namespace,
+    url: str,
+    model: str,
+    per_s: float,
+    service: ServiceModel,
+    slo: Slo,
+    refusing: bool,
+    seed: int,
 ) -> Form:
-    requests = open_load(per_s, args.seconds, pace, output_cv=args.output_cv, seed=seed, model=model)
+    requests = open_load(per_s, args.seconds, service, output_cv=args.output_cv, seed=seed, model=model)
     form = figures(sent(url, requests, model), slo, refusing=refusing)
     print(
         f"{'refusing' if refusing else 'plain':>8}: {form.requests} requests, answered {form.answered}, late "

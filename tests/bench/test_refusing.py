@@ -9,24 +9,21 @@ import numpy as np
 import pytest
 
 from planner.intent import Slo
-from planner.lateness import Pace
 from tests.bench.refusing import figures, open_load, own_gateway, sent
 from tests.iserve.replay.stand_in import GAP_S, SLOTS, TTFT_S, stand_in
+from tests.two_point_service import two_point_service
 from traces.outcomes import Failure
 
 MODEL = "slotted"
-PACE = Pace(
-    slots=SLOTS, input_tokens=8, output_tokens=6,
-    ttft_s=TTFT_S, ttft_full_s=TTFT_S, tpot_s=GAP_S, tpot_full_s=GAP_S,
-)  # fmt: skip
-BATCH_S = TTFT_S + (PACE.output_tokens - 1) * GAP_S
+SERVICE = two_point_service(batch=SLOTS, input_tokens=8, output_tokens=6, ttft_s=TTFT_S, tpot_s=GAP_S)
+BATCH_S = TTFT_S + (SERVICE.output_tokens - 1) * GAP_S
 SLO = Slo(e2e_s=3.5 * BATCH_S)
 
 
 @pytest.mark.process
 def test_under_twice_what_is_served_more_keep_their_slo_and_most_of_the_accepted_do() -> None:
-    asked = open_load(2 * SLOTS / BATCH_S, 1.5, PACE, output_cv=0.3, seed=0, model=MODEL)
-    with stand_in() as server, own_gateway(server.url, MODEL, PACE, SLO) as gateway:
+    asked = open_load(2 * SLOTS / BATCH_S, 1.5, SERVICE, output_cv=0.3, seed=0, model=MODEL)
+    with stand_in() as server, own_gateway(server.url, MODEL, SERVICE, SLO) as gateway:
         plain = figures(sent(gateway.url, asked, MODEL), SLO, refusing=False)
         gateway.serve(refusing=True)
         outcomes = sent(gateway.url, asked, MODEL)
@@ -41,6 +38,6 @@ def test_under_twice_what_is_served_more_keep_their_slo_and_most_of_the_accepted
 
 
 def test_the_load_is_the_same_for_the_same_seed() -> None:
-    one, two, other = (open_load(20.0, 5.0, PACE, output_cv=0.5, seed=seed, model=MODEL) for seed in (1, 1, 2))
+    one, two, other = (open_load(20.0, 5.0, SERVICE, output_cv=0.5, seed=seed, model=MODEL) for seed in (1, 1, 2))
     assert one == two != other
-    assert all(2 <= request.output_tokens <= 4 * PACE.output_tokens for request in one)
+    assert all(2 <= request.output_tokens <= 4 * SERVICE.output_tokens for request in one)

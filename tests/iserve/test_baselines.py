@@ -183,7 +183,7 @@ def test_alpaserve_gets_what_it_expects(service: Service, keep_all: bool, refuse
     names, slo = ["a", "b"], Slo(e2e_s=6.0)
     asked = world(model("a"), model("b", llama_7b(64)), gpus=2, service=service)
     if refuses_late:
-        asked = replace(asked, scenario=replace(asked.scenario, refuse_late=dict.fromkeys(names, slo)))
+        asked = replace(asked, scenario=replace(asked.scenario, reject_late=dict.fromkeys(names, slo)))
     requests = poisson(60, 1.0, names)
     prepared = alpaserve(asked, requests, dict.fromkeys(names, slo), router=make_router(), keep_all=keep_all)
     result = simulate_cluster(

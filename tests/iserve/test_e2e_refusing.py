@@ -12,8 +12,7 @@ import pytest
 from fingerprint.codec import from_json
 from iserve.route_table import RouteTable
 from planner.intent import Slo
-from planner.lateness import Pace
-from tests.bench.refusing import figures, measured_pace, open_load, sent
+from tests.bench.refusing import batch_time_s, figures, measured_service, open_load, sent
 
 pytestmark = pytest.mark.long
 
@@ -49,17 +48,14 @@ def test_its_route_has_the_limits_and_the_times_of_its_plan(refusing: Any) -> No
     (route,) = table(refusing).routes
     plan = refusing.get(f"/api/v1/deployments/{NAME}/plan")
     full = plan["candidates"][plan["chosen"]]["estimate"]
-    assert route.punctuality is not None
-    assert route.punctuality.slo == Slo(e2e_s=60.0)
-    assert route.punctuality.pace == Pace(
-        slots=SLOTS,
-        input_tokens=INPUT,
-        output_tokens=OUTPUT,
-        ttft_s=plan["single_request"]["ttft_s"]["value"],
-        ttft_full_s=full["ttft_s"]["value"],
-        tpot_s=plan["single_request"]["tpot_s"]["value"],
-        tpot_full_s=full["tpot_s"]["value"],
-    )
+    assert route.admission is not None
+    assert (route.admission.slo, route.admission.slots) == (Slo(e2e_s=60.0), SLOTS)
+    service = route.admission.service
+    assert (service.input_tokens, service.output_tokens) == (INPUT, OUTPUT)
+    assert service.prompt_s == plan["single_request"]["ttft_s"]["value"]
+    assert service.prompts_s(SLOTS * INPUT) == pytest.approx(full["ttft_s"]["value"])
+    assert service.step_of(1) == plan["single_request"]["tpot_s"]["value"]
+    assert service.step_of(SLOTS) == pytest.approx(full["tpot_s"]["value"])
     assert [worker.max_outstanding for worker in route.workers] == [SLOTS]
     assert "rejects late" in refusing.run("ps").stdout
 
@@ -84,14 +80,14 @@ def test_under_twice_what_it_serves_more_keep_their_slo_and_most_of_the_accepted
     refusing.run("rm", NAME)
     url = f"{refusing.record('gateway').url}/v1"
     refusing.run("deploy", *WORK, "--name", "plain")
-    pace = measured_pace(url, "plain", SLOTS, INPUT, OUTPUT)
-    batch_s = pace.ttft_full_s + (OUTPUT - 1) * pace.tpot_full_s
+    service = measured_service(url, "plain", SLOTS, INPUT, OUTPUT)
+    batch_s = batch_time_s(service)
     slo = Slo(e2e_s=4 * batch_s)
-    asked = open_load(2 * SLOTS / batch_s, 30 * batch_s, pace, output_cv=0.5, seed=0, model="any")
+    asked = open_load(2 * SLOTS / batch_s, 30 * batch_s, service, output_cv=0.5, seed=0, model="any")
     plain = figures(sent(url, asked, "plain"), slo, refusing=False)
     refusing.run("rm", "plain")
     refusing.run("deploy", *WORK, "--name", NAME, "--slo", f"e2e={slo.e2e_s}", "--reject-late")
-    punctual = figures(sent(url, asked, NAME), slo, refusing=True)
-    assert punctual.refused_late > 0
-    assert punctual.kept_fraction > 1.2 * plain.kept_fraction
-    assert punctual.kept_of_answered > 0.6
+    rejecting = figures(sent(url, asked, NAME), slo, refusing=True)
+    assert rejecting.refused_late > 0
+    assert rejecting.kept_fraction > 1.2 * plain.kept_fraction
+    assert rejecting.kept_of_answered > 0.6

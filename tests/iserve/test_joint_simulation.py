@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from daemon.engines.registry import get_engine
+from fingerprint.codec import to_json
 from fingerprint.config import DeploymentConfig
 from fingerprint.families import read_spec
 from fingerprint.gpus import gpu_spec
 from fingerprint.model_spec import ModelSpec
+from iserve.controller.reconcile import planned_service
 from iserve.model_source import ModelSource
 from iserve.planning.deployability import DeployableDocument
 from iserve.planning.deployment_choice import planned_deployment
@@ -138,6 +140,9 @@ def test_all_replicas_are_those_of_a_deploy_on_the_same_hardware(name: str, opti
     assert {replica.config for replica in found} == {config}
     assert [replica.placement for replica in found] == list(deploy.capacity.placements)
     assert [replica.service for replica in found] == [deploy.document.joint.service] * len(found)
+    assert {replica.forecast_service for replica in found} == {deploy.document.joint.service}
+    times = planned_service(to_json(deploy.document).decode())
+    assert times == deploy.document.joint.service.slowed(1.0, 1.0), "by which its gateway forecasts"
     tokens = [replica.steps.limits.kv_tokens for replica in found]
     assert tokens == list(deploy.document.joint.kv_tokens)
     assert {replica.steps.limits.max_batch for replica in found} == {deploy.capacity.workload.batch}

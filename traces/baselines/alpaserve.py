@@ -17,7 +17,7 @@ The search is given:
 As in the paper: 16 bits, one pair of degrees for all groups of a bucket, replicas until the GPUs are full where
 that helps, models dropped where that raises the attainment of all. ``keep_all`` is the iServe paper's AlpaServe*:
 every model has a replica. AlpaServe rejects a request that would miss its SLO; here that is an option of the
-scenario (``refuse_late``), which then holds in the search too.
+scenario (``reject_late``), which then holds in the search too.
 """
 
 from __future__ import annotations

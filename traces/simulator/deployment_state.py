@@ -10,10 +10,10 @@ import numpy as np
 
 from placement.types import ClusterSnapshot, DeploymentState, Placement, ReplicaState, Stays
 from planner.intent import Slo
+from traces.simulator.admission import SimulatedAdmission
 from traces.simulator.gpus import LOAD_WINDOW_S
 from traces.simulator.kv_use import KvMeter
 from traces.simulator.pipelined import PipelinedWorker
-from traces.simulator.punctuality import Punctual
 from traces.simulator.requests import Requests
 from traces.simulator.scenario import Deployed
 from traces.simulator.step_model import StepModel
@@ -48,7 +48,7 @@ class Deployment:
     scaled_to_zero_s: float = 0.0  # in all, up to the last cold start
     zero_since_s: float = 0.0
     kv_meters: list[KvMeter] = field(default_factory=list)  # of all its workers that had a bounded KV cache
-    punctual: Punctual | None = None  # where late requests are rejected by forecast
+    admission: SimulatedAdmission | None = None  # where late requests are rejected by forecast
 
     @property
     def wanted(self) -> int:

@@ -16,7 +16,9 @@ from dataclasses import replace
 
 from placement.actions import ClusterAction, Move, Scale
 from placement.types import ClusterSnapshot
+from planner.admission import AdmissionPolicy
 from traces.outcomes import Failure
+from traces.simulator.admission import SimulatedAdmission
 from traces.simulator.cluster import Cluster
 from traces.simulator.continuous import ContinuousWorker
 from traces.simulator.deployment_state import Deployment, can_keep, snapshot_without, states
@@ -25,7 +27,6 @@ from traces.simulator.gpus import Gpu
 from traces.simulator.pipelined import PipelinedWorker, UnbatchedPipeline
 from traces.simulator.policy_errors import PolicyFault, ask
 from traces.simulator.preempting import PreemptingWorker
-from traces.simulator.punctuality import Punctual
 from traces.simulator.requests import Requests
 from traces.simulator.result import Change, ChangeKind
 from traces.simulator.scenario import (
@@ -154,7 +155,7 @@ class Deployments:
             self._requests.fail(row, Failure.BAD_REQUEST)
         elif not deployment.queue and self._give(deployment, row, now_s):
             pass
-        elif (judge := deployment.punctual) and not judge.waits(row, replicas, deployment.queue, now_s):
+        elif (control := deployment.admission) and not control.may_wait(row, replicas, deployment.queue, now_s):
             self._refuse(deployment, row)
         elif self._scenario.max_waiting is not None and len(deployment.queue) >= self._scenario.max_waiting:
             self._requests.fail(row, Failure.RATE_LIMITED)
@@ -308,18 +309,18 @@ class Deployments:
             roomy = [server for server in replicas if server.outstanding < server.max_outstanding]
             if not roomy:
                 return False
-            if (judge := deployment.punctual) and row not in self._left:
-                roomy = [server for server in roomy if judge.joins(row, server, now_s)] or roomy
+            if (control := deployment.admission) and row not in self._left:
+                roomy = [server for server in roomy if control.may_start(row, server, now_s)] or roomy
             server = roomy[self._choose(deployment, roomy)]
         if self._requests.input_tokens[row] + self._requests.output_tokens[row] > server.longest:
             server.last_turn, deployment.turn = deployment.turn, deployment.turn + 1
             self._requests.fail(row, Failure.BAD_REQUEST)  # later replicas may have found less room
             return True
-        if self._scenario.refuse_late and self._too_late(deployment, server, row, now_s):
+        if self._scenario.reject_late and self._too_late(deployment, server, row, now_s):
             self._refuse(deployment, row)
             return True
-        if deployment.punctual is not None:
-            deployment.punctual.sent(row, server, now_s)
+        if deployment.admission is not None:
+            deployment.admission.record_start(row, server, now_s)
         server.last_turn = deployment.turn
         deployment.turn += 1
         if self._left and row in self._left:
@@ -338,19 +339,19 @@ class Deployments:
 
         Requests that already started on another replica are never rejected.
         """
-        slo = self._scenario.refuse_late.get(deployment.name)
+        slo = self._scenario.reject_late.get(deployment.name)
         if slo is None or row in self._left:
             return False
-        if deployment.punctual is not None:
-            return not deployment.punctual.joins(row, server, now_s)
+        if deployment.admission is not None:
+            return not deployment.admission.may_start(row, server, now_s)
         requests, steps = self._requests, deployment.decided[server].steps
         waited_s = max(now_s, server.ready_s) - requests.arrival_s[row] + self._scenario.overhead_s
         return not can_keep(slo, steps, waited_s, requests.input_tokens[row], requests.output_tokens[row])
 
     def _refuse(self, deployment: Deployment, row: int) -> None:
         self._requests.fail(row, Failure.TOO_LATE)
-        if deployment.punctual is not None:
-            deployment.punctual.refused(row)
+        if deployment.admission is not None:
+            deployment.admission.record_rejection(row)
 
     def _choose(self, deployment: Deployment, roomy: list[Server]) -> int:
         router, turn = self._policies.router, deployment.turn
@@ -426,16 +427,17 @@ class Deployments:
             for gpu in stage.gpus
         )
         ask(policy, lambda: self._cluster.add(server, memory, now_s))
-        a_slot = 1 if deployment.name in self._scenario.refuse_late else self._scenario.outstanding_per_slot
+        a_slot = 1 if deployment.name in self._scenario.reject_late else self._scenario.outstanding_per_slot
         server.max_outstanding = a_slot * server.at_once
         self._of[server] = deployment
         if server.kv is not None:
             deployment.kv_meters.append(server.kv)
         deployment.decided[server] = deployment.latest = decided
         deployment.slots = server.max_batch
-        slo = self._scenario.refuse_late.get(deployment.name)
-        if slo and decided.pace and deployment.punctual is None and self._scenario.forecasts_late:
-            deployment.punctual = Punctual(slo, replace(decided.pace, slots=server.at_once), self._requests)
+        slo, service = self._scenario.reject_late.get(deployment.name), decided.forecast_service
+        if slo and service and deployment.admission is None and self._scenario.rejects_by_forecast:
+            admission = AdmissionPolicy(slo=slo, service=service, slots=server.at_once)
+            deployment.admission = SimulatedAdmission(admission, self._requests)
         return server, memory
 
     def _worker(self, name: str, stages: list[Stage], decided: Deployed, ready_s: float) -> Server:

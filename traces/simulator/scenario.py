@@ -18,7 +18,6 @@ from placement.actions import ClusterPolicy
 from placement.routing import LeastOutstanding, Router
 from placement.types import ClusterSnapshot, GpuState, Placement
 from planner.intent import Slo
-from planner.lateness import Pace
 from traces.simulator.contention import Contention, ProcessorSharing, processor_sharing
 from traces.simulator.step_model import StepModel
 from traces.simulator.stepped import MakeBatcher
@@ -111,7 +110,7 @@ class Deployed:
     what: str  # the configuration, for people
     pipelined: bool = False  # its engine keeps as many batches in flight as there are stages
     startup_s: float = 0.0  # of its engine, from the decision until it serves
-    pace: Pace | None = None  # by its plan; what a gateway would know of it
+    forecast_service: ServiceModel | None = None  # by its plan; what a gateway would know of it
     config: DeploymentConfig | None = None  # None: it is no configuration of one engine
     service: ServiceModel | None = None  # by its plan; what later plans know of it
     miss_probability: float | None = None  # of its SLO at its rate, by its plan; None: without either
@@ -200,10 +199,10 @@ class Scenario:
     most_waiting: int = 10_000  # of one deployment: beyond, it is overloaded and the simulation stops
     # By deployment: a request that could not keep this any more, were it alone from its turn on, is refused then.
     # Its turn is when a slot is free: no request of such a deployment waits at the worker.
-    refuse_late: Mapping[str, Slo] = field(default_factory=dict)
-    # It is rejected on arrival, by what a gateway can know and the plan's pace, as by iServe's gateway. Where a
-    # deployment has no pace it is as above, with every time known exactly: as by AlpaServe.
-    forecasts_late: bool = False
+    reject_late: Mapping[str, Slo] = field(default_factory=dict)
+    # It is rejected on arrival, by what a gateway can know and the plan's times, as by iServe's gateway. Where a
+    # deployment has no such times it is as above, with every time known exactly: as by AlpaServe.
+    rejects_by_forecast: bool = False
 
     def __post_init__(self) -> None:
         if not self.cluster.gpus:

@@ -29,7 +29,7 @@ def run(
         cluster=cluster(),
         actions=deploy_all("a"),
         service=service,
-        refuse_late={} if slo is None else {"a": slo},
+        reject_late={} if slo is None else {"a": slo},
         **more,  # type: ignore[arg-type]
     )
     policies = Policies(deployer=OnTheFirst(second_per_step()), router=LeastOutstanding())
@@ -74,7 +74,7 @@ def test_the_workers_start_and_what_a_request_takes_beside_its_steps_count() -> 
 
 
 def test_another_deployments_requests_are_not_judged() -> None:
-    scenario = Scenario(cluster=cluster(), actions=deploy_all("a", "b"), refuse_late={"a": Slo(e2e_s=1.0)})
+    scenario = Scenario(cluster=cluster(), actions=deploy_all("a", "b"), reject_late={"a": Slo(e2e_s=1.0)})
     asked = [Request(0.0, 1, 5, name) for name in "ab"]
     result = simulate(asked, scenario, Policies(deployer=OnTheFirst(second_per_step())))
     assert words(result) == ["too late", "none"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,15 @@ from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.families import load_spec
 from fingerprint.gpus import gpu_spec
 from iserve.api_types import DeployBody
-from iserve.controller.reconcile import pace_of, punctuality_of
+from iserve.controller.reconcile import admission_policy_of, planned_service
 from iserve.demo import demo_model_path
 from iserve.planning.document import PlanDocument
 from iserve.planning.pipeline import PlanOptions, alone_of, hypothetical_hardware, make_plan
 from iserve.planning.plan_document import plan_document
-from iserve.route_table import Punctuality, RouteTable
+from iserve.route_table import GatewayLimits, Route, RouteTable
 from iserve.state.store import DeploymentRow
+from planner.admission import AdmissionPolicy
 from planner.intent import Slo
-from planner.lateness import Pace
 from tests.iserve.test_autoscaling import at_work
 from tests.iserve.test_replicas import Twins
 
@@ -63,26 +64,32 @@ def test_it_has_the_limits_asked_for_and_the_times_of_the_plan(plan: PlanDocumen
     full, alone = plan.candidates[plan.chosen].estimate, plan.single_request
     assert full is not None
     assert alone is not None
-    told = punctuality_of(row(plan, slo=SLO, reject_late=True))
-    assert told == Punctuality(
-        slo=Slo(ttft_s=1.0, e2e_s=8.0),
-        pace=Pace(
-            slots=4,
-            input_tokens=64,
-            output_tokens=16,
-            ttft_s=alone.ttft_s.value,
-            ttft_full_s=full.ttft_s.value,
-            tpot_s=alone.tpot_s.value,
-            tpot_full_s=full.tpot_s.value,
-        ),
-    )
-    assert from_json(to_json(told), Punctuality) == told
+    policy = admission_policy_of(row(plan, slo=SLO, reject_late=True), 4)
+    assert policy is not None
+    assert (policy.slo, policy.slots) == (Slo(ttft_s=1.0, e2e_s=8.0), 4)
+    service = policy.service
+    assert (service.input_tokens, service.output_tokens) == (64, 16)
+    assert service.prompt_s == alone.ttft_s.value
+    assert service.prompts_s(4 * 64) == pytest.approx(full.ttft_s.value)
+    assert service.step_of(1) == alone.tpot_s.value
+    assert service.step_of(4) == pytest.approx(full.tpot_s.value)
+    assert from_json(to_json(policy), AdmissionPolicy) == policy
 
 
-def test_nobody_is_refused_where_it_is_not_asked_for_or_not_planned_yet(plan: PlanDocument) -> None:
-    assert punctuality_of(row(plan, slo=SLO)) is None
-    assert punctuality_of(row(None, slo=SLO, reject_late=True)) is None
-    assert pace_of('{"of": "another version"}') is None
+def test_a_table_of_an_earlier_release_is_read_and_rejects_none_until_the_controller_writes_its_own(
+    plan: PlanDocument,
+) -> None:
+    policy = admission_policy_of(row(plan, slo=SLO, reject_late=True), 4)
+    served = Route(name="a", model="m", created=0, max_context_tokens=80, workers=(), admission=policy)
+    table = RouteTable(version=1, auth_required=False, routes=(served,), keys=(), limits=GatewayLimits())
+    found = from_json(to_json(table).replace(b'"admission":', b'"punctuality":'), RouteTable)
+    assert found == replace(table, routes=(replace(served, admission=None),))
+
+
+def test_none_is_rejected_where_it_is_not_asked_for_or_not_planned_yet(plan: PlanDocument) -> None:
+    assert admission_policy_of(row(plan, slo=SLO), 4) is None
+    assert admission_policy_of(row(None, slo=SLO, reject_late=True), 4) is None
+    assert planned_service('{"of": "another version"}') is None
 
 
 def test_it_wants_to_know_what_is_late() -> None:
@@ -106,6 +113,6 @@ def test_its_workers_get_as_many_requests_as_they_have_slots(
     world.reconciler.tick()
     table = from_json((world.node.home / "run" / "routes.json").read_bytes(), RouteTable)
     (route,) = table.routes
-    assert route.punctuality == punctuality_of(row(plan, slo=SLO, reject_late=True))
+    assert route.admission == admission_policy_of(row(plan, slo=SLO, reject_late=True), 1)
     assert [worker.max_outstanding for worker in route.workers] == [1, 1]
     assert world.shown().rejects_late

@@ -1,4 +1,4 @@
-"""Late requests rejected by the gateway's own judge: on arrival, by the plan's pace and what is seen."""
+"""Late requests rejected by the gateway's own controller: on arrival, by the plan's times and what is seen."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from placement.types import ClusterSnapshot
 from planner.intent import Slo
-from planner.lateness import Pace
 from tests.traces.simulator.linear_steps import linear_steps
 from tests.traces.simulator.test_refusing_late import words
 from tests.traces.simulator.worlds import OnTheFirst, cluster, limits, second_per_step
+from tests.two_point_service import two_point_service
 from traces.outcomes import Failure
 from traces.request import Request
 from traces.simulator.result import SimulationResult
@@ -23,19 +23,18 @@ from traces.simulator.simulation import simulate
 from traces.summary import kept
 
 
-class OnTheFirstWithAPace(OnTheFirst):
+class OnTheFirstAsPlanned(OnTheFirst):
     """A second a token, of which the plan may say something else."""
 
     def __init__(self, max_batch: int = 1, told: float = 1.0) -> None:
         super().__init__(second_per_step(max_batch))
-        self.pace = Pace(
-            slots=max_batch, input_tokens=1, output_tokens=5,
-            ttft_s=told, ttft_full_s=told, tpot_s=told, tpot_full_s=told,
-        )  # fmt: skip
+        self.service = two_point_service(
+            batch=max_batch, input_tokens=1, output_tokens=5, ttft_s=told, tpot_s=told
+        )
 
     def __call__(self, model: str, snapshot: ClusterSnapshot) -> Deployed | NotDeployed:
         found = super().__call__(model, snapshot)
-        return replace(found, pace=self.pace) if isinstance(found, Deployed) else found
+        return replace(found, forecast_service=self.service) if isinstance(found, Deployed) else found
 
 
 def run(
@@ -52,16 +51,16 @@ def run(
         cluster=cluster(replicas),
         actions=(Deploy(at_s=0.0, name="a", model="a", replicas=replicas),),
         service=Service.CONTINUOUS if max_batch > 1 else Service.FCFS,
-        refuse_late={"a": slo},
-        forecasts_late=forecasts,
+        reject_late={"a": slo},
+        rejects_by_forecast=forecasts,
         startup_s=startup_s,
     )
-    deployer = OnTheFirstWithAPace(max_batch, told)
+    deployer = OnTheFirstAsPlanned(max_batch, told)
     deployer.size_bytes = cluster().gpus[0].free_bytes  # a GPU of its own for each replica
     return simulate([Request(at_s, 1, n, "a") for at_s, n in asked], scenario, Policies(deployer=deployer))
 
 
-def test_it_is_refused_when_it_comes_not_when_its_turn_comes() -> None:
+def test_it_is_rejected_on_arrival_not_at_its_turn() -> None:
     """The second of two requests of 10 s and one of 4 is rejected, as by exact times, but at once.
 
     A request that is rejected on arrival is never counted in another's place of the queue.
@@ -71,14 +70,14 @@ def test_it_is_refused_when_it_comes_not_when_its_turn_comes() -> None:
     assert result.outcomes.last_token_s[[0, 2]].tolist() == [10.0, 14.0]
 
 
-def test_who_finds_nobody_is_served_though_it_cannot_keep_its_limit() -> None:
+def test_one_that_finds_an_idle_replica_is_served_though_it_cannot_keep_its_limit() -> None:
     """Rejection by exact times, as AlpaServe's, would go on for ever."""
     asked = [(0.0, 10), (50.0, 10)]
     assert words(run(asked, Slo(e2e_s=5.0))) == ["none", "none"]
     assert words(run(asked, Slo(e2e_s=5.0), forecasts=False)) == ["too late", "too late"]
 
 
-def test_a_workers_start_makes_nobody_late() -> None:
+def test_a_workers_start_makes_none_late() -> None:
     asked = [(0.0, 5)]
     assert words(run(asked, Slo(e2e_s=6.0), startup_s=3.0)) == ["none"]
     assert words(run(asked, Slo(e2e_s=6.0), startup_s=3.0, forecasts=False)) == ["too late"]
@@ -107,9 +106,11 @@ def test_where_a_batch_slows_its_requests_it_keeps_more_than_exact_times_of_one_
     AlpaServe's rule, of requests alone, admits a request that is late in a batch.
     """
     steps = linear_steps(limits(4), step_s=0.5, sequence_s=0.5)
-    deployer = OnTheFirstWithAPace(4)
+    deployer = OnTheFirstAsPlanned(4)
     deployer.steps = steps
-    deployer.pace = replace(deployer.pace, tpot_full_s=2.5, ttft_full_s=1.0)
+    deployer.service = two_point_service(
+        batch=4, input_tokens=1, output_tokens=5, ttft_s=1.0, tpot_s=1.0, full_tpot_s=2.5
+    )
     slo = Slo(e2e_s=20.0)
     asked = [Request(1.5 * i, 1, 3 + i % 5, "a") for i in range(300)]
 
@@ -117,8 +118,8 @@ def test_where_a_batch_slows_its_requests_it_keeps_more_than_exact_times_of_one_
         scenario = Scenario(
             cluster=cluster(),
             actions=(Deploy(at_s=0.0, name="a", model="a"),),
-            refuse_late={"a": slo},
-            forecasts_late=forecasts,
+            reject_late={"a": slo},
+            rejects_by_forecast=forecasts,
         )
         outcomes = simulate(asked, scenario, Policies(deployer=deployer)).outcomes
         return int(kept(outcomes, slo).sum()), int(outcomes.completed.sum())
@@ -135,7 +136,7 @@ def test_where_a_batch_slows_its_requests_it_keeps_more_than_exact_times_of_one_
     st.integers(1, 3),
     st.integers(1, 2),
 )
-def test_each_is_served_or_refused_and_the_first_is_always_served(
+def test_each_is_served_or_rejected_and_the_first_is_always_served(
     asked: list[tuple[float, int]], e2e_s: float, max_batch: int, replicas: int
 ) -> None:
     result = run(asked, Slo(e2e_s=e2e_s), max_batch=max_batch, replicas=replicas)
@@ -143,13 +144,13 @@ def test_each_is_served_or_refused_and_the_first_is_always_served(
     assert result.outcomes.completed[0]
 
 
-def test_without_a_pace_it_is_judged_by_exact_times() -> None:
+def test_without_planned_times_it_is_judged_by_exact_times() -> None:
     scenario = Scenario(
         cluster=cluster(),
         actions=(Deploy(at_s=0.0, name="a", model="a"),),
         service=Service.FCFS,
-        refuse_late={"a": Slo(e2e_s=5.0)},
-        forecasts_late=True,
+        reject_late={"a": Slo(e2e_s=5.0)},
+        rejects_by_forecast=True,
     )
     result = simulate([Request(0.0, 1, 10, "a")], scenario, Policies(deployer=OnTheFirst(second_per_step())))
     assert words(result) == ["too late"]

@@ -13,22 +13,25 @@ from dataclasses import replace
 import pytest
 
 from daemon.atomic_file import write_file_atomically
-from iserve.route_table import Punctuality, Route, WorkerTarget
+from fingerprint.service_model import ServiceModel
+from iserve.route_table import Route, WorkerTarget
+from planner.admission import AdmissionPolicy
 from planner.intent import Slo
-from planner.lateness import Pace
 from tests.iserve.gateway.conftest import Answer, FakeWorker, GatewayProcess, route
+from tests.two_point_service import two_point_service
 from tests.waiting import PATIENCE_S, wait_until
 
 NAME = "late"
 REFUSED = f'iserve_gateway_late_rejections_total{{deployment="{NAME}"}}'
 # Two at once; a prompt takes 10 s, a token 1 s, and with another 2 s. An answer of unknown length has 11.
-PACE = Pace(slots=2, input_tokens=10, output_tokens=11, ttft_s=10.0, ttft_full_s=10.0, tpot_s=1.0, tpot_full_s=2.0)
+TIMES = {"input_tokens": 10, "output_tokens": 11, "ttft_s": 10.0, "tpot_s": 1.0, "full_tpot_s": 2.0}
+SERVICE = two_point_service(batch=2, **TIMES)
 
 
-def late_route(*workers: WorkerTarget, slots: int = 2, pace: Pace = PACE, **limits: float) -> Route:
+def late_route(*workers: WorkerTarget, slots: int = 2, service: ServiceModel = SERVICE, **limits: float) -> Route:
     targets = tuple(replace(worker, max_outstanding=slots) for worker in workers)
-    told = Punctuality(slo=Slo(**limits), pace=replace(pace, slots=slots))
-    return replace(route(*targets, name=NAME), punctuality=told)
+    policy = AdmissionPolicy(slo=Slo(**limits), service=service, slots=slots)
+    return replace(route(*targets, name=NAME), admission=policy)
 
 
 @contextmanager
@@ -132,8 +135,8 @@ def test_fewest_requests_do_not_decide_where_only_another_keeps_the_limits(
     A prompt's token takes 100 s, by the plan; that first tokens arrive at once lowers this to some 40 s.
     """
     prompting, decoding = make_worker("wait"), make_worker("hold")
-    pace = replace(PACE, ttft_s=1000.0, ttft_full_s=3000.0)
-    gateway.publish(late_route(decoding.target("w1"), slots=3, pace=pace, ttft_s=800.0))
+    service = two_point_service(batch=3, **(TIMES | {"ttft_s": 1000.0, "full_ttft_s": 3000.0}))
+    gateway.publish(late_route(decoding.target("w1"), slots=3, service=service, ttft_s=800.0))
     begun = f'iserve_gateway_time_to_first_token_seconds_count{{deployment="{NAME}"}}'
     before = gateway.metric(begun)
     streams = []
@@ -142,7 +145,7 @@ def test_fewest_requests_do_not_decide_where_only_another_keeps_the_limits(
         streams[-1].start()
         wait_until(lambda wanted=before + number: gateway.metric(begun) == wanted, "its first token has come")
     both = (prompting.target("w0"), decoding.target("w1"))
-    gateway.publish(late_route(*both, slots=3, pace=pace, ttft_s=800.0))
+    gateway.publish(late_route(*both, slots=3, service=service, ttft_s=800.0))
     with held(gateway, prompting):
         answers: list[Answer] = []
         third = threading.Thread(target=lambda: answers.append(gateway.complete(NAME, stream=False)))
