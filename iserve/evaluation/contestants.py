@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from fingerprint.errors import ConfigError
 from fingerprint.service_model import ServiceModel
+from iserve.evaluation.aiconfigurator import ANSWERS, Recommended, read_answers
 from iserve.evaluation.arena import Arena
 from iserve.evaluation.rules import Idle, Rule
 from iserve.evaluation.situation import Asked, Contestant, Decision, Replica, Situation
-from iserve.simulation.baselines import Baseline, alpaserve, prepare, static_deployer
+from iserve.simulation.baselines import Baseline, alpaserve, static_deployer
 from iserve.simulation.baselines import World as BaselineWorld
 from iserve.simulation.running import PlannedDeployer, SimulatedModel
 from placement.placer_registry import JOINT
 from placement.routing import LeastOutstanding
 from placement.types import ClusterSnapshot, DeploymentState, ReplicaState
 from planner.intent import Intent, IntentKind, Slo
-from traces.baselines.fixed_placement import Fixed
 from traces.baselines.model_info import without
 from traces.simulator.scenario import Deploy, Deployed, Deployer, NotDeployed, Scenario
 
 __all__ = [
+    "AICONFIGURATOR",
     "ALPASERVE",
     "CONTESTANTS",
     "ORACLE",
@@ -72,7 +72,9 @@ CONTESTANTS = {
     "rule-more-tp": Kind("the strong rule, and TP doubled in turn over idle GPUs"),
     "max-tp": Kind("most TP, the largest batch with which all models fit"),
     "first-fit": Kind("least TP that fits on the fullest GPUs that have room, KV room for the planned batch"),
-    AICONFIGURATOR: Kind("AIConfigurator's choice, where a recording has an answer", by_intent=True),
+    AICONFIGURATOR: Kind(
+        "replicas that AIConfigurator recommends, where a recording has its answer", by_intent=True
+    ),
     ALPASERVE: Kind("AlpaServe's search, given the trace and the believed step times", has_trace=True),
     ORACLE: Kind("seeded search with the simulator itself, given trace and truth", by_intent=True, has_trace=True),
 }
@@ -92,6 +94,8 @@ def make_contestant(name: str, arena: Arena) -> Contestant:
 
     Raises:
         ConfigError: AlpaServe with too many requests.
+        NotFoundError: the world names answers of AIConfigurator that cannot be read.
+        BadInputError: these are no such answers.
     """
     rules = {rule.name: rule for rule in RULES}
     if name in rules:
@@ -101,7 +105,7 @@ def make_contestant(name: str, arena: Arena) -> Contestant:
     if name == "max-tp":
         return ByDeployer(name, _max_tp)
     if name == AICONFIGURATOR:
-        return ByDeployer(name, _by_answers(arena))
+        return _recommended(arena)
     if name == ALPASERVE:
         return ByDeployer(name, _alpaserve(arena))
     raise ConfigError(f"there is no contestant {name!r}")
@@ -270,22 +274,11 @@ def _max_tp(situation: Situation) -> Deployer:
     return static_deployer(Baseline.MAX_TP, _baseline_world(situation))
 
 
-def _by_answers(arena: Arena) -> Callable[[Situation], Deployer]:
-    recorded = arena.world.aiconfigurator_answers
-    if recorded is None:
-        return lambda situation: Fixed("a world without aiconfigurator_answers", {})
-    answers = arena.folder / recorded
-    labels = {model.name: Path(model.model or model.name).name for model in arena.world.models}
-
-    def deployer(situation: Situation) -> Deployer:
-        world = _baseline_world(situation)
-        own = {name: labels[name] for name in world.models}
-        prepared, _ = prepare(
-            Baseline.AICONFIGURATOR, world, (), slo=None, router=LeastOutstanding(), answers=answers, labels=own
-        )
-        return prepared.deployer
-
-    return deployer
+def _recommended(arena: Arena) -> Recommended:
+    """Return AIConfigurator with the answers that the world names, or else with those in its folder."""
+    named = arena.world.aiconfigurator_answers
+    path = arena.folder / (named or ANSWERS)
+    return Recommended(AICONFIGURATOR, read_answers(path) if named or path.exists() else None)
 
 
 def _alpaserve(arena: Arena) -> Callable[[Situation], Deployer]:

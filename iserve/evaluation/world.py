@@ -254,11 +254,11 @@ class World:
     engine: str = "vllm"
     """Engine of every contestant."""
     planned_batch: int = 32
-    """Requests at once that rules, AlpaServe and AIConfigurator plan for."""
+    """Requests at once that rules and AlpaServe plan for."""
     contestants: tuple[str, ...] = ()
     """Contestants by name; none: all but AIConfigurator, AlpaServe and the oracle."""
     aiconfigurator_answers: str | None = None
-    """File of recorded answers of AIConfigurator, relative to the world file."""
+    """File of recorded answers of AIConfigurator; none: `aiconfigurator.json.gz` in the world file's folder."""
     seeds: tuple[int, ...] = (1, 2, 3)
     """Seeds of the requests."""
     slo_multiple: float = 5.0
