@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from fingerprint.codec import from_json, to_json
-from iserve.evaluation.contestants import AICONFIGURATOR, ALPASERVE, ORACLE, OURS, STANDARD, STRONG_RULE
+from iserve.evaluation.contestants import AICONFIGURATOR, ALPASERVE, ORACLE, STANDARD, STRONG_RULE
 from iserve.evaluation.document import EvaluationDocument
 from iserve.evaluation.runner import WorldRun, evaluate
 from iserve.evaluation.world_file import read_world
@@ -41,8 +41,11 @@ VARIANTS: Mapping[str, Variant] = {
     "slow-all-reduce": Variant(("truth.all_reduce=4",), seeds=1),
     "slow-steps": Variant(("truth.step_times=1.5",), seeds=1),
     "costly-sharing": Variant(("truth.sharing=1.5",), seeds=1),
-    "with-aiconfigurator": Variant(contestants=(OURS, STRONG_RULE, AICONFIGURATOR)),
-    "with-aiconfigurator-rates": Variant(("information=rates",), (OURS, STRONG_RULE, AICONFIGURATOR)),
+    "with-aiconfigurator": Variant(contestants=(STRONG_RULE, AICONFIGURATOR)),
+    "with-aiconfigurator-rates": Variant(("information=rates",), (STRONG_RULE, AICONFIGURATOR)),
+    "with-aiconfigurator-slow-all-reduce": Variant(
+        ("truth.all_reduce=4",), (STRONG_RULE, AICONFIGURATOR), seeds=1
+    ),
     "with-oracle": Variant(
         ("oracle.seconds=10", "intents=[min-cost, min-latency, latency-slo]"),
         (*STANDARD, ALPASERVE, ORACLE),

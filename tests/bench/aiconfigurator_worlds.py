@@ -23,6 +23,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ from traces.baselines.aiconfigurator import AIC_SYSTEMS
 
 SCRIPT = Path(__file__).with_name("aiconfigurator_recommend.py")
 WORLDS = Path(__file__).parents[2] / "notebooks" / "worlds"
+# Changes of the worlds that are recorded, and seeds; SLOs follow the truth.
+RUNS: dict[tuple[str, ...], int] = {(): 3, ("truth.all_reduce=4",): 1}
 AS_LLAMA = {"MistralForCausalLM": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}}
 
 
@@ -51,11 +54,11 @@ def all_questions(seeds: int) -> tuple[dict[Question, int], dict[str, dict[str, 
     """Return every question with the number of GPUs of its world, and the models' config.json by shape."""
     asked: dict[Question, int] = {}
     configs: dict[str, dict[str, Any]] = {}
-    for path in sorted(WORLDS.glob("*.yaml")):
-        stated = read_world(path)
-        for seed in stated.seeds[:seeds]:
+    for path, (changes, of_seeds) in product(sorted(WORLDS.glob("*.yaml")), RUNS.items()):
+        stated = read_world(path, changes)
+        given = {model.name: model.config for model in stated.models}
+        for seed in stated.seeds[: min(seeds, of_seeds)]:
             arena = make_arena(stated, seed, path.parent)
-            given = {model.name: model.config for model in stated.models}
             for information in (Information.NONE, Information.RATES):
                 of = replace(arena, world=replace(stated, information=information))
                 for name, question in asked_in(of):
