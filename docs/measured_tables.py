@@ -14,9 +14,11 @@ from typing import Any
 from placement_tables import exact_gaps, exact_gaps_in_part, of_policies, of_replicas
 from serving_tables import gateway_table, late_table
 from world_tables import (
-    against_rule_table,
+    against_table,
+    aiconfigurator_table,
     contestants_table,
     fields_table,
+    kept_table,
     oracle_table,
     promise_table,
     summary_table,
@@ -220,9 +222,13 @@ def _placed() -> list[dict[str, Any]]:
 TABLES: dict[str, Callable[[], str]] = {
     "world contestants": contestants_table,
     "world fields": fields_table,
-    "ours in worlds": partial(against_rule_table, "ours"),
+    "ours in worlds": against_table,
     "ours under load": summary_table,
-    "ours in worlds, rates given": partial(against_rule_table, "ours", "rates-given"),
+    "ours in worlds, rates given": partial(against_table, "rates-given"),
+    "worlds with aiconfigurator": aiconfigurator_table,
+    "kept with aiconfigurator": kept_table,
+    "ours and aiconfigurator": partial(against_table, "with-aiconfigurator", "aiconfigurator"),
+    "ours and aiconfigurator, rates given": partial(against_table, "with-aiconfigurator-rates", "aiconfigurator"),
     "worlds by variant": variants_table,
     "worlds and the oracle": oracle_table,
     "promises in worlds": promise_table,

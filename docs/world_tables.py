@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -11,15 +12,17 @@ if TYPE_CHECKING:
     from iserve.evaluation.document import ContestantResult, EvaluationDocument, SeedResult, WorldResult
 
 __all__ = [
-    "against_rule_table",
+    "against_table",
+    "aiconfigurator_table",
     "contestants_table",
     "fields_table",
+    "kept_table",
     "oracle_table",
     "summary_table",
     "variants_table",
 ]
 
-_RULE, _ORACLE = "rule-min-tp-full", "oracle"
+_OURS, _RULE, _AIC, _ORACLE = "ours", "rule-min-tp-full", "aiconfigurator", "oracle"
 _SHOWN = (
     "ours",
     "ours-by-number",
@@ -30,6 +33,17 @@ _SHOWN = (
     "max-tp",
     "first-fit",
 )
+_SHORT = {_RULE: "rule", _AIC: "AIConfigurator"}
+_BASES = {
+    "with-aiconfigurator": "as-stated",
+    "with-aiconfigurator-rates": "rates-given",
+    "with-aiconfigurator-slow-all-reduce": "slow-all-reduce",
+}
+_NAMED = {
+    "with-aiconfigurator": "no rate given",
+    "with-aiconfigurator-rates": "rates given",
+    "with-aiconfigurator-slow-all-reduce": "no rate; all-reduce x 4",
+}
 _GOAL = 1.02
 
 
@@ -101,23 +115,49 @@ def contestants_table() -> str:
 
 @cache
 def _recorded(variant: str) -> EvaluationDocument:
+    """Return a variant's recording; AIConfigurator's with the results of all for its seeds.
+
+    Raises:
+        ValueError: the strong rule has other scores in the two recordings.
+    """
     from notebooks.figures.worlds import read
 
-    return read(variant).document
+    document = read(variant).document
+    base = _BASES.get(variant)
+    if base is None:
+        return document
+    own = {world.name: world for world in document.worlds}
+    return replace(document, worlds=tuple(_joined(world, own[world.name]) for world in read(base).document.worlds))
+
+
+def _joined(base: WorldResult, own: WorldResult) -> WorldResult:
+    """Return ``base`` for the seeds of ``own``, with AIConfigurator's results of that."""
+    seeds = range(len(own.requests))
+    results = [replace(one, seeds=tuple(one.seeds[number] for number in seeds)) for one in base.results]
+    for one in own.results:
+        if one.contestant == _RULE:
+            again = next(r for r in results if (r.contestant, r.intent) == (_RULE, one.intent))
+            if [seed.score for seed in again.seeds] != [seed.score for seed in one.seeds]:
+                raise ValueError(f"{base.name}: recorded with and without AIConfigurator in different worlds")
+    added = (one for one in own.results if one.contestant == _AIC)
+    return replace(base, requests=own.requests, results=(*results, *added))
 
 
 def _result(world: WorldResult, contestant: str, intent: str) -> ContestantResult:
     return next(r for r in world.results if r.contestant == contestant and r.intent == intent)
 
 
-def against_rule_table(contestant: str, variant: str = "as-stated") -> str:
-    """Return a contestant against the strong rule, by world and intent; means over the seeds."""
-    rows = []
+def against_table(variant: str = "as-stated", other: str = _RULE) -> str:
+    """Return ours against another contestant, by world and intent; means over the seeds."""
+    rows, named = [], "the rule" if other == _RULE else "AIConfigurator"
     for world in _recorded(variant).worlds:
         cost, latency, slo, hours = (
-            (_result(world, contestant, intent), _result(world, _RULE, intent))
+            (_result(world, _OURS, intent), _result(world, other, intent))
             for intent in ("min-cost", "min-latency", "latency-slo", "min-gpu-hours")
         )
+        if not _answers(cost[1]):
+            rows.append([world.name, *["no answer"] * 6])
+            continue
         guards = [_mean([seed.metrics.guard_ratio for seed in result.seeds]) for result in cost]
         p95 = _mean_ratio([(a.metrics.e2e.p95_s, b.metrics.e2e.p95_s) for a, b in _pairs(*latency)])
         rows.append(
@@ -134,13 +174,42 @@ def against_rule_table(contestant: str, variant: str = "as-stated") -> str:
     head = (
         "world",
         "`min-cost`",
-        "guard, its own and the rule's",
+        f"guard, its own and {named}'s",
         "`min-latency` P50",
         "P95",
         "`latency-slo`",
         "`min-gpu-hours`",
     )
     return _table(head, rows)
+
+
+def aiconfigurator_table() -> str:
+    """Return ours, AIConfigurator and the strong rule against one another, where AIConfigurator has answers."""
+    rows = []
+    for variant, named in _NAMED.items():
+        for own, other in ((_OURS, _AIC), (_AIC, _RULE), (_OURS, _RULE)):
+            intents = ("min-latency", "latency-slo", "min-cost", "min-gpu-hours")
+            cells = [_held(_cells(variant, own, intent, other, answered=True)) for intent in intents]
+            rows.append([named, f"`{own}` over `{other}`", *cells])
+    return _table(("information", "ratio", "P50 of E2E", "SLOs kept", "cost", "GPU hours"), rows)
+
+
+def kept_table() -> str:
+    """Return the guards and SLOs that each keeps where AIConfigurator has answers."""
+    rows = []
+    for variant, named in _NAMED.items():
+        worlds = [one for one in _recorded(variant).worlds if _answers(_result(one, _AIC, "min-cost"))]
+        for name in (_OURS, _AIC, _RULE):
+            costs = [seed for world in worlds for seed in _result(world, name, "min-cost").seeds]
+            slos = [seed for world in worlds for seed in _result(world, name, "latency-slo").seeds]
+            guards = f"{sum(seed.score is not None for seed in costs)} of {len(costs)}"
+            least = min(seed.metrics.slo_fraction for seed in slos)
+            rows.append([named, f"`{name}`", guards, _share(slos), f"{least:.1%}"])
+    return _table(("information", "contestant", "guards kept", "SLOs kept, mean", "least"), rows)
+
+
+def _answers(result: ContestantResult) -> bool:
+    return any(seed.plan for seed in result.seeds)
 
 
 def variants_table() -> str:
@@ -221,21 +290,29 @@ def _either(own: ContestantResult, other: ContestantResult) -> str:
     if all(lost):
         return "both lost"
     if any(lost):
-        return "lost" if lost[0] else f"{'oracle' if other.contestant == _ORACLE else 'rule'} lost"
+        return "lost" if lost[0] else f"{_SHORT.get(other.contestant, other.contestant)} lost"
     found = ratio(own.seeds, other.seeds, own.intent)
     return "lost" if found is None else f"{found:.2f}"
 
 
-def _cells(variant: str, contestant: str, intent: str) -> list[float]:
-    """Return the ratio to the strong rule of every cell that it does not lose; infinite: lost."""
+def _cells(
+    variant: str, contestant: str, intent: str, other: str = _RULE, *, answered: bool = False
+) -> list[float]:
+    """Return the ratio to ``other`` of every cell that it does not lose; infinite: lost.
+
+    Args:
+        answered: only worlds in which AIConfigurator has answers.
+    """
     from iserve.evaluation.document import ratio
 
     found = []
     for world in _recorded(variant).worlds:
-        for own, rule in _pairs(_result(world, contestant, intent), _result(world, _RULE, intent)):
-            if rule.score is None or (intent == "latency-slo" and rule.metrics.slo_fraction == 0):
+        if answered and not _answers(_result(world, _AIC, intent)):
+            continue
+        for own, theirs in _pairs(_result(world, contestant, intent), _result(world, other, intent)):
+            if theirs.score is None or (intent == "latency-slo" and theirs.metrics.slo_fraction == 0):
                 continue
-            value = ratio([own], [rule], _result(world, contestant, intent).intent)
+            value = ratio([own], [theirs], _result(world, contestant, intent).intent)
             found.append(math.inf if value is None else value)
     return found
 
