@@ -1,6 +1,6 @@
 """Record AIConfigurator's answers for the worlds of ``notebooks/worlds``, in ``aiconfigurator.json.gz`` there.
 
-Run: ``pip install aiconfigurator==0.12.0`` in an environment of its own (it is no dependency of iServe; some 250
+Run: ``pip install aiconfigurator==0.12.0`` in an environment of its own (it is no dependency of iServe; some 850
 MB, no PyTorch), then, with that environment's interpreter:
 
     python -m tests.bench.aiconfigurator_worlds --python .aic/bin/python [--processes 2]
