@@ -318,7 +318,7 @@ def admission_policy_of(row: DeploymentRow, slots: int) -> AdmissionPolicy | Non
 
 @lru_cache(maxsize=256)
 def planned_service(plan: str) -> ServiceModel | None:
-    """Return the service model of the chosen configuration of a plan's JSON, given what ran on its GPUs then.
+    """Return the service model of the chosen configuration of a plan's JSON.
 
     None: nothing is chosen, or the plan is of another version of iServe.
     """
@@ -329,9 +329,9 @@ def planned_service(plan: str) -> ServiceModel | None:
     chosen = None if document.chosen is None else document.candidates[document.chosen]
     if chosen is None or chosen.estimate is None:
         return None
-    full, alone = chosen.estimate, document.single_request or chosen.estimate
     if document.joint is not None:
         return document.joint.service
+    full, alone = chosen.estimate, document.single_request or chosen.estimate
     return service_between(
         chosen.config,
         document.workload,
