@@ -8,6 +8,7 @@ are not about load are left to the ranking of one batch (:mod:`planner.rank`) an
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -319,16 +320,16 @@ def _near(snapshot: ClusterSnapshot) -> ClusterSnapshot:
     """Return the nodes with the most free memory, up to ``_MOST_GPUS`` GPUs of a large cluster."""
     if len(snapshot.gpus) <= _MOST_GPUS:
         return snapshot
-    free: dict[str, int] = {}
+    free, sizes = Counter[str](), Counter[str]()
     for gpu in snapshot.gpus:
-        free[gpu.node_id] = free.get(gpu.node_id, 0) + gpu.free_bytes
+        free[gpu.node_id] += gpu.free_bytes
+        sizes[gpu.node_id] += 1
     kept, num = set[str](), 0
     for node in sorted(free, key=lambda node: (-free[node], node)):
-        size = sum(gpu.node_id == node for gpu in snapshot.gpus)
-        if num and num + size > _MOST_GPUS:
+        if num and num + sizes[node] > _MOST_GPUS:
             break
         kept.add(node)
-        num += size
+        num += sizes[node]
     return replace(snapshot, gpus=tuple(gpu for gpu in snapshot.gpus if gpu.node_id in kept))
 
 

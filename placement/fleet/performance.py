@@ -18,7 +18,7 @@ rounds. All cases of load are worked out together, as columns [cases, replicas].
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -67,7 +67,10 @@ class _Rows:
     deployment: npt.NDArray[np.intp]
     prompt_s: Table
     added_s: Table
-    steps_s: Table  # [replicas, knots]
+    step_s: Table  # of one sequence
+    full_step_s: Table  # of as many as run at once
+    intercepts: Table  # [replicas, pairs of knots], flat: of the step's time between two of them
+    slopes: Table  # likewise
     more_tokens: Table  # output tokens after the first
     most: Table  # requests at once
     gpus: npt.NDArray[np.intp]  # [replicas, widest group], the first repeated
@@ -83,15 +86,20 @@ class _Rows:
         on = np.zeros((len(options), len(fleet.gpus)))
         for row, replica in enumerate(plan.replicas):
             on[row, list(replica.gpus)] = share[row]
-        return cls(
+        steps_s = np.array([option.step_s for option in options])
+        knots = np.exp2(np.arange(_LOG_KNOTS - 1))
+        slopes = (steps_s[:, 1:] - steps_s[:, :-1]) / knots
+        most = np.array([option.batch_of(tokens) for option, tokens in zip(options, room.kv_tokens, strict=True)])
+        rows = cls(
             deployment=np.array([replica.deployment for replica in plan.replicas], np.intp),
             prompt_s=np.array([option.prompt_s for option in options]),
             added_s=np.array([option.added_prompt_s for option in options]),
-            steps_s=np.array([option.step_s for option in options]),
+            step_s=steps_s[:, 0],
+            full_step_s=np.zeros(len(options)),
+            intercepts=(steps_s[:, :-1] - slopes * knots).ravel(),
+            slopes=slopes.ravel(),
             more_tokens=np.array([option.output_tokens - 1 for option in options]),
-            most=np.array(
-                [option.batch_of(tokens) for option, tokens in zip(options, room.kv_tokens, strict=True)]
-            ),
+            most=most,
             gpus=np.array(
                 [[*replica.gpus, *[replica.gpus[0]] * (widest - len(replica.gpus))] for replica in plan.replicas],
                 np.intp,
@@ -100,17 +108,16 @@ class _Rows:
             on=on,
             splits=np.array([0.0 if o.is_split_measured else np.log2(o.config.tp) for o in options]),
         )
+        return replace(rows, full_step_s=rows.steps_s(most))
 
     def line(self, batch: Table) -> tuple[Table, Table]:
         """Return intercept and slope of the step's time about ``batch`` [cases, replicas]."""
-        position = np.log2(np.clip(batch, 1.0, LARGEST_BATCH))
+        position = np.log2(np.minimum(np.maximum(batch, 1.0), LARGEST_BATCH))
         low = np.minimum(position.astype(np.intp), _LOG_KNOTS - 2)
-        row = np.arange(len(self.deployment))
-        left, right = self.steps_s[row, low], self.steps_s[row, low + 1]
-        slope = (right - left) / np.exp2(low)
-        return left - slope * np.exp2(low), slope
+        low += np.arange(len(self.deployment)) * (_LOG_KNOTS - 1)
+        return self.intercepts[low], self.slopes[low]
 
-    def step_s(self, batch: Table) -> Table:
+    def steps_s(self, batch: Table) -> Table:
         intercept, slope = self.line(batch)
         return np.asarray(intercept + slope * batch)
 
@@ -135,7 +142,7 @@ def forecast(fleet: Fleet, plan: FleetPlan, loads: Loads, room: KvRoom) -> Fleet
         found = 1 + _SHARING * others + _SWITCHING * np.minimum(1.0, others)
         slow = found if number == 0 else (slow + found) / 2
         if (counts > 1).any():
-            speed = 1 / slow / loss / rows.steps_s[:, 0]
+            speed = 1 / slow / loss / rows.step_s
             routed = (routed + speed / ((speed @ member) @ member.T)) / 2
     total = (routed * e2e) @ member
     return FleetForecast(
@@ -149,7 +156,7 @@ def forecast(fleet: Fleet, plan: FleetPlan, loads: Loads, room: KvRoom) -> Fleet
 
 def _served(rows: _Rows, rate: Table, slow: Table, arrival_cv2: float) -> tuple[Table, Table]:
     """Return the mean end-to-end time and the utilisation of each replica at its rate."""
-    full = rows.more_tokens * rows.step_s(np.broadcast_to(rows.most, rate.shape)) + rows.added_s * rows.most
+    full = rows.more_tokens * rows.full_step_s + rows.added_s * rows.most
     used = rate * slow * full / rows.most
     phi = np.minimum(rate * rows.added_s * slow, _MOST_PROMPT_SHARE)
     left = 1 - phi
@@ -160,7 +167,7 @@ def _served(rows: _Rows, rate: Table, slow: Table, arrival_cv2: float) -> tuple[
         steady = 1 - work * slope
         solved = work * (intercept + slope) / np.maximum(steady, 1e-9)
         decoding = np.where(steady > 0, np.minimum(solved, rows.most), rows.most)
-    stay = rows.more_tokens * rows.step_s(np.minimum(decoding + 1, rows.most)) * slow / left
+    stay = rows.more_tokens * rows.steps_s(np.minimum(decoding + 1, rows.most)) * slow / left
     prompt = rows.prompt_s * slow
     between = phi * prompt * (arrival_cv2 + 1) / (2 * left)
     taken = np.minimum(np.minimum(decoding / rows.most, used), _FULL)

@@ -4,8 +4,8 @@ Run: ``python -m tests.bench.decide [--repeats N] [--json FILE]``.
 
 Clusters of 125 nodes with 8 A6000; deployments of one to four replicas at tp 1, 2, 4 or 8 take random places,
 batch, and are busy for up to 80% each, so that some GPUs are crowded and some empty. Each decision begins with a
-new snapshot: nothing is kept between them but a model's order of configurations (``RankedModel``), which is made
-once. *Sees loads*: the rates of existing deployments are not given.
+new snapshot: nothing is kept between them but a model's order of configurations (``RankedModel``) and its service
+models, which are made once.
 
 Every answer is checked. Times are CPU time of the process, which has one thread; the first cluster is warm-up.
 With ``--repeats`` each decision is made so often, on a snapshot drawn anew each time, and the least counts: for
@@ -26,9 +26,11 @@ from pathlib import Path
 
 from daemon.engines.registry import capabilities_for
 from fingerprint.codec import to_json
-from fingerprint.config import Workload
+from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec
+from fingerprint.service_model import ServiceModel, service_between
+from iserve.planning.joint_choice import joint_choice
 from iserve.planning.pipeline import Hardware, PlanOptions, make_plan
 from iserve.planning.ranking_cache import RankedModel
 from placement.actions import Move
@@ -43,7 +45,6 @@ from placement.types import (
     Placement,
     ReplicaState,
     StagePlacement,
-    Stays,
 )
 from planner.intent import Intent, IntentKind
 from tests.bench.place import model
@@ -56,6 +57,10 @@ GOAL_S = 0.010
 NUM_GPUS, PER_NODE, NUM_MODELS, CLUSTERS = 1000, 8, 200, 21
 A6000 = gpu_spec("a6000")
 LINK = A6000.link_group_size
+# A request takes 8 s alone, and 32 s in a full batch.
+SERVED = service_between(
+    DeploymentConfig(engine="vllm"), Workload(16, 512, 128), (0.5, 4.0), (7.5 / 127, 28.0 / 127)
+)
 LATENCY = Intent(kind=IntentKind.MIN_LATENCY)
 OPTIONS = PlanOptions(workload=Workload(1, 512, 128))
 
@@ -113,7 +118,7 @@ def cluster(rng: random.Random) -> ClusterSnapshot:
                 service_s=2.0,
                 idle_s=0.0,
                 steady_s=1000.0,
-                stays=Stays(alone_s=8.0, full_s=32.0),
+                service=SERVED,
             )
         )
     states = [
@@ -138,21 +143,16 @@ def check_fits(placement: Placement, snapshot: ClusterSnapshot) -> None:
 
 
 def cases() -> dict[str, Callable[[ClusterSnapshot], object]]:
-    spec, engines = llama_7b(), tuple(capabilities_for("auto"))
+    spec, engines = llama_7b(), tuple(capabilities_for("vllm"))
     estimator = RooflineEstimator(spec, A6000)
-    ranked = RankedModel(spec, A6000, estimator, engines, OPTIONS)
-    seeing = RankedModel(spec, A6000, estimator, engines, replace(OPTIONS, intent=LATENCY))
-    expecting = RankedModel(
-        spec, A6000, estimator, engines, replace(OPTIONS, intent=LATENCY, expect=2 * NUM_MODELS)
-    )
-
-    half = [
-        RankedModel(spec, A6000, HalfMeasured(estimator), engines, options)
-        for options in (OPTIONS, replace(OPTIONS, intent=LATENCY))
-    ]
+    by_policy = replace(OPTIONS, policy="hybrid")
+    ranked = RankedModel(spec, A6000, estimator, engines, by_policy)
+    half = RankedModel(spec, A6000, HalfMeasured(estimator), engines, by_policy)
+    services: dict[DeploymentConfig, ServiceModel] = {}
 
     def whole_plan(snapshot: ClusterSnapshot) -> object:
-        best = make_plan(spec, Hardware(label="", gpu=A6000, snapshot=snapshot), estimator, engines, OPTIONS).best
+        hardware = Hardware(label="", gpu=A6000, snapshot=snapshot)
+        best = make_plan(spec, hardware, estimator, engines, by_policy).best
         assert best is not None
         return best.layout
 
@@ -164,19 +164,27 @@ def cases() -> dict[str, Callable[[ClusterSnapshot], object]]:
 
         return place_of
 
-    beside = choice_of(seeing)
+    def jointly(options: PlanOptions) -> Callable[[ClusterSnapshot], object]:
+        of_each = RankedModel(spec, A6000, estimator, engines, options)
 
-    def by_loads(snapshot: ClusterSnapshot) -> object:
-        return beside(replace(snapshot, deployments=()))
+        def place_of(snapshot: ClusterSnapshot) -> object:
+            estimates = of_each.feasible(len(snapshot.gpus))
+            hardware = Hardware(label="", gpu=A6000, snapshot=snapshot)
+            chosen = joint_choice(estimates, spec, hardware, estimator, options, services)
+            assert chosen is not None
+            return chosen.placements[0]
 
+        return place_of
+
+    latency = replace(OPTIONS, intent=LATENCY, more_requests=True, longer_requests=True)
+    at_a_rate = replace(latency, intent=replace(LATENCY, rate_per_s=2.0), more_replicas=True)
     return {
-        "plan, whole": whole_plan,
-        "plan, order kept": choice_of(ranked),
-        "plan, order kept, sees others": beside,
-        "plan, order kept, sees loads": by_loads,
-        "plan, order kept, expects others": choice_of(expecting),
-        "plan, order kept, half measured": choice_of(half[0]),
-        "plan, order kept, half measured, sees others": choice_of(half[1]),
+        "joint plan, one replica": jointly(latency),
+        "joint plan, one replica, min-cost": jointly(replace(latency, intent=Intent())),
+        "joint plan, replicas for 2 requests/s": jointly(at_a_rate),
+        "by a policy, whole plan": whole_plan,
+        "by a policy, order kept": choice_of(ranked),
+        "by a policy, order kept, half measured": choice_of(half),
         "look-ahead, tp=2": lambda snapshot: LookAhead(snapshot, link_group_size=LINK).fit(model(2, 1)),
         "look-ahead, tp=8,pp=2": lambda snapshot: LookAhead(snapshot, link_group_size=LINK).fit(model(8, 2)),
         "scaling of all": lambda snapshot: scale(snapshot, Scaling()),
