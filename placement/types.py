@@ -17,7 +17,6 @@ __all__ = [
     "Refusal",
     "ReplicaState",
     "StagePlacement",
-    "Stays",
 ]
 
 
@@ -152,16 +151,6 @@ class ReplicaState:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stays:
-    """Times that a request stays in a replica that batches, on GPUs of its own."""
-
-    alone_s: float
-    """Seconds that a request takes while no other runs."""
-    full_s: float
-    """Seconds that a request takes in a full batch."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class DeploymentState:
     """State of a deployment, its load over the last 120 s, and since when it has been as it is."""
 
@@ -185,8 +174,6 @@ class DeploymentState:
     """Seconds since the deployment last had a request."""
     steady_s: float
     """Seconds since the number or the place of its replicas last changed."""
-    stays: Stays | None = None
-    """Time of one such request in a replica that batches; None: not known."""
     service: ServiceModel | None = None
     """Times and memory of one replica at any concurrency; None: not known."""
 

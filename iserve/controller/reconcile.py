@@ -19,7 +19,7 @@ from daemon.status import NodeStatus, WorkerState, WorkerStatus
 from daemon.worker_spec import WorkerSpec
 from fingerprint.codec import from_json, to_json
 from fingerprint.errors import BadInputError, ConfigError, IserveError, UnavailableError
-from fingerprint.service_model import ServiceModel, service_between
+from fingerprint.service_model import ServiceModel
 from iserve.controller.autoscaling import Autoscaler
 from iserve.controller.deployment_status import seen_of
 from iserve.controller.draining import Drainer
@@ -327,14 +327,4 @@ def planned_service(plan: str) -> ServiceModel | None:
     except BadInputError:
         return None
     chosen = None if document.chosen is None else document.candidates[document.chosen]
-    if chosen is None or chosen.estimate is None:
-        return None
-    if document.joint is not None:
-        return document.joint.service
-    full, alone = chosen.estimate, document.single_request or chosen.estimate
-    return service_between(
-        chosen.config,
-        document.workload,
-        (alone.ttft_s.value, full.ttft_s.value),
-        (alone.tpot_s.value, full.tpot_s.value),
-    )
+    return None if chosen is None else document.service_of(chosen.config)

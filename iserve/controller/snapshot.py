@@ -16,7 +16,6 @@ from fingerprint.codec import from_json
 from fingerprint.engines import traits_of
 from fingerprint.errors import BadInputError, InfeasibleError
 from fingerprint.gpu_spec import GpuSpec
-from fingerprint.service_model import ServiceModel
 from iserve.api_documents import NodeDocument
 from iserve.controller.deployment_status import workers_seen
 from iserve.controller.stored_values import recorded_workers
@@ -31,7 +30,6 @@ from placement.types import (
     Placement,
     ReplicaState,
     StagePlacement,
-    Stays,
 )
 
 __all__ = ["check_one_kind", "devices_of", "hardware_of", "serving_on", "without"]
@@ -154,8 +152,7 @@ def serving_on(
     The service time of a request is the prediction of the chosen configuration, for a request as long as was
     planned for; or less, by the observed load of the devices of its workers, where they have been there all the
     time and keep up. Deployments that were not observed for long, or have only begun to queue, are taken to be
-    busy for all of their time at most. For deployments that batch, how long a request stays is given as well, by
-    itself and in a full batch.
+    busy for all of their time at most. The service model of the plan is given as well.
 
     Args:
         demand: None: the gateway is away, and rates are unknown.
@@ -184,7 +181,7 @@ def _state(
     most = sum(_most_batches(spec) for spec in specs)
     last_start_s = max(datetime.fromisoformat(worker.started_at).timestamp() for worker in workers)
     here_s = node.observed_at - last_start_s
-    service_s, stays = _planned_service_s(plan, specs[0]), _planned_stays(plan, specs[0])
+    service_s = _planned_service_s(plan, specs[0])
     if requests_per_s > 0:
         seen = sum(_most_busy(spec, node) for spec in specs) if here_s >= _WINDOW_S else 0.0
         queues = told.waiting + told.outstanding > sum(worker.spec.limits.max_batch for worker in workers)
@@ -215,8 +212,7 @@ def _state(
         service_s=service_s,
         idle_s=told.idle_s,
         steady_s=max(0.0, here_s),
-        stays=stays,
-        service=_planned_service(plan, specs[0]),
+        service=None if plan is None else plan.service_of(specs[0].config),
     )
 
 
@@ -257,30 +253,6 @@ def _planned_service_s(plan: PlanDocument | None, spec: WorkerSpec) -> float:
     """Return the seconds of the worker that a request takes while the batch is full; 0: not known."""
     full = _planned(plan, spec)
     return 0.0 if plan is None or full is None else full.e2e_s.value / plan.workload.batch
-
-
-def _planned_service(plan: PlanDocument | None, spec: WorkerSpec) -> ServiceModel | None:
-    """Return the service model of a joint plan; None: the plan is none, or of another configuration."""
-    if plan is None or plan.joint is None or plan.joint.service.config != spec.config:
-        return None
-    return plan.joint.service
-
-
-def _planned_stays(plan: PlanDocument | None, spec: WorkerSpec) -> Stays | None:
-    """Return the planned times in service; None: no batching, or a plan without the time of a request by itself.
-
-    A prompt that joins sequences that decode takes what it adds to their step: the weights are read for them in
-    any case.
-    """
-    full = _planned(plan, spec)
-    if plan is None or full is None or plan.single_request is None:
-        return None
-    work, prompt_s, step_s = plan.workload, plan.single_request.ttft_s.value, plan.single_request.tpot_s.value
-    prompts_s = min(full.ttft_s.value, prompt_s + (work.batch - 1) * max(0.0, prompt_s - step_s))
-    return Stays(
-        alone_s=prompt_s + (work.output_tokens - 1) * step_s,
-        full_s=prompts_s + (work.output_tokens - 1) * full.tpot_s.value,
-    )
 
 
 def _most_busy(spec: WorkerSpec, node: NodeStatus) -> float:

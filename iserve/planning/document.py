@@ -8,7 +8,7 @@ from enum import StrEnum
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimates import Correction, Quantity
 from fingerprint.measurements import Unreached
-from fingerprint.service_model import ServiceModel
+from fingerprint.service_model import ServiceModel, service_between
 from iserve.planning.verdict import VerdictDocument
 from placement.fleet.types import FleetGoal
 from planner.plan import LoadForecast, PassedOver, RefusedFor, WhyNot
@@ -227,3 +227,17 @@ class PlanDocument:
     """Limits of each worker of the chosen candidate; None: none is feasible."""
     joint: JointPlanDocument | None = None
     """Joint choice that the plan is; None: it was ranked by one batch, and placed by a policy."""
+
+    def service_of(self, config: DeploymentConfig) -> ServiceModel | None:
+        """Return the service model of ``config``; None: the plan has no times of it.
+
+        Of a plan by one batch it is by the times of one request and of the batch, without a joint choice's memory.
+        """
+        if self.joint is not None:
+            return self.joint.service if self.joint.service.config == config else None
+        full = next((one.estimate for one in self.candidates if one.config == config), None)
+        if full is None:
+            return None
+        alone = self.single_request or full
+        times = ((alone.ttft_s.value, full.ttft_s.value), (alone.tpot_s.value, full.tpot_s.value))
+        return service_between(config, self.workload, *times)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fingerprint.config import DeploymentConfig
-from fingerprint.service_model import LARGEST_BATCH, ServiceModel, steps_between
 from placement.fleet.types import FleetDeployment, FleetGpu, FleetReplica
 from placement.types import ClusterSnapshot, DeploymentState, GpuState, Placement
 
 __all__ = ["RunningFleet", "running_fleet"]
 
 _WINDOW_S = 120.0  # over which rates are counted: of a younger deployment none is known
-_NO_PROMPT_S = 1e-6  # of a service that is only known as a whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +33,7 @@ def running_fleet(snapshot: ClusterSnapshot, *, usable_fraction: float, first: i
     """
     by_key = {(gpu.node_id, gpu.device_id): number for number, gpu in enumerate(snapshot.gpus)}
     here = [_part(state, by_key) for state in snapshot.deployments]
-    known = [state for state in here if state.replicas and _service(state) is not None]
+    known = [state for state in here if state.replicas and state.service is not None]
     held = {gpu for state in known for replica in state.replicas for gpu in _gpus(replica.placement, by_key)}
     gpus = tuple(
         _gpu(gpu, usable_fraction, busy=0.0 if number in held else gpu.load_fraction)
@@ -77,7 +74,7 @@ def _gpus(placement: Placement, by_key: dict[tuple[str, str], int]) -> tuple[int
 
 
 def _fixed(state: DeploymentState, number: int, by_key: dict[tuple[str, str], int]) -> FleetDeployment:
-    service = _service(state)
+    service = state.service
     assert service is not None, "those without are left out"
     replicas = tuple(
         FleetReplica(
@@ -89,26 +86,6 @@ def _fixed(state: DeploymentState, number: int, by_key: dict[tuple[str, str], in
         for replica in state.replicas
     )
     return FleetDeployment(name=state.name, options=(service,), fixed=replicas, most_replicas=len(replicas))
-
-
-def _service(state: DeploymentState) -> ServiceModel | None:
-    """Return the service of one replica, from its times alone and in a full batch where no more is known."""
-    if state.service is not None or state.stays is None or not state.replicas:
-        return state.service
-    replica, stays = state.replicas[0], state.stays
-    if not stays.alone_s > 0:
-        return None
-    return ServiceModel(
-        config=DeploymentConfig(tp=len(replica.placement.stages[0].device_ids), pp=len(replica.placement.stages)),
-        prompt_s=_NO_PROMPT_S,
-        step_s=steps_between(stays.alone_s, stays.full_s, replica.max_batch),
-        input_tokens=0.0,
-        output_tokens=2.0,  # the first token and one step, which is the whole stay
-        longest_tokens=2,
-        fixed_bytes=0,
-        kv_bytes_per_token=0.0,
-        largest_batch=min(LARGEST_BATCH, replica.max_batch),
-    )
 
 
 def _rate(state: DeploymentState) -> float | None:

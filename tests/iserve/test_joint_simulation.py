@@ -142,7 +142,7 @@ def test_all_replicas_are_those_of_a_deploy_on_the_same_hardware(name: str, opti
     assert [replica.service for replica in found] == [deploy.document.joint.service] * len(found)
     assert {replica.forecast_service for replica in found} == {deploy.document.joint.service}
     times = planned_service(to_json(deploy.document).decode())
-    assert times == deploy.document.joint.service.slowed(1.0, 1.0), "by which its gateway forecasts"
+    assert times == deploy.document.joint.service, "by which its gateway forecasts"
     tokens = [replica.steps.limits.kv_tokens for replica in found]
     assert tokens == list(deploy.document.joint.kv_tokens)
     assert {replica.steps.limits.max_batch for replica in found} == {deploy.capacity.workload.batch}

@@ -41,7 +41,7 @@ from iserve.report.accuracy import AccuracyRecord, AccuracyRow, find_accuracy, r
 from iserve.report.build import build_report, find_profile
 from iserve.report.page import render_report
 from iserve.report.values import Report
-from placement.types import DeploymentState, Placement, ReplicaState, StagePlacement, Stays
+from placement.types import DeploymentState, Placement, ReplicaState, StagePlacement
 from planner.intent import Intent, IntentKind
 from tests.fingerprint.synthetic_machine import CPU, SyntheticMachine, take_profile
 
@@ -355,7 +355,7 @@ def test_a_report_plans_beside_who_is_called(controller: Controller, profile: Pr
     replica = ReplicaState(replica_id="a", placement=Placement((stage,)), ready=True, outstanding=0, max_batch=8)
     other = DeploymentState(
         name="a", model="a", wanted=1, replicas=(replica,), moving=False, waiting=0, requests_per_s=0.0,
-        service_s=1.0, idle_s=0.0, steady_s=1000.0, stays=Stays(alone_s=1.0, full_s=2.0),
+        service_s=1.0, idle_s=0.0, steady_s=1000.0,
     )  # fmt: skip
     for requests_per_s in (0.0, 1.0):
         there = replace(other, requests_per_s=requests_per_s)

@@ -26,7 +26,6 @@ from iserve.planning.plan_document import plan_document
 from iserve.route_table import Demand, DeploymentDemand
 from iserve.state.store import DeploymentRow
 from placement.load_model import LoadedCluster
-from placement.types import DeploymentState, Stays
 from planner.intent import Intent, Slo
 from tests.iserve.test_profiling_validity import node
 
@@ -232,22 +231,15 @@ def as_batching(status: NodeStatus, spec: WorkerSpec = BATCHES) -> NodeStatus:
     return replace(status, devices=devices, workers=(replace(worker, spec=spec),))
 
 
-def stays_of(state: DeploymentState) -> Stays:
-    assert state.stays is not None
-    return state.stays
-
-
-def test_a_worker_that_batches_tells_how_long_requests_stay(batching: DeploymentRow) -> None:
-    """The times are by the estimates of one request, and of a batch whose prompts follow one another.
-
-    A prompt that joins sequences that decode takes what it adds to their step.
-    """
+def test_the_service_of_a_worker_is_by_the_times_of_one_request_and_of_a_batch(batching: DeploymentRow) -> None:
     (state,) = serving_on(as_batching(running(for_s=1.0, busy=0.0)), [batching], told(0.25))
     estimator = RooflineEstimator(load_spec(demo_model_path()), A6000)
     one, full = estimator.estimate(CONFIG, replace(BATCH, batch=1)), estimator.estimate(CONFIG, BATCH)
-    assert stays_of(state).alone_s == pytest.approx(one.e2e_s.value)
-    prompts_s = min(full.ttft_s.value, one.ttft_s.value + 7 * max(0.0, one.ttft_s.value - one.tpot_s.value))
-    assert stays_of(state).full_s == pytest.approx(prompts_s + 15 * full.tpot_s.value)
+    assert state.service is not None
+    assert state.service.alone_s == pytest.approx(one.e2e_s.value)
+    assert state.service.step_of(8) == pytest.approx(full.tpot_s.value)
+    assert state.service.prompts_s(8 * BATCH.input_tokens) == pytest.approx(full.ttft_s.value)
+    assert state.service.largest_batch == 8
     assert [replica.batches for replica in state.replicas] == [1]  # the embedded engine waits for a batch
 
 

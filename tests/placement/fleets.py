@@ -13,7 +13,6 @@ from placement.types import (
     Placement,
     ReplicaState,
     StagePlacement,
-    Stays,
 )
 
 TOTAL = 100
@@ -48,7 +47,6 @@ def serving(
     idle_s: float = 0.0,
     steady_s: float = 1000.0,
     work: float | None = None,
-    stays: Stays | None = None,
 ) -> DeploymentState:
     """Every replica ``busy`` for this fraction; or ``work`` replicas' worth of it arrives."""
     loads = outstanding or (0,) * len(placements)
@@ -68,7 +66,6 @@ def serving(
         service_s=2.0,
         idle_s=idle_s,
         steady_s=steady_s,
-        stays=stays,
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from placement.types import ClusterSnapshot, DeploymentState, Placement, ReplicaState, Stays
+from placement.types import ClusterSnapshot, DeploymentState, Placement, ReplicaState
 from planner.intent import Slo
 from traces.simulator.admission import SimulatedAdmission
 from traces.simulator.gpus import LOAD_WINDOW_S
@@ -19,7 +19,7 @@ from traces.simulator.scenario import Deployed
 from traces.simulator.step_model import StepModel
 from traces.simulator.workers import Server
 
-__all__ = ["Deployment", "can_keep", "service_s", "snapshot_without", "states", "stays"]
+__all__ = ["Deployment", "can_keep", "service_s", "snapshot_without", "states"]
 
 
 @dataclass(slots=True)
@@ -78,22 +78,6 @@ def service_s(steps: StepModel, input_tokens: float, output_tokens: float, slots
     return steps.prompt_s(round(input_tokens)) + decode_s / slots
 
 
-def stays(steps: StepModel, input_tokens: float, output_tokens: float) -> Stays:
-    """Return the times in service of requests of such a length.
-
-    A prompt that joins sequences that decode takes what it adds to their step: the weights are read for them in
-    any case.
-    """
-    slots, tokens = steps.limits.max_batch, round(input_tokens)
-    prompt_s, to_come = steps.prompt_s(tokens), max(0, round(output_tokens) - 1)
-    added_s = prompt_s - min(steps.decode_s(1, 1), prompt_s)
-    alone_s = prompt_s + steps.run_s(1, input_tokens + 1, to_come)
-    return Stays(
-        alone_s=alone_s,
-        full_s=prompt_s + (slots - 1) * added_s + steps.run_s(slots, input_tokens + 1, to_come),
-    )
-
-
 def snapshot_without(snapshot: ClusterSnapshot, placements: Iterable[Placement]) -> ClusterSnapshot | None:
     """Return the snapshot without free memory on the GPUs of ``placements``; None: those are all GPUs."""
     theirs = {
@@ -141,10 +125,9 @@ def _state(d: Deployment, now_s: float, count: float, input_sum: float, output_s
     assert d.latest is not None
     steps = d.latest.steps
     longest = steps.limits.max_context_tokens
-    each_s, each = 0.0, None
+    each_s = 0.0
     if count:
-        length = min(input_sum / count, longest), output_sum / count
-        each_s, each = service_s(steps, *length, d.slots), stays(steps, *length)
+        each_s = service_s(steps, min(input_sum / count, longest), output_sum / count, d.slots)
     window_s = min(LOAD_WINDOW_S, max(now_s - d.born_s, 1.0))
     busy = bool(d.queue) or any(server.outstanding for server in d.replicas)
     return DeploymentState(
@@ -169,6 +152,5 @@ def _state(d: Deployment, now_s: float, count: float, input_sum: float, output_s
         service_s=each_s,
         idle_s=0.0 if busy else now_s - d.last_s,
         steady_s=now_s - d.since_s,
-        stays=each,
         service=d.latest.service,
     )

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from fingerprint.service_model import ServiceModel
-from placement.fleet.load import Loads
-from placement.fleet.memory import kv_room
-from placement.fleet.performance import forecast
 from placement.fleet.running import RunningFleet, running_fleet
 from placement.fleet.types import Fleet, FleetPlan
 from placement.types import (
@@ -20,7 +16,6 @@ from placement.types import (
     Placement,
     ReplicaState,
     StagePlacement,
-    Stays,
 )
 from tests.placement.fleet.fleets import GIB, option
 
@@ -58,7 +53,6 @@ def state(
     rate: float = 2.0,
     steady_s: float = 600.0,
     service: ServiceModel | None = None,
-    stays: Stays | None = None,
 ) -> DeploymentState:
     return DeploymentState(
         name=name,
@@ -71,7 +65,6 @@ def state(
         service_s=0.1,
         idle_s=0.0,
         steady_s=steady_s,
-        stays=stays,
         service=service,
     )
 
@@ -117,38 +110,9 @@ def one_of(found: RunningFleet) -> tuple[Fleet, FleetPlan]:
     return fleet, FleetPlan(tuple(one for deployment in found.deployments for one in deployment.fixed))
 
 
-@pytest.mark.parametrize("max_batch", [2, 8, 64])
-def test_one_of_which_only_its_stays_are_known_has_a_service_of_those_times(max_batch: int) -> None:
-    asked = state(replica("gpu0", max_batch=max_batch), stays=Stays(alone_s=1.5, full_s=4.0))
-    (deployment,) = running(asked, first=0).deployments
-    (service,) = deployment.options
-    assert service.alone_s == pytest.approx(1.5, rel=1e-5)
-    full_s = service.prompt_s + (service.output_tokens - 1) * service.step_of(max_batch)
-    assert full_s == pytest.approx(4.0, rel=1e-5)
-    assert service.largest_batch == max_batch
-    assert service.num_gpus == 1
-
-
-def test_one_of_which_only_its_stays_are_known_is_forecast_to_take_them_while_idle() -> None:
-    found = running(state(replica("gpu0"), stays=Stays(alone_s=1.5, full_s=4.0)), first=0)
-    fleet, plan = one_of(found)
-    room = kv_room(fleet, plan)
-    assert room is not None
-    idle = forecast(fleet, plan, Loads(np.array([[1e-9]]), np.ones(1), np.zeros(1)), room)
-    assert idle.e2e_s[0, 0] == pytest.approx(1.5, rel=1e-4)
-
-
-def test_a_service_model_counts_before_stays() -> None:
-    both = state(replica("gpu0"), service=option(), stays=Stays(alone_s=9.0, full_s=9.0))
-    assert running(both).deployments[0].options == (option(),)
-
-
-@pytest.mark.parametrize("stays", [None, Stays(alone_s=0.0, full_s=3.0)])
-def test_one_of_which_nothing_is_known_is_left_out_and_its_gpus_are_busy_by_their_load(
-    stays: Stays | None,
-) -> None:
+def test_one_of_which_nothing_is_known_is_left_out_and_its_gpus_are_busy_by_their_load() -> None:
     gpus = (gpu(0, load=0.7), gpu(1, load=0.4), gpu(2))
-    known, unknown = state(replica("gpu1"), name="known", service=option()), state(replica("gpu0"), stays=stays)
+    known, unknown = state(replica("gpu1"), name="known", service=option()), state(replica("gpu0"))
     found = running(unknown, known, gpus=gpus)
     assert [one.name for one in found.deployments] == ["known"]
     assert found.rates_per_s == (2.0,)
