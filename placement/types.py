@@ -176,6 +176,8 @@ class DeploymentState:
     """Seconds since the number or the place of its replicas last changed."""
     service: ServiceModel | None = None
     """Times and memory of one replica at any concurrency; None: not known."""
+    planned_rate_per_s: float | None = None
+    """Requests per second that it was planned for, until its own are counted; None: not given."""
 
     @property
     def is_work_known(self) -> bool:

@@ -213,6 +213,7 @@ def _state(
         idle_s=told.idle_s,
         steady_s=max(0.0, here_s),
         service=None if plan is None else plan.service_of(specs[0].config),
+        planned_rate_per_s=None if plan is None or plan.joint is None else plan.joint.rate_per_s,
     )
 
 

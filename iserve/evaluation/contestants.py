@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from fingerprint.errors import ConfigError
 from fingerprint.service_model import ServiceModel
@@ -126,7 +127,7 @@ class Ours:
     def __init__(self, name: str, *, policy: str = JOINT, names_next: bool = True) -> None:
         self.name, self._policy, self._names_next = name, policy, names_next
         self._deployers: dict[tuple[str, IntentKind], PlannedDeployer] = {}
-        self._services: dict[str, ServiceModel | None] = {}
+        self._plans: dict[str, _Planned] = {}
 
     def __call__(self, situation: Situation) -> Decision:
         cluster = self._as_planned(situation.cluster)
@@ -140,17 +141,18 @@ class Ours:
             if isinstance(found, NotDeployed):
                 reasons.append(f"{asked.name}: {found.reason}")
                 continue
-            self._services[asked.name] = found[0].service
+            self._plans[asked.name] = plan = _Planned(found[0].service, asked.rate_per_s)
             for one in found:
                 cluster = without(cluster, one.placement)
-            cluster = replace(cluster, deployments=(*cluster.deployments, _just_placed(asked.name, found)))
+            cluster = replace(cluster, deployments=(*cluster.deployments, _just_placed(asked.name, found, plan)))
             replicas += [_replica(asked.name, one) for one in found]
         return Decision(replicas=tuple(replicas), reasons=tuple(reasons))
 
     def _as_planned(self, cluster: ClusterSnapshot) -> ClusterSnapshot:
-        """Return the cluster with the service models of the plans of those that run."""
-        told = tuple(replace(one, service=self._services.get(one.name)) for one in cluster.deployments)
-        return replace(cluster, deployments=told)
+        """Return the cluster with the service models and rates of the plans of those that run."""
+        of = {one.name: self._plans.get(one.name, _Planned()) for one in cluster.deployments}
+        known = (replace(one, **of[one.name]._asdict()) for one in cluster.deployments)
+        return replace(cluster, deployments=tuple(known))
 
     def _deployer(self, asked: Asked, situation: Situation) -> PlannedDeployer:
         key = (asked.name, situation.intent)
@@ -180,7 +182,14 @@ class Ours:
         return replace(model, options=options)
 
 
-def _just_placed(name: str, found: Sequence[Deployed]) -> DeploymentState:
+class _Planned(NamedTuple):
+    """Facts of a deployment's plan, which later plans know."""
+
+    service: ServiceModel | None = None
+    planned_rate_per_s: float | None = None
+
+
+def _just_placed(name: str, found: Sequence[Deployed], plan: _Planned) -> DeploymentState:
     """Return the state of a deployment that has served nothing yet."""
     replicas = tuple(
         ReplicaState(
@@ -204,7 +213,7 @@ def _just_placed(name: str, found: Sequence[Deployed]) -> DeploymentState:
         service_s=0.0,
         idle_s=0.0,
         steady_s=0.0,
-        service=found[0].service,
+        **plan._asdict(),
     )
 
 

@@ -207,7 +207,7 @@ def _chosen(
     new = FleetDeployment(
         name="",
         options=services,
-        limit_s=_limit_s(options, services[0]) if goal is FleetGoal.COST else None,
+        limit_s=None if goal is FleetGoal.LATENCY else _limit_s(options, services[0]),
         least_replicas=1 if options.more_replicas else options.replicas,
         most_replicas=_most_replicas(options, is_told=in_all > 0),
     )

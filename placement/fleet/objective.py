@@ -21,6 +21,7 @@ Table = npt.NDArray[np.float64]
 
 _LOSES = 1.02  # times the rule's latency, from which a plan loses to it
 _PEAK = 1.5  # times the mean rate, known or of the prior, at which the guard of a cost must hold
+_BURST = 2.5  # times a known mean rate, at which no deployment is slower beyond its guard than the rule has it
 # The mean end-to-end time is held to 2.3 times that of an idle replica on the fewest GPUs, where 3 times is
 # promised for the P95 (docs/decisions/0035); of a limit that was given, to the same part.
 _GUARD, _PROMISED = 2.3, 3.0
@@ -51,6 +52,10 @@ def judge_of(fleet: Fleet, loads: Loads, rule: FleetPlan, goal: FleetGoal) -> Ju
     at_rule = forecast(fleet, rule, loads, room)
     of_rule, typical = _latency(loads, at_rule), _typical(loads, at_rule)
     at_peak = loads.at_peak(_PEAK)
+    has_limit = np.array([one.limit_s is not None for one in fleet.deployments])  # which the rule does not soften
+    rule_over = np.where(has_limit, 0.0, _over_guard(fleet, at_peak, forecast(fleet, rule, at_peak, room)))
+    at_burst = loads.at_peak(_BURST)
+    rule_in_burst = _over_guard(fleet, at_burst, forecast(fleet, rule, at_burst, room))
 
     def by_latency(plan: FleetPlan) -> Judged | None:
         room = kv_room(fleet, plan)
@@ -73,11 +78,18 @@ def judge_of(fleet: Fleet, loads: Loads, rule: FleetPlan, goal: FleetGoal) -> Ju
         room = kv_room(fleet, plan, wanted_tokens=wanted)
         assert room is not None, "it is no more than was found to fit"
         found = forecast(fleet, plan, loads, room)
-        broken = _over_guard(fleet, at_peak, forecast(fleet, plan, at_peak, room))
-        value = _held_gpus(fleet, loads, found, plan)
+        peak = forecast(fleet, plan, at_peak, room)
+        over, value = _over_guard(fleet, at_peak, peak), _held_gpus(fleet, loads, found, plan)
         if goal is FleetGoal.GPUS:
+            over = np.maximum(0.0, over - rule_over)
             value = len({gpu for replica in plan.replicas for gpu in replica.gpus}) + _TIE * value
+            if loads.are_known:
+                over = np.column_stack([over, np.maximum(0.0, peak.utilisation - 1)])
+        elif loads.are_known:
+            in_burst = _over_guard(fleet, at_burst, forecast(fleet, plan, at_burst, room))
+            over = np.column_stack([over, np.maximum(0.0, in_burst - rule_in_burst)])
         missing = _MISSING * _missing(fleet, plan) + _UNPLACED * room.unplaced
+        broken = float(at_peak.weights @ over.sum(axis=1))
         return Judged(plan, room, found, (missing + broken, value))
 
     return by_latency if goal is FleetGoal.LATENCY else by_cost
@@ -132,8 +144,8 @@ def _with_free_tokens(
     return more
 
 
-def _over_guard(fleet: Fleet, loads: Loads, peak: FleetForecast) -> float:
-    """Return by how much the guard is broken, over all deployments, weighted over the cases."""
+def _over_guard(fleet: Fleet, loads: Loads, peak: FleetForecast) -> Table:
+    """Return by how much each deployment breaks its guard [cases, deployments]."""
     least = [fleet.least(row) for row in range(len(fleet.deployments))]
     splits = np.array([0.0 if one.is_split_measured else math.log2(one.config.tp) for one in least])
     alone = np.array([one.alone_s for one in least]) * (1 + loads.split_loss[:, None] * splits)
@@ -141,7 +153,7 @@ def _over_guard(fleet: Fleet, loads: Loads, peak: FleetForecast) -> float:
     promised = np.where(np.isnan(limits), _PROMISED * alone, limits)
     placed = np.isfinite(peak.e2e_s)
     over = np.where(placed, np.maximum(0.0, peak.e2e_s / (_GUARD / _PROMISED * promised) - 1), 0.0)
-    return float(loads.weights @ np.log1p(over).sum(axis=1))
+    return np.asarray(np.log1p(over))
 
 
 def held_gpus(fleet: Fleet, loads: Loads, judged: Judged, of: int) -> float:

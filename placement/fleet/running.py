@@ -58,10 +58,11 @@ def _gpu(gpu: GpuState, usable_fraction: float, busy: float) -> FleetGpu:
 
 
 def _part(state: DeploymentState, by_key: dict[tuple[str, str], int]) -> DeploymentState:
-    """Return ``state`` with the replicas that lie on the snapshot's GPUs, and their part of its rate."""
+    """Return ``state`` with the replicas that lie on the snapshot's GPUs, and their part of its rates."""
     there = tuple(one for one in state.replicas if _keys(one.placement) <= by_key.keys())
     part = len(there) / max(1, len(state.replicas))
-    return replace(state, replicas=there, requests_per_s=state.requests_per_s * part)
+    planned = None if state.planned_rate_per_s is None else state.planned_rate_per_s * part
+    return replace(state, replicas=there, requests_per_s=state.requests_per_s * part, planned_rate_per_s=planned)
 
 
 def _keys(placement: Placement) -> set[tuple[str, str]]:
@@ -89,5 +90,5 @@ def _fixed(state: DeploymentState, number: int, by_key: dict[tuple[str, str], in
 
 
 def _rate(state: DeploymentState) -> float | None:
-    """Return the rate where it was counted for long enough."""
-    return state.requests_per_s if state.steady_s >= _WINDOW_S else None
+    """Return the rate where it was counted for long enough, until then that of the plan."""
+    return state.requests_per_s if state.steady_s >= _WINDOW_S else state.planned_rate_per_s

@@ -21,7 +21,7 @@ class FleetGoal(StrEnum):
 
     LATENCY = "latency"  # mean end-to-end time of all requests
     COST = "cost"  # held share of GPUs per request, with a guard on each deployment's latency
-    GPUS = "gpus"  # GPUs that hold anything, with the same guard
+    GPUS = "gpus"  # GPUs that hold anything, no deployment slower for it than the rule has it beyond that guard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

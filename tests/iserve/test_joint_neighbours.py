@@ -212,9 +212,14 @@ def node_of(hardware: Hardware, workers: tuple[WorkerSpec, ...], *, for_s: float
     )
 
 
-@pytest.mark.parametrize(("for_s", "rates"), [(600.0, 1), (60.0, 0)])
-def test_the_next_plan_has_the_service_model_of_a_recorded_one(for_s: float, rates: int) -> None:
-    hardware, options = hardware_on("h200:4"), wish(rate=60.0, replicas=2, more_replicas=False)
+@pytest.mark.parametrize(
+    ("for_s", "rate", "rates"), [(600.0, 60.0, 1), (600.0, None, 1), (60.0, 60.0, 1), (60.0, None, 0)]
+)
+def test_the_next_plan_has_the_service_model_and_rate_of_a_recorded_one(
+    for_s: float, rate: float | None, rates: int
+) -> None:
+    """The rate that it was planned for counts until its own was counted for 120 s."""
+    hardware, options = hardware_on("h200:4"), wish(rate=rate, replicas=2, more_replicas=False)
     found = planned(hardware, options)
     workers = workers_of(found, options)
     row = DeploymentRow(
@@ -227,7 +232,7 @@ def test_the_next_plan_has_the_service_model_of_a_recorded_one(for_s: float, rat
     assert found.document.joint is not None
     assert state.service == found.document.joint.service
     assert [replica.kv_tokens for replica in state.replicas] == [worker.limits.kv_tokens for worker in workers]
-    assert (state.requests_per_s, state.steady_s) == (60.0, for_s)
+    assert (state.requests_per_s, state.steady_s, state.planned_rate_per_s) == (60.0, for_s, rate)
     choice = choice_of(hardware_of(status, hardware.gpu, (state,)), wish(IntentKind.MIN_LATENCY))
     assert (choice.neighbours, choice.neighbour_rates) == (1, rates)
     there = {device for worker in workers for stage in worker.stages for device in stage.device_ids}

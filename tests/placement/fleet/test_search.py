@@ -175,3 +175,48 @@ def test_groups_lie_within_link_groups_whatever_gpu_is_missing() -> None:
     one = fleet(1, 4)
     without_first = replace(one, gpus=one.gpus[1:])
     assert without_first.groups[2] == ((1, 2),)  # GPUs 2 and 3, by their numbers here
+
+
+def test_gpu_hours_of_unknown_load_are_those_of_the_rule_where_models_have_gpus_of_their_own() -> None:
+    one = replace(fleet(2, 8), expected=2)
+    choice = choose(one, FleetGoal.GPUS)
+    assert sorted(replica.gpus for replica in choice.chosen.plan.replicas) == sorted(
+        replica.gpus for replica in choice.rule.plan.replicas
+    )
+
+
+def test_gpu_hours_at_a_known_rate_serve_it_and_slow_no_other_for_it() -> None:
+    """The first asks for 1.7 times what one GPU serves; the second needs its own to keep its time."""
+    one = fleet(2, 8, degrees=(1,))
+    most = option().requests_per_s(256)
+    choice = choose(one, FleetGoal.GPUS, (1.7 * most, 0.5 * most))
+    plan = choice.chosen.plan
+    room = kv_room(one, plan)
+    assert room is not None
+    assert forecast(one, plan, choice.loads.at_peak(1.5), room).utilisation.max() <= 1
+    used = [{gpu for replica in plan.of(number) for gpu in replica.gpus} for number in (0, 1)]
+    assert used[0].isdisjoint(used[1])
+    assert len(used[0] | used[1]) < 8
+
+
+@settings(max_examples=40, deadline=None)
+@given(MODELS, st.integers(2, 4), st.floats(0.1, 1.5))
+def test_a_cheap_plan_at_a_known_rate_is_no_slower_than_the_rule_in_a_burst(
+    models: list[tuple[float, float, int]], count: int, load: float
+) -> None:
+    """At 2.5 times the rates no deployment is further beyond its guard than in the rule's plan."""
+    one = random_fleet(models, count)
+    rates = tuple(load * one.least(number).requests_per_s(32) / len(models) for number in range(len(models)))
+    choice = choose(one, FleetGoal.COST, rates, most_judgements=300)
+    if choice.chosen.score[0] > 1e-9:
+        return
+    burst = choice.loads.at_peak(2.5)
+    alone = np.array([one.least(number).alone_s for number in range(len(models))])
+
+    def beyond(plan: FleetPlan) -> np.ndarray:
+        room = kv_room(one, plan, wanted_tokens=list(tokens[id(plan)]) if id(plan) in tokens else None)
+        assert room is not None
+        return np.maximum(1.0, forecast(one, plan, burst, room).e2e_s / (2.3 * alone))
+
+    tokens = {id(choice.chosen.plan): choice.chosen.room.kv_tokens}
+    assert (beyond(choice.chosen.plan) <= beyond(choice.rule.plan) * (1 + 1e-6)).all()
