@@ -16,12 +16,15 @@ from serving_tables import gateway_table, late_table
 from world_tables import (
     against_table,
     aiconfigurator_table,
+    alpaserve_table,
+    best_table,
     contestants_table,
     fields_table,
     kept_table,
     oracle_table,
     promise_table,
     summary_table,
+    tight_table,
     variants_table,
 )
 
@@ -232,6 +235,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "worlds by variant": variants_table,
     "worlds and the oracle": oracle_table,
     "promises in worlds": promise_table,
+    "tight SLOs": tight_table,
+    "worlds and alpaserve": alpaserve_table,
+    "ours and the best": best_table,
     "regret without a limit": lambda: _regret(supported=False, limited=False),
     "regret without a limit, AIConfigurator": lambda: _regret(supported=True, limited=False),
     "regret with a limit": lambda: _regret(supported=False, limited=True),

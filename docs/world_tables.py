@@ -14,15 +14,19 @@ if TYPE_CHECKING:
 __all__ = [
     "against_table",
     "aiconfigurator_table",
+    "alpaserve_table",
+    "best_table",
     "contestants_table",
     "fields_table",
     "kept_table",
     "oracle_table",
+    "promise_table",
     "summary_table",
+    "tight_table",
     "variants_table",
 ]
 
-_OURS, _RULE, _AIC, _ORACLE = "ours", "rule-min-tp-full", "aiconfigurator", "oracle"
+_OURS, _RULE, _AIC, _ALPASERVE, _ORACLE = "ours", "rule-min-tp-full", "aiconfigurator", "alpaserve", "oracle"
 _SHOWN = (
     "ours",
     "ours-by-number",
@@ -33,18 +37,20 @@ _SHOWN = (
     "max-tp",
     "first-fit",
 )
-_SHORT = {_RULE: "rule", _AIC: "AIConfigurator"}
+_SHORT = {_RULE: "rule", _AIC: "AIConfigurator", _ALPASERVE: "AlpaServe"}
 _BASES = {
     "with-aiconfigurator": "as-stated",
     "with-aiconfigurator-rates": "rates-given",
     "with-aiconfigurator-slow-all-reduce": "slow-all-reduce",
+    "with-alpaserve": "as-stated",
+    "with-oracle": "rates-given",
 }
 _NAMED = {
     "with-aiconfigurator": "no rate given",
     "with-aiconfigurator-rates": "rates given",
     "with-aiconfigurator-slow-all-reduce": "no rate; all-reduce x 4",
 }
-_GOAL = 1.02
+_GOAL, _NEAR = 1.02, 1.05
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -115,7 +121,7 @@ def contestants_table() -> str:
 
 @cache
 def _recorded(variant: str) -> EvaluationDocument:
-    """Return a variant's recording; AIConfigurator's with the results of all for its seeds.
+    """Return a variant's recording; that of one baseline with the results of all for its seeds.
 
     Raises:
         ValueError: the strong rule has other scores in the two recordings.
@@ -131,15 +137,15 @@ def _recorded(variant: str) -> EvaluationDocument:
 
 
 def _joined(base: WorldResult, own: WorldResult) -> WorldResult:
-    """Return ``base`` for the seeds of ``own``, with AIConfigurator's results of that."""
+    """Return ``base`` for the seeds of ``own``, with the baseline's results of that."""
     seeds = range(len(own.requests))
     results = [replace(one, seeds=tuple(one.seeds[number] for number in seeds)) for one in base.results]
     for one in own.results:
         if one.contestant == _RULE:
             again = next(r for r in results if (r.contestant, r.intent) == (_RULE, one.intent))
             if [seed.score for seed in again.seeds] != [seed.score for seed in one.seeds]:
-                raise ValueError(f"{base.name}: recorded with and without AIConfigurator in different worlds")
-    added = (one for one in own.results if one.contestant == _AIC)
+                raise ValueError(f"{base.name}: recorded with and without the baseline in different worlds")
+    added = (one for one in own.results if one.contestant in (_AIC, _ALPASERVE, _ORACLE))
     return replace(base, requests=own.requests, results=(*results, *added))
 
 
@@ -244,38 +250,94 @@ def summary_table() -> str:
     return _table(("", "P50 of E2E", "P95", "cost, where the rule keeps its guard"), rows)
 
 
+def best_table() -> str:
+    """Return ours against the best contestant with the same information, AIConfigurator included."""
+    rows = []
+    for variant in ("with-aiconfigurator", "with-aiconfigurator-rates"):
+        cells = [_against_best(variant, intent) for intent in ("min-latency", "latency-slo", "min-cost")]
+        rows.append([_NAMED[variant], *(_held(one, _NEAR) for one in cells)])
+    return _table(("information", "P50 of E2E", "SLOs kept", "cost"), rows)
+
+
+def _against_best(variant: str, intent: str) -> list[float]:
+    """Return ours over the best score of each cell that any contestant does not lose; infinite: ours is lost."""
+    found = []
+    for world in _recorded(variant).worlds:
+        results = [_result(world, name, intent) for name in (_OURS, *_SHOWN[3:], _AIC)]
+        for number in range(len(world.requests)):
+            seeds = [result.seeds[number] for result in results]
+            if intent == "latency-slo":
+                shares = [seed.metrics.slo_fraction for seed in seeds]
+                found.append(max(shares) / shares[0] if shares[0] else math.inf)
+                continue
+            scores = [seed.score for seed in seeds]
+            known = [score for score in scores if score is not None]
+            if known:
+                found.append(math.inf if scores[0] is None else scores[0] / min(known))
+    return found
+
+
 def promise_table() -> str:
     """Return the SLOs that plans with a rate promise, and those that the simulation kept."""
     rows = []
-    for contestant in _SHOWN[:2]:
+    for variant, multiple in (("rates-given", "5"), ("tight-slo-rates", "1.5")):
         promises = [
             promise
-            for world in _recorded("rates-given").worlds
-            for seed in _result(world, contestant, "latency-slo").seeds
+            for world in _recorded(variant).worlds
+            for seed in _result(world, _OURS, "latency-slo").seeds
             for promise in seed.promises
         ]
         kept = [promise.is_kept for promise in promises if promise.is_given]
         other = [promise.is_kept for promise in promises if not promise.is_given]
-        rows.append(
-            [f"`{contestant}`", str(len(promises)), f"{sum(kept)} of {len(kept)}", f"{sum(other)} of {len(other)}"]
-        )
-    head = ("contestant", "plans with an SLO", "promised and kept", "not promised and kept")
+        rows.append([multiple, str(len(promises)), f"{sum(kept)} of {len(kept)}", f"{sum(other)} of {len(other)}"])
+    head = ("SLO, times one request alone", "plans", "promised and kept", "not promised, and kept")
     return _table(head, rows)
 
 
+def tight_table() -> str:
+    """Return the shares of tight SLOs that ours, the strong rule and the best other rule keep."""
+    rows = []
+    for world in _recorded("tight-slo").worlds:
+        rates = next(one for one in _recorded("tight-slo-rates").worlds if one.name == world.name)
+        shares = [
+            _share(_result(one, name, "latency-slo").seeds)
+            for one, name in (
+                (world, _OURS),
+                (rates, _OURS),
+                (world, _RULE),
+                (world, _SHOWN[4]),
+                (world, _SHOWN[5]),
+            )
+        ]
+        rows.append([world.name, *shares])
+    return _table(("world", "ours", "ours, rates given", *(f"`{name}`" for name in (_RULE, *_SHOWN[4:6]))), rows)
+
+
 def oracle_table() -> str:
-    """Return the strong rule, the best of the contestants with its information and ours, over the oracle."""
+    """Return ours, the strong rule and AIConfigurator over the oracle, with rates given."""
     rows = []
     for world in _recorded("with-oracle").worlds:
         row = [world.name]
         for intent in ("min-cost", "min-latency", "latency-slo"):
             oracle = _result(world, _ORACLE, intent)
-            for contestant in ("ours", _RULE, "alpaserve"):
-                row.append(_either(_result(world, contestant, intent), oracle))
+            row += [_either(_result(world, name, intent), oracle) for name in (_OURS, _RULE, _AIC)]
         rows.append(row)
-    names = ("ours", "rule", "AlpaServe")
-    head = ("world", *(f"{what}: {name}" for what in ("cost", "P50", "SLO") for name in names))
-    return _table(head, rows)
+    cells = [_cells("with-oracle", _OURS, f"min-{what}", _ORACLE) for what in ("cost", "latency")]
+    rows.append(["cells, mean", _held(cells[0], 1.15), "", "", _held(cells[1], 1.1), *[""] * 5])
+    names = ("ours", "rule", "AIConfigurator")
+    return _table(("world", *(f"{what}: {name}" for what in ("cost", "P50", "SLO") for name in names)), rows)
+
+
+def alpaserve_table() -> str:
+    """Return ours over AlpaServe, which is given the trace, with no rate known."""
+    rows = []
+    for world in _recorded("with-alpaserve").worlds:
+        pairs = (
+            (_result(world, _OURS, intent), _result(world, _ALPASERVE, intent))
+            for intent in ("min-cost", "min-latency", "latency-slo")
+        )
+        rows.append([world.name, *(_either(*pair) for pair in pairs)])
+    return _table(("world", "cost", "P50 of E2E", "SLOs kept"), rows)
 
 
 def _pairs(own: ContestantResult, other: ContestantResult) -> list[tuple[SeedResult, SeedResult]]:
@@ -317,11 +379,11 @@ def _cells(
     return found
 
 
-def _held(cells: list[float]) -> str:
+def _held(cells: list[float], goal: float = _GOAL) -> str:
     finite = [cell for cell in cells if math.isfinite(cell)]
     mean = math.exp(sum(map(math.log, finite)) / len(finite)) if finite else math.inf
     lost = len(cells) - len(finite)
-    words = f"{sum(cell <= _GOAL for cell in cells)} of {len(cells)}"
+    words = f"{sum(cell <= goal for cell in cells)} of {len(cells)}"
     if finite:
         words += f"; {mean:.2f}, worst {max(finite):.2f}"
     return words + (f"; {lost} lost" if lost else "")

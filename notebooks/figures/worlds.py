@@ -15,7 +15,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from fingerprint.codec import from_json, to_json
-from iserve.evaluation.contestants import AICONFIGURATOR, ALPASERVE, ORACLE, STANDARD, STRONG_RULE
+from iserve.evaluation.contestants import (
+    AICONFIGURATOR,
+    ALPASERVE,
+    ORACLE,
+    STANDARD,
+    STRONG_RULE,
+)
 from iserve.evaluation.document import EvaluationDocument
 from iserve.evaluation.runner import WorldRun, evaluate
 from iserve.evaluation.world_file import read_world
@@ -46,9 +52,16 @@ VARIANTS: Mapping[str, Variant] = {
     "with-aiconfigurator-slow-all-reduce": Variant(
         ("truth.all_reduce=4",), (STRONG_RULE, AICONFIGURATOR), seeds=1
     ),
+    "tight-slo": Variant(("slo_multiple=1.5", "intents=[latency-slo]"), STANDARD, seeds=1),
+    "tight-slo-rates": Variant(
+        ("information=rates", "slo_multiple=1.5", "intents=[latency-slo]"), STANDARD, seeds=1
+    ),
+    "with-alpaserve": Variant(
+        ("intents=[min-cost, min-latency, latency-slo]",), (STRONG_RULE, ALPASERVE), seeds=1
+    ),
     "with-oracle": Variant(
-        ("oracle.seconds=10", "intents=[min-cost, min-latency, latency-slo]"),
-        (*STANDARD, ALPASERVE, ORACLE),
+        ("information=rates", "oracle.seconds=60", "intents=[min-cost, min-latency, latency-slo]"),
+        (*STANDARD, AICONFIGURATOR, ORACLE),
         seeds=1,
     ),
 }
