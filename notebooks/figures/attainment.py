@@ -21,7 +21,7 @@ from notebooks.figures.comparison import Place, served
 from notebooks.figures.contest import BASELINES, Contestant, Served, iserve
 from notebooks.figures.figure import NOT_GIVEN, Cell, Chart, Figure, Finding, Table
 from notebooks.figures.load import SEEDS, trace_source
-from notebooks.figures.under_load import AS_IF_IDLE, FACTORS, FASTEST, LARGE, RULE_CHEAP, RULE_FAST
+from notebooks.figures.under_load import FACTORS, FASTEST, FORMER, LARGE, RULE_CHEAP, RULE_FAST
 from planner.intent import IntentKind, Quality
 
 __all__ = ["MULTIPLES", "figure_14"]
@@ -30,8 +30,9 @@ MULTIPLES = (2.5, 5.0, 7.5)
 # The paper's intent, and what else iServe offers for an SLO.
 SLO_INTENT = iserve(IntentKind.LATENCY_SLO)
 EXACT = iserve(IntentKind.LATENCY_SLO, Quality.EXACT)
+NEAR = iserve(IntentKind.LATENCY_SLO, Quality.NEAR)
 APART = replace(SLO_INTENT, name="latency-slo, longest apart", longest_apart=True)
-TOLD = replace(APART, name="latency-slo, told rates too", told_demand=True)
+TOLD = replace(APART, name="latency-slo, rates given", told_demand=True)
 TOLD_OR_FASTEST = replace(TOLD, name="the same, else min-latency", refused=IntentKind.MIN_LATENCY)
 OURS = (SLO_INTENT, APART, TOLD, TOLD_OR_FASTEST, FASTEST)
 ALPASERVE = tuple(who for who in BASELINES if who.baseline in (Baseline.ALPASERVE, Baseline.ALPASERVE_ALL))
@@ -43,7 +44,7 @@ GATEWAY = tuple(
     for who in (SLO_INTENT, TOLD_OR_FASTEST, FASTEST)
 )
 WAITING = (*BASELINES, RULE_FAST, RULE_CHEAP)
-CONTESTANTS = (*OURS, EXACT, AS_IF_IDLE, RULE_FAST, RULE_CHEAP, *BASELINES, *REFUSING, *GATEWAY)
+CONTESTANTS = (*OURS, EXACT, NEAR, FORMER, RULE_FAST, RULE_CHEAP, *BASELINES, *REFUSING, *GATEWAY)
 _PAPERS = (ALPASERVE[0], REFUSING[2])
 
 # By multiple, rate factor and contestant; without those that place not all models.

@@ -11,6 +11,7 @@ import numpy as np
 
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import InfeasibleError
+from iserve.planning.pipeline import JOINT, JOINT_KINDS
 from iserve.simulation.baselines import Baseline, Prepared, alpaserve, knowledge_of, static_deployer
 from iserve.simulation.baselines import World as BaselineWorld
 from iserve.simulation.running import PlannedDeployer, SimulatedModel
@@ -33,6 +34,7 @@ __all__ = [
     "Served",
     "averaged",
     "fewest_gpus",
+    "former",
     "iserve",
     "serve",
     "slos_of",
@@ -50,12 +52,12 @@ class Contestant:
         kind: what iServe is asked for, what the rule of thumb is given, and which limits AIConfigurator; no other
             baseline knows it.
             ``latency-slo``: each model's own SLO, for the longest request, which models are planned for.
-        policy: placement, of iServe; the default is its own.
+        policy: of iServe; the default is its own, joint plans, which choose GPUs with the configuration.
         knows_rates: of iServe's planner, of running deployments; else the busy fractions of their GPUs only.
-        weighs_load: of iServe's planner; else it plans as if GPUs were idle.
         longest_apart: plans for the mean request with room for the longest, as by ``--context``, and has the SLO
             by which it is judged; else it plans for the longest request, with the SLO of that.
-        told_number: of models, how many the cluster is to hold in all, as by ``--expected-deployments``.
+        told_number: of models, how many the cluster is to hold in all, as by ``--expected-deployments``, where the
+            plan is joint.
         told_demand: of its own model's requests, their rate and traffic.
         refused: what iServe is asked for, no demand given, where it refuses ``kind``; None: the model is not
             deployed then.
@@ -68,11 +70,10 @@ class Contestant:
     baseline: Baseline = Baseline.ISERVE
     kind: IntentKind = IntentKind.MIN_COST
     quality: Quality = Quality.ANY
-    policy: str = "hybrid"
+    policy: str = JOINT
     knows_rates: bool = True
-    weighs_load: bool = True
     longest_apart: bool = False
-    told_number: bool = False
+    told_number: bool = True
     told_demand: bool = False
     refused: IntentKind | None = None
     refuses_late: bool = False
@@ -88,8 +89,13 @@ class Contestant:
 
 def iserve(kind: IntentKind, quality: Quality = Quality.ANY) -> Contestant:
     """iServe under an intent; 16 bits where ``quality`` is exact, as every baseline but the rule."""
-    words = f"{kind}, 16 bits" if quality is Quality.EXACT else str(kind)
-    return Contestant(name=words, kind=kind, quality=quality)
+    words = {Quality.EXACT: ", 16 bits", Quality.NEAR: ", near", Quality.ANY: ""}[quality]
+    return Contestant(name=f"{kind}{words}", kind=kind, quality=quality)
+
+
+def former(kind: IntentKind, quality: Quality = Quality.ANY) -> Contestant:
+    """The paper's way: ranked by one batch on idle GPUs, then placed by ``hybrid``; the number is not used."""
+    return replace(iserve(kind, quality), name=f"{iserve(kind, quality).name}, hybrid", policy="hybrid")
 
 
 BASELINES = (
@@ -187,8 +193,9 @@ def _models(world: World, who: Contestant, slo_factor: float) -> dict[str, Simul
     def intent(model: str) -> Intent:
         return who.intent(slos[model], world.demand_of(model) if who.told_demand else None)
 
-    expect = len(world.deployments) if who.told_number else 0
-    return world.models(intent, who.policy, weigh_load=who.weighs_load, workload=workload, expect=expect)
+    is_told = who.told_number and who.policy == JOINT and who.kind in JOINT_KINDS
+    expect = len(world.deployments) if is_told else 0
+    return world.models(intent, who.policy, workload=workload, expect=expect)
 
 
 @dataclass(frozen=True, slots=True)

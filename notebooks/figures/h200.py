@@ -72,7 +72,7 @@ class _Remembered:
 
 @cache
 def _remembered(name: str) -> SimulatedModel:
-    model = measured_model(name, recording_of(name).profile, GPU, PlanOptions(policy="hybrid"))
+    model = measured_model(name, recording_of(name).profile, GPU, PlanOptions())
     return replace(model, estimator=_Remembered(model.estimator))
 
 
@@ -99,24 +99,23 @@ def _requests(trace: str, factor: float, seed: int) -> Iterator[Request]:
 SCENE = Scene(site=H200_SITE, models=MODELS, deploy_every_s=_DEPLOY_EVERY_S, requests=_requests)
 
 
-_INTENTS = tuple(iserve(kind, Quality.NEAR) for kind in OWN)
+_INTENTS = tuple(replace(iserve(kind, Quality.NEAR), name=str(kind)) for kind in OWN)
+_FASTEST = _INTENTS[0]
 # Planned for the mean request, which the rate is of; without the rate where it is not served for sure.
-_TOLD = replace(
-    _INTENTS[0],
-    name="min-latency, told rates",
+_RATES = replace(
+    _FASTEST,
+    name="min-latency, rates given",
     longest_apart=True,
     told_demand=True,
     refused=IntentKind.MIN_LATENCY,
 )
-# What min-latency sees of running deployments: rates, as it is; only how busy GPUs are; nothing; the number to be.
-# And on quiet GPUs.
+# Other information than the number of deployments and the rates of those that run; and other placement.
 _SEEN = (
-    replace(_INTENTS[0], name="min-latency, by loads alone", knows_rates=False),
-    replace(_INTENTS[0], name="min-latency, as if idle", weighs_load=False),
-    replace(_INTENTS[0], name="min-latency, told how many come", told_number=True),
-    replace(_INTENTS[0], name="min-latency, least-loaded", policy="least-loaded"),
-    _TOLD,
-    replace(_TOLD, name="min-latency, told rates and how many come", told_number=True),
+    replace(_FASTEST, name="min-latency, number not given", told_number=False),
+    replace(_FASTEST, name="min-latency, no rates", knows_rates=False),
+    replace(_FASTEST, name="min-latency, hybrid", policy="hybrid"),
+    replace(_FASTEST, name="min-latency, least-loaded", policy="least-loaded"),
+    _RATES,
 )
 _LEAST_GPU_HOURS = _INTENTS[-1]
 _SPREAD = replace(_LEAST_GPU_HOURS, name="min-gpu-hours, least-loaded", policy="least-loaded")

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from fingerprint.config import Workload
 from fingerprint.gpu_spec import GpuSpec
-from iserve.planning.pipeline import PlanOptions
+from iserve.planning.pipeline import JOINT, PlanOptions
 from iserve.simulation.running import SimulatedModel, idle_cluster
 from notebooks.figures.setting import GPU, NUM_GPUS, PAPER_ENGINE, estimator_of, spec_of
 from planner.intent import Intent, Quality, Traffic
@@ -105,9 +105,8 @@ class World:
     def models(
         self,
         intent_of: Callable[[str], Intent],
-        policy: str = "hybrid",
+        policy: str = JOINT,
         *,
-        weigh_load: bool = True,
         workload: Workload | None = None,
         expect: int = 0,
     ) -> dict[str, SimulatedModel]:
@@ -115,9 +114,7 @@ class World:
         workload = workload or self.site.workload
 
         def options(model: str) -> PlanOptions:
-            return PlanOptions(
-                intent=intent_of(model), workload=workload, policy=policy, weigh_load=weigh_load, expect=expect
-            )
+            return PlanOptions(intent=intent_of(model), workload=workload, policy=policy, expect=expect)
 
         return {m: self.site.model(m, options(m)) for m in dict.fromkeys(self.deployments.values())}
 

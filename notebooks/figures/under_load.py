@@ -24,7 +24,7 @@ from notebooks.figures.comparison import (
     table,
     times,
 )
-from notebooks.figures.contest import BASELINES, Contestant, iserve
+from notebooks.figures.contest import BASELINES, Contestant, former, iserve
 from notebooks.figures.figure import NOT_GIVEN, Figure, Finding
 from notebooks.figures.load import PAPER_SITE, SEEDS, trace_source
 from planner.intent import IntentKind, Quality
@@ -42,11 +42,12 @@ LARGE, SMALL = (
 FASTEST = iserve(IntentKind.MIN_LATENCY)
 CHEAPEST = iserve(IntentKind.MIN_COST)
 EXACT = iserve(IntentKind.MIN_LATENCY, Quality.EXACT)
-# What it sees of running deployments: rates, as it is; only how busy GPUs are; nothing.
-BY_LOADS = replace(FASTEST, name="min-latency, by loads alone", knows_rates=False)
-AS_IF_IDLE = replace(FASTEST, name="min-latency, as if idle", weighs_load=False)
-# And of expected ones: how many.
-EXPECTING = replace(FASTEST, name="min-latency, told how many come", told_number=True)
+NEAR = iserve(IntentKind.MIN_LATENCY, Quality.NEAR)  # the product's default quality
+# It is given how many deployments the cluster is to hold, as AlpaServe is, and the rates of those that run.
+UNTOLD = replace(FASTEST, name="min-latency, number not given", told_number=False)
+NO_RATES = replace(FASTEST, name="min-latency, no rates", knows_rates=False)
+FORMER = former(IntentKind.MIN_LATENCY)
+OTHERWISE = (EXACT, NEAR, UNTOLD, NO_RATES, FORMER)
 RULE_FAST = Contestant(name="rule: max TP, 4 bits", baseline=Baseline.RULE, kind=IntentKind.MIN_LATENCY)
 RULE_CHEAP = Contestant(name="rule: min TP, 4 bits", baseline=Baseline.RULE, kind=IntentKind.MIN_COST)
 SAVING = (IntentKind.MIN_COST, IntentKind.MIN_MEMORY, IntentKind.MIN_GPU_HOURS)
@@ -70,7 +71,7 @@ def _source() -> str:
 
 def figure_11(places: Sequence[Place] | None = None) -> Figure:
     """min-latency on the larger models, both traces, four rates."""
-    cells = cells_of(places or _large(), (FASTEST, EXACT, BY_LOADS, AS_IF_IDLE, EXPECTING, RULE_FAST, *BASELINES))
+    cells = cells_of(places or _large(), (FASTEST, *OTHERWISE, RULE_FAST, *BASELINES))
     ours = FASTEST.name
     p50, throughput = OWN[IntentKind.MIN_LATENCY][1], LATENCY["req/s/GPU"]
     return Figure(
@@ -137,11 +138,9 @@ def figure_12(place: Place | None = None) -> Figure:
     intents = [
         iserve(kind, quality)
         for kind in (IntentKind.MIN_LATENCY, *SAVING)
-        for quality in (Quality.ANY, Quality.EXACT)
+        for quality in (Quality.ANY, Quality.NEAR, Quality.EXACT)
     ]
-    cells = cells_of(
-        (place,), (*intents, BY_LOADS, AS_IF_IDLE, EXPECTING, *SPREAD, RULE_FAST, RULE_CHEAP, *BASELINES)
-    )
+    cells = cells_of((place,), (*intents, UNTOLD, NO_RATES, FORMER, *SPREAD, RULE_FAST, RULE_CHEAP, *BASELINES))
     p95, alpaserve = LATENCY["p95 s"], cells[place, "AlpaServe"]
     return Figure(
         number="12",
@@ -172,8 +171,9 @@ def figure_12(place: Place | None = None) -> Figure:
 
 def figure_13(places: Sequence[Place] | None = None) -> Figure:
     """min-cost, min-memory, min-gpu-hours on the larger models (the paper's figures 13 and 21 to 23)."""
-    intents = [iserve(kind, quality) for kind in SAVING for quality in (Quality.ANY, Quality.EXACT)]
-    cells = cells_of(places or _large(), (*intents, SPREAD[-1], RULE_CHEAP, *BASELINES))
+    intents = [iserve(kind, quality) for kind in SAVING for quality in (Quality.ANY, Quality.NEAR, Quality.EXACT)]
+    intents += [former(kind) for kind in SAVING]
+    cells = cells_of(places or _large(), (*intents, RULE_CHEAP, *BASELINES))
     findings = []
     for kind in SAVING:
         (unit, of), own = OWN[kind], str(kind)
