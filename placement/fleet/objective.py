@@ -51,11 +51,6 @@ def judge_of(fleet: Fleet, loads: Loads, rule: FleetPlan, goal: FleetGoal) -> Ju
     assert room is not None, "the rule places only what fits"
     at_rule = forecast(fleet, rule, loads, room)
     of_rule, typical = _latency(loads, at_rule), _typical(loads, at_rule)
-    at_peak = loads.at_peak(_PEAK)
-    has_limit = np.array([one.limit_s is not None for one in fleet.deployments])  # which the rule does not soften
-    rule_over = np.where(has_limit, 0.0, _over_guard(fleet, at_peak, forecast(fleet, rule, at_peak, room)))
-    at_burst = loads.at_peak(_BURST)
-    rule_in_burst = _over_guard(fleet, at_burst, forecast(fleet, rule, at_burst, room))
 
     def by_latency(plan: FleetPlan) -> Judged | None:
         room = kv_room(fleet, plan)
@@ -68,6 +63,15 @@ def judge_of(fleet: Fleet, loads: Loads, rule: FleetPlan, goal: FleetGoal) -> Ju
         lost = np.maximum(0.0, (typically if loads.are_known else ratios) - _LOSES)
         broken = float(lost[: loads.num_mean].sum() if loads.are_known else lost.sum())
         return Judged(plan, room, found, (missing + broken, float(loads.weights @ np.log(ratios))))
+
+    if goal is FleetGoal.LATENCY:
+        return by_latency
+
+    at_peak = loads.at_peak(_PEAK)
+    has_limit = np.array([one.limit_s is not None for one in fleet.deployments])  # which the rule does not soften
+    rule_over = np.where(has_limit, 0.0, _over_guard(fleet, at_peak, forecast(fleet, rule, at_peak, room)))
+    at_burst = loads.at_peak(_BURST)
+    rule_in_burst = _over_guard(fleet, at_burst, forecast(fleet, rule, at_burst, room))
 
     def by_cost(plan: FleetPlan) -> Judged | None:
         ample = kv_room(fleet, plan)
@@ -92,7 +96,7 @@ def judge_of(fleet: Fleet, loads: Loads, rule: FleetPlan, goal: FleetGoal) -> Ju
         broken = float(at_peak.weights @ over.sum(axis=1))
         return Judged(plan, room, found, (missing + broken, value))
 
-    return by_latency if goal is FleetGoal.LATENCY else by_cost
+    return by_cost
 
 
 def _missing(fleet: Fleet, plan: FleetPlan) -> int:
