@@ -106,6 +106,7 @@ class _Process:
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
             "CUDA_VISIBLE_DEVICES": ",".join(d for stage in spec.stages for d in stage.device_ids),
             "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+            "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
             "NCCL_NVLS_ENABLE": "0",
             "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
         }

@@ -202,6 +202,7 @@ def environment(spec: WorkerSpec, devices: Mapping[str, Device]) -> tuple[tuple[
     if spec.config.tp > 1:
         env += [
             ("VLLM_ALLREDUCE_USE_SYMM_MEM", "0"),
+            ("VLLM_ALLREDUCE_USE_FLASHINFER", "0"),  # of 0.33, over multicast where there is a switch
             ("NCCL_NVLS_ENABLE", "0"),
             ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"),
         ]

@@ -19,6 +19,7 @@ from daemon.engines.vllm import launch, metrics
 from daemon.engines.vllm.contract import (
     CACHE_LABELS,
     FLAGS,
+    LATER_VARIABLES,
     METRICS,
     PROFILING_VALUES,
     PROFILING_VARIABLES,
@@ -240,7 +241,9 @@ class TestCompleteness:
         ("wish", "expected"),
         [
             pytest.param({}, VARIABLES, id="plain"),
-            pytest.param({"layers": (20, 12), "tp": 2}, VARIABLES | SOME_VARIABLES, id="several-gpus"),
+            pytest.param(
+                {"layers": (20, 12), "tp": 2}, VARIABLES | SOME_VARIABLES | LATER_VARIABLES, id="several-gpus"
+            ),
         ],
     )
     def test_variables_are_those_of_the_environment_and_the_key(self, wish, expected):

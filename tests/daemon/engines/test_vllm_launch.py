@@ -211,6 +211,7 @@ def test_the_environment_names_gpus_by_index_and_the_layers_of_each_stage(checkp
     assert "VLLM_PP_LAYER_PARTITION" not in dict(launch.environment(worker(checkpoint()), DEVICES))
     env = dict(launch.environment(worker(checkpoint(), tp=2), DEVICES))
     assert (env["VLLM_ALLREDUCE_USE_SYMM_MEM"], env["NCCL_NVLS_ENABLE"]) == ("0", "0")
+    assert env["VLLM_ALLREDUCE_USE_FLASHINFER"] == "0"
     assert env["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
 
 

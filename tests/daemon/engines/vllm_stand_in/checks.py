@@ -16,7 +16,8 @@ KV_DTYPES = {"auto": (2, 0), "float16": (2, 0), "bfloat16": (2, 0), "fp8": (1, 0
              "int8_per_token_head": (1, 4)}  # fmt: skip
 # PyTorch and NCCL read these too; the stand-in wants them where vLLM would use NVLink multicast.
 MULTICAST_OFF = {
-    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0", "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }  # fmt: skip
 
 
