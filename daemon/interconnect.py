@@ -1,6 +1,6 @@
 """Links between this machine's GPUs: measured once, kept in the home, and given to estimates.
 
-The file ``interconnect.json`` names the GPUs and the driver that it was measured with, and holds for no others. It
+The file ``interconnect.json`` names the GPUs and the driver that it was measured with, and holds for these alone. It
 may be edited, or removed to have the links measured again.
 """
 

@@ -39,7 +39,7 @@ _ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"
 
 
 class _Rank:
-    """One rank of the measurement: its device, and a control group on the CPU for all that is not measured."""
+    """Rank of the measurement: its device, and a control group on the CPU for all that is not measured."""
 
     def __init__(self, backend: str, rank: int, world: int, port: int) -> None:
         self.backend, self.rank, self.world = backend, rank, world

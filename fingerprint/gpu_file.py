@@ -61,8 +61,7 @@ class GpuDescription:
         tdp_w: left out: no energy is estimated.
         usd_per_gpu_hour: left out: no price is.
         source: where the figures come from, for readers.
-        interconnect: measured times of groups of 2, 4 and 8, as `iserve nodes --json` has them; left out: not
-            measured.
+        interconnect: measured times of groups of GPUs, as in `iserve nodes --json`; left out: not measured.
     """
 
     name: str
