@@ -1,7 +1,7 @@
 """Links between this machine's GPUs: measured once, kept in the home, and given to estimates.
 
-The file ``interconnect.json`` names the GPUs and the driver that it was measured with, and holds for these alone. It
-may be edited, or removed to have the links measured again.
+The file ``interconnect.json`` names the GPUs and the driver that it was measured with, and holds for these alone.
+It may be edited, or removed to have the links measured again.
 """
 
 from __future__ import annotations
