@@ -7,23 +7,16 @@ people may edit; without it the driver's figures stand alone.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import math
-import os
 import re
-import signal
-import subprocess
-import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO
 
 from daemon.atomic_file import write_file_atomically
+from daemon.benchmark_process import LIMIT_S, run_benchmark
 from daemon.home import home_folder, make_home
 from daemon.nvml import driver_facts, driver_version
 from fingerprint.codec import to_json
@@ -39,8 +32,6 @@ log = logging.getLogger(__name__)
 
 _SCRIPT = Path(__file__).with_name("gpu_bench.py")
 _SECONDS = 5.0  # of the benchmark itself
-_LIMIT_S = 120.0  # with the interpreter's start, torch's import and the GPU's start
-_MAX_OUTPUT_BYTES = 64 * 2**10
 
 
 def kept_file(product: str) -> Path:
@@ -80,7 +71,7 @@ def measure_if_unlisted(
     python: str,
     *,
     go_on: Callable[[], None] = lambda: None,
-    limit_s: float = _LIMIT_S,
+    limit_s: float = LIMIT_S,
 ) -> None:
     """Measure a GPU that no table has and no file in the home describes, and keep what it reached.
 
@@ -114,52 +105,15 @@ def measure_if_unlisted(
 
 
 def _reached(python: str, device_id: str, go_on: Callable[[], None], limit_s: float) -> Benchmark | None:
-    """Run the benchmark to its end, and end it with all its processes where that is not to be."""
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": device_id}
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        try:
-            process = subprocess.Popen(
-                [python, "-I", str(_SCRIPT), str(_SECONDS)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=errors,
-                env=environment,
-                start_new_session=True,
-            )
-        except OSError as error:
-            log.warning("the benchmark does not start with %s: %s", python, error)
-            return None
-        try:
-            deadline = time.monotonic() + limit_s
-            while process.poll() is None and time.monotonic() < deadline:
-                go_on()
-                time.sleep(0.05)
-        finally:
-            if process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        return _benchmark(_text(output), f"exit code {process.returncode}: {_text(errors)[-300:]}")
-
-
-def _text(file: IO[bytes]) -> str:
-    file.seek(0)
-    return file.read(_MAX_OUTPUT_BYTES).decode(errors="replace").strip()
-
-
-def _benchmark(output: str, said: str) -> Benchmark | None:
+    command = (python, str(_SCRIPT), str(_SECONDS))
+    figures = run_benchmark(command, [device_id], go_on=go_on, limit_s=limit_s)
+    if figures is None:
+        return None
     try:
-        figures = json.loads(output.splitlines()[-1])
-        found = Benchmark(
-            memory_bytes_per_s=float(figures["memory_bytes_per_s"]),
-            flops_16bit_per_s=float(figures["flops_16bit_per_s"]),
-        )
-    except (ValueError, TypeError, KeyError, IndexError):
-        log.warning("the benchmark of the GPU says no figures (%s); its driver's are taken", said)
-        return None
-    if not all(
-        math.isfinite(figure) and figure > 0 for figure in (found.memory_bytes_per_s, found.flops_16bit_per_s)
-    ):
-        log.warning("the benchmark of the GPU says %s, which is none; its driver's figures are taken", found)
-        return None
-    return found
+        memory, flops = (float(str(figures[name])) for name in ("memory_bytes_per_s", "flops_16bit_per_s"))
+    except (ValueError, KeyError):
+        memory = flops = math.nan
+    if all(math.isfinite(figure) and figure > 0 for figure in (memory, flops)):
+        return Benchmark(memory_bytes_per_s=memory, flops_16bit_per_s=flops)
+    log.warning("the benchmark of the GPU gives %s; its driver's figures are taken", str(figures)[:300])
+    return None

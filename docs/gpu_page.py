@@ -69,6 +69,17 @@ _FILE = """\
 ```
 
 """
+_LINKS = """\
+## Links between GPUs of this machine
+
+The links of two GPUs or more are measured once, when all are idle: before the first profile, or at a deploy that
+finds one. With an engine's torch, for 6 s: all-reduces of the first 2, 4 and 8 GPUs in CUDA graphs, and sends over
+the group's middle, of 8 KiB, 128 KiB, 2 MiB and 32 MiB; NVLink multicast stays off. The times are kept in
+`interconnect.json` of the home, for these GPUs and this driver: edit it, or remove it to have them measured anew.
+`iserve nodes` shows them; a plan by them notes *links measured*. A measurement that fails is logged, and the
+datasheet's links stay ([what estimates make of it](decisions/0037-measured-links.md)).
+
+"""
 
 
 def gpu_page() -> str:
@@ -79,7 +90,7 @@ def gpu_page() -> str:
         "| name | also | memory, GiB | GB/s | TFLOP/s, 16 bits | fp8 | link, GB/s one way | TDP, W | $/h | is |\n"
         "|---|---|---|---|---|---|---|---|---|---|\n" + "\n".join(map(_row, listed)) + "\n",
         _AMD,
-        _HERE + _FILE + _fields(),
+        _HERE + _LINKS + _FILE + _fields(),
         "## Sources\n\nCompared with public tables on the day in brackets.\n\n"
         + "\n".join(f"* **{gpu.name}**: {_source(gpu.name)}" for gpu in listed),
     ]

@@ -143,6 +143,7 @@ class Estimate:
     power_w_per_gpu: Quantity | None = None  # None: unknown (CPU)
     correction: Correction | None = None  # None: as the estimator says
     measured_config: DeploymentConfig | None = None  # whose measured times these come from; None: datasheets alone
+    links_measured: bool = False  # whether all-reduces of this TP degree rest on measured links
 
     @property
     def is_measured(self) -> bool:

@@ -16,6 +16,7 @@ import msgspec
 from fingerprint.codec import from_json
 from fingerprint.errors import ConfigError, NotFoundError
 from fingerprint.gpu_spec import GpuSpec
+from fingerprint.interconnect import MeasuredLinks
 from fingerprint.sanitize import printable
 
 __all__ = ["MAX_FILE_BYTES", "GpuDescription", "describe", "plain_name", "read_gpu_file", "spec_of"]
@@ -60,6 +61,7 @@ class GpuDescription:
         tdp_w: left out: no energy is estimated.
         usd_per_gpu_hour: left out: no price is.
         source: where the figures come from, for readers.
+        interconnect: measured times of groups of GPUs, as in `iserve nodes --json`; left out: not measured.
     """
 
     name: str
@@ -77,6 +79,7 @@ class GpuDescription:
     tdp_w: float | None = None
     usd_per_gpu_hour: float | None = None
     source: str = ""
+    interconnect: tuple[MeasuredLinks, ...] = ()
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name) or self.name.casefold() == "cpu":
@@ -122,6 +125,7 @@ def spec_of(described: GpuDescription) -> GpuSpec:
         price_usd_per_gpu_hour=described.usd_per_gpu_hour,
         gfx=described.gfx,
         link_mesh=described.link_mesh,
+        interconnect=described.interconnect,
     )
 
 

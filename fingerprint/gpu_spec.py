@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from fingerprint.interconnect import MeasuredLinks
+
 __all__ = ["GpuSpec", "Vendor"]
 
 
@@ -54,6 +56,8 @@ class GpuSpec:
     """Instruction set of an AMD GPU, such as `gfx942`; None: no AMD GPU."""
     link_mesh: bool = False
     """Whether each pair of the link group has a link of its own; false: a switch or bridge joins all."""
+    interconnect: tuple[MeasuredLinks, ...] = ()
+    """Measured times of groups of these GPUs; empty: not measured."""
 
     @property
     def vendor(self) -> Vendor:
@@ -73,6 +77,10 @@ class GpuSpec:
     @property
     def has_fp8(self) -> bool:
         return self.flops_fp8_per_s is not None
+
+    def measured_links(self, group: int) -> MeasuredLinks | None:
+        """Return the measured times of ``group`` adjacent GPUs; None: not measured."""
+        return next((links for links in self.interconnect if links.gpus == group), None)
 
     def slowest_link_bytes_per_s(self, group: int) -> float:
         """Return the one-direction bandwidth of the slowest link between two of ``group`` adjacent GPUs."""

@@ -46,7 +46,7 @@ class ServiceModel:
     kv_bytes_per_token: float
     """Bytes of a token's KV cache on each GPU; of states alone, those of a sequence over its mean length."""
     is_split_measured: bool = False
-    """Whether the times of this TP degree rest on a measurement of it, not on a modelled all-reduce."""
+    """Whether the times of this TP degree, or of its all-reduces, were measured."""
     largest_batch: int = LARGEST_BATCH
     """Sequences that run at once at most."""
     further_prompt_s: float | None = None
@@ -187,7 +187,7 @@ def service_model(
         longest_tokens=longest_tokens or workload.context_tokens,
         fixed_bytes=fixed_bytes,
         kv_bytes_per_token=max(0.0, per_token),
-        is_split_measured=config.tp == 1 or alone.is_measured,
+        is_split_measured=config.tp == 1 or alone.is_measured or alone.links_measured,
         largest_batch=largest_batch,
     )
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from daemon.status import DeviceStatus
 from fingerprint.config import DeploymentConfig
+from fingerprint.interconnect import MeasuredLinks
 
 __all__ = [
     "DeploymentDocument",
@@ -171,6 +172,8 @@ class NodeDocument:
     """Number of workers on the node."""
     driver: str | None = None
     """Version of the GPUs' driver; None: no GPU."""
+    interconnect: tuple[MeasuredLinks, ...] = ()
+    """Measured times of groups of 2, 4 and 8 of the GPUs; empty: not measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

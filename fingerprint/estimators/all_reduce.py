@@ -6,8 +6,8 @@ of a step's tokens in the whole model. Left out: the sum after the embedding and
 each per step (3% of 2 N sums with 32 layers); and that a group samples from the whole vocabulary, a rank alone
 from its part.
 
-Not measured, so assumed: that the model of an all-reduce is right within a factor of two, and that a rank that
-waits for the group takes within 10% of one alone.
+Not measured, so assumed: that the model of an all-reduce is right within a factor of two, or of 1.3 where the
+links were measured, and that a rank that waits for the group takes within 10% of one alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fingerprint.model_spec import ModelSpec
 
 __all__ = ["GroupSums"]
 
-_MODEL_FACTOR = 2.0
+_MODEL_FACTOR, _MEASURED_FACTOR = 2.0, 1.3
 _ALONE_LOG_ERROR = 0.1
 
 
@@ -44,6 +44,7 @@ class GroupSums:
     def log_errors(self, sums_s: float, whole_s: float) -> tuple[float, float]:
         """(below, above): the logarithm of ``whole_s`` may be off by so much, ``sums_s`` of it being modelled."""
         share = min(1.0, sums_s / whole_s)
-        below = -math.log(1 - share * (1 - 1 / _MODEL_FACTOR))
-        above = math.log(1 + share * (_MODEL_FACTOR - 1))
+        factor = _MODEL_FACTOR if self.gpu.measured_links(self.tp) is None else _MEASURED_FACTOR
+        below = -math.log(1 - share * (1 - 1 / factor))
+        above = math.log(1 + share * (factor - 1))
         return math.hypot(below, _ALONE_LOG_ERROR), math.hypot(above, _ALONE_LOG_ERROR)

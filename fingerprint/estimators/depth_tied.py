@@ -78,6 +78,7 @@ class DepthTiedEstimator:
             tpot_s=latency.tpot_s,
             power_w_per_gpu=self._power(config, workload),
             measured_config=near,
+            links_measured=self.profile.machine.device.measured_links(config.tp) is not None,
         )
 
     def _nearest(self, config: DeploymentConfig) -> DeploymentConfig:

@@ -150,6 +150,7 @@ class FingerprintedEstimator:
             tpot_s=latency.tpot_s,
             power_w_per_gpu=self._power(config, workload),
             measured_config=measured_config,
+            links_measured=self.profile.machine.device.measured_links(config.tp) is not None,
         )
 
     def _measured(self, config: DeploymentConfig) -> DeploymentConfig:

@@ -95,13 +95,17 @@ def all_reduce_s(
 
     A ring moves 2 (tp - 1) / tp of the message over each link, the slowest of which decides; in a mesh each GPU
     exchanges 2 / tp of it with every other, over a link of their own, which takes as long as a ring over one link
-    of the sum.
+    of the sum. Where the links of ``tp`` GPUs were measured, the measured times count, and the smallest message
+    takes no less than the constants say of a running step (docs/decisions/0037).
     """
     if tp == 1:
         return 0.0
-    link = gpu.collective_bytes_per_s(tp) * constants.link_efficiency
+    size_bytes = tokens * hidden_size * _ACTIVATION_BYTES
     latency_s = constants.all_reduce_latency_s + (tp - 2) * constants.all_reduce_hop_s
-    return latency_s + 2 * (tp - 1) / tp * tokens * hidden_size * _ACTIVATION_BYTES / link
+    if (measured := gpu.measured_links(tp)) is not None:
+        return measured.all_reduce_of_s(size_bytes, latency_s)
+    link = gpu.collective_bytes_per_s(tp) * constants.link_efficiency
+    return latency_s + 2 * (tp - 1) / tp * size_bytes / link
 
 
 class _Shard(NamedTuple):
@@ -126,7 +130,7 @@ class RooflineEstimator:
 
     Args:
         spec: the model.
-        gpu: the device; the links between devices are the datasheet's.
+        gpu: the device; the links between devices are the datasheet's where they were not measured.
         constants: attained efficiencies and intervals.
         max_batched_tokens: largest prefill step in tokens; bounds activations, cuts long prompts.
         eager: engines that launch every kernel from Python, on a GPU
@@ -174,6 +178,7 @@ class RooflineEstimator:
             ttft_s=replace(first_s, high=first_s.high + self._constants.client_overhead_s),
             tpot_s=tpot_s,
             power_w_per_gpu=None if tdp_w is None else self._power(tdp_w),
+            links_measured=self._gpu.measured_links(config.tp) is not None,
         )
 
     def ttft_s(self, config: DeploymentConfig, workload: Workload) -> float:
@@ -240,6 +245,8 @@ class RooflineEstimator:
 
     def _handover_s(self, config: DeploymentConfig, tokens: float) -> float:
         """Hidden states and residual to the next stage. The stages are taken to lie side by side."""
+        if (measured := self._gpu.measured_links(config.num_gpus)) is not None:
+            return measured.send_of_s(self._boundary_bytes(tokens), self._constants.handover_latency_s)
         link = self._gpu.slowest_link_bytes_per_s(config.num_gpus) * self._constants.link_efficiency
         return self._constants.handover_latency_s + self._boundary_bytes(tokens) / link
 

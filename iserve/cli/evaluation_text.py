@@ -38,7 +38,7 @@ def _print_world(world: WorldResult) -> None:
     out.print(f"{world.name}: {world.about}", style="bold")
     changed = f"; set {', '.join(world.changed)}" if world.changed else ""
     out.print(
-        f"{world.cluster}, information {world.information}, quality {world.quality}, "
+        f"{world.cluster}, information {world.information}, links {world.interconnect}, quality {world.quality}, "
         f"{' + '.join(f'{number:,}' for number in world.requests)} requests; "
         f"truth: all-reduce x{truth.all_reduce:g}, sharing {truth.sharing:g}, steps x{truth.step_times:g}, "
         f"start-up {truth.startup_s:g} s{changed}"

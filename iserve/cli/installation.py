@@ -80,7 +80,7 @@ def nodes(as_json: o.JsonOption = False) -> None:
     """List nodes and devices with their free memory and load."""
     from iserve.api_documents import NodeDocument
     from iserve.cli.connection import client
-    from iserve.cli.render import gib, print_rows
+    from iserve.cli.render import gib, print_rows, seconds
 
     documents = client(start=False).get("/api/v1/nodes", tuple[NodeDocument, ...])
     if as_json:
@@ -102,6 +102,12 @@ def nodes(as_json: o.JsonOption = False) -> None:
             for device in node.devices
         ],
     )
+    for links in (links for node in documents for links in node.interconnect):
+        small, large = links.sizes_bytes[0], links.sizes_bytes[-1]
+        typer.echo(
+            f"links of {links.gpus} GPUs, measured: an all-reduce of {small / 2**10:.0f} KiB takes "
+            f"{seconds(links.all_reduce_s[0])}, of {large / 2**20:.0f} MiB {seconds(links.all_reduce_s[-1])}"
+        )
 
 
 def doctor(fix: Annotated[bool, typer.Option("--fix", help="End what is left over.")] = False) -> None:

@@ -172,6 +172,7 @@ class Deployer:
             check_use(source, engine.capabilities())
             check_code(source, engine.capabilities())
             node = ask_daemon(self._daemon, DaemonClient.node)
+            self._profiler.ensure_links(engine, node, self._daemon, lambda: self.check_not_removed(row))
             if (found := self._profiler.enough(source, engine, node, options)) is not None:
                 return found
             unused.extend(self._profiler.unused(source, engine, node, batch=options.workload.batch))

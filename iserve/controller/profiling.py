@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import sys
 import threading
 import time
 import uuid
@@ -18,6 +19,7 @@ from daemon.client import DaemonClient
 from daemon.engine_options import EngineOptions
 from daemon.engines.base import Engine
 from daemon.engines.external import ExternalEngine
+from daemon.interconnect import can_measure_links, measure_links, with_links
 from daemon.profile_client import LOAD_MARK, WorkerHandle, WorkerProfileTarget
 from daemon.status import NodeStatus
 from daemon.unlisted_gpus import measure_if_unlisted
@@ -78,6 +80,7 @@ class Profiler:
         self._start_timeout_s = start_timeout_s
         self._one_at_a_time = threading.Lock()
         self._workers: frozenset[str] = frozenset()
+        self._links_tried = set[str]()
 
     @property
     def workers(self) -> frozenset[str]:
@@ -130,11 +133,13 @@ class Profiler:
     def stored(self, source: ModelSource, engine: Engine, node: NodeStatus, *, batch: int = 1) -> Profile | None:
         """Return the profile, as of ``source``, that holds on ``node`` now for up to ``batch`` requests at once.
 
+        It has the links between the node's GPUs, where they were measured.
+
         Raises:
             InfeasibleError: the node has GPUs of several kinds, of which a profile measures one.
         """
         found = self._stored(source, engine, node, batch)
-        return found and profile_as(source.spec, found)
+        return found and profile_as(source.spec, with_links(found, node))
 
     def _stored(self, source: ModelSource, engine: Engine, node: NodeStatus, batch: int) -> Profile | None:
         check_one_kind(node)
@@ -212,6 +217,7 @@ class Profiler:
             check_one_kind(node)
             key, versions = machine_key(node, engine), engine.versions()
             _measure_unlisted(engine, node, go_on)
+            self._measure_links(engine, node, go_on)
             order = Order(
                 source=source,
                 table=engine.capabilities().unprepared(),
@@ -225,10 +231,33 @@ class Profiler:
                 known=None if plan_options is None else self._stored(source, engine, node, workload.batch),
                 serving=self._serving(node),
             )
-            measured = self._measured(order, engine, daemon)
+            measured = with_links(self._measured(order, engine, daemon), node)
             _check_same_engine(engine, versions, measured)
             self._keep(measured, key)
             return profile_as(source.spec, measured)
+
+    def ensure_links(
+        self, engine: Engine, node: NodeStatus, daemon: Callable[[], DaemonClient], go_on: Callable[[], None]
+    ) -> None:
+        """Have the links between the node's GPUs measured, once, where they are idle.
+
+        Args:
+            go_on: called while a profile under way is waited for and while it measures; what it raises ends it.
+
+        Raises:
+            EngineError: the engine is not installed any more.
+        """
+        if can_measure_links(node):
+            with self.paused(go_on):
+                self._measure_links(engine, ask_daemon(daemon, DaemonClient.node), go_on)
+
+    def _measure_links(self, engine: Engine, node: NodeStatus, go_on: Callable[[], None]) -> None:
+        if not can_measure_links(node):
+            return
+        python = engine.installed().python if isinstance(engine, ExternalEngine) else sys.executable
+        if python not in self._links_tried:
+            measure_links(node, python, go_on=go_on)
+            self._links_tried.add(python)  # one that fails would fail at each deploy of this process
 
     def _measured(self, order: Order, engine: Engine, daemon: Callable[[], DaemonClient]) -> Profile:
         """Measure as :meth:`take`; fingerprints and workers are gone afterwards."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from daemon.client import DaemonClient
 from daemon.engines.registry import capabilities_for
+from daemon.interconnect import kept_links
 from daemon.json_http import JsonHttp
 from daemon.status import NodeStatus, WorkerState
 from fingerprint.checkpoint import Checkpoint
@@ -142,6 +143,7 @@ class Controller:
                 devices=node.devices,
                 num_workers=len(node.workers),
                 driver=node.driver,
+                interconnect=kept_links(node),
             ),
         )
 

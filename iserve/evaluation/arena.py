@@ -12,6 +12,7 @@ import numpy as np
 
 from daemon.engines.registry import capabilities_for
 from fingerprint.errors import BadInputError, ConfigError
+from fingerprint.estimates import Estimator
 from fingerprint.families import read_spec
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.gpus import parse_gpus
@@ -19,9 +20,9 @@ from fingerprint.model_spec import ModelSpec
 from iserve.evaluation.rules import least_tp
 from iserve.evaluation.situation import Asked, Replica, Situation
 from iserve.evaluation.sizing import Spot, size_together
-from iserve.evaluation.truth import TrueSteps, true_estimator
+from iserve.evaluation.truth import TrueSteps, true_estimator, true_links
 from iserve.evaluation.workload import Load, load_of, make_requests
-from iserve.evaluation.world import Information, World, WorldModel
+from iserve.evaluation.world import Information, Interconnect, World, WorldModel
 from iserve.model_source import resolve
 from iserve.planning.pipeline import PlanOptions, check_context
 from iserve.simulation.running import SimulatedModel, idle_cluster, roofline_model
@@ -47,6 +48,7 @@ class Arena:
     gpu: GpuSpec
     cluster: ClusterSnapshot  # idle
     models: Mapping[str, SimulatedModel]  # by deployment: what contestants believe
+    ours: Mapping[str, Estimator]  # by deployment: what the product believes
     truths: Mapping[str, TrueSteps]  # by deployment: step times as the simulator has them
     requests: tuple[Request, ...]
     loads: Mapping[str, Load]
@@ -69,6 +71,7 @@ class Arena:
         return Asked(
             name=name,
             model=self.models[name],
+            estimator=self.ours[name],
             slo=Slo(e2e_s=self.world.slo_multiple * self.alone_s(name, mean.input_tokens, mean.output_tokens)),
             rate_per_s=load.rate_per_s if known else None,
         )
@@ -126,7 +129,10 @@ def make_arena(world: World, seed: int, folder: Path) -> Arena:
     gpu, count = parse_gpus(world.cluster)
     requests = make_requests(world, seed, folder)
     loads = load_of(world, requests)
-    models, truths = {}, {}
+    models, ours, truths = {}, {}, {}
+    linked = gpu
+    if world.interconnect is Interconnect.MEASURED:
+        linked = replace(gpu, interconnect=true_links(gpu, min(count, world.gpus_per_node), world.truth))
     for one in world.models:
         spec = _spec_of(one, folder)
         options = PlanOptions(workload=loads[one.name].workload)
@@ -138,6 +144,7 @@ def make_arena(world: World, seed: int, folder: Path) -> Arena:
             ) from error
         model = roofline_model(one.name, spec, gpu, options, world.engine)
         models[one.name] = replace(model, engines=tuple(table.unprepared() for table in model.engines))
+        ours[one.name] = roofline_model(one.name, spec, linked, options, world.engine).estimator
         estimator = true_estimator(spec, gpu, capabilities_for(world.engine), world.truth)
         truths[one.name] = TrueSteps(estimator)
     bare = Arena(
@@ -147,6 +154,7 @@ def make_arena(world: World, seed: int, folder: Path) -> Arena:
         gpu=gpu,
         cluster=idle_cluster(gpu, count, per_node=world.gpus_per_node),
         models=models,
+        ours=ours,
         truths=truths,
         requests=requests,
         loads=loads,
@@ -158,7 +166,7 @@ def make_arena(world: World, seed: int, folder: Path) -> Arena:
 def _alone(arena: Arena, name: str) -> StepModel:
     """Return the steps of the least TP that fits, on GPUs of its own."""
     load, limit = arena.loads[name], Slo(e2e_s=1.0)  # which the rule does not look at
-    asked = Asked(name=name, model=arena.models[name], slo=limit)
+    asked = Asked(name=name, model=arena.models[name], estimator=arena.ours[name], slo=limit)
     situation = Situation(
         gpu=arena.gpu,
         cluster=arena.cluster,

@@ -179,7 +179,7 @@ class Ours:
             more_replicas=is_joint,
             expect=situation.expected if is_joint else 0,
         )
-        return replace(model, options=options)
+        return replace(model, estimator=asked.estimator, options=options)
 
 
 class _Planned(NamedTuple):

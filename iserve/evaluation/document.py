@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from iserve.evaluation.metrics import Metrics, score
-from iserve.evaluation.world import Information, Truth
+from iserve.evaluation.world import Information, Interconnect, Truth
 from planner.intent import Intent, IntentKind, Quality
 
 __all__ = [
@@ -88,6 +88,7 @@ class WorldResult:
     information: Information
     quality: Quality
     truth: Truth
+    interconnect: Interconnect = Interconnect.UNMEASURED  # in recordings from before links were measured
     changed: tuple[str, ...]
     """Fields that were changed on the command line, as FIELD=VALUE."""
     requests: tuple[int, ...]

@@ -85,6 +85,7 @@ def _evaluated(run: WorldRun, contestants: tuple[str, ...], seeds: int | None, r
         about=world.about,
         cluster=world.cluster,
         information=world.information,
+        interconnect=world.interconnect,
         quality=world.quality,
         truth=world.truth,
         changed=run.changed,

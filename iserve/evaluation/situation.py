@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from fingerprint.config import DeploymentConfig
+from fingerprint.estimates import Estimator
 from fingerprint.gpu_spec import GpuSpec
 from iserve.simulation.running import SimulatedModel
 from placement.types import ClusterSnapshot, Placement
@@ -25,6 +26,7 @@ class Asked:
 
     name: str
     model: SimulatedModel  # shape, estimator, engines, and the mean and longest request
+    estimator: Estimator  # the product's, by links that may have been measured; the model's knows the datasheet
     slo: Slo  # of its mean request
     rate_per_s: float | None = None  # None: not known
 

@@ -18,6 +18,7 @@ from planner.intent import IntentKind, Quality
 __all__ = [
     "INTENTS",
     "Information",
+    "Interconnect",
     "LengthLaw",
     "OracleBudget",
     "RateChange",
@@ -37,6 +38,13 @@ class Information(StrEnum):
     NONE = "none"  # models and mean lengths
     RATES = "rates"  # and the mean rate of each deployment
     TRACE = "trace"  # and every request
+
+
+class Interconnect(StrEnum):
+    """Knowledge of ours about the links between GPUs."""
+
+    MEASURED = "measured"  # as a daemon measures them in the simulated truth
+    UNMEASURED = "unmeasured"  # the datasheet's
 
 
 def _check(path: str, value: float, least: float = 0.0, *, above: bool = False) -> None:
@@ -249,6 +257,8 @@ class World:
     """Intents that contestants are given, each by itself."""
     information: Information = Information.NONE
     """Knowledge about the load: `none`, `rates` or `trace`. AlpaServe and the oracle always have the trace."""
+    interconnect: Interconnect = Interconnect.MEASURED
+    """Links between GPUs as `ours`, `ours-by-number` and `ours-hybrid` know them: `measured` or `unmeasured`."""
     quality: Quality = Quality.EXACT
     """Formats that every contestant may choose."""
     engine: str = "vllm"

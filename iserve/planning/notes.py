@@ -20,6 +20,7 @@ def plan_notes(plan: Plan, profile: Profile | None, replicas: int) -> tuple[str,
         *_replicated(plan.intent, replicas),
         *_room_left(plan),
         *_may_miss(plan),
+        *_by_measured_links(plan),
     )
 
 
@@ -111,3 +112,11 @@ def _may_miss(plan: Plan) -> tuple[str, ...]:
         if limit is not None and time.high > limit
     ]
     return (f"it may miss its SLO: {'; '.join(missed)}; a measurement narrows that",) if missed else ()
+
+
+def _by_measured_links(plan: Plan) -> tuple[str, ...]:
+    """Return what the communication between the chosen one's GPUs rests on, where it was measured."""
+    best = plan.best
+    if best is None or best.estimate is None or not best.estimate.links_measured:
+        return ()
+    return (f"links measured: all-reduces of {best.config.tp} GPUs take what they took on this machine",)

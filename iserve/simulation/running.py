@@ -145,7 +145,7 @@ def measured_model(name: str, profile: Profile, gpu: GpuSpec, options: PlanOptio
     Raises:
         ConfigError: it was measured on another kind of device.
     """
-    device = profile.machine.device
+    device = replace(profile.machine.device, interconnect=gpu.interconnect)  # measured links are in the estimator
     if device != gpu:
         raise ConfigError(f"the profile of {profile.model} was taken on {device.name}, the cluster has {gpu.name}")
     return SimulatedModel(

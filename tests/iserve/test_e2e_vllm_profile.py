@@ -90,7 +90,7 @@ def test_a_gpu_that_no_table_has_is_planned_by_what_its_driver_says(home: Any, t
     assert device["name"] == "NVIDIA Abacus"
     assert device["memory_bytes_per_s"] == pytest.approx(768e9, rel=0.01)  # the stand-in has an A6000's clocks
     logs = "".join(path.read_text() for path in (home.home / "logs").glob("*.log"))
-    assert "the benchmark of the GPU says no figures" in logs
+    assert "gpu_bench gives no figures" in logs
     assert not (home.home / "gpus").exists()
     again = home.json("plan", DEMO, *WORK)  # its profile holds
     assert again["hardware"].startswith("1 x NVIDIA Abacus")

@@ -164,6 +164,7 @@ def test_a_deploy_profiles_each_engine_that_it_tries_and_notes_the_one_passed_ov
 ) -> None:
     spec, node, moved = spec_of("int8 fits"), node_with(), list[str]()
     profiler: Any = SimpleNamespace(
+        ensure_links=lambda *_: None,
         enough=lambda *_: None,
         unused=lambda _source, engine, _node, batch: (f"a profile on {engine.name} is not used",),
         take=lambda _source, engine, _daemon, **_: replace(profile, engine=engine.name),

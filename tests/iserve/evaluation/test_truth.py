@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from fingerprint.config import DeploymentConfig, Workload
-from fingerprint.estimators.roofline import all_reduce_s
+from fingerprint.estimators.roofline import RooflineEstimator, all_reduce_s
 from fingerprint.families import read_spec
 from fingerprint.gpus import gpu_spec
-from iserve.evaluation.truth import true_estimator
-from iserve.evaluation.world import Truth
-from tests.iserve.evaluation.worlds import LLAMA_8B
+from iserve.evaluation.arena import make_arena
+from iserve.evaluation.truth import true_estimator, true_links
+from iserve.evaluation.world import Interconnect, Truth
+from tests.iserve.evaluation.worlds import LLAMA_8B, small_world
 from traces.simulator.contention import ProcessorSharing
 
 SPEC, H200 = read_spec(LLAMA_8B), gpu_spec("h200-sxm")
@@ -41,3 +45,24 @@ def test_step_times_scale_every_time() -> None:
 def test_busy_engines_on_a_gpu_cost_each_a_tenth_more_than_their_number(engines: int, speed: float) -> None:
     """Measured on an H200: 2.16 to 2.24 times with two busy engines, 3.28 to 3.34 with three."""
     assert ProcessorSharing(overhead=1.1)([(1.0, [engines - 1.0])]) == pytest.approx(speed)
+
+
+@pytest.mark.parametrize("factor", [1.0, 4.0])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_measured_links_are_those_of_the_truth(factor: float, tp: int) -> None:
+    truth = Truth(all_reduce=factor)
+    linked = replace(H200, interconnect=true_links(H200, 4, truth))
+    config = DeploymentConfig(engine="vllm", tp=tp)
+    found = RooflineEstimator(SPEC, linked).estimate(config, WORK)
+    assert (found.ttft_s.value, found.tpot_s.value) == pytest.approx(times(truth, tp=tp), rel=1e-9)
+    assert linked.measured_links(8) is None
+
+
+def test_ours_knows_the_links_unless_they_are_unmeasured() -> None:
+    config = DeploymentConfig(engine="vllm", tp=2)
+    for interconnect in Interconnect:
+        arena = make_arena(small_world(interconnect=interconnect, truth={"all_reduce": 4}), 1, Path())
+        own, believed = arena.ours["chat"].estimate(config, WORK), arena.models["chat"].estimator
+        knows = interconnect is Interconnect.MEASURED
+        assert own.links_measured is knows
+        assert (own.tpot_s.value > believed.estimate(config, WORK).tpot_s.value) is knows
