@@ -7,6 +7,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[3]
 _WORKER = """
@@ -20,11 +23,8 @@ with trimmed_imports():
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as classes
     for family in sorted(FAMILIES):
         getattr(transformers, classes[family])
-"""
-_FROZEN = "print(json.dumps([gc.get_freeze_count() > 100_000, gc.isenabled()]))"
-_UNUSED = """
 unused = {"scipy", "sympy", "torch._dynamo.eval_frame", "torch.distributed.tensor"}
-print(json.dumps(sorted(unused & sys.modules.keys())))
+said = {"frozen": gc.get_freeze_count(), "collects": gc.isenabled(), "loaded": sorted(unused & sys.modules.keys())}
 """
 # The compiler's parts in an order that its own imports do not have.
 _DEFERRED = """
@@ -35,18 +35,17 @@ from torch._dynamo.backends.registry import list_backends
 with TransformGetItemToIndex():
     second = torch.arange(3)[torch.tensor(1)].item()
 marked = torch.compiler.disable(recursive=False)(int.__add__)
-print(json.dumps([
-    ForCausalLMLoss.__name__, second, marked is int.__add__, torch.compile(lambda x: x + 1, backend="eager")(1)
-]))
+compiled = torch.compile(lambda x: x + 1, backend="eager")(1)
+said |= {"deferred": [ForCausalLMLoss.__name__, second, marked is int.__add__, compiled]}
 """
 _EXPORTS = """
 import transformers.models
 exported = [sorted({*module.__all__}) for module in (transformers, transformers.models)]
-print(json.dumps([transformers.__version__, *exported]))
+print(json.dumps(said | {"version": transformers.__version__, "exported": exported}))
 """
 
 
-def run(program: str, home: Path) -> list[object]:
+def run(program: str, home: Path) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=ROOT,
@@ -56,24 +55,42 @@ def run(program: str, home: Path) -> list[object]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
-    assert isinstance(answer, list)
+    answer: dict[str, Any] = json.loads(done.stdout)
     return answer
 
 
-def test_a_worker_freezes_its_imports_and_loads_nothing_that_it_does_not_use(tmp_path: Path) -> None:
-    assert run(_WORKER + _FROZEN, tmp_path) == [True, True]
-    assert run(_WORKER + _UNUSED, tmp_path) == []
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("home")
 
 
-def test_what_is_asked_for_all_the_same_is_there(tmp_path: Path) -> None:
-    assert run(_WORKER + _DEFERRED, tmp_path) == ["ForCausalLMLoss", 1, False, 2]
+@pytest.fixture(scope="module")
+def first(home: Path) -> dict[str, Any]:
+    """What a worker says that reads everything anew, for its home is empty."""
+    assert not any(home.iterdir())
+    return run(_WORKER + _EXPORTS, home)
 
 
-def test_transformers_exports_what_it_says_itself(tmp_path: Path) -> None:
-    """Read anew, and from what was kept."""
-    own = run("import json" + _EXPORTS, tmp_path)
-    assert not any(tmp_path.iterdir())
-    assert run(_WORKER + _EXPORTS, tmp_path) == own
-    assert any(tmp_path.glob("engine-sources/modelexports-*"))
-    assert run(_WORKER + _EXPORTS, tmp_path) == own
+@pytest.fixture(scope="module")
+def second(home: Path, first: dict[str, Any]) -> dict[str, Any]:
+    """What the next one says, which finds there what the first read, and asks for what was deferred."""
+    assert any(home.glob("engine-sources/modelexports-*"))
+    return run(_WORKER + _DEFERRED + _EXPORTS, home)
+
+
+def test_a_worker_freezes_its_imports_and_loads_nothing_that_it_does_not_use(first: dict[str, Any]) -> None:
+    assert first["frozen"] > 100_000
+    assert first["collects"]
+    assert first["loaded"] == []
+
+
+def test_what_is_asked_for_all_the_same_is_there(second: dict[str, Any]) -> None:
+    assert second["deferred"] == ["ForCausalLMLoss", 1, False, 2]
+
+
+def test_transformers_exports_what_it_says_itself(
+    first: dict[str, Any], second: dict[str, Any], home: Path
+) -> None:
+    own = run("import json\nsaid = {}" + _EXPORTS, home)
+    for worker in (first, second):
+        assert worker.items() >= own.items()
