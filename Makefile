@@ -32,7 +32,7 @@ lint: setup
 	$(BIN)/lint-imports
 
 types: setup
-	$(BIN)/mypy
+	$(BIN)/mypy -n 2
 
 # Files in their order, which ends with short ones: by their number of tests the longest would come last, alone.
 TESTS := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=15

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from placement_tables import exact_gaps, exact_gaps_in_part, of_policies, of_replicas
 from serving_tables import gateway_table, late_table
@@ -27,6 +27,10 @@ from world_tables import (
     tight_table,
     variants_table,
 )
+
+if TYPE_CHECKING:
+    from tests.bench.accuracy import Recorded
+    from tests.bench.accuracy_rows import Row
 
 __all__ = ["with_tables"]
 
@@ -97,27 +101,35 @@ def _bias() -> str:
     return bias_table(from_json(recorded, tuple[Bias, ...], what="decisions.json.gz"))
 
 
-def _accuracy(folder: str) -> str:
+@cache
+def _predicted(folder: str) -> tuple[list[Recorded], list[Row]]:
+    """Return a folder's recordings with what is predicted of their whole models, which several tables show."""
     from fingerprint.estimators.calibration import Calibration
-    from tests.bench.accuracy import (
-        by_other_methods,
-        cost_row,
-        load,
-        measured_errors,
-        memory_row,
-        predict_l3,
-        timer_rows,
-    )
-    from tests.bench.accuracy_tables import markdown
+    from tests.bench.accuracy import load, measured_errors, predict_l3
 
     recorded = load(RESULTS / folder)
     calibration = Calibration(measured_errors(recorded))
+    return recorded, [row for one in recorded for row in predict_l3(one, calibration)]
+
+
+@cache
+def _by_other_methods(folder: str) -> list[Row]:
+    from tests.bench.accuracy import by_other_methods
+
+    return by_other_methods(_predicted(folder)[0])
+
+
+def _accuracy(folder: str) -> str:
+    from tests.bench.accuracy import cost_row, memory_row, timer_rows
+    from tests.bench.accuracy_tables import markdown
+
+    recorded, rows = _predicted(folder)
     return markdown(
-        [row for one in recorded for row in predict_l3(one, calibration)],
+        rows,
         [memory_row(one) for one in recorded],
         [cost_row(one) for one in recorded],
         [row for one in recorded for row in timer_rows(one)],
-        by_other_methods(recorded),
+        _by_other_methods(folder),
     )
 
 
@@ -133,8 +145,6 @@ def _strategies(model: str) -> str:
 
 def _accuracy_in_short() -> str:
     """All models of each folder of recordings, fingerprints against whole models."""
-    from fingerprint.estimators.calibration import Calibration
-    from tests.bench.accuracy import load, measured_errors, predict_l3
     from tests.bench.accuracy_tables import summary
 
     lines = [
@@ -142,9 +152,7 @@ def _accuracy_in_short() -> str:
         "|---|---|--:|--:|--:|--:|--:|",
     ]
     for folder, engine in FOLDERS.items():
-        recorded = load(RESULTS / folder)
-        calibration = Calibration(measured_errors(recorded))
-        rows = [row for one in recorded for row in predict_l3(one, calibration)]
+        _, rows = _predicted(folder)
         models = len({row.model for row in rows})
         lines += [
             f"| {engine} | {metric.upper()} | {models} | {points} | {median:.1%} | {worst:.1%} | {inside:.0%} |"
@@ -155,20 +163,15 @@ def _accuracy_in_short() -> str:
 
 def _against_others() -> str:
     """iServe, AIConfigurator and vLLM's defaults: errors by fingerprints, and picks by datasheets alone."""
-    from fingerprint.estimators.calibration import Calibration
-    from tests.bench.accuracy import by_other_methods, load, measured_errors, predict_l3
-    from tests.bench.accuracy_rows import Row
     from tests.bench.accuracy_tables import summary
 
-    recorded = load(RESULTS / "h200")
-    calibration = Calibration(measured_errors(recorded))
-    theirs = [row for row in by_other_methods(recorded) if row.method == AICONFIGURATOR]
+    theirs = [row for row in _by_other_methods("h200") if row.method == AICONFIGURATOR]
 
     def point(row: Row) -> tuple[object, ...]:
         return row.model, row.variant, row.batch, row.input_tokens, row.metric
 
     answered = {point(row) for row in theirs}
-    ours = [row for one in recorded for row in predict_l3(one, calibration) if point(row) in answered]
+    ours = [row for row in _predicted("h200")[1] if point(row) in answered]
     errors = {
         (method, metric): rest for method, metric, *rest in summary([*ours, *theirs], lambda row: row.method)
     }

@@ -2,7 +2,7 @@
 
 Hypothesis without a clock, for on a busy machine a slow example is no finding, and with the same examples in every
 run, for a change is judged by what it breaks; ``make test-long`` draws new ones. A collector that looks at what
-tests make, not at the million objects that their modules are."""
+the tests of one file make, not at the million objects that modules are and that other files leave."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import gc
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,27 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()  # what a file leaves behind stays, and no collection of the next files looks at it
+
+
+@pytest.fixture(scope="session")
+def engine_sources(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """Folder, of all processes of a run, of what iServe read in the sources of installed engines.
+
+    In a home of its own each daemon, controller and worker would read the 1,600 files of transformers again. Its
+    parent is a home for a process that needs none of its own.
+    """
+    base = tmp_path_factory.getbasetemp()
+    folder = (base if worker_id == "master" else base.parent) / "sources-home" / "engine-sources"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
 
 
 @pytest.fixture

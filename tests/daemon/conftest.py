@@ -154,6 +154,14 @@ class Node:
         return bool(found)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def home_of_sources(engine_sources: Path) -> Iterator[None]:
+    """Have workers and ranks without a home of their own keep what they read in engines' sources."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ISERVE_HOME", str(engine_sources.parent))
+        yield
+
+
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Node]:
     node = Node(tmp_path / "home")

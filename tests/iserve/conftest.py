@@ -259,8 +259,15 @@ def profile_demo(home: Path) -> Path:
     return home / "state.db"
 
 
+def make_used(installation: Installation, state: Path, engine_sources: Path) -> None:
+    """Make the home of an installation in which something has run, and left ``state``."""
+    installation.home.mkdir(mode=0o700)
+    shutil.copy(state, installation.home / "state.db")
+    (installation.home / engine_sources.name).symlink_to(engine_sources)
+
+
 @pytest.fixture
-def make_installation(tmp_path: Path) -> Iterator[Callable[..., Installation]]:
+def make_installation(tmp_path: Path, engine_sources: Path) -> Iterator[Callable[..., Installation]]:
     """``make_installation(state, ISERVE_REQUIRE_KEYS="1")``: a home of its own, ended with the test.
 
     ``state``: a state.db to begin with; else nothing has ever run there.
@@ -270,8 +277,7 @@ def make_installation(tmp_path: Path) -> Iterator[Callable[..., Installation]]:
     def make(state: Path | None = None, **settings: str) -> Installation:
         made.append(Installation(tmp_path / f"home-{len(made)}", settings))
         if state is not None:
-            made[-1].home.mkdir(mode=0o700)
-            shutil.copy(state, made[-1].home / "state.db")
+            make_used(made[-1], state, engine_sources)
         return made[-1]
 
     yield make
@@ -280,10 +286,11 @@ def make_installation(tmp_path: Path) -> Iterator[Callable[..., Installation]]:
 
 
 @pytest.fixture(scope="module")
-def shared_home(profiled: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installation]:
+def shared_home(
+    profiled: Path, engine_sources: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Installation]:
     """Yield a home for the tests of a module, the demo model profiled there; they leave it as they found it."""
     installation = Installation(tmp_path_factory.mktemp("home") / "home")
-    installation.home.mkdir(mode=0o700)
-    shutil.copy(profiled, installation.home / "state.db")
+    make_used(installation, profiled, engine_sources)
     yield installation
     installation.clear()

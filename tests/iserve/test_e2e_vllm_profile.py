@@ -22,6 +22,7 @@ from tests.daemon.engines.vllm_stand_in import costs
 
 NVML = Path(__file__).parents[1] / "daemon" / "fake_nvml.py"
 DEMO, LAYERS = "iserve-demo", 8
+ENOUGH_S = "30"  # for all of a profile, also on a busy machine
 WORK = ("--input-tokens", "48", "--output-tokens", "16", "--batch", "2")
 
 
@@ -55,6 +56,7 @@ def of_vllm(home: Any) -> list[str]:
 
 def test_a_deployment_takes_the_profile_that_is_missing_and_serves_by_it(home: Any, environment: Path) -> None:
     """A single way through the house; each step needs the one before."""
+    home.settings["ISERVE_PROFILE_SECONDS"] = ENOUGH_S
     deployed = home.json("deploy", DEMO, "--engine", "vllm", "--name", "chat", *WORK)
     assert (deployed["status"], deployed["config"]["engine"]) == ("ready", "vllm")
     assert not [line for line in of_vllm(home) if "iserve_profiling.vllm" in line]
@@ -195,7 +197,7 @@ def test_a_near_deployment_after_an_exact_one_measures_what_that_left_out(home: 
     """Else its fp8 would be the 16 bits' times scaled by datasheets, because an exact one came first."""
     nvml = tmp_path / "nvml" / "pynvml.py"
     nvml.write_text(nvml.read_text().replace("NVIDIA RTX A6000", "NVIDIA H200"))  # a GPU with fp8
-    home.settings["ISERVE_PROFILE_SECONDS"] = "30"  # for all of it, also on a busy machine
+    home.settings["ISERVE_PROFILE_SECONDS"] = ENOUGH_S
     fp8 = {"tp": 1, "pp": 1, "weights": "fp8", "kv": "16bit", "pruning": "none"}
 
     def planned() -> tuple[str, list[str]]:
