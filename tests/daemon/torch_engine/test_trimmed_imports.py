@@ -66,14 +66,14 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def first(home: Path) -> dict[str, Any]:
-    """What a worker says that reads everything anew, for its home is empty."""
+    """Return the words of a worker that reads everything anew, for its home is empty."""
     assert not any(home.iterdir())
     return run(_WORKER + _EXPORTS, home)
 
 
 @pytest.fixture(scope="module")
 def second(home: Path, first: dict[str, Any]) -> dict[str, Any]:
-    """What the next one says, which finds there what the first read, and asks for what was deferred."""
+    """Return the words of the next one, which finds what the first read and asks for what was deferred."""
     assert any(home.glob("engine-sources/modelexports-*"))
     return run(_WORKER + _DEFERRED + _EXPORTS, home)
 
