@@ -1,4 +1,4 @@
-"""A deployment without --batch and --context serves 32 requests of up to 4,000 tokens that arrive at once."""
+"""A deployment without --batch and --context serves 32 requests of 4,000 tokens that arrive at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from tests.waiting import PATIENCE_S
 __all__ = ["all_served", "know_as_demo", "long_model"]
 
 PROMPTS, PROMPT_TOKENS = 32, 4000
-SHORT_TOKENS = 400
 
 
 @pytest.fixture
@@ -45,12 +44,9 @@ def know_as_demo(state: Path, model: Path) -> None:
     store.close()
 
 
-def all_served(home: Any, model: str, *, long: int = PROMPTS) -> None:
-    """Ask for all prompts at once, of which the first ``long`` are as long as they may be."""
-    lengths = [PROMPT_TOKENS] * long + [SHORT_TOKENS] * (PROMPTS - long)
-
+def all_served(home: Any, model: str) -> None:
     def ask(number: int) -> Any:
-        prompt = [65 + number % 26] * lengths[number]
+        prompt = [65 + number % 26] * PROMPT_TOKENS
         return home.openai().completions.create(
             model=model,
             prompt=prompt,
@@ -62,7 +58,7 @@ def all_served(home: Any, model: str, *, long: int = PROMPTS) -> None:
 
     with ThreadPoolExecutor(PROMPTS) as pool:
         answers = list(pool.map(ask, range(PROMPTS)))
-    assert [answer.usage.prompt_tokens for answer in answers] == lengths
+    assert [answer.usage.prompt_tokens for answer in answers] == [PROMPT_TOKENS] * PROMPTS
     assert {answer.usage.completion_tokens for answer in answers} == {2}
 
 
@@ -76,4 +72,4 @@ def test_the_embedded_engine(profiled: Path, long_model: Path, make_installation
     assert (capacity["requests_at_once"], capacity["context_tokens"]) == (8, 8192)
     assert "Serves up to 8 requests at once of up to 8,192 tokens each" in shown
     assert "the figures are for batch 1, 512 input and 128 output tokens" in shown
-    all_served(home, "long", long=capacity["requests_at_once"])  # a second of a core each
+    all_served(home, "long")
