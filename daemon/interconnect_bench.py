@@ -152,7 +152,7 @@ def _run_all(backend: str, seconds: float, count: int) -> None:
         )
     given = ["--world", world, "--port", port, "--parent", os.getpid(), *(["--gloo"] if backend == "gloo" else [])]
     command = [sys.executable, "-I", __file__, str(seconds), *map(str, given)]
-    environment = _ENVIRONMENT | os.environ
+    environment = os.environ | _ENVIRONMENT
     ranks = [subprocess.Popen([*command, "--rank", str(rank)], env=environment) for rank in range(world)]
     while ranks:
         pid, status = os.wait()
