@@ -26,7 +26,6 @@ __all__ = [
     "CACHE_LABELS",
     "FLAGS",
     "FUSED_ALL_REDUCE",
-    "LATER_VARIABLES",
     "METRICS",
     "PROFILING_VALUES",
     "PROFILING_VARIABLES",
@@ -60,7 +59,6 @@ SOME_FLAGS = frozenset(
     | {"--language-model-only", "--limit-mm-per-prompt", "--trust-remote-code"}
 )
 SOME_VARIABLES = frozenset({"VLLM_PP_LAYER_PARTITION", "VLLM_ALLREDUCE_USE_SYMM_MEM"})
-LATER_VARIABLES = frozenset({"VLLM_ALLREDUCE_USE_FLASHINFER"})  # releases without it lack what it turns off
 PROFILING_VARIABLES = frozenset({"VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS"})
 # Words that options are given, by the name that lists them in a file of vLLM's.
 _FORMATS = "model_executor/model_loader/__init__.py", "LoadFormats"
