@@ -288,7 +288,8 @@ def _schedule(name: str, at_s: Iterable[float], inputs: Iterable[int], outputs: 
 def _parts(contest: Contest, workers: Sequence[Worker], load: Load) -> list[tuple[Schedule | None, Integers]]:
     """Return each worker's schedule, and which rows of the load it has."""
     names = [name for name, _ in contest.models]
-    model, found = np.array(load.model), []
+    model = np.array(load.model)
+    found: list[tuple[Schedule | None, Integers]] = []
     for worker in workers:
         own = [one for one in workers if one.deployment == worker.deployment]
         rows = np.flatnonzero(model == names.index(worker.deployment))[own.index(worker) :: len(own)]
