@@ -22,7 +22,7 @@ LARGEST_BATCH = 256  # sequences that decode together at most (docs/decisions/00
 STEP_KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, LARGEST_BATCH)
 _KNEE = 0.97  # share of the largest batch's capacity at which more KV room gains next to nothing
 _BEYOND_KNEE = 1.25  # times the KV cache at which capacity has reached 97% of its most
-_SHARED_PROMPT = 0.7  # most of a prompt's time that it shares with the step it joins (as in ``planner.paces``)
+SHARED_PROMPT = 0.7  # most of a prompt's time that it shares with the step it joins (as in ``planner.paces``)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +84,7 @@ class ServiceModel:
         """Time that a prompt adds to a step that decodes, or to other prompts: it reads no weights of its own."""
         if self.further_prompt_s is not None:
             return self.further_prompt_s
-        return self.prompt_s - min(self.step_s[0], _SHARED_PROMPT * self.prompt_s)
+        return self.prompt_s - min(self.step_s[0], SHARED_PROMPT * self.prompt_s)
 
     @property
     def alone_s(self) -> float:

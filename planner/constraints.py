@@ -11,18 +11,19 @@ cluster is asked about it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from fingerprint.config import DeploymentConfig
+from fingerprint.queueing import MODEL_NAME
 from planner.attainment import Attainment, Metric
-from planner.cells import Cells, Column, Mask, Rows
 from planner.costs import Figures
 from planner.evidence import Ends
 from planner.intent import Intent, Quality, quality_needed
+from planner.lazy_columns import Column, LazyColumn, Mask, Rows
 from planner.normal_distribution import Z_OF_INTERVAL
 from planner.plan import (
     INTERVAL_NOTE,
@@ -34,7 +35,6 @@ from planner.plan import (
     LoadForecast,
     Violation,
 )
-from planner.queueing import MODEL_NAME
 from planner.rate_profile import moving_rate
 
 __all__ = [
@@ -49,6 +49,7 @@ __all__ = [
 ]
 
 _MARGIN = 1 - 1e-6  # a rate found by its wait, less the rounding of the way there
+_LEAST = 1e-9
 _UPPER_END = 95.0  # the percentile of the truth at which a 90% interval ends
 _METRICS: dict[LimitKind, Metric] = {LimitKind.TTFT: "ttft", LimitKind.TPOT: "tpot", LimitKind.E2E: "e2e"}
 
@@ -56,13 +57,16 @@ _METRICS: dict[LimitKind, Metric] = {LimitKind.TTFT: "ttft", LimitKind.TPOT: "tp
 class Check(NamedTuple):
     """Check of one limit over all candidates.
 
-    ``risk``: the share of requests that miss it, where there is a rate.
+    Attributes:
+        rough: about ``actual``, where that has to be found: how near a candidate is, at no cost.
+        risk: the share of requests that miss it, where there is a rate.
     """
 
     limit: Limit
-    actual: Cells
     missed: Mask
-    risk: Cells | None = None
+    actual: LazyColumn
+    rough: Column
+    risk: LazyColumn | None = None
 
     def violation(self, row: int) -> Violation:
         return self.limit.violation(float(self.actual.of(np.array([row]))[0]))
@@ -125,7 +129,7 @@ def _alike(one: Check, other: Check) -> bool:
     )
 
 
-def _same(one: Cells, other: Cells) -> bool:
+def _same(one: LazyColumn, other: LazyColumn) -> bool:
     rows = np.arange(len(one))
     return len(one) == len(other) and bool(np.array_equal(one.of(rows), other.of(rows), equal_nan=True))
 
@@ -154,10 +158,9 @@ def checks_as_asked(
         return checks + _of_the_batch(intent, seen)
     capacity = _capacity(intent, served)
     saturated = rate >= capacity
-    checks.append(
-        Check(Limit(LimitKind.RATE, rate, replicas=intent.replicas), Cells(capacity, upward=True), saturated)
-    )
-    return checks + _under_load(intent, served, saturated)
+    limit = Limit(LimitKind.RATE, rate, replicas=intent.replicas)
+    checks.append(Check(limit, saturated, LazyColumn(capacity), capacity))
+    return checks + _under_load(intent, served, capacity)
 
 
 def kept_at_the_upper_end(intent: Intent, served: Attainment | None, num_rows: int) -> Mask:
@@ -196,108 +199,54 @@ def _of_the_batch(intent: Intent, seen: Figures) -> list[Check]:
     return [check for kind, allowed in _limits_of(intent) for check in _at_most(kind, allowed, times[kind], note)]
 
 
-def _under_load(intent: Intent, served: Attainment, saturated: Mask) -> list[Check]:
+def _under_load(intent: Intent, served: Attainment, capacity: Column) -> list[Check]:
     """Return the checks under load.
 
     Where the rate is not served at all, say it once, and judge a request alone.
     """
-    rate, share = intent.rate_per_s, 1 - intent.percentile / 100
+    rate, percentile = intent.rate_per_s, intent.percentile
     assert rate is not None, "asked with a rate only"
-    at_rate = f"at p{intent.percentile:g} of {rate * intent.replicas:g} requests/s"
+    saturated = rate >= capacity
+    at_rate = f"at p{percentile:g} of {rate * intent.replicas:g} requests/s"
     note = f"{at_rate} ({MODEL_NAME}; alone at the upper end of the interval)"
+    wait_s = _log_share(intent) / np.maximum(capacity - rate, _LEAST)  # as of M/M/1
     checks = []
     for kind, allowed in _limits_of(intent):
         metric, alone = _METRICS[kind], served.alone_high(_METRICS[kind])
-        missed = alone > allowed
-        open_rows = np.flatnonzero(~(missed | saturated))
-        missed[open_rows] = served.take(open_rows).exceeds(metric, allowed, rate, share)
-        late = _Late(served, metric, intent.percentile, Cells(np.full(len(served), rate)), alone, allowed)
-        actual = Cells(np.where(saturated, alone, np.maximum(alone, allowed)), late, missed & ~saturated)
-        every = np.ones(len(served), np.bool_)
-        risk = Cells(np.zeros(len(served)), _Risk(served, metric, allowed, rate), every)
-        checks.append(Check(Limit(kind, allowed, note), actual, missed, risk))
+        open_rows = np.flatnonzero(~(saturated | (alone > allowed)))
+        risk = np.full(len(served), np.nan)
+        risk[open_rows] = served.take(open_rows).misses(metric, allowed, rate)
+        late = ~saturated & ~(risk <= 1 - percentile / 100)  # NaN: not known yet
+        missed = late & (alone <= allowed) | (alone > allowed)
+        checks.append(
+            Check(
+                Limit(kind, allowed, note),
+                missed,
+                LazyColumn(np.where(late, np.nan, alone), _quantile(served, metric, percentile, lambda _: rate)),
+                np.where(late & (metric != "tpot"), alone + wait_s, alone),
+                LazyColumn(risk, _risk(served, metric, allowed, rate)),
+            )
+        )
     return checks
 
 
-class _Risk(NamedTuple):
-    """The share of requests that miss a limit."""
-
-    served: Attainment
-    metric: Metric
-    allowed: float
-    rate_per_s: float
-
-    def find(self, rows: Rows) -> Column:
-        return self.served.take(rows).misses(self.metric, self.allowed, self.rate_per_s)
-
-    def reaches(self, rows: Rows, values: Column) -> Mask:
-        return np.ones(len(rows), np.bool_)
+def _risk(served: Attainment, metric: Metric, allowed: float, rate_per_s: float) -> Callable[[Rows], Column]:
+    return lambda rows: served.take(rows).misses(metric, allowed, rate_per_s)
 
 
-class _Late(NamedTuple):
-    """Time under load, at least that of a request alone.
+def _quantile(
+    served: Attainment, metric: Metric, percentile: float, rates_per_s: Callable[[Rows], Column | float]
+) -> Callable[[Rows], Column]:
+    """Return a function: the time under load of given rows, at least that of a request alone."""
 
-    ``allowed`` is no row's own time: a row that keeps it under load has the time of a request alone.
-    """
+    def find(rows: Rows) -> Column:
+        some = served.take(rows)
+        return np.maximum(some.alone_high(metric), some.quantile(metric, percentile, rates_per_s(rows)))
 
-    served: Attainment
-    metric: Metric
-    percentile: float
-    rates_per_s: Cells
-    alone_s: Column
-    allowed: float
-
-    def find(self, rows: Rows) -> Column:
-        some, rates, found = self.served.take(rows), self.rates_per_s.of(rows), self.alone_s[rows]
-        late = np.flatnonzero(some.exceeds(self.metric, self.allowed, rates, 1 - self.percentile / 100))
-        if len(late):
-            quantile = some.take(late).quantile(self.metric, self.percentile, rates[late])
-            found[late] = np.maximum(found[late], quantile)
-        return found
-
-    def reaches(self, rows: Rows, values: Column) -> Mask:
-        rates = self.rates_per_s.bounds(rows)  # none is open where this is asked
-        return ~self.served.take(rows).exceeds(self.metric, values, rates, 1 - self.percentile / 100)
+    return find
 
 
-class _Slower(NamedTuple):
-    """The highest rate at which every limit of ``kept`` holds, less the rounding of the way there."""
-
-    served: Attainment
-    kept: Mapping[Metric, Column]  # infinite: not to be kept
-    percentile: float
-    most_per_s: Column
-
-    def find(self, rows: Rows) -> Column:
-        limits = {metric: limit[rows] for metric, limit in self.kept.items()}
-        return _MARGIN * self.served.take(rows).highest_rate(limits, self.percentile, self.most_per_s[rows])
-
-    def reaches(self, rows: Rows, values: Column) -> Mask:
-        may = np.ones(len(rows), np.bool_)
-        for metric, limit in self.kept.items():
-            asked = np.flatnonzero(may)
-            some, rates = self.served.take(rows[asked]), values[asked] / _MARGIN
-            may[asked] = ~some.exceeds(metric, limit[rows[asked]], rates, 1 - self.percentile / 100)
-        return may
-
-
-class _AtThatRate(NamedTuple):
-    """Time that a request alone misses already, at the rate that ``rates_per_s`` has reached."""
-
-    late: _Late
-
-    def find(self, rows: Rows) -> Column:
-        late = self.late
-        found = late.served.take(rows).quantile(late.metric, late.percentile, late.rates_per_s.of(rows))
-        return np.maximum(late.alone_s[rows], found)
-
-    def reaches(self, rows: Rows, values: Column) -> Mask:
-        return np.ones(len(rows), np.bool_)
-
-
-def checks_at_lower_rates(
-    asked: Sequence[Check], intent: Intent, seen: Figures, served: Attainment | None
-) -> list[Check]:
+def checks_at_lower_rates(asked: Sequence[Check], intent: Intent, served: Attainment | None) -> list[Check]:
     """Return the same limits in another form, with the rate to blame for every wait.
 
     That is the highest rate at which the limits hold that a request alone keeps; for the remaining limits, their
@@ -306,34 +255,51 @@ def checks_at_lower_rates(
     rate = intent.rate_per_s
     if rate is None or served is None:
         return list(asked)
-    waiting = [check for check in asked if check.limit.kind in _METRICS]
-    others = [check for check in asked if check.limit.kind in (LimitKind.QUALITY, LimitKind.BUDGET)]
     of_rate = [check for check in asked if check.limit.kind not in (LimitKind.QUALITY, LimitKind.BUDGET)]
-    queued = num_missed(of_rate, len(served)) > 0
-    capacity = _capacity(intent, served)
-    hopeless = np.zeros(len(served), np.bool_)
-    kept: dict[Metric, Column] = {}
-    for check in waiting:
-        metric = _METRICS[check.limit.kind]
-        never = served.alone_high(metric) > check.limit.allowed
-        hopeless |= never
-        kept[metric] = np.where(never, np.inf, check.limit.allowed)
+    queued, capacity = num_missed(of_rate, len(served)) > 0, _capacity(intent, served)
+    limits = {_METRICS[kind]: allowed for kind, allowed in _limits_of(intent)}
+    late_alone = {metric: served.alone_high(metric) > allowed for metric, allowed in limits.items()}
+    hopeless = np.any([*late_alone.values(), np.zeros(len(served), np.bool_)], axis=0)
+    kept = {metric: np.where(late_alone[metric], np.inf, allowed) for metric, allowed in limits.items()}
     top = np.where(hopeless, (1 - intent.percentile / 100) * capacity, capacity)
     most = np.where(queued, top, np.minimum(capacity, rate))
-    work = _Slower(served, kept, intent.percentile, most) if kept else None
-    highest = Cells(most * _MARGIN, work, queued if kept else None, upward=True)
+
+    def find(rows: Rows) -> Column:
+        limits_s = {metric: limit[rows] for metric, limit in kept.items()}
+        return _MARGIN * served.take(rows).highest_rate(limits_s, intent.percentile, most[rows])
+
+    highest = LazyColumn(np.where(queued, np.nan, most * _MARGIN), find) if kept else LazyColumn(most * _MARGIN)
+    rough = most
+    for metric, limit in kept.items():
+        spare_s = np.maximum(limit - served.alone_high(metric), _LEAST)
+        rough = (
+            rough if metric == "tpot" else np.minimum(rough, capacity - _log_share(intent) / spare_s)
+        )  # M/M/1's
     note = "" if intent.slo is None else f"within the SLO at p{intent.percentile:g}"
-    slower = [Check(Limit(LimitKind.RATE, rate, note, intent.replicas), highest, queued)]
-    for check in waiting:
-        metric, allowed = _METRICS[check.limit.kind], check.limit.allowed
-        alone = served.alone_high(metric)
-        late = _Late(served, metric, intent.percentile, highest, alone, allowed)
-        slower.append(Check(check.limit, Cells(alone, _AtThatRate(late), alone > allowed), alone > allowed))
-    return [*others, *slower]
+    slower = [
+        Check(Limit(LimitKind.RATE, rate, note, intent.replicas), queued, highest, np.maximum(rough, _LEAST))
+    ]
+    for check in asked:
+        if check.limit.kind in _METRICS:
+            metric = _METRICS[check.limit.kind]
+            actual = LazyColumn(
+                np.full(len(served), np.nan), _quantile(served, metric, intent.percentile, highest.of)
+            )
+            slower.append(Check(check.limit, late_alone[metric], actual, served.alone_high(metric)))
+    return [*(check for check in asked if check.limit.kind in (LimitKind.QUALITY, LimitKind.BUDGET)), *slower]
+
+
+def _log_share(intent: Intent) -> float:
+    """Return how many mean waits of M/M/1 its percentile is."""
+    return -math.log(1 - intent.percentile / 100)
 
 
 def _at_most(kind: LimitKind, allowed: float | None, actual: Column, note: str) -> list[Check]:
-    return [] if allowed is None else [Check(Limit(kind, allowed, note), Cells(actual), actual > allowed)]
+    return (
+        []
+        if allowed is None
+        else [Check(Limit(kind, allowed, note), actual > allowed, LazyColumn(actual), actual)]
+    )
 
 
 def told_of(served: Attainment, row: int, intent: Intent) -> LoadForecast:

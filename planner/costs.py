@@ -105,7 +105,14 @@ class Figures:
 
     def take(self, rows: npt.NDArray[np.intp]) -> Figures:
         """Return the same columns with ``rows`` only, in that order."""
-        return Figures(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+        return self._each(lambda column: column[rows])
+
+    def where(self, kept: npt.NDArray[np.bool_], other: float) -> Figures:
+        """Return the same columns with ``other`` in place of the rows that are not ``kept``."""
+        return self._each(lambda column: np.where(kept, column, other))
+
+    def _each(self, function: Callable[[Column], Column]) -> Figures:
+        return Figures(**{field.name: function(getattr(self, field.name)) for field in fields(self)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.cells import Column, Mask, Rows
+from planner.lazy_columns import Column, Mask, Rows
 
 __all__ = ["Ends", "Evidence", "indistinguishable", "preferred", "rivals"]
 

@@ -17,11 +17,12 @@ from fractions import Fraction
 import numpy as np
 
 from fingerprint.estimates import Estimate
+from fingerprint.queueing import MODEL_NAME
 from planner.attainment import Attainment
-from planner.cells import Column, Mask, Rows, smallest
 from planner.constraints import Check, checks_at_lower_rates, num_missed
-from planner.costs import Figures, objective_of
+from planner.costs import objective_of
 from planner.intent import Intent
+from planner.lazy_columns import Column, Mask, Rows
 from planner.plan import (
     GIB,
     QUALITIES,
@@ -38,12 +39,12 @@ from planner.plan import (
     Violation,
     WhyNot,
 )
-from planner.queueing import MODEL_NAME
 
-__all__ = ["better", "passed_over", "what_it_takes"]
+__all__ = ["better", "nearest_admitted", "passed_over", "what_it_takes"]
 
 _MOST_BETTER = 5
 _TOLD_IN_ORDER = tuple(LimitKind)
+_LOOKED_AT = 64  # candidates whose numbers are found
 _DIGITS = 9  # of a distance; what differs by less is equally far
 
 
@@ -105,7 +106,6 @@ def _told_value(ranked: Ranked, unit: str) -> str:
 def what_it_takes(
     refused: Sequence[Ranked],
     asked: Sequence[Check],
-    seen: Figures,
     intent: Intent,
     *,
     fits: Callable[[Estimate], Layout | NoRoom],
@@ -115,11 +115,10 @@ def what_it_takes(
     """Return the nearest point, the relaxations and what the nearest misses, where nothing is feasible.
 
     Args:
-        refused: every candidate that has an estimate, best objective first: the rows of ``asked``, ``seen`` and
-            ``served``.
+        refused: every candidate that has an estimate, best objective first: the rows of ``asked`` and ``served``.
     """
     able = np.array([ranked.refusal is None for ranked in refused], dtype=np.bool_)
-    slower = checks_at_lower_rates(asked, intent, seen, served)
+    slower = checks_at_lower_rates(asked, intent, served)
     room = _Room(refused, fits, served if objective_of(intent).rate_per_s is not None else None, intent.replicas)
     alone = [pair for pair in _missed_alone(asked, able) if pair[0].limit.kind is not LimitKind.RATE]
     alone += [pair for pair in _missed_alone(slower, able) if pair[0].limit.kind is LimitKind.RATE]
@@ -196,15 +195,9 @@ def _missed_alone(checks: Sequence[Check], able: Mask) -> list[tuple[Check, Rows
 
 def _relaxation(check: Check, rows: Rows, room: _Room, cost_unit: str) -> Relaxation | None:
     """Return the smallest change of one limit that admits one of ``rows``, which miss nothing else."""
-    cells, sign = check.actual, -1.0 if check.limit.kind is LimitKind.RATE else 1.0
-    row = smallest(
-        rows,
-        sign * cells.bounds(rows),
-        lambda some: sign * cells.of(some),
-        lambda some, value: cells.reach(some, np.full(len(some), sign * value)),
-        room.admits,
-    )
-    if row is None or cells.of(np.array([row]))[0] <= 0:  # a rate of 0 is no advice
+    sign = -1.0 if check.limit.kind is LimitKind.RATE else 1.0
+    row = nearest_admitted(rows, sign * check.rough[rows], lambda some: sign * check.actual.of(some), room.admits)
+    if row is None or check.actual.at(row) <= 0:  # a rate of 0 is no advice
         return None
     best, change = room.refused[row], _change(check.violation(row))
     model = f" ({MODEL_NAME})" if check.limit.kind is LimitKind.RATE else ""
@@ -288,7 +281,7 @@ class _Distances:
         """Return the nearest by the sum of |ln(actual / allowed)| over all limits but quality; of equals the
         first.
         """
-        return smallest(rows, self._bounds(rows), self._exact, self._reach, admits)
+        return nearest_admitted(rows, self._rough(rows), self._exact, admits)
 
     def told_slower(self, rows: Rows) -> Mask:
         return np.asarray(self._saturated(rows) | (_sum(self._slower, rows) < _sum(self._asked, rows)))
@@ -302,45 +295,37 @@ class _Distances:
     def _exact(self, rows: Rows) -> Column:
         return np.where(self.told_slower(rows), _sum(self._slower, rows), _sum(self._asked, rows))
 
-    def _bounds(self, rows: Rows) -> Column:
-        as_asked = np.where(self._saturated(rows), np.inf, _sum(self._asked, rows, bounds=True))
-        return np.minimum(as_asked, _sum(self._slower, rows, bounds=True))
-
-    def _reach(self, rows: Rows, value: float) -> Mask:
-        may = ~self._saturated(rows)
-        may[may] = _within(self._asked, rows[may], value)
-        may[~may] = _within(self._slower, rows[~may], value)
-        return may
+    def _rough(self, rows: Rows) -> Column:
+        asked, slower = (_sum(checks, rows, rough=True) for checks in (self._asked, self._slower))
+        return np.where(self._saturated(rows), slower, np.minimum(asked, slower))
 
 
-def _sum(checks: Sequence[Check], rows: Rows, *, bounds: bool = False) -> Column:
-    total = sum((_ratio(check, rows, bounds=bounds) for check in checks), start=np.zeros(len(rows)))
-    return np.asarray(total.round(_DIGITS))
+def nearest_admitted(
+    rows: Rows, rough: Column, exact: Callable[[Rows], Column], admits: Callable[[int], bool]
+) -> int | None:
+    """Return which of the ``rows`` that are admitted has the smallest number; of equals the first.
+
+    Of thousands only the nearest by ``rough``, about their numbers, are looked at.
+    """
+    places = np.argsort(rough, kind="stable")
+    for first in range(0, len(places), _LOOKED_AT):
+        near = rows[np.sort(places[first : first + _LOOKED_AT])]
+        some = near[[admits(row) for row in near.tolist()]]
+        if len(some):
+            return int(some[np.argmin(exact(some))])
+    return None
 
 
-def _ratio(check: Check, rows: Rows, *, bounds: bool) -> Column:
-    """Return |ln(actual / allowed)| of the rows that miss it; a rate of 0 is infinitely far."""
-    found, missed = np.zeros(len(rows)), np.flatnonzero(check.missed[rows])
-    read = check.actual.bounds if bounds else check.actual.of
-    with np.errstate(divide="ignore", invalid="ignore"):
-        # Not of the quotient, which is too large a number where the least there is is allowed.
-        found[missed] = np.abs(np.log(read(rows[missed])) - np.log(check.limit.allowed))
-    return found
-
-
-def _within(checks: Sequence[Check], rows: Rows, value: float) -> Mask:
-    """Return whether the sum may be ``value``: each limit may reach what the rest, at their least, leave to it."""
-    may = np.ones(len(rows), np.bool_)
-    least = _sum(checks, rows, bounds=True)
+def _sum(checks: Sequence[Check], rows: Rows, *, rough: bool = False) -> Column:
+    """Return the sum of |ln(actual / allowed)| over the limits that rows miss; a rate of 0 is infinitely far."""
+    total = np.zeros(len(rows))
     for check in checks:
-        asked = np.flatnonzero(may & check.missed[rows])
-        own = _ratio(check, rows[asked], bounds=True)
-        with np.errstate(over="ignore", invalid="ignore"):
-            left = np.exp(np.maximum(value - least[asked] + own, 0.0) + 10.0**-_DIGITS)
-            allowed = check.limit.allowed
-            reached = allowed / left if check.limit.kind is LimitKind.RATE else allowed * left
-        may[asked] = check.actual.reach(rows[asked], reached)
-    return may
+        missed = np.flatnonzero(check.missed[rows])
+        actual = check.rough[rows[missed]] if rough else check.actual.of(rows[missed])
+        with np.errstate(divide="ignore", invalid="ignore"):
+            # Not of the quotient, which is too large a number where the least there is is allowed.
+            total[missed] += np.abs(np.log(actual) - np.log(check.limit.allowed))
+    return total.round(_DIGITS)
 
 
 def _told_nearest(row: int, missed: tuple[Violation, ...], room: _Room) -> Nearest:

@@ -8,8 +8,8 @@ from typing import NamedTuple, Protocol
 
 from fingerprint.config import DeploymentConfig
 from fingerprint.estimates import Estimate
+from fingerprint.queueing import MODEL_NAME
 from planner.intent import Intent, Quality
-from planner.queueing import MODEL_NAME
 from planner.rate_profile import Level
 
 __all__ = [

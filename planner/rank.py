@@ -30,8 +30,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fingerprint.estimates import Estimate
+from fingerprint.queueing import MODEL_NAME
 from planner.attainment import Attainment
-from planner.cells import Mask, Rows
 from planner.constraints import (
     Check,
     Verdicts,
@@ -45,8 +45,8 @@ from planner.costs import COSTS, Column, Cost, Figures, Objective, Prices, figur
 from planner.evidence import Ends, Evidence, indistinguishable, preferred, rivals
 from planner.explain import better, passed_over, what_it_takes
 from planner.intent import Intent
+from planner.lazy_columns import Mask, Rows
 from planner.normal_distribution import Z_OF_INTERVAL
-from planner.paces import paces
 from planner.plan import (
     Candidate,
     Layout,
@@ -58,7 +58,6 @@ from planner.plan import (
     Violation,
     WhyNot,
 )
-from planner.queueing import MODEL_NAME
 
 __all__ = ["Fits", "best_of", "rank", "rivals_of"]
 
@@ -108,9 +107,7 @@ def rank(
     ordered = (*feasible, *refused, *blank)
     why_not, misses = WhyNot(), tuple[Violation, ...]()
     if not feasible:
-        why_not, misses = what_it_takes(
-            refused, checks, table.figures, intent, fits=fits, cost_unit=cost.unit, served=served
-        )
+        why_not, misses = what_it_takes(refused, checks, intent, fits=fits, cost_unit=cost.unit, served=served)
     return Plan(
         intent=intent,
         candidates=ordered,
@@ -268,7 +265,7 @@ def _served(rows: Sequence[Candidate], full: Figures, intent: Intent) -> Attainm
     if any(row.alone is not None for row in rows):
         found = (row.alone or row.estimate for row in rows)
         alone = [estimate for estimate in found if estimate is not None]
-    return Attainment(paces(full, alone, intent.traffic), intent.traffic)
+    return Attainment.of_estimates(full, alone, intent.traffic)
 
 
 def _refusals(table: _Table, intent: Intent, objective: Objective, cost: Cost) -> list[str | None]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Estimate, Estimator
@@ -18,7 +16,6 @@ from placement.fleet.types import FleetGoal
 from planner.attainment import Attainment
 from planner.constraints import told_of
 from planner.costs import figures
-from planner.paces import paces
 from planner.plan import LoadForecast
 
 __all__ = ["promised_choice"]
@@ -58,16 +55,17 @@ def promised_choice(
 def _promise(choice: JointChoice, rate_per_s: float, estimator: Estimator, options: PlanOptions) -> LoadForecast:
     """Return the times of one replica at its share of the rate, slowed by its neighbours.
 
-    A replica is taken to run as many requests at once as the largest batch, of powers of two, that its KV cache
-    holds and of which times are known.
+    They are those of the service model that was chosen by; the intervals are the estimate's at the largest batch,
+    of powers of two, that the KV cache holds and of which times are known.
     """
     number = len(choice.replicas)
     intent = replace(options.intent, rate_per_s=rate_per_s / number, replicas=number)
     held = min(choice.service.batch_of(replica.kv_tokens) for replica in choice.replicas)
     full = _largest_estimate(estimator, choice, options.workload, int(held))
     alone = alone_of(estimator, choice.config, full.workload) or full
-    attainment = Attainment(paces(figures([full]), [alone], intent.traffic), intent.traffic)
-    return told_of(attainment.slowed(np.array([choice.forecast.slowdown])), 0, intent)
+    slowdown = choice.forecast.slowdown
+    service = choice.service.slowed(slowdown, slowdown)
+    return told_of(Attainment.of_service(service, held, figures([full]), alone, intent.traffic), 0, intent)
 
 
 def _misses_too_many(promise: LoadForecast) -> bool:

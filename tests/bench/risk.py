@@ -33,13 +33,13 @@ import numpy as np
 
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.estimates import Estimate, Quantity
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec
 from iserve.simulation.running import EngineBatcher, idle_cluster
 from planner.attainment import Attainment
 from planner.costs import figures
 from planner.intent import Traffic
-from planner.paces import Paces, paces
 from tests.bench.kept import read_kept, write_kept
 from tests.bench.rank import machine
 from tests.bench.simulate import Spread
@@ -119,19 +119,20 @@ def step_model(slots: int) -> StepModel:
 def prediction(case: Case) -> Attainment:
     estimator = RooflineEstimator(llama_7b(), A6000)
     full, alone = (
-        estimator.estimate(DeploymentConfig(), Workload(batch, case.work.input_tokens, case.work.output_tokens))
+        _certain(
+            estimator.estimate(
+                DeploymentConfig(), Workload(batch, case.work.input_tokens, case.work.output_tokens)
+            )
+        )
         for batch in (case.slots, 1)
     )
-    return Attainment(_certain(paces(figures([full]), [alone], case.traffic)), case.traffic)
+    return Attainment.of_estimates(figures([full]), [alone], case.traffic)
 
 
-def _certain(seen: Paces) -> Paces:
-    """Without intervals."""
-    none = np.zeros(1)
-    return replace(
-        seen,
-        **{name: getattr(seen, name)._replace(below=none, above=none) for name in ("ttft_s", "tpot_s", "e2e_s")},
-    )
+def _certain(estimate: Estimate) -> Estimate:
+    """Return the estimate without intervals."""
+    ttft, tpot = (Quantity(q.value, q.value, q.value, q.source) for q in (estimate.ttft_s, estimate.tpot_s))
+    return replace(estimate, ttft_s=ttft, tpot_s=tpot)
 
 
 def simulated(case: Case, requests: Iterable[Request]) -> tuple[Outcomes, float]:

@@ -16,7 +16,6 @@ from fingerprint.estimates import Estimate, Quantity
 from planner.attainment import Attainment, Metric
 from planner.costs import COSTS, Prices, figures
 from planner.intent import Intent, IntentKind, quality_needed
-from planner.paces import paces
 from planner.plan import QUALITIES, Candidate, LimitKind
 
 METRICS: tuple[Metric, ...] = ("ttft", "tpot", "e2e")
@@ -80,7 +79,7 @@ def slowly(candidates: Sequence[Candidate], intent: Intent) -> Slow:
     order = sorted(range(len(candidates)), key=lambda row: (objectives[row], guesses[row].e2e_s.value))
     rows = [candidates[row] for row in order]
     alone = [c.alone for c in rows if c.alone is not None]
-    served = Attainment(paces(figures([guesses[row] for row in order]), alone, intent.traffic), intent.traffic)
+    served = Attainment.of_estimates(figures([guesses[row] for row in order]), alone, intent.traffic)
     assert slo is not None
     needed = np.array([QUALITIES.index(quality_needed(c.config)) for c in rows], np.float64)
     quality = float(QUALITIES.index(intent.quality))
@@ -114,10 +113,12 @@ def slowly(candidates: Sequence[Candidate], intent: Intent) -> Slow:
 def mean_latency(candidates: Sequence[Candidate], intent: Intent, rate: float) -> np.ndarray:
     """At the value of the estimates: the integral of the share of requests that take longer, over all times."""
     sure = [(certain(c.estimate), certain(c.alone)) for c in candidates if c.estimate and c.alone]
-    full = figures([batch for batch, _ in sure])
-    served = Attainment(paces(full, [one for _, one in sure], intent.traffic), intent.traffic)
+    served = Attainment.of_estimates(
+        figures([batch for batch, _ in sure]), [one for _, one in sure], intent.traffic
+    )
+    alone_s = figures([one for _, one in sure]).e2e_s
     # Until the longest queue is over: within 0.2% of saturation the mean itself is thousands of answers long.
-    times = np.concatenate([np.linspace(0, 3, 400), np.geomspace(3, 3e7, 240)[1:]])[:, None] * full.e2e_s
+    times = np.concatenate([np.linspace(0, 3, 400), np.geomspace(3, 3e7, 240)[1:]])[:, None] * alone_s
     longer = [served.misses("e2e", some, rate) for some in times]
     return np.where(rate >= 1 / served.service_s, np.inf, np.trapezoid(longer, times, axis=0))
 

@@ -6,9 +6,9 @@ import pytest
 
 from fingerprint.config import DeploymentConfig, WeightFormat
 from fingerprint.estimates import Estimate
+from fingerprint.queueing import MODEL_NAME
 from planner.intent import Intent, Quality, Slo
 from planner.plan import Change, LimitKind, NoRoom, Plan, Relaxation
-from planner.queueing import MODEL_NAME
 from planner.rank import rank
 from tests.planner.candidates import candidate, everything_fits, fits_below
 
@@ -212,7 +212,7 @@ def test_the_faster_of_two_is_the_nearer_although_only_the_slower_is_saturated()
     (only,) = plan.nearest_misses
     assert (only.limit, only.allowed) == (LimitKind.RATE, 0.4)
     # TTFT leaves ONE 0.1 s, 0.042 of its service time: P(W = 0) = 1 - u, so 95% wait as long at u = 0.052
-    assert only.actual == pytest.approx(0.052 / 2.4, rel=0.01)
+    assert only.actual == pytest.approx(0.052 / 2.4, rel=0.05), "waits are taken for exponential"
 
 
 def test_a_percentile_that_only_an_idle_server_keeps_is_refused_in_words() -> None:

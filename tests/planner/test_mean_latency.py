@@ -15,9 +15,9 @@ from planner.intent import Intent, IntentKind, Slo, Traffic
 from planner.plan import Candidate, LimitKind
 from planner.rank import rank
 from tests.bench.risk import GRIDS, Case, prediction, simulated, varied
+from tests.fingerprint.test_queueing import erlang_c
 from tests.planner.candidates import estimate, everything_fits
 from tests.planner.test_attainment import MOVING, SHORT_S, attainment, capacity
-from tests.planner.test_queueing import erlang_c
 from traces.arrivals import Gamma
 from traces.generate import generate
 
@@ -51,7 +51,7 @@ def test_a_batch_has_its_mean_size_and_its_waits(utilisation: float) -> None:
     found = attainment(batch=4)
     rate = utilisation * capacity(found)
     running = min(2.4 / (1 - 0.6 * rate), 4.2)
-    waits = erlang_c(4, utilisation) * 4.2 / 8 / (1 - utilisation)
+    waits = (erlang_c(4, utilisation) + 0.05) * 4.2 / 8 / (1 - utilisation)  # 5 points: Sakasegawa's
     assert running - 0.02 <= mean_s(found, rate) <= running + waits + 0.02
 
 

@@ -9,10 +9,10 @@ import pytest
 
 from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat, Workload
 from fingerprint.estimates import Estimate
+from fingerprint.queueing import MODEL_NAME
 from planner.costs import Prices
 from planner.intent import CostModel, Intent, IntentKind, Quality, Slo
 from planner.plan import Candidate, Layout, LimitKind, NoRoom, Plan, Ranked
-from planner.queueing import MODEL_NAME
 from planner.rank import rank
 from tests.planner.candidates import Somewhere, candidate, estimate, everything_fits, fits_below
 

@@ -11,12 +11,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat, Workload
-from planner import cells as cells_module
 from planner.attainment import Attainment
-from planner.cells import Cells, Column, Mask, Rows, smallest
 from planner.costs import figures
+from planner.explain import nearest_admitted
 from planner.intent import Intent, IntentKind, Quality, Slo, Traffic
-from planner.paces import paces
+from planner.lazy_columns import Column, LazyColumn, Rows
 from planner.plan import Candidate, LimitKind
 from planner.rank import rank
 from tests.planner.candidates import estimate, everything_fits
@@ -90,23 +89,16 @@ def intents(draw: st.DrawFn) -> Intent:
         traffic=Traffic(burstiness=3.0, input_cv=0.5, output_cv=1.0),
     ),
     seed=98,
-    batch=1,
 )
 @example(  # one of them is 99.8% busy
     intent=Intent(kind=IntentKind.MIN_LATENCY, slo=Slo(e2e_s=3.0), rate_per_s=0.3),
     seed=262,
-    batch=1,
 )
-@given(intent=intents(), seed=st.integers(0, 1000), batch=st.sampled_from([1, 16]))
+@given(intent=intents(), seed=st.integers(0, 1000))
 @pytest.mark.slow
-def test_fast_is_slow(intent: Intent, seed: int, batch: int) -> None:
-    """The fast ranking equals the slow one, also where few rows are computed at once and bounds must separate the
-    rest.
-    """
+def test_fast_is_slow(intent: Intent, seed: int) -> None:
     candidates = many(60, seed)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cells_module, "_BATCH", batch)
-        plan, slow = rank(candidates, intent, fits=everything_fits), slowly(candidates, intent)
+    plan, slow = rank(candidates, intent, fits=everything_fits), slowly(candidates, intent)
     assert {r.config for r in plan.candidates if r.feasible} == slow.feasible
     told = {ranked.config: ranked for ranked in plan.candidates}
     if plan.chosen is None:
@@ -129,34 +121,11 @@ def numbers(told: list[tuple[LimitKind, float]]) -> list[tuple[LimitKind, object
     return [(kind, pytest.approx(actual, rel=1e-6)) for kind, actual in told]
 
 
-@settings(max_examples=40)
-@given(
-    seed=st.integers(0, 1000),
-    busy=st.floats(0.05, 1.2),
-    share=st.sampled_from([0.01, 0.05, 0.5]),
-    limit=st.floats(0.5, 8.0),
-    metric=st.sampled_from(METRICS),
-)
-def test_a_part_of_the_sum_says_what_the_sum_says(
-    seed: int, busy: float, share: float, limit: float, metric: str
-) -> None:
-    candidates = many(40, seed)
-    full, alone = [c.estimate for c in candidates if c.estimate], [c.alone for c in candidates if c.alone]
-    moving = Traffic(relative_rates=(1.5, 0.5), window_s=30.0)
-    for traffic in (Traffic(), Traffic(burstiness=4.0, input_cv=1.0, output_cv=1.0), moving):
-        served = Attainment(paces(figures(full), alone, traffic), traffic)
-        rates, limits_s = busy / served.service_s, limit * served.alone_high(metric)  # type: ignore[arg-type]
-        missed = served.misses(metric, limits_s, rates)  # type: ignore[arg-type]
-        sure = np.abs(missed - share) > 1e-12
-        over = served.exceeds(metric, limits_s, rates, share)  # type: ignore[arg-type]
-        assert (over == (missed > share))[sure].all()
-
-
 def test_what_a_row_comes_to_does_not_depend_on_those_beside_it() -> None:
     candidates = many(30, 3)
     full, alone = [c.estimate for c in candidates if c.estimate], [c.alone for c in candidates if c.alone]
     traffic = Traffic(burstiness=2.0, input_cv=0.3, output_cv=1.0)
-    served = Attainment(paces(figures(full), alone, traffic), traffic)
+    served = Attainment.of_estimates(figures(full), alone, traffic)
     rates = 0.7 / served.service_s
     for metric in METRICS:
         together = served.quantile(metric, 95.0, rates)
@@ -176,43 +145,44 @@ class Counted:
         self.found += rows.tolist()
         return self.values[rows]
 
-    def reaches(self, rows: Rows, values: Column) -> Mask:
-        return np.asarray(self.values[rows] <= values)
-
 
 @given(
-    values=st.lists(st.sampled_from([1.0, 2.0, 3.0, 5.0, float("inf")]), max_size=80),
-    slack=st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=80, max_size=80),
-    admitted=st.sets(st.integers(0, 79)),
+    values=st.lists(st.sampled_from([1.0, 2.0, 3.0, 5.0, float("inf")]), max_size=60),
+    admitted=st.sets(st.integers(0, 59)),
 )
-def test_the_smallest_is_the_first_of_the_smallest_that_are_admitted(
-    values: list[float], slack: list[float], admitted: set[int]
+def test_the_nearest_is_the_first_of_the_smallest_that_are_admitted(
+    values: list[float], admitted: set[int]
 ) -> None:
     work, rows = Counted(np.array(values)), np.arange(len(values))
-    cells = Cells(work.values - np.array(slack[: len(values)]), work, np.ones(len(values), np.bool_))
-    found = smallest(
-        rows,
-        cells.bounds(rows),
-        cells.of,
-        lambda some, value: cells.reach(some, np.full(len(some), value)),
-        admitted.__contains__,
-    )
+    column = LazyColumn(np.full(len(values), np.nan), work.find)
+    found = nearest_admitted(rows, np.zeros(len(values)), column.of, admitted.__contains__)
     fine = [row for row in rows.tolist() if row in admitted]
     assert found == min(fine, key=lambda row: values[row], default=None)
-    assert len(work.found) == len(set(work.found)), "each is worked out once"
+    assert len(work.found) == len(set(work.found)), "each is found once"
     assert set(work.found) <= admitted
 
 
-def test_of_ten_thousand_few_are_worked_out() -> None:
+def test_of_ten_thousand_few_are_found() -> None:
     values = np.random.default_rng(1).random(10_000)
-    work, rows = Counted(values), np.arange(10_000)
-    cells = Cells(np.zeros(10_000), work, np.ones(10_000, np.bool_))
-    found = smallest(
-        rows,
-        cells.bounds(rows),
-        cells.of,
-        lambda some, v: cells.reach(some, np.full(len(some), v)),
-        lambda row: True,
-    )
-    assert found == int(values.argmin())
+    work = Counted(values)
+    column = LazyColumn(np.full(10_000, np.nan), work.find)
+    found = nearest_admitted(np.arange(10_000), values.round(2), column.of, lambda row: row % 2 == 1)
+    assert found == 1 + 2 * int(values[1::2].argmin())
+    assert column.at(9_999) == values[9_999]
     assert len(work.found) < 200
+
+
+@pytest.mark.parametrize(("ttft_s", "rate_per_s"), [(0.08, 0.3), (2.0, 9.0), (0.05, 20.0)])
+def test_of_many_the_nearest_is_about_the_nearest(ttft_s: float, rate_per_s: float) -> None:
+    """Of 180 candidates 64 are looked at; what is found is at most 2% farther than the nearest of all."""
+    candidates = many(180, 5)
+    intent = Intent(slo=Slo(ttft_s=ttft_s, e2e_s=2.2), rate_per_s=rate_per_s, quality=Quality.ANY)
+    plan, slow = rank(candidates, intent, fits=everything_fits), slowly(candidates, intent)
+    assert plan.chosen is None
+
+    def far(missed: list[tuple[LimitKind, float]]) -> float:
+        allowed = {LimitKind.TTFT: ttft_s, LimitKind.E2E: 2.2, LimitKind.RATE: rate_per_s}
+        return sum(abs(np.log(actual / allowed[kind])) for kind, actual in missed)
+
+    told = [(v.limit, v.actual) for v in plan.nearest_misses]
+    assert far(told) <= 1.02 * far(slow.nearest()[1])

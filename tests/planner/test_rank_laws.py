@@ -15,11 +15,10 @@ from fingerprint.estimates import Estimate
 from planner.attainment import Attainment, Metric
 from planner.costs import COSTS, Prices, figures
 from planner.intent import CostModel, Intent, IntentKind, Quality, Slo, quality_needed
-from planner.paces import paces
 from planner.plan import QUALITIES, Candidate, Change, Layout, LimitKind, NoRoom, Plan, Relaxation
 from planner.rank import rank
+from tests.fingerprint.test_queueing import erlang_c
 from tests.planner.candidates import estimate, fits_below
-from tests.planner.test_queueing import erlang_c
 
 PRICES = Prices(usd_per_gpu_hour=2.0)
 LATENCIES = (IntentKind.MIN_LATENCY, IntentKind.COST_SLO)
@@ -161,7 +160,7 @@ def keeps_under_load(guess: Estimate, intent: Intent) -> bool:
     rate, slo = intent.rate_per_s, intent.slo
     if rate is None:
         return True
-    served = Attainment(paces(figures([guess]), None, intent.traffic), intent.traffic)
+    served = Attainment.of_estimates(figures([guess]), None, intent.traffic)
     if rate * float(served.service_at(max(95.0, intent.percentile))[0]) >= 1:
         return False
     limits: tuple[tuple[Metric, float | None], ...] = (
@@ -392,7 +391,7 @@ def test_the_plan_is_what_each_candidate_gives_by_hand(
     told = {ranked.config: ranked for ranked in plan.candidates}
     fine = []
     at_a_rate = intent.kind in LATENCIES and intent.rate_per_s is not None
-    close = 0.01 if at_a_rate else 1e-6  # the queue's tables are linear between knots
+    close = 0.02 if at_a_rate else 1e-6  # Sakasegawa's for Erlang's share that waits
     for candidate in candidates:
         if candidate.estimate is None:
             continue

@@ -1,0 +1,234 @@
+"""Queueing at one replica: requests that run at once at a rate, and their waits, by a G/G/c queue. Columns, pure.
+
+The one law of load, for planning (``planner.attainment``) and placement (``placement.fleet``):
+
+*   *A batch.* A request among n takes ``T(n) = p + (n - 1) pa + (O - 1) d(n)``: its prompt, the time that each
+    other prompt takes from it, and its steps (``fingerprint.service_model``). With c requests at once at most, the
+    replica is busy for ``u = rate T(c) / c``.
+*   *Requests at once.* By Little's law ``m = rate T(m + z)`` run when one arrives, z the peakedness of arrivals;
+    their number is negative binomial, as in a queue with slots for all.
+*   *A free slot* is missing with probability ``u ** (sqrt(2 (c / z + 1)) - 1)`` (Sakasegawa, with Hayward's c / z
+    slots); of one slot, and of prompts, which are served one after the other, with that of GI/M/1.
+*   *A wait* is exponential. Its mean is that of GI/M/1 times ``(ca2 + cs2) / (ca2 + 1)``: exact for M/G/1, and
+    Kingman's in heavy traffic.
+
+Gaps between arrivals are gamma. Nothing is fitted to simulated loads.
+
+Sources: Sakasegawa, An approximation formula for L_q, 1977; Whitt, Heavy-traffic approximations for service
+systems with blocking, 1984 (Hayward); Eckberg, Generalized peakedness of teletraffic processes, 1983; Asmussen,
+Applied Probability and Queues, 2003, chapter X (GI/M/1); Kingman, 1961. How well it does: docs/risk.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fingerprint.service_model import STEP_KNOTS, ServiceModel
+
+__all__ = [
+    "MODEL_NAME",
+    "Column",
+    "RequestsAtOnce",
+    "Rows",
+    "ServiceColumns",
+    "Variation",
+    "Wait",
+    "prompt_wait",
+    "requests_at_once",
+    "slot_wait",
+]
+
+MODEL_NAME = "G/G/c with batch-dependent service"
+
+Column = npt.NDArray[np.float64]
+Rows = npt.NDArray[np.intp]
+
+_TINY = 1e-300
+_LEAST = 1e-9
+_SMOOTHEST = 1 / 16  # constant gaps and services have peakedness 0, for which there are no slots to speak of
+_LOADS = np.linspace(0.0, 1.0, 257)
+_HALVINGS = 60
+_NEWTON = 4  # steps on the piecewise linear law of a step's time
+
+
+class Variation(NamedTuple):
+    """Coefficients of variation: of the gaps between arrivals, of prompts, of answers."""
+
+    burstiness: float = 1.0
+    input_cv: float = 1.0
+    output_cv: float = 1.0
+
+
+@dataclass(frozen=True)
+class ServiceColumns:
+    """Service models as columns, a row per replica. Between two knots of 1, 2, 4, ... a step's time is linear."""
+
+    most: Column
+    """Requests at once at most."""
+    prompt_s: Column
+    added_prompt_s: Column
+    more_tokens: Column
+    """Tokens of an answer after the first."""
+    intercepts_s: Column
+    """[segments, rows]: of a step's time over the number of sequences; one segment holds at any number."""
+    slopes_s: Column
+
+    @classmethod
+    def of(cls, services: Sequence[ServiceModel], most: Column) -> ServiceColumns:
+        """Return the columns of replicas that run ``most`` requests at once."""
+        steps_s, knots = np.array([service.step_s for service in services]).T, np.array(STEP_KNOTS, np.float64)
+        slopes_s = np.diff(steps_s, axis=0) / np.diff(knots)[:, None]
+        return cls(
+            most=most,
+            prompt_s=np.array([service.prompt_s for service in services]),
+            added_prompt_s=np.array([service.added_prompt_s for service in services]),
+            more_tokens=np.array([service.output_tokens - 1 for service in services]),
+            intercepts_s=steps_s[:-1] - slopes_s * knots[:-1, None],
+            slopes_s=slopes_s,
+        )
+
+    def take(self, rows: Rows) -> ServiceColumns:
+        return ServiceColumns(*(getattr(self, field.name)[..., rows] for field in fields(self)))
+
+    def step_line(self, batch: Column) -> tuple[Column, Column]:
+        """Return intercept and slope of a step's time about ``batch`` [..., rows]."""
+        segments, rows = self.intercepts_s.shape
+        if segments == 1:
+            return self.intercepts_s[0], self.slopes_s[0]
+        segment = np.log2(np.maximum(batch, 1.0)).astype(np.intp)
+        at = np.minimum(segment, segments - 1) * rows + np.arange(rows)
+        return self.intercepts_s.ravel()[at], self.slopes_s.ravel()[at]
+
+    def steps_s(self, batch: Column) -> Column:
+        intercept, slope = self.step_line(batch)
+        return np.asarray(intercept + slope * batch)
+
+    def requests_s(self, batch: Column) -> Column:
+        """Return T(n), the time of a request that runs among ``batch`` [..., rows]."""
+        return self.prompt_s + (batch - 1) * self.added_prompt_s + self.more_tokens * self.steps_s(batch)
+
+    @cached_property
+    def slot_s(self) -> Column:
+        """Seconds of the replica that a request takes when as many run as may."""
+        return self.requests_s(self.most) / self.most
+
+
+class RequestsAtOnce(NamedTuple):
+    """Requests that run while one runs, itself included: their mean and standard deviation."""
+
+    mean: Column
+    deviation: Column
+
+
+class Wait(NamedTuple):
+    """Wait of which ``share`` of the requests have any, exponential with ``mean_s``."""
+
+    share: Column
+    mean_s: Column
+
+    def beyond(self, wait_s: Column) -> Column:
+        """Return the share of requests that wait longer."""
+        return np.asarray(self.share * np.exp(-wait_s / np.maximum(self.mean_s, _LEAST)))
+
+    @property
+    def of_all_s(self) -> Column:
+        """Mean over all requests."""
+        return self.share * self.mean_s
+
+
+def requests_at_once(service: ServiceColumns, utilisation: Column, variation: Variation) -> RequestsAtOnce:
+    """Return how many requests run while one runs, for utilisations [..., rows] from 0 to below 1."""
+    rate = utilisation / service.slot_s
+    peak = _peakedness(utilisation * service.most, variation)
+    met = np.zeros(utilisation.shape)
+    for _ in range(_NEWTON if len(service.slopes_s) > 1 else 1):
+        intercept, slope = service.step_line(met + peak)
+        grows = service.added_prompt_s + service.more_tokens * slope
+        fixed = service.prompt_s - service.added_prompt_s + service.more_tokens * intercept
+        left = np.maximum(1 - rate * grows, _LEAST)
+        met = np.clip(rate * (fixed + grows * peak) / left, 0.0, service.most)
+    mean = np.clip(met + peak, 1.0, service.most)
+    # Twice the deviation stays within what the replica runs at once.
+    deviation = np.minimum(np.sqrt(peak * met / left), np.minimum(service.most - mean, mean - 1) / 2)
+    return RequestsAtOnce(mean, deviation)
+
+
+def slot_wait(service: ServiceColumns, utilisation: Column, variation: Variation) -> Wait:
+    """Return the wait for one of the replica's slots, for utilisations [..., rows] from 0 to below 1."""
+    idle = _idle(utilisation, variation.burstiness)
+    slots = service.most / _peakedness(utilisation * service.most, variation)
+    taken = np.where(service.most > 1, utilisation ** (np.sqrt(2 * (slots + 1)) - 1), 1 - idle)
+    return Wait(taken, service.slot_s * _varied(variation.burstiness, work_cv(service, variation)) / idle)
+
+
+def prompt_wait(service: ServiceColumns, utilisation: Column, variation: Variation) -> Wait:
+    """Return the wait for earlier prompts, for utilisations [..., rows] from 0 to below 1; none with one slot."""
+    prompt_s, input_cv = _full_prompt_s(service), variation.input_cv
+    busy = utilisation * prompt_s / service.slot_s
+    idle = _idle(busy, variation.burstiness)
+    waits = _varied(variation.burstiness, input_cv) / idle  # in prompts
+    # Prompts that arrive while a step runs are served together by the next: a request that waits for earlier ones
+    # waits for as many later ones. All but the rest of the step under way is such a wait.
+    together = np.clip(2 - busy * (1 + input_cv**2) / 2 / np.maximum((1 - idle) * waits, _TINY), 1.0, 2.0)
+    return Wait(np.where(service.most > 1, 1 - idle, 0.0), prompt_s * waits * together)
+
+
+def work_cv(service: ServiceColumns, variation: Variation) -> Column:
+    """Return the coefficient of variation of a request's work in a full batch."""
+    prompts = np.minimum(_full_prompt_s(service) / service.slot_s, 1.0)
+    return np.hypot(prompts * variation.input_cv, (1 - prompts) * variation.output_cv)
+
+
+def _full_prompt_s(service: ServiceColumns) -> Column:
+    """Return the time of a prompt, each of as many that are handed over at once as may run."""
+    return service.added_prompt_s + (service.prompt_s - service.added_prompt_s) / service.most
+
+
+def _varied(arrival_cv: float, service_cv: Column | float) -> Column:
+    return np.asarray((arrival_cv**2 + service_cv**2) / (arrival_cv**2 + 1))
+
+
+def _peakedness(offered: Column, variation: Variation) -> Column:
+    """Return the variance over mean of how many would run at once if all could; 1 for Poisson arrivals.
+
+    Exact for exponential services; for any other its excess over 1 is taken to go with ``2 / (1 + output_cv**2)``,
+    which is right for constant ones in heavy traffic.
+
+    Args:
+        offered: rate times seconds in service.
+    """
+    if variation.burstiness == 1:
+        return np.ones_like(offered)
+    gap = 1 / np.maximum(offered, _LEAST)  # in services
+    squared = max(variation.burstiness**2, _LEAST)
+    overtaken = np.exp(-np.log1p(squared * gap) / squared)  # E exp(-gap): no service ends within a gap
+    exponential = 1 / (1 - overtaken) - 1 / gap
+    return np.asarray(np.maximum(1 + (exponential - 1) * 2 / (1 + variation.output_cv**2), _SMOOTHEST))
+
+
+def _idle(load: Column, arrival_cv: float) -> Column:
+    """Return the share of arrivals that find a GI/M/1 queue empty, for loads from 0 to 1."""
+    if arrival_cv == 1:
+        return np.asarray(1 - load)
+    return np.asarray(np.minimum((1 - load) * np.interp(load, _LOADS, _idle_over_free(arrival_cv)), 1.0))
+
+
+@lru_cache(maxsize=64)
+def _idle_over_free(arrival_cv: float) -> Column:
+    """Return the root x of ``log(1 + a x / load) / a + log(1 - x) = 0`` over ``1 - load``; a = arrival_cv ** 2.
+
+    By bisection: the left side rises from 0 and falls through the root.
+    """
+    a, loads = max(arrival_cv**2, _LEAST), np.clip(_LOADS, 1e-12, 1 - 1e-6)
+    low, high = (1 - loads) / (a + 1), np.full_like(loads, 1 - 1e-15)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        above = np.log1p(a * middle / loads) / a + np.log1p(-middle) > 0
+        low, high = np.where(above, middle, low), np.where(above, high, middle)
+    return np.asarray((low + high) / 2 / (1 - loads))
