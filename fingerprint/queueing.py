@@ -96,34 +96,58 @@ class ServiceColumns:
     def take(self, rows: Rows) -> ServiceColumns:
         return ServiceColumns(*(getattr(self, field.name)[..., rows] for field in fields(self)))
 
-    def step_line(self, batch: Column) -> tuple[Column, Column]:
-        """Return intercept and slope of a step's time about ``batch`` [..., rows]."""
-        segments, rows = self.intercepts_s.shape
-        if segments == 1:
-            return self.intercepts_s[0], self.slopes_s[0]
-        segment = np.log2(np.maximum(batch, 1.0)).astype(np.intp)
-        at = np.minimum(segment, segments - 1) * rows + np.arange(rows)
-        return self.intercepts_s.ravel()[at], self.slopes_s.ravel()[at]
-
     def steps_s(self, batch: Column) -> Column:
-        intercept, slope = self.step_line(batch)
+        """Return the time of a step of ``batch`` [..., rows] sequences."""
+        intercept, slope = self._about(batch, self.intercepts_s, self.slopes_s)
         return np.asarray(intercept + slope * batch)
+
+    def request_line(self, batch: Column) -> tuple[Column, Column]:
+        """Return intercept and slope of T(n) about ``batch`` [..., rows]."""
+        return self._about(batch, *self._request_lines)
 
     def requests_s(self, batch: Column) -> Column:
         """Return T(n), the time of a request that runs among ``batch`` [..., rows]."""
-        return self.prompt_s + (batch - 1) * self.added_prompt_s + self.more_tokens * self.steps_s(batch)
+        intercept, slope = self.request_line(batch)
+        return np.asarray(intercept + slope * batch)
 
     @cached_property
     def slot_s(self) -> Column:
         """Seconds of the replica that a request takes when as many run as may."""
         return self.requests_s(self.most) / self.most
 
+    @cached_property
+    def prompt_share(self) -> Column:
+        """Share of that which is the request's prompt."""
+        prompt_s = self.added_prompt_s + (self.prompt_s - self.added_prompt_s) / self.most
+        return np.minimum(prompt_s / self.slot_s, 1.0)
+
+    @cached_property
+    def _request_lines(self) -> tuple[Column, Column]:
+        fixed_s = self.prompt_s - self.added_prompt_s + self.more_tokens * self.intercepts_s
+        return fixed_s, self.added_prompt_s + self.more_tokens * self.slopes_s
+
+    def _about(self, batch: Column, intercepts: Column, slopes: Column) -> tuple[Column, Column]:
+        segments, rows = intercepts.shape
+        if segments == 1:
+            return intercepts[0], slopes[0]
+        segment = np.log2(np.maximum(batch, 1.0)).astype(np.intp)
+        at = np.minimum(segment, segments - 1) * rows + np.arange(rows)
+        return intercepts.ravel()[at], slopes.ravel()[at]
+
 
 class RequestsAtOnce(NamedTuple):
-    """Requests that run while one runs, itself included: their mean and standard deviation."""
+    """Requests that run while one runs, itself included: their mean, and their variance with slots for all."""
 
     mean: Column
-    deviation: Column
+    variance: Column
+    most: Column
+    peak: Column
+    """Peakedness of the arrivals."""
+
+    @property
+    def deviation(self) -> Column:
+        """Standard deviation; twice it stays within what the replica runs at once."""
+        return np.minimum(np.sqrt(self.variance), np.minimum(self.most - self.mean, self.mean - 1) / 2)
 
 
 class Wait(NamedTuple):
@@ -148,46 +172,38 @@ def requests_at_once(service: ServiceColumns, utilisation: Column, variation: Va
     peak = _peakedness(utilisation * service.most, variation)
     met = np.zeros(utilisation.shape)
     for _ in range(_NEWTON if len(service.slopes_s) > 1 else 1):
-        intercept, slope = service.step_line(met + peak)
-        grows = service.added_prompt_s + service.more_tokens * slope
-        fixed = service.prompt_s - service.added_prompt_s + service.more_tokens * intercept
-        left = np.maximum(1 - rate * grows, _LEAST)
-        met = np.clip(rate * (fixed + grows * peak) / left, 0.0, service.most)
-    mean = np.clip(met + peak, 1.0, service.most)
-    # Twice the deviation stays within what the replica runs at once.
-    deviation = np.minimum(np.sqrt(peak * met / left), np.minimum(service.most - mean, mean - 1) / 2)
-    return RequestsAtOnce(mean, deviation)
+        fixed_s, grows_s = service.request_line(met + peak)
+        left = np.maximum(1 - rate * grows_s, _LEAST)
+        met = np.maximum(np.minimum(rate * (fixed_s + grows_s * peak) / left, service.most), 0.0)
+    mean = np.minimum(np.maximum(met + peak, 1.0), service.most)
+    return RequestsAtOnce(mean, peak * met / left, service.most, peak)
 
 
-def slot_wait(service: ServiceColumns, utilisation: Column, variation: Variation) -> Wait:
+def slot_wait(service: ServiceColumns, utilisation: Column, variation: Variation, peak: Column) -> Wait:
     """Return the wait for one of the replica's slots, for utilisations [..., rows] from 0 to below 1."""
     idle = _idle(utilisation, variation.burstiness)
-    slots = service.most / _peakedness(utilisation * service.most, variation)
+    slots = service.most / peak
     taken = np.where(service.most > 1, utilisation ** (np.sqrt(2 * (slots + 1)) - 1), 1 - idle)
     return Wait(taken, service.slot_s * _varied(variation.burstiness, work_cv(service, variation)) / idle)
 
 
 def prompt_wait(service: ServiceColumns, utilisation: Column, variation: Variation) -> Wait:
     """Return the wait for earlier prompts, for utilisations [..., rows] from 0 to below 1; none with one slot."""
-    prompt_s, input_cv = _full_prompt_s(service), variation.input_cv
-    busy = utilisation * prompt_s / service.slot_s
+    busy, input_cv = utilisation * service.prompt_share, variation.input_cv
     idle = _idle(busy, variation.burstiness)
     waits = _varied(variation.burstiness, input_cv) / idle  # in prompts
     # Prompts that arrive while a step runs are served together by the next: a request that waits for earlier ones
     # waits for as many later ones. All but the rest of the step under way is such a wait.
     together = np.clip(2 - busy * (1 + input_cv**2) / 2 / np.maximum((1 - idle) * waits, _TINY), 1.0, 2.0)
-    return Wait(np.where(service.most > 1, 1 - idle, 0.0), prompt_s * waits * together)
+    return Wait(
+        np.where(service.most > 1, 1 - idle, 0.0), service.prompt_share * service.slot_s * waits * together
+    )
 
 
 def work_cv(service: ServiceColumns, variation: Variation) -> Column:
     """Return the coefficient of variation of a request's work in a full batch."""
-    prompts = np.minimum(_full_prompt_s(service) / service.slot_s, 1.0)
+    prompts = service.prompt_share
     return np.hypot(prompts * variation.input_cv, (1 - prompts) * variation.output_cv)
-
-
-def _full_prompt_s(service: ServiceColumns) -> Column:
-    """Return the time of a prompt, each of as many that are handed over at once as may run."""
-    return service.added_prompt_s + (service.prompt_s - service.added_prompt_s) / service.most
 
 
 def _varied(arrival_cv: float, service_cv: Column | float) -> Column:

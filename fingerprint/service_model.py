@@ -22,7 +22,7 @@ LARGEST_BATCH = 256  # sequences that decode together at most (docs/decisions/00
 STEP_KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, LARGEST_BATCH)
 _KNEE = 0.97  # share of the largest batch's capacity at which more KV room gains next to nothing
 _BEYOND_KNEE = 1.25  # times the KV cache at which capacity has reached 97% of its most
-SHARED_PROMPT = 0.7  # most of a prompt's time that it shares with the step it joins (as in ``planner.paces``)
+SHARED_PROMPT = 0.7  # most of a prompt's time that it shares with the step it joins
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +89,11 @@ class ServiceModel:
     @property
     def alone_s(self) -> float:
         """End-to-end time of a mean request that finds the replica idle."""
-        return self.prompt_s + (self.output_tokens - 1) * self.step_s[0]
+        return self.request_s(1)
+
+    def request_s(self, batch: float) -> float:
+        """Return the time of a mean request that always runs among ``batch``, with the other requests' prompts."""
+        return self.prompt_s + (batch - 1) * self.added_prompt_s + (self.output_tokens - 1) * self.step_of(batch)
 
     def step_of(self, sequences: float) -> float:
         """Return the time of a decode step of that many sequences, linear between the knots and beyond them."""
@@ -120,7 +124,7 @@ class ServiceModel:
 
     def requests_per_s(self, batch: float) -> float:
         """Return the capacity at a batch of ``batch`` sequences on GPUs of its own."""
-        return batch / ((self.output_tokens - 1) * self.step_of(batch) + self.added_prompt_s * batch)
+        return batch / self.request_s(batch)
 
     @property
     def knee_batch(self) -> float:

@@ -199,26 +199,20 @@ class Attainment:
         """Return the metric of a request alone, at the upper end of its interval."""
         return self._intervals.alone_high_s[_METRICS.index(metric)]
 
-    def misses(self, metric: Metric, limit_s: Column | float, rate_per_s: Column | float) -> Column:
-        """Return the share of requests whose ``metric`` is above ``limit_s``."""
-        limit, rate = self._column(limit_s), self._column(rate_per_s)
-        found = np.zeros(len(self))
-        for load, share in self._loads(rate):
-            sure, z, weights = self._truths(metric, limit, load)
-            missed = self._misses_at(metric, limit, load, z)
-            found += share * np.clip(sure + (weights * missed).sum(axis=0), 0.0, 1.0)
-        return found
-
-    def misses_given(
-        self, metric: Metric, limit_s: Column | float, rate_per_s: Column | float, z: float
+    def misses(
+        self, metric: Metric, limit_s: Column | float, rate_per_s: Column | float, z: float | None = None
     ) -> Column:
-        """Return ``misses``, were the truth known to be ``z`` standard deviations from the estimate's value."""
-        limit, rate, truth = self._column(limit_s), self._column(rate_per_s), np.full((1, len(self)), z)
-        found = np.zeros(len(self))
-        for load, share in self._loads(rate):
-            found += share * self._misses_at(metric, limit, load, truth)[0]
-        served = rate * self.service_s * self._law("e2e").factor(truth[0]) < _LARGEST
-        return np.where(served, np.clip(found, 0.0, 1.0), 1.0)
+        """Return the share of requests whose ``metric`` is above ``limit_s``.
+
+        Args:
+            z: standard deviations from the estimate's value to the truth; None: it is not known.
+        """
+        limit, found = self._column(limit_s), np.zeros(len(self))
+        for load, share in self._loads(self._column(rate_per_s)):
+            steady, points, weights = self._truths(metric, limit, load) if z is None else self._truth(z, load)
+            missed = (weights * self._misses_at(metric, limit, load, points)).sum(axis=0)
+            found += share * np.clip(1 - steady + missed, 0.0, 1.0)
+        return found
 
     def mean_e2e(self, rate_per_s: Column | float, z: float = 0.0) -> Column:
         """Return mean seconds from arrival to the last token, where the truth is ``z`` standard deviations off.
@@ -278,14 +272,20 @@ class Attainment:
         return [(_Load(number, rate * level.relative_rate, rate), level.share) for number, level in levels]
 
     def _truths(self, metric: Metric, limit: Column, load: _Load) -> tuple[Column, Column, Column]:
-        """Return the share of truths without a steady queue; and points of the rest, with their weights."""
+        """Return the share of truths with a steady queue; and points of it, with their weights."""
         full = load.mean * self.service_s
         steady = normal_cdf(self._law("e2e").z_of(_LARGEST / np.maximum(full, _TINY)))
         middle = np.minimum(normal_cdf(self._where_it_turns(metric, limit, load)), steady)
         quick = np.minimum(self._never_late(limit), middle) if metric == "tpot" else 0.0
         below, above = quick + (middle - quick) * _POINTS[:, None], middle + (steady - middle) * _POINTS[:, None]
         weights = np.concatenate([(middle - quick) * _WEIGHTS[:, None], (steady - middle) * _WEIGHTS[:, None]])
-        return 1 - steady, normal_quantile(np.concatenate([below, above])), weights
+        return steady, normal_quantile(np.concatenate([below, above])), weights
+
+    def _truth(self, z: float, load: _Load) -> tuple[Column, Column, Column]:
+        truth = np.full((1, len(self)), z)
+        is_served = load.mean * self.service_s * self._law("e2e").factor(truth[0]) < _LARGEST
+        steady = np.where(is_served, 1.0, 0.0)
+        return steady, truth, steady[None]
 
     def _never_late(self, limit: Column) -> Column:
         """Return the share of truths under which TPOT keeps ``limit`` with every slot taken.
@@ -334,18 +334,14 @@ class Attainment:
             own_s = service.prompt_s + step_s
             return own_s * factor, (traffic.input_cv * service.prompt_s / own_s) ** 2
         together = service.requests_s(running.mean)
-        wobble = self._grows(running.mean) * running.deviation
+        _, grows_s = service.request_line(running.mean)
+        wobble = grows_s * running.deviation
         if metric == "tpot":
             later = np.maximum(together - service.prompt_s, _TINY)
             return self._per_token(together, running.mean) * factor, (wobble / later) ** 2
         prompt = service.prompt_s / together
         own = (prompt * traffic.input_cv) ** 2 + ((1 - prompt) * traffic.output_cv) ** 2
         return together * factor, (wobble / together) ** 2 + own
-
-    def _grows(self, batch: Column) -> Column:
-        """Return the time that one more request adds to another among ``batch``."""
-        _, slope = self._service.step_line(batch)
-        return self._service.added_prompt_s + self._service.more_tokens * slope
 
     def _per_token(self, together: Column, batch: Column) -> Column:
         """Return the TPOT of a request whose whole time is ``together``; of one token, the step."""
@@ -364,7 +360,7 @@ class Attainment:
         if not late.any():
             return missed
         most = np.broadcast_to(self._service.most, z.shape)
-        full = state._replace(running=RequestsAtOnce(most, np.zeros_like(z)))
+        full = state._replace(running=state.running._replace(mean=most, variance=np.zeros_like(z)))
         some = np.maximum(late, _TINY)
         return missed + late * (self._misses_in(metric, limit, full, lambda wait_s: left(wait_s) / some) - missed)
 
@@ -419,7 +415,7 @@ class Attainment:
         return longer
 
     def _slot_wait(self, state: _State) -> Wait:
-        return slot_wait(self._service, state.utilisation, self._variation)
+        return slot_wait(self._service, state.utilisation, self._variation, state.running.peak)
 
 
 def _alone(estimate: Estimate) -> tuple[float, ...]:

@@ -99,39 +99,24 @@ class Verdicts:
         return None if self._intervals is None else _ends_of(self._intervals, row)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Verdicts):
-            return NotImplemented
-        return (
-            self._busy == other._busy
-            and len(self._checks) == len(other._checks)
-            and all(map(_alike, self._checks, other._checks))
-        )
+        return isinstance(other, Verdicts) and self._found() == other._found()
 
     __hash__ = None  # type: ignore[assignment]
+
+    def _found(self) -> list[object]:
+        """Return every number to the last digit."""
+        found: list[object] = [self._busy]
+        for limit, missed, actual, _, risk in self._checks:
+            every = np.arange(len(missed))
+            columns = [column.of(every).tobytes() for column in (actual, risk) if column is not None]
+            found.append((limit, missed.tobytes(), *columns))
+        return found
 
 
 def _ends_of(intervals: Ends, row: int) -> tuple[float, float] | None:
     """Return both ends; None of an interval without end."""
     low, high = float(intervals.low[row]), float(intervals.high[row])
     return (low, high) if np.isfinite(high) else None
-
-
-def _alike(one: Check, other: Check) -> bool:
-    """Return whether two checks are equal to the last digit, all numbers computed."""
-    columns = [(one.actual, other.actual)]
-    if one.risk is not None and other.risk is not None:
-        columns.append((one.risk, other.risk))
-    return (
-        one.limit == other.limit
-        and (one.risk is None) == (other.risk is None)
-        and bool(np.array_equal(one.missed, other.missed))
-        and all(_same(mine, theirs) for mine, theirs in columns)
-    )
-
-
-def _same(one: LazyColumn, other: LazyColumn) -> bool:
-    rows = np.arange(len(one))
-    return len(one) == len(other) and bool(np.array_equal(one.of(rows), other.of(rows), equal_nan=True))
 
 
 def checks_as_asked(
@@ -173,7 +158,7 @@ def kept_at_the_upper_end(intent: Intent, served: Attainment | None, num_rows: i
     if served is None or rate is None:
         return kept
     for kind, allowed in _limits_of(intent):
-        kept &= served.misses_given(_METRICS[kind], allowed, rate, Z_OF_INTERVAL) <= 1 - intent.percentile / 100
+        kept &= served.misses(_METRICS[kind], allowed, rate, Z_OF_INTERVAL) <= 1 - intent.percentile / 100
     return kept
 
 

@@ -226,78 +226,62 @@ def _nearest(
     able: Mask, asked: Sequence[Check], slower: Sequence[Check], room: _Room
 ) -> tuple[int, tuple[Violation, ...]] | None:
     """Return the row that is nearest, and all that it misses, memory included."""
-    far = _Distances(asked, slower)
-    rows = np.flatnonzero(able)
-    steps = far.steps(rows)
+    rows, steps, saturated = np.flatnonzero(able), np.zeros(len(able)), np.zeros(len(able), np.bool_)
+    for check in asked:
+        if check.limit.kind is LimitKind.QUALITY:
+            steps += np.where(check.missed, check.rough - check.limit.allowed, 0.0)
+        if check.limit.kind is LimitKind.RATE:  # a wait without end has no distance
+            saturated |= check.missed
+
+    def nearest(some: Rows, admits: Callable[[int], bool]) -> int | None:
+        def far(rows: Rows, *, rough: bool = False) -> Column:
+            at_once, later = (_distance(checks, rows, rough=rough) for checks in (asked, slower))
+            return np.where(saturated[rows], later, np.minimum(at_once, later))
+
+        return nearest_admitted(some, far(some, rough=True), far, admits)
+
     row = None
-    for step in np.unique(steps).tolist():
-        some = rows[steps == step]
-        row = far.nearest(some, room.admits)
+    for step in np.unique(steps[rows]).tolist():
+        row = nearest(rows[steps[rows] == step], room.admits)
         if row is not None:
             break
     else:
-        row = _least_homeless(rows, steps, far, room)
+        if len(rows):
+            row = nearest(_least_homeless(rows, steps, room), lambda row: True)
     if row is None:
         return None
-    told_slower = far.told_slower(np.array([row]))[0]
-    missed = [check.violation(row) for check in (slower if told_slower else asked) if check.missed[row]]
+    one = np.array([row])
+    is_slower = saturated[row] or _distance(slower, one)[0] < _distance(asked, one)[0]
+    missed = [check.violation(row) for check in (slower if is_slower else asked) if check.missed[row]]
     lack = room.lack(row)
     if lack is not None:
         missed.append(Violation(LimitKind.MEMORY, 0.0, float(lack.shortfall_bytes), lack.reason))
     return row, tuple(missed)
 
 
-def _least_homeless(rows: Rows, steps: Column, far: _Distances, room: _Room) -> int | None:
-    """Return the one with fewest missing GPUs, then least change of quality, nearest, least short of memory."""
+def _least_homeless(rows: Rows, steps: Column, room: _Room) -> Rows:
+    """Return those with fewest missing GPUs, then least change of quality; those least short of memory first."""
     lacks = [lack for row in rows.tolist() if (lack := room.lack(row)) is not None]
     assert len(lacks) == len(rows), "only asked where nothing fits"
-    if not lacks:
-        return None
     gpus = np.array([lack.missing_gpus for lack in lacks])
     short_bytes = np.array([lack.shortfall_bytes for lack in lacks])
-    some = np.flatnonzero((gpus == gpus.min()) & (steps == steps[gpus == gpus.min()].min()))
-    return far.nearest(rows[some[np.argsort(short_bytes[some], kind="stable")]], lambda row: True)
+    fewest = np.lexsort((steps[rows], gpus))[:1]
+    some = np.flatnonzero((gpus == gpus[fewest]) & (steps[rows] == steps[rows][fewest]))
+    return rows[some[np.argsort(short_bytes[some], kind="stable")]]
 
 
-class _Distances:
-    """Distances of candidates from keeping every limit: as asked, or at a lower rate, by the smaller change."""
-
-    def __init__(self, asked: Sequence[Check], slower: Sequence[Check]) -> None:
-        self._quality = [check for check in asked if check.limit.kind is LimitKind.QUALITY]
-        self._asked, self._slower = (
-            [check for check in checks if check.limit.kind is not LimitKind.QUALITY] for checks in (asked, slower)
-        )
-        # A wait without end has no distance.
-        self._endless = [check.missed for check in asked if check.limit.kind is LimitKind.RATE]
-
-    def steps(self, rows: Rows) -> Column:
-        """Return the distance in steps of quality."""
-        found = np.zeros(len(rows))
-        for check in self._quality:
-            found += np.where(check.missed[rows], check.actual.of(rows) - check.limit.allowed, 0.0)
-        return found
-
-    def nearest(self, rows: Rows, admits: Callable[[int], bool]) -> int | None:
-        """Return the nearest by the sum of |ln(actual / allowed)| over all limits but quality; of equals the
-        first.
-        """
-        return nearest_admitted(rows, self._rough(rows), self._exact, admits)
-
-    def told_slower(self, rows: Rows) -> Mask:
-        return np.asarray(self._saturated(rows) | (_sum(self._slower, rows) < _sum(self._asked, rows)))
-
-    def _saturated(self, rows: Rows) -> Mask:
-        found = np.zeros(len(rows), np.bool_)
-        for missed in self._endless:
-            found |= missed[rows]
-        return found
-
-    def _exact(self, rows: Rows) -> Column:
-        return np.where(self.told_slower(rows), _sum(self._slower, rows), _sum(self._asked, rows))
-
-    def _rough(self, rows: Rows) -> Column:
-        asked, slower = (_sum(checks, rows, rough=True) for checks in (self._asked, self._slower))
-        return np.where(self._saturated(rows), slower, np.minimum(asked, slower))
+def _distance(checks: Sequence[Check], rows: Rows, *, rough: bool = False) -> Column:
+    """Return the sum of |ln(actual / allowed)| over the limits but quality; a rate of 0 is infinitely far."""
+    total = np.zeros(len(rows))
+    for check in checks:
+        missed = np.flatnonzero(check.missed[rows])
+        if check.limit.kind is LimitKind.QUALITY or not len(missed):
+            continue
+        actual = check.rough[rows[missed]] if rough else check.actual.of(rows[missed])
+        with np.errstate(divide="ignore", invalid="ignore"):
+            # Not of the quotient, which is too large a number where the least there is is allowed.
+            total[missed] += np.abs(np.log(actual) - np.log(check.limit.allowed))
+    return total.round(_DIGITS)
 
 
 def nearest_admitted(
@@ -314,18 +298,6 @@ def nearest_admitted(
         if len(some):
             return int(some[np.argmin(exact(some))])
     return None
-
-
-def _sum(checks: Sequence[Check], rows: Rows, *, rough: bool = False) -> Column:
-    """Return the sum of |ln(actual / allowed)| over the limits that rows miss; a rate of 0 is infinitely far."""
-    total = np.zeros(len(rows))
-    for check in checks:
-        missed = np.flatnonzero(check.missed[rows])
-        actual = check.rough[rows[missed]] if rough else check.actual.of(rows[missed])
-        with np.errstate(divide="ignore", invalid="ignore"):
-            # Not of the quotient, which is too large a number where the least there is is allowed.
-            total[missed] += np.abs(np.log(actual) - np.log(check.limit.allowed))
-    return total.round(_DIGITS)
 
 
 def _told_nearest(row: int, missed: tuple[Violation, ...], room: _Room) -> Nearest:

@@ -4,7 +4,7 @@ A path is given: the rate over its mean in windows that follow one another, agai
 on average a window of ``times`` the mean rate adds ``x = u times - 1`` windows of work, so that the work left at
 the start of windows is ``W' = max(W + x, 0)``; a request that arrives at a share v of a window finds
 ``max(W + x v, 0)``. Only the variation of the rate is modelled here: random variation at a steady rate is
-``planner.queueing``'s.
+``fingerprint.queueing``'s.
 
 *Levels* are windows sorted by their rates, with equally many requests each. *How long* the rate stays near one is
 as many windows as make long sums vary as much as these do, ``1 + 2 sum(r_k)`` of the autocorrelations r at lags of

@@ -34,7 +34,11 @@ def columns(slots: int, *, alone_s: float = 1.0, full_s: float = 1.0) -> Service
 
 def wait(u: float, *, slots: int = 1, arrival_cv: float = 1.0, service_cv: float = 1.0) -> Wait:
     """Return the wait in units of T where T does not depend on the batch."""
-    return slot_wait(columns(slots), np.array([u]), Variation(arrival_cv, service_cv, service_cv))
+    return for_a_slot(columns(slots), np.array([u]), Variation(arrival_cv, service_cv, service_cv))
+
+
+def for_a_slot(service: ServiceColumns, utilisation: Column, variation: Variation) -> Wait:
+    return slot_wait(service, utilisation, variation, requests_at_once(service, utilisation, variation).peak)
 
 
 def erlang_c(slots: int, u: float) -> float:
@@ -128,7 +132,7 @@ def test_more_load_and_more_burstiness_wait_more(
     def both(cv: float) -> tuple[Column, ...]:
         pair = service.take(np.zeros(2, np.intp))
         here, prompts = (
-            wait(pair, loads, Variation(cv, service_cv, service_cv)) for wait in (slot_wait, prompt_wait)
+            wait(pair, loads, Variation(cv, service_cv, service_cv)) for wait in (for_a_slot, prompt_wait)
         )
         running = requests_at_once(pair, loads, Variation(cv, service_cv, service_cv))
         return here.share, here.of_all_s, prompts.of_all_s, running.mean

@@ -106,7 +106,7 @@ def test_a_new_finding_is_reported_with_its_place(tmp_path: Path) -> None:
 
 
 def test_record_is_written_as_it_is_read(tmp_path: Path) -> None:
-    record = prose.Record(("planner/paces.py",), {"planner": {"first_lines": 2, "words": 0}})
+    record = prose.Record(("planner/rank.py",), {"planner": {"first_lines": 2, "words": 0}})
     record.write(tmp_path / "prose.json")
     assert prose.Record.read(tmp_path / "prose.json") == record
-    assert json.loads((tmp_path / "prose.json").read_text())["waiting"] == ["planner/paces.py"]
+    assert json.loads((tmp_path / "prose.json").read_text())["waiting"] == ["planner/rank.py"]
