@@ -51,9 +51,9 @@ def erlang_c(slots: int, u: float) -> float:
 @pytest.mark.parametrize("u", LOADS)
 @pytest.mark.parametrize("slots", [1, 2, 8, 32])
 def test_mmc(u: float, slots: int) -> None:
-    """The share that waits is Sakasegawa's, within 5 points; how long it waits is exact."""
+    """The share that waits is Sakasegawa's, within 2 points; how long it waits is exact."""
     found = wait(u, slots=slots)
-    assert found.share[0] == pytest.approx(erlang_c(slots, u), abs=1e-9 if slots == 1 else 0.05)
+    assert found.share[0] == pytest.approx(erlang_c(slots, u), abs=1e-9 if slots == 1 else 0.02)
     assert found.mean_s[0] == pytest.approx(1 / slots / (1 - u))
     assert found.beyond(np.array([0.5]))[0] == pytest.approx(found.share[0] * math.exp(-0.5 * slots * (1 - u)))
 

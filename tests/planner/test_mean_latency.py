@@ -51,7 +51,7 @@ def test_a_batch_has_its_mean_size_and_its_waits(utilisation: float) -> None:
     found = attainment(batch=4)
     rate = utilisation * capacity(found)
     running = min(2.4 / (1 - 0.6 * rate), 4.2)
-    waits = (erlang_c(4, utilisation) + 0.05) * 4.2 / 8 / (1 - utilisation)  # 5 points: Sakasegawa's
+    waits = (erlang_c(4, utilisation) + 0.02) * 4.2 / 8 / (1 - utilisation)  # 2 points: Sakasegawa's
     assert running - 0.02 <= mean_s(found, rate) <= running + waits + 0.02
 
 
