@@ -54,7 +54,7 @@ _LEAST = 1e-9
 _SMOOTHEST = 1 / 16  # constant gaps and services have peakedness 0, for which there are no slots to speak of
 _LOADS = np.linspace(0.0, 1.0, 257)
 _HALVINGS = 60
-_LIGHT = 0.2  # of Sakasegawa's exponent at light load: of 2 to 256 slots, Erlang's formula is met within 1.7 points
+_LIGHT = 0.2  # more of Sakasegawa's exponent at light load: Erlang's formula within 1.7 points at 2 to 256 slots
 _NEWTON = 4  # steps on the piecewise linear law of a step's time
 
 
