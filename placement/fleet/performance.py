@@ -3,9 +3,9 @@
 *   Each replica serves its part of the rate as ``fingerprint.queueing`` says, slowed by the rest of its GPUs'
     replicas; prompts and answers vary as an exponential does, and as many run at once as the KV cache holds.
 *   Beyond 98% of capacity a queue grows for as long as the load lasts (``_OVERLOAD_S``).
-*   A replica is busy for ``B = 1 - exp(-l E)`` of the time, l its rate and E the mean time of a request; next to
-    replicas of busy shares B the slowdown is ``1 + 1.1 sum(B) + 0.1 min(1, sum(B))``: k engines that are always
-    busy cost each 1.1 k (measured on an H200).
+*   A replica is busy for ``B = 1 - exp(-l E)`` of the time, l its rate and E the mean time of a request; the
+    others on its GPUs slow it by ``fingerprint.gpu_sharing``. How often two of them are busy at once, which splits
+    a TP group, follows as if they were busy independently.
 
 Requests go to the replicas of a deployment in proportion to how fast these are. The fixed point is found in damped
 rounds. All cases of load are worked out together, as columns [cases, replicas].
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from fingerprint.gpu_sharing import crowding_loss, slowdown
 from fingerprint.queueing import ServiceColumns, Variation, requests_at_once, slot_wait
 from placement.fleet.load import Loads
 from placement.fleet.memory import KvRoom
@@ -32,7 +33,6 @@ _ROUNDS = 7
 _SATURATED = 1 - 1e-9
 _FULL = 0.98  # share of capacity from which a queue is taken to grow
 _OVERLOAD_S = 150.0  # mean wait per unit of load that is not served: that of a few minutes of overload
-_SHARING, _SWITCHING = 1.1, 0.1
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ class _Rows:
     share: Table
     on: Table  # [replicas, GPUs]: share of a step that runs there
     splits: Table  # log2 of the GPUs whose communication was not measured
+    crowded: npt.NDArray[np.bool_]  # TP groups with two others or more on a GPU
 
     @classmethod
     def of(cls, fleet: Fleet, plan: FleetPlan, room: KvRoom) -> _Rows:
@@ -75,14 +76,32 @@ class _Rows:
         on = np.zeros((len(options), len(fleet.gpus)))
         for row, replica in enumerate(plan.replicas):
             on[row, list(replica.gpus)] = share[row]
+        tenants = (on > 0).sum(axis=0)
+        is_group = np.array([option.config.tp > 1 for option in options])
+        gpus = np.array(groups, np.intp)
         return cls(
             service=ServiceColumns.of(options, np.array(most)),
             deployment=np.array([replica.deployment for replica in plan.replicas], np.intp),
-            gpus=np.array(groups, np.intp),
+            gpus=gpus,
             share=share,
             on=on,
             splits=np.array([0.0 if o.is_split_measured else np.log2(o.config.tp) for o in options]),
+            crowded=is_group & (tenants[gpus].max(axis=1) > 2),
         )
+
+    def others(self, busy: Table, foreign: Table) -> Table:
+        """Return the busy shares of the others on the GPU of each replica that has most, in sum."""
+        there = busy @ self.on + foreign  # [cases, GPUs]
+        return np.asarray(np.maximum(0.0, there[:, self.gpus].max(axis=2) - busy * self.share))
+
+    def crowding(self, busy: Table) -> Table:
+        """Return the share of the time in which two others or more are busy on a GPU of each TP group."""
+        shares = np.minimum(busy, _SATURATED)[:, :, None] * self.on  # [cases, replicas, GPUs]
+        none, odds = np.log1p(-shares), shares / (1 - shares)
+        here = np.arange(len(self.gpus))[:, None]
+        others = none.sum(axis=1)[:, self.gpus] - none[:, here, self.gpus]
+        one = odds.sum(axis=1)[:, self.gpus] - odds[:, here, self.gpus]
+        return np.where(self.crowded, (1 - np.exp(others) * (1 + one)).max(axis=2), 0.0)
 
 
 def forecast(fleet: Fleet, plan: FleetPlan, loads: Loads, room: KvRoom) -> FleetForecast:
@@ -101,9 +120,9 @@ def forecast(fleet: Fleet, plan: FleetPlan, loads: Loads, room: KvRoom) -> Fleet
     for number in range(_ROUNDS):
         e2e, used = _served(rows, arriving * routed, slow * loss, variation)
         busy = 1 - np.exp(-arriving * routed * e2e)
-        there = busy @ rows.on + foreign  # [cases, GPUs]
-        others = np.maximum(0.0, there[:, rows.gpus].max(axis=2) - busy * rows.share)
-        found = 1 + _SHARING * others + _SWITCHING * np.minimum(1.0, others)
+        found = slowdown(rows.others(busy, foreign))
+        if rows.crowded.any():
+            found = found * crowding_loss(rows.crowding(busy))
         slow = found if number == 0 else (slow + found) / 2
         if (counts > 1).any():
             speed = 1 / slow / loss / rows.service.steps_s(np.ones(shape))

@@ -160,7 +160,15 @@ def write_models(contest: Contest, folder: Path) -> None:
 class Worker:
     """vLLM server of one replica, ended with all its processes."""
 
-    def __init__(self, number: int, replica: PlacedReplica, total_bytes: int, models: Path, python: str) -> None:
+    def __init__(
+        self,
+        number: int,
+        replica: PlacedReplica,
+        total_bytes: int,
+        models: Path,
+        python: str,
+        more: Sequence[str] = (),
+    ) -> None:
         self.deployment, self.port = replica.deployment, FIRST_PORT + number
         self.log = models / f"worker-{number}.log"
         devices = {
@@ -191,7 +199,7 @@ class Worker:
         self.ready_s: float | None = None
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [python, "-m", "vllm.entrypoints.cli.main", *words, "--no-enable-prefix-caching"],
+                [python, "-m", "vllm.entrypoints.cli.main", *words, "--no-enable-prefix-caching", *more],
                 env=env,
                 stdout=log,
                 stderr=log,

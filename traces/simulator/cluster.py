@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from fingerprint.errors import NotFoundError
 from placement.types import ClusterSnapshot, GpuState, Placement
-from traces.simulator.contention import Contention
+from traces.simulator.contention import Contention, StageDemand
 from traces.simulator.gpus import Gpu
 from traces.simulator.held import HeldGpu, SharedClock, Tenants, share_clocks
 from traces.simulator.policy_errors import PolicyFault, ask
@@ -58,7 +58,11 @@ class Cluster:
         """
         layers = sum(stage.num_layers for stage in placement.stages)
         return [
-            Stage(tuple(self._living(stage.node_id, d) for d in stage.device_ids), stage.num_layers / layers)
+            Stage(
+                tuple(self._living(stage.node_id, d) for d in stage.device_ids),
+                stage.num_layers / layers,
+                is_group=len(stage.device_ids) > 1,
+            )
             for stage in placement.stages
         ]
 
@@ -81,7 +85,7 @@ class Cluster:
         for gpu, size_bytes in held:
             gpu.take(size_bytes)
             gpu.ledger.reserve(server, size_bytes, now_s)
-        for gpus, share in server.stages:
+        for gpus, share, _ in server.stages:
             for gpu in gpus:
                 gpu.enter(server, share, now_s)
         self._held[server] = held
@@ -153,7 +157,7 @@ class Cluster:
 
     def _start(self, server: Server, now_s: float) -> None:
         server.busy = True
-        for gpus, share in server.stages:
+        for gpus, share, _ in server.stages:
             for gpu in gpus:
                 gpu.start(server, min(1.0, share * server.in_flight), now_s)
         self._turn_clocks(server, now_s)
@@ -164,7 +168,7 @@ class Cluster:
 
     def stop(self, server: Server, now_s: float) -> None:
         server.busy = False
-        for gpus, _ in server.stages:
+        for gpus, _, _ in server.stages:
             for gpu in gpus:
                 gpu.stop(server, now_s)
         self._turn_clocks(server, now_s)
@@ -173,14 +177,14 @@ class Cluster:
 
     @staticmethod
     def _turn_clocks(server: Server, now_s: float) -> None:
-        for gpus, _ in server.meets:
+        for gpus, _, _ in server.meets:
             for gpu in gpus:
                 gpu.ledger.clock.turn(gpu.demands, now_s)
 
     def _slow_others(self, server: Server, now_s: float) -> None:
         """Update the speed of each server that shares a GPU with ``server``."""
         others: dict[Server, float] = {}
-        for gpus, _ in server.meets:
+        for gpus, _, _ in server.meets:
             for gpu in gpus:
                 others |= gpu.demands
         others.pop(server, None)
@@ -194,8 +198,10 @@ class Cluster:
 
     def _speed(self, server: Server) -> float:
         demands = [
-            (share, [max(0.0, sum(gpu.demands.values()) - gpu.demands[server]) for gpu in gpus])
-            for gpus, share in server.meets
+            StageDemand(
+                share, [max(0.0, sum(gpu.demands.values()) - gpu.demands[server]) for gpu in gpus], is_group
+            )
+            for gpus, share, is_group in server.meets
         ]
         speed = ask("contention", lambda: self._contention(demands))
         if not 0 < speed <= 1:
@@ -209,8 +215,8 @@ class Cluster:
         for gpu, _ in held:
             affected.update(dict.fromkeys(gpu.tenants))
         for server in affected:
-            server.shared = any(len(gpu.tenants) > 1 for gpus, _ in server.stages for gpu in gpus)
+            server.shared = any(len(gpu.tenants) > 1 for gpus, _, _ in server.stages for gpu in gpus)
             server.meets = tuple(
-                Stage(tuple({tuple(gpu.tenants.items()): gpu for gpu in gpus}.values()), share)
-                for gpus, share in server.stages
+                Stage(tuple({tuple(gpu.tenants.items()): gpu for gpu in gpus}.values()), share, is_group)
+                for gpus, share, is_group in server.stages
             )

@@ -1,12 +1,10 @@
 """Contention of workers on one GPU: the one place to put another model of it.
 
-Processor sharing: a GPU's time is divided evenly among what runs on it, at a cost. A stage that executes a share d
-of its worker's step meets the other workers on its GPU for their shares of the time, of sum o, so its part takes
-``1 + o + (overhead - 1) (o + min(1, o))`` times as long: k workers that are busy without a pause take ``overhead x
-k`` times as long each, and a worker whose co-tenants are idle is not slowed. A TP group is as slow as its slowest
-GPU; stages follow one another, so their parts add up. Workers are processes without MPS, whose turns are of the
-whole GPU: that a step leaves arithmetic or bandwidth unused does not matter. Not modelled: the length of a turn
-(about 2 ms, so that short steps may suffer more next to long ones), caches and power caps.
+Processor sharing, by ``fingerprint.gpu_sharing``: a stage that executes a share d of its worker's step meets the
+other workers on its GPU for their shares of the time, of sum o, and its part takes ``slowdown(o)`` times as long.
+A TP group is as slow as its slowest GPU, and loses more where o is above 1; stages follow one another, so their
+parts add up. Workers are processes without MPS, whose turns are of the whole GPU: that a step leaves arithmetic or
+bandwidth unused does not matter. Not modelled: caches and power caps.
 """
 
 from __future__ import annotations
@@ -14,47 +12,60 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from functools import lru_cache
+from typing import NamedTuple, TypeAlias
 
 from fingerprint.errors import ConfigError
+from fingerprint.gpu_sharing import GROUP_LOSS, OVERHEAD, crowding_loss, slowdown
 
-__all__ = ["MEASURED_OVERHEAD", "Contention", "ProcessorSharing", "processor_sharing"]
+__all__ = ["Contention", "ProcessorSharing", "StageDemand", "processor_sharing"]
 
-# (share of the step, shares of other workers on each GPU of it) of every stage -> speed, 1 without other workers
-Contention: TypeAlias = Callable[[Sequence[tuple[float, Sequence[float]]]], float]
 
-MEASURED_OVERHEAD = 1.1
+class StageDemand(NamedTuple):
+    """Share of a worker's step that a stage executes, and the shares of other workers on each GPU of it.
+
+    ``is_group``: a TP group, of several GPUs; those that see the same others are given once.
+    """
+
+    share: float
+    others: Sequence[float]
+    is_group: bool = False
+
+
+Contention: TypeAlias = Callable[[Sequence[StageDemand]], float]  # speed, 1 without other workers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessorSharing:
-    """Processor sharing by the module docstring.
-
-    ``overhead`` is 1.1 by a measurement of 2026-11-22: vLLM 0.24, one H200, an 8B shape in bf16, one process for
-    each engine. Next to one busy engine decode steps at batch 1, 8 and 32 took 2.16 to 2.24 times as long as
-    alone, next to two 3.28 to 3.34 times; prompts 1.92 to 2.13 and about 3.3 times. More than three engines, MPS
-    and steps of unequal length were not measured.
+    """Processor sharing by the module docstring. ``overhead``: k busy workers take ``overhead x k`` times as long.
 
     Raises:
-        ConfigError: an overhead below 1, or one that is not finite.
+        ConfigError: a factor below 1, or one that is not finite.
     """
 
-    overhead: float = MEASURED_OVERHEAD
+    overhead: float = OVERHEAD
+    group_loss: float = GROUP_LOSS
 
     def __post_init__(self) -> None:
-        if not 1 <= self.overhead < math.inf:
-            raise ConfigError(
-                f"the overhead of sharing a GPU is a factor of at least 1, got {self.overhead}; 1 shares its time "
-                "without a loss"
-            )
+        for name, factor in (("overhead", self.overhead), ("group loss", self.group_loss)):
+            if not 1 <= factor < math.inf:
+                raise ConfigError(
+                    f"the {name} of sharing a GPU is a factor of at least 1, got {factor}; 1 shares its time "
+                    "without a loss"
+                )
 
-    def __call__(self, stages: Sequence[tuple[float, Sequence[float]]]) -> float:
+    def __call__(self, stages: Sequence[StageDemand]) -> float:
         """Return the speed; stages' shares add up to 1, but for rounding."""
-        more, slowed = self.overhead - 1.0, 0.0
-        for share, others in stages:
-            most = max(others)
-            slowed += share * (1.0 + most + more * (most + min(1.0, most)))
+        slowed = 0.0
+        for share, others, is_group in stages:
+            slowed += share * _slowed(max(others), is_group, self.overhead, self.group_loss)
         return min(1.0, 1.0 / slowed)
 
 
-processor_sharing = ProcessorSharing(overhead=1.0)  # without a loss
+@lru_cache(maxsize=4096)  # by far most are of whole workers
+def _slowed(others: float, is_group: bool, overhead: float, group_loss: float) -> float:
+    found = float(slowdown(others, overhead))
+    return found * crowding_loss(min(1.0, max(0.0, others - 1.0)), group_loss) if is_group else found
+
+
+processor_sharing = ProcessorSharing(overhead=1.0, group_loss=1.0)  # without a loss

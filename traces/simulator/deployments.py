@@ -124,7 +124,7 @@ class Deployments:
             self._tell(now_s, ChangeKind.REFUSED, action.name, "no GPU has the spare memory for its profile now")
             return
         gpu = self._cluster.gpu(state)
-        job = Job(action.name, [Stage((gpu,), 1.0)], now_s, action.work_s)
+        job = Job(action.name, [Stage((gpu,), 1.0, is_group=False)], now_s, action.work_s)
         ask("harvest", lambda: self._cluster.add(job, [(gpu, action.memory_bytes)], now_s))
         self._tell(now_s, ChangeKind.PROFILING, action.name, "on spare memory", ((gpu, action.memory_bytes),))
 

@@ -30,6 +30,7 @@ class Stage(NamedTuple):
 
     gpus: tuple[Gpu, ...]
     share: float
+    is_group: bool
 
 
 class Server:

@@ -15,7 +15,7 @@ from iserve.evaluation.arena import make_arena
 from iserve.evaluation.truth import true_estimator, true_links
 from iserve.evaluation.world import Interconnect, Truth
 from tests.iserve.evaluation.worlds import LLAMA_8B, small_world
-from traces.simulator.contention import ProcessorSharing
+from traces.simulator.contention import ProcessorSharing, StageDemand
 
 SPEC, H200 = read_spec(LLAMA_8B), gpu_spec("h200-sxm")
 WORK = Workload(8, 500, 100)
@@ -44,7 +44,7 @@ def test_step_times_scale_every_time() -> None:
 @pytest.mark.parametrize(("engines", "speed"), [(1, 1.0), (2, 1 / 2.2), (3, 1 / 3.3)])
 def test_busy_engines_on_a_gpu_cost_each_a_tenth_more_than_their_number(engines: int, speed: float) -> None:
     """Measured on an H200: 2.16 to 2.24 times with two busy engines, 3.28 to 3.34 with three."""
-    assert ProcessorSharing(overhead=1.1)([(1.0, [engines - 1.0])]) == pytest.approx(speed)
+    assert ProcessorSharing(overhead=1.1)([StageDemand(1.0, [engines - 1.0])]) == pytest.approx(speed)
 
 
 @pytest.mark.parametrize("factor", [1.0, 4.0])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fingerprint.errors import ConfigError
 from tests.traces.simulator.worlds import deploy_all, second_per_step, serve
 from traces.request import Request
-from traces.simulator.contention import ProcessorSharing, processor_sharing
+from traces.simulator.contention import ProcessorSharing, StageDemand, processor_sharing
 from traces.simulator.gpus import Gpu
 from traces.simulator.scenario import Service
 
@@ -89,7 +89,7 @@ def test_memory_is_never_promised_twice() -> None:
     ],
 )
 def test_processor_sharing(stages: list[tuple[float, list[float]]], speed: float) -> None:
-    assert processor_sharing(stages) == pytest.approx(speed)
+    assert processor_sharing([StageDemand(*stage) for stage in stages]) == pytest.approx(speed)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_processor_sharing(stages: list[tuple[float, list[float]]], speed: float
     ],
 )
 def test_busy_engines_cost_each_1_1_k(others: float, slower: float) -> None:
-    assert 1 / ProcessorSharing()([(1.0, [others])]) == pytest.approx(slower)
+    assert 1 / ProcessorSharing()([StageDemand(1.0, [others])]) == pytest.approx(slower)
 
 
 @pytest.mark.parametrize("overhead", [0.9, float("nan"), float("inf")])
@@ -125,4 +125,4 @@ def test_uneven_stages_that_are_alone_go_at_full_speed_and_no_faster() -> None:
     """The shares of six layers over four stages add up to less than 1 in floating point."""
     shares = [2 / 6, 2 / 6, 1 / 6, 1 / 6]
     assert sum(shares) < 1
-    assert processor_sharing([(share, [0.0]) for share in shares]) == 1.0
+    assert processor_sharing([StageDemand(share, [0.0]) for share in shares]) == 1.0
