@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fingerprint.errors import ConfigError
+from fingerprint.gpu_sharing import GROUP_LOSS
 from placement.fleet.load import Loads, given_rates, prior
 from placement.fleet.memory import kv_room
 from placement.fleet.performance import FleetForecast, forecast
@@ -43,6 +44,23 @@ def test_a_replica_beside_one_that_is_always_busy_takes_2_2_times_as_long() -> N
     found = forecast_of(one, rule_plan(one), at([1e-9, 8.0]))
     assert found.busy[0, 1] == pytest.approx(1.0, abs=1e-3)
     assert found.e2e_s[0, 0] == pytest.approx(2.2 * alone_s, rel=0.01)
+
+
+@pytest.mark.parametrize(("tp", "busy", "slower"), [(1, 2, 3.3), (2, 1, 2.2), (2, 2, 3.3 * GROUP_LOSS)])
+def test_a_tp_group_between_two_busy_others_loses_more(tp: int, busy: int, slower: float) -> None:
+    one = fleet(busy + 1, tp, degrees=(tp,))
+    plan = FleetPlan(tuple(FleetReplica(number, 0, tuple(range(tp))) for number in range(busy + 1)))
+    alone = forecast_of(one, plan, at([1e-9] * (busy + 1))).e2e_s[0, 0]
+    found = forecast_of(one, plan, at([1e-9, *[8.0 * tp] * busy]))
+    assert found.busy[0, 1:] == pytest.approx([1.0] * busy, abs=1e-3)
+    assert found.e2e_s[0, 0] == pytest.approx(slower * alone, rel=0.02)
+
+
+def test_a_tp_group_loses_no_more_where_the_others_are_idle() -> None:
+    one = fleet(3, 2, degrees=(2,))
+    plan = FleetPlan(tuple(FleetReplica(number, 0, (0, 1)) for number in range(3)))
+    found = forecast_of(one, plan, at([1e-9, 16.0, 1e-9]))
+    assert found.slowdown[0, 0] == pytest.approx(2.2, rel=0.01)
 
 
 def test_a_split_that_was_not_measured_pays_the_loss_of_the_case() -> None:

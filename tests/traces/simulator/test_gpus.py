@@ -9,11 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fingerprint.errors import ConfigError
-from tests.traces.simulator.worlds import deploy_all, second_per_step, serve
+from fingerprint.gpu_sharing import GROUP_LOSS
+from iserve.simulation.running import EngineBatcher
+from tests.traces.simulator.worlds import AsTold, cluster, deploy_all, placed_on, second_per_step, serve
 from traces.request import Request
 from traces.simulator.contention import ProcessorSharing, StageDemand, processor_sharing
 from traces.simulator.gpus import Gpu
-from traces.simulator.scenario import Service
+from traces.simulator.scenario import Policies, Scenario, Service
+from traces.simulator.simulation import simulate
 
 
 def _gpu() -> Gpu:
@@ -105,10 +108,35 @@ def test_busy_engines_cost_each_1_1_k(others: float, slower: float) -> None:
     assert 1 / ProcessorSharing()([StageDemand(1.0, [others])]) == pytest.approx(slower)
 
 
-@pytest.mark.parametrize("overhead", [0.9, float("nan"), float("inf")])
-def test_an_overhead_is_a_factor_of_at_least_1(overhead: float) -> None:
+@pytest.mark.parametrize(
+    ("others", "slower"),
+    [
+        pytest.param([1.0, 0.0], 2.2, id="one other engine, on a GPU of the group"),
+        pytest.param([2.0, 0.0], 3.3 * GROUP_LOSS, id="two"),
+        pytest.param([3.0], 4.4 * GROUP_LOSS, id="three, on all alike"),
+    ],
+)
+def test_a_tp_group_loses_more_next_to_two_others(others: list[float], slower: float) -> None:
+    assert 1 / ProcessorSharing()([StageDemand(1.0, others, is_group=True)]) == pytest.approx(slower)
+
+
+@pytest.mark.parametrize(("gpus", "slower"), [(("gpu0",), 3.3), (("gpu0", "gpu1"), 3.3 * GROUP_LOSS)])
+def test_three_models_on_the_same_gpus(gpus: tuple[str, ...], slower: float) -> None:
+    """A request of five steps of 1 s for each."""
+    names = ("a", "b", "c")
+    policies = Policies(
+        deployer=AsTold(second_per_step(), dict.fromkeys(names, placed_on(*gpus))), make_batcher=EngineBatcher
+    )
+    scenario = Scenario(cluster=cluster(len(gpus)), actions=deploy_all(*names))
+    result = simulate([Request(0.0, 1, 5, name) for name in names], scenario, policies)
+    assert result.outcomes.last_token_s.tolist() == pytest.approx([5 * slower] * 3)
+
+
+@pytest.mark.parametrize("factor", [0.9, float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["overhead", "group_loss"])
+def test_a_loss_is_a_factor_of_at_least_1(name: str, factor: float) -> None:
     with pytest.raises(ConfigError):
-        ProcessorSharing(overhead=overhead)
+        ProcessorSharing(**{name: factor})
 
 
 @pytest.mark.parametrize(
