@@ -2,7 +2,7 @@
 
 Processes without MPS take turns of the whole GPU. k engines that are busy without a pause take ``1.1 k`` times as
 long each, whatever they do; an idle one costs nothing; in between, the loss is in proportion (``slowdown``). That
-holds for TP groups too, but only while one of them meets one other engine at a time. With two others the turns of
+holds for TP groups too, but only while one of them meets one other engine at a time. With two more the turns of
 its GPUs fall apart, and each all-reduce spins until they meet again: between 1 and 35 times as long once more, by
 chance (``crowding_loss``).
 
@@ -25,7 +25,7 @@ _Shares = TypeVar("_Shares", float, npt.NDArray[np.float64])
 
 
 def slowdown(others: _Shares, overhead: float = OVERHEAD) -> _Shares:
-    """Return how many times as long work takes among others that are busy for ``others`` of the time, in sum."""
+    """Return how many times as long work takes next to engines that are busy for ``others`` of the time, in sum."""
     found: _Shares = 1.0 + overhead * others + (overhead - 1.0) * np.minimum(1.0, others)
     return found
 
@@ -34,6 +34,6 @@ def crowding_loss(crowded: _Shares, group_loss: float = GROUP_LOSS) -> _Shares:
     """Return how many times as long a TP group takes on top of that.
 
     Args:
-        crowded: share of the time in which two others or more are busy on a GPU of it.
+        crowded: share of the time in which two further engines or more are busy on a GPU of it.
     """
     return 1.0 + (group_loss - 1.0) * crowded

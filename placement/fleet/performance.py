@@ -3,9 +3,9 @@
 *   Each replica serves its part of the rate as ``fingerprint.queueing`` says, slowed by the rest of its GPUs'
     replicas; prompts and answers vary as an exponential does, and as many run at once as the KV cache holds.
 *   Beyond 98% of capacity a queue grows for as long as the load lasts (``_OVERLOAD_S``).
-*   A replica is busy for ``B = 1 - exp(-l E)`` of the time, l its rate and E the mean time of a request; the
-    others on its GPUs slow it by ``fingerprint.gpu_sharing``. How often two of them are busy at once, which splits
-    a TP group, follows as if they were busy independently.
+*   A replica is busy for ``B = 1 - exp(-l E)`` of the time, l its rate and E the mean time of a request; its
+    co-tenants slow it by ``fingerprint.gpu_sharing``. How often two of them are busy at once, which splits a TP
+    group, follows as if they were busy independently.
 
 Requests go to the replicas of a deployment in proportion to how fast these are. The fixed point is found in damped
 rounds. All cases of load are worked out together, as columns [cases, replicas].
@@ -64,7 +64,7 @@ class _Rows:
     share: Table
     on: Table  # [replicas, GPUs]: share of a step that runs there
     splits: Table  # log2 of the GPUs whose communication was not measured
-    crowded: npt.NDArray[np.bool_]  # TP groups with two others or more on a GPU
+    crowded: npt.NDArray[np.bool_]  # TP groups with two co-tenants or more on a GPU
 
     @classmethod
     def of(cls, fleet: Fleet, plan: FleetPlan, room: KvRoom) -> _Rows:
@@ -89,19 +89,19 @@ class _Rows:
             crowded=is_group & (tenants[gpus].max(axis=1) > 2),
         )
 
-    def others(self, busy: Table, foreign: Table) -> Table:
-        """Return the busy shares of the others on the GPU of each replica that has most, in sum."""
+    def busy_tenants(self, busy: Table, foreign: Table) -> Table:
+        """Return the busy shares of co-tenants, in sum, on that GPU of each replica where it is most."""
         there = busy @ self.on + foreign  # [cases, GPUs]
         return np.asarray(np.maximum(0.0, there[:, self.gpus].max(axis=2) - busy * self.share))
 
     def crowding(self, busy: Table) -> Table:
-        """Return the share of the time in which two others or more are busy on a GPU of each TP group."""
+        """Return the share of the time in which two co-tenants or more are busy on a GPU of each TP group."""
         shares = np.minimum(busy, _SATURATED)[:, :, None] * self.on  # [cases, replicas, GPUs]
         none, odds = np.log1p(-shares), shares / (1 - shares)
         here = np.arange(len(self.gpus))[:, None]
-        others = none.sum(axis=1)[:, self.gpus] - none[:, here, self.gpus]
+        idle = none.sum(axis=1)[:, self.gpus] - none[:, here, self.gpus]
         one = odds.sum(axis=1)[:, self.gpus] - odds[:, here, self.gpus]
-        return np.where(self.crowded, (1 - np.exp(others) * (1 + one)).max(axis=2), 0.0)
+        return np.where(self.crowded, (1 - np.exp(idle) * (1 + one)).max(axis=2), 0.0)
 
 
 def forecast(fleet: Fleet, plan: FleetPlan, loads: Loads, room: KvRoom) -> FleetForecast:
@@ -120,7 +120,7 @@ def forecast(fleet: Fleet, plan: FleetPlan, loads: Loads, room: KvRoom) -> Fleet
     for number in range(_ROUNDS):
         e2e, used = _served(rows, arriving * routed, slow * loss, variation)
         busy = 1 - np.exp(-arriving * routed * e2e)
-        found = slowdown(rows.others(busy, foreign))
+        found = slowdown(rows.busy_tenants(busy, foreign))
         if rows.crowded.any():
             found = found * crowding_loss(rows.crowding(busy))
         slow = found if number == 0 else (slow + found) / 2

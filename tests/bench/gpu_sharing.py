@@ -103,7 +103,7 @@ RUNS: dict[str, tuple[bool, tuple[str, ...], tuple[tuple[str, tuple[Mapping[str,
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scene:
-    """What ran, and what each engine got done a second. ``loaded``: engines that were up, idle ones included."""
+    """Engines under load, and what each got done a second. ``loaded``: all that were up, idle ones included."""
 
     run: str
     loaded: str

@@ -24,7 +24,7 @@ __all__ = ["Contention", "ProcessorSharing", "StageDemand", "processor_sharing"]
 class StageDemand(NamedTuple):
     """Share of a worker's step that a stage executes, and the shares of other workers on each GPU of it.
 
-    ``is_group``: a TP group, of several GPUs; those that see the same others are given once.
+    ``is_group``: a TP group, of several GPUs; those with the same co-tenants are given once.
     """
 
     share: float
