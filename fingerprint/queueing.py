@@ -52,10 +52,9 @@ Rows = npt.NDArray[np.intp]
 _TINY = 1e-300
 _LEAST = 1e-9
 _SMOOTHEST = 1 / 16  # constant gaps and services have peakedness 0, for which there are no slots to speak of
-_LOADS = np.linspace(0.0, 1.0, 257)
+_LOADS = np.concatenate([[0.0], np.geomspace(1e-9, 0.05, 128)[:-1], np.linspace(0.05, 1.0, 245)])
 _HALVINGS = 60
 _LIGHT = 0.2  # more of Sakasegawa's exponent at light load: Erlang's formula within 1.7 points at 2 to 256 slots
-_NEWTON = 4  # steps on the piecewise linear law of a step's time
 
 
 class Variation(NamedTuple):
@@ -106,6 +105,10 @@ class ServiceColumns:
         """Return intercept and slope of T(n) about ``batch`` [..., rows]."""
         return self._about(batch, *self._request_lines)
 
+    def line_in(self, segment: Rows) -> tuple[Column, Column]:
+        """Return intercept and slope of T(n) in ``segment`` [..., rows]."""
+        return self._in(segment, *self._request_lines)
+
     def requests_s(self, batch: Column) -> Column:
         """Return T(n), the time of a request that runs among ``batch`` [..., rows]."""
         intercept, slope = self.request_line(batch)
@@ -123,15 +126,24 @@ class ServiceColumns:
         return np.minimum(prompt_s / self.slot_s, 1.0)
 
     @cached_property
+    def knots(self) -> tuple[Column, Column]:
+        """Ends of the segments, as far as requests run at once, and T(n) there: [segments + 1, rows] each."""
+        ends = np.append(2.0 ** np.arange(len(self.slopes_s)), np.inf)
+        batches = np.minimum(ends[:, None], self.most)
+        return batches, self.requests_s(batches)
+
+    @cached_property
     def _request_lines(self) -> tuple[Column, Column]:
         fixed_s = self.prompt_s - self.added_prompt_s + self.more_tokens * self.intercepts_s
         return fixed_s, self.added_prompt_s + self.more_tokens * self.slopes_s
 
     def _about(self, batch: Column, intercepts: Column, slopes: Column) -> tuple[Column, Column]:
-        segments, rows = intercepts.shape
-        if segments == 1:
+        if len(slopes) == 1:
             return intercepts[0], slopes[0]
-        segment = np.log2(np.maximum(batch, 1.0)).astype(np.intp)
+        return self._in(np.log2(np.maximum(batch, 1.0)).astype(np.intp), intercepts, slopes)
+
+    def _in(self, segment: Rows, intercepts: Column, slopes: Column) -> tuple[Column, Column]:
+        segments, rows = intercepts.shape
         at = np.minimum(segment, segments - 1) * rows + np.arange(rows)
         return intercepts.ravel()[at], slopes.ravel()[at]
 
@@ -171,13 +183,23 @@ def requests_at_once(service: ServiceColumns, utilisation: Column, variation: Va
     """Return how many requests run while one runs, for utilisations [..., rows] from 0 to below 1."""
     rate = utilisation / service.slot_s
     peak = _peakedness(utilisation * service.most, variation)
-    met = np.zeros(utilisation.shape)
-    for _ in range(_NEWTON if len(service.slopes_s) > 1 else 1):
-        fixed_s, grows_s = service.request_line(met + peak)
-        left = np.maximum(1 - rate * grows_s, _LEAST)
-        met = np.maximum(np.minimum(rate * (fixed_s + grows_s * peak) / left, service.most), 0.0)
+    # Steps that jump may have the law hold at several numbers. The least, which a queue that fills gets to first,
+    # is in the first segment of whose end fewer than that are met.
+    batches, times_s = (_cases(knots, utilisation.ndim) for knots in service.knots)
+    are_fewer = rate * times_s + peak <= batches
+    segment = np.maximum(are_fewer.argmax(axis=0) - 1, 0)
+    fixed_s, grows_s = service.line_in(segment)
+    is_full = ~are_fewer.any(axis=0)
+    left = np.where(is_full, 1.0, np.maximum(1 - rate * grows_s, _LEAST))
+    met = np.where(is_full, utilisation * service.most, rate * (fixed_s + grows_s * peak) / left)
+    met = np.clip(met, 0.0, service.most)
     mean = np.minimum(np.maximum(met + peak, 1.0), service.most)
     return RequestsAtOnce(mean, peak * met / left, service.most, peak)
+
+
+def _cases(knots: Column, dimensions: int) -> Column:
+    """Return [knots, ..., rows] for utilisations of so many dimensions."""
+    return knots.reshape(len(knots), *[1] * (dimensions - 1), -1)
 
 
 def slot_wait(service: ServiceColumns, utilisation: Column, variation: Variation, peak: Column) -> Wait:

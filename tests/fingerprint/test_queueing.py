@@ -22,7 +22,7 @@ from fingerprint.queueing import (
 )
 from fingerprint.service_model import STEP_KNOTS, ServiceModel, steps_between
 
-LOADS = [0.05, 0.3, 0.5, 0.8, 0.95, 0.9985]  # the last between the last two knots
+LOADS = [1e-4, 1e-3, 0.01, 0.05, 0.3, 0.5, 0.8, 0.95, 0.9985]  # the last between the last two knots
 
 
 def columns(slots: int, *, alone_s: float = 1.0, full_s: float = 1.0) -> ServiceColumns:
@@ -111,6 +111,34 @@ def test_knots_on_a_line_are_the_line(u: float, slots: int, burstiness: float) -
     of_line, of_many = (requests_at_once(s, np.array([u]), Variation(burstiness)) for s in (line, many))
     assert of_many.mean[0] == pytest.approx(of_line.mean[0])
     assert of_many.deviation[0] == pytest.approx(of_line.deviation[0])
+
+
+@given(
+    steps=st.lists(st.floats(0, 1), min_size=len(STEP_KNOTS), max_size=len(STEP_KNOTS)).map(sorted),
+    loads=st.lists(st.floats(0.001, 0.999), min_size=2, max_size=20).map(sorted),
+    slots=st.sampled_from([1, 2, 5, 64, 256]),
+    peaks=st.sampled_from([0.5, 1.0, 3.0]),
+)
+def test_requests_at_once_are_the_least_that_meet_as_many_and_grow_with_load(
+    steps: list[float], loads: list[float], slots: int, peaks: float
+) -> None:
+    """With steps that jump anywhere, against a walk from none: what is met while as many run as were met."""
+    model = ServiceModel(
+        config=DeploymentConfig(), prompt_s=0.03, step_s=tuple(0.008 + step for step in steps), input_tokens=1000,
+        output_tokens=200, longest_tokens=2000, fixed_bytes=0, kv_bytes_per_token=1.0,
+    )  # fmt: skip
+    service = ServiceColumns.of([model] * len(loads), np.full(len(loads), float(slots)))
+    found = requests_at_once(service, np.array(loads), Variation(math.sqrt(peaks)))
+    rate = np.array(loads) / service.slot_s
+    met = np.zeros(len(loads))
+    for _ in range(3000):
+        met = rate * service.requests_s(np.clip(met + found.peak, 1.0, slots))
+    walked = np.clip(met + found.peak, 1.0, slots)
+    assert (found.mean >= walked * (1 - 1e-9)).all()
+    settled = np.abs(rate * service.requests_s(np.clip(met + found.peak, 1.0, slots)) - met) < 1e-9 * (1 + met)
+    assert found.mean[settled] == pytest.approx(walked[settled], rel=1e-5)
+    if peaks == 1:
+        assert (np.diff(found.mean) >= -1e-9).all()
 
 
 ROUNDING = 1e-12
