@@ -80,6 +80,8 @@ def simulate(
         requests = load.requests(trace, tuple(named))
         if report is not None:
             output_file(report)
+    if not scenario.service.batches:  # GPUs are then shared without a loss (traces.simulator.scenario.Policies)
+        options = replace(options, group_loss=1.0)
     models, times = _models(named, gpu, snapshot, options, request.engine, decision.profile or [])
     world = World(gpu, models, scenario)
     startup_s = _startup_s(models.values()) if cluster.startup is None else cluster.startup

@@ -212,7 +212,12 @@ def _chosen(
         most_replicas=_most_replicas(options, is_told=in_all > 0),
     )
     named = (FleetDeployment(name=one.name, options=one.services) for one in expected)
-    fleet = Fleet(deployments=(new, *named, *running.deployments), gpus=running.gpus, expected=in_all)
+    fleet = Fleet(
+        deployments=(new, *named, *running.deployments),
+        gpus=running.gpus,
+        expected=in_all,
+        group_loss=options.group_loss,
+    )
     least = fleet.least(0).num_gpus
     if in_all:
         needed = sum(fleet.least(number).num_gpus for number in range(first))

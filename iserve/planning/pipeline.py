@@ -15,6 +15,7 @@ from fingerprint.engines import traits_of
 from fingerprint.errors import ConfigError, NotMeasuredError
 from fingerprint.estimates import Estimate, Estimator
 from fingerprint.estimators.roofline import RooflineEstimator
+from fingerprint.gpu_sharing import GROUP_LOSS
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
 from fingerprint.service_model import LARGEST_BATCH
@@ -80,6 +81,7 @@ class PlanOptions:
     more_requests: bool = False  # serve as many at once as memory holds, not only those that are planned for
     longer_requests: bool = False  # likewise
     more_replicas: bool = False  # as many as the load is worth, of a joint plan at a known load
+    group_loss: float = GROUP_LOSS  # of TP groups in crowds (fingerprint.gpu_sharing); 1 where nothing is lost
 
     def __post_init__(self) -> None:
         check_placement(self.policy)

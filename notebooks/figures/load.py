@@ -114,7 +114,10 @@ class World:
         workload = workload or self.site.workload
 
         def options(model: str) -> PlanOptions:
-            return PlanOptions(intent=intent_of(model), workload=workload, policy=policy, expect=expect)
+            # Sharing is simulated without the losses that were measured later, as recorded.
+            return PlanOptions(
+                intent=intent_of(model), workload=workload, policy=policy, expect=expect, group_loss=1.0
+            )
 
         return {m: self.site.model(m, options(m)) for m in dict.fromkeys(self.deployments.values())}
 

@@ -30,6 +30,10 @@ __all__ = ["FleetForecast", "forecast"]
 Table = npt.NDArray[np.float64]
 
 _ROUNDS = 7
+_MOST_ROUNDS = (
+    64  # where TP groups are crowded: each slows the rest, so that a little load may grow to a standstill
+)
+_SETTLED = 0.003
 _SATURATED = 1 - 1e-9
 _FULL = 0.98  # share of capacity from which a queue is taken to grow
 _OVERLOAD_S = 150.0  # mean wait per unit of load that is not served: that of a few minutes of overload
@@ -64,7 +68,6 @@ class _Rows:
     share: Table
     on: Table  # [replicas, GPUs]: share of a step that runs there
     splits: Table  # log2 of the GPUs whose communication was not measured
-    crowded: npt.NDArray[np.bool_]  # TP groups with two co-tenants or more on a GPU
 
     @classmethod
     def of(cls, fleet: Fleet, plan: FleetPlan, room: KvRoom) -> _Rows:
@@ -76,17 +79,13 @@ class _Rows:
         on = np.zeros((len(options), len(fleet.gpus)))
         for row, replica in enumerate(plan.replicas):
             on[row, list(replica.gpus)] = share[row]
-        tenants = (on > 0).sum(axis=0)
-        is_group = np.array([option.config.tp > 1 for option in options])
-        gpus = np.array(groups, np.intp)
         return cls(
             service=ServiceColumns.of(options, np.array(most)),
             deployment=np.array([replica.deployment for replica in plan.replicas], np.intp),
-            gpus=gpus,
+            gpus=np.array(groups, np.intp),
             share=share,
             on=on,
             splits=np.array([0.0 if o.is_split_measured else np.log2(o.config.tp) for o in options]),
-            crowded=is_group & (tenants[gpus].max(axis=1) > 2),
         )
 
     def busy_tenants(self, busy: Table, foreign: Table) -> Table:
@@ -94,14 +93,59 @@ class _Rows:
         there = busy @ self.on + foreign  # [cases, GPUs]
         return np.asarray(np.maximum(0.0, there[:, self.gpus].max(axis=2) - busy * self.share))
 
-    def crowding(self, busy: Table) -> Table:
-        """Return the share of the time in which two co-tenants or more are busy on a GPU of each TP group."""
-        shares = np.minimum(busy, _SATURATED)[:, :, None] * self.on  # [cases, replicas, GPUs]
-        none, odds = np.log1p(-shares), shares / (1 - shares)
-        here = np.arange(len(self.gpus))[:, None]
-        idle = none.sum(axis=1)[:, self.gpus] - none[:, here, self.gpus]
-        one = odds.sum(axis=1)[:, self.gpus] - odds[:, here, self.gpus]
-        return np.where(self.crowded, (1 - np.exp(idle) * (1 + one)).max(axis=2), 0.0)
+
+@dataclass(frozen=True)
+class _Crowds:
+    """TP groups with two co-tenants or more on a GPU, and the tenants of their GPUs."""
+
+    groups: npt.NDArray[np.intp]  # numbers of those replicas
+    own: Table  # [groups, 1]: share of a step on each GPU
+    gpus: npt.NDArray[np.intp]  # [groups, widest group], numbers among ``first``
+    first: npt.NDArray[np.intp]  # [GPUs of theirs]: first tenant of each
+    tenants: npt.NDArray[
+        np.intp
+    ]  # in the order of those GPUs; the number after the last replica is what is foreign
+    shares: Table  # [tenants]: of a step, or of the time of what is foreign
+
+    @classmethod
+    def of(cls, rows: _Rows, is_group: npt.NDArray[np.bool_], foreign: Table) -> _Crowds | None:
+        """Return the crowds; None: there is none.
+
+        Args:
+            foreign: [GPUs], busy share of what no replica accounts for, one more tenant.
+        """
+        on = np.vstack([rows.on, np.minimum(foreign, _SATURATED)])
+        is_crowded = is_group & ((on > 0).sum(axis=0)[rows.gpus].max(axis=1) > 2)
+        if not is_crowded.any():
+            return None
+        gpus, places = np.unique(rows.gpus[is_crowded], return_inverse=True)
+        on = on[:, gpus]
+        gpu_of, tenants = np.nonzero(on.T)
+        return cls(
+            groups=np.flatnonzero(is_crowded),
+            own=rows.share[is_crowded][:, None],
+            gpus=places.reshape(-1, rows.gpus.shape[1]),
+            first=np.searchsorted(gpu_of, np.arange(len(gpus))),
+            tenants=tenants,
+            shares=on[tenants, gpu_of],
+        )
+
+    def lossy(self, slow: Table, busy: Table, group_loss: float) -> Table:
+        """Return ``slow`` with the loss of these groups, as if tenants were busy independently."""
+        busy = np.hstack([np.minimum(busy, _SATURATED), np.ones((len(busy), 1))])
+        idle, odds = _idle_odds(busy[:, self.tenants] * self.shares)
+        own_idle, own_odds = _idle_odds(busy[:, self.groups, None] * self.own)
+        idle = np.add.reduceat(idle, self.first, axis=1)[:, self.gpus] - own_idle
+        odds = np.add.reduceat(odds, self.first, axis=1)[:, self.gpus] - own_odds
+        crowded = (1 - np.exp(idle) * (1 + odds)).max(axis=2)  # neither no other tenant is busy, nor one
+        found = slow.copy()
+        found[:, self.groups] *= crowding_loss(crowded, group_loss)
+        return found
+
+
+def _idle_odds(busy: Table) -> tuple[Table, Table]:
+    """Return the logarithm of the chance to be idle, and the odds of being busy."""
+    return np.log1p(-busy), busy / (1 - busy)
 
 
 def forecast(fleet: Fleet, plan: FleetPlan, loads: Loads, room: KvRoom) -> FleetForecast:
@@ -117,12 +161,16 @@ def forecast(fleet: Fleet, plan: FleetPlan, loads: Loads, room: KvRoom) -> Fleet
     variation = Variation(burstiness=math.sqrt(loads.arrival_cv2))
     arriving = loads.rates_per_s[:, rows.deployment]
     e2e = busy = used = np.zeros(shape)
-    for number in range(_ROUNDS):
+    is_group = np.array([fleet.option(replica).config.tp > 1 for replica in plan.replicas])
+    crowds = _Crowds.of(rows, is_group, foreign)
+    for number in range(_MOST_ROUNDS if crowds else _ROUNDS):
         e2e, used = _served(rows, arriving * routed, slow * loss, variation)
         busy = 1 - np.exp(-arriving * routed * e2e)
         found = slowdown(rows.busy_tenants(busy, foreign))
-        if rows.crowded.any():
-            found = found * crowding_loss(rows.crowding(busy))
+        if crowds:
+            found = crowds.lossy(found, busy, fleet.group_loss)
+            if number >= _ROUNDS and np.abs(found / slow - 1).max() < _SETTLED:
+                break
         slow = found if number == 0 else (slow + found) / 2
         if (counts > 1).any():
             speed = 1 / slow / loss / rows.service.steps_s(np.ones(shape))

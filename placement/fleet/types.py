@@ -8,6 +8,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from fingerprint.errors import ConfigError
+from fingerprint.gpu_sharing import GROUP_LOSS
 from fingerprint.service_model import ServiceModel
 
 __all__ = ["Fleet", "FleetDeployment", "FleetGoal", "FleetGpu", "FleetPlan", "FleetReplica"]
@@ -119,6 +120,7 @@ class Fleet:
         reserved: numbers of GPUs that are left to deployments still expected.
         expected: deployments that there will be in all; 0: no more than these.
         loaded_gpus: GPUs of whose worth of load the prior has shares; None: all.
+        group_loss: of TP groups in crowds (``fingerprint.gpu_sharing``).
     """
 
     deployments: tuple[FleetDeployment, ...]
@@ -126,6 +128,7 @@ class Fleet:
     reserved: frozenset[int] = frozenset()
     expected: int = 0
     loaded_gpus: int | None = None
+    group_loss: float = GROUP_LOSS
 
     def __post_init__(self) -> None:
         if not self.deployments or not self.gpus:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fingerprint.errors import ConfigError
-from fingerprint.gpu_sharing import GROUP_LOSS
+from fingerprint.gpu_sharing import GROUP_LOSS, slowdown
+from placement.fleet import performance
 from placement.fleet.load import Loads, given_rates, prior
 from placement.fleet.memory import kv_room
 from placement.fleet.performance import FleetForecast, forecast
@@ -61,6 +64,49 @@ def test_a_tp_group_loses_no_more_where_the_others_are_idle() -> None:
     plan = FleetPlan(tuple(FleetReplica(number, 0, (0, 1)) for number in range(3)))
     found = forecast_of(one, plan, at([1e-9, 16.0, 1e-9]))
     assert found.slowdown[0, 0] == pytest.approx(2.2, rel=0.01)
+
+
+@given(
+    st.lists(st.sampled_from([(0, 1), (2, 3), (0,), (1,), (3,)]), min_size=1, max_size=4),
+    st.lists(st.floats(0, 0.95), min_size=6, max_size=6),
+)
+def test_crowding_is_the_chance_that_two_others_are_busy_at_once(
+    others: list[tuple[int, ...]], chances: list[float]
+) -> None:
+    """Against every combination of busy and idle tenants, one by one; what is foreign is a tenant of GPU 0."""
+    replicas = tuple(FleetReplica(number, len(on) - 1, on) for number, on in enumerate([(0, 1), *others]))
+    one = fleet(len(replicas), 4, degrees=(1, 2), fixed_gib=5)
+    busy = np.array([chances[: len(replicas)]])
+    foreign = np.array([chances[-1], 0.0, 0.0, 0.0])
+    slow = np.ones(busy.shape)
+    room = kv_room(one, FleetPlan(replicas))
+    assert room is not None
+    rows = performance._Rows.of(one, FleetPlan(replicas), room)
+    crowds = performance._Crowds.of(rows, np.array([len(r.gpus) > 1 for r in replicas]), foreign)
+    lossy = slow if crowds is None else crowds.lossy(slow, busy, 3.0)
+    for row, replica in enumerate(replicas):
+        most = 0.0
+        for gpu in replica.gpus if len(replica.gpus) > 1 else ():
+            there = [busy[0, n] for n, r in enumerate(replicas) if n != row and gpu in r.gpus] + [foreign[gpu]]
+            cases = itertools.product([False, True], repeat=len(there))
+            at_once = [math.prod(b if is_busy else 1 - b for b, is_busy in zip(there, case, strict=True))
+                       for case in cases if sum(case) > 1]  # fmt: skip
+            most = max(most, sum(at_once))
+        assert lossy[0, row] == pytest.approx(1 + 2 * most, rel=1e-6)
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.25, 0.5, 2.0])
+def test_crowded_groups_are_followed_until_their_load_settles(rate: float) -> None:
+    """At 0.25/s a little load grows to a standstill: each slows the rest, which are busy for longer."""
+    one = fleet(3, 2, degrees=(2,))
+    plan = FleetPlan(tuple(FleetReplica(number, 0, (0, 1)) for number in range(3)))
+    found = forecast_of(one, plan, at([rate] * 3))
+    busy = found.busy[0, 0]
+    assert busy == pytest.approx(1 - math.exp(-rate * found.e2e_s[0, 0]), rel=0.01)
+    crowded = GROUP_LOSS * busy**2 + 1 - busy**2
+    assert found.slowdown[0, 0] == pytest.approx(slowdown(2 * busy) * crowded, rel=0.01)
+    lossless = forecast_of(replace(one, group_loss=1.0), plan, at([rate] * 3))
+    assert lossless.slowdown[0, 0] == pytest.approx(slowdown(2 * lossless.busy[0, 0]), rel=0.05)
 
 
 def test_a_split_that_was_not_measured_pays_the_loss_of_the_case() -> None:
