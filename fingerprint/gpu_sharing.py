@@ -25,7 +25,7 @@ _Shares = TypeVar("_Shares", float, npt.NDArray[np.float64])
 
 
 def slowdown(others: _Shares, overhead: float = OVERHEAD) -> _Shares:
-    """Return how many times as long work takes next to engines that are busy for ``others`` of the time, in sum."""
+    """Return how many times as long work takes next to engines busy for ``others`` of the time, in sum."""
     found: _Shares = 1.0 + overhead * others + (overhead - 1.0) * np.minimum(1.0, others)
     return found
 

@@ -57,6 +57,7 @@ _METRICS: tuple[Metric, ...] = ("ttft", "tpot", "e2e")
 _POINTS, _WEIGHTS = np.polynomial.legendre.leggauss(4)
 _POINTS, _WEIGHTS = (_POINTS + 1) / 2, _WEIGHTS / 2  # of [0, 1]
 _TINY = 1e-300
+_MOSTLY_PROMPTS = 0.5
 _LARGEST = 1 - 1e-9  # utilisation; beyond, no wait is worth a number
 # In logarithms, from what a request alone takes, and from the highest rate there can be: nothing is farther off.
 _OFF_TIME = np.array([-21, -4, -2.5, -2, -1.5, -1, -0.75, -0.5, -0.3, -0.2, -0.1, 0.0, 0.1, 0.3, 1, 21])
@@ -352,7 +353,7 @@ class Attainment:
     def _misses_at(self, metric: Metric, limit: Column, load: _Load, z: Column) -> Column:
         """Return the share that misses [points, rows] at each truth z."""
         state = self._state(z, load)
-        missed = self._misses_in(metric, limit, state, None)
+        missed = self._missed(metric, limit, state, None)
         if not self._traffic.relative_rates:
             return missed
         left = self._left(load.level, state)
@@ -362,7 +363,7 @@ class Attainment:
         most = np.broadcast_to(self._service.most, z.shape)
         full = state._replace(running=state.running._replace(mean=most, variance=np.zeros_like(z)))
         some = np.maximum(late, _TINY)
-        return missed + late * (self._misses_in(metric, limit, full, lambda wait_s: left(wait_s) / some) - missed)
+        return missed + late * (self._missed(metric, limit, full, lambda wait_s: left(wait_s) / some) - missed)
 
     def _left(self, level: int, state: _State) -> Callable[[Column], Column]:
         """Return a function: the share of requests at a level that find at least ``wait_s`` of work left."""
@@ -371,6 +372,17 @@ class Attainment:
             return self._moving.left_beyond(level, state.mean, wait_s / self._traffic.window_s)
 
         return beyond
+
+    def _missed(
+        self, metric: Metric, limit: Column, state: _State, left: Callable[[Column], Column] | None
+    ) -> Column:
+        """Return ``_misses_in``; of TTFT no more than of E2E, which matters where prompts are most of the work."""
+        missed = self._misses_in(metric, limit, state, left)
+        are_prompts = self._service.prompt_share > _MOSTLY_PROMPTS
+        if metric == "ttft" and are_prompts.any():
+            whole = self._misses_in("e2e", limit, state, left)
+            missed = np.where(are_prompts, np.minimum(missed, whole), missed)
+        return missed
 
     def _misses_in(
         self, metric: Metric, limit: Column, state: _State, left: Callable[[Column], Column] | None

@@ -151,8 +151,7 @@ def checks_as_asked(
 def kept_at_the_upper_end(intent: Intent, served: Attainment | None, num_rows: int) -> Mask:
     """Return the rows that keep the SLO under the rate were the truth the upper end of the estimate's interval.
 
-    Without a
-    rate that is what ``checks_as_asked`` asks already, as it does of budget and rate.
+    Without a rate that is what ``checks_as_asked`` asks already, as it does of budget and rate.
     """
     kept, rate = np.ones(num_rows, np.bool_), intent.rate_per_s
     if served is None or rate is None:

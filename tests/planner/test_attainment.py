@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from statistics import NormalDist
 
 import numpy as np
@@ -72,6 +73,38 @@ def test_the_uncertain_truth_is_integrated_over() -> None:
             else 0.0
         )
     assert misses(found, "e2e", limit, rate) == pytest.approx(total / (points / 100), abs=0.01)
+
+
+@given(
+    most=st.sampled_from([1, 2, 8, 64]),
+    output_tokens=st.sampled_from([1, 2, 10, 100]),
+    prompt_s=st.floats(0.01, 3.0),
+    step_s=st.floats(0.003, 0.1),
+    busy=st.floats(0.05, 0.95),
+    limit=st.floats(0.3, 30.0),
+    traffic=st.builds(
+        Traffic,
+        burstiness=st.sampled_from([1.0, 2.0]),
+        input_cv=st.sampled_from([0.2, 1.0]),
+        output_cv=st.sampled_from([0.2, 1.0]),
+    ),
+)
+def test_an_answer_is_late_where_its_first_token_is(
+    most: int, output_tokens: int, prompt_s: float, step_s: float, busy: float, limit: float, traffic: Traffic
+) -> None:
+    work = Workload(batch=most, input_tokens=512, output_tokens=output_tokens)
+    full, alone = (
+        estimate(
+            DeploymentConfig(),
+            ttft_s=prompt_s * (1 + 0.7 * (batch - 1)),
+            tpot_s=step_s * (1 + 0.02 * (batch - 1)),
+            workload=replace(work, batch=batch),
+        )
+        for batch in (most, 1)
+    )
+    found = Attainment.of_estimates(figures([full]), [alone], traffic)
+    limit_s, rate = limit * (prompt_s + output_tokens * step_s), busy * capacity(found)
+    assert misses(found, "ttft", limit_s, rate) <= misses(found, "e2e", limit_s, rate) + 1e-3
 
 
 cases = {
