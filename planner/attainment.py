@@ -191,6 +191,11 @@ class Attainment:
         """Seconds of the replica that a request takes, when every slot is taken."""
         return self._service.slot_s
 
+    @property
+    def free_slot_exponent(self) -> Column:
+        """Power of the utilisation that is about the share of requests without a free slot (Sakasegawa)."""
+        return np.sqrt(2 * (self._service.most + 1)) - 1
+
     def service_at(self, percentile: float) -> Column:
         """Return the same at that percentile of the truth."""
         z = np.full(len(self), float(normal_quantile(np.array(percentile / 100))))

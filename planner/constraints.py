@@ -193,7 +193,8 @@ def _under_load(intent: Intent, served: Attainment, capacity: Column) -> list[Ch
     saturated = rate >= capacity
     at_rate = f"at p{percentile:g} of {rate * intent.replicas:g} requests/s"
     note = f"{at_rate} ({MODEL_NAME}; alone at the upper end of the interval)"
-    wait_s = _log_share(intent) / np.maximum(capacity - rate, _LEAST)  # as of M/M/1
+    taken = np.minimum(rate / np.maximum(capacity, _LEAST), 1.0) ** served.free_slot_exponent
+    wait_s = np.log(np.maximum(taken / (1 - percentile / 100), 1.0)) / np.maximum(capacity - rate, _LEAST)
     checks = []
     for kind, allowed in _limits_of(intent):
         metric, alone = _METRICS[kind], served.alone_high(_METRICS[kind])
@@ -253,12 +254,12 @@ def checks_at_lower_rates(asked: Sequence[Check], intent: Intent, served: Attain
         return _MARGIN * served.take(rows).highest_rate(limits_s, intent.percentile, most[rows])
 
     highest = LazyColumn(np.where(queued, np.nan, most * _MARGIN), find) if kept else LazyColumn(most * _MARGIN)
-    rough = most
+    rough, missed = most, 1 - intent.percentile / 100
+    at_once = capacity * missed ** (1 / served.free_slot_exponent)  # at most so many wait at all
     for metric, limit in kept.items():
         spare_s = np.maximum(limit - served.alone_high(metric), _LEAST)
-        rough = (
-            rough if metric == "tpot" else np.minimum(rough, capacity - _log_share(intent) / spare_s)
-        )  # M/M/1's
+        if metric != "tpot":
+            rough = np.minimum(rough, np.maximum(at_once, capacity + math.log(missed) / spare_s))
     note = "" if intent.slo is None else f"within the SLO at p{intent.percentile:g}"
     slower = [
         Check(Limit(LimitKind.RATE, rate, note, intent.replicas), queued, highest, np.maximum(rough, _LEAST))
@@ -271,11 +272,6 @@ def checks_at_lower_rates(asked: Sequence[Check], intent: Intent, served: Attain
             )
             slower.append(Check(check.limit, late_alone[metric], actual, served.alone_high(metric)))
     return [*(check for check in asked if check.limit.kind in (LimitKind.QUALITY, LimitKind.BUDGET)), *slower]
-
-
-def _log_share(intent: Intent) -> float:
-    """Return how many mean waits of M/M/1 its percentile is."""
-    return -math.log(1 - intent.percentile / 100)
 
 
 def _at_most(kind: LimitKind, allowed: float | None, actual: Column, note: str) -> list[Check]:

@@ -196,7 +196,9 @@ def _missed_alone(checks: Sequence[Check], able: Mask) -> list[tuple[Check, Rows
 def _relaxation(check: Check, rows: Rows, room: _Room, cost_unit: str) -> Relaxation | None:
     """Return the smallest change of one limit that admits one of ``rows``, which miss nothing else."""
     sign = -1.0 if check.limit.kind is LimitKind.RATE else 1.0
-    row = nearest_admitted(rows, sign * check.rough[rows], lambda some: sign * check.actual.of(some), room.admits)
+    row = nearest_admitted(
+        rows, [sign * check.rough[rows]], lambda some: sign * check.actual.of(some), room.admits
+    )
     if row is None or check.actual.at(row) <= 0:  # a rate of 0 is no advice
         return None
     best, change = room.refused[row], _change(check.violation(row))
@@ -238,7 +240,8 @@ def _nearest(
             at_once, later = (_distance(checks, rows, rough=rough) for checks in (asked, slower))
             return np.where(saturated[rows], later, np.minimum(at_once, later))
 
-        return nearest_admitted(some, far(some, rough=True), far, admits)
+        about = (far(some, rough=True), _distance(slower, some, rough=True))
+        return nearest_admitted(some, about, far, admits)
 
     row = None
     for step in np.unique(steps[rows]).tolist():
@@ -277,7 +280,11 @@ def _distance(checks: Sequence[Check], rows: Rows, *, rough: bool = False) -> Co
         missed = np.flatnonzero(check.missed[rows])
         if check.limit.kind is LimitKind.QUALITY or not len(missed):
             continue
-        actual = check.rough[rows[missed]] if rough else check.actual.of(rows[missed])
+        if rough:  # what is missed is on the far side of what is allowed
+            within = np.minimum if check.limit.kind is LimitKind.RATE else np.maximum
+            actual = within(check.rough[rows[missed]], check.limit.allowed)
+        else:
+            actual = check.actual.of(rows[missed])
         with np.errstate(divide="ignore", invalid="ignore"):
             # Not of the quotient, which is too large a number where the least there is is allowed.
             total[missed] += np.abs(np.log(actual) - np.log(check.limit.allowed))
@@ -285,15 +292,15 @@ def _distance(checks: Sequence[Check], rows: Rows, *, rough: bool = False) -> Co
 
 
 def nearest_admitted(
-    rows: Rows, rough: Column, exact: Callable[[Rows], Column], admits: Callable[[int], bool]
+    rows: Rows, rough: Sequence[Column], exact: Callable[[Rows], Column], admits: Callable[[int], bool]
 ) -> int | None:
-    """Return which of the ``rows`` that are admitted has the smallest number; of equals the first.
+    """Return which of the ``rows`` that are admitted has about the smallest number; of equals the first.
 
-    Of thousands only the nearest by ``rough``, about their numbers, are looked at.
+    Of thousands only the nearest by each of ``rough``, about their numbers, are looked at.
     """
-    places = np.argsort(rough, kind="stable")
-    for first in range(0, len(places), _LOOKED_AT):
-        near = rows[np.sort(places[first : first + _LOOKED_AT])]
+    orders = [np.argsort(one, kind="stable") for one in rough]
+    for first in range(0, len(rows), _LOOKED_AT):
+        near = rows[np.unique(np.concatenate([places[first : first + _LOOKED_AT] for places in orders]))]
         some = near[[admits(row) for row in near.tolist()]]
         if len(some):
             return int(some[np.argmin(exact(some))])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -155,7 +156,7 @@ def test_the_nearest_is_the_first_of_the_smallest_that_are_admitted(
 ) -> None:
     work, rows = Counted(np.array(values)), np.arange(len(values))
     column = LazyColumn(np.full(len(values), np.nan), work.find)
-    found = nearest_admitted(rows, np.zeros(len(values)), column.of, admitted.__contains__)
+    found = nearest_admitted(rows, [np.zeros(len(values))], column.of, admitted.__contains__)
     fine = [row for row in rows.tolist() if row in admitted]
     assert found == min(fine, key=lambda row: values[row], default=None)
     assert len(work.found) == len(set(work.found)), "each is found once"
@@ -166,23 +167,33 @@ def test_of_ten_thousand_few_are_found() -> None:
     values = np.random.default_rng(1).random(10_000)
     work = Counted(values)
     column = LazyColumn(np.full(10_000, np.nan), work.find)
-    found = nearest_admitted(np.arange(10_000), values.round(2), column.of, lambda row: row % 2 == 1)
+    found = nearest_admitted(np.arange(10_000), [values.round(2)], column.of, lambda row: row % 2 == 1)
     assert found == 1 + 2 * int(values[1::2].argmin())
     assert column.at(9_999) == values[9_999]
     assert len(work.found) < 200
 
 
-@pytest.mark.parametrize(("ttft_s", "rate_per_s"), [(0.08, 0.3), (2.0, 9.0), (0.05, 20.0)])
-def test_of_many_the_nearest_is_about_the_nearest(ttft_s: float, rate_per_s: float) -> None:
+@settings(max_examples=12, deadline=None)
+@given(intent=intents(), seed=st.integers(0, 1000))
+@pytest.mark.slow
+def test_of_many_the_nearest_is_about_the_nearest(intent: Intent, seed: int) -> None:
     """Distance within 2% of the nearest of all, although 64 of 180 candidates are looked at."""
-    candidates = many(180, 5)
-    intent = Intent(slo=Slo(ttft_s=ttft_s, e2e_s=2.2), rate_per_s=rate_per_s, quality=Quality.ANY)
-    plan, slow = rank(candidates, intent, fits=everything_fits), slowly(candidates, intent)
-    assert plan.chosen is None
+    assert intent.slo is not None
+    candidates, slo = many(180, seed), intent.slo
+    tight = Slo(
+        ttft_s=slo.ttft_s and slo.ttft_s / 8,
+        tpot_s=slo.tpot_s and slo.tpot_s / 8,
+        e2e_s=slo.e2e_s and slo.e2e_s / 8,
+    )
+    hard = replace(intent, kind=IntentKind.LATENCY_SLO, slo=tight, quality=Quality.ANY)
+    plan, slow = rank(candidates, hard, fits=everything_fits), slowly(candidates, hard)
+    if plan.chosen is not None:
+        return
 
     def far(missed: list[tuple[LimitKind, float]]) -> float:
-        allowed = {LimitKind.TTFT: ttft_s, LimitKind.E2E: 2.2, LimitKind.RATE: rate_per_s}
-        return sum(abs(np.log(actual / allowed[kind])) for kind, actual in missed)
+        times = {LimitKind.TTFT: tight.ttft_s, LimitKind.TPOT: tight.tpot_s, LimitKind.E2E: tight.e2e_s}
+        allowed = {**times, LimitKind.RATE: hard.rate_per_s}
+        return float(sum(abs(np.log(actual / (allowed[kind] or np.nan))) for kind, actual in missed))
 
     told = [(v.limit, v.actual) for v in plan.nearest_misses]
-    assert far(told) <= 1.02 * far(slow.nearest()[1])
+    assert far(told) <= 1.02 * far(slow.nearest()[1]) + 1e-6
