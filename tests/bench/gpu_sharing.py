@@ -37,6 +37,7 @@ __all__ = ["Scene", "Sharing", "slowdowns", "table"]
 
 SETTLE_S, WINDOW_S = 1.5, 5.0
 PROMPT_TOKENS, ANSWER_TOKENS = 4000, 1000
+RARE_TOKENS_PER_S = 64  # asked for
 GPU_OF = {"a": (0,), "b": (0,), "d": (0, 1), "e": (0, 1), "f": (0, 1), "g": (0, 1)}
 BYTES = {1: 26_000_000_000, 2: 20_000_000_000}  # of a GPU, by TP
 
@@ -152,11 +153,19 @@ def table(sharing: Sharing) -> str:
     ]
     for scene in sharing.scenes:
         times = slowdowns(sharing, scene)
-        if len(scene.loads) > 1 and times:
+        is_rare = set(scene.loads.values()) == {"rare"}
+        if len(scene.loads) > 1 and (times or is_rare):
             engines = ", ".join(f"TP {len(GPU_OF[name])}: {_LOADS[load]}" for name, load in scene.loads.items())
-            slowed = ", ".join(f"{times[name]:.2f}" if name in times else "-" for name in scene.loads)
+            slowed = ", ".join(_told(times[name]) if name in times else "-" for name in scene.loads)
+            if is_rare:
+                parts = (f"{pace / RARE_TOKENS_PER_S:.0%}" for pace in scene.generated_per_s.values())
+                slowed = f"get {', '.join(parts)} of the answers done"
             lines.append(f"| {engines} | {_RUNS[scene.run]} | {slowed} |")
     return "\n".join(lines)
+
+
+def _told(times: float) -> str:
+    return f"{times:.1f}" if times < 10 else f"{times:.0f}"
 
 
 class Load:
@@ -174,7 +183,7 @@ class Load:
             thread.start()
 
     def _loop(self, number: int) -> None:
-        inputs, outputs = {"prefill": (PROMPT_TOKENS, 1), "rare": (100, 64)}.get(self._kind, (100, ANSWER_TOKENS))
+        inputs, outputs = {"prefill": (PROMPT_TOKENS, 1), "rare": (100, RARE_TOKENS_PER_S)}.get(self._kind, (100, ANSWER_TOKENS))
         begin, turn = time.monotonic(), 0
         while not self._ended.is_set():
             if self._kind == "rare":

@@ -122,7 +122,7 @@ def test_knots_on_a_line_are_the_line(u: float, slots: int, burstiness: float) -
 def test_requests_at_once_are_the_least_that_meet_as_many_and_grow_with_load(
     steps: list[float], loads: list[float], slots: int, peaks: float
 ) -> None:
-    """With steps that jump anywhere, against a walk from none: what is met while as many run as were met."""
+    """Steps may jump anywhere; a walk from none asks how many are met while as many run as were met."""
     model = ServiceModel(
         config=DeploymentConfig(), prompt_s=0.03, step_s=tuple(0.008 + step for step in steps), input_tokens=1000,
         output_tokens=200, longest_tokens=2000, fixed_bytes=0, kv_bytes_per_token=1.0,
