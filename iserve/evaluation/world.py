@@ -205,8 +205,8 @@ class Truth:
     all_reduce: float = 1.0
     """Factor on the time of communication between GPUs."""
     sharing: float = 1.1
-    """Time that each further busy engine on a GPU costs, as a multiple of its own step. Crowded TP groups lose more
-    (``fingerprint.gpu_sharing``), whatever this is."""
+    """Time that each further busy engine on a GPU costs, as a multiple of its own step. Crowded TP groups lose
+    more (``fingerprint.gpu_sharing``), whatever this is."""
     step_times: float = 1.0
     """Factor on the time of every step."""
     startup_s: float = 60.0

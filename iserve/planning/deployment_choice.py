@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from daemon.devices import Device
@@ -15,12 +16,21 @@ from fingerprint.measurements import Profile
 from iserve.model_source import ModelSource
 from iserve.planning.deployability import DeployableDocument
 from iserve.planning.joint_plan import chosen_plan, joint_capacity, joint_document
-from iserve.planning.pipeline import EngineChooser, Hardware, PlanOptions, alone_of, winner_at
+from iserve.planning.pipeline import (
+    JOINT,
+    EngineChooser,
+    Hardware,
+    PlanOptions,
+    alone_of,
+    placements_of,
+    winner_at,
+)
 from iserve.planning.plan_document import plan_document
 from iserve.planning.runner_up import MOST_BATCH
 from iserve.planning.serving_capacity import serving_capacity
 from iserve.planning.verdict import verdict
 from iserve.planning.worker_launch import PlannedDeployment
+from placement.types import Placement
 from planner.intent import MAX_REPLICAS
 from planner.plan import LimitKind, Plan, RefusedFor, Relaxation
 
@@ -57,6 +67,8 @@ def planned_deployment(
     elif not (plan.nearest_misses and options.is_joint([table], hardware.gpu)):  # which has its own advice
         plan = with_rate_advice(plan, hardware, estimator, options)
         notes = (*notes, *(() if plan.best is None else _unused(options, table, hardware)))
+    layout = None if plan.best is None else plan.best.layout
+    notes = (*notes, *(() if layout is None else _crowds(placements_of(layout), hardware)))
     capacity = (
         serving_capacity(plan, kept, hardware, estimator, options)
         if choice is None
@@ -101,6 +113,34 @@ def _unused(options: PlanOptions, table: EngineCapabilities, hardware: Hardware)
     if options.expected_models:
         return ("expected models are of use to a joint plan only (--policy joint); this one is none",)
     return ()
+
+
+def _crowds(new: Sequence[Placement], hardware: Hardware) -> tuple[str, ...]:
+    """Return a warning where ``new`` makes a TP group share a GPU with two further workers or more."""
+    if hardware.gpu.is_cpu:
+        return ()
+    there = [replica.placement for one in hardware.snapshot.deployments for replica in one.replicas]
+    groups = [
+        [(stage.node_id, device) for device in stage.device_ids]
+        for placement in (*new, *there)
+        for stage in placement.stages
+    ]
+    workers = Counter(gpu for group in groups for gpu in group)
+    own = {
+        (stage.node_id, device) for placement in new for stage in placement.stages for device in stage.device_ids
+    }
+    crowded = {gpu for group in groups if len(group) > 1 for gpu in group if workers[gpu] > 2} & own
+    if not crowded:
+        return ()
+    names = ", ".join(
+        f"GPU {gpu.gpu_index} of {gpu.node_id}"
+        for gpu in hardware.snapshot.gpus
+        if (gpu.node_id, gpu.device_id) in crowded
+    )
+    return (
+        f"{names}: three workers or more, tensor-parallel ones among them, may each take 4 to 150 times as long "
+        f"while the others are busy (docs/gpu-sharing.md); --policy {JOINT} avoids it",
+    )
 
 
 _MOST_TRIES = 8  # of replicas

@@ -183,7 +183,9 @@ class Load:
             thread.start()
 
     def _loop(self, number: int) -> None:
-        inputs, outputs = {"prefill": (PROMPT_TOKENS, 1), "rare": (100, RARE_TOKENS_PER_S)}.get(self._kind, (100, ANSWER_TOKENS))
+        inputs, outputs = {"prefill": (PROMPT_TOKENS, 1), "rare": (100, RARE_TOKENS_PER_S)}.get(
+            self._kind, (100, ANSWER_TOKENS)
+        )
         begin, turn = time.monotonic(), 0
         while not self._ended.is_set():
             if self._kind == "rare":

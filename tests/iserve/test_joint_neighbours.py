@@ -22,7 +22,7 @@ from iserve.planning.pipeline import (
 )
 from iserve.route_table import Demand, DeploymentDemand
 from iserve.state.store import DeploymentRow
-from placement.types import ClusterSnapshot
+from placement.types import ClusterSnapshot, DeploymentState, Placement, ReplicaState, StagePlacement
 from planner.intent import IntentKind
 from tests.iserve.joint_plans import (
     KINDS,
@@ -102,6 +102,46 @@ def test_the_memory_of_neighbours_is_never_promised_again() -> None:
         state = state_of(found, options, rate=2.0, steady_s=600.0, name=f"m{number}")
         hardware, number = after(hardware, workers, state), number + 1
     assert number >= 4
+
+
+def shared_by(tps: list[int]) -> Hardware:
+    """Return two GPUs that hold a worker of each TP degree, with half of the memory free."""
+    hardware = hardware_on("h200:2")
+    gpus = tuple(replace(gpu, free_bytes=gpu.total_bytes // 2) for gpu in hardware.snapshot.gpus)
+
+    def state(number: int, tp: int) -> DeploymentState:
+        stage = StagePlacement(
+            node_id=gpus[0].node_id,
+            device_ids=tuple(gpu.device_id for gpu in gpus[:tp]),
+            first_layer=0,
+            num_layers=32,
+            bytes_per_gpu=2**30,
+        )
+        replica = ReplicaState(
+            replica_id=f"m{number}-0", placement=Placement((stage,)), ready=True, outstanding=0, max_batch=1
+        )
+        return DeploymentState(
+            name=f"m{number}", model="m", wanted=1, replicas=(replica,), moving=False, waiting=0,
+            requests_per_s=0.0, service_s=0.0, idle_s=0.0, steady_s=0.0,
+        )  # fmt: skip
+
+    states = tuple(state(number, tp) for number, tp in enumerate(tps))
+    return replace(hardware, snapshot=ClusterSnapshot(gpus, states))
+
+
+@pytest.mark.parametrize(
+    ("there", "crowded"), [([], False), ([2], False), ([1, 1], True), ([2, 2], True), ([1, 2], True)]
+)
+def test_a_plan_by_another_policy_says_where_it_crowds_a_tp_group(there: list[int], crowded: bool) -> None:
+    options = wish(IntentKind.MIN_LATENCY, policy="least-loaded")
+    found = planned(shared_by(there), options, "meta-llama/Llama-3.1-70B")
+    assert found.best is not None
+    assert found.best.config.tp == 2
+    notes = [note for note in found.document.notes if "tensor-parallel" in note]
+    assert len(notes) == crowded
+    if crowded:
+        assert "GPU 0 of plan" in notes[0]
+        assert ("GPU 1 of plan" in notes[0]) == (there == [2, 2])
 
 
 def test_a_rate_next_to_a_neighbour_of_unknown_rate_is_judged_as_it_is() -> None:
