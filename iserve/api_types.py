@@ -148,6 +148,8 @@ class PlanRequest:
     """Rate of each window over the mean of all, which is 1; empty: the rate is constant."""
     rate_window_s: float = Traffic().window_s
     """Length of a window of `relative_rates` in seconds."""
+    prefix_hits: float = Traffic().prefix_hits
+    """Share of the prompts' tokens that the engine's prefix cache holds, from 0 to below 1."""
     quality: Quality = Intent().quality
     """Change of answers that is allowed: exact (16 bits only), near (int8 and fp8 too), any (everything)."""
     budget: float | None = None
@@ -221,6 +223,7 @@ class PlanRequest:
                     output_cv=self.output_cv,
                     relative_rates=self.relative_rates,
                     window_s=self.rate_window_s,
+                    prefix_hits=self.prefix_hits,
                 ),
                 quality=self.quality,
                 budget=self.budget,

@@ -164,8 +164,9 @@ class Traffic:
     the rate is always the same. The burstiness is that within a window.
 
     Raises:
-        ConfigError: a coefficient of variation below 0 or above 100, no burstiness at all, rates below 0 or whose
-            mean is not 1, more than 2,048 of them, or a window that is not positive.
+        ConfigError: a coefficient of variation below 0 or above 100, no burstiness at all, prefix hits that are no
+            share below 1, rates below 0 or whose mean is not 1, more than 2,048 of them, or a window that is not
+            positive.
     """
 
     burstiness: float = 1.0  # coefficient of variation of the gaps between arrivals; 1: Poisson
@@ -173,6 +174,7 @@ class Traffic:
     output_cv: float = 0.0
     relative_rates: tuple[float, ...] = ()
     window_s: float = 10.0
+    prefix_hits: float = 0.0  # share of the prompts' tokens that the engine's prefix cache holds
 
     def __post_init__(self) -> None:
         _positive("the burstiness", self.burstiness)
@@ -181,6 +183,10 @@ class Traffic:
             value = getattr(self, name)
             if not 0 <= value <= _MOST_CV:
                 raise ConfigError(f"{name} must be from 0 to {_MOST_CV:g}, got {value}")
+        if not 0 <= self.prefix_hits < 1:
+            raise ConfigError(
+                f"prefix hits are a share of the prompts' tokens, 0 to below 1, got {self.prefix_hits:g}"
+            )
         if self.relative_rates:
             self._check_rates()
 

@@ -10,6 +10,7 @@ from daemon.devices import Device
 from fingerprint.capability import EngineCapabilities
 from fingerprint.config import DeploymentConfig
 from fingerprint.engine_caches import with_engine_caches
+from fingerprint.engines import traits_of
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Estimator
 from fingerprint.measurements import Profile
@@ -24,11 +25,13 @@ from iserve.planning.pipeline import (
     alone_of,
     placements_of,
     winner_at,
+    with_prefix_hits,
 )
 from iserve.planning.plan_document import plan_document
 from iserve.planning.runner_up import MOST_BATCH
 from iserve.planning.serving_capacity import serving_capacity
 from iserve.planning.verdict import verdict
+from iserve.planning.words import engine_name
 from iserve.planning.worker_launch import PlannedDeployment
 from placement.types import Placement
 from planner.intent import MAX_REPLICAS
@@ -59,7 +62,8 @@ def planned_deployment(
         notes: reported with the plan.
         profile: behind ``estimator``; None: datasheets.
     """
-    spec = source.spec
+    spec, estimator = source.spec, with_prefix_hits(estimator, table.engine, options)
+    notes = (*notes, *_prefixes(options, table.engine))
     kept = spec if profile is None else with_engine_caches(spec, profile.memory)
     plan, choice = chosen_plan(spec, hardware, estimator, [table.unprepared()], options, kept=kept)
     if choice is not None:
@@ -113,6 +117,16 @@ def _unused(options: PlanOptions, table: EngineCapabilities, hardware: Hardware)
     if options.expected_models:
         return ("expected models are of use to a joint plan only (--policy joint); this one is none",)
     return ()
+
+
+def _prefixes(options: PlanOptions, engine: str) -> tuple[str, ...]:
+    """Return what is taken of the prefix cache, where a share of hits was given."""
+    hits, name = options.intent.traffic.prefix_hits, engine_name(engine)
+    if not hits:
+        return ()
+    if not traits_of(engine).caches_prefixes:
+        return (f"{name} keeps no prefixes: every prompt is computed whole",)
+    return (f"{hits:.0%} of the prompts' tokens are taken to be in {name}'s prefix cache",)
 
 
 def _crowds(new: Sequence[Placement], hardware: Hardware) -> tuple[str, ...]:

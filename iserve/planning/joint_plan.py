@@ -20,6 +20,7 @@ from iserve.planning.pipeline import (
     ranked_anywhere,
     space,
     with_more,
+    with_prefix_hits,
 )
 from iserve.planning.serving_capacity import ServingCapacity, kept_of
 from planner.intent import LIMITED, IntentKind
@@ -90,7 +91,9 @@ def _expected(
         workload = replace(options.workload, images=0, tokens_per_image=0)
         intent = replace(options.intent, slo=None, budget=None, kind=_without_limit(options.intent.kind))
         theirs = replace(options, intent=replace(intent, rate_per_s=one.rate_per_s), workload=workload)
-        estimator = datasheet_estimator(one.spec, hardware.gpu, engines)
+        estimator = with_prefix_hits(
+            datasheet_estimator(one.spec, hardware.gpu, engines), engines[0].engine, options
+        )
         candidates = space(
             one.spec, hardware.gpu, len(hardware.snapshot.gpus), estimator, engines, theirs.of_one_batch
         )

@@ -14,6 +14,7 @@ from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.engines import traits_of
 from fingerprint.errors import ConfigError, NotMeasuredError
 from fingerprint.estimates import Estimate, Estimator
+from fingerprint.estimators.prefix_hits import WithPrefixHits
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpu_sharing import GROUP_LOSS
 from fingerprint.gpu_spec import GpuSpec
@@ -48,6 +49,7 @@ __all__ = [
     "space",
     "winner_at",
     "with_more",
+    "with_prefix_hits",
 ]
 
 MAX_EXPECTED = 100_000
@@ -157,6 +159,12 @@ def hypothetical_hardware(gpu: GpuSpec, count: int) -> Hardware:
 def datasheet_estimator(spec: ModelSpec, gpu: GpuSpec, engines: Sequence[EngineCapabilities]) -> RooflineEstimator:
     """Return the estimator of ``spec`` on GPUs not present, with each of ``engines``' own host time."""
     return RooflineEstimator(spec, gpu, eager=frozenset(table.engine for table in engines if table.eager))
+
+
+def with_prefix_hits(estimator: Estimator, engine: str, options: PlanOptions) -> Estimator:
+    """Return the estimator of the prompts of ``options``, of which an engine's prefix cache may hold a part."""
+    hits = options.intent.traffic.prefix_hits
+    return WithPrefixHits(estimator, hits) if hits and traits_of(engine).caches_prefixes else estimator
 
 
 def make_plan(

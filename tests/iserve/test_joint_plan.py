@@ -11,6 +11,8 @@ from daemon.engines.registry import get_engine
 from fingerprint.capability import EngineCapabilities
 from fingerprint.config import Workload
 from fingerprint.estimates import Estimator
+from iserve.planning.deployability import DeployableDocument
+from iserve.planning.deployment_choice import planned_deployment
 from iserve.planning.joint_plan import chosen_plan
 from iserve.planning.pipeline import (
     Hardware,
@@ -22,7 +24,7 @@ from iserve.planning.pipeline import (
 )
 from iserve.planning.verdict_text import plan_lines
 from placement.types import ClusterSnapshot
-from planner.intent import CostModel, Intent, IntentKind, Quality, Slo
+from planner.intent import CostModel, Intent, IntentKind, Quality, Slo, Traffic
 from planner.plan import LimitKind, Plan, Relaxation
 from tests.fingerprint.synthetic_machine import CPU
 from tests.iserve.joint_plans import (
@@ -38,6 +40,7 @@ from tests.iserve.joint_plans import (
     hardware_on,
     held_by,
     planned,
+    source_of,
     spec_of,
     wish,
     workers_of,
@@ -334,3 +337,35 @@ def test_the_embedded_engine_and_cpus_have_the_plan_of_one_batch() -> None:
     on_cpu = hypothetical_hardware(cpu, 1)
     for table in embedded, VLLM:
         is_not_joint(on_cpu, datasheet_estimator(spec, cpu, [table]), [table], GROWING)
+
+
+@pytest.mark.parametrize("rate", [None, 4.0])
+def test_prompts_in_the_prefix_cache_take_less_of_a_joint_plan(rate: float | None) -> None:
+    hardware = hardware_on("h200:2")
+    whole = wish(IntentKind.MIN_LATENCY, rate, workload=Workload(input_tokens=8000))
+    cached = replace(whole, intent=replace(whole.intent, traffic=Traffic(prefix_hits=0.75)))
+    found, plain = planned(hardware, cached), planned(hardware, whole)
+    assert found.document.joint is not None
+    assert plain.document.joint is not None
+    service, usual = found.document.joint.service, plain.document.joint.service
+    if service.config == usual.config:
+        assert 0.25 * usual.prompt_s < service.prompt_s < 0.5 * usual.prompt_s
+        assert service.step_s == usual.step_s
+    assert found.document.joint.forecast.e2e_s < plain.document.joint.forecast.e2e_s
+    assert "75% of the prompts' tokens are taken to be in vLLM's prefix cache" in found.document.notes
+
+
+def test_an_engine_without_a_prefix_cache_says_so() -> None:
+    traffic = Traffic(prefix_hits=0.5)
+    options = wish(IntentKind.MIN_LATENCY, policy="packing")
+    torch, hardware = get_engine("torch").capabilities(), hypothetical_hardware(CPU, 1)
+    found = planned_deployment(
+        source_of(),
+        hardware,
+        datasheet_estimator(spec_of(LLAMA), CPU, [torch]),
+        torch,
+        replace(options, intent=replace(options.intent, traffic=traffic)),
+        devices=(),
+        deployable_of=lambda config, replicas: DeployableDocument(here=True),
+    )
+    assert any("keeps no prefixes" in note for note in found.document.notes)

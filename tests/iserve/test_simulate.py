@@ -138,6 +138,22 @@ def test_what_the_run_cost_and_how_full_the_kv_was(
     assert "KV and cost" in page.read_text()
 
 
+def test_prefix_hits_shorten_prompts_of_a_vllm_alone(
+    simulate: Callable[..., Done], tmp_path: Path, model: Path
+) -> None:
+    trace = tmp_path / "long.csv"
+    write_trace(trace, [Request(5.0 * i, 2000, 20) for i in range(20)])
+    given = (trace, "--gpus", "a6000:1", "--models", model, "--input-tokens", 2000, "--startup", 0, "--json")
+
+    def first_s(*more: object) -> float:
+        return float(simulate(*given, *more).document["summary"]["ttft"]["p50_s"])
+
+    assert first_s("--engine", "vllm", "--prefix-hits", 0.8) < 0.3 * first_s("--engine", "vllm")
+    assert first_s("--engine", "torch", "--prefix-hits", 0.8) == first_s("--engine", "torch")
+    refused = simulate(*given[:-1], "--prefix-hits", 1).refused(code=2)
+    assert "prefix hits are a share of the prompts' tokens, 0 to below 1, got 1" in refused
+
+
 def test_vllm_starts_in_60_s_unless_it_is_said_otherwise(
     simulate: Callable[..., Done], trace: Path, model: Path
 ) -> None:

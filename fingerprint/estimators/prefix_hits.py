@@ -1,0 +1,48 @@
+"""Time of prompts of which the engine's prefix cache holds a part, from an estimate of whole prompts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.errors import ConfigError
+from fingerprint.estimates import Estimate, Estimator, Quantity, TellsHiddenTime
+
+__all__ = ["WithPrefixHits"]
+
+
+class WithPrefixHits:
+    """``base`` for prompts whose first tokens, a share ``hits`` of them, are in the cache.
+
+    The rest takes what the whole prompt takes beyond its first part, attention to that part included, and no less
+    than as many tokens by themselves. Steps and memory are those of whole prompts: which requests share their
+    blocks is not known.
+
+    Raises:
+        ConfigError: a share below 0, or of 1 and more: an engine computes at least the last token.
+    """
+
+    def __init__(self, base: Estimator, hits: float) -> None:
+        if not 0 <= hits < 1:
+            raise ConfigError(f"prefix hits are a share of the prompts' tokens, 0 to below 1, got {hits:g}")
+        self.name = f"{base.name}, {hits:.0%} of prompts cached"
+        self.base, self._hits = base, hits
+
+    def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
+        """Predict as ``base``, but for TTFT, whose interval is as wide in proportion."""
+        whole = self.base.estimate(config, workload)
+        new_tokens = max(1, math.ceil(workload.input_tokens * (1 - self._hits)))
+        if new_tokens >= workload.input_tokens:
+            return whole
+        alone_s, first_s = (
+            self.base.estimate(config, replace(workload, input_tokens=tokens)).ttft_s.value
+            for tokens in (new_tokens, workload.input_tokens - new_tokens)
+        )
+        ttft = whole.ttft_s
+        part = min(1.0, max(alone_s, ttft.value - first_s) / ttft.value)
+        return replace(whole, ttft_s=Quantity(part * ttft.value, part * ttft.low, part * ttft.high, ttft.source))
+
+    def hidden_s(self, config: DeploymentConfig) -> float:
+        """Return that of ``base``, where it has one (``estimates.TellsHiddenTime``)."""
+        return self.base.hidden_s(config) if isinstance(self.base, TellsHiddenTime) else 0.0
