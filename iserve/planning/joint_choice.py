@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from fingerprint.cache_blocks import CacheRoom, cache_bytes
 from fingerprint.config import DeploymentConfig
@@ -31,7 +31,7 @@ from placement.replicas import Replicas
 from placement.types import ClusterSnapshot, Placement, StagePlacement
 from planner.intent import MAX_REPLICAS, IntentKind
 
-__all__ = ["ExpectedModel", "JointChoice", "JointReplica", "expected_model", "joint_choice"]
+__all__ = ["ExpectedModel", "JointChoice", "JointQuestion", "JointReplica", "expected_model", "joint_choice"]
 
 _USABLE_FRACTION = 0.93  # of a GPU's memory; a worker is promised 2% more than its estimate
 _LONGEST_TOKENS = 32_768  # of the request for which there is room in any case, where no --context says
@@ -40,6 +40,35 @@ _PARTLY_EMPTY_TOKENS = 32  # of each request: two pages of vLLM
 _MOST_GPUS = 32  # that are looked at
 _UNKNOWN_FRACTION = 0.02  # of a GPU's memory: less that nothing is known of is the driver's own
 _BROKEN = 1e-9  # score of promises that a plan does not keep, above rounding
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpectedModel:
+    """Model that is still to be deployed: its options, one for each number of GPUs, and its rate where known."""
+
+    name: str
+    services: tuple[ServiceModel, ...]
+    rate_per_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JointQuestion:
+    """Question of one more deployment: which model, where, by which times, and as it is asked for.
+
+    Attributes:
+        estimates: of the configurations that keep every limit, the best first.
+        services: service models that were made before, by configuration, for a caller that decides often; new
+            ones are added.
+        expected: models that are to be deployed next, for which the plan leaves the places that suit all best.
+    """
+
+    estimates: Sequence[Estimate]
+    spec: ModelSpec
+    hardware: Hardware
+    estimator: Estimator
+    options: PlanOptions
+    services: dict[DeploymentConfig, ServiceModel] = field(default_factory=dict)
+    expected: Sequence[ExpectedModel] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,15 +114,6 @@ class JointChoice:
         return self.placements[0] if len(self.replicas) == 1 else Replicas(self.placements)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExpectedModel:
-    """Model that is still to be deployed: its options, one for each number of GPUs, and its rate where known."""
-
-    name: str
-    services: tuple[ServiceModel, ...]
-    rate_per_s: float | None = None
-
-
 def expected_model(
     name: str, estimates: Sequence[Estimate], spec: ModelSpec, estimator: Estimator, options: PlanOptions
 ) -> ExpectedModel | None:
@@ -110,40 +130,26 @@ def expected_model(
     return ExpectedModel(name=name, services=services, rate_per_s=options.intent.rate_per_s) if services else None
 
 
-def joint_choice(
-    estimates: Sequence[Estimate],
-    spec: ModelSpec,
-    hardware: Hardware,
-    estimator: Estimator,
-    options: PlanOptions,
-    services: dict[DeploymentConfig, ServiceModel] | None = None,
-    expected: Sequence[ExpectedModel] = (),
-    goal: FleetGoal | None = None,
-) -> JointChoice | None:
-    """Return the choice for one more deployment on ``hardware``; None: no option fits there.
+def joint_choice(asked: JointQuestion, goal: FleetGoal | None = None) -> JointChoice | None:
+    """Return the choice for one more deployment; None: no option fits there.
 
     Args:
-        estimates: of the configurations that keep every limit, the best first.
-        services: service models that were made before, by configuration, for a caller that decides often; new
-            ones are added.
-        expected: models that are to be deployed next, for which this plan leaves the places that suit all best.
         goal: None: that of the intent.
     """
-    best = _best_of_each_size(estimates)
+    best = _best_of_each_size(asked.estimates)
     if not best:
         return None
+    spec, options, made = asked.spec, asked.options, asked.services
     planned = options.workload.context_tokens
     tried = (min(spec.max_context_tokens, max(planned, _LONGEST_TOKENS)), planned)
     for longest in tried if options.longer_requests else (planned,):
-        made = {} if services is None else services
         try:
             for config in best:
                 if config not in made or made[config].longest_tokens != longest:
-                    made[config] = _service(config, spec, estimator, options, longest)
+                    made[config] = _service(config, spec, asked.estimator, options, longest)
         except NotMeasuredError:
             return None
-        own = tuple(made[config] for config in best)
-        found = _chosen(own, spec, hardware, options, goal or _goal(options), expected)
+        found = _chosen(asked, tuple(made[config] for config in best), goal or _goal(options))
         if found is not None:
             return found
     return None
@@ -192,15 +198,9 @@ def _pages_bytes(option: ServiceModel, spec: ModelSpec) -> int:
     return max(0, math.ceil(full - option.longest_tokens * option.kv_bytes_per_token))
 
 
-def _chosen(
-    services: tuple[ServiceModel, ...],
-    spec: ModelSpec,
-    hardware: Hardware,
-    options: PlanOptions,
-    goal: FleetGoal,
-    expected: Sequence[ExpectedModel],
-) -> JointChoice | None:
+def _chosen(asked: JointQuestion, services: tuple[ServiceModel, ...], goal: FleetGoal) -> JointChoice | None:
     """Return the best plan with one option for each of ``services``; the fastest, where no plan keeps the SLO."""
+    options, hardware, expected = asked.options, asked.hardware, asked.expected
     first = 1 + len(expected)
     running = running_fleet(_near(hardware.snapshot), usable_fraction=_USABLE_FRACTION, first=first)
     in_all = max(options.expect, first + len(running.deployments)) if expected else options.expect
@@ -231,15 +231,15 @@ def _chosen(
     except InfeasibleError:
         if not in_all:
             return None
-        return _chosen(services, spec, hardware, replace(options, expect=0), goal, ())
+        return _chosen(replace(asked, options=replace(options, expect=0), expected=()), services, goal)
     if len(choice.chosen.plan.of(0)) < new.least_replicas:
         return None
     is_broken, is_overloaded = choice.chosen.score[0] > _BROKEN, rate is not None and _is_overloaded(choice)
     if goal is not FleetGoal.LATENCY and is_broken and (new.limit_s is not None or is_overloaded):
-        return _chosen(services, spec, hardware, options, FleetGoal.LATENCY, expected)
+        return _chosen(asked, services, FleetGoal.LATENCY)
     if is_overloaded:
         choice = replace(choice, chosen=choice.fullest)
-    return _as_choice(choice, fleet, goal, rate, running.rates_per_s, spec, options)
+    return _as_choice(choice, fleet, goal, rate, running.rates_per_s, asked.spec, options)
 
 
 def _is_overloaded(choice: FleetChoice) -> bool:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fingerprint.capability import EngineCapabilities
-from fingerprint.estimates import Estimate, Estimator
+from fingerprint.estimates import Estimator
 from fingerprint.model_spec import ModelSpec
 from iserve.planning.document import CapacityBound, JointPlanDocument
-from iserve.planning.joint_choice import ExpectedModel, JointChoice, expected_model, joint_choice
+from iserve.planning.joint_choice import ExpectedModel, JointChoice, JointQuestion, expected_model, joint_choice
 from iserve.planning.joint_promise import promised_choice
 from iserve.planning.pipeline import (
     Hardware,
@@ -54,8 +54,15 @@ def chosen_plan(
     plan = make_plan(spec, hardware, estimator, engines, options.of_one_batch)
     estimates = [one.estimate for one in plan.candidates if one.feasible and one.estimate is not None]
     spec = kept or spec
-    expected = _expected(hardware, engines, options)
-    choice, served = promised_choice(estimates, spec, hardware, estimator, options, expected=expected)
+    asked = JointQuestion(
+        estimates=estimates,
+        spec=spec,
+        hardware=hardware,
+        estimator=estimator,
+        options=options,
+        expected=_expected(hardware, engines, options),
+    )
+    choice, served = promised_choice(asked)
     plan = replace(plan, intent=options.intent)
     if choice is None:
         asks_more = options.intent.rate_per_s is not None or options.replicas > 1
@@ -63,7 +70,7 @@ def chosen_plan(
         needed = asks_more and estimates  # else the limits refuse it, whatever the rate and the number
         return (make_plan(spec, hardware, estimator, engines, again) if needed else plan), None
     if choice.rate_per_s is not None and choice.forecast.utilisation > 1:
-        return _not_served(plan, choice, estimates, spec, hardware, estimator, options, expected), None
+        return _not_served(plan, choice, asked), None
     chosen = next(one for one in plan.candidates if one.config == choice.config)
     rest = (one for one in plan.candidates if one is not chosen)
     later = max(options.expect - choice.neighbours - 1, len(options.expected_models)) - choice.unplaced
@@ -143,16 +150,7 @@ def joint_document(choice: JointChoice) -> JointPlanDocument:
     )
 
 
-def _not_served(
-    plan: Plan,
-    choice: JointChoice,
-    estimates: Sequence[Estimate],
-    spec: ModelSpec,
-    hardware: Hardware,
-    estimator: Estimator,
-    options: PlanOptions,
-    expected: Sequence[ExpectedModel],
-) -> Plan:
+def _not_served(plan: Plan, choice: JointChoice, asked: JointQuestion) -> Plan:
     """Return ``plan`` with every candidate refused: not even the best plan serves the rate."""
     rate = choice.rate_per_s
     assert rate is not None, "asked with a rate only"
@@ -174,9 +172,9 @@ def _not_served(
             f"--rate {_rounded_down(highest):g} would admit {choice.config}",
         )
     ]
-    num_gpus = len(hardware.snapshot.gpus)
+    num_gpus = len(asked.hardware.snapshot.gpus)
     for more in sorted({1, num_gpus}):
-        wider = joint_choice(estimates, spec, with_more(hardware, more), estimator, options, expected=expected)
+        wider = joint_choice(replace(asked, hardware=with_more(asked.hardware, more), services={}))
         if wider is not None and wider.forecast.utilisation <= 1:
             idle = "one more idle GPU" if more == 1 else f"{more} more idle GPUs"
             text = f"{idle} would admit {wider.config}"

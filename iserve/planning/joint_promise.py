@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
-from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.config import Workload
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Estimate, Estimator
-from fingerprint.model_spec import ModelSpec
-from fingerprint.service_model import ServiceModel
-from iserve.planning.joint_choice import ExpectedModel, JointChoice, joint_choice
-from iserve.planning.pipeline import Hardware, PlanOptions, alone_of
+from iserve.planning.joint_choice import JointChoice, JointQuestion, joint_choice
+from iserve.planning.pipeline import PlanOptions, alone_of
 from placement.fleet.types import FleetGoal
 from planner.attainment import Attainment
 from planner.constraints import told_of
@@ -21,32 +18,18 @@ from planner.plan import LoadForecast
 __all__ = ["promised_choice"]
 
 
-def promised_choice(
-    estimates: Sequence[Estimate],
-    spec: ModelSpec,
-    hardware: Hardware,
-    estimator: Estimator,
-    options: PlanOptions,
-    services: dict[DeploymentConfig, ServiceModel] | None = None,
-    expected: Sequence[ExpectedModel] = (),
-) -> tuple[JointChoice | None, LoadForecast | None]:
+def promised_choice(asked: JointQuestion) -> tuple[JointChoice | None, LoadForecast | None]:
     """Return the joint choice and its times at the rate; None for these without a rate, or where it is not served.
 
     Where more requests are forecast to miss the SLO than its percentile allows, it is the fastest choice.
-
-    Args:
-        estimates, services, expected: as :func:`iserve.planning.joint_choice.joint_choice` takes them.
     """
-
-    def chosen(goal: FleetGoal | None = None) -> JointChoice | None:
-        return joint_choice(estimates, spec, hardware, estimator, options, services, expected, goal)
-
-    choice = chosen()
+    estimator, options = asked.estimator, asked.options
+    choice = joint_choice(asked)
     if choice is None or choice.rate_per_s is None or choice.forecast.utilisation > 1:
         return choice, None
     promise = _promise(choice, choice.rate_per_s, estimator, options)
     if choice.goal is not FleetGoal.LATENCY and _misses_too_many(promise):
-        faster = chosen(FleetGoal.LATENCY)
+        faster = joint_choice(asked, FleetGoal.LATENCY)
         if faster is not None:
             return faster, _promise(faster, choice.rate_per_s, estimator, options)
     return choice, promise

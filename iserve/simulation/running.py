@@ -23,7 +23,7 @@ from fingerprint.model_spec import ModelSpec
 from fingerprint.service_model import ServiceModel, service_between
 from iserve.planning.engine_choice import by_preference
 from iserve.planning.estimator_factory import estimator_for, step_tokens_of
-from iserve.planning.joint_choice import ExpectedModel, expected_model
+from iserve.planning.joint_choice import ExpectedModel, JointQuestion, expected_model
 from iserve.planning.joint_promise import promised_choice
 from iserve.planning.pipeline import (
     FitsOn,
@@ -244,10 +244,16 @@ class PlannedDeployer:
         if not snapshot.gpus:
             return NotDeployed(reason="no GPU is left")
         estimates = self._ranked[asked.name].feasible(len(snapshot.gpus))
-        hardware, services = self._hardware(snapshot), self._services[asked.name]
-        choice, promise = promised_choice(
-            estimates, asked.spec, hardware, asked.estimator, asked.options, services, expected
+        question = JointQuestion(
+            estimates=estimates,
+            spec=asked.spec,
+            hardware=self._hardware(snapshot),
+            estimator=asked.estimator,
+            options=asked.options,
+            services=self._services[asked.name],
+            expected=expected,
         )
+        choice, promise = promised_choice(question)
         if choice is None:
             return NotDeployed(reason=self._why_not(asked, snapshot))
         config, first = choice.config, choice.replicas[0]

@@ -30,7 +30,7 @@ from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec
 from fingerprint.service_model import ServiceModel, service_between
-from iserve.planning.joint_choice import joint_choice
+from iserve.planning.joint_choice import JointQuestion, joint_choice
 from iserve.planning.pipeline import Hardware, PlanOptions, make_plan
 from iserve.planning.ranking_cache import RankedModel
 from placement.actions import Move
@@ -170,7 +170,16 @@ def cases() -> dict[str, Callable[[ClusterSnapshot], object]]:
         def place_of(snapshot: ClusterSnapshot) -> object:
             estimates = of_each.feasible(len(snapshot.gpus))
             hardware = Hardware(label="", gpu=A6000, snapshot=snapshot)
-            chosen = joint_choice(estimates, spec, hardware, estimator, options, services)
+            chosen = joint_choice(
+                JointQuestion(
+                    estimates=estimates,
+                    spec=spec,
+                    hardware=hardware,
+                    estimator=estimator,
+                    options=options,
+                    services=services,
+                )
+            )
             assert chosen is not None
             return chosen.placements[0]
 
