@@ -73,7 +73,7 @@ TRAITS: Mapping[str, EngineTraits] = MappingProxyType(
             caches_prefixes=True,
             startup_s=60.0,
         ),
-        "tensorrt-llm": EngineTraits(title="TensorRT-LLM", overlaps_host=True),
+        "tensorrt-llm": EngineTraits(title="TensorRT-LLM", overlaps_host=True, caches_prefixes=True),
         "torch": EngineTraits(title="the embedded engine", kv_cache=KvCache.SLOTS, fills_stages=False),
     }
 )

@@ -2,10 +2,10 @@
 
 Processes without MPS take turns of the whole GPU. k engines that are busy without a pause take ``1.1 k`` times as
 long each, whatever they do; an idle one costs nothing. For shares of the time ``slowdown`` is the mean over short
-requests, each of which meets its neighbours busy or idle; long ones, which meet both, lose up to 16% less. That
-holds for TP groups too, but only while one of them meets one other engine at a time. With two more the turns of
-its GPUs fall apart, and each all-reduce spins until they meet again: between 1 and 35 times as long once more, by
-chance (``crowding_loss``).
+requests, each of which meets its neighbours busy or idle; of long ones, which meet both, it is up to 16% too
+much. That holds for TP groups too, but only while one of them meets one other engine at a time. With two more the
+turns of its GPUs fall apart, and each all-reduce spins until they meet again: between 1 and 35 times as long once
+more, by chance (``crowding_loss``).
 
 Measured on H200s with vLLM 0.24 and 0.33: docs/gpu-sharing.md, tests/bench/results/gpu_sharing.json.
 """

@@ -57,7 +57,7 @@ _METRICS: tuple[Metric, ...] = ("ttft", "tpot", "e2e")
 _POINTS, _WEIGHTS = np.polynomial.legendre.leggauss(4)
 _POINTS, _WEIGHTS = (_POINTS + 1) / 2, _WEIGHTS / 2  # of [0, 1]
 _TINY = 1e-300
-_MOSTLY_PROMPTS = 0.5
+_MANY_PROMPTS = 0.25
 _LARGEST = 1 - 1e-9  # utilisation; beyond, no wait is worth a number
 # In logarithms, from what a request alone takes, and from the highest rate there can be: nothing is farther off.
 _OFF_TIME = np.array([-21, -4, -2.5, -2, -1.5, -1, -0.75, -0.5, -0.3, -0.2, -0.1, 0.0, 0.1, 0.3, 1, 21])
@@ -381,9 +381,9 @@ class Attainment:
     def _missed(
         self, metric: Metric, limit: Column, state: _State, left: Callable[[Column], Column] | None
     ) -> Column:
-        """Return ``_misses_in``; of TTFT no more than of E2E, which matters where prompts are most of the work."""
+        """Return ``_misses_in``; of TTFT no more than of E2E, which matters where prompts are much of the work."""
         missed = self._misses_in(metric, limit, state, left)
-        are_prompts = self._service.prompt_share > _MOSTLY_PROMPTS
+        are_prompts = self._service.prompt_share > _MANY_PROMPTS
         if metric == "ttft" and are_prompts.any():
             whole = self._misses_in("e2e", limit, state, left)
             missed = np.where(are_prompts, np.minimum(missed, whole), missed)

@@ -193,8 +193,7 @@ def _under_load(intent: Intent, served: Attainment, capacity: Column) -> list[Ch
     saturated = rate >= capacity
     at_rate = f"at p{percentile:g} of {rate * intent.replicas:g} requests/s"
     note = f"{at_rate} ({MODEL_NAME}; alone at the upper end of the interval)"
-    taken = np.minimum(rate / np.maximum(capacity, _LEAST), 1.0) ** served.free_slot_exponent
-    wait_s = np.log(np.maximum(taken / (1 - percentile / 100), 1.0)) / np.maximum(capacity - rate, _LEAST)
+    wait_s = -math.log(1 - percentile / 100) / np.maximum(capacity - rate, _LEAST)  # as of M/M/1
     checks = []
     for kind, allowed in _limits_of(intent):
         metric, alone = _METRICS[kind], served.alone_high(_METRICS[kind])

@@ -196,9 +196,7 @@ def _missed_alone(checks: Sequence[Check], able: Mask) -> list[tuple[Check, Rows
 def _relaxation(check: Check, rows: Rows, room: _Room, cost_unit: str) -> Relaxation | None:
     """Return the smallest change of one limit that admits one of ``rows``, which miss nothing else."""
     sign = -1.0 if check.limit.kind is LimitKind.RATE else 1.0
-    row = nearest_admitted(
-        rows, [sign * check.rough[rows]], lambda some: sign * check.actual.of(some), room.admits
-    )
+    row = nearest_admitted(rows, sign * check.rough[rows], lambda some: sign * check.actual.of(some), room.admits)
     if row is None or check.actual.at(row) <= 0:  # a rate of 0 is no advice
         return None
     best, change = room.refused[row], _change(check.violation(row))
@@ -240,8 +238,7 @@ def _nearest(
             at_once, later = (_distance(checks, rows, rough=rough) for checks in (asked, slower))
             return np.where(saturated[rows], later, np.minimum(at_once, later))
 
-        about = (far(some, rough=True), _distance(slower, some, rough=True))
-        return nearest_admitted(some, about, far, admits)
+        return nearest_admitted(some, far(some, rough=True), far, admits)
 
     row = None
     for step in np.unique(steps[rows]).tolist():
@@ -292,15 +289,15 @@ def _distance(checks: Sequence[Check], rows: Rows, *, rough: bool = False) -> Co
 
 
 def nearest_admitted(
-    rows: Rows, rough: Sequence[Column], exact: Callable[[Rows], Column], admits: Callable[[int], bool]
+    rows: Rows, rough: Column, exact: Callable[[Rows], Column], admits: Callable[[int], bool]
 ) -> int | None:
     """Return which of the ``rows`` that are admitted has about the smallest number; of equals the first.
 
-    Of thousands only the nearest by each of ``rough``, about their numbers, are looked at.
+    Of thousands only the nearest by ``rough``, about their numbers, are looked at.
     """
-    orders = [np.argsort(one, kind="stable") for one in rough]
-    for first in range(0, len(rows), _LOOKED_AT):
-        near = rows[np.unique(np.concatenate([places[first : first + _LOOKED_AT] for places in orders]))]
+    places = np.argsort(rough, kind="stable")
+    for first in range(0, len(places), _LOOKED_AT):
+        near = rows[np.sort(places[first : first + _LOOKED_AT])]
         some = near[[admits(row) for row in near.tolist()]]
         if len(some):
             return int(some[np.argmin(exact(some))])

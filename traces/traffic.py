@@ -27,7 +27,6 @@ __all__ = ["WINDOW_S", "traffic_of"]
 WINDOW_S = 10.0  # longer than most answers take, shorter than a rate stays
 _TENTHS = 10
 _FEWEST_WINDOWS = 8
-_MOST_HITS = 0.999
 _LEAST_CV, _MOST_CV = 0.25, 100.0
 
 
@@ -37,12 +36,11 @@ def traffic_of(requests: Iterable[Request], *, window_s: float = WINDOW_S) -> Tr
     Raises:
         BadInputError: it spans fewer than eight windows.
     """
-    lengths, counts, first_s, prefixes = Moments(2), np.zeros(0, np.int64), 0.0, _Prefixes()
+    lengths, counts, first_s = Moments(2), np.zeros(0, np.int64), 0.0
     for block in blocks(requests):
         if lengths.count == 0:
             first_s = float(block.arrival_s[0])
         lengths.add(block.tokens.astype(np.float64))
-        prefixes.add(block.requests)
         more = np.bincount(((block.arrival_s - first_s) / (window_s / _TENTHS)).astype(np.int64))
         if len(more) > len(counts):
             counts = np.concatenate([counts, np.zeros(len(more) * 2 - len(counts), np.int64)])
@@ -64,30 +62,7 @@ def traffic_of(requests: Iterable[Request], *, window_s: float = WINDOW_S) -> Tr
         output_cv=min(output_cv, _MOST_CV),
         relative_rates=_rates(tenths.sum(axis=1)),
         window_s=window_s * together,
-        prefix_hits=prefixes.hits,
     )
-
-
-class _Prefixes:
-    """Share of prompt tokens in blocks that an earlier prompt had, as if a cache forgot none."""
-
-    def __init__(self) -> None:
-        self._seen: set[int] = set()
-        self._tokens = self._hit_tokens = 0.0
-
-    def add(self, requests: Iterable[Request]) -> None:
-        for request in requests:
-            self._tokens += request.input_tokens
-            kept = request.prefix_blocks
-            first = next((at for at, block in enumerate(kept) if block not in self._seen), len(kept))
-            if kept:
-                self._hit_tokens += request.input_tokens * first / len(kept)
-                self._seen.update(kept[first:])
-
-    @property
-    def hits(self) -> float:
-        share = self._hit_tokens / self._tokens if self._tokens else 0.0
-        return min(share, _MOST_HITS)
 
 
 def _rates(counts: NDArray[np.int64]) -> tuple[float, ...]:

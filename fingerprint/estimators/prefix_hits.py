@@ -6,18 +6,19 @@ import math
 from dataclasses import replace
 
 from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.engines import traits_of
 from fingerprint.errors import ConfigError
-from fingerprint.estimates import Estimate, Estimator, Quantity, TellsHiddenTime
+from fingerprint.estimates import Estimate, Estimator, Quantity, Source, TellsHiddenTime
 
 __all__ = ["WithPrefixHits"]
 
 
 class WithPrefixHits:
-    """``base`` for prompts whose first tokens, a share ``hits`` of them, are in the cache.
+    """``base`` for prompts whose first tokens, a share ``hits``, are in the cache of an engine that has one.
 
     The rest takes what the whole prompt takes beyond its first part, attention to that part included, and no less
     than as many tokens by themselves. Steps and memory are those of whole prompts: which requests share their
-    blocks is not known.
+    blocks is not known. The interval is as wide in proportion, though it is a difference that is estimated.
 
     Raises:
         ConfigError: a share below 0, or of 1 and more: an engine computes at least the last token.
@@ -30,8 +31,10 @@ class WithPrefixHits:
         self.base, self._hits = base, hits
 
     def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
-        """Predict as ``base``, but for TTFT, whose interval is as wide in proportion."""
+        """Predict as ``base``, but for TTFT, which is measured of whole prompts only."""
         whole = self.base.estimate(config, workload)
+        if not traits_of(config.engine).caches_prefixes:
+            return whole
         new_tokens = max(1, math.ceil(workload.input_tokens * (1 - self._hits)))
         if new_tokens >= workload.input_tokens:
             return whole
@@ -41,7 +44,8 @@ class WithPrefixHits:
         )
         ttft = whole.ttft_s
         part = min(1.0, max(alone_s, ttft.value - first_s) / ttft.value)
-        return replace(whole, ttft_s=Quantity(part * ttft.value, part * ttft.low, part * ttft.high, ttft.source))
+        source = Source.EXTRAPOLATED if ttft.source is Source.MEASURED else ttft.source
+        return replace(whole, ttft_s=Quantity(part * ttft.value, part * ttft.low, part * ttft.high, source))
 
     def hidden_s(self, config: DeploymentConfig) -> float:
         """Return that of ``base``, where it has one (``estimates.TellsHiddenTime``)."""

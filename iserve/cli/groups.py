@@ -120,7 +120,6 @@ def request_of(kind: type[Request], *, arrivals: str | None = None, **values: An
         output_cv=found.output_cv,
         relative_rates=found.relative_rates,
         rate_window_s=found.window_s,
-        prefix_hits=request.prefix_hits or found.prefix_hits,
     )
 
 

@@ -227,7 +227,7 @@ def _models(
         else:
             model = measured_model(name, profile_as(source.spec, profile), gpu, options)
             times.append(f"{name}: profile of {profile.model} on {profile.engine}, {profile.created_at}")
-        estimator = with_prefix_hits(model.estimator, model.engines[0].engine, options)
+        estimator = with_prefix_hits(model.estimator, options)
         engines = tuple(table.unprepared() for table in model.engines)
         prepared[name] = replace(model, estimator=estimator, engines=engines)
     return prepared, tuple(times)

@@ -14,6 +14,7 @@ from fingerprint.engines import traits_of
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Estimator
 from fingerprint.measurements import Profile
+from fingerprint.model_spec import ModelSpec
 from iserve.model_source import ModelSource
 from iserve.planning.deployability import DeployableDocument
 from iserve.planning.joint_plan import chosen_plan, joint_capacity, joint_document
@@ -62,8 +63,8 @@ def planned_deployment(
         notes: reported with the plan.
         profile: behind ``estimator``; None: datasheets.
     """
-    spec, estimator = source.spec, with_prefix_hits(estimator, table.engine, options)
-    notes = (*notes, *_prefixes(options, table.engine))
+    spec, estimator = source.spec, with_prefix_hits(estimator, options)
+    notes = (*notes, *_prefixes(spec, options, table.engine))
     kept = spec if profile is None else with_engine_caches(spec, profile.memory)
     plan, choice = chosen_plan(spec, hardware, estimator, [table.unprepared()], options, kept=kept)
     if choice is not None:
@@ -72,7 +73,8 @@ def planned_deployment(
         plan = with_rate_advice(plan, hardware, estimator, options)
         notes = (*notes, *(() if plan.best is None else _unused(options, table, hardware)))
     layout = None if plan.best is None else plan.best.layout
-    notes = (*notes, *(() if layout is None else _crowds(placements_of(layout), hardware)))
+    crowds = () if layout is None else _crowds(placements_of(layout), hardware, is_joint=choice is not None)
+    notes = (*notes, *crowds)
     capacity = (
         serving_capacity(plan, kept, hardware, estimator, options)
         if choice is None
@@ -119,17 +121,18 @@ def _unused(options: PlanOptions, table: EngineCapabilities, hardware: Hardware)
     return ()
 
 
-def _prefixes(options: PlanOptions, engine: str) -> tuple[str, ...]:
+def _prefixes(spec: ModelSpec, options: PlanOptions, engine: str) -> tuple[str, ...]:
     """Return what is taken of the prefix cache, where a share of hits was given."""
     hits, name = options.intent.traffic.prefix_hits, engine_name(engine)
     if not hits:
         return ()
     if not traits_of(engine).caches_prefixes:
         return (f"{name} keeps no prefixes: every prompt is computed whole",)
-    return (f"{hits:.0%} of the prompts' tokens are taken to be in {name}'s prefix cache",)
+    states = ", though states are kept for few places in a prompt" if spec.keeps_state else ""
+    return (f"{hits:.0%} of the prompts' tokens are taken to be in {name}'s prefix cache{states}",)
 
 
-def _crowds(new: Sequence[Placement], hardware: Hardware) -> tuple[str, ...]:
+def _crowds(new: Sequence[Placement], hardware: Hardware, *, is_joint: bool) -> tuple[str, ...]:
     """Return a warning where ``new`` makes a TP group share a GPU with two further workers or more."""
     if hardware.gpu.is_cpu:
         return ()
@@ -152,8 +155,9 @@ def _crowds(new: Sequence[Placement], hardware: Hardware) -> tuple[str, ...]:
         if (gpu.node_id, gpu.device_id) in crowded
     )
     return (
-        f"{names}: three workers or more, tensor-parallel ones among them, may each take 4 to 150 times as long "
-        f"while the others are busy (docs/gpu-sharing.md); --policy {JOINT} avoids it",
+        f"{names}: three workers or more share them; a tensor-parallel one may take 4 to 150 times as long while "
+        "two others are busy (docs/gpu-sharing.md)"
+        + ("" if is_joint else f"; --policy {JOINT} avoids it where it can"),
     )
 
 

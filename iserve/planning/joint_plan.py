@@ -49,6 +49,7 @@ def chosen_plan(
     Raises:
         ConfigError: as ``make_plan``.
     """
+    estimator = with_prefix_hits(estimator, options)
     if not options.is_joint(engines, hardware.gpu):
         return make_plan(spec, hardware, estimator, engines, options), None
     plan = make_plan(spec, hardware, estimator, engines, options.of_one_batch)
@@ -98,9 +99,7 @@ def _expected(
         workload = replace(options.workload, images=0, tokens_per_image=0)
         intent = replace(options.intent, slo=None, budget=None, kind=_without_limit(options.intent.kind))
         theirs = replace(options, intent=replace(intent, rate_per_s=one.rate_per_s), workload=workload)
-        estimator = with_prefix_hits(
-            datasheet_estimator(one.spec, hardware.gpu, engines), engines[0].engine, options
-        )
+        estimator = with_prefix_hits(datasheet_estimator(one.spec, hardware.gpu, engines), options)
         candidates = space(
             one.spec, hardware.gpu, len(hardware.snapshot.gpus), estimator, engines, theirs.of_one_batch
         )

@@ -161,10 +161,13 @@ def datasheet_estimator(spec: ModelSpec, gpu: GpuSpec, engines: Sequence[EngineC
     return RooflineEstimator(spec, gpu, eager=frozenset(table.engine for table in engines if table.eager))
 
 
-def with_prefix_hits(estimator: Estimator, engine: str, options: PlanOptions) -> Estimator:
-    """Return the estimator of the prompts of ``options``, of which an engine's prefix cache may hold a part."""
+def with_prefix_hits(estimator: Estimator, options: PlanOptions) -> Estimator:
+    """Return the estimator of the prompts of ``options``, of which an engine's prefix cache may hold a part.
+
+    One that is such already is returned as it is.
+    """
     hits = options.intent.traffic.prefix_hits
-    return WithPrefixHits(estimator, hits) if hits and traits_of(engine).caches_prefixes else estimator
+    return estimator if not hits or isinstance(estimator, WithPrefixHits) else WithPrefixHits(estimator, hits)
 
 
 def make_plan(

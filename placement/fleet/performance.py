@@ -30,10 +30,10 @@ __all__ = ["FleetForecast", "forecast"]
 Table = npt.NDArray[np.float64]
 
 _ROUNDS = 7
-_MOST_ROUNDS = (
-    64  # where TP groups are crowded: each slows the rest, so that a little load may grow to a standstill
-)
-_SETTLED = 0.003
+# Crowded TP groups slow one another, so that a little load may grow to a standstill; near the rate at which it
+# tips over more rounds would find more.
+_MOST_ROUNDS = 64
+_SETTLED = 0.003  # of a slowdown, in a round
 _SATURATED = 1 - 1e-9
 _FULL = 0.98  # share of capacity from which a queue is taken to grow
 _OVERLOAD_S = 150.0  # mean wait per unit of load that is not served: that of a few minutes of overload
@@ -102,9 +102,8 @@ class _Crowds:
     own: Table  # [groups, 1]: share of a step on each GPU
     gpus: npt.NDArray[np.intp]  # [groups, widest group], numbers among ``first``
     first: npt.NDArray[np.intp]  # [GPUs of theirs]: first tenant of each
-    tenants: npt.NDArray[
-        np.intp
-    ]  # in the order of those GPUs; the number after the last replica is what is foreign
+    # In the order of those GPUs; the number after the last replica is what is foreign.
+    tenants: npt.NDArray[np.intp]
     shares: Table  # [tenants]: of a step, or of the time of what is foreign
 
     @classmethod

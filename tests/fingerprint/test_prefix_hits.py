@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import ConfigError
+from fingerprint.estimates import Estimate, Source
 from fingerprint.estimators.prefix_hits import WithPrefixHits
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec
@@ -51,3 +52,32 @@ def test_what_is_left_of_a_long_prompt_attends_to_all_of_it() -> None:
 def test_a_share_that_is_none_is_refused(hits: float) -> None:
     with pytest.raises(ConfigError, match="share"):
         WithPrefixHits(WHOLE, hits)
+
+
+class Measured:
+    """Estimator of an engine that hides host time, whose answers are measured."""
+
+    name = "measured"
+
+    def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
+        found = WHOLE.estimate(config, workload)
+        return replace(found, ttft_s=replace(found.ttft_s, source=Source.MEASURED))
+
+    def hidden_s(self, config: DeploymentConfig) -> float:
+        return 0.25
+
+
+def test_an_engine_without_a_cache_computes_whole_prompts() -> None:
+    work = Workload(1, 2000, 50)
+    for engine, cached in (("torch", False), ("vllm", True), ("tensorrt-llm", True), ("", False)):
+        config = DeploymentConfig(engine=engine)
+        found, whole = WithPrefixHits(WHOLE, 0.5).estimate(config, work), WHOLE.estimate(config, work)
+        assert (found.ttft_s.value < whole.ttft_s.value) == cached, engine
+
+
+def test_what_is_worked_out_is_not_called_measured_and_hidden_time_stays() -> None:
+    found = WithPrefixHits(Measured(), 0.5)
+    assert found.estimate(LLAMA, Workload(1, 2000, 50)).ttft_s.source is Source.EXTRAPOLATED
+    assert found.estimate(LLAMA, Workload(1, 1, 50)).ttft_s.source is Source.MEASURED
+    assert found.hidden_s(LLAMA) == 0.25
+    assert WithPrefixHits(WHOLE, 0.5).hidden_s(LLAMA) == 0.0

@@ -104,15 +104,15 @@ def test_the_memory_of_neighbours_is_never_promised_again() -> None:
     assert number >= 4
 
 
-def shared_by(tps: list[int]) -> Hardware:
-    """Return two GPUs that hold a worker of each TP degree, with half of the memory free."""
-    hardware = hardware_on("h200:2")
-    gpus = tuple(replace(gpu, free_bytes=gpu.total_bytes // 2) for gpu in hardware.snapshot.gpus)
+def shared_by(tps: list[int], gpus: str = "h200:2") -> Hardware:
+    """Return GPUs of which the first hold a worker of each TP degree, with half of the memory free."""
+    hardware = hardware_on(gpus)
+    devices = tuple(replace(gpu, free_bytes=gpu.total_bytes // 2) for gpu in hardware.snapshot.gpus)
 
     def state(number: int, tp: int) -> DeploymentState:
         stage = StagePlacement(
-            node_id=gpus[0].node_id,
-            device_ids=tuple(gpu.device_id for gpu in gpus[:tp]),
+            node_id=devices[0].node_id,
+            device_ids=tuple(gpu.device_id for gpu in devices[:tp]),
             first_layer=0,
             num_layers=32,
             bytes_per_gpu=2**30,
@@ -126,7 +126,7 @@ def shared_by(tps: list[int]) -> Hardware:
         )  # fmt: skip
 
     states = tuple(state(number, tp) for number, tp in enumerate(tps))
-    return replace(hardware, snapshot=ClusterSnapshot(gpus, states))
+    return replace(hardware, snapshot=ClusterSnapshot(devices, states))
 
 
 @pytest.mark.parametrize(
@@ -142,6 +142,37 @@ def test_a_plan_by_another_policy_says_where_it_crowds_a_tp_group(there: list[in
     if crowded:
         assert "GPU 0 of plan" in notes[0]
         assert ("GPU 1 of plan" in notes[0]) == (there == [2, 2])
+
+
+def test_crowds_elsewhere_are_no_matter_of_a_plan_and_a_joint_one_is_not_sent_to_itself() -> None:
+    four, options = shared_by([2, 2, 2], "h200:4"), wish(IntentKind.MIN_LATENCY, policy="least-loaded")
+    elsewhere = replace(
+        four.snapshot,
+        gpus=tuple(replace(gpu, free_bytes=gpu.free_bytes * (n > 1)) for n, gpu in enumerate(four.snapshot.gpus)),
+    )
+    found = planned(replace(four, snapshot=elsewhere), options, "meta-llama/Llama-3.1-70B")
+    assert found.capacity is not None
+    assert set(found.capacity.placements[0].device_ids) == {gpu.device_id for gpu in four.snapshot.gpus[2:]}
+    assert not [note for note in found.document.notes if "tensor-parallel" in note]
+    jointly = planned(shared_by([2, 2]), wish(IntentKind.MIN_LATENCY), "meta-llama/Llama-3.1-70B")
+    assert jointly.document.joint is not None
+    (note,) = (note for note in jointly.document.notes if "tensor-parallel" in note)
+    assert "--policy" not in note
+
+
+def test_a_joint_plan_counts_with_the_loss_of_crowds_that_it_is_given() -> None:
+    large, options = "meta-llama/Llama-3.1-70B", wish(IntentKind.MIN_LATENCY, 0.05)
+    crowd = shared_by([2, 2])
+    first = planned(shared_by([]), options, large).document.joint
+    assert first is not None
+    busy = tuple(
+        replace(one, service=first.service, requests_per_s=0.2, steady_s=600.0)
+        for one in crowd.snapshot.deployments
+    )
+    hardware = replace(crowd, snapshot=replace(crowd.snapshot, deployments=busy))
+    lossy, lossless = (choice_of(hardware, replace(options, group_loss=loss), large) for loss in (5.6, 1.0))
+    assert lossy.config.tp == lossless.config.tp == 2
+    assert lossy.forecast.slowdown > 1.2 * lossless.forecast.slowdown > 1.2
 
 
 def test_a_rate_next_to_a_neighbour_of_unknown_rate_is_judged_as_it_is() -> None:

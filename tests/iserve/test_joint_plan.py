@@ -11,10 +11,12 @@ from daemon.engines.registry import get_engine
 from fingerprint.capability import EngineCapabilities
 from fingerprint.config import Workload
 from fingerprint.estimates import Estimator
+from iserve.planning import joint_plan
 from iserve.planning.deployability import DeployableDocument
 from iserve.planning.deployment_choice import planned_deployment
 from iserve.planning.joint_plan import chosen_plan
 from iserve.planning.pipeline import (
+    ExpectedSpec,
     Hardware,
     PlanOptions,
     datasheet_estimator,
@@ -353,6 +355,14 @@ def test_prompts_in_the_prefix_cache_take_less_of_a_joint_plan(rate: float | Non
         assert service.step_s == usual.step_s
     assert found.document.joint.forecast.e2e_s < plain.document.joint.forecast.e2e_s
     assert "75% of the prompts' tokens are taken to be in vLLM's prefix cache" in found.document.notes
+
+
+def test_models_to_follow_have_the_prompts_of_the_same_share() -> None:
+    follows = (ExpectedSpec(LLAMA, 1.0, spec_of(LLAMA)),)
+    whole = wish(IntentKind.MIN_LATENCY, 1.0, workload=Workload(input_tokens=8000), expected_models=follows)
+    cached = replace(whole, intent=replace(whole.intent, traffic=Traffic(prefix_hits=0.75)))
+    with_hits, without = (joint_plan._expected(hardware_on("h200:2"), [VLLM], one) for one in (cached, whole))
+    assert with_hits[0].services[0].prompt_s < 0.5 * without[0].services[0].prompt_s
 
 
 def test_an_engine_without_a_prefix_cache_says_so() -> None:

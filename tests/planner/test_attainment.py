@@ -84,7 +84,7 @@ def test_the_uncertain_truth_is_integrated_over() -> None:
     limit=st.floats(0.3, 30.0),
     traffic=st.builds(
         Traffic,
-        burstiness=st.sampled_from([1.0, 2.0]),
+        burstiness=st.sampled_from([1.0, 2.0, 4.0]),
         input_cv=st.sampled_from([0.2, 1.0]),
         output_cv=st.sampled_from([0.2, 1.0]),
     ),

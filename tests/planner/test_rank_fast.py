@@ -156,7 +156,7 @@ def test_the_nearest_is_the_first_of_the_smallest_that_are_admitted(
 ) -> None:
     work, rows = Counted(np.array(values)), np.arange(len(values))
     column = LazyColumn(np.full(len(values), np.nan), work.find)
-    found = nearest_admitted(rows, [np.zeros(len(values))], column.of, admitted.__contains__)
+    found = nearest_admitted(rows, np.zeros(len(values)), column.of, admitted.__contains__)
     fine = [row for row in rows.tolist() if row in admitted]
     assert found == min(fine, key=lambda row: values[row], default=None)
     assert len(work.found) == len(set(work.found)), "each is found once"
@@ -167,7 +167,7 @@ def test_of_ten_thousand_few_are_found() -> None:
     values = np.random.default_rng(1).random(10_000)
     work = Counted(values)
     column = LazyColumn(np.full(10_000, np.nan), work.find)
-    found = nearest_admitted(np.arange(10_000), [values.round(2)], column.of, lambda row: row % 2 == 1)
+    found = nearest_admitted(np.arange(10_000), values.round(2), column.of, lambda row: row % 2 == 1)
     assert found == 1 + 2 * int(values[1::2].argmin())
     assert column.at(9_999) == values[9_999]
     assert len(work.found) < 200

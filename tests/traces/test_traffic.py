@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -72,15 +71,3 @@ def test_bursts_within_a_window_are_burstiness() -> None:
 def test_too_short_a_trace_is_refused(requests: list[Request]) -> None:
     with pytest.raises(BadInputError, match="at least 8 windows of 10 s"):
         traffic_of(requests)
-
-
-def test_tokens_of_blocks_that_an_earlier_prompt_began_with_are_hits() -> None:
-    """A block counts with all before it: 3 of 4, then none, then 1 of 2, in prompts of 400, 400, 400 and 200."""
-    prompts = [(1, 2, 3, 4), (1, 2, 3, 5), (9, 2, 3, 4), (9, 8)]
-    spread = [Request(100.0 + 10 * n, 100, 5) for n in range(20)]  # none of theirs is known
-    blocks = [Request(float(n), 100 * len(one), 5, prefix_blocks=one) for n, one in enumerate(prompts)]
-    told = traffic_of([*blocks, *spread])
-    assert told.prefix_hits == pytest.approx((300 + 0 + 100) / (1400 + 2000))
-    assert traffic_of(at_rates([5.0] * 20, 10.0)).prefix_hits == 0
-    again = [replace(request, arrival_s=request.arrival_s + 400) for request in blocks] * 200
-    assert 0.9 < traffic_of([*blocks, *spread, *again]).prefix_hits < 1

@@ -95,6 +95,15 @@ def test_crowding_is_the_chance_that_two_others_are_busy_at_once(
         assert lossy[0, row] == pytest.approx(1 + 2 * most, rel=1e-6)
 
 
+def test_what_is_foreign_on_a_gpu_crowds_a_tp_group_as_a_replica_does() -> None:
+    one = fleet(2, 2, degrees=(2,))
+    plan = FleetPlan(tuple(FleetReplica(number, 0, (0, 1)) for number in range(2)))
+    busy = replace(one, gpus=tuple(replace(gpu, busy=0.5) for gpu in one.gpus))
+    found, alone = (forecast_of(on, plan, at([1e-9, 16.0])).slowdown[0, 0] for on in (busy, one))
+    assert alone == pytest.approx(slowdown(1.0), rel=0.01)
+    assert found == pytest.approx(slowdown(1.5) * (1 + 0.5 * (GROUP_LOSS - 1)), rel=0.01)
+
+
 @pytest.mark.parametrize("rate", [0.05, 0.25, 0.5, 2.0])
 def test_crowded_groups_are_followed_until_their_load_settles(rate: float) -> None:
     """At 0.25/s a little load grows to a standstill: each slows the rest, which are busy for longer."""
