@@ -3,11 +3,12 @@
 A load is a row of requests per second, one column for each deployment, with a weight; weights add up to 1.
 
 The prior is exchangeable over deployments and in units of the cluster. With G GPUs, and the capacity c at a batch
-of 256 and the GPUs g of each deployment as the rule places it, half of the weight is on equal utilisations,
-``u c G / sum(g)``, and half on equal rates, ``u G / sum(g / c)``, for u of ``UTILISATIONS``. Nothing is known of
-one deployment that is not known of all; a cluster is bought for a load that it can carry. Where more deployments
-are expected, those that are there have their part of it; where nothing is known of further ones, G is the number
-of GPUs that those there need (``Fleet.loaded_gpus``).
+of 256 and the GPUs g of each deployment as the rule places it, a quarter of the weight is on equal utilisations,
+``u c G / sum(g)``, a quarter on equal rates, ``u G / sum(g / c)``, for u of ``UTILISATIONS``, and half on rates by
+Zipf's law of eight ranks, which take turns, with the same mean at u of 0.35. Nothing is known of one deployment
+that is not known of all; a cluster is bought for a load that it can carry. Where more deployments are expected,
+those that are there have their part of it; where nothing is known of further ones, G is the number of GPUs that
+those there need (``Fleet.loaded_gpus``).
 
 Where only some rates are known, those deployments have theirs in the mean rows of the prior, and 1 to 2.5 times
 theirs in the rest, the more the higher the utilisation.
@@ -30,6 +31,8 @@ __all__ = ["UTILISATIONS", "Loads", "given_rates", "loads_of", "prior"]
 Table = npt.NDArray[np.float64]
 
 UTILISATIONS = (0.05, 0.15, 0.25, 0.35, 0.45, 0.55)
+_SKEWED = 3  # number of the one at which popularity differs
+_RANKS = 8
 _KNOWN_FACTORS = (1.0, 1.0, 1.0, 1.6, 1.6, 2.5)  # of a known rate at each of these
 # A rate that was given or learned is a mean: what arrives in a busy minute is more.
 _GIVEN_FACTORS, _GIVEN_WEIGHTS = (1.0, 1.6, 2.5), (0.5, 0.3, 0.2)
@@ -130,14 +133,27 @@ def prior(fleet: Fleet, rule: FleetPlan, rates_per_s: Sequence[float | None] = (
     u = np.array(UTILISATIONS)[:, None] * (fleet.loaded_gpus or len(fleet.gpus)) * there
     alike = capacity / gpus.sum()
     each = np.full(len(capacity), 1.0 / np.sum(gpus / capacity))
-    rates = np.concatenate([u.mean(axis=0) * alike[None], u.mean(axis=0) * each[None], u * alike, u * each])
-    busier = np.array([1.0, 1.0, *_KNOWN_FACTORS, *_KNOWN_FACTORS])  # the mean rows have the rates themselves
+    skewed = u[_SKEWED] * each * _popularities(len(capacity))
+    rates = np.concatenate(
+        [u.mean(axis=0) * alike[None], u.mean(axis=0) * each[None], u * alike, u * each, skewed]
+    )
+    turns = [_KNOWN_FACTORS[_SKEWED]] * len(skewed)
+    busier = np.array(
+        [1.0, 1.0, *_KNOWN_FACTORS, *_KNOWN_FACTORS, *turns]
+    )  # the mean rows have the rates themselves
     for number, rate in enumerate(rates_per_s):
         if rate is not None:
             rates[:, number] = max(rate, _LEAST_RATE_PER_S) * busier
-    num = len(rates) - 2
-    weights = np.concatenate([np.zeros(2), np.full(num, 1 / num)])
+    weights = np.concatenate([np.zeros(2), *(np.full(num, 0.5 / num) for num in (2 * len(u), len(skewed)))])
     return _with_split_losses(rates, weights, num_mean=2 * len(_SPLIT_LOSSES))
+
+
+def _popularities(number: int) -> Table:
+    """Return rates over their mean [turns, deployments] by Zipf's law, each deployment of each rank in turn."""
+    ranks = min(number, _RANKS)
+    turns = (np.arange(ranks)[:, None] + np.arange(number)) % ranks
+    found = 1.0 / (1 + turns)
+    return np.asarray(found / found.mean(axis=1, keepdims=True))
 
 
 def given_rates(rates_per_s: Sequence[float]) -> Loads:

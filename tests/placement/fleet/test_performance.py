@@ -161,14 +161,20 @@ def test_beyond_capacity_a_queue_grows() -> None:
     assert found.e2e_s[0, 0] > 100
 
 
-def test_the_prior_treats_equal_deployments_alike_and_fills_no_more_than_the_cluster() -> None:
-    one = fleet(4, 4)
+@pytest.mark.parametrize("models", [1, 4, 8, 16])
+def test_the_prior_treats_equal_deployments_alike_and_fills_no_more_than_the_cluster(models: int) -> None:
+    one = fleet(models, models)
     plan = rule_plan(one)
     loads = prior(one, plan)
     assert loads.weights.sum() == pytest.approx(1)
-    np.testing.assert_allclose(loads.rates_per_s, loads.rates_per_s[:, :1].repeat(4, axis=1))
+    for row in np.sort(loads.rates_per_s, axis=0).T:  # each has the same rates, though not at once
+        np.testing.assert_allclose(row, np.sort(loads.rates_per_s[:, 0]))
+    mean = loads.weights @ loads.rates_per_s
+    np.testing.assert_allclose(mean, mean[0])
     used = forecast_of(one, plan, loads).utilisation
-    assert used.max() < 0.75
+    assert (loads.weights @ used).max() < 0.75
+    total = loads.rates_per_s.sum(axis=1)
+    assert total.max() <= 0.55 / 0.35 * total[-1] * 1.01, "popularity moves the load and adds none"
 
 
 def test_deployments_that_are_expected_have_their_part_of_the_load() -> None:
