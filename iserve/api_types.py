@@ -165,8 +165,8 @@ class PlanRequest:
     """Requests at once, planned for and served at most; else 1 is planned for, and as many are served as memory
     holds, up to 256 (with a rate and another policy than joint: 1)."""
     expected_deployments: int = field(default=0, metadata={"ge": 0})
-    """Deployments that the cluster is to hold in all, this one among them: policy joint leaves them GPUs and
-    memory; with another, min-latency and cost-slo count what sharing will cost. 0: no more than there are."""
+    """Deployments that the cluster is to hold in all, this one among them, for which policy joint leaves GPUs and
+    memory; another policy refuses it. 0: no more than there are."""
     expected_models: tuple[ExpectedDeployment, ...] = field(default=(), metadata={"max_length": 64})
     """Deployments that are to follow, by model, with this one's lengths: policy joint leaves them the GPUs and
     memory that suit all best."""

@@ -72,6 +72,11 @@ def simulate(
     judged, named = decision.slo(options.intent.slo), cluster.named_models()
     (gpu, snapshot), least = cluster.hardware(), cluster_policy.least
     with o.usage_errors():
+        if request.expected_models:
+            raise ConfigError(
+                "a simulation deploys what --models names; leave out --expected-model, or say how many there will be "
+                "with --expected-deployments"
+            )
         scenario = s.scenario_of(cluster, snapshot, serving, least, judged)
         steers = cluster_policy.policy(gpu, 0.0) is not None
         router, planner = make_router(serving.router), parse_planner(decision.planner)

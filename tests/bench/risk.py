@@ -149,7 +149,8 @@ def simulated(case: Case, requests: Iterable[Request]) -> tuple[Outcomes, float]
 
 def compare(case: Case, outcomes: Outcomes, busy: float, rate_per_s: float, foreseen: Attainment) -> Compared:
     times = {"ttft": np.asarray(outcomes.ttft_s), "e2e": np.asarray(outcomes.e2e_s)}
-    alone = case._replace(slots=1)
+    lengths = Traffic(input_cv=case.traffic.input_cv, output_cv=case.traffic.output_cv)
+    alone = case._replace(slots=1, traffic=lengths)  # bursts meet at any rate
     limits = {
         "ttft": TTFT_LIMIT * float(prediction(alone).quantile("ttft", 50.0, 1e-9)[0]),
         "e2e": E2E_LIMIT * float(foreseen.service_s[0] * case.slots),

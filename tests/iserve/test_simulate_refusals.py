@@ -54,6 +54,7 @@ __all__ = ["model", "simulate", "trace"]  # fixtures
         pytest.param(("--deploy-interval", "-4"), 2, id="before the start"),
         pytest.param(("--eval-slo", "x=1"), 2, id="unknown SLO"),
         pytest.param(("--input-tokens", "5000"), 1, id="beyond the context"),
+        pytest.param(("--expected-model", "mine=2"), 2, id="models to follow"),
     ],
 )
 def test_what_cannot_be_simulated_is_one_sentence(
