@@ -156,7 +156,7 @@ def _crowds(new: Sequence[Placement], hardware: Hardware, *, is_joint: bool) -> 
     )
     return (
         f"{names}: three workers or more share them; a tensor-parallel one may take 4 to 150 times as long while "
-        "two others are busy (docs/gpu-sharing.md)"
+        "two further ones are busy (docs/gpu-sharing.md)"
         + ("" if is_joint else f"; --policy {JOINT} avoids it where it can"),
     )
 
