@@ -74,8 +74,8 @@ def simulate(
     with o.usage_errors():
         if request.expected_models:
             raise ConfigError(
-                "a simulation deploys what --models names; leave out --expected-model, or say how many there will be "
-                "with --expected-deployments"
+                "a simulation deploys what --models names; leave out --expected-model, or say how many there will "
+                "be with --expected-deployments"
             )
         scenario = s.scenario_of(cluster, snapshot, serving, least, judged)
         steers = cluster_policy.policy(gpu, 0.0) is not None
