@@ -37,7 +37,7 @@ from fingerprint.estimates import Estimate, Quantity
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec
 from iserve.simulation.running import EngineBatcher, idle_cluster
-from planner.attainment import Attainment
+from planner.attainment import Attainment, Metric
 from planner.costs import figures
 from planner.intent import Traffic
 from tests.bench.kept import read_kept, write_kept
@@ -147,14 +147,19 @@ def simulated(case: Case, requests: Iterable[Request]) -> tuple[Outcomes, float]
     return result.outcomes, result.gpus[0].busy_fraction
 
 
-def compare(case: Case, outcomes: Outcomes, busy: float, rate_per_s: float, foreseen: Attainment) -> Compared:
-    times = {"ttft": np.asarray(outcomes.ttft_s), "e2e": np.asarray(outcomes.e2e_s)}
+def limits_of(case: Case, foreseen: Attainment) -> dict[Metric, float]:
+    """Return the limits in seconds."""
     lengths = Traffic(input_cv=case.traffic.input_cv, output_cv=case.traffic.output_cv)
     alone = case._replace(slots=1, traffic=lengths)  # bursts meet at any rate
-    limits = {
+    return {
         "ttft": TTFT_LIMIT * float(prediction(alone).quantile("ttft", 50.0, 1e-9)[0]),
         "e2e": E2E_LIMIT * float(foreseen.service_s[0] * case.slots),
     }
+
+
+def compare(case: Case, outcomes: Outcomes, busy: float, rate_per_s: float, foreseen: Attainment) -> Compared:
+    times = {"ttft": np.asarray(outcomes.ttft_s), "e2e": np.asarray(outcomes.e2e_s)}
+    limits = limits_of(case, foreseen)
     missed, seconds = {}, {}
     for metric, limit in limits.items():
         missed[metric] = (

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.bench.risk import GRIDS, kept
+import pytest
+
+from fingerprint.config import Workload
+from planner.intent import Traffic
+from tests.bench.risk import GRIDS, Case, kept, limits_of, prediction
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "tests/bench/results/risk_independent.json.gz"
@@ -26,3 +30,16 @@ def test_the_results_are_of_all_loads_of_the_grid_and_of_none_that_the_model_was
     for name in ("slots", "utilisations", "cvs", "length_cvs"):
         assert not set(getattr(own, name)) & set(getattr(built, name)), name
     assert own.seed != built.seed
+
+
+def test_the_model_predicts_what_was_recorded_of_it() -> None:
+    own = GRIDS["independent"]
+    for one in (c for c in kept(RESULTS) if c.case.startswith("gamma")):
+        traffic = Traffic(burstiness=one.burstiness, input_cv=one.input_cv, output_cv=one.output_cv)
+        work = Workload(one.slots, own.input_tokens, own.output_tokens)
+        case = Case(one.case, one.slots, one.utilisation, traffic, work)
+        foreseen = prediction(case)
+        rate = one.utilisation / float(foreseen.service_s[0])
+        for metric, limit in limits_of(case, foreseen).items():
+            found = float(foreseen.misses(metric, limit, rate)[0])
+            assert found == pytest.approx(one.missed[metric][0], abs=1e-3), (one.case, one.slots, metric)
