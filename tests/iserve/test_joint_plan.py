@@ -350,11 +350,21 @@ def test_prompts_in_the_prefix_cache_take_less_of_a_joint_plan(rate: float | Non
     assert found.document.joint is not None
     assert plain.document.joint is not None
     service, usual = found.document.joint.service, plain.document.joint.service
-    if service.config == usual.config:
-        assert 0.25 * usual.prompt_s < service.prompt_s < 0.5 * usual.prompt_s
-        assert service.step_s == usual.step_s
+    assert service.config == usual.config
+    assert 0.25 * usual.prompt_s < service.prompt_s < 0.5 * usual.prompt_s
+    assert service.step_s == usual.step_s
     assert found.document.joint.forecast.e2e_s < plain.document.joint.forecast.e2e_s
     assert "75% of the prompts' tokens are taken to be in vLLM's prefix cache" in found.document.notes
+
+
+@pytest.mark.parametrize("policy", ["joint", "packing"])
+def test_a_limit_that_the_cache_alone_keeps_is_kept_wherever_a_plan_is_judged(policy: str) -> None:
+    """The estimator is that of whole prompts, as where an engine is chosen."""
+    intent = Intent(kind=IntentKind.LATENCY_SLO, slo=Slo(ttft_s=0.3))
+    whole = replace(GROWING, intent=intent, policy=policy, workload=Workload(input_tokens=16_000))
+    cached = replace(whole, intent=replace(intent, traffic=Traffic(prefix_hits=0.9)))
+    of_whole, of_cached = (chosen(hardware_on("h200:1"), one)[0] for one in (whole, cached))
+    assert (of_whole.best is None, of_cached.best is None) == (True, False)
 
 
 def test_models_to_follow_have_the_prompts_of_the_same_share() -> None:

@@ -173,6 +173,8 @@ def test_the_prior_treats_equal_deployments_alike_and_fills_no_more_than_the_clu
     np.testing.assert_allclose(mean, mean[0])
     used = forecast_of(one, plan, loads).utilisation
     assert (loads.weights @ used).max() < 0.75
+    is_even = np.ptp(loads.rates_per_s, axis=1) < 1e-9
+    assert used[is_even].max() < 0.75
     total = loads.rates_per_s.sum(axis=1)
     assert total.max() <= 0.55 / 0.35 * total[-1] * 1.01, "popularity moves the load and adds none"
 
