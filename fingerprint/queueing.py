@@ -39,6 +39,7 @@ __all__ = [
     "ServiceColumns",
     "Variation",
     "Wait",
+    "no_slot_exponent",
     "prompt_wait",
     "requests_at_once",
     "slot_wait",
@@ -202,11 +203,16 @@ def _cases(knots: Column, dimensions: int) -> Column:
     return knots.reshape(len(knots), *[1] * (dimensions - 1), -1)
 
 
+def no_slot_exponent(slots: Column) -> Column:
+    """Return the power of the utilisation that is about the share of requests without a free slot (Sakasegawa)."""
+    return np.asarray(np.sqrt(2 * (slots + 1)) - 1)
+
+
 def slot_wait(service: ServiceColumns, utilisation: Column, variation: Variation, peak: Column) -> Wait:
     """Return the wait for one of the replica's slots, for utilisations [..., rows] from 0 to below 1."""
     idle = _idle(utilisation, variation.burstiness)
     slots = service.most / peak
-    exponent = np.sqrt(2 * (slots + 1)) - 1
+    exponent = no_slot_exponent(slots)
     exponent = exponent * (1 + _LIGHT * (1 - utilisation) * np.log(np.maximum(slots, 1.0)))
     taken = np.where(service.most > 1, utilisation**exponent, 1 - idle)
     return Wait(taken, service.slot_s * _varied(variation.burstiness, work_cv(service, variation)) / idle)

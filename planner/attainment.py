@@ -38,6 +38,7 @@ from fingerprint.queueing import (
     ServiceColumns,
     Variation,
     Wait,
+    no_slot_exponent,
     prompt_wait,
     requests_at_once,
     slot_wait,
@@ -57,7 +58,7 @@ _METRICS: tuple[Metric, ...] = ("ttft", "tpot", "e2e")
 _POINTS, _WEIGHTS = np.polynomial.legendre.leggauss(4)
 _POINTS, _WEIGHTS = (_POINTS + 1) / 2, _WEIGHTS / 2  # of [0, 1]
 _TINY = 1e-300
-_MANY_PROMPTS = 0.25
+_MANY_PROMPTS = 0.25  # of the work; below, first tokens are late less often than answers by themselves
 _LARGEST = 1 - 1e-9  # utilisation; beyond, no wait is worth a number
 # In logarithms, from what a request alone takes, and from the highest rate there can be: nothing is farther off.
 _OFF_TIME = np.array([-21, -4, -2.5, -2, -1.5, -1, -0.75, -0.5, -0.3, -0.2, -0.1, 0.0, 0.1, 0.3, 1, 21])
@@ -192,9 +193,9 @@ class Attainment:
         return self._service.slot_s
 
     @property
-    def free_slot_exponent(self) -> Column:
-        """Power of the utilisation that is about the share of requests without a free slot (Sakasegawa)."""
-        return np.sqrt(2 * (self._service.most + 1)) - 1
+    def no_slot_exponent(self) -> Column:
+        """Power of the utilisation that is about the share of Poisson requests without a free slot."""
+        return no_slot_exponent(self._service.most)
 
     def service_at(self, percentile: float) -> Column:
         """Return the same at that percentile of the truth."""

@@ -254,7 +254,7 @@ def checks_at_lower_rates(asked: Sequence[Check], intent: Intent, served: Attain
 
     highest = LazyColumn(np.where(queued, np.nan, most * _MARGIN), find) if kept else LazyColumn(most * _MARGIN)
     rough, missed = most, 1 - intent.percentile / 100
-    at_once = capacity * missed ** (1 / served.free_slot_exponent)  # at most so many wait at all
+    at_once = capacity * missed ** (1 / served.no_slot_exponent)  # at most so many wait at all
     for metric, limit in kept.items():
         spare_s = np.maximum(limit - served.alone_high(metric), _LEAST)
         if metric != "tpot":

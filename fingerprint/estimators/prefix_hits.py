@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.engines import traits_of
-from fingerprint.errors import ConfigError
 from fingerprint.estimates import Estimate, Estimator, Quantity, Source, TellsHiddenTime
 
 __all__ = ["WithPrefixHits"]
@@ -19,14 +18,9 @@ class WithPrefixHits:
     The rest takes what the whole prompt takes beyond its first part, attention to that part included, and no less
     than as many tokens by themselves. Steps and memory are those of whole prompts: which requests share their
     blocks is not known. The interval is as wide in proportion, though it is a difference that is estimated.
-
-    Raises:
-        ConfigError: a share below 0, or of 1 and more: an engine computes at least the last token.
     """
 
     def __init__(self, base: Estimator, hits: float) -> None:
-        if not 0 <= hits < 1:
-            raise ConfigError(f"prefix hits are a share of the prompts' tokens, 0 to below 1, got {hits:g}")
         self.name = f"{base.name}, {hits:.0%} of prompts cached"
         self.base, self._hits = base, hits
 

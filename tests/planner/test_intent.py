@@ -6,7 +6,7 @@ import pytest
 
 from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
 from fingerprint.errors import ConfigError
-from planner.intent import CostModel, Intent, IntentKind, Quality, Slo, parse_slo, quality_needed
+from planner.intent import CostModel, Intent, IntentKind, Quality, Slo, Traffic, parse_slo, quality_needed
 
 
 def test_defaults_are_the_contract_s() -> None:
@@ -110,3 +110,9 @@ def test_intent_refuses(options: dict[str, object], complaint: str) -> None:
 def test_quality_needed(weights: str, kv: str, pruning: str, needed: Quality) -> None:
     config = DeploymentConfig(weights=WeightFormat(weights), kv=KvFormat(kv), pruning=Pruning(pruning))
     assert quality_needed(config) is needed
+
+
+@pytest.mark.parametrize("hits", [-0.1, 1.0, float("nan")])
+def test_prefix_hits_are_a_share_below_one(hits: float) -> None:
+    with pytest.raises(ConfigError, match="share"):
+        Traffic(prefix_hits=hits)
