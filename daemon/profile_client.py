@@ -234,6 +234,8 @@ class WorkerProfileSession:
         most: int,
         until_s: float,
         steps: bool = True,
+        agree_within: float | None = None,
+        agree_limit_s: float = 0.0,
     ) -> tuple[RunReading, ...]:
         order = ProfileBursts(
             batch=batch,
@@ -243,6 +245,8 @@ class WorkerProfileSession:
             most=most,
             until_s=until_s,
             steps=steps,
+            agree_within=agree_within,
+            agree_limit_s=agree_limit_s,
         )
         return self._call("POST", "/profile/bursts", order, tuple[RunReading, ...])
 

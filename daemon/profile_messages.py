@@ -47,7 +47,12 @@ class ProfileRun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileBursts:
-    """``POST /profile/bursts``, of an engine with our step timer. Answers a list of ``RunReading``."""
+    """``POST /profile/bursts``, of an engine with our step timer. Answers a list of ``RunReading``.
+
+    Bursts agree when the medians of their earlier and their later half differ by at most ``agree_within`` of the
+    smaller one. Where that is asked for and they do not, further bursts run for ``agree_limit_s``; the answer is a
+    NotMeasuredError when they never do.
+    """
 
     batch: int
     input_tokens: int
@@ -56,11 +61,15 @@ class ProfileBursts:
     most: int
     until_s: float
     steps: bool = True
+    agree_within: float | None = None  # None: whatever they take
+    agree_limit_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("batch", "input_tokens", "output_tokens", "repeat", "most"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.agree_within is not None and not 0 < self.agree_within < 1:
+            raise ConfigError(f"agree_within must be between 0 and 1, got {self.agree_within}")
 
 
 @dataclass(frozen=True, slots=True)

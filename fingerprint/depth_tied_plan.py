@@ -39,6 +39,8 @@ class DepthTiedPlan:
     long_s: float = 0.7  # and those that generate
     long_bursts: int = 4
     plain_bursts: int = 3
+    agree_within: float = 0.10  # of a point's calls: how far the medians of their two halves may differ
+    agree_limit_s: float = 20.0  # for further calls of a point, until they agree
     once_tokens: int | None = None  # points with more prompt tokens are run once, generating
     visits: int = 3  # of the deeper one to points of at most ``short_tokens``, for bursts of one output token
     short_tokens: int = 2048

@@ -93,6 +93,8 @@ class RankMemory:
     """Bytes of the GPU that the engine allowed itself for all of these together; 0: not reported."""
     layer_caches: tuple[LayerCache, ...] = ()
     """Cache of each of the fingerprint's layers; empty: not reported."""
+    expert_routing: str = ""
+    """Routing of tokens to experts: `uniform`, or by the router's random `weights`; empty: none, or not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -329,13 +331,23 @@ class StepTimedSession(Protocol):
         most: int,
         until_s: float,
         steps: bool = True,
+        agree_within: float | None = None,
+        agree_limit_s: float = 0.0,
     ) -> tuple[RunReading, ...]:
         """Run bursts of dummy requests back to back: at least one, until ``most`` or ``until_s``.
+
+        Bursts in which the engine compiled a kernel are left out.
 
         Args:
             repeat: times that each step's forward is run on the same inputs, so that the fingerprint takes the
                 time of a model that many times as deep.
             steps: record every step; without it the timer is off.
+            agree_within: how far the medians of the earlier and the later half may differ, over the smaller one;
+                further bursts run until they do not; None: whatever they are.
+            agree_limit_s: seconds after which none of these begin.
+
+        Raises:
+            NotMeasuredError: they do not agree by then, or a kernel was compiled in each of them.
         """
         ...
 

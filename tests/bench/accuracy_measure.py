@@ -9,10 +9,12 @@ A MODEL_DIR needs a config.json alone, for all weights are random. Both sides ru
 same GPU, one after the other: ``vllm.LLM`` in its default mode (compiled, overlapped), prefix caching off,
 max_num_seqs 256, max_num_batched_tokens 16384, gpu_memory_utilization 0.85, KV room for the largest point on
 either side. TTFT is the time of a call with one output token, TPOT that of 65 tokens less that of one over 64.
-Every point is called six times and the first is left out; a short prompt waits for the host, whose pace changes by
-half within seconds where cores are shared, so those are called for half a second at three visits, of which the
-later halves are kept. The whole model's calls are timed with the step timer off, but for two points that show
-what it costs.
+Every point is called six times, one of more than 32,768 prompt tokens three times, and the first is left out; a
+short prompt waits for the host, whose pace changes by half within seconds where cores are shared, so those are
+called for half a second at three visits, of which the later halves are kept. On both sides a call in which a
+kernel was compiled does not count, and the medians of a point's two halves must agree within a tenth: a point
+where they do not is left out and named. A mixture's tokens fall on its experts uniformly on both sides. The whole
+model's calls are timed with the step timer off, but for two points that show what it costs.
 
 Writes OUT/NAME-FORMAT.json.xz, a :class:`Recorded` each; nothing is predicted here.
 """
@@ -27,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib import metadata
@@ -40,7 +42,7 @@ from fingerprint.codec import to_json
 from fingerprint.config import KvFormat, WeightFormat
 from fingerprint.depth_tied_plan import ONCE_TOKENS, DepthTiedPlan, Point
 from fingerprint.depth_tied_profile import depth_tied_profile
-from fingerprint.errors import IserveError
+from fingerprint.errors import IserveError, NotMeasuredError
 from fingerprint.families import read_config, read_spec
 from fingerprint.gpus import match_device
 from fingerprint.measurements import MachineInfo, Profile, RankMemory, RunReading, TimingPoint
@@ -53,7 +55,8 @@ ROOT = Path(__file__).parents[2]
 BATCHES, INPUTS = (1, 8, 32, 128), (128, 512, 1024, 2048)
 MOST_PROMPT_TOKENS = 131_072
 OUTPUT = 65
-REPEATS = 5
+REPEATS, MANY_TOKENS_REPEATS = 5, 2
+AGREE_WITHIN, AGREE_LIMIT_S = 0.10, 20.0  # as in the plan of a profile
 TIMER_POINTS = ((1, 128), (32, 128))
 SHORT_TOKENS, VISITS, VISIT_S, MOST_CALLS = 2048, 3, 0.5, 40
 SHALLOW_POINTS = ((1, 128), (1, 1024), (8, 128), (8, 512), (32, 128))
@@ -82,6 +85,7 @@ class Recorded:
     whole_s: float  # the whole model's calls, warm-ups included
     rank_profile: Profile | None = None  # the same with one TP rank's shape alone on a GPU per stage
     whole_between: tuple[TimingPoint, ...] = ()  # timer off, in turns with ``whole_timed``; before, none were
+    left_out: tuple[str, ...] = ()  # points of the whole model whose calls did not agree; before, all were kept
 
 
 def grid(max_context_tokens: int, most_prompt_tokens: int = MOST_PROMPT_TOKENS) -> tuple[Point, ...]:
@@ -105,6 +109,8 @@ class _Process:
             "HF_HUB_OFFLINE": "1",
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
             "CUDA_VISIBLE_DEVICES": ",".join(d for stage in spec.stages for d in stage.device_ids),
+            "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random",
+            "TRITON_CACHE_DIR": str(Path.home() / ".triton" / "cache"),
             "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
             "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
             "NCCL_NVLS_ENABLE": "0",
@@ -273,6 +279,7 @@ class _Bench:
         profile_start_s = sum(shared.start_s)
         session = shared.open_step_timed(tp=self.tp, pp=self.pp)
         layers = profile.spec.num_layers
+        kv_tokens = max(b * (n + OUTPUT) for b, n in plan.points)
         shared.load(
             directory,
             weights=weights,
@@ -280,12 +287,17 @@ class _Bench:
             layers_per_stage=(layers // self.pp,) * self.pp,
             max_batch=MAX_SEQUENCES,
             max_context_tokens=plan.max_context_tokens,
-            kv_tokens=max(b * (n + OUTPUT) for b, n in plan.points),
+            kv_tokens=kv_tokens,
         )
+        room = min(rank.kv_room_tokens for rank in session.session.memory())
+        if room < kv_tokens:  # the largest batches would wait or be computed twice
+            raise SystemExit(f"{directory.name}: the whole model got room for {room} tokens of {kv_tokens}")
         begun = time.monotonic()
         calls = _Calls(session.session)
         whole = calls.grid(plan.points)
         turns = {p: calls.in_turns(p, OUTPUT) for p in TIMER_POINTS if p in plan.points}
+        for line in calls.left_out:
+            print(line, flush=True)
 
         def timing(measured: list[tuple[Point, int, Runs]]) -> tuple[TimingPoint, ...]:
             return tuple(
@@ -318,36 +330,41 @@ class _Bench:
             start_s=tuple(shared.start_s),
             profile_start_s=profile_start_s,
             whole_s=time.monotonic() - begun,
+            left_out=tuple(calls.left_out),
         )
 
 
 @dataclass(frozen=True)
 class _Calls:
-    """Calls of the whole model."""
+    """Calls of the whole model; a point whose calls do not agree is ``left_out``."""
 
     session: WorkerProfileSession
+    left_out: list[str] = field(default_factory=list)
 
     def grid(self, points: tuple[Point, ...]) -> list[tuple[Point, int, Runs]]:
         """Every point with one token and with ``OUTPUT``, one after the other; short ones once more at the end."""
         found: dict[tuple[Point, int], Runs] = {}
         for point in sorted(points, key=_tokens):
-            found[point, 1] = self.first(point)
-            found[point, OUTPUT] = self.five(point, OUTPUT)
+            try:
+                found |= {(point, 1): self.first(point), (point, OUTPUT): self.five(point, OUTPUT)}
+            except NotMeasuredError as error:
+                self.left_out.append(str(error))
         for _ in range(1, VISITS):
             for point in points:
-                if _tokens(point) <= SHORT_TOKENS:
-                    found[point, 1] += self.first(point)
+                if _tokens(point) <= SHORT_TOKENS and (point, OUTPUT) in found:
+                    with contextlib.suppress(NotMeasuredError):  # the first visit's calls agreed
+                        found[point, 1] += self.first(point)
         return [(point, output, runs) for (point, output), runs in found.items()]
 
     def first(self, point: Point) -> Runs:
         """Settled calls of one token."""
         if _tokens(point) > SHORT_TOKENS:
-            return self._calls(point, 1, REPEATS + 1)[1:]
+            return self._calls(point, 1, _repeats(point) + 1)[1:]
         runs = self._calls(point, 1, MOST_CALLS, VISIT_S)
         return runs[len(runs) // 2 :]
 
     def five(self, point: Point, output: int) -> Runs:
-        return self._calls(point, output, REPEATS)
+        return self._calls(point, output, _repeats(point))
 
     def in_turns(self, point: Point, output: int) -> tuple[Runs, Runs]:
         """Run with the timer off and on, one call of each after the other: a drift affects both."""
@@ -360,8 +377,19 @@ class _Calls:
 
     def _calls(self, point: Point, output: int, most: int, until_s: float = 1e9, *, steps: bool = False) -> Runs:
         return self.session.bursts(
-            batch=point[0], input_tokens=point[1], output_tokens=output, most=most, until_s=until_s, steps=steps
+            batch=point[0],
+            input_tokens=point[1],
+            output_tokens=output,
+            most=most,
+            until_s=until_s,
+            steps=steps,
+            agree_within=AGREE_WITHIN,
+            agree_limit_s=AGREE_LIMIT_S,
         )
+
+
+def _repeats(point: Point) -> int:
+    return REPEATS if _tokens(point) <= ONCE_TOKENS else MANY_TOKENS_REPEATS
 
 
 def _tokens(point: Point) -> int:
@@ -407,6 +435,8 @@ class _Shared:
     def _asked(self, call: Callable[..., object], *args: object, **kwargs: object) -> object:
         try:
             return call(*args, **kwargs)
+        except NotMeasuredError:  # calls that do not agree; the engine is as good as before
+            raise
         except IserveError:
             self._failed = True
             raise

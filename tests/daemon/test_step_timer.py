@@ -108,6 +108,7 @@ def make_rig(monkeypatch: pytest.MonkeyPatch, *, newer: bool, asked: str = "rpc"
     module_of(BROKEN_GRAPHS, STAND_IN / "breakable_cudagraph.py")
     worker = module_of("vllm.v1.worker.gpu_worker", STAND_IN / "gpu_worker.py")
     core = module_of("core", STAND_IN / "core.py")
+    monkeypatch.syspath_prepend(PROFILING_PATH)
     timer = module_of("iserve_timer", TIMER)
     timer.register()
     return Rig(timer, torch, worker, core)

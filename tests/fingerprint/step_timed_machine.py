@@ -291,7 +291,16 @@ class StepTimedSyntheticSession:
         self.max_batch, self.max_context_tokens, self.kv_tokens = max_batch, max_context_tokens, kv_tokens
 
     def bursts(
-        self, *, batch: int, input_tokens: int, output_tokens: int, repeat: int, most: int, until_s: float
+        self,
+        *,
+        batch: int,
+        input_tokens: int,
+        output_tokens: int,
+        repeat: int,
+        most: int,
+        until_s: float,
+        agree_within: float,
+        agree_limit_s: float,
     ) -> tuple[RunReading, ...]:
         machine, tokens = self.machine, input_tokens + output_tokens
         assert not self.closed, "bursts after close"

@@ -59,7 +59,9 @@ SOME_FLAGS = frozenset(
     | {"--language-model-only", "--limit-mm-per-prompt", "--trust-remote-code"}
 )
 SOME_VARIABLES = frozenset({"VLLM_PP_LAYER_PARTITION", "VLLM_ALLREDUCE_USE_SYMM_MEM"})
-PROFILING_VARIABLES = frozenset({"VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS"})
+PROFILING_VARIABLES = frozenset(
+    {"VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS", "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"}
+)
 # Words that options are given, by the name that lists them in a file of vLLM's.
 _FORMATS = "model_executor/model_loader/__init__.py", "LoadFormats"
 _KV_TYPES = "config/cache.py", "CacheDType"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,7 +197,11 @@ def environment(spec: WorkerSpec, devices: Mapping[str, Device]) -> tuple[tuple[
         ("PYTHONUNBUFFERED", "1"),
         ("TOKENIZERS_PARALLELISM", "false"),
         ("VLLM_ENGINE_READY_TIMEOUT_S", "86400"),  # how long a start may take is the daemon's to say
+        # Else vLLM keeps kernels by model, and each fingerprint would compile those of experts anew.
+        ("TRITON_CACHE_DIR", os.environ.get("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))),
     ]
+    if spec.profiling:  # random weights would route tokens to experts by chance
+        env.append(("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random"))
     if len(spec.stages) > 1 and not spec.profiling:  # profiling loads fingerprints of various depths
         env.append(("VLLM_PP_LAYER_PARTITION", ",".join(str(stage.num_layers) for stage in spec.stages)))
     if spec.config.tp > 1:

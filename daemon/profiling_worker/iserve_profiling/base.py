@@ -13,14 +13,14 @@ import time
 from abc import ABC, abstractmethod
 from typing import Any
 
+from iserve_profiling.agreement import Span, alike, counted, difference, is_long
+
 LOAD_MARK = "iserve: starting the engine"  # as in daemon/profile_client.py, which cannot be imported here
 _SAMPLE_S = 0.05  # between looks at clock and power
 _STEP = ("tokens", "sequences", "prefill_tokens", "context_tokens", "attention_pairs")
 _TIMES = ("gap_s", "lead_s", "forward_s", "tail_s")
-# An engine makes some kernels when first they are wanted, and which ones depends on how a burst falls into steps:
-# such a burst takes a second more than its like (seen on a mixture of experts, 1.3 s where 60 ms were due).
-_ONCE_S, _ONCE_FACTOR = 0.3, 2.0
 _MOST_ONCE = 3  # bursts more than were asked for, at most
+_MOST_WINDOWS = 6  # of bursts of one point, until they agree
 _DIGITS = 9  # of times in seconds; a recording is kept, and CUDA events tell half a microsecond
 
 Rows = list[list[float]]  # of the step timer's COLUMNS, of one rank
@@ -70,6 +70,10 @@ class ProfilingEngine(ABC):
         """Return the recorded steps of every rank, and end the recording."""
 
     @abstractmethod
+    def compilations(self) -> list[Span]:
+        """Return when a rank compiled a kernel since the last call, on the clock of ``time.perf_counter``."""
+
+    @abstractmethod
     def generate(self, prompts: list[list[int]], output_tokens: int) -> list[int]:
         """Greedy, end-of-sequence ignored. Answers how many tokens each got."""
 
@@ -116,7 +120,12 @@ class ProfilingEngine(ABC):
     def bursts(self, order: dict[str, Any]) -> list[dict[str, Any]]:
         """Bursts back to back: readings as the client's RunReading, in order.
 
-        Those in which the engine did something only once are left out, and further bursts run in their place.
+        Those in which the engine compiled a kernel, or did something else only once, are left out, and further
+        bursts run in their place. Where ``agree_within`` is given they go on until they agree.
+
+        Raises:
+            WorkError: bursts do not agree within the seconds given (NotMeasuredError), do not fit what is loaded,
+                or failed.
         """
         self.check_loaded()
         if not self.step_timer and (order["steps"] or order["repeat"] != 1):
@@ -127,27 +136,17 @@ class ProfilingEngine(ABC):
             )
         batch, input_tokens, output_tokens = order["batch"], order["input_tokens"], order["output_tokens"]
         self._check_fits(batch, input_tokens + output_tokens)
-        prompts = _prompts(batch, input_tokens, self._vocab)
-        runs: list[tuple[float, float]] = []
+        visit = _Visit(self, order, _prompts(batch, input_tokens, self._vocab))
         try:
-            if self.step_timer:
-                self.set_timer(repeat=order["repeat"], record=order["steps"])
             with Nvml(self.nvml()) as nvml, _Sampler(nvml) as sampler:
-                begun = time.perf_counter()
-                while not _is_enough(runs, order["most"], begun + order["until_s"]):
-                    start = time.perf_counter()
-                    made = self.generate(prompts, output_tokens)
-                    runs.append((start, time.perf_counter()))
-                    if any(count != output_tokens for count in made):
-                        raise WorkError("EngineError", f"{self.engine} ended a sequence before its length")
-            rows = self.read_timer() if self.step_timer else []
+                visit.run()
         except WorkError:
             raise
         except Exception as error:
             self.unload()
             raise WorkError("EngineError", f"{self.engine} failed in a run: {root(error)}") from error
-        runs = _alike(runs)
-        steps = [[_within(rank, run) for rank in rows] for run in runs]
+        runs = visit.counted()
+        steps = [visit.steps(run) for run in runs]
         if order["steps"]:
             for of_run in steps:
                 self.check_steps(of_run, batch=batch, input_tokens=input_tokens, output_tokens=output_tokens)
@@ -155,7 +154,7 @@ class ProfilingEngine(ABC):
 
     def run(self, order: dict[str, Any]) -> dict[str, Any]:
         """Run one burst by the wall clock; all of its time counts as the model's (``RunReading.device_s``)."""
-        burst = {**order, "repeat": 1, "most": 1, "until_s": 0.0, "steps": False}
+        burst = {**order, "repeat": 1, "most": 1, "until_s": 0.0, "steps": False, "agree_within": None}
         reading = self.bursts(burst)[0]
         return {**reading, "device_s": reading["e2e_s"], "host_s": 0.0}
 
@@ -174,36 +173,103 @@ def _prompts(batch: int, input_tokens: int, vocab: int) -> list[list[int]]:
     return [[source.randrange(vocab) for _ in range(input_tokens)] for _ in range(batch)]
 
 
-def _alike(runs: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Without those that took so much longer than the fastest that something was done in them only once."""
-    most_s = _ONCE_S + _ONCE_FACTOR * min((end - start for start, end in runs), default=0.0)
-    return [(start, end) for start, end in runs if end - start <= most_s]
+class _Visit:
+    """Bursts of one point, in windows of at most so many or so long, until they agree."""
+
+    def __init__(self, engine: ProfilingEngine, order: dict[str, Any], prompts: list[list[int]]) -> None:
+        self._engine, self._order, self._prompts = engine, order, prompts
+        self._runs: list[Span] = []
+        self._compilations: list[Span] = []
+        self._rows: list[Rows] = []  # of each rank
+
+    def run(self) -> None:
+        """Raises WorkError: they do not agree."""
+        order, begun = self._order, time.perf_counter()
+        self._window()
+        tolerance = order["agree_within"]
+        if tolerance is None:
+            return
+        for _ in range(1, _MOST_WINDOWS):
+            if self._difference() <= tolerance or time.perf_counter() > begun + order["agree_limit_s"]:
+                break
+            self._window()
+        apart = self._difference()
+        if apart > tolerance:
+            raise WorkError("NotMeasuredError", self._why_not(apart, time.perf_counter() - begun))
+
+    def _window(self) -> None:
+        order, engine = self._order, self._engine
+        if engine.step_timer:
+            engine.set_timer(repeat=order["repeat"], record=order["steps"])
+        runs: list[Span] = []
+        begun = time.perf_counter()
+        while not _is_enough(runs, order["most"], begun + order["until_s"]):
+            start = time.perf_counter()
+            made = engine.generate(self._prompts, order["output_tokens"])
+            runs.append((start, time.perf_counter()))
+            if any(count != order["output_tokens"] for count in made):
+                raise WorkError("EngineError", f"{engine.engine} ended a sequence before its length")
+        self._runs += runs
+        if engine.step_timer:
+            rows = engine.read_timer()
+            self._rows = [before + new for before, new in zip(self._rows or [[] for _ in rows], rows, strict=True)]
+            self._compilations += engine.compilations()
+
+    def counted(self) -> list[Span]:
+        """Return the bursts that count; where something was compiled in each of them, those that are alike."""
+        return counted(self._runs, self._compilations) or alike(self._runs)
+
+    def steps(self, run: Span) -> list[Rows]:
+        """Return the steps of ``run``, by rank."""
+        return [_within(rank, run) for rank in self._rows]
+
+    def _difference(self) -> float:
+        runs = counted(self._runs, self._compilations)
+        if not self._order["steps"]:
+            return difference([end - begin for begin, end in runs])
+        return difference([max(_forward_s(rank) for rank in self.steps(run)) for run in runs])
+
+    def _why_not(self, apart: float, took_s: float) -> str:
+        order, runs = self._order, len(self._runs)
+        what = f"batch {order['batch']} with {order['input_tokens']} in and {order['output_tokens']} out"
+        if not counted(self._runs, self._compilations):
+            return (
+                f"{what}: {self._engine.engine} compiled a kernel in each of {runs} calls, {took_s:.1f} s in all"
+            )
+        return (
+            f"{what}: calls do not agree, their earlier and later half differ by {apart:.0%} after {runs} calls "
+            f"in {took_s:.1f} s; {order['agree_within']:.0%} was asked for"
+        )
 
 
-def _is_enough(runs: list[tuple[float, float]], most: int, until: float) -> bool:
+def _forward_s(rows: Rows) -> float:
+    return sum(row[8] for row in rows)
+
+
+def _is_enough(runs: list[Span], most: int, until: float) -> bool:
     """Return whether no further burst is to begin: there are ``most``, or it is late and one has its like.
 
     A lone burst is taken as it is where no more is wanted, or where it was too short to hold what is done once.
     """
     if not runs:
         return False
-    alike, longest_s = len(_alike(runs)), max(end - start for start, end in runs)
-    if alike < most and runs[-1][1] < until:
+    similar = len(alike(runs))
+    if similar < most and runs[-1][1] < until:
         return len(runs) >= 2 * most + _MOST_ONCE  # never the same time: no more of it will help
-    return most == 1 or alike > 1 or longest_s <= _ONCE_S or len(runs) > _MOST_ONCE
+    return most == 1 or similar > 1 or not is_long(runs) or len(runs) > _MOST_ONCE
 
 
-def _within(rows: Rows, run: tuple[float, float]) -> Rows:
+def _within(rows: Rows, run: Span) -> Rows:
     """The steps that began within a burst: one clock for all processes of a machine."""
     start, end = run
     return [row for row in rows if start <= row[0] < end]
 
 
-def _reading(run: tuple[float, float], by_rank: list[Rows], sampler: _Sampler) -> dict[str, Any]:
+def _reading(run: Span, by_rank: list[Rows], sampler: _Sampler) -> dict[str, Any]:
     """Return the reading of one burst, of several ranks the one whose forwards took longest."""
     start, end = run
-    steps = max(by_rank, key=lambda rank: sum(row[8] for row in rank), default=[])
-    device_s = sum(row[8] for row in steps)
+    steps = max(by_rank, key=_forward_s, default=[])
+    device_s = _forward_s(steps)
     clock_mhz, power_w, held_bytes = sampler.mean(start, end)
     return {
         "e2e_s": round(end - start, _DIGITS),

@@ -36,6 +36,9 @@ from typing import Any
 
 import torch
 
+from iserve_profiling.compile_watch import WATCH
+from iserve_profiling.expert_routing import expert_routing
+
 COLUMNS = (
     "host_s",  # time.perf_counter() when the host began the step
     "tokens",  # scheduled, over all sequences
@@ -317,6 +320,7 @@ def _time_steps(worker_class: Any) -> None:
     worker_class.sample_tokens = sample_tokens
     worker_class.iserve_timer_start = _rpc_start
     worker_class.iserve_timer_read = _rpc_read
+    worker_class.iserve_compilations = _rpc_compilations
 
 
 def _refuse_broken_graphs() -> None:
@@ -353,6 +357,7 @@ def start(repeat: int, record: bool) -> None:
     """Repeat every forward ``repeat`` times from now on, and record when asked."""
     if repeat < 1:
         raise ValueError(f"repeat must be at least 1, got {repeat}")
+    WATCH.install()
     TIMER.repeat = repeat
     if record:
         TIMER.start()
@@ -366,12 +371,21 @@ def read() -> list[list[float]]:
     return TIMER.read()
 
 
+def compilations() -> list[tuple[float, float]]:
+    """Return begin and end of every compilation since the last call."""
+    return WATCH.read()
+
+
 def _rpc_start(_worker: Any, repeat: int, record: bool) -> None:
     start(repeat, record)
 
 
 def _rpc_read(_worker: Any) -> list[list[float]]:
     return read()
+
+
+def _rpc_compilations(_worker: Any) -> list[tuple[float, float]]:
+    return compilations()
 
 
 def _rpc_memory(worker: Any) -> dict[str, Any]:
@@ -399,6 +413,7 @@ def _rpc_memory(worker: Any) -> dict[str, Any]:
         "graphs": _graph_bytes(worker),
         **worker.iserve_kv,
         "kept": worker.iserve_kept,
+        "expert_routing": expert_routing(worker.model_runner.get_model()),
         "block_tokens": int(worker.cache_config.block_size),
         "torch_reserved": torch.cuda.memory_reserved(),
         "device_used": total_bytes - free_bytes,

@@ -136,6 +136,9 @@ class TensorRtLlmProfilingEngine(ProfilingEngine):
     def read_timer(self) -> list[Rows]:
         return [rank.call("read") for rank in self._ranks]
 
+    def compilations(self) -> list[tuple[float, float]]:
+        return [(begin, end) for rank in self._ranks for begin, end in rank.call("compilations")]
+
     def generate(self, prompts: list[list[int]], output_tokens: int) -> list[int]:
         from tensorrt_llm import SamplingParams
 

@@ -249,6 +249,8 @@ class _Answers:
                 return core.start(**given)
             if call == "read":
                 return core.read()
+            if call == "compilations":
+                return core.compilations()
         raise ValueError(f"no call {call!r}")
 
     def _memory(self) -> dict[str, int]:

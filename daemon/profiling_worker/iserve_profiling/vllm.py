@@ -104,6 +104,10 @@ class VllmProfilingEngine(ProfilingEngine):
     def read_timer(self) -> list[Rows]:
         return list(self._llm.collective_rpc("iserve_timer_read"))
 
+    def compilations(self) -> list[tuple[float, float]]:
+        of_ranks = self._llm.collective_rpc("iserve_compilations")
+        return [(begin, end) for of_rank in of_ranks for begin, end in of_rank]
+
     def generate(self, prompts: list[list[int]], output_tokens: int) -> list[int]:
         from vllm import SamplingParams
 
@@ -140,6 +144,7 @@ def _rank_memory(rank: int, stage: int, counted: dict[str, Any]) -> dict[str, An
         "kv_block_tokens": counted["block_tokens"],
         "kv_blocks": counted["available_kv"] // block_bytes if block_bytes else 0,
         "budget_bytes": counted["requested_memory"],
+        "expert_routing": counted["expert_routing"],
         "layer_caches": [
             {"layer": layer, "token_bytes": token_bytes, "state_bytes": state_bytes, "window": window}
             for layer, token_bytes, state_bytes, window in counted["kept"]
