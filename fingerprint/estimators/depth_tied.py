@@ -1,7 +1,8 @@
 """The estimator of engines that carry our step timer: L3 and the engine's own memory counts where they reach.
 
 What neither reaches (another degree or format) is the nearest measured configuration times
-``roofline(asked) / roofline(nearest)``, source ``scaled``; so no number of a ranking is the roofline's alone.
+``roofline(asked) / roofline(nearest)``, source ``scaled``; so no number of a ranking is the roofline's alone, but
+where the result is below what the GPU's peaks allow: then it is.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from fingerprint.estimators.fingerprinted import nearest, scaled, scaled_memory
 from fingerprint.estimators.host_overlap import hidden_time_s
 from fingerprint.estimators.l2 import Latency, MeasuredKey, key_of
 from fingerprint.estimators.l3 import L3
+from fingerprint.estimators.physical_floor import PhysicalFloor
 from fingerprint.measurements import Profile
 
 __all__ = ["DepthTiedEstimator"]
@@ -38,6 +40,7 @@ class DepthTiedEstimator:
         self.l3 = L3(profile, roofline, shipped_calibration() if calibration is None else calibration)
         self.memory = CountedMemory(profile)
         self._roofline = roofline
+        self._floor = PhysicalFloor(profile.spec, profile.machine.device)
         self._estimates: dict[tuple[DeploymentConfig, Workload], Estimate] = {}
 
     @property
@@ -85,14 +88,16 @@ class DepthTiedEstimator:
         return nearest(config, (self._config(key) for key in self.l3.points))
 
     def _latency(self, config: DeploymentConfig, near: DeploymentConfig, workload: Workload) -> Latency:
-        measured = self.l3.latency(near, workload)
-        if near == config:
-            return measured
-        asked, there = self._roofline.estimate(config, workload), self._roofline.estimate(near, workload)
-        return Latency(
-            scaled(measured.ttft_s, asked.ttft_s, there.ttft_s),
-            scaled(measured.tpot_s, asked.tpot_s, there.tpot_s),
-        )
+        found = self.l3.latency(near, workload)
+        if near != config:
+            asked, there = self._roofline.estimate(config, workload), self._roofline.estimate(near, workload)
+            found = Latency(
+                scaled(found.ttft_s, asked.ttft_s, there.ttft_s), scaled(found.tpot_s, asked.tpot_s, there.tpot_s)
+            )
+        if self._floor.allows(config, workload, ttft_s=found.ttft_s.value, tpot_s=found.tpot_s.value):
+            return found
+        by_peaks = self._roofline.estimate(config, workload)
+        return Latency(by_peaks.ttft_s, by_peaks.tpot_s)
 
     def _memory(self, config: DeploymentConfig, workload: Workload) -> MemoryEstimate:
         try:

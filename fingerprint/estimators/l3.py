@@ -17,6 +17,8 @@ convex hull of the points in these two logarithms: a corner of the box around th
 batch with the longest input, mostly) is beyond, and its source says so.
 
 A tensor-parallel group that was run as one of its ranks alone gets its sums from ``all_reduce``, and says so.
+
+A point whose times are less than the GPU's peaks allow (``physical_floor``) is left out: its clock was wrong.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from fingerprint.estimators.all_reduce import GroupSums
 from fingerprint.estimators.calibration import Calibration, kernels_of
 from fingerprint.estimators.gaussian_process import smooth_at
 from fingerprint.estimators.l2 import Latency, MeasuredKey, key_of
+from fingerprint.estimators.physical_floor import PhysicalFloor
 from fingerprint.estimators.repeat_overhead import (
     RepeatCosts,
     decoding,
@@ -200,7 +203,7 @@ class L3:
         self._calibration = calibration
         self.points: Mapping[MeasuredKey, tuple[WholePoint, ...]]
         self.shards: frozenset[MeasuredKey]  # of these, what was run as one TP rank alone
-        self.points, self.shards = _by_key(profile)
+        self.points, self.shards = _by_key(profile, PhysicalFloor(profile.spec, profile.machine.device))
         self.unusable = tuple(_unusable(profile, self.points))
 
     def reaches(self, config: DeploymentConfig) -> bool:
@@ -296,7 +299,9 @@ def _widened(found: Quantity, log_errors: tuple[float, float]) -> Quantity:
     )
 
 
-def _by_key(profile: Profile) -> tuple[dict[MeasuredKey, tuple[WholePoint, ...]], frozenset[MeasuredKey]]:
+def _by_key(
+    profile: Profile, floor: PhysicalFloor
+) -> tuple[dict[MeasuredKey, tuple[WholePoint, ...]], frozenset[MeasuredKey]]:
     """The points of every configuration, and which of these were run as one rank alone."""
     grouped: dict[tuple[bool, MeasuredKey], list[TimingPoint]] = {}
     for point in profile.timing:
@@ -313,10 +318,17 @@ def _by_key(profile: Profile) -> tuple[dict[MeasuredKey, tuple[WholePoint, ...]]
         if shard:
             sums = GroupSums(profile.spec, profile.machine.device, key.tp)
             whole = tuple(point.with_sums(sums) for point in whole)
+        config = DeploymentConfig(tp=key.tp, pp=key.pp, weights=key.weights, kv=key.kv, engine=profile.engine)
+        whole = tuple(point for point in whole if _is_possible(point, config, floor))
         if whole:
             found[key] = whole
             shards |= {key} if shard else set()
     return found, frozenset(shards)
+
+
+def _is_possible(point: WholePoint, config: DeploymentConfig, floor: PhysicalFloor) -> bool:
+    at = Workload(point.batch, point.input_tokens, 1 + len(point.steps_s))
+    return floor.allows(config, at, ttft_s=point.ttft_s, tpot_s=point.steady_s)
 
 
 def _unusable(profile: Profile, used: Mapping[MeasuredKey, tuple[WholePoint, ...]]) -> Iterator[str]:
@@ -330,7 +342,7 @@ def _unusable(profile: Profile, used: Mapping[MeasuredKey, tuple[WholePoint, ...
     for key, batch, input_tokens in sorted(measured - told):
         yield (
             f"tp={key.tp} pp={key.pp} {key.weights}: batch {batch} with {input_tokens} in is unusable, what it "
-            "took and what its repeats cost tell no time of the whole model"
+            "took and what its repeats cost tell no time of the whole model, or less than the GPU can need"
         )
 
 

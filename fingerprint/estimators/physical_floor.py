@@ -1,0 +1,52 @@
+"""Least time that a configuration can take on a GPU: bytes over bandwidth, arithmetic over peak, nothing else.
+
+No right measurement or prediction lies below it: of 18 recorded whole models of eight families none took less than
+1.2 times as long at any point (``tests/bench/results``, held by ``tests/fingerprint/test_physical_floor.py``).
+"""
+
+from __future__ import annotations
+
+from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.estimators.roofline import RooflineConstants, RooflineEstimator
+from fingerprint.gpu_spec import GpuSpec
+from fingerprint.model_spec import ModelSpec
+
+__all__ = ["FLOOR_SHARE", "PhysicalFloor"]
+
+# Datasheets give peaks at a boost clock that a cool GPU exceeds by some percent.
+FLOOR_SHARE = 0.9
+_ONE_STEP_TOKENS = 2**40
+
+_NOTHING_LOST = RooflineConstants(
+    memory_efficiency=1.0,
+    compute_efficiency=1.0,
+    quantized_efficiency=1.0,
+    activation_passes=0.0,
+    link_efficiency=1.0,
+    all_reduce_latency_s=0.0,
+    all_reduce_hop_s=0.0,
+    handover_latency_s=0.0,
+    launch_per_layer_s=0.0,
+    host_per_step_s=0.0,
+    host_per_sequence_s=0.0,
+)
+
+
+class PhysicalFloor(RooflineEstimator):
+    """The roofline with every peak attained, all prompts in one step, and of a mixture's experts no more read than
+    one token chooses."""
+
+    name = "physical floor"
+
+    def __init__(self, spec: ModelSpec, gpu: GpuSpec) -> None:
+        super().__init__(spec, gpu, constants=_NOTHING_LOST, max_batched_tokens=_ONE_STEP_TOKENS)
+
+    def allows(self, config: DeploymentConfig, workload: Workload, *, ttft_s: float, tpot_s: float) -> bool:
+        """Return whether neither time is below ``FLOOR_SHARE`` of the least possible one."""
+        least_s = self.ttft_s(config, workload), self.tpot_s(config, workload)
+        return ttft_s >= FLOOR_SHARE * least_s[0] and tpot_s >= FLOOR_SHARE * least_s[1]
+
+    def _experts_read_fraction(self, tokens: float) -> float:
+        """Return the share of the experts that a single token chooses: all may choose the same."""
+        spec = self._spec
+        return spec.experts_per_token / spec.num_experts if spec.num_experts else 1.0

@@ -1,0 +1,88 @@
+"""The least time a GPU can take: no recorded whole model is faster, and a profile that says so is not believed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.estimates import Source
+from fingerprint.estimators.calibration import Calibration
+from fingerprint.estimators.depth_tied import DepthTiedEstimator
+from fingerprint.estimators.physical_floor import FLOOR_SHARE, PhysicalFloor
+from fingerprint.estimators.roofline import RooflineEstimator
+from fingerprint.gpus import gpu_spec, known_gpus
+from fingerprint.measurements import Profile, TimingPoint
+from tests.bench.accuracy import RESULTS, load, truths
+from tests.fingerprint.step_timed_machine import StepTimedMachine, take_depth_tied
+
+RECORDED = sorted(folder for folder in RESULTS.glob("h200*"))
+
+
+@pytest.mark.parametrize("folder", RECORDED, ids=lambda folder: folder.name)
+def test_no_whole_model_took_less(folder) -> None:
+    for one in load(folder):
+        floor = PhysicalFloor(one.profile.spec, one.profile.machine.device)
+        config = DeploymentConfig(tp=one.tp, pp=one.pp, weights=one.weights, engine="vllm")
+        for truth in truths(one):
+            assert truth.ttft_s > floor.ttft_s(config, truth.workload)
+            assert truth.tpot_s > floor.tpot_s(config, truth.workload)
+
+
+@given(
+    gpu=st.sampled_from(known_gpus()),
+    batch=st.integers(1, 256),
+    input_tokens=st.integers(1, 4000),
+    tp=st.sampled_from([1, 2, 4]),
+)
+def test_the_roofline_is_above_it(gpu, batch, input_tokens, tp) -> None:
+    spec, device = StepTimedMachine().spec, gpu_spec(gpu)
+    config, workload = DeploymentConfig(tp=tp), Workload(batch, input_tokens, 33)
+    floor, roofline = PhysicalFloor(spec, device), RooflineEstimator(spec, device)
+    assert floor.ttft_s(config, workload) < roofline.ttft_s(config, workload)
+    assert floor.tpot_s(config, workload) < roofline.tpot_s(config, workload)
+
+
+def faster(profile: Profile, times: float, at: tuple[int, int] | None = None) -> Profile:
+    """As a clock would have it that runs slow at one point, or at all."""
+
+    def told(point: TimingPoint) -> TimingPoint:
+        if at is not None and (point.batch, point.input_tokens) != at:
+            return point
+        runs = []
+        for run in point.runs:
+            steps = tuple(replace(s, forward_s=s.forward_s / times, tail_s=s.tail_s / times) for s in run.steps)
+            runs.append(replace(run, e2e_s=run.e2e_s / times, device_s=run.device_s / times, steps=steps))
+        return replace(point, runs=tuple(runs))
+
+    return replace(profile, timing=tuple(map(told, profile.timing)))
+
+
+def estimator(profile: Profile) -> DepthTiedEstimator:
+    roofline = RooflineEstimator(profile.spec, profile.machine.device)
+    return DepthTiedEstimator(profile, roofline, Calibration())
+
+
+def test_a_point_below_it_is_left_out_and_named() -> None:
+    honest = take_depth_tied(StepTimedMachine())
+    (points,) = estimator(honest).l3.points.values()
+    at = max((p.batch, p.input_tokens) for p in points)
+    told = estimator(faster(honest, 1000.0, at))
+    (left,) = told.l3.points.values()
+    assert {(p.batch, p.input_tokens) for p in left} == {(p.batch, p.input_tokens) for p in points} - {at}
+    assert f"batch {at[0]} with {at[1]} in is unusable" in "\n".join(told.warnings)
+
+
+def test_a_prediction_below_it_is_the_rooflines() -> None:
+    honest = take_depth_tied(StepTimedMachine())
+    config, workload = DeploymentConfig(engine=honest.engine), Workload(4, 300, 33)
+    found = estimator(honest)
+    roofline = RooflineEstimator(honest.spec, honest.machine.device).estimate(config, workload)
+    assert found.estimate(config, workload).ttft_s.source is not Source.ROOFLINE
+    found._floor.ttft_s = lambda *_: roofline.ttft_s.value * 1e3 / FLOOR_SHARE  # a GPU that can need much more
+    found._estimates.clear()
+    assert found.estimate(config, workload).ttft_s == roofline.ttft_s
+    assert found.estimate(config, workload).tpot_s == roofline.tpot_s
