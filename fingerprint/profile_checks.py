@@ -50,7 +50,7 @@ def check_ranks(ranks: Sequence[RankMemory], *, pp: int) -> None:
         )
     for rank in ranks:
         values = [(f.name, getattr(rank, f.name)) for f in fields(rank)]
-        counts = [(name, value) for name, value in values if isinstance(value, int)]
+        counts: list[tuple[str, float]] = [(name, value) for name, value in values if isinstance(value, int)]
         counts += [("layer_caches", min(cache.token_bytes, cache.state_bytes)) for cache in rank.layer_caches]
         wrong = [(name, count) for name, count in counts if not count >= (name == "weights_bytes")]
         if wrong:

@@ -1,4 +1,4 @@
-"""Which calls of a point count, on call times as they were recorded on an H200, and on laws."""
+"""Choice of the calls that count: on call times recorded on an H200, and laws."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class TestLaws:
 
     @given(st.lists(st.floats(1.0, 300.0), min_size=1, max_size=20), st.data())
     def test_a_call_counts_if_and_only_if_nothing_was_compiled_in_it(self, agreement, times, data) -> None:
-        """Of calls under 300 ms none is left out for its length."""
+        """Leave none out for its length where all take less than 300 ms."""
         bursts = spans(tuple(times))
         chosen = data.draw(st.sets(st.integers(0, len(bursts) - 1)))
         compiled = [

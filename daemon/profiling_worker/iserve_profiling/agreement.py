@@ -1,4 +1,4 @@
-"""Which bursts of one point count, and whether they agree. Arithmetic only.
+"""Choice of the bursts of one point that count, and whether they agree. Arithmetic only.
 
 A burst counts unless a kernel was compiled in it, or it took so much longer than the fastest that something else
 happened in it once. Bursts agree when the medians of their earlier and their later half differ by at most a stated

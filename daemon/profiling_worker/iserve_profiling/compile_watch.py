@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-# Module, class, method. A release without such a method has the others, and calls that do not agree.
+# Module, class, method. A release may lack some: calls that do not agree are noticed without them.
 WATCHED = (
     ("triton.runtime.jit", "JITFunction", "_do_compile"),
     ("triton.compiler.compiler", "CompiledKernel", "_init_handles"),  # loads what the disk had

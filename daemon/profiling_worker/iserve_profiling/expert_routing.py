@@ -1,7 +1,7 @@
 """Routing of a mixture's tokens: by the router's weights, or uniformly as vLLM's simulator draws experts.
 
-Random weights route by chance: a bias may send every token to the same experts, in a fingerprint to others than
-in the whole model. So a profile has the experts of each token drawn uniformly
+Random weights route by chance: a bias may send every token to the same experts, in a fingerprint not the same as
+in the whole model. A profile has the experts of each token drawn uniformly
 (``VLLM_MOE_ROUTING_SIMULATION_STRATEGY``), and says so.
 """
 
