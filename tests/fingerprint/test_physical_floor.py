@@ -47,7 +47,7 @@ def test_the_roofline_is_above_it(gpu, batch, input_tokens, tp) -> None:
 
 
 def faster(profile: Profile, times: float, at: tuple[int, int] | None = None) -> Profile:
-    """As a clock would have it that runs slow at one point, or at all."""
+    """Return the profile of a clock that runs slow at one point, or at all."""
 
     def told(point: TimingPoint) -> TimingPoint:
         if at is not None and (point.batch, point.input_tokens) != at:
