@@ -11,13 +11,13 @@ from fingerprint.estimators.roofline import RooflineConstants, RooflineEstimator
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
 
-__all__ = ["FLOOR_SHARE", "PhysicalFloor"]
+__all__ = ["FLOOR_SHARE", "NOTHING_LOST", "PhysicalFloor"]
 
 # Datasheets give peaks at a boost clock that a cool GPU exceeds by some percent.
 FLOOR_SHARE = 0.9
 _ONE_STEP_TOKENS = 2**40
 
-_NOTHING_LOST = RooflineConstants(
+NOTHING_LOST = RooflineConstants(
     memory_efficiency=1.0,
     compute_efficiency=1.0,
     quantized_efficiency=1.0,
@@ -39,7 +39,7 @@ class PhysicalFloor(RooflineEstimator):
     name = "physical floor"
 
     def __init__(self, spec: ModelSpec, gpu: GpuSpec) -> None:
-        super().__init__(spec, gpu, constants=_NOTHING_LOST, max_batched_tokens=_ONE_STEP_TOKENS)
+        super().__init__(spec, gpu, constants=NOTHING_LOST, max_batched_tokens=_ONE_STEP_TOKENS)
 
     def allows(self, config: DeploymentConfig, workload: Workload, *, ttft_s: float, tpot_s: float) -> bool:
         """Return whether neither time is below ``FLOOR_SHARE`` of the least possible one."""

@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat, Workload
-from fingerprint.estimators.roofline import CALIBRATED, RooflineConstants, RooflineEstimator
+from fingerprint.estimators.physical_floor import NOTHING_LOST
+from fingerprint.estimators.roofline import RooflineConstants, RooflineEstimator
 from fingerprint.families import read_spec
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.gpus import gpu_spec
@@ -128,20 +129,7 @@ class Tables:
 
 
 # Nothing can be faster than this: full bandwidth, full peak, no launches, no host, no latency.
-LIGHT = replace(
-    CALIBRATED,
-    memory_efficiency=1.0,
-    compute_efficiency=1.0,
-    quantized_efficiency=1.0,
-    activation_passes=0.0,
-    link_efficiency=1.0,
-    all_reduce_latency_s=0.0,
-    all_reduce_hop_s=0.0,
-    handover_latency_s=0.0,
-    launch_per_layer_s=0.0,
-    host_per_step_s=0.0,
-    host_per_sequence_s=0.0,
-)
+LIGHT = NOTHING_LOST
 
 
 def bench_rows(tables: Tables, gpus: Iterable[str]) -> list[Row]:
