@@ -2,7 +2,7 @@
 
 What neither reaches (another degree or format) is the nearest measured configuration times
 ``roofline(asked) / roofline(nearest)``, source ``scaled``; so no number of a ranking is the roofline's alone, but
-where the result is below what the GPU's peaks allow: then it is.
+where the result is below what the GPU's peaks allow, or every point that was run is: then it is.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class DepthTiedEstimator:
 
     def hidden_s(self, config: DeploymentConfig) -> float:
         """Return the hidden time of the nearest configuration run (``estimates.TellsHiddenTime``)."""
-        near = key_of(self._nearest(config))
+        near = key_of(self._nearest(config) or config)
         alike = [p for p in self.profile.timing if MeasuredKey(p.tp, p.pp, p.weights, p.kv) == near]
         return hidden_time_s(alike)
 
@@ -72,7 +72,10 @@ class DepthTiedEstimator:
                 f"profile it with --engine {config.engine}"
             )
         near = config if self.l3.reaches(config) else self._nearest(config)
-        latency = self._latency(config, near, workload)
+        latency = None if near is None else self._latency(config, near, workload)
+        if latency is None:
+            near, by_peaks = None, self._roofline.estimate(config, workload)
+            latency = Latency(by_peaks.ttft_s, by_peaks.tpot_s)
         return Estimate(
             config=config,
             workload=workload,
@@ -84,20 +87,22 @@ class DepthTiedEstimator:
             links_measured=self.profile.machine.device.measured_links(config.tp) is not None,
         )
 
-    def _nearest(self, config: DeploymentConfig) -> DeploymentConfig:
+    def _nearest(self, config: DeploymentConfig) -> DeploymentConfig | None:
+        """Return the nearest configuration whose times are known; None where what was run told no possible one."""
+        if not self.l3.points and self.l3.impossible:
+            return None
         return nearest(config, (self._config(key) for key in self.l3.points))
 
-    def _latency(self, config: DeploymentConfig, near: DeploymentConfig, workload: Workload) -> Latency:
+    def _latency(self, config: DeploymentConfig, near: DeploymentConfig, workload: Workload) -> Latency | None:
+        """Return the times that those of ``near`` tell; None where the GPU cannot keep them."""
         found = self.l3.latency(near, workload)
         if near != config:
             asked, there = self._roofline.estimate(config, workload), self._roofline.estimate(near, workload)
             found = Latency(
                 scaled(found.ttft_s, asked.ttft_s, there.ttft_s), scaled(found.tpot_s, asked.tpot_s, there.tpot_s)
             )
-        if self._floor.allows(config, workload, ttft_s=found.ttft_s.value, tpot_s=found.tpot_s.value):
-            return found
-        by_peaks = self._roofline.estimate(config, workload)
-        return Latency(by_peaks.ttft_s, by_peaks.tpot_s)
+        possible = self._floor.allows(config, workload, ttft_s=found.ttft_s.value, tpot_s=found.tpot_s.value)
+        return found if possible else None
 
     def _memory(self, config: DeploymentConfig, workload: Workload) -> MemoryEstimate:
         try:
@@ -112,6 +117,8 @@ class DepthTiedEstimator:
     def _power(self, config: DeploymentConfig, workload: Workload) -> Quantity | None:
         """Mean power read at the nearest point of the nearest configuration; the roofline's when none was."""
         near = self._nearest(config)
+        if near is None:
+            return self._roofline.estimate(config, workload).power_w_per_gpu
         read = [
             (abs(math.log2(p.batch / workload.batch)) + abs(math.log2(p.input_tokens / workload.input_tokens)), w)
             for p in self.profile.timing

@@ -203,7 +203,9 @@ class L3:
         self._calibration = calibration
         self.points: Mapping[MeasuredKey, tuple[WholePoint, ...]]
         self.shards: frozenset[MeasuredKey]  # of these, what was run as one TP rank alone
-        self.points, self.shards = _by_key(profile, PhysicalFloor(profile.spec, profile.machine.device))
+        self.impossible: frozenset[MeasuredKey]  # run, and no point tells a time that the GPU can keep
+        floor = PhysicalFloor(profile.spec, profile.machine.device)
+        self.points, self.shards, self.impossible = _by_key(profile, floor)
         self.unusable = tuple(_unusable(profile, self.points))
 
     def reaches(self, config: DeploymentConfig) -> bool:
@@ -301,13 +303,13 @@ def _widened(found: Quantity, log_errors: tuple[float, float]) -> Quantity:
 
 def _by_key(
     profile: Profile, floor: PhysicalFloor
-) -> tuple[dict[MeasuredKey, tuple[WholePoint, ...]], frozenset[MeasuredKey]]:
-    """The points of every configuration, and which of these were run as one rank alone."""
+) -> tuple[dict[MeasuredKey, tuple[WholePoint, ...]], frozenset[MeasuredKey], frozenset[MeasuredKey]]:
+    """The points of every configuration, which of these were one rank alone, and where none was possible."""
     grouped: dict[tuple[bool, MeasuredKey], list[TimingPoint]] = {}
     for point in profile.timing:
         key = MeasuredKey(point.tp, point.pp, point.weights, point.kv)
         grouped.setdefault((point.shard, key), []).append(point)
-    found, shards = {}, set()
+    found, shards, impossible = {}, set(), set()
     for (shard, key), points in sorted(grouped.items()):
         if shard and key in found:  # the real group was run
             continue
@@ -323,7 +325,9 @@ def _by_key(
         if whole:
             found[key] = whole
             shards |= {key} if shard else set()
-    return found, frozenset(shards)
+        else:
+            impossible.add(key)
+    return found, frozenset(shards), frozenset(impossible - found.keys())
 
 
 def _is_possible(point: WholePoint, config: DeploymentConfig, floor: PhysicalFloor) -> bool:
@@ -347,12 +351,20 @@ def _unusable(profile: Profile, used: Mapping[MeasuredKey, tuple[WholePoint, ...
 
 
 def _growth(points: tuple[WholePoint, ...], batch: int) -> float:
-    """Seconds by which a decode step grows per token of every sequence's context; 0 with one input length."""
-    same = [(p.input_tokens, p.steady_s) for p in points if p.batch == batch]
-    if len({n for n, _ in same}) < 2:
+    """Seconds by which a decode step grows per token of every sequence's context.
+
+    A batch run with one input length takes what a cached token costs in the batch whose lengths are furthest
+    apart, which noise moves least. 0 where no batch has two lengths.
+    """
+    lengths: dict[int, list[tuple[int, float]]] = {}
+    for point in points:
+        lengths.setdefault(point.batch, []).append((point.input_tokens, point.steady_s))
+    apart = {b: b * (max(same)[0] - min(same)[0]) for b, same in lengths.items()}
+    told_by = batch if apart[batch] else max(apart, key=apart.__getitem__)
+    if not apart[told_by]:
         return 0.0
-    tokens, seconds = np.array(same, dtype=float).T
-    return max(0.0, float(np.polyfit(tokens, seconds, 1)[0]))
+    tokens, seconds = np.array(lengths[told_by], dtype=float).T
+    return max(0.0, float(np.polyfit(tokens, seconds, 1)[0])) * batch / told_by
 
 
 def in_hull(points: Sequence[tuple[float, float]], asked: tuple[float, float]) -> bool:

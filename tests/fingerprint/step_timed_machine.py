@@ -66,6 +66,12 @@ class Step(NamedTuple):
             return self.pairs
         return sum(_pairs_below(c + q, window) - _pairs_below(c, window) for q, c in self.parts)
 
+    def cached_within(self, window: int | None) -> int:
+        """Return the cached tokens that sequences which decode read in a layer that looks so far back."""
+        if self.prefill_tokens:
+            return 0
+        return sum(c if window is None else min(c, window) for _, c in self.parts)
+
 
 def _pairs_below(length: int, window: int) -> int:
     """Return the pairs of the first so many tokens of a sequence."""
@@ -111,6 +117,7 @@ class StepTruth:
 
     # h: weights are read while tokens are multiplied; then a query-key pair. Like Llama-2-7B on an H200.
     layer_s: tuple[float, float, float] = (9e-5, 7e-7, 2e-11)
+    read_s: float = 4e-9  # a layer's keys and values of one cached token, 16 KiB, for a sequence that decodes
     prefill_repeat_s: tuple[float, float] = (8e-5, 2e-8)  # o of a step with prompts: a pass, a token
     decode_repeat_s: tuple[float, float] = (4e-6, 2e-8)  # of a step without; a token as in a prompt
     lead_s: float = 6e-5
@@ -151,7 +158,8 @@ class StepTruth:
         layers = 0.0  # all of one repeat
         for window, count in Counter(cut.windows or (None,) * cut.layers).items():
             kind = self.sliding_time if window is not None else 1.0
-            layers += count * kind * (hypot(h0, h1 * tokens) + h2 * step.pairs_within(window))
+            attention = h2 * step.pairs_within(window) + self.read_s * step.cached_within(window)
+            layers += count * kind * (hypot(h0, h1 * tokens) + attention)
         layers *= clock * self.tp_time ** log2(cut.tp)
         o0, o1 = self.prefill_repeat_s if step.prefill_tokens else self.decode_repeat_s
         stage = cut.repeat * (o0 + o1 * tokens + layers / cut.pp) * level

@@ -76,6 +76,18 @@ def test_a_point_below_it_is_left_out_and_named() -> None:
     assert f"batch {at[0]} with {at[1]} in is unusable" in "\n".join(told.warnings)
 
 
+def test_where_every_point_is_below_it_the_datasheet_answers() -> None:
+    honest = take_depth_tied(StepTimedMachine())
+    config, workload = DeploymentConfig(engine=honest.engine), Workload(4, 300, 33)
+    told = estimator(faster(honest, 1000.0))
+    found, roofline = told.estimate(config, workload), told._roofline.estimate(config, workload)
+    assert (found.ttft_s, found.tpot_s) == (roofline.ttft_s, roofline.tpot_s)
+    assert found.measured_config is None
+    assert not found.is_measured
+    assert found.memory == estimator(honest).estimate(config, workload).memory
+    assert len(told.l3.unusable) == len({(p.batch, p.input_tokens) for p in honest.timing if p.repeat > 1})
+
+
 def test_a_prediction_below_it_is_the_rooflines() -> None:
     honest = take_depth_tied(StepTimedMachine())
     config, workload = DeploymentConfig(engine=honest.engine), Workload(4, 300, 33)
@@ -86,3 +98,4 @@ def test_a_prediction_below_it_is_the_rooflines() -> None:
     found._estimates.clear()
     assert found.estimate(config, workload).ttft_s == roofline.ttft_s
     assert found.estimate(config, workload).tpot_s == roofline.tpot_s
+    assert found.estimate(config, workload).measured_config is None

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat, Workload, even_split
 from fingerprint.errors import ConfigError
 from fingerprint.estimates import Source
+from fingerprint.estimators.physical_floor import NOTHING_LOST
 from fingerprint.estimators.roofline import CALIBRATED, RooflineConstants, RooflineEstimator
 from fingerprint.families import read_spec
 from fingerprint.gpu_spec import GpuSpec
@@ -132,19 +133,7 @@ CPU = GpuSpec(
     pcie_bytes_per_s=5e9,
 )
 # Full peaks and no fixed time at all, so that expectations can be worked out by hand.
-IDEAL = RooflineConstants(
-    memory_efficiency=1.0,
-    compute_efficiency=1.0,
-    quantized_efficiency=1.0,
-    activation_passes=0.0,
-    link_efficiency=1.0,
-    all_reduce_latency_s=0.0,
-    all_reduce_hop_s=0.0,
-    handover_latency_s=0.0,
-    launch_per_layer_s=0.0,
-    host_per_step_s=0.0,
-    host_per_sequence_s=0.0,
-)
+IDEAL = NOTHING_LOST
 
 models = st.sampled_from(MODELS)
 gpus = st.sampled_from([A6000, H200, gpu_spec("a100"), gpu_spec("l40s"), gpu_spec("mi300x"), CPU])
