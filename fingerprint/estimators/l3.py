@@ -41,6 +41,7 @@ from fingerprint.estimators.physical_floor import PhysicalFloor
 from fingerprint.estimators.repeat_overhead import (
     RepeatCosts,
     decoding,
+    most_per_token_s,
     repeat_costs,
     repeated_points,
     together,
@@ -118,7 +119,9 @@ class WholePoint:
         return min(times) > 0
 
 
-def whole_points(points: tuple[TimingPoint, ...], num_layers: int) -> tuple[WholePoint, ...]:
+def whole_points(
+    points: tuple[TimingPoint, ...], num_layers: int, most_per_token_s: float = math.inf
+) -> tuple[WholePoint, ...]:
     """The whole model at every point that the deepest repeated fingerprint generated at.
 
     TTFT is that of bursts of one token; where none was run, that of the bursts that went on, on a cooler GPU. A
@@ -127,6 +130,7 @@ def whole_points(points: tuple[TimingPoint, ...], num_layers: int) -> tuple[Whol
     Args:
         points: of one configuration.
         num_layers: of the whole model.
+        most_per_token_s: a repeat's cost outside its layers (``repeat_overhead.most_per_token_s``).
 
     Raises:
         NotMeasuredError: no fingerprint was repeated, or one alone.
@@ -136,7 +140,7 @@ def whole_points(points: tuple[TimingPoint, ...], num_layers: int) -> tuple[Whol
     long = {(p.batch, p.input_tokens): p for p in repeated if p.num_layers == deepest and p.output_tokens > 1}
     if {p.num_layers for p in repeated} == {deepest} and any(p.repeat > 1 for p in repeated):
         raise NotMeasuredError(f"{deepest} layers alone were repeated, which does not tell what a repeat costs")
-    costs = repeat_costs(repeated, deepest)
+    costs = repeat_costs(repeated, deepest, most_per_token_s)
     both = ((short.get(at, long[at]), long[at]) for at in sorted(long))
     found = (_whole(*points, num_layers, costs) for points in both if all(map(costs.knows, points)))
     return tuple(point for point in found if point.usable)
@@ -310,11 +314,12 @@ def _by_key(
         key = MeasuredKey(point.tp, point.pp, point.weights, point.kv)
         grouped.setdefault((point.shard, key), []).append(point)
     found, shards, impossible = {}, set(), set()
+    most = most_per_token_s(profile.spec, profile.machine.device)
     for (shard, key), points in sorted(grouped.items()):
         if shard and key in found:  # the real group was run
             continue
         try:
-            whole = whole_points(tuple(points), profile.spec.num_layers)
+            whole = whole_points(tuple(points), profile.spec.num_layers, most)
         except NotMeasuredError:
             continue
         if shard:

@@ -1,0 +1,62 @@
+"""What a repeat costs outside its layers, where two depths were measured under other conditions than a model says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.estimators.calibration import Calibration
+from fingerprint.estimators.l3 import L3
+from fingerprint.estimators.repeat_overhead import most_per_token_s, repeat_overheads
+from fingerprint.estimators.roofline import RooflineEstimator
+from fingerprint.measurements import Profile, TimingPoint
+from tests.fingerprint.step_timed_machine import StepTimedMachine, take_depth_tied
+
+VLLM = DeploymentConfig(engine="vllm")
+
+
+def slower_prompts(profile: Profile, times: dict[tuple[int, int], tuple[float, ...]]) -> Profile:
+    """Return the profile of a shallower cut whose bursts at some points take so many times as long, in turn.
+
+    As a mixture's do where prompts that are handed over at once fall into one step or into two.
+    """
+
+    def told(point: TimingPoint) -> TimingPoint:
+        slow = times.get((point.batch, point.input_tokens))
+        if point.num_layers > 1 or point.output_tokens > 1 or slow is None:
+            return point
+        runs = []
+        for index, run in enumerate(point.runs):
+            by = slow[index % len(slow)]
+            steps = tuple(replace(s, forward_s=s.forward_s * by) for s in run.steps)
+            runs.append(
+                replace(run, steps=steps, e2e_s=run.e2e_s + sum(s.forward_s for s in run.steps) * (by - 1))
+            )
+        return replace(point, runs=tuple(runs))
+
+    return replace(profile, timing=tuple(map(told, profile.timing)))
+
+
+def test_two_depths_whose_prompts_fell_into_other_steps_take_nothing_off_a_long_prompt() -> None:
+    """What they differ by is no token's cost: no embedding and no norm moves so much."""
+    machine = StepTimedMachine()
+    honest = take_depth_tied(machine, shallow_points=((1, 128), (1, 1024), (8, 128), (8, 1024)))
+    told = slower_prompts(honest, {(8, 128): (1.4,), (8, 1024): (1.4,)})
+    most = most_per_token_s(machine.spec, machine.machine().device)
+    unbounded, _ = repeat_overheads(told.timing, machine.spec.num_layers)
+    assert unbounded.per_token_s > 10 * most, "else these bursts show nothing"
+    found = L3(told, RooflineEstimator(machine.spec, told.machine.device), Calibration())
+    for at in ((8, 1024), (32, 512)):
+        ttft_s = found.latency(VLLM, Workload(*at, 2)).ttft_s.value
+        assert ttft_s == pytest.approx(machine.ttft_s(*at), rel=0.03)
+
+
+def test_bursts_that_scatter_weigh_less_than_those_that_agree() -> None:
+    machine = StepTimedMachine()
+    profile = take_depth_tied(machine, shallow_points=((1, 128), (1, 1024), (8, 128)))
+    truth, _ = repeat_overheads(profile.timing, machine.spec.num_layers)
+    scattered = slower_prompts(profile, {(8, 128): (1.0, 1.5, 2.0, 2.5)})
+    found, _ = repeat_overheads(scattered.timing, machine.spec.num_layers)
+    assert found.at(1, 1024) == pytest.approx(truth.at(1, 1024), rel=0.2)
