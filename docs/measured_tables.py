@@ -36,11 +36,6 @@ __all__ = ["with_tables"]
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "tests/bench/results"
-FOLDERS = {
-    "h200": "vLLM 0.24 on H200s",
-    "h200-vllm-0.33": "vLLM 0.33 on an H200",
-    "h200-vllm-0.26": "vLLM 0.26 on an H200",
-}
 AICONFIGURATOR = "AIConfigurator 0.12.0"
 sys.path.insert(0, str(ROOT))  # the benches that made the results
 
@@ -143,22 +138,16 @@ def _strategies(model: str) -> str:
     return text.partition(f"### {model}\n")[2].strip().partition("\n\n")[0]
 
 
-def _accuracy_in_short() -> str:
-    """All models of each folder of recordings, fingerprints against whole models."""
-    from tests.bench.accuracy_tables import summary
+def _by_family() -> str:
+    from tests.bench.accuracy_families import family_rows, table
 
-    lines = [
-        "| engine | number | models | points | median error | worst error | inside |",
-        "|---|---|--:|--:|--:|--:|--:|",
-    ]
-    for folder, engine in FOLDERS.items():
-        _, rows = _predicted(folder)
-        models = len({row.model for row in rows})
-        lines += [
-            f"| {engine} | {metric.upper()} | {models} | {points} | {median:.1%} | {worst:.1%} | {inside:.0%} |"
-            for _, metric, points, median, worst, inside in summary(rows, lambda _: "all")
-        ]
-    return "\n".join(lines)
+    return table(family_rows())
+
+
+def _by_size() -> str:
+    from tests.bench.accuracy_families import size_table
+
+    return size_table()
 
 
 def _against_others() -> str:
@@ -248,7 +237,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "strategies, iserve-demo": lambda: _strategies("iserve-demo"),
     "strategies, llama-16x25MB": lambda: _strategies("llama-16x25MB"),
     "bias": _bias,
-    "accuracy in short": _accuracy_in_short,
+    "accuracy by family": _by_family,
+    "accuracy by prompt tokens": _by_size,
     "regret in short": _in_short,
     "against others": _against_others,
     "risk on new loads": _risk,

@@ -88,7 +88,7 @@ class DepthTiedEstimator:
         )
 
     def _nearest(self, config: DeploymentConfig) -> DeploymentConfig | None:
-        """Return the nearest configuration whose times are known; None where what was run told no possible one."""
+        """Return the nearest configuration whose times are known; None where no point has a possible one."""
         if not self.l3.points and self.l3.impossible:
             return None
         return nearest(config, (self._config(key) for key in self.l3.points))

@@ -1,4 +1,4 @@
-"""What a repeat costs outside its layers, where two depths were measured under other conditions than a model says."""
+"""The cost of a repeat outside its layers, where two depths were not measured alike."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def slower_prompts(profile: Profile, times: dict[tuple[int, int], tuple[float, .
 
 
 def test_two_depths_whose_prompts_fell_into_other_steps_take_nothing_off_a_long_prompt() -> None:
-    """What they differ by is no token's cost: no embedding and no norm moves so much."""
+    """Such a difference is no token's cost: no embedding and no norm moves so much."""
     machine = StepTimedMachine()
     honest = take_depth_tied(machine, shallow_points=((1, 128), (1, 1024), (8, 128), (8, 1024)))
     told = slower_prompts(honest, {(8, 128): (1.4,), (8, 1024): (1.4,)})
