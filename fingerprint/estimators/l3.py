@@ -141,8 +141,7 @@ def whole_points(
     if {p.num_layers for p in repeated} == {deepest} and any(p.repeat > 1 for p in repeated):
         raise NotMeasuredError(f"{deepest} layers alone were repeated, which does not tell what a repeat costs")
     costs = repeat_costs(repeated, deepest, most_per_token_s)
-    both = ((short.get(at, long[at]), long[at]) for at in sorted(long))
-    found = (_whole(*points, num_layers, costs) for points in both if all(map(costs.knows, points)))
+    found = (_whole(short.get(at, long[at]), long[at], num_layers, costs) for at in sorted(long))
     return tuple(point for point in found if point.usable)
 
 

@@ -5,7 +5,8 @@ that ``o = (n f' - n' f) / (n - n')`` of two depths' times f and f' a repeat, an
 that line. Where both have the model's mix of layers, h is its mean layer and o the same whatever is computed but
 for passes and tokens: then it is fitted over all points that both ran, and holds at those that one ran too. Where
 they differ in their mix (``depth_tied_cuts``), the line is from the one mix to the other, o is where it meets no
-layers and no cost of anything by itself, and each point has its own.
+layers and no cost of anything by itself, and each point has its own; one that the deeper alone ran has
+the share of its time that the nearest point of both has.
 
 What a token costs there is bounded by what embedding and norms can move (:func:`most_per_token_s`). Bursts whose
 prompts fall into other steps at each depth differ by more than that, and 16 repeats of 131,072 tokens would carry
@@ -109,10 +110,6 @@ At = tuple[int, int, bool]  # batch, input tokens, whether tokens were generated
 class RepeatCosts(Protocol):
     """Seconds that one repeat costs outside its layers, of all stages."""
 
-    def knows(self, point: TimingPoint) -> bool:
-        """Return whether the cost is known at ``point``, of the deepest fingerprint."""
-        ...
-
     def first_s(self, point: TimingPoint, took: Took) -> float:
         """Return the cost in the steps until the first token."""
         ...
@@ -129,9 +126,6 @@ class _Fitted:
     first: Overhead
     step: Overhead
 
-    def knows(self, point: TimingPoint) -> bool:
-        return True
-
     def first_s(self, point: TimingPoint, took: Took) -> float:
         return self.first.at(took.passes, took.tokens)
 
@@ -141,24 +135,44 @@ class _Fitted:
 
 @dataclass(frozen=True, slots=True)
 class _Paired:
-    """Costs of each point on its own, from the same point of the shallower fingerprint."""
+    """Costs of each point on its own, from the same point of the shallower fingerprint or the nearest of both."""
 
     shallow: dict[At, TimingPoint]
-
-    def knows(self, point: TimingPoint) -> bool:
-        return _at(point) in self.shallow
+    deep: dict[At, TimingPoint]
 
     def first_s(self, point: TimingPoint, took: Took) -> float:
-        other = self.shallow[_at(point)]
+        other = self.shallow.get(_at(point))
+        if other is None:
+            return self._nearest_share(point, until_first) * point.pp * took.forward_s / point.repeat
         return _beside_layers_s(point, took.forward_s, other, until_first(other).forward_s)
 
     def step_s(self, point: TimingPoint, index: int, reading: StepReading) -> float:
-        other = self.shallow[_at(point)]
+        other = self.shallow.get(_at(point))
+        if other is None:
+            return self._nearest_share(point, _decode_step) * point.pp * reading.forward_s / point.repeat
         ending = reading.sequences < point.batch
         here, there = (_forwards_s(p, ending=ending) for p in (point, other))
         if not there:  # the shallower one's sequences ended together
             there = _forwards_s(other, ending=False)[-1:]
         return _beside_layers_s(point, here[min(index, len(here) - 1)], other, there[min(index, len(there) - 1)])
+
+    def _nearest_share(self, point: TimingPoint, took: Callable[[TimingPoint], Took]) -> float:
+        """Return the cost over the time of a repeat, at the nearest point where both depths generated alike.
+
+        Raises:
+            NotMeasuredError: nowhere.
+        """
+        both = [p for at, p in self.deep.items() if at in self.shallow and at[2] == _at(point)[2]]
+        if not both:
+            raise NotMeasuredError(
+                "the shallower fingerprint ran no point that the deeper one ran; profile the model again"
+            )
+        near = min(both, key=lambda p: (math.dist(_octaves(p), _octaves(point)), _at(p)))
+        forward_s = took(near).forward_s
+        beside_s = _beside_layers_s(
+            near, forward_s, self.shallow[_at(near)], took(self.shallow[_at(near)]).forward_s
+        )
+        return beside_s / (near.pp * forward_s / near.repeat)
 
 
 def most_per_token_s(spec: ModelSpec, gpu: GpuSpec) -> float:
@@ -170,7 +184,7 @@ def repeat_costs(repeated: Sequence[TimingPoint], deepest: int, most_per_token_s
     """From what :func:`repeated_points` answers."""
     shallow = {_at(p): p for p in repeated if p.num_layers < deepest}
     if any(not _same_mix(p, other) for p in repeated for other in shallow.values()):
-        return _Paired(shallow)
+        return _Paired(shallow, {_at(p): p for p in repeated if p.num_layers == deepest})
     return _Fitted(*_overheads(repeated, deepest, most_per_token_s))
 
 
@@ -198,6 +212,10 @@ def repeated_points(points: tuple[TimingPoint, ...], num_layers: int) -> tuple[l
 
 def _at(point: TimingPoint) -> At:
     return point.batch, point.input_tokens, point.output_tokens > 1
+
+
+def _octaves(point: TimingPoint) -> tuple[float, float]:
+    return math.log2(point.batch), math.log2(point.input_tokens)
 
 
 def _same_mix(one: TimingPoint, other: TimingPoint) -> bool:

@@ -40,6 +40,7 @@ from daemon.profile_client import WorkerProfileSession, WorkerProfileTarget
 from daemon.worker_spec import WorkerLimits, WorkerSpec
 from fingerprint.codec import to_json
 from fingerprint.config import KvFormat, WeightFormat
+from fingerprint.depth_tied_cuts import repeats_the_mix
 from fingerprint.depth_tied_plan import ONCE_TOKENS, DepthTiedPlan, Point
 from fingerprint.depth_tied_profile import depth_tied_profile
 from fingerprint.errors import IserveError, NotMeasuredError
@@ -224,7 +225,7 @@ class _Bench:
             degrees=((self.tp, self.pp),),
             weights=(weights,),
             points=points,
-            shallow_points=tuple(p for p in SHALLOW_POINTS if p in points),
+            shallow_points=tuple(p for p in points if p in SHALLOW_POINTS or not repeats_the_mix(spec, self.pp)),
             plain_points=tuple(p for p in PLAIN_POINTS if p in points),
             max_batch=MAX_SEQUENCES,
             max_context_tokens=context,

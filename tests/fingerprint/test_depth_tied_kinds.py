@@ -156,11 +156,18 @@ class TestTimes:
         assert abs(told.ttft_s / true_s - 1) < 1e-9
         assert abs(mixed.ttft_s / true_s - 1) > 0.01
 
-    def test_points_of_one_depth_alone_tell_nothing_where_the_mixes_differ(self) -> None:
+    def test_a_point_of_the_deeper_cut_alone_takes_the_share_of_the_nearest_where_the_mixes_differ(self) -> None:
+        """Points of both cuts are exact, and one of the deeper alone is near."""
         machine = StepTimedMachine(spec=of(34, FIVE_TO_ONE))
         profile = take_depth_tied(machine)
-        found = {(p.batch, p.input_tokens) for p in whole_points(profile.timing, 34)}
-        assert found == set(PLAN.shallow_points) < set(PLAN.points)
+        found = {(p.batch, p.input_tokens): p for p in whole_points(profile.timing, 34)}
+        assert set(found) == set(PLAN.points) > set(PLAN.shallow_points)
+        for at, point in found.items():
+            within = 1e-9 if at in PLAN.shallow_points else 0.03
+            assert point.ttft_s == pytest.approx(machine.ttft_s(*at), rel=within)
+            assert point.tpot_s(PLAN.long_output) == pytest.approx(
+                machine.tpot_s(*at, PLAN.long_output), rel=within
+            )
         with pytest.raises(NotMeasuredError, match="10 layers alone were repeated"):
             whole_points(tuple(p for p in profile.timing if p.num_layers == 10), 34)
 
