@@ -1,4 +1,4 @@
-"""Checks of a profile: impossible answers of an engine, and depths whose times contradict each other.
+"""Checks of a profile: impossible answers of an engine, depths whose times contradict each other, and conditions.
 
 An engine is another process, and a profile is kept: what is wrong in it would be wrong in every estimate.
 """
@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from fingerprint.errors import EngineError
-from fingerprint.measurements import RankMemory, RunReading, StepReading, TimingPoint
+from fingerprint.measurements import Profile, RankMemory, RunReading, StepReading, TimingPoint
 
-__all__ = ["check_ranks", "check_runs", "contradiction"]
+__all__ = ["check_ranks", "check_runs", "contradiction", "routing_caveat"]
 
 
 def check_runs(runs: Sequence[RunReading], *, batch: int, input_tokens: int) -> None:
@@ -92,3 +92,18 @@ def _by_depth(points: Sequence[TimingPoint], *, repeated: bool) -> dict[tuple[in
             each = decoding[len(decoding) // 2] / point.repeat
             steps.setdefault((point.batch, point.input_tokens), {})[point.num_layers] = each
     return steps
+
+
+def routing_caveat(profile: Profile) -> str | None:
+    """Return how a mixture's tokens fell on its experts in ``profile``; None where there are no experts."""
+    if not profile.spec.num_experts:
+        return None
+    routings = {rank.expert_routing for point in profile.memory for rank in point.ranks}
+    if routings == {"uniform"}:
+        return "experts were drawn uniformly; what traffic that favours some of them costs was not measured"
+    if "weights" in routings:
+        return (
+            "experts were chosen by random weights, not as in the whole model or in real traffic; times may be "
+            "off by more than the intervals say"
+        )
+    return "the profile does not say how tokens fell on experts; times may be off by more than the intervals say"

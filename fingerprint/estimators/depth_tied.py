@@ -20,6 +20,7 @@ from fingerprint.estimators.l2 import Latency, MeasuredKey, key_of
 from fingerprint.estimators.l3 import L3
 from fingerprint.estimators.physical_floor import PhysicalFloor
 from fingerprint.measurements import Profile
+from fingerprint.profile_checks import routing_caveat
 
 __all__ = ["DepthTiedEstimator"]
 
@@ -46,7 +47,8 @@ class DepthTiedEstimator:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Caveats of the estimates."""
-        return (*self.profile.notes, *self.l3.unusable)
+        routing = routing_caveat(self.profile)
+        return (*self.profile.notes, *self.l3.unusable, *((routing,) if routing else ()))
 
     def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
         """Predict ``config`` under ``workload``.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fingerprint.config import DeploymentConfig, KvFormat
 from fingerprint.estimates import Source
 from fingerprint.measurements import Profile
+from fingerprint.profile_checks import routing_caveat
 from planner.intent import Intent
 from planner.plan import Plan
 
@@ -15,6 +16,7 @@ def plan_notes(plan: Plan, profile: Profile | None, replicas: int) -> tuple[str,
     """Return every note on ``plan``, which ``profile`` (None: datasheets) was made for."""
     return (
         *_cut_short(profile),
+        *_expert_routing(profile),
         *_at_one_length(plan, profile),
         *_less_sure(plan),
         *_replicated(plan.intent, replicas),
@@ -44,6 +46,11 @@ def _cut_short(profile: Profile | None) -> tuple[str, ...]:
         f"the profile was cut short, its budget of {profile.budget_s:g} s ended first: {', and '.join(parts)}; "
         "`iserve profile` with more --max-seconds measures the rest",
     )
+
+
+def _expert_routing(profile: Profile | None) -> tuple[str, ...]:
+    caveat = None if profile is None else routing_caveat(profile)
+    return () if caveat is None else (caveat,)
 
 
 def _at_one_length(plan: Plan, profile: Profile | None) -> tuple[str, ...]:
