@@ -11,7 +11,7 @@ STAMP  := $(VENV)/.installed
 # The tests start hundreds of Python processes, each of which would compile the whole project again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-long golden accuracy evaluation lint types docs setup clean
+.PHONY: demo test test-all test-long golden accuracy verify-tensorrt-llm evaluation lint types docs setup clean
 
 setup: $(STAMP)
 
@@ -57,6 +57,11 @@ test-long: setup
 # Kept in iServe's home, where `iserve report` finds it.
 accuracy: setup
 	$(BIN)/python -m tests.bench.full_model_accuracy --json accuracy.json
+
+# For those who have TensorRT-LLM, with which iServe was never run: MODEL=/path/to/checkpoint, and
+# ISERVE_TENSORRT_LLM_PYTHON set. Conformance, accuracy and one deployment; the file it names is to be sent back.
+verify-tensorrt-llm: setup
+	$(BIN)/python -m tests.bench.verify_engine tensorrt-llm "$(MODEL)"
 
 # The paper's figures in full: JSON with date and machine, SVG, and the notebooks' outputs, in notebooks/.
 evaluation: setup

@@ -10,7 +10,7 @@ the share of its time that the nearest point of both has.
 
 What a token costs there is bounded by what embedding and norms can move (:func:`most_per_token_s`). Bursts whose
 prompts fall into other steps at each depth differ by more than that, and 16 repeats of 131,072 tokens would carry
-the difference: a mixture's prompts (OLMoE-1B-7B on an H200) were 39% too fast by it in the median, 6% without.
+the difference: a mixture's prompts (OLMoE-1B-7B on an H200) were 39% too fast by it in the median, 9% without.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 _PACE_S, _PACE_SHARE = 2e-4, 0.01  # how precisely a forward's time is known: the host's pace, the clock's
-_MOST_STATES = 12  # looked up, scaled, added and normed, each read and written; 6 were the most seen (tests/bench)
+_MOST_STATES = 8  # looked up and written, added and normed: 6, at three quarters of the bandwidth of a datasheet
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +67,16 @@ class Took:
     forward_s: float  # of one stage
     passes: float
     tokens: float
-    spread_s: float = 0.0  # of the forward: half of what lies between the quartiles of the bursts
 
 
 def until_first(point: TimingPoint) -> Took:
     """Until the first tokens, whether the bursts end there or go on."""
     prompts = [[s for s in run.steps if s.prefill_tokens] for run in point.runs]
-    forwards_s = [sum(s.forward_s for s in steps) for steps in prompts]
-    quartiles_s = np.percentile(forwards_s, [25, 75])
     return Took(
         statistics.median(run.e2e_s - sum(s.cadence_s for s in decoding(run)) for run in point.runs),
-        statistics.median(forwards_s),
+        statistics.median(sum(s.forward_s for s in steps) for steps in prompts),
         statistics.median(len(steps) for steps in prompts),
         statistics.median(sum(s.tokens for s in steps) for steps in prompts),
-        float(quartiles_s[1] - quartiles_s[0]) / 2,
     )
 
 
@@ -257,8 +253,7 @@ def _overheads(points: Sequence[TimingPoint], deepest: int, most_per_token_s: fl
             continue
         generates = point.output_tokens > 1
         there, here = (_decode_step(p) if generates else until_first(p) for p in (point, same))
-        both = replace(here, spread_s=here.spread_s + there.spread_s)
-        found[generates].append((both, _beside_layers_s(same, here.forward_s, point, there.forward_s)))
+        found[generates].append((here, _beside_layers_s(same, here.forward_s, point, there.forward_s)))
     first = _fit_overhead(found[False])
     if first.per_token_s > most_per_token_s:
         first = _fit_overhead(found[False], most_per_token_s)
@@ -268,8 +263,8 @@ def _overheads(points: Sequence[TimingPoint], deepest: int, most_per_token_s: fl
 def _fit_overhead(seen: list[tuple[Took, float]], per_token_s: float | None = None) -> Overhead:
     """Non-negative least absolute deviations of seconds per repeat over passes and tokens.
 
-    Absolute, because a launch-bound forward on a slow host is an outlier. A forward is known to ``_PACE_S``, to
-    ``_PACE_SHARE`` of it or to its bursts' spread, whichever is most.
+    Absolute, because a launch-bound forward on a slow host is an outlier. A forward is known to ``_PACE_S``, or to
+    ``_PACE_SHARE`` of it where that is more.
 
     Args:
         per_token_s: as prompts tell it, or the most there can be. A token is embedded and normed in a decode
@@ -280,8 +275,7 @@ def _fit_overhead(seen: list[tuple[Took, float]], per_token_s: float | None = No
         return Overhead(0.0, per_token_s or 0.0)
     work = np.array([[took.passes, took.tokens] for took, _ in seen])
     cost, seconds = np.array([c for _, c in seen]), np.array([took.forward_s for took, _ in seen])
-    spread = np.array([took.spread_s for took, _ in seen])
-    weight = 1 / np.maximum(np.maximum(_PACE_S, _PACE_SHARE * seconds), spread)
+    weight = 1 / np.maximum(_PACE_S, _PACE_SHARE * seconds)
     if per_token_s is not None:
         per_pass_s = float(_absolute_fit(work * [1, 0], cost - per_token_s * work[:, 1], weight)[0])
         return Overhead(max(0.0, per_pass_s), per_token_s)

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 
 from fingerprint.codec import to_json
-from fingerprint.estimators.calibration import Calibration
+from fingerprint.estimators.calibration import Calibration, MeasuredError
 from tests.bench.accuracy import RESULTS, cost_row, load, measured_errors, memory_row, predict_l3
 from tests.bench.accuracy_measure import Recorded
 from tests.bench.accuracy_rows import Row
@@ -77,7 +77,13 @@ def _loaded(folder: str) -> tuple[Recorded, ...]:
 @cache
 def _without(family: str) -> Calibration:
     """Return what all recordings of other families were off by."""
-    return Calibration(measured_errors([o for f in FOLDERS for o in _loaded(f) if family_of(o) != family]))
+    return Calibration(tuple(error for of, errors in _errors() if of != family for error in errors))
+
+
+@cache
+def _errors() -> tuple[tuple[str, tuple[MeasuredError, ...]], ...]:
+    """Return of each recording its family, and what predictions of it were off by."""
+    return tuple((family_of(one), measured_errors([one])) for folder in FOLDERS for one in _loaded(folder))
 
 
 def _row(family: str, group: Sequence[Recorded], rows: Sequence[Row]) -> FamilyRow:

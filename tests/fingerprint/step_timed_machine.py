@@ -118,8 +118,8 @@ class StepTruth:
     # h: weights are read while tokens are multiplied; then a query-key pair. Like Llama-2-7B on an H200.
     layer_s: tuple[float, float, float] = (9e-5, 7e-7, 2e-11)
     read_s: float = 4e-9  # a layer's keys and values of one cached token, 16 KiB, for a sequence that decodes
-    prefill_repeat_s: tuple[float, float] = (8e-5, 2e-8)  # o of a step with prompts: a pass, a token
-    decode_repeat_s: tuple[float, float] = (4e-6, 2e-8)  # of a step without; a token as in a prompt
+    prefill_repeat_s: tuple[float, float] = (8e-5, 1e-8)  # o of a step with prompts: a pass, a token
+    decode_repeat_s: tuple[float, float] = (4e-6, 1e-8)  # of a step without; a token as in a prompt
     lead_s: float = 6e-5
     tail_s: float = 2e-4
     gap_s: float = 3e-5

@@ -51,12 +51,3 @@ def test_two_depths_whose_prompts_fell_into_other_steps_take_nothing_off_a_long_
     for at in ((8, 1024), (32, 512)):
         ttft_s = found.latency(VLLM, Workload(*at, 2)).ttft_s.value
         assert ttft_s == pytest.approx(machine.ttft_s(*at), rel=0.03)
-
-
-def test_bursts_that_scatter_weigh_less_than_those_that_agree() -> None:
-    machine = StepTimedMachine()
-    profile = take_depth_tied(machine, shallow_points=((1, 128), (1, 1024), (8, 128)))
-    truth, _ = repeat_overheads(profile.timing, machine.spec.num_layers)
-    scattered = slower_prompts(profile, {(8, 128): (1.0, 1.5, 2.0, 2.5)})
-    found, _ = repeat_overheads(scattered.timing, machine.spec.num_layers)
-    assert found.at(1, 1024) == pytest.approx(truth.at(1, 1024), rel=0.2)
