@@ -229,6 +229,7 @@ def test_a_header_is_read_no_further_than_to_what_is_wrong_in_it(
     assert peak < 3 * len(raw)  # its bytes and their text, and none of its numbers
 
 
+@pytest.mark.slow
 def test_no_single_call_holds_the_process_for_long_however_many_tensors_a_header_names(tmp_path: Path) -> None:
     """The CPU time of this thread, in parts of what all of the reading takes, is the same on any machine."""
     places = list(range(20_000))

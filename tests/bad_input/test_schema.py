@@ -66,6 +66,7 @@ def fuzz(api: Api, examples: int) -> Counter[int]:
     return seen
 
 
+@pytest.mark.slow
 def test_what_the_schema_allows_and_forbids_is_answered_as_it_says(
     api: Api, quiet: pytest.LogCaptureFixture
 ) -> None:

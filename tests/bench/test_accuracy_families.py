@@ -9,6 +9,7 @@ from tests.bench.accuracy_families import FOLDERS, _loaded, _without, family_of,
 FAMILIES = sorted({family_of(one) for folder in FOLDERS for one in _loaded(folder)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_calibration_without_a_family_knows_every_other_model_and_none_of_it(family: str) -> None:
     hashes = {family_of(o): set() for f in FOLDERS for o in _loaded(f)}  # type: ignore[var-annotated]
@@ -19,6 +20,7 @@ def test_a_calibration_without_a_family_knows_every_other_model_and_none_of_it(f
     assert left == set().union(*(shapes for name, shapes in hashes.items() if name != family))
 
 
+@pytest.mark.slow
 def test_every_recording_is_in_a_row_of_its_family_and_in_that_of_its_release() -> None:
     rows = family_rows()
     for folder in FOLDERS:

@@ -29,6 +29,7 @@ def test_the_long_run_of_one_gpu_is_m_g_1_processor_sharing(load: float) -> None
     assert found == pytest.approx(load / (1 - load), rel=0.1)
 
 
+@pytest.mark.slow
 def test_beside_a_full_gpu_both_take_an_empty_one() -> None:
     there = tuple(Caller((gpu,), rate=1.0, mean_s=0.5, cv=1.0) for gpu in GPUS[:-1])
     found = judged(World(there, Caller(GPUS[:1], rate=0.2, mean_s=1.0, cv=1.0)), random.Random(2))

@@ -37,6 +37,7 @@ def test_cores_that_cannot_be_read_are_refused(text: str) -> None:
         cores_of("cpu:0", text)
 
 
+@pytest.mark.slow
 def test_a_rank_runs_on_its_cores_with_a_thread_for_each() -> None:
     core = min(os.sched_getaffinity(0))
     script = (

@@ -101,6 +101,7 @@ def test_a_header_of_many_pieces_is_read_as_one_with_white_space_in_it() -> None
     }
 
 
+@pytest.mark.slow
 def test_a_header_of_more_than_32_mib_is_read(tmp_path: Path) -> None:
     raw = compact(header_of(320_000))
     assert len(raw) > 2**25
@@ -346,6 +347,7 @@ entries = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(header=st.dictionaries(st.text(max_size=3), entries | json_values, max_size=3), size=st.integers(0, 40))
 def test_any_json_header_is_read_or_refused(tmp_path: Path, header: dict[str, Any], size: int) -> None:

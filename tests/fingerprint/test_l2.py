@@ -83,6 +83,7 @@ class TestWithoutNoise:
 
 
 class TestIntervals:
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("noise", "repeats", "config", "workload"),
         [
@@ -105,6 +106,7 @@ class TestIntervals:
         for coverage in np.mean(held, axis=0):
             assert 0.82 <= coverage <= 0.98
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("load_noise", "noise", "repeats"),
         [
@@ -301,6 +303,7 @@ class TestReach:
         assert elsewhere.ttft_s.source is Source.EXTRAPOLATED
 
 
+@pytest.mark.slow
 def test_steps_beside_many_prompt_tokens_are_told_from_their_noise():
     """More steps after the prompts separate a step's time from noise, on a CPU like that of docs/fidelity.md.
 

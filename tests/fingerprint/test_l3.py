@@ -72,6 +72,7 @@ class TestTheMachine:
 
 
 class TestWithoutNoise:
+    @pytest.mark.slow
     @settings(max_examples=60, deadline=None)
     @given(
         num_layers=st.integers(2, 81),

@@ -113,6 +113,7 @@ def test_knots_on_a_line_are_the_line(u: float, slots: int, burstiness: float) -
     assert of_many.deviation[0] == pytest.approx(of_line.deviation[0])
 
 
+@pytest.mark.slow
 @given(
     steps=st.lists(st.floats(0, 1), min_size=len(STEP_KNOTS), max_size=len(STEP_KNOTS)).map(sorted),
     loads=st.lists(st.floats(0.001, 0.999), min_size=2, max_size=20).map(sorted),

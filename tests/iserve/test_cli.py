@@ -282,6 +282,7 @@ def test_help_loads_nothing_heavy(words: str) -> None:
     assert len(of_commands) == (1 if words else len(COMMANDS))
 
 
+@pytest.mark.slow
 def test_a_plan_of_a_folder_loads_no_engine_server_database_or_hub(model: Callable[[str], Path]) -> None:
     """The plan is ready within half a second of a core."""
     code = (

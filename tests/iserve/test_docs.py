@@ -32,6 +32,7 @@ def test_every_command_has_help_and_an_example(name: str, command: Any) -> None:
     assert f"iserve {name}" in command.epilog
 
 
+@pytest.mark.slow
 def test_reference_pages_are_current() -> None:
     check = subprocess.run(
         [sys.executable, "docs/generate.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False

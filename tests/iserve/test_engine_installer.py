@@ -92,6 +92,7 @@ def uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_pip_installs_it_and_every_process_finds_it_at_once(
     iserve: Callable[..., Done], home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

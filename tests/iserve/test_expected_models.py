@@ -65,6 +65,7 @@ def one_by_one(order: tuple[str, ...], options: PlanOptions) -> dict[str, JointC
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [IntentKind.MIN_COST, IntentKind.MIN_LATENCY])
 @pytest.mark.parametrize("order", list(itertools.permutations((LLAMA, MEDIUM, LARGE))))
 def test_whatever_the_order_each_has_gpus_of_its_own(order: tuple[str, ...], kind: IntentKind) -> None:

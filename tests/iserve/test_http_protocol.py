@@ -103,6 +103,7 @@ def test_a_request_that_does_not_arrive_is_given_up(serve: Callable[..., int], s
         assert answer(connection) == b""
 
 
+@pytest.mark.slow
 def test_an_answer_may_take_longer_than_a_request(serve: Callable[..., int]) -> None:
     with connect(serve(Impatient)) as connection:
         for _ in range(2):  # on one connection

@@ -274,6 +274,7 @@ def half(handler: Handler, body: bytes) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("misbehave", "error", "said"),
     [

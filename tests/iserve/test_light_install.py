@@ -101,6 +101,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return dict(json.loads(done.stdout))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plan", "estimate", "simulate", "replay", "report", "deploy-help"])
 def test_works_without_the_extras(answers: dict[str, Any], name: str) -> None:
     assert answers[name]["code"] == 0, answers[name]

@@ -59,6 +59,7 @@ def test_every_file_of_the_packages_is_in_it_and_nothing_else(wheel: Path) -> No
     assert names == expected
 
 
+@pytest.mark.slow
 def test_its_command_works_where_there_is_no_checkout(installed: Path, tmp_path: Path) -> None:
     """The report needs the GPU table, the demo model and the page's style; the state needs its migrations."""
     code = f"""

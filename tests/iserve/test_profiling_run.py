@@ -143,6 +143,7 @@ def test_exact_quality_measures_16_bits_only() -> None:
     assert profile.notes == ("fp8 not measured: quality=exact does not allow it",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan_options",
     [
@@ -358,6 +359,7 @@ def test_what_an_exact_wish_left_out_is_what_a_near_one_lacks() -> None:
     assert DeploymentConfig(weights=FP8, engine="vllm") in lacking(exact, NODE, RUNS, NEAR)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "second", [NEAR, options_of(IntentKind.MIN_LATENCY), options_of(IntentKind.MAX_THROUGHPUT)]
 )

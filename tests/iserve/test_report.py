@@ -329,6 +329,7 @@ def errors_of(page: Path) -> str:
     return page.read_text().partition('<section id="errors">')[2].partition("</section>")[0]
 
 
+@pytest.mark.slow
 def test_a_measured_whole_model_is_on_the_page_without_being_asked_for(
     controller: Controller, profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,6 +104,7 @@ def section(page: str, anchor: str) -> str:
     return "".join(ElementTree.fromstring(found).itertext())
 
 
+@pytest.mark.slow
 @each_recording
 @pytest.mark.parametrize("num_gpus", [1, 4])
 def test_the_page_is_whole_and_says_what_was_measured(recorded: Recorded, num_gpus: int) -> None:

@@ -41,6 +41,7 @@ def test_an_order_is_the_same_models_again() -> None:
     assert Counter(order(3)) == Counter(TWENTY_ONE)
 
 
+@pytest.mark.slow
 def test_the_first_of_the_committed_orders_is_what_comes_out() -> None:
     live, kept = figure_16(1), read("16").figure
     assert live.tables[1:] == kept.tables[1:], "run `make evaluation`"

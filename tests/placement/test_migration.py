@@ -79,6 +79,7 @@ def test_a_tensor_parallel_group_stays_within_a_link_group() -> None:
     assert move.placement.device_ids == ("g2", "g3")
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(snapshot=fleets(most_replicas=3), price=st.floats(0.02, 1))
 def test_a_move_fits_lies_elsewhere_and_pays(snapshot: ClusterSnapshot, price: float) -> None:
@@ -106,6 +107,7 @@ def test_a_move_fits_lies_elsewhere_and_pays(snapshot: ClusterSnapshot, price: f
     assert saved > price * len(old.device_ids) * takes_s * 0.999
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(snapshot=fleets(most_replicas=2))
 def test_at_a_standing_load_moves_end_and_none_is_undone(snapshot: ClusterSnapshot) -> None:
@@ -120,6 +122,7 @@ def test_at_a_standing_load_moves_end_and_none_is_undone(snapshot: ClusterSnapsh
     raise AssertionError("moves go on and on")
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(snapshot=fleets().filter(lambda s: best_move(s, RULE) is not None), data=st.data())
 def test_a_move_is_undone_only_after_the_load_has_changed_by_twice_its_price(

@@ -56,6 +56,7 @@ def test_without_load_it_is_the_law_of_the_truth(metric: Metric, percentile: flo
     assert found == pytest.approx(value * 1.1**z, rel=2e-4)
 
 
+@pytest.mark.slow
 def test_the_uncertain_truth_is_integrated_over() -> None:
     """The mean over the truth of M/M/1's ``u exp(-(1 - u) wait / T)``, by hand: one slot, exponential answers."""
     found, rate, limit = attainment(spread=0.2, traffic=Traffic(input_cv=0.0)), 0.15, 4.0

@@ -98,6 +98,7 @@ def no_worse(plan: Plan, before: Plan) -> bool:
     return sign * plan.best.objective <= sign * before.best.objective
 
 
+@pytest.mark.slow
 @given(**cases, data=st.data())
 def test_the_order_of_the_candidates_never_matters(
     candidates: list[Candidate], intent: Intent, free: float, data: st.DataObject
@@ -106,6 +107,7 @@ def test_the_order_of_the_candidates_never_matters(
     assert plan_of(shuffled, intent, free) == plan_of(candidates, intent, free)
 
 
+@pytest.mark.slow
 @given(**cases)
 def test_every_candidate_is_listed_once_with_a_reason_or_none(
     candidates: list[Candidate], intent: Intent, free: float
@@ -122,6 +124,7 @@ def test_every_candidate_is_listed_once_with_a_reason_or_none(
         assert values == sorted(values, reverse=plan.maximize)
 
 
+@pytest.mark.slow
 @given(**cases)
 def test_the_chosen_one_keeps_every_limit(candidates: list[Candidate], intent: Intent, free: float) -> None:
     """Checked by formulas of its own, on the estimate's own e2e."""
@@ -143,6 +146,7 @@ def test_the_chosen_one_keeps_every_limit(candidates: list[Candidate], intent: I
         assert guess.e2e_s.high <= (intent.slo.e2e_s or 1e9) + tolerance
 
 
+@pytest.mark.slow
 @given(**cases, extra=candidate_lists())
 def test_a_further_candidate_never_makes_the_best_worse(
     candidates: list[Candidate], intent: Intent, free: float, extra: list[Candidate]
@@ -186,6 +190,7 @@ def relaxed_intents(intent: Intent) -> list[Intent]:
     return found
 
 
+@pytest.mark.slow
 @given(**cases)
 def test_a_wider_limit_never_makes_the_best_worse(
     candidates: list[Candidate], intent: Intent, free: float
@@ -220,6 +225,7 @@ def feasible(plan: Plan) -> set[DeploymentConfig]:
     return {ranked.config for ranked in plan.candidates if ranked.feasible}
 
 
+@pytest.mark.slow
 @given(**cases)
 def test_following_a_relaxation_makes_the_plan_feasible(
     candidates: list[Candidate], intent: Intent, free: float
@@ -230,6 +236,7 @@ def test_following_a_relaxation_makes_the_plan_feasible(
         assert followed[advice.config].objective == advice.objective, "it is what following it gives"
 
 
+@pytest.mark.slow
 @given(**cases)
 def test_no_smaller_change_of_a_limit_alone_would_do(
     candidates: list[Candidate], intent: Intent, free: float
@@ -246,6 +253,7 @@ def test_no_smaller_change_of_a_limit_alone_would_do(
         assert not feasible(plan_of(candidates, *follow(intent, free, smaller))), advice
 
 
+@pytest.mark.slow
 @given(**cases)
 def test_a_limit_is_passed_over_only_where_no_change_of_it_would_do(
     candidates: list[Candidate], intent: Intent, free: float
@@ -268,6 +276,7 @@ def test_a_limit_is_passed_over_only_where_no_change_of_it_would_do(
     assert (LimitKind.MEMORY in told) == bool(feasible(plan_of(candidates, intent, 1e6)))
 
 
+@pytest.mark.slow
 @given(**cases)
 def test_what_is_relaxed_together_does_and_nothing_of_it_is_spare(
     candidates: list[Candidate], intent: Intent, free: float
@@ -281,6 +290,7 @@ def test_what_is_relaxed_together_does_and_nothing_of_it_is_spare(
         assert together.config not in feasible(plan_of(candidates, *follow(intent, free, *others))), spared
 
 
+@pytest.mark.slow
 @given(**cases)
 def test_there_is_always_a_way_where_something_can_run(
     candidates: list[Candidate], intent: Intent, free: float
@@ -292,6 +302,7 @@ def test_there_is_always_a_way_where_something_can_run(
     assert (why_not.nearest is None) == (not able or plan.chosen is not None)
 
 
+@pytest.mark.slow
 @given(**cases)
 def test_the_nearest_of_all_is_the_nearest_of_those_that_are_near_alone(
     candidates: list[Candidate], intent: Intent, free: float

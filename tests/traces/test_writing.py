@@ -41,6 +41,7 @@ def test_csv_keeps_everything(
     assert list(open_trace(path)) == requests
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "step_s", "from_first", "given_requests"),
     [

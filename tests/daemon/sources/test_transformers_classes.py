@@ -36,6 +36,7 @@ def test_every_class_that_generates_text_is_read():
     assert {name for name, found in READ.classes.items() if not found.multimodal} == only_text
 
 
+@pytest.mark.slow
 def test_each_class_says_of_itself_what_was_read():
     for name, found in READ.classes.items():
         real = getattr(transformers, name)

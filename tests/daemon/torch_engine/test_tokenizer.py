@@ -219,6 +219,7 @@ def test_a_template_that_refuses(demo_checkpoint: Path, tmp_path: Path, template
         codec.encode_chat([ChatMessage("system", "x")], 99)
 
 
+@pytest.mark.slow
 def test_a_template_without_end_is_given_up_and_the_next_conversation_is_rendered(
     demo_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

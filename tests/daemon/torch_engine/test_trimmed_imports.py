@@ -78,12 +78,14 @@ def second(home: Path, first: dict[str, Any]) -> dict[str, Any]:
     return run(_WORKER + _DEFERRED + _EXPORTS, home)
 
 
+@pytest.mark.slow
 def test_a_worker_freezes_its_imports_and_loads_nothing_that_it_does_not_use(first: dict[str, Any]) -> None:
     assert first["frozen"] > 100_000
     assert first["collects"]
     assert first["loaded"] == []
 
 
+@pytest.mark.slow
 def test_what_is_asked_for_all_the_same_is_there(second: dict[str, Any]) -> None:
     assert second["deferred"] == ["ForCausalLMLoss", 1, False, 2]
 

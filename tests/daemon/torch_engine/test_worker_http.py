@@ -290,6 +290,7 @@ def test_refusals(served, method: str, path: str, body: Any, headers: dict, stat
     assert set(document["error"]) == {"message", "type", "param", "code"}
 
 
+@pytest.mark.slow
 def test_others_are_answered_while_a_chat_template_runs_without_end(
     serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -126,6 +126,7 @@ def test_oracle_within_its_simulations_repeats_itself() -> None:
     assert first.simulations <= 25
 
 
+@pytest.mark.slow
 def test_document_is_read_back_and_best_is_one() -> None:
     document = evaluate([WorldRun(small_world(seeds=[1, 2]), Path())], contestants=("ours", STRONG_RULE))
     assert from_json(to_json(document), EvaluationDocument) == document

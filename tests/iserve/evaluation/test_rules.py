@@ -115,6 +115,7 @@ def test_aiconfigurator_without_a_recording_has_no_answer() -> None:
     assert len(found.reasons) == 2
 
 
+@pytest.mark.slow
 @given(
     name=st.sampled_from([name for name in NAMES if name != "alpaserve"]),
     small=st.integers(0, 6),

@@ -84,6 +84,7 @@ def test_a_plan_fetches_no_weights_and_a_deployment_fetches_them_later(
     assert "model.safetensors" in hub.files_got()
 
 
+@pytest.mark.slow
 def test_python_files_come_with_permission_only_and_from_the_commit_of_the_rest(
     hub: Hub, tmp_path: Path, in_new_process: Any
 ) -> None:
@@ -115,6 +116,7 @@ def test_code_of_a_tokenizer_alone_comes_with_permission_too(
     assert [path.name for path in directory.glob("*.py")] == ["tokens.py"]
 
 
+@pytest.mark.slow
 def test_code_that_is_partly_cached_is_completed_or_named(hub: Hub, tmp_path: Path, in_new_process: Any) -> None:
     """A file that the named ones import was never fetched, or its download broke off."""
     folder = write_own(tmp_path / "own")
@@ -234,6 +236,7 @@ def test_what_is_no_hub_is_named(hub: Hub, in_new_process: Any, page: bytes) -> 
     assert "is no Hugging Face hub; is there a login page in the network, is HF_ENDPOINT right?" in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drips", ["/api/models/owner/tiny", "/resolve/"])
 def test_a_hub_that_drips_is_left(hub: Hub, checkpoint: Path, in_new_process: Any, drips: str) -> None:
     """Each byte is in time, all of them never are; the process ends all the same."""

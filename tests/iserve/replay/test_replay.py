@@ -78,6 +78,7 @@ def test_sends_are_never_before_their_time_and_latencies_count_from_it(server: S
     assert outcomes.ttft_s == pytest.approx(outcomes.ttft_from_send_s + outcomes.lateness_s)
 
 
+@pytest.mark.slow
 def test_a_slow_server_does_not_slow_the_sender(server: StandIn) -> None:
     """The last request leaves before any answer has begun: a closed loop would have sent one."""
     options = ReplayOptions(timeout_s=2.0)

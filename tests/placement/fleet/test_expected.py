@@ -71,6 +71,7 @@ def all_find_room(choices: Iterator[FleetChoice]) -> None:
         assert choice.chosen.room.unplaced == 0, f"number {number} leaves no room for the rest"
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     count=st.integers(1, 4),
@@ -105,6 +106,7 @@ def test_models_that_need_several_gpus_find_the_room_that_was_left_for_them(
     all_find_room(in_turn(options, gpus(count), expected, goal))
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     free_gib=st.lists(st.floats(25, 76), min_size=2, max_size=4),
@@ -262,6 +264,7 @@ def limited(count: int, limit_s: float) -> Fleet:
     return replace(one, deployments=(replace(one.deployments[0], limit_s=limit_s),))
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.floats(0.4, 6.0), st.floats(0.05, 20), st.integers(1, 4), st.sampled_from(["cost", "gpus"]))
 def test_a_limit_is_kept_where_any_plan_keeps_it(limit_s: float, rate: float, count: int, goal: str) -> None:

@@ -53,6 +53,7 @@ def latency(one: Fleet, plan: FleetPlan, choice: object) -> np.ndarray:
     return (loads.rates_per_s * forecast(one, plan, loads, room).e2e_s).sum(axis=1)
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(MODELS, st.integers(2, 4))
 def test_with_no_rate_known_a_plan_loses_to_the_rule_at_no_load_of_the_prior(
@@ -67,6 +68,7 @@ def test_with_no_rate_known_a_plan_loses_to_the_rule_at_no_load_of_the_prior(
     assert choice.loads.weights @ np.log(ratios) <= 1e-9
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(MODELS, st.integers(1, 4), st.sampled_from(FleetGoal))
 def test_every_plan_fits_and_serves_no_fewer_than_the_rule(
@@ -199,6 +201,7 @@ def test_gpu_hours_at_a_known_rate_serve_it_and_slow_no_other_for_it() -> None:
     assert len(used[0] | used[1]) < 8
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(MODELS, st.integers(2, 4), st.floats(0.1, 1.5))
 def test_a_cheap_plan_at_a_known_rate_is_no_slower_than_the_rule_in_a_burst(

@@ -70,6 +70,7 @@ def _assert_equal_to_the_scheduler(
     _assert_same(fast, true)
 
 
+@pytest.mark.slow
 @settings(max_examples=600, deadline=None)
 @_RANDOM_LOADS
 def test_equals_the_engines_scheduler_step_by_step(

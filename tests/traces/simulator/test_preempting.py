@@ -114,6 +114,7 @@ def test_without_pressure_on_kv_nothing_changes(
     np.testing.assert_allclose(now.last_token_s, before.last_token_s, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 @settings(max_examples=600, deadline=None)
 @given(
     asked=_LOADS,
