@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -36,6 +37,7 @@ from importlib import metadata
 from pathlib import Path
 
 from daemon.engines.external import PROFILING_PATH
+from daemon.process_tree import set_parent_death_signal
 from daemon.profile_client import WorkerProfileSession, WorkerProfileTarget
 from daemon.worker_spec import WorkerLimits, WorkerSpec
 from fingerprint.codec import to_json
@@ -124,6 +126,7 @@ class _Process:
             stdout=self._log,
             stderr=self._log,
             start_new_session=True,
+            preexec_fn=partial(set_parent_death_signal, signal.SIGTERM),  # also of a kill -9
         )
 
     def failure(self) -> str | None:
