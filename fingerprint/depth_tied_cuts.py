@@ -21,11 +21,10 @@ All stages of a cut have one mix, since one stage's reading is taken for all.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 
 from fingerprint.model_spec import ModelSpec
 
-__all__ = ["MOST_FIRST_LAYERS", "kind_counts", "repeats_the_mix", "shares_of_kinds", "tied_depths", "why_no_cuts"]
+__all__ = ["MOST_FIRST_LAYERS", "kind_counts", "repeats_the_mix", "tied_depths", "why_no_cuts"]
 
 MOST_FIRST_LAYERS = 8  # that are of their own, before a pattern
 _PATTERNS_MORE = 4  # in the deeper of two cuts behind such layers
@@ -74,11 +73,6 @@ def kind_counts(spec: ModelSpec, num_layers: int) -> tuple[int, ...]:
     """Return how many of the first layers are of each of the model's kinds; empty where all are alike."""
     counts = Counter(spec.kind_indexes[:num_layers])
     return tuple(counts[kind] for kind in range(len(spec.kinds))) if spec.several_kinds else ()
-
-
-def shares_of_kinds(spec: ModelSpec, depths: Iterable[int]) -> set[tuple[float, ...]]:
-    """Return the shares of each kind in the model's first layers, at each depth."""
-    return {tuple(count / depth for count in kind_counts(spec, depth)) for depth in depths}
 
 
 def repeats_the_mix(spec: ModelSpec, pp: int) -> bool:

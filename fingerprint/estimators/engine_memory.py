@@ -4,7 +4,7 @@ The engine items are weights, the peak of activations in the largest step it all
 (CUDA context, communication buffers) and captured graphs. Activations and context do not grow with depth.
 Weights grow by one layer at a time: by what the allocator takes for the tensors, because it counts small ones in
 steps of 20 MiB, which times the number of layers is more than the error that is allowed. Where the two depths
-differ in their mix of layers (``depth_tied_cuts``), the whole model is on the line through both counts.
+differ in their mix of layers of several sizes (``depth_tied_cuts``), it grows from the deeper by those between.
 
 One rank of a tensor-parallel group that was loaded alone has the group's weights, KV cache and activations; the
 group's communication buffers are the roofline's assumption.
@@ -18,7 +18,6 @@ from dataclasses import replace
 
 from fingerprint.cache_blocks import block_bytes, in_large_blocks, layer_kept_bytes
 from fingerprint.config import DeploymentConfig, Pruning, WeightFormat, Workload, even_split
-from fingerprint.depth_tied_cuts import shares_of_kinds
 from fingerprint.engine_caches import with_engine_caches
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import MemoryEstimate, Source
@@ -180,7 +179,7 @@ class CountedMemory:
     def _layer_bytes(self, config: DeploymentConfig, points: list[MemoryPoint]) -> float:
         """Return the bytes of one layer's weights on one GPU, of layers of several sizes their mean."""
         stored, counted = allocated_layer_bytes(self._spec, config), _counted_layer_bytes(config, points)
-        if self._mixes_differ(points):
+        if self._sizes_differ(points):
             return stored
         return stored if counted is None or abs(counted - stored) <= _ALLOCATOR_STEP_BYTES else counted
 
@@ -194,11 +193,10 @@ class CountedMemory:
     def _ends(self, config: DeploymentConfig, points: list[MemoryPoint], layer: float) -> tuple[float, float]:
         """Return bytes on one GPU outside its layers: first stage, and last (0 where that is the first)."""
         last = config.pp - 1
-        growth = _counted_layer_bytes(config, points)
-        if growth is not None and self._mixes_differ(points):  # such cuts are of one stage
+        if self._sizes_differ(points):  # such cuts are of one stage
             deep = max(points, key=lambda point: point.num_layers)
-            whole = _mean_weights(deep) + growth * (self._spec.num_layers - deep.num_layers)
-            both = max(0.0, whole - layer * self._spec.num_layers)
+            more = self._growth_bytes(config, points) * (self._spec.num_layers - deep.num_layers)
+            both = max(0.0, _mean_weights(deep) + more - layer * self._spec.num_layers)
             first = min(both, embedding_bytes(self._spec) / config.tp)
             return first, both - first
 
@@ -217,10 +215,23 @@ class CountedMemory:
         first = min(both, embedding_bytes(self._spec) / config.tp)
         return first, both - first
 
-    def _mixes_differ(self, points: list[MemoryPoint]) -> bool:
-        """Return whether the depths that were counted are of kinds of layers in other proportions."""
+    def _sizes_differ(self, points: list[MemoryPoint]) -> bool:
+        """Return whether the layers by which the depths differ are not as large as the model's in the mean."""
         depths = {point.num_layers for point in points}
-        return len(depths) > 1 and len(shares_of_kinds(self._spec, depths)) > 1
+        return len(depths) > 1 and self._layer_params(min(depths), max(depths)) != self._layer_params()
+
+    def _layer_params(self, first: int = 0, end: int | None = None) -> float:
+        """Return the parameters of one layer, in the mean of those from ``first`` on."""
+        indexes, shapes = self._spec.layer_shape_indexes[first:end], self._spec.layer_shapes
+        return statistics.fmean(shapes[index].params for index in indexes) if indexes else self._spec.layer_params
+
+    def _growth_bytes(self, config: DeploymentConfig, points: list[MemoryPoint]) -> float:
+        """Return the bytes of one of the layers between two depths: by its size, else as counted."""
+        depths = [point.num_layers for point in points]
+        share = self._layer_params(min(depths), max(depths)) / self._layer_params()
+        stored = share * allocated_layer_bytes(self._spec, config)
+        counted = _counted_layer_bytes(config, points)
+        return stored if counted is None or abs(counted - stored) <= _ALLOCATOR_STEP_BYTES else counted
 
     def _kv_bytes_per_token(self, points: list[MemoryPoint]) -> float:
         """Return one layer's KV bytes per token on one GPU, as the engine allocated them."""
