@@ -61,6 +61,7 @@ accuracy: setup
 # For those who have TensorRT-LLM, with which iServe was never run: MODEL=/path/to/checkpoint, and
 # ISERVE_TENSORRT_LLM_PYTHON set. Conformance, accuracy and one deployment; the file it names is to be sent back.
 verify-tensorrt-llm: setup
+	@test -n "$(MODEL)" || { echo "name a checkpoint: make verify-tensorrt-llm MODEL=/path/to/checkpoint"; exit 2; }
 	$(BIN)/python -m tests.bench.verify_engine tensorrt-llm "$(MODEL)"
 
 # The paper's figures in full: JSON with date and machine, SVG, and the notebooks' outputs, in notebooks/.

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 import pynvml
 
 from fingerprint.codec import to_json
@@ -155,6 +156,8 @@ class _Check:
 
     def _end(self) -> Any:
         said = self._iserve("down")
+        if processes := _processes_of(self.home):
+            raise CheckError(f"processes are left behind: {', '.join(processes)}")
         left = [now - before for now, before in zip(_gpus()[0], self.held_bytes, strict=True)]
         if any(more > _LEFT_BYTES for more in left):
             raise CheckError(f"GPU memory is left behind: {left} bytes more than before")
@@ -191,6 +194,18 @@ def _conformance(base_url: str) -> dict[str, Any]:
     if failed := [problem for problem, holds in problems.items() if holds]:
         raise CheckError("; ".join(failed))
     return {"text": text, "refusal": refusal, "at_once": AT_ONCE, "at_once_s": round(took_s, 3)}
+
+
+def _processes_of(home: Path) -> list[str]:
+    """Return the living processes that were started for ``home``."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("ISERVE_HOME") == str(home) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(f"{process.pid} {process.name()}")
+        except psutil.Error:  # ended meanwhile, or another user's
+            continue
+    return found
 
 
 def _gpus() -> tuple[tuple[int, ...], tuple[str, ...], str]:
