@@ -24,9 +24,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -36,8 +34,6 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 
-from daemon.engines.external import PROFILING_PATH
-from daemon.process_tree import set_parent_death_signal
 from daemon.profile_client import WorkerProfileSession, WorkerProfileTarget
 from daemon.worker_spec import WorkerLimits, WorkerSpec
 from fingerprint.codec import to_json
@@ -53,6 +49,7 @@ from fingerprint.model_spec import ModelSpec
 from fingerprint.sharded_profile import profile_with_shards
 from fingerprint.truncate import generate_shape
 from tests.bench.kept import write_kept
+from tests.bench.profiling_process import ProfilingProcess
 
 ROOT = Path(__file__).parents[2]
 BATCHES, INPUTS = (1, 8, 32, 128), (128, 512, 1024, 2048)
@@ -96,54 +93,6 @@ def grid(max_context_tokens: int, most_prompt_tokens: int = MOST_PROMPT_TOKENS) 
     return tuple(
         (b, n) for b in BATCHES for n in INPUTS if b * n <= most_prompt_tokens and n + OUTPUT <= max_context_tokens
     )
-
-
-class _Process:
-    """``WorkerHandle`` on a profiling worker started here, without a daemon."""
-
-    def __init__(self, spec: WorkerSpec, machine: MachineInfo, folder: Path) -> None:
-        self.url, self.token = f"http://{spec.host}:{spec.port}", None
-        self._folder = folder
-        (folder / "spec.json").write_bytes(to_json(spec))
-        (folder / "machine.json").write_bytes(to_json(machine))
-        env = os.environ | {
-            "PYTHONPATH": os.pathsep.join([PROFILING_PATH, os.environ.get("PYTHONPATH", "")]),
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-            "CUDA_VISIBLE_DEVICES": ",".join(d for stage in spec.stages for d in stage.device_ids),
-            "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random",
-            "TRITON_CACHE_DIR": str(Path.home() / ".triton" / "cache"),
-            "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
-            "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
-            "NCCL_NVLS_ENABLE": "0",
-            "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-        }
-        self._log = (folder / "log.txt").open("ab")
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "iserve_profiling.vllm", "--spec", str(folder / "spec.json")],
-            env=env,
-            stdout=self._log,
-            stderr=self._log,
-            start_new_session=True,
-            preexec_fn=partial(set_parent_death_signal, signal.SIGTERM),  # also of a kill -9
-        )
-
-    def failure(self) -> str | None:
-        code = self._process.poll()
-        if code is None:
-            return None
-        text = (self._folder / "log.txt").read_text(errors="replace")[-2000:]
-        return f"the worker ended with {code}: {text}"
-
-    def stop(self) -> None:
-        self._process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(30)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, 9)
-        self._process.wait()
-        self._log.close()
 
 
 def machine_here(num_gpus: int) -> MachineInfo:
@@ -198,11 +147,11 @@ class _Bench:
     first_gpu: int = 0
 
     def target(self, directory: Path, spec: ModelSpec) -> WorkerProfileTarget:
-        def launch(worker: WorkerSpec) -> _Process:
+        def launch(worker: WorkerSpec) -> ProfilingProcess:
             self.port += 1
             folder = self.scratch / worker.worker_id
             folder.mkdir(parents=True)
-            return _Process(replace(worker, port=self.port), self.machine, folder)
+            return ProfilingProcess(replace(worker, port=self.port), self.machine, folder)
 
         return WorkerProfileTarget(
             launch,

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daemon.engines.external import PROFILING_PATH
+from tests.daemon.profiling_modules import profiling_module
 
 # GPT-OSS 20B of random weights, whole: five calls of 128 prompts of 128 tokens with 65 out, vLLM 0.24.
 STALLED_MS = (1327.4, 656.0, 656.5, 1426.9, 1338.6)
@@ -24,11 +25,7 @@ SETTLED_MS = (3643.6, 3623.4, 3635.6, 3645.9, 3640.3)
 
 @pytest.fixture(scope="module")
 def agreement() -> ModuleType:
-    sys.path.insert(0, PROFILING_PATH)
-    try:
-        return importlib.import_module("iserve_profiling.agreement")
-    finally:
-        sys.path.remove(PROFILING_PATH)
+    return profiling_module("agreement")
 
 
 def spans(milliseconds: tuple[float, ...]) -> list[tuple[float, float]]:

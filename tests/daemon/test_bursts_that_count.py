@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from daemon.engines.external import PROFILING_PATH
+from tests.daemon.profiling_modules import profiling_module
 
 QUICK_S, COMPILE_S = 0.1, 0.8
 
 
 @pytest.fixture(scope="module")
 def base() -> ModuleType:
-    sys.path.insert(0, PROFILING_PATH)
-    try:
-        return importlib.import_module("iserve_profiling.base")
-    finally:
-        sys.path.remove(PROFILING_PATH)
+    return profiling_module("base")
 
 
 class Engine:
