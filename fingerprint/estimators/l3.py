@@ -41,10 +41,10 @@ from fingerprint.estimators.physical_floor import PhysicalFloor
 from fingerprint.estimators.repeat_overhead import (
     RepeatCosts,
     decoding,
-    most_per_token_s,
     repeat_costs,
     repeated_points,
     together,
+    token_bound_s,
     until_first,
 )
 from fingerprint.measurements import Profile, RunReading, StepReading, TimingPoint
@@ -130,10 +130,10 @@ def whole_points(
     Args:
         points: of one configuration.
         num_layers: of the whole model.
-        most_per_token_s: a repeat's cost outside its layers (``repeat_overhead.most_per_token_s``).
+        most_per_token_s: a repeat's cost outside its layers, at most (``repeat_overhead.token_bound_s``).
 
     Raises:
-        NotMeasuredError: no fingerprint was repeated, or one alone.
+        NotMeasuredError: no fingerprint was repeated, or one alone, or two of other mixes at no point of both.
     """
     repeated, deepest = repeated_points(points, num_layers)
     short = {(p.batch, p.input_tokens): p for p in repeated if p.num_layers == deepest and p.output_tokens == 1}
@@ -313,7 +313,7 @@ def _by_key(
         key = MeasuredKey(point.tp, point.pp, point.weights, point.kv)
         grouped.setdefault((point.shard, key), []).append(point)
     found, shards, impossible = {}, set(), set()
-    most = most_per_token_s(profile.spec, profile.machine.device)
+    most = token_bound_s(profile.spec, profile.machine.device)
     for (shard, key), points in sorted(grouped.items()):
         if shard and key in found:  # the real group was run
             continue

@@ -8,7 +8,7 @@ they differ in their mix (``depth_tied_cuts``), the line is from the one mix to 
 layers and no cost of anything by itself, and each point has its own; one that the deeper alone ran has
 the share of its time that the nearest point of both has.
 
-What a token costs there is bounded by what embedding and norms can move (:func:`most_per_token_s`). Bursts whose
+What a token costs there is bounded by what embedding and norms can move (:func:`token_bound_s`). Bursts whose
 prompts fall into other steps at each depth differ by more than that, and 16 repeats of 131,072 tokens would carry
 the difference: a mixture's prompts (OLMoE-1B-7B on an H200) were 39% too fast by it in the median, 9% without.
 """
@@ -36,11 +36,11 @@ __all__ = [
     "RepeatCosts",
     "Took",
     "decoding",
-    "most_per_token_s",
     "repeat_costs",
     "repeat_overheads",
     "repeated_points",
     "together",
+    "token_bound_s",
     "until_first",
 ]
 
@@ -171,7 +171,7 @@ class _Paired:
         return beside_s / (near.pp * forward_s / near.repeat)
 
 
-def most_per_token_s(spec: ModelSpec, gpu: GpuSpec) -> float:
+def token_bound_s(spec: ModelSpec, gpu: GpuSpec) -> float:
     """Return the most that a repeat can cost a token outside its layers: ``_MOST_STATES`` hidden states moved."""
     return _MOST_STATES * 2 * spec.hidden_size / gpu.memory_bytes_per_s
 

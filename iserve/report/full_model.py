@@ -17,7 +17,7 @@ from fingerprint.estimates import Quantity
 from fingerprint.estimators.depth_tied import DepthTiedEstimator
 from fingerprint.estimators.l2 import MeasuredKey, key_of
 from fingerprint.estimators.l3 import WholePoint
-from fingerprint.estimators.repeat_overhead import Overhead, most_per_token_s, repeat_overheads, repeated_points
+from fingerprint.estimators.repeat_overhead import Overhead, repeat_overheads, repeated_points, token_bound_s
 from fingerprint.measurements import MemoryPoint, StepReading, TimingPoint
 
 __all__ = [
@@ -201,7 +201,7 @@ def _whole_model(times: _Times, whole: Sequence[WholePoint], memory: CountedMode
     repeated, deepest = repeated_points(ran, num_layers)
     used = [p for p in repeated if p.num_layers == deepest]
     plain = [p for p in ran if p.repeat == 1 and p.num_layers < num_layers]
-    most = most_per_token_s(profile.spec, profile.machine.device)
+    most = token_bound_s(profile.spec, profile.machine.device)
     first, step = repeat_overheads(ran, num_layers, most)
     inputs = sorted({p.input_tokens for p in whole})
     return WholeModel(

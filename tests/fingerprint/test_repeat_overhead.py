@@ -9,7 +9,7 @@ import pytest
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimators.calibration import Calibration
 from fingerprint.estimators.l3 import L3
-from fingerprint.estimators.repeat_overhead import most_per_token_s, repeat_overheads
+from fingerprint.estimators.repeat_overhead import repeat_overheads, token_bound_s
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.measurements import Profile, TimingPoint
 from tests.fingerprint.step_timed_machine import StepTimedMachine, take_depth_tied
@@ -17,23 +17,20 @@ from tests.fingerprint.step_timed_machine import StepTimedMachine, take_depth_ti
 VLLM = DeploymentConfig(engine="vllm")
 
 
-def slower_prompts(profile: Profile, times: dict[tuple[int, int], tuple[float, ...]]) -> Profile:
-    """Return the profile of a shallower cut whose bursts at some points take so many times as long, in turn.
+def slower_prompts(profile: Profile, times: float, at: set[tuple[int, int]]) -> Profile:
+    """Return the profile of a shallower cut whose bursts at some points take so many times as long.
 
     As a mixture's do where prompts that are handed over at once fall into one step or into two.
     """
 
     def told(point: TimingPoint) -> TimingPoint:
-        slow = times.get((point.batch, point.input_tokens))
-        if point.num_layers > 1 or point.output_tokens > 1 or slow is None:
+        if point.num_layers > 1 or point.output_tokens > 1 or (point.batch, point.input_tokens) not in at:
             return point
         runs = []
-        for index, run in enumerate(point.runs):
-            by = slow[index % len(slow)]
-            steps = tuple(replace(s, forward_s=s.forward_s * by) for s in run.steps)
-            runs.append(
-                replace(run, steps=steps, e2e_s=run.e2e_s + sum(s.forward_s for s in run.steps) * (by - 1))
-            )
+        for run in point.runs:
+            steps = tuple(replace(s, forward_s=s.forward_s * times) for s in run.steps)
+            more_s = sum(s.forward_s for s in run.steps) * (times - 1)
+            runs.append(replace(run, steps=steps, e2e_s=run.e2e_s + more_s))
         return replace(point, runs=tuple(runs))
 
     return replace(profile, timing=tuple(map(told, profile.timing)))
@@ -43,8 +40,8 @@ def test_two_depths_whose_prompts_fell_into_other_steps_take_nothing_off_a_long_
     """Such a difference is no token's cost: no embedding and no norm moves so much."""
     machine = StepTimedMachine()
     honest = take_depth_tied(machine, shallow_points=((1, 128), (1, 1024), (8, 128), (8, 1024)))
-    told = slower_prompts(honest, {(8, 128): (1.4,), (8, 1024): (1.4,)})
-    most = most_per_token_s(machine.spec, machine.machine().device)
+    told = slower_prompts(honest, 1.4, {(8, 128), (8, 1024)})
+    most = token_bound_s(machine.spec, machine.machine().device)
     unbounded, _ = repeat_overheads(told.timing, machine.spec.num_layers)
     assert unbounded.per_token_s > 10 * most, "else these bursts show nothing"
     found = L3(told, RooflineEstimator(machine.spec, told.machine.device), Calibration())
