@@ -23,7 +23,15 @@ from fingerprint.errors import IserveError
 from fingerprint.interconnect import MeasuredLinks
 from fingerprint.measurements import Profile
 
-__all__ = ["can_measure_links", "kept_links", "links_file", "measure_links", "with_links"]
+__all__ = [
+    "can_measure_links",
+    "has_links",
+    "kept_links",
+    "links_file",
+    "links_source",
+    "measure_links",
+    "with_links",
+]
 
 log = logging.getLogger(__name__)
 
@@ -62,19 +70,35 @@ def links_file() -> Path:
     return home_folder() / "interconnect.json"
 
 
+def has_links(node: NodeStatus) -> bool:
+    """Return whether the node has links that can be measured: those between two GPUs or more."""
+    return len(node.devices) >= 2 and all(gpu.kind == "cuda" for gpu in node.devices)
+
+
 def kept_links(node: NodeStatus) -> tuple[MeasuredLinks, ...]:
     """Return the measured links of the node's GPUs; empty where there are none that hold for them."""
+    kept = _kept(node)
+    return () if kept is None else kept.interconnect
+
+
+def links_source(node: NodeStatus) -> str:
+    """Return with what and when the kept links of the node's GPUs were measured; empty where there are none."""
+    kept = _kept(node)
+    return "" if kept is None else kept.source
+
+
+def _kept(node: NodeStatus) -> _KeptLinks | None:
     path = links_file()
     try:
         with path.open("rb") as file:
             data = file.read(_MAX_FILE_BYTES + 1)
         kept = from_json(data[:_MAX_FILE_BYTES], _KeptLinks, what=path.name)
     except FileNotFoundError:
-        return ()
+        return None
     except (OSError, IserveError) as error:
         log.warning("%s cannot be used, links are the datasheet's; remove it to measure again: %s", path, error)
-        return ()
-    return kept.interconnect if (kept.gpus, kept.driver) == _key(node) else ()
+        return None
+    return kept if (kept.gpus, kept.driver) == _key(node) else None
 
 
 def with_links(profile: Profile, node: NodeStatus) -> Profile:
@@ -87,12 +111,9 @@ def can_measure_links(node: NodeStatus) -> bool:
     """Return whether the links of the node are still to be measured, and its GPUs are idle now."""
     gpus = node.devices
     living = [worker for worker in node.workers if worker.state not in (WorkerState.STOPPED, WorkerState.FAILED)]
-    if len(gpus) < 2 or living or kept_links(node):
+    if not has_links(node) or living or kept_links(node):
         return False
-    return all(
-        gpu.kind == "cuda" and gpu.free_bytes >= max(_FREE_BYTES, (1 - _IDLE_FRACTION) * gpu.total_bytes)
-        for gpu in gpus
-    )
+    return all(gpu.free_bytes >= max(_FREE_BYTES, (1 - _IDLE_FRACTION) * gpu.total_bytes) for gpu in gpus)
 
 
 def measure_links(

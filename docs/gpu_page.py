@@ -76,8 +76,8 @@ The links of two GPUs or more are measured once, when all are idle: before the f
 finds one. With an engine's torch, for 6 s: all-reduces of the first 2, 4 and 8 GPUs in CUDA graphs, and sends over
 the group's middle, of 8 KiB, 128 KiB, 2 MiB and 32 MiB; NVLink multicast stays off. The times are kept in
 `interconnect.json` of the home, for these GPUs and this driver: edit it, or remove it to have them measured anew.
-`iserve nodes` shows them; a plan by them notes *links measured*. A measurement that fails is logged, and the
-datasheet's links stay ([what estimates make of it](decisions/0037-measured-links.md)).
+`iserve nodes` and `iserve doctor` show them; a plan by them notes *links measured*. A measurement that fails is
+logged, and the datasheet's links stay ([what estimates make of it](decisions/0037-measured-links.md)).
 
 """
 

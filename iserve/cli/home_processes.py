@@ -13,12 +13,14 @@ from pathlib import Path
 from daemon.client import DaemonClient
 from daemon.engines.external import ExternalEngine
 from daemon.engines.registry import ENGINES
+from daemon.interconnect import has_links, kept_links, links_source
 from daemon.process import is_alive, read_record
 from daemon.status import WorkerState
 from daemon.worker_process import Phase, WorkerProcess
 from fingerprint.errors import ConflictError, IserveError, NotFoundError, StateUnavailableError, UnavailableError
 from iserve.controller.child_processes import daemon_process, end_controllers, gateway_process
 from iserve.gateway.event_loop import event_loop
+from iserve.planning.words import links_times
 from iserve.settings import Settings
 from iserve.state.backup import join_log
 
@@ -110,6 +112,7 @@ def examine(settings: Settings, *, fix: bool) -> tuple[Finding, ...]:
     findings.append(Finding(True, f"gateway's event loop: {event_loop().text}"))
     findings += _leftovers(settings, fix=fix)
     findings += _engines(settings)
+    findings += _links(settings)
     return tuple(findings)
 
 
@@ -131,6 +134,31 @@ def _engines(settings: Settings) -> Iterator[Finding]:
             if engine.standing(found) == "unknown":
                 unknown = "; no release that iServe knows: it has every option, nothing else is verified"
         yield Finding(True, f"engine {engine.name}: {versions}, for {python}{limits}{unseen}{unknown}")
+
+
+def _links(settings: Settings) -> Iterator[Finding]:
+    """Yield the measured times of the links between the GPUs, or that plans count with the datasheet's.
+
+    The daemon knows the GPUs; without one, as on a machine with fewer than two, there is nothing to say.
+    """
+    daemon = _daemon(settings)
+    if daemon is None:
+        return
+    try:
+        node = daemon.node()
+    except UnavailableError:
+        return
+    links = kept_links(node)
+    for group in links:
+        how = f"measured with {links_source(node)}"
+        yield Finding(True, f"links of {group.gpus} GPUs: {links_times(group)}; {how}")
+    if has_links(node) and not links:
+        yield Finding(
+            True,
+            f"links between {len(node.devices)} GPUs: not measured, the datasheet's are planned with; they "
+            "are measured at the first profile or deploy that finds all GPUs idle (a failed one is logged)",
+            absent=True,
+        )
 
 
 def _home(home: Path) -> Finding:

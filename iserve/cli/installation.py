@@ -80,7 +80,8 @@ def nodes(as_json: o.JsonOption = False) -> None:
     """List nodes and devices with their free memory and load."""
     from iserve.api_documents import NodeDocument
     from iserve.cli.connection import client
-    from iserve.cli.render import gib, print_rows, seconds
+    from iserve.cli.render import gib, print_rows
+    from iserve.planning.words import links_times
 
     documents = client(start=False).get("/api/v1/nodes", tuple[NodeDocument, ...])
     if as_json:
@@ -103,17 +104,14 @@ def nodes(as_json: o.JsonOption = False) -> None:
         ],
     )
     for links in (links for node in documents for links in node.interconnect):
-        small, large = links.sizes_bytes[0], links.sizes_bytes[-1]
-        typer.echo(
-            f"links of {links.gpus} GPUs, measured: an all-reduce of {small / 2**10:.0f} KiB takes "
-            f"{seconds(links.all_reduce_s[0])}, of {large / 2**20:.0f} MiB {seconds(links.all_reduce_s[-1])}"
-        )
+        typer.echo(f"links of {links.gpus} GPUs, measured: {links_times(links)}")
 
 
 def doctor(fix: Annotated[bool, typer.Option("--fix", help="End what is left over.")] = False) -> None:
     """Look for what is wrong with this installation. Exit code 1 if anything is.
 
-    Each check is ok, a PROBLEM, or absent: an engine that is not installed and that no setting asks for.
+    Each check is ok, a PROBLEM, or absent: an engine that is not installed and that no setting asks for, or links
+    between GPUs that are not measured yet.
     """
     from fingerprint.errors import UnavailableError
     from iserve.cli.home_processes import examine

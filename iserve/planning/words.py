@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat, Workload
 from fingerprint.engines import traits_of
 from fingerprint.estimates import Quantity
+from fingerprint.interconnect import MeasuredLinks
 
 __all__ = [
     "ELSEWHERE",
@@ -19,6 +20,7 @@ __all__ = [
     "figure",
     "gib",
     "interval",
+    "links_times",
     "seconds",
     "short",
     "spoken",
@@ -37,6 +39,15 @@ def gib(size_bytes: float) -> str:
 def seconds(value: float) -> str:
     """Return seconds for people: ms below one second."""
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def links_times(links: MeasuredLinks) -> str:
+    """Return the times of the smallest and the largest measured all-reduce."""
+    small, large = links.sizes_bytes[0], links.sizes_bytes[-1]
+    return (
+        f"an all-reduce of {small / 2**10:.0f} KiB takes {seconds(links.all_reduce_s[0])}, "
+        f"of {large / 2**20:.0f} MiB {seconds(links.all_reduce_s[-1])}"
+    )
 
 
 def figure(value: float | None) -> str:

@@ -7,19 +7,24 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from daemon.engines.registry import ENGINES
+from daemon.interconnect import measure_links
 from daemon.lease import LEASE_FILE, Lease, write_file
 from iserve.cli.home_processes import Finding, examine
 from iserve.settings import Settings, load_settings
 from iserve.state.store import Store
+from tests.daemon.conftest import Node
 from tests.daemon.engines.standin import make_vllm
 from tests.daemon.engines.vllm_releases import recorded
 from tests.daemon.engines.vllm_sources import write_release
+from tests.daemon.test_interconnect import FOUND, saying
+from tests.daemon.test_unlisted_gpus import python_that
 from tests.iserve.postgres_server import PostgresServer
 
 NAMES = ("ISERVE_VLLM_PYTHON", "ISERVE_TENSORRT_LLM_PYTHON")
@@ -138,3 +143,42 @@ def test_a_stale_lease_whose_id_is_another_programs_now_is_no_worker(fix: bool, 
     finally:
         os.killpg(stranger.pid, signal.SIGKILL)
         stranger.wait()
+
+
+def links(home: Path) -> list[Finding]:
+    return [finding for finding in examine(Settings(home=home), fix=False) if finding.text.startswith("links")]
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    monkeypatch.setenv("ISERVE_HOME", str(tmp_path / "home"))
+    node = Node(tmp_path / "home")
+    try:
+        yield node
+    finally:
+        node.clear()
+
+
+@pytest.mark.process
+def test_links_between_gpus_are_measured_or_not_yet(node: Node, tmp_path: Path) -> None:
+    node.offer_gpus(tmp_path / "driver")
+    node.start(cpu_devices=None)
+    (absent,) = links(node.home)
+    assert absent.verdict == "absent"
+    assert absent.text.startswith("links between 2 GPUs: not measured, the datasheet's are planned with")
+    assert "at the first profile or deploy that finds all GPUs idle" in absent.text
+    measure_links(node.client.node(), python_that(tmp_path, saying(FOUND)))
+    (measured,) = links(node.home)
+    assert measured.verdict == "ok"
+    times = "links of 2 GPUs: an all-reduce of 8 KiB takes 0.012 ms, of 32 MiB 0.19 ms; "
+    assert re.fullmatch(
+        rf"{times}measured with nccl of torch 2.14.0, with CUDA graphs, \d{{4}}-\d\d-\d\d", measured.text
+    )
+
+
+@pytest.mark.process
+def test_shares_of_a_cpu_have_no_links(node: Node) -> None:
+    assert links(node.home) == []
+    node.start()
+    assert len(node.client.node().devices) == 2
+    assert links(node.home) == []
