@@ -368,6 +368,12 @@ class Deployer:
             self.ask_to_run(spec)
             return wait().spec
 
+    def all_ready(self, specs: Sequence[WorkerSpec]) -> bool:
+        """Return whether all of ``specs`` serve now."""
+        node = ask_daemon(self._daemon, DaemonClient.node)
+        ready = {worker.spec.worker_id for worker in node.workers if worker.state is WorkerState.READY}
+        return all(spec.worker_id in ready for spec in specs)
+
     def _move(self, job: _Job, phase: str, *, workers: bytes | None = None) -> None:
         """Record the next step, if it is still to be taken.
 

@@ -106,10 +106,17 @@ class Updater:
         self._finish(row, self._once_ready(row, specs))
 
     def _once_ready(self, row: DeploymentRow, specs: tuple[WorkerSpec, ...]) -> tuple[WorkerSpec, ...]:
+        """Return ``specs`` once all serve at one look: one may be lost while the rest are waited for.
+
+        Raises:
+            EngineError: a worker gave up, or is not ready in time.
+        """
         deadline_s = time.monotonic() + self._settings.start_timeout_s
-        serving = tuple(self._deployer.once_ready(row, spec, deadline_s) for spec in specs)
-        self._deployer.check_not_removed(row)
-        return serving
+        while True:
+            serving = tuple(self._deployer.once_ready(row, spec, deadline_s) for spec in specs)
+            self._deployer.check_not_removed(row)
+            if self._deployer.all_ready(serving):
+                return serving
 
     def _replace(self, row: DeploymentRow) -> None:
         """End the former workers, which have drained, and start the new ones; whatever fails, go back."""
