@@ -38,7 +38,11 @@ class Drain:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Move:
-    """Move of a replica to ``placement``: a second one is loaded there and takes over, the first drains."""
+    """Move of a replica to ``placement``: a second one is loaded there and takes over, the first drains.
+
+    Moves of one look are one transaction: memory for all is taken first, the replicas drain when all of the second
+    ones are loaded, and where one cannot be, all stay where they are.
+    """
 
     name: str
     replica_id: str

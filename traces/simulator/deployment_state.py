@@ -8,18 +8,20 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from placement.actions import Move
 from placement.types import ClusterSnapshot, DeploymentState, Placement, ReplicaState
 from planner.intent import Slo
 from traces.simulator.admission import SimulatedAdmission
 from traces.simulator.gpus import LOAD_WINDOW_S
 from traces.simulator.kv_use import KvMeter
 from traces.simulator.pipelined import PipelinedWorker
+from traces.simulator.policy_errors import PolicyFault
 from traces.simulator.requests import Requests
 from traces.simulator.scenario import Deployed
 from traces.simulator.step_model import StepModel
 from traces.simulator.workers import Server
 
-__all__ = ["Deployment", "can_keep", "service_s", "snapshot_without", "states"]
+__all__ = ["Deployment", "can_keep", "moved", "service_s", "snapshot_without", "states"]
 
 
 @dataclass(slots=True)
@@ -76,6 +78,20 @@ def service_s(steps: StepModel, input_tokens: float, output_tokens: float, slots
     """
     decode_s = steps.run_s(slots, input_tokens + 1, max(0, round(output_tokens) - 1))
     return steps.prompt_s(round(input_tokens)) + decode_s / slots
+
+
+def moved(old: Deployed, action: Move, policy: str) -> Deployed:
+    """Return ``old`` at the place of ``action``.
+
+    Raises:
+        PolicyFault: another shape, or a negative time.
+    """
+    shapes = [[(s.num_layers, len(s.device_ids)) for s in p.stages] for p in (old.placement, action.placement)]
+    if shapes[0] != shapes[1]:
+        raise PolicyFault(policy, f"ordered {action}; a replica keeps its layers per stage and its TP degree")
+    if not action.load_s >= 0:
+        raise PolicyFault(policy, f"ordered {action}; it takes a negative time")
+    return replace(old, placement=action.placement)
 
 
 def snapshot_without(snapshot: ClusterSnapshot, placements: Iterable[Placement]) -> ClusterSnapshot | None:

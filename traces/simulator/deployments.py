@@ -3,30 +3,26 @@
 A replica that was refused, or lost with its node, is asked for again whenever memory has become free (a node is
 back, a deployment or a profile is gone), oldest first.
 
-The actions of a cluster policy are carried out here too: another number of replicas, one that drains, one that
-moves. A deployment whose replicas were all scaled away is scaled to zero: requests wait for it, and the policy is
-asked at once.
+The actions of a cluster policy are carried out here too: another number of replicas, one that drains, some that
+move. The moves of one look are one transaction: memory for all is taken at once, all take over at the same time,
+and where one cannot, none does. A deployment whose replicas were all scaled away is scaled to zero: requests wait
+for it, and the policy is asked at once.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 
-from placement.actions import ClusterAction, Move, Scale
+from placement.actions import ClusterAction, Drain, Move, Scale
 from placement.types import ClusterSnapshot
 from planner.admission import AdmissionPolicy
 from traces.outcomes import Failure
 from traces.simulator.admission import SimulatedAdmission
 from traces.simulator.cluster import Cluster
-from traces.simulator.continuous import ContinuousWorker
-from traces.simulator.deployment_state import Deployment, can_keep, snapshot_without, states
-from traces.simulator.fcfs import FcfsWorker
+from traces.simulator.deployment_state import Deployment, can_keep, moved, snapshot_without, states
 from traces.simulator.gpus import Gpu
-from traces.simulator.pipelined import PipelinedWorker, UnbatchedPipeline
 from traces.simulator.policy_errors import PolicyFault, ask
-from traces.simulator.preempting import PreemptingWorker
 from traces.simulator.requests import Requests
 from traces.simulator.result import Change, ChangeKind
 from traces.simulator.scenario import (
@@ -37,9 +33,8 @@ from traces.simulator.scenario import (
     Profile,
     ReplicaDeployer,
     Scenario,
-    Service,
 )
-from traces.simulator.stepped import SteppedWorker
+from traces.simulator.worker_kinds import new_worker
 from traces.simulator.workers import Job, Server, Stage
 
 __all__ = ["Deployment", "Deployments"]
@@ -56,6 +51,7 @@ class Deployments:
         self.changes: list[Change] = []
         self._of: dict[Server, Deployment] = {}
         self._profiles: list[Profile] = []  # that wait for spare memory
+        self._plans: dict[Server, tuple[Server, ...]] = {}  # replacement that is loaded -> all of its look
         self._left: dict[int, tuple[int, int]] = {}  # rows that were moved: the tokens that were left of them
         self._made = 0
 
@@ -83,14 +79,14 @@ class Deployments:
         """
         self._cluster.dead_nodes.add(node_id)
         orphans: dict[str, list[int]] = {}
-        for server in self._cluster.servers:
-            if not self._cluster.on_node(server, node_id):
-                continue
+        for server in [each for each in self._cluster.servers if self._cluster.on_node(each, node_id)]:
             if isinstance(server, Job):
                 self._cluster.remove(server, now_s)
                 self._tell(
                     now_s, ChangeKind.LOST, server.name, f"{node_id} failed; the profile is not taken again"
                 )
+                continue
+            if server not in self._of:  # its move was given up with one that is lost
                 continue
             deployment = self._of[server]
             # One that drains was to go; one that was to be replaced is; a replacement is not waited for any more.
@@ -191,8 +187,13 @@ class Deployments:
         assert cluster_policy is not None, "asked for only where there is one"
         snapshot = self.snapshot(now_s)
         actions = ask(cluster_policy.name, lambda: tuple(cluster_policy(snapshot)))
+        moves = [action for action in actions if isinstance(action, Move)]
         for action in actions:
-            self._carry_out(action, cluster_policy.name, now_s)
+            if not isinstance(action, Move):
+                self._carry_out(action, cluster_policy.name, now_s)
+            elif moves:
+                self._move(moves, cluster_policy.name, now_s)
+                moves = []
         return bool(actions)
 
     def turn(self, server: Server, now_s: float) -> None:
@@ -202,30 +203,36 @@ class Deployments:
             self._through(deployment, server, now_s)
         elif server in deployment.coming:
             replaced = deployment.coming.pop(server)
+            self._plans.pop(server)
             deployment.replicas.append(server)
             self._tell(now_s, ChangeKind.MOVED, deployment.name, f"{server.name} takes over")
             if replaced in deployment.replicas:
                 self._drain(deployment, replaced, now_s)
             self.pass_on(deployment, now_s)
 
-    def _carry_out(self, action: ClusterAction, policy: str, now_s: float) -> None:
-        deployment = self.by_name.get(action.name)
-        if deployment is None or deployment.latest is None:
-            raise PolicyFault(policy, f"ordered {action}; nothing is deployed under that name")
+    def _carry_out(self, action: Scale | Drain, policy: str, now_s: float) -> None:
         if isinstance(action, Scale):
             if action.replicas < 0:
                 raise PolicyFault(policy, f"ordered {action}; there is no negative number of replicas")
-            self._scale(deployment, action.replicas, now_s)
+            self._scale(self._named(action, policy), action.replicas, now_s)
             return
+        deployment, server = self._replica(action, policy)
+        if len(deployment.replicas) == 1:
+            raise PolicyFault(policy, f"ordered {action}; it is the last replica, which is scaled, not drained")
+        self._drain(deployment, server, now_s, evict=action.evict)
+
+    def _named(self, action: ClusterAction, policy: str) -> Deployment:
+        deployment = self.by_name.get(action.name)
+        if deployment is None or deployment.latest is None:
+            raise PolicyFault(policy, f"ordered {action}; nothing is deployed under that name")
+        return deployment
+
+    def _replica(self, action: Drain | Move, policy: str) -> tuple[Deployment, Server]:
+        deployment = self._named(action, policy)
         server = next((r for r in deployment.replicas if r.name == action.replica_id), None)
         if server is None:
             raise PolicyFault(policy, f"ordered {action}; there is no such replica")
-        if isinstance(action, Move):
-            self._move(deployment, server, action, policy, now_s)
-        elif len(deployment.replicas) == 1:
-            raise PolicyFault(policy, f"ordered {action}; it is the last replica, which is scaled, not drained")
-        else:
-            self._drain(deployment, server, now_s, evict=action.evict)
+        return deployment, server
 
     def _scale(self, deployment: Deployment, replicas: int, now_s: float) -> None:
         if replicas == deployment.wanted:
@@ -260,24 +267,39 @@ class Deployments:
         self._tell(now_s, ChangeKind.ENDED, deployment.name, f"{server.name} has ended, its memory is free")
         self.retry(now_s)
 
-    def _move(self, deployment: Deployment, server: Server, action: Move, policy: str, now_s: float) -> None:
-        old = deployment.decided[server]
-        if server in deployment.coming.values() or not action.load_s >= 0:
-            raise PolicyFault(policy, f"ordered {action}; it moves already, or takes a negative time")
-        shapes = [[(s.num_layers, len(s.device_ids)) for s in p.stages] for p in (old.placement, action.placement)]
-        if shapes[0] != shapes[1]:
-            raise PolicyFault(policy, f"ordered {action}; a replica keeps its layers per stage and its TP degree")
-        decided = replace(old, placement=action.placement)
-        load_s = max(action.load_s, self._startup_s(decided))
-        new, memory = self._start(deployment, decided, policy, now_s, now_s + load_s)
-        deployment.coming[new] = server
-        deployment.since_s = now_s
-        self._tell(now_s, ChangeKind.MOVING, deployment.name, f"{server.name} to {new.name}", memory)
+    def _move(self, actions: Sequence[Move], policy: str, now_s: float) -> None:
+        """Start the replacements of all moves of one look; they take over together, once the last is loaded."""
+        decided: dict[Server, Deployed] = {}
+        load_s = 0.0
+        for action in actions:
+            deployment, server = self._replica(action, policy)
+            if server in decided or server in deployment.coming.values():
+                raise PolicyFault(policy, f"ordered {action}; it moves already")
+            decided[server] = moved(deployment.decided[server], action, policy)
+            load_s = max(load_s, action.load_s, self._startup_s(decided[server]))
+        new: list[Server] = []
+        for server, there in decided.items():
+            deployment = self._of[server]
+            replacement, memory = self._start(deployment, there, policy, now_s, now_s + load_s)
+            new.append(replacement)
+            deployment.coming[replacement] = server
+            deployment.since_s = now_s
+            text = f"{server.name} to {replacement.name}"
+            self._tell(now_s, ChangeKind.MOVING, deployment.name, text, memory)
+        self._plans.update(dict.fromkeys(new, tuple(new)))
+
+    def _give_up(self, plan: Sequence[Server], now_s: float) -> None:
+        """End the replacements of a plan of moves; one whose replica is lost stays, to take its place."""
+        for server in plan:
+            deployment = self._of.get(server)
+            if deployment is not None and deployment.coming.get(server) in deployment.replicas:
+                self._end(server, now_s)
+                self._tell(now_s, ChangeKind.ENDED, deployment.name, f"{server.name}: its move is given up")
 
     def _stop_moves(self, deployment: Deployment, now_s: float, of: Server | None = None) -> None:
         """Stop the moves of all replicas of a deployment, or of one."""
         for new, replaced in tuple(deployment.coming.items()):
-            if of is None or replaced is of:
+            if new in deployment.coming and (of is None or replaced is of):  # else given up with one before
                 self._end(new, now_s)
 
     def _wait_at_zero(self, deployment: Deployment, row: int, now_s: float) -> None:
@@ -419,7 +441,9 @@ class Deployments:
         """
         self._made += 1
         stages = ask(policy, lambda: self._cluster.stages(decided.placement))
-        server = self._worker(f"{deployment.name}#{self._made}", stages, decided, ready_s)
+        name, make_batcher = f"{deployment.name}#{self._made}", self._policies.make_batcher
+        args = (name, stages, ready_s, decided.steps, self._requests)
+        server = new_worker(self._scenario.service, args, make_batcher, pipelined=decided.pipelined)
         server.holder = deployment.name
         memory = tuple(
             (gpu, placed.bytes_per_gpu)
@@ -440,26 +464,6 @@ class Deployments:
             deployment.admission = SimulatedAdmission(admission, self._requests)
         return server, memory
 
-    def _worker(self, name: str, stages: list[Stage], decided: Deployed, ready_s: float) -> Server:
-        args = (name, stages, ready_s, decided.steps, self._requests)
-        match self._scenario.service:
-            case Service.FCFS_PIPELINED if decided.pipelined and len(stages) > 1:
-                return UnbatchedPipeline(*args)
-            case Service.FCFS | Service.FCFS_PIPELINED:
-                return FcfsWorker(*args)
-            case Service.CONTINUOUS if decided.pipelined and len(stages) > 1:
-                return PipelinedWorker(*args)
-            case Service.CONTINUOUS if (
-                decided.steps.limits.preempts and decided.steps.limits.kv_tokens is not None
-            ):
-                return PreemptingWorker(*args)
-            case Service.CONTINUOUS:
-                return ContinuousWorker(*args)
-            case Service.STEPPED:
-                make = self._policies.make_batcher
-                assert make is not None, "checked before the simulation began"
-                return SteppedWorker(*args, make(decided.steps.limits))
-
     def _end(self, server: Server, now_s: float) -> tuple[list[int], list[int]]:
         """Remove a server that is gone, and its successor of a move; a server that it was to replace stays."""
         self._cluster.remove(server, now_s)
@@ -472,6 +476,7 @@ class Deployments:
         for held in (deployment.replicas, deployment.draining):
             if server in held:
                 held.remove(server)
+        self._give_up(self._plans.pop(server, ()), now_s)
         return server.clear()
 
     def _tell(

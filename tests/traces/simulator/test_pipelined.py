@@ -18,7 +18,7 @@ from tests.traces.simulator.test_continuous import _ASKED, _assert_same, _curved
 from tests.traces.simulator.worlds import OnTheFirst, cluster, deploy_all, limits, serve
 from traces.outcomes import Failure
 from traces.request import Request
-from traces.simulator import deployments
+from traces.simulator import worker_kinds
 from traces.simulator.cluster import Cluster
 from traces.simulator.contention import processor_sharing
 from traces.simulator.pipelined import PipelinedWorker, UnbatchedPipeline
@@ -167,7 +167,7 @@ def test_without_batching_and_with_one_stage_it_is_first_come_first_served(
 ) -> None:
     steps, requests = _curved(limits(1, 100, 100), 0.3), _requests(asked)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deployments, "FcfsWorker", UnbatchedPipeline)
+        patch.setattr(worker_kinds, "FcfsWorker", UnbatchedPipeline)
         by_pipeline = serve(requests, steps, service=Service.FCFS)
     _assert_same(by_pipeline, serve(requests, steps, service=Service.FCFS))
 
@@ -177,7 +177,7 @@ def test_without_batching_and_with_one_stage_it_is_first_come_first_served(
 def test_one_stage_is_continuous_batching(asked: list[tuple[float, int, int]], max_batch: int, more: int) -> None:
     steps, requests = _curved(limits(max_batch, 100, max_batch + more), 0.3), _requests(asked)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deployments, "ContinuousWorker", PipelinedWorker)
+        patch.setattr(worker_kinds, "ContinuousWorker", PipelinedWorker)
         by_pipeline = serve(requests, steps)
     _assert_same(by_pipeline, serve(requests, steps))
 

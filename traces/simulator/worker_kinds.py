@@ -1,0 +1,46 @@
+"""Kind of worker that serves a replica: by the scenario's service, the engine and the number of stages."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from traces.simulator.continuous import ContinuousWorker
+from traces.simulator.fcfs import FcfsWorker
+from traces.simulator.pipelined import PipelinedWorker, UnbatchedPipeline
+from traces.simulator.preempting import PreemptingWorker
+from traces.simulator.requests import Requests
+from traces.simulator.scenario import Service
+from traces.simulator.step_model import StepModel
+from traces.simulator.stepped import MakeBatcher, SteppedWorker
+from traces.simulator.workers import Server, Stage
+
+__all__ = ["WorkerArguments", "new_worker"]
+
+WorkerArguments: TypeAlias = tuple[str, list[Stage], float, StepModel, Requests]
+
+
+def new_worker(
+    service: Service, args: WorkerArguments, make_batcher: MakeBatcher | None, *, pipelined: bool
+) -> Server:
+    """Return a worker that serves as ``service`` says.
+
+    Args:
+        args: name, stages, the time from which it serves, step model, and the table of requests.
+        make_batcher: of stepped service.
+        pipelined: whether the engine keeps a batch in flight per stage.
+    """
+    _, stages, _, steps, _ = args
+    match service:
+        case Service.FCFS_PIPELINED if pipelined and len(stages) > 1:
+            return UnbatchedPipeline(*args)
+        case Service.FCFS | Service.FCFS_PIPELINED:
+            return FcfsWorker(*args)
+        case Service.CONTINUOUS if pipelined and len(stages) > 1:
+            return PipelinedWorker(*args)
+        case Service.CONTINUOUS if steps.limits.preempts and steps.limits.kv_tokens is not None:
+            return PreemptingWorker(*args)
+        case Service.CONTINUOUS:
+            return ContinuousWorker(*args)
+        case Service.STEPPED:
+            assert make_batcher is not None, "checked before the simulation began"
+            return SteppedWorker(*args, make_batcher(steps.limits))
