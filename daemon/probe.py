@@ -14,6 +14,7 @@ from fingerprint.errors import IserveError
 
 __all__ = ["Health", "Prober"]
 
+COMPLETION_S = 60.0  # of a few tokens, kernels compiled meanwhile
 _MAX_ANSWER_BYTES = 1 << 20
 
 
@@ -68,6 +69,21 @@ class Prober:
             return read(answer[1])
         except IserveError:
             return None
+
+    async def completes(self, url: str, body: dict[str, object], token: str | None) -> bool:
+        """Return whether the worker at ``url`` answers a completion with 200 within ``COMPLETION_S``."""
+        assert self._session is not None
+        limit = aiohttp.ClientTimeout(total=COMPLETION_S)
+        route, headers = f"{url}/v1/completions", authorization(token)
+        try:
+            async with self._session.post(
+                route, json=body, headers=headers, timeout=limit, allow_redirects=False
+            ) as response:
+                async for _ in response.content.iter_chunked(_MAX_ANSWER_BYTES):
+                    pass
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return False
 
     async def _get(self, url: str, token: str | None) -> tuple[int, bytes] | None:
         assert self._session is not None

@@ -14,7 +14,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 
@@ -29,6 +29,7 @@ from daemon.probe import Health, Prober
 from daemon.procfs import read_stat
 from daemon.settings import DaemonSettings
 from daemon.status import WorkerState, WorkerStats, WorkerStatus
+from daemon.warm_up import WarmUp
 from daemon.worker_process import VERSIONS_FILE, Phase, WorkerProcess
 from daemon.worker_spec import WorkerSpec
 from daemon.worker_token import TOKEN_FILE, new_token
@@ -52,6 +53,7 @@ class _Sight:
     last_ok_s: float | None = None
     misses: int = 0  # since the last healthy answer
     stats: WorkerStats | None = None
+    warm_up: WarmUp = field(default_factory=WarmUp)  # of one that is adopted: none
     stranger: str | None = None  # why healthy answers are not believed: another process listens on the port
 
 
@@ -231,8 +233,14 @@ class SupervisedWorker:
         sight = self._sight
         health, stats = await asyncio.gather(prober.health(self.url), self._stats(prober))
         sight.stats = stats
-        if health is Health.OK and not self.is_ready and not await self._has_its_port():
+        looks = health is Health.OK and not self.is_ready and not sight.warm_up.is_under_way
+        if looks and not await self._has_its_port():
             return  # until the next tick: the look is too costly for more
+        if health is Health.OK and sight.last_ok_s is None:
+            sight.warm_up.begin(prober, self.url, self.spec, self._token)
+        if sight.warm_up.is_under_way:
+            self._wake_soon()
+            return
         if health is Health.OK:
             if sight.last_ok_s is None:
                 log.info("worker %s is ready at %s", self.worker_id, self.url)
@@ -325,6 +333,7 @@ class SupervisedWorker:
     def let_go(self) -> None:
         """Stop looking; the worker itself runs on."""
         self._unwatch_exit()
+        self._sight.warm_up.cancel()
 
     def _unwatch_exit(self) -> None:
         if self._exit_watch is not None:
@@ -356,7 +365,8 @@ class SupervisedWorker:
             files=(*command.files, (VERSIONS_FILE, to_json(self._versions).decode()), (TOKEN_FILE, self._token)),
         )
         cores = sorted({core for device in devices.values() for core in device.cores})
-        self._sight = _Sight(time.monotonic())
+        self._sight.warm_up.cancel()
+        self._sight = _Sight(time.monotonic(), warm_up=WarmUp(self._engine.warm_up_bursts(self.spec)))
         self._launched_at = time.time()
         self._ending_since_s = self._ended_because = None
         self._history.note_start(time.monotonic())
@@ -465,7 +475,7 @@ class SupervisedWorker:
         async with self._lock:
             if self.stopped:
                 return
-            self._unwatch_exit()
+            self.let_go()
             if not await asyncio.to_thread(self.process.end, grace_s=self._settings.stop_grace_s):
                 raise UnavailableError(
                     f"worker {self.worker_id}: processes {self._left()} cannot be ended; look at the node"

@@ -10,6 +10,7 @@ from typing import Protocol
 from daemon.devices import Device
 from daemon.engine_options import EngineOptions
 from daemon.profile_messages import ProfileLoad
+from daemon.warm_up import Burst
 from daemon.worker_spec import WorkerSpec
 from daemon.worker_stats import WorkerStats
 from fingerprint.capability import EngineCapabilities
@@ -134,6 +135,13 @@ class Engine(Protocol):
 
         Raises:
             ConfigError: one is iServe's to set, or the engine has none such.
+        """
+        ...
+
+    def warm_up_bursts(self, spec: WorkerSpec) -> tuple[Burst, ...]:
+        """Return what a worker that has just become healthy is sent before it counts as ready.
+
+        Empty where the engine compiles all its kernels before it is healthy.
         """
         ...
 

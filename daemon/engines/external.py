@@ -24,6 +24,7 @@ from daemon.engines.environments import environments, is_version
 from daemon.engines.lookup import look
 from daemon.home import home_folder
 from daemon.profile_messages import ProfileLoad
+from daemon.warm_up import Burst
 from daemon.worker_spec import WorkerSpec
 from fingerprint.capability import EngineCapabilities
 from fingerprint.errors import EngineError, InfeasibleError
@@ -317,6 +318,9 @@ class ExternalEngine(ABC):
 
     def profile_order(self, spec: WorkerSpec, order: ProfileLoad) -> ProfileLoad:
         return order
+
+    def warm_up_bursts(self, spec: WorkerSpec) -> tuple[Burst, ...]:
+        return ()
 
     def check_options(self, options: EngineOptions) -> None:
         """Raise ConfigError if any option is given, unless the adapter takes it."""

@@ -18,6 +18,7 @@ from daemon.sources.transformers_classes import recorded_transformers
 from daemon.torch_engine.model import capabilities
 from daemon.torch_engine.model.architectures import architectures_of, installed_transformers
 from daemon.torch_engine.versions import component_versions, version_of
+from daemon.warm_up import Burst
 from daemon.worker_spec import WorkerSpec
 from daemon.worker_stats import WorkerStats, read_own_stats
 from fingerprint.capability import EngineCapabilities, Exclusion, Note, Verified
@@ -110,6 +111,9 @@ class TorchEngine:
 
     def profile_order(self, spec: WorkerSpec, order: ProfileLoad) -> ProfileLoad:
         return order
+
+    def warm_up_bursts(self, spec: WorkerSpec) -> tuple[Burst, ...]:
+        return ()  # it runs its largest steps before it is healthy
 
     def check_options(self, options: EngineOptions) -> None:
         refuse_options(self.name, options)

@@ -37,6 +37,7 @@ from daemon.sources.transformers_classes import (
     read_transformers,
     recorded_transformers,
 )
+from daemon.warm_up import Burst, warm_up_bursts
 from daemon.worker_spec import WorkerSpec
 from daemon.worker_stats import WorkerStats
 from fingerprint.architectures import Architectures
@@ -115,6 +116,9 @@ class VllmEngine(ExternalEngine):
                 f"({missing[0]}{more}): install one of {KNOWN}, or set {self.interpreter.variable} to the Python "
                 "of an environment that has one"
             )
+
+    def warm_up_bursts(self, spec: WorkerSpec) -> tuple[Burst, ...]:
+        return () if spec.profiling else warm_up_bursts(spec.limits)
 
     def check_options(self, options: EngineOptions) -> None:
         """Raises ConfigError: an argument that iServe sets, does not allow or does not know."""
