@@ -1,4 +1,4 @@
-"""Warm-up of a worker before it counts as ready: requests of the shapes at which an engine compiles kernels."""
+"""Warm-up of a worker before it counts as ready: it answers requests at which its engine compiles kernels."""
 
 from __future__ import annotations
 
@@ -6,47 +6,16 @@ import asyncio
 import logging
 import random
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from daemon.worker_spec import WorkerLimits, WorkerSpec
+from daemon.engines.base import Burst
+from daemon.probe import Prober
+from daemon.worker_spec import WorkerSpec
 
-if TYPE_CHECKING:  # engines name bursts where no HTTP client is installed
-    from daemon.probe import Prober
-
-__all__ = ["Burst", "WarmUp", "warm_up_bursts"]
+__all__ = ["WarmUp"]
 
 log = logging.getLogger(__name__)
 
-_LEAST_TOKENS, _MANY = 16, 8
 _TOKEN_IDS = range(3, 250)  # every vocabulary has them
-
-
-@dataclass(frozen=True, slots=True)
-class Burst:
-    """Requests that are sent at once."""
-
-    requests: int
-    input_tokens: int
-    output_tokens: int
-
-
-def warm_up_bursts(limits: WorkerLimits) -> tuple[Burst, ...]:
-    """Return bursts whose steps have every size of prompt for which Triton makes a kernel of its own.
-
-    A kernel is chosen by the size of the step, mostly by its power of two, and made anew where that is no multiple
-    of 16: so each power of two up to the largest step, and one token less. A last burst has prompts of several
-    requests in one step and decodes them together.
-    """
-    longest = min(limits.max_batched_tokens, limits.max_context_tokens - 2)
-    lengths, tokens = [1], _LEAST_TOKENS
-    while tokens <= longest:
-        lengths += [tokens - 1, tokens]
-        tokens *= 2
-    alone = [Burst(1, length, 2) for length in (*lengths, longest) if length <= longest]
-    many = min(_MANY, limits.max_batch)
-    together = [Burst(many, length, 4) for length in (64, 1024) if length + 4 <= limits.max_context_tokens]
-    return tuple(dict.fromkeys((*alone, *together)))
 
 
 class WarmUp:

@@ -10,13 +10,12 @@ from typing import Protocol
 from daemon.devices import Device
 from daemon.engine_options import EngineOptions
 from daemon.profile_messages import ProfileLoad
-from daemon.warm_up import Burst
 from daemon.worker_spec import WorkerSpec
 from daemon.worker_stats import WorkerStats
 from fingerprint.capability import EngineCapabilities
 from fingerprint.errors import IserveError
 
-__all__ = ["Command", "Container", "Engine", "Inside"]
+__all__ = ["Burst", "Command", "Container", "Engine", "Inside"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +57,15 @@ class Container:
     env: tuple[tuple[str, str], ...] = ()
     files: tuple[tuple[str, str], ...] = ()  # name and text, in the folder of its files
     notes: tuple[str, ...] = ()  # what is not so there as it is under a daemon
+
+
+@dataclass(frozen=True, slots=True)
+class Burst:
+    """Requests that are sent at once."""
+
+    requests: int
+    input_tokens: int
+    output_tokens: int
 
 
 class Engine(Protocol):

@@ -20,11 +20,11 @@ from typing import Any, Literal, Self
 
 from daemon.engine_options import EngineOptions, refuse_options
 from daemon.engines import lookup
+from daemon.engines.base import Burst
 from daemon.engines.environments import environments, is_version
 from daemon.engines.lookup import look
 from daemon.home import home_folder
 from daemon.profile_messages import ProfileLoad
-from daemon.warm_up import Burst
 from daemon.worker_spec import WorkerSpec
 from fingerprint.capability import EngineCapabilities
 from fingerprint.errors import EngineError, InfeasibleError

@@ -11,14 +11,13 @@ from pathlib import Path
 from daemon import exit_codes
 from daemon.devices import Device
 from daemon.engine_options import EngineOptions, refuse_options
-from daemon.engines.base import Command, Container, Inside
+from daemon.engines.base import Burst, Command, Container, Inside
 from daemon.engines.environments import is_version
 from daemon.profile_messages import ProfileLoad
 from daemon.sources.transformers_classes import recorded_transformers
 from daemon.torch_engine.model import capabilities
 from daemon.torch_engine.model.architectures import architectures_of, installed_transformers
 from daemon.torch_engine.versions import component_versions, version_of
-from daemon.warm_up import Burst
 from daemon.worker_spec import WorkerSpec
 from daemon.worker_stats import WorkerStats, read_own_stats
 from fingerprint.capability import EngineCapabilities, Exclusion, Note, Verified

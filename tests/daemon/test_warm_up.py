@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from daemon.engines.vllm.launch import warm_up_bursts
 from daemon.status import WorkerState
-from daemon.warm_up import warm_up_bursts
 from daemon.worker_spec import StageAssignment
 from fingerprint.config import DeploymentConfig
 from tests.daemon.engines.engine_conformance import LIMITS, ask

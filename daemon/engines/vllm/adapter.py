@@ -9,7 +9,7 @@ from pathlib import Path
 
 from daemon.devices import Device
 from daemon.engine_options import EngineOptions
-from daemon.engines.base import Command, Container, Inside
+from daemon.engines.base import Burst, Command, Container, Inside
 from daemon.engines.environments import is_version
 from daemon.engines.external import ExternalEngine, Installation, Interpreter, profiling_worker, wrapped
 from daemon.engines.failures import explain
@@ -37,7 +37,6 @@ from daemon.sources.transformers_classes import (
     read_transformers,
     recorded_transformers,
 )
-from daemon.warm_up import Burst, warm_up_bursts
 from daemon.worker_spec import WorkerSpec
 from daemon.worker_stats import WorkerStats
 from fingerprint.architectures import Architectures
@@ -118,7 +117,7 @@ class VllmEngine(ExternalEngine):
             )
 
     def warm_up_bursts(self, spec: WorkerSpec) -> tuple[Burst, ...]:
-        return () if spec.profiling else warm_up_bursts(spec.limits)
+        return () if spec.profiling else launch.warm_up_bursts(spec.limits)
 
     def check_options(self, options: EngineOptions) -> None:
         """Raises ConfigError: an argument that iServe sets, does not allow or does not know."""

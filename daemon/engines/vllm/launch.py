@@ -14,9 +14,10 @@ from pathlib import Path
 
 from daemon.devices import Device
 from daemon.engine_options import option_words
+from daemon.engines.base import Burst
 from daemon.engines.vllm.cache import kv_cache_bytes, step_tokens
 from daemon.engines.vllm.own_options import check_vllm_options, parser_words, use_words
-from daemon.worker_spec import WorkerSpec
+from daemon.worker_spec import WorkerLimits, WorkerSpec
 from fingerprint.cache_blocks import block_tokens
 from fingerprint.checkpoint import INDEX_FILE, SINGLE_FILE
 from fingerprint.config import KvFormat, WeightFormat
@@ -35,6 +36,7 @@ __all__ = [
     "arguments",
     "environment",
     "read_model",
+    "warm_up_bursts",
 ]
 
 # Of the largest CUDA graph. vLLM's own default is twice the sequences, 512 at most: with few of them a prompt of a
@@ -212,3 +214,21 @@ def environment(spec: WorkerSpec, devices: Mapping[str, Device]) -> tuple[tuple[
             ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"),
         ]
     return tuple(env)
+
+
+def warm_up_bursts(limits: WorkerLimits) -> tuple[Burst, ...]:
+    """Return bursts whose steps have every size of prompt for which Triton makes a kernel of its own.
+
+    A kernel is chosen by the size of the step, mostly by its power of two, and made anew where that is no multiple
+    of 16: so each power of two up to the largest step, and one token less. A last burst has prompts of several
+    requests in one step and decodes them together.
+    """
+    longest = min(limits.max_batched_tokens, limits.max_context_tokens - 2)
+    lengths, tokens = [1], 16
+    while tokens <= longest:
+        lengths += [tokens - 1, tokens]
+        tokens *= 2
+    alone = [Burst(1, length, 2) for length in (*lengths, longest) if length <= longest]
+    many = min(8, limits.max_batch)
+    together = [Burst(many, length, 4) for length in (64, 1024) if length + 4 <= limits.max_context_tokens]
+    return tuple(dict.fromkeys((*alone, *together)))
