@@ -13,10 +13,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fingerprint.config import DeploymentConfig, Workload, even_split
+from fingerprint.engines import traits_of
 from fingerprint.errors import ConfigError, NotMeasuredError
 from fingerprint.estimates import Estimate, Estimator, MemoryEstimate
 
-__all__ = ["LARGEST_BATCH", "STEP_KNOTS", "ServiceModel", "service_between", "service_model", "steps_between"]
+__all__ = [
+    "LARGEST_BATCH",
+    "STEP_KNOTS",
+    "ServiceModel",
+    "batches_in_flight",
+    "service_between",
+    "service_model",
+    "steps_between",
+]
 
 LARGEST_BATCH = 256  # sequences that decode together at most (docs/decisions/0024)
 STEP_KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, LARGEST_BATCH)
@@ -34,7 +43,8 @@ class ServiceModel:
     prompt_s: float
     """Seconds of a mean prompt, alone."""
     step_s: tuple[float, ...]
-    """Seconds of a decode step of 1, 2, 4, ... 256 sequences at the mean context."""
+    """Seconds of a decode step of 1, 2, 4, ... 256 sequences at the mean context; of a pipeline whose stages are
+    kept filled, of a token of each, as they are spread over one batch a stage."""
     input_tokens: float
     """Tokens of the mean prompt."""
     output_tokens: float
@@ -71,8 +81,8 @@ class ServiceModel:
 
     @property
     def busy_share_per_gpu(self) -> float:
-        """Share of a step that each GPU works: a pipeline's stages take turns for one batch."""
-        return 1.0 / self.config.pp
+        """Share of a step that each GPU works at most: a pipeline's stages take turns, unless each has a batch."""
+        return batches_in_flight(self.config) / self.config.pp
 
     @property
     def mean_tokens(self) -> float:
@@ -182,7 +192,7 @@ def service_model(
     usual = workload.input_tokens + workload.output_tokens
     more_tokens = (most.workload.batch - 1) * usual
     per_token = (full.kv_bytes - memory.kv_bytes) / more_tokens if more_tokens else memory.kv_bytes / usual
-    return ServiceModel(
+    found = ServiceModel(
         config=config,
         prompt_s=alone.ttft_s.value,
         step_s=_steps([estimate.tpot_s.value for estimate in known]),
@@ -194,6 +204,7 @@ def service_model(
         is_split_measured=config.tp == 1 or alone.is_measured or alone.links_measured,
         largest_batch=largest_batch,
     )
+    return _spread(found, batches_in_flight(config))
 
 
 def service_between(
@@ -227,6 +238,22 @@ def steps_between(alone_s: float, full_s: float, batch: int) -> tuple[float, ...
     """Return the times at all knots on the line through those of one sequence and of ``batch``."""
     slope = max(full_s - alone_s, 0.0) / max(1, batch - 1)  # a NaN stays one, and is refused
     return tuple(alone_s + slope * (knot - 1) for knot in STEP_KNOTS)
+
+
+def batches_in_flight(config: DeploymentConfig) -> int:
+    """Return how many batches are under way at once: one for each stage, where the engine fills its stages."""
+    return config.pp if traits_of(config.engine).fills_stages else 1
+
+
+def _spread(one: ServiceModel, batches: int) -> ServiceModel:
+    """Return the model of the same replica with its sequences spread evenly over so many batches in flight.
+
+    All batches make one step in the time of one, of a part of the sequences. A prompt still holds up all of them
+    for its whole time: none overtakes it (``traces.simulator.pipelined``).
+    """
+    if batches == 1:
+        return one
+    return replace(one, step_s=tuple(one.step_of(max(1.0, knot / batches)) for knot in STEP_KNOTS))
 
 
 def _known(estimator: Estimator, config: DeploymentConfig, workload: Workload) -> list[Estimate]:

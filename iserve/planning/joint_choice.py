@@ -1,19 +1,20 @@
 """Joint choice of configuration, replicas, KV room and GPUs of one deployment, by what will be seen under load.
 
 What runs stays as it is and counts as neighbours (``placement.fleet``). Of each number of GPUs the best
-configuration that keeps every limit by itself is an option. Pipelines, CPUs, engines with slots, and intents that
-are not about load are left to the ranking of one batch (:mod:`planner.rank`) and a placement policy.
+configuration that keeps every limit by itself is an option, and pipelines where no narrower TP fits and they are
+faster than TP on as many GPUs. CPUs, engines with slots, and intents that are not about load are left to the
+ranking of one batch (:mod:`planner.rank`) and a placement policy.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from fingerprint.cache_blocks import CacheRoom, cache_bytes
-from fingerprint.config import DeploymentConfig
+from fingerprint.config import DeploymentConfig, even_split
 from fingerprint.engines import traits_of
 from fingerprint.errors import InfeasibleError, NotMeasuredError
 from fingerprint.estimates import Estimate, Estimator
@@ -39,6 +40,8 @@ _SERVED_TOKENS = 131_072  # of one request, likewise, where the KV cache holds i
 _PARTLY_EMPTY_TOKENS = 32  # of each request: two pages of vLLM
 _MOST_GPUS = 32  # that are looked at
 _UNKNOWN_FRACTION = 0.02  # of a GPU's memory: less that nothing is known of is the driver's own
+_COMPARED_BATCHES = (1, 32, LARGEST_BATCH)  # of a pipeline with TP
+_TIE = 1.02  # times the time of a pipeline, up to which TP is preferred
 _BROKEN = 1e-9  # score of promises that a plan does not keep, above rounding
 
 
@@ -115,16 +118,28 @@ class JointChoice:
 
 
 def expected_model(
-    name: str, estimates: Sequence[Estimate], spec: ModelSpec, estimator: Estimator, options: PlanOptions
+    name: str,
+    estimates: Sequence[Estimate],
+    spec: ModelSpec,
+    estimator: Estimator,
+    options: PlanOptions,
+    *,
+    gpu_bytes: int,
 ) -> ExpectedModel | None:
     """Return a model as a joint plan expects it, were it deployed with ``options``; None: it has no option.
 
     Args:
         estimates: of the configurations that keep every limit, the best first.
+        gpu_bytes: memory of each GPU.
     """
-    longest, best = options.workload.context_tokens, _best_of_each_size(estimates)
+    longest = options.workload.context_tokens
+
+    def made(configs: Sequence[DeploymentConfig]) -> list[ServiceModel]:
+        return [_service(config, spec, estimator, options, longest) for config in configs]
+
+    whole, pipelines = _by_stages(estimates, gpu_bytes)
     try:
-        services = tuple(_service(config, spec, estimator, options, longest) for config in best)
+        services = tuple(_worth_choosing(made(whole), made(pipelines)))
     except NotMeasuredError:
         return None
     return ExpectedModel(name=name, services=services, rate_per_s=options.intent.rate_per_s) if services else None
@@ -136,35 +151,74 @@ def joint_choice(asked: JointQuestion, goal: FleetGoal | None = None) -> JointCh
     Args:
         goal: None: that of the intent.
     """
-    best = _best_of_each_size(asked.estimates)
-    if not best:
-        return None
     spec, options, made = asked.spec, asked.options, asked.services
     planned = options.workload.context_tokens
     tried = (min(spec.max_context_tokens, max(planned, _LONGEST_TOKENS)), planned)
-    for longest in tried if options.longer_requests else (planned,):
-        try:
-            for config in best:
-                if config not in made or made[config].longest_tokens != longest:
-                    made[config] = _service(config, spec, asked.estimator, options, longest)
-        except NotMeasuredError:
-            return None
-        found = _chosen(asked, tuple(made[config] for config in best), goal or _goal(options))
-        if found is not None:
-            return found
+    whole, pipelines = _by_stages(asked.estimates, max(gpu.total_bytes for gpu in asked.hardware.snapshot.gpus))
+
+    def services(configs: Sequence[DeploymentConfig], longest: int) -> list[ServiceModel]:
+        for config in configs:
+            if config not in made or made[config].longest_tokens != longest:
+                made[config] = _service(config, spec, asked.estimator, options, longest)
+        return [made[config] for config in configs]
+
+    for is_crowded in (False, True):
+        if is_crowded:  # no option fits on what is free: any pipeline might
+            whole = []
+            pipelines = [one.config for one in _best_of_each_size(e for e in asked.estimates if e.config.pp > 1)]
+        for longest in tried if options.longer_requests else (planned,):
+            try:
+                found = _worth_choosing(services(whole, longest), services(pipelines, longest))
+            except NotMeasuredError:
+                return None
+            choice = _chosen(asked, tuple(found), goal or _goal(options)) if found else None
+            if choice is not None:
+                return choice
     return None
 
 
-def _best_of_each_size(estimates: Sequence[Estimate]) -> list[DeploymentConfig]:
-    """Return one configuration of one stage for each TP degree, the first that was run, else the first."""
+def _by_stages(
+    estimates: Sequence[Estimate], gpu_bytes: float
+) -> tuple[list[DeploymentConfig], list[DeploymentConfig]]:
+    """Return the best of each number of GPUs: of one stage, and of the pipelines that are worth a look.
+
+    These are of narrower TP than the narrowest of one stage that an empty GPU of ``gpu_bytes`` holds: where that
+    fits, replicas of it serve more.
+    """
+    whole = _best_of_each_size(one for one in estimates if one.config.pp == 1)
+    narrowest = next((one.config.tp for one in whole if _is_held_by(gpu_bytes, one)), math.inf)
+    narrower = () if narrowest == 1 else estimates
+    pipelines = _best_of_each_size(one for one in narrower if one.config.pp > 1 and one.config.tp < narrowest)
+    return [one.config for one in whole], [one.config for one in pipelines if _is_held_by(gpu_bytes, one)]
+
+
+def _is_held_by(gpu_bytes: float, estimate: Estimate) -> bool:
+    """Return whether an empty GPU of ``gpu_bytes`` holds the fullest stage."""
+    memory = estimate.memory
+    stages = memory.stages(even_split(memory.num_layers, memory.pp))
+    return max(stage.total_bytes for stage in stages) * (1 + memory.relative_error) <= _USABLE_FRACTION * gpu_bytes
+
+
+def _worth_choosing(services: Sequence[ServiceModel], pipelines: Sequence[ServiceModel]) -> list[ServiceModel]:
+    """Return ``services`` and those pipelines that are faster than all of them on as few GPUs."""
+    return [*services, *(one for one in pipelines if not any(_is_as_good(other, one) for other in services))]
+
+
+def _is_as_good(whole: ServiceModel, pipeline: ServiceModel) -> bool:
+    """Return whether ``whole`` takes no more GPUs, and no more time alone and in a batch, within 2%."""
+    return whole.num_gpus <= pipeline.num_gpus and all(
+        whole.request_s(batch) <= _TIE * pipeline.request_s(batch) for batch in _COMPARED_BATCHES
+    )
+
+
+def _best_of_each_size(estimates: Iterable[Estimate]) -> list[Estimate]:
+    """Return one estimate for each number of GPUs, the first that was run, else the first."""
     found: dict[int, Estimate] = {}
     for estimate in estimates:
-        config = estimate.config
-        if config.pp == 1 and (
-            config.tp not in found or (estimate.is_measured and not found[config.tp].is_measured)
-        ):
-            found[config.tp] = estimate
-    return [found[tp].config for tp in sorted(found)]
+        size = estimate.config.num_gpus
+        if size not in found or (estimate.is_measured and not found[size].is_measured):
+            found[size] = estimate
+    return [found[size] for size in sorted(found)]
 
 
 def _service(
@@ -364,14 +418,18 @@ def _replica(fleet: Fleet, judged: Judged, row: int, spec: ModelSpec) -> JointRe
     replica, tokens = judged.plan.replicas[row], judged.room.kv_tokens[row]
     option, first = fleet.option(replica), fleet.gpus[replica.gpus[0]]
     at_once, kv_tokens = _launch_sizes(option, tokens, spec)
-    stage = StagePlacement(
-        node_id=first.node_id,
-        device_ids=tuple(fleet.gpus[number].device_id for number in replica.gpus),
-        first_layer=0,
-        num_layers=spec.num_layers,
-        bytes_per_gpu=option.bytes_per_gpu(tokens),
+    tp, layers = option.config.tp, even_split(spec.num_layers, option.config.pp)
+    stages = tuple(
+        StagePlacement(
+            node_id=first.node_id,
+            device_ids=tuple(fleet.gpus[number].device_id for number in group),
+            first_layer=sum(layers[:index]),
+            num_layers=layers[index],
+            bytes_per_gpu=option.bytes_per_gpu(tokens),
+        )
+        for index, group in enumerate(replica.gpus[at : at + tp] for at in range(0, len(replica.gpus), tp))
     )
-    return JointReplica(placement=Placement((stage,)), kv_tokens=kv_tokens, requests_at_once=at_once)
+    return JointReplica(placement=Placement(stages), kv_tokens=kv_tokens, requests_at_once=at_once)
 
 
 def _launch_sizes(option: ServiceModel, tokens: float, spec: ModelSpec) -> tuple[int, int]:
@@ -398,7 +456,7 @@ def _cache_bytes(option: ServiceModel, spec: ModelSpec, at_once: int, kv_tokens:
     if not traits_of(option.config.engine).has_grouped_blocks:
         return (kv_tokens + at_once * _PARTLY_EMPTY_TOKENS) * option.kv_bytes_per_token
     room = CacheRoom(sequences=at_once, kv_tokens=kv_tokens, step_tokens=DEFAULT_MAX_BATCHED_TOKENS)
-    return cache_bytes(spec, option.config, [spec.num_layers], room)
+    return cache_bytes(spec, option.config, even_split(spec.num_layers, option.config.pp), room)
 
 
 def _forecast(fleet: Fleet, judged: Judged, loads: Loads) -> JointForecast:

@@ -105,7 +105,9 @@ def _expected(
         )
         ranked = ranked_anywhere(candidates, theirs.of_one_batch, hardware.gpu)
         estimates = [each.estimate for each in ranked.candidates if each.feasible and each.estimate is not None]
-        model = expected_model(one.name, estimates, one.spec, estimator, theirs)
+        model = expected_model(
+            one.name, estimates, one.spec, estimator, theirs, gpu_bytes=hardware.gpu.memory_bytes
+        )
         found += [] if model is None else [model]
     return found
 

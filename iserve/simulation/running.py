@@ -233,7 +233,8 @@ class PlannedDeployer:
         """Return a model as the plans of those before it expect it, on a cluster of ``num_gpus``."""
         asked = self._models[model]
         estimates = self._ranked[model].feasible(num_gpus)
-        return expected_model(model, estimates, asked.spec, asked.estimator, asked.options)
+        gpu_bytes = self._gpu.memory_bytes
+        return expected_model(model, estimates, asked.spec, asked.estimator, asked.options, gpu_bytes=gpu_bytes)
 
     def _is_joint(self, asked: SimulatedModel) -> bool:
         return asked.options.is_joint(asked.engines, self._gpu)

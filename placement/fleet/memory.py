@@ -106,7 +106,13 @@ def _rooms(fleet: Fleet, plan: FleetPlan, tokens: Sequence[float], least: Servic
     for gpu, rows in enumerate(_new_on(fleet, plan)):
         free[gpu] -= sum(fleet.option(plan.replicas[row]).bytes_per_gpu(tokens[row]) for row in rows)
     on_each = [int(max(0.0, size)) // need_bytes for size in free]
-    return sum(min(on_each[gpu] for gpu in group) for group in fleet.blocks[least.num_gpus])
+    rooms = 0
+    for group in fleet.blocks[least.num_gpus]:  # those of pipelines overlap
+        most = min(on_each[gpu] for gpu in group)
+        rooms += most
+        for gpu in group:
+            on_each[gpu] -= most
+    return rooms
 
 
 def _parts(fleet: Fleet, plan: FleetPlan, later: int, least: ServiceModel) -> int:

@@ -1,8 +1,8 @@
 """Local search for a fleet plan: from the rule and its variants, the best of all small changes while one helps.
 
 The rule's own plan is always among the candidates and is judged by the same forecast; a plan that gains less
-than 2% over it is not taken. Of plans within 2% of the best the one on the fewest GPUs is. Deterministic: the
-same fleet and loads give the same plan.
+than 2% over it is not taken. Of plans within 2% of the best the one with the fewest pipelines, then on the fewest
+GPUs, is. Deterministic: the same fleet and loads give the same plan.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fingerprint.errors import InfeasibleError
 from placement.fleet.load import Loads, loads_of
@@ -170,7 +170,7 @@ class _Search:
         return here
 
     def plainest(self, best: Judged, goal: FleetGoal) -> Judged:
-        """Return the plan on the fewest GPUs, of equals the least shared, of all within 2% of ``best``."""
+        """Return the plainest of all within 2% of ``best``: fewest pipelines, fewest GPUs, the least shared."""
 
         def is_as_good(one: Judged) -> bool:
             if one.score[0] > best.score[0] + _ROUNDING:
@@ -179,9 +179,10 @@ class _Search:
                 return one.score[1] <= best.score[1] + _WORTH
             return one.score[1] <= best.score[1] * math.exp(_WORTH)
 
-        def plainness(one: Judged) -> tuple[int, int, float]:
+        def plainness(one: Judged) -> tuple[int, int, int, float]:
             tenants = Counter(gpu for replica in one.plan.replicas for gpu in replica.gpus)
-            return tenants.total(), sum(number > 1 for number in tenants.values()), one.score[1]
+            pipelines = sum(self._fleet.option(replica).config.pp > 1 for replica in one.plan.replicas)
+            return pipelines, tenants.total(), sum(number > 1 for number in tenants.values()), one.score[1]
 
         return min((one for one in self._known.values() if one and is_as_good(one)), key=plainness)
 
@@ -189,6 +190,7 @@ class _Search:
         for number, deployment in enumerate(self._fleet.deployments):
             own = [replica for replica in plan.of(number) if replica not in self._fixed]
             yield from self._resized(plan, number)
+            yield from self._restaged(plan, number)
             yield from (plan.without(replica) for replica in own if len(plan.of(number)) > 1)
             if len(plan.of(number)) != deployment.most_replicas:
                 yield from self._added(plan, number)
@@ -224,6 +226,15 @@ class _Search:
                 continue
             for group in self._distinct(rest, number, option):
                 yield rest.adding(FleetReplica(number, option, group))
+
+    def _restaged(self, plan: FleetPlan, number: int) -> Iterator[FleetPlan]:
+        """Yield all of a deployment's replicas where they are, as pipelines in place of TP or the reverse."""
+        deployment, own = self._fleet.deployments[number], plan.of(number)
+        if deployment.fixed or not own:
+            return
+        for option, service in enumerate(deployment.options):
+            if option != own[0].option and service.num_gpus == len(own[0].gpus):
+                yield plan.with_deployment(number, [replace(one, option=option) for one in own])
 
     def _swapped(self, plan: FleetPlan) -> Iterator[FleetPlan]:
         """Yield exchanges of the GPUs of two deployments with groups of the same size."""

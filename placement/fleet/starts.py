@@ -35,9 +35,11 @@ def rule_plan(fleet: Fleet) -> FleetPlan:
 
 
 def _placements(fleet: Fleet, plan: FleetPlan, deployment: int) -> Iterator[FleetPlan]:
-    """Yield ``plan`` with one replica of a deployment: fewest GPUs first, then the emptiest group."""
+    """Yield ``plan`` with one replica of a deployment: fewest GPUs first, pipelines last."""
     options = fleet.deployments[deployment].options
-    for option in sorted(range(len(options)), key=lambda o: (options[o].num_gpus, options[o].alone_s)):
+    for option in sorted(
+        range(len(options)), key=lambda o: (options[o].config.pp > 1, options[o].num_gpus, options[o].alone_s)
+    ):
         for group in emptiest(fleet, plan, options[option].num_gpus):
             added = plan.adding(FleetReplica(deployment, option, group))
             if kv_room(fleet, added) is not None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from itertools import chain
 
 from fingerprint.errors import ConfigError
 from fingerprint.gpu_sharing import GROUP_LOSS
@@ -27,7 +28,7 @@ class FleetGoal(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FleetDeployment:
-    """Deployment with the configurations that it may take, in the order of their GPUs.
+    """Deployment with the configurations that it may take: of one stage, then pipelines, each by their GPUs.
 
     Attributes:
         options: at most one for each (tp, pp), the fastest of the formats that are allowed.
@@ -139,24 +140,40 @@ class Fleet:
 
     @cached_property
     def blocks(self) -> dict[int, tuple[tuple[int, ...], ...]]:
-        """GPU groups by size: of one node, neighbours, aligned to the size; sizes that an option has."""
-        sizes = {option.num_gpus for one in self.deployments for option in one.options}
+        """GPU groups by size: of one node, neighbours, aligned to the size; sizes that an option has.
+
+        Of sizes that only pipelines have the stages are aligned, to the widest TP: any that have room will do.
+        """
+        options = [option for one in self.deployments for option in one.options]
+        sizes = {option.num_gpus for option in options}
+        whole = {option.num_gpus for option in options if option.config.pp == 1}
         nodes: dict[str, list[int]] = {}
         for number, gpu in sorted(enumerate(self.gpus), key=lambda item: (item[1].node_id, item[1].gpu_index)):
             nodes.setdefault(gpu.node_id, []).append(number)
         found: dict[int, tuple[tuple[int, ...], ...]] = {}
         for size in sizes:
+            stage = size
+            if size not in whole:
+                stage = max(option.config.tp for option in options if option.num_gpus == size)
             groups: list[tuple[int, ...]] = []
             for numbers in nodes.values():
-                by_block: dict[int, list[int]] = {}
-                for number in numbers:
-                    by_block.setdefault(self.gpus[number].gpu_index // size, []).append(number)
-                whole = [tuple(block) for block in by_block.values() if len(block) == size]
-                if not whole:  # no aligned neighbours, such as GPUs 1 and 2 alone
-                    ends = range(size, len(numbers) + 1, size)
-                    whole = [tuple(numbers[end - size : end]) for end in ends]
-                groups += whole
+                aligned = self._aligned(numbers, stage)
+                if stage < size:  # the roomiest first
+                    aligned.sort(key=lambda group: -min(self.gpus[gpu].usable_bytes for gpu in group))
+                several = size // stage
+                chains = (aligned[at : at + several] for at in range(len(aligned) - several + 1))
+                groups += (tuple(chain.from_iterable(stages)) for stages in chains)
             found[size] = tuple(groups)
+        return found
+
+    def _aligned(self, numbers: Sequence[int], size: int) -> list[tuple[int, ...]]:
+        """Return the groups of ``size`` neighbours among a node's GPUs that are aligned to it."""
+        by_block: dict[int, list[int]] = {}
+        for number in numbers:
+            by_block.setdefault(self.gpus[number].gpu_index // size, []).append(number)
+        found = [tuple(block) for block in by_block.values() if len(block) == size]
+        if not found:  # no aligned neighbours, such as GPUs 1 and 2 alone
+            found = [tuple(numbers[end - size : end]) for end in range(size, len(numbers) + 1, size)]
         return found
 
     @cached_property
@@ -189,7 +206,10 @@ class Fleet:
         )
 
     def least(self, deployment: int) -> ServiceModel:
-        """Return the option on the fewest GPUs whose longest request fits on an empty one; else the widest."""
+        """Return the option on the fewest GPUs whose longest request fits on an empty one; else the widest.
+
+        A pipeline is the least only where no option of one stage fits.
+        """
         return self._least[deployment]
 
     @cached_property
@@ -197,7 +217,7 @@ class Fleet:
         most_bytes = max(gpu.usable_bytes for gpu in self.gpus)
         found = []
         for deployment in self.deployments:
-            options = sorted(deployment.options, key=lambda option: option.num_gpus)
+            options = sorted(deployment.options, key=lambda option: (option.config.pp > 1, option.num_gpus))
             fits = (option for option in options if option.bytes_per_gpu(option.longest_tokens) <= most_bytes)
             found.append(next(fits, options[-1]))
         return tuple(found)
