@@ -162,18 +162,14 @@ def joint_choice(asked: JointQuestion, goal: FleetGoal | None = None) -> JointCh
                 made[config] = _service(config, spec, asked.estimator, options, longest)
         return [made[config] for config in configs]
 
-    for is_crowded in (False, True):
-        if is_crowded:  # no option fits on what is free: any pipeline might
-            whole = []
-            pipelines = [one.config for one in _best_of_each_size(e for e in asked.estimates if e.config.pp > 1)]
-        for longest in tried if options.longer_requests else (planned,):
-            try:
-                found = _worth_choosing(services(whole, longest), services(pipelines, longest))
-            except NotMeasuredError:
-                return None
-            choice = _chosen(asked, tuple(found), goal or _goal(options)) if found else None
-            if choice is not None:
-                return choice
+    for longest in tried if options.longer_requests else (planned,):
+        try:
+            found = _worth_choosing(services(whole, longest), services(pipelines, longest))
+        except NotMeasuredError:
+            return None
+        choice = _chosen(asked, tuple(found), goal or _goal(options)) if found else None
+        if choice is not None:
+            return choice
     return None
 
 

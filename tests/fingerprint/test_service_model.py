@@ -66,6 +66,17 @@ def test_steps_are_the_estimators_at_every_knot(batch: int) -> None:
     assert model().step_of(batch) == pytest.approx(found.tpot_s.value)
 
 
+@pytest.mark.parametrize(("engine", "in_flight"), [("vllm", 4), ("torch", 1)])
+def test_stages_that_are_filled_each_have_a_part_of_the_sequences(engine: str, in_flight: int) -> None:
+    config = DeploymentConfig(pp=4, engine=engine)
+    found = service_model(estimator(), config, WORK)
+    part = estimator().estimate(config, replace(WORK, batch=64 // in_flight))
+    alone = estimator().estimate(config, WORK)
+    assert found.step_of(64) == pytest.approx(part.tpot_s.value)
+    assert found.alone_s == pytest.approx(alone.e2e_s.value)
+    assert found.busy_share_per_gpu == in_flight / 4
+
+
 def test_kv_of_a_token_is_that_of_all_layers() -> None:
     """2 (K, V) x 32 layers x 8 heads x 128 x 2 bytes, at the upper end of the memory's interval (2 to 4%)."""
     assert 1.0 <= model().kv_bytes_per_token / 131_072 <= 1.05

@@ -11,6 +11,8 @@ from daemon.engines.registry import get_engine
 from fingerprint.capability import EngineCapabilities
 from fingerprint.config import Workload
 from fingerprint.estimates import Estimator
+from iserve.evaluation.truth import true_links
+from iserve.evaluation.world import Truth
 from iserve.planning import joint_plan
 from iserve.planning.deployability import DeployableDocument
 from iserve.planning.deployment_choice import planned_deployment
@@ -300,6 +302,57 @@ def test_gpus_that_are_no_aligned_neighbours_still_make_a_pair() -> None:
     exact = replace(exact, intent=replace(exact.intent, quality=Quality.EXACT))
     choice = choice_of(few, exact, "meta-llama/Llama-3.1-70B")
     assert [len(placement.device_ids) for placement in choice.placements] == [2]
+
+
+# --- pipelines
+
+
+@pytest.mark.parametrize("rate", [None, 0.05])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_that_only_a_pipeline_holds_has_a_joint_plan(kind: IntentKind, rate: float | None) -> None:
+    """Llama-3.1-405B at 16 bits is too large for four H200, and seven are no TP group."""
+    asked, hardware, name = wish(kind, rate), hardware_on("h200:7"), "meta-llama/Llama-3.1-405B"
+    exact = replace(asked, intent=replace(asked.intent, quality=Quality.EXACT))
+    choice = choice_of(hardware, exact, name)
+    assert choice.config.pp > 1
+    assert choice.rule.config == choice.config
+    (placement,) = choice.placements
+    assert [stage.first_layer for stage in placement.stages] == list(range(0, 126, 126 // choice.config.pp))
+    assert sum(stage.num_layers for stage in placement.stages) == 126
+    assert len(set(placement.device_ids)) == choice.config.num_gpus
+    assert choice.context_tokens >= 32_768
+    assert fits_what_is_promised(name, hardware, exact) == 1
+
+
+def test_a_pipeline_takes_free_gpus_wherever_they_are() -> None:
+    """Three of eight GPUs have 32 GiB free, and no two have room for half of Qwen3-32B each."""
+    hardware = hardware_on("a6000:8")
+    free = (0, 3, 5)
+    states = (
+        replace(gpu, free_bytes=32 * 2**30 if gpu.gpu_index in free else 0) for gpu in hardware.snapshot.gpus
+    )
+    crowded = replace(hardware, snapshot=ClusterSnapshot(tuple(states)))
+    asked = wish(IntentKind.MIN_LATENCY, 0.05)
+    exact = replace(asked, intent=replace(asked.intent, quality=Quality.EXACT))
+    choice = choice_of(crowded, exact, "Qwen/Qwen3-32B")
+    assert (choice.config.tp, choice.config.pp) == (1, 3)
+    assert {device.split(":")[1] for device in choice.placements[0].device_ids} == {"0", "3", "5"}
+
+
+@pytest.mark.parametrize(("slower", "stages"), [(1.0, 1), (7.0, 1), (30.0, 2)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pipeline_takes_the_place_of_tp_where_all_reduces_are_slow(
+    kind: IntentKind, slower: float, stages: int
+) -> None:
+    """Qwen3-32B takes two A6000: by TP at the links' speed, by stages where communication is 30 times as slow."""
+    hardware, spec, asked = hardware_on("a6000:8"), spec_of("Qwen/Qwen3-32B"), wish(kind, 1.0)
+    linked = replace(hardware.gpu, interconnect=true_links(hardware.gpu, 8, Truth(all_reduce=slower)))
+    exact = replace(asked, intent=replace(asked.intent, quality=Quality.EXACT))
+    estimator = datasheet_estimator(spec, linked, [VLLM])
+    _, choice = chosen_plan(spec, hardware, estimator, [VLLM.unprepared()], exact)
+    assert choice is not None
+    assert choice.config.pp == stages
+    assert choice.rule.config.pp == 1
 
 
 # --- what is no joint choice

@@ -1,0 +1,96 @@
+"""Pipelines in fleets: their GPUs, the rule's plan, and the time of a request against the simulator's pipeline."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.estimators.roofline import RooflineEstimator
+from fingerprint.gpus import gpu_spec
+from fingerprint.service_model import ServiceModel, service_model
+from placement.fleet.load import given_rates
+from placement.fleet.memory import KvRoom
+from placement.fleet.performance import forecast
+from placement.fleet.search import choose
+from placement.fleet.starts import rule_plan
+from placement.fleet.types import Fleet, FleetDeployment, FleetGoal, FleetPlan, FleetReplica
+from tests.fingerprint.step_timed_machine import llama_7b
+from tests.placement.fleet.fleets import GIB, gpus, option
+from tests.traces.simulator.test_pipelined import run
+from traces.request import Request
+from traces.simulator.step_model import Limits, tabulate
+
+
+def pipeline(pp: int, tp: int = 1, **options: float) -> ServiceModel:
+    """Return the option of tests with ``pp`` stages, as fast as one."""
+    whole = option(tp, **options)  # type: ignore[arg-type]
+    return replace(
+        whole,
+        config=DeploymentConfig(tp=tp, pp=pp, engine="vllm"),
+        fixed_bytes=whole.fixed_bytes // pp,
+        kv_bytes_per_token=whole.kv_bytes_per_token / pp,
+    )
+
+
+def fleet_of(*options: ServiceModel, count: int) -> Fleet:
+    return Fleet((FleetDeployment(name="m", options=options),), gpus(count))
+
+
+def test_gpus_of_a_pipeline_are_aligned_stages_of_which_the_roomiest_are_first() -> None:
+    fleet = fleet_of(pipeline(3, tp=2), count=8)
+    assert fleet.blocks[6] == ((0, 1, 2, 3, 4, 5), (2, 3, 4, 5, 6, 7))
+    small = tuple(replace(gpu, usable_bytes=GIB) if gpu.gpu_index == 3 else gpu for gpu in fleet.gpus)
+    assert replace(fleet, gpus=small).blocks[6][0] == (0, 1, 4, 5, 6, 7)
+
+
+def test_sizes_that_tp_has_are_aligned_for_pipelines_too() -> None:
+    assert fleet_of(option(2), pipeline(2), count=4).blocks[2] == ((0, 1), (2, 3))
+
+
+@pytest.mark.parametrize("goal", FleetGoal)
+def test_tp_is_the_rule_and_kept_where_a_pipeline_is_no_faster(goal: FleetGoal) -> None:
+    """Each takes 120 GB, of which a GPU holds 76: two by TP, or as two stages."""
+    fleet = fleet_of(option(2, fixed_gib=120), pipeline(2, fixed_gib=120), count=4)
+    assert [fleet.option(one).config.pp for one in rule_plan(fleet).replicas] == [1]
+    chosen = choose(fleet, goal, [1.0]).chosen.plan
+    assert {fleet.option(one).config.pp for one in chosen.replicas} == {1}
+
+
+def test_a_pipeline_of_fewer_gpus_is_no_rule_where_tp_fits() -> None:
+    fleet = fleet_of(option(4, fixed_gib=200), pipeline(3, fixed_gib=200), count=4)
+    assert fleet.least(0).config.tp == 4
+    assert [len(one.gpus) for one in rule_plan(fleet).replicas] == [4]
+
+
+def test_a_pipeline_alone_is_the_rule() -> None:
+    fleet = fleet_of(pipeline(3, fixed_gib=200), count=4)
+    assert fleet.least(0).config.pp == 3
+    assert [len(one.gpus) for one in rule_plan(fleet).replicas] == [3]
+
+
+@pytest.mark.parametrize("rate_per_s", [0.4, 1.5, 3.0])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 2), (1, 4), (2, 2)])
+def test_a_request_takes_as_long_as_on_the_simulators_pipeline(tp: int, pp: int, rate_per_s: float) -> None:
+    estimator, config = (
+        RooflineEstimator(llama_7b(), gpu_spec("a6000")),
+        DeploymentConfig(tp=tp, pp=pp, engine="vllm"),
+    )
+    service = replace(service_model(estimator, config, Workload(1, 500, 200)), is_split_measured=True)
+    limits = Limits(max_batch=256, max_context_tokens=8192, max_batched_tokens=8192, kv_tokens=10**7)
+    rng, at_s, asked = random.Random(1), 0.0, []
+    for _ in range(1500):
+        at_s += rng.expovariate(rate_per_s)
+        lengths = (min(4000, 1 + int(rng.expovariate(1 / mean))) for mean in (500, 200))
+        asked.append(Request(at_s, *lengths))
+    outcomes = run(asked, tabulate(estimator, config, limits), (32 // pp,) * pp).outcomes
+    simulated_s = float(np.mean(outcomes.last_token_s - np.array([one.arrival_s for one in asked])))
+    num = tp * pp
+    fleet = fleet_of(service, count=num)
+    plan = FleetPlan((FleetReplica(0, 0, tuple(range(num))),))
+    found = forecast(fleet, plan, given_rates([rate_per_s]), KvRoom((1e7,)))
+    assert found.utilisation[0, 0] < 0.65
+    assert found.e2e_s[0, 0] == pytest.approx(simulated_s, rel=0.15)
