@@ -27,6 +27,7 @@ __all__ = [
 
 
 MAX_GPUS = 1024  # of one plan or deployment; placement answers in milliseconds up to here
+MAX_DRAFT_TOKENS = 16
 
 
 class WeightFormat(StrEnum):
@@ -82,19 +83,24 @@ class DeploymentConfig:
     """Pruning method; `none` keeps every weight."""
     engine: str = "torch"
     """Inference engine: `torch` (the embedded one), `vllm` or `tensorrt-llm`."""
+    draft_tokens: int = 0
+    """Tokens that each step verifies of a sequence beyond its next, drafted from n-grams of its text; 0: none."""
 
     def __post_init__(self) -> None:
         if self.tp < 1 or self.pp < 1:
             raise ConfigError(f"tp and pp must be at least 1, got tp={self.tp}, pp={self.pp}")
         if self.tp * self.pp > MAX_GPUS:
             raise ConfigError(f"tp * pp may be {MAX_GPUS} at most, got tp={self.tp}, pp={self.pp}")
+        if not 0 <= self.draft_tokens <= MAX_DRAFT_TOKENS:
+            raise ConfigError(f"drafts must be from 0 to {MAX_DRAFT_TOKENS} tokens, got {self.draft_tokens}")
 
     @property
     def num_gpus(self) -> int:
         return self.tp * self.pp
 
     def __str__(self) -> str:
-        return f"tp={self.tp},pp={self.pp},weights={self.weights},kv={self.kv},pruning={self.pruning}"
+        drafts = f",drafts={self.draft_tokens}" if self.draft_tokens else ""
+        return f"tp={self.tp},pp={self.pp},weights={self.weights},kv={self.kv},pruning={self.pruning}{drafts}"
 
 
 def parse_config(text: str, *, engine: str) -> DeploymentConfig:

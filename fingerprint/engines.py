@@ -37,6 +37,7 @@ class EngineTraits:
         preempts: whether a request is admitted when the KV of its prompt fits, and the latest is preempted when no
             more is free. Else KV for the whole answer is there from its admission on: TensorRT-LLM is launched
             with ``GUARANTEED_NO_EVICT``, slots have it anyway; other engines were not looked into.
+        drafts_ngrams: whether it is launched with n-gram drafts where a plan asks for them.
         caches_prefixes: whether it keeps the KV of prompts for later ones that begin alike, as it is launched.
         startup_s: seconds from launch until it serves, as simulations take it where they are given none; 0: none
             is known. That of vLLM is a round number below all that were measured: first starts of 0.6B and 8B
@@ -50,6 +51,7 @@ class EngineTraits:
     fills_stages: bool = True
     preempts: bool = False
     caches_prefixes: bool = False
+    drafts_ngrams: bool = False
     startup_s: float = 0.0
 
     @property
@@ -71,6 +73,7 @@ TRAITS: Mapping[str, EngineTraits] = MappingProxyType(
             schedules_ahead=True,
             preempts=True,
             caches_prefixes=True,
+            drafts_ngrams=True,
             startup_s=60.0,
         ),
         "tensorrt-llm": EngineTraits(title="TensorRT-LLM", overlaps_host=True, caches_prefixes=True),

@@ -150,6 +150,9 @@ class PlanRequest:
     """Length of a window of `relative_rates` in seconds."""
     prefix_hits: float = Traffic().prefix_hits
     """Share of the prompts' tokens that the engine's prefix cache holds, from 0 to below 1."""
+    draft_acceptance: float = Traffic().draft_acceptance
+    """Share of n-gram drafts that are accepted, of those whose predecessors were, from 0 to below 1; with it
+    speculative decoding by n-grams is part of the choice. 0: not known, and it is not used."""
     quality: Quality = Intent().quality
     """Change of answers that is allowed: exact (16 bits only), near (int8 and fp8 too), any (everything)."""
     budget: float | None = None
@@ -224,6 +227,7 @@ class PlanRequest:
                     relative_rates=self.relative_rates,
                     window_s=self.rate_window_s,
                     prefix_hits=self.prefix_hits,
+                    draft_acceptance=self.draft_acceptance,
                 ),
                 quality=self.quality,
                 budget=self.budget,

@@ -164,9 +164,9 @@ class Traffic:
     the rate is always the same. The burstiness is that within a window.
 
     Raises:
-        ConfigError: a coefficient of variation below 0 or above 100, no burstiness at all, prefix hits that are no
-            share below 1, rates below 0 or whose mean is not 1, more than 2,048 of them, or a window that is not
-            positive.
+        ConfigError: a coefficient of variation below 0 or above 100, no burstiness at all, prefix hits or an
+            acceptance that are no share below 1, rates below 0 or whose mean is not 1, more than 2,048 of them, or
+            a window that is not positive.
     """
 
     burstiness: float = 1.0  # coefficient of variation of the gaps between arrivals; 1: Poisson
@@ -175,6 +175,9 @@ class Traffic:
     relative_rates: tuple[float, ...] = ()
     window_s: float = 10.0
     prefix_hits: float = 0.0  # share of the prompts' tokens that the engine's prefix cache holds
+    draft_acceptance: float = (
+        0.0  # of n-gram drafts, those whose predecessors were accepted; 0: not known, no drafts
+    )
 
     def __post_init__(self) -> None:
         _positive("the burstiness", self.burstiness)
@@ -186,6 +189,11 @@ class Traffic:
         if not 0 <= self.prefix_hits < 1:
             raise ConfigError(
                 f"prefix hits are a share of the prompts' tokens, 0 to below 1, got {self.prefix_hits:g}"
+            )
+        if not 0 <= self.draft_acceptance < 1:
+            raise ConfigError(
+                "the acceptance is the share of n-gram drafts that are accepted, 0 to below 1, got "
+                f"{self.draft_acceptance:g}"
             )
         if self.relative_rates:
             self._check_rates()

@@ -6,19 +6,21 @@ is left out of it is decided in docs/decisions/0003-configuration-space.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 
 from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
+from fingerprint.engines import traits_of
 from fingerprint.errors import ConfigError
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
 
-__all__ = ["MAX_PP", "TP_DEGREES", "EngineOf", "configuration_space", "formats", "shape_refusal"]
+__all__ = ["DRAFT_TOKENS", "MAX_PP", "TP_DEGREES", "EngineOf", "configuration_space", "formats", "shape_refusal"]
 
 TP_DEGREES = (1, 2, 4, 8)
 MAX_PP = 8
+DRAFT_TOKENS = (2, 4, 8)  # of each sequence and step, where drafts are part of the choice
 
 EngineOf = Callable[[DeploymentConfig], str]
 
@@ -44,12 +46,14 @@ def formats(spec: ModelSpec, gpu: GpuSpec) -> tuple[tuple[WeightFormat, KvFormat
 
 
 def configuration_space(
-    spec: ModelSpec, gpu: GpuSpec, num_gpus: int, engine_of: EngineOf
+    spec: ModelSpec, gpu: GpuSpec, num_gpus: int, engine_of: EngineOf, *, drafts: Sequence[int] = ()
 ) -> tuple[DeploymentConfig, ...]:
     """Return every configuration of ``spec`` on ``num_gpus`` GPUs like ``gpu``, whether or not it can run.
 
     Args:
         engine_of: names the engine for a configuration, whose own ``engine`` is then still empty.
+        drafts: numbers of n-gram draft tokens to have as well as none, on an engine that takes them. Pipelines and
+            models that keep states were not looked into.
 
     Returns:
         Distinct configurations in their own order: 180 for Llama-2-70B on 8 A6000, as in the paper (figure 1).
@@ -64,7 +68,10 @@ def configuration_space(
         DeploymentConfig(tp=tp, pp=pp, weights=weights, kv=kv, pruning=pruning, engine="")
         for (tp, pp), (weights, kv, pruning) in product(degrees, formats(spec, gpu))
     )
-    return tuple(sorted(replace(config, engine=engine_of(config)) for config in bare))
+    plain = [replace(config, engine=engine_of(config)) for config in bare]
+    drafting = (one for one in plain if one.pp == 1 and traits_of(one.engine).drafts_ngrams)
+    drafted = (replace(one, draft_tokens=tokens) for one in drafting for tokens in drafts if not spec.keeps_state)
+    return tuple(sorted((*plain, *drafted)))
 
 
 def shape_refusal(spec: ModelSpec, config: DeploymentConfig, num_gpus: int) -> str | None:

@@ -210,7 +210,7 @@ def _models(
     from iserve.model_source import resolve
     from iserve.planning.estimator_factory import profile_as
     from iserve.planning.offline import engine_for_gpus
-    from iserve.planning.pipeline import check_context, with_prefix_hits
+    from iserve.planning.pipeline import check_context, with_traffic
     from iserve.settings import load_settings
     from iserve.simulation.running import measured_model, roofline_model
 
@@ -232,7 +232,7 @@ def _models(
         else:
             model = measured_model(name, profile_as(source.spec, profile), gpu, options)
             times.append(f"{name}: profile of {profile.model} on {profile.engine}, {profile.created_at}")
-        estimator = with_prefix_hits(model.estimator, options)
+        estimator = with_traffic(model.estimator, source.spec, options)
         engines = tuple(table.unprepared() for table in model.engines)
         prepared[name] = replace(model, estimator=estimator, engines=engines)
     return prepared, tuple(times)

@@ -14,7 +14,7 @@ from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
 from iserve.controller.snapshot import hardware_of
 from iserve.planning.estimator_factory import estimator_for
-from iserve.planning.pipeline import EngineChooser, FitsOn, Hardware, PlanOptions, with_prefix_hits
+from iserve.planning.pipeline import EngineChooser, FitsOn, Hardware, PlanOptions, with_traffic
 from placement.types import DeploymentState
 from planner.costs import Prices
 from planner.intent import allows
@@ -90,7 +90,7 @@ def cannot_change_plan(
     Raises:
         NotMeasuredError: there is no estimate yet.
     """
-    num_gpus, estimator = len(hardware.snapshot.gpus), with_prefix_hits(estimator, options)
+    num_gpus, estimator = len(hardware.snapshot.gpus), with_traffic(estimator, spec, options)
     chooser = EngineChooser(spec, hardware.gpu, [table])
     runs = [
         other

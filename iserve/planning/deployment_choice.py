@@ -26,7 +26,7 @@ from iserve.planning.pipeline import (
     alone_of,
     placements_of,
     winner_at,
-    with_prefix_hits,
+    with_traffic,
 )
 from iserve.planning.plan_document import plan_document
 from iserve.planning.runner_up import MOST_BATCH
@@ -63,8 +63,9 @@ def planned_deployment(
         notes: reported with the plan.
         profile: behind ``estimator``; None: datasheets.
     """
-    spec, estimator = source.spec, with_prefix_hits(estimator, options)
-    notes = (*notes, *_prefixes(spec, options, table.engine))
+    spec = source.spec
+    estimator = with_traffic(estimator, spec, options)
+    notes = (*notes, *_prefixes(spec, options, table.engine), *_drafts(spec, options, table.engine))
     kept = spec if profile is None else with_engine_caches(spec, profile.memory)
     plan, choice = chosen_plan(spec, hardware, estimator, [table.unprepared()], options, kept=kept)
     if choice is not None:
@@ -130,6 +131,21 @@ def _prefixes(spec: ModelSpec, options: PlanOptions, engine: str) -> tuple[str, 
         return (f"{name} keeps no prefixes: every prompt is computed whole",)
     states = ", though states are kept for few places in a prompt" if spec.keeps_state else ""
     return (f"{hits:.0%} of the prompts' tokens are taken to be in {name}'s prefix cache{states}",)
+
+
+def _drafts(spec: ModelSpec, options: PlanOptions, engine: str) -> tuple[str, ...]:
+    """Return what is taken of n-gram drafts, where their acceptance was given."""
+    acceptance = options.intent.traffic.draft_acceptance
+    if not acceptance:
+        return ()
+    if not traits_of(engine).drafts_ngrams:
+        return (f"n-gram drafts are planned on vLLM only: none on {engine_name(engine)}",)
+    if spec.keeps_state:
+        return ("n-gram drafts were not looked into for models that keep states: none are planned",)
+    return (
+        f"{acceptance:.0%} of n-gram drafts are taken to be accepted, each after those before it; the time of a "
+        "step that verifies them is estimated, not measured",
+    )
 
 
 def _crowds(new: Sequence[Placement], hardware: Hardware, *, is_joint: bool) -> tuple[str, ...]:

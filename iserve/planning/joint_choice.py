@@ -1,9 +1,9 @@
 """Joint choice of configuration, replicas, KV room and GPUs of one deployment, by what will be seen under load.
 
 What runs stays as it is and counts as neighbours (``placement.fleet``). Of each number of GPUs the best
-configuration that keeps every limit by itself is an option, and pipelines where no narrower TP fits and they are
-faster than TP on as many GPUs. CPUs, engines with slots, and intents that are not about load are left to the
-ranking of one batch (:mod:`planner.rank`) and a placement policy.
+configuration that keeps every limit by itself is an option. Pipelines where no narrower TP fits, and n-gram drafts
+whose acceptance is known, are options where they are faster on as many GPUs. CPUs, engines with slots, and intents
+that are not about load are left to the ranking of one batch (:mod:`planner.rank`) and a placement policy.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from fingerprint.cache_blocks import CacheRoom, cache_bytes
 from fingerprint.config import DeploymentConfig, even_split
@@ -40,8 +41,8 @@ _SERVED_TOKENS = 131_072  # of one request, likewise, where the KV cache holds i
 _PARTLY_EMPTY_TOKENS = 32  # of each request: two pages of vLLM
 _MOST_GPUS = 32  # that are looked at
 _UNKNOWN_FRACTION = 0.02  # of a GPU's memory: less that nothing is known of is the driver's own
-_COMPARED_BATCHES = (1, 32, LARGEST_BATCH)  # of a pipeline with TP
-_TIE = 1.02  # times the time of a pipeline, up to which TP is preferred
+_COMPARED_BATCHES = (1, 32, LARGEST_BATCH)  # of a pipeline with TP, and of steps with drafts with those without
+_TIE = 1.02  # times the time of a pipeline or with drafts, up to which TP without is preferred
 _BROKEN = 1e-9  # score of promises that a plan does not keep, above rounding
 
 
@@ -137,9 +138,9 @@ def expected_model(
     def made(configs: Sequence[DeploymentConfig]) -> list[ServiceModel]:
         return [_service(config, spec, estimator, options, longest) for config in configs]
 
-    whole, pipelines = _by_stages(estimates, gpu_bytes)
+    plain, further = _by_kind(estimates, gpu_bytes)
     try:
-        services = tuple(_worth_choosing(made(whole), made(pipelines)))
+        services = tuple(_worth_choosing(made(plain), made(further)))
     except NotMeasuredError:
         return None
     return ExpectedModel(name=name, services=services, rate_per_s=options.intent.rate_per_s) if services else None
@@ -154,7 +155,7 @@ def joint_choice(asked: JointQuestion, goal: FleetGoal | None = None) -> JointCh
     spec, options, made = asked.spec, asked.options, asked.services
     planned = options.workload.context_tokens
     tried = (min(spec.max_context_tokens, max(planned, _LONGEST_TOKENS)), planned)
-    whole, pipelines = _by_stages(asked.estimates, max(gpu.total_bytes for gpu in asked.hardware.snapshot.gpus))
+    plain, further = _by_kind(asked.estimates, max(gpu.total_bytes for gpu in asked.hardware.snapshot.gpus))
 
     def services(configs: Sequence[DeploymentConfig], longest: int) -> list[ServiceModel]:
         for config in configs:
@@ -164,7 +165,7 @@ def joint_choice(asked: JointQuestion, goal: FleetGoal | None = None) -> JointCh
 
     for longest in tried if options.longer_requests else (planned,):
         try:
-            found = _worth_choosing(services(whole, longest), services(pipelines, longest))
+            found = _worth_choosing(services(plain, longest), services(further, longest))
         except NotMeasuredError:
             return None
         choice = _chosen(asked, tuple(found), goal or _goal(options)) if found else None
@@ -173,19 +174,24 @@ def joint_choice(asked: JointQuestion, goal: FleetGoal | None = None) -> JointCh
     return None
 
 
-def _by_stages(
+def _by_kind(
     estimates: Sequence[Estimate], gpu_bytes: float
 ) -> tuple[list[DeploymentConfig], list[DeploymentConfig]]:
-    """Return the best of each number of GPUs: of one stage, and of the pipelines that are worth a look.
+    """Return the best of each number of GPUs: of one stage without drafts, and of what else is worth a look.
 
-    These are of narrower TP than the narrowest of one stage that an empty GPU of ``gpu_bytes`` holds: where that
-    fits, replicas of it serve more.
+    That is each number of draft tokens, and pipelines of narrower TP than the narrowest of one stage that an empty
+    GPU of ``gpu_bytes`` holds: where that fits, replicas of it serve more.
     """
-    whole = _best_of_each_size(one for one in estimates if one.config.pp == 1)
-    narrowest = next((one.config.tp for one in whole if _is_held_by(gpu_bytes, one)), math.inf)
+    of_one_stage: dict[int, list[Estimate]] = {0: []}
+    for one in estimates:
+        if one.config.pp == 1:
+            of_one_stage.setdefault(one.config.draft_tokens, []).append(one)
+    plain, *drafting = (_best_of_each_size(of_one_stage[tokens]) for tokens in sorted(of_one_stage))
+    narrowest = next((one.config.tp for one in plain if _is_held_by(gpu_bytes, one)), math.inf)
     narrower = () if narrowest == 1 else estimates
     pipelines = _best_of_each_size(one for one in narrower if one.config.pp > 1 and one.config.tp < narrowest)
-    return [one.config for one in whole], [one.config for one in pipelines if _is_held_by(gpu_bytes, one)]
+    further = [*chain.from_iterable(drafting), *(one for one in pipelines if _is_held_by(gpu_bytes, one))]
+    return [one.config for one in plain], [one.config for one in further]
 
 
 def _is_held_by(gpu_bytes: float, estimate: Estimate) -> bool:
@@ -195,15 +201,20 @@ def _is_held_by(gpu_bytes: float, estimate: Estimate) -> bool:
     return max(stage.total_bytes for stage in stages) * (1 + memory.relative_error) <= _USABLE_FRACTION * gpu_bytes
 
 
-def _worth_choosing(services: Sequence[ServiceModel], pipelines: Sequence[ServiceModel]) -> list[ServiceModel]:
-    """Return ``services`` and those pipelines that are faster than all of them on as few GPUs."""
-    return [*services, *(one for one in pipelines if not any(_is_as_good(other, one) for other in services))]
+def _worth_choosing(plain: Sequence[ServiceModel], further: Sequence[ServiceModel]) -> list[ServiceModel]:
+    """Return ``plain``, and each of ``further`` that is faster than those and than the ones of its size before."""
+    found: list[ServiceModel] = []
+    for one in further:
+        rivals = [*plain, *(other for other in found if other.num_gpus == one.num_gpus)]
+        if not any(_is_as_good(other, one) for other in rivals):
+            found.append(one)
+    return [*plain, *found]
 
 
-def _is_as_good(whole: ServiceModel, pipeline: ServiceModel) -> bool:
-    """Return whether ``whole`` takes no more GPUs, and no more time alone and in a batch, within 2%."""
-    return whole.num_gpus <= pipeline.num_gpus and all(
-        whole.request_s(batch) <= _TIE * pipeline.request_s(batch) for batch in _COMPARED_BATCHES
+def _is_as_good(plain: ServiceModel, further: ServiceModel) -> bool:
+    """Return whether ``plain`` takes no more GPUs, and no more time alone and in a batch, within 2%."""
+    return plain.num_gpus <= further.num_gpus and all(
+        plain.request_s(batch) <= _TIE * further.request_s(batch) for batch in _COMPARED_BATCHES
     )
 
 

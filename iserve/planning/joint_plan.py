@@ -20,7 +20,7 @@ from iserve.planning.pipeline import (
     ranked_anywhere,
     space,
     with_more,
-    with_prefix_hits,
+    with_traffic,
 )
 from iserve.planning.serving_capacity import ServingCapacity, kept_of
 from planner.intent import LIMITED, IntentKind
@@ -49,7 +49,7 @@ def chosen_plan(
     Raises:
         ConfigError: as ``make_plan``.
     """
-    estimator = with_prefix_hits(estimator, options)
+    estimator = with_traffic(estimator, spec, options)
     if not options.is_joint(engines, hardware.gpu):
         return make_plan(spec, hardware, estimator, engines, options), None
     plan = make_plan(spec, hardware, estimator, engines, options.of_one_batch)
@@ -99,7 +99,7 @@ def _expected(
         workload = replace(options.workload, images=0, tokens_per_image=0)
         intent = replace(options.intent, slo=None, budget=None, kind=_without_limit(options.intent.kind))
         theirs = replace(options, intent=replace(intent, rate_per_s=one.rate_per_s), workload=workload)
-        estimator = with_prefix_hits(datasheet_estimator(one.spec, hardware.gpu, engines), options)
+        estimator = with_traffic(datasheet_estimator(one.spec, hardware.gpu, engines), one.spec, options)
         candidates = space(
             one.spec, hardware.gpu, len(hardware.snapshot.gpus), estimator, engines, theirs.of_one_batch
         )

@@ -14,6 +14,7 @@ from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.engines import traits_of
 from fingerprint.errors import ConfigError, NotMeasuredError
 from fingerprint.estimates import Estimate, Estimator
+from fingerprint.estimators.ngram_drafts import WithNgramDrafts
 from fingerprint.estimators.prefix_hits import WithPrefixHits
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpu_sharing import GROUP_LOSS
@@ -29,7 +30,7 @@ from planner.costs import Prices
 from planner.intent import CostModel, Intent, IntentKind, check_replicas
 from planner.plan import Candidate, Layout, LimitKind, NoRoom, Plan, Ranked, Relaxation
 from planner.rank import best_of, rank
-from planner.space import configuration_space, shape_refusal
+from planner.space import DRAFT_TOKENS, configuration_space, shape_refusal
 
 __all__ = [
     "JOINT",
@@ -49,7 +50,7 @@ __all__ = [
     "space",
     "winner_at",
     "with_more",
-    "with_prefix_hits",
+    "with_traffic",
 ]
 
 MAX_EXPECTED = 100_000
@@ -161,13 +162,17 @@ def datasheet_estimator(spec: ModelSpec, gpu: GpuSpec, engines: Sequence[EngineC
     return RooflineEstimator(spec, gpu, eager=frozenset(table.engine for table in engines if table.eager))
 
 
-def with_prefix_hits(estimator: Estimator, options: PlanOptions) -> Estimator:
-    """Return the estimator of the prompts of ``options``, of which an engine's prefix cache may hold a part.
+def with_traffic(estimator: Estimator, spec: ModelSpec, options: PlanOptions) -> Estimator:
+    """Return the estimator of the requests of ``options``, with cached prefixes and accepted drafts.
 
     One that is such already is returned as it is.
     """
-    hits = options.intent.traffic.prefix_hits
-    return estimator if not hits or isinstance(estimator, WithPrefixHits) else WithPrefixHits(estimator, hits)
+    traffic = options.intent.traffic
+    if isinstance(estimator, WithPrefixHits | WithNgramDrafts):
+        return estimator
+    if traffic.draft_acceptance:
+        estimator = WithNgramDrafts(estimator, traffic.draft_acceptance, vocab_size=spec.vocab_size)
+    return WithPrefixHits(estimator, traffic.prefix_hits) if traffic.prefix_hits else estimator
 
 
 def make_plan(
@@ -231,7 +236,9 @@ def space(
     """Return the configuration space of ``spec`` on ``num_gpus`` GPUs, estimated."""
     chooser = EngineChooser(spec, gpu, engines)
     candidates = []
-    for config in configuration_space(spec, gpu, num_gpus, chooser.name):
+    estimator = with_traffic(estimator, spec, options)
+    drafts = DRAFT_TOKENS if options.intent.traffic.draft_acceptance else ()
+    for config in configuration_space(spec, gpu, num_gpus, chooser.name, drafts=drafts):
         refusal = shape_refusal(spec, config, num_gpus)
         estimate = estimator.estimate(config, options.workload) if refusal is None else None
         alone = _alone(estimator, config, options) if estimate is not None else None

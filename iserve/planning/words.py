@@ -88,14 +88,17 @@ def short(config: DeploymentConfig) -> str:
     parts = [f"tp={config.tp} pp={config.pp}", f"weights={config.weights}", f"kv={config.kv}"]
     if config.pruning != "none":
         parts.append(f"pruning={config.pruning}")
+    if config.draft_tokens:
+        parts.append(f"drafts={config.draft_tokens}")
     return " ".join(parts)
 
 
 def differences(config: DeploymentConfig, other: DeploymentConfig) -> str:
     """Return the parts of ``config`` in which it differs from ``other``: ``tp=4 on torch``."""
+    names = {name: name for name in ("tp", "pp", "weights", "kv", "pruning")} | {"draft_tokens": "drafts"}
     parts = [
-        f"{name}={getattr(config, name)}"
-        for name in ("tp", "pp", "weights", "kv", "pruning")
+        f"{shown}={getattr(config, name)}"
+        for name, shown in names.items()
         if getattr(config, name) != getattr(other, name)
     ]
     return " ".join([*parts, *([f"on {config.engine}"] if config.engine != other.engine else [])])
@@ -163,4 +166,6 @@ def _formats(config: DeploymentConfig) -> list[str]:
         said = [f"{weights} weights and KV cache"]
     else:
         said = [f"{weights} weights", f"{config.kv} KV cache"]
-    return said if config.pruning is Pruning.NONE else [*said, f"pruned by {config.pruning}"]
+    if config.pruning is not Pruning.NONE:
+        said.append(f"pruned by {config.pruning}")
+    return [*said, f"{config.draft_tokens} n-gram drafts a step"] if config.draft_tokens else said

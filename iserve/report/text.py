@@ -78,10 +78,12 @@ def percent(fraction: float) -> str:
 
 
 def label(config: DeploymentConfig) -> str:
-    """Return a configuration in one line, broken between its parts only; pruning only where there is some."""
+    """Return a configuration in one line, broken between its parts only, without what it does not have."""
     parts = [f"tp={config.tp} pp={config.pp}", f"{config.weights} weights", f"{config.kv} KV"]
     if config.pruning != "none":
         parts.append(str(config.pruning))
+    if config.draft_tokens:
+        parts.append(f"{config.draft_tokens} drafts")
     return ", ".join(part.replace(" ", NO_BREAK) for part in parts)
 
 

@@ -2,7 +2,7 @@
 
 The rule's own plan is always among the candidates and is judged by the same forecast; a plan that gains less
 than 2% over it is not taken. Of plans within 2% of the best the one with the fewest pipelines, then on the fewest
-GPUs, is. Deterministic: the same fleet and loads give the same plan.
+GPUs, then without drafts, is. Deterministic: the same fleet and loads give the same plan.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class _Search:
         return here
 
     def plainest(self, best: Judged, goal: FleetGoal) -> Judged:
-        """Return the plainest of all within 2% of ``best``: fewest pipelines, fewest GPUs, the least shared."""
+        """Return the plainest of all within 2% of ``best``: fewest pipelines and GPUs, least shared, no drafts."""
 
         def is_as_good(one: Judged) -> bool:
             if one.score[0] > best.score[0] + _ROUNDING:
@@ -179,10 +179,12 @@ class _Search:
                 return one.score[1] <= best.score[1] + _WORTH
             return one.score[1] <= best.score[1] * math.exp(_WORTH)
 
-        def plainness(one: Judged) -> tuple[int, int, int, float]:
+        def plainness(one: Judged) -> tuple[int, int, int, int, float]:
             tenants = Counter(gpu for replica in one.plan.replicas for gpu in replica.gpus)
-            pipelines = sum(self._fleet.option(replica).config.pp > 1 for replica in one.plan.replicas)
-            return pipelines, tenants.total(), sum(number > 1 for number in tenants.values()), one.score[1]
+            configs = [self._fleet.option(replica).config for replica in one.plan.replicas]
+            pipelines, drafts = sum(c.pp > 1 for c in configs), sum(c.draft_tokens > 0 for c in configs)
+            shared = sum(number > 1 for number in tenants.values())
+            return pipelines, tenants.total(), shared, drafts, one.score[1]
 
         return min((one for one in self._known.values() if one and is_as_good(one)), key=plainness)
 
@@ -228,7 +230,7 @@ class _Search:
                 yield rest.adding(FleetReplica(number, option, group))
 
     def _restaged(self, plan: FleetPlan, number: int) -> Iterator[FleetPlan]:
-        """Yield all of a deployment's replicas where they are, as pipelines in place of TP or the reverse."""
+        """Yield all of a deployment's replicas where they are, as pipelines or with drafts or the reverse."""
         deployment, own = self._fleet.deployments[number], plan.of(number)
         if deployment.fixed or not own:
             return

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from placement.fleet.memory import kv_room
-from placement.fleet.types import Fleet, FleetPlan, FleetReplica
+from placement.fleet.types import Fleet, FleetPlan, FleetReplica, plainness
 
 __all__ = ["fixed_plan", "more_replicas", "more_split", "most_replicas", "most_split", "rule_plan"]
 
@@ -35,11 +35,9 @@ def rule_plan(fleet: Fleet) -> FleetPlan:
 
 
 def _placements(fleet: Fleet, plan: FleetPlan, deployment: int) -> Iterator[FleetPlan]:
-    """Yield ``plan`` with one replica of a deployment: fewest GPUs first, pipelines last."""
+    """Yield ``plan`` with one replica of a deployment, the plainest option first."""
     options = fleet.deployments[deployment].options
-    for option in sorted(
-        range(len(options)), key=lambda o: (options[o].config.pp > 1, options[o].num_gpus, options[o].alone_s)
-    ):
+    for option in sorted(range(len(options)), key=lambda o: (plainness(options[o]), options[o].alone_s)):
         for group in emptiest(fleet, plan, options[option].num_gpus):
             added = plan.adding(FleetReplica(deployment, option, group))
             if kv_room(fleet, added) is not None:

@@ -12,7 +12,7 @@ from fingerprint.errors import ConfigError
 from fingerprint.gpu_sharing import GROUP_LOSS
 from fingerprint.service_model import ServiceModel
 
-__all__ = ["Fleet", "FleetDeployment", "FleetGoal", "FleetGpu", "FleetPlan", "FleetReplica"]
+__all__ = ["Fleet", "FleetDeployment", "FleetGoal", "FleetGpu", "FleetPlan", "FleetReplica", "plainness"]
 
 _UNKNOWN = 0.15  # of a GPU's memory, which is kept free or the driver's own
 _CALM = 0.05  # busy share of a GPU's time that is no reason to avoid it
@@ -208,7 +208,7 @@ class Fleet:
     def least(self, deployment: int) -> ServiceModel:
         """Return the option on the fewest GPUs whose longest request fits on an empty one; else the widest.
 
-        A pipeline is the least only where no option of one stage fits.
+        A pipeline is the least only where no option of one stage fits, drafts are where none without them does.
         """
         return self._least[deployment]
 
@@ -217,7 +217,7 @@ class Fleet:
         most_bytes = max(gpu.usable_bytes for gpu in self.gpus)
         found = []
         for deployment in self.deployments:
-            options = sorted(deployment.options, key=lambda option: (option.config.pp > 1, option.num_gpus))
+            options = sorted(deployment.options, key=plainness)
             fits = (option for option in options if option.bytes_per_gpu(option.longest_tokens) <= most_bytes)
             found.append(next(fits, options[-1]))
         return tuple(found)
@@ -228,3 +228,8 @@ class Fleet:
         return tuple(
             tuple(option.useful_kv_tokens for option in deployment.options) for deployment in self.deployments
         )
+
+
+def plainness(option: ServiceModel) -> tuple[bool, int, int]:
+    """Order of the options that the rule tries: fewest GPUs first, of these without drafts; pipelines last."""
+    return option.config.pp > 1, option.num_gpus, option.config.draft_tokens

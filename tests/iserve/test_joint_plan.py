@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
 
@@ -426,6 +427,70 @@ def test_models_to_follow_have_the_prompts_of_the_same_share() -> None:
     cached = replace(whole, intent=replace(whole.intent, traffic=Traffic(prefix_hits=0.75)))
     with_hits, without = (joint_plan._expected(hardware_on("h200:2"), [VLLM], one) for one in (cached, whole))
     assert with_hits[0].services[0].prompt_s < 0.5 * without[0].services[0].prompt_s
+
+
+def drafting(acceptance: float, rate: float | None, **options: object) -> PlanOptions:
+    plain = wish(IntentKind.MIN_LATENCY, rate, **options)
+    intent = replace(plain.intent, quality=Quality.EXACT, traffic=Traffic(draft_acceptance=acceptance))
+    return replace(plain, intent=intent)
+
+
+def test_the_more_load_the_fewer_drafts_are_verified() -> None:
+    """A token that is verified costs next to nothing where steps wait for weights, and as any other where not."""
+    hardware = hardware_on("h200:2")
+    drafts = []
+    for rate in (1.0, 10.0, 30.0, 60.0):
+        found, plain = planned(hardware, drafting(0.6, rate)), planned(hardware, drafting(0.0, rate))
+        assert found.document.joint is not None
+        assert plain.document.joint is not None
+        assert plain.best.config.draft_tokens == 0
+        drafts.append(found.best.config.draft_tokens)
+        assert found.document.joint.forecast.e2e_s <= plain.document.joint.forecast.e2e_s * 1.02
+        assert found.document.joint.rule.config.draft_tokens == 0
+        assert found.document.joint.rule == plain.document.joint.rule
+    assert drafts == sorted(drafts, reverse=True)
+    assert (drafts[0], drafts[-1]) == (8, 0)
+    note = "60% of n-gram drafts are taken to be accepted, each after those before it"
+    assert any(one.startswith(note) for one in found.document.notes)
+    assert not any("n-gram" in one for one in plain.document.notes)
+
+
+def test_drafts_of_the_plan_are_those_that_workers_are_started_with() -> None:
+    hardware, options = hardware_on("h200:2"), drafting(0.8, 2.0)
+    found = planned(hardware, options)
+    assert found.best.config.draft_tokens
+    for worker in workers_of(found, options):
+        told = json.loads(flags_of(worker, hardware, spec_of(LLAMA))["speculative-config"])
+        assert told["num_speculative_tokens"] == found.best.config.draft_tokens
+    assert fits_what_is_promised(LLAMA, hardware, options)
+    assert f"{found.best.config.draft_tokens} n-gram drafts a step" in found.document.verdict.sentence
+
+
+def test_a_limit_that_drafts_alone_keep_is_kept() -> None:
+    slo, hardware = Slo(tpot_s=0.004), hardware_on("h200:1")
+    plain = drafting(0.0, 1.0)
+    plain = replace(plain, intent=replace(plain.intent, kind=IntentKind.LATENCY_SLO, slo=slo))
+    told = replace(plain, intent=replace(plain.intent, traffic=Traffic(draft_acceptance=0.6)))
+    of_plain, of_told = (chosen(hardware, one)[0] for one in (plain, told))
+    assert of_plain.best is None
+    assert of_told.best is not None
+    assert of_told.best.config.draft_tokens
+
+
+def test_another_engine_drafts_nothing_and_says_so() -> None:
+    table, hardware = get_engine("tensorrt-llm").capabilities(), hardware_on("h200:1")
+    found = planned_deployment(
+        source_of(),
+        hardware,
+        datasheet_estimator(spec_of(LLAMA), hardware.gpu, [table]),
+        table,
+        drafting(0.6, 1.0),
+        devices=(),
+        deployable_of=lambda config, replicas: DeployableDocument(here=True),
+    )
+    assert "n-gram drafts are planned on vLLM only: none on TensorRT-LLM" in found.document.notes
+    assert found.best is not None
+    assert not found.best.config.draft_tokens
 
 
 def test_an_engine_without_a_prefix_cache_says_so() -> None:

@@ -154,6 +154,21 @@ def test_prefix_hits_shorten_prompts_of_a_vllm_alone(
     assert "prefix hits are a share of the prompts' tokens, 0 to below 1, got 1" in refused
 
 
+def test_accepted_drafts_shorten_answers_of_a_vllm_alone(
+    simulate: Callable[..., Done], tmp_path: Path, model: Path
+) -> None:
+    trace = tmp_path / "answers.csv"
+    write_trace(trace, [Request(5.0 * i, 100, 200) for i in range(20)])
+    given = (trace, "--gpus", "a6000:1", "--models", model, "--input-tokens", 100, "--startup", 0, "--json")
+
+    def in_all_s(*more: object) -> float:
+        return float(simulate(*given, *more).document["summary"]["e2e"]["p50_s"])
+
+    assert in_all_s("--engine", "vllm", "--draft-acceptance", 0.8) < 0.5 * in_all_s("--engine", "vllm")
+    assert in_all_s("--engine", "torch", "--draft-acceptance", 0.8) == in_all_s("--engine", "torch")
+    assert "share of n-gram drafts" in simulate(*given[:-1], "--draft-acceptance", 1).refused(code=2)
+
+
 def test_vllm_starts_in_60_s_unless_it_is_said_otherwise(
     simulate: Callable[..., Done], trace: Path, model: Path
 ) -> None:

@@ -116,3 +116,5 @@ def test_quality_needed(weights: str, kv: str, pruning: str, needed: Quality) ->
 def test_prefix_hits_are_a_share_below_one(hits: float) -> None:
     with pytest.raises(ConfigError, match="share"):
         Traffic(prefix_hits=hits)
+    with pytest.raises(ConfigError, match="share of n-gram drafts"):
+        Traffic(draft_acceptance=hits)

@@ -10,7 +10,7 @@ from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
 from fingerprint.errors import ConfigError
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.gpus import gpu_spec
-from fingerprint.model_spec import ModelSpec
+from fingerprint.model_spec import LayerShape, ModelSpec
 from planner.space import configuration_space, shape_refusal
 
 LLAMA_70B = ModelSpec(
@@ -85,6 +85,19 @@ def test_engine_is_chosen_per_configuration() -> None:
 
     for config in configuration_space(LLAMA_70B, gpu_spec("a6000"), 8, engine_of):
         assert config.engine == ("tensorrt-llm" if config.weights == "gptq4" else "vllm")
+
+
+@pytest.mark.parametrize(("engine", "keeps"), [("vllm", True), ("torch", False), ("tensorrt-llm", False)])
+def test_drafts_are_an_axis_of_one_stage_on_vllm(engine: str, keeps: bool) -> None:
+    plain = configuration_space(LLAMA_70B, gpu_spec("a6000"), 8, lambda config: engine)
+    drafted = configuration_space(LLAMA_70B, gpu_spec("a6000"), 8, lambda config: engine, drafts=(2, 4))
+    of_one_stage = {one for one in plain if one.pp == 1}
+    further = {replace(one, draft_tokens=tokens) for one in of_one_stage for tokens in (2, 4)}
+    assert set(drafted) == set(plain) | (further if keeps else set())
+    assert len(drafted) == len(set(drafted))
+    state = LayerShape(mixer="mamba2", params=1, linear_params=1, kv_elements=0, state_bytes=1)
+    of_states = replace(LLAMA_70B, layer_shapes=(state,) * LLAMA_70B.num_layers)
+    assert configuration_space(of_states, gpu_spec("a6000"), 8, lambda config: engine, drafts=(2, 4)) == plain
 
 
 def test_no_gpu_no_plan() -> None:

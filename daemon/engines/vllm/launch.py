@@ -42,6 +42,7 @@ __all__ = [
 # Of the largest CUDA graph. vLLM's own default is twice the sequences, 512 at most: with few of them a prompt of a
 # hundred tokens is beyond it, and each of its kernels waits for the host (decision 17).
 GRAPH_TOKENS = 512
+_SHORTEST_NGRAM, _LONGEST_NGRAM = 2, 4  # tokens at the end of a text that are looked up in it, for a draft
 DRAIN_S = 30  # between SIGTERM and the end of what is being answered; the daemon kills after 35
 
 _KV_DTYPE = {KvFormat.BITS16: "auto", KvFormat.INT8: "int8_per_token_head", KvFormat.FP8: "fp8"}
@@ -174,6 +175,15 @@ def arguments(spec: WorkerSpec, model: Model, devices: Mapping[str, Device]) -> 
     if config.tp > 1:
         compilation["pass_config"] = {"fuse_allreduce_rms": False}
     options["--compilation-config"] = json.dumps(compilation)
+    if config.draft_tokens:
+        options["--speculative-config"] = json.dumps(
+            {
+                "method": "ngram",
+                "num_speculative_tokens": config.draft_tokens,
+                "prompt_lookup_min": _SHORTEST_NGRAM,
+                "prompt_lookup_max": _LONGEST_NGRAM,
+            }
+        )
     if config.num_gpus > 1:
         options["--distributed-executor-backend"] = "mp"
     # --name=value, so that no value is ever taken for an option

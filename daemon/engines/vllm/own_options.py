@@ -49,8 +49,10 @@ _REFUSED = {
         mm-encoder-tp-mode mm-ipc-gpu-memory-gb mm-processor-device num-gpu-blocks-override offload-backend
         offload-group-size
         offload-num-in-group offload-params offload-prefetch-step replayssm-buffer-len return-sampling-mask
-        sleep-mode-backend sleep-mode-offload-cudagraph sleep-preserve-parameter-names spec-method spec-model
-        spec-tokens speculative-config swap-space use-replayssm watermark""",
+        sleep-mode-backend sleep-mode-offload-cudagraph sleep-preserve-parameter-names swap-space
+        use-replayssm watermark""",
+    "use --draft-acceptance for n-gram drafts; a draft model changes the memory that was promised": """
+        spec-method spec-model spec-tokens speculative-config""",
     "adapters take memory that is not planned, and the gateway knows no names but deployments'": """
         default-mm-loras enable-lora enable-mixed-moe-lora-format enable-moe-shared-loras
         enable-tower-connector-lora fully-sharded-loras lora-dtype lora-modules lora-target-modules

@@ -163,6 +163,9 @@ class TestCompleteness:
             words = get_engine("vllm").command(spec, tmp_path, DEVICES).argv
             ours = words[words.index("--") + 1 :]
             flags |= {word.partition("=")[0] for word in ours if word.startswith("--")}
+        drafts = replace(worker(tmp_path, draft_tokens=4), dummy_weights=True)
+        drafting = get_engine("vllm").command(drafts, tmp_path, DEVICES).argv
+        flags |= {word.partition("=")[0] for word in drafting if word.startswith("--spec")}
         assert flags == FLAGS | SOME_FLAGS
 
     def test_flags_of_every_launch_are_those_of_the_plainest_one(self, tmp_path, monkeypatch):

@@ -60,6 +60,17 @@ def test_every_limit_is_on_the_command_line(checkpoint):
     }
 
 
+def test_drafts_are_looked_up_in_the_text_itself(checkpoint):
+    found = options(worker(checkpoint(), draft_tokens=4))
+    assert json.loads(found.pop("--speculative-config")) == {
+        "method": "ngram",
+        "num_speculative_tokens": 4,
+        "prompt_lookup_min": 2,
+        "prompt_lookup_max": 4,
+    }
+    assert found == options(worker(checkpoint()))
+
+
 @pytest.mark.parametrize(
     ("wish", "kv_bytes"),
     [

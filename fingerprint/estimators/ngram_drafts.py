@@ -1,0 +1,70 @@
+"""Decode steps that verify n-gram drafts, from an estimate of steps of one token a sequence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.estimates import Estimate, Estimator, Quantity, Source, TellsHiddenTime
+
+__all__ = ["WithNgramDrafts", "tokens_per_step"]
+
+_LOGIT_BYTES = 6  # 16 bits and float32
+
+
+def tokens_per_step(draft_tokens: int, acceptance: float) -> float:
+    """Return the tokens that a step of one sequence gains: its own, and the drafts up to the first refused.
+
+    Source: Leviathan et al., Fast Inference from Transformers via Speculative Decoding (ICML 2023), equation 1.
+
+    Args:
+        acceptance: share of the drafts that are accepted, of those whose predecessors were; a step for which no
+            draft is found counts as refused.
+    """
+    return sum(acceptance**length for length in range(draft_tokens + 1))
+
+
+class WithNgramDrafts:
+    """``base`` for configurations with ``draft_tokens``; the rest is as ``base`` says.
+
+    A step of n sequences with k drafts each takes a step of n at its context, and what the matrices take for
+    n x (k + 1) tokens beyond those for n, at a context of one token. The time per token is that step's over
+    :func:`tokens_per_step`. To look a draft up takes no time, prompts take none of it, and the sampler holds the
+    logits of all tokens. The interval is as wide in proportion; the acceptance is taken as given.
+    """
+
+    def __init__(self, base: Estimator, acceptance: float, *, vocab_size: int) -> None:
+        self.name = f"{base.name}, {acceptance:.0%} of n-gram drafts accepted"
+        self.base, self._acceptance, self._vocab_size = base, acceptance, vocab_size
+
+    def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
+        """Predict as ``base``, but for TPOT and the logits of drafts.
+
+        Raises:
+            NotMeasuredError: as ``base``, of a step of as many sequences as there are tokens to verify, too.
+        """
+        drafts = config.draft_tokens
+        if not drafts:
+            return self.base.estimate(config, workload)
+        plain = replace(config, draft_tokens=0)
+        found = self.base.estimate(plain, workload)
+        verified, own = (
+            self.base.estimate(plain, Workload(batch=batch, input_tokens=1, output_tokens=2)).tpot_s.value
+            for batch in (workload.batch * (drafts + 1), workload.batch)
+        )
+        step = found.tpot_s
+        factor = (1 + max(0.0, verified - own) / step.value) / tokens_per_step(drafts, self._acceptance)
+        source = Source.EXTRAPOLATED if step.source is Source.MEASURED else step.source
+        logits = workload.batch * drafts * self._vocab_size * _LOGIT_BYTES
+        return replace(
+            found,
+            config=config,
+            tpot_s=Quantity(factor * step.value, factor * step.low, factor * step.high, source),
+            memory=replace(found.memory, activation_bytes=found.memory.activation_bytes + logits),
+            correction=None,
+        )
+
+    def hidden_s(self, config: DeploymentConfig) -> float:
+        """Return that of ``base``, where it has one (``estimates.TellsHiddenTime``)."""
+        plain = replace(config, draft_tokens=0)
+        return self.base.hidden_s(plain) if isinstance(self.base, TellsHiddenTime) else 0.0
