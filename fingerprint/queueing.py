@@ -77,13 +77,14 @@ class ServiceColumns:
     more_tokens: Column
     """Tokens of an answer after the first."""
     intercepts_s: Column
-    """[segments, rows]: of a step's time over the number of sequences; one segment holds at any number."""
+    """[segments, rows]: of a round's time over the number of sequences; one segment holds at any number."""
     slopes_s: Column
 
     @classmethod
     def of(cls, services: Sequence[ServiceModel], most: Column) -> ServiceColumns:
         """Return the columns of replicas that run ``most`` requests at once."""
-        steps_s, knots = np.array([service.step_s for service in services]).T, np.array(STEP_KNOTS, np.float64)
+        steps_s = np.array([service.rounds_s for service in services]).T
+        knots = np.array(STEP_KNOTS, np.float64)
         slopes_s = np.diff(steps_s, axis=0) / np.diff(knots)[:, None]
         return cls(
             most=most,
@@ -98,7 +99,7 @@ class ServiceColumns:
         return ServiceColumns(*(getattr(self, field.name)[..., rows] for field in fields(self)))
 
     def steps_s(self, batch: Column) -> Column:
-        """Return the time of a step of ``batch`` [..., rows] sequences."""
+        """Return the time in which each of ``batch`` [..., rows] sequences gets a token, without their prompts."""
         intercept, slope = self._about(batch, self.intercepts_s, self.slopes_s)
         return np.asarray(intercept + slope * batch)
 

@@ -11,6 +11,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from fingerprint.config import DeploymentConfig, Workload, even_split
 from fingerprint.engines import traits_of
@@ -103,21 +104,34 @@ class ServiceModel:
 
     def request_s(self, batch: float) -> float:
         """Return the time of a mean request that always runs among ``batch``, with the other requests' prompts."""
-        return self.prompt_s + (batch - 1) * self.added_prompt_s + (self.output_tokens - 1) * self.step_of(batch)
+        later_s = (self.output_tokens - 1) * _between(self.rounds_s, batch)
+        return self.prompt_s + (batch - 1) * self.added_prompt_s + later_s
 
     def step_of(self, sequences: float) -> float:
         """Return the time of a decode step of that many sequences, linear between the knots and beyond them."""
-        high = min(max(1, bisect_left(STEP_KNOTS, sequences)), len(STEP_KNOTS) - 1)
-        low_at, high_at = STEP_KNOTS[high - 1 : high + 1]
-        part = max(0.0, (sequences - low_at) / (high_at - low_at))
-        return self.step_s[high - 1] + part * (self.step_s[high] - self.step_s[high - 1])
+        return _between(self.step_s, sequences)
+
+    @property
+    def rounds_s(self) -> tuple[float, ...]:
+        """Seconds in which each of 1, 2, 4, ... 256 sequences gets a token, without its part of the prompts' time.
+
+        Those of a step; a pipeline's batches wait for the one that has most prompts, so the time beyond its even
+        part is added. Of n sequences the prompts of n - 1 over the answer's tokens begin in a round.
+        """
+        batches = batches_in_flight(self.config)
+        if batches == 1:
+            return self.step_s
+        begin = [(knot - 1) / self.output_tokens for knot in STEP_KNOTS]
+        beyond = [batches * _mean_deepest(prompts, batches) - prompts for prompts in begin]
+        return tuple(s + more * self.added_prompt_s for s, more in zip(self.step_s, beyond, strict=True))
 
     def loaded_step_of(self, sequences: int) -> float:
         """Return the time per token of that many sequences, of which all but one are replaced as they end.
 
         Each token then also waits for its share of the prompts of those that follow.
         """
-        return self.step_of(sequences) + max(0, sequences - 1) * self.added_prompt_s / self.output_tokens
+        prompts_s = max(0, sequences - 1) * self.added_prompt_s / self.output_tokens
+        return _between(self.rounds_s, sequences) + prompts_s
 
     def prompts_s(self, tokens: float) -> float:
         """Return the time of prompts of so many tokens in all, handed over at once."""
@@ -220,7 +234,7 @@ def service_between(
     further_s = prompt_s - step_s  # of a batch of one: the rest is the read of the weights
     if workload.batch > 1:
         further_s = min((full_s - prompt_s) / (workload.batch - 1), prompt_s)
-    return ServiceModel(
+    found = ServiceModel(
         config=config,
         prompt_s=prompt_s,
         further_prompt_s=max(further_s, 0.0),
@@ -232,12 +246,20 @@ def service_between(
         kv_bytes_per_token=0.0,
         largest_batch=min(LARGEST_BATCH, workload.batch),
     )
+    return _spread(found, batches_in_flight(config))
 
 
 def steps_between(alone_s: float, full_s: float, batch: int) -> tuple[float, ...]:
     """Return the times at all knots on the line through those of one sequence and of ``batch``."""
     slope = max(full_s - alone_s, 0.0) / max(1, batch - 1)  # a NaN stays one, and is refused
     return tuple(alone_s + slope * (knot - 1) for knot in STEP_KNOTS)
+
+
+def _between(times_s: Sequence[float], sequences: float) -> float:
+    high = min(max(1, bisect_left(STEP_KNOTS, sequences)), len(STEP_KNOTS) - 1)
+    low_at, high_at = STEP_KNOTS[high - 1 : high + 1]
+    part = max(0.0, (sequences - low_at) / (high_at - low_at))
+    return times_s[high - 1] + part * (times_s[high] - times_s[high - 1])
 
 
 def batches_in_flight(config: DeploymentConfig) -> int:
@@ -248,12 +270,29 @@ def batches_in_flight(config: DeploymentConfig) -> int:
 def _spread(one: ServiceModel, batches: int) -> ServiceModel:
     """Return the model of the same replica with its sequences spread evenly over so many batches in flight.
 
-    All batches make one step in the time of one, of a part of the sequences. A prompt still holds up all of them
-    for its whole time: none overtakes it (``traces.simulator.pipelined``).
+    All batches make one step in the time of one, of a part of the sequences, and one prompt each in the time of
+    one (``traces.simulator.pipelined``).
     """
     if batches == 1:
         return one
-    return replace(one, step_s=tuple(one.step_of(max(1.0, knot / batches)) for knot in STEP_KNOTS))
+    return replace(
+        one,
+        further_prompt_s=one.added_prompt_s / batches,
+        step_s=tuple(one.step_of(max(1.0, knot / batches)) for knot in STEP_KNOTS),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _mean_deepest(prompts: float, batches: int) -> float:
+    """Return the mean of the most prompts that a batch has, of ``prompts`` in all by a Poisson law.
+
+    They wait in one queue, so the batches that enter in turn share them as evenly as whole prompts go.
+    """
+    deepest, chance = 0.0, math.exp(-prompts)
+    for count in range(1, math.ceil(prompts + 8 * math.sqrt(prompts)) + 20):
+        chance *= prompts / count
+        deepest += chance * math.ceil(count / batches)
+    return deepest
 
 
 def _known(estimator: Estimator, config: DeploymentConfig, workload: Workload) -> list[Estimate]:

@@ -134,6 +134,29 @@ def test_a_further_prompt_of_a_batch_takes_no_longer_than_one_alone_and_no_negat
     assert between(replace(BATCH, batch=1), ttft_s=(1.0, 1.0)).added_prompt_s == pytest.approx(0.9)
 
 
+@pytest.mark.parametrize("batch", [1, 8, 32, 256])
+def test_two_estimates_tell_as_much_of_a_pipeline_as_of_one_gpu(batch: int) -> None:
+    """The line through them takes up to 10% of the capacity, with and without stages."""
+    work = replace(WORK, batch=256)
+
+    def ratio(config: DeploymentConfig) -> float:
+        alone, full = (estimator().estimate(config, replace(work, batch=size)) for size in (1, 256))
+        times = ((alone.ttft_s.value, full.ttft_s.value), (alone.tpot_s.value, full.tpot_s.value))
+        of_two, of_all = service_between(config, work, *times), service_model(estimator(), config, work)
+        return of_two.requests_per_s(batch) / of_all.requests_per_s(batch)
+
+    one, piped = (ratio(DeploymentConfig(pp=pp, engine="vllm")) for pp in (1, 4))
+    assert piped == pytest.approx(one, rel=0.02)
+
+
+def test_prompts_of_a_filled_pipeline_run_at_once() -> None:
+    whole = model()
+    piped = service_model(estimator(), DeploymentConfig(pp=4, engine="vllm"), WORK)
+    assert piped.added_prompt_s == pytest.approx(whole.added_prompt_s / 4, rel=0.01)
+    assert piped.prompt_s == pytest.approx(whole.prompt_s, rel=0.01)
+    assert piped.request_s(2) >= whole.prompt_s + whole.added_prompt_s * (1 - 1e-9)  # none overtakes it
+
+
 def test_slowed_has_every_time_so_many_times_as_long() -> None:
     slow = between().slowed(3.0, 2.0)
     assert slow.prompts_s(250) == pytest.approx(3 * between().prompts_s(250))
