@@ -137,12 +137,14 @@ def most_split(fleet: Fleet) -> FleetPlan:
 
 
 def most_replicas(fleet: Fleet, option: int) -> FleetPlan | None:
-    """Return as many replicas of the first deployment as fit, all of one option; None: not one."""
+    """Return as many replicas of the first deployment as fit on GPUs of their own, of one option; None: not one."""
     size = fleet.deployments[0].options[option].num_gpus
     most, plan = fleet.deployments[0].most_replicas, fixed_plan(fleet)
     for group in emptiest(fleet, plan, size):
         if len(plan.of(0)) == most:
             break
+        if any(set(group).intersection(one.gpus) for one in plan.of(0)):
+            continue
         added = plan.adding(FleetReplica(0, option, group))
         if kv_room(fleet, added) is not None:
             plan = added

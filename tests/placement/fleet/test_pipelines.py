@@ -16,7 +16,7 @@ from placement.fleet.load import given_rates
 from placement.fleet.memory import KvRoom
 from placement.fleet.performance import forecast
 from placement.fleet.search import choose
-from placement.fleet.starts import rule_plan
+from placement.fleet.starts import most_replicas, rule_plan
 from placement.fleet.types import Fleet, FleetDeployment, FleetGoal, FleetPlan, FleetReplica
 from tests.fingerprint.step_timed_machine import llama_7b
 from tests.placement.fleet.fleets import GIB, gpus, option
@@ -64,6 +64,16 @@ def test_a_pipeline_of_fewer_gpus_is_no_rule_where_tp_fits() -> None:
     fleet = fleet_of(option(4, fixed_gib=200), pipeline(3, fixed_gib=200), count=4)
     assert fleet.least(0).config.tp == 4
     assert [len(one.gpus) for one in rule_plan(fleet).replicas] == [4]
+
+
+@pytest.mark.parametrize(("count", "replicas"), [(4, 1), (6, 2), (7, 2)])
+def test_most_replicas_are_on_gpus_of_their_own(count: int, replicas: int) -> None:
+    """Memory would do for more: groups of three overlap, as every GPU begins one."""
+    plan = most_replicas(fleet_of(pipeline(3, fixed_gib=60), count=count), 0)
+    assert plan is not None
+    held = [gpu for one in plan.replicas for gpu in one.gpus]
+    assert len(plan.replicas) == replicas
+    assert len(set(held)) == len(held)
 
 
 def test_a_pipeline_alone_is_the_rule() -> None:
