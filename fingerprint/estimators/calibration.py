@@ -1,6 +1,6 @@
 """Calibration of depth-tied predictions by their errors on other models that were measured whole.
 
-``fingerprint/data/depth_tied_errors.json`` is written by ``tests/bench/accuracy.py`` on a GPU. What most models
+``fingerprint/data/depth_tied_errors.json`` is what ``tests/bench/accuracy_families.py`` writes. What most models
 were off by is taken off, where they were measured with this engine, GPU, weight format and degrees, and where nine
 in ten of them lie is the interval. The own errors of a model never move its numbers: they are left out by shape.
 """

@@ -1,19 +1,17 @@
 """Predictions from fingerprints against whole models measured on the same GPU and engine: errors and coverage.
 
-Run: ``python -m tests.bench.accuracy [RESULTS_DIR] [--json FILE] [--write-errors]``.
+Run: ``python -m tests.bench.accuracy [RESULTS_DIR] [--json FILE]``.
 
 Reads what ``tests.bench.accuracy_measure`` recorded (``tests/bench/results/h200`` by default), predicts every
 point of every model from its fingerprints alone, and prints, as Markdown: the errors per model, how many truths
 lie inside the 90% intervals (calibrated on the other models, never on the model's own truth), memory, what
 profiling cost, and the same points by other methods: where fingerprints ran unrepeated, L2-device, L2 and the
-paper's method taken literally; the roofline; AIConfigurator where it has an answer. ``--write-errors`` renews
-``fingerprint/data/depth_tied_errors.json``, which the intervals of users' models come from.
+paper's method taken literally; the roofline; AIConfigurator where it has an answer.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 from collections.abc import Iterable, Sequence
@@ -39,7 +37,6 @@ from tests.bench.accuracy_tables import markdown
 from tests.bench.kept import read_kept
 
 RESULTS = Path(__file__).parent / "results"
-ERRORS = Path(__file__).parents[2] / "fingerprint/data/depth_tied_errors.json"
 AICONFIGURATOR = RESULTS / "aiconfigurator_h200.json.gz"
 GIB = 2**30
 
@@ -322,7 +319,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, nargs="?", default=RESULTS / "h200")
     parser.add_argument("--json", type=Path, help="write every row here")
-    parser.add_argument("--write-errors", action="store_true", help=f"renew {ERRORS.name}")
     parser.add_argument("--points", action="store_true", help="print every point too")
     options = parser.parse_args()
     recorded = load(options.results)
@@ -346,9 +342,6 @@ def main() -> None:
         options.json.write_bytes(
             to_json({"rows": rows, "others": others, "memory": memory, "costs": costs}, indent=1)
         )
-    if options.write_errors:
-        rows = (json.dumps(row) for row in json.loads(to_json(errors)))
-        ERRORS.write_text("[\n" + ",\n".join(rows) + "\n]\n")
 
 
 if __name__ == "__main__":

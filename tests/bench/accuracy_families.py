@@ -1,6 +1,7 @@
 """Errors of predictions by family of models, each judged without anything that was fitted on its own family.
 
-Run: ``python -m tests.bench.accuracy_families [--json FILE]``.
+Run: ``python -m tests.bench.accuracy_families [--json FILE] [--write-errors]``. With ``--write-errors`` it renews
+``fingerprint/data/depth_tied_errors.json``, which the intervals of users' models come from.
 
 Over every recording in ``tests/bench/results`` that was made with the step timer. What is fitted on recordings are
 the calibration's middles and intervals (``fingerprint.estimators.calibration``): for each family they are taken
@@ -12,6 +13,7 @@ the bound and the rules that were built after OLMoE and DeepSeek had been looked
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,6 +29,7 @@ from tests.bench.accuracy_rows import Row
 __all__ = ["FOLDERS", "FamilyRow", "family_of", "family_rows", "size_table", "table"]
 
 FOLDERS = ("families-h200-vllm-0.33", "h200-vllm-0.33", "h200-vllm-0.26", "h200")
+_ERRORS = Path(__file__).parents[2] / "fingerprint/data/depth_tied_errors.json"
 SHORT_S = 0.015  # a TTFT below it is judged in milliseconds
 _SIZES = ((0, 1024, "up to 1,024"), (1025, 16_384, "1,025 to 16,384"), (16_385, 10**9, "more"))
 
@@ -85,6 +88,12 @@ def _without(family: str) -> Calibration:
 def _errors() -> tuple[tuple[str, tuple[MeasuredError, ...]], ...]:
     """Return of each recording its family, and what predictions of it were off by."""
     return tuple((family_of(one), measured_errors([one])) for folder in FOLDERS for one in _loaded(folder))
+
+
+def _errors_text() -> str:
+    """Return what ships: the errors of all recordings as JSON, one a line."""
+    rows = json.loads(to_json([error for _, errors in _errors() for error in errors]))
+    return "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"
 
 
 def _row(family: str, group: Sequence[Recorded], rows: Sequence[Row]) -> FamilyRow:
@@ -167,11 +176,14 @@ def size_table(folders: Iterable[str] = FOLDERS) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write every row here")
+    parser.add_argument("--write-errors", action="store_true", help=f"renew {_ERRORS.name}")
     options = parser.parse_args()
     rows = family_rows()
     print(table(rows), size_table(), sep="\n\n")
     if options.json:
         options.json.write_bytes(to_json(rows, indent=1))
+    if options.write_errors:
+        _ERRORS.write_text(_errors_text())
 
 
 if __name__ == "__main__":
