@@ -137,7 +137,7 @@ def most_split(fleet: Fleet) -> FleetPlan:
 
 
 def most_replicas(fleet: Fleet, option: int) -> FleetPlan | None:
-    """Return as many replicas of the first deployment as fit on GPUs of their own, of one option; None: not one."""
+    """Return as many replicas of the first deployment as fit, on GPUs of their own, of one option; None: none."""
     size = fleet.deployments[0].options[option].num_gpus
     most, plan = fleet.deployments[0].most_replicas, fixed_plan(fleet)
     for group in emptiest(fleet, plan, size):
