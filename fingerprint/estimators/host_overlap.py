@@ -28,7 +28,7 @@ def hidden_time_s(points: Sequence[TimingPoint]) -> float:
         if point.output_tokens == 1 and all(len(run.steps) == 1 for run in point.runs)
     ]
     in_a_row = [
-        step.cadence_s - step.forward_s for point in points for run in point.runs for step in decoding(run)
+        step.cadence_s - step.forward_s for point in points for run in point.runs for step in decoding(point, run)
     ]
     if not (lone and in_a_row):
         return 0.0

@@ -40,14 +40,15 @@ from fingerprint.estimators.l2 import Latency, MeasuredKey, key_of
 from fingerprint.estimators.physical_floor import PhysicalFloor
 from fingerprint.estimators.repeat_overhead import (
     RepeatCosts,
-    decoding,
+    Round,
+    ending,
     repeat_costs,
     repeated_points,
     together,
     token_bound_s,
     until_first,
 )
-from fingerprint.measurements import Profile, RunReading, StepReading, TimingPoint
+from fingerprint.measurements import Profile, RunReading, TimingPoint
 
 __all__ = ["L3", "WholePoint", "in_hull", "whole_points"]
 
@@ -148,12 +149,12 @@ def whole_points(
 def _whole(short: TimingPoint, long: TimingPoint, num_layers: int, costs: RepeatCosts) -> WholePoint:
     settled, in_run = until_first(short), until_first(long)
 
-    def steps_s(of_run: Callable[[RunReading], list[StepReading]]) -> tuple[float, ...]:
+    def steps_s(of: Callable[[TimingPoint, RunReading], list[Round]]) -> tuple[float, ...]:
         """Medians over the bursts, in order."""
         by_run = [
             [
                 _whole_s(long, s.cadence_s, s.forward_s, costs.step_s(long, index, s), num_layers)
-                for index, s in enumerate(of_run(run))
+                for index, s in enumerate(of(long, run))
             ]
             for run in long.runs
         ]
@@ -164,8 +165,8 @@ def _whole(short: TimingPoint, long: TimingPoint, num_layers: int, costs: Repeat
         input_tokens=short.input_tokens,
         ttft_s=_whole_s(short, settled.seconds, settled.forward_s, costs.first_s(short, settled), num_layers),
         first_s=_whole_s(long, in_run.seconds, in_run.forward_s, costs.first_s(long, in_run), num_layers),
-        steps_s=steps_s(lambda run: together(long, run)),
-        ending_s=steps_s(lambda run: [s for s in decoding(run) if s.sequences < long.batch]),
+        steps_s=steps_s(together),
+        ending_s=steps_s(ending),
         passes=settled.passes,
         relative_spread=_spread([run.e2e_s for run in short.runs]),
     )
@@ -174,13 +175,17 @@ def _whole(short: TimingPoint, long: TimingPoint, num_layers: int, costs: Repeat
 def _whole_s(point: TimingPoint, seconds: float, forward_s: float, once_s: float, num_layers: int) -> float:
     """``T - (r - 1) o + (N - r p k) h``, one layer's h from the forward's own time.
 
+    Where stages work at once, on batches of their own, so much less of all stages' o and h passes one after the
+    other.
+
     Args:
         forward_s: of the ``seconds``, one stage's forward, all repeats of it.
         once_s: o.
     """
     missing = num_layers - point.repeat * point.num_layers
     layer_s = max(0.0, forward_s * point.pp / point.repeat - once_s) / point.num_layers
-    return seconds - (point.repeat - 1) * once_s + missing * layer_s
+    in_turn = 1.0 if point.pp == 1 else min(1.0, seconds / (point.pp * forward_s))
+    return seconds - in_turn * ((point.repeat - 1) * once_s - missing * layer_s)
 
 
 def _spread(times: list[float]) -> float:

@@ -34,8 +34,10 @@ Array = npt.NDArray[np.float64]
 __all__ = [
     "Overhead",
     "RepeatCosts",
+    "Round",
     "Took",
     "decoding",
+    "ending",
     "repeat_costs",
     "repeat_overheads",
     "repeated_points",
@@ -69,35 +71,77 @@ class Took:
     tokens: float
 
 
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Decode steps in which each sequence gets a token: one, or one of each of a pipeline's batches in flight."""
+
+    steps: tuple[StepReading, ...]
+
+    @property
+    def cadence_s(self) -> float:
+        return sum(step.cadence_s for step in self.steps)
+
+    @property
+    def forward_s(self) -> float:
+        """Seconds of one stage."""
+        return sum(step.forward_s for step in self.steps)
+
+    @property
+    def sequences(self) -> int:
+        return sum(step.sequences for step in self.steps)
+
+
 def until_first(point: TimingPoint) -> Took:
     """Until the first tokens, whether the bursts end there or go on."""
     prompts = [[s for s in run.steps if s.prefill_tokens] for run in point.runs]
     return Took(
-        statistics.median(run.e2e_s - sum(s.cadence_s for s in decoding(run)) for run in point.runs),
+        statistics.median(run.e2e_s - sum(s.cadence_s for s in decoding(point, run)) for run in point.runs),
         statistics.median(sum(s.forward_s for s in steps) for steps in prompts),
         statistics.median(len(steps) for steps in prompts),
         statistics.median(sum(s.tokens for s in steps) for steps in prompts),
     )
 
 
-def decoding(run: RunReading) -> list[StepReading]:
-    return [step for step in run.steps if not step.prefill_tokens]
+def decoding(point: TimingPoint, run: RunReading) -> list[StepReading]:
+    """Decode steps; of a pipeline those after the last prompt, for one batch may decode before."""
+    last = max((index for index, step in enumerate(run.steps) if step.prefill_tokens), default=-1)
+    return [step for step in run.steps[last + 1 if point.pp > 1 else 0 :] if not step.prefill_tokens]
 
 
-def together(point: TimingPoint, run: RunReading) -> list[StepReading]:
+def together(point: TimingPoint, run: RunReading) -> list[Round]:
     """Decode steps of the whole batch."""
-    return [step for step in decoding(run) if step.sequences == point.batch]
+    return _rounds(point, run)[0]
+
+
+def ending(point: TimingPoint, run: RunReading) -> list[Round]:
+    """Decode steps once sequences have ended."""
+    return _rounds(point, run)[1]
+
+
+def _rounds(point: TimingPoint, run: RunReading) -> tuple[list[Round], list[Round]]:
+    steps = decoding(point, run)
+    if point.pp == 1:
+        whole = [Round((s,)) for s in steps if s.sequences == point.batch]
+        return whole, [Round((s,)) for s in steps if s.sequences < point.batch]
+    found, flying = [], list[StepReading]()
+    for step in steps:
+        flying.append(step)
+        if sum(s.sequences for s in flying) == point.batch:
+            found.append(Round(tuple(flying)))
+            flying = []
+    return found, [Round((step,)) for step in flying]
 
 
 def _decode_step(point: TimingPoint) -> Took:
     """Return the time of one decode step of the whole batch."""
     by_run = [together(point, run) for run in point.runs]
 
-    def middle(of: Callable[[StepReading], float]) -> float:
+    def middle(of: Callable[[Round], float]) -> float:
         by_step = zip(*([of(s) for s in steps] for steps in by_run), strict=False)
         return float(statistics.median(statistics.median(runs) for runs in by_step))
 
-    return Took(middle(lambda s: s.cadence_s), middle(lambda s: s.forward_s), 1, point.batch)
+    passes = middle(lambda s: len(s.steps))
+    return Took(middle(lambda s: s.cadence_s), middle(lambda s: s.forward_s), passes, point.batch)
 
 
 At = tuple[int, int, bool]  # batch, input tokens, whether tokens were generated
@@ -110,7 +154,7 @@ class RepeatCosts(Protocol):
         """Return the cost in the steps until the first token."""
         ...
 
-    def step_s(self, point: TimingPoint, index: int, reading: StepReading) -> float:
+    def step_s(self, point: TimingPoint, index: int, round_: Round) -> float:
         """Return the cost in a decode step, ``index``-th of those that hold the whole batch, or do not."""
         ...
 
@@ -125,8 +169,8 @@ class _Fitted:
     def first_s(self, point: TimingPoint, took: Took) -> float:
         return self.first.at(took.passes, took.tokens)
 
-    def step_s(self, point: TimingPoint, index: int, reading: StepReading) -> float:
-        return self.step.at(1, reading.sequences)
+    def step_s(self, point: TimingPoint, index: int, round_: Round) -> float:
+        return self.step.at(len(round_.steps), round_.sequences)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,14 +186,14 @@ class _Paired:
             return self._nearest_share(point, until_first) * point.pp * took.forward_s / point.repeat
         return _beside_layers_s(point, took.forward_s, other, until_first(other).forward_s)
 
-    def step_s(self, point: TimingPoint, index: int, reading: StepReading) -> float:
+    def step_s(self, point: TimingPoint, index: int, round_: Round) -> float:
         other = self.shallow.get(_at(point))
         if other is None:
-            return self._nearest_share(point, _decode_step) * point.pp * reading.forward_s / point.repeat
-        ending = reading.sequences < point.batch
-        here, there = (_forwards_s(p, ending=ending) for p in (point, other))
+            return self._nearest_share(point, _decode_step) * point.pp * round_.forward_s / point.repeat
+        of = together if round_.sequences == point.batch else ending
+        here, there = (_forwards_s(p, of) for p in (point, other))
         if not there:  # the shallower one's sequences ended together
-            there = _forwards_s(other, ending=False)[-1:]
+            there = _forwards_s(other, together)[-1:]
         return _beside_layers_s(point, here[min(index, len(here) - 1)], other, there[min(index, len(there) - 1)])
 
     def _nearest_share(self, point: TimingPoint, took: Callable[[TimingPoint], Took]) -> float:
@@ -219,12 +263,12 @@ def _same_mix(one: TimingPoint, other: TimingPoint) -> bool:
     return all(x * v == y * u for x, u in pairs for y, v in pairs)
 
 
-def _forwards_s(point: TimingPoint, *, ending: bool) -> list[float]:
+def _forwards_s(point: TimingPoint, of: Callable[[TimingPoint, RunReading], list[Round]]) -> list[float]:
     """Return the decode steps in their order, each the median of the bursts that have so many.
 
     Bursts differ by a step where a prompt was computed in one step or in two.
     """
-    by_run = [[s.forward_s for s in decoding(run) if (s.sequences < point.batch) == ending] for run in point.runs]
+    by_run = [[round_.forward_s for round_ in of(point, run)] for run in point.runs]
     most = max(map(len, by_run), default=0)
     return [statistics.median(times[index] for times in by_run if index < len(times)) for index in range(most)]
 

@@ -28,7 +28,7 @@ from tests.bench.accuracy_rows import Row
 
 __all__ = ["FOLDERS", "FamilyRow", "family_of", "family_rows", "size_table", "table"]
 
-FOLDERS = ("families-h200-vllm-0.33", "h200-vllm-0.33", "h200-vllm-0.26", "h200")
+FOLDERS = ("families-h200-vllm-0.33", "h200-vllm-0.33", "h100-vllm-0.33", "h200-vllm-0.26", "h200")
 _ERRORS = Path(__file__).parents[2] / "fingerprint/data/depth_tied_errors.json"
 SHORT_S = 0.015  # a TTFT below it is judged in milliseconds
 _SIZES = ((0, 1024, "up to 1,024"), (1025, 16_384, "1,025 to 16,384"), (16_385, 10**9, "more"))
@@ -40,6 +40,7 @@ class FamilyRow:
 
     family: str
     engine: str
+    gpu: str
     models: tuple[str, ...]
     points: int
     tpot: tuple[float, float]  # median, worst
@@ -57,7 +58,7 @@ def family_of(recorded: Recorded) -> str:
 
 
 def family_rows(folders: Iterable[str] = FOLDERS) -> list[FamilyRow]:
-    """A row for each release and family, then one for each release."""
+    """A row for each family of a folder, one release on one kind of GPU, then one for all of it."""
     found = []
     for folder in folders:
         predicted = _predicted(folder)
@@ -100,11 +101,15 @@ def _row(family: str, group: Sequence[Recorded], rows: Sequence[Row]) -> FamilyR
     tpot, ttft = ([row for row in rows if row.metric == metric] for metric in ("tpot", "ttft"))
     memory = [memory_row(one) for one in group]
     engines = {dict(one.profile.machine.versions)["engine"] for one in group}
-    assert len(engines) == 1, f"{family}: a folder holds one release, not {engines}"
+    gpus = {one.profile.machine.device.name for one in group}
+    assert len(engines) == len(gpus) == 1, (
+        f"{family}: a folder holds one release on one GPU, not {engines}, {gpus}"
+    )
     return FamilyRow(
         family=family,
         engine=engines.pop(),
-        models=tuple(dict.fromkeys(one.model for one in group)),
+        gpu=gpus.pop(),
+        models=tuple(dict.fromkeys(" ".join((one.model, *_degrees(one))) for one in group)),
         points=len(tpot),
         tpot=_median_and_worst([abs(row.error) for row in tpot]),
         ttft=_median_and_worst([abs(row.error) for row in ttft if row.truth_s >= SHORT_S]),
@@ -115,6 +120,10 @@ def _row(family: str, group: Sequence[Recorded], rows: Sequence[Row]) -> FamilyR
         blocks=max(abs(m.blocks_predicted / m.blocks - 1) for m in memory),
         profile_s=max(cost_row(one).profile_s * one.tp * one.pp for one in group),
     )
+
+
+def _degrees(one: Recorded) -> list[str]:
+    return [f"{name} {n}" for name, n in (("TP", one.tp), ("PP", one.pp)) if n > 1]
 
 
 def _median_and_worst(errors: Sequence[float]) -> tuple[float, float]:
@@ -136,11 +145,11 @@ def table(rows: Iterable[FamilyRow]) -> str:
         "half-width | weights, KV blocks | profile |",
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
-    release = ""
+    here = ("", "")
     for row in rows:
-        if row.engine != release:
-            release = row.engine
-            lines.append(f"| **{release}** | | | | | | | | |")
+        if (row.engine, row.gpu) != here:
+            here = row.engine, row.gpu
+            lines.append(f"| **{row.engine}, {row.gpu}** | | | | | | | | |")
         models = f" ({', '.join(row.models)})" if row.family != "all" else ""
         lines.append(
             f"| {row.family}{models} | {row.points} | {row.tpot[0]:.1%} / {row.tpot[1]:.1%} "

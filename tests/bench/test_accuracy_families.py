@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.bench.accuracy_families import FOLDERS, _loaded, _without, family_of, family_rows
+from tests.bench.accuracy_families import FOLDERS, _degrees, _loaded, _without, family_of, family_rows
 
 FAMILIES = sorted({family_of(one) for folder in FOLDERS for one in _loaded(folder)})
 
@@ -24,7 +24,7 @@ def test_a_calibration_without_a_family_knows_every_other_model_and_none_of_it(f
 def test_every_recording_is_in_a_row_of_its_family_and_in_that_of_its_release() -> None:
     rows = family_rows()
     for folder in FOLDERS:
-        named = {one.model for one in _loaded(folder)}
+        named = {" ".join((one.model, *_degrees(one))) for one in _loaded(folder)}
         assert any(set(row.models) == named and row.family == "all" for row in rows)
         assert all(any(m in row.models and row.family != "all" for row in rows) for m in named)
     totals = sum(row.points for row in rows if row.family == "all")
