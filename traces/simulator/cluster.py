@@ -6,6 +6,7 @@ Knows servers and their runs, nothing of requests or deployments.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -75,13 +76,35 @@ class Cluster:
     def gpu(self, state: GpuState) -> Gpu:
         return self.gpus[state.node_id, state.device_id]
 
+    def memory(self, placement: Placement) -> tuple[tuple[Gpu, int], ...]:
+        """Return the GPUs of a placement, each with the bytes that it takes there.
+
+        Raises:
+            NotFoundError: a GPU that is not there, or whose node has failed.
+        """
+        return tuple(
+            (self._living(stage.node_id, device), stage.bytes_per_gpu)
+            for stage in placement.stages
+            for device in stage.device_ids
+        )
+
+    @staticmethod
+    def check_room(memory: Iterable[tuple[Gpu, int]]) -> None:
+        """Raise ConfigError where a GPU has less free than is asked of it in all."""
+        asked: Counter[Gpu] = Counter()
+        for gpu, size_bytes in memory:
+            asked[gpu] += size_bytes
+        for gpu, size_bytes in asked.items():
+            gpu.check_room(size_bytes)
+
     def add(self, server: Server, memory: Iterable[tuple[Gpu, int]], now_s: float) -> None:
         """Give ``server`` its memory; it begins at its ``ready_s``.
 
         Raises:
-            ConfigError: a GPU has less free.
+            ConfigError: a GPU has less free; nothing is taken.
         """
         held = tuple(memory)
+        self.check_room(held)
         for gpu, size_bytes in held:
             gpu.take(size_bytes)
             gpu.ledger.reserve(server, size_bytes, now_s)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import chain
 
 from placement.actions import ClusterAction, Drain, Move, Scale
 from placement.types import ClusterSnapshot
@@ -268,7 +269,11 @@ class Deployments:
         self.retry(now_s)
 
     def _move(self, actions: Sequence[Move], policy: str, now_s: float) -> None:
-        """Start the replacements of all moves of one look; they take over together, once the last is loaded."""
+        """Start the replacements of all moves of one look; they take over together, once the last is loaded.
+
+        Raises:
+            PolicyFault: one cannot be made, or all places together have too little room; none is started then.
+        """
         decided: dict[Server, Deployed] = {}
         load_s = 0.0
         for action in actions:
@@ -277,6 +282,8 @@ class Deployments:
                 raise PolicyFault(policy, f"ordered {action}; it moves already")
             decided[server] = moved(deployment.decided[server], action, policy)
             load_s = max(load_s, action.load_s, self._startup_s(decided[server]))
+        places = [there.placement for there in decided.values()]
+        ask(policy, lambda: self._cluster.check_room(chain.from_iterable(map(self._cluster.memory, places))))
         new: list[Server] = []
         for server, there in decided.items():
             deployment = self._of[server]
@@ -445,11 +452,7 @@ class Deployments:
         args = (name, stages, ready_s, decided.steps, self._requests)
         server = new_worker(self._scenario.service, args, make_batcher, pipelined=decided.pipelined)
         server.holder = deployment.name
-        memory = tuple(
-            (gpu, placed.bytes_per_gpu)
-            for stage, placed in zip(stages, decided.placement.stages, strict=True)
-            for gpu in stage.gpus
-        )
+        memory = self._cluster.memory(decided.placement)
         ask(policy, lambda: self._cluster.add(server, memory, now_s))
         a_slot = 1 if deployment.name in self._scenario.reject_late else self._scenario.outstanding_per_slot
         server.max_outstanding = a_slot * server.at_once

@@ -60,13 +60,17 @@ class Gpu:
     def free_bytes(self) -> int:
         return self.total_bytes - self.used_bytes
 
-    def take(self, size_bytes: int) -> None:
-        """Take memory. Raises ConfigError: more than is free; a placement policy must not."""
+    def check_room(self, size_bytes: int) -> None:
+        """Raise ConfigError where less memory is free; a placement policy must not ask for more."""
         if size_bytes > self.free_bytes:
             raise ConfigError(
                 f"{size_bytes / 2**30:.2f} GiB were placed on {self.device_id}, which has "
                 f"{self.free_bytes / 2**30:.2f} GiB free"
             )
+
+    def take(self, size_bytes: int) -> None:
+        """Take memory. Raises ConfigError: more than is free."""
+        self.check_room(size_bytes)
         self.used_bytes += size_bytes
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 

@@ -8,11 +8,15 @@ from hypothesis import strategies as st
 
 from fingerprint.errors import PolicyError
 from placement.actions import Drain, Move
-from tests.traces.simulator.test_steering import Scripted, run, told
-from tests.traces.simulator.worlds import deploy_all, placed_on
+from tests.traces.simulator.test_steering import ONE, Scripted, run, told
+from tests.traces.simulator.worlds import OnTheFirst, cluster, deploy_all, placed_on
 from traces.request import Request
+from traces.simulator.cluster import Cluster
+from traces.simulator.deployments import Deployments
+from traces.simulator.policy_errors import PolicyFault
+from traces.simulator.requests import Requests
 from traces.simulator.result import ChangeKind, SimulationResult
-from traces.simulator.scenario import Action, Deploy, NodeFails, Remove
+from traces.simulator.scenario import Action, Deploy, NodeFails, Policies, Remove, Scenario, Service
 
 
 def move(name: str, gpu: int, load_s: float, *, replica: int, node: int = 0) -> Move:
@@ -54,8 +58,25 @@ def test_a_place_that_is_lost_in_the_middle_leaves_all_where_they_are(node: int,
     assert held_s(result) == [74.0, 74.0, 15.0, 0.0, 15.0, 0.0]
 
 
+@pytest.mark.parametrize("second", [move("b", 2, 30.0, replica=2, node=1), move("b", 9, 30.0, replica=2, node=1)])
+def test_no_move_of_a_look_is_started_where_one_has_no_place(second: Move) -> None:
+    """The second of two moves to a GPU that has room for one, or to none: nothing of the plan is carried out."""
+    policies = Policies(deployer=OnTheFirst(ONE, 60), cluster_policy=Scripted([BOTH[0], second]))
+    actions = (Deploy(at_s=0.0, name="a", model="a"), Deploy(at_s=0.0, name="b", model="b"))
+    scenario = Scenario(cluster=cluster(6, per_node=2), actions=actions, service=Service.CONTINUOUS, startup_s=0.0)
+    simulated = Cluster(scenario.cluster, policies.contention_of(scenario.service))
+    deployments = Deployments(scenario, policies, simulated, Requests())
+    for action in actions:
+        deployments.deploy(action, 0.0)
+    before = deployments.snapshot(10.0), simulated.servers, tuple(simulated.events), tuple(deployments.changes)
+    with pytest.raises(PolicyFault, match=r"GiB free|no GPU gpu9"):
+        deployments.steer(10.0)
+    after = deployments.snapshot(10.0), simulated.servers, tuple(simulated.events), tuple(deployments.changes)
+    assert after == before
+
+
 def test_a_place_that_has_no_room_refuses_all() -> None:
-    """The second of two moves to a GPU that holds one: nothing of the plan is carried out."""
+    """The simulation ends with the policy's fault."""
     policy = Scripted([BOTH[0], move("b", 2, 30.0, replica=2, node=1)])
     with pytest.raises(PolicyError, match=r"scripted.*GiB free"):
         run(list(ASKED), policy, actions=deploy_all("a", "b"), num_gpus=6, per_node=2)
