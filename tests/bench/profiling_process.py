@@ -47,7 +47,7 @@ class ProfilingProcess:
             stdout=self._log,
             stderr=self._log,
             start_new_session=True,
-            preexec_fn=partial(set_parent_death_signal, signal.SIGTERM),  # also of a kill -9
+            preexec_fn=partial(set_parent_death_signal, signal.SIGKILL),  # an engine may not heed SIGTERM
         )
 
     def failure(self) -> str | None:
