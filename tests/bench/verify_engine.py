@@ -33,7 +33,7 @@ import pynvml
 from fingerprint.codec import to_json
 from fingerprint.errors import IserveError
 
-__all__ = ["Report", "Step", "main"]
+__all__ = ["Check", "Report", "Step", "main"]
 
 NAME = "checked"
 TOKENS, AT_ONCE = 16, 32
@@ -88,7 +88,7 @@ def main() -> None:
         driver=driver,
     )
     with tempfile.TemporaryDirectory(prefix="iserve-verify-") as folder:
-        check = _Check(report, Path(folder), out, options.max_seconds, held_bytes)
+        check = Check(report, Path(folder), out, options.max_seconds, held_bytes)
         check.run_all()
     failed = [step.name for step in report.steps if not step.ok]
     print(f"{out}: " + (f"failed: {', '.join(failed)}" if failed else "every step held"), file=sys.stderr)
@@ -96,7 +96,9 @@ def main() -> None:
 
 
 @dataclass
-class _Check:
+class Check:
+    """All steps in their order, with what they need; a step that raises has failed."""
+
     report: Report
     home: Path
     out: Path
@@ -118,8 +120,8 @@ class _Check:
         begun, result, problem = time.monotonic(), None, None
         try:
             result = run()
-        except (IserveError, openai.OpenAIError, OSError, subprocess.TimeoutExpired) as error:
-            problem = str(error)
+        except Exception as error:  # noqa: BLE001 - an engine may answer anything
+            problem = str(error) if isinstance(error, CheckError) else f"{type(error).__name__}: {error}"
             print(f"{name} failed: {problem}", file=sys.stderr)
         seconds = round(time.monotonic() - begun, 1)
         step = Step(name=name, ok=problem is None, seconds=seconds, problem=problem, result=result)
