@@ -13,7 +13,7 @@ from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec
 from fingerprint.service_model import ServiceModel, service_model
 from placement.fleet.load import given_rates
-from placement.fleet.memory import KvRoom
+from placement.fleet.memory import KvRoom, kv_room
 from placement.fleet.performance import forecast
 from placement.fleet.search import choose
 from placement.fleet.starts import most_replicas, rule_plan
@@ -60,6 +60,19 @@ def test_tp_is_the_rule_and_kept_where_a_pipeline_is_no_faster(goal: FleetGoal) 
     assert {fleet.option(one).config.pp for one in chosen.replicas} == {1}
 
 
+@pytest.mark.parametrize(("of_tp_time", "pp"), [(0.92, 1), (0.9, 2)])
+def test_a_pipeline_has_to_gain_2_percent_over_as_many_replicas_by_tp(of_tp_time: float, pp: int) -> None:
+    """Two replicas gain 5% over the rule's one, by TP or as pipelines; two pipelines 1.3% more, or 3.7%."""
+    time = of_tp_time / 1.7  # TP of 2 takes 1 / 1.7 of the time
+    staged = pipeline(2, fixed_gib=120, prompt_s=0.1 * time, step_s=0.01 * time, step_slope_s=0.0001 * time)
+    fleet = fleet_of(option(2, fixed_gib=120), staged, count=4)
+    found = choose(fleet, FleetGoal.LATENCY, [1.0])
+    assert not found.is_rule
+    assert [(one.gpus, fleet.option(one).config.pp) for one in found.chosen.plan.replicas] == [
+        ((0, 1), pp), ((2, 3), pp),
+    ]  # fmt: skip
+
+
 def test_a_pipeline_of_fewer_gpus_is_no_rule_where_tp_fits() -> None:
     fleet = fleet_of(option(4, fixed_gib=200), pipeline(3, fixed_gib=200), count=4)
     assert fleet.least(0).config.tp == 4
@@ -74,6 +87,14 @@ def test_most_replicas_are_on_gpus_of_their_own(count: int, replicas: int) -> No
     held = [gpu for one in plan.replicas for gpu in one.gpus]
     assert len(plan.replicas) == replicas
     assert len(set(held)) == len(held)
+
+
+def test_each_gpu_is_left_to_one_of_the_pipelines_still_expected() -> None:
+    """A stage takes a GPU. Of seven GPUs the first three are taken; GPUs 3 to 5 and 4 to 6 overlap."""
+    fleet = replace(fleet_of(pipeline(3, fixed_gib=180), count=7), expected=3)
+    room = kv_room(fleet, FleetPlan((FleetReplica(0, 0, (0, 1, 2)),)))
+    assert room is not None
+    assert room.unplaced == 1
 
 
 def test_a_pipeline_alone_is_the_rule() -> None:
