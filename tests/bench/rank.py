@@ -9,12 +9,14 @@ the process, which has one thread: on a shared machine wall-clock time says more
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import random
 import statistics
 import sys
 import time
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from itertools import islice, product
 from pathlib import Path
 
@@ -72,6 +74,8 @@ class BenchResult:
     best_s: float
     repeats: int
     machine: str
+    recorded_on: str
+    load: float  # average of a minute before
 
 
 @dataclass(frozen=True)
@@ -151,7 +155,7 @@ def measure(case: str, intent: Intent, found: list[Candidate]) -> BenchResult:
     assert len(plan.candidates) == len(found)
     values = [r.objective for r in plan.candidates if r.feasible and r.objective is not None]
     assert values == sorted(values)
-    times_s = []
+    load, times_s = os.getloadavg()[0], []
     for _ in range(WARM_UP + REPEATS):
         start = time.process_time()
         plan = rank(found, intent, fits=fits)
@@ -167,6 +171,8 @@ def measure(case: str, intent: Intent, found: list[Candidate]) -> BenchResult:
         best_s=times_s[0],
         repeats=REPEATS,
         machine=machine(),
+        recorded_on=datetime.now(UTC).date().isoformat(),
+        load=load,
     )
 
 
