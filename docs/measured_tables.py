@@ -11,6 +11,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from decision_tables import decision_table, ranking_table
 from placement_tables import exact_gaps, exact_gaps_in_part, of_policies, of_replicas
 from serving_tables import gateway_table, late_table
 from world_tables import (
@@ -53,6 +54,10 @@ def with_tables(page: str) -> str:
 def _recorded(file: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(gzip.decompress((RESULTS / file).read_bytes()))
     return found
+
+
+def _plain(file: str) -> Any:
+    return json.loads((RESULTS / file).read_bytes())
 
 
 def _decisions() -> tuple[Any, ...]:
@@ -246,7 +251,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "replicas on 16 GPUs": lambda: of_replicas(_placed(), 16),
     "replicas on 8 GPUs": lambda: of_replicas(_placed(), 8),
     "gateway": lambda: gateway_table(_recorded("gateway.json.gz")["runs"]),
-    "late rejection on an H200": lambda: late_table(json.loads((RESULTS / "refusing_h200.json").read_bytes())),
+    "late rejection on an H200": lambda: late_table(_plain("refusing_h200.json")),
+    "times of rankings": lambda: ranking_table(_plain("rank.json")),
+    "times of decisions": lambda: decision_table(_plain("decide.json")),
     "distance to exact placement": lambda: exact_gaps(_recorded("exact_gap.json.gz")["cases"]),
     "distance to exact placement in part": lambda: exact_gaps_in_part(_recorded("exact_gap.json.gz")["cases"]),
     "accuracy of vLLM 0.24 on an H200": lambda: _accuracy("h200"),
