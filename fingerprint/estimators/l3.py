@@ -340,16 +340,8 @@ def _by_key(
 
 
 def _is_possible(point: WholePoint, config: DeploymentConfig, floor: PhysicalFloor) -> bool:
-    """Return whether the GPU's peaks allow the times of a measured point.
-
-    An engine that prepares a step while the one before runs hands the first token over up to a step late, so n
-    tokens that were timed as n - 1 steps are n - 2 whole ones at least (Llama-3.1-8B on an H200, 64 prompts of
-    2,047: two tokens are 0.87 of the least step apart).
-    """
-    steps = len(point.steps_s)
-    at = Workload(point.batch, point.input_tokens, 1 + steps)
-    tpot_s = point.steady_s * steps / (steps - 1) if steps > 1 else math.inf
-    return floor.allows(config, at, ttft_s=point.ttft_s, tpot_s=tpot_s)
+    at = Workload(point.batch, point.input_tokens, 1 + len(point.steps_s))
+    return floor.allows(config, at, ttft_s=point.ttft_s, tpot_s=point.steady_s)
 
 
 def _unusable(profile: Profile, used: Mapping[MeasuredKey, tuple[WholePoint, ...]]) -> Iterator[str]:

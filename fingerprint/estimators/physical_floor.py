@@ -61,9 +61,15 @@ class PhysicalFloor(RooflineEstimator):
         return config.pp > 1 and traits_of(config.engine).fills_stages
 
     def allows(self, config: DeploymentConfig, workload: Workload, *, ttft_s: float, tpot_s: float) -> bool:
-        """Return whether neither time is below ``FLOOR_SHARE`` of the least possible one."""
-        least_ttft_s, least_tpot_s = self.ttft_s(config, workload), self.tpot_s(config, workload)
-        return ttft_s >= FLOOR_SHARE * least_ttft_s and tpot_s >= FLOOR_SHARE * least_tpot_s
+        """Return whether neither time is below ``FLOOR_SHARE`` of the least possible one.
+
+        An engine that prepares a step while the one before runs hands the first token over up to a step late, so
+        n tokens are n - 2 whole steps at least, measured or predicted from what was (Llama-3.1-8B on an H200, 64
+        prompts of 2,047: two tokens are 0.87 of the least step apart).
+        """
+        steps = workload.output_tokens - 1
+        least_s = self.tpot_s(config, workload) * max(0, steps - 1)
+        return ttft_s >= FLOOR_SHARE * self.ttft_s(config, workload) and tpot_s * steps >= FLOOR_SHARE * least_s
 
     def _experts_read_fraction(self, tokens: float) -> float:
         """Return the share of the experts that a single token chooses: all may choose the same."""
