@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 from types import TracebackType
+from typing import Any
 
 import aiohttp
 
@@ -51,7 +52,7 @@ class Prober:
 
         A worker that starts does not have its port yet, and another program may.
         """
-        answer = await self._get(f"{url}/health", None)
+        answer = await self._ask("GET", f"{url}/health", None)
         if answer is None:
             return Health.SILENT
         return Health.OK if answer[0] == 200 else Health.NOT_READY
@@ -62,7 +63,7 @@ class Prober:
         """Return what ``GET url`` answers, by the engine's ``read``; None for no answer or one that it does not
         take.
         """
-        answer = await self._get(url, token)
+        answer = await self._ask("GET", url, token)
         if answer is None or answer[0] != 200:
             return None
         try:
@@ -72,23 +73,18 @@ class Prober:
 
     async def completes(self, url: str, body: dict[str, object], token: str | None) -> bool:
         """Return whether the worker at ``url`` answers a completion with 200 within ``COMPLETION_S``."""
-        assert self._session is not None
         limit = aiohttp.ClientTimeout(total=COMPLETION_S)
-        route, headers = f"{url}/v1/completions", authorization(token)
-        try:
-            async with self._session.post(
-                route, json=body, headers=headers, timeout=limit, allow_redirects=False
-            ) as response:
-                async for _ in response.content.iter_chunked(_MAX_ANSWER_BYTES):
-                    pass
-                return response.status == 200
-        except (aiohttp.ClientError, TimeoutError, OSError):
-            return False
+        answer = await self._ask("POST", f"{url}/v1/completions", token, json=body, timeout=limit)
+        return answer is not None and answer[0] == 200
 
-    async def _get(self, url: str, token: str | None) -> tuple[int, bytes] | None:
+    async def _ask(self, method: str, url: str, token: str | None, **more: Any) -> tuple[int, bytes] | None:
+        """Return status and body, of which no more than ``_MAX_ANSWER_BYTES`` are read; None: no answer."""
         assert self._session is not None
+        headers = authorization(token)
         try:
-            async with self._session.get(url, headers=authorization(token), allow_redirects=False) as response:
+            async with self._session.request(
+                method, url, headers=headers, allow_redirects=False, **more
+            ) as response:
                 body = await response.content.read(_MAX_ANSWER_BYTES)
                 while not response.content.at_eof() and len(body) < _MAX_ANSWER_BYTES:
                     body += await response.content.read(_MAX_ANSWER_BYTES - len(body))
