@@ -27,8 +27,9 @@ class DaemonSettings:
     load_window_s: float = 120.0
     probe_timeout_s: float = 2.0  # of one /health or /stats
     probe_misses: int = 3  # a ready worker that fails to answer so often in a row is not ready
-    start_timeout_s: float = 900.0  # from launch to the first healthy answer
-    unresponsive_s: float = 120.0  # a worker that was ready and is silent for so long is ended and started again
+    start_timeout_s: float = 900.0  # from launch to the first healthy answer; the warm-up follows
+    warm_up_s: float = 120.0  # from there to being ready, at most: a warm-up that takes longer is cut short
+    unresponsive_s: float = 120.0  # a worker that was healthy and is silent for so long is ended and started again
     resident_period_s: float = 5.0  # between two looks at the memory of CPU workers
     restart: RestartPolicy = field(default_factory=RestartPolicy)
     stop_grace_s: float = 35.0  # between SIGTERM and SIGKILL; the embedded engine drains for 30 at most
@@ -40,7 +41,7 @@ class DaemonSettings:
     ended_kept: int = 20  # folders of ended workers, kept for their logs
 
     def __post_init__(self) -> None:
-        for name in ("tick_s", "load_window_s", "probe_timeout_s", "start_timeout_s", "stop_grace_s"):
+        for name in ("tick_s", "load_window_s", "probe_timeout_s", "start_timeout_s", "warm_up_s", "stop_grace_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
         if not 0 <= self.port <= 65535:

@@ -21,8 +21,8 @@ _TOKEN_IDS = range(3, 250)  # every vocabulary has them
 class WarmUp:
     """Warm-up of one start of a worker; it goes on in the background."""
 
-    def __init__(self, bursts: tuple[Burst, ...] = ()) -> None:
-        self._bursts = bursts
+    def __init__(self, bursts: tuple[Burst, ...] = (), limit_s: float = 0.0) -> None:
+        self._bursts, self._limit_s = bursts, limit_s
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -30,16 +30,21 @@ class WarmUp:
         return self._task is not None and not self._task.done()
 
     def begin(self, prober: Prober, url: str, spec: WorkerSpec, token: str | None) -> None:
-        """Send the bursts, the first time that this is called."""
-        if self._task is None and self._bursts:
+        """Send the bursts. The warm-up is over once they are answered, or after its limit."""
+        if self._bursts:
             self._task = asyncio.get_running_loop().create_task(self._send(prober, url, spec, token))
 
     async def _send(self, prober: Prober, url: str, spec: WorkerSpec, token: str | None) -> None:
         begun_s, failed = time.monotonic(), 0
-        for burst in self._bursts:
-            bodies = [_completion(spec, burst) for _ in range(burst.requests)]
-            answered = await asyncio.gather(*(prober.completes(url, body, token) for body in bodies))
-            failed += answered.count(False)
+        try:
+            async with asyncio.timeout(self._limit_s):
+                for burst in self._bursts:
+                    bodies = [_completion(spec, burst) for _ in range(burst.requests)]
+                    answered = await asyncio.gather(*(prober.completes(url, body, token) for body in bodies))
+                    failed += answered.count(False)
+        except TimeoutError:
+            log.warning("worker %s: warm-up cut short after %.0f s", spec.worker_id, self._limit_s)
+            return
         report = log.warning if failed else log.info
         took_s = time.monotonic() - begun_s
         report("worker %s: warmed up in %.1f s, %d requests failed", spec.worker_id, took_s, failed)

@@ -131,9 +131,14 @@ class SupervisedWorker:
         return WorkerState.STARTING if phase is Phase.STARTING else WorkerState.RESTARTING
 
     @property
-    def is_ready(self) -> bool:
+    def is_healthy(self) -> bool:
         """Healthy at the last probes; a busy worker may miss a few in a row."""
         return self._sight.last_ok_s is not None and self._sight.misses < self._settings.probe_misses
+
+    @property
+    def is_ready(self) -> bool:
+        """Healthy, and its warm-up is over: requests may be routed to it."""
+        return self.is_healthy and not self._sight.warm_up.is_under_way
 
     def status(self) -> WorkerStatus:
         state = self.state()
@@ -166,7 +171,7 @@ class SupervisedWorker:
             promised_bytes=self.spec.promised_bytes(),
             resident_bytes=self._resident_bytes,
             pids=frozenset(pid for pid in listed_pids if self._owns(pid)),
-            ready=self.is_ready,
+            ready=self.is_healthy,
             busy=stats.busy if stats is not None else None,
         )
 
@@ -233,18 +238,13 @@ class SupervisedWorker:
         sight = self._sight
         health, stats = await asyncio.gather(prober.health(self.url), self._stats(prober))
         sight.stats = stats
-        looks = health is Health.OK and not self.is_ready and not sight.warm_up.is_under_way
-        if looks and not await self._has_its_port():
+        if health is Health.OK and not self.is_healthy and not await self._has_its_port():
             return  # until the next tick: the look is too costly for more
-        if health is Health.OK and sight.last_ok_s is None:
-            sight.warm_up.begin(prober, self.url, self.spec, self._token)
-        if sight.warm_up.is_under_way:
-            self._wake_soon()
-            return
         if health is Health.OK:
             if sight.last_ok_s is None:
-                log.info("worker %s is ready at %s", self.worker_id, self.url)
+                log.info("worker %s is healthy at %s", self.worker_id, self.url)
                 self.error = None
+                sight.warm_up.begin(prober, self.url, self.spec, self._token)
             sight.last_ok_s, sight.misses = time.monotonic(), 0
         elif health is Health.SILENT:
             sight.misses += 1
@@ -366,7 +366,8 @@ class SupervisedWorker:
         )
         cores = sorted({core for device in devices.values() for core in device.cores})
         self._sight.warm_up.cancel()
-        self._sight = _Sight(time.monotonic(), warm_up=WarmUp(self._engine.warm_up_bursts(self.spec)))
+        warm_up = WarmUp(self._engine.warm_up_bursts(self.spec), self._settings.warm_up_s)
+        self._sight = _Sight(time.monotonic(), warm_up=warm_up)
         self._launched_at = time.time()
         self._ending_since_s = self._ended_because = None
         self._history.note_start(time.monotonic())
