@@ -218,7 +218,7 @@ class SupervisedWorker:
             if self._ending_since_s is None:
                 self._ending_since_s = now_s
             elif now_s - self._ending_since_s > _ENDING_LIMIT_S:
-                await asyncio.to_thread(self.process.end, grace_s=0.0)
+                await self._end(grace_s=0.0)
             self._wake_soon()
         elif phase is Phase.ENDED:
             await self._on_exit()
@@ -298,13 +298,13 @@ class SupervisedWorker:
             why = f"{why}: {self._sight.stranger}"
         self._ended_because = why
         log.warning("worker %s: %s", self.worker_id, why)
-        await asyncio.to_thread(self.process.end, grace_s=settings.stop_grace_s)
+        await self._end(grace_s=settings.stop_grace_s)
+        self._wake_soon()
 
     async def _end_overdue(self) -> None:
         """End a worker whose time is up, when the process that was to end it is gone."""
-        self._unwatch_exit()
         self._restart_at_s = self._resident_bytes = None
-        if await asyncio.to_thread(self.process.end, grace_s=self._settings.stop_grace_s):
+        if await self._end(grace_s=self._settings.stop_grace_s):
             self.error = "its time was up"
             self._give_up("")
 
@@ -327,19 +327,21 @@ class SupervisedWorker:
             asyncio.get_running_loop().add_reader(self._exit_watch, self._on_exit_event)
 
     def _on_exit_event(self) -> None:
-        self._unwatch_exit()
+        self.let_go()
         self._wake(self)
 
     def let_go(self) -> None:
-        """Stop looking; the worker itself runs on."""
-        self._unwatch_exit()
+        """Stop looking, and warming up; the worker itself runs on."""
         self._sight.warm_up.cancel()
-
-    def _unwatch_exit(self) -> None:
         if self._exit_watch is not None:
             asyncio.get_running_loop().remove_reader(self._exit_watch)
             os.close(self._exit_watch)
             self._exit_watch = None
+
+    async def _end(self, *, grace_s: float) -> bool:
+        """End its processes, and all that is asked of them; return whether none is left."""
+        self.let_go()
+        return await asyncio.to_thread(self.process.end, grace_s=grace_s)
 
     # --- starting and ending -----------------------------------------------------------------------------------
 
@@ -365,7 +367,6 @@ class SupervisedWorker:
             files=(*command.files, (VERSIONS_FILE, to_json(self._versions).decode()), (TOKEN_FILE, self._token)),
         )
         cores = sorted({core for device in devices.values() for core in device.cores})
-        self._sight.warm_up.cancel()
         warm_up = WarmUp(self._engine.warm_up_bursts(self.spec), self._settings.warm_up_s)
         self._sight = _Sight(time.monotonic(), warm_up=warm_up)
         self._launched_at = time.time()
@@ -394,8 +395,7 @@ class SupervisedWorker:
 
     async def _on_exit(self) -> None:
         """Clear up after the engine and its shim are gone, and decide whether to start again."""
-        self._unwatch_exit()
-        await asyncio.to_thread(self.process.end, grace_s=0.0)  # what a killed shim left behind
+        await self._end(grace_s=0.0)  # what a killed shim left behind
         record = self.process.exit_record()
         self._resident_bytes = None
         if record is not None and record.exit_code == PORT_IN_USE and self._move_port():
@@ -476,8 +476,7 @@ class SupervisedWorker:
         async with self._lock:
             if self.stopped:
                 return
-            self.let_go()
-            if not await asyncio.to_thread(self.process.end, grace_s=self._settings.stop_grace_s):
+            if not await self._end(grace_s=self._settings.stop_grace_s):
                 raise UnavailableError(
                     f"worker {self.worker_id}: processes {self._left()} cannot be ended; look at the node"
                 )

@@ -210,6 +210,42 @@ class TestAWorkerInItsWarmUp:
         supervise(watch, warm_up_s=1e-3)
 
 
+async def stop(watched):
+    await watched.worker.stop()
+
+
+async def let_go(watched):
+    watched.worker.let_go()
+
+
+async def exits(watched):
+    watched.worker.process.phase = Phase.ENDED
+    await watched.look()
+
+
+async def is_silent_for_long(watched):
+    watched.prober.is_health = Health.SILENT
+    watched.clock.late_s = 2 * DaemonSettings.unresponsive_s
+    await watched.look()
+    assert watched.worker.process.phase is Phase.ENDED
+
+
+async def has_had_its_time(watched):
+    watched.clock.late_s = 2 * 3600
+    await watched.look()
+    assert watched.worker.process.phase is Phase.ENDED
+
+
+@pytest.mark.parametrize("end", [stop, let_go, exits, is_silent_for_long, has_had_its_time])
+def test_a_worker_that_is_ended_or_let_go_is_sent_no_more_of_its_warm_up(supervise, end):
+    async def watch(watched):
+        await watched.begin()
+        await end(watched)
+        await watched.is_dropped()
+
+    supervise(watch)
+
+
 @pytest.fixture
 def vllm_node(node, tmp_path, tiny_checkpoint):
     node.offer_gpus(tmp_path / "nvml")
