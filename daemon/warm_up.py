@@ -9,6 +9,7 @@ import time
 
 from daemon.engines.base import Burst
 from daemon.probe import Prober
+from daemon.worker_process import WorkerProcess
 from daemon.worker_spec import WorkerSpec
 
 __all__ = ["WarmUp"]
@@ -21,8 +22,8 @@ _TOKEN_IDS = range(3, 250)  # every vocabulary has them
 class WarmUp:
     """Warm-up of one start of a worker; it goes on in the background."""
 
-    def __init__(self, bursts: tuple[Burst, ...] = (), limit_s: float = 0.0) -> None:
-        self._bursts, self._limit_s = bursts, limit_s
+    def __init__(self, bursts: tuple[Burst, ...], process: WorkerProcess, limit_s: float) -> None:
+        self._bursts, self._process, self._limit_s = bursts, process, limit_s
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -30,8 +31,8 @@ class WarmUp:
         return self._task is not None and not self._task.done()
 
     def begin(self, prober: Prober, url: str, spec: WorkerSpec, token: str | None) -> None:
-        """Send the bursts. The warm-up is over once they are answered, or after its limit."""
-        if self._bursts:
+        """Send the bursts, unless an earlier daemon did. It is over once they are answered, or after its limit."""
+        if self._bursts and self._process.is_cold():
             self._task = asyncio.get_running_loop().create_task(self._send(prober, url, spec, token))
 
     async def _send(self, prober: Prober, url: str, spec: WorkerSpec, token: str | None) -> None:
@@ -44,10 +45,11 @@ class WarmUp:
                     failed += answered.count(False)
         except TimeoutError:
             log.warning("worker %s: warm-up cut short after %.0f s", spec.worker_id, self._limit_s)
-            return
-        report = log.warning if failed else log.info
-        took_s = time.monotonic() - begun_s
-        report("worker %s: warmed up in %.1f s, %d requests failed", spec.worker_id, took_s, failed)
+        else:
+            report = log.warning if failed else log.info
+            took_s = time.monotonic() - begun_s
+            report("worker %s: warmed up in %.1f s, %d requests failed", spec.worker_id, took_s, failed)
+        self._process.note_warm()
 
     def cancel(self) -> None:
         if self._task is not None:

@@ -14,7 +14,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 
@@ -30,7 +30,7 @@ from daemon.procfs import read_stat
 from daemon.settings import DaemonSettings
 from daemon.status import WorkerState, WorkerStats, WorkerStatus
 from daemon.warm_up import WarmUp
-from daemon.worker_process import VERSIONS_FILE, Phase, WorkerProcess
+from daemon.worker_process import COLD_FILE, VERSIONS_FILE, Phase, WorkerProcess
 from daemon.worker_spec import WorkerSpec
 from daemon.worker_token import TOKEN_FILE, new_token
 from fingerprint.codec import to_json
@@ -50,10 +50,10 @@ class _Sight:
     """Results of the probes of the present start."""
 
     since_s: float
+    warm_up: WarmUp
     last_ok_s: float | None = None
     misses: int = 0  # since the last healthy answer
     stats: WorkerStats | None = None
-    warm_up: WarmUp = field(default_factory=WarmUp)  # of one that is adopted: none
     stranger: str | None = None  # why healthy answers are not believed: another process listens on the port
 
 
@@ -84,7 +84,7 @@ class SupervisedWorker:
         self._fixed_port = fixed_port
         self._lock = asyncio.Lock()
         self._history = RestartHistory(settings.restart)
-        self._sight = _Sight(time.monotonic())
+        self._sight = self._new_sight()
         self._launched_at = time.time()
         # On the monotonic clock from here on, so that setting the wall clock neither ends it nor keeps it.
         self._ends_at_s = None if spec.ends_at is None else time.monotonic() + spec.ends_at - time.time()
@@ -103,6 +103,10 @@ class SupervisedWorker:
         self.gave_up = False
         self.stopping = False
         self.stopped = False
+
+    def _new_sight(self) -> _Sight:
+        bursts = self._engine.warm_up_bursts(self.spec)
+        return _Sight(time.monotonic(), WarmUp(bursts, self.process, self._settings.warm_up_s))
 
     # --- looking -----------------------------------------------------------------------------------------------
 
@@ -361,14 +365,16 @@ class SupervisedWorker:
         command = await asyncio.to_thread(self._engine.command, self.spec, folder, devices)
         self._versions = await asyncio.to_thread(self._engine.pinned(self.spec.engine_version).versions)
         self._token = self._token or new_token()  # the same after a restart: the gateway's table has it
+        files = [(VERSIONS_FILE, to_json(self._versions).decode()), (TOKEN_FILE, self._token)]
+        if self._engine.warm_up_bursts(self.spec):
+            files.append((COLD_FILE, ""))
         command = replace(
             command,
             env=(*self._device_env(), *command.env),  # of two the later counts
-            files=(*command.files, (VERSIONS_FILE, to_json(self._versions).decode()), (TOKEN_FILE, self._token)),
+            files=(*command.files, *files),
         )
         cores = sorted({core for device in devices.values() for core in device.cores})
-        warm_up = WarmUp(self._engine.warm_up_bursts(self.spec), self._settings.warm_up_s)
-        self._sight = _Sight(time.monotonic(), warm_up=warm_up)
+        self._sight = self._new_sight()
         self._launched_at = time.time()
         self._ending_since_s = self._ended_because = None
         self._history.note_start(time.monotonic())

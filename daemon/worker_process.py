@@ -45,12 +45,13 @@ from daemon.worker_token import read_token
 from fingerprint.codec import from_json, to_json
 from fingerprint.errors import BadInputError, UnavailableError
 
-__all__ = ["VERSIONS_FILE", "WORKER_MARK", "Phase", "WorkerProcess", "read_spec"]
+__all__ = ["COLD_FILE", "VERSIONS_FILE", "WORKER_MARK", "Phase", "WorkerProcess", "read_spec"]
 
 log = logging.getLogger(__name__)
 
 SPEC_FILE = "spec.json"
 VERSIONS_FILE = "versions.json"  # of the engine, at the start of the process that runs
+COLD_FILE = "cold"  # until the warm-up is over, of an engine that has one
 _SHIM = "daemon.shim"  # the module
 _FORMER_SHIM = "daemon.keeper"  # of a worker that a former release started
 _SHIM_LOG = "shim.log"
@@ -211,6 +212,15 @@ class WorkerProcess:
             return read_token(self.folder)
         except OSError:
             return None
+
+    def is_cold(self) -> bool:
+        """Return whether a warm-up is due or under way; False where an older daemon started the worker."""
+        return (self.folder / COLD_FILE).exists()
+
+    def note_warm(self) -> None:
+        """Record that the warm-up is over. Where that cannot be written, the next daemon repeats it."""
+        with contextlib.suppress(OSError):
+            (self.folder / COLD_FILE).unlink(missing_ok=True)
 
     def exit_record(self) -> ExitRecord | None:
         """Return the shim's last word; None when it was killed before it could say it."""

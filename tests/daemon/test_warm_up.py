@@ -292,6 +292,21 @@ class TestAWorkerOfVllm:
         assert after.pid == before.pid
         assert _steps(after) == steps
 
+    def test_a_daemon_that_adopts_it_in_its_warm_up_begins_that_anew(self, vllm_node, until, tmp_path):
+        may_answer = tmp_path / "may-answer"
+        (vllm_node.checkpoint / "behaviour.json").write_text(json.dumps({"token_file": str(may_answer)}))
+        bursts = launch(vllm_node)
+        until(lambda: _is_healthy(vllm_node.client.worker("w1").url))
+        before = vllm_node.client.worker("w1")
+        until(lambda: _steps(before) == 1)  # the first prompt's; no token is made
+        vllm_node.signal_daemon(signal.SIGKILL)
+        vllm_node.start(real_engines=True, cpu_devices=None)
+        assert vllm_node.client.worker("w1").state is WorkerState.STARTING
+        may_answer.touch()
+        after = vllm_node.wait("w1", WorkerState.READY)
+        assert (after.pid, after.restarts) == (before.pid, 0)
+        assert _steps(after) >= 1 + sum(burst.requests * (1 + burst.output_tokens) for burst in bursts)
+
 
 def _is_healthy(url):
     try:

@@ -5,8 +5,8 @@ It takes the documented flags and no other, makes the documented checks with the
 with SO_REUSEPORT before it "loads", is as many processes as vLLM is (none of which minds its parent's death), and
 answers with the documented bodies. A token is a byte of text or an id. What cannot be checked without a GPU is
 given by ``behaviour.json`` in the model's folder, else for every model in the environment's: ``once`` (for one
-start), ``free_bytes`` and ``total_bytes`` of a GPU, ``weight_bytes``, ``load_s``, ``token_s``, ``deaf`` (ignores
-SIGTERM).
+start), ``free_bytes`` and ``total_bytes`` of a GPU, ``weight_bytes``, ``load_s``, ``token_s``, ``token_file``
+(makes tokens only once it exists), ``deaf`` (ignores SIGTERM).
 """
 
 import argparse
@@ -203,6 +203,8 @@ class Engine:
             try:
                 for number in range(max_tokens):
                     time.sleep(self.behaviour.get("token_s", 0))
+                    while "token_file" in self.behaviour and not Path(self.behaviour["token_file"]).exists():
+                        time.sleep(0.01)
                     with self.lock:
                         self.output_tokens, self.steps = self.output_tokens + 1, self.steps + 1
                         self.held_tokens, held = self.held_tokens + 1, held + 1
