@@ -56,6 +56,13 @@ def test_each_power_of_two_of_a_step_is_run_and_one_token_less():
     assert alone == {1} | {size - less for size in (16, 32, 64, 128, 256, 512, 1024, 2048) for less in (0, 1)}
 
 
+@pytest.mark.parametrize(("max_batch", "requests"), [(4, 4), (8, 8), (256, 8)])
+def test_short_and_long_prompts_are_run_and_decoded_together_up_to_eight(max_batch, requests):
+    limits = replace(LIMITS, max_batch=max_batch, max_batched_tokens=2048, max_context_tokens=8192)
+    together = {burst for burst in warm_up_bursts(limits) if burst.requests > 1}
+    assert together == {Burst(requests, 64, 4), Burst(requests, 1024, 4)}
+
+
 class WarmedUp(TorchEngine):
     """An engine whose workers are sent one burst."""
 
