@@ -14,6 +14,7 @@ from typing import Annotated, NamedTuple, get_args, get_type_hints
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from daemon.home import default_home
+from daemon.settings import DaemonSettings
 from fingerprint.errors import ConfigError
 from placement.placer_registry import check_placement
 from placement.policies import DEFAULT_LOAD_THRESHOLD
@@ -66,7 +67,7 @@ class Settings:
         float, "budget of the profile that a first deployment takes; on vllm of all its GPUs together"
     ] = 60.0
     start_timeout_s: Annotated[
-        float, "seconds for a worker to become ready; the daemon reads it when it starts"
+        float, "seconds for a worker to become healthy; a warm-up may follow. The daemon reads it when it starts"
     ] = 900.0
     require_keys: Annotated[
         bool | None, "whether the OpenAI API wants API keys; unset: when the host is not loopback"
@@ -109,6 +110,11 @@ class Settings:
         if self.require_keys is not None:
             return self.require_keys
         return self.host not in {"127.0.0.1", "::1", "localhost"}
+
+    @property
+    def ready_timeout_s(self) -> float:
+        """Longest time from a worker's launch until it is ready: that of its start and that of its warm-up."""
+        return self.start_timeout_s + DaemonSettings.warm_up_s
 
     @property
     def state(self) -> Path | str:

@@ -237,7 +237,7 @@ class Targets:
                 (spec,) = planned.workers("verify", source, worker_id, options.workload, profile, engine_options)
                 # In case no controller ever returns to end it.
                 spec = replace(
-                    spec, ends_at=time.time() + self._settings.start_timeout_s + 2 * body.max_seconds + _SLACK_S
+                    spec, ends_at=time.time() + self._settings.ready_timeout_s + 2 * body.max_seconds + _SLACK_S
                 )
                 used_before = used_bytes(self._node())
                 tell("launching", 0, 0, 0.0)
@@ -284,7 +284,7 @@ class Targets:
         try:
             ask_daemon(self._daemon, lambda daemon: launched(daemon, spec))
             yield wait_until_ready(
-                self._daemon, spec.worker_id, self._settings.start_timeout_s, go_on=lambda: None
+                self._daemon, spec.worker_id, self._settings.ready_timeout_s, go_on=lambda: None
             )
         finally:
             try:

@@ -342,7 +342,7 @@ class Deployer:
             self._move(job, "launching")
             for spec in specs:
                 self.ask_to_run(spec)
-        deadline_s = time.monotonic() + self._settings.start_timeout_s  # they start at the same time
+        deadline_s = time.monotonic() + self._settings.ready_timeout_s  # they start at the same time
         serving = tuple(self.once_ready(row, spec, deadline_s) for spec in specs)
         self._move(job, "ready", workers=to_json(serving))
 

@@ -65,7 +65,7 @@ class Reconciler:
         self._tick_s = tick_s
         self._autoscaler = Autoscaler(controller)
         self._drainer = Drainer(controller)
-        self._patience = Patience(controller.settings.start_timeout_s + DaemonSettings.unresponsive_s)
+        self._patience = Patience(controller.settings.ready_timeout_s + DaemonSettings.unresponsive_s)
         self._published: tuple[object, ...] | None = None
         self._version = 0
         self._orphans: dict[str, float] = {}

@@ -111,7 +111,7 @@ class Updater:
         Raises:
             EngineError: a worker gave up, or is not ready in time.
         """
-        deadline_s = time.monotonic() + self._settings.start_timeout_s
+        deadline_s = time.monotonic() + self._settings.ready_timeout_s
         while True:
             serving = tuple(self._deployer.once_ready(row, spec, deadline_s) for spec in specs)
             self._deployer.check_not_removed(row)

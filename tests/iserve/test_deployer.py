@@ -21,6 +21,7 @@ import pytest
 
 from daemon.engines.registry import get_engine
 from daemon.process import own_record, write_record
+from daemon.settings import DaemonSettings
 from daemon.status import WorkerState
 from daemon.worker_spec import WorkerLimits, WorkerSpec
 from fingerprint.codec import from_json, to_json
@@ -301,8 +302,9 @@ def test_a_worker_that_died_unseen_with_its_daemon_is_launched_again(
 
 
 def test_a_worker_that_does_not_serve_in_time_gives_its_memory_back(
-    world: World, until: Until, ended: Callable[..., str]
+    world: World, until: Until, ended: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(DaemonSettings, "warm_up_s", 0.0)
     world.start()
     world.node.behave(slow_start_s=600)
     world.controller.close()
@@ -318,6 +320,17 @@ def test_a_worker_that_does_not_serve_in_time_gives_its_memory_back(
 
     until(nothing_runs, "the worker of the failed deployment is ended")
     assert world.phase() == "failed"
+
+
+def test_a_worker_that_is_healthy_in_time_may_be_ready_later(world: World, ended: Callable[..., str]) -> None:
+    """The daemon bounds the warm-up between the two."""
+    world.start()
+    world.node.behave(slow_start_s=2.0)  # more than the last look at a worker takes
+    world.controller.close()
+    world.controller = Controller(Settings(home=world.node.home, start_timeout_s=1e-3), world.store)
+    world.record(world.node.spec("a-1"))
+    world.work()
+    assert ended() == "ready"
 
 
 def test_a_launch_that_the_daemon_refuses_says_why(world: World, ended: Callable[..., str]) -> None:
