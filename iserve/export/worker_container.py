@@ -102,7 +102,7 @@ def exported_worker(
         probe_timeout_s=times.probe_timeout_s,
         probe_misses=times.probe_misses,
         unresponsive_s=times.unresponsive_s,
-        remarks=(*_remarks(launch, engine.name, bare=bare), *(container.notes if image is None else ())),
+        remarks=(*_remarks(launch, engine, bare=bare), *(container.notes if image is None else ())),
         num_replicas=launch.plan.replicas,
     )
 
@@ -128,18 +128,23 @@ def _pinning(devices: dict[str, Device]) -> tuple[tuple[str, str], ...]:
     return (("ISERVE_DEVICE_CORES", ";".join(cores)),) if cores else ()
 
 
-def _remarks(launch: LaunchDocument, engine: str, *, bare: bool) -> tuple[str, ...]:
+def _remarks(launch: LaunchDocument, engine: Engine, *, bare: bool) -> tuple[str, ...]:
     plan, config, limits = launch.plan, launch.worker.config, launch.worker.limits
     layers = [stage.num_layers for stage in launch.worker.stages]
-    basis = "datasheets" if launch.release is None else f"what was measured on {engine} {launch.release}"
+    basis = "datasheets" if launch.release is None else f"what was measured on {engine.name} {launch.release}"
     remarks = [
         f"Made by iServe {__version__}: {plan.model} on {plan.hardware}, intent {plan.intent}.",
-        f"{config} on {engine}, layers per stage {layers}; planned with {basis}.",
+        f"{config} on {engine.name}, layers per stage {layers}; planned with {basis}.",
         f"Requests at once: {limits.max_batch}; tokens of one, in and out: {limits.max_context_tokens}; "
         f"memory of a device: {limits.memory_bytes_per_device / 2**30:.2f} GiB.",
         f"iServe has not run this {'command' if bare else 'image'}. Clients that reach the port can use the model"
         f"{'; it is on loopback' if bare else ': put a gateway before it'}.",
     ]
+    if engine.warm_up_bursts(launch.worker):
+        remarks.append(
+            "There is no warm-up as under iServe's daemon: the first prompts of a size may wait for kernels to be "
+            "compiled."
+        )
     if not launch.has_weights:
         remarks.append(
             "The weights were not here and were not checked: the folder that is served needs them, and the "

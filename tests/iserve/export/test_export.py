@@ -307,6 +307,13 @@ def test_the_header_builds_the_image_from_the_file_that_is_there() -> None:
     assert (Path(__file__).parents[3] / dockerfile).is_file()
 
 
+@pytest.mark.parametrize(("engine", "is_said"), [("vllm", True), ("torch", False)])
+def test_remarks_say_of_an_engine_with_a_warm_up_that_there_is_none(engine: str, is_said: bool) -> None:
+    for bare in (False, True):
+        remarks = exported(launch_here(demo_model_path(), engine, gpus(0)), bare=bare).remarks
+        assert any("no warm-up" in remark for remark in remarks) is is_said
+
+
 def test_what_the_tools_would_replace_is_escaped(tmp_path: Path) -> None:
     folder = tmp_path / "$HOME ${X} $(Y) $$"
     shutil.copytree(demo_model_path(), folder)
