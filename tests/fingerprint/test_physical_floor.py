@@ -48,7 +48,7 @@ def test_the_roofline_is_above_it(gpu, batch, input_tokens, tp) -> None:
 
 @pytest.mark.parametrize(("tokens", "least"), [(3, 0.45), (8, 0.772), (65, 0.886)])
 def test_a_time_per_token_below_it_is_not_allowed(tokens: int, least: float) -> None:
-    """Of n - 1 steps one may lie before the first token is seen: 0.9 of n - 2 is the least."""
+    """Bounds by hand: 0.9 of n - 2 steps, as one of n - 1 may lie before the first token is seen."""
     floor = PhysicalFloor(StepTimedMachine().spec, gpu_spec("h200"))
     config, workload = DeploymentConfig(), Workload(64, 300, tokens)
     ttft_s, tpot_s = floor.ttft_s(config, workload), floor.tpot_s(config, workload)
