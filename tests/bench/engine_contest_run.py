@@ -3,19 +3,22 @@
     python -m tests.bench.engine_contest_run decide tests/bench/worlds/four-on-two.yaml --rates 7.5 14 \
         --set requests.trace=TRACE --json plans.json.gz
     python -m tests.bench.engine_contest_run play plans.json.gz CONTESTANT OUT --python VLLM_PYTHON
+    python -m tests.bench.engine_contest_run turns plans.json.gz OUT --python VLLM_PYTHON
     python -m tests.bench.engine_contest_run table plans.json.gz OUT/*.json.gz
 
 ``decide`` needs no GPU: it asks the contestants of ``iserve evaluate`` for one plan each, for the highest rate,
 and simulates that plan at every rate. ``play`` starts one vLLM worker for each replica as the product would
 (random weights, word-level tokenizers made here), sends each rate's requests in an open loop, and writes the
-times of the answers. A replica takes the requests of its deployment; with several they take turns. It imports no
-web framework.
+times of the answers. A replica takes the requests of its deployment; with several they take turns. ``turns`` plays
+all contestants on one machine, their workers started together: the rest idles while one answers, so that memory
+must do for all. It imports no web framework.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -221,38 +224,49 @@ class Worker:
         self._process.wait()
 
 
-def play(contest: Contest, name: str, models: Path, python: str) -> Played:
-    """Run one contestant's plan at every rate."""
+def play(contest: Contest, names: Sequence[str], models: Path, python: str) -> list[Played]:
+    """Run the plans of the contestants, all started first, one after the other at every rate."""
     write_models(contest, models)
     with ExitStack() as stack:
-        workers = []
-        for number, replica in enumerate(contest.plan(name).replicas):
-            worker = Worker(number, replica, contest.total_bytes, models, python)
-            stack.callback(worker.end)
-            workers.append(worker)
-        limit = time.monotonic() + START_S
-        while [worker for worker in workers if not worker.is_ready()]:  # each is asked
-            if time.monotonic() > limit:
-                raise SystemExit(f"not ready within {START_S:g} s:\n{workers[0].log.read_text()[-3000:]}")
-            time.sleep(0.5)
-        print("ready", [round(worker.ready_s or 0, 1) for worker in workers], flush=True)
-        asyncio.run(_run(workers, [_warm_up(worker) for worker in workers]))
-        answered = []
+        numbers, started = itertools.count(), dict[str, list[Worker]]()
+        for name in names:
+            started[name] = []
+            for replica in contest.plan(name).replicas:
+                worker = Worker(next(numbers), replica, contest.total_bytes, models, python)
+                stack.callback(worker.end)
+                started[name].append(worker)
+        _wait_for([worker for workers in started.values() for worker in workers])
+        for workers in started.values():
+            asyncio.run(_run(workers, [_warm_up(worker) for worker in workers]))
+        answered: dict[str, list[Answered]] = {name: [] for name in names}
         for load in contest.loads:
-            parts = _parts(contest, workers, load)
-            outcomes = asyncio.run(_run(workers, [part for part, _ in parts]))
-            answered.append(_joined(load, outcomes, [rows for _, rows in parts]))
-            print(f"{load.rate_per_s:g}/s: {_summary(load, answered[-1])}", flush=True)
+            for name, workers in started.items():
+                parts = _parts(contest, workers, load)
+                outcomes = asyncio.run(_run(workers, [part for part, _ in parts]))
+                answered[name].append(_joined(load, outcomes, [rows for _, rows in parts]))
+                print(f"{name}, {load.rate_per_s:g}/s: {_summary(load, answered[name][-1])}", flush=True)
         used = _nvidia("memory.used")
-    return Played(
-        contestant=name,
-        date=time.strftime("%Y-%m-%d"),
-        machine=", ".join(_nvidia("name")),
-        versions=f"vllm {_version(python)}, driver {_nvidia('driver_version')[0]}" if used else "",
-        start_s=tuple(round(worker.ready_s or 0.0, 1) for worker in workers),
-        gpu_used_mib=tuple(int(value) for value in used),
-        answered=tuple(answered),
-    )
+    return [
+        Played(
+            contestant=name,
+            date=time.strftime("%Y-%m-%d"),
+            machine=", ".join(_nvidia("name")),
+            versions=f"vllm {_version(python)}, driver {_nvidia('driver_version')[0]}" if used else "",
+            start_s=tuple(round(worker.ready_s or 0.0, 1) for worker in workers),
+            gpu_used_mib=tuple(int(value) for value in used),
+            answered=tuple(answered[name]),
+        )
+        for name, workers in started.items()
+    ]
+
+
+def _wait_for(workers: Sequence[Worker]) -> None:
+    limit = time.monotonic() + START_S
+    while [worker for worker in workers if not worker.is_ready()]:  # each is asked
+        if time.monotonic() > limit:
+            raise SystemExit(f"not ready within {START_S:g} s:\n{workers[0].log.read_text()[-3000:]}")
+        time.sleep(0.5)
+    print("ready", [round(worker.ready_s or 0, 1) for worker in workers], flush=True)
 
 
 async def _run(workers: Sequence[Worker], schedules: Sequence[Schedule | None]) -> list[Outcomes | None]:
@@ -365,6 +379,10 @@ def main() -> None:
     one.add_argument("contestant")
     one.add_argument("out", type=Path)
     one.add_argument("--python", default=sys.executable)
+    one = orders.add_parser("turns")
+    one.add_argument("plans", type=Path)
+    one.add_argument("out", type=Path)
+    one.add_argument("--python", default=sys.executable)
     one = orders.add_parser("table")
     one.add_argument("plans", type=Path)
     one.add_argument("played", type=Path, nargs="*")
@@ -376,9 +394,10 @@ def main() -> None:
     if options.order == "table":
         print(table(contest, [from_json(read_kept(path), Played, what=str(path)) for path in options.played]))
         return
-    found = play(contest, options.contestant, FOLDER, options.python)
-    name = options.contestant.replace(",", "").replace(" ", "-")
-    write_kept(options.out / f"contest-{name}.json.gz", to_json(found).decode())
+    names = [options.contestant] if options.order == "play" else [plan.contestant for plan in contest.plans]
+    for found in play(contest, names, FOLDER, options.python):
+        name = found.contestant.replace(",", "").replace(" ", "-")
+        write_kept(options.out / f"contest-{name}.json.gz", to_json(found).decode())
 
 
 if __name__ == "__main__":
