@@ -137,7 +137,11 @@ def _gains(best: Judged, rule: Judged, goal: FleetGoal) -> bool:
 
 
 class _Search:
-    """Judges each plan once, and no more plans than its budget."""
+    """Judges each plan once, and no more plans than its budget.
+
+    Plans in which no GPU is shared are one where they differ in nothing but which of GPUs in the same state each
+    replica has.
+    """
 
     def __init__(self, fleet: Fleet, judgement: Judgement, most_judgements: int) -> None:
         self._fleet, self._judgement, self._most = fleet, judgement, most_judgements
@@ -148,10 +152,30 @@ class _Search:
     def judge(self, plan: FleetPlan) -> Judged | None:
         if not plan.replicas:
             return None
-        if plan.key not in self._known:
+        key = self._key(plan)
+        if key not in self._known:
             self.judgements += 1
-            self._known[plan.key] = self._judgement(plan)
-        return self._known[plan.key]
+            self._known[key] = self._judgement(plan)
+        return self._known[key]
+
+    def _key(self, plan: FleetPlan) -> object:
+        gpus = [gpu for replica in plan.replicas for gpu in replica.gpus]
+        if len(set(gpus)) < len(gpus):
+            return plan.key
+        states = self._fleet.gpus
+        return tuple(
+            sorted(
+                (
+                    one.deployment,
+                    one.option,
+                    -1.0 if one.kv_tokens is None else one.kv_tokens,
+                    tuple(
+                        (states[gpu].usable_bytes, states[gpu].total_bytes, states[gpu].busy) for gpu in one.gpus
+                    ),
+                )
+                for one in plan.replicas
+            )
+        )
 
     def improved(self, start: Judged) -> Judged:
         """Return the end of the descent from ``start``."""
