@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from decision_tables import decision_table, ranking_table
-from placement_tables import exact_gaps, exact_gaps_in_part, of_policies, of_replicas
+from placement_tables import exact_gaps, exact_gaps_in_part, named_policies, of_policies, of_replicas
 from serving_tables import gateway_table, late_table
 from world_tables import (
     against_table,
@@ -247,6 +247,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "regret in short": _in_short,
     "against others": _against_others,
     "risk on new loads": _risk,
+    "policies by name": named_policies,
     "policies of figure 10": lambda: of_policies(_placed()),
     "replicas on 16 GPUs": lambda: of_replicas(_placed(), 16),
     "replicas on 8 GPUs": lambda: of_replicas(_placed(), 8),
@@ -254,7 +255,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "late rejection on an H200": lambda: late_table(_plain("refusing_h200.json")),
     "times of rankings": lambda: ranking_table(_plain("rank.json")),
     "times of decisions": lambda: decision_table(_plain("decide.json")),
-    "distance to exact placement": lambda: exact_gaps(_recorded("exact_gap.json.gz")["cases"]),
-    "distance to exact placement in part": lambda: exact_gaps_in_part(_recorded("exact_gap.json.gz")["cases"]),
+    "distance to exact placement": lambda: exact_gaps(_recorded("exact_gap.json.gz")),
+    "distance to exact placement in part": lambda: exact_gaps_in_part(_recorded("exact_gap.json.gz")),
     "accuracy of vLLM 0.24 on an H200": lambda: _accuracy("h200"),
 }

@@ -1,4 +1,4 @@
-"""Tables of docs/placement.md from recorded results: policies, replicas, and distances to exact placement."""
+"""Tables of docs/placement.md: the policies, and from recorded results policies, replicas, distances to exact."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-__all__ = ["exact_gaps", "exact_gaps_in_part", "of_policies", "of_replicas"]
+__all__ = ["exact_gaps", "exact_gaps_in_part", "named_policies", "of_policies", "of_replicas"]
 
 Row = dict[str, Any]
 _COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
@@ -17,10 +17,24 @@ _COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "SLOs missed": ("slo_violation_fraction", lambda share: f"{100 * share:.1f}"),
 }
 _UNITS = {"E2E p50": " s", "E2E p95": " s", "SLOs missed": "%"}
-# The order in which tests/bench/exact_gap.py keeps the heuristics of a case.
-_POLICIES = ("hybrid", "packing", "least-loaded")
-_WAYS = ("as ranked", "by load", "largest first")
 _OPTIMAL = 1e-3  # a relative gap below: what breaks ties of min-memory does not count
+_LOOK_AHEAD = "the place that leaves the cluster cheapest to run (`iserve simulate` only)"
+
+
+def named_policies() -> str:
+    """Return what ``--policy`` takes, and where each policy places a model."""
+    from placement.policies import ILP, JOINT, POLICIES, policy_names
+
+    where = {name: make().places_on for name, make in POLICIES.items()} | {
+        JOINT: "the GPUs that serve it best under load, chosen together with its configuration, replicas and "
+        "KV cache ([joint plans](#joint-plans))",
+        ILP: "the place where requests take least time, [exactly](#exact-placement)",
+    }
+    lines = [_line("policy", "places a model on"), "|---|---|"]
+    for name in policy_names(sees_load=True):
+        default = " (default)" if name == JOINT else ""
+        lines.append(_line(f"`{name}`{default}", where.get(name, _LOOK_AHEAD)))
+    return "\n".join(lines)
 
 
 def of_policies(rows: Sequence[Row], experiment: str = "figure 10") -> str:
@@ -51,14 +65,15 @@ def _spread(values: Sequence[float], name: str) -> str:
     return f"{mean}{unit}" if float(deviation) == 0 else f"{mean} ± {deviation}{unit}"
 
 
-def exact_gaps(cases: Sequence[Row]) -> str:
+def exact_gaps(recorded: Row) -> str:
     """Return how far each heuristic is from the exact placement, where both place every model."""
+    cases: Sequence[Row] = recorded["cases"]
     lines = [
         "| policy | configuration | places fewer models | optimal | mean gap | p90 | worst "
         "| of the mean, by place |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for index, (policy, way) in enumerate((policy, way) for policy in _POLICIES for way in _WAYS):
+    for index, (policy, way) in enumerate(recorded["rules"]):
         own = [case["by"][index] for case in cases]
         fewer = sum(one["models"] < case["placed"] for one, case in zip(own, cases, strict=True))
         gaps = sorted(_gaps(cases, index))
@@ -66,7 +81,7 @@ def exact_gaps(cases: Sequence[Row]) -> str:
         lines.append(
             _line(
                 policy,
-                way,
+                _short(way),
                 str(fewer),
                 f"{_optimal(gaps):.0%}",
                 f"{statistics.fmean(gaps):.1%}",
@@ -78,15 +93,20 @@ def exact_gaps(cases: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def exact_gaps_in_part(cases: Sequence[Row], policy: str = "least-loaded") -> str:
+def _short(way: str) -> str:
+    return way.removeprefix("by load, ")
+
+
+def exact_gaps_in_part(recorded: Row, policy: str = "least-loaded") -> str:
     """Return mean gap and share of optimal placements of ``policy``, by intent and by number of models."""
+    cases: Sequence[Row] = recorded["cases"]
     groups = {f"`{intent}`": [c for c in cases if c["intent"] == intent] for intent in _intents(cases)}
     for number, name in ((1, "one model"), (2, "two models"), (3, "three models")):
         groups[name] = [case for case in cases if case["models"] == number]
-    first = _POLICIES.index(policy) * len(_WAYS)
-    lines = [_line("clusters", *_WAYS), "|" + "---|" * (len(_WAYS) + 1)]
+    ways = {_short(way): index for index, (name, way) in enumerate(recorded["rules"]) if name == policy}
+    lines = [_line("clusters", *ways), "|" + "---|" * (len(ways) + 1)]
     for name, members in groups.items():
-        found = [list(_gaps(members, first + way)) for way in range(len(_WAYS))]
+        found = [list(_gaps(members, index)) for index in ways.values()]
         lines.append(_line(name, *(f"{statistics.fmean(gaps):.1%}; {_optimal(gaps):.0%}" for gaps in found)))
     return "\n".join(lines)
 

@@ -1,6 +1,7 @@
 """Requests for plans, deployments and checks: one value from command line and REST API to planner and store.
 
-A field is an option of the command line and a field of the REST body, both described by the field's own text.
+A field is an option of the command line and a field of the REST body, both described by the field's own text; a
+text that is made of a registry is the ``description`` in the field's metadata.
 Imported for every ``--help``, so what is heavy is imported only when it runs.
 """
 
@@ -16,6 +17,7 @@ from fingerprint.config import Workload
 from fingerprint.errors import ConfigError
 from fingerprint.model_use import MAX_IMAGE_TOKENS, MAX_IMAGES, ModelUse
 from fingerprint.sanitize import is_plain
+from placement.policies import ILP, JOINT, POLICIES
 from placement.scaling import MIN_IDLE_S
 from planner.intent import MAX_REPLICAS, MOST_WINDOWS, CostModel, Intent, IntentKind, Quality, Slo, Traffic
 
@@ -51,6 +53,10 @@ FORMER_FIELDS = {
     "refuse_late": "reject_late",
 }
 _TEXT = {"min_length": 1, "max_length": MAX_TEXT}  # as pydantic reads it
+_POLICY = (
+    f"Placement policy: {JOINT} (configuration, replicas and devices together, by the load), "
+    f"{', '.join(POLICIES)} or {ILP}; else that of ISERVE_POLICY."
+)
 
 
 def check_name(name: str) -> str:
@@ -175,9 +181,7 @@ class PlanRequest:
     memory that suit all best."""
     engine: str = "auto"
     """Inference engine: torch, vllm, tensorrt-llm or auto."""
-    policy: str | None = None
-    """Placement policy: joint (configuration, replicas and devices together, by the load), hybrid, packing,
-    least-loaded or ilp; else that of ISERVE_POLICY."""
+    policy: str | None = field(default=None, metadata={"description": _POLICY})
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Callable[[Any], Any]) -> Any:

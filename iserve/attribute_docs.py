@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
+from dataclasses import fields, is_dataclass
 from functools import cache
 from itertools import pairwise
 
@@ -12,12 +13,16 @@ __all__ = ["attribute_docstrings"]
 
 
 def attribute_docstrings(kind: type) -> dict[str, str]:
-    """Return the text below each field of ``kind`` and of its bases, as the source has it."""
+    """Return the text below each field of ``kind`` and of its bases, as the source has it.
+
+    A dataclass field's ``description`` in its metadata is its text where there is none below it.
+    """
     texts: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         if "__annotations__" in vars(base) and base.__module__ != "pydantic.main":
             texts |= _docstrings_of(base.__module__).get(base.__name__, {})
-    return texts
+    made = {one.name: one.metadata.get("description", "") for one in fields(kind)} if is_dataclass(kind) else {}
+    return {name: text for name, text in made.items() if text} | texts
 
 
 @cache

@@ -17,7 +17,7 @@ from daemon.home import default_home
 from daemon.settings import DaemonSettings
 from fingerprint.errors import ConfigError
 from placement.placer_registry import check_placement
-from placement.policies import DEFAULT_LOAD_THRESHOLD
+from placement.policies import DEFAULT_LOAD_THRESHOLD, JOINT, policy_names
 
 __all__ = ["SettingRow", "Settings", "load_settings", "setting_rows"]
 
@@ -33,6 +33,9 @@ _WHAT = {
 _NOT_SETTINGS = frozenset({"ISERVE_REFERENCE_DATA", "ISERVE_DEVICE_CORES", "ISERVE_WORKER_FOLDER"})
 
 _TELLING_OPTIONS = frozenset({"host", "port", "dbname", "user", "service"})  # of PostgreSQL's URL, none a secret
+
+*_FIRST_POLICIES, _LAST_POLICY = (f"`{name}`" for name in policy_names())
+_POLICY = f"placement: {', '.join(_FIRST_POLICIES)} or {_LAST_POLICY}"
 
 
 class PathList(tuple[Path, ...]):
@@ -61,7 +64,7 @@ class Settings:
         int | None,
         "offer the CPU as so many devices (1 to 64); unset: the GPUs, or two shares of the CPU without any",
     ] = None
-    policy: Annotated[str, "placement: `joint`, `hybrid`, `packing`, `least-loaded` or `ilp`"] = "joint"
+    policy: Annotated[str, _POLICY] = JOINT
     load_threshold: Annotated[float, "load below which `hybrid` packs, 0 to 1"] = DEFAULT_LOAD_THRESHOLD
     profile_seconds: Annotated[
         float, "budget of the profile that a first deployment takes; on vllm of all its GPUs together"

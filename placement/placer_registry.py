@@ -8,13 +8,10 @@ from fingerprint.errors import ConfigError
 from fingerprint.extras import need_extra
 from placement.fit import Placer
 from placement.lookahead import LookAhead, look_ahead_price
-from placement.policies import POLICIES, LeastLoaded, make_policy
+from placement.policies import ILP, JOINT, LeastLoaded, make_policy, policy_names
 from placement.types import BlockDemand, ClusterSnapshot, Placement, Refusal
 
-__all__ = ["ILP", "JOINT", "FindsPlaces", "check_placement", "make_placer", "need_solver"]
-
-ILP = "ilp"
-JOINT = "joint"  # decided with the configuration (``placement.fleet``); where that cannot be, spread out
+__all__ = ["FindsPlaces", "check_placement", "make_placer", "need_solver"]
 
 
 class FindsPlaces(Protocol):
@@ -33,8 +30,8 @@ def check_placement(name: str, *, sees_load: bool = True) -> None:
         ConfigError: there is no such policy, or not here.
     """
     price = look_ahead_price(name)
-    if name not in (JOINT, *POLICIES, ILP) and (price is None or not sees_load):
-        known = ", ".join((JOINT, *POLICIES, ILP, *(["look-ahead[:PRICE]"] if sees_load else [])))
+    if name not in policy_names() and (price is None or not sees_load):
+        known = ", ".join(policy_names(sees_load=sees_load))
         raise ConfigError(f"there is no placement policy {name!r}; choose one of {known}")
 
 

@@ -1,7 +1,7 @@
 """Orders of preference among GPUs: least-loaded, packing, hybrid. Whether anything fits is for ``fit``.
 
-A new policy is a class with ``name`` and ``tiers`` plus one line in ``POLICIES``, and a subclass of the shared
-conformance test (tests/placement/conftest.py).
+A new policy is a class with ``name``, ``places_on`` and ``tiers``, one line in ``POLICIES``, and a subclass of the
+conformance suite (tests/placement/policy_conformance.py); help and pages are made from these.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 from fingerprint.errors import ConfigError
 from placement.types import GpuState, PlacementPolicy
@@ -16,13 +17,19 @@ from placement.types import GpuState, PlacementPolicy
 __all__ = [
     "DEFAULT_LOAD_THRESHOLD",
     "DEFAULT_POLICY",
+    "ILP",
+    "JOINT",
     "POLICIES",
     "Hybrid",
     "LeastLoaded",
+    "NamedPolicy",
     "Packing",
     "make_policy",
+    "policy_names",
 ]
 
+JOINT = "joint"  # decided with the configuration (``placement.fleet``); where that cannot be, spread out
+ILP = "ilp"  # exact
 DEFAULT_POLICY = "hybrid"
 DEFAULT_LOAD_THRESHOLD = 0.2  # hybrid's L: docs/decisions/0019-hybrid-threshold.md
 _FREE_STEPS = 20  # free memory breaks ties in steps of 5%: a few MiB of driver noise must not scatter a model
@@ -40,10 +47,21 @@ def _packing_key(gpu: GpuState) -> tuple[float, int, str, int, str]:
     return (-gpu.load_fraction, _free_step(gpu), gpu.node_id, gpu.gpu_index, gpu.device_id)
 
 
+class NamedPolicy(PlacementPolicy, Protocol):
+    """Placement policy that users choose by its name.
+
+    Attributes:
+        places_on: the GPUs that it prefers, as docs/placement.md says it.
+    """
+
+    places_on: ClassVar[str]
+
+
 @dataclass(frozen=True, slots=True)
 class LeastLoaded:
     """Lowest load first; of equals the emptiest, then node and index. Spreads models to avoid contention."""
 
+    places_on: ClassVar[str] = "the least busy GPUs, of equals the emptiest"
     name: str = "least-loaded"
 
     def tiers(self, gpus: tuple[GpuState, ...]) -> tuple[tuple[GpuState, ...], ...]:
@@ -54,6 +72,7 @@ class LeastLoaded:
 class Packing:
     """Highest load first; of equals the fullest, then node and index. Keeps models on few GPUs."""
 
+    places_on: ClassVar[str] = "the busiest GPUs that have room, of equals the fullest"
     name: str = "packing"
 
     def tiers(self, gpus: tuple[GpuState, ...]) -> tuple[tuple[GpuState, ...], ...]:
@@ -72,6 +91,10 @@ class Hybrid:
         ConfigError: a threshold outside 0 to 1.
     """
 
+    places_on: ClassVar[str] = (
+        "GPUs whose load of the last 120 s is below a threshold (`ISERVE_LOAD_THRESHOLD`, "
+        f"{DEFAULT_LOAD_THRESHOLD:g}), packed; above it, the least busy"
+    )
     threshold: float = DEFAULT_LOAD_THRESHOLD
     name: str = "hybrid"
 
@@ -85,11 +108,20 @@ class Hybrid:
         return tuple(tuple(tier) for tier in (packable, rest) if tier)
 
 
-POLICIES: dict[str, Callable[[], PlacementPolicy]] = {
+POLICIES: dict[str, Callable[[], NamedPolicy]] = {
     "hybrid": Hybrid,
     "packing": Packing,
     "least-loaded": LeastLoaded,
 }
+
+
+def policy_names(*, sees_load: bool = False) -> tuple[str, ...]:
+    """Return what can be given as the name of a policy.
+
+    Args:
+        sees_load: whether snapshots tell what is deployed and its load, which look-ahead needs.
+    """
+    return (JOINT, *POLICIES, ILP, *(["look-ahead[:PRICE]"] if sees_load else []))
 
 
 def make_policy(name: str = DEFAULT_POLICY, *, threshold: float | None = None) -> PlacementPolicy:

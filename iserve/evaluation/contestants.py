@@ -15,7 +15,7 @@ from iserve.evaluation.situation import Asked, Contestant, Decision, Replica, Si
 from iserve.simulation.baselines import Baseline, alpaserve, static_deployer
 from iserve.simulation.baselines import World as BaselineWorld
 from iserve.simulation.running import PlannedDeployer, SimulatedModel
-from placement.placer_registry import JOINT
+from placement.policies import JOINT
 from placement.routing import LeastOutstanding
 from placement.types import ClusterSnapshot, DeploymentState, ReplicaState
 from planner.intent import Intent, IntentKind, Slo

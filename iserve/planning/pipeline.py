@@ -22,8 +22,8 @@ from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
 from fingerprint.service_model import LARGEST_BATCH
 from placement.fit import demand
-from placement.placer_registry import JOINT, FindsPlaces, check_placement, make_placer
-from placement.policies import DEFAULT_LOAD_THRESHOLD
+from placement.placer_registry import FindsPlaces, check_placement, make_placer
+from placement.policies import DEFAULT_LOAD_THRESHOLD, JOINT
 from placement.replicas import ReplicaPlacer, Replicas
 from placement.types import ClusterSnapshot, GpuState, Placement, Refusal
 from planner.costs import Prices

@@ -58,7 +58,7 @@ OPTIMAL = 1e-3  # of the cost: what breaks ties of min-memory does not count
 
 # What one by one is measured with: where a model goes, and how its configuration is chosen, and in which order.
 WAYS = ("as ranked", "by load", "by load, largest first")
-RULES = tuple((policy, way) for policy in POLICIES for way in WAYS)
+RULES = tuple((policy, way) for policy in POLICIES for way in WAYS)  # kept with the results
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +166,7 @@ def heuristic(
     return Heuristic(models=len(placed), cost=cost, same_configs=same.cost / exact.cost)
 
 
-def show(cases: Sequence[Case], machine_line: str) -> None:
+def show(cases: Sequence[Case], machine_line: str, rules: Sequence[tuple[str, str]] = RULES) -> None:
     print(machine_line)
     seconds = sorted(case.seconds for case in cases)
     print(
@@ -189,7 +189,7 @@ def show(cases: Sequence[Case], machine_line: str) -> None:
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for group, members in groups.items():
-        for index, rule in enumerate(RULES):
+        for index, rule in enumerate(rules):
             print(_line(group, rule, members, index))
 
 
@@ -247,7 +247,7 @@ def main(arguments: list[str]) -> None:
         return
     if options.show:
         kept = json.loads(read_kept(options.show))
-        show([_case(one) for one in kept["cases"]], kept["machine"])
+        show([_case(one) for one in kept["cases"]], kept["machine"], kept["rules"])
         return
     cases = []
     for seed in range(options.first, options.first + options.clusters):
@@ -256,7 +256,8 @@ def main(arguments: list[str]) -> None:
     show(cases, machine())
     if options.json:
         rows = ",\n".join(json.dumps(_rounded(one)) for one in json.loads(to_json(cases)))
-        write_kept(options.json, f'{{"machine": {json.dumps(machine())}, "cases": [\n{rows}\n]}}\n')
+        head = f'"machine": {json.dumps(machine())}, "rules": {json.dumps(RULES)}'
+        write_kept(options.json, f'{{{head}, "cases": [\n{rows}\n]}}\n')
 
 
 def _case(row: dict[str, object]) -> Case:

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fingerprint.codec import to_json
-from placement.placer_registry import ILP, make_placer
-from placement.policies import POLICIES
+from placement.placer_registry import make_placer
+from placement.policies import ILP, POLICIES
 from placement.types import BlockDemand, ClusterSnapshot, GpuState, Placement
 from tests.bench.rank import machine
 

@@ -28,6 +28,7 @@ from iserve.planning.pipeline import (
     with_more,
 )
 from iserve.planning.verdict_text import plan_lines
+from placement.policies import POLICIES
 from placement.types import ClusterSnapshot
 from planner.intent import CostModel, Intent, IntentKind, Quality, Slo, Traffic
 from planner.plan import LimitKind, Plan, Relaxation
@@ -371,7 +372,7 @@ def is_not_joint(
 @pytest.mark.parametrize(
     "options",
     [
-        *(wish(policy=policy) for policy in ("hybrid", "packing", "least-loaded", "look-ahead")),
+        *(wish(policy=policy) for policy in (*POLICIES, "look-ahead")),
         wish(IntentKind.MIN_MEMORY),
         wish(IntentKind.MAX_THROUGHPUT),
         wish(IntentKind.MIN_ENERGY),

@@ -11,6 +11,7 @@ import pytest
 from fingerprint.errors import StateUnavailableError
 from iserve.attribute_docs import attribute_docstrings
 from iserve.state.store import Store
+from placement.policies import POLICIES
 from tests.bad_input.conftest import Api, api
 
 __all__ = ["api"]
@@ -183,4 +184,5 @@ def test_attribute_docstrings_come_from_the_source() -> None:
     assert attribute_docstrings(Workload)["batch"] == "Requests at once."
     inherited = attribute_docstrings(LaunchBody)
     assert {"gpus", "engine_args", "rate_window_s"} <= set(inherited)
+    assert set(POLICIES) <= set(re.findall(r"[\w-]+", inherited["policy"]))
     assert attribute_docstrings(_Base) == {}

@@ -10,9 +10,21 @@ from typing import ClassVar
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from placement.fit import fit
-from placement.types import BlockDemand, ClusterSnapshot, GpuState, Placement, PlacementPolicy, Refusal
-from tests.placement.clusters import brute_force_fits, check_placement, demands, permuted, snapshots
+from placement.fit import Placer, fit
+from placement.placer_registry import check_placement as check_name
+from placement.placer_registry import make_placer
+from placement.policies import POLICIES, NamedPolicy, make_policy
+from placement.types import BlockDemand, ClusterSnapshot, GpuState, Placement, Refusal
+from tests.placement.clusters import (
+    blocks,
+    brute_force_fits,
+    check_placement,
+    cluster,
+    demands,
+    gpu,
+    permuted,
+    snapshots,
+)
 
 # One law, several subclasses: they differ in ``policy`` alone, which is a constant.
 law = settings(suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow])
@@ -21,12 +33,21 @@ law = settings(suppress_health_check=[HealthCheck.differing_executors, HealthChe
 class PolicyConformance:
     """Laws of any policy: it orders, it never decides feasibility, and nothing depends on the order of a list."""
 
-    policy: ClassVar[PlacementPolicy]
+    policy: ClassVar[NamedPolicy]
 
     def test_has_the_name_it_is_registered_under(self) -> None:
-        from placement.policies import make_policy
-
+        assert POLICIES[self.policy.name] is type(self.policy)
         assert type(make_policy(self.policy.name)) is type(self.policy)
+
+    def test_its_name_makes_a_placer(self) -> None:
+        # The name is what the command line, the API and the settings are given.
+        check_name(self.policy.name, sees_load=False)
+        placer = make_placer(self.policy.name, cluster(gpu(0, 90, load=0.4), gpu(1, 90)))
+        assert isinstance(placer, Placer)
+        assert isinstance(placer.fit(blocks(2)), Placement)
+
+    def test_says_where_it_places(self) -> None:
+        assert self.policy.places_on.strip()
 
     @law
     @given(snapshot=snapshots())

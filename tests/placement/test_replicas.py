@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from fingerprint.errors import ConfigError
 from placement.fit import Placer
-from placement.placer_registry import ILP, make_placer
-from placement.policies import POLICIES, Hybrid
+from placement.placer_registry import make_placer
+from placement.policies import ILP, POLICIES, Hybrid
 from placement.replicas import ReplicaPlacer, Replicas
 from placement.types import BlockDemand, ClusterSnapshot, Placement, Refusal
 from tests.placement.clusters import (
