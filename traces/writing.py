@@ -20,9 +20,7 @@ __all__ = ["write_trace"]
 def write_trace(path: str | Path, requests: Iterable[Request], format: str = "csv") -> int:  # noqa: A002
     """Write the requests and return how many there were; a path that ends in ``.gz`` is written as gzip.
 
-    ``csv`` keeps everything. The other formats keep what they have columns for, and refuse a request with more:
-    ``azure`` times to 100 ns from the first request on; ``mooncake`` times in milliseconds, prefix blocks;
-    ``burstgpt`` times from the first request on, models.
+    ``csv`` keeps everything. Each other format keeps what it has columns for, and refuses a request with more.
 
     Raises:
         BadInputError: no requests, an unknown format, a request that the format cannot hold, a line too long to be
@@ -30,9 +28,11 @@ def write_trace(path: str | Path, requests: Iterable[Request], format: str = "cs
     """
     path = output_file(Path(path))
     if format not in FORMATS:
-        raise BadInputError(f"there is no trace format {format!r}; there are {', '.join(FORMATS)}")
+        raise BadInputError(f"there is no trace format {format!r} to write; there are {', '.join(_written())}")
     if FORMATS[format].write is None:
-        raise BadInputError(f"{format} describes traffic, not requests; it is only read. Write csv instead")
+        raise BadInputError(
+            f"{format} describes traffic, not requests; it is only read. Write one of {', '.join(_written())}"
+        )
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("wb") as file:
@@ -50,6 +50,10 @@ def write_trace(path: str | Path, requests: Iterable[Request], format: str = "cs
     finally:
         temporary.unlink(missing_ok=True)
     return count
+
+
+def _written() -> list[str]:
+    return [name for name, known in FORMATS.items() if known.write is not None]
 
 
 def _write_lines(file: IO[bytes] | gzip.GzipFile, requests: Iterable[Request], format_name: str) -> int:

@@ -149,7 +149,7 @@ def write(
     changes: Changes,
     trace_format: FormatOption = None,
     strict: StrictOption = False,
-    to: Annotated[str, typer.Option("--to", help="Format written: csv, azure, mooncake or burstgpt.")] = "csv",
+    to: Annotated[str, typer.Option("--to", help="Format written (docs/traces.md).")] = "csv",
     seed: SeedOption = 0,
 ) -> None:
     """Make a trace of traces: merged, cut to a window, compressed, given models, cut in length, in that order.

@@ -1,4 +1,4 @@
-"""A written trace is read again, in every format; a failure leaves nothing."""
+"""Written traces: csv keeps everything, what a format cannot hold is refused, a failure leaves nothing."""
 
 from __future__ import annotations
 
@@ -11,24 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fingerprint.errors import BadInputError
-from traces.formats import FORMATS
+from tests.traces.format_conformance import BLOCKS, MODELS, streams
 from traces.reading import open_trace
 from traces.request import Request
 from traces.writing import write_trace
-
-TOKENS = st.integers(1, 10**6)
-MODELS = st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=12)
-NO_MODEL, NO_BLOCKS = st.just(""), st.just(())
-BLOCKS = st.lists(st.integers(0, 10**6), max_size=5).map(tuple)
-
-
-def streams(
-    *, models: st.SearchStrategy[str] = NO_MODEL, blocks: st.SearchStrategy[tuple[int, ...]] = NO_BLOCKS
-) -> st.SearchStrategy[list[Request]]:
-    times = st.lists(st.floats(0, 10**6), min_size=1, max_size=8).map(sorted)
-    return times.flatmap(
-        lambda chosen: st.tuples(*(st.builds(Request, st.just(t), TOKENS, TOKENS, models, blocks) for t in chosen))
-    ).map(list)
 
 
 @settings(deadline=None)
@@ -39,40 +25,6 @@ def test_csv_keeps_everything(
     path = tmp_path_factory.mktemp("csv") / f"trace{suffix}"
     assert write_trace(path, requests) == len(requests)
     assert list(open_trace(path)) == requests
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "step_s", "from_first", "given_requests"),
-    [
-        pytest.param("azure", 1e-7, True, streams(), id="azure"),
-        pytest.param("mooncake", 1e-9, False, streams(blocks=BLOCKS), id="mooncake"),
-        pytest.param("burstgpt", 1e-9, True, streams(models=MODELS.filter(bool)), id="burstgpt"),
-    ],
-)
-def test_the_others_keep_what_they_have_columns_for(
-    name: str,
-    step_s: float,
-    from_first: bool,
-    given_requests: st.SearchStrategy[list[Request]],
-    tmp_path: Path,
-) -> None:
-    """Times to the format's step; Azure's and BurstGPT's clocks start at the first request."""
-
-    @settings(deadline=None)
-    @given(requests=given_requests)
-    def law(requests: list[Request]) -> None:
-        path = tmp_path / "trace"
-        write_trace(path, requests, name)
-        again = list(open_trace(path))
-        start_s = requests[0].arrival_s if from_first else 0.0
-        for before, after in zip(requests, again, strict=True):
-            assert after.arrival_s == pytest.approx(before.arrival_s - start_s, abs=2 * step_s)
-            assert (after.input_tokens, after.output_tokens) == (before.input_tokens, before.output_tokens)
-            assert (after.model, after.prefix_blocks) == (before.model, before.prefix_blocks)
-        assert open_trace(path).format.name == name
-
-    law()
 
 
 def test_a_published_trace_is_the_same_in_both_formats(reference_traces: Path, tmp_path: Path) -> None:
@@ -133,8 +85,3 @@ def test_equal_traces_make_equal_files(tmp_path: Path) -> None:
     assert (tmp_path / "a.csv.gz").read_bytes() == (tmp_path / "b.csv.gz").read_bytes()
     text = gzip.decompress((tmp_path / "a.csv.gz").read_bytes()).decode()
     assert text == "arrival_s,input_tokens,output_tokens,model,prefix_block_ids\n0.5,1,2,,\n"
-
-
-def test_every_format_says_what_it_is() -> None:
-    assert {name: known.name for name, known in FORMATS.items()} == {name: name for name in FORMATS}
-    assert all(known.describes for known in FORMATS.values())

@@ -1,4 +1,8 @@
-"""File formats of requests, by name. A new one is one module and one line here."""
+"""File formats of requests, by name.
+
+A new format is a module, a line here, a subclass of the conformance suite (tests/traces/format_conformance.py) and
+a row of the table in docs/traces.md, without which that suite fails.
+"""
 
 from __future__ import annotations
 

@@ -138,4 +138,4 @@ def refuse_to_lose(
     if model and request.model:
         raise BadInputError(f"{format_name} has no place for the model {request.model!r}; write csv instead")
     if prefix_blocks and request.prefix_blocks:
-        raise BadInputError(f"{format_name} has no place for prefix blocks; write csv or mooncake instead")
+        raise BadInputError(f"{format_name} has no place for prefix blocks; write csv instead")
