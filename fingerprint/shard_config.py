@@ -6,7 +6,7 @@ TensorRT-LLM divide a model, experts not being dealt out whole). An engine that 
 arithmetic with a rank's shapes, without the two all-reduces of each layer. Its answers mean nothing.
 
 It can be written for a family whose classes take head_dim from config.json; where they take it from hidden size
-and heads, fewer heads would mean wider ones.
+and heads, fewer heads would mean wider ones (``Family.explicit_head_dim``).
 """
 
 from __future__ import annotations
@@ -20,17 +20,12 @@ from fingerprint.families import FAMILIES, read_spec
 
 __all__ = ["refuses_shards", "shard_config"]
 
-# Of further classes: vLLM's Qwen2, Qwen2-MoE and Falcon and everyone's GPT-J, GPT-NeoX and OPT compute head_dim as
-# hidden size / heads.
-_EXPLICIT_HEAD_DIM = frozenset(
-    {"gemma2", "gemma3_text", "gpt_oss", "llama", "mistral", "mixtral", "phi3", "qwen3", "qwen3_moe"}
-)
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def refuses_shards(family: str) -> str | None:
     """Return why no shard of a model of ``family`` can be written; None when it can be."""
-    if family in _EXPLICIT_HEAD_DIM:
+    if family in FAMILIES and FAMILIES[family].explicit_head_dim:
         return None
     return (
         f"the classes of {family} take head_dim from hidden size and heads, so config.json cannot describe one "

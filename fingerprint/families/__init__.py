@@ -1,6 +1,7 @@
 """Reader of models: a parsed config.json, and the checkpoint's headers where known, become counts and tensors.
 
-A family with a row of the table is described by the list of its tensors, from which the counts of
+A new row is a module with ``FAMILIES``, its name in ``_MODULES``, and a small config.json in tests/fingerprint/
+conftest.py. A family with a row is described by the list of its tensors, from which the counts of
 :class:`ModelSpec` and the files of a dummy checkpoint both come; no torch is needed. Every other is described by
 what its checkpoint holds, or by transformers' class (``fingerprint.description``). No code that a model brings is
 imported or run: of ``auto_map`` the kinds of classes are kept. It knows nothing of formats, devices or engines.

@@ -35,13 +35,20 @@ class Blueprint:
 
 @dataclass(frozen=True)
 class Family:
-    """Row of the table of families."""
+    """Row of the table of families.
+
+    Attributes:
+        explicit_head_dim: whether every engine's class takes head_dim from config.json, so that a model with fewer
+            heads can be described. vLLM's Qwen2, Qwen2-MoE and Falcon, and all classes of GPT-J, GPT-NeoX and OPT,
+            compute it as hidden size / heads.
+    """
 
     architectures: tuple[str, ...]  # of the causal-LM class; the first is transformers' own
     layout: ModuleLayout
     layers_keys: tuple[str, ...]  # names under which config.json may give the number of layers
     read: Callable[[Fields], Blueprint]
     width_keys: tuple[str, ...] = ("intermediate_size",)  # MLP widths in config.json, of which a rank has a part
+    explicit_head_dim: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

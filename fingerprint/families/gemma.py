@@ -48,6 +48,6 @@ _gemma3 = partial(
     turn_key="sliding_window_pattern",
 )
 FAMILIES = {
-    "gemma2": Family(("Gemma2ForCausalLM",), LAYOUT, ("num_hidden_layers",), _gemma2),
-    "gemma3_text": Family(("Gemma3ForCausalLM",), LAYOUT, ("num_hidden_layers",), _gemma3),
+    "gemma2": Family(("Gemma2ForCausalLM",), LAYOUT, ("num_hidden_layers",), _gemma2, explicit_head_dim=True),
+    "gemma3_text": Family(("Gemma3ForCausalLM",), LAYOUT, ("num_hidden_layers",), _gemma3, explicit_head_dim=True),
 }

@@ -46,4 +46,6 @@ def _gpt_oss(fields: Fields) -> Blueprint:
     )
 
 
-FAMILIES = {"gpt_oss": Family(("GptOssForCausalLM",), LAYOUT, ("num_hidden_layers",), _gpt_oss)}
+FAMILIES = {
+    "gpt_oss": Family(("GptOssForCausalLM",), LAYOUT, ("num_hidden_layers",), _gpt_oss, explicit_head_dim=True)
+}

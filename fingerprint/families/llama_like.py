@@ -120,26 +120,35 @@ def _attention(hidden: int, q_width: int, kv_width: int, *, qkv_bias: bool, o_bi
     ]
 
 
-def _row(architecture: str, *, width_keys: tuple[str, ...] = ("intermediate_size",), **options: Any) -> Family:
+def _row(
+    architecture: str,
+    *,
+    width_keys: tuple[str, ...] = ("intermediate_size",),
+    explicit_head_dim: bool = False,
+    **options: Any,
+) -> Family:
     read = partial(llama_like, architecture=architecture, **options)
-    return Family((architecture,), LAYOUT, ("num_hidden_layers",), read, width_keys)
+    return Family((architecture,), LAYOUT, ("num_hidden_layers",), read, width_keys, explicit_head_dim)
 
 
 FAMILIES = {
     "llama": _row(
         "LlamaForCausalLM",
+        explicit_head_dim=True,
         context_default=2048,
         attention_bias_default=False,
         mlp=partial(gated, reads_bias=True),
     ),
     "mistral": _row(
         "MistralForCausalLM",
+        explicit_head_dim=True,
         context_default=131072,
         kv_heads_default=8,
         windows=partial(one_window, default=4096),
     ),
     "mixtral": _row(
         "MixtralForCausalLM",
+        explicit_head_dim=True,
         context_default=131072,
         kv_heads_default=8,
         mlp=mixtral_experts,
@@ -154,6 +163,7 @@ FAMILIES = {
     ),
     "qwen3": _row(
         "Qwen3ForCausalLM",
+        explicit_head_dim=True,
         context_default=32768,
         kv_heads_default=32,
         head_dim_default=128,
@@ -172,6 +182,7 @@ FAMILIES = {
     ),
     "qwen3_moe": _row(
         "Qwen3MoeForCausalLM",
+        explicit_head_dim=True,
         width_keys=("moe_intermediate_size",),
         context_default=32768,
         kv_heads_default=4,

@@ -45,4 +45,4 @@ def _phi3(fields: Fields) -> Blueprint:
     )
 
 
-FAMILIES = {"phi3": Family(("Phi3ForCausalLM",), LAYOUT, ("num_hidden_layers",), _phi3)}
+FAMILIES = {"phi3": Family(("Phi3ForCausalLM",), LAYOUT, ("num_hidden_layers",), _phi3, explicit_head_dim=True)}

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from fingerprint.config import KvFormat
 from fingerprint.errors import BadInputError, ConfigError, NotFoundError, UnsupportedModelError
 from fingerprint.families import FAMILIES, family_of, load_spec, read_blueprint, read_spec
+from tests.fingerprint.conftest import SMALL_CONFIGS
 
 # GPT-OSS is published in mxfp4; what is counted is the model in 16 bits.
 NOT_CONFIG_KEYS = ("planner", "source", "unconfirmed", "quantization_config")
@@ -94,6 +95,11 @@ def test_active_parameters_of_experts(name: str, published_configs: dict[str, di
     spec = read_spec({key: value for key, value in entry.items() if key not in NOT_CONFIG_KEYS})
     idle = spec.num_layers * spec.layer_expert_params * (spec.num_experts - spec.experts_per_token)
     assert spec.num_params - idle // spec.num_experts == entry["planner"]["active_parameters_computed"]
+
+
+def test_every_row_of_the_table_is_tried() -> None:
+    """Each has a small config of its own, which every test of ``small_config`` and ``saved_model`` takes."""
+    assert {config["model_type"] for config in SMALL_CONFIGS.values()} == set(FAMILIES)
 
 
 def test_every_variant_counts_as_transformers_builds_it(small_config: dict[str, Any]) -> None:

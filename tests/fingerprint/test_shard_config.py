@@ -13,10 +13,13 @@ from fingerprint.errors import BadInputError, ConfigError, UnsupportedModelError
 from fingerprint.families import FAMILIES, load_spec, read_blueprint, read_spec
 from fingerprint.shard_config import refuses_shards, shard_config
 from fingerprint.truncate import generate_shape
+from tests.fingerprint.conftest import SMALL_CONFIGS
 from tests.fingerprint.test_families import LLAMA_7B, NOT_CONFIG_KEYS, PUBLISHED, on_meta
 
-# Every family of the table, small: (config, what a shard may be of it)
+# Every family of the table, small: what its config has beyond the sizes; of a family that is not listed, what the
+# config that the conftest tries has.
 SMALL: dict[str, dict[str, Any]] = {
+    **{config["model_type"]: config for config in reversed(SMALL_CONFIGS.values())},
     "llama": {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True},
     "mistral": {"num_key_value_heads": 2, "sliding_window": 64},
     "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -65,7 +68,7 @@ def small(family: str) -> dict[str, Any]:
             "n_head": 8,
             "rotary_dim": 16,
         }
-    return sizes | SMALL[family]
+    return SMALL[family] | sizes
 
 
 def assert_shards_add_up(config: dict[str, Any], tp: int) -> None:
@@ -119,15 +122,13 @@ def test_a_rank_of_llama_2_7b() -> None:
     assert spec.embedding_params == spec.head_params == 16_000 * 4096
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", "mistral", "mixtral", "gemma2", "gemma3_text", "gpt_oss", "phi3", "qwen3", "qwen3_moe"]
-)
+@pytest.mark.parametrize("family", [family for family, row in FAMILIES.items() if row.explicit_head_dim])
 def test_transformers_builds_what_is_counted(family: str) -> None:
     config = shard_config(small(family), 4)
     assert read_spec(config).num_params == sum(p.numel() for p in on_meta(config).parameters())
 
 
-@pytest.mark.parametrize("family", ["qwen2", "falcon", "gptj"])
+@pytest.mark.parametrize("family", [family for family, row in FAMILIES.items() if not row.explicit_head_dim])
 def test_families_without_a_head_dim_of_their_own_are_refused(family: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"the classes of {family} take head_dim"):
         shard_config(small(family), 2)
