@@ -1,11 +1,10 @@
-"""Conformance of every estimator, as one suite to subclass.
+"""Conformance suite of estimators.
 
     class TestMine(EstimatorConformance):
         @pytest.fixture
         def estimator(self): ...
 
-Import it with ``from tests.fingerprint.estimator_conformance import EstimatorConformance``. ``configs`` and
-``workloads`` are class attributes: override them with what the estimator was built for.
+``configs`` and ``workloads`` are class attributes: override them with what the estimator was built for.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from fingerprint.estimators.registry import estimator_class
 
 
 class EstimatorConformance:
-    """Laws of one estimator; supply the fixture ``estimator``."""
+    """Laws of any estimator; supply the fixture ``estimator``."""
 
     configs: ClassVar[Sequence[DeploymentConfig]] = (
         DeploymentConfig(),

@@ -1,4 +1,8 @@
-"""Conformance of every strategy, as two suites to subclass: supply the fixture ``strategy``.
+"""Conformance suites of strategies, of latency and of memory.
+
+    class TestMine(LatencyStrategyConformance):
+        @pytest.fixture
+        def strategy(self): ...
 
 ``reached`` are configurations that it must answer for, ``refused`` ones that it must not; override them and the
 workloads with what the strategy was given.
@@ -22,7 +26,9 @@ from tests.fingerprint.estimator_conformance import assert_interval
 NEVER_RUN = (DeploymentConfig(weights=WeightFormat.INT4), DeploymentConfig(pruning=Pruning.WANDA))
 
 
-class _Conformance:
+class StrategyConformance:
+    """Laws of any strategy; supply the fixture ``strategy``."""
+
     predicts: ClassVar[Predicts]
     reached: ClassVar[Sequence[DeploymentConfig]] = (DeploymentConfig(), DeploymentConfig(tp=2))
     refused: ClassVar[Sequence[DeploymentConfig]] = NEVER_RUN
@@ -51,8 +57,8 @@ class _Conformance:
                     self._answer(strategy, config, workload)
 
 
-class LatencyConformance(_Conformance):
-    """Laws of a latency strategy."""
+class LatencyStrategyConformance(StrategyConformance):
+    """Laws of any latency strategy."""
 
     predicts = Predicts.LATENCY
 
@@ -67,8 +73,8 @@ class LatencyConformance(_Conformance):
             assert from_json(to_json(latency), Latency) == latency
 
 
-class MemoryConformance(_Conformance):
-    """Laws of a memory strategy."""
+class MemoryStrategyConformance(StrategyConformance):
+    """Laws of any memory strategy."""
 
     predicts = Predicts.MEMORY
 

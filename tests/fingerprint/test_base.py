@@ -28,7 +28,7 @@ from fingerprint.measurements import Profile, RunReading, StepReading, TimingPoi
 from fingerprint.profile import ProfilePlan
 from tests.fingerprint.estimator_conformance import EstimatorConformance
 from tests.fingerprint.step_timed_machine import StepTimedMachine, StepTruth, take_depth_tied
-from tests.fingerprint.strategy_conformance import NEVER_RUN, LatencyConformance, MemoryConformance
+from tests.fingerprint.strategy_conformance import NEVER_RUN, LatencyStrategyConformance, MemoryStrategyConformance
 from tests.fingerprint.synthetic_machine import CPU, SyntheticMachine, Truth, llama, take_profile
 
 BITS16, INT8 = WeightFormat.BITS16, WeightFormat.INT8
@@ -65,7 +65,7 @@ def plain() -> Profile:
     return take_depth_tied(StepTimedMachine(), plain_points=((1, 128), (8, 1024)))
 
 
-class TestL1(LatencyConformance):
+class TestL1(LatencyStrategyConformance):
     refused = (*NEVER_RUN, DeploymentConfig(tp=4), DeploymentConfig(tp=4, pp=2))
 
     @pytest.fixture
@@ -102,7 +102,7 @@ class TestL1(LatencyConformance):
         assert not L1(take_profile(SyntheticMachine(), FINGERPRINTS)).fits
 
 
-class TestM1(MemoryConformance):
+class TestM1(MemoryStrategyConformance):
     reached = (DeploymentConfig(), DeploymentConfig(tp=4), DeploymentConfig(pp=4), DeploymentConfig(tp=2, pp=2))
 
     @pytest.fixture
@@ -134,7 +134,7 @@ class TestM1(MemoryConformance):
             M1(take_profile(SyntheticMachine(), FINGERPRINTS)).memory(DeploymentConfig(), Workload())
 
 
-class TestM3(MemoryConformance):
+class TestM3(MemoryStrategyConformance):
     reached = tuple(DeploymentConfig(tp=tp, pp=pp) for tp, pp in PLAN.degrees)
     refused = (*NEVER_RUN, DeploymentConfig(tp=8), DeploymentConfig(pp=3), DeploymentConfig(tp=4, pp=2))
 
@@ -178,7 +178,7 @@ class TestM3(MemoryConformance):
             M3(profile).memory(config, Workload())
 
 
-class TestM2Blocks(MemoryConformance):
+class TestM2Blocks(MemoryStrategyConformance):
     reached = (DeploymentConfig(), DeploymentConfig(tp=4), DeploymentConfig(pp=4), DeploymentConfig(tp=2, pp=2))
 
     @pytest.fixture
@@ -207,7 +207,7 @@ class TestM2Blocks(MemoryConformance):
         assert M2Blocks(profile).memory(config, workload).per_gpu_bytes(split) < true - 15_000_000
 
 
-class TestL2(LatencyConformance):
+class TestL2(LatencyStrategyConformance):
     reached = (DeploymentConfig(), DeploymentConfig(tp=2), DeploymentConfig(pp=2))
 
     @pytest.fixture
@@ -218,7 +218,7 @@ class TestL2(LatencyConformance):
         assert not L2(take_depth_tied(StepTimedMachine())).fits
 
 
-class TestM2(MemoryConformance):
+class TestM2(MemoryStrategyConformance):
     reached = (DeploymentConfig(), DeploymentConfig(tp=2), DeploymentConfig(pp=2), DeploymentConfig(tp=8, pp=4))
 
     @pytest.fixture
@@ -226,7 +226,7 @@ class TestM2(MemoryConformance):
         return M2(everywhere)
 
 
-class TestCounted(MemoryConformance):
+class TestCounted(MemoryStrategyConformance):
     reached = (VLLM,)
     refused = (replace(VLLM, tp=2), DeploymentConfig(), replace(VLLM, pruning=Pruning.WANDA))
 
@@ -271,7 +271,7 @@ def fingerprints_of(once_s: float, layer_s: float, host_s: float, *, overlapped:
     return replace(profile, timing=tuple(points), engine=engine)
 
 
-class TestL2Device(LatencyConformance):
+class TestL2Device(LatencyStrategyConformance):
     reached = (VLLM,)
     refused = (replace(VLLM, tp=2), replace(VLLM, pp=2), replace(VLLM, pruning=Pruning.WANDA))
     workloads = (Workload(1, 128, 33), Workload(8, 1024, 33))
@@ -335,7 +335,7 @@ class TestL2Device(LatencyConformance):
         assert not L2Device(take_profile(SyntheticMachine(), FINGERPRINTS)).fits
 
 
-class TestL3(LatencyConformance):
+class TestL3(LatencyStrategyConformance):
     reached = (VLLM,)
     refused = (replace(VLLM, tp=2), replace(VLLM, pruning=Pruning.WANDA))
 
@@ -375,7 +375,7 @@ def test_the_estimator_takes_any_of_them(memory: str, latency: str, whole: Profi
     assert estimator.estimate(DeploymentConfig(tp=8), Workload()).ttft_s.source is Source.SCALED
 
 
-class TestEstimatorOfWholeModels(EstimatorConformance):
+class TestFingerprintedOfWholeModels(EstimatorConformance):
     """M1 and L1 behind the estimator's own laws."""
 
     @pytest.fixture

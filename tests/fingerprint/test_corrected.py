@@ -79,7 +79,7 @@ def inside(inner: Quantity, outer: Quantity) -> bool:
     return outer.low <= inner.low and inner.high <= outer.high
 
 
-class TestConformance(EstimatorConformance):
+class TestCorrected(EstimatorConformance):
     @pytest.fixture
     def estimator(self) -> CorrectedEstimator:
         machine = SyntheticMachine(noise=0.05, seed=2)

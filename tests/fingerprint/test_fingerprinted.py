@@ -45,13 +45,13 @@ def noisy():
     return take_profile(SyntheticMachine(noise=0.1, seed=3), PLAN)
 
 
-class TestConformance(EstimatorConformance):
+class TestFingerprinted(EstimatorConformance):
     @pytest.fixture
     def estimator(self, quiet):
         return estimator_of(quiet)
 
 
-class TestConformanceUnderNoise(EstimatorConformance):
+class TestFingerprintedUnderNoise(EstimatorConformance):
     """Small effects, large noise, and configurations that can only be scaled."""
 
     configs = (

@@ -275,7 +275,7 @@ def test_other_strategies_do_not_take_a_rank_for_a_group(sharded: Profile) -> No
     assert {tp for _, tp, _ in M2(profile).measured} == {1}
 
 
-class TestConformance(EstimatorConformance):
+class TestDepthTiedOfShards(EstimatorConformance):
     configs = (ALONE, TP2, replace(TP2, tp=4), replace(TP2, pp=2))
 
     @pytest.fixture

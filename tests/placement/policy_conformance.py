@@ -1,6 +1,7 @@
-"""Conformance of every placement policy.
+"""Conformance suite of placement policies.
 
-Import ``PolicyConformance`` from ``tests.placement.policy_conformance`` and subclass it with ``policy``.
+class TestMine(PolicyConformance):
+    policy = Mine()
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class PolicyConformance:
 
     policy: ClassVar[NamedPolicy]
 
-    def test_has_the_name_it_is_registered_under(self) -> None:
+    def test_it_is_registered_under_its_name(self) -> None:
         assert POLICIES[self.policy.name] is type(self.policy)
         assert type(make_policy(self.policy.name)) is type(self.policy)
 
@@ -46,7 +47,7 @@ class PolicyConformance:
         assert isinstance(placer, Placer)
         assert isinstance(placer.fit(blocks(2)), Placement)
 
-    def test_says_where_it_places(self) -> None:
+    def test_it_says_where_it_places(self) -> None:
         assert self.policy.places_on.strip()
 
     @law

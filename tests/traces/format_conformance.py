@@ -1,4 +1,4 @@
-"""Conformance of every trace format, as two suites to subclass.
+"""Conformance suites of trace formats.
 
     class TestMine(RequestFormatConformance):
         format = MINE
@@ -6,7 +6,7 @@
         step_s, from_first, writable = 1e-9, False, streams()
 
 ``FormatConformance`` holds the laws of every format, ``RequestFormatConformance`` also those of a format of single
-requests, which can be written. Import them with ``from tests.traces.format_conformance import ...``.
+requests, which can be written.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Conformance of a worker to the engine protocol, whichever engine it is: one suite, subclassed per engine.
+"""Conformance suite of engines: a worker and the engine protocol, whichever engine it is.
+
+    class TestMine(EngineConformance):
+        engine = "mine"
 
 A real daemon with the real adapters launches real processes; an engine that cannot run here is a strict stand-in
 for its server. Each class has one worker, and its tests run in their order: the last ones end it.
@@ -85,7 +88,7 @@ class Running:
 
 @pytest.mark.smoke
 class EngineConformance:
-    """Subclass it, name the engine, and prepare the node."""
+    """Laws of any engine; name it, and prepare the node."""
 
     engine: ClassVar[str]
     device: ClassVar[str] = "cpu:0"
@@ -126,6 +129,9 @@ class EngineConformance:
             "limits": LIMITS,
         }
         return node.spec(worker_id, **(values | changes))
+
+    def test_it_is_registered_under_its_name(self) -> None:
+        assert get_engine(self.engine).name == self.engine
 
     # --- it serves ----------------------------------------------------------------------------------------------
 
