@@ -135,6 +135,15 @@ def test_no_file_a_folder_and_an_unknown_format(tmp_path: Path) -> None:
         list(open_trace(write(tmp_path, CSV + "0,1,1\n"), "azure"))
 
 
+def test_json_lines_with_further_keys_are_mooncakes_only_by_name(tmp_path: Path) -> None:
+    """Qwen-Bailian's lines have the same keys with seconds and blocks of 16 tokens, and keys of their own."""
+    row = '{"timestamp": 2, "input_length": 8, "output_length": 3, "hash_ids": [1], "a_key_of_its_own": 7}\n'
+    path = write(tmp_path, row)
+    with pytest.raises(BadInputError, match="no trace format known here"):
+        open_trace(path)
+    assert list(open_trace(path, "mooncake")) == [Request(0.002, 8, 3, "", (1,))]
+
+
 def test_requests_at_one_time_are_read_unless_strict(tmp_path: Path) -> None:
     path = write(tmp_path, CSV + "0,1,1\n3,1,1\n3,1,1\n")
     assert [request.arrival_s for request in open_trace(path)] == [0, 3, 3]

@@ -19,8 +19,18 @@ from traces.text_reader import Lines
 __all__ = ["MOONCAKE"]
 
 
+_KEYS = frozenset({"timestamp", "input_length", "output_length", "hash_ids"})
+
+
 def _recognises(first: str) -> bool:
-    return first.lstrip().startswith("{") and '"input_length"' in first
+    """Return whether the line has no key of another kind: such traces count times and blocks in other units."""
+    if not first.lstrip().startswith("{") or '"input_length"' not in first:
+        return False
+    try:
+        value = json.loads(first)
+    except (ValueError, RecursionError):
+        return True  # reading names the fault
+    return isinstance(value, dict) and value.keys() <= _KEYS
 
 
 def _read(first: str, lines: Lines, rest: Iterator[str]) -> Iterator[Request]:
