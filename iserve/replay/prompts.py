@@ -15,10 +15,10 @@ from typing import Literal
 import numpy as np
 
 from fingerprint.errors import ConfigError
+from traces.request import PREFIX_BLOCK_TOKENS
 
-__all__ = ["PREFIX_BLOCK_TOKENS", "PromptOptions", "Prompts"]
+__all__ = ["PromptOptions", "Prompts"]
 
-PREFIX_BLOCK_TOKENS = 512  # of one hash, as the Mooncake traces count
 FIRST_ID = 4  # below are, in many vocabularies, padding, the beginning and the end of a text
 _KEPT_BLOCKS = 4096
 _TEXT = (

@@ -15,13 +15,13 @@ from fingerprint.errors import BadInputError, ConfigError, NotFoundError, Unavai
 from iserve.replay import schedule as schedule_module
 from iserve.replay.endpoint import resolve_endpoint
 from iserve.replay.inflight_request import MAX_EVENT_BYTES, InflightRequest
-from iserve.replay.prompts import FIRST_ID, PREFIX_BLOCK_TOKENS, PromptOptions, Prompts
+from iserve.replay.prompts import FIRST_ID, PromptOptions, Prompts
 from iserve.replay.runner import _calm_collector
 from iserve.replay.schedule import ScheduleOptions, make_schedule
 from iserve.replay.stream_events import error_words
 from iserve.sse import FrameBuffer, event_data
 from traces.outcomes import Failure
-from traces.request import Request
+from traces.request import PREFIX_BLOCK_TOKENS, Request
 
 EVENTS = [b'{"choices":[{"text":"a"}]}', b'{"choices":[{"text":"\\u00e9"}]}', b"[DONE]"]
 STREAM = b"".join(b"data: " + event + b"\n\n" for event in EVENTS)
