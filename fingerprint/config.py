@@ -82,7 +82,7 @@ class DeploymentConfig:
     pruning: Pruning = Pruning.NONE
     """Pruning method; `none` keeps every weight."""
     engine: str = "torch"
-    """Inference engine: `torch` (the embedded one), `vllm` or `tensorrt-llm`."""
+    """Inference engine by its name; `torch` is the embedded one."""
     draft_tokens: int = 0
     """Tokens that each step verifies of a sequence beyond its next, drafted from n-grams of its text; 0: none."""
 

@@ -2,7 +2,8 @@
 
 What an engine runs is its ``EngineCapabilities``. These traits hold for every release that iServe knows and need
 no installation, so that the pure packages ask for them by the engine's name. A new engine gets one line in
-:data:`TRAITS` where it differs from the defaults.
+:data:`TRAITS`: what differs from the defaults, and its place in the order of preference. Help and REST schema name
+the engines from there, since a help loads no adapters.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from fingerprint.config import Workload
+from fingerprint.engines import TRAITS
 from fingerprint.errors import ConfigError
 from fingerprint.model_use import MAX_IMAGE_TOKENS, MAX_IMAGES, ModelUse
 from fingerprint.sanitize import is_plain
@@ -179,8 +180,9 @@ class PlanRequest:
     expected_models: tuple[ExpectedDeployment, ...] = field(default=(), metadata={"max_length": 64})
     """Deployments that are to follow, by model, with this one's lengths: policy joint leaves them the GPUs and
     memory that suit all best."""
-    engine: str = "auto"
-    """Inference engine: torch, vllm, tensorrt-llm or auto."""
+    engine: str = field(
+        default="auto", metadata={"description": f"Inference engine: {', '.join(TRAITS)} or auto."}
+    )
     policy: str | None = field(default=None, metadata={"description": _POLICY})
 
     @classmethod
