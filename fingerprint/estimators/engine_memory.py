@@ -40,6 +40,9 @@ _LARGE_BYTES, _ROUND_BYTES = 10 * 2**20, 2 * 2**20
 _ALLOCATOR_STEP_BYTES = 40 * 2**20  # two of vLLM's blocks: within this the sizes are believed, beyond it the count
 # vLLM 0.24 on an H200 captured 0.27 to 0.37 GiB more for 32 and 36 layers than for one (three models).
 _GRAPH_BYTES_PER_LAYER = 10 * 2**20
+# What vLLM keeps free for graphs before it captures them: by its own estimate in 0.33, and for some models before.
+# Of 11 recorded models it grew by 5 to 13 MB a layer, 8.4 in the mean; below the least it is a block's rounding.
+_RESERVE_BYTES_PER_LAYER, _LEAST_RESERVE_BYTES = 8 * 2**20, 32 * 2**20
 _DOUBTED = 0.25  # of a layer's sizes: by so much less, or twice as much, is another format
 _LOGIT_BYTES = 6  # 16 bits and float32
 _RELATIVE_ERROR = 0.01  # of the whole, for feasibility
@@ -129,9 +132,9 @@ class CountedMemory:
     def kv_blocks(self, config: DeploymentConfig, budget_bytes: int) -> int:
         """Blocks that the engine will report when it may take ``budget_bytes`` of each GPU.
 
-        ``(budget - weights - activations - context) // (layers * bytes of a block in one layer)``, of all stages
-        the fewest; of layers of several kinds, as many layers as share a block. Graphs are captured after the
-        blocks are made, so they do not count.
+        ``(budget - weights - activations - context - reserve) // (layers * bytes of a block in one layer)``, of
+        all stages the fewest; of layers of several kinds, as many layers as share a block. Graphs are captured
+        after the blocks are made, so they do not count; what the engine keeps free for them does.
 
         Raises:
             NotMeasuredError: the configuration was not loaded.
@@ -143,9 +146,23 @@ class CountedMemory:
         for stage, layers in enumerate(even_split(self._spec.num_layers, config.pp)):
             held = estimate.stage(stage, layers).weights_bytes + estimate.activation_bytes + context
             page, shared = self._page(config, points, first, layers)
-            fewest.append(max(0, math.floor((budget_bytes - held) / page) // shared))
+            room = budget_bytes - held - self._reserve_bytes(config, points, layers)
+            fewest.append(max(0, math.floor(room / page) // shared))
             first += layers
         return min(fewest)
+
+    def _reserve_bytes(self, config: DeploymentConfig, points: list[MemoryPoint], layers: int) -> float:
+        """Return the bytes of a GPU with so many layers that the engine keeps free of blocks."""
+        deep = max(points, key=lambda point: point.num_layers)
+        depth, kept = _layers_of(deep), [0.0]
+        for rank in deep.ranks:
+            if rank.kv_blocks and rank.budget_bytes:
+                page, shared = self._page(config, points, rank.stage * depth, depth)
+                held = rank.weights_bytes + rank.activation_peak_bytes + rank.runtime_bytes
+                kept.append(rank.budget_bytes - held - rank.kv_blocks * shared * page)
+        if max(kept) < _LEAST_RESERVE_BYTES:
+            return 0.0
+        return max(kept) + _RESERVE_BYTES_PER_LAYER * (layers - depth)
 
     def _page(
         self, config: DeploymentConfig, points: list[MemoryPoint], first: int, layers: int

@@ -293,6 +293,34 @@ def test_captured_graphs_grow_with_depth_but_take_no_block(profile) -> None:
     assert CountedMemory(profile).kv_blocks(VLLM, budget) == CountedMemory(bare).kv_blocks(VLLM, budget)
 
 
+@pytest.mark.parametrize("reserve_bytes", [0, 300 * MIB, 900 * MIB])
+def test_no_blocks_are_made_of_what_the_engine_keeps_free(profile, reserve_bytes) -> None:
+    """A reserve for graphs, of vLLM 0.33: counted at the deepest fingerprint, it grows by 8 MiB a layer."""
+    block = BLOCK_TOKENS * profile.spec.kv_bytes_per_token_per_layer(KvFormat.BITS16)
+    budget, layers = 2**36, profile.spec.num_layers
+    (deepest,) = {max(point.num_layers for point in profile.memory)}
+
+    def told(point: MemoryPoint) -> MemoryPoint:
+        kept = reserve_bytes - 8 * MIB * (deepest - point.num_layers) if reserve_bytes else 0
+        ranks = tuple(
+            replace(
+                rank,
+                budget_bytes=budget,
+                kv_blocks=math.floor(
+                    (budget - kept - rank.weights_bytes - rank.activation_peak_bytes - rank.runtime_bytes)
+                    / (block * point.num_layers)
+                ),
+            )
+            for rank in point.ranks
+        )
+        return replace(point, ranks=ranks)
+
+    keeps = replace(profile, memory=tuple(map(told, profile.memory)))
+    whole_reserve = reserve_bytes + 8 * MIB * (layers - deepest) if reserve_bytes else 0
+    without, found = (CountedMemory(one).kv_blocks(VLLM, budget) for one in (profile, keeps))
+    assert without - found == pytest.approx(whole_reserve / (block * layers), abs=2)
+
+
 def without_graphs(point: MemoryPoint) -> MemoryPoint:
     return replace(point, ranks=tuple(replace(rank, graph_bytes=0) for rank in point.ranks))
 
