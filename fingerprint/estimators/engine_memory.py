@@ -98,6 +98,9 @@ class CountedMemory:
         layer = self._layer_bytes(config, points)
         first, last = self._ends(config, points, layer)
         ranks = [rank for point in points for rank in point.ranks]
+        activations = max(rank.activation_peak_bytes for rank in ranks)
+        # Of one rank together: a pipeline's first stage has the most activations, a later one the most context.
+        outside = max(rank.activation_peak_bytes + rank.runtime_bytes for rank in ranks) - activations
         estimate = MemoryEstimate(
             tp=config.tp,
             pp=config.pp,
@@ -106,9 +109,9 @@ class CountedMemory:
             layer_kv_bytes=math.ceil(self._kept_bytes(config, points, workload)),
             first_stage_bytes=math.ceil(first),
             last_stage_bytes=math.ceil(last),
-            activation_bytes=max(rank.activation_peak_bytes for rank in ranks) + self._logits(points, workload),
+            activation_bytes=activations + self._logits(points, workload),
             pp_buffer_bytes=max(rank.pp_buffer_bytes for rank in ranks),
-            runtime_bytes=max(rank.runtime_bytes for rank in ranks) + self.graph_bytes(config),
+            runtime_bytes=outside + self.graph_bytes(config),
             relative_error=_RELATIVE_ERROR,
             source=Source.EXTRAPOLATED,
         )

@@ -30,7 +30,7 @@ from fingerprint.estimators.depth_tied import DepthTiedEstimator
 from fingerprint.estimators.l2 import L2
 from fingerprint.estimators.l2_device import L2Device
 from fingerprint.estimators.roofline import RooflineEstimator
-from fingerprint.measurements import TimingPoint
+from fingerprint.measurements import RankMemory, TimingPoint
 from tests.bench.accuracy_measure import OUTPUT, REPEATS, Recorded
 from tests.bench.accuracy_rows import CostRow, MemoryRow, Row, TimerRow, Truth
 from tests.bench.accuracy_tables import markdown
@@ -247,17 +247,21 @@ def memory_row(recorded: Recorded) -> MemoryRow:
     found = estimator.memory(_config(recorded), Workload())
     layers = recorded.profile.spec.num_layers // recorded.pp
     stage = max((found.stage(i, layers) for i in range(recorded.pp)), key=lambda s: s.weights_bytes)
-    rank = max(recorded.whole_memory, key=lambda r: r.weights_bytes)
+    rank = max(recorded.whole_memory, key=_non_kv_bytes)
     return MemoryRow(
         model=recorded.model,
         variant=_variant(recorded),
         weights_bytes=rank.weights_bytes,
         weights_predicted=stage.weights_bytes,
-        non_kv_bytes=rank.weights_bytes + rank.activation_peak_bytes + rank.runtime_bytes + rank.graph_bytes,
+        non_kv_bytes=_non_kv_bytes(rank),
         non_kv_predicted=stage.weights_bytes + stage.activation_bytes + stage.runtime_bytes,
         blocks=min(r.kv_blocks for r in recorded.whole_memory),
         blocks_predicted=estimator.kv_blocks(_config(recorded), budget_bytes(recorded)),
     )
+
+
+def _non_kv_bytes(rank: RankMemory) -> int:
+    return rank.weights_bytes + rank.activation_peak_bytes + rank.runtime_bytes + rank.graph_bytes
 
 
 def budget_bytes(recorded: Recorded) -> int:
