@@ -14,7 +14,17 @@ from pathlib import Path
 
 from fingerprint.errors import ConfigError, NotFoundError
 
-__all__ = ["MAX_CONTEXT", "MAX_LAYERS", "MAX_VOCAB", "MAX_WIDTH", "Fields", "divides", "read_config", "show"]
+__all__ = [
+    "MAX_CONTEXT",
+    "MAX_LAYERS",
+    "MAX_VOCAB",
+    "MAX_WIDTH",
+    "Fields",
+    "divides",
+    "read_config",
+    "read_json_object",
+    "show",
+]
 
 MAX_CONFIG_BYTES = 4 * 2**20
 # Bounds on what a config.json may claim: far above any model there is, low enough that no sum of them is absurd.
@@ -33,22 +43,36 @@ def read_config(path: Path) -> dict[str, object]:
     """
     is_folder = os.path.isdir(path)  # Path.is_dir raises where the folder above is closed to us
     file = path / "config.json" if is_folder else path
+    missing = f"{path} has no config.json" if is_folder else f"there is no file {file}"
+    return read_json_object(file, f"{missing}; give a model directory or its config.json", "a config.json")
+
+
+def read_json_object(file: Path, missing: str, kind: str) -> dict[str, object]:
+    """Return the JSON object in ``file``.
+
+    Args:
+        missing: the message where there is no such file.
+        kind: what the file should be, for messages, such as ``a config.json``.
+
+    Raises:
+        NotFoundError: no such file.
+        ConfigError: not readable, larger than 4 MiB, not JSON, or not a JSON object.
+    """
     try:
         if not _is_file(file):
-            what = f"{path} has no config.json" if is_folder else f"there is no file {file}"
-            raise NotFoundError(f"{what}; give a model directory or its config.json")
+            raise NotFoundError(missing)
         with file.open("rb") as stream:
             raw = stream.read(MAX_CONFIG_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror}") from error
     if len(raw) > MAX_CONFIG_BYTES:
-        raise ConfigError(f"{file} is larger than {MAX_CONFIG_BYTES} bytes; that is not a model's config.json")
+        raise ConfigError(f"{file} is larger than {MAX_CONFIG_BYTES} bytes; that is not {kind}")
     try:
         config = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(config, dict):
-        raise ConfigError(f"{file} holds a JSON {type(config).__name__}, a config.json holds an object")
+        raise ConfigError(f"{file} holds a JSON {type(config).__name__}, {kind} holds an object")
     return config
 
 

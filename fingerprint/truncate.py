@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,40 +19,22 @@ from pathlib import Path
 import numpy as np
 
 from fingerprint.checkpoint import CHUNK_BYTES, DTYPE_BITS, SINGLE_FILE, Checkpoint
+from fingerprint.companion_files import copy_code, copy_companions
 from fingerprint.config_json import show
 from fingerprint.description.facts import LAYERS_KEYS
 from fingerprint.errors import BadInputError, CheckpointError, ConfigError, UnsupportedModelError
 from fingerprint.families import Blueprint, family_of, is_tabled, load_spec, read_blueprint, read_config
-from fingerprint.own_code import CODE_PATTERN
+from fingerprint.float_bytes import encode_floats
 from fingerprint.safetensors_writer import OutputTensor, new_directory, write_safetensors
 from fingerprint.shard_config import shard_config
 from fingerprint.tensor_shapes import Role, TensorShape, elements
 from fingerprint.truncated_config import cut_config
 
-__all__ = ["COMPANION_FILES", "GenerateResult", "generate", "generate_dummy", "generate_shape"]
+__all__ = ["GenerateResult", "generate", "generate_dummy", "generate_shape"]
 
 Progress = Callable[[int, int], None]  # bytes written so far, bytes in all
 
 DUMMY_STD = 0.02  # the initializer_range of most families: activations stay in range whatever the depth
-# What a model directory holds in addition to its weights and that a fingerprint keeps.
-COMPANION_FILES = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-)
-_MAX_COPIED_BYTES = 512 * 2**20
-_MAX_CODE_FILES = 256
 _DUMMY_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
@@ -187,9 +168,9 @@ def generate_shape(
     with new_directory(target, needed_bytes=0) as part:
         (part / "config.json").write_text(json.dumps(new_config, indent=2) + "\n", encoding="utf-8")
         if tp == 1:
-            _copy_beside(source, part)
+            copy_companions(source, part)
         if code:
-            _copy(sorted(source.glob(CODE_PATTERN))[:_MAX_CODE_FILES], part)
+            copy_code(source, part)
 
 
 def _tabled(config: Mapping[str, object]) -> Blueprint | None:
@@ -315,23 +296,8 @@ def _write(
     metadata = {"iserve_layers": ",".join(map(str, chosen)), "iserve_num_layers": str(num_layers)}
     with new_directory(target, needed_bytes=total) as part:
         (part / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        _copy_beside(source if source.is_dir() else source.parent, part)
+        copy_companions(source if source.is_dir() else source.parent, part)
         return write_safetensors(part / SINGLE_FILE, tensors, metadata=metadata, on_bytes=on_bytes)
-
-
-def _copy_beside(source: Path, part: Path) -> None:
-    _copy([source / name for name in COMPANION_FILES], part)
-
-
-def _copy(files: Iterable[Path], part: Path) -> None:
-    """Copy those of ``files`` that are there."""
-    for file in files:
-        if file.is_file():
-            if file.stat().st_size > _MAX_COPIED_BYTES:
-                raise CheckpointError(
-                    f"{file} has {file.stat().st_size} bytes; at most {_MAX_COPIED_BYTES} are copied"
-                )
-            shutil.copyfile(file, part / file.name)
 
 
 def _dummy_dtype(config: Mapping[str, object]) -> str:
@@ -352,14 +318,4 @@ def _dummy_pieces(shape: TensorShape, dtype: str, seed: list[int]) -> Iterator[b
             values = np.full(count, 1.0 if shape.role is Role.NORM else 0.0, np.float32)
         else:
             values = random.standard_normal(count, np.float32) * np.float32(DUMMY_STD)
-        yield _encode(values, dtype)
-
-
-def _encode(values: np.ndarray[tuple[int], np.dtype[np.float32]], dtype: str) -> bytes:
-    if dtype == "F32":
-        return values.astype("<f4").tobytes()
-    if dtype == "F16":
-        return values.astype("<f2").tobytes()
-    bits = values.astype("<f4").view("<u4")  # bfloat16: the upper half, rounded to nearest even
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    return rounded.astype("<u2").tobytes()
+        yield encode_floats(values, dtype)

@@ -15,10 +15,10 @@ from threading import Thread
 from time import monotonic
 from typing import TypeVar
 
+from fingerprint.companion_files import COMPANION_FILES
 from fingerprint.errors import NotFoundError, UnavailableError
 from fingerprint.own_code import CODE_PATTERN
 from fingerprint.safetensors_header import INDEX_FILE
-from fingerprint.truncate import COMPANION_FILES
 
 __all__ = [
     "UNREADABLE",

@@ -404,9 +404,9 @@ def test_a_dummy_has_the_configs_dtype_and_normal_weights(
 def test_bfloat16_rounds_as_torch_does(values: list[float]) -> None:
     import torch
 
-    from fingerprint.truncate import _encode
+    from fingerprint.float_bytes import encode_floats
 
-    encoded = np.frombuffer(_encode(np.array(values, np.float32), "BF16"), np.int16)
+    encoded = np.frombuffer(encode_floats(np.array(values, np.float32), "BF16"), np.int16)
     expected = torch.tensor(values, dtype=torch.float32).to(torch.bfloat16).view(torch.int16).numpy()
     assert np.array_equal(encoded, expected)
 

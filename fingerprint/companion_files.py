@@ -1,0 +1,55 @@
+"""Files of a model directory in addition to config and weights: tokenizer, generation settings, Python code."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from fingerprint.errors import CheckpointError
+from fingerprint.own_code import CODE_PATTERN
+
+__all__ = ["COMPANION_FILES", "copy_code", "copy_companions"]
+
+COMPANION_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+_MAX_COPIED_BYTES = 512 * 2**20
+_MAX_CODE_FILES = 256
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Copy those of ``COMPANION_FILES`` that ``source`` has.
+
+    Raises:
+        CheckpointError: a file of over 512 MiB.
+    """
+    _copy((source / name for name in COMPANION_FILES), target)
+
+
+def copy_code(source: Path, target: Path) -> None:
+    """Copy the Python files of ``source``; errors of :func:`copy_companions`. Nothing is run."""
+    _copy(sorted(source.glob(CODE_PATTERN))[:_MAX_CODE_FILES], target)
+
+
+def _copy(files: Iterable[Path], target: Path) -> None:
+    for file in files:
+        if file.is_file():
+            if file.stat().st_size > _MAX_COPIED_BYTES:
+                raise CheckpointError(
+                    f"{file} has {file.stat().st_size} bytes; at most {_MAX_COPIED_BYTES} are copied"
+                )
+            shutil.copyfile(file, target / file.name)
