@@ -6,12 +6,14 @@ The caller says what each tensor is and hands over its bytes piece by piece; not
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,9 +37,14 @@ class OutputTensor:
 
 
 @contextmanager
-def new_directory(target: Path, *, needed_bytes: int) -> Iterator[Path]:
+def new_directory(target: Path, *, needed_bytes: int, durable: bool = False) -> Iterator[Path]:
     """Yield a folder to fill, next to ``target``; it becomes ``target`` when the block ends well, else it is
     removed.
+
+    A writer holds a lock (flock) on its folder: what a killed one left is removed by the next for this target.
+
+    Args:
+        durable: all files are on the disk before the name appears, so that a power cut leaves no empty ones.
 
     Raises:
         ConflictError: ``target`` is there already and is not an empty directory.
@@ -48,6 +55,7 @@ def new_directory(target: Path, *, needed_bytes: int) -> Iterator[Path]:
         if os.path.lexists(target) and not (target.is_dir() and not os.listdir(target)):
             raise _taken(target)
         target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(target)
         free_bytes = shutil.disk_usage(target.parent).free
         if free_bytes < needed_bytes:
             raise CheckpointError(
@@ -55,8 +63,14 @@ def new_directory(target: Path, *, needed_bytes: int) -> Iterator[Path]:
                 f"{free_bytes / 2**30:.2f} GiB free; free some or choose another place"
             )
         part.mkdir()
-        yield part
-        _appear(part, target)
+        with _locked(part):
+            yield part
+            if durable:
+                for file in (*part.iterdir(), part):
+                    _sync(file)
+            _appear(part, target)
+        if durable:
+            _sync(target.parent)
     except BaseException as error:
         shutil.rmtree(part, ignore_errors=True)
         if isinstance(error, OSError):
@@ -64,6 +78,39 @@ def new_directory(target: Path, *, needed_bytes: int) -> Iterator[Path]:
                 f"cannot write {target}: {why_not_written(error, target.parent)}; nothing was kept"
             ) from error
         raise
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Hold the lock of ``folder``; yields False where it is held already, or the file system has no locks."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_ours = True
+        except OSError:
+            is_ours = False
+        yield is_ours
+    finally:
+        os.close(handle)
+
+
+def _remove_abandoned(target: Path) -> None:
+    """Remove the folders for ``target`` that killed writers left, as far as possible."""
+    name = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.part")
+    for entry in os.listdir(target.parent):
+        if name.fullmatch(entry):
+            with suppress(OSError), _locked(target.parent / entry) as is_ours:
+                if is_ours:
+                    shutil.rmtree(target.parent / entry)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _appear(part: Path, target: Path) -> None:
