@@ -93,6 +93,17 @@ class Checkpoint:
             index_bytes + sum(header.data_start for header in headers.values()),
         )
 
+    @classmethod
+    def of_file(cls, file: Path) -> Checkpoint:
+        """Return the tensors of one safetensors file, whatever its name.
+
+        Raises:
+            CheckpointError: it cannot be read, is truncated or contradicts itself.
+        """
+        header = _read_header(file)
+        tensors = {name: header.entry(tensor) for name, tensor in header.tensors.items()}
+        return cls(file.parent, tensors, header.file_bytes, header.data_start)
+
     def chunks(self, name: str) -> Iterator[bytes]:
         """Yield the bytes of one tensor, at most ``CHUNK_BYTES`` at a time.
 

@@ -22,6 +22,7 @@ __all__ = [
     "PolicyError",
     "StateUnavailableError",
     "UnavailableError",
+    "UnsupportedAdapterError",
     "UnsupportedModelError",
     "error_class",
 ]
@@ -45,6 +46,10 @@ class CheckpointError(BadInputError):
 
 class UnsupportedModelError(BadInputError):
     """The model is of a family or task that iServe does not serve."""
+
+
+class UnsupportedAdapterError(BadInputError):
+    """The adapter changes a model in a way that iServe does not compute; the message names it, and the way out."""
 
 
 class MissingExtraError(BadInputError):

@@ -1,0 +1,18 @@
+"""LoRA adapters in PEFT's format: what a folder holds, whether it fits a base, and the merged checkpoint.
+
+Reads bytes and writes bytes; knows no engine, and loads neither torch nor peft.
+"""
+
+from __future__ import annotations
+
+from fingerprint.lora.adapter import LoraAdapter, LoraModule, check_values, read_adapter, require_supported
+from fingerprint.lora.base_fit import check_fit
+
+__all__ = [
+    "LoraAdapter",
+    "LoraModule",
+    "check_fit",
+    "check_values",
+    "read_adapter",
+    "require_supported",
+]

@@ -1,0 +1,270 @@
+"""Reading a PEFT adapter's folder: the low-rank updates that its tensors hold, module by module.
+
+The tensors say which modules are updated; ``adapter_config.json`` says by how much, and must agree. Only headers
+are read but for :func:`check_values`. Nothing is unpickled, and no file outside the folder is opened.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from fingerprint.checkpoint import SINGLE_FILE, Checkpoint, TensorEntry
+from fingerprint.errors import CheckpointError, NotFoundError, UnsupportedAdapterError
+from fingerprint.float_bytes import FLOAT_DTYPES, decode_floats
+from fingerprint.lora.adapter_config import CONFIG_FILE, AdapterConfig, read_adapter_config
+from fingerprint.safetensors_header import INDEX_FILE
+
+__all__ = [
+    "WEIGHTS_FILE",
+    "LoraAdapter",
+    "LoraModule",
+    "check_values",
+    "open_weights",
+    "read_adapter",
+    "require_supported",
+]
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+_PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
+_MAX_SHOWN = 200  # characters of a name in a message
+_PREFIX = "base_model.model."
+_FACTOR = re.compile(r"base_model\.model\.(.+)\.(lora_[AB])\.weight", re.DOTALL)
+# Tensors of what is more than a plain LoRA, by a part of their names.
+_MORE = {
+    "lora_magnitude_vector": "DoRA, whose merged rows are rescaled",
+    "lora_embedding_": "an update of embeddings",
+    "trainable_tokens_": "trained embeddings of tokens",
+    "modules_to_save": "a whole module that was trained",
+    "lora_B.bias": "a trained bias",
+    ".bias": "a trained bias",
+    "lora_": "a part of a LoRA that this release does not know",
+    ".weight": "a whole module that was trained",
+}
+_MERGE_ELSEWHERE = "merge it with PEFT (merge_and_unload) and deploy the result"
+
+
+@dataclass(frozen=True, slots=True)
+class LoraModule:
+    """Update of one matrix of the base: W + scale * B @ A."""
+
+    name: str  # of the module within the base, e.g. "model.layers.0.self_attn.q_proj"
+    rank: int
+    scale: float
+    in_features: int  # columns of W and of A
+    out_features: int  # rows of W and of B
+
+    @property
+    def num_params(self) -> int:
+        return self.rank * (self.in_features + self.out_features)
+
+    @property
+    def weight(self) -> str:
+        """Name of the base's tensor that is updated."""
+        return f"{self.name}.weight"
+
+    @property
+    def factors(self) -> tuple[str, str]:
+        """Names of the tensors A and B in the adapter's file."""
+        return f"{_PREFIX}{self.name}.lora_A.weight", f"{_PREFIX}{self.name}.lora_B.weight"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraAdapter:
+    """A PEFT adapter on disk, as far as headers tell."""
+
+    folder: Path
+    config: AdapterConfig
+    modules: tuple[LoraModule, ...]  # in the order of the names; empty where the method is not LoRA
+    dtypes: tuple[str, ...]  # of all tensors, as safetensors names them
+    num_params: int
+    num_bytes: int  # of all tensors
+    unsupported: tuple[str, ...]  # why it is not applied; empty: a plain LoRA
+
+    @property
+    def max_rank(self) -> int:
+        return max((module.rank for module in self.modules), default=0)
+
+
+def read_adapter(folder: Path, *, max_rank: int | None = None) -> LoraAdapter:
+    """Return the adapter in ``folder``.
+
+    Args:
+        max_rank: ranks above are among what is not supported; None: any.
+
+    Raises:
+        NotFoundError: no such folder, or no adapter in it.
+        ConfigError: ``adapter_config.json`` cannot be read, or has a field of a wrong type or value.
+        CheckpointError: no safetensors file (pickle is never loaded), one that is truncated or contradicts itself
+            or the configuration, or a file that lies outside the folder.
+        UnsupportedAdapterError: expressions in a pattern that are not matched.
+    """
+    config = read_adapter_config(_own_file(folder, CONFIG_FILE))
+    weights = open_weights(folder)
+    tensors = weights.tensors
+    is_lora = config.method == "LORA"
+    modules = _modules(tensors, config, folder / WEIGHTS_FILE) if is_lora else ()
+    unsupported = [*config.unsupported, *(_more_than_lora(tensors) if is_lora else ())]
+    if is_lora and not tensors:
+        unsupported.append(f"{WEIGHTS_FILE} has no tensor; train the adapter, and save it again")
+    high = max(modules, key=lambda module: module.rank, default=None)
+    if max_rank is not None and high is not None and high.rank > max_rank:
+        unsupported.append(f"{high.name} has rank {high.rank}, at most {max_rank} is allowed; merge the adapter")
+    return LoraAdapter(
+        folder=folder,
+        config=config,
+        modules=modules,
+        dtypes=tuple(sorted({entry.dtype for entry in tensors.values()})),
+        num_params=sum(prod(entry.shape) for entry in tensors.values()),
+        num_bytes=sum(entry.num_bytes for entry in tensors.values()),
+        unsupported=tuple(unsupported),
+    )
+
+
+def require_supported(adapter: LoraAdapter) -> None:
+    """Raise UnsupportedAdapterError with the first reason why ``adapter`` is not applied, if there is one."""
+    if adapter.unsupported:
+        more = len(adapter.unsupported) - 1
+        rest = f" ({more} more: `iserve variant inspect`)" if more else ""
+        raise UnsupportedAdapterError(f"{adapter.folder} is not a plain LoRA: {adapter.unsupported[0]}{rest}")
+
+
+def check_values(adapter: LoraAdapter) -> None:
+    """Read all values of ``adapter``, in small pieces.
+
+    Raises:
+        CheckpointError: one is NaN or infinite, or the file changed since its header was read.
+    """
+    weights = open_weights(adapter.folder)
+    for name, entry in weights.tensors.items():
+        for piece in weights.chunks(name) if entry.dtype in FLOAT_DTYPES else ():
+            if not np.isfinite(decode_floats(piece, entry.dtype)).all():
+                raise CheckpointError(
+                    f"tensor {name[:_MAX_SHOWN]!r} of {adapter.folder / WEIGHTS_FILE} has NaN or infinite values; "
+                    "the training diverged, or the file is damaged: take an earlier one"
+                )
+
+
+def open_weights(folder: Path) -> Checkpoint:
+    """Return the tensors of the adapter in ``folder``; errors of :func:`read_adapter`."""
+    return Checkpoint.of_file(_own_file(folder, WEIGHTS_FILE))
+
+
+def _own_file(folder: Path, name: str) -> Path:
+    """Return the file ``name`` of ``folder``. Links may lead within the folder, and to the blobs of a hub's cache.
+
+    Raises:
+        NotFoundError, CheckpointError: it is not there, or lies outside.
+    """
+    if not folder.is_dir():
+        raise NotFoundError(f"there is no directory {folder}; give the folder of an adapter")
+    if not os.path.lexists(folder / name):
+        raise _why_missing(folder, name)
+    try:
+        home, file = folder.resolve(), (folder / name).resolve()
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"{folder / name} leads nowhere; fetch it again") from error
+    blobs = home.parents[1] / "blobs" if home.parent.name == "snapshots" else home
+    if not (file.is_relative_to(home) or file.is_relative_to(blobs)):
+        raise CheckpointError(
+            f"{folder / name} is a link to {file}, outside the adapter's folder; copy the file there"
+        )
+    return file
+
+
+def _why_missing(folder: Path, name: str) -> NotFoundError | CheckpointError:
+    try:
+        names = set(os.listdir(folder))
+    except OSError as error:
+        return CheckpointError(f"cannot read {folder}: {error.strerror}")
+    pickles = sorted(names.intersection(_PICKLES))
+    if name == WEIGHTS_FILE and pickles:
+        return CheckpointError(
+            f"{folder} has its weights as pickle only ({pickles[0]}), which is never loaded; save it again with "
+            "safe_serialization=True"
+        )
+    if name == WEIGHTS_FILE:
+        return NotFoundError(f"{folder} has {CONFIG_FILE} and no {WEIGHTS_FILE}; fetch it, in one file")
+    if "config.json" in names and names.intersection((SINGLE_FILE, INDEX_FILE)):
+        return NotFoundError(
+            f"{folder} is a whole model, not an adapter: it has no {CONFIG_FILE}; deploy it as it is: "
+            f"iserve deploy {folder}"
+        )
+    return NotFoundError(f"{folder} has no {CONFIG_FILE}; give the folder that PEFT's save_pretrained wrote")
+
+
+def _modules(tensors: Mapping[str, TensorEntry], config: AdapterConfig, file: Path) -> tuple[LoraModule, ...]:
+    """Return the checked updates; none where they differ from a plain LoRA's for a reason that is known."""
+    try:
+        return tuple(_checked_modules(tensors, config, file))
+    except (CheckpointError, UnsupportedAdapterError):
+        if config.unsupported:
+            return ()
+        raise
+
+
+def _checked_modules(
+    tensors: Mapping[str, TensorEntry], config: AdapterConfig, file: Path
+) -> Iterator[LoraModule]:
+    pairs: dict[str, dict[str, TensorEntry]] = {}
+    for tensor, entry in tensors.items():
+        found = _FACTOR.fullmatch(tensor)
+        if found is not None:
+            pairs.setdefault(found[1], {})[found[2]] = entry
+    names = sorted(pairs)
+    ranks = config.rank_pattern.of_modules(names, config.rank)
+    alphas = config.alpha_pattern.of_modules(names, config.alpha)
+    for name, rank, alpha in zip(names, ranks, alphas, strict=True):
+        module = _module(name, pairs[name], config.scale(int(rank), alpha), file)
+        if module.rank != rank:
+            raise CheckpointError(
+                f"{name[:_MAX_SHOWN]!r} of {file} has rank {module.rank}, {CONFIG_FILE} says {int(rank)}; the two "
+                "files are not of one adapter, fetch both again"
+            )
+        if not config.targets.contain(name):
+            raise CheckpointError(
+                f"{file} updates {name[:_MAX_SHOWN]!r}, which {CONFIG_FILE} does not name among its "
+                "target_modules; the two files are not of one adapter, fetch both again"
+            )
+        yield module
+
+
+def _module(name: str, pair: Mapping[str, TensorEntry], scale: float, file: Path) -> LoraModule:
+    missing = {"lora_A", "lora_B"} - pair.keys()
+    if missing:
+        raise CheckpointError(
+            f"{file} has no {missing.pop()} for {name[:_MAX_SHOWN]!r}, whose other half is there; save it again"
+        )
+    a, b = pair["lora_A"], pair["lora_B"]
+    if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1] or 0 in a.shape + b.shape:
+        raise CheckpointError(
+            f"{name[:_MAX_SHOWN]!r} of {file} has lora_A {list(a.shape)} and lora_B {list(b.shape)}; they must be "
+            "[rank, inputs] and [outputs, rank]: a sharded training has to gather them before it saves"
+        )
+    odd = next((entry.dtype for entry in (a, b) if entry.dtype not in FLOAT_DTYPES), None)
+    if odd is not None:
+        raise CheckpointError(
+            f"{name[:_MAX_SHOWN]!r} of {file} is of {odd}; known are {', '.join(FLOAT_DTYPES)}: convert it"
+        )
+    return LoraModule(name, a.shape[0], scale, a.shape[1], b.shape[0])
+
+
+def _more_than_lora(tensors: Mapping[str, TensorEntry]) -> Iterator[str]:
+    """Yield a reason for each kind of tensor that is not a factor of a plain LoRA, with its first name."""
+    kinds: dict[str, str] = {}
+    counts: Counter[str] = Counter()
+    for tensor in sorted(tensors):
+        if not _FACTOR.fullmatch(tensor):
+            kind = next((what for part, what in _MORE.items() if part in tensor), "of no known kind")
+            kinds.setdefault(kind, tensor)
+            counts[kind] += 1
+    for kind, first in kinds.items():
+        more = f" and {counts[kind] - 1} more" if counts[kind] > 1 else ""
+        yield f"tensor {first[:_MAX_SHOWN]!r}{more}: {kind}; {_MERGE_ELSEWHERE}"
