@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from fingerprint.lora.adapter import LoraAdapter, LoraModule, check_values, read_adapter, require_supported
 from fingerprint.lora.base_fit import check_fit
+from fingerprint.lora.merge import MergeResult, merge_adapter
 
 __all__ = [
     "LoraAdapter",
     "LoraModule",
+    "MergeResult",
     "check_fit",
     "check_values",
+    "merge_adapter",
     "read_adapter",
     "require_supported",
 ]
