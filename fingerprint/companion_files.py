@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 from fingerprint.errors import CheckpointError
 from fingerprint.own_code import CODE_PATTERN
 
-__all__ = ["COMPANION_FILES", "copy_code", "copy_companions"]
+__all__ = ["COMPANION_FILES", "copy_code", "copy_companions", "differing_companions"]
 
 COMPANION_FILES = (
     "generation_config.json",
@@ -53,3 +54,16 @@ def _copy(files: Iterable[Path], target: Path) -> None:
                     f"{file} has {file.stat().st_size} bytes; at most {_MAX_COPIED_BYTES} are copied"
                 )
             shutil.copyfile(file, target / file.name)
+
+
+def differing_companions(folder: Path, other: Path) -> tuple[str, ...]:
+    """Return the names of ``COMPANION_FILES`` that ``folder`` has, and ``other`` has not or with other content."""
+    names = (name for name in COMPANION_FILES if (folder / name).is_file())
+    return tuple(name for name in names if not _is_same(folder / name, other / name))
+
+
+def _is_same(file: Path, other: Path) -> bool:
+    """Return whether two files have the same bytes; files too large to be copied are not compared."""
+    if not other.is_file() or file.stat().st_size > _MAX_COPIED_BYTES:
+        return False
+    return filecmp.cmp(file, other, shallow=False)

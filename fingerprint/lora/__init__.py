@@ -6,10 +6,11 @@ Reads bytes and writes bytes; knows no engine, and loads neither torch nor peft.
 from __future__ import annotations
 
 from fingerprint.lora.adapter import LoraAdapter, LoraModule, check_values, read_adapter, require_supported
-from fingerprint.lora.base_fit import check_fit
+from fingerprint.lora.base_fit import BaseTensors, check_fit
 from fingerprint.lora.merge import MergeResult, merge_adapter
 
 __all__ = [
+    "BaseTensors",
     "LoraAdapter",
     "LoraModule",
     "MergeResult",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -116,7 +117,7 @@ def read_adapter(folder: Path, *, max_rank: int | None = None) -> LoraAdapter:
         unsupported.append(f"{WEIGHTS_FILE} has no tensor; train the adapter, and save it again")
     high = max(modules, key=lambda module: module.rank, default=None)
     if max_rank is not None and high is not None and high.rank > max_rank:
-        unsupported.append(f"{high.name} has rank {high.rank}, at most {max_rank} is allowed; merge the adapter")
+        unsupported.append(f"{high.name} has rank {high.rank}, at most {max_rank} is allowed; merge it")
     return LoraAdapter(
         folder=folder,
         config=config,
@@ -195,7 +196,7 @@ def _why_missing(folder: Path, name: str) -> NotFoundError | CheckpointError:
     if "config.json" in names and names.intersection((SINGLE_FILE, INDEX_FILE)):
         return NotFoundError(
             f"{folder} is a whole model, not an adapter: it has no {CONFIG_FILE}; deploy it as it is: "
-            f"iserve deploy {folder}"
+            f"iserve deploy {shlex.quote(str(folder))}"
         )
     return NotFoundError(f"{folder} has no {CONFIG_FILE}; give the folder that PEFT's save_pretrained wrote")
 

@@ -22,7 +22,8 @@ from fingerprint.config_json import read_config
 from fingerprint.errors import CheckpointError
 from fingerprint.float_bytes import FLOAT_DTYPES, decode_floats, encode_floats
 from fingerprint.lora.adapter import LoraAdapter, LoraModule, check_values, open_weights, require_supported
-from fingerprint.lora.base_fit import check_fit
+from fingerprint.lora.base_fit import BaseTensors, check_fit
+from fingerprint.safetensors_header import StoredTensor
 from fingerprint.safetensors_writer import OutputTensor, new_directory, write_safetensors
 
 __all__ = ["MergeResult", "merge_adapter"]
@@ -61,7 +62,8 @@ def merge_adapter(
     require_supported(adapter)
     config = read_config(base)
     checkpoint = Checkpoint.open(base)
-    check_fit(adapter, checkpoint, config)
+    stored = {name: StoredTensor(entry.dtype, entry.shape) for name, entry in checkpoint.tensors.items()}
+    check_fit(adapter, BaseTensors(str(base), config, stored))
     check_values(adapter)
     factors = open_weights(adapter.folder)
     updates = {module.weight: module for module in adapter.modules}

@@ -24,6 +24,7 @@ COMMANDS = {
     "trace": ("trace",),
     "verify": ("verify",),
     "report": ("report",),
+    "variant": ("variant",),
     "engines": ("engines",),
     "backup": ("backup", "restore"),
     "installation": ("up", "down", "status", "nodes", "doctor", "register", "profile", "keys"),

@@ -21,6 +21,7 @@ from daemon.process import own_record, read_record, write_record
 from daemon.shim import RotatingLog
 from fingerprint import safetensors_writer
 from fingerprint.errors import CheckpointError, NotFoundError, StateUnavailableError, UnavailableError
+from fingerprint.lora import merge_adapter, read_adapter
 from fingerprint.output_file import write_output
 from fingerprint.truncate import generate
 from iserve.client import connect
@@ -28,6 +29,7 @@ from iserve.controller.child_processes import ChildProcess
 from iserve.demo import demo_model_path
 from iserve.settings import Settings
 from iserve.state.store import Store
+from tests.fingerprint.small_adapters import write_adapter, write_base
 
 SIZE_BYTES = 2**20
 
@@ -97,6 +99,22 @@ def test_a_fingerprint_is_whole_or_not_there(disk: tuple[Path, Filled], monkeypa
     assert left_in(folder) == set()
     for words in (str(folder / "cut"), "nothing was kept", "free some or choose another place"):
         assert words in str(caught.value)
+
+
+def test_a_merged_checkpoint_is_whole_or_not_there(
+    disk: tuple[Path, Filled], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, only = disk
+    base = write_base(tmp_path / "base", files=3)  # of 7 to 8 KB each
+    adapter = read_adapter(write_adapter(tmp_path / "adapter"))
+    usage = shutil.disk_usage(folder)._replace(free=2**40)
+    with monkeypatch.context() as patch:
+        patch.setattr(safetensors_writer.shutil, "disk_usage", lambda _: usage)
+        with only(7_500), pytest.raises(CheckpointError) as caught:
+            merge_adapter(base, adapter, folder / "merged")
+    assert left_in(folder) == set()
+    assert "nothing was kept" in str(caught.value)
+    merge_adapter(base, adapter, folder / "merged")  # once there is room
 
 
 def test_too_little_room_for_a_fingerprint_is_said_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

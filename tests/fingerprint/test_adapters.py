@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fingerprint.checkpoint import Checkpoint
+from fingerprint.checkpoint import stored_tensors
 from fingerprint.config_json import read_config
 from fingerprint.errors import (
     BadInputError,
@@ -28,7 +28,7 @@ from fingerprint.errors import (
     NotFoundError,
     UnsupportedAdapterError,
 )
-from fingerprint.lora import LoraAdapter, check_fit, check_values, read_adapter, require_supported
+from fingerprint.lora import BaseTensors, LoraAdapter, check_fit, check_values, read_adapter, require_supported
 from fingerprint.lora.adapter import WEIGHTS_FILE
 from fingerprint.lora.adapter_config import CONFIG_FILE, parse_adapter_config
 from fingerprint.lora.module_patterns import first_keys
@@ -366,7 +366,7 @@ def test_no_field_makes_anything_but_a_refusal(fields: dict[str, Any]) -> None:
 
 
 def fit(adapter: LoraAdapter, base: Path) -> None:
-    check_fit(adapter, Checkpoint.open(base), read_config(base))
+    check_fit(adapter, BaseTensors(str(base), read_config(base), stored_tensors(base)))
 
 
 @pytest.mark.parametrize("files", [1, 3])

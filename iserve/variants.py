@@ -1,0 +1,199 @@
+"""Variants of a base model: what a LoRA adapter is, whether it fits a base, and its merge into a checkpoint.
+
+The commands' one door to ``fingerprint.lora``: it finds the base as every MODEL argument is found.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fingerprint.checkpoint import stored_tensors
+from fingerprint.companion_files import differing_companions
+from fingerprint.config_json import read_config
+from fingerprint.errors import BadInputError, CheckpointError, NotFoundError
+from fingerprint.lora import BaseTensors, check_fit, check_values, merge_adapter, read_adapter
+from iserve.model_source import ModelSource, existing_path, is_hub_id, plain_path, resolve
+
+__all__ = ["AdapterDocument", "AdapterModuleDocument", "MergeDocument", "inspect_adapter", "merge_variant"]
+
+# No engine is started with adapters yet.
+MERGED_ONLY = "no engine of this release loads an adapter next to its base"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterModuleDocument:
+    """Update of one matrix of the base."""
+
+    name: str
+    """Name of the module within the base."""
+    rank: int
+    """Rank of the update."""
+    scale: float
+    """Factor of the product of its two matrices."""
+    in_features: int
+    """Inputs of the base's matrix."""
+    out_features: int
+    """Outputs of the base's matrix."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterDocument:
+    """Content of an adapter, and what can be done with it."""
+
+    folder: str
+    """Folder of the adapter."""
+    method: str
+    """PEFT's name of the method, such as LORA."""
+    trained_on: str | None
+    """Base model that the adapter's configuration names; not checked."""
+    modules: tuple[AdapterModuleDocument, ...]
+    """Updated matrices; empty where the method is not a LoRA that is understood."""
+    num_params: int
+    """Parameters of the adapter."""
+    size_bytes: int
+    """Bytes of its tensors."""
+    dtypes: tuple[str, ...]
+    """Types of its tensors, as safetensors names them."""
+    base: str | None
+    """Base that it was compared with; null: none was given."""
+    can_merge: bool
+    """Whether it can be merged, into the given base where there is one."""
+    why_not_merged: tuple[str, ...]
+    """Every reason why it cannot be merged, each with the way out."""
+    can_serve: bool
+    """Whether an engine can load it next to its base, unmerged."""
+    why_not_served: str | None
+    """Reason why no engine can."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MergeDocument:
+    """Checkpoint that a merge wrote."""
+
+    folder: str
+    """Folder of the merged checkpoint."""
+    base: str
+    """Model that the adapter was merged into."""
+    adapter: str
+    """Folder of the adapter."""
+    trained_on: str | None
+    """Base model that the adapter's configuration names; not checked."""
+    num_merged: int
+    """Matrices that were updated."""
+    num_tensors: int
+    """Tensors of the checkpoint."""
+    num_files: int
+    """Safetensors files of the checkpoint."""
+    size_bytes: int
+    """Bytes of its tensors."""
+    files_not_taken: tuple[str, ...]
+    """Tokenizer files of the adapter's folder that differ from the base's, which were kept."""
+
+
+def inspect_adapter(adapter: str, base: str | None, registered: Mapping[str, Path]) -> AdapterDocument:
+    """Return what the adapter in the folder ``adapter`` is, and whether it fits ``base``, a MODEL argument.
+
+    Raises:
+        NotFoundError, ConfigError, CheckpointError, UnsupportedAdapterError: as ``fingerprint.lora.read_adapter``;
+            values that are not finite; ``base`` is not found (``model_source.resolve``).
+    """
+    found = read_adapter(_adapter_folder(adapter))
+    check_values(found)
+    reasons = list(found.unsupported)
+    if base is not None:
+        tensors = _base_tensors(resolve(base, registered, need_weights=False))
+        try:
+            check_fit(found, tensors)
+        except BadInputError as error:
+            reasons.append(str(error))
+    return AdapterDocument(
+        folder=str(found.folder),
+        method=found.config.method,
+        trained_on=found.config.base_model,
+        modules=tuple(
+            AdapterModuleDocument(
+                name=module.name,
+                rank=module.rank,
+                scale=module.scale,
+                in_features=module.in_features,
+                out_features=module.out_features,
+            )
+            for module in found.modules
+        ),
+        num_params=found.num_params,
+        size_bytes=found.num_bytes,
+        dtypes=found.dtypes,
+        base=base,
+        can_merge=not reasons,
+        why_not_merged=tuple(reasons),
+        can_serve=False,
+        why_not_served=MERGED_ONLY,
+    )
+
+
+def merge_variant(
+    base: str,
+    adapter: str,
+    target: str,
+    registered: Mapping[str, Path],
+    progress: Callable[[int, int], None] | None = None,
+) -> MergeDocument:
+    """Write to the folder ``target`` the model of ``base``, a MODEL argument, with ``adapter`` merged into it.
+
+    Raises:
+        NotFoundError: a folder that is not there.
+        BadInputError, ConflictError, UnavailableError: as ``fingerprint.lora.merge_adapter`` and
+            ``model_source.resolve``.
+    """
+    found = read_adapter(_adapter_folder(adapter))
+    folder = Path(plain_path(os.path.realpath(os.path.expanduser(target))))
+    source = resolve(base, registered)
+    if not source.has_weights:
+        raise _no_weights(source)
+    merged = merge_adapter(source.directory, found, folder, progress=progress)
+    return MergeDocument(
+        folder=str(folder),
+        base=source.name,
+        adapter=str(found.folder),
+        trained_on=found.config.base_model,
+        num_merged=merged.num_merged,
+        num_tensors=merged.num_tensors,
+        num_files=merged.num_files,
+        size_bytes=merged.bytes_written,
+        files_not_taken=differing_companions(found.folder, source.directory),
+    )
+
+
+def _adapter_folder(adapter: str) -> Path:
+    path = existing_path(adapter)
+    if path is not None:
+        return Path(plain_path(str(path if path.is_dir() else path.parent)))
+    fetch = (
+        f"; fetch it from the hub first: hf download {adapter} --local-dir FOLDER" if is_hub_id(adapter) else ""
+    )
+    raise NotFoundError(f"there is no directory {adapter[:200]!r}; give the folder of an adapter{fetch}")
+
+
+def _base_tensors(source: ModelSource) -> BaseTensors:
+    """Return what headers say of a base, on the hub where its weights are not here."""
+    if source.has_weights:
+        tensors = stored_tensors(source.directory)
+    elif source.given is None and is_hub_id(source.name) and source.directory.parent.name == "snapshots":
+        from iserve.hub_tensors import hub_tensors  # asyncio, for bases on a hub only
+
+        found = hub_tensors(source.name, source.directory)
+        if found is None:
+            raise CheckpointError(f"{source.name} has no safetensors on the hub; give a base that has")
+        tensors = found
+    else:
+        raise _no_weights(source)
+    return BaseTensors(str(source.directory), read_config(source.directory), tensors)
+
+
+def _no_weights(source: ModelSource) -> CheckpointError:
+    return CheckpointError(
+        f"{source.directory} has a config and no weights; give the whole checkpoint of the base"
+    )
