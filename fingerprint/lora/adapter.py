@@ -35,6 +35,7 @@ __all__ = [
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
+_MAX_NAME_CHARS = 500  # of a module
 _MAX_SHOWN = 200  # characters of a name in a message
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"base_model\.model\.(.+)\.(lora_[AB])\.weight", re.DOTALL)
@@ -220,6 +221,12 @@ def _checked_modules(
         if found is not None:
             pairs.setdefault(found[1], {})[found[2]] = entry
     names = sorted(pairs)
+    longest = max(names, key=len, default="")
+    if len(longest) > _MAX_NAME_CHARS:
+        raise CheckpointError(
+            f"{file} names a module of {len(longest)} characters ({longest[:_MAX_SHOWN]!r}...), at most "
+            f"{_MAX_NAME_CHARS} are read; fetch it again"
+        )
     ranks = config.rank_pattern.of_modules(names, config.rank)
     alphas = config.alpha_pattern.of_modules(names, config.alpha)
     for name, rank, alpha in zip(names, ranks, alphas, strict=True):

@@ -191,11 +191,16 @@ def _targets(fields: Mapping[str, object]) -> Targets:
     if len(numbers) != len(_as_list(layers)):
         raise ConfigError(f"layers_to_transform must be numbers of layers, got {show(layers)}")
     return Targets(
-        modules=None if modules is None or isinstance(modules, str) else _names(modules, "target_modules"),
-        excluded=() if isinstance(excluded, str) else _names(excluded or [], "exclude_modules"),
-        layers=tuple(numbers),
+        modules=frozenset(_names(modules, "target_modules")) if _is_listed(modules) else None,
+        excluded=frozenset(_names(excluded or [], "exclude_modules") if _is_listed(excluded) else ()),
+        layers=frozenset(numbers),
         layers_lists=_names(_as_list(fields.get("layers_pattern")), "layers_pattern"),
     )
+
+
+def _is_listed(value: object) -> bool:
+    """Return whether modules are given otherwise than by one expression."""
+    return value is not None and not isinstance(value, str)
 
 
 def _as_list(value: object) -> list[object]:

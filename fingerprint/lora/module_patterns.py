@@ -19,7 +19,6 @@ from fingerprint.errors import UnsupportedAdapterError
 __all__ = ["ModulePatterns", "Targets", "first_keys"]
 
 _MAX_PATTERN_CHARS = 500
-_MAX_NAME_CHARS = 500
 _MAX_REPETITIONS = 3  # of one expression
 _MAX_STEPS = 1_000_000_000  # of all matches, at most; seconds
 _ONE = r"(?:[\w/-]|\\[.\-/]|\\d|\.|\[\^?[\w.-]+\])"  # a character, or a class of characters
@@ -32,9 +31,9 @@ _LAYER = re.compile(r".*?\.[^.]*\.(\d+)\.")  # the first number behind two names
 class Targets:
     """Modules that a configuration says were adapted, as far as it names them in lists."""
 
-    modules: tuple[str, ...] | None  # None: an expression, or none given; the tensors alone say
-    excluded: tuple[str, ...]
-    layers: tuple[int, ...]  # empty: all
+    modules: frozenset[str] | None  # None: an expression, or none given; the tensors alone say
+    excluded: frozenset[str]
+    layers: frozenset[int]  # empty: all
     layers_lists: tuple[str, ...]  # names of the lists that are counted; empty: any
 
     def contain(self, name: str) -> bool:
@@ -56,8 +55,10 @@ class Targets:
         return None
 
 
-def _is_named(name: str, names: Iterable[str]) -> bool:
-    return any(name == each or name.endswith(f".{each}") for each in names)
+def _is_named(name: str, names: frozenset[str]) -> bool:
+    """Return whether ``name``, or its end behind a dot, is one of ``names``."""
+    parts = name.split(".")
+    return any(".".join(parts[start:]) in names for start in range(len(parts)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ def first_keys(expressions: Sequence[str], names: Sequence[str], field: str) -> 
     Raises:
         UnsupportedAdapterError: as :meth:`ModulePatterns.of_modules`.
     """
-    if any(len(name) > _MAX_NAME_CHARS for name in names) or _num_steps(expressions, names) > _MAX_STEPS:
+    if _num_steps(expressions, names) > _MAX_STEPS:
         raise UnsupportedAdapterError(
             f"{field} has {len(expressions)} expressions for {len(names)} modules, which take too long to match; "
             "write plain names of modules in their place"

@@ -294,6 +294,7 @@ BROKEN: dict[str, tuple[type[IserveError], Break]] = {
     "ranks-differ": (CheckpointError, with_tensors({_A: _PAIR[_A][:3], _B: _PAIR[_B]})),
     "flat": (CheckpointError, with_tensors({_A: _PAIR[_A].reshape(-1), _B: _PAIR[_B]})),
     "empty-factor": (CheckpointError, with_tensors({_A: _PAIR[_A][:0], _B: _PAIR[_B][:, :0]})),
+    "long-name": (CheckpointError, with_tensors(renamed(_PAIR, "layers.0.", "layers.0." * 100))),
     "integers": (CheckpointError, _integers),
 }
 
@@ -408,3 +409,15 @@ def test_the_first_mismatch_by_name_is_the_one_in_the_message(tmp_path: Path) ->
     }
     with pytest.raises(CheckpointError, match=re.escape(f"{Q0}.weight' of [16, 8]")):
         fit(read_adapter(write_adapter(tmp_path / "adapter", wrong)), write_base(tmp_path / "base"))
+
+
+def test_an_adapter_of_many_modules_is_read_at_once(tmp_path: Path) -> None:
+    """As many as a mixture of experts has, each named in the configuration."""
+    names = [f"model.layers.{number // 384}.mlp.experts.{number % 384}.up_proj" for number in range(18_000)]
+    tensors = {
+        f"{PREFIX}{name}.lora_{part}.weight": np.zeros(shape, np.float32)
+        for name in names
+        for part, shape in (("A", (1, 1)), ("B", (1, 1)))
+    }
+    folder = write_adapter(tmp_path / "adapter", tensors, r=1, target_modules=names)
+    assert len(read_adapter(folder).modules) == 18_000
