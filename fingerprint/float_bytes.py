@@ -29,6 +29,9 @@ def encode_floats(values: _Floats, dtype: str) -> bytes:
         with np.errstate(over="ignore"):
             return values.astype("<f2").tobytes()
     assert dtype == "BF16", dtype
-    bits = np.ascontiguousarray(values, "<f4").view("<u4")  # the upper half, rounded to nearest even
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    return rounded.astype("<u2").tobytes()
+    bits = np.ascontiguousarray(values, "<f4").reshape(-1).view("<u4")
+    rounded = bits >> np.uint32(16)  # of which the upper half is kept, rounded to nearest even
+    rounded &= np.uint32(1)
+    rounded += np.uint32(0x7FFF)
+    rounded += bits
+    return rounded.view("<u2")[1::2].tobytes()

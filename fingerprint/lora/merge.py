@@ -127,22 +127,22 @@ def _summed(
     down = _factor(factors, down_name, (update.rank, update.in_features))
     up = _factor(factors, up_name, (update.out_features, update.rank))
     width, item_bytes = update.in_features, DTYPE_BITS[entry.dtype] // 8
-    begin = 0
+    scale, begin = np.float32(update.scale), 0
     for raw in checkpoint.chunks(update.weight):
         end = begin + len(raw) // item_bytes
         first, last = begin // width, -(-end // width)  # the rows that the piece has elements of
+        values = decode_floats(raw, entry.dtype)
         with np.errstate(over="ignore", invalid="ignore"):  # looked for below
-            delta = (up[first:last] @ down) * np.float32(update.scale)
-            values = (
-                decode_floats(raw, entry.dtype) + delta.reshape(-1)[begin - first * width : end - first * width]
-            )
-        encoded = encode_floats(values, entry.dtype)
-        if not np.isfinite(values).all() or not np.isfinite(decode_floats(encoded, entry.dtype)).all():
+            delta = up[first:last] @ down
+            delta *= scale
+            values = values + delta.reshape(-1)[begin - first * width : end - first * width]
+        extremes = encode_floats(np.array([values.min(), values.max()], np.float32), entry.dtype)  # NaN is either
+        if not (np.isfinite(values.max()) and np.isfinite(decode_floats(extremes, entry.dtype)).all()):
             raise CheckpointError(
                 f"the merged {update.weight} would have values that {entry.dtype} does not hold (NaN or "
                 "infinite); the update is too large, or the base is damaged: take another"
             )
-        yield encoded
+        yield encode_floats(values, entry.dtype)
         begin = end
 
 

@@ -412,7 +412,7 @@ def test_the_first_mismatch_by_name_is_the_one_in_the_message(tmp_path: Path) ->
 
 
 def test_an_adapter_of_many_modules_is_read_at_once(tmp_path: Path) -> None:
-    """As many as a mixture of experts has, each named in the configuration."""
+    """Updates of a mixture's 18,000 expert matrices, each named in the configuration."""
     names = [f"model.layers.{number // 384}.mlp.experts.{number % 384}.up_proj" for number in range(18_000)]
     tensors = {
         f"{PREFIX}{name}.lora_{part}.weight": np.zeros(shape, np.float32)

@@ -136,7 +136,7 @@ def test_a_base_is_named_as_every_model(iserve: Callable[..., Done], tmp_path: P
     [
         pytest.param(("inspect", "no-such-folder"), id="inspect-nothing"),
         pytest.param(("inspect", "owner/name"), id="inspect-hub-id"),
-        pytest.param(("inspect", "adapter", "--base", "no-such-model"), id="inspect-no-base"),
+        pytest.param(("inspect", "adapter", "--base", "./no/such/model"), id="inspect-no-base"),
         pytest.param(("merge", "base", "no-such-folder", "out"), id="merge-nothing"),
         pytest.param(("merge", "config-only", "adapter", "out"), id="merge-config-only"),
         pytest.param(("inspect", "adapter", "--base", "config-only"), id="inspect-config-only"),
