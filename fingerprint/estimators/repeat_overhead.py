@@ -87,6 +87,18 @@ class Round:
         return sum(step.forward_s for step in self.steps)
 
     @property
+    def gap_s(self) -> float:
+        return sum(step.gap_s for step in self.steps)
+
+    @property
+    def lead_s(self) -> float:
+        return sum(step.lead_s for step in self.steps)
+
+    @property
+    def tail_s(self) -> float:
+        return sum(step.tail_s for step in self.steps)
+
+    @property
     def sequences(self) -> int:
         return sum(step.sequences for step in self.steps)
 

@@ -17,8 +17,15 @@ from fingerprint.estimates import Quantity
 from fingerprint.estimators.depth_tied import DepthTiedEstimator
 from fingerprint.estimators.l2 import MeasuredKey, key_of
 from fingerprint.estimators.l3 import WholePoint
-from fingerprint.estimators.repeat_overhead import Overhead, repeat_overheads, repeated_points, token_bound_s
-from fingerprint.measurements import MemoryPoint, StepReading, TimingPoint
+from fingerprint.estimators.repeat_overhead import (
+    Overhead,
+    Round,
+    repeat_overheads,
+    repeated_points,
+    together,
+    token_bound_s,
+)
+from fingerprint.measurements import MemoryPoint, TimingPoint
 
 __all__ = [
     "KV_SHARE",
@@ -232,7 +239,7 @@ def _run_point(time: TimeAt, used: Sequence[TimingPoint], step: Overhead) -> Run
     long = max(here, key=lambda p: p.output_tokens)
     steps = _steady(long)
 
-    def middle(of: Callable[[StepReading], float]) -> float:
+    def middle(of: Callable[[Round], float]) -> float:
         return statistics.median(of(s) for s in steps)
 
     return RunPoint(
@@ -244,19 +251,19 @@ def _run_point(time: TimeAt, used: Sequence[TimingPoint], step: Overhead) -> Run
             lead_s=middle(lambda s: s.lead_s),
             forward_s=middle(lambda s: s.forward_s),
             tail_s=middle(lambda s: s.tail_s),
-            repeats_s=(long.repeat - 1) * step.at(1, time.batch),
+            repeats_s=(long.repeat - 1) * step.at(middle(lambda s: len(s.steps)), time.batch),
             num_steps=len(steps),
         ),
         readings=_readings(long),
     )
 
 
-def _steady(point: TimingPoint) -> list[StepReading]:
+def _steady(point: TimingPoint) -> list[Round]:
     """Decode steps of the whole batch, of each run the later half: the clock has recovered from the prefill."""
     found = []
     for run in point.runs:
-        together = [s for s in run.steps if not s.prefill_tokens and s.sequences == point.batch]
-        found += together[len(together) // 2 :]
+        whole = together(point, run)
+        found += whole[len(whole) // 2 :]
     return found
 
 
