@@ -45,7 +45,7 @@ def test_each_model_of_the_decision(folder: str, said: str) -> None:
     [
         (
             "h200-vllm-0.33",
-            "{count} points, corrected by one another's errors: {tpot:.1f} and {ttft:.1f}%, "
+            "{count} points, intervals from one another's errors: {tpot:.1f} and {ttft:.1f}%, "
             "worst {worst_tpot:.0f} and {worst_ttft:.0f}%; "
             "inside the 90% intervals {inside_tpot:.0f} and {inside_ttft:.0f}%",
         ),
