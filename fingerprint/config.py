@@ -15,6 +15,9 @@ from fingerprint.engines import traits_of
 from fingerprint.errors import ConfigError
 
 __all__ = [
+    "ADAPTER_RANKS",
+    "LOADED_PER_SLOT",
+    "MAX_ADAPTER_SLOTS",
     "MAX_GPUS",
     "DeploymentConfig",
     "KvFormat",
@@ -28,6 +31,9 @@ __all__ = [
 
 MAX_GPUS = 1024  # of one plan or deployment; placement answers in milliseconds up to here
 MAX_DRAFT_TOKENS = 16
+MAX_ADAPTER_SLOTS = 256
+ADAPTER_RANKS = (8, 16, 32, 64, 128, 256)  # that a slot can be made for: of the ranks that vLLM offers
+LOADED_PER_SLOT = 4  # adapters that a worker keeps loaded, on the host where they do not run, for each slot
 
 
 class WeightFormat(StrEnum):
@@ -85,6 +91,10 @@ class DeploymentConfig:
     """Inference engine by its name; `torch` is the embedded one."""
     draft_tokens: int = 0
     """Tokens that each step verifies of a sequence beyond its next, drafted from n-grams of its text; 0: none."""
+    adapter_slots: int = 0
+    """LoRA adapters that may take part in one step, next to the base; 0: the base alone is served."""
+    adapter_rank: int = 0
+    """Largest rank of an adapter that a slot holds; 0 without slots."""
 
     def __post_init__(self) -> None:
         if self.tp < 1 or self.pp < 1:
@@ -93,14 +103,26 @@ class DeploymentConfig:
             raise ConfigError(f"tp * pp may be {MAX_GPUS} at most, got tp={self.tp}, pp={self.pp}")
         if not 0 <= self.draft_tokens <= MAX_DRAFT_TOKENS:
             raise ConfigError(f"drafts must be from 0 to {MAX_DRAFT_TOKENS} tokens, got {self.draft_tokens}")
+        if not 0 <= self.adapter_slots <= MAX_ADAPTER_SLOTS:
+            raise ConfigError(f"adapter slots must be from 0 to {MAX_ADAPTER_SLOTS}, got {self.adapter_slots}")
+        if self.adapter_rank not in ((0,) if not self.adapter_slots else ADAPTER_RANKS):
+            ranks = ", ".join(map(str, ADAPTER_RANKS))
+            raise ConfigError(f"adapter slots hold a largest rank of {ranks}, got {self.adapter_rank}")
 
     @property
     def num_gpus(self) -> int:
         return self.tp * self.pp
 
+    @property
+    def loaded_adapters(self) -> int:
+        """Adapters that a worker keeps loaded at most; only ``adapter_slots`` of them take part in one step."""
+        return LOADED_PER_SLOT * self.adapter_slots
+
     def __str__(self) -> str:
         drafts = f",drafts={self.draft_tokens}" if self.draft_tokens else ""
-        return f"tp={self.tp},pp={self.pp},weights={self.weights},kv={self.kv},pruning={self.pruning}{drafts}"
+        adapters = f",adapters={self.adapter_slots}xr{self.adapter_rank}" if self.adapter_slots else ""
+        formats = f"weights={self.weights},kv={self.kv},pruning={self.pruning}"
+        return f"tp={self.tp},pp={self.pp},{formats}{drafts}{adapters}"
 
 
 def parse_config(text: str, *, engine: str) -> DeploymentConfig:

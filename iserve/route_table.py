@@ -14,6 +14,7 @@ __all__ = [
     "GatewayLimits",
     "Route",
     "RouteTable",
+    "VariantRoute",
     "WorkerTarget",
 ]
 
@@ -32,6 +33,18 @@ class WorkerTarget:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class VariantRoute:
+    """LoRA adapter that a deployment's workers serve next to its base, loaded when it is asked for."""
+
+    name: str  # that clients put in ``model``
+    engine_name: str  # at the workers: the name with the content's hash, so that no stale cache entry matches
+    content_hash: str  # of the variant store (``daemon.variants.store``), where its folder is found
+    created: int  # seconds since the epoch, for /v1/models
+    num_bytes: int  # of its tensors: what loading it reads
+    pinned: bool = False  # loaded at once, and never unloaded for another
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Route:
     """Route of one deployment: the name that clients put in ``model``, and the workers that answer."""
 
@@ -44,6 +57,9 @@ class Route:
     refusal: str | None = None  # why no worker can be started now: requests are refused with it at once
     retry_after_s: int = 1  # with ``refusal``
     admission: AdmissionPolicy | None = None  # None: no request is rejected for being late
+    adapter_slots: int = 0  # variants that take part in one step of a worker
+    loaded_adapters: int = 0  # variants that a worker keeps loaded
+    variants: tuple[VariantRoute, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
