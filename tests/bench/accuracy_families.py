@@ -26,7 +26,7 @@ from tests.bench.accuracy import RESULTS, cost_row, load, measured_errors, memor
 from tests.bench.accuracy_measure import Recorded
 from tests.bench.accuracy_rows import Row
 
-__all__ = ["FOLDERS", "FamilyRow", "family_of", "family_rows", "size_table", "table"]
+__all__ = ["FOLDERS", "FamilyRow", "family_of", "family_rows", "predicted_rows", "size_table", "table"]
 
 FOLDERS = ("families-h200-vllm-0.33", "h200-vllm-0.33", "h100-vllm-0.33", "h200-vllm-0.26", "h200")
 _ERRORS = Path(__file__).parents[2] / "fingerprint/data/depth_tied_errors.json"
@@ -61,7 +61,7 @@ def family_rows(folders: Iterable[str] = FOLDERS) -> list[FamilyRow]:
     """A row for each family of a folder, one release on one kind of GPU, then one for all of it."""
     found = []
     for folder in folders:
-        predicted = _predicted(folder)
+        predicted = predicted_rows(folder)
         families = dict.fromkeys(family_of(one) for one, _ in predicted)
         groups = [(family, [p for p in predicted if family_of(p[0]) == family]) for family in families]
         for family, group in (*groups, ("all", predicted)):
@@ -70,7 +70,8 @@ def family_rows(folders: Iterable[str] = FOLDERS) -> list[FamilyRow]:
 
 
 @cache
-def _predicted(folder: str) -> tuple[tuple[Recorded, tuple[Row, ...]], ...]:
+def predicted_rows(folder: str) -> tuple[tuple[Recorded, tuple[Row, ...]], ...]:
+    """Every recording of ``folder`` with its predictions, made without its own family."""
     return tuple((one, tuple(predict_l3(one, _without(family_of(one))))) for one in _loaded(folder))
 
 
@@ -166,7 +167,7 @@ def size_table(folders: Iterable[str] = FOLDERS) -> str:
         "| prompt tokens in all | points | TPOT median / worst | TTFT median / worst | inside |",
         "|---|--:|--:|--:|--:|",
     ]
-    predicted = [pair for folder in folders for pair in _predicted(folder)]
+    predicted = [pair for folder in folders for pair in predicted_rows(folder)]
     for kind, mixtures in (("dense", False), ("mixtures of experts", True)):
         rows = [r for one, rows in predicted if bool(one.profile.spec.num_experts) == mixtures for r in rows]
         for low, high, named in _SIZES:
