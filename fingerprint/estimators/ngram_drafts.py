@@ -28,9 +28,11 @@ class WithNgramDrafts:
     """``base`` for configurations with ``draft_tokens``; the rest is as ``base`` says.
 
     A step of n sequences with k drafts each takes a step of n at its context, and what the matrices take for
-    n x (k + 1) tokens beyond those for n, at a context of one token. The time per token is that step's over
-    :func:`tokens_per_step`. To look a draft up takes no time, prompts take none of it, and the sampler holds the
-    logits of all tokens. The interval is as wide in proportion; the acceptance is taken as given.
+    n x (k + 1) tokens beyond those for n. Two larger pieces of work bound that, and the lesser counts: a decode
+    step of n x (k + 1) sequences, and a step of n prompts of k + 1 tokens, each less its own with one token a
+    sequence. The time per token is that step's over :func:`tokens_per_step`. To look a draft up takes no time,
+    prompts take none of it, and the sampler holds the logits of all tokens. The interval is as wide in proportion;
+    the acceptance is taken as given.
     """
 
     def __init__(self, base: Estimator, acceptance: float, *, vocab_size: int) -> None:
@@ -48,12 +50,15 @@ class WithNgramDrafts:
             return self.base.estimate(config, workload)
         plain = replace(config, draft_tokens=0)
         found = self.base.estimate(plain, workload)
-        verified, own = (
-            self.base.estimate(plain, Workload(batch=batch, input_tokens=1, output_tokens=2)).tpot_s.value
-            for batch in (workload.batch * (drafts + 1), workload.batch)
-        )
-        step = found.tpot_s
-        factor = (1 + max(0.0, verified - own) / step.value) / tokens_per_step(drafts, self._acceptance)
+        step, n = found.tpot_s, workload.batch
+
+        def short(batch: int, input_tokens: int) -> Estimate:
+            return self.base.estimate(plain, Workload(batch=batch, input_tokens=input_tokens, output_tokens=2))
+
+        as_sequences_s = short(n * (drafts + 1), 1).tpot_s.value - short(n, 1).tpot_s.value
+        as_prompts_s = short(n, drafts + 1).ttft_s.value - short(n, 1).ttft_s.value
+        added_s = max(0.0, min(as_sequences_s, as_prompts_s))
+        factor = (1 + added_s / step.value) / tokens_per_step(drafts, self._acceptance)
         source = Source.EXTRAPOLATED if step.source is Source.MEASURED else step.source
         logits = workload.batch * drafts * self._vocab_size * _LOGIT_BYTES
         return replace(

@@ -41,6 +41,7 @@ from traces.simulator.step_model import Limits
 DRAFTS, BATCHES = (0, 2, 4, 8), (1, 8, 32, 128)
 INPUT, OUTPUT, ROUNDS = 512, 129, 3
 GIB_EACH = 32
+FILE = "ngram_steps.json.gz"
 TIMEOUT = aiohttp.ClientTimeout(total=120)
 COUNTERS = {  # here, of vLLM
     "drafts": "vllm:spec_decode_num_drafts_total",
@@ -51,25 +52,27 @@ COUNTERS = {  # here, of vLLM
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Burst:
-    """A burst's times, and what vLLM counted in the longer of its calls."""
+    """A burst's decode time, and what vLLM counted in the longer of its calls."""
 
     draft_tokens: int
     batch: int
     prompt: str  # "random" | "repeated"
-    one_token_s: float
-    all_tokens_s: float
+    decode_s: float  # of the longer call less the one with one token
     drafts: int
     accepted: int
     generated: int
 
     @property
     def steps(self) -> float:
-        """Decode steps after the first token, of each sequence on average."""
-        return (self.generated - self.batch - self.accepted) / self.batch
+        """Decode steps after the first token, of each sequence on average.
+
+        A last step's drafts count as accepted beyond the longest answer too: never fewer steps than had drafts.
+        """
+        return max(self.generated - self.batch - self.accepted, self.drafts) / self.batch
 
     @property
     def step_s(self) -> float:
-        return (self.all_tokens_s - self.one_token_s) / self.steps
+        return self.decode_s / self.steps
 
     @property
     def drafted(self) -> float:
@@ -88,8 +91,8 @@ class NgramSteps:
     bursts: tuple[Burst, ...]
 
 
-def measure(config: Path, python: str, gpu: int) -> NgramSteps:
-    """Start a worker for each number of drafts, and call them in turns."""
+def measure(config: Path, out: Path, python: str, gpu: int) -> None:
+    """Start a worker for each number of drafts, and call them in turns; keep what is measured after each batch."""
     text, total = config.read_text(), int(_nvidia("memory.total")[0]) * 2**20
     models = (("model", text),)
     write_models(
@@ -124,33 +127,35 @@ def measure(config: Path, python: str, gpu: int) -> NgramSteps:
             workers[drafts] = Worker(40 + number, replica, total, FOLDER, python)
             stack.callback(workers[drafts].end)
         _wait_for(list(workers.values()))
-        bursts = asyncio.run(_bursts(workers))
-    return NgramSteps(
-        model=config.parent.name,
-        date=time.strftime("%Y-%m-%d"),
-        machine=", ".join(_nvidia("name")),
-        versions=f"vllm {_version(python)}, driver {_nvidia('driver_version')[0]}",
-        bursts=tuple(bursts),
-    )
-
-
-async def _bursts(workers: dict[int, Worker]) -> list[Burst]:
-    found, rng = [], random.Random(1)
-    async with aiohttp.ClientSession(timeout=TIMEOUT) as session:
+        found = NgramSteps(
+            model=config.parent.name,
+            date=time.strftime("%Y-%m-%d"),
+            machine=_nvidia("name")[gpu],
+            versions=f"vllm {_version(python)}, driver {_nvidia('driver_version')[0]}",
+            bursts=(),
+        )
+        out.mkdir(parents=True, exist_ok=True)
         for batch in BATCHES:
-            for round_ in range(ROUNDS + 1):  # the first is not kept
-                for kind in ("random", "repeated"):
-                    period = INPUT if kind == "random" else 16
-                    prompt = [rng.randrange(10, 2000) for _ in range(period)] * (INPUT // period)
-                    for drafts, worker in workers.items():
-                        one = await _burst(session, worker, drafts, batch, kind, prompt)
-                        if round_:
-                            found.append(one)
-                            print(
-                                f"{drafts} drafts, batch {batch}, {kind}: {1e3 * one.step_s:.2f} ms a step, "
-                                f"{one.steps:.1f} steps, {one.drafted:.0%} drafted",
-                                flush=True,
-                            )
+            found = replace(found, bursts=(*found.bursts, *asyncio.run(_bursts(workers, batch))))
+            write_kept(out / FILE, json.dumps(json.loads(to_json(found)), indent=0))
+
+
+async def _bursts(workers: dict[int, Worker], batch: int) -> list[Burst]:
+    found, rng = [], random.Random(batch)
+    async with aiohttp.ClientSession(timeout=TIMEOUT) as session:
+        for round_ in range(ROUNDS + 1):  # the first is not kept
+            for kind in ("random", "repeated"):
+                period = INPUT if kind == "random" else 16
+                prompt = [rng.randrange(10, 2000) for _ in range(period)] * (INPUT // period)
+                for drafts, worker in workers.items():
+                    one = await _burst(session, worker, drafts, batch, kind, prompt)
+                    if round_:
+                        found.append(one)
+                        print(
+                            f"{drafts} drafts, batch {batch}, {kind}: {1e3 * one.step_s:.2f} ms a step, "
+                            f"{one.steps:.1f} steps, {one.drafted:.0%} drafted",
+                            flush=True,
+                        )
     return found
 
 
@@ -201,8 +206,7 @@ async def _burst(
         draft_tokens=drafts,
         batch=batch,
         prompt=kind,
-        one_token_s=one_token_s,
-        all_tokens_s=all_tokens_s,
+        decode_s=all_tokens_s - one_token_s,
         **{name: after[name] - before[name] for name in COUNTERS},
     )
 
@@ -254,8 +258,7 @@ def main() -> None:
     one.add_argument("profile", type=Path, nargs="?")
     options = parser.parse_args()
     if options.order == "measure":
-        found = measure(options.config, options.python, options.gpu)
-        write_kept(options.out / "ngram_steps.json.gz", json.dumps(json.loads(to_json(found)), indent=0))
+        measure(options.config, options.out, options.python, options.gpu)
         return
     recorded = from_json(read_kept(options.profile), Recorded) if options.profile else None
     print(table(from_json(read_kept(options.kept), NgramSteps), recorded))

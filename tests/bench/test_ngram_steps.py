@@ -14,8 +14,7 @@ def burst(draft_tokens: int, batch: int, step_s: float, accepted_per_step: int) 
         draft_tokens=draft_tokens,
         batch=batch,
         prompt="repeated",
-        one_token_s=0.5,
-        all_tokens_s=0.5 + steps * step_s,
+        decode_s=steps * step_s,
         drafts=steps * batch if draft_tokens else 0,
         accepted=steps * batch * accepted_per_step,
         generated=batch * (1 + steps * (1 + accepted_per_step)),
@@ -28,6 +27,14 @@ def test_a_step_takes_the_decode_time_over_the_steps_that_were_counted(accepted:
     assert found.steps == pytest.approx(32)
     assert found.step_s == pytest.approx(0.007)
     assert found.drafted == pytest.approx(1.0)
+
+
+def test_drafts_accepted_beyond_the_longest_answer_make_no_steps_fewer() -> None:
+    """Counters of vLLM 0.33: 129 tokens with 8 drafts, all accepted, were 15 steps and 120 accepted drafts."""
+    found = Burst(draft_tokens=8, batch=1, prompt="random", decode_s=0.075, drafts=15, accepted=120, generated=129)
+    assert found.steps == 15
+    assert found.step_s == pytest.approx(0.005)
+    assert found.drafted == 1.0
 
 
 def test_the_table_has_each_step_over_that_without_drafts() -> None:

@@ -440,7 +440,7 @@ def test_the_more_load_the_fewer_drafts_are_verified() -> None:
     """A token that is verified costs next to nothing where steps wait for weights, and as any other where not."""
     hardware = hardware_on("h200:2")
     drafts = []
-    for rate in (1.0, 10.0, 30.0, 60.0):
+    for rate in (1.0, 10.0, 30.0, 60.0, 100.0):
         found, plain = planned(hardware, drafting(0.6, rate)), planned(hardware, drafting(0.0, rate))
         assert found.document.joint is not None
         assert plain.document.joint is not None
