@@ -254,9 +254,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[LoraAdapter]:
     modules = module_names(["q_proj", "k_proj", "v_proj", "o_proj"])
     found = []
     for number in range(6):
-        tensors = factors({modules[0]: 2}, seed=number // 2) | factors(
-            {modules[1]: 2}, seed=100 + (number + 1) // 2
-        )
+        first, second = factors({modules[0]: 2}, number // 2), factors({modules[1]: 2}, 100 + (number + 1) // 2)
         config = {"r": 2, "target_modules": None, "lora_alpha": 2 + number % 3}
         found.append(adapter(folder / str(number), first | second, **config))
     return found
