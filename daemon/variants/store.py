@@ -169,6 +169,10 @@ class VariantStore:
             self._discard(self._loadable / content_hash)
             self._remove_unreferenced(candidates)
 
+    def has(self, content_hash: str) -> bool:
+        """Return whether a content is in the store."""
+        return (self._manifests / _checked(content_hash)).exists()
+
     def contents(self) -> tuple[StoredContent, ...]:
         """Return the contents that are in the store."""
         found = []
