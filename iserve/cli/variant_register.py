@@ -143,7 +143,7 @@ def show(name: NameArgument, as_json: o.JsonOption = False) -> None:
         ("updates", f"{found.num_modules} matrices, rank {found.rank}, {size_text(found.size_bytes)}"),
         ("content", found.content_hash),
         ("at engines", found.engine_name),
-        ("serve", _serving(found)),
+        ("status", _serving(found)),
     ):
         typer.echo(f"{label:<12}{text}")
 
