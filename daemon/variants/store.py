@@ -198,7 +198,7 @@ class VariantStore:
     def _reported(self) -> Iterator[None]:
         """Make the folders; turn what the disk refuses into UnavailableError."""
         try:
-            for folder in (self._tensors, self._manifests, self._loadable, self._writing):
+            for folder in (self.root, self._tensors, self._manifests, self._loadable, self._writing):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             yield
         except OSError as error:

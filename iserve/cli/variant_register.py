@@ -89,7 +89,7 @@ def add(
         pinned=pin,
     )
     controller = client(settings)
-    with _progress(controller, name, quiet=as_json or not sys.stderr.isatty()):
+    with _progress(controller, name, quiet=as_json or not is_terminal()):
         added = controller.patient(_ADD_TIMEOUT_S).post(_PATH, body.model_dump(), VariantDocument)
     if as_json:
         o.print_json(added)
@@ -183,6 +183,11 @@ def _serving(variant: VariantDocument) -> str:
     if variant.why_not_served is not None:
         return f"not served: {variant.why_not_served}"
     return f"served by {variant.deployments[0]}, as model {variant.name}"
+
+
+def is_terminal() -> bool:
+    """Return whether a person sees what is written to standard error."""
+    return sys.stderr.isatty()
 
 
 @contextmanager

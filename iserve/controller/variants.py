@@ -36,6 +36,7 @@ _MAX_WAITING = 256  # additions
 _MAX_VARIANTS = 10_000
 _GRACE_S = 600.0  # for content without a row: another controller may be about to write it
 _TRAINED_ON_CHARS = 500
+_DROP_AFTER_S = 5.0  # for the gateway to have the routes that no longer lead to a content
 
 
 class Variants:
@@ -56,6 +57,8 @@ class Variants:
         self._store, self._resolve, self._registered = store, resolve, registered
         self._content = VariantStore(settings.variant_folder)
         self._pool = ThreadPoolExecutor(_ADDED_AT_ONCE, thread_name_prefix="variants")
+        self._drops = ThreadPoolExecutor(1, thread_name_prefix="variants-drop")
+        self._closing = threading.Event()
         self._lock = threading.Lock()
         self._waiting = 0
         self._adding: dict[str, ProgressDocument] = {}
@@ -129,7 +132,7 @@ class Variants:
             kind = "variant-added" if former is None else "variant-replaced"
             self._store.add_event(None, kind, f"{row.name}: {kept.engine_name} of {kept.base}")
         if former is not None and former.content_hash != kept.content_hash:
-            self._pool.submit(self._drop, former.content_hash)
+            self._drop_soon(former.content_hash)
         return kept
 
     def progress(self, name: str) -> ProgressDocument:
@@ -155,7 +158,7 @@ class Variants:
         """Forget a variant; its content is removed in the background unless another one has it."""
         row = self._store.variants.remove(name)
         self._store.add_event(None, "variant-removed", f"{name}: {row.engine_name} of {row.base}")
-        self._pool.submit(self._drop, row.content_hash)
+        self._drop_soon(row.content_hash)
 
     def routed(self) -> tuple[tuple[VariantRow, ...], frozenset[str]]:
         """Return the registered variants, and the contents that are in the store."""
@@ -166,7 +169,9 @@ class Variants:
         self._pool.submit(self._collect)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._closing.set()
+        for pool in (self._pool, self._drops):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _collect(self) -> None:
         try:
@@ -183,6 +188,16 @@ class Variants:
             log.warning("collecting variants: %s", error)
         except Exception:
             log.exception("collecting variants")
+
+    def _drop_soon(self, content_hash: str) -> None:
+        """Remove a content that no variant has, once the gateway asks for it no more."""
+        due_s = time.monotonic() + _DROP_AFTER_S
+
+        def work() -> None:
+            if not self._closing.wait(due_s - time.monotonic()):  # else the next start collects it
+                self._drop(content_hash)
+
+        self._drops.submit(work)
 
     def _drop(self, content_hash: str) -> None:
         """Remove a content that no variant has."""

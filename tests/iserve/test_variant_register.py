@@ -20,7 +20,8 @@ from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig
 from fingerprint.lora import read_adapter
-from iserve.api_documents import VariantDocument
+from iserve.api_documents import ProgressDocument, VariantDocument
+from iserve.cli.progress import StepDisplay
 from iserve.controller.reconcile import ROUTES_FILE, Reconciler
 from iserve.controller.variant_serving import why_not_served
 from iserve.controller.variants import Variants
@@ -47,8 +48,9 @@ def base(api: Api) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def empty(api: Api) -> Iterator[None]:
+def empty(api: Api, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each test finds and leaves no variant and no file in the store but its locks."""
+    monkeypatch.setattr("iserve.controller.variants._DROP_AFTER_S", 0.0)
     yield
     for row in api.controller.store.variants.all():
         api.controller.variants.remove(row.name)
@@ -113,10 +115,25 @@ def test_content_that_two_variants_have_stays_until_both_are_gone(api: Api, base
     path = write_adapter(tmp_path / "a")
     one, two = add(api, base, path, "one"), add(api, base, path, "two")
     assert (one["content_hash"], two["new_bytes"]) == (two["content_hash"], 0)
-    api.ask("DELETE", f"{VARIANTS}/one")
-    add(api, base, write_adapter(tmp_path / "b", factors({Q0: 4})), "three")  # behind the removal, in two threads
-    assert two["content_hash"] in content(api)
+    other = add(api, base, write_adapter(tmp_path / "b", factors({Q0: 4})), "other")
+    for name in ("one", "other"):
+        api.ask("DELETE", f"{VARIANTS}/{name}")
+    wait_until(lambda: other["content_hash"] not in content(api), "the second of the removals is done")
     store(api).loadable(two["content_hash"])
+
+
+def test_content_stays_until_the_gateway_has_the_routes_without_it(
+    api: Api, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("iserve.controller.variants._DROP_AFTER_S", 1e6)
+    settings = Settings(home=tmp_path / "home")
+    state = Store.open(settings.state)
+    variants = Variants(settings, state, resolve, dict)
+    added = variants.add(VariantBody(name="style", base=str(base), path=str(write_adapter(tmp_path / "a"))))
+    variants.remove("style")
+    assert VariantStore(settings.variant_folder).has(added.content_hash)
+    variants.close()
+    state.close()
 
 
 def test_one_name_means_one_model(api: Api, base: Path, tmp_path: Path) -> None:
@@ -399,7 +416,7 @@ def test_the_oldest_deployment_of_the_base_with_slots_serves_a_variant(
 def test_a_variant_without_its_content_is_reported_and_not_routed(
     api: Api, base: Path, tmp_path: Path, deploy: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As after a restore into another home; adding the adapter again mends it."""
+    """Restored into another home, say; adding the adapter again mends it."""
     deploy("chat", worker(0, base))
     path = write_adapter(tmp_path / "a")
     added = add(api, base, path)
@@ -497,3 +514,26 @@ def test_commands_that_are_refused_say_so_in_one_line(
     command: Callable[..., Done], tmp_path: Path, golden: Golden, words: tuple[str, ...]
 ) -> None:
     golden("variant", command("variant", *words).line)
+
+
+def test_progress_is_shown_where_the_terminal_is_one(
+    command: Callable[..., Done], base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[ProgressDocument | None] = []
+    seen, real = threading.Event(), VariantStore.add
+
+    def slow(self: VariantStore, *arguments: Any) -> Any:
+        assert seen.wait(300)
+        return real(self, *arguments)
+
+    def show(_: StepDisplay, step: str, progress: ProgressDocument | None) -> None:
+        assert step == "adding"
+        shown.append(progress)
+        seen.set()
+
+    monkeypatch.setattr(VariantStore, "add", slow)
+    monkeypatch.setattr(StepDisplay, "show", show)
+    monkeypatch.setattr("iserve.cli.variant_register.is_terminal", lambda: True)
+    assert command("variant", "add", "style", "--base", base, write_adapter(tmp_path / "a")).code == 0
+    assert shown[0] is not None
+    assert (shown[0].step, shown[0].done) == ("checking", 0)
