@@ -164,9 +164,10 @@ class VariantStore:
                 candidates = referenced_tensors(manifest.read_bytes())
             except (FileNotFoundError, BadInputError):
                 candidates = frozenset()  # a collection finds its tensors
-            manifest.unlink(missing_ok=True)
+            with self._locked(_LOADABLE, fcntl.LOCK_EX):  # a folder that is being made has its manifest
+                manifest.unlink(missing_ok=True)
+                self._discard(self._loadable / content_hash)
             sync_folder(self._manifests)
-            self._discard(self._loadable / content_hash)
             self._remove_unreferenced(candidates)
 
     def has(self, content_hash: str) -> bool:

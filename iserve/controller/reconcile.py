@@ -35,7 +35,7 @@ from iserve.controller.stored_values import (
     recorded_workers,
     update_workers,
 )
-from iserve.controller.variant_serving import adapter_slots, loaded_adapters, routes_by_server, variant_servers
+from iserve.controller.variant_serving import adapter_slots, loaded_adapters, variant_servers
 from iserve.planning.document import PlanDocument
 from iserve.route_table import ApiKeyRecord, GatewayLimits, Route, RouteTable, VariantRoute, WorkerTarget
 from iserve.state.store import DeploymentRow
@@ -183,7 +183,7 @@ class Reconciler:
         settings, store = self._controller.settings, self._controller.store
         if node is None and self._published is not None:
             return
-        variants = self._variant_routes(rows)
+        variants = self._controller.variants.routes(variant_servers(rows))
         routes = tuple(
             route
             for row in rows
@@ -215,14 +215,6 @@ class Reconciler:
                 f"cannot write {path}: {error.strerror}; free space or mend the folder"
             ) from error
         self._published, self._version = content, table.version
-
-    def _variant_routes(self, rows: tuple[DeploymentRow, ...]) -> dict[str, tuple[VariantRoute, ...]]:
-        """Return the variants that each deployment serves; nothing is read where none has adapter slots."""
-        servers = variant_servers(rows)
-        if not servers:
-            return {}
-        variants, stored = self._controller.variants.routed()
-        return routes_by_server(variants, servers, stored)
 
     def _route(
         self, row: DeploymentRow, node: NodeStatus | None, variants: tuple[VariantRoute, ...]

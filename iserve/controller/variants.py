@@ -10,8 +10,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 from daemon.variants.store import StoredVariant, VariantStore
 from fingerprint.errors import ConflictError, IserveError, NotFoundError, UnavailableError
@@ -20,9 +21,16 @@ from fingerprint.sanitize import printable
 from iserve.api_documents import ProgressDocument, VariantDocument
 from iserve.api_types import check_name
 from iserve.controller.folder_access import Reach
-from iserve.controller.variant_serving import VariantServer, servers_of, variant_servers, why_not_served
+from iserve.controller.variant_serving import (
+    VariantServer,
+    routes_by_server,
+    servers_of,
+    variant_servers,
+    why_not_served,
+)
 from iserve.model_source import ModelSource
 from iserve.rest_bodies import VariantBody
+from iserve.route_table import VariantRoute
 from iserve.settings import Settings
 from iserve.state.store import Store, VariantRow
 from iserve.variants import adapter_for_serving
@@ -36,7 +44,17 @@ _MAX_WAITING = 256  # additions
 _MAX_VARIANTS = 10_000
 _GRACE_S = 600.0  # for content without a row: another controller may be about to write it
 _TRAINED_ON_CHARS = 500
+_ROUTES_KEPT_S = 30.0  # content may be lost otherwise than by this process
 _DROP_AFTER_S = 5.0  # for the gateway to have the routes that no longer lead to a content
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _KeptRoutes:
+    """Routes of variants, and what they were made of."""
+
+    key: tuple[int, tuple[VariantServer, ...]]
+    made_s: float
+    routes: Mapping[str, tuple[VariantRoute, ...]]
 
 
 class Variants:
@@ -62,6 +80,8 @@ class Variants:
         self._lock = threading.Lock()
         self._waiting = 0
         self._adding: dict[str, ProgressDocument] = {}
+        self._version = 0  # of register and content
+        self._routes: _KeptRoutes | None = None
         self._naming = threading.Lock()  # content is removed while no row is about to name it
 
     def add_soon(self, body: VariantBody, caller: Reach) -> Future[VariantDocument]:
@@ -125,6 +145,7 @@ class Variants:
                 if not self._content.has(row.content_hash):  # removed with its last name since it was stored
                     self._content.add(adapter)
                 kept, former = self._store.variants.put(row, replace=replace)
+                self._changed()
         except IserveError:
             self._drop(row.content_hash)
             raise
@@ -152,17 +173,36 @@ class Variants:
 
     def pin(self, name: str, *, pinned: bool) -> VariantDocument:
         self._store.variants.pin(name, pinned=pinned)
+        self._changed()
         return self.get(name)
 
     def remove(self, name: str) -> None:
         """Forget a variant; its content is removed in the background unless another one has it."""
         row = self._store.variants.remove(name)
+        self._changed()
         self._store.add_event(None, "variant-removed", f"{name}: {row.engine_name} of {row.base}")
         self._drop_soon(row.content_hash)
 
-    def routed(self) -> tuple[tuple[VariantRow, ...], frozenset[str]]:
-        """Return the registered variants, and the contents that are in the store."""
-        return self._store.variants.all(), self._stored()
+    def routes(self, servers: tuple[VariantServer, ...]) -> Mapping[str, tuple[VariantRoute, ...]]:
+        """Return the routes of variants by the deployment that serves each; nothing is read without one that can.
+
+        They are kept until something changes, for they are asked for several times a second.
+        """
+        if not servers:
+            return {}
+        with self._lock:
+            key, kept = (self._version, servers), self._routes
+        now_s = time.monotonic()
+        if kept is None or kept.key != key or now_s - kept.made_s > _ROUTES_KEPT_S:
+            found = routes_by_server(self._store.variants.all(), servers, self._stored())
+            kept = _KeptRoutes(key=key, made_s=now_s, routes=found)
+            with self._lock:
+                self._routes = kept
+        return kept.routes
+
+    def _changed(self) -> None:
+        with self._lock:
+            self._version += 1
 
     def collect_soon(self) -> None:
         """Have a thread remove what killed controllers left, and report variants without content."""
@@ -205,6 +245,7 @@ class Variants:
             with self._naming:
                 if not self._store.variants.has_content(content_hash):
                     self._content.remove(content_hash)
+                    self._changed()
         except IserveError as error:
             log.warning("removing the content of a variant: %s; the next start of the controller does", error)
 

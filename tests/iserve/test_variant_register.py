@@ -409,14 +409,24 @@ def test_the_oldest_deployment_of_the_base_with_slots_serves_a_variant(
     (variant,) = found["first"].variants
     assert (variant.engine_name, variant.content_hash) == (small["engine_name"], small["content_hash"])
     assert (variant.num_bytes, variant.pinned) == (small["size_bytes"], True)
+    api.ask("PATCH", f"{VARIANTS}/large", {"pinned": True})
+    assert [v.pinned for v in routes(api)["second"].variants] == [True]
+    add(api, base, write_adapter(tmp_path / "d"), "another")
+    assert [v.name for v in routes(api)["first"].variants] == ["another", "small"]
     api.ask("DELETE", f"{VARIANTS}/small")
-    assert routes(api)["first"].variants == ()
+    assert [v.name for v in routes(api)["first"].variants] == ["another"]
 
 
 def test_a_variant_without_its_content_is_reported_and_not_routed(
-    api: Api, base: Path, tmp_path: Path, deploy: Callable[..., None], caplog: pytest.LogCaptureFixture
+    api: Api,
+    base: Path,
+    tmp_path: Path,
+    deploy: Callable[..., None],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Restored into another home, say; adding the adapter again mends it."""
+    monkeypatch.setattr("iserve.controller.variants._ROUTES_KEPT_S", -1.0)
     deploy("chat", worker(0, base))
     path = write_adapter(tmp_path / "a")
     added = add(api, base, path)

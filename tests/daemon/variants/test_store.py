@@ -312,6 +312,34 @@ def test_threads_add_load_and_remove_at_once(store: VariantStore, adapters: list
     check_consistent(store, left)
 
 
+_WORKER = """
+import sys
+from pathlib import Path
+from daemon.variants.store import VariantStore
+from fingerprint.lora import read_adapter
+
+store, folder = VariantStore(Path(sys.argv[1])), Path(sys.argv[2])
+for turn in range(8):
+    content = store.add(read_adapter(folder)).content_hash
+    read_adapter(store.loadable(content))
+    if turn % 2 == 0:
+        store.remove(content)
+    store.collect()
+print(content)
+"""
+
+
+def test_processes_add_load_remove_and_collect_at_once(store: VariantStore, adapters: list[LoraAdapter]) -> None:
+    command = [sys.executable, "-c", _WORKER, str(store.root)]
+    children = [
+        subprocess.Popen([*command, str(found.folder)], stdout=subprocess.PIPE, text=True)
+        for found in adapters[:4]
+    ]
+    said = [child.communicate(timeout=PATIENCE_S)[0].strip() for child in children]
+    assert [child.returncode for child in children] == [0] * len(children)
+    check_consistent(store, said)
+
+
 _CHILD = """
 import sys, time
 from pathlib import Path
