@@ -120,7 +120,7 @@ def test_a_merged_checkpoint_is_whole_or_not_there(
 
 @pytest.mark.parametrize("left_bytes", [200, 300])
 def test_a_variant_is_whole_or_not_there(disk: tuple[Path, Filled], tmp_path: Path, left_bytes: int) -> None:
-    """Its tensors are of 256 and 128 bytes; folders of the store take room as well."""
+    """The tensors have 256 bytes each, the manifest more than 300."""
     folder, only = disk
     store = VariantStore(folder / "variants")
     kept = store.add(read_adapter(write_adapter(tmp_path / "kept"))).content_hash

@@ -169,16 +169,6 @@ def nan(tensors: dict[str, Any]) -> dict[str, Any]:
     return tensors
 
 
-def of_another_base(folder: Path) -> Path:
-    return write_adapter(folder, factors({Q0: 4}) | {name: array[:, :3] for name, array in a_of_v1().items()})
-
-
-def a_of_v1() -> dict[str, Any]:
-    return {name: array for name, array in factors({V1: 4}).items() if "lora_A" in name} | {
-        name: array for name, array in factors({V1: 3}).items() if "lora_B" in name
-    }
-
-
 def with_nan(folder: Path) -> Path:
     return write_adapter(folder, nan(factors({Q0: 4})))
 
