@@ -21,6 +21,7 @@ __all__ = [
     "ProfileJobDocument",
     "ProgressDocument",
     "ReplicaDocument",
+    "VariantDocument",
 ]
 
 
@@ -192,6 +193,40 @@ class ModelDocument:
     """Number of parameters."""
     has_weights: bool
     """Whether the folder has weights; without them the model can be planned, not deployed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VariantDocument:
+    """LoRA adapter that is registered as a variant of a base model."""
+
+    name: str
+    """Variant's name, which clients give as `model`."""
+    base: str
+    """Base model, as it was named."""
+    base_directory: str
+    """Folder of the base model."""
+    content_hash: str
+    """Hash of all that changes answers: names and values of the tensors, and their scale."""
+    engine_name: str
+    """Name of the variant at the engines, which changes with its content."""
+    rank: int
+    """Largest rank of its updates."""
+    num_modules: int
+    """Number of matrices that it updates."""
+    size_bytes: int
+    """Bytes of its tensors."""
+    new_bytes: int | None
+    """Bytes of the tensors that no variant had before; None: not asked when it was added."""
+    trained_on: str | None
+    """Base model that the adapter's configuration names; not checked."""
+    pinned: bool
+    """Whether workers load it at once and keep it loaded."""
+    created_at: float
+    """Time of its registration, in seconds since the epoch."""
+    deployments: tuple[str, ...]
+    """Deployments that can serve it, the oldest first; the first one does."""
+    why_not_served: str | None
+    """Reason why no deployment serves it, with the way out; None: one does."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

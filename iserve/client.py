@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import sys
 import time
@@ -38,6 +39,12 @@ class ControllerClient:
         hint = "; `iserve status` looks, `iserve up` starts it"
         self._http = JsonHttp(url, token, server="the controller", hint=hint)
         self._timeout_s = timeout_s
+
+    def patient(self, timeout_s: float) -> ControllerClient:
+        """Return a client of the same controller that waits as long for each answer."""
+        found = copy.copy(self)
+        found._timeout_s = timeout_s
+        return found
 
     def get(self, path: str, kind: type[T], **query: object) -> T:
         return self._http.ask("GET", _target(path, query), kind, timeout_s=self._timeout_s)

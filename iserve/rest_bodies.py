@@ -15,7 +15,7 @@ from fingerprint.sanitize import UNPRINTABLE
 from iserve.api_types import MAX_LABEL, MAX_TEXT, DeployBody, check_label
 from planner.intent import MAX_REPLICAS, IntentKind, Quality, Slo
 
-__all__ = ["Body", "KeyBody", "ModelBody", "ProfileBody", "UpdateBody"]
+__all__ = ["Body", "KeyBody", "ModelBody", "ProfileBody", "UpdateBody", "VariantBody", "VariantPinBody"]
 
 _Text = Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT)]
 
@@ -109,6 +109,28 @@ class ModelBody(Body):
     """Name to register: 1 to 63 letters, digits, `.`, `_` or `-`."""
     directory: _Text
     """Folder of the checkpoint or of its config.json, on the controller's machine."""
+
+
+class VariantBody(Body):
+    """``POST /api/v1/variants``: give a LoRA adapter a name that clients use next to its base."""
+
+    name: _Text
+    """Name to register: 1 to 63 letters, digits, `.`, `_` or `-`."""
+    base: _Text
+    """Base model of the adapter: folder, Hugging Face id or registered name."""
+    path: _Text
+    """Folder of the PEFT adapter on the controller's machine; its tensors are copied."""
+    replace: bool = False
+    """Whether the name, where it has other content already, is given this one."""
+    pinned: bool = False
+    """Whether workers load it at once and keep it loaded."""
+
+
+class VariantPinBody(Body):
+    """``PATCH /api/v1/variants/{name}``: change of a variant."""
+
+    pinned: bool
+    """Whether workers load it at once and keep it loaded."""
 
 
 class KeyBody(Body):

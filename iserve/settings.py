@@ -136,6 +136,10 @@ class Settings:
     def fingerprint_folder(self) -> Path:
         return self.home / "fingerprints"
 
+    @property
+    def variant_folder(self) -> Path:
+        return self.home / "variants"
+
     def environment(self) -> dict[str, str]:
         """Return the variables that make a child process read these very settings."""
         values = {f"ISERVE_{f.name.upper()}": getattr(self, f.name) for f in fields(self)}

@@ -1,6 +1,6 @@
-"""Variants of a base model: what a LoRA adapter is, whether it fits a base, and its merge into a checkpoint.
+"""Variants of a base model: what a LoRA adapter is, whether it fits a base or can be served, and its merge.
 
-The commands' one door to ``fingerprint.lora``: it finds the base as every MODEL argument is found.
+Commands' and controller's one door to ``fingerprint.lora``: it finds the base as every MODEL argument is found.
 """
 
 from __future__ import annotations
@@ -12,15 +12,31 @@ from pathlib import Path
 
 from fingerprint.checkpoint import stored_tensors
 from fingerprint.companion_files import differing_companions
+from fingerprint.config import ADAPTER_RANKS
 from fingerprint.config_json import read_config
-from fingerprint.errors import BadInputError, CheckpointError, NotFoundError
-from fingerprint.lora import BaseTensors, check_fit, check_values, merge_adapter, read_adapter
+from fingerprint.errors import BadInputError, CheckpointError, NotFoundError, UnsupportedAdapterError
+from fingerprint.lora import (
+    BaseTensors,
+    LoraAdapter,
+    check_fit,
+    check_values,
+    merge_adapter,
+    read_adapter,
+    require_supported,
+)
 from iserve.model_source import ModelSource, existing_path, is_hub_id, plain_path, resolve
 
-__all__ = ["AdapterDocument", "AdapterModuleDocument", "MergeDocument", "inspect_adapter", "merge_variant"]
+__all__ = [
+    "AdapterDocument",
+    "AdapterModuleDocument",
+    "MergeDocument",
+    "adapter_for_serving",
+    "inspect_adapter",
+    "merge_variant",
+]
 
-# No engine is started with adapters yet.
-MERGED_ONLY = "no engine of this release loads an adapter next to its base"
+# Modules that engines keep without room for an update.
+_HEADS_AND_EMBEDDINGS = frozenset({"lm_head", "embed_out", "embed_tokens", "embed_in", "tok_embeddings", "wte"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +82,7 @@ class AdapterDocument:
     can_serve: bool
     """Whether an engine can load it next to its base, unmerged."""
     why_not_served: str | None
-    """Reason why no engine can."""
+    """Reason why no engine can; null: an engine with adapter slots of its rank can."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +118,7 @@ def inspect_adapter(adapter: str, base: str | None, registered: Mapping[str, Pat
     """
     found = read_adapter(_adapter_folder(adapter))
     check_values(found)
+    not_served = _why_not_served(found)
     reasons = list(found.unsupported)
     if base is not None:
         tensors = _base_tensors(resolve(base, registered, need_weights=False))
@@ -129,9 +146,39 @@ def inspect_adapter(adapter: str, base: str | None, registered: Mapping[str, Pat
         base=base,
         can_merge=not reasons,
         why_not_merged=tuple(reasons),
-        can_serve=False,
-        why_not_served=MERGED_ONLY,
+        can_serve=not reasons and not_served is None,
+        why_not_served="for the same reasons" if reasons else not_served,
     )
+
+
+def adapter_for_serving(adapter: str, base: ModelSource) -> LoraAdapter:
+    """Return the adapter in the folder ``adapter``, all of it checked, which an engine can load next to ``base``.
+
+    Raises:
+        NotFoundError, ConfigError, CheckpointError, UnsupportedAdapterError: as ``inspect_adapter``; it is not a
+            plain LoRA, is of another base, or cannot be served.
+    """
+    found = read_adapter(_adapter_folder(adapter))
+    require_supported(found)
+    reason = _why_not_served(found)
+    if reason is not None:
+        raise UnsupportedAdapterError(
+            f"{found.folder} cannot be served next to its base: {reason}; merge it: iserve variant merge"
+        )
+    check_fit(found, _base_tensors(base))
+    check_values(found)
+    return found
+
+
+def _why_not_served(adapter: LoraAdapter) -> str | None:
+    """Return the reason why no engine loads ``adapter``, a plain LoRA, next to its base; None: one can."""
+    for name in (module.name for module in adapter.modules):
+        if name.rpartition(".")[2] in _HEADS_AND_EMBEDDINGS:
+            return f"it updates {name[:200]}, and engines have adapter slots for the matrices of layers only"
+    if adapter.max_rank > ADAPTER_RANKS[-1]:
+        ranks = ", ".join(map(str, ADAPTER_RANKS))
+        return f"its rank is {adapter.max_rank}, and engines have adapter slots of ranks {ranks}"
+    return None
 
 
 def merge_variant(

@@ -18,13 +18,17 @@ def register(app: typer.Typer) -> None:
 def backup(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A new file; its mode is 0600.")],
 ) -> None:
-    """Write deployments, registered models, profiles, checks and API keys to FILE; iServe may be running."""
+    """Write deployments, models, variants, profiles, checks and API keys to FILE; iServe may be running.
+
+    Names and hashes of variants are in it, their tensors are not: add the adapters again where the home's folder
+    `variants` is lost.
+    """
     from iserve.settings import load_settings
     from iserve.state.backup import back_up, state_file
 
     contents = back_up(state_file(load_settings().state), file)
     typer.echo(f"{file}: {contents}")
-    typer.echo("weights, logs and settings are not in it", err=True)
+    typer.echo("weights, tensors of variants, logs and settings are not in it", err=True)
 
 
 def restore(

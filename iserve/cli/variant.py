@@ -1,4 +1,4 @@
-"""``variant inspect`` and ``variant merge``: LoRA adapters, and the checkpoints they are merged into."""
+"""``variant``: LoRA adapters, the checkpoints they are merged into, and the register of those that are served."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from iserve.cli.progress import StepDisplay
     from iserve.variants import AdapterDocument, MergeDocument
 
-__all__ = ["register"]
+__all__ = ["BASE_HELP", "AdapterArgument", "register", "size_text"]
 
-_BASE_HELP = "The base model: a checkpoint folder, a hub id or a registered name."
+BASE_HELP = "The base model: a checkpoint folder, a hub id or a registered name."
 _MAX_VALUES = 8  # different ranks or scales that are listed
 
 AdapterArgument = Annotated[
@@ -30,13 +30,16 @@ AdapterArgument = Annotated[
 
 
 def register(app: typer.Typer) -> None:
+    from iserve.cli import variant_register  # it has its arguments from here
+
     variant = typer.Typer(
         cls=o.CommandGroup,
-        help="Variants of a base model: LoRA adapters in PEFT's format, and merging them.",
+        help="Variants of a base model: LoRA adapters in PEFT's format, served next to it or merged into it.",
         no_args_is_help=True,
     )
     variant.command("inspect", epilog="Example: iserve variant inspect ./my-adapter --base iserve-demo")(inspect)
     variant.command("merge", epilog="Example: iserve variant merge iserve-demo ./my-adapter ./my-model")(merge)
+    variant_register.register(variant)
     app.add_typer(variant, name="variant")
 
 
@@ -44,13 +47,13 @@ def inspect(
     adapter: AdapterArgument,
     base: Annotated[
         str | None,
-        typer.Option("--base", metavar="MODEL", help=_BASE_HELP, callback=o.not_empty),
+        typer.Option("--base", metavar="MODEL", help=BASE_HELP, callback=o.not_empty),
     ] = None,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Show an adapter's ranks, matrices and size, and whether it can be merged.
+    """Show an adapter's ranks, matrices and size, and whether it can be merged and served.
 
-    Where it cannot, every reason is listed. The whole adapter is read, of the base the headers only.
+    Where it cannot be merged, every reason is listed. The whole adapter is read, of the base the headers only.
     """
     from iserve.cli.connection import registered_models
     from iserve.settings import load_settings
@@ -66,7 +69,7 @@ def inspect(
 
 
 def merge(
-    base: Annotated[str, typer.Argument(metavar="BASE", help=_BASE_HELP, callback=o.not_empty)],
+    base: Annotated[str, typer.Argument(metavar="BASE", help=BASE_HELP, callback=o.not_empty)],
     adapter: AdapterArgument,
     out: Annotated[
         str,
@@ -104,7 +107,7 @@ def _show(display: StepDisplay, done_bytes: int, total_bytes: int) -> None:
 def _merged_lines(done: MergeDocument) -> Iterator[str]:
     yield (
         f"{done.folder}: {done.base} with {done.adapter} merged into {done.num_merged} of its {done.num_tensors} "
-        f"tensors, {_size(done.size_bytes)} in {_count(done.num_files, 'file')}"
+        f"tensors, {size_text(done.size_bytes)} in {_count(done.num_files, 'file')}"
     )
     if done.trained_on is not None:
         yield f"the adapter says that it was trained on {done.trained_on}"
@@ -123,7 +126,7 @@ def _lines(found: AdapterDocument) -> Iterator[tuple[str, str]]:
         yield "scale", _values(module.scale for module in found.modules)
     yield (
         "parameters",
-        f"{found.num_params:,}, {_size(found.size_bytes)} of {', '.join(found.dtypes) or 'nothing'}",
+        f"{found.num_params:,}, {size_text(found.size_bytes)} of {', '.join(found.dtypes) or 'nothing'}",
     )
     if found.can_merge:
         into = "its base" if found.base is None else found.base
@@ -134,7 +137,8 @@ def _lines(found: AdapterDocument) -> Iterator[tuple[str, str]]:
     for reason in found.why_not_merged:
         yield "", f"- {reason}"
     if found.can_serve:
-        yield "serve", "unmerged, next to its base"
+        base = shlex.quote(found.base or "BASE")
+        yield "serve", f"next to its base: iserve variant add NAME --base {base} {shlex.quote(found.folder)}"
     else:
         yield "serve", f"{'merged only' if found.can_merge else 'not possible'}: {found.why_not_served}"
 
@@ -154,7 +158,7 @@ def _count(number: int, singular: str, plural: str | None = None) -> str:
     return f"{number} {singular if number == 1 else plural or singular + 's'}"
 
 
-def _size(num_bytes: int) -> str:
+def size_text(num_bytes: int) -> str:
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
         if num_bytes >= size:
             return f"{num_bytes / size:.2f} {unit}"

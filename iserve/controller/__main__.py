@@ -102,6 +102,7 @@ def run(settings: Settings) -> None:
         at_the_end.callback(store.close)
         controller = Controller(settings, store)
         at_the_end.callback(controller.close)
+        controller.variants.collect_soon()
         reconciler = Reconciler(controller)
         at_the_end.callback(reconciler.stop)
         server = uvicorn.Server(

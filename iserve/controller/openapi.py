@@ -32,7 +32,7 @@ _MEANINGS = {
         "give `Authorization: Bearer KEY` with an API key of scope admin",
     ),
     404: (
-        "A model, deployment, job or key that the request names is not there.",
+        "A model, variant, deployment, job or key that the request names is not there.",
         "NotFoundError",
         "no deployment is named 'chat'",
     ),
@@ -62,6 +62,7 @@ _MEANINGS = {
 
 _TAGS = {
     "models": "Names of checkpoint folders.",
+    "variants": "LoRA adapters that are served next to their base model.",
     "profiles": "Measurements of fingerprints, on which predictions rest.",
     "plans": "Choice of a configuration; nothing is started.",
     "deployments": "Models that are served, and their life cycle.",

@@ -26,17 +26,18 @@ from iserve.controller.draining import Drainer
 from iserve.controller.service import Controller
 from iserve.controller.stored_values import (
     DRAINING,
-    REPLACING,
-    RESTORING,
-    SCALED_TO_ZERO,
     SCALING_UP,
+    SERVED_PHASES,
+    STARTED_SOON_PHASES,
     draining_workers,
+    is_routed,
     recorded_request,
     recorded_workers,
     update_workers,
 )
+from iserve.controller.variant_serving import adapter_slots, loaded_adapters, variant_servers
 from iserve.planning.document import PlanDocument
-from iserve.route_table import ApiKeyRecord, GatewayLimits, Route, RouteTable, WorkerTarget
+from iserve.route_table import ApiKeyRecord, GatewayLimits, Route, RouteTable, VariantRoute, WorkerTarget
 from iserve.state.store import DeploymentRow
 from planner.admission import AdmissionPolicy
 
@@ -48,9 +49,6 @@ ROUTES_FILE = "routes.json"
 
 _UNFINISHED = frozenset({"accepted", "resolving", "profiling", "planning", "launching", SCALING_UP})
 _GIVEN_UP = frozenset({"refused", "failed"})
-_SERVED = frozenset({"launching", "ready", SCALING_UP})  # a worker is there, or about to be
-# Its clients wait for as long as a start may take.
-_STARTED_SOON = frozenset({SCALED_TO_ZERO, SCALING_UP, DRAINING, REPLACING, RESTORING})
 _SAY_AGAIN_S = 60.0
 _TRY_AGAIN_S = 10.0  # a replica that could not be started again, while the rest serve
 _LOST_AGAIN_S = 1.0  # one that could, and is lost once more
@@ -185,11 +183,12 @@ class Reconciler:
         settings, store = self._controller.settings, self._controller.store
         if node is None and self._published is not None:
             return
+        variants = self._controller.variants.routes(variant_servers(rows))
         routes = tuple(
             route
             for row in rows
             if row.desired == "running"
-            for route in (self._route(row, node),)
+            for route in (self._route(row, node, variants.get(row.name, ())),)
             if route is not None
         )
         keys = tuple(
@@ -217,13 +216,15 @@ class Reconciler:
             ) from error
         self._published, self._version = content, table.version
 
-    def _route(self, row: DeploymentRow, node: NodeStatus | None) -> Route | None:
+    def _route(
+        self, row: DeploymentRow, node: NodeStatus | None, variants: tuple[VariantRoute, ...]
+    ) -> Route | None:
         specs = recorded_workers(row)
-        if not specs or row.phase not in _SERVED | _STARTED_SOON:
+        if not specs or not is_routed(row):
             return None
         there = {} if node is None else {w.spec.worker_id: w for w in node.workers}
         refusal = self._autoscaler.refusal(row)
-        patience_s = self._controller.settings.start_timeout_s if row.phase in _STARTED_SOON else None
+        patience_s = self._controller.settings.start_timeout_s if row.phase in STARTED_SOON_PHASES else None
         first, admission = specs[0], admission_policy_of(row, specs[0].limits.max_batch)
         # As many again wait at the worker as run there, so that a slot that frees is filled at once; but where
         # late requests are rejected: all of those wait in the gateway, which then knows when each began.
@@ -238,6 +239,9 @@ class Reconciler:
             refusal=None if refusal is None else refusal.reason,
             retry_after_s=1 if refusal is None else refusal.retry_after_s,
             admission=admission,
+            adapter_slots=adapter_slots(specs),
+            loaded_adapters=loaded_adapters(specs),
+            variants=variants,
         )
 
 
@@ -254,7 +258,7 @@ def _target(spec: WorkerSpec, seen: WorkerStatus | None, phase: str, a_slot: int
         worker_id=spec.worker_id,
         url=f"http://{spec.host}:{spec.port}" if seen is None else seen.url,
         token=None if seen is None else seen.token,
-        ready=seen is not None and seen.state is WorkerState.READY and phase in _SERVED,
+        ready=seen is not None and seen.state is WorkerState.READY and phase in SERVED_PHASES,
         max_outstanding=a_slot * spec.limits.max_batch,
     )
 

@@ -47,6 +47,7 @@ from iserve.controller.snapshot import serving_on
 from iserve.controller.standalone_plans import Plans, progress_document
 from iserve.controller.stored_values import draining_workers, recorded_request, recorded_workers, update_workers
 from iserve.controller.updating import Updater
+from iserve.controller.variants import Variants
 from iserve.controller.verifying import Verifier
 from iserve.demo import DEMO_MODEL_NAME, demo_model_path
 from iserve.engine_inventory import engine_documents
@@ -87,6 +88,9 @@ class Controller:
         targets = Targets(settings, store, self.profiler, self._deployer, self.daemon, self.resolve)
         self.verifier = Verifier(store, self.profiler, targets, self.daemon, self.resolve)
         self.plans = Plans(settings, self.profiler, self._deployer, self.daemon, self.resolve, self.registered)
+        self.variants = Variants(
+            settings, store, lambda base: self.resolve(base, need_weights=False), self.registered
+        )
         # As many threads as can have something to do, so that a removal never waits behind those who wait.
         self._pool = ThreadPoolExecutor(max_workers=_MAX_DEPLOYMENTS + _MAX_ENDINGS, thread_name_prefix="deploy")
         self._lock = threading.Lock()
@@ -450,6 +454,7 @@ class Controller:
     def close(self) -> None:
         self.verifier.close()
         self.plans.close()
+        self.variants.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 

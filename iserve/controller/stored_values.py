@@ -22,7 +22,10 @@ __all__ = [
     "RESTORING",
     "SCALED_TO_ZERO",
     "SCALING_UP",
+    "SERVED_PHASES",
+    "STARTED_SOON_PHASES",
     "draining_workers",
+    "is_routed",
     "read_request",
     "recorded_request",
     "recorded_update",
@@ -38,6 +41,10 @@ SCALING_UP = "scaling-up"  # requests wait, and its workers start
 DRAINING = "draining"  # the gateway sends nothing to the former workers, which finish what they have
 REPLACING = "replacing"  # they end, and the new ones start
 RESTORING = "restoring"  # the new ones did not start: they end, and the former ones start again
+
+SERVED_PHASES = frozenset({"launching", "ready", SCALING_UP})  # a worker is there, or about to be
+# Its clients wait for as long as a start may take.
+STARTED_SOON_PHASES = frozenset({SCALED_TO_ZERO, SCALING_UP, DRAINING, REPLACING, RESTORING})
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +100,11 @@ def update_workers(row: DeploymentRow) -> tuple[WorkerSpec, ...]:
 def draining_workers(row: DeploymentRow) -> tuple[WorkerSpec, ...]:
     """Return the workers of before the last update that still finish requests."""
     return _workers_of(row, row.draining)
+
+
+def is_routed(row: DeploymentRow) -> bool:
+    """Return whether the gateway takes requests for a deployment, as far as its row says."""
+    return row.desired == "running" and row.phase in SERVED_PHASES | STARTED_SOON_PHASES
 
 
 def _workers_of(row: DeploymentRow, recorded: str | None) -> tuple[WorkerSpec, ...]:

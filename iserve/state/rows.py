@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fingerprint.verification import Verification
 
-__all__ = ["DeploymentRow", "EventRow", "KeptAnswer", "KeyRow", "ModelRow", "VerificationRow"]
+__all__ = ["DeploymentRow", "EventRow", "KeptAnswer", "KeyRow", "ModelRow", "VariantRow", "VerificationRow"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -14,6 +14,25 @@ class ModelRow:
     name: str
     directory: str
     created_at: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VariantRow:
+    name: str
+    base: str  # as it was named
+    base_directory: str  # all links followed
+    content_hash: str  # of the variant store
+    max_rank: int
+    num_modules: int
+    num_bytes: int
+    trained_on: str | None  # as the adapter's configuration says
+    pinned: bool
+    created_at: float
+
+    @property
+    def engine_name(self) -> str:
+        """Name at the workers: other content is another model there, so that no stale cache entry matches."""
+        return f"{self.name}@{self.content_hash[:16]}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

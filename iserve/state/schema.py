@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from sqlalchemy import Boolean, Column, Float, ForeignKey, Index, Integer, MetaData, String, Table, Text
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Float,
+    ForeignKey,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+)
 
 __all__ = [
     "api_keys",
@@ -13,6 +25,7 @@ __all__ = [
     "models",
     "profiles",
     "route_version",
+    "variants",
     "verifications",
 ]
 
@@ -31,6 +44,21 @@ models = Table(
     Column("name", String(200), primary_key=True),
     Column("directory", Text, nullable=False),
     Column("created_at", Float, nullable=False),  # seconds since the epoch, here and below
+)
+
+variants = Table(
+    "variants",
+    metadata,
+    Column("name", String(200), primary_key=True),
+    Column("base", Text, nullable=False),
+    Column("base_directory", Text, nullable=False),
+    Column("content_hash", String(64), nullable=False),  # of daemon.variants.store
+    Column("max_rank", Integer, nullable=False),
+    Column("num_modules", Integer, nullable=False),
+    Column("num_bytes", BigInteger, nullable=False),
+    Column("trained_on", Text),
+    Column("pinned", Boolean, nullable=False),
+    Column("created_at", Float, nullable=False),
 )
 
 profiles = Table(

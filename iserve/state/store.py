@@ -21,7 +21,7 @@ from fingerprint.measurements import Profile
 from fingerprint.verification import Verification
 from iserve.route_table import ApiKeyRecord
 from iserve.state.database import Database, open_database
-from iserve.state.rows import DeploymentRow, EventRow, KeptAnswer, KeyRow, ModelRow, VerificationRow
+from iserve.state.rows import DeploymentRow, EventRow, KeptAnswer, KeyRow, ModelRow, VariantRow, VerificationRow
 from iserve.state.schema import (
     api_keys,
     deployments,
@@ -32,8 +32,18 @@ from iserve.state.schema import (
     route_version,
     verifications,
 )
+from iserve.state.variant_table import VariantTable, check_no_variant
 
-__all__ = ["DeploymentRow", "EventRow", "KeptAnswer", "KeyRow", "ModelRow", "Store", "VerificationRow"]
+__all__ = [
+    "DeploymentRow",
+    "EventRow",
+    "KeptAnswer",
+    "KeyRow",
+    "ModelRow",
+    "Store",
+    "VariantRow",
+    "VerificationRow",
+]
 
 T = TypeVar("T")
 
@@ -46,6 +56,9 @@ _EVENTS_KEPT = 10_000
 class Store:
     """The state at one place. Safe to use from several threads of one process.
 
+    Attributes:
+        variants: the register of LoRA variants.
+
     Raises (every method):
         StateUnavailableError: the database cannot be read or written (away, disk full, locked, damaged).
     """
@@ -53,6 +66,7 @@ class Store:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._write, self._read = database.write, database.read
+        self.variants = VariantTable(database)
 
     @classmethod
     def open(cls, where: Path | str) -> Store:
@@ -96,8 +110,9 @@ class Store:
     # models
 
     def put_model(self, name: str, directory: str) -> None:
-        """Register ``name``, or move it to another folder."""
+        """Register ``name``, or move it to another folder. Raises ConflictError: a variant has the name."""
         with self._write() as connection:
+            check_no_variant(connection, name, "choose another name")
             connection.execute(sa.delete(models).where(models.c.name == name))
             connection.execute(sa.insert(models).values(name=name, directory=directory, created_at=time.time()))
 
@@ -207,7 +222,7 @@ class Store:
             kept: stored with it, or not at all; those that were made before ``forget_before`` are deleted.
 
         Raises:
-            ConflictError: the name is in use, or the key of ``kept``.
+            ConflictError: the name is in use, also by a variant, or the key of ``kept``.
         """
         values = {
             "name": name,
@@ -218,6 +233,7 @@ class Store:
         }
         try:
             with self._write() as connection:
+                check_no_variant(connection, name, "choose another --name")
                 if kept is not None:
                     old = idempotency_keys.c.created_at < forget_before
                     connection.execute(sa.delete(idempotency_keys).where(old))

@@ -19,6 +19,7 @@ import pytest
 
 from daemon.process import own_record, read_record, write_record
 from daemon.shim import RotatingLog
+from daemon.variants.store import VariantStore
 from fingerprint import safetensors_writer
 from fingerprint.errors import CheckpointError, NotFoundError, StateUnavailableError, UnavailableError
 from fingerprint.lora import merge_adapter, read_adapter
@@ -29,7 +30,7 @@ from iserve.controller.child_processes import ChildProcess
 from iserve.demo import demo_model_path
 from iserve.settings import Settings
 from iserve.state.store import Store
-from tests.fingerprint.small_adapters import write_adapter, write_base
+from tests.fingerprint.small_adapters import Q0, factors, write_adapter, write_base
 
 SIZE_BYTES = 2**20
 
@@ -115,6 +116,28 @@ def test_a_merged_checkpoint_is_whole_or_not_there(
     assert left_in(folder) == set()
     assert "nothing was kept" in str(caught.value)
     merge_adapter(base, adapter, folder / "merged")  # once there is room
+
+
+@pytest.mark.parametrize("left_bytes", [200, 300])
+def test_a_variant_is_whole_or_not_there(disk: tuple[Path, Filled], tmp_path: Path, left_bytes: int) -> None:
+    """The tensors have 256 bytes each, the manifest more than 300."""
+    folder, only = disk
+    store = VariantStore(folder / "variants")
+    kept = store.add(read_adapter(write_adapter(tmp_path / "kept"))).content_hash
+    adapter = read_adapter(write_adapter(tmp_path / "adapter", {n: a + 1 for n, a in factors({Q0: 4}).items()}))
+
+    def files() -> set[str]:
+        return {path for path in left_in(folder) if (folder / path).is_file() and not path.endswith(".lock")}
+
+    before = files()
+    with only(left_bytes), pytest.raises(UnavailableError, match="iserve variant rm"):
+        store.add(adapter)
+    assert files() == before
+    with only(left_bytes), pytest.raises(UnavailableError, match="iserve variant rm"):
+        store.loadable(kept)
+    assert files() == before
+    for content_hash in (kept, store.add(adapter).content_hash):
+        read_adapter(store.loadable(content_hash))
 
 
 def test_too_little_room_for_a_fingerprint_is_said_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,14 @@ KEPT = "kept"  # a deployment that never gets ready: nothing is started here
 REFUSED: dict[tuple[str, str], dict[int, tuple[str, Any]]] = {
     ("post", "/api/v1/models"): {404: ("/api/v1/models", {"name": "a", "directory": "/no/such"})},
     ("delete", "/api/v1/models/{name}"): {404: ("/api/v1/models/no-such", None)},
+    ("post", "/api/v1/variants"): {
+        404: ("/api/v1/variants", {"name": "a", "base": "/no/such", "path": "/no/such"}),
+        409: ("/api/v1/variants", {"name": KEPT, "base": "iserve-demo", "path": "/no/such"}),
+    },
+    ("get", "/api/v1/variants/{name}"): {404: ("/api/v1/variants/none", None)},
+    ("get", "/api/v1/variants/{name}/progress"): {404: ("/api/v1/variants/none/progress", None)},
+    ("patch", "/api/v1/variants/{name}"): {404: ("/api/v1/variants/none", {"pinned": True})},
+    ("delete", "/api/v1/variants/{name}"): {404: ("/api/v1/variants/none", None)},
     ("post", "/api/v1/profiles"): {
         404: ("/api/v1/profiles", NO_MODEL),
         422: ("/api/v1/profiles", NO_ENGINE),

@@ -90,7 +90,7 @@ def test_inspects_document_has_every_module(iserve: Callable[..., Done], tmp_pat
         "in_features": 16,
         "out_features": 16,
     }
-    assert (document["can_merge"], document["can_serve"], document["why_not_merged"]) == (True, False, [])
+    assert (document["can_merge"], document["can_serve"], document["why_not_merged"]) == (True, True, [])
     assert (document["trained_on"], document["base"]) == ("example/base", None)
     broken = iserve("variant", "inspect", write_adapter(tmp_path / "dora", use_dora=True), "--json").document
     assert (broken["can_merge"], len(broken["why_not_merged"])) == (False, 1)

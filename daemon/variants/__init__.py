@@ -1,0 +1,1 @@
+"""LoRA variants on disk: their tensors, kept once each, and folders that engines load."""

@@ -1,0 +1,116 @@
+"""Manifests of stored variants: the tensors of a LoRA adapter by their hashes, and the one scale of its updates.
+
+A manifest has what changes answers and nothing else: its own hash names the content. The scale is one for the
+whole adapter because vLLM reads ``r`` and ``lora_alpha`` and neither ``rank_pattern`` nor ``alpha_pattern``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from math import prod
+
+from fingerprint.checkpoint import DTYPE_BITS
+from fingerprint.codec import from_json, to_json
+from fingerprint.errors import CheckpointError
+
+__all__ = ["Manifest", "TensorRecord", "peft_config", "read_manifest", "referenced_tensors"]
+
+_FACTOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight", re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorRecord:
+    """Tensor of a variant."""
+
+    name: str  # as PEFT names it
+    sha256: str  # of type, shape and bytes
+    dtype: str  # as safetensors names it
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * DTYPE_BITS[self.dtype] // 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """Content of a variant."""
+
+    scale: float  # factor of B @ A, of every module
+    tensors: tuple[TensorRecord, ...]  # in the order of their names
+
+    @property
+    def content_hash(self) -> str:
+        return sha256(to_json(self)).hexdigest()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class _References:
+    """The hashes of a manifest alone, which are read faster than all of it."""
+
+    tensors: tuple[_Reference, ...]
+
+
+def read_manifest(data: bytes, content_hash: str) -> Manifest:
+    """Return the manifest in ``data``.
+
+    Raises:
+        BadInputError, CheckpointError: it is not the manifest of ``content_hash``.
+    """
+    manifest = from_json(data, Manifest, what=f"the manifest of variant {content_hash[:16]}")
+    if manifest.content_hash != content_hash:
+        raise CheckpointError(f"the manifest of variant {content_hash[:16]} was changed; add the adapter again")
+    return manifest
+
+
+def referenced_tensors(data: bytes) -> frozenset[str]:
+    """Return the hashes of the tensors that the manifest in ``data`` names. Raises BadInputError."""
+    return frozenset(tensor.sha256 for tensor in from_json(data, _References, what="a manifest").tensors)
+
+
+def peft_config(manifest: Manifest) -> bytes:
+    """Return an ``adapter_config.json`` of which vLLM and ``fingerprint.lora`` read the same ranks and scale."""
+    ranks = _ranks(manifest)
+    rank = max(ranks.values())
+    smaller = {name: each for name, each in sorted(ranks.items()) if each != rank}
+    fields = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "bias": "none",
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": _number(manifest.scale * rank),
+        "target_modules": sorted({name.rpartition(".")[2] for name in ranks}),
+        # The same scale at a smaller rank; ``^``: the end of no other name.
+        "rank_pattern": {_exactly(name): each for name, each in smaller.items()},
+        "alpha_pattern": {_exactly(name): _number(manifest.scale * each) for name, each in smaller.items()},
+    }
+    return json.dumps(fields, indent=2).encode() + b"\n"
+
+
+def _ranks(manifest: Manifest) -> Mapping[str, int]:
+    """Return the rank of each module: the rows of its A."""
+    found = ((_FACTOR.fullmatch(tensor.name), tensor.shape) for tensor in manifest.tensors)
+    return {match[1]: shape[0] for match, shape in found if match is not None and match[2] == "A"}
+
+
+def _exactly(name: str) -> str:
+    return "^" + name.replace(".", r"\.")
+
+
+def _number(value: float) -> int | float:
+    return int(value) if value.is_integer() else value

@@ -1,0 +1,217 @@
+"""``variant add``, ``ls``, ``show``, ``rm``, ``pin``, ``unpin``: LoRA adapters that are served next to a base."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from iserve.cli import options as o
+from iserve.cli.variant import BASE_HELP, AdapterArgument, size_text
+
+if TYPE_CHECKING:
+    from iserve.api_documents import VariantDocument
+    from iserve.client import ControllerClient
+
+__all__ = ["register"]
+
+_PATH = "/api/v1/variants"
+_ADD_TIMEOUT_S = 3600.0  # as many adapters as are being added may be first
+_POLL_S = 0.2
+
+
+def register(variant: typer.Typer) -> None:
+    variant.command("add", epilog="Example: iserve variant add my-style --base iserve-demo ./my-adapter")(add)
+    variant.command("ls", epilog="Example: iserve variant ls --json")(list_variants)
+    variant.command("show", epilog="Example: iserve variant show my-style")(show)
+    variant.command("rm", epilog="Example: iserve variant rm my-style")(rm)
+    variant.command("pin", epilog="Example: iserve variant pin my-style")(pin)
+    variant.command("unpin", epilog="Example: iserve variant unpin my-style")(unpin)
+
+
+def _known_name(name: str) -> str:
+    """Return ``name``. Raises NotFoundError: no variant can have it; in a path it would ask for something else."""
+    from fingerprint.errors import ConfigError, NotFoundError
+    from iserve.api_types import check_name
+
+    try:
+        return check_name(name)
+    except ConfigError as error:
+        raise NotFoundError(f"no variant is named {name[:80]!r}; `iserve variant ls` lists them") from error
+
+
+def _new_name(name: str) -> str:
+    from iserve.api_types import check_name
+
+    return check_name(name)
+
+
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The variant's name.", callback=_known_name)]
+
+
+def add(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="Name that clients give as the model; no deployment or model has it.",
+            callback=_new_name,
+        ),
+    ],
+    adapter: AdapterArgument,
+    base: Annotated[str, typer.Option("--base", metavar="MODEL", help=BASE_HELP, callback=o.not_empty)],
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Give NAME, which has other content, this one in one step.")
+    ] = False,
+    pin: Annotated[bool, typer.Option("--pin", help="Have workers load it at once and keep it loaded.")] = False,
+    as_json: o.JsonOption = False,
+) -> None:
+    """Register the LoRA in ADAPTER as NAME, to be served next to its base without a merge.
+
+    It is checked as by `merge` and copied into iServe's home; tensors that variants share are kept once. Every
+    deployment of the base with adapter slots serves it from then on. The same command again changes nothing.
+    """
+    from iserve.api_documents import VariantDocument
+    from iserve.cli.connection import client, folder_argument, model_argument
+    from iserve.rest_bodies import VariantBody
+    from iserve.settings import load_settings
+
+    settings = load_settings()
+    body = VariantBody(
+        name=name,
+        base=model_argument(base, settings),
+        path=folder_argument(adapter),
+        replace=replace,
+        pinned=pin,
+    )
+    controller = client(settings)
+    with _progress(controller, name, quiet=as_json or not is_terminal()):
+        added = controller.patient(_ADD_TIMEOUT_S).post(_PATH, body.model_dump(), VariantDocument)
+    if as_json:
+        o.print_json(added)
+        return
+    shared = "" if added.new_bytes is None else f", {size_text(added.new_bytes)} of them new"
+    typer.echo(
+        f"{added.name}: a variant of {added.base}, rank {added.rank}, {size_text(added.size_bytes)}{shared}"
+    )
+    typer.echo(_serving(added))
+
+
+def list_variants(as_json: o.JsonOption = False) -> None:
+    """List the variants of all bases, and the deployments that serve them."""
+    from iserve.api_documents import VariantDocument
+    from iserve.cli.connection import client
+    from iserve.cli.render import print_rows
+
+    documents = client(start=False).get(_PATH, tuple[VariantDocument, ...])
+    if as_json:
+        o.print_json(documents)
+        return
+    print_rows(
+        ("name", "base", "rank", "size", "pinned", "served by"),
+        [
+            (
+                one.name,
+                one.base,
+                str(one.rank),
+                size_text(one.size_bytes),
+                "yes" if one.pinned else "",
+                one.deployments[0] if one.deployments else "",
+            )
+            for one in documents
+        ],
+    )
+
+
+def show(name: NameArgument, as_json: o.JsonOption = False) -> None:
+    """Show one variant: its base, content and size, and the deployment that serves it."""
+    from iserve.api_documents import VariantDocument
+    from iserve.cli.connection import client
+
+    found = client(start=False).get(f"{_PATH}/{name}", VariantDocument)
+    if as_json:
+        o.print_json(found)
+        return
+    trained = "" if found.trained_on is None else f", trained on {found.trained_on}"
+    for label, text in (
+        ("variant", f"{found.name}{', pinned' if found.pinned else ''}"),
+        ("base", f"{found.base} in {found.base_directory}{trained}"),
+        ("updates", f"{found.num_modules} matrices, rank {found.rank}, {size_text(found.size_bytes)}"),
+        ("content", found.content_hash),
+        ("at engines", found.engine_name),
+        ("status", _serving(found)),
+    ):
+        typer.echo(f"{label:<12}{text}")
+
+
+def rm(name: NameArgument) -> None:
+    """Forget a variant. Requests under way are answered; tensors that no other variant has are removed."""
+    from iserve.cli.connection import client
+
+    client(start=False).delete(f"{_PATH}/{name}")
+    typer.echo(f"{name} is removed")
+
+
+def pin(name: NameArgument, as_json: o.JsonOption = False) -> None:
+    """Have workers load a variant at once and keep it loaded; pinned ones are never unloaded for another."""
+    _pin(name, pinned=True, as_json=as_json)
+
+
+def unpin(name: NameArgument, as_json: o.JsonOption = False) -> None:
+    """Have workers load a variant when it is asked for, and unload it for another."""
+    _pin(name, pinned=False, as_json=as_json)
+
+
+def _pin(name: str, *, pinned: bool, as_json: bool) -> None:
+    from iserve.api_documents import VariantDocument
+    from iserve.cli.connection import client
+    from iserve.rest_bodies import VariantPinBody
+
+    body = VariantPinBody(pinned=pinned).model_dump()
+    found = client(start=False).patch(f"{_PATH}/{name}", body, VariantDocument)
+    if as_json:
+        o.print_json(found)
+        return
+    typer.echo(f"{name} is {'pinned' if found.pinned else 'not pinned'}; {_serving(found)}")
+
+
+def _serving(variant: VariantDocument) -> str:
+    if variant.why_not_served is not None:
+        return f"not served: {variant.why_not_served}"
+    return f"served by {variant.deployments[0]}, as model {variant.name}"
+
+
+def is_terminal() -> bool:
+    """Return whether a person sees what is written to standard error."""
+    return sys.stderr.isatty()
+
+
+@contextmanager
+def _progress(controller: ControllerClient, name: str, *, quiet: bool) -> Iterator[None]:
+    """Show the progress of an addition while the block runs."""
+    from fingerprint.errors import IserveError
+    from iserve.api_documents import ProgressDocument
+    from iserve.cli.progress import StepDisplay
+
+    if quiet:
+        yield
+        return
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.wait(_POLL_S):
+            with suppress(IserveError):  # it waits for its turn, or is done
+                display.show("adding", controller.get(f"{_PATH}/{name}/progress", ProgressDocument))
+
+    thread = threading.Thread(target=look, daemon=True)
+    with StepDisplay(quiet=False) as display:
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()

@@ -1,0 +1,115 @@
+"""Deployments that serve a base model's variants: those of the base whose workers have adapter slots.
+
+A variant is served by the oldest of them that holds its rank, and by that one alone: a name leads to one
+deployment.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from daemon.worker_spec import WorkerSpec
+from iserve.controller.stored_values import is_routed, recorded_workers
+from iserve.route_table import VariantRoute
+from iserve.state.store import DeploymentRow, VariantRow
+
+__all__ = [
+    "VariantServer",
+    "adapter_slots",
+    "loaded_adapters",
+    "routes_by_server",
+    "servers_of",
+    "variant_servers",
+    "why_not_served",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VariantServer:
+    """Deployment whose workers have adapter slots."""
+
+    deployment: str
+    base_directory: str
+    max_rank: int  # that a slot holds
+
+    def serves(self, variant: VariantRow) -> bool:
+        return self.base_directory == variant.base_directory and variant.max_rank <= self.max_rank
+
+
+def adapter_slots(workers: Collection[WorkerSpec]) -> int:
+    """Return the slots of each worker; 0 where they differ."""
+    slots = {(spec.config.adapter_slots, spec.config.adapter_rank) for spec in workers}
+    return slots.pop()[0] if len(slots) == 1 else 0
+
+
+def loaded_adapters(workers: Collection[WorkerSpec]) -> int:
+    """Return the adapters that each worker keeps loaded at most; 0 where they differ."""
+    return next(iter(workers)).config.loaded_adapters if adapter_slots(workers) else 0
+
+
+def variant_servers(rows: Iterable[DeploymentRow]) -> tuple[VariantServer, ...]:
+    """Return the deployments of ``rows`` that serve variants, the oldest first."""
+    found = []
+    for row in sorted(rows, key=lambda row: row.id):
+        workers = recorded_workers(row) if is_routed(row) else ()
+        folders = {_resolved(spec.checkpoint) for spec in workers}
+        if adapter_slots(workers) and len(folders) == 1:
+            rank = workers[0].config.adapter_rank
+            found.append(VariantServer(deployment=row.name, base_directory=folders.pop(), max_rank=rank))
+    return tuple(found)
+
+
+def servers_of(variant: VariantRow, servers: Iterable[VariantServer]) -> tuple[str, ...]:
+    """Return the deployments that can serve ``variant``; the first one does."""
+    return tuple(server.deployment for server in servers if server.serves(variant))
+
+
+def why_not_served(variant: VariantRow, servers: Iterable[VariantServer], *, is_stored: bool) -> str | None:
+    """Return the reason why no deployment serves ``variant``, with the way out; None: one does."""
+    servers, base = tuple(servers), shlex.quote(variant.base)
+    if not is_stored:
+        return (
+            "its tensors are not in this home; add its adapter again: "
+            f"iserve variant add {variant.name} --base {base} PATH"
+        )
+    if servers_of(variant, servers):
+        return None
+    ranks = [server.max_rank for server in servers if server.base_directory == variant.base_directory]
+    if ranks:
+        return (
+            f"its rank is {variant.max_rank}, and deployments of {variant.base} hold ranks up to {max(ranks)}: "
+            f"iserve deploy {base} --variants N"
+        )
+    return f"no deployment of {variant.base} has adapter slots: iserve deploy {base} --variants N"
+
+
+def routes_by_server(
+    variants: Iterable[VariantRow], servers: Collection[VariantServer], stored: Collection[str]
+) -> dict[str, tuple[VariantRoute, ...]]:
+    """Return the routes of the variants whose content is among ``stored``, by the deployment that serves each."""
+    found: dict[str, list[VariantRoute]] = {}
+    for variant in variants:
+        server = next((server for server in servers if server.serves(variant)), None)
+        if server is not None and variant.content_hash in stored:
+            found.setdefault(server.deployment, []).append(_route(variant))
+    return {name: tuple(routes) for name, routes in found.items()}
+
+
+def _route(variant: VariantRow) -> VariantRoute:
+    return VariantRoute(
+        name=variant.name,
+        engine_name=variant.engine_name,
+        content_hash=variant.content_hash,
+        created=int(variant.created_at),
+        num_bytes=variant.num_bytes,
+        pinned=variant.pinned,
+    )
+
+
+@lru_cache(maxsize=256)
+def _resolved(folder: str) -> str:
+    return os.path.realpath(folder)

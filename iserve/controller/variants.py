@@ -1,0 +1,293 @@
+"""LoRA variants of base models: adapters are checked and stored by a few threads, and named in the register.
+
+Content is stored before its row and removed after it: a controller that is killed between leaves content without a
+row, which the next one collects.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from daemon.variants.store import StoredVariant, VariantStore
+from fingerprint.errors import ConflictError, IserveError, NotFoundError, UnavailableError
+from fingerprint.lora import LoraAdapter
+from fingerprint.sanitize import printable
+from iserve.api_documents import ProgressDocument, VariantDocument
+from iserve.api_types import check_name
+from iserve.controller.folder_access import Reach
+from iserve.controller.variant_serving import (
+    VariantServer,
+    routes_by_server,
+    servers_of,
+    variant_servers,
+    why_not_served,
+)
+from iserve.model_source import ModelSource
+from iserve.rest_bodies import VariantBody
+from iserve.route_table import VariantRoute
+from iserve.settings import Settings
+from iserve.state.store import Store, VariantRow
+from iserve.variants import adapter_for_serving
+
+__all__ = ["Variants"]
+
+log = logging.getLogger(__name__)
+
+_ADDED_AT_ONCE = 2  # they read and write disks, and hash
+_MAX_WAITING = 256  # additions
+_MAX_VARIANTS = 10_000
+_GRACE_S = 600.0  # for content without a row: another controller may be about to write it
+_TRAINED_ON_CHARS = 500
+_ROUTES_KEPT_S = 30.0  # content may be lost otherwise than by this process
+_DROP_AFTER_S = 5.0  # for the gateway to have the routes that no longer lead to a content
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _KeptRoutes:
+    """Routes of variants, and what they were made of."""
+
+    key: tuple[int, tuple[VariantServer, ...]]
+    made_s: float
+    routes: Mapping[str, tuple[VariantRoute, ...]]
+
+
+class Variants:
+    """Register and content of this home's variants. Thread-safe.
+
+    Args:
+        resolve: the model that a name leads to, its weights on the hub included.
+        registered: names of registered models.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: Store,
+        resolve: Callable[[str], ModelSource],
+        registered: Callable[[], Collection[str]],
+    ) -> None:
+        self._store, self._resolve, self._registered = store, resolve, registered
+        self._content = VariantStore(settings.variant_folder)
+        self._pool = ThreadPoolExecutor(_ADDED_AT_ONCE, thread_name_prefix="variants")
+        self._drops = ThreadPoolExecutor(1, thread_name_prefix="variants-drop")
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        self._waiting = 0
+        self._adding: dict[str, ProgressDocument] = {}
+        self._version = 0  # of register and content
+        self._routes: _KeptRoutes | None = None
+        self._naming = threading.Lock()  # content is removed while no row is about to name it
+
+    def add_soon(self, body: VariantBody, caller: Reach) -> Future[VariantDocument]:
+        """Have an adapter added by one of a few threads.
+
+        Raises:
+            UnavailableError: too many wait already.
+        """
+        with self._lock:
+            if self._waiting >= _MAX_WAITING:
+                raise UnavailableError(f"{self._waiting} adapters are being added already; try again later")
+            self._waiting += 1
+
+        def work() -> VariantDocument:
+            caller.check(body.path)
+            caller.check(body.base, self._registered())
+            return self.add(body)
+
+        future = self._pool.submit(work)
+        future.add_done_callback(lambda _: self._leave())
+        return future
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._waiting -= 1
+
+    def add(self, body: VariantBody) -> VariantDocument:
+        """Check an adapter and its fit to the base, store it and name it.
+
+        Raises:
+            ConflictError: the name is in use, or there are too many variants.
+            BadInputError: the adapter cannot be served, or not on this base.
+        """
+        name, started_s = check_name(body.name), time.monotonic()
+        self._store.variants.check_free(name)
+        if self._store.variants.count() >= _MAX_VARIANTS:
+            raise ConflictError(f"there are {_MAX_VARIANTS} variants already; remove one first")
+
+        def show(done: int, total: int, step: str = "MiB stored") -> None:
+            elapsed_s = time.monotonic() - started_s
+            with self._lock:
+                self._adding[name] = ProgressDocument(
+                    step=step, done=done >> 20, total=total >> 20, elapsed_s=elapsed_s
+                )
+
+        try:
+            show(0, 0, "checking")
+            source = self._resolve(body.base)
+            adapter = adapter_for_serving(body.path, source)
+            stored = self._content.add(adapter, show)
+            row = self._name(_row(body, source, adapter, stored), adapter, replace=body.replace)
+        finally:
+            with self._lock:
+                self._adding.pop(name, None)
+        return self._document(row, self._servers(), new_bytes=stored.new_bytes)
+
+    def _name(self, row: VariantRow, adapter: LoraAdapter, *, replace: bool) -> VariantRow:
+        """Register ``row``, whose content is in the store; return what is registered."""
+        try:
+            with self._naming:
+                if not self._content.has(row.content_hash):  # removed with its last name since it was stored
+                    self._content.add(adapter)
+                kept, former = self._store.variants.put(row, replace=replace)
+                self._changed()
+        except IserveError:
+            self._drop(row.content_hash)
+            raise
+        if former is None or former.created_at != kept.created_at:
+            kind = "variant-added" if former is None else "variant-replaced"
+            self._store.add_event(None, kind, f"{row.name}: {kept.engine_name} of {kept.base}")
+        if former is not None and former.content_hash != kept.content_hash:
+            self._drop_soon(former.content_hash)
+        return kept
+
+    def progress(self, name: str) -> ProgressDocument:
+        """Return the progress of an addition. Raises NotFoundError: none of that name is under way."""
+        with self._lock:
+            found = self._adding.get(name)
+        if found is None:
+            raise NotFoundError(f"no variant named {name[:80]!r} is being added")
+        return found
+
+    def all(self) -> tuple[VariantDocument, ...]:
+        servers = self._servers()
+        return tuple(self._document(row, servers) for row in self._store.variants.all())
+
+    def get(self, name: str) -> VariantDocument:
+        return self._document(self._store.variants.get(name), self._servers())
+
+    def pin(self, name: str, *, pinned: bool) -> VariantDocument:
+        self._store.variants.pin(name, pinned=pinned)
+        self._changed()
+        return self.get(name)
+
+    def remove(self, name: str) -> None:
+        """Forget a variant; its content is removed in the background unless another one has it."""
+        row = self._store.variants.remove(name)
+        self._changed()
+        self._store.add_event(None, "variant-removed", f"{name}: {row.engine_name} of {row.base}")
+        self._drop_soon(row.content_hash)
+
+    def routes(self, servers: tuple[VariantServer, ...]) -> Mapping[str, tuple[VariantRoute, ...]]:
+        """Return the routes of variants by the deployment that serves each; nothing is read without one that can.
+
+        They are kept until something changes, for they are asked for several times a second.
+        """
+        if not servers:
+            return {}
+        with self._lock:
+            key, kept = (self._version, servers), self._routes
+        now_s = time.monotonic()
+        if kept is None or kept.key != key or now_s - kept.made_s > _ROUTES_KEPT_S:
+            found = routes_by_server(self._store.variants.all(), servers, self._stored())
+            kept = _KeptRoutes(key=key, made_s=now_s, routes=found)
+            with self._lock:
+                self._routes = kept
+        return kept.routes
+
+    def _changed(self) -> None:
+        with self._lock:
+            self._version += 1
+
+    def collect_soon(self) -> None:
+        """Have a thread remove what killed controllers left, and report variants without content."""
+        self._pool.submit(self._collect)
+
+    def close(self) -> None:
+        self._closing.set()
+        for pool in (self._pool, self._drops):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _collect(self) -> None:
+        try:
+            for content in self._content.contents():
+                if content.added_at < time.time() - _GRACE_S:
+                    self._drop(content.content_hash)
+            if self._content.root.exists():
+                self._content.collect()
+            stored = self._stored()
+            for row in self._store.variants.all():
+                if row.content_hash not in stored:
+                    log.warning("variant %s: %s", row.name, why_not_served(row, (), is_stored=False))
+        except IserveError as error:
+            log.warning("collecting variants: %s", error)
+        except Exception:
+            log.exception("collecting variants")
+
+    def _drop_soon(self, content_hash: str) -> None:
+        """Remove a content that no variant has, once the gateway asks for it no more."""
+        due_s = time.monotonic() + _DROP_AFTER_S
+
+        def work() -> None:
+            if not self._closing.wait(due_s - time.monotonic()):  # else the next start collects it
+                self._drop(content_hash)
+
+        self._drops.submit(work)
+
+    def _drop(self, content_hash: str) -> None:
+        """Remove a content that no variant has."""
+        try:
+            with self._naming:
+                if not self._store.variants.has_content(content_hash):
+                    self._content.remove(content_hash)
+                    self._changed()
+        except IserveError as error:
+            log.warning("removing the content of a variant: %s; the next start of the controller does", error)
+
+    def _servers(self) -> tuple[VariantServer, ...]:
+        return variant_servers(self._store.deployments())
+
+    def _stored(self) -> frozenset[str]:
+        return frozenset(content.content_hash for content in self._content.contents())
+
+    def _document(
+        self, row: VariantRow, servers: Collection[VariantServer], new_bytes: int | None = None
+    ) -> VariantDocument:
+        is_stored = self._content.has(row.content_hash)
+        return VariantDocument(
+            name=row.name,
+            base=row.base,
+            base_directory=row.base_directory,
+            content_hash=row.content_hash,
+            engine_name=row.engine_name,
+            rank=row.max_rank,
+            num_modules=row.num_modules,
+            size_bytes=row.num_bytes,
+            new_bytes=new_bytes,
+            trained_on=row.trained_on,
+            pinned=row.pinned,
+            created_at=row.created_at,
+            deployments=servers_of(row, servers) if is_stored else (),
+            why_not_served=why_not_served(row, servers, is_stored=is_stored),
+        )
+
+
+def _row(body: VariantBody, source: ModelSource, adapter: LoraAdapter, stored: StoredVariant) -> VariantRow:
+    trained_on = adapter.config.base_model
+    return VariantRow(
+        name=body.name,
+        base=body.base,
+        base_directory=os.path.realpath(source.directory),
+        content_hash=stored.content_hash,
+        max_rank=adapter.max_rank,
+        num_modules=len(adapter.modules),
+        num_bytes=stored.num_bytes,
+        trained_on=None if trained_on is None else printable(trained_on[:_TRAINED_ON_CHARS]),
+        pinned=body.pinned,
+        created_at=time.time(),
+    )

@@ -1,0 +1,117 @@
+"""Register of LoRA variants: rows by name, in one namespace with deployments and registered models."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import sqlalchemy as sa
+
+from fingerprint.errors import ConflictError, NotFoundError
+from iserve.demo import DEMO_MODEL_NAME
+from iserve.state.database import Database
+from iserve.state.rows import VariantRow
+from iserve.state.schema import deployments, models, variants
+
+__all__ = ["VariantTable", "check_no_variant"]
+
+
+class VariantTable:
+    """The table of variants; safe to use from several threads of one process.
+
+    Raises (every method):
+        StateUnavailableError: as the store.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def check_free(self, name: str) -> None:
+        """Raise ConflictError where a deployment or a model has ``name``."""
+        with self._database.read() as connection:
+            _check_free(connection, name)
+
+    def put(self, row: VariantRow, *, replace: bool = False) -> tuple[VariantRow, VariantRow | None]:
+        """Register ``row``; return the variant as it is now, and the one that had the name before.
+
+        One of the same content and base stays as it is; what was pinned stays so.
+
+        Args:
+            replace: give the name, which may have other content or another base, to ``row``, in one step.
+
+        Raises:
+            ConflictError: the name is that of a deployment, a model or, without ``replace``, another variant.
+        """
+        same = variants.c.name == row.name
+        with self._database.write() as connection:
+            _check_free(connection, row.name)
+            found = connection.execute(sa.select(variants).where(same)).mappings().first()
+            former = None if found is None else VariantRow(**found)
+            if former is not None:
+                is_same = (former.content_hash, former.base_directory) == (row.content_hash, row.base_directory)
+                if not is_same and not replace:
+                    raise ConflictError(
+                        f"a variant named {row.name!r} exists already, with other content or another base "
+                        f"({former.base}); --replace (replace: true) puts this one in its place"
+                    )
+                row = dataclasses.replace(former if is_same else row, pinned=row.pinned or former.pinned)
+                connection.execute(sa.delete(variants).where(same))
+            connection.execute(sa.insert(variants).values(dataclasses.asdict(row)))
+        return row, former
+
+    def count(self) -> int:
+        with self._database.read() as connection:
+            return int(connection.execute(sa.select(sa.func.count()).select_from(variants)).scalar_one())
+
+    def all(self) -> tuple[VariantRow, ...]:
+        """Return all of them in the order of their names."""
+        with self._database.read() as connection:
+            rows = connection.execute(sa.select(variants).order_by(variants.c.name)).mappings().all()
+        return tuple(VariantRow(**row) for row in rows)
+
+    def get(self, name: str) -> VariantRow:
+        with self._database.read() as connection:
+            row = connection.execute(sa.select(variants).where(variants.c.name == name)).mappings().first()
+        if row is None:
+            raise NotFoundError(f"no variant is named {name[:80]!r}; `iserve variant ls` lists them")
+        return VariantRow(**row)
+
+    def has_content(self, content_hash: str) -> bool:
+        """Return whether a variant has this content."""
+        with self._database.read() as connection:
+            query = sa.select(variants.c.name).where(variants.c.content_hash == content_hash).limit(1)
+            return connection.execute(query).first() is not None
+
+    def pin(self, name: str, *, pinned: bool) -> VariantRow:
+        """Change whether it is pinned. Raises NotFoundError: there is none of that name."""
+        with self._database.write() as connection:
+            connection.execute(sa.update(variants).where(variants.c.name == name).values(pinned=pinned))
+        return self.get(name)
+
+    def remove(self, name: str) -> VariantRow:
+        """Remove a variant and return what it was. Raises NotFoundError: there is none of that name."""
+        row = self.get(name)
+        with self._database.write() as connection:
+            connection.execute(sa.delete(variants).where(variants.c.name == name))
+        return row
+
+
+def check_no_variant(connection: sa.Connection, name: str, instead: str) -> None:
+    """Raise ConflictError where a variant has ``name``; the message ends with ``instead``."""
+    if connection.execute(sa.select(variants.c.name).where(variants.c.name == name)).first() is not None:
+        raise ConflictError(
+            f"a variant is named {name!r}, and one name means one model: {instead} or remove it first "
+            f"(`iserve variant rm {name}`)"
+        )
+
+
+def _check_free(connection: sa.Connection, name: str) -> None:
+    """Raise ConflictError where a deployment or a model has ``name``."""
+    taken = {
+        "a deployment": sa.select(deployments.c.name).where(deployments.c.name == name),
+        "a registered model": sa.select(models.c.name).where(models.c.name == name),
+    }
+    owner = next((what for what, query in taken.items() if connection.execute(query).first() is not None), None)
+    if name == DEMO_MODEL_NAME:
+        owner = owner or "the bundled model"
+    if owner is not None:
+        raise ConflictError(f"{owner} is named {name!r}, and one name means one model; choose another name")

@@ -1,0 +1,95 @@
+"""The register of variants: one namespace, names that change content in one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from fingerprint.errors import ConflictError, NotFoundError
+from iserve.state.database import open_database
+from iserve.state.rows import VariantRow
+from iserve.state.store import Store
+from tests.iserve.state.raw_sql import Where, execute
+
+ROW = VariantRow(
+    name="style",
+    base="llama",
+    base_directory="/models/llama",
+    content_hash="a" * 64,
+    max_rank=16,
+    num_modules=4,
+    num_bytes=3 * 2**31,
+    trained_on="example/base",
+    pinned=False,
+    created_at=1.5,
+)
+
+
+def test_a_variant_is_kept_over_restarts(at: Callable[[], Store]) -> None:
+    store = at()
+    assert store.variants.put(ROW) == (ROW, None)
+    store.variants.put(replace(ROW, name="other", trained_on=None, pinned=True))
+    store = at()
+    assert [row.name for row in store.variants.all()] == ["other", "style"]
+    assert store.variants.get("style") == ROW
+    assert store.variants.count() == 2
+    assert store.variants.pin("style", pinned=True).pinned
+    assert store.variants.remove("other").trained_on is None
+    assert store.variants.has_content(ROW.content_hash)
+    store.variants.remove("style")
+    assert not store.variants.has_content(ROW.content_hash)
+    for missing in (store.variants.get, store.variants.remove, lambda name: store.variants.pin(name, pinned=True)):
+        with pytest.raises(NotFoundError, match="style"):
+            missing("style")
+
+
+@pytest.mark.parametrize(
+    "other", [replace(ROW, content_hash="b" * 64, created_at=9.0), replace(ROW, base_directory="/models/x")]
+)
+def test_a_name_changes_what_it_means_only_when_asked(at: Callable[[], Store], other: VariantRow) -> None:
+    store = at()
+    store.variants.put(replace(ROW, pinned=True))
+    with pytest.raises(ConflictError, match="--replace"):
+        store.variants.put(other)
+    assert store.variants.all() == (replace(ROW, pinned=True),)
+    kept, former = store.variants.put(other, replace=True)
+    assert (kept, former) == (replace(other, pinned=True), replace(ROW, pinned=True))
+    assert store.variants.all() == (kept,)
+    assert (kept.engine_name == ROW.engine_name) == (other.content_hash == ROW.content_hash)
+
+
+def test_the_same_variant_again_changes_nothing_but_a_pin(at: Callable[[], Store]) -> None:
+    store = at()
+    store.variants.put(ROW)
+    again = replace(ROW, created_at=9.0, base="an-alias")
+    assert store.variants.put(again) == (ROW, ROW)
+    assert store.variants.put(replace(again, pinned=True))[0] == replace(ROW, pinned=True)
+
+
+def test_one_name_means_one_model(at: Callable[[], Store]) -> None:
+    store = at()
+    store.put_model("model", "/m")
+    store.add_deployment("deployment", b"{}")
+    for name, owner in (("model", "registered model"), ("deployment", "a deployment"), ("iserve-demo", "bundled")):
+        with pytest.raises(ConflictError, match=owner):
+            store.variants.put(replace(ROW, name=name), replace=True)
+        with pytest.raises(ConflictError, match=owner):
+            store.variants.check_free(name)
+    store.variants.put(ROW)
+    with pytest.raises(ConflictError, match="a variant is named 'style'"):
+        store.put_model("style", "/m")
+    with pytest.raises(ConflictError, match="a variant is named 'style'"):
+        store.add_deployment("style", b"{}")
+    assert [row.name for row in store.deployments()] == ["deployment"]
+
+
+def test_a_state_without_variants_is_migrated(where: Where, at: Callable[[], Store]) -> None:
+    database = open_database(where)
+    database.migrate(to="0011")
+    database.close()
+    execute(where, "INSERT INTO models VALUES ('m', '/m', 1.5)")
+    store = at()
+    assert [model.name for model in store.models()] == ["m"]
+    assert store.variants.all() == ()
