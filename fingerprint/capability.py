@@ -149,6 +149,7 @@ class EngineCapabilities:
         notes: what running some of them takes; :meth:`conditions` tells them per configuration.
         stored: reason per way of quantizing that checkpoints come in (``fingerprint.quantized.METHODS``); one that
             is not listed is a no.
+        adapters: whether workers of it are started with adapter slots; of an architecture that takes adapters.
         cpu: whether it runs on a CPU.
         amd: whether it can be planned for AMD GPUs.
         unavailable: why no worker of it can be started here, and what to change; None where one can.
@@ -167,6 +168,7 @@ class EngineCapabilities:
     pruning: Mapping[Pruning, str | None]
     max_tp: int
     max_pp: int
+    adapters: bool = False
     cpu: bool = False
     amd: bool = False
     unavailable: str | None = None
@@ -201,7 +203,7 @@ class EngineCapabilities:
         ):
             if reason is not None:
                 return f"{name} has no {axis}={value}" + (f": {reason}" if reason else "")
-        if (reason := self._split_refusal(spec, config)) is not None:
+        if (reason := self._split_refusal(spec, config) or self._slots_refusal(spec, config)) is not None:
             return reason
         applying = (exclusion for exclusion in self.exclusions if exclusion.applies(spec, config, gpu))
         return next((f"{name}: {exclusion.reason}" for exclusion in applying), None)
@@ -250,6 +252,18 @@ class EngineCapabilities:
             return self._degree_refusal("pp", self.max_pp)
         return None
 
+    def _slots_refusal(self, spec: ModelSpec, config: DeploymentConfig) -> str | None:
+        """Return why this engine cannot have the adapter slots of ``config``; None when it can, or has none."""
+        if not config.adapter_slots:
+            return None
+        if not self.adapters:
+            return f"{self.engine} is not started with adapter slots by this release"
+        return self._adapters_refusal(spec)
+
+    def _adapters_refusal(self, spec: ModelSpec) -> str | None:
+        reason = self._listed(spec).no_lora
+        return None if reason is None else f"{self.engine} serves no adapters of {spec.architecture}: {reason}"
+
     def text_only_refusal(self, spec: ModelSpec) -> str | None:
         """Return why this engine cannot leave out the towers of ``spec``; None when it can."""
         reason = self._listed(spec).no_text_only
@@ -284,10 +298,7 @@ class EngineCapabilities:
 
     def lora_refusal(self, spec: ModelSpec, config: DeploymentConfig, gpu: GpuSpec) -> str | None:
         """Return why this engine cannot serve adapters of ``spec`` under ``config``; None when it can."""
-        refused = self.refusal(spec, config, gpu)
-        if refused is None and (reason := self._listed(spec).no_lora) is not None:
-            return f"{self.engine} serves no adapters of {spec.architecture}: {reason}"
-        return refused
+        return self.refusal(spec, config, gpu) or self._adapters_refusal(spec)
 
     def conditions(self, spec: ModelSpec, config: DeploymentConfig, gpu: GpuSpec) -> tuple[str, ...]:
         """Return what running ``config``, which :meth:`refusal` does not refuse, takes in addition to the GPUs."""

@@ -40,6 +40,7 @@ class EngineTraits:
             with ``GUARANTEED_NO_EVICT``, slots have it anyway; other engines were not looked into.
         drafts_ngrams: whether it is launched with n-gram drafts where a plan asks for them.
         caches_prefixes: whether it keeps the KV of prompts for later ones that begin alike, as it is launched.
+        loads_on_gpu: whether all loaded adapters lie in the GPU's memory; else those that take part in a step.
         startup_s: seconds from launch until it serves, as simulations take it where they are given none; 0: none
             is known. That of vLLM is a round number below all that were measured: first starts of 0.6B and 8B
             models on an H200 took 84 to 145 s (decision 25).
@@ -53,6 +54,7 @@ class EngineTraits:
     preempts: bool = False
     caches_prefixes: bool = False
     drafts_ngrams: bool = False
+    loads_on_gpu: bool = False
     startup_s: float = 0.0
 
     @property
@@ -78,7 +80,9 @@ TRAITS: Mapping[str, EngineTraits] = MappingProxyType(
             startup_s=60.0,
         ),
         "tensorrt-llm": EngineTraits(title="TensorRT-LLM", overlaps_host=True, caches_prefixes=True),
-        "torch": EngineTraits(title="the embedded engine", kv_cache=KvCache.SLOTS, fills_stages=False),
+        "torch": EngineTraits(
+            title="the embedded engine", kv_cache=KvCache.SLOTS, fills_stages=False, loads_on_gpu=True
+        ),
     }
 )
 _DEFAULT = EngineTraits()

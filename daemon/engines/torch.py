@@ -45,6 +45,7 @@ TABLE = EngineCapabilities(
     max_tp=capabilities.MAX_TP,
     max_pp=capabilities.MAX_PP,
     degree_reason="more ranks were not run there yet",
+    adapters=True,
     cpu=True,
     eager=True,
     verified=(Verified(max_tp=capabilities.MAX_TP, max_pp=capabilities.MAX_PP),),

@@ -26,6 +26,7 @@ class StepItem:
     slot: int  # the sequence's place in the KV cache, 0 <= slot < max_batch
     start: int  # position of the first of ``token_ids``; that many tokens are cached already
     token_ids: tuple[int, ...]
+    adapter_id: int | None = None  # None: the base alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,26 @@ class Runner(Protocol):
 
         Raises:
             EngineError: a rank is gone or out of memory; the runner is unusable afterwards.
+        """
+        ...
+
+    def load_adapter(self, adapter_id: int, folder: Path) -> None:
+        """Load the adapter in ``folder`` on all ranks, or on none.
+
+        Args:
+            adapter_id: the number by which steps name it; never used before.
+
+        Raises:
+            BadInputError: it does not fit the loaded model or the rank of its slots; nothing has changed.
+            EngineError: no room, or a rank is gone.
+        """
+        ...
+
+    def unload_adapter(self, adapter_id: int) -> None:
+        """Free an adapter that takes part in no further step; an unknown one is ignored.
+
+        Raises:
+            EngineError: a rank is gone; the runner is unusable afterwards.
         """
         ...
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from fingerprint.lora.adapter import LoraAdapter, LoraModule, check_values, read_adapter, require_supported
 from fingerprint.lora.base_fit import BaseTensors, check_fit
 from fingerprint.lora.merge import MergeResult, merge_adapter
+from fingerprint.lora.slot_bytes import reserved_bytes, slot_bytes
 
 __all__ = [
     "BaseTensors",
@@ -19,4 +20,6 @@ __all__ = [
     "merge_adapter",
     "read_adapter",
     "require_supported",
+    "reserved_bytes",
+    "slot_bytes",
 ]

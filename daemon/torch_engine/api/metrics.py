@@ -6,6 +6,7 @@ Sums and levels are read from the engine at each scrape; only latencies are obse
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -13,17 +14,26 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from daemon.status import WorkerStats
 from daemon.torch_engine.runtime.engine import Totals
 
-__all__ = ["WorkerMetrics"]
+__all__ = ["Reading", "WorkerMetrics"]
 
 _TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _TPOT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _E2E_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Account of the engine at a scrape."""
+
+    stats: WorkerStats
+    totals: Totals
+    adapters: int  # loaded now
+
+
 class WorkerMetrics:
     """Metrics registry of one worker; ``read`` gives its account when scraped."""
 
-    def __init__(self, read: Callable[[], tuple[WorkerStats, Totals]]) -> None:
+    def __init__(self, read: Callable[[], Reading]) -> None:
         self._read = read
         self._registry = CollectorRegistry()
         prefix = "iserve_worker_"
@@ -59,12 +69,14 @@ class WorkerMetrics:
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        stats, totals = self._read()
+        reading = self._read()
+        stats, totals = reading.stats, reading.totals
         for name, text, value in (
             ("running", "Sequences in a slot.", stats.running),
             ("waiting", "Sequences in the queue.", stats.waiting),
             ("kv_tokens_capacity", "Tokens the KV cache has room for.", stats.kv_tokens_total),
             ("kv_tokens_free", "Of these, not in use.", stats.kv_tokens_free),
+            ("adapters", "LoRA adapters that requests may name.", reading.adapters),
         ):
             yield GaugeMetricFamily(f"iserve_worker_{name}", text, value=value)
         for name, text, total in (

@@ -25,8 +25,9 @@ from daemon.profile_messages import ProfileError, ProfileLoad, ProfileRun
 from daemon.torch_engine.api.streams import Streams
 from daemon.torch_engine.driver import clock_and_power
 from daemon.torch_engine.parallel.rank_device import RankDevice, cores_of
-from daemon.torch_engine.runtime.engine import Engine, Finish, SequenceRequest
+from daemon.torch_engine.runtime.engine import Engine
 from daemon.torch_engine.runtime.sampling import SamplingParams
+from daemon.torch_engine.runtime.sequences import Finish, SequenceRequest
 from daemon.torch_engine.versions import component_versions
 from daemon.worker_spec import WorkerSpec
 from fingerprint.codec import from_json, to_json

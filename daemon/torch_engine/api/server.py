@@ -19,17 +19,19 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from daemon.torch_engine.api import openai_api
-from daemon.torch_engine.api.metrics import WorkerMetrics
+from daemon.torch_engine.api.adapters import adapter_routes, model_list
+from daemon.torch_engine.api.metrics import Reading, WorkerMetrics
 from daemon.torch_engine.api.openai_api import ApiError, Generation, Usage
 from daemon.torch_engine.api.profile_api import profile_routes
 from daemon.torch_engine.api.streams import Choice, Stream, Streams
 from daemon.torch_engine.api.tokenizer import TextCodec, TextTooLongError, end_token_ids, load_text_codec
 from daemon.torch_engine.runner_types import Runner
-from daemon.torch_engine.runtime.engine import Engine, EngineState, SequenceRequest, TokenEvent
+from daemon.torch_engine.runtime.engine import Engine, EngineState
+from daemon.torch_engine.runtime.sequences import SequenceRequest, TokenEvent
 from daemon.worker_spec import WorkerSpec
 from daemon.worker_token import OPEN_PATHS, carries
 from fingerprint.codec import to_json
-from fingerprint.errors import EngineError, IserveError, UnavailableError
+from fingerprint.errors import EngineError, IserveError, NotFoundError, UnavailableError
 
 __all__ = ["MAX_BODY_BYTES", "Worker", "make_app"]
 
@@ -54,11 +56,14 @@ class Worker:
         self.spec = spec
         self.streams = Streams(asyncio.get_running_loop())
         self.engine = Engine(runner, deliver=self.streams.deliver, failed=failed)
-        self.metrics = WorkerMetrics(lambda: (self.engine.stats(spec.served_model), self.engine.totals))
+        self.metrics = WorkerMetrics(self._read_metrics)
         self.codec: TextCodec | None = None
         self.end_ids: frozenset[int] = frozenset()
         self.created = int(time.time())
         self._chats = ThreadPoolExecutor(_CHAT_THREADS, thread_name_prefix="chat")
+
+    def _read_metrics(self) -> Reading:
+        return Reading(self.engine.stats(self.spec.served_model), self.engine.totals, len(self.engine.adapters))
 
     async def start(self) -> None:
         """Start the engine's thread and, unless profiling, load the spec's checkpoint.
@@ -98,15 +103,9 @@ class Worker:
         Raises:
             ApiError: unknown model, no tokenizer, ids out of range, longer than the context.
         """
-        if generation.model is not None and generation.model != self.spec.served_model:
-            raise ApiError(
-                404,
-                f"there is no model {generation.model[:200]!r} here; "
-                f"this worker serves {self.spec.served_model!r}",
-                "invalid_request_error",
-                "model",
-                "model_not_found",
-            )
+        adapter = None if generation.model in (None, self.spec.served_model) else generation.model
+        if adapter is not None and adapter not in self._adapter_names():
+            raise self._unknown(adapter)
         if self.engine.state is not EngineState.OK:
             raise UnavailableError(f"the worker is {self.engine.state}")
         if self.spec.profiling:
@@ -124,6 +123,7 @@ class Worker:
                     min_tokens=min(generation.min_tokens, max_tokens),
                     sampling=generation.sampling,
                     end_ids=ends,
+                    adapter=adapter,
                 )
             )
         return requests
@@ -185,10 +185,25 @@ class Worker:
     def open(self, requests: list[SequenceRequest]) -> Stream:
         try:
             return self.streams.open(self.engine, requests)
+        except NotFoundError as error:  # unloaded since it was prepared
+            raise self._unknown(requests[0].adapter or "") from error
         except UnavailableError as error:
             if self.engine.state is EngineState.OK:
                 raise ApiError(429, str(error), "rate_limit_error", None, "queue_full") from error
             raise
+
+    def _unknown(self, model: str) -> ApiError:
+        served = ", ".join(repr(name) for name in (self.spec.served_model, *self._adapter_names()))
+        return ApiError(
+            404,
+            f"there is no model {model[:200]!r} here; this worker serves {served}",
+            "invalid_request_error",
+            "model",
+            "model_not_found",
+        )
+
+    def _adapter_names(self) -> tuple[str, ...]:
+        return tuple(adapter.name for adapter in self.engine.adapters)
 
 
 class _Answer:
@@ -230,7 +245,7 @@ class _Answer:
         )
 
     def body(self, choices: list[dict[str, Any]], usage: Usage | None) -> bytes:
-        name = self.worker.spec.served_model
+        name = self.generation.model or self.worker.spec.served_model
         return msgspec.json.encode(
             openai_api.response(self.generation, self.id, name, choices, usage, created=self.created)
         )
@@ -422,14 +437,9 @@ def make_app(worker: Worker, token: str | None = None) -> web.Application:
         return web.Response(body=worker.metrics.text(), headers=headers)
 
     async def models(request: web.Request) -> web.Response:
-        model = {
-            "id": worker.spec.served_model,
-            "object": "model",
-            "created": worker.created,
-            "owned_by": "iserve",
-            "max_model_len": worker.spec.limits.max_context_tokens,
-        }
-        return web.json_response({"object": "list", "data": [model]})
+        return web.json_response(
+            {"object": "list", "data": model_list(worker.spec, worker.engine, worker.created)}
+        )
 
     completion = _generate_route(worker, "completions", openai_api.parse_completion)
     chat = _generate_route(worker, "chat_completions", openai_api.parse_chat)
@@ -443,6 +453,8 @@ def make_app(worker: Worker, token: str | None = None) -> web.Application:
             web.post("/v1/chat/completions", chat),
         ]
     )
+    if worker.spec.config.adapter_slots and not worker.spec.profiling:
+        app.add_routes(adapter_routes(worker.spec, worker.engine, _read_body))
     if worker.spec.profiling:
         app.add_routes(profile_routes(worker.spec, worker.engine, worker.streams))
     return app

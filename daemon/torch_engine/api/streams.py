@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from daemon.torch_engine.api.tokenizer import Detokenizer, StopMatcher, TextCodec
-from daemon.torch_engine.runtime.engine import Engine, Finish, SequenceRequest, TokenEvent
+from daemon.torch_engine.runtime.engine import Engine
+from daemon.torch_engine.runtime.sequences import Finish, SequenceRequest, TokenEvent
 
 __all__ = ["Choice", "Streams"]
 

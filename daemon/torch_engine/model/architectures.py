@@ -23,7 +23,6 @@ _UNDECLARED = "its transformers class does not say that it takes an attention fu
 _STATEFUL = "its layers keep a state of each sequence, and the embedded engine's cache keeps K and V of each token"
 _MULTIMODAL = "it takes more than text, and the embedded engine serves text alone"
 _NO_PLAN = "transformers has no tensor-parallel plan for it"
-_NO_LORA = "adapters are not served yet"
 
 
 def installed_transformers() -> Transformers:
@@ -53,7 +52,7 @@ def architectures_of(transformers: Transformers) -> Architectures:
             listed[name] = Listed(
                 no_tp=capabilities.NO_TP.get(family) if found.tp_plan else _NO_PLAN,
                 no_pp=capabilities.ONE_STAGE.get(family),
-                no_lora=_NO_LORA,
+                no_lora=capabilities.NO_LORA.get(family),
             )
     source = f"transformers {transformers.version}"
     return Architectures(

@@ -23,6 +23,7 @@ class Span:
     start: int  # position of its first token in its sequence
     first: int
     count: int
+    adapter_id: int | None = None
 
     @property
     def end(self) -> int:
@@ -55,7 +56,7 @@ class FlatBatch:
         spans, ids, positions, slots, last = [], [], [], [], []
         for item in plan.items:
             count = len(item.token_ids)
-            spans.append(Span(item.slot, item.start, len(ids), count))
+            spans.append(Span(item.slot, item.start, len(ids), count, item.adapter_id))
             ids.extend(item.token_ids)
             positions.extend(range(item.start, item.start + count))
             slots.extend([item.slot] * count)
@@ -69,7 +70,7 @@ class FlatBatch:
         )
 
 
-def check_plan(plan: StepPlan, limits: WorkerLimits, vocab_size: int) -> None:
+def check_plan(plan: StepPlan, limits: WorkerLimits, vocab_size: int, adapter_slots: int = 0) -> None:
     """Raise ValueError (a bug of the scheduler's) for a plan that would write outside what was allocated."""
     total, slots = 0, set()
     for item in plan.items:
@@ -86,5 +87,8 @@ def check_plan(plan: StepPlan, limits: WorkerLimits, vocab_size: int) -> None:
             )
         if min(item.token_ids) < 0 or max(item.token_ids) >= vocab_size:
             raise ValueError(f"a token id is outside the vocabulary of {vocab_size}")
+    adapters = {item.adapter_id for item in plan.items} - {None}
+    if len(adapters) > adapter_slots:
+        raise ValueError(f"{len(adapters)} adapters in a step, at most {adapter_slots} are allowed")
     if not 0 < total <= limits.max_batched_tokens:
         raise ValueError(f"a step of {total} tokens, 1 to {limits.max_batched_tokens} are allowed")

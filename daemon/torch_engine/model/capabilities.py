@@ -13,6 +13,7 @@ __all__ = [
     "KV",
     "MAX_PP",
     "MAX_TP",
+    "NO_LORA",
     "NO_TP",
     "ONE_STAGE",
     "PRUNING",
@@ -60,6 +61,10 @@ ONE_STAGE: dict[str, str] = dict.fromkeys(_ONE_RANK, _NOT_RUN_YET) | dict.fromke
 NO_TP: dict[str, str] = {
     **dict.fromkeys(_ONE_RANK, _NOT_RUN_YET),
     "phi3": "transformers' plan gathers its joined matrices again before they are used: nothing would be halved",
+}
+# Why no adapters of a family are served.
+NO_LORA: dict[str, str] = {
+    "gpt2": "transformers holds its matrices transposed (Conv1D), and linears alone are updated"
 }
 
 # Why a family that iServe reads is not run. Where the reason is not that a class says so itself, a test lets the

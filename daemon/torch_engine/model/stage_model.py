@@ -17,6 +17,7 @@ import transformers
 from torch import nn
 
 from daemon.torch_engine.model import attention, capabilities
+from daemon.torch_engine.model.adapters import Factors, LoadedAdapters, read_factors
 from daemon.torch_engine.model.architectures import architectures_of, installed_transformers
 from daemon.torch_engine.model.batch import FlatBatch
 from daemon.torch_engine.model.formats import FORMATS
@@ -27,6 +28,8 @@ from fingerprint.architectures import Listed
 from fingerprint.config import WeightFormat
 from fingerprint.errors import CheckpointError, EngineError, UnsupportedModelError
 from fingerprint.families import ModuleLayout, family_of, read_config, read_spec
+from fingerprint.lora import LoraAdapter, LoraModule
+from fingerprint.lora.adapter import open_weights
 from fingerprint.model_spec import ModelSpec
 
 __all__ = ["ModelSource", "StageModel", "StageShape", "read_source", "tensor_bytes"]
@@ -115,6 +118,13 @@ class StageModel:
         self._check(parallel.tp)
         self.head_is_split = self._head_is_split()
         self._full_shapes = self._plan_parameters()
+        prefix = source.layout.layers + "."
+        modules = self.model.named_modules()
+        self._linears = {
+            name: module for name, module in modules if name.startswith(prefix) and _is_linear(module)
+        }
+        self._layer_numbers = {str(number): number for number in range(source.spec.num_layers)}
+        self.adapters = LoadedAdapters(self._linears)
 
     def _check(self, tp: int) -> None:
         spec = self.source.spec
@@ -219,6 +229,48 @@ class StageModel:
         index, _, rest = name.removeprefix(prefix).partition(".")
         return f"{prefix}{int(index) + self.shape.first_layer}.{rest}"
 
+    def read_adapter(self, adapter: LoraAdapter, device: torch.device) -> dict[str, Factors]:
+        """Return this rank's part of an adapter, by linear.
+
+        Raises:
+            CheckpointError: a module that is no linear of the layers, one of another shape, or values that are
+                not finite in this model's type.
+        """
+        weights, factors = open_weights(adapter.folder), {}
+        for module in adapter.modules:
+            name = self._own_name(module)
+            if name is not None:
+                shard = self.parallel.shard(f"{name}.weight", self._full_shapes[f"{name}.weight"])
+                factors[name] = read_factors(module, weights, shard, self.source.dtype, device)
+        return factors
+
+    def _own_name(self, module: LoraModule) -> str | None:
+        """Return the name of the linear here that is updated; None when its layer is of another stage."""
+        prefix, shown = self.source.layout.layers + ".", f"{module.name[:200]!r}"
+        index, _, rest = module.name.removeprefix(prefix).partition(".")
+        layer = self._layer_numbers.get(index)
+        if layer is None or not module.name.startswith(prefix):
+            raise CheckpointError(
+                f"the adapter updates {shown}, which is in none of the {self.source.spec.num_layers} layers of "
+                f"{self.source.spec.architecture}; train it on linears of this base's layers alone"
+            )
+        own = layer - self.shape.first_layer
+        if not 0 <= own < self.shape.num_layers:
+            return None
+        name = f"{prefix}{own}.{rest}"
+        if name not in self._linears:
+            raise CheckpointError(
+                f"the adapter updates {shown}, which is no linear of {self.source.spec.architecture}; train it on "
+                "linears of this base's layers alone"
+            )
+        shape = (module.out_features, module.in_features)
+        if self._full_shapes[f"{name}.weight"] != shape:
+            raise CheckpointError(
+                f"the adapter updates a {shown} of {list(shape)}, and that of the base is "
+                f"{list(self._full_shapes[f'{name}.weight'])}: give an adapter of this base"
+            )
+        return name
+
     @torch.inference_mode()
     def forward(self, batch: FlatBatch, hidden: torch.Tensor | None, cache: KvCache) -> torch.Tensor:
         """Return hidden states [1, T, hidden] of a middle stage, or this rank's logits [len(spans), vocab or its
@@ -226,6 +278,7 @@ class StageModel:
 
         ``hidden`` comes from the stage before; None on the first.
         """
+        self.adapters.route(batch.spans)
         inputs = {"input_ids": batch.token_ids} if self.shape.is_first else {"inputs_embeds": hidden}
         inputs |= {
             "position_ids": batch.positions,
@@ -237,8 +290,13 @@ class StageModel:
         return self.model(**inputs, logits_to_keep=batch.last_tokens).logits[0]
 
     def weight_bytes(self) -> int:
-        """Return live bytes of the weights and buffers, by storage: what is shared counts once."""
-        return tensor_bytes((*self.model.parameters(), *self.model.buffers()))
+        """Return live bytes of the weights, buffers and adapters, by storage: what is shared counts once."""
+        return tensor_bytes(self.tensors)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Weights, buffers and the factors of the adapters that are loaded."""
+        return (*self.model.parameters(), *self.model.buffers(), *self.adapters.tensors)
 
 
 def tensor_bytes(tensors: tuple[torch.Tensor, ...]) -> int:

@@ -13,7 +13,7 @@ from enum import StrEnum
 import torch
 
 from daemon.exit_codes import is_out_of_memory
-from daemon.torch_engine.parallel.parallel_state import LoadOrder
+from daemon.torch_engine.parallel.parallel_state import AdapterOrder, LoadOrder
 from daemon.torch_engine.parallel.stage import RankTiming
 from daemon.torch_engine.runner_types import StepPlan
 from fingerprint.codec import from_json, to_json
@@ -31,6 +31,8 @@ class Verb(StrEnum):
     STEP = "step"
     MEMORY = "memory"
     UNLOAD = "unload"
+    LOAD_ADAPTER = "load-adapter"
+    UNLOAD_ADAPTER = "unload-adapter"
     CLOSE = "close"
 
 
@@ -39,6 +41,8 @@ class Order:
     verb: Verb
     load: LoadOrder | None = None
     plan: StepPlan | None = None
+    adapter: AdapterOrder | None = None
+    adapter_id: int | None = None  # that is unloaded
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from daemon.worker_spec import WorkerLimits
-from fingerprint.config import WeightFormat
+from fingerprint.config import DeploymentConfig
 
-__all__ = ["Groups", "LoadOrder", "RankPlace", "make_groups"]
+__all__ = ["AdapterOrder", "Groups", "LoadOrder", "RankPlace", "make_groups"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +18,7 @@ class LoadOrder:
     """Order to load a model, of which every rank loads its part. Crosses processes as JSON."""
 
     checkpoint: str
-    weights: WeightFormat
-    tp: int
-    pp: int
+    config: DeploymentConfig
     layers_per_stage: tuple[int, ...]
     room_bytes_per_stage: tuple[int, ...]  # of each of its ranks
     limits: WorkerLimits
@@ -29,6 +27,14 @@ class LoadOrder:
     @property
     def path(self) -> Path:
         return Path(self.checkpoint)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterOrder:
+    """Order to load an adapter, of which every rank loads its part."""
+
+    adapter_id: int
+    folder: str
 
 
 @dataclass(frozen=True, slots=True)

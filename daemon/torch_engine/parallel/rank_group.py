@@ -14,15 +14,17 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from daemon.exit_codes import is_out_of_memory
 from daemon.torch_engine.parallel.ipc import Answer, Order, Verb, encode, receive_answer
-from daemon.torch_engine.parallel.parallel_state import Groups, LoadOrder, RankPlace, make_groups
+from daemon.torch_engine.parallel.parallel_state import AdapterOrder, Groups, LoadOrder, RankPlace, make_groups
 from daemon.torch_engine.parallel.rank_device import RankDevice, release_memory
 from daemon.torch_engine.parallel.rank_loop import STEP_TIMEOUT_S, join
 from daemon.torch_engine.parallel.stage import RankTiming, Stage
@@ -31,6 +33,8 @@ from fingerprint.errors import EngineError, IserveError
 from fingerprint.measurements import RankMemory
 
 __all__ = ["RankGroup"]
+
+T = TypeVar("T")
 
 _START_TIMEOUT_S = 120.0  # imports of torch and transformers, on a busy machine
 _END_TIMEOUT_S = 3.0
@@ -144,22 +148,13 @@ class RankGroup:
 
     def load(self, order: LoadOrder) -> Stage:
         """Load every rank's part. A refused load leaves the ranks alive, and empty, for the next one."""
-        self._tell(Order(Verb.LOAD, load=order))
-        stage: Stage | None = None
-        failed: IserveError | None = None
-        assert self._groups is not None
-        try:
-            stage = Stage(order, self._place, self._groups, self._device)
-        except IserveError as error:
-            failed = error
-        except Exception as error:
-            if not is_out_of_memory(error):  # a bug: further answers are never read, no rank can be used again
-                self._end(ordered=False)
-                raise
-            failed = EngineError(f"rank 0 has no memory for {order.checkpoint}: {error}")
-            failed.__cause__ = error.with_traceback(None)  # its frames hold what was loaded
-        for child, (answer, _) in zip(self._children, self._collect(raise_errors=False), strict=True):
-            failed = failed or answer.exception(child.rank)
+        groups = self._groups
+        assert groups is not None
+        stage, failed = self._on_all(
+            Order(Verb.LOAD, load=order),
+            lambda: Stage(order, self._place, groups, self._device),
+            order.checkpoint,
+        )
         if failed is not None:
             del stage
             with suppress(EngineError):  # a rank that is lost by now has nothing any more
@@ -168,6 +163,40 @@ class RankGroup:
             raise failed
         assert stage is not None
         return stage
+
+    def load_adapter(self, stage: Stage, order: AdapterOrder) -> None:
+        """Load an adapter on every rank. One that any rank refuses is loaded on none."""
+        message = Order(Verb.LOAD_ADAPTER, adapter=order)
+        _, failed = self._on_all(message, lambda: stage.load_adapter(order), order.folder)
+        if failed is not None:
+            with suppress(EngineError):  # as in ``load``
+                self.unload_adapter(stage, order.adapter_id)
+            raise failed
+
+    def unload_adapter(self, stage: Stage, adapter_id: int) -> None:
+        """Free an adapter on every rank."""
+        self._tell(Order(Verb.UNLOAD_ADAPTER, adapter_id=adapter_id))
+        stage.unload_adapter(adapter_id)
+        self._collect()
+
+    def _on_all(self, order: Order, own: Callable[[], T], what: str) -> tuple[T | None, IserveError | None]:
+        """Order the other ranks to load, load ``own`` part; return it, and the first failure of any rank."""
+        self._tell(order)
+        loaded: T | None = None
+        failed: IserveError | None = None
+        try:
+            loaded = own()
+        except IserveError as error:
+            failed = error
+        except Exception as error:
+            if not is_out_of_memory(error):  # a bug: further answers are never read, no rank can be used again
+                self._end(ordered=False)
+                raise
+            failed = EngineError(f"rank 0 has no memory for {what}: {error}")
+            failed.__cause__ = error.with_traceback(None)  # its frames hold what was loaded
+        for child, (answer, _) in zip(self._children, self._collect(raise_errors=False), strict=True):
+            failed = failed or answer.exception(child.rank)
+        return loaded, failed
 
     def step(self, stage: Stage, plan: StepPlan) -> tuple[torch.Tensor, tuple[RankTiming, ...]]:
         """Return logits [items, vocab] and every rank's timing, by rank.

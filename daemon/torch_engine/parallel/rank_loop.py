@@ -95,6 +95,20 @@ def _serve(control: socket.socket, place: RankPlace, device: RankDevice) -> None
             except Exception as error:  # noqa: BLE001 - a load that fails leaves the rank fit for the next one
                 answer = failure(error)
             send_answer(control, answer)
+        elif order.verb is Verb.LOAD_ADAPTER:
+            assert stage is not None
+            assert order.adapter is not None
+            try:
+                stage.load_adapter(order.adapter)
+                answer = Answer()
+            except Exception as error:  # noqa: BLE001 - as a load
+                answer = failure(error)
+            send_answer(control, answer)
+        elif order.verb is Verb.UNLOAD_ADAPTER:
+            assert stage is not None
+            assert order.adapter_id is not None
+            stage.unload_adapter(order.adapter_id)
+            send_answer(control, Answer())
         elif order.verb is Verb.MEMORY:
             assert stage is not None
             send_answer(control, Answer(memory=stage.memory()))

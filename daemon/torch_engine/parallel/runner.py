@@ -13,7 +13,7 @@ import torch
 from daemon.torch_engine.model.batch import check_plan
 from daemon.torch_engine.model.capabilities import KV, MAX_PP, MAX_TP, PRUNING, WEIGHTS
 from daemon.torch_engine.model.formats import FORMATS
-from daemon.torch_engine.parallel.parallel_state import LoadOrder, RankPlace
+from daemon.torch_engine.parallel.parallel_state import AdapterOrder, LoadOrder, RankPlace
 from daemon.torch_engine.parallel.rank_device import release_memory
 from daemon.torch_engine.parallel.rank_group import RankGroup
 from daemon.torch_engine.parallel.stage import RankTiming, Stage
@@ -41,6 +41,7 @@ class LocalRunner:
         self._stage: Stage | None = None
         self._limits: WorkerLimits | None = None
         self._place = RankPlace(0, 1, 1)
+        self._adapter_slots = 0
         self.vocab_size = 0
 
     def load(
@@ -69,9 +70,7 @@ class LocalRunner:
             self._group = RankGroup(self._place, device_ids)
         order = LoadOrder(
             checkpoint=str(checkpoint),
-            weights=config.weights,
-            tp=config.tp,
-            pp=config.pp,
+            config=config,
             layers_per_stage=tuple(stage.num_layers for stage in stages),
             room_bytes_per_stage=tuple(stage.room_bytes(limits) for stage in stages),
             limits=limits,
@@ -79,14 +78,24 @@ class LocalRunner:
         )
         self._stage = self._group.load(order)
         self._limits, self.vocab_size = limits, self._stage.vocab_size
+        self._adapter_slots = config.adapter_slots
 
     def step(self, plan: StepPlan) -> StepResult:
         stage, group, limits = self._stage, self._group, self._limits
         if stage is None or group is None or limits is None:
             raise EngineError("no model is loaded")
-        check_plan(plan, limits, self.vocab_size)
+        check_plan(plan, limits, self.vocab_size, self._adapter_slots)
         logits, timings = group.step(stage, plan)
         return _result(logits, timings, self._place.tp)
+
+    def load_adapter(self, adapter_id: int, folder: Path) -> None:
+        if self._stage is None or self._group is None:
+            raise EngineError("no model is loaded")
+        self._group.load_adapter(self._stage, AdapterOrder(adapter_id, str(folder)))
+
+    def unload_adapter(self, adapter_id: int) -> None:
+        if self._stage is not None and self._group is not None:
+            self._group.unload_adapter(self._stage, adapter_id)
 
     def memory(self) -> tuple[RankMemory, ...]:
         if self._stage is None or self._group is None:

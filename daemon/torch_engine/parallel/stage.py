@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
@@ -20,10 +21,11 @@ from daemon.torch_engine.model.batch import FlatBatch
 from daemon.torch_engine.model.kv_cache import KvCache, kv_cache_bytes
 from daemon.torch_engine.model.stage_model import StageModel, StageShape, read_source, tensor_bytes
 from daemon.torch_engine.model.tensor_parallel import TensorParallel
-from daemon.torch_engine.parallel.parallel_state import Groups, LoadOrder, RankPlace
+from daemon.torch_engine.parallel.parallel_state import AdapterOrder, Groups, LoadOrder, RankPlace
 from daemon.torch_engine.parallel.rank_device import RankDevice, release_memory
 from daemon.torch_engine.runner_types import StepPlan
-from fingerprint.errors import EngineError
+from fingerprint.errors import EngineError, UnsupportedAdapterError
+from fingerprint.lora import read_adapter, require_supported, slot_bytes
 from fingerprint.measurements import RankMemory
 
 __all__ = ["ActivationMeter", "RankTiming", "Stage"]
@@ -58,6 +60,7 @@ class Stage:
 
     def __init__(self, order: LoadOrder, place: RankPlace, groups: Groups, device: RankDevice) -> None:
         self._place, self._groups, self._device, self._limits = place, groups, device, order.limits
+        config = order.config
         dtype = getattr(torch, order.dtype) if order.dtype else None
         source = read_source(order.path, device.torch_device, dtype)
         layers = order.layers_per_stage
@@ -67,12 +70,14 @@ class Stage:
             first_layer=sum(layers[: place.stage]),
             num_layers=layers[place.stage],
             is_first=place.stage == 0,
-            is_last=place.stage == order.pp - 1,
+            is_last=place.stage == config.pp - 1,
         )
-        parallel = TensorParallel(order.tp, place.tp_index, {}, groups.tensor)
-        self.model = StageModel(source, shape, order.weights, parallel)
+        parallel = TensorParallel(config.tp, place.tp_index, {}, groups.tensor)
+        self.model = StageModel(source, shape, config.weights, parallel)
         self.vocab_size = source.spec.vocab_size
         self._spec, self._dtype, self._shape = source.spec, source.dtype, shape
+        self._config = config
+        self._slot_bytes = slot_bytes(source.spec, config, shape.num_layers) * source.dtype.itemsize // 2
         self._peak_bytes = 0
         self._metered = (0, 0, 0)
         room_bytes = order.room_bytes_per_stage[place.stage]
@@ -106,13 +111,45 @@ class Stage:
         kv = kv_cache_bytes(**self._cache_sizes(), element_bytes=self._dtype.itemsize)
         rows = 0 if self._shape.is_first else self._limits.max_batched_tokens
         buffers = rows * self._spec.hidden_size * self._dtype.itemsize
-        need = weights + kv + buffers
+        adapters = self._config.loaded_adapters * self._slot_bytes
+        need = weights + kv + buffers + adapters
         if need > room:
+            of_adapters = f"{adapters:,} of {self._config.loaded_adapters} adapters, " if adapters else ""
+            fewer = "have fewer adapter slots, " if adapters else ""
             raise EngineError(
                 f"stage {self._place.stage} needs {weights:,} bytes of weights, {kv:,} of KV cache and "
-                f"{buffers:,} of buffers, {need:,} in all; its limit is {room:,} per device: "
-                "lower max_batch or the context, or use more devices"
+                f"{buffers:,} of buffers, {of_adapters}{need:,} in all; its limit is {room:,} per device: "
+                f"lower max_batch or the context, {fewer}or use more devices"
             )
+
+    def load_adapter(self, order: AdapterOrder) -> None:
+        """Load this rank's part of an adapter; one that is refused leaves nothing.
+
+        Raises:
+            BadInputError: it cannot be read, is more than a plain LoRA, or does not fit this model or a slot.
+        """
+        adapter = read_adapter(Path(order.folder), max_rank=self._config.adapter_rank)
+        require_supported(adapter)
+        factors = self.model.read_adapter(adapter, self._device.torch_device)
+        num_bytes = sum(each.num_bytes for each in factors.values())
+        if num_bytes > self._slot_bytes:
+            raise UnsupportedAdapterError(
+                f"the adapter takes {num_bytes:,} bytes of stage {self._place.stage}, of which a slot has "
+                f"{self._slot_bytes:,}; deploy with slots of a higher rank, or merge it"
+            )
+        self._keep_peak()
+        self.model.adapters.add(order.adapter_id, factors)
+
+    def unload_adapter(self, adapter_id: int) -> None:
+        """Free an adapter; one that is not loaded is ignored."""
+        self._keep_peak()
+        self.model.adapters.remove(adapter_id)
+
+    def _keep_peak(self) -> None:
+        """Keep the peak of activations before the held bytes change, beyond which the device counts it."""
+        if self._device.counts_memory:
+            self._peak_bytes = max(self._peak_bytes, self._device.peak_bytes(self._held_bytes()))
+            self._device.reset_peak()
 
     def step(self, plan: StepPlan) -> tuple[torch.Tensor | None, RankTiming]:
         """Run this stage's part of a step.
@@ -149,7 +186,7 @@ class Stage:
         if self._device.counts_memory or largest == self._metered:
             return self.model.forward(batch, hidden, self._cache)
         self._metered = largest
-        known = (*self.model.model.parameters(), *self.model.model.buffers(), *self._cache.tensors)
+        known = (*self.model.tensors, *self._cache.tensors)
         with ActivationMeter(known if self._inbox is None else (*known, self._inbox)) as meter:
             output = self.model.forward(batch, hidden, self._cache)
         self._peak_bytes = max(self._peak_bytes, meter.peak_bytes)
@@ -166,18 +203,23 @@ class Stage:
 
     def memory(self) -> RankMemory:
         weights, kv = self.model.weight_bytes(), self._cache.num_bytes
-        buffers = tensor_bytes((self._inbox,)) if self._inbox is not None else 0
-        held = weights + kv + buffers
-        peak = self._device.peak_bytes(held) if self._device.counts_memory else self._peak_bytes
+        buffers, held = self._buffer_bytes(), self._held_bytes()
+        peak = self._device.peak_bytes(held) if self._device.counts_memory else 0
         return RankMemory(
             rank=self._place.rank,
             stage=self._place.stage,
             weights_bytes=weights,
             kv_bytes=kv,
-            activation_peak_bytes=peak,
+            activation_peak_bytes=max(self._peak_bytes, peak),
             pp_buffer_bytes=buffers,
             runtime_bytes=self._device.runtime_bytes(held),
         )
+
+    def _buffer_bytes(self) -> int:
+        return tensor_bytes((self._inbox,)) if self._inbox is not None else 0
+
+    def _held_bytes(self) -> int:
+        return self.model.weight_bytes() + self._cache.num_bytes + self._buffer_bytes()
 
 
 class ActivationMeter(TorchDispatchMode):

@@ -10,23 +10,25 @@ import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from daemon.status import DeviceBusy, WorkerStats
 from daemon.torch_engine.runner_types import Runner, StepItem, StepPlan, StepResult
-from daemon.torch_engine.runtime.sampling import Sampler, SamplingParams, sample
+from daemon.torch_engine.runtime.adapters import Adapter, Adapters
+from daemon.torch_engine.runtime.sampling import Sampler, sample
 from daemon.torch_engine.runtime.scheduler import Demand, Scheduler, Work
+from daemon.torch_engine.runtime.sequences import Finish, LiveSequence, SequenceRequest, TokenEvent
 from daemon.worker_spec import StageAssignment, WorkerLimits
 from fingerprint.config import DeploymentConfig
-from fingerprint.errors import ConflictError, EngineError, IserveError, UnavailableError
+from fingerprint.errors import BadInputError, ConflictError, EngineError, IserveError, UnavailableError
 from fingerprint.measurements import RankMemory
 
-__all__ = ["Engine", "EngineState", "Finish", "SequenceRequest", "TokenEvent", "Totals"]
+__all__ = ["Engine", "EngineState", "Totals"]
 
 MAX_WAITING = 512  # sequences in the queue; the gateway's own limit is lower
 _MEMORY_REFRESH_S = 5.0
@@ -41,33 +43,6 @@ class EngineState(StrEnum):
     FAILED = "failed"
 
 
-class Finish(StrEnum):
-    STOP = "stop"
-    LENGTH = "length"
-    ERROR = "error"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SequenceRequest:
-    """Sequence to generate. ``end_ids`` end it, as its last token; before ``min_tokens`` they are barred."""
-
-    prompt: tuple[int, ...]
-    max_tokens: int
-    sampling: SamplingParams
-    min_tokens: int = 0
-    end_ids: frozenset[int] = frozenset()
-
-
-class TokenEvent(NamedTuple):
-    """A new token of a sequence, or its end by an error (then ``token`` is None and ``error`` says why)."""
-
-    sequence_id: int
-    token: int | None
-    finish: Finish | None
-    at_s: float  # time.perf_counter()
-    error: str | None = None
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Totals:
     """Sums since the process started."""
@@ -78,20 +53,6 @@ class Totals:
     device_s: float = 0.0
     handover_s: float = 0.0
     busy_s: tuple[float, ...] = ()  # per rank
-
-
-@dataclass(slots=True)
-class _Live:
-    request: SequenceRequest
-    sampler: Sampler
-    tokens: list[int] = field(default_factory=list)  # prompt and output
-
-    @property
-    def generated(self) -> int:
-        return len(self.tokens) - len(self.request.prompt)
-
-    def barred(self) -> tuple[int, ...]:
-        return tuple(self.request.end_ids) if self.generated < self.request.min_tokens else ()
 
 
 class Engine:
@@ -116,10 +77,11 @@ class Engine:
         self._wake = threading.Condition()
         self._calls: list[tuple[Future, Callable[[], object]]] = []
         self._scheduler: Scheduler | None = None
-        self._live: dict[int, _Live] = {}
+        self._live: dict[int, LiveSequence] = {}
         self._ids = itertools.count(1)
         self._state = EngineState.LOADING
         self._stopping = False
+        self._adapters = Adapters(0)
         self._stages: tuple[StageAssignment, ...] = ()
         self._limits: WorkerLimits | None = None
         self._totals = Totals()
@@ -152,6 +114,12 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self._live)
 
+    @property
+    def adapters(self) -> tuple[Adapter, ...]:
+        """Adapters that requests may name."""
+        with self._wake:
+            return self._adapters.loaded
+
     def start(self) -> None:
         self._thread.start()
 
@@ -181,9 +149,11 @@ class Engine:
                 max_batched_tokens=limits.max_batched_tokens,
                 max_context_tokens=limits.max_context_tokens,
                 max_waiting=MAX_WAITING,
+                adapter_slots=config.adapter_slots,
             )
             with self._wake:
                 self._scheduler, self._stages, self._limits = scheduler, stages, limits
+                self._adapters = Adapters(config.loaded_adapters)
                 num_ranks = sum(len(stage.device_ids) for stage in stages)
                 self._totals = replace(self._totals, busy_s=self._totals.busy_s or (0.0,) * num_ranks)
             self._read_memory()
@@ -217,26 +187,80 @@ class Engine:
         """Read memory afresh, between two steps."""
         return self.call(self._read_memory)
 
+    def load_adapter(self, name: str, folder: Path) -> Future[None]:
+        """Load the adapter in ``folder`` between two steps, for requests that name it so.
+
+        Raises:
+            ConflictError: the name is taken, or as many are loaded as may be.
+            UnavailableError: not ready.
+        The future fails as ``Runner.load_adapter`` does; nothing is loaded then.
+        """
+        with self._wake:
+            self._require_ready()
+            adapter = self._adapters.begin(name, str(folder), int(time.time()))
+
+        def load() -> None:
+            is_loaded = False
+            try:
+                self._runner.load_adapter(adapter.adapter_id, folder)
+                is_loaded = True
+            except BadInputError:
+                raise
+            except IserveError:  # no room, or a rank is gone, which this finds out
+                self._read_memory()
+                raise
+            finally:
+                with self._wake:
+                    self._adapters.finish(adapter, is_loaded=is_loaded)
+
+        return self.call(load)
+
+    def unload_adapter(self, name: str) -> None:
+        """Admit no further request of an adapter, and free it once the last of those that are here has ended.
+
+        Raises:
+            NotFoundError: none is loaded under this name.
+        """
+        with self._wake:
+            self._adapters.unload(name)
+            self._wake.notify()
+
     def submit(self, requests: Sequence[SequenceRequest]) -> tuple[int, ...]:
         """Queue all of ``requests`` at once, or none; returns their ids.
 
         Raises:
             BadInputError: a request is longer than the context.
+            NotFoundError: a request is of an adapter that is not loaded.
             UnavailableError: not ready, draining, failed, or the queue is full.
         """
         with self._wake:
-            if self._state is not EngineState.OK:
-                raise UnavailableError(f"the worker is {self._state}" + (f": {self.error}" if self.error else ""))
-            if self._scheduler is None:
-                raise UnavailableError("no model is loaded")
-            ids = tuple(next(self._ids) for _ in requests)
-            self._scheduler.submit(
-                [Demand(id_, len(r.prompt), r.max_tokens) for id_, r in zip(ids, requests, strict=True)]
+            scheduler = self._require_ready()
+            new = {
+                next(self._ids): LiveSequence(
+                    request,
+                    Sampler(request.sampling),
+                    None if request.adapter is None else self._adapters.find(request.adapter).adapter_id,
+                    list(request.prompt),
+                )
+                for request in requests
+            }
+            scheduler.submit(
+                [
+                    Demand(id_, len(live.request.prompt), live.request.max_tokens, live.adapter_id)
+                    for id_, live in new.items()
+                ]
             )
-            for id_, request in zip(ids, requests, strict=True):
-                self._live[id_] = _Live(request, Sampler(request.sampling), list(request.prompt))
+            self._live |= new
             self._wake.notify()
-        return ids
+        return tuple(new)
+
+    def _require_ready(self) -> Scheduler:
+        """Return the scheduler of what is loaded; call it with the lock held."""
+        if self._state is not EngineState.OK:
+            raise UnavailableError(f"the worker is {self._state}" + (f": {self.error}" if self.error else ""))
+        if self._scheduler is None:
+            raise UnavailableError("no model is loaded")
+        return self._scheduler
 
     def cancel(self, sequence_ids: Sequence[int]) -> None:
         """Forget these sequences; no event follows beyond those of the step that runs. Unknown ids are ignored."""
@@ -244,6 +268,7 @@ class Engine:
             for sequence_id in sequence_ids:
                 if self._live.pop(sequence_id, None) is not None and self._scheduler is not None:
                     self._scheduler.cancel(sequence_id)
+            self._wake.notify()  # an adapter may have lost its last
 
     def begin_drain(self) -> None:
         """Admit nothing more; what runs or waits goes on."""
@@ -316,18 +341,29 @@ class Engine:
     def _loop(self) -> None:
         while True:
             with self._wake:
-                while not (self._stopping or self._calls or self._live):
+                while not (self._stopping or self._calls or self._live or self._unused_adapters()):
                     self._wake.wait()
                 if self._stopping:
                     return
                 calls, self._calls = self._calls, []
+                unused = self._unused_adapters()
                 plan = self._scheduler.plan() if self._scheduler is not None and not calls else ()
+            self._free(unused)
             for future, function in calls:
                 self._answer(future, function)
             if self._broken is not None:
                 raise self._broken
             if plan:
                 self._step(plan)
+
+    def _unused_adapters(self) -> frozenset[int]:
+        return self._adapters.unused(live.adapter_id for live in self._live.values())
+
+    def _free(self, adapter_ids: Collection[int]) -> None:
+        for adapter_id in adapter_ids:
+            self._runner.unload_adapter(adapter_id)
+            with self._wake:
+                self._adapters.freed(adapter_id)
 
     @staticmethod
     def _answer(future: Future, function: Callable[[], object]) -> None:
@@ -346,14 +382,20 @@ class Engine:
             self._wake
         ):  # what was cancelled since the plan was made is left out, what is cancelled now runs along
             live = {work.sequence_id: self._live.get(work.sequence_id) for work in plan}
-        plan = tuple(work for work in plan if live[work.sequence_id] is not None)
+        # Those of one adapter lie together, so that each update is one product of a piece of the batch.
+        present = [(work, sequence) for work in plan if (sequence := live[work.sequence_id]) is not None]
+        present.sort(key=lambda each: each[1].adapter_id or 0)
+        plan = tuple(work for work, _ in present)
         items = []
         prompt_tokens = 0
-        for work in plan:
-            sequence = live[work.sequence_id]
-            assert sequence is not None
+        for work, sequence in present:
             items.append(
-                StepItem(work.slot, work.start, tuple(sequence.tokens[work.start : work.start + work.num_tokens]))
+                StepItem(
+                    work.slot,
+                    work.start,
+                    tuple(sequence.tokens[work.start : work.start + work.num_tokens]),
+                    sequence.adapter_id,
+                )
             )
             prompt_tokens += max(0, min(work.num_tokens, len(sequence.request.prompt) - work.start))
         if items:

@@ -6,6 +6,10 @@ a simulator can run it on predicted ones.
 Policy: first come, first served. A sequence that is admitted holds one of ``max_batch`` slots until it ends.
 Within a step the sequences that decode go first (one token each), then prompts in the order of their arrival, cut
 to what is left of ``max_batched_tokens``; so a long prompt never stalls the sequences that already run.
+
+Sequences that run are of ``adapter_slots`` adapters at most. One whose adapter finds no slot waits, and later ones
+of the base or of adapters that run pass it. After ``_MAX_PASSED`` of the latter only the base passes, which takes
+no slot: those that run come to their ends, and a slot is free.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ from fingerprint.errors import BadInputError, ConfigError, UnavailableError
 
 __all__ = ["Demand", "Scheduler", "Work"]
 
+_MAX_PASSED = 32  # sequences of adapters that are admitted before the first that waits
+
 
 @dataclass(frozen=True, slots=True)
 class Demand:
@@ -27,6 +33,7 @@ class Demand:
     sequence_id: int  # unique among the sequences that are here
     prompt_tokens: int
     max_tokens: int  # output tokens, at most
+    adapter_id: int | None = None  # None: the base alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +53,7 @@ class _Sequence:
     slot: int = -1
     cached: int = 0  # tokens whose KV is written
     generated: int = 0
+    passed: int = 0  # by sequences of adapters, while first in the queue
 
     @property
     def pending(self) -> int:
@@ -59,7 +67,13 @@ class Scheduler:
     """
 
     def __init__(
-        self, *, max_batch: int, max_batched_tokens: int, max_context_tokens: int, max_waiting: int
+        self,
+        *,
+        max_batch: int,
+        max_batched_tokens: int,
+        max_context_tokens: int,
+        max_waiting: int,
+        adapter_slots: int = 0,
     ) -> None:
         for name, value in (
             ("max_batch", max_batch),
@@ -72,6 +86,7 @@ class Scheduler:
         self.max_batched_tokens = max_batched_tokens
         self.max_context_tokens = max_context_tokens
         self.max_waiting = max_waiting
+        self.adapter_slots = adapter_slots
         self._waiting: deque[_Sequence] = deque()
         self._running: dict[int, _Sequence] = {}  # in order of admission
         self._free_slots = list(range(max_batch))  # a heap: the lowest first, so that a lone sequence keeps slot 0
@@ -145,9 +160,8 @@ class Scheduler:
                 break
             work.append(_work(sequence, min(budget, sequence.pending)))
             budget -= work[-1].num_tokens
-        while budget and self._waiting and self._free_slots:
-            sequence = self._admit()
-            work.append(_work(sequence, min(budget, sequence.pending)))
+        while budget and self._free_slots and (admitted := self._admit()) is not None:
+            work.append(_work(admitted, min(budget, admitted.pending)))
             budget -= work[-1].num_tokens
         return tuple(work)
 
@@ -177,11 +191,27 @@ class Scheduler:
                 self._leave(sequence)
         return tuple(at_length)
 
-    def _admit(self) -> _Sequence:
-        sequence = self._waiting.popleft()
+    def _admit(self) -> _Sequence | None:
+        """Admit the first waiting sequence that may run; None: there is none."""
+        active = {sequence.demand.adapter_id for sequence in self._running.values()} - {None}
+        allowed = active | {None} if len(active) >= self.adapter_slots else None
+        place = self._first_of(allowed)
+        if place and self._waiting[0].passed >= _MAX_PASSED:
+            place = self._first_of({None})
+        if place is None:
+            return None
+        sequence = self._waiting[place]
+        del self._waiting[place]
+        if place and sequence.demand.adapter_id is not None:
+            self._waiting[0].passed += 1
         sequence.slot = heapq.heappop(self._free_slots)
         self._running[sequence.demand.sequence_id] = sequence
         return sequence
+
+    def _first_of(self, adapters: Collection[int | None] | None) -> int | None:
+        """Return the first place in the queue of a sequence of ``adapters``, or of any; None: there is none."""
+        each = enumerate(self._waiting)
+        return next((place for place, s in each if adapters is None or s.demand.adapter_id in adapters), None)
 
     def _leave(self, sequence: _Sequence) -> None:
         del self._running[sequence.demand.sequence_id]

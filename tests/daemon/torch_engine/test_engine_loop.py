@@ -10,8 +10,9 @@ from dataclasses import replace
 
 import pytest
 
-from daemon.torch_engine.runtime.engine import Engine, EngineState, Finish, SequenceRequest, TokenEvent
+from daemon.torch_engine.runtime.engine import Engine, EngineState
 from daemon.torch_engine.runtime.sampling import SamplingParams
+from daemon.torch_engine.runtime.sequences import Finish, SequenceRequest, TokenEvent
 from fingerprint.errors import BadInputError, ConflictError, EngineError, UnavailableError
 from tests.waiting import PATIENCE_S
 

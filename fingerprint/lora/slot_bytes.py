@@ -1,0 +1,49 @@
+"""Bytes that adapter slots take on a GPU: the factors A and B of every matrix of its layers.
+
+Counts only, from :class:`~fingerprint.model_spec.ModelSpec`. One side of each matrix of a layer is the hidden
+state: the inputs of q, k, v, gate and up, the outputs of o and down. Tensor parallelism splits the other side
+alone: the factor at the hidden state (A of the first kind, B of the second) is whole on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import ceil
+
+from fingerprint.config import DeploymentConfig
+from fingerprint.engines import traits_of
+from fingerprint.model_spec import ModelSpec
+from fingerprint.weight_bytes import WEIGHT_16BIT_BYTES, kv_heads_per_gpu
+
+__all__ = ["reserved_bytes", "slot_bytes"]
+
+_MORE_MATRICES = 3  # that linear parameters beyond those of attention and experts are divided among
+
+
+def slot_bytes(spec: ModelSpec, config: DeploymentConfig, num_layers: int) -> int:
+    """Return the bytes of one adapter of rank ``config.adapter_rank`` on a GPU that holds ``num_layers`` layers.
+
+    All experts are counted, though an adapter may update none. Matrices between two narrow sides (those of latent
+    attention) are counted as if one was the hidden state: for them this is an estimate.
+    """
+    sides = sum(spec.hidden_size + ceil(width) for width in _split_widths(spec, config.tp))
+    return int(config.adapter_rank * sides * num_layers * WEIGHT_16BIT_BYTES)
+
+
+def reserved_bytes(spec: ModelSpec, config: DeploymentConfig, num_layers: int) -> int:
+    """Return the bytes that a GPU with ``num_layers`` layers keeps for adapters; 0 without slots."""
+    on_gpu = config.loaded_adapters if traits_of(config.engine).loads_on_gpu else config.adapter_slots
+    return on_gpu * slot_bytes(spec, config, num_layers)
+
+
+def _split_widths(spec: ModelSpec, tp: int) -> Iterator[float]:
+    """Yield, for each matrix of a layer, the rows or columns that one rank has of the side that is split."""
+    heads = spec.num_heads * spec.head_dim / tp
+    kv_heads = kv_heads_per_gpu(spec, tp) * spec.head_dim
+    yield from (heads, kv_heads, kv_heads, heads)
+    mlps = max(spec.num_experts, 1) * (3 if spec.gated_mlp else 2)
+    yield from (spec.intermediate_size / tp for _ in range(mlps))
+    known = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim + mlps * spec.intermediate_size
+    rest = spec.layer_linear_params / spec.hidden_size - known  # shared experts, say
+    if rest > 0:
+        yield from (rest / _MORE_MATRICES / tp for _ in range(_MORE_MATRICES))
