@@ -13,14 +13,24 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from fingerprint.config import Workload
+from fingerprint.config import ADAPTER_RANKS, Workload
 from fingerprint.engines import TRAITS
 from fingerprint.errors import ConfigError
 from fingerprint.model_use import MAX_IMAGE_TOKENS, MAX_IMAGES, ModelUse
 from fingerprint.sanitize import is_plain
 from placement.policies import ILP, JOINT, POLICIES
 from placement.scaling import MIN_IDLE_S
-from planner.intent import MAX_REPLICAS, MOST_WINDOWS, CostModel, Intent, IntentKind, Quality, Slo, Traffic
+from planner.intent import (
+    MAX_REPLICAS,
+    MAX_VARIANTS,
+    MOST_WINDOWS,
+    CostModel,
+    Intent,
+    IntentKind,
+    Quality,
+    Slo,
+    Traffic,
+)
 
 if TYPE_CHECKING:
     from daemon.engine_options import EngineOptions
@@ -253,6 +263,25 @@ class PlanRequest:
         )
 
 
+def _skew(popularity: str) -> float:
+    """Return the exponent of Zipf's law that ``zipf:1.5`` or ``even`` names.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    law, separator, exponent = popularity.partition(":")
+    try:
+        if law == "zipf" and separator:
+            return float(exponent)
+    except ValueError:
+        pass
+    if popularity == "even":
+        return 0.0
+    raise ConfigError(
+        f"the popularity of variants is zipf:EXPONENT, such as zipf:1.5, or even, got {popularity!r}"
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReplicatedRequest(PlanRequest):
     """Request for one or more replicas of a model, and the use of the model."""
@@ -262,6 +291,14 @@ class ReplicatedRequest(PlanRequest):
     replicas: int | None = field(default=None, metadata={"ge": 1, "le": MAX_REPLICAS})
     """Workers of the configuration, each on devices of its own; the rate is that of all together. Else as many as
     the load is worth where policy joint knows the rate or the expected deployments, or 1."""
+    variants: int = field(default=0, metadata={"ge": 0, "le": MAX_VARIANTS})
+    """LoRA variants of the model that clients will ask for, for which the engine is started with adapter slots;
+    0: the base alone is served."""
+    variant_rank: int = field(default=Traffic().variant_rank, metadata={"ge": 1, "le": ADAPTER_RANKS[-1]})
+    """Largest rank of a variant."""
+    variant_popularity: str = field(default="zipf:1", metadata={"max_length": 40})
+    """Popularity of the variants: zipf:EXPONENT (the i-th is asked for i^-EXPONENT times as often as the first) or
+    even."""
     text_only: bool = False
     """vLLM: leave out a multimodal model's towers for images, video and sound."""
     images: int = field(default=0, metadata={"ge": 0, "le": MAX_IMAGES})
@@ -290,7 +327,14 @@ class ReplicatedRequest(PlanRequest):
 
     def options(self, *, default_policy: str, load_threshold: float, sees_load: bool = False) -> PlanOptions:
         found = super().options(default_policy=default_policy, load_threshold=load_threshold, sees_load=sees_load)
-        return replace(found, replicas=self.replicas or 1, more_replicas=self.replicas is None)
+        traffic = replace(
+            found.intent.traffic,
+            variants=self.variants,
+            variant_rank=self.variant_rank,
+            variant_skew=_skew(self.variant_popularity),
+        )
+        intent = replace(found.intent, traffic=traffic)
+        return replace(found, intent=intent, replicas=self.replicas or 1, more_replicas=self.replicas is None)
 
 
 @dataclass(frozen=True, kw_only=True)

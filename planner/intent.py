@@ -6,12 +6,13 @@ import math
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
-from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
+from fingerprint.config import ADAPTER_RANKS, DeploymentConfig, KvFormat, Pruning, WeightFormat
 from fingerprint.errors import ConfigError
 
 __all__ = [
     "LIMITED",
     "MAX_REPLICAS",
+    "MAX_VARIANTS",
     "MOST_WINDOWS",
     "CostModel",
     "Intent",
@@ -91,6 +92,8 @@ def allows(quality: Quality, config: DeploymentConfig) -> bool:
 
 
 _MOST_CV = 100.0
+_MOST_SKEW = 10.0  # of Zipf's law: nearly all requests are of one variant
+MAX_VARIANTS = 10_000  # of one base
 _MOST_PER_S = 1e9
 _MEAN = 1e-3  # rates are given with few digits
 
@@ -165,8 +168,8 @@ class Traffic:
 
     Raises:
         ConfigError: a coefficient of variation below 0 or above 100, no burstiness at all, prefix hits or an
-            acceptance that are no share below 1, rates below 0 or whose mean is not 1, more than 2,048 of them, or
-            a window that is not positive.
+            acceptance that are no share below 1, too many variants or of too high a rank, rates below 0 or whose
+            mean is not 1, more than 2,048 of them, or a window that is not positive.
     """
 
     burstiness: float = 1.0  # coefficient of variation of the gaps between arrivals; 1: Poisson
@@ -178,6 +181,9 @@ class Traffic:
     draft_acceptance: float = (
         0.0  # of n-gram drafts, those whose predecessors were accepted; 0: not known, no drafts
     )
+    variants: int = 0  # LoRA adapters that requests ask for, next to the base; 0: the base alone
+    variant_rank: int = 16  # the largest
+    variant_skew: float = 1.0  # exponent of Zipf's law by which they are popular; 0: all alike
 
     def __post_init__(self) -> None:
         _positive("the burstiness", self.burstiness)
@@ -194,6 +200,17 @@ class Traffic:
             raise ConfigError(
                 "the acceptance is the share of n-gram drafts that are accepted, 0 to below 1, got "
                 f"{self.draft_acceptance:g}"
+            )
+        if not 0 <= self.variants <= MAX_VARIANTS:
+            raise ConfigError(f"there may be 0 to {MAX_VARIANTS:,} variants, got {self.variants:,}")
+        if not 1 <= self.variant_rank <= ADAPTER_RANKS[-1]:
+            raise ConfigError(
+                f"adapters of rank 1 to {ADAPTER_RANKS[-1]} are served next to their base, got "
+                f"{self.variant_rank}; merge one of a higher rank: iserve variant merge"
+            )
+        if not 0 <= self.variant_skew <= _MOST_SKEW:
+            raise ConfigError(
+                f"the exponent of Zipf's law must be from 0 to {_MOST_SKEW:g}, got {self.variant_skew:g}"
             )
         if self.relative_rates:
             self._check_rates()

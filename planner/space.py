@@ -6,6 +6,7 @@ is left out of it is decided in docs/decisions/0003-configuration-space.md.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
@@ -14,13 +15,16 @@ from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
 from fingerprint.engines import traits_of
 from fingerprint.errors import ConfigError
 from fingerprint.gpu_spec import GpuSpec
+from fingerprint.lora.slot_bytes import reserved_bytes
 from fingerprint.model_spec import ModelSpec
+from planner.adapter_slots import SlotNeed
 
 __all__ = ["DRAFT_TOKENS", "MAX_PP", "TP_DEGREES", "EngineOf", "configuration_space", "formats", "shape_refusal"]
 
 TP_DEGREES = (1, 2, 4, 8)
 MAX_PP = 8
 DRAFT_TOKENS = (2, 4, 8)  # of each sequence and step, where drafts are part of the choice
+_SLOTS_PART = 0.1  # of a GPU's memory, for adapter slots at most
 
 EngineOf = Callable[[DeploymentConfig], str]
 
@@ -46,7 +50,13 @@ def formats(spec: ModelSpec, gpu: GpuSpec) -> tuple[tuple[WeightFormat, KvFormat
 
 
 def configuration_space(
-    spec: ModelSpec, gpu: GpuSpec, num_gpus: int, engine_of: EngineOf, *, drafts: Sequence[int] = ()
+    spec: ModelSpec,
+    gpu: GpuSpec,
+    num_gpus: int,
+    engine_of: EngineOf,
+    *,
+    drafts: Sequence[int] = (),
+    slots: SlotNeed | None = None,
 ) -> tuple[DeploymentConfig, ...]:
     """Return every configuration of ``spec`` on ``num_gpus`` GPUs like ``gpu``, whether or not it can run.
 
@@ -54,6 +64,7 @@ def configuration_space(
         engine_of: names the engine for a configuration, whose own ``engine`` is then still empty.
         drafts: numbers of n-gram draft tokens to have as well as none, on an engine that takes them. Pipelines and
             models that keep states were not looked into.
+        slots: adapter slots that every configuration has, or as many as take a tenth of a GPU; None: none.
 
     Returns:
         Distinct configurations in their own order: 180 for Llama-2-70B on 8 A6000, as in the paper (figure 1).
@@ -65,13 +76,30 @@ def configuration_space(
         raise ConfigError(f"a plan needs at least 1 GPU, got {num_gpus}")
     degrees = [(tp, pp) for tp in TP_DEGREES for pp in range(1, MAX_PP + 1) if tp * pp <= num_gpus]
     bare = (
-        DeploymentConfig(tp=tp, pp=pp, weights=weights, kv=kv, pruning=pruning, engine="")
+        DeploymentConfig(
+            tp=tp,
+            pp=pp,
+            weights=weights,
+            kv=kv,
+            pruning=pruning,
+            engine="",
+            adapter_slots=0 if slots is None else slots.slots,
+            adapter_rank=0 if slots is None else slots.rank,
+        )
         for (tp, pp), (weights, kv, pruning) in product(degrees, formats(spec, gpu))
     )
-    plain = [replace(config, engine=engine_of(config)) for config in bare]
+    plain = [_slots_in_bounds(spec, gpu, replace(config, engine=engine_of(config))) for config in bare]
     drafting = (one for one in plain if one.pp == 1 and traits_of(one.engine).drafts_ngrams)
     drafted = (replace(one, draft_tokens=tokens) for one in drafting for tokens in drafts if not spec.keeps_state)
     return tuple(sorted((*plain, *drafted)))
+
+
+def _slots_in_bounds(spec: ModelSpec, gpu: GpuSpec, config: DeploymentConfig) -> DeploymentConfig:
+    """Return ``config`` with half as many slots, again and again, until they take their part of a GPU at most."""
+    layers = math.ceil(spec.num_layers / config.pp)
+    while config.adapter_slots > 1 and reserved_bytes(spec, config, layers) > _SLOTS_PART * gpu.memory_bytes:
+        config = replace(config, adapter_slots=config.adapter_slots // 2)
+    return config
 
 
 def shape_refusal(spec: ModelSpec, config: DeploymentConfig, num_gpus: int) -> str | None:

@@ -155,6 +155,8 @@ def _candidate_columns(candidates: Sequence[CandidateDocument], document: PlanDo
         columns.append(("pruning", "left", [str(config.pruning) for config in configs]))
     if any(config.draft_tokens for config in configs):
         columns.append(("drafts", "left", [str(config.draft_tokens) for config in configs]))
+    if any(config.adapter_slots for config in configs):
+        columns.append(("adapters", "left", [str(config.adapter_slots) for config in configs]))
     columns.append(("engine", "left", [config.engine for config in configs]))
     columns.append((document.objective_unit, "left", list(map(_objective, candidates))))
     if document.objective_unit != document.cost_unit:

@@ -25,6 +25,7 @@ from iserve.planning.pipeline import (
     PlanOptions,
     alone_of,
     placements_of,
+    slots_of,
     winner_at,
     with_traffic,
 )
@@ -66,6 +67,7 @@ def planned_deployment(
     spec = source.spec
     estimator = with_traffic(estimator, spec, options)
     notes = (*notes, *_prefixes(spec, options, table.engine), *_drafts(spec, options, table.engine))
+    notes = (*notes, *_slots(options, table))
     kept = spec if profile is None else with_engine_caches(spec, profile.memory)
     plan, choice = chosen_plan(spec, hardware, estimator, [table.unprepared()], options, kept=kept)
     if choice is not None:
@@ -145,6 +147,21 @@ def _drafts(spec: ModelSpec, options: PlanOptions, engine: str) -> tuple[str, ..
     return (
         f"{acceptance:.0%} of n-gram drafts are taken to be accepted, each after those before it; the time of a "
         "step that verifies them is estimated, not measured",
+    )
+
+
+def _slots(options: PlanOptions, table: EngineCapabilities) -> tuple[str, ...]:
+    """Return how adapter slots were chosen, where variants are to be served."""
+    need, traffic = slots_of(options), options.intent.traffic
+    if need is None or not table.adapters:
+        return ()
+    law = f"zipf:{traffic.variant_skew:g}" if traffic.variant_skew else "even"
+    return (
+        f"{need.slots} adapter slots of rank {need.rank} for {traffic.variants:,} variants ({law}): "
+        f"{need.without:.0%} of the variants asked for at once wait for a slot",
+        "the time that adapters add to a step is estimated from one model on vLLM 0.24, not measured here"
+        if table.engine == "vllm"
+        else f"the time that adapters add on {engine_name(table.engine)} is not known and left out",
     )
 
 

@@ -97,7 +97,9 @@ def _expected(
         if one.spec is None:
             continue
         workload = replace(options.workload, images=0, tokens_per_image=0)
-        intent = replace(options.intent, slo=None, budget=None, kind=_without_limit(options.intent.kind))
+        traffic = replace(options.intent.traffic, variants=0)  # which are those of this plan's model
+        kind = _without_limit(options.intent.kind)
+        intent = replace(options.intent, slo=None, budget=None, kind=kind, traffic=traffic)
         theirs = replace(options, intent=replace(intent, rate_per_s=one.rate_per_s), workload=workload)
         estimator = with_traffic(datasheet_estimator(one.spec, hardware.gpu, engines), one.spec, options)
         candidates = space(

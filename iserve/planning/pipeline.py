@@ -14,6 +14,7 @@ from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.engines import traits_of
 from fingerprint.errors import ConfigError, NotMeasuredError
 from fingerprint.estimates import Estimate, Estimator
+from fingerprint.estimators.adapter_slots import WithAdapterSlots
 from fingerprint.estimators.ngram_drafts import WithNgramDrafts
 from fingerprint.estimators.prefix_hits import WithPrefixHits
 from fingerprint.estimators.roofline import RooflineEstimator
@@ -26,8 +27,9 @@ from placement.placer_registry import FindsPlaces, check_placement, make_placer
 from placement.policies import DEFAULT_LOAD_THRESHOLD, JOINT
 from placement.replicas import ReplicaPlacer, Replicas
 from placement.types import ClusterSnapshot, GpuState, Placement, Refusal
+from planner.adapter_slots import SlotNeed, VariantLoad, slot_need
 from planner.costs import Prices
-from planner.intent import CostModel, Intent, IntentKind, check_replicas
+from planner.intent import CostModel, Intent, IntentKind, Traffic, check_replicas
 from planner.plan import Candidate, Layout, LimitKind, NoRoom, Plan, Ranked, Relaxation
 from planner.rank import best_of, rank
 from planner.space import DRAFT_TOKENS, configuration_space, shape_refusal
@@ -47,6 +49,7 @@ __all__ = [
     "placements_of",
     "prices_of",
     "ranked_anywhere",
+    "slots_of",
     "space",
     "winner_at",
     "with_more",
@@ -54,6 +57,7 @@ __all__ = [
 ]
 
 MAX_EXPECTED = 100_000
+_USUAL_REQUESTS = 32  # in flight, for which adapter slots are reserved where as many are served as memory holds
 JOINT_KINDS = (IntentKind.MIN_LATENCY, IntentKind.LATENCY_SLO, IntentKind.MIN_COST, IntentKind.MIN_GPU_HOURS)
 
 
@@ -163,16 +167,31 @@ def datasheet_estimator(spec: ModelSpec, gpu: GpuSpec, engines: Sequence[EngineC
 
 
 def with_traffic(estimator: Estimator, spec: ModelSpec, options: PlanOptions) -> Estimator:
-    """Return the estimator of the requests of ``options``, with cached prefixes and accepted drafts.
+    """Return the estimator of the requests of ``options``, with adapters, cached prefixes and accepted drafts.
 
     One that is such already is returned as it is.
     """
     traffic = options.intent.traffic
-    if isinstance(estimator, WithPrefixHits | WithNgramDrafts):
+    if isinstance(estimator, WithPrefixHits | WithNgramDrafts | WithAdapterSlots):
         return estimator
+    if traffic.variants:
+        estimator = WithAdapterSlots(estimator, spec, _variant_load(traffic).distinct)
     if traffic.draft_acceptance:
         estimator = WithNgramDrafts(estimator, traffic.draft_acceptance, vocab_size=spec.vocab_size)
     return WithPrefixHits(estimator, traffic.prefix_hits) if traffic.prefix_hits else estimator
+
+
+def slots_of(options: PlanOptions) -> SlotNeed | None:
+    """Return the adapter slots that the variants of ``options`` need; None: there are none."""
+    traffic = options.intent.traffic
+    if not traffic.variants:
+        return None
+    requests = _USUAL_REQUESTS if options.more_requests else options.workload.batch
+    return slot_need(_variant_load(traffic), traffic.variant_rank, requests)
+
+
+def _variant_load(traffic: Traffic) -> VariantLoad:
+    return VariantLoad(traffic.variants, traffic.variant_skew)
 
 
 def make_plan(
@@ -238,7 +257,8 @@ def space(
     candidates = []
     estimator = with_traffic(estimator, spec, options)
     drafts = DRAFT_TOKENS if options.intent.traffic.draft_acceptance else ()
-    for config in configuration_space(spec, gpu, num_gpus, chooser.name, drafts=drafts):
+    slots = slots_of(options)
+    for config in configuration_space(spec, gpu, num_gpus, chooser.name, drafts=drafts, slots=slots):
         refusal = shape_refusal(spec, config, num_gpus)
         estimate = estimator.estimate(config, options.workload) if refusal is None else None
         alone = _alone(estimator, config, options) if estimate is not None else None

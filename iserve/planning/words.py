@@ -90,12 +90,15 @@ def short(config: DeploymentConfig) -> str:
         parts.append(f"pruning={config.pruning}")
     if config.draft_tokens:
         parts.append(f"drafts={config.draft_tokens}")
+    if config.adapter_slots:
+        parts.append(f"adapters={config.adapter_slots}xr{config.adapter_rank}")
     return " ".join(parts)
 
 
 def differences(config: DeploymentConfig, other: DeploymentConfig) -> str:
     """Return the parts of ``config`` in which it differs from ``other``: ``tp=4 on torch``."""
-    names = {name: name for name in ("tp", "pp", "weights", "kv", "pruning")} | {"draft_tokens": "drafts"}
+    names = {name: name for name in ("tp", "pp", "weights", "kv", "pruning")}
+    names |= {"draft_tokens": "drafts", "adapter_slots": "adapters", "adapter_rank": "adapter rank"}
     parts = [
         f"{shown}={getattr(config, name)}"
         for name, shown in names.items()
@@ -168,4 +171,8 @@ def _formats(config: DeploymentConfig) -> list[str]:
         said = [f"{weights} weights", f"{config.kv} KV cache"]
     if config.pruning is not Pruning.NONE:
         said.append(f"pruned by {config.pruning}")
-    return [*said, f"{config.draft_tokens} n-gram drafts a step"] if config.draft_tokens else said
+    if config.draft_tokens:
+        said.append(f"{config.draft_tokens} n-gram drafts a step")
+    if config.adapter_slots:
+        said.append(f"{config.adapter_slots} adapter slots of rank {config.adapter_rank}")
+    return said

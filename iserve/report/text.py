@@ -84,6 +84,8 @@ def label(config: DeploymentConfig) -> str:
         parts.append(str(config.pruning))
     if config.draft_tokens:
         parts.append(f"{config.draft_tokens} drafts")
+    if config.adapter_slots:
+        parts.append(f"{config.adapter_slots} adapters")
     return ", ".join(part.replace(" ", NO_BREAK) for part in parts)
 
 

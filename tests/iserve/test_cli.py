@@ -49,7 +49,10 @@ def test_the_plans_document_is_the_contracts(iserve: Callable[..., Done], model:
     assert len(document["candidates"]) == 180  # the paper's count for this model on 8 GPUs
     for candidate in document["candidates"]:
         assert {"config", "estimate", "objective", "feasible", "reason"} <= candidate.keys()
-        assert candidate["config"].keys() == {"tp", "pp", "weights", "kv", "pruning", "engine", "draft_tokens"}
+        assert candidate["config"].keys() == {"tp", "pp", "weights", "kv", "pruning", "engine", "draft_tokens"} | {
+            "adapter_slots",
+            "adapter_rank",
+        }
         assert candidate["feasible"] == (candidate["reason"] is None)
         estimate = candidate["estimate"]
         if estimate is None:

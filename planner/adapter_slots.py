@@ -1,0 +1,77 @@
+"""Number of adapter slots that a base reserves for its variants, by how they are popular. Pure.
+
+Requests in flight are taken to be independent of one another: of n on average, variant i has a Poisson number of
+mean n p_i, as of arrivals in an open system. So the variants that are asked for at once are independent events of
+probability 1 - exp(-n p_i), and the distribution of their number is exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fingerprint.config import ADAPTER_RANKS
+
+__all__ = ["MOST_SLOTS", "MOST_WITHOUT", "SlotNeed", "VariantLoad", "slot_need"]
+
+MOST_SLOTS = 64  # that a plan reserves by itself
+MOST_WITHOUT = 0.05  # of the variants that are asked for at once, without a slot on average
+
+
+@dataclass(frozen=True, slots=True)
+class VariantLoad:
+    """Variants of a base, the i-th asked for in proportion to ``i ** -skew`` (Zipf's law)."""
+
+    variants: int
+    skew: float
+
+    def asked_for(self, requests: float) -> NDArray[np.float64]:
+        """Return the probability of each variant that one of ``requests`` in flight on average asks for it."""
+        weights = np.arange(1.0, self.variants + 1) ** -self.skew
+        return np.asarray(-np.expm1(-requests * weights / weights.sum()))
+
+    def distinct(self, requests: float) -> float:
+        """Return how many variants ``requests`` in flight ask for on average."""
+        return float(self.asked_for(requests).sum())
+
+    def without_slot(self, requests: float) -> NDArray[np.float64]:
+        """Return the share of the variants asked for at once that find none of 0, 1, ..., ``MOST_SLOTS`` slots.
+
+        It is E[max(D - slots, 0)] / E[D] of their number D. Slots that go to those with most requests leave a
+        smaller share of the requests without one.
+        """
+        chances = self.asked_for(requests)
+        number = np.zeros(MOST_SLOTS)  # probability that D is 0, 1, ...
+        number[0] = 1.0
+        for chance in chances:
+            number[1:] += chance * (number[:-1] - number[1:])
+            number[0] *= 1 - chance
+        more = 1 - np.cumsum(number)  # that D is above 0, 1, ...; their sum is E[min(D, slots)]
+        served = np.concatenate(([0.0], np.cumsum(more)))
+        return np.asarray(np.clip(1 - served / chances.sum(), 0.0, 1.0))
+
+
+@dataclass(frozen=True, slots=True)
+class SlotNeed:
+    """Slots that a load needs, and what is left without."""
+
+    slots: int
+    rank: int  # that each holds
+    without: float  # share of the variants asked for at once
+
+
+def slot_need(load: VariantLoad, rank: int, requests: float) -> SlotNeed:
+    """Return the fewest slots, a power of two, with which at most ``MOST_WITHOUT`` of the variants find none.
+
+    Args:
+        rank: of the adapters, the largest; slots are made for the next rank that engines offer.
+        requests: in flight on average, all of variants.
+    """
+    slot_rank = next(one for one in ADAPTER_RANKS if one >= rank)
+    without = load.without_slot(requests)
+    slots = 1
+    while slots < min(MOST_SLOTS, load.variants) and without[slots] > MOST_WITHOUT:
+        slots *= 2
+    return SlotNeed(slots, slot_rank, float(without[slots]))
