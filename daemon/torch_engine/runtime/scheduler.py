@@ -125,6 +125,7 @@ class Scheduler:
                     f"exceed the context of {self.max_context_tokens} tokens"
                 )
             assert demand.sequence_id not in self._ids, "sequence ids are unique"
+            assert demand.adapter_id is None or self.adapter_slots, "adapters need slots"
         room = self.max_waiting + len(self._free_slots) - len(self._waiting)
         if len(demands) > room:
             raise UnavailableError(

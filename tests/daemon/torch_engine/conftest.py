@@ -55,6 +55,8 @@ class ScriptedRunner:
         self.fail_reading_memory = False
         self.warming = False
         self.closed = False
+        self.adapters: dict[int, Path] = {}
+        self.fail_loading_adapter: Exception | None = None
 
     def load(self, checkpoint: Path, config: DeploymentConfig, stages: Any, limits: WorkerLimits) -> None:
         self.slots.clear()
@@ -65,6 +67,7 @@ class ScriptedRunner:
         if len(self.plans) == self.fail_at_step:
             raise EngineError("rank 1 is gone")
         self.plans.append(plan)
+        assert {item.adapter_id for item in plan.items} - {None} <= self.adapters.keys()
         rows = []
         for item in plan.items:
             cached = self.slots.setdefault(item.slot, [])
@@ -80,6 +83,15 @@ class ScriptedRunner:
                 row[: len(answer)] = torch.tensor(answer)
             rows.append(row)
         return StepResult(torch.stack(rows), device_s=0.25, handover_s=0.0, busy_s=(0.25,))
+
+    def load_adapter(self, adapter_id: int, folder: Path) -> None:
+        if self.fail_loading_adapter is not None:
+            raise self.fail_loading_adapter
+        assert adapter_id not in self.adapters
+        self.adapters[adapter_id] = folder
+
+    def unload_adapter(self, adapter_id: int) -> None:
+        del self.adapters[adapter_id]
 
     def memory(self) -> tuple[RankMemory, ...]:
         if self.fail_reading_memory:

@@ -1,0 +1,133 @@
+"""Adapters on several ranks: real processes, over gloo on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from daemon.torch_engine.parallel.runner import LocalRunner
+from fingerprint.config import DeploymentConfig, WeightFormat
+from fingerprint.errors import CheckpointError, EngineError
+from fingerprint.families import read_config, read_spec
+from fingerprint.lora import reserved_bytes
+from tests.daemon.tiny_adapters import greedy, linears, write_tiny_adapter
+
+pytestmark = pytest.mark.process
+
+LAYERS = {"llama": 4, "gpt_neox": 2, "qwen3_moe": 2}
+CONFIG = DeploymentConfig(adapter_slots=2, adapter_rank=8)
+REQUESTS = [(1, (3, 80, 0, 41, 17, 5, 66)), (None, (50, 1, 88)), (2, (9, 90, 12)), (1, (61,))]
+NEW_TOKENS = 12
+
+
+def children() -> list[psutil.Process]:
+    return [
+        child
+        for child in psutil.Process().children()
+        if "daemon.torch_engine.parallel.rank_main" in child.cmdline()
+    ]
+
+
+@pytest.fixture(scope="module")
+def start(tiny_checkpoint, tiny_stages, tiny_limits):
+    """``start("llama", tp=2)``: a runner in float32; ranks are kept while (tp, pp) stay the same."""
+    runner = LocalRunner(dtype=torch.float32)
+
+    def load(family: str, *, layers=None, **config) -> LocalRunner:
+        asked = replace(CONFIG, **config)
+        stages = tiny_stages(LAYERS[family], tp=asked.tp, pp=asked.pp, layers=layers)
+        runner.load(tiny_checkpoint(family), asked, stages, tiny_limits)
+        return runner
+
+    yield load
+    runner.close()
+    assert not children()
+
+
+@pytest.fixture(scope="module")
+def folders(tiny_checkpoint, tmp_path_factory) -> Callable[[str], list[Path]]:
+    """Two adapters of ranks 8 and 3 on all linears."""
+    made: dict[str, list[Path]] = {}
+
+    def write(family: str) -> list[Path]:
+        if family not in made:
+            shapes, folder = linears(tiny_checkpoint(family)), tmp_path_factory.mktemp("adapters")
+            made[family] = [write_tiny_adapter(folder / str(rank), shapes, rank, seed=rank) for rank in (8, 3)]
+        return made[family]
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def alone(start, folders) -> dict[tuple[str, WeightFormat], list[list[int]]]:
+    """Tokens of one rank, each request alone."""
+    tokens = {}
+    for family, weights in [*((family, WeightFormat.BITS16) for family in LAYERS), ("llama", WeightFormat.INT8)]:
+        runner = start(family, weights=weights)
+        for number, folder in enumerate(folders(family), start=1):
+            runner.load_adapter(number, folder)
+        tokens[family, weights] = [greedy(runner, [request], NEW_TOKENS)[0] for request in REQUESTS]
+    return tokens
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        pytest.param("llama", {"tp": 2}, id="split"),
+        pytest.param("gpt_neox", {"tp": 2}, id="split-fused-qkv"),
+        pytest.param("qwen3_moe", {"tp": 2}, id="split-next-to-experts"),
+        pytest.param("llama", {"pp": 2, "layers": (3, 1)}, id="stages"),
+        pytest.param("llama", {"pp": 2, "layers": (1, 3), "weights": WeightFormat.INT8}, id="stages-int8"),
+        pytest.param("llama", {"tp": 2, "pp": 2}, id="both", marks=pytest.mark.long),
+    ],
+)
+def test_tokens_of_a_mix_are_those_of_one_rank_and_one_request(family, config, alone, start, folders) -> None:
+    runner = start(family, **config)
+    for number, folder in enumerate(folders(family), start=1):
+        runner.load_adapter(number, folder)
+    weights = config.get("weights", WeightFormat.BITS16)
+    assert greedy(runner, REQUESTS, NEW_TOKENS) == alone[family, weights]
+
+
+@pytest.mark.parametrize("config", [{"tp": 2}, {"pp": 2, "layers": (3, 1)}], ids=["split", "stages"])
+def test_each_rank_holds_its_part_of_a_slot(config, start, folders, tiny_checkpoint) -> None:
+    runner = start("llama", **config)
+    before = [rank.weights_bytes for rank in runner.memory()]
+    runner.load_adapter(1, folders("llama")[0])
+    spec, layers = read_spec(read_config(tiny_checkpoint("llama"))), config.pop("layers", (4, 4))
+    asked = replace(CONFIG, **config)
+    expected = [2 * reserved_bytes(spec, asked, held) // asked.loaded_adapters for held in layers]  # in float32
+    assert [rank.weights_bytes - held for rank, held in zip(runner.memory(), before, strict=True)] == expected
+    runner.unload_adapter(1)
+    assert [rank.weights_bytes for rank in runner.memory()] == before
+
+
+@pytest.mark.parametrize("layer", [0, 3], ids=["of-the-first-stage", "of-the-last-stage"])
+def test_an_adapter_that_one_rank_refuses_is_loaded_on_none(layer: int, start, folders, tmp_path: Path) -> None:
+    """The other rank has nothing of it to refuse; then the runner goes on, under the same number too."""
+    runner = start("llama", pp=2, layers=(3, 1))
+    before = [rank.weights_bytes for rank in runner.memory()]
+    bad = {"model.layers.1.self_attn.q_proj": (32, 32), f"model.layers.{layer}.mlp.up_proj": (64, 31)}
+    with pytest.raises(CheckpointError, match="an adapter of this base"):
+        runner.load_adapter(1, write_tiny_adapter(tmp_path / "bad", bad, 2, seed=1))
+    assert [rank.weights_bytes for rank in runner.memory()] == before
+    runner.load_adapter(1, folders("llama")[0])
+    assert greedy(runner, REQUESTS[:2], 2)
+
+
+@pytest.mark.parametrize("loads", [True, False], ids=["load", "unload"])
+def test_a_rank_that_was_killed_ends_the_runner_at_the_next_load_or_unload(loads: bool, start, folders) -> None:
+    runner = start("llama", tp=2)
+    runner.load_adapter(1, folders("llama")[0])
+    (child,) = children()
+    child.kill()
+    other = folders("llama")[1]
+    with pytest.raises(EngineError, match="ended with exit code -9"):
+        runner.load_adapter(2, other) if loads else runner.unload_adapter(1)
+    with pytest.raises(EngineError):
+        runner.memory()
