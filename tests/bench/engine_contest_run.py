@@ -395,6 +395,7 @@ def main() -> None:
         print(table(contest, [from_json(read_kept(path), Played, what=str(path)) for path in options.played]))
         return
     names = [options.contestant] if options.order == "play" else [plan.contestant for plan in contest.plans]
+    options.out.mkdir(parents=True, exist_ok=True)  # before minutes of work
     for found in play(contest, names, FOLDER, options.python):
         name = found.contestant.replace(",", "").replace(" ", "-")
         write_kept(options.out / f"contest-{name}.json.gz", to_json(found).decode())
