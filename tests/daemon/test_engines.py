@@ -394,6 +394,16 @@ def test_what_an_engine_has_is_limited_with_its_reason():
     assert table().lora_refusal(model("llama"), DeploymentConfig(), A6000) is None
 
 
+def test_adapter_slots_are_refused_of_an_engine_and_of_an_architecture_that_have_none():
+    slots = DeploymentConfig(adapter_slots=2, adapter_rank=16)
+    said = table().refusal(model("llama"), slots, A6000)
+    assert said == "e is not started with adapter slots by this release"
+    assert table(adapters=True).refusal(model("llama"), slots, A6000) is None
+    said = table(adapters=True).refusal(model("gptj"), slots, A6000)
+    assert said == "e serves no adapters of GPTJForCausalLM: alone"
+    assert table(adapters=True).refusal(model("gptj"), DeploymentConfig(), A6000) is None
+
+
 def test_an_architecture_that_is_not_listed_is_refused_in_the_engines_words():
     said = table().refusal(model("bloom"), DeploymentConfig(), A6000)
     assert said == "e does not run BloomForCausalLM: ALiBi"

@@ -66,9 +66,9 @@ def generate(checkpoint: Path, prompt: list[int]) -> list[int]:
 def test_tokens_are_those_of_transformers_with_merged_weights(
     family: str, make_runner, tiny_checkpoint, tmp_path: Path
 ) -> None:
-    """On all linears of the layers, next to the base in one batch."""
+    """Next to the base in one batch. An adapter of the full rank on all linears of the layers fits into a slot."""
     checkpoint = tiny_checkpoint(family)
-    folder = write_tiny_adapter(tmp_path / "adapter", linears(checkpoint), rank=5, seed=1)
+    folder = write_tiny_adapter(tmp_path / "adapter", linears(checkpoint), rank=8, seed=1)
     merge_adapter(checkpoint, read_adapter(folder), tmp_path / "merged")
     runner = make_runner(family)
     runner.load_adapter(1, folder)
@@ -166,7 +166,7 @@ def test_an_update_of_int8_weights_is_added_to_their_rounded_values(
 
 
 def test_factors_have_the_type_of_the_base_and_are_freed(make_runner, tiny_checkpoint, tmp_path) -> None:
-    """One of the full rank on every linear takes exactly a slot, and slots are reserved at the load."""
+    """An adapter of the full rank on every linear takes exactly the bytes that are reserved for it."""
     checkpoint = tiny_checkpoint("llama")
     folder = write_tiny_adapter(tmp_path / "adapter", linears(checkpoint), rank=8, seed=1)
     runner = make_runner("llama", dtype=torch.bfloat16)
@@ -194,6 +194,14 @@ def test_a_promise_that_has_no_room_for_the_adapters_is_refused(tiny_checkpoint,
         else:
             runner.load(checkpoint, CONFIG, tiny_stages(4), limits)
     runner.close()
+
+
+@pytest.mark.parametrize("family", sorted(capabilities.NO_LORA))
+def test_a_family_that_takes_no_adapters_has_no_linears(family: str, make_runner, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no linear"):
+        make_runner(family).load_adapter(
+            1, write_tiny_adapter(tmp_path / "bad", {"transformer.h.0.attn.c_attn": (96, 32)}, 2, seed=1)
+        )
 
 
 class TestRefusals:

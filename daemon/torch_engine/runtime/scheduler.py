@@ -9,7 +9,7 @@ to what is left of ``max_batched_tokens``; so a long prompt never stalls the seq
 
 Sequences that run are of ``adapter_slots`` adapters at most. One whose adapter finds no slot waits, and later ones
 of the base or of adapters that run pass it. After ``_MAX_PASSED`` of the latter only the base passes, which takes
-no slot: those that run come to their ends, and a slot is free.
+no slot: those that run end, and a slot is free.
 """
 
 from __future__ import annotations

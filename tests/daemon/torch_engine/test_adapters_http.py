@@ -244,7 +244,7 @@ def _endless(adapter: str) -> list[Any]:
 
 
 def test_more_adapters_than_slots_take_turns(serve, folder, http_exchange) -> None:
-    """One slot, four adapters and the base at once: each step is of one adapter at most, and all are answered."""
+    """Four adapters and the base share one slot: each step is of one adapter at most, and all are answered."""
     served = serve(lambda history: ANSWER, config=CONFIG)
     for name in "abcd":
         order = {"lora_name": name, "lora_path": str(folder)}
