@@ -1,7 +1,7 @@
 """Replay of requests for LoRA variants over workers with adapter slots, by the gateway's own scheduling policy.
 
-Answers how often a variant is loaded already, how many loads and evictions a trace causes, and how long its requests
-wait for a slot and for their load. Batching is left out: a request takes its ``service_s`` wherever it runs.
+Answers how often a variant is loaded already, how many loads and evictions a trace causes, and how long its
+requests wait for a slot and for their load. Batching is left out: a request takes its ``service_s`` anywhere.
 """
 
 from __future__ import annotations

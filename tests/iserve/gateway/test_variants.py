@@ -18,6 +18,7 @@ from iserve.route_table import GatewayLimits, Route, VariantRoute
 from tests.iserve.gateway.adapter_worker import BASE, AdapterWorker
 from tests.iserve.gateway.conftest import Answer, GatewayProcess
 from tests.waiting import wait_until
+from traces.simulator.variants import VariantArrival, VariantWorkers, replay_variants
 
 pytestmark = pytest.mark.process
 
@@ -484,3 +485,24 @@ def test_a_thousand_variants_share_thirty_two_slots(gateway, make_worker, client
     assert [said(answer.result()) for answer in answers] == [one.content_hash for one in drawn]
     assert worker.most_in_flight <= 32
     assert len(worker.loads) < len(drawn)
+
+
+def test_the_simulator_counts_what_the_gateway_does(gateway, make_worker) -> None:
+    """One request at a time: what is loaded and evicted then depends on the policy alone."""
+    worker = make_worker(slots=2, max_loaded=8)
+    variants = tuple(variant(f"s{index}") for index in range(40))
+    gateway.publish(route(worker, variants=variants))
+    drawn = random.Random(3).choices(variants, [1 / (rank + 1) for rank in range(40)], k=300)
+    for one in drawn:
+        assert said(gateway.complete(one.name)) == one.content_hash
+    arrivals = [
+        VariantArrival(arrived_s=turn / 100, variant=one.engine_name, service_s=0.001)
+        for turn, one in enumerate(drawn)
+    ]
+    workers = VariantWorkers(
+        num_workers=1, slots=2, max_loaded=8, variant_bytes=1000, load_bytes_per_s=1_000_000.0
+    )
+    replay = replay_variants(arrivals, workers)
+    assert len(worker.loads) == pytest.approx(replay.loads, rel=0.1)
+    assert len(worker.unloads) == pytest.approx(replay.evictions, rel=0.1)
+    assert len(drawn) - replay.hits == replay.loads
