@@ -173,14 +173,16 @@ class AdapterWorker:
         if adapters > self.slots:
             self.violations.append(f"{adapters} adapters in flight, and {self.slots} slots")
         try:
-            return await self._behave(request, asked, name)
+            return await self._behave(request, asked, name, self.loaded.get(name, BASE))
         finally:
             self.in_flight[name] -= 1
 
-    async def _behave(self, request: web.Request, asked: dict[str, Any], name: str) -> web.StreamResponse:
+    async def _behave(
+        self, request: web.Request, asked: dict[str, Any], name: str, path: str
+    ) -> web.StreamResponse:
         if self.service_s:
             await asyncio.sleep(self.service_s)
-        text = f'{self.loaded.get(name, BASE)} says "model":"{name}"'
+        text = f'{path} says "model":"{name}"'
         choice = {"index": 0, "finish_reason": "stop", "text": text}
         head = {"id": "x", "object": "text_completion", "created": 1, "model": asked["model"]}
         if not asked.get("stream"):

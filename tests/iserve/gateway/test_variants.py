@@ -6,6 +6,7 @@ import hashlib
 import http.client
 import json
 import random
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -506,3 +507,39 @@ def test_the_simulator_counts_what_the_gateway_does(gateway, make_worker) -> Non
     assert len(worker.loads) == pytest.approx(replay.loads, rel=0.1)
     assert len(worker.unloads) == pytest.approx(replay.evictions, rel=0.1)
     assert len(drawn) - replay.hits == replay.loads
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_storm_of_new_contents_and_restarts(gateway, make_worker, clients, restarts) -> None:
+    """No request fails, and none is answered by a content that was replaced before it was sent."""
+    workers = [make_worker(slots=2, max_loaded=3, service_s=0.002) for _ in range(2)]
+    contents = {f"z{index}": [variant(f"z{index}")] for index in range(8)}
+    draw, is_over = random.Random(11), threading.Event()
+
+    def publish() -> None:
+        gateway.publish(route(*workers, variants=tuple(history[-1] for history in contents.values())))
+
+    def ask(seed: int) -> int:
+        own, asked = random.Random(seed), 0
+        while not is_over.is_set():
+            name = own.choice(list(contents))
+            newest = in_force[name]
+            answer = gateway.complete(name)
+            asked += 1
+            assert said(answer) in [one.content_hash for one in contents[name][newest:]]
+        return asked
+
+    in_force = dict.fromkeys(contents, 0)
+    publish()
+    asking = [clients.submit(ask, seed) for seed in range(16)]
+    for version in range(1, 13):
+        name = draw.choice(list(contents))
+        contents[name].append(variant(name, f"{name} {version}"))
+        publish()
+        in_force[name] = len(contents[name]) - 1
+        if restarts:
+            draw.choice(workers).restart()
+    is_over.set()
+    assert sum(done.result() for done in asking) > 50
+    current = {history[-1].engine_name for history in contents.values()}
+    wait_until(lambda: all(set(worker.loaded) <= current for worker in workers), "old contents are unloaded")
