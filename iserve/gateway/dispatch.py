@@ -3,6 +3,9 @@
 Where a deployment rejects late requests, a request goes to a worker where it keeps its limits, if there is
 one, and is rejected if there is none: when it arrives, or when its turn is reached (``planner.admission``).
 
+Requests for LoRA variants wait in the same queue; ``variant_residency`` chooses among the workers that have room.
+A variant that waits for an adapter slot keeps no request of the base waiting.
+
 Knows tickets and targets; sends nothing. A worker is full at ``max_outstanding`` requests, and the rest wait
 here, so that the longest waiting request gets the first worker that has room, not the one that looked best on
 arrival.

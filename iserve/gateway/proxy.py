@@ -62,7 +62,8 @@ async def forward(
     """Answer ``request`` from a worker of ``deployment``.
 
     A worker that takes no connection is passed over, for up to ``READY_WAIT_S`` in all (a restart fits in that).
-    One that goes away before any of its answer was passed on costs the request one more try, elsewhere if it can.
+    One that goes away before any of its answer was passed on costs the request one more try, elsewhere if it can;
+    so does one that fails to load the request's variant.
 
     Raises:
         ApiError: nothing of an answer was sent, and this is why.

@@ -222,8 +222,9 @@ class VariantResidency:
     def forget(self, url: str, epoch: int | None = None) -> None:
         """Note a sign that the worker was restarted; ``epoch``: nothing, if that was noted since."""
         worker = self._workers.get(url)
-        if worker is not None and epoch in (None, worker.epoch):
+        if worker is not None and worker.is_known and epoch in (None, worker.epoch):
             worker.forget()
+            self._loop.call_later(_RETRY_S, self._maintain)  # it may lack a pinned one, and no request may follow
 
     def admit_waiting(self, waiting: Sequence[_W], admit: Callable[[_W], bool]) -> None:
         """Offer all waiting requests a worker; load ahead for those that go on waiting."""

@@ -161,6 +161,16 @@ class TestLoading:
         assert pinned.engine_name in worker.loaded
         assert worker.loads.count(pinned.engine_name) == 1
 
+    def test_a_pinned_variant_is_loaded_again_at_a_worker_that_was_restarted(self, gateway, make_worker) -> None:
+        worker = make_worker()
+        pinned = variant("p", pinned=True)
+        gateway.publish(route(worker, variants=(A, pinned)))
+        wait_until(lambda: pinned.engine_name in worker.loaded, "it is loaded")
+        gateway.publish(route(worker, variants=(A, pinned), ready=False))
+        worker.restart()
+        gateway.publish(route(worker, variants=(A, pinned)))
+        wait_until(lambda: pinned.engine_name in worker.loaded, "it is loaded again")
+
     def test_more_pinned_variants_than_places_leave_one_to_the_rest(self, gateway, make_worker) -> None:
         worker = make_worker(slots=1, max_loaded=2)
         gateway.publish(route(worker, variants=(*(variant(f"p{i}", pinned=True) for i in range(4)), A)))
@@ -489,7 +499,7 @@ def test_a_thousand_variants_share_thirty_two_slots(gateway, make_worker, client
 
 
 def test_the_simulator_counts_what_the_gateway_does(gateway, make_worker) -> None:
-    """One request at a time: what is loaded and evicted then depends on the policy alone."""
+    """Loads and evictions depend on the policy alone where requests are sent in turn."""
     worker = make_worker(slots=2, max_loaded=8)
     variants = tuple(variant(f"s{index}") for index in range(40))
     gateway.publish(route(worker, variants=variants))
@@ -511,7 +521,7 @@ def test_the_simulator_counts_what_the_gateway_does(gateway, make_worker) -> Non
 
 @pytest.mark.parametrize("restarts", [False, True])
 def test_storm_of_new_contents_and_restarts(gateway, make_worker, clients, restarts) -> None:
-    """No request fails, and none is answered by a content that was replaced before it was sent."""
+    """All requests are answered, by no content that was replaced before they were sent."""
     workers = [make_worker(slots=2, max_loaded=3, service_s=0.002) for _ in range(2)]
     contents = {f"z{index}": [variant(f"z{index}")] for index in range(8)}
     draw, is_over = random.Random(11), threading.Event()
