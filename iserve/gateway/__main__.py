@@ -59,7 +59,9 @@ def main(argv: list[str] | None = None) -> int:
             loop = event_loop()
             print(f"iserve gateway on {record.url}, routes from {run / 'routes.json'}", file=sys.stderr)
             print(f"event loop: {loop.text}", file=sys.stderr, flush=True)
-            gateway = Gateway(run / "routes.json", record.token, _StoredVariants(args.home / "variants"))
+            gateway = Gateway(
+                run / "routes.json", record.token, _StoredVariants((args.home / "variants").absolute())
+            )
             _serve(gateway, listener, loop, args.grace)
     except IserveError as error:
         print(f"error: {error}", file=sys.stderr)

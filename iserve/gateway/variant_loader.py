@@ -25,6 +25,8 @@ _LINGER_S = 1.0
 _RETRY_AFTER_S = 5
 _MAX_ANSWER_BYTES = 16 * 2**20  # a list of models has a few hundred bytes for each
 _MAX_REASON_CHARS = 2000
+_BUSY_S = 10.0  # for which a worker may have no place, or be loading the variant for another client
+_ASK_AGAIN_S = 0.1
 
 
 class VariantFolders(Protocol):
@@ -37,14 +39,12 @@ class VariantFolders(Protocol):
 
 class _Error(msgspec.Struct):
     message: str = ""
+    param: str | None = None
 
 
 class _ErrorAnswer(msgspec.Struct):
-    error: _Error
-
-
-class _OldErrorAnswer(msgspec.Struct):  # of vLLM before 0.10
-    message: str = ""
+    error: _Error = msgspec.field(default_factory=_Error)
+    message: str = ""  # of vLLM before 0.10, which has no "error"
 
 
 class _Model(msgspec.Struct):
@@ -81,12 +81,28 @@ class VariantLoader:
             ) from error
 
     async def load(self, target: WorkerTarget, variant: VariantRoute, folder: Path) -> None:
-        """Load it; that it is loaded already is as good."""
+        """Load it; that it is loaded already is as good.
+
+        A worker may say for a moment that it has no place, while it ends requests whose clients have left, or that
+        it loads the variant, for a gateway that was killed; it is asked again then.
+        """
         body = {"lora_name": variant.engine_name, "lora_path": str(folder)}
-        status, answer = await self._ask(target, "/v1/load_lora_adapter", body, variant.name)
-        if status == 200 or (status == 400 and b"already" in answer and b"load" in answer):
-            return
-        reason = _reason(answer).replace(variant.engine_name, variant.name)
+        give_up_s = asyncio.get_running_loop().time() + _BUSY_S
+        while True:
+            status, answer = await self._ask(target, "/v1/load_lora_adapter", body, variant.name)
+            if status == 200:
+                return
+            error = _error_of(answer)
+            is_loaded = status == 400 and "already" in error.message
+            if is_loaded and variant.engine_name in await self.loaded(target):
+                return
+            if not (is_loaded or (status == 400 and error.param == "lora_name")):
+                break
+            if asyncio.get_running_loop().time() >= give_up_s:
+                status = 503
+                break
+            await asyncio.sleep(_ASK_AGAIN_S)
+        reason = error.message.replace(variant.engine_name, variant.name)
         if status >= 500:
             lost = ApiError(503, f"a worker failed to load the variant {variant.name!r}: {reason}", "variant_load")
             raise NotBegunError(f"answered {status} to the load of {variant.engine_name}: {reason}", lost)
@@ -98,7 +114,7 @@ class VariantLoader:
             target, "/v1/unload_lora_adapter", {"lora_name": engine_name}, engine_name
         )
         if status not in (200, 404):
-            lost = ApiError(503, f"a worker failed to make room: {_reason(answer)}", "variant_load")
+            lost = ApiError(503, f"a worker failed to make room: {_error_of(answer).message}", "variant_load")
             raise NotBegunError(f"answered {status} to the unload of {engine_name}", lost)
 
     async def loaded(self, target: WorkerTarget) -> frozenset[str]:
@@ -156,18 +172,15 @@ async def _read(response: StreamAnswer) -> bytes:
     return bytes(answer)
 
 
-def _reason(answer: bytes) -> str:
-    for decode in (_decode_error, _decode_old_error):
-        try:
-            found = decode(answer)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            continue
-        message = found.error.message if isinstance(found, _ErrorAnswer) else found.message
-        if message:
-            return message[:_MAX_REASON_CHARS]
-    return "the worker gave no reason; its log may have one"
+def _error_of(answer: bytes) -> _Error:
+    """Return the error of an answer; its message is bounded and never empty."""
+    try:
+        found = _decode_error(answer)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        found = _ErrorAnswer()
+    message = found.error.message or found.message or "the worker gave no reason; its log may have one"
+    return _Error(message=message[:_MAX_REASON_CHARS], param=found.error.param)
 
 
 _decode_error = msgspec.json.Decoder(_ErrorAnswer).decode
-_decode_old_error = msgspec.json.Decoder(_OldErrorAnswer).decode
 _decode_models = msgspec.json.Decoder(_Models).decode

@@ -42,6 +42,8 @@ class AdapterWorker:
     violations: list[str] = field(default_factory=list)
     is_forgetful: bool = False  # it was restarted: a name that is not loaded is no violation
     dies_on_load: bool = False
+    busy_loads: int = 0  # loads that find no place yet
+    loading: set[str] = field(default_factory=set)
     most_in_flight: int = 0
     url: str = ""
     held_models: set[str] = field(default_factory=set)  # whose requests wait for ``go_on``
@@ -50,7 +52,6 @@ class AdapterWorker:
 
     def start(self) -> AdapterWorker:
         self.load_now.set()
-        self._loading: set[str] = set()
         self.in_flight: Counter[str] = Counter()
         started = threading.Event()
         self._loop = asyncio.new_event_loop()
@@ -117,23 +118,26 @@ class AdapterWorker:
         assert set(asked) == {"lora_name", "lora_path"}, asked
         name, path = asked["lora_name"], Path(asked["lora_path"])
         self.loads.append(name)
-        if name in self.loaded or name in self._loading:
+        if name in self.loaded or name in self.loading:
             self.violations.append(f"{name} is loaded twice")
-            return self._error(400, f"The lora adapter '{name}' has already been loaded.")
-        if not path.is_dir() or name.partition("@")[2] != path.name[:16]:
+            return self._error(400, f"The lora adapter '{name}' has already been loaded.", "lora_name")
+        if self.busy_loads:
+            self.busy_loads -= 1
+            return self._error(400, "4 adapters are loaded, 1 of them until its last request ends", "lora_name")
+        if not path.is_absolute() or not path.is_dir() or name.partition("@")[2] != path.name[:16]:
             self.violations.append(f"{name} is loaded from {path}")
-        if len(self.loaded) + len(self._loading) >= self.max_loaded:
+        if len(self.loaded) + len(self.loading) >= self.max_loaded:
             self.violations.append(f"{name} is loaded beyond the limit of {self.max_loaded}")
             return self._error(400, "no place is left")
         if self.dies_on_load:
             assert request.transport is not None
             request.transport.abort()
             return web.Response()
-        self._loading.add(name)
+        self.loading.add(name)
         try:
             await self._until(self.load_now)
         finally:
-            self._loading.discard(name)
+            self.loading.discard(name)
         if name in self.refusals:
             status, body = self.refusals[name]
             return self._json(body, status)
@@ -217,6 +221,6 @@ class AdapterWorker:
         text = json.dumps(body, separators=self.separators)
         return web.Response(text=text, status=status, content_type="application/json")
 
-    def _error(self, status: int, message: str) -> web.Response:
-        error = {"message": message, "type": "invalid_request_error", "param": None, "code": status}
+    def _error(self, status: int, message: str, param: str | None = None) -> web.Response:
+        error = {"message": message, "type": "invalid_request_error", "param": param, "code": status}
         return self._json({"error": error}, status)

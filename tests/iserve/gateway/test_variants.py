@@ -446,6 +446,25 @@ class TestFailures:
         assert said(gateway.complete("a")) == A.content_hash
         assert worker.violations.pop() == f"{A.engine_name} is loaded twice"
 
+    def test_a_place_that_is_free_in_a_moment_is_waited_for(self, gateway, make_worker) -> None:
+        """The embedded engine keeps the place of an unloaded adapter until its last request has ended."""
+        worker = make_worker(busy_loads=2)
+        gateway.publish(route(worker, variants=(A,)))
+        assert said(gateway.complete("a")) == A.content_hash
+        assert worker.loads == [A.engine_name] * 3
+
+    def test_a_load_that_a_killed_gateway_began_is_waited_for(self, gateway, make_worker, clients) -> None:
+        worker = make_worker()
+        gateway.publish(route(worker, variants=(A,)))
+        worker.loading.add(A.engine_name)
+        answer = clients.submit(gateway.complete, "a")
+        wait_until(lambda: len(worker.loads) == 2, "it is asked again")
+        assert not answer.done()
+        worker.loaded[A.engine_name] = A.content_hash
+        assert said(answer.result()) == A.content_hash
+        assert set(worker.violations) == {f"{A.engine_name} is loaded twice"}
+        worker.violations.clear()
+
     @pytest.mark.parametrize("failure", ["dies", "fails"])
     def test_a_load_that_fails_is_tried_at_another_worker(self, gateway, make_worker, failure) -> None:
         bad, good = make_worker(), make_worker()
