@@ -85,7 +85,6 @@ class StreamClient:
             NotReachedError: no connection within ``connect_s``.
             AnswerLostError, TimeoutError: it was sent, and no answer arrived.
         """
-        connection = self._take_idle(origin) or await self._connect(origin, connect_s)
         head = b"POST %b HTTP/1.1\r\nHost: %b\r\n%b%bContent-Length: %d\r\n\r\n" % (
             path.encode(),
             origin.authority.encode(),
@@ -93,6 +92,23 @@ class StreamClient:
             headers,
             len(body),
         )
+        return await self._ask(origin, head, body, silence_s, connect_s)
+
+    async def get(
+        self, origin: Origin, path: str, headers: bytes, *, silence_s: float, connect_s: float | None = None
+    ) -> StreamAnswer:
+        """Ask for ``path``; arguments and errors are those of ``post``."""
+        head = b"GET %b HTTP/1.1\r\nHost: %b\r\nAccept-Encoding: identity\r\n%b\r\n" % (
+            path.encode(),
+            origin.authority.encode(),
+            headers,
+        )
+        return await self._ask(origin, head, b"", silence_s, connect_s)
+
+    async def _ask(
+        self, origin: Origin, head: bytes, body: bytes, silence_s: float, connect_s: float | None
+    ) -> StreamAnswer:
+        connection = self._take_idle(origin) or await self._connect(origin, connect_s)
         try:
             return await connection.ask(head, body, silence_s)
         except BaseException:

@@ -59,11 +59,27 @@ def main(argv: list[str] | None = None) -> int:
             loop = event_loop()
             print(f"iserve gateway on {record.url}, routes from {run / 'routes.json'}", file=sys.stderr)
             print(f"event loop: {loop.text}", file=sys.stderr, flush=True)
-            _serve(Gateway(run / "routes.json", record.token), listener, loop, args.grace)
+            gateway = Gateway(
+                run / "routes.json", record.token, _StoredVariants((args.home / "variants").absolute())
+            )
+            _serve(gateway, listener, loop, args.grace)
     except IserveError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+class _StoredVariants:
+    """The variant store, imported with the first variant that is loaded: most gateways do without."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def loadable(self, content_hash: str) -> Path:
+        from daemon.variants.store import VariantStore  # type: ignore[import-untyped, unused-ignore]
+
+        folder: Path = VariantStore(self._root).loadable(content_hash)
+        return folder
 
 
 def _serve(gateway: Gateway, listener: socket.socket, loop: EventLoop, grace_s: int) -> None:

@@ -7,7 +7,9 @@ import itertools
 import logging
 import re
 import secrets
+from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,9 @@ from iserve.gateway.proxy import InferenceRequest, forward
 from iserve.gateway.reply import WRITE_NOW, ClientWatch, Incoming, Receive, Reply, Send
 from iserve.gateway.request_body import BodyBudget, ClientGoneError, check_headers, parse_head, read_body
 from iserve.gateway.routes_file import RoutesFile
+from iserve.gateway.variant_loader import VariantFolders, VariantLoader
+from iserve.gateway.variant_names import model_span
+from iserve.gateway.variant_residency import VariantRequest, VariantResidency
 from iserve.http_stream import StreamClient
 from iserve.route_table import DEMAND_PATH, Demand, Route, RouteTable
 
@@ -42,13 +47,15 @@ class Gateway:
 
     Args:
         token: of the controller, which may ask for the demand; empty: no client may.
+        folders: of LoRA variants; None: none are served.
     """
 
-    def __init__(self, routes_path: Path, token: str = "") -> None:
+    def __init__(self, routes_path: Path, token: str = "", folders: VariantFolders | None = None) -> None:
         self._token = token.encode()
         self.routes = RoutesFile(routes_path)
         self.dispatcher = Dispatcher()
         self.metrics = GatewayMetrics(self.dispatcher, self.routes)
+        self._folders = folders
         self._tickets = itertools.count()
         self._budget = BodyBudget(0)
         self._workers: StreamClient | None = None
@@ -65,6 +72,11 @@ class Gateway:
     async def start(self) -> None:
         """Read the table once and go on looking. Serves from the moment it returns."""
         self._workers = StreamClient()
+        if self._folders is not None:
+            loader = VariantLoader(self._workers, self._folders)
+            self.dispatcher.new_residency = partial(
+                VariantResidency, loader=loader, observer=self.metrics.variants
+            )
         self.look()
         self._poller = asyncio.create_task(self._poll())
 
@@ -155,11 +167,16 @@ class Gateway:
         arrived_s = asyncio.get_running_loop().time()
         ticket = next(self._tickets)
         body = await read_body(incoming, headers, max_body_bytes=table.limits.max_body_bytes, budget=self._budget)
+        held_bytes = len(body)
         try:
             head = parse_head(body)
             deployment = self.dispatcher.deployments.get(head.model)
+            variant, span = None, (0, 0)
             if deployment is None:
-                raise ApiError.model_not_found(head.model)
+                deployment, route = self.dispatcher.find_variant(head.model)
+                variant, span = VariantRequest(route, arrived_s), model_span(body)
+                self._budget.take(len(body))  # of the copy that names the model as the worker does
+                held_bytes *= 2
             request = InferenceRequest(
                 endpoint=path,
                 body=body,
@@ -168,10 +185,12 @@ class Gateway:
                 arrived_s=arrived_s,
                 request_id=reply.request_id,
                 in_flight=deployment.new_request(len(body), head.longest_answer, is_streamed=bool(head.stream)),
+                variant=variant,
+                model_span=span,
             )
             await self._forward(request, deployment, incoming, reply)
         finally:
-            self._budget.give_back(len(body))
+            self._budget.give_back(held_bytes)
 
     async def _forward(
         self, request: InferenceRequest, deployment: Deployment, incoming: Incoming, reply: Reply
@@ -191,6 +210,8 @@ class Gateway:
         self.metrics.answered(
             name, request.endpoint, status, asyncio.get_running_loop().time() - request.arrived_s
         )
+        if request.variant is not None:
+            self.metrics.of_variant(request.variant.route.name).answered()
 
 
 async def _refuse(reply: Reply, error: ApiError, incoming: Incoming) -> None:
@@ -217,19 +238,32 @@ def _request_id(headers: list[tuple[bytes, bytes]]) -> bytes:
 
 def _models_body(table: RouteTable, path: str) -> bytes:
     if path == _MODELS:
-        return msgspec.json.encode({"object": "list", "data": [_model_entry(route) for route in table.routes]})
+        entries: dict[str, dict[str, object]] = {}
+        for name, entry in _model_entries(table):
+            entries.setdefault(name, entry)  # two deployments may serve a variant: requests go to the first
+        return msgspec.json.encode({"object": "list", "data": [*entries.values()]})
     wanted = path[len(_MODELS) + 1 :]
-    for route in table.routes:
-        if route.name == wanted:
-            return msgspec.json.encode(_model_entry(route))
+    for name, entry in _model_entries(table):
+        if name == wanted:
+            return msgspec.json.encode(entry)
     raise ApiError.model_not_found(wanted)
 
 
-def _model_entry(route: Route) -> dict[str, object]:
+def _model_entries(table: RouteTable) -> Iterator[tuple[str, dict[str, object]]]:
+    """Yield what clients may put in ``model``: deployments, then their variants."""
+    for route in table.routes:
+        yield route.name, _model_entry(route, route.name, route.created)
+    for route in table.routes:
+        for variant in route.variants:
+            entry = _model_entry(route, variant.name, variant.created)
+            yield variant.name, entry | {"root": route.model, "parent": route.name}
+
+
+def _model_entry(route: Route, name: str, created: int) -> dict[str, object]:
     return {
-        "id": route.name,
+        "id": name,
         "object": "model",
-        "created": route.created,
+        "created": created,
         "owned_by": "iserve",
         "max_model_len": route.max_context_tokens,
     }

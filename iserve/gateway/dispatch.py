@@ -3,6 +3,9 @@
 Where a deployment rejects late requests, a request goes to a worker where it keeps its limits, if there is
 one, and is rejected if there is none: when it arrives, or when its turn is reached (``planner.admission``).
 
+Requests for LoRA variants wait in the same queue; ``variant_residency`` chooses among the workers that have room.
+A variant that waits for an adapter slot keeps no request of the base waiting.
+
 Knows tickets and targets; sends nothing. A worker is full at ``max_outstanding`` requests, and the rest wait
 here, so that the longest waiting request gets the first worker that has room, not the one that looked best on
 arrival.
@@ -14,12 +17,14 @@ import asyncio
 import math
 import time
 from bisect import insort
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from iserve.gateway.admission import GatewayAdmission
 from iserve.gateway.errors import ApiError
-from iserve.route_table import DeploymentDemand, Route, RouteTable, WorkerTarget
+from iserve.gateway.variant_residency import Room, VariantRequest, VariantResidency
+from iserve.route_table import DeploymentDemand, Route, RouteTable, VariantRoute, WorkerTarget
 from planner.admission import InFlightRequest, Rejection
 
 __all__ = ["DOWN_S", "READY_WAIT_S", "WINDOW_S", "Deployment", "Dispatcher", "RateWindow"]
@@ -34,13 +39,31 @@ class _Waiting:
     ticket: int
     avoid: str = field(compare=False)
     request: InFlightRequest | None = field(compare=False)
+    use: VariantRequest | None = field(compare=False)
     turn: asyncio.Future[WorkerTarget] = field(compare=False)
+
+    @property
+    def variant(self) -> str | None:
+        return None if self.use is None else self.use.variant
+
+    @property
+    def arrived_s(self) -> float:
+        return 0.0 if self.use is None else self.use.arrived_s
+
+
+NewResidency: TypeAlias = Callable[[Route, Callable[[], None]], VariantResidency]
 
 
 class Deployment:
-    """Live state behind one route: busy workers, waiting requests, recent refusals. Survives table swaps."""
+    """Live state behind one route: busy workers, waiting requests, recent refusals. Survives table swaps.
 
-    def __init__(self, route: Route, max_queue: int, max_wait_s: float) -> None:
+    Args:
+        new_residency: makes ``variants`` once the route has some; None: the base alone is served.
+    """
+
+    def __init__(
+        self, route: Route, max_queue: int, max_wait_s: float, new_residency: NewResidency | None = None
+    ) -> None:
         self.route = route
         self.max_queue = max_queue
         self.max_wait_s = max_wait_s
@@ -52,6 +75,9 @@ class Deployment:
         self._rate_window = RateWindow()
         self.admission = GatewayAdmission.of(route)
         self._was_ready = False  # when it was last looked at
+        self._new_residency = new_residency
+        self.variants: VariantResidency | None = None
+        self._update_variants()
 
     @property
     def num_waiting(self) -> int:
@@ -86,7 +112,21 @@ class Deployment:
             del self._last_ticket[url]
         for url in [u for u in self._down_until_s if u not in urls]:
             del self._down_until_s[url]
+        self._update_variants()
         self._serve()
+
+    def _update_variants(self) -> None:
+        if self.variants is not None:
+            self.variants.update(self.route)
+        elif self.route.variants and self._new_residency is not None:
+            self.variants = self._new_residency(self.route, self._serve)
+        for waiting in self._waiting:
+            if waiting.use is not None and self.variants is not None:
+                try:
+                    self.variants.resolve(waiting.use)
+                except ApiError as error:
+                    waiting.turn.set_exception(error)
+        self._waiting = [waiting for waiting in self._waiting if not waiting.turn.done()]
 
     def new_request(
         self, body_bytes: int, longest_answer: int | None, *, is_streamed: bool
@@ -99,6 +139,8 @@ class Deployment:
     def close(self) -> None:
         """Refuse all waiting requests: the deployment has left the table."""
         self._refuse_all(ApiError.model_not_found(self.route.name))
+        if self.variants is not None:
+            self.variants.update(replace(self.route, workers=(), variants=()))
 
     def _refuse_all(self, error: ApiError) -> None:
         for waiting in self._waiting:
@@ -112,12 +154,19 @@ class Deployment:
         if not avoid:
             self._rate_window.count()
 
-    async def acquire(self, ticket: int, avoid: str = "", request: InFlightRequest | None = None) -> WorkerTarget:
+    async def acquire(
+        self,
+        ticket: int,
+        avoid: str = "",
+        request: InFlightRequest | None = None,
+        use: VariantRequest | None = None,
+    ) -> WorkerTarget:
         """Return a worker with room; the caller releases it. Waits its turn, in order of tickets.
 
         Args:
             avoid: URL of a worker that should not be taken while another has room.
             request: of :meth:`new_request`.
+            use: of a variant, whose engine name at the worker is then that of ``use.admitted``.
 
         Raises:
             ApiError: 429 the queue is full; 503 it would be late, no worker became ready within the route's
@@ -125,8 +174,10 @@ class Deployment:
                 was removed meanwhile.
         """
         self._last_s = time.monotonic()
-        if not self._waiting:
-            target = self._take(ticket, avoid, request)
+        if use is not None and self.variants is not None:
+            self.variants.resolve(use)
+        if not self._waiting or (use is None and all(waiting.use is not None for waiting in self._waiting)):
+            target = self._take(ticket, avoid, request, use)
             if isinstance(target, Rejection):
                 raise ApiError.would_be_late(self.route.name, target)
             if target is not None:
@@ -136,14 +187,17 @@ class Deployment:
             raise ApiError.cannot_start(self.route.name, self.route.refusal, self.route.retry_after_s)
         if not self.route.workers:
             raise ApiError.no_ready_worker(self.route.name, math.ceil(READY_WAIT_S))
-        if len(self._waiting) >= self.max_queue:
+        if use is None and len(self._waiting) >= self.max_queue:
             raise ApiError.queue_full(self.route.name, len(self._waiting))
         self._check_queue(ticket, avoid, request)
         loop = asyncio.get_running_loop()
-        waiting = _Waiting(ticket, avoid, request, loop.create_future())
+        waiting = _Waiting(ticket, avoid, request, use, loop.create_future())
         insort(self._waiting, waiting)
-        self._count(avoid)
         self._serve()
+        if use is not None and not waiting.turn.done() and len(self._waiting) > self.max_queue:
+            self._waiting.remove(waiting)  # it needed to wait, which a request of a variant in flight does not
+            raise ApiError.queue_full(self.route.name, len(self._waiting))
+        self._count(avoid)
         try:
             return await self._wait(waiting.turn, loop.time() + self.max_wait_s)
         except BaseException:
@@ -151,10 +205,12 @@ class Deployment:
                 self._waiting.remove(waiting)
                 self._last_s = time.monotonic()
             elif not waiting.turn.cancelled() and waiting.turn.exception() is None:
-                self.release(waiting.turn.result(), request)  # given a worker in the very moment it left
+                self.release(waiting.turn.result(), request, use)  # given a worker in the very moment it left
             raise
 
-    def release(self, target: WorkerTarget, request: InFlightRequest | None = None) -> None:
+    def release(
+        self, target: WorkerTarget, request: InFlightRequest | None = None, use: VariantRequest | None = None
+    ) -> None:
         """Note that a request has left ``target``."""
         self._last_s = time.monotonic()
         if self.admission is not None and request is not None:
@@ -164,12 +220,16 @@ class Deployment:
             self._outstanding[target.url] = left
         else:
             del self._outstanding[target.url]
+        if use is not None and self.variants is not None:
+            self.variants.release(use, target.url)
         self._serve()
 
     def mark_down(self, target: WorkerTarget) -> None:
         """Leave ``target``, which refused a connection, alone for ``DOWN_S``, whatever the table says."""
         loop = asyncio.get_running_loop()
         self._down_until_s[target.url] = loop.time() + DOWN_S
+        if self.variants is not None:
+            self.variants.forget(target.url)
         loop.call_later(DOWN_S + 0.01, self._serve)
 
     async def _wait(self, turn: asyncio.Future[WorkerTarget], deadline_s: float) -> WorkerTarget:
@@ -210,17 +270,18 @@ class Deployment:
         if rejection is not None:
             raise ApiError.would_be_late(self.route.name, rejection)
 
-    def _take(self, ticket: int, avoid: str, request: InFlightRequest | None) -> WorkerTarget | Rejection | None:
+    def _take(
+        self, ticket: int, avoid: str, request: InFlightRequest | None, use: VariantRequest | None = None
+    ) -> WorkerTarget | Rejection | None:
         """Take the best that has room, None: none has; or say why it would be late even there."""
-        admission = self.admission
+        if use is not None:
+            return self._take_for_variant(ticket, avoid, request, use)
         best, best_rank, best_rejection = None, (True, True, math.inf, 0), None
         for worker in self.route.workers:
             outstanding = self._outstanding.get(worker.url, 0)
             if outstanding >= worker.max_outstanding or not self._is_ready(worker):
                 continue
-            rejection = None
-            if admission is not None and request is not None and not avoid:
-                rejection = admission.check_start(request, worker.url)
+            rejection = self._check_start(worker, avoid, request)
             # Among equals, the one not used for longest.
             rank = (worker.url == avoid, rejection is not None, outstanding, self._last_ticket.get(worker.url, -1))
             if best is None or rank < best_rank:
@@ -228,24 +289,67 @@ class Deployment:
         if best_rejection is not None:
             return best_rejection
         if best is not None:
-            if admission is not None and request is not None:
-                admission.record_start(request, best.url)
-            self._outstanding[best.url] = self._outstanding.get(best.url, 0) + 1
-            self._last_ticket[best.url] = ticket
+            self._begin(best, ticket, request)
         return best
+
+    def _take_for_variant(
+        self, ticket: int, avoid: str, request: InFlightRequest | None, use: VariantRequest
+    ) -> WorkerTarget | Rejection | None:
+        """Take a worker as ``_take`` does; ``variants`` chooses among those that have room."""
+        variants = self.variants
+        if variants is None or not variants.has_slot(use):
+            return None
+        rooms: list[Room] = []
+        late: list[tuple[Room, Rejection]] = []
+        for worker in self.route.workers:
+            outstanding = self._outstanding.get(worker.url, 0)
+            if outstanding >= worker.max_outstanding or not self._is_ready(worker):
+                continue
+            room = Room(worker, outstanding, self._last_ticket.get(worker.url, -1), worker.url == avoid)
+            rejection = self._check_start(worker, avoid, request)
+            if rejection is None:
+                rooms.append(room)
+            else:
+                late.append((room, rejection))
+        admission = variants.choose(use, rooms)
+        if admission is None:
+            too_late = variants.choose(use, [room for room, _ in late])
+            return None if too_late is None else late[too_late.index][1]
+        target = rooms[admission.index].target
+        self._begin(target, ticket, request)
+        variants.admit(use, target, admission)
+        return target
+
+    def _check_start(self, worker: WorkerTarget, avoid: str, request: InFlightRequest | None) -> Rejection | None:
+        if self.admission is None or request is None or avoid:
+            return None
+        return self.admission.check_start(request, worker.url)
+
+    def _begin(self, worker: WorkerTarget, ticket: int, request: InFlightRequest | None) -> None:
+        if self.admission is not None and request is not None:
+            self.admission.record_start(request, worker.url)
+        self._outstanding[worker.url] = self._outstanding.get(worker.url, 0) + 1
+        self._last_ticket[worker.url] = ticket
 
     def _serve(self) -> None:
         self._note_readiness()
-        while self._waiting:
-            first = self._waiting[0]
-            target = self._take(first.ticket, first.avoid, first.request)
-            if target is None:
-                return
+        if self.variants is not None and any(waiting.use is not None for waiting in self._waiting):
+            self.variants.admit_waiting(tuple(self._waiting), self._admit)
+            self._waiting = [waiting for waiting in self._waiting if not waiting.turn.done()]
+            return
+        while self._waiting and self._admit(self._waiting[0]):
             del self._waiting[0]
-            if isinstance(target, Rejection):
-                first.turn.set_exception(ApiError.would_be_late(self.route.name, target))
-            else:
-                first.turn.set_result(target)
+
+    def _admit(self, waiting: _Waiting) -> bool:
+        """Give it a worker, or say that it would be late; False: it goes on waiting."""
+        target = self._take(waiting.ticket, waiting.avoid, waiting.request, waiting.use)
+        if target is None:
+            return False
+        if isinstance(target, Rejection):
+            waiting.turn.set_exception(ApiError.would_be_late(self.route.name, target))
+        else:
+            waiting.turn.set_result(target)
+        return True
 
     def _note_readiness(self) -> None:
         """Note which workers are ready: time in which no worker could serve makes no request late."""
@@ -264,6 +368,24 @@ class Dispatcher:
 
     def __init__(self) -> None:
         self.deployments: dict[str, Deployment] = {}
+        self.new_residency: NewResidency | None = None  # None: variants are not served
+        self._with_variant: dict[str, list[Deployment]] = {}  # by the variant's name
+
+    @property
+    def variant_names(self) -> Collection[str]:
+        return self._with_variant.keys()
+
+    def find_variant(self, name: str) -> tuple[Deployment, VariantRoute]:
+        """Return the first deployment of the table that serves the variant, one with a ready worker if any has.
+
+        Raises:
+            ApiError: 404 none does.
+        """
+        deployments = self._with_variant.get(name, ())
+        for deployment in (*(one for one in deployments if one.num_ready), *deployments):
+            if deployment.variants is not None:
+                return deployment, deployment.variants.find(name)
+        raise ApiError.model_not_found(name)
 
     def demand(self) -> tuple[DeploymentDemand, ...]:
         """Return the demand of every deployment now."""
@@ -285,13 +407,17 @@ class Dispatcher:
         for route in table.routes:
             deployment = self.deployments.get(route.name)
             if deployment is None:
-                deployment = Deployment(route, limits.max_queue, limits.upstream_timeout_s)
+                deployment = Deployment(route, limits.max_queue, limits.upstream_timeout_s, self.new_residency)
             else:
                 deployment.update(route, limits.max_queue, limits.upstream_timeout_s)
             new[route.name] = deployment
         for name in self.deployments.keys() - new.keys():
             self.deployments[name].close()
         self.deployments = new
+        self._with_variant = {}
+        for deployment in new.values():
+            for variant in deployment.route.variants:
+                self._with_variant.setdefault(variant.name, []).append(deployment)
 
 
 WINDOW_S = 120

@@ -5,16 +5,16 @@ Series of a deployment are dropped when it leaves the table.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, Summary, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from iserve.gateway.dispatch import Dispatcher
 from iserve.gateway.routes_file import RoutesFile
 from iserve.gateway.sse import Usage
 
-__all__ = ["GatewayMetrics"]
+__all__ = ["GatewayMetrics", "VariantMetrics", "VariantRequestMetrics"]
 
 _TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 _REQUEST_BUCKETS_S = (0.01, 0.05, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600)
@@ -60,6 +60,7 @@ class GatewayMetrics:
             registry=registry,
         )
         self._statuses: dict[str, set[tuple[str, str]]] = {}
+        self.variants = VariantMetrics(registry)
 
     def answered(self, deployment: str, endpoint: str, status: int, duration_s: float) -> None:
         series = (endpoint, str(status))
@@ -90,6 +91,9 @@ class GatewayMetrics:
     def client_left(self, deployment: str) -> None:
         self._left.labels(deployment).inc()
 
+    def of_variant(self, variant: str) -> VariantRequestMetrics:
+        return VariantRequestMetrics(self, self.variants, variant)
+
     def _forget(self, deployment: str) -> None:
         for series in self._statuses.pop(deployment, ()):
             self._requests.remove(deployment, *series)
@@ -101,7 +105,75 @@ class GatewayMetrics:
         # Only here: a stream may outlive its deployment and count to the end.
         for gone in self._statuses.keys() - self._dispatcher.deployments.keys():
             self._forget(gone)
+        self.variants.keep(self._dispatcher.variant_names)
         return generate_latest(self._registry)
+
+
+class VariantMetrics:
+    """Series of LoRA variants, of those in the table only."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, text: str) -> Counter:
+            return Counter(f"iserve_gateway_variant_{name}", text, ("variant",), registry=registry)
+
+        def summary(name: str, text: str) -> Summary:  # not a histogram: there may be thousands of variants
+            return Summary(f"iserve_gateway_variant_{name}", text, ("variant",), registry=registry)
+
+        self.requests = counter("requests", "Requests answered.")
+        self.prompt = counter("prompt_tokens", "Prompt tokens, as the workers counted them.")
+        self.completion = counter("completion_tokens", "Generated tokens, as the workers counted.")
+        self.ttft = summary(
+            "time_to_first_token_seconds", "Streams: from the request's arrival to the first frame passed on."
+        )
+        self._loads = summary("load_seconds", "Loads at workers, and the time that they took.")
+        self._evictions = counter("evictions", "Unloads that made room for another variant.")
+        self._seen: set[str] = set()
+
+    def see(self, variant: str) -> None:
+        """Note that the variant has series."""
+        self._seen.add(variant)
+
+    def loaded(self, variant: str, seconds: float) -> None:
+        self.see(variant)
+        self._loads.labels(variant).observe(seconds)
+
+    def evicted(self, variant: str) -> None:
+        self.see(variant)
+        self._evictions.labels(variant).inc()
+
+    def keep(self, variants: Collection[str]) -> None:
+        """Drop the series of all but ``variants``."""
+        metrics = (self.requests, self.prompt, self.completion, self.ttft, self._loads, self._evictions)
+        for gone in [variant for variant in self._seen if variant not in variants]:
+            self._seen.discard(gone)
+            for metric in metrics:
+                metric.remove(gone)
+
+
+class VariantRequestMetrics:
+    """``GatewayMetrics`` for one request of a variant, which counts for its deployment and for the variant."""
+
+    __slots__ = ("_metrics", "_variant", "_variants")
+
+    def __init__(self, metrics: GatewayMetrics, variants: VariantMetrics, variant: str) -> None:
+        self._metrics, self._variants, self._variant = metrics, variants, variant
+        variants.see(variant)
+
+    def answered(self) -> None:
+        self._variants.requests.labels(self._variant).inc()
+
+    def tokens(self, deployment: str, usage: Usage | None) -> None:
+        self._metrics.tokens(deployment, usage)
+        if usage is not None:
+            self._variants.prompt.labels(self._variant).inc(max(0, usage.prompt_tokens))
+            self._variants.completion.labels(self._variant).inc(max(0, usage.completion_tokens))
+
+    def first_token(self, deployment: str, ttft_s: float) -> None:
+        self._metrics.first_token(deployment, ttft_s)
+        self._variants.ttft.labels(self._variant).observe(ttft_s)
+
+    def cut(self, deployment: str) -> None:
+        self._metrics.cut(deployment)
 
 
 class _LiveState:

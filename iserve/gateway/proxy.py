@@ -9,25 +9,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from dataclasses import dataclass
-from functools import lru_cache
-from urllib.parse import urlsplit
+from dataclasses import dataclass, replace
 
 import msgspec
 
-from daemon.worker_token import authorization
 from iserve.gateway.dispatch import READY_WAIT_S, Deployment
 from iserve.gateway.errors import ApiError, error_body
-from iserve.gateway.metrics import GatewayMetrics
+from iserve.gateway.metrics import GatewayMetrics, VariantRequestMetrics
 from iserve.gateway.reply import Reply
 from iserve.gateway.sse import FrameRelay, Usage, error_frame, usage_of
-from iserve.http_stream import AnswerLostError, NotReachedError, Origin, StreamAnswer, StreamClient
+from iserve.gateway.variant_names import RenamedReply, with_model
+from iserve.gateway.variant_residency import NoPlaceError, VariantRequest
+from iserve.gateway.worker_http import CONNECT_S, NotBegunError, origin_of, worker_headers, worker_lost
+from iserve.http_stream import AnswerLostError, NotReachedError, StreamAnswer, StreamClient
 from iserve.route_table import WorkerTarget
 from planner.admission import InFlightRequest
 
 __all__ = ["InferenceRequest", "forward"]
 
-_CONNECT_S = 2.0
 _LINGER_S = 1.0  # for the worker's end of a stream that is complete, so that its connection can be used again
 _MAX_ANSWER_BYTES = 256 * 2**20  # of an answer that is not streamed
 
@@ -45,14 +44,12 @@ class InferenceRequest:
     arrived_s: float  # on the event loop's clock
     request_id: bytes
     in_flight: InFlightRequest | None = None  # of a deployment that rejects late requests
+    variant: VariantRequest | None = None
+    model_span: tuple[int, int] = (0, 0)  # of a variant's request, where its body names the model
 
 
-class _NotBegunError(Exception):
-    """The worker took the request and went away, or refused for now, before any of its answer was passed on."""
-
-    def __init__(self, reason: str, answer: ApiError) -> None:
-        super().__init__(reason)
-        self.reason, self.answer = reason, answer
+class _ModelUnknownError(Exception):
+    """The worker does not know the engine name that it was sent: it was restarted since it loaded it."""
 
 
 async def forward(
@@ -65,7 +62,8 @@ async def forward(
     """Answer ``request`` from a worker of ``deployment``.
 
     A worker that takes no connection is passed over, for up to ``READY_WAIT_S`` in all (a restart fits in that).
-    One that goes away before any of its answer was passed on costs the request one more try, elsewhere if it can.
+    One that goes away before any of its answer was passed on costs the request one more try, elsewhere if it can;
+    so does one that fails to load the request's variant.
 
     Raises:
         ApiError: nothing of an answer was sent, and this is why.
@@ -75,27 +73,62 @@ async def forward(
     avoid, give_up_s = "", math.inf
     failed_before = False
     while True:
-        target = await deployment.acquire(request.ticket, avoid, request.in_flight)
+        variant = request.variant
+        target = await deployment.acquire(request.ticket, avoid, request.in_flight, variant)
         answer: StreamAnswer | None = None
         try:
-            answer = await _attempt(request, name, target, deployment, workers, reply, metrics)
+            if variant is None:
+                answer = await _attempt(request, name, target, deployment, workers, reply, metrics)
+            else:
+                answer = await _attempt_variant(request, variant, target, deployment, workers, reply, metrics)
         except NotReachedError:
             deployment.mark_down(target)
             give_up_s = min(give_up_s, loop.time() + READY_WAIT_S)
             if loop.time() >= give_up_s:
                 raise ApiError.no_ready_worker(name, math.ceil(READY_WAIT_S)) from None
-        except _NotBegunError as error:
+        except NoPlaceError:
+            pass
+        except NotBegunError as error:
             _log.warning("%s: worker %s %s before it answered", name, target.worker_id, error.reason)
             if failed_before:
                 raise error.answer from None
             failed_before = True
         finally:
-            deployment.release(target, request.in_flight)
+            deployment.release(target, request.in_flight, variant)
         if answer is not None:  # its slot is free: no request waits, or is late, for the connection's sake
             await answer.finish(_LINGER_S)
             return
         avoid = target.url
         metrics.retried(name)
+
+
+async def _attempt_variant(
+    request: InferenceRequest,
+    variant: VariantRequest,
+    target: WorkerTarget,
+    deployment: Deployment,
+    workers: StreamClient,
+    reply: Reply,
+    metrics: GatewayMetrics,
+) -> StreamAnswer:
+    """Try one worker once it has loaded the variant; once more if it turns out to have been restarted."""
+    residency, admitted = deployment.variants, variant.admitted
+    assert residency is not None
+    assert admitted is not None
+    sent = replace(request, body=with_model(request.body, request.model_span, admitted.engine_name))
+    renamed = RenamedReply(reply, admitted)
+    its_metrics = metrics.of_variant(admitted.name)
+    for _ in range(2):
+        epoch = await residency.ready(variant, target.url)
+        try:
+            name = deployment.route.name
+            return await _attempt(sent, name, target, deployment, workers, renamed, its_metrics)
+        except _ModelUnknownError:
+            residency.forget(target.url, epoch)
+    message = f"a worker does not know the variant {admitted.name!r} that it has loaded; try again"
+    raise NotBegunError(
+        f"does not know {admitted.engine_name}", ApiError(503, message, "variant_lost", retry_after_s=1)
+    )
 
 
 async def _attempt(
@@ -104,8 +137,8 @@ async def _attempt(
     target: WorkerTarget,
     deployment: Deployment,
     workers: StreamClient,
-    reply: Reply,
-    metrics: GatewayMetrics,
+    reply: Reply | RenamedReply,
+    metrics: GatewayMetrics | VariantRequestMetrics,
 ) -> StreamAnswer:
     """Try one worker; the caller finishes what it answered.
 
@@ -114,22 +147,22 @@ async def _attempt(
     silence_s, seen = deployment.max_wait_s, _Seen(deployment, request.in_flight)
     try:
         response = await workers.post(
-            _origin(target.url),
+            origin_of(target.url),
             request.endpoint,
-            b"%bX-Request-Id: %b\r\n" % (_headers(target.token), request.request_id),
+            b"%bX-Request-Id: %b\r\n" % (worker_headers(target.token), request.request_id),
             request.body,
             silence_s=silence_s,
-            connect_s=_CONNECT_S,
+            connect_s=CONNECT_S,
         )
     except TimeoutError as error:
         raise ApiError(504, f"{name!r} gave no sign of an answer in time", "upstream_timeout") from error
     except AnswerLostError as error:
-        raise _NotBegunError(f"failed ({error})", _worker_lost(name)) from error
+        raise NotBegunError(f"failed ({error})", worker_lost(name)) from error
     try:
         if response.content_type == b"text/event-stream" and response.status == 200:
             await _relay_stream(request, name, response, silence_s, reply, metrics, seen)
         else:
-            await _relay_whole(name, response, silence_s, reply, metrics, seen)
+            await _relay_whole(request, name, response, silence_s, reply, metrics, seen)
     except BaseException:
         response.close()  # ends the worker's side at once; it must not generate without a reader
         raise
@@ -157,17 +190,25 @@ class _Seen:
 
 
 async def _relay_whole(
-    name: str, response: StreamAnswer, silence_s: float, reply: Reply, metrics: GatewayMetrics, seen: _Seen
+    request: InferenceRequest,
+    name: str,
+    response: StreamAnswer,
+    silence_s: float,
+    reply: Reply | RenamedReply,
+    metrics: GatewayMetrics | VariantRequestMetrics,
+    seen: _Seen,
 ) -> None:
     try:
         body = await _read_bounded(response, name, silence_s)
     except TimeoutError as error:
         raise ApiError(504, f"{name!r} stopped in the middle of its answer", "upstream_timeout") from error
     except AnswerLostError as error:
-        raise _NotBegunError(f"failed ({error})", _worker_lost(name)) from error
+        raise NotBegunError(f"failed ({error})", worker_lost(name)) from error
     status = response.status
     if status in (401, 503):  # 401: not its token, in a route table that is behind
-        raise _NotBegunError("is not serving", ApiError.no_ready_worker(name, math.ceil(READY_WAIT_S)))
+        raise NotBegunError("is not serving", ApiError.no_ready_worker(name, math.ceil(READY_WAIT_S)))
+    if status == 404 and request.variant is not None:
+        raise _ModelUnknownError
     if status == 200:
         usage = usage_of(body)
         metrics.tokens(name, usage)
@@ -194,8 +235,8 @@ async def _relay_stream(
     name: str,
     response: StreamAnswer,
     silence_s: float,
-    reply: Reply,
-    metrics: GatewayMetrics,
+    reply: Reply | RenamedReply,
+    metrics: GatewayMetrics | VariantRequestMetrics,
     seen: _Seen,
 ) -> None:
     frames = FrameRelay()
@@ -230,7 +271,7 @@ async def _relay_stream(
             await _cut(frames, name, "the gateway is shutting down", reply, metrics)
         raise
     if not reply.started:
-        raise _NotBegunError("ended the stream", _worker_lost(name))
+        raise NotBegunError("ended the stream", worker_lost(name))
     usage = frames.usage() if request.wants_usage else None
     metrics.tokens(name, usage)
     if frames.is_done:
@@ -245,17 +286,17 @@ async def _relay_stream(
         await _cut(frames, name, failure, reply, metrics)
 
 
-async def _cut(frames: FrameRelay, name: str, failure: str, reply: Reply, metrics: GatewayMetrics) -> None:
+async def _cut(
+    frames: FrameRelay,
+    name: str,
+    failure: str,
+    reply: Reply | RenamedReply,
+    metrics: GatewayMetrics | VariantRequestMetrics,
+) -> None:
     metrics.cut(name)
     message = f"{failure} before the answer of {name!r} was complete; send the request again"
     await reply.piece(error_frame(message, code="stream_cut", after_broken_frame=frames.broken_frame))
     await reply.end()
-
-
-def _worker_lost(name: str) -> ApiError:
-    return ApiError(
-        503, f"the worker of {name!r} went away before it answered; try again", "worker_lost", retry_after_s=1
-    )
 
 
 def _is_openai_error(body: bytes) -> bool:
@@ -263,18 +304,3 @@ def _is_openai_error(body: bytes) -> bool:
         return "error" in msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
-
-
-@lru_cache(maxsize=1024)
-def _origin(url: str) -> Origin:
-    parts = urlsplit(url)
-    assert parts.hostname is not None
-    assert parts.port is not None
-    return Origin(parts.hostname, parts.port, parts.netloc)
-
-
-@lru_cache(maxsize=1024)
-def _headers(token: str | None) -> bytes:
-    """Return headers of every request to a worker that has ``token``."""
-    headers = {"User-Agent": "iserve-gateway"} | authorization(token)
-    return b"".join(f"{name}: {value}\r\n".encode() for name, value in headers.items())

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from fingerprint.codec import from_json
 from fingerprint.errors import BadInputError
-from iserve.route_table import RouteTable
+from iserve.route_table import Route, RouteTable
 
 __all__ = ["RoutesFile"]
 
@@ -63,12 +63,26 @@ def _checked(table: RouteTable) -> RouteTable:
     if len(set(names)) != len(names):
         raise BadInputError(f"route table version {table.version} names a deployment twice")
     for route in table.routes:
+        _check_variants(route)
         for worker in route.workers:
             if not _is_worker_url(worker.url):
                 raise BadInputError(f"worker {worker.worker_id} has the url {worker.url!r}; need http://HOST:PORT")
             if worker.max_outstanding < 1:
                 raise BadInputError(f"worker {worker.worker_id} has max_outstanding {worker.max_outstanding} < 1")
     return table
+
+
+def _check_variants(route: Route) -> None:
+    if not route.variants:
+        return
+    if not 1 <= route.adapter_slots <= route.loaded_adapters:
+        raise BadInputError(
+            f"route {route.name} has variants; it needs 1 <= adapter_slots <= loaded_adapters, "
+            f"got {route.adapter_slots} and {route.loaded_adapters}"
+        )
+    for names in ({one.name for one in route.variants}, {one.engine_name for one in route.variants}):
+        if len(names) != len(route.variants):
+            raise BadInputError(f"route {route.name} names a variant twice")
 
 
 def _is_worker_url(url: str) -> bool:

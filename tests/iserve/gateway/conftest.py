@@ -194,14 +194,15 @@ class Answer:
 class GatewayProcess:
     """``python -m iserve.gateway`` over a home of its own, and the pen that writes its route table."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, module: str = "iserve.gateway") -> None:
         self.home = home
+        self.module = module
         self.version = 0
         self.port = 0
         (home / "run").mkdir(parents=True, exist_ok=True)
 
     def start(self, *options: str, wrapper: tuple[str, ...] = ()) -> GatewayProcess:
-        argv = [*wrapper, sys.executable, "-m", "iserve.gateway"]
+        argv = [*wrapper, sys.executable, "-m", self.module]
         argv += ["--home", str(self.home), "--port", str(self.port), *options]
         self.log = (self.home / "gateway.log").open("ab")
         env = {**os.environ, "PYTHONPATH": str(REPO)}

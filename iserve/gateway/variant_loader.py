@@ -1,0 +1,186 @@
+"""Loading of LoRA variants at a worker, over the routes of vLLM that the embedded engine has as well.
+
+Sends one request for each call; what is loaded where is for ``iserve.gateway.variant_residency`` to know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from fingerprint.errors import IserveError, UnavailableError
+from iserve.gateway.errors import ApiError
+from iserve.gateway.worker_http import CONNECT_S, NotBegunError, origin_of, worker_headers, worker_lost
+from iserve.http_stream import AnswerLostError, StreamAnswer, StreamClient
+from iserve.route_table import VariantRoute, WorkerTarget
+
+__all__ = ["VariantFolders", "VariantLoader"]
+
+_LOAD_SILENCE_S = 120.0  # a worker may read gigabytes from a slow disk
+_LIST_SILENCE_S = 10.0
+_LINGER_S = 1.0
+_RETRY_AFTER_S = 5
+_MAX_ANSWER_BYTES = 16 * 2**20  # a list of models has a few hundred bytes for each
+_MAX_REASON_CHARS = 2000
+_BUSY_S = 10.0  # for which a worker may have no place, or be loading the variant for another client
+_ASK_AGAIN_S = 0.1
+
+
+class VariantFolders(Protocol):
+    """Source of the folders that workers load (``daemon.variants.store.VariantStore``)."""
+
+    def loadable(self, content_hash: str) -> Path:
+        """Return a verified folder of that content; blocks while it is built."""
+        ...
+
+
+class _Error(msgspec.Struct):
+    message: str = ""
+    param: str | None = None
+
+
+class _ErrorAnswer(msgspec.Struct):
+    error: _Error = msgspec.field(default_factory=_Error)
+    message: str = ""  # of vLLM before 0.10, which has no "error"
+
+
+class _Model(msgspec.Struct):
+    id: str
+    parent: str | None = None  # the base, of an adapter
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class VariantLoader:
+    """The three requests that a worker answers about adapters.
+
+    All raise NotReachedError (no connection), NotBegunError (another worker may do better) or ApiError (an answer
+    for the client).
+    """
+
+    def __init__(self, workers: StreamClient, folders: VariantFolders) -> None:
+        self._workers, self._folders = workers, folders
+
+    async def folder(self, variant: VariantRoute) -> Path:
+        """Return the variant's folder, as the worker reads it."""
+        try:
+            return await asyncio.to_thread(self._folders.loadable, variant.content_hash)
+        except UnavailableError as error:
+            message = f"the variant {variant.name!r} cannot be loaded now: {error}"
+            raise ApiError(503, message, "variant_unusable", retry_after_s=_RETRY_AFTER_S) from error
+        except (IserveError, OSError) as error:
+            raise ApiError(
+                500,
+                f"the variant {variant.name!r} cannot be loaded: {error}; remove it and register it again",
+                "variant_unusable",
+            ) from error
+
+    async def load(self, target: WorkerTarget, variant: VariantRoute, folder: Path) -> None:
+        """Load it; that it is loaded already is as good.
+
+        A worker may say for a moment that it has no place, while it ends requests whose clients have left, or that
+        it loads the variant, for a gateway that was killed; it is asked again then.
+        """
+        body = {"lora_name": variant.engine_name, "lora_path": str(folder)}
+        give_up_s = asyncio.get_running_loop().time() + _BUSY_S
+        while True:
+            status, answer = await self._ask(target, "/v1/load_lora_adapter", body, variant.name)
+            if status == 200:
+                return
+            error = _error_of(answer)
+            is_loaded = status == 400 and "already" in error.message
+            if is_loaded and variant.engine_name in await self.loaded(target):
+                return
+            if not (is_loaded or (status == 400 and error.param == "lora_name")):
+                break
+            if asyncio.get_running_loop().time() >= give_up_s:
+                status = 503
+                break
+            await asyncio.sleep(_ASK_AGAIN_S)
+        reason = error.message.replace(variant.engine_name, variant.name)
+        if status >= 500:
+            lost = ApiError(503, f"a worker failed to load the variant {variant.name!r}: {reason}", "variant_load")
+            raise NotBegunError(f"answered {status} to the load of {variant.engine_name}: {reason}", lost)
+        raise ApiError(400, f"the variant {variant.name!r} cannot be loaded: {reason}", "variant_load", "model")
+
+    async def unload(self, target: WorkerTarget, engine_name: str) -> None:
+        """Unload it; that it is not loaded is as good."""
+        status, answer = await self._ask(
+            target, "/v1/unload_lora_adapter", {"lora_name": engine_name}, engine_name
+        )
+        if status not in (200, 404):
+            lost = ApiError(503, f"a worker failed to make room: {_error_of(answer).message}", "variant_load")
+            raise NotBegunError(f"answered {status} to the unload of {engine_name}", lost)
+
+    async def loaded(self, target: WorkerTarget) -> frozenset[str]:
+        """Return the names of all adapters that the worker has loaded."""
+        status, answer = await self._ask(target, "/v1/models", None, target.worker_id)
+        if status == 200:
+            try:
+                models = _decode_models(answer)
+                return frozenset(model.id for model in models.data if model.parent is not None)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                raise NotBegunError(
+                    f"listed its models unreadably ({error})", worker_lost(target.worker_id)
+                ) from error
+        raise NotBegunError(f"answered {status} to GET /v1/models", worker_lost(target.worker_id))
+
+    async def _ask(
+        self, target: WorkerTarget, path: str, body: dict[str, str] | None, name: str
+    ) -> tuple[int, bytes]:
+        origin, headers = origin_of(target.url), worker_headers(target.token)
+        try:
+            if body is None:
+                response = await self._workers.get(
+                    origin, path, headers, silence_s=_LIST_SILENCE_S, connect_s=CONNECT_S
+                )
+            else:
+                response = await self._workers.post(
+                    origin,
+                    path,
+                    headers,
+                    msgspec.json.encode(body),
+                    silence_s=_LOAD_SILENCE_S,
+                    connect_s=CONNECT_S,
+                )
+            answer = await _read(response)
+        except TimeoutError as error:
+            raise NotBegunError(f"gave no answer to {path} in time", worker_lost(name)) from error
+        except AnswerLostError as error:
+            raise NotBegunError(f"failed ({error})", worker_lost(name)) from error
+        if response.status in (401, 503):
+            raise NotBegunError("is not serving", ApiError.no_ready_worker(name, _RETRY_AFTER_S))
+        return response.status, answer
+
+
+async def _read(response: StreamAnswer) -> bytes:
+    answer = bytearray()
+    try:
+        while part := await response.read(_LIST_SILENCE_S):
+            answer += part
+            if len(answer) > _MAX_ANSWER_BYTES:
+                raise AnswerLostError(f"an answer of more than {_MAX_ANSWER_BYTES} bytes")
+    except BaseException:
+        response.close()
+        raise
+    await response.finish(_LINGER_S)
+    return bytes(answer)
+
+
+def _error_of(answer: bytes) -> _Error:
+    """Return the error of an answer; its message is bounded and never empty."""
+    try:
+        found = _decode_error(answer)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        found = _ErrorAnswer()
+    message = found.error.message or found.message or "the worker gave no reason; its log may have one"
+    return _Error(message=message[:_MAX_REASON_CHARS], param=found.error.param)
+
+
+_decode_error = msgspec.json.Decoder(_ErrorAnswer).decode
+_decode_models = msgspec.json.Decoder(_Models).decode

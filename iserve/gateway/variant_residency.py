@@ -1,0 +1,373 @@
+"""Residency of LoRA variants at the workers of one deployment: what is loaded where, and the loads under way.
+
+A request is admitted to a worker first (``placement.variant_routing`` chooses), which starts the load that it
+needs; all requests of the same cold variant wait for one load. What a worker has loaded is asked of it once, and
+again after any sign that it was restarted. A variant that has left the table, or was registered again with another
+content, keeps its requests in flight and is unloaded after them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol, TypeVar
+
+from iserve.gateway.errors import ApiError
+from iserve.gateway.variant_loader import VariantLoader
+from iserve.gateway.worker_http import NotBegunError
+from iserve.http_stream import NotReachedError
+from iserve.route_table import Route, VariantRoute, WorkerTarget
+from placement.variant_routing import (
+    BACKGROUND_LOADS,
+    Admission,
+    Candidate,
+    VariantPolicy,
+    WaitingRequest,
+    WorkerVariants,
+    admit_waiting,
+    choose_prefetch,
+    make_variant_policy,
+    protected_pins,
+)
+
+__all__ = ["NoPlaceError", "Room", "VariantObserver", "VariantRequest", "VariantResidency"]
+
+_RETRY_S = 5.0  # after a failed load, until one is tried again that no request was admitted for
+
+_log = logging.getLogger(__name__)
+_W = TypeVar("_W", bound=WaitingRequest)
+
+
+class NoPlaceError(Exception):
+    """All that the worker has loaded is in flight or pinned; seen only once it was asked."""
+
+
+class VariantObserver(Protocol):
+    """Metrics of loads."""
+
+    def loaded(self, variant: str, seconds: float) -> None: ...
+    def evicted(self, variant: str) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class VariantRequest:
+    """Variant's side of one request."""
+
+    route: VariantRoute  # of the table in force
+    arrived_s: float  # on the event loop's clock
+    admitted: VariantRoute | None = None  # as it was when a worker was found
+
+    @property
+    def variant(self) -> str:
+        return self.route.engine_name
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Worker that can be sent one more request."""
+
+    target: WorkerTarget
+    outstanding: int
+    last_turn: int
+    is_avoided: bool
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    target: WorkerTarget
+    state: WorkerVariants
+    is_listed: bool = True  # in the table
+    is_known: bool = False  # it was asked what it has loaded
+    epoch: int = 0  # counts the times that it was forgotten
+    quiet_until_s: float = 0.0  # nothing is loaded ahead of need
+    asking: asyncio.Task[None] | None = None
+    loads: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # under way
+    unloads: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+
+    @property
+    def is_ready(self) -> bool:
+        return self.is_listed and self.target.ready
+
+    def forget(self) -> None:
+        """Take nothing for loaded but what is being loaded now."""
+        if self.is_known:
+            self.is_known = False
+            self.epoch += 1
+            for name in self.state.loaded - self.loads.keys():
+                self.state.unload(name)
+
+
+class VariantResidency:
+    """Variants of one deployment.
+
+    Args:
+        changed: called when a waiting request may have become possible.
+    """
+
+    def __init__(
+        self,
+        route: Route,
+        changed: Callable[[], None],
+        loader: VariantLoader,
+        observer: VariantObserver,
+        policy: VariantPolicy | None = None,
+    ) -> None:
+        self._policy = policy or make_variant_policy()
+        self._changed, self._loader, self._observer = changed, loader, observer
+        self._loop = asyncio.get_running_loop()
+        self._workers: dict[str, _Worker] = {}  # by URL
+        self._variants: dict[str, VariantRoute] = {}  # by public name
+        self._current: dict[str, VariantRoute] = {}  # by engine name
+        self._served_s: dict[str, float] = {}  # by engine name
+        self._wanted: dict[str, None] = {}  # engine names of waiting requests
+        self.update(route)
+
+    def update(self, route: Route) -> None:
+        """Follow a new table."""
+        self._variants = {variant.name: variant for variant in route.variants}
+        self._current = {variant.engine_name: variant for variant in route.variants}
+        self._served_s = {name: at_s for name, at_s in self._served_s.items() if name in self._current}
+        pinned = [variant.engine_name for variant in route.variants if variant.pinned]
+        for target in route.workers:
+            worker = self._workers.get(target.url)
+            if worker is None:
+                state = WorkerVariants(max(1, route.adapter_slots), max(1, route.loaded_adapters))
+                worker = self._workers[target.url] = _Worker(target, state)
+            elif not target.ready or target.token != worker.target.token:
+                worker.forget()
+            worker.target, worker.is_listed = target, True
+            if route.adapter_slots:
+                worker.state.slots, worker.state.max_loaded = route.adapter_slots, route.loaded_adapters
+            worker.state.pinned = frozenset(protected_pins(pinned, worker.state.max_loaded))
+        urls = {target.url for target in route.workers}
+        for url in self._workers.keys() - urls:
+            self._workers[url].is_listed = False
+            self._drop_unused(url)
+        self._maintain()
+
+    def resolve(self, request: VariantRequest) -> None:
+        """Let a request that has no worker yet be for the variant's content of the table in force.
+
+        Raises:
+            ApiError: 404 the variant has left the table.
+        """
+        request.route = self.find(request.route.name)
+
+    def find(self, name: str) -> VariantRoute:
+        """Return the variant of that name, or raise ApiError: 404."""
+        variant = self._variants.get(name)
+        if variant is None:
+            raise ApiError.model_not_found(name)
+        return variant
+
+    def has_slot(self, request: VariantRequest) -> bool:
+        """Return whether any worker may run the request next to those in flight there."""
+        return any(worker.state.has_slot(request.variant) for worker in self._workers.values())
+
+    def choose(self, request: VariantRequest, rooms: Sequence[Room]) -> Admission | None:
+        """Return which of ``rooms`` takes the request now; None: none can."""
+        candidates = [
+            Candidate(
+                worker=self._workers[room.target.url].state,
+                outstanding=room.outstanding,
+                last_turn=room.last_turn,
+                is_avoided=room.is_avoided,
+            )
+            for room in rooms
+        ]
+        return self._policy.choose(request.variant, candidates, self._loop.time(), self._wanted)
+
+    def admit(self, request: VariantRequest, target: WorkerTarget, admission: Admission) -> None:
+        """Count the request in flight at ``target``, and start the load that it needs."""
+        worker, now_s = self._workers[target.url], self._loop.time()
+        request.admitted = request.route
+        self._served_s[request.variant] = now_s
+        worker.state.admit(request.variant, now_s)
+        if worker.is_known and request.variant not in worker.state.loaded:
+            self._load(worker, request.route, admission.evicted)
+
+    def release(self, request: VariantRequest, url: str) -> None:
+        """Note that the request has left the worker."""
+        assert request.admitted is not None
+        worker = self._workers[url]
+        worker.state.leave(request.admitted.engine_name)
+        if request.admitted.engine_name not in self._current:
+            self._unload_removed(worker)
+        request.admitted = None
+        self._drop_unused(url)
+
+    async def ready(self, request: VariantRequest, url: str) -> int:
+        """Wait until the variant of an admitted request is loaded; return the worker's epoch, for ``forget``.
+
+        Raises:
+            NoPlaceError: another worker, or a later turn, is needed.
+            NotReachedError, NotBegunError, ApiError: of the load.
+        """
+        assert request.admitted is not None
+        worker, name = self._workers[url], request.admitted.engine_name
+        if not worker.is_known:
+            await asyncio.shield(self._ask(worker))
+        if name not in worker.state.loaded:
+            evicted = worker.state.evictions(name, self._loop.time(), self._wanted)
+            if evicted is None:
+                raise NoPlaceError
+            self._load(worker, request.admitted, evicted)
+        if (load := worker.loads.get(name)) is not None:
+            await asyncio.shield(load)
+        return worker.epoch
+
+    def forget(self, url: str, epoch: int | None = None) -> None:
+        """Note a sign that the worker was restarted; ``epoch``: nothing, if that was noted since."""
+        worker = self._workers.get(url)
+        if worker is not None and worker.is_known and epoch in (None, worker.epoch):
+            worker.forget()
+            self._loop.call_later(_RETRY_S, self._maintain)  # it may lack a pinned one, and no request may follow
+
+    def admit_waiting(self, waiting: Sequence[_W], admit: Callable[[_W], bool]) -> None:
+        """Offer all waiting requests a worker; load ahead for those that go on waiting."""
+        now_s = self._loop.time()
+        self._wanted = _variants_of(waiting)
+        admitted: set[int] = set()
+
+        def note(request: _W) -> bool:
+            if is_admitted := admit(request):
+                admitted.add(id(request))
+            return is_admitted
+
+        admit_waiting(self._policy, waiting, self._served_s, now_s, note)
+        self._wanted = _variants_of(request for request in waiting if id(request) not in admitted)
+        self._prefetch(now_s)
+
+    def _prefetch(self, now_s: float) -> None:
+        workers = self._idle_workers(now_s)
+        for name in [name for name in self._wanted if name in self._current]:
+            workers = [worker for worker in workers if len(worker.loads) < BACKGROUND_LOADS]
+            if not workers:
+                return
+            if any(name in worker.state.loaded for worker in self._workers.values()):
+                continue
+            found = choose_prefetch(name, [worker.state for worker in workers], now_s, self._wanted)
+            if found is None:  # nor is there a place for any after it
+                return
+            self._load(workers[found.index], self._current[name], found.evicted)
+
+    def _idle_workers(self, now_s: float) -> list[_Worker]:
+        """Return workers at which variants may be loaded ahead of need."""
+        workers = self._workers.values()
+        return [one for one in workers if one.is_ready and one.is_known and now_s >= one.quiet_until_s]
+
+    def _maintain(self) -> None:
+        """Ask workers that are new, load what is pinned, unload what has left the table."""
+        now_s = self._loop.time()
+        for worker in self._workers.values():
+            if worker.is_ready and not worker.is_known and now_s >= worker.quiet_until_s:
+                self._ask(worker)
+        for worker in self._idle_workers(now_s):
+            self._unload_removed(worker)
+            for name in worker.state.pinned:
+                if name in worker.state.loaded or len(worker.loads) >= BACKGROUND_LOADS:
+                    continue
+                evicted = worker.state.evictions(name, now_s, self._wanted)
+                if evicted is not None and name in self._current:
+                    self._load(worker, self._current[name], evicted)
+
+    def _unload_removed(self, worker: _Worker) -> None:
+        removed = worker.state.loaded - self._current.keys() - worker.state.in_flight.keys()
+        for name in removed if worker.is_known else ():
+            self._unload(worker, name)
+
+    def _drop_unused(self, url: str) -> None:
+        """Drop a worker that has left the table, after its last request."""
+        worker = self._workers[url]
+        if not worker.is_listed and not worker.state.in_flight:
+            del self._workers[url]
+
+    def _ask(self, worker: _Worker) -> asyncio.Task[None]:
+        """Ask the worker what it has loaded; one question at a time."""
+        if worker.asking is None:
+            worker.asking = self._loop.create_task(self._learn(worker))
+            worker.asking.add_done_callback(partial(self._after, worker, "list of models"))
+        return worker.asking
+
+    async def _learn(self, worker: _Worker) -> None:
+        try:
+            for name in await self._loader.loaded(worker.target) - worker.unloads.keys():
+                if name not in worker.state.loaded:
+                    worker.state.load(name, self._loop.time())
+            worker.is_known = True
+        finally:
+            worker.asking = None
+
+    def _load(self, worker: _Worker, variant: VariantRoute, evicted: Iterable[str]) -> None:
+        for name in evicted:
+            self._unload(worker, name)
+            if name in self._current:
+                self._observer.evicted(self._current[name].name)
+        worker.state.load(variant.engine_name, self._loop.time())
+        task = self._loop.create_task(self._load_after(worker, variant, list(worker.unloads.values())))
+        worker.loads[variant.engine_name] = task
+        task.add_done_callback(partial(self._after_load, worker, variant.engine_name))
+
+    async def _load_after(
+        self, worker: _Worker, variant: VariantRoute, unloads: Sequence[asyncio.Task[None]]
+    ) -> None:
+        """Load, once the unloads that make room for it are done."""
+        folder = await self._loader.folder(variant)
+        began_s = self._loop.time()
+        await asyncio.gather(*unloads)
+        try:
+            await self._loader.load(worker.target, variant, folder)
+        except (NotReachedError, NotBegunError, ApiError):
+            worker.forget()  # whether it is loaded is unknown
+            raise
+        self._observer.loaded(variant.name, self._loop.time() - began_s)
+
+    def _after_load(self, worker: _Worker, name: str, task: asyncio.Task[None]) -> None:
+        if worker.loads.get(name) is task:
+            del worker.loads[name]
+            if task.cancelled() or task.exception() is not None:
+                worker.state.unload(name)
+        self._after(worker, f"load of {name}", task)
+
+    def _unload(self, worker: _Worker, name: str) -> None:
+        worker.state.unload(name)
+        task = self._loop.create_task(self._unload_after(worker, name, worker.loads.pop(name, None)))
+        worker.unloads[name] = task
+        task.add_done_callback(partial(self._after_unload, worker, name))
+
+    async def _unload_after(self, worker: _Worker, name: str, load: asyncio.Task[None] | None) -> None:
+        if load is not None:
+            await asyncio.wait((load,))
+        try:
+            await self._loader.unload(worker.target, name)
+        except (NotReachedError, NotBegunError, ApiError):
+            worker.forget()
+            raise
+
+    def _after_unload(self, worker: _Worker, name: str, task: asyncio.Task[None]) -> None:
+        if worker.unloads.get(name) is task:
+            del worker.unloads[name]
+        self._after(worker, f"unload of {name}", task)
+
+    def _after(self, worker: _Worker, what: str, task: asyncio.Task[None]) -> None:
+        """Go on after a request to a worker that no client sent."""
+        if task.cancelled():
+            return
+        if (error := task.exception()) is not None:
+            reason = error.reason if isinstance(error, NotBegunError) else str(error)
+            _log.warning("worker %s: %s failed: %s", worker.target.worker_id, what, reason)
+            worker.quiet_until_s = self._loop.time() + _RETRY_S
+            self._loop.call_later(_RETRY_S + 0.01, self._go_on)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        self._maintain()
+        self._changed()
+
+
+def _variants_of(waiting: Iterable[WaitingRequest]) -> dict[str, None]:
+    """Return their variants, in order."""
+    return dict.fromkeys(request.variant for request in waiting if request.variant is not None)

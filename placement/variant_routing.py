@@ -1,0 +1,351 @@
+"""Scheduling of LoRA variants: the worker of a request, the variant unloaded for another, the order of the queue.
+
+Pure: times are arguments, and nothing is sent. The gateway (``iserve.gateway.variant_residency``) and the
+simulator (``traces.simulator.variants``) keep one ``WorkerVariants`` for each worker and offer the waiting
+requests with ``admit_waiting``.
+
+Two limits hold at a worker: at most ``slots`` distinct variants are in flight, as many as take part in one step,
+and at most ``max_loaded`` are loaded. The places beyond the slots are for variants that rest between two requests,
+and for those that are loaded while their request still waits for a slot.
+
+Eviction. A cache whose objects differ in size and in reload cost evicts the least
+``frequency * reload cost / size`` (GreedyDual-Size with frequency). Reloading an adapter costs time in proportion
+to its bytes, so size cancels: the least frequency goes, and of equals the least recently used. Frequencies decay,
+so that a variant that was popular an hour ago gives way. A variant in flight or pinned is never evicted.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Collection, Iterable, KeysView, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from fingerprint.errors import ConfigError
+
+__all__ = [
+    "BACKGROUND_LOADS",
+    "DEFAULT_VARIANT_POLICY",
+    "STARVATION_BOUND_S",
+    "VARIANT_POLICIES",
+    "Admission",
+    "BusiestLoaded",
+    "Candidate",
+    "FirstComeFirstServed",
+    "VariantPolicy",
+    "WaitingRequest",
+    "WorkerVariants",
+    "admit_waiting",
+    "choose_prefetch",
+    "make_variant_policy",
+    "protected_pins",
+]
+
+DEFAULT_VARIANT_POLICY = "busiest-loaded"
+BACKGROUND_LOADS = 2  # at a worker at once, while it loads variants of requests that still wait
+STARVATION_BOUND_S = 10.0  # a request that has waited for so long is passed by none that arrived later
+_NEAR_FRACTION = 0.5  # of the bound; from then on the variant served least recently is offered a worker first
+_HALF_LIFE_S = 300.0  # of a variant's frequency
+
+
+@dataclass(slots=True)
+class _Loaded:
+    frequency: float  # admissions, decayed to ``used_s``
+    used_s: float
+
+    def decayed(self, now_s: float) -> float:
+        return self.frequency * math.exp2((self.used_s - now_s) / _HALF_LIFE_S)
+
+
+class WorkerVariants:
+    """Variants of one worker: those loaded (or being loaded) and those in flight.
+
+    Args:
+        slots: distinct variants in flight at most.
+        max_loaded: variants loaded at most.
+    """
+
+    def __init__(self, slots: int, max_loaded: int) -> None:
+        if not 1 <= slots <= max_loaded:
+            raise ConfigError(f"a worker needs 1 <= slots <= loaded variants, got {slots} and {max_loaded}")
+        self.slots, self.max_loaded = slots, max_loaded
+        self.pinned: Collection[str] = frozenset()
+        self._loaded: dict[str, _Loaded] = {}
+        self._in_flight: dict[str, int] = {}
+
+    @property
+    def loaded(self) -> KeysView[str]:
+        return self._loaded.keys()
+
+    @property
+    def in_flight(self) -> Mapping[str, int]:
+        """Requests by variant."""
+        return self._in_flight
+
+    def has_slot(self, variant: str) -> bool:
+        return variant in self._in_flight or len(self._in_flight) < self.slots
+
+    def evictions(
+        self, variant: str, now_s: float, wanted: Collection[str] = (), *, spare_wanted: bool = False
+    ) -> tuple[str, ...] | None:
+        """Return what must be unloaded before ``variant`` can be loaded; None: too much is in flight or pinned.
+
+        Args:
+            wanted: variants of waiting requests, the last to be evicted.
+            spare_wanted: never evict those.
+        """
+        excess = len(self._loaded) + 1 - self.max_loaded
+        if variant in self._loaded or excess <= 0:
+            return ()
+        idle = [
+            name
+            for name in self._loaded
+            if name not in self._in_flight and name not in self.pinned and not (spare_wanted and name in wanted)
+        ]
+        if len(idle) < excess:
+            return None
+        return tuple(heapq.nsmallest(excess, idle, key=lambda name: (name in wanted, *self._value(name, now_s))))
+
+    def loss(self, evicted: Iterable[str], now_s: float) -> float:
+        """Return the decayed frequency of what would be evicted: the cost of loading here."""
+        return sum(self._loaded[name].decayed(now_s) for name in evicted)
+
+    def admit(self, variant: str, now_s: float) -> None:
+        """Count one more request in flight."""
+        self._in_flight[variant] = self._in_flight.get(variant, 0) + 1
+        if variant in self._loaded:
+            self._use(variant, now_s)
+
+    def leave(self, variant: str) -> None:
+        """Count one request in flight less."""
+        left = self._in_flight[variant] - 1
+        if left:
+            self._in_flight[variant] = left
+        else:
+            del self._in_flight[variant]
+
+    def load(self, variant: str, now_s: float, evicted: Iterable[str] = ()) -> None:
+        """Give ``variant`` the place of a loaded one, from the moment its loading begins."""
+        for name in evicted:
+            self.unload(name)
+        self._loaded[variant] = _Loaded(0.0, now_s)
+        if variant in self._in_flight:
+            self._use(variant, now_s)
+
+    def unload(self, variant: str) -> None:
+        self._loaded.pop(variant, None)
+
+    def _use(self, variant: str, now_s: float) -> None:
+        loaded = self._loaded[variant]
+        loaded.frequency, loaded.used_s = loaded.decayed(now_s) + 1.0, now_s
+
+    def _value(self, variant: str, now_s: float) -> tuple[float, float]:
+        loaded = self._loaded[variant]
+        return loaded.decayed(now_s), loaded.used_s
+
+
+def protected_pins(pinned: Sequence[str], max_loaded: int) -> tuple[str, ...]:
+    """Return the pinned variants that are never evicted: all but those that would leave no place to the rest."""
+    return tuple(pinned[: max_loaded - 1])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """Worker that has room for one more request."""
+
+    worker: WorkerVariants
+    outstanding: int  # its requests of all variants and of the base
+    last_turn: int = -1  # of the request that it was given last
+    is_avoided: bool = False  # the request failed there; taken only where no other can
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Admission:
+    """Choice of a worker for a request, or for a load."""
+
+    index: int  # among the candidates
+    evicted: tuple[str, ...] = ()  # what is unloaded first, where the variant is to be loaded
+
+
+class WaitingRequest(Protocol):
+    """Request in the queue."""
+
+    @property
+    def variant(self) -> str | None: ...  # None: the base, which needs room but no slot
+    @property
+    def arrived_s(self) -> float: ...
+
+
+_W = TypeVar("_W", bound=WaitingRequest)
+
+
+class VariantPolicy(Protocol):
+    """Choice of the worker, and order of the queue."""
+
+    @property
+    def name(self) -> str: ...
+
+    def order(self, waiting: Sequence[_W], served_s: Mapping[str, float], now_s: float) -> Sequence[_W]:
+        """Return variants' requests, given in order of arrival, in the order in which they are offered a worker.
+
+        Args:
+            served_s: when a request of a variant was last admitted.
+        """
+        ...
+
+    def may_be_passed(self, request: WaitingRequest, now_s: float) -> bool:
+        """Return whether requests behind ``request``, which no worker can take now, may be admitted."""
+        ...
+
+    def choose(
+        self, variant: str, candidates: Sequence[Candidate], now_s: float, wanted: Collection[str] = ()
+    ) -> Admission | None:
+        """Return the worker that takes a request of ``variant`` now, None: none can.
+
+        Args:
+            wanted: variants of waiting requests.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FirstComeFirstServed:
+    """Least loaded worker, which loads what it lacks; all requests wait behind one that no worker can take."""
+
+    name: str = "fcfs"
+
+    def order(self, waiting: Sequence[_W], served_s: Mapping[str, float], now_s: float) -> Sequence[_W]:
+        return waiting
+
+    def may_be_passed(self, request: WaitingRequest, now_s: float) -> bool:
+        return False
+
+    def choose(
+        self, variant: str, candidates: Sequence[Candidate], now_s: float, wanted: Collection[str] = ()
+    ) -> Admission | None:
+        def rank(candidate: Candidate, loss: float) -> tuple[float, ...]:
+            return (candidate.outstanding, candidate.last_turn)
+
+        return _best(variant, candidates, now_s, wanted, rank)
+
+
+@dataclass(frozen=True, slots=True)
+class BusiestLoaded:
+    """Busiest worker that has the variant loaded and has room (Punica), else the one where loading costs least.
+
+    A request that no worker can take is passed by those behind it until it has waited for ``bound_s``; then none
+    that arrived later is admitted before it. From half the bound on, a slot that falls free goes to the waiting
+    variant that was served least recently, not to the popular one of the request at the head.
+    """
+
+    name: str = DEFAULT_VARIANT_POLICY
+    bound_s: float = STARVATION_BOUND_S
+
+    def order(self, waiting: Sequence[_W], served_s: Mapping[str, float], now_s: float) -> Sequence[_W]:
+        oldest_s = max((now_s - request.arrived_s for request in waiting), default=0.0)
+        if not _NEAR_FRACTION * self.bound_s <= oldest_s < self.bound_s:
+            return waiting
+        return sorted(waiting, key=lambda request: served_s.get(request.variant or "", float("-inf")))
+
+    def may_be_passed(self, request: WaitingRequest, now_s: float) -> bool:
+        return now_s - request.arrived_s < self.bound_s
+
+    def choose(
+        self, variant: str, candidates: Sequence[Candidate], now_s: float, wanted: Collection[str] = ()
+    ) -> Admission | None:
+        def rank(candidate: Candidate, loss: float) -> tuple[float, ...]:
+            if variant in candidate.worker.loaded:
+                return (0, -candidate.outstanding, candidate.last_turn)
+            return (1, loss, candidate.outstanding, candidate.last_turn)
+
+        return _best(variant, candidates, now_s, wanted, rank)
+
+
+def _best(
+    variant: str,
+    candidates: Sequence[Candidate],
+    now_s: float,
+    wanted: Collection[str],
+    rank: Callable[[Candidate, float], tuple[float, ...]],
+) -> Admission | None:
+    """Return the candidate of least rank that can take a request of ``variant``."""
+    best: Admission | None = None
+    best_rank: tuple[float, ...] = ()
+    for index, candidate in enumerate(candidates):
+        worker = candidate.worker
+        if not worker.has_slot(variant):
+            continue
+        evicted = worker.evictions(variant, now_s, wanted)
+        if evicted is None:
+            continue
+        its_rank = (float(candidate.is_avoided), *rank(candidate, worker.loss(evicted, now_s)))
+        if best is None or its_rank < best_rank:
+            best, best_rank = Admission(index=index, evicted=evicted), its_rank
+    return best
+
+
+def choose_prefetch(
+    variant: str, workers: Sequence[WorkerVariants], now_s: float, wanted: Collection[str]
+) -> Admission | None:
+    """Return where to load ``variant``, whose request waits; None: it is loaded, or no place can be spared.
+
+    Nothing is evicted for it that a waiting request wants as well.
+    """
+    best, best_loss = None, float("inf")
+    for index, worker in enumerate(workers):
+        if variant in worker.loaded:
+            return None
+        evicted = worker.evictions(variant, now_s, wanted, spare_wanted=True)
+        if evicted is not None and (loss := worker.loss(evicted, now_s)) < best_loss:
+            best, best_loss = Admission(index=index, evicted=evicted), loss
+    return best
+
+
+def admit_waiting(
+    policy: VariantPolicy,
+    waiting: Sequence[_W],
+    served_s: Mapping[str, float],
+    now_s: float,
+    admit: Callable[[_W], bool],
+) -> None:
+    """Offer all waiting requests a worker, each at most once.
+
+    Requests of the base are offered one in their turn: they need no slot, and keep none from a variant that waits
+    for one. A request of the base that finds no room ends the round, as no worker has any.
+
+    Args:
+        waiting: in order of arrival.
+        admit: gives a request to a worker, if one can take it, and returns whether it did.
+    """
+    ordered = iter(policy.order([request for request in waiting if request.variant is not None], served_s, now_s))
+    stuck: set[str] = set()
+    is_closed = False
+    for at_place in waiting:
+        request = at_place if at_place.variant is None else next(ordered)
+        if request.variant is not None and (is_closed or request.variant in stuck):
+            continue
+        if admit(request):
+            continue
+        if request.variant is None:
+            return
+        stuck.add(request.variant)
+        is_closed = not policy.may_be_passed(request, now_s)
+
+
+VARIANT_POLICIES: dict[str, Callable[[], VariantPolicy]] = {
+    "fcfs": FirstComeFirstServed,
+    DEFAULT_VARIANT_POLICY: BusiestLoaded,
+}
+
+
+def make_variant_policy(name: str = DEFAULT_VARIANT_POLICY) -> VariantPolicy:
+    """Return the policy of that name.
+
+    Raises:
+        ConfigError: an unknown name.
+    """
+    if name not in VARIANT_POLICIES:
+        known = ", ".join(VARIANT_POLICIES)
+        raise ConfigError(f"there is no scheduling policy of variants {name!r}; choose one of {known}")
+    return VARIANT_POLICIES[name]()

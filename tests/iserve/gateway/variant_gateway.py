@@ -1,0 +1,29 @@
+"""``python -m tests.iserve.gateway.variant_gateway``: the gateway over stand-ins for the folders of variants.
+
+The folder of a content has its hash as name; while there is a file HASH.broken next to it, it fails its check.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from fingerprint.errors import CheckpointError
+from iserve.gateway import __main__ as gateway
+
+
+class Folders:
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def loadable(self, content_hash: str) -> Path:
+        folder = self._root / content_hash
+        if folder.with_suffix(".broken").exists():
+            raise CheckpointError(f"{folder}: a tensor was changed")
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+
+if __name__ == "__main__":
+    gateway._StoredVariants = Folders
+    sys.exit(gateway.main())

@@ -1,0 +1,71 @@
+"""Replay of variants' requests: counts and waiting times by hand, and laws."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fingerprint.errors import ConfigError
+from placement.variant_routing import FirstComeFirstServed
+from traces.simulator.variants import VariantArrival, VariantWorkers, replay_variants
+
+
+def workers(**fields) -> VariantWorkers:
+    kept = {"num_workers": 1, "slots": 2, "max_loaded": 2, "variant_bytes": 100, "load_bytes_per_s": 1000.0}
+    return VariantWorkers(**kept | fields)
+
+
+def arrivals(*rows: tuple[float, str], service_s: float = 1.0) -> list[VariantArrival]:
+    return [VariantArrival(arrived_s=at_s, variant=name, service_s=service_s) for at_s, name in rows]
+
+
+def test_a_cold_variant_waits_for_its_load_once() -> None:
+    replay = replay_variants(arrivals((0.0, "a"), (0.04, "a"), (5.0, "a")), workers())
+    assert (replay.loads, replay.evictions, replay.hits) == (1, 0, 2)
+    assert replay.waiting_s == pytest.approx((0.1, 0.06, 0.0))
+    assert replay.hit_rate == pytest.approx(2 / 3)
+
+
+def test_a_slot_is_waited_for_and_the_load_hidden_behind_it() -> None:
+    """ "b" is loaded while "a" runs."""
+    trace = arrivals((0.0, "a"), (0.5, "b"))
+    hidden = replay_variants(trace, workers(slots=1))
+    assert hidden.waiting_s == pytest.approx((0.1, 0.6))
+    in_turn = replay_variants(trace, workers(slots=1, max_loaded=1))
+    assert in_turn.waiting_s == pytest.approx((0.1, 0.7))
+    assert in_turn.evictions == 1
+
+
+def test_followers_of_a_running_variant_pass_but_not_first_come_first_served() -> None:
+    trace = arrivals((0.0, "a"), (0.2, "b"), (0.3, "a"))
+    ours = replay_variants(trace, workers(slots=1))
+    assert ours.waiting_s == pytest.approx((0.1, 1.1, 0.0))
+    fcfs = replay_variants(trace, workers(slots=1), FirstComeFirstServed())
+    assert fcfs.waiting_s == pytest.approx((0.1, 0.9, 1.8))
+
+
+@given(
+    rows=st.lists(st.tuples(st.floats(0, 50), st.sampled_from("abcdefgh")), max_size=60),
+    num_workers=st.integers(1, 3),
+    slots=st.integers(1, 3),
+    spare=st.integers(0, 3),
+)
+def test_laws(rows, num_workers, slots, spare) -> None:
+    fleet = workers(num_workers=num_workers, slots=slots, max_loaded=slots + spare)
+    for policy in (None, FirstComeFirstServed()):
+        replay = replay_variants(arrivals(*rows), fleet, policy)
+        assert len(replay.waiting_s) == len(rows)
+        assert all(waited_s >= 0 for waited_s in replay.waiting_s)
+        assert replay.loads >= len({name for _, name in rows})
+        assert replay.loads - replay.evictions <= num_workers * (slots + spare)
+        assert replay.hits + replay.loads >= len(rows)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"num_workers": 0}, {"max_outstanding": 0}, {"load_bytes_per_s": 0.0}, {"variant_bytes": -1}, {"slots": 3}],
+)
+def test_impossible_workers(fields) -> None:
+    with pytest.raises(ConfigError):
+        replay_variants([], workers(**fields))

@@ -1,0 +1,210 @@
+"""Replay of requests for LoRA variants over workers with adapter slots, by the gateway's own scheduling policy.
+
+Answers how often a variant is loaded already, how many loads and evictions a trace causes, and how long its
+requests wait for a slot and for their load. Batching is left out: a request takes its ``service_s`` anywhere.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fingerprint.errors import ConfigError
+from placement.variant_routing import (
+    BACKGROUND_LOADS,
+    Candidate,
+    VariantPolicy,
+    WorkerVariants,
+    admit_waiting,
+    choose_prefetch,
+    make_variant_policy,
+)
+
+__all__ = ["VariantArrival", "VariantReplay", "VariantWorkers", "replay_variants"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VariantArrival:
+    """Request of a trace."""
+
+    arrived_s: float
+    variant: str
+    service_s: float  # at the worker, without its load
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VariantWorkers:
+    """Workers of one deployment, all alike."""
+
+    num_workers: int
+    slots: int  # distinct variants in flight at a worker
+    max_loaded: int  # variants loaded at a worker
+    max_outstanding: int = 256  # requests at a worker
+    variant_bytes: int  # of one variant
+    load_bytes_per_s: float  # of one load; loads do not slow each other down
+
+    def __post_init__(self) -> None:
+        if min(self.num_workers, self.max_outstanding) < 1:
+            raise ConfigError(
+                f"variants need a worker and room at it, got {self.num_workers} and {self.max_outstanding}"
+            )
+        if not (self.variant_bytes >= 0 and self.load_bytes_per_s > 0):
+            raise ConfigError(
+                f"a load needs bytes and bytes per second, got {self.variant_bytes} and {self.load_bytes_per_s}"
+            )
+
+    @property
+    def load_s(self) -> float:
+        return self.variant_bytes / self.load_bytes_per_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VariantReplay:
+    """Outcome of a replay."""
+
+    loads: int
+    evictions: int
+    hits: int  # requests whose variant was loaded, or being loaded, when a worker took them
+    waiting_s: tuple[float, ...]  # of each request in order of the trace, until it ran
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hits / len(self.waiting_s) if self.waiting_s else 1.0
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    row: int
+    arrival: VariantArrival
+
+    @property
+    def variant(self) -> str:
+        return self.arrival.variant
+
+    @property
+    def arrived_s(self) -> float:
+        return self.arrival.arrived_s
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    state: WorkerVariants
+    outstanding: int = 0
+    last_turn: int = -1
+    loading: dict[str, float] = field(default_factory=dict)  # when the load of a variant ends
+
+
+def replay_variants(
+    requests: Sequence[VariantArrival], workers: VariantWorkers, policy: VariantPolicy | None = None
+) -> VariantReplay:
+    """Replay ``requests``, in any order of arrival.
+
+    Raises:
+        ConfigError: the workers have fewer places than slots, or none.
+    """
+    replay = _Replay(len(requests), workers, policy or make_variant_policy())
+    return replay.run(requests)
+
+
+class _Replay:
+    def __init__(self, num_requests: int, workers: VariantWorkers, policy: VariantPolicy) -> None:
+        self._of, self._policy = workers, policy
+        self._workers = [
+            _Worker(WorkerVariants(workers.slots, workers.max_loaded)) for _ in range(workers.num_workers)
+        ]
+        self._waiting: list[_Request] = []
+        self._served_s: dict[str, float] = {}
+        self._events: list[tuple[float, int, _Worker, _Request | None]] = []  # a request, or a load, ends
+        self._order = itertools.count()
+        self._wanted: dict[str, None] = {}
+        self._waiting_s = [0.0] * num_requests
+        self._loads = self._evictions = self._hits = 0
+
+    def run(self, requests: Sequence[VariantArrival]) -> VariantReplay:
+        arrivals = sorted(
+            (_Request(row, arrival) for row, arrival in enumerate(requests)), key=lambda one: one.arrived_s
+        )
+        next_row = 0
+        while next_row < len(arrivals) or self._events:
+            if self._events and (next_row == len(arrivals) or self._events[0][0] <= arrivals[next_row].arrived_s):
+                now_s, _, worker, request = heapq.heappop(self._events)
+                if request is not None:
+                    worker.outstanding -= 1
+                    worker.state.leave(request.variant)
+            else:
+                now_s = arrivals[next_row].arrived_s
+                self._waiting.append(arrivals[next_row])
+                next_row += 1
+            self._serve(now_s)
+        return VariantReplay(
+            loads=self._loads, evictions=self._evictions, hits=self._hits, waiting_s=tuple(self._waiting_s)
+        )
+
+    def _serve(self, now_s: float) -> None:
+        if not self._waiting:
+            return
+        admitted: set[_Request] = set()
+
+        def admit(request: _Request) -> bool:
+            if is_admitted := self._admit(request, now_s):
+                admitted.add(request)
+            return is_admitted
+
+        self._wanted = dict.fromkeys(request.variant for request in self._waiting)
+        admit_waiting(self._policy, self._waiting, self._served_s, now_s, admit)
+        self._waiting = [request for request in self._waiting if request not in admitted]
+        self._wanted = dict.fromkeys(request.variant for request in self._waiting)
+        self._prefetch(now_s)
+
+    def _admit(self, request: _Request, now_s: float) -> bool:
+        rooms = [worker for worker in self._workers if worker.outstanding < self._of.max_outstanding]
+        candidates = [
+            Candidate(worker=worker.state, outstanding=worker.outstanding, last_turn=worker.last_turn)
+            for worker in rooms
+        ]
+        admission = self._policy.choose(request.variant, candidates, now_s, self._wanted)
+        if admission is None:
+            return False
+        worker = rooms[admission.index]
+        worker.state.admit(request.variant, now_s)
+        worker.outstanding += 1
+        worker.last_turn = request.row
+        self._served_s[request.variant] = now_s
+        if request.variant in worker.state.loaded:
+            self._hits += 1
+        else:
+            self._load(worker, request.variant, admission.evicted, now_s)
+        starts_s = max(now_s, worker.loading.get(request.variant, 0.0))
+        self._waiting_s[request.row] = starts_s - request.arrived_s
+        self._end(starts_s + request.arrival.service_s, worker, request)
+        return True
+
+    def _prefetch(self, now_s: float) -> None:
+        for variant in self._wanted:
+            free = [
+                worker
+                for worker in self._workers
+                if sum(1 for ends_s in worker.loading.values() if ends_s > now_s) < BACKGROUND_LOADS
+            ]
+            if not free:
+                return
+            if any(variant in worker.state.loaded for worker in self._workers):
+                continue
+            found = choose_prefetch(variant, [worker.state for worker in free], now_s, self._wanted)
+            if found is None:  # nor is there a place for any after it
+                return
+            self._load(free[found.index], variant, found.evicted, now_s)
+
+    def _load(self, worker: _Worker, variant: str, evicted: Sequence[str], now_s: float) -> None:
+        self._loads += 1
+        self._evictions += len(evicted)
+        for name in evicted:
+            worker.loading.pop(name, None)
+        worker.state.load(variant, now_s, evicted)
+        worker.loading[variant] = now_s + self._of.load_s
+        self._end(now_s + self._of.load_s, worker, None)
+
+    def _end(self, at_s: float, worker: _Worker, request: _Request | None) -> None:
+        heapq.heappush(self._events, (at_s, next(self._order), worker, request))
