@@ -21,6 +21,7 @@ from daemon.status import DeviceBusy, WorkerStats
 from daemon.torch_engine.runner_types import Runner, StepItem, StepPlan, StepResult
 from daemon.torch_engine.runtime.sampling import Sampler, SamplingParams, sample
 from daemon.torch_engine.runtime.scheduler import Demand, Scheduler, Work
+from daemon.torch_engine.runtime.scoring import TokenScore, score
 from daemon.worker_spec import StageAssignment, WorkerLimits
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import ConflictError, EngineError, IserveError, UnavailableError
@@ -49,13 +50,19 @@ class Finish(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceRequest:
-    """Sequence to generate. ``end_ids`` end it, as its last token; before ``min_tokens`` they are barred."""
+    """Sequence to generate. ``end_ids`` end it, as its last token; before ``min_tokens`` they are barred.
+
+    ``forced`` tokens follow the prompt in place of chosen ones. Each is scored, with the ``score_top`` likeliest:
+    a text is scored by the steps that serve it, and takes no memory that a sequence of its length does not.
+    """
 
     prompt: tuple[int, ...]
     max_tokens: int
     sampling: SamplingParams
     min_tokens: int = 0
     end_ids: frozenset[int] = frozenset()
+    forced: tuple[int, ...] = ()
+    score_top: int = 0
 
 
 class TokenEvent(NamedTuple):
@@ -66,6 +73,7 @@ class TokenEvent(NamedTuple):
     finish: Finish | None
     at_s: float  # time.perf_counter()
     error: str | None = None
+    score: TokenScore | None = None  # of a forced token
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +97,12 @@ class _Live:
     @property
     def generated(self) -> int:
         return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def forced(self) -> int | None:
+        """Token that is given in place of the next one."""
+        forced = self.request.forced
+        return forced[self.generated] if self.generated < len(forced) else None
 
     def barred(self) -> tuple[int, ...]:
         return tuple(self.request.end_ids) if self.generated < self.request.min_tokens else ()
@@ -374,6 +388,11 @@ class Engine:
         if len(rows) < len(plan):
             logits_NV = logits_NV[[row for row, _, _ in rows]]
         chosen = sample(logits_NV, [live.sampler for _, _, live in rows], [live.barred() for _, _, live in rows])
+        scores: dict[int, TokenScore] = {}
+        for row, (_, id_, live) in enumerate(rows):
+            if live.forced is not None and chosen[row] is not None:
+                chosen[row] = live.forced
+                scores[id_] = score(logits_NV[row], live.forced, live.request.score_top)
         new = {id_: (live, token) for (_, id_, live), token in zip(rows, chosen, strict=True)}
         stopped = {id_ for id_, (live, token) in new.items() if token is None or token in live.request.end_ids}
         now_s = time.perf_counter()
@@ -390,7 +409,7 @@ class Engine:
                 else:
                     live.tokens.append(token)
                     finish = Finish.STOP if id_ in stopped else Finish.LENGTH if id_ in at_length else None
-                    events.append(TokenEvent(id_, token, finish, now_s))
+                    events.append(TokenEvent(id_, token, finish, now_s, score=scores.get(id_)))
                 if events[-1].finish is not None:
                     del self._live[id_]
         return events
