@@ -1,6 +1,6 @@
 """Train the demo model's two LoRA adapters: ``python -m iserve.demo.train_adapters --out DIR``.
 
-On one CPU thread about a minute each. Deterministic data (batch ``i`` depends on the seed and ``i`` only); the
+On one CPU thread about two minutes each. Deterministic data (batch ``i`` depends on the seed and ``i`` only); the
 weights differ in the last bits between machines. Each step takes a batch of the new task and one of the base's.
 """
 
