@@ -41,7 +41,7 @@ class TextFacts:
     num_cut: int
     """Texts that were cut to what is read of one, or to the context."""
     num_left_out: int
-    """Prompts with answers that are longer than the context."""
+    """Texts left out: of one token, or prompts with answers that are longer than the context."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

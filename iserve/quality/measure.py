@@ -53,9 +53,9 @@ def measure(
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         try:
             for done, pair in enumerate(pool.map(lambda text: _pair(text, model, against), file.texts), 1):
-                if pair is None:
+                if pair is None or not pair[0].tokens:
                     left_out += 1
-                elif pair[0].tokens:
+                else:
                     pairs.append(pair)
                 progress(done, len(file.texts))
         except BaseException:
@@ -63,8 +63,8 @@ def measure(
             raise
     if not pairs:
         raise BadInputError(
-            f"no text of {file.path} has a token to predict within the context ({left_out} are too long); "
-            "give texts of two tokens or more that fit"
+            f"no text of {file.path} has a token to predict: a text needs two, and a prompt with its answer must "
+            "fit the context; give others"
         )
     cut = sum(pair[0].was_cut or (pair[1] is not None and pair[1].was_cut) for pair in pairs)
     counts = [len(scored.tokens) for scored, _ in pairs]
@@ -139,6 +139,6 @@ def _notes(text: TextFacts, *, compared: bool) -> Iterator[str]:
     if text.num_cut:
         yield f"texts cut, longer than the context or {MAX_CHARS:,} characters: {text.num_cut} of {text.num_texts}"
     if text.num_left_out:
-        yield f"prompts with answers left out, longer than the context: {text.num_left_out}"
+        yield f"texts left out, of one token or prompts with answers longer than the context: {text.num_left_out}"
     if text.num_texts == 1:
         yield "one text has no interval; give several, as paragraphs or lines"

@@ -51,6 +51,9 @@ def scored(model: str, text: bytes, top: int) -> dict[str, Any]:
     }
 
 
+answer_of = scored  # a test may name the tokens otherwise
+
+
 class Endpoint(ThreadingHTTPServer):
     """Serves the models of ``SHARPNESS``; ``say``, where it is set, is said to every request instead."""
 
@@ -69,7 +72,7 @@ class Endpoint(ThreadingHTTPServer):
         choice: dict[str, Any] = {"index": 0, "text": text.decode(), "finish_reason": "length", "logprobs": None}
         if body.get("echo"):
             assert body["return_tokens_as_token_ids"]
-            choice["logprobs"] = scored(model, text, body["logprobs"])
+            choice["logprobs"] = answer_of(model, text, body["logprobs"])
         else:  # greedy: the letters after the last, up to "e" as the end of the sequence
             letters = bytes(range(text[-1] + 1, text[-1] + 1 + body["max_tokens"]))
             choice["text"] = letters.partition(b"f")[0].decode()
@@ -190,12 +193,12 @@ def test_a_text_longer_than_the_context_is_cut_and_a_pair_left_out(
     iserve: Callable[..., Done], endpoint: Endpoint, tmp_path: Path, golden: Golden
 ) -> None:
     file = tmp_path / "long.jsonl"
-    rows = [{"text": "ab" * 100}, *PAIRS, {"prompt": "ab" * 100, "answer": "c"}]
+    rows = [{"text": "ab" * 100}, *PAIRS, {"prompt": "ab" * 100, "answer": "c"}, {"text": "a"}]
     file.write_text("\n".join(map(json.dumps, rows)))
     found = measured(
         iserve("quality", "variant", "--against", "base", "--text", file, "--url", endpoint.url, "--json")
     )
-    assert (found.text.num_texts, found.text.num_cut, found.text.num_left_out) == (4, 1, 1)
+    assert (found.text.num_texts, found.text.num_cut, found.text.num_left_out) == (4, 1, 2)
     assert found.text.num_tokens == 49 + 7  # 200 characters, halved until they fit
     golden("quality", "\n".join(found.notes))
 
@@ -205,6 +208,27 @@ def test_of_one_text_there_is_no_interval(iserve: Callable[..., Done], endpoint:
     found = measured(iserve("quality", "base", "--text", tmp_path / "one.txt", "--url", endpoint.url, "--json"))
     assert found.nll.low is found.nll.high is None
     assert len(found.notes) == 1
+
+
+def test_a_file_without_a_token_to_predict_is_refused(
+    iserve: Callable[..., Done], endpoint: Endpoint, tmp_path: Path, golden: Golden
+) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    done = iserve("quality", "base", "--text", tmp_path / "a.txt", "--url", endpoint.url, "--json")
+    golden("quality", done.line)
+
+
+def test_models_of_two_tokenizers_are_not_compared(
+    iserve: Callable[..., Done], endpoint: Endpoint, text: Path, monkeypatch: pytest.MonkeyPatch, golden: Golden
+) -> None:
+    def renamed(model: str, content: bytes, top: int) -> dict[str, Any]:
+        found = scored(model, content, top)
+        names = [f"token_id:{byte + (model == 'variant')}" for byte in content]
+        return found | {"tokens": names}
+
+    monkeypatch.setitem(globals(), "answer_of", renamed)
+    done = iserve("quality", "variant", "--against", "base", "--text", text, "--url", endpoint.url)
+    golden("quality", done.line)
 
 
 @pytest.mark.parametrize(
