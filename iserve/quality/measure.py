@@ -64,7 +64,7 @@ def measure(
     if not pairs:
         raise BadInputError(
             f"no text of {file.path} has a token to predict: a text needs two, and a prompt with its answer must "
-            "fit the context; give others"
+            "fit the context; give a longer text or a shorter prompt"
         )
     cut = sum(pair[0].was_cut or (pair[1] is not None and pair[1].was_cut) for pair in pairs)
     counts = [len(scored.tokens) for scored, _ in pairs]
