@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from daemon.torch_engine.api.openai_api import Generation, bad_request
@@ -16,13 +17,13 @@ __all__ = ["scored_choice", "scoring_requests"]
 MAX_LOGPROBS = 2**18  # of one answer: tokens times one more than the likeliest in place of each
 
 
-def scoring_requests(prompts: Sequence[tuple[int, ...]], top: int) -> list[SequenceRequest]:
-    """Return sequences that begin with the first token of a prompt and are given the rest.
+def scoring_requests(requests: Sequence[SequenceRequest], top: int) -> list[SequenceRequest]:
+    """Return ``requests`` as sequences that begin with the first token of a prompt and are given the rest.
 
     Raises:
         ApiError: 400, more logprobs than one answer holds.
     """
-    total = sum(map(len, prompts)) * (top + 1)
+    total = sum(len(request.prompt) for request in requests) * (top + 1)
     if total > MAX_LOGPROBS:
         raise bad_request(
             f"the answer would hold {total} logprobs, at most {MAX_LOGPROBS} are allowed: send fewer or shorter "
@@ -30,14 +31,17 @@ def scoring_requests(prompts: Sequence[tuple[int, ...]], top: int) -> list[Seque
             "logprobs",
         )
     return [
-        SequenceRequest(
-            prompt=prompt[:1],
-            forced=prompt[1:],
-            max_tokens=max(1, len(prompt) - 1),  # after a lone token one is chosen, and not shown
-            sampling=SamplingParams(temperature=0),
+        replace(
+            request,
+            prompt=request.prompt[:1],
+            forced=request.prompt[1:],
             score_top=top,
+            max_tokens=max(1, len(request.prompt) - 1),  # after a lone token one is chosen, and not shown
+            min_tokens=0,
+            end_ids=frozenset(),  # one within a prompt ends nothing
+            sampling=SamplingParams(temperature=0),
         )
-        for prompt in prompts
+        for request in requests
     ]
 
 

@@ -116,12 +116,7 @@ class Worker:
         if not generation.ignore_eos:
             ends |= self.end_ids
         requests = []
-        prompts = await self._encode(generation)
-        if generation.score_top is not None:
-            for prompt in prompts:
-                self._max_tokens(generation, len(prompt))
-            return scoring_requests(prompts, generation.score_top)
-        for prompt in prompts:
+        for prompt in await self._encode(generation):
             max_tokens = self._max_tokens(generation, len(prompt))
             requests.append(
                 SequenceRequest(
@@ -132,7 +127,7 @@ class Worker:
                     end_ids=ends,
                 )
             )
-        return requests
+        return requests if generation.score_top is None else scoring_requests(requests, generation.score_top)
 
     async def _encode(self, generation: Generation) -> list[tuple[int, ...]]:
         prompts: list[tuple[int, ...]]
