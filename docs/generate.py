@@ -150,6 +150,7 @@ PAGES = {
     DOCS / "performance.md": measured("performance.md"),
     DOCS / "risk.md": measured("risk.md"),
     DOCS / "placement.md": measured("placement.md"),
+    DOCS / "variants.md": measured("variants.md"),
     DOCS / "worlds.md": measured("worlds.md"),
     DOCS / "world.schema.json": world_schema,
     DOCS / "cli.md": cli_reference,

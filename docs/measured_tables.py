@@ -219,7 +219,16 @@ def _placed() -> list[dict[str, Any]]:
     return rows
 
 
+def _quality_by_rank() -> str:
+    from fingerprint.codec import from_json
+    from tests.bench.variant_quality import Study, table
+
+    file = "variant_quality.json"
+    return table(from_json((RESULTS / file).read_bytes(), Study, what=file))
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "quality by rank": _quality_by_rank,
     "world contestants": contestants_table,
     "world fields": fields_table,
     "ours in worlds": against_table,

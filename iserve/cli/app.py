@@ -25,6 +25,7 @@ COMMANDS = {
     "verify": ("verify",),
     "report": ("report",),
     "variant": ("variant",),
+    "quality": ("quality",),
     "engines": ("engines",),
     "backup": ("backup", "restore"),
     "installation": ("up", "down", "status", "nodes", "doctor", "register", "profile", "keys"),

@@ -72,6 +72,17 @@ def encode(tokenizer: PreTrainedTokenizerFast, example: Example) -> tuple[list[i
     return prompt + answer, len(prompt)
 
 
+def padded_batch(rows: list[tuple[list[int], int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return token ids and labels of encoded examples, padded on the right to a multiple of 8."""
+    width = 8 * math.ceil(max(len(ids) for ids, _ in rows) / 8)
+    ids = torch.ones(len(rows), width, dtype=torch.long)
+    labels = torch.full((len(rows), width), -100)
+    for row, (tokens, prompt) in enumerate(rows):
+        ids[row, : len(tokens)] = torch.tensor(tokens)
+        labels[row, prompt : len(tokens)] = torch.tensor(tokens[prompt:])
+    return ids, labels
+
+
 class Batches(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Batch ``i`` is a function of the seed and ``i``, whichever process draws it."""
 
@@ -84,14 +95,7 @@ class Batches(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         rng = random.Random(f"{self.seed}/{index}")
-        rows = [encode(self.tokenizer, draw(rng, held_out=False)) for _ in range(self.batch)]
-        width = 8 * math.ceil(max(len(ids) for ids, _ in rows) / 8)
-        ids = torch.ones(self.batch, width, dtype=torch.long)
-        labels = torch.full((self.batch, width), -100)
-        for row, (tokens, prompt) in enumerate(rows):
-            ids[row, : len(tokens)] = torch.tensor(tokens)
-            labels[row, prompt : len(tokens)] = torch.tensor(tokens[prompt:])
-        return ids, labels
+        return padded_batch([encode(self.tokenizer, draw(rng, held_out=False)) for _ in range(self.batch)])
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:

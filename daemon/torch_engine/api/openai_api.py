@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ import msgspec
 
 from daemon.torch_engine.api.tokenizer import ChatMessage
 from daemon.torch_engine.runtime.sampling import SamplingParams
+from daemon.torch_engine.runtime.scoring import MAX_TOP
 from fingerprint.errors import BadInputError, ConfigError, IserveError
 
 __all__ = [
@@ -45,7 +47,7 @@ T = TypeVar("T")
 _NOT_SUPPORTED: dict[str, tuple[object, ...]] = {
     "n": (1,),
     "best_of": (1,),
-    "echo": (False,),
+    "echo": (False,),  # a prompt's scores have it
     "suffix": ("",),
     "logit_bias": (),
     "presence_penalty": (0,),
@@ -135,6 +137,9 @@ class _Body(msgspec.Struct):
 
 class _CompletionBody(_Body):
     prompt: Any = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    return_tokens_as_token_ids: bool | None = None
 
 
 class _Part(msgspec.Struct):
@@ -170,6 +175,8 @@ class Generation:
     texts: tuple[str, ...] = ()
     token_lists: tuple[tuple[int, ...], ...] = ()
     messages: tuple[ChatMessage, ...] = ()
+    score_top: int | None = None  # the prompts are scored and nothing is generated, with so many likeliest tokens
+    tokens_as_ids: bool = False  # tokens of scores are named by their ids
 
     @property
     def prompt_param(self) -> str:
@@ -195,12 +202,31 @@ def parse_completion(raw: bytes) -> Generation:
     Raises:
         ApiError: 400, naming the field.
     """
-    fields = _decode(raw)
-    if fields.get("logprobs") is not None:  # 0 asks for the sampled token's
-        raise bad_request("logprobs is not supported", "logprobs")
-    body = _convert(fields, _CompletionBody)
+    body = _convert(_decode(raw, supported=("echo",)), _CompletionBody)
     texts, token_lists = _prompts(body.prompt)
-    return _generation(body, body.max_tokens, chat=False, texts=texts, token_lists=token_lists)
+    scores = _scores(body)
+    max_tokens = None if scores else body.max_tokens
+    return _generation(body, max_tokens, chat=False, texts=texts, token_lists=token_lists, **scores)
+
+
+def _scores(body: _CompletionBody) -> dict[str, Any]:
+    """Return the fields of a request that scores its prompts; none where it generates."""
+    if not body.echo and body.logprobs is None:
+        return {}
+    for param, is_missing in (
+        ("logprobs", not body.echo),  # 0 asks for the sampled token's
+        ("echo", body.logprobs is None),
+        ("max_tokens", body.max_tokens != 0),
+        ("stream", bool(body.stream)),
+    ):
+        if is_missing:
+            raise bad_request(
+                "logprobs are those of prompts: send echo=true and max_tokens=0 with them, and no stream", param
+            )
+    assert body.logprobs is not None
+    if not 0 <= body.logprobs <= MAX_TOP:
+        raise bad_request(f"logprobs must be 0 to {MAX_TOP}, got {body.logprobs}", "logprobs")
+    return {"score_top": body.logprobs, "tokens_as_ids": bool(body.return_tokens_as_token_ids)}
 
 
 def parse_chat(raw: bytes) -> Generation:
@@ -222,7 +248,7 @@ def parse_chat(raw: bytes) -> Generation:
     return _generation(body, limit, chat=True, messages=messages)
 
 
-def _decode(raw: bytes) -> dict[str, Any]:
+def _decode(raw: bytes, supported: Collection[str] = ()) -> dict[str, Any]:
     try:
         fields = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -233,7 +259,7 @@ def _decode(raw: bytes) -> dict[str, Any]:
         raise bad_request("the body must be a JSON object")
     for name, neutral in _NOT_SUPPORTED.items():
         value = fields.get(name)
-        if value is not None and value not in ([], {}) and value not in neutral:
+        if value is not None and value not in ([], {}) and value not in neutral and name not in supported:
             raise bad_request(f"{name}={_short(value)} is not supported", name)
     return fields
 

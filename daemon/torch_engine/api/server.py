@@ -23,6 +23,7 @@ from daemon.torch_engine.api.adapters import adapter_routes, model_list
 from daemon.torch_engine.api.metrics import Reading, WorkerMetrics
 from daemon.torch_engine.api.openai_api import ApiError, Generation, Usage
 from daemon.torch_engine.api.profile_api import profile_routes
+from daemon.torch_engine.api.prompt_scores import scored_choice, scoring_requests
 from daemon.torch_engine.api.streams import Choice, Stream, Streams
 from daemon.torch_engine.api.tokenizer import TextCodec, TextTooLongError, end_token_ids, load_text_codec
 from daemon.torch_engine.runner_types import Runner
@@ -126,7 +127,7 @@ class Worker:
                     adapter=adapter,
                 )
             )
-        return requests
+        return requests if generation.score_top is None else scoring_requests(requests, generation.score_top)
 
     async def _encode(self, generation: Generation) -> list[tuple[int, ...]]:
         prompts: list[tuple[int, ...]]
@@ -239,9 +240,11 @@ class _Answer:
         return index, text
 
     def usage(self) -> Usage:
+        forced = sum(len(request.forced) for request in self.requests)
+        scored = self.generation.score_top is not None
         return Usage(
-            sum(len(request.prompt) for request in self.requests),
-            sum(len(choice.tokens) for choice in self.choices),
+            sum(len(request.prompt) for request in self.requests) + forced,
+            0 if scored else sum(len(choice.tokens) for choice in self.choices),
         )
 
     def body(self, choices: list[dict[str, Any]], usage: Usage | None) -> bytes:
@@ -255,6 +258,8 @@ class _Answer:
         async for event in self.stream.events():
             index, text = self.push(event)
             texts[index] += text
+        if self.generation.score_top is not None:
+            return await asyncio.to_thread(self._scored)
         choices = [
             openai_api.choice_body(
                 self.generation, index, texts[index], str(choice.finish), choice.request.prompt, choice.tokens
@@ -262,6 +267,10 @@ class _Answer:
             for index, choice in enumerate(self.choices)
         ]
         return self.body(choices, self.usage())
+
+    def _scored(self) -> bytes:
+        scored = [scored_choice(self.generation, index, choice) for index, choice in enumerate(self.choices)]
+        return self.body(scored, self.usage())
 
     async def pieces(self, write: Callable[[bytes], Awaitable[None]]) -> None:
         """Write the answer as server-sent events; the last is ``[DONE]``, or an error."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from daemon.torch_engine.api.tokenizer import Detokenizer, StopMatcher, TextCodec
 from daemon.torch_engine.runtime.engine import Engine
+from daemon.torch_engine.runtime.scoring import TokenScore
 from daemon.torch_engine.runtime.sequences import Finish, SequenceRequest, TokenEvent
 
 __all__ = ["Choice", "Streams"]
@@ -90,6 +91,7 @@ class Choice:
     codec: TextCodec | None
     stops: tuple[str, ...] = ()
     tokens: list[int] = field(default_factory=list)
+    scores: list[TokenScore] = field(default_factory=list)  # of forced tokens
     finish: Finish | None = None
     first_at_s: float | None = None
     last_at_s: float | None = None
@@ -105,6 +107,8 @@ class Choice:
         """Return the text to give out now. Sets ``finish``, to ``stop`` also when a stop string is complete."""
         assert event.token is not None
         self.tokens.append(event.token)
+        if event.score is not None:
+            self.scores.append(event.score)
         self.first_at_s = self.first_at_s or event.at_s
         self.last_at_s = event.at_s
         self.finish = event.finish

@@ -22,6 +22,7 @@ from daemon.torch_engine.runner_types import Runner, StepItem, StepPlan, StepRes
 from daemon.torch_engine.runtime.adapters import Adapter, Adapters
 from daemon.torch_engine.runtime.sampling import Sampler, sample
 from daemon.torch_engine.runtime.scheduler import Demand, Scheduler, Work
+from daemon.torch_engine.runtime.scoring import TokenScore, score
 from daemon.torch_engine.runtime.sequences import Finish, LiveSequence, SequenceRequest, TokenEvent
 from daemon.worker_spec import StageAssignment, WorkerLimits
 from fingerprint.config import DeploymentConfig
@@ -416,6 +417,11 @@ class Engine:
         if len(rows) < len(plan):
             logits_NV = logits_NV[[row for row, _, _ in rows]]
         chosen = sample(logits_NV, [live.sampler for _, _, live in rows], [live.barred() for _, _, live in rows])
+        scores: dict[int, TokenScore] = {}
+        for row, (_, id_, live) in enumerate(rows):
+            if live.forced is not None and chosen[row] is not None:
+                chosen[row] = live.forced
+                scores[id_] = score(logits_NV[row], live.forced, live.request.score_top)
         new = {id_: (live, token) for (_, id_, live), token in zip(rows, chosen, strict=True)}
         stopped = {id_ for id_, (live, token) in new.items() if token is None or token in live.request.end_ids}
         now_s = time.perf_counter()
@@ -432,7 +438,7 @@ class Engine:
                 else:
                     live.tokens.append(token)
                     finish = Finish.STOP if id_ in stopped else Finish.LENGTH if id_ in at_length else None
-                    events.append(TokenEvent(id_, token, finish, now_s))
+                    events.append(TokenEvent(id_, token, finish, now_s, score=scores.get(id_)))
                 if events[-1].finish is not None:
                     del self._live[id_]
         return events

@@ -1,0 +1,195 @@
+"""Command ``quality``: how well a served model predicts a text, alone or against a reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from iserve.cli import options as o
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from iserve.quality.document import ModelFacts, QualityDocument
+    from iserve.quality.metrics import Interval
+    from iserve.quality.texts import TextFile
+
+__all__ = ["register"]
+
+_SEED = 0  # of the bootstrap
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        "quality",
+        epilog="Example: iserve quality my-variant --against iserve-demo --text questions.jsonl",
+    )(quality)
+
+
+def quality(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A running deployment, or a variant.", callback=o.not_empty)
+    ],
+    against: Annotated[
+        str | None,
+        typer.Option("--against", metavar="BASE", help="The reference, served too.", callback=o.not_empty),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            "--text",
+            metavar="FILE",
+            help='Paragraphs, or a .jsonl file with {"prompt": ..., "answer": ...} or {"text": ...} in each line. '
+            "The demo model has its own.",
+        ),
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option("--url", help="An OpenAI-compatible endpoint instead of this home's gateway.")
+    ] = None,
+    key: Annotated[
+        str | None, typer.Option("--key", envvar="OPENAI_API_KEY", help="An API key, if needed.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the JSON to this file, too.")
+    ] = None,
+    as_json: o.JsonOption = False,
+) -> None:
+    """Measure how well a served MODEL predicts a text, and how far it is from a reference.
+
+    Shows the negative log-likelihood per token and, where texts have answers, the share that MODEL gives exactly;
+    with --against also a lower bound of the KL divergence, and the share of tokens where both prefer the same.
+    Intervals are bootstrap intervals over the texts. Prompts are sent as they are, without a chat template. MODEL
+    is measured through the engine that serves it.
+    """
+    from fingerprint.output_file import output_file, write_output
+    from iserve.quality.texts import read_texts
+
+    with o.usage_errors():
+        if output is not None:
+            output_file(output)
+    texts = read_texts(_text_of(text, model, against))
+    document = _measured(model, against, texts, url=url, key=key, quiet=as_json)
+    if output is not None:
+        from fingerprint.codec import to_json
+
+        write_output(output_file(output), to_json(document, indent=2).decode() + "\n")
+    if as_json:
+        o.print_json(document)
+    else:
+        _print(document)
+
+
+def _text_of(text: Path | None, model: str, against: str | None) -> Path:
+    from iserve.demo import DEMO_MODEL_NAME, demo_quality_path
+
+    if text is not None:
+        return text.expanduser()
+    if DEMO_MODEL_NAME in (model, against):
+        return demo_quality_path()
+    raise typer.BadParameter(
+        f"{model!r} needs a text: a file of paragraphs that it should predict, or of prompts with answers "
+        '(.jsonl, {"prompt": ..., "answer": ...} in each line)',
+        param_hint="'--text'",
+    )
+
+
+def _measured(
+    model: str, against: str | None, texts: TextFile, *, url: str | None, key: str | None, quiet: bool
+) -> QualityDocument:
+    from datetime import UTC, datetime
+
+    from iserve import __version__
+    from iserve.api_documents import ProgressDocument
+    from iserve.cli.connection import gateway_url
+    from iserve.cli.progress import StepDisplay
+    from iserve.quality.document import QualityDocument
+    from iserve.quality.measure import measure
+    from iserve.quality.scoring import TOP, ScoredModel
+    from iserve.replay.endpoint import check_models, resolve_endpoint
+
+    if url is None:
+        endpoint = resolve_endpoint(gateway_url())
+    else:
+        with o.usage_errors("--url"):
+            endpoint = resolve_endpoint(url)
+    names = (model,) if against is None else (model, against)
+    scored = [ScoredModel(endpoint, name, key) for name in names]
+    check_models(endpoint, names, key)
+    started_at = datetime.now(UTC).isoformat(timespec="seconds")
+    with StepDisplay(quiet=quiet) as display:
+
+        def show(done: int, total: int) -> None:
+            display.show("scoring", ProgressDocument(step="texts", done=done, total=total, elapsed_s=0.0))
+
+        found = measure(texts, scored[0], None if against is None else scored[1], seed=_SEED, progress=show)
+    facts = [_facts(name, url) for name in names]
+    return QualityDocument(
+        model=facts[0],
+        against=None if against is None else facts[1],
+        url=endpoint.url,
+        started_at=started_at,
+        iserve_version=__version__,
+        text=found.text,
+        nll=found.nll,
+        exact_match=found.exact_match,
+        comparison=found.comparison,
+        top=TOP,
+        seed=_SEED,
+        notes=found.notes,
+    )
+
+
+def _facts(name: str, url: str | None) -> ModelFacts:
+    """Return what this home knows of a model; of another endpoint's its name."""
+    from fingerprint.errors import IserveError
+    from iserve.cli.connection import client, registered_models
+    from iserve.quality.document import ModelFacts
+    from iserve.quality.facts import model_facts
+    from iserve.settings import load_settings
+
+    if url is not None:
+        return ModelFacts(name=name)
+    settings = load_settings()
+    try:
+        return model_facts(name, client(settings, start=False), registered_models("", settings))
+    except IserveError:
+        return ModelFacts(name=name)
+
+
+def _print(document: QualityDocument) -> None:
+    from iserve.cli.render import console, print_rows
+
+    text, out = document.text, console()
+    against = "" if document.against is None else f" against {document.against.name}"
+    out.print(f"{document.model.name}{against}: {text.num_tokens:,} tokens of {text.num_texts} texts, {text.file}")
+    print_rows(("", "", "95% interval"), list(_rows(document)))
+    for note in document.notes:
+        out.print(f"note: {note}")
+
+
+def _rows(document: QualityDocument) -> Iterator[tuple[str, str, str]]:
+    compared = document.comparison
+    yield _row("NLL per token", document.nll, "{:.4f}")
+    if compared is not None and document.against is not None:
+        yield _row(f"  of {document.against.name}", compared.nll, "{:.4f}")
+        yield _row("  difference", compared.nll_difference, "{:+.4f}")
+    if document.exact_match is not None:
+        yield _row("exact match", document.exact_match, "{:.1%}")
+    if compared is not None and document.against is not None:
+        if compared.exact_match is not None:
+            yield _row(f"  of {document.against.name}", compared.exact_match, "{:.1%}")
+        yield _row("KL divergence, at least", compared.kl, "{:.4f}")
+        yield "  on shared tokens", f"{compared.shared_mass:.1%}", ""
+        yield _row("top-1 agreement", compared.top1_agreement, "{:.1%}")
+
+
+def _row(label: str, interval: Interval, form: str) -> tuple[str, str, str]:
+    if interval.low is None or interval.high is None:
+        return label, form.format(interval.value), ""
+    return (
+        label,
+        form.format(interval.value),
+        f"{form.format(interval.low)} to {form.format(interval.high)}",
+    )

@@ -1,0 +1,92 @@
+"""Result of one measurement of quality as one value: printed as JSON or in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fingerprint.config import DeploymentConfig
+from iserve.quality.metrics import Interval
+
+__all__ = ["ComparisonDocument", "ModelFacts", "QualityDocument", "TextFacts"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFacts:
+    """Model that was measured. What is not known of it is null: facts of a deployment of another home."""
+
+    name: str
+    """Name that the endpoint serves it under."""
+    checkpoint: str | None = None
+    """Folder of its weights."""
+    sha256: str | None = None
+    """Hash of its tensors: names, types, shapes and bytes, however they are divided into files."""
+    config: DeploymentConfig | None = None
+    """Configuration that serves it."""
+    engine_version: str | None = None
+    """Release of its engine."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextFacts:
+    """Texts that were predicted."""
+
+    file: str
+    """File of the texts."""
+    sha256: str
+    """Hash of the file."""
+    num_texts: int
+    """Texts that were predicted."""
+    num_tokens: int
+    """Predicted tokens."""
+    num_cut: int
+    """Texts that were cut to what is read of one, or to the context."""
+    num_left_out: int
+    """Texts left out: of one token, or prompts with answers that are longer than the context."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComparisonDocument:
+    """Model against its reference, on the same tokens."""
+
+    nll: Interval
+    """Negative log-likelihood of the reference, in nats per token."""
+    nll_difference: Interval
+    """That of the model less that of the reference; intervals of both together."""
+    exact_match: Interval | None
+    """Share of answers that the reference gives exactly; null: no answers."""
+    kl: Interval
+    """Lower bound of KL(reference || model), in nats per token."""
+    shared_mass: float
+    """Mean probability, by the reference, of the tokens that both report; near 1 the bound of KL is tight."""
+    top1_agreement: Interval
+    """Share of tokens where both find the same token likeliest."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QualityDocument:
+    """Quality of a model on a text, with 95% bootstrap intervals over the texts."""
+
+    model: ModelFacts
+    """Model that was measured."""
+    against: ModelFacts | None
+    """Reference; null: none was given."""
+    url: str
+    """Endpoint that served both."""
+    started_at: str
+    """Start, UTC, ISO 8601."""
+    iserve_version: str
+    """Release of iServe that measured."""
+    text: TextFacts
+    """Texts that were predicted."""
+    nll: Interval
+    """Negative log-likelihood of the model, in nats per token."""
+    exact_match: Interval | None
+    """Share of answers that the model gives exactly when it decodes greedily; null: no answers."""
+    comparison: ComparisonDocument | None
+    """Comparison with the reference; null: none was given."""
+    top: int
+    """Likeliest tokens that were asked for at each place."""
+    seed: int
+    """Seed of the bootstrap."""
+    notes: tuple[str, ...]
+    """What a reader must know of the numbers."""

@@ -1,0 +1,86 @@
+"""Quality of adapters by rank: the committed study, and the same script in small."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+from fingerprint.codec import from_json, to_json
+from tests.bench.kept import read_kept
+from tests.bench.variant_quality import CONTROLS, FULL, Sizes, Study, lora_name, run_study, table
+
+PAGE = Path(__file__).parents[2] / "docs" / "variants.md"
+SMALL = Sizes(
+    facts=64,
+    batch=64,
+    pretraining_steps=120,
+    steps=(("facts", 250),),
+    ranks=(1, 16),
+    seeds=1,
+    held_out=64,
+)
+
+
+def mean_of(study: Study, task: str, method: str, field: str) -> float:
+    return mean(getattr(one, field) for one in study.outcomes if (one.task, one.method) == (task, method))
+
+
+def recorded() -> Study:
+    path = Path(__file__).with_name("results") / "variant_quality.json"
+    return from_json(read_kept(path), Study, what=path.name)
+
+
+@pytest.fixture(scope="module", params=["recorded", pytest.param("anew", marks=pytest.mark.long)])
+def study(request: pytest.FixtureRequest) -> Study:
+    """The committed study, and one seed of it on this machine: five minutes of one core."""
+    return recorded() if request.param == "recorded" else run_study(replace(Sizes(), seeds=1))
+
+
+def test_random_facts_need_rank(study: Study) -> None:
+    """A table with more bits than a small adapter holds: exact match rises with the rank, NLL falls."""
+    methods = [*(lora_name(rank) for rank in study.sizes.ranks), FULL]
+    exact = [mean_of(study, "facts", method, "exact_match") for method in methods]
+    nll = [mean_of(study, "facts", method, "nll") for method in methods]
+    assert exact == sorted(exact)
+    assert nll == sorted(nll, reverse=True)
+    assert exact[0] < 0.05
+    assert exact[-1] > 0.95
+
+
+def test_a_style_needs_no_rank(study: Study) -> None:
+    for rank in study.sizes.ranks:
+        assert mean_of(study, "style", lora_name(rank), "exact_match") > 0.95
+
+
+def test_controls_fail(study: Study) -> None:
+    for outcome in study.outcomes:
+        if outcome.method in CONTROLS:
+            assert outcome.exact_match < 0.05, outcome
+
+
+def test_every_seed_has_every_method(study: Study) -> None:
+    methods = {*CONTROLS, FULL, *(lora_name(rank) for rank in study.sizes.ranks)}
+    expected = {
+        (task, m, seed) for task, _ in study.sizes.steps for m in methods for seed in range(study.sizes.seeds)
+    }
+    found = [(outcome.task, outcome.method, outcome.seed) for outcome in study.outcomes]
+    assert len(found) == len(expected)
+    assert set(found) == expected
+
+
+def test_the_page_has_the_table() -> None:
+    assert table(recorded()) in PAGE.read_text()
+
+
+@pytest.mark.slow
+def test_the_study_in_small() -> None:
+    found = run_study(SMALL)
+    nll = {outcome.method: outcome.nll for outcome in found.outcomes}
+    exact = {outcome.method: outcome.exact_match for outcome in found.outcomes}
+    assert exact[FULL] > 0.9
+    assert nll[FULL] < nll[lora_name(16)] < nll[lora_name(1)]
+    assert all(nll[control] > nll[lora_name(1)] and exact[control] < 0.1 for control in CONTROLS)
+    assert from_json(to_json(found), Study) == found
