@@ -12,7 +12,7 @@ all-reduce.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -52,7 +52,7 @@ class AdapterRows:
     end: int
 
 
-def route(spans: Iterable[Span]) -> tuple[AdapterRows, ...]:
+def route(spans: Sequence[Span]) -> tuple[AdapterRows, ...]:
     """Return the rows of each adapter in a step; those of the base are left out, adjacent items are one piece."""
     rows = []
     for adapter_id, group in itertools.groupby(spans, key=lambda span: span.adapter_id):
@@ -73,6 +73,7 @@ class LoadedAdapters:
         self._linears = linears
         self._factors: dict[int, Mapping[str, Factors]] = {}
         self._rows: tuple[AdapterRows, ...] = ()
+        self._num_tokens = 0
         self._connected = False
 
     @property
@@ -92,13 +93,14 @@ class LoadedAdapters:
         """Forget an adapter; one that is not loaded is ignored."""
         self._factors.pop(adapter_id, None)
 
-    def route(self, spans: Iterable[Span]) -> None:
+    def route(self, spans: Sequence[Span]) -> None:
         """Set the adapters of the step that follows.
 
         Raises:
             ValueError: one of them is not loaded (a bug of the scheduler's).
         """
         self._rows = route(spans)
+        self._num_tokens = sum(span.count for span in spans)
         for rows in self._rows:
             if rows.adapter_id not in self._factors:
                 raise ValueError(f"adapter {rows.adapter_id} takes part in a step and is not loaded")
@@ -110,8 +112,9 @@ class LoadedAdapters:
             if factors is not None:
                 tokens = slice(rows.first, rows.end)
                 inputs = args[0].reshape(-1, args[0].shape[-1])[tokens]
-                outputs = output.view(-1, output.shape[-1])[tokens]
-                outputs.addmm_(linear(inputs, factors.a), factors.b.t(), alpha=factors.scale)
+                outputs = output.view(-1, output.shape[-1])
+                assert outputs.shape[0] == self._num_tokens, f"{name} is not called with every token"
+                outputs[tokens].addmm_(linear(inputs, factors.a), factors.b.t(), alpha=factors.scale)
 
 
 def read_factors(
