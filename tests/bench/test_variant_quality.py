@@ -40,7 +40,7 @@ def study(request: pytest.FixtureRequest) -> Study:
 
 
 def test_random_facts_need_rank(study: Study) -> None:
-    """A table with more bits than a small adapter holds: exact match rises with the rank, NLL falls."""
+    """Exact match of a large table rises with the rank, and NLL falls."""
     methods = [*(lora_name(rank) for rank in study.sizes.ranks), FULL]
     exact = [mean_of(study, "facts", method, "exact_match") for method in methods]
     nll = [mean_of(study, "facts", method, "nll") for method in methods]

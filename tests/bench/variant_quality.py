@@ -3,7 +3,7 @@
     python -m tests.bench.variant_quality OUT.json [--jobs 2]
 
 A small Llama learns to copy, reverse, shift and restyle strings; then it is fine-tuned on a table of random facts
-(more bits than a small adapter holds), on addition, and on another style of copying: in full, and by LoRA of
+(too large for rank 1), on addition, and on another style of copying: in full, and by LoRA of
 several ranks. An adapter is written in PEFT's format and merged by ``fingerprint.lora``; what is measured is the
 merged checkpoint. Controls that must fail: an adapter that was never trained, and one merged into the base of
 another seed. CPU, one thread a process; every number is a function of the seed and of the build of torch.
