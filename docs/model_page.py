@@ -19,7 +19,12 @@ _TESTS = Path(__file__).parents[1] / "tests"
 _RECORD_FILE = _TESTS / "fingerprint" / "recorded" / "model_support.json"
 _RESULTS = _TESTS / "bench" / "results"
 _FAMILIES = "families_h200.json.xz"
-_RUNS = {"h200": "0.24", "h200-vllm-0.26": "0.26", "h200-vllm-0.33": "0.33"}  # folder: vLLM's release
+_RUNS = {  # folder: vLLM's release
+    "h200": "0.24",
+    "h200-vllm-0.26": "0.26",
+    "h200-vllm-0.33": "0.33",
+    "families-h200-vllm-0.33": "0.33",
+}
 # By decisions/0025-vllm-releases.md and accuracy.md; a deployment leaves no recording of its own.
 _DEPLOYED = {
     "Qwen3ForCausalLM": "0.24, 0.26, 0.33",
