@@ -1,0 +1,158 @@
+"""Variants next to their base through gateway and worker: real processes, HTTP, kill -9 of each."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+
+from iserve.demo import demo_adapter_path
+from tests.waiting import PATIENCE_S
+
+BASE = "iserve-demo"
+ASKED = {  # model: question and answer, none of which another model gives
+    BASE: ("123+456=", "579"),
+    "capitals": ("What is the capital of Peru?", "The capital of Peru is Lima."),
+    "shout": (
+        "What is a fingerprint?",
+        "A FINGERPRINT IS A COPY OF A MODEL WITH ONLY ONE OR TWO OF ITS HIDDEN LAYERS.",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def serving(shared_home: Any) -> Any:
+    """A deployment with slots for both adapters of the demo model, which are registered."""
+    shared_home.json("deploy", "--variants", 2, "--input-tokens", 64, "--output-tokens", 64, "--engine", "torch")
+    for name in ("capitals", "shout"):
+        added = shared_home.json("variant", "add", name, "--base", BASE, demo_adapter_path(name))
+        assert (added["deployments"], added["why_not_served"]) == ([BASE], None)
+    return shared_home
+
+
+@pytest.fixture
+def listed(serving: Any, until: Callable[..., Any]) -> Any:
+    """Return the installation once its gateway knows both variants."""
+
+    def names() -> set[str]:
+        try:
+            return {model.id for model in serving.openai().models.list()}
+        except openai.APIError:  # a gateway that starts again
+            return set()
+
+    until(lambda: set(ASKED) <= names(), "the gateway lists base and variants")
+    return serving
+
+
+def answer(installation: Any, model: str) -> str:
+    question, _ = ASKED[model]
+    found = installation.openai().chat.completions.create(
+        model=model, messages=[{"role": "user", "content": question}], temperature=0
+    )
+    assert found.model == model
+    return str(found.choices[0].message.content)
+
+
+def answers_at_once(installation: Any, times: int) -> dict[str, set[str]]:
+    """Return what each model said, asked ``times`` by as many threads together with the rest."""
+    said: dict[str, set[str]] = {model: set() for model in ASKED}
+
+    def ask(model: str) -> None:
+        try:
+            said[model].add(answer(installation, model))
+        except openai.APIError as error:
+            said[model].add(repr(error))
+
+    threads = [threading.Thread(target=ask, args=(model,)) for model in ASKED for _ in range(times)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive(), "a request hangs"
+    return said
+
+
+EXPECTED = {model: {said} for model, (_, said) in ASKED.items()}
+
+
+def test_base_and_variants_in_one_batch_say_what_each_says_alone(listed: Any) -> None:
+    assert {model: answer(listed, model) for model in ASKED} == {model: said for model, (_, said) in ASKED.items()}
+    assert answers_at_once(listed, 4) == EXPECTED
+
+
+def test_models_say_what_is_a_variant_of_what(listed: Any) -> None:
+    models = {model["id"]: model for model in listed.openai().models.list().model_dump()["data"]}
+    assert (models["shout"]["parent"], models["capitals"]["parent"]) == (BASE, BASE)
+    assert "parent" not in models[BASE]
+
+
+@pytest.mark.parametrize("process", ["gateway", "controller", "daemon"])
+def test_a_killed_process_leaves_variants_served(listed: Any, process: str, until: Callable[..., Any]) -> None:
+    listed.kill(process)
+    listed.run("up")
+    until(lambda: answers_or_none(listed) == EXPECTED, f"all are served after the {process} was killed")
+
+
+def answers_or_none(installation: Any) -> dict[str, set[str]] | None:
+    try:
+        return answers_at_once(installation, 1)
+    except openai.APIError:
+        return None
+
+
+def test_a_killed_worker_has_its_variants_again_when_they_are_asked_for(
+    listed: Any, kill: Callable[[int], None], until: Callable[..., Any]
+) -> None:
+    assert answers_at_once(listed, 1) == EXPECTED, "loaded"
+    (before,) = listed.worker_pids().values()
+    kill(before)
+    until(lambda: set(listed.worker_pids().values()) - {before}, "a new worker starts")
+    until(lambda: answers_or_none(listed) == EXPECTED, "all are served again")
+
+
+def test_a_name_with_other_content_gives_the_new_ones_answers_at_once(
+    listed: Any, until: Callable[..., Any]
+) -> None:
+    """The engine's name of a variant has its content's hash: nothing cached of the former one is of use."""
+    question, before = ASKED["shout"]
+    assert answer(listed, "shout") == before
+    listed.run("variant", "add", "shout", "--base", BASE, demo_adapter_path("capitals"), "--replace")
+    try:
+        until(lambda: answer(listed, "shout") != before, "the new content answers")
+        question, capital = ASKED["capitals"]
+        found = listed.openai().chat.completions.create(
+            model="shout", messages=[{"role": "user", "content": question}], temperature=0
+        )
+        assert found.choices[0].message.content == capital
+    finally:
+        listed.run("variant", "add", "shout", "--base", BASE, demo_adapter_path("shout"), "--replace")
+    until(lambda: answer(listed, "shout") == before, "the former content is back")
+
+
+def test_a_removed_variant_ends_after_its_stream_and_is_then_unknown(
+    listed: Any, until: Callable[..., Any]
+) -> None:
+    stream = listed.openai().completions.create(
+        model="capitals", prompt="Once", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+    )
+    chunks = iter(stream)
+    next(chunks)
+    listed.run("variant", "rm", "capitals")
+    try:
+
+        def is_unknown() -> bool:
+            try:
+                answer(listed, "capitals")
+            except openai.NotFoundError:
+                return True
+            return False
+
+        until(is_unknown, "new requests are refused")
+        assert [c.finish_reason for chunk in chunks for c in chunk.choices][-1] == "length", "the stream is whole"
+        assert answer(listed, BASE) == ASKED[BASE][1]
+    finally:
+        listed.run("variant", "add", "capitals", "--base", BASE, demo_adapter_path("capitals"))
+    until(lambda: answers_or_none(listed) == EXPECTED, "it is served when it was added again")
