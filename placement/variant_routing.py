@@ -243,7 +243,7 @@ class BusiestLoaded:
     bound_s: float = STARVATION_BOUND_S
 
     def order(self, waiting: Sequence[_W], served_s: Mapping[str, float], now_s: float) -> Sequence[_W]:
-        oldest_s = max((now_s - request.arrived_s for request in waiting), default=0.0)
+        oldest_s = now_s - waiting[0].arrived_s if waiting else 0.0
         if not _NEAR_FRACTION * self.bound_s <= oldest_s < self.bound_s:
             return waiting
         return sorted(waiting, key=lambda request: served_s.get(request.variant or "", float("-inf")))
@@ -318,7 +318,8 @@ def admit_waiting(
         waiting: in order of arrival.
         admit: gives a request to a worker, if one can take it, and returns whether it did.
     """
-    ordered = iter(policy.order([request for request in waiting if request.variant is not None], served_s, now_s))
+    of_variants = [request for request in waiting if request.variant is not None]
+    ordered = iter(policy.order(of_variants, served_s, now_s))
     stuck: set[str] = set()
     is_closed = False
     for at_place in waiting:
@@ -331,6 +332,8 @@ def admit_waiting(
             return
         stuck.add(request.variant)
         is_closed = not policy.may_be_passed(request, now_s)
+        if is_closed and len(of_variants) == len(waiting):
+            return
 
 
 VARIANT_POLICIES: dict[str, Callable[[], VariantPolicy]] = {

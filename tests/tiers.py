@@ -24,6 +24,7 @@ PROCESS_FIXTURES = frozenset(
         "own_gateway",
         "postgres",
         "profiled",
+        "variant_gateway_process",
     }
 )
 _PACKAGES = ("daemon", "iserve")

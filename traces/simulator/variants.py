@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -118,7 +119,7 @@ class _Replay:
         self._served_s: dict[str, float] = {}
         self._events: list[tuple[float, int, _Worker, _Request | None]] = []  # a request, or a load, ends
         self._order = itertools.count()
-        self._wanted: dict[str, None] = {}
+        self._wanted: Counter[str] = Counter()  # requests in the queue, by variant
         self._waiting_s = [0.0] * num_requests
         self._loads = self._evictions = self._hits = 0
 
@@ -136,6 +137,7 @@ class _Replay:
             else:
                 now_s = arrivals[next_row].arrived_s
                 self._waiting.append(arrivals[next_row])
+                self._wanted[arrivals[next_row].variant] += 1
                 next_row += 1
             self._serve(now_s)
         return VariantReplay(
@@ -145,17 +147,19 @@ class _Replay:
     def _serve(self, now_s: float) -> None:
         if not self._waiting:
             return
-        admitted: set[_Request] = set()
+        admitted: list[_Request] = []
 
         def admit(request: _Request) -> bool:
             if is_admitted := self._admit(request, now_s):
-                admitted.add(request)
+                admitted.append(request)
             return is_admitted
 
-        self._wanted = dict.fromkeys(request.variant for request in self._waiting)
         admit_waiting(self._policy, self._waiting, self._served_s, now_s, admit)
-        self._waiting = [request for request in self._waiting if request not in admitted]
-        self._wanted = dict.fromkeys(request.variant for request in self._waiting)
+        for request in admitted:
+            self._waiting.remove(request)
+            self._wanted[request.variant] -= 1
+            if not self._wanted[request.variant]:
+                del self._wanted[request.variant]
         self._prefetch(now_s)
 
     def _admit(self, request: _Request, now_s: float) -> bool:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from daemon.atomic_file import write_file_atomically
 from daemon.process import ProcessRecord, read_record
 from fingerprint.codec import to_json
 from iserve.route_table import ApiKeyRecord, GatewayLimits, Route, RouteTable, WorkerTarget
+from tests.iserve.gateway.adapter_worker import AdapterWorker
 from tests.waiting import PATIENCE_S, wait_until
 
 USAGE = {"prompt_tokens": 7, "completion_tokens": 5, "total_tokens": 12}
@@ -328,6 +330,45 @@ def make_worker() -> Iterator[Callable[..., FakeWorker]]:
             return worker
 
         yield make
+
+
+@pytest.fixture(scope="session")
+def variant_gateway_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
+    process = GatewayProcess(tmp_path_factory.mktemp("variants"), "tests.iserve.gateway.variant_gateway").start()
+    yield process
+    code = process.stop()
+    assert code == 0, process.logged()
+    assert "Traceback" not in process.logged()
+
+
+@pytest.fixture
+def variant_gateway(variant_gateway_process: GatewayProcess) -> GatewayProcess:
+    """The shared process over stand-ins for the folders of variants; its table is that of the last test."""
+    return variant_gateway_process
+
+
+@pytest.fixture
+def make_adapter_worker() -> Iterator[Callable[..., AdapterWorker]]:
+    """Make workers that fail the test where the gateway broke the contract of their routes."""
+    workers: list[AdapterWorker] = []
+    with ExitStack() as stack:
+
+        def make(**fields: Any) -> AdapterWorker:
+            workers.append(AdapterWorker(**fields).start())
+            stack.callback(workers[-1].stop)
+            return workers[-1]
+
+        yield make
+    assert [worker.violations for worker in workers] == [[] for _ in workers]
+
+
+@pytest.fixture
+def clients() -> Iterator[ThreadPoolExecutor]:
+    pool = ThreadPoolExecutor(80)
+    yield pool
+    pool.shutdown(
+        wait=False, cancel_futures=True
+    )  # of a test that failed, some wait for a worker that is still held
 
 
 @pytest.fixture

@@ -2,118 +2,30 @@
 
 from __future__ import annotations
 
-import hashlib
 import http.client
 import json
 import random
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from iserve.route_table import GatewayLimits, Route, VariantRoute
-from tests.iserve.gateway.adapter_worker import BASE, AdapterWorker
-from tests.iserve.gateway.conftest import Answer, GatewayProcess
+from iserve.route_table import GatewayLimits
+from tests.iserve.gateway.adapter_worker import BASE
+from tests.iserve.gateway.variant_requests import A, B, C, frames, hold, route, said, statuses, variant
 from tests.waiting import wait_until
 from traces.simulator.variants import VariantArrival, VariantWorkers, replay_variants
 
+SERIES = 'iserve_gateway_variant_{}{{variant="{}"}}'
 pytestmark = pytest.mark.process
 
-MakeWorker = Callable[..., AdapterWorker]
-SERIES = 'iserve_gateway_variant_{}{{variant="{}"}}'
 
-
-def variant(name: str, content: str = "", *, pinned: bool = False) -> VariantRoute:
-    content_hash = hashlib.sha256((content or name).encode()).hexdigest()
-    return VariantRoute(
-        name=name,
-        engine_name=f"{name}@{content_hash[:16]}",
-        content_hash=content_hash,
-        created=1_700_000_001,
-        num_bytes=1000,
-        pinned=pinned,
-    )
-
-
-def route(*workers: AdapterWorker, variants: tuple[VariantRoute, ...], name: str = "m", **fields: Any) -> Route:
-    return Route(
-        name=name,
-        model="org/base",
-        created=1_700_000_000,
-        max_context_tokens=2048,
-        workers=tuple(worker.target(f"w{index}", **fields) for index, worker in enumerate(workers)),
-        adapter_slots=min(worker.slots for worker in workers),
-        loaded_adapters=min(worker.max_loaded for worker in workers),
-        variants=variants,
-    )
-
-
-A, B, C, D, E = (variant(name) for name in "abcde")
-
-
-@pytest.fixture(scope="module")
-def variant_gateway_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
-    process = GatewayProcess(tmp_path_factory.mktemp("variants"), "tests.iserve.gateway.variant_gateway").start()
-    yield process
-    code = process.stop()
-    assert code == 0, process.logged()
-    assert "Traceback" not in process.logged()
+@pytest.fixture
+def gateway(variant_gateway):
+    return variant_gateway
 
 
 @pytest.fixture
-def gateway(variant_gateway_process: GatewayProcess) -> GatewayProcess:
-    """The module's process; its table is that of the last test."""
-    return variant_gateway_process
-
-
-@pytest.fixture
-def make_worker() -> Iterator[MakeWorker]:
-    workers: list[AdapterWorker] = []
-    with ExitStack() as stack:
-
-        def make(**fields: Any) -> AdapterWorker:
-            workers.append(AdapterWorker(**fields).start())
-            stack.callback(workers[-1].stop)
-            return workers[-1]
-
-        yield make
-    assert [worker.violations for worker in workers] == [[] for _ in workers]
-
-
-@pytest.fixture
-def clients() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(80) as pool:
-        yield pool
-
-
-def said(answer: Answer) -> str:
-    """Content hash of the adapter that answered, or the base's name."""
-    assert answer.status == 200, answer.body
-    text: str = answer.json["choices"][0]["text"]
-    return text.split()[0].rpartition("/")[2]
-
-
-def statuses(answers: list[Future[Answer]]) -> list[int]:
-    return [answer.result().status for answer in answers]
-
-
-def hold(
-    gateway: GatewayProcess, clients: ThreadPoolExecutor, worker: AdapterWorker, *held: VariantRoute
-) -> list[Future[Answer]]:
-    """Requests that the worker answers once ``go_on`` is set; all are at the worker when this returns."""
-    worker.held_models |= {one.engine_name for one in held}
-    answers = [clients.submit(gateway.complete, one.name) for one in held]
-    wait_until(lambda: all(worker.in_flight[one.engine_name] for one in held), "all are held")
-    return answers
-
-
-def frames(body: bytes) -> list[str]:
-    assert body.endswith(b"\n\n")
-    return [frame.removeprefix("data: ") for frame in body.decode().strip().split("\n\n")]
+def make_worker(make_adapter_worker):
+    return make_adapter_worker
 
 
 class TestLoading:
@@ -383,128 +295,6 @@ class TestTable:
         assert b'variant="kept"' in page
 
 
-class TestFailures:
-    def test_a_restarted_worker_loads_again(self, gateway, make_worker) -> None:
-        worker = make_worker()
-        gateway.publish(route(worker, variants=(A, B)))
-        gateway.complete("a")
-        gateway.complete("b")
-        worker.restart()
-        assert said(gateway.complete("a")) == A.content_hash
-        assert B.content_hash.encode() in gateway.complete("b", stream=True).body
-        assert worker.loads == [A.engine_name, B.engine_name] * 2
-
-    def test_a_worker_that_forgets_all_it_loads_is_an_error(self, gateway, make_worker) -> None:
-        worker = make_worker()
-        gateway.publish(route(worker, variants=(A,)))
-        worker.is_forgetful = True
-        worker.loaded = Forgetful()
-        answer = gateway.complete("a")
-        assert (answer.status, answer.error["code"]) == (503, "variant_lost")
-
-    def test_a_restarted_gateway_asks_what_is_loaded(self, make_worker, tmp_path) -> None:
-        worker = make_worker(slots=1, max_loaded=2)
-        gateway = GatewayProcess(tmp_path, "tests.iserve.gateway.variant_gateway").start()
-        gateway.publish(route(worker, variants=(A, B, C)))
-        gateway.complete("a")
-        gateway.complete("b")
-        gateway.kill()
-        lists = worker.lists
-        gateway.start()
-        assert [said(gateway.complete(name)) for name in "abab"] == [A.content_hash, B.content_hash] * 2
-        assert worker.loads == [A.engine_name, B.engine_name]
-        assert worker.lists == lists + 1
-        assert said(gateway.complete("c")) == C.content_hash  # in the place of one that it has not loaded itself
-        gateway.stop()
-
-    def test_a_restarted_gateway_unloads_what_has_left_the_table(self, make_worker, tmp_path) -> None:
-        worker = make_worker()
-        gateway = GatewayProcess(tmp_path, "tests.iserve.gateway.variant_gateway").start()
-        gateway.publish(route(worker, variants=(A, B)))
-        gateway.complete("a")
-        gateway.complete("b")
-        gateway.kill()
-        worker.loaded["old@0123456789abcdef"] = "/old"
-        gateway.start()
-        wait_until(lambda: set(worker.loaded) == {A.engine_name, B.engine_name}, "the old one is unloaded")
-        gateway.stop()
-
-    def test_the_workers_reason_is_given(self, gateway, make_worker) -> None:
-        reason = {"error": {"message": f"{A.engine_name}: rank 128 is more than 64", "type": "BadRequestError"}}
-        worker = make_worker(refusals={A.engine_name: (400, reason)})
-        gateway.publish(route(worker, variants=(A, B)))
-        answer = gateway.complete("a")
-        assert (answer.status, answer.error["param"]) == (400, "model")
-        assert answer.error["message"].endswith("a: rank 128 is more than 64")
-        assert said(gateway.complete("b")) == B.content_hash
-
-    def test_loaded_already_is_as_good_as_loaded(self, gateway, make_worker) -> None:
-        worker = make_worker()
-        gateway.publish(route(worker, variants=(A,)))
-        wait_until(lambda: worker.lists, "the worker was asked")
-        worker.loaded[A.engine_name] = A.content_hash  # behind the gateway's back
-        assert said(gateway.complete("a")) == A.content_hash
-        assert worker.violations.pop() == f"{A.engine_name} is loaded twice"
-
-    def test_a_place_that_is_free_in_a_moment_is_waited_for(self, gateway, make_worker) -> None:
-        """The embedded engine keeps the place of an unloaded adapter until its last request has ended."""
-        worker = make_worker(busy_loads=2)
-        gateway.publish(route(worker, variants=(A,)))
-        assert said(gateway.complete("a")) == A.content_hash
-        assert worker.loads == [A.engine_name] * 3
-
-    def test_a_load_that_a_killed_gateway_began_is_waited_for(self, gateway, make_worker, clients) -> None:
-        worker = make_worker()
-        gateway.publish(route(worker, variants=(A,)))
-        worker.loading.add(A.engine_name)
-        answer = clients.submit(gateway.complete, "a")
-        wait_until(lambda: len(worker.loads) == 2, "it is asked again")
-        assert not answer.done()
-        worker.loaded[A.engine_name] = A.content_hash
-        assert said(answer.result()) == A.content_hash
-        assert set(worker.violations) == {f"{A.engine_name} is loaded twice"}
-        worker.violations.clear()
-
-    @pytest.mark.parametrize("failure", ["dies", "fails"])
-    def test_a_load_that_fails_is_tried_at_another_worker(self, gateway, make_worker, failure) -> None:
-        bad, good = make_worker(), make_worker()
-        bad.dies_on_load = failure == "dies"
-        bad.refusals = {one.engine_name: (500, {"error": {"message": "out of memory"}}) for one in (A, B)}
-        gateway.publish(route(bad, good, variants=(A, B)))
-        for one in (A, B):
-            assert said(gateway.complete(one.name)) == one.content_hash
-        assert set(good.loaded) == {A.engine_name, B.engine_name}
-
-    def test_a_load_that_fails_everywhere_is_503(self, gateway, make_worker) -> None:
-        failures = {A.engine_name: (500, {"message": "out of memory"})}
-        gateway.publish(route(make_worker(refusals=failures), make_worker(refusals=failures), variants=(A,)))
-        answer = gateway.complete("a")
-        assert (answer.status, answer.error["type"]) == (503, "server_error")
-        assert "out of memory" in answer.error["message"]
-
-    def test_a_damaged_folder_is_named(self, gateway, make_worker) -> None:
-        worker = make_worker()
-        broken: Path = gateway.home / "variants" / f"{A.content_hash}.broken"
-        gateway.publish(route(worker, variants=(A, B)))
-        broken.parent.mkdir(exist_ok=True)
-        broken.touch()
-        answer = gateway.complete("a")
-        assert (answer.status, answer.error["code"]) == (500, "variant_unusable")
-        assert "'a'" in answer.error["message"]
-        assert worker.loads == []
-        assert said(gateway.complete("b")) == B.content_hash
-        broken.unlink()
-        assert said(gateway.complete("a")) == A.content_hash
-
-
-class Forgetful(dict[str, str]):
-    def __contains__(self, name: object) -> bool:
-        return False
-
-    def items(self) -> Any:
-        return ()
-
-
 def test_a_thousand_variants_share_thirty_two_slots(gateway, make_worker, clients) -> None:
     """Popularity after Zipf; the strict worker fails the test where a limit is exceeded."""
     worker = make_worker(slots=32, max_loaded=128, service_s=0.01)
@@ -536,39 +326,3 @@ def test_the_simulator_counts_what_the_gateway_does(gateway, make_worker) -> Non
     assert len(worker.loads) == pytest.approx(replay.loads, rel=0.1)
     assert len(worker.unloads) == pytest.approx(replay.evictions, rel=0.1)
     assert len(drawn) - replay.hits == replay.loads
-
-
-@pytest.mark.parametrize("restarts", [False, True])
-def test_storm_of_new_contents_and_restarts(gateway, make_worker, clients, restarts) -> None:
-    """All requests are answered, by no content that was replaced before they were sent."""
-    workers = [make_worker(slots=2, max_loaded=3, service_s=0.002) for _ in range(2)]
-    contents = {f"z{index}": [variant(f"z{index}")] for index in range(8)}
-    draw, is_over = random.Random(11), threading.Event()
-
-    def publish() -> None:
-        gateway.publish(route(*workers, variants=tuple(history[-1] for history in contents.values())))
-
-    def ask(seed: int) -> int:
-        own, asked = random.Random(seed), 0
-        while not is_over.is_set():
-            name = own.choice(list(contents))
-            newest = in_force[name]
-            answer = gateway.complete(name)
-            asked += 1
-            assert said(answer) in [one.content_hash for one in contents[name][newest:]]
-        return asked
-
-    in_force = dict.fromkeys(contents, 0)
-    publish()
-    asking = [clients.submit(ask, seed) for seed in range(16)]
-    for version in range(1, 13):
-        name = draw.choice(list(contents))
-        contents[name].append(variant(name, f"{name} {version}"))
-        publish()
-        in_force[name] = len(contents[name]) - 1
-        if restarts:
-            draw.choice(workers).restart()
-    is_over.set()
-    assert sum(done.result() for done in asking) > 50
-    current = {history[-1].engine_name for history in contents.values()}
-    wait_until(lambda: all(set(worker.loaded) <= current for worker in workers), "old contents are unloaded")
