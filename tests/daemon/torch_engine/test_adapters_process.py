@@ -134,3 +134,26 @@ def test_a_worker_dies_with_its_rank_while_adapters_are_loaded(worker, folders, 
     assert status == 503
     wait_until(lambda: running.process.poll() is not None, "the worker has ended")
     assert running.process.returncode != 0
+
+
+def test_a_variants_prompt_is_scored_with_its_adapter(
+    worker: Any, tiny_checkpoint: Any, folders: Any, http_exchange: Any, tmp_path: Path
+) -> None:
+    import torch
+    import transformers
+
+    prompt = PROMPTS[2]
+    running = worker()
+    load = {"lora_name": "poet", "lora_path": str(folders["poet"])}
+    assert http_exchange(running.url, "POST", "/v1/load_lora_adapter", load)[0] == 200
+    merge_adapter(tiny_checkpoint("llama"), read_adapter(folders["poet"]), tmp_path / "poet")
+    for model, folder in (("llama", tiny_checkpoint("llama")), ("poet", tmp_path / "poet")):
+        body = {"model": model, "prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 0}
+        status, raw = http_exchange(running.url, "POST", "/v1/completions", body)
+        assert status == 200
+        found = json.loads(raw)["choices"][0]["logprobs"]["token_logprobs"][1:]
+        reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        with torch.no_grad():
+            rows = reference(torch.tensor([prompt])).logits[0].log_softmax(dim=-1)
+        expected = [rows[place - 1, prompt[place]].item() for place in range(1, len(prompt))]
+        assert found == pytest.approx(expected, abs=1e-3)
