@@ -19,6 +19,7 @@ from daemon.engines.vllm.architectures import architectures_of, recorded_registr
 from daemon.engines.vllm.cache import in_blocks
 from daemon.engines.vllm.capabilities import TABLE
 from daemon.engines.vllm.contract import (
+    ADAPTERS,
     FUSED_ALL_REDUCE,
     STEPS_IN_FLIGHT,
     Breach,
@@ -160,12 +161,18 @@ class VllmEngine(ExternalEngine):
             "times and memory may differ from the plan's."
         )
         code = "It runs Python code of the model (--trust-remote-code), whose files have to lie with its weights."
-        notes = () if is_version(planned, release) else (other,)
+        adapters = (
+            "Clients that reach the port can load any LoRA adapter that the container can read (POST "
+            "/v1/load_lora_adapter): let the gateway before it pass neither that nor /v1/unload_lora_adapter. No "
+            "adapters are loaded at its start."
+        )
+        notes = [] if is_version(planned, release) else [other]
+        notes += [code] * spec.options.use.trust_remote_code + [adapters] * bool(spec.config.adapter_slots)
         return Container(
             image=f"{_IMAGE}:v{release}",
             argv=("vllm", *launch.arguments(replace(spec, checkpoint=inside.model), model, devices)),
             env=launch.environment(spec, devices),
-            notes=(*notes, code) if spec.options.use.trust_remote_code else notes,
+            notes=tuple(notes),
         )
 
     def read_stats(self, spec: WorkerSpec, body: bytes) -> WorkerStats:
@@ -185,6 +192,8 @@ def _used_by(
         used.add(FUSED_ALL_REDUCE)
     if any(window is not None for window in model.spec.windows):
         used.add(STEPS_IN_FLIGHT)
+    if spec.config.adapter_slots:
+        used |= ADAPTERS
     return frozenset(used)
 
 
