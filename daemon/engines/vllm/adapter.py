@@ -29,7 +29,16 @@ from daemon.engines.vllm.contract import (
 )
 from daemon.engines.vllm.model_registry import REGISTRY_FILE, Registry, read_registry, registry_digest
 from daemon.engines.vllm.own_options import check_vllm_options
-from daemon.engines.vllm.release import KNOWN, NEWEST, NEWEST_RUN, Standing, image_release, standing_of
+from daemon.engines.vllm.release import (
+    KNOWN,
+    NEWEST,
+    NEWEST_RUN,
+    SLOTS_SINCE,
+    Standing,
+    image_release,
+    keeps_adapters_apart,
+    standing_of,
+)
 from daemon.profile_messages import ProfileLoad
 from daemon.sources.source_cache import kept_reading, sources_stamp
 from daemon.sources.transformers_classes import (
@@ -41,7 +50,7 @@ from daemon.sources.transformers_classes import (
 from daemon.worker_spec import WorkerSpec
 from daemon.worker_stats import WorkerStats
 from fingerprint.architectures import Architectures
-from fingerprint.capability import EngineCapabilities, Note
+from fingerprint.capability import EngineCapabilities, Exclusion, Note
 from fingerprint.codec import to_json
 from fingerprint.errors import EngineError, IserveError
 
@@ -72,6 +81,8 @@ class VllmEngine(ExternalEngine):
         version = found.version("vllm")
         architectures, unread = _architectures(found)
         table = replace(table, architectures=architectures, notes=(*table.notes, *map(_note, unread)))
+        if not keeps_adapters_apart(version):
+            table = replace(table, exclusions=(*table.exclusions, _mixed_adapters(version)))
         standing = _standing(found)
         if standing is Standing.RUN:
             return table
@@ -195,6 +206,14 @@ def _used_by(
     if spec.config.adapter_slots:
         used |= ADAPTERS
     return frozenset(used)
+
+
+def _mixed_adapters(version: str) -> Exclusion:
+    return Exclusion(
+        has_slots=True,
+        reason=f"release {version} may answer with another adapter than was asked for once one is loaded while "
+        f"all slots are in use; install {SLOTS_SINCE} or a later one",
+    )
 
 
 def _note(text: str) -> Note:

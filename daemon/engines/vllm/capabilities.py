@@ -141,7 +141,7 @@ TABLE = EngineCapabilities(
         Note(
             has_slots=True,
             has_experts=True,
-            text="with adapter slots its experts run in Triton kernels, others than those that were measured",
+            text="with adapter slots its experts run in Triton kernels, not in those that were measured",
         ),
         Note(
             vendors=_AMD,

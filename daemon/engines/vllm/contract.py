@@ -167,6 +167,7 @@ _CLASSES = {  # whose methods, fields and attributes are read
     *((file, "DeltaMessage") for file in _DELTAS),
     *((file, "ModelCard") for file in _CARDS),
     *((_LORA_BODIES, name.partition(":")[2]) for name in _BODY_FIELDS),
+    ("lora/model_manager.py", "LoRAModelManager"),
 }
 # What a launch with adapter slots rests on beyond its flags and variables, in the words of a breach.
 ADAPTERS = frozenset(

@@ -16,12 +16,14 @@ from daemon.engines.tensorrt_llm.capabilities import TABLE as TENSORRT_LLM
 from daemon.engines.vllm import launch
 from daemon.engines.vllm.capabilities import TABLE
 from daemon.engines.vllm.own_options import OWN_OPTIONS
+from daemon.engines.vllm.release import keeps_adapters_apart
 from daemon.worker_spec import WorkerSpec
 from fingerprint.config import ADAPTER_RANKS, LOADED_PER_SLOT, DeploymentConfig, WeightFormat
 from fingerprint.errors import ConfigError
 from fingerprint.families import read_spec
 from fingerprint.gpus import gpu_spec
 from fingerprint.model_spec import ModelSpec
+from tests.daemon.engines.standin import make_vllm
 from tests.daemon.engines.vllm_releases import recorded
 from tests.daemon.engines.vllm_worker_spec import DEVICES, LLAMA_8B, worker
 
@@ -142,6 +144,20 @@ class TestTable:
         config = replace(SLOTS, engine="tensorrt-llm")
         said = TENSORRT_LLM.refusal(read_spec(LLAMA_8B), config, gpu_spec("h200"))
         assert "no requests that load or unload an adapter" in str(said)
+
+
+@pytest.mark.parametrize(("version", "has_slots"), [("0.24.0", False), ("0.25.1", False), ("0.33.0", True)])
+def test_a_release_that_may_mix_adapters_has_no_slots(tmp_path, monkeypatch, version, has_slots):
+    monkeypatch.setenv("ISERVE_VLLM_PYTHON", str(make_vllm(tmp_path / "env", version)))
+    table, spec, gpu = get_engine("vllm").capabilities(), read_spec(LLAMA_8B), gpu_spec("h200")
+    said = table.refusal(spec, SLOTS, gpu)
+    assert table.refusal(spec, DeploymentConfig(engine="vllm"), gpu) is None
+    assert said is None if has_slots else "may answer with another adapter" in str(said)
+
+
+@pytest.mark.parametrize("version", ["unknown", "", "0.25.9", "0.26.0rc1.dev1", "1.0"])
+def test_a_version_that_says_nothing_is_not_trusted_with_adapters(version):
+    assert keeps_adapters_apart(version) == (version in ("0.26.0rc1.dev1", "1.0"))
 
 
 def test_a_container_with_slots_has_flags_routes_and_a_warning(make):

@@ -36,7 +36,7 @@ from daemon.engines.vllm.contract import (
     read_release,
 )
 from daemon.engines.vllm.error_patterns import DULL, ERROR_PATTERNS, OTHERS_TEXTS
-from daemon.engines.vllm.release import Standing, standing_of
+from daemon.engines.vllm.release import Standing, keeps_adapters_apart, standing_of
 from fingerprint.config import KvFormat, WeightFormat
 from fingerprint.errors import EngineError
 from fingerprint.model_use import ModelUse
@@ -54,8 +54,9 @@ PATTERNS = (*(sign.pattern for sign in ERROR_PATTERNS), DULL)
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
 WORKER = "v1/worker/gpu_worker.py:Worker"
-# Held by what a method returns, or mixed from another class.
-BY_VALUE = {"config/vllm.py:VllmConfig", "entrypoints/llm.py:LLM"}
+MANAGER = "lora/model_manager.py:LoRAModelManager"
+# Held by what a method returns, mixed from another class, or by the release's number.
+BY_VALUE = {"config/vllm.py:VllmConfig", "entrypoints/llm.py:LLM", MANAGER}
 
 OPTIONAL = {"VLLM_ALLREDUCE_USE_FLASHINFER"}  # releases without it have nothing that it turns off
 
@@ -119,6 +120,13 @@ def without_member(facts: ReleaseFacts, name: str) -> ReleaseFacts:
 @pytest.mark.parametrize("version", RELEASES)
 def test_a_release_that_is_read_keeps_the_contract(version):
     assert breaches(RELEASES[version]) == ()
+
+
+@pytest.mark.parametrize("version", RELEASES)
+def test_adapters_are_kept_apart_by_the_releases_that_remember_the_layout_of_slots(version):
+    """With the same requests as a step before, but another layout, the rows' slots are found anew."""
+    remembers = "_last_slot_layout" in RELEASES[version].classes[MANAGER].attributes
+    assert keeps_adapters_apart(version) == remembers
 
 
 def test_every_release_that_counts_as_read_was_read():
