@@ -124,7 +124,7 @@ def test_a_release_that_is_read_keeps_the_contract(version):
 
 @pytest.mark.parametrize("version", RELEASES)
 def test_adapters_are_kept_apart_by_the_releases_that_remember_the_layout_of_slots(version):
-    """With the same requests as a step before, but another layout, the rows' slots are found anew."""
+    """The rows' slots are found anew where the layout changed, though the requests are those of the last step."""
     remembers = "_last_slot_layout" in RELEASES[version].classes[MANAGER].attributes
     assert keeps_adapters_apart(version) == remembers
 
