@@ -158,6 +158,8 @@ def _rest(table: EngineCapabilities) -> list[str]:
                 "stored_other_than",
                 "cut_stored_groups",
                 "keeps_latent",
+                "has_experts",
+                "has_slots",
             )
         )
     ]
@@ -192,6 +194,10 @@ def _where(selection: Selection) -> str:
         parts.append("stored other than as " + "; ".join(sorted(selection.stored_other_than)))
     if selection.keeps_latent:
         parts.append("latent attention")
+    if selection.has_experts:
+        parts.append("mixtures of experts")
+    if selection.has_slots:
+        parts.append("adapter slots")
     if selection.cut_stored_groups:
         parts.append("degrees that cut the checkpoint's own groups")
     return "; ".join(parts) or "always"

@@ -35,6 +35,8 @@ class Selection:
         False  # holds where some rank's matrix does not have whole groups of the checkpoint's
     )
     keeps_latent: bool = False  # holds for models that keep a latent in place of K and V
+    has_experts: bool = False  # holds for mixtures of experts
+    has_slots: bool = False  # holds for configurations with adapter slots
 
     def applies(self, spec: ModelSpec, config: DeploymentConfig, gpu: GpuSpec) -> bool:
         """Return whether ``config`` of ``spec`` on ``gpu`` is one of the selection."""
@@ -47,6 +49,8 @@ class Selection:
         if self.cut_group_size is not None and not _cuts_groups(spec, config.tp, self.cut_group_size):
             return False
         if self.keeps_latent and not spec.kv_head_elements:
+            return False
+        if (self.has_experts and not spec.num_experts) or (self.has_slots and not config.adapter_slots):
             return False
         if self.cut_stored_groups and not _cuts_stored_groups(spec, config.tp):
             return False
@@ -257,7 +261,9 @@ class EngineCapabilities:
         if not config.adapter_slots:
             return None
         if not self.adapters:
-            return f"{self.engine} is not started with adapter slots by this release"
+            reason = self._listed(spec).no_lora
+            said = f"{self.engine} is not started with adapter slots by this release"
+            return said if reason is None else f"{said}: {reason}"
         return self._adapters_refusal(spec)
 
     def _adapters_refusal(self, spec: ModelSpec) -> str | None:

@@ -2,7 +2,8 @@
 
 Counts only, from :class:`~fingerprint.model_spec.ModelSpec`. One side of each matrix of a layer is the hidden
 state: the inputs of q, k, v, gate and up, the outputs of o and down. Tensor parallelism splits the other side
-alone: the factor at the hidden state (A of the first kind, B of the second) is whole on every rank.
+alone: the factor at the hidden state (A of the first kind, B of the second) is whole on every rank. Factors of
+embeddings and output layer, where an engine keeps room for them, are whole on every rank.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ _MORE_MATRICES = 3  # that linear parameters beyond those of attention and exper
 def slot_bytes(spec: ModelSpec, config: DeploymentConfig, num_layers: int) -> int:
     """Return the bytes of one adapter of rank ``config.adapter_rank`` on a GPU that holds ``num_layers`` layers.
 
-    All experts are counted, though an adapter may update none. Matrices between two narrow sides (those of latent
-    attention) are counted as if one was the hidden state: for them this is an estimate.
+    All experts are counted, though an adapter may update none; embeddings and output layer, where the engine has
+    room for them, on every stage and for classes that keep none. Matrices between two narrow sides (those of
+    latent attention) are counted as if one was the hidden state: for them this is an estimate.
     """
     sides = sum(spec.hidden_size + ceil(width) for width in _split_widths(spec, config.tp))
-    return int(config.adapter_rank * sides * num_layers * WEIGHT_16BIT_BYTES)
+    has_vocabulary = traits_of(config.engine).slots_for_vocabulary
+    of_vocabulary = 2 * (spec.vocab_size + spec.hidden_size) if has_vocabulary else 0
+    return int(config.adapter_rank * (sides * num_layers + of_vocabulary) * WEIGHT_16BIT_BYTES)
 
 
 def reserved_bytes(spec: ModelSpec, config: DeploymentConfig, num_layers: int) -> int:

@@ -50,6 +50,13 @@ def test_kv_heads_are_replicated_above_their_number() -> None:
     assert at_8 - at_16 == 2 * 16 * (split / 8 - split / 16)
 
 
+@pytest.mark.parametrize("tp", [1, 8])
+def test_vllm_has_factors_of_embeddings_and_output_layer_whole_on_every_rank(tp: int) -> None:
+    """Two matrices of 128,256 words and a hidden state of 4,096, in 16 bits."""
+    on_vllm, on_torch = (slot_bytes(SPEC, config(64, engine=engine, tp=tp), 32) for engine in ("vllm", "torch"))
+    assert on_vllm - on_torch == 2 * 64 * 2 * (128256 + 4096)
+
+
 def test_each_expert_has_factors_of_its_own() -> None:
     experts = replace(SPEC, num_experts=8, experts_per_token=2)
     one_mlp = sum(rows + columns for rows, columns in SHAPES[4:])

@@ -2,7 +2,7 @@
 
 Read in the sources of 1.3.0rc3 and the release notes of 1.2; never run. Its older flow, which builds an engine
 file first, has more (Falcon, GPT-J, GPTQ, int8 KV, 2:4 sparsity); later releases drop it, and iServe does not
-drive it.
+drive it. No worker of it has adapter slots: it has no requests that load or unload an adapter.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ __all__ = ["TABLE"]
 
 _EXPERTS = frozenset({"gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe"})
 _SOURCE = "TensorRT-LLM 1.3.0rc3"
-_NO_LORA = "which of its model classes take adapters was not read"
+_NO_LORA = (
+    "its server has no requests that load or unload an adapter: each completion names a folder of the server "
+    "itself, and where adapters are not configured it is left out without an error"
+)
 # Of its PyTorch backend's classes those that were read next to what iServe counts of the model.
 _READ = ("Gemma3", "GptOss", "Llama", "Mistral", "Mixtral", "Phi3", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe")
 _OLDER_FLOW = (

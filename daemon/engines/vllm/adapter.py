@@ -19,6 +19,7 @@ from daemon.engines.vllm.architectures import architectures_of, recorded_registr
 from daemon.engines.vllm.cache import in_blocks
 from daemon.engines.vllm.capabilities import TABLE
 from daemon.engines.vllm.contract import (
+    ADAPTERS,
     FUSED_ALL_REDUCE,
     STEPS_IN_FLIGHT,
     Breach,
@@ -28,7 +29,16 @@ from daemon.engines.vllm.contract import (
 )
 from daemon.engines.vllm.model_registry import REGISTRY_FILE, Registry, read_registry, registry_digest
 from daemon.engines.vllm.own_options import check_vllm_options
-from daemon.engines.vllm.release import KNOWN, NEWEST, NEWEST_RUN, Standing, image_release, standing_of
+from daemon.engines.vllm.release import (
+    KNOWN,
+    NEWEST,
+    NEWEST_RUN,
+    SLOTS_SINCE,
+    Standing,
+    image_release,
+    keeps_adapters_apart,
+    standing_of,
+)
 from daemon.profile_messages import ProfileLoad
 from daemon.sources.source_cache import kept_reading, sources_stamp
 from daemon.sources.transformers_classes import (
@@ -40,7 +50,7 @@ from daemon.sources.transformers_classes import (
 from daemon.worker_spec import WorkerSpec
 from daemon.worker_stats import WorkerStats
 from fingerprint.architectures import Architectures
-from fingerprint.capability import EngineCapabilities, Note
+from fingerprint.capability import EngineCapabilities, Exclusion, Note
 from fingerprint.codec import to_json
 from fingerprint.errors import EngineError, IserveError
 
@@ -71,6 +81,8 @@ class VllmEngine(ExternalEngine):
         version = found.version("vllm")
         architectures, unread = _architectures(found)
         table = replace(table, architectures=architectures, notes=(*table.notes, *map(_note, unread)))
+        if not keeps_adapters_apart(version):
+            table = replace(table, exclusions=(*table.exclusions, _mixed_adapters(version)))
         standing = _standing(found)
         if standing is Standing.RUN:
             return table
@@ -160,12 +172,18 @@ class VllmEngine(ExternalEngine):
             "times and memory may differ from the plan's."
         )
         code = "It runs Python code of the model (--trust-remote-code), whose files have to lie with its weights."
-        notes = () if is_version(planned, release) else (other,)
+        adapters = (
+            "Clients that reach the port can load any LoRA adapter that the container can read (POST "
+            "/v1/load_lora_adapter): let the gateway before it pass neither that nor /v1/unload_lora_adapter. No "
+            "adapters are loaded at its start."
+        )
+        notes = [] if is_version(planned, release) else [other]
+        notes += [code] * spec.options.use.trust_remote_code + [adapters] * bool(spec.config.adapter_slots)
         return Container(
             image=f"{_IMAGE}:v{release}",
             argv=("vllm", *launch.arguments(replace(spec, checkpoint=inside.model), model, devices)),
             env=launch.environment(spec, devices),
-            notes=(*notes, code) if spec.options.use.trust_remote_code else notes,
+            notes=tuple(notes),
         )
 
     def read_stats(self, spec: WorkerSpec, body: bytes) -> WorkerStats:
@@ -185,7 +203,17 @@ def _used_by(
         used.add(FUSED_ALL_REDUCE)
     if any(window is not None for window in model.spec.windows):
         used.add(STEPS_IN_FLIGHT)
+    if spec.config.adapter_slots:
+        used |= ADAPTERS
     return frozenset(used)
+
+
+def _mixed_adapters(version: str) -> Exclusion:
+    return Exclusion(
+        has_slots=True,
+        reason=f"release {version} may answer with another adapter than was asked for once one is loaded while "
+        f"all slots are in use; install {SLOTS_SINCE} or a later one",
+    )
 
 
 def _note(text: str) -> Note:

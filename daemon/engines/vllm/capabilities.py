@@ -69,6 +69,7 @@ TABLE = EngineCapabilities(
             pruning=frozenset({Pruning.NONE}),
         ),
     ),
+    adapters=True,
     step_timed=True,
     own_environment=True,
     amd=True,
@@ -117,8 +118,31 @@ TABLE = EngineCapabilities(
             reason="its loader refuses a matrix of which a rank does not get whole quantization groups; take a "
             "smaller tp",
         ),
+        Exclusion(
+            has_slots=True,
+            keeps_latent=True,
+            reason="its latent attention computes with weights made of kv_b_proj at the start: an adapter's "
+            "update of that matrix would be left out; merge the adapter (`iserve variant merge`)",
+        ),
+        Exclusion(
+            has_slots=True,
+            has_experts=True,
+            weights=frozenset(WeightFormat) - {WeightFormat.BITS16},
+            reason="that its kernels for experts in another format than 16 bits take adapters was not read in "
+            "every release; give the 16-bit model",
+        ),
     ),
     notes=(
+        Note(
+            has_slots=True,
+            text="adapter slots on vllm were read in its sources, not run by us: what they add to a step is not "
+            "measured",
+        ),
+        Note(
+            has_slots=True,
+            has_experts=True,
+            text="with adapter slots its experts run in Triton kernels, not in those that were measured",
+        ),
         Note(
             vendors=_AMD,
             stored_as=frozenset({"compressed-tensors"}),

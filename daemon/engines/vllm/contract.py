@@ -1,4 +1,4 @@
-"""The contract with vLLM: every flag, variable, metric, method and text that iServe relies on, as values.
+"""The contract with vLLM: every flag, variable, route, metric, method and text that iServe relies on, as values.
 
 :func:`read_release` reads a vLLM package's own Python, installed or unpacked from a wheel, with ``ast`` alone;
 :func:`breaches` says what iServe would miss there, and in what. Nothing of vLLM is imported.
@@ -23,12 +23,14 @@ from daemon.engines.vllm.sources import (
 from fingerprint.errors import EngineError
 
 __all__ = [
+    "ADAPTERS",
     "CACHE_LABELS",
     "FLAGS",
     "FUSED_ALL_REDUCE",
     "METRICS",
     "PROFILING_VALUES",
     "PROFILING_VARIABLES",
+    "ROUTES",
     "SOME_FLAGS",
     "SOME_VALUES",
     "SOME_VARIABLES",
@@ -51,14 +53,18 @@ FLAGS = frozenset(
     | {"--shutdown-timeout", "--compilation-config", "--disable-uvicorn-access-log", "--middleware"}
 )
 VARIABLES = frozenset({"VLLM_NO_USAGE_STATS", "VLLM_ENGINE_READY_TIMEOUT_S", "VLLM_API_KEY"})
-# Of launches on several GPUs, with fp8 weights made while loading, without a tokenizer, with drafts, with parsers,
-# of a multimodal model as text alone or with images, or of a model with code of its own.
+# Of launches on several GPUs, with fp8 weights made while loading, without a tokenizer, with drafts, with adapter
+# slots, with parsers, of a multimodal model as text alone or with images, or of a model with code of its own.
 SOME_FLAGS = frozenset(
     {"--quantization", "--distributed-executor-backend", "--skip-tokenizer-init", "--speculative-config"}
     | {"--enable-auto-tool-choice", "--tool-call-parser", "--reasoning-parser"}
     | {"--language-model-only", "--limit-mm-per-prompt", "--trust-remote-code"}
+    | {"--enable-lora", "--max-loras", "--max-lora-rank", "--max-cpu-loras"}
 )
-SOME_VARIABLES = frozenset({"VLLM_PP_LAYER_PARTITION", "VLLM_ALLREDUCE_USE_SYMM_MEM"})
+SOME_VARIABLES = frozenset(
+    {"VLLM_PP_LAYER_PARTITION", "VLLM_ALLREDUCE_USE_SYMM_MEM", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"}
+)
+ROUTES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})  # that load and unload adapters
 PROFILING_VARIABLES = frozenset(
     {"VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS", "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"}
 )
@@ -124,6 +130,13 @@ FUSED_ALL_REDUCE = f"{_PASS_CONFIG}.fuse_allreduce_rms"  # set with tensor paral
 STEPS_IN_FLIGHT = "steps in flight"  # whose tokens a sliding window keeps
 _CHAT = "entrypoints/openai/chat_completion/protocol.py"
 _DELTAS = ("entrypoints/openai/engine/protocol.py", "entrypoints/generate/base/protocol.py")  # to 0.28, from 0.29
+_CARDS = ("entrypoints/openai/engine/protocol.py", "entrypoints/serve/engine/protocol.py")  # likewise
+_LORA_ROUTES, _LORA_BODIES = "entrypoints/serve/lora/api_router.py", "entrypoints/serve/lora/protocol.py"
+_BODY_FIELDS = {  # of the requests that load and unload
+    f"{_LORA_BODIES}:LoadLoRAAdapterRequest": ("lora_name", "lora_path"),
+    f"{_LORA_BODIES}:UnloadLoRAAdapterRequest": ("lora_name",),
+}
+_CARD_FIELDS = ("id", "root", "parent")  # of an entry of GET /v1/models
 _CACHE, _OUTPUT, _CONFIG = "v1/kv_cache_interface.py", "v1/core/sched/output.py", "config/vllm.py"
 _CLASSES = {  # whose methods, fields and attributes are read
     (_WORKER, "Worker"),
@@ -152,7 +165,18 @@ _CLASSES = {  # whose methods, fields and attributes are read
     (_CACHE, "SlidingWindowSpec"),
     (_CHAT, "ChatMessage"),
     *((file, "DeltaMessage") for file in _DELTAS),
+    *((file, "ModelCard") for file in _CARDS),
+    *((_LORA_BODIES, name.partition(":")[2]) for name in _BODY_FIELDS),
+    ("lora/model_manager.py", "LoRAModelManager"),
 }
+# What a launch with adapter slots rests on beyond its flags and variables, in the words of a breach.
+ADAPTERS = frozenset(
+    {f"route {route}" for route in ROUTES}
+    | {f"class {name}" for name in _BODY_FIELDS}
+    | {f"{name}.{field}" for name, fields in _BODY_FIELDS.items() for field in fields}
+    | {f"class {file}:ModelCard" for file in _CARDS}
+    | {f"{file}:ModelCard.{field}" for file in _CARDS for field in _CARD_FIELDS}
+)
 _BROKEN_GRAPHS = "compilation/breakable_cudagraph.py", "is_breakable_cudagraph_enabled"
 _TOKENS_IN_FLIGHT = "self.max_concurrent_batches * self.scheduler_config.max_num_batched_tokens"
 
@@ -175,6 +199,7 @@ class ReleaseFacts:
     flags: tuple[str, ...]
     values: tuple[str, ...]  # of options, as "--option=value"
     variables: tuple[str, ...]
+    routes: tuple[str, ...]  # of adapters
     metrics: tuple[str, ...]
     texts: tuple[str, ...]  # of :data:`TEXTS`
     architectures: tuple[str, ...]
@@ -215,6 +240,7 @@ def read_release(package: Path) -> ReleaseFacts:
             if option.partition("=")[2] in strings_named(source.tree(file), name)
         ),
         variables=tuple(sorted(strings_starting(source.tree("envs.py"), "VLLM_"))),
+        routes=tuple(sorted(strings_starting(source.tree(_LORA_ROUTES), "/v1/"))),
         metrics=tuple(sorted(strings_starting(source.tree("v1/metrics/loggers.py"), "vllm:"))),
         texts=tuple(text for text, files in TEXTS.items() if any(source.says(file, text) for file in files)),
         architectures=tuple(sorted(keys_of_tables(source.tree("model_executor/models/registry.py")))),
@@ -253,7 +279,11 @@ def _of_some_launches(facts: ReleaseFacts) -> Iterator[Breach]:
     yield from _without(part, "flag", SOME_FLAGS, facts.flags)
     yield from _without(part, "value", SOME_VALUES, facts.values)
     yield from _without(part, "variable", SOME_VARIABLES, facts.variables)
+    yield from _without(part, "route", ROUTES, facts.routes)
     yield from _lacking(facts, part, _PASS_CONFIG, FUSED_ALL_REDUCE.rpartition(".")[2])
+    for name, fields in _BODY_FIELDS.items():
+        yield from _lacking(facts, part, name, *fields)
+    yield from _lacking(facts, part, _place_of(facts, "ModelCard", _CARDS), *_CARD_FIELDS)
     if not _keeps_known_steps(facts):
         yield Breach(part, STEPS_IN_FLIGHT)
 
@@ -273,9 +303,13 @@ def _keeps_known_steps(facts: ReleaseFacts) -> bool:
 
 
 def _of_answers(facts: ReleaseFacts) -> Iterator[Breach]:
-    deltas = next((name for file in _DELTAS if (name := f"{file}:DeltaMessage") in facts.classes), None)
-    for name in (f"{_CHAT}:ChatMessage", deltas or f"{_DELTAS[-1]}:DeltaMessage"):
+    for name in (f"{_CHAT}:ChatMessage", _place_of(facts, "DeltaMessage", _DELTAS)):
         yield from _lacking(facts, Part.ANSWERS, name, "reasoning")
+
+
+def _place_of(facts: ReleaseFacts, name: str, files: tuple[str, ...]) -> str:
+    """Return the class of ``name`` in that of ``files`` which has it; in the last of them where none has."""
+    return next((found for file in files if (found := f"{file}:{name}") in facts.classes), f"{files[-1]}:{name}")
 
 
 def _without(part: Part, kind: str, needed: Iterable[str], there: Iterable[str]) -> Iterator[Breach]:

@@ -136,6 +136,13 @@ def _check(spec: WorkerSpec, model: ModelSpec, devices: Mapping[str, Device]) ->
             f"max_batched_tokens={limits.max_batched_tokens} is less than max_batch={limits.max_batch}: vllm "
             "decodes a token of each sequence in one step; raise it"
         )
+    sampled = limits.max_batch * (spec.config.draft_tokens + 1)
+    if spec.config.adapter_slots and step_tokens(limits) < sampled:
+        raise ConfigError(
+            f"with adapter slots vllm verifies drafts in steps of at least {sampled} tokens ({limits.max_batch} "
+            f"sequences x {spec.config.draft_tokens + 1}), and steps here have {step_tokens(limits)} at most; "
+            "raise max_batched_tokens, or take fewer draft tokens"
+        )
     if limits.kv_tokens < limits.max_context_tokens:
         raise ConfigError(
             f"kv_tokens={limits.kv_tokens} does not hold one sequence of max_context_tokens="
@@ -184,10 +191,15 @@ def arguments(spec: WorkerSpec, model: Model, devices: Mapping[str, Device]) -> 
                 "prompt_lookup_max": _LONGEST_NGRAM,
             }
         )
+    if config.adapter_slots:
+        options["--max-loras"] = config.adapter_slots
+        options["--max-lora-rank"] = config.adapter_rank
+        options["--max-cpu-loras"] = config.loaded_adapters
     if config.num_gpus > 1:
         options["--distributed-executor-backend"] = "mp"
     # --name=value, so that no value is ever taken for an option
     flags = ["--disable-uvicorn-access-log"] + ["--skip-tokenizer-init"] * (not model.has_tokenizer)
+    flags += ["--enable-lora"] * bool(config.adapter_slots)
     given = (*use_words(spec.options.use), *parser_words(spec.options), *option_words(spec.options))
     return ("serve", spec.checkpoint, *(f"{name}={value}" for name, value in options.items()), *flags, *given)
 
@@ -216,6 +228,8 @@ def environment(spec: WorkerSpec, devices: Mapping[str, Device]) -> tuple[tuple[
         env.append(("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random"))
     if len(spec.stages) > 1 and not spec.profiling:  # profiling loads fingerprints of various depths
         env.append(("VLLM_PP_LAYER_PARTITION", ",".join(str(stage.num_layers) for stage in spec.stages)))
+    if spec.config.adapter_slots:
+        env.append(("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1"))  # else there are no routes that load adapters
     if spec.config.tp > 1:
         env += [
             ("VLLM_ALLREDUCE_USE_SYMM_MEM", "0"),

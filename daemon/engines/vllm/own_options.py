@@ -53,10 +53,13 @@ _REFUSED = {
         use-replayssm watermark""",
     "use --draft-acceptance for n-gram drafts; a draft model changes the memory that was promised": """
         spec-method spec-model spec-tokens speculative-config""",
-    "adapters take memory that is not planned, and the gateway knows no names but deployments'": """
-        default-mm-loras enable-lora enable-mixed-moe-lora-format enable-moe-shared-loras
-        enable-tower-connector-lora fully-sharded-loras lora-dtype lora-modules lora-target-modules
-        max-cpu-loras max-lora-cls-labels max-lora-rank max-loras specialize-active-lora""",
+    "adapter slots are planned; register adapters with `iserve variant add`": """
+        enable-lora max-cpu-loras max-lora-rank max-loras""",
+    "a worker loads adapters by request; register them with `iserve variant add`": """
+        default-mm-loras lora-modules""",
+    "the memory and the times of adapter slots rest on it": """
+        enable-mixed-moe-lora-format enable-moe-shared-loras enable-tower-connector-lora fully-sharded-loras
+        lora-dtype lora-target-modules max-lora-cls-labels specialize-active-lora""",
     "the plan chooses it; say what is wanted with --intent, --slo or --quality": """
         all2all-backend allow-deprecated-quantization calculate-kv-scales cp-kv-cache-interleave-size
         data-parallel-address data-parallel-backend data-parallel-external-lb data-parallel-hybrid-lb

@@ -6,12 +6,23 @@ from enum import StrEnum
 
 from packaging.version import InvalidVersion, Version
 
-__all__ = ["KNOWN", "NEWEST", "NEWEST_RUN", "Standing", "image_release", "standing_of"]
+__all__ = [
+    "KNOWN",
+    "NEWEST",
+    "NEWEST_RUN",
+    "SLOTS_SINCE",
+    "Standing",
+    "image_release",
+    "keeps_adapters_apart",
+    "standing_of",
+]
 
 _OLDEST_READ, _NEWEST_READ = (0, 24), (0, 33)
 _RUN = frozenset({(0, 24), (0, 26), (0, 33)})  # on an H200: docs/decisions/0025
+_APART_SINCE = (0, 26)  # decision 42
 NEWEST_RUN = "{}.{}.0".format(*max(_RUN))
 NEWEST = "{}.{}.0".format(*_NEWEST_READ)
+SLOTS_SINCE = "{}.{}".format(*_APART_SINCE)
 KNOWN = "{}.{} to {}.{}".format(*_OLDEST_READ, *_NEWEST_READ)
 
 
@@ -36,6 +47,19 @@ def standing_of(version: str) -> Standing:
     if found.is_prerelease or not _OLDEST_READ <= release <= _NEWEST_READ:
         return Standing.UNKNOWN
     return Standing.RUN if release in _RUN else Standing.READ
+
+
+def keeps_adapters_apart(version: str) -> bool:
+    """Return whether each row of a step has its own adapter even where one was loaded since the step before.
+
+    Releases without that keep the rows' slots while the requests are the same, though a load may have moved their
+    adapters to other slots.
+    """
+    try:
+        found = Version(version)
+    except InvalidVersion:
+        return False
+    return (found.major, found.minor) >= _APART_SINCE
 
 
 def image_release(version: str) -> str:

@@ -311,6 +311,18 @@ def without_variable(variable: str) -> tuple[str, ...]:
             id="stages",
         ),
         pytest.param({"batches_in_flight": ("9 * pp_size",)}, {"window": 256}, "steps in flight", id="window"),
+        pytest.param(
+            {"routes": ("/v1/load_lora_adapter",)},
+            {"adapter_slots": 4, "adapter_rank": 16},
+            "route /v1/unload_lora_adapter",
+            id="slots-routes",
+        ),
+        pytest.param(
+            {"variables": without_variable("VLLM_ALLOW_RUNTIME_LORA_UPDATING")},
+            {"adapter_slots": 4, "adapter_rank": 16},
+            "RUNTIME_LORA",
+            id="slots-variable",
+        ),
         pytest.param({"variables": without_variable(ESTIMATE)}, None, "", id="none"),
     ],
 )

@@ -22,6 +22,7 @@ from daemon.engines.vllm.contract import (
     METRICS,
     PROFILING_VALUES,
     PROFILING_VARIABLES,
+    ROUTES,
     SOME_FLAGS,
     SOME_VALUES,
     SOME_VARIABLES,
@@ -35,7 +36,7 @@ from daemon.engines.vllm.contract import (
     read_release,
 )
 from daemon.engines.vllm.error_patterns import DULL, ERROR_PATTERNS, OTHERS_TEXTS
-from daemon.engines.vllm.release import Standing, standing_of
+from daemon.engines.vllm.release import Standing, keeps_adapters_apart, standing_of
 from fingerprint.config import KvFormat, WeightFormat
 from fingerprint.errors import EngineError
 from fingerprint.model_use import ModelUse
@@ -46,13 +47,16 @@ from tests.daemon.engines.vllm_worker_spec import DEVICES, LLAMA_8B, worker
 
 RELEASES = recorded()
 NEWEST = RELEASES["0.33.0"]
+LORA_BODIES = "entrypoints/serve/lora/protocol.py"
+MODEL_CARD = "entrypoints/serve/engine/protocol.py:ModelCard"
 CACHE_CONFIG = "config/cache.py:CacheConfig"
 PATTERNS = (*(sign.pattern for sign in ERROR_PATTERNS), DULL)
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
 WORKER = "v1/worker/gpu_worker.py:Worker"
-# Held by what a method returns, or mixed from another class.
-BY_VALUE = {"config/vllm.py:VllmConfig", "entrypoints/llm.py:LLM"}
+MANAGER = "lora/model_manager.py:LoRAModelManager"
+# Held by what a method returns, mixed from another class, or by the release's number.
+BY_VALUE = {"config/vllm.py:VllmConfig", "entrypoints/llm.py:LLM", MANAGER}
 
 OPTIONAL = {"VLLM_ALLREDUCE_USE_FLASHINFER"}  # releases without it have nothing that it turns off
 
@@ -118,6 +122,13 @@ def test_a_release_that_is_read_keeps_the_contract(version):
     assert breaches(RELEASES[version]) == ()
 
 
+@pytest.mark.parametrize("version", RELEASES)
+def test_adapters_are_kept_apart_by_the_releases_that_remember_the_layout_of_slots(version):
+    """The rows' slots are found anew where the layout changed, though the requests are those of the last step."""
+    remembers = "_last_slot_layout" in RELEASES[version].classes[MANAGER].attributes
+    assert keeps_adapters_apart(version) == remembers
+
+
 def test_every_release_that_counts_as_read_was_read():
     minors = {tuple(map(int, version.split(".")[:2])) for version in RELEASES}
     assert minors == {(0, minor) for minor in range(24, 34)}
@@ -166,6 +177,9 @@ class TestCompleteness:
         drafts = replace(worker(tmp_path, draft_tokens=4), dummy_weights=True)
         drafting = get_engine("vllm").command(drafts, tmp_path, DEVICES).argv
         flags |= {word.partition("=")[0] for word in drafting if word.startswith("--spec")}
+        slots = replace(worker(tmp_path, adapter_slots=4, adapter_rank=16), dummy_weights=True)
+        with_slots = get_engine("vllm").command(slots, tmp_path, DEVICES).argv
+        flags |= {word.partition("=")[0] for word in with_slots if "lora" in word and word.startswith("--")}
         assert flags == FLAGS | SOME_FLAGS
 
     def test_flags_of_every_launch_are_those_of_the_plainest_one(self, tmp_path, monkeypatch):
@@ -245,7 +259,11 @@ class TestCompleteness:
         ("wish", "expected"),
         [
             pytest.param({}, VARIABLES, id="plain"),
-            pytest.param({"layers": (20, 12), "tp": 2}, VARIABLES | SOME_VARIABLES | OPTIONAL, id="several-gpus"),
+            pytest.param(
+                {"layers": (20, 12), "tp": 2, "adapter_slots": 4, "adapter_rank": 16},
+                VARIABLES | SOME_VARIABLES | OPTIONAL,
+                id="several-gpus-with-slots",
+            ),
         ],
     )
     def test_variables_are_those_of_the_environment_and_the_key(self, wish, expected):
@@ -332,6 +350,11 @@ class TestBreaches:
         )
         assert [b.what.partition(" ")[2] for b in breaches(facts)] == [name]
 
+    @pytest.mark.parametrize("route", sorted(ROUTES))
+    def test_a_route(self, route):
+        found = breaches(replace(NEWEST, routes=tuple(one for one in NEWEST.routes if one != route)))
+        assert [(b.part, b.what) for b in found] == [(Part.SOME, f"route {route}")]
+
     @pytest.mark.parametrize("text", TEXTS)
     def test_a_text(self, text):
         facts = replace(NEWEST, texts=tuple(one for one in NEWEST.texts if one != text))
@@ -347,6 +370,11 @@ class TestBreaches:
             pytest.param(CACHE_CONFIG, "block_size", Part.SERVING, id="label-block-size"),
             pytest.param(CACHE_CONFIG, "num_gpu_blocks", Part.SERVING, id="label-blocks"),
             pytest.param(CACHE_CONFIG, "metrics_info", Part.SERVING, id="labels"),
+            pytest.param(f"{LORA_BODIES}:LoadLoRAAdapterRequest", "lora_name", Part.SOME, id="load-name"),
+            pytest.param(f"{LORA_BODIES}:LoadLoRAAdapterRequest", "lora_path", Part.SOME, id="load-path"),
+            pytest.param(f"{LORA_BODIES}:UnloadLoRAAdapterRequest", "lora_name", Part.SOME, id="unload-name"),
+            pytest.param(MODEL_CARD, "root", Part.SOME, id="card-root"),
+            pytest.param(MODEL_CARD, "parent", Part.SOME, id="card-parent"),
             pytest.param("entrypoints/llm.py:LLM", "llm_engine", Part.PROFILING, id="llm-engine"),
             pytest.param("v1/engine/llm_engine.py:LLMEngine", "engine_core", Part.PROFILING, id="engine-core"),
             pytest.param("v1/engine/llm_engine.py:LLMEngine", "model_config", Part.PROFILING, id="model-config"),

@@ -19,6 +19,7 @@ def write_release(facts: ReleaseFacts, package: Path) -> None:
     classes: dict[str, list[str]] = defaultdict(list)
     files["engine/arg_utils.py"] += [f"parser.add_argument({json.dumps(flag)})" for flag in facts.flags]
     files["envs.py"] += [json.dumps(name) for name in facts.variables]
+    files["entrypoints/serve/lora/api_router.py"] += [json.dumps(route) for route in facts.routes]
     files["v1/metrics/loggers.py"] += [json.dumps(name) for name in facts.metrics]
     files["plugins/__init__.py"] += [json.dumps(name) for name in facts.plugin_groups]
     files["model_executor/models/registry.py"] += [json.dumps(dict.fromkeys(facts.architectures, "")) + "\n"]

@@ -1,0 +1,454 @@
+"""Time and memory of vLLM's adapter slots, as the product starts them: steps, prompts, and loads while it decodes.
+
+    python -m tests.bench.lora_steps measure CONFIG_JSON OUT --python VLLM_PYTHON
+    python -m tests.bench.lora_steps table OUT/lora_steps.json.gz [CONFIG_JSON]
+
+``measure`` runs on the GPU machine, for a model of Llama's modules: three workers with random weights on one GPU
+of 130 GiB or more (without slots, with 8, with 32 of rank 64), all started before the first call and called in
+turns. The adapters are random too, of ranks 64, 16 and 8 in turn, one file for each rank, loaded by as many names
+as are needed; the files were just written, so that a load reads them from the page cache. A step's time is that
+of equal requests with ``OUTPUT`` tokens less that with one, over the tokens between. Results are kept after each
+part. ``table`` prints them, and the bytes of a slot as vLLM has them against ``fingerprint.lora.slot_bytes``. No
+web framework is imported. Not run yet: it is made to take less than 400 s, of which the starts are about 190.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import re
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from daemon.engines.vllm.metrics import read_stats
+from fingerprint.codec import from_json, to_json
+from fingerprint.config import DeploymentConfig
+from fingerprint.families import read_spec
+from fingerprint.lora import slot_bytes
+from fingerprint.lora.adapter import WEIGHTS_FILE
+from fingerprint.lora.adapter_config import CONFIG_FILE
+from fingerprint.safetensors_writer import OutputTensor, write_safetensors
+from tests.bench.engine_contest import Contest, PlacedReplica
+from tests.bench.engine_contest_run import FOLDER, Worker, _nvidia, _version, _wait_for, write_models
+from tests.bench.kept import read_kept, write_kept
+from traces.simulator.step_model import Limits
+
+SLOTS, RANK = (0, 8, 32), 64
+RANKS = (64, 16, 8)  # of the adapters, in turn
+BATCHES, ACTIVE = (32, 128), (0, 1, 8, 32)
+INPUT, OUTPUT, ROUNDS = 64, 65, 2
+PROMPTS, PROMPT_ROUNDS = ((1, 2048), (8, 512)), 5
+LOADS, LOADING_ROWS, LOADING_TOKENS = 2, 32, 300  # per rank; the rows that decode meanwhile, and their tokens
+GIB_EACH = 42
+FILE = "lora_steps.json.gz"
+TIMEOUT = aiohttp.ClientTimeout(total=120)
+_LOG = {  # of a worker, by what it says
+    "weights_gib": re.compile(r"Model loading took ([\d.]+) GiB"),
+    "graphs_gib": re.compile(r"Graph capturing finished in [\d.]+ secs, took (-?[\d.]+) GiB"),
+    "graphs_s": re.compile(r"Graph capturing finished in ([\d.]+) secs"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """Memory and start of a worker."""
+
+    slots: int
+    weights_gib: float  # slots included
+    graphs_gib: float
+    graphs_s: float
+    kv_tokens: int  # that it has room for
+    ready_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Burst:
+    """Equal requests at once, of the base or of adapters in turn."""
+
+    slots: int
+    active: int  # adapters; 0: the base alone
+    batch: int
+    decode_s: float  # of the call with all tokens less that with one
+    tokens: int  # of each request, after its first
+
+    @property
+    def step_s(self) -> float:
+        return self.decode_s / self.tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """Equal prompts at once, with one token of answer."""
+
+    slots: int
+    requests: int
+    tokens: int
+    adapter: bool
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """Load of an adapter by HTTP while requests of the base decode."""
+
+    slots: int
+    rank: int
+    load_s: float
+    longest_gap_s: float  # between tokens of one of these requests, of all gaps that touch the load
+    usual_gap_s: float  # the longest one that does not
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraSteps:
+    """Recording of one model."""
+
+    model: str
+    date: str
+    machine: str
+    versions: str
+    memory: tuple[Memory, ...] = ()
+    bursts: tuple[Burst, ...] = ()
+    prompts: tuple[Prompt, ...] = ()
+    loads: tuple[Load, ...] = ()
+
+
+def measure(config: Path, out: Path, python: str, gpu: int) -> None:
+    """Start the workers, and call them in turns; keep what is measured after each part."""
+    text, total = config.read_text(), int(_nvidia("memory.total")[gpu]) * 2**20
+    write_models(
+        Contest(
+            world="",
+            changes=(),
+            slo_multiple=1.0,
+            total_bytes=total,
+            models=(("model", text),),
+            loads=(),
+            plans=(),
+            simulated={},
+        ),
+        FOLDER,
+    )
+    for rank in RANKS:
+        write_adapter(FOLDER / f"rank-{rank}", json.loads(text), rank)
+    with ExitStack() as stack:
+        workers = {}
+        for number, slots in enumerate(SLOTS):
+            replica = PlacedReplica(
+                deployment="model",
+                config=config_of(slots),
+                devices=(gpu,),
+                bytes_per_gpu=GIB_EACH * 2**30,
+                limits=Limits(
+                    max_batch=max(BATCHES),
+                    max_context_tokens=4096,
+                    max_batched_tokens=8192,
+                    kv_tokens=max(
+                        max(BATCHES) * (INPUT + OUTPUT + 48), LOADING_ROWS * (INPUT + LOADING_TOKENS + 48)
+                    ),
+                ),
+            )
+            workers[slots] = Worker(50 + number, replica, total, FOLDER, python)
+            stack.callback(workers[slots].end)
+        _wait_for(list(workers.values()))
+        found = LoraSteps(
+            model=config.parent.name,
+            date=time.strftime("%Y-%m-%d"),
+            machine=_nvidia("name")[gpu],
+            versions=f"vllm {_version(python)}, driver {_nvidia('driver_version')[0]}",
+        )
+        out.mkdir(parents=True, exist_ok=True)
+        asyncio.run(_measured(found, workers, out / FILE))
+
+
+def config_of(slots: int) -> DeploymentConfig:
+    return DeploymentConfig(engine="vllm", adapter_slots=slots, adapter_rank=RANK if slots else 0)
+
+
+def write_adapter(folder: Path, config: Mapping[str, Any], rank: int) -> None:
+    """Write a random adapter in PEFT's format of every matrix of Llama's layers; its values are small."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(rank)
+    some = (rng.standard_normal(1 << 20, dtype=np.float32) * 0.01).view(np.uint32) >> 16  # bfloat16
+    values = some.astype("<u2").tobytes()
+
+    def tensor(name: str, shape: tuple[int, int]) -> OutputTensor:
+        num_bytes = 2 * shape[0] * shape[1]
+        whole, rest = divmod(num_bytes, len(values))
+        pieces = [values] * whole + [values[:rest]] * bool(rest)
+        return OutputTensor(name, "BF16", shape, num_bytes, lambda: pieces)
+
+    tensors = []
+    for layer in range(config["num_hidden_layers"]):
+        for module, (rows, columns) in matrices(config).items():
+            name = f"base_model.model.model.layers.{layer}.{module}"
+            tensors.append(tensor(f"{name}.lora_A.weight", (rank, columns)))
+            tensors.append(tensor(f"{name}.lora_B.weight", (rows, rank)))
+    write_safetensors(folder / WEIGHTS_FILE, tensors)
+    names = sorted(name.rpartition(".")[2] for name in matrices(config))
+    fields = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "model", "bias": "none"}
+    fields |= {"r": rank, "lora_alpha": rank, "target_modules": names, "inference_mode": True}
+    (folder / CONFIG_FILE).write_text(json.dumps(fields))
+
+
+def matrices(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """Return the matrices of a layer of Llama: outputs and inputs of each."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    head = config.get("head_dim") or hidden // config["num_attention_heads"]
+    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    return {
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+
+
+async def _measured(found: LoraSteps, workers: Mapping[int, Worker], file: Path) -> None:
+    """Measure each part, and keep all that was measured after it."""
+
+    def keep(**parts: tuple[object, ...]) -> None:
+        nonlocal found
+        found = replace(found, **{name: (*getattr(found, name), *more) for name, more in parts.items()})
+        write_kept(file, json.dumps(json.loads(to_json(found)), indent=0))
+        print(f"{time.strftime('%H:%M:%S')} {', '.join(parts)} kept", flush=True)
+
+    async with aiohttp.ClientSession(timeout=TIMEOUT) as session:
+        clients = {slots: _Client(session, worker) for slots, worker in workers.items()}
+        keep(memory=tuple([await _memory(slots, workers[slots], one) for slots, one in clients.items()]))
+        for slots, one in clients.items():
+            for number in range(slots):
+                await one.load(_name(number), RANKS[number % len(RANKS)])
+        for batch in BATCHES:
+            keep(bursts=tuple([burst async for burst in _bursts(clients, batch)]))
+        keep(prompts=tuple([prompt async for prompt in _prompts(clients)]))
+        for slots in SLOTS:
+            if slots:
+                keep(loads=tuple([load async for load in _loads(clients[slots], slots)]))
+
+
+def _name(number: int) -> str:
+    return f"adapter-{number}"
+
+
+class _Client:
+    """Requests to one worker."""
+
+    def __init__(self, session: aiohttp.ClientSession, worker: Worker) -> None:
+        self._session, self._url = session, f"http://127.0.0.1:{worker.port}"
+
+    async def text(self, path: str) -> bytes:
+        async with self._session.get(f"{self._url}{path}") as response:
+            return await response.read()
+
+    async def post(self, path: str, body: Mapping[str, object]) -> float:
+        """Return the seconds until the answer is there."""
+        begun = time.monotonic()
+        async with self._session.post(f"{self._url}{path}", json=body) as response:
+            text = await response.text()
+            if response.status != 200:
+                raise SystemExit(f"{self._url}{path} answered {response.status}: {text[:500]}")
+        return time.monotonic() - begun
+
+    async def load(self, name: str, rank: int) -> float:
+        folder = str(FOLDER / f"rank-{rank}")
+        return await self.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+
+    async def unload(self, name: str) -> None:
+        await self.post("/v1/unload_lora_adapter", {"lora_name": name})
+
+    async def complete(self, models: list[str], prompt: list[int], tokens: int) -> float:
+        """Return the seconds until a request of each of ``models`` is answered."""
+        begun = time.monotonic()
+        await asyncio.gather(
+            *(self.post("/v1/completions", _completion(model, prompt, tokens)) for model in models)
+        )
+        return time.monotonic() - begun
+
+    async def stream(self, prompt: list[int], tokens: int, times_s: list[float]) -> None:
+        """Append the time of each token of one request of the base to ``times_s``."""
+        body = _completion("model", prompt, tokens) | {"stream": True}
+        async with self._session.post(f"{self._url}/v1/completions", json=body) as response:
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    times_s.append(time.monotonic())
+
+
+def _completion(model: str, prompt: list[int], tokens: int) -> dict[str, object]:
+    return {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "temperature": 0.0,
+        "ignore_eos": True,
+    }
+
+
+async def _memory(slots: int, worker: Worker, client: _Client) -> Memory:
+    log = worker.log.read_text(errors="replace")
+    said = {name: float(found[-1]) if (found := text.findall(log)) else -1.0 for name, text in _LOG.items()}
+    stats = read_stats("model", await client.text("/metrics"))
+    return Memory(slots=slots, kv_tokens=stats.kv_tokens_total, ready_s=round(worker.ready_s or 0.0, 1), **said)
+
+
+def models_of(active: int, batch: int) -> list[str]:
+    """Return the model of each request of a batch: the base, or so many adapters in turn."""
+    return [_name(number % active) if active else "model" for number in range(batch)]
+
+
+async def _bursts(clients: Mapping[int, _Client], batch: int) -> AsyncIterator[Burst]:
+    prompt = [random.Random(batch).randrange(10, 2000) for _ in range(INPUT)]
+    for round_ in range(ROUNDS + 1):  # the first is not kept
+        for slots, active in ((slots, active) for slots in SLOTS for active in ACTIVE if active <= slots):
+            models = models_of(active, batch)
+            one_s = min([await clients[slots].complete(models, prompt, 1) for _ in range(2)])
+            all_s = await clients[slots].complete(models, prompt, OUTPUT)
+            if round_:
+                yield Burst(slots=slots, active=active, batch=batch, decode_s=all_s - one_s, tokens=OUTPUT - 1)
+
+
+async def _prompts(clients: Mapping[int, _Client]) -> AsyncIterator[Prompt]:
+    for round_ in range(PROMPT_ROUNDS + 1):  # the first is not kept
+        for requests, tokens in PROMPTS:
+            prompt = [random.Random(tokens).randrange(10, 2000) for _ in range(tokens)]
+            for slots in SLOTS:
+                for adapter in (False, True)[: 1 + bool(slots)]:
+                    took_s = await clients[slots].complete(models_of(int(adapter), requests), prompt, 1)
+                    if round_:
+                        yield Prompt(
+                            slots=slots, requests=requests, tokens=tokens, adapter=adapter, seconds=took_s
+                        )
+
+
+async def _loads(client: _Client, slots: int) -> AsyncIterator[Load]:
+    prompt = [random.Random(slots).randrange(10, 2000) for _ in range(INPUT)]
+    for number in range(LOADS * len(RANKS)):
+        rank, name, times_s = RANKS[number % len(RANKS)], f"cold-{number}", list[float]()
+        models = models_of(0, LOADING_ROWS - 1)
+        plain = asyncio.ensure_future(client.complete(models, prompt, LOADING_TOKENS))
+        streamed = asyncio.ensure_future(client.stream(prompt, LOADING_TOKENS, times_s))
+        while len(times_s) < LOADING_TOKENS // 3 and not streamed.done():
+            await asyncio.sleep(0.01)
+        begun = time.monotonic()
+        load_s = await client.load(name, rank)
+        await asyncio.gather(plain, streamed)
+        longest_s, usual_s = gaps_s(times_s, begun, begun + load_s)
+        yield Load(slots=slots, rank=rank, load_s=load_s, longest_gap_s=longest_s, usual_gap_s=usual_s)
+        await client.unload(name)
+
+
+def gaps_s(times_s: Sequence[float], begun_s: float, ended_s: float) -> tuple[float, float]:
+    """Return the longest gap between two times that touches the span, and the longest that does not; 0: none."""
+    touching, apart = [0.0], [0.0]
+    for first, second in pairwise(times_s):
+        (touching if second > begun_s and first < ended_s else apart).append(second - first)
+    return max(touching), max(apart)
+
+
+def table(found: LoraSteps, config: Mapping[str, Any] | None) -> str:
+    """Return what was measured as Markdown tables: medians."""
+    return "\n\n".join((_steps(found), _prompt_times(found), _load_times(found), _bytes(found, config)))
+
+
+def _rows(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---:"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _steps(found: LoraSteps) -> str:
+    rows = []
+    for batch in BATCHES:
+        times = dict[tuple[int, int], float]()
+        for slots, active in ((slots, active) for slots in SLOTS for active in ACTIVE):
+            own = [
+                one.step_s for one in found.bursts if (one.slots, one.active, one.batch) == (slots, active, batch)
+            ]
+            if own:
+                times[slots, active] = statistics.median(own)
+        plain_s = times.get((0, 0))
+        for (slots, active), step_s in times.items():
+            over = f"{step_s / plain_s:.2f}" if plain_s else ""
+            rows.append((str(batch), str(slots), str(active), f"{1e3 * step_s:.2f} ms", over))
+    return _rows(("sequences", "slots", "adapters", "step", "over one without slots"), rows)
+
+
+def _prompt_times(found: LoraSteps) -> str:
+    cases = dict.fromkeys((one.requests, one.tokens, one.slots, one.adapter) for one in found.prompts)
+    rows = []
+    for case in sorted(cases):
+        own = [one for one in found.prompts if (one.requests, one.tokens, one.slots, one.adapter) == case]
+        requests, tokens, slots, adapter = case
+        middle_s = statistics.median(one.seconds for one in own)
+        rows.append((f"{requests} x {tokens}", str(slots), "yes" if adapter else "no", f"{1e3 * middle_s:.1f} ms"))
+    return _rows(("prompts", "slots", "adapter", "time"), rows)
+
+
+def _load_times(found: LoraSteps) -> str:
+    cases = sorted({(one.slots, one.rank) for one in found.loads})
+    rows = []
+    for case in cases:
+        own = [one for one in found.loads if (one.slots, one.rank) == case]
+        columns = ([getattr(one, name) for one in own] for name in ("load_s", "longest_gap_s", "usual_gap_s"))
+        rows.append((*map(str, case), *(f"{1e3 * statistics.median(column):.0f} ms" for column in columns)))
+    return _rows(("slots", "rank", "load", "longest gap meanwhile", "longest gap else"), rows)
+
+
+def _bytes(found: LoraSteps, config: Mapping[str, Any] | None) -> str:
+    spec = None if config is None else read_spec(dict(config))
+    plain = next((one.weights_gib for one in found.memory if not one.slots), None)
+    rows = []
+    for one in found.memory:
+        added = f"{one.weights_gib - plain:.2f}" if one.slots and plain is not None else ""
+        counted = ""
+        if spec is not None and one.slots:
+            counted = f"{one.slots * slot_bytes(spec, config_of(one.slots), spec.num_layers) / 2**30:.2f}"
+        measured = (f"{one.weights_gib:.2f}", added, counted, f"{one.graphs_gib:.2f}", f"{one.graphs_s:.0f} s")
+        rows.append((str(one.slots), *measured, str(one.kv_tokens), f"{one.ready_s:.0f} s"))
+    head = (
+        "slots",
+        "weights, GiB",
+        "of these slots",
+        "counted",
+        "graphs, GiB",
+        "captured in",
+        "KV tokens",
+        "ready",
+    )
+    return _rows(head, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    orders = parser.add_subparsers(dest="order", required=True)
+    one = orders.add_parser("measure")
+    one.add_argument("config", type=Path)
+    one.add_argument("out", type=Path)
+    one.add_argument("--python", default=sys.executable)
+    one.add_argument("--gpu", type=int, default=0, help="index of the GPU")
+    one = orders.add_parser("table")
+    one.add_argument("kept", type=Path)
+    one.add_argument("config", type=Path, nargs="?")
+    options = parser.parse_args()
+    if options.order == "measure":
+        measure(options.config, options.out, options.python, options.gpu)
+        return
+    config = json.loads(options.config.read_text()) if options.config else None
+    print(table(from_json(read_kept(options.kept), LoraSteps), config))
+
+
+if __name__ == "__main__":
+    main()
