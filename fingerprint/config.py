@@ -114,6 +114,11 @@ class DeploymentConfig:
         return self.tp * self.pp
 
     @property
+    def without_slots(self) -> DeploymentConfig:
+        """The same configuration of the base alone."""
+        return replace(self, adapter_slots=0, adapter_rank=0) if self.adapter_slots else self
+
+    @property
     def loaded_adapters(self) -> int:
         """Adapters that a worker keeps loaded at most; only ``adapter_slots`` of them take part in one step."""
         return LOADED_PER_SLOT * self.adapter_slots

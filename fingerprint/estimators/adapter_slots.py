@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from fingerprint.config import DeploymentConfig, Workload
-from fingerprint.estimates import Estimate, Estimator, Quantity, Source, TellsHiddenTime
+from fingerprint.estimates import Estimate, Estimator, MemoryEstimate, Quantity, Source, TellsHiddenTime
 from fingerprint.lora.slot_bytes import reserved_bytes
 from fingerprint.model_spec import ModelSpec
 
@@ -38,11 +38,10 @@ class WithAdapterSlots:
 
     def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
         """Predict as ``base``, with the slots in memory and the time of adapters in every step."""
-        plain = self.base.estimate(replace(config, adapter_slots=0, adapter_rank=0), workload)
+        plain = self.base.estimate(config.without_slots, workload)
         if not config.adapter_slots:
             return plain
-        layer_bytes = plain.memory.layer_weight_bytes + reserved_bytes(self._spec, config, 1)
-        found = replace(plain, config=config, memory=replace(plain.memory, layer_weight_bytes=layer_bytes))
+        found = replace(plain, config=config, memory=self._with_slots(plain.memory, config))
         if config.engine != _MEASURED_ON:
             return found
         active = max(1.0, min(config.adapter_slots, self._distinct(workload.batch)))
@@ -50,10 +49,19 @@ class WithAdapterSlots:
         prompt_s = (_PROMPT_FACTOR - 1) * found.ttft_s.value
         return replace(found, ttft_s=_later(found.ttft_s, prompt_s), tpot_s=_later(found.tpot_s, step_s))
 
+    def _with_slots(self, memory: MemoryEstimate, config: DeploymentConfig) -> MemoryEstimate:
+        """Return ``memory`` with the room of slots: a part for each layer, and what every GPU has."""
+        every_gpu = reserved_bytes(self._spec, config, 0)
+        layer_bytes = reserved_bytes(self._spec, config, 1) - every_gpu
+        return replace(
+            memory,
+            layer_weight_bytes=memory.layer_weight_bytes + layer_bytes,
+            runtime_bytes=memory.runtime_bytes + every_gpu,
+        )
+
     def hidden_s(self, config: DeploymentConfig) -> float:
         """Return that of ``base``, where it has one (``estimates.TellsHiddenTime``)."""
-        plain = replace(config, adapter_slots=0, adapter_rank=0)
-        return self.base.hidden_s(plain) if isinstance(self.base, TellsHiddenTime) else 0.0
+        return self.base.hidden_s(config.without_slots) if isinstance(self.base, TellsHiddenTime) else 0.0
 
 
 def _later(time: Quantity, added_s: float) -> Quantity:

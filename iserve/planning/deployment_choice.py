@@ -159,7 +159,7 @@ def _slots(options: PlanOptions, table: EngineCapabilities) -> tuple[str, ...]:
     return (
         f"{need.slots} adapter slots of rank {need.rank} for {traffic.variants:,} variants ({law}): "
         f"{need.without:.0%} of the variants asked for at once wait for a slot",
-        "the time that adapters add to a step is estimated from one model on vLLM 0.24, not measured here"
+        "the time that adapters add is estimated from what one model took on vLLM 0.24"
         if table.engine == "vllm"
         else f"the time that adapters add on {engine_name(table.engine)} is not known and left out",
     )

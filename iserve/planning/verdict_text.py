@@ -310,7 +310,11 @@ def _basis_words(config: DeploymentConfig, estimate: EstimateDocument, measured:
             return "the whole model was measured at this load by a check"
         return _OWN.get(source, f"{source}, this configuration measured here")
     if source in _ANOTHER:
-        other = "another configuration" if basis is None or basis == config else differences(basis, config)
+        plain = config.without_slots
+        if basis is None or basis == plain:
+            other = "the base without adapters" if basis and config.adapter_slots else "another configuration"
+        else:
+            other = differences(basis, plain)
         return f"{_ANOTHER[source]} {other}; {_NOT_MEASURED}"
     return "from datasheets (roofline); nothing was measured" if source is Source.ROOFLINE else _NOT_MEASURED
 
