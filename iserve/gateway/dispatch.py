@@ -141,6 +141,7 @@ class Deployment:
         self._refuse_all(ApiError.model_not_found(self.route.name))
         if self.variants is not None:
             self.variants.update(replace(self.route, workers=(), variants=()))
+            self.variants.close()
 
     def _refuse_all(self, error: ApiError) -> None:
         for waiting in self._waiting:

@@ -3,7 +3,8 @@
 A request is admitted to a worker first (``placement.variant_routing`` chooses), which starts the load that it
 needs; all requests of the same cold variant wait for one load. What a worker has loaded is asked of it once, and
 again after any sign that it was restarted. A variant that has left the table, or was registered again with another
-content, keeps its requests in flight and is unloaded after them.
+content, keeps its requests in flight and is unloaded after them. Folders of what is loaded are asked for again and
+again: vLLM reads one once more when its copy was dropped, and ends where that fails (decision 42).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from placement.variant_routing import (
 
 __all__ = ["NoPlaceError", "Room", "VariantObserver", "VariantRequest", "VariantResidency"]
 
+_KEEP_S = 120.0  # between two times that folders of loaded variants are asked for, well within the store's grace
 _RETRY_S = 5.0  # after a failed load, until one is tried again that no request was admitted for
 
 _log = logging.getLogger(__name__)
@@ -105,6 +107,7 @@ class VariantResidency:
 
     Args:
         changed: called when a waiting request may have become possible.
+        keep_s: between two times that the folders of loaded variants are asked for.
     """
 
     def __init__(
@@ -114,6 +117,7 @@ class VariantResidency:
         loader: VariantLoader,
         observer: VariantObserver,
         policy: VariantPolicy | None = None,
+        keep_s: float = _KEEP_S,
     ) -> None:
         self._policy = policy or make_variant_policy()
         self._changed, self._loader, self._observer = changed, loader, observer
@@ -123,7 +127,12 @@ class VariantResidency:
         self._current: dict[str, VariantRoute] = {}  # by engine name
         self._served_s: dict[str, float] = {}  # by engine name
         self._wanted: dict[str, None] = {}  # engine names of waiting requests
+        self._keeping = self._loop.create_task(self._keep_folders(keep_s))
         self.update(route)
+
+    def close(self) -> None:
+        """Ask for no folder any more: the deployment has left the table."""
+        self._keeping.cancel()
 
     def update(self, route: Route) -> None:
         """Follow a new table."""
@@ -253,6 +262,16 @@ class VariantResidency:
             if found is None:  # nor is there a place for any after it
                 return
             self._load(workers[found.index], self._current[name], found.evicted)
+
+    async def _keep_folders(self, every_s: float) -> None:
+        while True:
+            await asyncio.sleep(every_s)
+            loaded = set[str]().union(*(worker.state.loaded for worker in self._workers.values()))
+            for variant in [self._current[name] for name in loaded if name in self._current]:
+                try:
+                    await self._loader.folder(variant)
+                except ApiError as error:
+                    _log.warning("keeping the folder of %s: %s", variant.name, error)
 
     def _idle_workers(self, now_s: float) -> list[_Worker]:
         """Return workers at which variants may be loaded ahead of need."""
