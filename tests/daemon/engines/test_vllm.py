@@ -450,7 +450,7 @@ def test_a_cpu_share_is_refused(node, tmp_path, vllm_python, tiny_checkpoint):
 
 
 def test_a_worker_with_slots_loads_serves_and_unloads_adapters(vllm_node, tmp_path):
-    """Its routes need the worker's token; names, answers and lists are those of vLLM's own routes."""
+    """Routes need the worker's token; names, answers and lists are those of vLLM's own routes."""
     vllm_node.extra_env["ISERVE_VLLM_PYTHON"] = str(make_vllm(tmp_path / "env", "0.33.0"))
     start(vllm_node)
     config = DeploymentConfig(engine="vllm", adapter_slots=2, adapter_rank=8)
