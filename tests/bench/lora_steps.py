@@ -197,7 +197,12 @@ def write_adapter(folder: Path, config: Mapping[str, Any], rank: int) -> None:
             tensors.append(tensor(f"{name}.lora_B.weight", (rows, rank)))
     write_safetensors(folder / WEIGHTS_FILE, tensors)
     names = sorted(name.rpartition(".")[2] for name in matrices(config))
-    fields = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "model", "bias": "none"}
+    fields: dict[str, object] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": "model",
+        "bias": "none",
+    }
     fields |= {"r": rank, "lora_alpha": rank, "target_modules": names, "inference_mode": True}
     (folder / CONFIG_FILE).write_text(json.dumps(fields))
 
@@ -223,7 +228,8 @@ async def _measured(found: LoraSteps, workers: Mapping[int, Worker], file: Path)
 
     def keep(**parts: tuple[object, ...]) -> None:
         nonlocal found
-        found = replace(found, **{name: (*getattr(found, name), *more) for name, more in parts.items()})
+        changes: dict[str, Any] = {name: (*getattr(found, name), *more) for name, more in parts.items()}
+        found = replace(found, **changes)
         write_kept(file, json.dumps(json.loads(to_json(found)), indent=0))
         print(f"{time.strftime('%H:%M:%S')} {', '.join(parts)} kept", flush=True)
 

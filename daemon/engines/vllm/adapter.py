@@ -142,6 +142,8 @@ class VllmEngine(ExternalEngine):
         """Raises EngineError: the installed release lacks something that this launch needs."""
         found = self.installed(spec.engine_version)
         python = found.python
+        if spec.config.adapter_slots and not keeps_adapters_apart(found.version("vllm")):
+            raise EngineError(f"vllm of {python}: {_mixed_adapters(found.version('vllm')).reason}")
         if spec.profiling:
             untimed = ("--no-step-timer",) if _standing(found) is Standing.UNKNOWN else ()
             machine = to_json(gpu_machine(devices.values(), self.versions(spec.engine_version))).decode()

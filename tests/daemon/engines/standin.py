@@ -73,6 +73,7 @@ def make_vllm(folder: Path, version: str = "0.24.0") -> Path:
     modules = {
         "vllm.entrypoints.cli.main": HERE / "vllm_standin.py",
         "vllm.__init__": stand_in / "package.py",
+        "vllm.adapters": stand_in / "adapters.py",
         "vllm.checks": stand_in / "checks.py",
         "vllm.costs": stand_in / "costs.py",
         "vllm.envs": stand_in / "envs.py",

@@ -447,3 +447,37 @@ def test_a_cpu_share_is_refused(node, tmp_path, vllm_python, tiny_checkpoint):
     node.start(real_engines=True)
     with pytest.raises(ConfigError, match="vllm needs NVIDIA GPUs, cpu:0 is none"):
         node.client.launch(spec(node, stages=(StageAssignment(device_ids=("cpu:0",), num_layers=4),)))
+
+
+def test_a_worker_with_slots_loads_serves_and_unloads_adapters(vllm_node, tmp_path):
+    """Routes need the worker's token; names, answers and lists are those of vLLM's own routes."""
+    vllm_node.extra_env["ISERVE_VLLM_PYTHON"] = str(make_vllm(tmp_path / "env", "0.33.0"))
+    start(vllm_node)
+    config = DeploymentConfig(engine="vllm", adapter_slots=2, adapter_rank=8)
+    vllm_node.client.launch(spec(vllm_node, config=config))
+    status = vllm_node.wait("w1", WorkerState.READY)
+    folders = {rank: tmp_path / f"adapter-{rank}" for rank in (8, 16)}
+    for rank, folder in folders.items():
+        folder.mkdir()
+        (folder / "adapter_config.json").write_text(json.dumps({"r": rank}))
+        (folder / "adapter_model.safetensors").touch()
+
+    def post(path, **body):
+        answer = ask(status.url, path, body, token=status.token)
+        return answer[0], answer[1].decode()
+
+    load = {"lora_name": "style@0123456789abcdef", "lora_path": str(folders[8])}
+    body = {"model": load["lora_name"], "prompt": [1, 2], "max_tokens": 2}
+    assert ask(status.url, "/v1/load_lora_adapter", load)[0] == 401
+    assert post("/v1/completions", **body)[0] == 404
+    assert post("/v1/load_lora_adapter", **load)[0] == 200
+    assert post("/v1/load_lora_adapter", **load)[0] == 400
+    assert json.loads(post("/v1/completions", **body)[1])["model"] == load["lora_name"]
+    models = json.loads(ask(status.url, "/v1/models", token=status.token)[1])["data"]
+    assert [(one["id"], one["root"], one["parent"]) for one in models[1:]] == [
+        (load["lora_name"], load["lora_path"], models[0]["id"])
+    ]
+    larger = {"lora_name": "larger", "lora_path": str(folders[16])}
+    assert "rank 16 is greater" in post("/v1/load_lora_adapter", **larger)[1]
+    assert [post("/v1/unload_lora_adapter", lora_name=load["lora_name"])[0] for _ in range(2)] == [200, 404]
+    assert post("/v1/completions", **body)[0] == 404

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from daemon.engines.vllm.own_options import OWN_OPTIONS
 from daemon.engines.vllm.release import keeps_adapters_apart
 from daemon.worker_spec import WorkerSpec
 from fingerprint.config import ADAPTER_RANKS, LOADED_PER_SLOT, DeploymentConfig, WeightFormat
-from fingerprint.errors import ConfigError
+from fingerprint.errors import ConfigError, EngineError
 from fingerprint.families import read_spec
 from fingerprint.gpus import gpu_spec
 from fingerprint.model_spec import ModelSpec
@@ -147,12 +148,16 @@ class TestTable:
 
 
 @pytest.mark.parametrize(("version", "has_slots"), [("0.24.0", False), ("0.25.1", False), ("0.33.0", True)])
-def test_a_release_that_may_mix_adapters_has_no_slots(tmp_path, monkeypatch, version, has_slots):
+def test_a_release_that_may_mix_adapters_has_no_slots(make, tmp_path, monkeypatch, version, has_slots):
+    """Neither a plan nor a launch of it has; the base is served as before."""
     monkeypatch.setenv("ISERVE_VLLM_PYTHON", str(make_vllm(tmp_path / "env", version)))
     table, spec, gpu = get_engine("vllm").capabilities(), read_spec(LLAMA_8B), gpu_spec("h200")
     said = table.refusal(spec, SLOTS, gpu)
     assert table.refusal(spec, DeploymentConfig(engine="vllm"), gpu) is None
     assert said is None if has_slots else "may answer with another adapter" in str(said)
+    get_engine("vllm").command(make(), tmp_path, DEVICES)
+    with nullcontext() if has_slots else pytest.raises(EngineError, match="may answer with another adapter"):
+        get_engine("vllm").command(make(adapter_slots=4, adapter_rank=16), tmp_path, DEVICES)
 
 
 @pytest.mark.parametrize("version", ["unknown", "", "0.25.9", "0.26.0rc1.dev1", "1.0"])

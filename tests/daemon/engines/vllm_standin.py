@@ -27,7 +27,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import metadata
 from pathlib import Path
 
-from vllm import checks
+from vllm import adapters, checks
 
 GIB = 2**30
 
@@ -77,6 +77,7 @@ def parse(argv):
     serve.add_argument("--language-model-only", action="store_true")
     serve.add_argument("--limit-mm-per-prompt", type=json.loads, default={})
     serve.add_argument("--trust-remote-code", action="store_true")
+    adapters.add_options(serve)
     given = parser.parse_args(argv)
     try:
         checks.check_options(
@@ -113,6 +114,7 @@ class Engine:
                 pp=given.pipeline_parallel_size,
                 compilation=given.compilation_config,
             )
+            self.adapters = adapters.Adapters(given)
         except (ValueError, RuntimeError, OSError, AssertionError) as error:
             fail(f"{type(error).__name__}: {error}")
         layers = self._layers_per_stage(config["num_hidden_layers"])
@@ -292,7 +294,7 @@ class Handler(BaseHTTPRequestHandler):
             card = {"id": name, "object": "model", "created": 1, "owned_by": "vllm", "parent": None,
                     "root": engine.given.model_tag, "max_model_len": engine.given.max_model_len,
                     "permission": []}  # fmt: skip
-            self.answer(200, {"object": "list", "data": [card]})
+            self.answer(200, {"object": "list", "data": [card, *engine.adapters.cards(card)]})
         else:
             self.answer(404, {"detail": "Not Found"})
 
@@ -305,6 +307,8 @@ class Handler(BaseHTTPRequestHandler):
                 self.complete(asked, chat=False)
             elif self.path == "/v1/chat/completions":
                 self.complete(asked, chat=True)
+            elif self.engine.adapters.has_route(self.path):
+                self.answer(*self.engine.adapters.answer(self.path, asked))
             else:
                 self.answer(404, {"detail": "Not Found"})
         except Refusal as refusal:
@@ -314,7 +318,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def complete(self, asked, *, chat):
         given = self.engine.given
-        if asked.get("model") not in given.served_model_name:
+        if asked.get("model") not in (*given.served_model_name, *self.engine.adapters.paths):
             raise Refusal(404, f"The model `{asked.get('model')}` does not exist.", "model")
         lengths = self.prompt_lengths(asked, chat=chat)
         length = max(lengths)
