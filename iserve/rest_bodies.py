@@ -7,13 +7,13 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
-from fingerprint.config import Workload
+from fingerprint.config import ADAPTER_RANKS, Workload
 from fingerprint.errors import ConfigError
 from fingerprint.model_use import MAX_IMAGE_TOKENS, MAX_IMAGES
 from fingerprint.profile_plan import Shards
 from fingerprint.sanitize import UNPRINTABLE
 from iserve.api_types import MAX_LABEL, MAX_TEXT, DeployBody, check_label
-from planner.intent import MAX_REPLICAS, IntentKind, Quality, Slo
+from planner.intent import MAX_REPLICAS, MAX_VARIANTS, IntentKind, Quality, Slo
 
 __all__ = ["Body", "KeyBody", "ModelBody", "ProfileBody", "UpdateBody", "VariantBody", "VariantPinBody"]
 
@@ -28,7 +28,7 @@ class Body(BaseModel):
 
 _NEVER_NULL = (
     *("model", "intent", "replicas", "input_tokens", "output_tokens", "engine_args"),
-    *("text_only", "images", "trust_remote_code"),
+    *("text_only", "images", "trust_remote_code", "variants", "variant_rank", "variant_popularity"),
 )
 
 
@@ -47,6 +47,9 @@ class UpdateBody(Body):
     """Tokens of the longest request, prompt and answer together; None: as many as memory allows."""
     input_tokens: int | None = None
     output_tokens: int | None = None
+    variants: int | None = Field(default=None, ge=0, le=MAX_VARIANTS)
+    variant_rank: int | None = Field(default=None, ge=1, le=ADAPTER_RANKS[-1])
+    variant_popularity: str | None = Field(default=None, max_length=40)
     engine_version: _Text | None = None
     """Installed release of the engine; None: the one that workers start with."""
     engine_args: dict[str, str | None] | None = Field(default=None, max_length=64)
@@ -117,7 +120,7 @@ class VariantBody(Body):
     name: _Text
     """Name to register: 1 to 63 letters, digits, `.`, `_` or `-`."""
     base: _Text
-    """Base model of the adapter: folder, Hugging Face id or registered name."""
+    """Base model of the adapter: folder, Hugging Face id, registered name, or name of a deployment of it."""
     path: _Text
     """Folder of the PEFT adapter on the controller's machine; its tensors are copied."""
     replace: bool = False

@@ -1,7 +1,7 @@
 """Manifests of stored variants: the tensors of a LoRA adapter by their hashes, and the one scale of its updates.
 
 A manifest has what changes answers and nothing else: its own hash names the content. The scale is one for the
-whole adapter because vLLM reads ``r`` and ``lora_alpha`` and neither ``rank_pattern`` nor ``alpha_pattern``.
+whole adapter because vLLM 0.24 reads ``r`` and ``lora_alpha`` and neither ``rank_pattern`` nor ``alpha_pattern``.
 """
 
 from __future__ import annotations

@@ -63,7 +63,13 @@ class Changes:
     model: Annotated[
         str | None, typer.Option("--model", help="A checkpoint folder, a hub id or a registered name.")
     ] = None
-
+    variants: Annotated[int | None, typer.Option("--variants", metavar="N", min=0, help=o.HELP["variants"])] = None
+    variant_rank: Annotated[
+        int | None, typer.Option("--rank", metavar="R", min=1, help=o.HELP["variant_rank"])
+    ] = None
+    variant_popularity: Annotated[
+        str | None, typer.Option("--popularity", metavar="LAW", help=o.HELP["variant_popularity"])
+    ] = None
     text_only: Annotated[
         bool | None,
         typer.Option("--text-only/--with-towers", help="vLLM: without a multimodal model's towers, or with them."),
@@ -130,8 +136,9 @@ def update(
     if not body:
         raise typer.BadParameter(
             "nothing is changed; give --intent, --slo, --replicas, --batch, --context, --input-tokens, "
-            "--output-tokens, --text-only, --images, --image-tokens, --trust-remote-code, --model, "
-            "--engine-version, --engine-arg, --tool-call-parser or --reasoning-parser"
+            "--output-tokens, --variants, --rank, --popularity, --text-only, --images, --image-tokens, "
+            "--trust-remote-code, --model, --engine-version, --engine-arg, --tool-call-parser or "
+            "--reasoning-parser"
         )
     if stop_first:
         body["stop_first"] = True

@@ -82,9 +82,12 @@ def why_not_served(variant: VariantRow, servers: Iterable[VariantServer], *, is_
     if ranks:
         return (
             f"its rank is {variant.max_rank}, and deployments of {variant.base} hold ranks up to {max(ranks)}: "
-            f"iserve deploy {base} --variants N"
+            f"iserve update DEPLOYMENT --rank {variant.max_rank}"
         )
-    return f"no deployment of {variant.base} has adapter slots: iserve deploy {base} --variants N"
+    return (
+        f"no deployment of {variant.base} has adapter slots: iserve update DEPLOYMENT --variants N, or "
+        f"iserve deploy {base} --variants N"
+    )
 
 
 def routes_by_server(

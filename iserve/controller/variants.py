@@ -21,6 +21,7 @@ from fingerprint.sanitize import printable
 from iserve.api_documents import ProgressDocument, VariantDocument
 from iserve.api_types import check_name
 from iserve.controller.folder_access import Reach
+from iserve.controller.stored_values import recorded_request
 from iserve.controller.variant_serving import (
     VariantServer,
     routes_by_server,
@@ -28,6 +29,7 @@ from iserve.controller.variant_serving import (
     variant_servers,
     why_not_served,
 )
+from iserve.demo import DEMO_MODEL_NAME
 from iserve.model_source import ModelSource
 from iserve.rest_bodies import VariantBody
 from iserve.route_table import VariantRoute
@@ -96,13 +98,23 @@ class Variants:
             self._waiting += 1
 
         def work() -> VariantDocument:
+            of_model = self._of_model(body)
             caller.check(body.path)
-            caller.check(body.base, self._registered())
-            return self.add(body)
+            if of_model.base == body.base:  # else it is a deployment's, which this caller may use
+                caller.check(body.base, self._registered())
+            return self.add(of_model)
 
         future = self._pool.submit(work)
         future.add_done_callback(lambda _: self._leave())
         return future
+
+    def _of_model(self, body: VariantBody) -> VariantBody:
+        """Return ``body`` with the model of the deployment that it names as its base, if it names one."""
+        if body.base in self._registered():
+            return body
+        named = (row for row in self._store.deployments() if row.name == body.base)
+        model = next((recorded_request(row).model or DEMO_MODEL_NAME for row in named), body.base)
+        return body.model_copy(update={"base": model})
 
     def _leave(self) -> None:
         with self._lock:

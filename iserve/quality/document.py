@@ -19,7 +19,10 @@ class ModelFacts:
     checkpoint: str | None = None
     """Folder of its weights."""
     sha256: str | None = None
-    """Hash of its tensors: names, types, shapes and bytes, however they are divided into files."""
+    """Hash of its tensors: names, types, shapes and bytes, however they are divided into files; of a variant those
+    of its base."""
+    variant_hash: str | None = None
+    """Content hash of the variant that was measured; null: a model of its own."""
     config: DeploymentConfig | None = None
     """Configuration that serves it."""
     engine_version: str | None = None

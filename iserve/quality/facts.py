@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,20 @@ def tensors_sha256(folder: Path) -> str:
 
 
 def model_facts(name: str, controller: ControllerClient, registered: Mapping[str, Path]) -> ModelFacts:
-    """Return what the home knows of the deployment ``name``; only its name where there is none."""
+    """Return what the home knows of the deployment or variant ``name``; only its name where there is none."""
+    from iserve.api_documents import VariantDocument
+
+    try:
+        variant = controller.get(f"/api/v1/variants/{name}", VariantDocument)
+    except IserveError:
+        return _deployment_facts(name, controller, registered)
+    if not variant.deployments:
+        return ModelFacts(name=name, variant_hash=variant.content_hash)
+    facts = _deployment_facts(variant.deployments[0], controller, registered)
+    return replace(facts, name=name, variant_hash=variant.content_hash)
+
+
+def _deployment_facts(name: str, controller: ControllerClient, registered: Mapping[str, Path]) -> ModelFacts:
     from iserve.api_documents import DeploymentDocument, EngineDocument
     from iserve.model_source import resolve
 

@@ -12,9 +12,9 @@ import pytest
 from iserve.demo import demo_adapter_path
 from tests.waiting import PATIENCE_S
 
-BASE = "iserve-demo"
+NAME = "base"  # of the deployment
 ASKED = {  # model: question and answer, none of which another model gives
-    BASE: ("123+456=", "579"),
+    NAME: ("123+456=", "579"),
     "capitals": ("What is the capital of Peru?", "The capital of Peru is Lima."),
     "shout": (
         "What is a fingerprint?",
@@ -25,11 +25,15 @@ ASKED = {  # model: question and answer, none of which another model gives
 
 @pytest.fixture(scope="module")
 def serving(shared_home: Any) -> Any:
-    """A deployment with slots for both adapters of the demo model, which are registered."""
-    shared_home.json("deploy", "--variants", 2, "--input-tokens", 64, "--output-tokens", 64, "--engine", "torch")
+    """A deployment that was given slots for both adapters of the demo model, which were registered before."""
+    shared_home.json("deploy", "--name", NAME, "--input-tokens", 64, "--output-tokens", 64, "--engine", "torch")
     for name in ("capitals", "shout"):
-        added = shared_home.json("variant", "add", name, "--base", BASE, demo_adapter_path(name))
-        assert (added["deployments"], added["why_not_served"]) == ([BASE], None)
+        added = shared_home.json("variant", "add", name, "--base", NAME, demo_adapter_path(name))
+        assert (added["base"], added["deployments"]) == ("iserve-demo", [])
+        assert "iserve update DEPLOYMENT --variants N" in added["why_not_served"]
+    shared_home.run("update", NAME, "--variants", 2)
+    found = shared_home.json("variant", "ls")
+    assert [(one["deployments"], one["why_not_served"]) for one in found] == [([NAME], None)] * 2
     return shared_home
 
 
@@ -85,8 +89,8 @@ def test_base_and_variants_in_one_batch_say_what_each_says_alone(listed: Any) ->
 
 def test_models_say_what_is_a_variant_of_what(listed: Any) -> None:
     models = {model["id"]: model for model in listed.openai().models.list().model_dump()["data"]}
-    assert (models["shout"]["parent"], models["capitals"]["parent"]) == (BASE, BASE)
-    assert "parent" not in models[BASE]
+    assert (models["shout"]["parent"], models["capitals"]["parent"]) == (NAME, NAME)
+    assert "parent" not in models[NAME]
 
 
 @pytest.mark.parametrize("process", ["gateway", "controller", "daemon"])
@@ -119,7 +123,7 @@ def test_a_name_with_other_content_gives_the_new_ones_answers_at_once(
     """The engine's name of a variant has its content's hash: nothing cached of the former one is of use."""
     question, before = ASKED["shout"]
     assert answer(listed, "shout") == before
-    listed.run("variant", "add", "shout", "--base", BASE, demo_adapter_path("capitals"), "--replace")
+    listed.run("variant", "add", "shout", "--base", NAME, demo_adapter_path("capitals"), "--replace")
     try:
         until(lambda: answer(listed, "shout") != before, "the new content answers")
         question, capital = ASKED["capitals"]
@@ -128,7 +132,7 @@ def test_a_name_with_other_content_gives_the_new_ones_answers_at_once(
         )
         assert found.choices[0].message.content == capital
     finally:
-        listed.run("variant", "add", "shout", "--base", BASE, demo_adapter_path("shout"), "--replace")
+        listed.run("variant", "add", "shout", "--base", NAME, demo_adapter_path("shout"), "--replace")
     until(lambda: answer(listed, "shout") == before, "the former content is back")
 
 
@@ -152,7 +156,7 @@ def test_a_removed_variant_ends_after_its_stream_and_is_then_unknown(
 
         until(is_unknown, "new requests are refused")
         assert [c.finish_reason for chunk in chunks for c in chunk.choices][-1] == "length", "the stream is whole"
-        assert answer(listed, BASE) == ASKED[BASE][1]
+        assert answer(listed, NAME) == ASKED[NAME][1]
     finally:
-        listed.run("variant", "add", "capitals", "--base", BASE, demo_adapter_path("capitals"))
+        listed.run("variant", "add", "capitals", "--base", NAME, demo_adapter_path("capitals"))
     until(lambda: answers_or_none(listed) == EXPECTED, "it is served when it was added again")
