@@ -183,6 +183,7 @@ def test_a_home_of_the_former_names_is_served(world: Napping, until: Until) -> N
     state = world.settings.home / "state.db"
     with connected(state) as connection:
         connection.execute(text("UPDATE alembic_version SET version_num = '0008'"))
+        connection.execute(text("DROP TABLE variants"))  # of 0012
         connection.execute(text("UPDATE deployments SET phase = 'asleep' WHERE phase = 'scaled-to-zero'"))
         former = {"request": json.dumps({"name": "a", "scale_to_zero_s": LIMIT_S, "expect": 0, "rates": []})}
         former["plan"] = PLAN_OF_0008.read_text()
