@@ -59,7 +59,12 @@ class SlotNeed:
 
     slots: int
     rank: int  # that each holds
-    without: float  # share of the variants asked for at once
+    without_slot: tuple[float, ...]  # share of the variants asked for at once, with 0, 1, ... slots
+
+    @property
+    def without(self) -> float:
+        """Return the share that these slots leave without one."""
+        return self.without_slot[self.slots]
 
 
 def slot_need(load: VariantLoad, rank: int, requests: float) -> SlotNeed:
@@ -74,4 +79,4 @@ def slot_need(load: VariantLoad, rank: int, requests: float) -> SlotNeed:
     slots = 1
     while slots < min(MOST_SLOTS, load.variants) and without[slots] > MOST_WITHOUT:
         slots *= 2
-    return SlotNeed(slots, slot_rank, float(without[slots]))
+    return SlotNeed(slots, slot_rank, tuple(without.tolist()))

@@ -10,16 +10,21 @@ from fingerprint.estimates import Estimate, Estimator, MemoryEstimate, Quantity,
 from fingerprint.lora.slot_bytes import reserved_bytes
 from fingerprint.model_spec import ModelSpec
 
-__all__ = ["WithAdapterSlots"]
+__all__ = ["ADDED_ERROR", "PROMPT_FACTOR", "WithAdapterSlots", "added_step_s"]
 
 # vLLM 0.24 on an H200, Llama-3.1-8B, 32 rows: a step of 5.20 ms became 7.80 with one adapter of rank 16 and 10.50
 # with eight; a prompt of 2,048 tokens 70.6 ms for 49.9, eight of 512 137.1 for 98.1. Launches of small kernels are
 # most of it, so that it is taken to go with the layers and not with their size.
 _FIRST_S = (7.80e-3 - 5.20e-3) / 32  # of a layer, for the first adapter of a step
 _FURTHER_S = (10.50e-3 - 7.80e-3) / 7 / 32  # of a layer, for each further one
-_PROMPT_FACTOR = 1.40
+PROMPT_FACTOR = 1.40
 _MEASURED_ON = "vllm"
-_ERROR = 2.0  # factor by which the added time may be off, on another GPU, release or rank: not measured
+ADDED_ERROR = 2.0  # factor by which the added time may be off, on another GPU, release or rank: not measured
+
+
+def added_step_s(num_layers: int, active: float) -> float:
+    """Return the time that ``active`` adapters add to a decode step, one at least: estimated, of vLLM alone."""
+    return num_layers * (_FIRST_S + _FURTHER_S * (max(1.0, active) - 1))
 
 
 class WithAdapterSlots:
@@ -44,9 +49,9 @@ class WithAdapterSlots:
         found = replace(plain, config=config, memory=self._with_slots(plain.memory, config))
         if config.engine != _MEASURED_ON:
             return found
-        active = max(1.0, min(config.adapter_slots, self._distinct(workload.batch)))
-        step_s = self._spec.num_layers * (_FIRST_S + _FURTHER_S * (active - 1))
-        prompt_s = (_PROMPT_FACTOR - 1) * found.ttft_s.value
+        active = min(config.adapter_slots, self._distinct(workload.batch))
+        step_s = added_step_s(self._spec.num_layers, active)
+        prompt_s = (PROMPT_FACTOR - 1) * found.ttft_s.value
         return replace(found, ttft_s=_later(found.ttft_s, prompt_s), tpot_s=_later(found.tpot_s, step_s))
 
     def _with_slots(self, memory: MemoryEstimate, config: DeploymentConfig) -> MemoryEstimate:
@@ -66,4 +71,6 @@ class WithAdapterSlots:
 
 def _later(time: Quantity, added_s: float) -> Quantity:
     source = Source.SCALED if time.source is not Source.ROOFLINE else time.source
-    return Quantity(time.value + added_s, time.low + added_s / _ERROR, time.high + added_s * _ERROR, source)
+    return Quantity(
+        time.value + added_s, time.low + added_s / ADDED_ERROR, time.high + added_s * ADDED_ERROR, source
+    )

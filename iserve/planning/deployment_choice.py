@@ -8,11 +8,12 @@ from dataclasses import replace
 
 from daemon.devices import Device
 from fingerprint.capability import EngineCapabilities
-from fingerprint.config import DeploymentConfig
+from fingerprint.config import DeploymentConfig, even_split
 from fingerprint.engine_caches import with_engine_caches
 from fingerprint.engines import traits_of
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Estimator
+from fingerprint.lora import slot_bytes
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
 from iserve.model_source import ModelSource
@@ -33,7 +34,7 @@ from iserve.planning.plan_document import plan_document
 from iserve.planning.runner_up import MOST_BATCH
 from iserve.planning.serving_capacity import serving_capacity
 from iserve.planning.verdict import verdict
-from iserve.planning.words import engine_name
+from iserve.planning.words import engine_name, gib
 from iserve.planning.worker_launch import PlannedDeployment
 from placement.types import Placement
 from planner.intent import MAX_REPLICAS
@@ -67,7 +68,6 @@ def planned_deployment(
     spec = source.spec
     estimator = with_traffic(estimator, spec, options)
     notes = (*notes, *_prefixes(spec, options, table.engine), *_drafts(spec, options, table.engine))
-    notes = (*notes, *_slots(options, table))
     kept = spec if profile is None else with_engine_caches(spec, profile.memory)
     plan, choice = chosen_plan(spec, hardware, estimator, [table.unprepared()], options, kept=kept)
     if choice is not None:
@@ -77,7 +77,7 @@ def planned_deployment(
         notes = (*notes, *(() if plan.best is None else _unused(options, table, hardware)))
     layout = None if plan.best is None else plan.best.layout
     crowds = () if layout is None else _crowds(placements_of(layout), hardware, is_joint=choice is not None)
-    notes = (*notes, *crowds)
+    notes = (*notes, *_slots(spec, options, table, None if plan.best is None else plan.best.config), *crowds)
     capacity = (
         serving_capacity(plan, kept, hardware, estimator, options)
         if choice is None
@@ -150,15 +150,20 @@ def _drafts(spec: ModelSpec, options: PlanOptions, engine: str) -> tuple[str, ..
     )
 
 
-def _slots(options: PlanOptions, table: EngineCapabilities) -> tuple[str, ...]:
-    """Return how adapter slots were chosen, where variants are to be served."""
+def _slots(
+    spec: ModelSpec, options: PlanOptions, table: EngineCapabilities, chosen: DeploymentConfig | None
+) -> tuple[str, ...]:
+    """Return what a plan says of the slots of ``chosen``: their memory, and the share of variants that waits."""
     need, traffic = slots_of(options), options.intent.traffic
-    if need is None or not table.adapters:
+    if need is None or chosen is None or not table.adapters:
         return ()
     law = f"zipf:{traffic.variant_skew:g}" if traffic.variant_skew else "even"
+    one_slot = slot_bytes(spec, chosen, max(even_split(spec.num_layers, chosen.pp)))
+    share = f"{need.without_slot[chosen.adapter_slots]:.0%} of the variants asked for at once"
+    fewer = f"; {need.slots} take more than a tenth of a GPU" if chosen.adapter_slots < need.slots else ""
     return (
-        f"{need.slots} adapter slots of rank {need.rank} for {traffic.variants:,} variants ({law}): "
-        f"{need.without:.0%} of the variants asked for at once wait for a slot",
+        f"{chosen.adapter_slots} adapter slots of rank {chosen.adapter_rank}, {gib(one_slot)} of a GPU each, for "
+        f"{traffic.variants:,} variants ({law}): {share} wait for a slot{fewer}",
         "the time that adapters add is estimated from what one model took on vLLM 0.24"
         if table.engine == "vllm"
         else f"the time that adapters add on {engine_name(table.engine)} is not known and left out",

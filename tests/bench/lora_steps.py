@@ -8,8 +8,9 @@ of 130 GiB or more (without slots, with 8, with 32 of rank 64), all started befo
 turns. The adapters are random too, of ranks 64, 16 and 8 in turn, one file for each rank, loaded by as many names
 as are needed; the files were just written, so that a load reads them from the page cache. A step's time is that
 of equal requests with ``OUTPUT`` tokens less that with one, over the tokens between. Results are kept after each
-part. ``table`` prints them, and the bytes of a slot as vLLM has them against ``fingerprint.lora.slot_bytes``. No
-web framework is imported. Not run yet: it is made to take less than 400 s, of which the starts are about 190.
+part. ``table`` prints them, what plans estimate of the times (``fingerprint.estimators.adapter_slots``), and the
+bytes of a slot as vLLM has them against ``fingerprint.lora.slot_bytes``. No web framework is imported. Not run
+yet: it is made to take less than 400 s, of which the starts are about 190.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import re
 import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -35,6 +37,7 @@ import numpy as np
 from daemon.engines.vllm.metrics import read_stats
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig
+from fingerprint.estimators.adapter_slots import ADDED_ERROR, PROMPT_FACTOR, added_step_s
 from fingerprint.families import read_spec
 from fingerprint.lora import slot_bytes
 from fingerprint.lora.adapter import WEIGHTS_FILE
@@ -367,7 +370,14 @@ def gaps_s(times_s: Sequence[float], begun_s: float, ended_s: float) -> tuple[fl
 
 def table(found: LoraSteps, config: Mapping[str, Any] | None) -> str:
     """Return what was measured as Markdown tables: medians."""
-    return "\n\n".join((_steps(found), _prompt_times(found), _load_times(found), _bytes(found, config)))
+    parts = (
+        _steps(found),
+        _prompt_times(found),
+        _estimated(found, config),
+        _load_times(found),
+        _bytes(found, config),
+    )
+    return "\n\n".join(parts)
 
 
 def _rows(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -376,31 +386,65 @@ def _rows(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _steps(found: LoraSteps) -> str:
-    rows = []
-    for batch in BATCHES:
-        times = dict[tuple[int, int], float]()
-        for slots, active in ((slots, active) for slots in SLOTS for active in ACTIVE):
-            own = [
-                one.step_s for one in found.bursts if (one.slots, one.active, one.batch) == (slots, active, batch)
-            ]
-            if own:
-                times[slots, active] = statistics.median(own)
-        plain_s = times.get((0, 0))
-        for (slots, active), step_s in times.items():
-            over = f"{step_s / plain_s:.2f}" if plain_s else ""
-            rows.append((str(batch), str(slots), str(active), f"{1e3 * step_s:.2f} ms", over))
+    rows, times_s = [], _medians_of_steps(found)
+    for (batch, slots, active), step_s in times_s.items():
+        plain_s = times_s.get((batch, 0, 0))
+        over = f"{step_s / plain_s:.2f}" if plain_s else ""
+        rows.append((str(batch), str(slots), str(active), f"{1e3 * step_s:.2f} ms", over))
     return _rows(("sequences", "slots", "adapters", "step", "over one without slots"), rows)
 
 
 def _prompt_times(found: LoraSteps) -> str:
-    cases = dict.fromkeys((one.requests, one.tokens, one.slots, one.adapter) for one in found.prompts)
-    rows = []
-    for case in sorted(cases):
-        own = [one for one in found.prompts if (one.requests, one.tokens, one.slots, one.adapter) == case]
-        requests, tokens, slots, adapter = case
-        middle_s = statistics.median(one.seconds for one in own)
-        rows.append((f"{requests} x {tokens}", str(slots), "yes" if adapter else "no", f"{1e3 * middle_s:.1f} ms"))
+    rows = [
+        (f"{requests} x {tokens}", str(slots), "yes" if adapter else "no", f"{1e3 * middle_s:.1f} ms")
+        for (requests, tokens, slots, adapter), middle_s in _medians_of_prompts(found).items()
+    ]
     return _rows(("prompts", "slots", "adapter", "time"), rows)
+
+
+def _estimated(found: LoraSteps, config: Mapping[str, Any] | None) -> str:
+    """Return what adapters add to steps and prompts of the worker without slots, next to what plans say of it."""
+    rows = []
+    step_s, prompt_s = _medians_of_steps(found), _medians_of_prompts(found)
+    for (batch, slots, active), seconds in step_s.items():
+        plain_s = step_s.get((batch, 0, 0))
+        if config is not None and active and plain_s is not None:
+            rows.append(
+                _compared(
+                    f"step of {batch}, adapters {active}, slots {slots}",
+                    seconds - plain_s,
+                    added_step_s(read_spec(dict(config)).num_layers, active),
+                )
+            )
+    for (requests, tokens, slots, has_adapter), seconds in prompt_s.items():
+        plain_s = prompt_s.get((requests, tokens, 0, False))
+        if has_adapter and plain_s is not None:
+            what = f"prompts of {requests} x {tokens}, slots {slots}"
+            rows.append(_compared(what, seconds - plain_s, (PROMPT_FACTOR - 1) * plain_s))
+    return _rows(("time that adapters add", "measured", "estimated", "its interval", "holds it"), rows)
+
+
+def _compared(what: str, measured_s: float, estimated_s: float) -> tuple[str, ...]:
+    low_s, high_s = estimated_s / ADDED_ERROR, estimated_s * ADDED_ERROR
+    interval = f"{1e3 * low_s:.2f} to {1e3 * high_s:.2f} ms"
+    holds = "yes" if low_s <= measured_s <= high_s else "no"
+    return what, f"{1e3 * measured_s:.2f} ms", f"{1e3 * estimated_s:.2f} ms", interval, holds
+
+
+def _medians_of_steps(found: LoraSteps) -> dict[tuple[int, int, int], float]:
+    """Return the time of a step by sequences, slots and adapters."""
+    times_s: dict[tuple[int, int, int], list[float]] = defaultdict(list)
+    for one in found.bursts:
+        times_s[one.batch, one.slots, one.active].append(one.step_s)
+    return {case: statistics.median(own) for case, own in sorted(times_s.items())}
+
+
+def _medians_of_prompts(found: LoraSteps) -> dict[tuple[int, int, int, bool], float]:
+    """Return the time of prompts by requests, tokens, slots, and whether they have adapters."""
+    times_s: dict[tuple[int, int, int, bool], list[float]] = defaultdict(list)
+    for one in found.prompts:
+        times_s[one.requests, one.tokens, one.slots, one.adapter].append(one.seconds)
+    return {case: statistics.median(own) for case, own in sorted(times_s.items())}
 
 
 def _load_times(found: LoraSteps) -> str:

@@ -129,6 +129,33 @@ def test_tables_have_medians_and_what_slots_add() -> None:
     assert "| 8 | 17.75 | 2.75 | 2.75 | 0.50 | 9 s | 22656 | 100 s |" in rows
 
 
+def test_what_adapters_add_is_shown_next_to_the_estimate_of_plans() -> None:
+    """The reference that the estimate was made of: 2.60 ms for one adapter, 5.30 for eight; prompts 20.7 ms."""
+    steps = {(0, 0): 5.20e-3, (8, 0): 5.39e-3, (8, 1): 7.80e-3, (8, 8): 10.50e-3, (32, 8): 30e-3}
+    bursts = [
+        Burst(slots=slots, active=active, batch=32, decode_s=64 * seconds, tokens=64)
+        for (slots, active), seconds in steps.items()
+    ]
+    prompts = [
+        Prompt(slots=slots, requests=1, tokens=2048, adapter=adapter, seconds=seconds)
+        for slots, adapter, seconds in ((0, False, 49.9e-3), (8, False, 51e-3), (8, True, 70.6e-3))
+    ]
+    found = replace(NOTHING, bursts=tuple(bursts), prompts=tuple(prompts))
+    rows = table(found, LLAMA_8B).splitlines()
+    assert "| step of 32, adapters 1, slots 8 | 2.60 ms | 2.60 ms | 1.30 to 5.20 ms | yes |" in rows
+    assert "| step of 32, adapters 8, slots 8 | 5.30 ms | 5.30 ms | 2.65 to 10.60 ms | yes |" in rows
+    assert "| step of 32, adapters 8, slots 32 | 24.80 ms | 5.30 ms | 2.65 to 10.60 ms | no |" in rows
+    assert "| prompts of 1 x 2048, slots 8 | 20.70 ms | 19.96 ms | 9.98 to 39.92 ms | yes |" in rows
+    assert not any("adapters 0" in row for row in rows)
+
+
+def test_no_estimate_is_shown_where_its_base_was_not_measured() -> None:
+    burst = Burst(slots=8, active=8, batch=32, decode_s=0.64, tokens=64)
+    prompt = Prompt(slots=8, requests=1, tokens=2048, adapter=True, seconds=0.07)
+    rows = table(replace(NOTHING, bursts=(burst,), prompts=(prompt,)), LLAMA_8B).splitlines()
+    assert not any(row.startswith(("| step of", "| prompts of")) for row in rows)
+
+
 def test_tables_of_a_run_that_was_cut_off_have_what_it_kept() -> None:
     rows = table(replace(NOTHING, memory=(memory(8, 17.75),)), None).splitlines()
     assert "| 8 | 17.75 |  |  | 0.50 | 9 s | 22656 | 100 s |" in rows

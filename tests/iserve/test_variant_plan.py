@@ -1,0 +1,154 @@
+"""Plans for variants: their slots in the promise, in the launch and in what is said about them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from daemon.engines.registry import get_engine
+from daemon.worker_spec import WorkerSpec
+from fingerprint.config import DeploymentConfig
+from fingerprint.lora import reserved_bytes, slot_bytes
+from fingerprint.model_spec import ModelSpec
+from iserve.planning.deployability import DeployableDocument
+from iserve.planning.deployment_choice import planned_deployment
+from iserve.planning.pipeline import PlanOptions, datasheet_estimator, slots_of, space
+from iserve.planning.words import gib
+from iserve.planning.worker_launch import PlannedDeployment
+from planner.adapter_slots import MOST_WITHOUT, VariantLoad
+from planner.intent import IntentKind, Quality, Traffic
+from tests.iserve.joint_plans import (
+    LLAMA,
+    estimator_on,
+    flags_of,
+    hardware_on,
+    planned,
+    source_of,
+    spec_of,
+    wish,
+    workers_of,
+)
+
+SPEC = spec_of(LLAMA)
+WHOLE = SPEC.num_layers
+PLAIN = DeploymentConfig(engine="tensorrt-llm")
+
+
+def varied(traffic: Traffic, kind: IntentKind = IntentKind.MIN_COST, **options: object) -> PlanOptions:
+    plain = wish(kind, **options)  # type: ignore[arg-type]
+    return replace(plain, intent=replace(plain.intent, quality=Quality.EXACT, traffic=traffic))
+
+
+def config_of(found: PlannedDeployment) -> DeploymentConfig:
+    assert found.best is not None
+    return found.best.config
+
+
+def said(found: PlannedDeployment) -> str:
+    """Return the sentence on slots of a plan."""
+    (note,) = (one for one in found.document.notes if one.partition(" ")[2].startswith("adapter slots of rank"))
+    return note
+
+
+def held_bytes(worker: WorkerSpec, flags: dict[str, str], found: PlannedDeployment) -> tuple[int, int]:
+    """Return what a GPU of ``worker`` holds without its KV cache, and the cache."""
+    assert found.capacity is not None
+    spec: ModelSpec = SPEC
+    plain = estimator_on(LLAMA, hardware_on("h200:1").gpu)
+    memory = plain.estimate(worker.config.without_slots, found.capacity.workload).memory
+    layers = tuple(stage.num_layers for stage in worker.stages)
+    rest = max(stage.total_bytes - stage.kv_bytes for stage in memory.stages(layers))
+    return rest + reserved_bytes(spec, worker.config, max(layers)), int(flags["kv-cache-memory-bytes"])
+
+
+@pytest.mark.parametrize(
+    ("variants", "rank", "drafts"), [(1, 8, 0.0), (20, 16, 0.0), (1000, 64, 0.0), (20, 16, 0.8)]
+)
+def test_workers_are_started_with_the_slots_of_the_plan_and_fit_its_promise(
+    variants: int, rank: int, drafts: float
+) -> None:
+    """Weights and steps without slots, and all slots by their formula, and the KV cache to the byte."""
+    hardware = hardware_on("h200:1")
+    options = varied(Traffic(variants=variants, variant_rank=rank, draft_acceptance=drafts))
+    found = planned(hardware, options)
+    config = config_of(found)
+    assert config.adapter_slots
+    assert config.adapter_rank == rank
+    for worker in workers_of(found, options):
+        assert worker.config == config
+        flags = flags_of(worker, hardware, SPEC)
+        assert int(flags["max-loras"]) == config.adapter_slots
+        assert int(flags["max-lora-rank"]) == config.adapter_rank
+        assert int(flags["max-cpu-loras"]) == config.loaded_adapters
+        assert sum(held_bytes(worker, flags, found)) <= worker.limits.memory_bytes_per_device
+
+
+@pytest.mark.parametrize("engine", ["vllm", "torch"])
+def test_a_plan_for_variants_promises_what_slots_take_and_no_more_kv_cache(engine: str) -> None:
+    """Equal requests of one batch, on each configuration."""
+    hardware, table = hardware_on("h200:1"), replace(get_engine(engine).capabilities(), unavailable=None)
+    estimator = datasheet_estimator(SPEC, hardware.gpu, [table])
+    alone, with_variants = (
+        {
+            one.config.without_slots: one
+            for one in space(SPEC, hardware.gpu, 1, estimator, [table], varied(traffic, more_requests=False))
+            if one.estimate is not None
+        }
+        for traffic in (Traffic(), Traffic(variants=50, variant_rank=32))
+    )
+    assert alone.keys() == with_variants.keys()
+    for config, one in with_variants.items():
+        plain = alone[config].estimate
+        assert one.estimate is not None
+        assert plain is not None
+        more = one.estimate.memory.per_gpu_bytes((WHOLE,)) - plain.memory.per_gpu_bytes((WHOLE,))
+        assert more == pytest.approx(reserved_bytes(SPEC, one.config, WHOLE), rel=1e-6)
+        assert one.estimate.memory.layer_kv_bytes == plain.memory.layer_kv_bytes
+
+
+@pytest.mark.parametrize(
+    ("gpus", "traffic", "is_bounded"),
+    [
+        pytest.param("h200:1", Traffic(variants=20), False, id="all-that-are-needed"),
+        pytest.param("h200:1", Traffic(variants=1000, variant_skew=0.0), False, id="all-alike"),
+        pytest.param(
+            "a6000:1", Traffic(variants=10_000, variant_rank=256, variant_skew=0.0), True, id="large-ones"
+        ),
+        pytest.param("a6000:1", Traffic(variants=50, variant_rank=64, variant_skew=1.5), True, id="popular-ones"),
+    ],
+)
+def test_a_plan_says_its_own_slots_their_bytes_and_the_share_that_waits(
+    gpus: str, traffic: Traffic, is_bounded: bool
+) -> None:
+    """The share is that of the slots of the plan, of which a tenth of a GPU may hold fewer than are needed."""
+    options = varied(traffic)
+    found = planned(hardware_on(gpus), options)
+    config, need = config_of(found), slots_of(options)
+    assert need is not None
+    load = VariantLoad(traffic.variants, traffic.variant_skew)
+    share = float(load.without_slot(32)[config.adapter_slots])
+    note = said(found)
+    assert note.startswith(f"{config.adapter_slots} adapter slots of rank {config.adapter_rank}, ")
+    assert gib(slot_bytes(SPEC, config, WHOLE)) in note
+    assert f"{share:.0%} of the variants asked for at once wait" in note
+    assert (config.adapter_slots < need.slots) == is_bounded == (share > MOST_WITHOUT)
+    assert bool(re.search(rf"; {need.slots} take more than a tenth of a GPU$", note)) == is_bounded
+
+
+def test_an_engine_without_slots_plans_none_and_says_nothing_of_them() -> None:
+    table, hardware = get_engine("tensorrt-llm").capabilities(), hardware_on("h200:1")
+    found = planned_deployment(
+        source_of(),
+        hardware,
+        datasheet_estimator(SPEC, hardware.gpu, [table]),
+        table,
+        varied(Traffic(variants=20)),
+        devices=(),
+        deployable_of=lambda config, replicas: DeployableDocument(here=True),
+    )
+    assert found.best is None
+    assert not any("adapter slots of rank" in note for note in found.document.notes)
+    (plain,) = (one for one in found.document.candidates if one.config.without_slots == PLAIN)
+    assert "no requests that load or unload an adapter" in (plain.reason or "")
