@@ -34,7 +34,7 @@ from iserve.planning.plan_document import plan_document
 from iserve.planning.runner_up import MOST_BATCH
 from iserve.planning.serving_capacity import serving_capacity
 from iserve.planning.verdict import verdict
-from iserve.planning.words import engine_name, gib
+from iserve.planning.words import engine_name, gib, slots_words
 from iserve.planning.worker_launch import PlannedDeployment
 from placement.types import Placement
 from planner.intent import MAX_REPLICAS
@@ -162,8 +162,8 @@ def _slots(
     share = f"{need.without_slot[chosen.adapter_slots]:.0%} of the variants asked for at once"
     fewer = f"; {need.slots} take more than a tenth of a GPU" if chosen.adapter_slots < need.slots else ""
     return (
-        f"{chosen.adapter_slots} adapter slots of rank {chosen.adapter_rank}, {gib(one_slot)} of a GPU each, for "
-        f"{traffic.variants:,} variants ({law}): {share} wait for a slot{fewer}",
+        f"{slots_words(chosen)}, {gib(one_slot)} of a GPU each, for {traffic.variants:,} "
+        f"variant{'s' * (traffic.variants > 1)} ({law}): {share} wait for a slot{fewer}",
         "the time that adapters add is estimated from what one model took on vLLM 0.24"
         if table.engine == "vllm"
         else f"the time that adapters add on {engine_name(table.engine)} is not known and left out",

@@ -23,6 +23,7 @@ __all__ = [
     "links_times",
     "seconds",
     "short",
+    "slots_words",
     "spoken",
     "with_interval",
     "workload_words",
@@ -135,6 +136,11 @@ def spoken(
     return f"{', '.join(parts)}, on {engine_name(config.engine)}"
 
 
+def slots_words(config: DeploymentConfig) -> str:
+    """Return the adapter slots of a configuration that has some: ``16 adapter slots of rank 16``."""
+    return f"{config.adapter_slots} adapter slot{'s' * (config.adapter_slots > 1)} of rank {config.adapter_rank}"
+
+
 def devices(gpu: str, count: int) -> str:
     """Name of ``count`` devices: ``A6000``, ``CPU devices``."""
     return "CPU device" + "s" * (count > 1) if gpu == "cpu" else gpu.upper()
@@ -174,5 +180,5 @@ def _formats(config: DeploymentConfig) -> list[str]:
     if config.draft_tokens:
         said.append(f"{config.draft_tokens} n-gram drafts a step")
     if config.adapter_slots:
-        said.append(f"{config.adapter_slots} adapter slots of rank {config.adapter_rank}")
+        said.append(slots_words(config))
     return said
