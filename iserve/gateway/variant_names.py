@@ -20,9 +20,10 @@ __all__ = ["RenamedReply", "model_span", "with_model"]
 
 _MAX_KEYS = 10_000  # of that name, at any depth of a body; each is looked at
 # The key as any JSON writer may put it. A quote that no backslash precedes begins or ends a string, and after an
-# end no text follows: a match is a key, never a part of a string.
+# end no text follows: a match is a key, never a part of a string. It begins with the quote itself, for which a
+# large body is searched many times faster than for what precedes one.
 _KEY = re.compile(
-    rb'(?<!\\)"(?:m|\\u006[dD])(?:o|\\u006[fF])(?:d|\\u0064)(?:e|\\u0065)(l|\\u006[cC])"'
+    rb'"(?<!\\")(?:m|\\u006[dD])(?:o|\\u006[fF])(?:d|\\u0064)(?:e|\\u0065)(l|\\u006[cC])"'
     rb"[ \t\r\n]*:[ \t\r\n]*"
 )
 
