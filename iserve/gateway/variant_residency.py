@@ -339,7 +339,7 @@ class VariantResidency:
         await asyncio.gather(*unloads)
         try:
             await self._loader.load(worker.target, variant, folder)
-        except (NotReachedError, NotBegunError, ApiError):
+        except (NotReachedError, NotBegunError):  # not ApiError: the worker has refused it
             worker.forget()  # whether it is loaded is unknown
             raise
         self._observer.loaded(variant.name, self._loop.time() - began_s)

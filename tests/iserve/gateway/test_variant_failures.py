@@ -81,6 +81,17 @@ class TestFailures:
         assert answer.error["message"].endswith("a: rank 128 is more than 64")
         assert said(gateway.complete("b")) == B.content_hash
 
+    def test_a_refused_variant_costs_the_loaded_ones_nothing(self, gateway, make_worker) -> None:
+        """What is known of them, their popularity as well, does not depend on a variant that cannot be loaded."""
+        worker = make_worker(refusals={A.engine_name: (400, {"error": {"message": "rank 128 is more than 64"}})})
+        gateway.publish(route(worker, variants=(A, B)))
+        gateway.complete("b")
+        lists = worker.lists
+        for _ in range(3):
+            assert gateway.complete("a").status == 400
+            assert said(gateway.complete("b")) == B.content_hash
+        assert worker.lists == lists
+
     def test_loaded_already_is_as_good_as_loaded(self, gateway, make_worker) -> None:
         worker = make_worker()
         gateway.publish(route(worker, variants=(A,)))
