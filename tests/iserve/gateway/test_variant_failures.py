@@ -82,7 +82,7 @@ class TestFailures:
         assert said(gateway.complete("b")) == B.content_hash
 
     def test_a_refused_variant_costs_the_loaded_ones_nothing(self, gateway, make_worker) -> None:
-        """What is known of them, their popularity as well, does not depend on a variant that cannot be loaded."""
+        """A variant that cannot be loaded changes neither what is known to be loaded nor how popular it is."""
         worker = make_worker(refusals={A.engine_name: (400, {"error": {"message": "rank 128 is more than 64"}})})
         gateway.publish(route(worker, variants=(A, B)))
         gateway.complete("b")
