@@ -205,6 +205,7 @@ class Deployment:
             if not waiting.turn.done():
                 self._waiting.remove(waiting)
                 self._last_s = time.monotonic()
+                self._serve()  # a variant's that has waited for long keeps those behind it waiting
             elif not waiting.turn.cancelled() and waiting.turn.exception() is None:
                 self.release(waiting.turn.result(), request, use)  # given a worker in the very moment it left
             raise
@@ -216,6 +217,7 @@ class Deployment:
         self._last_s = time.monotonic()
         if self.admission is not None and request is not None:
             self.admission.record_leave(request, target.url)
+        had_room = self._has_room(target.url)
         left = self._outstanding[target.url] - 1
         if left:
             self._outstanding[target.url] = left
@@ -223,7 +225,14 @@ class Deployment:
             del self._outstanding[target.url]
         if use is not None and self.variants is not None:
             self.variants.release(use, target.url)
+        elif had_room and self.admission is None:
+            return  # what waits, waits for an adapter slot: the queue, which may be long, is as it was
         self._serve()
+
+    def _has_room(self, url: str) -> bool:
+        """Return whether the table has the worker and it could be sent one more request."""
+        outstanding = self._outstanding.get(url, 0)
+        return any(one.url == url and outstanding < one.max_outstanding for one in self.route.workers)
 
     def mark_down(self, target: WorkerTarget) -> None:
         """Leave ``target``, which refused a connection, alone for ``DOWN_S``, whatever the table says."""
