@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -13,9 +14,10 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from daemon.torch_engine.model import capabilities
-from daemon.torch_engine.model.adapters import route
+from daemon.torch_engine.model.adapters import read_factors, route
 from daemon.torch_engine.model.batch import Span
 from daemon.torch_engine.model.formats.int8 import quantize_int8
 from daemon.torch_engine.parallel.runner import LocalRunner
@@ -23,7 +25,8 @@ from daemon.torch_engine.runner_types import StepItem, StepPlan
 from fingerprint.config import DeploymentConfig, WeightFormat
 from fingerprint.errors import BadInputError, CheckpointError, EngineError, UnsupportedAdapterError
 from fingerprint.families import read_config, read_spec
-from fingerprint.lora import merge_adapter, read_adapter, reserved_bytes
+from fingerprint.lora import LoraModule, merge_adapter, read_adapter, reserved_bytes
+from fingerprint.lora.adapter import WEIGHTS_FILE, open_weights
 from tests.daemon.tiny_adapters import greedy, linears, write_tiny_adapter
 
 FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "mixtral", "qwen2_moe", "qwen3_moe", "phi3"]
@@ -178,6 +181,22 @@ def test_factors_have_the_type_of_the_base_and_are_freed(make_runner, tiny_check
     for number in (1, 2, 2, 77):
         runner.unload_adapter(number)
     assert runner.memory()[0].weights_bytes == before
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_factors_are_read_as_they_are_stored_without_a_detour(stored: torch.dtype, tmp_path: Path) -> None:
+    """All requests wait for a load, which takes as much memory as three copies and no more."""
+    module = LoraModule("m", rank=16, scale=1.0, in_features=2**16, out_features=8)
+    a, b = torch.randn(16, 2**16).to(stored), torch.randn(8, 16).to(stored)
+    save_file(dict(zip(module.factors, (a, b), strict=True)), tmp_path / WEIGHTS_FILE)
+    weights = open_weights(tmp_path)
+    tracemalloc.start()
+    read = read_factors(module, weights, None, torch.bfloat16, torch.device("cpu"))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert torch.equal(read.a, a.to(torch.bfloat16))
+    assert torch.equal(read.b, b.to(torch.bfloat16))
+    assert peak < 3.5 * a.nbytes
 
 
 def test_a_promise_that_has_no_room_for_the_adapters_is_refused(tiny_checkpoint, tiny_stages, tiny_limits) -> None:
