@@ -110,12 +110,12 @@ class VariantLoader:
 
     async def unload(self, target: WorkerTarget, engine_name: str) -> None:
         """Unload it; that it is not loaded is as good."""
-        status, answer = await self._ask(
-            target, "/v1/unload_lora_adapter", {"lora_name": engine_name}, engine_name
-        )
+        body = {"lora_name": engine_name}
+        status, answer = await self._ask(target, "/v1/unload_lora_adapter", body, target.worker_id)
         if status not in (200, 404):
-            lost = ApiError(503, f"a worker failed to make room: {_error_of(answer).message}", "variant_load")
-            raise NotBegunError(f"answered {status} to the unload of {engine_name}", lost)
+            lost = ApiError(503, "a worker failed to make room for the variant; try again", "variant_load")
+            reason = f"answered {status} to the unload of {engine_name}: {_error_of(answer).message}"
+            raise NotBegunError(reason, lost)  # its reason is of another client's variant
 
     async def loaded(self, target: WorkerTarget) -> frozenset[str]:
         """Return the names of all adapters that the worker has loaded."""

@@ -42,6 +42,7 @@ class AdapterWorker:
     violations: list[str] = field(default_factory=list)
     is_forgetful: bool = False  # it was restarted: a name that is not loaded is no violation
     dies_on_load: bool = False
+    unload_failure: str = ""  # "dies" or "fails"
     busy_loads: int = 0  # loads that find no place yet
     loading: set[str] = field(default_factory=set)
     most_in_flight: int = 0
@@ -148,6 +149,12 @@ class AdapterWorker:
         asked = await request.json()
         name = asked["lora_name"]
         self.unloads.append(name)
+        if self.unload_failure == "fails":
+            return self._error(500, f"{name} is stuck")
+        if self.unload_failure:
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
         if self.in_flight[name]:
             self.violations.append(f"{name} is unloaded in flight")
         if name not in self.loaded:

@@ -136,6 +136,15 @@ class TestFailures:
         assert (answer.status, answer.error["type"]) == (503, "server_error")
         assert "out of memory" in answer.error["message"]
 
+    @pytest.mark.parametrize("failure", ["dies", "fails"])
+    def test_an_unload_that_fails_names_no_other_variant(self, gateway, make_worker, failure) -> None:
+        worker = make_worker(slots=1, max_loaded=1, unload_failure=failure)
+        gateway.publish(route(worker, variants=(A, B)))
+        gateway.complete("a")
+        answer = gateway.complete("b")
+        assert answer.status == 503
+        assert A.engine_name.encode() not in answer.body
+
     def test_a_damaged_folder_is_named(self, gateway, make_worker) -> None:
         worker = make_worker()
         broken: Path = gateway.home / "variants" / f"{A.content_hash}.broken"
