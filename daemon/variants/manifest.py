@@ -15,7 +15,7 @@ from math import prod
 
 from fingerprint.checkpoint import DTYPE_BITS
 from fingerprint.codec import from_json, to_json
-from fingerprint.errors import CheckpointError
+from fingerprint.errors import BadInputError, CheckpointError
 
 __all__ = ["Manifest", "TensorRecord", "peft_config", "read_manifest", "referenced_tensors"]
 
@@ -68,11 +68,15 @@ def read_manifest(data: bytes, content_hash: str) -> Manifest:
     """Return the manifest in ``data``.
 
     Raises:
-        BadInputError, CheckpointError: it is not the manifest of ``content_hash``.
+        CheckpointError: it is not the manifest of ``content_hash``.
     """
-    manifest = from_json(data, Manifest, what=f"the manifest of variant {content_hash[:16]}")
+    what = f"the manifest of variant {content_hash[:16]}"
+    try:
+        manifest = from_json(data, Manifest, what=what)
+    except BadInputError as error:
+        raise CheckpointError(f"{error}; add the adapter again") from error
     if manifest.content_hash != content_hash:
-        raise CheckpointError(f"the manifest of variant {content_hash[:16]} was changed; add the adapter again")
+        raise CheckpointError(f"{what} was changed; add the adapter again")
     return manifest
 
 

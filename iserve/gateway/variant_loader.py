@@ -74,11 +74,8 @@ class VariantLoader:
             message = f"the variant {variant.name!r} cannot be loaded now: {error}"
             raise ApiError(503, message, "variant_unusable", retry_after_s=_RETRY_AFTER_S) from error
         except (IserveError, OSError) as error:
-            raise ApiError(
-                500,
-                f"the variant {variant.name!r} cannot be loaded: {error}; remove it and register it again",
-                "variant_unusable",
-            ) from error
+            message = f"the variant {variant.name!r} cannot be loaded: {error}"  # which says what to do
+            raise ApiError(500, message, "variant_unusable") from error
 
     async def load(self, target: WorkerTarget, variant: VariantRoute, folder: Path) -> None:
         """Load it; that it is loaded already is as good.

@@ -195,6 +195,16 @@ def test_a_damaged_tensor_is_named_and_mended_by_adding_again(
     check_consistent(store, [content])
 
 
+def test_a_manifest_that_cannot_be_read_says_what_mends_it(store: VariantStore, tmp_path: Path) -> None:
+    found = adapter(tmp_path / "a")
+    content = store.add(found).content_hash
+    (store.root / "manifests" / content).write_bytes(b"{")
+    with pytest.raises(CheckpointError, match="add the adapter again"):
+        store.loadable(content)
+    store.add(found)
+    assert store.loadable(content).is_dir()
+
+
 def test_a_changed_manifest_is_found_and_nothing_is_collected_by_it(store: VariantStore, tmp_path: Path) -> None:
     found = adapter(tmp_path / "a")
     content = store.add(found).content_hash

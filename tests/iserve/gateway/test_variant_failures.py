@@ -154,6 +154,7 @@ class TestFailures:
         answer = gateway.complete("a")
         assert (answer.status, answer.error["code"]) == (500, "variant_unusable")
         assert "'a'" in answer.error["message"]
+        assert answer.error["message"].endswith("a tensor was changed"), "the store says what to do"
         assert worker.loads == []
         assert said(gateway.complete("b")) == B.content_hash
         broken.unlink()
