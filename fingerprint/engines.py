@@ -43,6 +43,7 @@ class EngineTraits:
         loads_on_gpu: whether all loaded adapters lie in the GPU's memory; else those that take part in a step.
         slots_for_vocabulary: whether an adapter slot has room for updates of embeddings and output layer, which no
             variant has: vLLM's classes mostly do (decision 42).
+        times_adapters: whether what adapters add to a step was measured on some release of it.
         startup_s: seconds from launch until it serves, as simulations take it where they are given none; 0: none
             is known. That of vLLM is a round number below all that were measured: first starts of 0.6B and 8B
             models on an H200 took 84 to 145 s (decision 25).
@@ -58,6 +59,7 @@ class EngineTraits:
     drafts_ngrams: bool = False
     loads_on_gpu: bool = False
     slots_for_vocabulary: bool = False
+    times_adapters: bool = False
     startup_s: float = 0.0
 
     @property
@@ -81,6 +83,7 @@ TRAITS: Mapping[str, EngineTraits] = MappingProxyType(
             caches_prefixes=True,
             drafts_ngrams=True,
             slots_for_vocabulary=True,
+            times_adapters=True,
             startup_s=60.0,
         ),
         "tensorrt-llm": EngineTraits(title="TensorRT-LLM", overlaps_host=True, caches_prefixes=True),

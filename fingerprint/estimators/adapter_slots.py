@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.engines import traits_of
 from fingerprint.estimates import Estimate, Estimator, MemoryEstimate, Quantity, Source, TellsHiddenTime
 from fingerprint.lora.slot_bytes import reserved_bytes
 from fingerprint.model_spec import ModelSpec
@@ -18,7 +19,6 @@ __all__ = ["ADDED_ERROR", "PROMPT_FACTOR", "WithAdapterSlots", "added_step_s"]
 _FIRST_S = (7.80e-3 - 5.20e-3) / 32  # of a layer, for the first adapter of a step
 _FURTHER_S = (10.50e-3 - 7.80e-3) / 7 / 32  # of a layer, for each further one
 PROMPT_FACTOR = 1.40
-_MEASURED_ON = "vllm"
 ADDED_ERROR = 2.0  # factor by which the added time may be off, on another GPU, release or rank: not measured
 
 
@@ -47,7 +47,7 @@ class WithAdapterSlots:
         if not config.adapter_slots:
             return plain
         found = replace(plain, config=config, memory=self._with_slots(plain.memory, config))
-        if config.engine != _MEASURED_ON:
+        if not traits_of(config.engine).times_adapters:
             return found
         active = min(config.adapter_slots, self._distinct(workload.batch))
         step_s = added_step_s(self._spec.num_layers, active)
