@@ -17,7 +17,7 @@ from typing import Any
 from aiohttp import web
 
 from iserve.route_table import WorkerTarget
-from tests.waiting import PATIENCE_S
+from tests.iserve.gateway.threaded_server import ThreadedServer
 
 BASE = "served-base"
 TOKEN = "worker-token"
@@ -25,7 +25,7 @@ USAGE = {"prompt_tokens": 7, "completion_tokens": 5, "total_tokens": 12}
 
 
 @dataclass
-class AdapterWorker:
+class AdapterWorker(ThreadedServer):
     """Runs on a thread with a loop of its own; requests are answered with the content hash of their adapter."""
 
     slots: int = 2
@@ -54,19 +54,13 @@ class AdapterWorker:
     def start(self) -> AdapterWorker:
         self.load_now.set()
         self.in_flight: Counter[str] = Counter()
-        started = threading.Event()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, args=(started,), daemon=True)
-        self._thread.start()
-        assert started.wait(PATIENCE_S)
+        self.serve()
         return self
 
     def stop(self) -> None:
         self.go_on.set()
         self.load_now.set()
-        if self._loop.is_running():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(PATIENCE_S)
+        self.end()
 
     def restart(self) -> None:
         """Lose all that is loaded, as a worker started again at the same address."""
@@ -78,26 +72,14 @@ class AdapterWorker:
             worker_id=worker_id, url=self.url, ready=ready, token=TOKEN, max_outstanding=max_outstanding
         )
 
-    def _run(self, started: threading.Event) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(self._open(started))
-        self._loop.run_forever()
-        self._loop.run_until_complete(self._runner.cleanup())
-        self._loop.close()
-
-    async def _open(self, started: threading.Event) -> None:
+    def make_app(self) -> web.Application:
         app = web.Application(client_max_size=64 * 2**20, middlewares=[self._check_token])
         app.router.add_post("/v1/chat/completions", self._answer)
         app.router.add_post("/v1/completions", self._answer)
         app.router.add_get("/v1/models", self._list)
         app.router.add_post("/v1/load_lora_adapter", self._load)
         app.router.add_post("/v1/unload_lora_adapter", self._unload)
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0, backlog=1024)
-        await site.start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
-        started.set()
+        return app
 
     @web.middleware
     async def _check_token(self, request: web.Request, handler: Any) -> web.StreamResponse:

@@ -25,6 +25,7 @@ from daemon.process import ProcessRecord, read_record
 from fingerprint.codec import to_json
 from iserve.route_table import ApiKeyRecord, GatewayLimits, Route, RouteTable, WorkerTarget
 from tests.iserve.gateway.adapter_worker import AdapterWorker
+from tests.iserve.gateway.threaded_server import ThreadedServer
 from tests.waiting import PATIENCE_S, wait_until
 
 USAGE = {"prompt_tokens": 7, "completion_tokens": 5, "total_tokens": 12}
@@ -32,7 +33,7 @@ REPO = Path(__file__).parents[3]
 
 
 @dataclass
-class FakeWorker:
+class FakeWorker(ThreadedServer):
     """An OpenAI server whose next answers are of one ``mode``. Runs on a thread with a loop of its own."""
 
     mode: str = "ok"
@@ -47,39 +48,21 @@ class FakeWorker:
     go_on: threading.Event = field(default_factory=threading.Event)
 
     def start(self) -> FakeWorker:
-        started = threading.Event()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, args=(started,), daemon=True)
-        self._thread.start()
-        assert started.wait(PATIENCE_S)
+        self.serve()
         return self
 
     def stop(self) -> None:
         self.go_on.set()
-        if self._loop.is_running():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(PATIENCE_S)
+        self.end()
 
     def target(self, worker_id: str = "w0", *, ready: bool = True, max_outstanding: int = 256) -> WorkerTarget:
         return WorkerTarget(worker_id=worker_id, url=self.url, ready=ready, max_outstanding=max_outstanding)
 
-    def _run(self, started: threading.Event) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(self._open(started))
-        self._loop.run_forever()
-        self._loop.run_until_complete(self._runner.cleanup())
-        self._loop.close()
-
-    async def _open(self, started: threading.Event) -> None:
+    def make_app(self) -> web.Application:
         app = web.Application(client_max_size=64 * 2**20)
         app.router.add_post("/v1/chat/completions", self._answer)
         app.router.add_post("/v1/completions", self._answer)
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
-        started.set()
+        return app
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
