@@ -366,6 +366,25 @@ def _version(python: str) -> str:
     ).stdout.strip()
 
 
+def measuring_options(description: str | None, reference: str) -> argparse.Namespace:
+    """Return the options of a bench that measures a model on one GPU, and prints what it kept as a table.
+
+    Args:
+        reference: what the table is printed next to, a file that may be left out.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    orders = parser.add_subparsers(dest="order", required=True)
+    one = orders.add_parser("measure")
+    one.add_argument("config", type=Path)
+    one.add_argument("out", type=Path)
+    one.add_argument("--python", default=sys.executable)
+    one.add_argument("--gpu", type=int, default=0, help="index of the GPU")
+    one = orders.add_parser("table")
+    one.add_argument("kept", type=Path)
+    one.add_argument(reference, type=Path, nargs="?")
+    return parser.parse_args()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     orders = parser.add_subparsers(dest="order", required=True)

@@ -15,13 +15,11 @@ yet: it is made to take less than 400 s, of which the starts are about 190.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
 import re
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
@@ -44,7 +42,15 @@ from fingerprint.lora.adapter import WEIGHTS_FILE
 from fingerprint.lora.adapter_config import CONFIG_FILE
 from fingerprint.safetensors_writer import OutputTensor, write_safetensors
 from tests.bench.engine_contest import Contest, PlacedReplica
-from tests.bench.engine_contest_run import FOLDER, Worker, _nvidia, _version, _wait_for, write_models
+from tests.bench.engine_contest_run import (
+    FOLDER,
+    Worker,
+    _nvidia,
+    _version,
+    _wait_for,
+    measuring_options,
+    write_models,
+)
 from tests.bench.kept import read_kept, write_kept
 from traces.simulator.step_model import Limits
 
@@ -482,17 +488,7 @@ def _bytes(found: LoraSteps, config: Mapping[str, Any] | None) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    orders = parser.add_subparsers(dest="order", required=True)
-    one = orders.add_parser("measure")
-    one.add_argument("config", type=Path)
-    one.add_argument("out", type=Path)
-    one.add_argument("--python", default=sys.executable)
-    one.add_argument("--gpu", type=int, default=0, help="index of the GPU")
-    one = orders.add_parser("table")
-    one.add_argument("kept", type=Path)
-    one.add_argument("config", type=Path, nargs="?")
-    options = parser.parse_args()
+    options = measuring_options(__doc__, "config")
     if options.order == "measure":
         measure(options.config, options.out, options.python, options.gpu)
         return

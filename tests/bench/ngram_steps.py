@@ -14,12 +14,10 @@ imported.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
 import statistics
-import sys
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -34,7 +32,15 @@ from fingerprint.estimators.ngram_drafts import WithNgramDrafts, tokens_per_step
 from fingerprint.estimators.roofline import RooflineEstimator
 from tests.bench.accuracy_measure import Recorded
 from tests.bench.engine_contest import Contest, PlacedReplica
-from tests.bench.engine_contest_run import FOLDER, Worker, _nvidia, _version, _wait_for, write_models
+from tests.bench.engine_contest_run import (
+    FOLDER,
+    Worker,
+    _nvidia,
+    _version,
+    _wait_for,
+    measuring_options,
+    write_models,
+)
 from tests.bench.kept import read_kept, write_kept
 from traces.simulator.step_model import Limits
 
@@ -246,17 +252,7 @@ def _estimated(recorded: Recorded, drafts: int, batch: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    orders = parser.add_subparsers(dest="order", required=True)
-    one = orders.add_parser("measure")
-    one.add_argument("config", type=Path)
-    one.add_argument("out", type=Path)
-    one.add_argument("--python", default=sys.executable)
-    one.add_argument("--gpu", type=int, default=0, help="index of the GPU")
-    one = orders.add_parser("table")
-    one.add_argument("kept", type=Path)
-    one.add_argument("profile", type=Path, nargs="?")
-    options = parser.parse_args()
+    options = measuring_options(__doc__, "profile")
     if options.order == "measure":
         measure(options.config, options.out, options.python, options.gpu)
         return
