@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -91,6 +93,18 @@ def test_models_say_what_is_a_variant_of_what(listed: Any) -> None:
     models = {model["id"]: model for model in listed.openai().models.list().model_dump()["data"]}
     assert (models["shout"]["parent"], models["capitals"]["parent"]) == (NAME, NAME)
     assert "parent" not in models[NAME]
+
+
+def test_quality_of_a_variant_says_whose_content_and_which_base_it_was(listed: Any, tmp_path: Path) -> None:
+    question, capital = ASKED["capitals"]
+    text = tmp_path / "questions.jsonl"
+    text.write_text("".join(json.dumps({"prompt": f"{question} {n}", "answer": capital}) + "\n" for n in range(2)))
+    found = listed.json("quality", "capitals", "--against", NAME, "--text", text)
+    variant, base = found["model"], found["against"]
+    assert variant["variant_hash"] == listed.json("variant", "show", "capitals")["content_hash"]
+    assert base["variant_hash"] is None
+    assert (variant["checkpoint"], variant["sha256"]) == (base["checkpoint"], base["sha256"])
+    assert variant["config"]["adapter_slots"] == 2
 
 
 @pytest.mark.parametrize("process", ["gateway", "controller", "daemon"])
