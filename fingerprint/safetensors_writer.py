@@ -33,7 +33,7 @@ class OutputTensor:
     dtype: str  # safetensors' name
     shape: tuple[int, ...]
     num_bytes: int
-    pieces: Callable[[], Iterable[bytes]]  # its bytes in order, num_bytes in all
+    pieces: Callable[[], Iterable[bytes | memoryview]]  # its bytes in order, num_bytes in all
 
 
 @contextmanager

@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import numpy as np
 
 from daemon.engines.vllm.metrics import read_stats
 from fingerprint.codec import from_json, to_json
@@ -38,9 +37,6 @@ from fingerprint.config import DeploymentConfig
 from fingerprint.estimators.adapter_slots import ADDED_ERROR, PROMPT_FACTOR, added_step_s
 from fingerprint.families import read_spec
 from fingerprint.lora import slot_bytes
-from fingerprint.lora.adapter import WEIGHTS_FILE
-from fingerprint.lora.adapter_config import CONFIG_FILE
-from fingerprint.safetensors_writer import OutputTensor, write_safetensors
 from tests.bench.engine_contest import Contest, PlacedReplica
 from tests.bench.engine_contest_run import (
     FOLDER,
@@ -52,6 +48,7 @@ from tests.bench.engine_contest_run import (
     write_models,
 )
 from tests.bench.kept import read_kept, write_kept
+from tests.bench.lora_adapters import write_adapter
 from traces.simulator.step_model import Limits
 
 SLOTS, RANK = (0, 8, 32), 64
@@ -183,53 +180,6 @@ def measure(config: Path, out: Path, python: str, gpu: int) -> None:
 
 def config_of(slots: int) -> DeploymentConfig:
     return DeploymentConfig(engine="vllm", adapter_slots=slots, adapter_rank=RANK if slots else 0)
-
-
-def write_adapter(folder: Path, config: Mapping[str, Any], rank: int) -> None:
-    """Write a random adapter in PEFT's format of every matrix of Llama's layers; its values are small."""
-    folder.mkdir(parents=True, exist_ok=True)
-    rng = np.random.default_rng(rank)
-    some = (rng.standard_normal(1 << 20, dtype=np.float32) * 0.01).view(np.uint32) >> 16  # bfloat16
-    values = some.astype("<u2").tobytes()
-
-    def tensor(name: str, shape: tuple[int, int]) -> OutputTensor:
-        num_bytes = 2 * shape[0] * shape[1]
-        whole, rest = divmod(num_bytes, len(values))
-        pieces = [values] * whole + [values[:rest]] * bool(rest)
-        return OutputTensor(name, "BF16", shape, num_bytes, lambda: pieces)
-
-    tensors = []
-    for layer in range(config["num_hidden_layers"]):
-        for module, (rows, columns) in matrices(config).items():
-            name = f"base_model.model.model.layers.{layer}.{module}"
-            tensors.append(tensor(f"{name}.lora_A.weight", (rank, columns)))
-            tensors.append(tensor(f"{name}.lora_B.weight", (rows, rank)))
-    write_safetensors(folder / WEIGHTS_FILE, tensors)
-    names = sorted(name.rpartition(".")[2] for name in matrices(config))
-    fields: dict[str, object] = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": "model",
-        "bias": "none",
-    }
-    fields |= {"r": rank, "lora_alpha": rank, "target_modules": names, "inference_mode": True}
-    (folder / CONFIG_FILE).write_text(json.dumps(fields))
-
-
-def matrices(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """Return the matrices of a layer of Llama: outputs and inputs of each."""
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    head = config.get("head_dim") or hidden // config["num_attention_heads"]
-    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    return {
-        "self_attn.q_proj": (queries, hidden),
-        "self_attn.k_proj": (keys, hidden),
-        "self_attn.v_proj": (keys, hidden),
-        "self_attn.o_proj": (hidden, queries),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
 
 
 async def _measured(found: LoraSteps, workers: Mapping[int, Worker], file: Path) -> None:

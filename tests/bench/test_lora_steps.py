@@ -17,6 +17,7 @@ from fingerprint.families import read_spec
 from fingerprint.lora import read_adapter, slot_bytes
 from tests.bench import lora_steps
 from tests.bench.kept import read_kept
+from tests.bench.lora_adapters import matrices, write_adapter
 from tests.bench.lora_steps import (
     ACTIVE,
     BATCHES,
@@ -30,10 +31,8 @@ from tests.bench.lora_steps import (
     Prompt,
     config_of,
     gaps_s,
-    matrices,
     models_of,
     table,
-    write_adapter,
 )
 from tests.daemon.engines.vllm_worker_spec import LLAMA_8B
 
