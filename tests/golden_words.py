@@ -120,7 +120,7 @@ class Golden:
             words = "\n".join(sorted(words) if isinstance(words, Set) else words)
         words = self._settled(words)
         if not numbers:
-            words = re.sub(r"\d+(?:[.,]\d+)*", "N", words)
+            words = re.sub(r"(?<![A-Za-z\d])\d+(?:[.,]\d+)*", "N", words)
         self._calls[surface, what] += 1
         number = self._calls[surface, what]
         case = f"{self._case} {what or (number if number > 1 else '')}".strip()

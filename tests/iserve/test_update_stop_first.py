@@ -6,6 +6,7 @@ are of a real controller process.
 
 from __future__ import annotations
 
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -143,6 +144,7 @@ def test_without_it_the_refusal_names_it(world: Replaced, until: Until, golden: 
     until(world.ended, "the update has ended")
     error = world.row().error
     assert error is not None
+    golden.hide(re.search(r"at most ([\d.]+) GiB", error)[1], "N")  # of this machine
     golden("controller", error)
     assert world.states() == {former: WorkerState.READY}
 
