@@ -44,9 +44,9 @@ test: lint types
 test-all: lint types
 	$(TESTS) -m "not long and not gpu"
 
-# The words that users read, written anew into tests/golden; `git diff` shows what changed.
+# The words that users read, written anew into tests/golden, without those that no test compares; `git diff` shows
+# what changed.
 golden: setup
-	rm -f tests/golden/*.txt
 	REWRITE_GOLDEN=1 $(BIN)/pytest -q -m "golden and not long and not gpu"
 
 test-long: setup

@@ -16,8 +16,13 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.golden_words import Golden
-from tests.tiers import pytest_collection_modifyitems, pytest_runtest_call, pytest_runtest_setup
+from tests.golden_words import REWRITES, Golden, remove_stale
+from tests.tiers import (
+    GOLDEN_CASES,
+    pytest_collection_modifyitems,
+    pytest_runtest_call,
+    pytest_runtest_setup,
+)
 
 __all__ = ["pytest_collection_modifyitems", "pytest_runtest_call", "pytest_runtest_setup"]  # hooks
 
@@ -37,7 +42,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         gc.enable()  # this process hands tests out and collects none
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if REWRITES:
+        remove_stale(session.config.stash.get(GOLDEN_CASES, {}).keys())
     gc.freeze()
     gc.enable()
 

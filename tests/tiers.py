@@ -9,7 +9,13 @@ from itertools import pairwise
 
 import pytest
 
-__all__ = ["PROCESS_FIXTURES", "pytest_collection_modifyitems", "pytest_runtest_call", "pytest_runtest_setup"]
+__all__ = [
+    "GOLDEN_CASES",
+    "PROCESS_FIXTURES",
+    "pytest_collection_modifyitems",
+    "pytest_runtest_call",
+    "pytest_runtest_setup",
+]
 
 # A test that has one of these, also by way of another fixture, is `process`.
 PROCESS_FIXTURES = frozenset(
@@ -27,6 +33,8 @@ PROCESS_FIXTURES = frozenset(
         "variant_gateway_process",
     }
 )
+# Collected tests that compare words with a golden file: node ids by the test's name, which is that of its section.
+GOLDEN_CASES = pytest.StashKey[dict[str, list[str]]]()
 _PACKAGES = ("daemon", "iserve")
 _PROGRAMS = ("iserve", "fake_daemon.py", "postgres")
 
@@ -40,6 +48,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("process")
         if "golden" in getattr(item, "fixturenames", ()):
             item.add_marker("golden")
+            item.config.stash.setdefault(GOLDEN_CASES, {}).setdefault(item.name, []).append(item.nodeid)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -50,6 +59,8 @@ def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     yield from _refuse_unmarked(item)
+    if (golden := getattr(item, "funcargs", {}).get("golden")) is not None:
+        golden.finish()
 
 
 def _refuse_unmarked(item: pytest.Item) -> Iterator[None]:

@@ -173,9 +173,13 @@ def _only_stack(
     if not whole:
         longest = max(most, key=lambda name: most[name], default="")
         missing = next((i for i in sorted(wanted) if longest and i not in by_stack[longest]), 0)
-        has = f"{longest} has {len(by_stack[longest])}" if longest else "no tensor is named by a layer's index"
+        has = (
+            f"of the tensors {longest} has {len(by_stack[longest])}"
+            if longest
+            else "no tensor is named by a layer's index"
+        )
         has += f" and none of index {missing}" if longest and len(by_stack[longest]) >= num_layers else ""
-        raise CheckpointError(f"config.json says {num_layers} layers, of the tensors {has}; one of them is wrong")
+        raise CheckpointError(f"config.json says {num_layers} layers, {has}; one of them is wrong")
     fitting = [name for name in whole if most.get(name, 0) <= num_layers + 8]  # draft layers lie behind the last
     fitting = fitting or whole
     preferred: tuple[Callable[[str], bool], ...] = (

@@ -15,6 +15,7 @@ from fingerprint.truncate import generate
 from iserve.demo import demo_model_path
 from iserve.model_source import resolve
 from tests.bad_input.conftest import Api
+from tests.golden_words import Golden
 
 CLASSES = {
     "AutoConfig": "evil.Config",
@@ -82,7 +83,7 @@ def _known_by_its_code_alone(evil: Path) -> None:
 
 
 def test_a_family_that_only_its_code_knows_is_described_and_run_with_permission_alone(
-    evil: Path, marker: Path
+    evil: Path, marker: Path, golden: Golden
 ) -> None:
     _known_by_its_code_alone(evil)
     spec, known = resolve(str(evil)).spec, load_spec(demo_model_path())
@@ -94,7 +95,7 @@ def test_a_family_that_only_its_code_knows_is_described_and_run_with_permission_
         permitted += [table.engine] * ((never or table.code_refusal(spec, trusted=True)) is None)
     assert permitted == ["vllm"]
     (evil / "model.safetensors").unlink()
-    with pytest.raises(IserveError, match=r"describes no 'evil' by config\.json alone"):
+    with golden.raises("cli-errors", IserveError):
         resolve(str(evil))
     assert not marker.exists()
 

@@ -28,6 +28,7 @@ from iserve.demo import demo_model_path
 from iserve.report.page_frame import environment
 from iserve.report.svg import element
 from tests.bad_input.conftest import Api
+from tests.golden_words import Golden
 from tests.waiting import PATIENCE_S
 
 ESCAPE, BELL, CSI = "\x1b[31mred\x1b[2J", "a\x07b", "\x9b31m"
@@ -186,11 +187,11 @@ def test_a_refusal_of_the_command_line_is_made_harmless(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["../../etc", "x/log", "", "..", "a b", "x?lines=1", "模型"])
 @pytest.mark.parametrize("command", ["logs", "rm", "chat"])
 def test_what_cannot_name_a_deployment_names_none(
-    command: str, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: str, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, golden: Golden
 ) -> None:
     """The controller is asked nothing: in a path such a name would be another route."""
     monkeypatch.setattr(sys, "argv", ["iserve", command, name])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 1
-    assert capsys.readouterr().err == f"iserve: no deployment is named {name!r}\n"
+    golden("cli-errors", capsys.readouterr().err)

@@ -20,6 +20,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from tests.bad_input.conftest import TOKEN, Api
+from tests.golden_words import Golden
 
 CHECKS = [status_code_conformance, content_type_conformance, response_schema_conformance]
 # A hub that is not asked here; and so many profiles are asked for that they have to wait.
@@ -83,20 +84,18 @@ def test_the_same_at_length(api: Api, quiet: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    "body",
     [
-        ({"modle": "a"}, "there is no field 'modle', did you mean 'model'? the fields are "),
-        (
-            {"slo": {"ttft": 1}},
-            "there is no field 'ttft', did you mean 'ttft_s'? the fields are ttft_s, tpot_s, e2e_s",
-        ),
-        ({"\x1b[2J": 1}, "there is no field '\\x1b[2J'; the fields are "),
+        {"modle": "a"},
+        {"slo": {"ttft": 1}},
+        {"\x1b[2J": 1},
     ],
+    ids=repr,
 )
-def test_an_unknown_field_is_told_the_known_ones(api: Api, body: dict[str, object], said: str) -> None:
+def test_an_unknown_field_is_told_the_known_ones(api: Api, body: dict[str, object], golden: Golden) -> None:
     for path in ("plans", "deployments"):
         status, answer = api.ask("POST", f"/api/v1/{path}", body)
         assert (status, answer["error"]) == (400, "BadInputError")
-        assert said in answer["message"]
+        golden("rest-errors", answer["message"])
         assert answer["message"].startswith("body")
         assert "slo" in body or "intent, cost, " in answer["message"]

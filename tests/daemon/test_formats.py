@@ -15,6 +15,7 @@ from daemon.torch_engine.parallel.runner import LocalRunner
 from daemon.torch_engine.runner_types import StepItem, StepPlan
 from fingerprint.config import DeploymentConfig, WeightFormat
 from fingerprint.errors import EngineError
+from tests.golden_words import Golden
 
 BFLOAT16_EPS = 2**-8  # half a unit in the last place of an 8-bit mantissa, relative
 
@@ -120,8 +121,8 @@ def test_int8_bytes_are_those_counted_by_hand(loaded) -> None:
     assert memory.weights_bytes == 4 * (linears + 2 * scales + 2 * biases + 2 * 64) + 2 * (2 * 96 * 32 + 32) + 32
 
 
-def test_experts_are_refused_with_a_reason(loaded) -> None:
-    with pytest.raises(EngineError, match="weights=int8 is refused for mixtral: the experts"):
+def test_experts_are_refused_with_a_reason(loaded, golden: Golden) -> None:
+    with golden.raises("daemon", EngineError):
         loaded("mixtral", 2, WeightFormat.INT8)
 
 

@@ -28,6 +28,7 @@ from fingerprint.families import read_config, read_spec
 from fingerprint.lora import LoraModule, merge_adapter, read_adapter, reserved_bytes
 from fingerprint.lora.adapter import WEIGHTS_FILE, open_weights
 from tests.daemon.tiny_adapters import greedy, linears, write_tiny_adapter
+from tests.golden_words import Golden
 
 FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "mixtral", "qwen2_moe", "qwen3_moe", "phi3"]
 FAMILIES += ["gpt_neox", "gemma2", "gemma3_text", "gpt_oss", "internlm3", "iquestcoder"]
@@ -227,24 +228,24 @@ class TestRefusals:
     """A refused adapter leaves nothing, and the runner goes on."""
 
     @pytest.mark.parametrize(
-        ("shapes", "changes", "error", "words"),
+        ("shapes", "changes", "error"),
         [
-            ({"model.layers.0.self_attn.q_proj": (32, 48)}, {}, CheckpointError, "an adapter of this base"),
-            ({"model.layers.4.self_attn.q_proj": (32, 32)}, {}, CheckpointError, "none of the 4 layers"),
-            ({"model.layers.00.self_attn.q_proj": (32, 32)}, {}, CheckpointError, "none of the 4 layers"),
-            ({"other.layers.0.self_attn.q_proj": (32, 32)}, {}, CheckpointError, "none of the 4 layers"),
-            ({"lm_head": (96, 32)}, {}, CheckpointError, "none of the 4 layers"),
-            ({"model.layers.1.self_attn.qkv_proj": (64, 32)}, {}, CheckpointError, "no linear"),
-            ({"model.layers.1.input_layernorm": (32, 32)}, {}, CheckpointError, "no linear"),
-            ({"model.layers.1.self_attn.q_proj": (32, 32)}, {"rank": 9}, UnsupportedAdapterError, "at most 8"),
-            ({"model.layers.1.self_attn.q_proj": (32, 32)}, {"size": float("nan")}, CheckpointError, "not finite"),
+            ({"model.layers.0.self_attn.q_proj": (32, 48)}, {}, CheckpointError),
+            ({"model.layers.4.self_attn.q_proj": (32, 32)}, {}, CheckpointError),
+            ({"model.layers.00.self_attn.q_proj": (32, 32)}, {}, CheckpointError),
+            ({"other.layers.0.self_attn.q_proj": (32, 32)}, {}, CheckpointError),
+            ({"lm_head": (96, 32)}, {}, CheckpointError),
+            ({"model.layers.1.self_attn.qkv_proj": (64, 32)}, {}, CheckpointError),
+            ({"model.layers.1.input_layernorm": (32, 32)}, {}, CheckpointError),
+            ({"model.layers.1.self_attn.q_proj": (32, 32)}, {"rank": 9}, UnsupportedAdapterError),
+            ({"model.layers.1.self_attn.q_proj": (32, 32)}, {"size": float("nan")}, CheckpointError),
         ],
     )
-    def test_refused(self, shapes, changes, error, words: str, make_runner, tmp_path: Path) -> None:
+    def test_refused(self, shapes, changes, error, make_runner, tmp_path: Path, golden: Golden) -> None:
         runner = make_runner("llama")
         before, memory = greedy(runner, [(None, PROMPT)], 3), runner.memory()[0].weights_bytes
         folder = write_tiny_adapter(tmp_path / "bad", shapes, **({"rank": 2, "seed": 1} | changes))
-        with pytest.raises(error, match=words):
+        with golden.raises("daemon", error):
             runner.load_adapter(1, folder)
         assert runner.memory()[0].weights_bytes == memory
         with pytest.raises(BadInputError):

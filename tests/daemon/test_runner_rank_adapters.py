@@ -16,6 +16,7 @@ from fingerprint.errors import CheckpointError, EngineError
 from fingerprint.families import read_config, read_spec
 from fingerprint.lora import reserved_bytes
 from tests.daemon.tiny_adapters import greedy, linears, write_tiny_adapter
+from tests.golden_words import Golden
 
 pytestmark = pytest.mark.process
 
@@ -108,12 +109,14 @@ def test_each_rank_holds_its_part_of_a_slot(config, start, folders, tiny_checkpo
 
 
 @pytest.mark.parametrize("layer", [0, 3], ids=["of-the-first-stage", "of-the-last-stage"])
-def test_an_adapter_that_one_rank_refuses_is_loaded_on_none(layer: int, start, folders, tmp_path: Path) -> None:
+def test_an_adapter_that_one_rank_refuses_is_loaded_on_none(
+    layer: int, start, folders, tmp_path: Path, golden: Golden
+) -> None:
     """The other rank has nothing of it to refuse; then the runner goes on, under the same number too."""
     runner = start("llama", pp=2, layers=(3, 1))
     before = [rank.weights_bytes for rank in runner.memory()]
     bad = {"model.layers.1.self_attn.q_proj": (32, 32), f"model.layers.{layer}.mlp.up_proj": (64, 31)}
-    with pytest.raises(CheckpointError, match="an adapter of this base"):
+    with golden.raises("daemon", CheckpointError):
         runner.load_adapter(1, write_tiny_adapter(tmp_path / "bad", bad, 2, seed=1))
     assert [rank.weights_bytes for rank in runner.memory()] == before
     runner.load_adapter(1, folders("llama")[0])
@@ -121,13 +124,16 @@ def test_an_adapter_that_one_rank_refuses_is_loaded_on_none(layer: int, start, f
 
 
 @pytest.mark.parametrize("loads", [True, False], ids=["load", "unload"])
-def test_a_rank_that_was_killed_ends_the_runner_at_the_next_load_or_unload(loads: bool, start, folders) -> None:
+def test_a_rank_that_was_killed_ends_the_runner_at_the_next_load_or_unload(
+    loads: bool, start, folders, golden: Golden
+) -> None:
     runner = start("llama", tp=2)
     runner.load_adapter(1, folders("llama")[0])
     (child,) = children()
     child.kill()
     other = folders("llama")[1]
-    with pytest.raises(EngineError, match="ended with exit code -9"):
+    with pytest.raises(EngineError) as caught:
         runner.load_adapter(2, other) if loads else runner.unload_adapter(1)
+    golden("daemon", str(caught.value).partition(";")[0])  # what follows is how its connection ended
     with pytest.raises(EngineError):
         runner.memory()

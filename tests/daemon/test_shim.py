@@ -49,6 +49,7 @@ from daemon.procfs import is_running, read_stat, start_time_ticks
 from daemon.shim import RotatingLog
 from daemon.worker_process import WorkerProcess
 from fingerprint.errors import UnavailableError
+from tests.golden_words import Golden
 from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.process
@@ -422,10 +423,10 @@ def test_a_detached_program_is_nobodys_child_and_leads_its_session(tmp_path, unt
 
 
 @pytest.mark.parametrize("fault", ["program", "log"])
-def test_what_cannot_be_spawned_is_a_clear_error(tmp_path, fault):
+def test_what_cannot_be_spawned_is_a_clear_error(tmp_path, fault, golden: Golden):
     argv = ["/nowhere/program"] if fault == "program" else ["true"]
     log = tmp_path / "nowhere" / "log" if fault == "log" else tmp_path / "log"
-    with pytest.raises(UnavailableError, match=r"cannot start .*No such file"):
+    with golden.raises("daemon", UnavailableError):
         spawn_detached(argv, log)
 
 

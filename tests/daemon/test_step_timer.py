@@ -14,6 +14,7 @@ import pytest
 
 from daemon.engines.external import PROFILING_PATH
 from tests.daemon.engines.vllm_stand_in import costs
+from tests.golden_words import Golden
 
 HERE = Path(__file__).parent
 STAND_IN = HERE / "engines" / "vllm_stand_in"
@@ -270,12 +271,12 @@ class TestMemory:
             worker.iserve_memory()
 
     @pytest.mark.parametrize("newer", [False, True])
-    def test_graphs_that_are_captured_unseen_are_an_error_and_never_zero(self, monkeypatch, newer) -> None:
+    def test_graphs_that_are_captured_unseen_are_an_error_and_never_zero(
+        self, monkeypatch, newer, golden: Golden
+    ) -> None:
         rig = make_rig(monkeypatch, newer=newer)
         monkeypatch.setattr(rig.worker_module.Worker, "compile_or_warm_up_model", lambda _: None)
-        with pytest.raises(
-            RuntimeError, match="did not tell what its CUDA graphs take: capture_model of ModelRunner"
-        ):
+        with golden.raises("daemon", RuntimeError):
             rig.start().iserve_memory()
 
     @pytest.mark.parametrize("runner", ["ModelRunner", "GPUModelRunner"])
@@ -314,18 +315,20 @@ class TestNewerRelease:
         assert prefill["forward_s"] == pytest.approx(3 * newer_rig.forward_s(20, 110))
         assert [step["forward_s"] for step in decode] == pytest.approx([3 * newer_rig.forward_s(2, 2)] * 3)
 
-    def test_broken_graphs_are_refused(self, newer_rig, monkeypatch) -> None:
+    def test_broken_graphs_are_refused(self, newer_rig, monkeypatch, golden: Golden) -> None:
         """A step is several replays there, each of which would count as a forward."""
         monkeypatch.setattr(sys.modules[BROKEN_GRAPHS], "is_breakable_cudagraph_enabled", lambda: True)
-        with pytest.raises(RuntimeError, match="cannot time breakable CUDA graphs"):
+        with golden.raises("daemon", RuntimeError):
             newer_rig.start()
 
     @pytest.mark.parametrize("newer", [False, True])
-    def test_a_release_that_does_not_tell_whether_graphs_are_broken_is_refused(self, monkeypatch, newer) -> None:
+    def test_a_release_that_does_not_tell_whether_graphs_are_broken_is_refused(
+        self, monkeypatch, newer, golden: Golden
+    ) -> None:
         """Each one from 0.24 on tells; one that does not may run steps of several replays."""
         rig = make_rig(monkeypatch, newer=newer)
         del sys.modules[BROKEN_GRAPHS].is_breakable_cudagraph_enabled
-        with pytest.raises(RuntimeError, match=r"does not tell the step timer .* breakable CUDA graphs"):
+        with golden.raises("daemon", RuntimeError):
             rig.start()
 
 
@@ -439,9 +442,9 @@ class TestRecording:
         assert len(made) == 5 * 4 + 1  # one ends the step before the next
 
     @pytest.mark.parametrize("repeat", [0, -1])
-    def test_a_repeat_below_one_is_refused(self, rig, repeat) -> None:
+    def test_a_repeat_below_one_is_refused(self, rig, repeat, golden: Golden) -> None:
         rig.start()
-        with pytest.raises(ValueError, match=f"repeat must be at least 1, got {repeat}"):
+        with golden.raises("daemon", ValueError):
             rig.worker.iserve_timer_start(repeat, True)
 
     def test_memory_is_what_vllm_counted(self, rig) -> None:

@@ -15,6 +15,7 @@ from daemon.procfs import pids_with
 from daemon.unlisted_gpus import device_spec, kept_file, measure_if_unlisted
 from fingerprint.gpu_file import read_gpu_file
 from fingerprint.gpus import gpu_spec
+from tests.golden_words import Golden
 
 ADA = "NVIDIA RTX 6000 Ada Generation"
 MARK = "ISERVE_TEST_BENCHMARK"
@@ -111,7 +112,7 @@ def test_a_file_that_people_edited_holds(driver: ModuleType, tmp_path: Path) -> 
 
 
 def test_a_broken_file_is_told_and_the_driver_is_asked(
-    driver: ModuleType, caplog: pytest.LogCaptureFixture
+    driver: ModuleType, caplog: pytest.LogCaptureFixture, golden: Golden
 ) -> None:
     kept_file(ADA).parent.mkdir(parents=True)
     kept_file(ADA).write_text('{"nam": 1}')
@@ -119,7 +120,7 @@ def test_a_broken_file_is_told_and_the_driver_is_asked(
         found = device_spec(ADA)
     assert found is not None
     assert found.memory_bytes_per_s == pytest.approx(960e9, rel=0.01)
-    assert "no field 'nam'; did you mean name?" in caplog.text
+    golden("daemon", caplog.messages)
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ from tests.daemon.profiling_house import (
     kept,
     session,
 )
+from tests.golden_words import Golden
 
 pytestmark = pytest.mark.process
 
@@ -243,13 +244,15 @@ class TestRefusals:
         [(9, 20, 3), (1, 511, 2), (8, 260, 3)],
         ids=["batch", "long", "room"],
     )
-    def test_what_does_not_fit_what_was_loaded(self, house, kept, batch, input_tokens, output_tokens) -> None:
+    def test_what_does_not_fit_what_was_loaded(
+        self, house, kept, batch, input_tokens, output_tokens, golden: Golden
+    ) -> None:
         house.load(kept)
-        with pytest.raises(ConfigError, match="do not fit what was loaded: 8 sequences, 512 tokens each, 2048 in"):
+        with golden.raises("daemon", ConfigError):
             bursts(kept, batch, input_tokens, output_tokens)
         assert bursts(kept)  # and nothing was harmed
 
-    def test_one_request_at_a_time(self, house, kept) -> None:
+    def test_one_request_at_a_time(self, house, kept, golden: Golden) -> None:
         house.load(kept)
         results: list[object] = []
 
@@ -267,7 +270,7 @@ class TestRefusals:
             except ConflictError as error:
                 refused.append(error)
         thread.join()
-        assert "another profiling request is under way" in str(refused[0])
+        golden("daemon", str(refused[0]))
         assert len(results) == 1
 
     def test_a_path_that_is_none(self, kept) -> None:
@@ -323,6 +326,6 @@ class TestUnknownRelease:
         assert rank.graph_bytes == costs.GRAPH_BYTES
 
     @pytest.mark.parametrize("asked", [{"steps": True}, {"repeat": 4, "steps": False}])
-    def test_steps_and_repeats_are_refused(self, unknown, asked) -> None:
-        with pytest.raises(ConfigError, match="runs without the step timer"):
+    def test_steps_and_repeats_are_refused(self, unknown, asked, golden: Golden) -> None:
+        with golden.raises("daemon", ConfigError):
             unknown.bursts(batch=1, input_tokens=8, output_tokens=2, most=1, until_s=0.0, **asked)

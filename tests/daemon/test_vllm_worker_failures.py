@@ -16,6 +16,7 @@ from fingerprint.depth_tied_profile import depth_tied_profile
 from fingerprint.errors import ConflictError, EngineError, UnavailableError
 from fingerprint.families import load_spec
 from tests.daemon.profiling_house import bursts, cmdline, house, kept, session, shims
+from tests.golden_words import Golden
 
 pytestmark = pytest.mark.process
 
@@ -23,38 +24,39 @@ __all__ = ["house", "kept", "session"]  # fixtures
 
 
 class TestFailures:
-    def test_an_engine_that_does_not_start_is_told_and_another_load_goes_well(self, house, kept) -> None:
-        words = "ValueError: No available memory for the cache blocks."
-        with pytest.raises(EngineError, match="vLLM did not start: "):
-            house.load(kept, behaviour={"start_error": words})
-        assert words in house.log(kept)
+    def test_an_engine_that_does_not_start_is_named_and_another_load_goes_well(
+        self, house, kept, golden: Golden
+    ) -> None:
+        with golden.raises("daemon", EngineError):
+            house.load(kept, behaviour={"start_error": "ValueError: No available memory for the cache blocks."})
+        assert "No available memory" in house.log(kept)
         assert not house.engine(kept)
         house.load(kept)
         assert bursts(kept)
 
-    def test_an_argument_that_vllm_refuses_itself_is_told(self, house, kept) -> None:
-        with pytest.raises(EngineError, match=r"max_model_len \(2048\) is greater than the derived"):
+    def test_an_argument_that_vllm_refuses_itself_is_told(self, house, kept, golden: Golden) -> None:
+        with golden.raises("daemon", EngineError):
             house.load(kept, max_context_tokens=2048, kv_tokens=4096)
 
     @pytest.mark.parametrize(
         "behaviour", [{"dies_at_batch": 4}, {"no_memory_at_tokens": 100}], ids=["killed", "out-of-memory"]
     )
     def test_an_engine_that_dies_in_a_run_leaves_nothing_and_the_worker_goes_on(
-        self, house, kept, behaviour
+        self, house, kept, behaviour, golden: Golden
     ) -> None:
         house.load(kept, behaviour=behaviour)
         assert bursts(kept, 2, 20)
-        with pytest.raises(EngineError, match="vLLM failed in a run: EngineDeadError"):
+        with golden.raises("daemon", EngineError):
             bursts(kept, 4, 60)
         if "no_memory_at_tokens" in behaviour:
-            assert "torch.OutOfMemoryError: CUDA out of memory" in house.log(kept)
+            assert "torch.OutOfMemoryError: " in house.log(kept)
         assert not house.engine(kept)
-        with pytest.raises(UnavailableError, match="nothing is loaded"):
+        with golden.raises("daemon", UnavailableError):
             bursts(kept)
         house.load(kept)
         assert bursts(kept, 4, 60)
 
-    def test_a_point_that_kills_the_engine_costs_a_profile_that_point_alone(self, house) -> None:
+    def test_a_point_that_kills_the_engine_costs_a_profile_that_point_alone(self, house, golden: Golden) -> None:
         plan = DepthTiedPlan(
             points=((1, 32), (2, 32), (4, 64)),
             shallow_points=((1, 32), (4, 64)),
@@ -72,7 +74,7 @@ class TestFailures:
         with house.target() as target:
             profile = depth_tied_profile("m", load_spec(house.model), target, fingerprints, plan)
         (note,) = profile.notes
-        assert "2 layers, batch 4 with 64 in failed: vLLM failed in a run: EngineDeadError" in note
+        golden("daemon", note)
         assert {(t.num_layers, t.batch) for t in profile.timing} == {(2, 1), (2, 2), (1, 1)}
         assert not house.processes()
 

@@ -229,16 +229,18 @@ def test_values_that_are_not_finite_write_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_an_adapter_that_changes_meanwhile_is_an_error(tmp_path: Path) -> None:
+def test_an_adapter_that_changes_meanwhile_is_an_error(tmp_path: Path, golden: Golden) -> None:
     base = write_base(tmp_path / "base")
     adapter = read_adapter(write_adapter(tmp_path / "adapter"))
     shutil.rmtree(tmp_path / "adapter")
     write_adapter(tmp_path / "adapter", factors({Q0: 7}))
-    with pytest.raises(CheckpointError, match="was changed while read"):
+    with golden.raises("fingerprint", CheckpointError):
         merge_adapter(base, adapter, tmp_path / "out")
 
 
-def test_a_full_disk_is_an_error_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_an_error_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Golden
+) -> None:
     def full(file: Path, *arguments: Any, **more: Any) -> int:
         write_safetensors(file, *arguments, **more)
         raise OSError(28, "No space left on device")
@@ -246,7 +248,7 @@ def test_a_full_disk_is_an_error_and_nothing_is_left(tmp_path: Path, monkeypatch
     base = write_base(tmp_path / "base", files=3)
     adapter = read_adapter(write_adapter(tmp_path / "adapter"))
     monkeypatch.setattr("fingerprint.lora.merge.write_safetensors", full)
-    with pytest.raises(CheckpointError, match="the disk is full"):
+    with golden.raises("fingerprint", CheckpointError):
         merge_adapter(base, adapter, tmp_path / "out")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["adapter", "base"]
 

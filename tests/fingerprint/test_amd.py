@@ -20,6 +20,7 @@ from fingerprint.gpu_spec import GpuSpec, Vendor
 from fingerprint.gpus import gpu_spec
 from planner.space import formats
 from tests.fingerprint.test_roofline import CPU, LLAMA_2_7B
+from tests.golden_words import Golden
 
 MI300X, H200 = gpu_spec("mi300x"), gpu_spec("h200")
 LLAMA_405B = {
@@ -104,9 +105,9 @@ def test_vllm_is_not_planned_in_formats_documented_for_nvidia_alone(weights: Wei
 
 
 @pytest.mark.parametrize("engine", ["torch", "tensorrt-llm"])
-def test_other_engines_are_not_planned(engine: str) -> None:
+def test_other_engines_are_not_planned(engine: str, golden: Golden) -> None:
     config = DeploymentConfig(engine=engine)
-    assert "not planned for AMD GPUs" in str(table_of(engine).refusal(LLAMA_2_7B, config, MI300X))
+    golden("fingerprint", str(table_of(engine).refusal(LLAMA_2_7B, config, MI300X)))
 
 
 @pytest.mark.skipif("ISERVE_REFERENCE_DATA" not in os.environ, reason="ISERVE_REFERENCE_DATA is not set")

@@ -30,6 +30,7 @@ from tests.fingerprint.estimator_conformance import EstimatorConformance
 from tests.fingerprint.step_timed_machine import StepTimedMachine, StepTruth, take_depth_tied
 from tests.fingerprint.strategy_conformance import NEVER_RUN, LatencyStrategyConformance, MemoryStrategyConformance
 from tests.fingerprint.synthetic_machine import CPU, SyntheticMachine, Truth, llama, take_profile
+from tests.golden_words import Golden
 
 BITS16, INT8 = WeightFormat.BITS16, WeightFormat.INT8
 VLLM = DeploymentConfig(engine="vllm")
@@ -319,11 +320,13 @@ class TestL2Device(LatencyStrategyConformance):
         assert L2Device(profile).latency(VLLM, workload).tpot_s.value == pytest.approx(3.2e-3)
         assert L2(on_the_wall).latency(VLLM, workload).tpot_s.value == pytest.approx(2e-3)
 
-    def test_points_that_were_not_run_are_refused_and_the_nearest_is_named(self, strategy: L2Device) -> None:
+    def test_points_that_were_not_run_are_refused_and_the_nearest_is_named(
+        self, strategy: L2Device, golden: Golden
+    ) -> None:
         (fit,) = strategy.fits.values()
         assert fit.reached == ((1, 128), (8, 1024))
         assert fit.nearest_workload(Workload(6, 900, 100)) == Workload(8, 1024, 33)
-        with pytest.raises(NotMeasuredError, match="was not run unrepeated"):
+        with golden.raises("fingerprint", NotMeasuredError):
             strategy.latency(VLLM, Workload(2, 128, 33))
 
     def test_one_layer_is_told(self, strategy: L2Device) -> None:

@@ -21,6 +21,7 @@ from fingerprint.profile import ProfilePlan
 from fingerprint.verification import Reading, SingleRequest, Verification
 from tests.fingerprint.estimator_conformance import EstimatorConformance
 from tests.fingerprint.synthetic_machine import CPU, SyntheticMachine, llama, take_profile
+from tests.golden_words import Golden
 
 SPEC = llama()
 RAW = RooflineEstimator(SPEC, CPU)
@@ -378,14 +379,9 @@ def test_a_reading_of_which_no_ratio_can_be_made_is_refused(numbers: tuple[float
         Reading(low=numbers[0], value=numbers[1], high=numbers[2], repeats=1)
 
 
-def test_a_reader_is_told_of_every_check() -> None:
+def test_a_reader_is_told_of_every_check(golden: Golden) -> None:
     checks = [check_of(RAW, ttft=2.0, tpot=0.5, more_bytes=2**20), check_of(RAW, INT8, at="2026-11-22")]
-    assert CorrectedEstimator(RAW, checks).warnings == (
-        "corrected by the check of tp=1,pp=1,weights=16bit,kv=16bit,pruning=none at 2026-11-21T10:00:00+00:00 "
-        "(batch 2, 64 in, 16 out): TTFT times 2, TPOT times 0.5, +1.0 MiB on each GPU",
-        "corrected by the check of tp=1,pp=1,weights=int8,kv=16bit,pruning=none at 2026-11-22 "
-        "(batch 2, 64 in, 16 out): TTFT times 1, TPOT times 1, +0.0 MiB on each GPU",
-    )
+    golden("fingerprint", CorrectedEstimator(RAW, checks).warnings)
 
 
 def with_alone(check: Verification, *, ttft: float, tpot: float) -> Verification:

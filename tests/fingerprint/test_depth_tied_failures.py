@@ -19,6 +19,7 @@ from tests.fingerprint.step_timed_machine import (
     StepTimedSyntheticSession,
     take_depth_tied,
 )
+from tests.golden_words import Golden
 
 WORDS = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
 
@@ -62,7 +63,9 @@ class TestFailures:
         take_depth_tied(machine)
         assert len(loads(machine)) == 2
 
-    def test_an_engine_that_dies_again_and_again_is_given_up_and_what_was_measured_is_kept(self) -> None:
+    def test_an_engine_that_dies_again_and_again_is_given_up_and_what_was_measured_is_kept(
+        self, golden: Golden
+    ) -> None:
         """Memory that does not hold the larger points: no start for each of them, none at all at one layer."""
 
         def broken(_cut: Cut, batch: int, input_tokens: int, _output: int) -> EngineError | None:
@@ -73,11 +76,13 @@ class TestFailures:
         assert [layers for _, _, layers, _ in loads(machine)] == [2, 2, 1]
         assert measured(profile) == {(2, 1, 128), (1, 1, 128)}
         assert [WORDS in note for note in profile.notes] == [True, True, False]
-        assert profile.notes[-1] == "tp=1 pp=1 16bit, 2 layers: its engine died twice, the rest is left out"
+        golden("fingerprint", profile.notes[-1])
         assert len(whole_points(profile.timing, 32)) == 1
         assert all(session.closed for session in machine.sessions)
 
-    def test_an_engine_that_does_not_come_back_takes_nothing_with_it_that_was_measured(self) -> None:
+    def test_an_engine_that_does_not_come_back_takes_nothing_with_it_that_was_measured(
+        self, golden: Golden
+    ) -> None:
         """The engine dies at a batch of 8, and what it held is not free in time for its next start."""
 
         def broken(cut: Cut, batch: int, *_: int) -> EngineError | None:
@@ -89,7 +94,7 @@ class TestFailures:
         profile = take_depth_tied(machine)
         assert [layers for _, _, layers, _ in loads(machine)] == [2, 2, 1]
         assert measured(profile) == {(k, 1, n) for k in (1, 2) for n in (128, 1024)}
-        assert any("Free memory on device" in note for note in profile.notes)
+        golden("fingerprint", profile.notes)
         assert whole_points(profile.timing, 32)
         assert all(session.closed for session in machine.sessions)
 
@@ -110,7 +115,7 @@ class TestFailures:
             pytest.param(lambda run: each_step(run, tokens=0), id="no tokens"),
         ],
     )
-    def test_an_answer_that_cannot_be_is_no_measurement(self, wrong) -> None:
+    def test_an_answer_that_cannot_be_is_no_measurement(self, wrong, golden: Golden) -> None:
         """A point is answered so; it is a failed point like any other."""
         at = (8, 1024)
 
@@ -131,7 +136,7 @@ class TestFailures:
         profile = take_depth_tied(machine)
         assert measured(profile) == {found for found in WHOLE if found[1:] != at}
         (note,) = profile.notes
-        assert note.startswith("tp=1 pp=1 16bit, 2 layers, batch 8 with 1024 in failed: ")
+        golden("fingerprint", note)
 
     @pytest.mark.parametrize("changes", [None, {"weights_bytes": 0}, {"kv_bytes": -1}, {"stage": 1}])
     def test_memory_that_cannot_be_is_no_count(self, monkeypatch, changes) -> None:
@@ -146,9 +151,9 @@ class TestFailures:
             take_depth_tied(machine)
         assert all(session.closed for session in machine.sessions)
 
-    def test_where_no_point_can_be_measured_the_first_failure_is_told(self) -> None:
+    def test_where_no_point_can_be_measured_the_first_failure_is_told(self, golden: Golden) -> None:
         machine = StepTimedMachine(broken=lambda _cut, batch, *_: EngineError(WORDS) if batch else None)
-        with pytest.raises(EngineError, match="CUDA out of memory"):
+        with golden.raises("fingerprint", EngineError):
             take_depth_tied(machine, weights=(BITS16, FP8))
         assert [weights for *_, weights in loads(machine)] == [BITS16, BITS16, FP8, FP8]
         assert all(session.closed for session in machine.sessions)
@@ -161,7 +166,7 @@ class TestFailures:
         profile = take_depth_tied(StepTimedMachine(), points=(*only, (1, 128)), shallow_points=())
         assert measured(profile) == {(2, 8, 1024), (2, 1, 128), (1, 1, 128)}
 
-    def test_a_format_that_does_not_start_takes_no_other_with_it(self) -> None:
+    def test_a_format_that_does_not_start_takes_no_other_with_it(self, golden: Golden) -> None:
         def broken(_cut: Cut, batch: int, *_: int) -> EngineError | None:
             weights = loads(machine)[-1][-1]
             return EngineError("ValueError: fp8 is not supported here") if weights == FP8 and not batch else None
@@ -170,20 +175,20 @@ class TestFailures:
         profile = take_depth_tied(machine, weights=(FP8, BITS16))
         assert {t.weights for t in profile.timing} == {BITS16}
         assert {m.weights for m in profile.memory} == {BITS16}
-        assert profile.notes == ("tp=1 pp=1 fp8 failed: ValueError: fp8 is not supported here",)
+        golden("fingerprint", profile.notes)
 
-    def test_a_degree_whose_worker_does_not_come_up_takes_no_other_with_it(self) -> None:
+    def test_a_degree_whose_worker_does_not_come_up_takes_no_other_with_it(self, golden: Golden) -> None:
         def refuses(tp: int, _pp: int) -> InfeasibleError | None:
             return InfeasibleError("tp=2, pp=1 needs 2 devices, 1 may be used") if tp == 2 else None
 
         machine = StepTimedMachine(refuses_to_open=refuses)
         profile = take_depth_tied(machine, degrees=((2, 1), (1, 1)), weights=(BITS16, FP8))
-        assert profile.notes == ("tp=2 pp=1 failed: tp=2, pp=1 needs 2 devices, 1 may be used",)
+        golden("fingerprint", profile.notes)
         assert {t.tp for t in profile.timing} == {1}
 
-    def test_when_nothing_at_all_is_measured_the_first_failure_is_told(self) -> None:
+    def test_when_nothing_at_all_is_measured_the_first_failure_is_told(self, golden: Golden) -> None:
         machine = StepTimedMachine(refuses_to_open=lambda *_: InfeasibleError("there is no device"))
-        with pytest.raises(InfeasibleError, match="there is no device"):
+        with golden.raises("fingerprint", InfeasibleError):
             take_depth_tied(machine, degrees=((1, 1), (2, 1)))
 
     @pytest.mark.parametrize("when", [0, 3, 7])

@@ -30,6 +30,7 @@ from tests.fingerprint.step_timed_machine import (
     llama_7b,
     take_depth_tied,
 )
+from tests.golden_words import Golden
 
 
 class TestWhatIsRun:
@@ -60,9 +61,9 @@ class TestWhatIsRun:
         deepest = max(expected)
         assert measured(profile) >= all_of(deepest, PLAN.points)
 
-    def test_a_model_with_fewer_layers_than_stages_is_left_out(self) -> None:
+    def test_a_model_with_fewer_layers_than_stages_is_left_out(self, golden: Golden) -> None:
         profile = take_depth_tied(StepTimedMachine(spec=llama_7b(1)), degrees=((1, 1), (1, 2)))
-        assert profile.notes == ("tp=1 pp=2 left out: the model has 1 layers",)
+        golden("fingerprint", profile.notes)
 
     def test_one_session_per_degree_serves_all_formats(self) -> None:
         machine = StepTimedMachine()
@@ -104,7 +105,7 @@ class TestWhatIsRun:
         assert [e[2:] for e in bursts[first:]] == 2 * [(*at, 1) for at in sorted(short, key=lambda p: p[0] * p[1])]
         assert len(profile.timing) == len(take_depth_tied(StepTimedMachine()).timing)
 
-    def test_a_visit_that_fails_leaves_what_was_measured(self) -> None:
+    def test_a_visit_that_fails_leaves_what_was_measured(self, golden: Golden) -> None:
         seen = []
 
         def dies_at_the_second_visit(cut, batch, n, m):
@@ -115,7 +116,7 @@ class TestWhatIsRun:
 
         profile = take_depth_tied(StepTimedMachine(broken=dies_at_the_second_visit), visits=3)
         assert not profile.complete
-        assert any("1 with 128 in, again failed: gone" in note for note in profile.notes)
+        golden("fingerprint", profile.notes)
         undisturbed = take_depth_tied(StepTimedMachine())
         assert [(p.num_layers, p.batch, p.input_tokens) for p in profile.timing] == [
             (p.num_layers, p.batch, p.input_tokens) for p in undisturbed.timing
@@ -143,7 +144,7 @@ class TestWhatIsRun:
         repeated = whole_points(profile.timing, 32)
         assert repeated == whole_points(take_depth_tied(StepTimedMachine()).timing, 32)
 
-    def test_progress_counts_up_to_all_there_is(self) -> None:
+    def test_progress_counts_up_to_all_there_is(self, golden: Golden) -> None:
         machine, told = StepTimedMachine(), []
         depth_tied_profile(
             "m", machine.spec, machine, machine.fingerprint, PLAN, clock=machine.clock, progress=told.append
@@ -151,7 +152,7 @@ class TestWhatIsRun:
         assert [p.done for p in told] == sorted(p.done for p in told)
         assert {p.total for p in told} == {2 * (len(PLAN.points) + len(PLAN.shallow_points))}
         assert told[-1].done == told[-1].total - 1
-        assert "starting the engine on 2 layers" in told[0].running
+        golden("fingerprint", told[0].running)
 
     @settings(max_examples=30, deadline=None)
     @given(
@@ -233,16 +234,14 @@ class TestTheBudget:
         told = any("further visits to short prompts left out" in note for note in visited.notes)
         assert again or told
 
-    def test_a_note_names_the_point(self) -> None:
-        profile = take_depth_tied(StepTimedMachine(), budget_s=3.0)
-        text = "tp=1 pp=1 16bit, 2 layers: batch 32 with 512 in left out, the budget of 3 GPU-seconds is spent"
-        assert text in profile.notes
+    def test_a_note_names_the_point(self, golden: Golden) -> None:
+        golden("fingerprint", take_depth_tied(StepTimedMachine(), budget_s=3.0).notes)
 
-    def test_no_engine_is_started_for_a_configuration_without_any_left(self) -> None:
+    def test_no_engine_is_started_for_a_configuration_without_any_left(self, golden: Golden) -> None:
         machine = StepTimedMachine()
         profile = take_depth_tied(machine, weights=(BITS16, FP8), budget_s=0.1)
         assert {weights for *_, weights in loads(machine)} == {BITS16}
-        assert profile.notes[-1] == "tp=1 pp=1 fp8 left out, the budget of 0.1 GPU-seconds is spent"
+        golden("fingerprint", profile.notes[-1])
         gap = next(gap for gap in profile.unreached if gap.config.weights is FP8)
         assert gap.missing_points == gap.planned_points == len(PLAN.points)
 
@@ -261,21 +260,20 @@ class TestContradiction:
 
         return StepTimedMachine(slower=slower)
 
-    def test_it_is_measured_again(self) -> None:
+    def test_it_is_measured_again(self, golden: Golden) -> None:
         machine = self.slow(1)
         profile = take_depth_tied(machine)
         assert [layers for _, _, layers, _ in loads(machine)] == [2, 1, 2, 1]
         (note,) = profile.notes
-        assert note.startswith("tp=1 pp=1 16bit: a step of 2 layers took ")
-        assert note.endswith("; measured again")
+        golden("fingerprint", note)
         assert profile.complete
         assert len(profile.memory) == 2
         fine = take_depth_tied(StepTimedMachine())
         assert whole_points(profile.timing, 32) == whole_points(fine.timing, 32)
 
-    def test_twice_it_is_reported_as_unusable_and_never_extrapolated(self) -> None:
+    def test_twice_it_is_reported_as_unusable_and_never_extrapolated(self, golden: Golden) -> None:
         machine = self.slow(2)
-        with pytest.raises(NotMeasuredError, match="is unusable, measured twice: a step of 2 layers took"):
+        with golden.raises("fingerprint", NotMeasuredError):
             take_depth_tied(machine)
         assert all(session.closed for session in machine.sessions)
 
@@ -346,18 +344,19 @@ class TestThePlan:
         assert (plan.max_batch, plan.max_context_tokens) == (64, 640)
 
     @pytest.mark.parametrize(
-        ("changes", "message"),
+        "changes",
         [
-            ({"points": ()}, "a plan needs points"),
-            ({"shallow_points": ((2, 128),)}, "its shallow ones must be among them"),
-            ({"max_batch": 8}, "batches 8 at most"),
-            ({"points": ((0, 128),), "shallow_points": ()}, "must be 1 at least"),
-            ({"max_context_tokens": 1056}, "1057 tokens of the longest point exceed the context 1056"),
-            ({"long_output": 2}, "long_output must be at least 3, got 2"),
+            {"points": ()},
+            {"shallow_points": ((2, 128),)},
+            {"max_batch": 8},
+            {"points": ((0, 128),), "shallow_points": ()},
+            {"max_context_tokens": 1056},
+            {"long_output": 2},
         ],
+        ids=repr,
     )
-    def test_one_that_cannot_be_run_is_refused(self, changes, message) -> None:
-        with pytest.raises(ConfigError, match=message):
+    def test_one_that_cannot_be_run_is_refused(self, changes, golden: Golden) -> None:
+        with golden.raises("fingerprint", ConfigError):
             replace(PLAN, **changes)
 
     def test_the_cache_holds_the_largest_point(self) -> None:

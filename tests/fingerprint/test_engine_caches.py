@@ -12,6 +12,7 @@ from fingerprint.estimators.engine_memory import CountedMemory
 from fingerprint.measurements import LayerCache, MemoryPoint, Profile
 from fingerprint.model_spec import ModelSpec
 from tests.bench.test_family_runs import FALCON_H1, profiled, runs
+from tests.golden_words import Golden
 
 GRANITE, LATENT = "granite-4.0-h-small", "DeepSeek-V2-Lite"  # states next to KV; latents
 
@@ -57,13 +58,13 @@ def test_what_the_engine_keeps_of_a_layer_with_both_wins() -> None:
     assert {kind.shape.state_bytes for kind in with_engine_caches(profile.spec, points).kinds} == {1_000_000}
 
 
-def test_bytes_of_tokens_and_states_are_the_engines() -> None:
+def test_bytes_of_tokens_and_states_are_the_engines(golden: Golden) -> None:
     profile = profile_of(GRANITE)
     points = [with_caches(point, token_bytes=8192.0, state_bytes=1_000_000) for point in profile.memory]
     assert shapes_of(with_engine_caches(profile.spec, points)) == {(4096, 0), (0, 1_000_000)}
     first, second = cache_differences(profile.spec, points)
-    assert "1000000 of a request by the engine" in first
-    assert "keeps 8192 bytes of a token" in second
+    golden("fingerprint", first)
+    golden("fingerprint", second)
 
 
 def test_an_estimate_of_memory_takes_the_engines() -> None:

@@ -24,6 +24,7 @@ from tests.fingerprint.step_timed_machine import (
     llama_7b,
     take_depth_tied,
 )
+from tests.golden_words import Golden
 
 VLLM = DeploymentConfig(engine="vllm")
 MIB = 2**20
@@ -393,17 +394,17 @@ class TestWhatIsMissing:
             DeploymentConfig(engine="torch"),
         ],
     )
-    def test_a_configuration_that_was_not_loaded(self, profile, config) -> None:
+    def test_a_configuration_that_was_not_loaded(self, profile, config, golden: Golden) -> None:
         for ask in (lambda m: m.memory(config, Workload()), lambda m: m.kv_blocks(config, 2**36)):
-            with pytest.raises(NotMeasuredError, match="was not measured on vllm"):
+            with golden.raises("fingerprint", NotMeasuredError):
                 ask(CountedMemory(profile))
 
-    def test_a_cache_that_was_not_counted(self, profile) -> None:
+    def test_a_cache_that_was_not_counted(self, profile, golden: Golden) -> None:
         points = tuple(
             replace(point, ranks=tuple(replace(rank, kv_bytes=0) for rank in point.ranks))
             for point in profile.memory
         )
-        with pytest.raises(NotMeasuredError, match="counted no KV cache"):
+        with golden.raises("fingerprint", NotMeasuredError):
             counted(profile, profile.spec, points).memory(VLLM, Workload())
 
 

@@ -16,6 +16,7 @@ from fingerprint.config import KvFormat
 from fingerprint.errors import BadInputError, ConfigError, NotFoundError, UnsupportedModelError
 from fingerprint.families import FAMILIES, family_of, load_spec, read_blueprint, read_spec
 from tests.fingerprint.conftest import SMALL_CONFIGS
+from tests.golden_words import Golden
 
 # GPT-OSS is published in mxfp4; what is counted is the model in 16 bits.
 NOT_CONFIG_KEYS = ("planner", "source", "unconfirmed", "quantization_config")
@@ -217,97 +218,83 @@ def test_no_model_code_is_imported() -> None:
         "head_dim",
     ],
 )
-def test_an_absurd_size_is_named(field: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=rf"^{field} must be an integer from 1 to [\d,]+, got "):
+def test_an_absurd_size_is_named(field: str, value: object, golden: Golden) -> None:
+    with golden.raises("fingerprint", ConfigError):
         read_spec(LLAMA_7B | {field: value})
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        ({"num_key_value_heads": 5}, "num_key_value_heads=5 must divide num_attention_heads=32"),
-        (
-            {"num_attention_heads": 33, "num_key_value_heads": 33},
-            "num_attention_heads=33 must divide hidden_size=4096",
-        ),
-        ({"head_dim": 7}, "head_dim must be even for rotary embeddings, got 7"),
-        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false, got 'yes'"),
-        ({"attention_bias": 1}, "attention_bias must be true or false, got 1"),
-        ({"hidden_size": None}, "hidden_size is missing; a llama config.json needs it"),
-        ({"architectures": "LlamaForCausalLM"}, "architectures must be a list"),
-        ({"model_type": None}, "model_type must be a string"),
-        ({"model_type": ["llama"]}, "model_type must be a string"),
+        {"num_key_value_heads": 5},
+        {"num_attention_heads": 33, "num_key_value_heads": 33},
+        {"head_dim": 7},
+        {"tie_word_embeddings": "yes"},
+        {"attention_bias": 1},
+        {"hidden_size": None},
+        {"architectures": "LlamaForCausalLM"},
+        {"model_type": None},
+        {"model_type": ["llama"]},
     ],
+    ids=repr,
 )
-def test_a_contradiction_is_named(change: dict[str, Any], message: str) -> None:
+def test_a_contradiction_is_named(change: dict[str, Any], golden: Golden) -> None:
     with pytest.raises(ConfigError) as caught:
         read_spec(LLAMA_7B | change)
-    assert str(caught.value).startswith(message)
+    golden("fingerprint", str(caught.value))
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    "config",
     [
-        (
-            {"model_type": "falcon", "multi_query": True, "num_ln_in_parallel_attn": 2},
-            "num_ln_in_parallel_attn must be 1 without new_decoder_architecture",
-        ),
-        (
-            {"model_type": "falcon", "new_decoder_architecture": True, "parallel_attn": False},
-            "parallel_attn must be true with new_decoder_architecture",
-        ),
-        ({"model_type": "falcon", "n_embed": 64, "hidden_size": 32}, "n_embed=64 and hidden_size=32 are the same"),
-        ({"model_type": "falcon", "num_attention_heads": 3}, "num_attention_heads=3 must divide hidden_size=32"),
-        (
-            {"model_type": "gptj", "n_embd": 32, "n_head": 4, "n_layer": 1, "rotary_dim": 64},
-            "rotary_dim must be even",
-        ),
-        (
-            {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 3},
-            "num_experts_per_tok must be",
-        ),
+        {"model_type": "falcon", "multi_query": True, "num_ln_in_parallel_attn": 2},
+        {"model_type": "falcon", "new_decoder_architecture": True, "parallel_attn": False},
+        {"model_type": "falcon", "n_embed": 64, "hidden_size": 32},
+        {"model_type": "falcon", "num_attention_heads": 3},
+        {"model_type": "gptj", "n_embd": 32, "n_head": 4, "n_layer": 1, "rotary_dim": 64},
+        {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 3},
     ],
+    ids=repr,
 )
-def test_a_contradiction_of_a_family_is_named(config: dict[str, Any], message: str) -> None:
+def test_a_contradiction_of_a_family_is_named(config: dict[str, Any], golden: Golden) -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 8}
     more = (
         {} if config["model_type"] in ("falcon", "gptj") else {"intermediate_size": 64, "num_key_value_heads": 4}
     )
     with pytest.raises(ConfigError) as caught:
         read_spec(sizes | more | config if config["model_type"] != "gptj" else {"vocab_size": 8} | config)
-    assert str(caught.value).startswith(message)
+    golden("fingerprint", str(caught.value))
 
 
 @pytest.mark.parametrize(
-    ("config", "kind"),
+    "config",
     [
-        ({"model_type": "t5"}, "encoder-decoder"),
-        ({"model_type": "bart", "is_encoder_decoder": True}, "encoder-decoder"),
-        ({"model_type": "whisper"}, "encoder-decoder"),
-        (LLAMA_7B | {"is_encoder_decoder": True}, "encoder-decoder"),
-        ({"model_type": "bert"}, "generates no text"),
-        (LLAMA_7B | {"architectures": ["LlamaForSequenceClassification"]}, "does not generate text"),
-        (LLAMA_7B | {"quantization_config": {"quant_method": "hqq"}}, "quantized by 'hqq'"),
-        ({"model_type": "gemma2", "use_bidirectional_attention": True}, "embeds"),
-        (LLAMA_7B | {"model_type": "opt", "architectures": None, "word_embed_proj_dim": 512}, "opt-350m"),
-        (LLAMA_7B | {"model_type": "opt", "architectures": None, "do_layer_norm_before": False}, "most OPT"),
-        (LLAMA_7B | {"model_type": "qwen3_moe", "architectures": None, "decoder_sparse_step": 2}, "16 of the 32"),
-        (LLAMA_7B | {"model_type": "qwen2_moe", "architectures": None, "mlp_only_layers": [0]}, "1 of the 32"),
+        {"model_type": "t5"},
+        {"model_type": "bart", "is_encoder_decoder": True},
+        {"model_type": "whisper"},
+        LLAMA_7B | {"is_encoder_decoder": True},
+        {"model_type": "bert"},
+        LLAMA_7B | {"architectures": ["LlamaForSequenceClassification"]},
+        LLAMA_7B | {"quantization_config": {"quant_method": "hqq"}},
+        {"model_type": "gemma2", "use_bidirectional_attention": True},
+        LLAMA_7B | {"model_type": "opt", "architectures": None, "word_embed_proj_dim": 512},
+        LLAMA_7B | {"model_type": "opt", "architectures": None, "do_layer_norm_before": False},
+        LLAMA_7B | {"model_type": "qwen3_moe", "architectures": None, "decoder_sparse_step": 2},
+        LLAMA_7B | {"model_type": "qwen2_moe", "architectures": None, "mlp_only_layers": [0]},
     ],
 )
-def test_another_kind_of_model_is_named_as_unsupported(config: dict[str, Any], kind: str) -> None:
+def test_another_kind_of_model_is_named_as_unsupported(config: dict[str, Any], golden: Golden) -> None:
     with pytest.raises(UnsupportedModelError) as caught:
         read_spec(config)
     message = str(caught.value)
-    assert kind in message
+    golden("fingerprint", message)
     assert "\n" not in message
 
 
-def test_a_refusal_lists_what_is_supported() -> None:
+def test_a_refusal_lists_what_is_supported(golden: Golden) -> None:
     with pytest.raises(UnsupportedModelError) as caught:
         family_of({"model_type": "mamba"})
-    assert "supported are decoder-only " + ", ".join(FAMILIES) in str(caught.value)
-    assert "'mamba' is not supported" in str(caught.value)
+    golden("fingerprint", str(caught.value))
     for multimodal in ({"model_type": "llava", "vision_config": {"a": 1}}, {"model_type": "qwen2_vl"}):
         with pytest.raises(UnsupportedModelError, match="multimodal"):
             family_of(multimodal)  # planned by what it is made of, neither cut nor run by a table
@@ -386,25 +373,25 @@ def test_a_spec_loads_from_the_directory_and_from_the_file(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    "content",
     [
-        pytest.param(b"{", "is not valid JSON", id="cut-off"),
-        pytest.param(b"[1]", "holds a JSON list", id="list"),
-        pytest.param(b"[" * 100_000, "is not valid JSON", id="deep"),
-        pytest.param(b'{"a": ' * 100_000, "is not valid JSON", id="deep-objects"),
-        pytest.param(b'{"hidden_size": ' + b"9" * 5000 + b"}", "is not valid JSON", id="digits"),
-        pytest.param(b"\xff\xfe\x00\x01", "is not valid JSON", id="binary"),
-        pytest.param(b" " * (4 * 2**20 + 1), "is larger than 4194304 bytes", id="large"),
+        pytest.param(b"{", id="cut-off"),
+        pytest.param(b"[1]", id="list"),
+        pytest.param(b"[" * 100_000, id="deep"),
+        pytest.param(b'{"a": ' * 100_000, id="deep-objects"),
+        pytest.param(b'{"hidden_size": ' + b"9" * 5000 + b"}", id="digits"),
+        pytest.param(b"\xff\xfe\x00\x01", id="binary"),
+        pytest.param(b" " * (4 * 2**20 + 1), id="large"),
     ],
 )
-def test_a_file_that_is_no_config_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+def test_a_file_that_is_no_config_is_named(tmp_path: Path, content: bytes, golden: Golden) -> None:
     (tmp_path / "config.json").write_bytes(content)
-    with pytest.raises(ConfigError, match=message):
+    with golden.raises("fingerprint", ConfigError):
         load_spec(tmp_path)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(NotFoundError, match=r"has no config\.json"):
+def test_a_missing_file_is_named(tmp_path: Path, golden: Golden) -> None:
+    with golden.raises("fingerprint", NotFoundError):
         load_spec(tmp_path)
-    with pytest.raises(NotFoundError, match="there is no file"):
+    with golden.raises("fingerprint", NotFoundError):
         load_spec(tmp_path / "absent")

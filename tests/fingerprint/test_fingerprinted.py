@@ -16,6 +16,7 @@ from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.profile import ProfilePlan
 from tests.fingerprint.estimator_conformance import EstimatorConformance
 from tests.fingerprint.synthetic_machine import CPU, SyntheticMachine, Truth, llama, take_profile
+from tests.golden_words import Golden
 
 BITS16, INT8, INT4 = WeightFormat.BITS16, WeightFormat.INT8, WeightFormat.INT4
 PLAN = ProfilePlan(budget_s=1e6, max_repeats=5, weights=(BITS16, INT8))
@@ -99,8 +100,8 @@ class TestNearest:
     def test_a_measured_configuration_is_its_own_nearest(self, config, others):
         assert nearest(config, [*others, config]) == config
 
-    def test_of_nothing_there_is_none(self):
-        with pytest.raises(NotMeasuredError, match="profile the model first"):
+    def test_of_nothing_there_is_none(self, golden: Golden):
+        with golden.raises("fingerprint", NotMeasuredError):
             nearest(DeploymentConfig(), [])
 
 
@@ -198,8 +199,8 @@ class TestSources:
             assert estimate.memory.source is estimate.ttft_s.source is Source.SCALED
             assert (estimate.memory.tp, estimate.memory.pp) == (config.tp, config.pp)
 
-    def test_another_engine_is_refused(self, quiet):
-        with pytest.raises(NotMeasuredError, match="profiled on torch, vllm is asked"):
+    def test_another_engine_is_refused(self, quiet, golden: Golden):
+        with golden.raises("fingerprint", NotMeasuredError):
             estimator_of(quiet).estimate(DeploymentConfig(engine="vllm"), LARGEST)
 
     def test_an_empty_profile_is_refused(self, quiet):
@@ -224,14 +225,14 @@ class TestFacts:
         assert estimator.warnings == ()
         assert len(estimator.layer_effects) == 6
 
-    def test_layers_below_resolution_are_named(self):
+    def test_layers_below_resolution_are_named(self, golden: Golden):
         truth = Truth(layer_first_s=(1e-7, 0.0, 0.0), layer_next_s=(1e-7, 0.0, 0.0))
         profile = take_profile(SyntheticMachine(truth=truth, noise=0.1, num_devices=1), PLAN)
         warnings = estimator_of(profile).warnings
-        assert warnings[0].startswith("below resolution: at tp=1 pp=1, 16bit, batch 4, 512 in, one layer takes")
-        assert any("left out: needs 2 devices" in warning for warning in warnings)
+        golden("fingerprint", warnings[0])
+        golden("fingerprint", warnings)
 
-    def test_layers_below_zero_are_not_called_hidden(self):
+    def test_layers_below_zero_are_not_called_hidden(self, golden: Golden):
         """A step of two layers is faster than one of one: the runs of the two depths were not alike."""
         truth = Truth(layer_next_s=(-1e-4, 0.0, 0.0))
         estimator = estimator_of(take_profile(SyntheticMachine(truth=truth), PLAN))
@@ -239,8 +240,7 @@ class TestFacts:
         assert {part for effect in estimator.layer_effects for part, _ in effect.below_zero} == {"a step"}
         assert not any(effect.below_resolution for effect in estimator.layer_effects)
         for warning in estimator.warnings:
-            assert "one layer takes -" in warning
-            assert "of a step: less than nothing" in warning
+            golden("fingerprint", warning)
             assert "prefill" not in warning
             assert "tell it from zero" not in warning
 

@@ -13,6 +13,7 @@ from fingerprint.families import FAMILIES, family_of, read_spec
 from fingerprint.truncate import generate, generate_dummy
 from tests.fingerprint.test_families import on_meta
 from tests.fingerprint.test_truncate import load, logits
+from tests.golden_words import Golden
 
 _SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -109,31 +110,26 @@ def test_layers_that_look_back_differently_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "kind", "message"),
+    ("config", "kind"),
     [
-        ({"model_type": "nobody"}, UnsupportedModelError, "'nobody' by config.json alone: it has no classes"),
-        (_SIZES | {"model_type": "camembert"}, UnsupportedModelError, "generates no text"),
-        (SMALL["gpt2"] | {"n_embd": 33}, ConfigError, "makes no model of this config.json"),
-        (SMALL["gpt2"] | {"n_layer": 10**9}, ConfigError, "n_layer may be 512 at most"),
-        (
-            _SIZES | {"model_type": "dbrx", "n_layers": 4, "ffn_config": {"moe_num_experts": 10**9}},
-            ConfigError,
-            "moe_num_experts may be 512 at most",
-        ),
-        (SMALL["olmo2"] | {"hidden_size": 2**70}, ConfigError, "Olmo2ForCausalLM of transformers makes no model"),
-        (SMALL["olmo2"] | {"hidden_size": "wide"}, ConfigError, "Olmo2ForCausalLM of transformers makes no model"),
-        (SMALL["olmo2"] | {"num_hidden_layers": None}, ConfigError, "Olmo2ForCausalLM of transformers makes no"),
-        (SMALL["olmo2"] | {"architectures": ["Evil"]}, UnsupportedModelError, "Evil is none of its classes"),
-        (
-            SMALL["olmo2"] | {"architectures": ["Olmo2ForSequenceClassification"]},
-            UnsupportedModelError,
-            "does not generate text",
-        ),
-        (SMALL["olmo2"] | {"quantization_config": {"quant_method": "awq"}}, UnsupportedModelError, "quantized"),
+        ({"model_type": "nobody"}, UnsupportedModelError),
+        (_SIZES | {"model_type": "camembert"}, UnsupportedModelError),
+        (SMALL["gpt2"] | {"n_embd": 33}, ConfigError),
+        (SMALL["gpt2"] | {"n_layer": 10**9}, ConfigError),
+        (_SIZES | {"model_type": "dbrx", "n_layers": 4, "ffn_config": {"moe_num_experts": 10**9}}, ConfigError),
+        (SMALL["olmo2"] | {"hidden_size": 2**70}, ConfigError),
+        (SMALL["olmo2"] | {"hidden_size": "wide"}, ConfigError),
+        (SMALL["olmo2"] | {"num_hidden_layers": None}, ConfigError),
+        (SMALL["olmo2"] | {"architectures": ["Evil"]}, UnsupportedModelError),
+        (SMALL["olmo2"] | {"architectures": ["Olmo2ForSequenceClassification"]}, UnsupportedModelError),
+        (SMALL["olmo2"] | {"quantization_config": {"quant_method": "awq"}}, UnsupportedModelError),
     ],
 )
-def test_what_cannot_be_read_is_one_line(config: dict[str, Any], kind: type[BadInputError], message: str) -> None:
+def test_what_cannot_be_read_is_one_line(
+    config: dict[str, Any], kind: type[BadInputError], golden: Golden
+) -> None:
     with pytest.raises(kind) as caught:
         read_spec(config)
-    assert message in str(caught.value)
+    ours, of_transformers, _its_words = str(caught.value).partition("makes no model of this config.json")
+    golden("fingerprint", ours + of_transformers)
     assert "\n" not in str(caught.value)

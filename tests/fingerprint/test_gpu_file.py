@@ -15,6 +15,7 @@ from fingerprint.errors import BadInputError, ConfigError, NotFoundError
 from fingerprint.gpu_file import MAX_FILE_BYTES, describe, plain_name, read_gpu_file, spec_of
 from fingerprint.gpu_spec import Vendor
 from fingerprint.gpus import gpu_spec, parse_gpus
+from tests.golden_words import Golden
 
 FIELDS: dict[str, Any] = {
     "name": "my-gpu",
@@ -74,34 +75,35 @@ def test_what_is_left_out_is_unknown_or_pcie(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    "change",
     [
-        ({"memory_gbps": 960}, r"no field 'memory_gbps'; did you mean memory_gb_per_s\? known are name"),
-        ({"zzz": 1}, r"no field 'zzz'; known are name"),
-        ({"a\u001b[31m": 1}, r"no field 'a\\u001b\[31m'"),
-        ({"memory_mib": None}, "memory_mib"),
-        ({"memory_mib": "48 GiB"}, "memory_mib"),
-        ({"memory_mib": 48}, "memory_mib is from 256 to .* got 48"),
-        ({"memory_gb_per_s": 5.3}, "memory_gb_per_s is from 10 to .* got 5.3"),
-        ({"tflops_16bit": 3.6e14}, "tflops_16bit is from"),
-        ({"tflops_16bit": -1}, "tflops_16bit is from"),
-        ({"compute_capability": 8.9}, "compute_capability"),
-        ({"compute_capability": "sm_89"}, 'like "8.9"'),
-        ({"compute_capability": None}, "one of compute_capability .* and gfx"),
-        ({"gfx": "gfx942"}, "one of compute_capability .* and gfx"),
-        ({"compute_capability": None, "gfx": "MI300X"}, 'like "gfx942"'),
-        ({"link_gb_per_s": 50}, "together"),
-        ({"link_group_size": 8}, "together"),
-        ({"link_mesh": True}, "link_mesh goes with"),
-        ({"link_group_size": 0}, "link_group_size is from 1"),
-        ({"name": ""}, "name is 1 to 64"),
-        ({"name": "a:8"}, "name is 1 to 64"),
-        ({"name": "cpu"}, "name is 1 to 64"),
-        ({"name": "x" * 65}, "name is 1 to 64"),
+        {"memory_gbps": 960},
+        {"zzz": 1},
+        {"a\u001b[31m": 1},
+        {"memory_mib": None},
+        {"memory_mib": "48 GiB"},
+        {"memory_mib": 48},
+        {"memory_gb_per_s": 5.3},
+        {"tflops_16bit": 3.6e14},
+        {"tflops_16bit": -1},
+        {"compute_capability": 8.9},
+        {"compute_capability": "sm_89"},
+        {"compute_capability": None},
+        {"gfx": "gfx942"},
+        {"compute_capability": None, "gfx": "MI300X"},
+        {"link_gb_per_s": 50},
+        {"link_group_size": 8},
+        {"link_mesh": True},
+        {"link_group_size": 0},
+        {"name": ""},
+        {"name": "a:8"},
+        {"name": "cpu"},
+        {"name": "x" * 65},
     ],
+    ids=str,
 )
-def test_a_field_that_cannot_be_used_is_named(tmp_path: Path, change: dict[str, Any], words: str) -> None:
-    with pytest.raises(BadInputError, match=words) as caught:
+def test_a_field_that_cannot_be_used_is_named(tmp_path: Path, change: dict[str, Any], golden: Golden) -> None:
+    with golden.raises("fingerprint", BadInputError) as caught:
         read_gpu_file(written(tmp_path, FIELDS | change))
     assert "gpu.json" in str(caught.value)
 
@@ -146,15 +148,15 @@ def test_any_bytes_are_read_or_refused(data: bytes) -> None:
     assert spec_of(described).memory_bytes > 0
 
 
-def test_the_described_gpu_is_meant_by_its_name_alone(tmp_path: Path) -> None:
+def test_the_described_gpu_is_meant_by_its_name_alone(tmp_path: Path, golden: Golden) -> None:
     mine = read_gpu_file(written(tmp_path, FIELDS))
     assert parse_gpus("MY-GPU:8", mine) == (mine, 8)
-    with pytest.raises(NotFoundError, match="describes the GPU 'my-gpu', not 'h200'"):
+    with golden.raises("fingerprint", NotFoundError):
         parse_gpus("h200:8", mine)
     with pytest.raises(ConfigError, match="1 to 1024"):
         parse_gpus("my-gpu:0", mine)
     listed = read_gpu_file(written(tmp_path, FIELDS | {"name": "H200"}))
-    with pytest.raises(ConfigError, match="is in the datasheet table"):
+    with golden.raises("fingerprint", ConfigError):
         parse_gpus("h200:8", listed)
 
 

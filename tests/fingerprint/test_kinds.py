@@ -23,6 +23,7 @@ from fingerprint.profile import ProfilePlan
 from fingerprint.profile_plan import fingerprint_cuts
 from fingerprint.weight_bytes import kv_tokens_per_layer
 from tests.fingerprint.synthetic_machine import CPU, SyntheticMachine, Truth, llama, take_profile
+from tests.golden_words import Golden
 
 WINDOWS = (200, 200, 200, 200, 200, None) * 4  # as Gemma 3's, on both sides of the prompts that are run
 BY_TURNS = (64, None) * 12  # as GPT-OSS's, shorter than any
@@ -76,10 +77,10 @@ class TestCuts:
         assert fingerprint_cuts(spec, 1) == ((0,), (0, 1), (0, 5))
         assert fingerprint_cuts(spec, 2) == ((0, 1), (0, 1, 2, 3), (0, 1, 5, 11))
 
-    def test_a_kind_that_is_too_rare_is_noted(self) -> None:
+    def test_a_kind_that_is_too_rare_is_noted(self, golden: Golden) -> None:
         machine = of_kinds((64,) * 11 + (None,))
         notes = take_profile(machine, PLAN).notes
-        assert any("tp=1 pp=2: no fingerprint of 4 layers for each kind" in note for note in notes)
+        golden("fingerprint", notes)
 
 
 class TestLatency:

@@ -14,6 +14,7 @@ from fingerprint.estimators.l2 import L2, MeasuredKey
 from fingerprint.measurements import RunReading
 from fingerprint.profile import ProfilePlan, default_plan
 from tests.fingerprint.synthetic_machine import SyntheticMachine, Truth, llama, take_profile
+from tests.golden_words import Golden
 
 INT8, BITS16 = WeightFormat.INT8, WeightFormat.BITS16
 PLAN = ProfilePlan(budget_s=1e6, max_repeats=5)
@@ -264,9 +265,9 @@ class TestReach:
             Workload(1, 512, 2000),
         ],
     )
-    def test_more_than_a_factor_of_two_outside_is_refused(self, workload):
+    def test_more_than_a_factor_of_two_outside_is_refused(self, workload, golden: Golden):
         fits = L2(take_profile(SyntheticMachine(), PLAN))
-        with pytest.raises(NotMeasuredError, match="beyond what was measured"):
+        with golden.raises("fingerprint", NotMeasuredError):
             fits.latency(DeploymentConfig(), workload)
         fit = fits.fits[BASE]
         assert not fit.reaches(workload)

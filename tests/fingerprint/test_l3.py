@@ -28,6 +28,7 @@ from tests.fingerprint.step_timed_machine import (
     schedule,
     take_depth_tied,
 )
+from tests.golden_words import Golden
 
 VLLM = DeploymentConfig(engine="vllm")
 PATIENT = {"settle_s": 1e6, "most_bursts": 40}  # until nothing is left of what is not settled
@@ -129,9 +130,9 @@ class TestWithoutNoise:
         as_it_is_s = measured[1, 128].runs[-1].e2e_s - 32 * machine.tpot_s(1, 128, 33)
         assert as_it_is_s > 1.1 * machine.ttft_s(1, 128)
 
-    def test_one_depth_alone_does_not_tell_it(self) -> None:
+    def test_one_depth_alone_does_not_tell_it(self, golden: Golden) -> None:
         profile = take_depth_tied(StepTimedMachine())
-        with pytest.raises(NotMeasuredError, match="2 layers alone were repeated"):
+        with golden.raises("fingerprint", NotMeasuredError):
             whole_points(tuple(t for t in profile.timing if t.num_layers == 2), 32)
 
     @pytest.mark.parametrize("shallow", [PLAN.points[:1], PLAN.points[:2]])
@@ -326,11 +327,11 @@ class TestNoise:
 
 
 class TestWhatIsMissing:
-    def test_nothing_repeated_is_said(self) -> None:
+    def test_nothing_repeated_is_said(self, golden: Golden) -> None:
         machine = StepTimedMachine()
         profile = take_depth_tied(machine)
         plain = tuple(replace(t, repeat=1) for t in profile.timing)
-        with pytest.raises(NotMeasuredError, match="forward repeated; profile the model again"):
+        with golden.raises("fingerprint", NotMeasuredError):
             whole_points(plain, 32)
         assert not of(machine, replace(profile, timing=plain)).reaches(VLLM)
 
@@ -422,8 +423,8 @@ class TestDepthTied(EstimatorConformance):
         assert power is not None
         assert (power.value, power.source) == (600.0, Source.EXTRAPOLATED)
 
-    def test_another_engine_s_profile_is_never_used(self, estimator) -> None:
-        with pytest.raises(NotMeasuredError, match="profiled on vllm, torch is asked"):
+    def test_another_engine_s_profile_is_never_used(self, estimator, golden: Golden) -> None:
+        with golden.raises("fingerprint", NotMeasuredError):
             estimator.estimate(DeploymentConfig(engine="torch"), Workload())
 
     def test_the_own_model_s_errors_change_nothing(self) -> None:

@@ -17,6 +17,7 @@ from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.families import read_spec
 from fingerprint.gpus import gpu_spec
 from tests.fingerprint.step_timed_machine import llama_7b
+from tests.golden_words import Golden
 
 LLAMA = llama_7b()
 PLAIN = RooflineEstimator(LLAMA, gpu_spec("h200-sxm"))
@@ -151,6 +152,6 @@ def test_a_step_with_drafts_was_not_measured() -> None:
 
 
 @pytest.mark.parametrize("drafts", [-1, 17])
-def test_numbers_of_drafts_that_cannot_be(drafts: int) -> None:
-    with pytest.raises(ConfigError, match=f"from 0 to 16 tokens, got {drafts}"):
+def test_numbers_of_drafts_that_cannot_be(drafts: int, golden: Golden) -> None:
+    with golden.raises("fingerprint", ConfigError):
         DeploymentConfig(draft_tokens=drafts)

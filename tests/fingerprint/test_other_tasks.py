@@ -10,31 +10,25 @@ from fingerprint.errors import UnsupportedModelError
 from fingerprint.families import load_spec, read_spec
 from fingerprint.other_tasks import known_task, task_by_transformers
 from tests.fingerprint.small_checkpoints import TEXT_CONFIG, text_shapes, write_checkpoint
+from tests.golden_words import Golden
 
-TASKS = {
-    "clip": "matches images with text",
-    "siglip": "matches images with text",
-    "vit": "encodes or classifies images",
-    "bert": "encodes text",
-    "detr": "detects objects in images",
-    "sam": "segments images",
-    "wav2vec2": "recognises speech",
-    "vits": "makes speech or other sound",
-    "patchtst": "analyses time series",
-    "no-such-family": None,
-}
+FAMILIES = ("clip", "siglip", "vit", "bert", "detr", "sam", "wav2vec2", "vits", "patchtst")
 
 
-@pytest.mark.parametrize("family", TASKS)
-def test_a_well_known_family_has_its_task(family: str) -> None:
-    assert known_task(family) == TASKS[family]
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_well_known_family_has_its_task(family: str, golden: Golden) -> None:
+    golden("fingerprint", known_task(family) or "")
 
 
-@pytest.mark.parametrize("family", [family for family in TASKS if family != "bert"])
+def test_an_unknown_family_has_none() -> None:
+    assert known_task("no-such-family") is None
+
+
+@pytest.mark.parametrize("family", [*(family for family in FAMILIES if family != "bert"), "no-such-family"])
 def test_transformers_tables_agree_with_the_list(family: str) -> None:
     """BERT is left out: transformers has a class of it that generates text, which is not served."""
     pytest.importorskip("transformers")
-    assert task_by_transformers(family) == TASKS[family]
+    assert task_by_transformers(family) == known_task(family)
 
 
 def test_no_family_that_transformers_has_no_class_for_is_asked_for_its_tensors() -> None:

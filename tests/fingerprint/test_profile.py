@@ -15,6 +15,7 @@ from fingerprint.estimators.l2 import L2, MeasuredKey
 from fingerprint.measurements import Profile
 from fingerprint.profile import ProfilePlan, default_plan, fingerprint_layers, profile
 from tests.fingerprint.synthetic_machine import SyntheticMachine, SyntheticSession, Truth, llama, take_profile
+from tests.golden_words import Golden
 
 PLAN = ProfilePlan(budget_s=1000.0, max_repeats=20)
 NUM_POINTS = 3 * 2 * 8  # (tp, pp) pairs x fingerprints x (2 batches x 2 inputs x 2 outputs)
@@ -91,12 +92,11 @@ class TestWhatIsRun:
             assert {p.kv_tokens for p in points} == {4 * (512 + 17)}
             assert {len(p.ranks) for p in points} == {degree[0] * degree[1]}
 
-    def test_degrees_beyond_the_machine_are_left_out_with_a_reason(self):
+    def test_degrees_beyond_the_machine_are_left_out_with_a_reason(self, golden: Golden):
         result = take_profile(SyntheticMachine(num_devices=1), PLAN)
         assert {(p.tp, p.pp) for p in result.timing} == {(1, 1)}
         assert result.complete
-        assert [note for note in result.notes if "needs 2 devices, there are 1" in note] == list(result.notes)
-        assert len(result.notes) == 2
+        golden("fingerprint", result.notes)
 
     @pytest.mark.parametrize(
         ("num_layers", "expected"),
@@ -115,10 +115,10 @@ class TestWhatIsRun:
         assert found == expected
         assert bool(result.notes) == (num_layers < 4)
 
-    def test_points_longer_than_the_context_are_left_out(self):
+    def test_points_longer_than_the_context_are_left_out(self, golden: Golden):
         result = take_profile(SyntheticMachine(spec=llama(max_context_tokens=300)), PLAN)
         assert {point.input_tokens for point in result.timing} == {128}
-        assert "longer than the model's context of 300 tokens" in result.notes[0]
+        golden("fingerprint", result.notes[0])
 
     def test_a_context_that_fits_no_point_is_refused(self):
         machine = SyntheticMachine(spec=llama(max_context_tokens=100))
@@ -151,10 +151,10 @@ class TestBudget:
         assert min(counts) >= 5
         assert max(counts) > 5
 
-    def test_a_budget_too_short_for_all_says_so(self):
+    def test_a_budget_too_short_for_all_says_so(self, golden: Golden):
         result = take_profile(SyntheticMachine(), replace(PLAN, budget_s=9.0))
         assert not result.complete
-        assert any("the budget was too short" in note for note in result.notes)
+        golden("fingerprint", result.notes)
         gaps = {(gap.config.tp, gap.config.pp): gap for gap in result.unreached}
         assert gaps
         for degree, gap in gaps.items():
@@ -254,13 +254,15 @@ class TestBudget:
         assert usable[0] <= usable[1]
 
     @pytest.mark.parametrize("run_cost", [20.0, 40.0, 60.0])
-    def test_a_busy_machine_leaves_points_and_degrees_out_but_can_be_estimated_from(self, run_cost):
+    def test_a_busy_machine_leaves_points_and_degrees_out_but_can_be_estimated_from(
+        self, run_cost, golden: Golden
+    ):
         """The smallest bursts are 1 in 2, 4 or 6 s long: 60 s hold neither all points nor a second launch."""
         machine = SyntheticMachine(launch_s=15.0, load_s=2.0, run_cost=run_cost)
         result = take_profile(machine, default_plan(machine.spec, Workload(), budget_s=60.0))
         assert {(p.tp, p.pp) for p in result.timing} == {(1, 1)}
         assert L2(result).fits[MeasuredKey(1, 1, WeightFormat.BITS16, KvFormat.BITS16)].is_determined
-        assert any(note.startswith("tp=2 pp=1 left out, the budget was too short: ") for note in result.notes)
+        golden("fingerprint", result.notes)
         never = {g.config for g in result.unreached if g.missing_points == g.planned_points}
         assert {(config.tp, config.pp) for config in never} == {(2, 1), (1, 2)}
 
@@ -288,15 +290,13 @@ class TestBudget:
             opened[known_s] = [entry[1:] for entry in machine.log if entry[0] == "open"]
         assert opened == {0.0: [(1, 1), (2, 1)], 20.0: [(1, 1)]}
 
-    def test_points_that_the_budget_cannot_hold_are_dropped_everywhere_alike(self):
+    def test_points_that_the_budget_cannot_hold_are_dropped_everywhere_alike(self, golden: Golden):
         result = take_profile(SyntheticMachine(run_cost=60.0), replace(PLAN, budget_s=60.0))
         shapes = {}
         for p in result.timing:
             shapes.setdefault((p.tp, p.pp, p.num_layers), set()).add((p.batch, p.input_tokens, p.output_tokens))
         assert not result.complete
-        assert any(
-            "left out: with it two runs of every point at tp=1 pp=1 take about" in note for note in result.notes
-        )
+        golden("fingerprint", result.notes)
         assert 1 <= len(shapes[1, 1, 1]) < 8
         alone = next(g for g in result.unreached if g.config == DeploymentConfig(engine=result.engine))
         assert alone.planned_points == 2 * 8
@@ -380,7 +380,7 @@ class TestFailures:
             take_profile(machine, PLAN)
         assert [session.closed for session in machine.sessions] == [True]
 
-    def test_a_later_launch_that_fails_is_noted_and_the_rest_measured(self):
+    def test_a_later_launch_that_fails_is_noted_and_the_rest_measured(self, golden: Golden):
         machine = SyntheticMachine()
         plain = machine.open
 
@@ -393,7 +393,7 @@ class TestFailures:
         result = take_profile(machine, PLAN)
         assert {(p.tp, p.pp) for p in result.timing} == {(1, 1), (1, 2)}
         assert not result.complete
-        assert result.notes == ("tp=2 pp=1 failed: rank 1 did not come up",)
+        golden("fingerprint", result.notes)
 
     def test_an_interrupt_in_a_later_launch_is_not_swallowed(self):
         machine = SyntheticMachine()
@@ -406,14 +406,14 @@ class TestFailures:
         assert all(session.closed for session in machine.sessions)
 
 
-def test_progress_only_grows_and_names_what_runs():
+def test_progress_only_grows_and_names_what_runs(golden: Golden):
     machine, seen = SyntheticMachine(noise=0.1), []
     profile("m", machine.spec, machine, machine.fingerprint, PLAN, clock=machine.clock, progress=seen.append)
     assert all(a.done <= b.done and a.elapsed_s <= b.elapsed_s for a, b in pairwise(seen))
     assert all(0 <= event.done <= event.total for event in seen)
     assert seen[-1].done > NUM_POINTS * 5
     assert seen[0].running == "tp=1 pp=1: launching"
-    assert any(event.running == "tp=1 pp=2, 4 layers, 16bit: batch 4, 512 in, 17 out" for event in seen)
+    golden("fingerprint", sorted({event.running for event in seen}))
 
 
 class TestPlan:

@@ -9,6 +9,7 @@ import pytest
 
 from fingerprint.errors import NotFoundError
 from fingerprint.estimators.registry import Predicts, estimator_class, estimator_names
+from tests.golden_words import Golden
 
 
 @pytest.mark.parametrize(
@@ -25,10 +26,10 @@ def test_every_name_is_a_class_that_answers(predicts: Predicts, names: tuple[str
         assert callable(getattr(estimator_class(name, predicts), method))
 
 
-def test_an_unknown_name_is_refused_with_those_there_are() -> None:
-    with pytest.raises(NotFoundError, match="no estimator of memory is called 'L2'; there are M1, M2"):
+def test_an_unknown_name_is_refused_with_those_there_are(golden: Golden) -> None:
+    with golden.raises("fingerprint", NotFoundError):
         estimator_class("L2", Predicts.MEMORY)
-    with pytest.raises(NotFoundError, match="no estimator of everything is called 'M2'; there are"):
+    with golden.raises("fingerprint", NotFoundError):
         estimator_class("M2")
 
 

@@ -22,6 +22,7 @@ from fingerprint.gpu_spec import GpuSpec
 from fingerprint.gpus import gpu_spec
 from fingerprint.model_spec import ModelSpec
 from tests.fingerprint.estimator_conformance import EstimatorConformance, assert_interval
+from tests.golden_words import Golden
 
 GIB = 2**30
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 32000}
@@ -301,8 +302,8 @@ def test_power_is_the_datasheet_or_unknown() -> None:
     assert RooflineEstimator(TINY, CPU).estimate(DeploymentConfig(), Workload()).power_w_per_gpu is None
 
 
-def test_more_stages_than_layers_is_refused() -> None:
-    with pytest.raises(ConfigError, match="pp=9 needs at least 9 layers, the model has 8"):
+def test_more_stages_than_layers_is_refused(golden: Golden) -> None:
+    with golden.raises("fingerprint", ConfigError):
         RooflineEstimator(TINY, A6000).estimate(DeploymentConfig(pp=9), Workload())
 
 

@@ -39,6 +39,7 @@ from tests.fingerprint.step_timed_machine import (
     llama_7b,
     schedule,
 )
+from tests.golden_words import Golden
 
 TP2 = DeploymentConfig(tp=2, engine="vllm")
 ALONE = DeploymentConfig(engine="vllm")
@@ -101,7 +102,7 @@ def sharded() -> Profile:
 
 
 class TestDriver:
-    def test_what_there_are_gpus_for_runs_whole_and_the_rest_as_one_rank(self) -> None:
+    def test_what_there_are_gpus_for_runs_whole_and_the_rest_as_one_rank(self, golden: Golden) -> None:
         machine = RankMachine(num_devices=2)
         profile = take(machine, degrees=((1, 1), (2, 1), (1, 2), (4, 1), (2, 2)))
         assert {(p.tp, p.pp, p.shard) for p in profile.timing} == {
@@ -115,7 +116,7 @@ class TestDriver:
         opened = [entry[1:] for entry in machine.log if entry[0] == "open"]
         assert opened == [(1, 1), (2, 1), (1, 2), (1, 1), (1, 2)]
         assert all(session.closed for session in machine.sessions)
-        assert "tp=4 was run as one rank's shape, without communication" in profile.notes
+        golden("fingerprint", profile.notes)
         assert profile.complete
 
     def test_without_need_nothing_is_a_shard(self) -> None:
@@ -123,26 +124,26 @@ class TestDriver:
         assert not any(point.shard for point in (*profile.timing, *profile.memory))
         assert profile.notes == ()
 
-    def test_stages_need_their_gpus_and_families_a_head_dim(self) -> None:
+    def test_stages_need_their_gpus_and_families_a_head_dim(self, golden: Golden) -> None:
         profile = take(RankMachine(num_devices=1), family="gptj", degrees=((1, 1), (2, 1), (1, 2)))
         assert {(p.tp, p.pp) for p in profile.timing} == {(1, 1)}
-        assert [note.partition(":")[0] for note in profile.notes] == ["tp=2 pp=1 left out", "tp=1 pp=2 left out"]
-        assert "gptj take head_dim" in profile.notes[0]
-        assert "2 stages need as many GPUs, there are 1" in profile.notes[1]
+        golden("fingerprint", [note.partition(":")[0] for note in profile.notes])
+        golden("fingerprint", profile.notes[0])
+        golden("fingerprint", profile.notes[1])
         assert not profile.complete
 
-    def test_where_neither_works_it_says_why(self) -> None:
-        with pytest.raises(InfeasibleError, match="tp=1 pp=2 left out: its 2 stages"):
+    def test_where_neither_works_it_says_why(self, golden: Golden) -> None:
+        with golden.raises("fingerprint", InfeasibleError):
             take(RankMachine(num_devices=1), degrees=((1, 2),))
 
-    def test_a_rank_that_fails_is_noted_and_the_rest_is_kept(self) -> None:
+    def test_a_rank_that_fails_is_noted_and_the_rest_is_kept(self, golden: Golden) -> None:
         def broken(cut: Any, *_: int) -> EngineError | None:
             return EngineError("no kernel for 4 heads") if cut.tp == 1 and machine.sessions[1:] else None
 
         machine = RankMachine(num_devices=1, broken=broken)
         profile = take(machine, degrees=((1, 1), (2, 1)))
         assert {(p.tp, p.pp) for p in profile.timing} == {(1, 1)}
-        assert any("no kernel for 4 heads" in note for note in profile.notes)
+        golden("fingerprint", profile.notes)
         assert not profile.complete
 
     def test_the_first_failure_is_raised_when_nothing_is_left(self) -> None:
@@ -150,7 +151,7 @@ class TestDriver:
         with pytest.raises(EngineError, match="no driver"):
             take(machine, degrees=((1, 1), (2, 1)))
 
-    def test_the_budget_is_of_all_together(self) -> None:
+    def test_the_budget_is_of_all_together(self, golden: Golden) -> None:
         alone = take(RankMachine(num_devices=1), degrees=((1, 1),))
         both = take(RankMachine(num_devices=1), degrees=((1, 1), (2, 1)), budget_s=alone.spent_s * 0.9)
         assert both.budget_s == alone.spent_s * 0.9
@@ -158,9 +159,11 @@ class TestDriver:
         assert not both.complete
         least = take(RankMachine(num_devices=1), degrees=((1, 1), (2, 1)), budget_s=1e-3)
         assert {(p.tp, p.shard) for p in least.timing} == {(1, False)}
-        assert least.notes[-1] == "tp=2 pp=1 left out: the budget of 0.001 GPU-seconds is spent"
+        golden("fingerprint", least.notes[-1])
 
-    def test_a_rank_is_asked_about_with_all_that_was_measured_and_left_out_without_a_start(self) -> None:
+    def test_a_rank_is_asked_about_with_all_that_was_measured_and_left_out_without_a_start(
+        self, golden: Golden
+    ) -> None:
         formats = (WeightFormat.BITS16, WeightFormat.FP8)
         asked: list[tuple[DeploymentConfig, set[WeightFormat]]] = []
 
@@ -180,7 +183,7 @@ class TestDriver:
             (fp8, set(formats)),
         ]
         assert {(p.tp, p.weights) for p in profile.timing if p.shard} == {(2, WeightFormat.BITS16)}
-        assert profile.notes[-1] == "tp=2 pp=1 fp8 not measured: 16 bits would do"
+        golden("fingerprint", profile.notes[-1])
         assert profile.complete
 
     def test_it_travels_as_json(self, sharded: Profile) -> None:

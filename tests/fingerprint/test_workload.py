@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +12,7 @@ from fingerprint.errors import ConfigError
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec
 from tests.fingerprint.test_roofline import LLAMA_2_7B
+from tests.golden_words import Golden
 
 sizes = st.integers(1, 500)
 
@@ -48,17 +47,14 @@ def test_the_longest_moves_memory_and_no_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("longest", "wanted"),
+    "longest",
     [
-        (
-            149,
-            "a context of 149 tokens is shorter than the planned request of 150 (100 input + 50 output): "
-            "give at least 150, or fewer input or output tokens",
-        ),
-        (-1, "a context of -1 tokens is shorter than the planned request of 150"),
-        (100_000_001, "the context must be at most 100,000,000 tokens, got 100000001"),
+        149,
+        -1,
+        100_000_001,
     ],
+    ids=repr,
 )
-def test_a_longest_request_that_cannot_be(longest: int, wanted: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(wanted)):
+def test_a_longest_request_that_cannot_be(longest: int, golden: Golden) -> None:
+    with golden.raises("fingerprint", ConfigError):
         Workload(8, 100, 50, longest)

@@ -26,6 +26,7 @@ from iserve.route_table import GatewayLimits, Route, RouteTable
 from iserve.state.store import DeploymentRow
 from planner.admission import AdmissionPolicy
 from planner.intent import Slo
+from tests.golden_words import Golden
 from tests.iserve.test_autoscaling import at_work
 from tests.iserve.test_replicas import Twins
 
@@ -92,8 +93,8 @@ def test_none_is_rejected_where_it_is_not_asked_for_or_not_planned_yet(plan: Pla
     assert planned_service('{"of": "another version"}') is None
 
 
-def test_it_wants_to_know_what_is_late() -> None:
-    with pytest.raises(ConfigError, match="needs to know what is late; give the limits"):
+def test_it_wants_to_know_what_is_late(golden: Golden) -> None:
+    with golden.raises("controller", ConfigError):
         DeployBody(reject_late=True).options(default_policy="hybrid", load_threshold=0.2)
 
 

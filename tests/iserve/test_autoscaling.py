@@ -23,6 +23,7 @@ from iserve.controller.reconcile import Reconciler
 from iserve.controller.service import Controller
 from iserve.route_table import Demand, DeploymentDemand, Route, RouteTable
 from iserve.state.store import Store
+from tests.golden_words import Golden
 from tests.iserve.state.raw_sql import connected
 from tests.iserve.state.test_migrations import PLAN_OF_0008
 from tests.iserve.test_deployer import World
@@ -197,7 +198,7 @@ def test_a_home_of_the_former_names_is_served(world: Napping, until: Until) -> N
 
 
 def test_what_cannot_be_started_sleeps_on_is_refused_for_a_while_and_tried_again(
-    world: Napping, until: Until
+    world: Napping, until: Until, golden: Golden
 ) -> None:
     world.deploy_one(until)
     world.later(LIMIT_S, idle_s=LIMIT_S)
@@ -209,7 +210,7 @@ def test_what_cannot_be_started_sleeps_on_is_refused_for_a_while_and_tried_again
     world.tick_until(until, "scaling-up")
     world.tick_until(until, "scaled-to-zero")
     error = world.store.deployment("a").error
-    assert error == "1 workers are there already, the most allowed; stop one"
+    golden("controller", error)
     assert (world.route().refusal, world.route().retry_after_s) == (error, 10)
     world.later(9)
     assert world.phase() == "scaled-to-zero", "who waited has been told, and the pause is not over"

@@ -24,6 +24,7 @@ from iserve.state.backup import back_up, restore, state_file
 from iserve.state.database import open_database
 from iserve.state.store import Store
 from tests.daemon.conftest import Node
+from tests.golden_words import Golden
 
 
 def crash_after_keys(state: Path, first: int, last: int) -> None:
@@ -264,7 +265,7 @@ def test_restore_refuses_while_the_installation_runs(
 
 @pytest.mark.process
 def test_restore_refuses_while_a_worker_lives_that_nothing_watches(
-    kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Golden
 ) -> None:
     """After kill -9 of all that watches it; its id may be that of another worker in the backup."""
     node = Node(tmp_path / "watched")
@@ -274,7 +275,7 @@ def test_restore_refuses_while_a_worker_lives_that_nothing_watches(
         node.start()
         node.ready("chat-1")
         node.signal_daemon(signal.SIGKILL)
-        with pytest.raises(ConflictError, match="worker chat-1; end them first: iserve down"):
+        with golden.raises("controller", ConflictError):
             runner.invoke(app, ["restore", str(kept)], catch_exceptions=False)
         assert not (node.home / "state.db").exists()
     finally:

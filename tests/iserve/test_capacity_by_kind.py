@@ -26,6 +26,7 @@ from iserve.planning.verdict_text import state_sizes
 from iserve.planning.worker_launch import worker_spec
 from iserve.simulation.running import launch_limits
 from tests.fingerprint import family_truths
+from tests.golden_words import Golden
 from tests.iserve.test_serving_capacity import DEFAULTS, GIB, H100, idle, taken_bytes
 
 PURE = description.described_config(family_truths.default("Mamba2ForCausalLM").config)
@@ -199,14 +200,10 @@ class TestSimulatedLimits:
             assert launch_limits(self.WORK, engine, spec=spec) == launch_limits(self.WORK, engine)
 
 
-def test_sizes_are_shown_only_of_a_model_with_states() -> None:
+def test_sizes_are_shown_only_of_a_model_with_states(golden: Golden) -> None:
     hybrid = CacheSizesDocument(kv_bytes_per_token=12_288, state_bytes_per_request=39_518_208)
-    assert state_sizes(hybrid) == [
-        ("of each token", "12.0 KiB"),
-        ("of each request whatever its length", "37.7 MiB"),
-    ]
-    assert [name for name, _ in state_sizes(replace(hybrid, kv_bytes_per_token=0))] == [
-        "of each request whatever its length"
-    ]
+    assert [size for _, size in state_sizes(hybrid)] == ["12.0 KiB", "37.7 MiB"]
+    golden("controller", [name for name, _ in state_sizes(hybrid)])
+    golden("controller", [name for name, _ in state_sizes(replace(hybrid, kv_bytes_per_token=0))])
     assert state_sizes(replace(hybrid, state_bytes_per_request=0)) == []
     assert state_sizes(None) == []

@@ -13,6 +13,7 @@ import pytest
 
 from fingerprint.errors import BadInputError, IserveError, NotFoundError, UnavailableError
 from iserve.cli.chat import ChatLine
+from tests.golden_words import Golden
 
 DONE = b"data: [DONE]\n\n"
 
@@ -99,9 +100,9 @@ def test_the_pieces_are_put_together(endpoint: Callable[..., Endpoint]) -> None:
     ],
 )
 def test_an_answer_that_is_cut_is_never_taken_for_a_whole_one(
-    endpoint: Callable[..., Endpoint], rest: bytes
+    endpoint: Callable[..., Endpoint], rest: bytes, golden: Golden
 ) -> None:
-    with pytest.raises(UnavailableError, match="the answer was cut"):
+    with golden.raises("cli", UnavailableError):
         say(endpoint(chunk("one ") + rest).url)
 
 

@@ -6,20 +6,21 @@ import pytest
 from typer.testing import CliRunner
 
 from iserve.cli.app import make_app
+from tests.golden_words import Golden
 
 
 @pytest.mark.parametrize(
-    ("arguments", "end"),
+    "arguments",
     [
-        (("plan", "m", "--intent", "latncy"), "'cost-slo'; did you mean 'min-latency'?"),
-        (("deploy", "m", "--quality", "exct"), "'exact', 'near', 'any'; did you mean 'exact'?"),
-        (("deploy", "m", "--quality", "potato"), "'exact', 'near', 'any'"),
+        ("plan", "m", "--intent", "latncy"),
+        ("deploy", "m", "--quality", "exct"),
+        ("deploy", "m", "--quality", "potato"),
     ],
+    ids=repr,
 )
-def test_an_unknown_choice_is_refused_with_the_nearest(arguments: tuple[str, ...], end: str) -> None:
+def test_an_unknown_choice_is_refused_with_the_nearest(arguments: tuple[str, ...], golden: Golden) -> None:
     done = CliRunner().invoke(make_app(), [*arguments])
     said = " ".join(done.output.replace("│", " ").split())
     assert done.exit_code == 2
-    assert f"{arguments[-1]!r} is not one of " in said
-    assert said.rstrip(".").endswith(end)
+    golden("cli", said.rstrip("."))
     assert "Value error" not in said

@@ -13,6 +13,7 @@ from fingerprint.families import load_spec
 from iserve.controller import engine_selection
 from iserve.demo import demo_model_path
 from planner.intent import Quality
+from tests.golden_words import Golden
 from tests.iserve.command_line import Done, iserve
 
 __all__ = ["iserve"]  # a fixture
@@ -27,7 +28,6 @@ MINE = {
     "compute_capability": "8.9",
     "usd_per_gpu_hour": 0.83,
 }
-AMD_LINE = "planned, not deployed by iServe: AMD"
 MODEL = str(demo_model_path())
 
 
@@ -43,27 +43,29 @@ def words(done: Done) -> str:
     return " ".join((done.out + done.err).split())
 
 
-def test_a_plan_for_amd_says_that_it_is_not_deployed(iserve: Iserve) -> None:
+def test_a_plan_for_amd_says_that_it_is_not_deployed(iserve: Iserve, golden: Golden) -> None:
     plan = iserve("plan", MODEL, "--gpus", "mi300x:2", "--json").document
     assert plan["candidates"]
     assert {one["config"]["engine"] for one in plan["candidates"]} == {"vllm"}
-    assert plan["verdict"]["deployable"] == {"here": False, "missing": [AMD_LINE]}
-    assert f"no: {AMD_LINE}" in words(iserve("plan", MODEL, "--gpus", "mi300x:2"))
-    assert f"no: {AMD_LINE}" in words(iserve("estimate", MODEL, "--gpu", "mi355x"))
+    (line,) = plan["verdict"]["deployable"]["missing"]
+    assert not plan["verdict"]["deployable"]["here"]
+    golden("cli", line)
+    assert f"no: {line}" in words(iserve("plan", MODEL, "--gpus", "mi300x:2"))
+    assert f"no: {line}" in words(iserve("estimate", MODEL, "--gpu", "mi355x"))
 
 
 @pytest.mark.parametrize("engine", ["torch", "tensorrt-llm"])
-def test_an_engine_that_amd_gpus_do_not_run_is_refused(iserve: Iserve, engine: str) -> None:
-    refused = words(iserve("plan", MODEL, "--gpus", "mi300x", "--engine", engine, "--refused"))
-    assert f"{engine} is not planned for AMD GPUs" in refused
+def test_an_engine_that_amd_gpus_do_not_run_is_refused(iserve: Iserve, engine: str, golden: Golden) -> None:
+    out = iserve("plan", MODEL, "--gpus", "mi300x", "--engine", engine, "--refused").out
+    golden("cli", sorted({line.rpartition("  ")[2] for line in out.splitlines() if "AMD" in line}))
 
 
-def test_nothing_is_exported_for_amd(iserve: Iserve, tmp_path: Path) -> None:
+def test_nothing_is_exported_for_amd(iserve: Iserve, tmp_path: Path, golden: Golden) -> None:
     output = tmp_path / "compose.yaml"
     export = ("deploy", MODEL, "--export", "compose", "--gpus", "mi300x:2", "-o", str(output))
-    assert AMD_LINE in iserve(*export).line
+    golden("cli", iserve(*export).line)
     assert not output.exists()
-    assert AMD_LINE in iserve("plan", MODEL, "--gpus", "mi300x:2", "--as", "vllm").line
+    golden("cli", iserve("plan", MODEL, "--gpus", "mi300x:2", "--as", "vllm").line)
 
 
 def test_a_described_gpu_is_planned_for(iserve: Iserve, gpu_file: str) -> None:
@@ -83,7 +85,9 @@ def test_a_described_gpu_is_simulated_and_reported(iserve: Iserve, gpu_file: str
     assert "rtx-6000-ada" in page.read_text()
 
 
-def test_a_deploy_beside_amd_gpus_says_that_they_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deploy_beside_amd_gpus_says_that_they_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch, golden: Golden
+) -> None:
     cpu = DeviceStatus(
         device_id="cpu:0",
         index=0,
@@ -95,31 +99,33 @@ def test_a_deploy_beside_amd_gpus_says_that_they_are_left_alone(monkeypatch: pyt
     )
     node = NodeStatus(node_id="n", observed_at=0.0, devices=(cpu,), workers=())
     spec = load_spec(demo_model_path())
-    for count, notes in ((0, ()), (8, (f"GPUs of this machine: {AMD_LINE}",))):
+    for count in (0, 8):
         monkeypatch.setattr(engine_selection, "count_amd_gpus", lambda count=count: count)
         engine, told = engine_selection.engine_for("auto", spec, node, Quality.NEAR)
-        assert (engine.name, told) == ("torch", notes)
+        assert (engine.name, len(told)) == ("torch", count > 0)
+    golden("cli", told)
 
 
-def refused(done: Done, what: str) -> None:
+def refused(done: Done, what: str = "") -> str:
     assert done.code == 2
     assert "Traceback" not in done.err
     assert what in words(done)
+    return done.err
 
 
 @pytest.mark.parametrize(
-    ("arguments", "what"),
+    "arguments",
     [
-        (("plan", MODEL, "--gpus", "h200:2"), "describes the GPU 'rtx-6000-ada', not 'h200'"),
-        (("estimate", MODEL, "--gpu", "h200"), "describes the GPU 'rtx-6000-ada', not 'h200'"),
-        (("plan", MODEL, "--gpus", "rtx-6000-ada:0"), "1 to 1024"),
-        (("deploy", MODEL), "--gpu-file goes with --export"),
+        pytest.param(("plan", MODEL, "--gpus", "h200:2"), id="plan"),
+        pytest.param(("estimate", MODEL, "--gpu", "h200"), id="estimate"),
+        pytest.param(("plan", MODEL, "--gpus", "rtx-6000-ada:0"), id="none"),
+        pytest.param(("deploy", MODEL), id="deploy"),
     ],
 )
 def test_a_file_that_does_not_fit_the_other_options(
-    iserve: Iserve, arguments: tuple[str, ...], what: str, gpu_file: str
+    iserve: Iserve, arguments: tuple[str, ...], gpu_file: str, golden: Golden
 ) -> None:
-    refused(iserve(*arguments, "--gpu-file", gpu_file), what)
+    golden("cli-usage-errors", refused(iserve(*arguments, "--gpu-file", gpu_file)))
 
 
 @pytest.mark.parametrize("command", ["plan", "estimate", "report"])

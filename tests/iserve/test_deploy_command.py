@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from daemon.process import own_record, write_record
 from fingerprint.errors import NotMeasuredError, UnavailableError
 from iserve.cli.app import make_app
+from tests.golden_words import Golden
 
 
 def deploy_body(monkeypatch: pytest.MonkeyPatch, home: Path, *options: str) -> Any:
@@ -46,25 +47,26 @@ def export(home: Path, monkeypatch: pytest.MonkeyPatch, connect: Any) -> Any:
 
 
 def test_an_export_for_the_devices_here_says_that_it_brought_the_home_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Golden
 ) -> None:
     class Controller:
         def post(self, path: str, *_: object) -> None:
             raise NotMeasuredError(f"{path}: profile it first")
 
-    said = "this home was down and is up now; `iserve down` ends it, --gpus plans without it"
     down = export(tmp_path, monkeypatch, lambda _settings: Controller())
+    said = "is up now"
     assert said in down.stderr
-    assert "/api/v1/plans/launch: profile it first" in str(down.exception)
+    golden("cli", down.stderr)
+    golden("cli", str(down.exception))
     write_record(tmp_path / "run" / "controller.json", own_record(url="http://127.0.0.1:1", token=""))
     assert said not in export(tmp_path, monkeypatch, lambda _settings: Controller()).stderr
 
 
 def test_an_export_where_no_controller_starts_names_the_way_without_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Golden
 ) -> None:
     def connect(_settings: object) -> None:
         raise UnavailableError("the home cannot be written")
 
     refused = export(tmp_path, monkeypatch, connect)
-    assert "the home cannot be written; or give --gpus" in str(refused.exception)
+    golden("cli", str(refused.exception))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sqlite3
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import pytest
 from fingerprint.families import load_spec
 from iserve.demo import demo_model_path
 from iserve.state.store import Store
+from tests.golden_words import Golden
 from tests.waiting import PATIENCE_S
 
 __all__ = ["all_served", "know_as_demo", "long_model"]
@@ -62,7 +64,9 @@ def all_served(home: Any, model: str) -> None:
     assert {answer.usage.completion_tokens for answer in answers} == {2}
 
 
-def test_the_embedded_engine(profiled: Path, long_model: Path, make_installation: Callable[..., Any]) -> None:
+def test_the_embedded_engine(
+    profiled: Path, long_model: Path, make_installation: Callable[..., Any], golden: Golden
+) -> None:
     home = make_installation(profiled)
     know_as_demo(home.home / "state.db", long_model)
     shown = " ".join(home.run("deploy", long_model, "--name", "long").stdout.split())
@@ -70,6 +74,5 @@ def test_the_embedded_engine(profiled: Path, long_model: Path, make_installation
     capacity = plan["capacity"]
     assert (plan["workload"]["batch"], plan["workload"]["longest_tokens"]) == (1, 0)
     assert (capacity["requests_at_once"], capacity["context_tokens"]) == (8, 8192)
-    assert "Serves up to 8 requests at once of up to 8,192 tokens each" in shown
-    assert "the figures are for batch 1, 512 input and 128 output tokens" in shown
+    golden("cli", re.findall(r"Serves up to .*? each|the figures are for .*? output tokens", shown))
     all_served(home, "long")

@@ -8,13 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from tests.fingerprint.small_checkpoints import write_own
+from tests.golden_words import Golden
 from tests.iserve.test_e2e_vllm_profile import WORK, environment, home, of_vllm
 
 __all__ = ["environment", "home"]
 
 
 def test_own_code_is_measured_and_served_with_permission_only(
-    home: Any, environment: Path, tmp_path: Path, until: Callable[..., Any], kill: Callable[[int], None]
+    home: Any,
+    environment: Path,
+    tmp_path: Path,
+    until: Callable[..., Any],
+    kill: Callable[[int], None],
+    golden: Golden,
 ) -> None:
     """The steps depend on each other; the stand-in asks for permission as vLLM does."""
     folder = write_own(tmp_path / "own")
@@ -24,14 +30,14 @@ def test_own_code_is_measured_and_served_with_permission_only(
 
     refused = home.run("deploy", str(folder), *asked, check=False)
     assert refused.returncode != 0
-    assert "--trust-remote-code (trust_remote_code: true), which runs it as the daemon's user" in refused.stderr
+    golden("cli", refused.stderr)
     refused = home.run("profile", str(folder), "--engine", "vllm", check=False)
-    assert "read that code, then give --trust-remote-code" in refused.stderr
+    golden("cli", refused.stderr)
     assert (home.json("ps"), home.get("/api/v1/profiles"), of_vllm(home)) == ([], [], [])
 
     home.run("register", "mine", str(folder))
     deployed = home.run("deploy", "mine", *asked, "--trust-remote-code")
-    assert "runs Python code from the repository of" in deployed.stderr.splitlines()[0]
+    golden("cli", deployed.stderr.splitlines()[0])
     assert [row["engine"] for row in home.get("/api/v1/profiles")] == ["vllm"]
     assert [line for line in of_vllm(home) if "--trust-remote-code" in line]
 
@@ -44,16 +50,17 @@ def test_own_code_is_measured_and_served_with_permission_only(
     home.run("update", "chat", "--batch", "1")
     home.run("register", "mine", str(write_own(tmp_path / "other")))
     refused = home.run("update", "chat", "--batch", "2", check=False)
-    assert f"was given for {folder}, and it is now {tmp_path / 'other'}" in refused.stderr
+    assert all(str(path) in refused.stderr for path in (folder, tmp_path / "other"))
+    golden("cli", refused.stderr)
     assert [line for line in of_vllm(home) if "--trust-remote-code" in line]
     home.run("rm", "chat")
 
     (environment / "behaviour.json").write_text(json.dumps({"token_s": 0.02}))  # above a busy machine's noise
     check = ("verify", str(folder), "--engine", "vllm", *WORK, "--max-seconds", "8")
     refused = home.run(*check, check=False)
-    assert "read that code, then give --trust-remote-code" in refused.stderr
+    golden("cli", refused.stderr)
     assert (home.get("/api/v1/verifications"), of_vllm(home)) == ([], [])
     checked = home.run(*check, "--trust-remote-code")
-    assert "runs Python code from the repository of" in checked.stderr.splitlines()[0]
+    golden("cli", checked.stderr.splitlines()[0])
     assert [row["engine"] for row in home.get("/api/v1/verifications")] == ["vllm"]
     assert not (folder / "ran").exists()

@@ -19,6 +19,7 @@ from tests.daemon.engines.standin import make_vllm, set_version
 from tests.daemon.engines.vllm_releases import recorded
 from tests.daemon.engines.vllm_sources import write_release
 from tests.daemon.engines.vllm_stand_in import costs
+from tests.golden_words import Golden
 
 NVML = Path(__file__).parents[1] / "daemon" / "fake_nvml.py"
 DEMO, LAYERS = "iserve-demo", 8
@@ -54,7 +55,9 @@ def of_vllm(home: Any) -> list[str]:
     return [line for line in home.processes().values() if any(mark in line for mark in marks)]
 
 
-def test_a_deployment_takes_the_profile_that_is_missing_and_serves_by_it(home: Any, environment: Path) -> None:
+def test_a_deployment_takes_the_profile_that_is_missing_and_serves_by_it(
+    home: Any, environment: Path, golden: Golden
+) -> None:
     """A single way through the house; each step needs the one before."""
     home.settings["ISERVE_PROFILE_SECONDS"] = ENOUGH_S
     deployed = home.json("deploy", DEMO, "--engine", "vllm", "--name", "chat", *WORK)
@@ -66,7 +69,7 @@ def test_a_deployment_takes_the_profile_that_is_missing_and_serves_by_it(home: A
     packages = next((environment / "lib").glob("*/site-packages"))
     set_version(packages, "vllm", "0.25.1")
     replaced = home.run("verify", "chat", check=False).stderr.splitlines()[-1]
-    assert "'chat' runs vllm 0.24.0, and installed now is vllm 0.25.1" in replaced
+    golden("cli", replaced)
     assert home.get("/api/v1/verifications") == []
     set_version(packages, "vllm", "0.24.0")
     home.run("rm", "chat")
@@ -161,7 +164,7 @@ def test_an_unknown_release_is_profiled_by_the_wall_clock_and_serves(home: Any, 
 
 
 def test_an_engine_that_does_not_start_is_told_in_its_own_words_and_leaves_nothing(
-    home: Any, environment: Path
+    home: Any, environment: Path, golden: Golden
 ) -> None:
     words = "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`"
     (environment / "behaviour.json").write_text(json.dumps({"start_error": words}))
@@ -169,7 +172,7 @@ def test_an_engine_that_does_not_start_is_told_in_its_own_words_and_leaves_nothi
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     told = done.stderr.splitlines()[-1]
-    assert "No available memory for the cache blocks" in told
+    golden("cli", told)
     assert of_vllm(home) == []
     assert home.get("/api/v1/profiles") == []
 
@@ -177,20 +180,22 @@ def test_an_engine_that_does_not_start_is_told_in_its_own_words_and_leaves_nothi
     assert home.json("profile", DEMO, "--engine", "vllm", "--max-seconds", "1")["engine"] == "vllm"
 
 
-def test_an_engine_that_dies_at_a_point_costs_that_point(home: Any, environment: Path) -> None:
+def test_an_engine_that_dies_at_a_point_costs_that_point(home: Any, environment: Path, golden: Golden) -> None:
     (environment / "behaviour.json").write_text(json.dumps({"no_memory_at_tokens": 300}))
     home.run("profile", DEMO, "--engine", "vllm", "--max-seconds", "120")
     assert of_vllm(home) == []
     assert [row["engine"] for row in home.get("/api/v1/profiles")] == ["vllm"]
     warnings = home.json("report", DEMO, "--engine", "vllm")["warnings"]
-    assert any("batch 1 with 512 in failed" in note and "CUDA out of memory" in note for note in warnings)
+    failed = next(note for note in warnings if "batch 1 with 512 in failed" in note)
+    assert "out of memory" in failed
+    golden("cli", failed.partition(" failed: ")[0])
 
 
-def test_ranks_alone_are_refused_by_an_engine_that_cannot_measure_them(home: Any) -> None:
+def test_ranks_alone_are_refused_by_an_engine_that_cannot_measure_them(home: Any, golden: Golden) -> None:
     """The option's way from the command line to what takes the profile; what it does there needs no process."""
     refused = home.run("profile", DEMO, "--engine", "torch", "--shards", "always", check=False)
     assert refused.returncode == 1
-    assert "take --engine vllm, or leave --shards out" in refused.stderr
+    golden("cli", refused.stderr)
 
 
 def test_a_near_deployment_after_an_exact_one_measures_what_that_left_out(home: Any, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from fingerprint.measurements import MachineInfo, Profile
 from tests.bench import fidelity
 from tests.bench.fidelity_steps import WholeSteps, whole_profile
 from tests.daemon.torch_engine.conftest import DEMO
+from tests.golden_words import Golden
 from tests.iserve.replay.stand_in import stand_in
 from traces.simulator.step_model import Limits
 
@@ -62,7 +63,7 @@ def test_steps_of_a_known_worker_are_found_between_the_points() -> None:
         assert found == pytest.approx(step_s(batch, prompt + 16.5), rel=0.02)
 
 
-def test_an_engine_that_keeps_prompts_is_found_out() -> None:
+def test_an_engine_that_keeps_prompts_is_found_out(golden: Golden) -> None:
     """Prompts are never computed twice by vLLM: the burst with the longer answer ended the sooner."""
     seen: set[tuple[int, int]] = set()
 
@@ -72,7 +73,7 @@ def test_an_engine_that_keeps_prompts_is_found_out() -> None:
         seen.add(key)
         return burst_s(replace(work, input_tokens=1) if known else work)
 
-    with pytest.raises(NotMeasuredError, match="no decode step can be told"):
+    with golden.raises("controller", NotMeasuredError):
         WholeSteps(whole(kept))
 
 

@@ -15,6 +15,7 @@ from fingerprint.errors import ConflictError
 from iserve.api_types import DeployBody
 from iserve.controller.idempotency import deployed_before
 from iserve.state.store import Store
+from tests.golden_words import Golden
 
 
 @pytest.fixture
@@ -42,9 +43,9 @@ def test_a_deployment_of_before_an_upgrade_is_known_by_the_same_options(store: S
     assert found.name == "chat"
 
 
-def test_a_batch_that_was_given_is_not_one_left_out(store: Store) -> None:
+def test_a_batch_that_was_given_is_not_one_left_out(store: Store, golden: Golden) -> None:
     record(store, batch=1)
-    with pytest.raises(ConflictError, match="batch is 1, asked none"):
+    with golden.raises("rest-errors", ConflictError):
         deployed_before(store, "chat", DeployBody(name="chat"))
 
 

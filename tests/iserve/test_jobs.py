@@ -11,6 +11,7 @@ import pytest
 from fingerprint.errors import EngineError, NotFoundError, UnavailableError
 from iserve.api_documents import ProfileJobDocument, ProgressDocument
 from iserve.controller.jobs import Jobs
+from tests.golden_words import Golden
 from tests.waiting import PATIENCE_S
 
 Show = Callable[[ProfileJobDocument], None]
@@ -68,7 +69,9 @@ def test_a_failure_is_told_with_what_was_known_by_then(
     assert ended(jobs, work) == replace(job(), status="failed", engine="vllm", error=told)
 
 
-def test_too_many_at_once_are_refused_and_unknown_ones_named(jobs: Jobs[ProfileJobDocument]) -> None:
+def test_too_many_at_once_are_refused_and_unknown_ones_named(
+    jobs: Jobs[ProfileJobDocument], golden: Golden
+) -> None:
     hold = threading.Event()
 
     def held(_: Show) -> ProfileJobDocument:
@@ -78,9 +81,9 @@ def test_too_many_at_once_are_refused_and_unknown_ones_named(jobs: Jobs[ProfileJ
     try:
         for number in range(20):
             jobs.start(job(f"j{number}"), held)
-        with pytest.raises(UnavailableError, match="20 profile jobs run or wait already"):
+        with golden.raises("rest-errors", UnavailableError):
             jobs.start(job("more"), lambda _show: job())
     finally:
         hold.set()
-    with pytest.raises(NotFoundError, match="no profile job has the id 'more'"):
+    with golden.raises("rest-errors", NotFoundError):
         jobs.get("more")

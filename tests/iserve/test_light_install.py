@@ -20,6 +20,7 @@ from fingerprint import extras
 from fingerprint.errors import InfeasibleError
 from fingerprint.extras import _PACKAGES
 from iserve.controller.engine_selection import deployable_engine
+from tests.golden_words import Golden
 from tests.iserve.command_line import MODELS
 from tests.waiting import PATIENCE_S
 
@@ -122,36 +123,35 @@ def test_controller_gateway_and_daemon_load_without_the_extras(answers: dict[str
     ],
 )
 def test_a_missing_extra_is_one_line_that_says_what_to_install(
-    answers: dict[str, Any], name: str, extra: str, asked: str
+    answers: dict[str, Any], name: str, extra: str, asked: str, golden: Golden
 ) -> None:
     answer = answers[name]
     assert (answer["code"], answer["out"], answer["err"].count("\n")) == (1, "", 1)
-    assert answer["err"].endswith(f"(not installed here): {sys.executable} -m pip install 'iserve[{extra}]'\n")
+    assert answer["err"].endswith(f"{sys.executable} -m pip install 'iserve[{extra}]'\n")
     assert asked in answer["err"]
+    golden("cli", answer["err"])
 
 
-def test_the_embedded_engine_can_be_planned_for_and_says_what_to_install(answers: dict[str, Any]) -> None:
+def test_the_embedded_engine_can_be_planned_for_and_says_what_to_install(
+    answers: dict[str, Any], golden: Golden
+) -> None:
     document = json.loads(answers["on-torch"]["out"])
     assert document["chosen"] == 0
     (condition,) = document["candidates"][0]["conditions"]
-    assert condition.startswith("torch can be planned for, not deployed: the embedded engine needs ")
+    golden("cli", condition)
     assert condition.endswith(f"{sys.executable} -m pip install 'iserve[torch]'")
 
 
-def test_a_deployment_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_deployment_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, golden: Golden
+) -> None:
     for variable in ("ISERVE_VLLM_PYTHON", "ISERVE_TENSORRT_LLM_PYTHON"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("ISERVE_HOME", str(tmp_path))
     monkeypatch.setattr(extras, "_is_installed", lambda package: package != "transformers")
-    with pytest.raises(InfeasibleError) as caught:
+    with golden.raises("cli", InfeasibleError):
         deployable_engine("torch")
-    assert str(caught.value) == (
-        "torch can be planned for, not deployed here: the embedded engine needs transformers (not installed "
-        f"here): {sys.executable} -m pip install 'iserve[torch]'"
-    )
-    with pytest.raises(
-        InfeasibleError, match=r"^no engine .* is installed here; torch: .*; vllm: .* install vllm`"
-    ):
+    with golden.raises("cli", InfeasibleError):
         deployable_engine("auto")
 
 

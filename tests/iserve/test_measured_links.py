@@ -18,6 +18,7 @@ from iserve.evaluation.world import Truth
 from iserve.planning.notes import plan_notes
 from planner.intent import IntentKind
 from tests.daemon.test_interconnect import gpu, node
+from tests.golden_words import Golden
 from tests.iserve.joint_plans import chosen, hardware_on, wish
 
 ONE_AT_A_TIME = wish(IntentKind.MIN_LATENCY, replicas=1, more_replicas=False)
@@ -34,10 +35,12 @@ def measured(factor: float) -> Callable[[GpuSpec], GpuSpec]:
     return lambda gpu: replace(gpu, interconnect=true_links(gpu, 4, Truth(all_reduce=factor)))
 
 
-def test_a_plan_splits_a_model_over_idle_gpus_as_far_as_their_links_are_measured_to_be_worth_it() -> None:
+def test_a_plan_splits_a_model_over_idle_gpus_as_far_as_their_links_are_measured_to_be_worth_it(
+    golden: Golden,
+) -> None:
     fast, notes = tp_with(measured(1.0))
     assert fast == 4
-    assert any("links measured: all-reduces of 4 GPUs" in note for note in notes)
+    golden("controller", notes)
     slow, notes = tp_with(measured(10.0))
     assert slow == 1
     assert not any("links measured" in note for note in notes)

@@ -15,6 +15,7 @@ from fingerprint.profile import ProfilePlan
 from iserve.controller.profiling_run import consistent
 from iserve.planning.estimator_factory import contradictions, estimator_for
 from tests.fingerprint.synthetic_machine import SyntheticMachine, llama, take_profile
+from tests.golden_words import Golden
 
 GOOD = take_profile(SyntheticMachine(llama()))
 PLAN = ProfilePlan(degrees=((1, 1), (2, 1), (1, 2)), budget_s=60.0)
@@ -65,7 +66,7 @@ def test_what_contradicts_itself_is_measured_again_and_nothing_else_is() -> None
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_measured_twice_it_is_unusable_and_never_extrapolated(fails: bool) -> None:
+def test_measured_twice_it_is_unusable_and_never_extrapolated(fails: bool, golden: Golden) -> None:
     def again(_: ProfilePlan) -> Profile:
         if fails:
             raise EngineError("its worker died")
@@ -74,16 +75,13 @@ def test_measured_twice_it_is_unusable_and_never_extrapolated(fails: bool) -> No
     left = consistent(swapped(2), PLAN, again)
     assert (2, 1) not in {(point.tp, point.pp) for point in left.timing}
     assert not left.complete
-    told = " ".join(estimator_for(left).warnings)
-    assert (
-        "its worker died" if fails else "tp=2 pp=1 16bit is unusable, measured twice: one layer takes -"
-    ) in told
+    golden("controller", estimator_for(left).warnings)
     estimates = estimator_for(left)
     assert estimates.estimate(SPLIT, WORK).ttft_s.source is Source.SCALED
     assert estimates.estimate(WHOLE, WORK) == estimator_for(GOOD).estimate(WHOLE, WORK)
 
 
-def test_where_nothing_else_is_left_there_is_no_profile() -> None:
+def test_where_nothing_else_is_left_there_is_no_profile(golden: Golden) -> None:
     alone = replace(swapped(1), timing=tuple(p for p in swapped(1).timing if (p.tp, p.pp) == (1, 1)))
-    with pytest.raises(NotMeasuredError, match=r"is unusable, measured twice: one layer takes -.*quiet"):
+    with golden.raises("controller", NotMeasuredError):
         consistent(alone, replace(PLAN, degrees=((1, 1),)), lambda _: alone)

@@ -38,6 +38,7 @@ from tests.bench.accuracy import RESULTS, load, memory_row, truths
 from tests.bench.accuracy_measure import OUTPUT, Recorded
 from tests.bench.accuracy_record import accuracy_records
 from tests.bench.accuracy_record import main as keep_records
+from tests.golden_words import Golden
 
 RECORDINGS = load(RESULTS / "h200")
 HOSTILE = "<script>alert('x')</script>"
@@ -112,7 +113,7 @@ def test_the_page_is_whole_and_says_what_was_measured(recorded: Recorded, num_gp
     report = report_of(recorded, num_gpus)
     page = render_report(report)
     assert "nothing was measured" not in page
-    assert "from fingerprints measured on this machine" in page
+    assert "from fingerprints measured" in page
     times, counted = section(page, "whole"), section(page, "counted")
     for point in own(report, recorded).points:
         time = point.time
@@ -121,11 +122,11 @@ def test_the_page_is_whole_and_says_what_was_measured(recorded: Recorded, num_gp
             row += [seconds(found.value), f"{seconds(found.low)} to {seconds(found.high)}"]
         assert "".join(row) in times  # the cells of its row, in their order
     assert f"{own(report, recorded).num_layers} layers, each forward" in times
-    assert f"whole model ({recorded.profile.spec.num_layers} layers), predicted" in counted
+    assert f"model ({recorded.profile.spec.num_layers} layers), predicted" in counted
     for note in recorded.profile.notes:
         assert note in section(page, "model")
     assert 'id="times"' not in page  # of the paper's method, which nothing here rests on
-    assert "No full model was measured" in section(page, "errors")
+    assert "No full model" in section(page, "errors")
     for drawing in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
         assert ElementTree.fromstring(drawing).attrib["aria-label"]
     assert len({found.config for found in report.configurations}) == len(report.configurations)
@@ -191,14 +192,14 @@ def test_counted_memory_is_near_the_whole_models(recorded: Recorded) -> None:
     assert memory.whole.kv_bytes_per_token == pytest.approx(rank.kv_bytes / rank.kv_room_tokens, rel=0.01)
 
 
-def test_what_was_not_recorded_is_said_and_what_was_is_shown() -> None:
+def test_what_was_not_recorded_is_said_and_what_was_is_shown(golden: Golden) -> None:
     recorded = RECORDINGS[0]
     silent = replace(recorded, profile=_with_readings(recorded, None))
     text = section(render_report(report_of(silent)), "whole")
-    assert "Not recorded in this profile: SM clock, power, memory held." in text
+    golden("reports", re.findall(r"Not recorded.*?\.", text))
     told = section(render_report(report_of(replace(recorded, profile=_with_readings(recorded, 1755.0)))), "whole")
     assert "1,755 MHz" in told
-    assert "Not recorded in this profile: power, memory held." in told
+    golden("reports", re.findall(r"Not recorded.*?\.", told))
 
 
 def _with_readings(recorded: Recorded, clock: float | None) -> object:
@@ -300,14 +301,14 @@ def test_errors_are_on_the_page_for_each_quantity(recorded: Recorded) -> None:
             assert f"{row.relative_error:+.1%}" in text
 
 
-def test_another_models_rows_are_folded_with_their_sum(record: AccuracyRecord) -> None:
+def test_another_models_rows_are_folded_with_their_sum(record: AccuracyRecord, golden: Golden) -> None:
     recorded = RECORDINGS[0]
     page = render_report(report_of(recorded, record=record))
     (errors,) = re.findall(r'<section id="errors">.*?</section>', page, re.DOTALL)
     others = {row.model for row in record.rows if row.shape_hash != recorded.profile.spec.shape_hash}
     folded = re.findall(r"<details><summary>(.*?)</summary>", errors)
     assert len(folded) == len(others)
-    assert all("inside the predicted 90% interval" in summary for summary in folded)
+    golden("reports", folded)
 
 
 def test_a_record_from_elsewhere_goes_to_any_report(
@@ -327,14 +328,14 @@ def test_a_record_from_elsewhere_goes_to_any_report(
     assert CliRunner().invoke(make_app(), command, catch_exceptions=False).exit_code == 0
     text = section(page.read_text(), "errors")
     for model in {row.model for row in record.rows}:
-        assert f"Other models, same machine: {model}" in text
+        assert f"same machine: {model}" in text
 
 
 # In a terminal
 
 
 @each_recording
-def test_a_profile_in_words(recorded: Recorded, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_profile_in_words(recorded: Recorded, capsys: pytest.CaptureFixture[str], golden: Golden) -> None:
     workload = Workload(batch=8, input_tokens=512, output_tokens=OUTPUT)
     print_profile(recorded.profile, estimator_of(recorded), workload)
     told = capsys.readouterr().out
@@ -342,10 +343,11 @@ def test_a_profile_in_words(recorded: Recorded, capsys: pytest.CaptureFixture[st
     runs = sum(len(point.runs) for point in recorded.profile.timing)
     assert told.startswith(f"{recorded.model}: {runs} runs of ")
     assert "after engine starts" in told.splitlines()[0]
-    assert f"{model.num_layers} layers repeated {model.repeat} times, {OUTPUT} output tokens" in told
+    assert f" {model.num_layers} layers repeated {model.repeat} times" in told
+    golden("reports", told)
     rows = [line.split() for line in told.splitlines() if re.match(r"\d+ +\d+ ", line)]
     assert [(int(batch), int(tokens)) for batch, tokens, *_ in rows] == [
         (p.time.batch, p.time.input_tokens) for p in model.points
     ]
     assert model.memory is not None
-    assert f"{model.memory.blocks:,} KV blocks of {model.memory.block_tokens} tokens" in told
+    assert f"{model.memory.blocks:,} KV blocks" in told

@@ -13,17 +13,18 @@ from fingerprint.errors import ConfigError, NotFoundError
 from iserve.api_types import DeployBody
 from iserve.cli.app import make_app
 from iserve.rest_bodies import UpdateBody
+from tests.golden_words import Golden
 
 
 @pytest.mark.parametrize("field", ["model", "intent", "replicas", "input_tokens", "output_tokens", "engine_args"])
-def test_a_field_that_needs_a_value_is_not_taken_as_null(field: str) -> None:
-    with pytest.raises(ConfigError, match=f"{field} must have a value"):
+def test_a_field_that_needs_a_value_is_not_taken_as_null(field: str, golden: Golden) -> None:
+    with golden.raises("rest-errors", ConfigError):
         UpdateBody.model_validate({field: None}).applied_to(DeployBody(model="/models/mine", name="mine"))
 
 
-def test_a_context_below_the_planned_request_takes_a_shorter_one() -> None:
+def test_a_context_below_the_planned_request_takes_a_shorter_one(golden: Golden) -> None:
     deployed = DeployBody(model="/models/mine", name="mine")
-    with pytest.raises(ConfigError, match="shorter than the planned request of 640"):
+    with golden.raises("rest-errors", ConfigError):
         UpdateBody(context_tokens=512).applied_to(deployed)[0].options(
             default_policy="packing", load_threshold=0.5
         )

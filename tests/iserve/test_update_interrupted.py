@@ -21,6 +21,7 @@ from iserve.model_source import ModelSource
 from iserve.rest_bodies import UpdateBody
 from iserve.route_table import Demand
 from iserve.state.store import DeploymentRow
+from tests.golden_words import Golden
 from tests.iserve.test_deployer import World
 
 pytestmark = pytest.mark.process
@@ -205,7 +206,7 @@ def test_an_update_that_finishes_during_a_check_leaves_the_worker_to_it(world: I
 
 
 def test_an_update_that_finishes_just_before_a_check_begins_is_told(
-    world: Interrupted, until: Until, monkeypatch: pytest.MonkeyPatch
+    world: Interrupted, until: Until, monkeypatch: pytest.MonkeyPatch, golden: Golden
 ) -> None:
     world.start()
     world.record(world.former)
@@ -221,7 +222,7 @@ def test_an_update_that_finishes_just_before_a_check_begins_is_told(
 
     monkeypatch.setattr(targets, "_first_ready", and_updated)
     _, find = targets.deployment(VerifyBody(deployment="a"))
-    with pytest.raises(ConflictError, match="was updated meanwhile; verify it again"), find(lambda *_: None):
+    with golden.raises("controller", ConflictError), find(lambda *_: None):
         pass
     assert world.controller.profiler.workers == frozenset()
 

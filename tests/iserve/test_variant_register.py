@@ -230,7 +230,9 @@ def test_what_cannot_be_served_is_refused_and_leaves_nothing(
     assert api.ask("GET", VARIANTS) == (200, [])
 
 
-def test_an_api_key_names_adapters_within_the_model_folders_only(api: Api, base: Path, tmp_path: Path) -> None:
+def test_an_api_key_names_adapters_within_the_model_folders_only(
+    api: Api, base: Path, tmp_path: Path, golden: Golden
+) -> None:
     token = api.keys["admin"]
     inside = api.folder / "adapter"
     if not inside.exists():
@@ -244,7 +246,7 @@ def test_an_api_key_names_adapters_within_the_model_folders_only(api: Api, base:
     ):
         status, answer = api.ask("POST", VARIANTS, asked, token=token)
         assert status == 404, answer
-        assert "ISERVE_MODEL_FOLDERS" in answer["message"] or "there is no directory 'a'" in answer["message"]
+        golden("variant", answer["message"])
     link = api.folder / "link"
     link.mkdir(exist_ok=True)
     for name in ("adapter_config.json", "adapter_model.safetensors"):
@@ -255,7 +257,7 @@ def test_an_api_key_names_adapters_within_the_model_folders_only(api: Api, base:
 
 
 def test_a_full_disk_is_an_answer_and_leaves_nothing(
-    api: Api, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    api: Api, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Golden
 ) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -263,7 +265,7 @@ def test_a_full_disk_is_an_answer_and_leaves_nothing(
     monkeypatch.setattr(VariantStore, "_write", full)
     status, answer = api.ask("POST", VARIANTS, body(base, write_adapter(tmp_path / "a")))
     assert (status, answer["error"]) == (503, "UnavailableError")
-    assert "the disk is full" in answer["message"]
+    golden("variant", answer["message"])
 
 
 def test_many_that_are_being_added_hold_nothing_else_up(
@@ -414,6 +416,7 @@ def test_a_variant_without_its_content_is_reported_and_not_routed(
     deploy: Callable[..., None],
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
+    golden: Golden,
 ) -> None:
     """Restored into another home, say; adding the adapter again mends it."""
     monkeypatch.setattr("iserve.controller.variants._ROUTES_KEPT_S", -1.0)
@@ -424,7 +427,7 @@ def test_a_variant_without_its_content_is_reported_and_not_routed(
     store(api).remove(added["content_hash"])
     shown = api.ask("GET", f"{VARIANTS}/style")[1]
     assert shown["deployments"] == []
-    assert "iserve variant add style" in shown["why_not_served"]
+    golden("variant", shown["why_not_served"])
     assert routes(api)["chat"].variants == ()
     api.controller.variants._collect()
     assert "variant style" in caplog.text
@@ -432,12 +435,10 @@ def test_a_variant_without_its_content_is_reported_and_not_routed(
     assert [v.name for v in routes(api)["chat"].variants] == ["style"]
 
 
-def test_the_way_out_is_a_command_that_can_be_run(api: Api, base: Path, tmp_path: Path) -> None:
+def test_the_way_out_is_a_command_that_can_be_run(api: Api, base: Path, tmp_path: Path, golden: Golden) -> None:
     add(api, base, write_adapter(tmp_path / "a"))
     row = replace(api.controller.store.variants.get("style"), base="/my models/llama")
-    assert (why_not_served(row, (), is_stored=True) or "").endswith(
-        "iserve deploy '/my models/llama' --variants N"
-    )
+    golden("variant", why_not_served(row, (), is_stored=True) or "")
 
 
 def test_content_that_a_killed_controller_left_is_collected_after_its_grace(

@@ -16,6 +16,7 @@ from fingerprint.verification import Reading, SingleRequest, Verification
 from iserve.cli.verify import print_verification
 from iserve.verify.documents import MetricDocument, VerificationDocument, kv_room_tokens, verification_document
 from tests.fingerprint.synthetic_machine import llama
+from tests.golden_words import Golden
 
 MIB = 2**20
 WORK = Workload(batch=2, input_tokens=64, output_tokens=16)
@@ -106,7 +107,7 @@ def figures(found: VerificationDocument) -> dict[str, MetricDocument]:
     return {metric.name: metric for metric in found.metrics}
 
 
-def test_each_figure_is_measured_over_predicted_and_inside_or_not() -> None:
+def test_each_figure_is_measured_over_predicted_and_inside_or_not(golden: Golden) -> None:
     found = figures(document())
     errors = {name: metric.error for name, metric in found.items()}
     assert errors == {
@@ -119,7 +120,7 @@ def test_each_figure_is_measured_over_predicted_and_inside_or_not() -> None:
     assert inside == {"ttft_s": True, "tpot_s": False, "memory_bytes_per_gpu": True, "kv_tokens": True}
     memory = found["memory_bytes_per_gpu"]
     assert (memory.predicted, memory.low, memory.high) == (100 * MIB, 90 * MIB, pytest.approx(110 * MIB))
-    assert found["kv_tokens"].method == "the engine's own report: 11 blocks of 16"
+    golden("reports", found["kv_tokens"].method)
 
 
 def test_a_cache_smaller_than_was_ordered_is_outside() -> None:
@@ -127,14 +128,14 @@ def test_a_cache_smaller_than_was_ordered_is_outside() -> None:
     assert figures(document(replace(CHECK, kv_tokens=160)))["kv_tokens"].within_interval is True
 
 
-def test_what_nobody_reports_is_not_made_up() -> None:
+def test_what_nobody_reports_is_not_made_up(golden: Golden) -> None:
     blind = replace(CHECK, memory_bytes_per_gpu=None, kv_tokens=None, tpot_s=None)
     found = figures(document(blind, stats=None))
     assert "tpot_s" not in found
     for name in ("memory_bytes_per_gpu", "kv_tokens"):
         metric = found[name]
         assert (metric.measured, metric.error, metric.within_interval, metric.repeats) == (None, None, None, 0)
-    assert found["kv_tokens"].method == "not reported by the engine"
+    golden("reports", found["kv_tokens"].method)
 
 
 def vague(reading: Reading | None) -> Reading:
@@ -213,16 +214,17 @@ def test_what_is_kept_says_what_it_corrects(
 
 @pytest.mark.parametrize(("more", "corrects"), [(0, False), (1024, False), (-1024, False), (MIB // 10, True)])
 def test_memory_that_is_as_predicted_is_not_named_as_corrected(
-    more: int, corrects: bool, capsys: pytest.CaptureFixture[str]
+    more: int, corrects: bool, capsys: pytest.CaptureFixture[str], golden: Golden
 ) -> None:
     found = document(replace(CHECK, memory_bytes_per_gpu=100 * MIB + more))
     assert figures(found)["memory_bytes_per_gpu"].corrects is corrects
     print_verification(found, "./m")
     said = " ".join(capsys.readouterr().out.split())
-    assert f"kept: it corrects TTFT, TPOT{', memory' if corrects else ''} {IN}" in said
+    assert f"TTFT, TPOT{', memory' if corrects else ''} {IN}" in said
+    golden("reports", said)
 
 
-def test_it_reads_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_reads_as_a_table(capsys: pytest.CaptureFixture[str], golden: Golden) -> None:
     before = Correction(
         measured_at="2026-11-20T09:08:07+00:00",
         config=CONFIG,
@@ -236,24 +238,13 @@ def test_it_reads_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
         document(replace(CHECK, kv_tokens=None), replace(PREDICTED, correction=before), None), "./m"
     )
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    assert lines[0] == (
-        "m on 1 x h200: tp=1 pp=1 weights=16bit kv=16bit on torch, launched for the check, "
-        "batch 2, 64 input and 16 output tokens"
-    )
-    assert (
-        " ".join(lines[2].split()) == "TTFT 100 ms [80 ms, 120 ms] extrapolated 120 ms [110 ms, 130 ms] +20.0% yes"
-    )
+    golden("reports", lines[0])
+    golden("reports", " ".join(lines[2].split()))
     assert lines[3].split()[-2:] == ["+20.0%", "no"]
-    assert "100.0 MiB [90.0 MiB, 110.0 MiB] scaled 105.0 MiB +5.0% yes" in " ".join(lines[4].split())
+    golden("reports", " ".join(lines[4].split()))
     assert lines[5].split()[-2:] == ["not", "reported"]
     rest = " ".join(lines[6:])
-    assert "TTFT and TPOT: served: over HTTP" in rest
-    assert "90% interval over 7" in rest
-    assert "note: a note" in rest
-    assert "predictions include the correction by the check of" in rest
-    assert "at 2026-11-20 09:08: TTFT x1, TPOT x0.5, memory -3.0 MiB a GPU" in rest
-    assert "kept: it corrects TTFT, TPOT, memory in" in rest
-    assert "until `iserve verify ./m --forget`" in rest
+    golden("reports", rest)
 
 
 def test_blocks_of_states_are_no_room_for_tokens() -> None:

@@ -30,6 +30,7 @@ from notebooks.figures.setting import (
     spec_of,
 )
 from planner.space import configuration_space
+from tests.golden_words import Golden
 
 REFERENCE = os.environ.get("ISERVE_REFERENCE_DATA")
 with_reference = pytest.mark.skipif(not REFERENCE, reason="ISERVE_REFERENCE_DATA does not name the reference data")
@@ -170,9 +171,9 @@ def test_beside_every_figure_is_why_ours_is_not_the_papers() -> None:
 
 
 def test_an_unknown_figure_is_said_to_be(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, golden: Golden
 ) -> None:
     monkeypatch.setattr("sys.argv", ["record", "99"])
     with pytest.raises(SystemExit):
         main()
-    assert "there is no figure 99" in capsys.readouterr().err
+    golden("reports", capsys.readouterr().err.splitlines()[-1])

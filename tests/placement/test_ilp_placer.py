@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from fingerprint.errors import ConfigError
 from placement import ilp_placer
 from placement.fit import fit
-from placement.ilp_model import MAX_PLACES
 from placement.ilp_placer import ExactPlacer, Layout, place_together
 from placement.multi_model import Choice, Wanted, beside, one_by_one
 from placement.policies import Hybrid, LeastLoaded, Packing
 from placement.types import BlockDemand, ClusterSnapshot, GpuState, Placement
+from tests.golden_words import Golden
 from tests.placement.clusters import (
     blocks,
     brute_force_fits,
@@ -240,7 +240,7 @@ def test_a_tp_group_leaves_its_link_group_only_where_the_load_there_costs_more()
         assert answer.device_ids == devices
 
 
-def test_who_is_left_out_and_why() -> None:
+def test_who_is_left_out_and_why(golden: Golden) -> None:
     two = cluster(gpu(0, 100), gpu(1, 60))
     small, large, huge = (
         one("s", (blocks(1, layer=60), 1.0)),
@@ -252,7 +252,7 @@ def test_who_is_left_out_and_why() -> None:
     assert [out.model for out in layout.left_out] == ["h", "t"]
     alone, together = (out.refusal for out in layout.left_out)
     assert alone == fit(huge, two, LeastLoaded())
-    assert together.reason.startswith("beside 2 other models tp=1,pp=1 needs")
+    golden("planning", together.reason)
     assert together.shortfall_bytes == 45  # 10 are left
     assert layout.proven
 
@@ -286,19 +286,17 @@ def test_at_the_time_limit_the_best_found_is_told_with_its_bound() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "options", "complaint"),
+    ("wanted", "options"),
     [
-        pytest.param([one("a", (blocks(1), 1.0))] * 2, {}, "wanted twice: a, a", id="twice"),
-        pytest.param([], {"time_limit_s": 0.0}, "must be above 0 s, got 0", id="no-time"),
-        pytest.param([], {"time_limit_s": float("nan")}, "must be above 0 s, got nan", id="nan-time"),
-        pytest.param(
-            [one("a", (blocks(80, tp=8, pp=4, layer=1), 1.0))], {}, f"it takes {MAX_PLACES}", id="too-many"
-        ),
+        pytest.param([one("a", (blocks(1), 1.0))] * 2, {}, id="twice"),
+        pytest.param([], {"time_limit_s": 0.0}, id="no-time"),
+        pytest.param([], {"time_limit_s": float("nan")}, id="nan-time"),
+        pytest.param([one("a", (blocks(80, tp=8, pp=4, layer=1), 1.0))], {}, id="too-many"),
     ],
 )
-def test_what_cannot_be_asked(wanted: list[Wanted], options: dict[str, float], complaint: str) -> None:
+def test_what_cannot_be_asked(wanted: list[Wanted], options: dict[str, float], golden: Golden) -> None:
     twenty = cluster(*(gpu(i, 900, load=0.01 * i) for i in range(40)))
-    with pytest.raises(ConfigError, match=complaint):
+    with golden.raises("planning", ConfigError):
         place_together(wanted, twenty, **options)
 
 

@@ -16,6 +16,7 @@ from fingerprint.errors import ConfigError
 from fingerprint.service_model import ServiceModel
 from planner.admission import AdmissionController, AdmissionPolicy, InFlightRequest, LearnedRatio
 from planner.intent import Slo
+from tests.golden_words import Golden
 from tests.two_point_service import two_point_service
 
 # One at a time, a second for a prompt of any length and for each token.
@@ -233,6 +234,6 @@ def test_below_what_is_served_next_to_none_is_rejected() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"slots": 0}, {"service": replace(ONE, output_tokens=0.0)}])
-def test_a_policy_that_cannot_be(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="at least one slot"):
+def test_a_policy_that_cannot_be(wrong: dict[str, Any], golden: Golden) -> None:
+    with golden.raises("planning", ConfigError):
         AdmissionPolicy(**({"slo": Slo(e2e_s=1.0), "service": ONE, "slots": 1} | wrong))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import re
 import subprocess
 import sys
 import tracemalloc
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fingerprint.errors import BadInputError, NotFoundError
+from tests.golden_words import Golden
 from tests.traces.format_conformance import read_or_refused, write
 from traces.reading import open_trace
 from traces.request import Request
@@ -26,94 +28,74 @@ BURST_2 = "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response token
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    "content",
     [
-        pytest.param("", "is empty", id="empty"),
-        pytest.param("\n\n", "is empty", id="blank"),
-        pytest.param(CSV, "no requests", id="header-only"),
-        pytest.param("a,b,c\n1,2,3\n", "no trace format known", id="unknown-header"),
-        pytest.param("input_tokens,output_tokens\n1,2\n", "no trace format known", id="lengths-only"),
-        pytest.param("arrival_s,arrival_s,input_tokens,output_tokens\n", "names a column twice", id="twice"),
-        pytest.param(CSV + "0,1\n", "line 2: 2 fields, the header has 3", id="short-row"),
-        pytest.param(CSV + "0,1,1\n0,1,1,1\n", "line 3: 4 fields", id="long-row"),
-        pytest.param(CSV + "0,-1,1\n", "line 2: input_tokens is -1", id="negative-input"),
-        pytest.param(CSV + "0,1,-5\n", "line 2: output_tokens is -5", id="negative-output"),
-        pytest.param(CSV + "0,1,1.5\n", "output_tokens is '1.5', not a whole number", id="fraction"),
-        pytest.param(CSV + "0,x,1\n", "input_tokens is 'x'", id="word"),
-        pytest.param(CSV + "0,,1\n", "input_tokens is ''", id="missing"),
-        pytest.param(CSV + "0,99999999999,1\n", "outside 0 to", id="too-many"),
-        pytest.param(CSV + "0," + "9" * 5000 + ",1\n", "not a whole number", id="very-many-digits"),
-        pytest.param(CSV + "0,0,1\n", "line 2: has no input tokens", id="no-input"),
-        pytest.param(CSV + "0,1,0\n", "line 2: has no output tokens", id="no-output"),
-        pytest.param(CSV + "nan,1,1\n", "arrival_s is nan, not a finite time", id="nan"),
-        pytest.param(CSV + "inf,1,1\n", "not a finite time", id="infinite"),
-        pytest.param(CSV + "-1,1,1\n", "line 2: arrives at -1.0000000 s, before the start", id="before-start"),
-        pytest.param(CSV + "2,1,1\n1,1,1\n", "line 3: arrives at 1.0000000 s, before the row", id="unsorted"),
-        pytest.param(CSV + '0,"1,1\n', "line 2", id="open-quote"),
-        pytest.param(CSV.encode() + b"0,1,1\n1,\xff,1\n", "line 3: not UTF-8", id="not-utf8"),
-        pytest.param(CSV.encode() + b"0,1,1\x00\n", "line 2", id="nul"),
-        pytest.param(CSV + "0,1,1\n" + "1" * (MAX_LINE_BYTES + 1), "line 3: longer than", id="long-line"),
-        pytest.param("\n" * (MAX_BLANK_LINES + 1) + CSV, "blank lines in a row", id="blank-start"),
-        pytest.param(CSV + "0,1,1\n" + "\r\n" * 2 * MAX_BLANK_LINES, "blank lines in a row", id="blank-end"),
-        pytest.param("x" * 10 * MAX_LINE_BYTES, "line 1: longer than", id="one-long-line"),
-        pytest.param(AZURE + "yesterday,1,1\n", "TIMESTAMP is 'yesterday'", id="azure-no-time"),
-        pytest.param(AZURE + "2023-13-16 18:15:46.1,1,1\n", "month must be", id="azure-no-month"),
-        pytest.param(AZURE + "2023-11-16 18:15:99.1,1,1\n", "99 seconds", id="azure-no-second"),
-        pytest.param(
-            AZURE + "2023-11-16 18:15:46.2,1,1\n2023-11-16 18:15:46.1,1,1\n",
-            "line 3: arrives",
-            id="azure-unsorted",
-        ),
-        pytest.param('{"input_length": 1, "output_length": 1}\n', "timestamp is 'None'", id="mooncake-no-time"),
-        pytest.param(
-            '{"timestamp": 0, "input_length": "1", "output_length": 1}\n',
-            "input_length is '1'",
-            id="mooncake-text",
-        ),
-        pytest.param(
-            '{"timestamp": 0, "input_length": true, "output_length": 1}\n', "input_length is 'True'", id="bool"
-        ),
-        pytest.param(
-            '{"timestamp": NaN, "input_length": 1, "output_length": 1}\n', "not a finite time", id="mooncake-nan"
-        ),
-        pytest.param('{"input_length": 1,\n', "line 1: not a JSON object", id="mooncake-cut"),
-        pytest.param(
-            '{"timestamp": 0, "input_length": 1, "output_length": 1}\n[1]\n', "line 2: not a JSON", id="json-list"
-        ),
-        pytest.param(
-            '{"timestamp": 0, "input_length": 1, "output_length": 1}\n' + "[" * 100_000, "line 2", id="json-deep"
-        ),
-        pytest.param(
-            '{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [0.5]}\n', "hash_ids", id="blocks"
-        ),
-        pytest.param(BURST + "5,m,-1,1,0,API log\n", "Request tokens is -1", id="burstgpt-negative"),
-        pytest.param(
-            BURST + "5,m,1,1,2,API log\n4,m,1,1,2,API log\n", "line 3: arrives at -1", id="burst-unsorted"
-        ),
+        pytest.param("", id="empty"),
+        pytest.param("\n\n", id="blank"),
+        pytest.param(CSV, id="header-only"),
+        pytest.param("a,b,c\n1,2,3\n", id="unknown-header"),
+        pytest.param("input_tokens,output_tokens\n1,2\n", id="lengths-only"),
+        pytest.param("arrival_s,arrival_s,input_tokens,output_tokens\n", id="twice"),
+        pytest.param(CSV + "0,1\n", id="short-row"),
+        pytest.param(CSV + "0,1,1\n0,1,1,1\n", id="long-row"),
+        pytest.param(CSV + "0,-1,1\n", id="negative-input"),
+        pytest.param(CSV + "0,1,-5\n", id="negative-output"),
+        pytest.param(CSV + "0,1,1.5\n", id="fraction"),
+        pytest.param(CSV + "0,x,1\n", id="word"),
+        pytest.param(CSV + "0,,1\n", id="missing"),
+        pytest.param(CSV + "0,99999999999,1\n", id="too-many"),
+        pytest.param(CSV + "0," + "9" * 5000 + ",1\n", id="very-many-digits"),
+        pytest.param(CSV + "0,0,1\n", id="no-input"),
+        pytest.param(CSV + "0,1,0\n", id="no-output"),
+        pytest.param(CSV + "nan,1,1\n", id="nan"),
+        pytest.param(CSV + "inf,1,1\n", id="infinite"),
+        pytest.param(CSV + "-1,1,1\n", id="before-start"),
+        pytest.param(CSV + "2,1,1\n1,1,1\n", id="unsorted"),
+        pytest.param(CSV + '0,"1,1\n', id="open-quote"),
+        pytest.param(CSV.encode() + b"0,1,1\n1,\xff,1\n", id="not-utf8"),
+        pytest.param(CSV.encode() + b"0,1,1\x00\n", id="nul"),
+        pytest.param(CSV + "0,1,1\n" + "1" * (MAX_LINE_BYTES + 1), id="long-line"),
+        pytest.param("\n" * (MAX_BLANK_LINES + 1) + CSV, id="blank-start"),
+        pytest.param(CSV + "0,1,1\n" + "\r\n" * 2 * MAX_BLANK_LINES, id="blank-end"),
+        pytest.param("x" * 10 * MAX_LINE_BYTES, id="one-long-line"),
+        pytest.param(AZURE + "yesterday,1,1\n", id="azure-no-time"),
+        pytest.param(AZURE + "2023-13-16 18:15:46.1,1,1\n", id="azure-no-month"),
+        pytest.param(AZURE + "2023-11-16 18:15:99.1,1,1\n", id="azure-no-second"),
+        pytest.param(AZURE + "2023-11-16 18:15:46.2,1,1\n2023-11-16 18:15:46.1,1,1\n", id="azure-unsorted"),
+        pytest.param('{"input_length": 1, "output_length": 1}\n', id="mooncake-no-time"),
+        pytest.param('{"timestamp": 0, "input_length": "1", "output_length": 1}\n', id="mooncake-text"),
+        pytest.param('{"timestamp": 0, "input_length": true, "output_length": 1}\n', id="bool"),
+        pytest.param('{"timestamp": NaN, "input_length": 1, "output_length": 1}\n', id="mooncake-nan"),
+        pytest.param('{"input_length": 1,\n', id="mooncake-cut"),
+        pytest.param('{"timestamp": 0, "input_length": 1, "output_length": 1}\n[1]\n', id="json-list"),
+        pytest.param('{"timestamp": 0, "input_length": 1, "output_length": 1}\n' + "[" * 100_000, id="json-deep"),
+        pytest.param('{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [0.5]}\n', id="blocks"),
+        pytest.param(BURST + "5,m,-1,1,0,API log\n", id="burstgpt-negative"),
+        pytest.param(BURST + "5,m,1,1,2,API log\n4,m,1,1,2,API log\n", id="burst-unsorted"),
     ],
 )
-def test_a_bad_file_is_one_line_that_names_it(content: str | bytes, says: str, tmp_path: Path) -> None:
+def test_a_bad_file_is_one_line_that_names_it(content: str | bytes, tmp_path: Path, golden: Golden) -> None:
     path = write(tmp_path, content)
     with pytest.raises(BadInputError) as caught:
         list(open_trace(path))
-    assert says in str(caught.value)
+    golden("traces", str(caught.value))
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_truncated_gzip_names_the_last_line_it_gave(tmp_path: Path) -> None:
+def test_a_truncated_gzip_names_the_last_line_it_gave(tmp_path: Path, golden: Golden) -> None:
     rows = "".join(f"{second},{second * 7919 % 1000 + 1},1\n" for second in range(50_000))
     whole = gzip.compress((CSV + rows).encode())
     path = write(tmp_path, whole[: len(whole) // 2])
-    with pytest.raises(BadInputError, match=r"line \d{4,}: the gzip stream is damaged or ends early"):
+    with pytest.raises(BadInputError) as caught:
         list(open_trace(path))
+    number = re.search(r"line (\d{4,}):", str(caught.value))[1]  # as far as its compression has been read
+    golden("traces", str(caught.value).replace(number, "NUMBER"))
 
 
-def test_a_gzip_that_ends_in_its_first_line_says_so(tmp_path: Path) -> None:
+def test_a_gzip_that_ends_in_its_first_line_says_so(tmp_path: Path, golden: Golden) -> None:
     path = write(tmp_path, gzip.compress((CSV + "0,1,1\n").encode())[:30])
-    with pytest.raises(
-        BadInputError, match=r"line 1: the gzip stream is damaged or ends early before its first line"
-    ):
+    with golden.raises("traces", BadInputError):
         open_trace(path)
 
 
@@ -124,40 +106,40 @@ def test_a_gzip_with_a_flipped_byte_is_refused(tmp_path: Path) -> None:
         list(open_trace(write(tmp_path, bytes(data))))
 
 
-def test_no_file_a_folder_and_an_unknown_format(tmp_path: Path) -> None:
-    with pytest.raises(NotFoundError, match="no trace file"):
+def test_no_file_a_folder_and_an_unknown_format(tmp_path: Path, golden: Golden) -> None:
+    with golden.raises("traces", NotFoundError):
         open_trace(tmp_path / "nothing.csv")
-    with pytest.raises(BadInputError, match="cannot be read"):
+    with golden.raises("traces", BadInputError):
         open_trace(tmp_path)
-    with pytest.raises(BadInputError, match="no trace format 'parquet'; there are csv, azure"):
+    with golden.raises("traces", BadInputError):
         open_trace(write(tmp_path, CSV), "parquet")
-    with pytest.raises(BadInputError, match="the header has no TIMESTAMP"):
+    with golden.raises("traces", BadInputError):
         list(open_trace(write(tmp_path, CSV + "0,1,1\n"), "azure"))
 
 
-def test_json_lines_with_further_keys_are_mooncakes_only_by_name(tmp_path: Path) -> None:
+def test_json_lines_with_further_keys_are_mooncakes_only_by_name(tmp_path: Path, golden: Golden) -> None:
     """Qwen-Bailian's lines have the same keys with seconds and blocks of 16 tokens, and keys of their own."""
     row = '{"timestamp": 2, "input_length": 8, "output_length": 3, "hash_ids": [1], "a_key_of_its_own": 7}\n'
     path = write(tmp_path, row)
-    with pytest.raises(BadInputError, match="no trace format known here"):
+    with golden.raises("traces", BadInputError):
         open_trace(path)
     assert list(open_trace(path, "mooncake")) == [Request(0.002, 8, 3, "", (1,))]
 
 
-def test_requests_at_one_time_are_read_unless_strict(tmp_path: Path) -> None:
+def test_requests_at_one_time_are_read_unless_strict(tmp_path: Path, golden: Golden) -> None:
     path = write(tmp_path, CSV + "0,1,1\n3,1,1\n3,1,1\n")
     assert [request.arrival_s for request in open_trace(path)] == [0, 3, 3]
-    with pytest.raises(BadInputError, match=r"line 4: arrives at 3\.0000000 s like the row above"):
+    with golden.raises("traces", BadInputError):
         list(open_trace(path, strict=True))
 
 
-def test_what_no_tokens_mean_is_the_formats_or_the_callers_to_say(tmp_path: Path) -> None:
+def test_what_no_tokens_mean_is_the_formats_or_the_callers_to_say(tmp_path: Path, golden: Golden) -> None:
     path = write(tmp_path, BURST + "5,m,10,0,10,API log\n6,m,10,1,11,API log\n")
     opened = open_trace(path)
     assert [request.output_tokens for request in opened] == [1]
     assert (opened.rows, opened.skipped) == (2, 1)
     assert [request.output_tokens for request in open_trace(path, zero_lengths="keep")] == [0, 1]
-    with pytest.raises(BadInputError, match="line 2: has no output tokens"):
+    with golden.raises("traces", BadInputError):
         list(open_trace(path, zero_lengths="refuse"))
     plain = write(tmp_path, CSV + "0,0,3\n1,2,3\n")
     assert list(open_trace(plain, zero_lengths="skip")) == [Request(1.0, 2, 3)]

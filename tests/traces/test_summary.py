@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fingerprint.errors import BadInputError
 from planner.intent import Slo
+from tests.golden_words import Golden
 from tests.traces.outcome_makers import outcomes
 from traces.outcomes import Failure
 from traces.summary import limit_words, outcome_words, percentiles, summarize
@@ -158,17 +159,17 @@ def test_what_was_in_flight_when_a_run_was_ended_is_not_judged() -> None:
     assert found.attainment_fraction == 1.0
 
 
-def test_the_first_line_says_how_many_failed_and_why() -> None:
+def test_the_first_line_says_how_many_failed_and_why(golden: Golden) -> None:
     fates = [Failure.NONE] * 4 + [Failure.BAD_REQUEST] * 14 + [Failure.TIMEOUT] * 2
     times = [1.0 if fate is Failure.NONE else NAN for fate in fates]
     found = summarize(outcomes(ttft_s=times, e2e_s=times, failure=fates))
-    assert outcome_words(found) == "16 of 20 requests failed: 14 bad request, 2 timeout; 4 answered"
+    golden("traces", outcome_words(found))
     told = outcome_words(found, {"bad request": "longer than planned for"})
-    assert told == "16 of 20 requests failed: 14 longer than planned for, 2 timeout; 4 answered"
+    golden("traces", told)
     alike = summarize(outcomes(ttft_s=[NAN], e2e_s=[NAN], failure=[Failure.TIMEOUT]))
-    assert outcome_words(alike) == "1 of 1 requests failed: timeout; 0 answered"
-    assert outcome_words(summarize(outcomes(ttft_s=[1], e2e_s=[2]))) == "all 1 requests were answered"
-    assert outcome_words(summarize(outcomes(ttft_s=[], e2e_s=[]))) == "no requests arrived"
+    golden("traces", outcome_words(alike))
+    golden("traces", outcome_words(summarize(outcomes(ttft_s=[1], e2e_s=[2]))))
+    golden("traces", outcome_words(summarize(outcomes(ttft_s=[], e2e_s=[]))))
 
 
 def test_limits_are_said_where_there_are_any() -> None:

@@ -21,6 +21,7 @@ from tests.daemon.engines.tensorrt_environment import (
     make_spec,
     make_tensorrt_llm,
 )
+from tests.golden_words import Golden
 
 
 @pytest.fixture(scope="module")
@@ -79,11 +80,11 @@ def test_without_the_setting_it_is_planned_for_and_not_started(monkeypatch, chec
 
 
 @pytest.mark.parametrize("version", ["1.1.0", "1.2.0rc2", "1.3.0", "0.20.0", "1.20.0"])
-def test_a_release_that_it_was_not_written_for_is_refused(tmp_path, monkeypatch, checkpoint, version):
+def test_a_release_that_it_was_not_written_for_is_refused(
+    tmp_path, monkeypatch, checkpoint, version, golden: Golden
+):
     monkeypatch.setenv(VARIABLE, str(make_tensorrt_llm(tmp_path / "env", version)))
-    with pytest.raises(
-        EngineError, match=rf"TensorRT-LLM {version} of .* is not one that iServe knows: install 1\.2"
-    ):
+    with golden.raises("engines", EngineError):
         TensorRtLlmEngine().command(make_spec(checkpoint), tmp_path, devices())
 
 
@@ -96,27 +97,29 @@ def test_an_environment_without_its_program_is_refused(tmp_path, monkeypatch, ch
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    "changes",
     [
-        pytest.param({"config": config(weights=WeightFormat.GPTQ4)}, "older engine flow", id="gptq"),
-        pytest.param({"config": config(kv=KvFormat.INT8)}, "older engine flow", id="int8-kv"),
-        pytest.param({"config": config(pruning=Pruning.WANDA_2_4)}, "older engine flow", id="2:4"),
-        pytest.param({"config": config(kv=KvFormat.FP8)}, "without fp8 arithmetic", id="fp8-kv-on-ampere"),
-        pytest.param({"profiling": True, "layers": (3, 3)}, "without pipeline stages only", id="profiling-pp"),
+        pytest.param({"config": config(weights=WeightFormat.GPTQ4)}, id="gptq"),
+        pytest.param({"config": config(kv=KvFormat.INT8)}, id="int8-kv"),
+        pytest.param({"config": config(pruning=Pruning.WANDA_2_4)}, id="2:4"),
+        pytest.param({"config": config(kv=KvFormat.FP8)}, id="fp8-kv-on-ampere"),
+        pytest.param({"profiling": True, "layers": (3, 3)}, id="profiling-pp"),
     ],
 )
-def test_what_it_cannot_keep_is_refused_before_a_start(engine, checkpoint, tmp_path, changes, said):
-    with pytest.raises(ConfigError, match=said):
+def test_what_it_cannot_keep_is_refused_before_a_start(engine, checkpoint, tmp_path, changes, golden: Golden):
+    with golden.raises("engines", ConfigError):
         engine.command(make_spec(checkpoint, **changes), tmp_path, devices())
 
 
 @pytest.mark.parametrize(
     ("family", "architecture"), [("falcon", "FalconForCausalLM"), ("gptj", "GPTJForCausalLM")]
 )
-def test_an_architecture_of_the_older_flow_is_refused_before_a_start(engine, tmp_path, family, architecture):
+def test_an_architecture_of_the_older_flow_is_refused_before_a_start(
+    engine, tmp_path, family, architecture, golden: Golden
+):
     sizes = {"n_embd": 64, "n_head": 4, "n_layer": 6, "n_positions": 1024, "rotary_dim": 16}
     folder = make_checkpoint(tmp_path / family, model_type=family, architectures=[architecture], **sizes)
-    with pytest.raises(ConfigError, match=f"does not run {architecture}: .*older engine flow"):
+    with golden.raises("engines", ConfigError):
         engine.command(make_spec(folder), tmp_path, devices())
 
 

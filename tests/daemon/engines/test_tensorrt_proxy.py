@@ -23,6 +23,7 @@ from tests.daemon.engines.tensorrt_stand_in.engine import Behaviour, Engine
 from tests.daemon.engines.tensorrt_stand_in.flags import parse
 from tests.daemon.engines.tensorrt_stand_in.options import merged
 from tests.daemon.engines.tensorrt_stand_in.server import serve
+from tests.golden_words import Golden
 from tests.waiting import PATIENCE_S
 
 OPTIONS = "max_num_tokens: 60\nmax_seq_len: 100\nenable_iter_perf_stats: true"
@@ -104,28 +105,28 @@ def test_a_face_that_drains_takes_nothing_new(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "status", "code", "said"),
+    ("path", "body", "status", "code"),
     [
-        ("completions", b"{", 400, None, "cannot be read"),
-        ("completions", b"\xff\xfe", 400, None, "cannot be read"),
-        ("completions", b"[" * 100_000, 400, None, "cannot be read"),
-        ("completions", {"prompt": 7}, 400, None, "cannot be read"),
-        ("completions", {"prompt": ""}, 400, None, "must not be empty"),
-        ("completions", {"prompt": "a", "model": "other"}, 404, "model_not_found", "this worker serves 'm'"),
-        ("chat/completions", {"messages": [], "model": "other"}, 404, "model_not_found", "'other'"),
-        ("completions", {"prompt": [1] * 99, "max_tokens": 2}, 400, "context_length_exceeded", "100 tokens"),
-        ("completions", {"prompt": [[1], [1] * 100]}, 400, "context_length_exceeded", "100 prompt tokens"),
-        ("completions", {"prompt": "a " * 61}, 400, "context_length_exceeded", "should not exceed max_num_tokens"),
-        ("completions", {"prompt": "a", "top_k": -1}, 400, None, "top_k"),
-        ("chat/completions", {"messages": [], "guided_json": 1}, 400, None, "guided_json"),
+        ("completions", b"{", 400, None),
+        ("completions", b"\xff\xfe", 400, None),
+        ("completions", b"[" * 100_000, 400, None),
+        ("completions", {"prompt": 7}, 400, None),
+        ("completions", {"prompt": ""}, 400, None),
+        ("completions", {"prompt": "a", "model": "other"}, 404, "model_not_found"),
+        ("chat/completions", {"messages": [], "model": "other"}, 404, "model_not_found"),
+        ("completions", {"prompt": [1] * 99, "max_tokens": 2}, 400, "context_length_exceeded"),
+        ("completions", {"prompt": [[1], [1] * 100]}, 400, "context_length_exceeded"),
+        ("completions", {"prompt": "a " * 61}, 400, "context_length_exceeded"),
+        ("completions", {"prompt": "a", "top_k": -1}, 400, None),
+        ("chat/completions", {"messages": [], "guided_json": 1}, 400, None),
     ],
 )
-def test_every_refusal_is_an_openai_error(tmp_path, path, body, status, code, said) -> None:
+def test_every_refusal_is_an_openai_error(tmp_path, path, body, status, code, golden: Golden) -> None:
     async def scene() -> None:
         async with pair(tmp_path) as it:
             got, answer = await it.ask(f"/v1/{path}", body)
             assert (got, answer["error"]["code"]) == (status, code)
-            assert said in answer["error"]["message"]
+            golden("engines", answer["error"]["message"])
             assert set(answer["error"]) == {"message", "type", "param", "code"}
 
     play(scene)
@@ -222,7 +223,9 @@ def test_several_readers_at_once_see_every_record_once(tmp_path: Path) -> None:
     play(scene)
 
 
-def test_statistics_that_make_no_sense_end_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_statistics_that_make_no_sense_end_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], golden: Golden
+) -> None:
     async def scene() -> None:
         async with pair(tmp_path) as it:
             it.engine.drain_records = lambda: {"not": "a list"}  # type: ignore[method-assign,assignment,return-value]
@@ -231,4 +234,4 @@ def test_statistics_that_make_no_sense_end_nothing(tmp_path: Path, capsys: pytes
             assert (await it.ask("/v1/completions", {"prompt": "a", "max_tokens": 3}))[0] == 200
 
     play(scene)
-    assert "statistics cannot be read" in capsys.readouterr().err
+    golden("engines", capsys.readouterr().err)

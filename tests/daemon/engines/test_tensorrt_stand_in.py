@@ -18,25 +18,26 @@ from tests.daemon.engines.tensorrt_stand_in.flags import parse
 from tests.daemon.engines.tensorrt_stand_in.options import merged
 from tests.daemon.engines.tensorrt_stand_in.refusal import RefusedError
 from tests.daemon.engines.tensorrt_stand_in.server import serve
+from tests.golden_words import Golden
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    "line",
     [
-        ("serve m --unheard-of 1", "No such option: --unheard-of"),
-        ("serve m --tp-size 2", "No such option: --tp-size"),
-        ("serve m --served_model_name x", "No such option"),
-        ("serve m --grpc", "No such option"),
-        ("serve m --tp_size two", "Invalid value for '--tp_size'"),
-        ("serve m --backend vllm", "Invalid value for '--backend'"),
-        ("serve m --port", "requires an argument"),
-        ("serve", "one MODEL is needed"),
-        ("serve m n", "one MODEL is needed"),
-        ("m --dtype float16", "No such option: --dtype"),
+        "serve m --unheard-of 1",
+        "serve m --tp-size 2",
+        "serve m --served_model_name x",
+        "serve m --grpc",
+        "serve m --tp_size two",
+        "serve m --backend vllm",
+        "serve m --port",
+        "serve",
+        "serve m n",
+        "m --dtype float16",
     ],
 )
-def test_an_undocumented_command_line_is_refused(line: str, said: str) -> None:
-    with pytest.raises(RefusedError, match=said) as caught:
+def test_an_undocumented_command_line_is_refused(line: str, golden: Golden) -> None:
+    with golden.raises("engines", RefusedError) as caught:
         parse(line.split())
     assert caught.value.exit_code == 2
 
@@ -48,23 +49,23 @@ def test_documented_names_mean_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    "text",
     [
-        ("no_such_key: 1", "LLM got invalid argument: no_such_key"),
-        ("quant_config: {}", "specific to TensorRT backend"),
-        ("build_config: {}", "specific to TensorRT backend"),
-        ("kv_cache_config: {no_such: 1}", "Extra inputs"),
-        ("kv_cache_config: {dtype: int8}", "invalid type 'int8'"),
-        ("kv_cache_config: {max_tokens: many}", "not a valid value"),
-        ("max_batch_size: 1.5", "not a valid value"),
-        ("orchestrator_type: mpi", "not a valid value"),
-        ("scheduler_config: {capacity_scheduler_policy: FAIR}", "not a valid value"),
-        ("cuda_graph_config: {batch_sizes: [1, 4], max_batch_size: 8}", "do not agree"),
-        ("- a list", "not a mapping"),
+        "no_such_key: 1",
+        "quant_config: {}",
+        "build_config: {}",
+        "kv_cache_config: {no_such: 1}",
+        "kv_cache_config: {dtype: int8}",
+        "kv_cache_config: {max_tokens: many}",
+        "max_batch_size: 1.5",
+        "orchestrator_type: mpi",
+        "scheduler_config: {capacity_scheduler_policy: FAIR}",
+        "cuda_graph_config: {batch_sizes: [1, 4], max_batch_size: 8}",
+        "- a list",
     ],
 )
-def test_undocumented_options_are_refused(text: str, said: str) -> None:
-    with pytest.raises(RefusedError, match=said):
+def test_undocumented_options_are_refused(text: str, golden: Golden) -> None:
+    with golden.raises("engines", RefusedError):
         merged(parse(["m"])[2], text)
 
 
@@ -80,25 +81,23 @@ def test_the_file_overrides_the_command_line_and_its_kv_block_is_merged() -> Non
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    "changes",
     [
-        (
-            {"architectures": ["FalconForCausalLM"]},
-            "Unknown architecture for AutoModelForCausalLM: FalconForCausalLM",
-        ),
-        ({"quantization_config": {"quant_method": "gptq"}}, "Unsupported quantization_config"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "Unsupported quantization_config"),
-        ({"modelopt": {"quant_algo": "W8A8_SQ_PER_CHANNEL"}}, "unsupported quant mode"),
+        {"architectures": ["FalconForCausalLM"]},
+        {"quantization_config": {"quant_method": "gptq"}},
+        {"quantization_config": {"quant_method": "fp8"}},
+        {"modelopt": {"quant_algo": "W8A8_SQ_PER_CHANNEL"}},
     ],
+    ids=repr,
 )
-def test_checkpoints_that_it_does_not_read_are_refused(tmp_path: Path, changes: dict, said: str) -> None:
-    with pytest.raises(RefusedError, match=said):
+def test_checkpoints_that_it_does_not_read_are_refused(tmp_path: Path, changes: dict, golden: Golden) -> None:
+    with golden.raises("engines", RefusedError):
         load(make_checkpoint(tmp_path / "m", **changes))
 
 
 @pytest.mark.parametrize("text", ["pp_partition: [5]", "pp_partition: [3, 4]", "pp_partition: [2, 2, 2]"])
-def test_a_partition_must_fit_stages_and_layers(tmp_path: Path, text: str) -> None:
-    with pytest.raises(RefusedError, match="does not fit pp_size 2, 6 layers"):
+def test_a_partition_must_fit_stages_and_layers(tmp_path: Path, text: str, golden: Golden) -> None:
+    with golden.raises("engines", RefusedError):
         load(make_checkpoint(tmp_path / "m"), f"pipeline_parallel_size: 2\n{text}")
 
 
@@ -106,10 +105,10 @@ def load(folder: Path, text: str | None = None, **behaviour: object) -> Engine:
     return Engine(folder, merged(parse(["m"])[2], text), Behaviour(metrics_wait_s=0.05, **behaviour))
 
 
-def test_a_cache_below_one_sequence_shortens_it_without_an_error(tmp_path: Path, capsys) -> None:
+def test_a_cache_below_one_sequence_shortens_it_without_an_error(tmp_path: Path, capsys, golden: Golden) -> None:
     engine = load(make_checkpoint(tmp_path / "m"), "kv_cache_config: {max_tokens: 64}")
     assert engine.max_seq_len == 64
-    assert "Attention window size 1024 exceeds upper bound 64" in capsys.readouterr().out
+    golden("engines", capsys.readouterr().out)
 
 
 Ask = Callable[..., tuple[int, dict]]
@@ -143,20 +142,20 @@ def ask(tmp_path: Path) -> Iterator[Ask]:
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    "body",
     [
-        ({"prompt": "a", "guided_json": "{}"}, "body.guided_json: Extra inputs are not permitted"),
-        ({"prompt": "a", "top_k": -1}, "top_k"),
-        ({"prompt": "a", "top_k": None}, "top_k"),
-        ({"prompt": "a", "use_beam_search": True, "best_of": 4}, "Request beam width 4 is not equal"),
-        ({"prompt": [1] * 100}, "`default_max_tokens` (0) must be greater than 0"),
-        ({"prompt": [1] * 61}, "should not exceed max_num_tokens"),
+        {"prompt": "a", "guided_json": "{}"},
+        {"prompt": "a", "top_k": -1},
+        {"prompt": "a", "top_k": None},
+        {"prompt": "a", "use_beam_search": True, "best_of": 4},
+        {"prompt": [1] * 100},
+        {"prompt": [1] * 61},
     ],
 )
-def test_a_bad_request_gets_a_flat_400(ask: Ask, body: dict, said: str) -> None:
+def test_a_bad_request_gets_a_flat_400(ask: Ask, body: dict, golden: Golden) -> None:
     status, answer = ask(body)
     assert status == 400
-    assert said in answer.pop("message")
+    golden("engines", answer.pop("message"))
     assert answer == {"object": "error", "type": "BadRequestError", "param": None, "code": 400}
 
 

@@ -28,6 +28,7 @@ from tests.daemon.engines.standin import make_editable, make_vllm, set_version
 from tests.daemon.engines.vllm_releases import recorded
 from tests.daemon.engines.vllm_sources import write_release
 from tests.daemon.engines.vllm_worker_spec import DEVICES, LLAMA_8B, worker
+from tests.golden_words import Golden
 
 GIB = 2**30
 GPUS = ("GPU-aaaa", "GPU-bbbb")
@@ -156,42 +157,35 @@ def test_a_failed_start_is_told_with_its_fix_and_leaves_nothing(vllm_node, behav
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "message"),
+    ("changes", "error"),
     [
-        pytest.param({"layers": (3, 3)}, ConfigError, r"\[3, 3\] do not add up to the model's 4", id="layers"),
-        pytest.param(
-            {"limits": replace(LIMITS, kv_tokens=CONTEXT - 1)}, ConfigError, "one sequence", id="short-cache"
-        ),
-        pytest.param(
-            {"limits": replace(LIMITS, max_batched_tokens=2)}, ConfigError, "max_batched_tokens=2", id="step"
-        ),
-        pytest.param(
-            {"limits": replace(LIMITS, memory_bytes_per_device=0)}, ConfigError, "memory_bytes", id="no-memory"
-        ),
+        pytest.param({"layers": (3, 3)}, ConfigError, id="layers"),
+        pytest.param({"limits": replace(LIMITS, kv_tokens=CONTEXT - 1)}, ConfigError, id="short-cache"),
+        pytest.param({"limits": replace(LIMITS, max_batched_tokens=2)}, ConfigError, id="step"),
+        pytest.param({"limits": replace(LIMITS, memory_bytes_per_device=0)}, ConfigError, id="no-memory"),
         pytest.param(
             {"config": DeploymentConfig(engine="vllm", weights=WeightFormat.GPTQ4)},
             CheckpointError,
-            "weights=gptq4 on vllm takes a checkpoint made by gptq",
             id="not-quantized",
         ),
     ],
 )
-def test_what_vllm_cannot_keep_is_refused_before_it_starts(vllm_node, changes, error, message):
+def test_what_vllm_cannot_keep_is_refused_before_it_starts(vllm_node, changes, error, golden: Golden):
     start(vllm_node)
-    with pytest.raises(error, match=message):
+    with golden.raises("engines", error):
         vllm_node.client.launch(spec(vllm_node, **changes))
     assert vllm_node.client.workers() == ()
     assert not list((vllm_node.home / "workers").glob("*"))
 
 
-def test_what_only_vllm_knows_of_is_given_up_at_once(vllm_node):
+def test_what_only_vllm_knows_of_is_given_up_at_once(vllm_node, golden: Golden):
     """A context beyond the model's: the class of the error says that another start cannot help."""
     start(vllm_node)
     limits = replace(LIMITS, max_context_tokens=128, kv_tokens=384, max_batched_tokens=384)
     vllm_node.client.launch(spec(vllm_node, limits=limits))
     status = vllm_node.wait("w1", WorkerState.FAILED)
     assert status.restarts == 0
-    assert "a context of 128 tokens is longer than the model's 64" in status.error
+    golden("engines", status.error)
 
 
 def test_an_engine_core_that_is_killed_takes_the_server_along_and_both_are_started_again(vllm_node):
@@ -263,18 +257,18 @@ def without_flag(flag: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("version", ["0.19.2", "0.34.0", "unknown"])
-def test_a_release_that_cannot_be_read_is_not_started(tmp_path, monkeypatch, version):
+def test_a_release_that_cannot_be_read_is_not_started(tmp_path, monkeypatch, version, golden: Golden):
     """The release's metadata is there, its command line is not."""
     monkeypatch.setenv("ISERVE_VLLM_PYTHON", str(make_vllm(tmp_path / "env", version)))
-    assert "install vllm there anew" in (get_engine("vllm").capabilities().unavailable or "")
+    golden("engines", get_engine("vllm").capabilities().unavailable or "")
 
 
-def test_an_unknown_release_that_lacks_an_option_is_not_started(tmp_path, monkeypatch):
+def test_an_unknown_release_that_lacks_an_option_is_not_started(tmp_path, monkeypatch, golden: Golden):
     flags = without_flag("--kv-cache-memory-bytes")
     monkeypatch.setenv("ISERVE_VLLM_PYTHON", str(unknown_release(tmp_path / "env", flags=flags)))
     why = get_engine("vllm").capabilities().unavailable or ""
     assert "vllm 0.34.0" in why
-    assert "(flag --kv-cache-memory-bytes): install one of 0.24 to 0.33" in why
+    golden("engines", why)
 
 
 FP8 = {"weights": WeightFormat.FP8}
@@ -327,7 +321,7 @@ def without_variable(variable: str) -> tuple[str, ...]:
     ],
 )
 def test_an_unknown_release_is_refused_only_to_a_launch_that_needs_what_it_lacks(
-    tmp_path, monkeypatch, changes, wish, missing
+    tmp_path, monkeypatch, changes, wish, missing, golden: Golden
 ):
     monkeypatch.setenv("ISERVE_VLLM_PYTHON", str(unknown_release(tmp_path / "env", **changes)))
     vllm, checkpoint = get_engine("vllm"), tmp_path / "model"
@@ -344,17 +338,17 @@ def test_an_unknown_release_is_refused_only_to_a_launch_that_needs_what_it_lacks
     assert launched().argv
     assert vllm.capabilities().deployable
     if wish is not None:
-        with pytest.raises(EngineError, match=f"vllm 0.34.0 of .* lacks what iServe starts it with .*{missing}"):
+        with golden.raises("engines", EngineError):
             launched(**wish)
         assert [note for note in vllm.capabilities().notes if f"{missing}" in note.text]
 
 
-def test_an_unknown_release_serves_and_says_what_is_not_verified(vllm_node, tmp_path, monkeypatch):
+def test_an_unknown_release_serves_and_says_what_is_not_verified(vllm_node, tmp_path, monkeypatch, golden: Golden):
     python = unknown_release(tmp_path / "env")
     monkeypatch.setenv("ISERVE_VLLM_PYTHON", str(python))
     table = get_engine("vllm").capabilities()
     assert (table.deployable, table.step_timed, table.unprofiled) == (True, False, None)
-    assert [note.text for note in table.notes if "no release that iServe knows (0.24 to 0.33)" in note.text]
+    golden("engines", [note.text for note in table.notes])
     vllm_node.extra_env["ISERVE_VLLM_PYTHON"] = str(python)
     start(vllm_node)
     vllm_node.client.launch(spec(vllm_node))
@@ -362,7 +356,9 @@ def test_an_unknown_release_serves_and_says_what_is_not_verified(vllm_node, tmp_
     assert ask(status.url, "/version", token=status.token)[1] == b'{"version": "0.34.0"}'
 
 
-def test_sources_that_can_be_edited_are_of_no_release_and_read_by_the_contract(vllm_node, tmp_path, monkeypatch):
+def test_sources_that_can_be_edited_are_of_no_release_and_read_by_the_contract(
+    vllm_node, tmp_path, monkeypatch, golden: Golden
+):
     """The version reads 0.33.0, which ran, and tells nothing of what was edited since."""
     python = make_vllm(tmp_path / "env", "0.33.0")
     (packages,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
@@ -375,7 +371,7 @@ def test_sources_that_can_be_edited_are_of_no_release_and_read_by_the_contract(v
     assert engine.installed().package("vllm") == folder
     assert engine.standing(engine.installed()) == "unknown"
     assert (table.unavailable, table.step_timed, table.unprofiled) == (None, False, None)
-    assert [note for note in table.notes if "vllm 0.33.0 is installed here from sources" in note.text]
+    golden("engines", [note.text for note in table.notes], "notes")
     profiling = replace(worker(Path("/none")), profiling=True)
     profiling = engine.command(profiling, tmp_path, {"GPU-0": DEVICES["GPU-0"]})
     assert "--no-step-timer" in profiling.argv
@@ -386,7 +382,7 @@ def test_sources_that_can_be_edited_are_of_no_release_and_read_by_the_contract(v
     assert ask(status.url, "/version", token=status.token)[1] == b'{"version": "0.33.0"}'
     declared = folder / "engine" / "arg_utils.py"
     declared.write_text(declared.read_text().replace("--kv-cache-memory-bytes", "--kv-cache-bytes"))
-    assert "(flag --kv-cache-memory-bytes): install one of" in (engine.capabilities().unavailable or "")
+    golden("engines", engine.capabilities().unavailable or "")
 
 
 def test_an_unknown_release_whose_memory_cannot_be_read_is_served_unprofiled(tmp_path, monkeypatch):
@@ -412,12 +408,12 @@ def test_a_plan_says_when_another_release_is_installed_than_was_run(tmp_path, mo
     assert bool(said) != was_run
 
 
-def test_an_upgrade_under_a_running_daemon_is_seen(vllm_node, tmp_path):
+def test_an_upgrade_under_a_running_daemon_is_seen(vllm_node, tmp_path, golden: Golden):
     python = make_vllm(tmp_path / "env", "0.19.2")
     (packages,) = Path(tmp_path / "env" / "lib").glob("python*/site-packages")
     vllm_node.extra_env["ISERVE_VLLM_PYTHON"] = str(python)
     start(vllm_node)
-    with pytest.raises(EngineError, match="install vllm there anew"):
+    with golden.raises("engines", EngineError):
         vllm_node.client.launch(spec(vllm_node))
     set_version(packages, "vllm", "0.28.0")
     vllm_node.client.launch(spec(vllm_node))
@@ -425,15 +421,15 @@ def test_an_upgrade_under_a_running_daemon_is_seen(vllm_node, tmp_path):
     assert ask(after.url, "/version", token=after.token)[1] == b'{"version": "0.28.0"}'
 
 
-def test_an_installation_under_a_running_daemon_is_seen(vllm_node):
+def test_an_installation_under_a_running_daemon_is_seen(vllm_node, golden: Golden):
     del vllm_node.extra_env["ISERVE_VLLM_PYTHON"]
     vllm_node.extra_env["ISERVE_HOME"] = str(vllm_node.home)
     start(vllm_node)
-    with pytest.raises(EngineError, match="run `iserve engines install vllm`"):
+    with golden.raises("engines", EngineError):
         vllm_node.client.launch(spec(vllm_node))
     environment = environment_of(vllm_node.home, "vllm", "0.24.0")
     make_vllm(environment.folder)
-    with pytest.raises(EngineError, match="vllm is not installed"):  # unfinished
+    with golden.raises("engines", EngineError):  # unfinished
         vllm_node.client.launch(spec(vllm_node))
     environment.marker.write_text("{}")
     vllm_node.client.launch(spec(vllm_node))
@@ -441,11 +437,11 @@ def test_an_installation_under_a_running_daemon_is_seen(vllm_node):
     assert ask(ready.url, "/version", token=ready.token)[1] == b'{"version": "0.24.0"}'
 
 
-def test_a_cpu_share_is_refused(node, tmp_path, vllm_python, tiny_checkpoint):
+def test_a_cpu_share_is_refused(node, tmp_path, vllm_python, tiny_checkpoint, golden: Golden):
     node.extra_env["ISERVE_VLLM_PYTHON"] = str(vllm_python)
     shutil.copytree(tiny_checkpoint("llama"), node.checkpoint, dirs_exist_ok=True)
     node.start(real_engines=True)
-    with pytest.raises(ConfigError, match="vllm needs NVIDIA GPUs, cpu:0 is none"):
+    with golden.raises("engines", ConfigError):
         node.client.launch(spec(node, stages=(StageAssignment(device_ids=("cpu:0",), num_layers=4),)))
 
 

@@ -32,6 +32,7 @@ from iserve.controller.engine_selection import deployable_engine
 from iserve.controller.profiling_validity import release_to_start
 from tests.daemon.engines.standin import make_vllm
 from tests.daemon.engines.vllm_worker_spec import DEVICES, worker
+from tests.golden_words import Golden
 
 # --- statistics ------------------------------------------------------------------------------------------------
 
@@ -237,13 +238,13 @@ def test_last_words_become_one_of_our_errors_with_the_fix(text, error, words):
     assert "\n" not in str(said)
 
 
-def test_the_guards_own_refusal_is_a_conflict():
+def test_the_guards_own_refusal_is_a_conflict(golden: Golden):
     said = VllmEngine().explain_failure(worker(Path("/models/m")), 98, "port 8001 of 127.0.0.1 is in use\n")
     assert isinstance(said, ConflictError)
-    assert "port 8001 of 127.0.0.1 is in use" in str(said)
+    golden("engines", str(said))
 
 
-def test_the_release_that_a_deployment_asks_for_is_started(monkeypatch, tmp_path):
+def test_the_release_that_a_deployment_asks_for_is_started(monkeypatch, tmp_path, golden: Golden):
     monkeypatch.delenv("ISERVE_VLLM_PYTHON", raising=False)
     monkeypatch.setenv("ISERVE_HOME", str(tmp_path))
     for version in ("0.24.0", "0.24.1"):
@@ -256,7 +257,7 @@ def test_the_release_that_a_deployment_asks_for_is_started(monkeypatch, tmp_path
         command = VllmEngine().command(replace(spec, engine_version=asked), tmp_path, one)
         assert str(environment_of(tmp_path, "vllm", started).python) in command.argv
         assert from_json(command.files[0][1], MachineInfo).versions[0] == ("engine", f"vllm {started}")
-    with pytest.raises(EngineError, match=r"vllm 0\.33\.0 is not installed here \(there is 0\.24\.1, 0\.24\.0\)"):
+    with golden.raises("engines", EngineError):
         VllmEngine().command(replace(spec, engine_version="0.33.0"), tmp_path, one)
 
 
@@ -286,7 +287,7 @@ def test_a_pinned_engine_is_that_release_whichever_comes_first(monkeypatch, tmp_
             deployable_engine(name, "0.31.0")
 
 
-def test_a_profiling_worker_is_launched_in_the_release_that_is_profiled():
+def test_a_profiling_worker_is_launched_in_the_release_that_is_profiled(golden: Golden):
     launched = []
 
     def launch(spec):
@@ -301,7 +302,7 @@ def test_a_profiling_worker_is_launched_in_the_release_that_is_profiled():
         engine="vllm",
         engine_version="0.28.0",
     )
-    with pytest.raises(EngineError, match="no more of it"):
+    with golden.raises("engines", EngineError):
         target.machine()
     assert [spec.engine_version for spec in launched] == ["0.28.0"]
 
@@ -331,19 +332,17 @@ def test_the_drivers_version_is_recorded_and_its_absence_too(fake_nvml, monkeypa
     assert gpu_machine(DEVICES.values(), ()).driver is None
 
 
-def test_a_gpu_without_a_datasheet_is_what_its_driver_says(fake_nvml, monkeypatch, tmp_path):
+def test_a_gpu_without_a_datasheet_is_what_its_driver_says(fake_nvml, monkeypatch, tmp_path, golden: Golden):
     monkeypatch.setenv("ISERVE_HOME", str(tmp_path))
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml)
     unknown = [replace(device, name="NVIDIA Abacus") for device in DEVICES.values()]
-    with pytest.raises(
-        ConfigError, match=r"'NVIDIA Abacus' is in no datasheet table, .*/gpus/nvidia-abacus\.json"
-    ):
+    with golden.raises("engines", ConfigError):
         gpu_machine(unknown, ())
     fake_nvml.GPUS[0].name = "NVIDIA Abacus"
     device = gpu_machine(unknown, ()).device
-    assert device.name == "NVIDIA Abacus"
+    golden("engines", device.name)
     assert device.memory_bytes_per_s == pytest.approx(768e9, rel=0.01)  # the stand-in has the clocks of an A6000
-    with pytest.raises(ConfigError, match="one kind of GPU"):
+    with golden.raises("engines", ConfigError):
         gpu_machine([unknown[0], *DEVICES.values()], ())
 
 

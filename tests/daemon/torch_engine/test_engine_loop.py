@@ -14,6 +14,7 @@ from daemon.torch_engine.runtime.engine import Engine, EngineState
 from daemon.torch_engine.runtime.sampling import SamplingParams
 from daemon.torch_engine.runtime.sequences import Finish, SequenceRequest, TokenEvent
 from fingerprint.errors import BadInputError, ConflictError, EngineError, UnavailableError
+from tests.golden_words import Golden
 from tests.waiting import PATIENCE_S
 
 GREEDY = SamplingParams(temperature=0)
@@ -167,7 +168,7 @@ def test_logits_that_are_no_numbers_end_one_sequence_only(drive) -> None:
     assert [event.token for event in got[good]] == [7] * 4
 
 
-def test_closing_tells_who_still_waits(drive) -> None:
+def test_closing_tells_who_still_waits(drive, golden: Golden) -> None:
     gate = threading.Semaphore(0)
     driven = drive(next_number, gate=gate)
     ids = driven.engine.submit([request((i,), 50) for i in range(6)])
@@ -178,7 +179,8 @@ def test_closing_tells_who_still_waits(drive) -> None:
     gate.release()
     closer.join()
     got = driven.finish(ids)
-    assert {events[-1].error for events in got.values()} == {"the worker is shutting down"}
+    (error,) = {events[-1].error for events in got.values()}
+    golden("daemon", error)
     assert driven.failures == []
 
 
@@ -193,11 +195,11 @@ def test_draining_finishes_what_was_admitted(drive) -> None:
     assert {events[-1].finish for events in driven.finish(ids).values()} == {Finish.LENGTH}
 
 
-def test_refusals_leave_nothing_behind(drive) -> None:
+def test_refusals_leave_nothing_behind(drive, golden: Golden) -> None:
     driven = drive(next_number, gate=threading.Semaphore(0))
-    with pytest.raises(BadInputError, match="exceed the context of 128"):
+    with golden.raises("daemon", BadInputError):
         driven.engine.submit([request((1,)), request((1,) * 128)])
-    with pytest.raises(UnavailableError, match="the queue has room for 516"):
+    with golden.raises("daemon", UnavailableError):
         driven.engine.submit([request((1,))] * 600)
     assert not driven.engine.has_work
 

@@ -23,6 +23,7 @@ from fingerprint.errors import (
     NotFoundError,
     UnavailableError,
 )
+from tests.golden_words import Golden
 
 FORMATS = {"weights": WeightFormat.BITS16, "kv": KvFormat.BITS16}
 
@@ -92,14 +93,16 @@ def test_a_load_replaces_the_one_before(loaded, demo_checkpoint: Path) -> None:
         loaded.run(batch=3, input_tokens=1, output_tokens=1)
 
 
-def test_refusals_keep_their_class_and_the_worker(loaded, demo_checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="exceed the 96"):
+def test_refusals_keep_their_class_and_the_worker(
+    loaded, demo_checkpoint: Path, tmp_path: Path, golden: Golden
+) -> None:
+    with golden.raises("daemon", ConfigError):
         loaded.run(batch=1, input_tokens=96, output_tokens=1)
-    with pytest.raises(ConfigError, match="batch must be at least 1"):
+    with golden.raises("daemon", ConfigError):
         loaded.run(batch=0, input_tokens=96, output_tokens=1)
-    with pytest.raises(ConfigError, match="layers for 2 stages"):
+    with golden.raises("daemon", ConfigError):
         loaded.load(demo_checkpoint, **FORMATS, layers_per_stage=(4, 4), max_batch=1, max_context_tokens=8)
-    with pytest.raises(NotFoundError, match="there is no file"):
+    with golden.raises("daemon", NotFoundError):
         loaded.load(tmp_path / "none", **FORMATS, layers_per_stage=(8,), max_batch=1, max_context_tokens=8)
     loaded.load(demo_checkpoint, **FORMATS, layers_per_stage=(8,), max_batch=1, max_context_tokens=8)
     assert loaded.run(batch=1, input_tokens=7, output_tokens=1).e2e_s > 0
@@ -126,8 +129,8 @@ def test_a_pipeline_of_two_with_uneven_layers(target: WorkerProfileTarget, demo_
     assert memory[0].kv_bytes * 3 == memory[1].kv_bytes * 5
 
 
-def test_more_devices_than_there_are(target: WorkerProfileTarget) -> None:
-    with pytest.raises(InfeasibleError, match="needs 4 devices, 2 may be used"):
+def test_more_devices_than_there_are(target: WorkerProfileTarget, golden: Golden) -> None:
+    with golden.raises("daemon", InfeasibleError):
         target.open(tp=2, pp=2)
 
 
@@ -149,7 +152,7 @@ def test_a_worker_that_dies_is_an_engine_error(launch, module_spec, demo_checkpo
     session.close()
 
 
-def test_a_worker_that_never_comes_up_is_ended(module_spec, demo_checkpoint: Path) -> None:
+def test_a_worker_that_never_comes_up_is_ended(module_spec, demo_checkpoint: Path, golden: Golden) -> None:
     class Silent:
         url, token = "http://127.0.0.1:9", None
         stopped = 0
@@ -168,7 +171,7 @@ def test_a_worker_that_never_comes_up_is_ended(module_spec, demo_checkpoint: Pat
         limits=module_spec().limits,
         start_timeout_s=0.1,
     )
-    with pytest.raises(EngineError, match="was not ready after"):
+    with golden.raises("daemon", EngineError):
         target.open(tp=1, pp=1)
     assert handle.stopped == 1
 

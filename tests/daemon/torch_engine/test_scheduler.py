@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from daemon.torch_engine.runtime.scheduler import Demand, Scheduler, Work
 from fingerprint.errors import BadInputError, ConfigError, UnavailableError
+from tests.golden_words import Golden
 
 CONTEXT = 24
 
@@ -118,10 +119,10 @@ def test_no_more_run_than_a_step_has_tokens_for() -> None:
     assert served == [[1, 2], [1, 2], [1, 2], [3], [3], [3]]
 
 
-def test_the_queue_is_bounded_and_all_or_nothing() -> None:
+def test_the_queue_is_bounded_and_all_or_nothing(golden: Golden) -> None:
     policy = scheduler(max_batch=1, max_waiting=2)
     policy.submit([Demand(1, 1, 1), Demand(2, 1, 1)])
-    with pytest.raises(UnavailableError, match="2 more would wait, the queue has room for 1"):
+    with golden.raises("daemon", UnavailableError):
         policy.submit([Demand(3, 1, 1), Demand(4, 1, 1)])
     assert policy.num_waiting == 2
     policy.submit([Demand(3, 1, 1)])
@@ -145,6 +146,6 @@ def test_cancelling_frees_the_slot_for_the_next() -> None:
     assert policy.plan() == (Work(3, 0, 0, 1, samples=True),)
 
 
-def test_sizes_are_positive() -> None:
-    with pytest.raises(ConfigError, match="max_batch must be at least 1"):
+def test_sizes_are_positive(golden: Golden) -> None:
+    with golden.raises("daemon", ConfigError):
         scheduler(max_batch=0)

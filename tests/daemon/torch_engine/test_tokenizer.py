@@ -29,6 +29,7 @@ from daemon.torch_engine.api.tokenizer import (
     load_text_codec,
 )
 from fingerprint.errors import BadInputError, CheckpointError, EngineError, UnavailableError
+from tests.golden_words import Golden
 
 SPECIAL = frozenset({300})
 
@@ -189,39 +190,41 @@ def without_template(source: Path, target: Path, template: str | None = None) ->
     return target
 
 
-def test_without_a_template_a_conversation_is_plain_text(demo_checkpoint: Path, tmp_path: Path) -> None:
+def test_without_a_template_a_conversation_is_plain_text(
+    demo_checkpoint: Path, tmp_path: Path, golden: Golden
+) -> None:
     codec = load_text_codec(without_template(demo_checkpoint, tmp_path / "m"))
     assert codec is not None
     assert not codec.has_chat_template
     turn = codec.encode_chat([ChatMessage("system", "Be brief."), ChatMessage("user", "hi")], 99)
-    assert codec.decode(turn) == "System: Be brief.\nUser: hi\nAssistant:"
+    golden("daemon", codec.decode(turn))
 
 
 @pytest.mark.parametrize(
-    ("template", "says"),
+    "template",
     [
-        ("{{ raise_exception('no system turns') }}", "no system turns"),
-        ("{{ messages[9].content }}", "has no element 9"),
-        ("{{ 1 + 'a' }}", "unsupported operand"),
-        ("{{ 1 / 0 }}", "division by zero"),
-        ("{% for %}", "Expected"),
-        ("{% macro again(n) %}{{ again(n + 1) }}{% endmacro %}{{ again(0) }}", "calls itself without end"),
-        ("{{ 'x'.center(10 ** 12) }}", "more than 512 MiB"),
-        ("{% set n = namespace(_a=1) %}", "underscore"),
-        ("{{ ''.__class__.__mro__ }}", "unsafe"),
-        ("{{ '\\ud800' }}", "surrogates"),
+        "{{ raise_exception('no system turns') }}",
+        "{{ messages[9].content }}",
+        "{{ 1 + 'a' }}",
+        "{{ 1 / 0 }}",
+        "{% for %}",
+        "{% macro again(n) %}{{ again(n + 1) }}{% endmacro %}{{ again(0) }}",
+        "{{ 'x'.center(10 ** 12) }}",
+        "{% set n = namespace(_a=1) %}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ '\\ud800' }}",
     ],
 )
-def test_a_template_that_refuses(demo_checkpoint: Path, tmp_path: Path, template: str, says: str) -> None:
+def test_a_template_that_refuses(demo_checkpoint: Path, tmp_path: Path, template: str, golden: Golden) -> None:
     codec = load_text_codec(without_template(demo_checkpoint, tmp_path / "m", template))
     assert codec is not None
-    with closing(codec), pytest.raises(BadInputError, match=f"chat template refuses these messages: .*{says}"):
+    with closing(codec), golden.raises("daemon", BadInputError):
         codec.encode_chat([ChatMessage("system", "x")], 99)
 
 
 @pytest.mark.slow
 def test_a_template_without_end_is_given_up_and_the_next_conversation_is_rendered(
-    demo_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    demo_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Golden
 ) -> None:
     """Also within one instruction, which no thread of its interpreter could interrupt."""
     monkeypatch.setattr(chat_template, "MAX_CPU_S", 1)
@@ -229,9 +232,7 @@ def test_a_template_without_end_is_given_up_and_the_next_conversation_is_rendere
     codec = load_text_codec(without_template(demo_checkpoint, tmp_path / "m", template))
     assert codec is not None
     with closing(codec):
-        with pytest.raises(
-            BadInputError, match=r"chat template was given up .* takes more than 1 s.*v1/completions"
-        ):
+        with golden.raises("daemon", BadInputError):
             codec.encode_chat([ChatMessage("user", "x")], 99)
         assert codec.decode(codec.encode_chat([ChatMessage("user", "")], 99)) == "ok"
 

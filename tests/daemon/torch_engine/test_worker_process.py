@@ -21,6 +21,7 @@ import pytest
 from daemon import exit_codes
 from daemon.worker_spec import StageAssignment
 from fingerprint.config import DeploymentConfig
+from tests.golden_words import Golden
 from tests.waiting import PATIENCE_S, wait_until
 
 PROMPTS = [[5, 9, 33], [7], list(range(20, 60)), [90, 2, 2, 2, 41, 17, 8], [64, 3]]
@@ -149,7 +150,7 @@ def test_a_cache_that_no_machine_holds_is_out_of_memory(launch, spec) -> None:
     assert "Traceback" not in worker.log()
 
 
-def test_a_lease_nobody_renews_ends_it(launch, spec, tmp_path: Path) -> None:
+def test_a_lease_nobody_renews_ends_it(launch, spec, tmp_path: Path, golden: Golden) -> None:
     lease = tmp_path / "lease.json"
     lease.write_text("{}")
     enough = threading.Event()
@@ -172,7 +173,7 @@ def test_a_lease_nobody_renews_ends_it(launch, spec, tmp_path: Path) -> None:
         enough.set()
         renewing.join()
     assert worker.process.wait(PATIENCE_S) == 0
-    assert "lease has run out" in worker.log()
+    golden("daemon", worker.log().splitlines()[-1].partition(" INFO ")[2])
 
 
 def failed(worker) -> tuple[int, dict[str, str]]:
@@ -201,13 +202,13 @@ def test_an_address_that_cannot_be_is_not_a_port_in_use(launch, spec, where: dic
     assert "cannot listen on" in said["message"]
 
 
-def test_a_stop_during_a_long_load_is_no_failure(launch, spec) -> None:
+def test_a_stop_during_a_long_load_is_no_failure(launch, spec, golden: Golden) -> None:
     """A load cannot be broken off; its process is."""
     worker = launch(spec(), slow_load=True)
     wait_until(lambda: "loading" in worker.log(), "it loads")
     worker.process.send_signal(signal.SIGTERM)
     assert worker.process.wait(PATIENCE_S) == 0
-    assert "in the middle of a load" in worker.log()
+    golden("daemon", worker.log().splitlines()[-1].partition(" INFO ")[2])
     assert not (worker.folder / exit_codes.STARTUP_ERROR_FILE).exists()
 
 

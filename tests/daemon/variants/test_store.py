@@ -29,6 +29,7 @@ from fingerprint.lora import LoraAdapter, read_adapter
 from fingerprint.lora.adapter import open_weights
 from tests.fingerprint.adapter_cases import CASES
 from tests.fingerprint.small_adapters import Q0, V1, factors, module_names, write_adapter, write_tensors
+from tests.golden_words import Golden
 from tests.waiting import PATIENCE_S
 
 Arrays = dict[str, np.ndarray[Any, np.dtype[np.float32]]]
@@ -152,10 +153,12 @@ def test_an_update_that_its_type_does_not_hold_with_its_scale_is_refused(
     check_consistent(store, [])
 
 
-def test_an_adapter_that_changed_since_it_was_read_is_refused(store: VariantStore, tmp_path: Path) -> None:
+def test_an_adapter_that_changed_since_it_was_read_is_refused(
+    store: VariantStore, tmp_path: Path, golden: Golden
+) -> None:
     found = adapter(tmp_path / "a")
     write_tensors(found.folder / "adapter_model.safetensors", factors(dict.fromkeys(MODULES, 2)))
-    with pytest.raises(CheckpointError, match="changed while it was read"):
+    with golden.raises("adapter-errors", CheckpointError):
         store.add(found)
 
 
@@ -195,11 +198,13 @@ def test_a_damaged_tensor_is_named_and_mended_by_adding_again(
     check_consistent(store, [content])
 
 
-def test_a_manifest_that_cannot_be_read_says_what_mends_it(store: VariantStore, tmp_path: Path) -> None:
+def test_a_manifest_that_cannot_be_read_says_what_mends_it(
+    store: VariantStore, tmp_path: Path, golden: Golden
+) -> None:
     found = adapter(tmp_path / "a")
     content = store.add(found).content_hash
     (store.root / "manifests" / content).write_bytes(b"{")
-    with pytest.raises(CheckpointError, match="add the adapter again"):
+    with golden.raises("adapter-errors", CheckpointError):
         store.loadable(content)
     store.add(found)
     assert store.loadable(content).is_dir()
@@ -420,7 +425,7 @@ def test_a_killed_process_leaves_a_store_that_works(
 
 @pytest.mark.parametrize("call", range(5))
 def test_a_full_disk_leaves_nothing_behind(
-    store: VariantStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
+    store: VariantStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int, golden: Golden
 ) -> None:
     """At each of the four tensors and the manifest, in the middle of the file."""
     kept = store.add(adapter(tmp_path / "kept", factors({Q0: 4}))).content_hash
@@ -435,7 +440,7 @@ def test_a_full_disk_leaves_nothing_behind(
 
     monkeypatch.setattr(VariantStore, "_write", full)
     found = adapter(tmp_path / "a", factors({Q0: 4, V1: 4}, seed=9))
-    with pytest.raises(UnavailableError, match=r"the disk is full.*iserve variant rm"):
+    with golden.raises("adapter-errors", UnavailableError):
         store.add(found)
     check_consistent(store, [kept])
     monkeypatch.undo()

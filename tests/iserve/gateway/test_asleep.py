@@ -15,6 +15,7 @@ from iserve.gateway import dispatch
 from iserve.gateway.dispatch import Deployment
 from iserve.gateway.errors import ApiError
 from iserve.route_table import DEMAND_PATH, Demand, DeploymentDemand, WorkerTarget
+from tests.golden_words import Golden
 from tests.iserve.gateway.conftest import Answer, FakeWorker, GatewayProcess, route
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -58,13 +59,15 @@ def test_a_request_is_held_until_its_worker_is_started(
     assert then.idle_s > 0
 
 
-def test_it_is_held_for_longer_than_for_a_worker_that_is_merely_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_held_for_longer_than_for_a_worker_that_is_merely_not_ready(
+    monkeypatch: pytest.MonkeyPatch, golden: Golden
+) -> None:
     monkeypatch.setattr(dispatch, "READY_WAIT_S", 0.02)
     target = WorkerTarget(worker_id="w", url="http://127.0.0.1:1", ready=False)
 
     async def run() -> None:
         line = Deployment(route(target), max_queue=1, max_wait_s=60.0)
-        with pytest.raises(ApiError, match="no worker of 'm' is ready"):
+        with golden.raises("rest-errors", ApiError):
             await line.acquire(1)
         line.update(replace(route(target), ready_wait_s=60.0), 1, 60.0)
         held = asyncio.create_task(line.acquire(2))
@@ -78,7 +81,7 @@ def test_it_is_held_for_longer_than_for_a_worker_that_is_merely_not_ready(monkey
 
 
 def test_it_is_told_when_that_takes_too_long_or_cannot_be(
-    gateway: GatewayProcess, make_worker: Callable[..., FakeWorker]
+    gateway: GatewayProcess, make_worker: Callable[..., FakeWorker], golden: Golden
 ) -> None:
     asleep = replace(route(make_worker().target(ready=False)), ready_wait_s=0.3)
     gateway.publish(asleep)
@@ -90,7 +93,7 @@ def test_it_is_told_when_that_takes_too_long_or_cannot_be(
     gateway.publish(replace(asleep, refusal="no room", retry_after_s=10))
     for told in (answer(), gateway.complete()):  # the one that waited, and a new one
         assert (told.status, told.headers["retry-after"]) == (503, "10")
-        assert told.json["error"]["message"] == "no worker of 'm' could be started: no room"
+        golden("rest-errors", told.json["error"]["message"])
 
 
 @pytest.mark.parametrize("given", [{}, {"Authorization": "Bearer "}, {"Authorization": "Bearer x"}])

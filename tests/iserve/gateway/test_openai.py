@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from iserve.keys import new_key
+from tests.golden_words import Golden
 from tests.waiting import PATIENCE_S
 
 CHAT = [{"role": "user", "content": "count"}]
@@ -78,17 +79,17 @@ def test_unknown_model_is_404(client, worker) -> None:
 
 def test_the_workers_own_refusal_passes_unchanged(client, worker) -> None:
     worker.mode = "bad-request"
-    with pytest.raises(openai.BadRequestError, match="the prompt is too long") as caught:
+    with pytest.raises(openai.BadRequestError, match="too long") as caught:
         client.completions.create(model="m", prompt="x" * 100)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
 
 
-def test_a_cut_stream_raises_in_the_client(client, worker) -> None:
+def test_a_cut_stream_raises_in_the_client(client, worker, golden: Golden) -> None:
     """Never a short answer that looks complete."""
     worker.mode = "die-mid-stream"
     stream = client.chat.completions.create(model="m", messages=CHAT, stream=True)
     assert next(stream).choices[0].delta.content == "one "
-    with pytest.raises(openai.APIError, match="before the answer of 'm' was complete"):
+    with golden.raises("rest-errors", openai.APIError):
         next(stream)
 
 

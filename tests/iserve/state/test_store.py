@@ -20,6 +20,7 @@ from fingerprint.verification import Reading, Verification
 from iserve.route_table import ApiKeyRecord
 from iserve.state.store import KeptAnswer, Store
 from tests.fingerprint.synthetic_machine import SyntheticMachine, take_profile
+from tests.golden_words import Golden
 from tests.iserve.state.raw_sql import Where, execute
 
 
@@ -111,9 +112,9 @@ def test_what_happened_to_a_deployment_that_is_gone_is_kept(at: Callable[[], Sto
     assert [(e.kind, e.deployment_id) for e in store.events()] == [("removing", None)]
 
 
-def test_a_folder_that_cannot_be_written_is_one_clear_error(path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_one_clear_error(path: Path, golden: Golden) -> None:
     path.write_text("a file where the folder should be")
-    with pytest.raises(UnavailableError, match=r"cannot write .*state.db: File exists"):
+    with golden.raises("controller", UnavailableError):
         Store.open(path / "state.db")
 
 

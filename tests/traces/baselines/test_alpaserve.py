@@ -13,6 +13,7 @@ from fingerprint.errors import InfeasibleError
 from placement.routing import make_router
 from placement.types import ClusterSnapshot, Placement
 from planner.intent import Slo
+from tests.golden_words import Golden
 from tests.traces.baselines.small_models import DEGREES, GPU_BYTES, bytes_on, cluster, known
 from traces.baselines.alpaserve import Plan, SimulatedTrace, deployment_of, search
 from traces.baselines.grouping import in_order, partitions
@@ -97,14 +98,14 @@ def cases(draw: st.DrawFn, *, most_gpus: int = 3, most_models: int = 3) -> Case:
     )
 
 
-def test_the_model_that_serves_more_is_placed_where_only_one_fits() -> None:
+def test_the_model_that_serves_more_is_placed_where_only_one_fits(golden: Golden) -> None:
     """The GPU of 100 bytes has room for one of two models of 64; b has two requests, a has one."""
     case = Case([known("a", 64), known("b", 64)], asked((0, "a", 1), (0, "b", 1), (5, "b", 1)), 2.0, cluster(1))
     for beam in (0, 1):
         plan = case.search(beam=beam)
         assert [placed.model for placed in plan.replicas] == ["b"]
         assert (plan.score.met, plan.score.answered) == (2, 2)
-    with pytest.raises(InfeasibleError, match="no placement of all of a, b was found on 1 GPUs"):
+    with golden.raises("traces", InfeasibleError):
         case.search(keep_all=True)
 
 
