@@ -11,20 +11,38 @@ from fingerprint.estimates import Estimate, Estimator, MemoryEstimate, Quantity,
 from fingerprint.lora.slot_bytes import reserved_bytes
 from fingerprint.model_spec import ModelSpec
 
-__all__ = ["ADDED_ERROR", "PROMPT_FACTOR", "WithAdapterSlots", "added_step_s"]
+__all__ = ["ADDED_ERROR", "WithAdapterSlots", "added_prompt_share", "added_step_s"]
 
-# vLLM 0.24 on an H200, Llama-3.1-8B, 32 rows: a step of 5.20 ms became 7.80 with one adapter of rank 16 and 10.50
-# with eight; a prompt of 2,048 tokens 70.6 ms for 49.9, eight of 512 137.1 for 98.1. Launches of small kernels are
-# most of it, so that it is taken to go with the layers and not with their size.
-_FIRST_S = (7.80e-3 - 5.20e-3) / 32  # of a layer, for the first adapter of a step
-_FURTHER_S = (10.50e-3 - 7.80e-3) / 7 / 32  # of a layer, for each further one
-PROMPT_FACTOR = 1.40
-ADDED_ERROR = 2.0  # factor by which the added time may be off, on another GPU, release or rank: not measured
+# Fitted on one recording: vLLM 0.33 on an H200, Llama-3.1-8B, 8 and 32 slots of rank 64, 32 and 128 rows, 1 to 32
+# adapters (``tests.bench.lora_steps``). Ten added times are met within 5.2%, each from the other nine within 12%.
+# Kernels start a program for every tile of rows and every slot, and those of adapters in use compute; their launches
+# and tiles go with the layers, so that all is taken to. Seconds of one layer:
+_ALWAYS_S = 3.24e-6
+_ROW_S = 9.56e-7
+_ADAPTER_S = 1.307e-5
+_ROW_AND_ADAPTER_S = 2.067e-7
+_ROW_AND_SLOT_S = 5.65e-8
+_PROMPT_SHARE, _PROMPT_SHARE_OF_SLOT = 0.455, 0.0121  # of a prompt's time, of the same recording
+ADDED_ERROR = (
+    2.0  # factor by which the added time may be off, on another model, GPU, release or rank: not measured
+)
 
 
-def added_step_s(num_layers: int, active: float) -> float:
-    """Return the time that ``active`` adapters add to a decode step, one at least: estimated, of vLLM alone."""
-    return num_layers * (_FIRST_S + _FURTHER_S * (max(1.0, active) - 1))
+def added_step_s(num_layers: int, rows: float, active: float, slots: int) -> float:
+    """Return the time that ``active`` adapters, one at least, add to a decode step of ``rows`` sequences.
+
+    Estimated, of vLLM alone.
+    """
+    active = max(1.0, active)
+    layer_s = (
+        _ALWAYS_S + _ADAPTER_S * active + rows * (_ROW_S + _ROW_AND_ADAPTER_S * active + _ROW_AND_SLOT_S * slots)
+    )
+    return num_layers * layer_s
+
+
+def added_prompt_share(slots: int) -> float:
+    """Return the time that an adapter adds to a prompt, as a share of the prompt's time: estimated, of vLLM alone."""
+    return _PROMPT_SHARE + _PROMPT_SHARE_OF_SLOT * slots
 
 
 class WithAdapterSlots:
@@ -50,8 +68,8 @@ class WithAdapterSlots:
         if not traits_of(config.engine).times_adapters:
             return found
         active = min(config.adapter_slots, self._distinct(workload.batch))
-        step_s = added_step_s(self._spec.num_layers, active)
-        prompt_s = (PROMPT_FACTOR - 1) * found.ttft_s.value
+        step_s = added_step_s(self._spec.num_layers, workload.batch, active, config.adapter_slots)
+        prompt_s = added_prompt_share(config.adapter_slots) * found.ttft_s.value
         return replace(found, ttft_s=_later(found.ttft_s, prompt_s), tpot_s=_later(found.tpot_s, step_s))
 
     def _with_slots(self, memory: MemoryEstimate, config: DeploymentConfig) -> MemoryEstimate:
