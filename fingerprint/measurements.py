@@ -17,6 +17,7 @@ from fingerprint.model_spec import ModelSpec
 __all__ = [
     "LayerCache",
     "MachineInfo",
+    "MeasuredKey",
     "MemoryPoint",
     "Profile",
     "ProfileSession",
@@ -27,6 +28,7 @@ __all__ = [
     "StepTimedSession",
     "TimingPoint",
     "Unreached",
+    "key_of",
 ]
 
 
@@ -97,9 +99,31 @@ class RankMemory:
     """Routing of tokens to experts: `uniform`, or by the router's random `weights`; empty: none, or not known."""
 
 
+@dataclass(frozen=True, order=True, slots=True)
+class MeasuredKey:
+    """Degrees and formats that one set of fingerprints is run under."""
+
+    tp: int
+    pp: int
+    weights: WeightFormat
+    kv: KvFormat
+
+    def config(self, engine: str) -> DeploymentConfig:
+        return DeploymentConfig(tp=self.tp, pp=self.pp, weights=self.weights, kv=self.kv, engine=engine)
+
+    def __str__(self) -> str:
+        kv = "" if self.kv == KvFormat.BITS16 else f" kv={self.kv}"
+        return f"tp={self.tp} pp={self.pp} {self.weights}{kv}"
+
+
+def key_of(config: DeploymentConfig) -> MeasuredKey:
+    """Return the key of what would have to be measured for ``config``."""
+    return MeasuredKey(config.tp, config.pp, config.weights, config.kv)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryPoint:
-    """Memory of one fingerprint, loaded and run; its points differ in ``max_batched_tokens``."""
+class _FingerprintPoint:
+    """Fingerprint that a point was measured on."""
 
     num_layers: int
     """Hidden layers of the fingerprint."""
@@ -111,6 +135,16 @@ class MemoryPoint:
     """Storage format of the linear weights."""
     kv: KvFormat
     """Storage format of the KV cache."""
+
+    @property
+    def key(self) -> MeasuredKey:
+        return MeasuredKey(self.tp, self.pp, self.weights, self.kv)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPoint(_FingerprintPoint):
+    """Memory of one fingerprint, loaded and run; its points differ in ``max_batched_tokens``."""
+
     max_batched_tokens: int
     """Tokens of the largest step behind `activation_peak_bytes`."""
     ranks: tuple[RankMemory, ...]
@@ -183,19 +217,9 @@ class RunReading:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TimingPoint:
+class TimingPoint(_FingerprintPoint):
     """Repeated runs of one fingerprint at one point."""
 
-    num_layers: int
-    """Hidden layers of the fingerprint."""
-    tp: int
-    """Tensor-parallel degree of the run."""
-    pp: int
-    """Pipeline-parallel degree of the run."""
-    weights: WeightFormat
-    """Storage format of the linear weights."""
-    kv: KvFormat
-    """Storage format of the KV cache."""
     batch: int
     """Requests at once."""
     input_tokens: int

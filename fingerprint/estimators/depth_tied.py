@@ -16,10 +16,10 @@ from fingerprint.estimators.calibration import Calibration, shipped_calibration
 from fingerprint.estimators.engine_memory import CountedMemory
 from fingerprint.estimators.fingerprinted import nearest, scaled, scaled_memory
 from fingerprint.estimators.host_overlap import hidden_time_s
-from fingerprint.estimators.l2 import Latency, MeasuredKey, key_of
+from fingerprint.estimators.l2 import Latency
 from fingerprint.estimators.l3 import L3
 from fingerprint.estimators.physical_floor import PhysicalFloor
-from fingerprint.measurements import Profile
+from fingerprint.measurements import MeasuredKey, Profile, key_of
 from fingerprint.profile_checks import routing_caveat
 
 __all__ = ["DepthTiedEstimator"]
@@ -64,8 +64,7 @@ class DepthTiedEstimator:
     def hidden_s(self, config: DeploymentConfig) -> float:
         """Return the hidden time of the nearest configuration run (``estimates.TellsHiddenTime``)."""
         near = key_of(self._nearest(config) or config)
-        alike = [p for p in self.profile.timing if MeasuredKey(p.tp, p.pp, p.weights, p.kv) == near]
-        return hidden_time_s(alike)
+        return hidden_time_s([point for point in self.profile.timing if point.key == near])
 
     def _estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
         if config.engine != self.profile.engine:
@@ -124,7 +123,7 @@ class DepthTiedEstimator:
         read = [
             (abs(math.log2(p.batch / workload.batch)) + abs(math.log2(p.input_tokens / workload.input_tokens)), w)
             for p in self.profile.timing
-            if (p.tp, p.pp, p.weights, p.kv) == (near.tp, near.pp, near.weights, near.kv) and p.output_tokens > 1
+            if p.key == key_of(near) and p.output_tokens > 1
             for w in (run.power_w for run in p.runs)
             if w is not None
         ]

@@ -17,10 +17,10 @@ from fingerprint.config import DeploymentConfig, KvFormat, Pruning, Workload
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Estimate, Estimator, MemoryEstimate, Quantity, Source
 from fingerprint.estimators.base import LatencyFit, LatencyStrategy, MemoryStrategy
-from fingerprint.estimators.l2 import Latency, LayerEffect, MeasuredKey, key_of
+from fingerprint.estimators.l2 import Latency, LayerEffect
 from fingerprint.estimators.linear import Interval
 from fingerprint.estimators.registry import Predicts, estimator_class
-from fingerprint.measurements import Profile
+from fingerprint.measurements import MeasuredKey, Profile, key_of
 
 __all__ = ["FingerprintedEstimator", "distance", "nearest", "scaled", "scaled_memory"]
 

@@ -24,28 +24,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat, Workload
+from fingerprint.config import DeploymentConfig, Pruning, Workload
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Quantity, Source
 from fingerprint.estimators.linear import Array, Interval, LinearModel, Prediction, combine
 from fingerprint.estimators.load_variance import LoadSpread, Spread, load_spread, share_of_loads
-from fingerprint.measurements import Profile, TimingPoint
+from fingerprint.measurements import MeasuredKey, Profile, TimingPoint, key_of
 from fingerprint.model_spec import LayerKind, ModelSpec
 
 __all__ = ["L2", "Latency", "LayerEffect", "MeasuredKey", "TimingFit", "key_of"]
 
 MAX_EXTRAPOLATION = 2.0  # beyond the measured batches and lengths, as a factor; further, the roofline takes over
 _HOST_SCALE_FLOOR = 0.01  # of the run: a host part below that is not worth a weight of its own
-
-
-@dataclass(frozen=True, order=True, slots=True)
-class MeasuredKey:
-    """Degrees and formats that one set of fingerprints was run under."""
-
-    tp: int
-    pp: int
-    weights: WeightFormat
-    kv: KvFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,8 +369,7 @@ class L2:
         grouped: dict[MeasuredKey, list[TimingPoint]] = {}
         for point in profile.timing:
             if point.runs and point.repeat == 1 and not point.shard:
-                key = MeasuredKey(point.tp, point.pp, point.weights, point.kv)
-                grouped.setdefault(key, []).append(point)
+                grouped.setdefault(point.key, []).append(point)
         spreads = _spreads(profile.timing)
         self.fits = {
             key: TimingFit(key, profile.spec, points, spreads[key.tp, key.pp]) for key, points in grouped.items()
@@ -440,11 +429,6 @@ def _spreads(points: Sequence[TimingPoint]) -> dict[tuple[int, int], LoadSpread]
         own = load_spread([point for point in points if (point.tp, point.pp) == degree])
         found[degree] = own if own.is_measured else everywhere
     return found
-
-
-def key_of(config: DeploymentConfig) -> MeasuredKey:
-    """Return the key of what would have to be measured for ``config``."""
-    return MeasuredKey(config.tp, config.pp, config.weights, config.kv)
 
 
 def _mean_context(at: TimingPoint | Workload) -> float:

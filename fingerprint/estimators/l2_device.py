@@ -27,9 +27,9 @@ from fingerprint.config import DeploymentConfig, Pruning, Workload
 from fingerprint.engines import traits_of
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Quantity, Source
-from fingerprint.estimators.l2 import MAX_EXTRAPOLATION, Latency, LayerEffect, MeasuredKey, key_of
+from fingerprint.estimators.l2 import MAX_EXTRAPOLATION, Latency, LayerEffect
 from fingerprint.estimators.linear import Array, Interval, LinearModel, Prediction, combine
-from fingerprint.measurements import Profile, RunReading, StepReading, TimingPoint
+from fingerprint.measurements import MeasuredKey, Profile, RunReading, StepReading, TimingPoint, key_of
 
 __all__ = ["DeviceFit", "L2Device"]
 
@@ -135,8 +135,7 @@ class L2Device:
         for point in profile.timing:
             recorded = bool(point.runs) and all(run.steps for run in point.runs)
             if recorded and point.repeat == 1 and point.pp == 1 and not point.shard:
-                key = MeasuredKey(point.tp, point.pp, point.weights, point.kv)
-                grouped.setdefault(key, []).append(point)
+                grouped.setdefault(point.key, []).append(point)
         if overlapped is None:
             overlapped = traits_of(profile.engine).overlaps_host
         self.fits: Mapping[MeasuredKey, DeviceFit] = {

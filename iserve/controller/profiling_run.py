@@ -25,9 +25,8 @@ from fingerprint.errors import (
     NotMeasuredError,
     UnsupportedModelError,
 )
-from fingerprint.estimators.l2 import MeasuredKey, key_of
 from fingerprint.gpu_spec import GpuSpec
-from fingerprint.measurements import Profile, TimingPoint
+from fingerprint.measurements import Profile, key_of
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile import ProfileProgress, profile
 from fingerprint.profile_plan import EngineSizes, ProfilePlan, Shards, default_plan
@@ -195,8 +194,8 @@ def consistent(measured: Profile, plan: ProfilePlan, measure: Callable[[ProfileP
     degrees = tuple(degree for degree in plan.degrees if degree in {(key.tp, key.pp) for key in wrong})
     weights = tuple(w for w in plan.weights if w in {key.weights for key in wrong})
     share = len(degrees) * len(weights) / (len(plan.degrees) * len(plan.weights))
-    notes = [f"{_named(key)}: {why}; measured again" for key, why in wrong.items()]
-    timing = [point for point in measured.timing if _key_of(point) not in wrong]
+    notes = [f"{key}: {why}; measured again" for key, why in wrong.items()]
+    timing = [point for point in measured.timing if point.key not in wrong]
     unreached = [gap for gap in measured.unreached if key_of(gap.config) not in wrong]
     spent_s, second = measured.spent_s, None
     try:
@@ -205,12 +204,12 @@ def consistent(measured: Profile, plan: ProfilePlan, measure: Callable[[ProfileP
         notes.append(f"it could not be measured again: {error}")
     if second is not None:
         spent_s += second.spent_s
-        timing += [point for point in second.timing if _key_of(point) in wrong]
-        notes += [f"{_named(key)} left out: no time for it" for key in wrong if key not in map(_key_of, timing)]
+        timing += [point for point in second.timing if point.key in wrong]
+        notes += [f"{key} left out: no time for it" for key in wrong if key not in {point.key for point in timing}]
         unreached += [gap for gap in second.unreached if key_of(gap.config) in wrong]
     still = contradictions(replace(measured, timing=tuple(timing)))
-    notes += [f"{_named(key)} is unusable, measured twice: {why}" for key, why in still.items()]
-    timing = [point for point in timing if _key_of(point) not in still]
+    notes += [f"{key} is unusable, measured twice: {why}" for key, why in still.items()]
+    timing = [point for point in timing if point.key not in still]
     if not timing:
         raise NotMeasuredError(
             f"{measured.model} cannot be estimated: {'; '.join(notes)}; profile it when it is quiet"
@@ -223,14 +222,6 @@ def consistent(measured: Profile, plan: ProfilePlan, measure: Callable[[ProfileP
         notes=(*measured.notes, *notes),
         unreached=tuple(unreached),
     )
-
-
-def _key_of(point: TimingPoint) -> MeasuredKey:
-    return MeasuredKey(point.tp, point.pp, point.weights, point.kv)
-
-
-def _named(key: MeasuredKey) -> str:
-    return f"tp={key.tp} pp={key.pp} {key.weights}"
 
 
 def _take_depth_tied(order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints) -> Profile:
