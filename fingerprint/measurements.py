@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat
 from fingerprint.gpu_spec import GpuSpec
@@ -24,6 +24,7 @@ __all__ = [
     "ProfileTarget",
     "RankMemory",
     "RunReading",
+    "Session",
     "StepReading",
     "StepTimedSession",
     "TimingPoint",
@@ -287,7 +288,7 @@ class Profile:
     """Configurations that the budget did not cover."""
 
 
-class ProfileSession(Protocol):
+class Session(Protocol):
     """A worker launched once for one (tp, pp); fingerprints are loaded into it one after the other."""
 
     def load(
@@ -304,12 +305,9 @@ class ProfileSession(Protocol):
         """Replace what is loaded by ``checkpoint`` in these formats.
 
         Args:
+            max_batch: sequences that the engine is started for, as a deployment would be.
             kv_tokens: room of the KV cache, over all sequences; 0: the whole context of each.
         """
-        ...
-
-    def run(self, *, batch: int, input_tokens: int, output_tokens: int) -> RunReading:
-        """Run one burst of dummy requests: random token ids, greedy, end-of-sequence ignored."""
         ...
 
     def memory(self) -> tuple[RankMemory, ...]:
@@ -321,29 +319,21 @@ class ProfileSession(Protocol):
         ...
 
 
-class StepTimedSession(Protocol):
-    """A worker whose engine carries our step timer: it times every step and can repeat each step's forward."""
+class ProfileSession(Session, Protocol):
+    """A worker that runs one burst after the other."""
+
+    def run(self, *, batch: int, input_tokens: int, output_tokens: int) -> RunReading:
+        """Run one burst of dummy requests: random token ids, greedy, end-of-sequence ignored."""
+        ...
+
+
+class StepTimedSession(Session, Protocol):
+    """A worker whose engine carries our step timer: it times every step and can repeat each step's forward.
+
+    What it loads needs a config.json alone and has random weights.
+    """
 
     num_devices: int  # that it holds while it is open
-
-    def load(
-        self,
-        checkpoint: Path,
-        *,
-        weights: WeightFormat,
-        kv: KvFormat,
-        layers_per_stage: tuple[int, ...],
-        max_batch: int,
-        max_context_tokens: int,
-        kv_tokens: int,
-    ) -> None:
-        """Replace what is loaded by ``checkpoint`` (a config.json is enough) with random weights.
-
-        Args:
-            max_batch: sequences that the engine is started for, as a deployment would be.
-            kv_tokens: room of the KV cache, over all sequences.
-        """
-        ...
 
     def bursts(
         self,
@@ -375,19 +365,18 @@ class StepTimedSession(Protocol):
         """
         ...
 
-    def memory(self) -> tuple[RankMemory, ...]: ...
 
-    def close(self) -> None: ...
+SessionT = TypeVar("SessionT", bound=Session, covariant=True)
 
 
-class ProfileTarget(Protocol):
+class ProfileTarget(Protocol[SessionT]):
     """An engine on some devices that can be measured."""
 
     engine: str
 
     def machine(self) -> MachineInfo: ...
 
-    def open(self, *, tp: int, pp: int) -> ProfileSession:
+    def open(self, *, tp: int, pp: int) -> SessionT:
         """Launch a worker on tp * pp devices.
 
         Raises:

@@ -14,11 +14,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from fingerprint.config import DeploymentConfig, even_split
 from fingerprint.errors import ConfigError, IserveError
 from fingerprint.measurements import (
     MemoryPoint,
@@ -31,7 +30,7 @@ from fingerprint.measurements import (
 )
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile_budget import Action, Budget, OutOfTimeError
-from fingerprint.profile_plan import ProfilePlan, default_plan, fingerprint_layers
+from fingerprint.profile_plan import EngineSizes, ProfilePlan, default_plan, fingerprint_layers
 from fingerprint.profile_points import Shape, Visit
 from fingerprint.trimmed_mean import locate
 
@@ -55,7 +54,7 @@ _FEWEST_RUNS = 2  # of a point, to have an interval at all; below the plan's min
 def profile(
     source_name: str,
     spec: ModelSpec,
-    target: ProfileTarget,
+    target: ProfileTarget[ProfileSession],
     fingerprints: Callable[[Sequence[int]], Path],
     plan: ProfilePlan,
     *,
@@ -108,7 +107,7 @@ class _Driver:
     def __init__(
         self,
         spec: ModelSpec,
-        target: ProfileTarget,
+        target: ProfileTarget[ProfileSession],
         fingerprints: Callable[[Sequence[int]], Path],
         plan: ProfilePlan,
         num_devices: int,
@@ -119,8 +118,8 @@ class _Driver:
         self.budget, self._report = budget, progress
         self.notes: list[str] = []
         self.memory: list[MemoryPoint] = []
-        self.runs: dict[tuple[int, int, Visit, Shape], list[RunReading]] = {}
-        self.loads: dict[tuple[int, int, Visit, Shape], list[int]] = {}  # of each run, which load it was of
+        self.runs: dict[tuple[Visit, Shape], list[RunReading]] = {}
+        self.loads: dict[tuple[Visit, Shape], list[int]] = {}  # of each run, which load it was of
         self.num_loads = 0
         self.shapes = self._shapes()
         self.dropped: list[Shape] = []  # of them, what the budget could not hold
@@ -135,6 +134,17 @@ class _Driver:
         wanted = self.plan.split_input_tokens if tp * pp > 1 else ()
         chosen = [shape for shape in self.shapes if shape.input_tokens in wanted]
         return chosen or list(self.shapes)
+
+    @property
+    def sizes(self) -> EngineSizes:
+        """Sizes of each load: as planned, else what all points need."""
+        longest = max(s.input_tokens + s.output_tokens for s in self.shapes)
+        return self.plan.sizes or EngineSizes(
+            max_batch=max(s.batch for s in self.shapes),
+            max_context_tokens=longest,
+            max_batched_tokens=0,
+            kv_tokens=0,
+        )
 
     def _shapes(self) -> list[Shape]:
         plan, room = self.plan, self.spec.max_context_tokens
@@ -170,7 +180,7 @@ class _Driver:
                     + (" for each kind of layers" if self.spec.several_kinds else "")
                     + f", the model has {num_layers}; the cost of a layer is not measured there"
                 )
-            sessions[tp, pp] = [Visit(cut, w, kv) for w in plan.weights for kv in plan.kv for cut in cuts]
+            sessions[tp, pp] = [Visit(cut, w, kv, tp, pp) for w in plan.weights for kv in plan.kv for cut in cuts]
         return dict(sorted(sessions.items(), key=lambda item: item[0] != (1, 1)))
 
     def run_all(self) -> None:
@@ -200,7 +210,7 @@ class _Driver:
             )
         visit, budget = self.sessions[tp, pp][0], self.budget
         shapes = self.shapes_at(tp, pp)
-        actions = [Action("launch"), _load_action(tp, pp, visit), *(_run_action(tp, pp, visit, s) for s in shapes)]
+        actions = [Action("launch"), _load_action(visit), *(_run_action(visit, s) for s in shapes)]
         need_s = sum(budget.expected_s(action) for action in actions)
         if need_s > budget.left_s:
             raise OutOfTimeError(
@@ -223,7 +233,7 @@ class _Driver:
 
     def _run_counts(self, tp: int, pp: int) -> list[int]:
         visits, shapes = self.sessions[tp, pp], self.shapes_at(tp, pp)
-        return [len(self.runs.get((tp, pp, visit, shape), ())) for visit in visits for shape in shapes]
+        return [len(self.runs.get((visit, shape), ())) for visit in visits for shape in shapes]
 
     def _session(self, tp: int, pp: int, later: list[list[Visit]], *, first: bool) -> None:
         visits, budget = self.sessions[tp, pp], self.budget
@@ -264,10 +274,10 @@ class _Driver:
     def complete(self) -> bool:
         """Return whether all that the machine and the model allow was measured, and tightly."""
         expected = [
-            (tp, pp, visit, shape)
-            for (tp, pp), visits in self.sessions.items()
+            (visit, shape)
+            for degree, visits in self.sessions.items()
             for visit in visits
-            for shape in self.shapes_at(tp, pp)
+            for shape in self.shapes_at(*degree)
         ]
         return not self.dropped and all(key in self.runs and self.is_tight(self.runs[key]) for key in expected)
 
@@ -276,12 +286,12 @@ class _Driver:
         found = []
         for (tp, pp), visits in self.sessions.items():
             shapes = [*self.shapes_at(tp, pp), *self._dropped_at(tp, pp)]
-            for weights, kv in dict.fromkeys((visit.weights, visit.kv) for visit in visits):
-                own = [visit for visit in visits if (visit.weights, visit.kv) == (weights, kv)]
-                runs = [len(self.runs.get((tp, pp, visit, shape), ())) for visit in own for shape in shapes]
+            for key in dict.fromkeys(visit.key for visit in visits):
+                own = [visit for visit in visits if visit.key == key]
+                runs = [len(self.runs.get((visit, shape), ())) for visit in own for shape in shapes]
                 missing = sum(count < self.plan.min_repeats for count in runs)
                 if missing and (tp, pp) not in self.failed:
-                    config = DeploymentConfig(tp=tp, pp=pp, weights=weights, kv=kv, engine=self.target.engine)
+                    config = key.config(self.target.engine)
                     found.append(Unreached(config=config, missing_points=missing, planned_points=len(runs)))
         return tuple(found)
 
@@ -291,20 +301,8 @@ class _Driver:
 
     def timing(self) -> tuple[TimingPoint, ...]:
         return tuple(
-            TimingPoint(
-                num_layers=visit.num_layers,
-                tp=tp,
-                pp=pp,
-                weights=visit.weights,
-                kv=visit.kv,
-                batch=shape.batch,
-                input_tokens=shape.input_tokens,
-                output_tokens=shape.output_tokens,
-                runs=tuple(runs),
-                loads=tuple(self.loads[tp, pp, visit, shape]),
-                layer_kinds=visit.kinds(self.spec),
-            )
-            for (tp, pp, visit, shape), runs in self.runs.items()
+            visit.timing_point(self.spec, shape, tuple(runs), loads=tuple(self.loads[visit, shape]))
+            for (visit, shape), runs in self.runs.items()
         )
 
     def _tell(self, running: str) -> None:
@@ -317,7 +315,6 @@ class _Launch:
 
     def __init__(self, driver: _Driver, session: ProfileSession, tp: int, pp: int) -> None:
         self.driver, self.session, self.tp, self.pp = driver, session, tp, pp
-        self._kv_tokens = self._kv_sequences = 0
 
     def pass_over(self, visits: list[Visit], deadline: float, soft: float) -> bool:
         """Run every point that needs it, once after ``soft`` and maybe more before; False when none does.
@@ -336,59 +333,38 @@ class _Launch:
                     break
                 for shape in self._open_shapes(visit) if once else shapes:
                     reading = self._run(visit, shape, deadline)
-                    self._keep(visit, shape, reading)
+                    self.driver.runs.setdefault((visit, shape), []).append(reading)
+                    self.driver.loads.setdefault((visit, shape), []).append(self.driver.num_loads)
         return bool(wanted)
-
-    def _keep(self, visit: Visit, shape: Shape, reading: RunReading) -> None:
-        key = (self.tp, self.pp, visit, shape)
-        self.driver.runs.setdefault(key, []).append(reading)
-        self.driver.loads.setdefault(key, []).append(self.driver.num_loads)
 
     @property
     def shapes(self) -> list[Shape]:
         return self.driver.shapes_at(self.tp, self.pp)
 
     def _seen_s(self, visit: Visit, shape: Shape) -> float:
-        return self.driver.budget.seen_s.get(_run_action(self.tp, self.pp, visit, shape), 0.0)
-
-    def _runs(self, visit: Visit, shape: Shape) -> list[RunReading]:
-        return self.driver.runs.get((self.tp, self.pp, visit, shape), [])
+        return self.driver.budget.seen_s.get(_run_action(visit, shape), 0.0)
 
     def _open_shapes(self, visit: Visit) -> list[Shape]:
+        driver = self.driver
         return [
             shape
             for shape in self.shapes
-            if len(runs := self._runs(visit, shape)) < self.driver.plan.max_repeats
-            and not self.driver.is_tight(runs)
+            if len(runs := driver.runs.get((visit, shape), [])) < driver.plan.max_repeats
+            and not driver.is_tight(runs)
         ]
 
     def _repeats_of(self, visit: Visit, shapes: list[Shape]) -> int:
-        load_s = self.driver.budget.seen_s.get(_load_action(self.tp, self.pp, visit), 0.0)
+        load_s = self.driver.budget.seen_s.get(_load_action(visit), 0.0)
         return self.driver.plan.repeats_per_visit(load_s, sum(self._seen_s(visit, shape) for shape in shapes))
 
     def _load(self, visit: Visit, deadline: float) -> None:
         driver, budget = self.driver, self.driver.budget
         driver._tell(f"tp={self.tp} pp={self.pp}: loading {visit.num_layers} layers, {visit.weights}")
         checkpoint = driver.fingerprints(visit.layers)
-        action = _load_action(self.tp, self.pp, visit)
+        action = _load_action(visit)
         first = action not in budget.seen_s
-        sizes = driver.plan.sizes
-        max_batch = sizes.max_batch if sizes else max(s.batch for s in driver.shapes)
-        longest = max(s.input_tokens + s.output_tokens for s in driver.shapes)
-        max_context_tokens = sizes.max_context_tokens if sizes else longest
         with budget.spend(action, deadline):
-            self.session.load(
-                checkpoint,
-                weights=visit.weights,
-                kv=visit.kv,
-                layers_per_stage=even_split(visit.num_layers, self.pp),
-                max_batch=max_batch,
-                max_context_tokens=max_context_tokens,
-                kv_tokens=sizes.kv_tokens if sizes else 0,
-            )
-        self._kv_tokens, self._kv_sequences = max_batch * max_context_tokens, max_batch
-        if sizes:
-            self._kv_tokens, self._kv_sequences = sizes.kv_tokens, 0  # in blocks that all sequences share
+            visit.load(self.session, checkpoint, driver.sizes)
         driver.num_loads += 1
         if first:
             self._first_runs(visit, deadline)
@@ -422,7 +398,7 @@ class _Launch:
         def need_s() -> float:
             warm = sum(self._seen_s(visit, known) for known in driver.shapes)
             once = warm + self._seen_s(visit, smaller) * shape.cost / smaller.cost
-            load_s = budget.seen_s[_load_action(self.tp, self.pp, visit)]
+            load_s = budget.seen_s[_load_action(visit)]
             return len(driver.sessions[self.tp, self.pp]) * (load_s + (1 + _FEWEST_RUNS) * once)
 
         if need_s() <= budget.left_s:
@@ -444,21 +420,14 @@ class _Launch:
         return min((shape.batch, shape.input_tokens) for shape in self.shapes)
 
     def _read_memory(self, visit: Visit, tokens: int) -> None:
-        sizes = self.driver.plan.sizes  # whose memory is counted while the engine starts, whatever is run
-        point = MemoryPoint(
-            num_layers=visit.num_layers,
-            tp=self.tp,
-            pp=self.pp,
-            weights=visit.weights,
-            kv=visit.kv,
-            max_batched_tokens=sizes.max_batched_tokens if sizes else tokens,
-            max_batch=sizes.max_batch if sizes else 0,
-            ranks=self.session.memory(),
-            kv_tokens=self._kv_tokens,
-            kv_sequences=self._kv_sequences,
-            layer_kinds=visit.kinds(self.driver.spec),
-        )
-        self.driver.memory.append(point)
+        driver, sizes = self.driver, self.driver.sizes
+        if driver.plan.sizes is None:
+            room = sizes.max_batch * sizes.max_context_tokens
+            sizes = replace(sizes, max_batched_tokens=tokens, kv_tokens=room)
+        point = visit.memory_point(driver.spec, self.session.memory(), sizes)
+        if driver.plan.sizes is None:  # else counted while the engine starts, in blocks that all sequences share
+            point = replace(point, max_batch=0, kv_sequences=sizes.max_batch)
+        driver.memory.append(point)
 
     def _run(self, visit: Visit, shape: Shape, deadline: float) -> RunReading:
         driver = self.driver
@@ -466,7 +435,7 @@ class _Launch:
             f"tp={self.tp} pp={self.pp}, {visit.num_layers} layers, {visit.weights}: batch {shape.batch}, "
             f"{shape.input_tokens} in, {shape.output_tokens} out"
         )
-        with driver.budget.spend(_run_action(self.tp, self.pp, visit, shape), deadline):
+        with driver.budget.spend(_run_action(visit, shape), deadline):
             reading = self.session.run(
                 batch=shape.batch, input_tokens=shape.input_tokens, output_tokens=shape.output_tokens
             )
@@ -475,9 +444,9 @@ class _Launch:
 
     def minimum_cost_s(self, later: list[list[Visit]]) -> float:
         """Time that the later launches need for their minimum, if they cost what this one did."""
-        seen, here = self.driver.budget.seen_s.items(), (self.tp, self.pp)
-        loads = [s for action, s in seen if action.kind == "load" and action.where[:2] == here]
-        runs = [s for action, s in seen if action.kind == "run" and action.where[:2] == here]
+        seen, here = self.driver.budget.seen_s.items(), self.driver.sessions[self.tp, self.pp]
+        loads = [s for action, s in seen if action.kind == "load" and action.where in here]
+        runs = [s for action, s in seen if action.kind == "run" and action.where in here]
         once = sum(runs) / len(runs) * len(self.driver.shapes_at(2, 1)) if runs else 0.0  # later ones are split
         load = max(loads, default=0.0)
         repeats = self.driver.plan.min_repeats
@@ -485,9 +454,9 @@ class _Launch:
         return sum(self.driver.budget.launch_s + len(visits) * visit_s for visits in later)
 
 
-def _load_action(tp: int, pp: int, visit: Visit) -> Action:
-    return Action("load", None, (tp, pp, visit))
+def _load_action(visit: Visit) -> Action:
+    return Action("load", None, visit)
 
 
-def _run_action(tp: int, pp: int, visit: Visit, shape: Shape) -> Action:
-    return Action("run", shape, (tp, pp, visit))
+def _run_action(visit: Visit, shape: Shape) -> Action:
+    return Action("run", shape, visit)

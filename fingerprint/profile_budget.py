@@ -23,7 +23,7 @@ class Action(NamedTuple):
 
     kind: str  # "launch", "load", "run" or "close"
     about: Hashable = None  # of a run: its shape
-    where: tuple[Hashable, ...] = ()  # tp, pp and what is loaded
+    where: Hashable = None  # what is loaded
 
 
 @dataclass

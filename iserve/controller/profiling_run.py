@@ -30,7 +30,6 @@ from fingerprint.measurements import Profile, key_of
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile import ProfileProgress, profile
 from fingerprint.profile_plan import EngineSizes, ProfilePlan, Shards, default_plan
-from fingerprint.sharded_profile import profile_with_shards
 from fingerprint.truncate import generate, generate_dummy, generate_shape
 from iserve.controller.profiling_devices import STEP_TOKENS, FittingPlan, fitting, quietest
 from iserve.controller.profiling_scope import lacking, why_needless
@@ -337,13 +336,14 @@ def _measured(
             skipped.append(config)
         return why
 
-    measured = profile_with_shards(
-        partial(depth_tied_profile, order.source.name, spec, progress=order.progress),
-        spec.family,
+    measured = depth_tied_profile(
+        order.source.name,
+        spec,
         target,
         fingerprints,
         replace(fits.plan, degrees=wanted),
         num_gpus=max((tp * pp for tp, pp in fits.plan.degrees), default=1),
+        progress=order.progress,
         needless=needless,
     )
     no_gpus = (
