@@ -98,8 +98,7 @@ def take(order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints) 
         return _added(order.known, order.plan_options, order, target, fingerprints)
     if order.table.step_timed:
         return _take_depth_tied(order, target, fingerprints)
-    how = _take_by_wall_clock if order.table.own_environment else _take_plain
-    return how(order, target, fingerprints)
+    return _take_unrepeated(order, target, fingerprints)
 
 
 def _refuse_more_than_a_step(order: Order) -> None:
@@ -131,37 +130,25 @@ def _refuse_without_pattern(spec: ModelSpec, name: str) -> None:
         )
 
 
-def _take_plain(order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints) -> Profile:
-    """Measure fingerprints as they are, on an engine that loads one after the other in a moment.
+def _take_unrepeated(order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints) -> Profile:
+    """Measure fingerprints as they are, on an engine that does not carry our step timer.
+
+    One that starts anew with each load is started as large as a deployment of the workload would be, since its
+    memory follows from that; any other loads a fingerprint in a moment, and its launches count.
 
     Raises:
         NotMeasuredError: as :func:`consistent`.
     """
-    spec, started = order.spec, time.monotonic()
+    spec, own, started = order.spec, order.table.own_environment, time.monotonic()
     device = target.machine().device  # launches the worker that the first degree then uses
-    launch_s = time.monotonic() - started
+    launch_s = 0.0 if own else time.monotonic() - started
     weights, degrees = _formats_and_degrees(spec, order, device)
-    left_s = max(1.0, order.max_seconds - launch_s)
+    left_s = order.max_seconds if own else max(1.0, order.max_seconds - launch_s)
     plan = default_plan(spec, order.workload, weights=weights, degrees=degrees, budget_s=left_s)
+    plan = replace(plan, sizes=_engine_sizes(spec, order.workload, plan) if own else None)
     measure = partial(profile, order.source.name, spec, target, fingerprints, progress=order.progress)
     measured = consistent(measure(plan, launch_s=launch_s), plan, measure)
     return replace(measured, budget_s=order.max_seconds, spent_s=measured.spent_s + launch_s)
-
-
-def _take_by_wall_clock(order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints) -> Profile:
-    """Measure fingerprints on an engine that starts anew with each load and does not carry our step timer.
-
-    The engine is started as large as a deployment of the workload would be, since its memory follows from that.
-
-    Raises:
-        NotMeasuredError: as :func:`consistent`.
-    """
-    spec, device = order.spec, target.machine().device
-    weights, degrees = _formats_and_degrees(spec, order, device)
-    plan = default_plan(spec, order.workload, weights=weights, degrees=degrees, budget_s=order.max_seconds)
-    plan = replace(plan, sizes=_engine_sizes(spec, order.workload, plan))
-    measure = partial(profile, order.source.name, spec, target, fingerprints, progress=order.progress)
-    return replace(consistent(measure(plan), plan, measure), budget_s=order.max_seconds)
 
 
 def _engine_sizes(spec: ModelSpec, workload: Workload, plan: ProfilePlan) -> EngineSizes:
