@@ -166,7 +166,7 @@ class _Driver:
         return f"the budget of {self.plan.budget_s:g} GPU-seconds is spent"
 
     def _degree(self, tp: int, pp: int, depths: tuple[int, ...]) -> None:
-        """Raises IserveError: no worker comes up."""
+        """Measure each pair of formats; raise IserveError if no worker becomes ready."""
         shard = self._is_shard(tp, pp)
         before = self.profile() if shard else None
         for weights in self.plan.weights:

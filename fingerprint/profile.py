@@ -1,7 +1,7 @@
-"""Drives an engine through a model's fingerprints and records what it took, within a time budget.
+"""Driver of a profile of fingerprints as they are: what it takes an engine to run them, within a time budget.
 
-Decides what to run, in which order and when to stop. Knows nothing of how an engine is started or how a
-fingerprint is cut: both come as arguments. One launch per (tp, pp) serves all fingerprints and formats.
+The driver decides what to run, in which order and when to stop. How an engine is started and how a fingerprint is
+cut are arguments. One launch per (tp, pp) serves all fingerprints and formats.
 
 The order: every pass goes over all fingerprints and all points of a launch, forth and then back, so that a slow
 drift of the machine falls on all of them alike. Every visit is a load of its own, even where the way turns: how
@@ -74,11 +74,11 @@ def profile(
         source_name: the model's name, recorded as it is.
         fingerprints: the checkpoint directory that holds these layers of the model.
         clock: seconds that only grow.
-        progress: told before every load and run.
+        progress: called before every load and run.
         launch_s: what a launch is known to take, where the target has launched its first worker already.
 
     Raises:
-        IserveError: the first launch did not come up or broke; a later one that fails is noted in the profile.
+        IserveError: the first launch failed or broke off; a later one that fails is noted in the profile.
     """
     budget = Budget(clock, plan.budget_s, launch_s, plan.uncharged)
     with budget.note(Action("launch")):  # an engine that is a process may be launched to tell
@@ -201,7 +201,7 @@ class _Driver:
                 self.notes.append(f"tp={tp} pp={pp} failed: {error}")
 
     def _check_launch(self, tp: int, pp: int, first: tuple[int, int]) -> None:
-        """Raises OutOfTimeError: the first degree is not done, or nothing would come of this launch in time."""
+        """Raises OutOfTimeError: the first degree is not done, or this launch would measure nothing in time."""
         least = self.plan.min_repeats
         if self._fewest_runs(*first) < least:
             raise OutOfTimeError(

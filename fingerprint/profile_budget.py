@@ -34,7 +34,7 @@ class Budget:
         clock: seconds that only grow.
         total_s: all that may be spent, from now on.
         launch_s: what a launch is known to take already.
-        uncharged: kinds of actions whose time counts for nothing: the clock stands still while they run.
+        uncharged: kinds of actions whose time counts for nothing: the clock is stopped while they run.
     """
 
     clock: Callable[[], float]
