@@ -134,9 +134,8 @@ class _Driver:
         chosen = [shape for shape in self.shapes if shape.input_tokens in wanted]
         return chosen or list(self.shapes)
 
-    @property
-    def sizes(self) -> EngineSizes:
-        """Sizes of each load: as planned, else what all points need."""
+    def _sizes(self) -> EngineSizes:
+        """Return the sizes of the next load: as planned, else what all points need that are not dropped."""
         longest = max(s.input_tokens + s.output_tokens for s in self.shapes)
         return self.plan.sizes or EngineSizes(
             max_batch=max(s.batch for s in self.shapes),
@@ -343,17 +342,17 @@ class _Driver:
         budget = self.budget
         self._tell(f"tp={visit.tp} pp={visit.pp}: loading {visit.num_layers} layers, {visit.weights}")
         checkpoint = self.fingerprints(visit.layers)
-        action = _load_action(visit)
+        action, sizes = _load_action(visit), self._sizes()
         first = action not in budget.seen_s
         with budget.spend(action, deadline):
-            visit.load(session, checkpoint, self.sizes)
+            visit.load(session, checkpoint, sizes)
         self.num_loads += 1
         if first:
-            self._first_runs(session, visit, deadline)
+            self._first_runs(session, visit, sizes, deadline)
         else:
             self._run(session, visit, self._open_shapes(visit)[0], deadline)
 
-    def _first_runs(self, session: ProfileSession, visit: Visit, deadline: float) -> None:
+    def _first_runs(self, session: ProfileSession, visit: Visit, loaded: EngineSizes, deadline: float) -> None:
         """Warm every point up, small ones first; read memory after the smallest step and after all."""
         smaller: Shape | None = None
         tokens, readings = 0, 0
@@ -362,11 +361,11 @@ class _Driver:
                 continue
             step_tokens = shape.batch * shape.input_tokens
             if 0 < tokens < step_tokens and readings == 0 and not self.plan.sizes:
-                self._read_memory(session, visit, tokens)
+                self._read_memory(session, visit, loaded, tokens)
                 readings += 1
             self._run(session, visit, shape, deadline)
             smaller, tokens = shape, max(tokens, step_tokens)
-        self._read_memory(session, visit, tokens)
+        self._read_memory(session, visit, loaded, tokens)
 
     def _too_dear(
         self, session: ProfileSession, visit: Visit, shape: Shape, smaller: Shape, deadline: float
@@ -400,14 +399,13 @@ class _Driver:
         )
         return True
 
-    def _read_memory(self, session: ProfileSession, visit: Visit, tokens: int) -> None:
-        sizes = self.sizes
-        if self.plan.sizes is None:
-            room = sizes.max_batch * sizes.max_context_tokens
-            sizes = replace(sizes, max_batched_tokens=tokens, kv_tokens=room)
-        point = visit.memory_point(self.spec, session.memory(), sizes)
+    def _read_memory(self, session: ProfileSession, visit: Visit, loaded: EngineSizes, tokens: int) -> None:
+        point = visit.memory_point(self.spec, session.memory(), loaded)
         if self.plan.sizes is None:  # else counted while the engine starts, in blocks that all sequences share
-            point = replace(point, max_batch=0, kv_sequences=sizes.max_batch)
+            room = loaded.max_batch * loaded.max_context_tokens
+            point = replace(
+                point, max_batched_tokens=tokens, max_batch=0, kv_tokens=room, kv_sequences=loaded.max_batch
+            )
         self.memory.append(point)
 
     def _run(self, session: ProfileSession, visit: Visit, shape: Shape, deadline: float) -> RunReading:
