@@ -375,7 +375,7 @@ class _Driver:
         The smallest burst is never dropped: its two output lengths are the least that an estimate can rest on.
         """
         budget = self.budget
-        smallest = min((s.batch, s.input_tokens) for s in self.shapes)
+        smallest = min((s.batch, s.input_tokens) for s in self.shapes_at(visit.tp, visit.pp))
         if self.runs or self.num_loads > 1 or (shape.batch, shape.input_tokens) == smallest:
             return False  # decided once, on the first fingerprint, so that all have the same points
 

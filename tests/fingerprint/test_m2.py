@@ -322,15 +322,3 @@ class TestInterval:
 
         noisy = M2(replace(profile, memory=tuple(other(i, p) for i, p in enumerate(profile.memory))))
         assert noisy.memory(DeploymentConfig(), Workload()).relative_error > 0.05
-
-
-def test_memory_has_the_room_that_was_loaded_though_the_points_that_need_it_are_dropped() -> None:
-    """The first fingerprint is loaded for bursts of 64, which the budget cannot hold."""
-    machine = SyntheticMachine(launch_s=0.5)
-    plan = ProfilePlan(budget_s=3.0, degrees=((1, 1),), batches=(1, 64), input_tokens=(128,))
-    result = take_profile(machine, plan)
-    per_token = machine.spec.kv_bytes_per_token_per_layer(KvFormat.BITS16)
-    assert {point.batch for point in result.timing} == {1}
-    assert {point.kv_sequences for point in result.memory} == {64, 1}
-    for point in result.memory:
-        assert point.ranks[0].kv_bytes == per_token * point.kv_tokens * point.num_layers
