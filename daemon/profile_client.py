@@ -120,10 +120,6 @@ class WorkerProfileTarget:
             self._spare = session
         return self._machine
 
-    def open_step_timed(self, *, tp: int, pp: int) -> WorkerProfileSession:
-        """Open as :meth:`open`, an engine whose capabilities say ``step_timed``."""
-        return self.open(tp=tp, pp=pp)
-
     def open(self, *, tp: int, pp: int) -> WorkerProfileSession:
         if (tp, pp) == (1, 1) and self._spare is not None:
             session, self._spare = self._spare, None
@@ -161,7 +157,7 @@ class WorkerProfileTarget:
 
 
 class WorkerProfileSession:
-    """``fingerprint.measurements.ProfileSession`` on one worker; :meth:`close` always ends it."""
+    """Both sessions of ``fingerprint.measurements`` on one worker; :meth:`close` always ends it."""
 
     def __init__(
         self,

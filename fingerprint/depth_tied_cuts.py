@@ -21,6 +21,7 @@ All stages of a cut have one mix, since one stage's reading is taken for all.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from fingerprint.model_spec import ModelSpec
 
@@ -69,9 +70,12 @@ def why_no_cuts(spec: ModelSpec, pp: int) -> str:
     return f"the model has {spec.num_layers} layers" + (several if spec.several_kinds else "")
 
 
-def kind_counts(spec: ModelSpec, num_layers: int) -> tuple[int, ...]:
-    """Return how many of the first layers are of each of the model's kinds; empty where all are alike."""
-    counts = Counter(spec.kind_indexes[:num_layers])
+def kind_counts(spec: ModelSpec, layers: int | Sequence[int]) -> tuple[int, ...]:
+    """Return how many of these layers, or of the first so many, are of each of the model's kinds; empty where all
+    are alike.
+    """
+    chosen = range(layers) if isinstance(layers, int) else layers
+    counts = Counter(spec.kind_indexes[layer] for layer in chosen)
     return tuple(counts[kind] for kind in range(len(spec.kinds))) if spec.several_kinds else ()
 
 

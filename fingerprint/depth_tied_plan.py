@@ -12,6 +12,7 @@ from fingerprint.config import KvFormat, WeightFormat, Workload
 from fingerprint.depth_tied_cuts import repeats_the_mix
 from fingerprint.errors import ConfigError
 from fingerprint.model_spec import ModelSpec
+from fingerprint.profile_plan import EngineSizes
 
 __all__ = ["ONCE_TOKENS", "DepthTiedPlan", "Point", "depth_tied_plan", "tokens_of"]
 
@@ -86,6 +87,16 @@ class DepthTiedPlan:
     def kv_tokens(self) -> int:
         """Room of the KV cache that the largest point needs."""
         return max(b * (n + self.long_output) for b, n in self.points)
+
+    @property
+    def sizes(self) -> EngineSizes:
+        """Sizes that the engine is started with."""
+        return EngineSizes(
+            max_batch=self.max_batch,
+            max_context_tokens=self.max_context_tokens,
+            max_batched_tokens=self.max_batched_tokens,
+            kv_tokens=self.kv_tokens,
+        )
 
 
 def depth_tied_plan(

@@ -8,27 +8,31 @@ started once and run through all its points; the budget counts the GPU's seconds
 Bursts run back to back until the GPU's clock and power have settled, since a GPU that works for 200 ms under its
 power cap is slower than one that works for 7; the earlier half of them is not kept. A host that shares its cores
 changes its pace by half within seconds, and short prompts wait for the host: those are visited again later on.
+
+A degree of tensor parallelism for which there are not enough GPUs is profiled as one rank on one GPU per stage:
+the rank's shape (``shard_config``) is loaded with tp = 1. Its points are marked ``shard``, and estimators add the
+work of a group (``estimators.all_reduce``).
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol
 
-from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat
-from fingerprint.depth_tied_cuts import kind_counts, repeats_the_mix, tied_depths, why_no_cuts
+from fingerprint.config import DeploymentConfig
+from fingerprint.depth_tied_cuts import repeats_the_mix, tied_depths, why_no_cuts
 from fingerprint.depth_tied_plan import DepthTiedPlan, Point, tokens_of
 from fingerprint.engine_caches import cache_differences
-from fingerprint.errors import IserveError, NotMeasuredError
+from fingerprint.errors import InfeasibleError, IserveError, NotMeasuredError
 from fingerprint.measurements import (
-    MachineInfo,
+    MeasuredKey,
     MemoryPoint,
     Profile,
+    ProfileTarget,
     RunReading,
     StepTimedSession,
     TimingPoint,
@@ -37,29 +41,20 @@ from fingerprint.measurements import (
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile import ProfileProgress
 from fingerprint.profile_checks import check_ranks, check_runs, contradiction
+from fingerprint.profile_points import Shape, Visit
+from fingerprint.shard_config import refuses_shards
 
-__all__ = ["StepTimedTarget", "depth_tied_profile"]
-
-
-class StepTimedTarget(Protocol):
-    """An engine on some GPUs that carries our step timer."""
-
-    engine: str
-
-    def machine(self) -> MachineInfo: ...
-
-    def open_step_timed(self, *, tp: int, pp: int) -> StepTimedSession:
-        """Launch a worker on tp * pp GPUs; raises as ``ProfileTarget.open``."""
-        ...
+__all__ = ["depth_tied_profile"]
 
 
 def depth_tied_profile(
     source_name: str,
     spec: ModelSpec,
-    target: StepTimedTarget,
-    fingerprints: Callable[[int], Path],
+    target: ProfileTarget[StepTimedSession],
+    fingerprints: Callable[..., Path],
     plan: DepthTiedPlan,
     *,
+    num_gpus: int | None = None,
     clock: Callable[[], float] = time.monotonic,
     progress: Callable[[ProfileProgress], None] = lambda _: None,
     needless: Callable[[DeploymentConfig, Profile], str | None] = lambda _config, _so_far: None,
@@ -71,43 +66,29 @@ def depth_tied_profile(
     (two layers faster than one) are measured once more and then left out.
 
     Args:
-        fingerprints: a directory with the config.json of the first k layers; weights are not read.
+        fingerprints: a directory with the config.json of the first so many layers, and for a shard of so many
+            ranks, the second argument, that of one rank's shape; weights are not read.
+        num_gpus: degrees that need more are taken as shards, after the rest; None: there are enough for all.
         needless: asked before each configuration but the first that was measured, with what is measured by then:
-            why it need not be; None: it is measured.
+            why it need not be; None: it is measured. Of a shard's formats it is asked before the first.
 
     Raises:
+        InfeasibleError: no degree can be taken, not even as a shard; the message says why.
         IserveError: nothing at all could be measured; the first failure.
     """
-    driver = _Driver(source_name, spec, target, fingerprints, plan, clock, progress, needless)
+    driver = _Driver(source_name, spec, target, fingerprints, plan, num_gpus, clock, progress, needless)
     driver.run_all()
     return driver.profile()
-
-
-@dataclass(frozen=True, slots=True)
-class _Case:
-    """Configuration of the plan."""
-
-    tp: int
-    pp: int
-    weights: WeightFormat
-    kv: KvFormat
-
-    def config(self, engine: str) -> DeploymentConfig:
-        return DeploymentConfig(tp=self.tp, pp=self.pp, weights=self.weights, kv=self.kv, engine=engine)
-
-    def __str__(self) -> str:
-        return f"tp={self.tp} pp={self.pp} {self.weights}" + (
-            "" if self.kv == KvFormat.BITS16 else f" kv={self.kv}"
-        )
 
 
 @dataclass
 class _Driver:
     source_name: str
     spec: ModelSpec
-    target: StepTimedTarget
-    fingerprints: Callable[[int], Path]
+    target: ProfileTarget[StepTimedSession]
+    fingerprints: Callable[..., Path]
     plan: DepthTiedPlan
+    num_gpus: int | None
     clock: Callable[[], float]
     progress: Callable[[ProfileProgress], None]
     needless: Callable[[DeploymentConfig, Profile], str | None]
@@ -119,7 +100,7 @@ class _Driver:
     _session: StepTimedSession | None = None
     _first_error: IserveError | None = None
     _done: int = 0
-    _unreached: dict[_Case, set[Point]] = field(default_factory=dict)
+    _unreached: dict[MeasuredKey, set[Point]] = field(default_factory=dict)
     # GPU-seconds, as ``spent_s``: per prompt token by tp, pp, layers; and by tp, pp, plain, point
     _cost_s: dict[tuple[int, int, int], float] = field(default_factory=dict)
     _took_s: dict[tuple[int, int, bool, Point], float] = field(default_factory=dict)
@@ -140,51 +121,78 @@ class _Driver:
             notes=tuple(dict.fromkeys((*self.notes, *cache_differences(self.spec, self.memory)))),
             unreached=tuple(
                 Unreached(
-                    config=case.config(self.target.engine),
+                    config=key.config(self.target.engine),
                     missing_points=len(points),
                     planned_points=len(self.plan.points),
                 )
-                for case, points in self._unreached.items()
+                for key, points in self._unreached.items()
             ),
         )
 
     def run_all(self) -> None:
-        for tp, pp in self.plan.degrees:
-            depths = tied_depths(self.spec, pp)
-            if not depths:
-                self.notes.append(f"tp={tp} pp={pp} left out: {why_no_cuts(self.spec, pp)}")
+        refused = 0
+        for tp, pp in sorted(self.plan.degrees, key=lambda degree: self._is_shard(*degree)):
+            degree, depths, shard = f"tp={tp} pp={pp}", tied_depths(self.spec, pp), self._is_shard(tp, pp)
+            refusal = self._shard_refusal(tp, pp) if shard else None
+            if why_not := refusal or ("" if depths else why_no_cuts(self.spec, pp)):
+                self.notes.append(f"{degree} left out: {why_not}")
+                self.complete = self.complete and not shard
+                refused += refusal is not None
                 continue
             try:
                 self._degree(tp, pp, depths)
             except IserveError as error:
-                self._failed(f"tp={tp} pp={pp}", error)
+                self._failed(degree, error)
             finally:
                 self._close()
         if not self.timing and self._first_error is not None:
             raise self._first_error
+        if refused == len(self.plan.degrees):
+            raise InfeasibleError("; ".join(self.notes))
+
+    def _is_shard(self, tp: int, pp: int) -> bool:
+        return self.num_gpus is not None and tp * pp > self.num_gpus
+
+    def _shard_refusal(self, tp: int, pp: int) -> str | None:
+        """Return why no rank of this degree can be taken alone."""
+        if self.num_gpus is not None and pp > self.num_gpus:
+            return f"its {pp} stages need as many GPUs, there are {self.num_gpus}"
+        if (why_not := refuses_shards(self.spec.family)) is not None:
+            return why_not
+        if self.spent_s < self.plan.budget_s:
+            return None
+        keys = (MeasuredKey(tp, pp, weights, kv) for weights in self.plan.weights for kv in self.plan.kv)
+        self._unreached |= {key: set(self.plan.points) for key in keys}
+        return f"the budget of {self.plan.budget_s:g} GPU-seconds is spent"
 
     def _degree(self, tp: int, pp: int, depths: tuple[int, ...]) -> None:
-        """Raises IserveError: no worker comes up."""
+        """Measure each pair of formats; raise IserveError if no worker becomes ready."""
+        shard = self._is_shard(tp, pp)
+        before = self.profile() if shard else None
         for weights in self.plan.weights:
             for kv in self.plan.kv:
-                case = _Case(tp, pp, weights, kv)
+                visits = [Visit(tuple(range(depth * pp)), weights, kv, tp, pp, shard) for depth in depths]
+                key = visits[0].key
                 if self.spent_s >= self.plan.budget_s:
-                    self._unreached[case] = set(self.plan.points)
-                    self._left_out(str(case))
+                    self._unreached[key] = set(self.plan.points)
+                    self._left_out(str(key))
                     continue
-                if self.timing and (why := self.needless(case.config(self.target.engine), self.profile())):
-                    self.notes.append(f"{case} not measured: {why}")
+                so_far = before or self.profile()
+                if so_far.timing and (why := self.needless(key.config(self.target.engine), so_far)):
+                    self.notes.append(f"{key} not measured: {why}")
                     continue
-                self._open(case)
+                self._open(visits[0])
                 try:
-                    self._case(case, depths)
+                    self._case(visits)
                 except IserveError as error:
-                    self._failed(str(case), error)
+                    self._failed(str(key), error)
                     self._close()  # whatever it left, the next one finds a fresh worker
 
-    def _open(self, case: _Case) -> StepTimedSession:
+    def _open(self, visit: Visit) -> StepTimedSession:
         if self._session is None:
-            self._session = self.target.open_step_timed(tp=case.tp, pp=case.pp)
+            self._session = self.target.open(tp=1 if visit.shard else visit.tp, pp=visit.pp)
+            if visit.shard:
+                self.notes.append(f"tp={visit.tp} was run as one rank's shape, without communication")
         return self._session
 
     def _close(self) -> None:
@@ -206,22 +214,23 @@ class _Driver:
         self.complete = False
         self.notes.append(f"{what}: {error}")
 
-    def _case(self, case: _Case, depths: tuple[int, ...]) -> None:
+    def _case(self, visits: Sequence[Visit]) -> None:
+        key = visits[0].key
         for attempt in (1, 2):
             timing: list[TimingPoint] = []
             memory: list[MemoryPoint] = []
             points = sorted(self.plan.points, key=tokens_of)
-            for depth in depths:
-                self._depth(case, depth, points, timing, memory)
+            for visit in visits:
+                self._depth(visit, points, timing, memory, is_deepest=len(visits) > 1 and visit is visits[0])
                 points = self._shallow(timing)
             problem = contradiction(timing)
             if problem is None:
                 break
             if attempt == 1:
-                self.notes.append(f"{case}: {problem}; measured again")
+                self.notes.append(f"{key}: {problem}; measured again")
         self.memory += memory
         if problem is not None:
-            raise NotMeasuredError(f"{case} is unusable, measured twice: {problem}")
+            raise NotMeasuredError(f"{key} is unusable, measured twice: {problem}")
         self.timing += timing
 
     def _shallow(self, timing: list[TimingPoint]) -> list[Point]:
@@ -237,138 +246,117 @@ class _Driver:
 
     def _depth(
         self,
-        case: _Case,
-        depth: int,
+        visit: Visit,
         points: list[Point],
         timing: list[TimingPoint],
         memory: list[MemoryPoint],
+        *,
+        is_deepest: bool,
     ) -> None:
         """Measure one fingerprint. An engine that dies at a point is started once more for the points that follow.
 
         Raises:
             IserveError: it does not start.
         """
-        plan, num_layers = self.plan, depth * case.pp
-        session: StepTimedSession | None = self._load(case, depth)
-        memory.append(self._memory(case, num_layers))  # counted while the engine starts
-        repeat = max(1, self.spec.num_layers // num_layers)
-        is_deepest, end_s = depth > min(tied_depths(self.spec, case.pp)), plan.budget_s
-        if is_deepest and not repeats_the_mix(self.spec, case.pp):  # each point is wanted of both
+        plan = self.plan
+        session: StepTimedSession | None = self._load(visit)
+        memory.append(self._memory(visit))  # counted while the engine starts
+        repeat, end_s = max(1, self.spec.num_layers // visit.num_layers), plan.budget_s
+        if is_deepest and not repeats_the_mix(self.spec, visit.pp):  # each point is wanted of both
             end_s = (end_s + self.spent_s) / 2
         jobs = [(point, repeat) for point in points]
         jobs += [(point, 1) for point in sorted(plan.plain_points, key=tokens_of)]
         died = False
         for number, (point, times) in enumerate(jobs):
             plain = number >= len(points)
-            foreseen_s = self._foreseen_s(case, num_layers * times, point, plain=plain)
+            foreseen_s = self._foreseen_s(visit, times, point, plain=plain)
             if number and foreseen_s > end_s - self.spent_s:
                 if not plain:
-                    self._unreached.setdefault(case, set()).add(point)
-                self._left_out(f"{case}, {num_layers} layers: batch {point[0]} with {point[1]} in")
+                    self._unreached.setdefault(visit.key, set()).add(point)
+                self._left_out(f"{visit}: batch {point[0]} with {point[1]} in")
                 continue  # not of the cheapest, without which the other depth's points would tell nothing
             try:
-                session = session or self._load(case, depth)
-                timing += self._point(session, case, num_layers, times, point, plain=plain)
+                session = session or self._load(visit)
+                timing += self._point(session, visit, times, point, plain=plain)
             except NotMeasuredError as error:  # its calls do not agree; the engine is as good as before
-                self._not_trusted(f"{case}, {num_layers} layers", error)
+                self._not_trusted(str(visit), error)
                 if not plain:
-                    self._unreached.setdefault(case, set()).add(point)
+                    self._unreached.setdefault(visit.key, set()).add(point)
             except IserveError as error:
-                self._failed(f"{case}, {num_layers} layers, batch {point[0]} with {point[1]} in", error)
+                self._failed(f"{visit}, batch {point[0]} with {point[1]} in", error)
                 self._close()
                 session = None
                 if died:
-                    self.notes.append(f"{case}, {num_layers} layers: its engine died twice, the rest is left out")
+                    self.notes.append(f"{visit}: its engine died twice, the rest is left out")
                     return
                 died = True
         if session is not None and not died and is_deepest:  # the other tells what a repeat costs, no whole
-            self._revisit(session, case, num_layers, repeat, timing)
+            self._revisit(session, visit, repeat, timing)
 
-    def _revisit(
-        self, session: StepTimedSession, case: _Case, num_layers: int, repeat: int, timing: list[TimingPoint]
-    ) -> None:
+    def _revisit(self, session: StepTimedSession, visit: Visit, repeat: int, timing: list[TimingPoint]) -> None:
         """Add to the settled bursts of short prompts what later visits see of them, out of what the other depth
         will leave of the budget (it takes about as long): without it nothing would be known of the whole."""
         plan = self.plan
-        kept_s = 1.1 * sum(self._took_s.get((case.tp, case.pp, False, at), 0.0) for at in plan.shallow_points)
+        kept_s = 1.1 * sum(self._took_s.get((visit.tp, visit.pp, False, at), 0.0) for at in plan.shallow_points)
         for _ in range(1, plan.visits):
             for index, point in enumerate(timing):
                 at = (point.batch, point.input_tokens)
-                alike = (point.num_layers, point.repeat, point.output_tokens) == (num_layers, repeat, 1)
+                alike = (point.num_layers, point.repeat, point.output_tokens) == (visit.num_layers, repeat, 1)
                 if not alike or not plan.is_visited_again(at):
                     continue
                 settled_s = session.num_devices * (plan.settle_s + point.runs[-1].e2e_s)
-                visit_s = min(settled_s, self._took_s[case.tp, case.pp, False, at])
+                visit_s = min(settled_s, self._took_s[visit.tp, visit.pp, False, at])
                 if self.spent_s + visit_s > plan.budget_s - kept_s:
-                    self._left_out(f"{case}, {num_layers} layers: further visits to short prompts")
+                    self._left_out(f"{visit}: further visits to short prompts")
                     return
                 try:
-                    more = self._bursts(session, case, num_layers, repeat, at, *plan.bursts(at)[0])
+                    more = self._bursts(session, visit, repeat, at, *plan.bursts(at)[0])
                 except NotMeasuredError as error:
-                    self._not_trusted(f"{case}, {num_layers} layers, again", error)
+                    self._not_trusted(f"{visit}, again", error)
                     continue
                 except IserveError as error:
-                    self._failed(f"{case}, {num_layers} layers, batch {at[0]} with {at[1]} in, again", error)
+                    self._failed(f"{visit}, batch {at[0]} with {at[1]} in, again", error)
                     self._close()
                     return
                 timing[index] = replace(point, runs=point.runs + _settled(more.runs))
 
-    def _memory(self, case: _Case, num_layers: int) -> MemoryPoint:
-        ranks = self._open(case).memory()
-        check_ranks(ranks, pp=case.pp)
-        return MemoryPoint(
-            num_layers=num_layers,
-            tp=case.tp,
-            pp=case.pp,
-            weights=case.weights,
-            kv=case.kv,
-            layer_kinds=kind_counts(self.spec, num_layers),
-            max_batched_tokens=self.plan.max_batched_tokens,  # the engine's own peak is over a step of as many
-            ranks=ranks,
-            kv_tokens=self.plan.kv_tokens,
-            max_batch=self.plan.max_batch,
-        )
+    def _memory(self, visit: Visit) -> MemoryPoint:
+        ranks = self._open(visit).memory()
+        check_ranks(ranks, pp=visit.pp)
+        return visit.memory_point(self.spec, ranks, self.plan.sizes)
 
-    def _load(self, case: _Case, depth: int) -> StepTimedSession:
-        session, num_layers = self._open(case), depth * case.pp
-        self._tell(f"{case}: starting the engine on {num_layers} layers")
-        session.load(
-            self.fingerprints(num_layers),
-            weights=case.weights,
-            kv=case.kv,
-            layers_per_stage=(depth,) * case.pp,
-            max_batch=self.plan.max_batch,
-            max_context_tokens=self.plan.max_context_tokens,
-            kv_tokens=self.plan.kv_tokens,
-        )
+    def _load(self, visit: Visit) -> StepTimedSession:
+        session, num_layers = self._open(visit), visit.num_layers
+        self._tell(f"{visit.key}: starting the engine on {num_layers} layers")
+        checkpoint = self.fingerprints(num_layers, visit.tp) if visit.shard else self.fingerprints(num_layers)
+        visit.load(session, checkpoint, self.plan.sizes)
         return session
 
     def _point(
-        self, session: StepTimedSession, case: _Case, num_layers: int, repeat: int, point: Point, *, plain: bool
+        self, session: StepTimedSession, visit: Visit, repeat: int, point: Point, *, plain: bool
     ) -> list[TimingPoint]:
         """Bursts of one token until settled, then the long ones."""
         plan, begun = self.plan, self.clock()
         wanted = plan.bursts(point)
         if plain:
             wanted = tuple((output, plan.plain_bursts, plan.settle_s) for output in (1, plan.long_output))
-        measured = [self._bursts(session, case, num_layers, repeat, point, *how) for how in wanted]
+        measured = [self._bursts(session, visit, repeat, point, *how) for how in wanted]
         if not plain:
             measured = [replace(p, runs=_settled(p.runs)) if p.output_tokens == 1 else p for p in measured]
-        took_s, at = session.num_devices * (self.clock() - begun), (case.tp, case.pp, num_layers * repeat)
-        self._took_s[case.tp, case.pp, plain, point] = took_s
+        took_s, at = session.num_devices * (self.clock() - begun), (visit.tp, visit.pp, visit.num_layers * repeat)
+        self._took_s[visit.tp, visit.pp, plain, point] = took_s
         self._cost_s[at] = min(took_s / tokens_of(point), self._cost_s.get(at, math.inf))
         return measured
 
-    def _foreseen_s(self, case: _Case, num_layers: int, point: Point, *, plain: bool) -> float:
+    def _foreseen_s(self, visit: Visit, repeat: int, point: Point, *, plain: bool) -> float:
         """Return seconds of all its GPUs: as at the other depth, else as if nothing had a fixed cost."""
-        by_tokens = self._cost_s.get((case.tp, case.pp, num_layers), 0.0) * tokens_of(point)
-        return self._took_s.get((case.tp, case.pp, plain, point), by_tokens)
+        cost_s = self._cost_s.get((visit.tp, visit.pp, visit.num_layers * repeat), 0.0)
+        return self._took_s.get((visit.tp, visit.pp, plain, point), cost_s * tokens_of(point))
 
     def _bursts(
         self,
         session: StepTimedSession,
-        case: _Case,
-        num_layers: int,
+        visit: Visit,
         repeat: int,
         point: Point,
         output: int,
@@ -376,7 +364,9 @@ class _Driver:
         until_s: float,
     ) -> TimingPoint:
         batch, input_tokens = point
-        self._tell(f"{case}, {num_layers} x {repeat} layers: batch {batch}, {input_tokens} in, {output} out")
+        self._tell(
+            f"{visit.key}, {visit.num_layers} x {repeat} layers: batch {batch}, {input_tokens} in, {output} out"
+        )
         begun = self.clock()
         try:
             runs: tuple[RunReading, ...] = session.bursts(
@@ -393,19 +383,7 @@ class _Driver:
             self.spent_s += session.num_devices * (self.clock() - begun)
             self._done += 1
         check_runs(runs, batch=batch, input_tokens=input_tokens)
-        return TimingPoint(
-            num_layers=num_layers,
-            tp=case.tp,
-            pp=case.pp,
-            weights=case.weights,
-            kv=case.kv,
-            layer_kinds=kind_counts(self.spec, num_layers),
-            batch=batch,
-            input_tokens=input_tokens,
-            output_tokens=output,
-            runs=runs,
-            repeat=repeat,
-        )
+        return visit.timing_point(self.spec, Shape(batch, input_tokens, output), runs, repeat=repeat)
 
     def _tell(self, running: str) -> None:
         plan = self.plan

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat
 from fingerprint.gpu_spec import GpuSpec
@@ -17,16 +17,19 @@ from fingerprint.model_spec import ModelSpec
 __all__ = [
     "LayerCache",
     "MachineInfo",
+    "MeasuredKey",
     "MemoryPoint",
     "Profile",
     "ProfileSession",
     "ProfileTarget",
     "RankMemory",
     "RunReading",
+    "Session",
     "StepReading",
     "StepTimedSession",
     "TimingPoint",
     "Unreached",
+    "key_of",
 ]
 
 
@@ -97,9 +100,31 @@ class RankMemory:
     """Routing of tokens to experts: `uniform`, or by the router's random `weights`; empty: none, or not known."""
 
 
+@dataclass(frozen=True, order=True, slots=True)
+class MeasuredKey:
+    """Degrees and formats that one set of fingerprints is run under."""
+
+    tp: int
+    pp: int
+    weights: WeightFormat
+    kv: KvFormat
+
+    def config(self, engine: str) -> DeploymentConfig:
+        return DeploymentConfig(tp=self.tp, pp=self.pp, weights=self.weights, kv=self.kv, engine=engine)
+
+    def __str__(self) -> str:
+        kv = "" if self.kv == KvFormat.BITS16 else f" kv={self.kv}"
+        return f"tp={self.tp} pp={self.pp} {self.weights}{kv}"
+
+
+def key_of(config: DeploymentConfig) -> MeasuredKey:
+    """Return the key of what would have to be measured for ``config``."""
+    return MeasuredKey(config.tp, config.pp, config.weights, config.kv)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryPoint:
-    """Memory of one fingerprint, loaded and run; its points differ in ``max_batched_tokens``."""
+class _FingerprintPoint:
+    """Fingerprint that a point was measured on."""
 
     num_layers: int
     """Hidden layers of the fingerprint."""
@@ -111,6 +136,16 @@ class MemoryPoint:
     """Storage format of the linear weights."""
     kv: KvFormat
     """Storage format of the KV cache."""
+
+    @property
+    def key(self) -> MeasuredKey:
+        return MeasuredKey(self.tp, self.pp, self.weights, self.kv)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPoint(_FingerprintPoint):
+    """Memory of one fingerprint, loaded and run; its points differ in ``max_batched_tokens``."""
+
     max_batched_tokens: int
     """Tokens of the largest step behind `activation_peak_bytes`."""
     ranks: tuple[RankMemory, ...]
@@ -183,19 +218,9 @@ class RunReading:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TimingPoint:
+class TimingPoint(_FingerprintPoint):
     """Repeated runs of one fingerprint at one point."""
 
-    num_layers: int
-    """Hidden layers of the fingerprint."""
-    tp: int
-    """Tensor-parallel degree of the run."""
-    pp: int
-    """Pipeline-parallel degree of the run."""
-    weights: WeightFormat
-    """Storage format of the linear weights."""
-    kv: KvFormat
-    """Storage format of the KV cache."""
     batch: int
     """Requests at once."""
     input_tokens: int
@@ -263,7 +288,7 @@ class Profile:
     """Configurations that the budget did not cover."""
 
 
-class ProfileSession(Protocol):
+class Session(Protocol):
     """A worker launched once for one (tp, pp); fingerprints are loaded into it one after the other."""
 
     def load(
@@ -280,12 +305,9 @@ class ProfileSession(Protocol):
         """Replace what is loaded by ``checkpoint`` in these formats.
 
         Args:
+            max_batch: sequences that the engine is started for, as a deployment would be.
             kv_tokens: room of the KV cache, over all sequences; 0: the whole context of each.
         """
-        ...
-
-    def run(self, *, batch: int, input_tokens: int, output_tokens: int) -> RunReading:
-        """Run one burst of dummy requests: random token ids, greedy, end-of-sequence ignored."""
         ...
 
     def memory(self) -> tuple[RankMemory, ...]:
@@ -297,29 +319,21 @@ class ProfileSession(Protocol):
         ...
 
 
-class StepTimedSession(Protocol):
-    """A worker whose engine carries our step timer: it times every step and can repeat each step's forward."""
+class ProfileSession(Session, Protocol):
+    """A worker that runs one burst after the other."""
+
+    def run(self, *, batch: int, input_tokens: int, output_tokens: int) -> RunReading:
+        """Run one burst of dummy requests: random token ids, greedy, end-of-sequence ignored."""
+        ...
+
+
+class StepTimedSession(Session, Protocol):
+    """A worker whose engine carries our step timer: it times every step and can repeat each step's forward.
+
+    What it loads needs a config.json alone and has random weights.
+    """
 
     num_devices: int  # that it holds while it is open
-
-    def load(
-        self,
-        checkpoint: Path,
-        *,
-        weights: WeightFormat,
-        kv: KvFormat,
-        layers_per_stage: tuple[int, ...],
-        max_batch: int,
-        max_context_tokens: int,
-        kv_tokens: int,
-    ) -> None:
-        """Replace what is loaded by ``checkpoint`` (a config.json is enough) with random weights.
-
-        Args:
-            max_batch: sequences that the engine is started for, as a deployment would be.
-            kv_tokens: room of the KV cache, over all sequences.
-        """
-        ...
 
     def bursts(
         self,
@@ -351,19 +365,18 @@ class StepTimedSession(Protocol):
         """
         ...
 
-    def memory(self) -> tuple[RankMemory, ...]: ...
 
-    def close(self) -> None: ...
+SessionT = TypeVar("SessionT", bound=Session, covariant=True)
 
 
-class ProfileTarget(Protocol):
+class ProfileTarget(Protocol[SessionT]):
     """An engine on some devices that can be measured."""
 
     engine: str
 
     def machine(self) -> MachineInfo: ...
 
-    def open(self, *, tp: int, pp: int) -> ProfileSession:
+    def open(self, *, tp: int, pp: int) -> SessionT:
         """Launch a worker on tp * pp devices.
 
         Raises:

@@ -1,7 +1,7 @@
-"""Drives an engine through a model's fingerprints and records what it took, within a time budget.
+"""Driver of a profile of fingerprints as they are: what it takes an engine to run them, within a time budget.
 
-Decides what to run, in which order and when to stop. Knows nothing of how an engine is started or how a
-fingerprint is cut: both come as arguments. One launch per (tp, pp) serves all fingerprints and formats.
+The driver decides what to run, in which order and when to stop. How an engine is started and how a fingerprint is
+cut are arguments. One launch per (tp, pp) serves all fingerprints and formats.
 
 The order: every pass goes over all fingerprints and all points of a launch, forth and then back, so that a slow
 drift of the machine falls on all of them alike. Every visit is a load of its own, even where the way turns: how
@@ -14,11 +14,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from fingerprint.config import DeploymentConfig, even_split
 from fingerprint.errors import ConfigError, IserveError
 from fingerprint.measurements import (
     MemoryPoint,
@@ -31,7 +30,7 @@ from fingerprint.measurements import (
 )
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile_budget import Action, Budget, OutOfTimeError
-from fingerprint.profile_plan import ProfilePlan, default_plan, fingerprint_layers
+from fingerprint.profile_plan import EngineSizes, ProfilePlan, default_plan, fingerprint_layers
 from fingerprint.profile_points import Shape, Visit
 from fingerprint.trimmed_mean import locate
 
@@ -55,7 +54,7 @@ _FEWEST_RUNS = 2  # of a point, to have an interval at all; below the plan's min
 def profile(
     source_name: str,
     spec: ModelSpec,
-    target: ProfileTarget,
+    target: ProfileTarget[ProfileSession],
     fingerprints: Callable[[Sequence[int]], Path],
     plan: ProfilePlan,
     *,
@@ -75,11 +74,11 @@ def profile(
         source_name: the model's name, recorded as it is.
         fingerprints: the checkpoint directory that holds these layers of the model.
         clock: seconds that only grow.
-        progress: told before every load and run.
+        progress: called before every load and run.
         launch_s: what a launch is known to take, where the target has launched its first worker already.
 
     Raises:
-        IserveError: the first launch did not come up or broke; a later one that fails is noted in the profile.
+        IserveError: the first launch failed or broke off; a later one that fails is noted in the profile.
     """
     budget = Budget(clock, plan.budget_s, launch_s, plan.uncharged)
     with budget.note(Action("launch")):  # an engine that is a process may be launched to tell
@@ -108,7 +107,7 @@ class _Driver:
     def __init__(
         self,
         spec: ModelSpec,
-        target: ProfileTarget,
+        target: ProfileTarget[ProfileSession],
         fingerprints: Callable[[Sequence[int]], Path],
         plan: ProfilePlan,
         num_devices: int,
@@ -119,22 +118,31 @@ class _Driver:
         self.budget, self._report = budget, progress
         self.notes: list[str] = []
         self.memory: list[MemoryPoint] = []
-        self.runs: dict[tuple[int, int, Visit, Shape], list[RunReading]] = {}
-        self.loads: dict[tuple[int, int, Visit, Shape], list[int]] = {}  # of each run, which load it was of
+        self.runs: dict[tuple[Visit, Shape], list[RunReading]] = {}
+        self.loads: dict[tuple[Visit, Shape], list[int]] = {}  # of each run, which load it was of
         self.num_loads = 0
         self.shapes = self._shapes()
         self.dropped: list[Shape] = []  # of them, what the budget could not hold
         self.failed: set[tuple[int, int]] = set()
         self.sessions = self._sessions(num_devices)
         self.done = 0
-        points = sum(len(visits) * len(self.shapes_at(*degree)) for degree, visits in self.sessions.items())
-        self.total = points * (plan.min_repeats + 1)
+        self.total = sum(len(self._points(*degree)) for degree in self.sessions) * (plan.min_repeats + 1)
 
     def shapes_at(self, tp: int, pp: int) -> list[Shape]:
         """Points of one degree, cheap ones first; a split model runs at the plan's ``split_input_tokens`` only."""
         wanted = self.plan.split_input_tokens if tp * pp > 1 else ()
         chosen = [shape for shape in self.shapes if shape.input_tokens in wanted]
         return chosen or list(self.shapes)
+
+    def _sizes(self) -> EngineSizes:
+        """Return the sizes of the next load: as planned, else what all points need that are not dropped."""
+        longest = max(s.input_tokens + s.output_tokens for s in self.shapes)
+        return self.plan.sizes or EngineSizes(
+            max_batch=max(s.batch for s in self.shapes),
+            max_context_tokens=longest,
+            max_batched_tokens=0,
+            kv_tokens=0,
+        )
 
     def _shapes(self) -> list[Shape]:
         plan, room = self.plan, self.spec.max_context_tokens
@@ -170,7 +178,7 @@ class _Driver:
                     + (" for each kind of layers" if self.spec.several_kinds else "")
                     + f", the model has {num_layers}; the cost of a layer is not measured there"
                 )
-            sessions[tp, pp] = [Visit(cut, w, kv) for w in plan.weights for kv in plan.kv for cut in cuts]
+            sessions[tp, pp] = [Visit(cut, w, kv, tp, pp) for w in plan.weights for kv in plan.kv for cut in cuts]
         return dict(sorted(sessions.items(), key=lambda item: item[0] != (1, 1)))
 
     def run_all(self) -> None:
@@ -180,7 +188,7 @@ class _Driver:
                 if index:
                     self._check_launch(tp, pp, degrees[0])
                 later = [self.sessions[degree] for degree in degrees[index + 1 :]]
-                self._session(tp, pp, later, first=not index)
+                self._launch(tp, pp, later, first=not index)
                 if self.plan.sizes:
                     self._note_missing(tp, pp, "")
             except OutOfTimeError as reason:
@@ -192,15 +200,15 @@ class _Driver:
                 self.notes.append(f"tp={tp} pp={pp} failed: {error}")
 
     def _check_launch(self, tp: int, pp: int, first: tuple[int, int]) -> None:
-        """Raises OutOfTimeError: the first degree is not done, or nothing would come of this launch in time."""
+        """Raises OutOfTimeError: the first degree is not done, or this launch would measure nothing in time."""
         least = self.plan.min_repeats
-        if self.fewest_runs(*first) < least:
+        if self._fewest_runs(*first) < least:
             raise OutOfTimeError(
                 f"tp={first[0]} pp={first[1]} comes first and has points with fewer than {least} runs"
             )
         visit, budget = self.sessions[tp, pp][0], self.budget
         shapes = self.shapes_at(tp, pp)
-        actions = [Action("launch"), _load_action(tp, pp, visit), *(_run_action(tp, pp, visit, s) for s in shapes)]
+        actions = [Action("launch"), _load_action(visit), *(_run_action(visit, s) for s in shapes)]
         need_s = sum(budget.expected_s(action) for action in actions)
         if need_s > budget.left_s:
             raise OutOfTimeError(
@@ -218,43 +226,44 @@ class _Driver:
                 "too short"
             )
 
-    def fewest_runs(self, tp: int, pp: int) -> int:
+    def _fewest_runs(self, tp: int, pp: int) -> int:
         return min(self._run_counts(tp, pp))
 
     def _run_counts(self, tp: int, pp: int) -> list[int]:
-        visits, shapes = self.sessions[tp, pp], self.shapes_at(tp, pp)
-        return [len(self.runs.get((tp, pp, visit, shape), ())) for visit in visits for shape in shapes]
+        return [len(self.runs.get(point, ())) for point in self._points(tp, pp)]
 
-    def _session(self, tp: int, pp: int, later: list[list[Visit]], *, first: bool) -> None:
+    def _points(self, tp: int, pp: int) -> list[tuple[Visit, Shape]]:
+        return [(visit, shape) for visit in self.sessions[tp, pp] for shape in self.shapes_at(tp, pp)]
+
+    def _launch(self, tp: int, pp: int, later: list[list[Visit]], *, first: bool) -> None:
         visits, budget = self.sessions[tp, pp], self.budget
         self._tell(f"tp={tp} pp={pp}: launching")
         fair_end = budget.clock() + budget.left_s / (1 + len(later))
         with budget.spend(Action("launch"), math.inf if first else budget.end):
             session = self.target.open(tp=tp, pp=pp)
         try:
-            launch = _Launch(self, session, tp, pp)
             for number in range(1 if self.plan.sizes else 2 * self.plan.max_repeats):
-                is_short = self.fewest_runs(tp, pp) < self.plan.min_repeats
+                is_short = self._fewest_runs(tp, pp) < self.plan.min_repeats
                 must_run = is_short and (first or number == 0)
-                deadline = budget.end if must_run else self._deadline(launch, fair_end, later, is_short)
+                deadline = budget.end if must_run else self._deadline(visits, fair_end, later, is_short)
                 soft = fair_end if is_short else deadline
-                if not launch.pass_over(visits if number % 2 == 0 else visits[::-1], deadline, soft):
+                if not self._pass_over(session, visits if number % 2 == 0 else visits[::-1], deadline, soft):
                     return
         finally:
             with budget.note(Action("close")):
                 session.close()
 
-    def _deadline(self, launch: _Launch, fair_end: float, later: list[list[Visit]], is_short: bool) -> float:
+    def _deadline(self, visits: list[Visit], fair_end: float, later: list[list[Visit]], is_short: bool) -> float:
         """Return when a pass must end to leave later launches their minimum."""
         end = self.budget.end
         if not later:
             return end
-        reserve = launch.minimum_cost_s(later)
+        reserve = self._minimum_cost_s(visits, later)
         if is_short:
             return max(fair_end, end - reserve)
         return min(fair_end, end - 2 * reserve)  # a split launch may cost more than this one
 
-    def is_tight(self, runs: list[RunReading]) -> bool:
+    def _is_tight(self, runs: list[RunReading]) -> bool:
         if len(runs) < max(2, self.plan.min_repeats):
             return False
         location = locate([run.e2e_s for run in runs])
@@ -263,25 +272,20 @@ class _Driver:
     @property
     def complete(self) -> bool:
         """Return whether all that the machine and the model allow was measured, and tightly."""
-        expected = [
-            (tp, pp, visit, shape)
-            for (tp, pp), visits in self.sessions.items()
-            for visit in visits
-            for shape in self.shapes_at(tp, pp)
-        ]
-        return not self.dropped and all(key in self.runs and self.is_tight(self.runs[key]) for key in expected)
+        points = [point for degree in self.sessions for point in self._points(*degree)]
+        return not self.dropped and all(self._is_tight(self.runs.get(point, [])) for point in points)
 
     def unreached(self) -> tuple[Unreached, ...]:
         """Return what the budget ended before: configurations with points of too few runs."""
         found = []
         for (tp, pp), visits in self.sessions.items():
             shapes = [*self.shapes_at(tp, pp), *self._dropped_at(tp, pp)]
-            for weights, kv in dict.fromkeys((visit.weights, visit.kv) for visit in visits):
-                own = [visit for visit in visits if (visit.weights, visit.kv) == (weights, kv)]
-                runs = [len(self.runs.get((tp, pp, visit, shape), ())) for visit in own for shape in shapes]
+            for key in dict.fromkeys(visit.key for visit in visits):
+                own = [visit for visit in visits if visit.key == key]
+                runs = [len(self.runs.get((visit, shape), ())) for visit in own for shape in shapes]
                 missing = sum(count < self.plan.min_repeats for count in runs)
                 if missing and (tp, pp) not in self.failed:
-                    config = DeploymentConfig(tp=tp, pp=pp, weights=weights, kv=kv, engine=self.target.engine)
+                    config = key.config(self.target.engine)
                     found.append(Unreached(config=config, missing_points=missing, planned_points=len(runs)))
         return tuple(found)
 
@@ -291,203 +295,146 @@ class _Driver:
 
     def timing(self) -> tuple[TimingPoint, ...]:
         return tuple(
-            TimingPoint(
-                num_layers=visit.num_layers,
-                tp=tp,
-                pp=pp,
-                weights=visit.weights,
-                kv=visit.kv,
-                batch=shape.batch,
-                input_tokens=shape.input_tokens,
-                output_tokens=shape.output_tokens,
-                runs=tuple(runs),
-                loads=tuple(self.loads[tp, pp, visit, shape]),
-                layer_kinds=visit.kinds(self.spec),
-            )
-            for (tp, pp, visit, shape), runs in self.runs.items()
+            visit.timing_point(self.spec, shape, tuple(runs), loads=tuple(self.loads[visit, shape]))
+            for (visit, shape), runs in self.runs.items()
         )
 
     def _tell(self, running: str) -> None:
         self.total = max(self.total, self.done)
         self._report(ProfileProgress(self.done, self.total, self.budget.elapsed_s, self.plan.budget_s, running))
 
-
-class _Launch:
-    """Running worker, and what is loaded into it."""
-
-    def __init__(self, driver: _Driver, session: ProfileSession, tp: int, pp: int) -> None:
-        self.driver, self.session, self.tp, self.pp = driver, session, tp, pp
-        self._kv_tokens = self._kv_sequences = 0
-
-    def pass_over(self, visits: list[Visit], deadline: float, soft: float) -> bool:
+    def _pass_over(self, session: ProfileSession, visits: list[Visit], deadline: float, soft: float) -> bool:
         """Run every point that needs it, once after ``soft`` and maybe more before; False when none does.
 
         An engine that starts anew with each load gets all runs of a fingerprint in one visit, each its share of
         the time until ``soft``.
         """
-        clock, once = self.driver.budget.clock, self.driver.plan.sizes is not None
+        clock, once = self.budget.clock, self.plan.sizes is not None
         wanted = [(visit, shapes) for visit in visits if (shapes := self._open_shapes(visit))]
         for index, (visit, shapes) in enumerate(wanted):
             due = clock() + (soft - clock()) / (len(wanted) - index) if once else soft
-            self._load(visit, deadline)
-            shapes = [s for s in shapes if s in self.shapes]  # warming up may have dropped some
+            self._load(session, visit, deadline)
+            shapes = [s for s in shapes if s not in self.dropped]  # while warming up
             for repeat in range(self._repeats_of(visit, shapes)):
                 if repeat >= (_FEWEST_RUNS if once else 1) and clock() >= due:
                     break
                 for shape in self._open_shapes(visit) if once else shapes:
-                    reading = self._run(visit, shape, deadline)
-                    self._keep(visit, shape, reading)
+                    reading = self._run(session, visit, shape, deadline)
+                    self.runs.setdefault((visit, shape), []).append(reading)
+                    self.loads.setdefault((visit, shape), []).append(self.num_loads)
         return bool(wanted)
 
-    def _keep(self, visit: Visit, shape: Shape, reading: RunReading) -> None:
-        key = (self.tp, self.pp, visit, shape)
-        self.driver.runs.setdefault(key, []).append(reading)
-        self.driver.loads.setdefault(key, []).append(self.driver.num_loads)
-
-    @property
-    def shapes(self) -> list[Shape]:
-        return self.driver.shapes_at(self.tp, self.pp)
-
     def _seen_s(self, visit: Visit, shape: Shape) -> float:
-        return self.driver.budget.seen_s.get(_run_action(self.tp, self.pp, visit, shape), 0.0)
-
-    def _runs(self, visit: Visit, shape: Shape) -> list[RunReading]:
-        return self.driver.runs.get((self.tp, self.pp, visit, shape), [])
+        return self.budget.seen_s.get(_run_action(visit, shape), 0.0)
 
     def _open_shapes(self, visit: Visit) -> list[Shape]:
         return [
             shape
-            for shape in self.shapes
-            if len(runs := self._runs(visit, shape)) < self.driver.plan.max_repeats
-            and not self.driver.is_tight(runs)
+            for shape in self.shapes_at(visit.tp, visit.pp)
+            if len(runs := self.runs.get((visit, shape), [])) < self.plan.max_repeats and not self._is_tight(runs)
         ]
 
     def _repeats_of(self, visit: Visit, shapes: list[Shape]) -> int:
-        load_s = self.driver.budget.seen_s.get(_load_action(self.tp, self.pp, visit), 0.0)
-        return self.driver.plan.repeats_per_visit(load_s, sum(self._seen_s(visit, shape) for shape in shapes))
+        load_s = self.budget.seen_s.get(_load_action(visit), 0.0)
+        return self.plan.repeats_per_visit(load_s, sum(self._seen_s(visit, shape) for shape in shapes))
 
-    def _load(self, visit: Visit, deadline: float) -> None:
-        driver, budget = self.driver, self.driver.budget
-        driver._tell(f"tp={self.tp} pp={self.pp}: loading {visit.num_layers} layers, {visit.weights}")
-        checkpoint = driver.fingerprints(visit.layers)
-        action = _load_action(self.tp, self.pp, visit)
+    def _load(self, session: ProfileSession, visit: Visit, deadline: float) -> None:
+        budget = self.budget
+        self._tell(f"tp={visit.tp} pp={visit.pp}: loading {visit.num_layers} layers, {visit.weights}")
+        checkpoint = self.fingerprints(visit.layers)
+        action, sizes = _load_action(visit), self._sizes()
         first = action not in budget.seen_s
-        sizes = driver.plan.sizes
-        max_batch = sizes.max_batch if sizes else max(s.batch for s in driver.shapes)
-        longest = max(s.input_tokens + s.output_tokens for s in driver.shapes)
-        max_context_tokens = sizes.max_context_tokens if sizes else longest
         with budget.spend(action, deadline):
-            self.session.load(
-                checkpoint,
-                weights=visit.weights,
-                kv=visit.kv,
-                layers_per_stage=even_split(visit.num_layers, self.pp),
-                max_batch=max_batch,
-                max_context_tokens=max_context_tokens,
-                kv_tokens=sizes.kv_tokens if sizes else 0,
-            )
-        self._kv_tokens, self._kv_sequences = max_batch * max_context_tokens, max_batch
-        if sizes:
-            self._kv_tokens, self._kv_sequences = sizes.kv_tokens, 0  # in blocks that all sequences share
-        driver.num_loads += 1
+            visit.load(session, checkpoint, sizes)
+        self.num_loads += 1
         if first:
-            self._first_runs(visit, deadline)
+            self._first_runs(session, visit, sizes, deadline)
         else:
-            self._run(visit, self._open_shapes(visit)[0], deadline)
+            self._run(session, visit, self._open_shapes(visit)[0], deadline)
 
-    def _first_runs(self, visit: Visit, deadline: float) -> None:
+    def _first_runs(self, session: ProfileSession, visit: Visit, loaded: EngineSizes, deadline: float) -> None:
         """Warm every point up, small ones first; read memory after the smallest step and after all."""
         smaller: Shape | None = None
         tokens, readings = 0, 0
-        for shape in self.shapes:
-            if smaller is not None and self._too_dear(visit, shape, smaller, deadline):
+        for shape in self.shapes_at(visit.tp, visit.pp):
+            if smaller is not None and self._too_dear(session, visit, shape, smaller, deadline):
                 continue
             step_tokens = shape.batch * shape.input_tokens
-            if 0 < tokens < step_tokens and readings == 0 and not self.driver.plan.sizes:
-                self._read_memory(visit, tokens)
+            if 0 < tokens < step_tokens and readings == 0 and not self.plan.sizes:
+                self._read_memory(session, visit, loaded, tokens)
                 readings += 1
-            self._run(visit, shape, deadline)
+            self._run(session, visit, shape, deadline)
             smaller, tokens = shape, max(tokens, step_tokens)
-        self._read_memory(visit, tokens)
+        self._read_memory(session, visit, loaded, tokens)
 
-    def _too_dear(self, visit: Visit, shape: Shape, smaller: Shape, deadline: float) -> bool:
+    def _too_dear(
+        self, session: ProfileSession, visit: Visit, shape: Shape, smaller: Shape, deadline: float
+    ) -> bool:
         """Drop a point that leaves no time for two runs of everything here; its smaller neighbour tells its time.
 
         The smallest burst is never dropped: its two output lengths are the least that an estimate can rest on.
         """
-        driver, budget = self.driver, self.driver.budget
-        if driver.runs or driver.num_loads > 1 or (shape.batch, shape.input_tokens) == self._smallest_burst:
+        budget = self.budget
+        smallest = min((s.batch, s.input_tokens) for s in self.shapes_at(visit.tp, visit.pp))
+        if self.runs or self.num_loads > 1 or (shape.batch, shape.input_tokens) == smallest:
             return False  # decided once, on the first fingerprint, so that all have the same points
 
         def need_s() -> float:
-            warm = sum(self._seen_s(visit, known) for known in driver.shapes)
+            warm = sum(self._seen_s(visit, known) for known in self.shapes)
             once = warm + self._seen_s(visit, smaller) * shape.cost / smaller.cost
-            load_s = budget.seen_s[_load_action(self.tp, self.pp, visit)]
-            return len(driver.sessions[self.tp, self.pp]) * (load_s + (1 + _FEWEST_RUNS) * once)
+            load_s = budget.seen_s[_load_action(visit)]
+            return len(self.sessions[visit.tp, visit.pp]) * (load_s + (1 + _FEWEST_RUNS) * once)
 
         if need_s() <= budget.left_s:
             return False
-        self._run(visit, smaller, deadline)  # once more: its first run may have been a compilation
+        self._run(session, visit, smaller, deadline)  # once more: its first run may have been a compilation
         left_s = budget.left_s
         if need_s() <= left_s:
             return False
-        driver.shapes.remove(shape)
-        driver.dropped.append(shape)
-        driver.notes.append(
+        self.shapes.remove(shape)
+        self.dropped.append(shape)
+        self.notes.append(
             f"batch {shape.batch}, {shape.input_tokens} in, {shape.output_tokens} out left out: with it two runs "
-            f"of every point at tp={self.tp} pp={self.pp} take about {need_s():.1f} s, {left_s:.1f} s are left"
+            f"of every point at tp={visit.tp} pp={visit.pp} take about {need_s():.1f} s, {left_s:.1f} s are left"
         )
         return True
 
-    @property
-    def _smallest_burst(self) -> tuple[int, int]:
-        return min((shape.batch, shape.input_tokens) for shape in self.shapes)
+    def _read_memory(self, session: ProfileSession, visit: Visit, loaded: EngineSizes, tokens: int) -> None:
+        point = visit.memory_point(self.spec, session.memory(), loaded)
+        if self.plan.sizes is None:  # else counted while the engine starts, in blocks that all sequences share
+            room = loaded.max_batch * loaded.max_context_tokens
+            point = replace(
+                point, max_batched_tokens=tokens, max_batch=0, kv_tokens=room, kv_sequences=loaded.max_batch
+            )
+        self.memory.append(point)
 
-    def _read_memory(self, visit: Visit, tokens: int) -> None:
-        sizes = self.driver.plan.sizes  # whose memory is counted while the engine starts, whatever is run
-        point = MemoryPoint(
-            num_layers=visit.num_layers,
-            tp=self.tp,
-            pp=self.pp,
-            weights=visit.weights,
-            kv=visit.kv,
-            max_batched_tokens=sizes.max_batched_tokens if sizes else tokens,
-            max_batch=sizes.max_batch if sizes else 0,
-            ranks=self.session.memory(),
-            kv_tokens=self._kv_tokens,
-            kv_sequences=self._kv_sequences,
-            layer_kinds=visit.kinds(self.driver.spec),
-        )
-        self.driver.memory.append(point)
-
-    def _run(self, visit: Visit, shape: Shape, deadline: float) -> RunReading:
-        driver = self.driver
-        driver._tell(
-            f"tp={self.tp} pp={self.pp}, {visit.num_layers} layers, {visit.weights}: batch {shape.batch}, "
+    def _run(self, session: ProfileSession, visit: Visit, shape: Shape, deadline: float) -> RunReading:
+        self._tell(
+            f"tp={visit.tp} pp={visit.pp}, {visit.num_layers} layers, {visit.weights}: batch {shape.batch}, "
             f"{shape.input_tokens} in, {shape.output_tokens} out"
         )
-        with driver.budget.spend(_run_action(self.tp, self.pp, visit, shape), deadline):
-            reading = self.session.run(
+        with self.budget.spend(_run_action(visit, shape), deadline):
+            reading = session.run(
                 batch=shape.batch, input_tokens=shape.input_tokens, output_tokens=shape.output_tokens
             )
-        driver.done += 1
+        self.done += 1
         return reading
 
-    def minimum_cost_s(self, later: list[list[Visit]]) -> float:
+    def _minimum_cost_s(self, here: list[Visit], later: list[list[Visit]]) -> float:
         """Time that the later launches need for their minimum, if they cost what this one did."""
-        seen, here = self.driver.budget.seen_s.items(), (self.tp, self.pp)
-        loads = [s for action, s in seen if action.kind == "load" and action.where[:2] == here]
-        runs = [s for action, s in seen if action.kind == "run" and action.where[:2] == here]
-        once = sum(runs) / len(runs) * len(self.driver.shapes_at(2, 1)) if runs else 0.0  # later ones are split
+        seen = self.budget.seen_s.items()
+        loads = [s for action, s in seen if action.kind == "load" and action.where in here]
+        runs = [s for action, s in seen if action.kind == "run" and action.where in here]
+        once = sum(runs) / len(runs) * len(self.shapes_at(2, 1)) if runs else 0.0  # later ones are split
         load = max(loads, default=0.0)
-        repeats = self.driver.plan.min_repeats
-        visit_s = once * (repeats + 1) + load * math.ceil(repeats / self.driver.plan.repeats_per_visit(load, once))
-        return sum(self.driver.budget.launch_s + len(visits) * visit_s for visits in later)
+        repeats = self.plan.min_repeats
+        visit_s = once * (repeats + 1) + load * math.ceil(repeats / self.plan.repeats_per_visit(load, once))
+        return sum(self.budget.launch_s + len(visits) * visit_s for visits in later)
 
 
-def _load_action(tp: int, pp: int, visit: Visit) -> Action:
-    return Action("load", None, (tp, pp, visit))
+def _load_action(visit: Visit) -> Action:
+    return Action("load", None, visit)
 
 
-def _run_action(tp: int, pp: int, visit: Visit, shape: Shape) -> Action:
-    return Action("run", shape, (tp, pp, visit))
+def _run_action(visit: Visit, shape: Shape) -> Action:
+    return Action("run", shape, visit)

@@ -23,7 +23,7 @@ class Action(NamedTuple):
 
     kind: str  # "launch", "load", "run" or "close"
     about: Hashable = None  # of a run: its shape
-    where: tuple[Hashable, ...] = ()  # tp, pp and what is loaded
+    where: Hashable = None  # what is loaded
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Budget:
         clock: seconds that only grow.
         total_s: all that may be spent, from now on.
         launch_s: what a launch is known to take already.
-        uncharged: kinds of actions whose time counts for nothing: the clock stands still while they run.
+        uncharged: kinds of actions whose time counts for nothing: the clock is stopped while they run.
     """
 
     clock: Callable[[], float]

@@ -62,7 +62,7 @@ def contradiction(points: Sequence[TimingPoint]) -> str | None:
     """Return where a decode step of more layers took less time than one of fewer; None: nowhere.
 
     Repeated steps are compared, by the time of one repeat; unrepeated ones, each with its like, only where no
-    batch was repeated at two depths: of several ranks each waits in its forward for the one that the host came to
+    batch was repeated at two depths: of several ranks each waits in its forward for the one that the host served
     last, which in a step of a layer or two can be most of the time and tells nothing of the layers.
     """
     repeated, others = _by_depth(points, repeated=True), _by_depth(points, repeated=False)

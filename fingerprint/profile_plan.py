@@ -162,8 +162,8 @@ def fingerprint_cuts(spec: ModelSpec, pp: int) -> tuple[tuple[int, ...], ...]:
     """Layers of the model in each fingerprint at ``pp``: ``pp`` of the commonest kind, alone and with ``pp`` more
     of each kind in turn, as far as the model has them. Of layers all alike they are ``fingerprint_layers``.
 
-    With K kinds these K + 1 tell one layer of each kind, and what is beside the layers: which stage holds which of
-    them does not matter, since a burst passes all stages one after the other.
+    With K kinds these K + 1 tell one layer of each kind, and what is outside the layers: which stage holds which
+    of them does not matter, since a burst passes all stages one after the other.
     """
     indexes = spec.kind_indexes
     places = sorted(

@@ -1,34 +1,20 @@
-"""Points of a profile, one per run: a fingerprint in its formats, and the shape of a burst."""
+"""Visits of a profile, a fingerprint each in its formats, and the shapes of the bursts that are run in them.
+
+Both drivers (``profile``, ``depth_tied_profile``) load, run and record by visits.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
-from fingerprint.config import KvFormat, WeightFormat
+from fingerprint.config import KvFormat, WeightFormat, even_split
+from fingerprint.depth_tied_cuts import kind_counts
+from fingerprint.measurements import MeasuredKey, MemoryPoint, RankMemory, RunReading, Session, TimingPoint
 from fingerprint.model_spec import ModelSpec
+from fingerprint.profile_plan import EngineSizes
 
 __all__ = ["Shape", "Visit"]
-
-
-@dataclass(frozen=True, slots=True)
-class Visit:
-    """A fingerprint loaded in one pair of formats."""
-
-    layers: tuple[int, ...]  # of the model
-    weights: WeightFormat
-    kv: KvFormat
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.layers)
-
-    def kinds(self, spec: ModelSpec) -> tuple[int, ...]:
-        """Layers of each kind; empty where all of the model are alike."""
-        if not spec.several_kinds:
-            return ()
-        counts = Counter(spec.kind_indexes[layer] for layer in self.layers)
-        return tuple(counts[kind] for kind in range(len(spec.kinds)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +27,84 @@ class Shape:
     def cost(self) -> int:
         """Tokens computed: what a run's time grows with at most."""
         return self.batch * (self.input_tokens + self.output_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """A fingerprint loaded in one pair of formats, at one pair of degrees."""
+
+    layers: tuple[int, ...]  # of the model
+    weights: WeightFormat
+    kv: KvFormat
+    tp: int = 1
+    pp: int = 1
+    shard: bool = False  # one rank of the tensor-parallel group alone
+
+    def __str__(self) -> str:
+        return f"{self.key}, {self.num_layers} layers"
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def key(self) -> MeasuredKey:
+        return MeasuredKey(self.tp, self.pp, self.weights, self.kv)
+
+    def kinds(self, spec: ModelSpec) -> tuple[int, ...]:
+        """Layers of each kind; empty where all of the model are alike."""
+        return kind_counts(spec, self.layers)
+
+    def load(self, session: Session, checkpoint: Path, sizes: EngineSizes) -> None:
+        """Load the fingerprint, which is in ``checkpoint``."""
+        session.load(
+            checkpoint,
+            weights=self.weights,
+            kv=self.kv,
+            layers_per_stage=even_split(self.num_layers, self.pp),
+            max_batch=sizes.max_batch,
+            max_context_tokens=sizes.max_context_tokens,
+            kv_tokens=sizes.kv_tokens,
+        )
+
+    def memory_point(self, spec: ModelSpec, ranks: tuple[RankMemory, ...], sizes: EngineSizes) -> MemoryPoint:
+        """Return ``ranks`` as the memory of an engine that was started with ``sizes``."""
+        return MemoryPoint(
+            num_layers=self.num_layers,
+            tp=self.tp,
+            pp=self.pp,
+            weights=self.weights,
+            kv=self.kv,
+            layer_kinds=self.kinds(spec),
+            shard=self.shard,
+            max_batched_tokens=sizes.max_batched_tokens,
+            max_batch=sizes.max_batch,
+            kv_tokens=sizes.kv_tokens,
+            ranks=ranks,
+        )
+
+    def timing_point(
+        self,
+        spec: ModelSpec,
+        shape: Shape,
+        runs: tuple[RunReading, ...],
+        *,
+        repeat: int = 1,
+        loads: tuple[int, ...] = (),
+    ) -> TimingPoint:
+        """Return ``runs`` of bursts of ``shape``, in which each forward was run ``repeat`` times."""
+        return TimingPoint(
+            num_layers=self.num_layers,
+            tp=self.tp,
+            pp=self.pp,
+            weights=self.weights,
+            kv=self.kv,
+            layer_kinds=self.kinds(spec),
+            shard=self.shard,
+            batch=shape.batch,
+            input_tokens=shape.input_tokens,
+            output_tokens=shape.output_tokens,
+            runs=runs,
+            repeat=repeat,
+            loads=loads,
+        )

@@ -11,8 +11,8 @@ from typing import Protocol
 
 from fingerprint.config import DeploymentConfig, WeightFormat, Workload
 from fingerprint.estimates import MemoryEstimate
-from fingerprint.estimators.l2 import Latency, LayerEffect, MeasuredKey
-from fingerprint.measurements import TimingPoint
+from fingerprint.estimators.l2 import Latency, LayerEffect
+from fingerprint.measurements import MeasuredKey, TimingPoint
 
 __all__ = ["LatencyFit", "LatencyStrategy", "MemoryStrategy"]
 

@@ -21,9 +21,8 @@ from fingerprint.config import DeploymentConfig, Pruning, WeightFormat, Workload
 from fingerprint.engine_caches import with_engine_caches
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import MemoryEstimate, Source
-from fingerprint.estimators.l2 import MeasuredKey, key_of
 from fingerprint.estimators.roofline import CALIBRATED
-from fingerprint.measurements import MemoryPoint, Profile
+from fingerprint.measurements import MeasuredKey, MemoryPoint, Profile, key_of
 from fingerprint.model_spec import ModelSpec
 from fingerprint.weight_bytes import (
     embedding_bytes,
@@ -64,7 +63,7 @@ class CountedMemory:
         self._engine = profile.engine
         self._points: dict[MeasuredKey, list[MemoryPoint]] = {}
         for point in sorted(profile.memory, key=lambda p: p.shard):
-            points = self._points.setdefault(MeasuredKey(point.tp, point.pp, point.weights, point.kv), [])
+            points = self._points.setdefault(point.key, [])
             if not point.shard or all(other.shard for other in points):  # the real group's counts come first
                 points.append(point)
 

@@ -8,8 +8,9 @@ measurement's and the roofline's intervals combined. So no number of a ranking i
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,12 +18,12 @@ from fingerprint.config import DeploymentConfig, KvFormat, Pruning, Workload
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Estimate, Estimator, MemoryEstimate, Quantity, Source
 from fingerprint.estimators.base import LatencyFit, LatencyStrategy, MemoryStrategy
-from fingerprint.estimators.l2 import Latency, LayerEffect, MeasuredKey, key_of
+from fingerprint.estimators.l2 import Latency, LayerEffect
 from fingerprint.estimators.linear import Interval
 from fingerprint.estimators.registry import Predicts, estimator_class
-from fingerprint.measurements import Profile
+from fingerprint.measurements import Profile, key_of
 
-__all__ = ["FingerprintedEstimator", "distance", "nearest", "scaled", "scaled_memory"]
+__all__ = ["FingerprintedEstimator", "ProfileEstimator", "distance", "nearest", "scaled"]
 
 
 def distance(a: DeploymentConfig, b: DeploymentConfig) -> float:
@@ -53,16 +54,83 @@ def nearest(config: DeploymentConfig, measured: Iterable[DeploymentConfig]) -> D
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Anchor:
-    """A measured point to scale from."""
+class ProfileEstimator(ABC):
+    """Predicts every configuration of the profiled model on the profiled machine and engine.
 
-    config: DeploymentConfig
-    workload: Workload
-    latency: Latency
+    Args:
+        roofline: an estimator for the same model and device; only ratios of its numbers are used.
+    """
+
+    def __init__(self, profile: Profile, roofline: Estimator) -> None:
+        self.profile = profile
+        self._roofline = roofline
+        self._estimates: dict[tuple[DeploymentConfig, Workload], Estimate] = {}
+
+    def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
+        """Predict ``config`` under ``workload``.
+
+        Raises:
+            NotMeasuredError: another engine than the profile's, or a profile without any usable point.
+            ConfigError: more stages than layers.
+        """
+        found = self._estimates.get((config, workload))
+        if found is None:
+            found = self._estimates[config, workload] = self._estimate(config, workload)
+        return found
+
+    def _estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
+        if config.engine != self.profile.engine:
+            raise NotMeasuredError(
+                f"{self.profile.model} was profiled on {self.profile.engine}, {config.engine} is asked; "
+                f"profile it with --engine {config.engine}"
+            )
+        memory = self._memory(config, workload)
+        latency, measured_config = self._times(config, workload)
+        power = self._power(config, workload) or self._roofline.estimate(config, workload).power_w_per_gpu
+        return Estimate(
+            config=config,
+            workload=workload,
+            memory=memory,
+            ttft_s=latency.ttft_s,
+            tpot_s=latency.tpot_s,
+            power_w_per_gpu=power,
+            measured_config=measured_config,
+            links_measured=self.profile.machine.device.measured_links(config.tp) is not None,
+        )
+
+    @abstractmethod
+    def _memory(self, config: DeploymentConfig, workload: Workload) -> MemoryEstimate: ...
+
+    @abstractmethod
+    def _times(self, config: DeploymentConfig, workload: Workload) -> tuple[Latency, DeploymentConfig | None]:
+        """Return the times, and the configuration whose measured times they are from."""
+
+    @abstractmethod
+    def _power(self, config: DeploymentConfig, workload: Workload) -> Quantity | None:
+        """Mean power read during the nearest configuration's runs; None when none was."""
+
+    def _scaled_times(
+        self,
+        measured: Latency,
+        asked: tuple[DeploymentConfig, Workload],
+        there: tuple[DeploymentConfig, Workload],
+    ) -> Latency:
+        """Return what was ``measured`` ``there``, as it would be for what is ``asked``."""
+        by_peaks, by_peaks_there = self._roofline.estimate(*asked), self._roofline.estimate(*there)
+        return Latency(
+            scaled(measured.ttft_s, by_peaks.ttft_s, by_peaks_there.ttft_s),
+            scaled(measured.tpot_s, by_peaks.tpot_s, by_peaks_there.tpot_s),
+        )
+
+    def _scaled_memory(
+        self, measured: MemoryEstimate, config: DeploymentConfig, near: DeploymentConfig, workload: Workload
+    ) -> MemoryEstimate:
+        """Return what was ``measured`` of ``near``, as it would be for ``config``."""
+        asked, there = (self._roofline.estimate(each, workload).memory for each in (config, near))
+        return scaled_memory(measured, asked, there)
 
 
-class FingerprintedEstimator:
+class FingerprintedEstimator(ProfileEstimator):
     """Predicts every configuration of the profiled model on the profiled machine and engine.
 
     Args:
@@ -86,13 +154,11 @@ class FingerprintedEstimator:
         memory: str = "M2",
         latency: str = "L2",
     ) -> None:
-        self.profile = profile
+        super().__init__(profile, roofline)
         by_name = estimator_class(memory, Predicts.MEMORY)
         self.memory: MemoryStrategy = by_name(profile, max_batched_tokens=max_batched_tokens)
         self.latency: LatencyStrategy = estimator_class(latency, Predicts.LATENCY)(profile)
-        self._roofline = roofline
-        self._anchors: dict[tuple[MeasuredKey, Workload], _Anchor] = {}
-        self._estimates: dict[tuple[DeploymentConfig, Workload], Estimate] = {}
+        self._anchors: dict[tuple[DeploymentConfig, Workload], tuple[Workload, Latency]] = {}
 
     @property
     def layer_effects(self) -> tuple[LayerEffect, ...]:
@@ -115,81 +181,38 @@ class FingerprintedEstimator:
                 )
         return (*said, *self.memory.warnings, *self.profile.notes)
 
-    def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
-        """Predict ``config`` under ``workload``.
-
-        Raises:
-            NotMeasuredError: another engine than the profile's, or a profile without any usable point.
-            ConfigError: more stages than layers.
-        """
-        found = self._estimates.get((config, workload))
-        if found is None:
-            found = self._estimates[config, workload] = self._estimate(config, workload)
-        return found
-
-    def _estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
-        if config.engine != self.profile.engine:
-            raise NotMeasuredError(
-                f"{self.profile.model} was profiled on {self.profile.engine}, {config.engine} is asked; "
-                f"profile it with --engine {config.engine}"
-            )
+    def _memory(self, config: DeploymentConfig, workload: Workload) -> MemoryEstimate:
         try:
-            memory = self.memory.memory(config, workload)
+            return self.memory.memory(config, workload)
         except NotMeasuredError:
-            memory = self._scaled_memory(config, workload)
+            measured, near = self._memory_anchor(config, workload)
+        found = self._scaled_memory(measured, config, near, workload)
+        return replace(found, layer_kv_bytes=math.ceil(self.memory.layer_kv_bytes(config, workload)))
+
+    def _times(self, config: DeploymentConfig, workload: Workload) -> tuple[Latency, DeploymentConfig | None]:
         try:
-            latency, measured_config = self.latency.latency(config, workload), self._measured(config)
+            found = self.latency.latency(config, workload)
         except NotMeasuredError:
-            anchor = self._anchor(config, workload)
-            latency, measured_config = self._scaled_latency(config, workload, anchor), anchor.config
-        return Estimate(
-            config=config,
-            workload=workload,
-            memory=memory,
-            ttft_s=latency.ttft_s,
-            tpot_s=latency.tpot_s,
-            power_w_per_gpu=self._power(config, workload),
-            measured_config=measured_config,
-            links_measured=self.profile.machine.device.measured_links(config.tp) is not None,
-        )
-
-    def _measured(self, config: DeploymentConfig) -> DeploymentConfig:
-        """Return the configuration run for ``config``: itself, or pp = 1, plus further stages' hand-overs."""
-        return config if key_of(config) in self.latency.fits else replace(config, pp=1)
-
-    def _config(self, key: MeasuredKey) -> DeploymentConfig:
-        return DeploymentConfig(tp=key.tp, pp=key.pp, weights=key.weights, kv=key.kv, engine=self.profile.engine)
+            near, at, measured = self._anchor(config, workload)
+            return self._scaled_times(measured, (config, workload), (near, at)), near
+        # itself was run, or pp = 1, plus further stages' hand-overs
+        return found, config if key_of(config) in self.latency.fits else replace(config, pp=1)
 
     def _usable(self) -> dict[DeploymentConfig, LatencyFit]:
-        full = self.profile.spec.num_layers
+        full, engine = self.profile.spec.num_layers, self.profile.engine
         fits = self.latency.fits.items()
-        deep = {self._config(key): fit for key, fit in fits if len(fit.depths) > 1 or fit.depths == (full,)}
+        deep = {key.config(engine): fit for key, fit in fits if len(fit.depths) > 1 or fit.depths == (full,)}
         return {config: fit for config, fit in deep.items() if fit.is_determined}
 
-    def _anchor(self, config: DeploymentConfig, workload: Workload) -> _Anchor:
+    def _anchor(self, config: DeploymentConfig, workload: Workload) -> tuple[DeploymentConfig, Workload, Latency]:
+        """Return the measured point to scale from: its configuration, workload and times."""
         usable = self._usable()
         near = nearest(config, usable)
-        key = (key_of(near), workload)
-        if key not in self._anchors:
+        if (near, workload) not in self._anchors:
             fit = usable[near]
             at = workload if fit.reaches(workload) else fit.nearest_workload(workload)
-            self._anchors[key] = _Anchor(near, at, fit.latency(at))
-        return self._anchors[key]
-
-    def _scaled_latency(self, config: DeploymentConfig, workload: Workload, anchor: _Anchor) -> Latency:
-        asked = self._roofline.estimate(config, workload)
-        there = self._roofline.estimate(anchor.config, anchor.workload)
-        return Latency(
-            scaled(anchor.latency.ttft_s, asked.ttft_s, there.ttft_s),
-            scaled(anchor.latency.tpot_s, asked.tpot_s, there.tpot_s),
-        )
-
-    def _scaled_memory(self, config: DeploymentConfig, workload: Workload) -> MemoryEstimate:
-        measured, from_config = self._memory_anchor(config, workload)
-        asked = self._roofline.estimate(config, workload).memory
-        there = self._roofline.estimate(from_config, workload).memory
-        found = scaled_memory(measured, asked, there)
-        return replace(found, layer_kv_bytes=math.ceil(self.memory.layer_kv_bytes(config, workload)))
+            self._anchors[near, workload] = at, fit.latency(at)
+        return near, *self._anchors[near, workload]
 
     def _memory_anchor(
         self, config: DeploymentConfig, workload: Workload
@@ -216,13 +239,12 @@ class FingerprintedEstimator:
         )
 
     def _power(self, config: DeploymentConfig, workload: Workload) -> Quantity | None:
-        """Mean power read during the nearest configuration's runs, else the roofline's; None when unknown."""
         usable = self._usable()
         near = nearest(config, usable)
         points = [p for p in usable[near].points if p.num_layers == usable[near].depths[-1]]
         read = [run.power_w for point in points for run in point.runs if run.power_w is not None]
         if not read:
-            return self._roofline.estimate(config, workload).power_w_per_gpu
+            return None
         low, high = np.quantile(read, (0.05, 0.95))
         mean = float(np.mean(read))
         source = Source.EXTRAPOLATED if near == config else Source.SCALED

@@ -14,8 +14,8 @@ from dataclasses import replace
 from fingerprint.config import DeploymentConfig, Pruning, Workload
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Source
-from fingerprint.estimators.l2 import L2, Latency, key_of
-from fingerprint.measurements import Profile
+from fingerprint.estimators.l2 import L2, Latency
+from fingerprint.measurements import Profile, key_of
 
 __all__ = ["L1"]
 

@@ -24,28 +24,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat, Workload
+from fingerprint.config import DeploymentConfig, Pruning, Workload
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Quantity, Source
-from fingerprint.estimators.linear import Array, Interval, LinearModel, Prediction, combine
+from fingerprint.estimators.linear import Array, Interval, LinearModel, Prediction, combine, sizes_of
 from fingerprint.estimators.load_variance import LoadSpread, Spread, load_spread, share_of_loads
-from fingerprint.measurements import Profile, TimingPoint
+from fingerprint.measurements import MeasuredKey, Profile, TimingPoint, key_of
 from fingerprint.model_spec import LayerKind, ModelSpec
 
-__all__ = ["L2", "Latency", "LayerEffect", "MeasuredKey", "TimingFit", "key_of"]
+__all__ = ["L2", "Latency", "LayerEffect", "MeasuredKey", "TimingFit", "key_of", "quantity"]
 
 MAX_EXTRAPOLATION = 2.0  # beyond the measured batches and lengths, as a factor; further, the roofline takes over
 _HOST_SCALE_FLOOR = 0.01  # of the run: a host part below that is not worth a weight of its own
-
-
-@dataclass(frozen=True, order=True, slots=True)
-class MeasuredKey:
-    """Degrees and formats that one set of fingerprints was run under."""
-
-    tp: int
-    pp: int
-    weights: WeightFormat
-    kv: KvFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +127,7 @@ class TimingFit:
         self._device_runs = [np.array([run.device_s for run in point.runs]) for point in self.points]
         self._host_runs = [np.array([run.host_s for run in point.runs]) for point in self.points]
         rows = [self._device_row_of(point) for point in self.points]
-        self._device = LinearModel(np.array(rows), self._device_runs, _scale(self._device_runs), non_negative=True)
+        self._device = LinearModel(np.array(rows), self._device_runs, non_negative=True)
         self._host_columns, self._host = self._fit_host()
         self.handover = self._fit_handover() if key.pp > 1 else None
 
@@ -150,7 +140,7 @@ class TimingFit:
         rows = np.array(
             [_host_row(p.num_layers, p.batch, p.input_tokens, p.output_tokens - 1, prefill=1) for p in self.points]
         )
-        scale = np.maximum(_scale(self._host_runs), _HOST_SCALE_FLOOR * _scale(self._device_runs))
+        scale = np.maximum(sizes_of(self._host_runs), _HOST_SCALE_FLOOR * sizes_of(self._device_runs))
         full = LinearModel(rows, self._host_runs, scale, non_negative=False)
         columns = [c for c in range(rows.shape[1]) if c not in _HOST_LAYER_COLUMNS]
         for column in _HOST_LAYER_COLUMNS:
@@ -169,7 +159,7 @@ class TimingFit:
         rows = np.array(
             [_handover_row(p.batch, p.input_tokens, p.output_tokens - 1, prefill=1) for p in self.points]
         )
-        return LinearModel(rows, runs, _scale(runs), non_negative=True), runs
+        return LinearModel(rows, runs, non_negative=True), runs
 
     @property
     def misfit(self) -> float:
@@ -341,7 +331,7 @@ class TimingFit:
     def _extrapolated(self, workload: Workload, first: bool) -> Quantity:
         whole = self.predict(workload, self.num_layers, first)
         low = max(whole.low, self.floor_s(workload, first)) if self.depths[-1] < self.num_layers else whole.low
-        return _quantity(Interval(whole.value, low, whole.high), Source.EXTRAPOLATED)
+        return quantity(Interval(whole.value, low, whole.high), Source.EXTRAPOLATED)
 
     def _measured(self, workload: Workload) -> Latency | None:
         """Equation 1 of the paper solved on the full model itself, if it ran this workload."""
@@ -355,7 +345,7 @@ class TimingFit:
         (short, short_runs), (long, long_runs) = min(runs.items()), max(runs.items())
         pair = [short_runs, long_runs]
         design = np.array([[1.0, short - 1.0], [1.0, long - 1.0]])
-        model = LinearModel(design, pair, _scale(pair), non_negative=True)
+        model = LinearModel(design, pair, non_negative=True)
         share = share_of_loads([point for point in self.points if point.num_layers == self.num_layers])
 
         def solved(row: list[float], spread: Spread) -> Interval:
@@ -364,7 +354,7 @@ class TimingFit:
             return combine([(prediction, pair)], at_least=(one * share, spread.dof), also=(one, spread.dof))
 
         ttft, tpot = solved([1.0, 0.0], self._spread.first), solved([0.0, 1.0], self._spread.next)
-        return Latency(_quantity(ttft, Source.MEASURED), _quantity(tpot, Source.MEASURED))
+        return Latency(quantity(ttft, Source.MEASURED), quantity(tpot, Source.MEASURED))
 
     def _longest_output(self) -> int:
         return max(p.output_tokens for p in self.points)
@@ -379,8 +369,7 @@ class L2:
         grouped: dict[MeasuredKey, list[TimingPoint]] = {}
         for point in profile.timing:
             if point.runs and point.repeat == 1 and not point.shard:
-                key = MeasuredKey(point.tp, point.pp, point.weights, point.kv)
-                grouped.setdefault(key, []).append(point)
+                grouped.setdefault(point.key, []).append(point)
         spreads = _spreads(profile.timing)
         self.fits = {
             key: TimingFit(key, profile.spec, points, spreads[key.tp, key.pp]) for key, points in grouped.items()
@@ -429,7 +418,7 @@ class L2:
             shared, once_more = base.between_loads(parts, first)
             whole = combine(parts, [(hops, runs)], at_least=shared, also=once_more)
             low = max(whole.low, base.floor_s(workload, first))
-            quantities.append(_quantity(Interval(whole.value, low, whole.high), Source.EXTRAPOLATED))
+            quantities.append(quantity(Interval(whole.value, low, whole.high), Source.EXTRAPOLATED))
         return Latency(quantities[0], quantities[1])
 
 
@@ -442,18 +431,9 @@ def _spreads(points: Sequence[TimingPoint]) -> dict[tuple[int, int], LoadSpread]
     return found
 
 
-def key_of(config: DeploymentConfig) -> MeasuredKey:
-    """Return the key of what would have to be measured for ``config``."""
-    return MeasuredKey(config.tp, config.pp, config.weights, config.kv)
-
-
 def _mean_context(at: TimingPoint | Workload) -> float:
     """Tokens cached at the mean decode step: steps 2..m attend to n+1..n+m-1 cached tokens."""
     return at.input_tokens + at.output_tokens / 2
-
-
-def _scale(runs: Sequence[Array]) -> Array:
-    return np.array([max(float(np.abs(values).mean()), 1e-9) for values in runs])
 
 
 def _within(value: float, measured: Sequence[float]) -> bool:
@@ -466,7 +446,7 @@ def _distance(point: tuple[int, int], workload: Workload) -> tuple[float, tuple[
     return float(apart), point
 
 
-def _quantity(interval: Interval, source: Source) -> Quantity:
+def quantity(interval: Interval, source: Source) -> Quantity:
     """Times are positive: what noise put below zero is the smallest time a clock shows."""
     value = max(interval.value, 1e-9)
     return Quantity(value, min(max(interval.low, 0.0), value), max(interval.high, value), source)

@@ -26,10 +26,10 @@ import numpy as np
 from fingerprint.config import DeploymentConfig, Pruning, Workload
 from fingerprint.engines import traits_of
 from fingerprint.errors import NotMeasuredError
-from fingerprint.estimates import Quantity, Source
-from fingerprint.estimators.l2 import MAX_EXTRAPOLATION, Latency, LayerEffect, MeasuredKey, key_of
+from fingerprint.estimates import Source
+from fingerprint.estimators.l2 import MAX_EXTRAPOLATION, Latency, LayerEffect, quantity
 from fingerprint.estimators.linear import Array, Interval, LinearModel, Prediction, combine
-from fingerprint.measurements import Profile, RunReading, StepReading, TimingPoint
+from fingerprint.measurements import MeasuredKey, Profile, RunReading, StepReading, TimingPoint, key_of
 
 __all__ = ["DeviceFit", "L2Device"]
 
@@ -94,7 +94,7 @@ class DeviceFit:
         else:
             rest = [cadence - forward for cadence, forward in zip(cadences, forwards, strict=True)]
             tpot = self._sum(step, forwards, rest)
-        return Latency(_quantity(ttft), _quantity(tpot))
+        return Latency(quantity(ttft, Source.EXTRAPOLATED), quantity(tpot, Source.EXTRAPOLATED))
 
     def layer_effect(self) -> LayerEffect:
         """Return one layer's forward at the largest point that was run.
@@ -135,8 +135,7 @@ class L2Device:
         for point in profile.timing:
             recorded = bool(point.runs) and all(run.steps for run in point.runs)
             if recorded and point.repeat == 1 and point.pp == 1 and not point.shard:
-                key = MeasuredKey(point.tp, point.pp, point.weights, point.kv)
-                grouped.setdefault(key, []).append(point)
+                grouped.setdefault(point.key, []).append(point)
         if overlapped is None:
             overlapped = traits_of(profile.engine).overlaps_host
         self.fits: Mapping[MeasuredKey, DeviceFit] = {
@@ -192,25 +191,16 @@ def _decodes(point: TimingPoint, run: RunReading) -> list[StepReading]:
 
 def _line(points: Sequence[TimingPoint], runs: list[Array]) -> LinearModel:
     design = np.array([[1.0, float(point.num_layers)] for point in points])
-    return LinearModel(design, runs, _scale(runs), non_negative=True)
+    return LinearModel(design, runs, non_negative=True)
 
 
 def _flat(runs: list[Array]) -> LinearModel:
-    return LinearModel(np.ones((len(runs), 1)), runs, _scale(runs), non_negative=True)
+    return LinearModel(np.ones((len(runs), 1)), runs, non_negative=True)
 
 
 def _constant(runs: list[Array]) -> Interval:
     return combine([(_flat(runs).predict(np.ones(1)), runs)])
 
 
-def _scale(runs: Sequence[Array]) -> Array:
-    return np.array([max(float(np.abs(values).mean()), 1e-9) for values in runs])
-
-
 def _ends(interval: Interval) -> tuple[float, float, float]:
     return interval.value, interval.low, interval.high
-
-
-def _quantity(interval: Interval) -> Quantity:
-    value = max(interval.value, 1e-9)
-    return Quantity(value, min(max(interval.low, 0.0), value), max(interval.high, value), Source.EXTRAPOLATED)

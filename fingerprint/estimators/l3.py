@@ -36,7 +36,7 @@ from fingerprint.estimates import Estimator, Quantity, Source
 from fingerprint.estimators.all_reduce import GroupSums
 from fingerprint.estimators.calibration import Calibration, kernels_of
 from fingerprint.estimators.gaussian_process import smooth_at
-from fingerprint.estimators.l2 import Latency, MeasuredKey, key_of
+from fingerprint.estimators.l2 import Latency
 from fingerprint.estimators.physical_floor import PhysicalFloor
 from fingerprint.estimators.repeat_overhead import (
     RepeatCosts,
@@ -48,7 +48,7 @@ from fingerprint.estimators.repeat_overhead import (
     token_bound_s,
     until_first,
 )
-from fingerprint.measurements import Profile, RunReading, TimingPoint
+from fingerprint.measurements import MeasuredKey, Profile, RunReading, TimingPoint, key_of
 
 __all__ = ["L3", "WholePoint", "in_hull", "whole_points"]
 
@@ -315,8 +315,7 @@ def _by_key(
     """The points of every configuration, which of these were one rank alone, and where none was possible."""
     grouped: dict[tuple[bool, MeasuredKey], list[TimingPoint]] = {}
     for point in profile.timing:
-        key = MeasuredKey(point.tp, point.pp, point.weights, point.kv)
-        grouped.setdefault((point.shard, key), []).append(point)
+        grouped.setdefault((point.shard, point.key), []).append(point)
     found, shards, impossible = {}, set(), set()
     most = token_bound_s(profile.spec, profile.machine.device)
     for (shard, key), points in sorted(grouped.items()):
@@ -329,8 +328,7 @@ def _by_key(
         if shard:
             sums = GroupSums(profile.spec, profile.machine.device, key.tp)
             whole = tuple(point.with_sums(sums) for point in whole)
-        config = DeploymentConfig(tp=key.tp, pp=key.pp, weights=key.weights, kv=key.kv, engine=profile.engine)
-        whole = tuple(point for point in whole if _is_possible(point, config, floor))
+        whole = tuple(point for point in whole if _is_possible(point, key.config(profile.engine), floor))
         if whole:
             found[key] = whole
             shards |= {key} if shard else set()
@@ -348,13 +346,13 @@ def _unusable(profile: Profile, used: Mapping[MeasuredKey, tuple[WholePoint, ...
     """A sentence on each point that was measured and tells no time of the whole model."""
     told = {(key, p.batch, p.input_tokens) for key, points in used.items() for p in points}
     measured = {
-        (MeasuredKey(p.tp, p.pp, p.weights, p.kv), p.batch, p.input_tokens)
+        (p.key, p.batch, p.input_tokens)
         for p in profile.timing
         if p.output_tokens > 1 and p.repeat == profile.spec.num_layers // p.num_layers
     }
     for key, batch, input_tokens in sorted(measured - told):
         yield (
-            f"tp={key.tp} pp={key.pp} {key.weights}: batch {batch} with {input_tokens} in is unusable, what it "
+            f"{key}: batch {batch} with {input_tokens} in is unusable, what it "
             "took and what its repeats cost tell no time of the whole model, or less than the GPU can need"
         )
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from fingerprint.trimmed_mean import Location, locate, t_quantile_95
 
-__all__ = ["Interval", "LinearModel", "Prediction", "combine"]
+__all__ = ["Interval", "LinearModel", "Prediction", "combine", "sizes_of"]
 
 Array = NDArray[np.float64]
 
@@ -52,11 +52,15 @@ class LinearModel:
     Args:
         design: [observations, features].
         runs: repeated values of each observation, at least one.
-        scale: [observations] the size of each observation; residuals and noise count relative to it.
+        scale: [observations] the size of each observation, residuals and noise count relative to it; None: by its
+            runs.
         non_negative: no coefficient below zero.
     """
 
-    def __init__(self, design: Array, runs: Sequence[Array], scale: Array, *, non_negative: bool) -> None:
+    def __init__(
+        self, design: Array, runs: Sequence[Array], scale: Array | None = None, *, non_negative: bool
+    ) -> None:
+        scale = sizes_of(runs) if scale is None else scale
         self._observed = np.array([locate(values).value for values in runs])
         errors = standard_errors(runs, scale)
         size = np.abs(design).max(axis=0)
@@ -96,6 +100,11 @@ class LinearModel:
         scaled = features / self._size
         coefficients = self._coefficients if constrained else self._plain
         return Prediction(float(scaled @ coefficients), scaled @ self._solve * self.misfit, self.misfit)
+
+
+def sizes_of(runs: Sequence[Array]) -> Array:
+    """Return the size of each observation."""
+    return np.array([max(float(np.abs(values).mean()), 1e-9) for values in runs])
 
 
 def standard_errors(runs: Sequence[Array], scale: Array) -> Array:

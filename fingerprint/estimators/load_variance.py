@@ -59,8 +59,7 @@ def load_spread(points: Iterable[TimingPoint]) -> LoadSpread:
     fingerprints: dict[tuple[object, ...], list[TimingPoint]] = defaultdict(list)
     for point in points:
         if point.runs and len(point.loads) == len(point.runs):
-            key = point.tp, point.pp, point.weights, point.kv, point.layer_counts
-            fingerprints[key].append(point)
+            fingerprints[point.key, point.layer_counts].append(point)
     if not fingerprints:
         nothing = Spread(0.0, math.inf)
         return LoadSpread(nothing, nothing)

@@ -19,7 +19,6 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -159,18 +158,6 @@ def _decode_step(point: TimingPoint) -> Took:
 At = tuple[int, int, bool]  # batch, input tokens, whether tokens were generated
 
 
-class RepeatCosts(Protocol):
-    """Seconds that one repeat costs outside its layers, of all stages."""
-
-    def first_s(self, point: TimingPoint, took: Took) -> float:
-        """Return the cost in the steps until the first token."""
-        ...
-
-    def step_s(self, point: TimingPoint, index: int, round_: Round) -> float:
-        """Return the cost in a decode step, ``index``-th of those that hold the whole batch, or do not."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class _Fitted:
     """The same at all points but for passes and tokens."""
@@ -179,9 +166,11 @@ class _Fitted:
     step: Overhead
 
     def first_s(self, point: TimingPoint, took: Took) -> float:
+        """Return the cost in the steps until the first token."""
         return self.first.at(took.passes, took.tokens)
 
     def step_s(self, point: TimingPoint, index: int, round_: Round) -> float:
+        """Return the cost in a decode step, ``index``-th of those that hold the whole batch, or do not."""
         return self.step.at(len(round_.steps), round_.sequences)
 
 
@@ -225,6 +214,9 @@ class _Paired:
             near, forward_s, self.shallow[_at(near)], took(self.shallow[_at(near)]).forward_s
         )
         return beside_s / (near.pp * forward_s / near.repeat)
+
+
+RepeatCosts = _Fitted | _Paired  # seconds that one repeat costs outside its layers, of all stages
 
 
 def token_bound_s(spec: ModelSpec, gpu: GpuSpec) -> float:

@@ -25,13 +25,11 @@ from fingerprint.errors import (
     NotMeasuredError,
     UnsupportedModelError,
 )
-from fingerprint.estimators.l2 import MeasuredKey, key_of
 from fingerprint.gpu_spec import GpuSpec
-from fingerprint.measurements import Profile, TimingPoint
+from fingerprint.measurements import Profile, key_of
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile import ProfileProgress, profile
 from fingerprint.profile_plan import EngineSizes, ProfilePlan, Shards, default_plan
-from fingerprint.sharded_profile import profile_with_shards
 from fingerprint.truncate import generate, generate_dummy, generate_shape
 from iserve.controller.profiling_devices import STEP_TOKENS, FittingPlan, fitting, quietest
 from iserve.controller.profiling_scope import lacking, why_needless
@@ -100,8 +98,7 @@ def take(order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints) 
         return _added(order.known, order.plan_options, order, target, fingerprints)
     if order.table.step_timed:
         return _take_depth_tied(order, target, fingerprints)
-    how = _take_by_wall_clock if order.table.own_environment else _take_plain
-    return how(order, target, fingerprints)
+    return _take_unrepeated(order, target, fingerprints)
 
 
 def _refuse_more_than_a_step(order: Order) -> None:
@@ -133,37 +130,25 @@ def _refuse_without_pattern(spec: ModelSpec, name: str) -> None:
         )
 
 
-def _take_plain(order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints) -> Profile:
-    """Measure fingerprints as they are, on an engine that loads one after the other in a moment.
+def _take_unrepeated(order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints) -> Profile:
+    """Measure fingerprints as they are, on an engine that does not carry our step timer.
+
+    One that starts anew with each load is started as large as a deployment of the workload would be, since its
+    memory follows from that; any other loads a fingerprint in a moment, and its launches count.
 
     Raises:
         NotMeasuredError: as :func:`consistent`.
     """
-    spec, started = order.spec, time.monotonic()
+    spec, own, started = order.spec, order.table.own_environment, time.monotonic()
     device = target.machine().device  # launches the worker that the first degree then uses
-    launch_s = time.monotonic() - started
+    launch_s = 0.0 if own else time.monotonic() - started
     weights, degrees = _formats_and_degrees(spec, order, device)
-    left_s = max(1.0, order.max_seconds - launch_s)
+    left_s = order.max_seconds if own else max(1.0, order.max_seconds - launch_s)
     plan = default_plan(spec, order.workload, weights=weights, degrees=degrees, budget_s=left_s)
+    plan = replace(plan, sizes=_engine_sizes(spec, order.workload, plan) if own else None)
     measure = partial(profile, order.source.name, spec, target, fingerprints, progress=order.progress)
     measured = consistent(measure(plan, launch_s=launch_s), plan, measure)
     return replace(measured, budget_s=order.max_seconds, spent_s=measured.spent_s + launch_s)
-
-
-def _take_by_wall_clock(order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints) -> Profile:
-    """Measure fingerprints on an engine that starts anew with each load and does not carry our step timer.
-
-    The engine is started as large as a deployment of the workload would be, since its memory follows from that.
-
-    Raises:
-        NotMeasuredError: as :func:`consistent`.
-    """
-    spec, device = order.spec, target.machine().device
-    weights, degrees = _formats_and_degrees(spec, order, device)
-    plan = default_plan(spec, order.workload, weights=weights, degrees=degrees, budget_s=order.max_seconds)
-    plan = replace(plan, sizes=_engine_sizes(spec, order.workload, plan))
-    measure = partial(profile, order.source.name, spec, target, fingerprints, progress=order.progress)
-    return replace(consistent(measure(plan), plan, measure), budget_s=order.max_seconds)
 
 
 def _engine_sizes(spec: ModelSpec, workload: Workload, plan: ProfilePlan) -> EngineSizes:
@@ -195,8 +180,8 @@ def consistent(measured: Profile, plan: ProfilePlan, measure: Callable[[ProfileP
     degrees = tuple(degree for degree in plan.degrees if degree in {(key.tp, key.pp) for key in wrong})
     weights = tuple(w for w in plan.weights if w in {key.weights for key in wrong})
     share = len(degrees) * len(weights) / (len(plan.degrees) * len(plan.weights))
-    notes = [f"{_named(key)}: {why}; measured again" for key, why in wrong.items()]
-    timing = [point for point in measured.timing if _key_of(point) not in wrong]
+    notes = [f"{key}: {why}; measured again" for key, why in wrong.items()]
+    timing = [point for point in measured.timing if point.key not in wrong]
     unreached = [gap for gap in measured.unreached if key_of(gap.config) not in wrong]
     spent_s, second = measured.spent_s, None
     try:
@@ -205,12 +190,12 @@ def consistent(measured: Profile, plan: ProfilePlan, measure: Callable[[ProfileP
         notes.append(f"it could not be measured again: {error}")
     if second is not None:
         spent_s += second.spent_s
-        timing += [point for point in second.timing if _key_of(point) in wrong]
-        notes += [f"{_named(key)} left out: no time for it" for key in wrong if key not in map(_key_of, timing)]
+        timing += [point for point in second.timing if point.key in wrong]
+        notes += [f"{key} left out: no time for it" for key in wrong if key not in {point.key for point in timing}]
         unreached += [gap for gap in second.unreached if key_of(gap.config) in wrong]
     still = contradictions(replace(measured, timing=tuple(timing)))
-    notes += [f"{_named(key)} is unusable, measured twice: {why}" for key, why in still.items()]
-    timing = [point for point in timing if _key_of(point) not in still]
+    notes += [f"{key} is unusable, measured twice: {why}" for key, why in still.items()]
+    timing = [point for point in timing if point.key not in still]
     if not timing:
         raise NotMeasuredError(
             f"{measured.model} cannot be estimated: {'; '.join(notes)}; profile it when it is quiet"
@@ -223,14 +208,6 @@ def consistent(measured: Profile, plan: ProfilePlan, measure: Callable[[ProfileP
         notes=(*measured.notes, *notes),
         unreached=tuple(unreached),
     )
-
-
-def _key_of(point: TimingPoint) -> MeasuredKey:
-    return MeasuredKey(point.tp, point.pp, point.weights, point.kv)
-
-
-def _named(key: MeasuredKey) -> str:
-    return f"tp={key.tp} pp={key.pp} {key.weights}"
 
 
 def _take_depth_tied(order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints) -> Profile:
@@ -346,13 +323,14 @@ def _measured(
             skipped.append(config)
         return why
 
-    measured = profile_with_shards(
-        partial(depth_tied_profile, order.source.name, spec, progress=order.progress),
-        spec.family,
+    measured = depth_tied_profile(
+        order.source.name,
+        spec,
         target,
         fingerprints,
         replace(fits.plan, degrees=wanted),
         num_gpus=max((tp * pp for tp, pp in fits.plan.degrees), default=1),
+        progress=order.progress,
         needless=needless,
     )
     no_gpus = (

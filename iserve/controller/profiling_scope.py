@@ -39,9 +39,7 @@ def why_needless(
     """
     if not allows(plan_options.intent.quality, config):
         return f"quality={plan_options.intent.quality} does not allow it"
-    measured = {
-        DeploymentConfig(tp=p.tp, pp=p.pp, weights=p.weights, kv=p.kv, engine=so_far.engine) for p in so_far.timing
-    }
+    measured = {point.key.config(so_far.engine) for point in so_far.timing}
     hardware = hardware_of(node, so_far.machine.device, serving)
     try:
         return cannot_change_plan(

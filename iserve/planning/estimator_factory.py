@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from daemon.engines.registry import ENGINES
 from fingerprint.estimators.fingerprinted import FingerprintedEstimator
-from fingerprint.estimators.l2 import L2, MeasuredKey
+from fingerprint.estimators.l2 import L2
 from fingerprint.estimators.roofline import DEFAULT_MAX_BATCHED_TOKENS, RooflineEstimator
 from fingerprint.estimators.towers import WithTowers
-from fingerprint.measurements import Profile
+from fingerprint.measurements import MeasuredKey, Profile
 from fingerprint.model_spec import ModelSpec
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fingerprint.config import DeploymentConfig, KvFormat
 from fingerprint.estimates import Source
-from fingerprint.measurements import Profile
+from fingerprint.measurements import MeasuredKey, Profile, key_of
 from fingerprint.profile_checks import routing_caveat
 from planner.intent import Intent
 from planner.plan import Plan
@@ -30,9 +30,9 @@ def _cut_short(profile: Profile | None) -> tuple[str, ...]:
     """Return what the profile did not reach, and what measures it."""
     if profile is None or not profile.unreached:
         return ()
-    run = {(point.tp, point.pp, point.weights, point.kv) for point in profile.timing}
+    run = {point.key for point in profile.timing}
     gaps = [gap.config for gap in profile.unreached]
-    partly = [config for config in gaps if (config.tp, config.pp, config.weights, config.kv) in run]
+    partly = [config for config in gaps if key_of(config) in run]
     never = [config for config in gaps if config not in partly]
     parts = [
         f"{', '.join(map(_named, configs))} {how}"
@@ -56,15 +56,15 @@ def _expert_routing(profile: Profile | None) -> tuple[str, ...]:
 def _at_one_length(plan: Plan, profile: Profile | None) -> tuple[str, ...]:
     """Return why configurations that were run have scaled times: at one prompt length only, as a profile runs
     split models, they do not tell what a longer context costs."""
-    lengths: dict[tuple[object, ...], set[int]] = {}
+    lengths: dict[MeasuredKey, set[int]] = {}
     for point in () if profile is None else profile.timing:
-        lengths.setdefault((point.tp, point.pp, point.weights, point.kv), set()).add(point.input_tokens)
+        lengths.setdefault(point.key, set()).add(point.input_tokens)
     named: dict[str, int] = {}
     for estimate in (ranked.estimate for ranked in plan.candidates):
         if estimate is None or Source.SCALED not in (estimate.ttft_s.source, estimate.tpot_s.source):
             continue
         config = estimate.config
-        run_at = lengths.get((config.tp, config.pp, config.weights, config.kv), set())
+        run_at = lengths.get(key_of(config), set())
         if estimate.measured_config == config and len(run_at) == 1:
             named[_named(config)] = min(run_at)
     at = {tokens: [name for name in named if named[name] == tokens] for tokens in sorted(set(named.values()))}

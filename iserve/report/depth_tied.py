@@ -8,7 +8,7 @@ from markupsafe import Markup
 
 from fingerprint.config import Workload
 from fingerprint.estimates import Quantity
-from fingerprint.estimators.l2 import MeasuredKey, key_of
+from fingerprint.measurements import MeasuredKey, key_of
 from iserve.report.accuracy import AccuracyRow
 from iserve.report.charts import BatchCurve, batch_chart
 from iserve.report.full_model import RunPoint, TimeAt, WholeModel

@@ -15,7 +15,6 @@ from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat, Workloa
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Quantity
 from fingerprint.estimators.depth_tied import DepthTiedEstimator
-from fingerprint.estimators.l2 import MeasuredKey, key_of
 from fingerprint.estimators.l3 import WholePoint
 from fingerprint.estimators.repeat_overhead import (
     Overhead,
@@ -25,7 +24,7 @@ from fingerprint.estimators.repeat_overhead import (
     together,
     token_bound_s,
 )
-from fingerprint.measurements import MemoryPoint, TimingPoint
+from fingerprint.measurements import MemoryPoint, TimingPoint, key_of
 
 __all__ = [
     "KV_SHARE",
@@ -173,7 +172,7 @@ def whole_models(estimator: DepthTiedEstimator, workload: Workload) -> tuple[Who
     """Return every configuration with repeated points in ``estimator``, with times for the workload's output."""
     profile, found = estimator.profile, []
     for key, whole in estimator.l3.points.items():
-        config = DeploymentConfig(tp=key.tp, pp=key.pp, weights=key.weights, kv=key.kv, engine=profile.engine)
+        config = key.config(profile.engine)
         times = _Times(estimator, config, workload.output_tokens)
         found.append(_whole_model(times, whole, _counted(estimator, config)))
     return tuple(found)
@@ -202,9 +201,7 @@ def _whole_model(times: _Times, whole: Sequence[WholePoint], memory: CountedMode
     profile, config = times.estimator.profile, times.config
     num_layers = profile.spec.num_layers
     shard = key_of(config) in times.estimator.l3.shards
-    ran = tuple(
-        p for p in profile.timing if (p.shard, MeasuredKey(p.tp, p.pp, p.weights, p.kv)) == (shard, key_of(config))
-    )
+    ran = tuple(p for p in profile.timing if (p.shard, p.key) == (shard, key_of(config)))
     repeated, deepest = repeated_points(ran, num_layers)
     used = [p for p in repeated if p.num_layers == deepest]
     plain = [p for p in ran if p.repeat == 1 and p.num_layers < num_layers]

@@ -46,7 +46,6 @@ from fingerprint.families import read_config, read_spec
 from fingerprint.gpus import match_device
 from fingerprint.measurements import MachineInfo, Profile, RankMemory, RunReading, TimingPoint
 from fingerprint.model_spec import ModelSpec
-from fingerprint.sharded_profile import profile_with_shards
 from fingerprint.truncate import generate_shape
 from tests.bench.kept import write_kept
 from tests.bench.profiling_process import ProfilingProcess
@@ -216,8 +215,7 @@ class _Bench:
     ) -> Recorded:
         rank_profile: Profile | None = None
         if self.shards:
-            family = read_spec(read_config(directory)).family
-            rank_profile = profile_with_shards(measure, family, shared, shape, plan, num_gpus=self.pp)
+            rank_profile = measure(shared, shape, plan, num_gpus=self.pp)
             print(f"{directory.name} {weights}: one rank alone {rank_profile.spent_s:.0f} s", flush=True)
             shared.start_s.clear()
         begun = time.monotonic()
@@ -230,7 +228,7 @@ class _Bench:
         self, shared: _Shared, profile: Profile, plan: DepthTiedPlan, directory: Path, weights: WeightFormat
     ) -> Recorded:
         profile_start_s = sum(shared.start_s)
-        session = shared.open_step_timed(tp=self.tp, pp=self.pp)
+        session = shared.open(tp=self.tp, pp=self.pp)
         layers = profile.spec.num_layers
         kv_tokens = max(b * (n + OUTPUT) for b, n in plan.points)
         shared.load(
@@ -365,7 +363,7 @@ class _Shared:
             return self._target.machine()
         return self.session.machine()
 
-    def open_step_timed(self, *, tp: int, pp: int) -> _Shared:
+    def open(self, *, tp: int, pp: int) -> _Shared:
         if self._degree != (tp, pp):
             self.end()
         if self.session is None:

@@ -291,7 +291,7 @@ def test_stages_are_of_the_devices_given() -> None:
     )
     target = WorkerProfileTarget(launch, checkpoint=Path("/m"), device_ids=GPUS, limits=limits, engine="vllm")
     with pytest.raises(EngineError, match="not launched"):
-        target.open_step_timed(tp=1, pp=2)
+        target.open(tp=1, pp=2)
     assert asked[0].profiling
     assert asked[0].stages == tuple(StageAssignment(device_ids=(gpu,), num_layers=1) for gpu in GPUS)
 

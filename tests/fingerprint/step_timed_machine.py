@@ -1,4 +1,4 @@
-"""A machine whose true step times are known, behind a strict :class:`StepTimedTarget`.
+"""A machine whose true step times are known, behind a strict :class:`ProfileTarget`.
 
 It schedules as vLLM does: a step holds at most ``max_batched_tokens``, one for each sequence that decodes and the
 rest for prompts in the order of their arrival, so that prompts run in chunks, the first sequences decode with
@@ -188,7 +188,7 @@ class Cut(NamedTuple):
 
 @dataclass
 class StepTimedMachine:
-    """Implements ``StepTimedTarget``. ``noise`` is the relative standard deviation of what a burst's steps share.
+    """Implements ``ProfileTarget``. ``noise`` is the relative standard deviation of what a burst's steps share.
 
     ``broken`` is asked before each load (0, 0, 0 for the point) and burst, and may give the error to raise; after
     one in a burst nothing is loaded any more, as with the real worker. ``slower`` multiplies what a load measures.
@@ -224,7 +224,7 @@ class StepTimedMachine:
             versions=(("engine", "vllm 0.24.0"),),
         )
 
-    def open_step_timed(self, *, tp: int, pp: int) -> StepTimedSyntheticSession:
+    def open(self, *, tp: int, pp: int) -> StepTimedSyntheticSession:
         assert all(s.closed for s in self.sessions), "a session is still open"
         assert tp * pp <= self.num_devices, f"{tp * pp} devices asked of {self.num_devices}"
         self.clock.now += self.launch_s

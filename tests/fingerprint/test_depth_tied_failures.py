@@ -120,8 +120,8 @@ class TestFailures:
         at = (8, 1024)
 
         class Liar(StepTimedMachine):
-            def open_step_timed(self, *, tp: int, pp: int) -> StepTimedSyntheticSession:
-                session = super().open_step_timed(tp=tp, pp=pp)
+            def open(self, *, tp: int, pp: int) -> StepTimedSyntheticSession:
+                session = super().open(tp=tp, pp=pp)
                 honest = session.bursts
 
                 def bursts(**asked: Any) -> tuple[RunReading, ...]:

@@ -229,7 +229,7 @@ def test_what_the_allocator_adds_to_large_layers_is_no_doubt(profile, model) -> 
 
 def vllm_blocks(machine: StepTimedMachine, budget_bytes: int, *, tp: int = 1, pp: int = 1) -> int:
     """Return the blocks of the whole model, as ``Worker.determine_available_memory`` and the cache's sizing do."""
-    session = machine.open_step_timed(tp=tp, pp=pp)
+    session = machine.open(tp=tp, pp=pp)
     spec, truth = machine.spec, machine.truth
     block = BLOCK_TOKENS * spec.kv_bytes_per_token_per_layer(KvFormat.BITS16) / min(tp, spec.num_kv_heads)
     fewest = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from fingerprint.estimators.m2 import M2
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec
 from fingerprint.measurements import Profile, RankMemory
-from fingerprint.sharded_profile import profile_with_shards
 from tests.fingerprint.estimator_conformance import EstimatorConformance
 from tests.fingerprint.step_timed_machine import (
     PLAN,
@@ -71,24 +69,29 @@ class RankSession(StepTimedSyntheticSession):
 class RankMachine(StepTimedMachine):
     """Knows the shapes of ranks."""
 
-    def open_step_timed(self, *, tp: int, pp: int) -> RankSession:
-        super().open_step_timed(tp=tp, pp=pp)
+    def open(self, *, tp: int, pp: int) -> RankSession:
+        super().open(tp=tp, pp=pp)
         self.sessions[-1] = RankSession(self, tp, pp)
         return self.sessions[-1]
 
-    def shape(self, layers: int, tp: int) -> Path:
+    def shape(self, layers: int, tp: int = 1) -> Path:
         return Path(f"/fingerprints/tp{tp}/{layers}")
 
 
 def take(machine: RankMachine, plan: DepthTiedPlan = PLAN, family: str = "llama", **changes: Any) -> Profile:
-    measure = partial(_measure, machine)
-    plan = replace(plan, **changes)
-    return profile_with_shards(measure, family, machine, machine.shape, plan, num_gpus=machine.num_devices)
+    return _measure(machine, replace(plan, **changes), family)
 
 
-def _measure(machine: RankMachine, target: Any, fingerprints: Any, plan: DepthTiedPlan, **options: Any) -> Profile:
+def _measure(machine: RankMachine, plan: DepthTiedPlan, family: str = "llama", **options: Any) -> Profile:
     return depth_tied_profile(
-        "synthetic", machine.spec, target, fingerprints, plan, clock=machine.clock, **options
+        "synthetic",
+        replace(machine.spec, family=family),
+        machine,
+        machine.shape,
+        plan,
+        num_gpus=machine.num_devices,
+        clock=machine.clock,
+        **options,
     )
 
 
@@ -173,9 +176,7 @@ class TestDriver:
 
         machine = RankMachine(num_devices=1)
         plan = replace(PLAN, degrees=((1, 1), (2, 1)), weights=formats)
-        profile = profile_with_shards(
-            partial(_measure, machine), "llama", machine, machine.shape, plan, num_gpus=1, needless=needless
-        )
+        profile = _measure(machine, plan, needless=needless)
         fp8 = replace(TP2, weights=WeightFormat.FP8)
         assert asked == [
             (replace(ALONE, weights=WeightFormat.FP8), {WeightFormat.BITS16}),
