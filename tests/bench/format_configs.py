@@ -1,12 +1,13 @@
 """Writes config.json files of one model in every quantized format that vLLM runs without conversion.
 
-    python -m tests.bench.format_configs OUT MODEL_DIR [FORMAT ...]
+    python -m tests.bench.format_configs OUT MODEL [FORMAT ...]
 
-MODEL_DIR holds the config.json of a model in 16 bits; OUT/NAME-FORMAT/config.json is the same model stored in
-FORMAT. Each ``quantization_config`` is what the writers of such checkpoints leave (AutoAWQ, GPTQModel,
-llm-compressor, OpenAI's GPT-OSS) and vLLM 0.33 reads. There are no weights: vLLM makes some by itself with
-``--load-format dummy``. Kernels are those of vLLM 0.33's sources on a GPU of compute capability 9.0; the log of a
-run says which were taken.
+MODEL is a folder with the config.json of a model in 16 bits, or a name of
+``tests/fingerprint/recorded/public_models.json``; OUT/NAME-FORMAT/config.json is the same model stored in FORMAT.
+Each ``quantization_config`` is what the writers of such checkpoints leave (AutoAWQ, GPTQModel, llm-compressor,
+OpenAI's GPT-OSS) and vLLM 0.33 reads. There are no weights: vLLM makes some by itself with ``--load-format
+dummy``. Kernels are those of vLLM 0.33's sources on a GPU of compute capability 9.0; the log of a run says which
+were taken.
 
 Whether dummy weights take the time of a checkpoint's: no kernel here branches on a weight, and with ``desc_act``
 false no index is read, so the work is the same. But a GPU at its power limit is faster on constants than on random
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +30,9 @@ from fingerprint.config import WeightFormat
 from fingerprint.config_json import read_config
 from fingerprint.errors import ConfigError
 
-__all__ = ["FORMATS", "Format", "formats_of", "write_format"]
+__all__ = ["FORMATS", "Format", "formats_of", "model_folder", "write_format"]
+
+_PUBLIC = Path(__file__).parents[1] / "fingerprint/recorded/public_models.json"
 
 _GROUP = 128
 _EXPERTS_ALONE = "gpt_oss"  # whose class vLLM runs in 16 bits and with MXFP4 experts
@@ -102,6 +106,23 @@ def formats_of(config: Mapping[str, object]) -> tuple[str, ...]:
     return tuple(name for name in FORMATS if name != "mxfp4")
 
 
+def model_folder(named: str, work: Path) -> Path:
+    """Return the folder ``named``, or one below ``work`` with the recorded config of the model of that name.
+
+    Raises:
+        ConfigError: there is neither.
+    """
+    if Path(named, "config.json").is_file():
+        return Path(named).resolve()
+    models = json.loads(_PUBLIC.read_text())["models"]
+    if named not in models:
+        raise ConfigError(f"{named} is neither a folder with a config.json nor a model of {_PUBLIC.name}")
+    folder = work / named.rpartition("/")[2]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(models[named]["config"]))
+    return folder
+
+
 def write_format(model: Path, name: str, out: Path) -> Path:
     """Write ``out``/MODEL-``name``/config.json and return its folder.
 
@@ -123,12 +144,13 @@ def write_format(model: Path, name: str, out: Path) -> Path:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("model", type=Path, help="folder with a config.json in 16 bits")
+    parser.add_argument("model", help="folder with a config.json in 16 bits, or a recorded model's name")
     parser.add_argument("formats", nargs="*", help=f"of {', '.join(FORMATS)}; all that the model runs in")
     options = parser.parse_args(argv)
-    model = options.model.resolve()
-    for name in options.formats or formats_of(read_config(model)):
-        print(write_format(model, name, options.out))
+    with tempfile.TemporaryDirectory() as work:
+        model = model_folder(options.model, Path(work))
+        for name in options.formats or formats_of(read_config(model)):
+            print(write_format(model, name, options.out))
 
 
 if __name__ == "__main__":

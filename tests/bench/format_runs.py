@@ -2,14 +2,14 @@
 
 Run with vLLM's own Python on the GPU machine, from the repository's root::
 
-    python -m tests.bench.format_runs OUT MODEL_DIR [FORMAT ...] [--at-once N] [--seconds S] [--each S]
+    python -m tests.bench.format_runs OUT MODEL [FORMAT ...] [--at-once N] [--seconds S] [--each S]
         [--most-prompt-tokens N]
 
-MODEL_DIR needs a config.json in 16 bits alone: ``tests.bench.format_configs`` makes a folder of each format from
-it, with random weights. Each format is a run of ``tests.bench.accuracy_measure`` in a process of its own, N at
-once on a GPU each, which is ended after ``--each`` seconds, and all after ``--seconds``. An 8B model takes 160 to
-230 s a format on one H200 (expected, from its runs in 16 bits): three formats in ten minutes on one GPU, all on
-four.
+MODEL is a folder with a config.json in 16 bits, or a recorded model's name: ``tests.bench.format_configs`` makes a
+folder of each format from it, with random weights. Each format is a run of ``tests.bench.accuracy_measure`` in a
+process of its own, N at once on a GPU each, which is ended after ``--each`` seconds, and all after ``--seconds``.
+An 8B model takes 160 to 230 s a format on one H200 (expected, from its runs in 16 bits): three formats in ten
+minutes on one GPU, all on four.
 
 Writes OUT/NAME-FORMAT-WEIGHTS-tp1-pp1.json.xz as soon as a format is measured, so that a run that is killed keeps
 what it has, and OUT/NAME-FORMAT.txt with the lines in which vLLM says which kernels it took and what it kept. No
@@ -35,7 +35,7 @@ from pathlib import Path
 from daemon.process_tree import become_subreaper, end_all_children, set_parent_death_signal
 from daemon.procfs import processes
 from fingerprint.config_json import read_config
-from tests.bench.format_configs import FORMATS, formats_of, write_format
+from tests.bench.format_configs import FORMATS, formats_of, model_folder, write_format
 
 MODULE = "tests.bench.accuracy_measure"
 SECONDS, EACH_S = 570.0, 330.0
@@ -134,6 +134,11 @@ class Runs:
         (self.out / f"{self.model.name}-{name}.txt").write_text("\n".join(lines) + "\n")
 
 
+def _file_of(model: Path, name: str) -> str:
+    """Return the name under which ``tests.bench.accuracy_measure`` records it."""
+    return f"{model.name}-{name}-{FORMATS[name].weights}-tp1-pp1.json.xz"
+
+
 def _ended(signum: int, _frame: object) -> None:
     raise SystemExit(128 + signum)
 
@@ -141,36 +146,29 @@ def _ended(signum: int, _frame: object) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("model", type=Path, help="folder with a config.json in 16 bits")
+    parser.add_argument("model", help="folder with a config.json in 16 bits, or a recorded model's name")
     parser.add_argument("formats", nargs="*", help=f"of {', '.join(FORMATS)}; all that the model runs in")
     parser.add_argument("--at-once", type=int, default=1, help="formats at once, each on a GPU of its own")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="end what still runs after so many")
     parser.add_argument("--each", type=float, default=EACH_S, help="end a format after so many seconds")
     parser.add_argument("--most-prompt-tokens", type=int, help="of a point's whole batch")
     options = parser.parse_args(argv)
-    model = options.model.resolve()
-    known = formats_of(read_config(model))
-    names = options.formats or known
-    if unknown := [name for name in names if name not in known]:
-        parser.error(f"{model.name} does not run in {unknown[0]}; it runs in {', '.join(known)}")
-    options.out.mkdir(parents=True, exist_ok=True)
-    become_subreaper()
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(signum, _ended)
     more = [] if options.most_prompt_tokens is None else ["--most-prompt-tokens", str(options.most_prompt_tokens)]
     with tempfile.TemporaryDirectory() as work:
-        runs = Runs(
-            model=model,
-            out=options.out.resolve(),
-            work=Path(work),
-            at_once=options.at_once,
-            each_s=options.each,
-            more=more,
-        )
+        model = model_folder(options.model, Path(work) / "model")
+        known = formats_of(read_config(model))
+        names = options.formats or known
+        if unknown := [name for name in names if name not in known]:
+            parser.error(f"{model.name} does not run in {unknown[0]}; it runs in {', '.join(known)}")
+        options.out.mkdir(parents=True, exist_ok=True)
+        out = options.out.resolve()
+        become_subreaper()
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(signum, _ended)
         try:
-            runs.run(names, options.seconds)
+            Runs(model, out, Path(work), options.at_once, options.each, more).run(names, options.seconds)
         finally:
-            kept = [n for n in names if list(options.out.glob(f"{model.name}-{n}-*.json.xz"))]
+            kept = [name for name in names if (out / _file_of(model, name)).exists()]
             lacking = [name for name in names if name not in kept]
             print(
                 f"measured: {', '.join(kept) or 'none'}; not measured: {', '.join(lacking) or 'none'}", flush=True

@@ -15,7 +15,7 @@ from fingerprint.errors import ConfigError
 from fingerprint.families import load_spec, read_config
 from fingerprint.gpus import gpu_spec
 from fingerprint.truncate import generate_shape
-from tests.bench.format_configs import FORMATS, formats_of, main, write_format
+from tests.bench.format_configs import FORMATS, formats_of, main, model_folder, write_format
 
 PUBLIC = Path(__file__).parents[1] / "fingerprint/recorded/public_models.json"
 MODELS = {"Llama-3.1-8B": "meta-llama/Llama-3.1-8B", "gpt-oss-20b": "openai/gpt-oss-20b"}
@@ -75,3 +75,12 @@ def test_the_command_names_every_folder(model: Path, tmp_path: Path, capsys: pyt
     main([str(tmp_path / "out"), str(model)])
     told = [Path(line).name for line in capsys.readouterr().out.splitlines()]
     assert told == [f"Llama-3.1-8B-{name}" for name in FORMATS if name != "mxfp4"]
+
+
+def test_a_recorded_model_is_known_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main([str(tmp_path / "out"), MODELS["gpt-oss-20b"]])
+    assert capsys.readouterr().out.split() == [
+        str(tmp_path / f"out/gpt-oss-20b-{name}") for name in ("16bit", "mxfp4")
+    ]
+    with pytest.raises(ConfigError, match=r"neither a folder with a config\.json nor"):
+        model_folder("someone/Nothing-1B", tmp_path)

@@ -1,4 +1,4 @@
-"""Table of formats: what was recorded of two formats of one model stands for a run of all."""
+"""Table of formats, from what was recorded of two formats of one model."""
 
 from __future__ import annotations
 
