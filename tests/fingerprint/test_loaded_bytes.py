@@ -24,7 +24,7 @@ from fingerprint.weight_bytes import layer_weight_bytes_per_gpu
 from tests.bench.format_configs import FORMATS
 
 RECORDED = Path(__file__).parent / "recorded"
-LLAMA = "meta-llama/Llama-3.1-8B"
+LLAMA, GPT_OSS = "meta-llama/Llama-3.1-8B", "openai/gpt-oss-20b"
 STORED = DeploymentConfig(weights=WeightFormat.STORED, engine="vllm")
 ITEM_BYTES = {"int8": 1, "float8_e4m3fn": 1, "bfloat16": 2, "int32": 4, "float32": 4, "int64": 8}
 KERNELS = {
@@ -41,8 +41,8 @@ def record() -> dict[str, Any]:
     return dict(json.loads((RECORDED / "format_parameters.json").read_text()))
 
 
-def spec_of(name: str, **changes: object) -> ModelSpec:
-    config = json.loads((RECORDED / "public_models.json").read_text())["models"][LLAMA]["config"]
+def spec_of(name: str, model: str = LLAMA, **changes: object) -> ModelSpec:
+    config = json.loads((RECORDED / "public_models.json").read_text())["models"][model]["config"]
     return read_spec({**config, **changes, "quantization_config": FORMATS[name].quantization})
 
 
@@ -75,6 +75,25 @@ def test_a_layer_is_as_large_as_vllms_own_parameters(name: str) -> None:
 def test_the_documented_kernel_is_the_one_that_was_taken(name: str) -> None:
     (taken,) = {module["kernel"] for module in linears(name).values()}
     assert taken.startswith(FORMATS[name].kernel)
+
+
+def test_experts_of_gpt_oss_are_as_large_as_vllms_own_parameters() -> None:
+    """Scales of each expert are filled up to 256 outputs and 4 groups, biases are held in 32 bits."""
+    (module,) = [
+        m for m in record()[GPT_OSS]["mxfp4"]["modules"].values() if m["method"].startswith("GptOssMxfp4")
+    ]
+    assert module["kernel"] == FORMATS["mxfp4"].kernel
+    spec = spec_of("mxfp4", GPT_OSS)
+    assert spec.stored is not None
+    biases = 2 * sum(prod(shape) for name, (_, *shape) in module["parameters"].items() if name.endswith("bias"))
+    held = 0
+    for name, (_, experts, outputs, *inputs) in module["parameters"].items():
+        if name.endswith("scale"):
+            held += experts * (-(-outputs // 256) * 256) * (-(-inputs[0] // 4) * 4)
+        else:
+            held += 4 * experts * outputs if name.endswith("bias") else experts * outputs * inputs[0]
+    counted = spec.stored.layer_expert_bytes + biases + added_layer_bytes(spec, STORED, gpu_spec("h200"))
+    assert counted == held
 
 
 def test_without_machete_zero_points_stay_packed() -> None:
