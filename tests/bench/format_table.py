@@ -39,6 +39,7 @@ _GIB = 2**30
 class FormatRow:
     """Predictions of one format against its whole model."""
 
+    model: str
     name: str
     counted_bytes: int  # weights, from config.json alone
     memory: MemoryRow
@@ -74,6 +75,7 @@ class Choice:
 def format_rows(recorded: Sequence[Recorded]) -> list[FormatRow]:
     return [
         FormatRow(
+            model=_model(one),
             name=_name(one),
             counted_bytes=_whole_bytes(_roofline(one).estimate(_config(one), Workload())),
             memory=memory_row(one),
@@ -85,7 +87,7 @@ def format_rows(recorded: Sequence[Recorded]) -> list[FormatRow]:
 
 
 def choices(recorded: Sequence[Recorded], kind: IntentKind = IntentKind.MIN_LATENCY) -> list[Choice]:
-    """Return the choices of an intent at every point at which all formats were measured."""
+    """Return the choices of an intent at every point at which all formats were measured, of one model."""
     measured = {
         _name(one): {(t.batch, t.input_tokens): t.ttft_s + (OUTPUT - 1) * t.tpot_s for t in truths(one)}
         for one in recorded
@@ -123,6 +125,10 @@ def _name(recorded: Recorded) -> str:
     return max((name for name in FORMATS if recorded.model.endswith(f"-{name}")), key=len, default=recorded.model)
 
 
+def _model(recorded: Recorded) -> str:
+    return recorded.model.removesuffix(f"-{_name(recorded)}")
+
+
 def _config(recorded: Recorded) -> DeploymentConfig:
     return DeploymentConfig(tp=recorded.tp, pp=recorded.pp, weights=recorded.weights, engine="vllm")
 
@@ -140,7 +146,7 @@ def _whole_bytes(estimate: Estimate) -> int:
 
 
 def markdown(recorded: Sequence[Recorded]) -> str:
-    """Return both tables as Markdown."""
+    """Return the table of formats, and one of choices for each model, as Markdown."""
     lines = [
         "| format | weights | from config.json | from fingerprints | KV blocks | TPOT median / worst "
         "| TTFT median / worst | inside | points |",
@@ -150,15 +156,23 @@ def markdown(recorded: Sequence[Recorded]) -> str:
         memory = row.memory
         times = " | ".join("{:.1%} / {:.1%}".format(*row.errors(metric)) for metric in ("tpot", "ttft"))
         lines.append(
-            f"| {row.name} | {memory.weights_bytes / _GIB:.3f} GiB "
+            f"| {row.model} {row.name} | {memory.weights_bytes / _GIB:.3f} GiB "
             f"| {row.counted_bytes / memory.weights_bytes - 1:+.2%} "
             f"| {memory.weights_predicted / memory.weights_bytes - 1:+.2%} "
             f"| {memory.blocks:,} ({memory.blocks_predicted / memory.blocks - 1:+.2%}) | {times} "
-            f"| {row.inside('tpot'):.0%}, {row.inside('ttft'):.0%} | {len(row.rows) // 2} |"
+            f"| {row.inside('tpot'):.0%}, {row.inside('ttft'):.0%} "
+            f"| {len(row.rows) // 2}{f', {row.left_out} left out' if row.left_out else ''} |"
         )
-    found = choices(recorded)
-    names = [_name(one) for one in recorded]
-    lines += [
+    models = dict.fromkeys(map(_model, recorded))
+    return "\n\n".join(["\n".join(lines), *(_choices_text(model, recorded) for model in models)])
+
+
+def _choices_text(model: str, recorded: Sequence[Recorded]) -> str:
+    """Return the table of one model's choices, with a sentence on all of them."""
+    own = [one for one in recorded if _model(one) == model]
+    found, names = choices(own), [_name(one) for one in own]
+    lines = [
+        f"**{model}**",
         "",
         f"| batch x prompt | {' | '.join(names)} | fastest | by fingerprints | by datasheets |",
         f"|---|{'--:|' * len(names)}---|---|---|",

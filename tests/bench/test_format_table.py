@@ -46,7 +46,9 @@ def test_a_choice_is_no_faster_than_the_fastest() -> None:
 
 
 def test_the_page_has_both_tables() -> None:
-    text = markdown(recorded())
-    assert "| fp8 |" in text
+    other = [replace(one, model=one.model.replace("Llama-3.1-8B", "Other-8B")) for one in recorded()]
+    text = markdown([*recorded(), *other])
+    assert "| Llama-3.1-8B fp8 |" in text
+    assert [line for line in text.splitlines() if line.startswith("**")] == ["**Llama-3.1-8B**", "**Other-8B**"]
     assert "| batch x prompt | 16bit | fp8 | fastest |" in text
     assert "Chosen by fingerprints: as fast as the fastest at" in text
