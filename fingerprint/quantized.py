@@ -23,10 +23,12 @@ from fingerprint.errors import ConfigError, UnsupportedModelError
 from fingerprint.model_spec import Stored
 from fingerprint.tensor_shapes import Role, TensorShape
 
-__all__ = ["BY_HEADERS", "METHODS", "read_stored"]
+__all__ = ["ACTIVATION_ORDER", "ASYMMETRIC", "BY_HEADERS", "METHODS", "read_stored"]
 
 METHODS = ("fp8", "compressed-tensors", "gptq", "awq", "mxfp4")
 BY_HEADERS = ("modelopt",)  # whose bytes only the files themselves tell: NVFP4 and fp8 of ModelOpt
+# Ends of a form's name: groups of inputs in the order of their activations, and GPTQ with zero points.
+ACTIVATION_ORDER, ASYMMETRIC = ", in activation order", ", asymmetric"
 _IGNORED_KEYS = ("ignore", "modules_to_not_convert", "ignored_layers")
 _MOST_PATTERNS = 256
 _PLAIN_PATTERN = re.compile(r"(?:[\w^$|()-]|\\\.|\\d\+|\.\*?)+")  # what cannot be slow to match
@@ -241,7 +243,12 @@ def _gptq(quantization: Mapping[str, object]) -> _Form:
     for name in ("dynamic", "lm_head"):
         if quantization.get(name):
             raise UnsupportedModelError(f"{name} of quantization_config is not known to iServe")
-    return bits, f"{bits}-bit, groups of {group}", (1, group), _packed(bits, group, zeros=True, index=True)
+    form = f"{bits}-bit, groups of {group}"
+    if quantization.get("sym") is False:
+        form += ASYMMETRIC
+    if quantization.get("desc_act") is True and group != -1:
+        form += ACTIVATION_ORDER
+    return bits, form, (1, group), _packed(bits, group, zeros=True, index=True)
 
 
 def _awq(quantization: Mapping[str, object]) -> _Form:
@@ -271,14 +278,15 @@ def _compressed(quantization: Mapping[str, object]) -> _Form:
     form = group.get("format") or quantization.get("format")
     if form == "pack-quantized":
         bits, size = _number(weights, "num_bits", (4, 8)), _group_size(weights)
+        by_order = weights.get("actorder") in ("group", "dynamic")
         packed = _packed(
             bits,
             size,
             zeros=weights.get("symmetric") is False,
-            index=weights.get("actorder") in ("group", "dynamic"),
+            index=by_order,
             more=16.0,
         )
-        return bits, f"{bits}-bit, groups of {size}", (1, size), packed
+        return bits, f"{bits}-bit, groups of {size}{ACTIVATION_ORDER * by_order}", (1, size), packed
     kinds = {"float-quantized": ("float",), "int-quantized": ("int",), "naive-quantized": ("float", "int")}
     if form not in kinds:
         raise UnsupportedModelError(
