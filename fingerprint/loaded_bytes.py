@@ -70,10 +70,8 @@ def _up(count: int, multiple: int) -> int:
 def _is_by_machete(spec: ModelSpec, stored: Stored, tp: int, gpu: GpuSpec) -> bool:
     if gpu.compute_capability != _HOPPER or stored.group_inputs not in _MACHETE_GROUPS:
         return False
-    queries, keys = (
-        spec.num_heads * spec.head_dim // tp,
-        spec.num_kv_heads * spec.head_dim // min(tp, spec.num_kv_heads),
-    )
+    queries = spec.num_heads * spec.head_dim // tp
+    keys = spec.num_kv_heads * spec.head_dim // min(tp, spec.num_kv_heads)
     inner = spec.intermediate_size // tp
     inputs, outputs = (spec.hidden_size, queries, inner), (queries + 2 * keys, spec.hidden_size, 2 * inner)
     return not any(width % _MACHETE_INPUTS for width in inputs) and not any(w % _MACHETE_OUTPUTS for w in outputs)

@@ -200,10 +200,8 @@ class CountedMemory:
 
     def _layer_bytes(self, config: DeploymentConfig, points: list[MemoryPoint]) -> float:
         """Return the bytes of one layer's weights on one GPU, of layers of several sizes their mean."""
-        stored, counted = (
-            allocated_layer_bytes(self._spec, config, self._gpu),
-            _counted_layer_bytes(config, points),
-        )
+        stored = allocated_layer_bytes(self._spec, config, self._gpu)
+        counted = _counted_layer_bytes(config, points)
         if self._sizes_differ(points):
             return stored
         return stored if counted is None or abs(counted - stored) <= _ALLOCATOR_STEP_BYTES else counted
@@ -211,10 +209,8 @@ class CountedMemory:
     def _layer_doubt_bytes(self, config: DeploymentConfig, points: list[MemoryPoint]) -> float:
         """Return how many bytes a layer may be off where the allocator's steps could hide another format than was
         asked for: for a layer not large compared with the steps, the count may be right and the sizes wrong."""
-        stored, counted = (
-            allocated_layer_bytes(self._spec, config, self._gpu),
-            _counted_layer_bytes(config, points),
-        )
+        stored = allocated_layer_bytes(self._spec, config, self._gpu)
+        counted = _counted_layer_bytes(config, points)
         off = 0.0 if counted is None else abs(counted - stored)
         return off if _DOUBTED * stored < off <= _ALLOCATOR_STEP_BYTES else 0.0
 

@@ -61,8 +61,6 @@ class Runs:
     at_once: int
     each_s: float
     more: Sequence[str] = ()
-    module: str = MODULE
-    done: dict[str, int | None] = field(default_factory=dict)  # exit status by format; None: it was ended
     _running: dict[int, tuple[str, subprocess.Popen[bytes], float]] = field(default_factory=dict)  # by GPU
 
     def run(self, names: Sequence[str], seconds: float) -> None:
@@ -78,7 +76,6 @@ class Runs:
         finally:
             end_all_children()
             for name, _, _ in self._running.values():
-                self.done[name] = None
                 self._keep_log(name)
             self._running.clear()
 
@@ -90,7 +87,7 @@ class Runs:
         arguments = [str(self.out), asked, "--first-gpu", str(gpu), "--scratch", str(scratch), *self.more]
         with (scratch / "said.txt").open("wb") as said:
             process = subprocess.Popen(
-                [sys.executable, "-m", self.module, *arguments],
+                [sys.executable, "-m", MODULE, *arguments],
                 stdout=said,
                 stderr=said,
                 start_new_session=True,
@@ -109,7 +106,6 @@ class Runs:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
             del self._running[gpu]
-            self.done[name] = status
             self._end_orphans()
             self._keep_log(name)
             ended = f"ended after {self.each_s:.0f} s" if status is None else f"exit status {status}"

@@ -20,6 +20,7 @@ __all__ = ["fill_words", "install"]
 # (``g_idx``) and shapes are integers too, of which not every value is legal.
 WORDS = ("qweight", "qzeros", "weight_packed", "weight_zero_point")
 _SEED = 1234
+_MARK = "_iserve_fills_words"
 
 
 def fill_words(model: Any) -> int:
@@ -42,7 +43,7 @@ def install() -> bool:
     except ImportError:
         return False
     load_weights = DummyModelLoader.load_weights
-    if hasattr(load_weights, "__wrapped__"):
+    if hasattr(load_weights, _MARK):
         return True
 
     @functools.wraps(load_weights)
@@ -51,5 +52,6 @@ def install() -> bool:
         fill_words(model)
         return result
 
+    setattr(load_weights_then_fill, _MARK, True)
     DummyModelLoader.load_weights = load_weights_then_fill
     return True
