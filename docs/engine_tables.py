@@ -156,6 +156,7 @@ def _rest(table: EngineCapabilities) -> list[str]:
                 "cut_group_size",
                 "stored_as",
                 "stored_other_than",
+                "stored_form_ends",
                 "cut_stored_groups",
                 "keeps_latent",
                 "has_experts",
@@ -192,6 +193,8 @@ def _where(selection: Selection) -> str:
         parts.append("stored as " + ", ".join(sorted(selection.stored_as)))
     if selection.stored_other_than is not None:
         parts.append("stored other than as " + "; ".join(sorted(selection.stored_other_than)))
+    if selection.stored_form_ends:
+        parts.append("forms " + "; ".join(end.removeprefix(", ") for end in selection.stored_form_ends))
     if selection.keeps_latent:
         parts.append("latent attention")
     if selection.has_experts:

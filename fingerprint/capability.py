@@ -31,6 +31,7 @@ class Selection:
     )
     stored_as: frozenset[str] | None = None  # ways in which a checkpoint is quantized: it is in one of them
     stored_other_than: frozenset[str] | None = None  # "way, form": it is quantized, and in none of these
+    stored_form_ends: tuple[str, ...] = ()  # it is quantized in a form whose name ends in one of these
     cut_stored_groups: bool = (
         False  # holds where some rank's matrix does not have whole groups of the checkpoint's
     )
@@ -55,6 +56,8 @@ class Selection:
         if self.cut_stored_groups and not _cuts_stored_groups(spec, config.tp):
             return False
         if self.stored_as is not None and (spec.stored is None or spec.stored.method not in self.stored_as):
+            return False
+        if self.stored_form_ends and (spec.stored is None or not spec.stored.form.endswith(self.stored_form_ends)):
             return False
         if self.stored_other_than is not None and (
             spec.stored is None or f"{spec.stored.method}, {spec.stored.form}" in self.stored_other_than

@@ -40,6 +40,8 @@ class EngineTraits:
             with ``GUARANTEED_NO_EVICT``, slots have it anyway; other engines were not looked into.
         drafts_ngrams: whether it is launched with n-gram drafts where a plan asks for them.
         caches_prefixes: whether it keeps the KV of prompts for later ones that begin alike, as it is launched.
+        repacks_weights: whether it holds a quantized checkpoint's matrices as its kernels want them
+            (``fingerprint.loaded_bytes``); else as its files have them.
         loads_on_gpu: whether all loaded adapters lie in the GPU's memory; else those that take part in a step.
         slots_for_vocabulary: whether an adapter slot has room for updates of embeddings and output layer, which no
             variant has: vLLM's classes mostly do (decision 42).
@@ -57,6 +59,7 @@ class EngineTraits:
     preempts: bool = False
     caches_prefixes: bool = False
     drafts_ngrams: bool = False
+    repacks_weights: bool = False
     loads_on_gpu: bool = False
     slots_for_vocabulary: bool = False
     times_adapters: bool = False
@@ -82,6 +85,7 @@ TRAITS: Mapping[str, EngineTraits] = MappingProxyType(
             preempts=True,
             caches_prefixes=True,
             drafts_ngrams=True,
+            repacks_weights=True,
             slots_for_vocabulary=True,
             times_adapters=True,
             startup_s=60.0,

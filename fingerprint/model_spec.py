@@ -83,6 +83,12 @@ class Stored:
     """Bytes of the linear matrices of the mean layer, scales, zeros and all experts included."""
     layer_expert_bytes: float
     """Bytes of the experts among them."""
+    layer_scale_bytes: float = 0.0
+    """Bytes of the linear matrices' scales; 0: none, or not known."""
+    layer_zero_bytes: float = 0.0
+    """Bytes of the zero points of matrices outside experts; 0: none, or not known."""
+    layer_index_bytes: float = 0.0
+    """Bytes of the linear matrices' group indexes; 0: none, or not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

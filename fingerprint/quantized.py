@@ -16,23 +16,40 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
+from typing import NamedTuple
 
 from fingerprint.config_json import show
 from fingerprint.errors import ConfigError, UnsupportedModelError
 from fingerprint.model_spec import Stored
 from fingerprint.tensor_shapes import Role, TensorShape
 
-__all__ = ["BY_HEADERS", "METHODS", "read_stored"]
+__all__ = ["ACTIVATION_ORDER", "ASYMMETRIC", "BY_HEADERS", "METHODS", "read_stored"]
 
 METHODS = ("fp8", "compressed-tensors", "gptq", "awq", "mxfp4")
 BY_HEADERS = ("modelopt",)  # whose bytes only the files themselves tell: NVFP4 and fp8 of ModelOpt
+# Ends of a form's name: groups of inputs in the order of their activations, and GPTQ with zero points.
+ACTIVATION_ORDER, ASYMMETRIC = ", in activation order", ", asymmetric"
 _IGNORED_KEYS = ("ignore", "modules_to_not_convert", "ignored_layers")
 _MOST_PATTERNS = 256
 _PLAIN_PATTERN = re.compile(r"(?:[\w^$|()-]|\\\.|\\d\+|\.\*?)+")  # what cannot be slow to match
 _MOST_STARS = 4
 _MX_GROUP = 32
 
-_BytesOf = Callable[[TensorShape], float]
+
+class _Bytes(NamedTuple):
+    """Bytes of one matrix in a file."""
+
+    elements: float
+    scales: float = 0.0
+    zeros: float = 0.0
+    indexes: float = 0.0
+    rest: float = 0.0
+
+    def in_part(self, share: float) -> _Bytes:
+        return _Bytes(*(share * part for part in self))
+
+
+_BytesOf = Callable[[TensorShape], _Bytes]
 # Bits, in words, outputs and inputs that share a scale (0, -1: all inputs), and bytes of a matrix.
 _Form = tuple[int, str, tuple[int, int], _BytesOf]
 
@@ -66,19 +83,28 @@ def read_stored(quantization: object, layer: Sequence[TensorShape], stack: str, 
         raise ConfigError(f"quantization_config names {method}, which stores experts, and the model has none")
     left = _Ignored(quantization, matrices, stack, num_layers)
 
-    def mean_bytes(tensors: Iterable[TensorShape]) -> float:
-        return sum(bytes_of(t) + left.share(t) * (2.0 * prod(t.shape) - bytes_of(t)) for t in tensors)
+    def mean_bytes(tensors: Iterable[TensorShape]) -> _Bytes:
+        """Sum over ``tensors``; what is left in 16 bits are elements."""
+        total = _Bytes(0.0)
+        for t in tensors:
+            part, in_16_bits = bytes_of(t).in_part(1 - left.share(t)), left.share(t) * 2.0 * prod(t.shape)
+            total = _Bytes(*map(sum, zip(total, part, _Bytes(in_16_bits), strict=True)))
+        return total
 
     experts = mean_bytes(t for t in matrices if t.role is Role.EXPERT)
-    linear = mean_bytes(t for t in matrices if t.role is Role.LINEAR) + sum(2.0 * prod(t.shape) for t in others)
+    linear = mean_bytes(t for t in matrices if t.role is Role.LINEAR)
+    unquantized = sum(2.0 * prod(t.shape) for t in others)
     return Stored(
         method=method,
         form=form,
         bits=bits,
         group_inputs=max(0, group_inputs),
         group_outputs=group_outputs,
-        layer_linear_bytes=linear + experts,
-        layer_expert_bytes=experts,
+        layer_linear_bytes=sum(linear) + unquantized + sum(experts),
+        layer_expert_bytes=sum(experts),
+        layer_scale_bytes=linear.scales + experts.scales,
+        layer_zero_bytes=linear.zeros,
+        layer_index_bytes=linear.indexes + experts.indexes,
     )
 
 
@@ -180,7 +206,8 @@ def _fp8(quantization: Mapping[str, object]) -> _Form:
     block = quantization.get("weight_block_size")
     if block is None:
         static = quantization.get("activation_scheme") == "static"
-        return 8, "float, a scale per matrix", (1, 0), lambda t: prod(t.shape) + (8.0 if static else 4.0)
+        scales = 8.0 if static else 4.0
+        return 8, "float, a scale per matrix", (1, 0), lambda t: _Bytes(prod(t.shape), scales)
     if (
         not isinstance(block, list)
         or len(block) != 2
@@ -189,19 +216,24 @@ def _fp8(quantization: Mapping[str, object]) -> _Form:
         raise ConfigError(f"weight_block_size of quantization_config must be two sizes, got {show(block)}")
     high, wide = (int(size) for size in block)
 
-    def bytes_of(tensor: TensorShape) -> float:
+    def bytes_of(tensor: TensorShape) -> _Bytes:
         rows, inputs = _rows(tensor)
-        return rows * inputs + 4.0 * math.ceil(rows / high) * math.ceil(inputs / wide)
+        return _Bytes(rows * inputs, 4.0 * math.ceil(rows / high) * math.ceil(inputs / wide))
 
     return 8, f"float, a scale per {high} x {wide}", (high, wide), bytes_of
 
 
 def _packed(bits: int, group: int, *, zeros: bool, index: bool, more: float = 0.0) -> _BytesOf:
-    def bytes_of(tensor: TensorShape) -> float:
+    def bytes_of(tensor: TensorShape) -> _Bytes:
         rows, inputs = _rows(tensor)
-        groups = 1 if group == -1 else -(-inputs // group)
-        each = rows * inputs * bits / 8 + groups * rows * (2.0 + (bits / 8 if zeros else 0.0))
-        return each + (4.0 * inputs if index else 0.0) + more
+        scales = rows * (1 if group == -1 else -(-inputs // group))
+        return _Bytes(
+            rows * inputs * bits / 8,
+            scales * 2.0,
+            scales * bits / 8 if zeros else 0.0,
+            4.0 * inputs if index else 0.0,
+            more,
+        )
 
     return bytes_of
 
@@ -211,7 +243,12 @@ def _gptq(quantization: Mapping[str, object]) -> _Form:
     for name in ("dynamic", "lm_head"):
         if quantization.get(name):
             raise UnsupportedModelError(f"{name} of quantization_config is not known to iServe")
-    return bits, f"{bits}-bit, groups of {group}", (1, group), _packed(bits, group, zeros=True, index=True)
+    form = f"{bits}-bit, groups of {group}"
+    if quantization.get("sym") is False:
+        form += ASYMMETRIC
+    if quantization.get("desc_act") is True and group != -1:
+        form += ACTIVATION_ORDER
+    return bits, form, (1, group), _packed(bits, group, zeros=True, index=True)
 
 
 def _awq(quantization: Mapping[str, object]) -> _Form:
@@ -241,14 +278,15 @@ def _compressed(quantization: Mapping[str, object]) -> _Form:
     form = group.get("format") or quantization.get("format")
     if form == "pack-quantized":
         bits, size = _number(weights, "num_bits", (4, 8)), _group_size(weights)
+        by_order = weights.get("actorder") in ("group", "dynamic")
         packed = _packed(
             bits,
             size,
             zeros=weights.get("symmetric") is False,
-            index=weights.get("actorder") in ("group", "dynamic"),
+            index=by_order,
             more=16.0,
         )
-        return bits, f"{bits}-bit, groups of {size}", (1, size), packed
+        return bits, f"{bits}-bit, groups of {size}{ACTIVATION_ORDER * by_order}", (1, size), packed
     kinds = {"float-quantized": ("float",), "int-quantized": ("int",), "naive-quantized": ("float", "int")}
     if form not in kinds:
         raise UnsupportedModelError(
@@ -268,7 +306,7 @@ def _compressed(quantization: Mapping[str, object]) -> _Form:
         bits,
         f"{number}, a scale per {strategy}",
         (1, 0),
-        lambda t: prod(t.shape) + 2.0 * (_rows(t)[0] if per_channel else 1),
+        lambda t: _Bytes(prod(t.shape), 2.0 * (_rows(t)[0] if per_channel else 1)),
     )
 
 
@@ -279,8 +317,8 @@ def _group_size(weights: Mapping[str, object]) -> int:
 
 
 def _mxfp4(quantization: Mapping[str, object]) -> _Form:
-    def bytes_of(tensor: TensorShape) -> float:
+    def bytes_of(tensor: TensorShape) -> _Bytes:
         rows, inputs = _rows(tensor)
-        return rows * (inputs / 2 + math.ceil(inputs / _MX_GROUP))
+        return _Bytes(rows * inputs / 2, rows * math.ceil(inputs / _MX_GROUP))
 
     return 4, f"4-bit float, groups of {_MX_GROUP}", (1, _MX_GROUP), bytes_of

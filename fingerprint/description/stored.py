@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
+from statistics import fmean
 
 from fingerprint.checkpoint import StoredTensor
 from fingerprint.description.facts import text_config
@@ -68,11 +69,14 @@ def stored_by_rule(quantization: Mapping[str, object], stack: Stack, spec: Model
         if tensors not in seen:
             seen[tensors] = _of_layer(quantization, tensors, stack, spec)
         each.append(seen[tensors])
-    count = len(each)
+    most = max(each, key=lambda stored: stored.layer_linear_bytes)
     return replace(
-        max(each, key=lambda stored: stored.layer_linear_bytes),
-        layer_linear_bytes=sum(stored.layer_linear_bytes for stored in each) / count,
-        layer_expert_bytes=sum(stored.layer_expert_bytes for stored in each) / count,
+        most,
+        layer_linear_bytes=fmean(stored.layer_linear_bytes for stored in each),
+        layer_expert_bytes=fmean(stored.layer_expert_bytes for stored in each),
+        layer_scale_bytes=fmean(stored.layer_scale_bytes for stored in each),
+        layer_zero_bytes=fmean(stored.layer_zero_bytes for stored in each),
+        layer_index_bytes=fmean(stored.layer_index_bytes for stored in each),
     )
 
 

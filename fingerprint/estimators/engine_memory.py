@@ -22,6 +22,8 @@ from fingerprint.engine_caches import with_engine_caches
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import MemoryEstimate, Source
 from fingerprint.estimators.roofline import CALIBRATED
+from fingerprint.gpu_spec import GpuSpec
+from fingerprint.loaded_bytes import added_layer_bytes
 from fingerprint.measurements import MeasuredKey, MemoryPoint, Profile, key_of
 from fingerprint.model_spec import ModelSpec
 from fingerprint.weight_bytes import (
@@ -60,7 +62,7 @@ class CountedMemory:
 
     def __init__(self, profile: Profile, *, max_batched_tokens: int = 0) -> None:
         self._spec = with_engine_caches(profile.spec, profile.memory)
-        self._engine = profile.engine
+        self._engine, self._gpu = profile.engine, profile.machine.device
         self._points: dict[MeasuredKey, list[MemoryPoint]] = {}
         for point in sorted(profile.memory, key=lambda p: p.shard):
             points = self._points.setdefault(point.key, [])
@@ -197,7 +199,8 @@ class CountedMemory:
 
     def _layer_bytes(self, config: DeploymentConfig, points: list[MemoryPoint]) -> float:
         """Return the bytes of one layer's weights on one GPU, of layers of several sizes their mean."""
-        stored, counted = allocated_layer_bytes(self._spec, config), _counted_layer_bytes(config, points)
+        stored = allocated_layer_bytes(self._spec, config, self._gpu)
+        counted = _counted_layer_bytes(config, points)
         if self._sizes_differ(points):
             return stored
         return stored if counted is None or abs(counted - stored) <= _ALLOCATOR_STEP_BYTES else counted
@@ -205,7 +208,8 @@ class CountedMemory:
     def _layer_doubt_bytes(self, config: DeploymentConfig, points: list[MemoryPoint]) -> float:
         """Return how many bytes a layer may be off where the allocator's steps could hide another format than was
         asked for: for a layer not large compared with the steps, the count may be right and the sizes wrong."""
-        stored, counted = allocated_layer_bytes(self._spec, config), _counted_layer_bytes(config, points)
+        stored = allocated_layer_bytes(self._spec, config, self._gpu)
+        counted = _counted_layer_bytes(config, points)
         off = 0.0 if counted is None else abs(counted - stored)
         return off if _DOUBTED * stored < off <= _ALLOCATOR_STEP_BYTES else 0.0
 
@@ -248,7 +252,7 @@ class CountedMemory:
         """Return the bytes of one of the layers between two depths: by its size, else as counted."""
         depths = [point.num_layers for point in points]
         share = self._layer_params(min(depths), max(depths)) / self._layer_params()
-        stored = share * allocated_layer_bytes(self._spec, config)
+        stored = share * allocated_layer_bytes(self._spec, config, self._gpu)
         counted = _counted_layer_bytes(config, points)
         return stored if counted is None or abs(counted - stored) <= _ALLOCATOR_STEP_BYTES else counted
 
@@ -290,13 +294,14 @@ def _counted_layer_bytes(config: DeploymentConfig, points: list[MemoryPoint]) ->
     return (by_depth[deep] - by_depth[shallow]) / (deep - shallow)
 
 
-def allocated_layer_bytes(spec: ModelSpec, config: DeploymentConfig) -> float:
+def allocated_layer_bytes(spec: ModelSpec, config: DeploymentConfig, gpu: GpuSpec) -> float:
     """Return bytes of one layer's weights on one GPU, large matrices rounded up as by torch's allocator.
 
     Engines join Q, K and V, and the two halves of a gated MLP, each into one matrix; all experts' are one.
     """
+    held = layer_weight_bytes_per_gpu(spec, config) + added_layer_bytes(spec, config, gpu)
     if spec.layer_shapes or spec.kv_head_elements:  # these sizes do not determine which matrices there are
-        return layer_weight_bytes_per_gpu(spec, config)
+        return held
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     inner = spec.intermediate_size * max(1, spec.num_experts) / config.tp
     rows = (
@@ -309,7 +314,7 @@ def allocated_layer_bytes(spec: ModelSpec, config: DeploymentConfig) -> float:
     element_bytes = math.floor(2 * linear_element_bytes(spec, config.weights)) / 2
     sizes = (spec.hidden_size * count * element_bytes for count in rows)
     added = sum(-size % _ROUND_BYTES for size in sizes if size > _LARGE_BYTES)
-    return layer_weight_bytes_per_gpu(spec, config) + added
+    return held + added
 
 
 def _largest_step(points: list[MemoryPoint]) -> int:

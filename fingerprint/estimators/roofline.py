@@ -20,6 +20,7 @@ from fingerprint.errors import ConfigError
 from fingerprint.estimates import Estimate, MemoryEstimate, Quantity, Source
 from fingerprint.estimators.eager import EAGER
 from fingerprint.gpu_spec import GpuSpec, Vendor
+from fingerprint.loaded_bytes import added_layer_bytes
 from fingerprint.model_spec import LayerKind, ModelSpec
 from fingerprint.weight_bytes import (
     WEIGHT_16BIT_BYTES,
@@ -267,14 +268,24 @@ class RooflineEstimator:
             return 1.0
         return 1 - math.pow(1 - spec.experts_per_token / spec.num_experts, max(tokens, 1.0))
 
+    def _peak_flops_per_s(self, config: DeploymentConfig) -> float:
+        """Return the peak of the type in which weights and activations are multiplied, where the GPU has it."""
+        eight_bits = None
+        if self._is_fp8(config):
+            eight_bits = self._gpu.flops_fp8_per_s
+        elif self._is_stored_as(config, "int"):  # with int8 activations (W8A8)
+            eight_bits = self._gpu.flops_8bit_per_s
+        return self._gpu.flops_16bit_per_s if eight_bits is None else eight_bits
+
     def _is_fp8(self, config: DeploymentConfig) -> bool:
+        return config.weights is WeightFormat.FP8 or self._is_stored_as(config, "float")
+
+    def _is_stored_as(self, config: DeploymentConfig, number: str) -> bool:
+        """Return whether the checkpoint's weights are 8-bit numbers of that type, a scale for a row or more."""
         stored = self._spec.stored
-        return config.weights is WeightFormat.FP8 or (
-            config.weights is WeightFormat.STORED
-            and stored is not None
-            and stored.bits == 8
-            and stored.form.startswith("float")
-        )
+        if config.weights is not WeightFormat.STORED or stored is None:
+            return False
+        return stored.bits == 8 and stored.form.startswith(number)
 
     def _shard(self, config: DeploymentConfig) -> _Shard:
         found = self._shards.get(config)
@@ -285,14 +296,11 @@ class RooflineEstimator:
     def _make_shard(self, config: DeploymentConfig) -> _Shard:
         spec, gpu, tp = self._spec, self._gpu, config.tp
         fraction = kept_fraction(config.pruning)
-        layer_bytes = layer_weight_bytes_per_gpu(spec, config)
+        layer_bytes = layer_weight_bytes_per_gpu(spec, config) + added_layer_bytes(spec, config, gpu)
         expert_bytes = spec.layer_expert_params * expert_element_bytes(spec, config.weights) * fraction / tp
         active = spec.layer_linear_params - spec.layer_expert_params
         if spec.num_experts:
             active += spec.layer_expert_params * spec.experts_per_token // spec.num_experts
-        peak = gpu.flops_16bit_per_s
-        if self._is_fp8(config) and gpu.flops_fp8_per_s is not None:
-            peak = gpu.flops_fp8_per_s
         attained = 1.0 if config.weights is WeightFormat.BITS16 else self._constants.quantized_efficiency
         turned_back = 0.0
         if config.engine in self._eager and config.weights is WeightFormat.INT8:
@@ -307,7 +315,7 @@ class RooflineEstimator:
             kv_token_bytes=kv_bytes * kv_heads_per_gpu(spec, tp) / spec.num_kv_heads,
             sequence_state_bytes=layer_state_bytes_per_gpu(spec, replace(config, pp=1), 1),
             activation_token_bytes=self._constants.activation_passes * self._layer_activation_bytes(tp),
-            flops_per_s=peak * attained,
+            flops_per_s=self._peak_flops_per_s(config) * attained,
             head_read_bytes=head / tp,
             head_flops=2 * head / WEIGHT_16BIT_BYTES / tp,
         )

@@ -3,7 +3,7 @@
 Run with vLLM's own Python on the GPU machine, from the repository's root::
 
     python -m tests.bench.accuracy_measure OUT MODEL_DIR[:FORMAT] [...] [--tp T] [--pp P] [--shards]
-        [--most-prompt-tokens N] [--max-seconds S] [--first-gpu I]
+        [--most-prompt-tokens N] [--max-seconds S] [--first-gpu I] [--scratch DIR]
 
 A MODEL_DIR needs a config.json alone, for all weights are random. Both sides run in the same worker process on the
 same GPU, one after the other: ``vllm.LLM`` in its default mode (compiled, overlapped), prefix caching off,
@@ -418,12 +418,14 @@ def main() -> None:
         "--most-prompt-tokens", type=int, default=MOST_PROMPT_TOKENS, help="of a point's whole batch"
     )
     parser.add_argument("--first-gpu", type=int, default=0, help="the GPUs from this index on")
+    parser.add_argument("--scratch", type=Path, help="folder for shapes and workers' logs, which are kept there")
     options = parser.parse_args()
     if options.shards and options.tp < 2:
         parser.error("--shards profiles one rank of a group: give --tp 2 or more")
     options.out.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
-    with tempfile.TemporaryDirectory() as scratch:
+    kept = contextlib.nullcontext(options.scratch)
+    with tempfile.TemporaryDirectory() if options.scratch is None else kept as scratch:
         bench = _Bench(
             out=options.out,
             tp=options.tp,

@@ -15,6 +15,7 @@ from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Source
 from fingerprint.estimators.engine_memory import CountedMemory, allocated_layer_bytes
 from fingerprint.families import read_blueprint, read_spec
+from fingerprint.gpus import gpu_spec
 from fingerprint.measurements import MemoryPoint, Profile, RankMemory
 from fingerprint.model_spec import LayerShape, ModelSpec
 from tests.fingerprint.step_timed_machine import (
@@ -333,7 +334,7 @@ class TestWhatALayerTakes:
     def layer_bytes(profile: Profile, weights: WeightFormat, per_layer: float) -> tuple[int, float]:
         spec = profile.spec
         config = replace(VLLM, weights=weights)
-        stored = allocated_layer_bytes(spec, config)
+        stored = allocated_layer_bytes(spec, config, profile.machine.device)
         points = []
         for point in profile.memory:
             ranks = tuple(
@@ -344,19 +345,21 @@ class TestWhatALayerTakes:
 
     @given(off=st.floats(-40 * MIB, 40 * MIB), weights=st.sampled_from([WeightFormat.BITS16, WeightFormat.FP8]))
     def test_within_two_steps_the_sizes_decide(self, profile, off, weights) -> None:
-        stored = allocated_layer_bytes(profile.spec, replace(VLLM, weights=weights))
+        stored = allocated_layer_bytes(profile.spec, replace(VLLM, weights=weights), profile.machine.device)
         found, _ = self.layer_bytes(profile, weights, stored + off * 0.999)
         assert found == math.ceil(stored)
 
     @given(off=st.floats(41 * MIB, 400 * MIB))
     def test_beyond_them_the_count_decides(self, profile, off) -> None:
         """Online fp8 that keeps something else at 16 bits, say."""
-        stored = allocated_layer_bytes(profile.spec, replace(VLLM, weights=WeightFormat.FP8))
+        stored = allocated_layer_bytes(
+            profile.spec, replace(VLLM, weights=WeightFormat.FP8), profile.machine.device
+        )
         found, _ = self.layer_bytes(profile, WeightFormat.FP8, stored + off)
         assert found == pytest.approx(stored + off, abs=2)
 
     def test_fp8_that_the_engine_left_at_16_bits_is_seen(self, profile) -> None:
-        at_16_bits = allocated_layer_bytes(profile.spec, VLLM)
+        at_16_bits = allocated_layer_bytes(profile.spec, VLLM, profile.machine.device)
         found, stored = self.layer_bytes(profile, WeightFormat.FP8, at_16_bits)
         assert found == pytest.approx(at_16_bits, abs=2)
         assert found > 1.9 * stored
@@ -375,13 +378,15 @@ class TestWhatALayerTakes:
                 "vocab_size": 151_936,
             }
         )
-        stored = allocated_layer_bytes(spec, replace(VLLM, weights=WeightFormat.FP8))
+        stored = allocated_layer_bytes(spec, replace(VLLM, weights=WeightFormat.FP8), gpu_spec("h200"))
         assert stored == pytest.approx(192_961_024, rel=1e-4)
 
     def test_of_one_depth_alone_the_sizes(self, profile) -> None:
         (one,) = (point for point in profile.memory if point.num_layers == 1)
         estimate = counted(profile, profile.spec, (one,)).memory(VLLM, Workload())
-        assert estimate.layer_weight_bytes == math.ceil(allocated_layer_bytes(profile.spec, VLLM))
+        assert estimate.layer_weight_bytes == math.ceil(
+            allocated_layer_bytes(profile.spec, VLLM, profile.machine.device)
+        )
 
 
 class TestWhatIsMissing:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.config import DeploymentConfig, WeightFormat, Workload
 from fingerprint.estimates import Source
 from fingerprint.estimators.calibration import Calibration
 from fingerprint.estimators.depth_tied import DepthTiedEstimator
 from fingerprint.estimators.physical_floor import FLOOR_SHARE, PhysicalFloor
 from fingerprint.estimators.roofline import RooflineEstimator
+from fingerprint.families import read_spec
 from fingerprint.gpus import gpu_spec, known_gpus
 from fingerprint.measurements import Profile, TimingPoint
 from tests.bench.accuracy import RESULTS, load, truths
+from tests.bench.format_configs import FORMATS
 from tests.fingerprint.step_timed_machine import StepTimedMachine, take_depth_tied
 from tests.golden_words import Golden
 
+PUBLIC = Path(__file__).parent / "recorded/public_models.json"
 RECORDED = sorted({file.parent for file in RESULTS.glob("*/*-tp?-pp?.json.xz")})
 
 
@@ -45,6 +50,24 @@ def test_the_roofline_is_above_it(gpu, batch, input_tokens, tp) -> None:
     floor, roofline = PhysicalFloor(spec, device), RooflineEstimator(spec, device)
     assert floor.ttft_s(config, workload) < roofline.ttft_s(config, workload)
     assert floor.tpot_s(config, workload) < roofline.tpot_s(config, workload)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [("w8a8", "flops_8bit_per_s"), ("fp8-dynamic", "flops_fp8_per_s"), ("gptq", "flops_16bit_per_s")],
+)
+def test_a_quantized_prefill_is_bound_by_the_type_it_is_multiplied_in(name: str, peak: str) -> None:
+    """W8A8 multiplies int8, so it may take half of what 16 bits take; 4-bit weights are turned into 16 bits."""
+    config = json.loads(PUBLIC.read_text())["models"]["meta-llama/Llama-3.1-8B"]["config"]
+    spec = read_spec({**config, "quantization_config": FORMATS[name].quantization})
+    gpu, workload = gpu_spec("h200"), Workload(batch=64, input_tokens=2048, output_tokens=2)
+    stored, bits16 = (
+        DeploymentConfig(weights=w, engine="vllm") for w in (WeightFormat.STORED, WeightFormat.BITS16)
+    )
+    here_s = PhysicalFloor(spec, gpu).ttft_s(stored, workload)
+    in_16_bits_s = PhysicalFloor(replace(spec, stored=None), gpu).ttft_s(bits16, workload)
+    # Attention is multiplied in 16 bits in every format.
+    assert in_16_bits_s / here_s == pytest.approx(getattr(gpu, peak) / gpu.flops_16bit_per_s, rel=0.06)
 
 
 @pytest.mark.parametrize(("tokens", "least"), [(3, 0.45), (8, 0.772), (65, 0.886)])

@@ -22,6 +22,7 @@ from fingerprint.estimates import Source
 from fingerprint.estimators.calibration import Calibration
 from fingerprint.families import load_spec
 from fingerprint.measurements import Profile
+from fingerprint.model_spec import Stored
 from fingerprint.profile_plan import Shards
 from iserve.controller.profiling_devices import STEP_TOKENS
 from iserve.controller.profiling_run import Fingerprints, Order, take
@@ -135,6 +136,30 @@ def test_without_a_wish_every_format_of_the_quality_is_measured_under_every_degr
     profile = profiled(machine)
     assert started(machine) == [(tp, pp, w) for tp, pp in ((1, 1), (2, 1), (1, 2)) for w in (BITS16, FP8)]
     assert profile.notes == ()
+
+
+def test_a_quantized_checkpoint_is_measured_as_it_is_stored_and_planned_by_that() -> None:
+    whole = llama_7b()
+    stored = Stored(
+        method="awq",
+        form="4-bit, groups of 128",
+        bits=4,
+        group_inputs=128,
+        layer_linear_bytes=0.52 * whole.layer_linear_params,
+        layer_expert_bytes=0.0,
+    )
+    machine = StepTimedMachine(spec=replace(whole, stored=stored))
+    source = replace(SOURCE, spec=machine.spec)
+    profile = profiled(machine, quality=Quality.EXACT, source=source)  # which changes no answer
+    assert {weights for *_, weights in started(machine)} == {WeightFormat.STORED}
+    assert profile.notes == ()
+    hardware = hardware_of(NODE, profile.machine.device)
+    plan = make_plan(source.spec, hardware, estimator_for(profile), [RUNS], options_of())
+    chosen = plan.candidates[0]
+    assert chosen.feasible
+    assert (chosen.config.weights, chosen.is_measured) == (WeightFormat.STORED, True)
+    assert chosen.estimate is not None
+    assert {chosen.estimate.ttft_s.source, chosen.estimate.tpot_s.source} == {Source.EXTRAPOLATED}
 
 
 def test_exact_quality_measures_16_bits_only(golden: Golden) -> None:

@@ -11,7 +11,7 @@ from daemon.sources.transformers_classes import recorded_transformers
 from fingerprint.capability import EngineCapabilities, Exclusion, Note, Verified
 from fingerprint.config import KvFormat, Pruning, WeightFormat
 from fingerprint.gpu_spec import Vendor
-from fingerprint.quantized import BY_HEADERS, METHODS
+from fingerprint.quantized import ACTIVATION_ORDER, ASYMMETRIC, BY_HEADERS, METHODS
 from fingerprint.weight_bytes import DENSE_STORED, GROUP_SIZE
 
 __all__ = ["TABLE"]
@@ -147,6 +147,12 @@ TABLE = EngineCapabilities(
             vendors=_AMD,
             stored_as=frozenset({"compressed-tensors"}),
             text="of compressed-tensors only the fp8 forms are documented for AMD GPUs",
+        ),
+        Note(
+            stored_as=frozenset({"gptq", "compressed-tensors"}),
+            stored_form_ends=(ACTIVATION_ORDER, ASYMMETRIC),
+            text="vllm 0.33 refuses groups in activation order (desc_act, actorder) and asymmetric GPTQ; which "
+            "earlier releases run them was not read",
         ),
         Note(
             stored_as=frozenset(BY_HEADERS),

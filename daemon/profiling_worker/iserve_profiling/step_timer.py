@@ -38,6 +38,7 @@ import torch
 
 from iserve_profiling.compile_watch import WATCH
 from iserve_profiling.expert_routing import expert_routing
+from iserve_profiling.random_words import install as install_random_words
 
 COLUMNS = (
     "host_s",  # time.perf_counter() when the host began the step
@@ -197,6 +198,7 @@ def register() -> None:
     if hasattr(Worker, "iserve_memory"):
         return
     _count_memory(Worker)
+    install_random_words()
     if asked == "memory":
         return
     _time_steps(Worker)
