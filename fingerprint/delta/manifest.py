@@ -37,10 +37,10 @@ class TensorHash:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibration:
-    """Texts whose activations the errors were weighted by."""
+    """Tokens whose activations the errors were weighted by."""
 
-    sha256: str  # of the file
-    num_texts: int  # of it that were used
+    sha256: str | None  # of the file of texts; None: random tokens
+    num_texts: int  # of the file that were used
     num_tokens: int
 
 
@@ -88,7 +88,7 @@ class DeltaManifest:
     base: tuple[TensorHash, ...]  # all tensors, by name
     finetuned_name: str
     finetuned_sha256: str
-    calibration: Calibration | None
+    calibration: Calibration | None  # None: every value was rounded by itself
     matrices: tuple[MatrixRecord, ...]  # by name
     exact: tuple[ExactTensor, ...]  # by name
     companions: tuple[CompanionRecord, ...]  # by name

@@ -1,4 +1,4 @@
-"""Formats of deltas: packing loses nothing, layouts are those that are documented, and bytes are what is written."""
+"""Formats of deltas: packing loses nothing, layouts are as documented, and bytes are those that are written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calibration texts as token batches, and the hidden states of all their tokens between two layers."""
+"""Tokens that the layers run on while they are compressed: of calibration texts, or random ones."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from daemon.torch_engine.api.tokenizer import TextTooLongError, load_text_codec
@@ -14,11 +15,12 @@ from daemon.torch_engine.model.kv_cache import KeysValues, KvCache
 from daemon.torch_engine.runner_types import StepItem, StepPlan
 from fingerprint.errors import CheckpointError, ConfigError
 
-__all__ = ["MAX_TOKENS", "CalibrationTexts", "PromptOnlyCache", "TokenBatches", "tokenize"]
+__all__ = ["MAX_TOKENS", "CalibrationTexts", "PromptOnlyCache", "TokenBatches", "random_tokens", "tokenize"]
 
 MAX_TOKENS = 65_536  # in all: hidden states of an 8B model take 1 GiB
 _MAX_SEQUENCE_TOKENS = 2048
 _STEP_TOKENS = 4096
+_RANDOM_SEQUENCES, _RANDOM_LENGTH, _SEED = 32, 512, 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +36,7 @@ class TokenBatches:
     """Tokens of the texts that are used, in steps of the model."""
 
     batches: tuple[FlatBatch, ...]
-    num_texts: int
+    num_texts: int  # 0: random tokens
 
     @property
     def num_tokens(self) -> int:
@@ -81,7 +83,18 @@ def tokenize(texts: CalibrationTexts, checkpoint: Path, max_context: int, device
         codec.close()
     if not sequences:
         raise ConfigError("the calibration texts have no token; give a file of the text that the fine-tune serves")
-    return TokenBatches(tuple(_batch(plan, device) for plan in _plans(sequences)), len(sequences))
+    return _batches(sequences, len(sequences), device)
+
+
+def random_tokens(vocab_size: int, max_context: int, device: torch.device) -> TokenBatches:
+    """Return 32 sequences of up to 512 tokens drawn uniformly from the vocabulary, the same every time."""
+    shape = (_RANDOM_SEQUENCES, min(_RANDOM_LENGTH, max_context))
+    sequences = np.random.Generator(np.random.Philox(_SEED)).integers(vocab_size, size=shape).tolist()
+    return _batches(sequences, 0, device)
+
+
+def _batches(sequences: Sequence[list[int]], num_texts: int, device: torch.device) -> TokenBatches:
+    return TokenBatches(tuple(_batch(plan, device) for plan in _plans(sequences)), num_texts)
 
 
 def _batch(plan: StepPlan, device: torch.device) -> FlatBatch:

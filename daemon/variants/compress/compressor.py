@@ -14,7 +14,13 @@ from pathlib import Path
 
 import torch
 
-from daemon.variants.compress.calibration import MAX_TOKENS, CalibrationTexts, TokenBatches, tokenize
+from daemon.variants.compress.calibration import (
+    MAX_TOKENS,
+    CalibrationTexts,
+    TokenBatches,
+    random_tokens,
+    tokenize,
+)
 from daemon.variants.compress.model_parts import ModelParts, sort_parts
 from daemon.variants.compress.pair import CheckpointPair, read_pair
 from daemon.variants.compress.units import Compression, exact_bytes
@@ -29,6 +35,7 @@ from fingerprint.delta.manifest import (
     DeltaManifest,
     checkpoint_hash,
 )
+from fingerprint.model_spec import ModelSpec
 
 __all__ = ["CompressOrder", "CompressResult", "compress_delta"]
 
@@ -44,7 +51,8 @@ class CompressOrder:
     finetuned: Path
     target: Path  # not there yet, or an empty folder
     format: DeltaFormat
-    calibration: CalibrationTexts | None  # None: every value is rounded by itself
+    calibration: CalibrationTexts | None  # None: random tokens
+    is_compensated: bool = True  # False: every value is rounded by itself, and no layer runs
     max_error: float | None  # of a matrix, beyond which it gets a finer format; None: any
     base_name: str
     finetuned_name: str
@@ -71,6 +79,7 @@ class _Job:
     base_name: str
     finetuned_name: str
     calibration_sha256: str | None
+    is_compensated: bool
     max_tokens: int
     format: str
     max_error: float | None
@@ -89,10 +98,7 @@ def compress_delta(order: CompressOrder, progress: Progress | None = None) -> Co
     parts = sort_parts(pair, order.device)
     for name in parts.exact:
         exact_bytes(name, pair)
-    tokens = None
-    if order.calibration is not None:
-        context = parts.source.spec.max_context_tokens
-        tokens = tokenize(order.calibration, order.finetuned, context, order.device)
+    tokens = _tokens(order, parts.source.spec) if order.is_compensated else None
     with work_in(order.target, _job(order, pair), _needed_bytes(order.format, pair, parts)) as work:
         num_found = len(work.done)
         Compression(
@@ -116,6 +122,12 @@ def compress_delta(order: CompressOrder, progress: Progress | None = None) -> Co
     )
 
 
+def _tokens(order: CompressOrder, spec: ModelSpec) -> TokenBatches:
+    if order.calibration is None:
+        return random_tokens(spec.vocab_size, spec.max_context_tokens, order.device)
+    return tokenize(order.calibration, order.finetuned, spec.max_context_tokens, order.device)
+
+
 def _job(order: CompressOrder, pair: CheckpointPair) -> bytes:
     job = _Job(
         version=MANIFEST_VERSION,
@@ -124,6 +136,7 @@ def _job(order: CompressOrder, pair: CheckpointPair) -> bytes:
         base_name=order.base_name,
         finetuned_name=order.finetuned_name,
         calibration_sha256=None if order.calibration is None else order.calibration.sha256,
+        is_compensated=order.is_compensated,
         max_tokens=MAX_TOKENS,
         format=order.format.name,
         max_error=order.max_error,
@@ -155,10 +168,9 @@ def _manifest(
     companions: Sequence[Path],
 ) -> DeltaManifest:
     calibration = None
-    if order.calibration is not None and tokens is not None:
-        calibration = Calibration(
-            sha256=order.calibration.sha256, num_texts=tokens.num_texts, num_tokens=tokens.num_tokens
-        )
+    if tokens is not None:
+        texts = None if order.calibration is None else order.calibration.sha256
+        calibration = Calibration(sha256=texts, num_texts=tokens.num_texts, num_tokens=tokens.num_tokens)
     matrices = (matrix for unit in units for matrix in unit.matrices)
     exact = (tensor for unit in units for tensor in unit.exact)
     return DeltaManifest(
