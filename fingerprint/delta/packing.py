@@ -53,8 +53,9 @@ def dequantize(codes: Codes, scales: Floats, format_: DeltaFormat) -> Floats:
     """Return the values [outputs, inputs] of codes, by the scales [groups, padded outputs] of a matrix."""
     outputs, inputs = codes.shape
     values = format_.levels[codes]
-    for group in range(-(-inputs // GROUP)):
-        values[:, group * GROUP : (group + 1) * GROUP] *= scales[group, :outputs, None]
+    with np.errstate(over="ignore"):  # looked for where the sum with the base is rounded
+        for group in range(-(-inputs // GROUP)):
+            values[:, group * GROUP : (group + 1) * GROUP] *= scales[group, :outputs, None]
     return values
 
 
