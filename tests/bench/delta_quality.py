@@ -55,6 +55,7 @@ __all__ = ["DeltaCost", "DeltaOutcome", "DeltaStudy", "quality_table", "run_stud
 
 SIZES = Sizes(hidden=128, facts=1024, batch=128, pretraining_steps=300, steps=(("facts", 500),))
 TEXTS, RANDOM, ROUNDED = "its own texts", "random tokens", "rounded"
+_WHOLE_FORMATS = ("int2", "int4", "sparse24-int4")
 BASE, FULL, WHOLE = "base", "full fine-tune", "whole weights"
 
 
@@ -163,7 +164,7 @@ def _outcomes_of(seed: int) -> list[DeltaOutcome]:
         for of_base, prefix in ((base, ""), (zero, f"{WHOLE} ")):
             for name, format_ in FORMATS.items():
                 for calibration, texts in calibrations.items():
-                    if prefix and calibration == RANDOM:
+                    if prefix and (calibration == RANDOM or name not in _WHOLE_FORMATS):
                         continue
                     order = CompressOrder(
                         base=of_base,

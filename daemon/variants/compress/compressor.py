@@ -21,8 +21,8 @@ from daemon.variants.compress.calibration import (
     random_tokens,
     tokenize,
 )
-from daemon.variants.compress.model_parts import ModelParts, sort_parts
-from daemon.variants.compress.pair import CheckpointPair, read_pair
+from daemon.variants.compress.model_parts import ModelParts, read_common_source, sort_parts
+from daemon.variants.compress.pair import CheckpointPair, open_pair, read_pair
 from daemon.variants.compress.units import Compression, exact_bytes
 from daemon.variants.compress.work_folder import UnitRecord, work_in
 from fingerprint.codec import to_json
@@ -35,6 +35,7 @@ from fingerprint.delta.manifest import (
     DeltaManifest,
     checkpoint_hash,
 )
+from fingerprint.delta.reader import read_delta
 from fingerprint.model_spec import ModelSpec
 
 __all__ = ["CompressOrder", "CompressResult", "compress_delta"]
@@ -89,18 +90,25 @@ def compress_delta(order: CompressOrder, progress: Progress | None = None) -> Co
     """Write the delta that ``order`` asks for. Killed or failed at any moment, the same call goes on.
 
     Raises:
-        NotFoundError, ConfigError, CheckpointError, UnsupportedModelError: as ``read_pair``, ``sort_parts`` and
-            ``tokenize``; activations that are not finite; a disk that is full.
+        NotFoundError, ConfigError, CheckpointError, UnsupportedModelError: as ``open_pair``,
+            ``read_common_source``, ``read_pair``, ``sort_parts`` and ``tokenize``; activations that are not finite;
+            a disk that is full.
         ConflictError: the target is there already, or another process makes it.
     """
     report = progress or (lambda what, done, total: None)
-    pair = read_pair(order.base, order.finetuned, lambda done, total: report(_READING, done >> 20, total >> 20))
-    parts = sort_parts(pair, order.device)
+    checkpoints = open_pair(order.base, order.finetuned)
+    source = read_common_source(order.base, order.finetuned, order.device)
+    pair = read_pair(*checkpoints, lambda done, total: report(_READING, done >> 20, total >> 20))
+    parts = sort_parts(source, pair)
     for name in parts.exact:
         exact_bytes(name, pair)
-    tokens = _tokens(order, parts.source.spec) if order.is_compensated else None
+    tokens = _tokens(order, source.spec) if order.is_compensated else None
     with work_in(order.target, _job(order, pair), _needed_bytes(order.format, pair, parts)) as work:
         num_found = len(work.done)
+        if work.is_finished:
+            found = _result(read_delta(order.target).manifest, order, pair, len(parts.layers) + 2)
+            work.remove()
+            return found
         Compression(
             pair,
             parts,
@@ -113,10 +121,14 @@ def compress_delta(order: CompressOrder, progress: Progress | None = None) -> Co
         ).run()
         companions = [order.finetuned / name for name in differing_companions(order.finetuned, order.base)]
         manifest = _manifest(order, pair, tokens, work.done, companions)
-        num_bytes = work.finish(manifest, lambda folder: copy_files(companions, folder))
+        work.finish(manifest, lambda folder: copy_files(companions, folder))
+    return _result(manifest, order, pair, num_found)
+
+
+def _result(manifest: DeltaManifest, order: CompressOrder, pair: CheckpointPair, num_found: int) -> CompressResult:
     return CompressResult(
         manifest=manifest,
-        num_bytes=num_bytes,
+        num_bytes=sum(file.stat().st_size for file in order.target.iterdir()),
         finetuned_bytes=sum(entry.num_bytes for entry in pair.finetuned.tensors.values()),
         units_found_done=num_found,
     )

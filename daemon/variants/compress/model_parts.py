@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -14,7 +15,7 @@ from daemon.variants.compress.pair import CheckpointPair
 from fingerprint.config import WeightFormat
 from fingerprint.errors import CheckpointError, EngineError, UnsupportedModelError
 
-__all__ = ["ModelParts", "layer_stage", "sort_parts"]
+__all__ = ["ModelParts", "layer_stage", "read_common_source", "sort_parts"]
 
 # Fields of a configuration that may differ: names, defaults of a release, and what generation_config.json and the
 # tokenizer's files say again, which a delta has.
@@ -52,21 +53,29 @@ class ModelParts:
         return sum(map(len, self.layers)) + len(self.embeddings) + (self.head is not None)
 
 
-def sort_parts(pair: CheckpointPair, device: torch.device) -> ModelParts:
+def read_common_source(base: Path, finetuned: Path, device: torch.device) -> ModelSource:
+    """Return the fine-tune's facts, in float32.
+
+    Raises:
+        CheckpointError: the configurations disagree.
+        UnsupportedModelError: the embedded engine cannot run the model layer by layer.
+    """
+    source = read_source(finetuned, device, torch.float32)
+    _check_configs(read_source(base, device, torch.float32), source)
+    try:
+        layer_stage(source, 0)
+    except EngineError as error:
+        raise UnsupportedModelError(f"no delta can be made of {finetuned}: {error}") from error
+    return source
+
+
+def sort_parts(source: ModelSource, pair: CheckpointPair) -> ModelParts:
     """Return the parts of the model of ``pair`` that were changed.
 
     Raises:
-        CheckpointError: the configurations disagree, or a matrix was changed that is none of these parts.
-        UnsupportedModelError: the embedded engine cannot run the model layer by layer.
+        CheckpointError: a matrix was changed that is none of these parts.
     """
-    source = read_source(pair.finetuned.directory, device, torch.float32)
-    _check_configs(read_source(pair.base.directory, device, torch.float32), source)
-    try:
-        whole = _stage(source, 0, source.spec.num_layers, is_first=True, is_last=True)
-        layer_stage(source, 0)
-    except EngineError as error:
-        raise UnsupportedModelError(f"no delta can be made of {pair.finetuned.directory}: {error}") from error
-    layout = source.layout
+    whole, layout = _stage(source, 0, source.spec.num_layers, is_first=True, is_last=True), source.layout
     with WeightReader(pair.base.directory, source.spec.family) as reader:
         layers = tuple(_changed_linears(whole, reader, pair, layer) for layer in range(source.spec.num_layers))
         vocabulary = {module: reader.stored_name(f"{module}.weight") for module in layout.embedding}

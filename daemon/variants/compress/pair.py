@@ -19,7 +19,7 @@ from fingerprint.errors import CheckpointError
 from fingerprint.float_bytes import FLOAT_DTYPES, decode_floats
 from fingerprint.tensor_hash import new_tensor_hash
 
-__all__ = ["CheckpointPair", "read_pair"]
+__all__ = ["CheckpointPair", "open_pair", "read_pair"]
 
 _HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
 _MAX_SHOWN = 200
@@ -37,20 +37,29 @@ class CheckpointPair:
     changed: frozenset[str]  # names of tensors that differ
 
 
-def read_pair(base: Path, finetuned: Path, on_bytes: OnBytes | None = None) -> CheckpointPair:
-    """Return what differs between the checkpoints in two folders.
+def open_pair(base: Path, finetuned: Path) -> tuple[Checkpoint, Checkpoint]:
+    """Return the checkpoints in two folders, whose tensors have the same names, shapes and comparable types.
 
     Raises:
         NotFoundError, ConfigError, CheckpointError: as ``Checkpoint.open`` and ``read_config``; either is
-            quantized; names, shapes or types that do not agree; values that are NaN or infinite. The message names
-            the first tensor.
+            quantized; names, shapes or types that do not agree. The message names the first tensor.
     """
     for folder in (base, finetuned):
         _check_not_quantized(folder)
     pair = Checkpoint.open(base), Checkpoint.open(finetuned)
-    names = _common_names(*pair)
-    for name in names:
+    for name in _common_names(*pair):
         _check_entries(name, *pair)
+    return pair
+
+
+def read_pair(base: Checkpoint, finetuned: Checkpoint, on_bytes: OnBytes | None = None) -> CheckpointPair:
+    """Return what differs between two checkpoints of :func:`open_pair`.
+
+    Raises:
+        CheckpointError: a file that cannot be read; values that are NaN or infinite, or of a type that no change
+            is kept of. The message names the first tensor.
+    """
+    pair, names = (base, finetuned), _common_names(base, finetuned)
     total = sum(each.tensors[name].num_bytes for each in pair for name in names)
     hashes: tuple[list[TensorHash], list[TensorHash]] = ([], [])
     changed, done = set(), 0

@@ -60,12 +60,20 @@ def work_in(target: Path, job: bytes, needed_bytes: int) -> Iterator[WorkFolder]
     """
     folder = target.parent / f".{target.name}.compressing"
     try:
-        if os.path.lexists(target) and not (target.is_dir() and not os.listdir(target)):
+        is_taken = os.path.lexists(target) and not (target.is_dir() and not os.listdir(target))
+        if is_taken and _read(folder / "job.json") != job:
+            with suppress(OSError):
+                folder.rmdir()  # the last that a killed command left, where it is empty
             raise _taken(target)
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder, target):
             work = WorkFolder(folder, target)
-            work.begin(job, needed_bytes)
+            if is_taken and work.delta.exists():  # the target is another's
+                raise _taken(target)
+            if is_taken:
+                work.is_finished = True
+            else:
+                work.begin(job, needed_bytes)
             yield work
     except OSError as error:
         raise CheckpointError(
@@ -101,6 +109,7 @@ class WorkFolder:
         self._folder, self._target = folder, target
         self._delta, self._records = folder / "delta", folder / "records"
         self.done: tuple[UnitRecord, ...] = ()
+        self.is_finished = False  # the target is there, whole; a command was killed before it had cleaned up
 
     @property
     def delta(self) -> Path:
@@ -161,13 +170,12 @@ class WorkFolder:
         write_file_atomically(self._record(record.unit), to_json(record), mode=0o644)
         self.done = (*self.done, record)
 
-    def finish(self, manifest: DeltaManifest, companions: Callable[[Path], None]) -> int:
-        """Write the manifest, have the folder appear as the target, and return its bytes."""
+    def finish(self, manifest: DeltaManifest, companions: Callable[[Path], None]) -> None:
+        """Write the manifest and have the folder appear as the target."""
         companions(self._delta)
         write_file_atomically(self._delta / MANIFEST_FILE, to_json(manifest, indent=1) + b"\n", mode=0o644)
         for file in self._delta.iterdir():
             _sync(file)
-        num_bytes = sum(file.stat().st_size for file in self._delta.iterdir())
         try:
             os.rename(self._delta, self._target)
         except OSError as error:
@@ -175,8 +183,14 @@ class WorkFolder:
                 raise _taken(self._target) from error
             raise
         sync_folder(self._target.parent)
-        shutil.rmtree(self._folder, ignore_errors=True)
-        return num_bytes
+        self.remove()
+
+    def remove(self) -> None:
+        """Remove the work, the job last: until then the same command knows that it has finished."""
+        shutil.rmtree(self._records, ignore_errors=True)
+        with suppress(OSError):
+            (self._folder / "job.json").unlink()
+            self._folder.rmdir()
 
     def _record(self, unit: int) -> Path:
         return self._records / f"{unit:05d}.json"
