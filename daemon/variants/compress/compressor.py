@@ -91,8 +91,8 @@ def compress_delta(order: CompressOrder, progress: Progress | None = None) -> Co
 
     Raises:
         NotFoundError, ConfigError, CheckpointError, UnsupportedModelError: as ``open_pair``,
-            ``read_common_source``, ``read_pair``, ``sort_parts`` and ``tokenize``; activations that are not finite;
-            a disk that is full.
+            ``read_common_source``, ``read_pair``, ``sort_parts`` and ``tokenize``; activations that are not
+            finite; a disk that is full.
         ConflictError: the target is there already, or another process makes it.
     """
     report = progress or (lambda what, done, total: None)
