@@ -51,7 +51,20 @@ from tests.bench.variant_quality import (
     train_model,
 )
 
-__all__ = ["DeltaCost", "DeltaOutcome", "DeltaStudy", "quality_table", "run_study"]
+__all__ = [
+    "BASE",
+    "FULL",
+    "RANDOM",
+    "ROUNDED",
+    "TEXTS",
+    "WHOLE",
+    "DeltaCost",
+    "DeltaOutcome",
+    "DeltaStudy",
+    "cost_table",
+    "quality_table",
+    "run_study",
+]
 
 SIZES = Sizes(hidden=128, facts=1024, batch=128, pretraining_steps=300, steps=(("facts", 500),))
 TEXTS, RANDOM, ROUNDED = "its own texts", "random tokens", "rounded"
@@ -295,6 +308,12 @@ def quality_table(study: DeltaStudy) -> str:
     return "\n".join(lines)
 
 
+def cost_table(study: DeltaStudy) -> str:
+    """Return CPU seconds and memory by unit, in Markdown."""
+    rows = [f"| {cost.unit} | {cost.cpu_s:.1f} | {cost.peak_bytes / 2**20:.0f} |" for cost in study.costs]
+    return "\n".join(["| unit | CPU seconds | memory at most until then, MiB |", "|---|---|---|", *rows])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
@@ -304,8 +323,7 @@ def main() -> None:
     study = run_study(args.seeds, jobs=args.jobs)
     write_kept(args.out, json.dumps(json.loads(to_json(study)), indent=1) + "\n")
     print(quality_table(study))
-    for cost in study.costs:
-        print(f"| {cost.unit} | {cost.cpu_s:.1f} | {cost.peak_bytes / 2**20:.0f} |")
+    print(cost_table(study))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One layer of the fine-tune in float32, through which the calibration tokens run.
+"""Layer of the fine-tune in float32, through which the calibration tokens run.
 
 Linears that are called with the same tensor (q, k and v; gate and up) are one group. Groups are compressed in the
 order in which they are called, each with inputs that the ones before it, already reconstructed, have made.

@@ -141,7 +141,7 @@ def test_only_what_changed_is_kept(tmp_path: Path) -> None:
 
 
 def test_random_tokens_take_the_place_of_texts(tmp_path: Path) -> None:
-    """No tokenizer is needed then, and the result is the same every time."""
+    """Without a tokenizer, and with the same result every time."""
     tensors = tiny_tensors()
     write_model(tmp_path / "base", tensors, has_tokenizer=False)
     write_model(tmp_path / "tuned", only(Q0)(tensors), has_tokenizer=False)

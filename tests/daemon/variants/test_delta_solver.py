@@ -60,7 +60,7 @@ def curvature() -> Curvature:
 @pytest.mark.parametrize("change_of", [gaussian, heavy_tailed])
 @pytest.mark.parametrize("name", FORMATS)
 def test_compensation_loses_less_than_rounding(name: str, change_of: Any, curvature: Curvature) -> None:
-    """On the inputs that it was made with, and on others of the same kind."""
+    """On the inputs that it was made with, and on further ones of the same kind."""
     format_, change = FORMATS[name], change_of(1)
     rounded, compensated = kept(change, None, format_), kept(change, curvature, format_)
     fresh = correlated_inputs(1)
