@@ -32,6 +32,7 @@ from world_tables import (
 if TYPE_CHECKING:
     from tests.bench.accuracy import Recorded
     from tests.bench.accuracy_rows import Row
+    from tests.bench.delta_quality import DeltaStudy
 
 __all__ = ["with_tables"]
 
@@ -227,8 +228,30 @@ def _quality_by_rank() -> str:
     return table(from_json((RESULTS / file).read_bytes(), Study, what=file))
 
 
+def _delta_study() -> DeltaStudy:
+    from fingerprint.codec import from_json
+    from tests.bench.delta_quality import DeltaStudy
+
+    file = "delta_quality.json"
+    return from_json((RESULTS / file).read_bytes(), DeltaStudy, what=file)
+
+
+def _quality_by_delta_format() -> str:
+    from tests.bench.delta_quality import quality_table
+
+    return quality_table(_delta_study())
+
+
+def _delta_costs() -> str:
+    from tests.bench.delta_quality import cost_table
+
+    return cost_table(_delta_study())
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "quality by rank": _quality_by_rank,
+    "quality by delta format": _quality_by_delta_format,
+    "cost of a delta": _delta_costs,
     "world contestants": contestants_table,
     "world fields": fields_table,
     "ours in worlds": against_table,

@@ -10,7 +10,7 @@ from pathlib import Path
 from fingerprint.errors import CheckpointError
 from fingerprint.own_code import CODE_PATTERN
 
-__all__ = ["COMPANION_FILES", "copy_code", "copy_companions", "differing_companions"]
+__all__ = ["COMPANION_FILES", "copy_code", "copy_companions", "copy_files", "differing_companions"]
 
 COMPANION_FILES = (
     "generation_config.json",
@@ -38,15 +38,16 @@ def copy_companions(source: Path, target: Path) -> None:
     Raises:
         CheckpointError: a file of over 512 MiB.
     """
-    _copy((source / name for name in COMPANION_FILES), target)
+    copy_files((source / name for name in COMPANION_FILES), target)
 
 
 def copy_code(source: Path, target: Path) -> None:
     """Copy the Python files of ``source``; errors of :func:`copy_companions`. Nothing is run."""
-    _copy(sorted(source.glob(CODE_PATTERN))[:_MAX_CODE_FILES], target)
+    copy_files(sorted(source.glob(CODE_PATTERN))[:_MAX_CODE_FILES], target)
 
 
-def _copy(files: Iterable[Path], target: Path) -> None:
+def copy_files(files: Iterable[Path], target: Path) -> None:
+    """Copy those of ``files`` that are there, by their names; errors of :func:`copy_companions`."""
     for file in files:
         if file.is_file():
             if file.stat().st_size > _MAX_COPIED_BYTES:

@@ -14,7 +14,6 @@ manifests themselves: there is no count that could be wrong.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import logging
 import os
 import re
@@ -47,6 +46,7 @@ from fingerprint.lora.adapter import WEIGHTS_FILE
 from fingerprint.lora.adapter_config import CONFIG_FILE
 from fingerprint.output_file import why_not_written
 from fingerprint.safetensors_writer import OutputTensor, write_safetensors
+from fingerprint.tensor_hash import new_tensor_hash, tensor_hash
 
 __all__ = ["LOADABLE_BYTES", "StoredContent", "StoredVariant", "VariantStore"]
 
@@ -112,10 +112,8 @@ class VariantStore:
         try:
             with self._reported(), self._content_locked(fcntl.LOCK_SH):
                 for source in sources:
-                    tensor_hash = _hash_of(source.dtype, source.shape, source.pieces())
-                    record = TensorRecord(
-                        name=source.name, sha256=tensor_hash, dtype=source.dtype, shape=source.shape
-                    )
+                    content = tensor_hash(source.dtype, source.shape, source.pieces())
+                    record = TensorRecord(name=source.name, sha256=content, dtype=source.dtype, shape=source.shape)
                     records.append(record)
                     new_bytes += self._keep_tensor(record, source)
                     done += source.num_bytes
@@ -248,7 +246,7 @@ class VariantStore:
 
     def _is_intact(self, record: TensorRecord) -> bool:
         pieces = _file_pieces(self._tensor_file(record.sha256), record.num_bytes)
-        return _hash_of(record.dtype, record.shape, pieces) == record.sha256
+        return tensor_hash(record.dtype, record.shape, pieces) == record.sha256
 
     def _make_durable(self, records: Iterable[TensorRecord]) -> None:
         """Have the tensors on the disk before a manifest names them, those of another addition as well.
@@ -289,8 +287,8 @@ class VariantStore:
             except BadInputError as error:
                 log.warning("%s in %s; no tensor is removed until it is", error, self._manifests)
                 return
-        for tensor_hash in unreferenced:
-            self._tensor_file(tensor_hash).unlink(missing_ok=True)
+        for unused in unreferenced:
+            self._tensor_file(unused).unlink(missing_ok=True)
 
     def _manifest(self, content_hash: str) -> Manifest:
         try:
@@ -329,7 +327,7 @@ class VariantStore:
         Raises:
             CheckpointError: they are not those that were stored; after all of them.
         """
-        file, digest = self._tensor_file(record.sha256), _new_hash(record.dtype, record.shape)
+        file, digest = self._tensor_file(record.sha256), new_tensor_hash(record.dtype, record.shape)
         try:
             for piece in _file_pieces(file, record.num_bytes):
                 digest.update(piece)
@@ -373,17 +371,6 @@ def _checked(content_hash: str) -> str:
     if not _HASH.fullmatch(content_hash):
         raise NotFoundError(f"{content_hash[:80]!r} is no content of a variant: 64 hexadecimal digits are")
     return content_hash
-
-
-def _hash_of(dtype: str, shape: tuple[int, ...], pieces: Iterable[bytes]) -> str:
-    digest = _new_hash(dtype, shape)
-    for piece in pieces:
-        digest.update(piece)
-    return digest.hexdigest()
-
-
-def _new_hash(dtype: str, shape: tuple[int, ...]) -> hashlib._Hash:
-    return hashlib.sha256(f"{dtype} {list(shape)}\n".encode())
 
 
 def _file_pieces(file: Path, num_bytes: int) -> Iterator[bytes]:

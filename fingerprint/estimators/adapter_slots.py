@@ -15,8 +15,8 @@ __all__ = ["ADDED_ERROR", "WithAdapterSlots", "added_prompt_share", "added_step_
 
 # Fitted on one recording: vLLM 0.33 on an H200, Llama-3.1-8B, 8 and 32 slots of rank 64, 32 and 128 rows, 1 to 32
 # adapters (``tests.bench.lora_steps``). Ten added times are met within 5.2%, each from the other nine within 12%.
-# Kernels start a program for every tile of rows and every slot, and those of adapters in use compute; their launches
-# and tiles go with the layers, so that all is taken to. Seconds of one layer:
+# Kernels start a program for every tile of rows and every slot, of which those of adapters in use compute; each
+# layer has the same ones. Seconds of one layer:
 _ALWAYS_S = 3.24e-6
 _ROW_S = 9.56e-7
 _ADAPTER_S = 1.307e-5
@@ -41,7 +41,7 @@ def added_step_s(num_layers: int, rows: float, active: float, slots: int) -> flo
 
 
 def added_prompt_share(slots: int) -> float:
-    """Return the time that an adapter adds to a prompt, as a share of the prompt's time: estimated, of vLLM alone."""
+    """Return the time that an adapter adds to a prompt, as a share of its time: estimated, of vLLM alone."""
     return _PROMPT_SHARE + _PROMPT_SHARE_OF_SLOT * slots
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from fingerprint.checkpoint import SINGLE_FILE, Checkpoint, TensorEntry
 from fingerprint.errors import CheckpointError, NotFoundError, UnsupportedAdapterError
 from fingerprint.float_bytes import FLOAT_DTYPES, decode_floats
+from fingerprint.folder_file import file_within
 from fingerprint.lora.adapter_config import CONFIG_FILE, AdapterConfig, read_adapter_config
 from fingerprint.safetensors_header import INDEX_FILE
 
@@ -169,16 +170,7 @@ def _own_file(folder: Path, name: str) -> Path:
         raise NotFoundError(f"there is no directory {folder}; give the folder of an adapter")
     if not os.path.lexists(folder / name):
         raise _why_missing(folder, name)
-    try:
-        home, file = folder.resolve(), (folder / name).resolve()
-    except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"{folder / name} leads nowhere; fetch it again") from error
-    blobs = home.parents[1] / "blobs" if home.parent.name == "snapshots" else home
-    if not (file.is_relative_to(home) or file.is_relative_to(blobs)):
-        raise CheckpointError(
-            f"{folder / name} is a link to {file}, outside the adapter's folder; copy the file there"
-        )
-    return file
+    return file_within(folder, name, "adapter")
 
 
 def _why_missing(folder: Path, name: str) -> NotFoundError | CheckpointError:

@@ -6,9 +6,7 @@ base's, so whatever serves the base serves the result. Memory: the factors of on
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,19 +14,16 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from fingerprint.checkpoint import DTYPE_BITS, INDEX_FILE, SINGLE_FILE, Checkpoint, TensorEntry
-from fingerprint.companion_files import copy_code, copy_companions
+from fingerprint.checkpoint import DTYPE_BITS, Checkpoint, TensorEntry
 from fingerprint.config_json import read_config
+from fingerprint.derived_checkpoint import Progress, encode_finite, write_derived
 from fingerprint.errors import CheckpointError
-from fingerprint.float_bytes import FLOAT_DTYPES, decode_floats, encode_floats
+from fingerprint.float_bytes import FLOAT_DTYPES, decode_floats
 from fingerprint.lora.adapter import LoraAdapter, LoraModule, check_values, open_weights, require_supported
 from fingerprint.lora.base_fit import BaseTensors, check_fit
 from fingerprint.safetensors_header import StoredTensor
-from fingerprint.safetensors_writer import OutputTensor, new_directory, write_safetensors
 
 __all__ = ["MergeResult", "merge_adapter"]
-
-Progress = Callable[[int, int], None]  # bytes written so far, bytes in all
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,57 +61,18 @@ def merge_adapter(
     check_fit(adapter, BaseTensors(str(base), config, stored))
     check_values(adapter)
     factors = open_weights(adapter.folder)
-    updates = {module.weight: module for module in adapter.modules}
-    total, done = sum(entry.num_bytes for entry in checkpoint.tensors.values()), 0
-
-    def on_bytes(count: int) -> None:
-        nonlocal done
-        done += count
-        if progress is not None:
-            progress(done, total)
-
-    files = _by_file(checkpoint)
-    with new_directory(target, needed_bytes=total, durable=True) as part:
-        for file, names in files.items():
-            tensors = [_output(name, updates.get(name), checkpoint, factors) for name in names]
-            write_safetensors(part / file, tensors, on_bytes=on_bytes)
-        copy_companions(base, part)
-        if "auto_map" in config:
-            copy_code(base, part)
-        if [*files] != [SINGLE_FILE]:
-            _write_index(part / INDEX_FILE, files, total)
-        shutil.copyfile(base / "config.json", part / "config.json")
+    updates = {
+        module.weight: partial(_summed, module, checkpoint.tensors[module.weight], checkpoint, factors)
+        for module in adapter.modules
+    }
+    written = write_derived(checkpoint, updates, target, progress=progress)
     return MergeResult(
         directory=target,
         num_merged=len(updates),
-        num_tensors=len(checkpoint.tensors),
-        num_files=len(files),
-        bytes_written=total,
+        num_tensors=written.num_tensors,
+        num_files=written.num_files,
+        bytes_written=written.bytes_written,
     )
-
-
-def _by_file(checkpoint: Checkpoint) -> dict[str, list[str]]:
-    """Return the tensors of each file in the order of their bytes, so that the base is read from start to end."""
-    files: dict[str, list[str]] = {}
-    for name, entry in sorted(checkpoint.tensors.items(), key=lambda item: (item[1].file.name, item[1].offset)):
-        files.setdefault(entry.file.name, []).append(name)
-    return files
-
-
-def _write_index(file: Path, files: dict[str, list[str]], total_bytes: int) -> None:
-    weight_map = {name: stored for stored, names in files.items() for name in names}
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-    file.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _output(name: str, update: LoraModule | None, checkpoint: Checkpoint, factors: Checkpoint) -> OutputTensor:
-    entry = checkpoint.tensors[name]
-    pieces = (
-        partial(checkpoint.chunks, name)
-        if update is None
-        else partial(_summed, update, entry, checkpoint, factors)
-    )
-    return OutputTensor(name, entry.dtype, entry.shape, entry.num_bytes, pieces)
 
 
 def _summed(
@@ -136,13 +92,7 @@ def _summed(
             delta = up[first:last] @ down
             delta *= scale
             values = values + delta.reshape(-1)[begin - first * width : end - first * width]
-        extremes = encode_floats(np.array([values.min(), values.max()], np.float32), entry.dtype)  # NaN is either
-        if not (np.isfinite(values.max()) and np.isfinite(decode_floats(extremes, entry.dtype)).all()):
-            raise CheckpointError(
-                f"the merged {update.weight} would have values that {entry.dtype} does not hold (NaN or "
-                "infinite); the update is too large, or the base is damaged: take another"
-            )
-        yield encode_floats(values, entry.dtype)
+        yield encode_finite(values, entry.dtype, update.weight)
         begin = end
 
 

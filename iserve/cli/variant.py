@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from iserve.cli.progress import StepDisplay
     from iserve.variants import AdapterDocument, MergeDocument
 
-__all__ = ["BASE_HELP", "AdapterArgument", "register", "size_text"]
+__all__ = ["BASE_HELP", "OUT_HELP", "AdapterArgument", "register", "size_text"]
 
 BASE_HELP = "The base model: a checkpoint folder, a hub id or a registered name."
+OUT_HELP = "Folder to write, new or empty."
 _MAX_VALUES = 8  # different ranks or scales that are listed
 
 AdapterArgument = Annotated[
@@ -30,15 +31,17 @@ AdapterArgument = Annotated[
 
 
 def register(app: typer.Typer) -> None:
-    from iserve.cli import variant_register  # it has its arguments from here
+    from iserve.cli import variant_delta, variant_register  # they have their arguments from here
 
     variant = typer.Typer(
         cls=o.CommandGroup,
-        help="Variants of a base model: LoRA adapters in PEFT's format, served next to it or merged into it.",
+        help="Variants of a base model: LoRA adapters in PEFT's format, served next to it or merged into it, and "
+        "deltas of full fine-tunes.",
         no_args_is_help=True,
     )
     variant.command("inspect", epilog="Example: iserve variant inspect ./my-adapter --base iserve-demo")(inspect)
     variant.command("merge", epilog="Example: iserve variant merge iserve-demo ./my-adapter ./my-model")(merge)
+    variant_delta.register(variant)
     variant_register.register(variant)
     app.add_typer(variant, name="variant")
 
@@ -73,7 +76,7 @@ def merge(
     adapter: AdapterArgument,
     out: Annotated[
         str,
-        typer.Argument(metavar="OUT", help="Folder to write, new or empty.", callback=o.not_empty),
+        typer.Argument(metavar="OUT", help=OUT_HELP, callback=o.not_empty),
     ],
     as_json: o.JsonOption = False,
 ) -> None:

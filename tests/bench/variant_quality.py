@@ -37,7 +37,23 @@ from iserve.demo.lora_training import add_lora, lora_scale, save_adapter
 from iserve.demo.train import learning_rate
 from tests.bench.kept import write_kept
 
-__all__ = ["CONTROLS", "FULL", "Outcome", "Sizes", "Study", "run_study", "table"]
+__all__ = [
+    "CONTROLS",
+    "FULL",
+    "VOCAB",
+    "Outcome",
+    "Rows",
+    "Sizes",
+    "Study",
+    "Task",
+    "load_model",
+    "measure_model",
+    "pretrained_model",
+    "run_study",
+    "table",
+    "tasks",
+    "train_model",
+]
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LETTERS = 32  # symbols 0 to 31; 32 to 63 are the same ones in the other style
@@ -194,7 +210,9 @@ def _new_model(sizes: Sizes) -> LlamaForCausalLM:
     )
 
 
-def _train(model: LlamaForCausalLM, steps: int, peak_lr: float, draw: Callable[[], Rows], answer: int) -> None:
+def train_model(
+    model: LlamaForCausalLM, steps: int, peak_lr: float, draw: Callable[[], Rows], answer: int
+) -> None:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=peak_lr, betas=(0.9, 0.98), weight_decay=0.0)
     model.train()
@@ -217,7 +235,7 @@ def _nll(model: LlamaForCausalLM, rows: torch.Tensor, answer: int) -> tuple[torc
 
 
 @torch.no_grad()
-def _measure(model: LlamaForCausalLM, task: Task) -> tuple[float, float]:
+def measure_model(model: LlamaForCausalLM, task: Task) -> tuple[float, float]:
     """Return exact match and NLL per symbol.
 
     Each symbol is predicted after the right ones: a row is all right just where greedy decoding is.
@@ -227,16 +245,16 @@ def _measure(model: LlamaForCausalLM, task: Task) -> tuple[float, float]:
     return right.all(dim=1).float().mean().item(), nll.mean().item()
 
 
-def _load(folder: Path) -> LlamaForCausalLM:
+def load_model(folder: Path) -> LlamaForCausalLM:
     model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model
 
 
-def _pretrained(sizes: Sizes, seed: int, folder: Path) -> Path:
+def pretrained_model(sizes: Sizes, seed: int, folder: Path) -> Path:
     torch.manual_seed(seed)
     rng = np.random.default_rng([seed, COPY])
     model = _new_model(sizes)
-    _train(
+    train_model(
         model,
         sizes.pretraining_steps,
         sizes.full_lr,
@@ -250,10 +268,10 @@ def _pretrained(sizes: Sizes, seed: int, folder: Path) -> Path:
 def _train_adapter(base: Path, task: Task, steps: int, rank: int, sizes: Sizes, seed: int, folder: Path) -> int:
     """Write an adapter that had ``steps`` of training; return its parameters."""
     torch.manual_seed(seed)
-    model, alpha = _load(base), 2 * rank
+    model, alpha = load_model(base), 2 * rank
     updates = add_lora(model, TARGETS, rank, lora_scale(rank, alpha, uses_rslora=False))
     rng = np.random.default_rng([seed, rank])
-    _train(model, steps, sizes.lora_lr, lambda: task.train(rng, sizes.batch), task.answer) if steps else None
+    train_model(model, steps, sizes.lora_lr, lambda: task.train(rng, sizes.batch), task.answer) if steps else None
     save_adapter(
         folder,
         updates,
@@ -269,7 +287,7 @@ def _train_adapter(base: Path, task: Task, steps: int, rank: int, sizes: Sizes, 
 
 def _merged(base: Path, adapter: Path, folder: Path) -> LlamaForCausalLM:
     merge_adapter(base, read_adapter(adapter), folder)
-    return _load(folder)
+    return load_model(folder)
 
 
 def _outcomes_of(sizes: Sizes, seed: int, name: str, bases: Path) -> list[Outcome]:
@@ -280,7 +298,7 @@ def _outcomes_of(sizes: Sizes, seed: int, name: str, bases: Path) -> list[Outcom
     found = []
 
     def measure(method: str, model: LlamaForCausalLM, trained_params: int) -> None:
-        exact, nll = _measure(model, task)
+        exact, nll = measure_model(model, task)
         found.append(
             Outcome(
                 task=name,
@@ -295,9 +313,9 @@ def _outcomes_of(sizes: Sizes, seed: int, name: str, bases: Path) -> list[Outcom
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        measure(BASE, _load(base), 0)
-        model, rng = _load(base), np.random.default_rng([seed, 0])
-        _train(model, steps, sizes.full_lr, lambda: task.train(rng, sizes.batch), task.answer)
+        measure(BASE, load_model(base), 0)
+        model, rng = load_model(base), np.random.default_rng([seed, 0])
+        train_model(model, steps, sizes.full_lr, lambda: task.train(rng, sizes.batch), task.answer)
         measure(FULL, model, sum(parameter.numel() for parameter in model.parameters()))
         for rank in sizes.ranks:
             params = _train_adapter(base, task, steps, rank, sizes, seed, folder / f"r{rank}")
@@ -315,7 +333,7 @@ def lora_name(rank: int) -> str:
 
 def _pretrain_one(sizes: Sizes, seed: int, bases: Path) -> None:
     torch.set_num_threads(1)
-    _pretrained(sizes, seed, bases / str(seed))
+    pretrained_model(sizes, seed, bases / str(seed))
     print(f"base of seed {seed} is trained", file=sys.stderr, flush=True)
 
 

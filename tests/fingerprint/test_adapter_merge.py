@@ -22,7 +22,7 @@ from fingerprint.checkpoint import Checkpoint
 from fingerprint.errors import CheckpointError, ConflictError, UnsupportedAdapterError
 from fingerprint.float_bytes import decode_floats, encode_floats
 from fingerprint.lora import LoraAdapter, MergeResult, merge_adapter, read_adapter
-from fingerprint.lora.merge import write_safetensors
+from fingerprint.safetensors_writer import write_safetensors
 from tests.fingerprint.adapter_cases import CASES, recorded
 from tests.fingerprint.small_adapters import (
     Q0,
@@ -247,7 +247,7 @@ def test_a_full_disk_is_an_error_and_nothing_is_left(
 
     base = write_base(tmp_path / "base", files=3)
     adapter = read_adapter(write_adapter(tmp_path / "adapter"))
-    monkeypatch.setattr("fingerprint.lora.merge.write_safetensors", full)
+    monkeypatch.setattr("fingerprint.derived_checkpoint.write_safetensors", full)
     with golden.raises("fingerprint", CheckpointError):
         merge_adapter(base, adapter, tmp_path / "out")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["adapter", "base"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,11 @@ class StageModel:
         if refusal:
             raise EngineError(f"weights={self._format.name} is refused for {spec.family}: {refusal}")
 
+    @property
+    def linears(self) -> Mapping[str, nn.Module]:
+        """Linears of the layers, by the names of this stage."""
+        return self._linears
+
     def _layers(self) -> nn.ModuleList:
         return self.model.get_submodule(self.source.layout.layers)
 
@@ -203,7 +209,7 @@ class StageModel:
         self.model.requires_grad_(False).eval()
 
     def _load_one(self, reader: WeightReader, name: str, shape: tuple[int, ...], device: torch.device) -> None:
-        stored, layout = self._stored_name(name), self.source.layout
+        stored, layout = self.stored_name(name), self.source.layout
         module, _, leaf = name.rpartition(".")
         if leaf == "bias" and self.parallel.adds_up(module) and not self.parallel.keeps_bias:
             zeros = torch.zeros(shape, dtype=self.source.dtype, device=device)
@@ -221,7 +227,7 @@ class StageModel:
         else:
             _set(self.model, name, nn.Parameter(value, requires_grad=False))
 
-    def _stored_name(self, name: str) -> str:
+    def stored_name(self, name: str) -> str:
         """Return the name in the checkpoint, which numbers layers over the whole model, the stage over its own."""
         prefix = self.source.layout.layers + "."
         if not name.startswith(prefix):

@@ -68,15 +68,17 @@ class WeightReader:
         self, name: str, shape: tuple[int, ...], shard: Shard | None, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """Return the parameter ``name`` of the full ``shape``, or this rank's shard of it, in its own memory."""
-        if name in self._file_of:
-            return self._own(self._slice(name, shape, shard), dtype, device)
-        for stored in self._renamed(name):
-            if stored in self._file_of:
-                return self._own(self._slice(stored, shape, shard), dtype, device)
+        stored = self.stored_name(name)
+        if stored is not None:
+            return self._own(self._slice(stored, shape, shard), dtype, device)
         pieces = self._expert_pieces(name, shape)
         if pieces is None:
             raise CheckpointError(f"{self._checkpoint} has no tensor {name}; is it the checkpoint of this config?")
         return self._read_experts(pieces, shape, shard, dtype, device)
+
+    def stored_name(self, name: str) -> str | None:
+        """Return the tensor that the parameter ``name`` is stored as; None where it is joined of several."""
+        return next((stored for stored in (name, *self._renamed(name)) if stored in self._file_of), None)
 
     def _own(self, tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         # A tensor from safe_open may be a view of the mapped file: copy, so that bytes counted are bytes held.

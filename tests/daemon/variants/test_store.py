@@ -385,7 +385,7 @@ else:
 @pytest.mark.parametrize(
     ("verb", "owner", "name", "call"),
     [
-        pytest.param("add", "", "_hash_of", 3, id="add-between-tensors"),
+        pytest.param("add", "", "tensor_hash", 3, id="add-between-tensors"),
         pytest.param("add", "VariantStore", "_write", 1, id="add-before-a-tensor"),
         pytest.param("add", "Path", "replace", 1, id="add-before-a-name"),
         pytest.param("add", "", "_sync", 2, id="add-before-it-is-durable"),

@@ -1,0 +1,262 @@
+"""Units of a delta, in turn: embeddings and exact tensors, each layer, the output layer.
+
+DeltaZip's algorithm 1 (arXiv 2312.05215): a layer is compressed for the inputs that the layers before it make once
+they are reconstructed, base + kept change. What is kept is read back as it is written, so that a command that goes
+on computes with the same values as one that was never interrupted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from daemon.variants.compress.calibration import TokenBatches
+from daemon.variants.compress.layer_walk import Hidden, LayerWalk
+from daemon.variants.compress.model_parts import ModelParts
+from daemon.variants.compress.pair import CheckpointPair
+from daemon.variants.compress.solver import Compressed, Curvature, compress_matrix, relative_error
+from daemon.variants.compress.work_folder import UnitRecord, WorkFolder, unit_file
+from fingerprint.checkpoint import Checkpoint
+from fingerprint.delta.formats import EMBEDDING_FORMAT, FORMATS, DeltaFormat
+from fingerprint.delta.manifest import ExactTensor, MatrixRecord
+from fingerprint.delta.packing import dequantize, pack_codes, pad_scales
+from fingerprint.delta.reader import CODES_DTYPE, SCALES_DTYPE, codes_name, read_change, scales_name
+from fingerprint.errors import CheckpointError
+from fingerprint.float_bytes import decode_floats, encode_floats
+from fingerprint.safetensors_writer import OutputTensor
+from fingerprint.tensor_hash import tensor_hash
+
+__all__ = ["Compression", "exact_bytes"]
+
+OnMatrix = Callable[[int, int], None]  # matrices that are done, in all
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Compressed matrix: its record, its tensors and the values that they mean."""
+
+    record: MatrixRecord
+    outputs: tuple[OutputTensor, OutputTensor]
+    change: torch.Tensor
+
+
+class Compression:
+    """Work on one delta.
+
+    Args:
+        tokens: that the layers run on; None: every value is rounded by itself.
+        max_error: of a matrix, beyond which it gets a finer format.
+    """
+
+    def __init__(
+        self,
+        pair: CheckpointPair,
+        parts: ModelParts,
+        work: WorkFolder,
+        *,
+        tokens: TokenBatches | None,
+        format_: DeltaFormat,
+        max_error: float | None,
+        device: torch.device,
+        on_matrix: OnMatrix,
+    ) -> None:
+        self._pair, self._parts, self._work, self._tokens = pair, parts, work, tokens
+        self._format, self._max_error, self._device, self._on_matrix = format_, max_error, device, on_matrix
+        self._num_done = 0
+        self._head_hessian: torch.Tensor | None = None
+
+    def run(self) -> None:
+        """Do every unit that is not done.
+
+        Raises:
+            CheckpointError: activations that are not finite, or a file that changed while it was read.
+            OSError: the disk is full.
+        """
+        for record in self._work.done:
+            for _ in record.matrices:
+                self._count()
+        if not self._is_done(0):
+            embeddings = [self._compress(name, None) for name in sorted(self._parts.embeddings.values())]
+            self._finish(0, embeddings, self._parts.exact)
+        hidden: Hidden | None = None
+        for layer in range(len(self._parts.layers)):
+            hidden = self._do_layer(layer, hidden)
+        if not self._is_done(len(self._parts.layers) + 1):
+            head = self._parts.head
+            self._finish(len(self._parts.layers) + 1, [] if head is None else [self._compress_head(head)])
+
+    def _do_layer(self, layer: int, hidden: Hidden | None) -> Hidden | None:
+        """Do the unit of a layer, and return what the next one gets; None where nothing is asked of it."""
+        linears = self._parts.layers[layer]
+        walk = self._walk(layer) if self._tokens is not None and self._is_needed(layer) else None
+        if not self._is_done(layer + 1):
+            self._finish(layer + 1, list(self._compress_layer(linears, walk, hidden)))
+        elif walk is not None:
+            records = {record.name: record for record in self._work.done[layer + 1].matrices}
+            for module, name in linears.items():
+                walk.replace(module, self._base(name) + self._read_back(records[name]))
+        if walk is None:
+            return None
+        if not walk.is_last:
+            return walk.forward(hidden) if self._is_needed(layer + 1) else None
+        if self._parts.head is not None:
+            self._head_hessian = walk.head_hessian(hidden)
+        return None
+
+    def _is_done(self, unit: int) -> bool:
+        return unit < len(self._work.done)
+
+    def _is_needed(self, layer: int) -> bool:
+        """Return whether a matrix of this layer or behind it is still to be compressed."""
+        layers, head = self._parts.layers, self._parts.head
+        of_layers = any(linears and not self._is_done(at + 1) for at, linears in enumerate(layers) if at >= layer)
+        return of_layers or (head is not None and not self._is_done(len(layers) + 1))
+
+    def _walk(self, layer: int) -> LayerWalk:
+        assert self._tokens is not None
+        walk = LayerWalk(self._parts.source, layer, self._tokens, self._device)
+        if layer == 0:
+            records = {record.name: record for record in self._work.done[0].matrices}
+            for module, name in self._parts.embeddings.items():
+                walk.embed(module, self._base(name) + self._read_back(records[name]))
+        return walk
+
+    def _compress_layer(
+        self, linears: Mapping[str, str], walk: LayerWalk | None, hidden: Hidden | None
+    ) -> Iterator[_Kept]:
+        """Yield the linears of a layer, by the groups that have one input."""
+        groups = [] if walk is None or not linears else walk.groups(hidden)
+        seen = {module for group in groups for module in group}
+        yield from (self._compress(name, None) for module, name in linears.items() if module not in seen)
+        for group in groups:
+            assert walk is not None
+            changed = [module for module in group if module in linears]
+            if not changed:
+                continue
+            curvature = self._curvature(walk.hessian(group[0], hidden), linears[changed[0]])
+            for module in changed:
+                kept = self._compress(linears[module], curvature)
+                walk.replace(module, self._base(linears[module]) + kept.change)
+                yield kept
+
+    def _compress_head(self, name: str) -> _Kept:
+        hessian, self._head_hessian = self._head_hessian, None
+        return self._compress(name, None if hessian is None else self._curvature(hessian, name))
+
+    def _curvature(self, hessian: torch.Tensor, name: str) -> Curvature:
+        if not torch.isfinite(hessian).all():
+            raise CheckpointError(
+                f"the inputs of {name} are not finite on the calibration texts; the fine-tune does not compute "
+                "with them, or a layer was damaged: take an earlier one"
+            )
+        return Curvature.of(hessian)
+
+    def _compress(self, name: str, curvature: Curvature | None) -> _Kept:
+        """Return a matrix in its format: that of embeddings, or the coarsest from the one asked for on whose error
+        is small enough.
+        """
+        is_embedding = name in self._parts.embeddings.values()
+        format_ = EMBEDDING_FORMAT if is_embedding else self._format
+        change = self._finetuned(name) - self._base(name)
+        while True:
+            kept = _kept(name, change, curvature, format_, self._file_of_next())
+            finer = format_.finer
+            if self._max_error is None or kept.record.error <= self._max_error or finer is None:
+                break
+            format_ = FORMATS[finer]
+        self._count()
+        return kept
+
+    def _file_of_next(self) -> str:
+        return unit_file(len(self._work.done))
+
+    def _finish(self, unit: int, matrices: Sequence[_Kept], exact: Sequence[str] = ()) -> None:
+        kept = sorted(matrices, key=lambda each: each.record.name)
+        outputs = [output for each in kept for output in each.outputs]
+        records = []
+        for name in exact:
+            record, output = _exact(name, self._pair, unit_file(unit))
+            records.append(record)
+            outputs.append(output)
+        matrix_records = tuple(each.record for each in kept)
+        self._work.finish_unit(UnitRecord(unit=unit, matrices=matrix_records, exact=tuple(records)), outputs)
+
+    def _count(self) -> None:
+        self._num_done += 1
+        self._on_matrix(self._num_done, self._parts.num_matrices)
+
+    def _read_back(self, record: MatrixRecord) -> torch.Tensor:
+        file = Checkpoint.of_file(self._work.delta / record.file)
+        return torch.from_numpy(read_change(file, record)).to(self._device)
+
+    def _base(self, name: str) -> torch.Tensor:
+        return _matrix(self._pair.base, name).to(self._device)
+
+    def _finetuned(self, name: str) -> torch.Tensor:
+        return _matrix(self._pair.finetuned, name).to(self._device)
+
+
+def exact_bytes(name: str, pair: CheckpointPair) -> bytes:
+    """Return a tensor of the fine-tune in the base's type.
+
+    Raises:
+        CheckpointError: that type does not hold its values.
+    """
+    before, after = pair.base.tensors[name], pair.finetuned.tensors[name]
+    raw = pair.finetuned.read(name)
+    if before.dtype == after.dtype:
+        return raw
+    values = decode_floats(raw, after.dtype)
+    converted = encode_floats(values, before.dtype)
+    if not np.array_equal(decode_floats(converted, before.dtype), values):
+        raise CheckpointError(
+            f"tensor {name[:200]!r} of {pair.finetuned.directory} is {after.dtype} and has values that the base's "
+            f"{before.dtype} does not hold; it is kept as it is: save the fine-tune in {before.dtype}"
+        )
+    return converted
+
+
+def _exact(name: str, pair: CheckpointPair, file: str) -> tuple[ExactTensor, OutputTensor]:
+    entry, raw = pair.base.tensors[name], exact_bytes(name, pair)
+    sha256 = tensor_hash(entry.dtype, entry.shape, [raw])
+    record = ExactTensor(name=name, dtype=entry.dtype, shape=entry.shape, file=file, sha256=sha256)
+    return record, _output(name, entry.dtype, entry.shape, raw)
+
+
+def _kept(name: str, change: torch.Tensor, curvature: Curvature | None, format_: DeltaFormat, file: str) -> _Kept:
+    found = compress_matrix(change, curvature, format_)
+    codes, scales = _tensors(name, found, format_)
+    values = torch.from_numpy(dequantize(found.codes, pad_scales(found.scales), format_)).to(change.device)
+    outputs, inputs = change.shape
+    record = MatrixRecord(
+        name=name,
+        shape=(outputs, inputs),
+        format=format_.name,
+        error=relative_error(change, values, curvature),
+        weight_error=relative_error(change, values, None),
+        file=file,
+        codes=tensor_hash(codes.dtype, codes.shape, codes.pieces()),
+        scales=tensor_hash(scales.dtype, scales.shape, scales.pieces()),
+    )
+    return _Kept(record, (codes, scales), values)
+
+
+def _tensors(name: str, found: Compressed, format_: DeltaFormat) -> tuple[OutputTensor, OutputTensor]:
+    words, scales = pack_codes(found.codes, format_.bits), pad_scales(found.scales)
+    return (
+        _output(codes_name(name), CODES_DTYPE, words.shape, words.astype("<u2").tobytes()),
+        _output(scales_name(name), SCALES_DTYPE, scales.shape, encode_floats(scales, SCALES_DTYPE)),
+    )
+
+
+def _output(name: str, dtype: str, shape: tuple[int, ...], raw: bytes) -> OutputTensor:
+    return OutputTensor(name, dtype, shape, len(raw), lambda: (raw,))
+
+
+def _matrix(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+    entry = checkpoint.tensors[name]
+    values = decode_floats(checkpoint.read(name), entry.dtype).reshape(entry.shape)
+    return torch.from_numpy(values if values.flags.writeable else values.copy())

@@ -1,0 +1,182 @@
+"""``variant compress`` and ``export``: full fine-tunes as deltas of their base, and deltas as ordinary models."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from iserve.cli import options as o
+from iserve.cli.variant import BASE_HELP, OUT_HELP, size_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from iserve.cli.progress import StepDisplay
+    from iserve.deltas import CompressDocument, ExportDocument
+
+__all__ = ["register"]
+
+BaseArgument = Annotated[str, typer.Argument(metavar="BASE", help=BASE_HELP, callback=o.not_empty)]
+OutArgument = Annotated[str, typer.Argument(metavar="OUT", help=OUT_HELP, callback=o.not_empty)]
+
+
+def register(variant: typer.Typer) -> None:
+    variant.command(
+        "compress",
+        epilog="Example: iserve variant compress iserve-demo ./my-model ./my-delta",
+    )(compress)
+    variant.command("export", epilog="Example: iserve variant export iserve-demo ./my-delta ./my-model")(export)
+
+
+def _known_format(name: str) -> str:
+    from fingerprint.delta import FORMATS
+
+    if name not in FORMATS:
+        raise typer.BadParameter(f"{name[:40]!r} is none of {', '.join(FORMATS)}")
+    return name
+
+
+def _share(value: float | None) -> float | None:
+    if value is not None and not 0 < value < 1:
+        raise typer.BadParameter("must be above 0 and below 1")
+    return value
+
+
+def compress(
+    base: BaseArgument,
+    finetuned: Annotated[
+        str,
+        typer.Argument(metavar="FINETUNED", help="A full fine-tune of BASE, named alike.", callback=o.not_empty),
+    ],
+    out: OutArgument,
+    format_: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            metavar="FORMAT",
+            help="Form of the changes of linears: int1, int2, int3, int4, sparse24-int4 or sparse24-int2.",
+            callback=_known_format,
+        ),
+    ] = "int2",
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            "--calibration",
+            metavar="FILE",
+            help="Texts like those that the fine-tune serves: paragraphs, or a .jsonl file as `iserve quality` "
+            "reads it. Random tokens without.",
+        ),
+    ] = None,
+    max_error: Annotated[
+        float | None,
+        typer.Option(
+            "--max-error",
+            metavar="SHARE",
+            help="Give a matrix more bits while the relative squared error of its outputs is above this.",
+            callback=_share,
+        ),
+    ] = None,
+    as_json: o.JsonOption = False,
+) -> None:
+    """Write the changes that FINETUNED made to BASE to OUT, in a few bits a weight.
+
+    Layer by layer, on the CPU: each is compressed for the inputs that the layers before it make once they are
+    reconstructed. Killed at any moment, the same command goes on with the layers that are done.
+    """
+    from iserve.cli.connection import registered_models
+    from iserve.cli.progress import StepDisplay
+    from iserve.deltas import compress_variant
+    from iserve.settings import load_settings
+
+    settings = load_settings()
+    registered = {**registered_models(base, settings), **registered_models(finetuned, settings)}
+    with StepDisplay(quiet=as_json) as display:
+        done = compress_variant(
+            base,
+            finetuned,
+            out,
+            registered,
+            format_name=format_,
+            calibration=calibration,
+            max_error=max_error,
+            progress=lambda what, at, total: _show(display, "compressing", what, at, total),
+        )
+    if as_json:
+        o.print_json(done)
+        return
+    for line in _compressed_lines(done, base):
+        typer.echo(line)
+
+
+def export(
+    base: BaseArgument,
+    delta: Annotated[
+        str,
+        typer.Argument(metavar="DELTA", help="Folder that `iserve variant compress` wrote.", callback=o.not_empty),
+    ],
+    out: OutArgument,
+    as_json: o.JsonOption = False,
+) -> None:
+    """Write BASE with the changes in DELTA added to it to OUT, for `deploy` and for any engine.
+
+    OUT has the files, names and types of BASE and appears when it is complete. BASE must be the model that DELTA
+    was made of.
+    """
+    from iserve.cli.connection import registered_models
+    from iserve.cli.progress import StepDisplay
+    from iserve.deltas import export_variant
+    from iserve.settings import load_settings
+
+    registered = registered_models(base, load_settings())
+    with StepDisplay(quiet=as_json) as display:
+
+        def show(done_bytes: int, total_bytes: int) -> None:
+            _show(display, "exporting", "MiB", done_bytes >> 20, total_bytes >> 20)
+
+        done = export_variant(base, delta, out, registered, show)
+    if as_json:
+        o.print_json(done)
+    else:
+        typer.echo("\n".join(_exported_lines(done)))
+
+
+def _show(display: StepDisplay, step: str, what: str, done: int, total: int) -> None:
+    from iserve.api_documents import ProgressDocument
+
+    display.show(step, ProgressDocument(step=what, done=done, total=total, elapsed_s=0.0))
+
+
+def _compressed_lines(done: CompressDocument, base: str) -> Iterator[str]:
+    from iserve.deltas import formats_of
+
+    ratio = done.finetuned_bytes / done.size_bytes
+    yield f"{done.folder}: {size_text(done.size_bytes)}, the fine-tune has {ratio:.1f} times as much"
+    if not done.matrices:
+        kept = f"{done.num_exact} norms and biases differ" if done.num_exact else "no tensor differs"
+        yield f"no matrix differs from {done.base}; {kept}"
+    else:
+        errors = sorted(each.error for each in done.matrices)
+        yield (
+            f"matrices    {formats_of(done)}; {done.num_exact} norms and biases as they are, {done.num_unchanged} "
+            "tensors unchanged"
+        )
+        middle, most = errors[len(errors) // 2], errors[-1]
+        yield f"error       {middle:.3g} in the median, {most:.3g} at most, of what they add to outputs"
+        if done.num_above:
+            yield f"            {done.num_above} are above the error that was asked for, in the finest format"
+    if done.is_random:
+        yield "calibration random tokens; --calibration FILE, with texts that it serves, loses less"
+    words = ("iserve", "variant", "export", base, done.folder, "MODEL")
+    yield f"export it: {shlex.join(words)}"
+
+
+def _exported_lines(done: ExportDocument) -> Iterator[str]:
+    files = "file" if done.num_files == 1 else "files"
+    yield (
+        f"{done.folder}: {done.base} with {done.delta} added to {done.num_changed} of its {done.num_tensors} "
+        f"tensors, {size_text(done.size_bytes)} in {done.num_files} {files}"
+    )
+    yield f"deploy it: iserve deploy {shlex.quote(done.folder)}"

@@ -1,0 +1,221 @@
+"""Deltas of full fine-tunes: making one from two models, and writing base + delta out as a model.
+
+Commands' one door to ``daemon.variants.compress`` and ``fingerprint.delta``: it finds models as every MODEL
+argument is found.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fingerprint.delta import FORMATS, DeltaManifest, export_delta, read_delta
+from fingerprint.errors import CheckpointError, NotFoundError
+from fingerprint.extras import need_extra
+from iserve.model_source import ModelSource, existing_path, plain_path, resolve
+from iserve.quality.texts import read_texts
+
+__all__ = [
+    "CompressDocument",
+    "ExportDocument",
+    "MatrixDocument",
+    "compress_variant",
+    "export_variant",
+    "formats_of",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MatrixDocument:
+    """Matrix whose changes were compressed."""
+
+    name: str
+    """Name of the base's tensor."""
+    format: str
+    """Format that its changes are kept in."""
+    error: float
+    """Relative squared error of what the change adds to outputs, on the calibration tokens."""
+    weight_error: float
+    """Relative squared error of the change itself."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompressDocument:
+    """Delta that was made."""
+
+    folder: str
+    """Folder of the delta."""
+    base: str
+    """Model that it is of."""
+    base_sha256: str
+    """Hash of the base's tensors; the delta fits no other."""
+    finetuned: str
+    """Model whose changes it has."""
+    content_hash: str
+    """Hash of all that changes answers."""
+    format: str
+    """Format that was asked for."""
+    matrices: tuple[MatrixDocument, ...]
+    """Matrices whose changes were compressed."""
+    num_exact: int
+    """Norms and biases that are kept as they are."""
+    num_unchanged: int
+    """Tensors that are the base's."""
+    num_above: int
+    """Matrices whose error is above the one that was asked for even in the finest format; 0 where none was."""
+    calibration_tokens: int
+    """Tokens that the layers ran on."""
+    is_random: bool
+    """Whether they were random ones: no calibration file was given."""
+    size_bytes: int
+    """Bytes of the delta's folder."""
+    finetuned_bytes: int
+    """Bytes of the fine-tune's tensors."""
+    units_found_done: int
+    """Units that an interrupted command had done: embeddings, each layer, the output layer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportDocument:
+    """Checkpoint that an export wrote."""
+
+    folder: str
+    """Folder of the checkpoint."""
+    base: str
+    """Model that the delta was added to."""
+    delta: str
+    """Folder of the delta."""
+    content_hash: str
+    """Hash of all that changes answers."""
+    num_changed: int
+    """Tensors that differ from the base's."""
+    num_tensors: int
+    """Tensors of the checkpoint."""
+    num_files: int
+    """Safetensors files of the checkpoint."""
+    size_bytes: int
+    """Bytes of its tensors."""
+
+
+def compress_variant(
+    base: str,
+    finetuned: str,
+    target: str,
+    registered: Mapping[str, Path],
+    *,
+    format_name: str,
+    calibration: Path | None,
+    max_error: float | None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> CompressDocument:
+    """Write to the folder ``target`` the delta of two MODEL arguments.
+
+    Args:
+        format_name: one of ``fingerprint.delta.FORMATS``.
+        calibration: file of texts; None: random tokens.
+        progress: called with what is counted, how much is done, and how much there is.
+
+    Raises:
+        MissingExtraError: torch is not installed.
+        NotFoundError, BadInputError, ConflictError, UnavailableError: as ``compress_delta``, ``read_texts`` and
+            ``model_source.resolve``.
+    """
+    need_extra("torch", "compressing a fine-tune")
+    texts = None if calibration is None else read_texts(calibration.expanduser())
+    sources = [_with_weights(resolve(model, registered)) for model in (base, finetuned)]
+
+    from daemon.variants.compress import CalibrationTexts, CompressOrder, compress_delta  # torch: seconds
+
+    order = CompressOrder(
+        base=sources[0].directory,
+        finetuned=sources[1].directory,
+        target=_folder(target),
+        format=FORMATS[format_name],
+        calibration=None
+        if texts is None
+        else CalibrationTexts(sha256=texts.sha256, texts=tuple(text.whole for text in texts.texts)),
+        max_error=max_error,
+        base_name=sources[0].name,
+        finetuned_name=sources[1].name,
+    )
+    made = compress_delta(order, progress)
+    return _document(made.manifest, order.target, made.num_bytes, made.finetuned_bytes, made.units_found_done)
+
+
+def _document(
+    manifest: DeltaManifest, folder: Path, size_bytes: int, finetuned_bytes: int, units_found_done: int
+) -> CompressDocument:
+    most, calibration = manifest.max_error, manifest.calibration
+    return CompressDocument(
+        folder=str(folder),
+        base=manifest.base_name,
+        base_sha256=manifest.base_sha256,
+        finetuned=manifest.finetuned_name,
+        content_hash=manifest.content_hash,
+        format=manifest.format,
+        matrices=tuple(
+            MatrixDocument(name=each.name, format=each.format, error=each.error, weight_error=each.weight_error)
+            for each in manifest.matrices
+        ),
+        num_exact=len(manifest.exact),
+        num_unchanged=len(manifest.base) - len(manifest.changed),
+        num_above=0 if most is None else sum(each.error > most for each in manifest.matrices),
+        calibration_tokens=0 if calibration is None else calibration.num_tokens,
+        is_random=calibration is not None and calibration.sha256 is None,
+        size_bytes=size_bytes,
+        finetuned_bytes=finetuned_bytes,
+        units_found_done=units_found_done,
+    )
+
+
+def export_variant(
+    base: str,
+    delta: str,
+    target: str,
+    registered: Mapping[str, Path],
+    progress: Callable[[int, int], None] | None = None,
+) -> ExportDocument:
+    """Write to the folder ``target`` the model of ``base``, a MODEL argument, with the delta in a folder added.
+
+    Raises:
+        NotFoundError: a folder that is not there.
+        BadInputError, ConflictError, UnavailableError: as ``read_delta``, ``export_delta`` and
+            ``model_source.resolve``.
+    """
+    path = existing_path(delta)
+    if path is None:
+        raise NotFoundError(f"there is no directory {delta[:200]!r}; give the folder of a delta")
+    found = read_delta(Path(plain_path(str(path if path.is_dir() else path.parent))))
+    source = _with_weights(resolve(base, registered))
+    done = export_delta(source.directory, found, _folder(target), progress=progress)
+    return ExportDocument(
+        folder=str(done.directory),
+        base=source.name,
+        delta=str(found.folder),
+        content_hash=found.manifest.content_hash,
+        num_changed=done.num_changed,
+        num_tensors=done.written.num_tensors,
+        num_files=done.written.num_files,
+        size_bytes=done.written.bytes_written,
+    )
+
+
+def formats_of(document: CompressDocument) -> str:
+    """Return how many matrices have which format, such as ``int2 56, int4 1``."""
+    counts = Counter(each.format for each in document.matrices)
+    return ", ".join(f"{name} {counts[name]}" for name in FORMATS if name in counts)
+
+
+def _folder(target: str) -> Path:
+    return Path(plain_path(os.path.realpath(os.path.expanduser(target))))
+
+
+def _with_weights(source: ModelSource) -> ModelSource:
+    if not source.has_weights:
+        raise CheckpointError(
+            f"{source.directory} has a config and no safetensors; give the whole checkpoint, not as pickle"
+        )
+    return source

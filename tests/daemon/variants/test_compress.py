@@ -1,0 +1,480 @@
+"""Deltas of tiny fine-tunes: exact where nothing changed, close where it did, and every unfit pair refused."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from daemon.variants.compress import CalibrationTexts, CompressOrder, CompressResult, compress_delta
+from fingerprint.checkpoint import Checkpoint
+from fingerprint.delta import FORMATS, export_delta, read_delta
+from fingerprint.errors import BadInputError, CheckpointError, ConflictError, IserveError, NotFoundError
+from iserve.demo import demo_adapter_path, demo_model_path
+from tests.fingerprint.small_fine_tunes import (
+    LAYERS,
+    TEXTS,
+    Arrays,
+    read_bytes,
+    read_values,
+    tiny_tensors,
+    tuned,
+    write_model,
+)
+
+CALIBRATION = CalibrationTexts(sha256="0" * 64, texts=TEXTS)
+Q0, DOWN1 = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight"
+NORM = "model.layers.0.input_layernorm.weight"
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    """On shared cores several threads wait for each other more than they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def order(folder: Path, **changes: Any) -> CompressOrder:
+    made = CompressOrder(
+        base=folder / "base",
+        finetuned=folder / "tuned",
+        target=folder / "delta",
+        format=FORMATS["int2"],
+        calibration=CALIBRATION,
+        max_error=None,
+        base_name="base",
+        finetuned_name="tuned",
+    )
+    return replace(made, **changes)
+
+
+def write_pair(folder: Path, change: Callable[[Arrays], Arrays] = tuned, **config: object) -> Arrays:
+    """Write a base and a fine-tune, and return the tensors of the base."""
+    tensors = tiny_tensors()
+    write_model(folder / "base", tensors, **config)  # type: ignore[arg-type]
+    write_model(folder / "tuned", change(tensors), **config)  # type: ignore[arg-type]
+    return tensors
+
+
+def only(*names: str) -> Callable[[Arrays], Arrays]:
+    """Return a fine-tuning of the tensors of ``names`` alone."""
+
+    def change(tensors: Arrays) -> Arrays:
+        changed = tuned(tensors)
+        return {name: changed[name] if name in names else values for name, values in tensors.items()}
+
+    return change
+
+
+def exported(folder: Path) -> Arrays:
+    export_delta(folder / "base", read_delta(folder / "delta"), folder / "exported")
+    return read_values(folder / "exported")
+
+
+# What a delta holds.
+
+
+def test_a_base_has_an_empty_delta_of_itself(tmp_path: Path) -> None:
+    write_pair(tmp_path, change=dict)
+    result = compress_delta(order(tmp_path))
+    assert not result.manifest.changed
+    exported(tmp_path)
+    assert read_bytes(tmp_path / "exported") == read_bytes(tmp_path / "base")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_is_close_to_the_fine_tune(tmp_path: Path, name: str) -> None:
+    base = write_pair(tmp_path)
+    result = compress_delta(order(tmp_path, format=FORMATS[name]))
+    matrices = {matrix.name: matrix for matrix in result.manifest.matrices}
+    assert matrices.keys() == {tensor for tensor, values in base.items() if values.ndim == 2}
+    assert {each.name for each in result.manifest.exact} == {name for name, each in base.items() if each.ndim == 1}
+    found, tuned_values, base_values = (
+        exported(tmp_path),
+        *(read_values(tmp_path / each) for each in ("tuned", "base")),
+    )
+    for tensor, values in tuned_values.items():
+        if values.ndim == 1:
+            assert np.array_equal(found[tensor], values), tensor
+            continue
+        is_embedding = tensor == "model.embed_tokens.weight"
+        assert matrices[tensor].format == ("int4" if is_embedding else name)
+        assert matrices[tensor].error < (0.02 if is_embedding else 0.5)
+        change = values - base_values[tensor]
+        lost = np.square(found[tensor] - values).sum() / np.square(change).sum()
+        assert lost == pytest.approx(matrices[tensor].weight_error, rel=0.05, abs=0.005)  # rounded to bfloat16
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_compensation_lowers_the_error_of_every_linear(tmp_path: Path, name: str) -> None:
+    """Rounding's error on the same inputs is measured on the first group, whose inputs no change before it has."""
+    write_pair(tmp_path)
+    compensated = compress_delta(order(tmp_path, format=FORMATS[name]))
+    rounded = compress_delta(
+        order(tmp_path, format=FORMATS[name], target=tmp_path / "rounded", is_compensated=False)
+    )
+    for one, other in zip(compensated.manifest.matrices, rounded.manifest.matrices, strict=True):
+        if "embed" not in one.name:  # rounded either way
+            assert one.error < other.error
+            assert one.weight_error >= other.weight_error  # what compensation gives away
+    assert rounded.manifest.calibration is None
+
+
+def test_only_what_changed_is_kept(tmp_path: Path) -> None:
+    write_pair(tmp_path, change=only(DOWN1, NORM))
+    result = compress_delta(order(tmp_path))
+    assert [each.name for each in result.manifest.matrices] == [DOWN1]
+    assert [each.name for each in result.manifest.exact] == [NORM]
+    found, expected = exported(tmp_path), read_values(tmp_path / "base")
+    assert {name for name in expected if not np.array_equal(found[name], expected[name])} == {DOWN1, NORM}
+
+
+def test_random_tokens_take_the_place_of_texts(tmp_path: Path) -> None:
+    """Without a tokenizer, and with the same result every time."""
+    tensors = tiny_tensors()
+    write_model(tmp_path / "base", tensors, has_tokenizer=False)
+    write_model(tmp_path / "tuned", only(Q0)(tensors), has_tokenizer=False)
+    results = [compress_delta(order(tmp_path, target=tmp_path / name, calibration=None)) for name in ("a", "b")]
+    assert results[0] == results[1]
+    assert read_bytes(tmp_path / "a") == read_bytes(tmp_path / "b")
+    calibration = results[0].manifest.calibration
+    assert calibration is not None
+    assert (calibration.sha256, calibration.num_texts, calibration.num_tokens) == (None, 0, 32 * 512)
+
+
+def test_layers_see_what_the_ones_before_them_became(tmp_path: Path) -> None:
+    """Worse bits in layer 0 are other inputs of layer 1, so other codes there."""
+    write_pair(tmp_path, change=only(Q0, DOWN1))
+    coarse = compress_delta(order(tmp_path, format=FORMATS["int1"]))
+    write_model(tmp_path / "less", only(DOWN1)(tiny_tensors()))
+    alone = compress_delta(
+        order(tmp_path, format=FORMATS["int1"], finetuned=tmp_path / "less", target=tmp_path / "alone")
+    )
+    both = [{matrix.name: matrix for matrix in each.manifest.matrices}[DOWN1] for each in (coarse, alone)]
+    assert both[0].codes != both[1].codes
+
+
+def test_an_error_target_gives_finer_formats_where_they_are_needed(tmp_path: Path) -> None:
+    write_pair(tmp_path)
+    first = compress_delta(order(tmp_path))
+    errors = sorted(each.error for each in first.manifest.matrices if each.format == "int2")
+    target = errors[len(errors) // 2]
+    result = compress_delta(order(tmp_path, target=tmp_path / "finer", max_error=target))
+    formats = {each.format for each in result.manifest.matrices if "embed" not in each.name}
+    assert {"int2", "int3"} <= formats
+    assert all(each.error <= target for each in result.manifest.matrices if each.format != "int4")
+
+
+def test_tied_embeddings_are_kept_once(tmp_path: Path) -> None:
+    tensors = {name: values for name, values in tiny_tensors().items() if name != "lm_head.weight"}
+    write_model(tmp_path / "base", tensors, tie_word_embeddings=True)
+    write_model(tmp_path / "tuned", tuned(tensors), tie_word_embeddings=True)
+    result = compress_delta(order(tmp_path))
+    (embedding,) = (each for each in result.manifest.matrices if "layers" not in each.name)
+    assert (embedding.name, embedding.format) == ("model.embed_tokens.weight", "int4")
+
+
+def test_the_fine_tunes_tokenizer_goes_along(tmp_path: Path) -> None:
+    write_pair(tmp_path, change=only(Q0))
+    (tmp_path / "tuned" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    result = compress_delta(order(tmp_path))
+    assert [each.name for each in result.manifest.companions] == ["chat_template.jinja"]
+    exported(tmp_path)
+    assert (tmp_path / "exported" / "chat_template.jinja").read_text() == "{{ messages[0].content }}"
+    (tmp_path / "delta" / "chat_template.jinja").write_text("other")
+    with pytest.raises(CheckpointError, match="chat_template"):
+        read_delta(tmp_path / "delta")
+
+
+def test_a_fine_tune_in_float32_of_a_base_in_16_bits(tmp_path: Path) -> None:
+    tensors = tiny_tensors()
+    write_model(tmp_path / "base", tensors)
+    rounded = read_values(tmp_path / "base")
+    wide = {name: values if values.ndim == 1 else tuned({name: values})[name] for name, values in rounded.items()}
+    write_model(tmp_path / "tuned", wide, dtype="F32")
+    result = compress_delta(order(tmp_path, format=FORMATS["int4"]))
+    assert not result.manifest.exact  # the same values in another type
+    assert len(result.manifest.matrices) == sum(values.ndim == 2 for values in tensors.values())
+    exported(tmp_path)
+    assert {entry.dtype for entry in Checkpoint.open(tmp_path / "exported").tensors.values()} == {"BF16"}
+
+
+# Greedy tokens of a trained model.
+
+
+def greedy_tokens(folder: Path) -> list[list[int]]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    found = []
+    for question in ("Capitalise: hello world", "Reverse: abcdef", "What is 12+30?", "Spell: tree"):
+        prompt = [0, *(byte + 2 for byte in f"Q: {question}\nA: ".encode())]
+        made = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=1)
+        found.append(made[0, len(prompt) :].tolist())
+    return found
+
+
+@pytest.mark.slow
+def test_four_bits_keep_the_tokens_of_a_trained_model_and_two_bits_of_its_whole_weights_do_not(
+    tmp_path: Path,
+) -> None:
+    """The control is the delta of a base without linears, rounded: the weights themselves in two bits."""
+    from fingerprint.lora import merge_adapter, read_adapter
+
+    base = tmp_path / "base"
+    base.symlink_to(demo_model_path())
+    merge_adapter(base, read_adapter(demo_adapter_path("shout")), tmp_path / "tuned")
+    expected = greedy_tokens(tmp_path / "tuned")
+    assert expected != greedy_tokens(base)
+    compress_delta(order(tmp_path, format=FORMATS["int4"]))
+    exported(tmp_path)
+    assert greedy_tokens(tmp_path / "exported") == expected
+
+    values = read_values(tmp_path / "tuned")
+    config = json.loads((base / "config.json").read_text())
+    del config["dtype"]  # written anew
+    zeros = {
+        name: np.zeros_like(each) if "layers" in name and each.ndim == 2 else each for name, each in values.items()
+    }
+    write_model(tmp_path / "zero", zeros, **config)
+    control = order(tmp_path, base=tmp_path / "zero", target=tmp_path / "whole", is_compensated=False)
+    compress_delta(control)
+    export_delta(tmp_path / "zero", read_delta(tmp_path / "whole"), tmp_path / "rounded")
+    assert greedy_tokens(tmp_path / "rounded") != expected
+
+
+# What is refused.
+
+
+def with_value(tensors: Arrays, name: str, value: float) -> Arrays:
+    changed = tensors[name].copy()
+    changed.flat[3] = value
+    return {**tensors, name: changed}
+
+
+def refused(folder: Path, error: type[IserveError], *words: str, **changes: Any) -> None:
+    with pytest.raises(error) as caught:
+        compress_delta(order(folder, **changes))
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert not (folder / "delta").exists()
+    assert not (folder / ".delta.compressing").exists()
+
+
+@pytest.mark.parametrize("side", ["base", "tuned"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_values_that_are_not_finite(tmp_path: Path, side: str, value: float) -> None:
+    """Exact: encode_floats keeps infinities, and NaN is written as the bits that it has."""
+    write_pair(tmp_path)
+    file = tmp_path / side / "model.safetensors"
+    entry = Checkpoint.open(tmp_path / side).tensors[DOWN1]
+    with file.open("r+b") as stream:
+        stream.seek(entry.offset + 10)
+        stream.write(b"\xc0\x7f" if np.isnan(value) else b"\x80\x7f")
+    refused(tmp_path, CheckpointError, DOWN1, "NaN or infinite")
+
+
+def test_another_base(tmp_path: Path) -> None:
+    tensors = tiny_tensors()
+    write_model(tmp_path / "base", tensors)
+    write_model(tmp_path / "tuned", {name: each for name, each in tensors.items() if name not in (DOWN1, NORM)})
+    refused(tmp_path, CheckpointError, NORM, "no fine-tune of")  # the first by name
+
+
+def test_other_shapes(tmp_path: Path) -> None:
+    tensors = tiny_tensors()
+    write_model(tmp_path / "base", tensors)
+    wider = {**tensors, "lm_head.weight": np.zeros((300, 64), np.float32), DOWN1: np.zeros((64, 96), np.float32)}
+    write_model(tmp_path / "tuned", wider)
+    refused(tmp_path, CheckpointError, "lm_head.weight", "[300, 64]", "[258, 64]")
+
+
+def test_a_type_that_no_change_can_be_kept_of(tmp_path: Path) -> None:
+    tensors = tiny_tensors()
+    write_model(tmp_path / "base", tensors)
+    write_model(tmp_path / "tuned", tensors, dtypes={Q0: "I8"})
+    refused(tmp_path, CheckpointError, Q0, "I8", "BF16")
+
+
+def test_a_norm_that_the_bases_type_does_not_hold(tmp_path: Path) -> None:
+    tensors = tiny_tensors()
+    write_model(tmp_path / "base", tensors)
+    values = with_value(read_values(tmp_path / "base"), NORM, 1.00001)
+    write_model(tmp_path / "tuned", values, dtype="F32")
+    refused(tmp_path, CheckpointError, NORM, "BF16 does not hold")
+
+
+@pytest.mark.parametrize("side", ["base", "tuned"])
+def test_a_quantized_model(tmp_path: Path, side: str) -> None:
+    write_pair(tmp_path)
+    config = tmp_path / side / "config.json"
+    config.write_text(
+        json.dumps({**json.loads(config.read_text()), "quantization_config": {"quant_method": "fp8"}})
+    )
+    refused(tmp_path, CheckpointError, str(tmp_path / side), "quantized ('fp8')")
+
+
+def test_pickle(tmp_path: Path) -> None:
+    write_pair(tmp_path)
+    (tmp_path / "tuned" / "model.safetensors").rename(tmp_path / "tuned" / "pytorch_model.bin")
+    refused(tmp_path, CheckpointError, "pickle", "pytorch_model.bin")
+
+
+def test_a_configuration_that_computes_otherwise(tmp_path: Path) -> None:
+    tensors = tiny_tensors()
+    write_model(tmp_path / "base", tensors)
+    write_model(tmp_path / "tuned", tuned(tensors), rms_norm_eps=1e-6, eos_token_id=5)
+    refused(tmp_path, CheckpointError, "rms_norm_eps")
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    write_model(tmp_path / "base", tiny_tensors())
+    refused(tmp_path, NotFoundError, str(tmp_path / "tuned"))
+
+
+def test_texts_need_a_tokenizer_and_tokens(tmp_path: Path) -> None:
+    tensors = tiny_tensors()
+    write_model(tmp_path / "base", tensors)
+    write_model(tmp_path / "tuned", tuned(tensors), has_tokenizer=False)
+    refused(tmp_path, CheckpointError, "tokenizer")
+    write_model(tmp_path / "with", tuned(tensors))
+    empty = CalibrationTexts(sha256="0" * 64, texts=("",))
+    refused(tmp_path, BadInputError, "no token", finetuned=tmp_path / "with", calibration=empty)
+
+
+def test_experts_are_refused_by_name(tmp_path: Path) -> None:
+    tensors = tiny_tensors()
+    odd = {**tensors, "model.layers.0.extra.weight": np.ones((8, 8), np.float32)}
+    write_model(tmp_path / "base", odd)
+    write_model(tmp_path / "tuned", only("model.layers.0.extra.weight")(odd))
+    refused(tmp_path, CheckpointError, "model.layers.0.extra.weight", "neither a linear")
+
+
+def test_an_export_onto_another_base_names_the_first_tensor(tmp_path: Path) -> None:
+    tensors = write_pair(tmp_path)
+    compress_delta(order(tmp_path))
+    write_model(tmp_path / "other", with_value(with_value(tensors, Q0, 2), DOWN1, 2))
+    with pytest.raises(CheckpointError, match=Q0):
+        export_delta(tmp_path / "other", read_delta(tmp_path / "delta"), tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
+
+
+# Targets, locks, disks.
+
+
+def test_a_target_that_is_there_is_kept(tmp_path: Path) -> None:
+    write_pair(tmp_path)
+    (tmp_path / "delta").mkdir()
+    (tmp_path / "delta" / "mine").write_text("kept")
+    with pytest.raises(ConflictError):
+        compress_delta(order(tmp_path))
+    assert read_bytes(tmp_path / "delta") == {"mine": b"kept"}
+    assert not (tmp_path / ".delta.compressing").exists()
+
+
+def test_two_commands_do_not_make_one_delta(tmp_path: Path) -> None:
+    write_pair(tmp_path, change=only(NORM))
+    work = tmp_path / ".delta.compressing"
+    work.mkdir()
+    handle = os.open(work, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    with pytest.raises(ConflictError, match="another command"):
+        compress_delta(order(tmp_path))
+    os.close(handle)
+    compress_delta(order(tmp_path))
+
+
+@pytest.mark.slow
+def test_a_full_disk_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fingerprint.safetensors_writer import write_safetensors
+
+    write_pair(tmp_path)
+    whole = compress_delta(order(tmp_path, target=tmp_path / "whole"))
+
+    def full(file: Path, tensors: Any) -> int:
+        if "00002" in file.name:
+            file.write_bytes(b"a part")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write_safetensors(file, tensors)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("daemon.variants.compress.work_folder.write_safetensors", full)
+        with pytest.raises(CheckpointError, match=r"disk is full.*goes on"):
+            compress_delta(order(tmp_path))
+    assert not (tmp_path / "delta").exists()
+    left = {file.name for file in (tmp_path / ".delta.compressing" / "delta").iterdir()}
+    assert left == {"delta-00000.safetensors", "delta-00001.safetensors"}
+    result = compress_delta(order(tmp_path))
+    assert result.units_found_done == 2
+    assert result.manifest == whole.manifest
+    assert read_bytes(tmp_path / "delta") == read_bytes(tmp_path / "whole")
+
+
+def test_a_disk_without_room_is_said_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import shutil
+
+    write_pair(tmp_path)
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr("daemon.variants.compress.work_folder.shutil.disk_usage", lambda _: usage)
+    with pytest.raises(CheckpointError, match="disk is full"):
+        compress_delta(order(tmp_path))
+    assert not (tmp_path / "delta").exists()
+
+
+def interrupted(folder: Path, num_matrices: int) -> None:
+    """Leave the work of a command that ended after so many matrices."""
+
+    class EndedError(Exception):
+        pass
+
+    def end(what: str, done: int, total: int) -> None:
+        if what == "matrices" and done == num_matrices:
+            raise EndedError
+
+    with pytest.raises(EndedError):
+        compress_delta(order(folder), end)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda work: (work / "delta" / "delta-00001.safetensors").write_bytes(b""),
+        lambda work: (work / "delta" / "delta-00001.safetensors").unlink(),
+        lambda work: (work / "records" / "00001.json").write_bytes(b"{"),
+        lambda work: _flip(work / "delta" / "delta-00001.safetensors"),
+    ],
+    ids=["empty", "missing", "record", "changed"],
+)
+def test_damaged_work_is_done_again(tmp_path: Path, damage: Callable[[Path], object]) -> None:
+    write_pair(tmp_path)
+    compress_delta(order(tmp_path, target=tmp_path / "whole"))
+    interrupted(tmp_path, 1 + 7 * LAYERS)
+    damage(tmp_path / ".delta.compressing")
+    assert compress_delta(order(tmp_path)).units_found_done == 1
+    assert read_bytes(tmp_path / "delta") == read_bytes(tmp_path / "whole")
+
+
+def _flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def test_work_of_another_job_is_begun_anew(tmp_path: Path) -> None:
+    write_pair(tmp_path)
+    interrupted(tmp_path, 9)
+    result: CompressResult = compress_delta(order(tmp_path, format=FORMATS["int3"]))
+    assert result.units_found_done == 0
+    assert {each.format for each in result.manifest.matrices} == {"int3", "int4"}
+    assert not (tmp_path / ".delta.compressing").exists()
