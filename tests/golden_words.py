@@ -38,6 +38,7 @@ _VARYING = {
     r"\b(pid|process) \d+\b": r"\1 PID",
     r"\bprofile(-\d+)*-\d{6,}\b": "WORKER",
     r"\b0x[0-9a-f]{6,}\b": "ADDRESS",
+    r"\bTMP/(home|models|variants)\d+\b": r"TMP/\1N",  # numbered by the tests that ran before in this process
     r"(?<=its disk has )[\d.]+(?= GiB free)|\b[\d.]+(?= MiB are free in )": "N",
 }
 
