@@ -77,12 +77,12 @@ class _StoredVariants:
     """The variant store, imported with the first variant that is loaded: most gateways do without."""
 
     def __init__(self, root: Path) -> None:
-        self._root = root
+        self.root = root
 
     def loadable(self, content_hash: str) -> Path:
         from daemon.variants.store import VariantStore  # type: ignore[import-untyped, unused-ignore]
 
-        folder: Path = VariantStore(self._root).loadable(content_hash)
+        folder: Path = VariantStore(self.root).loadable(content_hash)
         return folder
 
 

@@ -187,6 +187,7 @@ class Gateway:
                 held_bytes *= 2
             request = InferenceRequest(
                 endpoint=path,
+                model=head.model,
                 body=body,
                 wants_usage=bool(head.stream and (head.stream_options or {}).get("include_usage")),
                 ticket=ticket,
