@@ -18,6 +18,7 @@ from daemon.settings import DaemonSettings
 from fingerprint.errors import ConfigError
 from placement.placer_registry import check_placement
 from placement.policies import DEFAULT_LOAD_THRESHOLD, JOINT, policy_names
+from placement.variant_routing import DEFAULT_VARIANT_POLICY, VARIANT_POLICIES, make_variant_policy
 
 __all__ = ["SettingRow", "Settings", "load_settings", "setting_rows"]
 
@@ -36,6 +37,8 @@ _TELLING_OPTIONS = frozenset({"host", "port", "dbname", "user", "service"})  # o
 
 *_FIRST_POLICIES, _LAST_POLICY = (f"`{name}`" for name in policy_names())
 _POLICY = f"placement: {', '.join(_FIRST_POLICIES)} or {_LAST_POLICY}"
+*_FIRST_ROUTINGS, _LAST_ROUTING = (f"`{name}`" for name in VARIANT_POLICIES)
+_ROUTING = f"choice of the replica for a variant's request: {', '.join(_FIRST_ROUTINGS)} or {_LAST_ROUTING}"
 
 
 class PathList(tuple[Path, ...]):
@@ -66,6 +69,7 @@ class Settings:
     ] = None
     policy: Annotated[str, _POLICY] = JOINT
     load_threshold: Annotated[float, "load below which `hybrid` packs, 0 to 1"] = DEFAULT_LOAD_THRESHOLD
+    variant_policy: Annotated[str, _ROUTING] = DEFAULT_VARIANT_POLICY
     profile_seconds: Annotated[
         float, "budget of the profile that a first deployment takes; on vllm of all its GPUs together"
     ] = 60.0
@@ -102,6 +106,7 @@ class Settings:
         check_placement(self.policy, sees_load=False)
         if not 0 <= self.load_threshold <= 1:
             raise ConfigError(f"load_threshold must be in 0..1, got {self.load_threshold}")
+        make_variant_policy(self.variant_policy)
         if not 0 < self.profile_seconds < 1e6:
             raise ConfigError(f"profile_seconds must be above 0, got {self.profile_seconds}")
         if not 0 < self.start_timeout_s < 1e6:

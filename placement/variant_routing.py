@@ -33,6 +33,8 @@ __all__ = [
     "BusiestLoaded",
     "Candidate",
     "FirstComeFirstServed",
+    "LeastLoaded",
+    "RoundRobin",
     "VariantPolicy",
     "WaitingRequest",
     "WorkerVariants",
@@ -42,7 +44,7 @@ __all__ = [
     "protected_pins",
 ]
 
-DEFAULT_VARIANT_POLICY = "busiest-loaded"
+DEFAULT_VARIANT_POLICY = "least-loaded"
 BACKGROUND_LOADS = 2  # at a worker at once, while it loads variants of requests that still wait
 STARVATION_BOUND_S = 10.0  # a request that has waited for so long is passed by none that arrived later
 _NEAR_FRACTION = 0.5  # of the bound; from then on the variant served least recently is offered a worker first
@@ -231,15 +233,14 @@ class FirstComeFirstServed:
 
 
 @dataclass(frozen=True, slots=True)
-class BusiestLoaded:
-    """Busiest worker that has the variant loaded and has room (Punica), else the one where loading costs least.
+class _SkipTheLine:
+    """Order of the queue in which requests that no worker can take are passed, for so long and no longer.
 
-    A request that no worker can take is passed by those behind it until it has waited for ``bound_s``; then none
-    that arrived later is admitted before it. From half the bound on, a slot that falls free goes to the waiting
-    variant that was served least recently, not to the popular one of the request at the head.
+    A request is passed by those behind it until it has waited for ``bound_s``; then none that arrived later is
+    admitted before it. From half the bound on, a slot that falls free goes to the waiting variant that was served
+    least recently, not to the popular one of the request at the head.
     """
 
-    name: str = DEFAULT_VARIANT_POLICY
     bound_s: float = STARVATION_BOUND_S
 
     def order(self, waiting: Sequence[_W], served_s: Mapping[str, float], now_s: float) -> Sequence[_W]:
@@ -251,6 +252,46 @@ class BusiestLoaded:
     def may_be_passed(self, request: WaitingRequest, now_s: float) -> bool:
         return now_s - request.arrived_s < self.bound_s
 
+
+@dataclass(frozen=True, slots=True)
+class LeastLoaded(_SkipTheLine):
+    """Worker with fewest requests among those that have the variant, which grow in number with its requests.
+
+    A further worker loads it where the best of them has more than ``factor * outstanding + margin`` requests,
+    ``outstanding`` those of the further one: a load pays once the difference is worth its time. A slot that the
+    request would take counts as up to ``slot_price`` requests, in proportion to the slots that are taken: it makes
+    steps longer, and another variant may need it. Chosen by replays (docs/decisions/0044-variant-routing.md).
+    """
+
+    name: str = DEFAULT_VARIANT_POLICY
+    factor: float = 2.0
+    margin: float = 4.0
+    slot_price: float = 4.0
+
+    def choose(
+        self, variant: str, candidates: Sequence[Candidate], now_s: float, wanted: Collection[str] = ()
+    ) -> Admission | None:
+        def rank(candidate: Candidate, loss: float) -> tuple[float, ...]:
+            worker, requests = candidate.worker, float(candidate.outstanding)
+            slot = 0.0
+            if variant not in worker.in_flight:
+                slot = self.slot_price * len(worker.in_flight) / worker.slots
+            if variant in worker.loaded:
+                return (requests + slot, 0, candidate.last_turn)
+            return (self.factor * requests + self.margin + slot, 1, loss, candidate.last_turn)
+
+        return _best(variant, candidates, now_s, wanted, rank)
+
+
+@dataclass(frozen=True, slots=True)
+class BusiestLoaded(_SkipTheLine):
+    """Busiest worker that has the variant loaded and has room (Punica), else the one where loading costs least.
+
+    Frees whole workers, at the cost of latency: the first takes all requests of a variant until it is full.
+    """
+
+    name: str = "busiest-loaded"
+
     def choose(
         self, variant: str, candidates: Sequence[Candidate], now_s: float, wanted: Collection[str] = ()
     ) -> Admission | None:
@@ -258,6 +299,21 @@ class BusiestLoaded:
             if variant in candidate.worker.loaded:
                 return (0, -candidate.outstanding, candidate.last_turn)
             return (1, loss, candidate.outstanding, candidate.last_turn)
+
+        return _best(variant, candidates, now_s, wanted, rank)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRobin(_SkipTheLine):
+    """Worker not used for longest, whatever it has loaded."""
+
+    name: str = "round-robin"
+
+    def choose(
+        self, variant: str, candidates: Sequence[Candidate], now_s: float, wanted: Collection[str] = ()
+    ) -> Admission | None:
+        def rank(candidate: Candidate, loss: float) -> tuple[float, ...]:
+            return (candidate.last_turn,)
 
         return _best(variant, candidates, now_s, wanted, rank)
 
@@ -337,8 +393,10 @@ def admit_waiting(
 
 
 VARIANT_POLICIES: dict[str, Callable[[], VariantPolicy]] = {
+    DEFAULT_VARIANT_POLICY: LeastLoaded,
+    "busiest-loaded": BusiestLoaded,
+    "round-robin": RoundRobin,
     "fcfs": FirstComeFirstServed,
-    DEFAULT_VARIANT_POLICY: BusiestLoaded,
 }
 
 
@@ -350,5 +408,5 @@ def make_variant_policy(name: str = DEFAULT_VARIANT_POLICY) -> VariantPolicy:
     """
     if name not in VARIANT_POLICIES:
         known = ", ".join(VARIANT_POLICIES)
-        raise ConfigError(f"there is no scheduling policy of variants {name!r}; choose one of {known}")
+        raise ConfigError(f"there is no variant_policy {name!r}; choose one of {known}")
     return VARIANT_POLICIES[name]()

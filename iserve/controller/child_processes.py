@@ -135,7 +135,7 @@ def daemon_process(settings: Settings) -> ChildProcess:
 
 
 def gateway_process(settings: Settings) -> ChildProcess:
-    options = ["--host", settings.host, "--port", str(settings.port)]
+    options = ["--host", settings.host, "--port", str(settings.port), "--variant-policy", settings.variant_policy]
     return ChildProcess("gateway", settings, _program("iserve.gateway", settings), options)
 
 

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from daemon.variants.store import StoredVariant, VariantStore
-from fingerprint.errors import ConflictError, IserveError, NotFoundError, UnavailableError
+from fingerprint.errors import IserveError, NotFoundError, UnavailableError
 from fingerprint.lora import LoraAdapter
 from fingerprint.sanitize import printable
 from iserve.api_documents import ProgressDocument, VariantDocument
@@ -43,7 +43,6 @@ log = logging.getLogger(__name__)
 
 _ADDED_AT_ONCE = 2  # they read and write disks, and hash
 _MAX_WAITING = 256  # additions
-_MAX_VARIANTS = 10_000
 _GRACE_S = 600.0  # for content without a row: another controller may be about to write it
 _TRAINED_ON_CHARS = 500
 _ROUTES_KEPT_S = 30.0  # content may be lost otherwise than by this process
@@ -129,8 +128,6 @@ class Variants:
         """
         name, started_s = check_name(body.name), time.monotonic()
         self._store.variants.check_free(name)
-        if self._store.variants.count() >= _MAX_VARIANTS:
-            raise ConflictError(f"there are {_MAX_VARIANTS} variants already; remove one first")
 
         def show(done: int, total: int, step: str = "MiB stored") -> None:
             elapsed_s = time.monotonic() - started_s

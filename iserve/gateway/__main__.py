@@ -26,6 +26,7 @@ from fingerprint.errors import IserveError
 from iserve.gateway.app import Gateway
 from iserve.gateway.event_loop import EventLoop, event_loop
 from iserve.gateway.http_server import GatewayProtocol, max_connections
+from placement.variant_routing import DEFAULT_VARIANT_POLICY, VARIANT_POLICIES
 
 __all__ = ["main"]
 
@@ -51,7 +52,11 @@ def main(argv: list[str] | None = None) -> int:
     record = own_record(
         url=_url(args.host, listener.getsockname()[1]),
         token=secrets.token_urlsafe(32),
-        settings={"ISERVE_HOST": args.host, "ISERVE_PORT": str(args.port)},
+        settings={
+            "ISERVE_HOST": args.host,
+            "ISERVE_PORT": str(args.port),
+            "ISERVE_VARIANT_POLICY": args.variant_policy,
+        },
     )
     remove_stale_temporaries(run, record_path.name)
     try:
@@ -59,9 +64,8 @@ def main(argv: list[str] | None = None) -> int:
             loop = event_loop()
             print(f"iserve gateway on {record.url}, routes from {run / 'routes.json'}", file=sys.stderr)
             print(f"event loop: {loop.text}", file=sys.stderr, flush=True)
-            gateway = Gateway(
-                run / "routes.json", record.token, _StoredVariants((args.home / "variants").absolute())
-            )
+            folders = _StoredVariants((args.home / "variants").absolute())
+            gateway = Gateway(run / "routes.json", record.token, folders, args.variant_policy)
             _serve(gateway, listener, loop, args.grace)
     except IserveError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -73,12 +77,12 @@ class _StoredVariants:
     """The variant store, imported with the first variant that is loaded: most gateways do without."""
 
     def __init__(self, root: Path) -> None:
-        self._root = root
+        self.root = root
 
     def loadable(self, content_hash: str) -> Path:
         from daemon.variants.store import VariantStore  # type: ignore[import-untyped, unused-ignore]
 
-        folder: Path = VariantStore(self._root).loadable(content_hash)
+        folder: Path = VariantStore(self.root).loadable(content_hash)
         return folder
 
 
@@ -152,6 +156,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument(
         "--port", type=_port, default=8080, help="0 lets the system choose; run/gateway.json then says"
+    )
+    parser.add_argument(
+        "--variant-policy",
+        choices=tuple(VARIANT_POLICIES),
+        default=DEFAULT_VARIANT_POLICY,
+        help="choice of the worker for a variant's request",
     )
     parser.add_argument("--grace", type=int, default=30, help="seconds that streams may go on after SIGTERM")
     return parser

@@ -29,6 +29,7 @@ from iserve.gateway.variant_names import model_span
 from iserve.gateway.variant_residency import VariantRequest, VariantResidency
 from iserve.http_stream import StreamClient
 from iserve.route_table import DEMAND_PATH, Demand, Route, RouteTable
+from placement.variant_routing import DEFAULT_VARIANT_POLICY, make_variant_policy
 
 __all__ = ["POLL_S", "Gateway"]
 
@@ -48,14 +49,21 @@ class Gateway:
     Args:
         token: of the controller, which may ask for the demand; empty: no client may.
         folders: of LoRA variants; None: none are served.
+        variant_policy: of ``placement.variant_routing.VARIANT_POLICIES``.
     """
 
-    def __init__(self, routes_path: Path, token: str = "", folders: VariantFolders | None = None) -> None:
+    def __init__(
+        self,
+        routes_path: Path,
+        token: str = "",
+        folders: VariantFolders | None = None,
+        variant_policy: str = DEFAULT_VARIANT_POLICY,
+    ) -> None:
         self._token = token.encode()
         self.routes = RoutesFile(routes_path)
         self.dispatcher = Dispatcher()
         self.metrics = GatewayMetrics(self.dispatcher, self.routes)
-        self._folders = folders
+        self._folders, self._variant_policy = folders, make_variant_policy(variant_policy)
         self._tickets = itertools.count()
         self._budget = BodyBudget(0)
         self._workers: StreamClient | None = None
@@ -75,7 +83,7 @@ class Gateway:
         if self._folders is not None:
             loader = VariantLoader(self._workers, self._folders)
             self.dispatcher.new_residency = partial(
-                VariantResidency, loader=loader, observer=self.metrics.variants
+                VariantResidency, loader=loader, observer=self.metrics.variants, policy=self._variant_policy
             )
         self.look()
         self._poller = asyncio.create_task(self._poll())
@@ -179,6 +187,7 @@ class Gateway:
                 held_bytes *= 2
             request = InferenceRequest(
                 endpoint=path,
+                model=head.model,
                 body=body,
                 wants_usage=bool(head.stream and (head.stream_options or {}).get("include_usage")),
                 ticket=ticket,

@@ -106,7 +106,8 @@ class Deployment:
         self.route, self.max_queue, self.max_wait_s = route, max_queue, max_wait_s
         self.admission = GatewayAdmission.of(route, self.admission)
         if route.refusal is not None:
-            self._refuse_all(ApiError.cannot_start(route.name, route.refusal, route.retry_after_s))
+            why, retry_after_s = route.refusal, route.retry_after_s
+            self._refuse_all(lambda model: ApiError.cannot_start(model, why, retry_after_s))
         urls = {worker.url for worker in route.workers}
         for url in [u for u in self._last_ticket if u not in urls and u not in self._outstanding]:
             del self._last_ticket[url]
@@ -138,14 +139,18 @@ class Deployment:
 
     def close(self) -> None:
         """Refuse all waiting requests: the deployment has left the table."""
-        self._refuse_all(ApiError.model_not_found(self.route.name))
+        self._refuse_all(ApiError.model_not_found)
         if self.variants is not None:
             self.variants.update(replace(self.route, workers=(), variants=()))
             self.variants.close()
 
-    def _refuse_all(self, error: ApiError) -> None:
+    def _model(self, use: VariantRequest | None) -> str:
+        """Return what a request names as its model."""
+        return self.route.name if use is None else use.route.name
+
+    def _refuse_all(self, error_of: Callable[[str], ApiError]) -> None:
         for waiting in self._waiting:
-            waiting.turn.set_exception(error)
+            waiting.turn.set_exception(error_of(self._model(waiting.use)))
         self._waiting.clear()
 
     def _count(self, avoid: str) -> None:
@@ -174,33 +179,33 @@ class Deployment:
                 ``ready_wait_s``, none can be started, or none had room within ``max_wait_s``; 404 the deployment
                 was removed meanwhile.
         """
-        self._last_s = time.monotonic()
+        self._last_s, model = time.monotonic(), self._model(use)
         if use is not None and self.variants is not None:
             self.variants.resolve(use)
         if not self._waiting or (use is None and all(waiting.use is not None for waiting in self._waiting)):
             target = self._take(ticket, avoid, request, use)
             if isinstance(target, Rejection):
-                raise ApiError.would_be_late(self.route.name, target)
+                raise ApiError.would_be_late(model, target)
             if target is not None:
                 self._count(avoid)
                 return target
         if self.route.refusal is not None and not self.num_ready:
-            raise ApiError.cannot_start(self.route.name, self.route.refusal, self.route.retry_after_s)
+            raise ApiError.cannot_start(model, self.route.refusal, self.route.retry_after_s)
         if not self.route.workers:
-            raise ApiError.no_ready_worker(self.route.name, math.ceil(READY_WAIT_S))
+            raise ApiError.no_ready_worker(model, math.ceil(READY_WAIT_S))
         if use is None and len(self._waiting) >= self.max_queue:
-            raise ApiError.queue_full(self.route.name, len(self._waiting))
-        self._check_queue(ticket, avoid, request)
+            raise ApiError.queue_full(model, len(self._waiting))
+        self._check_queue(ticket, avoid, request, model)
         loop = asyncio.get_running_loop()
         waiting = _Waiting(ticket, avoid, request, use, loop.create_future())
         insort(self._waiting, waiting)
         self._serve()
         if use is not None and not waiting.turn.done() and len(self._waiting) > self.max_queue:
             self._waiting.remove(waiting)  # it needed to wait, which a request of a variant in flight does not
-            raise ApiError.queue_full(self.route.name, len(self._waiting))
+            raise ApiError.queue_full(model, len(self._waiting))
         self._count(avoid)
         try:
-            return await self._wait(waiting.turn, loop.time() + self.max_wait_s)
+            return await self._wait(waiting.turn, model, loop.time() + self.max_wait_s)
         except BaseException:
             if not waiting.turn.done():
                 self._waiting.remove(waiting)
@@ -242,7 +247,7 @@ class Deployment:
             self.variants.forget(target.url)
         loop.call_later(DOWN_S + 0.01, self._serve)
 
-    async def _wait(self, turn: asyncio.Future[WorkerTarget], deadline_s: float) -> WorkerTarget:
+    async def _wait(self, turn: asyncio.Future[WorkerTarget], model: str, deadline_s: float) -> WorkerTarget:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         while True:
@@ -253,9 +258,9 @@ class Deployment:
                 return turn.result()
             is_late = loop.time() >= deadline_s
             if not self.num_ready and (is_late or loop.time() - began_s >= patience_s - _TIMER_SLACK_S):
-                raise ApiError.no_ready_worker(self.route.name, math.ceil(READY_WAIT_S))
+                raise ApiError.no_ready_worker(model, math.ceil(READY_WAIT_S))
             if is_late:
-                raise ApiError.no_turn(self.route.name, self.max_wait_s)
+                raise ApiError.no_turn(model, self.max_wait_s)
 
     def _is_ready(self, worker: WorkerTarget) -> bool:
         if not worker.ready:
@@ -263,7 +268,7 @@ class Deployment:
         down_until_s = self._down_until_s.get(worker.url)
         return down_until_s is None or asyncio.get_running_loop().time() >= down_until_s
 
-    def _check_queue(self, ticket: int, avoid: str, request: InFlightRequest | None) -> None:
+    def _check_queue(self, ticket: int, avoid: str, request: InFlightRequest | None, model: str) -> None:
         """Judge a request for which no worker has room. Raises ApiError: it would be late.
 
         While no worker serves it is not late: a request then starts a worker, and when that will be ready is
@@ -278,7 +283,7 @@ class Deployment:
         before = (one.request for one in self._waiting if one.ticket < ticket and one.request is not None)
         rejection = self.admission.check_queue(request, urls, before)
         if rejection is not None:
-            raise ApiError.would_be_late(self.route.name, rejection)
+            raise ApiError.would_be_late(model, rejection)
 
     def _take(
         self, ticket: int, avoid: str, request: InFlightRequest | None, use: VariantRequest | None = None
@@ -356,7 +361,7 @@ class Deployment:
         if target is None:
             return False
         if isinstance(target, Rejection):
-            waiting.turn.set_exception(ApiError.would_be_late(self.route.name, target))
+            waiting.turn.set_exception(ApiError.would_be_late(self._model(waiting.use), target))
         else:
             waiting.turn.set_result(target)
         return True

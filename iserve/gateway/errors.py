@@ -67,25 +67,25 @@ class ApiError(IserveError):
         )
 
     @classmethod
-    def queue_full(cls, deployment: str, waiting: int) -> ApiError:
+    def queue_full(cls, model: str, waiting: int) -> ApiError:
         return cls(
             429,
-            f"{waiting} requests already wait for {deployment!r}, its limit; try again later",
+            f"{waiting} requests already wait for {model!r}, its limit; try again later",
             "queue_full",
             retry_after_s=_RETRY_SOON_S,
         )
 
     @classmethod
-    def no_turn(cls, deployment: str, waited_s: float) -> ApiError:
+    def no_turn(cls, model: str, waited_s: float) -> ApiError:
         return cls(
             503,
-            f"no worker of {deployment!r} had room within {waited_s:g} s; it is busy, try again later",
+            f"no worker of {model!r} had room within {waited_s:g} s; it is busy, try again later",
             "queue_timeout",
             retry_after_s=_RETRY_SOON_S,
         )
 
     @classmethod
-    def would_be_late(cls, deployment: str, rejection: Rejection) -> ApiError:
+    def would_be_late(cls, model: str, rejection: Rejection) -> ApiError:
         """Return the error of a late request; not 429: the client did not send too much, and waiting would not
         help.
         """
@@ -94,26 +94,26 @@ class ApiError(IserveError):
         why = ", as it would be with nobody before it: ask for less" if rejection.late_alone else ""
         return cls(
             503,
-            f"this request would be late at {deployment!r}: {what} in {rejection.forecast_s:.3g} s by the "
+            f"this request would be late at {model!r}: {what} in {rejection.forecast_s:.3g} s by the "
             f"forecast, the limit is {limit}={rejection.limit_s:g} s{why}",
             WOULD_BE_LATE,
             retry_after_s=max(_RETRY_SOON_S, math.ceil(rejection.retry_after_s)),
         )
 
     @classmethod
-    def no_ready_worker(cls, deployment: str, retry_after_s: int) -> ApiError:
+    def no_ready_worker(cls, model: str, retry_after_s: int) -> ApiError:
         return cls(
             503,
-            f"no worker of {deployment!r} is ready now; it is starting or being restarted, try again",
+            f"no worker of {model!r} is ready now; it is starting or being restarted, try again",
             "no_ready_worker",
             retry_after_s=retry_after_s,
         )
 
     @classmethod
-    def cannot_start(cls, deployment: str, why: str, retry_after_s: int) -> ApiError:
+    def cannot_start(cls, model: str, why: str, retry_after_s: int) -> ApiError:
         return cls(
             503,
-            f"no worker of {deployment!r} could be started: {why}",
+            f"no worker of {model!r} could be started: {why}",
             "cannot_start",
             retry_after_s=retry_after_s,
         )

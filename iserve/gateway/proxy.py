@@ -38,6 +38,7 @@ class InferenceRequest:
     """Inference request that was checked, ready to be sent on as it arrived."""
 
     endpoint: str  # "/v1/chat/completions"
+    model: str  # as the client named it: the deployment, or one of its variants
     body: bytes
     wants_usage: bool  # streamed, with stream_options.include_usage
     ticket: int  # rises with arrival
@@ -68,7 +69,7 @@ async def forward(
     Raises:
         ApiError: nothing of an answer was sent, and this is why.
     """
-    name = deployment.route.name
+    name, model = deployment.route.name, request.model
     loop = asyncio.get_running_loop()
     avoid, give_up_s = "", math.inf
     failed_before = False
@@ -85,7 +86,7 @@ async def forward(
             deployment.mark_down(target)
             give_up_s = min(give_up_s, loop.time() + READY_WAIT_S)
             if loop.time() >= give_up_s:
-                raise ApiError.no_ready_worker(name, math.ceil(READY_WAIT_S)) from None
+                raise ApiError.no_ready_worker(model, math.ceil(READY_WAIT_S)) from None
         except NoPlaceError:
             pass
         except NotBegunError as error:
@@ -155,9 +156,9 @@ async def _attempt(
             connect_s=CONNECT_S,
         )
     except TimeoutError as error:
-        raise ApiError(504, f"{name!r} gave no sign of an answer in time", "upstream_timeout") from error
+        raise ApiError(504, f"{request.model!r} gave no sign of an answer in time", "upstream_timeout") from error
     except AnswerLostError as error:
-        raise NotBegunError(f"failed ({error})", worker_lost(name)) from error
+        raise NotBegunError(f"failed ({error})", worker_lost(request.model)) from error
     try:
         if response.content_type == b"text/event-stream" and response.status == 200:
             await _relay_stream(request, name, response, silence_s, reply, metrics, seen)
@@ -199,14 +200,16 @@ async def _relay_whole(
     seen: _Seen,
 ) -> None:
     try:
-        body = await _read_bounded(response, name, silence_s)
+        body = await _read_bounded(response, request.model, silence_s)
     except TimeoutError as error:
-        raise ApiError(504, f"{name!r} stopped in the middle of its answer", "upstream_timeout") from error
+        raise ApiError(
+            504, f"{request.model!r} stopped in the middle of its answer", "upstream_timeout"
+        ) from error
     except AnswerLostError as error:
-        raise NotBegunError(f"failed ({error})", worker_lost(name)) from error
+        raise NotBegunError(f"failed ({error})", worker_lost(request.model)) from error
     status = response.status
     if status in (401, 503):  # 401: not its token, in a route table that is behind
-        raise NotBegunError("is not serving", ApiError.no_ready_worker(name, math.ceil(READY_WAIT_S)))
+        raise NotBegunError("is not serving", ApiError.no_ready_worker(request.model, math.ceil(READY_WAIT_S)))
     if status == 404 and request.variant is not None:
         raise _ModelUnknownError
     if status == 200:
@@ -215,18 +218,19 @@ async def _relay_whole(
         seen.whole(usage)
     elif not (400 <= status < 600 and _is_openai_error(body)):
         status = status if 400 <= status < 600 else 502
-        body = error_body(status, f"a worker of {name!r} answered {response.status}", code="upstream_error")
+        message = f"a worker of {request.model!r} answered {response.status}"
+        body = error_body(status, message, code="upstream_error")
     await reply.whole(status, body)
 
 
-async def _read_bounded(response: StreamAnswer, name: str, silence_s: float) -> bytes:
+async def _read_bounded(response: StreamAnswer, model: str, silence_s: float) -> bytes:
     parts: list[bytes] = []
     size = 0
     while part := await response.read(silence_s):
         parts.append(part)
         size += len(part)
         if size > _MAX_ANSWER_BYTES:
-            raise ApiError(502, f"{name!r} answered more than {_MAX_ANSWER_BYTES} bytes", "answer_too_large")
+            raise ApiError(502, f"{model!r} answered more than {_MAX_ANSWER_BYTES} bytes", "answer_too_large")
     return b"".join(parts)
 
 
@@ -268,10 +272,10 @@ async def _relay_stream(
         failure = "the connection to the worker broke"
     except asyncio.CancelledError:
         if reply.started:  # of use when the gateway itself is being stopped; a client that left reads nothing
-            await _cut(frames, name, "the gateway is shutting down", reply, metrics)
+            await _cut(frames, request, name, "the gateway is shutting down", reply, metrics)
         raise
     if not reply.started:
-        raise NotBegunError("ended the stream", worker_lost(name))
+        raise NotBegunError("ended the stream", worker_lost(request.model))
     usage = frames.usage() if request.wants_usage else None
     metrics.tokens(name, usage)
     if frames.is_done:
@@ -283,18 +287,19 @@ async def _relay_stream(
     else:
         _log.warning("%s: a stream was cut: %s", name, failure)
         response.close()
-        await _cut(frames, name, failure, reply, metrics)
+        await _cut(frames, request, name, failure, reply, metrics)
 
 
 async def _cut(
     frames: FrameRelay,
+    request: InferenceRequest,
     name: str,
     failure: str,
     reply: Reply | RenamedReply,
     metrics: GatewayMetrics | VariantRequestMetrics,
 ) -> None:
     metrics.cut(name)
-    message = f"{failure} before the answer of {name!r} was complete; send the request again"
+    message = f"{failure} before the answer of {request.model!r} was complete; send the request again"
     await reply.piece(error_frame(message, code="stream_cut", after_broken_frame=frames.broken_frame))
     await reply.end()
 

@@ -6,6 +6,9 @@ Sends one request for each call; what is loaded where is for ``iserve.gateway.va
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
+import re
 from pathlib import Path
 from typing import Protocol
 
@@ -17,9 +20,10 @@ from iserve.gateway.worker_http import CONNECT_S, NotBegunError, origin_of, work
 from iserve.http_stream import AnswerLostError, StreamAnswer, StreamClient
 from iserve.route_table import VariantRoute, WorkerTarget
 
-__all__ = ["VariantFolders", "VariantLoader"]
+__all__ = ["VariantFolders", "VariantLoader", "without_paths"]
 
-_LOAD_SILENCE_S = 120.0  # a worker may read gigabytes from a slow disk
+_LOAD_SILENCE_S = 120.0  # next to what reading the adapter takes
+_SLOWEST_READ_BYTES_PER_S = 20e6  # of a network disk that is shared
 _LIST_SILENCE_S = 10.0
 _LINGER_S = 1.0
 _RETRY_AFTER_S = 5
@@ -27,10 +31,19 @@ _MAX_ANSWER_BYTES = 16 * 2**20  # a list of models has a few hundred bytes for e
 _MAX_REASON_CHARS = 2000
 _BUSY_S = 10.0  # for which a worker may have no place, or be loading the variant for another client
 _ASK_AGAIN_S = 0.1
+# Paths of this machine as they are in messages: quoted, or up to what no usual path has. Not those of URLs.
+_PATH = re.compile(r"""(?P<quote>['"])/[^'"\n]*/(?P<last>[^/'"\n]*)(?P=quote)|(?<![\w:/.~-])/(?:[^\s'":;,()]*/)""")
+
+_log = logging.getLogger(__name__)
 
 
 class VariantFolders(Protocol):
     """Source of the folders that workers load (``daemon.variants.store.VariantStore``)."""
+
+    @property
+    def root(self) -> Path:
+        """Folder of them all."""
+        ...
 
     def loadable(self, content_hash: str) -> Path:
         """Return a verified folder of that content; blocks while it is built."""
@@ -71,11 +84,18 @@ class VariantLoader:
         try:
             return await asyncio.to_thread(self._folders.loadable, variant.content_hash)
         except UnavailableError as error:
-            message = f"the variant {variant.name!r} cannot be loaded now: {error}"
+            message = f"the variant {variant.name!r} cannot be loaded now: {self._shown(variant, str(error))}"
             raise ApiError(503, message, "variant_unusable", retry_after_s=_RETRY_AFTER_S) from error
-        except (IserveError, OSError) as error:
-            message = f"the variant {variant.name!r} cannot be loaded: {error}"  # which says what to do
+        except (IserveError, OSError) as error:  # which says what to do
+            message = f"the variant {variant.name!r} cannot be loaded: {self._shown(variant, str(error))}"
             raise ApiError(500, message, "variant_unusable") from error
+
+    def _shown(self, variant: VariantRoute, reason: str) -> str:
+        """Return a reason for a client, without paths of this machine; the log has them."""
+        shown = without_paths(reason.replace(variant.engine_name, variant.name), self._folders.root)
+        if shown != reason:
+            _log.warning("variant %s: %s", variant.name, reason)
+        return shown
 
     async def load(self, target: WorkerTarget, variant: VariantRoute, folder: Path) -> None:
         """Load it; that it is loaded already is as good.
@@ -84,9 +104,10 @@ class VariantLoader:
         it loads the variant, for a gateway that was killed; it is asked again then.
         """
         body = {"lora_name": variant.engine_name, "lora_path": str(folder)}
+        silence_s = _LOAD_SILENCE_S + variant.num_bytes / _SLOWEST_READ_BYTES_PER_S
         give_up_s = asyncio.get_running_loop().time() + _BUSY_S
         while True:
-            status, answer = await self._ask(target, "/v1/load_lora_adapter", body, variant.name)
+            status, answer = await self._ask(target, "/v1/load_lora_adapter", body, variant.name, silence_s)
             if status == 200:
                 return
             error = _error_of(answer)
@@ -99,7 +120,7 @@ class VariantLoader:
                 status = 503
                 break
             await asyncio.sleep(_ASK_AGAIN_S)
-        reason = error.message.replace(variant.engine_name, variant.name)
+        reason = self._shown(variant, error.message)
         if status >= 500:
             lost = ApiError(503, f"a worker failed to load the variant {variant.name!r}: {reason}", "variant_load")
             raise NotBegunError(f"answered {status} to the load of {variant.engine_name}: {reason}", lost)
@@ -128,7 +149,12 @@ class VariantLoader:
         raise NotBegunError(f"answered {status} to GET /v1/models", worker_lost(target.worker_id))
 
     async def _ask(
-        self, target: WorkerTarget, path: str, body: dict[str, str] | None, name: str
+        self,
+        target: WorkerTarget,
+        path: str,
+        body: dict[str, str] | None,
+        name: str,
+        silence_s: float = _LOAD_SILENCE_S,
     ) -> tuple[int, bytes]:
         origin, headers = origin_of(target.url), worker_headers(target.token)
         try:
@@ -142,7 +168,7 @@ class VariantLoader:
                     path,
                     headers,
                     msgspec.json.encode(body),
-                    silence_s=_LOAD_SILENCE_S,
+                    silence_s=silence_s,
                     connect_s=CONNECT_S,
                 )
             answer = await _read(response)
@@ -153,6 +179,20 @@ class VariantLoader:
         if response.status in (401, 503):
             raise NotBegunError("is not serving", ApiError.no_ready_worker(name, _RETRY_AFTER_S))
         return response.status, answer
+
+
+def without_paths(text: str, root: Path) -> str:
+    """Return ``text`` with no more than the last part of each absolute path.
+
+    Args:
+        root: folder whose paths are known as such, whatever characters they have.
+    """
+    for known in (root, Path(os.path.realpath(root))):
+        for folder in filter(lambda one: one.name, (known, known.parent)):  # not the root of all
+            text = text.replace(f"{folder}/", "").replace(str(folder), folder.name)
+    return _PATH.sub(
+        lambda found: f"{found['quote']}{found['last']}{found['quote']}" if found["quote"] else "", text
+    )
 
 
 async def _read(response: StreamAnswer) -> bytes:

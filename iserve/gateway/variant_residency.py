@@ -37,6 +37,7 @@ from placement.variant_routing import (
 __all__ = ["NoPlaceError", "Room", "VariantObserver", "VariantRequest", "VariantResidency"]
 
 _KEEP_S = 120.0  # between two times that folders of loaded variants are asked for, well within the store's grace
+_RETRY_AFTER_S = 1
 _RETRY_S = 5.0  # after a failed load, until one is tried again that no request was admitted for
 
 _log = logging.getLogger(__name__)
@@ -218,7 +219,11 @@ class VariantResidency:
         assert request.admitted is not None
         worker, name = self._workers[url], request.admitted.engine_name
         if not worker.is_known:
-            await asyncio.shield(self._ask(worker))
+            try:
+                await asyncio.shield(self._ask(worker))
+            except NotBegunError as error:  # asked for all variants, it names none
+                answer = ApiError.no_ready_worker(request.admitted.name, _RETRY_AFTER_S)
+                raise NotBegunError(error.reason, answer) from error
         if name not in worker.state.loaded:
             evicted = worker.state.evictions(name, self._loop.time(), self._wanted)
             if evicted is None:
@@ -336,7 +341,11 @@ class VariantResidency:
         """Load, once the unloads that make room for it are done."""
         folder = await self._loader.folder(variant)
         began_s = self._loop.time()
-        await asyncio.gather(*unloads)
+        try:
+            await asyncio.gather(*unloads)
+        except NotBegunError as error:  # names another variant, or the worker
+            message = f"a worker failed to make room for the variant {variant.name!r}; try again"
+            raise NotBegunError(error.reason, ApiError(503, message, "variant_load")) from error
         try:
             await self._loader.load(worker.target, variant, folder)
         except (NotReachedError, NotBegunError):  # not ApiError: the worker has refused it

@@ -12,7 +12,9 @@ from iserve.state.database import Database
 from iserve.state.rows import VariantRow
 from iserve.state.schema import deployments, models, variants
 
-__all__ = ["VariantTable", "check_no_variant"]
+__all__ = ["MAX_VARIANTS", "VariantTable", "check_no_variant"]
+
+MAX_VARIANTS = 10_000
 
 
 class VariantTable:
@@ -26,9 +28,10 @@ class VariantTable:
         self._database = database
 
     def check_free(self, name: str) -> None:
-        """Raise ConflictError where a deployment or a model has ``name``."""
+        """Raise ConflictError where a deployment or a model has ``name``, or there are too many other variants."""
         with self._database.read() as connection:
             _check_free(connection, name)
+            _check_room(connection, name)
 
     def put(self, row: VariantRow, *, replace: bool = False) -> tuple[VariantRow, VariantRow | None]:
         """Register ``row``; return the variant as it is now, and the one that had the name before.
@@ -39,11 +42,13 @@ class VariantTable:
             replace: give the name, which may have other content or another base, to ``row``, in one step.
 
         Raises:
-            ConflictError: the name is that of a deployment, a model or, without ``replace``, another variant.
+            ConflictError: the name is that of a deployment, a model or, without ``replace``, another variant; or
+                it is new and there are too many variants.
         """
         same = variants.c.name == row.name
         with self._database.write() as connection:
             _check_free(connection, row.name)
+            _check_room(connection, row.name)
             found = connection.execute(sa.select(variants).where(same)).mappings().first()
             former = None if found is None else VariantRow(**found)
             if former is not None:
@@ -60,7 +65,7 @@ class VariantTable:
 
     def count(self) -> int:
         with self._database.read() as connection:
-            return int(connection.execute(sa.select(sa.func.count()).select_from(variants)).scalar_one())
+            return _count(connection)
 
     def all(self) -> tuple[VariantRow, ...]:
         """Return all of them in the order of their names."""
@@ -102,6 +107,17 @@ def check_no_variant(connection: sa.Connection, name: str, instead: str) -> None
             f"a variant is named {name!r}, and one name means one model: {instead} or remove it first "
             f"(`iserve variant rm {name}`)"
         )
+
+
+def _check_room(connection: sa.Connection, name: str) -> None:
+    """Raise ConflictError where ``name`` would be one variant too many."""
+    if _count(connection, other_than=name) >= MAX_VARIANTS:
+        raise ConflictError(f"there are {MAX_VARIANTS} variants already; remove one first")
+
+
+def _count(connection: sa.Connection, other_than: str = "") -> int:
+    query = sa.select(sa.func.count()).select_from(variants).where(variants.c.name != other_than)
+    return int(connection.execute(query).scalar_one())
 
 
 def _check_free(connection: sa.Connection, name: str) -> None:

@@ -146,8 +146,8 @@ def test_what_adapters_add_is_shown_next_to_the_estimate_of_plans(golden: Golden
     assert [row.split(" | ")[1:] for row in rows if row.startswith(("| step of", "| prompts of"))] == [
         ["2.25 ms", "2.18 ms", "1.09 to 4.35 ms", "yes |"],
         ["6.57 ms", "6.58 ms", "3.29 to 13.17 ms", "yes |"],
-        ["24.91 ms", "7.98 ms", "3.99 to 15.95 ms", "no |"],
-        ["26.10 ms", "27.09 ms", "13.54 to 54.18 ms", "yes |"],
+        ["24.91 ms", "7.97 ms", "3.99 to 15.95 ms", "no |"],
+        ["26.10 ms", "27.09 ms", "13.55 to 54.19 ms", "yes |"],
     ]
     golden("reports", rows)
     assert not any("adapters 0" in row for row in rows)

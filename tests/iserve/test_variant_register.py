@@ -111,6 +111,20 @@ def test_the_same_request_again_changes_nothing_and_other_content_needs_replace(
     wait_until(lambda: content(api) == {replaced["content_hash"]}, "the former content is removed")
 
 
+def test_a_full_register_takes_what_does_not_make_it_grow(
+    api: Api, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = write_adapter(tmp_path / "a"), write_adapter(tmp_path / "b", lora_alpha=32)
+    added = add(api, base, first)
+    monkeypatch.setattr("iserve.state.variant_table.MAX_VARIANTS", 1)
+    assert add(api, base, first)["content_hash"] == added["content_hash"]
+    assert add(api, base, second, replace=True)["content_hash"] != added["content_hash"]
+    status, answer = api.ask("POST", VARIANTS, body(base, first, "new"))
+    assert (status, answer["error"]) == (409, "ConflictError")
+    assert "1 variants already" in answer["message"]
+    assert [one["name"] for one in api.ask("GET", VARIANTS)[1]] == ["style"]
+
+
 def test_content_that_two_variants_have_stays_until_both_are_gone(api: Api, base: Path, tmp_path: Path) -> None:
     path = write_adapter(tmp_path / "a")
     one, two = add(api, base, path, "one"), add(api, base, path, "two")

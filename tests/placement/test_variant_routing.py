@@ -16,6 +16,8 @@ from placement.variant_routing import (
     BusiestLoaded,
     Candidate,
     FirstComeFirstServed,
+    LeastLoaded,
+    RoundRobin,
     VariantPolicy,
     WorkerVariants,
     admit_waiting,
@@ -58,7 +60,7 @@ class Cluster:
         def admit(request: Request) -> bool:
             if is_admitted := self.admit(request, now_s):
                 admitted.append(request)
-                if isinstance(self.policy, BusiestLoaded) and request.variant is not None:
+                if not isinstance(self.policy, FirstComeFirstServed) and request.variant is not None:
                     late = [
                         one
                         for one in self.waiting
@@ -111,7 +113,8 @@ class Cluster:
         assert len(worker.loaded) <= worker.max_loaded
 
 
-POLICIES = (FirstComeFirstServed(), BusiestLoaded(bound_s=BOUND_S))
+SKIPPING = tuple(make(bound_s=BOUND_S) for make in (LeastLoaded, BusiestLoaded, RoundRobin))
+POLICIES = (FirstComeFirstServed(), *SKIPPING)
 REQUESTS = st.lists(
     st.tuples(
         st.floats(0, 2),
@@ -152,9 +155,9 @@ def test_limits_hold_and_every_request_is_served(policy, gaps, num_workers, slot
         assert order == [one for one in requests if one.variant is not None]
 
 
-def test_a_stream_of_one_variant_does_not_starve_another() -> None:
+@pytest.mark.parametrize("policy", SKIPPING, ids=lambda policy: policy.name)
+def test_a_stream_of_one_variant_does_not_starve_another(policy) -> None:
     """Followers of "a" pass "b" until it has waited for the bound; then "a" drains and "b" runs."""
-    policy = BusiestLoaded(bound_s=BOUND_S)
     cluster = Cluster(policy, [WorkerVariants(1, 2)], max_outstanding=8)
     waiting = Request(0.5, "b")
     for tick in range(200):
@@ -178,6 +181,49 @@ def worker(*loaded: str, slots: int = 2, max_loaded: int = 3, in_flight: str = "
 
 def candidates(*pairs: tuple[WorkerVariants, int]) -> list[Candidate]:
     return [Candidate(worker=one, outstanding=outstanding) for one, outstanding in pairs]
+
+
+class TestLeastLoaded:
+    def test_least_outstanding_of_those_that_have_it(self) -> None:
+        rooms = candidates((worker("a"), 3), (worker("a"), 1), (worker("b"), 0))
+        assert LeastLoaded().choose("a", rooms, 2.0) == Admission(index=1)
+
+    @pytest.mark.parametrize(("there", "elsewhere", "taken"), [(4, 0, 0), (5, 0, 1), (10, 3, 0), (11, 3, 1)])
+    def test_a_further_worker_loads_it_once_the_best_has_much_more_to_do(self, there, elsewhere, taken) -> None:
+        rooms = candidates((worker("a"), there), (worker("b"), elsewhere), (worker("b"), elsewhere + 1))
+        assert LeastLoaded().choose("a", rooms, 2.0) == Admission(index=taken)
+
+    def test_a_slot_that_is_scarce_counts_as_requests(self) -> None:
+        """Half of the slots taken: two requests more, where "a" would take the other."""
+        rooms = candidates((worker("a", "b", in_flight="b"), 1), (worker("a", in_flight="a"), 2))
+        assert LeastLoaded().choose("a", rooms, 2.0) == Admission(index=1)
+        rooms = candidates((worker("a", "b", in_flight="b"), 1), (worker("a", in_flight="a"), 4))
+        assert LeastLoaded().choose("a", rooms, 2.0) == Admission(index=0)
+
+    def test_a_cold_variant_goes_to_the_worker_with_least_to_do_and_then_least_to_lose(self) -> None:
+        popular, rare = worker("b", "c", "d"), worker("e", "f", "g")
+        for variant in "bcdbcd":
+            popular.admit(variant, 1.0)
+            popular.leave(variant)
+        assert LeastLoaded().choose("a", candidates((popular, 1), (rare, 2)), 2.0) == Admission(
+            index=0, evicted=("b",)
+        )
+        assert LeastLoaded().choose("a", candidates((popular, 2), (rare, 2)), 2.0) == Admission(
+            index=1, evicted=("e",)
+        )
+
+    def test_no_worker_of_a_hot_variant_stays_idle(self) -> None:
+        cluster = Cluster(LeastLoaded(), [WorkerVariants(8, 32) for _ in range(2)], max_outstanding=64)
+        for turn in range(40):
+            cluster.waiting.append(Request(turn / 1000, "a", service_s=9.0))
+            cluster.step(turn / 1000)
+        counts = [sum(1 for one in cluster.running if one.worker == index) for index in range(2)]
+        assert counts == [20, 20]
+
+
+def test_round_robin_takes_the_worker_not_used_for_longest() -> None:
+    rooms = [Candidate(worker=worker("a"), outstanding=0, last_turn=turn) for turn in (3, 1, 2)]
+    assert RoundRobin().choose("a", rooms, 2.0) == Admission(index=1)
 
 
 class TestChoices:
@@ -250,8 +296,9 @@ class TestEviction:
         assert variants.evictions("d", 1.0) == ("a", "b")
 
 
-def test_fairness_near_the_bound() -> None:
-    policy = BusiestLoaded(bound_s=10.0)
+@pytest.mark.parametrize("make", [LeastLoaded, BusiestLoaded, RoundRobin])
+def test_fairness_near_the_bound(make) -> None:
+    policy = make(bound_s=10.0)
     first, second = Request(0.0, "a"), Request(1.0, "b")
     served_s = {"a": 3.0, "b": 2.0}
     assert policy.order([first, second], served_s, 4.0) == [first, second]

@@ -1,16 +1,19 @@
 """Replay of requests for LoRA variants over workers with adapter slots, by the gateway's own scheduling policy.
 
-Answers how often a variant is loaded already, how many loads and evictions a trace causes, and how long its
-requests wait for a slot and for their load. Batching is left out: a request takes its ``service_s`` anywhere.
+Answers how often a variant is loaded already, how many loads and evictions a trace causes, how long its requests
+wait for a slot and for their load, and when they are complete. Requests that run together at a worker slow each
+other down as ``StepCost`` says; without one, a request takes its ``service_s`` anywhere.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from fingerprint.errors import ConfigError
 from placement.variant_routing import (
@@ -23,7 +26,7 @@ from placement.variant_routing import (
     make_variant_policy,
 )
 
-__all__ = ["VariantArrival", "VariantReplay", "VariantWorkers", "replay_variants"]
+__all__ = ["StepCost", "VariantArrival", "VariantReplay", "VariantWorkers", "replay_variants"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +35,28 @@ class VariantArrival:
 
     arrived_s: float
     variant: str
-    service_s: float  # at the worker, without its load
+    service_s: float  # alone at the worker, without its load
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepCost:
+    """Duration of a worker's step in seconds, linear in its requests and in their distinct variants."""
+
+    fixed_s: float  # of a step of one request
+    per_request_s: float = 0.0  # of each further one
+    per_variant_s: float = 0.0  # of each variant after the first
+
+    def __post_init__(self) -> None:
+        if not (0 < self.fixed_s < math.inf and min(self.per_request_s, self.per_variant_s) >= 0):
+            raise ConfigError(
+                "a step takes time, and no less with more requests, got "
+                f"{self.fixed_s}, {self.per_request_s} and {self.per_variant_s} s"
+            )
+
+    def slowdown(self, requests: int, variants: int) -> float:
+        """Return how much longer a step takes than one of a single request."""
+        further_s = self.per_request_s * (requests - 1) + self.per_variant_s * (variants - 1)
+        return 1.0 + further_s / self.fixed_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +69,7 @@ class VariantWorkers:
     max_outstanding: int = 256  # requests at a worker
     variant_bytes: int  # of one variant
     load_bytes_per_s: float  # of one load; loads do not slow each other down
+    step: StepCost | None = None  # None: requests do not slow each other down
 
     def __post_init__(self) -> None:
         if min(self.num_workers, self.max_outstanding) < 1:
@@ -69,6 +94,7 @@ class VariantReplay:
     evictions: int
     hits: int  # requests whose variant was loaded, or being loaded, when a worker took them
     waiting_s: tuple[float, ...]  # of each request in order of the trace, until it ran
+    latency_s: tuple[float, ...]  # likewise, from its arrival until it was complete
 
     @property
     def hit_rate(self) -> float:
@@ -89,12 +115,51 @@ class _Request:
         return self.arrival.arrived_s
 
 
-@dataclass(slots=True, eq=False)
 class _Worker:
-    state: WorkerVariants
-    outstanding: int = 0
-    last_turn: int = -1
-    loading: dict[str, float] = field(default_factory=dict)  # when the load of a variant ends
+    """Worker whose running requests all advance at one pace, which changes with their number.
+
+    ``_progress_s`` is the service that a request would have received that ran from the beginning. A request ends
+    when it has grown by the request's ``service_s`` since its start.
+    """
+
+    def __init__(self, state: WorkerVariants, step: StepCost | None) -> None:
+        self.state, self._step = state, step
+        self.outstanding = 0
+        self.last_turn = -1
+        self.loading: dict[str, float] = {}  # when the load of a variant ends
+        self.epoch = 0  # of the next end, which another start or end puts off
+        self._running: list[tuple[float, int, _Request]] = []  # by the progress at which each ends
+        self._variants: Counter[str] = Counter()  # of those
+        self._progress_s = self._since_s = 0.0
+
+    def start(self, request: _Request, now_s: float) -> None:
+        self._advance(now_s)
+        heapq.heappush(self._running, (self._progress_s + request.arrival.service_s, request.row, request))
+        self._variants[request.variant] += 1
+
+    def end(self, now_s: float) -> _Request:
+        """Return the request that is complete now."""
+        self._advance(now_s)
+        self._progress_s, _, request = heapq.heappop(self._running)  # exactly, whatever was rounded
+        self._variants[request.variant] -= 1
+        if not self._variants[request.variant]:
+            del self._variants[request.variant]
+        return request
+
+    def next_end_s(self) -> float:
+        """Return when the next request is complete if none starts before; infinite where none runs."""
+        if not self._running:
+            return math.inf
+        return self._since_s + max(0.0, self._running[0][0] - self._progress_s) * self._slowdown
+
+    @property
+    def _slowdown(self) -> float:
+        return 1.0 if self._step is None else self._step.slowdown(len(self._running), len(self._variants))
+
+    def _advance(self, now_s: float) -> None:
+        if self._running:
+            self._progress_s += (now_s - self._since_s) / self._slowdown
+        self._since_s = now_s
 
 
 def replay_variants(
@@ -113,14 +178,16 @@ class _Replay:
     def __init__(self, num_requests: int, workers: VariantWorkers, policy: VariantPolicy) -> None:
         self._of, self._policy = workers, policy
         self._workers = [
-            _Worker(WorkerVariants(workers.slots, workers.max_loaded)) for _ in range(workers.num_workers)
+            _Worker(WorkerVariants(workers.slots, workers.max_loaded), workers.step)
+            for _ in range(workers.num_workers)
         ]
         self._waiting: list[_Request] = []
         self._served_s: dict[str, float] = {}
-        self._events: list[tuple[float, int, _Worker, _Request | None]] = []  # a request, or a load, ends
+        self._events: list[tuple[float, int, Callable[[float], bool]]] = []  # return whether the queue may move
         self._order = itertools.count()
         self._wanted: Counter[str] = Counter()  # requests in the queue, by variant
         self._waiting_s = [0.0] * num_requests
+        self._latency_s = [0.0] * num_requests
         self._loads = self._evictions = self._hits = 0
 
     def run(self, requests: Sequence[VariantArrival]) -> VariantReplay:
@@ -130,10 +197,9 @@ class _Replay:
         next_row = 0
         while next_row < len(arrivals) or self._events:
             if self._events and (next_row == len(arrivals) or self._events[0][0] <= arrivals[next_row].arrived_s):
-                now_s, _, worker, request = heapq.heappop(self._events)
-                if request is not None:
-                    worker.outstanding -= 1
-                    worker.state.leave(request.variant)
+                now_s, _, happen = heapq.heappop(self._events)
+                if not happen(now_s):
+                    continue
             else:
                 now_s = arrivals[next_row].arrived_s
                 self._waiting.append(arrivals[next_row])
@@ -141,7 +207,11 @@ class _Replay:
                 next_row += 1
             self._serve(now_s)
         return VariantReplay(
-            loads=self._loads, evictions=self._evictions, hits=self._hits, waiting_s=tuple(self._waiting_s)
+            loads=self._loads,
+            evictions=self._evictions,
+            hits=self._hits,
+            waiting_s=tuple(self._waiting_s),
+            latency_s=tuple(self._latency_s),
         )
 
     def _serve(self, now_s: float) -> None:
@@ -182,7 +252,30 @@ class _Replay:
             self._load(worker, request.variant, admission.evicted, now_s)
         starts_s = max(now_s, worker.loading.get(request.variant, 0.0))
         self._waiting_s[request.row] = starts_s - request.arrived_s
-        self._end(starts_s + request.arrival.service_s, worker, request)
+        if starts_s > now_s:
+            self._at(starts_s, partial(self._start, worker, request))
+        else:
+            self._start(worker, request, now_s)
+        return True
+
+    def _start(self, worker: _Worker, request: _Request, now_s: float) -> bool:
+        worker.start(request, now_s)
+        self._expect_end(worker)
+        return False
+
+    def _expect_end(self, worker: _Worker) -> None:
+        worker.epoch += 1
+        if (at_s := worker.next_end_s()) < math.inf:
+            self._at(at_s, partial(self._end, worker, worker.epoch))
+
+    def _end(self, worker: _Worker, epoch: int, now_s: float) -> bool:
+        if epoch != worker.epoch:
+            return False
+        request = worker.end(now_s)
+        worker.outstanding -= 1
+        worker.state.leave(request.variant)
+        self._latency_s[request.row] = now_s - request.arrived_s
+        self._expect_end(worker)
         return True
 
     def _prefetch(self, now_s: float) -> None:
@@ -208,7 +301,7 @@ class _Replay:
             worker.loading.pop(name, None)
         worker.state.load(variant, now_s, evicted)
         worker.loading[variant] = now_s + self._of.load_s
-        self._end(now_s + self._of.load_s, worker, None)
+        self._at(now_s + self._of.load_s, lambda _: True)
 
-    def _end(self, at_s: float, worker: _Worker, request: _Request | None) -> None:
-        heapq.heappush(self._events, (at_s, next(self._order), worker, request))
+    def _at(self, at_s: float, happen: Callable[[float], bool]) -> None:
+        heapq.heappush(self._events, (at_s, next(self._order), happen))

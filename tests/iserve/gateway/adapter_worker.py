@@ -190,6 +190,10 @@ class AdapterWorker(ThreadedServer):
         if name in self.held_models:
             await self._until(self.go_on)
         await response.write(self._frame({**head, "choices": [choice]}) * 2)
+        if asked.get("prompt") == "cut":
+            assert request.transport is not None
+            request.transport.abort()
+            return response
         if asked.get("prompt") == "fail":
             await response.write(self._frame({"error": {"message": f"`{name}` ran out of pages"}}))
             return response

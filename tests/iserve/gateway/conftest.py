@@ -325,6 +325,19 @@ def variant_gateway_process(tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.fixture
+def make_variant_gateway(tmp_path: Path) -> Iterator[Callable[..., GatewayProcess]]:
+    """Yield a maker of gateways like ``variant_gateway``, each with options of its own."""
+    with ExitStack() as stack:
+
+        def make(*options: str) -> GatewayProcess:
+            process = GatewayProcess(tmp_path / "gateway", "tests.iserve.gateway.variant_gateway").start(*options)
+            stack.callback(process.stop)
+            return process
+
+        yield make
+
+
+@pytest.fixture
 def variant_gateway(variant_gateway_process: GatewayProcess) -> GatewayProcess:
     """The shared process over stand-ins for the folders of variants; its table is that of the last test."""
     return variant_gateway_process

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from iserve.route_table import GatewayLimits
 from tests.golden_words import Golden
 from tests.iserve.gateway.conftest import GatewayProcess
-from tests.iserve.gateway.variant_requests import VARIANT_GATEWAY, A, B, C, route, said, variant
+from tests.iserve.gateway.variant_requests import VARIANT_GATEWAY, A, B, C, frames, route, said, variant
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.process
@@ -146,6 +149,38 @@ class TestFailures:
         assert answer.status == 503
         assert A.engine_name.encode() not in answer.body
 
+    def test_errors_name_the_variant_that_was_asked_for(self, gateway, make_worker, clients) -> None:
+        """Errors of a cut stream, of silence and of a full queue: none names the deployment, ``m``."""
+        worker = make_worker(slots=1)
+        gateway.publish(route(worker, variants=(A, B)), limits=GatewayLimits(max_queue=1, upstream_timeout_s=2.0))
+        worker.held_models.add(B.engine_name)
+        cut = frames(gateway.complete("a", prompt="cut", stream=True).body)[-1]
+        errors = [json.loads(cut)["error"]]
+        silent = clients.submit(gateway.complete, "b")
+        wait_until(lambda: worker.in_flight[B.engine_name], "b is held")
+        waiting = clients.submit(gateway.complete, "a")
+        wait_until(lambda: gateway.metric('iserve_gateway_waiting_requests{deployment="m"}') == 1, "a waits")
+        errors.append(gateway.complete("a").error)
+        errors.append(silent.result().error)
+        worker.go_on.set()
+        assert waiting.result().status in (200, 503)
+        assert [error["code"] for error in errors] == ["stream_cut", "queue_full", "upstream_timeout"]
+        assert [name for error in errors for name in ("'a'", "'b'", "'m'") if name in error["message"]] == [
+            "'a'",
+            "'a'",
+            "'b'",
+        ]
+
+    def test_a_worker_that_lists_nothing_is_no_name_for_clients(self, gateway, make_worker) -> None:
+        worker = make_worker()
+        target = replace(worker.target("secret-worker"), token="another")
+        gateway.publish(replace(route(worker, variants=(A,)), workers=(target,)))
+        answer = gateway.complete("a")
+        assert (answer.status, answer.error["code"]) == (503, "no_ready_worker")
+        assert "'a'" in answer.error["message"]
+        assert b"secret-worker" not in answer.body
+        worker.violations.clear()
+
     def test_a_damaged_folder_is_named(self, gateway, make_worker, golden: Golden) -> None:
         worker = make_worker()
         broken: Path = gateway.home / "variants" / f"{A.content_hash}.broken"
@@ -154,7 +189,9 @@ class TestFailures:
         broken.touch()
         answer = gateway.complete("a")
         assert (answer.status, answer.error["code"]) == (500, "variant_unusable")
-        golden("rest-errors", answer.error["message"])  # its end is the store's, which says what to do
+        golden("rest-errors", answer.error["message"])  # its end is the store's
+        assert "'a'" in answer.error["message"]
+        assert str(gateway.home).encode() not in answer.body
         assert worker.loads == []
         assert said(gateway.complete("b")) == B.content_hash
         broken.unlink()

@@ -101,7 +101,9 @@ class TestLoading:
         assert statuses([held, waiting]) == [200, 200]
         assert worker.loads == [A.engine_name, B.engine_name]
 
-    def test_the_busiest_worker_that_has_it_is_taken(self, gateway, make_worker, clients) -> None:
+    def test_the_busiest_worker_that_has_it_is_taken(self, make_variant_gateway, make_worker, clients) -> None:
+        """Policy of ISERVE_VARIANT_POLICY=busiest-loaded."""
+        gateway = make_variant_gateway("--variant-policy", "busiest-loaded")
         workers = make_worker(), make_worker()
         gateway.publish(route(*workers, variants=(A, B)))
         gateway.complete("a")
@@ -112,6 +114,22 @@ class TestLoading:
         first.go_on.set()
         assert statuses(answers) == [200] * 6
         assert sum(len(worker.loads) for worker in workers) == 1
+
+    def test_a_hot_variant_gets_a_second_worker_while_that_has_less_to_do(
+        self, gateway, make_worker, clients
+    ) -> None:
+        """Held requests: the second worker has nothing to do until the first has more than four."""
+        workers = make_worker(), make_worker()
+        for worker in workers:
+            worker.held_models.add(A.engine_name)
+        gateway.publish(route(*workers, variants=(A, B)))
+        answers = [clients.submit(gateway.complete, "a") for _ in range(11)]
+        wait_until(lambda: sum(one.in_flight[A.engine_name] for one in workers) == 11, "all are at a worker")
+        assert sorted(one.in_flight[A.engine_name] for one in workers) == [5, 6]
+        for worker in workers:
+            worker.go_on.set()
+        assert statuses(answers) == [200] * 11
+        assert [worker.loads for worker in workers] == [[A.engine_name]] * 2
 
 
 class TestQueue:

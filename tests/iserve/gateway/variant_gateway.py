@@ -14,10 +14,10 @@ from iserve.gateway import __main__ as gateway
 
 class Folders:
     def __init__(self, root: Path) -> None:
-        self._root = root
+        self.root = root
 
     def loadable(self, content_hash: str) -> Path:
-        folder = self._root / content_hash
+        folder = self.root / content_hash
         if folder.with_suffix(".broken").exists():
             raise CheckpointError(f"{folder}: a tensor was changed")
         folder.mkdir(parents=True, exist_ok=True)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+import statistics
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fingerprint.errors import ConfigError
-from placement.variant_routing import FirstComeFirstServed
-from traces.simulator.variants import VariantArrival, VariantWorkers, replay_variants
+from placement.variant_routing import VARIANT_POLICIES, FirstComeFirstServed, make_variant_policy
+from traces.simulator.variants import StepCost, VariantArrival, VariantWorkers, replay_variants
 
 
 def workers(**fields) -> VariantWorkers:
@@ -53,13 +58,56 @@ def test_followers_of_a_running_variant_pass_but_not_first_come_first_served() -
 )
 def test_laws(rows, num_workers, slots, spare) -> None:
     fleet = workers(num_workers=num_workers, slots=slots, max_loaded=slots + spare)
-    for policy in (None, FirstComeFirstServed()):
+    for policy in (None, *(make() for make in VARIANT_POLICIES.values())):
         replay = replay_variants(arrivals(*rows), fleet, policy)
         assert len(replay.waiting_s) == len(rows)
         assert all(waited_s >= 0 for waited_s in replay.waiting_s)
         assert replay.loads >= len({name for _, name in rows})
         assert replay.loads - replay.evictions <= num_workers * (slots + spare)
         assert replay.hits + replay.loads >= len(rows)
+        assert replay.latency_s == pytest.approx([waited_s + 1.0 for waited_s in replay.waiting_s])
+
+
+def test_requests_that_run_together_share_the_steps() -> None:
+    """Two of one variant: each step takes 1.5 times as long while both run; of two variants, twice as long."""
+    step = StepCost(fixed_s=0.01, per_request_s=0.005, per_variant_s=0.005)
+    fleet = workers(step=step, load_bytes_per_s=1e12)
+    same = replay_variants(arrivals((0.0, "a"), (0.5, "a")), fleet)
+    assert same.latency_s == pytest.approx((0.5 + 0.5 * 1.5, 0.5 * 1.5 + 0.5))
+    two = replay_variants(arrivals((0.0, "a"), (0.5, "b")), fleet)
+    assert two.latency_s == pytest.approx((0.5 + 0.5 * 2, 0.5 * 2 + 0.5))
+
+
+def test_a_request_that_waits_for_its_load_slows_none_down() -> None:
+    fleet = workers(step=StepCost(fixed_s=0.01, per_request_s=0.01), load_bytes_per_s=100.0)
+    replay = replay_variants(arrivals((0.0, "a"), (1.5, "b")), fleet)
+    assert replay.latency_s == pytest.approx((2.0, 2.0))
+
+
+def test_a_hot_variant_has_all_workers() -> None:
+    """Packed on one worker it takes many times as long; the other one has nothing to do."""
+    fleet = workers(num_workers=2, slots=8, max_loaded=32, step=StepCost(fixed_s=0.01, per_request_s=0.01))
+    rng = random.Random(1)
+    arrived_s = itertools.accumulate(rng.expovariate(1.4) for _ in range(300))
+    trace = arrivals(*((at_s, "a") for at_s in arrived_s))
+    alone, packed, turns, ours = (
+        statistics.fmean(replay_variants(trace, of, make_variant_policy(policy)).latency_s)
+        for of, policy in (
+            (replace(fleet, num_workers=1), "fcfs"),
+            (fleet, "busiest-loaded"),
+            (fleet, "round-robin"),
+            (fleet, "least-loaded"),
+        )
+    )
+    assert packed == pytest.approx(alone)
+    assert packed > 5 * turns
+    assert ours < 1.1 * turns
+
+
+def test_impossible_steps() -> None:
+    for fields in ({"fixed_s": 0.0}, {"fixed_s": 1.0, "per_request_s": -1.0}):
+        with pytest.raises(ConfigError, match="a step takes time"):
+            StepCost(**fields)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,126 @@
+"""Policies of ``placement.variant_routing`` in the simulator: latency and adapter loads on two replicas.
+
+Run: ``python -m tests.bench.variant_routing [--seeds N] [--variants N] [--load-s S] [--requests N]
+[--replicas N]``.
+
+Arrivals are Poisson, service times exponential with a mean of ``MEAN_S`` for a request alone, variants drawn by
+Zipf's law with exponent 1. Loads are shares of the throughput that round robin reaches with an endless queue. The
+policies replay the same requests. Nothing is measured on an engine: ``STEPS`` are what a step takes.
+
+``vllm``: Llama-3.1-8B on an H200 (``fingerprint.estimators.adapter_slots``): 7.4 ms a step of one request and one
+adapter, 0.39 ms for each further adapter, 0.09 ms for each further request (its row, and its share of the prompts
+that are read meanwhile). ``steep``: a further request adds a sixth of a step, as with long prompts or on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from placement.variant_routing import VARIANT_POLICIES, VariantPolicy, make_variant_policy
+from traces.simulator.variants import StepCost, VariantArrival, VariantReplay, VariantWorkers, replay_variants
+
+MEAN_S = 1.9
+LOADS = (0.3, 0.6, 0.9)
+STEPS = {
+    "vllm": StepCost(fixed_s=7.4e-3, per_request_s=0.09e-3, per_variant_s=0.386e-3),
+    "steep": StepCost(fixed_s=7.4e-3, per_request_s=1.2e-3, per_variant_s=0.386e-3),
+}
+_WARM_UP = 0.1  # of the requests, left out of latencies
+_BYTES = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Traffic and workers."""
+
+    step: str
+    variants: int
+    load: float = 1.0
+    load_s: float = 0.25
+    requests: int = 3000
+    replicas: int = 2
+
+    @property
+    def workers(self) -> VariantWorkers:
+        return VariantWorkers(
+            num_workers=self.replicas,
+            slots=8,
+            max_loaded=32,
+            max_outstanding=32,
+            variant_bytes=_BYTES,
+            load_bytes_per_s=_BYTES / self.load_s,
+            step=STEPS[self.step],
+        )
+
+    def arrivals(self, seed: int, rate_per_s: float) -> list[VariantArrival]:
+        rng = np.random.default_rng(seed)
+        weights = 1.0 / np.arange(1, self.variants + 1)
+        at_s = np.cumsum(rng.exponential(1 / rate_per_s, self.requests))
+        drawn = rng.choice(self.variants, self.requests, p=weights / weights.sum())
+        service_s = rng.exponential(MEAN_S, self.requests)
+        return [
+            VariantArrival(arrived_s=float(at), variant=f"v{one}", service_s=float(service))
+            for at, one, service in zip(at_s, drawn, service_s, strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    mean_s: float
+    p95_s: float
+    loads: float
+
+
+@functools.cache
+def capacity_per_s(case: Case) -> float:
+    """Return the requests per second that round robin completes while many wait (``case.load`` is not used)."""
+    arrivals = case.arrivals(seed=99, rate_per_s=4 * case.replicas * 32 / MEAN_S)
+    replay = replay_variants(arrivals, case.workers, make_variant_policy("round-robin"))
+    ends_s = np.sort([one.arrived_s + took_s for one, took_s in zip(arrivals, replay.latency_s, strict=True)])
+    first, last = int(0.1 * len(ends_s)), int(0.9 * len(ends_s))
+    return float((last - first) / (ends_s[last] - ends_s[first]))
+
+
+def replayed(case: Case, policy: VariantPolicy, seed: int) -> VariantReplay:
+    full = Case(case.step, case.variants, load_s=case.load_s, replicas=case.replicas)
+    return replay_variants(case.arrivals(seed, case.load * capacity_per_s(full)), case.workers, policy)
+
+
+def outcome(case: Case, make_policy: Callable[[], VariantPolicy], seeds: int) -> Outcome:
+    """Return means over the seeds 0, 1, ..."""
+    rows = []
+    for seed in range(seeds):
+        replay = replayed(case, make_policy(), seed)
+        latency_s = np.array(replay.latency_s[int(_WARM_UP * case.requests) :])
+        rows.append((latency_s.mean(), np.quantile(latency_s, 0.95), replay.loads))
+    return Outcome(*(float(value) for value in np.mean(rows, axis=0)))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--variants", type=int, nargs="+", default=[40, 1])
+    parser.add_argument("--load-s", type=float, default=0.25, help="of one adapter")
+    parser.add_argument("--requests", type=int, default=3000)
+    parser.add_argument("--replicas", type=int, default=2)
+    args = parser.parse_args()
+    print("| step | variants | load | " + " | ".join(VARIANT_POLICIES) + " |")
+    print("|---" * (3 + len(VARIANT_POLICIES)) + "|")
+    for step in STEPS:
+        for variants in args.variants:
+            for load in LOADS:
+                case = Case(step, variants, load, args.load_s, args.requests, args.replicas)
+                cells = [outcome(case, make, args.seeds) for make in VARIANT_POLICIES.values()]
+                shown = (f"{one.mean_s:.2f}, {one.p95_s:.2f} s; {one.loads:.0f}" for one in cells)
+                print(f"| {step} | {variants} | {load:.0%} | " + " | ".join(shown) + " |", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
