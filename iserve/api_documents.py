@@ -227,6 +227,8 @@ class VariantDocument:
     """Deployments that can serve it, the oldest first; the first one does."""
     why_not_served: str | None
     """Reason why no deployment serves it, with the way out; None: one does."""
+    in_force: bool | None = None
+    """Whether the gateway has this change, for which 10 s are waited; None: no change, or no deployment for it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -63,8 +63,9 @@ class ControllerClient:
     def patch(self, path: str, body: object, kind: type[T]) -> T:
         return self._http.ask("PATCH", _target(path, {}), kind, body=to_json(body), timeout_s=self._timeout_s)
 
-    def delete(self, path: str, **query: object) -> None:
-        self._http.request("DELETE", _target(path, query), timeout_s=self._timeout_s)
+    def delete(self, path: str, **query: object) -> bool:
+        """Return whether it is done: an answer with a body says what is not yet."""
+        return not self._http.request("DELETE", _target(path, query), timeout_s=self._timeout_s)
 
 
 def post_once(

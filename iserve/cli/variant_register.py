@@ -22,6 +22,7 @@ __all__ = ["register"]
 _PATH = "/api/v1/variants"
 _ADD_TIMEOUT_S = 3600.0  # as many adapters as are being added may be first
 _POLL_S = 0.2
+_NOT_FOLLOWED = "the gateway has not taken the change over within 10 s (`iserve status` looks)"
 
 
 def register(variant: typer.Typer) -> None:
@@ -152,8 +153,9 @@ def rm(name: NameArgument) -> None:
     """Forget a variant. Requests under way are answered; tensors that no other variant has are removed."""
     from iserve.cli.connection import client
 
-    client(start=False).delete(f"{_PATH}/{name}")
-    typer.echo(f"{name} is removed")
+    is_in_force = client(start=False).delete(f"{_PATH}/{name}")
+    late = "" if is_in_force else f", but {_NOT_FOLLOWED}: it may still answer requests for {name}"
+    typer.echo(f"{name} is removed{late}")
 
 
 def pin(name: NameArgument, as_json: o.JsonOption = False) -> None:
@@ -182,6 +184,8 @@ def _pin(name: str, *, pinned: bool, as_json: bool) -> None:
 def _serving(variant: VariantDocument) -> str:
     if variant.why_not_served is not None:
         return f"not served: {variant.why_not_served}"
+    if variant.in_force is False:
+        return f"to be served by {variant.deployments[0]}, as model {variant.name}, but {_NOT_FOLLOWED}"
     return f"served by {variant.deployments[0]}, as model {variant.name}"
 
 

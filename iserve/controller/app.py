@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
@@ -30,18 +29,17 @@ from iserve.api_documents import (
     NewKeyDocument,
     NodeDocument,
     ProfileJobDocument,
-    ProgressDocument,
-    VariantDocument,
 )
 from iserve.api_types import IDEMPOTENCY_KEY, DeployBody, LaunchBody, PlanBody, VerifyBody
-from iserve.controller.auth import Door, problem
+from iserve.controller.auth import Caller, Door, problem
 from iserve.controller.folder_access import Reach
 from iserve.controller.metrics import Metrics
 from iserve.controller.openapi import BODY, describe, problems
 from iserve.controller.service import Controller
+from iserve.controller.variant_api import add_variant_routes
 from iserve.planning.document import PlanDocument
 from iserve.planning.worker_launch import LaunchDocument
-from iserve.rest_bodies import KeyBody, ModelBody, ProfileBody, UpdateBody, VariantBody, VariantPinBody
+from iserve.rest_bodies import KeyBody, ModelBody, ProfileBody, UpdateBody
 from iserve.verify.documents import StoredVerification, VerificationJobDocument
 from placement.types import DeploymentState
 from planner.intent import MAX_REPLICAS
@@ -78,17 +76,7 @@ IdempotencyKey = Annotated[
 DeploymentName = Annotated[str, Path(description="Name of the deployment.")]
 LogLines = Annotated[int, Query(ge=1, le=10_000, description="Most lines to return from the end of the log.")]
 Replica = Annotated[int, Query(ge=1, le=MAX_REPLICAS, description="Number of the replica, from 1.")]
-VariantName = Annotated[str, Path(description="Name of the variant.")]
 JobId = Annotated[str, Path(description="Identifier of the job, as its start answered.")]
-
-
-def _reach(request: Request) -> Reach:
-    """Return the reach of the caller, as the door found it."""
-    reach: Reach = request.state.reach
-    return reach
-
-
-Caller = Annotated[Reach, Depends(_reach)]
 
 
 class _ReadOnce(Request):
@@ -158,7 +146,7 @@ def create_app(controller: Controller, token: str) -> FastAPI:
         route_class=_Route,
     )
     _model_routes(api, controller)
-    _variant_routes(api, controller)
+    add_variant_routes(api, controller)
     _plan_routes(api, controller)
     _deployment_routes(api, controller)
     _deployment_record_routes(api, controller)
@@ -237,44 +225,6 @@ def _model_routes(api: APIRouter, controller: Controller) -> None:
     def profile_job(job_id: JobId) -> ProfileJobDocument:
         """Return the state of a profile job."""
         return controller.plans.profile_job(job_id)
-
-
-def _variant_routes(api: APIRouter, controller: Controller) -> None:
-    variants = controller.variants
-
-    @api.get("/variants")
-    def list_variants() -> tuple[VariantDocument, ...]:
-        """List the variants of all base models."""
-        return variants.all()
-
-    @api.post("/variants", status_code=201, responses=problems(404, 409, *BODY))
-    async def add_variant(body: VariantBody, caller: Caller) -> VariantDocument:
-        """Copy a LoRA adapter into this home and give it a name.
-
-        Deployments of its base with adapter slots serve it from then on. The same request again changes nothing;
-        another content under the name needs `replace`.
-        """
-        return await asyncio.wrap_future(variants.add_soon(body, caller))
-
-    @api.get("/variants/{name}", responses=problems(404))
-    def variant(name: VariantName) -> VariantDocument:
-        """Return one variant as it is now."""
-        return variants.get(name)
-
-    @api.get("/variants/{name}/progress", responses=problems(404))
-    def variant_progress(name: VariantName) -> ProgressDocument:
-        """Return the progress of a variant that is being added."""
-        return variants.progress(name)
-
-    @api.patch("/variants/{name}", responses=problems(404, *BODY))
-    def pin_variant(name: VariantName, body: VariantPinBody) -> VariantDocument:
-        """Pin a variant, so that workers load it at once and keep it loaded, or end that."""
-        return variants.pin(name, pinned=body.pinned)
-
-    @api.delete("/variants/{name}", status_code=204, responses=problems(404))
-    def remove_variant(name: VariantName) -> None:
-        """Forget a variant; requests under way are answered, its tensors are removed in the background."""
-        variants.remove(name)
 
 
 def _plan_routes(api: APIRouter, controller: Controller) -> None:

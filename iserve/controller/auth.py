@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Callable, MutableMapping
+from typing import Annotated
 
+from fastapi import Depends, Request
 from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
@@ -16,12 +18,21 @@ from iserve.keys import find_key
 from iserve.route_table import ApiKeyRecord
 from iserve.state.store import Store
 
-__all__ = ["MAX_BODY_BYTES", "Door", "problem"]
+__all__ = ["MAX_BODY_BYTES", "Caller", "Door", "problem"]
 
 MAX_BODY_BYTES = 1 << 20
 
 _OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+
+
+def _reach(request: Request) -> Reach:
+    """Return the reach of the caller, as the door found it."""
+    reach: Reach = request.state.reach
+    return reach
+
+
+Caller = Annotated[Reach, Depends(_reach)]
 
 
 def problem(name: str, message: str, status: int) -> JSONResponse:

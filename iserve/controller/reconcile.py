@@ -180,7 +180,12 @@ class Reconciler:
         Raises:
             UnavailableError: it cannot be written; it is tried again at the next pass.
         """
-        settings, store = self._controller.settings, self._controller.store
+        settings, store, followed = (
+            self._controller.settings,
+            self._controller.store,
+            self._controller.followed_routes,
+        )
+        ticket = followed.begin()
         if node is None and self._published is not None:
             return
         variants = self._controller.variants.routes(variant_servers(rows))
@@ -198,6 +203,7 @@ class Reconciler:
         )
         content = (settings.keys_required, routes, keys)
         if content == self._published:
+            followed.publish(ticket, self._version)
             return
         table = RouteTable(
             version=store.next_route_version(),
@@ -215,6 +221,7 @@ class Reconciler:
                 f"cannot write {path}: {error.strerror}; free space or mend the folder"
             ) from error
         self._published, self._version = content, table.version
+        followed.publish(ticket, table.version)
 
     def _route(
         self, row: DeploymentRow, node: NodeStatus | None, variants: tuple[VariantRoute, ...]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,12 +41,14 @@ from iserve.controller.daemon_workers import end_workers
 from iserve.controller.deployer import Deployer
 from iserve.controller.deployment_status import replicas_seen, status_of
 from iserve.controller.engine_selection import deployable_engine
+from iserve.controller.followed_routes import FollowedRoutes
 from iserve.controller.idempotency import KEPT_S, answer_to_keep, answered_before, deployed_before
 from iserve.controller.profiling import Profiler
 from iserve.controller.snapshot import serving_on
 from iserve.controller.standalone_plans import Plans, progress_document
 from iserve.controller.stored_values import draining_workers, recorded_request, recorded_workers, update_workers
 from iserve.controller.updating import Updater
+from iserve.controller.variant_serving import variant_servers
 from iserve.controller.variants import Variants
 from iserve.controller.verifying import Verifier
 from iserve.demo import DEMO_MODEL_NAME, demo_model_path
@@ -78,6 +80,7 @@ class Controller:
         self.settings, self.store = settings, store
         self.daemon_process: ChildProcess = daemon_process(settings)
         self.gateway_process: ChildProcess = gateway_process(settings)
+        self.followed_routes = FollowedRoutes(self._routes_version)
         self.profiler = Profiler(
             store, settings.fingerprint_folder, start_timeout_s=settings.start_timeout_s, serving=self._serving_on
         )
@@ -126,6 +129,14 @@ class Controller:
         except IserveError as error:
             log.debug("%s", error)
             return None
+
+    def _routes_version(self) -> int | None:
+        demand = self.demand()
+        return None if demand is None else demand.routes_version
+
+    def follow_variants(self) -> Future[bool] | None:
+        """Return whether the gateway has the variants as they are now; None: no deployment could serve any."""
+        return self.followed_routes.follow() if variant_servers(self.store.deployments()) else None
 
     def _serving_on(self, node: NodeStatus) -> tuple[DeploymentState, ...]:
         return serving_on(node, self.store.deployments(), self.demand()) if node.workers else ()
@@ -452,6 +463,7 @@ class Controller:
         )
 
     def close(self) -> None:
+        self.followed_routes.close()
         self.verifier.close()
         self.plans.close()
         self.variants.close()

@@ -185,12 +185,14 @@ class Variants:
         self._changed()
         return self.get(name)
 
-    def remove(self, name: str) -> None:
-        """Forget a variant; its content is removed in the background unless another one has it."""
+    def remove(self, name: str) -> VariantDocument:
+        """Forget a variant and return what it was; content that no other has is removed in the background."""
+        removed = self.get(name)
         row = self._store.variants.remove(name)
         self._changed()
         self._store.add_event(None, "variant-removed", f"{name}: {row.engine_name} of {row.base}")
         self._drop_soon(row.content_hash)
+        return removed
 
     def routes(self, servers: tuple[VariantServer, ...]) -> Mapping[str, tuple[VariantRoute, ...]]:
         """Return the routes of variants by the deployment that serves each; nothing is read without one that can.

@@ -107,6 +107,26 @@ def test_quality_of_a_variant_says_whose_content_and_which_base_it_was(listed: A
     assert variant["config"]["adapter_slots"] == 2
 
 
+def test_the_gateway_has_a_change_when_the_command_returns(listed: Any) -> None:
+    """Requests sent at once after add, --replace and rm are of the new state."""
+
+    def said(question: str) -> str:
+        messages = [{"role": "user", "content": question}]
+        found = listed.openai().chat.completions.create(model="fresh", messages=messages, temperature=0)
+        return str(found.choices[0].message.content)
+
+    for _ in range(2):
+        for adapter in ("capitals", "shout"):
+            path = demo_adapter_path(adapter)
+            added = listed.json("variant", "add", "fresh", "--base", NAME, path, "--replace")
+            assert added["in_force"]
+            question, expected = ASKED[adapter]
+            assert said(question) == expected
+        assert listed.run("variant", "rm", "fresh").stdout == "fresh is removed\n"
+        with pytest.raises(openai.NotFoundError):
+            said("anything")
+
+
 @pytest.mark.parametrize("process", ["gateway", "controller", "daemon"])
 def test_a_killed_process_leaves_variants_served(listed: Any, process: str, until: Callable[..., Any]) -> None:
     listed.kill(process)

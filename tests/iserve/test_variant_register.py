@@ -51,6 +51,7 @@ def base(api: Api) -> Path:
 def empty(api: Api, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each test finds and leaves no variant and no file in the store but its locks."""
     monkeypatch.setattr("iserve.controller.variants._DROP_AFTER_S", 0.0)
+    monkeypatch.setattr(api.controller.followed_routes, "_patience_s", 0.0)  # no gateway runs here
     yield
     for row in api.controller.store.variants.all():
         api.controller.variants.remove(row.name)
