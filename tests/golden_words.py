@@ -101,6 +101,13 @@ def remove_stale(collected: Collection[str]) -> None:
             change(surface, unused)
 
 
+def _are_same(words: str, kept: str | None) -> bool:
+    """Return whether the words are those kept; lines filled around a test's folder break by its length."""
+    if kept is None or "TMP" not in words:
+        return words == kept
+    return "".join(words.split()) == "".join(kept.split())
+
+
 class Golden:
     """The words of one test, by its own name: ``golden("cli-errors", said)``."""
 
@@ -126,15 +133,17 @@ class Golden:
         number = self._calls[surface, what]
         case = f"{self._case} {what or (number if number > 1 else '')}".strip()
         self._used.add((surface, case))
+        kept = read(surface)
         if self._rewrites:
             assert self._written.setdefault((surface, case), words) == words, (
                 "two words of one case: tell them apart"
             )
-            change(surface, **{case: words})
+            if not _are_same(words, kept.get(case)):
+                change(surface, **{case: words})
             return
-        kept = read(surface)
         assert case in kept, f"tests/golden/{surface}.txt has no section `{case}`: run `make golden`"
-        assert words == kept[case], "if these words are meant: run `make golden`"
+        if not _are_same(words, kept[case]):
+            assert words == kept[case], "if these words are meant: run `make golden`"
 
     @contextmanager
     def raises(

@@ -165,7 +165,7 @@ def test_what_cannot_be_done_is_one_line(
 
 _PAUSED = """
 import sys, time
-import fingerprint.safetensors_writer as writer, fingerprint.lora.merge as merge
+import fingerprint.safetensors_writer as writer, fingerprint.derived_checkpoint as derived
 from iserve.cli import main
 
 module, name, calls = {module}, {name!r}, iter(range(100))
@@ -186,11 +186,11 @@ main()
 @pytest.mark.parametrize(
     ("module", "name", "call", "end"),
     [
-        pytest.param("merge", "encode_floats", 0, signal.SIGKILL, id="in-a-file"),
-        pytest.param("merge", "write_safetensors", 2, signal.SIGKILL, id="before-the-last-file"),
-        pytest.param("merge", "copy_companions", 0, signal.SIGKILL, id="before-the-tokenizer"),
+        pytest.param("derived", "encode_floats", 0, signal.SIGKILL, id="in-a-file"),
+        pytest.param("derived", "write_safetensors", 2, signal.SIGKILL, id="before-the-last-file"),
+        pytest.param("derived", "copy_companions", 0, signal.SIGKILL, id="before-the-tokenizer"),
         pytest.param("writer", "_appear", 0, signal.SIGKILL, id="before-its-name"),
-        pytest.param("merge", "encode_floats", 0, signal.SIGINT, id="by-ctrl-c"),
+        pytest.param("derived", "encode_floats", 0, signal.SIGINT, id="by-ctrl-c"),
     ],
 )
 def test_a_merge_that_is_ended_leaves_no_checkpoint_and_can_be_run_again(
