@@ -55,7 +55,7 @@ def compress_matrix(change: torch.Tensor, curvature: Curvature | None, format_: 
     factor = None if curvature is None else curvature.factor
     diagonal = torch.ones(change.shape[1], device=change.device) if factor is None else factor.diagonal()
     levels = torch.from_numpy(format_.levels).to(change.device)
-    parts = [_solve(rows.clone(), factor, diagonal, levels, format_) for rows in change.split(_ROWS)]
+    parts = [_solve(rows.clone(), factor, diagonal, levels, format_) for rows in torch.split(change, _ROWS)]
     codes = torch.cat([part[0] for part in parts]).cpu().numpy()
     scales = torch.cat([part[1] for part in parts]).cpu().numpy()
     return Compressed(codes, scales)
@@ -65,7 +65,7 @@ def relative_error(change: torch.Tensor, kept: torch.Tensor, curvature: Curvatur
     """Return ||(D - Q) X||^2 / ||D X||^2, float64; 0 where the change adds nothing to the outputs."""
     hessian = None if curvature is None else curvature.hessian
     missing = lost = 0.0
-    for before, after in zip(change.split(_ROWS), kept.split(_ROWS), strict=True):
+    for before, after in zip(torch.split(change, _ROWS), torch.split(kept, _ROWS), strict=True):
         missing += _energy((before - after).double(), hessian)
         lost += _energy(before.double(), hessian)
     return missing / lost if lost > 0 else 0.0
@@ -87,7 +87,8 @@ def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor:
     if not mean > 0:  # no input at all: nothing to weigh by
         return torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)
     diagonal += _DAMPING * mean
-    return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True)
+    factor: torch.Tensor = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True)
+    return factor
 
 
 def _solve(

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from daemon.atomic_file import sync_folder, write_file_atomically
+from daemon.atomic_file import remove_stale_temporaries, sync_folder, write_file_atomically
 from fingerprint.checkpoint import Checkpoint
 from fingerprint.codec import from_json, to_json
 from fingerprint.delta.manifest import MANIFEST_FILE, DeltaManifest, ExactTensor, MatrixRecord
@@ -188,6 +188,7 @@ class WorkFolder:
     def remove(self) -> None:
         """Remove the work, the job last: until then the same command knows that it has finished."""
         shutil.rmtree(self._records, ignore_errors=True)
+        remove_stale_temporaries(self._folder, "job.json")
         with suppress(OSError):
             (self._folder / "job.json").unlink()
             self._folder.rmdir()

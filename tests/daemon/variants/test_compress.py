@@ -382,6 +382,21 @@ def test_a_target_that_is_there_is_kept(tmp_path: Path) -> None:
     assert not (tmp_path / ".delta.compressing").exists()
 
 
+def test_a_command_that_was_killed_when_it_had_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it removed its work: the same command finds it finished, another one finds OUT taken."""
+    write_pair(tmp_path, change=only(NORM))
+    with monkeypatch.context() as patch:
+        patch.setattr("daemon.variants.compress.work_folder.WorkFolder.remove", lambda _: None)
+        first = compress_delta(order(tmp_path))
+    with pytest.raises(ConflictError):
+        compress_delta(order(tmp_path, format=FORMATS["int3"]))
+    again = compress_delta(order(tmp_path))
+    assert again == replace(first, units_found_done=LAYERS + 2)
+    assert not (tmp_path / ".delta.compressing").exists()
+    with pytest.raises(ConflictError):
+        compress_delta(order(tmp_path))
+
+
 def test_two_commands_do_not_make_one_delta(tmp_path: Path) -> None:
     write_pair(tmp_path, change=only(NORM))
     work = tmp_path / ".delta.compressing"
@@ -394,7 +409,6 @@ def test_two_commands_do_not_make_one_delta(tmp_path: Path) -> None:
     compress_delta(order(tmp_path))
 
 
-@pytest.mark.slow
 def test_a_full_disk_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fingerprint.safetensors_writer import write_safetensors
 
@@ -445,7 +459,6 @@ def interrupted(folder: Path, num_matrices: int) -> None:
         compress_delta(order(folder), end)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "damage",
     [
