@@ -174,10 +174,10 @@ def test_a_controller_does_not_take_up_a_gateway_of_other_settings(
     before = installation.processes()
     for name, value in (("ISERVE_HOST", "localhost"), ("ISERVE_PORT", "1")):
         installation.settings[name] = value
-        assert f"other settings: {name} is " in refusal(start(installation))
+        assert f"this home runs with other settings: {name} is " in refusal(start(installation))
         refused = installation.run("keys", "create", check=False)
         assert (refused.returncode, refused.stdout) == (1, "")
-        assert f"other settings: {name} is " in refused.stderr
+        assert f"this home runs with other settings: {name} is " in refused.stderr
         del installation.settings[name]
         assert installation.processes() == before
 

@@ -78,7 +78,7 @@ def test_each_has_devices_of_its_own_and_all_are_of_one_configuration(two: Any, 
     assert f"{' '.join(one)} | {' '.join(other)}" in table
     plan = two.get(f"/api/v1/deployments/{DEMO}/plan")
     assert plan["replicas"] == 2
-    assert any(note.startswith("2 replicas") for note in plan["notes"])
+    assert any(note.startswith("2 replicas, each on devices of its own") for note in plan["notes"])
     other_id = two.first["replicas"][1]["worker_id"]
     assert other_id in two.run("logs", DEMO, "--replica", 2).stdout
     golden("cli", two.run("logs", DEMO, "--replica", 3, check=False).stderr)

@@ -263,5 +263,5 @@ def test_a_migration_that_is_cut_short_leaves_the_old_schema(
 def test_a_state_of_a_newer_iserve_is_one_clear_error(where: Where, at: Callable[[], Store]) -> None:
     at()
     execute(where, "UPDATE alembic_version SET version_num = '9999'")
-    with pytest.raises(UnavailableError, match=r"another version .*9999"):
+    with pytest.raises(UnavailableError, match=r"another version of iServe .*9999"):
         at()
