@@ -36,7 +36,9 @@ _VARYING = {
     r"\bport \d{4,5}\b": "port PORT",
     r"\b\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00": "TIME",
     r"\b(pid|process) \d+\b": r"\1 PID",
-    r"\bprofile(-\d+)*-\d{6,}\b": "WORKER",
+    r"\bprofile(-\d+)*-[0-9a-f]{6,}\b": "WORKER",
+    r"(?<=-u)[0-9a-f]{8}\b": "UPDATE",
+    r"(?<=/iserve-pg-)\w{8}\b": "POSTGRES",
     r"\b0x[0-9a-f]{6,}\b": "ADDRESS",
     r"\bTMP/(home|models|variants)\d+\b": r"TMP/\1N",  # numbered by the tests that ran before in this process
     r"(?<=its disk has )[\d.]+(?= GiB free)|\b[\d.]+(?= MiB are free in )": "N",

@@ -40,7 +40,7 @@ def install() -> bool:
     """Have vLLM's dummy loader fill words; False where this release has no such loader. Safe to call again."""
     try:
         from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
-    except ImportError:
+    except (ImportError, AttributeError, NameError):  # a release that is not known may break while it is imported
         return False
     load_weights = DummyModelLoader.load_weights
     if hasattr(load_weights, _MARK):
