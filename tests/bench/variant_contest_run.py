@@ -317,13 +317,13 @@ class _Play:
         alone = await answer_all(session, url, [_asked(name, 20_000, tokens=8) for name in unseen])
         ending.set()
         await noise
-        bytes_ = sum(one.stat().st_size for one in (FOLDER / "adding-0").iterdir())
+        adapter_bytes = sum(one.stat().st_size for one in (FOLDER / "adding-0").iterdir())
         self.keep(
             cold=Cold(
                 registered=self._cold,
                 slots=SLOTS,
                 max_loaded=4 * SLOTS,
-                adapter_bytes=bytes_,
+                adapter_bytes=adapter_bytes,
                 add_s=add_s,
                 loads=round(after["loads_count"] - before["loads_count"]),
                 load_s=after["loads_sum"] - before["loads_sum"],

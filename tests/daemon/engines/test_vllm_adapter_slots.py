@@ -134,7 +134,7 @@ class TestTable:
         assert "kv_b_proj" in str(refusal(latent))
         assert refusal(latent, plain) is None
 
-    def test_a_plan_with_slots_says_that_they_were_not_run(self, golden: Golden):
+    def test_a_plan_with_slots_says_what_of_them_was_run(self, golden: Golden):
         llama, gpu = read_spec(LLAMA_8B), gpu_spec("h200")
         plain = TABLE.conditions(llama, replace(SLOTS, adapter_slots=0, adapter_rank=0), gpu)
         (added,) = set(TABLE.conditions(llama, SLOTS, gpu)) - set(plain)
