@@ -30,7 +30,7 @@ from world_tables import (
 )
 
 if TYPE_CHECKING:
-    from tests.bench.accuracy import Recorded
+    from tests.bench.accuracy_measure import Recorded
     from tests.bench.accuracy_rows import Row
     from tests.bench.delta_quality import DeltaStudy
 
@@ -248,6 +248,13 @@ def _delta_costs() -> str:
     return cost_table(_delta_study())
 
 
+def _formats() -> str:
+    from tests.bench.accuracy import load
+    from tests.bench.format_table import FOLDER, markdown
+
+    return markdown(load(FOLDER))
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "quality by rank": _quality_by_rank,
     "quality by delta format": _quality_by_delta_format,
@@ -276,6 +283,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "bias": _bias,
     "accuracy by family": _by_family,
     "accuracy by prompt tokens": _by_size,
+    "formats on vLLM": _formats,
     "regret in short": _in_short,
     "against others": _against_others,
     "risk on new loads": _risk,

@@ -2,8 +2,8 @@
 
 Run with vLLM's own Python on the GPU machine, from the repository's root::
 
-    python -m tests.bench.format_runs OUT MODEL [FORMAT ...] [--at-once N] [--seconds S] [--each S]
-        [--most-prompt-tokens N]
+    python -m tests.bench.format_runs OUT MODEL [FORMAT ...] [--at-once N] [--first-gpu I] [--seconds S]
+        [--each S] [--most-prompt-tokens N]
 
 MODEL is a folder with a config.json in 16 bits, or a recorded model's name: ``tests.bench.format_configs`` makes a
 folder of each format from it, with random weights. Each format is a run of ``tests.bench.accuracy_measure`` in a
@@ -52,13 +52,14 @@ class Runs:
 
     Attributes:
         out, work: folders of what is kept, and of what is not.
+        gpus: indexes; a format runs on each.
         more: further arguments of ``tests.bench.accuracy_measure``.
     """
 
     model: Path
     out: Path
     work: Path
-    at_once: int
+    gpus: range
     each_s: float
     more: Sequence[str] = ()
     _running: dict[int, tuple[str, subprocess.Popen[bytes], float]] = field(default_factory=dict)  # by GPU
@@ -68,7 +69,7 @@ class Runs:
         waiting, end = list(names), time.monotonic() + seconds
         try:
             while (waiting or self._running) and time.monotonic() < end:
-                free = [gpu for gpu in range(self.at_once) if gpu not in self._running]
+                free = [gpu for gpu in self.gpus if gpu not in self._running]
                 for gpu in free[: len(waiting)]:
                     self._start(gpu, waiting.pop(0))
                 time.sleep(_POLL_S)
@@ -145,6 +146,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("model", help="folder with a config.json in 16 bits, or a recorded model's name")
     parser.add_argument("formats", nargs="*", help=f"of {', '.join(FORMATS)}; all that the model runs in")
     parser.add_argument("--at-once", type=int, default=1, help="formats at once, each on a GPU of its own")
+    parser.add_argument("--first-gpu", type=int, default=0, help="the GPUs from this index on")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="end what still runs after so many")
     parser.add_argument("--each", type=float, default=EACH_S, help="end a format after so many seconds")
     parser.add_argument("--most-prompt-tokens", type=int, help="of a point's whole batch")
@@ -162,7 +164,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(signum, _ended)
         try:
-            Runs(model, out, Path(work), options.at_once, options.each, more).run(names, options.seconds)
+            gpus = range(options.first_gpu, options.first_gpu + options.at_once)
+            Runs(model, out, Path(work), gpus, options.each, more).run(names, options.seconds)
         finally:
             kept = [name for name in names if (out / _file_of(model, name)).exists()]
             lacking = [name for name in names if name not in kept]
