@@ -14,7 +14,9 @@ are measured, so both are in it.
 Between measured points the logarithm of (measured / roofline) is smooth: a Gaussian process over log2 batch and
 log2 input tokens carries it, with an interval that widens away from what was measured. Between means inside the
 convex hull of the points in these two logarithms: a corner of the box around them where none was run (the largest
-batch with the longest input, mostly) is beyond, and its source says so.
+batch with the longest input, mostly) is beyond, and its source says so. Below the shortest measured prompt a TTFT
+stops falling where the host's launches take longer than the GPU's work, which no point tells: its interval reaches
+up to the least TTFT measured with as many sequences and tokens or more, which it cannot exceed.
 
 A tensor-parallel group that was run as one of its ranks alone gets its sums from ``all_reduce``, and says so.
 
@@ -241,8 +243,9 @@ class L3:
         asked = self._roofline.estimate(config, workload)
         between = in_hull([_octaves(p) for p in points], _octaves(workload))
         source = Source.EXTRAPOLATED if between else Source.SCALED
+        first = self._between(points, ttft, workload, asked.ttft_s, "ttft", config, source)
         found = Latency(
-            self._between(points, ttft, workload, asked.ttft_s, "ttft", config, source),
+            first if between else _up_to_larger(first, points, workload),
             self._between(points, tpot, workload, asked.tpot_s, "tpot", config, source),
         )
         return self._of_a_group(found, config.tp, points, workload) if key_of(config) in self.shards else found
@@ -296,6 +299,15 @@ class L3:
             value * math.exp(math.hypot(others.high - others.middle, spread)),
             source,
         )
+
+
+def _up_to_larger(ttft_s: Quantity, points: Sequence[WholePoint], workload: Workload) -> Quantity:
+    """Return ``ttft_s`` with an interval that reaches the least TTFT of points that are no smaller."""
+    batch, tokens = workload.batch, workload.input_tokens
+    larger = [
+        p.ttft_s * math.exp(p.relative_spread) for p in points if p.batch >= batch and p.input_tokens >= tokens
+    ]
+    return replace(ttft_s, high=max(ttft_s.high, min(larger, default=0.0)))
 
 
 def _widened(found: Quantity, log_errors: tuple[float, float]) -> Quantity:

@@ -18,7 +18,7 @@ from fingerprint.estimators.depth_tied import DepthTiedEstimator
 from fingerprint.estimators.l3 import L3, in_hull, whole_points
 from fingerprint.estimators.repeat_overhead import repeat_overheads
 from fingerprint.estimators.roofline import RooflineEstimator
-from fingerprint.measurements import Profile, RunReading, StepReading, TimingPoint
+from fingerprint.measurements import Profile, RunReading, StepReading, TimingPoint, key_of
 from tests.fingerprint.estimator_conformance import EstimatorConformance, assert_interval
 from tests.fingerprint.step_timed_machine import (
     PLAN,
@@ -219,6 +219,15 @@ class TestBetweenAndBeyondPoints:
         batches = [width(32, 512), width(128, 512), width(1024, 512)]
         assert batches == sorted(batches)
         assert width(4, 360) > width(8, 1024)  # between points too
+
+    @given(batch=st.integers(1, 32), input_tokens=st.integers(1, 127))
+    @settings(max_examples=30, deadline=None)
+    def test_below_the_shortest_prompt_it_reaches_up_to_what_was_measured(self, l3, batch, input_tokens):
+        """The host's launches may hold the TTFT there; it is no longer than that of more sequences and tokens."""
+        points = l3.points[key_of(VLLM)]
+        larger = [p.ttft_s for p in points if p.batch >= batch]
+        assert larger
+        assert l3.latency(VLLM, Workload(batch, input_tokens, 33)).ttft_s.high >= min(larger)
 
     def test_inside_is_extrapolated_and_outside_is_scaled(self, l3) -> None:
         for workload, source in [
