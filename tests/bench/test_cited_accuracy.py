@@ -89,6 +89,7 @@ def test_decision_40_cites_errors_without_a_calibration(model: str, said: str) -
     assert said.format(**figures) in TRUSTED_TIMES
 
 
+@pytest.mark.slow
 def test_what_to_trust_of_mixtures_is_what_the_table_of_prompt_tokens_says() -> None:
     """Medians and worst errors of TPOT and TTFT."""
     text = " ".join(ACCURACY.split())
