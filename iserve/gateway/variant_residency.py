@@ -239,6 +239,7 @@ class VariantResidency:
         worker = self._workers.get(url)
         if worker is not None and worker.is_known and epoch in (None, worker.epoch):
             worker.forget()
+            self._loop.call_soon(self._changed)  # what was pinned there kept its place from a waiting request
             self._loop.call_later(_RETRY_S, self._maintain)  # it may lack a pinned one, and no request may follow
 
     def wait(self, request: VariantRequest) -> None:
