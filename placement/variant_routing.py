@@ -380,13 +380,14 @@ def admit_waiting(
     is_closed = False
     for at_place in waiting:
         request = at_place if at_place.variant is None else next(ordered)
-        if request.variant is not None and (is_closed or request.variant in stuck):
+        variant = request.variant  # read once: a queue may be long
+        if variant is not None and (is_closed or variant in stuck):
             continue
         if admit(request):
             continue
-        if request.variant is None:
+        if variant is None:
             return
-        stuck.add(request.variant)
+        stuck.add(variant)
         is_closed = not policy.may_be_passed(request, now_s)
         if is_closed and len(of_variants) == len(waiting):
             return

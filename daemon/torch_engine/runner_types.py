@@ -47,7 +47,11 @@ class StepResult:
 
 
 class Runner(Protocol):
-    """Executes steps of one loaded model on tp * pp ranks. Not thread-safe: one caller."""
+    """Executes steps of one loaded model on tp * pp ranks.
+
+    Not thread-safe: one caller. Only :meth:`prepare_adapter` may be called in another thread meanwhile, by one
+    caller as well, but not while a model is loaded.
+    """
 
     vocab_size: int
 
@@ -74,20 +78,28 @@ class Runner(Protocol):
         """
         ...
 
-    def load_adapter(self, adapter_id: int, folder: Path) -> None:
-        """Load the adapter in ``folder`` on all ranks, or on none.
+    def prepare_adapter(self, adapter_id: int, folder: Path) -> None:
+        """Read the adapter in ``folder`` and hold it on all ranks, or on none, while steps go on.
 
         Args:
-            adapter_id: the number by which steps name it; never used before.
+            adapter_id: the number by which steps name it after :meth:`switch_adapter`; never used before.
 
         Raises:
             BadInputError: it does not fit the loaded model or the rank of its slots; nothing has changed.
-            EngineError: no room, or a rank is gone.
+            EngineError: no room, or a rank is gone, which ends the runner at its next call.
+        """
+        ...
+
+    def switch_adapter(self, adapter_id: int) -> None:
+        """Let the steps that follow name a prepared adapter, on all ranks; nothing is read or moved.
+
+        Raises:
+            EngineError: a rank is gone; the runner is unusable afterwards.
         """
         ...
 
     def unload_adapter(self, adapter_id: int) -> None:
-        """Free an adapter that takes part in no further step; an unknown one is ignored.
+        """Free an adapter that takes part in no further step, or was prepared; an unknown one is ignored.
 
         Raises:
             EngineError: a rank is gone; the runner is unusable afterwards.

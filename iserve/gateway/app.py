@@ -103,6 +103,7 @@ class Gateway:
             assert table is not None
             assert self._workers is not None
             self.dispatcher.update(table)
+            self.metrics.drop_gone()
             self._budget.max_bytes = _HELD_BODIES * table.limits.max_body_bytes
 
     async def _poll(self) -> None:

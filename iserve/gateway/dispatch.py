@@ -199,7 +199,11 @@ class Deployment:
         loop = asyncio.get_running_loop()
         waiting = _Waiting(ticket, avoid, request, use, loop.create_future())
         insort(self._waiting, waiting)
-        self._serve()
+        variants, is_last = self.variants, self._waiting[-1] is waiting
+        if use is not None and variants is not None and is_last and not variants.has_slot(use):
+            variants.wait(use)  # the rest waits for what it waited for before
+        else:
+            self._serve()
         if use is not None and not waiting.turn.done() and len(self._waiting) > self.max_queue:
             self._waiting.remove(waiting)  # it needed to wait, which a request of a variant in flight does not
             raise ApiError.queue_full(model, len(self._waiting))

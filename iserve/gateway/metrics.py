@@ -1,6 +1,6 @@
 """Prometheus metrics of the gateway. Labels are deployments of the table and small fixed sets, never input.
 
-Series of a deployment are dropped when it leaves the table.
+Series of a deployment or a variant are dropped when it leaves the table, whether the page is read or not.
 """
 
 from __future__ import annotations
@@ -101,11 +101,14 @@ class GatewayMetrics:
         for metric in (*per_deployment, self._ttft, self._duration):
             metric.remove(deployment)
 
-    def page(self) -> bytes:
-        # Only here: a stream may outlive its deployment and count to the end.
+    def drop_gone(self) -> None:
+        """Drop the series of what has left the table; a stream that outlives it may cause them once more."""
         for gone in self._statuses.keys() - self._dispatcher.deployments.keys():
             self._forget(gone)
         self.variants.keep(self._dispatcher.variant_names)
+
+    def page(self) -> bytes:
+        self.drop_gone()
         return generate_latest(self._registry)
 
 

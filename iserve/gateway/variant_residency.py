@@ -128,6 +128,7 @@ class VariantResidency:
         self._current: dict[str, VariantRoute] = {}  # by engine name
         self._served_s: dict[str, float] = {}  # by engine name
         self._wanted: dict[str, None] = {}  # engine names of waiting requests
+        self._going_on = False  # a round is due in this turn of the loop
         self._keeping = self._loop.create_task(self._keep_folders(keep_s))
         self.update(route)
 
@@ -238,26 +239,46 @@ class VariantResidency:
         worker = self._workers.get(url)
         if worker is not None and worker.is_known and epoch in (None, worker.epoch):
             worker.forget()
+            self._loop.call_soon(self._changed)  # what was pinned there kept its place from a waiting request
             self._loop.call_later(_RETRY_S, self._maintain)  # it may lack a pinned one, and no request may follow
+
+    def wait(self, request: VariantRequest) -> None:
+        """Load ahead for one more request, the last of the queue, that no worker has a slot for."""
+        self._wanted.setdefault(request.variant)
+        self._prefetch(self._loop.time())
 
     def admit_waiting(self, waiting: Sequence[_W], admit: Callable[[_W], bool]) -> None:
         """Offer all waiting requests a worker; load ahead for those that go on waiting."""
         now_s = self._loop.time()
         self._wanted = _variants_of(waiting)
         admitted: set[int] = set()
+        runnable = self._runnable()
 
         def note(request: _W) -> bool:
+            nonlocal runnable
+            if runnable is not None and (variant := request.variant) is not None and variant not in runnable:
+                return False  # as most of a long queue while all slots are taken
             if is_admitted := admit(request):
                 admitted.add(id(request))
+                runnable = self._runnable()
             return is_admitted
 
         admit_waiting(self._policy, waiting, self._served_s, now_s, note)
         self._wanted = _variants_of(request for request in waiting if id(request) not in admitted)
         self._prefetch(now_s)
 
+    def _runnable(self) -> frozenset[str] | None:
+        """Return the variants that need no further slot, where none is free; None: a worker has a free one."""
+        states = [worker.state for worker in self._workers.values()]
+        if any(len(state.in_flight) < state.slots for state in states):
+            return None
+        return frozenset().union(*(state.in_flight for state in states))
+
     def _prefetch(self, now_s: float) -> None:
         workers = self._idle_workers(now_s)
-        for name in [name for name in self._wanted if name in self._current]:
+        for name in self._wanted:
+            if name not in self._current:
+                continue
             workers = [worker for worker in workers if len(worker.loads) < BACKGROUND_LOADS]
             if not workers:
                 return
@@ -313,7 +334,7 @@ class VariantResidency:
         """Ask the worker what it has loaded; one question at a time."""
         if worker.asking is None:
             worker.asking = self._loop.create_task(self._learn(worker))
-            worker.asking.add_done_callback(partial(self._after, worker, "list of models"))
+            worker.asking.add_done_callback(partial(self._after, worker, "list of models", is_asked=True))
         return worker.asking
 
     async def _learn(self, worker: _Worker) -> None:
@@ -380,8 +401,8 @@ class VariantResidency:
             del worker.unloads[name]
         self._after(worker, f"unload of {name}", task)
 
-    def _after(self, worker: _Worker, what: str, task: asyncio.Task[None]) -> None:
-        """Go on after a request to a worker that no client sent."""
+    def _after(self, worker: _Worker, what: str, task: asyncio.Task[None], *, is_asked: bool = False) -> None:
+        """Go on after a request to a worker that no client sent; ``is_asked``: for what it has loaded."""
         if task.cancelled():
             return
         if (error := task.exception()) is not None:
@@ -389,13 +410,24 @@ class VariantResidency:
             _log.warning("worker %s: %s failed: %s", worker.target.worker_id, what, reason)
             worker.quiet_until_s = self._loop.time() + _RETRY_S
             self._loop.call_later(_RETRY_S + 0.01, self._go_on)
-        self._go_on()
+        if error is not None or is_asked:
+            self._go_on()
+        else:  # its place and slot were counted since it began, so that no waiting request became possible
+            self._maintain()
+            self._prefetch(self._loop.time())
 
     def _go_on(self) -> None:
+        """Have one round in the next turn of the loop, however many tasks end in this one: a queue may be long."""
+        if not self._going_on:
+            self._going_on = True
+            self._loop.call_soon(self._round)
+
+    def _round(self) -> None:
+        self._going_on = False
         self._maintain()
         self._changed()
 
 
 def _variants_of(waiting: Iterable[WaitingRequest]) -> dict[str, None]:
     """Return their variants, in order."""
-    return dict.fromkeys(request.variant for request in waiting if request.variant is not None)
+    return {variant: None for request in waiting if (variant := request.variant) is not None}

@@ -145,10 +145,11 @@ def _affordable(workload: Workload, first_s: float, step_s: float, left_s: float
         if fits < _FEW_TOKENS:  # next to the noise of two long prefills: fewer pairs tell more
             fits = max(2, min(_TELLING_TOKENS, fewer))
     if least_s > left_s:
+        limit_s = max(0.0, max_seconds)
+        left = f"{left_s:.1f} s of {limit_s:g} s are" if left_s > 0 else f"none of {limit_s:g} s is"
         raise NotMeasuredError(
             f"a burst of batch {workload.batch} and {workload.input_tokens} input tokens takes {first_s:.2f} s to "
-            f"its first tokens, and {left_s:.1f} s of {max_seconds:g} s are left, not enough for three pairs of "
-            "bursts; raise --max-seconds"
+            f"its first tokens, and {left} left, not enough for three pairs of bursts; raise --max-seconds"
         )
     return replace(workload, output_tokens=min(workload.output_tokens, fits))
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from daemon.torch_engine.model import capabilities
-from daemon.torch_engine.model.adapters import read_factors, route
+from daemon.torch_engine.model.adapters import Part, read_into, route
 from daemon.torch_engine.model.batch import Span
 from daemon.torch_engine.model.formats.int8 import quantize_int8
 from daemon.torch_engine.parallel.runner import LocalRunner
@@ -27,7 +27,7 @@ from fingerprint.errors import BadInputError, CheckpointError, EngineError, Unsu
 from fingerprint.families import read_config, read_spec
 from fingerprint.lora import LoraModule, merge_adapter, read_adapter, reserved_bytes
 from fingerprint.lora.adapter import WEIGHTS_FILE, open_weights
-from tests.daemon.tiny_adapters import greedy, linears, write_tiny_adapter
+from tests.daemon.tiny_adapters import greedy, linears, load_adapter, write_tiny_adapter
 from tests.golden_words import Golden
 
 FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "mixtral", "qwen2_moe", "qwen3_moe", "phi3"]
@@ -75,7 +75,7 @@ def test_tokens_are_those_of_transformers_with_merged_weights(
     folder = write_tiny_adapter(tmp_path / "adapter", linears(checkpoint), rank=8, seed=1)
     merge_adapter(checkpoint, read_adapter(folder), tmp_path / "merged")
     runner = make_runner(family)
-    runner.load_adapter(1, folder)
+    load_adapter(runner, 1, folder)
     of_adapter, of_base = greedy(runner, [(1, PROMPT), (None, PROMPT)], NEW_TOKENS)
     assert of_adapter == generate(tmp_path / "merged", PROMPT)
     assert of_base == generate(checkpoint, PROMPT)
@@ -92,7 +92,7 @@ def runner(tiny_checkpoint, tiny_stages, tiny_limits, tmp_path_factory) -> Itera
     for number, rank in enumerate(RANKS, start=1):
         own = {name: shape for place, (name, shape) in enumerate(shapes.items()) if place % number == 0}
         folder = tmp_path_factory.mktemp("adapters") / str(number)
-        runner.load_adapter(number, write_tiny_adapter(folder, own, rank, seed=number))
+        load_adapter(runner, number, write_tiny_adapter(folder, own, rank, seed=number))
     yield runner
     runner.close()
 
@@ -163,7 +163,7 @@ def test_an_update_of_int8_weights_is_added_to_their_rounded_values(
     model.save_pretrained(tmp_path / "rounded")
     merge_adapter(tmp_path / "rounded", read_adapter(folder), tmp_path / "merged")
     runner = make_runner("llama", replace(CONFIG, weights=WeightFormat.INT8))
-    runner.load_adapter(1, folder)
+    load_adapter(runner, 1, folder)
     of_adapter, of_base = greedy(runner, [(1, PROMPT), (None, PROMPT)], NEW_TOKENS)
     assert of_adapter == generate(tmp_path / "merged", PROMPT)
     assert of_base == generate(tmp_path / "rounded", PROMPT)
@@ -176,7 +176,7 @@ def test_factors_have_the_type_of_the_base_and_are_freed(make_runner, tiny_check
     runner = make_runner("llama", dtype=torch.bfloat16)
     before = runner.memory()[0].weights_bytes
     for number in (1, 2):
-        runner.load_adapter(number, folder)
+        load_adapter(runner, number, folder)
         reserved = reserved_bytes(read_spec(read_config(checkpoint)), CONFIG, 4)
         assert runner.memory()[0].weights_bytes - before == number * reserved // CONFIG.loaded_adapters
     for number in (1, 2, 2, 77):
@@ -186,13 +186,15 @@ def test_factors_have_the_type_of_the_base_and_are_freed(make_runner, tiny_check
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_factors_are_read_as_they_are_stored_without_a_detour(stored: torch.dtype, tmp_path: Path) -> None:
-    """All requests wait for a load, which takes as much memory as three copies and no more."""
+    """A load takes as much memory as three copies and no more, and requests wait for it."""
     module = LoraModule("m", rank=16, scale=1.0, in_features=2**16, out_features=8)
     a, b = torch.randn(16, 2**16).to(stored), torch.randn(8, 16).to(stored)
     save_file(dict(zip(module.factors, (a, b), strict=True)), tmp_path / WEIGHTS_FILE)
     weights = open_weights(tmp_path)
     tracemalloc.start()
-    read = read_factors(module, weights, None, torch.bfloat16, torch.device("cpu"))
+    part = Part(module, None)
+    read = part.empty(torch.bfloat16, "cpu")
+    read_into(read, part, weights)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert torch.equal(read.a, a.to(torch.bfloat16))
@@ -219,8 +221,10 @@ def test_a_promise_that_has_no_room_for_the_adapters_is_refused(tiny_checkpoint,
 @pytest.mark.parametrize("family", sorted(capabilities.NO_LORA))
 def test_a_family_that_takes_no_adapters_has_no_linears(family: str, make_runner, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no linear"):
-        make_runner(family).load_adapter(
-            1, write_tiny_adapter(tmp_path / "bad", {"transformer.h.0.attn.c_attn": (96, 32)}, 2, seed=1)
+        load_adapter(
+            make_runner(family),
+            1,
+            write_tiny_adapter(tmp_path / "bad", {"transformer.h.0.attn.c_attn": (96, 32)}, 2, seed=1),
         )
 
 
@@ -246,10 +250,10 @@ class TestRefusals:
         before, memory = greedy(runner, [(None, PROMPT)], 3), runner.memory()[0].weights_bytes
         folder = write_tiny_adapter(tmp_path / "bad", shapes, **({"rank": 2, "seed": 1} | changes))
         with golden.raises("daemon", error):
-            runner.load_adapter(1, folder)
+            load_adapter(runner, 1, folder)
         assert runner.memory()[0].weights_bytes == memory
         with pytest.raises(BadInputError):
-            runner.load_adapter(1, tmp_path / "nothing")
+            load_adapter(runner, 1, tmp_path / "nothing")
         assert greedy(runner, [(None, PROMPT)], 3) == before
 
     def test_what_is_more_than_a_plain_lora_is_refused(self, make_runner, tmp_path: Path) -> None:
@@ -257,13 +261,13 @@ class TestRefusals:
         config = json.loads((folder / "adapter_config.json").read_text())
         (folder / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
         with pytest.raises(UnsupportedAdapterError, match="DoRA"):
-            make_runner("llama").load_adapter(1, folder)
+            load_adapter(make_runner("llama"), 1, folder)
 
     def test_values_beyond_the_type_of_the_base_are_refused(self, make_runner, tmp_path: Path) -> None:
         shapes = {"model.layers.0.self_attn.q_proj": (32, 32)}
         folder = write_tiny_adapter(tmp_path / "large", shapes, 2, seed=1, size=1e6)
         with pytest.raises(CheckpointError, match=r"not finite in torch\.float16"):
-            make_runner("llama", dtype=torch.float16).load_adapter(1, folder)
+            load_adapter(make_runner("llama", dtype=torch.float16), 1, folder)
 
 
 @given(st.lists(st.tuples(st.sampled_from([None, 1, 2]), st.integers(1, 5)), max_size=8))

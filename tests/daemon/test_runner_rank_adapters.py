@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +18,9 @@ from fingerprint.config import DeploymentConfig, WeightFormat
 from fingerprint.errors import CheckpointError, EngineError
 from fingerprint.families import read_config, read_spec
 from fingerprint.lora import reserved_bytes
-from tests.daemon.tiny_adapters import greedy, linears, write_tiny_adapter
+from tests.daemon.tiny_adapters import greedy, linears, load_adapter, write_tiny_adapter
 from tests.golden_words import Golden
+from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.process
 
@@ -71,7 +75,7 @@ def alone(start, folders) -> dict[tuple[str, WeightFormat], list[list[int]]]:
     for family, weights in [*((family, WeightFormat.BITS16) for family in LAYERS), ("llama", WeightFormat.INT8)]:
         runner = start(family, weights=weights)
         for number, folder in enumerate(folders(family), start=1):
-            runner.load_adapter(number, folder)
+            load_adapter(runner, number, folder)
         tokens[family, weights] = [greedy(runner, [request], NEW_TOKENS)[0] for request in REQUESTS]
     return tokens
 
@@ -90,7 +94,7 @@ def alone(start, folders) -> dict[tuple[str, WeightFormat], list[list[int]]]:
 def test_tokens_of_a_mix_are_those_of_one_rank_and_one_request(family, config, alone, start, folders) -> None:
     runner = start(family, **config)
     for number, folder in enumerate(folders(family), start=1):
-        runner.load_adapter(number, folder)
+        load_adapter(runner, number, folder)
     weights = config.get("weights", WeightFormat.BITS16)
     assert greedy(runner, REQUESTS, NEW_TOKENS) == alone[family, weights]
 
@@ -99,7 +103,7 @@ def test_tokens_of_a_mix_are_those_of_one_rank_and_one_request(family, config, a
 def test_each_rank_holds_its_part_of_a_slot(config, start, folders, tiny_checkpoint) -> None:
     runner = start("llama", **config)
     before = [rank.weights_bytes for rank in runner.memory()]
-    runner.load_adapter(1, folders("llama")[0])
+    load_adapter(runner, 1, folders("llama")[0])
     spec, layers = read_spec(read_config(tiny_checkpoint("llama"))), config.pop("layers", (4, 4))
     asked = replace(CONFIG, **config)
     expected = [2 * reserved_bytes(spec, asked, held) // asked.loaded_adapters for held in layers]  # in float32
@@ -117,9 +121,9 @@ def test_an_adapter_that_one_rank_refuses_is_loaded_on_none(
     before = [rank.weights_bytes for rank in runner.memory()]
     bad = {"model.layers.1.self_attn.q_proj": (32, 32), f"model.layers.{layer}.mlp.up_proj": (64, 31)}
     with golden.raises("daemon", CheckpointError):
-        runner.load_adapter(1, write_tiny_adapter(tmp_path / "bad", bad, 2, seed=1))
+        load_adapter(runner, 1, write_tiny_adapter(tmp_path / "bad", bad, 2, seed=1))
     assert [rank.weights_bytes for rank in runner.memory()] == before
-    runner.load_adapter(1, folders("llama")[0])
+    load_adapter(runner, 1, folders("llama")[0])
     assert greedy(runner, REQUESTS[:2], 2)
 
 
@@ -128,12 +132,90 @@ def test_a_rank_that_was_killed_ends_the_runner_at_the_next_load_or_unload(
     loads: bool, start, folders, golden: Golden
 ) -> None:
     runner = start("llama", tp=2)
-    runner.load_adapter(1, folders("llama")[0])
+    load_adapter(runner, 1, folders("llama")[0])
     (child,) = children()
     child.kill()
     other = folders("llama")[1]
     with pytest.raises(EngineError) as caught:
-        runner.load_adapter(2, other) if loads else runner.unload_adapter(1)
+        load_adapter(runner, 2, other) if loads else runner.unload_adapter(1)
     golden("daemon", str(caught.value).partition(";")[0])  # what follows is how its connection ended
     with pytest.raises(EngineError):
         runner.memory()
+
+
+HOLD = """
+import os, sys
+
+def hold(event, arguments, reached=os.environ.get("HELD_REACHED"), go_on=os.environ.get("HELD_GO_ON")):
+    if event != "open" or os.path.exists(reached):
+        return
+    if str(arguments[0]).endswith("/held/adapter_model.safetensors"):
+        open(reached, "x").close()
+        open(go_on).close()  # a pipe, that the test opens as well
+
+if "HELD_REACHED" in os.environ:
+    sys.addaudithook(hold)
+"""
+
+
+@pytest.fixture
+def held(start, tiny_checkpoint, tiny_stages, tiny_limits, folders, tmp_path: Path, monkeypatch):
+    """A runner on two ranks, of which the second stops when it first opens the tensors of the adapter ``held``.
+
+    ``reached`` appears then, and it goes on once the pipe ``go_on`` is opened.
+    """
+    start("llama")  # the ranks of other tests end: a process has one group of several
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(HOLD)
+    os.mkfifo(tmp_path / "go_on")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("HELD_REACHED", str(tmp_path / "reached"))
+    monkeypatch.setenv("HELD_GO_ON", str(tmp_path / "go_on"))
+    shutil.copytree(folders("llama")[0], tmp_path / "held")
+    runner = LocalRunner(dtype=torch.float32)
+    runner.load(tiny_checkpoint("llama"), replace(CONFIG, tp=2), tiny_stages(4, tp=2), tiny_limits)
+    load_adapter(runner, 2, folders("llama")[1])
+    yield runner
+    runner.close()
+
+
+def test_all_ranks_step_while_one_of_them_prepares_an_adapter_and_switch_at_the_same_step(
+    held: LocalRunner, alone, tmp_path: Path
+) -> None:
+    expected = alone["llama", WeightFormat.BITS16]
+    with ThreadPoolExecutor(1) as other:
+        preparing = other.submit(held.prepare_adapter, 1, tmp_path / "held")
+        wait_until((tmp_path / "reached").exists, "the second rank is about to read the adapter")
+        assert greedy(held, REQUESTS[1:3], NEW_TOKENS) == expected[1:3]
+        assert not preparing.done()
+        (tmp_path / "go_on").open("w").close()
+        preparing.result(PATIENCE_S)
+    assert greedy(held, REQUESTS[1:3], NEW_TOKENS) == expected[1:3]
+    held.switch_adapter(1)
+    assert greedy(held, REQUESTS, NEW_TOKENS) == expected
+
+
+def test_a_rank_that_is_killed_while_it_prepares_an_adapter_fails_the_load_and_ends_the_runner(
+    held: LocalRunner, tmp_path: Path
+) -> None:
+    with ThreadPoolExecutor(1) as other:
+        preparing = other.submit(held.prepare_adapter, 1, tmp_path / "held")
+        wait_until((tmp_path / "reached").exists, "the second rank is about to read the adapter")
+        (child,) = children()
+        child.kill()
+        with pytest.raises(EngineError, match=r"rank 1 .* ended with exit code -9"):
+            preparing.result(PATIENCE_S)
+    with pytest.raises(EngineError, match=r"rank 1 .* ended with exit code -9"):
+        held.memory()
+
+
+def test_a_runner_that_is_closed_while_a_rank_prepares_an_adapter_leaves_no_process(
+    held: LocalRunner, tmp_path: Path
+) -> None:
+    with ThreadPoolExecutor(1) as other:
+        preparing = other.submit(held.prepare_adapter, 1, tmp_path / "held")
+        wait_until((tmp_path / "reached").exists, "the second rank is about to read the adapter")
+        held.close()
+        with pytest.raises(EngineError, match="rank 1"):
+            preparing.result(PATIENCE_S)
+    assert not children()

@@ -45,6 +45,12 @@ def write_tiny_adapter(
     return write_adapter(folder, tensors, r=rank, lora_alpha=SCALE * rank, target_modules=targets)
 
 
+def load_adapter(runner: LocalRunner, adapter_id: int, folder: Path) -> None:
+    """Prepare the adapter in ``folder`` and switch to it."""
+    runner.prepare_adapter(adapter_id, folder)
+    runner.switch_adapter(adapter_id)
+
+
 def greedy(
     runner: LocalRunner, requests: Sequence[tuple[int | None, Sequence[int]]], num_tokens: int
 ) -> list[list[int]]:

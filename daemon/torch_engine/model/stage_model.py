@@ -18,7 +18,7 @@ import transformers
 from torch import nn
 
 from daemon.torch_engine.model import attention, capabilities
-from daemon.torch_engine.model.adapters import Factors, LoadedAdapters, read_factors
+from daemon.torch_engine.model.adapters import LoadedAdapters, Part
 from daemon.torch_engine.model.architectures import architectures_of, installed_transformers
 from daemon.torch_engine.model.batch import FlatBatch
 from daemon.torch_engine.model.formats import FORMATS
@@ -30,7 +30,6 @@ from fingerprint.config import WeightFormat
 from fingerprint.errors import CheckpointError, EngineError, UnsupportedModelError
 from fingerprint.families import ModuleLayout, family_of, read_config, read_spec
 from fingerprint.lora import LoraAdapter, LoraModule
-from fingerprint.lora.adapter import open_weights
 from fingerprint.model_spec import ModelSpec
 
 __all__ = ["ModelSource", "StageModel", "StageShape", "read_source", "tensor_bytes"]
@@ -235,20 +234,19 @@ class StageModel:
         index, _, rest = name.removeprefix(prefix).partition(".")
         return f"{prefix}{int(index) + self.shape.first_layer}.{rest}"
 
-    def read_adapter(self, adapter: LoraAdapter, device: torch.device) -> dict[str, Factors]:
-        """Return this rank's part of an adapter, by linear.
+    def adapter_parts(self, adapter: LoraAdapter) -> dict[str, Part]:
+        """Return what this rank has of an adapter, by linear.
 
         Raises:
-            CheckpointError: a module that is no linear of the layers, one of another shape, or values that are
-                not finite in this model's type.
+            CheckpointError: a module that is no linear of the layers, or one of another shape.
         """
-        weights, factors = open_weights(adapter.folder), {}
+        parts = {}
         for module in adapter.modules:
             name = self._own_name(module)
             if name is not None:
                 shard = self.parallel.shard(f"{name}.weight", self._full_shapes[f"{name}.weight"])
-                factors[name] = read_factors(module, weights, shard, self.source.dtype, device)
-        return factors
+                parts[name] = Part(module, shard)
+        return parts
 
     def _own_name(self, module: LoraModule) -> str | None:
         """Return the name of the linear here that is updated; None when its layer is of another stage."""

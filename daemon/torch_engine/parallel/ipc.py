@@ -1,4 +1,7 @@
-"""Messages between rank 0 and the other ranks: length-prefixed JSON on a socket pair.
+"""Messages between rank 0 and the other ranks: length-prefixed JSON on two socket pairs.
+
+Orders on one are carried out between steps, those on the other next to them: ``Verb.PREPARE_ADAPTER``, and
+``UNLOAD_ADAPTER`` of what was prepared.
 
 Never pickle. An answer may be followed by raw float32 logits, whose shape it gives.
 """
@@ -31,7 +34,8 @@ class Verb(StrEnum):
     STEP = "step"
     MEMORY = "memory"
     UNLOAD = "unload"
-    LOAD_ADAPTER = "load-adapter"
+    PREPARE_ADAPTER = "prepare-adapter"
+    SWITCH_ADAPTER = "switch-adapter"
     UNLOAD_ADAPTER = "unload-adapter"
     CLOSE = "close"
 
@@ -42,7 +46,7 @@ class Order:
     load: LoadOrder | None = None
     plan: StepPlan | None = None
     adapter: AdapterOrder | None = None
-    adapter_id: int | None = None  # that is unloaded
+    adapter_id: int | None = None  # that is switched to or unloaded
 
 
 @dataclass(frozen=True, slots=True)

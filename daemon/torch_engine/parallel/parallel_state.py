@@ -31,7 +31,7 @@ class LoadOrder:
 
 @dataclass(frozen=True, slots=True)
 class AdapterOrder:
-    """Order to load an adapter, of which every rank loads its part."""
+    """Order to prepare an adapter, of which every rank prepares its part."""
 
     adapter_id: int
     folder: str

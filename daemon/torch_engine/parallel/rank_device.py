@@ -7,6 +7,8 @@ import gc
 import json
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -63,8 +65,10 @@ class RankDevice:
             )
         # The launcher lists a worker's GPUs in CUDA_VISIBLE_DEVICES in the order of its ranks.
         self.torch_device = torch.device("cuda", rank) if self.is_cuda else torch.device("cpu")
+        self._side_stream: torch.cuda.Stream | None = None
         if self.is_cuda:
             torch.cuda.set_device(self.torch_device)
+            self._side_stream = torch.cuda.Stream(self.torch_device)
             return
         cores = cores_of(device_id)
         if cores:
@@ -101,6 +105,20 @@ class RankDevice:
     def synchronize(self) -> None:
         if self.is_cuda:
             torch.cuda.synchronize(self.torch_device)
+
+    @contextmanager
+    def next_to_steps(self) -> Iterator[None]:
+        """Let the device do this thread's work next to the steps; all of it is done at the end of the block.
+
+        On CUDA that is a stream of its own. What is allocated within the block and freed between two steps can be
+        allocated within it again: a step has no kernel left that reads it.
+        """
+        if self._side_stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._side_stream):
+            yield
+        self._side_stream.synchronize()
 
     def limit_memory(self, num_bytes: int) -> None:
         """Let torch's allocator take no more than the plan's bytes (CUDA only; a CPU's allocator has no limit)."""

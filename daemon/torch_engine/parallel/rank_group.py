@@ -43,11 +43,13 @@ _PACKAGE_ROOT = Path(__file__).resolve().parents[3]
 
 
 class _Child:
-    """Process of one further rank, the control socket to it, and the pipe whose closing ends it."""
+    """Process of one further rank, the two sockets to it, and the pipe whose closing ends it."""
 
     def __init__(self, place: RankPlace, device_id: str, store: Path, threads: int) -> None:
         self.rank = place.rank
         self.control, theirs = socket.socketpair()
+        self._adapters, their_adapters = socket.socketpair()
+        self._using_adapters = threading.Lock()
         lifeline_read, self._lifeline = os.pipe()
         arguments = {
             "rank": place.rank,
@@ -57,6 +59,7 @@ class _Child:
             "store": store,
             "threads": threads,
             "control-fd": theirs.fileno(),
+            "adapters-fd": their_adapters.fileno(),
             "lifeline-fd": lifeline_read,
         }
         argv = [f"--{name}={value}" for name, value in arguments.items()]
@@ -64,14 +67,42 @@ class _Child:
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "daemon.torch_engine.parallel.rank_main", *argv],
-                pass_fds=(theirs.fileno(), lifeline_read),
+                pass_fds=(theirs.fileno(), their_adapters.fileno(), lifeline_read),
                 stdin=subprocess.DEVNULL,
                 env=os.environ | {"PYTHONPATH": path},
             )
         finally:
             theirs.close()
+            their_adapters.close()
             os.close(lifeline_read)
         self.control.settimeout(_START_TIMEOUT_S)
+        self._adapters.settimeout(STEP_TIMEOUT_S)
+
+    def tell_next_to_steps(self, order: Order) -> None:
+        """Give an order about adapters, in any thread. Raises EngineError: the rank is gone."""
+        try:
+            with self._using_adapters:
+                self._adapters.sendall(encode(order))
+        except OSError as error:
+            raise self.lost(error) from error
+
+    def answer_next_to_steps(self) -> IserveError | None:
+        """Wait for the answer to such an order: why it failed. Raises EngineError: the rank is gone."""
+        try:
+            with self._using_adapters:
+                answer, _ = receive_answer(self._adapters)
+        except (OSError, EOFError) as error:
+            self.process.kill()  # one that is silent for so long; its answer would be taken for the next order's
+            raise self.lost(error) from error
+        return answer.exception(self.rank)
+
+    def lost(self, error: Exception) -> EngineError:
+        """Say how a child went that does not answer."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(1.0)  # its exit code says how it went
+        code = self.process.poll()
+        how = "is not answering" if code is None else f"ended with exit code {code}"
+        return EngineError(f"rank {self.rank} (pid {self.process.pid}) {how}; see the worker's log: {error}")
 
     def last_words(self) -> IserveError | None:
         """Return why it gave up, where it could still say so; of a child that has ended or is about to."""
@@ -91,6 +122,10 @@ class _Child:
         if not ordered:
             self.process.kill()
         self.control.close()
+        with suppress(OSError):
+            self._adapters.shutdown(socket.SHUT_RDWR)  # a thread that waits for an answer goes on
+        with self._using_adapters:
+            self._adapters.close()
         os.close(self._lifeline)
         try:
             self.process.wait(_END_TIMEOUT_S)
@@ -164,14 +199,52 @@ class RankGroup:
         assert stage is not None
         return stage
 
-    def load_adapter(self, stage: Stage, order: AdapterOrder) -> None:
-        """Load an adapter on every rank. One that any rank refuses is loaded on none."""
-        message = Order(Verb.LOAD_ADAPTER, adapter=order)
-        _, failed = self._on_all(message, lambda: stage.load_adapter(order), order.folder)
-        if failed is not None:
-            with suppress(EngineError):  # as in ``load``
-                self.unload_adapter(stage, order.adapter_id)
-            raise failed
+    def prepare_adapter(self, stage: Stage, order: AdapterOrder) -> None:
+        """Prepare an adapter on every rank, next to steps. One that any rank refuses is prepared on none.
+
+        Called by one thread at a time, which may be another than that of the other methods. It ends nothing, so
+        that a rank that is gone is found out by the next order.
+        """
+        children = tuple(self._children)
+        failed = self._prepare_on(children, stage, order)
+        if failed is None:
+            return
+        stage.unload_adapter(order.adapter_id)
+        with suppress(IserveError):  # a rank that is lost by now has nothing any more
+            for child in children:
+                child.tell_next_to_steps(Order(Verb.UNLOAD_ADAPTER, adapter_id=order.adapter_id))
+            for child in children:
+                child.answer_next_to_steps()
+        raise failed
+
+    @staticmethod
+    def _prepare_on(children: tuple[_Child, ...], stage: Stage, order: AdapterOrder) -> Exception | None:
+        """Return the first failure of any rank, once all have ended; None: all have prepared it."""
+        failed: Exception | None = None
+        asked = []
+        try:
+            for child in children:
+                child.tell_next_to_steps(Order(Verb.PREPARE_ADAPTER, adapter=order))
+                asked.append(child)
+            stage.prepare_adapter(order)
+        except Exception as error:  # noqa: BLE001 - raised by the caller, once no rank is at work on it
+            failed = error
+            if is_out_of_memory(error):
+                failed = EngineError(f"rank 0 has no memory for {order.folder}: {error}")
+                failed.__cause__ = error.with_traceback(None)  # its frames hold what was read
+        for child in asked:
+            try:
+                theirs: Exception | None = child.answer_next_to_steps()
+            except EngineError as lost:
+                theirs = lost
+            failed = failed or theirs
+        return failed
+
+    def switch_adapter(self, stage: Stage, adapter_id: int) -> None:
+        """Let steps name a prepared adapter, on every rank from the same step on."""
+        self._tell(Order(Verb.SWITCH_ADAPTER, adapter_id=adapter_id))
+        stage.switch_adapter(adapter_id)
+        self._collect()
 
     def unload_adapter(self, stage: Stage, adapter_id: int) -> None:
         """Free an adapter on every rank."""
@@ -289,12 +362,9 @@ class RankGroup:
 
     def _lost(self, child: _Child, error: Exception) -> EngineError:
         """End the group, of which a child is gone, and say how it went."""
-        with suppress(subprocess.TimeoutExpired):
-            child.process.wait(1.0)  # its exit code says how it went
-        code = child.process.poll()
+        lost = child.lost(error)
         self._end(ordered=False)
-        how = "is not answering" if code is None else f"ended with exit code {code}"
-        return EngineError(f"rank {child.rank} (pid {child.process.pid}) {how}; see the worker's log: {error}")
+        return lost
 
     def _end(self, *, ordered: bool) -> None:
         self._closed = True

@@ -1,6 +1,7 @@
 """Rank beyond the first: ``python -m daemon.torch_engine.parallel.rank_main``, a child in rank 0's process group.
 
-Does what rank 0 orders over the control socket; tensors go between ranks over torch.distributed. Ends at once when
+Does what rank 0 orders over the control socket; tensors go between ranks over torch.distributed. Adapters are
+prepared in a second thread, by orders on a socket of their own, while steps go on in the first. Ends at once when
 rank 0 is gone, however it went: the child holds the reading end of a pipe whose writing end only rank 0 has.
 (A parent-death signal would follow the thread that started the child, not the process.)
 """
@@ -15,6 +16,7 @@ import signal
 import socket
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
@@ -51,6 +53,13 @@ def join(place: RankPlace, device: RankDevice, store_path: Path) -> None:
         raise EngineError(f"rank {place.rank} could not join the other {world - 1}: {error}") from error
 
 
+@dataclass(slots=True)
+class _Loaded:
+    """Stage of this rank, if it has one; written by the thread of the steps alone."""
+
+    stage: Stage | None = None
+
+
 def main(argv: list[str]) -> int:
     arguments = _parse(argv)
     for number in (signal.SIGINT, signal.SIGTERM):  # both reach the whole process group: rank 0 drains and decides
@@ -59,12 +68,14 @@ def main(argv: list[str]) -> int:
         target=_end_with_parent, args=(arguments.lifeline_fd, arguments.store.parent), daemon=True
     ).start()
     place = RankPlace(arguments.rank, arguments.tp, arguments.pp)
+    adapters, loaded = socket.socket(fileno=arguments.adapters_fd), _Loaded()
+    threading.Thread(target=_prepare_adapters, args=(adapters, loaded), daemon=True).start()
     with socket.socket(fileno=arguments.control_fd) as control:
         try:
             device = RankDevice(arguments.device, place.rank, arguments.threads)
             send_answer(control, Answer())  # imports are done: rank 0 may now wait in the rendezvous
             join(place, device, arguments.store)
-            _serve(control, place, device)
+            _serve(control, place, device, loaded)
         except EOFError:  # rank 0 is gone, and may have had no time to remove the rendezvous' folder
             shutil.rmtree(arguments.store.parent, ignore_errors=True)
             return 0
@@ -75,12 +86,12 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _serve(control: socket.socket, place: RankPlace, device: RankDevice) -> None:
+def _serve(control: socket.socket, place: RankPlace, device: RankDevice, loaded: _Loaded) -> None:
     groups = make_groups(place)
-    stage: Stage | None = None
     send_answer(control, Answer())
     while True:
         order: Order = receive_order(control)
+        stage = loaded.stage
         if order.verb is Verb.STEP:
             assert stage is not None
             assert order.plan is not None
@@ -90,20 +101,16 @@ def _serve(control: socket.socket, place: RankPlace, device: RankDevice) -> None
         elif order.verb is Verb.LOAD:
             assert order.load is not None
             try:
-                stage = Stage(order.load, place, groups, device)
+                loaded.stage = Stage(order.load, place, groups, device)
                 answer = Answer()
             except Exception as error:  # noqa: BLE001 - a load that fails leaves the rank fit for the next one
                 answer = failure(error)
             send_answer(control, answer)
-        elif order.verb is Verb.LOAD_ADAPTER:
+        elif order.verb is Verb.SWITCH_ADAPTER:
             assert stage is not None
-            assert order.adapter is not None
-            try:
-                stage.load_adapter(order.adapter)
-                answer = Answer()
-            except Exception as error:  # noqa: BLE001 - as a load
-                answer = failure(error)
-            send_answer(control, answer)
+            assert order.adapter_id is not None
+            stage.switch_adapter(order.adapter_id)
+            send_answer(control, Answer())
         elif order.verb is Verb.UNLOAD_ADAPTER:
             assert stage is not None
             assert order.adapter_id is not None
@@ -113,16 +120,42 @@ def _serve(control: socket.socket, place: RankPlace, device: RankDevice) -> None
             assert stage is not None
             send_answer(control, Answer(memory=stage.memory()))
         elif order.verb is Verb.UNLOAD:
-            stage = None
+            loaded.stage = stage = None
             release_memory()
             send_answer(control, Answer())
         else:
             return
 
 
+def _prepare_adapters(adapters: socket.socket, loaded: _Loaded) -> None:
+    """Prepare adapters as rank 0 orders, until it is gone."""
+    while True:
+        try:
+            order = receive_order(adapters)
+            send_answer(adapters, _prepare(order, loaded))
+        except (OSError, EOFError):
+            return
+
+
+def _prepare(order: Order, loaded: _Loaded) -> Answer:
+    try:
+        stage = loaded.stage
+        assert stage is not None
+        if order.verb is Verb.PREPARE_ADAPTER:
+            assert order.adapter is not None
+            stage.prepare_adapter(order.adapter)
+        else:
+            assert order.verb is Verb.UNLOAD_ADAPTER
+            assert order.adapter_id is not None
+            stage.unload_adapter(order.adapter_id)
+    except Exception as error:  # noqa: BLE001 - an adapter that is refused leaves the rank as it was
+        return failure(error)
+    return Answer()
+
+
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="daemon.torch_engine.parallel.rank_main", description=__doc__)
-    for name in ("rank", "tp", "pp", "threads", "control-fd", "lifeline-fd"):
+    for name in ("rank", "tp", "pp", "threads", "control-fd", "adapters-fd", "lifeline-fd"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--device", required=True)
     parser.add_argument("--store", type=Path, required=True)

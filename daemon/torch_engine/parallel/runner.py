@@ -88,10 +88,16 @@ class LocalRunner:
         logits, timings = group.step(stage, plan)
         return _result(logits, timings, self._place.tp)
 
-    def load_adapter(self, adapter_id: int, folder: Path) -> None:
+    def prepare_adapter(self, adapter_id: int, folder: Path) -> None:
+        stage, group = self._stage, self._group
+        if stage is None or group is None:
+            raise EngineError("no model is loaded")
+        group.prepare_adapter(stage, AdapterOrder(adapter_id, str(folder)))
+
+    def switch_adapter(self, adapter_id: int) -> None:
         if self._stage is None or self._group is None:
             raise EngineError("no model is loaded")
-        self._group.load_adapter(self._stage, AdapterOrder(adapter_id, str(folder)))
+        self._group.switch_adapter(self._stage, adapter_id)
 
     def unload_adapter(self, adapter_id: int) -> None:
         if self._stage is not None and self._group is not None:

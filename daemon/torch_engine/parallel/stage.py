@@ -5,9 +5,10 @@ Knows its neighbours in the pipeline, and nothing of how steps are decided.
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from daemon.torch_engine.model.adapters import Factors, Part, read_into
 from daemon.torch_engine.model.batch import FlatBatch
 from daemon.torch_engine.model.kv_cache import KvCache, kv_cache_bytes
 from daemon.torch_engine.model.stage_model import StageModel, StageShape, read_source, tensor_bytes
@@ -26,6 +28,7 @@ from daemon.torch_engine.parallel.rank_device import RankDevice, release_memory
 from daemon.torch_engine.runner_types import StepPlan
 from fingerprint.errors import EngineError, UnsupportedAdapterError
 from fingerprint.lora import read_adapter, require_supported, slot_bytes
+from fingerprint.lora.adapter import open_weights
 from fingerprint.measurements import RankMemory
 
 __all__ = ["ActivationMeter", "RankTiming", "Stage"]
@@ -78,6 +81,7 @@ class Stage:
         self._spec, self._dtype, self._shape = source.spec, source.dtype, shape
         self._config = config
         self._slot_bytes = slot_bytes(source.spec, config, shape.num_layers) * source.dtype.itemsize // 2
+        self._held = threading.Lock()  # while the held bytes change, or are compared with the device's
         self._peak_bytes = 0
         self._metered = (0, 0, 0)
         room_bytes = order.room_bytes_per_stage[place.stage]
@@ -122,28 +126,51 @@ class Stage:
                 f"lower max_batch or the context, {fewer}or use more devices"
             )
 
-    def load_adapter(self, order: AdapterOrder) -> None:
-        """Load this rank's part of an adapter; one that is refused leaves nothing.
+    def prepare_adapter(self, order: AdapterOrder) -> None:
+        """Read, check and hold this rank's part of an adapter, in any thread, next to steps.
+
+        No step may name it yet. One that is refused leaves nothing.
 
         Raises:
             BadInputError: it cannot be read, is more than a plain LoRA, or does not fit this model or a slot.
         """
         adapter = read_adapter(Path(order.folder), max_rank=self._config.adapter_rank)
         require_supported(adapter)
-        factors = self.model.read_adapter(adapter, self._device.torch_device)
-        num_bytes = sum(each.num_bytes for each in factors.values())
+        parts = self.model.adapter_parts(adapter)
+        num_bytes = sum(part.empty(self._dtype, "meta").num_bytes for part in parts.values())
         if num_bytes > self._slot_bytes:
             raise UnsupportedAdapterError(
                 f"the adapter takes {num_bytes:,} bytes of stage {self._place.stage}, of which a slot has "
                 f"{self._slot_bytes:,}; deploy with slots of a higher rank, or merge it"
             )
-        self._keep_peak()
-        self.model.adapters.add(order.adapter_id, factors)
+        weights = open_weights(adapter.folder)
+        try:
+            with self._device.next_to_steps():
+                factors = self._hold(order.adapter_id, parts)
+                for name, part in parts.items():
+                    read_into(factors[name], part, weights)
+        except BaseException:
+            self.unload_adapter(order.adapter_id)
+            raise
+
+    def _hold(self, adapter_id: int, parts: Mapping[str, Part]) -> Mapping[str, Factors]:
+        """Allocate the factors of an adapter all at once, so that the device's peak has all of them or none."""
+        with self._held:
+            self._keep_peak()
+            factors = {name: part.empty(self._dtype, self._device.torch_device) for name, part in parts.items()}
+            self.model.adapters.prepare(adapter_id, factors)
+        return factors
+
+    def switch_adapter(self, adapter_id: int) -> None:
+        """Let steps name a prepared adapter: between two steps, without reading or moving a value."""
+        with self._held:
+            self.model.adapters.switch(adapter_id)
 
     def unload_adapter(self, adapter_id: int) -> None:
-        """Free an adapter; one that is not loaded is ignored."""
-        self._keep_peak()
-        self.model.adapters.remove(adapter_id)
+        """Free an adapter that no step names any more, or that was prepared; an unknown one is ignored."""
+        with self._held:
+            self._keep_peak()
+            self.model.adapters.remove(adapter_id)
 
     def _keep_peak(self) -> None:
         """Keep the peak of activations before the held bytes change, beyond which the device counts it."""
@@ -202,9 +229,10 @@ class Stage:
         return torch.cat(parts, dim=-1).float().cpu() if parts else None
 
     def memory(self) -> RankMemory:
-        weights, kv = self.model.weight_bytes(), self._cache.num_bytes
-        buffers, held = self._buffer_bytes(), self._held_bytes()
-        peak = self._device.peak_bytes(held) if self._device.counts_memory else 0
+        with self._held:
+            weights, kv = self.model.weight_bytes(), self._cache.num_bytes
+            buffers, held = self._buffer_bytes(), self._held_bytes()
+            peak = self._device.peak_bytes(held) if self._device.counts_memory else 0
         return RankMemory(
             rank=self._place.rank,
             stage=self._place.stage,

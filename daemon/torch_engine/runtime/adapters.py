@@ -40,6 +40,10 @@ class Adapters:
         """Adapters that requests may name, in the order of their loading."""
         return tuple(self._loaded.values())
 
+    @property
+    def num_loading(self) -> int:
+        return len(self._loading)
+
     def begin(self, name: str, folder: str, created: int) -> Adapter:
         """Return a new adapter, which takes its place from now on and can be named after :meth:`finish`.
 

@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from daemon.status import DeviceBusy, WorkerStats
 from daemon.torch_engine.runner_types import Runner, StepItem, StepPlan, StepResult
+from daemon.torch_engine.runtime.adapter_loads import AdapterLoads
 from daemon.torch_engine.runtime.adapters import Adapter, Adapters
 from daemon.torch_engine.runtime.sampling import Sampler, sample
 from daemon.torch_engine.runtime.scheduler import Demand, Scheduler, Work
@@ -60,7 +61,7 @@ class Engine:
     """Thread-safe face of one runner.
 
     Args:
-        runner: used from this engine's thread only.
+        runner: used from this engine's thread only, but for preparing adapters.
         deliver: called in that thread with the events of each step; must not block.
         failed: called once in that thread when it ends by an error, after all sequences got theirs.
     """
@@ -83,6 +84,7 @@ class Engine:
         self._state = EngineState.LOADING
         self._stopping = False
         self._adapters = Adapters(0)
+        self._adapter_loads = AdapterLoads(runner, self.call, self._end_load)
         self._stages: tuple[StageAssignment, ...] = ()
         self._limits: WorkerLimits | None = None
         self._totals = Totals()
@@ -137,12 +139,16 @@ class Engine:
         stages: tuple[StageAssignment, ...],
         limits: WorkerLimits,
     ) -> Future[None]:
-        """Replace what is loaded; fails with ConflictError while sequences run, else as ``Runner.load`` does."""
+        """Replace what is loaded; fails as ``Runner.load`` does, or with ConflictError while sequences run or
+        adapters are loaded.
+        """
 
         def replace_model() -> None:
             with self._wake:
                 if self._live:
                     raise ConflictError(f"{len(self._live)} sequences are running; load when the engine is idle")
+                if self._adapters.num_loading:
+                    raise ConflictError(f"{self._adapters.num_loading} adapters are being loaded; load after them")
                 self._scheduler = self._limits = None
             self._runner.load(checkpoint, config, stages, limits)
             scheduler = Scheduler(
@@ -189,32 +195,22 @@ class Engine:
         return self.call(self._read_memory)
 
     def load_adapter(self, name: str, folder: Path) -> Future[None]:
-        """Load the adapter in ``folder`` between two steps, for requests that name it so.
+        """Load the adapter in ``folder``, for requests that name it so; steps go on meanwhile.
 
         Raises:
             ConflictError: the name is taken, or as many are loaded as may be.
             UnavailableError: not ready.
-        The future fails as ``Runner.load_adapter`` does; nothing is loaded then.
+        The future fails as ``Runner.prepare_adapter`` does; nothing is loaded then.
         """
         with self._wake:
             self._require_ready()
             adapter = self._adapters.begin(name, str(folder), int(time.time()))
-
-        def load() -> None:
-            is_loaded = False
-            try:
-                self._runner.load_adapter(adapter.adapter_id, folder)
-                is_loaded = True
-            except BadInputError:
-                raise
-            except IserveError:  # no room, or a rank is gone, which this finds out
-                self._read_memory()
-                raise
-            finally:
-                with self._wake:
-                    self._adapters.finish(adapter, is_loaded=is_loaded)
-
-        return self.call(load)
+        try:
+            return self._adapter_loads.start(adapter, folder)
+        except UnavailableError:
+            with self._wake:
+                self._adapters.finish(adapter, is_loaded=False)
+            raise
 
     def unload_adapter(self, name: str) -> None:
         """Admit no further request of an adapter, and free it once the last of those that are here has ended.
@@ -311,9 +307,9 @@ class Engine:
                 memory=self._memory,
             )
 
-    def call(self, function: Callable[[], T]) -> Future[T]:
-        """Run ``function`` in the engine's thread, between two steps."""
-        future: Future[T] = Future()
+    def call(self, function: Callable[[], T], future: Future[T] | None = None) -> Future[T]:
+        """Run ``function`` in the engine's thread, between two steps; answer ``future``, else a new one."""
+        future = Future() if future is None else future
         with self._wake:
             if self._stopping or self._state is EngineState.FAILED:
                 future.set_exception(UnavailableError(f"the engine has ended: {self.error or 'it was closed'}"))
@@ -359,6 +355,15 @@ class Engine:
 
     def _unused_adapters(self) -> frozenset[int]:
         return self._adapters.unused(live.adapter_id for live in self._live.values())
+
+    def _end_load(self, adapter: Adapter, error: Exception | None) -> None:
+        """Let requests name an adapter that is loaded, or raise the error of its load."""
+        with self._wake:
+            self._adapters.finish(adapter, is_loaded=error is None)
+        if isinstance(error, IserveError) and not isinstance(error, BadInputError):
+            self._read_memory()  # no room, or a rank is gone, which this finds out
+        if error is not None:
+            raise error
 
     def _free(self, adapter_ids: Collection[int]) -> None:
         for adapter_id in adapter_ids:

@@ -56,6 +56,9 @@ class ScriptedRunner:
         self.warming = False
         self.closed = False
         self.adapters: dict[int, Path] = {}
+        self.prepared: dict[int, Path] = {}
+        self.preparing: list[Path] = []  # of all preparations that have begun
+        self.preparation: threading.Semaphore | None = None  # each one takes one
         self.fail_loading_adapter: Exception | None = None
 
     def load(self, checkpoint: Path, config: DeploymentConfig, stages: Any, limits: WorkerLimits) -> None:
@@ -84,11 +87,17 @@ class ScriptedRunner:
             rows.append(row)
         return StepResult(torch.stack(rows), device_s=0.25, handover_s=0.0, busy_s=(0.25,))
 
-    def load_adapter(self, adapter_id: int, folder: Path) -> None:
+    def prepare_adapter(self, adapter_id: int, folder: Path) -> None:
+        self.preparing.append(folder)
+        if self.preparation is not None:
+            self.preparation.acquire()
         if self.fail_loading_adapter is not None:
             raise self.fail_loading_adapter
         assert adapter_id not in self.adapters
-        self.adapters[adapter_id] = folder
+        self.prepared[adapter_id] = folder
+
+    def switch_adapter(self, adapter_id: int) -> None:
+        self.adapters[adapter_id] = self.prepared.pop(adapter_id)
 
     def unload_adapter(self, adapter_id: int) -> None:
         del self.adapters[adapter_id]

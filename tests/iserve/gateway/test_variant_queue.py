@@ -86,6 +86,41 @@ def test_those_behind_a_request_that_leaves_are_offered_its_worker() -> None:
     in_line(test)
 
 
+def test_a_long_queue_is_looked_through_once_for_each_release(monkeypatch: Any) -> None:
+    """Neither arrivals that no worker has a slot for, nor the loads that a release starts, look through it."""
+
+    async def test(line: Deployment) -> None:
+        of_a = VariantRequest(A, 0.0)
+        await line.acquire(0, use=of_a)
+        assert line.variants is not None
+        await is_quiet(line)
+        for _ in range(3):  # turns of the loop: the task's callback, then its round
+            await asyncio.sleep(0)
+        rounds = 0
+        serve = line._serve
+
+        def count() -> None:
+            nonlocal rounds
+            rounds += 1
+            serve()
+
+        monkeypatch.setattr(line, "_serve", count)
+        monkeypatch.setattr(line.variants, "_changed", count)
+        waiting = [asyncio.create_task(line.acquire(turn, use=VariantRequest(B, 0.0))) for turn in (1, 2, 3)]
+        while line.num_waiting < 3:
+            await asyncio.sleep(0)
+        await is_quiet(line)
+        assert rounds == 0
+        line.release(WORKER, use=of_a)
+        assert {one.worker_id for one in await asyncio.gather(*waiting)} == {"w"}
+        await is_quiet(line)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert rounds == 1
+
+    in_line(test)
+
+
 def test_a_request_of_the_base_that_ends_where_there_was_room_leaves_the_queue_alone(monkeypatch: Any) -> None:
     async def test(line: Deployment) -> None:
         of_a = VariantRequest(A, 0.0)
