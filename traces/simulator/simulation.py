@@ -133,7 +133,7 @@ class _World:
                 if deployment.draining or deployment.coming:
                     deployments.turn(server, now_s)
                 if deployment.queue:
-                    deployments.pass_on(deployment, now_s)
+                    deployments.dispatch.pass_on(deployment, now_s)
 
     def _next(self) -> float:
         """Return the time of the next action, or of the cluster policy's next look."""
@@ -171,7 +171,7 @@ class _World:
             )
         row = self.requests.add(now_s, request.input_tokens, request.output_tokens, deployment.index)
         deployment.arrived += 1
-        self._deployments.arrive(deployment, row, now_s)
+        self._deployments.dispatch.arrive(deployment, row, now_s)
         if len(deployment.queue) > self._scenario.most_waiting:
             self.stopped = self._overload(deployment)
 
