@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 
 from placement.actions import ClusterAction, Drain, Move, Scale
@@ -227,6 +228,8 @@ class Deployments:
             for row, input_tokens, output_tokens in server.evict(server.done_s(now_s) if server.busy else 0.0):
                 self.dispatch.left[row] = (input_tokens, output_tokens)
                 rows.append(row)
+        if deployment.traffic is not None:
+            deployment.traffic.remove(server, rows)
         self._tell(now_s, ChangeKind.DRAINING, deployment.name, f"{server.name} takes no more requests")
         deployment.draining.append(server)
         if not server.outstanding:
@@ -338,7 +341,8 @@ class Deployments:
         stages = ask(policy, lambda: self._cluster.stages(decided.placement))
         name, make_batcher = f"{deployment.name}#{self._made}", self._policies.make_batcher
         args = (name, stages, ready_s, decided.steps, self._requests)
-        server = new_worker(self._scenario.service, args, make_batcher, pipelined=decided.pipelined)
+        make = partial(new_worker, pipelined=decided.pipelined, adapters=decided.adapters)
+        server = ask(policy, lambda: make(self._scenario.service, args, make_batcher))
         server.holder = deployment.name
         memory = self._cluster.memory(decided.placement)
         ask(policy, lambda: self._cluster.add(server, memory, now_s))
@@ -347,6 +351,9 @@ class Deployments:
         self._of[server] = deployment
         if server.kv is not None:
             deployment.kv_meters.append(server.kv)
+        if decided.adapters is not None:
+            deployment.traffic = deployment.traffic or self.dispatch.new_traffic(deployment, decided.adapters)
+            deployment.traffic.enter(server)
         deployment.decided[server] = deployment.latest = decided
         deployment.slots = server.max_batch
         slo, service = self._scenario.reject_late.get(deployment.name), decided.forecast_service
@@ -368,7 +375,10 @@ class Deployments:
             if server in held:
                 held.remove(server)
         self._give_up(self._plans.pop(server, ()), now_s)
-        return server.clear()
+        running, waiting = server.clear()
+        if deployment.traffic is not None:
+            deployment.traffic.remove(server, waiting)
+        return running, waiting
 
     def _tell(
         self, now_s: float, kind: ChangeKind, name: str, text: str, memory: tuple[tuple[Gpu, int], ...] = ()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from traces.outcomes import Failure
+from traces.simulator.adapter_cost import AdapterCost
+from traces.simulator.adapter_workers import AdapterServer
 from traces.simulator.cluster import Cluster
 from traces.simulator.deployment_state import Deployment, can_keep
 from traces.simulator.policy_errors import PolicyFault, ask
 from traces.simulator.requests import Requests
 from traces.simulator.scenario import Policies, Scenario
+from traces.simulator.variant_traffic import VariantTraffic
 from traces.simulator.workers import Server
 
 __all__ = ["Dispatch"]
@@ -34,10 +38,12 @@ class Dispatch:
         self._cluster, self._requests = cluster, requests
         self.left: dict[int, tuple[int, int]] = {}  # rows that were moved: the tokens that were left of them
 
-    def arrive(self, deployment: Deployment, row: int, now_s: float) -> None:
+    def arrive(self, deployment: Deployment, row: int, now_s: float, variant: str | None = None) -> None:
         """Route a request as the gateway does: to a replica with room, to the end of the queue, or reject it."""
         replicas = deployment.replicas
         deployment.last_s = now_s
+        if deployment.traffic is not None:
+            deployment.traffic.arrive(row, variant, now_s)
         if not replicas:
             if deployment.at_zero:
                 self._wait_at_zero(deployment, row, now_s)
@@ -45,6 +51,8 @@ class Dispatch:
                 self._requests.fail(row, Failure.NOT_SERVED)
         elif self._requests.input_tokens[row] + self._requests.output_tokens[row] > replicas[0].longest:
             self._requests.fail(row, Failure.BAD_REQUEST)
+        elif deployment.traffic is not None:
+            self._arrive_among_variants(deployment, deployment.traffic, row, now_s)
         elif not deployment.queue and self._give(deployment, row, now_s):
             pass
         elif (control := deployment.admission) and not control.may_wait(row, replicas, deployment.queue, now_s):
@@ -61,6 +69,9 @@ class Dispatch:
             if deployment.at_zero or deployment.coming:
                 return
             self.drop(deployment, list(queue))
+        if deployment.traffic is not None:
+            self._serve(deployment, deployment.traffic, now_s)
+            return
         while queue and self._give(deployment, queue[0], now_s):
             queue.popleft()
 
@@ -69,6 +80,40 @@ class Dispatch:
         for row in rows:
             self._requests.fail(row, Failure.NOT_SERVED)
         deployment.queue.clear()
+
+    def note(self, deployment: Deployment, server: Server, now_s: float) -> None:
+        """Note what a run of a replica with adapter slots has brought about."""
+        if deployment.traffic is not None and isinstance(server, AdapterServer):
+            deployment.traffic.note(server, now_s)
+
+    def new_traffic(self, deployment: Deployment, cost: AdapterCost) -> VariantTraffic:
+        """Return the variants of a deployment, of which nothing is loaded yet."""
+        return VariantTraffic(
+            cost,
+            self._policies.variant_policy,
+            self._requests,
+            choose=lambda rooms: self._choose(deployment, rooms),
+            submit=lambda server, row, now_s: self._submit(deployment, server, row, now_s),
+            wake=self._wake,
+        )
+
+    def _arrive_among_variants(
+        self, deployment: Deployment, traffic: VariantTraffic, row: int, now_s: float
+    ) -> None:
+        """Let the newest request be sent, perhaps before others that wait for a slot, or wait, or be rejected."""
+        deployment.queue.append(row)
+        self._serve(deployment, traffic, now_s)
+        queue, bound = deployment.queue, self._scenario.max_waiting
+        if bound is not None and len(queue) > bound and queue[-1] == row:
+            queue.pop()
+            traffic.forget(row)
+            self._requests.fail(row, Failure.RATE_LIMITED)
+
+    @staticmethod
+    def _serve(deployment: Deployment, traffic: VariantTraffic, now_s: float) -> None:
+        sent = traffic.serve(deployment.queue, deployment.replicas, now_s)
+        if sent:
+            deployment.queue = deque(row for row in deployment.queue if row not in sent)
 
     def _wait_at_zero(self, deployment: Deployment, row: int, now_s: float) -> None:
         """Queue a request of a deployment that is scaled to zero, and let the cluster policy decide at once."""
@@ -101,15 +146,15 @@ class Dispatch:
         self._submit(deployment, server, row, now_s)
         return True
 
-    def _submit(self, deployment: Deployment, server: Server, row: int, now_s: float) -> None:
-        """Submit a request to its replica, or refuse it there."""
+    def _submit(self, deployment: Deployment, server: Server, row: int, now_s: float) -> bool:
+        """Submit a request to its replica; False: it is refused there."""
         if self._requests.input_tokens[row] + self._requests.output_tokens[row] > server.longest:
             server.last_turn, deployment.turn = deployment.turn, deployment.turn + 1
             self._requests.fail(row, Failure.BAD_REQUEST)  # later replicas may have found less room
-            return
+            return False
         if self._scenario.reject_late and self._too_late(deployment, server, row, now_s):
             self._refuse(deployment, row)
-            return
+            return False
         if deployment.admission is not None:
             deployment.admission.record_start(row, server, now_s)
         server.last_turn = deployment.turn
@@ -118,6 +163,11 @@ class Dispatch:
             server.submit(row, *self.left[row])
         else:
             server.submit(row, self._requests.input_tokens[row], self._requests.output_tokens[row])
+        self._wake(server, now_s)
+        return True
+
+    def _wake(self, server: Server, now_s: float) -> None:
+        """Let a replica see that it has more to do."""
         if server.busy:
             if server.cuts:
                 self._cluster.cut(server, now_s)
