@@ -1,8 +1,9 @@
 """Workers with adapter slots: what loads and the adapters in each step cost, on top of continuous batching.
 
 *   A load runs between two steps: no sequence of the worker gets a token meanwhile, and loads follow one another.
-    A stretch of decode steps ends with the step in which a load is ordered. A request whose adapter is being
-    loaded is held before the worker's queue until it is there.
+    A stretch of decode steps ends with the step in which a load is ordered; at an idle worker, requests that have
+    what they need begin first, for a load is behind the unload that makes room for it. A request whose adapter is
+    being loaded is held before the worker's queue until it is there.
 *   A step in which sequences of adapters decode takes ``AdapterCost.step_s`` longer, by all sequences that decode
     in it and by the adapters of all that is in it; prompts of adapters take ``prompt_share`` of their time longer.
 
@@ -47,6 +48,7 @@ class AdapterServer(ContinuousWorker):
         self._by_active: dict[int, StepModel] = {}  # steps by the adapters that are in them
         self._variant: dict[int, str] = {}  # of rows that are here; those of the base have none
         self._ordered: deque[str] = deque()  # loads that have not begun
+        self._is_first = False  # the next step is before the loads, which were ordered while there was none
         self._loading: str | None = None  # by the run that was begun
         self._held: dict[str, list[tuple[int, int, int]]] = {}  # for the end of the last load of their adapter
         self.loaded: list[str] = []  # since they were last looked at, as the next two
@@ -55,6 +57,7 @@ class AdapterServer(ContinuousWorker):
 
     def order(self, variant: str) -> None:
         """Order a load, for the end of the current step and of the loads before it."""
+        self._is_first = self._is_first or not (self.busy or self._ordered)
         self._ordered.append(variant)
 
     def has_ordered(self, variant: str) -> bool:
@@ -79,7 +82,8 @@ class AdapterServer(ContinuousWorker):
 
     def begin(self) -> float:
         self._steps = self._plain
-        if self._ordered:
+        is_first, self._is_first = self._is_first, False
+        if self._ordered and not (is_first and (self._queue.waiting or self.holds)):
             self._loading = self._ordered.popleft()
             self._rounds = 0
             return self._cost.load_s

@@ -30,7 +30,8 @@ class _Sequence:
 class StepByStep:
     """First and last tokens of ``requests``, whose model is a variant's name, or "" for the base.
 
-    Each variant is loaded once, when it is first asked for; a load takes ``cost.load_s`` between two steps.
+    Each variant is loaded once, when it is first asked for; a load takes ``cost.load_s`` between two steps, and is
+    after the step of the requests that arrived with it at an idle worker.
     """
 
     requests: Sequence[Request]
@@ -49,10 +50,11 @@ class StepByStep:
         self._known: set[str] = set()
         self._now_s = 0.0
         while self._running or self._waiting or self._ordered or self._coming:
-            if not (self._running or self._waiting or self._ordered):
+            is_idle = not (self._running or self._waiting or self._ordered)
+            if is_idle:
                 self._now_s = max(self._now_s, self._coming[0][1].arrival_s)
             self._arrive()
-            if self._ordered:
+            if self._ordered and not (is_idle and self._waiting):
                 self._load()
             elif self._running or self._waiting:
                 self._step()
