@@ -23,8 +23,8 @@ _ADAPTER_S = 1.307e-5
 _ROW_AND_ADAPTER_S = 2.067e-7
 _ROW_AND_SLOT_S = 5.65e-8
 _PROMPT_SHARE, _PROMPT_SHARE_OF_SLOT = 0.455, 0.0121  # of a prompt's time, of the same recording
-# Of a load, by the least sum of squared relative errors over the recording's twelve: ranks 8, 16 and 64, read from the
-# page cache. Means of a rank are met within 10%, single loads within 24%.
+# Of a load from the page cache, by least squares of relative errors over the recording's twelve (ranks 8, 16, 64).
+# Means of a rank are met within 10%, single loads within 24%.
 _LOAD_S, _LOAD_BYTES_PER_S = 0.0533, 1.274e9
 ADDED_ERROR = (
     2.0  # factor by which the added time may be off, on another model, GPU, release or rank: not measured

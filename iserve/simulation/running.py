@@ -397,8 +397,8 @@ def _not_simulated(config: DeploymentConfig) -> str | None:
     """Return why a configuration is not simulated; None: it is."""
     if config.adapter_slots and config.pp > 1 and traits_of(config.engine).fills_stages:
         return (
-            f"{config} is a pipeline, whose adapters are not simulated; leave it fewer GPUs (--gpus), or ask for "
-            "another --intent"
+            f"{config} is a pipeline, whose adapters are not simulated; ask for an --intent that splits tensors, "
+            "such as min-latency"
         )
     return None
 

@@ -35,22 +35,25 @@ class VariantArrival:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepCost:
-    """Duration of a worker's step in seconds, linear in its requests and in their distinct variants."""
+    """Duration of a worker's step in seconds, linear in its requests, in their distinct variants, and in both."""
 
     fixed_s: float  # of a step of one request
     per_request_s: float = 0.0  # of each further one
     per_variant_s: float = 0.0  # of each variant after the first
+    per_both_s: float = 0.0  # times the requests and the variants, less that of one of each
 
     def __post_init__(self) -> None:
-        if not (0 < self.fixed_s < math.inf and min(self.per_request_s, self.per_variant_s) >= 0):
+        further = (self.per_request_s, self.per_variant_s, self.per_both_s)
+        if not (0 < self.fixed_s < math.inf and min(further) >= 0):
             raise ConfigError(
                 "a step takes time, and no less with more requests, got "
-                f"{self.fixed_s}, {self.per_request_s} and {self.per_variant_s} s"
+                f"{self.fixed_s} s and {', '.join(map(str, further))} s"
             )
 
     def slowdown(self, requests: int, variants: int) -> float:
         """Return how much longer a step takes than one of a single request."""
         further_s = self.per_request_s * (requests - 1) + self.per_variant_s * (variants - 1)
+        further_s += self.per_both_s * (requests * variants - 1)
         return 1.0 + further_s / self.fixed_s
 
 
