@@ -42,8 +42,8 @@ class Dispatch:
         """Route a request as the gateway does: to a replica with room, to the end of the queue, or reject it."""
         replicas = deployment.replicas
         deployment.last_s = now_s
-        if deployment.traffic is not None:
-            deployment.traffic.arrive(row, variant, now_s)
+        if (traffic := deployment.traffic) is not None:
+            traffic.arrive(row, variant, now_s)
         if not replicas:
             if deployment.at_zero:
                 self._wait_at_zero(deployment, row, now_s)
@@ -51,8 +51,8 @@ class Dispatch:
                 self._requests.fail(row, Failure.NOT_SERVED)
         elif self._requests.input_tokens[row] + self._requests.output_tokens[row] > replicas[0].longest:
             self._requests.fail(row, Failure.BAD_REQUEST)
-        elif deployment.traffic is not None:
-            self._arrive_among_variants(deployment, deployment.traffic, row, now_s)
+        elif traffic is not None:
+            self._arrive_among_variants(deployment, traffic, row, now_s)
         elif not deployment.queue and self._give(deployment, row, now_s):
             pass
         elif (control := deployment.admission) and not control.may_wait(row, replicas, deployment.queue, now_s):
@@ -93,7 +93,7 @@ class Dispatch:
             self._policies.variant_policy,
             self._requests,
             choose=lambda rooms: self._choose(deployment, rooms),
-            submit=lambda server, row, now_s: self._submit(deployment, server, row, now_s),
+            submit=lambda server, row, now_s: self._submit_among_variants(deployment, server, row, now_s),
             wake=self._wake,
         )
 
@@ -143,36 +143,49 @@ class Dispatch:
             if (control := deployment.admission) and row not in self.left:
                 roomy = [server for server in roomy if control.may_start(row, server, now_s)] or roomy
             server = roomy[self._choose(deployment, roomy)]
+        if self._requests.input_tokens[row] + self._requests.output_tokens[row] > server.longest:
+            self._refuse_too_long(deployment, server, row)
+            return True
+        if self._scenario.reject_late and self._too_late(deployment, server, row, now_s):
+            self._refuse(deployment, row)
+            return True
+        if deployment.admission is not None:
+            deployment.admission.record_start(row, server, now_s)
         self._submit(deployment, server, row, now_s)
         return True
 
-    def _submit(self, deployment: Deployment, server: Server, row: int, now_s: float) -> bool:
-        """Submit a request to its replica; False: it is refused there."""
-        if self._requests.input_tokens[row] + self._requests.output_tokens[row] > server.longest:
-            server.last_turn, deployment.turn = deployment.turn, deployment.turn + 1
-            self._requests.fail(row, Failure.BAD_REQUEST)  # later replicas may have found less room
-            return False
-        if self._scenario.reject_late and self._too_late(deployment, server, row, now_s):
-            self._refuse(deployment, row)
-            return False
-        if deployment.admission is not None:
-            deployment.admission.record_start(row, server, now_s)
+    def _submit(self, deployment: Deployment, server: Server, row: int, now_s: float) -> None:
         server.last_turn = deployment.turn
         deployment.turn += 1
         if self.left and row in self.left:
             server.submit(row, *self.left[row])
         else:
             server.submit(row, self._requests.input_tokens[row], self._requests.output_tokens[row])
-        self._wake(server, now_s)
-        return True
-
-    def _wake(self, server: Server, now_s: float) -> None:
-        """Let a replica see that it has more to do."""
-        if server.busy:
+        if server.busy:  # as ``_wake``, which is a call more for each request
             if server.cuts:
                 self._cluster.cut(server, now_s)
         elif not server.queued:
             self._cluster.schedule(server, now_s)
+
+    def _wake(self, server: Server, now_s: float) -> None:
+        """Let a replica see that it has more to do."""
+        if server.busy:
+            self._cluster.cut(server, now_s)
+        elif not server.queued:
+            self._cluster.schedule(server, now_s)
+
+    def _submit_among_variants(self, deployment: Deployment, server: Server, row: int, now_s: float) -> bool:
+        """Submit a request to its replica; False: it is refused there."""
+        if self._requests.input_tokens[row] + self._requests.output_tokens[row] > server.longest:
+            self._refuse_too_long(deployment, server, row)
+            return False
+        self._submit(deployment, server, row, now_s)
+        return True
+
+    def _refuse_too_long(self, deployment: Deployment, server: Server, row: int) -> None:
+        """Refuse a request that is too long for its replica: later ones may have found less room."""
+        server.last_turn, deployment.turn = deployment.turn, deployment.turn + 1
+        self._requests.fail(row, Failure.BAD_REQUEST)
 
     def _too_late(self, deployment: Deployment, server: Server, row: int, now_s: float) -> bool:
         """Return whether a request would miss its limits on a replica.
