@@ -39,7 +39,7 @@ def test_loads_are_those_of_the_recording_of_steps() -> None:
 
 @pytest.mark.slow
 def test_throughput_of_adapters_that_stay_loaded_is_within_a_tenth(found: VariantContest) -> None:
-    """What was found, held; TTFT and the cold adapters are missed, and in the docs as they fall."""
+    """Hold what was found; TTFT and the cold adapters are missed, and in the docs as they fall."""
     for true, said in zip(measured(found), predicted(found, "profile", "load"), strict=True):
         if true.phase != "cold":
             assert said.tokens_per_s == pytest.approx(true.tokens_per_s, rel=0.1)

@@ -78,7 +78,7 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Played:
-    """What a phase brought about."""
+    """Figures of a phase."""
 
     phase: str
     tokens_per_s: float

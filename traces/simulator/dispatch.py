@@ -100,7 +100,7 @@ class Dispatch:
     def _arrive_among_variants(
         self, deployment: Deployment, traffic: VariantTraffic, row: int, now_s: float
     ) -> None:
-        """Let the newest request be sent, perhaps before others that wait for a slot, or wait, or be rejected."""
+        """Let the newest request be sent, perhaps before some that wait for a slot, or wait, or be rejected."""
         deployment.queue.append(row)
         self._serve(deployment, traffic, now_s)
         queue, bound = deployment.queue, self._scenario.max_waiting

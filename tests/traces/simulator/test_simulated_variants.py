@@ -71,7 +71,7 @@ def times(result: SimulationResult) -> tuple[list[float], list[float]]:
 
 class TestByHand:
     def test_a_variant_without_a_slot_waits_and_is_loaded_meanwhile(self) -> None:
-        """One slot: "b" is loaded from 3 to 4 s, which stops "a", and begins when "a" ends at 7 s."""
+        """Load "b" while "a" has the one slot, which stops "a" for a second; begin it when "a" has ended."""
         requests = [Request(0.0, 5, 5, model="a"), Request(2.5, 5, 2, model="b")]
         result = serve_variants(requests, second_per_step(2), cost(slots=1, max_loaded=2, load_s=1.0))
         # Steps of 1 s, 0.01 s for each adapter that decodes, and half a second for an adapter's prompt.
@@ -262,7 +262,7 @@ class TestLaws:
 
     @POLICIES
     def test_loads_do_not_fall_with_fewer_slots_under_load(self, policy: str) -> None:
-        """No law of this policy, whose frequencies are of what is loaded; so it is on these traces."""
+        """Hold on these traces what is no law of this policy, whose frequencies are of what is loaded."""
         for seed in range(3):
             loads = [
                 variants_of(
