@@ -81,10 +81,11 @@ class Dispatch:
             self._requests.fail(row, Failure.NOT_SERVED)
         deployment.queue.clear()
 
-    def note(self, deployment: Deployment, server: Server, now_s: float) -> None:
-        """Note what a run of a replica with adapter slots has brought about."""
-        if deployment.traffic is not None and isinstance(server, AdapterServer):
-            deployment.traffic.note(server, now_s)
+    @staticmethod
+    def note(deployment: Deployment, server: Server, now_s: float) -> bool:
+        """Note what a run of a replica with adapter slots has brought about; False: no more can be sent."""
+        assert deployment.traffic is not None, "it has adapter slots"
+        return isinstance(server, AdapterServer) and deployment.traffic.note(server, now_s)
 
     def new_traffic(self, deployment: Deployment, cost: AdapterCost) -> VariantTraffic:
         """Return the variants of a deployment, of which nothing is loaded yet."""

@@ -131,11 +131,10 @@ class _World:
                 if not server.busy and isinstance(server, Job):
                     deployments.profiled(server, now_s)
             else:
-                if deployment.traffic is not None:
-                    deployments.dispatch.note(deployment, server, now_s)
+                may_send = deployment.traffic is None or deployments.dispatch.note(deployment, server, now_s)
                 if deployment.draining or deployment.coming:
                     deployments.turn(server, now_s)
-                if deployment.queue:
+                if may_send and deployment.queue:
                     deployments.dispatch.pass_on(deployment, now_s)
 
     def _next(self) -> float:

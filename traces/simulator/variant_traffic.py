@@ -86,8 +86,10 @@ class VariantTraffic:
         sent = self._fleet.serve([self._waiting[row] for row in queue], replicas, now_s)
         return {request.row for request in sent}
 
-    def note(self, server: AdapterServer, now_s: float) -> None:
-        """Note what a run of a replica has brought about."""
+    def note(self, server: AdapterServer, now_s: float) -> bool:
+        """Note what a run of a replica has brought about; return whether a request or a load has ended."""
+        if not (server.loaded or server.ended):
+            return False
         for variant in server.loaded:
             self._fleet.loaded(server, variant)
             self._loaded_s[server, variant] = now_s
@@ -97,6 +99,7 @@ class VariantTraffic:
             self._fleet.ended(server, self._running.pop(row).variant)
         for noted in (server.loaded, server.released, server.ended):
             noted.clear()
+        return True
 
     def choose_base(self, rooms: Sequence[Server]) -> int:
         """Return the replica of a request of the base (``variant_fleet.Sender``, as the next two)."""
