@@ -10,8 +10,8 @@ policies replay the same requests. Nothing is measured on an engine: ``STEPS`` a
 ``vllm``: Llama-3.1-8B on an H200 and vLLM 0.33, 8 slots. The base's step takes 4.87 ms for one request and 5.54
 for 32, a prompt of 256 tokens 10.5 ms (its profile of 2026-11-22); what adapters add is what plans say
 (``fingerprint.estimators.adapter_slots``). A further request has its row, and its share of the prompts that are
-read meanwhile. ``steep``: a further request adds a sixth of a step, as with long prompts or on a CPU. Loads stop
-no steps.
+read meanwhile. ``steep`` is no engine's: a step of 7.4 ms, to which a further request adds a sixth, as with long
+prompts or on a CPU, and a further adapter 0.39 ms. Loads stop no steps.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _PROMPTS_S = _PROMPT_S * (1 + added_prompt_share(SLOTS)) * _STEP_S / MEAN_S  # i
 _REQUEST_S = _ROW_S + _added_s(2, 1) - _added_s(1, 1) - _BOTH_S + _PROMPTS_S
 STEPS = {
     "vllm": StepCost(fixed_s=_STEP_S, per_request_s=_REQUEST_S, per_variant_s=_VARIANT_S, per_both_s=_BOTH_S),
-    "steep": StepCost(fixed_s=_STEP_S, per_request_s=_STEP_S / 6, per_variant_s=_VARIANT_S, per_both_s=_BOTH_S),
+    "steep": StepCost(fixed_s=7.4e-3, per_request_s=1.2e-3, per_variant_s=0.386e-3),
 }
 _WARM_UP = 0.1  # of the requests, left out of latencies
 _BYTES = 1_000_000

@@ -83,13 +83,20 @@ class AdapterServer(ContinuousWorker):
     def begin(self) -> float:
         self._steps = self._plain
         is_first, self._is_first = self._is_first, False
-        if self._ordered and not (is_first and (self._queue.waiting or self.holds)):
-            self._loading = self._ordered.popleft()
-            self._rounds = 0
-            return self._cost.load_s
+        if self._ordered and not is_first:
+            return self._begin_load()
         work_s = super().begin()
-        if not work_s or not self._variant:
-            return work_s
+        if not work_s:
+            return self._begin_load() if self._ordered else 0.0
+        return self._with_adapters(work_s) if self._variant else work_s
+
+    def _begin_load(self) -> float:
+        self._loading = self._ordered.popleft()
+        self._rounds = 0
+        return self._cost.load_s
+
+    def _with_adapters(self, work_s: float) -> float:
+        """Return the work of the run that was begun, of ``work_s`` for the base, with the adapters that are in it."""
         n = len(self._decoders)
         if not self._chunks:
             active = len(self._adapters_of(row for _, row, _ in self._decoders))
