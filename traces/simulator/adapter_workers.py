@@ -96,7 +96,7 @@ class AdapterServer(ContinuousWorker):
         return self._cost.load_s
 
     def _with_adapters(self, work_s: float) -> float:
-        """Return the work of the run that was begun, of ``work_s`` for the base, with the adapters that are in it."""
+        """Return the work of the run that was begun, ``work_s`` of the base, with the adapters that are in it."""
         n = len(self._decoders)
         if not self._chunks:
             active = len(self._adapters_of(row for _, row, _ in self._decoders))
