@@ -1,7 +1,7 @@
 """Scheduling of LoRA variants: the worker of a request, the variant unloaded for another, the order of the queue.
 
 Pure: times are arguments, and nothing is sent. The gateway (``iserve.gateway.variant_residency``) and the
-simulator (``traces.simulator.variants``) keep one ``WorkerVariants`` for each worker and offer the waiting
+simulator (``traces.simulator.variant_fleet``) keep one ``WorkerVariants`` for each worker and offer the waiting
 requests with ``admit_waiting``.
 
 Two limits hold at a worker: at most ``slots`` distinct variants are in flight, as many as take part in one step,

@@ -60,6 +60,7 @@ class SlotNeed:
     slots: int
     rank: int  # that each holds
     without_slot: tuple[float, ...]  # share of the variants asked for at once, with 0, 1, ... slots
+    is_fixed: bool = False  # so many were asked for, whatever they take
 
     @property
     def without(self) -> float:
@@ -67,15 +68,18 @@ class SlotNeed:
         return self.without_slot[self.slots]
 
 
-def slot_need(load: VariantLoad, rank: int, requests: float) -> SlotNeed:
+def slot_need(load: VariantLoad, rank: int, requests: float, slots: int = 0) -> SlotNeed:
     """Return the fewest slots, a power of two, with which at most ``MOST_WITHOUT`` of the variants find none.
 
     Args:
         rank: of the adapters, the largest; slots are made for the next rank that engines offer.
         requests: in flight on average, all of variants.
+        slots: asked for, ``MOST_SLOTS`` at most; 0: as many as are needed.
     """
     slot_rank = next(one for one in ADAPTER_RANKS if one >= rank)
     without = load.without_slot(requests)
+    if slots:
+        return SlotNeed(slots, slot_rank, tuple(without.tolist()), is_fixed=True)
     slots = 1
     while slots < min(MOST_SLOTS, load.variants) and without[slots] > MOST_WITHOUT:
         slots *= 2

@@ -64,7 +64,8 @@ def configuration_space(
         engine_of: names the engine for a configuration, whose own ``engine`` is then still empty.
         drafts: numbers of n-gram draft tokens to have as well as none, on an engine that takes them. Pipelines and
             models that keep states were not looked into.
-        slots: adapter slots that every configuration has, or as many as take a tenth of a GPU; None: none.
+        slots: adapter slots that every configuration has, or, unless so many were asked for, as many as take a
+            tenth of a GPU; None: none.
 
     Returns:
         Distinct configurations in their own order: 180 for Llama-2-70B on 8 A6000, as in the paper (figure 1).
@@ -88,7 +89,9 @@ def configuration_space(
         )
         for (tp, pp), (weights, kv, pruning) in product(degrees, formats(spec, gpu))
     )
-    plain = [_slots_in_bounds(spec, gpu, replace(config, engine=engine_of(config))) for config in bare]
+    plain = [replace(config, engine=engine_of(config)) for config in bare]
+    if slots is not None and not slots.is_fixed:
+        plain = [_slots_in_bounds(spec, gpu, config) for config in plain]
     drafting = (one for one in plain if one.pp == 1 and traits_of(one.engine).drafts_ngrams)
     drafted = (replace(one, draft_tokens=tokens) for one in drafting for tokens in drafts if not spec.keeps_state)
     return tuple(sorted((*plain, *drafted)))

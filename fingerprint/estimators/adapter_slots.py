@@ -11,7 +11,7 @@ from fingerprint.estimates import Estimate, Estimator, MemoryEstimate, Quantity,
 from fingerprint.lora.slot_bytes import reserved_bytes
 from fingerprint.model_spec import ModelSpec
 
-__all__ = ["ADDED_ERROR", "WithAdapterSlots", "added_prompt_share", "added_step_s"]
+__all__ = ["ADDED_ERROR", "WithAdapterSlots", "added_prompt_share", "added_step_s", "load_s"]
 
 # Fitted on one recording: vLLM 0.33 on an H200, Llama-3.1-8B, 8 and 32 slots of rank 64, 32 and 128 rows, 1 to 32
 # adapters (``tests.bench.lora_steps``). Ten added times are met within 5.2%, each from the other nine within 12%.
@@ -23,6 +23,9 @@ _ADAPTER_S = 1.307e-5
 _ROW_AND_ADAPTER_S = 2.067e-7
 _ROW_AND_SLOT_S = 5.65e-8
 _PROMPT_SHARE, _PROMPT_SHARE_OF_SLOT = 0.455, 0.0121  # of a prompt's time, of the same recording
+# Of a load from the page cache, by least squares of relative errors over the recording's twelve (ranks 8, 16, 64).
+# Means of a rank are met within 10%, single loads within 24%.
+_LOAD_S, _LOAD_BYTES_PER_S = 0.0533, 1.274e9
 ADDED_ERROR = (
     2.0  # factor by which the added time may be off, on another model, GPU, release or rank: not measured
 )
@@ -43,6 +46,14 @@ def added_step_s(num_layers: int, rows: float, active: float, slots: int) -> flo
 def added_prompt_share(slots: int) -> float:
     """Return the time that an adapter adds to a prompt, as a share of its time: estimated, of vLLM alone."""
     return _PROMPT_SHARE + _PROMPT_SHARE_OF_SLOT * slots
+
+
+def load_s(num_bytes: int) -> float:
+    """Return the time of a load of an adapter from the page cache, in which its worker decodes nothing.
+
+    Estimated, of vLLM alone; a file that is not in the page cache takes longer.
+    """
+    return _LOAD_S + num_bytes / _LOAD_BYTES_PER_S
 
 
 class WithAdapterSlots:

@@ -16,7 +16,7 @@ from fingerprint.engines import traits_of
 from fingerprint.model_spec import ModelSpec
 from fingerprint.weight_bytes import WEIGHT_16BIT_BYTES, kv_heads_per_gpu
 
-__all__ = ["reserved_bytes", "slot_bytes"]
+__all__ = ["adapter_bytes", "reserved_bytes", "slot_bytes"]
 
 _MORE_MATRICES = 3  # that linear parameters beyond those of attention and experts are divided among
 
@@ -32,6 +32,12 @@ def slot_bytes(spec: ModelSpec, config: DeploymentConfig, num_layers: int) -> in
     has_vocabulary = traits_of(config.engine).slots_for_vocabulary
     of_vocabulary = 2 * (spec.vocab_size + spec.hidden_size) if has_vocabulary else 0
     return int(config.adapter_rank * (sides * num_layers + of_vocabulary) * WEIGHT_16BIT_BYTES)
+
+
+def adapter_bytes(spec: ModelSpec, rank: int) -> int:
+    """Return the bytes of an adapter of ``rank`` that updates every matrix of every layer, as a file has them."""
+    sides = sum(spec.hidden_size + ceil(width) for width in _split_widths(spec, 1))
+    return int(rank * sides * spec.num_layers * WEIGHT_16BIT_BYTES)
 
 
 def reserved_bytes(spec: ModelSpec, config: DeploymentConfig, num_layers: int) -> int:

@@ -15,6 +15,7 @@ from iserve.api_types import PlanRequest
 from iserve.cli import options as o
 from iserve.cli import simulation_options as s
 from iserve.cli.groups import checked, grouped
+from iserve.cli.simulation_variants import VariantOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from iserve.simulation.running import SimulatedModel
     from placement.routing import Router
     from placement.types import ClusterSnapshot
+    from placement.variant_routing import VariantPolicy
     from planner.intent import Slo
     from traces.request import Request
 
@@ -38,7 +40,8 @@ def register(app: typer.Typer) -> None:
         "simulate",
         epilog="Example: iserve simulate synthetic:azure-conv --gpus a6000:8 --models chat=./Llama-2-7b "
         "--intent min-gpu-hours --batch 16 --input-tokens 3000 --output-tokens 1000 --cap-lengths --replicas 1:4 "
-        "--scale-to-zero 300",
+        "--scale-to-zero 300. With LoRA variants: iserve simulate synthetic:azure-conv --gpus h200:1 "
+        "--models chat=./Llama-3.1-8B --variants 100 --rank 16 --popularity zipf:1 --cap-lengths",
     )(grouped(simulate))
 
 
@@ -50,6 +53,7 @@ def simulate(
     cluster_policy: s.ScalingOptions,
     serving: s.ServiceOptions,
     load: s.LoadOptions,
+    variants: VariantOptions,
     request: PlanRequest,
     report: Annotated[Path | None, typer.Option("--report", help="Write an HTML page to this file, too.")] = None,
     as_json: o.JsonOption = False,
@@ -59,7 +63,8 @@ def simulate(
     Step times are the roofline's, or measured ones with --profile. One request at a time (fcfs) or continuous
     batching; models that share a GPU share its time. A replica serves as many and as long requests as one that
     `iserve deploy` starts; --batch and --context say it otherwise. What was deployed stays as it is, unless it is
-    configured to scale, to scale to zero or to move. What it takes for granted: docs/simulation.md.
+    configured to scale, to scale to zero or to move. With --variants, requests are for LoRA adapters of the model,
+    whose slots, loads and times it follows. What it takes for granted: docs/simulation.md.
     """
     from iserve.settings import load_settings
     from iserve.simulation.baselines import World, check_steerable, parse_planner, served_contexts
@@ -77,12 +82,14 @@ def simulate(
                 "a simulation deploys what --models names; leave out --expected-model, or say how many there will "
                 "be with --expected-deployments"
             )
-        scenario = s.scenario_of(cluster, snapshot, serving, least, judged)
+        variants.check(cluster, decision, serving)
+        options, variant_policy = variants.planned(options, load.popularity), variants.policy()
+        scenario = s.scenario_of(cluster, snapshot, serving, least, judged, variants=bool(variants.variants))
         steers = cluster_policy.policy(gpu, 0.0) is not None
         router, planner = make_router(serving.router), parse_planner(decision.planner)
         if steers:
             check_steerable(planner[0])
-        requests = load.requests(trace, tuple(named))
+        requests = load.requests(trace, tuple(named), variants.variants)
         if report is not None:
             output_file(report)
     if not scenario.service.batches:  # GPUs are then shared without a loss (traces.simulator.scenario.Policies)
@@ -91,7 +98,9 @@ def simulate(
     world = World(gpu, models, scenario)
     startup_s = _startup_s(models.values()) if cluster.startup is None else cluster.startup
     if load.cap_lengths:
-        requests = cap_lengths(requests, context_tokens=served_contexts(planner[0], world, least))
+        contexts = served_contexts(planner[0], world, least)
+        whole = next(iter(contexts.values())) if variants.variants else contexts  # a variant's is that of its base
+        requests = cap_lengths(requests, context_tokens=whole)
     setup = SimulationSetup(
         trace=trace,
         hardware=f"{len(snapshot.gpus)} x {gpu.name}",
@@ -107,7 +116,8 @@ def simulate(
         workload=options.workload,
         times=times,
     )
-    document = _run(setup, requests, world, planner, router, named, judged, options, quiet=as_json)
+    routers = (router, variant_policy)
+    document = _run(setup, requests, world, planner, routers, named, judged, options, quiet=as_json)
     _show(document, report, as_json=as_json)
 
 
@@ -123,7 +133,7 @@ def _run(
     requests: Iterable[Request],
     world: World,
     planner: tuple[Baseline, Path | None],
-    router: Router,
+    routers: tuple[Router, VariantPolicy],
     labels: dict[str, str],
     slo: Slo | None,
     options: PlanOptions,
@@ -134,13 +144,14 @@ def _run(
 
     Args:
         planner: which decides, and its answers where they are recorded ones.
+        routers: of requests of a base, and of its variants.
     """
     from iserve.cli.progress import StepDisplay
     from iserve.simulation.baselines import prepare
     from iserve.simulation.document import simulation_document
     from iserve.simulation.running import simulate_cluster
 
-    baseline, answers = planner
+    (baseline, answers), (router, variant_policy) = planner, routers
     with StepDisplay(quiet=quiet) as display:
         display.show(f"{baseline} decides", None)
         decided, prepared = prepare(
@@ -154,13 +165,14 @@ def _run(
             router=router,
             deployer=decided.deployer,
             cluster_policy=setup.cluster_policy,
+            variant_policy=variant_policy,
             progress=lambda arrived, at_s: display.show(f"{arrived:,} requests, {at_s:,.0f} s simulated", None),
         )
     return simulation_document(
         setup,
         result,
         slo=slo,
-        notes=(*decided.notes, *_served_by(baseline, options)),
+        notes=(*decided.notes, *_served_by(baseline, options), *_adapter_times(world.models.values(), options)),
         model_contexts={name: model.spec.max_context_tokens for name, model in world.models.items()},
     )
 
@@ -174,6 +186,24 @@ def _served_by(baseline: Baseline, options: PlanOptions) -> tuple[str, ...]:
     return (
         f"{baseline} serves requests of up to the planned {options.workload.context_tokens:,} tokens, iserve as "
         "long ones as memory holds; to compare them give --context and --batch",
+    )
+
+
+def _adapter_times(models: Iterable[SimulatedModel], options: PlanOptions) -> tuple[str, ...]:
+    """Return where the times of adapters are from."""
+    from fingerprint.engines import traits_of
+    from iserve.planning.words import engine_name
+
+    if not options.intent.traffic.variants:
+        return ()
+    engines = dict.fromkeys(table.engine for model in models for table in model.engines)
+    unknown = [engine_name(engine) for engine in engines if not traits_of(engine).times_adapters]
+    if unknown:
+        return (f"what adapters and their loads take on {' and '.join(unknown)} is not known and left out",)
+    rank = options.intent.traffic.variant_rank
+    return (
+        f"what adapters of rank {rank} and their loads take is estimated from one model on vLLM 0.33 and an H200 "
+        "(docs/variants.md); a load stops its worker",
     )
 
 

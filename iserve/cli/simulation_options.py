@@ -26,7 +26,14 @@ if TYPE_CHECKING:
     from traces.request import Request
     from traces.simulator.scenario import Action, Scenario, Service
 
-__all__ = ["ClusterOptions", "DecisionOptions", "LoadOptions", "ScalingOptions", "ServiceOptions", "scenario_of"]
+__all__ = [
+    "ClusterOptions",
+    "DecisionOptions",
+    "LoadOptions",
+    "ScalingOptions",
+    "ServiceOptions",
+    "scenario_of",
+]
 
 _GIB = 2**30
 
@@ -94,11 +101,11 @@ class ClusterOptions:
             raise typer.BadParameter("names no model", param_hint="'--models'")
         return named
 
-    def actions(self, replicas: int) -> tuple[Action, ...]:
+    def actions(self, replicas: int, *, variants: bool = False) -> tuple[Action, ...]:
         from traces.simulator.scenario import Deploy
 
         deploys = (
-            Deploy(at_s=self.deploy_every * number, name=name, model=name, replicas=replicas)
+            Deploy(at_s=self.deploy_every * number, name=name, model=name, replicas=replicas, variants=variants)
             for number, name in enumerate(self.named_models())
         )
         return (*deploys, *_faults(self.fail or []), *_harvests(self.harvest or []))
@@ -261,7 +268,9 @@ class LoadOptions:
     popularity: Annotated[
         str | None,
         typer.Option(
-            "--popularity", help="Assign requests to models: uniform, zipf[:ALPHA], ... (traces/popularity)."
+            "--popularity",
+            help="Assign requests to models, with --variants to variants: uniform, zipf[:ALPHA], ... "
+            "(traces/popularity).",
         ),
     ] = None
     cap_lengths: Annotated[bool, typer.Option("--cap-lengths", help="Cut requests to what deployments serve.")] = (
@@ -273,16 +282,23 @@ class LoadOptions:
     )
     seed: Annotated[int, typer.Option("--seed", help="Of synthetic traces and --popularity.", min=0)] = 0
 
-    def requests(self, trace: str, names: tuple[str, ...]) -> Iterator[Request]:
-        """Return the trace, with models assigned where it is asked for or where there is one model only."""
+    def requests(self, trace: str, names: tuple[str, ...], variants: int = 0) -> Iterator[Request]:
+        """Return the trace, with models assigned where it is asked for or where there is one model only.
+
+        Args:
+            variants: of that model, among which requests without a name are drawn.
+        """
         from itertools import islice
 
+        from iserve.cli.simulation_variants import of_variants
         from traces.popularity import popularity_named
         from traces.trace_argument import requests_of
         from traces.transforms import assign_models
 
         requests: Iterator[Request] = requests_of(trace, format=self.trace_format, seed=self.seed)
-        if self.popularity is not None:
+        if variants:
+            requests = of_variants(requests, variants, self.popularity, self.seed)
+        elif self.popularity is not None:
             requests = assign_models(requests, names, popularity_named(self.popularity), seed=self.seed)
         else:
             requests = _told_models(requests, names)
@@ -290,7 +306,13 @@ class LoadOptions:
 
 
 def scenario_of(
-    cluster: ClusterOptions, snapshot: ClusterSnapshot, service: ServiceOptions, replicas: int, slo: Slo | None
+    cluster: ClusterOptions,
+    snapshot: ClusterSnapshot,
+    service: ServiceOptions,
+    replicas: int,
+    slo: Slo | None,
+    *,
+    variants: bool = False,
 ) -> Scenario:
     """Return the scenario. Raises ConfigError: an invalid value, or late requests rejected without an SLO."""
     from traces.simulator.scenario import Scenario
@@ -306,7 +328,7 @@ def scenario_of(
         raise ConfigError("--forecast-late says how --reject-late judges; give that too")
     return Scenario(
         cluster=snapshot,
-        actions=cluster.actions(replicas),
+        actions=cluster.actions(replicas, variants=variants),
         service=service.kind(),
         startup_s=cluster.startup,
         overhead_s=service.overhead,

@@ -17,6 +17,7 @@ from traces.summary import limit_words
 
 if TYPE_CHECKING:
     from iserve.simulation.document import DeploymentOutcome, SimulationDocument
+    from traces.simulator.result import VariantFigures
     from traces.summary import Percentiles, Summary
 
 __all__ = ["print_simulation"]
@@ -69,6 +70,15 @@ def print_simulation(document: SimulationDocument) -> None:
         ("deployment", "KV mean", "peak", "preemptions", "recomputed", "GPU x s", "per request", "per GPU-hour"),
         [_held(d) for d in document.deployments if d.summary is not None],
     )
+    if variants := [(d.name, d.variants) for d in document.deployments if d.variants is not None]:
+        print_rows(
+            ("deployment", "variants", "slots", "loads", "each", "evictions", "hits", "wait p50", "p90", "p99"),
+            [_loads(name, found) for name, found in variants],
+        )
+        print_rows(
+            ("deployment", "warm", "TTFT p50", "p90", "p99", "cold", "TTFT p50", "p90", "p99"),
+            [_warm_and_cold(name, found) for name, found in variants],
+        )
     print_rows(
         ("GPU", "node", "busy", "most memory", "of"),
         [
@@ -103,6 +113,20 @@ def _row(name: str, summary: Summary, replicas: int) -> tuple[str, ...]:
 
 def _steered(d: DeploymentOutcome) -> tuple[str, ...]:
     return (d.name, str(d.peak_replicas), str(d.cold_starts), seconds(d.scaled_to_zero_s), str(d.moves))
+
+
+def _loads(name: str, found: VariantFigures) -> tuple[str, ...]:
+    """Return a row of what was loaded, and how long requests waited for a worker with their adapter."""
+    hits = f"{found.hits / found.requests:.1%}" if found.requests else "-"
+    each = seconds(found.load_s) if found.load_s else "not known"
+    counts = (f"{found.asked_for:,}", str(found.slots), f"{found.loads:,}", each, f"{found.evictions:,}")
+    return (name, *counts, hits, *_times(found.waiting))
+
+
+def _warm_and_cold(name: str, found: VariantFigures) -> tuple[str, ...]:
+    warm, cold = found.ttft_warm, found.ttft_cold
+    counts = [f"{0 if one is None else one.count:,}" for one in (warm, cold)]
+    return (name, counts[0], *_times(warm), counts[1], *_times(cold))
 
 
 def _held(d: DeploymentOutcome) -> tuple[str, ...]:

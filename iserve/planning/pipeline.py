@@ -27,7 +27,7 @@ from placement.placer_registry import FindsPlaces, check_placement, make_placer
 from placement.policies import DEFAULT_LOAD_THRESHOLD, JOINT
 from placement.replicas import ReplicaPlacer, Replicas
 from placement.types import ClusterSnapshot, GpuState, Placement, Refusal
-from planner.adapter_slots import SlotNeed, VariantLoad, slot_need
+from planner.adapter_slots import MOST_SLOTS, SlotNeed, VariantLoad, slot_need
 from planner.costs import Prices
 from planner.intent import CostModel, Intent, IntentKind, Traffic, check_replicas
 from planner.plan import Candidate, Layout, LimitKind, NoRoom, Plan, Ranked, Relaxation
@@ -75,7 +75,7 @@ class PlanOptions:
     """Options of a plan: what is asked for, and for which requests.
 
     Raises:
-        ConfigError: there is no such policy, or a number of replicas that cannot be.
+        ConfigError: there is no such policy, or a number of replicas or adapter slots that cannot be.
     """
 
     intent: Intent = field(default_factory=Intent)
@@ -88,6 +88,7 @@ class PlanOptions:
     more_requests: bool = False  # serve as many at once as memory holds, not only those that are planned for
     longer_requests: bool = False  # likewise
     more_replicas: bool = False  # as many as the load is worth, of a joint plan at a known load
+    adapter_slots: int = 0  # of each worker, where there are variants; 0: as many as they need, within a bound
     group_loss: float = GROUP_LOSS  # of TP groups in crowds (fingerprint.gpu_sharing); 1 where nothing is lost
 
     def __post_init__(self) -> None:
@@ -95,6 +96,8 @@ class PlanOptions:
         check_replicas(self.replicas)
         if not 0 <= self.expect <= MAX_EXPECTED:
             raise ConfigError(f"there may be 0 to {MAX_EXPECTED} deployments to expect, got {self.expect}")
+        if not 0 <= self.adapter_slots <= MOST_SLOTS:
+            raise ConfigError(f"a worker has 1 to {MOST_SLOTS} adapter slots, got {self.adapter_slots}")
         if self.expect and not self._is_about_load:
             raise ConfigError(
                 f"{self.intent.kind} with placement policy {self.policy} leaves no room for later deployments; "
@@ -187,7 +190,7 @@ def slots_of(options: PlanOptions) -> SlotNeed | None:
     if not traffic.variants:
         return None
     requests = _USUAL_REQUESTS if options.more_requests else options.workload.batch
-    return slot_need(_variant_load(traffic), traffic.variant_rank, requests)
+    return slot_need(_variant_load(traffic), traffic.variant_rank, requests, options.adapter_slots)
 
 
 def _variant_load(traffic: Traffic) -> VariantLoad:

@@ -12,7 +12,14 @@ from planner.intent import Intent, Slo
 from traces.outcomes import Failure, Outcomes
 from traces.simulator.held import HeldGpu, LoadCost, cost_under_load
 from traces.simulator.kv_use import KvUse
-from traces.simulator.result import Change, ChangeKind, DeploymentFigures, GpuFigures, SimulationResult
+from traces.simulator.result import (
+    Change,
+    ChangeKind,
+    DeploymentFigures,
+    GpuFigures,
+    SimulationResult,
+    VariantFigures,
+)
 from traces.simulator.scenario import Service
 from traces.simulator.step_model import Limits
 from traces.summary import Summary, limit_words, outcome_words, summarize
@@ -49,6 +56,7 @@ class DeploymentOutcome:
     moves: int  # replicas that went to other GPUs
     limits: Limits | None  # that its latest replica was launched with; None: it was never deployed
     kv: KvUse | None  # None: no bounded KV cache was followed (one request at a time, or --service stepped)
+    variants: VariantFigures | None  # None: it has no adapter slots
     cost: LoadCost  # its GPU-hours are of every GPU that it was placed on
     summary: Summary | None
 
@@ -138,6 +146,7 @@ def simulation_document(
                 moves=moves[figures.name],
                 limits=figures.limits,
                 kv=figures.kv,
+                variants=figures.variants,
                 cost=_cost_of(figures.name, parts, result.held, price),
                 summary=summarize(parts[figures.name], slo) if figures.name in parts else None,
             )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
 from daemon.engines.registry import capabilities_for
@@ -17,7 +18,9 @@ from fingerprint.engine_caches import with_engine_caches
 from fingerprint.engines import traits_of
 from fingerprint.errors import ConfigError
 from fingerprint.estimates import Estimator
+from fingerprint.estimators.adapter_slots import added_prompt_share, added_step_s, load_s
 from fingerprint.gpu_spec import GpuSpec
+from fingerprint.lora.slot_bytes import adapter_bytes
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
 from fingerprint.service_model import ServiceModel, service_between
@@ -41,8 +44,10 @@ from placement.actions import ClusterPolicy
 from placement.harvesting import spare_gpu
 from placement.routing import Router
 from placement.types import ClusterSnapshot, GpuState, Placement
+from placement.variant_routing import VariantPolicy, make_variant_policy
 from planner.plan import NoRoom, Plan
 from traces.request import Request
+from traces.simulator.adapter_cost import AdapterCost
 from traces.simulator.contention import Contention
 from traces.simulator.result import SimulationResult
 from traces.simulator.scenario import Deployed, Deployer, NotDeployed, Policies, Scenario
@@ -54,6 +59,7 @@ __all__ = [
     "EngineBatcher",
     "PlannedDeployer",
     "SimulatedModel",
+    "adapter_cost",
     "idle_cluster",
     "launch_limits",
     "measured_model",
@@ -158,6 +164,25 @@ def measured_model(name: str, profile: Profile, gpu: GpuSpec, options: PlanOptio
     )
 
 
+def adapter_cost(config: DeploymentConfig, spec: ModelSpec, rank: int) -> AdapterCost | None:
+    """Return the slots of a worker with ``config`` and what adapters of ``rank`` take there; None: no slots.
+
+    On an engine on which adapters were not timed they take no time.
+    """
+    if not config.adapter_slots:
+        return None
+    slots, max_loaded = config.adapter_slots, config.loaded_adapters
+    if not traits_of(config.engine).times_adapters:
+        return AdapterCost(slots=slots, max_loaded=max_loaded)
+    return AdapterCost(
+        slots=slots,
+        max_loaded=max_loaded,
+        load_s=load_s(adapter_bytes(spec, rank)),
+        added_s=partial(added_step_s, spec.num_layers, slots=slots),
+        prompt_share=added_prompt_share(slots),
+    )
+
+
 class PlannedDeployer:
     """Deployer that does what ``iserve deploy`` would do with the cluster as it is.
 
@@ -197,7 +222,8 @@ class PlannedDeployer:
         chosen = ranked.choose(snapshot)
         if chosen is None:
             return NotDeployed(reason=self._why_not(asked, snapshot))
-        return self._deployed(asked, chosen.config, (chosen.placement,), snapshot)[0]
+        there = self._deployed(asked, chosen.config, (chosen.placement,), snapshot)
+        return there if isinstance(there, NotDeployed) else there[0]
 
     def several(self, model: str, snapshot: ClusterSnapshot, count: int) -> Sequence[Deployed] | NotDeployed:
         """Return the best configuration that fits so often, each on GPUs of its own.
@@ -261,10 +287,14 @@ class PlannedDeployer:
         served = replace(
             asked.options.workload, batch=first.requests_at_once, longest_tokens=choice.context_tokens
         )
-        steps = self._step_model(asked, config, served)
+        if (refusal := _not_simulated(config)) is not None:
+            return NotDeployed(reason=refusal)
+        steps, mean_steps = self._step_models(asked, config, served)
         return [
             Deployed(
                 placement=replica.placement,
+                adapters=self._adapter_cost(asked, config),
+                mean_steps=mean_steps,
                 steps=steps if steps.limits.kv_tokens is None else steps.with_kv_tokens(replica.kv_tokens),
                 what=f"{config} on {config.engine}, up to {served.batch} requests at once of up to "
                 f"{served.context_tokens:,} tokens, {replica.kv_tokens:,} tokens of KV cache",
@@ -287,7 +317,8 @@ class PlannedDeployer:
         found = FitsOn(self._hardware(snapshot), replace(asked.options, replicas=1))(estimate)
         if isinstance(found, NoRoom):
             return NotDeployed(reason=f"no place for one more on GPUs without its replicas: {found.reason}")
-        return self._deployed(asked, config, placements_of(found), snapshot)[0]
+        there = self._deployed(asked, config, placements_of(found), snapshot)
+        return there if isinstance(there, NotDeployed) else there[0]
 
     def _deployed(
         self,
@@ -295,8 +326,10 @@ class PlannedDeployer:
         config: DeploymentConfig,
         placements: tuple[Placement, ...],
         snapshot: ClusterSnapshot,
-    ) -> list[Deployed]:
+    ) -> list[Deployed] | NotDeployed:
         """Return the replicas of ``config`` at ``placements``, launched as the controller launches them."""
+        if (refusal := _not_simulated(config)) is not None:
+            return NotDeployed(reason=refusal)
         hardware = self._hardware(snapshot)
         capacity = capacity_of(config, placements, asked.spec, hardware, asked.estimator, asked.options)
         served = capacity.workload
@@ -307,10 +340,13 @@ class PlannedDeployer:
         what = f"{config} on {config.engine}"
         if served != work:
             what += f", up to {served.batch} requests at once of up to {served.context_tokens:,} tokens"
+        steps, mean_steps = self._step_models(asked, config, served)
         return [
             Deployed(
                 placement=placement,
-                steps=self._step_model(asked, config, served),
+                steps=steps,
+                adapters=self._adapter_cost(asked, config),
+                mean_steps=mean_steps,
                 what=what,
                 pipelined=traits_of(config.engine).fills_stages,
                 startup_s=traits_of(config.engine).startup_s,
@@ -333,6 +369,20 @@ class PlannedDeployer:
     def _hardware(self, snapshot: ClusterSnapshot) -> Hardware:
         return Hardware(label=f"{len(snapshot.gpus)} x {self._gpu.name}", gpu=self._gpu, snapshot=snapshot)
 
+    def _adapter_cost(self, asked: SimulatedModel, config: DeploymentConfig) -> AdapterCost | None:
+        return adapter_cost(config, asked.spec, asked.options.intent.traffic.variant_rank)
+
+    def _step_models(
+        self, model: SimulatedModel, config: DeploymentConfig, served: Workload
+    ) -> tuple[StepModel, StepModel | None]:
+        """Return the steps of the base, and where there are adapter slots those with adapters on average."""
+        whole = self._step_model(model, config, served)
+        return (
+            (self._step_model(model, config.without_slots, served), whole)
+            if config.adapter_slots
+            else (whole, None)
+        )
+
     def _step_model(self, model: SimulatedModel, config: DeploymentConfig, served: Workload) -> StepModel:
         key = (model.name, config, served)
         if key not in self._steps:
@@ -341,6 +391,16 @@ class PlannedDeployer:
             )
             self._steps[key] = tabulate(model.estimator, config, limits)
         return self._steps[key]
+
+
+def _not_simulated(config: DeploymentConfig) -> str | None:
+    """Return why a configuration is not simulated; None: it is."""
+    if config.adapter_slots and config.pp > 1 and traits_of(config.engine).fills_stages:
+        return (
+            f"{config} is a pipeline, whose adapters are not simulated; ask for an --intent that splits tensors, "
+            "such as min-latency"
+        )
+    return None
 
 
 def _exactly(options: PlanOptions, replicas: int) -> PlanOptions:
@@ -386,6 +446,7 @@ def simulate_cluster(
     deployer: Deployer | None = None,
     cluster_policy: ClusterPolicy | None = None,
     contention: Contention | None = None,
+    variant_policy: VariantPolicy | None = None,
     progress: Progress | None = None,
 ) -> SimulationResult:
     """Run :func:`traces.simulator.simulation.simulate` with the policies that decide in production.
@@ -394,6 +455,7 @@ def simulate_cluster(
         deployer: None: the planner.
         cluster_policy: scales and moves what is deployed; None: it stays as it is.
         contention: of workers on one GPU; None: processor sharing, by the service (``Policies``).
+        variant_policy: which worker takes a request for a variant; None: the gateway's default.
     """
     policies = Policies(
         deployer=deployer or PlannedDeployer(gpu, models.values()),
@@ -402,5 +464,6 @@ def simulate_cluster(
         make_batcher=EngineBatcher,
         cluster_policy=cluster_policy,
         contention=contention,
+        variant_policy=variant_policy or make_variant_policy(),
     )
     return simulate(requests, scenario, policies, progress=progress)

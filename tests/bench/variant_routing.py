@@ -7,9 +7,11 @@ Arrivals are Poisson, service times exponential with a mean of ``MEAN_S`` for a 
 Zipf's law with exponent 1. Loads are shares of the throughput that round robin reaches with an endless queue. The
 policies replay the same requests. Nothing is measured on an engine: ``STEPS`` are what a step takes.
 
-``vllm``: Llama-3.1-8B on an H200, as estimated from 32 rows on vLLM 0.24: 7.4 ms a step of one request and one
-adapter, 0.39 ms for each further adapter, 0.09 ms for each further request (its row, and its share of the prompts
-that are read meanwhile). ``steep``: a further request adds a sixth of a step, as with long prompts or on a CPU.
+``vllm``: Llama-3.1-8B on an H200 and vLLM 0.33, 8 slots. The base's step takes 4.87 ms for one request and 5.54
+for 32, a prompt of 256 tokens 10.5 ms (its profile of 2026-11-22); what adapters add is what plans say
+(``fingerprint.estimators.adapter_slots``). A further request has its row, and its share of the prompts that are
+read meanwhile. ``steep`` is no engine's: a step of 7.4 ms, to which a further request adds a sixth, as with long
+prompts or on a CPU, and a further adapter 0.39 ms. Loads stop no steps.
 """
 
 from __future__ import annotations
@@ -22,13 +24,27 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fingerprint.estimators.adapter_slots import added_prompt_share, added_step_s
 from placement.variant_routing import VARIANT_POLICIES, VariantPolicy, make_variant_policy
 from traces.simulator.variants import StepCost, VariantArrival, VariantReplay, VariantWorkers, replay_variants
 
 MEAN_S = 1.9
 LOADS = (0.3, 0.6, 0.9)
+SLOTS = 8
+
+
+def _added_s(requests: int, variants: int) -> float:
+    return added_step_s(_LAYERS, requests, variants, SLOTS)
+
+
+_LAYERS, _ALONE_S, _ROW_S, _PROMPT_S = 32, 4.87e-3, (5.54e-3 - 4.87e-3) / 31, 10.5e-3
+_STEP_S = _ALONE_S + _added_s(1, 1)  # of one request and one adapter
+_BOTH_S = _added_s(2, 2) - _added_s(2, 1) - _added_s(1, 2) + _added_s(1, 1)
+_VARIANT_S = _added_s(1, 2) - _added_s(1, 1) - _BOTH_S
+_PROMPTS_S = _PROMPT_S * (1 + added_prompt_share(SLOTS)) * _STEP_S / MEAN_S  # in each of a request's steps
+_REQUEST_S = _ROW_S + _added_s(2, 1) - _added_s(1, 1) - _BOTH_S + _PROMPTS_S
 STEPS = {
-    "vllm": StepCost(fixed_s=7.4e-3, per_request_s=0.09e-3, per_variant_s=0.386e-3),
+    "vllm": StepCost(fixed_s=_STEP_S, per_request_s=_REQUEST_S, per_variant_s=_VARIANT_S, per_both_s=_BOTH_S),
     "steep": StepCost(fixed_s=7.4e-3, per_request_s=1.2e-3, per_variant_s=0.386e-3),
 }
 _WARM_UP = 0.1  # of the requests, left out of latencies
@@ -50,7 +66,7 @@ class Case:
     def workers(self) -> VariantWorkers:
         return VariantWorkers(
             num_workers=self.replicas,
-            slots=8,
+            slots=SLOTS,
             max_loaded=32,
             max_outstanding=32,
             variant_bytes=_BYTES,

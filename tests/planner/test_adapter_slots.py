@@ -51,6 +51,14 @@ def test_a_need_is_the_fewest_slots_that_are_enough(load: VariantLoad, requests:
     assert need.rank == min(one for one in ADAPTER_RANKS if one >= rank)
 
 
+@given(load=LOADS, requests=REQUESTS, slots=st.integers(1, MOST_SLOTS))
+def test_slots_that_are_asked_for_are_taken(load: VariantLoad, requests: float, slots: int) -> None:
+    need = slot_need(load, 16, requests, slots)
+    assert (need.slots, need.is_fixed) == (slots, True)
+    assert need.without == load.without_slot(requests)[slots]
+    assert not slot_need(load, 16, requests).is_fixed
+
+
 def test_few_popular_variants_need_fewer_slots_than_many_alike() -> None:
     assert slot_need(VariantLoad(100, 1.5), 16, 32).slots == 16
     assert slot_need(VariantLoad(100, 0.0), 16, 32).slots == 32

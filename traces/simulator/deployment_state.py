@@ -19,6 +19,7 @@ from traces.simulator.policy_errors import PolicyFault
 from traces.simulator.requests import Requests
 from traces.simulator.scenario import Deployed
 from traces.simulator.step_model import StepModel
+from traces.simulator.variant_traffic import VariantTraffic
 from traces.simulator.workers import Server
 
 __all__ = ["Deployment", "can_keep", "moved", "service_s", "snapshot_without", "states"]
@@ -51,6 +52,7 @@ class Deployment:
     zero_since_s: float = 0.0
     kv_meters: list[KvMeter] = field(default_factory=list)  # of all its workers that had a bounded KV cache
     admission: SimulatedAdmission | None = None  # where late requests are rejected by forecast
+    traffic: VariantTraffic | None = None  # where its workers have adapter slots
 
     @property
     def wanted(self) -> int:
@@ -139,7 +141,7 @@ def states(deployments: Iterable[Deployment], requests: Requests, now_s: float) 
 
 def _state(d: Deployment, now_s: float, count: float, input_sum: float, output_sum: float) -> DeploymentState:
     assert d.latest is not None
-    steps = d.latest.steps
+    steps = d.latest.mean_steps or d.latest.steps
     longest = steps.limits.max_context_tokens
     each_s = 0.0
     if count:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 
 from placement.actions import ClusterAction, Drain, Move, Scale
@@ -21,7 +22,8 @@ from planner.admission import AdmissionPolicy
 from traces.outcomes import Failure
 from traces.simulator.admission import SimulatedAdmission
 from traces.simulator.cluster import Cluster
-from traces.simulator.deployment_state import Deployment, can_keep, moved, snapshot_without, states
+from traces.simulator.deployment_state import Deployment, moved, snapshot_without, states
+from traces.simulator.dispatch import Dispatch
 from traces.simulator.gpus import Gpu
 from traces.simulator.policy_errors import PolicyFault, ask
 from traces.simulator.requests import Requests
@@ -53,8 +55,8 @@ class Deployments:
         self._of: dict[Server, Deployment] = {}
         self._profiles: list[Profile] = []  # that wait for spare memory
         self._plans: dict[Server, tuple[Server, ...]] = {}  # replacement that is loaded -> all of its look
-        self._left: dict[int, tuple[int, int]] = {}  # rows that were moved: the tokens that were left of them
         self._made = 0
+        self.dispatch = Dispatch(scenario, policies, cluster, requests, self.steer)
 
     def deploy(self, action: Deploy, now_s: float) -> None:
         deployment = self.by_name[action.name]
@@ -69,7 +71,7 @@ class Deployments:
         self._stop_moves(deployment, now_s)
         servers = (*deployment.replicas, *deployment.draining)
         rows = [row for server in servers for part in self._end(server, now_s) for row in part]
-        self._drop(deployment, [*rows, *deployment.queue])
+        self.dispatch.drop(deployment, [*rows, *deployment.queue])
         self._tell(now_s, ChangeKind.REMOVED, name, "taken down")
         self.retry(now_s)
 
@@ -106,7 +108,7 @@ class Deployments:
             deployment.queue = deque(sorted([*rows, *deployment.queue]))
         self.retry(now_s)
         for name in orphans:
-            self.pass_on(self.by_name[name], now_s)
+            self.dispatch.pass_on(self.by_name[name], now_s)
 
     def node_returns(self, node_id: str, now_s: float) -> None:
         self._cluster.dead_nodes.discard(node_id)
@@ -138,36 +140,6 @@ class Deployments:
         waiting, self._profiles = self._profiles, []
         for action in waiting:
             self.profile(action, now_s)
-
-    def arrive(self, deployment: Deployment, row: int, now_s: float) -> None:
-        """Route a request as the gateway does: to a replica with room, to the end of the queue, or reject it."""
-        replicas = deployment.replicas
-        deployment.last_s = now_s
-        if not replicas:
-            if deployment.at_zero:
-                self._wait_at_zero(deployment, row, now_s)
-            else:
-                self._requests.fail(row, Failure.NOT_SERVED)
-        elif self._requests.input_tokens[row] + self._requests.output_tokens[row] > replicas[0].longest:
-            self._requests.fail(row, Failure.BAD_REQUEST)
-        elif not deployment.queue and self._give(deployment, row, now_s):
-            pass
-        elif (control := deployment.admission) and not control.may_wait(row, replicas, deployment.queue, now_s):
-            self._refuse(deployment, row)
-        elif self._scenario.max_waiting is not None and len(deployment.queue) >= self._scenario.max_waiting:
-            self._requests.fail(row, Failure.RATE_LIMITED)
-        else:
-            deployment.queue.append(row)
-
-    def pass_on(self, deployment: Deployment, now_s: float) -> None:
-        """Give the longest waiting requests to replicas with room; where no replica is left, fail all of them."""
-        queue = deployment.queue
-        if not deployment.replicas:
-            if deployment.at_zero or deployment.coming:
-                return
-            self._drop(deployment, list(queue))
-        while queue and self._give(deployment, queue[0], now_s):
-            queue.popleft()
 
     def snapshot(self, now_s: float) -> ClusterSnapshot:
         """Return what policies see: GPUs, and what is deployed on them."""
@@ -209,7 +181,7 @@ class Deployments:
             self._tell(now_s, ChangeKind.MOVED, deployment.name, f"{server.name} takes over")
             if replaced in deployment.replicas:
                 self._drain(deployment, replaced, now_s)
-            self.pass_on(deployment, now_s)
+            self.dispatch.pass_on(deployment, now_s)
 
     def _carry_out(self, action: Scale | Drain, policy: str, now_s: float) -> None:
         if isinstance(action, Scale):
@@ -254,14 +226,16 @@ class Deployments:
         rows = server.give_back()
         if evict:
             for row, input_tokens, output_tokens in server.evict(server.done_s(now_s) if server.busy else 0.0):
-                self._left[row] = (input_tokens, output_tokens)
+                self.dispatch.left[row] = (input_tokens, output_tokens)
                 rows.append(row)
+        if deployment.traffic is not None:
+            deployment.traffic.remove(server, rows)
         self._tell(now_s, ChangeKind.DRAINING, deployment.name, f"{server.name} takes no more requests")
         deployment.draining.append(server)
         if not server.outstanding:
             self._through(deployment, server, now_s)
         deployment.queue = deque(sorted([*rows, *deployment.queue]))
-        self.pass_on(deployment, now_s)
+        self.dispatch.pass_on(deployment, now_s)
 
     def _through(self, deployment: Deployment, server: Server, now_s: float) -> None:
         self._end(server, now_s)
@@ -309,92 +283,9 @@ class Deployments:
             if new in deployment.coming and (of is None or replaced is of):  # else given up with one before
                 self._end(new, now_s)
 
-    def _wait_at_zero(self, deployment: Deployment, row: int, now_s: float) -> None:
-        """Queue a request of a deployment that is scaled to zero, and let the cluster policy decide at once."""
-        bound = self._scenario.max_waiting
-        if bound is not None and len(deployment.queue) >= bound:
-            self._requests.fail(row, Failure.RATE_LIMITED)
-            return
-        deployment.queue.append(row)
-        if not deployment.missing and self._policies.cluster_policy is not None:
-            self.steer(now_s)
-
     def of(self, server: Server) -> Deployment | None:
         """Return the deployment whose replica a server is; None: it is no replica any more."""
         return self._of.get(server)
-
-    def _give(self, deployment: Deployment, row: int, now_s: float) -> bool:
-        """Give a request to the replica that the router chooses among those with room, or reject it if it is too
-        late.
-
-        False: none has room.
-        """
-        replicas = deployment.replicas
-        if len(replicas) == 1:
-            server = replicas[0]
-            if server.outstanding >= server.max_outstanding:
-                return False
-        else:
-            roomy = [server for server in replicas if server.outstanding < server.max_outstanding]
-            if not roomy:
-                return False
-            if (control := deployment.admission) and row not in self._left:
-                roomy = [server for server in roomy if control.may_start(row, server, now_s)] or roomy
-            server = roomy[self._choose(deployment, roomy)]
-        if self._requests.input_tokens[row] + self._requests.output_tokens[row] > server.longest:
-            server.last_turn, deployment.turn = deployment.turn, deployment.turn + 1
-            self._requests.fail(row, Failure.BAD_REQUEST)  # later replicas may have found less room
-            return True
-        if self._scenario.reject_late and self._too_late(deployment, server, row, now_s):
-            self._refuse(deployment, row)
-            return True
-        if deployment.admission is not None:
-            deployment.admission.record_start(row, server, now_s)
-        server.last_turn = deployment.turn
-        deployment.turn += 1
-        if self._left and row in self._left:
-            server.submit(row, *self._left[row])
-        else:
-            server.submit(row, self._requests.input_tokens[row], self._requests.output_tokens[row])
-        if server.busy:
-            if server.cuts:
-                self._cluster.cut(server, now_s)
-        elif not server.queued:
-            self._cluster.schedule(server, now_s)
-        return True
-
-    def _too_late(self, deployment: Deployment, server: Server, row: int, now_s: float) -> bool:
-        """Return whether a request would miss its limits on a replica.
-
-        Requests that already started on another replica are never rejected.
-        """
-        slo = self._scenario.reject_late.get(deployment.name)
-        if slo is None or row in self._left:
-            return False
-        if deployment.admission is not None:
-            return not deployment.admission.may_start(row, server, now_s)
-        requests, steps = self._requests, deployment.decided[server].steps
-        waited_s = max(now_s, server.ready_s) - requests.arrival_s[row] + self._scenario.overhead_s
-        return not can_keep(slo, steps, waited_s, requests.input_tokens[row], requests.output_tokens[row])
-
-    def _refuse(self, deployment: Deployment, row: int) -> None:
-        self._requests.fail(row, Failure.TOO_LATE)
-        if deployment.admission is not None:
-            deployment.admission.record_rejection(row)
-
-    def _choose(self, deployment: Deployment, roomy: list[Server]) -> int:
-        router, turn = self._policies.router, deployment.turn
-        chosen = ask(router.name, lambda: router.choose(roomy, turn))
-        if not 0 <= chosen < len(roomy):
-            raise PolicyFault(
-                router.name, f"chose replica {chosen}; {deployment.name} has {len(roomy)} with room, from 0 on"
-            )
-        return chosen
-
-    def _drop(self, deployment: Deployment, rows: list[int]) -> None:
-        for row in rows:
-            self._requests.fail(row, Failure.NOT_SERVED)
-        deployment.queue.clear()
 
     def _fill(self, deployment: Deployment, now_s: float) -> None:
         """Fill until all that are wanted are there, or the next finds no place on what those before left."""
@@ -438,7 +329,7 @@ class Deployments:
         deployment.leave_zero(now_s)
         deployment.since_s = now_s
         self._tell(now_s, ChangeKind.DEPLOYED, deployment.name, decided.what, memory)
-        self.pass_on(deployment, now_s)
+        self.dispatch.pass_on(deployment, now_s)
 
     def _start(
         self, deployment: Deployment, decided: Deployed, policy: str, now_s: float, ready_s: float
@@ -450,7 +341,8 @@ class Deployments:
         stages = ask(policy, lambda: self._cluster.stages(decided.placement))
         name, make_batcher = f"{deployment.name}#{self._made}", self._policies.make_batcher
         args = (name, stages, ready_s, decided.steps, self._requests)
-        server = new_worker(self._scenario.service, args, make_batcher, pipelined=decided.pipelined)
+        make = partial(new_worker, pipelined=decided.pipelined, adapters=decided.adapters)
+        server = ask(policy, lambda: make(self._scenario.service, args, make_batcher))
         server.holder = deployment.name
         memory = self._cluster.memory(decided.placement)
         ask(policy, lambda: self._cluster.add(server, memory, now_s))
@@ -459,6 +351,9 @@ class Deployments:
         self._of[server] = deployment
         if server.kv is not None:
             deployment.kv_meters.append(server.kv)
+        if decided.adapters is not None:
+            deployment.traffic = deployment.traffic or self.dispatch.new_traffic(deployment, decided.adapters)
+            deployment.traffic.enter(server)
         deployment.decided[server] = deployment.latest = decided
         deployment.slots = server.max_batch
         slo, service = self._scenario.reject_late.get(deployment.name), decided.forecast_service
@@ -480,7 +375,10 @@ class Deployments:
             if server in held:
                 held.remove(server)
         self._give_up(self._plans.pop(server, ()), now_s)
-        return server.clear()
+        running, waiting = server.clear()
+        if deployment.traffic is not None:
+            deployment.traffic.remove(server, waiting)
+        return running, waiting
 
     def _tell(
         self, now_s: float, kind: ChangeKind, name: str, text: str, memory: tuple[tuple[Gpu, int], ...] = ()

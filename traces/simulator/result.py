@@ -9,8 +9,9 @@ from traces.outcomes import Outcomes
 from traces.simulator.held import HeldGpu
 from traces.simulator.kv_use import KvUse
 from traces.simulator.step_model import Limits
+from traces.summary import Percentiles
 
-__all__ = ["Change", "ChangeKind", "DeploymentFigures", "GpuFigures", "SimulationResult"]
+__all__ = ["Change", "ChangeKind", "DeploymentFigures", "GpuFigures", "SimulationResult", "VariantFigures"]
 
 
 class ChangeKind(StrEnum):
@@ -50,6 +51,27 @@ class GpuFigures:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class VariantFigures:
+    """LoRA variants of one deployment, over all its replicas and the whole simulation.
+
+    A request is warm if its adapter was loaded at its worker when it arrived, cold if a load of it ended there
+    later. Times are None without such a request.
+    """
+
+    slots: int  # of a replica: adapters in flight at once
+    max_loaded: int  # adapters of a replica
+    asked_for: int  # distinct ones
+    requests: int  # for variants, that a worker began
+    hits: int  # of those, whose adapter was loaded, or being loaded, when they were given to a worker
+    loads: int
+    evictions: int
+    load_s: float  # of one load, in which its worker does nothing else; 0: not known of the engine, and left out
+    waiting: Percentiles | None  # from the arrival until a worker had the request and its adapter
+    ttft_warm: Percentiles | None
+    ttft_cold: Percentiles | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DeploymentFigures:
     """Figures of a deployment at the last request's arrival.
 
@@ -65,6 +87,7 @@ class DeploymentFigures:
     scaled_to_zero_s: float  # at zero replicas
     kv: KvUse | None = None  # None: no replica had a bounded KV cache, or none was followed
     limits: Limits | None = None  # of the latest replica; None: it was never deployed
+    variants: VariantFigures | None = None  # None: it has no adapter slots
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,7 +17,9 @@ from fingerprint.service_model import ServiceModel
 from placement.actions import ClusterPolicy
 from placement.routing import LeastOutstanding, Router
 from placement.types import ClusterSnapshot, GpuState, Placement
+from placement.variant_routing import LeastLoaded, VariantPolicy
 from planner.intent import Slo
+from traces.simulator.adapter_cost import AdapterCost
 from traces.simulator.contention import Contention, ProcessorSharing, processor_sharing
 from traces.simulator.step_model import StepModel
 from traces.simulator.stepped import MakeBatcher
@@ -56,12 +58,16 @@ class Service(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deploy:
-    """``replicas`` of ``model`` are asked for under ``name``, which requests call."""
+    """``replicas`` of ``model`` are asked for under ``name``, which requests call.
+
+    With ``variants``, any other name that requests call is a LoRA variant of it, as on the wire.
+    """
 
     at_s: float
     name: str
     model: str
     replicas: int = 1
+    variants: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,6 +120,8 @@ class Deployed:
     config: DeploymentConfig | None = None  # None: it is no configuration of one engine
     service: ServiceModel | None = None  # by its plan; what later plans know of it
     miss_probability: float | None = None  # of its SLO at its rate, by its plan; None: without either
+    adapters: AdapterCost | None = None  # its slots, on top of ``steps``, which are the base's; None: it has none
+    mean_steps: StepModel | None = None  # with adapters as requests ask for them on average, for cluster policies
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,6 +177,7 @@ class Policies:
     contention: Contention | None = None
     make_batcher: MakeBatcher | None = None
     cluster_policy: ClusterPolicy | None = None
+    variant_policy: VariantPolicy = field(default_factory=LeastLoaded)
 
     def contention_of(self, service: Service) -> Contention:
         """Return how workers that serve by ``service`` slow one another on a GPU."""
@@ -222,6 +231,27 @@ class Scenario:
         names: set[str] = set()
         for action in self.actions:
             _check(action, nodes, names)
+        self._check_variants()
+
+    @property
+    def variant_deployment(self) -> str | None:
+        """Name of the deployment whose variants all other names are; None: names are deployments."""
+        return next((one.name for one in self.actions if isinstance(one, Deploy) and one.variants), None)
+
+    def _check_variants(self) -> None:
+        name = self.variant_deployment
+        if name is None:
+            return
+        if sum(isinstance(one, Deploy) for one in self.actions) > 1:
+            raise ConfigError(
+                f"any name but {name!r} is one of its variants in this simulation; deploy no other model"
+            )
+        if self.service is not Service.CONTINUOUS:
+            raise ConfigError(
+                f"adapters in {self.service} service are not simulated; variants need {Service.CONTINUOUS}"
+            )
+        if self.reject_late:
+            raise ConfigError("late requests for variants are not rejected in a simulation; leave reject_late out")
 
 
 def _check(action: Action, nodes: set[str], names: set[str]) -> None:

@@ -104,6 +104,7 @@ class _World:
         self.next_s = self._next()
         self.now_s = 0.0
         self.stopped: str | None = None
+        self._variants_of = scenario.variant_deployment
 
     def advance(self, until_s: float) -> None:
         """Do all that happens before an arrival at ``until_s``."""
@@ -130,10 +131,11 @@ class _World:
                 if not server.busy and isinstance(server, Job):
                     deployments.profiled(server, now_s)
             else:
+                may_send = deployment.traffic is None or deployments.dispatch.note(deployment, server, now_s)
                 if deployment.draining or deployment.coming:
                     deployments.turn(server, now_s)
-                if deployment.queue:
-                    deployments.pass_on(deployment, now_s)
+                if may_send and deployment.queue:
+                    deployments.dispatch.pass_on(deployment, now_s)
 
     def _next(self) -> float:
         """Return the time of the next action, or of the cluster policy's next look."""
@@ -158,7 +160,9 @@ class _World:
     def arrive(self, request: Request, number: int) -> None:
         now_s, name = request.arrival_s, request.model
         self.now_s = now_s
-        deployment = self._deployments.by_name.get(name)
+        deployment, variant = self._deployments.by_name.get(name), None
+        if deployment is None and self._variants_of is not None:
+            deployment, variant = self._deployments.by_name[self._variants_of], name
         if deployment is None:
             known = ", ".join(self._deployments.by_name) or "nothing"
             raise NotFoundError(
@@ -171,7 +175,7 @@ class _World:
             )
         row = self.requests.add(now_s, request.input_tokens, request.output_tokens, deployment.index)
         deployment.arrived += 1
-        self._deployments.arrive(deployment, row, now_s)
+        self._deployments.dispatch.arrive(deployment, row, now_s, variant)
         if len(deployment.queue) > self._scenario.most_waiting:
             self.stopped = self._overload(deployment)
 
@@ -208,13 +212,16 @@ class _World:
                 )
                 for gpu in self._cluster.gpus.values()
             ),
-            deployments=tuple(
-                replace(each, kv=kv_use(self._deployments.by_name[each.name].kv_meters, end_s)) for each in figures
-            ),
+            deployments=tuple(self._at_the_end(each, end_s) for each in figures),
             held=self._cluster.held(end_s),
             end_s=end_s,
             stopped=self.stopped,
         )
+
+    def _at_the_end(self, figures: DeploymentFigures, end_s: float) -> DeploymentFigures:
+        deployment = self._deployments.by_name[figures.name]
+        variants = None if deployment.traffic is None else deployment.traffic.figures()
+        return replace(figures, kv=kv_use(deployment.kv_meters, end_s), variants=variants)
 
     def _act(self, action: Action) -> None:
         deployments, now_s = self._deployments, self.now_s

@@ -152,6 +152,14 @@ class StepModel:
         found.limits = replace(self.limits, kv_tokens=kv_tokens)
         return found
 
+    def with_longer_steps(self, added_s: Callable[[int], float]) -> StepModel:
+        """Return the same times, but for steps that decode: each is longer by a time that its sequences tell."""
+        found = copy(self)
+        more = [0.0, *(added_s(n) for n in range(1, self.limits.max_batch + 1))]
+        found._base = [[base + by for base in row] for row, by in zip(self._base, more, strict=True)]
+        found._least = [least + by for least, by in zip(self._least, more, strict=True)]
+        return found
+
     def decode_s(self, sequences: int, mean_context: float) -> float:
         """Return the time of one step of ``sequences`` that each attend to ``mean_context`` tokens, the new one
         included.

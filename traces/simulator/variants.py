@@ -2,7 +2,9 @@
 
 Answers how often a variant is loaded already, how many loads and evictions a trace causes, how long its requests
 wait for a slot and for their load, and when they are complete. Requests that run together at a worker slow each
-other down as ``StepCost`` says; without one, a request takes its ``service_s`` anywhere.
+other down as ``StepCost`` says; without one, a request takes its ``service_s`` anywhere. Loads stop no steps here,
+and run next to one another; the cluster's simulator (``simulation``), which has the same core (``variant_fleet``),
+follows steps, which a load stops.
 """
 
 from __future__ import annotations
@@ -16,15 +18,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from fingerprint.errors import ConfigError
-from placement.variant_routing import (
-    BACKGROUND_LOADS,
-    Candidate,
-    VariantPolicy,
-    WorkerVariants,
-    admit_waiting,
-    choose_prefetch,
-    make_variant_policy,
-)
+from placement.variant_routing import VariantPolicy, make_variant_policy
+from traces.simulator.variant_fleet import VariantFleet
 
 __all__ = ["StepCost", "VariantArrival", "VariantReplay", "VariantWorkers", "replay_variants"]
 
@@ -40,22 +35,25 @@ class VariantArrival:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepCost:
-    """Duration of a worker's step in seconds, linear in its requests and in their distinct variants."""
+    """Duration of a worker's step in seconds, linear in its requests, in their distinct variants, and in both."""
 
     fixed_s: float  # of a step of one request
     per_request_s: float = 0.0  # of each further one
     per_variant_s: float = 0.0  # of each variant after the first
+    per_both_s: float = 0.0  # times the requests and the variants, less that of one of each
 
     def __post_init__(self) -> None:
-        if not (0 < self.fixed_s < math.inf and min(self.per_request_s, self.per_variant_s) >= 0):
+        further = (self.per_request_s, self.per_variant_s, self.per_both_s)
+        if not (0 < self.fixed_s < math.inf and min(further) >= 0):
             raise ConfigError(
                 "a step takes time, and no less with more requests, got "
-                f"{self.fixed_s}, {self.per_request_s} and {self.per_variant_s} s"
+                f"{self.fixed_s} s and {', '.join(map(str, further))} s"
             )
 
     def slowdown(self, requests: int, variants: int) -> float:
         """Return how much longer a step takes than one of a single request."""
         further_s = self.per_request_s * (requests - 1) + self.per_variant_s * (variants - 1)
+        further_s += self.per_both_s * (requests * variants - 1)
         return 1.0 + further_s / self.fixed_s
 
 
@@ -122,11 +120,12 @@ class _Worker:
     when it has grown by the request's ``service_s`` since its start.
     """
 
-    def __init__(self, state: WorkerVariants, step: StepCost | None) -> None:
-        self.state, self._step = state, step
+    def __init__(self, workers: VariantWorkers) -> None:
+        self.max_outstanding, self._step = workers.max_outstanding, workers.step
         self.outstanding = 0
         self.last_turn = -1
-        self.loading: dict[str, float] = {}  # when the load of a variant ends
+        self.loading: Counter[str] = Counter()  # loads under way, by variant
+        self.held: dict[str, list[_Request]] = {}  # until their variant is loaded
         self.epoch = 0  # of the next end, which another start or end puts off
         self._running: list[tuple[float, int, _Request]] = []  # by the progress at which each ends
         self._variants: Counter[str] = Counter()  # of those
@@ -176,19 +175,16 @@ def replay_variants(
 
 class _Replay:
     def __init__(self, num_requests: int, workers: VariantWorkers, policy: VariantPolicy) -> None:
-        self._of, self._policy = workers, policy
-        self._workers = [
-            _Worker(WorkerVariants(workers.slots, workers.max_loaded), workers.step)
-            for _ in range(workers.num_workers)
-        ]
-        self._waiting: list[_Request] = []
-        self._served_s: dict[str, float] = {}
+        self._load_s = workers.load_s
+        self._workers = [_Worker(workers) for _ in range(workers.num_workers)]
+        self._fleet = VariantFleet[_Request, _Worker](policy, workers.slots, workers.max_loaded, self)
+        for worker in self._workers:
+            self._fleet.enter(worker)
+        self._waiting: dict[_Request, None] = {}
         self._events: list[tuple[float, int, Callable[[float], bool]]] = []  # return whether the queue may move
         self._order = itertools.count()
-        self._wanted: Counter[str] = Counter()  # requests in the queue, by variant
         self._waiting_s = [0.0] * num_requests
         self._latency_s = [0.0] * num_requests
-        self._loads = self._evictions = self._hits = 0
 
     def run(self, requests: Sequence[VariantArrival]) -> VariantReplay:
         arrivals = sorted(
@@ -202,66 +198,45 @@ class _Replay:
                     continue
             else:
                 now_s = arrivals[next_row].arrived_s
-                self._waiting.append(arrivals[next_row])
-                self._wanted[arrivals[next_row].variant] += 1
+                self._waiting[arrivals[next_row]] = None
                 next_row += 1
-            self._serve(now_s)
+            for request in self._fleet.serve(tuple(self._waiting), self._workers, now_s):
+                del self._waiting[request]
         return VariantReplay(
-            loads=self._loads,
-            evictions=self._evictions,
-            hits=self._hits,
+            loads=self._fleet.loads,
+            evictions=self._fleet.evictions,
+            hits=self._fleet.hits,
             waiting_s=tuple(self._waiting_s),
             latency_s=tuple(self._latency_s),
         )
 
-    def _serve(self, now_s: float) -> None:
-        if not self._waiting:
-            return
-        admitted: list[_Request] = []
+    def choose_base(self, rooms: Sequence[_Worker]) -> int:
+        raise AssertionError("every request of a replay is for a variant")
 
-        def admit(request: _Request) -> bool:
-            if is_admitted := self._admit(request, now_s):
-                admitted.append(request)
-            return is_admitted
+    def load(self, worker: _Worker, variant: str, now_s: float) -> None:
+        worker.loading[variant] += 1
+        self._at(now_s + self._load_s, partial(self._loaded, worker, variant))
 
-        admit_waiting(self._policy, self._waiting, self._served_s, now_s, admit)
-        for request in admitted:
-            self._waiting.remove(request)
-            self._wanted[request.variant] -= 1
-            if not self._wanted[request.variant]:
-                del self._wanted[request.variant]
-        self._prefetch(now_s)
-
-    def _admit(self, request: _Request, now_s: float) -> bool:
-        rooms = [worker for worker in self._workers if worker.outstanding < self._of.max_outstanding]
-        candidates = [
-            Candidate(worker=worker.state, outstanding=worker.outstanding, last_turn=worker.last_turn)
-            for worker in rooms
-        ]
-        admission = self._policy.choose(request.variant, candidates, now_s, self._wanted)
-        if admission is None:
-            return False
-        worker = rooms[admission.index]
-        worker.state.admit(request.variant, now_s)
+    def send(self, request: _Request, worker: _Worker, now_s: float) -> None:
         worker.outstanding += 1
         worker.last_turn = request.row
-        self._served_s[request.variant] = now_s
-        if request.variant in worker.state.loaded:
-            self._hits += 1
-        else:
-            self._load(worker, request.variant, admission.evicted, now_s)
-        starts_s = max(now_s, worker.loading.get(request.variant, 0.0))
-        self._waiting_s[request.row] = starts_s - request.arrived_s
-        if starts_s > now_s:
-            self._at(starts_s, partial(self._start, worker, request))
+        if worker.loading[request.variant]:
+            worker.held.setdefault(request.variant, []).append(request)
         else:
             self._start(worker, request, now_s)
+
+    def _loaded(self, worker: _Worker, variant: str, now_s: float) -> bool:
+        self._fleet.loaded(worker, variant)
+        worker.loading[variant] -= 1
+        if not worker.loading[variant]:
+            for request in worker.held.pop(variant, ()):
+                self._start(worker, request, now_s)
         return True
 
-    def _start(self, worker: _Worker, request: _Request, now_s: float) -> bool:
+    def _start(self, worker: _Worker, request: _Request, now_s: float) -> None:
+        self._waiting_s[request.row] = now_s - request.arrived_s
         worker.start(request, now_s)
         self._expect_end(worker)
-        return False
 
     def _expect_end(self, worker: _Worker) -> None:
         worker.epoch += 1
@@ -273,35 +248,10 @@ class _Replay:
             return False
         request = worker.end(now_s)
         worker.outstanding -= 1
-        worker.state.leave(request.variant)
+        self._fleet.ended(worker, request.variant)
         self._latency_s[request.row] = now_s - request.arrived_s
         self._expect_end(worker)
         return True
-
-    def _prefetch(self, now_s: float) -> None:
-        for variant in self._wanted:
-            free = [
-                worker
-                for worker in self._workers
-                if sum(1 for ends_s in worker.loading.values() if ends_s > now_s) < BACKGROUND_LOADS
-            ]
-            if not free:
-                return
-            if any(variant in worker.state.loaded for worker in self._workers):
-                continue
-            found = choose_prefetch(variant, [worker.state for worker in free], now_s, self._wanted)
-            if found is None:  # nor is there a place for any after it
-                return
-            self._load(free[found.index], variant, found.evicted, now_s)
-
-    def _load(self, worker: _Worker, variant: str, evicted: Sequence[str], now_s: float) -> None:
-        self._loads += 1
-        self._evictions += len(evicted)
-        for name in evicted:
-            worker.loading.pop(name, None)
-        worker.state.load(variant, now_s, evicted)
-        worker.loading[variant] = now_s + self._of.load_s
-        self._at(now_s + self._of.load_s, lambda _: True)
 
     def _at(self, at_s: float, happen: Callable[[float], bool]) -> None:
         heapq.heappush(self._events, (at_s, next(self._order), happen))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
+from fingerprint.errors import ConfigError
+from traces.simulator.adapter_cost import AdapterCost
+from traces.simulator.adapter_workers import AdapterWorker, PreemptingAdapterWorker
 from traces.simulator.continuous import ContinuousWorker
 from traces.simulator.fcfs import FcfsWorker
 from traces.simulator.pipelined import PipelinedWorker, UnbatchedPipeline
@@ -20,7 +23,12 @@ WorkerArguments: TypeAlias = tuple[str, list[Stage], float, StepModel, Requests]
 
 
 def new_worker(
-    service: Service, args: WorkerArguments, make_batcher: MakeBatcher | None, *, pipelined: bool
+    service: Service,
+    args: WorkerArguments,
+    make_batcher: MakeBatcher | None,
+    *,
+    pipelined: bool,
+    adapters: AdapterCost | None = None,
 ) -> Server:
     """Return a worker that serves as ``service`` says.
 
@@ -28,8 +36,17 @@ def new_worker(
         args: name, stages, the time from which it serves, step model, and the table of requests.
         make_batcher: of stepped service.
         pipelined: whether the engine keeps a batch in flight per stage.
+        adapters: of continuous service; None: it has no adapter slots.
+
+    Raises:
+        ConfigError: a pipeline with adapter slots.
     """
     _, stages, _, steps, _ = args
+    preempts = steps.limits.preempts and steps.limits.kv_tokens is not None
+    if adapters is not None:
+        if pipelined and len(stages) > 1:
+            raise ConfigError("adapters in a pipeline that keeps its stages full are not simulated")
+        return (PreemptingAdapterWorker if preempts else AdapterWorker)(*args, adapters=adapters)
     match service:
         case Service.FCFS_PIPELINED if pipelined and len(stages) > 1:
             return UnbatchedPipeline(*args)
@@ -37,7 +54,7 @@ def new_worker(
             return FcfsWorker(*args)
         case Service.CONTINUOUS if pipelined and len(stages) > 1:
             return PipelinedWorker(*args)
-        case Service.CONTINUOUS if steps.limits.preempts and steps.limits.kv_tokens is not None:
+        case Service.CONTINUOUS if preempts:
             return PreemptingWorker(*args)
         case Service.CONTINUOUS:
             return ContinuousWorker(*args)

@@ -78,6 +78,12 @@ def test_requests_that_run_together_share_the_steps() -> None:
     assert two.latency_s == pytest.approx((0.5 + 0.5 * 2, 0.5 * 2 + 0.5))
 
 
+def test_a_step_grows_with_requests_times_variants() -> None:
+    step = StepCost(fixed_s=1.0, per_request_s=0.1, per_variant_s=0.2, per_both_s=0.01)
+    assert step.slowdown(1, 1) == 1.0
+    assert step.slowdown(4, 2) == pytest.approx(1.0 + 0.3 + 0.2 + 0.07)
+
+
 def test_a_request_that_waits_for_its_load_slows_none_down() -> None:
     fleet = workers(step=StepCost(fixed_s=0.01, per_request_s=0.01), load_bytes_per_s=100.0)
     replay = replay_variants(arrivals((0.0, "a"), (1.5, "b")), fleet)
@@ -105,7 +111,11 @@ def test_a_hot_variant_has_all_workers() -> None:
 
 
 def test_impossible_steps() -> None:
-    for fields in ({"fixed_s": 0.0}, {"fixed_s": 1.0, "per_request_s": -1.0}):
+    for fields in (
+        {"fixed_s": 0.0},
+        {"fixed_s": 1.0, "per_request_s": -1.0},
+        {"fixed_s": 1.0, "per_both_s": -1.0},
+    ):
         with pytest.raises(ConfigError, match="a step takes time"):
             StepCost(**fields)
 

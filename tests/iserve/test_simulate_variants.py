@@ -1,0 +1,225 @@
+"""``iserve simulate --variants``: documents, text, page, and one line for what is not simulated with variants."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fingerprint.config import DeploymentConfig
+from fingerprint.errors import ConfigError
+from fingerprint.estimators.adapter_slots import added_prompt_share, added_step_s, load_s
+from fingerprint.estimators.roofline import RooflineEstimator
+from fingerprint.gpu_spec import GpuSpec
+from fingerprint.gpus import gpu_spec
+from fingerprint.lora.slot_bytes import adapter_bytes, slot_bytes
+from iserve.cli.simulation_variants import of_variants
+from iserve.planning.pipeline import PlanOptions, with_traffic
+from iserve.simulation.running import (
+    PlannedDeployer,
+    SimulatedModel,
+    adapter_cost,
+    idle_cluster,
+    roofline_model,
+)
+from planner.intent import Intent, IntentKind, Quality, Traffic
+from tests.fingerprint.step_timed_machine import llama_7b
+from tests.golden_words import Golden
+from tests.iserve.test_simulate import Done, model, simulate
+from traces.request import Request
+from traces.simulator.scenario import Deployed, NotDeployed
+from traces.simulator.step_model import tabulate
+from traces.writing import write_trace
+
+__all__ = ["model", "simulate"]  # fixtures
+
+H200 = gpu_spec("h200")
+SPEC = llama_7b()
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.csv"
+    write_trace(path, [Request(0.2 * i, 100 + i, 20) for i in range(60)])
+    return path
+
+
+def variants_of(done: Done) -> dict[str, object]:
+    (deployment,) = done.document["deployments"]
+    return deployment["variants"]
+
+
+def with_slots(gpu: GpuSpec, options: PlanOptions) -> SimulatedModel:
+    """Return a model on vLLM as the command line has it."""
+    found = roofline_model("m", SPEC, gpu, options, "vllm")
+    engines = tuple(table.unprepared() for table in found.engines)
+    return replace(found, estimator=with_traffic(found.estimator, SPEC, options), engines=engines)
+
+
+class TestDocument:
+    def test_slots_loads_and_times_are_there(
+        self, simulate: Callable[..., Done], trace: Path, model: Path, tmp_path: Path
+    ) -> None:
+        page = tmp_path / "page.html"
+        given = (trace, "--gpus", "h200:1", "--models", f"chat={model}", "--startup", 0, "--variants", 12)
+        done = simulate(*given, "--rank", 8, "--adapter-slots", 2, "--json", "--report", page)
+        assert done.document["summary"]["completed"] == 60
+        assert done.document["intent"]["traffic"]["variants"] == 12
+        found = variants_of(done)
+        assert (found["slots"], found["max_loaded"], found["requests"]) == (2, 8, 60)
+        assert found["load_s"] == pytest.approx(load_s(adapter_bytes(SPEC, 8)))
+        assert 2 < found["asked_for"] <= found["loads"]  # type: ignore[operator]
+        assert found["evictions"] == found["loads"] - 8  # type: ignore[operator]
+        counted = found["ttft_warm"]["count"] + found["ttft_cold"]["count"]  # type: ignore[index]
+        assert counted == 60
+        text = " ".join(simulate(*given, "--rank", 8, "--adapter-slots", 2).out.split())
+        for word in ("evictions", "warm", "cold", f"{found['loads']} "):
+            assert word in text
+        assert "waiting P99" in page.read_text()
+
+    def test_the_same_again_is_the_same_and_another_law_is_not(
+        self, simulate: Callable[..., Done], trace: Path, model: Path
+    ) -> None:
+        given = (trace, "--gpus", "h200:1", "--models", model, "--startup", 0, "--variants", 30, "--json")
+        usual, again, even, zipf = (
+            variants_of(simulate(*given, "--popularity", law)) for law in ("zipf:1", "zipf:1", "uniform", "zipf:3")
+        )
+        assert usual == again == variants_of(simulate(*given))
+        assert zipf["asked_for"] < usual["asked_for"] < even["asked_for"]  # type: ignore[operator]
+
+    def test_names_of_the_trace_are_variants_but_for_the_deployments(
+        self, simulate: Callable[..., Done], model: Path, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "named.csv"
+        names = ["chat", "mine", "yours", "chat", "mine"]
+        write_trace(path, [Request(float(i), 50, 5, name) for i, name in enumerate(names)])
+        found = variants_of(
+            simulate(
+                path, "--gpus", "h200:1", "--models", f"chat={model}", "--startup", 0, "--variants", 2, "--json"
+            )
+        )
+        assert (found["asked_for"], found["requests"], found["loads"]) == (2, 3, 2)
+
+    @pytest.mark.parametrize("policy", ["busiest-loaded", "fcfs"])
+    def test_policies_on_two_replicas(
+        self, simulate: Callable[..., Done], trace: Path, model: Path, policy: str
+    ) -> None:
+        given = ("--gpus", "h200:2", "--models", model, "--startup", 0, "--replicas", 2, "--variants", 20)
+        document = simulate(trace, *given, "--variant-policy", policy, "--json").document
+        assert document["summary"]["completed"] == 60
+
+    def test_on_the_embedded_engine_the_times_are_said_to_be_unknown(
+        self, simulate: Callable[..., Done], trace: Path, model: Path, golden: Golden
+    ) -> None:
+        given = ("--gpus", "h200:1", "--models", model, "--engine", "torch", "--batch", 4, "--variants", 5)
+        done = simulate(trace, *given, "--json")
+        assert variants_of(done)["load_s"] == 0.0
+        golden("cli", [note for note in done.document["notes"] if "adapters" in note])
+
+    def test_on_vllm_it_is_said_where_the_times_are_from(
+        self, simulate: Callable[..., Done], trace: Path, model: Path, golden: Golden
+    ) -> None:
+        done = simulate(trace, "--gpus", "h200:1", "--models", model, "--variants", 5, "--json")
+        golden("cli", [note for note in done.document["notes"] if "adapters" in note])
+
+    def test_without_variants_there_are_no_figures(
+        self, simulate: Callable[..., Done], trace: Path, model: Path
+    ) -> None:
+        assert variants_of(simulate(trace, "--gpus", "h200:1", "--models", model, "--json")) is None
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            pytest.param(("--reject-late", "--eval-slo", "ttft=1"), id="late ones rejected"),
+            pytest.param(("--planner", "max-tp"), id="a baseline"),
+            pytest.param(("--service", "fcfs"), id="one at a time"),
+            pytest.param(("--popularity", "geometric"), id="a law that is not planned by"),
+            pytest.param(("--adapter-slots", "65"), id="too many slots"),
+            pytest.param(("--rank", "300"), id="too high a rank"),
+            pytest.param(("--variant-policy", "x"), id="unknown policy"),
+        ],
+    )
+    def test_next_to_variants(
+        self, simulate: Callable[..., Done], trace: Path, model: Path, golden: Golden, arguments: tuple[str, ...]
+    ) -> None:
+        done = simulate(trace, "--gpus", "h200:1", "--models", model, "--variants", 5, *arguments)
+        golden("cli-errors", done.refused(code=2))
+
+    @pytest.mark.parametrize("option", ["--rank", "--adapter-slots", "--variant-policy"])
+    def test_without_variants(
+        self, simulate: Callable[..., Done], trace: Path, model: Path, golden: Golden, option: str
+    ) -> None:
+        value = "fcfs" if option == "--variant-policy" else "8"
+        golden("cli-errors", simulate(trace, "--gpus", "h200:1", "--models", model, option, value).refused(code=2))
+
+    def test_of_two_models(self, simulate: Callable[..., Done], trace: Path, model: Path, golden: Golden) -> None:
+        done = simulate(trace, "--gpus", "h200:1", "--models", f"a={model},b={model}", "--variants", 5)
+        golden("cli-errors", done.refused(code=2))
+
+
+class TestDrawing:
+    def test_requests_without_a_name_are_drawn_and_the_rest_keeps_its_own(self) -> None:
+        asked = [Request(float(i), 1, 1, "mine" if i % 3 == 0 else "") for i in range(300)]
+        found = list(of_variants(iter(asked), 4, None, seed=1))
+        assert [one.model for one in found[::3]] == ["mine"] * 100
+        counts = Counter(one.model for one in found if one.model != "mine")
+        assert set(counts) == {f"variant-{number}" for number in range(4)}
+        assert counts["variant-0"] == max(counts.values())
+        assert [replace(one, model="") for one in found] == [replace(one, model="") for one in asked]
+
+    def test_a_law_draws_all(self) -> None:
+        asked = [Request(float(i), 1, 1, "mine") for i in range(20)]
+        assert {one.model for one in of_variants(iter(asked), 1, "uniform", seed=1)} == {"variant-0"}
+
+
+class TestCosts:
+    def test_they_are_those_of_the_estimate(self) -> None:
+        config = DeploymentConfig(engine="vllm", adapter_slots=8, adapter_rank=16)
+        cost = adapter_cost(config, SPEC, 12)
+        assert cost is not None
+        assert cost.load_s == load_s(adapter_bytes(SPEC, 12))
+        assert cost.step_s(20, 3) == added_step_s(SPEC.num_layers, 20, 3, 8)
+        assert cost.step_s(20, 0) == cost.step_s(0, 3) == 0.0
+        assert cost.prompt_share == added_prompt_share(8)
+
+    def test_an_adapter_is_a_slot_of_its_rank_without_the_vocabulary(self) -> None:
+        config = DeploymentConfig(engine="torch", adapter_slots=1, adapter_rank=16)
+        assert adapter_bytes(SPEC, 16) == slot_bytes(SPEC, config, SPEC.num_layers)
+
+    def test_a_worker_without_slots_has_none(self) -> None:
+        assert adapter_cost(DeploymentConfig(engine="vllm"), SPEC, 16) is None
+
+    def test_steps_are_the_bases_and_scaling_sees_those_with_adapters(self) -> None:
+        options = PlanOptions(intent=Intent(traffic=Traffic(variants=20)), adapter_slots=4)
+        found = PlannedDeployer(H200, [with_slots(H200, options)])("m", idle_cluster(H200, 1))
+        assert isinstance(found, Deployed)
+        assert found.config is not None
+        assert found.adapters is not None
+        assert found.mean_steps is not None
+        assert found.config.adapter_slots == found.adapters.slots == 4
+        plain = tabulate(RooflineEstimator(SPEC, H200), found.config.without_slots, found.steps.limits)
+        assert found.steps.decode_s(1, 100.0) == plain.decode_s(1, 100.0)
+        assert found.mean_steps.decode_s(1, 100.0) == pytest.approx(
+            plain.decode_s(1, 100.0) + found.adapters.step_s(1, 1)
+        )
+
+    @pytest.mark.parametrize("slots", [-1, 65])
+    def test_impossible_slots(self, slots: int) -> None:
+        with pytest.raises(ConfigError, match="adapter slots"):
+            PlanOptions(adapter_slots=slots)
+
+
+def test_a_pipeline_is_refused_with_what_to_change(golden: Golden) -> None:
+    """A model for which one GPU is too small, by an intent that cuts it between layers."""
+    gpu = replace(gpu_spec("a6000"), memory_bytes=12 * 2**30)
+    intent = Intent(kind=IntentKind.MIN_MEMORY, quality=Quality.EXACT, traffic=Traffic(variants=20))
+    found = PlannedDeployer(gpu, [with_slots(gpu, PlanOptions(intent=intent, adapter_slots=2))])(
+        "m", idle_cluster(gpu, 2)
+    )
+    assert isinstance(found, NotDeployed)
+    golden("cli-errors", found.reason)

@@ -1,0 +1,182 @@
+"""Workers with adapter slots: what loads and the adapters in each step cost, on top of continuous batching.
+
+*   A load runs between two steps: no sequence of the worker gets a token meanwhile, and loads follow one another.
+    A stretch of decode steps ends with the step in which a load is ordered; at an idle worker, requests that have
+    what they need begin first, for a load is behind the unload that makes room for it. A request whose adapter is
+    being loaded is held before the worker's queue until it is there.
+*   A step in which sequences of adapters decode takes ``AdapterCost.step_s`` longer, by all sequences that decode
+    in it and by the adapters of all that is in it; prompts of adapters take ``prompt_share`` of their time longer.
+
+Slots bound which adapters are in flight at a worker before requests reach it (``placement.variant_routing``), so
+that each request here has a slot. An adapter that is loaded and has none is copied into one when it is asked for;
+what that takes was not measured and is left out.
+
+Which adapters are in a step changes only as sequences join and leave, so that a stretch of decode steps stays one
+run, each of its steps longer by the same time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from traces.simulator.adapter_cost import AdapterCost
+from traces.simulator.continuous import ContinuousWorker
+from traces.simulator.preempting import PreemptingWorker
+from traces.simulator.requests import Requests
+from traces.simulator.step_model import StepModel
+from traces.simulator.workers import Stage
+
+__all__ = ["AdapterServer", "AdapterWorker", "PreemptingAdapterWorker"]
+
+
+class AdapterServer(ContinuousWorker):
+    """Adapters of a worker; the concrete classes say how it admits."""
+
+    def __init__(
+        self,
+        name: str,
+        stages: Sequence[Stage],
+        ready_s: float,
+        steps: StepModel,
+        requests: Requests,
+        *,
+        adapters: AdapterCost,
+    ) -> None:
+        super().__init__(name, stages, ready_s, steps, requests)
+        self._plain, self._cost = steps, adapters
+        self._by_active: dict[int, StepModel] = {}  # steps by the adapters that are in them
+        self._variant: dict[int, str] = {}  # of rows that are here; those of the base have none
+        self._ordered: deque[str] = deque()  # loads that have not begun
+        self._is_first = False  # the next step is before the loads, which were ordered while there was none
+        self._loading: str | None = None  # by the run that was begun
+        self._held: dict[str, list[tuple[int, int, int]]] = {}  # for the end of the last load of their adapter
+        self.loaded: list[str] = []  # since they were last looked at, as the next two
+        self.released: list[int] = []  # rows whose adapter is there now
+        self.ended: list[int] = []  # rows that have had their last token
+
+    def order(self, variant: str) -> None:
+        """Order a load, for the end of the current step and of the loads before it."""
+        self._is_first = self._is_first or not (self.busy or self._ordered)
+        self._ordered.append(variant)
+
+    def has_ordered(self, variant: str) -> bool:
+        """Return whether a load of ``variant`` has not ended."""
+        return variant == self._loading or variant in self._ordered
+
+    def tag(self, row: int, variant: str) -> None:
+        """Note the adapter of a row that is submitted next."""
+        self._variant[row] = variant
+
+    def untag(self, row: int) -> None:
+        """Forget a row that was not submitted."""
+        self._variant.pop(row, None)
+
+    def submit(self, row: int, input_tokens: int, output_tokens: int) -> None:
+        variant = self._variant.get(row)
+        if variant is not None and self.has_ordered(variant):
+            self.outstanding += 1
+            self._held.setdefault(variant, []).append((row, input_tokens, output_tokens))
+        else:
+            super().submit(row, input_tokens, output_tokens)
+
+    def begin(self) -> float:
+        self._steps = self._plain
+        is_first, self._is_first = self._is_first, False
+        if self._ordered and not is_first:
+            return self._begin_load()
+        work_s = super().begin()
+        if not work_s:
+            return self._begin_load() if self._ordered else 0.0
+        return self._with_adapters(work_s) if self._variant else work_s
+
+    def _begin_load(self) -> float:
+        self._loading = self._ordered.popleft()
+        self._rounds = 0
+        return self._cost.load_s
+
+    def _with_adapters(self, work_s: float) -> float:
+        """Return the work of the run that was begun, ``work_s`` of the base, with the adapters that are in it."""
+        n = len(self._decoders)
+        if not self._chunks:
+            active = len(self._adapters_of(row for _, row, _ in self._decoders))
+            if not active:
+                return work_s
+            self._steps = self._with_active(active)
+            return self._steps.run_s(n, self._cached / n + 1, self._rounds)
+        in_step = [row for _, row, _ in self._decoders] + [prompt[0] for prompt, _ in self._chunks]
+        work_s += self._cost.step_s(n, len(self._adapters_of(in_step)))
+        return work_s + self._cost.prompt_share * self._adapter_prompts_s()
+
+    def _adapters_of(self, rows: Iterable[int]) -> set[str]:
+        found = self._variant
+        return {found[row] for row in rows if row in found}
+
+    def _adapter_prompts_s(self) -> float:
+        """Return the time of the step's prompts that have adapters, as if they were alone."""
+        tokens, attention_s, attention = 0, 0.0, self._plain.attention_s
+        for prompt, size in self._chunks:
+            if prompt[0] in self._variant:
+                tokens += size
+                attention_s += attention[prompt[3] + size] - attention[prompt[3]]
+        return self._plain.tokens_s[tokens] + attention_s if tokens else 0.0
+
+    def _with_active(self, active: int) -> StepModel:
+        found = self._by_active.get(active)
+        if found is None:
+            found = self._plain.with_longer_steps(lambda rows: self._cost.step_s(rows, active))
+            self._by_active[active] = found
+        return found
+
+    def finish(self, now_s: float) -> None:
+        if self._loading is None:
+            super().finish(now_s)
+            return
+        if self.kv is not None:
+            used = self.kv.room_tokens - self._queue.kv_free
+            self.kv.add(now_s - self.begun_s, used, used)
+        variant, self._loading = self._loading, None
+        self.loaded.append(variant)
+        if variant not in self._ordered:
+            for waiting in self._held.pop(variant, ()):
+                self._queue.waiting.append(waiting)
+                self.released.append(waiting[0])
+
+    def _leave(self, row: int, kv_tokens: int, now_s: float) -> None:
+        self.ended.append(row)
+        self._variant.pop(row, None)
+        super()._leave(row, kv_tokens, now_s)
+
+    def cut(self, done_s: float) -> float:
+        if self._loading is not None:
+            return self.work_s
+        if self._ordered and not self._chunks:
+            rounds, work_s = self.step_at(done_s)
+            return work_s if self.shorten(rounds) else self.work_s
+        return super().cut(done_s)
+
+    def clear(self) -> tuple[list[int], list[int]]:
+        held = self._take_held()
+        running, waiting = super().clear()
+        self._variant.clear()
+        return running, [*waiting, *held]
+
+    def give_back(self) -> list[int]:
+        """Return the waiting rows and those that are held for a load; no load is begun any more."""
+        held = self._take_held()
+        self.outstanding -= len(held)
+        return [*super().give_back(), *held]
+
+    def _take_held(self) -> list[int]:
+        rows = [row for waiting in self._held.values() for row, _, _ in waiting]
+        self._held.clear()
+        self._ordered.clear()
+        return rows
+
+
+class AdapterWorker(AdapterServer):
+    """Worker that reserves the KV of whole answers."""
+
+
+class PreemptingAdapterWorker(AdapterServer, PreemptingWorker):
+    """Worker that admits by prompts, and preempts."""

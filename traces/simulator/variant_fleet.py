@@ -1,0 +1,199 @@
+"""Workers with adapter slots as their gateway keeps them: which request goes where, what is loaded and unloaded.
+
+The one core of policy of a replay (``variants``) and of the simulator (``variant_dispatch``): both offer it the
+requests that wait, and tell it when one has left a worker and when a load has ended. What time passes meanwhile is
+for them. The choices are those of ``placement.variant_routing``, as the gateway makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from placement.variant_routing import (
+    BACKGROUND_LOADS,
+    Candidate,
+    VariantPolicy,
+    WaitingRequest,
+    WorkerVariants,
+    admit_waiting,
+    choose_prefetch,
+)
+
+__all__ = ["FleetWorker", "Sender", "VariantFleet"]
+
+
+class FleetWorker(Protocol):
+    """Worker to which requests are sent."""
+
+    @property
+    def outstanding(self) -> int: ...  # requests that it has, running and waiting
+    @property
+    def max_outstanding(self) -> int: ...
+    @property
+    def last_turn(self) -> int: ...  # of the request that it was given last
+
+
+_Request = TypeVar("_Request", bound=WaitingRequest)
+_Worker = TypeVar("_Worker", bound=FleetWorker)
+_SentRequest = TypeVar("_SentRequest", bound=WaitingRequest, contravariant=True)
+_SentWorker = TypeVar("_SentWorker", bound=FleetWorker, contravariant=True)
+
+
+class Sender(Protocol[_SentRequest, _SentWorker]):
+    """Hands that carry out what the fleet decides."""
+
+    def choose_base(self, rooms: Sequence[_SentWorker]) -> int:
+        """Return the index of the worker, of those with room, that takes a request of the base."""
+        ...
+
+    def load(self, worker: _SentWorker, variant: str, now_s: float) -> None:
+        """Begin a load; its end is reported with ``VariantFleet.loaded``."""
+        ...
+
+    def send(self, request: _SentRequest, worker: _SentWorker, now_s: float) -> None:
+        """Give a request to a worker, which begins it once its variant is loaded there."""
+        ...
+
+
+@dataclass(slots=True)
+class _Place:
+    state: WorkerVariants
+    loading: dict[str, int] = field(default_factory=dict)  # variant -> its loads under way that count
+    abandoned: dict[str, int] = field(default_factory=dict)  # ... that were evicted before they ended
+
+
+class VariantFleet(Generic[_Request, _Worker]):
+    """Adapters at the workers of one deployment, all alike.
+
+    Args:
+        slots: distinct variants in flight at a worker at most.
+        max_loaded: variants loaded at a worker at most.
+
+    Raises:
+        ConfigError: fewer places than slots, or none.
+    """
+
+    def __init__(
+        self, policy: VariantPolicy, slots: int, max_loaded: int, sender: Sender[_Request, _Worker]
+    ) -> None:
+        WorkerVariants(slots, max_loaded)  # checked
+        self._policy, self._slots, self._max_loaded, self._sender = policy, slots, max_loaded, sender
+        self._places: dict[_Worker, _Place] = {}
+        self._served_s: dict[str, float] = {}
+        self._wanted: dict[str, None] = {}  # variants of waiting requests
+        self.hits = self.loads = self.evictions = 0
+
+    def enter(self, worker: _Worker) -> None:
+        """Take in a worker, which has nothing loaded."""
+        self._places[worker] = _Place(WorkerVariants(self._slots, self._max_loaded))
+
+    def remove(self, worker: _Worker) -> None:
+        """Forget a worker and all that is in flight there."""
+        self._places.pop(worker, None)
+
+    def ended(self, worker: _Worker, variant: str | None) -> None:
+        """Note that a request has left its worker."""
+        place = self._places.get(worker)
+        if place is not None and variant is not None:
+            place.state.leave(variant)
+
+    def loaded(self, worker: _Worker, variant: str) -> None:
+        """Note that a load has ended; the loads of one variant at a worker end in their order."""
+        place = self._places.get(worker)
+        if place is not None:
+            _take_one(place.abandoned if variant in place.abandoned else place.loading, variant)
+
+    def serve(self, waiting: Sequence[_Request], workers: Sequence[_Worker], now_s: float) -> dict[_Request, None]:
+        """Offer the waiting requests a worker, and load ahead for those that go on waiting.
+
+        Args:
+            waiting: in order of arrival.
+            workers: that take requests, all of which have entered.
+
+        Returns:
+            Those that were sent.
+        """
+        sent: dict[_Request, None] = {}
+        if not waiting:
+            return sent
+        self._wanted = _variants_of(waiting)
+
+        def admit(request: _Request) -> bool:
+            if is_sent := self._admit(request, workers, now_s):
+                sent[request] = None
+            return is_sent
+
+        if any(worker.outstanding < worker.max_outstanding for worker in workers):
+            admit_waiting(self._policy, waiting, self._served_s, now_s, admit)
+        if sent:
+            self._wanted = _variants_of(request for request in waiting if request not in sent)
+        self._prefetch(workers, now_s)
+        return sent
+
+    def _admit(self, request: _Request, workers: Sequence[_Worker], now_s: float) -> bool:
+        rooms = [worker for worker in workers if worker.outstanding < worker.max_outstanding]
+        if not rooms:
+            return False
+        variant = request.variant
+        if variant is None:
+            self._sender.send(request, rooms[self._sender.choose_base(rooms)], now_s)
+            return True
+        candidates = [
+            Candidate(
+                worker=self._places[worker].state, outstanding=worker.outstanding, last_turn=worker.last_turn
+            )
+            for worker in rooms
+        ]
+        admission = self._policy.choose(variant, candidates, now_s, self._wanted)
+        if admission is None:
+            return False
+        worker = rooms[admission.index]
+        state = self._places[worker].state
+        state.admit(variant, now_s)
+        self._served_s[variant] = now_s
+        if variant in state.loaded:
+            self.hits += 1
+        else:
+            self._load(worker, variant, admission.evicted, now_s)
+        self._sender.send(request, worker, now_s)
+        return True
+
+    def _prefetch(self, workers: Sequence[_Worker], now_s: float) -> None:
+        places = {worker: self._places[worker] for worker in workers}
+        for variant in self._wanted:
+            free = [worker for worker, place in places.items() if len(place.loading) < BACKGROUND_LOADS]
+            if not free:
+                return
+            if any(variant in place.state.loaded for place in places.values()):
+                continue
+            found = choose_prefetch(variant, [places[worker].state for worker in free], now_s, self._wanted)
+            if found is None:  # nor is there a place for any after it
+                return
+            self._load(free[found.index], variant, found.evicted, now_s)
+
+    def _load(self, worker: _Worker, variant: str, evicted: Sequence[str], now_s: float) -> None:
+        place = self._places[worker]
+        self.loads += 1
+        self.evictions += len(evicted)
+        for name in evicted:
+            if name in place.loading:  # of a variant that waits no more: it ends all the same
+                _take_one(place.loading, name)
+                place.abandoned[name] = place.abandoned.get(name, 0) + 1
+        place.state.load(variant, now_s, evicted)
+        place.loading[variant] = place.loading.get(variant, 0) + 1
+        self._sender.load(worker, variant, now_s)
+
+
+def _take_one(counts: dict[str, int], name: str) -> None:
+    left = counts.get(name, 0) - 1
+    if left > 0:
+        counts[name] = left
+    else:
+        counts.pop(name, None)
+
+
+def _variants_of(waiting: Iterable[WaitingRequest]) -> dict[str, None]:
+    """Return their variants, in order."""
+    return dict.fromkeys(request.variant for request in waiting if request.variant is not None)
