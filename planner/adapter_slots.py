@@ -26,11 +26,17 @@ class VariantLoad:
 
     variants: int
     skew: float
+    base_share: float = 0.0  # of the requests, those for the base itself
 
     def asked_for(self, requests: float) -> NDArray[np.float64]:
         """Return the probability of each variant that one of ``requests`` in flight on average asks for it."""
+        return np.asarray(-np.expm1(-requests * self.shares))
+
+    @property
+    def shares(self) -> NDArray[np.float64]:
+        """Share of all requests for each variant, the most popular first; the rest is for the base."""
         weights = np.arange(1.0, self.variants + 1) ** -self.skew
-        return np.asarray(-np.expm1(-requests * weights / weights.sum()))
+        return np.asarray((1 - self.base_share) * weights / weights.sum())
 
     def distinct(self, requests: float) -> float:
         """Return how many variants ``requests`` in flight ask for on average."""
@@ -72,7 +78,7 @@ def slot_need(load: VariantLoad, rank: int, requests: float) -> SlotNeed:
 
     Args:
         rank: of the adapters, the largest; slots are made for the next rank that engines offer.
-        requests: in flight on average, all of variants.
+        requests: in flight on average, those for the base included.
     """
     slot_rank = next(one for one in ADAPTER_RANKS if one >= rank)
     without = load.without_slot(requests)

@@ -158,13 +158,15 @@ def _slots(
     if need is None or chosen is None or not table.adapters:
         return ()
     law = f"zipf:{traffic.variant_skew:g}" if traffic.variant_skew else "even"
+    law += f", {traffic.base_share:.0%} of the requests for the base" * bool(traffic.base_share)
     one_slot = slot_bytes(spec, chosen, max(even_split(spec.num_layers, chosen.pp)))
     share = f"{need.without_slot[chosen.adapter_slots]:.0%} of the variants asked for at once"
     fewer = f"; {need.slots} take more than a tenth of a GPU" if chosen.adapter_slots < need.slots else ""
     return (
         f"{slots_words(chosen)}, {gib(one_slot)} of a GPU each, for {traffic.variants:,} "
         f"variant{'s' * (traffic.variants > 1)} ({law}): {share} wait for a slot{fewer}",
-        "the time that adapters add is estimated from what one model took on vLLM 0.24"
+        "the time that adapters add is estimated from what one model took on vLLM 0.33"
+        + "; steps of base and adapters together were not measured" * bool(traffic.base_share)
         if traits_of(table.engine).times_adapters
         else f"the time that adapters add on {engine_name(table.engine)} is not known and left out",
     )

@@ -51,6 +51,7 @@ __all__ = [
     "ranked_anywhere",
     "slots_of",
     "space",
+    "variant_load",
     "winner_at",
     "with_more",
     "with_traffic",
@@ -175,7 +176,8 @@ def with_traffic(estimator: Estimator, spec: ModelSpec, options: PlanOptions) ->
     if isinstance(estimator, WithPrefixHits | WithNgramDrafts | WithAdapterSlots):
         return estimator
     if traffic.variants:
-        estimator = WithAdapterSlots(estimator, spec, _variant_load(traffic).distinct)
+        load = variant_load(traffic)
+        estimator = WithAdapterSlots(estimator, spec, load.distinct, load.base_share)
     if traffic.draft_acceptance:
         estimator = WithNgramDrafts(estimator, traffic.draft_acceptance, vocab_size=spec.vocab_size)
     return WithPrefixHits(estimator, traffic.prefix_hits) if traffic.prefix_hits else estimator
@@ -187,11 +189,12 @@ def slots_of(options: PlanOptions) -> SlotNeed | None:
     if not traffic.variants:
         return None
     requests = _USUAL_REQUESTS if options.more_requests else options.workload.batch
-    return slot_need(_variant_load(traffic), traffic.variant_rank, requests)
+    return slot_need(variant_load(traffic), traffic.variant_rank, requests)
 
 
-def _variant_load(traffic: Traffic) -> VariantLoad:
-    return VariantLoad(traffic.variants, traffic.variant_skew)
+def variant_load(traffic: Traffic) -> VariantLoad:
+    """Return the variants that requests ask for, and how often."""
+    return VariantLoad(traffic.variants, traffic.variant_skew, traffic.base_share)
 
 
 def make_plan(

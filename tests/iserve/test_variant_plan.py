@@ -14,7 +14,7 @@ from fingerprint.lora import reserved_bytes, slot_bytes
 from fingerprint.model_spec import ModelSpec
 from iserve.planning.deployability import DeployableDocument
 from iserve.planning.deployment_choice import planned_deployment
-from iserve.planning.pipeline import PlanOptions, datasheet_estimator, slots_of, space
+from iserve.planning.pipeline import PlanOptions, datasheet_estimator, slots_of, space, with_traffic
 from iserve.planning.words import gib
 from iserve.planning.worker_launch import PlannedDeployment
 from planner.adapter_slots import MOST_WITHOUT, VariantLoad
@@ -118,6 +118,7 @@ def test_a_plan_for_variants_promises_what_slots_take_and_no_more_kv_cache(engin
             "a6000:1", Traffic(variants=10_000, variant_rank=256, variant_skew=0.0), True, id="large-ones"
         ),
         pytest.param("a6000:1", Traffic(variants=50, variant_rank=64, variant_skew=1.5), True, id="popular-ones"),
+        pytest.param("h200:1", Traffic(variants=20, base_share=0.5), False, id="base"),
     ],
 )
 def test_a_plan_says_its_own_slots_their_bytes_and_the_share_that_waits(
@@ -128,7 +129,7 @@ def test_a_plan_says_its_own_slots_their_bytes_and_the_share_that_waits(
     found = planned(hardware_on(gpus), options)
     config, need = config_of(found), slots_of(options)
     assert need is not None
-    load = VariantLoad(traffic.variants, traffic.variant_skew)
+    load = VariantLoad(traffic.variants, traffic.variant_skew, traffic.base_share)
     share = float(load.without_slot(32)[config.adapter_slots])
     note = said(found)
     assert note.startswith(f"{config.adapter_slots} adapter slots of")
@@ -138,6 +139,23 @@ def test_a_plan_says_its_own_slots_their_bytes_and_the_share_that_waits(
     assert f"{share:.0%} of the variants" in note
     assert (config.adapter_slots < need.slots) == is_bounded == (share > MOST_WITHOUT)
     assert bool(re.search(rf"; {need.slots} take more than a tenth of a GPU$", note)) == is_bounded
+
+
+def test_a_plan_with_requests_for_the_base_takes_less_time_and_says_what_is_not_measured() -> None:
+    """The configuration is the one of the plan without them, so that times compare."""
+    hardware, table = hardware_on("h200:1"), replace(get_engine("vllm").capabilities(), unavailable=None)
+    estimator = datasheet_estimator(SPEC, hardware.gpu, [table])
+    times_s = []
+    for base_share in (0.0, 0.5, 0.9):
+        options = varied(Traffic(variants=50, base_share=base_share))
+        config = DeploymentConfig(engine="vllm", adapter_slots=8, adapter_rank=16)
+        estimate = with_traffic(estimator, SPEC, options).estimate(config, options.workload)
+        times_s.append(estimate.tpot_s.value)
+        notes = planned(hardware, options).document.notes
+        assert any("base and adapters together were not measured" in note for note in notes) == bool(base_share)
+        assert any(f"{base_share:.0%} of the requests for the base" in note for note in notes) == bool(base_share)
+    assert times_s == sorted(times_s, reverse=True)
+    assert len(set(times_s)) == 3
 
 
 def test_an_engine_without_slots_plans_none_and_says_nothing_of_them(golden: Golden) -> None:
