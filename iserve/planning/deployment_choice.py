@@ -19,6 +19,7 @@ from fingerprint.model_spec import ModelSpec
 from iserve.model_source import ModelSource
 from iserve.planning.deployability import DeployableDocument
 from iserve.planning.joint_plan import chosen_plan, joint_capacity, joint_document
+from iserve.planning.merge_advice import merge_advice_of_plan
 from iserve.planning.pipeline import (
     JOINT,
     EngineChooser,
@@ -65,7 +66,7 @@ def planned_deployment(
         notes: reported with the plan.
         profile: behind ``estimator``; None: datasheets.
     """
-    spec = source.spec
+    spec, of_base = source.spec, estimator
     estimator = with_traffic(estimator, spec, options)
     notes = (*notes, *_prefixes(spec, options, table.engine), *_drafts(spec, options, table.engine))
     kept = spec if profile is None else with_engine_caches(spec, profile.memory)
@@ -77,7 +78,10 @@ def planned_deployment(
         notes = (*notes, *(() if plan.best is None else _unused(options, table, hardware)))
     layout = None if plan.best is None else plan.best.layout
     crowds = () if layout is None else _crowds(placements_of(layout), hardware, is_joint=choice is not None)
-    notes = (*notes, *_slots(spec, options, table, None if plan.best is None else plan.best.config), *crowds)
+    best = None if plan.best is None else plan.best.config
+    advice = merge_advice_of_plan(source.argument, spec, hardware.gpu, of_base, options, best)
+    advised = () if advice is None else (advice.text,)
+    notes = (*notes, *_slots(spec, options, table, best), *advised, *crowds)
     capacity = (
         serving_capacity(plan, kept, hardware, estimator, options)
         if choice is None
@@ -90,7 +94,6 @@ def planned_deployment(
         return EngineChooser(spec, hardware.gpu, [table]).conditions(config)
 
     free_bytes: Mapping[str, int] = {gpu.device_id: gpu.free_bytes for gpu in hardware.snapshot.gpus}
-    best = None if plan.best is None else plan.best.config
     document = plan_document(
         plan,
         model=source.name,
@@ -111,6 +114,7 @@ def planned_deployment(
         ),
         capacity=None if capacity is None else capacity.document(free_bytes),
         joint=None if choice is None else joint_document(choice),
+        merge_advice=advice,
     )
     return PlannedDeployment(document, plan.best, devices, free_bytes, capacity)
 

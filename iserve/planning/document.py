@@ -21,6 +21,7 @@ __all__ = [
     "EstimateDocument",
     "JointForecast",
     "JointPlanDocument",
+    "MergeAdviceDocument",
     "PlanDocument",
     "ProfileDocument",
 ]
@@ -184,6 +185,32 @@ class JointPlanDocument:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MergeAdviceDocument:
+    """Advice to merge the hottest variants of a base into models with deployments of their own."""
+
+    variants: int
+    """Number of variants to merge, the most popular ones."""
+    names: tuple[str, ...]
+    """Names of these variants; empty of a plan, whose variants have none."""
+    request_share: float
+    """Share of the requests that are theirs."""
+    rate_per_s: float
+    """Requests per second of base and variants together."""
+    gpus_held_on_slots: float
+    """GPUs held with all variants on adapter slots, each by the larger of its memory and its busy share."""
+    gpus_held_merged: float
+    """GPUs held with these variants merged and the rest on slots."""
+    gpu_s_per_request_on_slots: float
+    """GPU-seconds that are held for each completed request, with all variants on adapter slots."""
+    gpu_s_per_request_merged: float
+    """GPU-seconds that are held for each completed request, with these variants merged."""
+    commands: tuple[str, ...]
+    """Commands that merge and deploy each of them; ADAPTER and OUT are folders."""
+    text: str
+    """Advice in one sentence."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PlanDocument:
     """Plan: every configuration, the chosen one, and the reasons."""
 
@@ -227,6 +254,8 @@ class PlanDocument:
     """Limits of each worker of the chosen candidate; None: none is feasible."""
     joint: JointPlanDocument | None = None
     """Joint choice that the plan is; None: it was ranked by one batch, and placed by a policy."""
+    merge_advice: MergeAdviceDocument | None = None
+    """Advice to merge variants, where that is cheaper at the rate by a tenth or more; None: it is not."""
 
     def service_of(self, config: DeploymentConfig) -> ServiceModel | None:
         """Return the service model of ``config``; None: the plan has no times of it.

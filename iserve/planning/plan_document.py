@@ -12,6 +12,7 @@ from iserve.planning.document import (
     CapacityDocument,
     EstimateDocument,
     JointPlanDocument,
+    MergeAdviceDocument,
     PlanDocument,
     ProfileDocument,
 )
@@ -81,6 +82,7 @@ def plan_document(
     verdict: VerdictDocument | None = None,
     capacity: CapacityDocument | None = None,
     joint: JointPlanDocument | None = None,
+    merge_advice: MergeAdviceDocument | None = None,
 ) -> PlanDocument:
     """Return the document of ``plan``; ``conditions_of`` is asked of configurations that can run at all."""
     return PlanDocument(
@@ -104,6 +106,7 @@ def plan_document(
         verdict=verdict,
         capacity=capacity,
         joint=joint,
+        merge_advice=merge_advice,
     )
 
 

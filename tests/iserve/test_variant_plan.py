@@ -18,6 +18,7 @@ from iserve.planning.pipeline import PlanOptions, datasheet_estimator, slots_of,
 from iserve.planning.words import gib
 from iserve.planning.worker_launch import PlannedDeployment
 from planner.adapter_slots import MOST_WITHOUT, VariantLoad
+from planner.hot_variants import served_cost
 from planner.intent import IntentKind, Quality, Traffic
 from tests.golden_words import Golden
 from tests.iserve.joint_plans import (
@@ -156,6 +157,42 @@ def test_a_plan_with_requests_for_the_base_takes_less_time_and_says_what_is_not_
         assert any(f"{base_share:.0%} of the requests for the base" in note for note in notes) == bool(base_share)
     assert times_s == sorted(times_s, reverse=True)
     assert len(set(times_s)) == 3
+
+
+@pytest.mark.parametrize(
+    ("traffic", "rate", "is_advised"),
+    [
+        pytest.param(Traffic(variants=40, variant_skew=2.0), 80.0, True, id="hot"),
+        pytest.param(Traffic(variants=1, variant_skew=2.0), 40.0, True, id="only-one"),
+        pytest.param(Traffic(variants=200, variant_skew=0.0), 20.0, False, id="alike"),
+        pytest.param(Traffic(variants=40, variant_skew=2.0), 0.1, False, id="rare"),
+        pytest.param(Traffic(variants=40, variant_skew=2.0), None, False, id="no-rate"),
+    ],
+)
+def test_a_plan_at_a_rate_advises_to_merge_hot_variants(
+    traffic: Traffic, rate: float | None, is_advised: bool, golden: Golden
+) -> None:
+    """The cost on slots of the advice is that of the plan's own configuration."""
+    hardware, options = hardware_on("h200:8"), varied(traffic, rate=rate)
+    found = planned(hardware, options)
+    advice = found.document.merge_advice
+    assert (advice is not None) == is_advised
+    if advice is None:
+        assert not any("iserve variant merge" in note for note in found.document.notes)
+        return
+    assert advice.text in found.document.notes
+    golden("variant", advice.text)
+    assert advice.rate_per_s == rate
+    assert advice.gpus_held_merged <= 0.9 * advice.gpus_held_on_slots
+    assert advice.gpu_s_per_request_merged == pytest.approx(advice.gpus_held_merged / advice.rate_per_s)
+    assert advice.request_share == pytest.approx(
+        VariantLoad(traffic.variants, traffic.variant_skew).shares[: advice.variants].sum()
+    )
+    joint = found.document.joint
+    assert joint is not None
+    on_slots = served_cost(joint.service, advice.rate_per_s, hardware.gpu.memory_bytes)
+    assert on_slots is not None
+    assert on_slots.gpus_held == pytest.approx(advice.gpus_held_on_slots, rel=0.05)
 
 
 def test_an_engine_without_slots_plans_none_and_says_nothing_of_them(golden: Golden) -> None:
