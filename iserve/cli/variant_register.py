@@ -100,6 +100,8 @@ def add(
         f"{added.name}: a variant of {added.base}, rank {added.rank}, {size_text(added.size_bytes)}{shared}"
     )
     typer.echo(_serving(added))
+    if added.merge_advice is not None:
+        typer.echo(added.merge_advice.text)
 
 
 def list_variants(as_json: o.JsonOption = False) -> None:
@@ -145,6 +147,7 @@ def show(name: NameArgument, as_json: o.JsonOption = False) -> None:
         ("content", found.content_hash),
         ("at engines", found.engine_name),
         ("status", _serving(found)),
+        *([] if found.merge_advice is None else [("advice", found.merge_advice.text)]),
     ):
         typer.echo(f"{label:<12}{text}")
 

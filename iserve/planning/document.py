@@ -9,6 +9,7 @@ from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimates import Correction, Quantity
 from fingerprint.measurements import Unreached
 from fingerprint.service_model import ServiceModel, service_between
+from iserve.api_documents import MergeAdviceDocument
 from iserve.planning.verdict import VerdictDocument
 from placement.fleet.types import FleetGoal
 from planner.plan import LoadForecast, PassedOver, RefusedFor, WhyNot
@@ -21,7 +22,6 @@ __all__ = [
     "EstimateDocument",
     "JointForecast",
     "JointPlanDocument",
-    "MergeAdviceDocument",
     "PlanDocument",
     "ProfileDocument",
 ]
@@ -182,32 +182,6 @@ class JointPlanDocument:
     """Whether the chosen plan is the rule's."""
     service: ServiceModel
     """Service model of one replica: times and memory at any concurrency."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MergeAdviceDocument:
-    """Advice to merge the hottest variants of a base into models with deployments of their own."""
-
-    variants: int
-    """Number of variants to merge, the most popular ones."""
-    names: tuple[str, ...]
-    """Names of these variants; empty of a plan, whose variants have none."""
-    request_share: float
-    """Share of the requests that are theirs."""
-    rate_per_s: float
-    """Requests per second of base and variants together."""
-    gpus_held_on_slots: float
-    """GPUs held with all variants on adapter slots, each by the larger of its memory and its busy share."""
-    gpus_held_merged: float
-    """GPUs held with these variants merged and the rest on slots."""
-    gpu_s_per_request_on_slots: float
-    """GPU-seconds that are held for each completed request, with all variants on adapter slots."""
-    gpu_s_per_request_merged: float
-    """GPU-seconds that are held for each completed request, with these variants merged."""
-    commands: tuple[str, ...]
-    """Commands that merge and deploy each of them; ADAPTER and OUT are folders."""
-    text: str
-    """Advice in one sentence."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

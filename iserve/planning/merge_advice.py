@@ -11,7 +11,7 @@ from fingerprint.estimates import Estimator
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
 from fingerprint.service_model import LARGEST_BATCH, ServiceModel, service_model
-from iserve.planning.document import MergeAdviceDocument
+from iserve.api_documents import MergeAdviceDocument
 from iserve.planning.pipeline import PlanOptions, slots_for, variant_load, with_traffic
 from planner.adapter_slots import VariantShares
 from planner.hot_variants import HotVariants, hot_variants
@@ -52,6 +52,7 @@ def merge_advice(
     load: VariantShares,
     rate_per_s: float,
     names: tuple[str, ...] = (),
+    keeps_slots: bool = False,
 ) -> MergeAdviceDocument | None:
     """Return the advice on variants that are asked for as ``load`` and ``rate_per_s`` say; None: there is none.
 
@@ -61,6 +62,7 @@ def merge_advice(
         base: argument of a command, quoted.
         config: of the base, with adapter slots.
         names: of the variants of ``load``, where they are known.
+        keeps_slots: whether the rest stays on the slots of ``config``; else on those that it needs.
     """
     if not config.adapter_slots or not traits_of(config.engine).times_adapters:
         return None
@@ -71,6 +73,8 @@ def merge_advice(
         return service_model(judged, config, options.workload, largest_batch=most)
 
     def on_slots(load: VariantShares) -> ServiceModel:
+        if keeps_slots:
+            return service(config, load)
         need = slots_for(load, options)
         wanted = replace(config, adapter_slots=need.slots, adapter_rank=need.rank)
         return service(slots_in_bounds(spec, gpu, wanted), load)

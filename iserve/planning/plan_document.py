@@ -7,12 +7,12 @@ from collections.abc import Callable
 from fingerprint.config import DeploymentConfig, Workload, even_split
 from fingerprint.estimates import Estimate
 from fingerprint.measurements import Profile
+from iserve.api_documents import MergeAdviceDocument
 from iserve.planning.document import (
     CandidateDocument,
     CapacityDocument,
     EstimateDocument,
     JointPlanDocument,
-    MergeAdviceDocument,
     PlanDocument,
     ProfileDocument,
 )
