@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from daemon.status import DeviceStatus
 from fingerprint.config import DeploymentConfig
 from fingerprint.interconnect import MeasuredLinks
+from iserve.quality.document import QualityDocument
 
 __all__ = [
     "DeploymentDocument",
@@ -256,6 +257,8 @@ class VariantDocument:
     """Reason why no deployment serves it, with the way out; None: one does."""
     in_force: bool | None = None
     """Whether the gateway has this change, for which 10 s are waited; None: no change, or no deployment for it."""
+    quality: tuple[QualityDocument, ...] = ()
+    """Results of `iserve quality` on its present content and base, newest first; empty of a list."""
     merge_advice: MergeAdviceDocument | None = None
     """Advice on its deployment's variants, by the last 120 s; None: none, or a list was asked for."""
 

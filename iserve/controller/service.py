@@ -45,6 +45,7 @@ from iserve.controller.engine_selection import deployable_engine
 from iserve.controller.followed_routes import FollowedRoutes
 from iserve.controller.idempotency import KEPT_S, answer_to_keep, answered_before, deployed_before
 from iserve.controller.profiling import Profiler
+from iserve.controller.quality import QualityResults
 from iserve.controller.snapshot import serving_on
 from iserve.controller.standalone_plans import Plans, progress_document
 from iserve.controller.stored_values import draining_workers, recorded_request, recorded_workers, update_workers
@@ -98,6 +99,7 @@ class Controller:
         self.variants = Variants(
             settings, store, lambda base: self.resolve(base, need_weights=False), self.registered
         )
+        self.quality = QualityResults(store, self.resolve)
         self.variant_advice = VariantAdvisor(
             store, self.profiler, self._deployer, self.observe, self.resolve, self.variant_demand
         )

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Path, Response
 from fastapi.concurrency import run_in_threadpool
 
 from fingerprint.codec import to_json
+from fingerprint.errors import BadInputError
 from iserve.api_documents import ProgressDocument, VariantDocument
 from iserve.controller.auth import Caller
 from iserve.controller.openapi import BODY, problems
@@ -52,7 +53,11 @@ def add_variant_routes(api: APIRouter, controller: Controller) -> None:
     @api.get("/variants/{name}", responses=problems(404))
     def variant(name: VariantName) -> VariantDocument:
         """Return one variant as it is now."""
-        return _with_advice(controller, variants.get(name))
+        found = _with_advice(controller, variants.get(name))
+        try:
+            return replace(found, quality=controller.quality.of(name))
+        except BadInputError:  # its base has gone
+            return found
 
     @api.get("/variants/{name}/progress", responses=problems(404))
     def variant_progress(name: VariantName) -> ProgressDocument:
