@@ -15,7 +15,7 @@ from iserve.model_source import ModelSource
 from iserve.quality.document import QualityDocument
 from iserve.quality.facts import weights_stamp
 from iserve.quality.identity import identity_of
-from iserve.state.rows import QualityRow
+from iserve.state.rows import QualityRow, VariantRow
 from iserve.state.store import Store
 
 __all__ = ["QualityResults"]
@@ -81,15 +81,20 @@ class QualityResults:
         variant_hash, stamp = self._content(name)
         return tuple(_documents(self._store.quality.of_content(variant_hash, stamp, _SHOWN)))
 
-    def names(self) -> frozenset[str]:
-        """Return the names of variants, deployments and registered models, which any caller may ask for."""
-        named = [row.name for row in self._store.variants.all()]
-        named += [row.name for row in self._store.deployments()]
-        return frozenset(named + [row.name for row in self._store.models()])
+    def is_named(self, name: str) -> bool:
+        """Return whether a variant, deployment or registered model has ``name``; any caller may ask for it."""
+        named = [row.name for row in self._store.deployments()] + [row.name for row in self._store.models()]
+        return name in named or self._variant(name) is not None
+
+    def _variant(self, name: str) -> VariantRow | None:
+        try:
+            return self._store.variants.get(name)
+        except NotFoundError:
+            return None
 
     def _content(self, name: str) -> tuple[str, str]:
         """Return the hash of a variant, empty of a model, and the stamp of the weights. Raises as :meth:`of`."""
-        variant = next((row for row in self._store.variants.all() if row.name == name), None)
+        variant = self._variant(name)
         if variant is not None:
             return variant.content_hash, weights_stamp(Path(variant.base_directory))
         row = next((row for row in self._store.deployments() if row.name == name), None)

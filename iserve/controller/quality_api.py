@@ -7,6 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from iserve.controller.auth import Caller
+from iserve.controller.folder_access import Reach
 from iserve.controller.openapi import BODY, problems
 from iserve.controller.service import Controller
 from iserve.quality.document import QualityDocument
@@ -17,6 +18,10 @@ __all__ = ["add_quality_routes"]
 def add_quality_routes(api: APIRouter, controller: Controller) -> None:
     """Add the routes of ``/quality`` to ``api``."""
     results = controller.quality
+
+    def _check(caller: Reach, model: str) -> None:
+        if not results.is_named(model):
+            caller.check(model)
 
     @api.get("/quality", responses=problems(404))
     def quality(
@@ -33,7 +38,7 @@ def add_quality_routes(api: APIRouter, controller: Controller) -> None:
         """List the results that are kept, the newest first: 8 of one model, or 100 of all, of any contents."""
         if model is None:
             return results.all()
-        caller.check(model, results.names())
+        _check(caller, model)
         return results.of(model)
 
     @api.post("/quality", status_code=201, responses=problems(404, 409, *BODY))
@@ -42,5 +47,5 @@ def add_quality_routes(api: APIRouter, controller: Controller) -> None:
 
         The model must still have the contents that the result is of.
         """
-        caller.check(body.model.name, results.names())
+        _check(caller, body.model.name)
         return results.keep(body)

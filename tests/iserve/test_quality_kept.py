@@ -237,5 +237,5 @@ class TestStore:
         with pytest.raises(CheckpointError, match="base"):
             results.of("style")
 
-    def test_names_that_may_be_asked_for_are_those_of_this_home(self, results: QualityResults) -> None:
-        assert results.names() == {"style", "base"}
+    def test_names_that_any_caller_may_ask_for_are_those_of_this_home(self, results: QualityResults) -> None:
+        assert [results.is_named(name) for name in ("style", "base", "/models/base")] == [True, True, False]
