@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from daemon.status import DeviceStatus
 from fingerprint.config import DeploymentConfig
 from fingerprint.interconnect import MeasuredLinks
+from iserve.quality.document import QualityDocument
 
 __all__ = [
     "DeploymentDocument",
@@ -14,6 +15,7 @@ __all__ = [
     "EventDocument",
     "KeyDocument",
     "LogDocument",
+    "MergeAdviceDocument",
     "ModelDocument",
     "NewKeyDocument",
     "NodeDocument",
@@ -196,6 +198,32 @@ class ModelDocument:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MergeAdviceDocument:
+    """Advice to merge the hottest variants of a base into models with deployments of their own."""
+
+    variants: int
+    """Number of variants to merge, the most popular ones."""
+    names: tuple[str, ...]
+    """Names of these variants; empty of a plan, whose variants have none."""
+    request_share: float
+    """Share of the requests that are theirs."""
+    rate_per_s: float
+    """Requests per second of base and variants together."""
+    gpus_held_on_slots: float
+    """GPUs held with all variants on adapter slots, each by the larger of its memory and its busy share."""
+    gpus_held_merged: float
+    """GPUs held with these variants merged and the rest on slots."""
+    gpu_s_per_request_on_slots: float
+    """GPU-seconds that are held for each completed request, with all variants on adapter slots."""
+    gpu_s_per_request_merged: float
+    """GPU-seconds that are held for each completed request, with these variants merged."""
+    commands: tuple[str, ...]
+    """Commands that merge and deploy each of them; ADAPTER and OUT are folders."""
+    text: str
+    """Advice in one sentence."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class VariantDocument:
     """LoRA adapter that is registered as a variant of a base model."""
 
@@ -229,6 +257,10 @@ class VariantDocument:
     """Reason why no deployment serves it, with the way out; None: one does."""
     in_force: bool | None = None
     """Whether the gateway has this change, for which 10 s are waited; None: no change, or no deployment for it."""
+    quality: tuple[QualityDocument, ...] = ()
+    """Results of `iserve quality` on its present content and base, newest first; empty of a list."""
+    merge_advice: MergeAdviceDocument | None = None
+    """Advice on its deployment's variants, by the last 120 s; None: none, or a list was asked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -299,6 +299,8 @@ class ReplicatedRequest(PlanRequest):
     variant_popularity: str = field(default="zipf:1", metadata={"max_length": 40})
     """Popularity of the variants: zipf:EXPONENT (the i-th is asked for i^-EXPONENT times as often as the first) or
     even."""
+    base_share: float = Traffic().base_share
+    """Requests for the base itself as a share of all, where it has variants: they need no adapter slot."""
     text_only: bool = False
     """vLLM: leave out a multimodal model's towers for images, video and sound."""
     images: int = field(default=0, metadata={"ge": 0, "le": MAX_IMAGES})
@@ -332,6 +334,7 @@ class ReplicatedRequest(PlanRequest):
             variants=self.variants,
             variant_rank=self.variant_rank,
             variant_skew=_skew(self.variant_popularity),
+            base_share=self.base_share,
         )
         intent = replace(found.intent, traffic=traffic)
         return replace(found, intent=intent, replicas=self.replicas or 1, more_replicas=self.replicas is None)

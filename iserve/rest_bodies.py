@@ -29,6 +29,7 @@ class Body(BaseModel):
 _NEVER_NULL = (
     *("model", "intent", "replicas", "input_tokens", "output_tokens", "engine_args"),
     *("text_only", "images", "trust_remote_code", "variants", "variant_rank", "variant_popularity"),
+    "base_share",
 )
 
 
@@ -50,6 +51,7 @@ class UpdateBody(Body):
     variants: int | None = Field(default=None, ge=0, le=MAX_VARIANTS)
     variant_rank: int | None = Field(default=None, ge=1, le=ADAPTER_RANKS[-1])
     variant_popularity: str | None = Field(default=None, max_length=40)
+    base_share: float | None = None
     engine_version: _Text | None = None
     """Installed release of the engine; None: the one that workers start with."""
     engine_args: dict[str, str | None] | None = Field(default=None, max_length=64)

@@ -8,17 +8,20 @@ from planner.admission import AdmissionPolicy
 
 __all__ = [
     "DEMAND_PATH",
+    "VARIANT_DEMAND_PATH",
     "ApiKeyRecord",
     "Demand",
     "DeploymentDemand",
     "GatewayLimits",
     "Route",
     "RouteTable",
+    "VariantDemand",
     "VariantRoute",
     "WorkerTarget",
 ]
 
 DEMAND_PATH = "/internal/demand"  # of the gateway, for clients with the token of its record
+VARIANT_DEMAND_PATH = "/internal/variant-demand"  # likewise
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,3 +105,13 @@ class Demand:
 
     routes_version: int
     deployments: tuple[DeploymentDemand, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VariantDemand:
+    """Demand for a deployment and its variants over the last 120 s."""
+
+    deployment: str
+    requests_per_s: float | None  # those for the base included; None: it has counted for too short
+    requests: int  # likewise
+    of_variants: tuple[tuple[str, int], ...]  # those by variant, most first; a variant without one is left out

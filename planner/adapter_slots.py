@@ -7,6 +7,7 @@ probability 1 - exp(-n p_i), and the distribution of their number is exact.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,23 +15,38 @@ from numpy.typing import NDArray
 
 from fingerprint.config import ADAPTER_RANKS
 
-__all__ = ["MOST_SLOTS", "MOST_WITHOUT", "SlotNeed", "VariantLoad", "slot_need"]
+__all__ = [
+    "MOST_SLOTS",
+    "MOST_WITHOUT",
+    "AskedVariants",
+    "SlotNeed",
+    "VariantLoad",
+    "VariantShares",
+    "slot_need",
+]
 
 MOST_SLOTS = 64  # that a plan reserves by itself
 MOST_WITHOUT = 0.05  # of the variants that are asked for at once, without a slot on average
 
 
-@dataclass(frozen=True, slots=True)
-class VariantLoad:
-    """Variants of a base, the i-th asked for in proportion to ``i ** -skew`` (Zipf's law)."""
+class AskedVariants(ABC):
+    """Variants of a base, and how often each is asked for."""
 
-    variants: int
-    skew: float
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def shares(self) -> NDArray[np.float64]:
+        """Share of all requests for each variant, the most popular first; the rest is for the base."""
+
+    @property
+    def of_base(self) -> float:
+        """Share of the requests for the base itself."""
+        return max(0.0, 1 - float(self.shares.sum()))
 
     def asked_for(self, requests: float) -> NDArray[np.float64]:
         """Return the probability of each variant that one of ``requests`` in flight on average asks for it."""
-        weights = np.arange(1.0, self.variants + 1) ** -self.skew
-        return np.asarray(-np.expm1(-requests * weights / weights.sum()))
+        return np.asarray(-np.expm1(-requests * self.shares))
 
     def distinct(self, requests: float) -> float:
         """Return how many variants ``requests`` in flight ask for on average."""
@@ -54,6 +70,36 @@ class VariantLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class VariantLoad(AskedVariants):
+    """Variants of a base, the i-th asked for in proportion to ``i ** -skew`` (Zipf's law)."""
+
+    variants: int
+    skew: float
+    base_share: float = 0.0  # of the requests, those for the base itself
+
+    @property
+    def shares(self) -> NDArray[np.float64]:
+        weights = np.arange(1.0, self.variants + 1) ** -self.skew
+        return np.asarray((1 - self.base_share) * weights / weights.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class VariantShares(AskedVariants):
+    """Variants of a base by their shares of all requests, the largest first."""
+
+    of_variants: tuple[float, ...]
+
+    @property
+    def shares(self) -> NDArray[np.float64]:
+        return np.array(self.of_variants)
+
+    def without_first(self, number: int) -> VariantShares:
+        """Return what is left when the first ``number`` are asked for elsewhere, by their shares of the rest."""
+        left = 1 - sum(self.of_variants[:number])
+        return VariantShares(tuple(min(1.0, share / left) for share in self.of_variants[number:]))
+
+
+@dataclass(frozen=True, slots=True)
 class SlotNeed:
     """Slots that a load needs, and what is left without."""
 
@@ -68,12 +114,12 @@ class SlotNeed:
         return self.without_slot[self.slots]
 
 
-def slot_need(load: VariantLoad, rank: int, requests: float, slots: int = 0) -> SlotNeed:
+def slot_need(load: AskedVariants, rank: int, requests: float, slots: int = 0) -> SlotNeed:
     """Return the fewest slots, a power of two, with which at most ``MOST_WITHOUT`` of the variants find none.
 
     Args:
         rank: of the adapters, the largest; slots are made for the next rank that engines offer.
-        requests: in flight on average, all of variants.
+        requests: in flight on average, those for the base included.
         slots: asked for, ``MOST_SLOTS`` at most; 0: as many as are needed.
     """
     slot_rank = next(one for one in ADAPTER_RANKS if one >= rank)
@@ -81,6 +127,6 @@ def slot_need(load: VariantLoad, rank: int, requests: float, slots: int = 0) -> 
     if slots:
         return SlotNeed(slots, slot_rank, tuple(without.tolist()), is_fixed=True)
     slots = 1
-    while slots < min(MOST_SLOTS, load.variants) and without[slots] > MOST_WITHOUT:
+    while slots < min(MOST_SLOTS, len(load.shares)) and without[slots] > MOST_WITHOUT:
         slots *= 2
     return SlotNeed(slots, slot_rank, tuple(without.tolist()))

@@ -167,9 +167,9 @@ class Traffic:
     the rate is always the same. The burstiness is that within a window.
 
     Raises:
-        ConfigError: a coefficient of variation below 0 or above 100, no burstiness at all, prefix hits or an
-            acceptance that are no share below 1, too many variants or of too high a rank, rates below 0 or whose
-            mean is not 1, more than 2,048 of them, or a window that is not positive.
+        ConfigError: a coefficient of variation below 0 or above 100, no burstiness at all, prefix hits, an
+            acceptance or requests for the base that are no share below 1, too many variants or of too high a rank,
+            rates below 0 or whose mean is not 1, more than 2,048 of them, or a window that is not positive.
     """
 
     burstiness: float = 1.0  # coefficient of variation of the gaps between arrivals; 1: Poisson
@@ -184,6 +184,7 @@ class Traffic:
     variants: int = 0  # LoRA adapters that requests ask for, next to the base; 0: the base alone
     variant_rank: int = 16  # the largest
     variant_skew: float = 1.0  # exponent of Zipf's law by which they are popular; 0: all alike
+    base_share: float = 0.0  # of the requests, those for the base itself, where it has variants
 
     def __post_init__(self) -> None:
         _positive("the burstiness", self.burstiness)
@@ -211,6 +212,11 @@ class Traffic:
         if not 0 <= self.variant_skew <= _MOST_SKEW:
             raise ConfigError(
                 f"the exponent of Zipf's law must be from 0 to {_MOST_SKEW:g}, got {self.variant_skew:g}"
+            )
+        if not 0 <= self.base_share < 1:
+            raise ConfigError(
+                "the base's share is that of the requests without a variant, 0 to below 1, got "
+                f"{self.base_share:g}; without variants leave it out"
             )
         if self.relative_rates:
             self._check_rates()

@@ -19,7 +19,16 @@ from fingerprint.lora.slot_bytes import reserved_bytes
 from fingerprint.model_spec import ModelSpec
 from planner.adapter_slots import SlotNeed
 
-__all__ = ["DRAFT_TOKENS", "MAX_PP", "TP_DEGREES", "EngineOf", "configuration_space", "formats", "shape_refusal"]
+__all__ = [
+    "DRAFT_TOKENS",
+    "MAX_PP",
+    "TP_DEGREES",
+    "EngineOf",
+    "configuration_space",
+    "formats",
+    "shape_refusal",
+    "slots_in_bounds",
+]
 
 TP_DEGREES = (1, 2, 4, 8)
 MAX_PP = 8
@@ -91,13 +100,13 @@ def configuration_space(
     )
     plain = [replace(config, engine=engine_of(config)) for config in bare]
     if slots is not None and not slots.is_fixed:
-        plain = [_slots_in_bounds(spec, gpu, config) for config in plain]
+        plain = [slots_in_bounds(spec, gpu, config) for config in plain]
     drafting = (one for one in plain if one.pp == 1 and traits_of(one.engine).drafts_ngrams)
     drafted = (replace(one, draft_tokens=tokens) for one in drafting for tokens in drafts if not spec.keeps_state)
     return tuple(sorted((*plain, *drafted)))
 
 
-def _slots_in_bounds(spec: ModelSpec, gpu: GpuSpec, config: DeploymentConfig) -> DeploymentConfig:
+def slots_in_bounds(spec: ModelSpec, gpu: GpuSpec, config: DeploymentConfig) -> DeploymentConfig:
     """Return ``config`` with half as many slots, again and again, until they take their part of a GPU at most."""
     layers = math.ceil(spec.num_layers / config.pp)
     while config.adapter_slots > 1 and reserved_bytes(spec, config, layers) > _SLOTS_PART * gpu.memory_bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -22,7 +23,11 @@ _ROW_S = 9.56e-7
 _ADAPTER_S = 1.307e-5
 _ROW_AND_ADAPTER_S = 2.067e-7
 _ROW_AND_SLOT_S = 5.65e-8
+# Empty slots skip these kernels and cost a little. Of four added times (0.02 to 0.88 ms, two bursts of one case
+# up to 0.86 ms apart) each is met within 0.13 ms from the other three: the interval begins at nothing for that.
+_ROW_AND_ROOT_OF_SLOTS_S = 3.71e-8
 _PROMPT_SHARE, _PROMPT_SHARE_OF_SLOT = 0.455, 0.0121  # of a prompt's time, of the same recording
+_PROMPT_SHARE_OF_BASE = 0.044  # 0.033 to 0.066, without a trend by slots; each from the other three within 0.03
 # Of a load from the page cache, by least squares of relative errors over the recording's twelve (ranks 8, 16, 64).
 # Means of a rank are met within 10%, single loads within 24%.
 _LOAD_S, _LOAD_BYTES_PER_S = 0.0533, 1.274e9
@@ -32,20 +37,29 @@ ADDED_ERROR = (
 
 
 def added_step_s(num_layers: int, rows: float, active: float, slots: int) -> float:
-    """Return the time that ``active`` adapters, one at least, add to a decode step of ``rows`` sequences.
+    """Return the time that ``slots`` add to a decode step of ``rows`` sequences with ``active`` adapters.
 
-    Estimated, of vLLM alone.
+    Below one, ``active`` is the share of steps with one adapter; the rest are steps of the base alone. All rows
+    count as rows of adapters where there is one. Estimated, of vLLM alone.
     """
-    active = max(1.0, active)
-    layer_s = (
-        _ALWAYS_S + _ADAPTER_S * active + rows * (_ROW_S + _ROW_AND_ADAPTER_S * active + _ROW_AND_SLOT_S * slots)
-    )
-    return num_layers * layer_s
+    empty_s = rows * _ROW_AND_ROOT_OF_SLOTS_S * math.sqrt(slots)
+    if not slots or not active:
+        return num_layers * empty_s
+    used = max(1.0, active)
+    layer_s = _ALWAYS_S + _ADAPTER_S * used + rows * (_ROW_S + _ROW_AND_ADAPTER_S * used + _ROW_AND_SLOT_S * slots)
+    share = min(1.0, active)
+    return num_layers * (share * layer_s + (1 - share) * empty_s)
 
 
-def added_prompt_share(slots: int) -> float:
-    """Return the time that an adapter adds to a prompt, as a share of its time: estimated, of vLLM alone."""
-    return _PROMPT_SHARE + _PROMPT_SHARE_OF_SLOT * slots
+def added_prompt_share(slots: int, base_share: float = 0.0) -> float:
+    """Return the time that slots add to the mean prompt, as a share of it: estimated, of vLLM alone.
+
+    Args:
+        base_share: prompts without an adapter, as a share of all.
+    """
+    if not slots:
+        return 0.0
+    return base_share * _PROMPT_SHARE_OF_BASE + (1 - base_share) * (_PROMPT_SHARE + _PROMPT_SHARE_OF_SLOT * slots)
 
 
 def load_s(num_bytes: int) -> float:
@@ -59,16 +73,20 @@ def load_s(num_bytes: int) -> float:
 class WithAdapterSlots:
     """``base`` for configurations with adapter slots; the rest is as ``base`` says.
 
-    All requests are taken to ask for an adapter. On an engine on which adapters were not timed they take memory
-    alone.
+    On an engine on which adapters were not timed they take memory alone. Steps that have rows of both the base and
+    adapters were not measured: the estimate counts all rows as rows of adapters, its interval begins at a step of
+    those that are.
 
     Args:
-        distinct: returns how many adapters so many requests ask for on average.
+        distinct: returns how many adapters so many requests, those for the base included, ask for on average.
+        base_share: requests for the base, as a share of all.
     """
 
-    def __init__(self, base: Estimator, spec: ModelSpec, distinct: Callable[[float], float]) -> None:
+    def __init__(
+        self, base: Estimator, spec: ModelSpec, distinct: Callable[[float], float], base_share: float = 0.0
+    ) -> None:
         self.name = f"{base.name}, with adapters"
-        self.base, self._spec, self._distinct = base, spec, distinct
+        self.base, self._spec, self._distinct, self._base_share = base, spec, distinct, base_share
 
     def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
         """Predict as ``base``, with the slots in memory and the time of adapters in every step."""
@@ -78,10 +96,24 @@ class WithAdapterSlots:
         found = replace(plain, config=config, memory=self._with_slots(plain.memory, config))
         if not traits_of(config.engine).times_adapters:
             return found
-        active = min(config.adapter_slots, self._distinct(workload.batch))
-        step_s = added_step_s(self._spec.num_layers, workload.batch, active, config.adapter_slots)
-        prompt_s = added_prompt_share(config.adapter_slots) * found.ttft_s.value
-        return replace(found, ttft_s=_later(found.ttft_s, prompt_s), tpot_s=_later(found.tpot_s, step_s))
+        slots, prompt_s = config.adapter_slots, found.ttft_s.value
+        added_prompt_s = added_prompt_share(slots, self._base_share) * prompt_s
+        least_prompt_s = (1 - self._base_share) * added_prompt_share(slots) * prompt_s
+        return replace(
+            found,
+            ttft_s=_later(found.ttft_s, added_prompt_s, least_prompt_s),
+            tpot_s=_later(found.tpot_s, *self._added_s(workload.batch, slots)),
+        )
+
+    def _added_s(self, rows: int, slots: int) -> tuple[float, float]:
+        """Return the time that slots add to the mean step of ``rows``, and that of its rows of adapters alone."""
+        layers = self._spec.num_layers
+        share = 1 - self._base_share**rows  # of steps, those with an adapter
+        active = max(1.0, min(slots, self._distinct(rows) / share))
+        of_adapters = max(1.0, (1 - self._base_share) * rows / share)
+        with_base_s = share * added_step_s(layers, rows, active, slots)
+        least_s = share * added_step_s(layers, of_adapters, active, slots)
+        return with_base_s + (1 - share) * added_step_s(layers, rows, 0, slots), least_s
 
     def _with_slots(self, memory: MemoryEstimate, config: DeploymentConfig) -> MemoryEstimate:
         """Return ``memory`` with the room of slots: a part for each layer, and what every GPU has."""
@@ -98,8 +130,9 @@ class WithAdapterSlots:
         return self.base.hidden_s(config.without_slots) if isinstance(self.base, TellsHiddenTime) else 0.0
 
 
-def _later(time: Quantity, added_s: float) -> Quantity:
+def _later(time: Quantity, added_s: float, least_s: float) -> Quantity:
+    """Return ``time`` with more, whose interval is half of ``least_s`` to twice ``added_s``."""
     source = Source.SCALED if time.source is not Source.ROOFLINE else time.source
     return Quantity(
-        time.value + added_s, time.low + added_s / ADDED_ERROR, time.high + added_s * ADDED_ERROR, source
+        time.value + added_s, time.low + least_s / ADDED_ERROR, time.high + added_s * ADDED_ERROR, source
     )

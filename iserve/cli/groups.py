@@ -88,6 +88,7 @@ _MORE: Mapping[str, Mapping[str, Any]] = {
     "variants": {"metavar": "N", "min": 0},
     "variant_rank": {"flag": "--rank", "metavar": "R", "min": 1},
     "variant_popularity": {"flag": "--popularity", "metavar": "LAW"},
+    "base_share": {"metavar": "SHARE"},
     "engine": {"callback": known_engine},
     "policy": {"callback": not_empty, "help": f"{HELP['policy']} simulate takes look-ahead[:PRICE] too."},
     "replicas": {"callback": _replicas, "metavar": "N"},

@@ -12,11 +12,10 @@ from iserve.cli import options as o
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from iserve.quality.document import ModelFacts, QualityDocument
-    from iserve.quality.metrics import Interval
+    from iserve.quality.document import Interval, ModelFacts, QualityDocument
     from iserve.quality.texts import TextFile
 
-__all__ = ["register"]
+__all__ = ["quality_words", "register"]
 
 _SEED = 0  # of the bootstrap
 
@@ -54,6 +53,10 @@ def quality(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the JSON to this file, too.")
     ] = None,
+    keep: Annotated[
+        bool,
+        typer.Option("--keep/--no-keep", help="Keep the result in this home, and next to its checkpoint."),
+    ] = True,
     as_json: o.JsonOption = False,
 ) -> None:
     """Measure how well a served MODEL predicts a text, and how far it is from a reference.
@@ -71,6 +74,8 @@ def quality(
             output_file(output)
     texts = read_texts(_text_of(text, model, against))
     document = _measured(model, against, texts, url=url, key=key, quiet=as_json)
+    if keep and url is None:
+        _keep(document)
     if output is not None:
         from fingerprint.codec import to_json
 
@@ -79,6 +84,29 @@ def quality(
         o.print_json(document)
     else:
         _print(document)
+
+
+def _keep(document: QualityDocument) -> None:
+    """Keep a result in this home, and next to a checkpoint that is the model's own; say why where that fails."""
+    from fingerprint.errors import IserveError
+    from iserve.cli.connection import client
+    from iserve.demo import demo_model_path
+    from iserve.quality.document import QualityDocument as Result
+    from iserve.quality.kept_file import keep_next_to
+
+    model = document.model
+    try:
+        client(start=False).post("/api/v1/quality", document, Result)
+    except IserveError as error:
+        typer.echo(f"not kept in this home: {error}", err=True)
+        return
+    folder = None if model.checkpoint is None or model.variant_hash is not None else Path(model.checkpoint)
+    if folder is None or folder == demo_model_path() or folder.parent.name == "snapshots":  # of the hub's cache
+        return
+    try:
+        keep_next_to(folder, document)
+    except IserveError as error:
+        typer.echo(f"not kept next to the checkpoint: {error}", err=True)
 
 
 def _text_of(text: Path | None, model: str, against: str | None) -> Path:
@@ -117,6 +145,7 @@ def _measured(
     names = (model,) if against is None else (model, against)
     scored = [ScoredModel(endpoint, name, key) for name in names]
     check_models(endpoint, names, key)
+    facts = [_facts(name, url) for name in names]  # before: what changes meanwhile is then no longer as they say
     started_at = datetime.now(UTC).isoformat(timespec="seconds")
     with StepDisplay(quiet=quiet) as display:
 
@@ -124,7 +153,6 @@ def _measured(
             display.show("scoring", ProgressDocument(step="texts", done=done, total=total, elapsed_s=0.0))
 
         found = measure(texts, scored[0], None if against is None else scored[1], seed=_SEED, progress=show)
-    facts = [_facts(name, url) for name in names]
     return QualityDocument(
         model=facts[0],
         against=None if against is None else facts[1],
@@ -167,6 +195,27 @@ def _print(document: QualityDocument) -> None:
     print_rows(("", "", "95% interval"), list(_rows(document)))
     for note in document.notes:
         out.print(f"note: {note}")
+
+
+def quality_words(document: QualityDocument) -> str:
+    """Return a result in one line."""
+    compared, against = document.comparison, document.against
+    parts = [f"NLL {_with_interval(document.nll, '{:.3f}')} per token"]
+    if document.exact_match is not None:
+        parts.append(f"exact match {_with_interval(document.exact_match, '{:.1%}')}")
+    if compared is not None and against is not None:
+        parts.append(f"against {against.name} {_with_interval(compared.nll_difference, '{:+.3f}')}")
+        parts.append(f"KL at least {compared.kl.value:.3f}")
+        parts.append(f"top-1 agreement {compared.top1_agreement.value:.1%}")
+    engine = document.model.config.engine if document.model.config is not None else "engine not known"
+    release = "" if document.model.engine_version is None else f" {document.model.engine_version}"
+    when, text = document.started_at[:10], Path(document.text.file).name
+    return f"{', '.join(parts)}; {text}, {document.text.sha256[:12]}, {engine}{release}, {when}"
+
+
+def _with_interval(interval: Interval, form: str) -> str:
+    label, value, ends = _row("", interval, form)
+    return f"{label}{value}" + (f" ({ends})" if ends else "")
 
 
 def _rows(document: QualityDocument) -> Iterator[tuple[str, str, str]]:

@@ -70,6 +70,9 @@ class Changes:
     variant_popularity: Annotated[
         str | None, typer.Option("--popularity", metavar="LAW", help=o.HELP["variant_popularity"])
     ] = None
+    base_share: Annotated[
+        float | None, typer.Option("--base-share", metavar="SHARE", help=o.HELP["base_share"])
+    ] = None
     text_only: Annotated[
         bool | None,
         typer.Option("--text-only/--with-towers", help="vLLM: without a multimodal model's towers, or with them."),
@@ -136,8 +139,8 @@ def update(
     if not body:
         raise typer.BadParameter(
             "nothing is changed; give --intent, --slo, --replicas, --batch, --context, --input-tokens, "
-            "--output-tokens, --variants, --rank, --popularity, --text-only, --images, --image-tokens, "
-            "--trust-remote-code, --model, --engine-version, --engine-arg, --tool-call-parser or "
+            "--output-tokens, --variants, --rank, --popularity, --base-share, --text-only, --images, "
+            "--image-tokens, --trust-remote-code, --model, --engine-version, --engine-arg, --tool-call-parser or "
             "--reasoning-parser"
         )
     if stop_first:

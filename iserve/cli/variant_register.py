@@ -100,6 +100,8 @@ def add(
         f"{added.name}: a variant of {added.base}, rank {added.rank}, {size_text(added.size_bytes)}{shared}"
     )
     typer.echo(_serving(added))
+    if added.merge_advice is not None:
+        typer.echo(added.merge_advice.text)
 
 
 def list_variants(as_json: o.JsonOption = False) -> None:
@@ -129,9 +131,10 @@ def list_variants(as_json: o.JsonOption = False) -> None:
 
 
 def show(name: NameArgument, as_json: o.JsonOption = False) -> None:
-    """Show one variant: its base, content and size, and the deployment that serves it."""
+    """Show one variant: base, content, the deployment that serves it, measured quality."""
     from iserve.api_documents import VariantDocument
     from iserve.cli.connection import client
+    from iserve.cli.quality import quality_words
 
     found = client(start=False).get(f"{_PATH}/{name}", VariantDocument)
     if as_json:
@@ -145,6 +148,8 @@ def show(name: NameArgument, as_json: o.JsonOption = False) -> None:
         ("content", found.content_hash),
         ("at engines", found.engine_name),
         ("status", _serving(found)),
+        *([] if found.merge_advice is None else [("advice", found.merge_advice.text)]),
+        *(("quality" if not number else "", quality_words(one)) for number, one in enumerate(found.quality)),
     ):
         typer.echo(f"{label:<12}{text}")
 

@@ -35,6 +35,7 @@ from iserve.controller.auth import Caller, Door, problem
 from iserve.controller.folder_access import Reach
 from iserve.controller.metrics import Metrics
 from iserve.controller.openapi import BODY, describe, problems
+from iserve.controller.quality_api import add_quality_routes
 from iserve.controller.service import Controller
 from iserve.controller.variant_api import add_variant_routes
 from iserve.planning.document import PlanDocument
@@ -147,6 +148,7 @@ def create_app(controller: Controller, token: str) -> FastAPI:
     )
     _model_routes(api, controller)
     add_variant_routes(api, controller)
+    add_quality_routes(api, controller)
     _plan_routes(api, controller)
     _deployment_routes(api, controller)
     _deployment_record_routes(api, controller)

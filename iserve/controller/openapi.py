@@ -63,6 +63,7 @@ _MEANINGS = {
 _TAGS = {
     "models": "Names of checkpoint folders.",
     "variants": "LoRA adapters that are served next to their base model.",
+    "quality": "Results of `iserve quality`, by what was measured.",
     "profiles": "Measurements of fingerprints, on which predictions rest.",
     "plans": "Choice of a configuration; nothing is started.",
     "deployments": "Models that are served, and their life cycle.",

@@ -8,6 +8,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from daemon.client import DaemonClient
 from daemon.engines.registry import capabilities_for
@@ -44,10 +45,12 @@ from iserve.controller.engine_selection import deployable_engine
 from iserve.controller.followed_routes import FollowedRoutes
 from iserve.controller.idempotency import KEPT_S, answer_to_keep, answered_before, deployed_before
 from iserve.controller.profiling import Profiler
+from iserve.controller.quality import QualityResults
 from iserve.controller.snapshot import serving_on
 from iserve.controller.standalone_plans import Plans, progress_document
 from iserve.controller.stored_values import draining_workers, recorded_request, recorded_workers, update_workers
 from iserve.controller.updating import Updater
+from iserve.controller.variant_advice import VariantAdvisor
 from iserve.controller.variant_serving import variant_servers
 from iserve.controller.variants import Variants
 from iserve.controller.verifying import Verifier
@@ -58,7 +61,7 @@ from iserve.model_source import ModelSource, resolve
 from iserve.planning.document import PlanDocument
 from iserve.planning.model_use import check_code_of_each, check_same_code, used, with_images
 from iserve.rest_bodies import UpdateBody
-from iserve.route_table import DEMAND_PATH, Demand
+from iserve.route_table import DEMAND_PATH, VARIANT_DEMAND_PATH, Demand, VariantDemand
 from iserve.settings import Settings
 from iserve.state.store import DeploymentRow, EventRow, Store
 from placement.types import DeploymentState
@@ -66,6 +69,8 @@ from placement.types import DeploymentState
 __all__ = ["Controller"]
 
 log = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
 
 _WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _MAX_DEPLOYMENTS = 200
@@ -94,6 +99,10 @@ class Controller:
         self.variants = Variants(
             settings, store, lambda base: self.resolve(base, need_weights=False), self.registered
         )
+        self.quality = QualityResults(store, self.resolve)
+        self.variant_advice = VariantAdvisor(
+            store, self.profiler, self._deployer, self.observe, self.resolve, self.variant_demand
+        )
         # As many threads as can have something to do, so that a removal never waits behind those who wait.
         self._pool = ThreadPoolExecutor(max_workers=_MAX_DEPLOYMENTS + _MAX_ENDINGS, thread_name_prefix="deploy")
         self._lock = threading.Lock()
@@ -120,12 +129,19 @@ class Controller:
 
     def demand(self) -> Demand | None:
         """Return the demand of every deployment, as the gateway sees it; None while it is away."""
+        return self._ask_gateway(DEMAND_PATH, Demand)
+
+    def variant_demand(self) -> tuple[VariantDemand, ...]:
+        """Return the demand of the deployments and their variants; none while the gateway is away."""
+        return self._ask_gateway(VARIANT_DEMAND_PATH, tuple[VariantDemand, ...]) or ()
+
+    def _ask_gateway(self, path: str, kind: type[Answer]) -> Answer | None:
         record = self.gateway_process.record()
         if record is None:
             return None
         gateway = JsonHttp(record.url, record.token, server="the gateway")
         try:
-            return gateway.ask("GET", DEMAND_PATH, Demand, timeout_s=_GATEWAY_TIMEOUT_S)
+            return gateway.ask("GET", path, kind, timeout_s=_GATEWAY_TIMEOUT_S)
         except IserveError as error:
             log.debug("%s", error)
             return None

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Path, Response
 from fastapi.concurrency import run_in_threadpool
 
 from fingerprint.codec import to_json
+from fingerprint.errors import BadInputError
 from iserve.api_documents import ProgressDocument, VariantDocument
 from iserve.controller.auth import Caller
 from iserve.controller.openapi import BODY, problems
@@ -46,12 +47,17 @@ def add_variant_routes(api: APIRouter, controller: Controller) -> None:
         name needs `replace`.
         """
         added = await asyncio.wrap_future(variants.add_soon(body, caller))
-        return replace(added, in_force=await _follow(controller))
+        added = replace(added, in_force=await _follow(controller))
+        return await run_in_threadpool(_with_advice, controller, added)
 
     @api.get("/variants/{name}", responses=problems(404))
     def variant(name: VariantName) -> VariantDocument:
         """Return one variant as it is now."""
-        return variants.get(name)
+        found = _with_advice(controller, variants.get(name))
+        try:
+            return replace(found, quality=controller.quality.of(name))
+        except BadInputError:  # its base has gone
+            return found
 
     @api.get("/variants/{name}/progress", responses=problems(404))
     def variant_progress(name: VariantName) -> ProgressDocument:
@@ -70,6 +76,10 @@ def add_variant_routes(api: APIRouter, controller: Controller) -> None:
         if await _follow(controller) is not False:
             return Response(status_code=204)
         return Response(to_json(replace(removed, in_force=False)), 202, media_type="application/json")
+
+
+def _with_advice(controller: Controller, found: VariantDocument) -> VariantDocument:
+    return replace(found, merge_advice=controller.variant_advice.of(found))
 
 
 async def _follow(controller: Controller) -> bool | None:

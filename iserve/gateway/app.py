@@ -28,7 +28,7 @@ from iserve.gateway.variant_loader import VariantFolders, VariantLoader
 from iserve.gateway.variant_names import model_span
 from iserve.gateway.variant_residency import VariantRequest, VariantResidency
 from iserve.http_stream import StreamClient
-from iserve.route_table import DEMAND_PATH, Demand, Route, RouteTable
+from iserve.route_table import DEMAND_PATH, VARIANT_DEMAND_PATH, Demand, Route, RouteTable
 from placement.variant_routing import DEFAULT_VARIANT_POLICY, make_variant_policy
 
 __all__ = ["POLL_S", "Gateway"]
@@ -156,6 +156,10 @@ class Gateway:
             check_token(headers, self._token)
             demand = Demand(routes_version=table.version, deployments=self.dispatcher.demand())
             await reply.whole(200, to_json(demand))
+            return
+        if path == VARIANT_DEMAND_PATH:
+            check_token(headers, self._token)
+            await reply.whole(200, to_json(tuple(d.variant_demand for d in self.dispatcher.deployments.values())))
             return
         check_access(path, headers, table, local_address=(scope.get("server") or ("", 0))[0])
         if path in _INFERENCE:

@@ -23,11 +23,12 @@ from typing import TypeAlias
 
 from iserve.gateway.admission import GatewayAdmission
 from iserve.gateway.errors import ApiError
+from iserve.gateway.rate_window import RateWindow, VariantCounts
 from iserve.gateway.variant_residency import Room, VariantRequest, VariantResidency
-from iserve.route_table import DeploymentDemand, Route, RouteTable, VariantRoute, WorkerTarget
+from iserve.route_table import DeploymentDemand, Route, RouteTable, VariantDemand, VariantRoute, WorkerTarget
 from planner.admission import InFlightRequest, Rejection
 
-__all__ = ["DOWN_S", "READY_WAIT_S", "WINDOW_S", "Deployment", "Dispatcher", "RateWindow"]
+__all__ = ["DOWN_S", "READY_WAIT_S", "Deployment", "Dispatcher"]
 
 READY_WAIT_S = 5.0  # how long a request waits for a worker that is being (re)started, before 503
 DOWN_S = 0.25  # how long a worker that refused a connection is left alone
@@ -72,7 +73,7 @@ class Deployment:
         self._down_until_s: dict[str, float] = {}
         self._waiting: list[_Waiting] = []
         self._last_s = time.monotonic()  # a request arrived or ended
-        self._rate_window = RateWindow()
+        self._rate_window, self._variant_counts = RateWindow(), VariantCounts()
         self.admission = GatewayAdmission.of(route)
         self._was_ready = False  # when it was last looked at
         self._new_residency = new_residency
@@ -153,12 +154,23 @@ class Deployment:
             waiting.turn.set_exception(error_of(self._model(waiting.use)))
         self._waiting.clear()
 
-    def _count(self, avoid: str) -> None:
+    @property
+    def variant_demand(self) -> VariantDemand:
+        return VariantDemand(
+            deployment=self.route.name,
+            requests_per_s=self.requests_per_s,
+            requests=self._rate_window.requests,
+            of_variants=self._variant_counts.requests,
+        )
+
+    def _count(self, avoid: str, use: VariantRequest | None) -> None:
         """Count one more request that is served: not a refused one, which may be repeated at once, nor a second
         attempt.
         """
         if not avoid:
             self._rate_window.count()
+            if use is not None:
+                self._variant_counts.count(use.route.name)
 
     async def acquire(
         self,
@@ -187,7 +199,7 @@ class Deployment:
             if isinstance(target, Rejection):
                 raise ApiError.would_be_late(model, target)
             if target is not None:
-                self._count(avoid)
+                self._count(avoid, use)
                 return target
         if self.route.refusal is not None and not self.num_ready:
             raise ApiError.cannot_start(model, self.route.refusal, self.route.retry_after_s)
@@ -207,7 +219,7 @@ class Deployment:
         if use is not None and not waiting.turn.done() and len(self._waiting) > self.max_queue:
             self._waiting.remove(waiting)  # it needed to wait, which a request of a variant in flight does not
             raise ApiError.queue_full(model, len(self._waiting))
-        self._count(avoid)
+        self._count(avoid, use)
         try:
             return await self._wait(waiting.turn, model, loop.time() + self.max_wait_s)
         except BaseException:
@@ -437,39 +449,3 @@ class Dispatcher:
         for deployment in new.values():
             for variant in deployment.route.variants:
                 self._with_variant.setdefault(variant.name, []).append(deployment)
-
-
-WINDOW_S = 120
-_LEAST_S = 30.0  # of a second after a start one request would be a rate of one a second
-
-
-class RateWindow:
-    """Counts by the second, in constant memory.
-
-    Args:
-        clock: seconds, monotonic.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._began_s = clock()
-        self._counts = [0] * WINDOW_S
-        self._second = int(self._began_s)
-
-    def count(self) -> None:
-        """Count one arrival."""
-        self._go_on()
-        self._counts[self._second % WINDOW_S] += 1
-
-    @property
-    def per_s(self) -> float | None:
-        """Over the window, or since the beginning where that is shorter; None: it was too short ago to tell."""
-        self._go_on()
-        counted_s = self._clock() - self._began_s
-        return None if counted_s < _LEAST_S else sum(self._counts) / min(float(WINDOW_S), counted_s)
-
-    def _go_on(self) -> None:
-        now = int(self._clock())
-        for second in range(max(self._second, now - WINDOW_S) + 1, now + 1):
-            self._counts[second % WINDOW_S] = 0
-        self._second = now

@@ -19,6 +19,7 @@ from fingerprint.model_spec import ModelSpec
 from iserve.model_source import ModelSource
 from iserve.planning.deployability import DeployableDocument
 from iserve.planning.joint_plan import chosen_plan, joint_capacity, joint_document
+from iserve.planning.merge_advice import merge_advice_of_plan
 from iserve.planning.pipeline import (
     JOINT,
     EngineChooser,
@@ -65,7 +66,7 @@ def planned_deployment(
         notes: reported with the plan.
         profile: behind ``estimator``; None: datasheets.
     """
-    spec = source.spec
+    spec, of_base = source.spec, estimator
     estimator = with_traffic(estimator, spec, options)
     notes = (*notes, *_prefixes(spec, options, table.engine), *_drafts(spec, options, table.engine))
     kept = spec if profile is None else with_engine_caches(spec, profile.memory)
@@ -77,7 +78,10 @@ def planned_deployment(
         notes = (*notes, *(() if plan.best is None else _unused(options, table, hardware)))
     layout = None if plan.best is None else plan.best.layout
     crowds = () if layout is None else _crowds(placements_of(layout), hardware, is_joint=choice is not None)
-    notes = (*notes, *_slots(spec, options, table, None if plan.best is None else plan.best.config), *crowds)
+    best = None if plan.best is None else plan.best.config
+    advice = merge_advice_of_plan(source.argument, spec, hardware.gpu, of_base, options, best)
+    advised = () if advice is None else (advice.text,)
+    notes = (*notes, *_slots(spec, options, table, best), *advised, *crowds)
     capacity = (
         serving_capacity(plan, kept, hardware, estimator, options)
         if choice is None
@@ -90,7 +94,6 @@ def planned_deployment(
         return EngineChooser(spec, hardware.gpu, [table]).conditions(config)
 
     free_bytes: Mapping[str, int] = {gpu.device_id: gpu.free_bytes for gpu in hardware.snapshot.gpus}
-    best = None if plan.best is None else plan.best.config
     document = plan_document(
         plan,
         model=source.name,
@@ -111,6 +114,7 @@ def planned_deployment(
         ),
         capacity=None if capacity is None else capacity.document(free_bytes),
         joint=None if choice is None else joint_document(choice),
+        merge_advice=advice,
     )
     return PlannedDeployment(document, plan.best, devices, free_bytes, capacity)
 
@@ -158,6 +162,7 @@ def _slots(
     if need is None or chosen is None or not table.adapters:
         return ()
     law = f"zipf:{traffic.variant_skew:g}" if traffic.variant_skew else "even"
+    law += f", {traffic.base_share:.0%} of the requests for the base" * bool(traffic.base_share)
     one_slot = slot_bytes(spec, chosen, max(even_split(spec.num_layers, chosen.pp)))
     share = f"{need.without_slot[chosen.adapter_slots]:.0%} of the variants asked for at once"
     fewer = f"; {need.slots} take more than a tenth of a GPU" if chosen.adapter_slots < need.slots else ""
@@ -165,6 +170,7 @@ def _slots(
         f"{slots_words(chosen)}, {gib(one_slot)} of a GPU each, for {traffic.variants:,} "
         f"variant{'s' * (traffic.variants > 1)} ({law}): {share} wait for a slot{fewer}",
         "the time that adapters add is estimated from what one model took on vLLM 0.33 and an H200"
+        + "; steps of base and adapters together were not measured" * bool(traffic.base_share)
         if traits_of(table.engine).times_adapters
         else f"the time that adapters add on {engine_name(table.engine)} is not known and left out",
     )

@@ -9,6 +9,7 @@ from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimates import Correction, Quantity
 from fingerprint.measurements import Unreached
 from fingerprint.service_model import ServiceModel, service_between
+from iserve.api_documents import MergeAdviceDocument
 from iserve.planning.verdict import VerdictDocument
 from placement.fleet.types import FleetGoal
 from planner.plan import LoadForecast, PassedOver, RefusedFor, WhyNot
@@ -227,6 +228,8 @@ class PlanDocument:
     """Limits of each worker of the chosen candidate; None: none is feasible."""
     joint: JointPlanDocument | None = None
     """Joint choice that the plan is; None: it was ranked by one batch, and placed by a policy."""
+    merge_advice: MergeAdviceDocument | None = None
+    """Advice to merge variants, where that is cheaper at the rate by a tenth or more; None: it is not."""
 
     def service_of(self, config: DeploymentConfig) -> ServiceModel | None:
         """Return the service model of ``config``; None: the plan has no times of it.

@@ -27,7 +27,7 @@ from placement.placer_registry import FindsPlaces, check_placement, make_placer
 from placement.policies import DEFAULT_LOAD_THRESHOLD, JOINT
 from placement.replicas import ReplicaPlacer, Replicas
 from placement.types import ClusterSnapshot, GpuState, Placement, Refusal
-from planner.adapter_slots import MOST_SLOTS, SlotNeed, VariantLoad, slot_need
+from planner.adapter_slots import MOST_SLOTS, AskedVariants, SlotNeed, VariantLoad, slot_need
 from planner.costs import Prices
 from planner.intent import CostModel, Intent, IntentKind, Traffic, check_replicas
 from planner.plan import Candidate, Layout, LimitKind, NoRoom, Plan, Ranked, Relaxation
@@ -49,8 +49,10 @@ __all__ = [
     "placements_of",
     "prices_of",
     "ranked_anywhere",
+    "slots_for",
     "slots_of",
     "space",
+    "variant_load",
     "winner_at",
     "with_more",
     "with_traffic",
@@ -169,16 +171,22 @@ def datasheet_estimator(spec: ModelSpec, gpu: GpuSpec, engines: Sequence[EngineC
     return RooflineEstimator(spec, gpu, eager=frozenset(table.engine for table in engines if table.eager))
 
 
-def with_traffic(estimator: Estimator, spec: ModelSpec, options: PlanOptions) -> Estimator:
+def with_traffic(
+    estimator: Estimator, spec: ModelSpec, options: PlanOptions, load: AskedVariants | None = None
+) -> Estimator:
     """Return the estimator of the requests of ``options``, with adapters, cached prefixes and accepted drafts.
 
     One that is such already is returned as it is.
+
+    Args:
+        load: how often each variant is asked for; None: as ``options`` say.
     """
     traffic = options.intent.traffic
     if isinstance(estimator, WithPrefixHits | WithNgramDrafts | WithAdapterSlots):
         return estimator
     if traffic.variants:
-        estimator = WithAdapterSlots(estimator, spec, _variant_load(traffic).distinct)
+        load = variant_load(traffic) if load is None else load
+        estimator = WithAdapterSlots(estimator, spec, load.distinct, load.of_base)
     if traffic.draft_acceptance:
         estimator = WithNgramDrafts(estimator, traffic.draft_acceptance, vocab_size=spec.vocab_size)
     return WithPrefixHits(estimator, traffic.prefix_hits) if traffic.prefix_hits else estimator
@@ -189,12 +197,18 @@ def slots_of(options: PlanOptions) -> SlotNeed | None:
     traffic = options.intent.traffic
     if not traffic.variants:
         return None
+    return slots_for(variant_load(traffic), options)
+
+
+def slots_for(load: AskedVariants, options: PlanOptions) -> SlotNeed:
+    """Return the adapter slots that variants need which are asked for as ``load`` says."""
     requests = _USUAL_REQUESTS if options.more_requests else options.workload.batch
-    return slot_need(_variant_load(traffic), traffic.variant_rank, requests, options.adapter_slots)
+    return slot_need(load, options.intent.traffic.variant_rank, requests, options.adapter_slots)
 
 
-def _variant_load(traffic: Traffic) -> VariantLoad:
-    return VariantLoad(traffic.variants, traffic.variant_skew)
+def variant_load(traffic: Traffic) -> VariantLoad:
+    """Return the variants that requests ask for, and how often."""
+    return VariantLoad(traffic.variants, traffic.variant_skew, traffic.base_share)
 
 
 def make_plan(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from fingerprint.config import DeploymentConfig, Workload, even_split
 from fingerprint.estimates import Estimate
 from fingerprint.measurements import Profile
+from iserve.api_documents import MergeAdviceDocument
 from iserve.planning.document import (
     CandidateDocument,
     CapacityDocument,
@@ -81,6 +82,7 @@ def plan_document(
     verdict: VerdictDocument | None = None,
     capacity: CapacityDocument | None = None,
     joint: JointPlanDocument | None = None,
+    merge_advice: MergeAdviceDocument | None = None,
 ) -> PlanDocument:
     """Return the document of ``plan``; ``conditions_of`` is asked of configurations that can run at all."""
     return PlanDocument(
@@ -104,6 +106,7 @@ def plan_document(
         verdict=verdict,
         capacity=capacity,
         joint=joint,
+        merge_advice=merge_advice,
     )
 
 

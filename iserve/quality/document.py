@@ -5,9 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fingerprint.config import DeploymentConfig
-from iserve.quality.metrics import Interval
 
-__all__ = ["ComparisonDocument", "ModelFacts", "QualityDocument", "TextFacts"]
+__all__ = ["ComparisonDocument", "Interval", "ModelFacts", "QualityDocument", "TextFacts"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interval:
+    """Mean over tokens or answers, and its bootstrap interval over texts."""
+
+    value: float
+    """Mean over the tokens or the answers."""
+    low: float | None
+    """Lower end of the 95% interval; null: of one text there is none."""
+    high: float | None
+    """Upper end of that interval, likewise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,6 +34,8 @@ class ModelFacts:
     of its base."""
     variant_hash: str | None = None
     """Content hash of the variant that was measured; null: a model of its own."""
+    weights_stamp: str | None = None
+    """Hash of names, sizes and times of the checkpoint's files when its tensors were hashed."""
     config: DeploymentConfig | None = None
     """Configuration that serves it."""
     engine_version: str | None = None
@@ -40,7 +53,7 @@ class TextFacts:
     num_texts: int
     """Texts that were predicted."""
     num_tokens: int
-    """Predicted tokens."""
+    """Number of predicted tokens."""
     num_cut: int
     """Texts that were cut to what is read of one, or to the context."""
     num_left_out: int

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from fingerprint.errors import BadInputError
-from iserve.quality.document import ComparisonDocument, TextFacts
-from iserve.quality.metrics import Interval, agrees, kl_lower_bound, mean_interval, shared_mass
+from iserve.quality.document import ComparisonDocument, Interval, TextFacts
+from iserve.quality.metrics import agrees, kl_lower_bound, mean_interval, shared_mass
 from iserve.quality.scoring import ScoredModel, ScoredText, TooLongError
 from iserve.quality.texts import MAX_CHARS, Text, TextFile
 

@@ -8,27 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["CONFIDENCE", "Interval", "agrees", "kl_lower_bound", "mean_interval", "shared_mass"]
+from iserve.quality.document import Interval
+
+__all__ = ["CONFIDENCE", "agrees", "kl_lower_bound", "mean_interval", "shared_mass"]
 
 CONFIDENCE = 0.95
 RESAMPLES = 2000
 _ROUNDING = 1e-6  # of a probability that is one less a sum of float32 numbers
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Interval:
-    """Mean over tokens or answers, and its bootstrap interval over texts."""
-
-    value: float
-    """Mean."""
-    low: float | None
-    """Lower end of the 95% interval; null: of one text there is none."""
-    high: float | None
-    """Upper end."""
 
 
 def kl_lower_bound(reference: Mapping[str, float], model: Mapping[str, float]) -> float:

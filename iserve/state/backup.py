@@ -22,7 +22,7 @@ from fingerprint.output_file import output_file
 
 __all__ = ["BackupContents", "back_up", "join_log", "restore", "state_file"]
 
-_COUNTED = ("deployments", "models", "variants", "profiles", "verifications", "api_keys")
+_COUNTED = ("deployments", "models", "variants", "quality_results", "profiles", "verifications", "api_keys")
 _LOG_SUFFIXES = ("-wal", "-shm", "-journal")
 _BUSY_S = 5.0
 

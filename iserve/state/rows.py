@@ -6,7 +6,16 @@ from dataclasses import dataclass
 
 from fingerprint.verification import Verification
 
-__all__ = ["DeploymentRow", "EventRow", "KeptAnswer", "KeyRow", "ModelRow", "VariantRow", "VerificationRow"]
+__all__ = [
+    "DeploymentRow",
+    "EventRow",
+    "KeptAnswer",
+    "KeyRow",
+    "ModelRow",
+    "QualityRow",
+    "VariantRow",
+    "VerificationRow",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +42,15 @@ class VariantRow:
     def engine_name(self) -> str:
         """Name at the workers: other content is another model there, so that no stale cache entry matches."""
         return f"{self.name}@{self.content_hash[:16]}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QualityRow:
+    identity: str  # iserve.quality.identity
+    variant_hash: str  # of the variant store; empty: a model of its own
+    weights_stamp: str  # of the model's folder, or of the base's
+    measured_at: float
+    body: str  # iserve.quality.document.QualityDocument as JSON
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

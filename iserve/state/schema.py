@@ -24,6 +24,7 @@ __all__ = [
     "metadata",
     "models",
     "profiles",
+    "quality_results",
     "route_version",
     "variants",
     "verifications",
@@ -59,6 +60,16 @@ variants = Table(
     Column("trained_on", Text),
     Column("pinned", Boolean, nullable=False),
     Column("created_at", Float, nullable=False),
+)
+
+quality_results = Table(
+    "quality_results",
+    metadata,
+    Column("identity", String(64), primary_key=True),  # iserve.quality.identity
+    Column("variant_hash", String(64), nullable=False),  # of variants.content_hash; empty: a model of its own
+    Column("weights_stamp", String(64), nullable=False, index=True),  # of the model's folder, or of the base's
+    Column("measured_at", Float, nullable=False),
+    Column("body", Text, nullable=False),  # iserve.quality.document.QualityDocument as JSON
 )
 
 profiles = Table(

@@ -21,6 +21,7 @@ from fingerprint.measurements import Profile
 from fingerprint.verification import Verification
 from iserve.route_table import ApiKeyRecord
 from iserve.state.database import Database, open_database
+from iserve.state.quality_table import QualityTable
 from iserve.state.rows import DeploymentRow, EventRow, KeptAnswer, KeyRow, ModelRow, VariantRow, VerificationRow
 from iserve.state.schema import (
     api_keys,
@@ -58,6 +59,7 @@ class Store:
 
     Attributes:
         variants: the register of LoRA variants.
+        quality: results of ``iserve quality``.
 
     Raises (every method):
         StateUnavailableError: the database cannot be read or written (away, disk full, locked, damaged).
@@ -66,7 +68,7 @@ class Store:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._write, self._read = database.write, database.read
-        self.variants = VariantTable(database)
+        self.variants, self.quality = VariantTable(database), QualityTable(database)
 
     @classmethod
     def open(cls, where: Path | str) -> Store:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import statistics
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 from aiohttp import web
 
 from fingerprint.codec import from_json
+from fingerprint.estimators.adapter_slots import ADDED_ERROR, added_prompt_share, added_step_s
 from fingerprint.families import read_spec
 from fingerprint.lora import read_adapter, slot_bytes
 from tests.bench import lora_steps
@@ -154,10 +156,54 @@ def test_what_adapters_add_is_shown_next_to_the_estimate_of_plans(golden: Golden
 
 
 def test_the_kept_recording_is_within_the_intervals_of_plans() -> None:
-    found = from_json(read_kept(RESULTS / "lora_steps_h200.json.gz"), LoraSteps, what="recording")
+    found = recording()
     rows = [row for row in table(found, LLAMA_8B).splitlines() if row.startswith(("| step of", "| prompts of"))]
     assert len(rows) == 14
     assert all(row.endswith("| yes |") for row in rows)
+
+
+def recording() -> LoraSteps:
+    return from_json(read_kept(RESULTS / "lora_steps_h200.json.gz"), LoraSteps, what="recording")
+
+
+def empty_slots_s(found: LoraSteps) -> dict[tuple[int, int], float]:
+    """Return the time that empty slots add to a step of the base, by sequences and slots: medians."""
+    times: dict[tuple[int, int], list[float]] = {}
+    for one in found.bursts:
+        if not one.active:
+            times.setdefault((one.batch, one.slots), []).append(one.step_s)
+    step_s = {case: statistics.median(own) for case, own in times.items()}
+    return {(rows, slots): taken - step_s[rows, 0] for (rows, slots), taken in sorted(step_s.items()) if slots}
+
+
+def test_the_time_of_empty_slots_follows_from_the_rest_of_what_was_measured() -> None:
+    """Each of four added times, by least squares from the other three, and within the interval."""
+    measured = empty_slots_s(recording())
+    assert len(measured) == 4
+    for case, added_s in measured.items():
+        rest = [(rows * slots**0.5, own) for (rows, slots), own in measured.items() if (rows, slots) != case]
+        fitted = sum(x * y for x, y in rest) / sum(x * x for x, _ in rest)
+        without_it_s = fitted * case[0] * case[1] ** 0.5
+        assert without_it_s == pytest.approx(added_s, abs=1.3e-4)
+        stated_s = added_step_s(32, case[0], 0, case[1])
+        assert stated_s == pytest.approx(added_s, abs=1.3e-4)
+        for estimate_s in (without_it_s, stated_s):
+            assert 0 <= added_s <= ADDED_ERROR * estimate_s
+
+
+def test_the_time_of_prompts_for_the_base_follows_from_the_rest_of_what_was_measured() -> None:
+    times: dict[tuple[int, int, int], list[float]] = {}
+    for one in recording().prompts:
+        if not one.adapter:
+            times.setdefault((one.requests, one.tokens, one.slots), []).append(one.seconds)
+    taken = {case: statistics.median(own) for case, own in times.items()}
+    more = [own / taken[case[0], case[1], 0] - 1 for case, own in taken.items() if case[2]]
+    assert len(more) == 4
+    for number, share in enumerate(more):
+        rest = statistics.mean(more[:number] + more[number + 1 :])
+        assert rest == pytest.approx(share, abs=0.03)
+        assert added_prompt_share(8, base_share=1.0) == pytest.approx(share, abs=0.025)
+        assert 0 <= share <= ADDED_ERROR * rest
 
 
 def test_no_estimate_is_shown_where_its_base_was_not_measured() -> None:

@@ -8,11 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fingerprint.config import DeploymentConfig, Workload
-from fingerprint.estimators.adapter_slots import WithAdapterSlots
+from fingerprint.config import MAX_ADAPTER_SLOTS, DeploymentConfig, Workload
+from fingerprint.estimates import Estimate
+from fingerprint.estimators.adapter_slots import WithAdapterSlots, added_prompt_share, added_step_s
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec
 from fingerprint.lora.slot_bytes import reserved_bytes
+from planner.adapter_slots import VariantLoad
 from tests.fingerprint.step_timed_machine import llama_7b
 
 LLAMA = llama_7b()
@@ -85,3 +87,54 @@ def test_the_interval_holds_what_another_release_and_rank_added(adapters: int, a
     added = added_s * LLAMA.num_layers / 32
     assert found.low - plain.low <= added <= found.high - plain.high
     assert found.value - plain.value == pytest.approx(added, rel=0.25)
+
+
+SLOTS, ROWS, ACTIVE = st.integers(1, MAX_ADAPTER_SLOTS), st.floats(1, 1000), st.floats(0, 256)
+
+
+@given(rows=ROWS, more_rows=st.floats(0, 1000), active=ACTIVE, more_active=ACTIVE, slots=SLOTS, more_slots=SLOTS)
+def test_more_rows_adapters_or_slots_never_take_less_time(
+    rows: float, more_rows: float, active: float, more_active: float, slots: int, more_slots: int
+) -> None:
+    found = added_step_s(32, rows, active, slots)
+    assert found > 0
+    more = (
+        added_step_s(32, rows + more_rows, active, slots),
+        added_step_s(32, rows, active + more_active, slots),
+        added_step_s(32, rows, active, slots + more_slots),
+    )
+    assert min(more) >= found * (1 - 1e-12)
+
+
+@given(rows=ROWS, active=ACTIVE, base_share=st.floats(0, 1))
+def test_no_slots_add_nothing(rows: float, active: float, base_share: float) -> None:
+    assert added_step_s(32, rows, active, 0) == 0
+    assert added_prompt_share(0, base_share) == 0
+
+
+@given(
+    shares=st.tuples(st.floats(0, 0.999), st.floats(0, 0.999)).map(sorted),
+    batch=st.integers(1, 256),
+    slots=st.sampled_from([1, 8, 64]),
+    variants=st.integers(1, 200),
+    skew=st.floats(0, 3),
+)
+def test_more_requests_for_the_base_never_take_more_time(
+    shares: list[float], batch: int, slots: int, variants: int, skew: float
+) -> None:
+    """From those that all ask for an adapter down to a base alone with empty slots, which still cost time."""
+    config = DeploymentConfig(engine="vllm", adapter_slots=slots, adapter_rank=16)
+    work = Workload(batch=batch, input_tokens=512, output_tokens=64)
+
+    def found(base_share: float) -> Estimate:
+        load = VariantLoad(variants, skew, base_share)
+        return WithAdapterSlots(PLAIN, LLAMA, load.distinct, base_share).estimate(config, work)
+
+    few, many = (found(share) for share in shares)
+    plain = PLAIN.estimate(config.without_slots, work)
+    empty_s = added_step_s(LLAMA.num_layers, batch, 0, slots)
+    for now, more, alone in ((many.tpot_s, few.tpot_s, plain.tpot_s), (many.ttft_s, few.ttft_s, plain.ttft_s)):
+        assert alone.value < now.value <= more.value * (1 + 1e-9)
+        assert alone.low <= now.low <= more.low * (1 + 1e-9)
+        assert now.low <= now.value <= now.high <= more.high * (1 + 1e-9)
+    assert many.tpot_s.value >= plain.tpot_s.value + empty_s * (1 - 1e-9)

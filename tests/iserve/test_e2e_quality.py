@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from fingerprint.codec import from_json
 from iserve.demo import demo_adapter_path, demo_model_path
 from iserve.quality.document import QualityDocument
 from iserve.quality.facts import tensors_sha256
+from iserve.quality.kept_file import KEPT_FILE, kept_next_to
 
 WORK = ("--input-tokens", "64", "--output-tokens", "32", "--batch", "2")
 
@@ -36,11 +38,18 @@ def test_an_adapter_knows_more_than_its_base_and_keeps_the_rest(
     assert found.against.sha256 == tensors_sha256(demo_model_path()) != found.model.sha256
     assert found.model.config.engine == "torch"
     assert found.model.engine_version
+    assert kept_next_to(merged) == (found,)
+    listed = json.dumps(home.controller().get("/api/v1/quality", object, model="capitals"))
+    assert from_json(listed, tuple[QualityDocument, ...]) == (found,)
 
     alone = quality(home, "capitals", "--text", new)
     assert alone.exact_match.value == 1
     assert alone.nll.value < 0.1
     assert quality(home, "iserve-demo", "--text", new).nll.value > 1
+    assert not (demo_model_path() / KEPT_FILE).exists()  # which is the package's
+    assert kept_next_to(merged) == (found, alone)
+    os.utime(merged / "config.json", ns=(1, 1))
+    assert home.controller().get("/api/v1/quality", object, model="capitals") == []
 
 
 def quality(home: Any, *arguments: object) -> QualityDocument:

@@ -107,6 +107,26 @@ def test_quality_of_a_variant_says_whose_content_and_which_base_it_was(listed: A
     assert variant["config"]["adapter_slots"] == 2
 
 
+def test_a_result_of_quality_is_shown_with_the_content_that_it_is_of(listed: Any, tmp_path: Path) -> None:
+    text = tmp_path / "questions.txt"
+    text.write_text("The capital of Peru is Lima.\n\nThe capital of France is Paris.\n")
+    listed.json("variant", "add", "fresh", "--base", NAME, demo_adapter_path("capitals"))
+    found = listed.json("quality", "fresh", "--text", text)
+    assert (
+        listed.json("variant", "show", "fresh")["quality"][0] == found
+    )  # the content may have more, by another name
+    assert "NLL " in listed.run("variant", "show", "fresh").stdout
+    assert listed.controller().get("/api/v1/quality", list[Any], model="fresh")[0] == found
+    assert found in listed.get("/api/v1/quality")
+    listed.json("quality", NAME, "--text", text, "--no-keep")
+    assert not [one for one in listed.get("/api/v1/quality") if one["model"]["name"] == NAME]
+    listed.json("variant", "add", "fresh", "--base", NAME, demo_adapter_path("shout"), "--replace")
+    assert listed.json("variant", "show", "fresh")["quality"] == []
+    again = listed.json("quality", "fresh", "--text", text)
+    assert listed.controller().get("/api/v1/quality", object, model="fresh") == [again]
+    listed.run("variant", "rm", "fresh")
+
+
 def test_the_gateway_has_a_change_when_the_command_returns(listed: Any) -> None:
     """Requests sent at once after add, --replace and rm are of the new state."""
 

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from fingerprint.codec import to_builtins
 from fingerprint.errors import StateUnavailableError
 from iserve.attribute_docs import attribute_docstrings
 from iserve.state.store import Store
 from placement.policies import POLICIES
 from tests.bad_input.conftest import Api, api
+from tests.iserve.test_quality_kept import of_model
 
 __all__ = ["api"]
 
@@ -34,6 +36,11 @@ REFUSED: dict[tuple[str, str], dict[int, tuple[str, Any]]] = {
     ("get", "/api/v1/variants/{name}/progress"): {404: ("/api/v1/variants/none/progress", None)},
     ("patch", "/api/v1/variants/{name}"): {404: ("/api/v1/variants/none", {"pinned": True})},
     ("delete", "/api/v1/variants/{name}"): {404: ("/api/v1/variants/none", None)},
+    ("get", "/api/v1/quality"): {404: ("/api/v1/quality?model=/no/such", None)},
+    ("post", "/api/v1/quality"): {
+        404: ("/api/v1/quality", to_builtins(of_model(name="/no/such", variant_hash=None))),
+        409: ("/api/v1/quality", to_builtins(of_model(name="iserve-demo", variant_hash=None))),
+    },
     ("post", "/api/v1/profiles"): {
         404: ("/api/v1/profiles", NO_MODEL),
         422: ("/api/v1/profiles", NO_ENGINE),

@@ -26,6 +26,8 @@ ROUTES = [
     ("GET", "/api/v1/variants/no-such/progress"),
     ("PATCH", "/api/v1/variants/no-such"),
     ("DELETE", "/api/v1/variants/no-such"),
+    ("GET", "/api/v1/quality"),
+    ("POST", "/api/v1/quality"),
     ("GET", "/api/v1/profiles"),
     ("POST", "/api/v1/profiles"),
     ("GET", "/api/v1/profiles/jobs/no-such"),

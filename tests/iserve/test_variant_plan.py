@@ -14,10 +14,11 @@ from fingerprint.lora import reserved_bytes, slot_bytes
 from fingerprint.model_spec import ModelSpec
 from iserve.planning.deployability import DeployableDocument
 from iserve.planning.deployment_choice import planned_deployment
-from iserve.planning.pipeline import PlanOptions, datasheet_estimator, slots_of, space
+from iserve.planning.pipeline import PlanOptions, datasheet_estimator, slots_of, space, with_traffic
 from iserve.planning.words import gib
 from iserve.planning.worker_launch import PlannedDeployment
 from planner.adapter_slots import MOST_WITHOUT, VariantLoad
+from planner.hot_variants import served_cost
 from planner.intent import IntentKind, Quality, Traffic
 from tests.golden_words import Golden
 from tests.iserve.joint_plans import (
@@ -118,6 +119,7 @@ def test_a_plan_for_variants_promises_what_slots_take_and_no_more_kv_cache(engin
             "a6000:1", Traffic(variants=10_000, variant_rank=256, variant_skew=0.0), True, id="large-ones"
         ),
         pytest.param("a6000:1", Traffic(variants=50, variant_rank=64, variant_skew=1.5), True, id="popular-ones"),
+        pytest.param("h200:1", Traffic(variants=20, base_share=0.5), False, id="base"),
     ],
 )
 def test_a_plan_says_its_own_slots_their_bytes_and_the_share_that_waits(
@@ -128,7 +130,7 @@ def test_a_plan_says_its_own_slots_their_bytes_and_the_share_that_waits(
     found = planned(hardware_on(gpus), options)
     config, need = config_of(found), slots_of(options)
     assert need is not None
-    load = VariantLoad(traffic.variants, traffic.variant_skew)
+    load = VariantLoad(traffic.variants, traffic.variant_skew, traffic.base_share)
     share = float(load.without_slot(32)[config.adapter_slots])
     note = said(found)
     assert note.startswith(f"{config.adapter_slots} adapter slots of")
@@ -138,6 +140,58 @@ def test_a_plan_says_its_own_slots_their_bytes_and_the_share_that_waits(
     assert f"{share:.0%} of the variants" in note
     assert (config.adapter_slots < need.slots) == is_bounded == (share > MOST_WITHOUT)
     assert bool(re.search(rf"; {need.slots} take more than a tenth of a GPU$", note)) == is_bounded
+
+
+def test_a_plan_with_requests_for_the_base_takes_less_time_and_says_what_is_not_measured(golden: Golden) -> None:
+    """The configuration is the one of the plan without them, so that times compare."""
+    hardware, table = hardware_on("h200:1"), replace(get_engine("vllm").capabilities(), unavailable=None)
+    estimator = datasheet_estimator(SPEC, hardware.gpu, [table])
+    config = DeploymentConfig(engine="vllm", adapter_slots=8, adapter_rank=16)
+    times_s, notes = [], []
+    for base_share in (0.0, 0.5, 0.9):
+        options = varied(Traffic(variants=50, base_share=base_share))
+        estimate = with_traffic(estimator, SPEC, options).estimate(config, options.workload)
+        times_s.append(estimate.tpot_s.value)
+        notes.append(set(planned(hardware, options).document.notes))
+    assert times_s == sorted(times_s, reverse=True)
+    assert len(set(times_s)) == 3
+    golden("variant", notes[1] - notes[0])
+
+
+@pytest.mark.parametrize(
+    ("traffic", "rate", "is_advised"),
+    [
+        pytest.param(Traffic(variants=40, variant_skew=2.0), 80.0, True, id="hot"),
+        pytest.param(Traffic(variants=1, variant_skew=2.0), 40.0, True, id="only-one"),
+        pytest.param(Traffic(variants=200, variant_skew=0.0), 20.0, False, id="alike"),
+        pytest.param(Traffic(variants=40, variant_skew=2.0), 0.1, False, id="rare"),
+        pytest.param(Traffic(variants=40, variant_skew=2.0), None, False, id="no-rate"),
+    ],
+)
+def test_a_plan_at_a_rate_advises_to_merge_hot_variants(
+    traffic: Traffic, rate: float | None, is_advised: bool, golden: Golden
+) -> None:
+    """The cost on slots of the advice is that of the plan's own configuration."""
+    hardware, options = hardware_on("h200:8"), varied(traffic, rate=rate)
+    found = planned(hardware, options)
+    advice = found.document.merge_advice
+    assert (advice is not None) == is_advised
+    if advice is None:
+        assert not any("iserve variant merge" in note for note in found.document.notes)
+        return
+    assert advice.text in found.document.notes
+    golden("variant", advice.text)
+    assert advice.rate_per_s == rate
+    assert advice.gpus_held_merged <= 0.9 * advice.gpus_held_on_slots
+    assert advice.gpu_s_per_request_merged == pytest.approx(advice.gpus_held_merged / advice.rate_per_s)
+    assert advice.request_share == pytest.approx(
+        VariantLoad(traffic.variants, traffic.variant_skew).shares[: advice.variants].sum()
+    )
+    joint = found.document.joint
+    assert joint is not None
+    on_slots = served_cost(joint.service, advice.rate_per_s, hardware.gpu.memory_bytes)
+    assert on_slots is not None
+    assert on_slots.gpus_held == pytest.approx(advice.gpus_held_on_slots, rel=0.05)
 
 
 def test_an_engine_without_slots_plans_none_and_says_nothing_of_them(golden: Golden) -> None:

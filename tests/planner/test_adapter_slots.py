@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -57,6 +59,16 @@ def test_slots_that_are_asked_for_are_taken(load: VariantLoad, requests: float, 
     assert (need.slots, need.is_fixed) == (slots, True)
     assert need.without == load.without_slot(requests)[slots]
     assert not slot_need(load, 16, requests).is_fixed
+
+
+@given(load=LOADS, requests=REQUESTS, base_share=st.floats(0, 0.99))
+def test_requests_for_the_base_are_as_so_many_fewer_for_variants(
+    load: VariantLoad, requests: float, base_share: float
+) -> None:
+    mixed = replace(load, base_share=base_share)
+    assert mixed.shares.sum() == pytest.approx(1 - base_share)
+    assert mixed.asked_for(requests) == pytest.approx(load.asked_for(requests * (1 - base_share)))
+    assert slot_need(mixed, 16, requests).slots <= slot_need(load, 16, requests).slots
 
 
 def test_few_popular_variants_need_fewer_slots_than_many_alike() -> None:

@@ -110,6 +110,12 @@ def test_quality_needed(weights: str, kv: str, pruning: str, needed: Quality) ->
     assert quality_needed(config) is needed
 
 
+@pytest.mark.parametrize("share", [-0.1, 1.0, float("nan")])
+def test_requests_for_the_base_are_a_share_below_one(share: float, golden: Golden) -> None:
+    with golden.raises("planning", ConfigError):
+        Traffic(variants=8, base_share=share)
+
+
 @pytest.mark.parametrize("hits", [-0.1, 1.0, float("nan")])
 def test_prefix_hits_are_a_share_below_one(hits: float, golden: Golden) -> None:
     with pytest.raises(ConfigError, match="share"):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from iserve.gateway.dispatch import WINDOW_S, RateWindow
+from iserve.gateway.rate_window import WINDOW_S, RateWindow, VariantCounts
 
 
 class Clock:
@@ -48,3 +50,27 @@ def test_a_new_one_does_not_know_and_silence_ends_at_nothing() -> None:
     assert arrivals.per_s == 0.5
     clock.now_s += 1e9
     assert arrivals.per_s == 0.0
+
+
+@given(
+    begin_s=st.floats(0, 1e6),
+    arrivals=st.lists(st.tuples(st.floats(0, 60), st.sampled_from("abc")), max_size=60),
+    after_s=st.floats(0, 300),
+)
+def test_the_requests_of_variants_are_those_of_the_window(
+    begin_s: float, arrivals: list[tuple[float, str]], after_s: float
+) -> None:
+    """To the second, most first; what has left the window takes no memory."""
+    clock = Clock(begin_s)
+    window, counts, came = RateWindow(clock), VariantCounts(clock), []
+    for gap_s, variant in arrivals:
+        clock.now_s += gap_s
+        came.append((int(clock.now_s), variant))
+        counts.count(variant)
+        window.count()
+    clock.now_s += after_s
+    inside = Counter(variant for second, variant in came if second > int(clock.now_s) - WINDOW_S)
+    assert dict(counts.requests) == inside
+    assert [number for _, number in counts.requests] == sorted(inside.values(), reverse=True)
+    assert window.requests == inside.total()
+    assert len(counts._seconds) <= WINDOW_S

@@ -8,7 +8,10 @@ import random
 
 import pytest
 
-from iserve.route_table import GatewayLimits
+from daemon.process import read_record
+from fingerprint.codec import from_json
+from iserve.controller.variant_advice import load_of
+from iserve.route_table import VARIANT_DEMAND_PATH, GatewayLimits, VariantDemand
 from tests.golden_words import Golden
 from tests.iserve.gateway.adapter_worker import BASE
 from tests.iserve.gateway.variant_requests import A, B, C, frames, hold, route, said, statuses, variant
@@ -325,6 +328,25 @@ def test_a_thousand_variants_share_thirty_two_slots(gateway, make_worker, client
     assert [said(answer.result()) for answer in answers] == [one.content_hash for one in drawn]
     assert worker.most_in_flight <= 32
     assert len(worker.loads) < len(drawn)
+
+
+def test_the_controller_learns_how_often_each_variant_is_asked_for(gateway, make_worker) -> None:
+    """Asked with the token of the gateway's record alone; a variant without a request takes no place."""
+    worker = make_worker()
+    gateway.publish(route(worker, variants=(A, B, C), name="counted"))
+    for name in "aabaa":
+        assert gateway.complete(name).status == 200
+    gateway.complete("counted")
+    gateway.complete("nothing")  # no model
+    record = read_record(gateway.home / "run" / "gateway.json")
+    assert record is not None
+    asked = {"Authorization": f"Bearer {record.token}"}
+    answer = gateway.ask("GET", VARIANT_DEMAND_PATH, headers=asked)
+    (found,) = from_json(answer.body, tuple[VariantDemand, ...])
+    assert (found.deployment, found.requests, found.of_variants) == ("counted", 6, (("a", 4), ("b", 1)))
+    assert load_of(found).of_variants == pytest.approx((4 / 6, 1 / 6))
+    for given in ({}, {"Authorization": "Bearer x"}):
+        assert gateway.ask("GET", VARIANT_DEMAND_PATH, headers=given).status == 401
 
 
 def test_the_simulator_counts_what_the_gateway_does(gateway, make_worker) -> None:

@@ -1,0 +1,114 @@
+"""Results of ``iserve quality``: kept by what was measured, and given for what a name means now."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from fingerprint.codec import from_json, to_json
+from fingerprint.errors import BadInputError, ConfigError, ConflictError, NotFoundError
+from iserve.controller.stored_values import recorded_workers
+from iserve.model_source import ModelSource
+from iserve.quality.document import QualityDocument
+from iserve.quality.facts import weights_stamp
+from iserve.quality.identity import identity_of
+from iserve.state.rows import QualityRow, VariantRow
+from iserve.state.store import Store
+
+__all__ = ["QualityResults"]
+
+log = logging.getLogger(__name__)
+
+_MOST_BYTES = 64 << 10  # of one result
+_SHOWN, _LISTED = 8, 100
+
+
+class QualityResults:
+    """Results that this home keeps. Thread-safe.
+
+    Args:
+        resolve: the model that a name leads to.
+    """
+
+    def __init__(self, store: Store, resolve: Callable[..., ModelSource]) -> None:
+        self._store, self._resolve = store, resolve
+
+    def keep(self, result: QualityDocument) -> QualityDocument:
+        """Keep a result of a variant or deployment, in place of one of the same contents.
+
+        Raises:
+            BadInputError: it does not say what was measured, or is too large.
+            ConflictError: the name means other contents by now.
+            NotFoundError: there is no such model.
+        """
+        facts = result.model
+        if facts.sha256 is None or facts.weights_stamp is None:
+            raise BadInputError(f"the result does not say which tensors {facts.name[:80]!r} had; it is not kept")
+        body = to_json(result)
+        if len(body) > _MOST_BYTES:
+            raise BadInputError(
+                f"a result has {_MOST_BYTES >> 10} KiB of JSON at most, got {len(body) / 1024:,.0f}"
+            )
+        if (facts.variant_hash or "", facts.weights_stamp) != self._content(facts.name):
+            raise ConflictError(
+                f"{facts.name!r} has other contents now than the result is of, or files of it were changed while "
+                "it was measured; it is not kept: measure again"
+            )
+        self._store.quality.put(
+            QualityRow(
+                identity=identity_of(result),
+                variant_hash=facts.variant_hash or "",
+                weights_stamp=facts.weights_stamp,
+                measured_at=time.time(),
+                body=body.decode(),
+            )
+        )
+        return result
+
+    def all(self) -> tuple[QualityDocument, ...]:
+        """Return the newest results, of whatever contents; their hashes say of which."""
+        return tuple(_documents(self._store.quality.all(_LISTED)))
+
+    def of(self, name: str) -> tuple[QualityDocument, ...]:
+        """Return the results of what ``name`` means now, the newest first.
+
+        Raises:
+            NotFoundError, ConfigError, CheckpointError: it is no variant, deployment or model, or cannot be read.
+        """
+        variant_hash, stamp = self._content(name)
+        return tuple(_documents(self._store.quality.of_content(variant_hash, stamp, _SHOWN)))
+
+    def is_named(self, name: str) -> bool:
+        """Return whether a variant, deployment or registered model has ``name``; any caller may ask for it."""
+        named = [row.name for row in self._store.deployments()] + [row.name for row in self._store.models()]
+        return name in named or self._variant(name) is not None
+
+    def _variant(self, name: str) -> VariantRow | None:
+        try:
+            return self._store.variants.get(name)
+        except NotFoundError:
+            return None
+
+    def _content(self, name: str) -> tuple[str, str]:
+        """Return the hash of a variant, empty of a model, and the stamp of the weights. Raises as :meth:`of`."""
+        variant = self._variant(name)
+        if variant is not None:
+            return variant.content_hash, weights_stamp(Path(variant.base_directory))
+        row = next((row for row in self._store.deployments() if row.name == name), None)
+        workers = () if row is None else recorded_workers(row)
+        if workers:
+            return "", weights_stamp(Path(os.path.realpath(workers[0].checkpoint)))
+        if row is not None:
+            raise NotFoundError(f"the deployment {name!r} has no worker yet")
+        return "", weights_stamp(self._resolve(name, need_weights=False).directory)
+
+
+def _documents(rows: Iterable[QualityRow]) -> Iterable[QualityDocument]:
+    for row in rows:
+        try:
+            yield from_json(row.body, QualityDocument, what="a result of quality")
+        except (BadInputError, ConfigError) as error:  # of another version
+            log.warning("%s", error)

@@ -1,0 +1,51 @@
+"""REST routes of results of ``iserve quality``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+
+from iserve.controller.auth import Caller
+from iserve.controller.folder_access import Reach
+from iserve.controller.openapi import BODY, problems
+from iserve.controller.service import Controller
+from iserve.quality.document import QualityDocument
+
+__all__ = ["add_quality_routes"]
+
+
+def add_quality_routes(api: APIRouter, controller: Controller) -> None:
+    """Add the routes of ``/quality`` to ``api``."""
+    results = controller.quality
+
+    def _check(caller: Reach, model: str) -> None:
+        if not results.is_named(model):
+            caller.check(model)
+
+    @api.get("/quality", responses=problems(404))
+    def quality(
+        caller: Caller,
+        model: Annotated[
+            str | None,
+            Query(
+                min_length=1,
+                max_length=4096,
+                description="Variant, deployment or model; only results of its present contents are returned.",
+            ),
+        ] = None,
+    ) -> tuple[QualityDocument, ...]:
+        """List the results that are kept, the newest first: 8 of one model, or 100 of all, of any contents."""
+        if model is None:
+            return results.all()
+        _check(caller, model)
+        return results.of(model)
+
+    @api.post("/quality", status_code=201, responses=problems(404, 409, *BODY))
+    def keep_quality(body: QualityDocument, caller: Caller) -> QualityDocument:
+        """Keep what `iserve quality` measured, in place of a result of the same contents, text and engine.
+
+        The model must still have the contents that the result is of.
+        """
+        _check(caller, body.model.name)
+        return results.keep(body)

@@ -1,0 +1,93 @@
+"""Advice to merge hot variants of a running deployment, by the rates that the gateway counted."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+from daemon.engines.registry import get_engine
+from daemon.status import NodeStatus
+from fingerprint.engines import traits_of
+from fingerprint.errors import IserveError
+from iserve.api_documents import MergeAdviceDocument, VariantDocument
+from iserve.controller.deployer import Deployer
+from iserve.controller.profiling import Profiler
+from iserve.controller.stored_values import recorded_request, recorded_workers
+from iserve.model_source import ModelSource
+from iserve.planning.merge_advice import merge_advice
+from iserve.planning.model_use import used, with_images
+from iserve.route_table import VariantDemand
+from iserve.state.store import Store
+from planner.adapter_slots import VariantShares
+
+__all__ = ["VariantAdvisor"]
+
+
+class VariantAdvisor:
+    """Advice on the variants of deployments that were profiled. Thread-safe.
+
+    Args:
+        observe: the node now; None: its daemon is away.
+        resolve: the model that a name leads to.
+        demand: of the deployments and their variants, as the gateway counted it.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        profiler: Profiler,
+        deployer: Deployer,
+        observe: Callable[[], NodeStatus | None],
+        resolve: Callable[..., ModelSource],
+        demand: Callable[[], tuple[VariantDemand, ...]],
+    ) -> None:
+        self._store, self._profiler, self._deployer = store, profiler, deployer
+        self._observe, self._resolve, self._demand = observe, resolve, demand
+
+    def of(self, variant: VariantDocument) -> MergeAdviceDocument | None:
+        """Return the advice on the deployment that serves ``variant``; None: there is none."""
+        if not variant.deployments:
+            return None
+        with contextlib.suppress(IserveError):
+            return self._of_deployment(variant.deployments[0])
+        return None
+
+    def _of_deployment(self, name: str) -> MergeAdviceDocument | None:
+        """Return the advice on the deployment ``name``.
+
+        Raises:
+            IserveError: it has gone, or cannot be read.
+        """
+        row = self._store.deployment(name)
+        workers = recorded_workers(row)
+        if not workers or not traits_of(workers[0].config.engine).times_adapters:
+            return None
+        demand = next((one for one in self._demand() if one.deployment == name), None)
+        if demand is None or not demand.requests_per_s or not demand.of_variants:
+            return None
+        spec, request = workers[0], recorded_request(row)
+        source = used(self._resolve(spec.checkpoint, need_weights=False), spec.options.use)
+        options = self._deployer.options(request)
+        workload = with_images(options.workload, source)
+        node, engine = self._observe(), get_engine(spec.config.engine).pinned(spec.engine_version)
+        profile = None if node is None else self._profiler.stored(source, engine, node, batch=workload.batch)
+        if node is None or profile is None:
+            return None
+        return merge_advice(
+            source.argument,
+            source.spec,
+            profile.machine.device,
+            self._profiler.estimator(profile, engine, node),
+            options,
+            spec.config,
+            load_of(demand),
+            demand.requests_per_s,
+            names=tuple(name for name, _ in demand.of_variants),
+            keeps_slots=True,
+        )
+
+
+def load_of(demand: VariantDemand) -> VariantShares:
+    """Return how often each variant was asked for, as a share of the requests of its deployment."""
+    number = max(demand.requests, sum(requests for _, requests in demand.of_variants), 1)
+    return VariantShares(tuple(requests / number for _, requests in demand.of_variants))

@@ -1,0 +1,112 @@
+"""Advice to merge the hottest variants of a base, with the numbers and the commands that do it. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fingerprint.config import DeploymentConfig
+from fingerprint.engines import traits_of
+from fingerprint.errors import ConfigError, NotMeasuredError
+from fingerprint.estimates import Estimator
+from fingerprint.gpu_spec import GpuSpec
+from fingerprint.model_spec import ModelSpec
+from fingerprint.service_model import LARGEST_BATCH, ServiceModel, service_model
+from iserve.api_documents import MergeAdviceDocument
+from iserve.planning.pipeline import PlanOptions, slots_for, variant_load, with_traffic
+from planner.adapter_slots import VariantShares
+from planner.hot_variants import HotVariants, hot_variants
+from planner.space import slots_in_bounds
+
+__all__ = ["merge_advice", "merge_advice_of_plan"]
+
+
+def merge_advice_of_plan(
+    base: str,
+    spec: ModelSpec,
+    gpu: GpuSpec,
+    estimator: Estimator,
+    options: PlanOptions,
+    config: DeploymentConfig | None,
+) -> MergeAdviceDocument | None:
+    """Return the advice on the variants of ``options``, planned with ``config``; None: there is none.
+
+    Args:
+        base: argument of a command, quoted.
+        estimator: of the base alone.
+        config: None: none is feasible.
+    """
+    rate_per_s = options.intent.rate_per_s
+    if config is None or rate_per_s is None or not options.intent.traffic.variants:
+        return None
+    load = VariantShares(tuple(variant_load(options.intent.traffic).shares.tolist()))
+    return merge_advice(base, spec, gpu, estimator, options, config, load, rate_per_s)
+
+
+def merge_advice(
+    base: str,
+    spec: ModelSpec,
+    gpu: GpuSpec,
+    estimator: Estimator,
+    options: PlanOptions,
+    config: DeploymentConfig,
+    load: VariantShares,
+    rate_per_s: float,
+    names: tuple[str, ...] = (),
+    keeps_slots: bool = False,
+) -> MergeAdviceDocument | None:
+    """Return the advice on variants that are asked for as ``load`` and ``rate_per_s`` say; None: there is none.
+
+    There is none on engines on which the time of adapters is not known.
+
+    Args:
+        base: argument of a command, quoted.
+        config: of the base, with adapter slots.
+        names: of the variants of ``load``, where they are known.
+        keeps_slots: whether the rest stays on the slots of ``config``; else on those that it needs.
+    """
+    if not config.adapter_slots or not traits_of(config.engine).times_adapters:
+        return None
+    most = LARGEST_BATCH if options.more_requests else min(LARGEST_BATCH, options.workload.batch)
+
+    def service(config: DeploymentConfig, load: VariantShares) -> ServiceModel:
+        judged = with_traffic(estimator, spec, options, load)
+        return service_model(judged, config, options.workload, largest_batch=most)
+
+    def on_slots(load: VariantShares) -> ServiceModel:
+        if keeps_slots:
+            return service(config, load)
+        need = slots_for(load, options)
+        wanted = replace(config, adapter_slots=need.slots, adapter_rank=need.rank)
+        return service(slots_in_bounds(spec, gpu, wanted), load)
+
+    try:
+        plain = service(config.without_slots, load)
+        found = hot_variants(load, rate_per_s, on_slots, plain, gpu.memory_bytes)
+    except (ConfigError, NotMeasuredError):
+        return None
+    return None if found is None else _document(base, found, names[: found.merged])
+
+
+def _document(base: str, found: HotVariants, names: tuple[str, ...]) -> MergeAdviceDocument:
+    rate_per_s, on_slots, split = found.on_slots.rate_per_s, found.on_slots, found.split
+    commands = (f"iserve variant merge {base} ADAPTER OUT", "iserve deploy OUT")
+    several = f"{found.merged} most popular variants" if found.merged > 1 else "most popular variant"
+    which = ", ".join(names) or f"the {several}"
+    merged_s, on_slots_s = split.gpu_s_per_request, on_slots.gpu_s_per_request
+    text = (
+        f"merging {which} ({found.share:.0%} of the requests) is estimated to hold {split.gpus_held:.2g} GPUs in "
+        f"place of {on_slots.gpus_held:.2g} at {rate_per_s:.3g} requests/s, {merged_s:.2g} GPU-seconds a request "
+        f"for {on_slots_s:.2g}: {'; '.join(commands)}{' (of each)' * (found.merged > 1)}"
+    )
+    return MergeAdviceDocument(
+        variants=found.merged,
+        names=names,
+        request_share=found.share,
+        rate_per_s=rate_per_s,
+        gpus_held_on_slots=on_slots.gpus_held,
+        gpus_held_merged=split.gpus_held,
+        gpu_s_per_request_on_slots=on_slots_s,
+        gpu_s_per_request_merged=merged_s,
+        commands=commands,
+        text=text,
+    )

@@ -1,0 +1,146 @@
+"""Advice to merge hot variants of a deployment that runs, by the requests that the gateway counted.
+
+A node with an H200 and vLLM cannot be here: its observation and its profile are given, by datasheets.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fingerprint.codec import to_json
+from fingerprint.config import DeploymentConfig
+from fingerprint.errors import NotFoundError
+from iserve.api_documents import MergeAdviceDocument, VariantDocument
+from iserve.controller.variant_advice import VariantAdvisor, load_of
+from iserve.planning.merge_advice import merge_advice
+from iserve.planning.pipeline import PlanOptions
+from iserve.route_table import VariantDemand
+from planner.intent import Traffic
+from tests.golden_words import Golden
+from tests.iserve.joint_plans import LLAMA, estimator_on, hardware_on, planned, source_of, wish, workers_of
+
+HARDWARE = hardware_on("h200:1")
+VARIANT = VariantDocument(
+    name="style",
+    base="chat",
+    base_directory="/chat",
+    content_hash="0" * 64,
+    engine_name="style@0",
+    rank=16,
+    num_modules=1,
+    size_bytes=1,
+    new_bytes=None,
+    trained_on=None,
+    pinned=False,
+    created_at=0.0,
+    deployments=("chat",),
+    why_not_served=None,
+)
+
+
+def options_of(traffic: Traffic) -> PlanOptions:
+    plain = wish()
+    return replace(plain, intent=replace(plain.intent, traffic=traffic))
+
+
+def advisor(
+    demand: VariantDemand | None, options: PlanOptions, engine: str = "vllm", profiled: bool = True
+) -> VariantAdvisor:
+    workers = workers_of(planned(HARDWARE, options), options)
+    workers = tuple(replace(one, config=replace(one.config, engine=engine)) for one in workers)
+    row = SimpleNamespace(name="chat", workers=to_json(workers), request=json.dumps({"model": "chat"}))
+    profile = SimpleNamespace(machine=SimpleNamespace(device=HARDWARE.gpu)) if profiled else None
+    profiler: Any = SimpleNamespace(
+        stored=lambda *_, **__: profile, estimator=lambda *_: estimator_on(LLAMA, HARDWARE.gpu)
+    )
+    given: Any = SimpleNamespace(deployment=lambda name: row, options=lambda request: options, node=object())
+    return VariantAdvisor(
+        given,
+        profiler,
+        given,
+        lambda: given.node,
+        lambda *_, **__: source_of(),
+        lambda: () if demand is None else (demand,),
+    )
+
+
+def asked(per_s: float | None, *requests: int, base: int = 0) -> VariantDemand:
+    names = "abcdefghijklmnopqrst"
+    return VariantDemand(
+        deployment="chat",
+        requests_per_s=per_s,
+        requests=base + sum(requests),
+        of_variants=tuple(zip(names, requests, strict=False)),
+    )
+
+
+TRAFFIC = options_of(Traffic(variants=20))
+
+
+def test_a_hot_variant_is_named_with_what_its_merge_saves(golden: Golden) -> None:
+    demand = asked(80.0, 8000, 300, *[10] * 18, base=120)
+    advice = advisor(demand, TRAFFIC).of(VARIANT)
+    assert advice is not None
+    golden("variant", advice.text)
+    assert advice.names == ("a",)
+    assert advice.variants == 1
+    assert advice.request_share == pytest.approx(8000 / 8600)
+    assert advice.rate_per_s == 80.0
+    assert advice.gpus_held_merged <= 0.9 * advice.gpus_held_on_slots
+
+
+def test_a_deployment_keeps_its_slots_where_a_plan_takes_those_that_are_needed() -> None:
+    """Four of its 32 slots would do for these variants: what the rest costs is counted with the 32."""
+    load, config = load_of(asked(80.0, 9000, 300, 200, 100)), DeploymentConfig(engine="vllm")
+    config = replace(config, adapter_slots=32, adapter_rank=16)
+
+    def advice(keeps_slots: bool) -> MergeAdviceDocument:
+        found = merge_advice(
+            *("chat", source_of().spec, HARDWARE.gpu, estimator_on(LLAMA, HARDWARE.gpu), TRAFFIC, config),
+            *(load, 80.0),
+            keeps_slots=keeps_slots,
+        )
+        assert found is not None
+        return found
+
+    kept, needed = advice(True), advice(False)
+    assert kept.gpus_held_on_slots > needed.gpus_held_on_slots
+    assert kept.gpus_held_merged > needed.gpus_held_merged
+    assert kept.names == ()
+
+
+@pytest.mark.parametrize(
+    ("demand", "given"),
+    [
+        pytest.param(None, {}, id="gateway-away"),
+        pytest.param(asked(None, 8000), {}, id="counted-too-short"),
+        pytest.param(asked(0.0), {}, id="no-requests"),
+        pytest.param(asked(80.0, base=9600), {}, id="base-alone"),
+        pytest.param(asked(20.0, *[120] * 20), {}, id="alike"),
+        pytest.param(asked(80.0, 9600), {"profiled": False}, id="no-profile"),
+        pytest.param(asked(80.0, 9600), {"engine": "torch"}, id="engine-not-timed"),
+    ],
+)
+def test_no_advice_is_given_where_it_is_not_known_or_not_cheaper(
+    demand: VariantDemand | None, given: dict[str, Any]
+) -> None:
+    assert advisor(demand, TRAFFIC, **given).of(VARIANT) is None
+
+
+def test_a_variant_that_nothing_serves_has_no_advice() -> None:
+    assert advisor(asked(80.0, 9600), TRAFFIC).of(replace(VARIANT, deployments=())) is None
+
+
+def test_a_deployment_that_has_gone_has_no_advice() -> None:
+    found = advisor(asked(80.0, 9600), TRAFFIC)
+
+    def gone(name: str) -> None:
+        raise NotFoundError(name)
+
+    found._store = SimpleNamespace(deployment=gone)  # type: ignore[assignment]
+    assert found.of(VARIANT) is None
