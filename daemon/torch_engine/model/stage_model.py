@@ -18,7 +18,7 @@ import transformers
 from torch import nn
 
 from daemon.torch_engine.model import attention, capabilities
-from daemon.torch_engine.model.adapters import Factors, LoadedAdapters, read_factors
+from daemon.torch_engine.model.adapters import LoadedAdapters, Update, read_factors
 from daemon.torch_engine.model.architectures import architectures_of, installed_transformers
 from daemon.torch_engine.model.batch import FlatBatch
 from daemon.torch_engine.model.formats import FORMATS
@@ -125,7 +125,8 @@ class StageModel:
             name: module for name, module in modules if name.startswith(prefix) and _is_linear(module)
         }
         self._layer_numbers = {str(number): number for number in range(source.spec.num_layers)}
-        self.adapters = LoadedAdapters(self._linears)
+        modules = {name: module for name, module in self.model.named_modules() if name}
+        self.adapters = LoadedAdapters(modules, per_item=source.layout.head)
 
     def _check(self, tp: int) -> None:
         spec = self.source.spec
@@ -149,6 +150,21 @@ class StageModel:
     def linears(self) -> Mapping[str, nn.Module]:
         """Linears of the layers, by the names of this stage."""
         return self._linears
+
+    @property
+    def full_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of this stage's parameters over all ranks."""
+        return self._full_shapes
+
+    def module(self, name: str) -> nn.Module:
+        """Return a module of this stage."""
+        return self.model.get_submodule(name)
+
+    def is_linear(self, name: str) -> bool:
+        """Return whether a module is a linear of the layers, or the output layer."""
+        return name in self._linears or (
+            name == self.source.layout.head and isinstance(self.module(name), nn.Linear)
+        )
 
     def _layers(self) -> nn.ModuleList:
         return self.model.get_submodule(self.source.layout.layers)
@@ -209,16 +225,12 @@ class StageModel:
         self.model.requires_grad_(False).eval()
 
     def _load_one(self, reader: WeightReader, name: str, shape: tuple[int, ...], device: torch.device) -> None:
-        stored, layout = self.stored_name(name), self.source.layout
+        stored, layout = self.checkpoint_name(name), self.source.layout
         module, _, leaf = name.rpartition(".")
         if leaf == "bias" and self.parallel.adds_up(module) and not self.parallel.keeps_bias:
             zeros = torch.zeros(shape, dtype=self.source.dtype, device=device)
             _set(self.model, name, nn.Parameter(zeros, requires_grad=False))
             return
-        if stored == f"{layout.head}.weight" and self.source.spec.tied_embeddings:
-            stored = f"{layout.embedding[0]}.weight"
-        elif stored == f"{layout.head}.weight" and layout.stored_head is not None:
-            stored = f"{layout.stored_head}.weight"
         shard = self.parallel.shard(name, shape)
         value = reader.read(stored, shape, shard, self.source.dtype, device)
         target = self.model.get_submodule(module)
@@ -235,20 +247,29 @@ class StageModel:
         index, _, rest = name.removeprefix(prefix).partition(".")
         return f"{prefix}{int(index) + self.shape.first_layer}.{rest}"
 
-    def read_adapter(self, adapter: LoraAdapter, device: torch.device) -> dict[str, Factors]:
+    def checkpoint_name(self, name: str) -> str:
+        """Return the name of a parameter in the checkpoint; of a tied output layer, that of the embeddings."""
+        layout = self.source.layout
+        if name != f"{layout.head}.weight":
+            return self.stored_name(name)
+        if self.source.spec.tied_embeddings:
+            return f"{layout.embedding[0]}.weight"
+        return f"{layout.stored_head or layout.head}.weight"
+
+    def read_adapter(self, adapter: LoraAdapter, device: torch.device) -> Mapping[str, list[Update]]:
         """Return this rank's part of an adapter, by linear.
 
         Raises:
             CheckpointError: a module that is no linear of the layers, one of another shape, or values that are
                 not finite in this model's type.
         """
-        weights, factors = open_weights(adapter.folder), {}
+        weights, updates = open_weights(adapter.folder), dict[str, list[Update]]()
         for module in adapter.modules:
             name = self._own_name(module)
             if name is not None:
                 shard = self.parallel.shard(f"{name}.weight", self._full_shapes[f"{name}.weight"])
-                factors[name] = read_factors(module, weights, shard, self.source.dtype, device)
-        return factors
+                updates[name] = [read_factors(module, weights, shard, self.source.dtype, device)]
+        return updates
 
     def _own_name(self, module: LoraModule) -> str | None:
         """Return the name of the linear here that is updated; None when its layer is of another stage."""
@@ -301,7 +322,7 @@ class StageModel:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Weights, buffers and the factors of the adapters that are loaded."""
+        """Weights, buffers and the variants that are loaded."""
         return (*self.model.parameters(), *self.model.buffers(), *self.adapters.tensors)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
@@ -17,13 +17,16 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from daemon.torch_engine.model.adapters import Update, tensors_of
 from daemon.torch_engine.model.batch import FlatBatch
+from daemon.torch_engine.model.delta_parts import read_delta_updates
 from daemon.torch_engine.model.kv_cache import KvCache, kv_cache_bytes
 from daemon.torch_engine.model.stage_model import StageModel, StageShape, read_source, tensor_bytes
 from daemon.torch_engine.model.tensor_parallel import TensorParallel
 from daemon.torch_engine.parallel.parallel_state import AdapterOrder, Groups, LoadOrder, RankPlace
 from daemon.torch_engine.parallel.rank_device import RankDevice, release_memory
 from daemon.torch_engine.runner_types import StepPlan
+from fingerprint.delta import is_delta, open_delta
 from fingerprint.errors import EngineError, UnsupportedAdapterError
 from fingerprint.lora import read_adapter, require_supported, slot_bytes
 from fingerprint.measurements import RankMemory
@@ -123,22 +126,28 @@ class Stage:
             )
 
     def load_adapter(self, order: AdapterOrder) -> None:
-        """Load this rank's part of an adapter; one that is refused leaves nothing.
+        """Load this rank's part of an adapter or a delta; one that is refused leaves nothing.
 
         Raises:
             BadInputError: it cannot be read, is more than a plain LoRA, or does not fit this model or a slot.
         """
-        adapter = read_adapter(Path(order.folder), max_rank=self._config.adapter_rank)
-        require_supported(adapter)
-        factors = self.model.read_adapter(adapter, self._device.torch_device)
-        num_bytes = sum(each.num_bytes for each in factors.values())
+        updates = self._read_variant(Path(order.folder))
+        num_bytes = tensor_bytes(tensors_of(updates))
         if num_bytes > self._slot_bytes:
             raise UnsupportedAdapterError(
-                f"the adapter takes {num_bytes:,} bytes of stage {self._place.stage}, of which a slot has "
-                f"{self._slot_bytes:,}; deploy with slots of a higher rank, or merge it"
+                f"the variant takes {num_bytes:,} bytes of stage {self._place.stage}, of which a slot has "
+                f"{self._slot_bytes:,}; deploy with larger slots (--rank, --delta-mib), or merge or export it"
             )
         self._keep_peak()
-        self.model.adapters.add(order.adapter_id, factors)
+        self.model.adapters.add(order.adapter_id, updates)
+
+    def _read_variant(self, folder: Path) -> Mapping[str, Sequence[Update]]:
+        device = self._device.torch_device
+        if is_delta(folder):
+            return read_delta_updates(open_delta(folder), self.model, device)
+        adapter = read_adapter(folder, max_rank=self._config.adapter_rank)
+        require_supported(adapter)
+        return self.model.read_adapter(adapter, device)
 
     def unload_adapter(self, adapter_id: int) -> None:
         """Free an adapter; one that is not loaded is ignored."""
