@@ -60,6 +60,7 @@ class SlotNeed:
     slots: int
     rank: int  # that each holds
     without_slot: tuple[float, ...]  # share of the variants asked for at once, with 0, 1, ... slots
+    delta_mib: int = 0  # of the largest delta that each holds
 
     @property
     def without(self) -> float:
@@ -67,16 +68,17 @@ class SlotNeed:
         return self.without_slot[self.slots]
 
 
-def slot_need(load: VariantLoad, rank: int, requests: float) -> SlotNeed:
+def slot_need(load: VariantLoad, rank: int, requests: float, delta_mib: int = 0) -> SlotNeed:
     """Return the fewest slots, a power of two, with which at most ``MOST_WITHOUT`` of the variants find none.
 
     Args:
         rank: of the adapters, the largest; slots are made for the next rank that engines offer.
         requests: in flight on average, all of variants.
+        delta_mib: of the largest delta of a full fine-tune among them; 0: all are adapters.
     """
     slot_rank = next(one for one in ADAPTER_RANKS if one >= rank)
     without = load.without_slot(requests)
     slots = 1
     while slots < min(MOST_SLOTS, load.variants) and without[slots] > MOST_WITHOUT:
         slots *= 2
-    return SlotNeed(slots, slot_rank, tuple(without.tolist()))
+    return SlotNeed(slots, slot_rank, tuple(without.tolist()), delta_mib)

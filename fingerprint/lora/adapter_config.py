@@ -45,7 +45,9 @@ _READ = frozenset(
         *("use_rslora",),
     }
 )
-_MERGE_ELSEWHERE = "merge it with PEFT (merge_and_unload) and deploy the result"
+_MERGE_ELSEWHERE = (
+    "merge it with PEFT (merge_and_unload), and deploy the result or add it as a delta (iserve variant add)"
+)
 _NOT_MERGEABLE = "no merged checkpoint computes the same, and no engine of this release serves it"
 # Fields that change more than W + scale * B @ A, with what they do and the way out.
 _REFUSED: Mapping[str, str] = {

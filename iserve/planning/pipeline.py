@@ -187,7 +187,7 @@ def slots_of(options: PlanOptions) -> SlotNeed | None:
     if not traffic.variants:
         return None
     requests = _USUAL_REQUESTS if options.more_requests else options.workload.batch
-    return slot_need(_variant_load(traffic), traffic.variant_rank, requests)
+    return slot_need(_variant_load(traffic), traffic.variant_rank, requests, traffic.delta_mib)
 
 
 def _variant_load(traffic: Traffic) -> VariantLoad:

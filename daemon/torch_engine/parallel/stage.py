@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -80,7 +80,8 @@ class Stage:
         self.vocab_size = source.spec.vocab_size
         self._spec, self._dtype, self._shape = source.spec, source.dtype, shape
         self._config = config
-        self._slot_bytes = slot_bytes(source.spec, config, shape.num_layers) * source.dtype.itemsize // 2
+        adapter = slot_bytes(source.spec, replace(config, delta_mib=0), shape.num_layers)  # in 16 bits
+        self._slot_bytes = max(adapter * source.dtype.itemsize // 2, config.delta_mib << 20)
         self._peak_bytes = 0
         self._metered = (0, 0, 0)
         room_bytes = order.room_bytes_per_stage[place.stage]
