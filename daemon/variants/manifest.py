@@ -113,7 +113,7 @@ class DeltaContent:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What tells a delta's manifest from an adapter's."""
+    """Field by which the manifest of an adapter differs from that of a delta."""
 
     scale: float | None = None
 
@@ -139,7 +139,7 @@ def read_manifest(data: bytes, content_hash: str) -> Manifest | DeltaContent:
     what = f"the manifest of variant {content_hash[:16]}"
     try:
         is_delta = from_json(data, _Kind, what=what).scale is None
-        manifest: Manifest | DeltaContent = from_json(data, DeltaContent if is_delta else Manifest, what=what)
+        manifest = from_json(data, DeltaContent, what=what) if is_delta else from_json(data, Manifest, what=what)
     except BadInputError as error:
         raise CheckpointError(f"{error}; add the adapter again") from error
     is_same = manifest.content_hash == content_hash

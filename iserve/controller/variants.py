@@ -292,6 +292,7 @@ class Variants:
 def _row(
     body: VariantBody, source: ModelSource, variant: LoraAdapter | Delta, stored: StoredVariant
 ) -> VariantRow:
+    trained_on: str | None
     if isinstance(variant, Delta):
         trained_on, rank, changed = variant.manifest.base_name, 0, len(variant.manifest.changed)
     else:

@@ -78,7 +78,7 @@ def test_logits_are_those_of_the_exported_checkpoint_next_to_the_base(
 def test_a_delta_of_norms_alone_has_the_logits_of_its_export_to_the_bit(
     make_runner, tiny_checkpoint, tmp_path: Path, tiny_stages, tiny_limits
 ) -> None:
-    """Nothing is approximated then: the norms are those of the fine-tune."""
+    """The norms are those of the fine-tune, and no value is approximated."""
     checkpoint = tiny_checkpoint("qwen3")
     delta = write_tiny_delta(checkpoint, tmp_path, "int2", seed=1, is_changed=lambda name: "norm" in name)
     runner, alone = make_runner("qwen3"), LocalRunner(dtype=torch.float32)
@@ -212,7 +212,7 @@ class TestRefusals:
         assert greedy(runner, [(None, PROMPT)], 3) == before
 
     def test_of_another_base(self, make_runner, tiny_checkpoint, tmp_path: Path, golden: Golden) -> None:
-        """Of the same names and shapes and other values: the first small tensor is named."""
+        """Names and shapes are the same, values differ: the first small tensor is named."""
         other = write_fine_tune(tiny_checkpoint("llama"), tmp_path / "other", seed=5)
         self.refuse(
             make_runner("llama"), write_tiny_delta(other, tmp_path, "int2", seed=1), CheckpointError, golden

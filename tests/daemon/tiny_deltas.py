@@ -14,7 +14,7 @@ from fingerprint.delta import FORMATS, export_delta, read_delta
 from fingerprint.float_bytes import decode_floats, encode_floats
 from fingerprint.safetensors_writer import OutputTensor, write_safetensors
 
-CHANGE = 0.3  # of a weight's usual size: tokens of the fine-tune are others
+CHANGE = 0.3  # of a weight's usual size: the fine-tune has other tokens
 
 
 def write_fine_tune(base: Path, folder: Path, seed: int, is_changed: Callable[[str], bool] = bool) -> Path:

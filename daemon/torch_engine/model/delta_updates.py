@@ -158,7 +158,7 @@ def _parameters(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> It
 def _token_axis(inputs: torch.Tensor, num_tokens: int) -> int:
     """Return the axis of tokens: [tokens, h], [1, tokens, h], [1, tokens, heads, d] or [1, heads, tokens, d].
 
-    Of as many heads as tokens, tokens are the outer ones in memory: linears, which came before, have them so.
+    Of as many heads as tokens, tokens are the outer ones in memory: their linears have them so.
     """
     axes = [axis for axis in range(inputs.dim() - 1) if inputs.shape[axis] == num_tokens]
     assert axes, f"a module is called with {tuple(inputs.shape)} for {num_tokens} tokens"
