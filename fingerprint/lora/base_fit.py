@@ -46,7 +46,7 @@ def check_fit(adapter: LoraAdapter, base: BaseTensors) -> None:
     if config.get("model_type") in _TRANSPOSED:
         raise UnsupportedAdapterError(
             f"the model in {base.name} keeps its matrices transposed (Conv1D, {show(config['model_type'])}); "
-            "merge the adapter with PEFT (merge_and_unload), and deploy the result or add it as a delta"
+            "merge the adapter with PEFT (merge_and_unload) and deploy the result"
         )
     is_tied = any(part.get("tie_word_embeddings") is True for part in texts)
     for module in adapter.modules:
