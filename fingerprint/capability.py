@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 
 from fingerprint.architectures import Architectures, Listed
 from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
+from fingerprint.engines import traits_of
 from fingerprint.gpu_spec import GpuSpec, Vendor
 from fingerprint.model_spec import ModelSpec
 
@@ -267,6 +268,11 @@ class EngineCapabilities:
             reason = self._listed(spec).no_lora
             said = f"{self.engine} is not started with adapter slots by this release"
             return said if reason is None else f"{said}: {reason}"
+        if config.delta_mib and not traits_of(config.engine).serves_deltas:
+            return (
+                f"{self.engine} serves no deltas of full fine-tunes: export them (`iserve variant export`) and "
+                "deploy each by itself, or take the embedded engine"
+            )
         return self._adapters_refusal(spec)
 
     def _adapters_refusal(self, spec: ModelSpec) -> str | None:

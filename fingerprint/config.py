@@ -18,6 +18,7 @@ __all__ = [
     "ADAPTER_RANKS",
     "LOADED_PER_SLOT",
     "MAX_ADAPTER_SLOTS",
+    "MAX_DELTA_MIB",
     "MAX_GPUS",
     "DeploymentConfig",
     "KvFormat",
@@ -32,6 +33,7 @@ __all__ = [
 MAX_GPUS = 1024  # of one plan or deployment; placement answers in milliseconds up to here
 MAX_DRAFT_TOKENS = 16
 MAX_ADAPTER_SLOTS = 256
+MAX_DELTA_MIB = 2**20
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256)  # that a slot can be made for: of the ranks that vLLM offers
 LOADED_PER_SLOT = 4  # adapters that a worker keeps loaded, on the host where they do not run, for each slot
 
@@ -95,6 +97,8 @@ class DeploymentConfig:
     """LoRA adapters that may take part in one step, next to the base; 0: the base alone is served."""
     adapter_rank: int = 0
     """Largest rank of an adapter that a slot holds; 0 without slots."""
+    delta_mib: int = 0
+    """MiB of the largest delta of a full fine-tune that a slot holds on each GPU; 0: slots hold adapters alone."""
 
     def __post_init__(self) -> None:
         if self.tp < 1 or self.pp < 1:
@@ -108,6 +112,8 @@ class DeploymentConfig:
         if self.adapter_rank not in ((0,) if not self.adapter_slots else ADAPTER_RANKS):
             ranks = ", ".join(map(str, ADAPTER_RANKS))
             raise ConfigError(f"adapter slots hold a largest rank of {ranks}, got {self.adapter_rank}")
+        if not 0 <= self.delta_mib <= (MAX_DELTA_MIB if self.adapter_slots else 0):
+            raise ConfigError(f"adapter slots hold deltas of up to {MAX_DELTA_MIB} MiB, got {self.delta_mib}")
 
     @property
     def num_gpus(self) -> int:
@@ -116,7 +122,7 @@ class DeploymentConfig:
     @property
     def without_slots(self) -> DeploymentConfig:
         """The same configuration of the base alone."""
-        return replace(self, adapter_slots=0, adapter_rank=0) if self.adapter_slots else self
+        return replace(self, adapter_slots=0, adapter_rank=0, delta_mib=0) if self.adapter_slots else self
 
     @property
     def loaded_adapters(self) -> int:
@@ -126,6 +132,7 @@ class DeploymentConfig:
     def __str__(self) -> str:
         drafts = f",drafts={self.draft_tokens}" if self.draft_tokens else ""
         adapters = f",adapters={self.adapter_slots}xr{self.adapter_rank}" if self.adapter_slots else ""
+        adapters += f",delta={self.delta_mib}MiB" if self.delta_mib else ""
         formats = f"weights={self.weights},kv={self.kv},pruning={self.pruning}"
         return f"tp={self.tp},pp={self.pp},{formats}{drafts}{adapters}"
 

@@ -43,6 +43,7 @@ class EngineTraits:
         repacks_weights: whether it holds a quantized checkpoint's matrices as its kernels want them
             (``fingerprint.loaded_bytes``); else as its files have them.
         loads_on_gpu: whether all loaded adapters lie in the GPU's memory; else those that take part in a step.
+        serves_deltas: whether it serves deltas of full fine-tunes next to their base.
         slots_for_vocabulary: whether an adapter slot has room for updates of embeddings and output layer, which no
             variant has: vLLM's classes mostly do (decision 42).
         times_adapters: whether what adapters add to a step was measured on some release of it.
@@ -61,6 +62,7 @@ class EngineTraits:
     drafts_ngrams: bool = False
     repacks_weights: bool = False
     loads_on_gpu: bool = False
+    serves_deltas: bool = False
     slots_for_vocabulary: bool = False
     times_adapters: bool = False
     startup_s: float = 0.0
@@ -92,7 +94,11 @@ TRAITS: Mapping[str, EngineTraits] = MappingProxyType(
         ),
         "tensorrt-llm": EngineTraits(title="TensorRT-LLM", overlaps_host=True, caches_prefixes=True),
         "torch": EngineTraits(
-            title="the embedded engine", kv_cache=KvCache.SLOTS, fills_stages=False, loads_on_gpu=True
+            title="the embedded engine",
+            kv_cache=KvCache.SLOTS,
+            fills_stages=False,
+            loads_on_gpu=True,
+            serves_deltas=True,
         ),
     }
 )

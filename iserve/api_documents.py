@@ -225,7 +225,7 @@ class MergeAdviceDocument:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VariantDocument:
-    """LoRA adapter that is registered as a variant of a base model."""
+    """LoRA adapter or delta of a full fine-tune that is registered as a variant of a base model."""
 
     name: str
     """Variant's name, which clients give as `model`."""
@@ -238,9 +238,9 @@ class VariantDocument:
     engine_name: str
     """Name of the variant at the engines, which changes with its content."""
     rank: int
-    """Largest rank of its updates."""
+    """Largest rank of its updates; 0: it is a delta."""
     num_modules: int
-    """Number of matrices that it updates."""
+    """Number of matrices that it updates, of a delta of tensors that differ from the base's."""
     size_bytes: int
     """Bytes of its tensors."""
     new_bytes: int | None

@@ -10,11 +10,14 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
-from fingerprint.delta import FORMATS, DeltaManifest, export_delta, read_delta
+from fingerprint.codec import to_json
+from fingerprint.delta import FORMATS, DeltaManifest, export_delta, is_delta, read_delta
 from fingerprint.errors import CheckpointError, NotFoundError
 from fingerprint.extras import need_extra
+from fingerprint.lora.adapter_config import CONFIG_FILE
 from iserve.model_source import ModelSource, existing_path, plain_path, resolve
 from iserve.quality.texts import read_texts
 
@@ -23,8 +26,10 @@ __all__ = [
     "ExportDocument",
     "MatrixDocument",
     "compress_variant",
+    "compressed_folder",
     "export_variant",
     "formats_of",
+    "is_fine_tune",
 ]
 
 
@@ -143,6 +148,28 @@ def compress_variant(
     )
     made = compress_delta(order, progress)
     return _document(made.manifest, order.target, made.num_bytes, made.finetuned_bytes, made.units_found_done)
+
+
+def is_fine_tune(folder: str) -> bool:
+    """Return whether a folder has a whole model, neither an adapter nor a delta."""
+    path = existing_path(folder)
+    if path is None or not path.is_dir() or is_delta(path) or (path / CONFIG_FILE).exists():
+        return False
+    return (path / "config.json").is_file()
+
+
+def compressed_folder(
+    work: Path, base: str, finetuned: str, format_name: str, calibration: Path | None, max_error: float | None
+) -> Path:
+    """Return the folder, within ``work``, for a delta that is made to be registered.
+
+    It is the same for the same command on the same files, by their sizes and times, so that an interrupted one
+    goes on and finds what it has done.
+    """
+    files = sorted(Path(finetuned).glob("*.safetensors")) + ([] if calibration is None else [calibration])
+    facts = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
+    key = to_json([base, finetuned, format_name, max_error, facts])
+    return work / sha256(key).hexdigest()[:16]
 
 
 def _document(

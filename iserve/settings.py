@@ -145,6 +145,11 @@ class Settings:
     def variant_folder(self) -> Path:
         return self.home / "variants"
 
+    @property
+    def compressing_folder(self) -> Path:
+        """Folder of deltas while they are made by ``variant add``."""
+        return self.home / "compressing"
+
     def environment(self) -> dict[str, str]:
         """Return the variables that make a child process read these very settings."""
         values = {f"ISERVE_{f.name.upper()}": getattr(self, f.name) for f in fields(self)}

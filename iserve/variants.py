@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fingerprint.checkpoint import stored_tensors
+from fingerprint.checkpoint import Checkpoint, stored_tensors
 from fingerprint.companion_files import differing_companions
 from fingerprint.config import ADAPTER_RANKS
 from fingerprint.config_json import read_config
+from fingerprint.delta import Delta, check_base, is_delta, read_delta
 from fingerprint.errors import BadInputError, CheckpointError, NotFoundError, UnsupportedAdapterError
 from fingerprint.lora import (
     BaseTensors,
@@ -33,6 +34,7 @@ __all__ = [
     "adapter_for_serving",
     "inspect_adapter",
     "merge_variant",
+    "variant_for_serving",
 ]
 
 # Modules that engines keep without room for an update.
@@ -151,6 +153,25 @@ def inspect_adapter(adapter: str, base: str | None, registered: Mapping[str, Pat
     )
 
 
+def variant_for_serving(path: str, base: ModelSource) -> LoraAdapter | Delta:
+    """Return the adapter or the delta in the folder ``path``, all of it checked, to be served next to ``base``.
+
+    Raises:
+        NotFoundError, ConfigError, CheckpointError, UnsupportedAdapterError: as :func:`adapter_for_serving` and
+            ``read_delta``; a delta was made of another base, or changes nothing.
+    """
+    folder = existing_path(path)
+    if folder is None or not is_delta(folder if folder.is_dir() else folder.parent):
+        return adapter_for_serving(path, base)
+    delta = read_delta(_adapter_folder(path))
+    if not delta.manifest.changed:
+        raise CheckpointError(f"the delta in {delta.folder} changes nothing; ask for the base itself")
+    if not base.has_weights:
+        raise _no_weights(base)
+    check_base(Checkpoint.open(base.directory), delta.manifest.base)
+    return delta
+
+
 def adapter_for_serving(adapter: str, base: ModelSource) -> LoraAdapter:
     """Return the adapter in the folder ``adapter``, all of it checked, which an engine can load next to ``base``.
 
@@ -163,7 +184,8 @@ def adapter_for_serving(adapter: str, base: ModelSource) -> LoraAdapter:
     reason = _why_not_served(found)
     if reason is not None:
         raise UnsupportedAdapterError(
-            f"{found.folder} cannot be served next to its base: {reason}; merge it: iserve variant merge"
+            f"{found.folder} cannot be served next to its base: {reason}; merge it (`iserve variant merge`), and "
+            "deploy the result or add it as a delta (`iserve variant add`)"
         )
     check_fit(found, _base_tensors(base))
     check_values(found)

@@ -107,6 +107,7 @@ class SlotNeed:
     rank: int  # that each holds
     without_slot: tuple[float, ...]  # share of the variants asked for at once, with 0, 1, ... slots
     is_fixed: bool = False  # so many were asked for, whatever they take
+    delta_mib: int = 0  # of the largest delta that each holds
 
     @property
     def without(self) -> float:
@@ -114,19 +115,20 @@ class SlotNeed:
         return self.without_slot[self.slots]
 
 
-def slot_need(load: AskedVariants, rank: int, requests: float, slots: int = 0) -> SlotNeed:
+def slot_need(load: AskedVariants, rank: int, requests: float, slots: int = 0, *, delta_mib: int = 0) -> SlotNeed:
     """Return the fewest slots, a power of two, with which at most ``MOST_WITHOUT`` of the variants find none.
 
     Args:
         rank: of the adapters, the largest; slots are made for the next rank that engines offer.
         requests: in flight on average, those for the base included.
         slots: asked for, ``MOST_SLOTS`` at most; 0: as many as are needed.
+        delta_mib: of the largest delta of a full fine-tune among them; 0: all are adapters.
     """
     slot_rank = next(one for one in ADAPTER_RANKS if one >= rank)
     without = load.without_slot(requests)
     if slots:
-        return SlotNeed(slots, slot_rank, tuple(without.tolist()), is_fixed=True)
+        return SlotNeed(slots, slot_rank, tuple(without.tolist()), is_fixed=True, delta_mib=delta_mib)
     slots = 1
     while slots < min(MOST_SLOTS, len(load.shares)) and without[slots] > MOST_WITHOUT:
         slots *= 2
-    return SlotNeed(slots, slot_rank, tuple(without.tolist()))
+    return SlotNeed(slots, slot_rank, tuple(without.tolist()), delta_mib=delta_mib)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
-from fingerprint.config import ADAPTER_RANKS, DeploymentConfig, KvFormat, Pruning, WeightFormat
+from fingerprint.config import ADAPTER_RANKS, MAX_DELTA_MIB, DeploymentConfig, KvFormat, Pruning, WeightFormat
 from fingerprint.errors import ConfigError
 
 __all__ = [
@@ -183,6 +183,7 @@ class Traffic:
     )
     variants: int = 0  # LoRA adapters that requests ask for, next to the base; 0: the base alone
     variant_rank: int = 16  # the largest
+    delta_mib: int = 0  # of the largest delta of a full fine-tune among the variants; 0: all are adapters
     variant_skew: float = 1.0  # exponent of Zipf's law by which they are popular; 0: all alike
     base_share: float = 0.0  # of the requests, those for the base itself, where it has variants
 
@@ -209,6 +210,8 @@ class Traffic:
                 f"adapters of rank 1 to {ADAPTER_RANKS[-1]} are served next to their base, got "
                 f"{self.variant_rank}; merge one of a higher rank: iserve variant merge"
             )
+        if not 0 <= self.delta_mib <= MAX_DELTA_MIB:
+            raise ConfigError(f"slots hold deltas of 0 to {MAX_DELTA_MIB:,} MiB, got {self.delta_mib:,}")
         if not 0 <= self.variant_skew <= _MOST_SKEW:
             raise ConfigError(
                 f"the exponent of Zipf's law must be from 0 to {_MOST_SKEW:g}, got {self.variant_skew:g}"

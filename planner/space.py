@@ -95,6 +95,7 @@ def configuration_space(
             engine="",
             adapter_slots=0 if slots is None else slots.slots,
             adapter_rank=0 if slots is None else slots.rank,
+            delta_mib=0 if slots is None else slots.delta_mib,
         )
         for (tp, pp), (weights, kv, pruning) in product(degrees, formats(spec, gpu))
     )

@@ -1,1 +1,1 @@
-"""LoRA variants on disk: their tensors, kept once each, and folders that engines load."""
+"""Variants on disk, LoRA adapters and deltas: their tensors, kept once each, and folders that engines load."""

@@ -1,4 +1,5 @@
-"""Manifests of stored variants: the tensors of a LoRA adapter by their hashes, and the one scale of its updates.
+"""Manifests of stored variants: the tensors of a LoRA adapter by their hashes, and the one scale of its updates;
+those of a delta, and its own manifest.
 
 A manifest has what changes answers and nothing else: its own hash names the content. The scale is one for the
 whole adapter because vLLM 0.24 reads ``r`` and ``lora_alpha`` and neither ``rank_pattern`` nor ``alpha_pattern``.
@@ -15,9 +16,24 @@ from math import prod
 
 from fingerprint.checkpoint import DTYPE_BITS
 from fingerprint.codec import from_json, to_json
+from fingerprint.delta import DeltaManifest
+from fingerprint.delta.manifest import MANIFEST_FILE
+from fingerprint.delta.reader import codes_name, scales_name
 from fingerprint.errors import BadInputError, CheckpointError
+from fingerprint.lora.adapter import WEIGHTS_FILE
+from fingerprint.lora.adapter_config import CONFIG_FILE
 
-__all__ = ["Manifest", "TensorRecord", "peft_config", "read_manifest", "referenced_tensors"]
+__all__ = [
+    "DELTA_WEIGHTS_FILE",
+    "DeltaContent",
+    "Manifest",
+    "TensorRecord",
+    "peft_config",
+    "read_manifest",
+    "referenced_tensors",
+]
+
+DELTA_WEIGHTS_FILE = "delta-00000.safetensors"
 
 _FACTOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight", re.DOTALL)
 
@@ -51,6 +67,56 @@ class Manifest:
     def num_bytes(self) -> int:
         return sum(tensor.num_bytes for tensor in self.tensors)
 
+    @property
+    def weights_file(self) -> str:
+        """Name of the file of tensors in a loadable folder."""
+        return WEIGHTS_FILE
+
+    @property
+    def config_file(self) -> tuple[str, bytes]:
+        """Name and content of the file next to it."""
+        return CONFIG_FILE, peft_config(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeltaContent:
+    """Content of a variant that is a delta of a full fine-tune."""
+
+    tensors: tuple[TensorRecord, ...]  # in the order of their names
+    delta: DeltaManifest
+
+    @property
+    def content_hash(self) -> str:
+        return self.delta.content_hash
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+    @property
+    def weights_file(self) -> str:
+        """Name of the file of tensors in a loadable folder."""
+        return DELTA_WEIGHTS_FILE
+
+    @property
+    def config_file(self) -> tuple[str, bytes]:
+        """Name and content of the file next to it."""
+        return MANIFEST_FILE, to_json(self.delta)
+
+    def names_its_tensors(self) -> bool:
+        """Return whether the tensors have the hashes of the delta's manifest, which the content hash covers."""
+        said = {tensor.name: tensor.sha256 for tensor in self.delta.exact}
+        for matrix in self.delta.matrices:
+            said |= {codes_name(matrix.name): matrix.codes, scales_name(matrix.name): matrix.scales}
+        return said == {tensor.name: tensor.sha256 for tensor in self.tensors}
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Field by which the manifest of an adapter differs from that of a delta."""
+
+    scale: float | None = None
+
 
 @dataclass(frozen=True, slots=True)
 class _Reference:
@@ -64,7 +130,7 @@ class _References:
     tensors: tuple[_Reference, ...]
 
 
-def read_manifest(data: bytes, content_hash: str) -> Manifest:
+def read_manifest(data: bytes, content_hash: str) -> Manifest | DeltaContent:
     """Return the manifest in ``data``.
 
     Raises:
@@ -72,10 +138,12 @@ def read_manifest(data: bytes, content_hash: str) -> Manifest:
     """
     what = f"the manifest of variant {content_hash[:16]}"
     try:
-        manifest = from_json(data, Manifest, what=what)
+        is_delta = from_json(data, _Kind, what=what).scale is None
+        manifest = from_json(data, DeltaContent, what=what) if is_delta else from_json(data, Manifest, what=what)
     except BadInputError as error:
         raise CheckpointError(f"{error}; add the adapter again") from error
-    if manifest.content_hash != content_hash:
+    is_same = manifest.content_hash == content_hash
+    if not is_same or (isinstance(manifest, DeltaContent) and not manifest.names_its_tensors()):
         raise CheckpointError(f"{what} was changed; add the adapter again")
     return manifest
 

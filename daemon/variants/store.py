@@ -1,8 +1,8 @@
-"""Store of LoRA variants: content-addressed tensors, a manifest per content, and folders that engines load.
+"""Store of variants: content-addressed tensors, a manifest per content, and folders that engines load.
 
     tensors/ab/<sha256>       bytes of one tensor; variants that share it share the file
     manifests/<content hash>  what a variant consists of; written last, so that what it names is there
-    loadable/<content hash>/  adapter_config.json and adapter_model.safetensors: a cache, made on demand
+    loadable/<content hash>/  files of an adapter or a delta, as engines load them: a cache, made on demand
     writing/                  files and folders until they get their names
 
 An addition holds the content's lock shared, a removal holds it alone: no tensor is removed that a manifest is
@@ -37,13 +37,13 @@ from daemon.variants.adapter_tensors import (
     common_scale,
     tensors_to_store,
 )
-from daemon.variants.manifest import Manifest, TensorRecord, peft_config, read_manifest, referenced_tensors
+from daemon.variants.delta_tensors import delta_manifest, delta_tensors_to_store
+from daemon.variants.manifest import DeltaContent, Manifest, TensorRecord, read_manifest, referenced_tensors
 from fingerprint.checkpoint import CHUNK_BYTES, Checkpoint
 from fingerprint.codec import to_json
+from fingerprint.delta import Delta
 from fingerprint.errors import BadInputError, CheckpointError, NotFoundError, UnavailableError
 from fingerprint.lora import LoraAdapter, require_supported
-from fingerprint.lora.adapter import WEIGHTS_FILE
-from fingerprint.lora.adapter_config import CONFIG_FILE
 from fingerprint.output_file import why_not_written
 from fingerprint.safetensors_writer import OutputTensor, write_safetensors
 from fingerprint.tensor_hash import new_tensor_hash, tensor_hash
@@ -94,18 +94,34 @@ class VariantStore:
         self._tensors, self._manifests = root / "tensors", root / "manifests"
         self._loadable, self._writing = root / _LOADABLE, root / "writing"
 
-    def add(self, adapter: LoraAdapter, progress: Progress | None = None) -> StoredVariant:
-        """Keep the content of ``adapter``; what is there already is checked, and mended where it is damaged.
+    def add(self, variant: LoraAdapter | Delta, progress: Progress | None = None) -> StoredVariant:
+        """Keep the content of ``variant``; what is there already is checked, and mended where it is damaged.
 
-        Updates of another scale than most get it in their B, rounded to its type.
+        Updates of an adapter of another scale than most get it in their B, rounded to its type.
 
         Raises:
             UnsupportedAdapterError: it is more than a plain LoRA.
             CheckpointError: its files changed since they were read, or B is beyond its type with its scale in it.
         """
-        require_supported(adapter)
-        scale = common_scale(adapter.modules)
-        sources = sorted(tensors_to_store(adapter, scale), key=lambda source: source.name)
+        if isinstance(variant, Delta):
+            return self._add(delta_tensors_to_store(variant), partial(_delta_content, variant), progress)
+        require_supported(variant)
+        scale = common_scale(variant.modules)
+
+        def manifest(records: tuple[TensorRecord, ...]) -> Manifest:
+            made = Manifest(scale=scale, tensors=records)
+            check_readable(made, variant)
+            return made
+
+        return self._add(tensors_to_store(variant, scale), manifest, progress)
+
+    def _add(
+        self,
+        tensors: Iterable[TensorToStore],
+        manifest_of: Callable[[tuple[TensorRecord, ...]], Manifest | DeltaContent],
+        progress: Progress | None,
+    ) -> StoredVariant:
+        sources = sorted(tensors, key=lambda source: source.name)
         total = sum(source.num_bytes for source in sources)
         records: list[TensorRecord] = []
         done = new_bytes = 0
@@ -119,8 +135,7 @@ class VariantStore:
                     done += source.num_bytes
                     if progress is not None:
                         progress(done, total)
-                manifest = Manifest(scale=scale, tensors=tuple(records))
-                check_readable(manifest, adapter)
+                manifest = manifest_of(tuple(records))
                 self._make_durable(records)
                 self._write(self._manifests / manifest.content_hash, (to_json(manifest),), durable=True)
                 sync_folder(self._manifests)
@@ -134,7 +149,7 @@ class VariantStore:
         )
 
     def loadable(self, content_hash: str) -> Path:
-        """Return a folder that engines load: ``adapter_config.json`` and ``adapter_model.safetensors``.
+        """Return a folder that engines load: of an adapter in PEFT's format, or of a delta.
 
         Ask anew before each load: the folder is removed once it was not asked for in a while.
 
@@ -145,7 +160,7 @@ class VariantStore:
         folder = self._loadable / _checked(content_hash)
         with self._reported(), self._locked(_LOADABLE, fcntl.LOCK_SH):
             manifest = self._manifest(content_hash)
-            is_there = _is_whole(folder)
+            is_there = _is_whole(folder, manifest)
             if not is_there:
                 self._build(folder, manifest)
             os.utime(folder)
@@ -290,7 +305,7 @@ class VariantStore:
         for unused in unreferenced:
             self._tensor_file(unused).unlink(missing_ok=True)
 
-    def _manifest(self, content_hash: str) -> Manifest:
+    def _manifest(self, content_hash: str) -> Manifest | DeltaContent:
         try:
             data = (self._manifests / content_hash).read_bytes()
         except FileNotFoundError as error:
@@ -299,7 +314,7 @@ class VariantStore:
             ) from error
         return read_manifest(data, content_hash)
 
-    def _build(self, folder: Path, manifest: Manifest) -> None:
+    def _build(self, folder: Path, manifest: Manifest | DeltaContent) -> None:
         """Make the loadable folder, in place of a damaged one."""
         part = self._writing / secrets.token_hex(8)
         try:
@@ -310,12 +325,15 @@ class VariantStore:
                 )
                 for record in manifest.tensors
             ]
-            write_safetensors(part / WEIGHTS_FILE, outputs)
-            (part / CONFIG_FILE).write_bytes(peft_config(manifest))
-            for file in (part / WEIGHTS_FILE, part / CONFIG_FILE, part):
+            weights, (config, content) = part / manifest.weights_file, manifest.config_file
+            write_safetensors(weights, outputs)
+            (part / config).write_bytes(content)
+            for file in (weights, part / config, part):
                 _sync(file)
             with self._locked("placing", fcntl.LOCK_EX):
-                if not _is_whole(folder):  # else another builder was first, and its caller may be reading
+                if not _is_whole(
+                    folder, manifest
+                ):  # else another builder was first, and its caller may be reading
                     self._discard(folder)
                     part.rename(folder)
         finally:
@@ -382,13 +400,21 @@ def _file_pieces(file: Path, num_bytes: int) -> Iterator[bytes]:
             yield piece
 
 
-def _is_whole(folder: Path) -> bool:
+def _delta_content(delta: Delta, records: tuple[TensorRecord, ...]) -> DeltaContent:
+    """Return the content of a delta whose tensors were stored. Raises CheckpointError: they changed meanwhile."""
+    made = DeltaContent(tensors=records, delta=delta_manifest(delta))
+    if not made.names_its_tensors():
+        raise changed_while_read(records[0].name if records else "", delta.folder)
+    return made
+
+
+def _is_whole(folder: Path, manifest: Manifest | DeltaContent) -> bool:
     """Return whether the files of a loadable folder are there, in their full sizes."""
     try:
-        Checkpoint.of_file(folder / WEIGHTS_FILE)
+        Checkpoint.of_file(folder / manifest.weights_file)
     except CheckpointError:
         return False
-    return (folder / CONFIG_FILE).is_file()
+    return (folder / manifest.config_file[0]).is_file()
 
 
 def _size(folder: Path) -> int:

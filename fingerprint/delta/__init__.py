@@ -9,7 +9,7 @@ from __future__ import annotations
 from fingerprint.delta.export import ExportResult, check_base, export_delta
 from fingerprint.delta.formats import DEFAULT_FORMAT, EMBEDDING_FORMAT, FORMATS, DeltaFormat, delta_bytes
 from fingerprint.delta.manifest import DeltaManifest
-from fingerprint.delta.reader import Delta, read_delta
+from fingerprint.delta.reader import Delta, is_delta, open_delta, read_delta
 
 __all__ = [
     "DEFAULT_FORMAT",
@@ -22,5 +22,7 @@ __all__ = [
     "check_base",
     "delta_bytes",
     "export_delta",
+    "is_delta",
+    "open_delta",
     "read_delta",
 ]

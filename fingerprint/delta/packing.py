@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from fingerprint.delta.formats import GROUP, TILE_ROWS, WORD_BITS, DeltaFormat
 
-__all__ = ["dequantize", "pack_codes", "pad_scales", "unpack_codes"]
+__all__ = ["dequantize", "pack_codes", "pad_scales", "planes", "unpack_codes"]
 
 Codes = npt.NDArray[np.uint8]  # [outputs, inputs]
 Words = npt.NDArray[np.uint16]  # [tiles, groups, 64, words]
@@ -26,7 +26,7 @@ def pack_codes(codes: Codes, bits: int) -> Words:
     padded = np.pad(codes, ((0, -outputs % TILE_ROWS), (0, -inputs % GROUP)))
     tiles = padded.reshape(padded.shape[0] // TILE_ROWS, TILE_ROWS, -1, GROUP).transpose(0, 2, 1, 3)
     rows, low = [], 0
-    for width in _planes(bits):
+    for width in planes(bits):
         rows.append(_pack_row((tiles >> low) & (2**width - 1), width))
         low += width
     return np.concatenate(rows, axis=-1)
@@ -37,7 +37,7 @@ def unpack_codes(words: Words, bits: int, shape: tuple[int, int]) -> Codes:
     tiles, groups = words.shape[:2]
     codes = np.zeros((tiles, groups, TILE_ROWS, GROUP), np.uint8)
     first, low = 0, 0
-    for width in _planes(bits):
+    for width in planes(bits):
         end = first + GROUP * width // WORD_BITS
         codes |= _unpack_row(words[..., first:end], width) << np.uint8(low)
         first, low = end, low + width
@@ -59,7 +59,7 @@ def dequantize(codes: Codes, scales: Floats, format_: DeltaFormat) -> Floats:
     return values
 
 
-def _planes(bits: int) -> tuple[int, ...]:
+def planes(bits: int) -> tuple[int, ...]:
     """Return the widths that divide a word, which together are ``bits``."""
     return (2, 1) if bits == 3 else (bits,)
 

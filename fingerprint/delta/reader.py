@@ -27,7 +27,17 @@ from fingerprint.float_bytes import FLOAT_DTYPES, decode_floats
 from fingerprint.folder_file import file_within
 from fingerprint.tensor_hash import tensor_hash
 
-__all__ = ["CODES_DTYPE", "SCALES_DTYPE", "Delta", "codes_name", "read_change", "read_delta", "scales_name"]
+__all__ = [
+    "CODES_DTYPE",
+    "SCALES_DTYPE",
+    "Delta",
+    "codes_name",
+    "is_delta",
+    "open_delta",
+    "read_change",
+    "read_delta",
+    "scales_name",
+]
 
 CODES_DTYPE, SCALES_DTYPE = "I16", "BF16"  # words of either sign: engines have kernels for those
 _MAX_MANIFEST_BYTES = 64 * 2**20
@@ -49,7 +59,7 @@ def scales_name(tensor: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Delta:
-    """Delta on disk, all of it checked when it was read."""
+    """Delta on disk, but for the bytes of its tensors all of it checked."""
 
     folder: Path
     manifest: DeltaManifest
@@ -63,6 +73,18 @@ class Delta:
         """Yield the bytes of a tensor that is kept as it is."""
         return self.files[tensor.file].chunks(tensor.name)
 
+    def read(self, file: str, tensor: str, expected: str) -> bytes:
+        """Return the bytes of a tensor of one of the files.
+
+        Raises:
+            CheckpointError: they do not have the hash ``expected``, or cannot be read.
+        """
+        entry = self.files[file].tensors[tensor]
+        raw = self.files[file].read(tensor)
+        if tensor_hash(entry.dtype, entry.shape, (raw,)) != expected:
+            raise _changed(entry.file, tensor)
+        return raw
+
 
 def read_change(file: Checkpoint, matrix: MatrixRecord) -> npt.NDArray[np.float32]:
     """Return the change [outputs, inputs] of a matrix whose codes and scales, checked before, are in ``file``."""
@@ -73,13 +95,28 @@ def read_change(file: Checkpoint, matrix: MatrixRecord) -> npt.NDArray[np.float3
     return dequantize(codes, scales.reshape(format_.scales_shape(matrix.shape)), format_)
 
 
+def is_delta(folder: Path) -> bool:
+    """Return whether a folder has the manifest of a delta."""
+    return os.path.lexists(folder / MANIFEST_FILE)
+
+
 def read_delta(folder: Path) -> Delta:
     """Return the delta in ``folder``. All its bytes are read.
 
     Raises:
+        NotFoundError, CheckpointError: as :func:`open_delta`, or a tensor was changed.
+    """
+    delta = open_delta(folder)
+    _check_bytes(delta)
+    return delta
+
+
+def open_delta(folder: Path) -> Delta:
+    """Return the delta in ``folder``, by its manifest and headers: its tensors are not read.
+
+    Raises:
         NotFoundError: no such folder, or no delta in it.
-        CheckpointError: a file that cannot be read, was changed, or is not of this delta; the message names the
-            first tensor.
+        CheckpointError: a file that cannot be read or is not of this delta; the message names the first tensor.
     """
     manifest = _read_manifest(folder)
     files = {}
@@ -88,9 +125,7 @@ def read_delta(folder: Path) -> Delta:
             raise CheckpointError(f"{folder} has no {name}, which its {MANIFEST_FILE} names; {_AGAIN}")
         files[name] = Checkpoint.of_file(file_within(folder, name, "delta"))
     _check_headers(folder, manifest, files)
-    delta = Delta(folder=folder, manifest=manifest, files=files)
-    _check_bytes(delta)
-    return delta
+    return Delta(folder=folder, manifest=manifest, files=files)
 
 
 def _read_manifest(folder: Path) -> DeltaManifest:
@@ -185,7 +220,11 @@ def _check_bytes(delta: Delta) -> None:
 def _check_hash(file: Checkpoint, name: str, expected: str) -> None:
     entry = file.tensors[name]
     if tensor_hash(entry.dtype, entry.shape, file.chunks(name)) != expected:
-        raise _bad(entry.file, name, "was changed since the delta was made (its hash differs)")
+        raise _changed(entry.file, name)
+
+
+def _changed(file: Path, tensor: str) -> CheckpointError:
+    return _bad(file, tensor, "was changed since the delta was made (its hash differs)")
 
 
 def _shown(tensors: dict[str, tuple[str, tuple[int, ...]]], name: str) -> str:

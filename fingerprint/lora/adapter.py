@@ -51,7 +51,9 @@ _MORE = {
     "lora_": "a part of a LoRA that this release does not know",
     ".weight": "a whole module that was trained",
 }
-_MERGE_ELSEWHERE = "merge it with PEFT (merge_and_unload) and deploy the result"
+_MERGE_ELSEWHERE = (
+    "merge it with PEFT (merge_and_unload), and deploy the result or add it as a delta (iserve variant add)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +191,7 @@ def _why_missing(folder: Path, name: str) -> NotFoundError | CheckpointError:
     if "config.json" in names and names.intersection((SINGLE_FILE, INDEX_FILE)):
         return NotFoundError(
             f"{folder} is a whole model, not an adapter: it has no {CONFIG_FILE}; deploy it as it is: "
-            f"iserve deploy {shlex.quote(str(folder))}"
+            f"iserve deploy {shlex.quote(str(folder))}; or compress it (iserve variant compress), add its delta"
         )
     return NotFoundError(f"{folder} has no {CONFIG_FILE}; give the folder that PEFT's save_pretrained wrote")
 

@@ -45,21 +45,24 @@ _READ = frozenset(
         *("use_rslora",),
     }
 )
-_MERGE_ELSEWHERE = "merge it with PEFT (merge_and_unload) and deploy the result"
+_MERGE_ELSEWHERE = (
+    "merge it with PEFT (merge_and_unload), and deploy the result or add it as a delta (iserve variant add)"
+)
+_DEPLOY_MERGED = "merge it with PEFT (merge_and_unload) and deploy the result"  # of which no delta is made
 _NOT_MERGEABLE = "no merged checkpoint computes the same, and no engine of this release serves it"
 # Fields that change more than W + scale * B @ A, with what they do and the way out.
 _REFUSED: Mapping[str, str] = {
     "alora_invocation_tokens": f"the update holds from certain tokens on (aLoRA); {_NOT_MERGEABLE}",
     "arrow_config": f"several adapters are mixed token by token (Arrow); {_NOT_MERGEABLE}",
     "ensure_weight_tying": f"tied weights are updated together; {_MERGE_ELSEWHERE}",
-    "fan_in_fan_out": f"the base keeps its matrices transposed (Conv1D, as GPT-2); {_MERGE_ELSEWHERE}",
+    "fan_in_fan_out": f"the base keeps its matrices transposed (Conv1D, as GPT-2); {_DEPLOY_MERGED}",
     "kasa_config": f"the base's weights are truncated before the update (KaSA); {_MERGE_ELSEWHERE}",
-    "layer_replication": f"layers of the base are repeated; {_MERGE_ELSEWHERE}",
+    "layer_replication": f"layers of the base are repeated; {_DEPLOY_MERGED}",
     "lora_bias": f"biases were trained; {_MERGE_ELSEWHERE}",
     "megatron_config": f"the adapter is of Megatron's layers; {_MERGE_ELSEWHERE}",
     "modules_to_save": f"whole modules were trained; {_MERGE_ELSEWHERE}",
     "monteclora_config": f"the update is sampled (MonteCLoRA); {_MERGE_ELSEWHERE}",
-    "target_parameters": f"stacked parameters (experts) were adapted; {_MERGE_ELSEWHERE}",
+    "target_parameters": f"stacked parameters (experts) were adapted; {_DEPLOY_MERGED}",
     "trainable_token_indices": f"embeddings of tokens were trained; {_MERGE_ELSEWHERE}",
     "use_bdlora": f"the matrices are block-diagonal (BD-LoRA); {_MERGE_ELSEWHERE}",
     "use_dora": f"the merged rows are rescaled (DoRA); {_MERGE_ELSEWHERE}",

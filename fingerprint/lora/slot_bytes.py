@@ -24,6 +24,8 @@ _MORE_MATRICES = 3  # that linear parameters beyond those of attention and exper
 def slot_bytes(spec: ModelSpec, config: DeploymentConfig, num_layers: int) -> int:
     """Return the bytes of one adapter of rank ``config.adapter_rank`` on a GPU that holds ``num_layers`` layers.
 
+    Of a delta, where the slot is for one and that is larger: it is counted as whole on every GPU.
+
     All experts are counted, though an adapter may update none; embeddings and output layer, where the engine has
     room for them, on every stage and for classes that keep none. Matrices between two narrow sides (those of
     latent attention) are counted as if one was the hidden state: for them this is an estimate.
@@ -31,7 +33,8 @@ def slot_bytes(spec: ModelSpec, config: DeploymentConfig, num_layers: int) -> in
     sides = sum(spec.hidden_size + ceil(width) for width in _split_widths(spec, config.tp))
     has_vocabulary = traits_of(config.engine).slots_for_vocabulary
     of_vocabulary = 2 * (spec.vocab_size + spec.hidden_size) if has_vocabulary else 0
-    return int(config.adapter_rank * (sides * num_layers + of_vocabulary) * WEIGHT_16BIT_BYTES)
+    adapter = int(config.adapter_rank * (sides * num_layers + of_vocabulary) * WEIGHT_16BIT_BYTES)
+    return max(adapter, config.delta_mib << 20)
 
 
 def adapter_bytes(spec: ModelSpec, rank: int) -> int:

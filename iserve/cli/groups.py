@@ -87,6 +87,7 @@ _MORE: Mapping[str, Mapping[str, Any]] = {
     },
     "variants": {"metavar": "N", "min": 0},
     "variant_rank": {"flag": "--rank", "metavar": "R", "min": 1},
+    "delta_mib": {"flag": "--delta-mib", "metavar": "MIB", "min": 0},
     "variant_popularity": {"flag": "--popularity", "metavar": "LAW"},
     "base_share": {"metavar": "SHARE"},
     "engine": {"callback": known_engine},

@@ -67,6 +67,9 @@ class Changes:
     variant_rank: Annotated[
         int | None, typer.Option("--rank", metavar="R", min=1, help=o.HELP["variant_rank"])
     ] = None
+    delta_mib: Annotated[
+        int | None, typer.Option("--delta-mib", metavar="MIB", min=0, help=o.HELP["delta_mib"])
+    ] = None
     variant_popularity: Annotated[
         str | None, typer.Option("--popularity", metavar="LAW", help=o.HELP["variant_popularity"])
     ] = None
@@ -139,7 +142,7 @@ def update(
     if not body:
         raise typer.BadParameter(
             "nothing is changed; give --intent, --slo, --replicas, --batch, --context, --input-tokens, "
-            "--output-tokens, --variants, --rank, --popularity, --base-share, --text-only, --images, "
+            "--output-tokens, --variants, --rank, --delta-mib, --popularity, --base-share, --text-only, --images, "
             "--image-tokens, --trust-remote-code, --model, --engine-version, --engine-arg, --tool-call-parser or "
             "--reasoning-parser"
         )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from iserve.cli.progress import StepDisplay
     from iserve.deltas import CompressDocument, ExportDocument
 
-__all__ = ["register"]
+__all__ = ["CalibrationOption", "FormatOption", "MaxErrorOption", "register", "show_units"]
 
 BaseArgument = Annotated[str, typer.Argument(metavar="BASE", help=BASE_HELP, callback=o.not_empty)]
 OutArgument = Annotated[str, typer.Argument(metavar="OUT", help=OUT_HELP, callback=o.not_empty)]
@@ -45,6 +45,35 @@ def _share(value: float | None) -> float | None:
     return value
 
 
+FormatOption = Annotated[
+    str,
+    typer.Option(
+        "--format",
+        metavar="FORMAT",
+        help="Form of the changes of linears: int1, int2, int3, int4, sparse24-int4 or sparse24-int2.",
+        callback=_known_format,
+    ),
+]
+CalibrationOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--calibration",
+        metavar="FILE",
+        help="Texts like those that the fine-tune serves: paragraphs, or a .jsonl file as `iserve quality` "
+        "reads it. Random tokens without.",
+    ),
+]
+MaxErrorOption = Annotated[
+    float | None,
+    typer.Option(
+        "--max-error",
+        metavar="SHARE",
+        help="Give a matrix more bits while the relative squared error of its outputs is above this.",
+        callback=_share,
+    ),
+]
+
+
 def compress(
     base: BaseArgument,
     finetuned: Annotated[
@@ -52,33 +81,9 @@ def compress(
         typer.Argument(metavar="FINETUNED", help="A full fine-tune of BASE, named alike.", callback=o.not_empty),
     ],
     out: OutArgument,
-    format_: Annotated[
-        str,
-        typer.Option(
-            "--format",
-            metavar="FORMAT",
-            help="Form of the changes of linears: int1, int2, int3, int4, sparse24-int4 or sparse24-int2.",
-            callback=_known_format,
-        ),
-    ] = "int2",
-    calibration: Annotated[
-        Path | None,
-        typer.Option(
-            "--calibration",
-            metavar="FILE",
-            help="Texts like those that the fine-tune serves: paragraphs, or a .jsonl file as `iserve quality` "
-            "reads it. Random tokens without.",
-        ),
-    ] = None,
-    max_error: Annotated[
-        float | None,
-        typer.Option(
-            "--max-error",
-            metavar="SHARE",
-            help="Give a matrix more bits while the relative squared error of its outputs is above this.",
-            callback=_share,
-        ),
-    ] = None,
+    format_: FormatOption = "int2",
+    calibration: CalibrationOption = None,
+    max_error: MaxErrorOption = None,
     as_json: o.JsonOption = False,
 ) -> None:
     """Write the changes that FINETUNED made to BASE to OUT, in a few bits a weight.
@@ -102,7 +107,7 @@ def compress(
             format_name=format_,
             calibration=calibration,
             max_error=max_error,
-            progress=lambda what, at, total: _show(display, "compressing", what, at, total),
+            progress=lambda what, at, total: show_units(display, "compressing", what, at, total),
         )
     if as_json:
         o.print_json(done)
@@ -134,7 +139,7 @@ def export(
     with StepDisplay(quiet=as_json) as display:
 
         def show(done_bytes: int, total_bytes: int) -> None:
-            _show(display, "exporting", "MiB", done_bytes >> 20, total_bytes >> 20)
+            show_units(display, "exporting", "MiB", done_bytes >> 20, total_bytes >> 20)
 
         done = export_variant(base, delta, out, registered, show)
     if as_json:
@@ -143,7 +148,7 @@ def export(
         typer.echo("\n".join(_exported_lines(done)))
 
 
-def _show(display: StepDisplay, step: str, what: str, done: int, total: int) -> None:
+def show_units(display: StepDisplay, step: str, what: str, done: int, total: int) -> None:
     from iserve.api_documents import ProgressDocument
 
     display.show(step, ProgressDocument(step=what, done=done, total=total, elapsed_s=0.0))

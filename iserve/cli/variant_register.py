@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from iserve.cli import options as o
-from iserve.cli.variant import BASE_HELP, AdapterArgument, size_text
+from iserve.cli.variant import BASE_HELP, size_text
+from iserve.cli.variant_delta import CalibrationOption, FormatOption, MaxErrorOption, show_units
 
 if TYPE_CHECKING:
     from iserve.api_documents import VariantDocument
     from iserve.client import ControllerClient
+    from iserve.settings import Settings
 
 __all__ = ["register"]
 
@@ -63,45 +67,95 @@ def add(
             callback=_new_name,
         ),
     ],
-    adapter: AdapterArgument,
+    adapter: Annotated[
+        str,
+        typer.Argument(
+            metavar="PATH",
+            help="Folder of a PEFT adapter, of a delta that `compress` wrote, or of a full fine-tune.",
+            callback=o.not_empty,
+        ),
+    ],
     base: Annotated[str, typer.Option("--base", metavar="MODEL", help=BASE_HELP, callback=o.not_empty)],
     replace: Annotated[
         bool, typer.Option("--replace", help="Give NAME, which has other content, this one in one step.")
     ] = False,
     pin: Annotated[bool, typer.Option("--pin", help="Have workers load it at once and keep it loaded.")] = False,
+    format_: FormatOption = "int2",
+    calibration: CalibrationOption = None,
+    max_error: MaxErrorOption = None,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Register the LoRA in ADAPTER as NAME, to be served next to its base without a merge.
+    """Register the LoRA or the delta in PATH as NAME, to be served next to its base.
 
-    It is checked as by `merge` and copied into iServe's home; tensors that variants share are kept once. Every
-    deployment of the base with adapter slots serves it from then on. The same command again changes nothing.
+    It is checked and copied into iServe's home; tensors that variants share are kept once. Every deployment of the
+    base with slots for it serves it from then on. The same command again changes nothing.
+
+    A full fine-tune is compressed first, as by `compress`, with its options. Killed at any moment, the same
+    command goes on with the layers that are done.
     """
     from iserve.api_documents import VariantDocument
     from iserve.cli.connection import client, folder_argument, model_argument
+    from iserve.deltas import is_fine_tune
     from iserve.rest_bodies import VariantBody
     from iserve.settings import load_settings
 
-    settings = load_settings()
+    settings, path = load_settings(), folder_argument(adapter)
+    made = None
+    if is_fine_tune(path):
+        path = made = _compressed(settings, base, path, format_, calibration, max_error, quiet=as_json)
     body = VariantBody(
         name=name,
         base=model_argument(base, settings),
-        path=folder_argument(adapter),
+        path=path,
         replace=replace,
         pinned=pin,
     )
     controller = client(settings)
     with _progress(controller, name, quiet=as_json or not is_terminal()):
         added = controller.patient(_ADD_TIMEOUT_S).post(_PATH, body.model_dump(), VariantDocument)
+    if made is not None:
+        shutil.rmtree(made, ignore_errors=True)
     if as_json:
         o.print_json(added)
         return
     shared = "" if added.new_bytes is None else f", {size_text(added.new_bytes)} of them new"
-    typer.echo(
-        f"{added.name}: a variant of {added.base}, rank {added.rank}, {size_text(added.size_bytes)}{shared}"
-    )
+    typer.echo(f"{added.name}: a variant of {added.base}, {_kind(added)}, {size_text(added.size_bytes)}{shared}")
     typer.echo(_serving(added))
     if added.merge_advice is not None:
         typer.echo(added.merge_advice.text)
+
+
+def _compressed(
+    settings: Settings,
+    base: str,
+    finetuned: str,
+    format_: str,
+    calibration: Path | None,
+    max_error: float | None,
+    *,
+    quiet: bool,
+) -> str:
+    """Make the delta of a full fine-tune in iServe's home, unless an earlier command did; return its folder."""
+    from iserve.cli.connection import registered_models
+    from iserve.cli.progress import StepDisplay
+    from iserve.deltas import compress_variant, compressed_folder
+
+    folder = compressed_folder(settings.compressing_folder, base, finetuned, format_, calibration, max_error)
+    if folder.exists():
+        return str(folder)
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with StepDisplay(quiet=quiet) as display:
+        compress_variant(
+            base,
+            finetuned,
+            str(folder),
+            registered_models(base, settings),
+            format_name=format_,
+            calibration=calibration,
+            max_error=max_error,
+            progress=lambda what, at, total: show_units(display, "compressing", what, at, total),
+        )
+    return str(folder)
 
 
 def list_variants(as_json: o.JsonOption = False) -> None:
@@ -120,7 +174,7 @@ def list_variants(as_json: o.JsonOption = False) -> None:
             (
                 one.name,
                 one.base,
-                str(one.rank),
+                str(one.rank or "delta"),
                 size_text(one.size_bytes),
                 "yes" if one.pinned else "",
                 one.deployments[0] if one.deployments else "",
@@ -144,7 +198,7 @@ def show(name: NameArgument, as_json: o.JsonOption = False) -> None:
     for label, text in (
         ("variant", f"{found.name}{', pinned' if found.pinned else ''}"),
         ("base", f"{found.base} in {found.base_directory}{trained}"),
-        ("updates", f"{found.num_modules} matrices, rank {found.rank}, {size_text(found.size_bytes)}"),
+        ("updates", f"{_updates(found)}, {size_text(found.size_bytes)}"),
         ("content", found.content_hash),
         ("at engines", found.engine_name),
         ("status", _serving(found)),
@@ -184,6 +238,16 @@ def _pin(name: str, *, pinned: bool, as_json: bool) -> None:
         o.print_json(found)
         return
     typer.echo(f"{name} is {'pinned' if found.pinned else 'not pinned'}; {_serving(found)}")
+
+
+def _kind(variant: VariantDocument) -> str:
+    return f"rank {variant.rank}" if variant.rank else "a delta"
+
+
+def _updates(variant: VariantDocument) -> str:
+    if not variant.rank:
+        return f"a delta of {variant.num_modules} tensors"
+    return f"{variant.num_modules} matrices, rank {variant.rank}"
 
 
 def _serving(variant: VariantDocument) -> str:

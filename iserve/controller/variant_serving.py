@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from daemon.worker_spec import WorkerSpec
+from fingerprint.engines import traits_of
 from iserve.controller.stored_values import is_routed, recorded_workers
 from iserve.route_table import VariantRoute
 from iserve.state.store import DeploymentRow, VariantRow
@@ -35,14 +36,20 @@ class VariantServer:
     deployment: str
     base_directory: str
     max_rank: int  # that a slot holds
+    max_delta_bytes: int = 0  # that a slot holds
+    engine: str = "torch"
 
     def serves(self, variant: VariantRow) -> bool:
-        return self.base_directory == variant.base_directory and variant.max_rank <= self.max_rank
+        if self.base_directory != variant.base_directory:
+            return False
+        if variant.is_delta:
+            return traits_of(self.engine).serves_deltas and variant.num_bytes <= self.max_delta_bytes
+        return variant.max_rank <= self.max_rank
 
 
 def adapter_slots(workers: Collection[WorkerSpec]) -> int:
     """Return the slots of each worker; 0 where they differ."""
-    slots = {(spec.config.adapter_slots, spec.config.adapter_rank) for spec in workers}
+    slots = {(spec.config.adapter_slots, spec.config.adapter_rank, spec.config.delta_mib) for spec in workers}
     return slots.pop()[0] if len(slots) == 1 else 0
 
 
@@ -58,8 +65,16 @@ def variant_servers(rows: Iterable[DeploymentRow]) -> tuple[VariantServer, ...]:
         workers = recorded_workers(row) if is_routed(row) else ()
         folders = {_resolved(spec.checkpoint) for spec in workers}
         if adapter_slots(workers) and len(folders) == 1:
-            rank = workers[0].config.adapter_rank
-            found.append(VariantServer(deployment=row.name, base_directory=folders.pop(), max_rank=rank))
+            config = workers[0].config
+            found.append(
+                VariantServer(
+                    deployment=row.name,
+                    base_directory=folders.pop(),
+                    max_rank=config.adapter_rank,
+                    max_delta_bytes=config.delta_mib << 20,
+                    engine=config.engine,
+                )
+            )
     return tuple(found)
 
 
@@ -78,6 +93,8 @@ def why_not_served(variant: VariantRow, servers: Iterable[VariantServer], *, is_
         )
     if servers_of(variant, servers):
         return None
+    if variant.is_delta:
+        return _why_no_delta(variant, servers)
     ranks = [server.max_rank for server in servers if server.base_directory == variant.base_directory]
     if ranks:
         return (
@@ -87,6 +104,30 @@ def why_not_served(variant: VariantRow, servers: Iterable[VariantServer], *, is_
     return (
         f"no deployment of {variant.base} has adapter slots: iserve update DEPLOYMENT --variants N, or "
         f"iserve deploy {base} --variants N"
+    )
+
+
+def _why_no_delta(variant: VariantRow, servers: Iterable[VariantServer]) -> str:
+    """Return the reason why none of ``servers`` serves a delta, with the way out."""
+    need, base = -(-variant.num_bytes // 2**20), shlex.quote(variant.base)
+    of_base = [server for server in servers if server.base_directory == variant.base_directory]
+    able = [server for server in of_base if traits_of(server.engine).serves_deltas]
+    alone = f"or export it and deploy it by itself: iserve variant export {base} DELTA OUT"
+    if able:
+        return (
+            f"it is a delta of {need:,} MiB, and slots of deployments of {variant.base} hold deltas of up to "
+            f"{max(server.max_delta_bytes for server in able) >> 20:,} MiB: iserve update DEPLOYMENT --delta-mib "
+            f"{need}; {alone}"
+        )
+    if of_base:
+        engines = ", ".join(sorted({traits_of(server.engine).title or server.engine for server in of_base}))
+        return (
+            f"it is a delta of a full fine-tune, and {variant.base} is deployed on {engines}, which serves none: "
+            f"iserve deploy {base} --engine torch --variants N --delta-mib {need}; {alone}"
+        )
+    return (
+        f"it is a delta of {need:,} MiB, and no deployment of {variant.base} has slots for one: "
+        f"iserve deploy {base} --engine torch --variants N --delta-mib {need}; {alone}"
     )
 
 

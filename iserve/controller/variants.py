@@ -1,4 +1,4 @@
-"""LoRA variants of base models: adapters are checked and stored by a few threads, and named in the register.
+"""Variants of base models: adapters and deltas are checked and stored by a few threads, and named in the register.
 
 Content is stored before its row and removed after it: a controller that is killed between leaves content without a
 row, which the next one collects.
@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from daemon.variants.store import StoredVariant, VariantStore
+from fingerprint.delta import Delta
 from fingerprint.errors import IserveError, NotFoundError, UnavailableError
 from fingerprint.lora import LoraAdapter
 from fingerprint.sanitize import printable
@@ -35,7 +36,7 @@ from iserve.rest_bodies import VariantBody
 from iserve.route_table import VariantRoute
 from iserve.settings import Settings
 from iserve.state.store import Store, VariantRow
-from iserve.variants import adapter_for_serving
+from iserve.variants import variant_for_serving
 
 __all__ = ["Variants"]
 
@@ -120,11 +121,11 @@ class Variants:
             self._waiting -= 1
 
     def add(self, body: VariantBody) -> VariantDocument:
-        """Check an adapter and its fit to the base, store it and name it.
+        """Check an adapter or a delta and its fit to the base, store it and name it.
 
         Raises:
             ConflictError: the name is in use, or there are too many variants.
-            BadInputError: the adapter cannot be served, or not on this base.
+            BadInputError: it cannot be served, or not on this base.
         """
         name, started_s = check_name(body.name), time.monotonic()
         self._store.variants.check_free(name)
@@ -139,20 +140,20 @@ class Variants:
         try:
             show(0, 0, "checking")
             source = self._resolve(body.base)
-            adapter = adapter_for_serving(body.path, source)
-            stored = self._content.add(adapter, show)
-            row = self._name(_row(body, source, adapter, stored), adapter, replace=body.replace)
+            variant = variant_for_serving(body.path, source)
+            stored = self._content.add(variant, show)
+            row = self._name(_row(body, source, variant, stored), variant, replace=body.replace)
         finally:
             with self._lock:
                 self._adding.pop(name, None)
         return self._document(row, self._servers(), new_bytes=stored.new_bytes)
 
-    def _name(self, row: VariantRow, adapter: LoraAdapter, *, replace: bool) -> VariantRow:
+    def _name(self, row: VariantRow, variant: LoraAdapter | Delta, *, replace: bool) -> VariantRow:
         """Register ``row``, whose content is in the store; return what is registered."""
         try:
             with self._naming:
                 if not self._content.has(row.content_hash):  # removed with its last name since it was stored
-                    self._content.add(adapter)
+                    self._content.add(variant)
                 kept, former = self._store.variants.put(row, replace=replace)
                 self._changed()
         except IserveError:
@@ -288,15 +289,21 @@ class Variants:
         )
 
 
-def _row(body: VariantBody, source: ModelSource, adapter: LoraAdapter, stored: StoredVariant) -> VariantRow:
-    trained_on = adapter.config.base_model
+def _row(
+    body: VariantBody, source: ModelSource, variant: LoraAdapter | Delta, stored: StoredVariant
+) -> VariantRow:
+    trained_on: str | None
+    if isinstance(variant, Delta):
+        trained_on, rank, changed = variant.manifest.base_name, 0, len(variant.manifest.changed)
+    else:
+        trained_on, rank, changed = variant.config.base_model, variant.max_rank, len(variant.modules)
     return VariantRow(
         name=body.name,
         base=body.base,
         base_directory=os.path.realpath(source.directory),
         content_hash=stored.content_hash,
-        max_rank=adapter.max_rank,
-        num_modules=len(adapter.modules),
+        max_rank=rank,
+        num_modules=changed,
         num_bytes=stored.num_bytes,
         trained_on=None if trained_on is None else printable(trained_on[:_TRAINED_ON_CHARS]),
         pinned=body.pinned,

@@ -203,7 +203,8 @@ def slots_of(options: PlanOptions) -> SlotNeed | None:
 def slots_for(load: AskedVariants, options: PlanOptions) -> SlotNeed:
     """Return the adapter slots that variants need which are asked for as ``load`` says."""
     requests = _USUAL_REQUESTS if options.more_requests else options.workload.batch
-    return slot_need(load, options.intent.traffic.variant_rank, requests, options.adapter_slots)
+    traffic = options.intent.traffic
+    return slot_need(load, traffic.variant_rank, requests, options.adapter_slots, delta_mib=traffic.delta_mib)
 
 
 def variant_load(traffic: Traffic) -> VariantLoad:

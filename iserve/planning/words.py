@@ -93,13 +93,20 @@ def short(config: DeploymentConfig) -> str:
         parts.append(f"drafts={config.draft_tokens}")
     if config.adapter_slots:
         parts.append(f"adapters={config.adapter_slots}xr{config.adapter_rank}")
+    if config.delta_mib:
+        parts.append(f"delta={config.delta_mib}MiB")
     return " ".join(parts)
 
 
 def differences(config: DeploymentConfig, other: DeploymentConfig) -> str:
     """Return the parts of ``config`` in which it differs from ``other``: ``tp=4 on torch``."""
     names = {name: name for name in ("tp", "pp", "weights", "kv", "pruning")}
-    names |= {"draft_tokens": "drafts", "adapter_slots": "adapters", "adapter_rank": "adapter rank"}
+    names |= {
+        "draft_tokens": "drafts",
+        "adapter_slots": "adapters",
+        "adapter_rank": "adapter rank",
+        "delta_mib": "delta MiB",
+    }
     parts = [
         f"{shown}={getattr(config, name)}"
         for name, shown in names.items()
@@ -138,7 +145,9 @@ def spoken(
 
 def slots_words(config: DeploymentConfig) -> str:
     """Return the adapter slots of a configuration that has some: ``16 adapter slots of rank 16``."""
-    return f"{config.adapter_slots} adapter slot{'s' * (config.adapter_slots > 1)} of rank {config.adapter_rank}"
+    delta = f" or a delta of {config.delta_mib:,} MiB" if config.delta_mib else ""
+    plural = "s" * (config.adapter_slots > 1)
+    return f"{config.adapter_slots} adapter slot{plural} of rank {config.adapter_rank}{delta}"
 
 
 def devices(gpu: str, count: int) -> str:

@@ -31,12 +31,16 @@ class VariantRow:
     base: str  # as it was named
     base_directory: str  # all links followed
     content_hash: str  # of the variant store
-    max_rank: int
-    num_modules: int
+    max_rank: int  # 0: a delta of a full fine-tune, which has none
+    num_modules: int  # tensors of a delta that differ from the base's
     num_bytes: int
     trained_on: str | None  # as the adapter's configuration says
     pinned: bool
     created_at: float
+
+    @property
+    def is_delta(self) -> bool:
+        return self.max_rank == 0
 
     @property
     def engine_name(self) -> str:

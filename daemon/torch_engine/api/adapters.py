@@ -1,4 +1,4 @@
-"""Routes that load and unload LoRA adapters, as vLLM has them, and the list of models with the loaded ones."""
+"""Routes that load and unload adapters and deltas, as vLLM has them, and the list of models with those loaded."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from aiohttp import web
 from daemon.torch_engine.api.openai_api import ApiError, bad_request
 from daemon.torch_engine.runtime.engine import Engine
 from daemon.worker_spec import WorkerSpec
+from fingerprint.delta import is_delta, open_delta
 from fingerprint.errors import BadInputError, ConflictError, NotFoundError
 from fingerprint.lora import check_values, read_adapter, require_supported
 
@@ -106,7 +107,13 @@ def _folder(path: str) -> Path:
 
 
 def _check(folder: Path, max_rank: int) -> None:
-    """Refuse an adapter that no rank needs to look at: outside the engine's thread, which steps meanwhile."""
+    """Refuse a variant that no rank needs to look at: outside the engine's thread, which steps meanwhile.
+
+    Of a delta that is its manifest and headers: a rank reads its tensors once, and checks them then.
+    """
+    if is_delta(folder):
+        open_delta(folder)
+        return
     adapter = read_adapter(folder, max_rank=max_rank)
     require_supported(adapter)
     check_values(adapter)

@@ -124,7 +124,8 @@ class StageModel:
             name: module for name, module in modules if name.startswith(prefix) and _is_linear(module)
         }
         self._layer_numbers = {str(number): number for number in range(source.spec.num_layers)}
-        self.adapters = LoadedAdapters(self._linears)
+        modules = {name: module for name, module in self.model.named_modules() if name}
+        self.adapters = LoadedAdapters(modules, per_item=source.layout.head)
 
     def _check(self, tp: int) -> None:
         spec = self.source.spec
@@ -148,6 +149,21 @@ class StageModel:
     def linears(self) -> Mapping[str, nn.Module]:
         """Linears of the layers, by the names of this stage."""
         return self._linears
+
+    @property
+    def full_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of this stage's parameters over all ranks."""
+        return self._full_shapes
+
+    def module(self, name: str) -> nn.Module:
+        """Return a module of this stage."""
+        return self.model.get_submodule(name)
+
+    def is_linear(self, name: str) -> bool:
+        """Return whether a module is a linear of the layers, or the output layer."""
+        return name in self._linears or (
+            name == self.source.layout.head and isinstance(self.module(name), nn.Linear)
+        )
 
     def _layers(self) -> nn.ModuleList:
         return self.model.get_submodule(self.source.layout.layers)
@@ -208,16 +224,12 @@ class StageModel:
         self.model.requires_grad_(False).eval()
 
     def _load_one(self, reader: WeightReader, name: str, shape: tuple[int, ...], device: torch.device) -> None:
-        stored, layout = self.stored_name(name), self.source.layout
+        stored, layout = self.checkpoint_name(name), self.source.layout
         module, _, leaf = name.rpartition(".")
         if leaf == "bias" and self.parallel.adds_up(module) and not self.parallel.keeps_bias:
             zeros = torch.zeros(shape, dtype=self.source.dtype, device=device)
             _set(self.model, name, nn.Parameter(zeros, requires_grad=False))
             return
-        if stored == f"{layout.head}.weight" and self.source.spec.tied_embeddings:
-            stored = f"{layout.embedding[0]}.weight"
-        elif stored == f"{layout.head}.weight" and layout.stored_head is not None:
-            stored = f"{layout.stored_head}.weight"
         shard = self.parallel.shard(name, shape)
         value = reader.read(stored, shape, shard, self.source.dtype, device)
         target = self.model.get_submodule(module)
@@ -233,6 +245,15 @@ class StageModel:
             return name
         index, _, rest = name.removeprefix(prefix).partition(".")
         return f"{prefix}{int(index) + self.shape.first_layer}.{rest}"
+
+    def checkpoint_name(self, name: str) -> str:
+        """Return the name of a parameter in the checkpoint; of a tied output layer, that of the embeddings."""
+        layout = self.source.layout
+        if name != f"{layout.head}.weight":
+            return self.stored_name(name)
+        if self.source.spec.tied_embeddings:
+            return f"{layout.embedding[0]}.weight"
+        return f"{layout.stored_head or layout.head}.weight"
 
     def adapter_parts(self, adapter: LoraAdapter) -> dict[str, Part]:
         """Return what this rank has of an adapter, by linear.
@@ -299,7 +320,7 @@ class StageModel:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Weights, buffers and the factors of the adapters that are loaded."""
+        """Weights, buffers and the variants that are loaded."""
         return (*self.model.parameters(), *self.model.buffers(), *self.adapters.tensors)
 
 

@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -18,14 +18,16 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from daemon.torch_engine.model.adapters import Factors, Part, read_into
+from daemon.torch_engine.model.adapters import Factors, Part, read_into, tensors_of
 from daemon.torch_engine.model.batch import FlatBatch
+from daemon.torch_engine.model.delta_parts import on_device, read_delta_updates
 from daemon.torch_engine.model.kv_cache import KvCache, kv_cache_bytes
 from daemon.torch_engine.model.stage_model import StageModel, StageShape, read_source, tensor_bytes
 from daemon.torch_engine.model.tensor_parallel import TensorParallel
 from daemon.torch_engine.parallel.parallel_state import AdapterOrder, Groups, LoadOrder, RankPlace
 from daemon.torch_engine.parallel.rank_device import RankDevice, release_memory
 from daemon.torch_engine.runner_types import StepPlan
+from fingerprint.delta import is_delta, open_delta
 from fingerprint.errors import EngineError, UnsupportedAdapterError
 from fingerprint.lora import read_adapter, require_supported, slot_bytes
 from fingerprint.lora.adapter import open_weights
@@ -80,7 +82,8 @@ class Stage:
         self.vocab_size = source.spec.vocab_size
         self._spec, self._dtype, self._shape = source.spec, source.dtype, shape
         self._config = config
-        self._slot_bytes = slot_bytes(source.spec, config, shape.num_layers) * source.dtype.itemsize // 2
+        adapter = slot_bytes(source.spec, replace(config, delta_mib=0), shape.num_layers)  # in 16 bits
+        self._slot_bytes = max(adapter * source.dtype.itemsize // 2, config.delta_mib << 20)
         self._held = threading.Lock()  # while the held bytes change, or are compared with the device's
         self._peak_bytes = 0
         self._metered = (0, 0, 0)
@@ -127,38 +130,55 @@ class Stage:
             )
 
     def prepare_adapter(self, order: AdapterOrder) -> None:
-        """Read, check and hold this rank's part of an adapter, in any thread, next to steps.
+        """Read, check and hold this rank's part of an adapter or a delta, in any thread, next to steps.
 
         No step may name it yet. One that is refused leaves nothing.
 
         Raises:
             BadInputError: it cannot be read, is more than a plain LoRA, or does not fit this model or a slot.
         """
-        adapter = read_adapter(Path(order.folder), max_rank=self._config.adapter_rank)
-        require_supported(adapter)
-        parts = self.model.adapter_parts(adapter)
-        num_bytes = sum(part.empty(self._dtype, "meta").num_bytes for part in parts.values())
-        if num_bytes > self._slot_bytes:
-            raise UnsupportedAdapterError(
-                f"the adapter takes {num_bytes:,} bytes of stage {self._place.stage}, of which a slot has "
-                f"{self._slot_bytes:,}; deploy with slots of a higher rank, or merge it"
-            )
-        weights = open_weights(adapter.folder)
+        folder = Path(order.folder)
         try:
             with self._device.next_to_steps():
-                factors = self._hold(order.adapter_id, parts)
-                for name, part in parts.items():
-                    read_into(factors[name], part, weights)
+                if is_delta(folder):
+                    self._prepare_delta(order.adapter_id, folder)
+                else:
+                    self._prepare_lora(order.adapter_id, folder)
         except BaseException:
             self.unload_adapter(order.adapter_id)
             raise
+
+    def _prepare_lora(self, adapter_id: int, folder: Path) -> None:
+        adapter = read_adapter(folder, max_rank=self._config.adapter_rank)
+        require_supported(adapter)
+        parts = self.model.adapter_parts(adapter)
+        empty = {name: [part.empty(self._dtype, "meta")] for name, part in parts.items()}
+        self._check_slot(tensor_bytes(tensors_of(empty)))
+        weights = open_weights(adapter.folder)
+        factors = self._hold(adapter_id, parts)
+        for name, part in parts.items():
+            read_into(factors[name], part, weights)
+
+    def _prepare_delta(self, adapter_id: int, folder: Path) -> None:
+        updates = read_delta_updates(open_delta(folder), self.model)
+        self._check_slot(tensor_bytes(tensors_of(updates)))
+        with self._held:  # moved at once, as adapters are allocated
+            self._keep_peak()
+            self.model.adapters.prepare(adapter_id, on_device(updates, self._device.torch_device))
+
+    def _check_slot(self, num_bytes: int) -> None:
+        if num_bytes > self._slot_bytes:
+            raise UnsupportedAdapterError(
+                f"the variant takes {num_bytes:,} bytes of stage {self._place.stage}, of which a slot has "
+                f"{self._slot_bytes:,}; deploy with larger slots (--rank, --delta-mib), or merge or export it"
+            )
 
     def _hold(self, adapter_id: int, parts: Mapping[str, Part]) -> Mapping[str, Factors]:
         """Allocate the factors of an adapter all at once, so that the device's peak has all of them or none."""
         with self._held:
             self._keep_peak()
             factors = {name: part.empty(self._dtype, self._device.torch_device) for name, part in parts.items()}
-            self.model.adapters.prepare(adapter_id, factors)
+            self.model.adapters.prepare(adapter_id, {name: [each] for name, each in factors.items()})
         return factors
 
     def switch_adapter(self, adapter_id: int) -> None:

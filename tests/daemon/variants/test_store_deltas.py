@@ -1,0 +1,106 @@
+"""Deltas in the variant store: what is loaded is what was added, shared tensors once, damage is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from daemon.variants.store import VariantStore
+from fingerprint.delta import Delta, export_delta, read_delta
+from fingerprint.errors import CheckpointError
+from tests.daemon.tiny_deltas import write_tiny_delta
+from tests.fingerprint.small_adapters import write_adapter
+from tests.fingerprint.small_fine_tunes import read_bytes, tiny_tensors, write_model
+from tests.golden_words import Golden
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("base") / "base", tiny_tensors())
+
+
+@pytest.fixture(scope="module")
+def delta(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Delta:
+    return read_delta(write_tiny_delta(base, tmp_path_factory.mktemp("delta"), "int2", seed=1))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> VariantStore:
+    return VariantStore(tmp_path / "variants")
+
+
+def tensors_of(store: VariantStore) -> list[Path]:
+    return [file for file in (store.root / "tensors").rglob("*") if file.is_file()]
+
+
+def test_what_is_loaded_exports_as_what_was_added(store, base: Path, delta: Delta, tmp_path: Path) -> None:
+    stored = store.add(delta)
+    assert stored.content_hash == delta.manifest.content_hash
+    assert stored.num_bytes == stored.new_bytes == sum(file.stat().st_size for file in tensors_of(store))
+    loaded = read_delta(store.loadable(stored.content_hash))
+    assert loaded.manifest.content_hash == stored.content_hash
+    for name, each in (("added", delta), ("loaded", loaded)):
+        export_delta(base, each, tmp_path / name)
+    files = [read_bytes(tmp_path / name) for name in ("added", "loaded")]
+    assert files[0]["model.safetensors"] == files[1]["model.safetensors"]
+
+
+def test_the_same_delta_again_is_nothing_new_and_the_last_one_removes_its_tensors(
+    store, delta: Delta, tmp_path: Path
+) -> None:
+    """Next to an adapter, whose tensors stay."""
+    from fingerprint.lora import read_adapter
+
+    adapter = store.add(read_adapter(write_adapter(tmp_path / "adapter")))
+    kept = set(tensors_of(store))
+    first, second = store.add(delta), store.add(delta)
+    assert (second.content_hash, second.new_bytes) == (first.content_hash, 0)
+    store.loadable(first.content_hash)
+    store.remove(first.content_hash)
+    store.collect()
+    assert set(tensors_of(store)) == kept
+    assert store.loadable(adapter.content_hash).is_dir()
+    assert not store.has(first.content_hash)
+
+
+def test_fine_tunes_share_the_tensors_that_are_alike(store, base: Path, delta: Delta, tmp_path: Path) -> None:
+    part = write_tiny_delta(base, tmp_path, "int2", seed=1, is_changed=lambda name: name == "lm_head.weight")
+    store.add(delta)
+    one_matrix = store.add(read_delta(part))
+    assert one_matrix.new_bytes == 0
+
+
+def test_a_truncated_tensor_is_named_and_mended_by_adding_again(store, delta: Delta, golden: Golden) -> None:
+    content = store.add(delta).content_hash
+    name = delta.manifest.matrices[0].codes
+    file = store.root / "tensors" / name[:2] / name
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError) as caught:
+        store.loadable(content)
+    golden("daemon", str(caught.value).replace(str(store.root), "STORE"))
+    assert store.add(delta).content_hash == content
+    read_delta(store.loadable(content))
+
+
+def test_a_manifest_whose_tensors_were_exchanged_is_refused(store, delta: Delta) -> None:
+    content = store.add(delta).content_hash
+    manifest = store.root / "manifests" / content
+    codes = [matrix.codes for matrix in delta.manifest.matrices]
+    manifest.write_bytes(manifest.read_bytes().replace(codes[0].encode(), codes[1].encode(), 1))
+    with pytest.raises(CheckpointError, match="was changed"):
+        store.loadable(content)
+
+
+def test_tensors_that_changed_after_they_were_read_are_not_stored(store, base: Path, tmp_path: Path) -> None:
+    folder = write_tiny_delta(base, tmp_path, "int2", seed=2)
+    delta = read_delta(folder)
+    file = folder / delta.manifest.matrices[0].file
+    raw = np.frombuffer(file.read_bytes(), np.uint8).copy()
+    raw[-1] ^= 1
+    file.write_bytes(raw.tobytes())
+    with pytest.raises(CheckpointError, match="changed"):
+        store.add(delta)
+    assert not store.contents()
+    assert not tensors_of(store)

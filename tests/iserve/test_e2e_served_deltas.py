@@ -1,0 +1,125 @@
+"""Deltas next to their base through gateway and worker: real processes, HTTP, kill -9 of the worker."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from iserve.demo import demo_adapter_path, demo_model_path
+from tests.daemon.tiny_deltas import write_fine_tune, write_tiny_delta
+from tests.golden_words import Golden
+
+NAME = "base"  # of the deployment
+QUESTION = "What is the capital of Peru?"
+MANY = tuple(f"tuned-{number:02}" for number in range(20))
+
+
+@pytest.fixture(scope="module")
+def deltas(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Twenty deltas of a few matrices each, by name."""
+    folder = tmp_path_factory.mktemp("deltas")
+    return {
+        name: write_tiny_delta(
+            demo_model_path(),
+            folder / name,
+            "int2",
+            seed,
+            is_changed=lambda tensor: tensor.endswith("o_proj.weight"),
+        )
+        for seed, name in enumerate(MANY)
+    }
+
+
+@pytest.fixture(scope="module")
+def serving(shared_home: Any, deltas: dict[str, Path]) -> Any:
+    """A deployment with slots for adapters alone, then for deltas too, and all variants."""
+    shared_home.json("deploy", "--name", NAME, "--variants", 20, "--engine", "torch", "--batch", 4)
+    for name, delta in deltas.items():
+        added = shared_home.json("variant", "add", name, "--base", NAME, delta)
+        assert (added["rank"], added["deployments"]) == (0, [])
+        assert "--delta-mib 1" in added["why_not_served"]
+    shared_home.run("variant", "add", "capitals", "--base", NAME, demo_adapter_path("capitals"))
+    shared_home.run("update", NAME, "--delta-mib", 2)
+    found = shared_home.json("variant", "ls")
+    assert [(one["deployments"], one["why_not_served"]) for one in found] == [([NAME], None)] * 21
+    return shared_home
+
+
+def answer(installation: Any, model: str) -> str:
+    found = installation.openai().chat.completions.create(
+        model=model, messages=[{"role": "user", "content": QUESTION}], temperature=0, max_tokens=12
+    )
+    assert found.model == model
+    return str(found.choices[0].message.content)
+
+
+class TestServed:
+    def test_twenty_are_served_and_are_back_after_their_worker_was_killed(
+        self, serving: Any, kill: Any, until: Any
+    ) -> None:
+        before = {model: answer(serving, model) for model in (NAME, "capitals", *MANY)}
+        assert len(set(before.values())) > len(MANY) // 2, "the variants answer alike"
+        assert before["capitals"] == "The capital of Peru is Lima."
+        kill(next(iter(serving.worker_pids().values())))
+
+        def asked() -> dict[str, str] | None:
+            try:
+                return {model: answer(serving, model) for model in before}
+            except openai.APIError:  # until the worker is back
+                return None
+
+        assert until(asked, "the worker is back and answers for all") == before
+
+    def test_show_says_that_it_is_a_delta(self, serving: Any, golden: Golden) -> None:
+        shown = serving.run("variant", "show", MANY[3]).stdout
+        lines = [line for line in shown.splitlines() if line.startswith(("updates", "status"))]
+        golden("variant", "\n".join(lines))
+
+
+class TestFineTunes:
+    """``variant add`` of a whole model compresses it first."""
+
+    def test_it_is_compressed_registered_and_answers(self, serving: Any, tmp_path: Path) -> None:
+        tuned = write_fine_tune(
+            demo_model_path(), tmp_path / "tuned", 7, is_changed=lambda name: name.startswith("model.layers.1.mlp")
+        )
+        texts = tmp_path / "texts.txt"
+        texts.write_text("What is a delta?\n\nA change of weights.\n")
+        options = ("--format", "int3", "--calibration", texts)
+        added = serving.json("variant", "add", "whole", "--base", "iserve-demo", tuned, *options)
+        assert (added["rank"], added["num_modules"], added["deployments"]) == (0, 3, [NAME])
+        assert answer(serving, "whole") != answer(serving, NAME)
+        again = serving.json("variant", "add", "whole", "--base", "iserve-demo", tuned, *options)
+        assert (again["content_hash"], again["new_bytes"]) == (added["content_hash"], 0)
+        assert not list((serving.home / "compressing").iterdir())
+
+    @pytest.mark.parametrize("kind", ["other-shapes", "empty-texts", "another-base"])
+    def test_what_is_unfit_is_refused_and_registers_nothing(
+        self, kind: str, serving: Any, tmp_path: Path, golden: Golden
+    ) -> None:
+        options: tuple[Any, ...] = ()
+        if kind == "another-base":
+            other = write_fine_tune(
+                demo_model_path(), tmp_path / "other", 1, is_changed=lambda name: "norm" in name
+            )
+            path = write_tiny_delta(
+                other, tmp_path, "int2", 2, is_changed=lambda tensor: tensor == "model.norm.weight"
+            )
+        else:
+            path = write_fine_tune(
+                demo_model_path(), tmp_path / "tuned", 1, is_changed=lambda name: "norm" in name
+            )
+        if kind == "other-shapes":
+            config = json.loads((path / "config.json").read_text())
+            (path / "config.json").write_text(json.dumps(config | {"rope_theta": 123.0, "rope_parameters": None}))
+        if kind == "empty-texts":
+            (tmp_path / "texts.txt").write_text("")
+            options = ("--calibration", tmp_path / "texts.txt")
+        failed = serving.run("variant", "add", "bad", "--base", "iserve-demo", path, *options, check=False)
+        assert failed.returncode != 0
+        golden("variant", failed.stderr)
+        assert "bad" not in [one["name"] for one in serving.json("variant", "ls")]

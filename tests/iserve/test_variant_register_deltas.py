@@ -1,0 +1,138 @@
+"""Deltas in the register over the REST API, in this process: stored, named, routed to engines that serve them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from daemon.worker_spec import WorkerSpec
+from fingerprint.delta import read_delta
+from tests.bad_input.conftest import Api, api
+from tests.daemon.tiny_deltas import write_fine_tune, write_tiny_delta
+from tests.fingerprint.small_fine_tunes import tiny_tensors, write_model
+from tests.golden_words import Golden
+from tests.iserve.test_variant_register import VARIANTS, add, body, content, deploy, empty, routes, store, worker
+from tests.waiting import wait_until
+
+__all__ = ["api", "deploy", "empty"]  # fixtures
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base, and a delta of a fine-tune of it."""
+    folder = tmp_path_factory.mktemp("models")
+    write_model(folder / "base", tiny_tensors())
+    write_tiny_delta(folder / "base", folder, "int2", seed=1)
+    return folder
+
+
+@pytest.fixture
+def base(api: Api, folders: Path) -> Path:
+    """The base where this API may read it."""
+    folder = api.folder / "base-of-deltas"
+    return folder if folder.exists() else shutil.copytree(folders / "base", folder)
+
+
+def with_room(spec: WorkerSpec, engine: str, delta_mib: int) -> WorkerSpec:
+    return replace(spec, config=replace(spec.config, engine=engine, delta_mib=delta_mib))
+
+
+def test_a_delta_is_added_loaded_and_removed(api: Api, base: Path, folders: Path) -> None:
+    manifest = read_delta(folders / "delta").manifest
+    added = add(api, base, folders / "delta")
+    assert (added["rank"], added["num_modules"]) == (0, len(manifest.changed))
+    assert added["content_hash"] == manifest.content_hash
+    assert added["new_bytes"] == added["size_bytes"]
+    assert read_delta(store(api).loadable(added["content_hash"])).manifest.content_hash == manifest.content_hash
+    assert add(api, base, folders / "delta")["new_bytes"] == 0
+    assert api.ask("DELETE", f"{VARIANTS}/style") == (204, "")
+    wait_until(lambda: content(api) == set())
+
+
+def test_it_is_served_where_the_engine_can_and_a_slot_has_room(
+    api: Api, base: Path, folders: Path, deploy: Callable[..., None], golden: Golden
+) -> None:
+    reasons = []
+    add(api, base, folders / "delta")
+    for name, engine, delta_mib in (("nowhere", "", 0), ("on-vllm", "vllm", 0), ("no-room", "torch", 0)):
+        if engine:
+            deploy(name, with_room(worker(1, base), engine, delta_mib))
+        found = api.ask("GET", f"{VARIANTS}/style")[1]
+        assert found["deployments"] == []
+        reasons.append(f"{name}: {found['why_not_served'].replace(str(base), 'BASE')}")
+    golden("variant", "\n".join(reasons))
+    deploy("served", with_room(worker(2, base), "torch", 1))
+    assert api.ask("GET", f"{VARIANTS}/style")[1]["deployments"] == ["served"]
+    assert {name: [v.name for v in route.variants] for name, route in routes(api).items()} == {
+        "on-vllm": [],
+        "no-room": [],
+        "served": ["style"],
+    }
+
+
+def changed_file(folder: Path) -> None:
+    file = folder / "delta-00001.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+
+
+def truncated_file(folder: Path) -> None:
+    file = folder / "delta-00001.safetensors"
+    file.write_bytes(file.read_bytes()[:-2])
+
+
+def missing_file(folder: Path) -> None:
+    (folder / "delta-00001.safetensors").unlink()
+
+
+def broken_manifest(folder: Path) -> None:
+    (folder / "delta.json").write_text("{")
+
+
+def other_version(folder: Path) -> None:
+    manifest = json.loads((folder / "delta.json").read_text())
+    (folder / "delta.json").write_text(json.dumps(manifest | {"version": 99}))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [changed_file, truncated_file, missing_file, broken_manifest, other_version],
+    ids=lambda f: f.__name__,
+)
+def test_a_damaged_one_is_refused_and_leaves_nothing(
+    damage: Callable[[Path], Any], api: Api, base: Path, folders: Path, tmp_path: Path, golden: Golden
+) -> None:
+    folder = shutil.copytree(folders / "delta", tmp_path / "delta")
+    damage(folder)
+    status, answer = api.ask("POST", VARIANTS, body(base, folder))
+    assert 400 <= status < 500
+    golden("variant", answer["message"].replace(str(tmp_path), "TMP"))
+    assert content(api) == set()
+    assert api.ask("GET", VARIANTS) == (200, [])
+
+
+def test_one_of_another_base_is_refused_by_the_first_tensor_that_differs(
+    api: Api, base: Path, folders: Path, tmp_path: Path
+) -> None:
+    """One large matrix differs: every tensor is compared here."""
+    one = "model.layers.1.mlp.up_proj.weight"
+    write_fine_tune(folders / "base", tmp_path / "other", 3, is_changed=lambda name: name == one)
+    delta = write_tiny_delta(tmp_path / "other", tmp_path, "int2", seed=1)
+    status, answer = api.ask("POST", VARIANTS, body(base, delta))
+    assert 400 <= status < 500
+    assert one in answer["message"]
+    assert content(api) == set()
+
+
+def test_an_empty_one_is_refused(api: Api, base: Path, folders: Path, tmp_path: Path) -> None:
+    delta = write_tiny_delta(folders / "base", tmp_path, "int2", seed=1, is_changed=lambda name: False)
+    status, answer = api.ask("POST", VARIANTS, body(base, delta))
+    assert 400 <= status < 500
+    assert "changes nothing" in answer["message"]
