@@ -18,7 +18,7 @@ from iserve.cli.groups import checked, grouped
 from iserve.cli.simulation_variants import VariantOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from fingerprint.gpu_spec import GpuSpec
     from fingerprint.measurements import Profile
@@ -67,10 +67,9 @@ def simulate(
     whose slots, loads and times it follows. What it takes for granted: docs/simulation.md.
     """
     from iserve.settings import load_settings
-    from iserve.simulation.baselines import World, check_steerable, parse_planner, served_contexts
+    from iserve.simulation.baselines import World, check_steerable, parse_planner
     from iserve.simulation.document import SimulationSetup
     from placement.routing import make_router
-    from traces.transforms import cap_lengths
 
     options = checked(request, load_settings(), sees_load=True)
     options = replace(options, more_requests=options.more_requests and not serving.reject_late)
@@ -98,9 +97,7 @@ def simulate(
     world = World(gpu, models, scenario)
     startup_s = _startup_s(models.values()) if cluster.startup is None else cluster.startup
     if load.cap_lengths:
-        contexts = served_contexts(planner[0], world, least)
-        whole = next(iter(contexts.values())) if variants.variants else contexts  # a variant's is that of its base
-        requests = cap_lengths(requests, context_tokens=whole)
+        requests = _capped(requests, planner[0], world, least, of_variants=bool(variants.variants))
     setup = SimulationSetup(
         trace=trace,
         hardware=f"{len(snapshot.gpus)} x {gpu.name}",
@@ -119,6 +116,17 @@ def simulate(
     routers = (router, variant_policy)
     document = _run(setup, requests, world, planner, routers, named, judged, options, quiet=as_json)
     _show(document, report, as_json=as_json)
+
+
+def _capped(
+    requests: Iterable[Request], baseline: Baseline, world: World, replicas: int, *, of_variants: bool
+) -> Iterator[Request]:
+    """Cut requests to what their deployment serves; a variant's is that of the one model."""
+    from iserve.simulation.baselines import served_contexts
+    from traces.transforms import cap_lengths
+
+    contexts = served_contexts(baseline, world, replicas)
+    return cap_lengths(requests, context_tokens=next(iter(contexts.values())) if of_variants else contexts)
 
 
 def _startup_s(models: Iterable[SimulatedModel]) -> float:

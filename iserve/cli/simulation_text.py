@@ -16,6 +16,8 @@ from iserve.simulation.document import (
 from traces.summary import limit_words
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from iserve.simulation.document import DeploymentOutcome, SimulationDocument
     from traces.simulator.result import VariantFigures
     from traces.summary import Percentiles, Summary
@@ -70,15 +72,7 @@ def print_simulation(document: SimulationDocument) -> None:
         ("deployment", "KV mean", "peak", "preemptions", "recomputed", "GPU x s", "per request", "per GPU-hour"),
         [_held(d) for d in document.deployments if d.summary is not None],
     )
-    if variants := [(d.name, d.variants) for d in document.deployments if d.variants is not None]:
-        print_rows(
-            ("deployment", "variants", "slots", "loads", "each", "evictions", "hits", "wait p50", "p90", "p99"),
-            [_loads(name, found) for name, found in variants],
-        )
-        print_rows(
-            ("deployment", "warm", "TTFT p50", "p90", "p99", "cold", "TTFT p50", "p90", "p99"),
-            [_warm_and_cold(name, found) for name, found in variants],
-        )
+    _print_variants([(d.name, d.variants) for d in document.deployments if d.variants is not None])
     print_rows(
         ("GPU", "node", "busy", "most memory", "of"),
         [
@@ -113,6 +107,19 @@ def _row(name: str, summary: Summary, replicas: int) -> tuple[str, ...]:
 
 def _steered(d: DeploymentOutcome) -> tuple[str, ...]:
     return (d.name, str(d.peak_replicas), str(d.cold_starts), seconds(d.scaled_to_zero_s), str(d.moves))
+
+
+def _print_variants(variants: Sequence[tuple[str, VariantFigures]]) -> None:
+    if not variants:
+        return
+    print_rows(
+        ("deployment", "variants", "slots", "loads", "each", "evictions", "hits", "wait p50", "p90", "p99"),
+        [_loads(name, found) for name, found in variants],
+    )
+    print_rows(
+        ("deployment", "warm", "TTFT p50", "p90", "p99", "cold", "TTFT p50", "p90", "p99"),
+        [_warm_and_cold(name, found) for name, found in variants],
+    )
 
 
 def _loads(name: str, found: VariantFigures) -> tuple[str, ...]:

@@ -67,7 +67,7 @@ class Deploy:
     name: str
     model: str
     replicas: int = 1
-    variants: bool = False
+    variants: bool = field(default=False, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
