@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import aiohttp
 import numpy as np
 
-__all__ = ["Answer", "Asked", "answer_all", "in_a_loop", "p"]
+__all__ = ["Answer", "Asked", "answer_all", "at_times", "in_a_loop", "p"]
 
 _SAID = 300  # characters of an error
 
@@ -72,6 +72,19 @@ async def in_a_loop(
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
         await asyncio.gather(*(client(session) for _ in range(clients)))
     return found
+
+
+async def at_times(url: str, asked: Sequence[Asked], at_s: Sequence[float]) -> list[Answer]:
+    """Send each request at its time from now; return the answers in the order of the requests."""
+    begun = time.monotonic()
+
+    async def client(session: aiohttp.ClientSession, row: int) -> Answer:
+        await asyncio.sleep(begun + at_s[row] - time.monotonic())
+        return await _answer(session, url, row, asked[row], begun)
+
+    timeout = aiohttp.ClientTimeout(total=300)
+    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+        return list(await asyncio.gather(*(client(session, row) for row in range(len(asked)))))
 
 
 async def _answer(
