@@ -112,10 +112,15 @@ class DeltaContent:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
-    """Field by which the manifest of an adapter differs from that of a delta."""
+class _Version:
+    version: int
 
-    scale: float | None = None
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Field by which the manifest of a delta differs from that of an adapter."""
+
+    delta: _Version | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,14 +143,23 @@ def read_manifest(data: bytes, content_hash: str) -> Manifest | DeltaContent:
     """
     what = f"the manifest of variant {content_hash[:16]}"
     try:
-        is_delta = from_json(data, _Kind, what=what).scale is None
-        manifest = from_json(data, DeltaContent, what=what) if is_delta else from_json(data, Manifest, what=what)
+        manifest: Manifest | DeltaContent
+        manifest = (
+            from_json(data, DeltaContent, what=what) if _is_delta(data) else from_json(data, Manifest, what=what)
+        )
     except BadInputError as error:
         raise CheckpointError(f"{error}; add the adapter again") from error
     is_same = manifest.content_hash == content_hash
     if not is_same or (isinstance(manifest, DeltaContent) and not manifest.names_its_tensors()):
         raise CheckpointError(f"{what} was changed; add the adapter again")
     return manifest
+
+
+def _is_delta(data: bytes) -> bool:
+    try:
+        return from_json(data, _Kind, what="a manifest").delta is not None
+    except BadInputError:  # which the caller reports
+        return False
 
 
 def referenced_tensors(data: bytes) -> frozenset[str]:

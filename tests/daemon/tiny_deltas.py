@@ -17,7 +17,9 @@ from fingerprint.safetensors_writer import OutputTensor, write_safetensors
 CHANGE = 0.3  # of a weight's usual size: the fine-tune has other tokens
 
 
-def write_fine_tune(base: Path, folder: Path, seed: int, is_changed: Callable[[str], bool] = bool) -> Path:
+def write_fine_tune(
+    base: Path, folder: Path, seed: int, is_changed: Callable[[str], bool] = bool, change: float = CHANGE
+) -> Path:
     """Write a checkpoint of which every tensor of ``base`` that ``is_changed`` is changed at random."""
     folder.mkdir(parents=True)
     random, outputs, checkpoint = np.random.default_rng(seed), [], Checkpoint.open(base)
@@ -25,7 +27,7 @@ def write_fine_tune(base: Path, folder: Path, seed: int, is_changed: Callable[[s
         raw = checkpoint.read(name)
         if entry.dtype in ("F32", "BF16") and is_changed(name):
             values = decode_floats(raw, entry.dtype)
-            size = np.float32(CHANGE) * values.std() + np.float32(0.01)
+            size = np.float32(change) * values.std() + np.float32(0.01)
             raw = encode_floats(
                 values + size * random.standard_normal(values.shape).astype(np.float32), entry.dtype
             )
@@ -38,10 +40,15 @@ def write_fine_tune(base: Path, folder: Path, seed: int, is_changed: Callable[[s
 
 
 def write_tiny_delta(
-    base: Path, folder: Path, format_name: str, seed: int, is_changed: Callable[[str], bool] = bool
+    base: Path,
+    folder: Path,
+    format_name: str,
+    seed: int,
+    is_changed: Callable[[str], bool] = bool,
+    change: float = CHANGE,
 ) -> Path:
     """Write to ``folder / "delta"`` the delta of a random fine-tune, every value rounded by itself; return it."""
-    tuned = write_fine_tune(base, folder / "tuned", seed, is_changed)
+    tuned = write_fine_tune(base, folder / "tuned", seed, is_changed, change)
     order = CompressOrder(
         base=base,
         finetuned=tuned,
