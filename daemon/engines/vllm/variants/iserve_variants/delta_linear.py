@@ -129,6 +129,8 @@ def add_delta(
         SMALL_ROWS=min(tiling.small_rows, tiling.rows),
         ROWS=tiling.rows,
         STAGES=tiling.stages,
+        # Triton copies asynchronously from 4 bytes a thread on, which are two scales.
+        SCALES_AHEAD=tiling.outputs < 2 * 32 * tiling.warps,
         WHOLE_N=padded_outputs % tiling.outputs == 0,
         WHOLE_K=inputs % GROUP == 0,
         num_warps=tiling.warps,

@@ -46,6 +46,7 @@ def add_products(
     SMALL_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
+    SCALES_AHEAD: tl.constexpr,  # whether scales are loaded a group ahead here, not by the compiler's stages
     WHOLE_N: tl.constexpr,  # whether NP is whole tiles of BN
     WHOLE_K: tl.constexpr,  # whether K is whole groups
 ):
@@ -70,19 +71,19 @@ def add_products(
                 _part(
                     x_ptr, y_ptr, codes, scales, rows_ptr, partial_ptr, arrived_ptr, count, tile, row0, g0, g1,
                     share, N, NP, K, G, stride_x, stride_y,
-                    BITS, ZERO, ASM, BN, SMALL_ROWS, ROWS, STAGES, WHOLE_N, WHOLE_K,
+                    BITS, ZERO, ASM, BN, SMALL_ROWS, ROWS, STAGES, SCALES_AHEAD, WHOLE_N, WHOLE_K,
                 )  # fmt: skip
             else:
                 _part(
                     x_ptr, y_ptr, codes, scales, rows_ptr, partial_ptr, arrived_ptr, count, tile, row0, g0, g1,
                     share, N, NP, K, G, stride_x, stride_y,
-                    BITS, ZERO, ASM, BN, ROWS, ROWS, STAGES, WHOLE_N, WHOLE_K,
+                    BITS, ZERO, ASM, BN, ROWS, ROWS, STAGES, SCALES_AHEAD, WHOLE_N, WHOLE_K,
                 )  # fmt: skip
         else:
             _part(
                 x_ptr, y_ptr, codes, scales, rows_ptr, partial_ptr, arrived_ptr, count, tile, row0, g0, g1,
                 share, N, NP, K, G, stride_x, stride_y,
-                BITS, ZERO, ASM, BN, ROWS, ROWS, STAGES, WHOLE_N, WHOLE_K,
+                BITS, ZERO, ASM, BN, ROWS, ROWS, STAGES, SCALES_AHEAD, WHOLE_N, WHOLE_K,
             )  # fmt: skip
         unit += g1 - g0
 
@@ -92,14 +93,15 @@ def _part(
     x_ptr, y_ptr, codes_ptr, scales_ptr, rows_ptr, partial_ptr, arrived_ptr, count, tile, row0, g0, g1, share,
     N, NP, K, G, stride_x, stride_y,
     BITS: tl.constexpr, ZERO: tl.constexpr, ASM: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
-    ROWS: tl.constexpr, STAGES: tl.constexpr, WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr, SCALES_AHEAD: tl.constexpr,
+    WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr,
 ):  # fmt: skip
     """Add groups g0 to g1 of a tile to y, or keep them until the tile's last part arrives."""
     m = tl.arange(0, BM)
     row = tl.load(rows_ptr + tl.minimum(m, count - 1))
     total = _group_sums(
         x_ptr, codes_ptr, scales_ptr, row, count, row0, g0, g1, NP, K, G, stride_x,
-        BITS, ZERO, ASM, BN, BM, STAGES, WHOLE_N, WHOLE_K,
+        BITS, ZERO, ASM, BN, BM, STAGES, SCALES_AHEAD, WHOLE_N, WHOLE_K,
     )  # fmt: skip
     is_last = True
     if (g0 > 0) | (g1 < G):
@@ -129,7 +131,7 @@ def _part(
 def _group_sums(
     x_ptr, codes_ptr, scales_ptr, row, count, row0, g0, g1, NP, K, G, stride_x,
     BITS: tl.constexpr, ZERO: tl.constexpr, ASM: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
-    STAGES: tl.constexpr, WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr,
+    STAGES: tl.constexpr, SCALES_AHEAD: tl.constexpr, WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr,
 ):  # fmt: skip
     """Return the float32 sums [BN, BM] of groups g0 to g1 for BN outputs from ``row0`` on."""
     WORDS: tl.constexpr = 8 * BITS
@@ -144,14 +146,15 @@ def _group_sums(
     half = (lane // 8).to(tl.int16)[None, :]
     live = (tl.arange(0, BM) < count)[:, None]
     total = tl.zeros((BN, BM), dtype=tl.float32)
+    following = _scales(scales_ptr + g0 * NP, rn, NP, WHOLE_N)
     for g in tl.range(g0, g1, num_stages=STAGES):
         at = words[:, None] + g * (64 * WORDS) + lane[None, :]
-        if WHOLE_N:
-            w = tl.load(at)
-            s = tl.load(scales_ptr + g * NP + rn)
+        w = tl.load(at) if WHOLE_N else tl.load(at, mask=(rn < NP)[:, None], other=0)
+        if SCALES_AHEAD:
+            s = following
+            following = _scales(scales_ptr + tl.minimum(g + 1, g1 - 1) * NP, rn, NP, WHOLE_N)
         else:
-            w = tl.load(at, mask=(rn < NP)[:, None], other=0)
-            s = tl.load(scales_ptr + g * NP + rn, mask=rn < NP, other=0.0)
+            s = _scales(scales_ptr + g * NP, rn, NP, WHOLE_N)
         if BITS == 3:
             if WHOLE_N:
                 top = tl.load(tops + g * (64 * WORDS))
@@ -170,3 +173,11 @@ def _group_sums(
             product = tl.dot(v.to(tl.float32), tl.trans(x).to(tl.float32), input_precision="ieee")
         total += product * s.to(tl.float32)[:, None]
     return total
+
+
+@triton.jit
+def _scales(scales_ptr, rn, NP, WHOLE_N: tl.constexpr):
+    if WHOLE_N:
+        return tl.load(scales_ptr + rn)
+    else:
+        return tl.load(scales_ptr + rn, mask=rn < NP, other=0.0)
