@@ -263,7 +263,8 @@ def compile_all(processes: int = 14) -> None:
     }
     # What differs in the launch alone is compiled once.
     kinds = {
-        (name, t.outputs, t.small_rows, t.rows, t.warps, t.stages, t.max_registers): (name, t) for name, t in work
+        (name, t.outputs, t.small_rows, t.rows, t.warps, t.stages, t.step, t.max_registers): (name, t)
+        for name, t in work
     }
     jobs = sorted(kinds.values(), key=str)
     with multiprocessing.get_context("spawn").Pool(processes) as pool:

@@ -80,12 +80,14 @@ def test_padding_is_left_out(name: str, shape: tuple[int, int]) -> None:
         Tiling(outputs=64, small_rows=16, rows=16, programs_per_sm=9, min_groups=1),
         Tiling(outputs=128, small_rows=8, rows=32, programs_per_sm=1, min_groups=100),
         Tiling(outputs=64, small_rows=8, rows=8, programs_per_sm=3, min_groups=2),
+        Tiling(outputs=64, small_rows=8, rows=16, programs_per_sm=5, min_groups=1, step=2),
+        Tiling(outputs=128, small_rows=16, rows=16, warps=2, programs_per_sm=1, min_groups=3, step=2),
     ],
     ids=str,
 )
 def test_tiles_cut_anywhere(tiling: Tiling) -> None:
     """Programs of less than a group's share, of one whole tile, and of parts of several."""
-    _check("int2", (128, 640), MIXES["any"], tiling, Workspace("cpu"))
+    _check("int2", (128, 768), MIXES["any"], tiling, Workspace("cpu"))
 
 
 def test_rows_may_be_a_part_of_wider_rows() -> None:

@@ -31,13 +31,15 @@ class Tiling:
     programs_per_sm: int = 4
     min_groups: int = 4
     """Fewest groups of inputs that a program takes."""
+    step: int = 1
+    """Groups of inputs of a step of the loop, 1 or 2; 1 where they are an odd number."""
     max_registers: int | None = None
 
     def __str__(self) -> str:
         limit = f" r{self.max_registers}" if self.max_registers else ""
         return (
             f"n{self.outputs} m{self.small_rows}/{self.rows} w{self.warps} s{self.stages} "
-            f"c{self.programs_per_sm} g{self.min_groups}{limit}"
+            f"c{self.programs_per_sm} g{self.min_groups} k{self.step}{limit}"
         )
 
 
@@ -102,6 +104,7 @@ def add_delta(
     if x.stride(1) != 1 or y.stride(1) != 1 or not codes.is_contiguous() or not scales.is_contiguous():
         raise ValueError("rows of x and y, codes and scales are contiguous")
     groups, padded_outputs = scales.shape[1:]
+    step = tiling.step if groups % tiling.step == 0 else 1
     grid = _multiprocessors(x.device) * tiling.programs_per_sm
     tiles = -(-padded_outputs // tiling.outputs)
     limits = {} if tiling.max_registers is None else {"maxnreg": tiling.max_registers}
@@ -128,9 +131,10 @@ def add_delta(
         BN=tiling.outputs,
         SMALL_ROWS=min(tiling.small_rows, tiling.rows),
         ROWS=tiling.rows,
+        STEP=step,
         STAGES=tiling.stages,
         # Triton copies asynchronously from 4 bytes a thread on, which are two scales.
-        SCALES_AHEAD=tiling.outputs < 2 * 32 * tiling.warps,
+        SCALES_AHEAD=tiling.outputs * step < 2 * 32 * tiling.warps,
         WHOLE_N=padded_outputs % tiling.outputs == 0,
         WHOLE_K=inputs % GROUP == 0,
         num_warps=tiling.warps,

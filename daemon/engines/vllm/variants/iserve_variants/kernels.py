@@ -45,6 +45,7 @@ def add_products(
     BN: tl.constexpr,
     SMALL_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
+    STEP: tl.constexpr,  # groups of a step of the loop, 1 or 2, of which G is a multiple
     STAGES: tl.constexpr,
     SCALES_AHEAD: tl.constexpr,  # whether scales are loaded a group ahead here, not by the compiler's stages
     WHOLE_N: tl.constexpr,  # whether NP is whole tiles of BN
@@ -53,6 +54,7 @@ def add_products(
     tiles = tl.cdiv(NP, BN)
     units = tl.load(num_segments_ptr) * tiles * G
     share = tl.maximum(tl.cdiv(units, tl.num_programs(0)), MIN_GROUPS)
+    share = tl.cdiv(share, STEP) * STEP
     unit = tl.program_id(0) * share
     end = tl.minimum(unit + share, units)
     while unit < end:
@@ -71,19 +73,19 @@ def add_products(
                 _part(
                     x_ptr, y_ptr, codes, scales, rows_ptr, partial_ptr, arrived_ptr, count, tile, row0, g0, g1,
                     share, N, NP, K, G, stride_x, stride_y,
-                    BITS, ZERO, ASM, BN, SMALL_ROWS, ROWS, STAGES, SCALES_AHEAD, WHOLE_N, WHOLE_K,
+                    BITS, ZERO, ASM, BN, SMALL_ROWS, ROWS, STEP, STAGES, SCALES_AHEAD, WHOLE_N, WHOLE_K,
                 )  # fmt: skip
             else:
                 _part(
                     x_ptr, y_ptr, codes, scales, rows_ptr, partial_ptr, arrived_ptr, count, tile, row0, g0, g1,
                     share, N, NP, K, G, stride_x, stride_y,
-                    BITS, ZERO, ASM, BN, ROWS, ROWS, STAGES, SCALES_AHEAD, WHOLE_N, WHOLE_K,
+                    BITS, ZERO, ASM, BN, ROWS, ROWS, STEP, STAGES, SCALES_AHEAD, WHOLE_N, WHOLE_K,
                 )  # fmt: skip
         else:
             _part(
                 x_ptr, y_ptr, codes, scales, rows_ptr, partial_ptr, arrived_ptr, count, tile, row0, g0, g1,
                 share, N, NP, K, G, stride_x, stride_y,
-                BITS, ZERO, ASM, BN, ROWS, ROWS, STAGES, SCALES_AHEAD, WHOLE_N, WHOLE_K,
+                BITS, ZERO, ASM, BN, ROWS, ROWS, STEP, STAGES, SCALES_AHEAD, WHOLE_N, WHOLE_K,
             )  # fmt: skip
         unit += g1 - g0
 
@@ -93,7 +95,7 @@ def _part(
     x_ptr, y_ptr, codes_ptr, scales_ptr, rows_ptr, partial_ptr, arrived_ptr, count, tile, row0, g0, g1, share,
     N, NP, K, G, stride_x, stride_y,
     BITS: tl.constexpr, ZERO: tl.constexpr, ASM: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
-    ROWS: tl.constexpr, STAGES: tl.constexpr, SCALES_AHEAD: tl.constexpr,
+    ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, SCALES_AHEAD: tl.constexpr,
     WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr,
 ):  # fmt: skip
     """Add groups g0 to g1 of a tile to y, or keep them until the tile's last part arrives."""
@@ -101,7 +103,7 @@ def _part(
     row = tl.load(rows_ptr + tl.minimum(m, count - 1))
     total = _group_sums(
         x_ptr, codes_ptr, scales_ptr, row, count, row0, g0, g1, NP, K, G, stride_x,
-        BITS, ZERO, ASM, BN, BM, STAGES, SCALES_AHEAD, WHOLE_N, WHOLE_K,
+        BITS, ZERO, ASM, BN, BM, STEP, STAGES, SCALES_AHEAD, WHOLE_N, WHOLE_K,
     )  # fmt: skip
     is_last = True
     if (g0 > 0) | (g1 < G):
@@ -131,48 +133,78 @@ def _part(
 def _group_sums(
     x_ptr, codes_ptr, scales_ptr, row, count, row0, g0, g1, NP, K, G, stride_x,
     BITS: tl.constexpr, ZERO: tl.constexpr, ASM: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
-    STAGES: tl.constexpr, SCALES_AHEAD: tl.constexpr, WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr,
+    STEP: tl.constexpr, STAGES: tl.constexpr, SCALES_AHEAD: tl.constexpr,
+    WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr,
 ):  # fmt: skip
     """Return the float32 sums [BN, BM] of groups g0 to g1 for BN outputs from ``row0`` on."""
     WORDS: tl.constexpr = 8 * BITS
     LANES: tl.constexpr = 16 if BITS == 3 else WORDS
     rn = row0 + tl.arange(0, BN)
     lane = tl.arange(0, LANES)
-    words = codes_ptr + (rn // 64).to(tl.int64) * (G * 64 * WORDS) + (rn % 64) * WORDS
+    row_words = codes_ptr + (rn // 64).to(tl.int64) * (G * 64 * WORDS) + (rn % 64) * WORDS
+    words = row_words[:, None] + lane[None, :]
     k = tl.arange(0, 128)
     xs = x_ptr + (row * stride_x)[:, None] + k[None, :]
     # For three bits: the words of the third bit, each for two lanes; the second lane's code is one bit higher.
-    tops = words[:, None] + (16 + lane % 8)[None, :]
+    tops = row_words[:, None] + (16 + lane % 8)[None, :]
     half = (lane // 8).to(tl.int16)[None, :]
     live = (tl.arange(0, BM) < count)[:, None]
     total = tl.zeros((BN, BM), dtype=tl.float32)
-    following = _scales(scales_ptr + g0 * NP, rn, NP, WHOLE_N)
-    for g in tl.range(g0, g1, num_stages=STAGES):
-        at = words[:, None] + g * (64 * WORDS) + lane[None, :]
-        w = tl.load(at) if WHOLE_N else tl.load(at, mask=(rn < NP)[:, None], other=0)
-        if SCALES_AHEAD:
-            s = following
-            following = _scales(scales_ptr + tl.minimum(g + 1, g1 - 1) * NP, rn, NP, WHOLE_N)
-        else:
-            s = _scales(scales_ptr + g * NP, rn, NP, WHOLE_N)
-        if BITS == 3:
-            if WHOLE_N:
-                top = tl.load(tops + g * (64 * WORDS))
+    if STEP == 2:
+        pair = tl.arange(0, 2)
+        ahead0 = _scales(scales_ptr + g0 * NP, rn, NP, WHOLE_N)
+        ahead1 = _scales(scales_ptr + g0 * NP + NP, rn, NP, WHOLE_N)
+        for step in tl.range(g0 // 2, g1 // 2, num_stages=STAGES):
+            g = step * 2
+            if SCALES_AHEAD:
+                s0, s1 = ahead0, ahead1
+                next_scales = scales_ptr + tl.minimum(g + 2, g1 - 2) * NP
+                ahead0 = _scales(next_scales, rn, NP, WHOLE_N)
+                ahead1 = _scales(next_scales + NP, rn, NP, WHOLE_N)
             else:
-                top = tl.load(tops + g * (64 * WORDS), mask=(rn < NP)[:, None], other=0)
-        else:
-            top = w
-        if WHOLE_K:
-            x = tl.load(xs + g * 128, mask=live, other=0.0)
-        else:
-            x = tl.load(xs + g * 128, mask=live & (g * 128 + k < K)[None, :], other=0.0)
-        v = unpack(w, top, half, BITS, ZERO, ASM)
-        if ASM != "":
-            product = tl.dot(v, tl.trans(x))
-        else:  # Triton's interpreter multiplies bfloat16 operands as if they were integers
-            product = tl.dot(v.to(tl.float32), tl.trans(x).to(tl.float32), input_precision="ieee")
-        total += product * s.to(tl.float32)[:, None]
+                at = scales_ptr + (g + pair)[None, :] * NP + rn[:, None]
+                s0, s1 = tl.split(tl.load(at) if WHOLE_N else tl.load(at, mask=(rn < NP)[:, None], other=0.0))
+            p0 = _group(words, xs, tops, half, live, rn, g, NP, K, BITS, ZERO, ASM, WORDS, WHOLE_N, WHOLE_K)
+            total += p0 * s0.to(tl.float32)[:, None]
+            p1 = _group(words, xs, tops, half, live, rn, g + 1, NP, K, BITS, ZERO, ASM, WORDS, WHOLE_N, WHOLE_K)
+            total += p1 * s1.to(tl.float32)[:, None]
+    else:
+        following = _scales(scales_ptr + g0 * NP, rn, NP, WHOLE_N)
+        for g in tl.range(g0, g1, num_stages=STAGES):
+            if SCALES_AHEAD:
+                s = following
+                following = _scales(scales_ptr + tl.minimum(g + 1, g1 - 1) * NP, rn, NP, WHOLE_N)
+            else:
+                s = _scales(scales_ptr + g * NP, rn, NP, WHOLE_N)
+            product = _group(words, xs, tops, half, live, rn, g, NP, K, BITS, ZERO, ASM, WORDS, WHOLE_N, WHOLE_K)
+            total += product * s.to(tl.float32)[:, None]
     return total
+
+
+@triton.jit
+def _group(
+    words, xs, tops, half, live, rn, g, NP, K,
+    BITS: tl.constexpr, ZERO: tl.constexpr, ASM: tl.constexpr, WORDS: tl.constexpr,
+    WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr,
+):  # fmt: skip
+    """Return the float32 product [BN, BM] of group ``g`` without its scales."""
+    k = tl.arange(0, 128)
+    at = words + g * (64 * WORDS)
+    w = tl.load(at) if WHOLE_N else tl.load(at, mask=(rn < NP)[:, None], other=0)
+    if BITS == 3:
+        at = tops + g * (64 * WORDS)
+        top = tl.load(at) if WHOLE_N else tl.load(at, mask=(rn < NP)[:, None], other=0)
+    else:
+        top = w
+    if WHOLE_K:
+        x = tl.load(xs + g * 128, mask=live, other=0.0)
+    else:
+        x = tl.load(xs + g * 128, mask=live & (g * 128 + k < K)[None, :], other=0.0)
+    v = unpack(w, top, half, BITS, ZERO, ASM)
+    if ASM != "":
+        return tl.dot(v, tl.trans(x))
+    else:  # Triton's interpreter multiplies bfloat16 operands as if they were integers
+        return tl.dot(v.to(tl.float32), tl.trans(x).to(tl.float32), input_precision="ieee")
 
 
 @triton.jit
