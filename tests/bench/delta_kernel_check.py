@@ -44,6 +44,8 @@ def check(machine: Machine, kept: Kept) -> None:
                     shape=shape,
                     **_errors(machine, format_, tiling, shape),
                 )
+        if kept.is_over:
+            break
         for tiling in sorted(others, key=str):
             for shape in ((192, 1000), (100, 384)):  # not whole tiles; a group that is not whole
                 kept.add(

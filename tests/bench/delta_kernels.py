@@ -14,6 +14,8 @@ import argparse
 import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from tests.bench.delta_kernel_cases import (
     DECODE,
     FORMATS,
     LAYERS,
+    MERGES,
     OTHER_FORMATS,
     PROMPTS,
     Call,
@@ -38,7 +41,8 @@ from tests.bench.delta_kernel_cases import (
 )
 from tests.bench.delta_kernel_check import check
 
-PARTS = ("check", "decode", "step", "prompts", "formats")
+PROFILED = (DECODE[32][0], DECODE[32][5], DECODE[32][20])
+PARTS = ("check", "decode", "step", "prompts", "formats", "profile")
 
 
 def decode(machine: Machine, deltas: Deltas, kept: Kept) -> None:
@@ -178,15 +182,21 @@ def prompts(machine: Machine, deltas: Deltas, kept: Kept) -> None:
     for name, (n, k) in machine.shapes:
         scratch = torch.empty(n, k, dtype=torch.bfloat16, device=machine.device)
 
-        def merge(layer: int, name: str = name, scratch: torch.Tensor = scratch) -> None:
+        def merge(layer: int, form: tuple[int, int], name: str = name, scratch: torch.Tensor = scratch) -> None:
             codes, scales = deltas.codes[name][layer][0], deltas.scales[name][layer][0]
-            merge_delta(weights[name][layer], scratch, codes, scales, deltas.format)
+            merge_delta(weights[name][layer], scratch, codes, scales, deltas.format, groups=form[0], warps=form[1])
 
-        merge_us = machine.seconds(lambda merge=merge: [merge(i) for i in range(layers)]) / layers * 1e6
-        kept.add("merge", linear=name, us=merge_us, gb_per_s=n * k * 4.266 / merge_us / 1e3)
+        taken = {
+            form: machine.seconds(lambda merge=merge, form=form: [merge(i, form) for i in range(layers)]) / layers
+            for form in MERGES
+        }
+        for form, seconds in taken.items():
+            kept.add("merge", linear=name, form=form, us=seconds * 1e6, gb_per_s=n * k * 4.266 / seconds / 1e9)
+        best = min(taken, key=lambda form: taken[form])
+        print(f"merge {name:8s} {taken[best] * 1e6:6.1f} us {n * k * 4.266 / taken[best] / 1e9:5.0f} GB/s {best}")
         for rows in machine.prompt_rows:
             if not kept.is_over:
-                _time_prompt(machine, deltas, kept, name, rows, weights[name], merge, scratch)
+                _time_prompt(machine, deltas, kept, name, rows, weights[name], partial(merge, form=best), scratch)
     for rows in machine.prompt_rows:
         mine = [entry for entry in kept.values.get("prompts", []) if entry["rows"] == rows]
         base, merged = sum(e["base_us"] for e in mine), sum(e["merged_us"] for e in mine)
@@ -262,10 +272,7 @@ def compile_all(processes: int = 14) -> None:
         (name, tiling) for name in FORMATS for tiling in OTHER_FORMATS if "24" not in name or tiling in checked
     }
     # What differs in the launch alone is compiled once.
-    kinds = {
-        (name, t.outputs, t.small_rows, t.rows, t.warps, t.stages, t.step, t.max_registers): (name, t)
-        for name, t in work
-    }
+    kinds = {(name, replace(t, programs_per_sm=1, min_groups=1)): (name, t) for name, t in work}
     jobs = sorted(kinds.values(), key=str)
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         for failure in filter(None, pool.imap_unordered(_compile, jobs)):
@@ -286,6 +293,19 @@ def _compile(job: tuple[str, Tiling]) -> str | None:
     return None
 
 
+def profile(machine: Machine) -> None:
+    """Launch one large linear with 8 and with 1 deltas, for a profiler: twice each, of which the second counts."""
+    shape = dict(machine.shapes).get("gate_up", machine.shapes[0][1])
+    codes, scales = random_delta(8 if machine.device == "cuda" else 1, shape, FORMATS["int2"], machine.device)
+    x, y = (torch.zeros(32, side, dtype=torch.bfloat16, device=machine.device) for side in (shape[1], shape[0]))
+    x.normal_()
+    for tiling in PROFILED:
+        for active in (len(codes), 1):
+            route = route_of(torch.arange(32, device=machine.device) % active, len(codes), tiling)
+            for _ in range(2):
+                add_delta(y, x, codes, scales, route, FORMATS["int2"], tiling, Workspace(machine.device))
+
+
 def run_parts(machine: Machine, kept: Kept, parts: Iterable[str]) -> None:
     asked = set(parts)
     if "check" in asked:
@@ -300,6 +320,8 @@ def run_parts(machine: Machine, kept: Kept, parts: Iterable[str]) -> None:
                 if name in asked:
                     kept.part(name, lambda run=run: run(machine, held[0], kept))  # type: ignore[misc]
         held.clear()
+    if "profile" in asked:
+        kept.part("profile", lambda: profile(machine))
     if "formats" in asked:
         kept.part("formats", lambda: formats(machine, kept))
 
@@ -323,8 +345,9 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
     kept = Kept(arguments.out, Machine(), arguments.seconds)
-    kept.part("compile", compile_all)
-    print(f"compiled after {time.monotonic() - begin:.0f} s")
+    if set(arguments.parts) != {"profile"}:
+        kept.part("compile", compile_all)
+        print(f"compiled after {time.monotonic() - begin:.0f} s")
     run_parts(Machine(), kept, arguments.parts)
     print(f"{time.monotonic() - begin:.0f} s; failed {len(kept.values['failed'])}; {kept.values.get('seconds')}")
 

@@ -49,12 +49,13 @@ def test_assembly_makes_the_values_of_codes(name: str) -> None:
     words = random.integers(0, 2**16, (1, 1, 64, format_.bits * 8)).astype(np.uint16)
     want = unpack_codes(words, format_.bits, (64, 128)).astype(np.float32) - np.float32(format_.zero)
     text = assembly.splice_asm(format_.bits, format_.zero)
-    lanes = 16 if format_.bits == 3 else words.shape[-1]
+    lanes, doubled = max(16, words.shape[-1]) if format_.bits != 3 else 16, format_.bits in (1, 3)
     for row in range(0, 64, 7):
         for lane in range(0, lanes, 2):
-            inputs = [_register(words[0, 0, row, lane : lane + 2])]
-            if format_.bits == 3:
-                inputs += [_register(words[0, 0, row, 16 + lane % 8 :][:2]), (lane // 8) * 0x00010001]
+            single = words[0, 0, row, -8:][lane % 8 :][:2]  # of single bits, which two lanes share
+            inputs = [_register(single if format_.bits == 1 else words[0, 0, row, lane : lane + 2])]
+            inputs += [_register(single)] if format_.bits == 3 else []
+            inputs += [(lane // 8) * 0x00010001] if doubled else []
             for place, value in enumerate(_run(text, inputs)):
                 found = [_bfloat16(value & 0xFFFF), _bfloat16(value >> 16)]
                 assert found == want[row, place * lanes + lane :][:2].tolist()

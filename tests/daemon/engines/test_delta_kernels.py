@@ -22,7 +22,7 @@ MIXES = {
     "one delta": [3] * 19,
     "beyond the slots": [7, 0, 4, -9],
 }
-SMALL = Tiling(outputs=64, small_rows=8, rows=16, programs_per_sm=2, min_groups=1)
+SMALL = Tiling(outputs=64, blocks=2, programs_per_sm=2, min_groups=1)
 ROUNDED = 2**-7  # of a value: the interpreter cuts bfloat16 off where a GPU rounds
 
 
@@ -70,24 +70,24 @@ def test_every_mix_in_one_workspace(mix: str) -> None:
 @pytest.mark.parametrize("shape", [(192, 200), (100, 384), (1, 1)])
 def test_padding_is_left_out(name: str, shape: tuple[int, int]) -> None:
     _check(
-        name, shape, MIXES["any"], Tiling(outputs=128, rows=16, programs_per_sm=1, min_groups=1), Workspace("cpu")
+        name, shape, MIXES["any"], Tiling(outputs=128, blocks=2, programs_per_sm=1, min_groups=1), Workspace("cpu")
     )
 
 
 @pytest.mark.parametrize(
     "tiling",
     [
-        Tiling(outputs=64, small_rows=16, rows=16, programs_per_sm=9, min_groups=1),
-        Tiling(outputs=128, small_rows=8, rows=32, programs_per_sm=1, min_groups=100),
-        Tiling(outputs=64, small_rows=8, rows=8, programs_per_sm=3, min_groups=2),
-        Tiling(outputs=64, small_rows=8, rows=16, programs_per_sm=5, min_groups=1, step=2),
-        Tiling(outputs=128, small_rows=16, rows=16, warps=2, programs_per_sm=1, min_groups=3, step=2),
+        Tiling(outputs=64, block_rows=16, blocks=1, programs_per_sm=9, min_groups=1, step=1),
+        Tiling(outputs=128, block_rows=8, blocks=4, programs_per_sm=1, min_groups=100, step=1),
+        Tiling(outputs=64, block_rows=8, blocks=1, programs_per_sm=3, min_groups=2, step=4),
+        Tiling(outputs=64, block_rows=8, small_blocks=2, blocks=4, programs_per_sm=5, min_groups=1, step=2),
+        Tiling(outputs=128, block_rows=16, blocks=1, warps=2, programs_per_sm=1, min_groups=3, step=2),
     ],
     ids=str,
 )
 def test_tiles_cut_anywhere(tiling: Tiling) -> None:
     """Programs of less than a group's share, of one whole tile, and of parts of several."""
-    _check("int2", (128, 768), MIXES["any"], tiling, Workspace("cpu"))
+    _check("int2", (128, 1024), MIXES["any"], tiling, Workspace("cpu"))
 
 
 def test_rows_may_be_a_part_of_wider_rows() -> None:
@@ -111,7 +111,7 @@ def test_what_does_not_belong_together_is_refused() -> None:
         lambda: add_delta(y, x, codes, scales, route, formats.FORMATS["int4"], SMALL, Workspace("cpu")),
         lambda: add_delta(y, x, codes, scales[:, :, :32], route, int2, SMALL, Workspace("cpu")),
         lambda: add_delta(y.float(), x, codes, scales, route, int2, SMALL, Workspace("cpu")),
-        lambda: add_delta(y, x, codes, scales, route, int2, Tiling(rows=32), Workspace("cpu")),
+        lambda: add_delta(y, x, codes, scales, route, int2, Tiling(blocks=4), Workspace("cpu")),
         lambda: add_delta(y, x.t().contiguous().t(), codes, scales, route, int2, SMALL, Workspace("cpu")),
     ):
         with pytest.raises(ValueError, match=r"codes|scales|bfloat16|segments|contiguous"):

@@ -21,25 +21,37 @@ class Tiling:
 
     outputs: int = 128
     """Outputs of a tile."""
-    small_rows: int = 8
-    """Rows up to which a segment takes the narrow form of the kernel."""
-    rows: int = 32
-    """Most rows of a segment; those of the route."""
+    block_rows: int = 8
+    """Rows of a product: up to 8 take the tensor cores' narrow form, 16 and more Hopper's wide one."""
+    small_blocks: int = 1
+    """Blocks of a segment that is short: 1, 2 or 4."""
+    blocks: int = 4
+    """Blocks of every other segment."""
     warps: int = 4
-    stages: int = 4
-    """Groups of inputs that are loaded ahead, and the one in use."""
-    programs_per_sm: int = 4
+    stages: int = 3
+    """Steps of groups that are loaded ahead, and the one in use."""
+    programs_per_sm: int = 3
     min_groups: int = 4
     """Fewest groups of inputs that a program takes."""
-    step: int = 1
-    """Groups of inputs of a step of the loop, 1 or 2; 1 where they are an odd number."""
+    step: int = 2
+    """Groups of inputs of a step of the loop: 1, 2 or 4; 1 where they are no multiple."""
     max_registers: int | None = None
+    overlaps: bool = False
+    """Whether the launch may begin before the kernel that wrote y has ended (programmatic dependent launch).
+
+    x must have been complete when that kernel began.
+    """
+
+    @property
+    def rows(self) -> int:
+        """Most rows of a segment; those of the route."""
+        return self.block_rows * self.blocks
 
     def __str__(self) -> str:
         limit = f" r{self.max_registers}" if self.max_registers else ""
         return (
-            f"n{self.outputs} m{self.small_rows}/{self.rows} w{self.warps} s{self.stages} "
-            f"c{self.programs_per_sm} g{self.min_groups} k{self.step}{limit}"
+            f"n{self.outputs} m{self.block_rows}x{self.small_blocks}/{self.blocks} w{self.warps} s{self.stages} "
+            f"c{self.programs_per_sm} g{self.min_groups} k{self.step}{limit}{' o' if self.overlaps else ''}"
         )
 
 
@@ -107,7 +119,10 @@ def add_delta(
     step = tiling.step if groups % tiling.step == 0 else 1
     grid = _multiprocessors(x.device) * tiling.programs_per_sm
     tiles = -(-padded_outputs // tiling.outputs)
-    limits = {} if tiling.max_registers is None else {"maxnreg": tiling.max_registers}
+    overlaps = tiling.overlaps and x.device.type == "cuda"
+    options = {} if tiling.max_registers is None else {"maxnreg": tiling.max_registers}
+    if overlaps:
+        options["launch_pdl"] = True
     add_products[(grid,)](
         x,
         y,
@@ -129,17 +144,19 @@ def add_delta(
         ZERO=format_.zero,
         ASM=assembly(format_, x.device),
         BN=tiling.outputs,
-        SMALL_ROWS=min(tiling.small_rows, tiling.rows),
-        ROWS=tiling.rows,
+        BM=tiling.block_rows,
+        SMALL=tiling.small_blocks,
+        BLOCKS=tiling.blocks,
         STEP=step,
         STAGES=tiling.stages,
         # Triton copies asynchronously from 4 bytes a thread on, which are two scales.
-        SCALES_AHEAD=tiling.outputs * step < 2 * 32 * tiling.warps,
+        SCALES_AHEAD=tiling.outputs < 2 * 32 * tiling.warps,
+        OVERLAP=overlaps,
         WHOLE_N=padded_outputs % tiling.outputs == 0,
         WHOLE_K=inputs % GROUP == 0,
         num_warps=tiling.warps,
         num_stages=tiling.stages,
-        **limits,
+        **options,
     )
 
 

@@ -30,7 +30,7 @@ def add_products(
     order_ptr,
     segments_ptr,
     num_segments_ptr,
-    partial_ptr,  # float32 [programs, 2, BN * ROWS]
+    partial_ptr,  # float32 [programs, 2, rows of a segment, BN]
     arrived_ptr,  # int32 [most segments * tiles], 0 before and after
     N,
     NP,  # N padded to 64
@@ -43,11 +43,13 @@ def add_products(
     ZERO: tl.constexpr,
     ASM: tl.constexpr,  # empty: plain arithmetic, for the interpreter
     BN: tl.constexpr,
-    SMALL_ROWS: tl.constexpr,
-    ROWS: tl.constexpr,
-    STEP: tl.constexpr,  # groups of a step of the loop, 1 or 2, of which G is a multiple
+    BM: tl.constexpr,  # rows of a block
+    SMALL: tl.constexpr,  # blocks of a short segment: 1, 2 or 4
+    BLOCKS: tl.constexpr,  # blocks of a long one
+    STEP: tl.constexpr,  # groups of a step of the loop: 1, 2 or 4; G is a multiple
     STAGES: tl.constexpr,
-    SCALES_AHEAD: tl.constexpr,  # whether scales are loaded a group ahead here, not by the compiler's stages
+    SCALES_AHEAD: tl.constexpr,  # whether scales are loaded a step ahead here, not by the compiler's stages
+    OVERLAP: tl.constexpr,  # whether the launch may begin before the kernel before it, which wrote y, has ended
     WHOLE_N: tl.constexpr,  # whether NP is whole tiles of BN
     WHOLE_K: tl.constexpr,  # whether K is whole groups
 ):
@@ -68,148 +70,216 @@ def add_products(
         count = tl.load(segments_ptr + segment * 4 + 2)
         codes = codes_ptr + slot * NP * G * (8 * BITS)
         scales = scales_ptr + slot * NP * G
-        if SMALL_ROWS < ROWS:
-            if count <= SMALL_ROWS:
+        if SMALL < BLOCKS:
+            if count <= SMALL * BM:
                 _part(
                     x_ptr, y_ptr, codes, scales, rows_ptr, partial_ptr, arrived_ptr, count, tile, row0, g0, g1,
-                    share, N, NP, K, G, stride_x, stride_y,
-                    BITS, ZERO, ASM, BN, SMALL_ROWS, ROWS, STEP, STAGES, SCALES_AHEAD, WHOLE_N, WHOLE_K,
+                    share, N, NP, K, G, stride_x, stride_y, BITS, ZERO, ASM, BN, BM, SMALL, BLOCKS,
+                    STEP, STAGES, SCALES_AHEAD, OVERLAP, WHOLE_N, WHOLE_K,
                 )  # fmt: skip
             else:
                 _part(
                     x_ptr, y_ptr, codes, scales, rows_ptr, partial_ptr, arrived_ptr, count, tile, row0, g0, g1,
-                    share, N, NP, K, G, stride_x, stride_y,
-                    BITS, ZERO, ASM, BN, ROWS, ROWS, STEP, STAGES, SCALES_AHEAD, WHOLE_N, WHOLE_K,
+                    share, N, NP, K, G, stride_x, stride_y, BITS, ZERO, ASM, BN, BM, BLOCKS, BLOCKS,
+                    STEP, STAGES, SCALES_AHEAD, OVERLAP, WHOLE_N, WHOLE_K,
                 )  # fmt: skip
         else:
             _part(
                 x_ptr, y_ptr, codes, scales, rows_ptr, partial_ptr, arrived_ptr, count, tile, row0, g0, g1,
-                share, N, NP, K, G, stride_x, stride_y,
-                BITS, ZERO, ASM, BN, ROWS, ROWS, STEP, STAGES, SCALES_AHEAD, WHOLE_N, WHOLE_K,
+                share, N, NP, K, G, stride_x, stride_y, BITS, ZERO, ASM, BN, BM, BLOCKS, BLOCKS,
+                STEP, STAGES, SCALES_AHEAD, OVERLAP, WHOLE_N, WHOLE_K,
             )  # fmt: skip
         unit += g1 - g0
 
 
 @triton.jit
 def _part(
-    x_ptr, y_ptr, codes_ptr, scales_ptr, rows_ptr, partial_ptr, arrived_ptr, count, tile, row0, g0, g1, share,
-    N, NP, K, G, stride_x, stride_y,
+    x_ptr, y_ptr, codes_ptr, scales_ptr, rows_ptr, partial_ptr, arrived_ptr, count, tile, row0, g0, g1,
+    share, N, NP, K, G, stride_x, stride_y,
     BITS: tl.constexpr, ZERO: tl.constexpr, ASM: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
-    ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, SCALES_AHEAD: tl.constexpr,
-    WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr,
+    BLOCKS: tl.constexpr, MOST_BLOCKS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+    SCALES_AHEAD: tl.constexpr, OVERLAP: tl.constexpr, WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr,
 ):  # fmt: skip
     """Add groups g0 to g1 of a tile to y, or keep them until the tile's last part arrives."""
-    m = tl.arange(0, BM)
-    row = tl.load(rows_ptr + tl.minimum(m, count - 1))
-    total = _group_sums(
-        x_ptr, codes_ptr, scales_ptr, row, count, row0, g0, g1, NP, K, G, stride_x,
-        BITS, ZERO, ASM, BN, BM, STEP, STAGES, SCALES_AHEAD, WHOLE_N, WHOLE_K,
+    t0, t1, t2, t3 = _group_sums(
+        x_ptr, codes_ptr, scales_ptr, rows_ptr, count, row0, g0, g1, NP, K, G, stride_x,
+        BITS, ZERO, ASM, BN, BM, BLOCKS, STEP, STAGES, SCALES_AHEAD, WHOLE_N, WHOLE_K,
     )  # fmt: skip
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    # A program has at most one part that does not begin its tile (its first) and one that only begins it.
+    SIZE: tl.constexpr = BN * BM * MOST_BLOCKS
+    first = tile * G // share
+    last = ((tile + 1) * G - 1) // share
     is_last = True
-    if (g0 > 0) | (g1 < G):
-        place = tl.arange(0, BN)[:, None] + m[None, :] * BN
+    if last > first:
         program = tl.program_id(0)
-        # A program has at most one part that does not begin its tile (its first) and one that only begins it.
-        tl.store(partial_ptr + (program * 2 + (g0 == 0).to(tl.int32)) * (BN * ROWS) + place, total)
+        kept = partial_ptr + (program * 2 + (program == first).to(tl.int32)) * SIZE
+        _keep(kept, t0, 0, BN, BM)
+        if BLOCKS >= 2:
+            _keep(kept, t1, 1, BN, BM)
+        if BLOCKS == 4:
+            _keep(kept, t2, 2, BN, BM)
+            _keep(kept, t3, 3, BN, BM)
         tl.debug_barrier()
-        first = tile * G // share
-        last = ((tile + 1) * G - 1) // share
         is_last = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") == last - first
         if is_last:
-            total = tl.zeros((BN, BM), dtype=tl.float32)
-            for each in range(first, last + 1):
-                at = (each * 2 + (each == first).to(tl.int32)) * (BN * ROWS)
-                total += tl.load(partial_ptr + at + place, cache_modifier=".cg")
+            t0 = _sum_parts(partial_ptr, first, last, 0, BN, BM, SIZE)
+            if BLOCKS >= 2:
+                t1 = _sum_parts(partial_ptr, first, last, 1, BN, BM, SIZE)
+            if BLOCKS == 4:
+                t2 = _sum_parts(partial_ptr, first, last, 2, BN, BM, SIZE)
+                t3 = _sum_parts(partial_ptr, first, last, 3, BN, BM, SIZE)
             tl.store(arrived_ptr + tile, 0)
     if is_last:
-        rn = row0 + tl.arange(0, BN)
-        mask = (rn < N)[:, None] & (m < count)[None, :]
-        out = y_ptr + (row * stride_y)[None, :] + rn[:, None]
-        y = tl.load(out, mask=mask, other=0.0).to(tl.float32)
-        tl.store(out, (y + total).to(tl.bfloat16), mask=mask)
+        _add(y_ptr, rows_ptr, t0, 0, count, row0, N, stride_y, BN, BM)
+        if BLOCKS >= 2:
+            _add(y_ptr, rows_ptr, t1, 1, count, row0, N, stride_y, BN, BM)
+        if BLOCKS == 4:
+            _add(y_ptr, rows_ptr, t2, 2, count, row0, N, stride_y, BN, BM)
+            _add(y_ptr, rows_ptr, t3, 3, count, row0, N, stride_y, BN, BM)
 
 
 @triton.jit
-def _group_sums(
-    x_ptr, codes_ptr, scales_ptr, row, count, row0, g0, g1, NP, K, G, stride_x,
-    BITS: tl.constexpr, ZERO: tl.constexpr, ASM: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
-    STEP: tl.constexpr, STAGES: tl.constexpr, SCALES_AHEAD: tl.constexpr,
-    WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr,
-):  # fmt: skip
-    """Return the float32 sums [BN, BM] of groups g0 to g1 for BN outputs from ``row0`` on."""
-    WORDS: tl.constexpr = 8 * BITS
-    LANES: tl.constexpr = 16 if BITS == 3 else WORDS
-    rn = row0 + tl.arange(0, BN)
-    lane = tl.arange(0, LANES)
-    row_words = codes_ptr + (rn // 64).to(tl.int64) * (G * 64 * WORDS) + (rn % 64) * WORDS
-    words = row_words[:, None] + lane[None, :]
-    k = tl.arange(0, 128)
-    xs = x_ptr + (row * stride_x)[:, None] + k[None, :]
-    # For three bits: the words of the third bit, each for two lanes; the second lane's code is one bit higher.
-    tops = row_words[:, None] + (16 + lane % 8)[None, :]
-    half = (lane // 8).to(tl.int16)[None, :]
-    live = (tl.arange(0, BM) < count)[:, None]
-    total = tl.zeros((BN, BM), dtype=tl.float32)
-    if STEP == 2:
-        pair = tl.arange(0, 2)
-        ahead0 = _scales(scales_ptr + g0 * NP, rn, NP, WHOLE_N)
-        ahead1 = _scales(scales_ptr + g0 * NP + NP, rn, NP, WHOLE_N)
-        for step in tl.range(g0 // 2, g1 // 2, num_stages=STAGES):
-            g = step * 2
-            if SCALES_AHEAD:
-                s0, s1 = ahead0, ahead1
-                next_scales = scales_ptr + tl.minimum(g + 2, g1 - 2) * NP
-                ahead0 = _scales(next_scales, rn, NP, WHOLE_N)
-                ahead1 = _scales(next_scales + NP, rn, NP, WHOLE_N)
-            else:
-                at = scales_ptr + (g + pair)[None, :] * NP + rn[:, None]
-                s0, s1 = tl.split(tl.load(at) if WHOLE_N else tl.load(at, mask=(rn < NP)[:, None], other=0.0))
-            p0 = _group(words, xs, tops, half, live, rn, g, NP, K, BITS, ZERO, ASM, WORDS, WHOLE_N, WHOLE_K)
-            total += p0 * s0.to(tl.float32)[:, None]
-            p1 = _group(words, xs, tops, half, live, rn, g + 1, NP, K, BITS, ZERO, ASM, WORDS, WHOLE_N, WHOLE_K)
-            total += p1 * s1.to(tl.float32)[:, None]
-    else:
-        following = _scales(scales_ptr + g0 * NP, rn, NP, WHOLE_N)
-        for g in tl.range(g0, g1, num_stages=STAGES):
-            if SCALES_AHEAD:
-                s = following
-                following = _scales(scales_ptr + tl.minimum(g + 1, g1 - 1) * NP, rn, NP, WHOLE_N)
-            else:
-                s = _scales(scales_ptr + g * NP, rn, NP, WHOLE_N)
-            product = _group(words, xs, tops, half, live, rn, g, NP, K, BITS, ZERO, ASM, WORDS, WHOLE_N, WHOLE_K)
-            total += product * s.to(tl.float32)[:, None]
+def _place(BLOCK: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr):
+    return tl.arange(0, BN)[:, None] + (BLOCK * BM + tl.arange(0, BM))[None, :] * BN
+
+
+@triton.jit
+def _keep(kept_ptr, total, BLOCK: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr):
+    tl.store(kept_ptr + _place(BLOCK, BN, BM), total)
+
+
+@triton.jit
+def _sum_parts(
+    partial_ptr, first, last, BLOCK: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, SIZE: tl.constexpr
+):
+    """Return the sum of the parts of programs ``first`` to ``last``; only the first begins the tile."""
+    place = _place(BLOCK, BN, BM)
+    total = tl.load(partial_ptr + (first * 2 + 1) * SIZE + place, cache_modifier=".cg")
+    for program in range(first + 1, last + 1):
+        total += tl.load(partial_ptr + program * 2 * SIZE + place, cache_modifier=".cg")
     return total
 
 
 @triton.jit
-def _group(
-    words, xs, tops, half, live, rn, g, NP, K,
-    BITS: tl.constexpr, ZERO: tl.constexpr, ASM: tl.constexpr, WORDS: tl.constexpr,
+def _add(
+    y_ptr, rows_ptr, total, BLOCK: tl.constexpr, count, row0, N, stride_y, BN: tl.constexpr, BM: tl.constexpr
+):
+    m = BLOCK * BM + tl.arange(0, BM)
+    row = tl.load(rows_ptr + tl.minimum(m, count - 1))
+    rn = row0 + tl.arange(0, BN)
+    mask = (rn < N)[:, None] & (m < count)[None, :]
+    out = y_ptr + (row * stride_y)[None, :] + rn[:, None]
+    y = tl.load(out, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out, (y + total).to(tl.bfloat16), mask=mask)
+
+
+@triton.jit
+def _group_sums(
+    x_ptr, codes_ptr, scales_ptr, rows_ptr, count, row0, g0, g1, NP, K, G, stride_x,
+    BITS: tl.constexpr, ZERO: tl.constexpr, ASM: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
+    BLOCKS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, SCALES_AHEAD: tl.constexpr,
     WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr,
 ):  # fmt: skip
-    """Return the float32 product [BN, BM] of group ``g`` without its scales."""
-    k = tl.arange(0, 128)
-    at = words + g * (64 * WORDS)
-    w = tl.load(at) if WHOLE_N else tl.load(at, mask=(rn < NP)[:, None], other=0)
+    """Return the float32 sums [BN, BM] of groups g0 to g1 of each block, for BN outputs from ``row0`` on."""
+    WORDS: tl.constexpr = 8 * BITS
+    rn = row0 + tl.arange(0, BN)
+    inside = (rn < NP)[:, None]
+    words = codes_ptr + (rn // 64).to(tl.int64) * (G * 64 * WORDS) + (rn % 64) * WORDS
+    x0, l0 = _rows(x_ptr, rows_ptr, count, stride_x, 0, BM)
+    x1, l1 = _rows(x_ptr, rows_ptr, count, stride_x, 1 if BLOCKS >= 2 else 0, BM)
+    x2, l2 = _rows(x_ptr, rows_ptr, count, stride_x, 2 if BLOCKS == 4 else 0, BM)
+    x3, l3 = _rows(x_ptr, rows_ptr, count, stride_x, 3 if BLOCKS == 4 else 0, BM)
+    t0 = tl.zeros((BN, BM), dtype=tl.float32)
+    t1, t2, t3 = t0, t0, t0
+    ahead = _scales(scales_ptr + g0 * NP, rn, NP, WHOLE_N)
+    for step in tl.range(g0 // STEP, g1 // STEP, num_stages=STAGES):
+        if STEP == 4:
+            s0, s1, s2, s3 = _scales_4(scales_ptr + step * 4 * NP, rn, NP, WHOLE_N)
+        elif STEP == 2:
+            s0, s1 = _scales_2(scales_ptr + step * 2 * NP, rn, NP, WHOLE_N)
+        elif SCALES_AHEAD:
+            s0 = ahead
+            ahead = _scales(scales_ptr + tl.minimum(step + 1, g1 - 1) * NP, rn, NP, WHOLE_N)
+        else:
+            s0 = _scales(scales_ptr + step * NP, rn, NP, WHOLE_N)
+        for j in tl.static_range(STEP):
+            s = s0 if j == 0 else (s1 if j == 1 else (s2 if j == 2 else s3))
+            g = step * STEP + j
+            v = _values(words + g * (64 * WORDS), inside, BITS, ZERO, ASM, BN, WHOLE_N)
+            f = s.to(tl.float32)[:, None]
+            t0 += _product(v, x0, l0, g, K, ASM, WHOLE_K) * f
+            if BLOCKS >= 2:
+                t1 += _product(v, x1, l1, g, K, ASM, WHOLE_K) * f
+            if BLOCKS == 4:
+                t2 += _product(v, x2, l2, g, K, ASM, WHOLE_K) * f
+                t3 += _product(v, x3, l3, g, K, ASM, WHOLE_K) * f
+    return t0, t1, t2, t3
+
+
+@triton.jit
+def _rows(x_ptr, rows_ptr, count, stride_x, BLOCK: tl.constexpr, BM: tl.constexpr):
+    """Return pointers to the first group of a block's rows of x, and the mask of its rows."""
+    m = BLOCK * BM + tl.arange(0, BM)
+    row = tl.load(rows_ptr + tl.minimum(m, count - 1))
+    return x_ptr + (row * stride_x)[:, None] + tl.arange(0, 128)[None, :], (m < count)[:, None]
+
+
+@triton.jit
+def _values(
+    words,
+    inside,
+    BITS: tl.constexpr,
+    ZERO: tl.constexpr,
+    ASM: tl.constexpr,
+    BN: tl.constexpr,
+    WHOLE_N: tl.constexpr,
+):
+    """Return the bfloat16 values ``code - ZERO`` [BN, 128] of a group, whose rows of words begin at ``words``."""
     if BITS == 3:
-        at = tops + g * (64 * WORDS)
-        top = tl.load(at) if WHOLE_N else tl.load(at, mask=(rn < NP)[:, None], other=0)
+        # 16 words of the two lower bits, then the 8 of the third, each twice.
+        column = tl.arange(0, 32)
+        at = words[:, None] + tl.where(column < 16, column, 16 + column % 8)[None, :]
+        both = tl.load(at) if WHOLE_N else tl.load(at, mask=inside, other=0)
+        w, top = tl.split(tl.permute(tl.reshape(both, (BN, 2, 16)), (0, 2, 1)))
     else:
+        column = tl.arange(0, 16) % 8 if BITS == 1 else tl.arange(0, 8 * BITS)  # those of one bit are given twice
+        at = words[:, None] + column[None, :]
+        w = tl.load(at) if WHOLE_N else tl.load(at, mask=inside, other=0)
         top = w
+    return unpack(w, top, BITS, ZERO, ASM)
+
+
+@triton.jit
+def _product(v, x, live, g, K, ASM: tl.constexpr, WHOLE_K: tl.constexpr):
+    """Return the float32 product [BN, BM] of values and group ``g`` of a block's rows."""
     if WHOLE_K:
-        x = tl.load(xs + g * 128, mask=live, other=0.0)
+        xg = tl.load(x + g * 128, mask=live, other=0.0)
     else:
-        x = tl.load(xs + g * 128, mask=live & (g * 128 + k < K)[None, :], other=0.0)
-    v = unpack(w, top, half, BITS, ZERO, ASM)
+        xg = tl.load(x + g * 128, mask=live & (g * 128 + tl.arange(0, 128) < K)[None, :], other=0.0)
     if ASM != "":
-        return tl.dot(v, tl.trans(x))
+        return tl.dot(v, tl.trans(xg))
     else:  # Triton's interpreter multiplies bfloat16 operands as if they were integers
-        return tl.dot(v.to(tl.float32), tl.trans(x).to(tl.float32), input_precision="ieee")
+        return tl.dot(v.to(tl.float32), tl.trans(xg).to(tl.float32), input_precision="ieee")
 
 
 @triton.jit
 def _scales(scales_ptr, rn, NP, WHOLE_N: tl.constexpr):
-    if WHOLE_N:
-        return tl.load(scales_ptr + rn)
-    else:
-        return tl.load(scales_ptr + rn, mask=rn < NP, other=0.0)
+    return tl.load(scales_ptr + rn) if WHOLE_N else tl.load(scales_ptr + rn, mask=rn < NP, other=0.0)
+
+
+@triton.jit
+def _scales_2(scales_ptr, rn, NP, WHOLE_N: tl.constexpr):
+    at = scales_ptr + rn[:, None] + (tl.arange(0, 2) * NP)[None, :]
+    return tl.split(tl.load(at) if WHOLE_N else tl.load(at, mask=(rn < NP)[:, None], other=0.0))
+
+
+@triton.jit
+def _scales_4(scales_ptr, rn, NP, WHOLE_N: tl.constexpr):
+    two = tl.arange(0, 2)
+    at = scales_ptr + rn[:, None, None] + (two * 2 * NP)[None, :, None] + (two * NP)[None, None, :]
+    even, odd = tl.split(tl.load(at) if WHOLE_N else tl.load(at, mask=(rn < NP)[:, None, None], other=0.0))
+    s0, s2 = tl.split(even)
+    s1, s3 = tl.split(odd)
+    return s0, s1, s2, s3

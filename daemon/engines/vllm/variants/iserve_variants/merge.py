@@ -14,11 +14,16 @@ from iserve_variants.formats import GROUP, TILE_ROWS, CodeFormat
 
 __all__ = ["merge_delta"]
 
-_GROUPS = 4  # of a program
-
 
 def merge_delta(
-    weight: torch.Tensor, out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, format_: CodeFormat
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    format_: CodeFormat,
+    *,
+    groups: int = 4,
+    warps: int = 4,
 ) -> None:
     """Write to ``out`` the sum of ``weight`` and one delta, computed in float32 and rounded once.
 
@@ -27,6 +32,8 @@ def merge_delta(
         out: bfloat16 [outputs, inputs], rows contiguous; not ``weight``.
         codes: int16 [tiles, groups, 64, words] of one slot.
         scales: bfloat16 [groups, padded outputs] of one slot.
+        groups: of 128 inputs that a program takes.
+        warps: of a program.
 
     Raises:
         ValueError: shapes that do not belong together.
@@ -38,8 +45,8 @@ def merge_delta(
         outputs, inputs
     ):
         raise ValueError(f"codes {list(codes.shape)} are not of {outputs} outputs and {inputs} inputs")
-    tiles, groups = codes.shape[:2]
-    _merge[(tiles, triton.cdiv(groups, _GROUPS))](
+    tiles, all_groups = codes.shape[:2]
+    _merge[(tiles, triton.cdiv(all_groups, groups))](
         weight,
         out,
         codes,
@@ -47,14 +54,14 @@ def merge_delta(
         outputs,
         tiles * TILE_ROWS,
         inputs,
-        groups,
+        all_groups,
         weight.stride(0),
         out.stride(0),
         BITS=format_.bits,
         ZERO=format_.zero,
-        GROUPS=_GROUPS,
-        WHOLE=outputs % TILE_ROWS == 0 and inputs % GROUP == 0 and groups % _GROUPS == 0,
-        num_warps=4,
+        GROUPS=groups,
+        WHOLE=outputs % TILE_ROWS == 0 and inputs % GROUP == 0 and all_groups % groups == 0,
+        num_warps=warps,
     )
 
 
@@ -66,31 +73,28 @@ def _merge(
     WORDS: tl.constexpr = 8 * BITS
     LANES: tl.constexpr = 16 if BITS == 3 else WORDS
     PLACES: tl.constexpr = 128 // LANES
+    WIDTH: tl.constexpr = 2 if BITS == 3 else BITS
     tile = tl.program_id(0)
     rows = tl.arange(0, 64)
-    lane = tl.arange(0, LANES)
-    rn = tile * 64 + rows
+    lane = tl.arange(0, LANES)[None, None, :]
+    place = tl.arange(0, PLACES)[None, :, None]
+    rn = (tile * 64 + rows)[:, None, None]
     for j in tl.static_range(GROUPS):
         g = tl.program_id(1) * GROUPS + j
         if WHOLE or g < G:
-            block = codes_ptr + (tile.to(tl.int64) * G + g) * (64 * WORDS) + rows[:, None] * WORDS
-            words = tl.load(block + lane[None, :]).to(tl.int32)
-            scale = tl.load(scales_ptr + g * NP + rn).to(tl.float32)[:, None]
+            k = g * 128 + place * LANES + lane
+            mask = (rn < N) & (k < K)
+            at = w_ptr + rn.to(tl.int64) * stride_w + k
+            base = tl.load(at) if WHOLE else tl.load(at, mask=mask, other=0.0)
+            block = codes_ptr + (tile.to(tl.int64) * G + g) * (64 * WORDS) + rows[:, None, None] * WORDS
+            code = (tl.load(block + lane).to(tl.int32) >> (place * WIDTH)) & (2**WIDTH - 1)
             if BITS == 3:
-                top = tl.load(block + 16 + (lane % 8)[None, :]).to(tl.int32) >> (lane // 8)[None, :]
-            for i in tl.static_range(PLACES):
-                if BITS == 3:
-                    code = ((words >> (2 * i)) & 3) + ((top >> (2 * i)) & 1) * 4
-                else:
-                    code = (words >> (i * BITS)) & (2**BITS - 1)
-                k = g * 128 + i * LANES + lane
-                at_w = w_ptr + rn.to(tl.int64)[:, None] * stride_w + k[None, :]
-                at_out = out_ptr + rn.to(tl.int64)[:, None] * stride_out + k[None, :]
-                if WHOLE:
-                    base = tl.load(at_w).to(tl.float32)
-                    tl.store(at_out, (base + (code.to(tl.float32) - ZERO) * scale).to(tl.bfloat16))
-                else:
-                    mask = (rn < N)[:, None] & (k < K)[None, :]
-                    base = tl.load(at_w, mask=mask, other=0.0).to(tl.float32)
-                    value = (base + (code.to(tl.float32) - ZERO) * scale).to(tl.bfloat16)
-                    tl.store(at_out, value, mask=mask)
+                top = tl.load(block + 16 + lane % 8).to(tl.int32)
+                code += ((top >> (2 * place + lane // 8)) & 1) * 4
+            scale = tl.load(scales_ptr + g * NP + tile * 64 + rows).to(tl.float32)[:, None, None]
+            value = (base.to(tl.float32) + (code.to(tl.float32) - ZERO) * scale).to(tl.bfloat16)
+            out = out_ptr + rn.to(tl.int64) * stride_out + k
+            if WHOLE:
+                tl.store(out, value)
+            else:
+                tl.store(out, value, mask=mask)

@@ -9,46 +9,41 @@ __all__ = ["unpack"]
 
 
 @triton.jit
-def unpack(words, top, half, BITS: tl.constexpr, ZERO: tl.constexpr, ASM: tl.constexpr):
+def unpack(words, top, BITS: tl.constexpr, ZERO: tl.constexpr, ASM: tl.constexpr):
     """Return the bfloat16 values ``code - ZERO`` [outputs, 128] of words [outputs, lanes].
 
-    ``top`` and ``half`` matter for three bits: the words of the third bit [outputs, 16], each twice, and the half
-    of the 16 lanes that a lane is in.
+    Words of one bit are given twice: the second 8 of 16 lanes take the odd places.
+    ``top`` matters for three bits: the words of the third bit [outputs, 16], each twice.
     """
     if BITS == 1:
         return _unpack_1(words, ZERO, ASM)
     elif BITS == 2:
         return _unpack_2(words, ZERO, ASM)
     elif BITS == 3:
-        return _unpack_3(words, top, half, ZERO, ASM)
+        return _unpack_3(words, top, ZERO, ASM)
     else:
         return _unpack_4(words, ZERO, ASM)
 
 
 @triton.jit
 def _unpack_1(w, ZERO: tl.constexpr, ASM: tl.constexpr):
+    half = (tl.arange(0, 16) // 8).to(tl.int16)[None, :]
     if ASM != "":
-        p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, p10, p11, p12, p13, p14, p15 = tl.inline_asm_elementwise(
+        p0, p1, p2, p3, p4, p5, p6, p7 = tl.inline_asm_elementwise(
             ASM,
-            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r",
-            [w],
-            dtype=(tl.bfloat16,) * 16,
+            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r",
+            [w, tl.broadcast_to(half, w.shape)],
+            dtype=(tl.bfloat16,) * 8,
             is_pure=True,
             pack=2,
         )
     else:
-        p0, p1 = _value(w, 0, 1, ZERO), _value(w, 1, 1, ZERO)
-        p2, p3 = _value(w, 2, 1, ZERO), _value(w, 3, 1, ZERO)
-        p4, p5 = _value(w, 4, 1, ZERO), _value(w, 5, 1, ZERO)
-        p6, p7 = _value(w, 6, 1, ZERO), _value(w, 7, 1, ZERO)
-        p8, p9 = _value(w, 8, 1, ZERO), _value(w, 9, 1, ZERO)
-        p10, p11 = _value(w, 10, 1, ZERO), _value(w, 11, 1, ZERO)
-        p12, p13 = _value(w, 12, 1, ZERO), _value(w, 13, 1, ZERO)
-        p14, p15 = _value(w, 14, 1, ZERO), _value(w, 15, 1, ZERO)
-    low = _join_8(p0, p1, p2, p3, p4, p5, p6, p7)
-    high = _join_8(p8, p9, p10, p11, p12, p13, p14, p15)
-    both = tl.permute(tl.join(low, high), (0, 5, 4, 3, 2, 1))
-    return tl.reshape(both, (w.shape[0], 128))
+        t = w.to(tl.int32) >> half.to(tl.int32)
+        p0, p1 = _bit(t, 0, ZERO), _bit(t, 1, ZERO)
+        p2, p3 = _bit(t, 2, ZERO), _bit(t, 3, ZERO)
+        p4, p5 = _bit(t, 4, ZERO), _bit(t, 5, ZERO)
+        p6, p7 = _bit(t, 6, ZERO), _bit(t, 7, ZERO)
+    return tl.reshape(tl.permute(_join_8(p0, p1, p2, p3, p4, p5, p6, p7), (0, 4, 3, 2, 1)), (w.shape[0], 128))
 
 
 @triton.jit
@@ -71,7 +66,8 @@ def _unpack_2(w, ZERO: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def _unpack_3(w, top, half, ZERO: tl.constexpr, ASM: tl.constexpr):
+def _unpack_3(w, top, ZERO: tl.constexpr, ASM: tl.constexpr):
+    half = (tl.arange(0, 16) // 8).to(tl.int16)[None, :]
     if ASM != "":
         p0, p1, p2, p3, p4, p5, p6, p7 = tl.inline_asm_elementwise(
             ASM,
@@ -107,6 +103,11 @@ def _unpack_4(w, ZERO: tl.constexpr, ASM: tl.constexpr):
 def _value(w, PLACE: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr):
     code = (w.to(tl.int32) >> (PLACE * BITS)) & (2**BITS - 1)
     return (code.to(tl.float32) - ZERO).to(tl.bfloat16)
+
+
+@triton.jit
+def _bit(t, PLACE: tl.constexpr, ZERO: tl.constexpr):
+    return (((t >> (2 * PLACE)) & 1).to(tl.float32) - ZERO).to(tl.bfloat16)
 
 
 @triton.jit
