@@ -19,7 +19,7 @@ import triton
 # As in an engine's interpreter, where this folder is on PYTHONPATH.
 sys.path.insert(0, str(Path(__file__).parents[2] / "daemon/engines/vllm/variants"))
 
-from iserve_variants.delta_linear import Tiling, Workspace, add_delta
+from iserve_variants.delta_linear import Tiling, Workspace, add_delta, add_routed
 from iserve_variants.formats import FORMATS, CodeFormat
 from iserve_variants.merge import merge_delta
 from iserve_variants.reference import delta_product, dequantize
@@ -41,6 +41,7 @@ __all__ = [
     "Tiling",
     "Workspace",
     "add_delta",
+    "add_routed",
     "captured",
     "delta_product",
     "dequantize",
@@ -196,9 +197,11 @@ class Deltas:
             made = [random_delta(slots, shape, format_, machine.device) for _ in range(layers)]
             self.codes[name], self.scales[name] = [codes for codes, _ in made], [scales for _, scales in made]
 
-    def add(self, name: str, layer: int, y: torch.Tensor, x: torch.Tensor, call: Call) -> None:
+    def add(
+        self, name: str, layer: int, y: torch.Tensor, x: torch.Tensor, call: Call, *, adds: bool = True
+    ) -> None:
         codes, scales = self.codes[name][layer], self.scales[name][layer]
-        add_delta(y, x, codes, scales, call.route, self.format, call.tiling, call.workspace)
+        add_delta(y, x, codes, scales, call.route, self.format, call.tiling, call.workspace, adds=adds)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

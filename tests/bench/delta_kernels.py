@@ -35,6 +35,7 @@ from tests.bench.delta_kernel_cases import (
     Tiling,
     Workspace,
     add_delta,
+    add_routed,
     merge_delta,
     random_delta,
     route_of,
@@ -121,11 +122,11 @@ def step(machine: Machine, deltas: Deltas, kept: Kept) -> None:
         x = {k: torch.randn(rows, k, device=machine.device).bfloat16() for _, (_, k) in machine.shapes}
         y = {n: torch.zeros(rows, n, dtype=torch.bfloat16, device=machine.device) for _, (n, _) in machine.shapes}
         for active in (0, *(count for count in machine.active if count <= deltas.slots)):
-            for choice in ("fixed", "best"):
+            for choice in ("fixed", "best", "streams"):
                 if kept.is_over or (active == 0 and choice == "best"):
                     continue
                 chosen = {
-                    name: best_tiling(kept, rows, name, active if choice == "best" and active else None)
+                    name: best_tiling(kept, rows, name, active if choice != "fixed" and active else None)
                     or DECODE[rows][0]
                     for name, _ in machine.shapes
                 }
@@ -147,13 +148,30 @@ def _time_step(
         for name, tiling in chosen.items()
     }
 
+    change = {n: torch.zeros(rows, n, device=machine.device) for n in y}
+    side = torch.cuda.Stream() if choice == "streams" and machine.device == "cuda" else None
+
     def run(has_base: bool, has_deltas: bool) -> None:
+        if side is not None and has_base and has_deltas:
+            run_on_two_streams(side)
+            return
         for layer in range(deltas.layers):
             for name, (n, k) in machine.shapes:
                 if has_base:
                     torch.mm(x[k], weights[name][layer].t(), out=y[n])
                 if has_deltas:
                     deltas.add(name, layer, y[n], x[k], calls[name])
+
+    def run_on_two_streams(side: torch.cuda.Stream) -> None:
+        main = torch.cuda.current_stream()
+        for layer in range(deltas.layers):
+            for name, (n, k) in machine.shapes:
+                side.wait_stream(main)
+                with torch.cuda.stream(side):
+                    deltas.add(name, layer, change[n], x[k], calls[name], adds=False)
+                torch.mm(x[k], weights[name][layer].t(), out=y[n])
+                main.wait_stream(side)
+                add_routed(y[n], change[n], calls[name].route)
 
     base = machine.seconds(lambda: run(True, False), 0.1)
     added = machine.seconds(lambda: run(False, True), 0.1)

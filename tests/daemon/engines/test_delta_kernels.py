@@ -103,6 +103,21 @@ def test_rows_may_be_a_part_of_wider_rows() -> None:
     assert not wide_y[:, 128:].any()
 
 
+def test_products_may_be_stored_and_added_later() -> None:
+    torch.manual_seed(0)
+    format_, shape, mix = formats.FORMATS["int2"], (192, 256), [1, -1, 3, 0, 0, 3]
+    codes, scales = _delta("int2", shape)
+    x, base = torch.randn(len(mix), 256).bfloat16(), torch.randn(len(mix), 192).bfloat16()
+    route, change = _routed(mix, SMALL), torch.full((len(mix), 192), float("nan"))
+    add_delta(change, x, codes, scales, route, format_, SMALL, Workspace("cpu"), adds=False)
+    y = base.clone()
+    delta_linear.add_routed(y, change, route)
+    want = reference.delta_product(x, codes, scales, torch.tensor(mix), format_)
+    torch.testing.assert_close(y.float(), base.float() + want, rtol=ROUNDED, atol=1e-3)
+    assert torch.equal(y[1], base[1])
+    assert change[1].isnan().all()
+
+
 def test_what_does_not_belong_together_is_refused() -> None:
     codes, scales = _delta("int2", (64, 128))
     x, y = torch.zeros(2, 128).bfloat16(), torch.zeros(2, 64).bfloat16()
@@ -110,6 +125,7 @@ def test_what_does_not_belong_together_is_refused() -> None:
     for wrong in (
         lambda: add_delta(y, x, codes, scales, route, formats.FORMATS["int4"], SMALL, Workspace("cpu")),
         lambda: add_delta(y, x, codes, scales[:, :, :32], route, int2, SMALL, Workspace("cpu")),
+        lambda: add_delta(y, x.float(), codes, scales, route, int2, SMALL, Workspace("cpu"), adds=False),
         lambda: add_delta(y.float(), x, codes, scales, route, int2, SMALL, Workspace("cpu")),
         lambda: add_delta(y, x, codes, scales, route, int2, Tiling(blocks=4), Workspace("cpu")),
         lambda: add_delta(y, x.t().contiguous().t(), codes, scales, route, int2, SMALL, Workspace("cpu")),

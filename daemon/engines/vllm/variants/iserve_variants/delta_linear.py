@@ -9,10 +9,10 @@ import torch
 
 from iserve_variants.assembly import splice_asm
 from iserve_variants.formats import GROUP, CodeFormat
-from iserve_variants.kernels import add_products
+from iserve_variants.kernels import add_products, add_rows
 from iserve_variants.route import Route
 
-__all__ = ["Tiling", "Workspace", "add_delta"]
+__all__ = ["Tiling", "Workspace", "add_delta", "add_routed"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +88,8 @@ def add_delta(
     format_: CodeFormat,
     tiling: Tiling,
     workspace: Workspace,
+    *,
+    adds: bool = True,
 ) -> None:
     """Add to each routed row of ``y`` the product of its delta and its row of ``x``; leave other rows alone.
 
@@ -100,26 +102,18 @@ def add_delta(
         codes: int16 [slots, tiles, groups, 64, words].
         scales: bfloat16 [slots, groups, padded outputs].
         route: of segments of ``tiling.rows`` rows.
+        adds: False: the products are stored in the routed rows of ``y``, which may be float32 then.
 
     Raises:
         ValueError: shapes or types that do not belong together.
     """
+    _check(y, x, codes, scales, route, format_, tiling, adds)
     outputs, inputs = y.shape[1], x.shape[1]
-    if route.segment_rows != tiling.rows:
-        raise ValueError(f"the route has segments of {route.segment_rows} rows, the tiling {tiling.rows}")
-    if codes.shape[1:] != format_.codes_shape(outputs, inputs):
-        raise ValueError(f"codes {list(codes.shape)} are not of {outputs} outputs and {inputs} inputs")
-    if scales.shape[1:] != format_.scales_shape(outputs, inputs):
-        raise ValueError(f"scales {list(scales.shape)} are not of {outputs} outputs and {inputs} inputs")
-    if {x.dtype, y.dtype, scales.dtype} != {torch.bfloat16}:
-        raise ValueError("x, y and scales are bfloat16")
-    if x.stride(1) != 1 or y.stride(1) != 1 or not codes.is_contiguous() or not scales.is_contiguous():
-        raise ValueError("rows of x and y, codes and scales are contiguous")
     groups, padded_outputs = scales.shape[1:]
     step = tiling.step if groups % tiling.step == 0 else 1
     grid = _multiprocessors(x.device) * tiling.programs_per_sm
     tiles = -(-padded_outputs // tiling.outputs)
-    overlaps = tiling.overlaps and x.device.type == "cuda"
+    overlaps = tiling.overlaps and adds and x.device.type == "cuda"
     options = {} if tiling.max_registers is None else {"maxnreg": tiling.max_registers}
     if overlaps:
         options["launch_pdl"] = True
@@ -151,6 +145,7 @@ def add_delta(
         STAGES=tiling.stages,
         # Triton copies asynchronously from 4 bytes a thread on, which are two scales.
         SCALES_AHEAD=tiling.outputs < 2 * 32 * tiling.warps,
+        ADD=adds,
         OVERLAP=overlaps,
         WHOLE_N=padded_outputs % tiling.outputs == 0,
         WHOLE_K=inputs % GROUP == 0,
@@ -158,6 +153,37 @@ def add_delta(
         num_stages=tiling.stages,
         **options,
     )
+
+
+def add_routed(y: torch.Tensor, change: torch.Tensor, route: Route) -> None:
+    """Add ``change`` to the routed rows of ``y``, both [rows, outputs]: what :func:`add_delta` stored."""
+    outputs = y.shape[1]
+    add_rows[(-(-outputs // 2048), len(y))](
+        y, change, route.order, route.num_rows, outputs, y.stride(0), change.stride(0), BN=2048, num_warps=8
+    )
+
+
+def _check(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    route: Route,
+    format_: CodeFormat,
+    tiling: Tiling,
+    adds: bool,
+) -> None:
+    outputs, inputs = y.shape[1], x.shape[1]
+    if route.segment_rows != tiling.rows:
+        raise ValueError(f"the route has segments of {route.segment_rows} rows, the tiling {tiling.rows}")
+    if codes.shape[1:] != format_.codes_shape(outputs, inputs):
+        raise ValueError(f"codes {list(codes.shape)} are not of {outputs} outputs and {inputs} inputs")
+    if scales.shape[1:] != format_.scales_shape(outputs, inputs):
+        raise ValueError(f"scales {list(scales.shape)} are not of {outputs} outputs and {inputs} inputs")
+    if {x.dtype, scales.dtype, y.dtype if adds else x.dtype} != {torch.bfloat16}:
+        raise ValueError("x, scales and a y that is added to are bfloat16")
+    if x.stride(1) != 1 or y.stride(1) != 1 or not codes.is_contiguous() or not scales.is_contiguous():
+        raise ValueError("rows of x and y, codes and scales are contiguous")
 
 
 def assembly(format_: CodeFormat, device: torch.device) -> str:

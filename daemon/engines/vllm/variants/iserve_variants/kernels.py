@@ -18,13 +18,13 @@ import triton.language as tl
 
 from iserve_variants.splice import unpack
 
-__all__ = ["add_products"]
+__all__ = ["add_products", "add_rows"]
 
 
 @triton.jit(do_not_specialize=["MIN_GROUPS"])
 def add_products(
     x_ptr,  # bfloat16 [rows, K]
-    y_ptr,  # bfloat16 [rows, N], added to
+    y_ptr,  # [rows, N]; with ADD bfloat16 that is added to, else the products are stored there
     codes_ptr,  # int16 [slots, tiles of 64, G, 64, words]
     scales_ptr,  # bfloat16 [slots, G, NP]
     order_ptr,
@@ -49,6 +49,7 @@ def add_products(
     STEP: tl.constexpr,  # groups of a step of the loop: 1, 2 or 4; G is a multiple
     STAGES: tl.constexpr,
     SCALES_AHEAD: tl.constexpr,  # whether scales are loaded a step ahead here, not by the compiler's stages
+    ADD: tl.constexpr,
     OVERLAP: tl.constexpr,  # whether the launch may begin before the kernel before it, which wrote y, has ended
     WHOLE_N: tl.constexpr,  # whether NP is whole tiles of BN
     WHOLE_K: tl.constexpr,  # whether K is whole groups
@@ -75,19 +76,19 @@ def add_products(
                 _part(
                     x_ptr, y_ptr, codes, scales, rows_ptr, partial_ptr, arrived_ptr, count, tile, row0, g0, g1,
                     share, N, NP, K, G, stride_x, stride_y, BITS, ZERO, ASM, BN, BM, SMALL, BLOCKS,
-                    STEP, STAGES, SCALES_AHEAD, OVERLAP, WHOLE_N, WHOLE_K,
+                    STEP, STAGES, SCALES_AHEAD, ADD, OVERLAP, WHOLE_N, WHOLE_K,
                 )  # fmt: skip
             else:
                 _part(
                     x_ptr, y_ptr, codes, scales, rows_ptr, partial_ptr, arrived_ptr, count, tile, row0, g0, g1,
                     share, N, NP, K, G, stride_x, stride_y, BITS, ZERO, ASM, BN, BM, BLOCKS, BLOCKS,
-                    STEP, STAGES, SCALES_AHEAD, OVERLAP, WHOLE_N, WHOLE_K,
+                    STEP, STAGES, SCALES_AHEAD, ADD, OVERLAP, WHOLE_N, WHOLE_K,
                 )  # fmt: skip
         else:
             _part(
                 x_ptr, y_ptr, codes, scales, rows_ptr, partial_ptr, arrived_ptr, count, tile, row0, g0, g1,
                 share, N, NP, K, G, stride_x, stride_y, BITS, ZERO, ASM, BN, BM, BLOCKS, BLOCKS,
-                STEP, STAGES, SCALES_AHEAD, OVERLAP, WHOLE_N, WHOLE_K,
+                STEP, STAGES, SCALES_AHEAD, ADD, OVERLAP, WHOLE_N, WHOLE_K,
             )  # fmt: skip
         unit += g1 - g0
 
@@ -98,7 +99,8 @@ def _part(
     share, N, NP, K, G, stride_x, stride_y,
     BITS: tl.constexpr, ZERO: tl.constexpr, ASM: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
     BLOCKS: tl.constexpr, MOST_BLOCKS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
-    SCALES_AHEAD: tl.constexpr, OVERLAP: tl.constexpr, WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr,
+    SCALES_AHEAD: tl.constexpr, ADD: tl.constexpr, OVERLAP: tl.constexpr, WHOLE_N: tl.constexpr,
+    WHOLE_K: tl.constexpr,
 ):  # fmt: skip
     """Add groups g0 to g1 of a tile to y, or keep them until the tile's last part arrives."""
     t0, t1, t2, t3 = _group_sums(
@@ -132,12 +134,12 @@ def _part(
                 t3 = _sum_parts(partial_ptr, first, last, 3, BN, BM, SIZE)
             tl.store(arrived_ptr + tile, 0)
     if is_last:
-        _add(y_ptr, rows_ptr, t0, 0, count, row0, N, stride_y, BN, BM)
+        _write(y_ptr, rows_ptr, t0, 0, count, row0, N, stride_y, BN, BM, ADD)
         if BLOCKS >= 2:
-            _add(y_ptr, rows_ptr, t1, 1, count, row0, N, stride_y, BN, BM)
+            _write(y_ptr, rows_ptr, t1, 1, count, row0, N, stride_y, BN, BM, ADD)
         if BLOCKS == 4:
-            _add(y_ptr, rows_ptr, t2, 2, count, row0, N, stride_y, BN, BM)
-            _add(y_ptr, rows_ptr, t3, 3, count, row0, N, stride_y, BN, BM)
+            _write(y_ptr, rows_ptr, t2, 2, count, row0, N, stride_y, BN, BM, ADD)
+            _write(y_ptr, rows_ptr, t3, 3, count, row0, N, stride_y, BN, BM, ADD)
 
 
 @triton.jit
@@ -163,16 +165,30 @@ def _sum_parts(
 
 
 @triton.jit
-def _add(
-    y_ptr, rows_ptr, total, BLOCK: tl.constexpr, count, row0, N, stride_y, BN: tl.constexpr, BM: tl.constexpr
-):
+def _write(
+    y_ptr, rows_ptr, total, BLOCK: tl.constexpr, count, row0, N, stride_y, BN: tl.constexpr, BM: tl.constexpr,
+    ADD: tl.constexpr,
+):  # fmt: skip
     m = BLOCK * BM + tl.arange(0, BM)
     row = tl.load(rows_ptr + tl.minimum(m, count - 1))
     rn = row0 + tl.arange(0, BN)
     mask = (rn < N)[:, None] & (m < count)[None, :]
     out = y_ptr + (row * stride_y)[None, :] + rn[:, None]
-    y = tl.load(out, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out, (y + total).to(tl.bfloat16), mask=mask)
+    if ADD:
+        total += tl.load(out, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out, total.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def add_rows(y_ptr, change_ptr, order_ptr, num_rows_ptr, N, stride_y, stride_change, BN: tl.constexpr):
+    """Add ``change`` to the routed rows of y."""
+    place = tl.program_id(1)
+    if place < tl.load(num_rows_ptr):
+        row = tl.load(order_ptr + place).to(tl.int64)
+        n = tl.program_id(0) * BN + tl.arange(0, BN)
+        y = tl.load(y_ptr + row * stride_y + n, mask=n < N, other=0.0).to(tl.float32)
+        change = tl.load(change_ptr + row * stride_change + n, mask=n < N, other=0.0).to(tl.float32)
+        tl.store(y_ptr + row * stride_y + n, (y + change).to(tl.bfloat16), mask=n < N)
 
 
 @triton.jit

@@ -24,6 +24,8 @@ class Route:
     """int32 [most segments, 4]: slot, first place in ``order``, number of rows, 0."""
     num_segments: torch.Tensor
     """int32 [1]."""
+    num_rows: torch.Tensor
+    """int32 [1]: routed rows, the first ones of ``order``."""
 
     @classmethod
     def empty(cls, *, max_rows: int, slots: int, segment_rows: int, device: torch.device | str) -> Route:
@@ -35,6 +37,7 @@ class Route:
             order=torch.zeros(max_rows, dtype=torch.int32, device=device),
             segments=torch.zeros(most, 4, dtype=torch.int32, device=device),
             num_segments=torch.zeros(1, dtype=torch.int32, device=device),
+            num_rows=torch.zeros(1, dtype=torch.int32, device=device),
         )
 
     def fill(self, slot_of_row: torch.Tensor) -> None:
@@ -53,3 +56,4 @@ class Route:
         self.order[: len(slot)].copy_(torch.argsort(slot, stable=True))
         self.segments.copy_(torch.stack([owner, starts[owner] + done, rows, torch.zeros_like(rows)], dim=1))
         self.num_segments.copy_(ends[-1:])
+        self.num_rows.copy_(counts.sum().reshape(1))
