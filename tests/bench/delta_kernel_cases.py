@@ -57,28 +57,27 @@ PROMPT_ROWS = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
 def _tilings(text: str) -> tuple[Tiling, ...]:
-    """Return a tiling a line: outputs, block, warps, stages, programs of an SM, groups, step, registers, overlap.
+    """Return a tiling a line: outputs, small rows/rows, warps, stages, programs, groups, step, registers, form.
 
-    A block is its rows, the blocks of a short segment and those of a long one.
+    Programs are those of a multiprocessor. A form has the letters f (offsets) and o (overlaps).
     """
     found = []
     for line in text.strip().splitlines():
-        outputs, block, warps, stages, programs, groups, step, registers, overlap = line.split()
-        rows, _, blocks = block.partition("x")
-        small, _, most = blocks.partition("/")
+        outputs, rows, warps, stages, programs, groups, step, registers, form = line.split()
+        small, most = map(int, rows.split("/"))
         found.append(
             Tiling(
                 outputs=int(outputs),
-                block_rows=int(rows),
-                small_blocks=int(small),
-                blocks=int(most),
+                small_rows=small,
+                rows=most,
                 warps=int(warps),
                 stages=int(stages),
                 programs_per_sm=int(programs),
                 min_groups=int(groups),
                 step=int(step),
                 max_registers=int(registers) or None,
-                overlaps=overlap == "o",
+                offsets="f" in form,
+                overlaps="o" in form,
             )
         )
     return tuple(found)
@@ -86,54 +85,50 @@ def _tilings(text: str) -> tuple[Tiling, ...]:
 
 DECODE = {
     32: _tilings("""
-        128 8x1/4  4 3 3 4 2 168 -
-        128 8x1/4  4 3 3 4 2 168 o
-        128 8x1/4  4 4 3 4 2 168 -
-        128 8x1/4  4 3 3 8 2 168 -
-        128 8x1/4  4 3 3 2 2 168 -
-        128 8x1/4  4 3 4 4 2 128 -
-        128 8x1/4  4 3 2 4 2 0   -
-        128 8x1/4  4 3 2 4 2 0   o
-        128 8x1/4  4 2 3 4 4 168 -
-        128 8x1/4  4 3 2 4 4 0   -
-        128 8x2/4  4 3 3 4 2 168 -
-        128 8x1/2  4 3 3 4 2 168 -
-        128 8x1/1  4 3 4 4 2 128 -
-        128 8x1/1  4 3 4 4 4 128 -
-        128 8x1/4  2 3 4 4 2 0   -
-        64  8x1/4  2 3 6 4 2 168 -
-        64  8x1/4  2 3 8 4 2 128 -
-        64  8x1/4  4 3 4 4 2 128 -
-        256 8x1/4  8 3 2 4 2 128 -
-        128 8x1/4  8 3 2 4 2 128 -
-        128 16x1/2 4 3 3 4 2 168 -
-        128 16x1/2 4 3 2 4 2 0   -
-        128 16x1/2 4 3 2 4 2 0   o
-        64  16x1/2 4 3 4 4 2 128 -
+        128 8/32  4 3 3 4 2 168 -
+        128 8/32  4 3 3 4 2 168 f
+        128 8/32  4 3 3 4 2 168 fo
+        128 8/32  4 3 2 4 2 0   f
+        128 8/32  4 3 2 4 2 0   fo
+        128 8/32  4 3 4 4 2 128 f
+        128 8/32  4 3 2 4 4 0   f
+        128 8/8   4 3 4 4 2 128 f
+        128 8/8   4 3 3 4 2 168 f
+        128 8/8   4 3 3 4 4 168 f
+        128 8/8   4 4 4 4 2 128 f
+        128 8/8   4 3 4 4 2 128 o
+        128 8/8   4 3 4 4 2 128 fo
+        128 8/8   4 3 4 8 2 128 fo
+        64  8/32  4 3 4 4 2 128 f
+        64  8/8   4 3 5 4 2 96  f
+        128 16/32 4 3 2 4 2 0   -
+        128 16/32 4 3 2 4 2 0   o
+        128 16/32 4 4 2 8 2 0   o
+        64  16/32 4 3 4 8 2 128 o
+        64  32/32 4 4 4 4 1 128 o
+        64  32/32 4 4 3 8 1 168 o
     """),
     128: _tilings("""
-        128 8x1/4  4 3 3 4 2 168 -
-        128 8x2/4  4 3 3 4 2 168 -
-        128 16x1/2 4 3 3 4 2 168 -
-        128 16x1/4 4 3 2 4 2 0   -
-        64  16x1/4 4 3 3 4 2 168 -
-        64  64x1/1 4 3 3 4 1 168 -
-        128 64x1/1 8 3 1 4 2 0   -
-        128 32x1/2 8 3 1 4 2 0   -
+        128 8/32   4 3 3 4 2 168 f
+        128 16/32  4 3 3 4 2 168 o
+        64  16/64  4 4 3 4 1 168 o
+        128 16/64  8 3 1 4 2 0   o
+        128 64/64  8 4 2 4 1 128 o
+        128 128/128 8 3 1 4 1 0  o
     """),
 }
 PROMPTS = _tilings("""
-    64  64x1/1  4 4 3 8 1 168 -
-    128 64x1/1  8 4 2 8 1 128 -
-    128 64x1/1  4 4 2 8 1 0   -
-    128 128x1/1 8 3 1 8 1 0   -
+    64  64/64   4 4 3 8 1 168 -
+    128 64/64   8 4 2 8 1 128 -
+    128 64/64   4 4 2 8 1 0   -
+    128 128/128 8 3 1 8 1 0   -
 """)
 OTHER_FORMATS = _tilings("""
-    128 8x1/4  4 3 3 4 2 168 -
-    128 8x1/4  4 3 2 4 2 0   -
-    128 8x1/4  4 4 3 4 1 168 -
-    128 16x1/2 4 4 3 4 1 168 -
-    128 16x1/2 4 3 3 4 2 168 -
+    128 8/32  4 3 3 4 2 168 -
+    128 8/32  4 3 3 4 2 168 f
+    128 8/8   4 3 4 4 2 128 f
+    128 16/32 4 4 3 4 1 168 -
+    128 16/32 4 3 3 4 2 168 -
 """)
 MERGES = ((1, 4), (2, 4), (4, 4), (2, 8), (4, 8), (8, 4))  # groups of a program, warps
 

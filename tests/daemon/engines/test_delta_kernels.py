@@ -22,7 +22,7 @@ MIXES = {
     "one delta": [3] * 19,
     "beyond the slots": [7, 0, 4, -9],
 }
-SMALL = Tiling(outputs=64, blocks=2, programs_per_sm=2, min_groups=1)
+SMALL = Tiling(outputs=64, rows=16, programs_per_sm=2, min_groups=1)
 ROUNDED = 2**-7  # of a value: the interpreter cuts bfloat16 off where a GPU rounds
 
 
@@ -70,18 +70,18 @@ def test_every_mix_in_one_workspace(mix: str) -> None:
 @pytest.mark.parametrize("shape", [(192, 200), (100, 384), (1, 1)])
 def test_padding_is_left_out(name: str, shape: tuple[int, int]) -> None:
     _check(
-        name, shape, MIXES["any"], Tiling(outputs=128, blocks=2, programs_per_sm=1, min_groups=1), Workspace("cpu")
+        name, shape, MIXES["any"], Tiling(outputs=128, rows=16, programs_per_sm=1, min_groups=1), Workspace("cpu")
     )
 
 
 @pytest.mark.parametrize(
     "tiling",
     [
-        Tiling(outputs=64, block_rows=16, blocks=1, programs_per_sm=9, min_groups=1, step=1),
-        Tiling(outputs=128, block_rows=8, blocks=4, programs_per_sm=1, min_groups=100, step=1),
-        Tiling(outputs=64, block_rows=8, blocks=1, programs_per_sm=3, min_groups=2, step=4),
-        Tiling(outputs=64, block_rows=8, small_blocks=2, blocks=4, programs_per_sm=5, min_groups=1, step=2),
-        Tiling(outputs=128, block_rows=16, blocks=1, warps=2, programs_per_sm=1, min_groups=3, step=2),
+        Tiling(outputs=64, small_rows=16, rows=16, programs_per_sm=9, min_groups=1, step=1),
+        Tiling(outputs=128, rows=32, programs_per_sm=1, min_groups=100, step=1),
+        Tiling(outputs=64, rows=8, programs_per_sm=3, min_groups=2, step=4),
+        Tiling(outputs=64, rows=16, programs_per_sm=5, min_groups=1, step=2, offsets=True),
+        Tiling(outputs=128, rows=8, programs_per_sm=2, min_groups=3, step=2, offsets=True),
     ],
     ids=str,
 )
@@ -121,16 +121,18 @@ def test_products_may_be_stored_and_added_later() -> None:
 def test_what_does_not_belong_together_is_refused() -> None:
     codes, scales = _delta("int2", (64, 128))
     x, y = torch.zeros(2, 128).bfloat16(), torch.zeros(2, 64).bfloat16()
+    wide = Tiling(outputs=256, rows=16, offsets=True)
     route, int2 = _routed([0, 1], SMALL), formats.FORMATS["int2"]
     for wrong in (
         lambda: add_delta(y, x, codes, scales, route, formats.FORMATS["int4"], SMALL, Workspace("cpu")),
         lambda: add_delta(y, x, codes, scales[:, :, :32], route, int2, SMALL, Workspace("cpu")),
         lambda: add_delta(y, x.float(), codes, scales, route, int2, SMALL, Workspace("cpu"), adds=False),
+        lambda: add_delta(y, x, codes, scales, route, int2, wide, Workspace("cpu")),
         lambda: add_delta(y.float(), x, codes, scales, route, int2, SMALL, Workspace("cpu")),
-        lambda: add_delta(y, x, codes, scales, route, int2, Tiling(blocks=4), Workspace("cpu")),
+        lambda: add_delta(y, x, codes, scales, route, int2, Tiling(rows=32), Workspace("cpu")),
         lambda: add_delta(y, x.t().contiguous().t(), codes, scales, route, int2, SMALL, Workspace("cpu")),
     ):
-        with pytest.raises(ValueError, match=r"codes|scales|bfloat16|segments|contiguous"):
+        with pytest.raises(ValueError, match=r"codes|offsets|scales|bfloat16|segments|contiguous"):
             wrong()
 
 

@@ -30,7 +30,7 @@ def add_products(
     order_ptr,
     segments_ptr,
     num_segments_ptr,
-    partial_ptr,  # float32 [programs, 2, rows of a segment, BN]
+    partial_ptr,  # float32 [programs, 2, ROWS, BN]
     arrived_ptr,  # int32 [most segments * tiles], 0 before and after
     N,
     NP,  # N padded to 64
@@ -42,10 +42,11 @@ def add_products(
     BITS: tl.constexpr,
     ZERO: tl.constexpr,
     ASM: tl.constexpr,  # empty: plain arithmetic, for the interpreter
+    OFFSET_ASM: tl.constexpr,  # the same for values that keep their offset
+    OFFSET_ROWS: tl.constexpr,  # 16 rows a warp; 0: values keep no offset
     BN: tl.constexpr,
-    BM: tl.constexpr,  # rows of a block
-    SMALL: tl.constexpr,  # blocks of a short segment: 1, 2 or 4
-    BLOCKS: tl.constexpr,  # blocks of a long one
+    SMALL_ROWS: tl.constexpr,  # rows of the product for short segments
+    ROWS: tl.constexpr,  # and for all others
     STEP: tl.constexpr,  # groups of a step of the loop: 1, 2 or 4; G is a multiple
     STAGES: tl.constexpr,
     SCALES_AHEAD: tl.constexpr,  # whether scales are loaded a step ahead here, not by the compiler's stages
@@ -71,23 +72,23 @@ def add_products(
         count = tl.load(segments_ptr + segment * 4 + 2)
         codes = codes_ptr + slot * NP * G * (8 * BITS)
         scales = scales_ptr + slot * NP * G
-        if SMALL < BLOCKS:
-            if count <= SMALL * BM:
+        if SMALL_ROWS < ROWS:
+            if count <= SMALL_ROWS:
                 _part(
                     x_ptr, y_ptr, codes, scales, rows_ptr, partial_ptr, arrived_ptr, count, tile, row0, g0, g1,
-                    share, N, NP, K, G, stride_x, stride_y, BITS, ZERO, ASM, BN, BM, SMALL, BLOCKS,
-                    STEP, STAGES, SCALES_AHEAD, ADD, OVERLAP, WHOLE_N, WHOLE_K,
+                    share, N, NP, K, G, stride_x, stride_y, BITS, ZERO, ASM, OFFSET_ASM, OFFSET_ROWS, BN,
+                    SMALL_ROWS, ROWS, STEP, STAGES, SCALES_AHEAD, ADD, OVERLAP, WHOLE_N, WHOLE_K,
                 )  # fmt: skip
             else:
                 _part(
                     x_ptr, y_ptr, codes, scales, rows_ptr, partial_ptr, arrived_ptr, count, tile, row0, g0, g1,
-                    share, N, NP, K, G, stride_x, stride_y, BITS, ZERO, ASM, BN, BM, BLOCKS, BLOCKS,
+                    share, N, NP, K, G, stride_x, stride_y, BITS, ZERO, ASM, OFFSET_ASM, 0, BN, ROWS, ROWS,
                     STEP, STAGES, SCALES_AHEAD, ADD, OVERLAP, WHOLE_N, WHOLE_K,
                 )  # fmt: skip
         else:
             _part(
                 x_ptr, y_ptr, codes, scales, rows_ptr, partial_ptr, arrived_ptr, count, tile, row0, g0, g1,
-                share, N, NP, K, G, stride_x, stride_y, BITS, ZERO, ASM, BN, BM, BLOCKS, BLOCKS,
+                share, N, NP, K, G, stride_x, stride_y, BITS, ZERO, ASM, OFFSET_ASM, OFFSET_ROWS, BN, ROWS, ROWS,
                 STEP, STAGES, SCALES_AHEAD, ADD, OVERLAP, WHOLE_N, WHOLE_K,
             )  # fmt: skip
         unit += g1 - g0
@@ -96,80 +97,45 @@ def add_products(
 @triton.jit
 def _part(
     x_ptr, y_ptr, codes_ptr, scales_ptr, rows_ptr, partial_ptr, arrived_ptr, count, tile, row0, g0, g1,
-    share, N, NP, K, G, stride_x, stride_y,
-    BITS: tl.constexpr, ZERO: tl.constexpr, ASM: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
-    BLOCKS: tl.constexpr, MOST_BLOCKS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+    share, N, NP, K, G, stride_x, stride_y, BITS: tl.constexpr, ZERO: tl.constexpr, ASM: tl.constexpr,
+    OFFSET_ASM: tl.constexpr, OFFSET_ROWS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
+    ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
     SCALES_AHEAD: tl.constexpr, ADD: tl.constexpr, OVERLAP: tl.constexpr, WHOLE_N: tl.constexpr,
     WHOLE_K: tl.constexpr,
 ):  # fmt: skip
     """Add groups g0 to g1 of a tile to y, or keep them until the tile's last part arrives."""
-    t0, t1, t2, t3 = _group_sums(
+    total = _group_sums(
         x_ptr, codes_ptr, scales_ptr, rows_ptr, count, row0, g0, g1, NP, K, G, stride_x,
-        BITS, ZERO, ASM, BN, BM, BLOCKS, STEP, STAGES, SCALES_AHEAD, WHOLE_N, WHOLE_K,
+        BITS, ZERO, OFFSET_ASM if OFFSET_ROWS else ASM, OFFSET_ROWS, BN, BM, STEP, STAGES, SCALES_AHEAD,
+        WHOLE_N, WHOLE_K,
     )  # fmt: skip
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     # A program has at most one part that does not begin its tile (its first) and one that only begins it.
-    SIZE: tl.constexpr = BN * BM * MOST_BLOCKS
+    SIZE: tl.constexpr = BN * ROWS
+    place = tl.arange(0, BN)[:, None] + tl.arange(0, BM)[None, :] * BN
     first = tile * G // share
     last = ((tile + 1) * G - 1) // share
     is_last = True
     if last > first:
         program = tl.program_id(0)
-        kept = partial_ptr + (program * 2 + (program == first).to(tl.int32)) * SIZE
-        _keep(kept, t0, 0, BN, BM)
-        if BLOCKS >= 2:
-            _keep(kept, t1, 1, BN, BM)
-        if BLOCKS == 4:
-            _keep(kept, t2, 2, BN, BM)
-            _keep(kept, t3, 3, BN, BM)
+        tl.store(partial_ptr + (program * 2 + (program == first).to(tl.int32)) * SIZE + place, total)
         tl.debug_barrier()
         is_last = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") == last - first
         if is_last:
-            t0 = _sum_parts(partial_ptr, first, last, 0, BN, BM, SIZE)
-            if BLOCKS >= 2:
-                t1 = _sum_parts(partial_ptr, first, last, 1, BN, BM, SIZE)
-            if BLOCKS == 4:
-                t2 = _sum_parts(partial_ptr, first, last, 2, BN, BM, SIZE)
-                t3 = _sum_parts(partial_ptr, first, last, 3, BN, BM, SIZE)
+            total = tl.load(partial_ptr + (first * 2 + 1) * SIZE + place, cache_modifier=".cg")
+            for each in range(first + 1, last + 1):
+                total += tl.load(partial_ptr + each * 2 * SIZE + place, cache_modifier=".cg")
             tl.store(arrived_ptr + tile, 0)
     if is_last:
-        _write(y_ptr, rows_ptr, t0, 0, count, row0, N, stride_y, BN, BM, ADD)
-        if BLOCKS >= 2:
-            _write(y_ptr, rows_ptr, t1, 1, count, row0, N, stride_y, BN, BM, ADD)
-        if BLOCKS == 4:
-            _write(y_ptr, rows_ptr, t2, 2, count, row0, N, stride_y, BN, BM, ADD)
-            _write(y_ptr, rows_ptr, t3, 3, count, row0, N, stride_y, BN, BM, ADD)
-
-
-@triton.jit
-def _place(BLOCK: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr):
-    return tl.arange(0, BN)[:, None] + (BLOCK * BM + tl.arange(0, BM))[None, :] * BN
-
-
-@triton.jit
-def _keep(kept_ptr, total, BLOCK: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr):
-    tl.store(kept_ptr + _place(BLOCK, BN, BM), total)
-
-
-@triton.jit
-def _sum_parts(
-    partial_ptr, first, last, BLOCK: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, SIZE: tl.constexpr
-):
-    """Return the sum of the parts of programs ``first`` to ``last``; only the first begins the tile."""
-    place = _place(BLOCK, BN, BM)
-    total = tl.load(partial_ptr + (first * 2 + 1) * SIZE + place, cache_modifier=".cg")
-    for program in range(first + 1, last + 1):
-        total += tl.load(partial_ptr + program * 2 * SIZE + place, cache_modifier=".cg")
-    return total
+        _write(y_ptr, rows_ptr, total, count, row0, N, stride_y, BN, BM, ADD)
 
 
 @triton.jit
 def _write(
-    y_ptr, rows_ptr, total, BLOCK: tl.constexpr, count, row0, N, stride_y, BN: tl.constexpr, BM: tl.constexpr,
-    ADD: tl.constexpr,
-):  # fmt: skip
-    m = BLOCK * BM + tl.arange(0, BM)
+    y_ptr, rows_ptr, total, count, row0, N, stride_y, BN: tl.constexpr, BM: tl.constexpr, ADD: tl.constexpr
+):
+    m = tl.arange(0, BM)
     row = tl.load(rows_ptr + tl.minimum(m, count - 1))
     rn = row0 + tl.arange(0, BN)
     mask = (rn < N)[:, None] & (m < count)[None, :]
@@ -194,21 +160,20 @@ def add_rows(y_ptr, change_ptr, order_ptr, num_rows_ptr, N, stride_y, stride_cha
 @triton.jit
 def _group_sums(
     x_ptr, codes_ptr, scales_ptr, rows_ptr, count, row0, g0, g1, NP, K, G, stride_x,
-    BITS: tl.constexpr, ZERO: tl.constexpr, ASM: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
-    BLOCKS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, SCALES_AHEAD: tl.constexpr,
+    BITS: tl.constexpr, ZERO: tl.constexpr, ASM: tl.constexpr, OFFSET_ROWS: tl.constexpr, BN: tl.constexpr,
+    BM: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, SCALES_AHEAD: tl.constexpr,
     WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr,
 ):  # fmt: skip
-    """Return the float32 sums [BN, BM] of groups g0 to g1 of each block, for BN outputs from ``row0`` on."""
+    """Return the float32 sums [BN, BM] of groups g0 to g1, for BN outputs from ``row0`` on."""
     WORDS: tl.constexpr = 8 * BITS
     rn = row0 + tl.arange(0, BN)
     inside = (rn < NP)[:, None]
     words = codes_ptr + (rn // 64).to(tl.int64) * (G * 64 * WORDS) + (rn % 64) * WORDS
-    x0, l0 = _rows(x_ptr, rows_ptr, count, stride_x, 0, BM)
-    x1, l1 = _rows(x_ptr, rows_ptr, count, stride_x, 1 if BLOCKS >= 2 else 0, BM)
-    x2, l2 = _rows(x_ptr, rows_ptr, count, stride_x, 2 if BLOCKS == 4 else 0, BM)
-    x3, l3 = _rows(x_ptr, rows_ptr, count, stride_x, 3 if BLOCKS == 4 else 0, BM)
-    t0 = tl.zeros((BN, BM), dtype=tl.float32)
-    t1, t2, t3 = t0, t0, t0
+    m = tl.arange(0, BM)
+    live = (m < count)[:, None]
+    row = tl.load(rows_ptr + tl.minimum(m, count - 1))
+    x = x_ptr + (row * stride_x)[:, None] + tl.arange(0, 128)[None, :]
+    total = tl.zeros((BN, BM), dtype=tl.float32)
     ahead = _scales(scales_ptr + g0 * NP, rn, NP, WHOLE_N)
     for step in tl.range(g0 // STEP, g1 // STEP, num_stages=STAGES):
         if STEP == 4:
@@ -223,23 +188,11 @@ def _group_sums(
         for j in tl.static_range(STEP):
             s = s0 if j == 0 else (s1 if j == 1 else (s2 if j == 2 else s3))
             g = step * STEP + j
-            v = _values(words + g * (64 * WORDS), inside, BITS, ZERO, ASM, BN, WHOLE_N)
-            f = s.to(tl.float32)[:, None]
-            t0 += _product(v, x0, l0, g, K, ASM, WHOLE_K) * f
-            if BLOCKS >= 2:
-                t1 += _product(v, x1, l1, g, K, ASM, WHOLE_K) * f
-            if BLOCKS == 4:
-                t2 += _product(v, x2, l2, g, K, ASM, WHOLE_K) * f
-                t3 += _product(v, x3, l3, g, K, ASM, WHOLE_K) * f
-    return t0, t1, t2, t3
-
-
-@triton.jit
-def _rows(x_ptr, rows_ptr, count, stride_x, BLOCK: tl.constexpr, BM: tl.constexpr):
-    """Return pointers to the first group of a block's rows of x, and the mask of its rows."""
-    m = BLOCK * BM + tl.arange(0, BM)
-    row = tl.load(rows_ptr + tl.minimum(m, count - 1))
-    return x_ptr + (row * stride_x)[:, None] + tl.arange(0, 128)[None, :], (m < count)[:, None]
+            # Without assembly the offset is ``ZERO`` alone.
+            v = _values(words + g * (64 * WORDS), inside, BITS, 0 if OFFSET_ROWS else ZERO, ASM, BN, WHOLE_N)
+            product = _product(v, x + g * 128, live, K - g * 128, BITS, ZERO, ASM, OFFSET_ROWS, WHOLE_K)
+            total += product * s.to(tl.float32)[:, None]
+    return total
 
 
 @triton.jit
@@ -268,16 +221,55 @@ def _values(
 
 
 @triton.jit
-def _product(v, x, live, g, K, ASM: tl.constexpr, WHOLE_K: tl.constexpr):
-    """Return the float32 product [BN, BM] of values and group ``g`` of a block's rows."""
+def _product(
+    v, x, live, inputs, BITS: tl.constexpr, ZERO: tl.constexpr, ASM: tl.constexpr, OFFSET_ROWS: tl.constexpr,
+    WHOLE_K: tl.constexpr,
+):  # fmt: skip
+    """Return the float32 product [BN, BM] of values, less their offset, and a group of ``inputs`` inputs."""
     if WHOLE_K:
-        xg = tl.load(x + g * 128, mask=live, other=0.0)
+        xg = tl.load(x, mask=live, other=0.0)
     else:
-        xg = tl.load(x + g * 128, mask=live & (g * 128 + tl.arange(0, 128) < K)[None, :], other=0.0)
+        xg = tl.load(x, mask=live & (tl.arange(0, 128) < inputs)[None, :], other=0.0)
+    product = _dot(v, xg, ASM)
+    if OFFSET_ROWS:
+        # The product of the offsets is one row, which is taken for 16 rows of each warp and repeated for the rest.
+        # The compiler lays out this operand as it does ``v`` where it is made of a part of v.
+        part = v
+        if v.shape[0] == 2 * OFFSET_ROWS:
+            part, _ = tl.split(tl.permute(tl.reshape(v, (2, OFFSET_ROWS, 128)), (1, 2, 0)))
+        offsets = tl.broadcast_to(_offsets(BITS, ZERO, ASM)[None, :], (OFFSET_ROWS, 128))
+        if ASM != "":
+            offsets = tl.inline_asm_elementwise(
+                "mov.b32 $0, $1;", "=r,r,r", [offsets, part], dtype=tl.bfloat16, is_pure=True, pack=2
+            )
+        rows = _dot(offsets, xg, ASM)
+        if v.shape[0] == 2 * OFFSET_ROWS:
+            rows = tl.reshape(tl.permute(tl.join(rows, rows), (2, 0, 1)), (v.shape[0], xg.shape[0]))
+        product -= rows
+    return product
+
+
+@triton.jit
+def _dot(a, x, ASM: tl.constexpr):
     if ASM != "":
-        return tl.dot(v, tl.trans(xg))
+        return tl.dot(a, tl.trans(x))
     else:  # Triton's interpreter multiplies bfloat16 operands as if they were integers
-        return tl.dot(v.to(tl.float32), tl.trans(xg).to(tl.float32), input_precision="ieee")
+        return tl.dot(a.to(tl.float32), tl.trans(x).to(tl.float32), input_precision="ieee")
+
+
+@triton.jit
+def _offsets(BITS: tl.constexpr, ZERO: tl.constexpr, ASM: tl.constexpr):
+    """Return the offsets [128] of values by their input, exact in bfloat16."""
+    place = tl.arange(0, 128) // (32 if BITS == 4 else 16)
+    if ASM == "":
+        base = place.to(tl.float32) * 0.0
+    elif BITS == 4:
+        base = place.to(tl.float32) * 0.0 + 64.0
+    elif BITS == 3:
+        base = tl.where(place % 2 == 0, 64.0, 16.0)
+    else:
+        base = tl.where(place % 3 == 0, 64.0, tl.where(place % 3 == 1, 16.0, 4.0))
+    return (base + ZERO).to(tl.bfloat16)
 
 
 @triton.jit
