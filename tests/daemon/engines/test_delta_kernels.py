@@ -14,6 +14,7 @@ reference = kernel_module("reference")
 Route = kernel_module("route").Route
 Tiling, Workspace, add_delta = delta_linear.Tiling, delta_linear.Workspace, delta_linear.add_delta
 
+pytestmark = pytest.mark.slow
 SLOTS = 4
 MIXES = {
     "any": [1, -1, 3, 3, 0, 1, -1, 3, 0, 0, 3, 3, 3, 3, 3, 3, 3, 3],
