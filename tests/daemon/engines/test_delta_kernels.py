@@ -12,6 +12,7 @@ formats = kernel_module("formats")
 merge = kernel_module("merge")
 reference = kernel_module("reference")
 Route = kernel_module("route").Route
+choose_tiling = kernel_module("tilings").choose_tiling
 Tiling, Workspace, add_delta = delta_linear.Tiling, delta_linear.Workspace, delta_linear.add_delta
 
 pytestmark = pytest.mark.slow
@@ -89,6 +90,12 @@ def test_padding_is_left_out(name: str, shape: tuple[int, int]) -> None:
 def test_tiles_cut_anywhere(tiling: Tiling) -> None:
     """Programs of less than a group's share, of one whole tile, and of parts of several."""
     _check("int2", (128, 1024), MIXES["any"], tiling, Workspace("cpu"))
+
+
+@pytest.mark.parametrize(("rows", "active"), [(4, None), (18, 1), (18, 4), (40, None), (2, 2)])
+def test_chosen_tilings_serve_their_mix(rows: int, active: int | None) -> None:
+    mix = [row % (active or 3) for row in range(rows)]
+    _check("int2", (128, 512), mix, choose_tiling(2, rows, active), Workspace("cpu"))
 
 
 def test_rows_may_be_a_part_of_wider_rows() -> None:
