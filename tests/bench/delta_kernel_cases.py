@@ -135,7 +135,7 @@ MERGES = ((1, 4), (2, 4), (4, 4), (2, 8), (4, 8), (8, 4))  # groups of a program
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """Where and how sizes and times are taken; the tests have a small one on the CPU."""
+    """Device, sizes and clock of a run; the tests have a small one on the CPU."""
 
     device: str = "cuda"
     shapes: tuple[tuple[str, tuple[int, int]], ...] = tuple(SHAPES.items())

@@ -34,8 +34,8 @@ def check(machine: Machine, kept: Kept) -> None:
     torch.manual_seed(0)
     decode = {*DECODE[32], *DECODE[128], *PROMPTS} if machine.device == "cuda" else {DECODE[32][0]}
     for name, format_ in FORMATS.items():
-        others = {OTHER_FORMATS[0], OTHER_FORMATS[-1]}
-        for tiling in sorted((decode if name == "int2" else set()) | others, key=str):
+        partial = {OTHER_FORMATS[0], OTHER_FORMATS[-1]}
+        for tiling in sorted((decode if name == "int2" else set()) | partial, key=str):
             for shape in ((4096, 4096),) if machine.device == "cuda" else ((192, 256),):
                 kept.add(
                     "check",
@@ -46,7 +46,7 @@ def check(machine: Machine, kept: Kept) -> None:
                 )
         if kept.is_over:
             break
-        for tiling in sorted(others, key=str):
+        for tiling in sorted(partial, key=str):
             for shape in ((192, 1000), (100, 384)):  # not whole tiles; a group that is not whole
                 kept.add(
                     "check",

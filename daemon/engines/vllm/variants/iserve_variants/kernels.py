@@ -46,7 +46,7 @@ def add_products(
     OFFSET_ROWS: tl.constexpr,  # 16 rows a warp; 0: values keep no offset
     BN: tl.constexpr,
     SMALL_ROWS: tl.constexpr,  # rows of the product for short segments
-    ROWS: tl.constexpr,  # and for all others
+    ROWS: tl.constexpr,  # and for all longer ones
     STEP: tl.constexpr,  # groups of a step of the loop: 1, 2 or 4; G is a multiple
     STAGES: tl.constexpr,
     SCALES_AHEAD: tl.constexpr,  # whether scales are loaded a step ahead here, not by the compiler's stages
