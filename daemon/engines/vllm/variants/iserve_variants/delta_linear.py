@@ -42,7 +42,7 @@ class Tiling:
     overlaps: bool = False
     """Whether the launch may begin before the kernel that wrote y has ended (programmatic dependent launch).
 
-    x must have been complete when that kernel began.
+    All else (x, route, codes and scales) must have been written when that kernel began.
     """
 
     def __str__(self) -> str:

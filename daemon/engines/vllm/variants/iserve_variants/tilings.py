@@ -1,7 +1,7 @@
 """Choice of a tiling by what is known before the mix: rows of a step, and deltas in use where a graph has them.
 
 All are the fastest of those that were timed on one H200 for the linears of Llama-3.1-8B and 2-bit deltas
-(``tests/bench/results/delta_kernels_h200.json.gz``, decision 47). Other models, formats and GPUs were not timed.
+(``tests/bench/results/delta_kernels_h200``, decision 47). Other models, formats and GPUs were not timed.
 """
 
 from __future__ import annotations
