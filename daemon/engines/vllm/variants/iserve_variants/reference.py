@@ -1,0 +1,49 @@
+"""Reference of the delta kernels in plain torch: what they are tested against, on any device."""
+
+from __future__ import annotations
+
+import torch
+
+from iserve_variants.formats import GROUP, CodeFormat
+
+__all__ = ["delta_product", "dequantize"]
+
+
+def dequantize(codes: torch.Tensor, scales: torch.Tensor, format_: CodeFormat) -> torch.Tensor:
+    """Return the float32 change [padded outputs, padded inputs] that one delta's words and scales mean.
+
+    Args:
+        codes: int16 [tiles, groups, 64, words].
+        scales: [groups, padded outputs].
+    """
+    tiles, groups, rows, _ = codes.shape
+    words = codes.to(torch.int32) & 0xFFFF
+    values, first, low = torch.zeros(tiles, groups, rows, GROUP, dtype=torch.int32, device=codes.device), 0, 0
+    for width in (2, 1) if format_.bits == 3 else (format_.bits,):
+        end = first + GROUP * width // 16
+        plane = words[..., first:end]
+        places = [(plane >> shift) & (2**width - 1) for shift in range(0, 16, width)]
+        values |= torch.cat(places, dim=-1) << low
+        first, low = end, low + width
+    matrix = values.permute(0, 2, 1, 3).reshape(tiles * rows, groups, GROUP).float() - format_.zero
+    return (matrix * scales.float().t()[:, :, None]).reshape(tiles * rows, groups * GROUP)
+
+
+def delta_product(
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, slot_of_row: torch.Tensor, format_: CodeFormat
+) -> torch.Tensor:
+    """Return the float32 products [rows, padded outputs] of each row of ``x`` and the delta in its slot.
+
+    Args:
+        x: [rows, inputs].
+        codes: int16 [slots, tiles, groups, 64, words].
+        scales: [slots, groups, padded outputs].
+        slot_of_row: integers [rows]; -1: no delta, the product is 0.
+    """
+    y = torch.zeros(x.shape[0], scales.shape[-1], device=x.device)
+    for slot in range(codes.shape[0]):
+        rows = (slot_of_row == slot).nonzero()[:, 0]
+        if len(rows):
+            change = dequantize(codes[slot], scales[slot], format_)[:, : x.shape[1]]
+            y[rows] = x[rows].float() @ change.t()
+    return y
