@@ -76,8 +76,8 @@ def merge_advice(
         if keeps_slots:
             return service(config, load)
         need = slots_for(load, options)
-        wanted = replace(config, adapter_slots=need.slots, adapter_rank=need.rank)
-        return service(slots_in_bounds(spec, gpu, wanted), load)
+        wanted = replace(config, adapter_slots=need.slots, adapter_rank=need.rank, delta_mib=need.delta_mib)
+        return service(wanted if need.is_fixed else slots_in_bounds(spec, gpu, wanted), load)
 
     try:
         plain = service(config.without_slots, load)

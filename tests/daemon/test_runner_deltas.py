@@ -21,7 +21,7 @@ from daemon.torch_engine.runner_types import StepItem, StepPlan
 from fingerprint.config import DeploymentConfig, WeightFormat
 from fingerprint.delta import FORMATS, read_delta
 from fingerprint.errors import CheckpointError, UnsupportedAdapterError
-from tests.daemon.tiny_adapters import greedy, linears, write_tiny_adapter
+from tests.daemon.tiny_adapters import greedy, linears, load_adapter, write_tiny_adapter
 from tests.daemon.tiny_deltas import write_export, write_fine_tune, write_tiny_delta
 from tests.golden_words import Golden
 
@@ -65,7 +65,7 @@ def test_logits_are_those_of_the_exported_checkpoint_next_to_the_base(
     checkpoint = tiny_checkpoint(family)
     delta = write_tiny_delta(checkpoint, tmp_path, "int3", seed=1)
     runner = make_runner(family)
-    runner.load_adapter(1, delta)
+    load_adapter(runner, 1, delta)
     plan = StepPlan((StepItem(0, 0, PROMPT[:3]), StepItem(1, 0, PROMPT, 1), StepItem(2, 0, PROMPT)))
     of_delta, of_base = runner.step(plan).logits[1:]
     expected = logits(write_export(checkpoint, delta, tmp_path / "exported"))
@@ -82,7 +82,7 @@ def test_a_delta_of_norms_alone_has_the_logits_of_its_export_to_the_bit(
     checkpoint = tiny_checkpoint("qwen3")
     delta = write_tiny_delta(checkpoint, tmp_path, "int2", seed=1, is_changed=lambda name: "norm" in name)
     runner, alone = make_runner("qwen3"), LocalRunner(dtype=torch.float32)
-    runner.load_adapter(1, delta)
+    load_adapter(runner, 1, delta)
     alone.load(write_export(checkpoint, delta, tmp_path / "exported"), CONFIG, tiny_stages(3), tiny_limits)
     of_delta = runner.step(StepPlan((StepItem(0, 0, PROMPT, 1),))).logits
     of_export = alone.step(StepPlan((StepItem(0, 0, PROMPT),))).logits
@@ -117,7 +117,7 @@ def alone(runner, folders) -> list[list[int]]:
     """Tokens of the base and of each variant, which is loaded alone."""
     tokens = [greedy(runner, [(None, PROMPT)], NEW_TOKENS)[0]]
     for number, folder in enumerate(folders, start=1000):
-        runner.load_adapter(number, folder)
+        load_adapter(runner, number, folder)
         tokens.append(greedy(runner, [(number, PROMPT)], NEW_TOKENS)[0])
         runner.unload_adapter(number)
     return tokens
@@ -141,7 +141,7 @@ class TestMixes:
             kinds = data.draw(st.lists(st.integers(0, len(folders)), min_size=1, max_size=4))
             for kind in sorted(set(kinds) - {0} - loaded.keys()):
                 loaded[kind] = next(numbers)
-                runner.load_adapter(loaded[kind], folders[kind - 1])
+                load_adapter(runner, loaded[kind], folders[kind - 1])
             requests = [(loaded.get(kind), PROMPT) for kind in kinds]
             assert greedy(runner, requests, NEW_TOKENS) == [alone[kind] for kind in kinds]
             for kind in data.draw(st.lists(st.sampled_from(sorted(loaded) or [0]), unique=True)):
@@ -153,7 +153,7 @@ class TestMixes:
         self, runner, folders, make_runner
     ) -> None:
         plain, prompts = make_runner("llama-tied", DeploymentConfig()), [PROMPT, (7, 9), (50, 1, 88)]
-        runner.load_adapter(5000, folders[2])
+        load_adapter(runner, 5000, folders[2])
         mixed = tuple(StepItem(slot, 0, prompt, (None, 5000, None)[slot]) for slot, prompt in enumerate(prompts))
         of_base = tuple(StepItem(slot, 0, prompt) for slot, prompt in enumerate(prompts))
         with_delta, without = runner.step(StepPlan(mixed)).logits, plain.step(StepPlan(of_base)).logits
@@ -168,7 +168,7 @@ def test_a_delta_stays_packed_and_is_freed(make_runner, tiny_checkpoint, tmp_pat
     delta = read_delta(write_tiny_delta(checkpoint, tmp_path, "int2", seed=1))
     runner = make_runner("llama", dtype=torch.bfloat16)
     before = runner.memory()[0].weights_bytes
-    runner.load_adapter(1, delta.folder)
+    load_adapter(runner, 1, delta.folder)
     stored = sum(FORMATS[each.format].matrix_bytes(each.shape) for each in delta.manifest.matrices)
     norms = sum(prod(each.shape) * 2 for each in delta.manifest.exact)
     assert runner.memory()[0].weights_bytes - before == stored + norms
@@ -189,7 +189,7 @@ def test_a_delta_on_int8_weights_is_added_to_their_rounded_values(make_runner, t
         quantized, scale = quantize_int8(weight.data)
         model.get_submodule(name).weight.data += quantized * scale[:, None] - weight.data
     runner = make_runner("llama", replace(CONFIG, weights=WeightFormat.INT8))
-    runner.load_adapter(1, delta)
+    load_adapter(runner, 1, delta)
     found = runner.step(StepPlan((StepItem(0, 0, PROMPT, 1),))).logits[0]
     with torch.inference_mode():
         expected = model(torch.tensor([PROMPT])).logits[0, -1]
@@ -207,7 +207,7 @@ class TestRefusals:
     def refuse(self, runner: LocalRunner, folder: Path, error: type[Exception], golden: Golden) -> None:
         before, memory = greedy(runner, [(None, PROMPT)], 3), runner.memory()[0].weights_bytes
         with golden.raises("daemon", error):
-            runner.load_adapter(1, folder)
+            load_adapter(runner, 1, folder)
         assert runner.memory()[0].weights_bytes == memory
         assert greedy(runner, [(None, PROMPT)], 3) == before
 
