@@ -121,7 +121,7 @@ def test_a_damaged_one_is_refused_and_leaves_nothing(
 def test_one_of_another_base_is_refused_by_the_first_tensor_that_differs(
     api: Api, base: Path, folders: Path, tmp_path: Path
 ) -> None:
-    """One large matrix differs: every tensor is compared here."""
+    """A large matrix differs: every tensor is compared here."""
     one = "model.layers.1.mlp.up_proj.weight"
     write_fine_tune(folders / "base", tmp_path / "other", 3, is_changed=lambda name: name == one)
     delta = write_tiny_delta(tmp_path / "other", tmp_path, "int2", seed=1)
