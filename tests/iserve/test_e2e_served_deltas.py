@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import openai
 import pytest
 
 from iserve.demo import demo_adapter_path, demo_model_path
-from tests.daemon.tiny_deltas import write_fine_tune, write_tiny_delta
+from tests.daemon.tiny_deltas import CHANGE, write_fine_tune, write_tiny_delta
 from tests.golden_words import Golden
 
 NAME = "base"  # of the deployment
@@ -39,8 +40,9 @@ def deltas(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def serving(shared_home: Any, deltas: dict[str, Path]) -> Any:
     """A deployment with slots for adapters alone, then for deltas too, and all variants."""
     shared_home.json("deploy", "--name", NAME, "--variants", 20, "--engine", "torch", "--batch", 4)
-    for name, delta in deltas.items():
-        added = shared_home.json("variant", "add", name, "--base", NAME, delta)
+    for name, delta in deltas.items():  # not by twenty commands, each of which takes seconds to start
+        body = {"name": name, "base": NAME, "path": str(delta)}
+        added = shared_home.controller().post("/api/v1/variants", body, dict)
         assert (added["rank"], added["deployments"]) == (0, [])
         assert "--delta-mib 1" in added["why_not_served"]
     shared_home.run("variant", "add", "capitals", "--base", NAME, demo_adapter_path("capitals"))
@@ -102,7 +104,33 @@ class TestFineTunes:
         assert (again["content_hash"], again["new_bytes"]) == (added["content_hash"], 0)
         assert not list((serving.home / "compressing").iterdir())
 
-    @pytest.mark.parametrize("kind", ["other-shapes", "empty-texts", "another-base"])
+    def test_killed_while_it_compresses_the_same_command_goes_on(
+        self, serving: Any, kill: Any, until: Any, tmp_path: Path
+    ) -> None:
+        tuned = write_fine_tune(
+            demo_model_path(),
+            tmp_path / "tuned",
+            8,
+            is_changed=lambda name: name.endswith("o_proj.weight"),
+            change=2.0,
+        )
+        texts = tmp_path / "texts.txt"
+        texts.write_text("What is a delta?\n\nA change of weights.\n")
+        command = ("variant", "add", "killed", "--base", "iserve-demo", tuned, "--calibration", texts)
+        work = serving.home / "compressing"
+        process = serving.start(*command)
+        until(lambda: any(work.glob("*/**/*.safetensors")) or process.poll() is not None, "a part is compressed")
+        kill(process.pid)
+        process.communicate()
+        names = [one["name"] for one in serving.json("variant", "ls")]
+        assert process.returncode == 0 or "killed" not in names
+        added = serving.json(*command)
+        assert added["deployments"] == [] or added["deployments"] == [NAME]
+        assert not list(work.iterdir())
+
+    @pytest.mark.parametrize(
+        "kind", ["other-shapes", "empty-texts", "binary-texts", "another-base", "nan", "pickle"]
+    )
     def test_what_is_unfit_is_refused_and_registers_nothing(
         self, kind: str, serving: Any, tmp_path: Path, golden: Golden
     ) -> None:
@@ -116,14 +144,20 @@ class TestFineTunes:
             )
         else:
             path = write_fine_tune(
-                demo_model_path(), tmp_path / "tuned", 1, is_changed=lambda name: "norm" in name
+                demo_model_path(),
+                tmp_path / "tuned",
+                1,
+                is_changed=lambda name: "norm" in name,
+                change=math.nan if kind == "nan" else CHANGE,
             )
         if kind == "other-shapes":
             config = json.loads((path / "config.json").read_text())
             (path / "config.json").write_text(json.dumps(config | {"rope_theta": 123.0, "rope_parameters": None}))
-        if kind == "empty-texts":
-            (tmp_path / "texts.txt").write_text("")
+        if kind.endswith("texts"):
+            (tmp_path / "texts.txt").write_bytes(b"" if kind == "empty-texts" else bytes(range(256)))
             options = ("--calibration", tmp_path / "texts.txt")
+        if kind == "pickle":
+            (path / "model.safetensors").rename(path / "pytorch_model.bin")
         failed = serving.run("variant", "add", "bad", "--base", "iserve-demo", path, *options, check=False)
         assert failed.returncode != 0
         golden("variant", failed.stderr)
