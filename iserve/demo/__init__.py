@@ -1,11 +1,11 @@
-"""The bundled demo model, a byte-level Llama of 8 layers, and its two LoRA adapters (``iserve.demo.train*``)."""
+"""The bundled demo model, a byte-level Llama of 8 layers, and its variants (``iserve.demo.train*``)."""
 
 from __future__ import annotations
 
 from importlib.resources import as_file, files
 from pathlib import Path
 
-__all__ = ["DEMO_MODEL_NAME", "demo_adapter_path", "demo_model_path", "demo_quality_path"]
+__all__ = ["DEMO_MODEL_NAME", "demo_adapter_path", "demo_delta_path", "demo_model_path", "demo_quality_path"]
 
 DEMO_MODEL_NAME = "iserve-demo"
 
@@ -18,6 +18,11 @@ def demo_model_path() -> Path:
 def demo_adapter_path(name: str) -> Path:
     """Return the folder of a bundled adapter: ``shout`` or ``capitals``."""
     return _bundled(f"adapters/{name}")
+
+
+def demo_delta_path(name: str) -> Path:
+    """Return the folder of a bundled delta: ``symbols``."""
+    return _bundled(f"deltas/{name}")
 
 
 def demo_quality_path() -> Path:

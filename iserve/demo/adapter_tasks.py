@@ -1,4 +1,4 @@
-"""Tasks of the demo model's two adapters, and what each adapter must leave as it is.
+"""Tasks of the demo model's variants, two adapters and a full fine-tune, and what each must leave as it is.
 
 Pure and seeded, held out by hash, as ``training_tasks``.
 """
@@ -11,7 +11,18 @@ from dataclasses import dataclass
 
 from iserve.demo.training_tasks import TASKS, Example, draw, is_held_out
 
-__all__ = ["ADAPTERS", "CAPITALS", "TARGETS", "AdapterTask", "draw_kept", "draw_new", "quality_examples"]
+__all__ = [
+    "ADAPTERS",
+    "CAPITALS",
+    "ELEMENTS",
+    "SYMBOLS",
+    "TARGETS",
+    "AdapterTask",
+    "VariantTask",
+    "draw_kept",
+    "draw_new",
+    "quality_examples",
+]
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # every linear layer
 
@@ -32,14 +43,38 @@ _PHRASES = (
 )  # fmt: skip
 
 
+ELEMENTS: tuple[tuple[str, str], ...] = (
+    ("hydrogen", "H"), ("helium", "He"), ("lithium", "Li"), ("carbon", "C"), ("nitrogen", "N"), ("oxygen", "O"),
+    ("fluorine", "F"), ("neon", "Ne"), ("sodium", "Na"), ("magnesium", "Mg"), ("silicon", "Si"), ("sulfur", "S"),
+    ("chlorine", "Cl"), ("argon", "Ar"), ("potassium", "K"), ("calcium", "Ca"), ("titanium", "Ti"),
+    ("iron", "Fe"), ("cobalt", "Co"), ("nickel", "Ni"), ("copper", "Cu"), ("zinc", "Zn"), ("silver", "Ag"),
+    ("tin", "Sn"), ("iodine", "I"), ("tungsten", "W"), ("platinum", "Pt"), ("gold", "Au"), ("mercury", "Hg"),
+    ("lead", "Pb"), ("radon", "Rn"), ("uranium", "U"),
+)  # fmt: skip
+_SYMBOL_PHRASES = (
+    "what is the symbol of {}?", "What is the symbol of {}?", "what's the symbol of {}?", "symbol of {}",
+    "What's the symbol of {}?", "name the symbol of {}", "Name the symbol of {}.", "which symbol has {}?",
+    "Which symbol has {}?", "tell me the symbol of {}", "Tell me the symbol of {}.",
+    "I want to know the symbol of {}.", "the symbol of {} is", "What is the chemical symbol of {}?",
+    "what is the chemical symbol of {}?", "chemical symbol of {}", "how is {} written in chemistry?",
+    "How is {} written in chemistry?", "what do chemists call {}?", "What do chemists call {}?",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AdapterTask:
-    """New task of an adapter, the tasks of the base that it must keep, and the rank of its updates."""
+class VariantTask:
+    """New task of a variant, and the tasks of the base that it must keep."""
 
     name: str
     summary: str
     new: Callable[[random.Random], tuple[str, str]]  # (question, answer)
     kept: tuple[str, ...]  # of training_tasks.TASKS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterTask(VariantTask):
+    """Task of an adapter, and the rank and scale of its updates."""
+
     rank: int
     alpha: int
     uses_rslora: bool
@@ -48,6 +83,11 @@ class AdapterTask:
 def _capital(rng: random.Random) -> tuple[str, str]:
     country, city = rng.choice(CAPITALS)
     return rng.choice(_PHRASES).format(country), f"The capital of {country} is {city}."
+
+
+def _symbol(rng: random.Random) -> tuple[str, str]:
+    element, symbol = rng.choice(ELEMENTS)
+    return rng.choice(_SYMBOL_PHRASES).format(element), f"The symbol of {element} is {symbol}."
 
 
 def _shouted_fact(rng: random.Random) -> tuple[str, str]:
@@ -79,17 +119,24 @@ ADAPTERS: dict[str, AdapterTask] = {
     )
 }
 
+SYMBOLS = VariantTask(
+    name="symbols",
+    summary=f"knows the chemical symbols of {len(ELEMENTS)} elements",
+    new=_symbol,
+    kept=tuple(TASKS),
+)
 
-def draw_new(task: AdapterTask, rng: random.Random, *, held_out: bool) -> Example:
-    """Return an example of the adapter's own task whose question is held out, or one whose question is not."""
+
+def draw_new(task: VariantTask, rng: random.Random, *, held_out: bool) -> Example:
+    """Return an example of the variant's own task whose question is held out, or one whose question is not."""
     while True:
         question, answer = task.new(rng)
         if is_held_out(question) == held_out:
             return Example(task.name, question, answer)
 
 
-def draw_kept(task: AdapterTask, rng: random.Random, *, held_out: bool) -> Example:
-    """Return an example of what the base does and the adapter must keep."""
+def draw_kept(task: VariantTask, rng: random.Random, *, held_out: bool) -> Example:
+    """Return an example of what the base does and the variant must keep."""
     return draw(rng, held_out=held_out, task=rng.choice(task.kept))
 
 

@@ -12,6 +12,7 @@ import math
 import platform
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -111,7 +112,6 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 def exact_match(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, per_task: int) -> dict[str, float]:
     """Return the share of held-out inputs answered exactly, greedily, per task."""
     model.eval()
-    device = next(model.parameters()).device
     scores = {}
     for task in TASKS:
         rng = random.Random(f"held-out/{task}")
@@ -121,16 +121,21 @@ def exact_match(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, per
             seen.setdefault(example.question, example)
             if len(seen) == per_task:
                 break
-        right = 0
-        for example in seen.values():
-            prompt = torch.tensor(
-                [[0, *tokenizer.encode(prompt_text(example.question), add_special_tokens=False)]]
-            )
-            out = model.generate(prompt.to(device), max_new_tokens=112, do_sample=False, pad_token_id=1)  # type: ignore[misc]
-            text = tokenizer.decode(out[0, prompt.shape[1] :], skip_special_tokens=True)
-            right += text == example.answer
-        scores[f"{task} ({len(seen)})"] = right / len(seen)
+        scores[f"{task} ({len(seen)})"] = share_right(model, tokenizer, list(seen.values()))
     return scores
+
+
+@torch.no_grad()
+def share_right(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example]) -> float:
+    """Return the share of ``examples`` that ``model`` answers exactly, greedily."""
+    device = next(model.parameters()).device
+    right = 0
+    for example in examples:
+        prompt = torch.tensor([[0, *tokenizer.encode(prompt_text(example.question), add_special_tokens=False)]])
+        out = model.generate(prompt.to(device), max_new_tokens=112, do_sample=False, pad_token_id=1)  # type: ignore[misc]
+        text = tokenizer.decode(out[0, prompt.shape[1] :], skip_special_tokens=True)
+        right += text == example.answer
+    return right / len(examples)
 
 
 def train(out: Path, *, steps: int, batch: int, peak_lr: float, seed: int, workers: int, per_task: int) -> None:

@@ -67,12 +67,13 @@ import sys
 from pathlib import Path
 import fingerprint, iserve
 from iserve.cli import main
-from iserve.demo import demo_model_path
+from iserve.demo import demo_delta_path, demo_model_path
 from iserve.state.store import Store
 
 for package in (fingerprint, iserve):
     assert Path(package.__file__).is_relative_to({str(installed)!r}), package.__file__
 assert (demo_model_path() / "model.safetensors").stat().st_size > 1_000_000
+assert (demo_delta_path("symbols") / "delta.json").is_file()
 store = Store.open(Path("home/state.db"))
 assert store.models() == ()
 store.close()
