@@ -50,8 +50,13 @@ class AdmissionPolicy:
     slots: int  # requests that a replica runs at once
 
     def __post_init__(self) -> None:
-        if min(self.slots, self.service.input_tokens, self.service.output_tokens) < 1:
-            raise ConfigError(f"a forecast needs at least one slot and tokens in and out, got {self}")
+        given = (self.slots, self.service.input_tokens, self.service.output_tokens)
+        if min(given) < 1:
+            slots, input_tokens, output_tokens = given
+            raise ConfigError(
+                "a forecast needs at least one slot and one token each way, "
+                f"got {slots} slots, {input_tokens:g} tokens in and {output_tokens:g} out"
+            )
 
 
 class LearnedRatio(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from fingerprint.config import DeploymentConfig
 
@@ -81,6 +82,8 @@ class ComparisonDocument:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QualityDocument:
     """Quality of a model on a text, with 95% bootstrap intervals over the texts."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}  # as a body
 
     model: ModelFacts
     """Model that was measured."""

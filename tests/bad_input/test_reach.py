@@ -11,12 +11,14 @@ from urllib.parse import urlencode
 
 import pytest
 
+from fingerprint.codec import to_builtins
 from fingerprint.errors import NotFoundError
 from fingerprint.truncate import generate_dummy
 from iserve.controller.folder_access import ANYWHERE, Reach
 from iserve.demo import demo_model_path
 from tests.bad_input.conftest import TOKEN, Api
 from tests.bad_input.test_routes import bodies, filled, routes_of
+from tests.iserve.test_quality_kept import of_model
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -56,6 +58,7 @@ def requests(model: str) -> Iterator[tuple[str, str, dict[str, Any] | None]]:
     yield "POST", "/api/v1/plans/launch", wish
     yield "POST", "/api/v1/deployments", {"model": model}
     yield "POST", "/api/v1/verifications", {"model": model}
+    yield "POST", "/api/v1/quality", to_builtins(of_model(name=model, variant_hash=None))
     yield "PATCH", "/api/v1/deployments/no-such", {"model": model}
 
 

@@ -12,7 +12,7 @@ import torch
 from daemon.torch_engine.parallel.runner import LocalRunner
 from fingerprint.config import DeploymentConfig, WeightFormat
 from fingerprint.errors import CheckpointError
-from tests.daemon.tiny_adapters import greedy, linears, write_tiny_adapter
+from tests.daemon.tiny_adapters import greedy, linears, load_adapter, write_tiny_adapter
 from tests.daemon.tiny_deltas import write_tiny_delta
 from tests.golden_words import Golden
 
@@ -66,7 +66,7 @@ def alone(start, folders) -> Callable[[str, WeightFormat], list[list[int]]]:
         if (family, weights) not in tokens:
             runner = start(family, weights=weights)
             for number, folder in enumerate(folders(family), start=1):
-                runner.load_adapter(number, folder)
+                load_adapter(runner, number, folder)
             tokens[family, weights] = [greedy(runner, [request], NEW_TOKENS)[0] for request in REQUESTS]
         return tokens[family, weights]
 
@@ -88,7 +88,7 @@ def test_tokens_of_a_mix_are_those_of_one_rank_and_one_request(family, config, a
     expected = alone(family, config.get("weights", WeightFormat.BITS16))
     runner = start(family, **config)
     for number, folder in enumerate(folders(family), start=1):
-        runner.load_adapter(number, folder)
+        load_adapter(runner, number, folder)
     assert greedy(runner, REQUESTS, NEW_TOKENS) == expected
 
 
@@ -103,8 +103,8 @@ def test_a_delta_that_one_rank_refuses_is_loaded_on_none(
     whole = (folder / file).read_bytes()
     (folder / file).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     with golden.raises("daemon", CheckpointError):
-        runner.load_adapter(1, folder)
+        load_adapter(runner, 1, folder)
     assert [rank.weights_bytes for rank in runner.memory()] == before
     (folder / file).write_bytes(whole)
-    runner.load_adapter(1, folder)
+    load_adapter(runner, 1, folder)
     assert greedy(runner, REQUESTS[:2], 2)

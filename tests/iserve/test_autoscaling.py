@@ -184,7 +184,8 @@ def test_a_home_of_the_former_names_is_served(world: Napping, until: Until) -> N
     state = world.settings.home / "state.db"
     with connected(state) as connection:
         connection.execute(text("UPDATE alembic_version SET version_num = '0008'"))
-        connection.execute(text("DROP TABLE variants"))  # of 0012
+        for table in ("variants", "quality_results"):  # of 0012 and 0013
+            connection.execute(text(f"DROP TABLE {table}"))
         connection.execute(text("UPDATE deployments SET phase = 'asleep' WHERE phase = 'scaled-to-zero'"))
         former = {"request": json.dumps({"name": "a", "scale_to_zero_s": LIMIT_S, "expect": 0, "rates": []})}
         former["plan"] = PLAN_OF_0008.read_text()

@@ -53,6 +53,7 @@ def test_the_plans_document_is_the_contracts(iserve: Callable[..., Done], model:
         assert candidate["config"].keys() == {"tp", "pp", "weights", "kv", "pruning", "engine", "draft_tokens"} | {
             "adapter_slots",
             "adapter_rank",
+            "delta_mib",
         }
         assert candidate["feasible"] == (candidate["reason"] is None)
         estimate = candidate["estimate"]

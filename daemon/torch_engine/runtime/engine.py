@@ -148,7 +148,9 @@ class Engine:
                 if self._live:
                     raise ConflictError(f"{len(self._live)} sequences are running; load when the engine is idle")
                 if self._adapters.num_loading:
-                    raise ConflictError(f"{self._adapters.num_loading} adapters are being loaded; load after them")
+                    raise ConflictError(
+                        f"adapters are being loaded ({self._adapters.num_loading}); load the model after them"
+                    )
                 self._scheduler = self._limits = None
             self._runner.load(checkpoint, config, stages, limits)
             scheduler = Scheduler(

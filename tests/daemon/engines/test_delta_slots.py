@@ -11,6 +11,7 @@ import torch
 from tests.daemon.variant_kernels import variant_module
 from tests.fingerprint.small_fine_tunes import tiny_tensors, write_model
 from tests.fingerprint.test_delta_reader import FILE, MATRIX, NORM, write_delta
+from tests.golden_words import Golden
 
 folder_module = variant_module("folder")
 formats = variant_module("formats")
@@ -111,26 +112,26 @@ def test_a_folder_is_read_as_the_compressor_writes_it(tmp_path: Path, name: str)
     assert (delta.exact[NORM] == 1.5).all()
 
 
-def test_folders_that_are_not_what_their_manifest_says(tmp_path: Path) -> None:
+def test_folders_that_are_not_what_their_manifest_says(tmp_path: Path, golden: Golden) -> None:
     write_delta(tmp_path / "delta", write_model(tmp_path / "base", tiny_tensors()))
     manifest, file = tmp_path / "delta" / "delta.json", tmp_path / "delta" / FILE
     whole, written = file.read_bytes(), json.loads(manifest.read_bytes())
 
-    def refused(match: str) -> None:
-        with pytest.raises(ValueError, match=match):
+    def refused() -> None:
+        with golden.raises("engines", ValueError):
             folder_module.read_folder(tmp_path / "delta", pin=False)
 
     for raw in (b"", whole[:7], b"\xff" * 8 + whole[8:], whole[:8] + b"[]" + whole[10:], whole[:-1]):
         file.write_bytes(raw)
-        refused(FILE)
+        refused()
     file.write_bytes(whole)
-    for path, value, match in (
-        (("version",), 2, "version 2"),
-        (("matrices", 0, "format"), "int5", "int5"),
-        (("matrices", 0, "shape"), [9999, 1], MATRIX),
-        (("matrices", 0, "file"), "../delta/" + FILE, "no file in its folder"),
-        (("exact", 0, "dtype"), "F32", NORM),
-        (("exact", 0, "name"), "other", "is not there"),
+    for path, value in (
+        (("version",), 2),
+        (("matrices", 0, "format"), "int5"),
+        (("matrices", 0, "shape"), [9999, 1]),
+        (("matrices", 0, "file"), "../delta/" + FILE),
+        (("exact", 0, "dtype"), "F32"),
+        (("exact", 0, "name"), "other"),
     ):
         changed = json.loads(json.dumps(written))
         at = changed
@@ -138,7 +139,7 @@ def test_folders_that_are_not_what_their_manifest_says(tmp_path: Path) -> None:
             at = at[key]
         at[path[-1]] = value
         manifest.write_text(json.dumps(changed))
-        refused(match)
+        refused()
     for text in ("", "[]", "{"):
         manifest.write_text(text)
-        refused("delta.json")
+        refused()

@@ -16,6 +16,7 @@ from fingerprint.config import DeploymentConfig
 from fingerprint.errors import ConflictError
 from tests.daemon.tiny_adapters import write_tiny_adapter
 from tests.daemon.torch_engine.conftest import Served
+from tests.golden_words import Golden
 from tests.waiting import PATIENCE_S, wait_until
 
 SHAPES = {"model.layers.0.self_attn.q_proj": (32, 32)}
@@ -125,10 +126,10 @@ def test_an_adapter_that_is_being_loaded_cannot_be_unloaded(holding: Holding) ->
     assert holding.served.runner.adapters == {1: holding.folder}
 
 
-def test_no_model_is_replaced_while_an_adapter_is_prepared_for_it(holding: Holding) -> None:
+def test_no_model_is_replaced_while_an_adapter_is_prepared_for_it(holding: Holding, golden: Golden) -> None:
     load = holding.begin("poet")
     engine, spec = holding.served.worker.engine, holding.served.worker.spec
-    with pytest.raises(ConflictError, match="1 adapters are being loaded"):
+    with golden.raises("daemon", ConflictError):
         engine.load(Path("unused"), spec.config, spec.stages, spec.limits).result(PATIENCE_S)
     assert holding.complete("demo") == 200
     holding.preparation.release()

@@ -15,6 +15,7 @@ from fingerprint.errors import ConfigError, NotFoundError
 from placement.actions import ClusterAction, Drain, Move, Scale
 from placement.variant_routing import VARIANT_POLICIES, make_variant_policy
 from planner.intent import Slo
+from tests.golden_words import Golden
 from tests.traces.simulator.linear_steps import linear_steps
 from tests.traces.simulator.test_steering import Scripted
 from tests.traces.simulator.variant_worlds import BASE, WithSlots, serve_variants, variants_of
@@ -307,9 +308,9 @@ class TestRefused:
         deploy = Deploy(at_s=0.0, name="a", model="a", variants=True)
         return Scenario(**({"cluster": cluster(), "actions": (deploy,)} | fields))
 
-    def test_a_second_model(self) -> None:
+    def test_a_second_model(self, golden: Golden) -> None:
         both = (Deploy(at_s=0.0, name="a", model="a", variants=True), *deploy_all("b"))
-        with pytest.raises(ConfigError, match="deploy no other model"):
+        with golden.raises("simulator-errors", ConfigError):
             self.scenario(actions=both)
 
     @pytest.mark.parametrize("service", [one for one in Service if one is not Service.CONTINUOUS])
