@@ -9,7 +9,8 @@
 a mixed batch with those of each request alone, and of a delta with those of the checkpoint that it means, on four
 layers of Llama-3.1-8B's shape. ``run`` measures one engine of the whole shape, dummy weights: ``plain`` (without
 LoRA), ``deltas`` (slots of deltas alone), ``specialized`` (likewise, and graphs by the number of deltas in use),
-``mixed`` (deltas and adapters). Slots of 32 deltas take 59 GB: a card of 80 GB holds fewer (``--slots 8``).
+``mixed`` (deltas and adapters). Slots of 32 deltas and the spare one take 61 GB: a card of 80 GB holds fewer
+(``--slots 8``).
 ``OUT/NAME.json`` is written after each measurement, so a run that is killed keeps what it has. A start takes a
 minute or two, so one call has one engine. **Never run yet**: written without a GPU.
 """
@@ -154,7 +155,7 @@ def _arguments(model: Path, engine: str, slots: int, small: bool) -> dict[str, A
     from iserve_variants.settings import Settings
 
     whole = {"embedding_format": "int4", "output_format": "int2", "norms": True} if small else {}
-    settings = Settings(adapters=engine == "mixed", **whole)  # type: ignore[arg-type]
+    settings = Settings(adapters=engine == "mixed", background=not small, **whole)  # type: ignore[arg-type]
     return arguments | {
         "enable_lora": True,
         "max_loras": slots,

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from daemon.engines.vllm.release import RUN_WITH_DELTAS
+from fingerprint.engines import traits_of
 from tests.daemon.engines.vllm_delta_names import PLUGIN, REPLACED, USED, imports, read_names, recorded
 from tests.daemon.engines.vllm_releases import download
 from tests.daemon.variant_kernels import variant_module
@@ -120,6 +122,12 @@ def test_layers_are_filled_and_emptied_as_the_plug_in_takes_them() -> None:
     assert CLASSES["lora/lora_weights.py:LoRALayerWeights"]["methods"]["__init__"] == [
         "module_name", "rank", "lora_alpha", "lora_a", "lora_b", "scaling="
     ]  # fmt: skip
+
+
+def test_deltas_are_offered_once_the_plug_in_ran() -> None:
+    """Until then plans refuse them on vLLM, and say how to export them."""
+    assert traits_of("vllm").serves_deltas == bool(RUN_WITH_DELTAS)
+    assert {f"{major}.{minor}.0" for major, minor in RUN_WITH_DELTAS} <= set(RELEASES)
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.33.1", "0.34.0+cu130", ""])

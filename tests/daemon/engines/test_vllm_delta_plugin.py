@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.daemon.variant_kernels import VARIANTS_PATH, variant_module
 
+background = variant_module("background")
 folder = variant_module("folder")
 formats = variant_module("formats")
 placement = variant_module("placement")
@@ -226,6 +229,70 @@ def test_products_of_a_step_are_those_of_each_row_and_its_delta() -> None:
     merged = found.merge(weight, slots, 2)
     want = weight.float() + reference.dequantize(slots.codes[2], slots.scales[2], INT2)
     torch.testing.assert_close(merged.float(), want, rtol=1e-2, atol=1e-2)
+
+
+class TestBackground:
+    """Loads that run ahead, of numbers instead of deltas."""
+
+    @staticmethod
+    def _loader(folders: dict[Path, object]) -> tuple[Any, threading.Event, list[object]]:
+        go, filled = threading.Event(), list[object]()
+
+        def read(asked: Path) -> object:
+            assert go.wait(60)
+            found = folders[asked]
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+        return background.BackgroundLoader(read, filled.append), go, filled
+
+    def test_a_folder_is_ready_once_it_is_in_the_spare_place(self) -> None:
+        one, two = Path("one"), Path("two")
+        first, second = object(), object()
+        loader, go, filled = self._loader({one: first, two: second})
+        assert not loader.is_ready(one)
+        assert not loader.is_ready(one)
+        assert not loader.is_ready(two)  # one at a time
+        assert loader.taken(one) is None
+        go.set()
+        loader.wait()
+        assert loader.is_ready(one)
+        assert loader.taken(one) is first
+        assert loader.taken(two) is None
+        assert loader.holds(first)
+        assert filled == [first]
+        loader.release()
+        assert not loader.holds(first)
+        assert not loader.is_ready(two)
+        loader.wait()
+        assert loader.is_ready(two)
+        assert not loader.is_ready(one)  # the second is dropped
+        loader.wait()
+        assert not loader.holds(second)
+        assert filled == [first, second, first]
+
+    def test_what_reading_raised_is_raised_once(self) -> None:
+        folder, error = Path("one"), ValueError("tensor x of this delta cannot be served")
+        loader, go, filled = self._loader({folder: error})
+        go.set()
+        for _ in range(2):
+            assert not loader.is_ready(folder)
+            loader.wait()
+            with pytest.raises(ValueError, match="tensor x"):
+                loader.is_ready(folder)
+        assert filled == []
+
+    @given(st.lists(st.integers(0, 3), max_size=12))
+    def test_exchanges_keep_each_place_with_one_slot(self, slots: list[int]) -> None:
+        places = background.SlotPlaces(SLOTS, has_spare=True)
+        for slot in slots:
+            before, spare = [places.of(one) for one in range(SLOTS)], places.spare
+            places.exchange(slot)
+            after = [places.of(one) for one in range(SLOTS)]
+            assert (after[slot], places.spare) == (spare, before[slot])
+            assert sorted([*after, places.spare]) == list(range(SLOTS + 1))
+        assert background.SlotPlaces(SLOTS, has_spare=False).count == SLOTS
 
 
 def test_names_of_modules_are_those_of_the_last_start_unless_they_are_taken() -> None:

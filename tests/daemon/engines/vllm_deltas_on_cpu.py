@@ -63,7 +63,7 @@ def tiny_model(*, has_vocabulary: bool = True, **settings: Any) -> SimpleNamespa
         speculative_config=None,
         lora_config=lora,
         scheduler_config=SimpleNamespace(max_num_seqs=16, max_num_batched_tokens=512),
-        parallel_config=SimpleNamespace(enable_expert_parallel=False),
+        parallel_config=SimpleNamespace(enable_expert_parallel=False, world_size=1),
         model_config=SimpleNamespace(
             dtype=torch.bfloat16,
             get_vocab_size=lambda: VOCABULARY,
@@ -334,6 +334,35 @@ def a_slot_taken_by_another_kind_has_nothing_of_the_former() -> None:
 
 
 @case
+def loads_ahead_are_those_that_wait() -> None:
+    with tempfile.TemporaryDirectory() as place:
+        folders = [write_delta(Path(place) / str(seed), seed) for seed in (1, 2, 3)]
+        folders.append(write_delta(Path(place) / "part", 4, leave=("norm", "embed", "lm_head", "gate", "k_proj")))
+        folders.append(write_adapter(Path(place) / "adapter", 5))
+        requests = [request(i + 1, folder) for i, folder in enumerate(folders)]
+        waits, ahead = tiny_model(), tiny_model(background=True)
+        tokens = torch.randint(0, VOCABULARY, (6,))
+        loader = ahead.manager.loader
+        for number in (1, 2, 4, 5, 3, 1, 4, 2):
+            ahead.runner.remove_lora(number)
+            if number != 5:
+                with pytest.raises(ValueError, match="is still being read"):
+                    ahead.runner.add_lora(requests[number - 1])
+                assert number not in ahead.runner.list_loras()
+                loader.wait()
+            assert ahead.runner.add_lora(requests[number - 1])
+            places = [ahead.manager.runtime.places.of(slot) for slot in range(SLOTS)]
+            assert sorted([*places, ahead.manager.runtime.places.spare]) == list(range(SLOTS + 1))
+            others = [one for one in ahead.manager.lora_index_to_id if one not in (None, number)][:2]
+            ids = [number, *others, 0, number, *others][:6]
+            ids += [0] * (6 - len(ids))
+            found, want = (run(one, ids, requests, tokens) for one in (ahead, waits))
+            assert torch.equal(found, want), (number, ids)
+        ahead.runner.remove_lora(3)
+        close(run(ahead, [3] * 6, requests, tokens), run(waits, [3] * 6, requests, tokens), 1e-6)  # not asked for
+
+
+@case
 def what_has_no_place_is_refused_by_name() -> None:
     with tempfile.TemporaryDirectory() as place:
         q = "layers.0.q_proj.weight"
@@ -417,6 +446,7 @@ def the_compiler_traces_the_model_once_for_all_mixes() -> None:
 def shards_add_up_to_the_whole() -> None:
     from unittest.mock import patch
 
+    from iserve_variants.background import SlotPlaces
     from iserve_variants.formats import FORMATS
     from iserve_variants.reference import dequantize
     from iserve_variants.runtime import Runtime, building
@@ -455,7 +485,7 @@ def shards_add_up_to_the_whole() -> None:
             layer.weight.data.zero_()
             layer.prefix, layer.cpu_linear = f"{name}.{rank}", torch.nn.functional.linear
             routes = StepRoutes(slots=1, max_rows=8, device="cpu", graph_rows=0, merged_from_rows=None)
-            with building(Runtime(Settings(adapters=False), routes)):
+            with building(Runtime(Settings(adapters=False), routes, SlotPlaces(1, has_spare=False))):
                 made = kind(layer)
                 made.create_lora_weights(1, lora)
             assert made.deltas is not None, made.refusal

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -89,9 +90,10 @@ class TritonProducts:
             self.add(change, x, slots, routes, active)
             y += change
             return
+        tiling = self._tiling(slots.format.bits, x.shape[0], active)
         if x.stride(-1) != 1 or x.data_ptr() % 16 or x.stride(0) % 8:
             x = x.contiguous()
-        tiling = self._tiling(slots.format.bits, x.shape[0], active)
+            tiling = replace(tiling, overlaps=False)  # which may begin before the kernel before it, the copy
         route = routes[tiling.rows]
         self._add(y, x, slots.codes, slots.scales, route, slots.format, tiling, self._workspace)
 

@@ -13,9 +13,9 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from iserve_variants.background import SlotPlaces
 from iserve_variants.products import Products, ReferenceProducts
 from iserve_variants.settings import Settings
-from iserve_variants.slots import LinearSlots
 from iserve_variants.step_routes import StepRoutes
 
 __all__ = [
@@ -60,13 +60,13 @@ def own_name(registry: WeakValueDictionary[str, Any], prefix: str, module: objec
 class Runtime:
     """Settings, routes and kernels of one model, shared by its modules."""
 
-    def __init__(self, settings: Settings, routes: StepRoutes) -> None:
-        self.settings, self.routes = settings, routes
+    def __init__(self, settings: Settings, routes: StepRoutes, places: SlotPlaces) -> None:
+        self.settings, self.routes, self.places = settings, routes, places
+        self.is_staged = False
+        """Whether the slot that is being filled has its delta in the spare place: nothing is copied then."""
         self.products: Products = ReferenceProducts()  # until the modules, whose sizes buffers have, are there
         self.merges = settings.merged_from_rows is not None
         """Whether matrices can be merged; a quantized base's cannot."""
-        self.linears: dict[str, LinearSlots] = {}
-        """Slots of each linear, by the name of its module."""
 
 
 _building: list[Runtime] = []

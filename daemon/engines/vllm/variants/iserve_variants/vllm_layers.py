@@ -50,6 +50,7 @@ class LinearWithDeltas:
         runtime = runtime_being_built()
         assert runtime is not None  # can_replace_layer
         self.runtime, self.deltas, self.refusal = runtime, None, ""
+        self.adapter_slots: set[int] = set()
         slices = tuple(self.output_slices)
         if type(self.base_layer).__module__ != _THEIR_LINEARS:
             self.refusal = f"its class {type(self.base_layer).__name__} may compute something else than a product"
@@ -64,13 +65,12 @@ class LinearWithDeltas:
             self.refusal = f"it joins matrices in the checkpoint, which tp={self.tp_size} cuts one by one"
             return
         self.deltas = LinearSlots(
-            slots=max_loras,
+            slots=runtime.places.count,
             slices=slices,
             inputs=self.input_size,
             format_=FORMATS[runtime.settings.format],
             device=self.device,
         )
-        runtime.linears[self.base_layer.prefix] = self.deltas
         runtime.merges &= isinstance(self._get_quant_method(), UnquantizedLinearMethod)
         self.delta_name = own_name(LINEARS, self.base_layer.prefix, self)
 
@@ -85,18 +85,26 @@ class LinearWithDeltas:
         return [(outputs * count, self.input_size) for outputs, count in sizes]
 
     def reset_lora(self: Any, index: int) -> None:
-        super().reset_lora(index)  # type: ignore[misc]
-        if self.deltas is not None:
-            self.deltas.clear(index)
+        if index in self.adapter_slots:  # others have none of its weights: they are many small launches
+            super().reset_lora(index)  # type: ignore[misc]
+            self.adapter_slots.remove(index)
+        if self.deltas is not None and not self.runtime.is_staged:
+            self.deltas.clear(self.runtime.places.of(index))
 
     def set_lora(self: Any, index: int, lora_a: Any, lora_b: Any) -> None:
         if not is_delta(lora_a):
             super().set_lora(index, lora_a, lora_b)  # type: ignore[misc] # empties the slot first
+            self.adapter_slots.add(index)
             return
         self.reset_lora(index)
+        if not self.runtime.is_staged:
+            self.fill(self.runtime.places.of(index), lora_a, lora_b)
+
+    def fill(self: Any, place: int, lora_a: Any, lora_b: Any) -> None:
+        """Fill a place with codes and scales, of a list of which some may be None."""
         many = isinstance(lora_a, list)
         packed = list(zip(lora_a, lora_b, strict=True)) if many else [(lora_a, lora_b)]
-        self.deltas.put(index, self._own_parts([None if one[0] is None else one for one in packed]))
+        self.deltas.put(place, self._own_parts([None if one[0] is None else one for one in packed]))
 
     def _own_parts(self: Any, parts: Sequence[Packed | None]) -> list[Packed | None]:
         """Return this rank's part of each matrix."""

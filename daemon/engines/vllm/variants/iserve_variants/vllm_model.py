@@ -30,7 +30,6 @@ class ModelParts:
         model: torch.nn.Module,
         modules: dict[str, torch.nn.Module],
         packed: dict[str, list[str]],
-        slots: int,
         runtime: Runtime,
     ) -> None:
         """Put modules around those of ``model`` that take changes.
@@ -39,10 +38,9 @@ class ModelParts:
             model: after the manager has put its LoRA modules in.
             modules: of the manager, by name.
             packed: names of the matrices that a module joins, by its name.
-            slots: of deltas and adapters.
             runtime: shared by all.
         """
-        self._model, self._slots, self._runtime = model, slots, runtime
+        self._model, self._runtime = model, runtime
         self.made: dict[str, torch.nn.Module] = {}
         self._taken: dict[str, Place] = {}
         self._refused: dict[str, str] = {}
@@ -85,7 +83,7 @@ class ModelParts:
         elif type(module) is not RMSNorm or not module.has_weight or module.variance_size_override is not None:
             self._refused[name] = f"a norm of class {type(module).__name__} is not offered with several weights"
         else:
-            self._put(name, NormWithDeltas(module, self._slots, self._runtime))
+            self._put(name, NormWithDeltas(module, self._runtime))
             self._taken[name] = Place(kind=Kind.NORM, module=name, shape=tuple(module.weight.shape))
 
     def _add_embedding(self, name: str, module: torch.nn.Module) -> tuple[str, EmbeddingWithDeltas] | None:
@@ -117,7 +115,7 @@ class ModelParts:
         else:
             deltas = self._vocabulary_slots(module, format_name)
             inner = processor if hasattr(processor, "lora_a_stacked") else None
-            self.made[name] = OutputWithDeltas(inner, deltas)
+            self.made[name] = OutputWithDeltas(inner, deltas, self._runtime)
             self._take_vocabulary(name, name, Kind.OUTPUT, format_name, deltas)
             for stage in self._elsewhere if is_tied else ():  # the first stage has the embedding itself
                 if stage.endswith("embed_tokens"):
@@ -130,7 +128,10 @@ class ModelParts:
         """Return slots for the whole vocabulary, which every rank has."""
         shape = module.org_vocab_size, module.embedding_dim
         return EmbeddingSlots(
-            slots=self._slots, shape=shape, format_=FORMATS[format_name], device=module.weight.device
+            slots=self._runtime.places.count,
+            shape=shape,
+            format_=FORMATS[format_name],
+            device=module.weight.device,
         )
 
     def _take_vocabulary(

@@ -18,10 +18,10 @@ __all__ = ["EmbeddingWithDeltas", "NormWithDeltas", "OutputWithDeltas", "add_to_
 class NormWithDeltas(BaseLayerWithLoRA):
     """RMS norm whose rows have the weight of their slot; in a compiled graph it needs no launch of its own."""
 
-    def __init__(self, base_layer: torch.nn.Module, slots: int, runtime: Runtime) -> None:
+    def __init__(self, base_layer: torch.nn.Module, runtime: Runtime) -> None:
         super().__init__()
-        self.base_layer = base_layer
-        self.deltas = NormSlots(slots=slots, weight=base_layer.weight)
+        self.base_layer, self.runtime = base_layer, runtime
+        self.deltas = NormSlots(slots=runtime.places.count, weight=base_layer.weight)
         self.token_slots = runtime.routes.token_slots
         self.eps = base_layer.variance_epsilon
 
@@ -30,14 +30,59 @@ class NormWithDeltas(BaseLayerWithLoRA):
         return normed if residual is None else (normed, total)
 
     def set_lora(self, index: int, lora_a: Any, lora_b: Any) -> None:
-        self.deltas.put(index, lora_a)
+        if not self.runtime.is_staged:
+            self.fill(self.runtime.places.of(index), lora_a, lora_b)
+
+    def fill(self, place: int, lora_a: Any, lora_b: Any) -> None:
+        """Fill a place with weights."""
+        self.deltas.put(place, lora_a)
 
     def reset_lora(self, index: int) -> None:
-        self.deltas.clear(index)
+        if not self.runtime.is_staged:
+            self.deltas.clear(self.runtime.places.of(index))
 
 
-class EmbeddingWithDeltas(BaseLayerWithLoRA):
-    """Embedding, of vLLM's with adapters where the model's class has it, plus its tokens' changes."""
+class _VocabularyWithDeltas(BaseLayerWithLoRA):
+    """Slots of a matrix of the whole vocabulary, next to vLLM's module with adapters where there is one."""
+
+    deltas: EmbeddingSlots
+    runtime: Runtime
+
+    def set_lora(self, index: int, lora_a: Any, lora_b: Any) -> None:
+        if is_delta(lora_a):
+            self.reset_lora(index)
+            if not self.runtime.is_staged:
+                self.fill(self.runtime.places.of(index), lora_a, lora_b)
+            return
+        self.deltas.clear(self.runtime.places.of(index))
+        inner = self._with_adapters()
+        assert inner is not None  # adapters of a module that has no slots for them are not here
+        inner.set_lora(index, lora_a, lora_b)
+
+    def fill(self, place: int, lora_a: Any, lora_b: Any) -> None:
+        """Fill a place with codes and scales."""
+        self.deltas.put(place, (lora_a, lora_b))
+
+    def reset_lora(self, index: int) -> None:
+        if not self.runtime.is_staged:
+            self.deltas.clear(self.runtime.places.of(index))
+        inner = self._with_adapters()
+        if inner is not None and self.runtime.settings.adapters:
+            inner.reset_lora(index)
+
+    def set_mapping(self, punica_wrapper: Any) -> None:
+        super().set_mapping(punica_wrapper)
+        inner = self._with_adapters()
+        if inner is not None:
+            inner.set_mapping(punica_wrapper)
+
+    def _with_adapters(self) -> BaseLayerWithLoRA | None:
+        inner = self._modules.get("base_layer")
+        return inner if isinstance(inner, BaseLayerWithLoRA) else None
+
+
+class EmbeddingWithDeltas(_VocabularyWithDeltas):
+    """Embedding plus what the deltas change of its tokens' rows."""
 
     def __init__(self, base_layer: torch.nn.Module, name: str, deltas: EmbeddingSlots, runtime: Runtime) -> None:
         super().__init__()
@@ -57,47 +102,15 @@ class EmbeddingWithDeltas(BaseLayerWithLoRA):
         slots = self.runtime.routes.token_slots[: tokens.shape[0]]
         y.copy_(y.float() + self.deltas.change(tokens, slots))
 
-    def set_lora(self, index: int, lora_a: Any, lora_b: Any) -> None:
-        if is_delta(lora_a):
-            self.reset_lora(index)
-            self.deltas.put(index, (lora_a, lora_b))
-        else:
-            self.deltas.clear(index)
-            self.base_layer.set_lora(index, lora_a, lora_b)
 
-    def reset_lora(self, index: int) -> None:
-        self.deltas.clear(index)
-        if isinstance(self.base_layer, BaseLayerWithLoRA):
-            self.base_layer.reset_lora(index)
-
-    def set_mapping(self, punica_wrapper: Any) -> None:
-        super().set_mapping(punica_wrapper)
-        if isinstance(self.base_layer, BaseLayerWithLoRA):
-            self.base_layer.set_mapping(punica_wrapper)
-
-
-class OutputWithDeltas(BaseLayerWithLoRA):
+class OutputWithDeltas(_VocabularyWithDeltas):
     """Slots of an output layer with weights of its own; the logits' module adds them."""
 
-    def __init__(self, base_layer: torch.nn.Module | None, deltas: EmbeddingSlots) -> None:
+    def __init__(self, base_layer: torch.nn.Module | None, deltas: EmbeddingSlots, runtime: Runtime) -> None:
         """Keep ``base_layer``, vLLM's logits with adapters, where the model's class has them."""
         super().__init__()
         self.base_layer = base_layer
-        self.deltas = deltas
-
-    def set_lora(self, index: int, lora_a: Any, lora_b: Any) -> None:
-        if is_delta(lora_a):
-            self.reset_lora(index)
-            self.deltas.put(index, (lora_a, lora_b))
-            return
-        self.deltas.clear(index)
-        assert self.base_layer is not None  # adapters of a module that has no slots for them are not here
-        self.base_layer.set_lora(index, lora_a, lora_b)
-
-    def reset_lora(self, index: int) -> None:
-        self.deltas.clear(index)
-        if self.base_layer is not None:
-            self.base_layer.reset_lora(index)
+        self.deltas, self.runtime = deltas, runtime
 
 
 def add_to_logits(processor: torch.nn.Module, deltas: EmbeddingSlots, runtime: Runtime) -> None:
