@@ -34,20 +34,32 @@ def case(function: Callable[[], None]) -> Callable[[], None]:
     return function
 
 
-def tiny_model(*, has_vocabulary: bool = True, **settings: Any) -> SimpleNamespace:
+def tiny_model(
+    *, has_vocabulary: bool = True, is_tied: bool = False, is_last_stage: bool = False, **settings: Any
+) -> SimpleNamespace:
     """Return a model of two layers without attention, its runner and its manager.
 
     Args:
         has_vocabulary: whether the class takes adapters of embeddings and of the output layer, as Llama's does.
+        is_tied: whether the output layer is the embedding.
+        is_last_stage: whether another stage of a pipeline has the embedding and the first layer.
+        settings: of the plug-in, where they differ.
     """
     from iserve_variants.settings import Settings
     from vllm.config.lora import LoRAConfig
     from vllm.model_executor.models.interfaces import SupportsLoRA
+    from vllm.model_executor.models.utils import PPMissingLayer
     from vllm.v1.worker import lora_model_runner_mixin as mixin
 
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     model = _model_class(SupportsLoRA, has_vocabulary)()
+    if is_tied:
+        model.config.tie_word_embeddings = True
+        model.lm_head = model.lm_head.tie_weights(model.embed_tokens)
+    if is_last_stage:
+        model.embed_tokens = PPMissingLayer()
+        model.layers[0] = PPMissingLayer()
     torch.set_default_dtype(torch.float32)
     for parameter in model.parameters():
         parameter.data.copy_(torch.randn(parameter.shape) * 0.05)
@@ -209,12 +221,12 @@ def run(tiny: SimpleNamespace, ids: Sequence[int], requests: Sequence[Any], toke
     return tiny.model.compute_logits(tiny.model(tokens)).float()
 
 
-def changed_model(folder: Path) -> SimpleNamespace:
+def changed_model(folder: Path, **settings: Any) -> SimpleNamespace:
     """Return the model with the delta's changes added to its weights, without slots of deltas in use."""
     from iserve_variants.folder import read_folder
     from iserve_variants.reference import dequantize
 
-    tiny = tiny_model()
+    tiny = tiny_model(**settings)
     delta = read_folder(folder, pin=False)
     parameters = dict(tiny.model.named_parameters())
 
@@ -311,6 +323,46 @@ def classes_without_adapters_of_their_vocabulary_take_its_deltas() -> None:
             run(tiny_model(has_vocabulary=has), ids, [request(1, delta)], tokens) for has in (True, False)
         )
         close(without, with_adapters, 1e-2)
+
+
+@case
+def a_tied_output_layer_changes_with_its_embedding() -> None:
+    with tempfile.TemporaryDirectory() as place:
+        delta = write_delta(Path(place) / "delta", 1, leave=("lm_head",))
+        ids, tokens = [1, 0, 1, 1, 0, 0], torch.randint(0, VOCABULARY, (6,))
+        tiny = tiny_model(is_tied=True, output_format=None)
+        found = run(tiny, ids, [request(1, delta)], tokens)
+        assert "lm_head" not in {name for name, _ in tiny.manager.places.taken.items()}
+        want = changed_model(delta, is_tied=True, output_format=None)
+        at = torch.tensor(ids)
+        close(found[at == 1], run(want, [0] * 6, [], tokens)[at == 1])
+        base = run(tiny, [0] * 6, [], tokens)
+        assert torch.equal(found[at == 0], base[at == 0])
+
+
+@case
+def a_stage_takes_its_own_part_of_a_delta() -> None:
+    """The last of a pipeline, whose output layer is the first stage's embedding."""
+    with tempfile.TemporaryDirectory() as place:
+        delta = write_delta(Path(place) / "delta", 1, leave=("lm_head",))
+        whole, stage = (
+            tiny_model(is_tied=True, output_format=None, is_last_stage=is_last) for is_last in (False, True)
+        )
+        theirs = dict(whole.model.named_parameters(remove_duplicate=False))
+        for name, value in stage.model.named_parameters():
+            value.data.copy_(theirs[name].data)
+        for name in ("layers.1.norm", "norm"):
+            stage.manager.modules[name].deltas.table[:] = whole.manager.modules[name].deltas.table
+        x, ids = torch.randn(4, HIDDEN).bfloat16(), (1, 0, 1, 0)
+        found = []
+        for one in (whole, stage):
+            one.runner._set_active_loras(ids, ids, {request(1, delta)})
+            hidden, residual = one.model.layers[1](x, None)
+            found.append(one.model.compute_logits(one.model.norm(hidden, residual)[0]).float())
+        close(found[1], found[0], 1e-6)
+        loaded = stage.manager.list_adapters()[1].loras
+        assert {name.partition(".")[0] for name in loaded} == {"iserve_delta", "layers", "norm", "lm_head"}
+        assert not any(name.startswith("layers.0") for name in loaded)
 
 
 @case

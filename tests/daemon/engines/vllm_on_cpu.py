@@ -1,4 +1,4 @@
-"""vLLM's own Python on a CPU; what it imports beyond torch is found in a site folder, or stood in for.
+"""vLLM's own Python on a CPU; what it imports beyond torch is found in a site folder, or replaced.
 
 Compiled parts (``vllm._C``, msgspec, zmq and so on) are not there. Modules that only pass them on are given empty
 stand-ins, so that its LoRA code, layers and managers run as they are published.

@@ -24,7 +24,7 @@ class Slots(Protocol):
 
 
 class Products(Protocol):
-    """How changes are computed."""
+    """Arithmetic of changes."""
 
     def add(
         self, y: torch.Tensor, x: torch.Tensor, slots: Slots, routes: Mapping[int, Route], active: int | None

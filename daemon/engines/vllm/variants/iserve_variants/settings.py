@@ -21,7 +21,7 @@ RELEASES = ("0.33.0",)  # of vLLM, whose sources the plug-in was written for
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What slots hold, which is decided at the start: their memory is taken then."""
+    """Contents of slots, which are decided at the start: their memory is taken then."""
 
     format: str = "int2"
     """Of the changes of linears."""

@@ -85,7 +85,7 @@ class LinearWithDeltas:
         return [(outputs * count, self.input_size) for outputs, count in sizes]
 
     def reset_lora(self: Any, index: int) -> None:
-        if index in self.adapter_slots:  # others have none of its weights: they are many small launches
+        if index in self.adapter_slots:  # else there are none, and to clear them is many small launches
             super().reset_lora(index)  # type: ignore[misc]
             self.adapter_slots.remove(index)
         if self.deltas is not None and not self.runtime.is_staged:

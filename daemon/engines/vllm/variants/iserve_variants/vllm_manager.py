@@ -72,7 +72,7 @@ class DeltaModelManager(LRUCacheLoRAModelManager):
 
     @property
     def settings(self) -> Settings:
-        """What slots hold."""
+        """Contents of slots."""
         return self.runtime.settings
 
     def _take_buffers(self) -> None:
