@@ -64,7 +64,7 @@ class Kept:
 
 
 class Served:
-    """One vLLM engine in this process, stepped by hand."""
+    """Engine of vLLM in this process, stepped by hand."""
 
     def __init__(self, model: Path, files: Files, *, engine: str, slots: int, small: bool) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

@@ -1,4 +1,4 @@
-"""What the bench of deltas in vLLM does without a GPU: its files, its comparisons and its table."""
+"""Files, comparisons and table of the bench of deltas in vLLM, which need no GPU."""
 
 from __future__ import annotations
 

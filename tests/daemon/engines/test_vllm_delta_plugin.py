@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
+import re
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,16 +26,19 @@ reference = variant_module("reference")
 settings_module = variant_module("settings")
 slots_module = variant_module("slots")
 Settings, read_settings = settings_module.Settings, settings_module.read_settings
-StepRoutes, Run = variant_module("step_routes").StepRoutes, variant_module("step_routes").Run
+step_routes = variant_module("step_routes")
+SEGMENT_ROWS, StepRoutes = step_routes.SEGMENT_ROWS, step_routes.StepRoutes
 Kind, Place, Places = placement.Kind, placement.Place, placement.Places
 INT2 = formats.FORMATS["int2"]
 SLOTS, GRAPH_ROWS, MERGED = 4, 8, 6
 
 
 def _routes(merged_from_rows: int | None = MERGED) -> Any:
-    return StepRoutes(
+    made = StepRoutes(
         slots=SLOTS, max_rows=64, device="cpu", graph_rows=GRAPH_ROWS, merged_from_rows=merged_from_rows
     )
+    made.wants_samples = True
+    return made
 
 
 def _routed(routes: Any, rows: int) -> dict[int, int]:
@@ -208,6 +213,21 @@ class TestStepRoutes:
         for ids in ([1] * 40, [0], [1, 2, 3]):
             routes.update(ids, ids, {1: 0, 3: 2})
         assert addresses() == before
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_steps_have_routes_of_each_tiling(bits: int) -> None:
+    """Tilings by the deltas in use have both kinds of segments; those for any mix the longer ones alone."""
+    source = (Path(VARIANTS_PATH) / "iserve_variants/tilings.py").read_text()
+    rows = {int(one) for one in re.findall(r"\brows=(\d+)", source.partition("def choose_tiling")[0])}
+    assert rows <= set(SEGMENT_ROWS)
+    assert SEGMENT_ROWS[-1] == max(SEGMENT_ROWS)
+    if importlib.util.find_spec("triton") is None:
+        return
+    choose = variant_module("tilings").choose_tiling
+    for count in (1, 8, 32, 33, 8192):
+        assert choose(bits, count).rows == SEGMENT_ROWS[-1]
+        assert {choose(bits, count, active).rows for active in (1, 4, 2**30)} <= set(SEGMENT_ROWS)
 
 
 def test_products_of_a_step_are_those_of_each_row_and_its_delta() -> None:

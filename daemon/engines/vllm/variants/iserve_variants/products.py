@@ -34,8 +34,10 @@ class Products(Protocol):
     def merge(self, weight: torch.Tensor, slots: Slots, slot: int) -> torch.Tensor:
         """Return base and one delta as a matrix, valid until the next call."""
 
-    def warm_up(self, all_slots: Iterable[Slots], routes: Mapping[int, Route], rows: int) -> None:
-        """Compile what steps beyond the captured graphs need."""
+    def warm_up(
+        self, all_slots: Iterable[Slots], routes: Mapping[int, Route], rows: int, active: int | None
+    ) -> None:
+        """Compile what steps of ``rows`` rows take; no row is routed, and nothing is changed."""
 
 
 class ReferenceProducts:
@@ -55,7 +57,9 @@ class ReferenceProducts:
         change = dequantize(slots.codes[slot], slots.scales[slot], slots.format)
         return (weight.float() + change[: weight.shape[0], : weight.shape[1]]).to(weight.dtype)
 
-    def warm_up(self, all_slots: Iterable[Slots], routes: Mapping[int, Route], rows: int) -> None:
+    def warm_up(
+        self, all_slots: Iterable[Slots], routes: Mapping[int, Route], rows: int, active: int | None
+    ) -> None:
         """Do nothing: there is nothing to compile."""
 
 
@@ -102,8 +106,9 @@ class TritonProducts:
         self._merge(weight, out, slots.codes[slot], slots.scales[slot], slots.format)
         return out
 
-    def warm_up(self, all_slots: Iterable[Slots], routes: Mapping[int, Route], rows: int) -> None:
-        """Compile the kernels that steps of ``rows`` rows take; no row is routed, and nothing is changed."""
+    def warm_up(
+        self, all_slots: Iterable[Slots], routes: Mapping[int, Route], rows: int, active: int | None
+    ) -> None:
         done = set()
         for slots in all_slots:
             _, tiles, groups, _, _ = slots.codes.shape
@@ -113,7 +118,7 @@ class TritonProducts:
             done.add((shape, slots.format))
             x = torch.zeros(rows, shape[1], dtype=torch.bfloat16, device=slots.codes.device)
             y = torch.zeros(rows, shape[0], dtype=torch.bfloat16, device=slots.codes.device)
-            self.add(y, x, slots, routes, None)
+            self.add(y, x, slots, routes, active)
             if self._merged.numel() >= shape[0] * shape[1]:
                 self.merge(y.new_zeros(shape), slots, 0)
 

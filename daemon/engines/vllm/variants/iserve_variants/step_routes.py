@@ -39,6 +39,7 @@ class StepRoutes:
         device: torch.device | str,
         graph_rows: int,
         merged_from_rows: int | None,
+        segment_rows: Sequence[int] = SEGMENT_ROWS,
     ) -> None:
         """Take the buffers' memory.
 
@@ -48,15 +49,18 @@ class StepRoutes:
             device: of the model.
             graph_rows: most rows of a captured graph; only larger steps may be computed as the host decides.
             merged_from_rows: rows of one delta from which on it is merged; None: never.
+            segment_rows: of the tilings that steps choose.
         """
         self.slots, self.graph_rows, self.merged_from_rows = slots, graph_rows, merged_from_rows
         self.token_slots = torch.full((max_rows,), -1, dtype=torch.int64, device=device)
         """Slot of each token's row; -1: no delta."""
         self.sample_slots = torch.full((max_rows,), -1, dtype=torch.int64, device=device)
         """Slot of each row that logits are computed of."""
-        self.token_routes = {rows: _route(max_rows, slots, rows, device) for rows in SEGMENT_ROWS}
+        self.token_routes = {rows: _route(max_rows, slots, rows, device) for rows in segment_rows}
         """Rows of deltas that are not merged, by the rows of a segment."""
-        self.sample_routes = {rows: _route(max_rows, slots, rows, device) for rows in SEGMENT_ROWS}
+        self.sample_routes = {rows: _route(max_rows, slots, rows, device) for rows in segment_rows}
+        self.wants_samples = False
+        """Whether a module reads the routes of samples: an output layer with slots."""
         self.has_variants = False
         """Whether a row has an adapter or a delta: a step without is captured without any of their launches."""
         self.has_routed = False
@@ -85,6 +89,8 @@ class StepRoutes:
         _fill(self.token_slots, slot_of_row)
         if self.has_routed or had:
             _route_all(self.token_routes, routed)
+        if not self.wants_samples:
+            return
         sampled = _slots(np.fromiter(samples, dtype=np.int64, count=len(samples)), slot_of_delta)
         had, self.samples_deltas = self.samples_deltas, bool((sampled >= 0).any())
         if self.samples_deltas or had:

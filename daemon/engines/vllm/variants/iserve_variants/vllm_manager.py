@@ -18,7 +18,7 @@ from iserve_variants.placement import place_tensors
 from iserve_variants.products import products_for
 from iserve_variants.runtime import Runtime, building
 from iserve_variants.settings import Settings, read_settings
-from iserve_variants.step_routes import StepRoutes
+from iserve_variants.step_routes import SEGMENT_ROWS, StepRoutes
 from iserve_variants.vllm_filler import Pairs, PlaceFiller
 from iserve_variants.vllm_layers import LinearWithDeltas
 from iserve_variants.vllm_model import ModelParts
@@ -55,6 +55,7 @@ class DeltaModelManager(LRUCacheLoRAModelManager):
             device=torch.device(self.device),
             graph_rows=graph_rows,
             merged_from_rows=settings.merged_from_rows,
+            segment_rows=SEGMENT_ROWS if self.lora_config.specialize_active_lora else SEGMENT_ROWS[-1:],
         )
         self.runtime = Runtime(settings, routes, places)
 
@@ -84,19 +85,22 @@ class DeltaModelManager(LRUCacheLoRAModelManager):
         slots += [one.deltas for one in self.modules.values() if isinstance(one, vocabularies)]
         if not runtime.merges:
             routes.merged_from_rows = None
-        merged = max((one.base_layer.weight.numel() for one in linears), default=0)
-        most = max(len(route.segments) for route in routes.token_routes.values())
+        merged = 0
+        if routes.merged_from_rows is not None:
+            merged = max((one.base_layer.weight.numel() for one in linears), default=0)
         runtime.products = products_for(
             torch.device(self.device),
-            max_segments=most,
+            max_segments=max(len(route.segments) for route in routes.token_routes.values()),
             max_tiles=max((one.codes.shape[1] for one in slots), default=1),
-            merged_elements=merged if routes.merged_from_rows is not None else 0,
+            merged_elements=merged,
         )
-        rows = min(routes.graph_rows + 1, len(routes.token_slots))
-        runtime.products.warm_up([one.deltas for one in linears], routes.token_routes, rows)
+        # Each tiling, before graphs are captured; logits, of which graphs have none, are not routed by `active`.
         outputs = [one.deltas for one in self.modules.values() if isinstance(one, vocabularies)]
-        for rows in (1, 64):  # logits are in no graph: a kernel for few rows, and one for many
-            runtime.products.warm_up(outputs, routes.sample_routes, rows)
+        for active in (1, 2**30) if self.lora_config.specialize_active_lora else (None,):
+            for rows in (1, 64, min(routes.graph_rows + 1, len(routes.token_slots))):
+                runtime.products.warm_up([one.deltas for one in linears], routes.token_routes, rows, active)
+        for rows in (1, 64):
+            runtime.products.warm_up(outputs, routes.sample_routes, rows, None)
         taken = sum(one.codes.nbytes + one.scales.nbytes for one in slots)
         _LOGGER.info("%d slots of deltas take %d MiB", runtime.places.count, taken // 2**20)
 

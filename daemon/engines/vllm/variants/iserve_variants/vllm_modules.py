@@ -118,6 +118,7 @@ def add_to_logits(processor: torch.nn.Module, deltas: EmbeddingSlots, runtime: R
 
     Every rank that has logits has those of the whole vocabulary, and the whole output layer's slots.
     """
+    runtime.routes.wants_samples = True
     inner = processor._get_logits
 
     def get_logits(
