@@ -10,6 +10,7 @@ __all__ = [
     "KNOWN",
     "NEWEST",
     "NEWEST_RUN",
+    "RUN_WITH_DELTAS",
     "SLOTS_SINCE",
     "Standing",
     "image_release",
@@ -20,6 +21,7 @@ __all__ = [
 _OLDEST_READ, _NEWEST_READ = (0, 24), (0, 33)
 _RUN = frozenset({(0, 24), (0, 26), (0, 33)})  # on an H200: docs/decisions/0025
 _APART_SINCE = (0, 26)  # decision 42
+RUN_WITH_DELTAS: frozenset[tuple[int, int]] = frozenset()  # with the plug-in of ``variants`` on a GPU: none yet
 NEWEST_RUN = "{}.{}.0".format(*max(_RUN))
 NEWEST = "{}.{}.0".format(*_NEWEST_READ)
 SLOTS_SINCE = "{}.{}".format(*_APART_SINCE)

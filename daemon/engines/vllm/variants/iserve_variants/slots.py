@@ -116,7 +116,9 @@ class NormSlots:
         """
         total = x.float() if residual is None else x.float() + residual.float()
         scale = torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + eps)
-        weight = self.table[slot_of_row + 1].view(len(x), *([1] * (x.dim() - 2)), -1)
+        weight = self.table[slot_of_row + 1]
+        for _ in range(x.dim() - 2):
+            weight = weight.unsqueeze(1)
         return (total * scale).to(x.dtype) * weight, total.to(x.dtype)
 
 

@@ -1,0 +1,99 @@
+"""Loads ahead of use: a thread reads a delta and fills a spare place, while steps go on.
+
+Only then is the delta given a slot, which takes no copy: the slot's place and the spare one are exchanged.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+__all__ = ["BackgroundLoader", "SlotPlaces"]
+
+T = TypeVar("T")
+
+
+class SlotPlaces:
+    """Places of the slots of all modules: those of vLLM's slots, and a spare one where loads run ahead."""
+
+    def __init__(self, slots: int, *, has_spare: bool) -> None:
+        self.count = slots + has_spare
+        self._of = list(range(slots))
+        self.spare = slots if has_spare else None
+
+    def of(self, slot: int) -> int:
+        """Return the place of vLLM's slot number ``slot``."""
+        return self._of[slot]
+
+    def exchange(self, slot: int) -> None:
+        """Give ``slot`` the spare place, and make its own the spare one."""
+        assert self.spare is not None
+        self._of[slot], self.spare = self.spare, self._of[slot]
+
+
+class BackgroundLoader(Generic[T]):
+    """Reads folders one at a time in a thread, and keeps the last one read until it is taken."""
+
+    def __init__(self, read: Callable[[Path], T], fill: Callable[[T], None]) -> None:
+        """Start nothing yet.
+
+        Args:
+            read: returns what a folder has; in the thread.
+            fill: fills the spare place with it; in the thread.
+        """
+        self._read, self._fill = read, fill
+        self._thread: threading.Thread | None = None
+        self._folder: Path | None = None
+        self._found: T | None = None
+        self._error: Exception | None = None
+
+    def is_ready(self, folder: Path) -> bool:
+        """Return whether ``folder`` was read, or start to; what was read before and not taken is dropped.
+
+        Raises:
+            Exception: what reading it raised; the next call starts again.
+        """
+        if self._thread is not None and self._thread.is_alive():
+            return False
+        if self._folder != folder:
+            self._start(folder)
+            return False
+        if self._error is not None:
+            error, self._folder, self._error = self._error, None, None
+            raise error
+        return self._found is not None
+
+    def taken(self, folder: Path) -> T | None:
+        """Return what is ready of ``folder``; None: nothing is."""
+        if self._folder != folder or self._thread is None or self._thread.is_alive():
+            return None
+        return self._found
+
+    def holds(self, found: object) -> bool:
+        """Return whether the spare place has ``found``."""
+        is_done = self._thread is not None and not self._thread.is_alive()
+        return is_done and self._found is not None and self._found is found
+
+    def release(self) -> None:
+        """Forget what the spare place had: it has a slot now."""
+        self._folder = self._found = None
+
+    def wait(self) -> None:
+        """Wait for the thread."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _start(self, folder: Path) -> None:
+        self._folder, self._found, self._error = folder, None, None
+        self._thread = threading.Thread(target=self._run, args=(folder,), daemon=True, name="iserve-delta")
+        self._thread.start()
+
+    def _run(self, folder: Path) -> None:
+        try:
+            found = self._read(folder)
+            self._fill(found)
+            self._found = found
+        except Exception as error:  # noqa: BLE001 - raised where it is asked for
+            self._error = error

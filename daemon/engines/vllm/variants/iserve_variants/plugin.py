@@ -1,0 +1,38 @@
+"""Entry point of the plug-in, which vLLM calls in each of its processes (``vllm.general_plugins``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from iserve_variants.settings import check_release, read_settings
+
+__all__ = ["register"]
+
+
+def register() -> None:
+    """Put our manager and layers in front of vLLM's; without settings in a configuration, vLLM's are used.
+
+    Raises:
+        RuntimeError: a release of vLLM that was not read.
+    """
+    import vllm
+
+    check_release(vllm.__version__)
+    from vllm.lora import utils
+    from vllm.v1.worker import lora_model_runner_mixin as mixin
+
+    from iserve_variants.vllm_layers import LAYERS
+    from iserve_variants.vllm_manager import DeltaWorkerManager
+    from iserve_variants.vllm_operators import register_operators
+
+    if LAYERS[0] in utils._all_lora_classes:
+        return
+    register_operators()
+    theirs = mixin.LRUCacheWorkerLoRAManager
+
+    def manager(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        wanted = read_settings(vllm_config.additional_config) is not None
+        return (DeltaWorkerManager if wanted else theirs)(vllm_config, *args, **kwargs)
+
+    mixin.LRUCacheWorkerLoRAManager = manager
+    utils._all_lora_classes = (*LAYERS, *utils._all_lora_classes)

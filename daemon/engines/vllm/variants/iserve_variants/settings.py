@@ -1,0 +1,81 @@
+"""Settings of the plug-in, which travel to every worker in vLLM's ``additional_config``.
+
+vLLM hashes that configuration into the key of its compiled graphs, so graphs of other settings, and of another
+revision of this plug-in, are not taken for these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from iserve_variants.formats import FORMATS
+
+__all__ = ["KEY", "RELEASES", "REVISION", "Settings", "check_release", "read_settings"]
+
+KEY = "iserve_deltas"
+REVISION = 1  # raise it where compiled graphs change
+RELEASES = ("0.33.0",)  # of vLLM, whose sources the plug-in was written for
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """Contents of slots, which are decided at the start: their memory is taken then."""
+
+    format: str = "int2"
+    """Of the changes of linears."""
+    embedding_format: str | None = None
+    """Of the change of embeddings; None: no slots for it."""
+    output_format: str | None = None
+    """Of the change of an output layer with weights of its own; None: no slots for it."""
+    norms: bool = False
+    """Whether slots have weights of norms."""
+    adapters: bool = True
+    """Whether LoRA adapters are served next to deltas; False: no step launches their kernels."""
+    merged_from_rows: int | None = 256
+    """Rows of one delta in a step, from which on a prompt is multiplied with merged weights; None: never."""
+    background: bool = False
+    """Whether a load is refused until a thread has read the delta into a spare slot; steps go on meanwhile."""
+    revision: int = REVISION
+
+    def __post_init__(self) -> None:
+        for name in (self.format, self.embedding_format, self.output_format):
+            if name is not None and name not in FORMATS:
+                raise ValueError(f"{KEY}: format {name!r} is none of {', '.join(FORMATS)}")
+        if self.revision != REVISION:
+            raise ValueError(f"{KEY}: these settings are of revision {self.revision}, the plug-in is {REVISION}")
+        if self.merged_from_rows is not None and self.merged_from_rows < 1:
+            raise ValueError(f"{KEY}: merged_from_rows is {self.merged_from_rows}, and has to be 1 or more")
+
+    def to_config(self) -> dict[str, Any]:
+        """Return what ``--additional-config`` has to hold."""
+        return {KEY: asdict(self)}
+
+
+def read_settings(additional_config: object) -> Settings | None:
+    """Return the settings in vLLM's ``additional_config``; None where there are none.
+
+    Raises:
+        ValueError: a setting that is not known, or a value that is none.
+    """
+    if not isinstance(additional_config, Mapping) or KEY not in additional_config:
+        return None
+    given = additional_config[KEY]
+    known = {field.name for field in fields(Settings)}
+    if not isinstance(given, Mapping) or not set(given) <= known:
+        raise ValueError(f"{KEY}: {given!r} is no object of {', '.join(sorted(known))}")
+    return Settings(**given)
+
+
+def check_release(version: str) -> None:
+    """Refuse a vLLM whose sources were not read.
+
+    Raises:
+        RuntimeError: with what to do.
+    """
+    if version.partition("+")[0] not in RELEASES:
+        raise RuntimeError(
+            f"deltas were written for vLLM {', '.join(RELEASES)}, this is {version}: take that release, or export "
+            "the variant (`iserve variant export`) and deploy its checkpoint"
+        )

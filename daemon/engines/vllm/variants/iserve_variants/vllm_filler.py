@@ -1,0 +1,104 @@
+"""Filling of the spare place from a thread, on a stream of its own, so that steps are not held up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import torch
+
+from iserve_variants.runtime import Runtime
+
+__all__ = ["Pairs", "PlaceFiller"]
+
+Pairs = dict[str, tuple[torch.Tensor, torch.Tensor]]
+_MOST_JOINED = 8  # matrices that a module joins
+_PAUSE_S = 0.0005  # after each module, in which the thread that steps takes the interpreter
+
+
+class PlaceFiller:
+    """Copies a delta to the spare place of all modules."""
+
+    def __init__(
+        self,
+        modules: Mapping[str, torch.nn.Module],
+        packed: Mapping[str, list[str]],
+        runtime: Runtime,
+        device: torch.device,
+    ) -> None:
+        """Take the page-locked buffer and the stream, where loads run ahead on a GPU.
+
+        Args:
+            modules: of the manager, by name.
+            packed: names of the matrices that a module joins, by its name.
+            runtime: of the model.
+            device: of the model.
+        """
+        self._modules = {name: one for name, one in modules.items() if hasattr(type(one), "fill")}
+        self._packed, self._runtime, self._device = packed, runtime, device
+        self._stream: torch.cuda.Stream | None = None
+        if runtime.settings.background and device.type == "cuda":
+            self._stream, self._freed = torch.cuda.Stream(device), torch.cuda.Event()
+            self._freed.record()
+            largest = max(
+                (_place_bytes(one) for one in self._modules.values() if getattr(one, "deltas", None) is not None),
+                default=0,
+            )
+            self._locked = torch.empty(largest, dtype=torch.uint8, pin_memory=True)
+
+    def free_spare(self) -> None:
+        """Mark the spare place as free once the steps that are launched have ended; from the thread that steps."""
+        if self._stream is not None:
+            self._freed.record()
+
+    def fill(self, pairs: Pairs) -> None:
+        """Fill the spare place with a delta and wait for it; from another thread than that which steps."""
+        place = self._runtime.places.spare
+        assert place is not None
+        with torch.inference_mode():
+            if self._stream is None:
+                self._fill(place, pairs)
+                return
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+                self._stream.wait_event(self._freed)
+                self._fill(place, pairs)
+                self._stream.synchronize()
+
+    def _fill(self, place: int, pairs: Pairs) -> None:
+        for name, module in self._modules.items():
+            if getattr(module, "deltas", None) is None:
+                continue
+            joined = self._packed.get(name, [name])
+            found = self._locked_pairs([pairs.get(one) for one in joined])
+            if not any(found):
+                module.deltas.clear(place)
+            elif len(joined) > 1:
+                module.fill(place, *([one and one[at] for one in found] for at in (0, 1)))
+            else:
+                module.fill(place, *found[0])
+            if self._stream is not None:
+                self._stream.synchronize()  # the buffer is used again
+            time.sleep(_PAUSE_S)
+
+    def _locked_pairs(
+        self, found: list[tuple[torch.Tensor, torch.Tensor] | None]
+    ) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+        """Return copies in the page-locked buffer."""
+        if self._stream is None:
+            return found
+        at, copies = 0, []
+        for pair in found:
+            made = []
+            for tensor in pair or ():
+                view = self._locked[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                made.append(view.copy_(tensor))
+                at += -(-tensor.nbytes // 16) * 16
+            copies.append((made[0], made[1]) if made else None)
+        return copies
+
+
+def _place_bytes(module: torch.nn.Module) -> int:
+    """Return the bytes that a module's pairs take in the page-locked buffer; of one GPU, which has all of it."""
+    deltas = module.deltas
+    held = [deltas.table] * 2 if hasattr(deltas, "table") else [deltas.codes, deltas.scales]
+    return sum(one[0].nbytes for one in held) + 16 * 2 * _MOST_JOINED

@@ -1,0 +1,242 @@
+"""vLLM's managers of LoRA adapters, which take deltas too: loading, slots and the mapping of each step."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.lora_weights import LoRALayerWeights
+from vllm.lora.model_manager import LRUCacheLoRAModelManager
+from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+
+from iserve_variants.background import BackgroundLoader, SlotPlaces
+from iserve_variants.folder import MANIFEST_FILE, read_folder
+from iserve_variants.placement import place_tensors
+from iserve_variants.products import products_for
+from iserve_variants.runtime import Runtime, building
+from iserve_variants.settings import Settings, read_settings
+from iserve_variants.step_routes import SEGMENT_ROWS, StepRoutes
+from iserve_variants.vllm_filler import Pairs, PlaceFiller
+from iserve_variants.vllm_layers import LinearWithDeltas
+from iserve_variants.vllm_model import ModelParts
+from iserve_variants.vllm_modules import EmbeddingWithDeltas, OutputWithDeltas
+
+__all__ = ["DeltaModel", "DeltaModelManager", "DeltaWorkerManager"]
+
+_LOGGER = logging.getLogger("vllm.iserve_variants")
+_MARK = (
+    "iserve_delta"  # a tensor that every delta has, so that none is without, whatever part of the model is here
+)
+
+
+class DeltaModel(LoRAModel):
+    """Delta as the LoRA path keeps it: ``lora_a`` are codes and ``lora_b`` scales."""
+
+    pairs: Pairs
+    """By module, as they were read."""
+
+
+class DeltaModelManager(LRUCacheLoRAModelManager):
+    """Manager of a model whose slots hold adapters and deltas."""
+
+    def _init_punica_wrapper(self, max_num_batched_tokens: int, vllm_config: Any) -> None:
+        super()._init_punica_wrapper(max_num_batched_tokens, vllm_config)
+        settings = read_settings(vllm_config.additional_config)
+        assert settings is not None  # the plug-in makes this manager for such configurations alone
+        _check(self, settings, vllm_config)
+        graph_rows = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        places = SlotPlaces(self.lora_slots, has_spare=settings.background)
+        routes = StepRoutes(
+            slots=places.count,
+            max_rows=max(self.max_num_batched_tokens, self.max_num_seqs),
+            device=torch.device(self.device),
+            graph_rows=graph_rows,
+            merged_from_rows=settings.merged_from_rows,
+            segment_rows=SEGMENT_ROWS if self.lora_config.specialize_active_lora else SEGMENT_ROWS[-1:],
+        )
+        self.runtime = Runtime(settings, routes, places)
+
+    def _create_lora_modules(self) -> None:
+        with building(self.runtime):
+            super()._create_lora_modules()
+        parts = ModelParts(self.model, self.modules, self.packed_modules, self.runtime)
+        for name, module in parts.made.items():
+            module.set_mapping(self.punica_wrapper_mapping[_wrapper_key(self)])
+            self.register_module(name, module)
+        self.places = parts.places
+        self._take_buffers()
+        self.filler = PlaceFiller(self.modules, self.packed_modules, self.runtime, torch.device(self.device))
+        self.loader = BackgroundLoader(self._read_pairs, self.filler.fill) if self.settings.background else None
+
+    @property
+    def settings(self) -> Settings:
+        """Contents of slots."""
+        return self.runtime.settings
+
+    def _take_buffers(self) -> None:
+        """Take the kernels' buffers and compile what no captured graph does."""
+        runtime, routes = self.runtime, self.runtime.routes
+        linears = [one for one in self.modules.values() if isinstance(one, LinearWithDeltas) and one.deltas]
+        slots = [one.deltas for one in linears]
+        vocabularies = (EmbeddingWithDeltas, OutputWithDeltas)
+        slots += [one.deltas for one in self.modules.values() if isinstance(one, vocabularies)]
+        if not runtime.merges:
+            routes.merged_from_rows = None
+        merged = 0
+        if routes.merged_from_rows is not None:
+            merged = max((one.base_layer.weight.numel() for one in linears), default=0)
+        runtime.products = products_for(
+            torch.device(self.device),
+            max_segments=max(len(route.segments) for route in routes.token_routes.values()),
+            max_tiles=max((one.codes.shape[1] for one in slots), default=1),
+            merged_elements=merged,
+        )
+        # Each tiling, before graphs are captured; logits, of which graphs have none, are not routed by `active`.
+        outputs = [one.deltas for one in self.modules.values() if isinstance(one, vocabularies)]
+        for active in (1, 2**30) if self.lora_config.specialize_active_lora else (None,):
+            for rows in (1, 64, min(routes.graph_rows + 1, len(routes.token_slots))):
+                runtime.products.warm_up([one.deltas for one in linears], routes.token_routes, rows, active)
+        for rows in (1, 64):
+            runtime.products.warm_up(outputs, routes.sample_routes, rows, None)
+        taken = sum(one.codes.nbytes + one.scales.nbytes for one in slots)
+        _LOGGER.info("%d slots of deltas take %d MiB", runtime.places.count, taken // 2**20)
+
+    def activate_adapter(self, lora_id: int) -> bool:
+        adapter = self._registered_adapters.cache.get(lora_id)
+        pairs = getattr(adapter, "pairs", None)
+        self.runtime.is_staged = self.loader is not None and pairs is not None and self.loader.holds(pairs)
+        try:
+            changed = super().activate_adapter(lora_id)
+            if changed and self.runtime.is_staged:
+                self.runtime.places.exchange(self.lora_index_to_id.index(lora_id))
+                self.filler.free_spare()
+                self.loader.release()
+        finally:
+            self.runtime.is_staged = False
+        if changed:
+            self._last_mapping = None  # the same ids may mean other slots, or a slot another kind
+        return changed
+
+    def _set_adapter_mapping(self, mapping: Any) -> None:
+        """Route deltas, and give the rest of the mapping to the kernels of adapters, whose rows these are not."""
+        slot_of_delta = {
+            lora_id: self.runtime.places.of(slot)
+            for slot, lora_id in enumerate(self.lora_index_to_id)
+            if lora_id is not None and isinstance(self._registered_adapters.cache.get(lora_id), DeltaModel)
+        }
+        self.runtime.routes.update(mapping.index_mapping, mapping.prompt_mapping, slot_of_delta)
+        if self.lora_config.specialize_active_lora:
+            self.runtime.routes.active = _active(mapping.index_mapping, self.lora_slots)
+        if slot_of_delta:
+            mapping = type(mapping)(
+                tuple(0 if one in slot_of_delta else one for one in mapping.index_mapping),
+                tuple(0 if one in slot_of_delta else one for one in mapping.prompt_mapping),
+                is_prefill=mapping.is_prefill,
+                type=mapping.type,
+            )
+        super()._set_adapter_mapping(mapping)
+
+    def read_delta(self, folder: Path, lora_id: int) -> DeltaModel:
+        """Return the delta in ``folder``, placed in this model.
+
+        Raises:
+            ValueError: a tensor that has no place here, or a folder that is not what its manifest says.
+            OSError: a file that cannot be read.
+        """
+        pairs = self.loader.taken(folder) if self.loader is not None else None
+        if pairs is None:
+            pairs = self._read_pairs(folder)
+        # vLLM page-locks all of an adapter whose first tensor is on the CPU. Views of one page-locked buffer are
+        # left as they are; what a thread has read is not to be locked here, between two steps.
+        mark = torch.zeros(1, dtype=torch.int16, device=self.device if self.settings.background else "cpu")
+        weights = {_MARK: LoRALayerWeights(_MARK, 1, 1, mark, mark)}
+        for module, (codes, scales) in pairs.items():
+            weights[module] = LoRALayerWeights(module, 1, 1, codes, scales)
+        made = DeltaModel(lora_id, 1, weights)
+        made.pairs = pairs
+        return made
+
+    def _read_pairs(self, folder: Path) -> Pairs:
+        mapper = getattr(self.model, "hf_to_vllm_mapper", None)
+        rename = mapper.get_rename_mapper()._map_name if mapper is not None else lambda name: name
+        # Page-locking gigabytes holds up other threads' launches.
+        pin = torch.device(self.device).type == "cuda" and not self.settings.background
+        return place_tensors(read_folder(folder, pin=pin), self.places, rename)
+
+
+class DeltaWorkerManager(LRUCacheWorkerLoRAManager):
+    """Worker's manager, which tells the folder of a delta from that of an adapter."""
+
+    _manager_cls = DeltaModelManager
+
+    _waits = False
+
+    def add_adapter(self, lora_request: Any) -> bool:
+        """Load an adapter or a delta.
+
+        Raises:
+            ValueError: a delta that is still being read, which has to be asked for again; one with no place here.
+        """
+        folder, loader = _folder(lora_request), self._adapter_manager.loader
+        is_new = lora_request.lora_int_id not in self.list_adapters()
+        if loader is not None and is_new and not self._waits and _is_delta(folder) and not loader.is_ready(folder):
+            raise ValueError(f"delta {lora_request.lora_name} is still being read: ask for it again")
+        return super().add_adapter(lora_request)
+
+    def _apply_adapters(self, lora_requests: Any) -> None:
+        """Load what a step needs, which waits for it."""
+        self._waits = True
+        try:
+            super()._apply_adapters(lora_requests)
+        finally:
+            self._waits = False
+
+    def _load_adapter(self, lora_request: Any) -> LoRAModel:
+        folder, manager = _folder(lora_request), self._adapter_manager
+        if _is_delta(folder):
+            return manager.read_delta(folder, lora_request.lora_int_id)
+        if not manager.settings.adapters:
+            raise ValueError(
+                f"{folder} has no {MANIFEST_FILE}, and this worker was started for deltas alone; start one that "
+                "serves adapters too"
+            )
+        return super()._load_adapter(lora_request)
+
+
+def _folder(lora_request: Any) -> Path:
+    return Path(lora_request.lora_path).expanduser()
+
+
+def _is_delta(folder: Path) -> bool:
+    return (folder / MANIFEST_FILE).is_file()
+
+
+def _check(manager: Any, settings: Settings, vllm_config: Any) -> None:
+    """Refuse what deltas are not served with, at the start."""
+    why = ""
+    if manager.supports_mm:
+        why = "of a multimodal model"
+    elif manager.lora_config.fully_sharded_loras:
+        why = "with --fully-sharded-loras"
+    elif vllm_config.model_config.dtype is not torch.bfloat16:
+        why = f"in {vllm_config.model_config.dtype}, bfloat16 alone"
+    elif vllm_config.speculative_config is not None:
+        why = "with drafts (--speculative-config)"
+    elif settings.background and vllm_config.parallel_config.world_size > 1:
+        why = "in the background on several GPUs, whose threads end at different times"
+    if why:
+        raise ValueError(f"iserve_deltas: deltas are not served {why}; start the worker without them")
+
+
+def _wrapper_key(manager: Any) -> str:
+    (key,) = manager.punica_wrapper_mapping  # one: multimodal models are refused
+    return key
+
+
+def _active(ids: tuple[int, ...], slots: int) -> int:
+    """Return the number of variants of the captured graph that a step of these rows replays: a power of two."""
+    count = max(1, len(set(ids)))  # rows of the base count as one
+    return min(1 << (count - 1).bit_length(), slots + 1)

@@ -1,0 +1,414 @@
+"""Deltas in vLLM itself: tokens, steps, prompts and loads, on one GPU with vLLM 0.33.0; needs no web framework.
+
+    python -m tests.bench.delta_served write WORK [--parts large small] [--deltas 36] [--contents 4]
+    python -m tests.bench.delta_served same OUT --work WORK
+    python -m tests.bench.delta_served run OUT --work WORK --engine deltas [--measure steps loads] [--slots 32]
+    python -m tests.bench.delta_served table OUT
+
+``write`` makes models and random deltas: ``large`` takes 7.5 GB of disk, ``small`` 10. ``same`` compares tokens of
+a mixed batch with those of each request alone, and of a delta with those of the checkpoint that it means, on four
+layers of Llama-3.1-8B's shape. ``run`` measures one engine of the whole shape, dummy weights: ``plain`` (without
+LoRA), ``deltas`` (slots of deltas alone), ``specialized`` (likewise, and graphs by the number of deltas in use),
+``mixed`` (deltas and adapters). Slots of 32 deltas and the spare one take 61 GB: a card of 80 GB holds fewer
+(``--slots 8``).
+``OUT/NAME.json`` is written after each measurement, so a run that is killed keeps what it has. A start takes a
+minute or two, so one call has one engine. **Never run yet**: written without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.bench.delta_served_files import VARIANTS, Files, write_all
+
+__all__ = ["ENGINES", "GOALS_MS", "Kept", "Mix", "agreement", "summary"]
+
+ENGINES = ("plain", "deltas", "specialized", "mixed")
+MEASURES = ("steps", "prompts", "loads")
+GOALS_MS = {1: 6.5, 4: 8.0, 8: 10.0, 32: 24.0}
+BASE_SHARE, LOAD_SHARE = 0.02, 1.5
+ROWS, PROMPT, OUTPUT, ROUNDS = 32, 64, 129, 3
+ACTIVE = (0, 1, 4, 8, 32)
+LONG, MANY = (1, 2048), (4, 2048)  # prompts at once, tokens of each
+MARGIN = 0.1  # of log-probabilities: closer tokens may change places by rounding
+GRAPH_ROWS = 512
+_LOAD_AT = 100  # step before which a load is asked for
+
+Mix = Sequence[int]  # of each row: 0 the base, n delta n, -n adapter n
+
+
+class Kept:
+    """Measurements, written after each."""
+
+    def __init__(self, file: Path, facts: dict[str, Any]) -> None:
+        self._file, self._rows, self._facts = file, list[dict[str, Any]](), facts
+        file.parent.mkdir(parents=True, exist_ok=True)
+
+    def add(self, kind: str, **row: Any) -> None:
+        """Keep a row and print it."""
+        self._rows.append({"kind": kind, **row})
+        print(json.dumps(self._rows[-1]), flush=True)
+        whole = json.dumps({"facts": self._facts, "rows": self._rows}, indent=1)
+        partial = self._file.with_suffix(".part")
+        partial.write_text(whole + "\n")
+        os.replace(partial, self._file)
+
+
+class Served:
+    """Engine of vLLM in this process, stepped by hand."""
+
+    def __init__(self, model: Path, files: Files, *, engine: str, slots: int, small: bool) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        self.files, self._small, self._number = files, small, 0
+        arguments = _arguments(model, engine, slots, small)
+        begin = time.perf_counter()
+        from vllm import LLM
+
+        self.engine = LLM(**arguments).llm_engine
+        self.start_s = time.perf_counter() - begin
+
+    def request(self, number: int) -> Any:
+        """Return what vLLM is asked with for delta or adapter ``number``; None: the base."""
+        from vllm.lora.request import LoRARequest
+
+        if not number:
+            return None
+        make = self.files.delta if number > 0 else self.files.adapter
+        folder = make(abs(number), small=self._small)
+        identity = number if number > 0 else 1000 - number
+        return LoRARequest(lora_name=folder.name, lora_int_id=identity, lora_path=str(folder))
+
+    def add(self, prompt: Sequence[int], number: int, output: int, *, logprobs: int | None = None) -> str:
+        """Add a request; return its name."""
+        from vllm import SamplingParams
+
+        self._number += 1
+        parameters = SamplingParams(
+            max_tokens=output, min_tokens=output, ignore_eos=True, temperature=0.0, detokenize=False,
+            logprobs=logprobs,
+        )  # fmt: skip
+        name = str(self._number)
+        self.engine.add_request(
+            name, {"prompt_token_ids": list(prompt)}, parameters, lora_request=self.request(number)
+        )
+        return name
+
+    def finish(self, between: Callable[[int], None] = lambda step: None) -> tuple[dict[str, Any], list[float]]:
+        """Run until all requests have ended; return their outputs by name, and each step's seconds.
+
+        Args:
+            between: called before each step with its number; its time is that step's.
+        """
+        done: dict[str, Any] = {}
+        steps: list[float] = []
+        last = time.perf_counter()
+        while self.engine.has_unfinished_requests():
+            between(len(steps))
+            for output in self.engine.step():
+                if output.finished:
+                    done[output.request_id] = output.outputs[0]
+            now = time.perf_counter()
+            steps.append(now - last)
+            last = now
+        return done, steps
+
+    def load(self, number: int) -> bool:
+        """Ask for a delta to be loaded; return False where it is still being read."""
+        try:
+            self.engine.add_lora(self.request(number))
+        except Exception as error:
+            if "is still being read" not in str(error):
+                raise
+            return False
+        return True
+
+
+def _arguments(model: Path, engine: str, slots: int, small: bool) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "model": str(model),
+        "load_format": "safetensors" if small else "dummy",
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": False,
+        "max_model_len": 4096,
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 8192,
+        "kv_cache_memory_bytes": 6 * 2**30,
+        "gpu_memory_utilization": 0.95,
+        "seed": 0,
+        "compilation_config": {"max_cudagraph_capture_size": GRAPH_ROWS},
+    }
+    if engine == "plain":
+        return arguments
+    if VARIANTS not in sys.path:
+        sys.path.insert(0, VARIANTS)  # with its entry point, as on PYTHONPATH
+    from iserve_variants.settings import Settings
+
+    whole = {"embedding_format": "int4", "output_format": "int2", "norms": True} if small else {}
+    settings = Settings(adapters=engine == "mixed", background=not small, **whole)  # type: ignore[arg-type]
+    return arguments | {
+        "enable_lora": True,
+        "max_loras": slots,
+        "max_cpu_loras": slots + 4,
+        "max_lora_rank": 16 if engine == "mixed" else 1,
+        "specialize_active_lora": engine == "specialized",
+        "additional_config": settings.to_config(),
+    }
+
+
+def _tokens(seed: int, count: int) -> list[int]:
+    import random
+
+    return random.Random(seed).choices(range(10, 128000), k=count)
+
+
+def measure_steps(
+    served: Served, kept: Kept, *, active: Sequence[int], numbers: Sequence[int], of: str = "deltas"
+) -> None:
+    """Time decode steps of 32 rows, each count of distinct variants ``of`` a kind in turn, several times."""
+    times: dict[int, list[float]] = {}
+    for _ in range(ROUNDS):
+        for count in active:
+            for row in range(ROWS):
+                served.add(_tokens(row, PROMPT), numbers[row % count] if count else 0, OUTPUT)
+            _, steps = served.finish()
+            times.setdefault(count, []).append(statistics.median(steps[16:-8]))
+    for count, medians in times.items():
+        kept.add(
+            "step",
+            of=of,
+            active=count,
+            median_ms=1e3 * statistics.median(medians),
+            all_ms=[1e3 * seconds for seconds in medians],
+        )
+
+
+def measure_prompts(served: Served, kept: Kept, *, numbers: Sequence[int]) -> None:
+    """Time prompts of 2,048 tokens to their first token, of the base and of ``numbers``."""
+    for count, tokens in (LONG, MANY):
+        for name, asked in {"base": [0] * count, "one": numbers[:1] * count, "distinct": numbers[:count]}.items():
+            if len(asked) < count or (name == "distinct" and count == 1):
+                continue
+            seconds = []
+            for round_ in range(6):
+                for row, number in enumerate(asked):
+                    served.add(_tokens(100 * round_ + row, tokens), number, 1)
+                begin = time.perf_counter()
+                served.finish()
+                seconds.append(time.perf_counter() - begin)
+            kept.add(
+                "prompt", prompts=count, tokens=tokens, of=name, median_ms=1e3 * statistics.median(seconds[1:])
+            )
+
+
+class _Loading:
+    """Load of one delta, asked for between steps until it is there."""
+
+    def __init__(self, served: Served, number: int) -> None:
+        self._served, self._number, self._asked = served, number, 0.0
+        self.seconds: float | None = None
+
+    def ask(self, step: int) -> None:
+        """Ask before step number ``step``."""
+        if step < _LOAD_AT or self.seconds is not None:
+            return
+        self._asked = self._asked or time.perf_counter()
+        if self._served.load(self._number):
+            self.seconds = time.perf_counter() - self._asked
+
+
+def measure_loads(served: Served, kept: Kept, *, resident: Sequence[int], new: Sequence[int]) -> None:
+    """Time loads while 32 rows decode: the longest step from the request on, against the median."""
+    for number in new:
+        for row in range(ROWS):
+            served.add(_tokens(row, PROMPT), resident[row % len(resident)], 400)
+        loading = _Loading(served, number)
+        _, steps = served.finish(loading.ask)
+        median = statistics.median(steps[16:_LOAD_AT])
+        kept.add(
+            "load",
+            delta=number,
+            loaded_s=loading.seconds,
+            median_ms=1e3 * median,
+            longest_ms=1e3 * max(steps[_LOAD_AT:-4]),
+            longest_share=max(steps[_LOAD_AT:-4]) / median,
+        )
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure one engine."""
+    files = Files(root=options.work)
+    engine, slots = options.engine, options.slots
+    served = Served(files.shape, files, engine=engine, slots=slots, small=False)
+    kept = Kept(options.out / f"{engine}.json", _facts(engine=engine, slots=slots, start_s=served.start_s))
+    numbers = list(range(1, slots + 1))
+    if engine != "plain":
+        seconds = []
+        for number in numbers:
+            begin = time.perf_counter()
+            while not served.load(number):
+                time.sleep(0.01)
+            seconds.append(time.perf_counter() - begin)
+        kept.add("resident", deltas=slots, median_load_s=statistics.median(seconds), longest_load_s=max(seconds))
+    if "steps" in options.measure:
+        active = (0,) if engine == "plain" else tuple(count for count in ACTIVE if count <= slots)
+        measure_steps(served, kept, active=active, numbers=numbers)
+        if engine == "mixed":  # half of the rows each, and adapters alone
+            measure_steps(served, kept, active=(2,), numbers=[-1, -2], of="adapters")
+            measure_steps(served, kept, active=(4,), numbers=[-1, 1, -2, 2], of="deltas and adapters")
+    if "prompts" in options.measure:
+        measure_prompts(served, kept, numbers=[] if engine == "plain" else numbers)
+    if "loads" in options.measure and engine != "plain":
+        measure_loads(served, kept, resident=numbers[:4], new=range(slots + 1, slots + 4))
+
+
+def same(options: argparse.Namespace) -> None:
+    """Compare tokens; each engine runs in a process of its own, that of the merged checkpoint first."""
+    for what in ("merged", "mixed"):
+        command = [sys.executable, "-m", "tests.bench.delta_served", "tokens", str(options.out), "--of", what]
+        subprocess.run([*command, "--work", str(options.work)], check=True)
+
+
+def tokens_of(options: argparse.Namespace) -> None:
+    """Record the tokens of the merged checkpoint, or compare a mixed batch with them and with each alone."""
+    files, merged = Files(root=options.work), options.of == "merged"
+    model, engine = (files.merged, "plain") if merged else (files.small, "mixed")
+    served = Served(model, files, engine=engine, slots=6, small=True)
+    kept = Kept(options.out / f"same_{options.of}.json", _facts(engine=engine, start_s=served.start_s))
+    mix = [0, 1, 2, -1, 1, 3, 4, 0, 2, 1, 3, 0] if not merged else [1, 1, 1, 1, 1, 1]
+    prompts = [_tokens(row, (40, 700, 9, 200)[row % 4]) for row in range(len(mix))]
+
+    def answers(rows: Sequence[int]) -> dict[int, list[tuple[int, float, float]]]:
+        names = {served.add(prompts[row], 0 if merged else mix[row], 32, logprobs=2): row for row in rows}
+        done, _ = served.finish()
+        return {names[name]: _ranked(output) for name, output in done.items()}
+
+    rows = range(len(mix))
+    together = answers(rows)
+    alone = {row: answers([row])[row] for row in rows}
+    for row in rows:
+        kept.add("alone", row=row, variant=mix[row], **agreement(together[row], alone[row]))
+    if merged:
+        kept.add("tokens", answers={str(row): alone[row] for row in rows})
+        return
+    recorded = json.loads((options.out / "same_merged.json").read_text())["rows"][-1]["answers"]
+    for row in (row for row in rows if mix[row] == 1 and str(row) in recorded):
+        kept.add("merged", row=row, **agreement(together[row], recorded[str(row)]))
+    for row in (row for row in rows if mix[row] not in (0, 1) and str(row) in recorded):
+        kept.add("control", row=row, variant=mix[row], **agreement(together[row], recorded[str(row)]))
+
+
+def _ranked(output: Any) -> list[tuple[int, float, float]]:
+    """Return each token with its log-probability and its margin above the next."""
+    found = []
+    for token, of_step in zip(output.token_ids, output.logprobs, strict=True):
+        ranked = sorted((one.logprob for one in of_step.values()), reverse=True)
+        found.append((int(token), float(ranked[0]), float(ranked[0] - ranked[1])))
+    return found
+
+
+def agreement(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Return up to where two answers agree, and whether the first other token was a close one.
+
+    Tokens behind it have another text before them, and are not compared.
+    """
+    agreed = 0
+    for mine, its in zip(one, other, strict=True):
+        if mine[0] != its[0]:
+            break
+        agreed += 1
+    same_text = list(zip(one[:agreed], other[:agreed], strict=True))
+    margin = None if agreed == len(one) else max(one[agreed][2], other[agreed][2])
+    return {
+        "tokens": len(one),
+        "agreed": agreed,
+        "margin_where_other": margin,
+        "passed": margin is None or margin < MARGIN,
+        "largest_logprob_error": max((abs(mine[1] - its[1]) for mine, its in same_text), default=None),
+    }
+
+
+def summary(out: Path) -> list[str]:
+    """Return the lines of a table of all that is in ``out``, with the goals."""
+    found = {file.stem: json.loads(file.read_text())["rows"] for file in sorted(out.glob("*.json"))}
+    lines = []
+    plain = [row["median_ms"] for row in found.get("plain", []) if row["kind"] == "step"]
+    for name, rows in found.items():
+        for row in rows:
+            if row["kind"] == "step":
+                goal = f"goal {GOALS_MS[row['active']]}" if row["of"] == "deltas" and row["active"] else ""
+                if not row["active"] and plain and name != "plain":
+                    goal = f"{row['median_ms'] / plain[0] - 1:+.1%} of the plain engine's, goal +{BASE_SHARE:.0%}"
+                lines.append(
+                    f"{name}: step, {row['active']} {row['of']}: {row['median_ms']:.2f} ms; {goal}".rstrip("; ")
+                )
+            elif row["kind"] == "prompt":
+                lines.append(
+                    f"{name}: {row['prompts']} x {row['tokens']} tokens, {row['of']}: {row['median_ms']:.1f} ms"
+                )
+            elif row["kind"] == "load":
+                lines.append(
+                    f"{name}: load in {row['loaded_s']} s, longest step {row['longest_share']:.2f} of the median, "
+                    f"goal {LOAD_SHARE}"
+                )
+            elif "passed" in row:
+                lines.append(
+                    f"{name}: row {row['row']}, {row['kind']}: {row['agreed']} of {row['tokens']} tokens, margin "
+                    f"{row['margin_where_other']}, log-probabilities within {row['largest_logprob_error']}"
+                )
+    return lines
+
+
+def _facts(**known: Any) -> dict[str, Any]:
+    import torch
+    import vllm
+
+    return {
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "vllm": vllm.__version__,
+        "at": time.strftime("%Y-%m-%dT%H:%M:%S"), **known,
+    }  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a part."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = parser.add_subparsers(dest="part", required=True)
+    write = parts.add_parser("write")
+    write.add_argument("work", type=Path)
+    write.add_argument("--parts", nargs="+", choices=("large", "small"), default=["large", "small"])
+    write.add_argument("--deltas", type=int, default=36)
+    write.add_argument("--contents", type=int, default=4)
+    for name in ("same", "run", "tokens"):
+        part = parts.add_parser(name)
+        part.add_argument("out", type=Path)
+        part.add_argument("--work", type=Path, required=True)
+        if name == "run":
+            part.add_argument("--engine", choices=ENGINES, required=True)
+            part.add_argument("--measure", nargs="+", choices=MEASURES, default=list(MEASURES))
+            part.add_argument("--slots", type=int, default=32)
+        if name == "tokens":
+            part.add_argument("--of", choices=("merged", "mixed"), required=True)
+    parts.add_parser("table").add_argument("out", type=Path)
+    options = parser.parse_args(arguments)
+    if options.part == "write":
+        write_all(
+            Files(root=options.work), deltas=options.deltas, contents=options.contents, parts=tuple(options.parts)
+        )
+    elif options.part == "table":
+        print("\n".join(summary(options.out)))
+    else:
+        {"same": same, "run": run, "tokens": tokens_of}[options.part](options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""Names of vLLM that the plug-in of deltas patches and overrides, as recorded of 0.33.0 and in its source."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from daemon.engines.vllm.release import RUN_WITH_DELTAS
+from fingerprint.engines import traits_of
+from tests.daemon.engines.vllm_delta_names import PLUGIN, REPLACED, USED, imports, read_names, recorded
+from tests.daemon.engines.vllm_releases import download
+from tests.daemon.variant_kernels import variant_module
+
+NAMES = recorded()
+CLASSES, CALLS = NAMES["classes"], NAMES["calls"]
+RELEASES = variant_module("settings").RELEASES
+SITE = os.environ.get("ISERVE_VLLM_SITE", "")
+# Our class, those of vLLM whose methods it overrides.
+OVERRIDDEN = {
+    "LinearWithDeltas": ("BaseLinearLayerWithLoRA", "MergedColumnParallelLinearWithLoRA"),
+    "NormWithDeltas": ("BaseLayerWithLoRA",),
+    "EmbeddingWithDeltas": ("BaseLayerWithLoRA",),
+    "OutputWithDeltas": ("BaseLayerWithLoRA",),
+    "DeltaModelManager": ("LoRAModelManager", "LRUCacheLoRAModelManager"),
+    "DeltaWorkerManager": ("WorkerLoRAManager",),
+}
+
+
+def _ours() -> Iterator[tuple[str, ast.FunctionDef]]:
+    for file in sorted(PLUGIN.glob("vllm_*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                yield from ((node.name, one) for one in node.body if isinstance(one, ast.FunctionDef))
+
+
+def _theirs(name: str) -> dict[str, list[str]]:
+    return next(facts["methods"] for full, facts in CLASSES.items() if full.endswith(f":{name}"))
+
+
+def _parameters(node: ast.FunctionDef) -> list[str]:
+    """Return parameters as the record has them: without self, with = behind those that have a default."""
+    names = [one.arg for one in node.args.args]
+    first_default = len(names) - len(node.args.defaults)
+    return [f"{name}=" if at >= first_default else name for at, name in enumerate(names)][1:]
+
+
+def test_every_name_that_is_used_is_recorded() -> None:
+    for name, (methods, attributes) in USED.items():
+        assert set(methods) <= CLASSES[name]["methods"].keys(), name
+        assert set(attributes) == set(CLASSES[name]["attributes"]), name
+
+
+def test_every_name_that_is_imported_is_recorded() -> None:
+    known = {
+        "vllm." + file.removesuffix(".py").removesuffix("/__init__").replace("/", "."): set(names)
+        for file, names in NAMES["names"].items()
+    }
+    for module, names in imports().items():
+        assert names <= known[module], module
+    for file, name in REPLACED.items():
+        assert name in NAMES["names"][file]
+
+
+def test_what_overrides_takes_what_is_overridden() -> None:
+    compared = set()
+    for ours, node in _ours():
+        for theirs in OVERRIDDEN.get(ours, ()):
+            if node.name in _theirs(theirs) and node.name != "can_replace_layer":  # which passes all on
+                assert _parameters(node) == _theirs(theirs)[node.name], f"{ours}.{node.name}"
+                compared.add((ours, node.name))
+    assert {name for ours, name in compared if ours == "DeltaModelManager"} == {
+        "_init_punica_wrapper",
+        "_create_lora_modules",
+        "_set_adapter_mapping",
+        "activate_adapter",
+    }
+    assert {name for ours, name in compared if ours == "LinearWithDeltas"} == {
+        "create_lora_weights",
+        "reset_lora",
+        "set_lora",
+        "apply",
+    }
+    assert ("DeltaWorkerManager", "_load_adapter") in compared
+
+
+def test_logits_are_asked_for_as_they_are_answered() -> None:
+    (inner,) = (
+        node
+        for node in ast.walk(ast.parse((PLUGIN / "vllm_modules.py").read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name == "get_logits"
+    )
+    ours = [one.arg for one in inner.args.args]
+    for name in ("LogitsProcessor", "LogitsProcessorWithLoRA"):
+        assert [one.rstrip("=") for one in _theirs(name)["_get_logits"]] == ours
+    assert CALLS["model_executor/layers/logits_processor.py"] == [
+        "self._get_logits(hidden_states, lm_head, embedding_bias, skip_gather)"
+    ]
+
+
+def test_both_runners_make_the_manager_that_is_replaced() -> None:
+    for file in ("v1/worker/gpu_model_runner.py", "v1/worker/gpu/model_runner.py"):
+        assert "LoRAModelRunnerMixin" in CLASSES[f"{file}:GPUModelRunner"]["bases"]
+        assert CALLS[file] == ["self.load_lora_model(self.model, self.vllm_config, self.device)"]
+    (made,) = CALLS["v1/worker/lora_model_runner_mixin.py"]
+    assert made == "LRUCacheWorkerLoRAManager(vllm_config, device, model.embedding_modules)"
+    assert CLASSES["lora/worker_manager.py:LRUCacheWorkerLoRAManager"]["bases"] == ["WorkerLoRAManager"]
+
+
+def test_layers_are_filled_and_emptied_as_the_plug_in_takes_them() -> None:
+    assert CALLS["lora/model_manager.py"] == [
+        "module.reset_lora(index)",
+        "module.set_lora(index, module_lora.lora_a, module_lora.lora_b)",
+        "self._set_adapter_mapping(mapping)",
+    ]
+    assert "instance_layer.create_lora_weights(max_loras, lora_config, model_config)" in CALLS["lora/utils.py"]
+    assert CLASSES["lora/lora_weights.py:LoRALayerWeights"]["methods"]["__init__"] == [
+        "module_name", "rank", "lora_alpha", "lora_a", "lora_b", "scaling="
+    ]  # fmt: skip
+
+
+def test_deltas_are_offered_once_the_plug_in_ran() -> None:
+    """Until then plans refuse them on vLLM, and say how to export them."""
+    assert traits_of("vllm").serves_deltas == bool(RUN_WITH_DELTAS)
+    assert {f"{major}.{minor}.0" for major, minor in RUN_WITH_DELTAS} <= set(RELEASES)
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.33.1", "0.34.0+cu130", ""])
+def test_other_releases_are_refused(version: str) -> None:
+    with pytest.raises(RuntimeError, match=r"take that release, or export"):
+        variant_module("settings").check_release(version)
+
+
+def test_the_release_that_was_read_is_taken() -> None:
+    for version in RELEASES:
+        variant_module("settings").check_release(version)
+        variant_module("settings").check_release(f"{version}+cu130")
+
+
+@pytest.mark.long
+def test_the_names_are_those_of_the_source(tmp_path: Path) -> None:
+    if SITE:
+        assert read_names(Path(SITE) / "vllm") == NAMES
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            download(f"vllm=={RELEASES[0]}", Path(folder))
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"the wheel cannot be downloaded: {error.stderr.decode()[-200:]}")
+        assert read_names(Path(folder) / "vllm") == NAMES

@@ -1,0 +1,329 @@
+"""Parts of the deltas' plug-in that need no vLLM: settings, placement of tensors, routes of steps, products."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.daemon.variant_kernels import VARIANTS_PATH, variant_module
+
+background = variant_module("background")
+folder = variant_module("folder")
+formats = variant_module("formats")
+placement = variant_module("placement")
+products = variant_module("products")
+reference = variant_module("reference")
+settings_module = variant_module("settings")
+slots_module = variant_module("slots")
+Settings, read_settings = settings_module.Settings, settings_module.read_settings
+step_routes = variant_module("step_routes")
+SEGMENT_ROWS, StepRoutes = step_routes.SEGMENT_ROWS, step_routes.StepRoutes
+Kind, Place, Places = placement.Kind, placement.Place, placement.Places
+INT2 = formats.FORMATS["int2"]
+SLOTS, GRAPH_ROWS, MERGED = 4, 8, 6
+
+
+def _routes(merged_from_rows: int | None = MERGED) -> Any:
+    made = StepRoutes(
+        slots=SLOTS, max_rows=64, device="cpu", graph_rows=GRAPH_ROWS, merged_from_rows=merged_from_rows
+    )
+    made.wants_samples = True
+    return made
+
+
+def _routed(routes: Any, rows: int) -> dict[int, int]:
+    """Return the slot of each routed row."""
+    route = routes[rows]
+    found = {}
+    for slot, first, count, _ in route.segments[: int(route.num_segments)].tolist():
+        assert 0 < count <= rows
+        found |= dict.fromkeys(route.order[first : first + count].tolist(), slot)
+    return found
+
+
+def test_vllm_finds_the_plug_in_where_its_folder_is_on_the_path() -> None:
+    (found,) = importlib.metadata.distributions(path=[VARIANTS_PATH])
+    (entry,) = found.entry_points
+    assert (entry.group, entry.name, entry.value) == (
+        "vllm.general_plugins",
+        "iserve_variants",
+        "iserve_variants.plugin:register",
+    )
+    assert callable(variant_module("plugin").register)
+
+
+def test_settings_are_read_as_they_were_given() -> None:
+    given_settings = Settings(format="int3", embedding_format="int4", norms=True, merged_from_rows=None)
+    assert read_settings(given_settings.to_config()) == given_settings
+    assert read_settings({}) is None
+    assert read_settings({"others": {}}) is None
+    assert read_settings({"iserve_deltas": {}}) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("given_value", "said"),
+    [
+        ({"format": "int5"}, "'int5' is none of int1, int2"),
+        ({"form": "int2"}, "is no object of adapters"),
+        ({"revision": 7}, "of revision 7"),
+        ({"merged_from_rows": 0}, "1 or more"),
+        ("int2", "is no object of"),
+    ],
+)
+def test_settings_that_are_none_are_refused(given_value: object, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        read_settings({"iserve_deltas": given_value})
+
+
+class TestPlacement:
+    PLACES = Places(
+        taken={
+            "layers.0.q_proj": Place(kind=Kind.LINEAR, module="layers.0.q_proj", shape=(64, 128), format="int2"),
+            "norm": Place(kind=Kind.NORM, module="norm", shape=(128,)),
+            "embed": Place(kind=Kind.OUTPUT, module="lm_head", shape=(64, 128), format="int4"),
+        },
+        refused={"layers.0.experts": "experts take none"},
+        elsewhere=("layers.1",),
+    )
+
+    @staticmethod
+    def _delta(**tensors: str) -> Any:
+        """Return a delta of tensors by name, each of a format, or exact."""
+        matrices, exact = {}, {}
+        for name, format_name in tensors.items():
+            if format_name == "exact":
+                exact[name] = torch.zeros(128)
+                continue
+            format_ = formats.FORMATS[format_name]
+            matrices[name] = folder.PackedMatrix(
+                format=format_,
+                format_name=format_name,
+                shape=(64, 128),
+                codes=torch.zeros(format_.codes_shape(64, 128), dtype=torch.int16),
+                scales=torch.zeros(format_.scales_shape(64, 128)),
+            )
+        return folder.ServedDelta(matrices=matrices, exact=exact)
+
+    def test_each_tensor_has_its_module(self) -> None:
+        delta = self._delta(**{"layers.0.q_proj.weight": "int2", "norm.weight": "exact", "embed.weight": "int4"})
+        pairs = placement.place_tensors(delta, self.PLACES)
+        assert pairs.keys() == {"layers.0.q_proj", "norm", "lm_head"}
+        assert pairs["layers.0.q_proj"][0] is delta.matrices["layers.0.q_proj.weight"].codes
+        assert pairs["norm"] == (delta.exact["norm.weight"],) * 2
+
+    def test_another_stages_tensors_are_left_to_it(self) -> None:
+        delta = self._delta(**{"layers.1.q_proj.weight": "int4", "layers.1.q_proj.bias": "exact"})
+        assert placement.place_tensors(delta, self.PLACES) == {}
+
+    def test_a_checkpoints_names_are_those_of_the_model_once_renamed(self) -> None:
+        delta = self._delta(**{"model.norm.weight": "exact"})
+        pairs = placement.place_tensors(delta, self.PLACES, lambda name: name.removeprefix("model."))
+        assert pairs.keys() == {"norm"}
+
+    @pytest.mark.parametrize(
+        ("name", "format_name", "why"),
+        [
+            ("layers.0.q_proj.weight", "int4", "its format is int4, and slots of a linear hold int2 here"),
+            ("layers.0.q_proj.weight", "exact", "slots of a linear hold compressed changes alone"),
+            ("layers.0.q_proj.bias", "exact", "one bias for all rows"),
+            ("norm.weight", "int2", "it is a matrix, and slots of a norm have none"),
+            ("layers.0.experts.weight", "int2", "experts take none"),
+            ("layers.10.q_proj.weight", "int2", "no module of that name"),
+            ("layers.0.sinks", "exact", "no slots hold a sinks"),
+        ],
+    )
+    def test_what_has_no_place_is_refused(self, name: str, format_name: str, why: str) -> None:
+        with pytest.raises(ValueError, match=f"tensor {name} of this delta .*{why}.*iserve variant export"):
+            placement.place_tensors(self._delta(**{name: format_name}), self.PLACES)
+
+    def test_another_shape_is_refused(self) -> None:
+        places = Places(
+            taken={"a": Place(kind=Kind.LINEAR, module="a", shape=(64, 256), format="int2")}, refused={}
+        )
+        with pytest.raises(ValueError, match=r"its shape is \[64, 128\], and the base's is \[64, 256\]"):
+            placement.place_tensors(self._delta(**{"a.weight": "int2"}), places)
+
+
+class TestStepRoutes:
+    @given(
+        steps=st.lists(
+            st.tuples(
+                st.lists(st.integers(0, 6), min_size=1, max_size=40),
+                st.permutations(range(SLOTS)),
+                st.integers(0, SLOTS),
+            ),
+            min_size=1,
+            max_size=4,
+        )
+    )
+    def test_every_row_of_a_delta_is_routed_or_merged(self, steps: list[Any]) -> None:
+        """Whatever steps ran before, in the same buffers; ids 1 to 6 have slots or are adapters."""
+        routes = _routes()
+        for ids, order, deltas in steps:
+            slot_of_delta = {number + 1: order[number] for number in range(deltas)}
+            wanted = [slot_of_delta.get(one, -1) for one in ids]
+            routes.update(ids, ids, slot_of_delta)
+            assert routes.token_slots.tolist() == wanted + [-1] * (64 - len(ids))
+            merged = {run.slot for run in routes.runs} - {-1}
+            expected = {row: slot for row, slot in enumerate(wanted) if slot >= 0 and slot not in merged}
+            assert all(_routed(routes.token_routes, rows) == expected for rows in routes.token_routes)
+            sampled = {row: slot for row, slot in enumerate(wanted) if slot >= 0}
+            assert all(_routed(routes.sample_routes, rows) == sampled for rows in routes.sample_routes)
+            assert routes.has_variants == any(ids)
+            assert routes.has_routed == bool(expected)
+            assert merged == {
+                slot for slot in {*wanted} - {-1} if wanted.count(slot) >= MERGED and len(ids) > GRAPH_ROWS
+            }
+            if merged:
+                rows = [
+                    (row, run.slot) for run in routes.runs for row in range(run.start, run.end)
+                ]  # each row once, in order
+                assert rows == [(row, slot if slot in merged else -1) for row, slot in enumerate(wanted)]
+
+    def test_what_a_graph_launches_does_not_depend_on_the_mix(self) -> None:
+        routes = _routes()
+        for ids, slot_of_delta in (([1, 2], {1: 0}), ([2, 2], {1: 0}), ([1, 1], {})):
+            routes.update(ids, ids, slot_of_delta)
+            assert routes.launches(GRAPH_ROWS)
+        routes.update([2] * 20, [2], {1: 0})
+        assert not routes.launches(20)  # adapters alone, outside graphs
+        routes.update([0, 0], [0], {1: 0})
+        assert not routes.launches(GRAPH_ROWS)
+
+    def test_buffers_keep_their_addresses(self) -> None:
+        routes = _routes()
+
+        def addresses() -> list[int]:
+            kept = [routes.token_slots, routes.sample_slots]
+            for route in (*routes.token_routes.values(), *routes.sample_routes.values()):
+                kept += [route.order, route.segments, route.num_segments, route.num_rows]
+            return [one.data_ptr() for one in kept]
+
+        before = addresses()
+        for ids in ([1] * 40, [0], [1, 2, 3]):
+            routes.update(ids, ids, {1: 0, 3: 2})
+        assert addresses() == before
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_steps_have_routes_of_each_tiling(bits: int) -> None:
+    """Tilings by the deltas in use have both kinds of segments; those for any mix the longer ones alone."""
+    source = (Path(VARIANTS_PATH) / "iserve_variants/tilings.py").read_text()
+    rows = {int(one) for one in re.findall(r"\brows=(\d+)", source.partition("def choose_tiling")[0])}
+    assert rows <= set(SEGMENT_ROWS)
+    assert SEGMENT_ROWS[-1] == max(SEGMENT_ROWS)
+    if importlib.util.find_spec("triton") is None:
+        return
+    choose = variant_module("tilings").choose_tiling
+    for count in (1, 8, 32, 33, 8192):
+        assert choose(bits, count).rows == SEGMENT_ROWS[-1]
+        assert {choose(bits, count, active).rows for active in (1, 4, 2**30)} <= set(SEGMENT_ROWS)
+
+
+def test_products_of_a_step_are_those_of_each_row_and_its_delta() -> None:
+    torch.manual_seed(0)
+    slots = slots_module.LinearSlots(slots=SLOTS, slices=(64, 64), inputs=128, format_=INT2, device="cpu")
+    slots.codes.random_(-(2**15), 2**15)
+    slots.scales.copy_(torch.rand(slots.scales.shape) * 0.02)
+    ids = [0, 3, 1, 1, 2, 3]
+    routes = _routes(None)
+    routes.update(ids, ids, {1: 2, 3: 0})
+    x, base = torch.randn(6, 128).bfloat16(), torch.randn(6, 128).bfloat16()
+    y = base.clone()
+    found = products.products_for(torch.device("cpu"), max_segments=1, max_tiles=1, merged_elements=0)
+    found.add(y, x, slots, routes.token_routes, None)
+    change = reference.delta_product(x, slots.codes, slots.scales, torch.tensor([-1, 0, 2, 2, -1, 0]), INT2)
+    torch.testing.assert_close(y.float(), (base.float() + change).bfloat16().float(), rtol=1e-2, atol=1e-2)
+    assert torch.equal(y[[0, 4]], base[[0, 4]])
+    weight = torch.randn(128, 128).bfloat16()
+    merged = found.merge(weight, slots, 2)
+    want = weight.float() + reference.dequantize(slots.codes[2], slots.scales[2], INT2)
+    torch.testing.assert_close(merged.float(), want, rtol=1e-2, atol=1e-2)
+
+
+class TestBackground:
+    """Loads that run ahead, of numbers instead of deltas."""
+
+    @staticmethod
+    def _loader(folders: dict[Path, object]) -> tuple[Any, threading.Event, list[object]]:
+        go, filled = threading.Event(), list[object]()
+
+        def read(asked: Path) -> object:
+            assert go.wait(60)
+            found = folders[asked]
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+        return background.BackgroundLoader(read, filled.append), go, filled
+
+    def test_a_folder_is_ready_once_it_is_in_the_spare_place(self) -> None:
+        one, two = Path("one"), Path("two")
+        first, second = object(), object()
+        loader, go, filled = self._loader({one: first, two: second})
+        assert not loader.is_ready(one)
+        assert not loader.is_ready(one)
+        assert not loader.is_ready(two)  # one at a time
+        assert loader.taken(one) is None
+        go.set()
+        loader.wait()
+        assert loader.is_ready(one)
+        assert loader.taken(one) is first
+        assert loader.taken(two) is None
+        assert loader.holds(first)
+        assert filled == [first]
+        loader.release()
+        assert not loader.holds(first)
+        assert not loader.is_ready(two)
+        loader.wait()
+        assert loader.is_ready(two)
+        assert not loader.is_ready(one)  # the second is dropped
+        loader.wait()
+        assert not loader.holds(second)
+        assert filled == [first, second, first]
+
+    def test_what_reading_raised_is_raised_once(self) -> None:
+        folder, error = Path("one"), ValueError("tensor x of this delta cannot be served")
+        loader, go, filled = self._loader({folder: error})
+        go.set()
+        for _ in range(2):
+            assert not loader.is_ready(folder)
+            loader.wait()
+            with pytest.raises(ValueError, match="tensor x"):
+                loader.is_ready(folder)
+        assert filled == []
+
+    @given(st.lists(st.integers(0, 3), max_size=12))
+    def test_exchanges_keep_each_place_with_one_slot(self, slots: list[int]) -> None:
+        places = background.SlotPlaces(SLOTS, has_spare=True)
+        for slot in slots:
+            before, spare = [places.of(one) for one in range(SLOTS)], places.spare
+            places.exchange(slot)
+            after = [places.of(one) for one in range(SLOTS)]
+            assert (after[slot], places.spare) == (spare, before[slot])
+            assert sorted([*after, places.spare]) == list(range(SLOTS + 1))
+        assert background.SlotPlaces(SLOTS, has_spare=False).count == SLOTS
+
+
+def test_names_of_modules_are_those_of_the_last_start_unless_they_are_taken() -> None:
+    runtime = variant_module("runtime")
+    one, two = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    names = [runtime.own_name(runtime.LINEARS, "layers.0", module) for module in (one, two)]
+    assert names == ["layers.0.iserve_delta", "layers.0.iserve_delta_"]
+    assert runtime.LINEARS[names[1]] is two
+    del one, two
+    assert not set(names) & set(runtime.LINEARS)
+    assert runtime.runtime_being_built() is None
+    with runtime.building(SimpleNamespace()) as _:
+        assert runtime.runtime_being_built() is not None
+    assert runtime.runtime_being_built() is None

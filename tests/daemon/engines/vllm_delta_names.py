@@ -1,0 +1,190 @@
+"""Names of vLLM 0.33.0 that the plug-in of deltas patches, overrides and reads, recorded with ``ast``.
+
+    python -m tests.daemon.engines.vllm_delta_names FOLDER
+
+reads the package ``vllm`` in ``FOLDER`` and writes ``vllm_delta_names.json``.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from daemon.engines.vllm.sources import Package
+
+__all__ = ["RECORDED", "REPLACED", "USED", "imports", "read_names", "recorded"]
+
+ROOT = Path(__file__).parents[3]
+PLUGIN = ROOT / "daemon/engines/vllm/variants/iserve_variants"
+RECORDED = Path(__file__).with_name("vllm_delta_names.json")
+_LAYERS, _LINEAR = "lora/layers", "model_executor/layers/linear.py"
+_VOCABULARY = "model_executor/layers/vocab_parallel_embedding.py"
+_MIXIN = "v1/worker/lora_model_runner_mixin.py"
+_METHODS = ("create_lora_weights", "reset_lora", "set_lora", "apply", "can_replace_layer")
+# Methods that are overridden, called or replaced, and attributes that are read, by the class that has them.
+USED: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    f"{_LAYERS}/base.py:BaseLayerWithLoRA": (("set_lora", "reset_lora", "set_mapping"), ("punica_wrapper",)),
+    f"{_LAYERS}/base_linear.py:BaseLinearLayerWithLoRA": (
+        ("create_lora_weights", "reset_lora", "set_lora", "apply", "_get_quant_method"),
+        *(("base_layer", "device", "input_size", "lora_a_stacked", "lora_b_stacked", "n_slices"),),
+    ),
+    f"{_LAYERS}/column_parallel_linear.py:ColumnParallelLinearWithLoRA": (("can_replace_layer",), ()),
+    f"{_LAYERS}/column_parallel_linear.py:MergedColumnParallelLinearWithLoRA": (
+        _METHODS[:1] + _METHODS[2:],
+        ("output_ids", "output_slices"),
+    ),
+    f"{_LAYERS}/column_parallel_linear.py:QKVParallelLinearWithLoRA": (("can_replace_layer",), ()),
+    f"{_LAYERS}/column_parallel_linear.py:MergedQKVParallelLinearWithLoRA": (
+        ("create_lora_weights", "can_replace_layer"),
+        ("output_ids", "output_slices"),
+    ),
+    f"{_LAYERS}/row_parallel_linear.py:RowParallelLinearWithLoRA": (("can_replace_layer",), ("input_size",)),
+    f"{_LAYERS}/logits_processor.py:LogitsProcessorWithLoRA": (("_get_logits",), ("lora_a_stacked",)),
+    f"{_LAYERS}/vocab_parallel_embedding.py:VocabParallelEmbeddingWithLoRA": (("set_lora", "reset_lora"), ()),
+    f"{_LAYERS}/utils.py:LoRAMapping": ((), ("index_mapping", "prompt_mapping", "is_prefill", "type")),
+    "lora/lora_model.py:LoRAModel": (("__init__",), ("id", "loras")),
+    "lora/lora_weights.py:LoRALayerWeights": (("__init__", "optimize"), ("lora_a", "lora_b")),
+    "lora/model_manager.py:LoRAModelManager": (
+        (
+            *("_init_punica_wrapper", "_create_lora_modules", "_set_adapter_mapping", "activate_adapter"),
+            *("register_module", "set_adapter_mapping"),
+        ),
+        (
+            *("model", "modules", "packed_modules", "lora_index_to_id", "_registered_adapters"),
+            *("_last_mapping", "punica_wrapper_mapping", "supports_mm", "max_num_batched_tokens"),
+            *("max_num_seqs", "lora_config", "device"),
+        ),
+    ),
+    "lora/model_manager.py:LRUCacheLoRAModelManager": (("activate_adapter",), ()),
+    "lora/worker_manager.py:WorkerLoRAManager": (("__init__", "_load_adapter"), ("_adapter_manager",)),
+    "lora/worker_manager.py:LRUCacheWorkerLoRAManager": (("create_lora_manager",), ("_manager_cls",)),
+    "lora/punica_wrapper/punica_base.py:PunicaWrapperBase": (("add_lora_linear", "update_metadata"), ()),
+    "lora/punica_wrapper/punica_gpu.py:PunicaWrapperGPU": (("add_lora_linear", "update_metadata"), ()),
+    "lora/request.py:LoRARequest": ((), ("lora_int_id", "lora_path")),
+    "config/lora.py:LoRAConfig": ((), ("fully_sharded_loras", "specialize_active_lora")),
+    "config/vllm.py:VllmConfig": (
+        (),
+        ("additional_config", "compilation_config", "model_config", "speculative_config"),
+    ),
+    "config/compilation.py:CompilationConfig": ((), ("max_cudagraph_capture_size",)),
+    "model_executor/layers/layernorm.py:RMSNorm": (
+        ("forward_native",),
+        ("has_weight", "variance_epsilon", "variance_size_override", "weight"),
+    ),
+    "model_executor/layers/logits_processor.py:LogitsProcessor": (("_get_logits", "forward"), ()),
+    f"{_LINEAR}:LinearBase": ((), ("prefix", "quant_method")),
+    f"{_LINEAR}:MergedColumnParallelLinear": ((), ("output_sizes",)),
+    f"{_LINEAR}:QKVParallelLinear": ((), ("num_kv_head_replicas",)),
+    f"{_LINEAR}:UnquantizedLinearMethod": (("apply",), ()),
+    f"{_VOCABULARY}:VocabParallelEmbedding": ((), ("embedding_dim", "org_vocab_size")),
+    f"{_MIXIN}:LoRAModelRunnerMixin": (("load_lora_model", "_set_active_loras", "add_lora"), ()),
+    "v1/worker/gpu_model_runner.py:GPUModelRunner": ((), ()),
+    "v1/worker/gpu/model_runner.py:GPUModelRunner": ((), ()),
+}
+# Names of modules that the plug-in replaces.
+REPLACED = {_MIXIN: "LRUCacheWorkerLoRAManager", "lora/utils.py": "_all_lora_classes"}
+
+
+def read_names(package: Path) -> dict[str, Any]:
+    """Return facts of each class in :data:`USED`, the names of modules, and calls of what is replaced."""
+    source = Package(package)
+    classes = {}
+    for name, (methods, attributes) in USED.items():
+        file, _, cls = name.partition(":")
+        node, facts = _class(source, file, cls), source.class_facts(file, cls)
+        if node is None or facts is None:
+            continue
+        plain = {
+            t.id for n in node.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)
+        }
+        known = {*facts.fields, *facts.attributes, *plain}
+        classes[name] = {
+            "bases": [ast.unparse(base) for base in node.bases],
+            "methods": {one: list(facts.methods[one]) for one in methods if one in facts.methods},
+            "attributes": [one for one in attributes if one in known],
+        }
+    wanted = imports()
+    names = {
+        file: sorted(_names(source, file) & {*wanted.get(_module(file), ()), REPLACED.get(file, "")})
+        for file in sorted({*REPLACED, *(_file(source, module) for module in wanted)})
+    }
+    return {"classes": classes, "names": names, "calls": _calls(source)}
+
+
+def _calls(source: Package) -> dict[str, list[str]]:
+    """Return how vLLM uses what is replaced: the manager, the layers, the slots, the operators' names."""
+    asked = {
+        _MIXIN: ("LRUCacheWorkerLoRAManager",),
+        "lora/utils.py": ("lora_cls", "lora_cls.can_replace_layer", "instance_layer.create_lora_weights"),
+        "lora/model_manager.py": ("module.set_lora", "module.reset_lora", "self._set_adapter_mapping"),
+        "v1/worker/gpu_model_runner.py": ("self.load_lora_model",),
+        "v1/worker/gpu/model_runner.py": ("self.load_lora_model",),
+        "model_executor/layers/logits_processor.py": ("self._get_logits",),
+        "plugins/__init__.py": ("load_plugins_by_group",),
+    }
+    found = {}
+    for file, functions in asked.items():
+        nodes = ast.walk(source.tree(file) or ast.Module([], []))
+        calls = {ast.unparse(n) for n in nodes if isinstance(n, ast.Call) and ast.unparse(n.func) in functions}
+        found[file] = sorted(calls)
+    return found
+
+
+def imports() -> dict[str, set[str]]:
+    """Return the names that the plug-in imports, by the module of vLLM."""
+    found: dict[str, set[str]] = {}
+    for file in sorted(PLUGIN.glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "vllm":
+                found.setdefault(str(node.module), set()).update(alias.name for alias in node.names)
+    return found
+
+
+def recorded() -> dict[str, Any]:
+    """Return the recorded names."""
+    found: dict[str, Any] = json.loads(RECORDED.read_text())
+    return found
+
+
+def _class(source: Package, file: str, name: str) -> ast.ClassDef | None:
+    nodes = ast.walk(source.tree(file) or ast.Module([], []))
+    return next((n for n in nodes if isinstance(n, ast.ClassDef) and n.name == name), None)
+
+
+def _names(source: Package, file: str) -> set[str]:
+    """Return what a module defines or imports at its top level, and the modules next to a package's file."""
+    tree, found = source.tree(file), set()
+    for node in ast.walk(tree or ast.Module([], [])):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.ImportFrom):
+            found |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {one.id for one in targets if isinstance(one, ast.Name)}
+    if file.endswith("/__init__.py"):
+        folder = file.removesuffix("__init__.py")
+        found |= {name for names in imports().values() for name in names if source.has(f"{folder}{name}.py")}
+    return found
+
+
+def _file(source: Package, module: str) -> str:
+    path = module.removeprefix("vllm.").replace(".", "/")
+    return f"{path}.py" if source.has(f"{path}.py") else f"{path}/__init__.py"
+
+
+def _module(file: str) -> str:
+    return "vllm." + file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def main() -> None:
+    """Record a package's names."""
+    RECORDED.write_text(json.dumps(read_names(Path(sys.argv[1]) / "vllm"), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
