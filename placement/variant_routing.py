@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import heapq
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, KeysView, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import ClassVar, Protocol, TypeVar
 
 from fingerprint.errors import ConfigError
 
@@ -32,8 +33,10 @@ __all__ = [
     "Admission",
     "BusiestLoaded",
     "Candidate",
+    "DeltaZip",
     "FirstComeFirstServed",
     "LeastLoaded",
+    "PreemptingDeltaZip",
     "RoundRobin",
     "VariantPolicy",
     "WaitingRequest",
@@ -75,6 +78,7 @@ class WorkerVariants:
         self.pinned: Collection[str] = frozenset()
         self._loaded: dict[str, _Loaded] = {}
         self._in_flight: dict[str, int] = {}
+        self._led: set[str] = set()
 
     @property
     def loaded(self) -> KeysView[str]:
@@ -84,6 +88,11 @@ class WorkerVariants:
     def in_flight(self) -> Mapping[str, int]:
         """Requests by variant."""
         return self._in_flight
+
+    @property
+    def led(self) -> Collection[str]:
+        """Variants whose parent is in flight: the request that passed none as it was admitted."""
+        return self._led
 
     def has_slot(self, variant: str) -> bool:
         return variant in self._in_flight or len(self._in_flight) < self.slots
@@ -113,14 +122,24 @@ class WorkerVariants:
         """Return the decayed frequency of what would be evicted: the cost of loading here."""
         return sum(self._loaded[name].decayed(now_s) for name in evicted)
 
-    def admit(self, variant: str, now_s: float) -> None:
-        """Count one more request in flight."""
+    def admit(self, variant: str, now_s: float, *, passes: bool = False) -> bool:
+        """Count one more request in flight; return whether it is its variant's parent.
+
+        Args:
+            passes: a request that arrived earlier goes on waiting.
+        """
         self._in_flight[variant] = self._in_flight.get(variant, 0) + 1
         if variant in self._loaded:
             self._use(variant, now_s)
+        is_parent = not passes and variant not in self._led
+        if is_parent:
+            self._led.add(variant)
+        return is_parent
 
-    def leave(self, variant: str) -> None:
+    def leave(self, variant: str, *, is_parent: bool = False) -> None:
         """Count one request in flight less."""
+        if is_parent:
+            self._led.discard(variant)
         left = self._in_flight[variant] - 1
         if left:
             self._in_flight[variant] = left
@@ -188,6 +207,11 @@ class VariantPolicy(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def preempts(self) -> bool:
+        """Whether requests that passed another are taken back as their parent ends; in replays alone."""
+        ...
+
     def order(self, waiting: Sequence[_W], served_s: Mapping[str, float], now_s: float) -> Sequence[_W]:
         """Return variants' requests, given in order of arrival, in the order in which they are offered a worker.
 
@@ -201,18 +225,63 @@ class VariantPolicy(Protocol):
         ...
 
     def choose(
-        self, variant: str, candidates: Sequence[Candidate], now_s: float, wanted: Collection[str] = ()
+        self,
+        variant: str,
+        candidates: Sequence[Candidate],
+        now_s: float,
+        wanted: Collection[str] = (),
+        *,
+        passes: bool = False,
     ) -> Admission | None:
         """Return the worker that takes a request of ``variant`` now, None: none can.
 
         Args:
             wanted: variants of waiting requests.
+            passes: a request that arrived earlier goes on waiting.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class FirstComeFirstServed:
+class _Ranked(ABC):
+    """Policy that takes, of the workers that can and may take a request, the one of least rank."""
+
+    preempts: ClassVar[bool] = False
+
+    @abstractmethod
+    def _rank(self, variant: str, candidate: Candidate, loss: float) -> tuple[float, ...]:
+        """Return the rank of a worker; ``loss`` is what is evicted there, by ``WorkerVariants.loss``."""
+
+    def _may_take(self, variant: str, worker: WorkerVariants, *, passes: bool) -> bool:
+        return True
+
+    def choose(
+        self,
+        variant: str,
+        candidates: Sequence[Candidate],
+        now_s: float,
+        wanted: Collection[str] = (),
+        *,
+        passes: bool = False,
+    ) -> Admission | None:
+        best: Admission | None = None
+        best_rank: tuple[float, ...] = ()
+        for index, candidate in enumerate(candidates):
+            worker = candidate.worker
+            if not (worker.has_slot(variant) and self._may_take(variant, worker, passes=passes)):
+                continue
+            evicted = worker.evictions(variant, now_s, wanted)
+            if evicted is None:
+                continue
+            loss = worker.loss(evicted, now_s)
+            its_rank = (float(candidate.is_avoided), *self._rank(variant, candidate, loss))
+            if best is None or its_rank < best_rank:
+                best, best_rank = Admission(index=index, evicted=evicted), its_rank
+        return best
+
+
+@dataclass(frozen=True, slots=True)
+class FirstComeFirstServed(_Ranked):
     """Least loaded worker, which loads what it lacks; all requests wait behind one that no worker can take."""
 
     name: str = "fcfs"
@@ -223,17 +292,42 @@ class FirstComeFirstServed:
     def may_be_passed(self, request: WaitingRequest, now_s: float) -> bool:
         return False
 
-    def choose(
-        self, variant: str, candidates: Sequence[Candidate], now_s: float, wanted: Collection[str] = ()
-    ) -> Admission | None:
-        def rank(candidate: Candidate, loss: float) -> tuple[float, ...]:
-            return (candidate.outstanding, candidate.last_turn)
-
-        return _best(variant, candidates, now_s, wanted, rank)
+    def _rank(self, variant: str, candidate: Candidate, loss: float) -> tuple[float, ...]:
+        return (candidate.outstanding, candidate.last_turn)
 
 
 @dataclass(frozen=True, slots=True)
-class _SkipTheLine:
+class DeltaZip(FirstComeFirstServed):
+    """First come, first served, but for requests whose variant has a slot: they pass those that wait for one.
+
+    Published for deltas (DeltaZip, EuroSys 2025, section 5.4). The request that took the slot is the *parent* of
+    its variant's. DeltaZip preempts its followers as it ends (``PreemptingDeltaZip``); engines give no running
+    request back, and here requests of the variant pass none any more from then on. So a request waits for a slot
+    until the parents of that moment, and those that followed them, have ended.
+    """
+
+    name: str = "deltazip"
+
+    def may_be_passed(self, request: WaitingRequest, now_s: float) -> bool:
+        return True
+
+    def _may_take(self, variant: str, worker: WorkerVariants, *, passes: bool) -> bool:
+        return not passes or variant in worker.led
+
+
+@dataclass(frozen=True, slots=True)
+class PreemptingDeltaZip(DeltaZip):
+    """DeltaZip as published: as a parent ends, requests that passed another go back to their places in the queue.
+
+    For replays alone (``traces.simulator.variants``): a gateway cannot take a request back.
+    """
+
+    preempts: ClassVar[bool] = True
+    name: str = "deltazip-preempting"
+
+
+@dataclass(frozen=True, slots=True)
+class _SkipTheLine(_Ranked):
     """Order of the queue in which requests that no worker can take are passed, for so long and no longer.
 
     A request is passed by those behind it until it has waited for ``bound_s``; then none that arrived later is
@@ -268,19 +362,14 @@ class LeastLoaded(_SkipTheLine):
     margin: float = 4.0
     slot_price: float = 4.0
 
-    def choose(
-        self, variant: str, candidates: Sequence[Candidate], now_s: float, wanted: Collection[str] = ()
-    ) -> Admission | None:
-        def rank(candidate: Candidate, loss: float) -> tuple[float, ...]:
-            worker, requests = candidate.worker, float(candidate.outstanding)
-            slot = 0.0
-            if variant not in worker.in_flight:
-                slot = self.slot_price * len(worker.in_flight) / worker.slots
-            if variant in worker.loaded:
-                return (requests + slot, 0, candidate.last_turn)
-            return (self.factor * requests + self.margin + slot, 1, loss, candidate.last_turn)
-
-        return _best(variant, candidates, now_s, wanted, rank)
+    def _rank(self, variant: str, candidate: Candidate, loss: float) -> tuple[float, ...]:
+        worker, requests = candidate.worker, float(candidate.outstanding)
+        slot = 0.0
+        if variant not in worker.in_flight:
+            slot = self.slot_price * len(worker.in_flight) / worker.slots
+        if variant in worker.loaded:
+            return (requests + slot, 0, candidate.last_turn)
+        return (self.factor * requests + self.margin + slot, 1, loss, candidate.last_turn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,15 +381,10 @@ class BusiestLoaded(_SkipTheLine):
 
     name: str = "busiest-loaded"
 
-    def choose(
-        self, variant: str, candidates: Sequence[Candidate], now_s: float, wanted: Collection[str] = ()
-    ) -> Admission | None:
-        def rank(candidate: Candidate, loss: float) -> tuple[float, ...]:
-            if variant in candidate.worker.loaded:
-                return (0, -candidate.outstanding, candidate.last_turn)
-            return (1, loss, candidate.outstanding, candidate.last_turn)
-
-        return _best(variant, candidates, now_s, wanted, rank)
+    def _rank(self, variant: str, candidate: Candidate, loss: float) -> tuple[float, ...]:
+        if variant in candidate.worker.loaded:
+            return (0, -candidate.outstanding, candidate.last_turn)
+        return (1, loss, candidate.outstanding, candidate.last_turn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,36 +393,8 @@ class RoundRobin(_SkipTheLine):
 
     name: str = "round-robin"
 
-    def choose(
-        self, variant: str, candidates: Sequence[Candidate], now_s: float, wanted: Collection[str] = ()
-    ) -> Admission | None:
-        def rank(candidate: Candidate, loss: float) -> tuple[float, ...]:
-            return (candidate.last_turn,)
-
-        return _best(variant, candidates, now_s, wanted, rank)
-
-
-def _best(
-    variant: str,
-    candidates: Sequence[Candidate],
-    now_s: float,
-    wanted: Collection[str],
-    rank: Callable[[Candidate, float], tuple[float, ...]],
-) -> Admission | None:
-    """Return the candidate of least rank that can take a request of ``variant``."""
-    best: Admission | None = None
-    best_rank: tuple[float, ...] = ()
-    for index, candidate in enumerate(candidates):
-        worker = candidate.worker
-        if not worker.has_slot(variant):
-            continue
-        evicted = worker.evictions(variant, now_s, wanted)
-        if evicted is None:
-            continue
-        its_rank = (float(candidate.is_avoided), *rank(candidate, worker.loss(evicted, now_s)))
-        if best is None or its_rank < best_rank:
-            best, best_rank = Admission(index=index, evicted=evicted), its_rank
-    return best
+    def _rank(self, variant: str, candidate: Candidate, loss: float) -> tuple[float, ...]:
+        return (candidate.last_turn,)
 
 
 def choose_prefetch(
@@ -363,7 +419,7 @@ def admit_waiting(
     waiting: Sequence[_W],
     served_s: Mapping[str, float],
     now_s: float,
-    admit: Callable[[_W], bool],
+    admit: Callable[[_W, bool], bool],
 ) -> None:
     """Offer all waiting requests a worker, each at most once.
 
@@ -372,7 +428,8 @@ def admit_waiting(
 
     Args:
         waiting: in order of arrival.
-        admit: gives a request to a worker, if one can take it, and returns whether it did.
+        admit: gives a request to a worker, if one can take it, and returns whether it did; also given whether a
+            variant's request that was offered one before goes on waiting.
     """
     of_variants = [request for request in waiting if request.variant is not None]
     ordered = iter(policy.order(of_variants, served_s, now_s))
@@ -383,7 +440,7 @@ def admit_waiting(
         variant = request.variant  # read once: a queue may be long
         if variant is not None and (is_closed or variant in stuck):
             continue
-        if admit(request):
+        if admit(request, bool(stuck)):
             continue
         if variant is None:
             return
@@ -397,6 +454,7 @@ VARIANT_POLICIES: dict[str, Callable[[], VariantPolicy]] = {
     DEFAULT_VARIANT_POLICY: LeastLoaded,
     "busiest-loaded": BusiestLoaded,
     "round-robin": RoundRobin,
+    "deltazip": DeltaZip,
     "fcfs": FirstComeFirstServed,
 }
 

@@ -50,7 +50,8 @@ class VariantOptions:
         str | None,
         typer.Option(
             "--variant-policy",
-            help="Worker of a variant's request: least-loaded (default), busiest-loaded, round-robin or fcfs.",
+            help="Worker of a variant's request: least-loaded (default), busiest-loaded, round-robin, "
+            "deltazip or fcfs.",
         ),
     ] = None
 

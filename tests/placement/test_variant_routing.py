@@ -15,6 +15,7 @@ from placement.variant_routing import (
     Admission,
     BusiestLoaded,
     Candidate,
+    DeltaZip,
     FirstComeFirstServed,
     LeastLoaded,
     RoundRobin,
@@ -36,6 +37,7 @@ class Request:
     service_s: float = 1.0
     ends_s: float = 0.0
     worker: int = -1
+    is_parent: bool = False
 
 
 @dataclass
@@ -54,11 +56,11 @@ class Cluster:
         for request in [one for one in self.running if one.ends_s <= now_s]:
             self.running.remove(request)
             if request.variant is not None:
-                self.workers[request.worker].leave(request.variant)
+                self.workers[request.worker].leave(request.variant, is_parent=request.is_parent)
         admitted: list[Request] = []
 
-        def admit(request: Request) -> bool:
-            if is_admitted := self.admit(request, now_s):
+        def admit(request: Request, passes: bool) -> bool:
+            if is_admitted := self.admit(request, now_s, passes):
                 admitted.append(request)
                 if not isinstance(self.policy, FirstComeFirstServed) and request.variant is not None:
                     late = [
@@ -78,7 +80,7 @@ class Cluster:
                 self.load(found.index, variant, now_s, found.evicted)
                 assert not set(found.evicted) & set(wanted)
 
-    def admit(self, request: Request, now_s: float) -> bool:
+    def admit(self, request: Request, now_s: float, passes: bool) -> bool:
         counts = [sum(1 for one in self.running if one.worker == index) for index in range(len(self.workers))]
         rooms = [index for index, count in enumerate(counts) if count < self.max_outstanding]
         if request.variant is None:
@@ -88,12 +90,17 @@ class Cluster:
         else:
             wanted = [one.variant for one in self.waiting if one.variant is not None]
             candidates = [Candidate(worker=self.workers[index], outstanding=counts[index]) for index in rooms]
-            admission = self.policy.choose(request.variant, candidates, now_s, wanted)
+            admission = self.policy.choose(request.variant, candidates, now_s, wanted, passes=passes)
             if admission is None:
                 return False
             request.worker = rooms[admission.index]
             worker = self.workers[request.worker]
-            worker.admit(request.variant, now_s)
+            if isinstance(self.policy, DeltaZip) and passes:
+                assert any(
+                    one.is_parent and one.variant == request.variant and one.worker == request.worker
+                    for one in self.running
+                ), "it passed one that waits, and follows no parent"
+            request.is_parent = worker.admit(request.variant, now_s, passes=passes)
             self.served_s[request.variant] = now_s
             if request.variant not in worker.loaded:
                 self.load(request.worker, request.variant, now_s, admission.evicted)
@@ -114,7 +121,7 @@ class Cluster:
 
 
 SKIPPING = tuple(make(bound_s=BOUND_S) for make in (LeastLoaded, BusiestLoaded, RoundRobin))
-POLICIES = (FirstComeFirstServed(), *SKIPPING)
+POLICIES = (FirstComeFirstServed(), DeltaZip(), *SKIPPING)
 REQUESTS = st.lists(
     st.tuples(
         st.floats(0, 2),
@@ -168,6 +175,39 @@ def test_a_stream_of_one_variant_does_not_starve_another(policy) -> None:
         cluster.step(now_s)
     began_s = waiting.ends_s - waiting.service_s
     assert BOUND_S <= began_s - waiting.arrived_s <= BOUND_S + 1.0  # the last of "a" takes a second
+
+
+def test_followers_of_a_parent_that_has_ended_pass_none() -> None:
+    """A stream of "a" passes "b" while its parent runs; those that followed drain, and "b" has the slot."""
+    cluster = Cluster(DeltaZip(), [WorkerVariants(1, 2)], max_outstanding=8)
+    waiting = Request(0.05, "b")
+    for tick in range(40):
+        now_s = tick / 10
+        cluster.waiting.append(Request(now_s, "a"))
+        if not tick:
+            cluster.waiting.append(waiting)
+        cluster.step(now_s)
+    followers = [one for one in cluster.served if 0 < one.arrived_s < 0.7 and one is not waiting]
+    assert len(followers) == 6
+    assert all(one.ends_s - one.service_s == pytest.approx(one.arrived_s) for one in followers)
+    began_s = waiting.ends_s - waiting.service_s
+    assert 1.0 < began_s <= 2.0
+    late = [one for one in cluster.served if one.arrived_s >= 1.0]
+    assert late
+    assert all(one.ends_s - one.service_s >= began_s for one in late)
+
+
+def test_a_waiting_request_has_a_slot_once_parents_and_followers_of_that_moment_have_ended() -> None:
+    """Two slots, two streams: "c" waits for a parent's and a follower's time at most, however long they go on."""
+    cluster = Cluster(DeltaZip(), [WorkerVariants(2, 3)], max_outstanding=64)
+    waiting = Request(1.0, "c")
+    for tick in range(100):
+        now_s = tick / 10
+        cluster.waiting += [Request(now_s, "a"), Request(now_s, "b")]
+        if now_s == waiting.arrived_s:
+            cluster.waiting.append(waiting)
+        cluster.step(now_s)
+    assert waiting.ends_s - waiting.service_s - waiting.arrived_s <= 2.0
 
 
 def worker(*loaded: str, slots: int = 2, max_loaded: int = 3, in_flight: str = "") -> WorkerVariants:
@@ -309,7 +349,8 @@ def test_fairness_near_the_bound(make) -> None:
 def test_a_request_of_the_base_passes_variants_that_wait() -> None:
     offered: list[Request] = []
 
-    def admit(request: Request) -> bool:
+    def admit(request: Request, passes: bool) -> bool:
+        assert passes == bool(offered)
         offered.append(request)
         return request.variant is None
 
