@@ -49,7 +49,7 @@ __all__ = [
 
 DEFAULT_VARIANT_POLICY = "least-loaded"
 BACKGROUND_LOADS = 2  # at a worker at once, while it loads variants of requests that still wait
-STARVATION_BOUND_S = 10.0  # a request that has waited for so long is passed by none that arrived later
+STARVATION_BOUND_S = 10.0  # once a request has waited for so long, slots are emptied for it one by one
 _NEAR_FRACTION = 0.5  # of the bound; from then on the variant served least recently is offered a worker first
 _HALF_LIFE_S = 300.0  # of a variant's frequency
 
@@ -86,13 +86,18 @@ class WorkerVariants:
 
     @property
     def in_flight(self) -> Mapping[str, int]:
-        """Requests by variant."""
+        """Requests by variant, in the order in which their slots were taken."""
         return self._in_flight
 
     @property
     def led(self) -> Collection[str]:
         """Variants whose parent is in flight: the request that passed none as it was admitted."""
         return self._led
+
+    @property
+    def longest_held(self) -> str | None:
+        """Variant in flight whose slot was taken before those of all that are in flight now."""
+        return next(iter(self._in_flight), None)
 
     def has_slot(self, variant: str) -> bool:
         return variant in self._in_flight or len(self._in_flight) < self.slots
@@ -126,7 +131,7 @@ class WorkerVariants:
         """Count one more request in flight; return whether it is its variant's parent.
 
         Args:
-            passes: a request that arrived earlier goes on waiting.
+            passes: a request before this one, which may not be passed, goes on waiting.
         """
         self._in_flight[variant] = self._in_flight.get(variant, 0) + 1
         if variant in self._loaded:
@@ -220,6 +225,11 @@ class VariantPolicy(Protocol):
         """
         ...
 
+    @property
+    def is_strict(self) -> bool:
+        """Whether nothing passes a request that may not be passed; else ``choose`` says where it may."""
+        ...
+
     def may_be_passed(self, request: WaitingRequest, now_s: float) -> bool:
         """Return whether requests behind ``request``, which no worker can take now, may be admitted."""
         ...
@@ -237,7 +247,7 @@ class VariantPolicy(Protocol):
 
         Args:
             wanted: variants of waiting requests.
-            passes: a request that arrived earlier goes on waiting.
+            passes: a request before this one, which may not be passed, goes on waiting.
         """
         ...
 
@@ -247,13 +257,15 @@ class _Ranked(ABC):
     """Policy that takes, of the workers that can and may take a request, the one of least rank."""
 
     preempts: ClassVar[bool] = False
+    is_strict: ClassVar[bool] = False
 
     @abstractmethod
     def _rank(self, variant: str, candidate: Candidate, loss: float) -> tuple[float, ...]:
         """Return the rank of a worker; ``loss`` is what is evicted there, by ``WorkerVariants.loss``."""
 
     def _may_take(self, variant: str, worker: WorkerVariants, *, passes: bool) -> bool:
-        return True
+        """Return whether the policy gives the worker a request; ``passes``: before one that may not be passed."""
+        return not passes
 
     def choose(
         self,
@@ -284,6 +296,7 @@ class _Ranked(ABC):
 class FirstComeFirstServed(_Ranked):
     """Least loaded worker, which loads what it lacks; all requests wait behind one that no worker can take."""
 
+    is_strict: ClassVar[bool] = True
     name: str = "fcfs"
 
     def order(self, waiting: Sequence[_W], served_s: Mapping[str, float], now_s: float) -> Sequence[_W]:
@@ -306,10 +319,8 @@ class DeltaZip(FirstComeFirstServed):
     until the parents of that moment, and those that followed them, have ended.
     """
 
+    is_strict: ClassVar[bool] = False
     name: str = "deltazip"
-
-    def may_be_passed(self, request: WaitingRequest, now_s: float) -> bool:
-        return True
 
     def _may_take(self, variant: str, worker: WorkerVariants, *, passes: bool) -> bool:
         return not passes or variant in worker.led
@@ -328,11 +339,14 @@ class PreemptingDeltaZip(DeltaZip):
 
 @dataclass(frozen=True, slots=True)
 class _SkipTheLine(_Ranked):
-    """Order of the queue in which requests that no worker can take are passed, for so long and no longer.
+    """Order of the queue in which requests pass those that no worker can take, and slots change hands in time.
 
-    A request is passed by those behind it until it has waited for ``bound_s``; then none that arrived later is
-    admitted before it. From half the bound on, a slot that falls free goes to the waiting variant that was served
-    least recently, not to the popular one of the request at the head.
+    Once a request has waited for ``bound_s``, a worker admits later ones only for variants that have a slot there,
+    and none for the variant that has held its slot for longest, until that is free for the request that waits. So
+    slots are emptied one by one, and a variant waits for as many of them as there are variants before it. Emptying
+    all at once, as if the queue was closed, made every request overdue from some load on: first come, first
+    served, with few rows in a step (docs/decisions/0048-delta-scheduling.md). From half the bound on, a slot that
+    falls free goes to the waiting variant that was served least recently, not to the one at the head.
     """
 
     bound_s: float = STARVATION_BOUND_S
@@ -345,6 +359,9 @@ class _SkipTheLine(_Ranked):
 
     def may_be_passed(self, request: WaitingRequest, now_s: float) -> bool:
         return now_s - request.arrived_s < self.bound_s
+
+    def _may_take(self, variant: str, worker: WorkerVariants, *, passes: bool) -> bool:
+        return not passes or (variant in worker.in_flight and variant != worker.longest_held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,25 +445,25 @@ def admit_waiting(
 
     Args:
         waiting: in order of arrival.
-        admit: gives a request to a worker, if one can take it, and returns whether it did; also given whether a
-            variant's request that was offered one before goes on waiting.
+        admit: gives a request to a worker, if one can take it, and returns whether it did; also given whether one
+            that may not be passed goes on waiting.
     """
     of_variants = [request for request in waiting if request.variant is not None]
     ordered = iter(policy.order(of_variants, served_s, now_s))
     stuck: set[str] = set()
-    is_closed = False
+    passes = False
     for at_place in waiting:
         request = at_place if at_place.variant is None else next(ordered)
         variant = request.variant  # read once: a queue may be long
-        if variant is not None and (is_closed or variant in stuck):
+        if variant is not None and (variant in stuck or (passes and policy.is_strict)):
             continue
-        if admit(request, bool(stuck)):
+        if admit(request, passes):
             continue
         if variant is None:
             return
         stuck.add(variant)
-        is_closed = not policy.may_be_passed(request, now_s)
-        if is_closed and len(of_variants) == len(waiting):
+        passes = passes or not policy.may_be_passed(request, now_s)
+        if passes and policy.is_strict and len(of_variants) == len(waiting):
             return
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 import pytest
@@ -51,12 +52,17 @@ class Cluster:
     running: list[Request] = field(default_factory=list)
     served: list[Request] = field(default_factory=list)
     served_s: dict[str, float] = field(default_factory=dict)
+    held: dict[int, list[str]] = field(
+        default_factory=lambda: defaultdict(list)
+    )  # slots, in order of their taking
 
     def step(self, now_s: float) -> None:
         for request in [one for one in self.running if one.ends_s <= now_s]:
             self.running.remove(request)
             if request.variant is not None:
                 self.workers[request.worker].leave(request.variant, is_parent=request.is_parent)
+                if not any((request.variant, request.worker) == (one.variant, one.worker) for one in self.running):
+                    self.held[request.worker].remove(request.variant)
         admitted: list[Request] = []
 
         def admit(request: Request, passes: bool) -> bool:
@@ -68,7 +74,14 @@ class Cluster:
                         for one in self.waiting
                         if one not in admitted and one.variant is not None and now_s - one.arrived_s >= BOUND_S
                     ]
-                    assert all(one.arrived_s >= request.arrived_s for one in late), "it passed one that is overdue"
+                    held = self.held[request.worker]
+                    is_new = (
+                        sum((one.variant, one.worker) == (request.variant, request.worker) for one in self.running)
+                        == 1
+                    )
+                    assert all(one.arrived_s >= request.arrived_s for one in late) or (
+                        request.variant in held[1:] and not is_new
+                    ), "it passed one that is overdue, in a new slot or in the one that is emptied"
             return is_admitted
 
         admit_waiting(self.policy, self.waiting, self.served_s, now_s, admit)
@@ -101,6 +114,8 @@ class Cluster:
                     for one in self.running
                 ), "it passed one that waits, and follows no parent"
             request.is_parent = worker.admit(request.variant, now_s, passes=passes)
+            if request.variant not in self.held[request.worker]:
+                self.held[request.worker].append(request.variant)
             self.served_s[request.variant] = now_s
             if request.variant not in worker.loaded:
                 self.load(request.worker, request.variant, now_s, admission.evicted)
@@ -175,6 +190,24 @@ def test_a_stream_of_one_variant_does_not_starve_another(policy) -> None:
         cluster.step(now_s)
     began_s = waiting.ends_s - waiting.service_s
     assert BOUND_S <= began_s - waiting.arrived_s <= BOUND_S + 1.0  # the last of "a" takes a second
+
+
+@pytest.mark.parametrize("policy", SKIPPING, ids=lambda policy: policy.name)
+def test_past_the_bound_slots_are_emptied_one_by_one(policy) -> None:
+    """Two slots, two streams: "a" took its slot first and drains for "c"; "b" goes on until "d" is the next."""
+    cluster = Cluster(policy, [WorkerVariants(2, 3)], max_outstanding=64)
+    late = [Request(0.5, "c"), Request(0.5, "d")]
+    for tick in range(150):
+        now_s = tick / 10
+        cluster.waiting += [Request(now_s, "a"), Request(now_s + 0.01, "b")]
+        if now_s == 0.5:
+            cluster.waiting += late
+        cluster.step(now_s)
+    first, second = (one.ends_s - one.service_s - one.arrived_s for one in late)
+    assert BOUND_S <= first <= BOUND_S + 1.0
+    assert first < second <= BOUND_S + 2.1
+    began_s = sorted(one.ends_s - one.service_s for one in cluster.served if one.variant == "b")
+    assert any(late[0].arrived_s + BOUND_S + 0.1 < at_s < late[0].arrived_s + first for at_s in began_s)
 
 
 def test_followers_of_a_parent_that_has_ended_pass_none() -> None:

@@ -13,7 +13,7 @@ import heapq
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -105,6 +105,7 @@ class VariantReplay:
     hits: int  # requests whose variant was loaded, or being loaded, when a worker took them
     waiting_s: tuple[float, ...]  # of each request in order of the trace, until it ran
     latency_s: tuple[float, ...]  # likewise, from its arrival until it was complete
+    ended_s: float = 0.0  # when the last was complete
     preemptions: int = 0
 
     @property
@@ -117,15 +118,12 @@ class _Request:
     row: int
     arrival: VariantArrival
     left_s: float  # of its service
+    arrived_s: float
     has_run: bool = False
 
     @property
     def variant(self) -> str:
         return self.arrival.variant
-
-    @property
-    def arrived_s(self) -> float:
-        return self.arrival.arrived_s
 
 
 class _Worker:
@@ -189,21 +187,32 @@ class _Worker:
 
 
 def replay_variants(
-    requests: Sequence[VariantArrival], workers: VariantWorkers, policy: VariantPolicy | None = None
+    requests: Sequence[VariantArrival],
+    workers: VariantWorkers,
+    policy: VariantPolicy | None = None,
+    *,
+    clients: int | None = None,
 ) -> VariantReplay:
     """Replay ``requests``, in any order of arrival.
 
+    Args:
+        clients: a closed loop of so many: the first requests arrive at once, each further one as another is
+            complete, in the order of ``requests``, whose times are not used. None: they arrive at their times.
+
     Raises:
-        ConfigError: the workers have fewer places than slots, or none.
+        ConfigError: the workers have fewer places than slots, or none; no client.
     """
+    if clients is not None and clients < 1:
+        raise ConfigError(f"a closed loop needs a client, got {clients}")
     replay = _Replay(len(requests), workers, policy or make_variant_policy())
-    return replay.run(requests)
+    return replay.run(requests, clients)
 
 
 class _Replay:
     def __init__(self, num_requests: int, workers: VariantWorkers, policy: VariantPolicy) -> None:
         self._load_s, self._resume_s = workers.load_s, workers.resume_s
-        self._preemptions = 0
+        self._preemptions, self._ended_s = 0, 0.0
+        self._to_arrive: Iterator[_Request] = iter(())  # of a closed loop
         self._workers = [_Worker(workers) for _ in range(workers.num_workers)]
         self._fleet = VariantFleet[_Request, _Worker](policy, workers.slots, workers.max_loaded, self)
         for worker in self._workers:
@@ -214,11 +223,16 @@ class _Replay:
         self._waiting_s = [0.0] * num_requests
         self._latency_s = [0.0] * num_requests
 
-    def run(self, requests: Sequence[VariantArrival]) -> VariantReplay:
+    def run(self, requests: Sequence[VariantArrival], clients: int | None) -> VariantReplay:
         arrivals = sorted(
-            (_Request(row, arrival, arrival.service_s) for row, arrival in enumerate(requests)),
+            (_Request(row, one, one.service_s, one.arrived_s) for row, one in enumerate(requests)),
             key=lambda one: one.arrived_s,
         )
+        if clients is not None:
+            self._to_arrive = iter(arrivals[clients:])
+            arrivals = arrivals[:clients]
+            for request in arrivals:
+                request.arrived_s = 0.0
         next_row = 0
         while next_row < len(arrivals) or self._events:
             if self._events and (next_row == len(arrivals) or self._events[0][0] <= arrivals[next_row].arrived_s):
@@ -237,6 +251,7 @@ class _Replay:
             hits=self._fleet.hits,
             waiting_s=tuple(self._waiting_s),
             latency_s=tuple(self._latency_s),
+            ended_s=self._ended_s,
             preemptions=self._preemptions,
         )
 
@@ -281,7 +296,11 @@ class _Replay:
         worker.outstanding -= 1
         followers = self._fleet.ended(worker, request)
         self._latency_s[request.row] = now_s - request.arrived_s
+        self._ended_s = now_s
         self._take_back(worker, followers, now_s)
+        for following in itertools.islice(self._to_arrive, 1):
+            following.arrived_s = now_s
+            self._waiting[following] = None
         self._expect_end(worker)
         return True
 

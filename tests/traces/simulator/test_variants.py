@@ -69,6 +69,15 @@ def test_as_a_parent_ends_its_followers_are_preempted_or_drain() -> None:
     assert (drained.preemptions, preempted.preemptions) == (0, 1)
 
 
+def test_a_closed_loop_sends_the_next_request_as_one_is_complete() -> None:
+    trace = arrivals((0.0, "a"), (0.0, "b"), (9.0, "a"), (9.0, "a"))
+    found = replay_variants(trace, workers(slots=1, load_bytes_per_s=1e12), clients=1)
+    assert found.latency_s == pytest.approx((1.0,) * 4)
+    assert found.ended_s == pytest.approx(4.0)
+    with pytest.raises(ConfigError, match="client"):
+        replay_variants(trace, workers(), clients=0)
+
+
 @given(
     rows=st.lists(st.tuples(st.floats(0, 50), st.sampled_from("abcdefgh")), max_size=60),
     num_workers=st.integers(1, 3),
