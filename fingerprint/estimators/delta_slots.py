@@ -12,9 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from fingerprint.estimators.adapter_slots import load_s
-
-__all__ = ["MEASURED_DELTA_BYTES", "added_delta_step_s", "delta_load_s", "delta_prompt_s"]
+__all__ = ["MEASURED_DELTA_BYTES", "added_delta_step_s", "delta_prompt_s"]
 
 # Of the delta whose kernels were timed: linears and output layer in int2, embeddings in int4
 # (``fingerprint.delta.delta_bytes`` of Llama-3.1-8B).
@@ -48,14 +46,6 @@ def added_delta_step_s(delta_bytes: float, rows: float, active: float) -> float:
 def delta_prompt_s(delta_bytes: float, tokens: float) -> float:
     """Return the time that ``tokens`` of prompts of one delta add to a step. Estimated; merging bounds it."""
     return _scaled_s(_along(tokens, _PROMPT_ROWS, _PROMPT_MS), delta_bytes) if tokens else 0.0
-
-
-def delta_load_s(delta_bytes: float) -> float:
-    """Return the time of a load of a delta, in which its worker decodes nothing.
-
-    Estimated, from loads of adapters of up to 88 MB: no load of a delta was timed on an engine.
-    """
-    return load_s(int(delta_bytes))
 
 
 def _along(value: float, places: tuple[float, ...], times_ms: tuple[float, ...]) -> float:

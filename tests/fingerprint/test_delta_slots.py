@@ -7,11 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fingerprint.delta import DEFAULT_FORMAT, delta_bytes
-from fingerprint.estimators.adapter_slots import load_s
 from fingerprint.estimators.delta_slots import (
     MEASURED_DELTA_BYTES,
     added_delta_step_s,
-    delta_load_s,
     delta_prompt_s,
 )
 from tests.fingerprint.test_slot_bytes import SPEC
@@ -49,8 +47,3 @@ def test_more_rows_deltas_and_bytes_take_no_less(
     scaled = added_delta_step_s(share * MEASURED_DELTA_BYTES, rows, deltas)
     assert scaled == pytest.approx(share * found)
     assert added_delta_step_s(MEASURED_DELTA_BYTES, rows, 0) == 0.0
-
-
-def test_a_load_is_by_its_bytes() -> None:
-    assert delta_load_s(MEASURED_DELTA_BYTES) == load_s(MEASURED_DELTA_BYTES)
-    assert 1.5 < delta_load_s(MEASURED_DELTA_BYTES) < 2.0
