@@ -214,7 +214,7 @@ class VariantPolicy(Protocol):
 
     @property
     def preempts(self) -> bool:
-        """Whether requests that passed another are taken back as their parent ends; in replays alone."""
+        """Return whether requests that passed another are taken back as their parent ends: in replays alone."""
         ...
 
     def order(self, waiting: Sequence[_W], served_s: Mapping[str, float], now_s: float) -> Sequence[_W]:
@@ -227,7 +227,7 @@ class VariantPolicy(Protocol):
 
     @property
     def is_strict(self) -> bool:
-        """Whether nothing passes a request that may not be passed; else ``choose`` says where it may."""
+        """Return whether nothing passes a request that may not be passed; else ``choose`` says where it may."""
         ...
 
     def may_be_passed(self, request: WaitingRequest, now_s: float) -> bool:
@@ -344,8 +344,8 @@ class _SkipTheLine(_Ranked):
     Once a request has waited for ``bound_s``, a worker admits later ones only for variants that have a slot there,
     and none for the variant that has held its slot for longest, until that is free for the request that waits. So
     slots are emptied one by one, and a variant waits for as many of them as there are variants before it. Emptying
-    all at once, as if the queue was closed, made every request overdue from some load on: first come, first
-    served, with few rows in a step (docs/decisions/0048-delta-scheduling.md). From half the bound on, a slot that
+    all at once, as if the queue was closed, made every request overdue from some load on: served in order of
+    arrival, with few rows in a step (docs/decisions/0048-delta-scheduling.md). From half the bound on, a slot that
     falls free goes to the waiting variant that was served least recently, not to the one at the head.
     """
 
