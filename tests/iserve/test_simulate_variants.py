@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from daemon.engines.registry import capabilities_for
 from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.engines import traits_of
 from fingerprint.errors import ConfigError
 from fingerprint.estimators.adapter_slots import added_prompt_share, added_step_s, load_s
 from fingerprint.estimators.delta_slots import added_delta_step_s, delta_prompt_s
@@ -214,6 +216,12 @@ class TestCosts:
         assert cost.step_s(20, 3) == added_delta_step_s(size, 20, 3)
         assert cost.prompt_s(700) == delta_prompt_s(size, 700)
         assert cost.prompt_share == 0.0
+
+    def test_a_simulation_assumes_deltas_where_plans_refuse_them(self) -> None:
+        (table,) = capabilities_for("vllm")
+        config = DeploymentConfig(engine="vllm", adapter_slots=8, adapter_rank=16, delta_mib=2000)
+        assert (table.refusal(SPEC, config, H200) is None) == traits_of("vllm").serves_deltas
+        assert replace(table, assumes_deltas=True).refusal(SPEC, config, H200) is None
 
     @pytest.mark.parametrize(("gib", "slots"), [(141, 32), (48, 8), (9, 2), (2, 1)])
     def test_deltas_take_half_of_a_gpu_at_most(self, gib: int, slots: int) -> None:
