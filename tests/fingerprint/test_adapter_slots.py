@@ -60,7 +60,7 @@ def test_without_slots_nothing_changes() -> None:
 
 @pytest.mark.parametrize("engine", ["vllm", "torch"])
 def test_slots_for_deltas_add_what_deltas_take(engine: str) -> None:
-    """Of the embedded engine no time is known; the memory of a slot is a delta's on both."""
+    """Time is added on vLLM alone, as none is known of the embedded engine; memory on both."""
     work = Workload(batch=32, input_tokens=512, output_tokens=64)
     config = DeploymentConfig(engine=engine, adapter_slots=8, adapter_rank=16, delta_mib=2000)
     plain, found = PLAIN.estimate(config.without_slots, work), with_slots(4).estimate(config, work)
