@@ -158,6 +158,7 @@ class EngineCapabilities:
         stored: reason per way of quantizing that checkpoints come in (``fingerprint.quantized.METHODS``); one that
             is not listed is a no.
         adapters: whether workers of it are started with adapter slots; of an architecture that takes adapters.
+        assumes_deltas: whether its slots are taken to hold deltas, though no release of it does: for simulations.
         cpu: whether it runs on a CPU.
         amd: whether it can be planned for AMD GPUs.
         unavailable: why no worker of it can be started here, and what to change; None where one can.
@@ -177,6 +178,7 @@ class EngineCapabilities:
     max_tp: int
     max_pp: int
     adapters: bool = False
+    assumes_deltas: bool = False
     cpu: bool = False
     amd: bool = False
     unavailable: str | None = None
@@ -268,7 +270,7 @@ class EngineCapabilities:
             reason = self._listed(spec).no_lora
             said = f"{self.engine} is not started with adapter slots by this release"
             return said if reason is None else f"{said}: {reason}"
-        if config.delta_mib and not traits_of(config.engine).serves_deltas:
+        if config.delta_mib and not (self.assumes_deltas or traits_of(config.engine).serves_deltas):
             return (
                 f"{self.engine} serves no deltas of full fine-tunes: export them (`iserve variant export`) and "
                 "deploy each by itself, or take the embedded engine"

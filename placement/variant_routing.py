@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import heapq
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, KeysView, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import ClassVar, Protocol, TypeVar
 
 from fingerprint.errors import ConfigError
 
@@ -32,8 +33,10 @@ __all__ = [
     "Admission",
     "BusiestLoaded",
     "Candidate",
+    "DeltaZip",
     "FirstComeFirstServed",
     "LeastLoaded",
+    "PreemptingDeltaZip",
     "RoundRobin",
     "VariantPolicy",
     "WaitingRequest",
@@ -46,7 +49,7 @@ __all__ = [
 
 DEFAULT_VARIANT_POLICY = "least-loaded"
 BACKGROUND_LOADS = 2  # at a worker at once, while it loads variants of requests that still wait
-STARVATION_BOUND_S = 10.0  # a request that has waited for so long is passed by none that arrived later
+STARVATION_BOUND_S = 10.0  # once a request has waited for so long, slots are emptied for it one by one
 _NEAR_FRACTION = 0.5  # of the bound; from then on the variant served least recently is offered a worker first
 _HALF_LIFE_S = 300.0  # of a variant's frequency
 
@@ -75,6 +78,7 @@ class WorkerVariants:
         self.pinned: Collection[str] = frozenset()
         self._loaded: dict[str, _Loaded] = {}
         self._in_flight: dict[str, int] = {}
+        self._led: set[str] = set()
 
     @property
     def loaded(self) -> KeysView[str]:
@@ -82,8 +86,18 @@ class WorkerVariants:
 
     @property
     def in_flight(self) -> Mapping[str, int]:
-        """Requests by variant."""
+        """Requests by variant, in the order in which their slots were taken."""
         return self._in_flight
+
+    @property
+    def led(self) -> Collection[str]:
+        """Variants whose parent is in flight: the request that passed none as it was admitted."""
+        return self._led
+
+    @property
+    def longest_held(self) -> str | None:
+        """Variant in flight whose slot was taken before those of all that are in flight now."""
+        return next(iter(self._in_flight), None)
 
     def has_slot(self, variant: str) -> bool:
         return variant in self._in_flight or len(self._in_flight) < self.slots
@@ -113,14 +127,24 @@ class WorkerVariants:
         """Return the decayed frequency of what would be evicted: the cost of loading here."""
         return sum(self._loaded[name].decayed(now_s) for name in evicted)
 
-    def admit(self, variant: str, now_s: float) -> None:
-        """Count one more request in flight."""
+    def admit(self, variant: str, now_s: float, *, passes: bool = False) -> bool:
+        """Count one more request in flight; return whether it is its variant's parent.
+
+        Args:
+            passes: a request before this one, which may not be passed, goes on waiting.
+        """
         self._in_flight[variant] = self._in_flight.get(variant, 0) + 1
         if variant in self._loaded:
             self._use(variant, now_s)
+        is_parent = not passes and variant not in self._led
+        if is_parent:
+            self._led.add(variant)
+        return is_parent
 
-    def leave(self, variant: str) -> None:
+    def leave(self, variant: str, *, is_parent: bool = False) -> None:
         """Count one request in flight less."""
+        if is_parent:
+            self._led.discard(variant)
         left = self._in_flight[variant] - 1
         if left:
             self._in_flight[variant] = left
@@ -188,6 +212,11 @@ class VariantPolicy(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def preempts(self) -> bool:
+        """Return whether requests that passed another are taken back as their parent ends: in replays alone."""
+        ...
+
     def order(self, waiting: Sequence[_W], served_s: Mapping[str, float], now_s: float) -> Sequence[_W]:
         """Return variants' requests, given in order of arrival, in the order in which they are offered a worker.
 
@@ -196,25 +225,78 @@ class VariantPolicy(Protocol):
         """
         ...
 
+    @property
+    def is_strict(self) -> bool:
+        """Return whether nothing passes a request that may not be passed; else ``choose`` says where it may."""
+        ...
+
     def may_be_passed(self, request: WaitingRequest, now_s: float) -> bool:
         """Return whether requests behind ``request``, which no worker can take now, may be admitted."""
         ...
 
     def choose(
-        self, variant: str, candidates: Sequence[Candidate], now_s: float, wanted: Collection[str] = ()
+        self,
+        variant: str,
+        candidates: Sequence[Candidate],
+        now_s: float,
+        wanted: Collection[str] = (),
+        *,
+        passes: bool = False,
     ) -> Admission | None:
         """Return the worker that takes a request of ``variant`` now, None: none can.
 
         Args:
             wanted: variants of waiting requests.
+            passes: a request before this one, which may not be passed, goes on waiting.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class FirstComeFirstServed:
+class _Ranked(ABC):
+    """Policy that takes, of the workers that can and may take a request, the one of least rank."""
+
+    preempts: ClassVar[bool] = False
+    is_strict: ClassVar[bool] = False
+
+    @abstractmethod
+    def _rank(self, variant: str, candidate: Candidate, loss: float) -> tuple[float, ...]:
+        """Return the rank of a worker; ``loss`` is what is evicted there, by ``WorkerVariants.loss``."""
+
+    def _may_take(self, variant: str, worker: WorkerVariants, *, passes: bool) -> bool:
+        """Return whether the policy gives the worker a request; ``passes``: before one that may not be passed."""
+        return not passes
+
+    def choose(
+        self,
+        variant: str,
+        candidates: Sequence[Candidate],
+        now_s: float,
+        wanted: Collection[str] = (),
+        *,
+        passes: bool = False,
+    ) -> Admission | None:
+        best: Admission | None = None
+        best_rank: tuple[float, ...] = ()
+        for index, candidate in enumerate(candidates):
+            worker = candidate.worker
+            if not (worker.has_slot(variant) and self._may_take(variant, worker, passes=passes)):
+                continue
+            evicted = worker.evictions(variant, now_s, wanted)
+            if evicted is None:
+                continue
+            loss = worker.loss(evicted, now_s)
+            its_rank = (float(candidate.is_avoided), *self._rank(variant, candidate, loss))
+            if best is None or its_rank < best_rank:
+                best, best_rank = Admission(index=index, evicted=evicted), its_rank
+        return best
+
+
+@dataclass(frozen=True, slots=True)
+class FirstComeFirstServed(_Ranked):
     """Least loaded worker, which loads what it lacks; all requests wait behind one that no worker can take."""
 
+    is_strict: ClassVar[bool] = True
     name: str = "fcfs"
 
     def order(self, waiting: Sequence[_W], served_s: Mapping[str, float], now_s: float) -> Sequence[_W]:
@@ -223,22 +305,48 @@ class FirstComeFirstServed:
     def may_be_passed(self, request: WaitingRequest, now_s: float) -> bool:
         return False
 
-    def choose(
-        self, variant: str, candidates: Sequence[Candidate], now_s: float, wanted: Collection[str] = ()
-    ) -> Admission | None:
-        def rank(candidate: Candidate, loss: float) -> tuple[float, ...]:
-            return (candidate.outstanding, candidate.last_turn)
-
-        return _best(variant, candidates, now_s, wanted, rank)
+    def _rank(self, variant: str, candidate: Candidate, loss: float) -> tuple[float, ...]:
+        return (candidate.outstanding, candidate.last_turn)
 
 
 @dataclass(frozen=True, slots=True)
-class _SkipTheLine:
-    """Order of the queue in which requests that no worker can take are passed, for so long and no longer.
+class DeltaZip(FirstComeFirstServed):
+    """First come, first served, but for requests whose variant has a slot: they pass those that wait for one.
 
-    A request is passed by those behind it until it has waited for ``bound_s``; then none that arrived later is
-    admitted before it. From half the bound on, a slot that falls free goes to the waiting variant that was served
-    least recently, not to the popular one of the request at the head.
+    Published for deltas (DeltaZip, EuroSys 2025, section 5.4). The request that took the slot is the *parent* of
+    its variant's. DeltaZip preempts its followers as it ends (``PreemptingDeltaZip``); engines give no running
+    request back, and here requests of the variant pass none any more from then on. So a request waits for a slot
+    until the parents of that moment, and those that followed them, have ended.
+    """
+
+    is_strict: ClassVar[bool] = False
+    name: str = "deltazip"
+
+    def _may_take(self, variant: str, worker: WorkerVariants, *, passes: bool) -> bool:
+        return not passes or variant in worker.led
+
+
+@dataclass(frozen=True, slots=True)
+class PreemptingDeltaZip(DeltaZip):
+    """DeltaZip as published: as a parent ends, requests that passed another go back to their places in the queue.
+
+    For replays alone (``traces.simulator.variants``): a gateway cannot take a request back.
+    """
+
+    preempts: ClassVar[bool] = True
+    name: str = "deltazip-preempting"
+
+
+@dataclass(frozen=True, slots=True)
+class _SkipTheLine(_Ranked):
+    """Order of the queue in which requests pass those that no worker can take, and slots change hands in time.
+
+    Once a request has waited for ``bound_s``, a worker admits later ones only for variants that have a slot there,
+    and none for the variant that has held its slot for longest, until that is free for the request that waits. So
+    slots are emptied one by one, and a variant waits for as many of them as there are variants before it. Emptying
+    all at once, as if the queue was closed, made every request overdue from some load on: served in order of
+    arrival, with few rows in a step (docs/decisions/0048-delta-scheduling.md). From half the bound on, a slot that
+    falls free goes to the waiting variant that was served least recently, not to the one at the head.
     """
 
     bound_s: float = STARVATION_BOUND_S
@@ -251,6 +359,9 @@ class _SkipTheLine:
 
     def may_be_passed(self, request: WaitingRequest, now_s: float) -> bool:
         return now_s - request.arrived_s < self.bound_s
+
+    def _may_take(self, variant: str, worker: WorkerVariants, *, passes: bool) -> bool:
+        return not passes or (variant in worker.in_flight and variant != worker.longest_held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,19 +379,14 @@ class LeastLoaded(_SkipTheLine):
     margin: float = 4.0
     slot_price: float = 4.0
 
-    def choose(
-        self, variant: str, candidates: Sequence[Candidate], now_s: float, wanted: Collection[str] = ()
-    ) -> Admission | None:
-        def rank(candidate: Candidate, loss: float) -> tuple[float, ...]:
-            worker, requests = candidate.worker, float(candidate.outstanding)
-            slot = 0.0
-            if variant not in worker.in_flight:
-                slot = self.slot_price * len(worker.in_flight) / worker.slots
-            if variant in worker.loaded:
-                return (requests + slot, 0, candidate.last_turn)
-            return (self.factor * requests + self.margin + slot, 1, loss, candidate.last_turn)
-
-        return _best(variant, candidates, now_s, wanted, rank)
+    def _rank(self, variant: str, candidate: Candidate, loss: float) -> tuple[float, ...]:
+        worker, requests = candidate.worker, float(candidate.outstanding)
+        slot = 0.0
+        if variant not in worker.in_flight:
+            slot = self.slot_price * len(worker.in_flight) / worker.slots
+        if variant in worker.loaded:
+            return (requests + slot, 0, candidate.last_turn)
+        return (self.factor * requests + self.margin + slot, 1, loss, candidate.last_turn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,15 +398,10 @@ class BusiestLoaded(_SkipTheLine):
 
     name: str = "busiest-loaded"
 
-    def choose(
-        self, variant: str, candidates: Sequence[Candidate], now_s: float, wanted: Collection[str] = ()
-    ) -> Admission | None:
-        def rank(candidate: Candidate, loss: float) -> tuple[float, ...]:
-            if variant in candidate.worker.loaded:
-                return (0, -candidate.outstanding, candidate.last_turn)
-            return (1, loss, candidate.outstanding, candidate.last_turn)
-
-        return _best(variant, candidates, now_s, wanted, rank)
+    def _rank(self, variant: str, candidate: Candidate, loss: float) -> tuple[float, ...]:
+        if variant in candidate.worker.loaded:
+            return (0, -candidate.outstanding, candidate.last_turn)
+        return (1, loss, candidate.outstanding, candidate.last_turn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,36 +410,8 @@ class RoundRobin(_SkipTheLine):
 
     name: str = "round-robin"
 
-    def choose(
-        self, variant: str, candidates: Sequence[Candidate], now_s: float, wanted: Collection[str] = ()
-    ) -> Admission | None:
-        def rank(candidate: Candidate, loss: float) -> tuple[float, ...]:
-            return (candidate.last_turn,)
-
-        return _best(variant, candidates, now_s, wanted, rank)
-
-
-def _best(
-    variant: str,
-    candidates: Sequence[Candidate],
-    now_s: float,
-    wanted: Collection[str],
-    rank: Callable[[Candidate, float], tuple[float, ...]],
-) -> Admission | None:
-    """Return the candidate of least rank that can take a request of ``variant``."""
-    best: Admission | None = None
-    best_rank: tuple[float, ...] = ()
-    for index, candidate in enumerate(candidates):
-        worker = candidate.worker
-        if not worker.has_slot(variant):
-            continue
-        evicted = worker.evictions(variant, now_s, wanted)
-        if evicted is None:
-            continue
-        its_rank = (float(candidate.is_avoided), *rank(candidate, worker.loss(evicted, now_s)))
-        if best is None or its_rank < best_rank:
-            best, best_rank = Admission(index=index, evicted=evicted), its_rank
-    return best
+    def _rank(self, variant: str, candidate: Candidate, loss: float) -> tuple[float, ...]:
+        return (candidate.last_turn,)
 
 
 def choose_prefetch(
@@ -363,7 +436,7 @@ def admit_waiting(
     waiting: Sequence[_W],
     served_s: Mapping[str, float],
     now_s: float,
-    admit: Callable[[_W], bool],
+    admit: Callable[[_W, bool], bool],
 ) -> None:
     """Offer all waiting requests a worker, each at most once.
 
@@ -372,24 +445,25 @@ def admit_waiting(
 
     Args:
         waiting: in order of arrival.
-        admit: gives a request to a worker, if one can take it, and returns whether it did.
+        admit: gives a request to a worker, if one can take it, and returns whether it did; also given whether one
+            that may not be passed goes on waiting.
     """
     of_variants = [request for request in waiting if request.variant is not None]
     ordered = iter(policy.order(of_variants, served_s, now_s))
     stuck: set[str] = set()
-    is_closed = False
+    passes = False
     for at_place in waiting:
         request = at_place if at_place.variant is None else next(ordered)
         variant = request.variant  # read once: a queue may be long
-        if variant is not None and (is_closed or variant in stuck):
+        if variant is not None and (variant in stuck or (passes and policy.is_strict)):
             continue
-        if admit(request):
+        if admit(request, passes):
             continue
         if variant is None:
             return
         stuck.add(variant)
-        is_closed = not policy.may_be_passed(request, now_s)
-        if is_closed and len(of_variants) == len(waiting):
+        passes = passes or not policy.may_be_passed(request, now_s)
+        if passes and policy.is_strict and len(of_variants) == len(waiting):
             return
 
 
@@ -397,6 +471,7 @@ VARIANT_POLICIES: dict[str, Callable[[], VariantPolicy]] = {
     DEFAULT_VARIANT_POLICY: LeastLoaded,
     "busiest-loaded": BusiestLoaded,
     "round-robin": RoundRobin,
+    "deltazip": DeltaZip,
     "fcfs": FirstComeFirstServed,
 }
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.engines import traits_of
 from fingerprint.estimates import Estimate, Estimator, MemoryEstimate, Quantity, Source, TellsHiddenTime
+from fingerprint.estimators.delta_slots import added_delta_step_s, delta_prompt_s
 from fingerprint.lora.slot_bytes import reserved_bytes
 from fingerprint.model_spec import ModelSpec
 
@@ -63,9 +65,10 @@ def added_prompt_share(slots: int, base_share: float = 0.0) -> float:
 
 
 def load_s(num_bytes: int) -> float:
-    """Return the time of a load of an adapter from the page cache, in which its worker decodes nothing.
+    """Return the time of a load of an adapter or delta from the page cache, in which its worker decodes nothing.
 
-    Estimated, of vLLM alone; a file that is not in the page cache takes longer.
+    Estimated, of vLLM alone, from adapters of up to 88 MB: no load of a delta was timed. A file that is not in the
+    page cache takes longer.
     """
     return _LOAD_S + num_bytes / _LOAD_BYTES_PER_S
 
@@ -97,23 +100,35 @@ class WithAdapterSlots:
         if not traits_of(config.engine).times_adapters:
             return found
         slots, prompt_s = config.adapter_slots, found.ttft_s.value
+        if config.delta_mib:
+            delta_s = (1 - self._base_share) * delta_prompt_s(config.delta_mib << 20, workload.input_tokens)
+            step_s = partial(added_delta_step_s, config.delta_mib << 20)
+            return replace(
+                found,
+                ttft_s=_later(found.ttft_s, delta_s, delta_s),
+                tpot_s=_later(found.tpot_s, *self._added_s(workload.batch, slots, step_s)),
+            )
         added_prompt_s = added_prompt_share(slots, self._base_share) * prompt_s
+        added_s = partial(added_step_s, self._spec.num_layers, slots=slots)
         least_prompt_s = (1 - self._base_share) * added_prompt_share(slots) * prompt_s
         return replace(
             found,
             ttft_s=_later(found.ttft_s, added_prompt_s, least_prompt_s),
-            tpot_s=_later(found.tpot_s, *self._added_s(workload.batch, slots)),
+            tpot_s=_later(found.tpot_s, *self._added_s(workload.batch, slots, added_s)),
         )
 
-    def _added_s(self, rows: int, slots: int) -> tuple[float, float]:
-        """Return the time that slots add to the mean step of ``rows``, and that of its rows of adapters alone."""
-        layers = self._spec.num_layers
+    def _added_s(self, rows: int, slots: int, step_s: Callable[[float, float], float]) -> tuple[float, float]:
+        """Return the time that slots add to the mean step of ``rows``, and that of its rows of adapters alone.
+
+        Args:
+            step_s: added to a step, by its rows and its distinct adapters.
+        """
         share = 1 - self._base_share**rows  # of steps, those with an adapter
         active = max(1.0, min(slots, self._distinct(rows) / share))
         of_adapters = max(1.0, (1 - self._base_share) * rows / share)
-        with_base_s = share * added_step_s(layers, rows, active, slots)
-        least_s = share * added_step_s(layers, of_adapters, active, slots)
-        return with_base_s + (1 - share) * added_step_s(layers, rows, 0, slots), least_s
+        with_base_s = share * step_s(rows, active)
+        least_s = share * step_s(of_adapters, active)
+        return with_base_s + (1 - share) * step_s(rows, 0), least_s
 
     def _with_slots(self, memory: MemoryEstimate, config: DeploymentConfig) -> MemoryEstimate:
         """Return ``memory`` with the room of slots: a part for each layer, and what every GPU has."""

@@ -208,6 +208,12 @@ def _adapter_times(models: Iterable[SimulatedModel], options: PlanOptions) -> tu
     unknown = [engine_name(engine) for engine in engines if not traits_of(engine).times_adapters]
     if unknown:
         return (f"what adapters and their loads take on {' and '.join(unknown)} is not known and left out",)
+    if delta_mib := options.intent.traffic.delta_mib:
+        return (
+            f"what deltas of {delta_mib:,} MiB take is estimated: steps and prompts from kernels that were timed "
+            "alone on an H200 and that no engine has run (docs/decisions/0047-delta-kernels.md), a load from "
+            "adapters on vLLM; a load stops its worker",
+        )
     rank = options.intent.traffic.variant_rank
     return (
         f"what adapters of rank {rank} and their loads take is estimated from one model on vLLM 0.33 and an H200 "
@@ -235,6 +241,12 @@ def _read_profile(path: Path) -> Profile:
     return from_json(data, Profile, what=str(path))
 
 
+def _of_adapters(options: PlanOptions) -> PlanOptions:
+    """Return ``options`` without deltas, by which an engine is chosen that serves adapters."""
+    traffic = replace(options.intent.traffic, delta_mib=0)
+    return replace(options, intent=replace(options.intent, traffic=traffic))
+
+
 def _models(
     named: dict[str, str],
     gpu: GpuSpec,
@@ -250,6 +262,7 @@ def _models(
     from iserve.planning.offline import engine_for_gpus
     from iserve.planning.pipeline import check_context, with_traffic
     from iserve.settings import load_settings
+    from iserve.simulation.delta_choice import with_delta_slots
     from iserve.simulation.running import measured_model, roofline_model
 
     settings, profiles = load_settings(), [_read_profile(path) for path in profile_files]
@@ -264,13 +277,14 @@ def _models(
         measured_as = source.spec.text_alone.shape_hash
         profile = next((p for p in profiles if p.spec.text_alone.shape_hash == measured_as), None)
         if profile is None:
-            choice = engine_for_gpus(source.spec, gpu, count, options, engine)
+            choice = engine_for_gpus(source.spec, gpu, count, _of_adapters(options), engine)
             model = roofline_model(name, source.spec, gpu, options, choice.engine)
             times.append(f"{name}: roofline")
         else:
             model = measured_model(name, profile_as(source.spec, profile), gpu, options)
             times.append(f"{name}: profile of {profile.model} on {profile.engine}, {profile.created_at}")
         estimator = with_traffic(model.estimator, source.spec, options)
-        engines = tuple(table.unprepared() for table in model.engines)
-        prepared[name] = replace(model, estimator=estimator, engines=engines)
+        assumes = options.intent.traffic.delta_mib > 0
+        engines = tuple(replace(table.unprepared(), assumes_deltas=assumes) for table in model.engines)
+        prepared[name] = with_delta_slots(replace(model, estimator=estimator, engines=engines), gpu)
     return prepared, tuple(times)

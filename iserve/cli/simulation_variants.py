@@ -22,7 +22,7 @@ __all__ = ["VariantOptions", "of_variants"]
 
 @dataclass(frozen=True, kw_only=True)
 class VariantOptions:
-    """Options on LoRA variants of the one model that is deployed."""
+    """Options on variants of the one model that is deployed."""
 
     variants: Annotated[
         int,
@@ -37,20 +37,32 @@ class VariantOptions:
     rank: Annotated[
         int | None, typer.Option("--rank", metavar="R", min=1, help="Rank of the variants. Default: 16.")
     ] = None
+    delta_mib: Annotated[
+        int | None,
+        typer.Option(
+            "--delta-mib",
+            metavar="MIB",
+            min=1,
+            help="All variants are deltas of full fine-tunes, of so many MiB each. Their times are estimated from "
+            "kernels that no engine has run.",
+        ),
+    ] = None
     adapter_slots: Annotated[
         int | None,
         typer.Option(
             "--adapter-slots",
             metavar="N",
             min=1,
-            help="Of each worker. Default: as many as `iserve deploy --variants` reserves.",
+            help="Of each worker. Default: as many as `iserve deploy --variants` reserves; of deltas as many as "
+            "decode most tokens.",
         ),
     ] = None
     variant_policy: Annotated[
         str | None,
         typer.Option(
             "--variant-policy",
-            help="Worker of a variant's request: least-loaded (default), busiest-loaded, round-robin or fcfs.",
+            help="Worker of a variant's request: least-loaded (default), busiest-loaded, round-robin, "
+            "deltazip or fcfs.",
         ),
     ] = None
 
@@ -72,6 +84,8 @@ class VariantOptions:
         )
         if self.rank is not None:
             traffic = replace(traffic, variant_rank=self.rank)
+        if self.delta_mib is not None:
+            traffic = replace(traffic, delta_mib=self.delta_mib)
         intent = replace(options.intent, traffic=traffic)
         return replace(options, intent=intent, adapter_slots=self.adapter_slots or 0)
 
@@ -79,6 +93,7 @@ class VariantOptions:
         """Raise ConfigError: variants next to what is not simulated with them, or options of none."""
         given = {
             "--rank": self.rank,
+            "--delta-mib": self.delta_mib,
             "--adapter-slots": self.adapter_slots,
             "--variant-policy": self.variant_policy,
         }
@@ -87,6 +102,8 @@ class VariantOptions:
                 if value is not None:
                     raise ConfigError(f"{option} is of variants; say how many there are with --variants N")
             return
+        if self.rank is not None and self.delta_mib is not None:
+            raise ConfigError("--delta-mib simulates deltas alone, which have no --rank; leave one of them out")
         if (models := len(cluster.named_models())) != 1:
             raise ConfigError(
                 f"--variants are of one model, and --models names {models}; simulate each of them by itself"

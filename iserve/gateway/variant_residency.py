@@ -62,6 +62,7 @@ class VariantRequest:
     route: VariantRoute  # of the table in force
     arrived_s: float  # on the event loop's clock
     admitted: VariantRoute | None = None  # as it was when a worker was found
+    is_parent: bool = False  # of its variant's requests at that worker
 
     @property
     def variant(self) -> str:
@@ -128,6 +129,7 @@ class VariantResidency:
         self._current: dict[str, VariantRoute] = {}  # by engine name
         self._served_s: dict[str, float] = {}  # by engine name
         self._wanted: dict[str, None] = {}  # engine names of waiting requests
+        self._passes = False  # one of those before the request that is offered a worker goes on waiting
         self._going_on = False  # a round is due in this turn of the loop
         self._keeping = self._loop.create_task(self._keep_folders(keep_s))
         self.update(route)
@@ -189,14 +191,15 @@ class VariantResidency:
             )
             for room in rooms
         ]
-        return self._policy.choose(request.variant, candidates, self._loop.time(), self._wanted)
+        now_s = self._loop.time()
+        return self._policy.choose(request.variant, candidates, now_s, self._wanted, passes=self._passes)
 
     def admit(self, request: VariantRequest, target: WorkerTarget, admission: Admission) -> None:
         """Count the request in flight at ``target``, and start the load that it needs."""
         worker, now_s = self._workers[target.url], self._loop.time()
         request.admitted = request.route
         self._served_s[request.variant] = now_s
-        worker.state.admit(request.variant, now_s)
+        request.is_parent = worker.state.admit(request.variant, now_s, passes=self._passes)
         if worker.is_known and request.variant not in worker.state.loaded:
             self._load(worker, request.route, admission.evicted)
 
@@ -204,7 +207,7 @@ class VariantResidency:
         """Note that the request has left the worker."""
         assert request.admitted is not None
         worker = self._workers[url]
-        worker.state.leave(request.admitted.engine_name)
+        worker.state.leave(request.admitted.engine_name, is_parent=request.is_parent)
         if request.admitted.engine_name not in self._current:
             self._unload_removed(worker)
         request.admitted = None
@@ -254,16 +257,20 @@ class VariantResidency:
         admitted: set[int] = set()
         runnable = self._runnable()
 
-        def note(request: _W) -> bool:
+        def note(request: _W, passes: bool) -> bool:
             nonlocal runnable
             if runnable is not None and (variant := request.variant) is not None and variant not in runnable:
                 return False  # as most of a long queue while all slots are taken
+            self._passes = passes
             if is_admitted := admit(request):
                 admitted.add(id(request))
                 runnable = self._runnable()
             return is_admitted
 
-        admit_waiting(self._policy, waiting, self._served_s, now_s, note)
+        try:
+            admit_waiting(self._policy, waiting, self._served_s, now_s, note)
+        finally:
+            self._passes = False
         self._wanted = _variants_of(request for request in waiting if id(request) not in admitted)
         self._prefetch(now_s)
 

@@ -19,6 +19,7 @@ from fingerprint.engines import traits_of
 from fingerprint.errors import ConfigError
 from fingerprint.estimates import Estimator
 from fingerprint.estimators.adapter_slots import added_prompt_share, added_step_s, load_s
+from fingerprint.estimators.delta_slots import added_delta_step_s, delta_prompt_s
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.lora.slot_bytes import adapter_bytes
 from fingerprint.measurements import Profile
@@ -167,13 +168,22 @@ def measured_model(name: str, profile: Profile, gpu: GpuSpec, options: PlanOptio
 def adapter_cost(config: DeploymentConfig, spec: ModelSpec, rank: int) -> AdapterCost | None:
     """Return the slots of a worker with ``config`` and what adapters of ``rank`` take there; None: no slots.
 
-    On an engine on which adapters were not timed they take no time.
+    In slots for deltas all are deltas of that size. On an engine on which adapters were not timed they take none.
     """
     if not config.adapter_slots:
         return None
     slots, max_loaded = config.adapter_slots, config.loaded_adapters
     if not traits_of(config.engine).times_adapters:
         return AdapterCost(slots=slots, max_loaded=max_loaded)
+    if config.delta_mib:
+        delta_bytes = config.delta_mib << 20
+        return AdapterCost(
+            slots=slots,
+            max_loaded=max_loaded,
+            load_s=load_s(delta_bytes),
+            added_s=partial(added_delta_step_s, delta_bytes),
+            prompt_s=partial(delta_prompt_s, delta_bytes),
+        )
     return AdapterCost(
         slots=slots,
         max_loaded=max_loaded,

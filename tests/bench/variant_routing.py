@@ -4,8 +4,9 @@ Run: ``python -m tests.bench.variant_routing [--seeds N] [--variants N] [--load-
 [--replicas N]``.
 
 Arrivals are Poisson, service times exponential with a mean of ``MEAN_S`` for a request alone, variants drawn by
-Zipf's law with exponent 1. Loads are shares of the throughput that round robin reaches with an endless queue. The
-policies replay the same requests. Nothing is measured on an engine: ``STEPS`` are what a step takes.
+Zipf's law with exponent 1. Loads are shares of the throughput that round robin reached with an endless queue
+while none passed an overdue request (decision 44; since decision 48 it reaches more). The policies replay the
+same requests. Nothing is measured on an engine: ``STEPS`` are what a step takes.
 
 ``vllm``: Llama-3.1-8B on an H200 and vLLM 0.33, 8 slots. The base's step takes 4.87 ms for one request and 5.54
 for 32, a prompt of 256 tokens 10.5 ms (its profile of 2026-11-22); what adapters add is what plans say
@@ -21,11 +22,12 @@ import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
 from fingerprint.estimators.adapter_slots import added_prompt_share, added_step_s
-from placement.variant_routing import VARIANT_POLICIES, VariantPolicy, make_variant_policy
+from placement.variant_routing import VARIANT_POLICIES, RoundRobin, VariantPolicy
 from traces.simulator.variants import StepCost, VariantArrival, VariantReplay, VariantWorkers, replay_variants
 
 MEAN_S = 1.9
@@ -49,6 +51,13 @@ STEPS = {
 }
 _WARM_UP = 0.1  # of the requests, left out of latencies
 _BYTES = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedRoundRobin(RoundRobin):
+    """Round robin before decision 48, by which loads are given: no request passes an overdue one."""
+
+    is_strict: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +104,9 @@ class Outcome:
 
 @functools.cache
 def capacity_per_s(case: Case) -> float:
-    """Return the requests per second that round robin completes while many wait (``case.load`` is not used)."""
+    """Return the requests per second of ``ClosedRoundRobin`` while many wait (``case.load`` is not used)."""
     arrivals = case.arrivals(seed=99, rate_per_s=4 * case.replicas * 32 / MEAN_S)
-    replay = replay_variants(arrivals, case.workers, make_variant_policy("round-robin"))
+    replay = replay_variants(arrivals, case.workers, ClosedRoundRobin())
     ends_s = np.sort([one.arrived_s + took_s for one, took_s in zip(arrivals, replay.latency_s, strict=True)])
     first, last = int(0.1 * len(ends_s)), int(0.9 * len(ends_s))
     return float((last - first) / (ends_s[last] - ends_s[first]))

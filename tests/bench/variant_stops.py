@@ -3,9 +3,9 @@
 Run: ``python -m tests.bench.variant_stops [--seeds N] [--requests N] [--load-s S]``.
 
 Two replicas of 8 slots, 32 loaded adapters and 32 sequences; 40 variants by Zipf's law with exponent 1; Poisson
-arrivals at a share of what round robin completes of an endless queue; prompts of 256 tokens, answers of 350 on
-average (geometric). Steps are those of ``variant_routing``, of Llama-3.1-8B on an H200 and vLLM 0.33, one by one,
-with what adapters add to each. Nothing is measured on an engine.
+arrivals at a share of what ``ClosedRoundRobin`` completes of an endless queue; prompts of 256 tokens, answers of
+350 on average (geometric). Steps are those of ``variant_routing``, of Llama-3.1-8B on an H200 and vLLM 0.33, one
+by one, with what adapters add to each. Nothing is measured on an engine.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from fingerprint.estimators.adapter_slots import added_prompt_share, added_step_s
-from placement.variant_routing import VARIANT_POLICIES, make_variant_policy
-from tests.bench.variant_routing import LOADS, SLOTS
+from placement.variant_routing import VARIANT_POLICIES, VariantPolicy, make_variant_policy
+from tests.bench.variant_routing import LOADS, SLOTS, ClosedRoundRobin
 from tests.traces.simulator.linear_steps import linear_steps
 from tests.traces.simulator.variant_worlds import serve_variants, variants_of
 from traces.request import Request
@@ -58,7 +58,7 @@ class Case:
             for at, one, length in zip(at_s, drawn, lengths, strict=True)
         ]
 
-    def served(self, requests: Sequence[Request], policy: str) -> SimulationResult:
+    def served(self, requests: Sequence[Request], policy: str | VariantPolicy) -> SimulationResult:
         cost = AdapterCost(
             slots=SLOTS,
             max_loaded=4 * SLOTS,
@@ -71,15 +71,15 @@ class Case:
             STEPS,
             cost,
             replicas=REPLICAS,
-            policy=make_variant_policy(policy),
+            policy=make_variant_policy(policy) if isinstance(policy, str) else policy,
             outstanding_per_slot=1,
         )
 
 
 @functools.cache
 def capacity_per_s(case: Case) -> float:
-    """Return the requests per second that round robin completes while many wait."""
-    ends_s = np.sort(case.served(case.arrivals(99, 1000.0), "round-robin").outcomes.last_token_s)
+    """Return the requests per second of ``ClosedRoundRobin`` while many wait."""
+    ends_s = np.sort(case.served(case.arrivals(99, 1000.0), ClosedRoundRobin()).outcomes.last_token_s)
     first, last = int(0.1 * len(ends_s)), int(0.9 * len(ends_s))
     return float((last - first) / (ends_s[last] - ends_s[first]))
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from fingerprint.config import MAX_ADAPTER_SLOTS, DeploymentConfig, Workload
 from fingerprint.estimates import Estimate
 from fingerprint.estimators.adapter_slots import WithAdapterSlots, added_prompt_share, added_step_s
+from fingerprint.estimators.delta_slots import added_delta_step_s, delta_prompt_s
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec
 from fingerprint.lora.slot_bytes import reserved_bytes
@@ -55,6 +56,21 @@ def test_without_slots_nothing_changes() -> None:
     work = Workload(batch=8, input_tokens=512, output_tokens=64)
     config = DeploymentConfig(engine="vllm")
     assert with_slots().estimate(config, work) == PLAIN.estimate(config, work)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "torch"])
+def test_slots_for_deltas_add_what_deltas_take(engine: str) -> None:
+    """Time is added on vLLM alone, as none is known of the embedded engine; memory on both."""
+    work = Workload(batch=32, input_tokens=512, output_tokens=64)
+    config = DeploymentConfig(engine=engine, adapter_slots=8, adapter_rank=16, delta_mib=2000)
+    plain, found = PLAIN.estimate(config.without_slots, work), with_slots(4).estimate(config, work)
+    step_s = added_delta_step_s(2000 << 20, 32, 4) if engine == "vllm" else 0.0
+    prompt_s = delta_prompt_s(2000 << 20, 512) if engine == "vllm" else 0.0
+    assert found.tpot_s.value - plain.tpot_s.value == pytest.approx(step_s)
+    assert found.ttft_s.value - plain.ttft_s.value == pytest.approx(prompt_s)
+    assert found.tpot_s.low <= found.tpot_s.value <= found.tpot_s.high
+    layers = (LLAMA.num_layers,)
+    assert found.memory.per_gpu_bytes(layers) - plain.memory.per_gpu_bytes(layers) >= 8 * (2000 << 20)
 
 
 @pytest.mark.parametrize(

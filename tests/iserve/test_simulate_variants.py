@@ -9,15 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from fingerprint.config import DeploymentConfig
+from daemon.engines.registry import capabilities_for
+from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.engines import traits_of
 from fingerprint.errors import ConfigError
 from fingerprint.estimators.adapter_slots import added_prompt_share, added_step_s, load_s
+from fingerprint.estimators.delta_slots import added_delta_step_s, delta_prompt_s
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.gpus import gpu_spec
 from fingerprint.lora.slot_bytes import adapter_bytes, slot_bytes
 from iserve.cli.simulation_variants import of_variants
 from iserve.planning.pipeline import PlanOptions, with_traffic
+from iserve.simulation.delta_choice import with_delta_slots
 from iserve.simulation.running import (
     PlannedDeployer,
     SimulatedModel,
@@ -125,6 +129,20 @@ class TestDocument:
         done = simulate(trace, "--gpus", "h200:1", "--models", model, "--variants", 5, "--json")
         golden("cli", [note for note in done.document["notes"] if "adapters" in note])
 
+    def test_deltas_have_the_slots_that_decode_most_and_the_times_of_their_kernels(
+        self, simulate: Callable[..., Done], trace: Path, model: Path, golden: Golden
+    ) -> None:
+        given = (trace, "--gpus", "h200:1", "--models", model, "--startup", 0, "--variants", 12, "--json")
+        done = simulate(*given, "--delta-mib", 2000, "--popularity", "zipf:1.5")
+        assert done.document["summary"]["completed"] == 60
+        assert done.document["intent"]["traffic"]["delta_mib"] == 2000
+        found = variants_of(done)
+        assert found["load_s"] == pytest.approx(load_s(2000 << 20))
+        assert found["slots"] in (4, 8, 16)
+        golden("cli", [note for note in done.document["notes"] if "deltas" in note])
+        fixed = variants_of(simulate(*given, "--delta-mib", 2000, "--adapter-slots", 3))
+        assert fixed["slots"] == 3
+
     def test_without_variants_there_are_no_figures(
         self, simulate: Callable[..., Done], trace: Path, model: Path
     ) -> None:
@@ -142,6 +160,7 @@ class TestRefused:
             pytest.param(("--adapter-slots", "65"), id="too many slots"),
             pytest.param(("--rank", "300"), id="too high a rank"),
             pytest.param(("--variant-policy", "x"), id="unknown policy"),
+            pytest.param(("--delta-mib", "2000", "--rank", "8"), id="deltas and a rank"),
         ],
     )
     def test_next_to_variants(
@@ -186,6 +205,34 @@ class TestCosts:
         assert cost.step_s(20, 3) == added_step_s(SPEC.num_layers, 20, 3, 8)
         assert cost.step_s(20, 0) == cost.step_s(0, 3) == 0.0
         assert cost.prompt_share == added_prompt_share(8)
+
+    def test_of_deltas_they_are_those_of_the_kernels(self) -> None:
+        config = DeploymentConfig(engine="vllm", adapter_slots=8, adapter_rank=16, delta_mib=2000)
+        cost = adapter_cost(config, SPEC, 16)
+        assert cost is not None
+        assert cost.prompt_s is not None
+        size = 2000 << 20
+        assert cost.load_s == load_s(size)
+        assert cost.step_s(20, 3) == added_delta_step_s(size, 20, 3)
+        assert cost.prompt_s(700) == delta_prompt_s(size, 700)
+        assert cost.prompt_share == 0.0
+
+    def test_a_simulation_assumes_deltas_where_plans_refuse_them(self) -> None:
+        (table,) = capabilities_for("vllm")
+        config = DeploymentConfig(engine="vllm", adapter_slots=8, adapter_rank=16, delta_mib=2000)
+        assert (table.refusal(SPEC, config, H200) is None) == traits_of("vllm").serves_deltas
+        assert replace(table, assumes_deltas=True).refusal(SPEC, config, H200) is None
+
+    @pytest.mark.parametrize(("gib", "slots"), [(141, 32), (48, 8), (9, 2), (2, 1)])
+    def test_deltas_take_half_of_a_gpu_at_most(self, gib: int, slots: int) -> None:
+        """32 equally popular ones of 2 GiB each, and 32 requests."""
+        traffic = Traffic(variants=32, variant_skew=0.0, delta_mib=2048)
+        options = PlanOptions(intent=Intent(traffic=traffic), workload=Workload(batch=32))
+        gpu = replace(H200, memory_bytes=gib << 30)
+        found = with_delta_slots(with_slots(gpu, options), gpu)
+        assert found.options.adapter_slots == slots
+        asked = replace(options, adapter_slots=5)
+        assert with_delta_slots(with_slots(gpu, asked), gpu).options == asked
 
     def test_an_adapter_is_a_slot_of_its_rank_without_the_vocabulary(self) -> None:
         config = DeploymentConfig(engine="torch", adapter_slots=1, adapter_rank=16)

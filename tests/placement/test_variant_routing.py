@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 import pytest
@@ -15,6 +16,7 @@ from placement.variant_routing import (
     Admission,
     BusiestLoaded,
     Candidate,
+    DeltaZip,
     FirstComeFirstServed,
     LeastLoaded,
     RoundRobin,
@@ -36,6 +38,7 @@ class Request:
     service_s: float = 1.0
     ends_s: float = 0.0
     worker: int = -1
+    is_parent: bool = False
 
 
 @dataclass
@@ -49,16 +52,21 @@ class Cluster:
     running: list[Request] = field(default_factory=list)
     served: list[Request] = field(default_factory=list)
     served_s: dict[str, float] = field(default_factory=dict)
+    held: dict[int, list[str]] = field(
+        default_factory=lambda: defaultdict(list)
+    )  # slots, in order of their taking
 
     def step(self, now_s: float) -> None:
         for request in [one for one in self.running if one.ends_s <= now_s]:
             self.running.remove(request)
             if request.variant is not None:
-                self.workers[request.worker].leave(request.variant)
+                self.workers[request.worker].leave(request.variant, is_parent=request.is_parent)
+                if not any((request.variant, request.worker) == (one.variant, one.worker) for one in self.running):
+                    self.held[request.worker].remove(request.variant)
         admitted: list[Request] = []
 
-        def admit(request: Request) -> bool:
-            if is_admitted := self.admit(request, now_s):
+        def admit(request: Request, passes: bool) -> bool:
+            if is_admitted := self.admit(request, now_s, passes):
                 admitted.append(request)
                 if not isinstance(self.policy, FirstComeFirstServed) and request.variant is not None:
                     late = [
@@ -66,7 +74,14 @@ class Cluster:
                         for one in self.waiting
                         if one not in admitted and one.variant is not None and now_s - one.arrived_s >= BOUND_S
                     ]
-                    assert all(one.arrived_s >= request.arrived_s for one in late), "it passed one that is overdue"
+                    held = self.held[request.worker]
+                    is_new = (
+                        sum((one.variant, one.worker) == (request.variant, request.worker) for one in self.running)
+                        == 1
+                    )
+                    assert all(one.arrived_s >= request.arrived_s for one in late) or (
+                        request.variant in held[1:] and not is_new
+                    ), "it passed one that is overdue, in a new slot or in the one that is emptied"
             return is_admitted
 
         admit_waiting(self.policy, self.waiting, self.served_s, now_s, admit)
@@ -78,7 +93,7 @@ class Cluster:
                 self.load(found.index, variant, now_s, found.evicted)
                 assert not set(found.evicted) & set(wanted)
 
-    def admit(self, request: Request, now_s: float) -> bool:
+    def admit(self, request: Request, now_s: float, passes: bool) -> bool:
         counts = [sum(1 for one in self.running if one.worker == index) for index in range(len(self.workers))]
         rooms = [index for index, count in enumerate(counts) if count < self.max_outstanding]
         if request.variant is None:
@@ -88,12 +103,19 @@ class Cluster:
         else:
             wanted = [one.variant for one in self.waiting if one.variant is not None]
             candidates = [Candidate(worker=self.workers[index], outstanding=counts[index]) for index in rooms]
-            admission = self.policy.choose(request.variant, candidates, now_s, wanted)
+            admission = self.policy.choose(request.variant, candidates, now_s, wanted, passes=passes)
             if admission is None:
                 return False
             request.worker = rooms[admission.index]
             worker = self.workers[request.worker]
-            worker.admit(request.variant, now_s)
+            if isinstance(self.policy, DeltaZip) and passes:
+                assert any(
+                    one.is_parent and one.variant == request.variant and one.worker == request.worker
+                    for one in self.running
+                ), "it passed one that waits, and follows no parent"
+            request.is_parent = worker.admit(request.variant, now_s, passes=passes)
+            if request.variant not in self.held[request.worker]:
+                self.held[request.worker].append(request.variant)
             self.served_s[request.variant] = now_s
             if request.variant not in worker.loaded:
                 self.load(request.worker, request.variant, now_s, admission.evicted)
@@ -114,7 +136,7 @@ class Cluster:
 
 
 SKIPPING = tuple(make(bound_s=BOUND_S) for make in (LeastLoaded, BusiestLoaded, RoundRobin))
-POLICIES = (FirstComeFirstServed(), *SKIPPING)
+POLICIES = (FirstComeFirstServed(), DeltaZip(), *SKIPPING)
 REQUESTS = st.lists(
     st.tuples(
         st.floats(0, 2),
@@ -168,6 +190,57 @@ def test_a_stream_of_one_variant_does_not_starve_another(policy) -> None:
         cluster.step(now_s)
     began_s = waiting.ends_s - waiting.service_s
     assert BOUND_S <= began_s - waiting.arrived_s <= BOUND_S + 1.0  # the last of "a" takes a second
+
+
+@pytest.mark.parametrize("policy", SKIPPING, ids=lambda policy: policy.name)
+def test_past_the_bound_slots_are_emptied_one_by_one(policy) -> None:
+    """Two slots, two streams: "a" took its slot first and drains for "c"; "b" goes on until "d" is the next."""
+    cluster = Cluster(policy, [WorkerVariants(2, 3)], max_outstanding=64)
+    late = [Request(0.5, "c"), Request(0.5, "d")]
+    for tick in range(150):
+        now_s = tick / 10
+        cluster.waiting += [Request(now_s, "a"), Request(now_s + 0.01, "b")]
+        if now_s == 0.5:
+            cluster.waiting += late
+        cluster.step(now_s)
+    first, second = (one.ends_s - one.service_s - one.arrived_s for one in late)
+    assert BOUND_S <= first <= BOUND_S + 1.0
+    assert first < second <= BOUND_S + 2.1
+    began_s = sorted(one.ends_s - one.service_s for one in cluster.served if one.variant == "b")
+    assert any(late[0].arrived_s + BOUND_S + 0.1 < at_s < late[0].arrived_s + first for at_s in began_s)
+
+
+def test_followers_of_a_parent_that_has_ended_pass_none() -> None:
+    """A stream of "a" passes "b" while its parent runs; those that followed drain, and "b" has the slot."""
+    cluster = Cluster(DeltaZip(), [WorkerVariants(1, 2)], max_outstanding=8)
+    waiting = Request(0.05, "b")
+    for tick in range(40):
+        now_s = tick / 10
+        cluster.waiting.append(Request(now_s, "a"))
+        if not tick:
+            cluster.waiting.append(waiting)
+        cluster.step(now_s)
+    followers = [one for one in cluster.served if 0 < one.arrived_s < 0.7 and one is not waiting]
+    assert len(followers) == 6
+    assert all(one.ends_s - one.service_s == pytest.approx(one.arrived_s) for one in followers)
+    began_s = waiting.ends_s - waiting.service_s
+    assert 1.0 < began_s <= 2.0
+    late = [one for one in cluster.served if one.arrived_s >= 1.0]
+    assert late
+    assert all(one.ends_s - one.service_s >= began_s for one in late)
+
+
+def test_a_waiting_request_has_a_slot_once_parents_and_followers_of_that_moment_have_ended() -> None:
+    """Two slots, two streams: "c" waits for a parent's and a follower's time at most, however long they go on."""
+    cluster = Cluster(DeltaZip(), [WorkerVariants(2, 3)], max_outstanding=64)
+    waiting = Request(1.0, "c")
+    for tick in range(100):
+        now_s = tick / 10
+        cluster.waiting += [Request(now_s, "a"), Request(now_s, "b")]
+        if now_s == waiting.arrived_s:
+            cluster.waiting.append(waiting)
+        cluster.step(now_s)
+    assert waiting.ends_s - waiting.service_s - waiting.arrived_s <= 2.0
 
 
 def worker(*loaded: str, slots: int = 2, max_loaded: int = 3, in_flight: str = "") -> WorkerVariants:
@@ -309,7 +382,8 @@ def test_fairness_near_the_bound(make) -> None:
 def test_a_request_of_the_base_passes_variants_that_wait() -> None:
     offered: list[Request] = []
 
-    def admit(request: Request) -> bool:
+    def admit(request: Request, passes: bool) -> bool:
+        assert passes == bool(offered)
         offered.append(request)
         return request.variant is None
 

@@ -16,7 +16,9 @@ def _no_time(rows: int, active: int) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterCost:
-    """Slots of a worker, and the time that adapters take. Zeros where an engine's were not measured.
+    """Slots of a worker, and the time that adapters or deltas take. Zeros where an engine's were not measured.
+
+    With ``prompt_s`` (deltas, which are merged for prompts) adapters of prompts are none of a step's ``added_s``.
 
     Raises:
         ConfigError: fewer loaded adapters than slots, no slot, or a negative time.
@@ -27,6 +29,7 @@ class AdapterCost:
     load_s: float = 0.0  # of one adapter
     added_s: Callable[[int, int], float] = _no_time  # to a step, by its sequences and its adapters, one at least
     prompt_share: float = 0.0  # of a prompt's time
+    prompt_s: Callable[[int], float] | None = None  # more for an adapter's prompts in a step, by their tokens
 
     def __post_init__(self) -> None:
         if not 1 <= self.slots <= self.max_loaded:

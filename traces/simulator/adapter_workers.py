@@ -6,6 +6,7 @@
     being loaded is held before the worker's queue until it is there.
 *   A step in which sequences of adapters decode takes ``AdapterCost.step_s`` longer, by all sequences that decode
     in it and by the adapters of all that is in it; prompts of adapters take ``prompt_share`` of their time longer.
+    Of deltas the prompts take ``prompt_s`` longer instead, once for each delta that has some in the step.
 
 Slots bound which adapters are in flight at a worker before requests reach it (``placement.variant_routing``), so
 that each request here has a slot. An adapter that is loaded and has none is copied into one when it is asked for;
@@ -17,7 +18,7 @@ run, each of its steps longer by the same time.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
 from traces.simulator.adapter_cost import AdapterCost
@@ -104,13 +105,25 @@ class AdapterServer(ContinuousWorker):
                 return work_s
             self._steps = self._with_active(active)
             return self._steps.run_s(n, self._cached / n + 1, self._rounds)
-        in_step = [row for _, row, _ in self._decoders] + [prompt[0] for prompt, _ in self._chunks]
+        in_step = [row for _, row, _ in self._decoders]
+        if self._cost.prompt_s is None:
+            in_step += [prompt[0] for prompt, _ in self._chunks]
+        else:
+            work_s += sum(map(self._cost.prompt_s, self._adapter_tokens().values()))
         work_s += self._cost.step_s(n, len(self._adapters_of(in_step)))
         return work_s + self._cost.prompt_share * self._adapter_prompts_s()
 
     def _adapters_of(self, rows: Iterable[int]) -> set[str]:
         found = self._variant
         return {found[row] for row in rows if row in found}
+
+    def _adapter_tokens(self) -> Counter[str]:
+        """Return the tokens of the step's prompts by adapter."""
+        tokens = Counter[str]()
+        for prompt, size in self._chunks:
+            if (variant := self._variant.get(prompt[0])) is not None:
+                tokens[variant] += size
+        return tokens
 
     def _adapter_prompts_s(self) -> float:
         """Return the time of the step's prompts that have adapters, as if they were alone."""

@@ -58,8 +58,10 @@ class Sender(Protocol[_SentRequest, _SentWorker]):
 
 
 @dataclass(slots=True)
-class _Place:
+class _Place(Generic[_Request]):
     state: WorkerVariants
+    parents: dict[str, _Request] = field(default_factory=dict)  # by variant; that of ``WorkerVariants.led``
+    followers: dict[str, list[_Request]] = field(default_factory=dict)  # by variant, where they are preempted
     loading: dict[str, int] = field(default_factory=dict)  # variant -> its loads under way that count
     abandoned: dict[str, int] = field(default_factory=dict)  # ... that were evicted before they ended
 
@@ -80,24 +82,40 @@ class VariantFleet(Generic[_Request, _Worker]):
     ) -> None:
         WorkerVariants(slots, max_loaded)  # checked
         self._policy, self._slots, self._max_loaded, self._sender = policy, slots, max_loaded, sender
-        self._places: dict[_Worker, _Place] = {}
+        self._places: dict[_Worker, _Place[_Request]] = {}
         self._served_s: dict[str, float] = {}
         self._wanted: dict[str, None] = {}  # variants of waiting requests
         self.hits = self.loads = self.evictions = 0
 
     def enter(self, worker: _Worker) -> None:
         """Take in a worker, which has nothing loaded."""
-        self._places[worker] = _Place(WorkerVariants(self._slots, self._max_loaded))
+        self._places[worker] = _Place[_Request](WorkerVariants(self._slots, self._max_loaded))
 
     def remove(self, worker: _Worker) -> None:
         """Forget a worker and all that is in flight there."""
         self._places.pop(worker, None)
 
-    def ended(self, worker: _Worker, variant: str | None) -> None:
-        """Note that a request has left its worker."""
-        place = self._places.get(worker)
-        if place is not None and variant is not None:
+    def ended(self, worker: _Worker, request: _Request) -> Sequence[_Request]:
+        """Note that a request has left its worker.
+
+        Returns:
+            Those that a policy which preempts takes back there now, in the order in which they were sent. They
+            have left as well.
+        """
+        place, variant = self._places.get(worker), request.variant
+        if place is None or variant is None:
+            return ()
+        is_parent = place.parents.get(variant) is request
+        place.state.leave(variant, is_parent=is_parent)
+        followers = place.followers.get(variant, [])
+        if not is_parent:
+            if request in followers:
+                followers.remove(request)
+            return ()
+        del place.parents[variant]
+        for _ in place.followers.pop(variant, ()):
             place.state.leave(variant)
+        return followers
 
     def loaded(self, worker: _Worker, variant: str) -> None:
         """Note that a load has ended; the loads of one variant at a worker end in their order."""
@@ -120,8 +138,8 @@ class VariantFleet(Generic[_Request, _Worker]):
             return sent
         self._wanted = _variants_of(waiting)
 
-        def admit(request: _Request) -> bool:
-            if is_sent := self._admit(request, workers, now_s):
+        def admit(request: _Request, passes: bool) -> bool:
+            if is_sent := self._admit(request, workers, now_s, passes):
                 sent[request] = None
             return is_sent
 
@@ -132,7 +150,7 @@ class VariantFleet(Generic[_Request, _Worker]):
         self._prefetch(workers, now_s)
         return sent
 
-    def _admit(self, request: _Request, workers: Sequence[_Worker], now_s: float) -> bool:
+    def _admit(self, request: _Request, workers: Sequence[_Worker], now_s: float, passes: bool) -> bool:
         rooms = [worker for worker in workers if worker.outstanding < worker.max_outstanding]
         if not rooms:
             return False
@@ -146,12 +164,16 @@ class VariantFleet(Generic[_Request, _Worker]):
             )
             for worker in rooms
         ]
-        admission = self._policy.choose(variant, candidates, now_s, self._wanted)
+        admission = self._policy.choose(variant, candidates, now_s, self._wanted, passes=passes)
         if admission is None:
             return False
         worker = rooms[admission.index]
-        state = self._places[worker].state
-        state.admit(variant, now_s)
+        place = self._places[worker]
+        state = place.state
+        if state.admit(variant, now_s, passes=passes):
+            place.parents[variant] = request
+        elif passes and self._policy.preempts:
+            place.followers.setdefault(variant, []).append(request)
         self._served_s[variant] = now_s
         if variant in state.loaded:
             self.hits += 1

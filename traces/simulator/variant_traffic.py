@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fingerprint.errors import ConfigError
 from placement.variant_routing import VariantPolicy
 from traces.simulator.adapter_cost import AdapterCost
 from traces.simulator.adapter_workers import AdapterServer
@@ -39,6 +40,9 @@ class VariantTraffic:
         choose: of replicas with room, that of a request of the base.
         submit: a request to its replica; returns whether that took it.
         wake: a replica that has something to do.
+
+    Raises:
+        ConfigError: a policy that preempts.
     """
 
     def __init__(
@@ -51,6 +55,8 @@ class VariantTraffic:
         submit: Callable[[Server, int, float], bool],
         wake: Callable[[Server, float], None],
     ) -> None:
+        if policy.preempts:
+            raise ConfigError(f"{policy.name} takes requests back from workers, which is not simulated; replay it")
         self._cost, self._requests = cost, requests
         self._choose, self._submit, self._wake = choose, submit, wake
         self._fleet = VariantFleet[_Request, Server](policy, cost.slots, cost.max_loaded, self)
@@ -96,7 +102,7 @@ class VariantTraffic:
         for row in server.released:
             self._began(self._running[row], now_s, cold=True)
         for row in server.ended:
-            self._fleet.ended(server, self._running.pop(row).variant)
+            self._fleet.ended(server, self._running.pop(row))
         for noted in (server.loaded, server.released, server.ended):
             noted.clear()
         return True
@@ -125,7 +131,7 @@ class VariantTraffic:
             worker.tag(row, variant)
         if not self._submit(worker, row, now_s):
             worker.untag(row)
-            self._fleet.ended(worker, self._running.pop(row).variant)
+            self._fleet.ended(worker, self._running.pop(row))
         elif not is_held:
             loaded_s = -1.0 if variant is None else self._loaded_s.get((worker, variant), -1.0)
             self._began(request, now_s, cold=loaded_s > request.arrived_s)

@@ -13,15 +13,16 @@ import heapq
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from fingerprint.errors import ConfigError
 from placement.variant_routing import VariantPolicy, make_variant_policy
 from traces.simulator.variant_fleet import VariantFleet
 
-__all__ = ["StepCost", "VariantArrival", "VariantReplay", "VariantWorkers", "replay_variants"]
+__all__ = ["StepCost", "StepSlowdown", "VariantArrival", "VariantReplay", "VariantWorkers", "replay_variants"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +32,14 @@ class VariantArrival:
     arrived_s: float
     variant: str
     service_s: float  # alone at the worker, without its load
+
+
+class StepSlowdown(Protocol):
+    """Slowdown of requests that run together at a worker."""
+
+    def slowdown(self, requests: int, variants: int) -> float:
+        """Return how much longer a step takes than one of a single request, all of whose time is ``service_s``."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,13 +76,16 @@ class VariantWorkers:
     max_outstanding: int = 256  # requests at a worker
     variant_bytes: int  # of one variant
     load_bytes_per_s: float  # of one load; loads do not slow each other down
-    step: StepCost | None = None  # None: requests do not slow each other down
+    step: StepSlowdown | None = None  # None: requests do not slow each other down
+    resume_s: float = 0.0  # of service, more for a request that was preempted, each time
 
     def __post_init__(self) -> None:
         if min(self.num_workers, self.max_outstanding) < 1:
             raise ConfigError(
                 f"variants need a worker and room at it, got {self.num_workers} and {self.max_outstanding}"
             )
+        if not 0 <= self.resume_s < math.inf:
+            raise ConfigError(f"a preempted request takes no negative time to go on, got {self.resume_s} s")
         if not (self.variant_bytes >= 0 and self.load_bytes_per_s > 0):
             raise ConfigError(
                 f"a load needs bytes and bytes per second, got {self.variant_bytes} and {self.load_bytes_per_s}"
@@ -93,6 +105,8 @@ class VariantReplay:
     hits: int  # requests whose variant was loaded, or being loaded, when a worker took them
     waiting_s: tuple[float, ...]  # of each request in order of the trace, until it ran
     latency_s: tuple[float, ...]  # likewise, from its arrival until it was complete
+    ended_s: float = 0.0  # when the last was complete
+    preemptions: int = 0
 
     @property
     def hit_rate(self) -> float:
@@ -103,14 +117,13 @@ class VariantReplay:
 class _Request:
     row: int
     arrival: VariantArrival
+    left_s: float  # of its service
+    arrived_s: float
+    has_run: bool = False
 
     @property
     def variant(self) -> str:
         return self.arrival.variant
-
-    @property
-    def arrived_s(self) -> float:
-        return self.arrival.arrived_s
 
 
 class _Worker:
@@ -133,17 +146,29 @@ class _Worker:
 
     def start(self, request: _Request, now_s: float) -> None:
         self._advance(now_s)
-        heapq.heappush(self._running, (self._progress_s + request.arrival.service_s, request.row, request))
+        heapq.heappush(self._running, (self._progress_s + request.left_s, request.row, request))
         self._variants[request.variant] += 1
 
     def end(self, now_s: float) -> _Request:
         """Return the request that is complete now."""
         self._advance(now_s)
         self._progress_s, _, request = heapq.heappop(self._running)  # exactly, whatever was rounded
+        self._stop(request)
+        return request
+
+    def take_back(self, request: _Request, now_s: float) -> None:
+        """Stop a request, which runs since its parent has run, and note how much of its service is left."""
+        self._advance(now_s)
+        (entry,) = (one for one in self._running if one[2] is request)
+        self._running.remove(entry)
+        heapq.heapify(self._running)
+        request.left_s = max(0.0, entry[0] - self._progress_s)
+        self._stop(request)
+
+    def _stop(self, request: _Request) -> None:
         self._variants[request.variant] -= 1
         if not self._variants[request.variant]:
             del self._variants[request.variant]
-        return request
 
     def next_end_s(self) -> float:
         """Return when the next request is complete if none starts before; infinite where none runs."""
@@ -162,20 +187,32 @@ class _Worker:
 
 
 def replay_variants(
-    requests: Sequence[VariantArrival], workers: VariantWorkers, policy: VariantPolicy | None = None
+    requests: Sequence[VariantArrival],
+    workers: VariantWorkers,
+    policy: VariantPolicy | None = None,
+    *,
+    clients: int | None = None,
 ) -> VariantReplay:
     """Replay ``requests``, in any order of arrival.
 
+    Args:
+        clients: a closed loop of so many: the first requests arrive at once, each further one as another is
+            complete, in the order of ``requests``, whose times are not used. None: they arrive at their times.
+
     Raises:
-        ConfigError: the workers have fewer places than slots, or none.
+        ConfigError: the workers have fewer places than slots, or none; no client.
     """
+    if clients is not None and clients < 1:
+        raise ConfigError(f"a closed loop needs a client, got {clients}")
     replay = _Replay(len(requests), workers, policy or make_variant_policy())
-    return replay.run(requests)
+    return replay.run(requests, clients)
 
 
 class _Replay:
     def __init__(self, num_requests: int, workers: VariantWorkers, policy: VariantPolicy) -> None:
-        self._load_s = workers.load_s
+        self._load_s, self._resume_s = workers.load_s, workers.resume_s
+        self._preemptions, self._ended_s = 0, 0.0
+        self._to_arrive: Iterator[_Request] = iter(())  # of a closed loop
         self._workers = [_Worker(workers) for _ in range(workers.num_workers)]
         self._fleet = VariantFleet[_Request, _Worker](policy, workers.slots, workers.max_loaded, self)
         for worker in self._workers:
@@ -186,10 +223,16 @@ class _Replay:
         self._waiting_s = [0.0] * num_requests
         self._latency_s = [0.0] * num_requests
 
-    def run(self, requests: Sequence[VariantArrival]) -> VariantReplay:
+    def run(self, requests: Sequence[VariantArrival], clients: int | None) -> VariantReplay:
         arrivals = sorted(
-            (_Request(row, arrival) for row, arrival in enumerate(requests)), key=lambda one: one.arrived_s
+            (_Request(row, one, one.service_s, one.arrived_s) for row, one in enumerate(requests)),
+            key=lambda one: one.arrived_s,
         )
+        if clients is not None:
+            self._to_arrive = iter(arrivals[clients:])
+            arrivals = arrivals[:clients]
+            for request in arrivals:
+                request.arrived_s = 0.0
         next_row = 0
         while next_row < len(arrivals) or self._events:
             if self._events and (next_row == len(arrivals) or self._events[0][0] <= arrivals[next_row].arrived_s):
@@ -208,6 +251,8 @@ class _Replay:
             hits=self._fleet.hits,
             waiting_s=tuple(self._waiting_s),
             latency_s=tuple(self._latency_s),
+            ended_s=self._ended_s,
+            preemptions=self._preemptions,
         )
 
     def choose_base(self, rooms: Sequence[_Worker]) -> int:
@@ -234,7 +279,8 @@ class _Replay:
         return True
 
     def _start(self, worker: _Worker, request: _Request, now_s: float) -> None:
-        self._waiting_s[request.row] = now_s - request.arrived_s
+        if not request.has_run:
+            request.has_run, self._waiting_s[request.row] = True, now_s - request.arrived_s
         worker.start(request, now_s)
         self._expect_end(worker)
 
@@ -248,10 +294,27 @@ class _Replay:
             return False
         request = worker.end(now_s)
         worker.outstanding -= 1
-        self._fleet.ended(worker, request.variant)
+        followers = self._fleet.ended(worker, request)
         self._latency_s[request.row] = now_s - request.arrived_s
+        self._ended_s = now_s
+        self._take_back(worker, followers, now_s)
+        for following in itertools.islice(self._to_arrive, 1):
+            following.arrived_s = now_s
+            self._waiting[following] = None
         self._expect_end(worker)
         return True
+
+    def _take_back(self, worker: _Worker, followers: Sequence[_Request], now_s: float) -> None:
+        """Put requests that are preempted back in their places of the queue."""
+        if not followers:
+            return
+        for request in followers:
+            worker.take_back(request, now_s)
+            worker.outstanding -= 1
+            request.left_s += self._resume_s
+            self._waiting[request] = None
+        self._preemptions += len(followers)
+        self._waiting = dict.fromkeys(sorted(self._waiting, key=lambda one: (one.arrived_s, one.row)))
 
     def _at(self, at_s: float, happen: Callable[[float], bool]) -> None:
         heapq.heappush(self._events, (at_s, next(self._order), happen))

@@ -24,7 +24,7 @@ from iserve.gateway.variant_residency import NoPlaceError, VariantRequest, Varia
 from iserve.gateway.worker_http import NotBegunError
 from iserve.http_stream import NotReachedError
 from iserve.route_table import Route, VariantRoute, WorkerTarget
-from placement.variant_routing import FirstComeFirstServed, LeastLoaded, VariantPolicy
+from placement.variant_routing import DeltaZip, FirstComeFirstServed, LeastLoaded, VariantPolicy
 from tests.iserve.gateway.variant_requests import variant
 
 VARIANTS = tuple(variant(name) for name in "abcd")
@@ -36,6 +36,7 @@ FAILURES: tuple[Callable[[], Exception], ...] = (
 POLICIES: tuple[VariantPolicy, ...] = (
     LeastLoaded(bound_s=math.inf),  # how long a request has waited is the clock's, and has laws of its own
     FirstComeFirstServed(),
+    DeltaZip(),
 )
 
 

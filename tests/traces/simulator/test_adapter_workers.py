@@ -74,6 +74,32 @@ def test_a_prompt_takes_its_share_more() -> None:
     assert serve_variants(requests, steps, cost).outcomes.last_token_s.tolist() == [4.0 + 0.5 * 2.0] * 2
 
 
+def test_prompts_of_a_delta_are_merged_once_a_step() -> None:
+    """Three prompts of two deltas in the first step, where nothing decodes; then two deltas decode."""
+    steps = second_per_step(4)
+    cost = AdapterCost(
+        slots=2,
+        max_loaded=2,
+        added_s=lambda rows, active: 10.0 * rows + 100.0 * active,
+        prompt_s=lambda tokens: 1000.0 + tokens,
+    )
+    requests = [Request(0.0, 5, 2, model="a"), Request(0.0, 6, 2, model="a"), Request(0.0, 7, 2, model="b")]
+    outcomes = serve_variants(requests, steps, cost).outcomes
+    assert outcomes.first_token_s.tolist() == [1 + 1011.0 + 1007.0] * 3
+    assert outcomes.last_token_s.tolist() == [1 + 2018.0 + 1 + 30.0 + 200.0] * 3
+
+
+def test_a_delta_that_only_prompts_is_none_of_the_decoding_ones() -> None:
+    """ "b" arrives while "a" decodes: its prompt is merged, and the kernel has one delta in that step."""
+    steps = second_per_step(4)
+    cost = AdapterCost(
+        slots=2, max_loaded=2, added_s=lambda rows, active: 100.0 * active, prompt_s=lambda tokens: 1000.0
+    )
+    requests = [Request(0.0, 5, 3, model="a"), Request(1002.0, 5, 1, model="b")]
+    outcomes = serve_variants(requests, steps, cost).outcomes
+    assert outcomes.first_token_s.tolist() == [1001.0, 1001.0 + 101.0 + 1 + 100.0 + 1000.0]
+
+
 @settings(max_examples=250, deadline=None)
 @given(
     asked=st.lists(_ASKED, min_size=1, max_size=25),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fingerprint.errors import ConfigError, NotFoundError
 from placement.actions import ClusterAction, Drain, Move, Scale
-from placement.variant_routing import VARIANT_POLICIES, make_variant_policy
+from placement.variant_routing import VARIANT_POLICIES, PreemptingDeltaZip, make_variant_policy
 from planner.intent import Slo
 from tests.golden_words import Golden
 from tests.traces.simulator.linear_steps import linear_steps
@@ -105,6 +105,10 @@ class TestByHand:
         assert found.outcomes.completed.all()
         assert variants_of(found).loads >= len({request.model for request in requests})
         assert variants_of(found).load_s == 0.0
+
+    def test_a_policy_that_takes_requests_back_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match="replay"):
+            serve_variants([Request(0.0, 5, 4, model="a")], STEPS, cost(), policy=PreemptingDeltaZip())
 
     def test_the_queue_has_its_bound(self) -> None:
         requests = [Request(0.0, 5, 40, model=name) for name in "abcde"]

@@ -12,7 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fingerprint.errors import ConfigError
-from placement.variant_routing import VARIANT_POLICIES, FirstComeFirstServed, make_variant_policy
+from placement.variant_routing import (
+    VARIANT_POLICIES,
+    DeltaZip,
+    FirstComeFirstServed,
+    PreemptingDeltaZip,
+    make_variant_policy,
+)
 from tests.golden_words import Golden
 from traces.simulator.variants import StepCost, VariantArrival, VariantWorkers, replay_variants
 
@@ -51,6 +57,27 @@ def test_followers_of_a_running_variant_pass_but_not_first_come_first_served() -
     assert fcfs.waiting_s == pytest.approx((0.1, 0.9, 1.8))
 
 
+def test_as_a_parent_ends_its_followers_are_preempted_or_drain() -> None:
+    """ "b" waits for the slot of "a", which a second "a" shares from 0.5 s on."""
+    trace = arrivals((0.0, "a"), (0.4, "b"), (0.5, "a"))
+    fleet = workers(slots=1, load_bytes_per_s=1e12, resume_s=0.25)
+    drained = replay_variants(trace, fleet, DeltaZip())
+    assert drained.latency_s == pytest.approx((1.0, 1.1 + 1.0, 1.0))
+    preempted = replay_variants(trace, fleet, PreemptingDeltaZip())
+    assert preempted.latency_s == pytest.approx((1.0, 0.6 + 1.0, 1.5 + 0.5 + 0.25))
+    assert preempted.waiting_s == pytest.approx((0.0, 0.6, 0.0), abs=1e-9)
+    assert (drained.preemptions, preempted.preemptions) == (0, 1)
+
+
+def test_a_closed_loop_sends_the_next_request_as_one_is_complete() -> None:
+    trace = arrivals((0.0, "a"), (0.0, "b"), (9.0, "a"), (9.0, "a"))
+    found = replay_variants(trace, workers(slots=1, load_bytes_per_s=1e12), clients=1)
+    assert found.latency_s == pytest.approx((1.0,) * 4)
+    assert found.ended_s == pytest.approx(4.0)
+    with pytest.raises(ConfigError, match="client"):
+        replay_variants(trace, workers(), clients=0)
+
+
 @given(
     rows=st.lists(st.tuples(st.floats(0, 50), st.sampled_from("abcdefgh")), max_size=60),
     num_workers=st.integers(1, 3),
@@ -59,14 +86,18 @@ def test_followers_of_a_running_variant_pass_but_not_first_come_first_served() -
 )
 def test_laws(rows, num_workers, slots, spare) -> None:
     fleet = workers(num_workers=num_workers, slots=slots, max_loaded=slots + spare)
-    for policy in (None, *(make() for make in VARIANT_POLICIES.values())):
+    for policy in (None, PreemptingDeltaZip(), *(make() for make in VARIANT_POLICIES.values())):
         replay = replay_variants(arrivals(*rows), fleet, policy)
         assert len(replay.waiting_s) == len(rows)
         assert all(waited_s >= 0 for waited_s in replay.waiting_s)
         assert replay.loads >= len({name for _, name in rows})
         assert replay.loads - replay.evictions <= num_workers * (slots + spare)
         assert replay.hits + replay.loads >= len(rows)
-        assert replay.latency_s == pytest.approx([waited_s + 1.0 for waited_s in replay.waiting_s])
+        served_s = [took_s - waited_s for took_s, waited_s in zip(replay.latency_s, replay.waiting_s, strict=True)]
+        assert all(one_s >= 1.0 - 1e-9 for one_s in served_s)
+        if not isinstance(policy, PreemptingDeltaZip):
+            assert replay.preemptions == 0
+            assert replay.latency_s == pytest.approx([waited_s + 1.0 for waited_s in replay.waiting_s])
 
 
 def test_requests_that_run_together_share_the_steps() -> None:
