@@ -67,10 +67,10 @@ def test_it_has_three_seeds(study: DeltaStudy) -> None:
 def test_two_bits_are_behind_four_with_half_of_them_pruned_and_three_ahead(study: DeltaStudy) -> None:
     """In each seed; two bits take half of the bytes, three bits three quarters."""
     of_texts = replace(study, outcomes=tuple(each for each in study.outcomes if each.calibration == TEXTS))
-    for field, sign in (("exact_match", 1), ("nll", -1)):
+    for field, is_falling in (("exact_match", False), ("nll", True)):
         formats = zip(*(by_seed(of_texts, name, field) for name in ("int2", "sparse24-int4", "int3")), strict=True)
         for values in formats:
-            assert sorted(values, key=lambda value, sign=sign: sign * value) == list(values)
+            assert sorted(values, reverse=is_falling) == list(values)
     bits = [of(study, name, TEXTS, "bits") for name in ("int2", "int3", "sparse24-int4")]
     assert bits[0] < 0.6 * bits[2]
     assert bits[1] < 0.8 * bits[2]

@@ -6,6 +6,7 @@ import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,10 @@ from daemon.variants.compress import (
     compress_delta,
     compress_within,
 )
+from daemon.variants.compress.compressor import Prepared
+from daemon.variants.compress.judgement import judge
 from fingerprint.delta import FORMATS, read_delta
+from fingerprint.delta.reader import Delta
 from fingerprint.errors import ConfigError, ConflictError
 from tests.fingerprint.small_fine_tunes import TEXTS, read_bytes, tiny_tensors, tuned, write_model
 
@@ -83,7 +87,7 @@ def reference(folder: Path) -> list[TextLoss]:
     delta, stored = read_delta(folder / "delta"), dict(kept.named_parameters())
     with torch.no_grad():
         for matrix in delta.manifest.matrices:
-            stored[matrix.name] += torch.from_numpy(delta.change(matrix))
+            stored[matrix.name].add_(torch.from_numpy(delta.change(matrix)))
         for exact in delta.manifest.exact:
             stored[exact.name].copy_(tuned_model.get_parameter(exact.name))
     codec = load_text_codec(folder / "tuned")
@@ -170,16 +174,18 @@ def ended_at(folder: Path, format_name: str, what: str) -> None:
 def test_an_ended_command_goes_on_and_judges_no_format_again(
     pair: Path, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from daemon.variants.compress import trials as module
-
     whole = tried(pair, accepted=frozenset({"int3"}))
     content = read_bytes(pair / "delta")
     os.rename(pair / "delta", pair / "whole")
     ended_at(pair, "int3", what)
     assert left(pair) == {"whole", ".delta.trials"}
     judged = []
-    judge = module.judge
-    monkeypatch.setattr(module, "judge", lambda *args: judged.append(args[1].manifest.format) or judge(*args))
+
+    def see(prepared: Prepared, delta: Delta, *arguments: Any) -> tuple[TextLoss, ...]:
+        judged.append(delta.manifest.format)
+        return judge(prepared, delta, *arguments)
+
+    monkeypatch.setattr("daemon.variants.compress.trials.judge", see)
     assert tried(pair, accepted=frozenset({"int3"})) == whole
     assert judged == ["int3"]
     assert read_bytes(pair / "delta") == content
