@@ -124,9 +124,7 @@ class ExportDocument:
 class CompressOptions:
     """Options of a delta that is made."""
 
-    format_name: (
-        str  # one of ``fingerprint.delta.FORMATS``; the first that is tried where there is a limit of loss
-    )
+    format_name: str  # one of ``fingerprint.delta.FORMATS``; with a limit of loss the first that is tried
     calibration: Path | None  # file of texts; None: random tokens
     max_error: float | None
     max_quality_loss: float | None = None  # nats per token
