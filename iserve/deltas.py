@@ -12,17 +12,30 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fingerprint.codec import to_json
-from fingerprint.delta import FORMATS, DeltaManifest, export_delta, is_delta, read_delta
+from fingerprint.delta import FORMATS, export_delta, is_delta, read_delta
 from fingerprint.errors import CheckpointError, NotFoundError
 from fingerprint.extras import need_extra
 from fingerprint.lora.adapter_config import CONFIG_FILE
+from iserve.delta_loss import (
+    JudgementDocument,
+    TextsOfBoth,
+    is_within,
+    judgement_document,
+    refuse,
+    split_texts,
+)
 from iserve.model_source import ModelSource, existing_path, plain_path, resolve
-from iserve.quality.texts import read_texts
+from iserve.quality.texts import TextFile, read_texts
+
+if TYPE_CHECKING:
+    from daemon.variants.compress import CalibrationTexts, CompressOrder, CompressResult
 
 __all__ = [
     "CompressDocument",
+    "CompressOptions",
     "ExportDocument",
     "MatrixDocument",
     "compress_variant",
@@ -81,6 +94,8 @@ class CompressDocument:
     """Bytes of the fine-tune's tensors."""
     units_found_done: int
     """Units that an interrupted command had done: embeddings, each layer, the output layer."""
+    judgement: JudgementDocument | None
+    """Choice of the format by what is lost on texts; null: no limit was given."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,49 +120,92 @@ class ExportDocument:
     """Bytes of its tensors."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompressOptions:
+    """Options of a delta that is made."""
+
+    format_name: str  # one of ``fingerprint.delta.FORMATS``; with a limit of loss the first that is tried
+    calibration: Path | None  # file of texts; None: random tokens
+    max_error: float | None
+    max_quality_loss: float | None = None  # nats per token
+    text: Path | None = None  # file of the texts that judge the loss; None: a part of ``calibration``
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Files of texts."""
+        return tuple(file for file in (self.calibration, self.text) if file is not None)
+
+
 def compress_variant(
     base: str,
     finetuned: str,
     target: str,
     registered: Mapping[str, Path],
-    *,
-    format_name: str,
-    calibration: Path | None,
-    max_error: float | None,
+    options: CompressOptions,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> CompressDocument:
     """Write to the folder ``target`` the delta of two MODEL arguments.
 
     Args:
-        format_name: one of ``fingerprint.delta.FORMATS``.
-        calibration: file of texts; None: random tokens.
         progress: called with what is counted, how much is done, and how much there is.
 
     Raises:
         MissingExtraError: torch is not installed.
-        NotFoundError, BadInputError, ConflictError, UnavailableError: as ``compress_delta``, ``read_texts`` and
-            ``model_source.resolve``.
+        InfeasibleError: every format loses more than is allowed; nothing is left then.
+        NotFoundError, BadInputError, ConflictError, UnavailableError: as ``compress_delta``, ``compress_within``,
+            ``read_texts``, ``split_texts`` and ``model_source.resolve``.
     """
     need_extra("torch", "compressing a fine-tune")
-    texts = None if calibration is None else read_texts(calibration.expanduser())
+    calibration, judging = (
+        None if file is None else read_texts(file.expanduser()) for file in (options.calibration, options.text)
+    )
+    limit = options.max_quality_loss
+    both = None if limit is None else split_texts(calibration, judging)
     sources = [_with_weights(resolve(model, registered)) for model in (base, finetuned)]
 
-    from daemon.variants.compress import CalibrationTexts, CompressOrder, compress_delta  # torch: seconds
+    from daemon.variants.compress import CompressOrder, compress_delta  # torch: seconds
 
     order = CompressOrder(
         base=sources[0].directory,
         finetuned=sources[1].directory,
         target=_folder(target),
-        format=FORMATS[format_name],
-        calibration=None
-        if texts is None
-        else CalibrationTexts(sha256=texts.sha256, texts=tuple(text.whole for text in texts.texts)),
-        max_error=max_error,
+        format=FORMATS[options.format_name],
+        calibration=_calibration(calibration, both),
+        max_error=options.max_error,
         base_name=sources[0].name,
         finetuned_name=sources[1].name,
     )
-    made = compress_delta(order, progress)
-    return _document(made.manifest, order.target, made.num_bytes, made.finetuned_bytes, made.units_found_done)
+    if both is None or limit is None:
+        return _document(compress_delta(order, progress), order.target, None)
+    return _compress_within(order, both, limit, progress)
+
+
+def _calibration(file: TextFile | None, both: TextsOfBoth | None) -> CalibrationTexts | None:
+    from daemon.variants.compress import CalibrationTexts
+
+    if both is not None and both.calibration:
+        texts = tuple(text.whole for text in both.calibration)
+        return CalibrationTexts(sha256=both.calibration_sha256, texts=texts)
+    if both is not None or file is None:
+        return None
+    return CalibrationTexts(sha256=file.sha256, texts=tuple(text.whole for text in file.texts))
+
+
+def _compress_within(
+    order: CompressOrder, both: TextsOfBoth, limit: float, progress: Callable[[str, int, int], None] | None
+) -> CompressDocument:
+    from daemon.variants.compress import JudgedText, JudgementTexts, compress_within
+
+    judged = tuple(
+        JudgedText("", text.text) if text.answer is None else JudgedText(text.text, text.answer)
+        for text in both.judgement
+    )
+    texts = JudgementTexts(sha256=both.judgement_sha256, texts=judged)
+    found = compress_within(order, texts, lambda trial: is_within(trial, limit), progress)
+    judgement = judgement_document(both, found.trials, limit)
+    if found.made is None:
+        raise refuse(judgement)
+    return _document(found.made, order.target, judgement)
 
 
 def is_fine_tune(folder: str) -> bool:
@@ -158,23 +216,20 @@ def is_fine_tune(folder: str) -> bool:
     return (path / "config.json").is_file()
 
 
-def compressed_folder(
-    work: Path, base: str, finetuned: str, format_name: str, calibration: Path | None, max_error: float | None
-) -> Path:
+def compressed_folder(work: Path, base: str, finetuned: str, options: CompressOptions) -> Path:
     """Return the folder, within ``work``, for a delta that is made to be registered.
 
     It is the same for the same command on the same files, by their sizes and times, so that an interrupted one
     goes on and finds what it has done.
     """
-    files = sorted(Path(finetuned).glob("*.safetensors")) + ([] if calibration is None else [calibration])
+    files = sorted(Path(finetuned).glob("*.safetensors")) + list(options.files)
     facts = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
-    key = to_json([base, finetuned, format_name, max_error, facts])
+    key = to_json([base, finetuned, options.format_name, options.max_error, options.max_quality_loss, facts])
     return work / sha256(key).hexdigest()[:16]
 
 
-def _document(
-    manifest: DeltaManifest, folder: Path, size_bytes: int, finetuned_bytes: int, units_found_done: int
-) -> CompressDocument:
+def _document(made: CompressResult, folder: Path, judgement: JudgementDocument | None) -> CompressDocument:
+    manifest = made.manifest
     most, calibration = manifest.max_error, manifest.calibration
     return CompressDocument(
         folder=str(folder),
@@ -192,9 +247,10 @@ def _document(
         num_above=0 if most is None else sum(each.error > most for each in manifest.matrices),
         calibration_tokens=0 if calibration is None else calibration.num_tokens,
         is_random=calibration is not None and calibration.sha256 is None,
-        size_bytes=size_bytes,
-        finetuned_bytes=finetuned_bytes,
-        units_found_done=units_found_done,
+        size_bytes=made.num_bytes,
+        finetuned_bytes=made.finetuned_bytes,
+        units_found_done=made.units_found_done,
+        judgement=judgement,
     )
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from iserve.quality.document import Interval, ModelFacts, QualityDocument
+    from iserve.quality.scoring import Scorer
     from iserve.quality.texts import TextFile
 
 __all__ = ["quality_words", "register"]
@@ -33,7 +34,12 @@ def quality(
     ],
     against: Annotated[
         str | None,
-        typer.Option("--against", metavar="BASE", help="The reference, served too.", callback=o.not_empty),
+        typer.Option(
+            "--against",
+            metavar="BASE",
+            help="The reference, served too; or the folder of one that is loaded here (./my-model).",
+            callback=o.not_empty,
+        ),
     ] = None,
     text: Annotated[
         Path | None,
@@ -126,6 +132,7 @@ def _text_of(text: Path | None, model: str, against: str | None) -> Path:
 def _measured(
     model: str, against: str | None, texts: TextFile, *, url: str | None, key: str | None, quiet: bool
 ) -> QualityDocument:
+    from contextlib import ExitStack
     from datetime import UTC, datetime
 
     from iserve import __version__
@@ -133,6 +140,7 @@ def _measured(
     from iserve.cli.connection import gateway_url
     from iserve.cli.progress import StepDisplay
     from iserve.quality.document import QualityDocument
+    from iserve.quality.local import folder_of, local_facts, open_folder
     from iserve.quality.measure import measure
     from iserve.quality.scoring import TOP, ScoredModel
     from iserve.replay.endpoint import check_models, resolve_endpoint
@@ -142,17 +150,22 @@ def _measured(
     else:
         with o.usage_errors("--url"):
             endpoint = resolve_endpoint(url)
-    names = (model,) if against is None else (model, against)
+    folder = None if against is None else folder_of(against)
+    names = [model] + ([against] if against is not None and folder is None else [])
     scored = [ScoredModel(endpoint, name, key) for name in names]
     check_models(endpoint, names, key)
     facts = [_facts(name, url) for name in names]  # before: what changes meanwhile is then no longer as they say
+    facts += [] if folder is None else [local_facts(folder)]
     started_at = datetime.now(UTC).isoformat(timespec="seconds")
-    with StepDisplay(quiet=quiet) as display:
+    with ExitStack() as stack:
+        display = stack.enter_context(StepDisplay(quiet=quiet))
+        reference: Scorer | None = stack.enter_context(open_folder(folder)) if folder else None
+        reference = scored[1] if len(scored) > 1 else reference
 
         def show(done: int, total: int) -> None:
             display.show("scoring", ProgressDocument(step="texts", done=done, total=total, elapsed_s=0.0))
 
-        found = measure(texts, scored[0], None if against is None else scored[1], seed=_SEED, progress=show)
+        found = measure(texts, scored[0], reference, seed=_SEED, progress=show)
     return QualityDocument(
         model=facts[0],
         against=None if against is None else facts[1],

@@ -15,9 +15,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from iserve.cli.progress import StepDisplay
-    from iserve.deltas import CompressDocument, ExportDocument
+    from iserve.delta_loss import JudgementDocument
+    from iserve.deltas import CompressDocument, CompressOptions, ExportDocument
 
-__all__ = ["CalibrationOption", "FormatOption", "MaxErrorOption", "register", "show_units"]
+__all__ = [
+    "CalibrationOption",
+    "FormatOption",
+    "MaxErrorOption",
+    "MaxLossOption",
+    "TextOption",
+    "loss_lines",
+    "options_of",
+    "register",
+    "show_units",
+]
 
 BaseArgument = Annotated[str, typer.Argument(metavar="BASE", help=BASE_HELP, callback=o.not_empty)]
 OutArgument = Annotated[str, typer.Argument(metavar="OUT", help=OUT_HELP, callback=o.not_empty)]
@@ -42,6 +53,12 @@ def _known_format(name: str) -> str:
 def _share(value: float | None) -> float | None:
     if value is not None and not 0 < value < 1:
         raise typer.BadParameter("must be above 0 and below 1")
+    return value
+
+
+def _loss(value: float | None) -> float | None:
+    if value is not None and not 0 <= value < float("inf"):
+        raise typer.BadParameter("must be 0 or more nats per token")
     return value
 
 
@@ -72,6 +89,50 @@ MaxErrorOption = Annotated[
         callback=_share,
     ),
 ]
+MaxLossOption = Annotated[
+    float | None,
+    typer.Option(
+        "--max-quality-loss",
+        metavar="NATS",
+        help="Try formats, from --format on to finer ones, until the rise of the negative log-likelihood per "
+        "token over the fine-tune's is at most this, by the upper end of its interval. Each fourth text of "
+        "--calibration is kept out of it to measure that.",
+        callback=_loss,
+    ),
+]
+TextOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--text",
+        metavar="FILE",
+        help="Texts to measure the loss on instead, none of them in --calibration.",
+    ),
+]
+
+
+def options_of(
+    format_: str,
+    calibration: Path | None,
+    max_error: float | None,
+    max_quality_loss: float | None,
+    text: Path | None,
+) -> CompressOptions:
+    """Return the options of a delta; those that need each other are refused alone."""
+    from iserve.deltas import CompressOptions
+
+    if max_quality_loss is None and text is not None:
+        raise typer.BadParameter("is measured for --max-quality-loss; give both", param_hint="'--text'")
+    if max_quality_loss is not None and text is None and calibration is None:
+        raise typer.BadParameter(
+            "is measured on texts; give --calibration or --text as well", param_hint="'--max-quality-loss'"
+        )
+    return CompressOptions(
+        format_name=format_,
+        calibration=calibration,
+        max_error=max_error,
+        max_quality_loss=max_quality_loss,
+        text=text,
+    )
 
 
 def compress(
@@ -84,6 +145,8 @@ def compress(
     format_: FormatOption = "int2",
     calibration: CalibrationOption = None,
     max_error: MaxErrorOption = None,
+    max_quality_loss: MaxLossOption = None,
+    text: TextOption = None,
     as_json: o.JsonOption = False,
 ) -> None:
     """Write the changes that FINETUNED made to BASE to OUT, in a few bits a weight.
@@ -96,7 +159,7 @@ def compress(
     from iserve.deltas import compress_variant
     from iserve.settings import load_settings
 
-    settings = load_settings()
+    options, settings = options_of(format_, calibration, max_error, max_quality_loss, text), load_settings()
     registered = {**registered_models(base, settings), **registered_models(finetuned, settings)}
     with StepDisplay(quiet=as_json) as display:
         done = compress_variant(
@@ -104,10 +167,8 @@ def compress(
             finetuned,
             out,
             registered,
-            format_name=format_,
-            calibration=calibration,
-            max_error=max_error,
-            progress=lambda what, at, total: show_units(display, "compressing", what, at, total),
+            options,
+            lambda what, at, total: show_units(display, "compressing", what, at, total),
         )
     if as_json:
         o.print_json(done)
@@ -172,10 +233,30 @@ def _compressed_lines(done: CompressDocument, base: str) -> Iterator[str]:
         yield f"error       {middle:.3g} in the median, {most:.3g} at most, of what they add to outputs"
         if done.num_above:
             yield f"            {done.num_above} are above the error that was asked for, in the finest format"
+    if done.judgement is not None:
+        yield from loss_lines(done.judgement)
     if done.is_random:
         yield "calibration random tokens; --calibration FILE, with texts that it serves, loses less"
     words = ("iserve", "variant", "export", base, done.folder, "MODEL")
     yield f"export it: {shlex.join(words)}"
+
+
+def loss_lines(judgement: JudgementDocument) -> Iterator[str]:
+    """Yield what was measured, and what each format lost."""
+    from iserve.delta_loss import loss_words
+
+    which = "each fourth text of --calibration" if judgement.is_split else "the texts of --text"
+    left_out = f", {judgement.num_left_out} left out" if judgement.num_left_out else ""
+    yield (
+        f"judged by   {judgement.num_texts} texts, {judgement.num_tokens:,} tokens: {which}{left_out}; loss in "
+        "nats per token, 95% interval"
+    )
+    for trial in judgement.trials:
+        verdict = "kept" if trial.is_kept else "refused"
+        yield (
+            f"{trial.format:<12}{loss_words(trial.loss)}, KL {trial.kl.value:.4f}, top-1 agreement "
+            f"{trial.top1_agreement.value:.1%}, {size_text(trial.size_bytes)}: {verdict}"
+        )
 
 
 def _exported_lines(done: ExportDocument) -> Iterator[str]:

@@ -7,18 +7,27 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from iserve.cli import options as o
 from iserve.cli.variant import BASE_HELP, size_text
-from iserve.cli.variant_delta import CalibrationOption, FormatOption, MaxErrorOption, show_units
+from iserve.cli.variant_delta import (
+    CalibrationOption,
+    FormatOption,
+    MaxErrorOption,
+    MaxLossOption,
+    TextOption,
+    loss_lines,
+    options_of,
+    show_units,
+)
 
 if TYPE_CHECKING:
     from iserve.api_documents import VariantDocument
     from iserve.client import ControllerClient
+    from iserve.deltas import CompressOptions
     from iserve.settings import Settings
 
 __all__ = ["register"]
@@ -83,6 +92,8 @@ def add(
     format_: FormatOption = "int2",
     calibration: CalibrationOption = None,
     max_error: MaxErrorOption = None,
+    max_quality_loss: MaxLossOption = None,
+    text: TextOption = None,
     as_json: o.JsonOption = False,
 ) -> None:
     """Register the LoRA or the delta in PATH as NAME, to be served next to its base.
@@ -99,10 +110,10 @@ def add(
     from iserve.rest_bodies import VariantBody
     from iserve.settings import load_settings
 
-    settings, path = load_settings(), folder_argument(adapter)
-    made = None
+    options = options_of(format_, calibration, max_error, max_quality_loss, text)
+    settings, path, made = load_settings(), folder_argument(adapter), None
     if is_fine_tune(path):
-        path = made = _compressed(settings, base, path, format_, calibration, max_error, quiet=as_json)
+        path = made = _compressed(settings, base, path, options, quiet=as_json)
     body = VariantBody(
         name=name,
         base=model_argument(base, settings),
@@ -125,36 +136,27 @@ def add(
         typer.echo(added.merge_advice.text)
 
 
-def _compressed(
-    settings: Settings,
-    base: str,
-    finetuned: str,
-    format_: str,
-    calibration: Path | None,
-    max_error: float | None,
-    *,
-    quiet: bool,
-) -> str:
+def _compressed(settings: Settings, base: str, finetuned: str, options: CompressOptions, *, quiet: bool) -> str:
     """Make the delta of a full fine-tune in iServe's home, unless an earlier command did; return its folder."""
     from iserve.cli.connection import registered_models
     from iserve.cli.progress import StepDisplay
     from iserve.deltas import compress_variant, compressed_folder
 
-    folder = compressed_folder(settings.compressing_folder, base, finetuned, format_, calibration, max_error)
+    folder = compressed_folder(settings.compressing_folder, base, finetuned, options)
     if folder.exists():
         return str(folder)
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with StepDisplay(quiet=quiet) as display:
-        compress_variant(
+        done = compress_variant(
             base,
             finetuned,
             str(folder),
             registered_models(base, settings),
-            format_name=format_,
-            calibration=calibration,
-            max_error=max_error,
-            progress=lambda what, at, total: show_units(display, "compressing", what, at, total),
+            options,
+            lambda what, at, total: show_units(display, "compressing", what, at, total),
         )
+    if done.judgement is not None and not quiet:
+        typer.echo("\n".join(loss_lines(done.judgement)))
     return str(folder)
 
 

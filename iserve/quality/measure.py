@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fingerprint.errors import BadInputError
 from iserve.quality.document import ComparisonDocument, Interval, TextFacts
 from iserve.quality.metrics import agrees, kl_lower_bound, mean_interval, shared_mass
-from iserve.quality.scoring import ScoredModel, ScoredText, TooLongError
+from iserve.quality.scoring import ScoredText, Scorer, TooLongError
 from iserve.quality.texts import MAX_CHARS, Text, TextFile
 
 __all__ = ["Measurement", "measure"]
@@ -36,8 +36,8 @@ class Measurement:
 
 def measure(
     file: TextFile,
-    model: ScoredModel,
-    against: ScoredModel | None,
+    model: Scorer,
+    against: Scorer | None,
     *,
     seed: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -46,7 +46,7 @@ def measure(
 
     Raises:
         BadInputError: no text has a token that is predicted, or the two models read different tokens.
-        EngineError, UnavailableError, NotFoundError: as :meth:`ScoredModel.score`.
+        EngineError, UnavailableError, NotFoundError: as the models' ``score``.
     """
     pairs: list[Pair] = []
     left_out = 0
@@ -87,13 +87,13 @@ def measure(
     )
 
 
-def _pair(text: Text, model: ScoredModel, against: ScoredModel | None) -> Pair | None:
+def _pair(text: Text, model: Scorer, against: Scorer | None) -> Pair | None:
     """Return a text's scores on the same tokens by both; None where it does not fit."""
     try:
         scored = model.score(text)
         if against is None:
             return scored, None
-        reference = against.score(text)
+        reference = against.score(Text(scored.part) if scored.was_cut else text)
     except TooLongError:
         return None
     common = min(len(scored.tokens), len(reference.tokens))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -16,12 +16,12 @@ from fingerprint.errors import BadInputError, ConfigError, EngineError, NotFound
 from iserve.quality.texts import Text
 from iserve.replay.endpoint import Endpoint
 
-__all__ = ["TOP", "ScoredModel", "ScoredText", "TooLongError"]
+__all__ = ["MAX_GREEDY_TOKENS", "TOP", "ScoredModel", "ScoredText", "Scorer", "TooLongError"]
 
 TOP = 20  # likeliest tokens for each place; vLLM's limit
 _MAX_ANSWER_BYTES = 64 * 2**20
 _TIMEOUT_S = 600.0
-_MAX_GREEDY_TOKENS = 512
+MAX_GREEDY_TOKENS = 512
 _CONTEXT = "context length"  # part of every engine's message on a prompt that is too long
 
 T = TypeVar("T")
@@ -40,10 +40,22 @@ class ScoredText:
     top: tuple[Mapping[str, float], ...]  # log-probabilities of the likeliest tokens in its place, and its own
     was_cut: bool
     is_match: bool | None  # whether the greedy answer is the given one; None: none is given
+    part: str  # that was scored
 
     def first(self, count: int) -> ScoredText:
         """Return the predictions of the first ``count`` tokens."""
         return replace(self, tokens=self.tokens[:count], logprobs=self.logprobs[:count], top=self.top[:count])
+
+
+class Scorer(Protocol):
+    """Model that texts are scored by, in several threads at once."""
+
+    @property
+    def name(self) -> str:
+        """Name that messages have."""
+
+    def score(self, text: Text) -> ScoredText:
+        """Return the model's predictions on ``text``; TooLongError: it is not cut and does not fit."""
 
 
 class _Logprobs(msgspec.Struct):
@@ -99,20 +111,21 @@ class ScoredModel:
         part = text.text
         while True:
             try:
-                return _scored(self._logprobs(part), 1, was_cut=part != text.text, is_match=None)
+                return _scored(self._logprobs(part), 1, part, was_cut=part != text.text, is_match=None)
             except TooLongError:
                 if len(part) < 2:
                     raise
                 part = part[: len(part) // 2]
 
     def _score_answer(self, prompt: str, answer: str) -> ScoredText:
-        limit = min(_MAX_GREEDY_TOKENS, len(answer.encode()) + 1)  # no token has less than a byte
+        limit = min(MAX_GREEDY_TOKENS, len(answer.encode()) + 1)  # no token has less than a byte
         greedy = self._complete({"prompt": prompt, "max_tokens": limit, "temperature": 0})
         if not greedy.usage.prompt_tokens:
             raise EngineError(f"{self.endpoint.url} does not say how many tokens a prompt of {self.name!r} has")
         return _scored(
             self._logprobs(prompt + answer),
             greedy.usage.prompt_tokens,
+            prompt + answer,
             was_cut=False,
             is_match=greedy.choices[0].text.strip() == answer.strip(),
         )
@@ -168,7 +181,7 @@ def _decoded(raw: bytes, kind: type[T]) -> T | None:
         return None
 
 
-def _scored(found: _Logprobs, first: int, *, was_cut: bool, is_match: bool | None) -> ScoredText:
+def _scored(found: _Logprobs, first: int, part: str, *, was_cut: bool, is_match: bool | None) -> ScoredText:
     """Return the predictions from token ``first`` on; the first of all has none."""
     places = range(max(1, first), len(found.tokens))
     logprobs = tuple(found.token_logprobs[place] for place in places)
@@ -181,4 +194,5 @@ def _scored(found: _Logprobs, first: int, *, was_cut: bool, is_match: bool | Non
         top=tuple({token: -9999.0 if p is None else p for token, p in top.items()} for top in tops),
         was_cut=was_cut,
         is_match=is_match,
+        part=part,
     )

@@ -45,6 +45,7 @@ from tests.bench.variant_quality import (
     Rows,
     Sizes,
     load_model,
+    mean_and_range,
     measure_model,
     pretrained_model,
     tasks,
@@ -294,7 +295,7 @@ def _cost_list() -> list[DeltaCost]:
 
 
 def quality_table(study: DeltaStudy) -> str:
-    """Return the means over the seeds by format and calibration, in Markdown."""
+    """Return means and ranges over the seeds by format and calibration, in Markdown."""
     lines = [
         "| | calibration | bits a weight | error | exact match | NLL |",
         "|---|---|---|---|---|---|",
@@ -303,8 +304,9 @@ def quality_table(study: DeltaStudy) -> str:
         own = [each for each in study.outcomes if (each.method, each.calibration) == (method, calibration)]
         error = f"{mean(each.error for each in own):.3f}" if own[0].bits else ""
         bits = f"{own[0].bits:.3f}" if own[0].bits else ""
-        exact, nll = mean(100 * each.exact_match for each in own), mean(each.nll for each in own)
-        lines.append(f"| {method} | {calibration} | {bits} | {error} | {exact:.1f}% | {nll:.3f} |")
+        exact = mean_and_range([100 * each.exact_match for each in own], ".1f")
+        nll = mean_and_range([each.nll for each in own], ".3f")
+        lines.append(f"| {method} | {calibration} | {bits} | {error} | {exact}% | {nll} |")
     return "\n".join(lines)
 
 

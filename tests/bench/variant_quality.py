@@ -47,6 +47,7 @@ __all__ = [
     "Study",
     "Task",
     "load_model",
+    "mean_and_range",
     "measure_model",
     "pretrained_model",
     "run_study",
@@ -374,13 +375,14 @@ def table(study: Study) -> str:
         cells = [f"{own[0].trained_params:,}" if own[0].trained_params else ""]
         for name in names:
             found = [outcome for outcome in own if outcome.task == name]
-            cells.append(_mean_and_range([100 * outcome.exact_match for outcome in found], ".1f") + "%")
-            cells.append(_mean_and_range([outcome.nll for outcome in found], ".3f"))
+            cells.append(mean_and_range([100 * outcome.exact_match for outcome in found], ".1f") + "%")
+            cells.append(mean_and_range([outcome.nll for outcome in found], ".3f"))
         lines.append(f"| {method} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def _mean_and_range(values: Sequence[float], form: str) -> str:
+def mean_and_range(values: Sequence[float], form: str) -> str:
+    """Return the mean, and the least and the most where they differ."""
     low, mean, high = (
         format(value, form) for value in (min(values), math.fsum(values) / len(values), max(values))
     )

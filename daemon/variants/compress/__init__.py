@@ -4,5 +4,18 @@ from __future__ import annotations
 
 from daemon.variants.compress.calibration import CalibrationTexts
 from daemon.variants.compress.compressor import CompressOrder, CompressResult, compress_delta
+from daemon.variants.compress.judgement import JudgedText, JudgementTexts, TextLoss
+from daemon.variants.compress.trials import Trial, TrialsResult, compress_within
 
-__all__ = ["CalibrationTexts", "CompressOrder", "CompressResult", "compress_delta"]
+__all__ = [
+    "CalibrationTexts",
+    "CompressOrder",
+    "CompressResult",
+    "JudgedText",
+    "JudgementTexts",
+    "TextLoss",
+    "Trial",
+    "TrialsResult",
+    "compress_delta",
+    "compress_within",
+]

@@ -15,10 +15,19 @@ from daemon.torch_engine.model.kv_cache import KeysValues, KvCache
 from daemon.torch_engine.runner_types import StepItem, StepPlan
 from fingerprint.errors import CheckpointError, ConfigError
 
-__all__ = ["MAX_TOKENS", "CalibrationTexts", "PromptOnlyCache", "TokenBatches", "random_tokens", "tokenize"]
+__all__ = [
+    "MAX_SEQUENCE_TOKENS",
+    "MAX_TOKENS",
+    "CalibrationTexts",
+    "PromptOnlyCache",
+    "TokenBatches",
+    "batches_of",
+    "random_tokens",
+    "tokenize",
+]
 
 MAX_TOKENS = 65_536  # in all: hidden states of an 8B model take 1 GiB
-_MAX_SEQUENCE_TOKENS = 2048
+MAX_SEQUENCE_TOKENS = 2048
 _STEP_TOKENS = 4096
 _RANDOM_SEQUENCES, _RANDOM_LENGTH, _SEED = 32, 512, 0
 
@@ -27,7 +36,7 @@ _RANDOM_SEQUENCES, _RANDOM_LENGTH, _SEED = 32, 512, 0
 class CalibrationTexts:
     """Texts as they were read."""
 
-    sha256: str  # of the file
+    sha256: str  # of the file, or of what is used of it
     texts: tuple[str, ...]
 
 
@@ -66,7 +75,7 @@ def tokenize(texts: CalibrationTexts, checkpoint: Path, max_context: int, device
         raise CheckpointError(
             f"{checkpoint} has no tokenizer, which calibration texts need; copy the base's there"
         )
-    longest, left = min(_MAX_SEQUENCE_TOKENS, max_context), MAX_TOKENS
+    longest, left = min(MAX_SEQUENCE_TOKENS, max_context), MAX_TOKENS
     sequences = []
     try:
         for text in texts.texts:
@@ -83,18 +92,19 @@ def tokenize(texts: CalibrationTexts, checkpoint: Path, max_context: int, device
         codec.close()
     if not sequences:
         raise ConfigError("the calibration texts have no token; give a file of the text that the fine-tune serves")
-    return _batches(sequences, len(sequences), device)
+    return TokenBatches(batches_of(sequences, device), len(sequences))
 
 
 def random_tokens(vocab_size: int, max_context: int, device: torch.device) -> TokenBatches:
     """Return 32 sequences of up to 512 tokens drawn uniformly from the vocabulary, the same every time."""
     shape = (_RANDOM_SEQUENCES, min(_RANDOM_LENGTH, max_context))
     sequences = np.random.Generator(np.random.Philox(_SEED)).integers(vocab_size, size=shape).tolist()
-    return _batches(sequences, 0, device)
+    return TokenBatches(batches_of(sequences, device), 0)
 
 
-def _batches(sequences: Sequence[list[int]], num_texts: int, device: torch.device) -> TokenBatches:
-    return TokenBatches(tuple(_batch(plan, device) for plan in _plans(sequences)), num_texts)
+def batches_of(sequences: Sequence[list[int]], device: torch.device) -> tuple[FlatBatch, ...]:
+    """Return steps of whole sequences, in their order, of up to 4,096 tokens together."""
+    return tuple(_batch(plan, device) for plan in _plans(sequences))
 
 
 def _batch(plan: StepPlan, device: torch.device) -> FlatBatch:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from daemon.torch_engine.model.stage_model import ModelSource
 from daemon.variants.compress.calibration import (
     MAX_TOKENS,
     CalibrationTexts,
@@ -38,7 +39,17 @@ from fingerprint.delta.manifest import (
 from fingerprint.delta.reader import read_delta
 from fingerprint.model_spec import ModelSpec
 
-__all__ = ["CompressOrder", "CompressResult", "compress_delta"]
+__all__ = [
+    "CompressOrder",
+    "CompressResult",
+    "Prepared",
+    "Progress",
+    "compress_delta",
+    "compress_prepared",
+    "order_identity",
+    "prepare",
+    "result_of",
+]
 
 Progress = Callable[[str, int, int], None]  # what is counted, done so far, in all
 _READING, _COMPRESSING = "MiB read", "matrices"
@@ -71,6 +82,16 @@ class CompressResult:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """Models of an order, read and compared, and its calibration tokens: the same for every format."""
+
+    source: ModelSource  # the fine-tune in float32
+    pair: CheckpointPair
+    parts: ModelParts
+    tokens: TokenBatches | None  # None: nothing is compensated
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Job:
     """Everything that the bytes of a delta depend on, but for the machine and the release of torch."""
 
@@ -90,12 +111,20 @@ def compress_delta(order: CompressOrder, progress: Progress | None = None) -> Co
     """Write the delta that ``order`` asks for. Killed or failed at any moment, the same call goes on.
 
     Raises:
-        NotFoundError, ConfigError, CheckpointError, UnsupportedModelError: as ``open_pair``,
-            ``read_common_source``, ``read_pair``, ``sort_parts`` and ``tokenize``; activations that are not
-            finite; a disk that is full.
-        ConflictError: the target is there already, or another process makes it.
+        NotFoundError, ConfigError, CheckpointError, UnsupportedModelError, ConflictError: as ``prepare`` and
+            ``compress_prepared``.
     """
     report = progress or (lambda what, done, total: None)
+    return compress_prepared(order, prepare(order, report), report)
+
+
+def prepare(order: CompressOrder, report: Progress) -> Prepared:
+    """Read and compare the two models of ``order``; nothing is written.
+
+    Raises:
+        NotFoundError, ConfigError, CheckpointError, UnsupportedModelError: as ``open_pair``,
+            ``read_common_source``, ``read_pair``, ``sort_parts`` and ``tokenize``.
+    """
     checkpoints = open_pair(order.base, order.finetuned)
     source = read_common_source(order.base, order.finetuned, order.device)
     pair = read_pair(*checkpoints, lambda done, total: report(_READING, done >> 20, total >> 20))
@@ -103,10 +132,21 @@ def compress_delta(order: CompressOrder, progress: Progress | None = None) -> Co
     for name in parts.exact:
         exact_bytes(name, pair)
     tokens = _tokens(order, source.spec) if order.is_compensated else None
+    return Prepared(source=source, pair=pair, parts=parts, tokens=tokens)
+
+
+def compress_prepared(order: CompressOrder, prepared: Prepared, report: Progress) -> CompressResult:
+    """Write the delta that ``order`` asks for, of models that were read.
+
+    Raises:
+        CheckpointError: activations that are not finite; a disk that is full.
+        ConflictError: the target is there already, or another process makes it.
+    """
+    pair, parts, tokens = prepared.pair, prepared.parts, prepared.tokens
     with work_in(order.target, _job(order, pair), _needed_bytes(order.format, pair, parts)) as work:
         num_found = len(work.done)
         if work.is_finished:
-            found = _result(read_delta(order.target).manifest, order, pair, len(parts.layers) + 2)
+            found = result_of(order, prepared)
             work.remove()
             return found
         Compression(
@@ -123,6 +163,21 @@ def compress_delta(order: CompressOrder, progress: Progress | None = None) -> Co
         manifest = _manifest(order, pair, tokens, work.done, companions)
         work.finish(manifest, lambda folder: copy_files(companions, folder))
     return _result(manifest, order, pair, num_found)
+
+
+def result_of(order: CompressOrder, prepared: Prepared) -> CompressResult:
+    """Return the result of an order whose delta is there, whole.
+
+    Raises:
+        NotFoundError, CheckpointError: as ``read_delta``.
+    """
+    num_units = len(prepared.parts.layers) + 2
+    return _result(read_delta(order.target).manifest, order, prepared.pair, num_units)
+
+
+def order_identity(order: CompressOrder, prepared: Prepared) -> str:
+    """Return a hash of all that the deltas of an order depend on, its first format included."""
+    return hashlib.sha256(_job(order, prepared.pair)).hexdigest()
 
 
 def _result(manifest: DeltaManifest, order: CompressOrder, pair: CheckpointPair, num_found: int) -> CompressResult:

@@ -29,7 +29,7 @@ from fingerprint.float_bytes import decode_floats, encode_floats
 from fingerprint.safetensors_writer import OutputTensor
 from fingerprint.tensor_hash import tensor_hash
 
-__all__ = ["Compression", "exact_bytes"]
+__all__ = ["Compression", "exact_bytes", "read_matrix"]
 
 OnMatrix = Callable[[int, int], None]  # matrices that are done, in all
 
@@ -193,10 +193,10 @@ class Compression:
         return torch.from_numpy(read_change(file, record)).to(self._device)
 
     def _base(self, name: str) -> torch.Tensor:
-        return _matrix(self._pair.base, name).to(self._device)
+        return read_matrix(self._pair.base, name).to(self._device)
 
     def _finetuned(self, name: str) -> torch.Tensor:
-        return _matrix(self._pair.finetuned, name).to(self._device)
+        return read_matrix(self._pair.finetuned, name).to(self._device)
 
 
 def exact_bytes(name: str, pair: CheckpointPair) -> bytes:
@@ -256,7 +256,8 @@ def _output(name: str, dtype: str, shape: tuple[int, ...], raw: bytes) -> Output
     return OutputTensor(name, dtype, shape, len(raw), lambda: (raw,))
 
 
-def _matrix(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+def read_matrix(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+    """Return a tensor of floats in float32, on the CPU."""
     entry = checkpoint.tensors[name]
     values = decode_floats(checkpoint.read(name), entry.dtype).reshape(entry.shape)
     return torch.from_numpy(values if values.flags.writeable else values.copy())

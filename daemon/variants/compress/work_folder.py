@@ -29,7 +29,7 @@ from fingerprint.output_file import why_not_written
 from fingerprint.safetensors_writer import OutputTensor, write_safetensors
 from fingerprint.tensor_hash import tensor_hash
 
-__all__ = ["UnitRecord", "WorkFolder", "unit_file", "work_in"]
+__all__ = ["UnitRecord", "WorkFolder", "is_taken", "lock_work", "taken", "unit_file", "work_folder_of", "work_in"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +46,16 @@ def unit_file(unit: int) -> str:
     return f"delta-{unit:05d}.safetensors"
 
 
+def work_folder_of(target: Path) -> Path:
+    """Return the folder of the work for ``target``."""
+    return target.parent / f".{target.name}.compressing"
+
+
+def is_taken(target: Path) -> bool:
+    """Return whether ``target`` is there and is not an empty directory."""
+    return os.path.lexists(target) and not (target.is_dir() and not os.listdir(target))
+
+
 @contextmanager
 def work_in(target: Path, job: bytes, needed_bytes: int) -> Iterator[WorkFolder]:
     """Yield the work for ``target``, which is kept when the block ends early.
@@ -58,19 +68,19 @@ def work_in(target: Path, job: bytes, needed_bytes: int) -> Iterator[WorkFolder]
         ConflictError: ``target`` is there already and is not an empty directory, or another command makes it.
         CheckpointError: the disk is full or cannot be written.
     """
-    folder = target.parent / f".{target.name}.compressing"
+    folder = work_folder_of(target)
     try:
-        is_taken = os.path.lexists(target) and not (target.is_dir() and not os.listdir(target))
-        if is_taken and _read(folder / "job.json") != job:
+        has_target = is_taken(target)
+        if has_target and _read(folder / "job.json") != job:
             with suppress(OSError):
                 folder.rmdir()  # the last that a killed command left, where it is empty
-            raise _taken(target)
+            raise taken(target)
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder, target):
+        with lock_work(folder, target):
             work = WorkFolder(folder, target)
-            if is_taken and work.delta.exists():  # the target is another's
-                raise _taken(target)
-            if is_taken:
+            if has_target and work.delta.exists():  # the target is another's
+                raise taken(target)
+            if has_target:
                 work.is_finished = True
             else:
                 work.begin(job, needed_bytes)
@@ -83,7 +93,12 @@ def work_in(target: Path, job: bytes, needed_bytes: int) -> Iterator[WorkFolder]
 
 
 @contextmanager
-def _locked(folder: Path, target: Path) -> Iterator[None]:
+def lock_work(folder: Path, target: Path) -> Iterator[None]:
+    """Hold the lock of a folder of work for ``target``.
+
+    Raises:
+        ConflictError: another command has it.
+    """
     busy = ConflictError(f"another command is making {target}; wait for it, or choose another name")
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -180,7 +195,7 @@ class WorkFolder:
             os.rename(self._delta, self._target)
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                raise _taken(self._target) from error
+                raise taken(self._target) from error
             raise
         sync_folder(self._target.parent)
         self.remove()
@@ -229,5 +244,6 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _taken(target: Path) -> ConflictError:
+def taken(target: Path) -> ConflictError:
+    """Return the error on a target that is there already."""
     return ConflictError(f"{target} is there already; remove it or choose another name")

@@ -4,6 +4,8 @@ One process that has loaded torch forks a child for each attempt, so that no att
 first chain attempt n kills itself (SIGKILL) at its n-th operation on files, in the second once a unit and the
 first matrix of the next are done. Each goes on where the one before it was killed. Prints the attempts of each
 chain.
+
+With ``trials`` behind the folder: of trials of which the first format is refused, at operations on files.
 """
 
 from __future__ import annotations
@@ -14,11 +16,19 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from daemon.variants.compress import CalibrationTexts, CompressOrder, compress_delta
+from daemon.variants.compress import (
+    CalibrationTexts,
+    CompressOrder,
+    JudgedText,
+    JudgementTexts,
+    compress_delta,
+    compress_within,
+)
 from fingerprint.delta import FORMATS
 from fingerprint.errors import ConflictError
 from tests.fingerprint.small_fine_tunes import TEXTS
@@ -31,21 +41,30 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def compress(folder: Path, name: str, on_progress: Callable[[str, int, int], None] | None = None) -> None:
-    order = CompressOrder(
+def order_of(folder: Path, name: str, format_name: str = "int2") -> CompressOrder:
+    return CompressOrder(
         base=folder / "base",
         finetuned=folder / "tuned",
         target=folder / name,
-        format=FORMATS["int2"],
+        format=FORMATS[format_name],
         calibration=CalibrationTexts(sha256="0" * 64, texts=TEXTS[:8]),
         max_error=None,
         base_name="base",
         finetuned_name="tuned",
     )
-    compress_delta(order, on_progress)
 
 
-def at_operation(folder: Path, attempt: int) -> None:
+def compress(folder: Path, name: str, on_progress: Callable[[str, int, int], None] | None = None) -> None:
+    compress_delta(order_of(folder, name), on_progress)
+
+
+def compress_by_trials(folder: Path, name: str) -> None:
+    judged = JudgementTexts(sha256="1" * 64, texts=tuple(JudgedText("", text) for text in TEXTS[8:20]))
+    found = compress_within(order_of(folder, name), judged, lambda trial: trial.format == "int3")
+    assert [trial.format for trial in found.trials] == ["int2", "int3"]
+
+
+def at_operation(folder: Path, attempt: int, make: Callable[[Path, str], None] = compress) -> None:
     """Compress, and die at the ``attempt``-th operation on files of the work or the target."""
     left = attempt
 
@@ -60,7 +79,7 @@ def at_operation(folder: Path, attempt: int) -> None:
             die()
 
     sys.addaudithook(see)
-    compress(folder, "operations")
+    make(folder, "operations")
 
 
 def after_a_unit(folder: Path, attempt: int) -> None:
@@ -98,6 +117,10 @@ def chain(folder: Path, attempt_of: Callable[[Path, int], None]) -> int:
 def main() -> None:
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)  # a fork has no threads of its parent
+    if sys.argv[2:] == ["trials"]:
+        print(chain(folder, partial(at_operation, make=compress_by_trials)))
+        compress_delta(order_of(folder, "whole", "int3"))
+        return
     print(chain(folder, at_operation), chain(folder, after_a_unit))
     compress(folder, "whole")
 
