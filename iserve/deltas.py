@@ -10,12 +10,10 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fingerprint.codec import to_json
-from fingerprint.delta import FORMATS, export_delta, is_delta, read_delta
+from fingerprint.delta import FORMATS, export_delta, is_delta, open_delta, read_delta
 from fingerprint.errors import CheckpointError, NotFoundError
 from fingerprint.extras import need_extra
 from fingerprint.lora.adapter_config import CONFIG_FILE
@@ -39,10 +37,10 @@ __all__ = [
     "ExportDocument",
     "MatrixDocument",
     "compress_variant",
-    "compressed_folder",
     "export_variant",
     "formats_of",
     "is_fine_tune",
+    "replaced_companions",
 ]
 
 
@@ -216,18 +214,6 @@ def is_fine_tune(folder: str) -> bool:
     return (path / "config.json").is_file()
 
 
-def compressed_folder(work: Path, base: str, finetuned: str, options: CompressOptions) -> Path:
-    """Return the folder, within ``work``, for a delta that is made to be registered.
-
-    It is the same for the same command on the same files, by their sizes and times, so that an interrupted one
-    goes on and finds what it has done.
-    """
-    files = sorted(Path(finetuned).glob("*.safetensors")) + list(options.files)
-    facts = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
-    key = to_json([base, finetuned, options.format_name, options.max_error, options.max_quality_loss, facts])
-    return work / sha256(key).hexdigest()[:16]
-
-
 def _document(made: CompressResult, folder: Path, judgement: JudgementDocument | None) -> CompressDocument:
     manifest = made.manifest
     most, calibration = manifest.max_error, manifest.calibration
@@ -252,6 +238,13 @@ def _document(made: CompressResult, folder: Path, judgement: JudgementDocument |
         units_found_done=made.units_found_done,
         judgement=judgement,
     )
+
+
+def replaced_companions(folder: str) -> tuple[str, ...]:
+    """Return the names of the files of a delta's fine-tune that a deployment of the base does not use."""
+    if not is_delta(Path(folder)):
+        return ()
+    return tuple(each.name for each in open_delta(Path(folder)).manifest.companions)
 
 
 def export_variant(

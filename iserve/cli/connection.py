@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from iserve.client import ControllerClient
 
 __all__ = [
+    "check_variant_name",
     "client",
     "client_for_plan",
     "folder_argument",
@@ -94,6 +95,18 @@ def registered_models(model: str, settings: Settings) -> dict[str, Path]:
     store = Store.read_only(settings.state)
     try:
         return demo if store.is_new() else demo | {m.name: Path(m.directory) for m in store.models()}
+    finally:
+        store.close()
+
+
+def check_variant_name(name: str, settings: Settings) -> None:
+    """Raise ConflictError where a deployment or a model has ``name``; needs no controller."""
+    from iserve.state.store import Store
+
+    store = Store.read_only(settings.state)
+    try:
+        if not store.is_new():
+            store.variants.check_free(name)
     finally:
         store.close()
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -68,6 +68,7 @@ NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The variant's
 
 
 def add(
+    context: typer.Context,
     name: Annotated[
         str,
         typer.Argument(
@@ -106,26 +107,28 @@ def add(
     """
     from iserve.api_documents import VariantDocument
     from iserve.cli.connection import client, folder_argument, model_argument
-    from iserve.deltas import is_fine_tune
+    from iserve.deltas import is_fine_tune, replaced_companions
     from iserve.rest_bodies import VariantBody
     from iserve.settings import load_settings
 
     options = options_of(format_, calibration, max_error, max_quality_loss, text)
-    settings, path, made = load_settings(), folder_argument(adapter), None
-    if is_fine_tune(path):
-        path = made = _compressed(settings, base, path, options, quiet=as_json)
-    body = VariantBody(
-        name=name,
-        base=model_argument(base, settings),
-        path=path,
-        replace=replace,
-        pinned=pin,
-    )
+    settings, path = load_settings(), folder_argument(adapter)
     controller = client(settings)
-    with _progress(controller, name, quiet=as_json or not is_terminal()):
-        added = controller.patient(_ADD_TIMEOUT_S).post(_PATH, body.model_dump(), VariantDocument)
-    if made is not None:
-        shutil.rmtree(made, ignore_errors=True)
+    with ExitStack() as held:
+        if is_fine_tune(path):
+            path = held.enter_context(_compressed(controller, settings, name, base, path, options, quiet=as_json))
+        else:
+            _check_unused(context)
+        body = VariantBody(name=name, base=model_argument(base, settings), path=path, replace=replace, pinned=pin)
+        with _progress(controller, name, quiet=as_json or not is_terminal()):
+            added = controller.patient(_ADD_TIMEOUT_S).post(_PATH, body.model_dump(), VariantDocument)
+        companions = replaced_companions(path)
+    if companions:
+        typer.echo(
+            f"iserve: answers use the base's {', '.join(companions)}, not those of the fine-tune; "
+            "`iserve variant export` makes a model that has them",
+            err=True,
+        )
     if as_json:
         o.print_json(added)
         return
@@ -136,28 +139,69 @@ def add(
         typer.echo(added.merge_advice.text)
 
 
-def _compressed(settings: Settings, base: str, finetuned: str, options: CompressOptions, *, quiet: bool) -> str:
-    """Make the delta of a full fine-tune in iServe's home, unless an earlier command did; return its folder."""
-    from iserve.cli.connection import registered_models
-    from iserve.cli.progress import StepDisplay
-    from iserve.deltas import compress_variant, compressed_folder
+def _check_unused(context: typer.Context) -> None:
+    """Refuse options of a compression where nothing is compressed."""
+    for name in ("format_", "calibration", "max_error", "max_quality_loss", "text"):
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = f"--{name.strip('_').replace('_', '-')}"
+            raise typer.BadParameter("is for a full fine-tune; PATH is none", param_hint=f"'{option}'")
 
-    folder = compressed_folder(settings.compressing_folder, base, finetuned, options)
-    if folder.exists():
-        return str(folder)
-    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with StepDisplay(quiet=quiet) as display:
-        done = compress_variant(
-            base,
-            finetuned,
-            str(folder),
-            registered_models(base, settings),
-            options,
-            lambda what, at, total: show_units(display, "compressing", what, at, total),
-        )
-    if done.judgement is not None and not quiet:
-        typer.echo("\n".join(loss_lines(done.judgement)))
-    return str(folder)
+
+@contextmanager
+def _compressed(
+    controller: ControllerClient,
+    settings: Settings,
+    name: str,
+    base: str,
+    finetuned: str,
+    options: CompressOptions,
+    *,
+    quiet: bool,
+) -> Iterator[str]:
+    """Hold the folder, in iServe's home, of the delta of a full fine-tune; it is gone when the block ends well."""
+    from iserve.cli.connection import check_variant_name, registered_models
+    from iserve.cli.progress import StepDisplay
+    from iserve.deltas import compress_variant
+    from iserve.fine_tune_folders import compression_key, held_delta
+    from iserve.model_source import resolve
+
+    check_variant_name(name, settings)  # before a compression that takes hours
+    model = base if base in registered_models(base, settings) else _model_of(controller, base)
+    registered = registered_models(model, settings)
+
+    def make(folder: Path) -> None:
+        with StepDisplay(quiet=quiet) as display:
+            done = compress_variant(
+                model,
+                finetuned,
+                str(folder),
+                registered,
+                options,
+                lambda what, at, total: show_units(display, "compressing", what, at, total),
+            )
+        if done.judgement is not None and not quiet:
+            typer.echo("\n".join(loss_lines(done.judgement)))
+
+    def wait() -> None:
+        typer.echo("iserve: waiting for another command that adds this fine-tune", err=True)
+
+    key = compression_key(resolve(model, registered).directory, Path(finetuned), options)
+    with held_delta(settings, key, make, wait) as folder:
+        yield str(folder)
+
+
+def _model_of(controller: ControllerClient, base: str) -> str:
+    """Return the model of the deployment named ``base``, or ``base``, where it is a folder or names none."""
+    from fingerprint.errors import ConfigError, NotFoundError
+    from iserve.api_documents import DeploymentDocument
+    from iserve.api_types import check_name
+    from iserve.model_source import existing_path
+
+    if existing_path(base) is None:
+        with suppress(NotFoundError, ConfigError):
+            return controller.get(f"/api/v1/deployments/{check_name(base)}", DeploymentDocument).model
+    return base
 
 
 def list_variants(as_json: o.JsonOption = False) -> None:

@@ -86,7 +86,7 @@ class TestServed:
 class TestFineTunes:
     """``variant add`` of a whole model compresses it first."""
 
-    def test_it_is_compressed_registered_and_answers(self, serving: Any, tmp_path: Path) -> None:
+    def test_it_is_compressed_registered_and_answers(self, serving: Any, tmp_path: Path, golden: Golden) -> None:
         tuned = write_fine_tune(
             demo_model_path(),
             tmp_path / "tuned",
@@ -100,9 +100,13 @@ class TestFineTunes:
         added = serving.json("variant", "add", "whole", "--base", "iserve-demo", tuned, *options)
         assert (added["rank"], added["num_modules"], added["deployments"]) == (0, 3, [NAME])
         assert answer(serving, "whole") != answer(serving, NAME)
-        again = serving.json("variant", "add", "whole", "--base", "iserve-demo", tuned, *options)
+        again = serving.json("variant", "add", "whole", "--base", NAME, tuned, *options)  # the deployment's model
         assert (again["content_hash"], again["new_bytes"]) == (added["content_hash"], 0)
         assert not list((serving.home / "compressing").iterdir())
+        taken = serving.run("variant", "add", NAME, "--base", NAME, tuned, *options, check=False)
+        assert taken.returncode != 0
+        golden("variant", taken.stderr)
+        assert not list((serving.home / "compressing").iterdir())  # refused before anything is compressed
 
     def test_killed_while_it_compresses_the_same_command_goes_on(
         self, serving: Any, kill: Any, until: Any, tmp_path: Path

@@ -17,10 +17,22 @@ from tests.bad_input.conftest import Api, api
 from tests.daemon.tiny_deltas import write_fine_tune, write_tiny_delta
 from tests.fingerprint.small_fine_tunes import tiny_tensors, write_model
 from tests.golden_words import Golden
-from tests.iserve.test_variant_register import VARIANTS, add, body, content, deploy, empty, routes, store, worker
+from tests.iserve.command_line import Done, iserve
+from tests.iserve.test_variant_register import (
+    VARIANTS,
+    add,
+    body,
+    command,
+    content,
+    deploy,
+    empty,
+    routes,
+    store,
+    worker,
+)
 from tests.waiting import wait_until
 
-__all__ = ["api", "deploy", "empty"]  # fixtures
+__all__ = ["api", "command", "deploy", "empty", "iserve"]  # fixtures
 
 
 @pytest.fixture(scope="module")
@@ -136,3 +148,29 @@ def test_an_empty_one_is_refused(api: Api, base: Path, folders: Path, tmp_path: 
     status, answer = api.ask("POST", VARIANTS, body(base, delta))
     assert 400 <= status < 500
     assert "changes nothing" in answer["message"]
+
+
+@pytest.mark.parametrize(
+    "option",
+    [("--format", "int2"), ("--calibration", "nosuch.txt"), ("--max-error", "0.1"), ("--max-quality-loss", "1")],
+)
+def test_options_of_a_compression_are_refused_where_nothing_is_compressed(
+    command: Callable[..., Done], base: Path, folders: Path, golden: Golden, option: tuple[str, str]
+) -> None:
+    texts = ("--text", folders / "no.txt") if option[0] == "--max-quality-loss" else ()
+    done = command("variant", "add", "style", "--base", base, folders / "delta", *option, *texts)
+    assert done.code == 2
+    golden("variant", " ".join(done.err.split()))
+    assert command("variant", "ls", "--json").document == []
+
+
+def test_files_of_the_fine_tune_that_are_not_used_are_named(
+    command: Callable[..., Done], base: Path, tmp_path: Path, golden: Golden
+) -> None:
+    tuned = write_fine_tune(base, tmp_path / "tuned", 1, is_changed=lambda name: name == "model.norm.weight")
+    (tuned / "chat_template.jinja").write_text("{{ messages }}")
+    delta = tmp_path / "delta"
+    assert command("variant", "compress", base, tuned, delta).code == 0
+    done = command("variant", "add", "style", "--base", base, delta)
+    assert done.code == 0
+    golden("variant", done.err)

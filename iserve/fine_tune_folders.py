@@ -1,0 +1,114 @@
+"""Folders of iServe's home in which ``variant add`` compresses full fine-tunes, until each is registered."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+
+from daemon.home import make_home
+from fingerprint.codec import to_json
+from fingerprint.delta import is_delta
+from fingerprint.errors import UnavailableError
+from iserve.deltas import CompressOptions
+from iserve.settings import Settings
+
+__all__ = ["compression_key", "held_delta"]
+
+_REMOVING = ".removing-"
+_KEPT_S = 30 * 86_400.0  # of commands that were given up
+
+
+def compression_key(base: Path, finetuned: Path, options: CompressOptions) -> str:
+    """Return a name for the delta of two model folders: the same for the same files, by their sizes and times."""
+    files = [
+        file for folder in (base, finetuned) for file in (*folder.glob("*.safetensors"), *folder.glob("*.json"))
+    ]
+    paths = sorted({file.resolve() for file in files}) + [file.expanduser().resolve() for file in options.files]
+    facts = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in paths if file.is_file()]
+    chosen = (options.format_name, options.max_error, options.max_quality_loss)
+    return sha256(to_json([str(base.resolve()), str(finetuned.resolve()), chosen, facts])).hexdigest()[:16]
+
+
+@contextmanager
+def held_delta(
+    settings: Settings, key: str, make: Callable[[Path], None], on_wait: Callable[[], None]
+) -> Iterator[Path]:
+    """Hold the delta of ``key``, made unless an earlier command did; it is removed unless the block raises.
+
+    One command at a time holds it, so that none removes what another one is about to register. Folders of commands
+    that were given up are removed after 30 days.
+
+    Args:
+        make: called with the folder to be made.
+        on_wait: called where another command holds it.
+
+    Raises:
+        UnavailableError: the home cannot be written.
+    """
+    work = settings.compressing_folder
+    try:
+        make_home(settings.home, settings.run_folder.name)
+        make_home(settings.home, work.name)
+        _remove_old(work)
+    except OSError as error:
+        raise UnavailableError(
+            f"cannot write {work}: {error.strerror}; mend the folder, or set ISERVE_HOME to another one"
+        ) from error
+    with _locked(settings.run_folder / f"{work.name}-{key}.lock", on_wait):
+        folder = work / key
+        if not is_delta(folder):
+            _remove(folder)
+            make(folder)
+        yield folder
+        _remove(folder)
+
+
+@contextmanager
+def _locked(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+    """Hold the lock file at ``path``, which is there only while somebody holds or awaits it."""
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                on_wait()
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            if not _is_at(handle, path):  # its last holder removed it
+                continue
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return
+        finally:
+            os.close(handle)
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), path.lstat())
+    except FileNotFoundError:
+        return False
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder so that, killed in between, none of its name is left in part."""
+    away = folder.with_name(f"{_REMOVING}{folder.name}")
+    shutil.rmtree(away, ignore_errors=True)
+    if os.path.lexists(folder):
+        folder.rename(away)
+        shutil.rmtree(away, ignore_errors=True)
+
+
+def _remove_old(work: Path) -> None:
+    for entry in work.iterdir():
+        is_old = time.time() - entry.lstat().st_mtime > _KEPT_S
+        if entry.is_dir() and not entry.is_symlink() and (is_old or entry.name.startswith(_REMOVING)):
+            shutil.rmtree(entry, ignore_errors=True)
