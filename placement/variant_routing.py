@@ -345,7 +345,7 @@ class _SkipTheLine(_Ranked):
     and none for the variant that has held its slot for longest, until that is free for the request that waits. So
     slots are emptied one by one, and a variant waits for as many of them as there are variants before it. Emptying
     all at once, as if the queue was closed, made every request overdue from some load on: served in order of
-    arrival, with few rows in a step (docs/decisions/0048-delta-scheduling.md). From half the bound on, a slot that
+    arrival, with few rows in a step (docs/decisions/0049-delta-scheduling.md). From half the bound on, a slot that
     falls free goes to the waiting variant that was served least recently, not to the one at the head.
     """
 

@@ -69,7 +69,7 @@ class DeltaSteps:
 
 @dataclass(frozen=True, slots=True)
 class Closed(LeastLoaded):
-    """Ours before decision 48: no request is admitted before one that has waited for the bound."""
+    """Ours before decision 49: no request is admitted before one that has waited for the bound."""
 
     is_strict: ClassVar[bool] = True
 

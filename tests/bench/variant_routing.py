@@ -5,7 +5,7 @@ Run: ``python -m tests.bench.variant_routing [--seeds N] [--variants N] [--load-
 
 Arrivals are Poisson, service times exponential with a mean of ``MEAN_S`` for a request alone, variants drawn by
 Zipf's law with exponent 1. Loads are shares of the throughput that round robin reached with an endless queue
-while none passed an overdue request (decision 44; since decision 48 it reaches more). The policies replay the
+while none passed an overdue request (decision 44; since decision 49 it reaches more). The policies replay the
 same requests. Nothing is measured on an engine: ``STEPS`` are what a step takes.
 
 ``vllm``: Llama-3.1-8B on an H200 and vLLM 0.33, 8 slots. The base's step takes 4.87 ms for one request and 5.54
@@ -55,7 +55,7 @@ _BYTES = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class ClosedRoundRobin(RoundRobin):
-    """Round robin before decision 48, by which loads are given: no request passes an overdue one."""
+    """Round robin before decision 49, by which loads are given: no request passes an overdue one."""
 
     is_strict: ClassVar[bool] = True
 

@@ -97,7 +97,7 @@ def test_where_many_requests_queue_fewer_variants_share_longer_batches() -> None
 @pytest.mark.parametrize(("skew", "clients"), [(0.0, 32), (1.0, 16), (1.0, 64), (1.5, 32), (4.0, 64)])
 @pytest.mark.parametrize("slots", [2, 4, 16])
 def test_the_flow_is_that_of_a_replayed_closed_loop(skew: float, clients: int, slots: int) -> None:
-    """Requests may pass for as long as they like; a bound costs more (docs/decisions/0048-delta-scheduling.md)."""
+    """Requests may pass for as long as they like; a bound costs more (docs/decisions/0049-delta-scheduling.md)."""
     found = flow_with_slots(VariantLoad(32, skew), clients, slots, step_s, steps=OUTPUT, max_rows=ROWS)
     trace = arrivals(5, skew, 1.0, 1500)
     played = replay_variants(trace, workers(slots), LeastLoaded(bound_s=1e9), clients=clients)
