@@ -174,7 +174,8 @@ def test_one_variant_is_the_base_with_the_cost_of_one_adapter(
 ) -> None:
     """All requests for one variant that is loaded, and all for a base whose steps are longer."""
     steps = _curved(limits(max_batch, 100, max_batch + more_tokens), 1.0)
-    requests, cost = _requests(asked), costs(load_s=1e-12)
+    arrivals = [(round(gap_s, 6), *tokens) for gap_s, *tokens in asked]  # none within a load
+    requests, cost = _requests(arrivals), costs(load_s=1e-12)
     of_one = [replace(request, model="a") for request in requests]
     found = serve_variants(of_one, steps, cost, policy=make_variant_policy(policy)).outcomes
     base = serve(requests, WithOneAdapter(steps, cost)).outcomes
