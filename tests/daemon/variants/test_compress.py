@@ -284,6 +284,20 @@ def test_values_that_are_not_finite(tmp_path: Path, side: str, value: float) -> 
     refused(tmp_path, CheckpointError, DOWN1, "NaN or infinite")
 
 
+@pytest.mark.parametrize("name", [DOWN1, "model.embed_tokens.weight", "lm_head.weight"])
+@pytest.mark.parametrize(
+    ("dtype", "before", "after"), [("BF16", 3e38, -3e38), ("F32", 3e38, -3e38), ("F32", 0, 1e17)]
+)
+def test_finite_weights_whose_change_is_beyond_measure(
+    tmp_path: Path, name: str, dtype: str, before: float, after: float
+) -> None:
+    tensors = tiny_tensors()
+    write_model(tmp_path / "base", with_value(tensors, name, before), dtype=dtype)
+    write_model(tmp_path / "tuned", with_value(tensors, name, after), dtype=dtype)
+    with pytest.raises(CheckpointError, match=f"{name}.*more than 1e"):
+        compress_delta(order(tmp_path, is_compensated=False))
+
+
 def test_another_base(tmp_path: Path) -> None:
     tensors = tiny_tensors()
     write_model(tmp_path / "base", tensors)
