@@ -11,30 +11,13 @@ import torch
 from daemon.torch_engine.model.stage_model import ModelSource, StageModel, StageShape, read_source
 from daemon.torch_engine.model.tensor_parallel import TensorParallel
 from daemon.torch_engine.model.weights import WeightReader
+from daemon.variants.compress.config_pair import check_configs
 from daemon.variants.compress.pair import CheckpointPair
 from fingerprint.config import WeightFormat
 from fingerprint.errors import CheckpointError, EngineError, UnsupportedModelError
 
 __all__ = ["ModelParts", "layer_stage", "read_common_source", "sort_parts"]
 
-# Fields of a configuration that may differ: names, defaults of a release, and what generation_config.json and the
-# tokenizer's files say again, which a delta has.
-_MAY_DIFFER = frozenset(
-    {
-        "_name_or_path",
-        "bos_token_id",
-        "dtype",
-        "eos_token_id",
-        "output_attentions",
-        "output_hidden_states",
-        "pad_token_id",
-        "problem_type",
-        "return_dict",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-    }
-)
 _MAX_SHOWN = 200
 
 
@@ -61,7 +44,7 @@ def read_common_source(base: Path, finetuned: Path, device: torch.device) -> Mod
         UnsupportedModelError: the embedded engine cannot run the model layer by layer.
     """
     source = read_source(finetuned, device, torch.float32)
-    _check_configs(read_source(base, device, torch.float32), source)
+    check_configs(read_source(base, device, torch.float32), source)
     try:
         layer_stage(source, 0)
     except EngineError as error:
@@ -121,17 +104,6 @@ def _changed_linears(
         if stored in pair.changed:
             found[f"{prefix}0.{module.removeprefix(own)}"] = str(stored)
     return found
-
-
-def _check_configs(base: ModelSource, finetuned: ModelSource) -> None:
-    before, after = base.config.to_dict(), finetuned.config.to_dict()
-    for name in sorted((before.keys() | after.keys()) - _MAY_DIFFER):
-        if before.get(name) != after.get(name):
-            raise CheckpointError(
-                f"{name} in the config.json of {finetuned.checkpoint} is {str(after.get(name))[:_MAX_SHOWN]}, in "
-                f"the base's {str(before.get(name))[:_MAX_SHOWN]}; a delta has weights alone: deploy the "
-                "fine-tune as a model of its own"
-            )
 
 
 def _check_exact(name: str, pair: CheckpointPair) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from daemon.torch_engine.api.tokenizer import end_token_ids
 from daemon.variants.compress import CalibrationTexts, CompressOrder, CompressResult, compress_delta
 from fingerprint.checkpoint import Checkpoint
 from fingerprint.delta import FORMATS, export_delta, read_delta
@@ -349,6 +350,31 @@ def test_a_configuration_that_computes_otherwise(tmp_path: Path) -> None:
     write_model(tmp_path / "base", tensors)
     write_model(tmp_path / "tuned", tuned(tensors), rms_norm_eps=1e-6, eos_token_id=5)
     refused(tmp_path, CheckpointError, "rms_norm_eps")
+
+
+@pytest.mark.parametrize("name", ["eos_token_id", "bos_token_id", "pad_token_id"])
+@pytest.mark.parametrize("settings", [None, {"temperature": 0.5}])
+def test_a_special_token_that_the_export_would_not_have(
+    tmp_path: Path, name: str, settings: dict[str, object] | None
+) -> None:
+    """The export has the base's config.json, and its generation_config.json where the fine-tune has none."""
+    tensors = tiny_tensors()
+    base = write_model(tmp_path / "base", tensors, **{name: 2})  # type: ignore[arg-type]
+    (base / "generation_config.json").write_text(json.dumps({name: 3}))
+    write_model(tmp_path / "tuned", tuned(tensors), **{name: 7})  # type: ignore[arg-type]
+    if settings is not None:
+        (tmp_path / "tuned" / "generation_config.json").write_text(json.dumps(settings))
+    refused(tmp_path, CheckpointError, f"{name} of", "is 7,", "generation_config.json")
+
+
+def test_an_export_ends_answers_as_the_fine_tune_does(tmp_path: Path) -> None:
+    tensors = tiny_tensors()
+    write_model(tmp_path / "base", tensors, eos_token_id=2)
+    folder = write_model(tmp_path / "tuned", only(NORM)(tensors), eos_token_id=3)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
+    compress_delta(order(tmp_path, is_compensated=False))
+    exported(tmp_path)
+    assert end_token_ids(tmp_path / "exported", None) == end_token_ids(folder, None) == {7, 8}
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
