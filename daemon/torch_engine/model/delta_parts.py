@@ -13,34 +13,29 @@ from daemon.torch_engine.model.delta_updates import EmbeddingUpdate, ExactUpdate
 from daemon.torch_engine.model.stage_model import StageModel, StageShape
 from daemon.torch_engine.model.tensor_parallel import TensorParallel
 from daemon.torch_engine.model.weights import Shard, WeightReader
-from fingerprint.checkpoint import Checkpoint
 from fingerprint.config import WeightFormat
-from fingerprint.delta import FORMATS, Delta, check_base
+from fingerprint.delta import FORMATS, BaseHashes, Delta
 from fingerprint.delta.manifest import ExactTensor, MatrixRecord
 from fingerprint.delta.reader import codes_name, scales_name
 from fingerprint.errors import CheckpointError
 
-__all__ = ["check_delta_base", "on_device", "read_delta_updates"]
+__all__ = ["on_device", "read_delta_updates"]
 
-_COMPARED_BYTES = 2**16  # of a tensor: norms and biases, which two models that were trained have different
 _MAX_SHOWN = 200
 
 
-def check_delta_base(delta: Delta, base: Checkpoint) -> None:
-    """Raise CheckpointError where the tensors of ``base`` have other names than those that a delta was made of, or
-    the small ones other values. All values are compared when a variant is registered.
-    """
-    check_base(base, delta.manifest.base, most_bytes=_COMPARED_BYTES)
-
-
-def read_delta_updates(delta: Delta, model: StageModel) -> Mapping[str, list[Update]]:
+def read_delta_updates(delta: Delta, model: StageModel, base: BaseHashes | None) -> Mapping[str, list[Update]]:
     """Return this rank's part of a delta, by module, on the CPU.
+
+    Args:
+        base: what the model was loaded from, to be compared with the delta's base; None: another rank does that.
 
     Raises:
         CheckpointError: its base has other tensors, a tensor belongs to no module that a variant can have for
             itself, has another shape, was changed, or has values that are not finite in the model's type.
     """
-    check_delta_base(delta, Checkpoint.open(model.source.checkpoint))
+    if base is not None:
+        base.check(delta.manifest.base)
     return _Reader(delta, model).read()
 
 
