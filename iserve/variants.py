@@ -168,7 +168,7 @@ def variant_for_serving(path: str, base: ModelSource) -> LoraAdapter | Delta:
         raise CheckpointError(f"the delta in {delta.folder} changes nothing; ask for the base itself")
     if not base.has_weights:
         raise _no_weights(base)
-    check_base(Checkpoint.open(base.directory), delta.manifest.base)
+    check_base(Checkpoint.open(base.directory), delta.manifest)
     return delta
 
 

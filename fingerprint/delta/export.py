@@ -8,11 +8,11 @@ from functools import partial
 from pathlib import Path
 
 from fingerprint.checkpoint import DTYPE_BITS, Checkpoint, TensorEntry
-from fingerprint.delta.base import check_base, not_of_base
+from fingerprint.delta.base import check_base
 from fingerprint.delta.manifest import MatrixRecord
 from fingerprint.delta.reader import Delta
 from fingerprint.derived_checkpoint import Pieces, Progress, WrittenCheckpoint, encode_finite, write_derived
-from fingerprint.float_bytes import FLOAT_DTYPES, decode_floats
+from fingerprint.float_bytes import decode_floats
 from fingerprint.folder_file import file_within
 
 __all__ = ["ExportResult", "export_delta"]
@@ -44,18 +44,12 @@ def export_delta(base: Path, delta: Delta, target: Path, *, progress: Progress |
         NotFoundError, ConfigError: as ``config_json.read_config``.
     """
     checkpoint, manifest = Checkpoint.open(base), delta.manifest
-    check_base(checkpoint, manifest.base)
-    replaced: dict[str, Pieces] = {}
-    for matrix in manifest.matrices:
-        entry = checkpoint.tensors[matrix.name]
-        if entry.shape != matrix.shape or entry.dtype not in FLOAT_DTYPES:
-            raise not_of_base(matrix.name, base, f"it is {entry.dtype} {list(entry.shape)} there")
-        replaced[matrix.name] = partial(_summed, matrix, entry, checkpoint, delta)
-    for tensor in manifest.exact:
-        entry = checkpoint.tensors[tensor.name]
-        if (entry.dtype, entry.shape) != (tensor.dtype, tensor.shape):
-            raise not_of_base(tensor.name, base, f"it is {entry.dtype} {list(entry.shape)} there")
-        replaced[tensor.name] = partial(delta.pieces, tensor)
+    check_base(checkpoint, manifest)
+    replaced: dict[str, Pieces] = {
+        matrix.name: partial(_summed, matrix, checkpoint.tensors[matrix.name], checkpoint, delta)
+        for matrix in manifest.matrices
+    }
+    replaced |= {tensor.name: partial(delta.pieces, tensor) for tensor in manifest.exact}
     companions = [file_within(delta.folder, each.name, "delta") for each in manifest.companions]
     written = write_derived(checkpoint, replaced, target, progress=progress, companions=companions)
     return ExportResult(directory=target, num_changed=len(replaced), written=written)

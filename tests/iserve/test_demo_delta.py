@@ -47,7 +47,7 @@ def test_it_is_small_and_has_every_linear_that_was_trained() -> None:
 
 def test_it_is_of_the_bundled_model_and_of_the_texts_that_its_script_draws() -> None:
     manifest = read_delta(demo_delta_path(SYMBOLS.name)).manifest
-    check_base(Checkpoint.open(demo_model_path()), manifest.base)
+    check_base(Checkpoint.open(demo_model_path()), manifest)
     assert manifest.base_name == DEMO_MODEL_NAME
     assert manifest.calibration is not None
     assert manifest.calibration.sha256 == calibration_texts(SYMBOLS).sha256

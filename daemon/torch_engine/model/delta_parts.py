@@ -19,7 +19,7 @@ from fingerprint.delta.manifest import ExactTensor, MatrixRecord
 from fingerprint.delta.reader import codes_name, scales_name
 from fingerprint.errors import CheckpointError
 
-__all__ = ["on_device", "read_delta_updates"]
+__all__ = ["Place", "holds_exact", "on_device", "places_of", "read_delta_updates"]
 
 _MAX_SHOWN = 200
 
@@ -59,7 +59,7 @@ def on_device(updates: Updates, device: torch.device) -> Updates:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class Place:
     """Parameter of the stage."""
 
     module: str
@@ -73,9 +73,9 @@ class _Reader:
         self._exact: dict[str, dict[str, nn.Parameter]] = {}
 
     def read(self) -> Mapping[str, list[Update]]:
-        manifest, here = self._delta.manifest, _places(self._model)
+        manifest, here = self._delta.manifest, places_of(self._model)
         is_whole = self._model.shape.is_first and self._model.shape.is_last
-        known = here if is_whole else _places(_whole(self._model))
+        known = here if is_whole else places_of(_whole(self._model))
         for each in manifest.changed:
             if each.name not in known:
                 raise self._unfit(each.name, "is no parameter that a variant can have for itself")
@@ -89,14 +89,14 @@ class _Reader:
                 self._add_matrix(matrix, places)
         return self._updates
 
-    def _add_exact(self, tensor: ExactTensor, place: _Place) -> None:
+    def _add_exact(self, tensor: ExactTensor, place: Place) -> None:
         model, module = self._model, self._model.module(place.module)
         name = f"{place.module}.{place.leaf}"
-        is_part = place.leaf == "bias" and model.is_linear(place.module)
-        if not (is_part or _is_norm(module)):
+        if not holds_exact(model, place):
             raise self._unfit(tensor.name, f"is a {place.leaf} of {type(module).__name__}, neither norm nor bias")
         self._check_shape(tensor, name)
-        if is_part and model.parallel.adds_up(place.module) and not model.parallel.keeps_bias:
+        is_added_up = model.is_linear(place.module) and model.parallel.adds_up(place.module)
+        if is_added_up and not model.parallel.keeps_bias:
             return
         raw = self._delta.read(tensor.file, tensor.name, tensor.sha256)
         if tensor.dtype not in DTYPES:
@@ -121,7 +121,7 @@ class _Reader:
         shapes = format_.codes_shape(matrix.shape), format_.scales_shape(matrix.shape)
         return words.reshape(shapes[0]), found.reshape(shapes[1])
 
-    def _add_matrix(self, matrix: MatrixRecord, places: Sequence[_Place]) -> None:
+    def _add_matrix(self, matrix: MatrixRecord, places: Sequence[Place]) -> None:
         """Add the change of a matrix to its module, or two: embeddings that are the output layer as well."""
         model = self._model
         words, scales = self._packed(matrix)
@@ -152,16 +152,22 @@ class _Reader:
         )
 
 
-def _places(model: StageModel) -> Mapping[str, list[_Place]]:
+def places_of(model: StageModel) -> Mapping[str, list[Place]]:
     """Return the parameters that each stored tensor of the base is, on this stage."""
-    found: dict[str, list[_Place]] = {}
+    found: dict[str, list[Place]] = {}
     with WeightReader(model.source.checkpoint, model.source.spec.family) as reader:
         for name in model.full_shapes:
             stored = reader.stored_name(model.checkpoint_name(name))
             if stored is not None:
                 module, _, leaf = name.rpartition(".")
-                found.setdefault(stored, []).append(_Place(module, leaf))
+                found.setdefault(stored, []).append(Place(module, leaf))
     return found
+
+
+def holds_exact(model: StageModel, place: Place) -> bool:
+    """Return whether a variant can have this parameter for itself as it is: of a norm, or the bias of a linear."""
+    is_bias = place.leaf == "bias" and model.is_linear(place.module)
+    return is_bias or _is_norm(model.module(place.module))
 
 
 def _whole(model: StageModel) -> StageModel:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from daemon.torch_engine.model.delta_parts import holds_exact, places_of
 from daemon.torch_engine.model.stage_model import ModelSource, StageModel, StageShape, read_source
 from daemon.torch_engine.model.tensor_parallel import TensorParallel
 from daemon.torch_engine.model.weights import WeightReader
@@ -68,8 +69,7 @@ def sort_parts(source: ModelSource, pair: CheckpointPair) -> ModelParts:
     embeddings = {module: name for module, name in vocabulary.items() if name in pair.changed}
     linears = {name for layer in layers for name in layer.values()}
     exact = sorted(pair.changed - linears - set(embeddings.values()) - {head})
-    for name in exact:
-        _check_exact(name, pair)
+    _check_exact(exact, pair, whole)
     return ModelParts(
         source=source,
         layers=layers,
@@ -106,11 +106,15 @@ def _changed_linears(
     return found
 
 
-def _check_exact(name: str, pair: CheckpointPair) -> None:
-    shape = pair.base.tensors[name].shape
-    if len(shape) > 1:
-        raise CheckpointError(
-            f"tensor {name[:_MAX_SHOWN]!r} {list(shape)} was changed, and is neither a linear of a layer nor "
-            "embeddings nor the output layer (experts and routers are not): deploy the fine-tune as a model of "
-            "its own"
-        )
+def _check_exact(names: Sequence[str], pair: CheckpointPair, whole: StageModel) -> None:
+    """Raise CheckpointError unless each tensor is a norm's or the bias of a linear, which engines can replace."""
+    places = places_of(whole) if names else {}
+    for name in names:
+        shape = pair.base.tensors[name].shape
+        kept = places.get(name, ())
+        if len(shape) > 1 or not kept or not all(holds_exact(whole, place) for place in kept):
+            raise CheckpointError(
+                f"tensor {name[:_MAX_SHOWN]!r} {list(shape)} was changed, and is neither a linear of a layer nor "
+                "its bias, neither a norm nor embeddings nor the output layer (experts, routers and sinks are "
+                "not): deploy the fine-tune as a model of its own"
+            )

@@ -21,6 +21,7 @@ from fingerprint.checkpoint import Checkpoint
 from fingerprint.delta import FORMATS, export_delta, read_delta
 from fingerprint.errors import BadInputError, CheckpointError, ConflictError, IserveError, NotFoundError
 from iserve.demo import demo_adapter_path, demo_model_path
+from tests.daemon.tiny_deltas import write_fine_tune
 from tests.fingerprint.small_fine_tunes import (
     LAYERS,
     TEXTS,
@@ -398,6 +399,15 @@ def test_experts_are_refused_by_name(tmp_path: Path) -> None:
     write_model(tmp_path / "base", odd)
     write_model(tmp_path / "tuned", only("model.layers.0.extra.weight")(odd))
     refused(tmp_path, CheckpointError, "model.layers.0.extra.weight", "neither a linear")
+
+
+@pytest.mark.parametrize("name", ["self_attn.sinks", "mlp.router.bias"])
+def test_what_no_engine_can_replace_is_refused_though_it_has_one_axis(
+    tmp_path: Path, tiny_checkpoint: Callable[[str], Path], name: str
+) -> None:
+    base = tiny_checkpoint("gpt_oss")
+    folder = write_fine_tune(base, tmp_path / "tuned", 1, is_changed=lambda tensor: tensor.endswith(name))
+    refused(tmp_path, CheckpointError, f"layers.0.{name}", "neither a norm", base=base, finetuned=folder)
 
 
 def test_an_export_onto_another_base_names_the_first_tensor(tmp_path: Path) -> None:
