@@ -49,7 +49,9 @@ def read_common_source(base: Path, finetuned: Path, device: torch.device) -> Mod
     try:
         layer_stage(source, 0)
     except EngineError as error:
-        raise UnsupportedModelError(f"no delta can be made of {finetuned}: {error}") from error
+        raise UnsupportedModelError(
+            f"no delta can be made of {finetuned}: {error}; deploy it as a model of its own"
+        ) from error
     return source
 
 

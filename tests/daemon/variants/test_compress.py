@@ -19,7 +19,14 @@ from daemon.torch_engine.api.tokenizer import end_token_ids
 from daemon.variants.compress import CalibrationTexts, CompressOrder, CompressResult, compress_delta
 from fingerprint.checkpoint import Checkpoint
 from fingerprint.delta import FORMATS, export_delta, read_delta
-from fingerprint.errors import BadInputError, CheckpointError, ConflictError, IserveError, NotFoundError
+from fingerprint.errors import (
+    BadInputError,
+    CheckpointError,
+    ConflictError,
+    IserveError,
+    NotFoundError,
+    UnsupportedModelError,
+)
 from iserve.demo import demo_adapter_path, demo_model_path
 from tests.daemon.tiny_deltas import write_fine_tune
 from tests.fingerprint.small_fine_tunes import (
@@ -391,6 +398,11 @@ def test_texts_need_a_tokenizer_and_tokens(tmp_path: Path) -> None:
     write_model(tmp_path / "with", tuned(tensors))
     empty = CalibrationTexts(sha256="0" * 64, texts=("",))
     refused(tmp_path, BadInputError, "no token", finetuned=tmp_path / "with", calibration=empty)
+
+
+def test_a_family_that_does_not_run_layer_by_layer(tmp_path: Path, tiny_checkpoint: Callable[[str], Path]) -> None:
+    base = tiny_checkpoint("olmo2")
+    refused(tmp_path, UnsupportedModelError, "olmo2", "as a model of its own", base=base, finetuned=base)
 
 
 def test_experts_are_refused_by_name(tmp_path: Path) -> None:
