@@ -12,7 +12,7 @@ from daemon.torch_engine.model.adapters import DTYPES, Update, Updates
 from daemon.torch_engine.model.delta_updates import EmbeddingUpdate, ExactUpdate, LinearUpdate, PackedMatrix
 from daemon.torch_engine.model.stage_model import StageModel, StageShape
 from daemon.torch_engine.model.tensor_parallel import TensorParallel
-from daemon.torch_engine.model.weights import Shard, WeightReader
+from daemon.torch_engine.model.weights import WeightReader
 from fingerprint.config import WeightFormat
 from fingerprint.delta import FORMATS, BaseHashes, Delta
 from fingerprint.delta.manifest import ExactTensor, MatrixRecord
@@ -40,10 +40,15 @@ def read_delta_updates(delta: Delta, model: StageModel, base: BaseHashes | None)
 
 
 def on_device(updates: Updates, device: torch.device) -> Updates:
-    """Return ``updates`` with their tensors on ``device``; a matrix that two modules share stays one."""
+    """Return ``updates`` with their tensors on ``device``; what two modules share stays one."""
     if device.type == "cpu":
         return updates
-    matrices: dict[int, PackedMatrix] = {}
+    found: dict[int, torch.Tensor] = {}
+
+    def there(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in found:
+            found[id(tensor)] = tensor.to(device)
+        return found[id(tensor)]
 
     def moved(update: Update) -> Update:
         if isinstance(update, ExactUpdate):
@@ -51,9 +56,7 @@ def on_device(updates: Updates, device: torch.device) -> Updates:
             return ExactUpdate({name: nn.Parameter(value, requires_grad=False) for name, value in values.items()})
         assert isinstance(update, LinearUpdate | EmbeddingUpdate)
         own = update.matrix
-        if id(own) not in matrices:
-            matrices[id(own)] = replace(own, words=own.words.to(device), scales=own.scales.to(device))
-        return replace(update, matrix=matrices[id(own)])
+        return replace(update, matrix=replace(own, words=there(own.words), scales=there(own.scales)))
 
     return {name: [moved(update) for update in of_module] for name, of_module in updates.items()}
 
@@ -122,10 +125,14 @@ class _Reader:
         return words.reshape(shapes[0]), found.reshape(shapes[1])
 
     def _add_matrix(self, matrix: MatrixRecord, places: Sequence[Place]) -> None:
-        """Add the change of a matrix to its module, or two: embeddings that are the output layer as well."""
-        model = self._model
+        """Add the change of a matrix to its module, or two: embeddings that are the output layer as well.
+
+        Embeddings are whole on every rank. Of several, the output layer's part is of their memory.
+        """
+        model, format_ = self._model, FORMATS[matrix.format]
         words, scales = self._packed(matrix)
-        parts: dict[Shard | None, PackedMatrix] = {}
+        has_whole = any(isinstance(model.module(place.module), nn.Embedding) for place in places)
+        whole = PackedMatrix.of(words, scales, format_, matrix.shape, None) if has_whole else None
         for place in places:
             module, name = model.module(place.module), f"{place.module}.{place.leaf}"
             is_embedding = isinstance(module, nn.Embedding)
@@ -134,10 +141,11 @@ class _Reader:
                 raise self._unfit(matrix.name, f"is a {place.leaf} of {kind}, neither linear nor embedding")
             self._check_shape(matrix, name)
             shard = None if is_embedding else model.parallel.shard(name, matrix.shape)
-            if shard not in parts:
-                format_ = FORMATS[matrix.format]
-                parts[shard] = PackedMatrix.of(words, scales, format_, matrix.shape, shard)
-            update = EmbeddingUpdate(parts[shard]) if is_embedding else LinearUpdate(parts[shard])
+            if whole is None:
+                part = PackedMatrix.of(words, scales, format_, matrix.shape, shard)
+            else:
+                part = whole if shard is None else whole.part(shard, matrix.shape)
+            update = EmbeddingUpdate(part) if is_embedding else LinearUpdate(part)
             self._updates.setdefault(place.module, []).append(update)
 
     def _check_shape(self, tensor: MatrixRecord | ExactTensor, name: str) -> None:
