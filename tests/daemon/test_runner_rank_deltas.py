@@ -113,7 +113,7 @@ def test_a_delta_that_one_rank_refuses_is_loaded_on_none(
 
 @pytest.mark.parametrize("split", [{"tp": 2}, {"pp": 2, "layers": (2, 2)}], ids=["split", "stages"])
 def test_a_delta_of_another_base_is_loaded_on_no_rank(split, start, tiny_checkpoint, tmp_path: Path) -> None:
-    """One rank compares the base for all, a matrix of the last layer too."""
+    """Rank 0 compares the base for all, a matrix of the last layer too."""
     runner, matrix = start("llama", **split), "model.layers.3.mlp.up_proj.weight"
     before = [rank.weights_bytes for rank in runner.memory()]
     write_fine_tune(tiny_checkpoint("llama"), tmp_path / "other", 5, is_changed=lambda name: name == matrix)

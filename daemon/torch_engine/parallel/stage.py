@@ -93,7 +93,7 @@ class Stage:
         device.limit_memory(room_bytes)
         self.model.load(device.torch_device)
         release_memory()  # what quantizing one tensor after the other freed would count as runtime
-        # Hashed by one rank, at the first delta; the others read their parts of a delta meanwhile.
+        # Hashed by one rank, at the first delta; all read their parts of a delta meanwhile.
         has_deltas = place.rank == 0 and config.adapter_slots > 0
         self._base = BaseHashes(Checkpoint.open(order.path)) if has_deltas else None
         self._cache = KvCache(**self._cache_sizes(), dtype=self._dtype, device=device.torch_device)
