@@ -228,6 +228,14 @@ def _quality_by_rank() -> str:
     return table(from_json((RESULTS / file).read_bytes(), Study, what=file))
 
 
+def _families_with_deltas() -> str:
+    from daemon.torch_engine.model.capabilities import FAMILIES, ONE_STAGE
+
+    rows = {"compressed and served": FAMILIES - ONE_STAGE.keys(), "refused": FAMILIES & ONE_STAGE.keys()}
+    head = "| deltas | families (`model_type`) |\n|---|---|"
+    return "\n".join([head, *(f"| {what} | {', '.join(sorted(families))} |" for what, families in rows.items())])
+
+
 def _delta_study() -> DeltaStudy:
     from fingerprint.codec import from_json
     from tests.bench.delta_quality import DeltaStudy
@@ -259,6 +267,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "quality by rank": _quality_by_rank,
     "quality by delta format": _quality_by_delta_format,
     "cost of a delta": _delta_costs,
+    "families with deltas": _families_with_deltas,
     "world contestants": contestants_table,
     "world fields": fields_table,
     "ours in worlds": against_table,

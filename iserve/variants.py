@@ -6,6 +6,7 @@ Commands' and controller's one door to ``fingerprint.lora``: it finds the base a
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,7 +119,7 @@ def inspect_adapter(adapter: str, base: str | None, registered: Mapping[str, Pat
         NotFoundError, ConfigError, CheckpointError, UnsupportedAdapterError: as ``fingerprint.lora.read_adapter``;
             values that are not finite; ``base`` is not found (``model_source.resolve``).
     """
-    found = read_adapter(_adapter_folder(adapter))
+    found = _adapter_of(adapter)
     check_values(found)
     not_served = _why_not_served(found)
     reasons = list(found.unsupported)
@@ -168,7 +169,7 @@ def variant_for_serving(path: str, base: ModelSource) -> LoraAdapter | Delta:
         raise CheckpointError(f"the delta in {delta.folder} changes nothing; ask for the base itself")
     if not base.has_weights:
         raise _no_weights(base)
-    check_base(Checkpoint.open(base.directory), delta.manifest.base)
+    check_base(Checkpoint.open(base.directory), delta.manifest)
     return delta
 
 
@@ -179,7 +180,7 @@ def adapter_for_serving(adapter: str, base: ModelSource) -> LoraAdapter:
         NotFoundError, ConfigError, CheckpointError, UnsupportedAdapterError: as ``inspect_adapter``; it is not a
             plain LoRA, is of another base, or cannot be served.
     """
-    found = read_adapter(_adapter_folder(adapter))
+    found = _adapter_of(adapter)
     require_supported(found)
     reason = _why_not_served(found)
     if reason is not None:
@@ -217,7 +218,7 @@ def merge_variant(
         BadInputError, ConflictError, UnavailableError: as ``fingerprint.lora.merge_adapter`` and
             ``model_source.resolve``.
     """
-    found = read_adapter(_adapter_folder(adapter))
+    found = _adapter_of(adapter)
     folder = Path(plain_path(os.path.realpath(os.path.expanduser(target))))
     source = resolve(base, registered)
     if not source.has_weights:
@@ -234,6 +235,18 @@ def merge_variant(
         size_bytes=merged.bytes_written,
         files_not_taken=differing_companions(found.folder, source.directory),
     )
+
+
+def _adapter_of(path: str) -> LoraAdapter:
+    folder = _adapter_folder(path)
+    if is_delta(folder):
+        shown = shlex.quote(path[:200])
+        raise UnsupportedAdapterError(
+            f"{folder} is the delta of a full fine-tune, not an adapter: serve it next to its base "
+            f"(`iserve variant add NAME --base BASE {shown}`), or write both out as a model "
+            f"(`iserve variant export BASE {shown} OUT`)"
+        )
+    return read_adapter(folder)
 
 
 def _adapter_folder(adapter: str) -> Path:

@@ -6,7 +6,8 @@ engine and loads no torch; ``daemon.variants.compress`` makes deltas.
 
 from __future__ import annotations
 
-from fingerprint.delta.export import ExportResult, check_base, export_delta
+from fingerprint.delta.base import BaseHashes, check_base
+from fingerprint.delta.export import ExportResult, export_delta
 from fingerprint.delta.formats import DEFAULT_FORMAT, EMBEDDING_FORMAT, FORMATS, DeltaFormat, delta_bytes
 from fingerprint.delta.manifest import DeltaManifest
 from fingerprint.delta.reader import Delta, is_delta, open_delta, read_delta
@@ -15,6 +16,7 @@ __all__ = [
     "DEFAULT_FORMAT",
     "EMBEDDING_FORMAT",
     "FORMATS",
+    "BaseHashes",
     "Delta",
     "DeltaFormat",
     "DeltaManifest",

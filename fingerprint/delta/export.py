@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from fingerprint.checkpoint import DTYPE_BITS, Checkpoint, TensorEntry
-from fingerprint.delta.manifest import MatrixRecord, TensorHash
+from fingerprint.delta.base import check_base
+from fingerprint.delta.manifest import MatrixRecord
 from fingerprint.delta.reader import Delta
 from fingerprint.derived_checkpoint import Pieces, Progress, WrittenCheckpoint, encode_finite, write_derived
-from fingerprint.errors import CheckpointError
-from fingerprint.float_bytes import FLOAT_DTYPES, decode_floats
+from fingerprint.float_bytes import decode_floats
 from fingerprint.folder_file import file_within
-from fingerprint.tensor_hash import tensor_hash
 
-__all__ = ["ExportResult", "check_base", "export_delta"]
+__all__ = ["ExportResult", "export_delta"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,42 +44,15 @@ def export_delta(base: Path, delta: Delta, target: Path, *, progress: Progress |
         NotFoundError, ConfigError: as ``config_json.read_config``.
     """
     checkpoint, manifest = Checkpoint.open(base), delta.manifest
-    check_base(checkpoint, manifest.base)
-    replaced: dict[str, Pieces] = {}
-    for matrix in manifest.matrices:
-        entry = checkpoint.tensors[matrix.name]
-        if entry.shape != matrix.shape or entry.dtype not in FLOAT_DTYPES:
-            raise _not_of_base(matrix.name, base, f"it is {entry.dtype} {list(entry.shape)} there")
-        replaced[matrix.name] = partial(_summed, matrix, entry, checkpoint, delta)
-    for tensor in manifest.exact:
-        entry = checkpoint.tensors[tensor.name]
-        if (entry.dtype, entry.shape) != (tensor.dtype, tensor.shape):
-            raise _not_of_base(tensor.name, base, f"it is {entry.dtype} {list(entry.shape)} there")
-        replaced[tensor.name] = partial(delta.pieces, tensor)
+    check_base(checkpoint, manifest)
+    replaced: dict[str, Pieces] = {
+        matrix.name: partial(_summed, matrix, checkpoint.tensors[matrix.name], checkpoint, delta)
+        for matrix in manifest.matrices
+    }
+    replaced |= {tensor.name: partial(delta.pieces, tensor) for tensor in manifest.exact}
     companions = [file_within(delta.folder, each.name, "delta") for each in manifest.companions]
     written = write_derived(checkpoint, replaced, target, progress=progress, companions=companions)
     return ExportResult(directory=target, num_changed=len(replaced), written=written)
-
-
-def check_base(checkpoint: Checkpoint, expected: Sequence[TensorHash], *, most_bytes: int | None = None) -> None:
-    """Read ``checkpoint`` and raise CheckpointError unless its tensors are those of ``expected``.
-
-    The message names the first tensor that is not.
-
-    Args:
-        most_bytes: of a tensor whose values are compared; of larger ones the name is. None: all are read.
-    """
-    hashes = {tensor.name: tensor.sha256 for tensor in expected}
-    for name in sorted(hashes.keys() | checkpoint.tensors.keys()):
-        if name not in checkpoint.tensors:
-            raise _not_of_base(name, checkpoint.directory, "it has none of that name")
-        if name not in hashes:
-            raise _not_of_base(name, checkpoint.directory, "the delta's base has none of that name")
-        entry = checkpoint.tensors[name]
-        if most_bytes is not None and entry.num_bytes > most_bytes:
-            continue
-        if tensor_hash(entry.dtype, entry.shape, checkpoint.chunks(name)) != hashes[name]:
-            raise _not_of_base(name, checkpoint.directory, "it has other values there")
 
 
 def _summed(matrix: MatrixRecord, entry: TensorEntry, checkpoint: Checkpoint, delta: Delta) -> Iterator[bytes]:
@@ -91,10 +63,3 @@ def _summed(matrix: MatrixRecord, entry: TensorEntry, checkpoint: Checkpoint, de
         end = begin + len(raw) // item_bytes
         yield encode_finite(decode_floats(raw, entry.dtype) + change[begin:end], entry.dtype, matrix.name)
         begin = end
-
-
-def _not_of_base(tensor: str, folder: Path, why: str) -> CheckpointError:
-    return CheckpointError(
-        f"the delta was made of another base than {folder}: tensor {tensor[:200]!r} differs ({why}); give the "
-        "base that it was made of"
-    )

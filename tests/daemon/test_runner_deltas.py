@@ -196,6 +196,21 @@ def test_a_delta_on_int8_weights_is_added_to_their_rounded_values(make_runner, t
     torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE * float(expected.abs().max()))
 
 
+def write_wide_llama(folder: Path) -> Path:
+    """Write a random model whose matrices have some hundred KiB each."""
+    config = transformers.LlamaConfig(
+        num_hidden_layers=2,
+        hidden_size=128,
+        intermediate_size=512,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=99,
+        max_position_embeddings=64,
+    )
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def delta(tiny_checkpoint, tmp_path_factory) -> Path:
     return write_tiny_delta(tiny_checkpoint("llama"), tmp_path_factory.mktemp("delta"), "int2", seed=1)
@@ -212,11 +227,25 @@ class TestRefusals:
         assert greedy(runner, [(None, PROMPT)], 3) == before
 
     def test_of_another_base(self, make_runner, tiny_checkpoint, tmp_path: Path, golden: Golden) -> None:
-        """Names and shapes are the same, values differ: the first small tensor is named."""
+        """Names and shapes are the same, values differ: the first tensor is named."""
         other = write_fine_tune(tiny_checkpoint("llama"), tmp_path / "other", seed=5)
         self.refuse(
             make_runner("llama"), write_tiny_delta(other, tmp_path, "int2", seed=1), CheckpointError, golden
         )
+
+    def test_of_a_base_one_large_matrix_of_which_differs(
+        self, tiny_limits, tiny_stages, tmp_path: Path, golden: Golden
+    ) -> None:
+        """A fine-tune of linears alone, whose norms say nothing of its base."""
+        checkpoint, matrix = write_wide_llama(tmp_path / "base"), "layers.1.mlp.up_proj.weight"
+        other = write_fine_tune(checkpoint, tmp_path / "other", 5, is_changed=lambda name: name.endswith(matrix))
+        delta = write_tiny_delta(other, tmp_path, "int2", seed=1, is_changed=lambda name: "down_proj" in name)
+        runner = LocalRunner(dtype=torch.float32)
+        runner.load(checkpoint, replace(CONFIG, adapter_rank=64), tiny_stages(2), tiny_limits)
+        try:
+            self.refuse(runner, delta, CheckpointError, golden)
+        finally:
+            runner.close()
 
     def test_of_a_base_with_other_tensors(self, make_runner, tiny_checkpoint, tmp_path: Path, golden) -> None:
         delta = write_tiny_delta(tiny_checkpoint("qwen3"), tmp_path, "int2", seed=1)

@@ -11,9 +11,10 @@ import torch
 
 from daemon.torch_engine.parallel.runner import LocalRunner
 from fingerprint.config import DeploymentConfig, WeightFormat
+from fingerprint.delta import open_delta
 from fingerprint.errors import CheckpointError
 from tests.daemon.tiny_adapters import greedy, linears, load_adapter, write_tiny_adapter
-from tests.daemon.tiny_deltas import write_tiny_delta
+from tests.daemon.tiny_deltas import write_fine_tune, write_tiny_delta
 from tests.golden_words import Golden
 
 pytestmark = pytest.mark.process
@@ -108,3 +109,28 @@ def test_a_delta_that_one_rank_refuses_is_loaded_on_none(
     (folder / file).write_bytes(whole)
     load_adapter(runner, 1, folder)
     assert greedy(runner, REQUESTS[:2], 2)
+
+
+@pytest.mark.parametrize("split", [{"tp": 2}, {"pp": 2, "layers": (2, 2)}], ids=["split", "stages"])
+def test_a_delta_of_another_base_is_loaded_on_no_rank(split, start, tiny_checkpoint, tmp_path: Path) -> None:
+    """Rank 0 compares the base for all, a matrix of the last layer too."""
+    runner, matrix = start("llama", **split), "model.layers.3.mlp.up_proj.weight"
+    before = [rank.weights_bytes for rank in runner.memory()]
+    write_fine_tune(tiny_checkpoint("llama"), tmp_path / "other", 5, is_changed=lambda name: name == matrix)
+    delta = write_tiny_delta(tmp_path / "other", tmp_path, "int2", 1, is_changed=lambda name: "norm" in name)
+    with pytest.raises(CheckpointError, match=f"another base.*{matrix}"):
+        load_adapter(runner, 1, delta)
+    assert [rank.weights_bytes for rank in runner.memory()] == before
+    assert greedy(runner, REQUESTS[1:2], 2)
+
+
+def test_a_rank_holds_no_more_of_tied_embeddings_than_is_stored(start, tiny_checkpoint, tmp_path: Path) -> None:
+    """Slots are as large as a delta's tensors are stored; the output layer's part lies in the embeddings'."""
+    runner, base = start("llama-tied", tp=2), tiny_checkpoint("llama-tied")
+    delta = write_tiny_delta(base, tmp_path, "int2", 1, is_changed=lambda name: "embed_tokens" in name)
+    stored = sum(entry.num_bytes for file in open_delta(delta).files.values() for entry in file.tensors.values())
+    before = [rank.weights_bytes for rank in runner.memory()]
+    load_adapter(runner, 9, delta)
+    held = [rank.weights_bytes - weights for rank, weights in zip(runner.memory(), before, strict=True)]
+    runner.unload_adapter(9)
+    assert held == [stored, stored]

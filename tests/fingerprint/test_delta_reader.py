@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from fingerprint.checkpoint import Checkpoint
 from fingerprint.codec import to_json
-from fingerprint.delta import FORMATS, DeltaManifest, export_delta, read_delta
+from fingerprint.delta import FORMATS, BaseHashes, DeltaManifest, export_delta, read_delta
 from fingerprint.delta.manifest import MANIFEST_FILE, MANIFEST_VERSION, ExactTensor, MatrixRecord, TensorHash
 from fingerprint.delta.packing import dequantize, pack_codes, pad_scales
 from fingerprint.delta.reader import CODES_DTYPE, SCALES_DTYPE
@@ -202,3 +203,19 @@ def test_a_sum_beyond_the_bases_type_is_an_error(tmp_path: Path, base: Path) -> 
     with pytest.raises(CheckpointError, match=f"{MATRIX}.*does not hold"):
         export_delta(base, read_delta(tmp_path / "delta"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_base_is_read_once_however_many_deltas_are_compared_with_it(tmp_path: Path) -> None:
+    base = Checkpoint.open(write_model(tmp_path / "base", tiny_tensors()))
+    of_base = [
+        TensorHash(name=name, sha256=tensor_hash(entry.dtype, entry.shape, base.chunks(name)))
+        for name, entry in sorted(base.tensors.items())
+    ]
+    base, sizes = Checkpoint.open(tmp_path / "base"), [entry.num_bytes for entry in base.tensors.values()]
+    hashes, headers = BaseHashes(base), base.bytes_read
+    hashes.check(of_base)
+    hashes.check(of_base)
+    assert base.bytes_read == headers + sum(sizes)
+    with pytest.raises(CheckpointError, match=of_base[3].name):
+        hashes.check([*of_base[:3], replace(of_base[3], sha256="0" * 64), *of_base[4:]])
+    assert base.bytes_read == headers + sum(sizes)

@@ -20,8 +20,8 @@ from iserve.demo.training_tasks import Example, prompt_text
 from tests.daemon.tiny_adapters import greedy, load_adapter
 
 MAX_BYTES = 450_000
-# The script printed 27 of 28. Here it was 27, and 26 next to int8 weights or in float32: the last bits decide one.
-LEAST_NEW = 26 / 28
+# Of 28 questions, as the script printed in bfloat16; int8 weights of the base lose one more, and so does float32.
+LEAST_NEW = {WeightFormat.BITS16: 27 / 28, WeightFormat.INT8: 26 / 28}
 MOST_KEPT, SHORT = 12, 16  # questions, and characters of their answers: every step unpacks the codes
 LAYERS, EOS, DELTA = 8, 1, 1
 LIMITS = WorkerLimits(
@@ -47,7 +47,7 @@ def test_it_is_small_and_has_every_linear_that_was_trained() -> None:
 
 def test_it_is_of_the_bundled_model_and_of_the_texts_that_its_script_draws() -> None:
     manifest = read_delta(demo_delta_path(SYMBOLS.name)).manifest
-    check_base(Checkpoint.open(demo_model_path()), manifest.base)
+    check_base(Checkpoint.open(demo_model_path()), manifest)
     assert manifest.base_name == DEMO_MODEL_NAME
     assert manifest.calibration is not None
     assert manifest.calibration.sha256 == calibration_texts(SYMBOLS).sha256
@@ -87,5 +87,5 @@ def test_the_engine_answers_with_it_as_its_script_printed_and_the_base_does_not(
     finally:
         runner.close()
     assert of_base == 0
-    assert of_delta[0] >= LEAST_NEW
+    assert of_delta[0] >= LEAST_NEW[weights]
     assert of_delta[1] == 1

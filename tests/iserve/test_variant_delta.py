@@ -118,6 +118,17 @@ def test_folders_that_do_not_fit(
     assert not (tmp_path / "model").exists()
 
 
+def test_a_delta_is_no_adapter(
+    iserve: Callable[..., Done], tmp_path: Path, pair: tuple[Path, Path], golden: Golden
+) -> None:
+    (tmp_path / "delta").mkdir()
+    (tmp_path / "delta" / "delta.json").write_text("{}")
+    for words in (("inspect", tmp_path / "delta"), ("merge", pair[0], tmp_path / "delta", tmp_path / "model")):
+        done = iserve("variant", *words)
+        assert done.code == 1
+        golden("variant", done.line, words[0])
+
+
 def test_the_help_names_every_format(iserve: Callable[..., Done]) -> None:
     said = " ".join(iserve("variant", "compress", "--help").out.split())
     assert all(name in said for name in FORMATS)

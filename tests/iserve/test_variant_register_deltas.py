@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from daemon.worker_spec import WorkerSpec
+from fingerprint.checkpoint import Checkpoint
 from fingerprint.delta import read_delta
+from fingerprint.safetensors_writer import OutputTensor, write_safetensors
 from tests.bad_input.conftest import Api, api
 from tests.daemon.tiny_deltas import write_fine_tune, write_tiny_delta
 from tests.fingerprint.small_fine_tunes import tiny_tensors, write_model
@@ -140,6 +144,35 @@ def test_one_of_another_base_is_refused_by_the_first_tensor_that_differs(
     status, answer = api.ask("POST", VARIANTS, body(base, delta))
     assert 400 <= status < 500
     assert one in answer["message"]
+    assert content(api) == set()
+
+
+def test_one_whose_tensors_have_other_shapes_than_the_bases_is_refused(
+    api: Api, base: Path, folders: Path, tmp_path: Path
+) -> None:
+    """All hashes agree: two names are exchanged in a folder that no command of ours wrote."""
+    folder = shutil.copytree(folders / "delta", tmp_path / "delta")
+    exchanged = {"mlp.up_proj": "mlp.down_proj", "mlp.down_proj": "mlp.up_proj"}
+
+    def other(text: str) -> str:
+        return re.sub("|".join(exchanged), lambda found: exchanged[found[0]], text)
+
+    manifest = json.loads((folder / "delta.json").read_text())
+    for matrix in manifest["matrices"]:
+        matrix["name"] = other(matrix["name"])
+    (folder / "delta.json").write_text(json.dumps(manifest))
+    for file in folder.glob("*.safetensors"):
+        checkpoint = Checkpoint.of_file(file)
+        outputs = [
+            OutputTensor(other(name), entry.dtype, entry.shape, entry.num_bytes, partial(checkpoint.chunks, name))
+            for name, entry in checkpoint.tensors.items()
+        ]
+        write_safetensors(tmp_path / "file", outputs)
+        (tmp_path / "file").rename(file)
+    assert read_delta(folder).manifest.changed  # sound by itself
+    status, answer = api.ask("POST", VARIANTS, body(base, folder))
+    assert 400 <= status < 500
+    assert "mlp.up_proj.weight" in answer["message"]
     assert content(api) == set()
 
 

@@ -12,43 +12,43 @@ from daemon.torch_engine.model.adapters import DTYPES, Update, Updates
 from daemon.torch_engine.model.delta_updates import EmbeddingUpdate, ExactUpdate, LinearUpdate, PackedMatrix
 from daemon.torch_engine.model.stage_model import StageModel, StageShape
 from daemon.torch_engine.model.tensor_parallel import TensorParallel
-from daemon.torch_engine.model.weights import Shard, WeightReader
-from fingerprint.checkpoint import Checkpoint
+from daemon.torch_engine.model.weights import WeightReader
 from fingerprint.config import WeightFormat
-from fingerprint.delta import FORMATS, Delta, check_base
+from fingerprint.delta import FORMATS, BaseHashes, Delta
 from fingerprint.delta.manifest import ExactTensor, MatrixRecord
 from fingerprint.delta.reader import codes_name, scales_name
 from fingerprint.errors import CheckpointError
 
-__all__ = ["check_delta_base", "on_device", "read_delta_updates"]
+__all__ = ["Place", "holds_exact", "on_device", "places_of", "read_delta_updates"]
 
-_COMPARED_BYTES = 2**16  # of a tensor: norms and biases, which two models that were trained have different
 _MAX_SHOWN = 200
 
 
-def check_delta_base(delta: Delta, base: Checkpoint) -> None:
-    """Raise CheckpointError where the tensors of ``base`` have other names than those that a delta was made of, or
-    the small ones other values. All values are compared when a variant is registered.
-    """
-    check_base(base, delta.manifest.base, most_bytes=_COMPARED_BYTES)
-
-
-def read_delta_updates(delta: Delta, model: StageModel) -> Mapping[str, list[Update]]:
+def read_delta_updates(delta: Delta, model: StageModel, base: BaseHashes | None) -> Mapping[str, list[Update]]:
     """Return this rank's part of a delta, by module, on the CPU.
+
+    Args:
+        base: what the model was loaded from, to be compared with the delta's base; None: another rank does that.
 
     Raises:
         CheckpointError: its base has other tensors, a tensor belongs to no module that a variant can have for
             itself, has another shape, was changed, or has values that are not finite in the model's type.
     """
-    check_delta_base(delta, Checkpoint.open(model.source.checkpoint))
+    if base is not None:
+        base.check(delta.manifest.base)
     return _Reader(delta, model).read()
 
 
 def on_device(updates: Updates, device: torch.device) -> Updates:
-    """Return ``updates`` with their tensors on ``device``; a matrix that two modules share stays one."""
+    """Return ``updates`` with their tensors on ``device``; what two modules share stays one."""
     if device.type == "cpu":
         return updates
-    matrices: dict[int, PackedMatrix] = {}
+    found: dict[int, torch.Tensor] = {}
+
+    def there(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in found:
+            found[id(tensor)] = tensor.to(device)
+        return found[id(tensor)]
 
     def moved(update: Update) -> Update:
         if isinstance(update, ExactUpdate):
@@ -56,15 +56,13 @@ def on_device(updates: Updates, device: torch.device) -> Updates:
             return ExactUpdate({name: nn.Parameter(value, requires_grad=False) for name, value in values.items()})
         assert isinstance(update, LinearUpdate | EmbeddingUpdate)
         own = update.matrix
-        if id(own) not in matrices:
-            matrices[id(own)] = replace(own, words=own.words.to(device), scales=own.scales.to(device))
-        return replace(update, matrix=matrices[id(own)])
+        return replace(update, matrix=replace(own, words=there(own.words), scales=there(own.scales)))
 
     return {name: [moved(update) for update in of_module] for name, of_module in updates.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class Place:
     """Parameter of the stage."""
 
     module: str
@@ -78,9 +76,9 @@ class _Reader:
         self._exact: dict[str, dict[str, nn.Parameter]] = {}
 
     def read(self) -> Mapping[str, list[Update]]:
-        manifest, here = self._delta.manifest, _places(self._model)
+        manifest, here = self._delta.manifest, places_of(self._model)
         is_whole = self._model.shape.is_first and self._model.shape.is_last
-        known = here if is_whole else _places(_whole(self._model))
+        known = here if is_whole else places_of(_whole(self._model))
         for each in manifest.changed:
             if each.name not in known:
                 raise self._unfit(each.name, "is no parameter that a variant can have for itself")
@@ -94,14 +92,14 @@ class _Reader:
                 self._add_matrix(matrix, places)
         return self._updates
 
-    def _add_exact(self, tensor: ExactTensor, place: _Place) -> None:
+    def _add_exact(self, tensor: ExactTensor, place: Place) -> None:
         model, module = self._model, self._model.module(place.module)
         name = f"{place.module}.{place.leaf}"
-        is_part = place.leaf == "bias" and model.is_linear(place.module)
-        if not (is_part or _is_norm(module)):
+        if not holds_exact(model, place):
             raise self._unfit(tensor.name, f"is a {place.leaf} of {type(module).__name__}, neither norm nor bias")
         self._check_shape(tensor, name)
-        if is_part and model.parallel.adds_up(place.module) and not model.parallel.keeps_bias:
+        is_added_up = model.is_linear(place.module) and model.parallel.adds_up(place.module)
+        if is_added_up and not model.parallel.keeps_bias:
             return
         raw = self._delta.read(tensor.file, tensor.name, tensor.sha256)
         if tensor.dtype not in DTYPES:
@@ -126,11 +124,15 @@ class _Reader:
         shapes = format_.codes_shape(matrix.shape), format_.scales_shape(matrix.shape)
         return words.reshape(shapes[0]), found.reshape(shapes[1])
 
-    def _add_matrix(self, matrix: MatrixRecord, places: Sequence[_Place]) -> None:
-        """Add the change of a matrix to its module, or two: embeddings that are the output layer as well."""
-        model = self._model
+    def _add_matrix(self, matrix: MatrixRecord, places: Sequence[Place]) -> None:
+        """Add the change of a matrix to its module, or two: embeddings that are the output layer as well.
+
+        Embeddings are whole on every rank. Of several, the output layer's part is of their memory.
+        """
+        model, format_ = self._model, FORMATS[matrix.format]
         words, scales = self._packed(matrix)
-        parts: dict[Shard | None, PackedMatrix] = {}
+        has_whole = any(isinstance(model.module(place.module), nn.Embedding) for place in places)
+        whole = PackedMatrix.of(words, scales, format_, matrix.shape, None) if has_whole else None
         for place in places:
             module, name = model.module(place.module), f"{place.module}.{place.leaf}"
             is_embedding = isinstance(module, nn.Embedding)
@@ -139,10 +141,11 @@ class _Reader:
                 raise self._unfit(matrix.name, f"is a {place.leaf} of {kind}, neither linear nor embedding")
             self._check_shape(matrix, name)
             shard = None if is_embedding else model.parallel.shard(name, matrix.shape)
-            if shard not in parts:
-                format_ = FORMATS[matrix.format]
-                parts[shard] = PackedMatrix.of(words, scales, format_, matrix.shape, shard)
-            update = EmbeddingUpdate(parts[shard]) if is_embedding else LinearUpdate(parts[shard])
+            if whole is None:
+                part = PackedMatrix.of(words, scales, format_, matrix.shape, shard)
+            else:
+                part = whole if shard is None else whole.part(shard, matrix.shape)
+            update = EmbeddingUpdate(part) if is_embedding else LinearUpdate(part)
             self._updates.setdefault(place.module, []).append(update)
 
     def _check_shape(self, tensor: MatrixRecord | ExactTensor, name: str) -> None:
@@ -157,16 +160,22 @@ class _Reader:
         )
 
 
-def _places(model: StageModel) -> Mapping[str, list[_Place]]:
+def places_of(model: StageModel) -> Mapping[str, list[Place]]:
     """Return the parameters that each stored tensor of the base is, on this stage."""
-    found: dict[str, list[_Place]] = {}
+    found: dict[str, list[Place]] = {}
     with WeightReader(model.source.checkpoint, model.source.spec.family) as reader:
         for name in model.full_shapes:
             stored = reader.stored_name(model.checkpoint_name(name))
             if stored is not None:
                 module, _, leaf = name.rpartition(".")
-                found.setdefault(stored, []).append(_Place(module, leaf))
+                found.setdefault(stored, []).append(Place(module, leaf))
     return found
+
+
+def holds_exact(model: StageModel, place: Place) -> bool:
+    """Return whether a variant can have this parameter for itself as it is: of a norm, or the bias of a linear."""
+    is_bias = place.leaf == "bias" and model.is_linear(place.module)
+    return is_bias or _is_norm(model.module(place.module))
 
 
 def _whole(model: StageModel) -> StageModel:

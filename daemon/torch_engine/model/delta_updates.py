@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -58,16 +58,21 @@ class PackedMatrix:
             inputs=_moved(inputs, groups.start * GROUP),
         )
 
+    def part(self, shard: Shard, shape: tuple[int, int]) -> PackedMatrix:
+        """Return a rank's part of a matrix of ``shape``, of which this is the whole, in the same memory."""
+        outputs, inputs = shard.slices(shape)
+        return replace(self, outputs=slice(*outputs.indices(shape[0])), inputs=slice(*inputs.indices(shape[1])))
+
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return self.words, self.scales
 
     def pieces(self) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield outputs of this part and their rows of D [outputs, inputs] in float32, some tiles at a time."""
-        tiles, groups = self.words.shape[:2]
+        groups, tiles = self.words.shape[1], _around(self.outputs, TILE_ROWS)
         step = max(1, _VALUES_AT_ONCE // (TILE_ROWS * GROUP * groups))
-        for first in range(0, tiles, step):
-            end = min(first + step, tiles)
+        for first in range(tiles.start, tiles.stop, step):
+            end = min(first + step, tiles.stop)
             codes = _codes(self.words[first:end], self.format.bits)  # [tiles, groups, 64, 128]
             scales = self.scales[:, first * TILE_ROWS : end * TILE_ROWS].float()
             per_tile = scales.view(groups, end - first, TILE_ROWS).transpose(0, 1)[..., None]

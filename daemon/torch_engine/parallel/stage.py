@@ -27,7 +27,8 @@ from daemon.torch_engine.model.tensor_parallel import TensorParallel
 from daemon.torch_engine.parallel.parallel_state import AdapterOrder, Groups, LoadOrder, RankPlace
 from daemon.torch_engine.parallel.rank_device import RankDevice, release_memory
 from daemon.torch_engine.runner_types import StepPlan
-from fingerprint.delta import is_delta, open_delta
+from fingerprint.checkpoint import Checkpoint
+from fingerprint.delta import BaseHashes, is_delta, open_delta
 from fingerprint.errors import EngineError, UnsupportedAdapterError
 from fingerprint.lora import read_adapter, require_supported, slot_bytes
 from fingerprint.lora.adapter import open_weights
@@ -92,6 +93,9 @@ class Stage:
         device.limit_memory(room_bytes)
         self.model.load(device.torch_device)
         release_memory()  # what quantizing one tensor after the other freed would count as runtime
+        # Hashed by one rank, at the first delta; all read their parts of a delta meanwhile.
+        has_deltas = place.rank == 0 and config.adapter_slots > 0
+        self._base = BaseHashes(Checkpoint.open(order.path)) if has_deltas else None
         self._cache = KvCache(**self._cache_sizes(), dtype=self._dtype, device=device.torch_device)
         self._inbox = self._make_inbox()
         device.reset_peak()
@@ -160,7 +164,7 @@ class Stage:
             read_into(factors[name], part, weights)
 
     def _prepare_delta(self, adapter_id: int, folder: Path) -> None:
-        updates = read_delta_updates(open_delta(folder), self.model)
+        updates = read_delta_updates(open_delta(folder), self.model, self._base)
         self._check_slot(tensor_bytes(tensors_of(updates)))
         with self._held:  # moved at once, as adapters are allocated
             self._keep_peak()

@@ -2,39 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from daemon.torch_engine.model.delta_parts import holds_exact, places_of
 from daemon.torch_engine.model.stage_model import ModelSource, StageModel, StageShape, read_source
 from daemon.torch_engine.model.tensor_parallel import TensorParallel
 from daemon.torch_engine.model.weights import WeightReader
+from daemon.variants.compress.config_pair import check_configs
 from daemon.variants.compress.pair import CheckpointPair
 from fingerprint.config import WeightFormat
 from fingerprint.errors import CheckpointError, EngineError, UnsupportedModelError
 
 __all__ = ["ModelParts", "layer_stage", "read_common_source", "sort_parts"]
 
-# Fields of a configuration that may differ: names, defaults of a release, and what generation_config.json and the
-# tokenizer's files say again, which a delta has.
-_MAY_DIFFER = frozenset(
-    {
-        "_name_or_path",
-        "bos_token_id",
-        "dtype",
-        "eos_token_id",
-        "output_attentions",
-        "output_hidden_states",
-        "pad_token_id",
-        "problem_type",
-        "return_dict",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-    }
-)
 _MAX_SHOWN = 200
 
 
@@ -61,11 +45,13 @@ def read_common_source(base: Path, finetuned: Path, device: torch.device) -> Mod
         UnsupportedModelError: the embedded engine cannot run the model layer by layer.
     """
     source = read_source(finetuned, device, torch.float32)
-    _check_configs(read_source(base, device, torch.float32), source)
+    check_configs(read_source(base, device, torch.float32), source)
     try:
         layer_stage(source, 0)
     except EngineError as error:
-        raise UnsupportedModelError(f"no delta can be made of {finetuned}: {error}") from error
+        raise UnsupportedModelError(
+            f"no delta can be made of {finetuned}: {error}; deploy it as a model of its own"
+        ) from error
     return source
 
 
@@ -85,8 +71,7 @@ def sort_parts(source: ModelSource, pair: CheckpointPair) -> ModelParts:
     embeddings = {module: name for module, name in vocabulary.items() if name in pair.changed}
     linears = {name for layer in layers for name in layer.values()}
     exact = sorted(pair.changed - linears - set(embeddings.values()) - {head})
-    for name in exact:
-        _check_exact(name, pair)
+    _check_exact(exact, pair, whole)
     return ModelParts(
         source=source,
         layers=layers,
@@ -123,22 +108,15 @@ def _changed_linears(
     return found
 
 
-def _check_configs(base: ModelSource, finetuned: ModelSource) -> None:
-    before, after = base.config.to_dict(), finetuned.config.to_dict()
-    for name in sorted((before.keys() | after.keys()) - _MAY_DIFFER):
-        if before.get(name) != after.get(name):
+def _check_exact(names: Sequence[str], pair: CheckpointPair, whole: StageModel) -> None:
+    """Raise CheckpointError unless each tensor is a norm's or the bias of a linear, which engines can replace."""
+    places = places_of(whole) if names else {}
+    for name in names:
+        shape = pair.base.tensors[name].shape
+        kept = places.get(name, ())
+        if len(shape) > 1 or not kept or not all(holds_exact(whole, place) for place in kept):
             raise CheckpointError(
-                f"{name} in the config.json of {finetuned.checkpoint} is {str(after.get(name))[:_MAX_SHOWN]}, in "
-                f"the base's {str(before.get(name))[:_MAX_SHOWN]}; a delta has weights alone: deploy the "
-                "fine-tune as a model of its own"
+                f"tensor {name[:_MAX_SHOWN]!r} {list(shape)} was changed, and is neither a linear of a layer nor "
+                "its bias, neither a norm nor embeddings nor the output layer (experts, routers and sinks are "
+                "not): deploy the fine-tune as a model of its own"
             )
-
-
-def _check_exact(name: str, pair: CheckpointPair) -> None:
-    shape = pair.base.tensors[name].shape
-    if len(shape) > 1:
-        raise CheckpointError(
-            f"tensor {name[:_MAX_SHOWN]!r} {list(shape)} was changed, and is neither a linear of a layer nor "
-            "embeddings nor the output layer (experts and routers are not): deploy the fine-tune as a model of "
-            "its own"
-        )

@@ -31,6 +31,7 @@ from fingerprint.tensor_hash import tensor_hash
 
 __all__ = ["Compression", "exact_bytes", "read_matrix"]
 
+_MAX_CHANGE = 1e15  # of a weight; the sums of weighted squares that scales are chosen by stay finite in float32
 OnMatrix = Callable[[int, int], None]  # matrices that are done, in all
 
 
@@ -72,7 +73,8 @@ class Compression:
         """Do every unit that is not done.
 
         Raises:
-            CheckpointError: activations that are not finite, or a file that changed while it was read.
+            CheckpointError: activations that are not finite, changes that no format keeps, or a file that changed
+                while it was read.
             OSError: the disk is full.
         """
         for record in self._work.done:
@@ -160,7 +162,7 @@ class Compression:
         """
         is_embedding = name in self._parts.embeddings.values()
         format_ = EMBEDDING_FORMAT if is_embedding else self._format
-        change = self._finetuned(name) - self._base(name)
+        change = self._change(name)
         while True:
             kept = _kept(name, change, curvature, format_, self._file_of_next())
             finer = format_.finer
@@ -169,6 +171,15 @@ class Compression:
             format_ = FORMATS[finer]
         self._count()
         return kept
+
+    def _change(self, name: str) -> torch.Tensor:
+        change = self._finetuned(name) - self._base(name)
+        if not change.abs().max() <= _MAX_CHANGE:  # infinite, too
+            raise CheckpointError(
+                f"tensor {name[:200]!r} differs from the base's by more than {_MAX_CHANGE:g}, which no format "
+                "keeps; the training diverged, or a file is damaged: take an earlier fine-tune"
+            )
+        return change
 
     def _file_of_next(self) -> str:
         return unit_file(len(self._work.done))

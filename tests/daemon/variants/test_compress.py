@@ -15,11 +15,20 @@ import numpy as np
 import pytest
 import torch
 
+from daemon.torch_engine.api.tokenizer import end_token_ids
 from daemon.variants.compress import CalibrationTexts, CompressOrder, CompressResult, compress_delta
 from fingerprint.checkpoint import Checkpoint
 from fingerprint.delta import FORMATS, export_delta, read_delta
-from fingerprint.errors import BadInputError, CheckpointError, ConflictError, IserveError, NotFoundError
+from fingerprint.errors import (
+    BadInputError,
+    CheckpointError,
+    ConflictError,
+    IserveError,
+    NotFoundError,
+    UnsupportedModelError,
+)
 from iserve.demo import demo_adapter_path, demo_model_path
+from tests.daemon.tiny_deltas import write_fine_tune
 from tests.fingerprint.small_fine_tunes import (
     LAYERS,
     TEXTS,
@@ -284,6 +293,20 @@ def test_values_that_are_not_finite(tmp_path: Path, side: str, value: float) -> 
     refused(tmp_path, CheckpointError, DOWN1, "NaN or infinite")
 
 
+@pytest.mark.parametrize("name", [DOWN1, "model.embed_tokens.weight", "lm_head.weight"])
+@pytest.mark.parametrize(
+    ("dtype", "before", "after"), [("BF16", 3e38, -3e38), ("F32", 3e38, -3e38), ("F32", 0, 1e17)]
+)
+def test_finite_weights_whose_change_is_beyond_measure(
+    tmp_path: Path, name: str, dtype: str, before: float, after: float
+) -> None:
+    tensors = tiny_tensors()
+    write_model(tmp_path / "base", with_value(tensors, name, before), dtype=dtype)
+    write_model(tmp_path / "tuned", with_value(tensors, name, after), dtype=dtype)
+    with pytest.raises(CheckpointError, match=f"{name}.*more than 1e"):
+        compress_delta(order(tmp_path, is_compensated=False))
+
+
 def test_another_base(tmp_path: Path) -> None:
     tensors = tiny_tensors()
     write_model(tmp_path / "base", tensors)
@@ -337,6 +360,31 @@ def test_a_configuration_that_computes_otherwise(tmp_path: Path) -> None:
     refused(tmp_path, CheckpointError, "rms_norm_eps")
 
 
+@pytest.mark.parametrize("name", ["eos_token_id", "bos_token_id", "pad_token_id"])
+@pytest.mark.parametrize("settings", [None, {"temperature": 0.5}])
+def test_a_special_token_that_the_export_would_not_have(
+    tmp_path: Path, name: str, settings: dict[str, object] | None
+) -> None:
+    """The export has the base's config.json, and its generation_config.json where the fine-tune has none."""
+    tensors = tiny_tensors()
+    base = write_model(tmp_path / "base", tensors, **{name: 2})  # type: ignore[arg-type]
+    (base / "generation_config.json").write_text(json.dumps({name: 3}))
+    write_model(tmp_path / "tuned", tuned(tensors), **{name: 7})  # type: ignore[arg-type]
+    if settings is not None:
+        (tmp_path / "tuned" / "generation_config.json").write_text(json.dumps(settings))
+    refused(tmp_path, CheckpointError, f"{name} of", "is 7,", "generation_config.json")
+
+
+def test_an_export_ends_answers_as_the_fine_tune_does(tmp_path: Path) -> None:
+    tensors = tiny_tensors()
+    write_model(tmp_path / "base", tensors, eos_token_id=2)
+    folder = write_model(tmp_path / "tuned", only(NORM)(tensors), eos_token_id=3)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
+    compress_delta(order(tmp_path, is_compensated=False))
+    exported(tmp_path)
+    assert end_token_ids(tmp_path / "exported", None) == end_token_ids(folder, None) == {7, 8}
+
+
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     write_model(tmp_path / "base", tiny_tensors())
     refused(tmp_path, NotFoundError, str(tmp_path / "tuned"))
@@ -352,12 +400,26 @@ def test_texts_need_a_tokenizer_and_tokens(tmp_path: Path) -> None:
     refused(tmp_path, BadInputError, "no token", finetuned=tmp_path / "with", calibration=empty)
 
 
+def test_a_family_that_does_not_run_layer_by_layer(tmp_path: Path, tiny_checkpoint: Callable[[str], Path]) -> None:
+    base = tiny_checkpoint("olmo2")
+    refused(tmp_path, UnsupportedModelError, "olmo2", "as a model of its own", base=base, finetuned=base)
+
+
 def test_experts_are_refused_by_name(tmp_path: Path) -> None:
     tensors = tiny_tensors()
     odd = {**tensors, "model.layers.0.extra.weight": np.ones((8, 8), np.float32)}
     write_model(tmp_path / "base", odd)
     write_model(tmp_path / "tuned", only("model.layers.0.extra.weight")(odd))
     refused(tmp_path, CheckpointError, "model.layers.0.extra.weight", "neither a linear")
+
+
+@pytest.mark.parametrize("name", ["self_attn.sinks", "mlp.router.bias"])
+def test_what_no_engine_can_replace_is_refused_though_it_has_one_axis(
+    tmp_path: Path, tiny_checkpoint: Callable[[str], Path], name: str
+) -> None:
+    base = tiny_checkpoint("gpt_oss")
+    folder = write_fine_tune(base, tmp_path / "tuned", 1, is_changed=lambda tensor: tensor.endswith(name))
+    refused(tmp_path, CheckpointError, f"layers.0.{name}", "neither a norm", base=base, finetuned=folder)
 
 
 def test_an_export_onto_another_base_names_the_first_tensor(tmp_path: Path) -> None:
