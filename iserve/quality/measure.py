@@ -49,10 +49,13 @@ def measure(
         EngineError, UnavailableError, NotFoundError: as :meth:`ScoredModel.score`.
     """
     pairs: list[Pair] = []
+    matches: list[tuple[bool | None, bool | None]] = []
     left_out = 0
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         try:
             for done, pair in enumerate(pool.map(lambda text: _pair(text, model, against), file.texts), 1):
+                if pair is not None:
+                    matches.append((pair[0].is_match, None if pair[1] is None else pair[1].is_match))
                 if pair is None or not pair[0].tokens:
                     left_out += 1
                 else:
@@ -81,8 +84,8 @@ def measure(
     return Measurement(
         text=text,
         nll=mean_interval(_nll(scored), counts, seed=seed),
-        exact_match=_exact_match(scored, seed),
-        comparison=_comparison(scored, references, seed) if references else None,
+        exact_match=_exact_match([mine for mine, _ in matches], seed),
+        comparison=_comparison(scored, references, [other for _, other in matches], seed) if references else None,
         notes=tuple(_notes(text, compared=bool(references))),
     )
 
@@ -112,12 +115,14 @@ def _nll(texts: Sequence[ScoredText]) -> list[float]:
     return [-sum(text.logprobs) for text in texts]
 
 
-def _exact_match(texts: Sequence[ScoredText], seed: int) -> Interval | None:
-    matches = [float(text.is_match) for text in texts if text.is_match is not None]
-    return mean_interval(matches, [1.0] * len(matches), seed=seed) if matches else None
+def _exact_match(matches: Sequence[bool | None], seed: int) -> Interval | None:
+    known = [float(match) for match in matches if match is not None]
+    return mean_interval(known, [1.0] * len(known), seed=seed) if known else None
 
 
-def _comparison(texts: Sequence[ScoredText], references: Sequence[ScoredText], seed: int) -> ComparisonDocument:
+def _comparison(
+    texts: Sequence[ScoredText], references: Sequence[ScoredText], matches: Sequence[bool | None], seed: int
+) -> ComparisonDocument:
     counts = [len(text.tokens) for text in texts]
     tops = [list(zip(r.top, t.top, strict=True)) for r, t in zip(references, texts, strict=True)]
     of_model, of_reference = _nll(texts), _nll(references)
@@ -126,7 +131,7 @@ def _comparison(texts: Sequence[ScoredText], references: Sequence[ScoredText], s
         nll_difference=mean_interval(
             [mine - other for mine, other in zip(of_model, of_reference, strict=True)], counts, seed=seed
         ),
-        exact_match=_exact_match(references, seed),
+        exact_match=_exact_match(matches, seed),
         kl=mean_interval([sum(kl_lower_bound(r, t) for r, t in top) for top in tops], counts, seed=seed),
         shared_mass=sum(shared_mass(r, t) for top in tops for r, t in top) / sum(counts),
         top1_agreement=mean_interval([sum(agrees(r, t) for r, t in top) for top in tops], counts, seed=seed),

@@ -57,13 +57,8 @@ class _Choice(msgspec.Struct):
     logprobs: _Logprobs | None = None
 
 
-class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-
-
 class _Answer(msgspec.Struct):
     choices: list[_Choice]
-    usage: _Usage = msgspec.field(default_factory=_Usage)
 
 
 class _Error(msgspec.Struct):
@@ -106,19 +101,23 @@ class ScoredModel:
                 part = part[: len(part) // 2]
 
     def _score_answer(self, prompt: str, answer: str) -> ScoredText:
+        """Return the predictions of what the tokens of both have after the prompt's own.
+
+        A tokenizer may merge the end of a prompt and the start of its answer, "A: " and "Paris" into " Paris": a
+        token of both is predicted.
+        """
         limit = min(_MAX_GREEDY_TOKENS, len(answer.encode()) + 1)  # no token has less than a byte
+        whole = self._logprobs(prompt + answer)
         greedy = self._complete({"prompt": prompt, "max_tokens": limit, "temperature": 0})
-        if not greedy.usage.prompt_tokens:
-            raise EngineError(f"{self.endpoint.url} does not say how many tokens a prompt of {self.name!r} has")
         return _scored(
-            self._logprobs(prompt + answer),
-            greedy.usage.prompt_tokens,
+            whole,
+            _num_common(self._logprobs(prompt, top=1).tokens, whole.tokens),
             was_cut=False,
             is_match=greedy.choices[0].text.strip() == answer.strip(),
         )
 
-    def _logprobs(self, text: str) -> _Logprobs:
-        options = {"echo": True, "logprobs": TOP, "max_tokens": 0, "return_tokens_as_token_ids": True}
+    def _logprobs(self, text: str, top: int = TOP) -> _Logprobs:
+        options = {"echo": True, "logprobs": top, "max_tokens": 0, "return_tokens_as_token_ids": True}
         found = self._complete({"prompt": text, "temperature": 0} | options).choices[0].logprobs
         if found is None or not len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs):
             raise EngineError(
@@ -166,6 +165,12 @@ def _decoded(raw: bytes, kind: type[T]) -> T | None:
         return msgspec.json.decode(raw, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
+
+
+def _num_common(first: Sequence[str], second: Sequence[str]) -> int:
+    """Return how many tokens both begin with."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _scored(found: _Logprobs, first: int, *, was_cut: bool, is_match: bool | None) -> ScoredText:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -172,6 +173,27 @@ def test_answers_are_compared_and_prompts_are_not_predicted(
     assert found.text.num_tokens == sum(len(pair["answer"]) for pair in PAIRS)
     whole = [log_probabilities("base", a)[b] for a, b in (b"bc", b"cd", b"de", b"za", b"lm", b"mn", b"no")]
     assert found.nll.value == pytest.approx(-sum(whole) / len(whole))
+
+
+def test_a_token_of_the_end_of_a_prompt_and_the_start_of_its_answer_is_predicted(
+    iserve: Callable[..., Done], endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of "A: " and "Paris", which a byte-pair encoding writes as ``A``, ``:``, `` Paris``."""
+
+    def merged(model: str, content: bytes, top: int) -> dict[str, Any]:
+        tokens = [token.decode() for token in re.findall(rb" ?\w+|\W", content)]
+        logprobs = [None, *(-5.0 if token == " Paris" else -0.1 for token in tokens[1:])]
+        tops = [None, *({token: p} for token, p in zip(tokens[1:], logprobs[1:], strict=True))]
+        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops}
+
+    monkeypatch.setitem(globals(), "answer_of", merged)
+    file = tmp_path / "capitals.jsonl"
+    for prompt, space in (("France?\nA: ", ""), ("France?\nA:", " ")):
+        rows = [{"prompt": prompt, "answer": space + answer} for answer in ("Paris is it", "Paris")]
+        file.write_text("\n".join(map(json.dumps, rows)))
+        found = measured(iserve("quality", "base", "--text", file, "--url", endpoint.url, "--json"))
+        assert found.nll.value == pytest.approx((5.0 + 0.1 + 0.1 + 5.0) / 4)
+        assert (found.text.num_texts, found.text.num_tokens, found.text.num_left_out) == (2, 4, 0)
 
 
 def test_words(iserve: Callable[..., Done], endpoint: Endpoint, pairs: Path, text: Path, golden: Golden) -> None:
