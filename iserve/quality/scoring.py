@@ -22,7 +22,8 @@ TOP = 20  # likeliest tokens for each place; vLLM's limit
 _MAX_ANSWER_BYTES = 64 * 2**20
 _TIMEOUT_S = 600.0
 _MAX_GREEDY_TOKENS = 512
-_CONTEXT = "context length"  # part of every engine's message on a prompt that is too long
+_CONTEXT_EXCEEDED = "context_length_exceeded"  # OpenAI's code of a prompt that is too long
+_TOO_LONG = ("context length", "logprobs, at most")  # parts of messages on one, of engines that give no such code
 
 T = TypeVar("T")
 
@@ -63,6 +64,7 @@ class _Answer(msgspec.Struct):
 
 class _Error(msgspec.Struct):
     message: str = ""
+    code: str | int | None = None
 
 
 class _ErrorBody(msgspec.Struct):
@@ -153,7 +155,8 @@ class ScoredModel:
         body = _decoded(raw, _ErrorBody)
         said = f"status {status}; its log may say why" if body is None else body.error.message[:500]
         message = f"{self.endpoint.url} on {self.name!r}: {said}"
-        if status == 400 and _CONTEXT in said:
+        code = None if body is None else body.error.code
+        if status == 400 and (code == _CONTEXT_EXCEEDED or any(part in said for part in _TOO_LONG)):
             return TooLongError(message)
         if status == 404:
             return NotFoundError(message)

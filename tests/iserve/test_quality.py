@@ -61,6 +61,9 @@ class Endpoint(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.say: tuple[int, bytes] | None = None
+        self.too_long: dict[str, str | None] = {
+            "message": f"this model's maximum context length is {CONTEXT} tokens"
+        }
 
     @property
     def url(self) -> str:
@@ -69,7 +72,7 @@ class Endpoint(ThreadingHTTPServer):
     def complete(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         text, model = body["prompt"].encode(), body["model"]
         if len(text) + body["max_tokens"] > CONTEXT:
-            return 400, {"error": {"message": f"this model's maximum context length is {CONTEXT} tokens"}}
+            return 400, {"error": self.too_long}
         choice: dict[str, Any] = {"index": 0, "text": text.decode(), "finish_reason": "length", "logprobs": None}
         if body.get("echo"):
             assert body["return_tokens_as_token_ids"]
@@ -223,6 +226,24 @@ def test_a_text_longer_than_the_context_is_cut_and_a_pair_left_out(
     assert (found.text.num_texts, found.text.num_cut, found.text.num_left_out) == (4, 1, 2)
     assert found.text.num_tokens == 49 + 7  # 200 characters, halved until they fit
     golden("quality", "\n".join(found.notes))
+
+
+def test_a_text_is_cut_whatever_the_engine_says_of_its_length(
+    iserve: Callable[..., Done], endpoint: Endpoint, tmp_path: Path
+) -> None:
+    """As recorded of the embedded engine, which counts characters first, and bounds the logprobs of an answer."""
+    file = tmp_path / "long.txt"
+    file.write_text("ab" * 100)
+    for said in (
+        {
+            "message": "the prompt has 17,000 characters, 1024 tokens stand for 16,384 at most",
+            "code": "context_length_exceeded",
+        },
+        {"message": "the answer would hold 344064 logprobs, at most 262144 are allowed: send fewer", "code": None},
+    ):
+        endpoint.too_long = said
+        found = measured(iserve("quality", "base", "--text", file, "--url", endpoint.url, "--json"))
+        assert (found.text.num_tokens, found.text.num_cut) == (49, 1)
 
 
 def test_of_one_text_there_is_no_interval(iserve: Callable[..., Done], endpoint: Endpoint, tmp_path: Path) -> None:
