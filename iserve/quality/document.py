@@ -70,7 +70,7 @@ class ComparisonDocument:
     nll_difference: Interval
     """That of the model less that of the reference; intervals of both together."""
     exact_match: Interval | None
-    """Share of answers that the reference gives exactly; null: no answers."""
+    """Share of answers that the reference gives exactly, likewise; null: no answers."""
     kl: Interval
     """Lower bound of KL(reference || model), in nats per token."""
     shared_mass: float
@@ -100,7 +100,8 @@ class QualityDocument:
     nll: Interval
     """Negative log-likelihood of the model, in nats per token."""
     exact_match: Interval | None
-    """Share of answers that the model gives exactly when it decodes greedily; null: no answers."""
+    """Share of answers that the model gives exactly when it decodes greedily, but for blanks around them; those of
+    over 511 tokens are left out; null: no answers."""
     comparison: ComparisonDocument | None
     """Comparison with the reference; null: none was given."""
     top: int

@@ -16,12 +16,12 @@ from fingerprint.errors import BadInputError, ConfigError, EngineError, NotFound
 from iserve.quality.texts import Text
 from iserve.replay.endpoint import Endpoint
 
-__all__ = ["TOP", "ScoredModel", "ScoredText", "TooLongError"]
+__all__ = ["MAX_MATCHED_TOKENS", "TOP", "ScoredModel", "ScoredText", "TooLongError"]
 
 TOP = 20  # likeliest tokens for each place; vLLM's limit
 _MAX_ANSWER_BYTES = 64 * 2**20
 _TIMEOUT_S = 600.0
-_MAX_GREEDY_TOKENS = 512
+MAX_MATCHED_TOKENS = 511  # of an answer without its end
 _CONTEXT_EXCEEDED = "context_length_exceeded"  # OpenAI's code of a prompt that is too long
 _TOO_LONG = ("context length", "logprobs, at most")  # parts of messages on one, of engines that give no such code
 
@@ -40,7 +40,7 @@ class ScoredText:
     logprobs: tuple[float, ...]
     top: tuple[Mapping[str, float], ...]  # log-probabilities of the likeliest tokens in its place, and its own
     was_cut: bool
-    is_match: bool | None  # whether the greedy answer is the given one; None: none is given
+    is_match: bool | None  # whether the greedy answer is the given one; None: none is given, or it is too long
 
     def first(self, count: int) -> ScoredText:
         """Return the predictions of the first ``count`` tokens."""
@@ -108,15 +108,15 @@ class ScoredModel:
         A tokenizer may merge the end of a prompt and the start of its answer, "A: " and "Paris" into " Paris": a
         token of both is predicted.
         """
-        limit = min(_MAX_GREEDY_TOKENS, len(answer.encode()) + 1)  # no token has less than a byte
         whole = self._logprobs(prompt + answer)
+        first = _num_common(self._logprobs(prompt, top=1).tokens, whole.tokens)
+        is_short = len(whole.tokens) - first <= MAX_MATCHED_TOKENS
+        return _scored(whole, first, was_cut=False, is_match=self._matches(prompt, answer) if is_short else None)
+
+    def _matches(self, prompt: str, answer: str) -> bool:
+        limit = 1 + min(MAX_MATCHED_TOKENS, len(answer.encode()))  # no token has less than a byte
         greedy = self._complete({"prompt": prompt, "max_tokens": limit, "temperature": 0})
-        return _scored(
-            whole,
-            _num_common(self._logprobs(prompt, top=1).tokens, whole.tokens),
-            was_cut=False,
-            is_match=greedy.choices[0].text.strip() == answer.strip(),
-        )
+        return greedy.choices[0].text.strip() == answer.strip()
 
     def _logprobs(self, text: str, top: int = TOP) -> _Logprobs:
         options = {"echo": True, "logprobs": top, "max_tokens": 0, "return_tokens_as_token_ids": True}

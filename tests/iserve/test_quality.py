@@ -6,6 +6,7 @@ import json
 import math
 import re
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
@@ -17,8 +18,12 @@ import pytest
 
 from fingerprint.codec import from_json
 from iserve.demo import demo_quality_path
+from iserve.quality import measure as measuring
+from iserve.quality import scoring
 from iserve.quality.document import QualityDocument
-from iserve.quality.texts import read_texts
+from iserve.quality.measure import measure
+from iserve.quality.scoring import ScoredText
+from iserve.quality.texts import Text, TextFile, read_texts
 from tests.golden_words import Golden
 from tests.iserve.command_line import Done, iserve
 
@@ -197,6 +202,50 @@ def test_a_token_of_the_end_of_a_prompt_and_the_start_of_its_answer_is_predicted
         found = measured(iserve("quality", "base", "--text", file, "--url", endpoint.url, "--json"))
         assert found.nll.value == pytest.approx((5.0 + 0.1 + 0.1 + 5.0) / 4)
         assert (found.text.num_texts, found.text.num_tokens, found.text.num_left_out) == (2, 4, 0)
+
+
+def test_answers_longer_than_is_decoded_are_left_out_of_the_exact_match(
+    iserve: Callable[..., Done], endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (scoring, measuring):
+        monkeypatch.setattr(module, "MAX_MATCHED_TOKENS", 3)
+    file = tmp_path / "long.jsonl"
+    rows = [{"prompt": "ab", "answer": "cde"}, {"prompt": "x`", "answer": "abcde"}]  # both are right
+    file.write_text("\n".join(map(json.dumps, rows)))
+    found = measured(
+        iserve("quality", "base", "--against", "same", "--text", file, "--url", endpoint.url, "--json")
+    )
+    assert found.exact_match is not None
+    assert found.comparison is not None
+    assert found.exact_match.value == found.comparison.exact_match.value == 1
+    assert (found.text.num_tokens, found.text.num_left_out) == (8, 0)
+    assert "answers left out of the exact match, longer than 3 tokens: 1" in found.notes
+
+
+class Reference(dict[str, float]):
+    """Likeliest tokens that a weak reference can follow, each one itself."""
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+def test_the_probabilities_of_a_text_are_not_kept_after_it() -> None:
+    tops: weakref.WeakSet[Reference] = weakref.WeakSet()
+    alive: list[int] = []
+
+    class Model:
+        name = "m"
+
+        def score(self, text: Text) -> ScoredText:
+            top = Reference({"a": -0.5})
+            tops.add(top)
+            return ScoredText(tokens=("a",), logprobs=(-0.5,), top=(top,), was_cut=False, is_match=None)
+
+    texts = TextFile(path=Path("t"), sha256="0" * 64, texts=(Text("aa"),) * 100, num_cut=0)
+    model: Any = Model()
+    found = measure(texts, model, model, seed=0, progress=lambda *_: alive.append(len(tops)))
+    assert found.text.num_tokens == 100
+    assert alive[-1] == 0
 
 
 def test_words(iserve: Callable[..., Done], endpoint: Endpoint, pairs: Path, text: Path, golden: Golden) -> None:
