@@ -72,6 +72,7 @@ def of_text(sha256: str) -> QualityDocument:
         of_model(config=DeploymentConfig(engine="vllm")),
         replace(RESULT, against=None),
         replace(RESULT, against=replace(MODEL, sha256="f" * 64)),
+        replace(RESULT, against=ModelFacts(name="base")),
         of_text("e" * 64),
     ],
 )
@@ -88,6 +89,11 @@ def test_other_contents_texts_or_engines_are_other_results(other: QualityDocumen
 )
 def test_the_same_measured_again_is_the_same_result(same: QualityDocument) -> None:
     assert identity_of(same) == identity_of(RESULT)
+
+
+def test_references_of_which_only_the_name_is_known_are_told_apart() -> None:
+    one, other = (replace(RESULT, against=ModelFacts(name=name)) for name in ("one", "other"))
+    assert identity_of(one) != identity_of(other)
 
 
 def test_a_result_is_said_in_one_line(golden: Golden) -> None:
