@@ -14,7 +14,9 @@ from fingerprint.errors import BadInputError, ConfigError, ConflictError, NotFou
 from fingerprint.sanitize import is_plain
 from iserve.controller.stored_values import recorded_workers
 from iserve.controller.variant_serving import servers_of, variant_servers
-from iserve.model_source import ModelSource
+from iserve.demo import DEMO_MODEL_NAME
+from iserve.hub_files import cached_snapshot
+from iserve.model_source import ModelSource, existing_path, is_hub_id
 from iserve.quality.checks import check_result
 from iserve.quality.document import ModelFacts, QualityDocument
 from iserve.quality.facts import weights_stamp
@@ -133,7 +135,19 @@ class QualityResults:
             return "", weights_stamp(Path(os.path.realpath(workers[0].checkpoint)))
         if row is not None:
             raise NotFoundError(f"the deployment {name!r} has no worker yet")
-        return "", weights_stamp(self._resolve(name, need_weights=False).directory)
+        return "", weights_stamp(self._folder(name))
+
+    def _folder(self, name: str) -> Path:
+        """Return the folder of a model that is on this machine; the hub is not asked. Raises as :meth:`of`."""
+        if name == DEMO_MODEL_NAME or name in {row.name for row in self._store.models()} or existing_path(name):
+            return self._resolve(name, need_weights=False).directory
+        cached = cached_snapshot(name) if is_hub_id(name) else None
+        if cached is None:
+            raise NotFoundError(
+                f"{name[:200]!r} is no variant, deployment or registered model of this home, and no model that is "
+                "on this machine"
+            )
+        return cached
 
 
 def _words(config: DeploymentConfig | None) -> str:
