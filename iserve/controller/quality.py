@@ -111,8 +111,10 @@ class QualityResults:
                 f"the result is of {_words(facts.config)}, and {facts.name!r} is served by "
                 f"{' or '.join(map(_words, configs))}; it is not kept: measure again"
             )
-        releases = self._releases(facts.config.engine) if facts.config is not None else ()
-        if releases and facts.engine_version is not None and facts.engine_version not in releases:
+        if facts.config is None or facts.engine_version is None:
+            return
+        releases = self._releases(facts.config.engine)
+        if releases and facts.engine_version not in releases:
             raise ConflictError(
                 f"the result is of release {facts.engine_version[:80]!r}, and of {facts.config.engine!r} there is "
                 f"{', '.join(sorted(releases))}; it is not kept: measure again"

@@ -91,7 +91,7 @@ def test_the_same_measured_again_is_the_same_result(same: QualityDocument) -> No
     assert identity_of(same) == identity_of(RESULT)
 
 
-def test_references_of_which_only_the_name_is_known_are_told_apart() -> None:
+def test_references_of_which_only_the_name_is_known_are_two() -> None:
     one, other = (replace(RESULT, against=ModelFacts(name=name)) for name in ("one", "other"))
     assert identity_of(one) != identity_of(other)
 
