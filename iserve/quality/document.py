@@ -29,7 +29,7 @@ class ModelFacts:
     name: str
     """Name that the endpoint serves it under."""
     checkpoint: str | None = None
-    """Folder of its weights."""
+    """Folder of its weights; null, too, for an API key that may not name it."""
     sha256: str | None = None
     """Hash of its tensors: names, types, shapes and bytes, however they are divided into files; of a variant those
     of its base."""
@@ -48,7 +48,7 @@ class TextFacts:
     """Texts that were predicted."""
 
     file: str
-    """File of the texts."""
+    """File of the texts; for an API key that may not name its folder, without that."""
     sha256: str
     """Hash of the file."""
     num_texts: int

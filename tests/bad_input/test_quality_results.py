@@ -1,4 +1,4 @@
-"""Results of quality over REST: what is looked up, what is refused, and which paths a key is told."""
+"""Results of quality over REST: what is looked up, what is refused, and which paths a key is shown."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from fingerprint.codec import to_json
 from iserve.demo import DEMO_MODEL_NAME, demo_model_path
 from iserve.quality.facts import weights_stamp
+from iserve.state.rows import VariantRow
 from tests.bad_input.conftest import TOKEN, Api
 from tests.iserve.test_quality_kept import of_model
 
@@ -63,3 +64,45 @@ def test_what_no_measurement_has_is_refused_and_the_true_result_stays(api: Api, 
     )
     assert answer.status_code in (400, 404)
     assert api.ask("GET", f"/api/v1/quality?model={DEMO_MODEL_NAME}")[1] == [of_demo()]
+
+
+def test_a_key_is_shown_no_folder_that_it_may_not_name(api: Api) -> None:
+    inside = str(api.folder / "q.jsonl")
+    for file, seen in (("/elsewhere/q.jsonl", "q.jsonl"), (inside, inside), ("../q.jsonl", "q.jsonl")):
+        body = of_demo()
+        body["text"]["file"] = file
+        assert api.ask("POST", "/api/v1/quality", body)[0] == 201
+        for query in ("", f"?model={DEMO_MODEL_NAME}"):
+            (own,) = api.ask("GET", f"/api/v1/quality{query}")[1]
+            assert own == body
+            (shown,) = api.ask("GET", f"/api/v1/quality{query}", token=api.keys["admin"])[1]
+            assert shown["text"]["file"] == seen
+            assert shown["model"]["checkpoint"] is shown["against"]["checkpoint"] is None
+            for side in ("model", "against"):
+                body_side = body[side] | {"checkpoint": None}
+                assert shown[side] == body_side
+
+
+def test_a_key_is_shown_no_folder_with_a_variant(api: Api) -> None:
+    api.controller.store.variants.put(
+        VariantRow(
+            name="style",
+            base=DEMO_MODEL_NAME,
+            base_directory=str(demo_model_path()),
+            content_hash="b" * 64,
+            max_rank=8,
+            num_modules=1,
+            num_bytes=1,
+            trained_on=None,
+            pinned=False,
+            created_at=1.0,
+        )
+    )
+    body = of_demo()
+    body["model"] |= {"name": "style", "variant_hash": "b" * 64}
+    assert api.ask("POST", "/api/v1/quality", body)[0] == 201
+    own = api.ask("GET", "/api/v1/variants/style")[1]["quality"]
+    shown = api.ask("GET", "/api/v1/variants/style", token=api.keys["admin"])[1]["quality"]
+    assert own == [body]
+    assert [one["model"]["checkpoint"] for one in shown] == [None]
+    assert [one["text"]["file"] for one in shown] == ["q.jsonl"]
