@@ -1,4 +1,4 @@
-"""Checks of a result that somebody else measured: its numbers are finite and possible, its hashes are hashes."""
+"""Checks of a result that a caller sends: its numbers are finite and possible, its hashes are hashes."""
 
 from __future__ import annotations
 

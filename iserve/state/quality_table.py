@@ -13,7 +13,7 @@ from iserve.state.schema import quality_results
 __all__ = ["MAX_OF_CONTENT", "MAX_RESULTS", "QualityTable"]
 
 MAX_RESULTS = 1_000  # beyond which the oldest are dropped
-MAX_OF_CONTENT = 32  # likewise of one content, so that results of one never push out those of all others
+MAX_OF_CONTENT = 32  # likewise of one content, so that results of one never push out those of the rest
 
 
 class QualityTable:

@@ -186,7 +186,7 @@ def test_answers_are_compared_and_prompts_are_not_predicted(
 def test_a_token_of_the_end_of_a_prompt_and_the_start_of_its_answer_is_predicted(
     iserve: Callable[..., Done], endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of "A: " and "Paris", which a byte-pair encoding writes as ``A``, ``:``, `` Paris``."""
+    """For example of "A: " and "Paris", which a byte-pair encoding writes as ``A``, ``:``, `` Paris``."""
 
     def merged(model: str, content: bytes, top: int) -> dict[str, Any]:
         tokens = [token.decode() for token in re.findall(rb" ?\w+|\W", content)]
@@ -280,7 +280,7 @@ def test_a_text_longer_than_the_context_is_cut_and_a_pair_left_out(
 def test_a_text_is_cut_whatever_the_engine_says_of_its_length(
     iserve: Callable[..., Done], endpoint: Endpoint, tmp_path: Path
 ) -> None:
-    """As recorded of the embedded engine, which counts characters first, and bounds the logprobs of an answer."""
+    """Words of the embedded engine, which counts characters first, and bounds the logprobs of an answer."""
     file = tmp_path / "long.txt"
     file.write_text("ab" * 100)
     for said in (
