@@ -24,8 +24,15 @@ _making = threading.Lock()
 
 
 def to_json(value: object, *, indent: int = 0) -> bytes:
-    """Return JSON of a dataclass tree (enums by value, tuples as lists)."""
-    raw = msgspec.json.encode(value)
+    """Return JSON of a dataclass tree (enums by value, tuples as lists).
+
+    Raises:
+        BadInputError: half a surrogate pair is in a text: a file's name of bytes that are not UTF-8 has such.
+    """
+    try:
+        raw = msgspec.json.encode(value)
+    except UnicodeEncodeError as error:
+        raise BadInputError(f"{ascii(error.object)[:200]} cannot be written as UTF-8; change this text") from error
     return msgspec.json.format(raw, indent=indent) if indent else raw
 
 

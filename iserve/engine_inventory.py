@@ -16,7 +16,7 @@ from iserve.controller.stored_values import recorded_workers
 from iserve.settings import Settings
 from iserve.state.store import Store
 
-__all__ = ["deployments_on", "engine_documents"]
+__all__ = ["deployments_on", "engine_documents", "releases"]
 
 _ENDED_PHASES = frozenset({"failed", "refused"})
 
@@ -43,6 +43,12 @@ def engine_documents(home: Path) -> tuple[EngineDocument, ...]:
             )
         )
     return tuple(documents)
+
+
+def releases(home: Path, engine: str) -> frozenset[str]:
+    """Return the releases of an engine that are installed on this machine."""
+    found = (document for document in engine_documents(home) if document.engine == engine)
+    return frozenset(document.version for document in found if document.version is not None)
 
 
 def _foreign(engine: ExternalEngine, home: Path) -> Iterator[EngineDocument]:

@@ -137,7 +137,7 @@ def create_app(controller: Controller, token: str) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        separate_input_output_schemas=False,
+        separate_input_output_schemas=False,  # one description of a result that is posted and listed
     )
     metrics = Metrics(controller)
 

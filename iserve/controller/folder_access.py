@@ -14,6 +14,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from fingerprint.errors import NotFoundError
+from fingerprint.sanitize import is_plain
 from iserve.model_source import existing_path, is_hub_id
 
 __all__ = ["ANYWHERE", "Reach"]
@@ -43,6 +44,12 @@ class Reach:
                 f"{model[:200]!r} is no registered model, and an API key may name folders by their absolute path "
                 "within ISERVE_MODEL_FOLDERS only, with nothing in them that leads out"
             )
+
+    def may_see(self, path: str) -> bool:
+        """Return whether a path of this machine may be shown to the caller: one that it may name."""
+        if self._roots is None:
+            return True
+        return is_plain(path) and Path(path).is_absolute() and self._is_inside(Path(path))
 
     def _holds(self, path: Path) -> bool:
         folder = path if path.is_dir() else path.parent

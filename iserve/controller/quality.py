@@ -5,14 +5,20 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from fingerprint.codec import from_json, to_json
+from fingerprint.config import DeploymentConfig
 from fingerprint.errors import BadInputError, ConfigError, ConflictError, NotFoundError
+from fingerprint.sanitize import is_plain
 from iserve.controller.stored_values import recorded_workers
-from iserve.model_source import ModelSource
-from iserve.quality.document import QualityDocument
+from iserve.controller.variant_serving import servers_of, variant_servers
+from iserve.demo import DEMO_MODEL_NAME
+from iserve.hub_files import cached_snapshot
+from iserve.model_source import ModelSource, existing_path, is_hub_id
+from iserve.quality.checks import check_result
+from iserve.quality.document import ModelFacts, QualityDocument
 from iserve.quality.facts import weights_stamp
 from iserve.quality.identity import identity_of
 from iserve.state.rows import QualityRow, VariantRow
@@ -31,22 +37,29 @@ class QualityResults:
 
     Args:
         resolve: the model that a name leads to.
+        releases: the releases of an engine that are installed; of none that are known any is believed.
     """
 
-    def __init__(self, store: Store, resolve: Callable[..., ModelSource]) -> None:
-        self._store, self._resolve = store, resolve
+    def __init__(
+        self,
+        store: Store,
+        resolve: Callable[..., ModelSource],
+        releases: Callable[[str], Collection[str]] = lambda engine: (),
+    ) -> None:
+        self._store, self._resolve, self._releases = store, resolve, releases
 
     def keep(self, result: QualityDocument) -> QualityDocument:
         """Keep a result of a variant or deployment, in place of one of the same contents.
 
         Raises:
-            BadInputError: it does not say what was measured, or is too large.
-            ConflictError: the name means other contents by now.
+            BadInputError: it does not say what was measured, has values that no measurement has, or is too large.
+            ConflictError: the name means other contents by now, or is served by another configuration.
             NotFoundError: there is no such model.
         """
         facts = result.model
         if facts.sha256 is None or facts.weights_stamp is None:
             raise BadInputError(f"the result does not say which tensors {facts.name[:80]!r} had; it is not kept")
+        check_result(result)
         body = to_json(result)
         if len(body) > _MOST_BYTES:
             raise BadInputError(
@@ -57,6 +70,7 @@ class QualityResults:
                 f"{facts.name!r} has other contents now than the result is of, or files of it were changed while "
                 "it was measured; it is not kept: measure again"
             )
+        self._check_engine(facts)
         self._store.quality.put(
             QualityRow(
                 identity=identity_of(result),
@@ -84,7 +98,27 @@ class QualityResults:
     def is_named(self, name: str) -> bool:
         """Return whether a variant, deployment or registered model has ``name``; any caller may ask for it."""
         named = [row.name for row in self._store.deployments()] + [row.name for row in self._store.models()]
-        return name in named or self._variant(name) is not None
+        return name in named or (is_plain(name) and self._variant(name) is not None)
+
+    def _check_engine(self, facts: ModelFacts) -> None:
+        """Return if a deployment of the model has the configuration of ``facts``, or none is there any longer."""
+        variant, rows = self._variant(facts.name), self._store.deployments()
+        serving = {facts.name} if variant is None else set(servers_of(variant, variant_servers(rows)))
+        workers = [recorded_workers(row)[:1] for row in rows if row.name in serving]
+        configs = [worker.config for (worker,) in filter(None, workers)]
+        if configs and facts.config not in configs:
+            raise ConflictError(
+                f"the result is of {_words(facts.config)}, and {facts.name!r} is served by "
+                f"{' or '.join(map(_words, configs))}; it is not kept: measure again"
+            )
+        if facts.config is None or facts.engine_version is None:
+            return
+        releases = self._releases(facts.config.engine)
+        if releases and facts.engine_version not in releases:
+            raise ConflictError(
+                f"the result is of release {facts.engine_version[:80]!r}, and of {facts.config.engine!r} there is "
+                f"{', '.join(sorted(releases))}; it is not kept: measure again"
+            )
 
     def _variant(self, name: str) -> VariantRow | None:
         try:
@@ -103,7 +137,23 @@ class QualityResults:
             return "", weights_stamp(Path(os.path.realpath(workers[0].checkpoint)))
         if row is not None:
             raise NotFoundError(f"the deployment {name!r} has no worker yet")
-        return "", weights_stamp(self._resolve(name, need_weights=False).directory)
+        return "", weights_stamp(self._folder(name))
+
+    def _folder(self, name: str) -> Path:
+        """Return the folder of a model that is on this machine; the hub is not asked. Raises as :meth:`of`."""
+        if name == DEMO_MODEL_NAME or name in {row.name for row in self._store.models()} or existing_path(name):
+            return self._resolve(name, need_weights=False).directory
+        cached = cached_snapshot(name) if is_hub_id(name) else None
+        if cached is None:
+            raise NotFoundError(
+                f"{name[:200]!r} is no variant, deployment or registered model of this home, and no model that is "
+                "on this machine"
+            )
+        return cached
+
+
+def _words(config: DeploymentConfig | None) -> str:
+    return "no configuration" if config is None else f"{config} on {config.engine[:80]}"
 
 
 def _documents(rows: Iterable[QualityRow]) -> Iterable[QualityDocument]:

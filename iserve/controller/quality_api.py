@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 from fastapi import APIRouter, Query
@@ -10,9 +13,28 @@ from iserve.controller.auth import Caller
 from iserve.controller.folder_access import Reach
 from iserve.controller.openapi import BODY, problems
 from iserve.controller.service import Controller
-from iserve.quality.document import QualityDocument
+from iserve.quality.document import ModelFacts, QualityDocument, TextFacts
 
-__all__ = ["add_quality_routes"]
+__all__ = ["add_quality_routes", "as_seen_by"]
+
+
+def as_seen_by(caller: Reach, results: Iterable[QualityDocument]) -> tuple[QualityDocument, ...]:
+    """Return ``results`` without the folders of this machine that ``caller`` may not name."""
+
+    def side(facts: ModelFacts) -> ModelFacts:
+        is_hidden = facts.checkpoint is not None and not caller.may_see(facts.checkpoint)
+        return replace(facts, checkpoint=None) if is_hidden else facts
+
+    def seen(result: QualityDocument) -> QualityDocument:
+        text = result.text if caller.may_see(result.text.file) else _without_folder(result.text)
+        against = None if result.against is None else side(result.against)
+        return replace(result, model=side(result.model), against=against, text=text)
+
+    return tuple(map(seen, results))
+
+
+def _without_folder(text: TextFacts) -> TextFacts:
+    return replace(text, file=Path(text.file).name)
 
 
 def add_quality_routes(api: APIRouter, controller: Controller) -> None:
@@ -35,11 +57,14 @@ def add_quality_routes(api: APIRouter, controller: Controller) -> None:
             ),
         ] = None,
     ) -> tuple[QualityDocument, ...]:
-        """List the results that are kept, the newest first: 8 of one model, or 100 of all, of any contents."""
+        """List the results that are kept, the newest first: 8 of one model, or 100 of all, of any contents.
+
+        Folders outside ISERVE_MODEL_FOLDERS are shown to the home's own token alone.
+        """
         if model is None:
-            return results.all()
+            return as_seen_by(caller, results.all())
         _check(caller, model)
-        return results.of(model)
+        return as_seen_by(caller, results.of(model))
 
     @api.post("/quality", status_code=201, responses=problems(404, 409, *BODY))
     def keep_quality(body: QualityDocument, caller: Caller) -> QualityDocument:

@@ -55,7 +55,7 @@ from iserve.controller.variant_serving import variant_servers
 from iserve.controller.variants import Variants
 from iserve.controller.verifying import Verifier
 from iserve.demo import DEMO_MODEL_NAME, demo_model_path
-from iserve.engine_inventory import engine_documents
+from iserve.engine_inventory import engine_documents, releases
 from iserve.keys import new_key
 from iserve.model_source import ModelSource, resolve
 from iserve.planning.document import PlanDocument
@@ -99,7 +99,7 @@ class Controller:
         self.variants = Variants(
             settings, store, lambda base: self.resolve(base, need_weights=False), self.registered
         )
-        self.quality = QualityResults(store, self.resolve)
+        self.quality = QualityResults(store, self.resolve, lambda engine: releases(settings.home, engine))
         self.variant_advice = VariantAdvisor(
             store, self.profiler, self._deployer, self.observe, self.resolve, self.variant_demand
         )

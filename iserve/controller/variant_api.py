@@ -14,6 +14,7 @@ from fingerprint.errors import BadInputError
 from iserve.api_documents import ProgressDocument, VariantDocument
 from iserve.controller.auth import Caller
 from iserve.controller.openapi import BODY, problems
+from iserve.controller.quality_api import as_seen_by
 from iserve.controller.service import Controller
 from iserve.rest_bodies import VariantBody, VariantPinBody
 
@@ -51,11 +52,11 @@ def add_variant_routes(api: APIRouter, controller: Controller) -> None:
         return await run_in_threadpool(_with_advice, controller, added)
 
     @api.get("/variants/{name}", responses=problems(404))
-    def variant(name: VariantName) -> VariantDocument:
+    def variant(name: VariantName, caller: Caller) -> VariantDocument:
         """Return one variant as it is now."""
         found = _with_advice(controller, variants.get(name))
         try:
-            return replace(found, quality=controller.quality.of(name))
+            return replace(found, quality=as_seen_by(caller, controller.quality.of(name)))
         except BadInputError:  # its base has gone
             return found
 

@@ -29,7 +29,7 @@ class ModelFacts:
     name: str
     """Name that the endpoint serves it under."""
     checkpoint: str | None = None
-    """Folder of its weights."""
+    """Folder of its weights; null, too, for an API key that may not name it."""
     sha256: str | None = None
     """Hash of its tensors: names, types, shapes and bytes, however they are divided into files; of a variant those
     of its base."""
@@ -48,7 +48,7 @@ class TextFacts:
     """Texts that were predicted."""
 
     file: str
-    """File of the texts."""
+    """File of the texts; for an API key that may not name its folder, without that."""
     sha256: str
     """Hash of the file."""
     num_texts: int
@@ -70,7 +70,7 @@ class ComparisonDocument:
     nll_difference: Interval
     """That of the model less that of the reference; intervals of both together."""
     exact_match: Interval | None
-    """Share of answers that the reference gives exactly; null: no answers."""
+    """Share of answers that the reference gives exactly, likewise; null: no answers."""
     kl: Interval
     """Lower bound of KL(reference || model), in nats per token."""
     shared_mass: float
@@ -100,7 +100,8 @@ class QualityDocument:
     nll: Interval
     """Negative log-likelihood of the model, in nats per token."""
     exact_match: Interval | None
-    """Share of answers that the model gives exactly when it decodes greedily; null: no answers."""
+    """Share of answers that the model gives exactly when it decodes greedily, but for blanks around them; those of
+    over 511 tokens are left out; null: no answers."""
     comparison: ComparisonDocument | None
     """Comparison with the reference; null: none was given."""
     top: int

@@ -11,7 +11,7 @@ from fingerprint.extras import need_extra
 from iserve.model_source import existing_path
 from iserve.quality.document import ModelFacts
 from iserve.quality.facts import tensors_sha256, weights_stamp
-from iserve.quality.scoring import MAX_GREEDY_TOKENS, TOP, ScoredText, TooLongError
+from iserve.quality.scoring import MAX_MATCHED_TOKENS, TOP, ScoredText, TooLongError, num_common
 from iserve.quality.texts import Text
 
 if TYPE_CHECKING:
@@ -92,9 +92,12 @@ class ScoredFolder:
         tokens, before = self.model.encode(prompt + answer), self.model.encode(prompt)
         if tokens is None or before is None:
             raise TooLongError(f"a prompt with its answer is longer than the context of {self.name}")
-        limit = min(MAX_GREEDY_TOKENS, len(answer.encode()) + 1)
-        is_match = self.model.answers_with(before, answer, limit)
-        return self._scored(tokens, len(before), prompt + answer, was_cut=False, is_match=is_match)
+        first = num_common(before, tokens)
+        is_match = None
+        if len(tokens) - first <= MAX_MATCHED_TOKENS:
+            limit = 1 + min(MAX_MATCHED_TOKENS, len(answer.encode()))
+            is_match = self.model.answers_with(before, answer, limit)
+        return self._scored(tokens, first, prompt + answer, was_cut=False, is_match=is_match)
 
     def _scored(
         self, tokens: list[int], first: int, part: str, *, was_cut: bool, is_match: bool | None

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from fingerprint.errors import BadInputError
 from iserve.quality.document import ComparisonDocument, Interval, TextFacts
 from iserve.quality.metrics import agrees, kl_lower_bound, mean_interval, shared_mass
-from iserve.quality.scoring import ScoredText, Scorer, TooLongError
+from iserve.quality.scoring import MAX_MATCHED_TOKENS, ScoredText, Scorer, TooLongError
 from iserve.quality.texts import MAX_CHARS, Text, TextFile
 
 __all__ = ["Measurement", "measure"]
@@ -20,7 +20,28 @@ _BOUND = (
     "(merging outcomes never raises a KL divergence)"
 )
 
-Pair = tuple[ScoredText, ScoredText | None]  # by the model, and by its reference
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Compared:
+    """Sums over the tokens of one text, of a model against its reference."""
+
+    nll: float  # of the reference
+    is_match: bool | None
+    kl: float
+    shared_mass: float
+    num_agreed: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Sums:
+    """Sums over the tokens of one text: its tokens have 20 probabilities each, which are not kept."""
+
+    num_tokens: int
+    nll: float
+    was_cut: bool
+    is_match: bool | None
+    has_long_answer: bool
+    compared: _Compared | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,51 +69,49 @@ def measure(
         BadInputError: no text has a token that is predicted, or the two models read different tokens.
         EngineError, UnavailableError, NotFoundError: as the models' ``score``.
     """
-    pairs: list[Pair] = []
+    found: list[_Sums] = []
     left_out = 0
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         try:
-            for done, pair in enumerate(pool.map(lambda text: _pair(text, model, against), file.texts), 1):
-                if pair is None or not pair[0].tokens:
-                    left_out += 1
-                else:
-                    pairs.append(pair)
+            for done, sums in enumerate(pool.map(lambda text: _pair(text, model, against), file.texts), 1):
+                left_out += sums is None or not sums.num_tokens
+                if sums is not None:
+                    found.append(sums)
                 progress(done, len(file.texts))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    if not pairs:
+    predicted = [sums for sums in found if sums.num_tokens]
+    if not predicted:
         raise BadInputError(
             f"no text of {file.path} has a token to predict: a text needs two, and a prompt with its answer must "
             "fit the context; give a longer text or a shorter prompt"
         )
-    cut = sum(pair[0].was_cut or (pair[1] is not None and pair[1].was_cut) for pair in pairs)
-    counts = [len(scored.tokens) for scored, _ in pairs]
+    counts = [sums.num_tokens for sums in predicted]
     text = TextFacts(
         file=str(file.path),
         sha256=file.sha256,
-        num_texts=len(pairs),
+        num_texts=len(predicted),
         num_tokens=sum(counts),
-        num_cut=max(cut, file.num_cut),
+        num_cut=max(sum(sums.was_cut for sums in predicted), file.num_cut),
         num_left_out=left_out,
     )
-    references = [reference for _, reference in pairs if reference is not None]
-    scored = [model_text for model_text, _ in pairs]
+    num_long = sum(sums.has_long_answer for sums in found)
     return Measurement(
         text=text,
-        nll=mean_interval(_nll(scored), counts, seed=seed),
-        exact_match=_exact_match(scored, seed),
-        comparison=_comparison(scored, references, seed) if references else None,
-        notes=tuple(_notes(text, compared=bool(references))),
+        nll=mean_interval([sums.nll for sums in predicted], counts, seed=seed),
+        exact_match=_exact_match([sums.is_match for sums in found], seed),
+        comparison=None if against is None else _comparison(found, seed),
+        notes=tuple(_notes(text, num_long, compared=against is not None)),
     )
 
 
-def _pair(text: Text, model: Scorer, against: Scorer | None) -> Pair | None:
-    """Return a text's scores on the same tokens by both; None where it does not fit."""
+def _pair(text: Text, model: Scorer, against: Scorer | None) -> _Sums | None:
+    """Return sums of a text's scores on the same tokens by both; None where it does not fit."""
     try:
         scored = model.score(text)
         if against is None:
-            return scored, None
+            return _sums(text, scored, None)
         reference = against.score(Text(scored.part) if scored.was_cut else text)
     except TooLongError:
         return None
@@ -105,40 +124,63 @@ def _pair(text: Text, model: Scorer, against: Scorer | None) -> Pair | None:
             f"{model.name!r} and {against.name!r} read {text.whole[:60]!r} as different tokens; compare models of "
             "one tokenizer"
         )
-    return scored.first(common), reference.first(common)
+    return _sums(text, scored.first(common), reference.first(common))
 
 
-def _nll(texts: Sequence[ScoredText]) -> list[float]:
-    return [-sum(text.logprobs) for text in texts]
-
-
-def _exact_match(texts: Sequence[ScoredText], seed: int) -> Interval | None:
-    matches = [float(text.is_match) for text in texts if text.is_match is not None]
-    return mean_interval(matches, [1.0] * len(matches), seed=seed) if matches else None
-
-
-def _comparison(texts: Sequence[ScoredText], references: Sequence[ScoredText], seed: int) -> ComparisonDocument:
-    counts = [len(text.tokens) for text in texts]
-    tops = [list(zip(r.top, t.top, strict=True)) for r, t in zip(references, texts, strict=True)]
-    of_model, of_reference = _nll(texts), _nll(references)
-    return ComparisonDocument(
-        nll=mean_interval(of_reference, counts, seed=seed),
-        nll_difference=mean_interval(
-            [mine - other for mine, other in zip(of_model, of_reference, strict=True)], counts, seed=seed
-        ),
-        exact_match=_exact_match(references, seed),
-        kl=mean_interval([sum(kl_lower_bound(r, t) for r, t in top) for top in tops], counts, seed=seed),
-        shared_mass=sum(shared_mass(r, t) for top in tops for r, t in top) / sum(counts),
-        top1_agreement=mean_interval([sum(agrees(r, t) for r, t in top) for top in tops], counts, seed=seed),
+def _sums(text: Text, scored: ScoredText, reference: ScoredText | None) -> _Sums:
+    return _Sums(
+        num_tokens=len(scored.tokens),
+        nll=-sum(scored.logprobs),
+        was_cut=scored.was_cut or (reference is not None and reference.was_cut),
+        is_match=scored.is_match,
+        has_long_answer=text.answer is not None and scored.is_match is None,
+        compared=None if reference is None else _compared(scored, reference),
     )
 
 
-def _notes(text: TextFacts, *, compared: bool) -> Iterator[str]:
+def _compared(scored: ScoredText, reference: ScoredText) -> _Compared:
+    tops = list(zip(reference.top, scored.top, strict=True))
+    return _Compared(
+        nll=-sum(reference.logprobs),
+        is_match=reference.is_match,
+        kl=sum(kl_lower_bound(theirs, mine) for theirs, mine in tops),
+        shared_mass=sum(shared_mass(theirs, mine) for theirs, mine in tops),
+        num_agreed=sum(agrees(theirs, mine) for theirs, mine in tops),
+    )
+
+
+def _exact_match(matches: Sequence[bool | None], seed: int) -> Interval | None:
+    known = [float(match) for match in matches if match is not None]
+    return mean_interval(known, [1.0] * len(known), seed=seed) if known else None
+
+
+def _comparison(found: Sequence[_Sums], seed: int) -> ComparisonDocument:
+    pairs = [(sums, sums.compared) for sums in found if sums.compared is not None]
+    matches = [compared.is_match for _, compared in pairs]
+    pairs = [(sums, compared) for sums, compared in pairs if sums.num_tokens]
+    counts = [sums.num_tokens for sums, _ in pairs]
+
+    def mean(of_each: Iterable[float]) -> Interval:
+        return mean_interval(list(of_each), counts, seed=seed)
+
+    return ComparisonDocument(
+        nll=mean(compared.nll for _, compared in pairs),
+        nll_difference=mean(sums.nll - compared.nll for sums, compared in pairs),
+        exact_match=_exact_match(matches, seed),
+        kl=mean(compared.kl for _, compared in pairs),
+        shared_mass=min(1.0, sum(compared.shared_mass for _, compared in pairs) / sum(counts)),
+        top1_agreement=mean(compared.num_agreed for _, compared in pairs),
+    )
+
+
+def _notes(text: TextFacts, num_long: int, *, compared: bool) -> Iterator[str]:
     if compared:
         yield _BOUND
     if text.num_cut:
         yield f"texts cut, longer than the context or {MAX_CHARS:,} characters: {text.num_cut} of {text.num_texts}"
     if text.num_left_out:
         yield f"texts left out, of one token or prompts with answers longer than the context: {text.num_left_out}"
+    if num_long:
+        yield f"answers left out of the exact match, longer than {MAX_MATCHED_TOKENS} tokens: {num_long}"
     if text.num_texts == 1:
         yield "one text has no interval; give several, as paragraphs or lines"

@@ -16,13 +16,14 @@ from fingerprint.errors import BadInputError, ConfigError, EngineError, NotFound
 from iserve.quality.texts import Text
 from iserve.replay.endpoint import Endpoint
 
-__all__ = ["MAX_GREEDY_TOKENS", "TOP", "ScoredModel", "ScoredText", "Scorer", "TooLongError"]
+__all__ = ["MAX_MATCHED_TOKENS", "TOP", "ScoredModel", "ScoredText", "Scorer", "TooLongError", "num_common"]
 
 TOP = 20  # likeliest tokens for each place; vLLM's limit
 _MAX_ANSWER_BYTES = 64 * 2**20
 _TIMEOUT_S = 600.0
-MAX_GREEDY_TOKENS = 512
-_CONTEXT = "context length"  # part of every engine's message on a prompt that is too long
+MAX_MATCHED_TOKENS = 511  # of an answer without its end
+_CONTEXT_EXCEEDED = "context_length_exceeded"  # OpenAI's code of a prompt that is too long
+_TOO_LONG = ("context length", "logprobs, at most")  # parts of messages on one, of engines that give no such code
 
 T = TypeVar("T")
 
@@ -39,7 +40,7 @@ class ScoredText:
     logprobs: tuple[float, ...]
     top: tuple[Mapping[str, float], ...]  # log-probabilities of the likeliest tokens in its place, and its own
     was_cut: bool
-    is_match: bool | None  # whether the greedy answer is the given one; None: none is given
+    is_match: bool | None  # whether the greedy answer is the given one; None: none is given, or it is too long
     part: str  # that was scored
 
     def first(self, count: int) -> ScoredText:
@@ -69,17 +70,13 @@ class _Choice(msgspec.Struct):
     logprobs: _Logprobs | None = None
 
 
-class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-
-
 class _Answer(msgspec.Struct):
     choices: list[_Choice]
-    usage: _Usage = msgspec.field(default_factory=_Usage)
 
 
 class _Error(msgspec.Struct):
     message: str = ""
+    code: str | int | None = None
 
 
 class _ErrorBody(msgspec.Struct):
@@ -118,20 +115,29 @@ class ScoredModel:
                 part = part[: len(part) // 2]
 
     def _score_answer(self, prompt: str, answer: str) -> ScoredText:
-        limit = min(MAX_GREEDY_TOKENS, len(answer.encode()) + 1)  # no token has less than a byte
-        greedy = self._complete({"prompt": prompt, "max_tokens": limit, "temperature": 0})
-        if not greedy.usage.prompt_tokens:
-            raise EngineError(f"{self.endpoint.url} does not say how many tokens a prompt of {self.name!r} has")
+        """Return the predictions of what the tokens of both have after the prompt's own.
+
+        A tokenizer may merge the end of a prompt and the start of its answer, "A: " and "Paris" into " Paris": a
+        token of both is predicted.
+        """
+        whole = self._logprobs(prompt + answer)
+        first = num_common(self._logprobs(prompt, top=1).tokens, whole.tokens)
+        is_short = len(whole.tokens) - first <= MAX_MATCHED_TOKENS
         return _scored(
-            self._logprobs(prompt + answer),
-            greedy.usage.prompt_tokens,
+            whole,
+            first,
             prompt + answer,
             was_cut=False,
-            is_match=greedy.choices[0].text.strip() == answer.strip(),
+            is_match=self._matches(prompt, answer) if is_short else None,
         )
 
-    def _logprobs(self, text: str) -> _Logprobs:
-        options = {"echo": True, "logprobs": TOP, "max_tokens": 0, "return_tokens_as_token_ids": True}
+    def _matches(self, prompt: str, answer: str) -> bool:
+        limit = 1 + min(MAX_MATCHED_TOKENS, len(answer.encode()))  # no token has less than a byte
+        greedy = self._complete({"prompt": prompt, "max_tokens": limit, "temperature": 0})
+        return greedy.choices[0].text.strip() == answer.strip()
+
+    def _logprobs(self, text: str, top: int = TOP) -> _Logprobs:
+        options = {"echo": True, "logprobs": top, "max_tokens": 0, "return_tokens_as_token_ids": True}
         found = self._complete({"prompt": text, "temperature": 0} | options).choices[0].logprobs
         if found is None or not len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs):
             raise EngineError(
@@ -167,7 +173,8 @@ class ScoredModel:
         body = _decoded(raw, _ErrorBody)
         said = f"status {status}; its log may say why" if body is None else body.error.message[:500]
         message = f"{self.endpoint.url} on {self.name!r}: {said}"
-        if status == 400 and _CONTEXT in said:
+        code = None if body is None else body.error.code
+        if status == 400 and (code == _CONTEXT_EXCEEDED or any(part in said for part in _TOO_LONG)):
             return TooLongError(message)
         if status == 404:
             return NotFoundError(message)
@@ -179,6 +186,12 @@ def _decoded(raw: bytes, kind: type[T]) -> T | None:
         return msgspec.json.decode(raw, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
+
+
+def num_common(first: Sequence[T], second: Sequence[T]) -> int:
+    """Return how many tokens both begin with."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _scored(found: _Logprobs, first: int, part: str, *, was_cut: bool, is_match: bool | None) -> ScoredText:

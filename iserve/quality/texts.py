@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from fingerprint.errors import ConfigError, NotFoundError
+from fingerprint.sanitize import is_plain
 
 __all__ = ["MAX_CHARS", "MAX_FILE_BYTES", "MAX_TEXTS", "Text", "TextFile", "read_texts"]
 
@@ -50,8 +51,13 @@ def read_texts(path: Path) -> TextFile:
     """Return the texts of a file: of ``.jsonl`` one a line, of any other its paragraphs.
 
     Raises:
-        NotFoundError, ConfigError: no such file, or one that is empty, too large, no text, or of another form.
+        NotFoundError, ConfigError: no such file, or one that is empty, too large, no text, of another form, or
+            of a name that a result cannot have.
     """
+    if not is_plain(str(path)):
+        raise ConfigError(
+            f"the path {ascii(str(path))[:200]} has control characters, or bytes that are not UTF-8; rename it"
+        )
     if not path.is_file():
         raise NotFoundError(f"there is no file {path}; give a text file")
     try:

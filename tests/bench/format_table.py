@@ -183,7 +183,7 @@ def _choices_text(model: str, recorded: Sequence[Recorded]) -> str:
         lines.append(f"| {choice.batch} x {choice.input_tokens} | {times} | {choice.fastest} | {chosen} |")
     if found:
         worst = [
-            f"{how}: as fast as the fastest at {sum(loss < 0.01 for loss in losses)} of {len(losses)} points, "
+            f"{how}: within 1% of the fastest at {sum(loss < 0.01 for loss in losses)} of {len(losses)} points, "
             f"{statistics.fmean(losses):.1%} longer in the mean, {max(losses):.1%} at worst"
             for how, losses in (
                 ("by fingerprints", [choice.loss(choice.by_fingerprints) for choice in found]),

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from fingerprint.codec import to_json
+from fingerprint.errors import BadInputError
 from tests.waiting import PATIENCE_S
 
 ROUNDS = 20
@@ -74,3 +79,9 @@ def test_threads_may_decode_a_type_for_the_first_time_at_once(tmp_path: Path) ->
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == f"{THREADS * ROUNDS} {{{DEPTH}}}"
+
+
+def test_half_a_surrogate_pair_is_bad_input() -> None:
+    with pytest.raises(BadInputError, match=r"UTF-8") as refused:
+        to_json({"file": os.fsdecode(b"\xff.txt")})
+    assert str(refused.value).isascii()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
@@ -16,8 +18,12 @@ import pytest
 
 from fingerprint.codec import from_json
 from iserve.demo import demo_quality_path
+from iserve.quality import measure as measuring
+from iserve.quality import scoring
 from iserve.quality.document import QualityDocument
-from iserve.quality.texts import read_texts
+from iserve.quality.measure import measure
+from iserve.quality.scoring import ScoredText
+from iserve.quality.texts import Text, TextFile, read_texts
 from tests.golden_words import Golden
 from tests.iserve.command_line import Done, iserve
 
@@ -60,6 +66,9 @@ class Endpoint(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.say: tuple[int, bytes] | None = None
+        self.too_long: dict[str, str | None] = {
+            "message": f"this model's maximum context length is {CONTEXT} tokens"
+        }
 
     @property
     def url(self) -> str:
@@ -68,7 +77,7 @@ class Endpoint(ThreadingHTTPServer):
     def complete(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         text, model = body["prompt"].encode(), body["model"]
         if len(text) + body["max_tokens"] > CONTEXT:
-            return 400, {"error": {"message": f"this model's maximum context length is {CONTEXT} tokens"}}
+            return 400, {"error": self.too_long}
         choice: dict[str, Any] = {"index": 0, "text": text.decode(), "finish_reason": "length", "logprobs": None}
         if body.get("echo"):
             assert body["return_tokens_as_token_ids"]
@@ -174,6 +183,71 @@ def test_answers_are_compared_and_prompts_are_not_predicted(
     assert found.nll.value == pytest.approx(-sum(whole) / len(whole))
 
 
+def test_a_token_of_the_end_of_a_prompt_and_the_start_of_its_answer_is_predicted(
+    iserve: Callable[..., Done], endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For example of "A: " and "Paris", which a byte-pair encoding writes as ``A``, ``:``, `` Paris``."""
+
+    def merged(model: str, content: bytes, top: int) -> dict[str, Any]:
+        tokens = [token.decode() for token in re.findall(rb" ?\w+|\W", content)]
+        logprobs = [None, *(-5.0 if token == " Paris" else -0.1 for token in tokens[1:])]
+        tops = [None, *({token: p} for token, p in zip(tokens[1:], logprobs[1:], strict=True))]
+        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops}
+
+    monkeypatch.setitem(globals(), "answer_of", merged)
+    file = tmp_path / "capitals.jsonl"
+    for prompt, space in (("France?\nA: ", ""), ("France?\nA:", " ")):
+        rows = [{"prompt": prompt, "answer": space + answer} for answer in ("Paris is it", "Paris")]
+        file.write_text("\n".join(map(json.dumps, rows)))
+        found = measured(iserve("quality", "base", "--text", file, "--url", endpoint.url, "--json"))
+        assert found.nll.value == pytest.approx((5.0 + 0.1 + 0.1 + 5.0) / 4)
+        assert (found.text.num_texts, found.text.num_tokens, found.text.num_left_out) == (2, 4, 0)
+
+
+def test_answers_longer_than_is_decoded_are_left_out_of_the_exact_match(
+    iserve: Callable[..., Done], endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (scoring, measuring):
+        monkeypatch.setattr(module, "MAX_MATCHED_TOKENS", 3)
+    file = tmp_path / "long.jsonl"
+    rows = [{"prompt": "ab", "answer": "cde"}, {"prompt": "x`", "answer": "abcde"}]  # both are right
+    file.write_text("\n".join(map(json.dumps, rows)))
+    found = measured(
+        iserve("quality", "base", "--against", "same", "--text", file, "--url", endpoint.url, "--json")
+    )
+    assert found.exact_match is not None
+    assert found.comparison is not None
+    assert found.exact_match.value == found.comparison.exact_match.value == 1
+    assert (found.text.num_tokens, found.text.num_left_out) == (8, 0)
+    assert "answers left out of the exact match, longer than 3 tokens: 1" in found.notes
+
+
+class Reference(dict[str, float]):
+    """Likeliest tokens that a weak reference can follow, each one itself."""
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+def test_the_probabilities_of_a_text_are_not_kept_after_it() -> None:
+    tops: weakref.WeakSet[Reference] = weakref.WeakSet()
+    alive: list[int] = []
+
+    class Model:
+        name = "m"
+
+        def score(self, text: Text) -> ScoredText:
+            top = Reference({"a": -0.5})
+            tops.add(top)
+            return ScoredText(tokens=("a",), logprobs=(-0.5,), top=(top,), was_cut=False, is_match=None, part="a")
+
+    texts = TextFile(path=Path("t"), sha256="0" * 64, texts=(Text("aa"),) * 100, num_cut=0)
+    model: Any = Model()
+    found = measure(texts, model, model, seed=0, progress=lambda *_: alive.append(len(tops)))
+    assert found.text.num_tokens == 100
+    assert alive[-1] == 0
+
+
 def test_words(iserve: Callable[..., Done], endpoint: Endpoint, pairs: Path, text: Path, golden: Golden) -> None:
     done = iserve("quality", "variant", "--against", "base", "--text", pairs, "--url", endpoint.url)
     golden("quality", done.out, "against")
@@ -201,6 +275,24 @@ def test_a_text_longer_than_the_context_is_cut_and_a_pair_left_out(
     assert (found.text.num_texts, found.text.num_cut, found.text.num_left_out) == (4, 1, 2)
     assert found.text.num_tokens == 49 + 7  # 200 characters, halved until they fit
     golden("quality", "\n".join(found.notes))
+
+
+def test_a_text_is_cut_whatever_the_engine_says_of_its_length(
+    iserve: Callable[..., Done], endpoint: Endpoint, tmp_path: Path
+) -> None:
+    """Words of the embedded engine, which counts characters first, and bounds the logprobs of an answer."""
+    file = tmp_path / "long.txt"
+    file.write_text("ab" * 100)
+    for said in (
+        {
+            "message": "the prompt has 17,000 characters, 1024 tokens stand for 16,384 at most",
+            "code": "context_length_exceeded",
+        },
+        {"message": "the answer would hold 344064 logprobs, at most 262144 are allowed: send fewer", "code": None},
+    ):
+        endpoint.too_long = said
+        found = measured(iserve("quality", "base", "--text", file, "--url", endpoint.url, "--json"))
+        assert (found.text.num_tokens, found.text.num_cut) == (49, 1)
 
 
 def test_of_one_text_there_is_no_interval(iserve: Callable[..., Done], endpoint: Endpoint, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +11,13 @@ from typing import Any
 
 import pytest
 
-from fingerprint.config import DeploymentConfig
+from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
+from fingerprint.codec import to_json
+from fingerprint.config import DeploymentConfig, WeightFormat
 from fingerprint.errors import BadInputError, CheckpointError, ConfigError, ConflictError, NotFoundError
 from iserve.cli.quality import quality_words
 from iserve.controller.quality import QualityResults
+from iserve.quality.checks import check_result
 from iserve.quality.document import ComparisonDocument, Interval, ModelFacts, QualityDocument, TextFacts
 from iserve.quality.facts import weights_stamp
 from iserve.quality.identity import identity_of
@@ -68,6 +72,7 @@ def of_text(sha256: str) -> QualityDocument:
         of_model(config=DeploymentConfig(engine="vllm")),
         replace(RESULT, against=None),
         replace(RESULT, against=replace(MODEL, sha256="f" * 64)),
+        replace(RESULT, against=ModelFacts(name="base")),
         of_text("e" * 64),
     ],
 )
@@ -86,6 +91,11 @@ def test_the_same_measured_again_is_the_same_result(same: QualityDocument) -> No
     assert identity_of(same) == identity_of(RESULT)
 
 
+def test_references_of_which_only_the_name_is_known_are_two() -> None:
+    one, other = (replace(RESULT, against=ModelFacts(name=name)) for name in ("one", "other"))
+    assert identity_of(one) != identity_of(other)
+
+
 def test_a_result_is_said_in_one_line(golden: Golden) -> None:
     golden("quality", quality_words(RESULT))
     plain = replace(MEAN, low=None, high=None)
@@ -94,6 +104,64 @@ def test_a_result_is_said_in_one_line(golden: Golden) -> None:
         "quality",
         quality_words(replace(RESULT, model=unknown, against=None, nll=plain, exact_match=None, comparison=None)),
     )
+
+
+def test_a_result_that_was_measured_is_believed() -> None:
+    check_result(RESULT)
+    check_result(replace(RESULT, against=None, comparison=None, exact_match=None))
+    check_result(of_interval(nll=Interval(value=1.0, low=None, high=None)))
+    check_result(of_comparison(nll_difference=Interval(value=-0.5, low=-1.0, high=0.0)))
+
+
+def of_interval(**intervals: Interval) -> QualityDocument:
+    return replace(RESULT, **intervals)
+
+
+def of_comparison(**changes: Any) -> QualityDocument:
+    assert RESULT.comparison is not None
+    return replace(RESULT, comparison=replace(RESULT.comparison, **changes))
+
+
+def around(value: float) -> Interval:
+    return Interval(value=value, low=value, high=value)
+
+
+@pytest.mark.parametrize(
+    ("impossible", "field"),
+    [
+        (of_interval(nll=around(math.inf)), "nll.value"),
+        (of_interval(nll=around(math.nan)), "nll.value"),
+        (of_interval(nll=around(-1.0)), "nll"),
+        (of_interval(nll=Interval(value=0.5, low=9.0, high=1.0)), "nll"),
+        (of_interval(nll=Interval(value=0.5, low=0.6, high=0.7)), "nll"),
+        (of_interval(nll=Interval(value=0.5, low=0.4, high=None)), "nll"),
+        (of_interval(exact_match=around(7.0)), "exact_match"),
+        (of_comparison(kl=around(-0.1)), "comparison.kl"),
+        (of_comparison(shared_mass=1.1), "comparison.shared_mass"),
+        (of_comparison(top1_agreement=around(1.5)), "comparison.top1_agreement"),
+        (of_comparison(nll=around(-1.0)), "comparison.nll"),
+        (of_comparison(exact_match=around(-1.0)), "comparison.exact_match"),
+        (of_comparison(nll_difference=Interval(value=0.0, low=1.0, high=2.0)), "comparison.nll_difference"),
+        (replace(RESULT, comparison=None), "comparison"),
+        (replace(RESULT, against=None), "comparison"),
+        (replace(RESULT, text=replace(TEXT, num_tokens=-5)), "text.num_tokens"),
+        (replace(RESULT, text=replace(TEXT, num_tokens=2)), "text"),
+        (replace(RESULT, text=replace(TEXT, num_tokens=10**400)), "text.num_tokens"),
+        (replace(RESULT, text=replace(TEXT, file=os.fsdecode(b"\xff.txt"))), "text.file"),
+        (of_text("not a hash"), "text.sha256"),
+        (of_text(""), "text.sha256"),
+        (of_model(sha256="A" * 64), "model.sha256"),
+        (of_model(variant_hash="1"), "model.variant_hash"),
+        (replace(RESULT, against=replace(MODEL, weights_stamp="")), "against.weights_stamp"),
+        (replace(RESULT, started_at="<script>"), "started_at"),
+        (replace(RESULT, notes=("a", "b\x1b[31mred")), "notes"),
+    ],
+)
+def test_a_result_that_no_measurement_has_is_refused_by_its_field(impossible: QualityDocument, field: str) -> None:
+    with pytest.raises(BadInputError) as refused:
+        check_result(impossible)
+    assert f"result: {field}: " in str(refused.value)
+    assert str(refused.value).isprintable()
 
 
 class TestFile:
@@ -221,6 +289,37 @@ class TestStore:
         with golden.raises("quality", error):
             results.keep(of_model(**{"weights_stamp": weights_stamp(base)} | changes))
         assert results.all() == ()
+
+    def test_a_result_of_another_configuration_or_release_than_serves_it_is_not_kept(
+        self, results: QualityResults, store: Store, base: Path, golden: Golden
+    ) -> None:
+        served = DeploymentConfig(adapter_slots=2, adapter_rank=8)
+        deployed = store.add_deployment("chat", b"{}")
+        worker = WorkerSpec(
+            worker_id="chat-1",
+            served_model="chat",
+            checkpoint=str(base),
+            config=served,
+            stages=(StageAssignment(device_ids=("cpu:0",), num_layers=2),),
+            limits=WorkerLimits(
+                max_batch=1, max_batched_tokens=8, max_context_tokens=8, kv_tokens=8, memory_bytes_per_device=1
+            ),
+        )
+        store.update_deployment(deployed.id, phase="ready", workers=to_json((worker,)))
+        stamp = weights_stamp(base)
+        for name, variant_hash in (("chat", None), ("style", "b" * 64)):
+            true = of_model(name=name, variant_hash=variant_hash, weights_stamp=stamp, config=served)
+            assert results.keep(true) == true
+            other = replace(true.model, config=replace(served, engine="vllm", weights=WeightFormat.INT8))
+            with golden.raises("quality", ConflictError, name):
+                results.keep(replace(true, model=other))
+            with pytest.raises(ConflictError):
+                results.keep(replace(true, model=replace(true.model, config=None)))
+        knows = QualityResults(store, lambda name, **_: None, lambda engine: {"1.0", "1.1"})
+        assert knows.keep(true) == true
+        with golden.raises("quality", ConflictError, "release"):
+            knows.keep(replace(true, model=replace(true.model, engine_version="9.9")))
+        assert len(results.all()) == 2
 
     def test_a_result_of_another_version_is_left_out(
         self, results: QualityResults, store: Store, base: Path

@@ -110,6 +110,15 @@ def test_lines_are_texts_or_prompts_with_answers(tmp_path: Path) -> None:
     assert read.texts == (Text("1+1=", "2"), Text("a b"))
 
 
+@pytest.mark.parametrize("name", [b"\xff.txt", b"two\nlines.txt", b"\x1b[31mred.txt"])
+def test_a_name_that_a_result_cannot_have_is_refused(tmp_path: Path, name: bytes) -> None:
+    path = tmp_path / os.fsdecode(name)
+    path.write_text("a text")
+    with pytest.raises(ConfigError, match="rename") as refused:
+        read_texts(path)
+    assert str(refused.value).isprintable()
+
+
 def test_a_long_text_is_cut(tmp_path: Path) -> None:
     read = read_texts(written(tmp_path, "x" * (MAX_CHARS + 5)))
     assert len(read.texts[0].text) == MAX_CHARS

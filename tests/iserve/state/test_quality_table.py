@@ -50,6 +50,16 @@ def test_the_oldest_are_dropped_beyond_the_bound(at: Callable[[], Store], monkey
     assert store.quality.all(100) == tuple(reversed(rows[4:]))
 
 
+def test_results_of_one_content_push_out_their_own_alone(at: Callable[[], Store]) -> None:
+    store = at()
+    other = replace(ROW, identity="f" * 64, variant_hash="x" * 64, measured_at=0.0)
+    store.quality.put(other)
+    rows = [replace(ROW, identity=f"{number:064}", measured_at=1.0 + number) for number in range(40)]
+    for row in rows:
+        store.quality.put(row)
+    assert store.quality.all(1_000) == (*reversed(rows[8:]), other)
+
+
 def test_a_state_without_results_is_migrated(where: Where, at: Callable[[], Store]) -> None:
     database = open_database(where)
     database.migrate(to="0012")
