@@ -109,6 +109,8 @@ class WithAdapterSlots:
         """Return the time that slots add to the mean step of ``rows``, and that of its rows of adapters alone."""
         layers = self._spec.num_layers
         share = 1 - self._base_share**rows  # of steps, those with an adapter
+        if share <= 0:  # by rounding: hardly any request is for a variant
+            return added_step_s(layers, rows, 0, slots), 0.0
         active = max(1.0, min(slots, self._distinct(rows) / share))
         of_adapters = max(1.0, (1 - self._base_share) * rows / share)
         with_base_s = share * added_step_s(layers, rows, active, slots)
