@@ -13,6 +13,7 @@ from fingerprint.model_spec import ModelSpec
 from fingerprint.service_model import LARGEST_BATCH, ServiceModel, service_model
 from iserve.api_documents import MergeAdviceDocument
 from iserve.planning.pipeline import PlanOptions, slots_for, variant_load, with_traffic
+from iserve.planning.words import rounded
 from planner.adapter_slots import VariantShares
 from planner.hot_variants import HotVariants, hot_variants
 from planner.space import slots_in_bounds
@@ -94,9 +95,10 @@ def _document(base: str, found: HotVariants, names: tuple[str, ...]) -> MergeAdv
     which = ", ".join(names) or f"the {several}"
     merged_s, on_slots_s = split.gpu_s_per_request, on_slots.gpu_s_per_request
     text = (
-        f"merging {which} ({found.share:.0%} of the requests) is estimated to hold {split.gpus_held:.2g} GPUs in "
-        f"place of {on_slots.gpus_held:.2g} at {rate_per_s:.3g} requests/s, {merged_s:.2g} GPU-seconds a request "
-        f"for {on_slots_s:.2g}: {'; '.join(commands)}{' (of each)' * (found.merged > 1)}"
+        f"merging {which} ({found.share:.0%} of the requests) is estimated to hold {rounded(split.gpus_held, 2)} "
+        f"GPUs in place of {rounded(on_slots.gpus_held, 2)} at {rounded(rate_per_s, 3)} requests/s, "
+        f"{rounded(merged_s, 2)} GPU-seconds a request for {rounded(on_slots_s, 2)}: {'; '.join(commands)}"
+        f"{' (of each)' * (found.merged > 1)}"
     )
     return MergeAdviceDocument(
         variants=found.merged,

@@ -19,6 +19,7 @@ from iserve.api_documents import MergeAdviceDocument, VariantDocument
 from iserve.controller.variant_advice import VariantAdvisor, load_of
 from iserve.planning.merge_advice import merge_advice
 from iserve.planning.pipeline import PlanOptions
+from iserve.planning.words import rounded
 from iserve.route_table import VariantDemand
 from planner.intent import Traffic
 from tests.golden_words import Golden
@@ -112,6 +113,34 @@ def test_a_deployment_keeps_its_slots_where_a_plan_takes_those_that_are_needed()
     assert kept.gpus_held_on_slots > needed.gpus_held_on_slots
     assert kept.gpus_held_merged > needed.gpus_held_merged
     assert kept.names == ()
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "text"),
+    [
+        (0.02844, 2, "0.028"),
+        (3.04, 2, "3"),
+        (80.0, 3, "80"),
+        (99.7, 2, "100"),
+        (127.4, 2, "127"),
+        (999.7, 3, "1,000"),
+        (1234.4, 3, "1,234"),
+        (2e7, 3, "20,000,000"),
+    ],
+)
+def test_large_numbers_have_no_exponent(value: float, digits: int, text: str) -> None:
+    assert rounded(value, digits) == text
+
+
+def test_advice_at_a_high_rate_names_it_in_full() -> None:
+    load, config = load_of(asked(80.0, 9000, 300)), DeploymentConfig(engine="vllm")
+    config = replace(config, adapter_slots=4, adapter_rank=16)
+    found = merge_advice(
+        *("chat", source_of().spec, HARDWARE.gpu, estimator_on(LLAMA, HARDWARE.gpu), TRAFFIC, config),
+        *(load, 1234.0),
+    )
+    assert found is not None
+    assert "at 1,234 requests/s" in found.text
 
 
 @pytest.mark.parametrize(
