@@ -184,6 +184,8 @@ def test_a_plan_at_a_rate_advises_to_merge_hot_variants(
     assert advice.rate_per_s == rate
     assert advice.gpus_held_merged <= 0.9 * advice.gpus_held_on_slots
     assert advice.gpu_s_per_request_merged == pytest.approx(advice.gpus_held_merged / advice.rate_per_s)
+    assert f"{1 - advice.gpu_s_per_request_merged / advice.gpu_s_per_request_on_slots:.0%} less" in advice.text
+    assert not re.search(r"\d GPUs", advice.text), "the plan holds more of them by its own law"
     assert advice.request_share == pytest.approx(
         VariantLoad(traffic.variants, traffic.variant_skew).shares[: advice.variants].sum()
     )
