@@ -178,6 +178,11 @@ class TestDrawing:
 
 
 class TestCosts:
+    def test_what_slots_cost_prompts_of_the_base_is_left_out_and_said_so(self) -> None:
+        share = added_prompt_share(8, base_share=1.0)
+        text = " ".join((Path(__file__).parents[2] / "docs" / "simulation.md").read_text().split())
+        assert f"{share:.1%} of its prompts' time" in text
+
     def test_they_are_those_of_the_estimate(self) -> None:
         config = DeploymentConfig(engine="vllm", adapter_slots=8, adapter_rank=16)
         cost = adapter_cost(config, SPEC, 12)
