@@ -37,6 +37,15 @@ class VariantOptions:
     rank: Annotated[
         int | None, typer.Option("--rank", metavar="R", min=1, help="Rank of the variants. Default: 16.")
     ] = None
+    base_share: Annotated[
+        float | None,
+        typer.Option(
+            "--base-share",
+            metavar="SHARE",
+            help="Requests for the base itself as a share of those that are drawn: they need no adapter slot. "
+            "Default: 0.",
+        ),
+    ] = None
     adapter_slots: Annotated[
         int | None,
         typer.Option(
@@ -72,6 +81,8 @@ class VariantOptions:
         )
         if self.rank is not None:
             traffic = replace(traffic, variant_rank=self.rank)
+        if self.base_share is not None:
+            traffic = replace(traffic, base_share=self.base_share)
         intent = replace(options.intent, traffic=traffic)
         return replace(options, intent=intent, adapter_slots=self.adapter_slots or 0)
 
@@ -79,6 +90,7 @@ class VariantOptions:
         """Raise ConfigError: variants next to what is not simulated with them, or options of none."""
         given = {
             "--rank": self.rank,
+            "--base-share": self.base_share,
             "--adapter-slots": self.adapter_slots,
             "--variant-policy": self.variant_policy,
         }
@@ -124,9 +136,19 @@ def _skew(popularity: str) -> float:
 
 
 def of_variants(
-    requests: Iterator[Request], variants: int, popularity: str | None, seed: int
+    requests: Iterator[Request],
+    variants: int,
+    popularity: str | None,
+    seed: int,
+    base: str = "",
+    base_share: float = 0.0,
 ) -> Iterator[Request]:
-    """Draw the variant of every request; without a popularity, of those that have no name."""
+    """Draw the variant of every request; without a popularity, of those that have no name.
+
+    Args:
+        base: name of the deployment.
+        base_share: requests for it, of those that are drawn.
+    """
     from itertools import tee
 
     from traces.popularity import popularity_named
@@ -136,6 +158,16 @@ def of_variants(
     law = popularity_named(popularity or _USUAL_POPULARITY)
     given, copied = tee(requests)
     drawn = assign_models(copied, names, law, seed=seed)
+    if base_share:
+        drawn = _partly_of_base(drawn, base, base_share, seed)
     if popularity is not None:
         return drawn
     return (own if own.model else other for own, other in zip(given, drawn, strict=True))
+
+
+def _partly_of_base(requests: Iterator[Request], base: str, share: float, seed: int) -> Iterator[Request]:
+    """Give requests to the base with probability ``share``; the rest keeps the variants that it has without."""
+    from random import Random
+
+    draws = Random(seed)
+    return (replace(one, model=base) if draws.random() < share else one for one in requests)
