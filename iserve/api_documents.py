@@ -210,9 +210,10 @@ class MergeAdviceDocument:
     rate_per_s: float
     """Requests per second of base and variants together."""
     gpus_held_on_slots: float
-    """GPUs held with all variants on adapter slots, each by the larger of its memory and its busy share."""
+    """GPUs held with all variants on adapter slots, each by the larger of its memory and its busy share, in
+    replicas for 1.5 times the rate; of use next to the next one only: a plan holds more, for up to 2.5 times."""
     gpus_held_merged: float
-    """GPUs held with these variants merged and the rest on slots."""
+    """GPUs held with these variants merged and the rest on slots, counted alike."""
     gpu_s_per_request_on_slots: float
     """GPU-seconds that are held for each completed request, with all variants on adapter slots."""
     gpu_s_per_request_merged: float

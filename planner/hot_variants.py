@@ -5,7 +5,8 @@ slots a smaller load. Both sides are judged by the law of load of plans (``finge
 by itself on GPUs like those of the plan, with replicas that serve 1.5 times its rate. As in joint plans
 (decision 35) a replica holds of each GPU the larger of its memory and its busy share, memory with twice the KV
 cache that the requests of that rate take. Beyond one, replicas count in fractions: else what lies near the step to
-one replica more would decide. A request's cost is the GPU-seconds that are held for it.
+one replica more would decide. A request's cost is the GPU-seconds that are held for it. Sums of GPUs are of use to
+compare the two sides only: a joint plan reserves for up to 2.5 times the rate, in whole replicas, and holds more.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from fingerprint.service_model import ServiceModel
 from planner.adapter_slots import VariantShares
 from planner.intent import MAX_REPLICAS
 
-__all__ = ["MOST_MERGED", "HotVariants", "ServedCost", "hot_variants", "served_cost"]
+__all__ = ["MOST_MERGED", "PEAK", "HotVariants", "ServedCost", "hot_variants", "served_cost"]
 
 MOST_MERGED = 16  # variants for which deployments of their own are looked at
-_PEAK = 1.5  # times the rate, which the replicas must serve
+PEAK = 1.5  # times the rate, which the replicas must serve
 _SPARE = 2.0  # times the requests at once of that rate, for which KV cache is reserved
 _USABLE = 0.93  # of a GPU's memory
 _WORTH = 0.9  # times the cost on slots, up to which merging is advised: the times of adapters are estimated
@@ -111,7 +112,7 @@ def served_cost(service: ServiceModel, rate_per_s: float, gpu_bytes: int) -> Ser
         return None
     columns = ServiceColumns.of([service], np.array([service.batch_of(room_tokens)]))
     slot_s, variation = columns.slot_s, Variation()
-    replicas = max(1.0, _PEAK * rate_per_s * float(slot_s[0]))
+    replicas = max(1.0, PEAK * rate_per_s * float(slot_s[0]))
     if replicas > MAX_REPLICAS:
         return None
 
@@ -123,7 +124,7 @@ def served_cost(service: ServiceModel, rate_per_s: float, gpu_bytes: int) -> Ser
         return each_per_s * float((columns.requests_s(running.mean) + waiting_s)[0])
 
     each_per_s = rate_per_s / replicas
-    at_peak = inside(min(_PEAK * each_per_s, 0.98 / float(slot_s[0])))
+    at_peak = inside(min(PEAK * each_per_s, 0.98 / float(slot_s[0])))
     tokens = max(_SPARE * max(1.0, at_peak) * service.mean_tokens, 2.0 * service.longest_tokens)
     memory = service.bytes_per_gpu(min(tokens, room_tokens)) / gpu_bytes
     busy = -math.expm1(-inside(each_per_s)) * service.busy_share_per_gpu

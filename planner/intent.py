@@ -13,6 +13,7 @@ __all__ = [
     "LIMITED",
     "MAX_REPLICAS",
     "MAX_VARIANTS",
+    "MOST_BASE_SHARE",
     "MOST_WINDOWS",
     "CostModel",
     "Intent",
@@ -94,6 +95,7 @@ def allows(quality: Quality, config: DeploymentConfig) -> bool:
 _MOST_CV = 100.0
 _MOST_SKEW = 10.0  # of Zipf's law: nearly all requests are of one variant
 MAX_VARIANTS = 10_000  # of one base
+MOST_BASE_SHARE = 0.999  # of the requests; with fewer for all variants together, slots are of no use
 _MOST_PER_S = 1e9
 _MEAN = 1e-3  # rates are given with few digits
 
@@ -167,9 +169,10 @@ class Traffic:
     the rate is always the same. The burstiness is that within a window.
 
     Raises:
-        ConfigError: a coefficient of variation below 0 or above 100, no burstiness at all, prefix hits, an
-            acceptance or requests for the base that are no share below 1, too many variants or of too high a rank,
-            rates below 0 or whose mean is not 1, more than 2,048 of them, or a window that is not positive.
+        ConfigError: a coefficient of variation below 0 or above 100, no burstiness at all, prefix hits or an
+            acceptance that are no share below 1, requests for the base that are more than 0.999 of all, too many
+            variants or of too high a rank, rates below 0 or whose mean is not 1, more than 2,048 of them, or a
+            window that is not positive.
     """
 
     burstiness: float = 1.0  # coefficient of variation of the gaps between arrivals; 1: Poisson
@@ -216,10 +219,10 @@ class Traffic:
             raise ConfigError(
                 f"the exponent of Zipf's law must be from 0 to {_MOST_SKEW:g}, got {self.variant_skew:g}"
             )
-        if not 0 <= self.base_share < 1:
+        if not 0 <= self.base_share <= MOST_BASE_SHARE:
             raise ConfigError(
-                "the base's share is that of the requests without a variant, 0 to below 1, got "
-                f"{self.base_share:g}; without variants leave it out"
+                f"the base's share is that of the requests without a variant, 0 to {MOST_BASE_SHARE:g}, got "
+                f"{self.base_share}; where none is for a variant, leave out the variants"
             )
         if self.relative_rates:
             self._check_rates()

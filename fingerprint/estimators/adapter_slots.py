@@ -124,6 +124,8 @@ class WithAdapterSlots:
             step_s: added to a step, by its rows and its distinct adapters.
         """
         share = 1 - self._base_share**rows  # of steps, those with an adapter
+        if share <= 0:  # by rounding: hardly any request is for a variant
+            return step_s(rows, 0), 0.0
         active = max(1.0, min(slots, self._distinct(rows) / share))
         of_adapters = max(1.0, (1 - self._base_share) * rows / share)
         with_base_s = share * step_s(rows, active)

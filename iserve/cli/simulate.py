@@ -88,7 +88,7 @@ def simulate(
         router, planner = make_router(serving.router), parse_planner(decision.planner)
         if steers:
             check_steerable(planner[0])
-        requests = load.requests(trace, tuple(named), variants.variants)
+        requests = load.requests(trace, tuple(named), variants.variants, variants.base_share or 0.0)
         if report is not None:
             output_file(report)
     if not scenario.service.batches:  # GPUs are then shared without a loss (traces.simulator.scenario.Policies)

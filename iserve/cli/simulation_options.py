@@ -282,11 +282,14 @@ class LoadOptions:
     )
     seed: Annotated[int, typer.Option("--seed", help="Of synthetic traces and --popularity.", min=0)] = 0
 
-    def requests(self, trace: str, names: tuple[str, ...], variants: int = 0) -> Iterator[Request]:
+    def requests(
+        self, trace: str, names: tuple[str, ...], variants: int = 0, base_share: float = 0.0
+    ) -> Iterator[Request]:
         """Return the trace, with models assigned where it is asked for or where there is one model only.
 
         Args:
             variants: of that model, among which requests without a name are drawn.
+            base_share: of those, the requests for the model itself.
         """
         from itertools import islice
 
@@ -297,7 +300,7 @@ class LoadOptions:
 
         requests: Iterator[Request] = requests_of(trace, format=self.trace_format, seed=self.seed)
         if variants:
-            requests = of_variants(requests, variants, self.popularity, self.seed)
+            requests = of_variants(requests, variants, self.popularity, self.seed, names[0], base_share)
         elif self.popularity is not None:
             requests = assign_models(requests, names, popularity_named(self.popularity), seed=self.seed)
         else:

@@ -47,6 +47,15 @@ class VariantOptions:
             "kernels that no engine has run.",
         ),
     ] = None
+    base_share: Annotated[
+        float | None,
+        typer.Option(
+            "--base-share",
+            metavar="SHARE",
+            help="Requests for the base itself as a share of those that are drawn: they need no adapter slot. "
+            "Default: 0.",
+        ),
+    ] = None
     adapter_slots: Annotated[
         int | None,
         typer.Option(
@@ -86,6 +95,8 @@ class VariantOptions:
             traffic = replace(traffic, variant_rank=self.rank)
         if self.delta_mib is not None:
             traffic = replace(traffic, delta_mib=self.delta_mib)
+        if self.base_share is not None:
+            traffic = replace(traffic, base_share=self.base_share)
         intent = replace(options.intent, traffic=traffic)
         return replace(options, intent=intent, adapter_slots=self.adapter_slots or 0)
 
@@ -94,6 +105,7 @@ class VariantOptions:
         given = {
             "--rank": self.rank,
             "--delta-mib": self.delta_mib,
+            "--base-share": self.base_share,
             "--adapter-slots": self.adapter_slots,
             "--variant-policy": self.variant_policy,
         }
@@ -141,9 +153,19 @@ def _skew(popularity: str) -> float:
 
 
 def of_variants(
-    requests: Iterator[Request], variants: int, popularity: str | None, seed: int
+    requests: Iterator[Request],
+    variants: int,
+    popularity: str | None,
+    seed: int,
+    base: str = "",
+    base_share: float = 0.0,
 ) -> Iterator[Request]:
-    """Draw the variant of every request; without a popularity, of those that have no name."""
+    """Draw the variant of every request; without a popularity, of those that have no name.
+
+    Args:
+        base: name of the deployment.
+        base_share: requests for it, of those that are drawn.
+    """
     from itertools import tee
 
     from traces.popularity import popularity_named
@@ -153,6 +175,16 @@ def of_variants(
     law = popularity_named(popularity or _USUAL_POPULARITY)
     given, copied = tee(requests)
     drawn = assign_models(copied, names, law, seed=seed)
+    if base_share:
+        drawn = _partly_of_base(drawn, base, base_share, seed)
     if popularity is not None:
         return drawn
     return (own if own.model else other for own, other in zip(given, drawn, strict=True))
+
+
+def _partly_of_base(requests: Iterator[Request], base: str, share: float, seed: int) -> Iterator[Request]:
+    """Give requests to the base with probability ``share``; the rest keeps the variants that it has without."""
+    from random import Random
+
+    draws = Random(seed)
+    return (replace(one, model=base) if draws.random() < share else one for one in requests)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import replace
 
 from daemon.engines.registry import get_engine
 from daemon.status import NodeStatus
@@ -63,6 +64,8 @@ class VariantAdvisor:
         if not workers or not traits_of(workers[0].config.engine).times_adapters:
             return None
         demand = next((one for one in self._demand() if one.deployment == name), None)
+        if demand is not None:
+            demand = registered_only(demand, {row.name for row in self._store.variants.all()})
         if demand is None or not demand.requests_per_s or not demand.of_variants:
             return None
         spec, request = workers[0], recorded_request(row)
@@ -85,6 +88,22 @@ class VariantAdvisor:
             names=tuple(name for name, _ in demand.of_variants),
             keeps_slots=True,
         )
+
+
+def registered_only(demand: VariantDemand, names: Collection[str]) -> VariantDemand:
+    """Return ``demand`` without that for variants that were removed since: none of it will follow.
+
+    Args:
+        names: of the variants that are registered.
+    """
+    kept = tuple((name, requests) for name, requests in demand.of_variants if name in names)
+    gone = sum(requests for name, requests in demand.of_variants if name not in names)
+    if not gone:
+        return demand
+    left, rate_per_s = max(0, demand.requests - gone), demand.requests_per_s
+    if rate_per_s is not None:
+        rate_per_s *= left / max(1, demand.requests)
+    return replace(demand, requests_per_s=rate_per_s, requests=left, of_variants=kept)
 
 
 def load_of(demand: VariantDemand) -> VariantShares:

@@ -205,20 +205,23 @@ class Deployment:
             raise ApiError.cannot_start(model, self.route.refusal, self.route.retry_after_s)
         if not self.route.workers:
             raise ApiError.no_ready_worker(model, math.ceil(READY_WAIT_S))
-        if use is None and len(self._waiting) >= self.max_queue:
+        variants, is_full = self.variants, len(self._waiting) >= self.max_queue
+        has_slot = use is not None and variants is not None and variants.has_slot(use)
+        if is_full and not has_slot:
             raise ApiError.queue_full(model, len(self._waiting))
         self._check_queue(ticket, avoid, request, model)
         loop = asyncio.get_running_loop()
         waiting = _Waiting(ticket, avoid, request, use, loop.create_future())
         insort(self._waiting, waiting)
-        variants, is_last = self.variants, self._waiting[-1] is waiting
-        if use is not None and variants is not None and is_last and not variants.has_slot(use):
+        if use is not None and variants is not None and self._waiting[-1] is waiting and not has_slot:
             variants.wait(use)  # the rest waits for what it waited for before
         else:
-            self._serve()
-        if use is not None and not waiting.turn.done() and len(self._waiting) > self.max_queue:
-            self._waiting.remove(waiting)  # it needed to wait, which a request of a variant in flight does not
-            raise ApiError.queue_full(model, len(self._waiting))
+            self._serve(waiting if is_full else None)
+        if is_full and use is not None and variants is not None and not waiting.turn.done():
+            if len(self._waiting) > self.max_queue:
+                self._waiting.remove(waiting)  # it needed to wait, which a request of a variant in flight does not
+                raise ApiError.queue_full(model, len(self._waiting))
+            variants.wait(use)  # the round has let another go
         self._count(avoid, use)
         try:
             return await self._wait(waiting.turn, model, loop.time() + self.max_wait_s)
@@ -362,10 +365,12 @@ class Deployment:
         self._outstanding[worker.url] = self._outstanding.get(worker.url, 0) + 1
         self._last_ticket[worker.url] = ticket
 
-    def _serve(self) -> None:
+    def _serve(self, newest: _Waiting | None = None) -> None:
+        """Offer those that wait a worker; ``newest`` is refused otherwise, so that nothing is loaded for it."""
         self._note_readiness()
-        if self.variants is not None and any(waiting.use is not None for waiting in self._waiting):
-            self.variants.admit_waiting(tuple(self._waiting), self._admit)
+        of_variants = any(waiting.use is not None for waiting in self._waiting)
+        if self.variants is not None and (of_variants or self.variants.is_waited_for):
+            self.variants.admit_waiting(tuple(self._waiting), self._admit, newest)
             self._waiting = [waiting for waiting in self._waiting if not waiting.turn.done()]
             return
         while self._waiting and self._admit(self._waiting[0]):

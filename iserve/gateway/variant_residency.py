@@ -250,8 +250,13 @@ class VariantResidency:
         self._wanted.setdefault(request.variant)
         self._prefetch(self._loop.time())
 
-    def admit_waiting(self, waiting: Sequence[_W], admit: Callable[[_W], bool]) -> None:
-        """Offer all waiting requests a worker; load ahead for those that go on waiting."""
+    @property
+    def is_waited_for(self) -> bool:
+        """Return whether a round has found, or ``wait`` has noted, variants of waiting requests."""
+        return bool(self._wanted)
+
+    def admit_waiting(self, waiting: Sequence[_W], admit: Callable[[_W], bool], newest: _W | None = None) -> None:
+        """Offer all waiting requests a worker; load ahead for those that go on waiting, ``newest`` excepted."""
         now_s = self._loop.time()
         self._wanted = _variants_of(waiting)
         admitted: set[int] = set()
@@ -271,7 +276,9 @@ class VariantResidency:
             admit_waiting(self._policy, waiting, self._served_s, now_s, note)
         finally:
             self._passes = False
-        self._wanted = _variants_of(request for request in waiting if id(request) not in admitted)
+        self._wanted = _variants_of(
+            request for request in waiting if id(request) not in admitted and request is not newest
+        )
         self._prefetch(now_s)
 
     def _runnable(self) -> frozenset[str] | None:

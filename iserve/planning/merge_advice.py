@@ -13,8 +13,9 @@ from fingerprint.model_spec import ModelSpec
 from fingerprint.service_model import LARGEST_BATCH, ServiceModel, service_model
 from iserve.api_documents import MergeAdviceDocument
 from iserve.planning.pipeline import PlanOptions, slots_for, variant_load, with_traffic
+from iserve.planning.words import rounded
 from planner.adapter_slots import VariantShares
-from planner.hot_variants import HotVariants, hot_variants
+from planner.hot_variants import PEAK, HotVariants, hot_variants
 from planner.space import slots_in_bounds
 
 __all__ = ["merge_advice", "merge_advice_of_plan"]
@@ -93,10 +94,12 @@ def _document(base: str, found: HotVariants, names: tuple[str, ...]) -> MergeAdv
     several = f"{found.merged} most popular variants" if found.merged > 1 else "most popular variant"
     which = ", ".join(names) or f"the {several}"
     merged_s, on_slots_s = split.gpu_s_per_request, on_slots.gpu_s_per_request
-    text = (
-        f"merging {which} ({found.share:.0%} of the requests) is estimated to hold {split.gpus_held:.2g} GPUs in "
-        f"place of {on_slots.gpus_held:.2g} at {rate_per_s:.3g} requests/s, {merged_s:.2g} GPU-seconds a request "
-        f"for {on_slots_s:.2g}: {'; '.join(commands)}{' (of each)' * (found.merged > 1)}"
+    text = (  # no number of GPUs: it would be another than the plan's, whose law holds more
+        f"merging {which} ({found.share:.0%} of the requests) is estimated to take "
+        f"{1 - merged_s / on_slots_s:.0%} less GPU time at {rounded(rate_per_s, 3)} requests/s, "
+        f"{rounded(merged_s, 2)} GPU-seconds a request in place of {rounded(on_slots_s, 2)}, both as shares of "
+        f"GPUs with replicas for {PEAK:g} times the rate, where a plan holds GPUs for up to 2.5 times: "
+        f"{'; '.join(commands)}{' (of each)' * (found.merged > 1)}"
     )
     return MergeAdviceDocument(
         variants=found.merged,

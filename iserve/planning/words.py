@@ -21,6 +21,7 @@ __all__ = [
     "gib",
     "interval",
     "links_times",
+    "rounded",
     "seconds",
     "short",
     "slots_words",
@@ -54,6 +55,12 @@ def links_times(links: MeasuredLinks) -> str:
 def figure(value: float | None) -> str:
     """Return four digits of a number, or that it is unknown."""
     return "unknown" if value is None else f"{value:.4g}"
+
+
+def rounded(value: float, digits: int) -> str:
+    """Return so many digits of a number, and all before the decimal point where there are more."""
+    text = f"{value:.{digits}g}"
+    return f"{value:,.0f}" if "e+" in text else text
 
 
 def dollars(value: float) -> str:

@@ -154,3 +154,14 @@ def test_more_requests_for_the_base_never_take_more_time(
         assert alone.low <= now.low <= more.low * (1 + 1e-9)
         assert now.low <= now.value <= now.high <= more.high * (1 + 1e-9)
     assert many.tpot_s.value >= plain.tpot_s.value + empty_s * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("base_share", [1 - 2**-53, 1.0])
+@pytest.mark.parametrize("batch", [1, 32])
+def test_a_share_of_variants_that_is_lost_in_rounding_costs_empty_slots(base_share: float, batch: int) -> None:
+    config = DeploymentConfig(engine="vllm", adapter_slots=8, adapter_rank=16)
+    work = Workload(batch=batch, input_tokens=512, output_tokens=64)
+    found = WithAdapterSlots(PLAIN, LLAMA, VariantLoad(40, 1.0, base_share).distinct, base_share)
+    plain = PLAIN.estimate(config.without_slots, work).tpot_s
+    added_s = found.estimate(config, work).tpot_s.value - plain.value
+    assert added_s == pytest.approx(added_step_s(LLAMA.num_layers, batch, 0, 8), abs=1e-9)

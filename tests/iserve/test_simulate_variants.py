@@ -107,6 +107,19 @@ class TestDocument:
         )
         assert (found["asked_for"], found["requests"], found["loads"]) == (2, 3, 2)
 
+    @pytest.mark.parametrize("law", [None, "zipf:1"])
+    def test_a_share_of_the_requests_is_for_the_base(
+        self, simulate: Callable[..., Done], model: Path, tmp_path: Path, law: str | None
+    ) -> None:
+        path = tmp_path / "trace.csv"
+        write_trace(path, [Request(0.05 * i, 100, 5) for i in range(400)])
+        given = (path, "--gpus", "h200:1", "--models", f"chat={model}", "--startup", 0, "--variants", 12)
+        given = given if law is None else (*given, "--popularity", law)
+        done = simulate(*given, "--base-share", 0.75, "--json")
+        assert done.document["summary"]["completed"] == 400
+        assert done.document["intent"]["traffic"]["base_share"] == 0.75
+        assert variants_of(done)["requests"] == pytest.approx(100, abs=35)  # four standard deviations
+
     @pytest.mark.parametrize("policy", ["busiest-loaded", "fcfs"])
     def test_policies_on_two_replicas(
         self, simulate: Callable[..., Done], trace: Path, model: Path, policy: str
@@ -161,6 +174,7 @@ class TestRefused:
             pytest.param(("--rank", "300"), id="too high a rank"),
             pytest.param(("--variant-policy", "x"), id="unknown policy"),
             pytest.param(("--delta-mib", "2000", "--rank", "8"), id="deltas and a rank"),
+            pytest.param(("--base-share", "1"), id="the base alone"),
         ],
     )
     def test_next_to_variants(
@@ -169,7 +183,7 @@ class TestRefused:
         done = simulate(trace, "--gpus", "h200:1", "--models", model, "--variants", 5, *arguments)
         golden("cli-errors", done.refused(code=2))
 
-    @pytest.mark.parametrize("option", ["--rank", "--adapter-slots", "--variant-policy"])
+    @pytest.mark.parametrize("option", ["--rank", "--adapter-slots", "--variant-policy", "--base-share"])
     def test_without_variants(
         self, simulate: Callable[..., Done], trace: Path, model: Path, golden: Golden, option: str
     ) -> None:
@@ -191,12 +205,28 @@ class TestDrawing:
         assert counts["variant-0"] == max(counts.values())
         assert [replace(one, model="") for one in found] == [replace(one, model="") for one in asked]
 
+    @pytest.mark.parametrize("law", [None, "zipf:1"])
+    def test_requests_of_the_base_leave_the_rest_its_variants(self, law: str | None) -> None:
+        asked = [Request(float(i), 1, 1, "mine" if i % 3 == 0 else "") for i in range(900)]
+        without, found = (
+            [one.model for one in of_variants(iter(asked), 4, law, 1, "chat", share)] for share in (0.0, 0.5)
+        )
+        drawn = [(was, now) for was, now in zip(without, found, strict=True) if was != "mine"]
+        assert sum(now == "chat" for _, now in drawn) == pytest.approx(len(drawn) / 2, rel=0.2)
+        assert all(now in (was, "chat") for was, now in zip(without, found, strict=True))
+        assert law is not None or found.count("mine") == 300
+
     def test_a_law_draws_all(self) -> None:
         asked = [Request(float(i), 1, 1, "mine") for i in range(20)]
         assert {one.model for one in of_variants(iter(asked), 1, "uniform", seed=1)} == {"variant-0"}
 
 
 class TestCosts:
+    def test_what_slots_cost_prompts_of_the_base_is_left_out_and_said_so(self) -> None:
+        share = added_prompt_share(8, base_share=1.0)
+        text = " ".join((Path(__file__).parents[2] / "docs" / "simulation.md").read_text().split())
+        assert f"{share:.1%} of its prompts' time" in text
+
     def test_they_are_those_of_the_estimate(self) -> None:
         config = DeploymentConfig(engine="vllm", adapter_slots=8, adapter_rank=16)
         cost = adapter_cost(config, SPEC, 12)

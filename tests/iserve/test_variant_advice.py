@@ -19,12 +19,14 @@ from iserve.api_documents import MergeAdviceDocument, VariantDocument
 from iserve.controller.variant_advice import VariantAdvisor, load_of
 from iserve.planning.merge_advice import merge_advice
 from iserve.planning.pipeline import PlanOptions
+from iserve.planning.words import rounded
 from iserve.route_table import VariantDemand
 from planner.intent import Traffic
 from tests.golden_words import Golden
 from tests.iserve.joint_plans import LLAMA, estimator_on, hardware_on, planned, source_of, wish, workers_of
 
 HARDWARE = hardware_on("h200:1")
+NAMES = "abcdefghijklmnopqrst"  # of variants
 VARIANT = VariantDocument(
     name="style",
     base="chat",
@@ -49,7 +51,11 @@ def options_of(traffic: Traffic) -> PlanOptions:
 
 
 def advisor(
-    demand: VariantDemand | None, options: PlanOptions, engine: str = "vllm", profiled: bool = True
+    demand: VariantDemand | None,
+    options: PlanOptions,
+    engine: str = "vllm",
+    profiled: bool = True,
+    registered: str = NAMES,
 ) -> VariantAdvisor:
     workers = workers_of(planned(HARDWARE, options), options)
     workers = tuple(replace(one, config=replace(one.config, engine=engine)) for one in workers)
@@ -58,7 +64,12 @@ def advisor(
     profiler: Any = SimpleNamespace(
         stored=lambda *_, **__: profile, estimator=lambda *_: estimator_on(LLAMA, HARDWARE.gpu)
     )
-    given: Any = SimpleNamespace(deployment=lambda name: row, options=lambda request: options, node=object())
+    given: Any = SimpleNamespace(
+        deployment=lambda name: row,
+        options=lambda request: options,
+        node=object(),
+        variants=SimpleNamespace(all=lambda: [SimpleNamespace(name=name) for name in registered]),
+    )
     return VariantAdvisor(
         given,
         profiler,
@@ -70,12 +81,11 @@ def advisor(
 
 
 def asked(per_s: float | None, *requests: int, base: int = 0) -> VariantDemand:
-    names = "abcdefghijklmnopqrst"
     return VariantDemand(
         deployment="chat",
         requests_per_s=per_s,
         requests=base + sum(requests),
-        of_variants=tuple(zip(names, requests, strict=False)),
+        of_variants=tuple(zip(NAMES, requests, strict=False)),
     )
 
 
@@ -92,6 +102,17 @@ def test_a_hot_variant_is_named_with_what_its_merge_saves(golden: Golden) -> Non
     assert advice.request_share == pytest.approx(8000 / 8600)
     assert advice.rate_per_s == 80.0
     assert advice.gpus_held_merged <= 0.9 * advice.gpus_held_on_slots
+
+
+def test_a_variant_that_was_removed_is_neither_named_nor_counted() -> None:
+    """The gateway counts its requests of the last 120 s."""
+    both = asked(160.0, 9600, 8000, 300, *[10] * 17, base=1130)
+    advice = advisor(both, TRAFFIC, registered=NAMES[1:]).of(VARIANT)
+    assert advice is not None
+    assert advice.names == ("b",)
+    assert advice.request_share == pytest.approx(8000 / 9600)
+    assert advice.rate_per_s == pytest.approx(160.0 * 9600 / 19_200)
+    assert advisor(asked(80.0, 9600), TRAFFIC, registered=NAMES[1:]).of(VARIANT) is None
 
 
 def test_a_deployment_keeps_its_slots_where_a_plan_takes_those_that_are_needed() -> None:
@@ -112,6 +133,34 @@ def test_a_deployment_keeps_its_slots_where_a_plan_takes_those_that_are_needed()
     assert kept.gpus_held_on_slots > needed.gpus_held_on_slots
     assert kept.gpus_held_merged > needed.gpus_held_merged
     assert kept.names == ()
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "text"),
+    [
+        (0.02844, 2, "0.028"),
+        (3.04, 2, "3"),
+        (80.0, 3, "80"),
+        (99.7, 2, "100"),
+        (127.4, 2, "127"),
+        (999.7, 3, "1,000"),
+        (1234.4, 3, "1,234"),
+        (2e7, 3, "20,000,000"),
+    ],
+)
+def test_large_numbers_have_no_exponent(value: float, digits: int, text: str) -> None:
+    assert rounded(value, digits) == text
+
+
+def test_advice_at_a_high_rate_names_it_in_full() -> None:
+    load, config = load_of(asked(80.0, 9000, 300)), DeploymentConfig(engine="vllm")
+    config = replace(config, adapter_slots=4, adapter_rank=16)
+    found = merge_advice(
+        *("chat", source_of().spec, HARDWARE.gpu, estimator_on(LLAMA, HARDWARE.gpu), TRAFFIC, config),
+        *(load, 1234.0),
+    )
+    assert found is not None
+    assert "at 1,234 requests/s" in found.text
 
 
 @pytest.mark.parametrize(

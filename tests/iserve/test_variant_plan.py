@@ -19,7 +19,7 @@ from iserve.planning.words import gib
 from iserve.planning.worker_launch import PlannedDeployment
 from planner.adapter_slots import MOST_WITHOUT, VariantLoad
 from planner.hot_variants import served_cost
-from planner.intent import IntentKind, Quality, Traffic
+from planner.intent import MOST_BASE_SHARE, IntentKind, Quality, Traffic
 from tests.golden_words import Golden
 from tests.iserve.joint_plans import (
     LLAMA,
@@ -184,6 +184,8 @@ def test_a_plan_at_a_rate_advises_to_merge_hot_variants(
     assert advice.rate_per_s == rate
     assert advice.gpus_held_merged <= 0.9 * advice.gpus_held_on_slots
     assert advice.gpu_s_per_request_merged == pytest.approx(advice.gpus_held_merged / advice.rate_per_s)
+    assert f"{1 - advice.gpu_s_per_request_merged / advice.gpu_s_per_request_on_slots:.0%} less" in advice.text
+    assert not re.search(r"\d GPUs", advice.text), "the plan holds more of them by its own law"
     assert advice.request_share == pytest.approx(
         VariantLoad(traffic.variants, traffic.variant_skew).shares[: advice.variants].sum()
     )
@@ -192,6 +194,12 @@ def test_a_plan_at_a_rate_advises_to_merge_hot_variants(
     on_slots = served_cost(joint.service, advice.rate_per_s, hardware.gpu.memory_bytes)
     assert on_slots is not None
     assert on_slots.gpus_held == pytest.approx(advice.gpus_held_on_slots, rel=0.05)
+
+
+def test_a_plan_for_the_fewest_requests_of_variants_that_may_be_given_succeeds() -> None:
+    """Of the popular ones' merge it leaves shares that are lost next to 1."""
+    traffic = Traffic(variants=40, variant_skew=10.0, base_share=MOST_BASE_SHARE)
+    assert planned(hardware_on("h200:1"), varied(traffic, rate=20.0)).best is not None
 
 
 def test_an_engine_without_slots_plans_none_and_says_nothing_of_them(golden: Golden) -> None:

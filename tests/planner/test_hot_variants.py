@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -133,6 +134,20 @@ def test_the_rest_of_a_load_keeps_its_proportions(load: VariantShares, number: i
         rest = load.without_first(number)
         assert rest.of_variants == pytest.approx([share / left for share in load.of_variants[number:]])
         assert rest.of_base == pytest.approx(load.of_base / left, abs=1e-6)
+
+
+@pytest.mark.parametrize("requests", [1.5, 2.0, 2.2])
+def test_where_memory_decides_it_has_twice_the_cache_of_the_requests_at_the_peak(requests: float) -> None:
+    """Little's law gives the requests at 1.5 times the rate; a GPU of 20 GB is more full than busy with so few."""
+    gpu_bytes = 20_000_000_000
+    alone = BASE.estimate(DeploymentConfig(engine="vllm"), replace(WORK, batch=2))
+    rate_per_s = requests / 1.5 / (alone.ttft_s.value + WORK.output_tokens * alone.tpot_s.value)
+    cost = served_cost(PLAIN, rate_per_s, gpu_bytes)
+    assert cost is not None
+    assert cost.gpus_held > 1 - math.exp(-requests / 1.5)  # its busy share
+    cache_bytes = cost.gpus_held * gpu_bytes - PLAIN.fixed_bytes
+    held = cache_bytes / (PLAIN.kv_bytes_per_token * (WORK.input_tokens + WORK.output_tokens))
+    assert held == pytest.approx(2 * requests, rel=0.1)
 
 
 def test_costs_add_up() -> None:

@@ -6,7 +6,17 @@ import pytest
 
 from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
 from fingerprint.errors import ConfigError
-from planner.intent import CostModel, Intent, IntentKind, Quality, Slo, Traffic, parse_slo, quality_needed
+from planner.intent import (
+    MOST_BASE_SHARE,
+    CostModel,
+    Intent,
+    IntentKind,
+    Quality,
+    Slo,
+    Traffic,
+    parse_slo,
+    quality_needed,
+)
 from tests.golden_words import Golden
 
 
@@ -110,10 +120,11 @@ def test_quality_needed(weights: str, kv: str, pruning: str, needed: Quality) ->
     assert quality_needed(config) is needed
 
 
-@pytest.mark.parametrize("share", [-0.1, 1.0, float("nan")])
+@pytest.mark.parametrize("share", [-0.1, 1.0, 0.9999999999999999, float("nan")])
 def test_requests_for_the_base_are_a_share_below_one(share: float, golden: Golden) -> None:
     with golden.raises("planning", ConfigError):
         Traffic(variants=8, base_share=share)
+    assert Traffic(variants=8, base_share=MOST_BASE_SHARE).base_share == 0.999
 
 
 @pytest.mark.parametrize("hits", [-0.1, 1.0, float("nan")])

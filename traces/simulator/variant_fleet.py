@@ -7,7 +7,7 @@ for them. The choices are those of ``placement.variant_routing``, as the gateway
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -84,7 +84,7 @@ class VariantFleet(Generic[_Request, _Worker]):
         self._policy, self._slots, self._max_loaded, self._sender = policy, slots, max_loaded, sender
         self._places: dict[_Worker, _Place[_Request]] = {}
         self._served_s: dict[str, float] = {}
-        self._wanted: dict[str, None] = {}  # variants of waiting requests
+        self._wanted = _Wanted(())
         self.hits = self.loads = self.evictions = 0
 
     def enter(self, worker: _Worker) -> None:
@@ -136,19 +136,31 @@ class VariantFleet(Generic[_Request, _Worker]):
         sent: dict[_Request, None] = {}
         if not waiting:
             return sent
-        self._wanted = _variants_of(waiting)
+        self._wanted = _Wanted(waiting)
+        runnable = self._runnable(workers)
 
         def admit(request: _Request, passes: bool) -> bool:
+            nonlocal runnable
+            if runnable is not None and (variant := request.variant) is not None and variant not in runnable:
+                return False  # as most of a long queue while all slots are taken
             if is_sent := self._admit(request, workers, now_s, passes):
                 sent[request] = None
+                runnable = self._runnable(workers)
             return is_sent
 
         if any(worker.outstanding < worker.max_outstanding for worker in workers):
             admit_waiting(self._policy, waiting, self._served_s, now_s, admit)
         if sent:
-            self._wanted = _variants_of(request for request in waiting if request not in sent)
+            self._wanted = _Wanted(waiting, sent)
         self._prefetch(workers, now_s)
         return sent
+
+    def _runnable(self, workers: Sequence[_Worker]) -> frozenset[str] | None:
+        """Return the variants that need no further slot, where none is free; None: a worker has a free one."""
+        states = [self._places[worker].state for worker in workers]
+        if any(len(state.in_flight) < state.slots for state in states):
+            return None
+        return frozenset().union(*(state.in_flight for state in states))
 
     def _admit(self, request: _Request, workers: Sequence[_Worker], now_s: float, passes: bool) -> bool:
         rooms = [worker for worker in workers if worker.outstanding < worker.max_outstanding]
@@ -184,6 +196,8 @@ class VariantFleet(Generic[_Request, _Worker]):
 
     def _prefetch(self, workers: Sequence[_Worker], now_s: float) -> None:
         places = {worker: self._places[worker] for worker in workers}
+        if all(len(place.loading) >= BACKGROUND_LOADS for place in places.values()):
+            return
         for variant in self._wanted:
             free = [worker for worker, place in places.items() if len(place.loading) < BACKGROUND_LOADS]
             if not free:
@@ -216,6 +230,28 @@ def _take_one(counts: dict[str, int], name: str) -> None:
         counts.pop(name, None)
 
 
-def _variants_of(waiting: Iterable[WaitingRequest]) -> dict[str, None]:
-    """Return their variants, in order."""
-    return dict.fromkeys(request.variant for request in waiting if request.variant is not None)
+class _Wanted(Collection[str]):
+    """Variants of waiting requests, in order; found only when asked for, as a queue may be long."""
+
+    __slots__ = ("_found", "_sent", "_waiting")
+
+    def __init__(self, waiting: Sequence[WaitingRequest], sent: Collection[object] = ()) -> None:
+        self._waiting, self._sent = waiting, sent
+        self._found: dict[str, None] | None = None
+
+    def _all(self) -> dict[str, None]:
+        if self._found is None:
+            sent = self._sent
+            self._found = dict.fromkeys(
+                variant for one in self._waiting if (variant := one.variant) is not None and one not in sent
+            )
+        return self._found
+
+    def __contains__(self, variant: object) -> bool:
+        return variant in self._all()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        return len(self._all())

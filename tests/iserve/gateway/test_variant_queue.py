@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from iserve.gateway.dispatch import Deployment
+from iserve.gateway.errors import ApiError
 from iserve.gateway.variant_loader import VariantLoader
 from iserve.gateway.variant_residency import VariantRequest, VariantResidency
-from iserve.route_table import Route, WorkerTarget
+from iserve.route_table import Route, VariantRoute, WorkerTarget
 from placement.variant_routing import FirstComeFirstServed
-from tests.iserve.gateway.variant_requests import A, B
+from tests.iserve.gateway.variant_requests import A, B, variant
 
 
 class Loads(VariantLoader):
     """Loads that succeed at once."""
 
-    def __init__(self) -> None: ...
+    def __init__(self) -> None:
+        self.begun: list[str] = []  # names of variants
 
     async def folder(self, variant: Any) -> Path:
         return Path("/")
 
-    async def load(self, *arguments: Any) -> None: ...
+    async def load(self, target: Any, variant: VariantRoute, folder: Path) -> None:
+        self.begun.append(variant.name)
 
     async def unload(self, *arguments: Any) -> None: ...
 
@@ -148,3 +154,55 @@ def test_a_request_of_the_base_that_ends_where_there_was_room_leaves_the_queue_a
         assert (await asyncio.wait_for(waiting, 60)).worker_id == "w"
 
     in_line(test)
+
+
+@pytest.mark.parametrize(
+    ("slots", "room", "in_flight"),
+    [
+        pytest.param(1, 3, 1, id="no-slot"),
+        pytest.param(2, 1, 1, id="no-room"),
+        pytest.param(2, 2, 2, id="neither"),
+    ],
+)
+def test_nothing_is_loaded_for_a_request_that_the_queue_has_no_place_for(
+    slots: int, room: int, in_flight: int
+) -> None:
+    variants = tuple(variant(f"v{number}") for number in range(8))
+    route = replace(
+        ROUTE,
+        workers=(replace(WORKER, max_outstanding=room),),
+        variants=variants,
+        adapter_slots=slots,
+        loaded_adapters=6,
+    )
+
+    async def main() -> None:
+        loads = Loads()
+        residency = partial(VariantResidency, loader=loads, observer=Metrics(), policy=FirstComeFirstServed())
+        line = Deployment(route, 2, 60.0, residency)
+        assert line.variants is not None
+        for number in range(in_flight):
+            use = VariantRequest(variants[number], 0.0)
+            await line.variants.ready(use, (await line.acquire(number, use=use)).url)
+        waiting = [
+            asyncio.create_task(line.acquire(number, use=VariantRequest(variants[number], 0.0)))
+            for number in range(in_flight, in_flight + 2)
+        ]
+        while line.num_waiting < 2:
+            await asyncio.sleep(0)
+        await is_quiet(line)
+        for number in range(in_flight + 2, 8):
+            with pytest.raises(ApiError) as error:
+                await line.acquire(number, use=VariantRequest(variants[number], 0.0))
+            assert error.value.status == 429
+            await is_quiet(line)
+        expected = [one.name for one in variants[: in_flight + 2]]
+        assert loads.begun == expected
+        assert list(line.variants._wanted) == [one.engine_name for one in variants[in_flight : in_flight + 2]]
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert not line.variants._wanted
+        line.close()
+
+    asyncio.run(main())

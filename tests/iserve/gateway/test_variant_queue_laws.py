@@ -259,3 +259,36 @@ def test_no_request_waits_that_a_worker_could_take(
         assert all(one is None or isinstance(one, asyncio.CancelledError) for one in ended), ended
 
     asyncio.run(main())
+
+
+def test_a_request_that_a_pinned_variant_kept_waiting_is_offered_a_worker_that_was_forgotten() -> None:
+    """One turn of the law above that random ones seldom reach: ``a`` is pinned, ``b`` in flight, ``c`` waits."""
+    worker = WorkerTarget(worker_id="w", url="http://127.0.0.1:1", ready=True, max_outstanding=3)
+    variants = (replace(VARIANTS[0], pinned=True), *VARIANTS[1:])
+
+    async def main() -> None:
+        route = Route(
+            name="m",
+            model="org/base",
+            created=1,
+            max_context_tokens=10,
+            workers=(worker,),
+            adapter_slots=2,
+            loaded_adapters=2,
+            variants=variants,
+        )
+        line = Line(route, FirstComeFirstServed())
+        line.loads.is_open = True
+        await line.settle()
+        line.arrive(1)
+        await line.settle()
+        line.arrive(2)
+        await line.settle()
+        assert (line.served, line.deployment.num_waiting) == (1, 1)
+        line.forget(0)
+        await line.settle()
+        line.check()
+        assert (line.served, line.deployment.num_waiting) == (2, 0)
+        line.deployment.close()
+
+    asyncio.run(main())

@@ -6,6 +6,7 @@ import itertools
 import random
 import statistics
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,12 +15,15 @@ from hypothesis import strategies as st
 from fingerprint.errors import ConfigError
 from placement.variant_routing import (
     VARIANT_POLICIES,
+    Admission,
     DeltaZip,
     FirstComeFirstServed,
     PreemptingDeltaZip,
+    WaitingRequest,
     make_variant_policy,
 )
 from tests.golden_words import Golden
+from traces.simulator.variant_fleet import VariantFleet
 from traces.simulator.variants import StepCost, VariantArrival, VariantWorkers, replay_variants
 
 
@@ -98,6 +102,42 @@ def test_laws(rows, num_workers, slots, spare) -> None:
         if not isinstance(policy, PreemptingDeltaZip):
             assert replay.preemptions == 0
             assert replay.latency_s == pytest.approx([waited_s + 1.0 for waited_s in replay.waiting_s])
+
+
+@given(
+    rows=st.lists(st.tuples(st.floats(0, 8), st.sampled_from("abcdefgh")), min_size=20, max_size=80),
+    num_workers=st.integers(1, 3),
+    slots=st.integers(1, 3),
+    spare=st.integers(0, 3),
+    name=st.sampled_from(sorted(VARIANT_POLICIES)),
+)
+def test_requests_that_need_a_slot_while_none_is_free_are_passed_without_a_change(
+    rows, num_workers, slots, spare, name
+) -> None:
+    """In an overload, with waits beyond those that let no request pass; equal to the last bit."""
+    fleet = workers(num_workers=num_workers, slots=slots, max_loaded=slots + spare, max_outstanding=4)
+    passed = replay_variants(arrivals(*rows), fleet, make_variant_policy(name))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(VariantFleet, "_runnable", lambda fleet, workers: None)  # every request is offered a worker
+        assert replay_variants(arrivals(*rows), fleet, make_variant_policy(name)) == passed
+
+
+def test_a_request_that_needs_a_slot_is_not_offered_a_worker_while_none_is_free() -> None:
+    """One of 200 is: a queue of 199 is not gone through with the policy at each arrival and end."""
+    asked: list[str] = []
+
+    class Counting(FirstComeFirstServed):
+        def may_be_passed(self, request: WaitingRequest, now_s: float) -> bool:
+            return True
+
+        def choose(self, variant: str, *arguments: Any, **options: Any) -> Admission | None:
+            asked.append(variant)
+            return super().choose(variant, *arguments, **options)
+
+    rows = [(0.001 * number, f"v{number}") for number in range(200)]
+    replay = replay_variants(arrivals(*rows), workers(slots=1), Counting())
+    assert len(replay.waiting_s) == 200
+    assert len(asked) == 200
 
 
 def test_requests_that_run_together_share_the_steps() -> None:
