@@ -119,7 +119,8 @@ def test_plan_launch_and_simulation_have_the_same_step(gpus: int, name: str, opt
     assert {one.steps.limits.max_batched_tokens for one in simulated} == {step}
     assert found.document.capacity.step_tokens == step
     assert flags_of(workers[0], hardware, spec_of(name))["max-num-batched-tokens"] == str(step)
-    assert f"steps of up to {step:,} tokens" in [line for _, line in plan_lines(found.document)]
+    said = "\n".join(line for _, line in plan_lines(found.document))
+    assert f"; steps of up to {step:,} tokens" in said
     is_dense = name in DENSE and workers[0].config.num_gpus == 1
     fits = options.workload.input_tokens <= SHORT_STEP_TOKENS
     assert step == (SHORT_STEP_TOKENS if is_dense and fits else MEASURED)
