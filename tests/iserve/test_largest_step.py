@@ -92,7 +92,7 @@ def test_a_step_is_never_longer_than_its_memory_nor_too_short_to_decode(
 
 @pytest.mark.parametrize("name", DENSE)
 def test_no_prompt_that_fits_is_slower_and_no_answer_waits_longer_for_prompts(name: str) -> None:
-    """By the step model; a step that is full of prompts holds up the answers next to it."""
+    """Times of the step model; a step that is full of prompts holds up the answers next to it."""
     estimator = estimator_on(name, H200)
     short, long = (
         tabulate(estimator, ONE_GPU, Limits(max_batch=64, max_context_tokens=8192, max_batched_tokens=step))
