@@ -6,6 +6,7 @@ A step's tokens bound how long running answers wait for prompts that join them. 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from fingerprint.config import DeploymentConfig, Workload
@@ -14,6 +15,7 @@ from fingerprint.estimators.roofline import DEFAULT_MAX_BATCHED_TOKENS
 from fingerprint.model_spec import ModelSpec
 
 __all__ = [
+    "SHORT_STEP_MEAN_PROMPT",
     "SHORT_STEP_TOKENS",
     "LaunchLimits",
     "largest_step",
@@ -22,6 +24,8 @@ __all__ = [
 ]
 
 SHORT_STEP_TOKENS = 2_048
+# Tokens; three of four prompts fit into a short step then, were their lengths exponential about the mean.
+SHORT_STEP_MEAN_PROMPT = int(SHORT_STEP_TOKENS / math.log(4))
 _SLOT_STEP_TOKENS = 512  # of the largest step of an engine with slots, at least
 
 
@@ -60,15 +64,15 @@ def largest_step(
 ) -> int:
     """Return tokens of the largest step of a worker that is planned for ``planned`` and serves ``served``.
 
-    It is ``SHORT_STEP_TOKENS`` where that is known to be no slower and the planned prompt, the mean one, fits into
-    it: a dense model on one GPU with vLLM, without drafts, adapter slots, images or states. Elsewhere it is the
-    step that was measured, for which memory is planned. It has room for one token of each request served.
+    It is ``SHORT_STEP_TOKENS`` where that is known to be no slower and most prompts fit into it: a dense model on
+    one GPU with vLLM, without drafts, adapter slots, images or states. Elsewhere it is the step that was measured,
+    for which memory is planned. It has room for one token of each request served.
 
     Args:
         measured: tokens of the largest step that the engine was measured with; None: as ``launch_limits``.
     """
     usual = launch_limits(planned, config.engine, measured, served=served).max_batched_tokens
-    if not _is_known(spec, config) or planned.input_tokens > SHORT_STEP_TOKENS:
+    if not _is_known(spec, config) or planned.input_tokens > SHORT_STEP_MEAN_PROMPT:
         return usual
     return min(usual, max(SHORT_STEP_TOKENS, served.batch))
 

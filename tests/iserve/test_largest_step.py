@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.gpus import gpu_spec
 from fingerprint.model_spec import ModelSpec
-from iserve.planning.launch_limits import SHORT_STEP_TOKENS, largest_step, launch_limits
+from iserve.planning.launch_limits import SHORT_STEP_MEAN_PROMPT, SHORT_STEP_TOKENS, largest_step, launch_limits
 from iserve.planning.pipeline import PlanOptions
 from iserve.planning.verdict_text import plan_lines
 from iserve.simulation.running import PlannedDeployer, idle_cluster, roofline_model
@@ -51,10 +51,10 @@ def step_of(
 
 
 @pytest.mark.parametrize("name", DENSE)
-def test_steps_are_short_where_the_planned_prompt_fits_into_one(name: str) -> None:
+def test_steps_are_short_where_most_prompts_fit_into_one(name: str) -> None:
     assert step_of(spec_of(name)) == SHORT_STEP_TOKENS == 2048
-    assert step_of(spec_of(name), planned=Workload(1, 2048, 128)) == SHORT_STEP_TOKENS
-    assert step_of(spec_of(name), planned=Workload(1, 2049, 128)) == MEASURED
+    assert step_of(spec_of(name), planned=Workload(1, 1477, 128)) == SHORT_STEP_TOKENS
+    assert step_of(spec_of(name), planned=Workload(1, 1478, 128)) == MEASURED
     assert step_of(spec_of(name), measured=None) == SHORT_STEP_TOKENS, "datasheets know no step"
 
 
@@ -122,5 +122,5 @@ def test_plan_launch_and_simulation_have_the_same_step(gpus: int, name: str, opt
     said = "\n".join(line for _, line in plan_lines(found.document))
     assert f"; steps of up to {step:,} tokens" in said
     is_dense = name in DENSE and workers[0].config.num_gpus == 1
-    fits = options.workload.input_tokens <= SHORT_STEP_TOKENS
+    fits = options.workload.input_tokens <= SHORT_STEP_MEAN_PROMPT
     assert step == (SHORT_STEP_TOKENS if is_dense and fits else MEASURED)
