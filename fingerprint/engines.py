@@ -47,6 +47,8 @@ class EngineTraits:
         slots_for_vocabulary: whether an adapter slot has room for updates of embeddings and output layer, which no
             variant has: vLLM's classes mostly do (decision 42).
         times_adapters: whether what adapters add to a step was measured on some release of it.
+        short_steps: whether steps of 2,048 tokens at most were measured to serve no slower than those of 8,192
+            (decision 43).
         startup_s: seconds from launch until it serves, as simulations take it where they are given none; 0: none
             is known. That of vLLM is a round number below all that were measured: first starts of 0.6B and 8B
             models on an H200 took 84 to 145 s (decision 25).
@@ -65,6 +67,7 @@ class EngineTraits:
     serves_deltas: bool = False
     slots_for_vocabulary: bool = False
     times_adapters: bool = False
+    short_steps: bool = False
     startup_s: float = 0.0
 
     @property
@@ -90,6 +93,7 @@ TRAITS: Mapping[str, EngineTraits] = MappingProxyType(
             repacks_weights=True,
             slots_for_vocabulary=True,
             times_adapters=True,
+            short_steps=True,
             startup_s=60.0,
         ),
         "tensorrt-llm": EngineTraits(title="TensorRT-LLM", overlaps_host=True, caches_prefixes=True),

@@ -18,6 +18,7 @@ from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
 from iserve.model_source import ModelSource
 from iserve.planning.deployability import DeployableDocument
+from iserve.planning.estimator_factory import step_tokens_of
 from iserve.planning.joint_plan import chosen_plan, joint_capacity, joint_document
 from iserve.planning.merge_advice import merge_advice_of_plan
 from iserve.planning.pipeline import (
@@ -82,10 +83,11 @@ def planned_deployment(
     advice = merge_advice_of_plan(source.argument, spec, hardware.gpu, of_base, options, best)
     advised = () if advice is None else (advice.text,)
     notes = (*notes, *_slots(spec, options, table, best), *advised, *crowds)
+    measured_step = None if profile is None else step_tokens_of(profile)
     capacity = (
-        serving_capacity(plan, kept, hardware, estimator, options)
+        serving_capacity(plan, kept, hardware, estimator, options, measured_step)
         if choice is None
-        else joint_capacity(choice, kept, options)
+        else joint_capacity(choice, kept, options, measured_step)
     )
 
     def conditions_of(config: DeploymentConfig) -> tuple[str, ...]:

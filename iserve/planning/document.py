@@ -138,6 +138,8 @@ class CapacityDocument:
     """Reason why the worker takes no more; None: a plan stored before this was recorded."""
     cache_sizes: CacheSizesDocument | None = None
     """Cache sizes of the model; None: a plan stored before this was recorded."""
+    step_tokens: int | None = None
+    """Most tokens of one step, prompts and answers together; None: a plan stored before this was recorded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,6 +12,7 @@ from fingerprint.model_spec import ModelSpec
 from iserve.planning.document import CapacityBound, JointPlanDocument
 from iserve.planning.joint_choice import ExpectedModel, JointChoice, JointQuestion, expected_model, joint_choice
 from iserve.planning.joint_promise import promised_choice
+from iserve.planning.launch_limits import largest_step
 from iserve.planning.pipeline import (
     Hardware,
     PlanOptions,
@@ -118,8 +119,14 @@ def _without_limit(kind: IntentKind) -> IntentKind:
     return IntentKind.MIN_LATENCY if kind in LIMITED else kind
 
 
-def joint_capacity(choice: JointChoice, spec: ModelSpec, options: PlanOptions) -> ServingCapacity:
-    """Return what each worker of ``choice`` is started for."""
+def joint_capacity(
+    choice: JointChoice, spec: ModelSpec, options: PlanOptions, measured_step: int | None = None
+) -> ServingCapacity:
+    """Return what each worker of ``choice`` is started for.
+
+    Args:
+        measured_step: tokens of the largest step that the engine was measured with, as ``launch_limits`` has it.
+    """
     usual = options.workload.input_tokens + options.workload.output_tokens
     served = replace(
         options.workload,
@@ -133,6 +140,7 @@ def joint_capacity(choice: JointChoice, spec: ModelSpec, options: PlanOptions) -
         placements=choice.placements,
         bound=CapacityBound.GIVEN if given else CapacityBound.LOAD,
         kept=kept_of(spec, choice.config),
+        step_tokens=largest_step(spec, choice.config, options.workload, served, measured_step),
         kv_tokens=tuple(replica.kv_tokens for replica in choice.replicas) if spec.keeps_tokens else (),
     )
 

@@ -17,10 +17,10 @@ from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.engines import traits_of
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Estimator, MemoryEstimate
-from fingerprint.estimators.roofline import DEFAULT_MAX_BATCHED_TOKENS
 from fingerprint.model_spec import ModelSpec
 from fingerprint.weight_bytes import kept_bytes_per_replica, kv_heads_per_gpu
 from iserve.planning.document import CacheSizesDocument, CapacityBound, CapacityDocument
+from iserve.planning.launch_limits import largest_step, unmeasured_step_tokens
 from iserve.planning.pipeline import Hardware, PlanOptions, placements_of
 from placement.fit import demand
 from placement.types import GpuState, Placement, StagePlacement
@@ -28,11 +28,9 @@ from planner.costs import objective_of
 from planner.plan import Plan
 
 __all__ = [
-    "LaunchLimits",
     "ServingCapacity",
     "capacity_of",
     "kept_of",
-    "launch_limits",
     "promised_bytes",
     "served_memory",
     "serving_capacity",
@@ -47,7 +45,6 @@ _CONTEXT_TOKENS = 131_072  # of one request, for which the KV cache is made larg
 _MOST_SLOTS = 32  # requests at once, where each has a slot of its own, zeroed at the start
 _SLOTS_TOKENS = 65_536  # of all slots together
 _FEWEST_SLOTS = 8  # before slots are made longer
-_SLOT_STEP_TOKENS = 512  # of the largest step of an engine with slots, at least
 _GPU_KEPT_FREE = 0.05  # of a GPU's memory
 _CPU_TAKEN = 0.5  # of what is free of a CPU's memory, which the whole machine shares
 _PARTLY_EMPTY_TOKENS = 32  # of each request: two pages of vLLM (of layers with a window), one of TensorRT-LLM
@@ -64,6 +61,7 @@ class ServingCapacity:
     placements: tuple[Placement, ...]  # of each replica, with the memory that serving it takes
     bound: CapacityBound  # why it is no more
     kept: CacheSizesDocument  # by the model, of what it serves
+    step_tokens: int  # of the largest step
     kv_tokens: tuple[int, ...] = ()  # of each replica; empty: those of the workload
 
     def document(self, free_bytes: Mapping[str, int]) -> CapacityDocument:
@@ -76,49 +74,25 @@ class ServingCapacity:
             if self.kept.kv_bytes_per_token
             else 0,
             cache_sizes=self.kept,
+            step_tokens=self.step_tokens,
             memory_bytes_per_gpu=max(promised_bytes(stage, free_bytes) for stage in stages),
             bound=self.bound,
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LaunchLimits:
-    """Sizes that an engine is started with."""
-
-    max_batch: int
-    max_batched_tokens: int
-    max_context_tokens: int
-    kv_tokens: int
-
-
-def launch_limits(
-    planned: Workload, engine: str, step_tokens: int | None = None, *, served: Workload | None = None
-) -> LaunchLimits:
-    """Return the limits of a worker of ``engine`` that was planned for ``planned`` and serves ``served``.
-
-    Args:
-        step_tokens: tokens of the largest step that the engine was measured with, whose activations and chunks of
-            prompts the estimate therefore has; None: the estimate has those of the workload's own largest step.
-        served: None: no more than is planned for.
-    """
-    served = served or planned
-    largest = step_tokens or _step_tokens(planned, engine, served)
-    return LaunchLimits(
-        max_batch=served.batch,
-        max_batched_tokens=max(largest, served.batch),
-        max_context_tokens=served.context_tokens,
-        kv_tokens=served.kv_tokens(engine),
-    )
-
-
 def serving_capacity(
-    plan: Plan, spec: ModelSpec, hardware: Hardware, estimator: Estimator, options: PlanOptions
+    plan: Plan,
+    spec: ModelSpec,
+    hardware: Hardware,
+    estimator: Estimator,
+    options: PlanOptions,
+    measured_step: int | None = None,
 ) -> ServingCapacity | None:
     """Return :func:`capacity_of` the best of ``plan``; None: nothing is feasible."""
     best = plan.best
     if best is None or best.layout is None:
         return None
-    return capacity_of(best.config, placements_of(best.layout), spec, hardware, estimator, options)
+    return capacity_of(best.config, placements_of(best.layout), spec, hardware, estimator, options, measured_step)
 
 
 def capacity_of(
@@ -128,19 +102,27 @@ def capacity_of(
     hardware: Hardware,
     estimator: Estimator,
     options: PlanOptions,
+    measured_step: int | None = None,
 ) -> ServingCapacity:
     """Return the most that ``config`` can serve at ``placements``, one of each replica, on ``hardware``.
 
     Where its share of the free memory holds no more than the planned workload, or nothing was measured that tells,
     it is that workload.
+
+    Args:
+        measured_step: tokens of the largest step that the engine was measured with, as ``launch_limits`` has it.
     """
     planned, options, bound = options.workload, _growing(options), _bound(options)
     room, kept = _room_by_device(hardware, options, config), kept_of(spec, config)
 
+    def serving(served: Workload, there: tuple[Placement, ...]) -> ServingCapacity:
+        step = largest_step(spec, config, planned, served, measured_step)
+        return ServingCapacity(config.engine, served, there, bound, kept, step)
+
     def at(size: int) -> ServingCapacity | CapacityBound:
         served = _served(planned, size, options, config.engine, spec)
         if served == planned:
-            return ServingCapacity(config.engine, planned, placements, bound, kept)
+            return serving(planned, placements)
         try:
             memory = served_memory(spec, estimator, config, planned, served)
         except NotMeasuredError:
@@ -148,10 +130,10 @@ def capacity_of(
         grown = tuple(_with_memory(placement, memory) for placement in placements)
         if not all(_fits(placement, room) for placement in grown):
             return CapacityBound.MEMORY
-        return ServingCapacity(config.engine, served, grown, bound, kept)
+        return serving(served, grown)
 
     low, high = 0, _largest_size(planned, options, config.engine, spec)
-    found = ServingCapacity(config.engine, planned, placements, bound, kept)
+    found = serving(planned, placements)
     while low < high:  # the largest that fits
         middle = (low + high + 1) // 2
         answer = at(middle)
@@ -257,7 +239,7 @@ def served_memory(
     if served == planned:
         return memory
     if traits_of(config.engine).has_slots:
-        step_tokens = _step_tokens(planned, config.engine, served)
+        step_tokens = unmeasured_step_tokens(planned, config.engine, served)
         stepping = estimator.estimate(config, Workload(batch=1, input_tokens=step_tokens, output_tokens=1)).memory
         logits = served.batch * spec.vocab_size * _LOGIT_BYTES
         scores = math.ceil(spec.num_heads / config.tp) * step_tokens * served.context_tokens * _SCORE_BYTES
@@ -273,15 +255,6 @@ def served_memory(
     empty_tokens = max(_PARTLY_EMPTY_TOKENS, block_tokens(spec) if in_blocks else 0)
     partly_empty = served.batch * empty_tokens * spec.kv_bytes_per_token_per_layer(config.kv) * heads_part
     return replace(memory, layer_kv_bytes=memory.layer_kv_bytes + math.ceil(partly_empty))
-
-
-def _step_tokens(planned: Workload, engine: str, served: Workload) -> int:
-    """Return tokens of the largest step that an engine is started for, where no measurement gives them."""
-    one = served
-    least = 0
-    if traits_of(engine).has_slots and served != planned:
-        one, least = planned, min(_SLOT_STEP_TOKENS, served.context_tokens)
-    return min(DEFAULT_MAX_BATCHED_TOKENS, max(one.batch * one.input_tokens, one.context_tokens, least))
 
 
 def _with_memory(placement: Placement, memory: MemoryEstimate) -> Placement:

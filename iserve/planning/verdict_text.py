@@ -193,11 +193,15 @@ def _capacity_words(document: PlanDocument) -> list[str]:
         f"{device_kind(document.hardware)}"
     )
     why = "" if capacity.bound is None else _BOUND[capacity.bound]
-    kept = _kept_words(capacity.cache_sizes)
+    step, kept = _step_words(capacity.step_tokens), _kept_words(capacity.cache_sizes)
     if (capacity.requests_at_once, capacity.context_tokens) == (work.batch, work.context_tokens):
-        return [f"{served}, no more than planned: {why}" if why else f"{served}, no more than planned", *kept]
+        return [f"{served}, no more than planned{': ' * bool(why)}{why}{step}", *kept]
     limited = f" ({why})" if capacity.bound in (CapacityBound.MEMORY, CapacityBound.NOT_MEASURED) else ""
-    return [f"{served}{limited}; the figures are for {workload_words(work)}", *kept]
+    return [f"{served}{limited}; the figures are for {workload_words(work)}{step}", *kept]
+
+
+def _step_words(step_tokens: int | None) -> str:
+    return "" if step_tokens is None else f"; steps of up to {step_tokens:,} tokens"
 
 
 def state_sizes(kept: CacheSizesDocument | None) -> list[tuple[str, str]]:

@@ -14,8 +14,8 @@ from fingerprint.errors import InfeasibleError
 from fingerprint.measurements import Profile
 from iserve.model_source import ModelSource
 from iserve.planning.document import PlanDocument
-from iserve.planning.estimator_factory import step_tokens_of
-from iserve.planning.serving_capacity import ServingCapacity, launch_limits, promised_bytes
+from iserve.planning.launch_limits import launch_limits
+from iserve.planning.serving_capacity import ServingCapacity, promised_bytes
 from placement.types import Placement
 from planner.plan import Ranked
 
@@ -70,13 +70,21 @@ class PlannedDeployment:
         best, capacity = self.best, self.capacity
         if best is None or capacity is None:
             raise InfeasibleError(_why_nothing(self.document))
-        steps = None if profile is None else step_tokens_of(profile)
         placements, served = capacity.placements, capacity.workload
         kv_tokens = capacity.kv_tokens or (None,) * len(placements)
         ids = [worker_id] if len(placements) == 1 else [f"{worker_id}-r{i + 1}" for i in range(len(placements))]
         specs = (
             worker_spec(
-                name, source, one_id, best.config, placement, workload, self.free_bytes, steps, served, tokens
+                name,
+                source,
+                one_id,
+                best.config,
+                placement,
+                workload,
+                self.free_bytes,
+                capacity.step_tokens,
+                served,
+                tokens,
             )
             for one_id, placement, tokens in zip(ids, placements, kv_tokens, strict=True)
         )
@@ -122,7 +130,7 @@ def worker_spec(
     ``free_bytes``.
 
     Args:
-        step_tokens, served: as for :func:`iserve.planning.serving_capacity.launch_limits`.
+        step_tokens, served: as for :func:`iserve.planning.launch_limits.launch_limits`.
         kv_tokens: of the KV cache; None: those of ``served``.
     """
     sizes = launch_limits(workload, config.engine, step_tokens, served=served)

@@ -22,6 +22,7 @@ from fingerprint.estimators.towers import WithTowers
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
 from iserve.planning.deployability import DeployableDocument
+from iserve.planning.estimator_factory import step_tokens_of
 from iserve.planning.joint_choice import JointChoice
 from iserve.planning.joint_plan import chosen_plan, joint_capacity, joint_document
 from iserve.planning.pipeline import EngineChooser, Hardware, PlanOptions
@@ -185,10 +186,11 @@ class _Planner:
             deployable=there,
         )
         spec = self._spec if profile is None else with_engine_caches(self._spec, profile.memory)
+        measured_step = None if profile is None else step_tokens_of(profile)
         capacity = (
-            serving_capacity(plan, spec, self._hardware, self._estimator, plan_options)
+            serving_capacity(plan, spec, self._hardware, self._estimator, plan_options, measured_step)
             if choice is None
-            else joint_capacity(choice, spec, plan_options)
+            else joint_capacity(choice, spec, plan_options, measured_step)
         )
         free_bytes = {gpu.device_id: gpu.free_bytes for gpu in self._hardware.snapshot.gpus}
         document = plan_document(

@@ -29,6 +29,8 @@ from iserve.planning.engine_choice import by_preference
 from iserve.planning.estimator_factory import estimator_for, step_tokens_of
 from iserve.planning.joint_choice import ExpectedModel, JointQuestion, expected_model
 from iserve.planning.joint_promise import promised_choice
+from iserve.planning.launch_limits import largest_step
+from iserve.planning.launch_limits import launch_limits as planned_limits
 from iserve.planning.pipeline import (
     FitsOn,
     Hardware,
@@ -40,7 +42,6 @@ from iserve.planning.pipeline import (
 )
 from iserve.planning.ranking_cache import RankedModel
 from iserve.planning.serving_capacity import capacity_of
-from iserve.planning.serving_capacity import launch_limits as planned_limits
 from placement.actions import ClusterPolicy
 from placement.harvesting import spare_gpu
 from placement.routing import Router
@@ -210,7 +211,7 @@ class PlannedDeployer:
     def __init__(self, gpu: GpuSpec, models: Iterable[SimulatedModel], *, knows_rates: bool = True) -> None:
         self._gpu, self._knows_rates = gpu, knows_rates
         self._models = {model.name: model for model in models}
-        self._steps: dict[tuple[str, DeploymentConfig, Workload], StepModel] = {}
+        self._steps: dict[tuple[str, DeploymentConfig, Limits], StepModel] = {}
         self._services: dict[str, dict[DeploymentConfig, ServiceModel]] = {name: {} for name in self._models}
         self._ranked = {
             name: RankedModel(model.spec, gpu, model.estimator, model.engines, model.options)
@@ -386,19 +387,19 @@ class PlannedDeployer:
         self, model: SimulatedModel, config: DeploymentConfig, served: Workload
     ) -> tuple[StepModel, StepModel | None]:
         """Return the steps of the base, and where there are adapter slots those with adapters on average."""
-        whole = self._step_model(model, config, served)
+        planned = model.options.workload
+        step_tokens = largest_step(model.spec, config, planned, served, model.step_tokens)
+        limits = launch_limits(planned, config.engine, step_tokens, served=served, spec=model.spec)
+        whole = self._step_model(model, config, limits)
         return (
-            (self._step_model(model, config.without_slots, served), whole)
+            (self._step_model(model, config.without_slots, limits), whole)
             if config.adapter_slots
             else (whole, None)
         )
 
-    def _step_model(self, model: SimulatedModel, config: DeploymentConfig, served: Workload) -> StepModel:
-        key = (model.name, config, served)
+    def _step_model(self, model: SimulatedModel, config: DeploymentConfig, limits: Limits) -> StepModel:
+        key = (model.name, config, limits)
         if key not in self._steps:
-            limits = launch_limits(
-                model.options.workload, config.engine, model.step_tokens, served=served, spec=model.spec
-            )
             self._steps[key] = tabulate(model.estimator, config, limits)
         return self._steps[key]
 
