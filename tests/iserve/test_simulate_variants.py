@@ -114,8 +114,8 @@ class TestDocument:
         path = tmp_path / "trace.csv"
         write_trace(path, [Request(0.05 * i, 100, 5) for i in range(400)])
         given = (path, "--gpus", "h200:1", "--models", f"chat={model}", "--startup", 0, "--variants", 12)
-        given = given if law is None else (*given, "--popularity", law)
-        done = simulate(*given, "--base-share", 0.75, "--json")
+        by_law = () if law is None else ("--popularity", law)
+        done = simulate(*given, *by_law, "--base-share", 0.75, "--json")
         assert done.document["summary"]["completed"] == 400
         assert done.document["intent"]["traffic"]["base_share"] == 0.75
         assert variants_of(done)["requests"] == pytest.approx(100, abs=35)  # four standard deviations

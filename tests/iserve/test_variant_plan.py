@@ -197,7 +197,7 @@ def test_a_plan_at_a_rate_advises_to_merge_hot_variants(
 
 
 def test_a_plan_for_the_fewest_requests_of_variants_that_may_be_given_succeeds() -> None:
-    """Of the popular ones' merge it leaves shares that are lost next to 1."""
+    """Shares that are left of the popular ones' merge are lost next to 1."""
     traffic = Traffic(variants=40, variant_skew=10.0, base_share=MOST_BASE_SHARE)
     assert planned(hardware_on("h200:1"), varied(traffic, rate=20.0)).best is not None
 

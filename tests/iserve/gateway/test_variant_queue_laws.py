@@ -262,7 +262,7 @@ def test_no_request_waits_that_a_worker_could_take(
 
 
 def test_a_request_that_a_pinned_variant_kept_waiting_is_offered_a_worker_that_was_forgotten() -> None:
-    """One turn of the law above that random ones seldom reach: ``a`` is pinned, ``b`` in flight, ``c`` waits."""
+    """A turn of the law above that random ones seldom reach: ``a`` is pinned, ``b`` in flight, ``c`` waits."""
     worker = WorkerTarget(worker_id="w", url="http://127.0.0.1:1", ready=True, max_outstanding=3)
     variants = (replace(VARIANTS[0], pinned=True), *VARIANTS[1:])
 

@@ -123,7 +123,7 @@ def test_requests_that_need_a_slot_while_none_is_free_are_passed_without_a_chang
 
 
 def test_a_request_that_needs_a_slot_is_not_offered_a_worker_while_none_is_free() -> None:
-    """One of 200 is: a queue of 199 is not gone through with the policy at each arrival and end."""
+    """The policy is asked once for each request, not for all that wait at each arrival and end."""
     asked: list[str] = []
 
     class Counting(FirstComeFirstServed):
