@@ -71,7 +71,7 @@ def held_delta(
 
 @contextmanager
 def _locked(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
-    """Hold the lock file at ``path``, which is there only while somebody holds or awaits it."""
+    """Hold the lock file at ``path``, which is there only while a command holds or awaits it."""
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:

@@ -31,6 +31,8 @@ _HEAD = "## "
 _PLACES = {sys.executable: "PYTHON", sys.prefix: "VENV", str(Path(__file__).parents[1]): "SOURCES"}
 _VARYING = {
     r"\b(iServe|iServe, here|iserve|python|torch|transformers|uvloop) \d+\.\d+\.\d+(?:[+.]\w+)*": r"\1 N.N.N",
+    r"(?<=\(now )\d+\.\d+\.\d+(?:[+.]\w+)*": "N.N.N",
+    r"(?m)^(torch \(used\)) +\d\S+ +": r"\1  N.N.N  ",
     r"\bpython3\.\d+\b": "python3.N",
     r"\b(127\.0\.0\.1|localhost):\d{4,5}\b": r"\1:PORT",
     r"\bport \d{4,5}\b": "port PORT",

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import pytest
 
+from daemon.devices import read_machine
 from daemon.engines.registry import get_engine
 from daemon.process import own_record, write_record
 from daemon.settings import DaemonSettings
@@ -348,6 +349,7 @@ def test_a_profile_of_another_engine_version_is_told_and_not_used(
 ) -> None:
     """Plan and deploy say so; once there is one that holds, there is nothing to say."""
     world.start()
+    golden.hide(read_machine().cpu_model, "CPU")
     old = take_profile(SyntheticMachine(load_spec(demo_model_path())))
     versions = (("engine", "torch 0.0.9"), ("torch", "1.13.0"))
     world.store.put_profile(replace(old, machine=replace(old.machine, versions=versions)), "of another time")

@@ -205,7 +205,11 @@ def test_a_token_of_the_end_of_a_prompt_and_the_start_of_its_answer_is_predicted
 
 
 def test_answers_longer_than_is_decoded_are_left_out_of_the_exact_match(
-    iserve: Callable[..., Done], endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    iserve: Callable[..., Done],
+    endpoint: Endpoint,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    golden: Golden,
 ) -> None:
     for module in (scoring, measuring):
         monkeypatch.setattr(module, "MAX_MATCHED_TOKENS", 3)
@@ -219,7 +223,7 @@ def test_answers_longer_than_is_decoded_are_left_out_of_the_exact_match(
     assert found.comparison is not None
     assert found.exact_match.value == found.comparison.exact_match.value == 1
     assert (found.text.num_tokens, found.text.num_left_out) == (8, 0)
-    assert "answers left out of the exact match, longer than 3 tokens: 1" in found.notes
+    golden("quality", found.notes)
 
 
 class Reference(dict[str, float]):
