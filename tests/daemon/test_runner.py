@@ -287,6 +287,15 @@ def test_a_family_without_the_attention_interface_is_refused_with_that_reason(lo
         loaded("falcon")
 
 
+@pytest.mark.parametrize("value", [[1, 2], "one", {}])
+def test_a_value_that_transformers_does_not_take_is_one_line(value, tiny_checkpoint, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_checkpoint("llama"), tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"pad_token_id": value}))
+    with pytest.raises(CheckpointError, match=r"^transformers cannot read .*pad_token_id.*$"):
+        read_source(folder, torch.device("cpu"), None)
+
+
 @pytest.mark.parametrize("family", ONE_RANK)
 def test_int8_takes_every_matrix_of_a_layer_or_is_refused_as_the_table_says(
     family, tiny_checkpoint, tiny_limits

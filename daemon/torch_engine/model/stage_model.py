@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from daemon.torch_engine.model import attention, capabilities
@@ -64,6 +65,7 @@ def read_source(checkpoint: Path, device: torch.device, dtype: torch.dtype | Non
 
     Raises:
         UnsupportedModelError, ConfigError: as ``fingerprint.families``, or a family this engine does not run.
+        CheckpointError: a value in config.json that transformers does not take.
     """
     raw = read_config(checkpoint)
     spec = read_spec(raw)
@@ -77,8 +79,9 @@ def read_source(checkpoint: Path, device: torch.device, dtype: torch.dtype | Non
         config = transformers.AutoConfig.from_pretrained(
             checkpoint, local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"transformers cannot read {checkpoint}/config.json: {error}") from error
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+        why = " ".join(str(error).split())
+        raise CheckpointError(f"transformers cannot read {checkpoint}/config.json: {why}") from error
     if changing := _rope_types(config) - capabilities.STATIC_ROPE_TYPES:
         raise UnsupportedModelError(
             f"rope type {min(changing)!r} changes with the longest sequence of a batch, which mixed batches "
