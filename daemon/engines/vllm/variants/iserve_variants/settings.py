@@ -76,6 +76,6 @@ def check_release(version: str) -> None:
     """
     if version.partition("+")[0] not in RELEASES:
         raise RuntimeError(
-            f"deltas were written for vLLM {', '.join(RELEASES)}, this is {version or 'unknown'}: take that release, or export "
-            "the variant (`iserve variant export`) and deploy its checkpoint"
+            f"deltas were written for vLLM {', '.join(RELEASES)}, this is {version or 'unknown'}: take that "
+            "release, or export the variant (`iserve variant export`) and deploy its checkpoint"
         )
