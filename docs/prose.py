@@ -159,17 +159,17 @@ def findings(waiting: tuple[str, ...], root: Path = ROOT) -> list[Finding]:
 
 def in_source(source: str, path: str) -> Iterator[tuple[str, int, str]]:
     """Yield (rule, line, text) for the docstrings, comments and messages of a module."""
-    nodes = list(ast.walk(ast.parse(source)))
-    docstrings = {}
-    for node in nodes:
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            text = ast.get_docstring(node)
-            if text is not None:
-                constant = node.body[0].value  # type: ignore[attr-defined]
-                docstrings[id(constant)] = constant.lineno
-                if not stands_alone(text):
-                    yield FIRST_LINES, constant.lineno, text.splitlines()[0]
-    for node in nodes:
+    tree, docstrings = ast.parse(source), set()
+    for node in _definitions(tree):
+        text = ast.get_docstring(node)
+        if text is not None:
+            constant = node.body[0].value  # type: ignore[attr-defined]
+            docstrings.add(id(constant))
+            if not stands_alone(text):
+                yield FIRST_LINES, constant.lineno, text.splitlines()[0]
+    if _WORD.search(source) is None:
+        return  # most files: walking through all expressions takes longer than all else
+    for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             if id(node) in docstrings:
                 where = "docstring"
@@ -179,10 +179,22 @@ def in_source(source: str, path: str) -> Iterator[tuple[str, int, str]]:
                 continue
             yield from _words(where, node.lineno, node.value)
     if not any(_WORD.search(line.partition("#")[2]) for line in source.splitlines()):
-        return  # most files: finding where comments begin takes longer than all else
+        return
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield from _words("comment", token.start[0], token.string)
+
+
+def _definitions(
+    node: ast.AST,
+) -> Iterator[ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Yield what can have a docstring: expressions are not looked through."""
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        yield node
+    for block in ("body", "orelse", "finalbody", "handlers", "cases"):
+        parts = getattr(node, block, ())
+        for part in parts if isinstance(parts, list) else ():
+            yield from _definitions(part)
 
 
 def _words(where: str, line: int, prose: str) -> Iterator[tuple[str, int, str]]:
