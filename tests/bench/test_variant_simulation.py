@@ -20,6 +20,7 @@ def found() -> VariantContest:
     return from_json(read_kept(RESULTS / RECORDING), VariantContest, what=RECORDING)
 
 
+@pytest.mark.slow
 def test_the_phases_are_those_that_were_played(found: VariantContest) -> None:
     """The bench draws the same adapters as the contest did, which it checks itself."""
     names = [phase.name for phase in phases(found)]

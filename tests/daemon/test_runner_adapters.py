@@ -114,6 +114,7 @@ class TestBatches:
     def test_the_adapters_differ(self, alone) -> None:
         assert len({tuple(alone(adapter, tuple(PROMPT))) for adapter in (None, 1, 2, 3, 4)}) == 5
 
+    @pytest.mark.slow
     @given(
         st.lists(
             st.tuples(

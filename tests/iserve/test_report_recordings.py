@@ -66,9 +66,15 @@ def record_of(recorded: Recorded) -> AccuracyRecord:
     return found
 
 
+_ESTIMATORS: dict[int, tuple[Recorded, DepthTiedEstimator]] = {}  # made once: by the recording's identity
+
+
 def estimator_of(recorded: Recorded) -> DepthTiedEstimator:
-    profile = recorded.profile
-    return DepthTiedEstimator(profile, RooflineEstimator(profile.spec, profile.machine.device))
+    if id(recorded) not in _ESTIMATORS:
+        profile = recorded.profile
+        made = DepthTiedEstimator(profile, RooflineEstimator(profile.spec, profile.machine.device))
+        _ESTIMATORS[id(recorded)] = recorded, made
+    return _ESTIMATORS[id(recorded)][1]
 
 
 _REPORTS: dict[tuple[int, int], Report] = {}  # made once: by the recording's identity, and GPUs

@@ -142,6 +142,7 @@ def test_attainment_falls_with_load_burstiness_and_doubt_and_rises_with_the_limi
         assert misses(wider, metric, limit_s, rate) >= missed - SLACK
 
 
+@pytest.mark.slow
 @given(**{name: cases[name] for name in ("batch", "busy", "spread", "burstiness", "cv", "metric")})
 def test_quantiles_rise_with_the_percentile_and_are_kept(
     batch: int, busy: float, spread: float, burstiness: float, cv: float, metric: Metric

@@ -56,6 +56,7 @@ LOADS = st.builds(shares_of, st.integers(1, 40), st.floats(0, 3), st.sampled_fro
 RATES = st.floats(0.001, 8.0).map(lambda times: times * ONE_PER_S)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(load=LOADS, rate_per_s=RATES)
 def test_what_is_advised_is_cheaper_by_a_tenth_and_the_cheapest_number(

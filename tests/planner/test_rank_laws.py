@@ -393,6 +393,7 @@ def by_hand(candidate: Candidate, intent: Intent, free: float) -> tuple[float, b
     return objective, fine
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(**cases)
 def test_the_plan_is_what_each_candidate_gives_by_hand(

@@ -241,6 +241,7 @@ def held(plan: FleetPlan) -> int:
     return len({gpu for replica in plan.replicas for gpu in replica.gpus})
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.floats(0.05, 60), st.integers(1, 4), st.floats(10, 70))
 def test_fewest_gpus_that_keep_the_guard_are_taken(rate: float, count: int, gib: float) -> None:

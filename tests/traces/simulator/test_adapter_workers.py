@@ -100,6 +100,7 @@ def test_a_delta_that_only_prompts_is_none_of_the_decoding_ones() -> None:
     assert outcomes.first_token_s.tolist() == [1001.0, 1001.0 + 101.0 + 1 + 100.0 + 1000.0]
 
 
+@pytest.mark.slow
 @settings(max_examples=250, deadline=None)
 @given(
     asked=st.lists(_ASKED, min_size=1, max_size=25),

@@ -88,6 +88,7 @@ def test_equals_it_on_twenty_thousand_loads(
     _assert_equal_to_the_scheduler(asked, max_batch, more_tokens, pace)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     asked=st.lists(_ASKED, min_size=1, max_size=25),
