@@ -128,11 +128,6 @@ class CompressOptions:
     max_quality_loss: float | None = None  # nats per token
     text: Path | None = None  # file of the texts that judge the loss; None: a part of ``calibration``
 
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """Files of texts."""
-        return tuple(file for file in (self.calibration, self.text) if file is not None)
-
 
 def compress_variant(
     base: str,

@@ -29,10 +29,16 @@ def compression_key(base: Path, finetuned: Path, options: CompressOptions) -> st
     files = [
         file for folder in (base, finetuned) for file in (*folder.glob("*.safetensors"), *folder.glob("*.json"))
     ]
-    paths = sorted({file.resolve() for file in files}) + [file.expanduser().resolve() for file in options.files]
-    facts = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in paths if file.is_file()]
+    facts = [_facts(file) for file in sorted({file.resolve() for file in files})]
+    texts = [_facts(file) for file in (options.calibration, options.text)]  # one file does either
     chosen = (options.format_name, options.max_error, options.max_quality_loss)
-    return sha256(to_json([str(base.resolve()), str(finetuned.resolve()), chosen, facts])).hexdigest()[:16]
+    return sha256(to_json([str(base.resolve()), str(finetuned.resolve()), chosen, texts, facts])).hexdigest()[:16]
+
+
+def _facts(file: Path | None) -> tuple[str, int, int] | None:
+    """Return path, size and time of a file; None where there is none."""
+    path = None if file is None else file.expanduser().resolve()
+    return (str(path), path.stat().st_size, path.stat().st_mtime_ns) if path and path.is_file() else None
 
 
 @contextmanager
@@ -109,6 +115,9 @@ def _remove(folder: Path) -> None:
 
 def _remove_old(work: Path) -> None:
     for entry in work.iterdir():
-        is_old = time.time() - entry.lstat().st_mtime > _KEPT_S
+        try:
+            is_old = time.time() - entry.lstat().st_mtime > _KEPT_S
+        except FileNotFoundError:  # its own command has removed it
+            continue
         if entry.is_dir() and not entry.is_symlink() and (is_old or entry.name.startswith(_REMOVING)):
             shutil.rmtree(entry, ignore_errors=True)

@@ -131,6 +131,15 @@ class TestKey:
         (tmp_path / name).write_bytes(b"{} and more")
         assert compression_key(*models, options) != before
 
+    def test_texts_that_judge_are_not_those_that_calibrate(
+        self, models: tuple[Path, Path], tmp_path: Path
+    ) -> None:
+        texts = tmp_path / "texts.txt"
+        texts.write_text("a text")
+        limited = replace(self.OPTIONS, max_quality_loss=0.1)
+        roles = [replace(limited, calibration=texts), replace(limited, text=texts)]
+        assert len({compression_key(*models, options) for options in roles}) == 2
+
     @pytest.mark.parametrize(
         "other",
         [
