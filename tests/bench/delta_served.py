@@ -3,6 +3,7 @@
     python -m tests.bench.delta_served write WORK [--parts large small] [--deltas 36] [--contents 4]
     python -m tests.bench.delta_served same OUT --work WORK
     python -m tests.bench.delta_served run OUT --work WORK --engine deltas [--measure steps loads] [--slots 32]
+                                           [--eager]
     python -m tests.bench.delta_served table OUT
 
 ``write`` makes models and random deltas: ``large`` takes 7.5 GB of disk, ``small`` 10. ``same`` compares tokens of
@@ -66,12 +67,14 @@ class Kept:
 class Served:
     """Engine of vLLM in this process, stepped by hand."""
 
-    def __init__(self, model: Path, files: Files, *, engine: str, slots: int, small: bool) -> None:
+    def __init__(
+        self, model: Path, files: Files, *, engine: str, slots: int, small: bool, eager: bool = False
+    ) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         self.files, self._small, self._number = files, small, 0
-        arguments = _arguments(model, engine, slots, small)
+        arguments = _arguments(model, engine, slots, small) | {"enforce_eager": eager}
         begin = time.perf_counter()
         from vllm import LLM
 
@@ -249,8 +252,9 @@ def run(options: argparse.Namespace) -> None:
     """Measure one engine."""
     files = Files(root=options.work)
     engine, slots = options.engine, options.slots
-    served = Served(files.shape, files, engine=engine, slots=slots, small=False)
-    kept = Kept(options.out / f"{engine}.json", _facts(engine=engine, slots=slots, start_s=served.start_s))
+    served = Served(files.shape, files, engine=engine, slots=slots, small=False, eager=options.eager)
+    facts = _facts(engine=engine, slots=slots, eager=options.eager, start_s=served.start_s)
+    kept = Kept(options.out / f"{engine}{'_eager' if options.eager else ''}.json", facts)
     numbers = list(range(1, slots + 1))
     if engine != "plain":
         seconds = []
@@ -276,6 +280,7 @@ def same(options: argparse.Namespace) -> None:
     """Compare tokens; each engine runs in a process of its own, that of the merged checkpoint first."""
     for what in ("merged", "mixed"):
         command = [sys.executable, "-m", "tests.bench.delta_served", "tokens", str(options.out), "--of", what]
+        command += ["--eager"] if options.eager else []
         subprocess.run([*command, "--work", str(options.work)], check=True)
 
 
@@ -283,7 +288,7 @@ def tokens_of(options: argparse.Namespace) -> None:
     """Record the tokens of the merged checkpoint, or compare a mixed batch with them and with each alone."""
     files, merged = Files(root=options.work), options.of == "merged"
     model, engine = (files.merged, "plain") if merged else (files.small, "mixed")
-    served = Served(model, files, engine=engine, slots=6, small=True)
+    served = Served(model, files, engine=engine, slots=6, small=True, eager=options.eager)
     kept = Kept(options.out / f"same_{options.of}.json", _facts(engine=engine, start_s=served.start_s))
     mix = [0, 1, 2, -1, 1, 3, 4, 0, 2, 1, 3, 0] if not merged else [1, 1, 1, 1, 1, 1]
     prompts = [_tokens(row, (40, 700, 9, 200)[row % 4]) for row in range(len(mix))]
@@ -392,6 +397,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         part = parts.add_parser(name)
         part.add_argument("out", type=Path)
         part.add_argument("--work", type=Path, required=True)
+        part.add_argument("--eager", action="store_true", help="without compiled and captured graphs")
         if name == "run":
             part.add_argument("--engine", choices=ENGINES, required=True)
             part.add_argument("--measure", nargs="+", choices=MEASURES, default=list(MEASURES))
