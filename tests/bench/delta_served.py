@@ -73,6 +73,7 @@ class Served:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # it is compiled at the first start: 75 s
         self.files, self._small, self._number = files, small, 0
         arguments = _arguments(model, engine, slots, small) | {"enforce_eager": eager}
         begin = time.perf_counter()

@@ -6,8 +6,6 @@ All are the fastest of those that were timed on one H200 for the linears of Llam
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from iserve_variants.delta_linear import Tiling
 
 __all__ = ["MERGED_FROM_ROWS", "choose_tiling"]
@@ -33,5 +31,4 @@ def choose_tiling(bits: int, rows: int, active: int | None = None) -> Tiling:
         return _FEW_DELTAS
     if active is not None and rows <= 8 * active:
         return _MANY_DELTAS
-    # Offsets of 3 bits are not laid out without a detour through shared memory, and of 4 bits they do not pay.
-    return replace(_ANY_MIX, offsets=bits == 2)
+    return _ANY_MIX

@@ -140,6 +140,9 @@ class LinearWithDeltas:
 
     def _base_products(self: Any, x: torch.Tensor, bias: torch.Tensor | None, runs: Sequence[Run]) -> torch.Tensor:
         """Return base and merged deltas, a product for each run of rows."""
+        if len(runs) == 1 and runs[0].slot >= 0 and runs[0].end == len(x):
+            weight = self.runtime.products.merge(self.base_layer.weight, self.deltas, runs[0].slot)
+            return torch.nn.functional.linear(x, weight, bias)
         y = x.new_empty(x.shape[0], sum(self.output_slices))
         merged: dict[int, list[Run]] = {}
         end = runs[-1].end
@@ -152,8 +155,10 @@ class LinearWithDeltas:
         for slot, its_runs in merged.items():  # the scratch matrix is that of one delta at a time
             weight = self.runtime.products.merge(self.base_layer.weight, self.deltas, slot)
             for run in its_runs:
-                rows = slice(run.start, run.end)
-                y[rows] = torch.nn.functional.linear(x[rows], weight, bias)
+                rows, out = x[run.start : run.end], y[run.start : run.end]
+                torch.mm(rows, weight.t(), out=out)
+                if bias is not None:
+                    out += bias
         return y
 
 
