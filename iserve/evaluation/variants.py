@@ -28,6 +28,7 @@ from traces.simulator.adapter_cost import AdapterCost
 
 __all__ = ["merged_models", "slot_cost", "with_variant_names", "with_variant_slots"]
 
+_MOST_MERGED = 1_000  # a rule takes minutes to place so many
 _VARIANT_SEED = 7_919  # keeps the draws of variants apart from those of models
 
 
@@ -118,7 +119,11 @@ def slot_cost(config: DeploymentConfig, model: SimulatedModel, truth: Truth) -> 
 
 
 def merged_models(world: World, requests: Sequence[Request]) -> tuple[WorldModel, ...]:
-    """Return a model for each variant, and for each base that is called or may be."""
+    """Return a model for each variant, and for each base that is called or may be.
+
+    Raises:
+        ConfigError: there are more than a thousand of them.
+    """
     called = {one.model for one in requests}
     found: list[WorldModel] = []
     for model in world.models:
@@ -126,4 +131,9 @@ def merged_models(world: World, requests: Sequence[Request]) -> tuple[WorldModel
         if not model.variant_names or model.name in called or (model.variants and model.variants.base_share):
             found.append(alone)
         found += (replace(alone, name=name) for name in model.variant_names)
+    if len(found) > _MOST_MERGED:
+        raise ConfigError(
+            f"{world.name}: {len(found):,} variants as deployments of their own are not simulated, "
+            f"{_MOST_MERGED:,} are; name contestants that know variants, such as ours and rule-min-tp-full"
+        )
     return tuple(found)

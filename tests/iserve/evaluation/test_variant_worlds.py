@@ -224,6 +224,22 @@ class TestMerged:
             quantile(ratios[own], 0.95) or 0.0 for own in (is_chat, ~is_chat)
         )
 
+    def test_what_has_no_room_stays_unanswered(self) -> None:
+        """An H200 has no room for twelve copies of 16 GB; on slots they have one."""
+        arena = arena_of({"number": 12, "rank": 16, "popularity": "even"}, cluster="h200:1", horizon_s=5)
+        merged = played_by(arena, RULE_MERGED)
+        served = {one.deployment for one in merged.replicas}
+        assert len(served) + len(merged.reasons) == 12
+        answered = [one.model in served for one in arena.requests]
+        assert merged.result.outcomes.completed.tolist() == answered
+        assert not all(answered)
+        assert played_by(arena, STRONG_RULE).result.outcomes.completed.all()
+
+    def test_more_than_a_thousand_are_refused(self) -> None:
+        arena = arena_of({"number": 1_001, "rank": 16})
+        with pytest.raises(ConfigError, match="name contestants that know variants"):
+            _ = arena.merged
+
     def test_without_variants_there_is_nothing_to_merge(self) -> None:
         arena = arena_of(None, None)
         assert arena.merged is arena
