@@ -87,7 +87,8 @@ class TrueSteps:
         self._made: dict[tuple[DeploymentConfig, Limits], StepModel] = {}
 
     def __call__(self, config: DeploymentConfig, limits: Limits) -> StepModel:
-        key = (config.without_slots, limits)
+        plain = config.without_slots
+        key = (plain, limits)
         if key not in self._made:
-            self._made[key] = tabulate(self._estimator, key[0], limits)
+            self._made[key] = tabulate(self._estimator, plain, limits)
         return self._made[key]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +35,8 @@ from iserve.evaluation.runner import WorldRun, evaluate
 from iserve.evaluation.workload import load_of, make_requests
 from iserve.evaluation.world import OracleBudget
 from planner.intent import IntentKind
-from tests.iserve.evaluation.worlds import LLAMA_8B, small_world
+from tests.iserve.evaluation.test_evaluation import run
+from tests.iserve.evaluation.worlds import LLAMA_8B, small_world, world_values
 from traces.request import Request
 
 HERE = Path()
@@ -308,6 +310,20 @@ def test_a_model_with_the_name_of_a_variant_is_refused() -> None:
 def test_an_engine_without_slots_is_refused() -> None:
     with pytest.raises(BadInputError, match="variants of 'chat'"):
         arena_of(ADAPTERS, engine="tensorrt-llm")
+
+
+def test_command_says_what_became_of_slots_and_of_what_has_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "w.yaml"
+    many = {"number": 60, "rank": 16, "popularity": "even"}
+    values = world_values(models=models(many), intents=["min-latency"], cluster="h200:1", horizon_s=5)
+    path.write_text(json.dumps(values))
+    assert run(monkeypatch, str(path), "--contestants", f"{STRONG_RULE},{RULE_MERGED}") == 0
+    printed = capsys.readouterr().out
+    assert f"{STRONG_RULE}: 32 slots for variants of chat, " in printed
+    assert f"{RULE_MERGED}: " not in printed.replace(f"{RULE_MERGED}, min-latency: chat/", "")
+    assert "more, which --json has" in printed
 
 
 def test_a_request_for_an_unknown_name_never_begins() -> None:
