@@ -21,6 +21,7 @@ __all__ = [
     "kept_table",
     "oracle_table",
     "promise_table",
+    "slots_table",
     "summary_table",
     "tight_table",
     "variants_table",
@@ -51,6 +52,17 @@ _NAMED = {
     "with-aiconfigurator-slow-all-reduce": "no rate; all-reduce x 4",
 }
 _GOAL, _NEAR = 1.02, 1.05
+_OF_SLOTS = (  # what is shown of worlds with variants: contestants, and under which intent
+    (_OURS, "min-latency"),
+    ("ours-round-robin", "min-latency"),
+    ("ours-fcfs", "min-latency"),
+    (_OURS, "min-cost"),
+    (_OURS, "min-gpu-hours"),
+    (_RULE, "min-latency"),
+    ("rule-replicas", "min-latency"),
+    ("rule-merged", "min-latency"),
+    ("first-fit-merged", "min-latency"),
+)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -250,6 +262,32 @@ def summary_table() -> str:
     return _table(("", "P50 of E2E", "P95", "cost, where the rule keeps its guard"), rows)
 
 
+def slots_table(variant: str) -> str:
+    """Return how models with adapters or deltas are served, on slots and with a deployment of each variant."""
+    rows = []
+    for world in _recorded(variant).worlds:
+        for contestant, intent in _OF_SLOTS:
+            seeds = _result(world, contestant, intent).seeds
+            metrics = [seed.metrics for seed in seeds]
+            hours = [1000 * m.gpu_hours / (m.requests * m.answered_fraction) for m in metrics]
+            loads = [sum(one.figures.loads for one in seed.variants) for seed in seeds]
+            rows.append(
+                [
+                    world.name,
+                    f"`{contestant}`" + (f", `{intent}`" if contestant == _OURS else ""),
+                    f"{sum(hours) / len(hours):.3g}",
+                    _mean([m.cost_gpu_s for m in metrics], 2),
+                    _mean([m.e2e.p50_s for m in metrics], 2),
+                    _mean([m.e2e.p95_s for m in metrics]),
+                    _mean([m.guard_ratio for m in metrics]),
+                    _share(seeds),
+                    f"{sum(loads) / len(loads):,.0f}" if seeds[0].variants else "",
+                ]
+            )
+    head = ("world", "served by", "GPU-hours", "GPU-s held", "P50, s", "P95, s", "guard", "SLOs kept", "loads")
+    return _table(head, rows)
+
+
 def best_table() -> str:
     """Return ours against the best contestant with the same information, AIConfigurator included."""
     rows = []
@@ -398,6 +436,6 @@ def _share(seeds: Sequence[SeedResult]) -> str:
     return f"{sum(seed.metrics.slo_fraction for seed in seeds) / len(seeds):.1%}"
 
 
-def _mean(values: Sequence[float | None]) -> str:
+def _mean(values: Sequence[float | None], digits: int = 1) -> str:
     known = [value for value in values if value is not None]
-    return "-" if len(known) < len(values) else f"{sum(known) / len(known):.1f}"
+    return "-" if len(known) < len(values) else f"{sum(known) / len(known):.{digits}f}"

@@ -21,6 +21,7 @@ _JUDGED_BY = {
     IntentKind.LATENCY_SLO: "share of SLOs kept",
     IntentKind.MIN_GPU_HOURS: "GPU-hours held, with 99% answered",
 }
+_MOST_REASONS = 40  # that are shown; a deployment of each of many variants may have one each
 _HEAD = (
     "contestant", "/best", "/rule", "/oracle", "E2E p50", "p95", "TTFT p95", "answered", "SLO", "GPU-h", "GPU x s",
     "$/1k", "guard",
@@ -49,6 +50,8 @@ def _print_world(world: WorldResult) -> None:
         print_rows(_HEAD, [_row(result) for result in of_intent])
         for words in filter(None, map(_promises, of_intent)):
             out.print(words)
+        for words in (words for result in of_intent for words in _slots(result)):
+            out.print(words)
     reasons = {
         f"{result.contestant}, {result.intent}: {reason}"
         for result in world.results
@@ -56,8 +59,10 @@ def _print_world(world: WorldResult) -> None:
         if seed.simulations is None
         for reason in seed.reasons
     }
-    for reason in sorted(reasons):
+    for reason in sorted(reasons)[:_MOST_REASONS]:
         out.print(reason)
+    if len(reasons) > _MOST_REASONS:
+        out.print(f"and {len(reasons) - _MOST_REASONS:,} more, which --json has")
 
 
 def _row(result: ContestantResult) -> tuple[str, ...]:
@@ -91,6 +96,20 @@ def _promises(result: ContestantResult) -> str | None:
         f"{result.contestant}: {len(kept)} of {len(promises)} plans promise at most {MISSED_AT_MOST:.0%} missed, "
         f"{sum(kept)} keep it"
     )
+
+
+def _slots(result: ContestantResult) -> list[str]:
+    """Return what became of the variants of each deployment in their slots, means over the seeds."""
+    lines = []
+    for deployment in dict.fromkeys(one.deployment for seed in result.seeds for one in seed.variants):
+        found = [one.figures for seed in result.seeds for one in seed.variants if one.deployment == deployment]
+        requests, loads = sum(one.requests for one in found), sum(one.loads for one in found)
+        hits = sum(one.hits for one in found) / max(1, requests)
+        lines.append(
+            f"{result.contestant}: {found[0].slots} slots for variants of {deployment}, {loads / len(found):,.0f} "
+            f"loads, {hits:.1%} of {requests / len(found):,.0f} requests found theirs loaded"
+        )
+    return lines
 
 
 def _ratio(value: float | None) -> str:

@@ -1,4 +1,7 @@
-"""World for one seed, ready to be played: hardware, models as contestants and as the truth have them, requests."""
+"""World for one seed, ready to be played: hardware, models as contestants and as the truth have them, requests.
+
+Variants of a model have slots next to it; in a merged arena each is a deployment of its own.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from daemon.engines.registry import capabilities_for
+from fingerprint.config import DeploymentConfig
 from fingerprint.errors import BadInputError, ConfigError
 from fingerprint.estimates import Estimator
 from fingerprint.families import read_spec
@@ -21,15 +25,17 @@ from iserve.evaluation.rules import least_tp
 from iserve.evaluation.situation import Asked, Replica, Situation
 from iserve.evaluation.sizing import Spot, size_together
 from iserve.evaluation.truth import TrueSteps, true_estimator, true_links
+from iserve.evaluation.variants import merged_models, slot_cost, with_variant_slots
 from iserve.evaluation.workload import Load, load_of, make_requests
 from iserve.evaluation.world import Information, Interconnect, World, WorldModel
 from iserve.model_source import resolve
-from iserve.planning.pipeline import PlanOptions, check_context
+from iserve.planning.pipeline import PlanOptions, check_context, with_traffic
 from iserve.simulation.running import SimulatedModel, idle_cluster, roofline_model
 from placement.types import ClusterSnapshot
 from planner.intent import IntentKind, Slo
 from traces.outcomes import Floats
 from traces.request import Request
+from traces.simulator.adapter_cost import AdapterCost
 from traces.simulator.scenario import Deploy, Scenario
 from traces.simulator.step_model import StepModel
 
@@ -47,17 +53,44 @@ class Arena:
     folder: Path  # where relative paths of the world begin
     gpu: GpuSpec
     cluster: ClusterSnapshot  # idle
+    deployed: tuple[WorldModel, ...]  # deployments that contestants are asked for
     models: Mapping[str, SimulatedModel]  # by deployment: what contestants believe
     ours: Mapping[str, Estimator]  # by deployment: what the product believes
     truths: Mapping[str, TrueSteps]  # by deployment: step times as the simulator has them
     requests: tuple[Request, ...]
     loads: Mapping[str, Load]
-    alone: Mapping[str, StepModel]  # by deployment, on the least TP that fits: for SLOs and the guard
+    alone: Mapping[str, StepModel]  # by the world's model, on the least TP that fits: for SLOs and the guard
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the deployments."""
+        return tuple(model.name for model in self.deployed)
+
+    @cached_property
+    def model_of(self) -> Mapping[str, str]:
+        """Model of the world, by the names of deployments and of variants."""
+        return self.world.model_of
+
+    @cached_property
+    def merged(self) -> Arena:
+        """Arena in which each variant is a deployment of its own; without variants, this one."""
+        if not any(model.variant_names for model in self.deployed):
+            return self
+        deployed = merged_models(self.world, self.requests)
+        loads = load_of(self.world, self.requests, deployed)
+        of = {one.name: self.model_of[one.name] for one in deployed}
+        models = {
+            name: replace(self.models[model], name=name, options=PlanOptions(workload=loads[name].workload))
+            for name, model in of.items()
+        }
+        ours = {name: self.ours[model] for name, model in of.items()}
+        truths = {name: self.truths[model] for name, model in of.items()}
+        return replace(self, deployed=deployed, models=models, ours=ours, truths=truths, loads=loads)
 
     @property
     def groups(self) -> tuple[tuple[float, tuple[str, ...]], ...]:
         """Deployments that are asked for at one time, together, by time."""
-        order = sorted(self.world.models, key=lambda model: model.deploy_at_s)
+        order = sorted(self.deployed, key=lambda model: model.deploy_at_s)
         return tuple(
             (at_s, tuple(model.name for model in group))
             for at_s, group in groupby(order, key=lambda model: model.deploy_at_s)
@@ -89,7 +122,7 @@ class Arena:
             cluster=cluster,
             asked=tuple(self.asked(name) for name in names),
             running=running,
-            expected=len(self.world.models),
+            expected=len(self.deployed),
             intent=intent,
             quality=self.world.quality,
             planned_batch=self.world.planned_batch,
@@ -101,10 +134,21 @@ class Arena:
         return np.array([self.alone_s(one.model, one.input_tokens, one.output_tokens) for one in self.requests])
 
     def alone_s(self, name: str, input_tokens: int, output_tokens: int) -> float:
-        """Return the E2E of one request alone, on the least TP that fits, by the truth."""
-        steps = self.alone[name]
+        """Return the E2E of one request alone, on the least TP that fits, by the truth: that of its base."""
+        steps = self.alone[self.model_of[name]]
         later_s = steps.run_s(1, input_tokens + 1, output_tokens - 1) if output_tokens > 1 else 0.0
         return steps.prompt_s(input_tokens) + later_s
+
+    def slot_cost(self, name: str, config: DeploymentConfig) -> AdapterCost | None:
+        """Return the slots of a replica of a deployment, and what its variants take; None: it has no variants.
+
+        Raises:
+            ConfigError: it has variants, and the configuration no slots for them.
+        """
+        model = self.models[name]
+        if model.options.intent.traffic.variants and not config.adapter_slots:
+            raise ConfigError(f"{config} has no slots for the variants of {name!r}")
+        return slot_cost(config, model, self.world.truth)
 
     def scenario(self, replicas: int) -> Scenario:
         """Return the simulated world in which each deployment may have so many replicas."""
@@ -112,8 +156,9 @@ class Arena:
             cluster=self.cluster,
             actions=tuple(
                 Deploy(at_s=model.deploy_at_s, name=model.name, model=model.name, replicas=replicas)
-                for model in sorted(self.world.models, key=lambda model: model.deploy_at_s)
+                for model in sorted(self.deployed, key=lambda model: model.deploy_at_s)
             ),
+            variants={name: model.name for model in self.deployed for name in model.variant_names},
             startup_s=self.world.truth.startup_s,
             most_waiting=_NEVER_STOP,
         )
@@ -143,8 +188,10 @@ def make_arena(world: World, seed: int, folder: Path) -> Arena:
                 f"{world.name}: {one.name}: {error}, or max_input_tokens and max_output_tokens"
             ) from error
         model = roofline_model(one.name, spec, gpu, options, world.engine)
-        models[one.name] = replace(model, engines=tuple(table.unprepared() for table in model.engines))
-        ours[one.name] = roofline_model(one.name, spec, linked, options, world.engine).estimator
+        model = replace(model, engines=tuple(table.unprepared() for table in model.engines))
+        models[one.name] = with_variant_slots(model, one.variants, gpu)
+        known = roofline_model(one.name, spec, linked, options, world.engine).estimator
+        ours[one.name] = with_traffic(known, spec, models[one.name].options)
         estimator = true_estimator(spec, gpu, capabilities_for(world.engine), world.truth)
         truths[one.name] = TrueSteps(estimator)
     bare = Arena(
@@ -153,6 +200,7 @@ def make_arena(world: World, seed: int, folder: Path) -> Arena:
         folder=folder,
         gpu=gpu,
         cluster=idle_cluster(gpu, count, per_node=world.gpus_per_node),
+        deployed=world.models,
         models=models,
         ours=ours,
         truths=truths,

@@ -18,6 +18,7 @@ from iserve.simulation.running import PlannedDeployer, SimulatedModel
 from placement.policies import JOINT
 from placement.routing import LeastOutstanding
 from placement.types import ClusterSnapshot, DeploymentState, ReplicaState
+from placement.variant_routing import DEFAULT_VARIANT_POLICY
 from planner.intent import Intent, IntentKind, Slo
 from traces.baselines.model_info import without
 from traces.simulator.scenario import Deploy, Deployed, Deployer, NotDeployed, Scenario
@@ -26,8 +27,13 @@ __all__ = [
     "AICONFIGURATOR",
     "ALPASERVE",
     "CONTESTANTS",
+    "FIRST_FIT_MERGED",
+    "OF_VARIANTS",
     "ORACLE",
     "OURS",
+    "OURS_FCFS",
+    "OURS_ROUND_ROBIN",
+    "RULE_MERGED",
     "STANDARD",
     "STRONG_RULE",
     "Kind",
@@ -38,6 +44,10 @@ __all__ = [
 OURS = "ours"
 OURS_BY_NUMBER = "ours-by-number"
 OURS_HYBRID = "ours-hybrid"
+OURS_ROUND_ROBIN = "ours-round-robin"
+OURS_FCFS = "ours-fcfs"
+RULE_MERGED = "rule-merged"
+FIRST_FIT_MERGED = "first-fit-merged"
 STRONG_RULE = "rule-min-tp-full"
 ALPASERVE = "alpaserve"
 ORACLE = "oracle"
@@ -49,16 +59,21 @@ RULES = (
     Rule(name="rule-replicas", full=True, idle=Idle.REPLICAS),
     Rule(name="rule-more-tp", full=True, idle=Idle.TP),
     Rule(name="first-fit", packs=True),
+    Rule(name=RULE_MERGED, full=True),
+    Rule(name=FIRST_FIT_MERGED, packs=True),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Kind of contestant: its description, what it depends on, and what it knows."""
+    """Kind of contestant: its description, what it depends on, what it knows, and how it serves variants."""
 
     about: str
     by_intent: bool = False
     has_trace: bool = False  # more information than the rest: reported as regret
+    is_merged: bool = False  # knows no variants: each is a deployment of its own
+    routing: str = DEFAULT_VARIANT_POLICY  # of requests for variants
+    of_variants: bool = False  # differs from a contestant above it in worlds with variants alone
 
 
 CONTESTANTS = {
@@ -74,20 +89,49 @@ CONTESTANTS = {
     "max-tp": Kind("most TP, the largest batch with which all models fit"),
     "first-fit": Kind("least TP that fits on the fullest GPUs that have room, KV room for the planned batch"),
     AICONFIGURATOR: Kind(
-        "replicas that AIConfigurator recommends, where a recording has its answer", by_intent=True
+        "replicas that AIConfigurator recommends, where a recording has its answer",
+        by_intent=True,
+        is_merged=True,
     ),
-    ALPASERVE: Kind("AlpaServe's search, given the trace and the believed step times", has_trace=True),
+    ALPASERVE: Kind(
+        "AlpaServe's search, given the trace and the believed step times", has_trace=True, is_merged=True
+    ),
     ORACLE: Kind("seeded search with the simulator itself, given trace and truth", by_intent=True, has_trace=True),
+    OURS_ROUND_ROBIN: Kind(
+        "`ours`, requests for variants to replicas in turn",
+        by_intent=True,
+        routing="round-robin",
+        of_variants=True,
+    ),
+    OURS_FCFS: Kind(
+        "`ours`, requests for variants first come, first served", by_intent=True, routing="fcfs", of_variants=True
+    ),
+    RULE_MERGED: Kind(
+        "the strong rule for a deployment of each variant, merged into its base", is_merged=True, of_variants=True
+    ),
+    FIRST_FIT_MERGED: Kind("first-fit for a deployment of each variant", is_merged=True, of_variants=True),
 }
-STANDARD = tuple(name for name, kind in CONTESTANTS.items() if not kind.has_trace and name != AICONFIGURATOR)
+STANDARD = tuple(
+    name
+    for name, kind in CONTESTANTS.items()
+    if not (kind.has_trace or kind.of_variants) and name != AICONFIGURATOR
+)
+OF_VARIANTS = tuple(name for name, kind in CONTESTANTS.items() if kind.of_variants)
 
 
-def check_names(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return ``names``, or the standard contestants where there are none. Raises ConfigError: an unknown name."""
+def check_names(names: tuple[str, ...], *, variants: bool = False) -> tuple[str, ...]:
+    """Return ``names``, or the standard contestants where there are none.
+
+    Args:
+        variants: whether the standard ones are those of a world with variants.
+
+    Raises:
+        ConfigError: an unknown name.
+    """
     for name in names:
         if name not in CONTESTANTS:
             raise ConfigError(f"there is no contestant {name!r}; there are {', '.join(CONTESTANTS)}")
-    return tuple(dict.fromkeys(names)) or STANDARD
+    return tuple(dict.fromkeys(names)) or (*STANDARD, *(OF_VARIANTS if variants else ()))
 
 
 def make_contestant(name: str, arena: Arena) -> Contestant:
@@ -101,8 +145,9 @@ def make_contestant(name: str, arena: Arena) -> Contestant:
     rules = {rule.name: rule for rule in RULES}
     if name in rules:
         return rules[name]
-    if name in (OURS, OURS_BY_NUMBER, OURS_HYBRID):
-        return Ours(name, policy="hybrid" if name == OURS_HYBRID else JOINT, names_next=name == OURS)
+    if name in (OURS, OURS_BY_NUMBER, OURS_HYBRID, OURS_ROUND_ROBIN, OURS_FCFS):
+        names_next = name not in (OURS_BY_NUMBER, OURS_HYBRID)
+        return Ours(name, policy="hybrid" if name == OURS_HYBRID else JOINT, names_next=names_next)
     if name == "max-tp":
         return ByDeployer(name, _max_tp)
     if name == AICONFIGURATOR:
@@ -166,6 +211,7 @@ class Ours:
             kind=kind,
             slo=asked.slo if kind is IntentKind.LATENCY_SLO else None,
             rate_per_s=asked.rate_per_s,
+            traffic=model.options.intent.traffic,
             quality=situation.quality,
         )
         is_joint = self._policy == JOINT
@@ -274,6 +320,7 @@ def _for_planned_batch(model: SimulatedModel, situation: Situation) -> Simulated
     intent = Intent(
         kind=situation.intent,
         slo=Slo(e2e_s=1e9) if situation.intent is IntentKind.LATENCY_SLO else None,
+        traffic=model.options.intent.traffic,
         quality=situation.quality,
     )
     return replace(model, options=replace(model.options, workload=workload, intent=intent))
@@ -292,7 +339,7 @@ def _recommended(arena: Arena) -> Recommended:
 
 def _alpaserve(arena: Arena) -> Callable[[Situation], Deployer]:
     """Return the deployer of one search for the whole trace, by the believed step times."""
-    everything = arena.situation(arena.world.names, IntentKind.LATENCY_SLO, arena.cluster)
+    everything = arena.situation(arena.names, IntentKind.LATENCY_SLO, arena.cluster)
     slos = {asked.name: asked.slo for asked in everything.asked}
     world = _baseline_world(everything, arena)
     prepared = alpaserve(world, arena.requests, slos, router=LeastOutstanding())

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from iserve.evaluation.metrics import Metrics, score
 from iserve.evaluation.world import Information, Interconnect, Truth
 from planner.intent import Intent, IntentKind, Quality
+from traces.simulator.result import VariantFigures
 
 __all__ = [
     "MISSED_AT_MOST",
@@ -16,6 +17,7 @@ __all__ = [
     "EvaluationDocument",
     "Promise",
     "SeedResult",
+    "ServedVariants",
     "WorldResult",
     "compared",
     "ratio",
@@ -44,6 +46,14 @@ class Promise:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ServedVariants:
+    """Variants of one deployment in its slots: loads, evictions, hits and waits."""
+
+    deployment: str
+    figures: VariantFigures
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SeedResult:
     """Outcome of one contestant for one seed."""
 
@@ -59,6 +69,8 @@ class SeedResult:
     """Simulations of the oracle's search."""
     promises: tuple[Promise, ...] = ()
     """Shares of missed SLOs that plans forecast, and those that were simulated; none without a rate or an SLO."""
+    variants: tuple[ServedVariants, ...] = ()
+    """Figures of the deployments whose variants have slots; none where each is a deployment."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

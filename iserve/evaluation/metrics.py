@@ -41,7 +41,7 @@ class Metrics:
     cost_usd: float | None  # likewise; None too where the GPU has no price
     guard_ratio: (
         float | None
-    )  # worst deployment's P95 of E2E over alone; None: a request of that P95 is unanswered
+    )  # worst model's P95 of E2E over alone, its variants included; None: a request of that P95 is unanswered
     guard_kept: bool
 
 
@@ -66,9 +66,10 @@ def metrics_of(arena: Arena, result: SimulationResult) -> Metrics:
     cost = cost_under_load(
         result.held, answered, placed_gpu_s=gpu_s, usd_per_gpu_hour=arena.gpu.price_usd_per_gpu_hour
     )
+    of = [arena.model_of[name] for name in outcomes.deployments]
     ratios = []
-    for index in range(len(outcomes.deployments)):
-        own = outcomes.deployment == index
+    for model in dict.fromkeys(of):
+        own = np.isin(outcomes.deployment, [index for index, name in enumerate(of) if name == model])
         if own.any():
             ratios.append(quantile((e2e_s / alone_s)[own], 0.95))
     known = [ratio for ratio in ratios if ratio is not None]

@@ -60,7 +60,7 @@ class _Search:
     def __init__(self, arena: Arena, intent: IntentKind, budget: OracleBudget, clock: Callable[[], float]) -> None:
         self._arena, self._intent, self._budget, self._clock = arena, intent, budget, clock
         self._random = Random(arena.seed)
-        self._situation = arena.situation(arena.world.names, intent, arena.cluster)
+        self._situation = arena.situation(arena.names, intent, arena.cluster)
         self._configs = {asked.name: configs_by_tp(asked, self._situation) for asked in self._situation.asked}
         self._known: dict[tuple[Replica, ...], Rank] = {}
         self._best: tuple[Rank, tuple[Replica, ...], Metrics] | None = None

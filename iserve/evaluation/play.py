@@ -10,6 +10,7 @@ from iserve.evaluation.arena import Arena
 from iserve.evaluation.situation import Contestant, Decision, Replica, Situation
 from placement.routing import LeastOutstanding
 from placement.types import ClusterSnapshot
+from placement.variant_routing import DEFAULT_VARIANT_POLICY, make_variant_policy
 from planner.intent import IntentKind
 from traces.simulator.contention import ProcessorSharing
 from traces.simulator.result import SimulationResult
@@ -44,15 +45,25 @@ class Placed:
         )
 
 
-def play(arena: Arena, contestant: Contestant, intent: IntentKind) -> Played:
+def play(
+    arena: Arena, contestant: Contestant, intent: IntentKind, *, routing: str = DEFAULT_VARIANT_POLICY
+) -> Played:
     """Return what becomes of ``contestant`` under ``intent``.
 
+    Args:
+        routing: policy by which requests for variants are given to replicas.
+
     Raises:
-        PolicyError: it placed more than there is room for.
+        PolicyError: it placed more than there is room for, or replicas without slots for their variants.
     """
     deployer = _ContestantDeployer(arena, contestant, intent)
     contention = ProcessorSharing(overhead=arena.world.truth.sharing)
-    policies = Policies(deployer=deployer, router=LeastOutstanding(), contention=contention)
+    policies = Policies(
+        deployer=deployer,
+        router=LeastOutstanding(),
+        contention=contention,
+        variant_policy=make_variant_policy(routing),
+    )
     result = simulate(arena.requests, arena.scenario(len(arena.cluster.gpus)), policies)
     return Played(tuple(deployer.placed), tuple(dict.fromkeys(deployer.reasons)), result)
 
@@ -82,6 +93,7 @@ class _ContestantDeployer:
             what=f"{config} on {config.engine}",
             pipelined=traits_of(config.engine).fills_stages,
             config=config,
+            adapters=self._arena.slot_cost(model, config),
         )
 
     def _ask(self, names: tuple[str, ...], snapshot: ClusterSnapshot) -> None:

@@ -14,6 +14,7 @@ from iserve.evaluation.document import (
     EvaluationDocument,
     Promise,
     SeedResult,
+    ServedVariants,
     WorldResult,
     compared,
 )
@@ -63,7 +64,8 @@ def evaluate(
 
 
 def _evaluated(run: WorldRun, contestants: tuple[str, ...], seeds: int | None, report: Report) -> WorldResult:
-    world, names = run.world, check_names(contestants)
+    world = run.world
+    names = check_names(contestants, variants=any(model.variant_names for model in world.models))
     taken = world.seeds if seeds is None else world.seeds[:seeds]
     found: dict[tuple[str, IntentKind], list[SeedResult]] = {}
     numbers = []
@@ -107,7 +109,12 @@ class _Course:
             return self._searched(intent, names)
         metrics, played = self._course_of(name, intent)
         found = self._seed_result(metrics, played.replicas, intent, reasons=played.reasons)
-        return replace(found, promises=self._promises(played))
+        slots = tuple(
+            ServedVariants(deployment=one.name, figures=one.variants)
+            for one in played.result.deployments
+            if one.variants is not None
+        )
+        return replace(found, promises=self._promises(played), variants=slots)
 
     def _promises(self, played: Played) -> tuple[Promise, ...]:
         said = {one.deployment: one.miss_probability for one in played.replicas}
@@ -122,18 +129,23 @@ class _Course:
         key = (name, intent if CONTESTANTS[name].by_intent else None)
         if key not in self._played:
             self._tell(name, intent)
-            played = play(self._arena, self._contestant(name), intent)
-            self._played[key] = (metrics_of(self._arena, played.result), played)
+            arena = self._arena_of(name)
+            played = play(arena, self._contestant(name), intent, routing=CONTESTANTS[name].routing)
+            self._played[key] = (metrics_of(arena, played.result), played)
         return self._played[key]
+
+    def _arena_of(self, name: str) -> Arena:
+        return self._arena.merged if CONTESTANTS[name].is_merged else self._arena
 
     def _contestant(self, name: str) -> Contestant:
         made = self._made.get(name)
         if made is None:
-            made = self._made[name] = make_contestant(name, self._arena)
+            made = self._made[name] = make_contestant(name, self._arena_of(name))
         return made
 
     def _searched(self, intent: IntentKind, names: tuple[str, ...]) -> SeedResult:
-        starts = [self._course_of(name, intent)[1].replicas for name in names if name != ORACLE]
+        known = [name for name in names if name != ORACLE and self._arena_of(name) is self._arena]
+        starts = [self._course_of(name, intent)[1].replicas for name in known]
         if not starts:
             starts = [self._course_of(STRONG_RULE, intent)[1].replicas]
         self._tell(ORACLE, intent)

@@ -80,14 +80,15 @@ def true_links(gpu: GpuSpec, most: int, truth: Truth) -> tuple[MeasuredLinks, ..
 
 
 class TrueSteps:
-    """Step tables of one model under the truth, made once for each configuration and limits."""
+    """Step tables of one model under the truth, without variants, made once for each configuration and limits."""
 
     def __init__(self, estimator: Estimator) -> None:
         self._estimator = estimator
         self._made: dict[tuple[DeploymentConfig, Limits], StepModel] = {}
 
     def __call__(self, config: DeploymentConfig, limits: Limits) -> StepModel:
-        key = (config, limits)
+        plain = config.without_slots
+        key = (plain, limits)
         if key not in self._made:
-            self._made[key] = tabulate(self._estimator, config, limits)
+            self._made[key] = tabulate(self._estimator, plain, limits)
         return self._made[key]

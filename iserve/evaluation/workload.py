@@ -12,7 +12,8 @@ import numpy as np
 
 from fingerprint.config import Workload
 from fingerprint.errors import ConfigError
-from iserve.evaluation.world import LengthLaw, World
+from iserve.evaluation.variants import with_variant_names
+from iserve.evaluation.world import LengthLaw, World, WorldModel
 from traces.arrivals import RateSeries
 from traces.generate import generate
 from traces.lengths import LognormalLengths
@@ -47,7 +48,8 @@ def make_requests(world: World, seed: int, folder: Path) -> tuple[Request, ...]:
     law = world.requests
     stream = _by_law(world, seed) if law.trace is None else _by_trace(world, seed, folder)
     capped = cap_lengths(stream, max_input_tokens=law.max_input_tokens, max_output_tokens=law.max_output_tokens)
-    ready = {model.name: model.deploy_at_s for model in world.models}
+    at_s = {model.name: model.deploy_at_s for model in world.models}
+    ready = {name: at_s[model] for name, model in world.model_of.items()}
     startup_s = world.truth.startup_s
     kept = (
         replace(one, arrival_s=one.arrival_s + startup_s) for one in capped if one.arrival_s >= ready[one.model]
@@ -59,7 +61,7 @@ def make_requests(world: World, seed: int, folder: Path) -> tuple[Request, ...]:
         )
     if len(found) > _MOST_REQUESTS:
         raise ConfigError(f"{world.name}: more than {_MOST_REQUESTS:,} requests; lower rates or horizon_s")
-    return found
+    return with_variant_names(world, found, seed)
 
 
 def _by_law(world: World, seed: int) -> Iterable[Request]:
@@ -133,7 +135,7 @@ def _with_models(world: World, requests: Sequence[Request], seed: int) -> Iterab
     """Give each request a model by the shares at its time, unless the trace names one of the world's models."""
     names, law = world.names, world.requests
     if any(one.model for one in requests):
-        unknown = {one.model for one in requests} - set(names)
+        unknown = {one.model for one in requests} - set(world.model_of)
         if unknown:
             raise ConfigError(
                 f"{law.trace} calls {', '.join(sorted(unknown)[:5])!s}; the models are {', '.join(names)}"
@@ -153,13 +155,20 @@ def _with_models(world: World, requests: Sequence[Request], seed: int) -> Iterab
     return chosen
 
 
-def load_of(world: World, requests: Sequence[Request]) -> dict[str, Load]:
-    """Return the load of each deployment; one without requests has the mean lengths of all."""
-    by_name: dict[str, list[Request]] = {name: [] for name in world.names}
+def load_of(
+    world: World, requests: Sequence[Request], deployed: Sequence[WorldModel] | None = None
+) -> dict[str, Load]:
+    """Return the load of each deployment; one without requests has the mean lengths of all.
+
+    Args:
+        deployed: deployments, where variants have some of their own; None: the models, each with its variants.
+    """
+    models, model_of = world.models if deployed is None else deployed, world.model_of
+    by_name: dict[str, list[Request]] = {model.name: [] for model in models}
     for one in requests:
-        by_name[one.model].append(one)
+        by_name[one.model if one.model in by_name else model_of[one.model]].append(one)
     found = {}
-    for model in world.models:
+    for model in models:
         own = by_name[model.name] or requests
         inputs = max(1, round(sum(one.input_tokens for one in own) / len(own)))
         outputs = max(1, round(sum(one.output_tokens for one in own) / len(own)))

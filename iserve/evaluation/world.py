@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from fingerprint.delta.formats import FORMATS
 from fingerprint.errors import ConfigError
 from fingerprint.gpus import parse_gpus
-from planner.intent import IntentKind, Quality
+from planner.adapter_slots import MOST_SLOTS
+from planner.intent import IntentKind, Quality, Traffic
 
 __all__ = [
     "INTENTS",
@@ -26,6 +28,7 @@ __all__ = [
     "Truth",
     "World",
     "WorldModel",
+    "WorldVariants",
 ]
 
 INTENTS = (IntentKind.MIN_COST, IntentKind.MIN_LATENCY, IntentKind.LATENCY_SLO, IntentKind.MIN_GPU_HOURS)
@@ -54,6 +57,53 @@ def _check(path: str, value: float, least: float = 0.0, *, above: bool = False) 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class WorldVariants:
+    """Variants of a model, all alike: LoRA adapters, or deltas of full fine-tunes."""
+
+    number: int
+    """Number of variants, which requests call as `NAME/1`, `NAME/2`, ... of the model's name; 0: none."""
+    rank: int | None = None
+    """Rank of adapters; or give `delta_format` or `delta_mib`."""
+    delta_format: str | None = None
+    """Format of deltas by which their size is counted, such as `int2`; or give `rank` or `delta_mib`."""
+    delta_mib: int | None = None
+    """MiB of each delta; or give `rank` or `delta_format`."""
+    popularity: str = "zipf:1"
+    """Shares of the variants: `even`, or `zipf:S` (the i-th's is proportional to 1 / i^S)."""
+    base_share: float = 0.0
+    """Share of the model's requests that is for the base itself."""
+    slots: int = 0
+    """Variants at once at a replica; 0: as many as iServe reserves on one GPU."""
+
+    def __post_init__(self) -> None:
+        kinds = {"rank": self.rank, "delta_format": self.delta_format, "delta_mib": self.delta_mib}
+        given = [name for name, value in kinds.items() if value is not None]
+        if len(given) != 1:
+            raise ConfigError(
+                f"variants are adapters (rank) or deltas (delta_format or delta_mib): give one of these, got "
+                f"{' and '.join(given) or 'none'}"
+            )
+        if self.delta_format is not None and self.delta_format not in FORMATS:
+            raise ConfigError(f"delta_format is one of {', '.join(FORMATS)}, got {self.delta_format!r}")
+        if self.delta_mib is not None:
+            _check("delta_mib of variants", self.delta_mib, 1)
+        if not 0 <= self.slots <= MOST_SLOTS:
+            raise ConfigError(f"slots of variants are 0 (as iServe reserves) to {MOST_SLOTS}, got {self.slots}")
+        self.traffic(self.delta_mib or 0)
+
+    def traffic(self, delta_mib: int) -> Traffic:
+        """Return the variants as plans know them, deltas being of ``delta_mib``; none where ``number`` is 0."""
+        plain = Traffic()
+        return Traffic(
+            variants=self.number,
+            variant_rank=plain.variant_rank if self.rank is None else self.rank,
+            delta_mib=delta_mib if self.number else 0,
+            variant_skew=_exponent("popularity", self.popularity),
+            base_share=self.base_share,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class WorldModel:
     """Deployment of a model: its name, the model's shape, and the time at which it is asked for."""
 
@@ -65,6 +115,8 @@ class WorldModel:
     """Content of a `config.json`; or give `model`."""
     deploy_at_s: float = 0.0
     """Seconds from the start at which the deployment is asked for."""
+    variants: WorldVariants | None = None
+    """LoRA adapters or deltas of the model that requests ask for."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -72,6 +124,12 @@ class WorldModel:
         if (self.model is None) == (self.config is None):
             raise ConfigError(f"model {self.name!r}: give either model (a folder or an id) or config, not both")
         _check(f"deploy_at_s of {self.name!r}", self.deploy_at_s)
+
+    @property
+    def variant_names(self) -> tuple[str, ...]:
+        """Names that requests for its variants call, the most popular first."""
+        number = 0 if self.variants is None else self.variants.number
+        return tuple(f"{self.name}/{index}" for index in range(1, number + 1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,7 +230,8 @@ class RequestLaw:
             ConfigError: an unknown law, or a weight missing, below 0 or of an unknown model.
         """
         if isinstance(self.shares, str):
-            given = dict(zip(names, _ranked_weights(self.shares, len(names)), strict=True))
+            exponent = _exponent("shares", self.shares, ", or a weight by model")
+            given = {name: 1 / rank**exponent for rank, name in enumerate(names, start=1)}
         else:
             given = self.shares
             if set(given) != set(names):
@@ -184,18 +243,19 @@ class RequestLaw:
         return {name: given[name] / total for name in names}
 
 
-def _ranked_weights(text: str, count: int) -> list[float]:
+def _exponent(what: str, text: str, more: str = "") -> float:
+    """Return S of ``zipf:S``; 0: even."""
     name, _, exponent = text.partition(":")
     if text == "even":
-        return [1.0] * count
+        return 0.0
     try:
         if name != "zipf":
             raise ValueError(text)
         value = float(exponent or "1")
     except ValueError:
-        raise ConfigError(f"shares is even, zipf:S with a number S, or a weight by model, got {text!r}") from None
+        raise ConfigError(f"{what} is even, zipf:S with a number S{more}, got {text!r}") from None
     _check("the exponent of zipf", value)
-    return [1 / rank**value for rank in range(1, count + 1)]
+    return value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -293,6 +353,9 @@ class World:
         names = self.names
         if not names or len(set(names)) < len(names):
             raise ConfigError(f"models: a world has at least one, each with a name of its own, got {list(names)}")
+        taken = [name for model in self.models for name in model.variant_names if name in names]
+        if taken:
+            raise ConfigError(f"models: {taken[0]!r} is a variant's name too; name the model otherwise")
         if not self.seeds or min(self.seeds) < 0 or len(set(self.seeds)) < len(self.seeds):
             raise ConfigError(f"seeds are different whole numbers of at least 0, got {list(self.seeds)}")
         other = [kind for kind in self.intents if kind not in INTENTS]
@@ -309,6 +372,11 @@ class World:
     def names(self) -> tuple[str, ...]:
         """Names of the deployments."""
         return tuple(model.name for model in self.models)
+
+    @property
+    def model_of(self) -> dict[str, str]:
+        """Model of every name that requests may call: its own, and those of its variants."""
+        return {name: model.name for model in self.models for name in (model.name, *model.variant_names)}
 
     def _check_names(self, where: str, given: Iterable[str]) -> None:
         for name in given:

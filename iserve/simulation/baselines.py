@@ -16,7 +16,7 @@ from pathlib import Path
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import BadInputError, ConfigError, NotFoundError
 from fingerprint.gpu_spec import GpuSpec
-from iserve.planning.pipeline import EngineChooser
+from iserve.planning.pipeline import EngineChooser, slots_of
 from iserve.simulation.running import PlannedDeployer, SimulatedModel, launch_limits
 from placement.routing import Router
 from placement.types import ClusterSnapshot
@@ -80,7 +80,7 @@ def knowledge_of(model: SimulatedModel, gpu: GpuSpec, cluster: ClusterSnapshot) 
     """Return all that the planner would rank, but for what the model's shape or every engine refuses."""
     num_gpus = len(cluster.gpus)
     chooser = EngineChooser(model.spec, gpu, model.engines)
-    space = configuration_space(model.spec, gpu, num_gpus, chooser.name)
+    space = configuration_space(model.spec, gpu, num_gpus, chooser.name, slots=slots_of(model.options))
     return Knowledge(
         name=model.name,
         spec=model.spec,

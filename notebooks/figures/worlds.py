@@ -1,5 +1,7 @@
 """Record of all worlds of ``notebooks/worlds``, as stated and with other knowledge and other truths.
 
+Those of its folder ``variants`` have adapters or deltas, and variants here of their own.
+
 Run: ``python -m notebooks.figures.worlds [VARIANT...]``; the results are in ``notebooks/results/worlds``, and
 ``docs/world_tables.py`` makes tables of them. Nothing is measured: any machine gives the same figures, but for the
 oracle, whose search ends by the clock.
@@ -18,7 +20,9 @@ from fingerprint.codec import from_json, to_json
 from iserve.evaluation.contestants import (
     AICONFIGURATOR,
     ALPASERVE,
+    OF_VARIANTS,
     ORACLE,
+    OURS,
     STANDARD,
     STRONG_RULE,
 )
@@ -34,13 +38,15 @@ RESULTS = Path(__file__).parents[1] / "results" / "worlds"
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Change that is made in every world, and the contestants and seeds that are run."""
+    """Change that is made in every world of a folder, and the contestants and seeds that are run."""
 
     changes: tuple[str, ...] = ()
     contestants: tuple[str, ...] = STANDARD
     seeds: int | None = None
+    folder: str = ""  # within that of the worlds; `variants`: of models with adapters or deltas
 
 
+_WITH_SLOTS = (OURS, STRONG_RULE, "rule-replicas", *OF_VARIANTS)
 VARIANTS: Mapping[str, Variant] = {
     "as-stated": Variant(),
     "rates-given": Variant(("information=rates",)),
@@ -64,6 +70,8 @@ VARIANTS: Mapping[str, Variant] = {
         (*STANDARD, AICONFIGURATOR, ORACLE),
         seeds=1,
     ),
+    "of-variants": Variant(contestants=_WITH_SLOTS, folder="variants"),
+    "of-variants-rates": Variant(("information=rates",), _WITH_SLOTS, folder="variants"),
 }
 
 
@@ -81,7 +89,7 @@ def record(name: str) -> Recorded:
     variant = VARIANTS[name]
     runs = [
         WorldRun(read_world(path, variant.changes), path.parent, variant.changes)
-        for path in sorted(WORLDS.glob("*.yaml"))
+        for path in sorted((WORLDS / variant.folder).glob("*.yaml"))
     ]
     document = evaluate(runs, contestants=variant.contestants, seeds=variant.seeds, report=print)
     return Recorded(created_at=datetime.now(UTC).isoformat(timespec="seconds"), variant=name, document=document)

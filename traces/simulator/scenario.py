@@ -212,6 +212,7 @@ class Scenario:
     # It is rejected on arrival, by what a gateway can know and the plan's times, as by iServe's gateway. Where a
     # deployment has no such times it is as above, with every time known exactly: as by AlpaServe.
     rejects_by_forecast: bool = False
+    variants: Mapping[str, str] = field(default_factory=dict)  # names of variants -> the deployment that has them
 
     def __post_init__(self) -> None:
         if not self.cluster.gpus:
@@ -239,13 +240,19 @@ class Scenario:
         return next((one.name for one in self.actions if isinstance(one, Deploy) and one.variants), None)
 
     def _check_variants(self) -> None:
-        name = self.variant_deployment
-        if name is None:
+        any_of, deployed = self.variant_deployment, {one.name for one in self.actions if isinstance(one, Deploy)}
+        if any_of is None and not self.variants:
             return
-        if sum(isinstance(one, Deploy) for one in self.actions) > 1:
+        if any_of is not None and (len(deployed) > 1 or self.variants):
             raise ConfigError(
-                f"any name but {name!r} is one of its variants in this simulation; deploy no other model"
+                f"any name but {any_of!r} is one of its variants in this simulation; deploy no other model"
             )
+        for name, of in self.variants.items():
+            if name in deployed or of not in deployed:
+                raise ConfigError(
+                    f"variant {name!r} of {of!r}: a variant has a name of its own and belongs to a deployment; "
+                    f"deployed are {', '.join(sorted(deployed))}"
+                )
         if self.service is not Service.CONTINUOUS:
             raise ConfigError(
                 f"adapters in {self.service} service are not simulated; variants need {Service.CONTINUOUS}"

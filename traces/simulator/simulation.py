@@ -161,8 +161,10 @@ class _World:
         now_s, name = request.arrival_s, request.model
         self.now_s = now_s
         deployment, variant = self._deployments.by_name.get(name), None
-        if deployment is None and self._variants_of is not None:
-            deployment, variant = self._deployments.by_name[self._variants_of], name
+        if deployment is None:
+            of = self._scenario.variants.get(name, self._variants_of)
+            if of is not None:
+                deployment, variant = self._deployments.by_name[of], name
         if deployment is None:
             known = ", ".join(self._deployments.by_name) or "nothing"
             raise NotFoundError(

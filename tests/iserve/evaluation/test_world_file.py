@@ -16,7 +16,7 @@ from iserve.evaluation.world_file import read_world, world_of, world_schema
 from tests.iserve.evaluation.worlds import world_values
 
 ROOT = Path(__file__).parents[3]
-WORLDS = sorted((ROOT / "notebooks" / "worlds").glob("*.yaml"))
+WORLDS = sorted((ROOT / "notebooks" / "worlds").rglob("*.yaml"))
 
 
 def test_defaults_are_the_documented_ones() -> None:
