@@ -167,7 +167,8 @@ def _slots(
     law += f", {traffic.base_share:.0%} of the requests for the base" * bool(traffic.base_share)
     one_slot = slot_bytes(spec, chosen, max(even_split(spec.num_layers, chosen.pp)))
     share = f"{need.without_slot[chosen.adapter_slots]:.0%} of the variants asked for at once"
-    fewer = f"; {need.slots} take more than a tenth of a GPU" if chosen.adapter_slots < need.slots else ""
+    bound = "half of what the weights leave" if chosen.has_delta_slots else "a tenth of a GPU"
+    fewer = f"; {need.slots} take more than {bound}" if chosen.adapter_slots < need.slots else ""
     return (
         f"{slots_words(chosen)}, {gib(one_slot)} of a GPU each, for {traffic.variants:,} "
         f"variant{'s' * (traffic.variants > 1)} ({law}): {share} wait for a slot{fewer}",

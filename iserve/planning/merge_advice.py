@@ -77,7 +77,13 @@ def merge_advice(
         if keeps_slots:
             return service(config, load)
         need = slots_for(load, options)
-        wanted = replace(config, adapter_slots=need.slots, adapter_rank=need.rank, delta_mib=need.delta_mib)
+        wanted = replace(
+            config,
+            adapter_slots=need.slots,
+            adapter_rank=need.rank,
+            delta_mib=need.delta_mib,
+            delta_format=need.delta_format,
+        )
         return service(wanted if need.is_fixed else slots_in_bounds(spec, gpu, wanted), load)
 
     try:
