@@ -74,7 +74,7 @@ class Pruning(StrEnum):
 
 
 class SlotFormat(StrEnum):
-    """Format of the changes in slots for deltas (``fingerprint.delta.FORMATS``), for engines whose slots have one."""
+    """Format of the deltas in slots (``fingerprint.delta.FORMATS``), on engines whose slots have one."""
 
     NONE = "none"
     INT1 = "int1"

@@ -300,7 +300,7 @@ class ReplicatedRequest(PlanRequest):
     """Embedded engine: MiB of the largest delta of a full fine-tune among the variants, for which each slot has
     room then; 0: all are LoRA adapters."""
     delta_format: SlotFormat = SlotFormat.NONE
-    """vLLM: format of the deltas of full fine-tunes among the variants, which each slot has room for one of then."""
+    """vLLM: format of the deltas of full fine-tunes among the variants, of which each slot then holds one."""
     variant_popularity: str = field(default="zipf:1", metadata={"max_length": 40})
     """Popularity of the variants: zipf:EXPONENT (the i-th is asked for i^-EXPONENT times as often as the first) or
     even."""

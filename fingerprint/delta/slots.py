@@ -1,7 +1,7 @@
-"""Bytes that slots for deltas take on a GPU where they have one format, and models that have none.
+"""Slots for deltas that have one format: bytes that they take on a GPU, and what they do not hold.
 
 Slots are made at the start, for all that a full fine-tune may change: linears and the output layer in the slots'
-format, embeddings in ``EMBEDDING_FORMAT``, norms in 16 bits. Tensor parallelism cuts linears as it cuts the base's,
+format, embeddings in ``EMBEDDING_FORMAT``, norms in 16 bits. Tensor parallelism cuts linears as those of the base,
 in whole tiles alone; each rank has the whole vocabulary. Counts only, from
 :class:`~fingerprint.model_spec.ModelSpec`; what is allocated is in ``daemon/engines/vllm/variants``.
 """
@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fingerprint.config import DeploymentConfig, Pruning, WeightFormat
+from fingerprint.config import DeploymentConfig, Pruning, SlotFormat, WeightFormat
 from fingerprint.delta.formats import EMBEDDING_FORMAT, FORMATS, GROUP, TILE_ROWS
+from fingerprint.delta.manifest import DeltaManifest
 from fingerprint.model_spec import ModelSpec
 from fingerprint.weight_bytes import kv_heads_per_gpu
 
@@ -22,6 +23,7 @@ __all__ = [
     "format_refusal",
     "layer_place_bytes",
     "loads_in_background",
+    "misfit",
     "other_place_bytes",
 ]
 
@@ -30,6 +32,8 @@ DELTA_FAMILIES = frozenset(
     {"gemma2", "gemma3_text", "internlm3", "iquestcoder", "llama", "mistral", "phi3", "qwen2", "qwen3"}
 )
 _JOINED_FAMILIES = frozenset({"phi3"})  # whose checkpoints join q, k and v, and gate and up
+_OTHER_NORMS = frozenset({"gemma2", "gemma3_text"})  # families whose norms are not weight * x
+_EMBEDDINGS = frozenset({"embed_tokens", "embed_in", "tok_embeddings", "wte"})  # modules
 _BF16_BYTES = 2
 _WORKSPACE_BYTES = 32 * 2**20  # of the kernels: sums of 4 programs of an SM, 17 MB with 132 SMs
 
@@ -97,14 +101,43 @@ def format_refusal(spec: ModelSpec, config: DeploymentConfig) -> str | None:
     if config.draft_tokens:
         return "they are not served with n-gram drafts"
     if config.tp > 1 and spec.family in _JOINED_FAMILIES:
-        return f"tp={config.tp} cuts matrices that the checkpoint joins (qkv_proj, gate_up_proj) one by one; take tp=1"
+        return f"tp={config.tp} cuts one by one what the checkpoint joins (qkv_proj, gate_up_proj); take tp=1"
     for one in _linears(spec, config.tp):
         if not one.is_whole:
+            outputs, names = (" + ".join(map(str, of)) for of in (one.outputs, one.names))
             return (
-                f"with tp={config.tp} a GPU has {' + '.join(map(str, one.outputs))} outputs and {one.inputs} inputs "
-                f"of {' + '.join(one.names)}, which are no whole tiles of {TILE_ROWS} and groups of {GROUP}"
+                f"with tp={config.tp} a GPU has {outputs} outputs and {one.inputs} inputs of {names}, "
+                f"which are no whole tiles of {TILE_ROWS} and groups of {GROUP}"
             )
     return None
+
+
+def misfit(manifest: DeltaManifest, format_: SlotFormat, family: str) -> str | None:
+    """Return which tensor of a delta slots of ``format_`` do not hold, and why; None: they hold all.
+
+    Args:
+        family: of the base.
+    """
+    for matrix in manifest.matrices:
+        held = EMBEDDING_FORMAT.name if _leaf(matrix.name) in _EMBEDDINGS else str(format_)
+        if matrix.format != held:
+            return (
+                f"its tensor {matrix.name} is in {matrix.format}, where slots have {held}: compress it with "
+                f"--format {format_}, without --max-error"
+            )
+    for tensor in manifest.exact:
+        if not tensor.name.endswith(".weight"):
+            return f"its tensor {tensor.name} changes, of which the engine adds one for all rows of a step"
+        if not _leaf(tensor.name).endswith("norm"):
+            return f"slots hold no {tensor.name} that is kept as it is"
+        if family in _OTHER_NORMS:
+            return f"its tensor {tensor.name} changes, and slots hold no norms of {family}"
+    return None
+
+
+def _leaf(tensor: str) -> str:
+    """Return the last part of the name of a tensor's module."""
+    return tensor.rpartition(".")[0].rpartition(".")[2]
 
 
 def _linears(spec: ModelSpec, tp: int) -> tuple[_Linear, ...]:

@@ -54,8 +54,8 @@ FLAGS = frozenset(
 )
 VARIABLES = frozenset({"VLLM_NO_USAGE_STATS", "VLLM_ENGINE_READY_TIMEOUT_S", "VLLM_API_KEY"})
 # Of launches on several GPUs, with fp8 weights made while loading, without a tokenizer, with drafts, with slots
-# of adapters or deltas, with parsers, of a multimodal model as text alone or with images, or of a model with code of
-# its own.
+# of adapters or deltas, with parsers, of a multimodal model as text alone or with images, or of a model that has
+# code of its own.
 SOME_FLAGS = frozenset(
     {"--quantization", "--distributed-executor-backend", "--skip-tokenizer-init", "--speculative-config"}
     | {"--enable-auto-tool-choice", "--tool-call-parser", "--reasoning-parser"}
