@@ -50,11 +50,11 @@ def take_to_be_measured(installation: Installation) -> None:
     store.close()
 
 
-def on_two_gpus(folder: Path) -> dict[str, str]:
+def on_two_gpus(folder: Path, version: str = "0.24.0") -> dict[str, str]:
     """Settings of a home on a node with two GPUs and vLLM, both installed in ``folder``."""
     (folder / "nvml").mkdir(parents=True)
     (folder / "nvml" / "pynvml.py").write_bytes(NVML.read_bytes())
-    python = make_vllm(folder / "env")
+    python = make_vllm(folder / "env", version)
     (folder / "env" / "behaviour.json").write_text(json.dumps({"token_s": 0.02}))  # above a busy machine's noise
     python_path = os.pathsep.join(filter(None, (str(folder / "nvml"), os.environ.get("PYTHONPATH"))))
     return {"ISERVE_CPU_DEVICES": "", "ISERVE_VLLM_PYTHON": str(python), "PYTHONPATH": python_path}

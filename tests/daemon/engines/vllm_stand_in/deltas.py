@@ -1,4 +1,4 @@
-"""Deltas in vLLM's server with our plug-in, by their texts: what a worker takes, and loads that are asked for again.
+"""Deltas in vLLM's server with our plug-in, by their texts: what a worker takes, and loads that it asks for again.
 
 Standard library only; the plug-in's own settings are read, from where vLLM would find the plug-in.
 """
@@ -49,9 +49,7 @@ def refusal(folder, settings):
     """Return why a delta has no place in the slots; None: it has."""
     for matrix in json.loads((Path(folder) / MANIFEST_FILE).read_text())["matrices"]:
         is_embedding = "embed_tokens" in matrix["name"]
-        held = settings.embedding_format if is_embedding else settings.format
-        if matrix["format"] != held:
-            return (
-                f"tensor {matrix['name']} of this delta cannot be served on vLLM: its format is {matrix['format']}"
-            )
+        held, found = settings.embedding_format if is_embedding else settings.format, matrix["format"]
+        if found != held:
+            return f"tensor {matrix['name']} of this delta cannot be served on vLLM: its format is {found}"
     return None
