@@ -141,7 +141,7 @@ class DeploymentConfig:
 
     @property
     def has_delta_slots(self) -> bool:
-        """Whether slots have a format for deltas."""
+        """True where slots have a format for deltas."""
         return self.delta_format is not SlotFormat.NONE
 
     @property

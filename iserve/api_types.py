@@ -295,7 +295,7 @@ class ReplicatedRequest(PlanRequest):
     """LoRA variants of the model that clients will ask for, for which the engine is started with adapter slots;
     0: the base alone is served."""
     variant_rank: int = field(default=Traffic().variant_rank, metadata={"ge": 0, "le": ADAPTER_RANKS[-1]})
-    """Largest rank of a LoRA adapter; 0 with delta_format: none of them is one."""
+    """Largest rank of a LoRA adapter among them; 0 with a delta format: there is none."""
     delta_mib: int = field(default=0, metadata={"ge": 0, "le": MAX_DELTA_MIB})
     """Embedded engine: MiB of the largest delta of a full fine-tune among the variants, for which each slot has
     room then; 0: all are LoRA adapters."""

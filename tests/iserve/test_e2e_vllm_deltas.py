@@ -1,7 +1,7 @@
 """Deltas on vLLM through plan, daemon, gateway and store: real processes and HTTP, kill -9 of the worker.
 
-Stand-ins are two GPUs, the profile's numbers, and vLLM's server with the answers of our plug-in; that deltas were run
-with the release is taken for granted by ``sitecustomize`` of these processes alone.
+Stand-ins are two GPUs, the profile's numbers, and vLLM's server with the answers of our plug-in. That deltas were
+run with the release is taken for granted by ``sitecustomize`` of these processes alone.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -21,8 +20,9 @@ from iserve.demo import demo_model_path
 from tests.daemon.tiny_deltas import write_tiny_delta
 from tests.golden_words import Golden
 from tests.iserve.conftest import Installation
-from tests.iserve.test_e2e_vllm import on_two_gpus
+from tests.iserve.test_e2e_vllm import on_two_gpus, take_to_be_measured
 
+pytestmark = pytest.mark.process
 NAME = "base"  # of the deployment
 MANY = tuple(f"tuned-{number:02}" for number in range(20))
 WORK = ("--input-tokens", "48", "--output-tokens", "16", "--batch", "64", "--context", "64")
@@ -42,6 +42,9 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installation]:
     (folder / "node" / "env" / "behaviour.json").write_text(json.dumps({"delta_asks": 2}))
     home = Installation(folder / "home", settings)
     try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("ISERVE_VLLM_PYTHON", settings["ISERVE_VLLM_PYTHON"])
+            take_to_be_measured(home, 64)
         refused = home.run("deploy", "--engine", "vllm", *SLOTS, "--delta-format", "int2", *WORK, check=False)
         assert refused.returncode == 1
         assert "serves no deltas of full fine-tunes" in refused.stdout + refused.stderr
@@ -54,7 +57,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installation]:
                 folder / name,
                 "int2",
                 seed,
-                is_changed=lambda tensor: tensor.endswith("o_proj.weight"),
+                is_changed=lambda tensor: tensor == "model.layers.0.self_attn.o_proj.weight",
                 change=2.0,
             )
             body = {"name": name, "base": NAME, "path": str(delta)}
@@ -69,7 +72,9 @@ def answer(home: Installation, model: str) -> str:
 
 
 def command(home: Installation) -> str:
-    return next(line for line in home.processes().values() if "vllm.entrypoints" in line and "--python-path" in line)
+    return next(
+        line for line in home.processes().values() if "vllm.entrypoints" in line and "--python-path" in line
+    )
 
 
 def test_the_worker_is_started_with_the_plug_in_and_its_slots(serving: Installation) -> None:
@@ -115,5 +120,5 @@ def test_one_whose_bytes_were_changed_in_the_workers_folder_is_mended(serving: I
 
 
 def test_a_plan_says_what_the_slots_take(serving: Installation, golden: Golden) -> None:
-    shown = serving.run("plan", "--engine", "vllm", *SLOTS, "--delta-format", "int2", *WORK).stdout
-    golden("cli", [line for line in shown.splitlines() if "slot" in line or "delta" in line])
+    plan = serving.json("plan", "iserve-demo", "--engine", "vllm", *SLOTS, "--delta-format", "int2", *WORK)
+    golden("cli", "\n".join(note for note in plan["notes"] if "delta" in note))

@@ -217,7 +217,7 @@ def with_format(spec: WorkerSpec, format_: SlotFormat, **config: Any) -> WorkerS
 
 
 class TestSlotsWithAFormat:
-    """Those of vLLM, which has one format for all linears and takes neither biases nor norms of every kind."""
+    """Slots of vLLM, which have one format for all linears and take neither biases nor norms of every kind."""
 
     def test_a_delta_in_it_is_routed_with_the_base_that_is_to_be_checked(
         self, api: Api, base: Path, folders: Path, deploy: Callable[..., None], golden: Golden

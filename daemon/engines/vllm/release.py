@@ -70,7 +70,7 @@ def keeps_adapters_apart(version: str) -> bool:
 def serves_deltas(version: str) -> bool:
     """Return whether the plug-in of ``variants`` was run with ``version`` on a GPU, and takes it.
 
-    Patch releases are others to the plug-in, which was written for the sources that it names.
+    The plug-in takes no further patch release than those whose sources it was written for.
     """
     try:
         found = Version(version)

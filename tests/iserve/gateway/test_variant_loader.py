@@ -80,7 +80,7 @@ class Answer:
 
 
 class TimelessLoop(asyncio.SelectorEventLoop):
-    """Event loop whose clock stands at the next timer, so that no test waits for it."""
+    """Event loop whose clock goes to the next timer at once, so that no test waits for it."""
 
     def __init__(self) -> None:
         super().__init__()
