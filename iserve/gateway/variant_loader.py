@@ -91,11 +91,8 @@ class VariantLoader:
         """Return the variant's folder, as the worker reads it."""
         return await self._from_store(variant, partial(self._folders.loadable, variant.content_hash))
 
-    async def checked_folder(self, variant: VariantRoute) -> Path:
-        """Return the folder for a load: of an engine that checks no delta and no base, after both were checked."""
-        if variant.base_directory is None:
-            return await self.folder(variant)
-        base = Path(variant.base_directory)
+    async def checked_folder(self, variant: VariantRoute, base: Path) -> Path:
+        """Return the folder of a delta, after all of it was read, and all of ``base`` once."""
         return await self._from_store(variant, partial(self._folders.checked, variant.content_hash, base))
 
     async def _from_store(self, variant: VariantRoute, find: Callable[[], Path]) -> Path:

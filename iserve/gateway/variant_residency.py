@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 from iserve.gateway.errors import ApiError
@@ -376,15 +377,15 @@ class VariantResidency:
     ) -> None:
         """Load, once the unloads that make room for it are done."""
         if variant.base_directory is None:
-            await self._load_now(worker, variant, unloads)
+            await self._load_from(await self._loader.folder(variant), worker, variant, unloads)
             return
         async with worker.reading:  # asked for another, it would drop the one that it has read
-            await self._load_now(worker, variant, unloads)
+            folder = await self._loader.checked_folder(variant, Path(variant.base_directory))
+            await self._load_from(folder, worker, variant, unloads)
 
-    async def _load_now(
-        self, worker: _Worker, variant: VariantRoute, unloads: Sequence[asyncio.Task[None]]
+    async def _load_from(
+        self, folder: Path, worker: _Worker, variant: VariantRoute, unloads: Sequence[asyncio.Task[None]]
     ) -> None:
-        folder = await self._loader.checked_folder(variant)
         began_s = self._loop.time()
         try:
             await asyncio.gather(*unloads)
