@@ -337,7 +337,7 @@ class ReplicatedRequest(PlanRequest):
         traffic = replace(
             found.intent.traffic,
             variants=self.variants,
-            variant_rank=self.variant_rank,
+            variant_rank=self.variant_rank or (0 if self.variants else Traffic().variant_rank),
             delta_mib=self.delta_mib if self.variants else 0,
             delta_format=self.delta_format if self.variants else SlotFormat.NONE,
             variant_skew=_skew(self.variant_popularity),

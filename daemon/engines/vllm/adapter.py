@@ -79,16 +79,16 @@ class VllmEngine(ExternalEngine):
     def capabilities(self) -> EngineCapabilities:
         """Return the table, with what is not verified of the release that is installed."""
         table = super().capabilities()
-        if not table.deployable:
-            return table
+        if not table.deployable:  # what would be installed
+            return replace(table, deltas=_families_with_deltas(self.recommended_version))
         found = self.installed()
         version = found.version("vllm")
         architectures, unread = _architectures(found)
         table = replace(table, architectures=architectures, notes=(*table.notes, *map(_note, unread)))
         if not keeps_adapters_apart(version):
             table = replace(table, exclusions=(*table.exclusions, _mixed_adapters(version)))
-        if serves_deltas(version) and not found.is_editable:
-            table = replace(table, deltas=DELTA_FAMILIES)
+        if not found.is_editable:
+            table = replace(table, deltas=_families_with_deltas(version))
         standing = _standing(found)
         if standing is Standing.RUN:
             return table
@@ -221,6 +221,10 @@ def _used_by(
     if spec.config.adapter_slots:
         used |= ADAPTERS
     return frozenset(used)
+
+
+def _families_with_deltas(version: str) -> frozenset[str]:
+    return DELTA_FAMILIES if serves_deltas(version) else frozenset()
 
 
 def _check_deltas(found: Installation) -> None:

@@ -154,7 +154,12 @@ class TestTable:
     ) -> None:
         assert engine("0.33.0").capabilities().refusal(LLAMA, INT2, H200) is None
         assert engine("0.32.0").capabilities().refusal(LLAMA, INT2, H200) is not None
+        monkeypatch.setenv("ISERVE_VLLM_PYTHON", "/nowhere/python")
+        elsewhere = get_engine("vllm").capabilities()  # for GPUs of another machine
+        assert elsewhere.unavailable is not None
+        assert elsewhere.refusal(LLAMA, INT2, H200) is None
         monkeypatch.setattr(release, "RUN_WITH_DELTAS", frozenset())
+        assert get_engine("vllm").capabilities().refusal(LLAMA, INT2, H200) is not None
         refused = [
             engine("0.33.0").capabilities().refusal(LLAMA, config, H200)
             for config in (INT2, replace(INT2, adapter_rank=16, delta_format=SlotFormat.NONE, delta_mib=2000))
