@@ -27,7 +27,7 @@ __all__ = [
     "other_place_bytes",
 ]
 
-# Dense models whose linears are q, k, v, o, gate, up and down, or those joined. That compressing takes (docs).
+# Dense models that are compressed (docs/variants.md), with linears q, k, v, o, gate, up and down, joined or not.
 DELTA_FAMILIES = frozenset(
     {"gemma2", "gemma3_text", "internlm3", "iquestcoder", "llama", "mistral", "phi3", "qwen2", "qwen3"}
 )
@@ -93,7 +93,7 @@ def format_refusal(spec: ModelSpec, config: DeploymentConfig) -> str | None:
     if spec.num_experts:
         return "slots have no room for experts"
     if spec.tower_params:
-        return "they are not served next to towers for images, video and sound; leave these out (--text-only)"
+        return "the plug-in takes no models with towers for images, video and sound"
     if spec.family not in DELTA_FAMILIES or spec.layer_shapes or not spec.gated_mlp:
         return f"the layers of {spec.architecture} were not looked into"
     if config.weights is not WeightFormat.BITS16 or config.pruning is not Pruning.NONE:
