@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 
 from fingerprint.architectures import Architectures, Listed
 from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
+from fingerprint.delta.slots import format_refusal
 from fingerprint.engines import traits_of
 from fingerprint.gpu_spec import GpuSpec, Vendor
 from fingerprint.model_spec import ModelSpec
@@ -158,6 +159,7 @@ class EngineCapabilities:
         stored: reason per way of quantizing that checkpoints come in (``fingerprint.quantized.METHODS``); one that
             is not listed is a no.
         adapters: whether workers of it are started with adapter slots; of an architecture that takes adapters.
+        deltas: families of models of which its slots hold deltas, all in one format.
         assumes_deltas: whether its slots are taken to hold deltas, though no release of it does: for simulations.
         cpu: whether it runs on a CPU.
         amd: whether it can be planned for AMD GPUs.
@@ -178,6 +180,7 @@ class EngineCapabilities:
     max_tp: int
     max_pp: int
     adapters: bool = False
+    deltas: frozenset[str] = frozenset()
     assumes_deltas: bool = False
     cpu: bool = False
     amd: bool = False
@@ -270,12 +273,28 @@ class EngineCapabilities:
             reason = self._listed(spec).no_lora
             said = f"{self.engine} is not started with adapter slots by this release"
             return said if reason is None else f"{said}: {reason}"
-        if config.delta_mib and not (self.assumes_deltas or traits_of(config.engine).serves_deltas):
-            return (
-                f"{self.engine} serves no deltas of full fine-tunes: export them (`iserve variant export`) and "
-                "deploy each by itself, or take the embedded engine"
-            )
+        if config.delta_mib or config.has_delta_slots:
+            return self._deltas_refusal(spec, config) or self._adapters_refusal(spec)
         return self._adapters_refusal(spec)
+
+    def _deltas_refusal(self, spec: ModelSpec, config: DeploymentConfig) -> str | None:
+        """Return why slots of ``config`` hold no deltas of ``spec`` on this engine; None where they do."""
+        way_out = "export them (`iserve variant export`) and deploy each by itself, or take the embedded engine"
+        if self.deltas and not self.assumes_deltas:
+            if not config.has_delta_slots:
+                return f"slots of {self.engine} hold deltas of one format: give --delta-format, such as int2"
+            reason = format_refusal(spec, config)
+            if spec.family not in self.deltas:
+                reason = reason or f"the layers of {spec.architecture} were not looked into"
+            return (
+                reason
+                and f"{self.engine} has no such slots for deltas of {spec.architecture}: {reason}; else {way_out}"
+            )
+        if config.delta_mib and (self.assumes_deltas or traits_of(config.engine).serves_deltas):
+            return None
+        if config.has_delta_slots and traits_of(config.engine).serves_deltas:
+            return f"slots of {self.engine} hold deltas of any format up to a size: give --delta-mib in its place"
+        return f"{self.engine} serves no deltas of full fine-tunes: {way_out}"
 
     def _adapters_refusal(self, spec: ModelSpec) -> str | None:
         reason = self._listed(spec).no_lora

@@ -23,6 +23,7 @@ __all__ = [
     "DeploymentConfig",
     "KvFormat",
     "Pruning",
+    "SlotFormat",
     "WeightFormat",
     "Workload",
     "even_split",
@@ -72,6 +73,18 @@ class Pruning(StrEnum):
     LLM_PRUNER_25 = "llm-pruner-25"
 
 
+class SlotFormat(StrEnum):
+    """Format of the deltas in slots (``fingerprint.delta.FORMATS``), on engines whose slots have one."""
+
+    NONE = "none"
+    INT1 = "int1"
+    INT2 = "int2"
+    INT3 = "int3"
+    INT4 = "int4"
+    SPARSE24_INT2 = "sparse24-int2"
+    SPARSE24_INT4 = "sparse24-int4"
+
+
 _Named = TypeVar("_Named", bound=StrEnum)
 
 
@@ -96,9 +109,11 @@ class DeploymentConfig:
     adapter_slots: int = 0
     """LoRA adapters that may take part in one step, next to the base; 0: the base alone is served."""
     adapter_rank: int = 0
-    """Largest rank of an adapter that a slot holds; 0 without slots."""
+    """Largest rank of an adapter that a slot holds; 0 without slots, or in slots for deltas alone."""
     delta_mib: int = 0
     """MiB of the largest delta of a full fine-tune that a slot holds on each GPU; 0: slots hold adapters alone."""
+    delta_format: SlotFormat = SlotFormat.NONE
+    """Format of the deltas that slots hold on an engine whose slots have one (vLLM); `none`: they hold none."""
 
     def __post_init__(self) -> None:
         if self.tp < 1 or self.pp < 1:
@@ -109,7 +124,12 @@ class DeploymentConfig:
             raise ConfigError(f"drafts must be from 0 to {MAX_DRAFT_TOKENS} tokens, got {self.draft_tokens}")
         if not 0 <= self.adapter_slots <= MAX_ADAPTER_SLOTS:
             raise ConfigError(f"adapter slots must be from 0 to {MAX_ADAPTER_SLOTS}, got {self.adapter_slots}")
-        if self.adapter_rank not in ((0,) if not self.adapter_slots else ADAPTER_RANKS):
+        if self.has_delta_slots and not self.adapter_slots:
+            raise ConfigError(f"deltas in {self.delta_format} need adapter slots, and there are none")
+        if self.has_delta_slots and self.delta_mib:
+            raise ConfigError("slots for deltas have a format or a size, which is the engine's matter; give one")
+        of_slots = (*((0,) if self.has_delta_slots else ()), *ADAPTER_RANKS)
+        if self.adapter_rank not in (of_slots if self.adapter_slots else (0,)):
             ranks = ", ".join(map(str, ADAPTER_RANKS))
             raise ConfigError(f"adapter slots hold a largest rank of {ranks}, got {self.adapter_rank}")
         if not 0 <= self.delta_mib <= (MAX_DELTA_MIB if self.adapter_slots else 0):
@@ -120,19 +140,30 @@ class DeploymentConfig:
         return self.tp * self.pp
 
     @property
+    def has_delta_slots(self) -> bool:
+        """True where slots have a format for deltas."""
+        return self.delta_format is not SlotFormat.NONE
+
+    @property
     def without_slots(self) -> DeploymentConfig:
         """The same configuration of the base alone."""
-        return replace(self, adapter_slots=0, adapter_rank=0, delta_mib=0) if self.adapter_slots else self
+        if not self.adapter_slots:
+            return self
+        return replace(self, adapter_slots=0, adapter_rank=0, delta_mib=0, delta_format=SlotFormat.NONE)
 
     @property
     def loaded_adapters(self) -> int:
-        """Adapters that a worker keeps loaded at most; only ``adapter_slots`` of them take part in one step."""
-        return LOADED_PER_SLOT * self.adapter_slots
+        """Adapters that a worker keeps loaded at most; only ``adapter_slots`` of them take part in one step.
+
+        As many where slots have a format for deltas: one without a slot would be copied into one within a step.
+        """
+        return self.adapter_slots * (1 if self.has_delta_slots else LOADED_PER_SLOT)
 
     def __str__(self) -> str:
         drafts = f",drafts={self.draft_tokens}" if self.draft_tokens else ""
         adapters = f",adapters={self.adapter_slots}xr{self.adapter_rank}" if self.adapter_slots else ""
         adapters += f",delta={self.delta_mib}MiB" if self.delta_mib else ""
+        adapters += f",deltas={self.delta_format}" if self.has_delta_slots else ""
         formats = f"weights={self.weights},kv={self.kv},pruning={self.pruning}"
         return f"tp={self.tp},pp={self.pp},{formats}{drafts}{adapters}"
 

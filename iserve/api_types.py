@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from fingerprint.config import ADAPTER_RANKS, MAX_DELTA_MIB, Workload
+from fingerprint.config import ADAPTER_RANKS, MAX_DELTA_MIB, SlotFormat, Workload
 from fingerprint.engines import TRAITS
 from fingerprint.errors import ConfigError
 from fingerprint.model_use import MAX_IMAGE_TOKENS, MAX_IMAGES, ModelUse
@@ -294,11 +294,13 @@ class ReplicatedRequest(PlanRequest):
     variants: int = field(default=0, metadata={"ge": 0, "le": MAX_VARIANTS})
     """LoRA variants of the model that clients will ask for, for which the engine is started with adapter slots;
     0: the base alone is served."""
-    variant_rank: int = field(default=Traffic().variant_rank, metadata={"ge": 1, "le": ADAPTER_RANKS[-1]})
-    """Largest rank of a variant."""
+    variant_rank: int = field(default=Traffic().variant_rank, metadata={"ge": 0, "le": ADAPTER_RANKS[-1]})
+    """Largest rank of a LoRA adapter among them; 0 with a delta format: there is none."""
     delta_mib: int = field(default=0, metadata={"ge": 0, "le": MAX_DELTA_MIB})
     """Embedded engine: MiB of the largest delta of a full fine-tune among the variants, for which each slot has
     room then; 0: all are LoRA adapters."""
+    delta_format: SlotFormat = SlotFormat.NONE
+    """vLLM: format of the deltas of full fine-tunes among the variants, of which each slot then holds one."""
     variant_popularity: str = field(default="zipf:1", metadata={"max_length": 40})
     """Popularity of the variants: zipf:EXPONENT (the i-th is asked for i^-EXPONENT times as often as the first) or
     even."""
@@ -335,8 +337,9 @@ class ReplicatedRequest(PlanRequest):
         traffic = replace(
             found.intent.traffic,
             variants=self.variants,
-            variant_rank=self.variant_rank,
+            variant_rank=self.variant_rank or (0 if self.variants else Traffic().variant_rank),
             delta_mib=self.delta_mib if self.variants else 0,
+            delta_format=self.delta_format if self.variants else SlotFormat.NONE,
             variant_skew=_skew(self.variant_popularity),
             base_share=self.base_share,
         )

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
-from fingerprint.config import ADAPTER_RANKS, MAX_DELTA_MIB, Workload
+from fingerprint.config import ADAPTER_RANKS, MAX_DELTA_MIB, SlotFormat, Workload
 from fingerprint.errors import ConfigError
 from fingerprint.model_use import MAX_IMAGE_TOKENS, MAX_IMAGES
 from fingerprint.profile_plan import Shards
@@ -29,7 +29,7 @@ class Body(BaseModel):
 _NEVER_NULL = (
     *("model", "intent", "replicas", "input_tokens", "output_tokens", "engine_args"),
     *("text_only", "images", "trust_remote_code", "variants", "variant_rank", "delta_mib", "variant_popularity"),
-    "base_share",
+    *("base_share", "delta_format"),
 )
 
 
@@ -49,8 +49,9 @@ class UpdateBody(Body):
     input_tokens: int | None = None
     output_tokens: int | None = None
     variants: int | None = Field(default=None, ge=0, le=MAX_VARIANTS)
-    variant_rank: int | None = Field(default=None, ge=1, le=ADAPTER_RANKS[-1])
+    variant_rank: int | None = Field(default=None, ge=0, le=ADAPTER_RANKS[-1])
     delta_mib: int | None = Field(default=None, ge=0, le=MAX_DELTA_MIB)
+    delta_format: SlotFormat | None = None
     variant_popularity: str | None = Field(default=None, max_length=40)
     base_share: float | None = None
     engine_version: _Text | None = None

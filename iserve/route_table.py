@@ -37,7 +37,7 @@ class WorkerTarget:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VariantRoute:
-    """LoRA adapter that a deployment's workers serve next to its base, loaded when it is asked for."""
+    """Adapter or delta that a deployment's workers serve next to its base, loaded when it is asked for."""
 
     name: str  # that clients put in ``model``
     engine_name: str  # at the workers: the name with the content's hash, so that no stale cache entry matches
@@ -45,6 +45,7 @@ class VariantRoute:
     created: int  # seconds since the epoch, for /v1/models
     num_bytes: int  # of its tensors: what loading it reads
     pinned: bool = False  # loaded at once, and never unloaded for another
+    base_directory: str | None = None  # of a delta whose engine checks neither it nor its base: the base's folder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fingerprint.config import ADAPTER_RANKS
+from fingerprint.config import ADAPTER_RANKS, SlotFormat
 
 __all__ = [
     "MOST_SLOTS",
@@ -108,6 +108,7 @@ class SlotNeed:
     without_slot: tuple[float, ...]  # share of the variants asked for at once, with 0, 1, ... slots
     is_fixed: bool = False  # so many were asked for, whatever they take
     delta_mib: int = 0  # of the largest delta that each holds
+    delta_format: SlotFormat = SlotFormat.NONE  # of those that each holds
 
     @property
     def without(self) -> float:
@@ -115,20 +116,34 @@ class SlotNeed:
         return self.without_slot[self.slots]
 
 
-def slot_need(load: AskedVariants, rank: int, requests: float, slots: int = 0, *, delta_mib: int = 0) -> SlotNeed:
+def slot_need(
+    load: AskedVariants,
+    rank: int,
+    requests: float,
+    slots: int = 0,
+    *,
+    delta_mib: int = 0,
+    delta_format: SlotFormat = SlotFormat.NONE,
+) -> SlotNeed:
     """Return the fewest slots, a power of two, with which at most ``MOST_WITHOUT`` of the variants find none.
 
     Args:
-        rank: of the adapters, the largest; slots are made for the next rank that engines offer.
+        rank: of the adapters, the largest; slots are made for the next rank that engines offer. 0: there are none.
         requests: in flight on average, those for the base included.
         slots: asked for, ``MOST_SLOTS`` at most; 0: as many as are needed.
         delta_mib: of the largest delta of a full fine-tune among them; 0: all are adapters.
+        delta_format: of the deltas, where an engine's slots have one.
     """
-    slot_rank = next(one for one in ADAPTER_RANKS if one >= rank)
-    without = load.without_slot(requests)
-    if slots:
-        return SlotNeed(slots, slot_rank, tuple(without.tolist()), is_fixed=True, delta_mib=delta_mib)
-    slots = 1
-    while slots < min(MOST_SLOTS, len(load.shares)) and without[slots] > MOST_WITHOUT:
+    slot_rank = next(one for one in ADAPTER_RANKS if one >= rank) if rank else 0
+    without, is_fixed = load.without_slot(requests), slots > 0
+    slots = slots or 1
+    while not is_fixed and slots < min(MOST_SLOTS, len(load.shares)) and without[slots] > MOST_WITHOUT:
         slots *= 2
-    return SlotNeed(slots, slot_rank, tuple(without.tolist()), delta_mib=delta_mib)
+    return SlotNeed(
+        slots,
+        slot_rank,
+        tuple(without.tolist()),
+        is_fixed=is_fixed,
+        delta_mib=delta_mib,
+        delta_format=delta_format,
+    )

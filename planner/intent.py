@@ -6,7 +6,15 @@ import math
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
-from fingerprint.config import ADAPTER_RANKS, MAX_DELTA_MIB, DeploymentConfig, KvFormat, Pruning, WeightFormat
+from fingerprint.config import (
+    ADAPTER_RANKS,
+    MAX_DELTA_MIB,
+    DeploymentConfig,
+    KvFormat,
+    Pruning,
+    SlotFormat,
+    WeightFormat,
+)
 from fingerprint.errors import ConfigError
 
 __all__ = [
@@ -185,8 +193,9 @@ class Traffic:
         0.0  # of n-gram drafts, those whose predecessors were accepted; 0: not known, no drafts
     )
     variants: int = 0  # LoRA adapters that requests ask for, next to the base; 0: the base alone
-    variant_rank: int = 16  # the largest
+    variant_rank: int = 16  # the largest; 0 with a format: all are deltas
     delta_mib: int = 0  # of the largest delta of a full fine-tune among the variants; 0: all are adapters
+    delta_format: SlotFormat = SlotFormat.NONE  # of deltas among the variants, where slots have a format
     variant_skew: float = 1.0  # exponent of Zipf's law by which they are popular; 0: all alike
     base_share: float = 0.0  # of the requests, those for the base itself, where it has variants
 
@@ -208,13 +217,19 @@ class Traffic:
             )
         if not 0 <= self.variants <= MAX_VARIANTS:
             raise ConfigError(f"there may be 0 to {MAX_VARIANTS:,} variants, got {self.variants:,}")
-        if not 1 <= self.variant_rank <= ADAPTER_RANKS[-1]:
+        has_format = self.delta_format is not SlotFormat.NONE
+        if not (0 if has_format else 1) <= self.variant_rank <= ADAPTER_RANKS[-1]:
             raise ConfigError(
                 f"adapters of rank 1 to {ADAPTER_RANKS[-1]} are served next to their base, got "
                 f"{self.variant_rank}; merge one of a higher rank: iserve variant merge"
             )
         if not 0 <= self.delta_mib <= MAX_DELTA_MIB:
             raise ConfigError(f"slots hold deltas of 0 to {MAX_DELTA_MIB:,} MiB, got {self.delta_mib:,}")
+        if self.delta_mib and has_format:
+            raise ConfigError(
+                "slots for deltas have a size on the embedded engine (--delta-mib) and a format on vLLM "
+                "(--delta-format); give one of them"
+            )
         if not 0 <= self.variant_skew <= _MOST_SKEW:
             raise ConfigError(
                 f"the exponent of Zipf's law must be from 0 to {_MOST_SKEW:g}, got {self.variant_skew:g}"

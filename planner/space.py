@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 
-from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
+from fingerprint.config import DeploymentConfig, KvFormat, Pruning, SlotFormat, WeightFormat
 from fingerprint.engines import traits_of
 from fingerprint.errors import ConfigError
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.lora.slot_bytes import reserved_bytes
 from fingerprint.model_spec import ModelSpec
+from fingerprint.weight_bytes import WEIGHT_16BIT_BYTES
 from planner.adapter_slots import SlotNeed
 
 __all__ = [
@@ -34,6 +35,9 @@ TP_DEGREES = (1, 2, 4, 8)
 MAX_PP = 8
 DRAFT_TOKENS = (2, 4, 8)  # of each sequence and step, where drafts are part of the choice
 _SLOTS_PART = 0.1  # of a GPU's memory, for adapter slots at most
+_DELTAS_PART = (
+    0.5  # of what the weights leave of it, for slots with a format for deltas: one has a part of a model
+)
 
 EngineOf = Callable[[DeploymentConfig], str]
 
@@ -74,7 +78,7 @@ def configuration_space(
         drafts: numbers of n-gram draft tokens to have as well as none, on an engine that takes them. Pipelines and
             models that keep states were not looked into.
         slots: adapter slots that every configuration has, or, unless so many were asked for, as many as take a
-            tenth of a GPU; None: none.
+            tenth of a GPU, those for deltas half of what the weights leave; None: none.
 
     Returns:
         Distinct configurations in their own order: 180 for Llama-2-70B on 8 A6000, as in the paper (figure 1).
@@ -96,6 +100,7 @@ def configuration_space(
             adapter_slots=0 if slots is None else slots.slots,
             adapter_rank=0 if slots is None else slots.rank,
             delta_mib=0 if slots is None else slots.delta_mib,
+            delta_format=SlotFormat.NONE if slots is None else slots.delta_format,
         )
         for (tp, pp), (weights, kv, pruning) in product(degrees, formats(spec, gpu))
     )
@@ -109,8 +114,10 @@ def configuration_space(
 
 def slots_in_bounds(spec: ModelSpec, gpu: GpuSpec, config: DeploymentConfig) -> DeploymentConfig:
     """Return ``config`` with half as many slots, again and again, until they take their part of a GPU at most."""
-    layers = math.ceil(spec.num_layers / config.pp)
-    while config.adapter_slots > 1 and reserved_bytes(spec, config, layers) > _SLOTS_PART * gpu.memory_bytes:
+    layers, most = math.ceil(spec.num_layers / config.pp), _SLOTS_PART * gpu.memory_bytes
+    if config.has_delta_slots:
+        most = _DELTAS_PART * (gpu.memory_bytes - spec.num_params * WEIGHT_16BIT_BYTES / config.num_gpus)
+    while config.adapter_slots > 1 and reserved_bytes(spec, config, layers) > most:
         config = replace(config, adapter_slots=config.adapter_slots // 2)
     return config
 

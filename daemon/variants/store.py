@@ -41,7 +41,7 @@ from daemon.variants.delta_tensors import delta_manifest, delta_tensors_to_store
 from daemon.variants.manifest import DeltaContent, Manifest, TensorRecord, read_manifest, referenced_tensors
 from fingerprint.checkpoint import CHUNK_BYTES, Checkpoint
 from fingerprint.codec import to_json
-from fingerprint.delta import Delta
+from fingerprint.delta import Delta, DeltaManifest
 from fingerprint.errors import BadInputError, CheckpointError, NotFoundError, UnavailableError
 from fingerprint.lora import LoraAdapter, require_supported
 from fingerprint.output_file import why_not_written
@@ -168,6 +168,29 @@ class VariantStore:
             with self._reported():
                 self._evict(keep=content_hash)
         return folder
+
+    def verified(self, content_hash: str) -> Path:
+        """Return the folder of :meth:`loadable` after reading every tensor of it, for engines that check none.
+
+        A folder in which one was changed is made anew. Raises as :meth:`loadable`.
+        """
+        folder = self.loadable(content_hash)
+        manifest = self._manifest(content_hash)
+        if not _is_unchanged(folder, manifest):
+            log.warning("%s was changed; it is made anew", folder)
+            with self._reported(), self._locked(_LOADABLE, fcntl.LOCK_EX):
+                self._discard(folder)
+            folder = self.loadable(content_hash)
+        return folder
+
+    def delta(self, content_hash: str) -> DeltaManifest | None:
+        """Return the manifest of a delta; None: the content is an adapter's.
+
+        Raises:
+            NotFoundError, CheckpointError: as :meth:`loadable`.
+        """
+        manifest = self._manifest(_checked(content_hash))
+        return manifest.delta if isinstance(manifest, DeltaContent) else None
 
     def remove(self, content_hash: str) -> None:
         """Remove a content, and the tensors that no other has; nothing where it is not there."""
@@ -415,6 +438,23 @@ def _is_whole(folder: Path, manifest: Manifest | DeltaContent) -> bool:
     except CheckpointError:
         return False
     return (folder / manifest.config_file[0]).is_file()
+
+
+def _is_unchanged(folder: Path, manifest: Manifest | DeltaContent) -> bool:
+    """Return whether a loadable folder has the bytes that it was made with."""
+    name, content = manifest.config_file
+    try:
+        checkpoint = Checkpoint.of_file(folder / manifest.weights_file)
+        hashes = {
+            tensor: tensor_hash(entry.dtype, entry.shape, checkpoint.chunks(tensor))
+            for tensor, entry in checkpoint.tensors.items()
+        }
+        return (
+            hashes == {one.name: one.sha256 for one in manifest.tensors}
+            and (folder / name).read_bytes() == content
+        )
+    except (CheckpointError, OSError):
+        return False
 
 
 def _size(folder: Path) -> int:

@@ -11,7 +11,7 @@ from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.engines import traits_of
 from fingerprint.estimates import Estimate, Estimator, MemoryEstimate, Quantity, Source, TellsHiddenTime
 from fingerprint.estimators.delta_slots import added_delta_step_s, delta_prompt_s
-from fingerprint.lora.slot_bytes import reserved_bytes
+from fingerprint.lora.slot_bytes import largest_delta_bytes, reserved_bytes
 from fingerprint.model_spec import ModelSpec
 
 __all__ = ["ADDED_ERROR", "WithAdapterSlots", "added_prompt_share", "added_step_s", "load_s"]
@@ -100,9 +100,9 @@ class WithAdapterSlots:
         if not traits_of(config.engine).times_adapters:
             return found
         slots, prompt_s = config.adapter_slots, found.ttft_s.value
-        if config.delta_mib:
-            delta_s = (1 - self._base_share) * delta_prompt_s(config.delta_mib << 20, workload.input_tokens)
-            step_s = partial(added_delta_step_s, config.delta_mib << 20)
+        if delta_bytes := largest_delta_bytes(self._spec, config):
+            delta_s = (1 - self._base_share) * delta_prompt_s(delta_bytes, workload.input_tokens)
+            step_s = partial(added_delta_step_s, delta_bytes)
             return replace(
                 found,
                 ttft_s=_later(found.ttft_s, delta_s, delta_s),

@@ -1,4 +1,4 @@
-"""Bytes that adapter slots take on a GPU: the factors A and B of every matrix of its layers.
+"""Bytes that adapter slots take on a GPU: the factors A and B of every matrix of its layers, and those of deltas.
 
 Counts only, from :class:`~fingerprint.model_spec.ModelSpec`. One side of each matrix of a layer is the hidden
 state: the inputs of q, k, v, gate and up, the outputs of o and down. Tensor parallelism splits the other side
@@ -12,29 +12,50 @@ from collections.abc import Iterator
 from math import ceil
 
 from fingerprint.config import DeploymentConfig
+from fingerprint.delta.formats import FORMATS, delta_bytes
+from fingerprint.delta.slots import buffer_bytes, delta_places, layer_place_bytes, other_place_bytes
 from fingerprint.engines import traits_of
 from fingerprint.model_spec import ModelSpec
 from fingerprint.weight_bytes import WEIGHT_16BIT_BYTES, kv_heads_per_gpu
 
-__all__ = ["adapter_bytes", "reserved_bytes", "slot_bytes"]
+__all__ = ["LEAST_RANK", "adapter_bytes", "largest_delta_bytes", "reserved_bytes", "slot_bytes"]
 
+LEAST_RANK = 1  # that slots for deltas alone are made for: vLLM makes adapter slots next to them in any case
 _MORE_MATRICES = 3  # that linear parameters beyond those of attention and experts are divided among
 
 
 def slot_bytes(spec: ModelSpec, config: DeploymentConfig, num_layers: int) -> int:
     """Return the bytes of one adapter of rank ``config.adapter_rank`` on a GPU that holds ``num_layers`` layers.
 
-    Of a delta, where the slot is for one and that is larger: it is counted as whole on every GPU.
+    Of a delta, where the slot is for one and that is larger: it is counted as whole on every GPU. A slot with a
+    format for deltas holds an adapter and a delta.
 
     All experts are counted, though an adapter may update none; embeddings and output layer, where the engine has
     room for them, on every stage and for classes that keep none. Matrices between two narrow sides (those of
     latent attention) are counted as if one was the hidden state: for them this is an estimate.
     """
+    if config.has_delta_slots:
+        return _adapter_slot_bytes(spec, config, num_layers) + _place_bytes(spec, config, num_layers)
+    return max(_adapter_slot_bytes(spec, config, num_layers), config.delta_mib << 20)
+
+
+def _adapter_slot_bytes(spec: ModelSpec, config: DeploymentConfig, num_layers: int) -> int:
     sides = sum(spec.hidden_size + ceil(width) for width in _split_widths(spec, config.tp))
     has_vocabulary = traits_of(config.engine).slots_for_vocabulary
     of_vocabulary = 2 * (spec.vocab_size + spec.hidden_size) if has_vocabulary else 0
-    adapter = int(config.adapter_rank * (sides * num_layers + of_vocabulary) * WEIGHT_16BIT_BYTES)
-    return max(adapter, config.delta_mib << 20)
+    rank = config.adapter_rank or LEAST_RANK * config.has_delta_slots
+    return int(rank * (sides * num_layers + of_vocabulary) * WEIGHT_16BIT_BYTES)
+
+
+def _place_bytes(spec: ModelSpec, config: DeploymentConfig, num_layers: int) -> int:
+    return num_layers * layer_place_bytes(spec, config) + other_place_bytes(spec, config)
+
+
+def largest_delta_bytes(spec: ModelSpec, config: DeploymentConfig) -> int:
+    """Return the bytes of the largest delta that slots of ``config`` hold; 0: they hold adapters alone."""
+    if config.has_delta_slots:
+        return delta_bytes(spec, FORMATS[config.delta_format])
+    return config.delta_mib << 20
 
 
 def adapter_bytes(spec: ModelSpec, rank: int) -> int:
@@ -44,7 +65,11 @@ def adapter_bytes(spec: ModelSpec, rank: int) -> int:
 
 
 def reserved_bytes(spec: ModelSpec, config: DeploymentConfig, num_layers: int) -> int:
-    """Return the bytes that a GPU with ``num_layers`` layers keeps for adapters; 0 without slots."""
+    """Return the bytes that a GPU with ``num_layers`` layers keeps for adapters and deltas; 0 without slots."""
+    if config.has_delta_slots:
+        adapters = config.adapter_slots * _adapter_slot_bytes(spec, config, num_layers)
+        deltas = delta_places(config) * _place_bytes(spec, config, num_layers)
+        return adapters + deltas + buffer_bytes(spec, config, num_layers)
     on_gpu = config.loaded_adapters if traits_of(config.engine).loads_on_gpu else config.adapter_slots
     return on_gpu * slot_bytes(spec, config, num_layers)
 

@@ -86,7 +86,7 @@ _MORE: Mapping[str, Mapping[str, Any]] = {
         "hint": list[str],
     },
     "variants": {"metavar": "N", "min": 0},
-    "variant_rank": {"flag": "--rank", "metavar": "R", "min": 1},
+    "variant_rank": {"flag": "--rank", "metavar": "R", "min": 0},
     "delta_mib": {"flag": "--delta-mib", "metavar": "MIB", "min": 0},
     "variant_popularity": {"flag": "--popularity", "metavar": "LAW"},
     "base_share": {"metavar": "SHARE"},

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fingerprint.config import SlotFormat
 from iserve.cli import options as o
 from iserve.cli.groups import grouped
 from planner.intent import IntentKind, parse_slo
@@ -65,11 +66,12 @@ class Changes:
     ] = None
     variants: Annotated[int | None, typer.Option("--variants", metavar="N", min=0, help=o.HELP["variants"])] = None
     variant_rank: Annotated[
-        int | None, typer.Option("--rank", metavar="R", min=1, help=o.HELP["variant_rank"])
+        int | None, typer.Option("--rank", metavar="R", min=0, help=o.HELP["variant_rank"])
     ] = None
     delta_mib: Annotated[
         int | None, typer.Option("--delta-mib", metavar="MIB", min=0, help=o.HELP["delta_mib"])
     ] = None
+    delta_format: Annotated[SlotFormat | None, typer.Option("--delta-format", help=o.HELP["delta_format"])] = None
     variant_popularity: Annotated[
         str | None, typer.Option("--popularity", metavar="LAW", help=o.HELP["variant_popularity"])
     ] = None
@@ -142,9 +144,9 @@ def update(
     if not body:
         raise typer.BadParameter(
             "nothing is changed; give --intent, --slo, --replicas, --batch, --context, --input-tokens, "
-            "--output-tokens, --variants, --rank, --delta-mib, --popularity, --base-share, --text-only, --images, "
-            "--image-tokens, --trust-remote-code, --model, --engine-version, --engine-arg, --tool-call-parser or "
-            "--reasoning-parser"
+            "--output-tokens, --variants, --rank, --delta-mib, --delta-format, --popularity, --base-share, "
+            "--text-only, --images, --image-tokens, --trust-remote-code, --model, --engine-version, --engine-arg, "
+            "--tool-call-parser or --reasoning-parser"
         )
     if stop_first:
         body["stop_first"] = True

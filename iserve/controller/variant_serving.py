@@ -8,25 +8,37 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
+from daemon.engines.registry import get_engine
 from daemon.worker_spec import WorkerSpec
+from fingerprint.config import SlotFormat
 from fingerprint.engines import traits_of
 from iserve.controller.stored_values import is_routed, recorded_workers
 from iserve.route_table import VariantRoute
 from iserve.state.store import DeploymentRow, VariantRow
 
 __all__ = [
+    "Misfit",
     "VariantServer",
     "adapter_slots",
+    "every_delta_fits",
     "loaded_adapters",
     "routes_by_server",
     "servers_of",
     "variant_servers",
     "why_not_served",
 ]
+
+
+Misfit = Callable[[VariantRow, SlotFormat], str | None]
+"""Returns what slots of a format do not hold of a delta, with the reason; None: they hold all."""
+
+
+def every_delta_fits(variant: VariantRow, format_: SlotFormat) -> None:
+    """Find nothing: for variants of which no content is asked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,11 +49,18 @@ class VariantServer:
     base_directory: str
     max_rank: int  # that a slot holds
     max_delta_bytes: int = 0  # that a slot holds
+    delta_format: SlotFormat = SlotFormat.NONE  # of the deltas that a slot holds, where slots have one
     engine: str = "torch"
 
-    def serves(self, variant: VariantRow) -> bool:
+    @property
+    def has_delta_slots(self) -> bool:
+        return self.delta_format is not SlotFormat.NONE
+
+    def serves(self, variant: VariantRow, misfit: Misfit) -> bool:
         if self.base_directory != variant.base_directory:
             return False
+        if variant.is_delta and self.has_delta_slots:
+            return misfit(variant, self.delta_format) is None
         if variant.is_delta:
             return traits_of(self.engine).serves_deltas and variant.num_bytes <= self.max_delta_bytes
         return variant.max_rank <= self.max_rank
@@ -49,7 +68,8 @@ class VariantServer:
 
 def adapter_slots(workers: Collection[WorkerSpec]) -> int:
     """Return the slots of each worker; 0 where they differ."""
-    slots = {(spec.config.adapter_slots, spec.config.adapter_rank, spec.config.delta_mib) for spec in workers}
+    configs = [spec.config for spec in workers]
+    slots = {(one.adapter_slots, one.adapter_rank, one.delta_mib, one.delta_format) for one in configs}
     return slots.pop()[0] if len(slots) == 1 else 0
 
 
@@ -72,18 +92,27 @@ def variant_servers(rows: Iterable[DeploymentRow]) -> tuple[VariantServer, ...]:
                     base_directory=folders.pop(),
                     max_rank=config.adapter_rank,
                     max_delta_bytes=config.delta_mib << 20,
+                    delta_format=config.delta_format,
                     engine=config.engine,
                 )
             )
     return tuple(found)
 
 
-def servers_of(variant: VariantRow, servers: Iterable[VariantServer]) -> tuple[str, ...]:
+def servers_of(
+    variant: VariantRow, servers: Iterable[VariantServer], misfit: Misfit = every_delta_fits
+) -> tuple[str, ...]:
     """Return the deployments that can serve ``variant``; the first one does."""
-    return tuple(server.deployment for server in servers if server.serves(variant))
+    return tuple(server.deployment for server in servers if server.serves(variant, misfit))
 
 
-def why_not_served(variant: VariantRow, servers: Iterable[VariantServer], *, is_stored: bool) -> str | None:
+def why_not_served(
+    variant: VariantRow,
+    servers: Iterable[VariantServer],
+    misfit: Misfit = every_delta_fits,
+    *,
+    is_stored: bool,
+) -> str | None:
     """Return the reason why no deployment serves ``variant``, with the way out; None: one does."""
     servers, base = tuple(servers), shlex.quote(variant.base)
     if not is_stored:
@@ -91,10 +120,10 @@ def why_not_served(variant: VariantRow, servers: Iterable[VariantServer], *, is_
             "its tensors are not in this home; add its adapter again: "
             f"iserve variant add {variant.name} --base {base} PATH"
         )
-    if servers_of(variant, servers):
+    if servers_of(variant, servers, misfit):
         return None
     if variant.is_delta:
-        return _why_no_delta(variant, servers)
+        return _why_no_delta(variant, servers, misfit)
     ranks = [server.max_rank for server in servers if server.base_directory == variant.base_directory]
     if ranks:
         return (
@@ -107,17 +136,28 @@ def why_not_served(variant: VariantRow, servers: Iterable[VariantServer], *, is_
     )
 
 
-def _why_no_delta(variant: VariantRow, servers: Iterable[VariantServer]) -> str:
+def _why_no_delta(variant: VariantRow, servers: Iterable[VariantServer], misfit: Misfit) -> str:
     """Return the reason why none of ``servers`` serves a delta, with the way out."""
     need, base = -(-variant.num_bytes // 2**20), shlex.quote(variant.base)
     of_base = [server for server in servers if server.base_directory == variant.base_directory]
     able = [server for server in of_base if traits_of(server.engine).serves_deltas]
     alone = f"or export it and deploy it by itself: iserve variant export {base} DELTA OUT"
+    with_format = [server.delta_format for server in of_base if server.has_delta_slots]
+    if with_format:
+        return (
+            f"slots of deployments of {variant.base} hold deltas in {with_format[0]}, and "
+            f"{misfit(variant, with_format[0])}; {alone}"
+        )
     if able:
         return (
             f"it is a delta of {need:,} MiB, and slots of deployments of {variant.base} hold deltas of up to "
             f"{max(server.max_delta_bytes for server in able) >> 20:,} MiB: iserve update DEPLOYMENT --delta-mib "
             f"{need}; {alone}"
+        )
+    if unused := next((server for server in of_base if _could_hold(server.engine)), None):
+        return (
+            f"it is a delta, and slots of {unused.deployment} hold none: iserve update {unused.deployment} "
+            f"--delta-format FORMAT, that of its matrices; {alone}"
         )
     if of_base:
         engines = ", ".join(sorted({traits_of(server.engine).title or server.engine for server in of_base}))
@@ -131,19 +171,30 @@ def _why_no_delta(variant: VariantRow, servers: Iterable[VariantServer]) -> str:
     )
 
 
+def _could_hold(engine: str) -> bool:
+    """Return whether slots of an engine, as it is installed, could have a format for deltas."""
+    return bool(get_engine(engine).capabilities().deltas)
+
+
 def routes_by_server(
-    variants: Iterable[VariantRow], servers: Collection[VariantServer], stored: Collection[str]
+    variants: Iterable[VariantRow],
+    servers: Collection[VariantServer],
+    stored: Collection[str],
+    misfit: Misfit = every_delta_fits,
 ) -> dict[str, tuple[VariantRoute, ...]]:
     """Return the routes of the variants whose content is among ``stored``, by the deployment that serves each."""
     found: dict[str, list[VariantRoute]] = {}
     for variant in variants:
-        server = next((server for server in servers if server.serves(variant)), None)
-        if server is not None and variant.content_hash in stored:
-            found.setdefault(server.deployment, []).append(_route(variant))
+        if variant.content_hash not in stored:
+            continue
+        server = next((server for server in servers if server.serves(variant, misfit)), None)
+        if server is not None:
+            found.setdefault(server.deployment, []).append(_route(variant, server))
     return {name: tuple(routes) for name, routes in found.items()}
 
 
-def _route(variant: VariantRow) -> VariantRoute:
+def _route(variant: VariantRow, server: VariantServer) -> VariantRoute:
+    is_unchecked = variant.is_delta and server.has_delta_slots
     return VariantRoute(
         name=variant.name,
         engine_name=variant.engine_name,
@@ -151,6 +202,7 @@ def _route(variant: VariantRow) -> VariantRoute:
         created=int(variant.created_at),
         num_bytes=variant.num_bytes,
         pinned=variant.pinned,
+        base_directory=server.base_directory if is_unchecked else None,
     )
 
 

@@ -10,12 +10,16 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 from daemon.variants.store import StoredVariant, VariantStore
+from fingerprint.config import SlotFormat
+from fingerprint.config_json import read_config
 from fingerprint.delta import Delta
+from fingerprint.delta.slots import misfit
 from fingerprint.errors import IserveError, NotFoundError, UnavailableError
 from fingerprint.lora import LoraAdapter
 from fingerprint.sanitize import printable
@@ -43,6 +47,7 @@ __all__ = ["Variants"]
 log = logging.getLogger(__name__)
 
 _ADDED_AT_ONCE = 2  # they read and write disks, and hash
+_MOST_MISFITS = 50_000  # answers that are remembered
 _MAX_WAITING = 256  # additions
 _GRACE_S = 600.0  # for content without a row: another controller may be about to write it
 _TRAINED_ON_CHARS = 500
@@ -84,6 +89,7 @@ class Variants:
         self._adding: dict[str, ProgressDocument] = {}
         self._version = 0  # of register and content
         self._routes: _KeptRoutes | None = None
+        self._misfits: dict[tuple[str, str, SlotFormat], str | None] = {}  # by content, base and format
         self._naming = threading.Lock()  # content is removed while no row is about to name it
 
     def add_soon(self, body: VariantBody, caller: Reach) -> Future[VariantDocument]:
@@ -195,6 +201,24 @@ class Variants:
         self._drop_soon(row.content_hash)
         return removed
 
+    def servers_of(self, row: VariantRow, servers: Iterable[VariantServer]) -> tuple[str, ...]:
+        """Return the deployments that can serve a variant; the first one does."""
+        return servers_of(row, servers, self._misfit)
+
+    def _misfit(self, row: VariantRow, format_: SlotFormat) -> str | None:
+        """Return what slots of ``format_`` do not hold of a delta, as ``fingerprint.delta.slots.misfit``."""
+        key = row.content_hash, row.base_directory, format_
+        if key not in self._misfits:
+            try:
+                manifest = self._content.delta(row.content_hash)
+                family = str(read_config(Path(row.base_directory)).get("model_type", ""))
+            except IserveError as error:  # not remembered: it may be mended
+                return str(error)
+            if len(self._misfits) >= _MOST_MISFITS:
+                self._misfits.clear()
+            self._misfits[key] = None if manifest is None else misfit(manifest, format_, family)
+        return self._misfits[key]
+
     def routes(self, servers: tuple[VariantServer, ...]) -> Mapping[str, tuple[VariantRoute, ...]]:
         """Return the routes of variants by the deployment that serves each; nothing is read without one that can.
 
@@ -206,7 +230,7 @@ class Variants:
             key, kept = (self._version, servers), self._routes
         now_s = time.monotonic()
         if kept is None or kept.key != key or now_s - kept.made_s > _ROUTES_KEPT_S:
-            found = routes_by_server(self._store.variants.all(), servers, self._stored())
+            found = routes_by_server(self._store.variants.all(), servers, self._stored(), self._misfit)
             kept = _KeptRoutes(key=key, made_s=now_s, routes=found)
             with self._lock:
                 self._routes = kept
@@ -284,8 +308,8 @@ class Variants:
             trained_on=row.trained_on,
             pinned=row.pinned,
             created_at=row.created_at,
-            deployments=servers_of(row, servers) if is_stored else (),
-            why_not_served=why_not_served(row, servers, is_stored=is_stored),
+            deployments=self.servers_of(row, servers) if is_stored else (),
+            why_not_served=why_not_served(row, servers, self._misfit, is_stored=is_stored),
         )
 
 

@@ -13,8 +13,10 @@ import signal
 import socket
 import sys
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -27,6 +29,9 @@ from iserve.gateway.app import Gateway
 from iserve.gateway.event_loop import EventLoop, event_loop
 from iserve.gateway.http_server import GatewayProtocol, max_connections
 from placement.variant_routing import DEFAULT_VARIANT_POLICY, VARIANT_POLICIES
+
+if TYPE_CHECKING:
+    from daemon.variants.base_checks import BaseChecks
 
 __all__ = ["main"]
 
@@ -79,10 +84,25 @@ class _StoredVariants:
     def __init__(self, root: Path) -> None:
         self.root = root
 
+    @cached_property
+    def _bases(self) -> BaseChecks:
+        from daemon.variants.base_checks import BaseChecks  # type: ignore[import-untyped, unused-ignore]
+
+        return BaseChecks()
+
     def loadable(self, content_hash: str) -> Path:
         from daemon.variants.store import VariantStore  # type: ignore[import-untyped, unused-ignore]
 
         folder: Path = VariantStore(self.root).loadable(content_hash)
+        return folder
+
+    def checked(self, content_hash: str, base: Path) -> Path:
+        from daemon.variants.store import VariantStore  # type: ignore[import-untyped, unused-ignore]
+
+        store = VariantStore(self.root)
+        if (manifest := store.delta(content_hash)) is not None:
+            self._bases.check(base, manifest)
+        folder: Path = store.verified(content_hash)
         return folder
 
 

@@ -9,6 +9,8 @@ import asyncio
 import logging
 import os
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -31,6 +33,8 @@ _MAX_ANSWER_BYTES = 16 * 2**20  # a list of models has a few hundred bytes for e
 _MAX_REASON_CHARS = 2000
 _BUSY_S = 10.0  # for which a worker may have no place, or be loading the variant for another client
 _ASK_AGAIN_S = 0.1
+_MOST_PAUSE_S = 1.0  # between two questions for a delta that is read; each leaves a traceback in vLLM's log
+_BEING_READ = "is still being read: ask for it again"  # our plug-in's, within vLLM's message
 # Paths of this machine as they are in messages: quoted, or up to what no usual path has. Not those of URLs.
 _PATH = re.compile(r"""(?P<quote>['"])/[^'"\n]*/(?P<last>[^/'"\n]*)(?P=quote)|(?<![\w:/.~-])/(?:[^\s'":;,()]*/)""")
 
@@ -47,6 +51,10 @@ class VariantFolders(Protocol):
 
     def loadable(self, content_hash: str) -> Path:
         """Return a verified folder of that content; blocks while it is built."""
+        ...
+
+    def checked(self, content_hash: str, base: Path) -> Path:
+        """Return the folder of a delta after reading all of it, and all of ``base`` once; blocks meanwhile."""
         ...
 
 
@@ -81,8 +89,15 @@ class VariantLoader:
 
     async def folder(self, variant: VariantRoute) -> Path:
         """Return the variant's folder, as the worker reads it."""
+        return await self._from_store(variant, partial(self._folders.loadable, variant.content_hash))
+
+    async def checked_folder(self, variant: VariantRoute, base: Path) -> Path:
+        """Return the folder of a delta, after all of it was read, and all of ``base`` once."""
+        return await self._from_store(variant, partial(self._folders.checked, variant.content_hash, base))
+
+    async def _from_store(self, variant: VariantRoute, find: Callable[[], Path]) -> Path:
         try:
-            return await asyncio.to_thread(self._folders.loadable, variant.content_hash)
+            return await asyncio.to_thread(find)
         except UnavailableError as error:
             message = f"the variant {variant.name!r} cannot be loaded now: {self._shown(variant, str(error))}"
             raise ApiError(503, message, "variant_unusable", retry_after_s=_RETRY_AFTER_S) from error
@@ -101,11 +116,12 @@ class VariantLoader:
         """Load it; that it is loaded already is as good.
 
         A worker may say for a moment that it has no place, while it ends requests whose clients have left, or that
-        it loads the variant, for a gateway that was killed; it is asked again then.
+        it loads the variant, for a gateway that was killed; it is asked again then. So is one that says that it is
+        still reading a delta, less and less often, for as long as a worker may read without an answer.
         """
         body = {"lora_name": variant.engine_name, "lora_path": str(folder)}
         silence_s = _LOAD_SILENCE_S + variant.num_bytes / _SLOWEST_READ_BYTES_PER_S
-        give_up_s = asyncio.get_running_loop().time() + _BUSY_S
+        began_s, pause_s = asyncio.get_running_loop().time(), _ASK_AGAIN_S
         while True:
             status, answer = await self._ask(target, "/v1/load_lora_adapter", body, variant.name, silence_s)
             if status == 200:
@@ -114,12 +130,14 @@ class VariantLoader:
             is_loaded = status == 400 and "already" in error.message
             if is_loaded and variant.engine_name in await self.loaded(target):
                 return
-            if not (is_loaded or (status == 400 and error.param == "lora_name")):
+            is_read = status == 500 and _BEING_READ in error.message
+            if not (is_read or is_loaded or (status == 400 and error.param == "lora_name")):
                 break
-            if asyncio.get_running_loop().time() >= give_up_s:
+            if asyncio.get_running_loop().time() >= began_s + (silence_s if is_read else _BUSY_S):
                 status = 503
                 break
-            await asyncio.sleep(_ASK_AGAIN_S)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MOST_PAUSE_S) if is_read else _ASK_AGAIN_S
         reason = self._shown(variant, error.message)
         if status >= 500:
             lost = ApiError(503, f"a worker failed to load the variant {variant.name!r}: {reason}", "variant_load")

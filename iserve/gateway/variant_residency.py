@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 from iserve.gateway.errors import ApiError
@@ -87,6 +88,7 @@ class _Worker:
     is_known: bool = False  # it was asked what it has loaded
     epoch: int = 0  # counts the times that it was forgotten
     quiet_until_s: float = 0.0  # nothing is loaded ahead of need
+    reading: asyncio.Lock = field(default_factory=asyncio.Lock)  # of a worker that reads one delta at a time
     asking: asyncio.Task[None] | None = None
     loads: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # under way
     unloads: dict[str, asyncio.Task[None]] = field(default_factory=dict)
@@ -374,7 +376,16 @@ class VariantResidency:
         self, worker: _Worker, variant: VariantRoute, unloads: Sequence[asyncio.Task[None]]
     ) -> None:
         """Load, once the unloads that make room for it are done."""
-        folder = await self._loader.folder(variant)
+        if variant.base_directory is None:
+            await self._load_from(await self._loader.folder(variant), worker, variant, unloads)
+            return
+        async with worker.reading:  # asked for another, it would drop the one that it has read
+            folder = await self._loader.checked_folder(variant, Path(variant.base_directory))
+            await self._load_from(folder, worker, variant, unloads)
+
+    async def _load_from(
+        self, folder: Path, worker: _Worker, variant: VariantRoute, unloads: Sequence[asyncio.Task[None]]
+    ) -> None:
         began_s = self._loop.time()
         try:
             await asyncio.gather(*unloads)

@@ -13,7 +13,7 @@ from fingerprint.engine_caches import with_engine_caches
 from fingerprint.engines import traits_of
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Estimator
-from fingerprint.lora import slot_bytes
+from fingerprint.lora.slot_bytes import largest_delta_bytes, slot_bytes
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
 from iserve.model_source import ModelSource
@@ -167,14 +167,28 @@ def _slots(
     law += f", {traffic.base_share:.0%} of the requests for the base" * bool(traffic.base_share)
     one_slot = slot_bytes(spec, chosen, max(even_split(spec.num_layers, chosen.pp)))
     share = f"{need.without_slot[chosen.adapter_slots]:.0%} of the variants asked for at once"
-    fewer = f"; {need.slots} take more than a tenth of a GPU" if chosen.adapter_slots < need.slots else ""
+    bound = "half of what the weights leave" if chosen.has_delta_slots else "a tenth of a GPU"
+    fewer = f"; {need.slots} take more than {bound}" if chosen.adapter_slots < need.slots else ""
     return (
         f"{slots_words(chosen)}, {gib(one_slot)} of a GPU each, for {traffic.variants:,} "
         f"variant{'s' * (traffic.variants > 1)} ({law}): {share} wait for a slot{fewer}",
+        _slot_times(spec, options, table, chosen),
+    )
+
+
+def _slot_times(spec: ModelSpec, options: PlanOptions, table: EngineCapabilities, chosen: DeploymentConfig) -> str:
+    """Return where the time that variants add is from."""
+    if not traits_of(table.engine).times_adapters:
+        return f"the time that adapters add on {engine_name(table.engine)} is not known and left out"
+    if chosen.has_delta_slots:
+        loaded = gib(chosen.loaded_adapters * largest_delta_bytes(spec, chosen))
+        return (
+            "the time that deltas add is estimated from kernels that were timed alone on an H200; loaded deltas "
+            f"lie in the host's memory as well, up to twice {loaded} for each worker, which is not planned"
+        )
+    return (
         "the time that adapters add is estimated from what one model took on vLLM 0.33 and an H200"
-        + "; steps of base and adapters together were not measured" * bool(traffic.base_share)
-        if traits_of(table.engine).times_adapters
-        else f"the time that adapters add on {engine_name(table.engine)} is not known and left out",
+        + "; steps of base and adapters together were not measured" * bool(options.intent.traffic.base_share)
     )
 
 

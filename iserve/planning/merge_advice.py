@@ -57,7 +57,7 @@ def merge_advice(
 ) -> MergeAdviceDocument | None:
     """Return the advice on variants that are asked for as ``load`` and ``rate_per_s`` say; None: there is none.
 
-    There is none on engines on which the time of adapters is not known.
+    There is none on engines on which the time of adapters is not known, and of deltas, which are not merged.
 
     Args:
         base: argument of a command, quoted.
@@ -65,7 +65,7 @@ def merge_advice(
         names: of the variants of ``load``, where they are known.
         keeps_slots: whether the rest stays on the slots of ``config``; else on those that it needs.
     """
-    if not config.adapter_slots or not traits_of(config.engine).times_adapters:
+    if not config.adapter_slots or not traits_of(config.engine).times_adapters or config.has_delta_slots:
         return None
     most = LARGEST_BATCH if options.more_requests else min(LARGEST_BATCH, options.workload.batch)
 
@@ -77,7 +77,13 @@ def merge_advice(
         if keeps_slots:
             return service(config, load)
         need = slots_for(load, options)
-        wanted = replace(config, adapter_slots=need.slots, adapter_rank=need.rank, delta_mib=need.delta_mib)
+        wanted = replace(
+            config,
+            adapter_slots=need.slots,
+            adapter_rank=need.rank,
+            delta_mib=need.delta_mib,
+            delta_format=need.delta_format,
+        )
         return service(wanted if need.is_fixed else slots_in_bounds(spec, gpu, wanted), load)
 
     try:

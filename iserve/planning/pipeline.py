@@ -204,7 +204,14 @@ def slots_for(load: AskedVariants, options: PlanOptions) -> SlotNeed:
     """Return the adapter slots that variants need which are asked for as ``load`` says."""
     requests = _USUAL_REQUESTS if options.more_requests else options.workload.batch
     traffic = options.intent.traffic
-    return slot_need(load, traffic.variant_rank, requests, options.adapter_slots, delta_mib=traffic.delta_mib)
+    return slot_need(
+        load,
+        traffic.variant_rank,
+        requests,
+        options.adapter_slots,
+        delta_mib=traffic.delta_mib,
+        delta_format=traffic.delta_format,
+    )
 
 
 def variant_load(traffic: Traffic) -> VariantLoad:

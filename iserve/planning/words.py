@@ -102,6 +102,8 @@ def short(config: DeploymentConfig) -> str:
         parts.append(f"adapters={config.adapter_slots}xr{config.adapter_rank}")
     if config.delta_mib:
         parts.append(f"delta={config.delta_mib}MiB")
+    if config.has_delta_slots:
+        parts.append(f"deltas={config.delta_format}")
     return " ".join(parts)
 
 
@@ -113,6 +115,7 @@ def differences(config: DeploymentConfig, other: DeploymentConfig) -> str:
         "adapter_slots": "adapters",
         "adapter_rank": "adapter rank",
         "delta_mib": "delta MiB",
+        "delta_format": "deltas",
     }
     parts = [
         f"{shown}={getattr(config, name)}"
@@ -152,8 +155,11 @@ def spoken(
 
 def slots_words(config: DeploymentConfig) -> str:
     """Return the adapter slots of a configuration that has some: ``16 adapter slots of rank 16``."""
-    delta = f" or a delta of {config.delta_mib:,} MiB" if config.delta_mib else ""
     plural = "s" * (config.adapter_slots > 1)
+    if config.has_delta_slots:
+        adapter = f" or an adapter of rank {config.adapter_rank}" if config.adapter_rank else ""
+        return f"{config.adapter_slots} slot{plural} for a delta in {config.delta_format}{adapter}"
+    delta = f" or a delta of {config.delta_mib:,} MiB" if config.delta_mib else ""
     return f"{config.adapter_slots} adapter slot{plural} of rank {config.adapter_rank}{delta}"
 
 

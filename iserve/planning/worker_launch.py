@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -168,10 +169,16 @@ def _engine_release(profile: Profile) -> str | None:
 
 
 def _why_nothing(document: PlanDocument) -> str:
-    """Return the reason of a plan in which nothing is feasible: what is nearest, and what would help."""
+    """Return the reason of a plan in which nothing is feasible: what is nearest, and what would help.
+
+    Where no engine runs any configuration, that is the reason of most of them.
+    """
     why = document.why_not
     parts = ["no configuration is feasible"]
     if why.nearest is not None:
         parts.append(why.nearest.text)
     parts += why.advice[:3]
+    reasons = Counter(one.reason for one in document.candidates if one.reason)
+    if len(parts) == 1 and reasons:
+        parts.append(reasons.most_common(1)[0][0])
     return "; ".join(parts)

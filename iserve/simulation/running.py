@@ -21,7 +21,7 @@ from fingerprint.estimates import Estimator
 from fingerprint.estimators.adapter_slots import added_prompt_share, added_step_s, load_s
 from fingerprint.estimators.delta_slots import added_delta_step_s, delta_prompt_s
 from fingerprint.gpu_spec import GpuSpec
-from fingerprint.lora.slot_bytes import adapter_bytes
+from fingerprint.lora.slot_bytes import adapter_bytes, largest_delta_bytes
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
 from fingerprint.service_model import ServiceModel, service_between
@@ -176,8 +176,7 @@ def adapter_cost(config: DeploymentConfig, spec: ModelSpec, rank: int) -> Adapte
     slots, max_loaded = config.adapter_slots, config.loaded_adapters
     if not traits_of(config.engine).times_adapters:
         return AdapterCost(slots=slots, max_loaded=max_loaded)
-    if config.delta_mib:
-        delta_bytes = config.delta_mib << 20
+    if delta_bytes := largest_delta_bytes(spec, config):
         return AdapterCost(
             slots=slots,
             max_loaded=max_loaded,

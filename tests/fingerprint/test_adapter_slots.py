@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fingerprint.config import MAX_ADAPTER_SLOTS, DeploymentConfig, Workload
+from fingerprint.config import MAX_ADAPTER_SLOTS, DeploymentConfig, SlotFormat, Workload
+from fingerprint.delta import FORMATS, delta_bytes
 from fingerprint.estimates import Estimate
 from fingerprint.estimators.adapter_slots import WithAdapterSlots, added_prompt_share, added_step_s
 from fingerprint.estimators.delta_slots import added_delta_step_s, delta_prompt_s
@@ -16,6 +17,7 @@ from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec
 from fingerprint.lora.slot_bytes import reserved_bytes
 from planner.adapter_slots import VariantLoad
+from planner.space import slots_in_bounds
 from tests.fingerprint.step_timed_machine import llama_7b
 
 LLAMA = llama_7b()
@@ -71,6 +73,40 @@ def test_slots_for_deltas_add_what_deltas_take(engine: str) -> None:
     assert found.tpot_s.low <= found.tpot_s.value <= found.tpot_s.high
     layers = (LLAMA.num_layers,)
     assert found.memory.per_gpu_bytes(layers) - plain.memory.per_gpu_bytes(layers) >= 8 * (2000 << 20)
+
+
+@given(
+    tp=st.sampled_from([1, 2]),
+    pp=st.sampled_from([1, 2]),
+    slots=st.sampled_from([1, 8, 32]),
+    rank=st.sampled_from([0, 16]),
+    format_=st.sampled_from([one for one in SlotFormat if one is not SlotFormat.NONE]),
+)
+def test_slots_with_a_format_take_what_is_allocated_for_them(
+    tp: int, pp: int, slots: int, rank: int, format_: SlotFormat
+) -> None:
+    work = Workload(batch=32, input_tokens=512, output_tokens=64)
+    config = DeploymentConfig(
+        tp=tp, pp=pp, engine="vllm", adapter_slots=slots, adapter_rank=rank, delta_format=format_
+    )
+    plain, found = PLAIN.estimate(config.without_slots, work), with_slots(4).estimate(config, work)
+    layers = (LLAMA.num_layers // pp,) * pp
+    more = found.memory.per_gpu_bytes(layers) - plain.memory.per_gpu_bytes(layers)
+    assert more == pytest.approx(reserved_bytes(LLAMA, config, layers[0]), rel=1e-6)
+    step_s = added_delta_step_s(delta_bytes(LLAMA, FORMATS[format_]), 32, min(4, slots))
+    assert found.tpot_s.value - plain.tpot_s.value == pytest.approx(step_s)
+    assert found.ttft_s.value > plain.ttft_s.value
+
+
+def test_slots_for_deltas_are_bound_by_what_the_weights_leave() -> None:
+    gpu = gpu_spec("h200")
+    config = DeploymentConfig(engine="vllm", adapter_slots=64, delta_format=SlotFormat.INT4)
+    free = gpu.memory_bytes - 2 * LLAMA.num_params
+    found = slots_in_bounds(LLAMA, gpu, config)
+    assert reserved_bytes(LLAMA, found, LLAMA.num_layers) <= free / 2
+    twice = replace(found, adapter_slots=2 * found.adapter_slots)
+    assert found == config or reserved_bytes(LLAMA, twice, LLAMA.num_layers) > free / 2
+    assert slots_in_bounds(LLAMA, gpu_spec("t4"), config).adapter_slots < found.adapter_slots
 
 
 @pytest.mark.parametrize(

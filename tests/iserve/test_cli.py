@@ -54,6 +54,7 @@ def test_the_plans_document_is_the_contracts(iserve: Callable[..., Done], model:
             "adapter_slots",
             "adapter_rank",
             "delta_mib",
+            "delta_format",
         }
         assert candidate["feasible"] == (candidate["reason"] is None)
         estimate = candidate["estimate"]

@@ -19,6 +19,7 @@ from daemon.client import DaemonClient
 from daemon.engines.registry import get_engine
 from fingerprint.families import load_spec
 from fingerprint.gpus import gpu_spec
+from fingerprint.profile_plan import ProfilePlan
 from iserve.controller.profiling_validity import machine_key
 from iserve.demo import demo_model_path
 from iserve.state.store import Store
@@ -34,15 +35,16 @@ NVML = Path(__file__).parents[1] / "daemon" / "fake_nvml.py"
 WORK = ("--input-tokens", "48", "--output-tokens", "16", "--batch", "2", "--context", "64")
 
 
-def take_to_be_measured(installation: Installation) -> None:
-    """Keep a profile of the demo model on vLLM, as if it had been measured on these GPUs."""
+def take_to_be_measured(installation: Installation, *batches: int) -> None:
+    """Keep a profile of the demo model on vLLM, as if it had been measured here, with further ``batches``."""
     installation.run("up")
     record = installation.record("daemon")
     node = DaemonClient(record.url, record.token).node()
     installation.run("down")
     assert [device.kind for device in node.devices] == ["cuda", "cuda"]
     machine = SyntheticMachine(load_spec(demo_model_path()), engine="vllm")
-    profile = take_profile(machine)
+    plan = ProfilePlan(budget_s=1e6, max_repeats=5)
+    profile = take_profile(machine, replace(plan, batches=(*plan.batches, *batches)))
     here = {"device": gpu_spec("a6000"), "driver": node.driver, "versions": get_engine("vllm").versions()}
     profile = replace(profile, machine=replace(profile.machine, num_devices=2, **here))
     store = Store.open(installation.home / "state.db")
@@ -50,11 +52,11 @@ def take_to_be_measured(installation: Installation) -> None:
     store.close()
 
 
-def on_two_gpus(folder: Path) -> dict[str, str]:
+def on_two_gpus(folder: Path, version: str = "0.24.0") -> dict[str, str]:
     """Settings of a home on a node with two GPUs and vLLM, both installed in ``folder``."""
     (folder / "nvml").mkdir(parents=True)
     (folder / "nvml" / "pynvml.py").write_bytes(NVML.read_bytes())
-    python = make_vllm(folder / "env")
+    python = make_vllm(folder / "env", version)
     (folder / "env" / "behaviour.json").write_text(json.dumps({"token_s": 0.02}))  # above a busy machine's noise
     python_path = os.pathsep.join(filter(None, (str(folder / "nvml"), os.environ.get("PYTHONPATH"))))
     return {"ISERVE_CPU_DEVICES": "", "ISERVE_VLLM_PYTHON": str(python), "PYTHONPATH": python_path}

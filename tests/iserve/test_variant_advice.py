@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fingerprint.codec import to_json
-from fingerprint.config import DeploymentConfig
+from fingerprint.config import DeploymentConfig, SlotFormat
 from fingerprint.errors import NotFoundError
 from iserve.api_documents import MergeAdviceDocument, VariantDocument
 from iserve.controller.variant_advice import VariantAdvisor, load_of
@@ -161,6 +161,20 @@ def test_advice_at_a_high_rate_names_it_in_full() -> None:
     )
     assert found is not None
     assert "at 1,234 requests/s" in found.text
+
+
+def test_deltas_are_not_merged() -> None:
+    config = DeploymentConfig(engine="vllm", adapter_slots=4, adapter_rank=16)
+    load = load_of(asked(80.0, 9000, 300))
+    adapters, deltas = (
+        merge_advice(
+            *("chat", source_of().spec, HARDWARE.gpu, estimator_on(LLAMA, HARDWARE.gpu), TRAFFIC, one),
+            *(load, 1234.0),
+        )
+        for one in (config, replace(config, delta_format=SlotFormat.INT2))
+    )
+    assert adapters is not None
+    assert deltas is None
 
 
 @pytest.mark.parametrize(

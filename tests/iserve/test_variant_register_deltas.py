@@ -13,11 +13,17 @@ from typing import Any
 
 import pytest
 
+from daemon.engines.vllm import release
 from daemon.worker_spec import WorkerSpec
 from fingerprint.checkpoint import Checkpoint
+from fingerprint.config import SlotFormat
 from fingerprint.delta import read_delta
+from fingerprint.delta.slots import misfit
+from fingerprint.errors import ConfigError
 from fingerprint.safetensors_writer import OutputTensor, write_safetensors
+from iserve.api_types import DeployBody
 from tests.bad_input.conftest import Api, api
+from tests.daemon.engines.standin import make_vllm
 from tests.daemon.tiny_deltas import write_fine_tune, write_tiny_delta
 from tests.fingerprint.small_fine_tunes import tiny_tensors, write_model
 from tests.golden_words import Golden
@@ -207,3 +213,95 @@ def test_files_of_the_fine_tune_that_are_not_used_are_named(
     done = command("variant", "add", "style", "--base", base, delta)
     assert done.code == 0
     golden("variant", done.err)
+
+
+def with_format(spec: WorkerSpec, format_: SlotFormat, **config: Any) -> WorkerSpec:
+    made = {"engine": "vllm", "adapter_slots": 4, "adapter_rank": 0, "delta_mib": 0, "delta_format": format_}
+    return replace(spec, config=replace(spec.config, **(made | config)))
+
+
+class TestSlotsWithAFormat:
+    """Slots of vLLM, which have one format for all linears and take neither biases nor norms of every kind."""
+
+    def test_a_delta_in_it_is_routed_with_the_base_that_is_to_be_checked(
+        self, api: Api, base: Path, folders: Path, deploy: Callable[..., None], golden: Golden
+    ) -> None:
+        added = add(api, base, folders / "delta")
+        deploy("int3", with_format(worker(1, base), SlotFormat.INT3))
+        found = api.ask("GET", f"{VARIANTS}/style")[1]
+        assert found["deployments"] == []
+        golden("variant", found["why_not_served"].replace(str(base), "BASE"))
+        assert routes(api)["int3"].variants == ()
+        deploy("int2", with_format(worker(2, base), SlotFormat.INT2))
+        assert api.ask("GET", f"{VARIANTS}/style")[1]["deployments"] == ["int2"]
+        (route,) = routes(api)["int2"].variants
+        assert (route.engine_name, route.base_directory) == (added["engine_name"], str(base.resolve()))
+        assert (routes(api)["int2"].adapter_slots, routes(api)["int2"].loaded_adapters) == (4, 4)
+
+    def test_slots_that_could_have_a_format_and_have_none_are_named(
+        self,
+        api: Api,
+        base: Path,
+        folders: Path,
+        deploy: Callable[..., None],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        golden: Golden,
+    ) -> None:
+        """A deployment for adapters alone, on a release that was run with deltas."""
+        monkeypatch.setenv("ISERVE_VLLM_PYTHON", str(make_vllm(tmp_path / "env", "0.33.0")))
+        monkeypatch.setattr(release, "RUN_WITH_DELTAS", frozenset({(0, 33)}))
+        add(api, base, folders / "delta")
+        deploy("alone", with_format(worker(1, base), SlotFormat.NONE, adapter_rank=16))
+        golden("variant", api.ask("GET", f"{VARIANTS}/style")[1]["why_not_served"].replace(str(base), "BASE"))
+
+    def test_the_embedded_engine_checks_by_itself(
+        self, api: Api, base: Path, folders: Path, deploy: Callable[..., None]
+    ) -> None:
+        add(api, base, folders / "delta")
+        deploy("served", with_room(worker(1, base), "torch", 1))
+        (route,) = routes(api)["served"].variants
+        assert route.base_directory is None
+
+    @pytest.mark.parametrize(
+        ("family", "changed"),
+        [
+            ("gemma2", lambda name: name == "model.norm.weight"),
+            ("gemma2", lambda name: name.endswith("q_proj.weight")),
+            ("llama", lambda name: name == "model.norm.weight"),
+            ("llama", lambda name: name == "model.embed_tokens.weight"),
+        ],
+        ids=["gemma-norm", "gemma-linear", "norm", "embeddings"],
+    )
+    def test_norms_of_other_kinds_are_named(
+        self, folders: Path, tmp_path: Path, family: str, changed: Callable[[str], bool], golden: Golden
+    ) -> None:
+        manifest = read_delta(
+            write_tiny_delta(folders / "base", tmp_path, "int3", seed=1, is_changed=changed)
+        ).manifest
+        golden("variant", str(misfit(manifest, SlotFormat.INT3, family)))
+
+    def test_biases_and_mixed_formats_are_named(self, folders: Path, golden: Golden) -> None:
+        manifest = read_delta(folders / "delta").manifest
+        assert misfit(manifest, SlotFormat.INT2, "llama") is None
+        first, *rest = manifest.matrices
+        finer = replace(manifest, matrices=(replace(first, format="int3"), *rest))
+        golden("variant", str(misfit(finer, SlotFormat.INT2, "llama")), "finer")
+        norm = manifest.exact[0]
+        for name in ("model.layers.0.self_attn.q_proj.bias", "model.layers.0.mlp.router.weight"):
+            other = replace(manifest, exact=(replace(norm, name=name),))
+            golden("variant", str(misfit(other, SlotFormat.INT2, "qwen2")), name)
+
+
+def test_a_deployment_whose_variants_were_all_deltas_may_have_none_again() -> None:
+    body = DeployBody(variants=20, variant_rank=0, delta_format=SlotFormat.INT2)
+    with_deltas, without = (
+        replace(body, variants=number).options(default_policy="joint", load_threshold=0.5).intent.traffic
+        for number in (20, 0)
+    )
+    assert (with_deltas.variant_rank, with_deltas.delta_format) == (0, SlotFormat.INT2)
+    assert (without.variants, without.delta_format) == (0, SlotFormat.NONE)
+    with pytest.raises(ConfigError, match="rank 1"):
+        replace(body, delta_format=SlotFormat.NONE).options(default_policy="joint", load_threshold=0.5)
+    with pytest.raises(ConfigError, match="--delta-mib"):
+        replace(body, delta_mib=2).options(default_policy="joint", load_threshold=0.5)

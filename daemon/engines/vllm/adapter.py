@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -27,6 +28,7 @@ from daemon.engines.vllm.contract import (
     breaches,
     read_release,
 )
+from daemon.engines.vllm.delta_plug_in import PLUG_IN_PATH
 from daemon.engines.vllm.model_registry import REGISTRY_FILE, Registry, read_registry, registry_digest
 from daemon.engines.vllm.own_options import check_vllm_options
 from daemon.engines.vllm.release import (
@@ -37,6 +39,7 @@ from daemon.engines.vllm.release import (
     Standing,
     image_release,
     keeps_adapters_apart,
+    serves_deltas,
     standing_of,
 )
 from daemon.profile_messages import ProfileLoad
@@ -52,7 +55,8 @@ from daemon.worker_stats import WorkerStats
 from fingerprint.architectures import Architectures
 from fingerprint.capability import EngineCapabilities, Exclusion, Note
 from fingerprint.codec import to_json
-from fingerprint.errors import EngineError, IserveError
+from fingerprint.delta.slots import DELTA_FAMILIES
+from fingerprint.errors import ConfigError, EngineError, IserveError
 
 __all__ = ["VllmEngine"]
 
@@ -75,14 +79,16 @@ class VllmEngine(ExternalEngine):
     def capabilities(self) -> EngineCapabilities:
         """Return the table, with what is not verified of the release that is installed."""
         table = super().capabilities()
-        if not table.deployable:
-            return table
+        if not table.deployable:  # what would be installed
+            return replace(table, deltas=_families_with_deltas(self.recommended_version))
         found = self.installed()
         version = found.version("vllm")
         architectures, unread = _architectures(found)
         table = replace(table, architectures=architectures, notes=(*table.notes, *map(_note, unread)))
         if not keeps_adapters_apart(version):
             table = replace(table, exclusions=(*table.exclusions, _mixed_adapters(version)))
+        if not found.is_editable:
+            table = replace(table, deltas=_families_with_deltas(version))
         standing = _standing(found)
         if standing is Standing.RUN:
             return table
@@ -144,6 +150,10 @@ class VllmEngine(ExternalEngine):
         python = found.python
         if spec.config.adapter_slots and not keeps_adapters_apart(found.version("vllm")):
             raise EngineError(f"vllm of {python}: {_mixed_adapters(found.version('vllm')).reason}")
+        python_path = _MIDDLEWARE_PATH
+        if spec.config.has_delta_slots:
+            _check_deltas(found)
+            python_path += f"{os.pathsep}{PLUG_IN_PATH}"
         if spec.profiling:
             untimed = ("--no-step-timer",) if _standing(found) is Standing.UNKNOWN else ()
             machine = to_json(gpu_machine(devices.values(), self.versions(spec.engine_version))).decode()
@@ -159,11 +169,14 @@ class VllmEngine(ExternalEngine):
             used = _used_by(spec, model, options, environment)
             self._refuse_without(found, [what for what in _missing(found, Part.SOME) if what in used])
         server = (python, "-m", "vllm.entrypoints.cli.main", *options)
-        return Command(
-            wrapped(spec, server, python_path=_MIDDLEWARE_PATH, token_variable=_KEY_VARIABLE), environment
-        )
+        return Command(wrapped(spec, server, python_path=python_path, token_variable=_KEY_VARIABLE), environment)
 
     def container(self, spec: WorkerSpec, inside: Inside, devices: Mapping[str, Device]) -> Container:
+        if spec.config.has_delta_slots:
+            raise ConfigError(
+                "vLLM's images have no plug-in for deltas of full fine-tunes: export a configuration without "
+                "--delta-format, or deploy it with `iserve deploy`"
+            )
         model = launch.read_model(replace(spec, dummy_weights=True))  # its weights may lie on another machine
         if not inside.is_whole:
             model = replace(model, has_tokenizer=True)  # likewise
@@ -208,6 +221,20 @@ def _used_by(
     if spec.config.adapter_slots:
         used |= ADAPTERS
     return frozenset(used)
+
+
+def _families_with_deltas(version: str) -> frozenset[str]:
+    return DELTA_FAMILIES if serves_deltas(version) else frozenset()
+
+
+def _check_deltas(found: Installation) -> None:
+    """Raise EngineError: deltas were not run with the release that is installed."""
+    version = found.version("vllm")
+    if found.is_editable or not serves_deltas(version):
+        raise EngineError(
+            f"vllm {version} of {found.python} serves no deltas of full fine-tunes; export them (`iserve variant "
+            "export`) and deploy each by itself, or take the embedded engine"
+        )
 
 
 def _mixed_adapters(version: str) -> Exclusion:

@@ -53,13 +53,14 @@ FLAGS = frozenset(
     | {"--shutdown-timeout", "--compilation-config", "--disable-uvicorn-access-log", "--middleware"}
 )
 VARIABLES = frozenset({"VLLM_NO_USAGE_STATS", "VLLM_ENGINE_READY_TIMEOUT_S", "VLLM_API_KEY"})
-# Of launches on several GPUs, with fp8 weights made while loading, without a tokenizer, with drafts, with adapter
-# slots, with parsers, of a multimodal model as text alone or with images, or of a model with code of its own.
+# Of launches on several GPUs, with fp8 weights made while loading, without a tokenizer, with drafts, with slots
+# of adapters or deltas, with parsers, of a multimodal model as text alone or with images, or of a model that has
+# code of its own.
 SOME_FLAGS = frozenset(
     {"--quantization", "--distributed-executor-backend", "--skip-tokenizer-init", "--speculative-config"}
     | {"--enable-auto-tool-choice", "--tool-call-parser", "--reasoning-parser"}
     | {"--language-model-only", "--limit-mm-per-prompt", "--trust-remote-code"}
-    | {"--enable-lora", "--max-loras", "--max-lora-rank", "--max-cpu-loras"}
+    | {"--enable-lora", "--max-loras", "--max-lora-rank", "--max-cpu-loras", "--additional-config"}
 )
 SOME_VARIABLES = frozenset(
     {"VLLM_PP_LAYER_PARTITION", "VLLM_ALLREDUCE_USE_SYMM_MEM", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"}

@@ -16,6 +16,7 @@ from daemon.devices import Device
 from daemon.engine_options import option_words
 from daemon.engines.base import Burst
 from daemon.engines.vllm.cache import kv_cache_bytes, step_tokens
+from daemon.engines.vllm.delta_plug_in import additional_config
 from daemon.engines.vllm.own_options import check_vllm_options, parser_words, use_words
 from daemon.worker_spec import WorkerLimits, WorkerSpec
 from fingerprint.cache_blocks import block_tokens
@@ -26,12 +27,14 @@ from fingerprint.description.stored import quantization_of
 from fingerprint.engine_caches import with_caches
 from fingerprint.errors import CheckpointError, ConfigError
 from fingerprint.families import is_tabled, load_spec, read_spec
+from fingerprint.lora.slot_bytes import LEAST_RANK
 from fingerprint.model_spec import ModelSpec
 from fingerprint.quantized import BY_HEADERS, METHODS
 
 __all__ = [
     "DRAIN_S",
     "GRAPH_TOKENS",
+    "KEPT_PER_SLOT",
     "Model",
     "arguments",
     "environment",
@@ -43,6 +46,7 @@ __all__ = [
 # hundred tokens is beyond it, and each of its kernels waits for the host (decision 17).
 GRAPH_TOKENS = 512
 _SHORTEST_NGRAM, _LONGEST_NGRAM = 2, 4  # tokens at the end of a text that are looked up in it, for a draft
+KEPT_PER_SLOT = 2  # deltas in the host's memory
 DRAIN_S = 30  # between SIGTERM and the end of what is being answered; the daemon kills after 35
 
 _KV_DTYPE = {KvFormat.BITS16: "auto", KvFormat.INT8: "int8_per_token_head", KvFormat.FP8: "fp8"}
@@ -52,6 +56,7 @@ _QUANTIZED_BY = {
     WeightFormat.FP8: frozenset({"fp8", "compressed-tensors"}),
     WeightFormat.STORED: frozenset(METHODS + BY_HEADERS) | {"gptq_marlin", "awq_marlin"},
 }
+_DELTAS_DTYPE = "bfloat16"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
@@ -76,6 +81,11 @@ def read_model(spec: WorkerSpec) -> Model:
     quantization = quantization_of(config)
     quantized_by = str(quantization.get("quant_method", ""))
     _check_stored_as(spec, quantized_by)
+    if spec.config.has_delta_slots and (dtype := _dtype_of(config)) != _DELTAS_DTYPE:
+        raise CheckpointError(
+            f"deltas are served on vllm next to a base in {_DELTAS_DTYPE} alone, and dtype in the config.json of "
+            f"{folder} is {dtype or 'not given'}; export them (`iserve variant export`) and deploy each by itself"
+        )
     if not spec.dummy_weights and not any((folder / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)):
         raise CheckpointError(
             f"{folder} has no safetensors files; fetch the weights, or ask for dummy weights to measure its shape"
@@ -85,6 +95,11 @@ def read_model(spec: WorkerSpec) -> Model:
         quantized_by=quantized_by,
         has_tokenizer=any((folder / name).is_file() for name in _TOKENIZER_FILES),
     )
+
+
+def _dtype_of(config: Mapping[str, object]) -> str:
+    """Return the type of a checkpoint, under its name of transformers 5 or 4."""
+    return str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
 
 
 def _spec_of(folder: Path, config: Mapping[str, object]) -> ModelSpec:
@@ -193,8 +208,13 @@ def arguments(spec: WorkerSpec, model: Model, devices: Mapping[str, Device]) -> 
         )
     if config.adapter_slots:
         options["--max-loras"] = config.adapter_slots
-        options["--max-lora-rank"] = config.adapter_rank
+        options["--max-lora-rank"] = config.adapter_rank or LEAST_RANK
         options["--max-cpu-loras"] = config.loaded_adapters
+    if config.has_delta_slots:
+        # An unload takes the name alone: with no more places than slots, what is loaded next could put out a delta
+        # that has its name yet, and is read from its folder within a step then.
+        options["--max-cpu-loras"] = KEPT_PER_SLOT * config.adapter_slots
+        options["--additional-config"] = json.dumps(additional_config(config))
     if config.num_gpus > 1:
         options["--distributed-executor-backend"] = "mp"
     # --name=value, so that no value is ever taken for an option

@@ -6,6 +6,8 @@ from enum import StrEnum
 
 from packaging.version import InvalidVersion, Version
 
+from daemon.engines.vllm.delta_plug_in import takes_release
+
 __all__ = [
     "KNOWN",
     "NEWEST",
@@ -15,6 +17,7 @@ __all__ = [
     "Standing",
     "image_release",
     "keeps_adapters_apart",
+    "serves_deltas",
     "standing_of",
 ]
 
@@ -62,6 +65,18 @@ def keeps_adapters_apart(version: str) -> bool:
     except InvalidVersion:
         return False
     return (found.major, found.minor) >= _APART_SINCE
+
+
+def serves_deltas(version: str) -> bool:
+    """Return whether the plug-in of ``variants`` was run with ``version`` on a GPU, and takes it.
+
+    The plug-in takes no further patch release than those whose sources it was written for.
+    """
+    try:
+        found = Version(version)
+    except InvalidVersion:
+        return False
+    return (found.major, found.minor) in RUN_WITH_DELTAS and takes_release(found.public)
 
 
 def image_release(version: str) -> str:

@@ -75,6 +75,7 @@ def make_vllm(folder: Path, version: str = "0.24.0") -> Path:
         "vllm.__init__": stand_in / "package.py",
         "vllm.adapters": stand_in / "adapters.py",
         "vllm.checks": stand_in / "checks.py",
+        "vllm.deltas": stand_in / "deltas.py",
         "vllm.costs": stand_in / "costs.py",
         "vllm.envs": stand_in / "envs.py",
         "vllm.release": stand_in / "release.py",

@@ -15,7 +15,7 @@ import pytest
 
 from daemon.engine_options import EngineOptions
 from daemon.engines.registry import get_engine
-from daemon.engines.vllm import launch, metrics
+from daemon.engines.vllm import launch, metrics, release
 from daemon.engines.vllm.contract import (
     CACHE_LABELS,
     FLAGS,
@@ -37,7 +37,7 @@ from daemon.engines.vllm.contract import (
 )
 from daemon.engines.vllm.error_patterns import DULL, ERROR_PATTERNS, OTHERS_TEXTS
 from daemon.engines.vllm.release import Standing, keeps_adapters_apart, standing_of
-from fingerprint.config import KvFormat, WeightFormat
+from fingerprint.config import KvFormat, SlotFormat, WeightFormat
 from fingerprint.errors import EngineError
 from fingerprint.model_use import ModelUse
 from tests.daemon.engines.standin import make_vllm
@@ -180,6 +180,11 @@ class TestCompleteness:
         slots = replace(worker(tmp_path, adapter_slots=4, adapter_rank=16), dummy_weights=True)
         with_slots = get_engine("vllm").command(slots, tmp_path, DEVICES).argv
         flags |= {word.partition("=")[0] for word in with_slots if "lora" in word and word.startswith("--")}
+        (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | {"dtype": "bfloat16"}))
+        monkeypatch.setattr(release, "RUN_WITH_DELTAS", frozenset({(0, 33)}))
+        deltas = replace(slots, config=replace(slots.config, delta_format=SlotFormat.INT2))
+        with_deltas = get_engine("vllm").command(deltas, tmp_path, DEVICES).argv
+        flags |= {word.partition("=")[0] for word in with_deltas if word.startswith("--additional")}
         assert flags == FLAGS | SOME_FLAGS
 
     def test_flags_of_every_launch_are_those_of_the_plainest_one(self, tmp_path, monkeypatch):

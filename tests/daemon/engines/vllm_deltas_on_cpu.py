@@ -12,6 +12,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -551,6 +552,49 @@ def shards_add_up_to_the_whole() -> None:
         for at, want in enumerate(wants):
             both = [found[rank][at] for rank in range(2)]
             close(sum(both) if name == "down" else torch.cat(both, dim=-1), want, 1e-2)
+
+
+@case
+def what_a_plan_promises_is_what_is_allocated() -> None:
+    from fingerprint.config import DeploymentConfig, SlotFormat
+    from fingerprint.delta.slots import delta_places
+    from fingerprint.lora.slot_bytes import reserved_bytes, slot_bytes
+
+    for format_name, is_tied in (("int2", False), ("int3", True)):
+        settings = {"format": format_name, "output_format": format_name, "background": True, "is_tied": is_tied}
+        manager = tiny_model(**settings).manager
+        spec = planned_spec(is_tied=is_tied)
+        config = DeploymentConfig(
+            engine="vllm", adapter_slots=SLOTS, adapter_rank=8, delta_format=SlotFormat(format_name)
+        )
+        slots = [one.deltas for one in manager.modules.values() if getattr(one, "deltas", None) is not None]
+        tables = [one.table for one in slots if hasattr(one, "table")]
+        found = sum(one.codes.nbytes + one.scales.nbytes for one in slots if hasattr(one, "codes"))
+        found += sum(one[1:].nbytes for one in tables)  # row 0 is the base's
+        adapter = slot_bytes(spec, replace(config, delta_format=SlotFormat.NONE), 2)
+        places = delta_places(config)
+        assert manager.runtime.places.count == places
+        assert found == places * (slot_bytes(spec, config, 2) - adapter), (format_name, found)
+        merged = max(one.base_layer.weight.nbytes for one in manager.modules.values() if _is_linear(one))
+        buffers = reserved_bytes(spec, config, 2) - SLOTS * adapter - found
+        assert buffers == merged + sum(one[0].nbytes for one in tables) + 32 * 2**20
+
+
+def planned_spec(*, is_tied: bool) -> Any:
+    """Return what a plan knows of the model, which has one norm a layer."""
+    from fingerprint.families import read_spec
+
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 512}
+    config |= {"hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "num_hidden_layers": 2, "head_dim": HEAD}
+    config |= {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "vocab_size": VOCABULARY}
+    spec = read_spec(config | {"tie_word_embeddings": is_tied})
+    return replace(spec, layer_params=spec.layer_params - HIDDEN)
+
+
+def _is_linear(module: Any) -> bool:
+    from iserve_variants.vllm_layers import LinearWithDeltas
+
+    return isinstance(module, LinearWithDeltas)
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ with SO_REUSEPORT before it "loads", is as many processes as vLLM is (none of wh
 answers with the documented bodies. A token is a byte of text or an id. What cannot be checked without a GPU is
 given by ``behaviour.json`` in the model's folder, else for every model in the environment's: ``once`` (for one
 start), ``free_bytes`` and ``total_bytes`` of a GPU, ``weight_bytes``, ``load_s``, ``token_s``, ``token_file``
-(makes tokens only once it exists), ``deaf`` (ignores SIGTERM).
+(makes tokens only once it exists), ``delta_asks`` (questions until a delta is read), ``deaf`` (ignores SIGTERM).
 """
 
 import argparse
@@ -114,7 +114,7 @@ class Engine:
                 pp=given.pipeline_parallel_size,
                 compilation=given.compilation_config,
             )
-            self.adapters = adapters.Adapters(given)
+            self.adapters = adapters.Adapters(given, behaviour)
         except (ValueError, RuntimeError, OSError, AssertionError) as error:
             fail(f"{type(error).__name__}: {error}")
         layers = self._layers_per_stage(config["num_hidden_layers"])

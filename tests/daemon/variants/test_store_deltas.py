@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from daemon.variants.base_checks import BaseChecks
 from daemon.variants.store import VariantStore
 from fingerprint.delta import Delta, export_delta, read_delta
-from fingerprint.errors import CheckpointError
+from fingerprint.errors import CheckpointError, NotFoundError
 from tests.daemon.tiny_deltas import write_tiny_delta
 from tests.fingerprint.small_adapters import write_adapter
 from tests.fingerprint.small_fine_tunes import read_bytes, tiny_tensors, write_model
@@ -104,3 +107,75 @@ def test_tensors_that_changed_after_they_were_read_are_not_stored(store, base: P
         store.add(delta)
     assert not store.contents()
     assert not tensors_of(store)
+
+
+class TestBeforeALoad:
+    """For engines that check neither a delta nor their base."""
+
+    def test_a_folder_in_which_a_byte_was_changed_is_made_anew(self, store, delta: Delta) -> None:
+        content = store.add(delta).content_hash
+        folder = store.verified(content)
+        (weights,) = folder.glob("*.safetensors")
+        for file in (weights, folder / "delta.json"):
+            kept = file.read_bytes()
+            file.write_bytes(kept[:-2] + bytes([kept[-2] ^ 1]) + kept[-1:])
+            assert store.loadable(content) == folder  # which looks at sizes alone
+            assert store.verified(content) == folder
+            assert file.read_bytes() == kept
+        read_delta(folder)
+
+    def test_a_tensor_that_was_changed_in_the_store_as_well_is_named(
+        self, store, delta: Delta, golden: Golden
+    ) -> None:
+        content = store.add(delta).content_hash
+        (weights,) = store.loadable(content).glob("*.safetensors")
+        name = delta.manifest.matrices[0].codes
+        for file in (weights, store.root / "tensors" / name[:2] / name):
+            kept = file.read_bytes()
+            file.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
+        with pytest.raises(CheckpointError) as caught:
+            store.verified(content)
+        golden("daemon", str(caught.value).replace(str(store.root), "STORE"))
+        assert store.add(delta).content_hash == content
+        read_delta(store.verified(content))
+
+    def test_the_manifest_of_a_delta_is_told_from_that_of_an_adapter(
+        self, store, delta: Delta, tmp_path: Path
+    ) -> None:
+        from fingerprint.lora import read_adapter
+
+        adapter = store.add(read_adapter(write_adapter(tmp_path / "adapter"))).content_hash
+        manifest = store.delta(store.add(delta).content_hash)
+        assert manifest is not None
+        assert manifest.content_hash == delta.manifest.content_hash
+        assert store.delta(adapter) is None
+        assert read_bytes(store.verified(adapter)) == read_bytes(store.loadable(adapter))
+        with pytest.raises(NotFoundError):
+            store.delta("0" * 64)
+
+    def test_a_base_is_read_once_and_again_where_it_has_changed(
+        self, base: Path, delta: Delta, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from fingerprint.checkpoint import Checkpoint
+
+        folder, read = shutil.copytree(base, tmp_path / "base"), list[str]()
+        chunks = Checkpoint.chunks
+
+        def noted(self: Checkpoint, name: str) -> object:
+            read.append(name)
+            return chunks(self, name)
+
+        monkeypatch.setattr(Checkpoint, "chunks", noted)
+        checks = BaseChecks()
+        with ThreadPoolExecutor(4) as threads:
+            for done in [threads.submit(checks.check, folder, delta.manifest) for _ in range(8)]:
+                done.result()
+        assert sorted(read) == sorted(tensor.name for tensor in delta.manifest.base)
+        changed = dict(tiny_tensors())
+        name = "model.layers.1.mlp.up_proj.weight"
+        changed[name] = changed[name] + 1
+        write_model(tmp_path / "other", changed)
+        for file in (tmp_path / "other").iterdir():
+            file.replace(folder / file.name)
+        with pytest.raises(CheckpointError, match=name):
+            checks.check(folder, delta.manifest)

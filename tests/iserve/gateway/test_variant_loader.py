@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from iserve.gateway.variant_loader import VariantLoader, without_paths
 from iserve.gateway.worker_http import NotBegunError
 from iserve.http_stream import StreamClient
 from iserve.route_table import WorkerTarget
+from tests.golden_words import Golden
 from tests.iserve.gateway.variant_requests import A
 
 HOME = Path("/home/ann lee/.local/share/iserve")
@@ -50,6 +53,64 @@ def test_a_large_adapter_has_longer_to_be_read(num_bytes: int, silence_s: float)
         asyncio.run(loader.load(target, replace(A, num_bytes=num_bytes), Path("/folder")))
     assert workers.silence_s == [silence_s]
     assert "'a'" in raised.value.answer.message
+
+
+class ReadingWorker(StreamClient):
+    """Client whose worker reads a delta for ever; it notes when it was asked."""
+
+    def __init__(self) -> None:
+        self.asked_s: list[float] = []
+
+    async def post(self, *arguments: Any, **named: Any) -> Any:
+        self.asked_s.append(asyncio.get_running_loop().time())
+        message = f"Call to add_lora method failed: delta {A.engine_name} is still being read: ask for it again"
+        return Answer(500, json.dumps({"error": {"message": message}}).encode())
+
+
+class Answer:
+    def __init__(self, status: int, body: bytes) -> None:
+        self.status, self._left = status, body
+
+    async def read(self, silence_s: float) -> bytes:
+        found, self._left = self._left, b""
+        return found
+
+    async def finish(self, linger_s: float) -> None:
+        pass
+
+
+class TimelessLoop(asyncio.SelectorEventLoop):
+    """Event loop whose clock goes to the next timer at once, so that no test waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now_s, self._really = 0.0, self._selector.select
+        self._selector.select = self._select  # type: ignore[method-assign]
+
+    def time(self) -> float:
+        return self._now_s
+
+    def _select(self, timeout: float | None = None) -> Any:
+        self._now_s += timeout or 0.0
+        return self._really(0)
+
+
+def test_a_delta_that_is_never_read_is_asked_for_less_and_less_often_and_given_up(golden: Golden) -> None:
+    workers = ReadingWorker()
+    loader = VariantLoader(workers, Folders(IserveError()))
+    target = WorkerTarget(worker_id="w", url="http://127.0.0.1:1", ready=True)
+    loop = TimelessLoop()
+    try:
+        with pytest.raises(NotBegunError) as raised:
+            loop.run_until_complete(loader.load(target, replace(A, num_bytes=200_000_000), Path("/folder")))
+    finally:
+        loop.close()
+    pauses_s = [after - before for before, after in pairwise(workers.asked_s)]
+    assert pauses_s[:6] == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.0, 1.0])
+    assert pauses_s[6:] == pytest.approx([1.0] * len(pauses_s[6:]))
+    assert 130 <= workers.asked_s[-1] < 131.5  # as long as one answer is waited for
+    assert raised.value.answer.status == 503
+    golden("rest-errors", raised.value.answer.message)
 
 
 @pytest.mark.parametrize(

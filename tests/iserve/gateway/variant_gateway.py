@@ -23,6 +23,15 @@ class Folders:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
+    def checked(self, content_hash: str, base: Path) -> Path:
+        """Return the folder, and note the check; a base OTHER is that of no delta."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        with (self.root / "checked").open("a") as noted:
+            noted.write(f"{content_hash} {base}\n")
+        if base.name == "OTHER":
+            raise CheckpointError(f"the delta was made of another base than {base}: tensor 'x.weight' differs")
+        return self.loadable(content_hash)
+
 
 if __name__ == "__main__":
     gateway._StoredVariants = Folders

@@ -5,8 +5,11 @@ How many adapters take part in one step is not acted out.
 
 import json
 import os
+import sys
 import threading
 from pathlib import Path
+
+from vllm import deltas
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -17,16 +20,21 @@ def add_options(serve):
     serve.add_argument("--max-loras", type=int, default=1)
     serve.add_argument("--max-lora-rank", type=int, choices=RANKS, default=16)
     serve.add_argument("--max-cpu-loras", type=int)
+    serve.add_argument("--additional-config", type=json.loads, default={})
 
 
 class Adapters:
     """Names that are loaded, and where they were loaded from."""
 
-    def __init__(self, given):
+    def __init__(self, given, behaviour):
         loaded = given.max_loras if given.max_cpu_loras is None else given.max_cpu_loras
         if given.enable_lora and loaded < given.max_loras:
             raise ValueError(f"max_cpu_loras ({loaded}) must be >= max_loras ({given.max_loras}).")
         self.given, self.paths, self.lock = given, {}, threading.Lock()
+        self.settings = deltas.settings_of(given.additional_config)
+        self.reader = deltas.Reader(behaviour.get("delta_asks", 2))
+        if self.settings is not None and self.settings.background and given.tensor_parallel_size > 1:
+            raise ValueError("iserve_deltas: deltas are not served in the background on several GPUs")
 
     def has_route(self, path):
         open_ = os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "0").strip().lower() in ("1", "true")
@@ -56,6 +64,8 @@ class Adapters:
             )
         if not self.given.enable_lora:
             return 500, "LoRA is not enabled. Use --enable-lora to enable LoRA."
+        if self.settings is not None and (Path(folder) / deltas.MANIFEST_FILE).is_file():
+            return self._load_delta(name, folder)
         config = Path(folder) / "adapter_config.json"
         if not config.is_file():
             return 404, f"Loading lora {name} failed: No adapter found for {folder}"
@@ -64,6 +74,17 @@ class Adapters:
             return 500, f"LoRA rank {rank} is greater than max_lora_rank {self.given.max_lora_rank}."
         if not (Path(folder) / "adapter_model.safetensors").is_file():
             return 500, f"{folder} doesn't contain tensors"
+        self.paths[name] = folder
+        return 200, f"Success: LoRA adapter '{name}' added successfully."
+
+    def _load_delta(self, name, folder):
+        failed = "Call to add_lora method failed: "
+        if self.settings.background and not self.reader.is_ready(folder):
+            if self.reader.dropped:
+                print(f"stand-in: read and dropped {self.reader.dropped.pop()}", file=sys.stderr, flush=True)
+            return 500, failed + deltas.BEING_READ.format(name)
+        if (why := deltas.refusal(folder, self.settings)) is not None:
+            return 500, failed + why
         self.paths[name] = folder
         return 200, f"Success: LoRA adapter '{name}' added successfully."
 

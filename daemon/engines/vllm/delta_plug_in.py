@@ -1,0 +1,63 @@
+"""Our plug-in for deltas (``variants``) as a launch gives it to vLLM: its folder, and its settings.
+
+The plug-in's module of settings is used itself, which needs neither torch nor vLLM. It has absolute imports of a
+package that is found in vLLM's interpreter by ``PYTHONPATH``; here it is found by its folder.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+from fingerprint.config import DeploymentConfig
+from fingerprint.delta import EMBEDDING_FORMAT
+from fingerprint.delta.slots import loads_in_background
+
+__all__ = ["PLUG_IN_PATH", "additional_config", "takes_release"]
+
+PLUG_IN_PATH = str(Path(__file__).parent / "variants")  # for ``PYTHONPATH``: the package, and its entry point
+_PACKAGE = "iserve_variants"
+
+
+def additional_config(config: DeploymentConfig) -> dict[str, object]:
+    """Return the value of ``--additional-config`` for slots that have room for all that a fine-tune may change.
+
+    Output layers that are the embedding have its format, whatever is said here.
+    """
+    found: dict[str, object] = (
+        _settings()
+        .Settings(
+            format=str(config.delta_format),
+            embedding_format=EMBEDDING_FORMAT.name,
+            output_format=str(config.delta_format),
+            norms=True,
+            adapters=config.adapter_rank > 0,
+            background=loads_in_background(config),
+        )
+        .to_config()
+    )
+    return found
+
+
+def takes_release(version: str) -> bool:
+    """Return whether the plug-in was written for ``version`` of vLLM."""
+    return version in _settings().RELEASES
+
+
+@cache
+def _settings() -> ModuleType:
+    if _PACKAGE not in sys.modules:
+        folder = Path(PLUG_IN_PATH) / _PACKAGE
+        spec = importlib.util.spec_from_file_location(
+            _PACKAGE, folder / "__init__.py", submodule_search_locations=[str(folder)]
+        )
+        assert spec is not None
+        assert spec.loader is not None
+        package = importlib.util.module_from_spec(spec)
+        sys.modules[_PACKAGE] = package
+        spec.loader.exec_module(package)
+    return importlib.import_module(f"{_PACKAGE}.settings")

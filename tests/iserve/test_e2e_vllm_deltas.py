@@ -1,0 +1,124 @@
+"""Deltas on vLLM through plan, daemon, gateway and store: real processes and HTTP, kill -9 of the worker.
+
+Stand-ins are two GPUs, the profile's numbers, and vLLM's server with the answers of our plug-in. That deltas were
+run with the release is taken for granted by ``sitecustomize`` of these processes alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+
+from daemon.engines.vllm.delta_plug_in import PLUG_IN_PATH
+from iserve.demo import demo_model_path
+from tests.daemon.tiny_deltas import write_tiny_delta
+from tests.golden_words import Golden
+from tests.iserve.conftest import Installation
+from tests.iserve.test_e2e_vllm import on_two_gpus, take_to_be_measured
+
+pytestmark = pytest.mark.process
+NAME = "base"  # of the deployment
+MANY = tuple(f"tuned-{number:02}" for number in range(20))
+WORK = ("--input-tokens", "48", "--output-tokens", "16", "--batch", "64", "--context", "64")
+SLOTS = ("--variants", 20, "--popularity", "even", "--rank", 0)
+RUN = """
+from daemon.engines.vllm import release
+
+release.RUN_WITH_DELTAS = frozenset({(0, 33)})
+"""
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installation]:
+    """A deployment with slots for deltas in int2, and twenty of them."""
+    folder = tmp_path_factory.mktemp("vllm")
+    settings = on_two_gpus(folder / "node", "0.33.0")
+    (folder / "node" / "env" / "behaviour.json").write_text(json.dumps({"delta_asks": 2}))
+    home = Installation(folder / "home", settings)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("ISERVE_VLLM_PYTHON", settings["ISERVE_VLLM_PYTHON"])
+            take_to_be_measured(home, 64)
+        refused = home.run("deploy", "--engine", "vllm", *SLOTS, "--delta-format", "int2", *WORK, check=False)
+        assert refused.returncode == 1
+        assert "serves no deltas of full fine-tunes" in refused.stdout + refused.stderr
+        home.run("down")
+        (folder / "node" / "nvml" / "sitecustomize.py").write_text(RUN)
+        home.json("deploy", "--name", NAME, "--engine", "vllm", *SLOTS, "--delta-format", "int2", *WORK)
+        for seed, name in enumerate(MANY):
+            delta = write_tiny_delta(
+                demo_model_path(),
+                folder / name,
+                "int2",
+                seed,
+                is_changed=lambda tensor: tensor == "model.layers.0.self_attn.o_proj.weight",
+                change=2.0,
+            )
+            body = {"name": name, "base": NAME, "path": str(delta)}
+            assert home.controller().post("/api/v1/variants", body, dict)["deployments"] == [NAME]
+        yield home
+    finally:
+        home.clear()
+
+
+def answer(home: Installation, model: str) -> str:
+    return home.openai().completions.create(model=model, prompt="hello", max_tokens=4).model
+
+
+def command(home: Installation) -> str:
+    return next(
+        line for line in home.processes().values() if "vllm.entrypoints" in line and "--python-path" in line
+    )
+
+
+def test_the_worker_is_started_with_the_plug_in_and_its_slots(serving: Installation) -> None:
+    words = command(serving)
+    assert PLUG_IN_PATH in words
+    for option in ("--enable-lora", "--max-loras=32 ", "--max-lora-rank=1 ", "--max-cpu-loras=64 "):
+        assert option in f"{words} "
+    config = json.loads(re.findall(r"--additional-config=(\{.*?\}\})", words)[0])["iserve_deltas"]
+    assert (config["format"], config["adapters"], config["background"]) == ("int2", False, True)
+
+
+def test_twenty_are_served_and_are_back_after_their_worker_was_killed(
+    serving: Installation, kill: Any, until: Any
+) -> None:
+    with ThreadPoolExecutor(len(MANY)) as clients:
+        assert list(clients.map(lambda name: answer(serving, name), MANY)) == list(MANY)
+    (worker_id,) = serving.worker_pids()
+    before = serving.worker_pids()[worker_id]
+    kill(before)
+    until(lambda: serving.worker_pids().get(worker_id) not in (None, before), "the worker is started again")
+
+    def asked() -> list[str] | None:
+        try:
+            return [answer(serving, name) for name in (NAME, *MANY)]
+        except openai.APIError:  # until the worker is back
+            return None
+
+    assert until(asked, "the worker is back and answers for all") == [NAME, *MANY]
+    assert "read and dropped" not in serving.run("logs", NAME).stdout
+
+
+def test_one_whose_bytes_were_changed_in_the_workers_folder_is_mended(serving: Installation) -> None:
+    content = serving.controller().get("/api/v1/variants/tuned-03", dict)["content_hash"]
+    (weights,) = (serving.home / "variants" / "loadable" / content).glob("*.safetensors")
+    kept = weights.read_bytes()
+    weights.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
+    serving.kill("gateway")
+    serving.run("up")
+    serving.run("rm", NAME)
+    serving.json("deploy", "--name", NAME, "--engine", "vllm", *SLOTS, "--delta-format", "int2", *WORK)
+    assert answer(serving, "tuned-03") == "tuned-03"
+    assert weights.read_bytes() == kept
+
+
+def test_a_plan_says_what_the_slots_take(serving: Installation, golden: Golden) -> None:
+    plan = serving.json("plan", "iserve-demo", "--engine", "vllm", *SLOTS, "--delta-format", "int2", *WORK)
+    golden("cli", "\n".join(note for note in plan["notes"] if "delta" in note))
