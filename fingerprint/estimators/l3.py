@@ -37,7 +37,6 @@ from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Estimator, Quantity, Source
 from fingerprint.estimators.all_reduce import GroupSums
 from fingerprint.estimators.calibration import Calibration, kernels_of
-from fingerprint.estimators.constrained_fits import non_negative_least_squares
 from fingerprint.estimators.gaussian_process import smooth_at
 from fingerprint.estimators.l2 import Latency
 from fingerprint.estimators.physical_floor import PhysicalFloor
@@ -392,9 +391,11 @@ def in_hull(points: Sequence[tuple[float, float]], asked: tuple[float, float]) -
 
     One point or several in a row have a hull too.
     """
+    from scipy.optimize import nnls  # half a second to load, and most plans have no such profile
+
     corners = np.array([(x, y, 1.0) for x, y in points]).T
     wanted = np.array([*asked, 1.0])
-    weights = non_negative_least_squares(corners, wanted)
+    weights, _ = nnls(corners, wanted)
     return bool(np.linalg.norm(corners @ weights - wanted) < _ON_THE_EDGE)
 
 

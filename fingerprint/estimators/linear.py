@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fingerprint.estimators.constrained_fits import non_negative_least_squares
 from fingerprint.trimmed_mean import Location, locate, t_quantile_95
 
 __all__ = ["Interval", "LinearModel", "Prediction", "combine", "sizes_of"]
@@ -74,7 +73,9 @@ class LinearModel:
         self._plain = plain
         self._coefficients = plain
         if non_negative and (plain < 0).any():
-            self._coefficients = non_negative_least_squares(weighted, self._observed / scale)
+            from scipy.optimize import nnls  # takes longer to load than most fits, and few of them need it
+
+            self._coefficients = nnls(weighted, self._observed / scale)[0]
         self.misfit = self._misfit_factor(weighted, plain, scale, errors)
 
     def _misfit_factor(self, weighted: Array, plain: Array, scale: Array, errors: Array) -> float:

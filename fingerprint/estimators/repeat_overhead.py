@@ -24,7 +24,6 @@ import numpy as np
 import numpy.typing as npt
 
 from fingerprint.errors import NotMeasuredError
-from fingerprint.estimators.constrained_fits import least_absolute
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.measurements import RunReading, StepReading, TimingPoint
 from fingerprint.model_spec import ModelSpec
@@ -326,12 +325,23 @@ def _fit_overhead(seen: list[tuple[Took, float]], per_token_s: float | None = No
     cost, seconds = np.array([c for _, c in seen]), np.array([took.forward_s for took, _ in seen])
     weight = 1 / np.maximum(_PACE_S, _PACE_SHARE * seconds)
     if per_token_s is not None:
-        per_pass_s = float(least_absolute(work * [1, 0], cost - per_token_s * work[:, 1], weight)[0])
+        per_pass_s = float(_absolute_fit(work * [1, 0], cost - per_token_s * work[:, 1], weight)[0])
         return Overhead(max(0.0, per_pass_s), per_token_s)
     # One size alone does not tell the two apart: as if nothing grew.
     told_apart = np.linalg.matrix_rank(work) == 2
     tried = (work, work * [1, 0], work * [0, 1]) if told_apart else (work * [1, 0],)
-    fits = [least_absolute(columns, cost, weight) for columns in tried]
+    fits = [_absolute_fit(columns, cost, weight) for columns in tried]
     loss = [float(weight @ np.abs(cost - work @ fit)) if fit.min() >= 0 else math.inf for fit in fits]
     per_pass, per_token = fits[loss.index(min(loss))] if min(loss) < math.inf else (0.0, 0.0)
     return Overhead(float(per_pass), float(per_token))
+
+
+def _absolute_fit(work: Array, cost: Array, weight: Array) -> Array:
+    """Least absolute deviations without an intercept; columns of zeros get no coefficient."""
+    from sklearn.linear_model import QuantileRegressor  # a second to load, and most plans fit nothing
+
+    scale = np.array([max(1.0, float(column.max())) for column in work.T])
+    unit = max(float(np.abs(cost).max()), 1e-12)  # the solver's tolerances are absolute
+    fit = QuantileRegressor(quantile=0.5, alpha=0.0, fit_intercept=False)
+    fit.fit(work / scale, cost / unit, sample_weight=weight / weight.max())
+    return np.where(work.any(axis=0), fit.coef_ * unit / scale, 0.0)
