@@ -114,7 +114,7 @@ def doctor(fix: Annotated[bool, typer.Option("--fix", help="End what is left ove
     between GPUs that are not measured yet.
     """
     from fingerprint.errors import UnavailableError
-    from iserve.cli.home_processes import examine
+    from iserve.cli.home_checks import examine
     from iserve.settings import load_settings
 
     findings = examine(load_settings(), fix=fix)

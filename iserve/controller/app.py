@@ -155,7 +155,7 @@ def create_app(controller: Controller, token: str) -> FastAPI:
     _deployment_record_routes(api, controller)
     _verification_routes(api, controller)
     _operator_routes(api, controller)
-    app.include_router(api)
+    app.routes.extend(api.routes)  # ``include_router`` would make each a second time, at the first request
     _health_routes(app, controller, metrics)
     describe(app, api.routes)
     _error_handlers(app)
@@ -185,7 +185,7 @@ def _health_routes(app: FastAPI, controller: Controller, metrics: Metrics) -> No
     @app.get(
         "/metrics",
         response_class=PlainTextResponse,
-        responses=problems(401, 503, beside_text=True),
+        responses=problems(401, 503),
         dependencies=[API_KEY],
     )
     def read_metrics() -> Response:
@@ -312,7 +312,7 @@ def _deployment_record_routes(api: APIRouter, controller: Controller) -> None:
     @api.get(
         "/deployments/{name}/log",
         response_class=PlainTextResponse,
-        responses=problems(400, 401, 404, 503, beside_text=True),
+        responses=problems(400, 401, 404, 503),
     )
     def logs(
         name: DeploymentName,

@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import signal
-import subprocess
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -26,10 +25,12 @@ from daemon.worker_process import WORKER_MARK
 from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from fingerprint.config import DeploymentConfig, even_split
 from fingerprint.errors import UnavailableError
+from tests.forked_process import Forked, Forking
 from tests.waiting import PATIENCE_S, wait_until
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+_DAEMONS = Forking("tests.daemon.fake_daemon")
 
 FAST = {
     "tick_s": 0.1,
@@ -52,7 +53,7 @@ class Node:
         self.home = home
         self.checkpoint = home.parent / "checkpoint"
         self.checkpoint.mkdir()
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Forked | None = None
         self.extra_env: dict[str, str] = {}
         self.client: DaemonClient
 
@@ -61,9 +62,8 @@ class Node:
         (self.checkpoint / "behaviour.json").write_text(json.dumps(behaviour))
 
     def start(self, **settings: object) -> DaemonClient:
-        command = [sys.executable, str(HERE / "fake_daemon.py"), str(self.home), json.dumps(FAST | settings)]
-        log = (self.home.parent / "daemon.log").open("ab")
-        self.process = subprocess.Popen(command, stdout=log, stderr=log, env=self.env)
+        command = [str(HERE / "fake_daemon.py"), str(self.home), json.dumps(FAST | settings)]
+        self.process = _DAEMONS.start(command, self.env, self.home.parent / "daemon.log")
         record_file = self.home / "run" / "daemon.json"
 
         def answers() -> bool:

@@ -14,6 +14,7 @@ import pytest
 
 from daemon.engines.base import Command
 from daemon.engines.torch import TorchEngine
+from daemon.lease import LEASE_FILE
 from daemon.port_owner import free_port
 from daemon.settings import DaemonSettings
 from daemon.status import WorkerState
@@ -50,11 +51,13 @@ def test_sigterm_ends_the_daemon_and_not_the_worker(node, alive):
     assert not alive(before.pid)
 
 
-def test_a_daemon_killed_during_a_start_adopts_what_came_of_it(node):
+def test_a_daemon_killed_during_a_start_adopts_what_came_of_it(node, until):
     node.start()
     node.behave(slow_start_s=1.0)
     node.client.launch(node.spec())
     node.signal_daemon(signal.SIGKILL)
+    # A forked daemon is there before the worker's shim is, which a started one never was.
+    until((node.home / "workers" / "w1" / LEASE_FILE).exists)
     node.start()
     assert node.wait("w1", WorkerState.READY).restarts == 0
 

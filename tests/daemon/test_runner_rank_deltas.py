@@ -59,19 +59,15 @@ def folders(tiny_checkpoint, tmp_path_factory) -> Callable[[str], list[Path]]:
 
 
 @pytest.fixture(scope="module")
-def alone(start, folders) -> Callable[[str, WeightFormat], list[list[int]]]:
-    """Tokens of one rank, each request alone."""
-    tokens: dict[tuple[str, WeightFormat], list[list[int]]] = {}
-
-    def each(family: str, weights: WeightFormat) -> list[list[int]]:
-        if (family, weights) not in tokens:
-            runner = start(family, weights=weights)
-            for number, folder in enumerate(folders(family), start=1):
-                load_adapter(runner, number, folder)
-            tokens[family, weights] = [greedy(runner, [request], NEW_TOKENS)[0] for request in REQUESTS]
-        return tokens[family, weights]
-
-    return each
+def alone(start, folders) -> dict[tuple[str, WeightFormat], list[list[int]]]:
+    """Tokens of one rank, each request alone; all first, so that the ranks of each (tp, pp) are started once."""
+    tokens = {}
+    for family, weights in [*((family, WeightFormat.BITS16) for family in LAYERS), ("llama", WeightFormat.INT8)]:
+        runner = start(family, weights=weights)
+        for number, folder in enumerate(folders(family), start=1):
+            load_adapter(runner, number, folder)
+        tokens[family, weights] = [greedy(runner, [request], NEW_TOKENS)[0] for request in REQUESTS]
+    return tokens
 
 
 @pytest.mark.parametrize(
@@ -86,11 +82,10 @@ def alone(start, folders) -> Callable[[str, WeightFormat], list[list[int]]]:
     ],
 )
 def test_tokens_of_a_mix_are_those_of_one_rank_and_one_request(family, config, alone, start, folders) -> None:
-    expected = alone(family, config.get("weights", WeightFormat.BITS16))
     runner = start(family, **config)
     for number, folder in enumerate(folders(family), start=1):
         load_adapter(runner, number, folder)
-    assert greedy(runner, REQUESTS, NEW_TOKENS) == expected
+    assert greedy(runner, REQUESTS, NEW_TOKENS) == alone[family, config.get("weights", WeightFormat.BITS16)]
 
 
 @pytest.mark.parametrize("file", ["delta-00001.safetensors", "delta-00004.safetensors"], ids=["first", "last"])
@@ -111,7 +106,7 @@ def test_a_delta_that_one_rank_refuses_is_loaded_on_none(
     assert greedy(runner, REQUESTS[:2], 2)
 
 
-@pytest.mark.parametrize("split", [{"tp": 2}, {"pp": 2, "layers": (2, 2)}], ids=["split", "stages"])
+@pytest.mark.parametrize("split", [{"pp": 2, "layers": (2, 2)}, {"tp": 2}], ids=["stages", "split"])
 def test_a_delta_of_another_base_is_loaded_on_no_rank(split, start, tiny_checkpoint, tmp_path: Path) -> None:
     """Rank 0 compares the base for all, a matrix of the last layer too."""
     runner, matrix = start("llama", **split), "model.layers.3.mlp.up_proj.weight"

@@ -15,7 +15,7 @@ import pytest
 from daemon.engines.registry import ENGINES
 from daemon.interconnect import measure_links
 from daemon.lease import LEASE_FILE, Lease, write_file
-from iserve.cli.home_processes import Finding, examine
+from iserve.cli.home_checks import Finding, examine
 from iserve.settings import Settings, load_settings
 from iserve.state.store import Store
 from tests.daemon.conftest import Node

@@ -25,6 +25,7 @@ from daemon.torch_engine.model.batch import FlatBatch
 from daemon.torch_engine.model.formats import FORMATS
 from daemon.torch_engine.model.kv_cache import KvCache
 from daemon.torch_engine.model.tensor_parallel import TensorParallel
+from daemon.torch_engine.model.unfilled import build_unfilled
 from daemon.torch_engine.model.weights import WeightReader
 from fingerprint.architectures import Listed
 from fingerprint.config import WeightFormat
@@ -352,8 +353,7 @@ def _build(source: ModelSource, shape: StageShape) -> nn.Module:
         config.layer_types = list(config.layer_types[layers])
     config._attn_implementation = attention.IMPLEMENTATION
     cls = getattr(transformers, source.spec.architecture)
-    with torch.device("meta"):
-        model = cls._from_config(config, dtype=source.dtype)
+    model = build_unfilled(lambda: cls._from_config(config, dtype=source.dtype))
     layout = source.layout
     gone = [] if shape.is_first else list(layout.embedding)
     gone += [] if shape.is_last else [*layout.final_norm, layout.head]

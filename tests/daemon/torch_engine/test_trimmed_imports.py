@@ -1,4 +1,4 @@
-"""Imports of a worker, in a process of its own: none that it never uses, and none that is missed."""
+"""Imports of a worker that computes a step, in a process of its own: none that it never uses, none missed."""
 
 from __future__ import annotations
 
@@ -23,6 +23,19 @@ with trimmed_imports():
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as classes
     for family in sorted(FAMILIES):
         getattr(transformers, classes[family])
+from pathlib import Path
+from daemon.torch_engine.parallel.runner import LocalRunner
+from daemon.torch_engine.runner_types import StepItem, StepPlan
+from daemon.worker_spec import StageAssignment, WorkerLimits
+from fingerprint.config import DeploymentConfig
+runner = LocalRunner()
+limits = WorkerLimits(
+    max_batch=1, max_batched_tokens=8, max_context_tokens=8, kv_tokens=8, memory_bytes_per_device=2**30
+)
+stages = (StageAssignment(device_ids=("cpu:0",), num_layers=8),)
+runner.load(Path("iserve/demo/model"), DeploymentConfig(), stages, limits)
+runner.step(StepPlan((StepItem(0, 0, (1, 2, 3)),)))
+runner.close()
 unused = {"scipy", "sympy", "torch._dynamo.eval_frame", "torch.distributed.tensor"}
 said = {"frozen": gc.get_freeze_count(), "collects": gc.isenabled(), "loaded": sorted(unused & sys.modules.keys())}
 """
