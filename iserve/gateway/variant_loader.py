@@ -9,7 +9,7 @@ import asyncio
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -18,6 +18,7 @@ import msgspec
 
 from fingerprint.errors import IserveError, UnavailableError
 from iserve.gateway.errors import ApiError
+from iserve.gateway.own_thread import in_own_thread
 from iserve.gateway.worker_http import CONNECT_S, NotBegunError, origin_of, worker_headers, worker_lost
 from iserve.http_stream import AnswerLostError, StreamAnswer, StreamClient
 from iserve.route_table import VariantRoute, WorkerTarget
@@ -89,15 +90,17 @@ class VariantLoader:
 
     async def folder(self, variant: VariantRoute) -> Path:
         """Return the variant's folder, as the worker reads it."""
-        return await self._from_store(variant, partial(self._folders.loadable, variant.content_hash))
+        found = asyncio.to_thread(self._folders.loadable, variant.content_hash)
+        return await self._from_store(variant, found)
 
     async def checked_folder(self, variant: VariantRoute, base: Path) -> Path:
         """Return the folder of a delta, after all of it was read, and all of ``base`` once."""
-        return await self._from_store(variant, partial(self._folders.checked, variant.content_hash, base))
+        found = in_own_thread(partial(self._folders.checked, variant.content_hash, base))
+        return await self._from_store(variant, found)
 
-    async def _from_store(self, variant: VariantRoute, find: Callable[[], Path]) -> Path:
+    async def _from_store(self, variant: VariantRoute, found: Awaitable[Path]) -> Path:
         try:
-            return await asyncio.to_thread(find)
+            return await found
         except UnavailableError as error:
             message = f"the variant {variant.name!r} cannot be loaded now: {self._shown(variant, str(error))}"
             raise ApiError(503, message, "variant_unusable", retry_after_s=_RETRY_AFTER_S) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -33,6 +34,20 @@ class Folders:
         raise self._error
 
 
+class HashedForLong(Folders):
+    """Folders that are there; bases are hashed until they are let go."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+
+    def loadable(self, content_hash: str) -> Path:
+        return self.root / content_hash
+
+    def checked(self, content_hash: str, base: Path) -> Path:
+        self.go_on.wait()
+        return base
+
+
 class SilentWorker(StreamClient):
     """Client whose worker never answers; it notes how long one would have waited."""
 
@@ -53,6 +68,24 @@ def test_a_large_adapter_has_longer_to_be_read(num_bytes: int, silence_s: float)
         asyncio.run(loader.load(target, replace(A, num_bytes=num_bytes), Path("/folder")))
     assert workers.silence_s == [silence_s]
     assert "'a'" in raised.value.answer.message
+
+
+def test_no_adapter_waits_for_bases_that_are_hashed() -> None:
+    """However many workers are to have a delta: the event loop has at most 32 threads for all that blocks."""
+    folders = HashedForLong()
+    loader = VariantLoader(SilentWorker(), folders)
+
+    async def run() -> None:
+        checks = [asyncio.create_task(loader.checked_folder(A, Path(f"/base{i}"))) for i in range(40)]
+        left = asyncio.create_task(loader.checked_folder(A, Path("/left")))
+        await asyncio.sleep(0)
+        assert await loader.folder(A) == folders.root / A.content_hash
+        assert not any(check.done() for check in checks)
+        left.cancel()  # whose thread goes on, and says nothing
+        folders.go_on.set()
+        assert await asyncio.gather(*checks) == [Path(f"/base{i}") for i in range(40)]
+
+    asyncio.run(run())
 
 
 class ReadingWorker(StreamClient):
