@@ -16,8 +16,8 @@ T = TypeVar("T")
 async def in_own_thread(call: Callable[[], T]) -> T:
     """Return what ``call`` returns, from a thread that takes no other call's and keeps no process from ending.
 
-    The threads of ``asyncio.to_thread`` are few, look up names for connections as well, and are waited for when the
-    process ends. A cancelled wait leaves the thread to itself.
+    The threads of ``asyncio.to_thread`` are few, look up names for connections as well, and are waited for when
+    the process ends. A cancelled wait leaves the thread to itself.
     """
     result: Future[T] = Future()
     result.set_running_or_notify_cancel()  # a cancelled wait does not cancel it

@@ -12,7 +12,7 @@ import pytest
 from daemon.variants.base_checks import BaseChecks
 from daemon.variants.store import VariantStore
 from fingerprint.delta import Delta, export_delta, read_delta
-from fingerprint.errors import CheckpointError, NotFoundError
+from fingerprint.errors import CheckpointError, NotFoundError, UnavailableError
 from tests.daemon.tiny_deltas import write_tiny_delta
 from tests.fingerprint.small_adapters import write_adapter
 from tests.fingerprint.small_fine_tunes import read_bytes, tiny_tensors, write_model
@@ -152,6 +152,42 @@ class TestBeforeALoad:
         assert read_bytes(store.verified(adapter)) == read_bytes(store.loadable(adapter))
         with pytest.raises(NotFoundError):
             store.delta("0" * 64)
+
+    def test_a_manifest_that_cannot_be_read_is_an_error_of_ours(self, store, delta: Delta) -> None:
+        """Of whatever else the controller's pass, in which all routes are made, would end."""
+        content = store.add(delta).content_hash
+        manifest = store.root / "manifests" / content
+        manifest.unlink()
+        manifest.mkdir()
+        with pytest.raises(UnavailableError, match="cannot be used"):
+            store.delta(content)
+
+    def test_a_base_that_changes_while_it_is_read_is_not_taken(
+        self, base: Path, delta: Delta, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its first tensors were those of the files before, and nothing has looked at those of the new ones."""
+        from fingerprint.checkpoint import Checkpoint
+
+        folder, chunks = shutil.copytree(base, tmp_path / "base"), Checkpoint.chunks
+        last = sorted(tensor.name for tensor in delta.manifest.base)[-1]
+
+        def replaced_before_the_last(self: Checkpoint, name: str) -> object:
+            if name == last:
+                monkeypatch.undo()
+                changed = dict(tiny_tensors())
+                first = sorted(changed)[0]
+                changed[first] = changed[first] + 1
+                write_model(tmp_path / "other", changed)
+                for file in (tmp_path / "other").iterdir():
+                    file.replace(folder / file.name)
+            return chunks(self, name)
+
+        monkeypatch.setattr(Checkpoint, "chunks", replaced_before_the_last)
+        checks = BaseChecks()
+        with pytest.raises(UnavailableError, match="changed while"):
+            checks.check(folder, delta.manifest)
+        with pytest.raises(CheckpointError, match="another base"):
+            checks.check(folder, delta.manifest)
 
     def test_a_base_is_read_once_and_again_where_it_has_changed(
         self, base: Path, delta: Delta, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
