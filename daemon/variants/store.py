@@ -180,7 +180,10 @@ class VariantStore:
         if not _is_unchanged(folder, manifest):
             log.warning("%s was changed; it is made anew", folder)
             with self._reported(), self._locked(_LOADABLE, fcntl.LOCK_EX):
-                self._discard(folder)
+                if not _is_unchanged(
+                    folder, manifest
+                ):  # else another has seen it too, and its engine may be reading
+                    self._discard(folder)
             folder = self.loadable(content_hash)
         return folder
 

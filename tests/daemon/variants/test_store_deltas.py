@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier, Event, local
 
 import numpy as np
 import pytest
 
+from daemon.variants import store as store_module
 from daemon.variants.base_checks import BaseChecks
 from daemon.variants.store import VariantStore
 from fingerprint.delta import Delta, export_delta, read_delta
@@ -123,6 +126,41 @@ class TestBeforeALoad:
             assert store.verified(content) == folder
             assert file.read_bytes() == kept
         read_delta(folder)
+
+    def test_a_changed_folder_is_made_anew_once(
+        self, store, delta: Delta, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The second that has seen the change takes no folder from the engine that the first has given it to."""
+        content = store.add(delta).content_hash
+        (weights,) = store.loadable(content).glob("*.safetensors")
+        kept = weights.read_bytes()
+        weights.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
+        is_unchanged, both_saw, first_is_done = store_module._is_unchanged, Barrier(2), Event()
+        turns = iter((Event(), first_is_done))  # of the two threads, once both have read the folder
+        mine = local()
+
+        def seen_by_both(*arguments) -> bool:
+            found = is_unchanged(*arguments)
+            if not hasattr(mine, "turn"):
+                mine.turn = next(turns)
+                both_saw.wait()
+                if mine.turn is first_is_done:
+                    first_is_done.wait()
+            return found
+
+        def given() -> int:
+            store.verified(content)
+            descriptor = os.open(weights, os.O_RDONLY)  # as an engine that reads it
+            first_is_done.set()
+            return descriptor
+
+        monkeypatch.setattr(store_module, "_is_unchanged", seen_by_both)
+        with ThreadPoolExecutor(2) as threads:
+            descriptors = [done.result() for done in [threads.submit(given) for _ in range(2)]]
+        for descriptor in descriptors:
+            assert os.fstat(descriptor).st_nlink == 1  # it still has its name
+            os.close(descriptor)
+        assert weights.read_bytes() == kept
 
     def test_a_tensor_that_was_changed_in_the_store_as_well_is_named(
         self, store, delta: Delta, golden: Golden
