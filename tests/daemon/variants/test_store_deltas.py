@@ -192,7 +192,7 @@ class TestBeforeALoad:
             store.delta("0" * 64)
 
     def test_a_manifest_that_cannot_be_read_is_an_error_of_ours(self, store, delta: Delta) -> None:
-        """Of whatever else the controller's pass, in which all routes are made, would end."""
+        """Any other would end the pass of the controller in which all routes are made."""
         content = store.add(delta).content_hash
         manifest = store.root / "manifests" / content
         manifest.unlink()
@@ -203,7 +203,7 @@ class TestBeforeALoad:
     def test_a_base_that_changes_while_it_is_read_is_not_taken(
         self, base: Path, delta: Delta, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Its first tensors were those of the files before, and nothing has looked at those of the new ones."""
+        """The first tensors were compared in the files before, and nothing has looked at those of the new ones."""
         from fingerprint.checkpoint import Checkpoint
 
         folder, chunks = shutil.copytree(base, tmp_path / "base"), Checkpoint.chunks
