@@ -221,8 +221,8 @@ class Traffic:
         if self.variant_rank < (0 if has_format else 1):
             raise ConfigError(
                 f"adapters of rank 1 to {ADAPTER_RANKS[-1]} are served next to their base, got "
-                f"{self.variant_rank}; 0 says that all variants are deltas of full fine-tunes, and needs their format "
-                "(--delta-format)"
+                f"{self.variant_rank}; 0 says that all variants are deltas of full fine-tunes, and needs their "
+                "format (--delta-format)"
             )
         if self.variant_rank > ADAPTER_RANKS[-1]:
             raise ConfigError(
