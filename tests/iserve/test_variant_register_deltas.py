@@ -243,7 +243,7 @@ class TestSlotsWithAFormat:
     def test_a_result_of_one_that_no_slot_holds_is_kept(
         self, api: Api, base: Path, folders: Path, deploy: Callable[..., None]
     ) -> None:
-        """No deployment serves it, so that none has another configuration than the one that was measured."""
+        """A deployment that cannot serve it says nothing of the configuration that was measured."""
         content_hash = add(api, base, folders / "delta")["content_hash"]
         stamp, config = weights_stamp(base.resolve()), DeploymentConfig()
         result = of_model(variant_hash=content_hash, weights_stamp=stamp, config=config, engine_version=None)
