@@ -218,7 +218,13 @@ class Traffic:
         if not 0 <= self.variants <= MAX_VARIANTS:
             raise ConfigError(f"there may be 0 to {MAX_VARIANTS:,} variants, got {self.variants:,}")
         has_format = self.delta_format is not SlotFormat.NONE
-        if not (0 if has_format else 1) <= self.variant_rank <= ADAPTER_RANKS[-1]:
+        if self.variant_rank < (0 if has_format else 1):
+            raise ConfigError(
+                f"adapters of rank 1 to {ADAPTER_RANKS[-1]} are served next to their base, got "
+                f"{self.variant_rank}; 0 says that all variants are deltas of full fine-tunes, and needs their "
+                "format (--delta-format)"
+            )
+        if self.variant_rank > ADAPTER_RANKS[-1]:
             raise ConfigError(
                 f"adapters of rank 1 to {ADAPTER_RANKS[-1]} are served next to their base, got "
                 f"{self.variant_rank}; merge one of a higher rank: iserve variant merge"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fingerprint.checkpoint import Checkpoint
 from fingerprint.delta import BaseHashes, DeltaManifest
+from fingerprint.errors import CheckpointError, UnavailableError
 
 __all__ = ["BaseChecks"]
 
@@ -38,6 +39,7 @@ class BaseChecks:
 
         Raises:
             CheckpointError: it is not, or cannot be read; the message names the first tensor that differs.
+            UnavailableError: its files changed while they were read.
         """
         with self._lock:
             known = self._bases.setdefault(base, _Base())
@@ -47,9 +49,16 @@ class BaseChecks:
             if known.hashes is None or known.stamp != stamp:
                 known.hashes, known.stamp = BaseHashes(checkpoint), stamp
             known.hashes.check(manifest.base)
+            if _stamp(checkpoint) != stamp:  # its first tensors may be those of the files before
+                raise UnavailableError(
+                    f"the files of {base} changed while they were read; try again once they do not"
+                )
 
 
 def _stamp(checkpoint: Checkpoint) -> _Stamp:
     files = sorted({entry.file for entry in checkpoint.tensors.values()})
-    found = [(file, file.stat()) for file in files]
+    try:
+        found = [(file, file.stat()) for file in files]
+    except OSError as error:
+        raise CheckpointError(f"cannot read {error.filename}: {error.strerror}") from error
     return tuple((str(file), one.st_size, one.st_ino, one.st_mtime_ns) for file, one in found)

@@ -175,11 +175,15 @@ class VariantStore:
         A folder in which one was changed is made anew. Raises as :meth:`loadable`.
         """
         folder = self.loadable(content_hash)
-        manifest = self._manifest(content_hash)
+        with self._reported():
+            manifest = self._manifest(content_hash)
         if not _is_unchanged(folder, manifest):
             log.warning("%s was changed; it is made anew", folder)
             with self._reported(), self._locked(_LOADABLE, fcntl.LOCK_EX):
-                self._discard(folder)
+                if not _is_unchanged(
+                    folder, manifest
+                ):  # else another has seen it too, and its engine may be reading
+                    self._discard(folder)
             folder = self.loadable(content_hash)
         return folder
 
@@ -189,7 +193,8 @@ class VariantStore:
         Raises:
             NotFoundError, CheckpointError: as :meth:`loadable`.
         """
-        manifest = self._manifest(_checked(content_hash))
+        with self._reported():
+            manifest = self._manifest(_checked(content_hash))
         return manifest.delta if isinstance(manifest, DeltaContent) else None
 
     def remove(self, content_hash: str) -> None:

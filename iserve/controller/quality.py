@@ -13,7 +13,7 @@ from fingerprint.config import DeploymentConfig
 from fingerprint.errors import BadInputError, ConfigError, ConflictError, NotFoundError
 from fingerprint.sanitize import is_plain
 from iserve.controller.stored_values import recorded_workers
-from iserve.controller.variant_serving import servers_of, variant_servers
+from iserve.controller.variant_serving import VariantServer, servers_of, variant_servers
 from iserve.demo import DEMO_MODEL_NAME
 from iserve.hub_files import cached_snapshot
 from iserve.model_source import ModelSource, existing_path, is_hub_id
@@ -38,6 +38,7 @@ class QualityResults:
     Args:
         resolve: the model that a name leads to.
         releases: the releases of an engine that are installed; of none that are known any is believed.
+        servers_of: the deployments that can serve a variant.
     """
 
     def __init__(
@@ -45,8 +46,10 @@ class QualityResults:
         store: Store,
         resolve: Callable[..., ModelSource],
         releases: Callable[[str], Collection[str]] = lambda engine: (),
+        servers_of: Callable[[VariantRow, Iterable[VariantServer]], Collection[str]] = servers_of,
     ) -> None:
         self._store, self._resolve, self._releases = store, resolve, releases
+        self._servers_of = servers_of
 
     def keep(self, result: QualityDocument) -> QualityDocument:
         """Keep a result of a variant or deployment, in place of one of the same contents.
@@ -103,7 +106,7 @@ class QualityResults:
     def _check_engine(self, facts: ModelFacts) -> None:
         """Return if a deployment of the model has the configuration of ``facts``, or none is there any longer."""
         variant, rows = self._variant(facts.name), self._store.deployments()
-        serving = {facts.name} if variant is None else set(servers_of(variant, variant_servers(rows)))
+        serving = {facts.name} if variant is None else set(self._servers_of(variant, variant_servers(rows)))
         workers = [recorded_workers(row)[:1] for row in rows if row.name in serving]
         configs = [worker.config for (worker,) in filter(None, workers)]
         if configs and facts.config not in configs:

@@ -99,7 +99,9 @@ class Controller:
         self.variants = Variants(
             settings, store, lambda base: self.resolve(base, need_weights=False), self.registered
         )
-        self.quality = QualityResults(store, self.resolve, lambda engine: releases(settings.home, engine))
+        self.quality = QualityResults(
+            store, self.resolve, lambda engine: releases(settings.home, engine), self.variants.servers_of
+        )
         self.variant_advice = VariantAdvisor(
             store, self.profiler, self._deployer, self.observe, self.resolve, self.variant_demand
         )

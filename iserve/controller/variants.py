@@ -207,17 +207,17 @@ class Variants:
 
     def _misfit(self, row: VariantRow, format_: SlotFormat) -> str | None:
         """Return what slots of ``format_`` do not hold of a delta, as ``fingerprint.delta.slots.misfit``."""
-        key = row.content_hash, row.base_directory, format_
-        if key not in self._misfits:
+        key, known = (row.content_hash, row.base_directory, format_), self._misfits
+        if key not in known:
             try:
                 manifest = self._content.delta(row.content_hash)
                 family = str(read_config(Path(row.base_directory)).get("model_type", ""))
             except IserveError as error:  # not remembered: it may be mended
                 return str(error)
-            if len(self._misfits) >= _MOST_MISFITS:
-                self._misfits.clear()
-            self._misfits[key] = None if manifest is None else misfit(manifest, format_, family)
-        return self._misfits[key]
+            if len(known) >= _MOST_MISFITS:
+                known = self._misfits = {}  # not emptied: another thread may be about to look up what it found
+            known[key] = None if manifest is None else misfit(manifest, format_, family)
+        return known[key]
 
     def routes(self, servers: tuple[VariantServer, ...]) -> Mapping[str, tuple[VariantRoute, ...]]:
         """Return the routes of variants by the deployment that serves each; nothing is read without one that can.

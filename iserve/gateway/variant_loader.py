@@ -9,7 +9,7 @@ import asyncio
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -18,6 +18,7 @@ import msgspec
 
 from fingerprint.errors import IserveError, UnavailableError
 from iserve.gateway.errors import ApiError
+from iserve.gateway.own_thread import in_own_thread
 from iserve.gateway.worker_http import CONNECT_S, NotBegunError, origin_of, worker_headers, worker_lost
 from iserve.http_stream import AnswerLostError, StreamAnswer, StreamClient
 from iserve.route_table import VariantRoute, WorkerTarget
@@ -89,15 +90,17 @@ class VariantLoader:
 
     async def folder(self, variant: VariantRoute) -> Path:
         """Return the variant's folder, as the worker reads it."""
-        return await self._from_store(variant, partial(self._folders.loadable, variant.content_hash))
+        found = asyncio.to_thread(self._folders.loadable, variant.content_hash)
+        return await self._from_store(variant, found)
 
     async def checked_folder(self, variant: VariantRoute, base: Path) -> Path:
         """Return the folder of a delta, after all of it was read, and all of ``base`` once."""
-        return await self._from_store(variant, partial(self._folders.checked, variant.content_hash, base))
+        found = in_own_thread(partial(self._folders.checked, variant.content_hash, base))
+        return await self._from_store(variant, found)
 
-    async def _from_store(self, variant: VariantRoute, find: Callable[[], Path]) -> Path:
+    async def _from_store(self, variant: VariantRoute, found: Awaitable[Path]) -> Path:
         try:
-            return await asyncio.to_thread(find)
+            return await found
         except UnavailableError as error:
             message = f"the variant {variant.name!r} cannot be loaded now: {self._shown(variant, str(error))}"
             raise ApiError(503, message, "variant_unusable", retry_after_s=_RETRY_AFTER_S) from error
@@ -107,7 +110,8 @@ class VariantLoader:
 
     def _shown(self, variant: VariantRoute, reason: str) -> str:
         """Return a reason for a client, without paths of this machine; the log has them."""
-        shown = without_paths(reason.replace(variant.engine_name, variant.name), self._folders.root)
+        known = [self._folders.root, *([Path(variant.base_directory)] if variant.base_directory else [])]
+        shown = without_paths(reason.replace(variant.engine_name, variant.name), *known)
         if shown != reason:
             _log.warning("variant %s: %s", variant.name, reason)
         return shown
@@ -121,7 +125,8 @@ class VariantLoader:
         """
         body = {"lora_name": variant.engine_name, "lora_path": str(folder)}
         silence_s = _LOAD_SILENCE_S + variant.num_bytes / _SLOWEST_READ_BYTES_PER_S
-        began_s, pause_s = asyncio.get_running_loop().time(), _ASK_AGAIN_S
+        now_s, pause_s = asyncio.get_running_loop().time(), _ASK_AGAIN_S
+        read_until_s, busy_until_s = now_s + silence_s, now_s + _BUSY_S
         while True:
             status, answer = await self._ask(target, "/v1/load_lora_adapter", body, variant.name, silence_s)
             if status == 200:
@@ -133,9 +138,12 @@ class VariantLoader:
             is_read = status == 500 and _BEING_READ in error.message
             if not (is_read or is_loaded or (status == 400 and error.param == "lora_name")):
                 break
-            if asyncio.get_running_loop().time() >= began_s + (silence_s if is_read else _BUSY_S):
+            now_s = asyncio.get_running_loop().time()
+            if now_s >= (read_until_s if is_read else busy_until_s):
                 status = 503
                 break
+            if is_read:  # it was not busy yet
+                busy_until_s = now_s + _BUSY_S
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _MOST_PAUSE_S) if is_read else _ASK_AGAIN_S
         reason = self._shown(variant, error.message)
@@ -199,13 +207,13 @@ class VariantLoader:
         return response.status, answer
 
 
-def without_paths(text: str, root: Path) -> str:
+def without_paths(text: str, *roots: Path) -> str:
     """Return ``text`` with no more than the last part of each absolute path.
 
     Args:
-        root: folder whose paths are known as such, whatever characters they have.
+        roots: folders whose paths are known as such, whatever characters they have.
     """
-    for known in (root, Path(os.path.realpath(root))):
+    for known in (one for root in roots for one in (root, Path(os.path.realpath(root)))):
         for folder in filter(lambda one: one.name, (known, known.parent)):  # not the root of all
             text = text.replace(f"{folder}/", "").replace(str(folder), folder.name)
     return _PATH.sub(

@@ -16,18 +16,20 @@ import pytest
 from daemon.engines.vllm import release
 from daemon.worker_spec import WorkerSpec
 from fingerprint.checkpoint import Checkpoint
-from fingerprint.config import SlotFormat
+from fingerprint.config import DeploymentConfig, SlotFormat
 from fingerprint.delta import read_delta
 from fingerprint.delta.slots import misfit
-from fingerprint.errors import ConfigError
+from fingerprint.errors import ConfigError, ConflictError
 from fingerprint.safetensors_writer import OutputTensor, write_safetensors
 from iserve.api_types import DeployBody
+from iserve.quality.facts import weights_stamp
 from tests.bad_input.conftest import Api, api
 from tests.daemon.engines.standin import make_vllm
 from tests.daemon.tiny_deltas import write_fine_tune, write_tiny_delta
 from tests.fingerprint.small_fine_tunes import tiny_tensors, write_model
 from tests.golden_words import Golden
 from tests.iserve.command_line import Done, iserve
+from tests.iserve.test_quality_kept import of_model
 from tests.iserve.test_variant_register import (
     VARIANTS,
     add,
@@ -237,6 +239,19 @@ class TestSlotsWithAFormat:
         (route,) = routes(api)["int2"].variants
         assert (route.engine_name, route.base_directory) == (added["engine_name"], str(base.resolve()))
         assert (routes(api)["int2"].adapter_slots, routes(api)["int2"].loaded_adapters) == (4, 4)
+
+    def test_a_result_of_one_that_no_slot_holds_is_kept(
+        self, api: Api, base: Path, folders: Path, deploy: Callable[..., None]
+    ) -> None:
+        """A deployment that cannot serve it says nothing of the configuration that was measured."""
+        content_hash = add(api, base, folders / "delta")["content_hash"]
+        stamp, config = weights_stamp(base.resolve()), DeploymentConfig()
+        result = of_model(variant_hash=content_hash, weights_stamp=stamp, config=config, engine_version=None)
+        deploy("int3", with_format(worker(1, base), SlotFormat.INT3))
+        assert api.controller.quality.keep(result) == result
+        deploy("int2", with_format(worker(2, base), SlotFormat.INT2))
+        with pytest.raises(ConflictError, match="is served by"):
+            api.controller.quality.keep(result)
 
     def test_slots_that_could_have_a_format_and_have_none_are_named(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
+from fingerprint.config import DeploymentConfig, KvFormat, Pruning, SlotFormat, WeightFormat
 from fingerprint.errors import ConfigError
 from planner.intent import (
     MOST_BASE_SHARE,
@@ -125,6 +125,13 @@ def test_requests_for_the_base_are_a_share_below_one(share: float, golden: Golde
     with golden.raises("planning", ConfigError):
         Traffic(variants=8, base_share=share)
     assert Traffic(variants=8, base_share=MOST_BASE_SHARE).base_share == 0.999
+
+
+@pytest.mark.parametrize("rank", [0, -1, 257])
+def test_ranks_of_adapters(rank: int, golden: Golden) -> None:
+    with golden.raises("planning", ConfigError):
+        Traffic(variants=8, variant_rank=rank)
+    assert Traffic(variants=8, variant_rank=0, delta_format=SlotFormat.INT2).variant_rank == 0
 
 
 @pytest.mark.parametrize("hits", [-0.1, 1.0, float("nan")])

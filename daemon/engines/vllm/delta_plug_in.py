@@ -17,10 +17,10 @@ from fingerprint.config import DeploymentConfig
 from fingerprint.delta import EMBEDDING_FORMAT
 from fingerprint.delta.slots import loads_in_background
 
-__all__ = ["PLUG_IN_PATH", "additional_config", "takes_release"]
+__all__ = ["PLUG_IN_NAME", "PLUG_IN_PATH", "additional_config", "takes_release"]
 
 PLUG_IN_PATH = str(Path(__file__).parent / "variants")  # for ``PYTHONPATH``: the package, and its entry point
-_PACKAGE = "iserve_variants"
+PLUG_IN_NAME = _PACKAGE = "iserve_variants"  # of the entry point, and of its package
 
 
 def additional_config(config: DeploymentConfig) -> dict[str, object]:

@@ -16,7 +16,7 @@ from daemon.devices import Device
 from daemon.engine_options import option_words
 from daemon.engines.base import Burst
 from daemon.engines.vllm.cache import kv_cache_bytes, step_tokens
-from daemon.engines.vllm.delta_plug_in import additional_config
+from daemon.engines.vllm.delta_plug_in import PLUG_IN_NAME, additional_config
 from daemon.engines.vllm.own_options import check_vllm_options, parser_words, use_words
 from daemon.worker_spec import WorkerLimits, WorkerSpec
 from fingerprint.cache_blocks import block_tokens
@@ -250,6 +250,10 @@ def environment(spec: WorkerSpec, devices: Mapping[str, Device]) -> tuple[tuple[
         env.append(("VLLM_PP_LAYER_PARTITION", ",".join(str(stage.num_layers) for stage in spec.stages)))
     if spec.config.adapter_slots:
         env.append(("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1"))  # else there are no routes that load adapters
+    plug_ins = os.environ.get("VLLM_PLUGINS")
+    if spec.config.has_delta_slots and plug_ins is not None:  # those that are loaded, where not all are
+        names = dict.fromkeys((*filter(None, plug_ins.split(",")), PLUG_IN_NAME))
+        env.append(("VLLM_PLUGINS", ",".join(names)))
     if spec.config.tp > 1:
         env += [
             ("VLLM_ALLREDUCE_USE_SYMM_MEM", "0"),

@@ -15,7 +15,7 @@ import pytest
 from daemon.engines.base import Inside
 from daemon.engines.registry import get_engine
 from daemon.engines.vllm import launch, release
-from daemon.engines.vllm.delta_plug_in import PLUG_IN_PATH, takes_release
+from daemon.engines.vllm.delta_plug_in import PLUG_IN_NAME, PLUG_IN_PATH, takes_release
 from daemon.worker_spec import WorkerSpec
 from fingerprint.capability import EngineCapabilities
 from fingerprint.config import DeploymentConfig, Pruning, SlotFormat, WeightFormat
@@ -119,7 +119,23 @@ class TestLaunch:
             for found in importlib.metadata.distributions(path=path.split(os.pathsep))
             for one in found.entry_points
         )
-        assert entry.group == "vllm.general_plugins"
+        assert (entry.group, entry.name) == ("vllm.general_plugins", PLUG_IN_NAME)
+
+    @pytest.mark.parametrize(("given", "loaded"), [("", ""), ("ours,theirs", "ours,theirs,"), (None, None)])
+    def test_a_choice_of_plug_ins_leaves_out_no_deltas(
+        self,
+        make: Callable[..., WorkerSpec],
+        monkeypatch: pytest.MonkeyPatch,
+        given: str | None,
+        loaded: str | None,
+    ) -> None:
+        """vLLM loads none but those of ``VLLM_PLUGINS``, and then says of each delta that it is no adapter."""
+        monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+        if given is not None:
+            monkeypatch.setenv("VLLM_PLUGINS", given)
+        env = dict(launch.environment(make(adapter_slots=8, delta_format=SlotFormat.INT2), DEVICES))
+        assert env.get("VLLM_PLUGINS") == (None if loaded is None else f"{loaded}{PLUG_IN_NAME}")
+        assert "VLLM_PLUGINS" not in dict(launch.environment(make(), DEVICES))
 
     def test_a_type_that_the_plug_in_has_no_kernels_for_is_refused(
         self, make: Callable[..., WorkerSpec], tmp_path: Path, golden: Golden

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier, Event, local
 
 import numpy as np
 import pytest
 
+from daemon.variants import store as store_module
 from daemon.variants.base_checks import BaseChecks
 from daemon.variants.store import VariantStore
 from fingerprint.delta import Delta, export_delta, read_delta
-from fingerprint.errors import CheckpointError, NotFoundError
+from fingerprint.errors import CheckpointError, NotFoundError, UnavailableError
 from tests.daemon.tiny_deltas import write_tiny_delta
 from tests.fingerprint.small_adapters import write_adapter
 from tests.fingerprint.small_fine_tunes import read_bytes, tiny_tensors, write_model
@@ -124,6 +127,41 @@ class TestBeforeALoad:
             assert file.read_bytes() == kept
         read_delta(folder)
 
+    def test_a_changed_folder_is_made_anew_once(
+        self, store, delta: Delta, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The second that has seen the change takes no folder from the engine that the first has given it to."""
+        content = store.add(delta).content_hash
+        (weights,) = store.loadable(content).glob("*.safetensors")
+        kept = weights.read_bytes()
+        weights.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
+        is_unchanged, both_saw, first_is_done = store_module._is_unchanged, Barrier(2), Event()
+        turns = iter((Event(), first_is_done))  # of the two threads, once both have read the folder
+        mine = local()
+
+        def seen_by_both(*arguments) -> bool:
+            found = is_unchanged(*arguments)
+            if not hasattr(mine, "turn"):
+                mine.turn = next(turns)
+                both_saw.wait()
+                if mine.turn is first_is_done:
+                    first_is_done.wait()
+            return found
+
+        def given() -> int:
+            store.verified(content)
+            descriptor = os.open(weights, os.O_RDONLY)  # as an engine that reads it
+            first_is_done.set()
+            return descriptor
+
+        monkeypatch.setattr(store_module, "_is_unchanged", seen_by_both)
+        with ThreadPoolExecutor(2) as threads:
+            descriptors = [done.result() for done in [threads.submit(given) for _ in range(2)]]
+        for descriptor in descriptors:
+            assert os.fstat(descriptor).st_nlink == 1  # it still has its name
+            os.close(descriptor)
+        assert weights.read_bytes() == kept
+
     def test_a_tensor_that_was_changed_in_the_store_as_well_is_named(
         self, store, delta: Delta, golden: Golden
     ) -> None:
@@ -152,6 +190,42 @@ class TestBeforeALoad:
         assert read_bytes(store.verified(adapter)) == read_bytes(store.loadable(adapter))
         with pytest.raises(NotFoundError):
             store.delta("0" * 64)
+
+    def test_a_manifest_that_cannot_be_read_is_an_error_of_ours(self, store, delta: Delta) -> None:
+        """Any other would end the pass of the controller in which all routes are made."""
+        content = store.add(delta).content_hash
+        manifest = store.root / "manifests" / content
+        manifest.unlink()
+        manifest.mkdir()
+        with pytest.raises(UnavailableError, match="cannot be used"):
+            store.delta(content)
+
+    def test_a_base_that_changes_while_it_is_read_is_not_taken(
+        self, base: Path, delta: Delta, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The first tensors were compared in the files before, and nothing has looked at those of the new ones."""
+        from fingerprint.checkpoint import Checkpoint
+
+        folder, chunks = shutil.copytree(base, tmp_path / "base"), Checkpoint.chunks
+        last = sorted(tensor.name for tensor in delta.manifest.base)[-1]
+
+        def replaced_before_the_last(self: Checkpoint, name: str) -> object:
+            if name == last:
+                monkeypatch.undo()
+                changed = dict(tiny_tensors())
+                first = sorted(changed)[0]
+                changed[first] = changed[first] + 1
+                write_model(tmp_path / "other", changed)
+                for file in (tmp_path / "other").iterdir():
+                    file.replace(folder / file.name)
+            return chunks(self, name)
+
+        monkeypatch.setattr(Checkpoint, "chunks", replaced_before_the_last)
+        checks = BaseChecks()
+        with pytest.raises(UnavailableError, match="changed while"):
+            checks.check(folder, delta.manifest)
+        with pytest.raises(CheckpointError, match="another base"):
+            checks.check(folder, delta.manifest)
 
     def test_a_base_is_read_once_and_again_where_it_has_changed(
         self, base: Path, delta: Delta, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -86,3 +86,12 @@ def test_a_gateway_that_ends_waits_for_no_delta(make_variant_gateway: Any, make_
     wait_until(lambda: one.engine_name in worker.loads, "the delta is asked for")
     assert gateway.stop() == 0
     assert "Traceback" not in gateway.logged()
+
+
+def test_a_gateway_that_ends_waits_for_no_base(make_variant_gateway: Any, make_adapter_worker: Any) -> None:
+    worker, one = make_adapter_worker(), delta("unchecked", "/models/HUGE")
+    gateway = make_variant_gateway("--grace", "0")
+    gateway.publish(route(worker, variants=(replace(one, pinned=True),)))
+    wait_until(lambda: checks(gateway), "the base is hashed")
+    assert gateway.stop() == 0
+    assert "Traceback" not in gateway.logged()

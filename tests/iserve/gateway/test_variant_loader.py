@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import threading
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -33,6 +35,20 @@ class Folders:
         raise self._error
 
 
+class HashedForLong(Folders):
+    """Folders that are there; bases are hashed until they are let go."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+
+    def loadable(self, content_hash: str) -> Path:
+        return self.root / content_hash
+
+    def checked(self, content_hash: str, base: Path) -> Path:
+        self.go_on.wait()
+        return base
+
+
 class SilentWorker(StreamClient):
     """Client whose worker never answers; it notes how long one would have waited."""
 
@@ -55,14 +71,36 @@ def test_a_large_adapter_has_longer_to_be_read(num_bytes: int, silence_s: float)
     assert "'a'" in raised.value.answer.message
 
 
-class ReadingWorker(StreamClient):
-    """Client whose worker reads a delta for ever; it notes when it was asked."""
+def test_no_adapter_waits_for_bases_that_are_hashed() -> None:
+    """However many workers are to have a delta: the event loop has at most 32 threads for all that blocks."""
+    folders = HashedForLong()
+    loader = VariantLoader(SilentWorker(), folders)
 
-    def __init__(self) -> None:
+    async def run() -> None:
+        checks = [asyncio.create_task(loader.checked_folder(A, Path(f"/base{i}"))) for i in range(40)]
+        left = asyncio.create_task(loader.checked_folder(A, Path("/left")))
+        await asyncio.sleep(0)
+        assert await loader.folder(A) == folders.root / A.content_hash
+        assert not any(check.done() for check in checks)
+        left.cancel()  # whose thread goes on, and says nothing
+        folders.go_on.set()
+        assert await asyncio.gather(*checks) == [Path(f"/base{i}") for i in range(40)]
+
+    asyncio.run(run())
+
+
+class ReadingWorker(StreamClient):
+    """Client whose worker reads a delta, and has no place for it afterwards; it notes when it was asked."""
+
+    def __init__(self, read_s: float = math.inf) -> None:
+        self.read_s = read_s
         self.asked_s: list[float] = []
 
     async def post(self, *arguments: Any, **named: Any) -> Any:
         self.asked_s.append(asyncio.get_running_loop().time())
+        if self.asked_s[-1] >= self.read_s:
+            error = {"message": "2 are loaded, 1 of them until its last request ends", "param": "lora_name"}
+            return Answer(400, json.dumps({"error": error}).encode())
         message = f"Call to add_lora method failed: delta {A.engine_name} is still being read: ask for it again"
         return Answer(500, json.dumps({"error": {"message": message}}).encode())
 
@@ -95,8 +133,8 @@ class TimelessLoop(asyncio.SelectorEventLoop):
         return self._really(0)
 
 
-def test_a_delta_that_is_never_read_is_asked_for_less_and_less_often_and_given_up(golden: Golden) -> None:
-    workers = ReadingWorker()
+def asked_s(workers: ReadingWorker) -> tuple[NotBegunError, list[float]]:
+    """Return how the load of 200 MB ends at a worker, and when it was asked, on a clock that waits for nothing."""
     loader = VariantLoader(workers, Folders(IserveError()))
     target = WorkerTarget(worker_id="w", url="http://127.0.0.1:1", ready=True)
     loop = TimelessLoop()
@@ -105,12 +143,33 @@ def test_a_delta_that_is_never_read_is_asked_for_less_and_less_often_and_given_u
             loop.run_until_complete(loader.load(target, replace(A, num_bytes=200_000_000), Path("/folder")))
     finally:
         loop.close()
-    pauses_s = [after - before for before, after in pairwise(workers.asked_s)]
+    return raised.value, workers.asked_s
+
+
+def test_a_delta_that_is_never_read_is_asked_for_less_and_less_often_and_given_up(golden: Golden) -> None:
+    error, at_s = asked_s(ReadingWorker())
+    pauses_s = [after - before for before, after in pairwise(at_s)]
     assert pauses_s[:6] == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.0, 1.0])
     assert pauses_s[6:] == pytest.approx([1.0] * len(pauses_s[6:]))
-    assert 130 <= workers.asked_s[-1] < 131.5  # as long as one answer is waited for
-    assert raised.value.answer.status == 503
-    golden("rest-errors", raised.value.answer.message)
+    assert 130 <= at_s[-1] < 131.5  # as long as one answer is waited for
+    assert error.answer.status == 503
+    golden("rest-errors", error.answer.message)
+
+
+def test_a_worker_without_a_place_is_asked_for_as_long_after_it_has_read_a_delta() -> None:
+    error, at_s = asked_s(ReadingWorker(read_s=50.0))
+    assert 59 <= at_s[-1] < 61.5
+    assert error.answer.status == 503
+
+
+def test_clients_see_no_path_of_a_base(caplog: pytest.LogCaptureFixture) -> None:
+    base = "/mnt/ann's models (new)/llama"
+    error = CheckpointError(f"the delta was made of another base than {base}: tensor 'x' differs")
+    variant = replace(A, base_directory=base)
+    with pytest.raises(ApiError) as raised:
+        asyncio.run(VariantLoader(SilentWorker(), Folders(error)).folder(variant))
+    assert raised.value.message.endswith("the delta was made of another base than llama: tensor 'x' differs")
+    assert base in caplog.text
 
 
 @pytest.mark.parametrize(
