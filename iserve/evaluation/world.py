@@ -15,7 +15,7 @@ from fingerprint.delta.formats import FORMATS
 from fingerprint.errors import ConfigError
 from fingerprint.gpus import parse_gpus
 from planner.adapter_slots import MOST_SLOTS
-from planner.intent import IntentKind, Quality, Traffic
+from planner.intent import MOST_SKEW, IntentKind, Quality, Traffic
 
 __all__ = [
     "INTENTS",
@@ -254,7 +254,8 @@ def _exponent(what: str, text: str, more: str = "") -> float:
         value = float(exponent or "1")
     except ValueError:
         raise ConfigError(f"{what} is even, zipf:S with a number S{more}, got {text!r}") from None
-    _check("the exponent of zipf", value)
+    if not 0 <= value <= MOST_SKEW:
+        raise ConfigError(f"{what}: the exponent of zipf is from 0 to {MOST_SKEW:g}, got {value:g}")
     return value
 
 
