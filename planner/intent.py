@@ -22,6 +22,7 @@ __all__ = [
     "MAX_REPLICAS",
     "MAX_VARIANTS",
     "MOST_BASE_SHARE",
+    "MOST_SKEW",
     "MOST_WINDOWS",
     "CostModel",
     "Intent",
@@ -101,7 +102,7 @@ def allows(quality: Quality, config: DeploymentConfig) -> bool:
 
 
 _MOST_CV = 100.0
-_MOST_SKEW = 10.0  # of Zipf's law: nearly all requests are of one variant
+MOST_SKEW = 10.0  # of Zipf's law: nearly all requests are of one variant
 MAX_VARIANTS = 10_000  # of one base
 MOST_BASE_SHARE = 0.999  # of the requests; with fewer for all variants together, slots are of no use
 _MOST_PER_S = 1e9
@@ -236,9 +237,9 @@ class Traffic:
                 "slots for deltas have a size on the embedded engine (--delta-mib) and a format on vLLM "
                 "(--delta-format); give one of them"
             )
-        if not 0 <= self.variant_skew <= _MOST_SKEW:
+        if not 0 <= self.variant_skew <= MOST_SKEW:
             raise ConfigError(
-                f"the exponent of Zipf's law must be from 0 to {_MOST_SKEW:g}, got {self.variant_skew:g}"
+                f"the exponent of Zipf's law must be from 0 to {MOST_SKEW:g}, got {self.variant_skew:g}"
             )
         if not 0 <= self.base_share <= MOST_BASE_SHARE:
             raise ConfigError(

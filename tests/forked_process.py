@@ -51,7 +51,10 @@ def become(order):
     try:
         return module.main()
     except SystemExit as end:
-        return end.code
+        if end.code is None or isinstance(end.code, int):
+            return end.code
+        print(end.code, file=sys.stderr)  # as Python does with words
+        return 1
     except BaseException:
         traceback.print_exc()
         return 1

@@ -15,7 +15,7 @@ import numpy as np
 
 from daemon.engines.registry import capabilities_for
 from fingerprint.config import DeploymentConfig
-from fingerprint.errors import BadInputError, ConfigError
+from fingerprint.errors import BadInputError, ConfigError, InfeasibleError
 from fingerprint.estimates import Estimator
 from fingerprint.families import read_spec
 from fingerprint.gpu_spec import GpuSpec
@@ -225,7 +225,10 @@ def _alone(arena: Arena, name: str) -> StepModel:
         quality=arena.world.quality,
         planned_batch=arena.world.planned_batch,
     )
-    config = least_tp(asked, situation)
+    try:
+        config = least_tp(asked, situation)
+    except InfeasibleError as error:
+        raise InfeasibleError(f"{arena.world.name}: {name}: {error}") from error
     placed = size_together(situation, [Spot(asked, config, arena.cluster.gpus[: config.tp])])
     assert placed is not None, f"the least TP holds {load.workload} on empty GPUs"
     return arena.truths[name](config, placed[0].limits)

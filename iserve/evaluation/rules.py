@@ -99,9 +99,11 @@ def least_tp(asked: Asked, situation: Situation) -> DeploymentConfig:
         for config in configs.values():
             if max(planned_bytes(asked, config, batch), least_bytes(asked, config)) <= usable:
                 return config
+    slots = asked.model.options.adapter_slots
+    fewer, of_slots = (", or fewer slots", f" with {slots} slots for variants") if slots else ("", "")
     raise InfeasibleError(
-        f"no TP degree of {', '.join(map(str, configs)) or 'none'} holds it on {situation.gpu.name}; take larger "
-        "GPUs or narrower formats"
+        f"no TP degree of {', '.join(map(str, configs)) or 'none'} holds it{of_slots} on {situation.gpu.name}; "
+        f"take larger GPUs or narrower formats{fewer}"
     )
 
 

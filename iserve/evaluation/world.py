@@ -15,7 +15,7 @@ from fingerprint.delta.formats import FORMATS
 from fingerprint.errors import ConfigError
 from fingerprint.gpus import parse_gpus
 from planner.adapter_slots import MOST_SLOTS
-from planner.intent import IntentKind, Quality, Traffic
+from planner.intent import MOST_SKEW, IntentKind, Quality, Traffic
 
 __all__ = [
     "INTENTS",
@@ -69,7 +69,7 @@ class WorldVariants:
     delta_mib: int | None = None
     """MiB of each delta; or give `rank` or `delta_format`."""
     popularity: str = "zipf:1"
-    """Shares of the variants: `even`, or `zipf:S` (the i-th's is proportional to 1 / i^S)."""
+    """Shares of the variants: `even`, or `zipf:S` (the i-th's is proportional to 1 / i^S; S is 0 to 10)."""
     base_share: float = 0.0
     """Share of the model's requests that is for the base itself."""
     slots: int = 0
@@ -187,7 +187,8 @@ class RequestLaw:
     rates_per_s: dict[str, float] = field(default_factory=dict)
     """Requests per second of each model, of a law, in place of `rate_per_s` and `shares`."""
     shares: str | dict[str, float] = "even"
-    """Shares of the models: `even`, `zipf:S` (the i-th model's is proportional to 1 / i^S), or a weight each."""
+    """Shares of the models: `even`, `zipf:S` (the i-th model's is proportional to 1 / i^S; S is 0 to 10), or a
+    weight each."""
     changes: tuple[RateChange, ...] = ()
     """Changes over time; of a trace they change the shares and not the rate of all."""
     daily_amplitude: float = 0.0
@@ -254,7 +255,8 @@ def _exponent(what: str, text: str, more: str = "") -> float:
         value = float(exponent or "1")
     except ValueError:
         raise ConfigError(f"{what} is even, zipf:S with a number S{more}, got {text!r}") from None
-    _check("the exponent of zipf", value)
+    if not 0 <= value <= MOST_SKEW:
+        raise ConfigError(f"{what}: the exponent of zipf is from 0 to {MOST_SKEW:g}, got {value:g}")
     return value
 
 

@@ -16,9 +16,10 @@ from daemon.engines.base import Command
 from daemon.engines.torch import TorchEngine
 from daemon.lease import LEASE_FILE
 from daemon.port_owner import free_port
+from daemon.procfs import pids_with, started_as
 from daemon.settings import DaemonSettings
 from daemon.status import WorkerState
-from daemon.worker_process import Phase, WorkerProcess
+from daemon.worker_process import WORKER_MARK, Phase, WorkerProcess
 from daemon.worker_spec import StageAssignment
 from fingerprint.codec import to_json
 from fingerprint.errors import (
@@ -60,6 +61,21 @@ def test_a_daemon_killed_during_a_start_adopts_what_came_of_it(node, until):
     until((node.home / "workers" / "w1" / LEASE_FILE).exists)
     node.start()
     assert node.wait("w1", WorkerState.READY).restarts == 0
+
+
+def test_a_daemon_that_is_back_before_the_shim_adopts_the_worker_or_leaves_nothing_of_it(node, until):
+    """Whichever is first: the shim with its lease, or the daemon that withdraws orders without one."""
+    node.start()
+    node.client.launch(node.spec())
+    node.signal_daemon(signal.SIGKILL)
+    node.start()
+    if node.client.workers():
+        assert node.wait("w1", WorkerState.READY).restarts == 0
+        return
+    folder = node.home / "workers" / "w1"
+    until(lambda: not list(started_as(("-m", "daemon.shim", str(folder)))), "the shim ends without orders")
+    assert not list(pids_with(WORKER_MARK, str(folder)))
+    assert node.ready().restarts == 0
 
 
 def test_a_worker_of_a_version_that_knew_fewer_fields_is_adopted(node, until, monkeypatch):

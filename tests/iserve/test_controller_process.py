@@ -49,6 +49,25 @@ def test_a_start_loads_no_engine_and_no_regressions() -> None:
     assert {"torch", "transformers", "sklearn", "scipy"}.isdisjoint(done.stdout.split())
 
 
+@pytest.mark.slow
+def test_the_collector_is_off_until_all_is_made_and_then_on(make_installation: Callable[..., Any]) -> None:
+    code = (
+        "import gc, uvicorn, iserve.controller.__main__ as controller\n"
+        "print(gc.isenabled(), gc.get_freeze_count() > 100_000)\n"
+        "uvicorn.Server.run = lambda _, sockets: print(gc.isenabled(), gc.get_freeze_count() > 100_000)\n"
+        "controller.main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=make_installation().environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=True,
+    )
+    assert done.stdout.splitlines() == ["False False", "True True"], done.stderr
+
+
 @pytest.mark.parametrize(
     ("in_the_way", "is_folder"),
     [

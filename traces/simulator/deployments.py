@@ -51,6 +51,7 @@ class Deployments:
         self._cluster, self._requests = cluster, requests
         names = [action for action in scenario.actions if isinstance(action, Deploy)]
         self.by_name = {a.name: Deployment(i, a.name, a.model) for i, a in enumerate(names)}
+        self._with_variants = frozenset(scenario.variants.values())
         self.changes: list[Change] = []
         self._of: dict[Server, Deployment] = {}
         self._profiles: list[Profile] = []  # that wait for spare memory
@@ -335,8 +336,10 @@ class Deployments:
         self, deployment: Deployment, decided: Deployed, policy: str, now_s: float, ready_s: float
     ) -> tuple[Server, tuple[tuple[Gpu, int], ...]]:
         """Start a worker with its memory, before requests are routed to it; ``policy`` is at fault if it has no
-        room.
+        room, or no slots for variants that are named.
         """
+        if decided.adapters is None and deployment.name in self._with_variants:
+            raise PolicyFault(policy, f"placed {deployment.name!r} without slots for its variants")
         self._made += 1
         stages = ask(policy, lambda: self._cluster.stages(decided.placement))
         name, make_batcher = f"{deployment.name}#{self._made}", self._policies.make_batcher

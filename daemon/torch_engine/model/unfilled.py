@@ -27,6 +27,9 @@ def build_unfilled(make: Callable[[], nn.Module]) -> nn.Module:
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to("meta"))
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not parameter.is_meta:  # its first values were computed as those of buffers are
+                setattr(module, name, nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad))
     return model
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fingerprint.config import DeploymentConfig
-from fingerprint.errors import BadInputError, ConfigError, PolicyError
+from fingerprint.errors import BadInputError, ConfigError, InfeasibleError, PolicyError
 from fingerprint.lora.slot_bytes import reserved_bytes
 from iserve.evaluation.arena import Arena, make_arena
 from iserve.evaluation.contestants import (
@@ -305,6 +305,12 @@ def test_a_model_with_the_name_of_a_variant_is_refused() -> None:
     named = [*models(ADAPTERS), {"name": "chat/8", "config": LLAMA_8B}]
     with pytest.raises(ConfigError, match="'chat/8' is a variant's name too"):
         small_world(models=named)
+
+
+def test_slots_that_no_gpu_holds_are_named() -> None:
+    """64 slots of 2,160 MiB are 145 GB; an H200 has 141."""
+    with pytest.raises(InfeasibleError, match=r"small: chat: .* with 64 slots for variants .* or fewer slots"):
+        arena_of({"number": 64, "delta_format": "int2", "slots": 64})
 
 
 def test_an_engine_without_slots_is_refused() -> None:

@@ -48,6 +48,17 @@ def test_defaults_are_the_documented_ones() -> None:
             "rate_per_s",
             id="no rate",
         ),
+        pytest.param(
+            {
+                "requests": {
+                    "lengths": {"input_mean_tokens": 9, "output_mean_tokens": 9},
+                    "rate_per_s": 1,
+                    "shares": "zipf:2000",
+                }
+            },
+            "shares: the exponent",
+            id="all of one model",
+        ),
     ],
 )
 def test_wrong_world_is_one_line(changed: dict[str, Any], named: str) -> None:

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fingerprint.errors import ConfigError, NotFoundError
+from fingerprint.errors import ConfigError, NotFoundError, PolicyError
 from placement.variant_routing import make_variant_policy
 from planner.intent import Slo
 from tests.golden_words import Golden
 from tests.traces.simulator.linear_steps import linear_steps
 from tests.traces.simulator.variant_worlds import WithSlots
-from tests.traces.simulator.worlds import cluster, limits
+from tests.traces.simulator.worlds import OnTheFirst, cluster, limits
 from traces.request import Request
 from traces.simulator.adapter_cost import AdapterCost
 from traces.simulator.result import SimulationResult
@@ -81,6 +81,12 @@ def test_named_variants_fare_as_any_other_name_of_one_deployment(policy: str, as
 def test_a_name_that_is_no_variant_is_never_deployed() -> None:
     with pytest.raises(NotFoundError, match="'a/9', which is never deployed"):
         run([Request(0.0, 1, 1, model="a/9")], scenario("a"), "fcfs")
+
+
+def test_a_replica_without_slots_for_named_variants_is_its_policys_fault() -> None:
+    """Else it would serve each as its base."""
+    with pytest.raises(PolicyError, match="placed 'a' without slots for its variants"):
+        simulate([Request(0.0, 1, 1, model="a/1")], scenario("a"), Policies(deployer=OnTheFirst(STEPS)))
 
 
 class TestRefused:
