@@ -9,9 +9,8 @@
 ``write`` makes models and random deltas: ``large`` takes 7.5 GB of disk, ``small`` 10. ``same`` compares tokens of
 a mixed batch with those of each request alone, and of a delta with those of the checkpoint that it means, on four
 layers of Llama-3.1-8B's shape. ``run`` measures one engine of the whole shape, dummy weights: ``plain`` (without
-LoRA), ``deltas`` (slots of deltas alone), ``specialized`` (likewise, and graphs by the number of deltas in use),
-``mixed`` (deltas and adapters). Slots of 32 deltas and the spare one take 61 GB: a card of 80 GB holds fewer
-(``--slots 8``).
+LoRA), ``deltas`` (slots of deltas alone), ``mixed`` (deltas and adapters). Slots of 32 deltas and the spare one
+take 61 GB: a card of 80 GB holds fewer (``--slots 8``).
 ``OUT/NAME.json`` is written after each measurement, so a run that is killed keeps what it has. A start takes a
 minute or two, so one call has one engine. **Never run yet**: written without a GPU.
 """
@@ -33,7 +32,7 @@ from tests.bench.delta_served_files import VARIANTS, Files, write_all
 
 __all__ = ["ENGINES", "GOALS_MS", "Kept", "Mix", "agreement", "summary"]
 
-ENGINES = ("plain", "deltas", "specialized", "mixed")
+ENGINES = ("plain", "deltas", "mixed")
 MEASURES = ("steps", "prompts", "loads")
 GOALS_MS = {1: 6.5, 4: 8.0, 8: 10.0, 32: 24.0}
 BASE_SHARE, LOAD_SHARE = 0.02, 1.5
@@ -165,7 +164,6 @@ def _arguments(model: Path, engine: str, slots: int, small: bool) -> dict[str, A
         "max_loras": slots,
         "max_cpu_loras": slots + 4,
         "max_lora_rank": 16 if engine == "mixed" else 1,
-        "specialize_active_lora": engine == "specialized",
         "additional_config": settings.to_config(),
     }
 

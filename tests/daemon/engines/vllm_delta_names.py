@@ -65,7 +65,7 @@ USED: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "lora/punica_wrapper/punica_base.py:PunicaWrapperBase": (("add_lora_linear", "update_metadata"), ()),
     "lora/punica_wrapper/punica_gpu.py:PunicaWrapperGPU": (("add_lora_linear", "update_metadata"), ()),
     "lora/request.py:LoRARequest": ((), ("lora_int_id", "lora_path")),
-    "config/lora.py:LoRAConfig": ((), ("fully_sharded_loras", "specialize_active_lora")),
+    "config/lora.py:LoRAConfig": ((), ("fully_sharded_loras",)),
     "config/vllm.py:VllmConfig": (
         (),
         ("additional_config", "compilation_config", "model_config", "speculative_config"),

@@ -15,7 +15,7 @@ from iserve_variants.route import Route
 
 __all__ = ["SEGMENT_ROWS", "Run", "StepRoutes"]
 
-SEGMENT_ROWS = (8, 32)  # of all tilings that steps choose
+SEGMENT_ROWS = 32  # of all tilings that steps choose
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,6 @@ class StepRoutes:
         device: torch.device | str,
         graph_rows: int,
         merged_from_rows: int | None,
-        segment_rows: Sequence[int] = SEGMENT_ROWS,
     ) -> None:
         """Take the buffers' memory.
 
@@ -49,25 +48,23 @@ class StepRoutes:
             device: of the model.
             graph_rows: most rows of a captured graph; only larger steps may be computed as the host decides.
             merged_from_rows: rows of one delta from which on it is merged; None: never.
-            segment_rows: of the tilings that steps choose.
         """
         self.slots, self.graph_rows, self.merged_from_rows = slots, graph_rows, merged_from_rows
         self.token_slots = torch.full((max_rows,), -1, dtype=torch.int64, device=device)
         """Slot of each token's row; -1: no delta."""
         self.sample_slots = torch.full((max_rows,), -1, dtype=torch.int64, device=device)
         """Slot of each row that logits are computed of."""
-        self.token_routes = {rows: _route(max_rows, slots, rows, device) for rows in segment_rows}
-        """Rows of deltas that are not merged, by the rows of a segment."""
-        self.sample_routes = {rows: _route(max_rows, slots, rows, device) for rows in segment_rows}
+        self.token_route, self.sample_route = (
+            Route.empty(max_rows=max_rows, slots=slots, segment_rows=SEGMENT_ROWS, device=device) for _ in range(2)
+        )
+        """Rows of deltas that are not merged, and all sampled ones."""
         self.wants_samples = False
         """Whether a module reads the routes of samples: an output layer with slots."""
         self.has_variants = False
         """Whether a row has an adapter or a delta: a step without is captured without any of their launches."""
         self.has_routed = False
-        """Whether a row is in the routes."""
+        """Whether a row is in the route of tokens."""
         self.samples_deltas = False
-        self.active: int | None = None
-        """Most variants in the step, where graphs are captured for each number of them; None: any number."""
         self.runs: tuple[Run, ...] = ()
         """All rows of a large step in order, where a delta is merged; empty: one product."""
 
@@ -88,14 +85,14 @@ class StepRoutes:
         had, self.has_routed = self.has_routed, bool((routed >= 0).any())
         _fill(self.token_slots, slot_of_row)
         if self.has_routed or had:
-            _route_all(self.token_routes, routed)
+            self.token_route.fill(torch.from_numpy(routed).to(self.token_slots.device))
         if not self.wants_samples:
             return
         sampled = _slots(np.fromiter(samples, dtype=np.int64, count=len(samples)), slot_of_delta)
         had, self.samples_deltas = self.samples_deltas, bool((sampled >= 0).any())
         if self.samples_deltas or had:
             _fill(self.sample_slots, sampled)
-            _route_all(self.sample_routes, sampled)
+            self.sample_route.fill(torch.from_numpy(sampled).to(self.sample_slots.device))
 
     def launches(self, rows: int) -> bool:
         """Return whether a product of ``rows`` rows launches the kernel of deltas.
@@ -109,10 +106,6 @@ class StepRoutes:
             return frozenset()
         slots, counts = np.unique(slot_of_row[slot_of_row >= 0], return_counts=True)
         return frozenset(int(slot) for slot in slots[counts >= self.merged_from_rows])
-
-
-def _route(max_rows: int, slots: int, segment_rows: int, device: torch.device | str) -> Route:
-    return Route.empty(max_rows=max_rows, slots=slots, segment_rows=segment_rows, device=device)
 
 
 def _slots(ids: np.ndarray, slot_of_delta: Mapping[int, int]) -> np.ndarray:
@@ -134,10 +127,3 @@ def _runs(slot_of_row: np.ndarray, merged: frozenset[int]) -> tuple[Run, ...]:
 def _fill(buffer: torch.Tensor, slot_of_row: np.ndarray) -> None:
     buffer.fill_(-1)  # rows that a graph is padded with have no delta
     buffer[: len(slot_of_row)].copy_(torch.from_numpy(slot_of_row))
-
-
-def _route_all(routes: Mapping[int, Route], slot_of_row: np.ndarray) -> None:
-    first = next(iter(routes.values()))
-    on_device = torch.from_numpy(slot_of_row).to(first.order.device)
-    for route in routes.values():
-        route.fill(on_device)

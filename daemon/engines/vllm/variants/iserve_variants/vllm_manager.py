@@ -18,7 +18,7 @@ from iserve_variants.placement import place_tensors
 from iserve_variants.products import products_for
 from iserve_variants.runtime import Runtime, building
 from iserve_variants.settings import Settings, read_settings
-from iserve_variants.step_routes import SEGMENT_ROWS, StepRoutes
+from iserve_variants.step_routes import StepRoutes
 from iserve_variants.vllm_filler import Pairs, PlaceFiller
 from iserve_variants.vllm_layers import LinearWithDeltas
 from iserve_variants.vllm_model import ModelParts
@@ -55,7 +55,6 @@ class DeltaModelManager(LRUCacheLoRAModelManager):
             device=torch.device(self.device),
             graph_rows=graph_rows,
             merged_from_rows=settings.merged_from_rows,
-            segment_rows=SEGMENT_ROWS if self.lora_config.specialize_active_lora else SEGMENT_ROWS[-1:],
         )
         self.runtime = Runtime(settings, routes, places)
 
@@ -90,17 +89,15 @@ class DeltaModelManager(LRUCacheLoRAModelManager):
             merged = max((one.base_layer.weight.numel() for one in linears), default=0)
         runtime.products = products_for(
             torch.device(self.device),
-            max_segments=max(len(route.segments) for route in routes.token_routes.values()),
+            max_segments=len(routes.token_route.segments),
             max_tiles=max((one.codes.shape[1] for one in slots), default=1),
             merged_elements=merged,
         )
-        # Each tiling, before graphs are captured; logits, of which graphs have none, are not routed by `active`.
         outputs = [one.deltas for one in self.modules.values() if isinstance(one, vocabularies)]
-        for active in (1, 2**30) if self.lora_config.specialize_active_lora else (None,):
-            for rows in (1, 64, min(routes.graph_rows + 1, len(routes.token_slots))):
-                runtime.products.warm_up([one.deltas for one in linears], routes.token_routes, rows, active)
+        for rows in (1, 64, min(routes.graph_rows + 1, len(routes.token_slots))):  # each tiling
+            runtime.products.warm_up([one.deltas for one in linears], routes.token_route, rows)
         for rows in (1, 64):
-            runtime.products.warm_up(outputs, routes.sample_routes, rows, None)
+            runtime.products.warm_up(outputs, routes.sample_route, rows)
         taken = sum(one.codes.nbytes + one.scales.nbytes for one in slots)
         _LOGGER.info("%d slots of deltas take %d MiB", runtime.places.count, taken // 2**20)
 
@@ -128,8 +125,6 @@ class DeltaModelManager(LRUCacheLoRAModelManager):
             if lora_id is not None and isinstance(self._registered_adapters.cache.get(lora_id), DeltaModel)
         }
         self.runtime.routes.update(mapping.index_mapping, mapping.prompt_mapping, slot_of_delta)
-        if self.lora_config.specialize_active_lora:
-            self.runtime.routes.active = _active(mapping.index_mapping, self.lora_slots)
         if slot_of_delta:
             mapping = type(mapping)(
                 tuple(0 if one in slot_of_delta else one for one in mapping.index_mapping),
@@ -234,9 +229,3 @@ def _check(manager: Any, settings: Settings, vllm_config: Any) -> None:
 def _wrapper_key(manager: Any) -> str:
     (key,) = manager.punica_wrapper_mapping  # one: multimodal models are refused
     return key
-
-
-def _active(ids: tuple[int, ...], slots: int) -> int:
-    """Return the number of variants of the captured graph that a step of these rows replays: a power of two."""
-    count = max(1, len(set(ids)))  # rows of the base count as one
-    return min(1 << (count - 1).bit_length(), slots + 1)

@@ -133,7 +133,7 @@ def add_to_logits(processor: torch.nn.Module, deltas: EmbeddingSlots, runtime: R
         routes = runtime.routes
         if logits is not None and routes.samples_deltas:
             rows, x = logits.view(-1, logits.shape[-1]), hidden_states.view(-1, hidden_states.shape[-1])
-            runtime.products.add(rows, x, deltas, routes.sample_routes, None)
+            runtime.products.add(rows, x, deltas, routes.sample_route)
         return logits
 
     processor._get_logits = get_logits
