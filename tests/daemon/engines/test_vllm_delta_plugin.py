@@ -200,6 +200,18 @@ class TestStepRoutes:
         routes.update([0, 0], [0], {1: 0})
         assert not routes.launches(GRAPH_ROWS)
 
+    def test_a_step_like_the_one_before_writes_nothing(self) -> None:
+        routes = _routes()
+        for ids in ([1, 3, 1], [0] * 5):
+            routes.update(ids, ids, {1: 0, 3: 2})
+            written = routes.token_slots, routes.sample_slots, routes.token_route.order, routes.sample_route.order
+            for one in written:
+                one.fill_(77)
+            routes.update(ids, ids, {1: 0, 3: 2, 4: 1})  # another delta has a slot now
+            assert all((one == 77).all() for one in written)
+            routes.update([2], [2], {2: 3})
+            assert routes.token_slots.tolist() == routes.sample_slots.tolist() == [3] + [-1] * 63
+
     def test_buffers_keep_their_addresses(self) -> None:
         routes = _routes()
 

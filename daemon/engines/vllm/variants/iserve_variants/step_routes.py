@@ -28,6 +28,27 @@ class Run:
     end: int
 
 
+class _Rows:
+    """Slots and route of rows on the device, written where they differ from those of the step before."""
+
+    def __init__(self, max_rows: int, slots: int, device: torch.device | str) -> None:
+        self.slots = torch.full((max_rows,), -1, dtype=torch.int64, device=device)
+        self.route = Route.empty(max_rows=max_rows, slots=slots, segment_rows=SEGMENT_ROWS, device=device)
+        self._slot_of_row = self._routed = np.empty(0, dtype=np.int64)
+
+    def fill(self, slot_of_row: np.ndarray, routed: np.ndarray) -> bool:
+        """Write the slot of each row, and route those of ``routed`` that have one; return whether a row has."""
+        slot_of_row, routed = (one if (one >= 0).any() else one[:0] for one in (slot_of_row, routed))
+        if not np.array_equal(slot_of_row, self._slot_of_row):
+            self.slots.fill_(-1)  # rows that a graph is padded with have no delta
+            self.slots[: len(slot_of_row)].copy_(torch.from_numpy(slot_of_row))
+            self._slot_of_row = slot_of_row
+        if not np.array_equal(routed, self._routed):
+            self.route.fill(torch.from_numpy(routed).to(self.slots.device))
+            self._routed = routed
+        return len(routed) > 0
+
+
 class StepRoutes:
     """Rows of the step that runs next."""
 
@@ -50,14 +71,7 @@ class StepRoutes:
             merged_from_rows: rows of one delta from which on it is merged; None: never.
         """
         self.slots, self.graph_rows, self.merged_from_rows = slots, graph_rows, merged_from_rows
-        self.token_slots = torch.full((max_rows,), -1, dtype=torch.int64, device=device)
-        """Slot of each token's row; -1: no delta."""
-        self.sample_slots = torch.full((max_rows,), -1, dtype=torch.int64, device=device)
-        """Slot of each row that logits are computed of."""
-        self.token_route, self.sample_route = (
-            Route.empty(max_rows=max_rows, slots=slots, segment_rows=SEGMENT_ROWS, device=device) for _ in range(2)
-        )
-        """Rows of deltas that are not merged, and all sampled ones."""
+        self._tokens, self._samples = (_Rows(max_rows, slots, device) for _ in range(2))
         self.wants_samples = False
         """Whether a module reads the routes of samples: an output layer with slots."""
         self.has_variants = False
@@ -67,6 +81,26 @@ class StepRoutes:
         self.samples_deltas = False
         self.runs: tuple[Run, ...] = ()
         """All rows of a large step in order, where a delta is merged; empty: one product."""
+
+    @property
+    def token_slots(self) -> torch.Tensor:
+        """Slot of each token's row; -1: no delta."""
+        return self._tokens.slots
+
+    @property
+    def token_route(self) -> Route:
+        """Rows of deltas that are not merged."""
+        return self._tokens.route
+
+    @property
+    def sample_slots(self) -> torch.Tensor:
+        """Slot of each row that logits are computed of."""
+        return self._samples.slots
+
+    @property
+    def sample_route(self) -> Route:
+        """Sampled rows of deltas."""
+        return self._samples.route
 
     def update(self, tokens: Sequence[int], samples: Sequence[int], slot_of_delta: Mapping[int, int]) -> None:
         """Route a step.
@@ -82,17 +116,10 @@ class StepRoutes:
         merged = self._merged(slot_of_row)
         self.runs = _runs(slot_of_row, merged) if merged else ()
         routed = np.where(np.isin(slot_of_row, list(merged)), -1, slot_of_row) if merged else slot_of_row
-        had, self.has_routed = self.has_routed, bool((routed >= 0).any())
-        _fill(self.token_slots, slot_of_row)
-        if self.has_routed or had:
-            self.token_route.fill(torch.from_numpy(routed).to(self.token_slots.device))
-        if not self.wants_samples:
-            return
-        sampled = _slots(np.fromiter(samples, dtype=np.int64, count=len(samples)), slot_of_delta)
-        had, self.samples_deltas = self.samples_deltas, bool((sampled >= 0).any())
-        if self.samples_deltas or had:
-            _fill(self.sample_slots, sampled)
-            self.sample_route.fill(torch.from_numpy(sampled).to(self.sample_slots.device))
+        self.has_routed = self._tokens.fill(slot_of_row, routed)
+        if self.wants_samples:
+            sampled = _slots(np.fromiter(samples, dtype=np.int64, count=len(samples)), slot_of_delta)
+            self.samples_deltas = self._samples.fill(sampled, sampled)
 
     def launches(self, rows: int) -> bool:
         """Return whether a product of ``rows`` rows launches the kernel of deltas.
@@ -122,8 +149,3 @@ def _runs(slot_of_row: np.ndarray, merged: frozenset[int]) -> tuple[Run, ...]:
         Run(int(weights[start]), start, end)
         for start, end in zip(starts, [*starts[1:], len(weights)], strict=True)
     )
-
-
-def _fill(buffer: torch.Tensor, slot_of_row: np.ndarray) -> None:
-    buffer.fill_(-1)  # rows that a graph is padded with have no delta
-    buffer[: len(slot_of_row)].copy_(torch.from_numpy(slot_of_row))

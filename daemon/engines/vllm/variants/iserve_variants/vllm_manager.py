@@ -12,7 +12,7 @@ from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
-from iserve_variants.background import BackgroundLoader, SlotPlaces
+from iserve_variants.background import BackgroundLoader, Pauses, SlotPlaces
 from iserve_variants.folder import MANIFEST_FILE, read_folder
 from iserve_variants.placement import place_tensors
 from iserve_variants.products import products_for
@@ -27,16 +27,15 @@ from iserve_variants.vllm_modules import EmbeddingWithDeltas, OutputWithDeltas
 __all__ = ["DeltaModel", "DeltaModelManager", "DeltaWorkerManager"]
 
 _LOGGER = logging.getLogger("vllm.iserve_variants")
-_MARK = (
-    "iserve_delta"  # a tensor that every delta has, so that none is without, whatever part of the model is here
-)
+_MARK = "iserve_delta"  # what vLLM keeps of a delta: a tensor of no module
 
 
 class DeltaModel(LoRAModel):
-    """Delta as the LoRA path keeps it: ``lora_a`` are codes and ``lora_b`` scales."""
+    """Delta as the LoRA path keeps it: its tensors are not in ``loras``, over which vLLM's activation loops."""
 
-    pairs: Pairs
-    """By module, as they were read."""
+    def __init__(self, lora_id: int, pairs: Pairs, mark: LoRALayerWeights) -> None:
+        super().__init__(lora_id, 1, {_MARK: mark})
+        self.pairs = pairs
 
 
 class DeltaModelManager(LRUCacheLoRAModelManager):
@@ -67,8 +66,13 @@ class DeltaModelManager(LRUCacheLoRAModelManager):
             self.register_module(name, module)
         self.places = parts.places
         self._take_buffers()
+        mark = torch.zeros(1, dtype=torch.int16, device=self.device)  # what is on the CPU is page-locked by vLLM
+        self._mark = LoRALayerWeights(_MARK, 1, 1, mark, mark)
+        self._adapters_key: object = None
         self.filler = PlaceFiller(self.modules, self.packed_modules, self.runtime, torch.device(self.device))
-        self.loader = BackgroundLoader(self._read_pairs, self.filler.fill) if self.settings.background else None
+        self.loader = (
+            BackgroundLoader(self._read_pairs, self.filler.fill_spare) if self.settings.background else None
+        )
 
     @property
     def settings(self) -> Settings:
@@ -102,20 +106,34 @@ class DeltaModelManager(LRUCacheLoRAModelManager):
         _LOGGER.info("%d slots of deltas take %d MiB", runtime.places.count, taken // 2**20)
 
     def activate_adapter(self, lora_id: int) -> bool:
+        """Give an adapter or a delta a slot; a delta in the spare place costs no work for each module.
+
+        A slot and its place are independent: rows of a delta are those of no adapter to the adapters' kernels, and
+        rows of an adapter are not routed. So nothing of a former adapter or delta is cleared.
+        """
         adapter = self._registered_adapters.cache.get(lora_id)
-        pairs = getattr(adapter, "pairs", None)
-        self.runtime.is_staged = self.loader is not None and pairs is not None and self.loader.holds(pairs)
-        try:
+        if not isinstance(adapter, DeltaModel):
             changed = super().activate_adapter(lora_id)
-            if changed and self.runtime.is_staged:
-                self.runtime.places.exchange(self.lora_index_to_id.index(lora_id))
-                self.filler.free_spare()
-                self.loader.release()
-        finally:
-            self.runtime.is_staged = False
+        elif changed := lora_id not in self._active_adapters:
+            self._activate_delta(adapter)
+        else:
+            self._active_adapters.touch(lora_id)
         if changed:
             self._last_mapping = None  # the same ids may mean other slots, or a slot another kind
         return changed
+
+    def _activate_delta(self, delta: DeltaModel) -> None:
+        if len(self._active_adapters) >= self.lora_slots:
+            self._active_adapters.remove_oldest()
+        slot, places = self.lora_index_to_id.index(None), self.runtime.places
+        if self.loader is not None and self.loader.holds(delta.pairs):
+            places.exchange(slot)
+            self.filler.free_spare()
+            self.loader.release()
+        else:
+            self.filler.put(places.of(slot), delta.pairs)
+        self._active_adapters[delta.id] = None
+        self.lora_index_to_id[slot] = delta.id
 
     def _set_adapter_mapping(self, mapping: Any) -> None:
         """Route deltas, and give the rest of the mapping to the kernels of adapters, whose rows these are not."""
@@ -132,7 +150,10 @@ class DeltaModelManager(LRUCacheLoRAModelManager):
                 is_prefill=mapping.is_prefill,
                 type=mapping.type,
             )
-        super()._set_adapter_mapping(mapping)
+        of_adapters = [one if one not in slot_of_delta else None for one in self.lora_index_to_id]
+        if self._adapters_key != (mapping, of_adapters):  # a delta that takes a slot changes nothing of theirs
+            super()._set_adapter_mapping(mapping)
+            self._adapters_key = mapping, of_adapters
 
     def read_delta(self, folder: Path, lora_id: int) -> DeltaModel:
         """Return the delta in ``folder``, placed in this model.
@@ -144,22 +165,15 @@ class DeltaModelManager(LRUCacheLoRAModelManager):
         pairs = self.loader.taken(folder) if self.loader is not None else None
         if pairs is None:
             pairs = self._read_pairs(folder)
-        # vLLM page-locks all of an adapter whose first tensor is on the CPU. Views of one page-locked buffer are
-        # left as they are; what a thread has read is not to be locked here, between two steps.
-        mark = torch.zeros(1, dtype=torch.int16, device=self.device if self.settings.background else "cpu")
-        weights = {_MARK: LoRALayerWeights(_MARK, 1, 1, mark, mark)}
-        for module, (codes, scales) in pairs.items():
-            weights[module] = LoRALayerWeights(module, 1, 1, codes, scales)
-        made = DeltaModel(lora_id, 1, weights)
-        made.pairs = pairs
-        return made
+        return DeltaModel(lora_id, pairs, self._mark)
 
     def _read_pairs(self, folder: Path) -> Pairs:
         mapper = getattr(self.model, "hf_to_vllm_mapper", None)
         rename = mapper.get_rename_mapper()._map_name if mapper is not None else lambda name: name
         # Page-locking gigabytes holds up other threads' launches.
         pin = torch.device(self.device).type == "cuda" and not self.settings.background
-        return place_tensors(read_folder(folder, pin=pin), self.places, rename)
+        pause = Pauses() if self.settings.background else lambda: None
+        return place_tensors(read_folder(folder, pin=pin, pause=pause), self.places, rename, pause)
 
 
 class DeltaWorkerManager(LRUCacheWorkerLoRAManager):
