@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -456,6 +457,26 @@ def loads_ahead_are_those_that_wait() -> None:
             assert torch.equal(found, want), (number, ids)
         ahead.runner.remove_lora(3)
         close(run(ahead, [3] * 6, requests, tokens), run(waits, [3] * 6, requests, tokens), 1e-6)  # not asked for
+
+
+@case
+def a_delta_that_is_dropped_is_freed_by_a_thread() -> None:
+    with tempfile.TemporaryDirectory() as place:
+        asked = request(1, write_delta(Path(place) / "delta", 1))
+        for background in (True, False):
+            tiny = tiny_model(background=background)
+            for ahead in (False, True) if background else (False,):
+                if ahead:
+                    load_ahead(tiny, asked)
+                else:
+                    tiny.runner._set_active_loras((1,), (1,), {asked})
+                pairs = tiny.manager.list_adapters()[1].pairs
+                assert pairs
+                tiny.runner.remove_lora(1)
+                for thread in threading.enumerate():
+                    if thread.name == "iserve-free":
+                        thread.join()
+                assert bool(pairs) != background  # page-locked buffers are kept by torch
 
 
 @case

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 from typing import Any
+from weakref import finalize
 
 import torch
 from vllm.lora.lora_model import LoRAModel
@@ -12,7 +13,7 @@ from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
-from iserve_variants.background import BackgroundLoader, Pauses, SlotPlaces
+from iserve_variants.background import BackgroundLoader, Pauses, SlotPlaces, empty_aside
 from iserve_variants.folder import MANIFEST_FILE, read_folder
 from iserve_variants.placement import place_tensors
 from iserve_variants.products import products_for
@@ -130,6 +131,7 @@ class DeltaModelManager(LRUCacheLoRAModelManager):
             places.exchange(slot)
             self.filler.free_spare()
             self.loader.release()
+            _freed_aside(delta)
         else:
             self.filler.put(places.of(slot), delta.pairs)
         self._active_adapters[delta.id] = None
@@ -164,7 +166,10 @@ class DeltaModelManager(LRUCacheLoRAModelManager):
         """
         pairs = self.loader.taken(folder) if self.loader is not None else None
         if pairs is None:
-            pairs = self._read_pairs(folder)
+            made = DeltaModel(lora_id, self._read_pairs(folder), self._mark)
+            if self.loader is not None:
+                _freed_aside(made)
+            return made
         return DeltaModel(lora_id, pairs, self._mark)
 
     def _read_pairs(self, folder: Path) -> Pairs:
@@ -174,6 +179,11 @@ class DeltaModelManager(LRUCacheLoRAModelManager):
         pin = torch.device(self.device).type == "cuda" and not self.settings.background
         pause = Pauses() if self.settings.background else lambda: None
         return place_tensors(read_folder(folder, pin=pin, pause=pause), self.places, rename, pause)
+
+
+def _freed_aside(delta: DeltaModel) -> None:
+    """Free the tensors of a delta, whose only owner it is, in a thread once vLLM has dropped it."""
+    finalize(delta, empty_aside, delta.pairs).atexit = False
 
 
 class DeltaWorkerManager(LRUCacheWorkerLoRAManager):
