@@ -59,7 +59,7 @@ PROMPT_ROWS = (64, 128, 256, 512, 1024, 2048, 4096)
 def _tilings(text: str) -> tuple[Tiling, ...]:
     """Return a tiling a line: outputs, small rows/rows, warps, stages, programs, groups, step, registers, form.
 
-    Programs are those of a multiprocessor. A form has the letters f (offsets) and o (overlaps).
+    Programs are those of a multiprocessor. The form is o (overlaps) or -.
     """
     found = []
     for line in text.strip().splitlines():
@@ -76,8 +76,7 @@ def _tilings(text: str) -> tuple[Tiling, ...]:
                 min_groups=int(groups),
                 step=int(step),
                 max_registers=int(registers) or None,
-                offsets="f" in form,
-                overlaps="o" in form,
+                overlaps=form == "o",
             )
         )
     return tuple(found)
@@ -86,21 +85,19 @@ def _tilings(text: str) -> tuple[Tiling, ...]:
 DECODE = {
     32: _tilings("""
         128 8/32  4 3 3 4 2 168 -
-        128 8/32  4 3 3 4 2 168 f
-        128 8/32  4 3 3 4 2 168 fo
-        128 8/32  4 3 2 4 2 0   f
-        128 8/32  4 3 2 4 2 0   fo
-        128 8/32  4 3 4 4 2 128 f
-        128 8/32  4 3 2 4 4 0   f
-        128 8/8   4 3 4 4 2 128 f
-        128 8/8   4 3 3 4 2 168 f
-        128 8/8   4 3 3 4 4 168 f
-        128 8/8   4 4 4 4 2 128 f
+        128 8/32  4 3 3 4 2 168 o
+        128 8/32  4 3 2 4 2 0   -
+        128 8/32  4 3 2 4 2 0   o
+        128 8/32  4 3 4 4 2 128 -
+        128 8/32  4 3 2 4 4 0   -
+        128 8/8   4 3 4 4 2 128 -
+        128 8/8   4 3 3 4 2 168 -
+        128 8/8   4 3 3 4 4 168 -
+        128 8/8   4 4 4 4 2 128 -
         128 8/8   4 3 4 4 2 128 o
-        128 8/8   4 3 4 4 2 128 fo
-        128 8/8   4 3 4 8 2 128 fo
-        64  8/32  4 3 4 4 2 128 f
-        64  8/8   4 3 5 4 2 96  f
+        128 8/8   4 3 4 8 2 128 o
+        64  8/32  4 3 4 4 2 128 -
+        64  8/8   4 3 5 4 2 96  -
         128 16/32 4 3 2 4 2 0   -
         128 16/32 4 3 2 4 2 0   o
         128 16/32 4 4 2 8 2 0   o
@@ -109,7 +106,7 @@ DECODE = {
         64  32/32 4 4 3 8 1 168 o
     """),
     128: _tilings("""
-        128 8/32   4 3 3 4 2 168 f
+        128 8/32   4 3 3 4 2 168 -
         128 16/32  4 3 3 4 2 168 o
         64  16/64  4 4 3 4 1 168 o
         128 16/64  8 3 1 4 2 0   o
@@ -125,8 +122,7 @@ PROMPTS = _tilings("""
 """)
 OTHER_FORMATS = _tilings("""
     128 8/32  4 3 3 4 2 168 -
-    128 8/32  4 3 3 4 2 168 f
-    128 8/8   4 3 4 4 2 128 f
+    128 8/8   4 3 4 4 2 128 -
     128 16/32 4 4 3 4 1 168 -
     128 16/32 4 3 3 4 2 168 -
 """)

@@ -42,7 +42,7 @@ from tests.bench.delta_kernel_cases import (
 )
 from tests.bench.delta_kernel_check import check
 
-PROFILED = (DECODE[32][11], DECODE[32][16])  # narrow and wide products
+PROFILED = (DECODE[32][10], DECODE[32][14])  # narrow and wide products
 PARTS = ("check", "decode", "step", "prompts", "formats", "profile")
 
 

@@ -1,19 +1,18 @@
 """Deltas in vLLM itself: tokens, steps, prompts and loads, on one GPU with vLLM 0.33.0; needs no web framework.
 
     python -m tests.bench.delta_served write WORK [--parts large small] [--deltas 36] [--contents 4]
-    python -m tests.bench.delta_served same OUT --work WORK
+    python -m tests.bench.delta_served same OUT --work WORK [--batches 20]
     python -m tests.bench.delta_served run OUT --work WORK --engine deltas [--measure steps loads] [--slots 32]
                                            [--eager]
     python -m tests.bench.delta_served table OUT
 
 ``write`` makes models and random deltas: ``large`` takes 7.5 GB of disk, ``small`` 10. ``same`` compares tokens of
-a mixed batch with those of each request alone, and of a delta with those of the checkpoint that it means, on four
+mixed batches with those of each request alone, and of a delta with those of the checkpoint that it means, on four
 layers of Llama-3.1-8B's shape. ``run`` measures one engine of the whole shape, dummy weights: ``plain`` (without
-LoRA), ``deltas`` (slots of deltas alone), ``specialized`` (likewise, and graphs by the number of deltas in use),
-``mixed`` (deltas and adapters). Slots of 32 deltas and the spare one take 61 GB: a card of 80 GB holds fewer
-(``--slots 8``).
+LoRA), ``deltas`` (slots of deltas alone), ``mixed`` (deltas and adapters). Slots of 32 deltas and the spare one
+take 61 GB: a card of 80 GB holds fewer (``--slots 8``).
 ``OUT/NAME.json`` is written after each measurement, so a run that is killed keeps what it has. A start takes a
-minute or two, so one call has one engine. **Never run yet**: written without a GPU.
+minute or two, so one call has one engine. The random batches of ``same`` were not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -29,22 +29,26 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.bench.delta_agreement import agreement, allowed_margin, random_batches
 from tests.bench.delta_served_files import VARIANTS, Files, write_all
 
-__all__ = ["ENGINES", "GOALS_MS", "Kept", "Mix", "agreement", "summary"]
+__all__ = ["ENGINES", "GOALS_MS", "Answers", "Kept", "Mix", "compare_batches", "longest_steps", "summary"]
 
-ENGINES = ("plain", "deltas", "specialized", "mixed")
+ENGINES = ("plain", "deltas", "mixed")
 MEASURES = ("steps", "prompts", "loads")
 GOALS_MS = {1: 6.5, 4: 8.0, 8: 10.0, 32: 24.0}
 BASE_SHARE, LOAD_SHARE = 0.02, 1.5
 ROWS, PROMPT, OUTPUT, ROUNDS = 32, 64, 129, 3
 ACTIVE = (0, 1, 4, 8, 32)
 LONG, MANY = (1, 2048), (4, 2048)  # prompts at once, tokens of each
-MARGIN = 0.1  # of log-probabilities: closer tokens may change places by rounding
 GRAPH_ROWS = 512
 _LOAD_AT = 100  # step before which a load is asked for
+SMALL_VARIANTS = (0, 0, 1, 2, 3, 4, -1, -2)
+_SMALL_SLOTS = 5  # for six deltas and adapters, so that slots are taken from some
+_FIXED = 12  # prompts of the first batch
 
 Mix = Sequence[int]  # of each row: 0 the base, n delta n, -n adapter n
+Ranked = tuple[int, float, float]  # token, its log-probability, its margin above the next
 
 
 class Kept:
@@ -159,20 +163,17 @@ def _arguments(model: Path, engine: str, slots: int, small: bool) -> dict[str, A
     from iserve_variants.settings import Settings
 
     whole = {"embedding_format": "int4", "output_format": "int2", "norms": True} if small else {}
-    settings = Settings(adapters=engine == "mixed", background=not small, **whole)  # type: ignore[arg-type]
+    settings = Settings(adapters=engine == "mixed", background=True, **whole)  # type: ignore[arg-type]
     return arguments | {
         "enable_lora": True,
         "max_loras": slots,
         "max_cpu_loras": slots + 4,
         "max_lora_rank": 16 if engine == "mixed" else 1,
-        "specialize_active_lora": engine == "specialized",
         "additional_config": settings.to_config(),
     }
 
 
 def _tokens(seed: int, count: int) -> list[int]:
-    import random
-
     return random.Random(seed).choices(range(10, 128000), k=count)
 
 
@@ -218,17 +219,25 @@ def measure_prompts(served: Served, kept: Kept, *, numbers: Sequence[int]) -> No
 class _Loading:
     """Load of one delta, asked for between steps until it is there."""
 
-    def __init__(self, served: Served, number: int) -> None:
-        self._served, self._number, self._asked = served, number, 0.0
+    def __init__(self, served: Served, number: int, at: int = _LOAD_AT) -> None:
+        self._served, self._number, self._at, self._asked = served, number, at, 0.0
         self.seconds: float | None = None
+        self.last_step: int | None = None
+        """Number of the step before which it was there."""
+        self.calls_s: list[float] = []
+        """Time of each call that asked."""
 
     def ask(self, step: int) -> None:
         """Ask before step number ``step``."""
-        if step < _LOAD_AT or self.seconds is not None:
+        if step < self._at or self.seconds is not None:
             return
-        self._asked = self._asked or time.perf_counter()
-        if self._served.load(self._number):
-            self.seconds = time.perf_counter() - self._asked
+        begin = time.perf_counter()
+        self._asked = self._asked or begin
+        is_there = self._served.load(self._number)
+        end = time.perf_counter()
+        self.calls_s.append(end - begin)
+        if is_there:
+            self.seconds, self.last_step = end - self._asked, step
 
 
 def measure_loads(served: Served, kept: Kept, *, resident: Sequence[int], new: Sequence[int]) -> None:
@@ -246,7 +255,31 @@ def measure_loads(served: Served, kept: Kept, *, resident: Sequence[int], new: S
             median_ms=1e3 * median,
             longest_ms=1e3 * max(steps[_LOAD_AT:-4]),
             longest_share=max(steps[_LOAD_AT:-4]) / median,
+            longest_steps=longest_steps(steps[:-4], _LOAD_AT, loading.last_step),
+            last_call_ms=1e3 * loading.calls_s[-1],
+            longest_earlier_calls_ms=[1e3 * one for one in sorted(loading.calls_s[:-1], reverse=True)[:5]],
+            calls=len(loading.calls_s),
         )
+
+
+def longest_steps(steps: Sequence[float], asked: int, loaded: int | None, count: int = 10) -> list[dict[str, Any]]:
+    """Return the longest steps from ``asked`` on, by their number after the request and after the load.
+
+    Args:
+        steps: seconds of each.
+        asked: number of the step before which the load was asked for; its time has that of the request.
+        loaded: likewise of the call that said that the delta is there; None: none did.
+        count: most steps.
+    """
+    found = sorted(range(asked, len(steps)), key=lambda number: -steps[number])[:count]
+    return [
+        {
+            "ms": 1e3 * steps[number],
+            "after_request": number - asked,
+            "after_load": None if loaded is None else number - loaded,
+        }
+        for number in found
+    ]
 
 
 def run(options: argparse.Namespace) -> None:
@@ -281,67 +314,97 @@ def same(options: argparse.Namespace) -> None:
     """Compare tokens; each engine runs in a process of its own, that of the merged checkpoint first."""
     for what in ("merged", "mixed"):
         command = [sys.executable, "-m", "tests.bench.delta_served", "tokens", str(options.out), "--of", what]
-        command += ["--eager"] if options.eager else []
+        command += ["--batches", str(options.batches), *(["--eager"] if options.eager else [])]
         subprocess.run([*command, "--work", str(options.work)], check=True)
 
 
+class Answers:
+    """Greedy answers of one engine; each that is asked for alone is kept."""
+
+    def __init__(self, served: Served) -> None:
+        self._served, self._alone = served, dict[tuple[int, int], list[Ranked]]()
+
+    @staticmethod
+    def prompt(number: int) -> list[int]:
+        """Return prompt ``number``: the first four of set lengths, those behind them of random ones."""
+        lengths = (40, 700, 9, 200)
+        return _tokens(number, lengths[number % 4] if number < _FIXED else random.Random(number).randint(1, 1500))
+
+    def together(
+        self, asked: Sequence[tuple[int, int]], between: Callable[[int], None] = lambda step: None
+    ) -> list[list[Ranked]]:
+        """Return the answers to requests of a variant and a prompt each, in one batch."""
+        names = [self._served.add(self.prompt(prompt), variant, 32, logprobs=2) for variant, prompt in asked]
+        done, _ = self._served.finish(between)
+        return [_ranked(done[name]) for name in names]
+
+    def alone(self, variant: int, prompt: int) -> list[Ranked]:
+        """Return the answer to one request."""
+        if (variant, prompt) not in self._alone:
+            (self._alone[variant, prompt],) = self.together([(variant, prompt)])
+        return self._alone[variant, prompt]
+
+
 def tokens_of(options: argparse.Namespace) -> None:
-    """Record the tokens of the merged checkpoint, or compare a mixed batch with them and with each alone."""
+    """Record the tokens of the merged checkpoint, or compare mixed batches with them and with each alone."""
     files, merged = Files(root=options.work), options.of == "merged"
     model, engine = (files.merged, "plain") if merged else (files.small, "mixed")
-    served = Served(model, files, engine=engine, slots=6, small=True, eager=options.eager)
+    served = Served(model, files, engine=engine, slots=_SMALL_SLOTS, small=True, eager=options.eager)
     kept = Kept(options.out / f"same_{options.of}.json", _facts(engine=engine, start_s=served.start_s))
     mix = [0, 1, 2, -1, 1, 3, 4, 0, 2, 1, 3, 0] if not merged else [1, 1, 1, 1, 1, 1]
-    prompts = [_tokens(row, (40, 700, 9, 200)[row % 4]) for row in range(len(mix))]
-
-    def answers(rows: Sequence[int]) -> dict[int, list[tuple[int, float, float]]]:
-        names = {served.add(prompts[row], 0 if merged else mix[row], 32, logprobs=2): row for row in rows}
-        done, _ = served.finish()
-        return {names[name]: _ranked(output) for name, output in done.items()}
-
-    rows = range(len(mix))
-    together = answers(rows)
-    alone = {row: answers([row])[row] for row in rows}
+    answers, rows = Answers(served), range(len(mix))
+    asked = [(0 if merged else variant, row) for row, variant in enumerate(mix)]
+    together, compared = answers.together(asked), []
     for row in rows:
-        kept.add("alone", row=row, variant=mix[row], **agreement(together[row], alone[row]))
+        compared.append(agreement(together[row], answers.alone(*asked[row])))
+        kept.add("alone", row=row, variant=mix[row], **compared[-1])
     if merged:
-        kept.add("tokens", answers={str(row): alone[row] for row in rows})
+        kept.add("tokens", answers={str(row): answers.alone(*asked[row]) for row in rows})
         return
     recorded = json.loads((options.out / "same_merged.json").read_text())["rows"][-1]["answers"]
+    allowed = allowed_margin(compared)
     for row in (row for row in rows if mix[row] == 1 and str(row) in recorded):
-        kept.add("merged", row=row, **agreement(together[row], recorded[str(row)]))
+        kept.add("merged", row=row, **agreement(together[row], recorded[str(row)], allowed))
     for row in (row for row in rows if mix[row] not in (0, 1) and str(row) in recorded):
-        kept.add("control", row=row, variant=mix[row], **agreement(together[row], recorded[str(row)]))
+        kept.add("control", row=row, variant=mix[row], **agreement(together[row], recorded[str(row)], allowed))
+    compare_batches(served, kept, answers, options.batches)
 
 
-def _ranked(output: Any) -> list[tuple[int, float, float]]:
+def compare_batches(served: Served, kept: Kept, answers: Answers, batches: int) -> None:
+    """Compare random batches with each request alone; next to each, a delta that it has not is loaded anew."""
+    deltas = [variant for variant in SMALL_VARIANTS if variant > 0]
+    drawn = random_batches(0, batches=batches, variants=SMALL_VARIANTS, prompts=_FIXED + 12)
+    for number, asked in enumerate(drawn):
+        new = next((delta for delta in deltas if delta not in {variant for variant, _ in asked}), None)
+        between: Callable[[int], None] = lambda step: None  # noqa: E731
+        if new is not None:
+            served.engine.remove_lora(new)
+            loading = _Loading(served, new, at=2)
+            between = loading.ask
+        together = answers.together(asked, between)
+        while new is not None and not served.load(new):
+            time.sleep(0.01)
+        compared = [agreement(mine, answers.alone(*one)) for one, mine in zip(asked, together, strict=True)]
+        errors = [one["largest_logprob_error"] or 0.0 for one in compared]
+        kept.add(
+            "batch",
+            batch=number,
+            requests=asked,
+            loaded=new,
+            passed=all(one["passed"] for one in compared),
+            agreed=[one["agreed"] for one in compared],
+            margins_where_other=[one["margin_where_other"] for one in compared],
+            largest_logprob_error=max(errors),
+        )
+
+
+def _ranked(output: Any) -> list[Ranked]:
     """Return each token with its log-probability and its margin above the next."""
     found = []
     for token, of_step in zip(output.token_ids, output.logprobs, strict=True):
         ranked = sorted((one.logprob for one in of_step.values()), reverse=True)
         found.append((int(token), float(ranked[0]), float(ranked[0] - ranked[1])))
     return found
-
-
-def agreement(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """Return up to where two answers agree, and whether the first other token was a close one.
-
-    Tokens behind it have another text before them, and are not compared.
-    """
-    agreed = 0
-    for mine, its in zip(one, other, strict=True):
-        if mine[0] != its[0]:
-            break
-        agreed += 1
-    same_text = list(zip(one[:agreed], other[:agreed], strict=True))
-    margin = None if agreed == len(one) else max(one[agreed][2], other[agreed][2])
-    return {
-        "tokens": len(one),
-        "agreed": agreed,
-        "margin_where_other": margin,
-        "passed": margin is None or margin < MARGIN,
-        "largest_logprob_error": max((abs(mine[1] - its[1]) for mine, its in same_text), default=None),
-    }
 
 
 def summary(out: Path) -> list[str]:
@@ -366,6 +429,12 @@ def summary(out: Path) -> list[str]:
                 lines.append(
                     f"{name}: load in {row['loaded_s']} s, longest step {row['longest_share']:.2f} of the median, "
                     f"goal {LOAD_SHARE}"
+                )
+            elif row["kind"] == "batch":
+                lines.append(
+                    f"{name}: batch {row['batch']} of {len(row['requests'])}: "
+                    f"{'as alone' if row['passed'] else 'NOT as alone'}, "
+                    f"log-probabilities within {row['largest_logprob_error']}"
                 )
             elif "passed" in row:
                 lines.append(
@@ -405,6 +474,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             part.add_argument("--slots", type=int, default=32)
         if name == "tokens":
             part.add_argument("--of", choices=("merged", "mixed"), required=True)
+        if name in ("same", "tokens"):
+            part.add_argument(
+                "--batches", type=int, default=20, help="random mixes, each compared with each alone"
+            )
     parts.add_parser("table").add_argument("out", type=Path)
     options = parser.parse_args(arguments)
     if options.part == "write":

@@ -82,8 +82,8 @@ def test_padding_is_left_out(name: str, shape: tuple[int, int]) -> None:
         Tiling(outputs=64, small_rows=16, rows=16, programs_per_sm=9, min_groups=1, step=1),
         Tiling(outputs=128, rows=32, programs_per_sm=1, min_groups=100, step=1),
         Tiling(outputs=64, rows=8, programs_per_sm=3, min_groups=2, step=4),
-        Tiling(outputs=64, rows=16, programs_per_sm=5, min_groups=1, step=2, offsets=True),
-        Tiling(outputs=128, rows=8, programs_per_sm=2, min_groups=3, step=2, offsets=True),
+        Tiling(outputs=64, rows=16, programs_per_sm=5, min_groups=1, step=2),
+        Tiling(outputs=128, rows=8, programs_per_sm=2, min_groups=3, step=2),
     ],
     ids=str,
 )
@@ -92,10 +92,10 @@ def test_tiles_cut_anywhere(tiling: Tiling) -> None:
     _check("int2", (128, 1024), MIXES["any"], tiling, Workspace("cpu"))
 
 
-@pytest.mark.parametrize(("rows", "active"), [(4, None), (18, 1), (18, 4), (40, None), (2, 2)])
-def test_chosen_tilings_serve_their_mix(rows: int, active: int | None) -> None:
-    mix = [row % (active or 3) for row in range(rows)]
-    _check("int2", (128, 512), mix, choose_tiling(2, rows, active), Workspace("cpu"))
+@pytest.mark.parametrize(("rows", "active"), [(4, 3), (18, 1), (18, 4), (40, 3), (2, 2)])
+def test_chosen_tilings_serve_their_mix(rows: int, active: int) -> None:
+    mix = [row % active for row in range(rows)]
+    _check("int2", (128, 512), mix, choose_tiling(2, rows), Workspace("cpu"))
 
 
 def test_rows_may_be_a_part_of_wider_rows() -> None:
@@ -129,18 +129,16 @@ def test_products_may_be_stored_and_added_later() -> None:
 def test_what_does_not_belong_together_is_refused() -> None:
     codes, scales = _delta("int2", (64, 128))
     x, y = torch.zeros(2, 128).bfloat16(), torch.zeros(2, 64).bfloat16()
-    wide = Tiling(outputs=256, rows=16, offsets=True)
     route, int2 = _routed([0, 1], SMALL), formats.FORMATS["int2"]
     for wrong in (
         lambda: add_delta(y, x, codes, scales, route, formats.FORMATS["int4"], SMALL, Workspace("cpu")),
         lambda: add_delta(y, x, codes, scales[:, :, :32], route, int2, SMALL, Workspace("cpu")),
         lambda: add_delta(y, x.float(), codes, scales, route, int2, SMALL, Workspace("cpu"), adds=False),
-        lambda: add_delta(y, x, codes, scales, route, int2, wide, Workspace("cpu")),
         lambda: add_delta(y.float(), x, codes, scales, route, int2, SMALL, Workspace("cpu")),
         lambda: add_delta(y, x, codes, scales, route, int2, Tiling(rows=32), Workspace("cpu")),
         lambda: add_delta(y, x.t().contiguous().t(), codes, scales, route, int2, SMALL, Workspace("cpu")),
     ):
-        with pytest.raises(ValueError, match=r"codes|offsets|scales|bfloat16|segments|contiguous"):
+        with pytest.raises(ValueError, match=r"codes|scales|bfloat16|segments|contiguous"):
             wrong()
 
 

@@ -104,7 +104,9 @@ def test_embedding_reads_the_rows_of_its_tokens(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(formats.FORMATS))
 def test_a_folder_is_read_as_the_compressor_writes_it(tmp_path: Path, name: str) -> None:
     change = write_delta(tmp_path / "delta", write_model(tmp_path / "base", tiny_tensors()), name)
-    delta = folder_module.read_folder(tmp_path / "delta", pin=False)
+    pauses = list[None]()
+    delta = folder_module.read_folder(tmp_path / "delta", pin=False, pause=lambda: pauses.append(None))
+    assert len(pauses) == 2 * (2 * len(delta.matrices) + len(delta.exact))  # views of files, and of the manifest
     matrix = delta.matrices[MATRIX]
     assert (matrix.format_name, matrix.shape) == (name, change.shape)
     found = reference.dequantize(matrix.codes, matrix.scales, matrix.format)[: change.shape[0], : change.shape[1]]

@@ -42,12 +42,11 @@ def _routes(merged_from_rows: int | None = MERGED) -> Any:
     return made
 
 
-def _routed(routes: Any, rows: int) -> dict[int, int]:
+def _routed(route: Any) -> dict[int, int]:
     """Return the slot of each routed row."""
-    route = routes[rows]
     found = {}
     for slot, first, count, _ in route.segments[: int(route.num_segments)].tolist():
-        assert 0 < count <= rows
+        assert 0 < count <= SEGMENT_ROWS
         found |= dict.fromkeys(route.order[first : first + count].tolist(), slot)
     return found
 
@@ -177,9 +176,9 @@ class TestStepRoutes:
             assert routes.token_slots.tolist() == wanted + [-1] * (64 - len(ids))
             merged = {run.slot for run in routes.runs} - {-1}
             expected = {row: slot for row, slot in enumerate(wanted) if slot >= 0 and slot not in merged}
-            assert all(_routed(routes.token_routes, rows) == expected for rows in routes.token_routes)
+            assert _routed(routes.token_route) == expected
             sampled = {row: slot for row, slot in enumerate(wanted) if slot >= 0}
-            assert all(_routed(routes.sample_routes, rows) == sampled for rows in routes.sample_routes)
+            assert _routed(routes.sample_route) == sampled
             assert routes.has_variants == any(ids)
             assert routes.has_routed == bool(expected)
             assert merged == {
@@ -201,12 +200,24 @@ class TestStepRoutes:
         routes.update([0, 0], [0], {1: 0})
         assert not routes.launches(GRAPH_ROWS)
 
+    def test_a_step_like_the_one_before_writes_nothing(self) -> None:
+        routes = _routes()
+        for ids in ([1, 3, 1], [0] * 5):
+            routes.update(ids, ids, {1: 0, 3: 2})
+            written = routes.token_slots, routes.sample_slots, routes.token_route.order, routes.sample_route.order
+            for one in written:
+                one.fill_(77)
+            routes.update(ids, ids, {1: 0, 3: 2, 4: 1})  # another delta has a slot now
+            assert all((one == 77).all() for one in written)
+            routes.update([2], [2], {2: 3})
+            assert routes.token_slots.tolist() == routes.sample_slots.tolist() == [3] + [-1] * 63
+
     def test_buffers_keep_their_addresses(self) -> None:
         routes = _routes()
 
         def addresses() -> list[int]:
             kept = [routes.token_slots, routes.sample_slots]
-            for route in (*routes.token_routes.values(), *routes.sample_routes.values()):
+            for route in (routes.token_route, routes.sample_route):
                 kept += [route.order, route.segments, route.num_segments, route.num_rows]
             return [one.data_ptr() for one in kept]
 
@@ -218,17 +229,14 @@ class TestStepRoutes:
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 def test_steps_have_routes_of_each_tiling(bits: int) -> None:
-    """Tilings by the deltas in use have both kinds of segments; those for any mix the longer ones alone."""
     source = (Path(VARIANTS_PATH) / "iserve_variants/tilings.py").read_text()
     rows = {int(one) for one in re.findall(r"\brows=(\d+)", source.partition("def choose_tiling")[0])}
-    assert rows <= set(SEGMENT_ROWS)
-    assert SEGMENT_ROWS[-1] == max(SEGMENT_ROWS)
+    assert rows <= {SEGMENT_ROWS}
     if importlib.util.find_spec("triton") is None:
         return
     choose = variant_module("tilings").choose_tiling
     for count in (1, 8, 32, 33, 8192):
-        assert choose(bits, count).rows == SEGMENT_ROWS[-1]
-        assert {choose(bits, count, active).rows for active in (1, 4, 2**30)} <= set(SEGMENT_ROWS)
+        assert choose(bits, count).rows == SEGMENT_ROWS
 
 
 def test_products_of_a_step_are_those_of_each_row_and_its_delta() -> None:
@@ -242,7 +250,7 @@ def test_products_of_a_step_are_those_of_each_row_and_its_delta() -> None:
     x, base = torch.randn(6, 128).bfloat16(), torch.randn(6, 128).bfloat16()
     y = base.clone()
     found = products.products_for(torch.device("cpu"), max_segments=1, max_tiles=1, merged_elements=0)
-    found.add(y, x, slots, routes.token_routes, None)
+    found.add(y, x, slots, routes.token_route)
     change = reference.delta_product(x, slots.codes, slots.scales, torch.tensor([-1, 0, 2, 2, -1, 0]), INT2)
     torch.testing.assert_close(y.float(), (base.float() + change).bfloat16().float(), rtol=1e-2, atol=1e-2)
     assert torch.equal(y[[0, 4]], base[[0, 4]])

@@ -24,17 +24,16 @@ RECORDED = Path(__file__).with_name("vllm_delta_names.json")
 _LAYERS, _LINEAR = "lora/layers", "model_executor/layers/linear.py"
 _VOCABULARY = "model_executor/layers/vocab_parallel_embedding.py"
 _MIXIN = "v1/worker/lora_model_runner_mixin.py"
-_METHODS = ("create_lora_weights", "reset_lora", "set_lora", "apply", "can_replace_layer")
 # Methods that are overridden, called or replaced, and attributes that are read, by the class that has them.
 USED: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     f"{_LAYERS}/base.py:BaseLayerWithLoRA": (("set_lora", "reset_lora", "set_mapping"), ("punica_wrapper",)),
     f"{_LAYERS}/base_linear.py:BaseLinearLayerWithLoRA": (
-        ("create_lora_weights", "reset_lora", "set_lora", "apply", "_get_quant_method"),
+        ("create_lora_weights", "apply", "_get_quant_method"),
         *(("base_layer", "device", "input_size", "lora_a_stacked", "lora_b_stacked", "n_slices"),),
     ),
     f"{_LAYERS}/column_parallel_linear.py:ColumnParallelLinearWithLoRA": (("can_replace_layer",), ()),
     f"{_LAYERS}/column_parallel_linear.py:MergedColumnParallelLinearWithLoRA": (
-        _METHODS[:1] + _METHODS[2:],
+        ("create_lora_weights", "apply", "can_replace_layer"),
         ("output_ids", "output_slices"),
     ),
     f"{_LAYERS}/column_parallel_linear.py:QKVParallelLinearWithLoRA": (("can_replace_layer",), ()),
@@ -51,10 +50,17 @@ USED: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "lora/model_manager.py:LoRAModelManager": (
         (
             *("_init_punica_wrapper", "_create_lora_modules", "_set_adapter_mapping", "activate_adapter"),
-            *("register_module", "set_adapter_mapping"),
+            *("register_module", "set_adapter_mapping", "lora_slots"),
         ),
         (
-            *("model", "modules", "packed_modules", "lora_index_to_id", "_registered_adapters"),
+            *(
+                "model",
+                "modules",
+                "packed_modules",
+                "lora_index_to_id",
+                "_registered_adapters",
+                "_active_adapters",
+            ),
             *("_last_mapping", "punica_wrapper_mapping", "supports_mm", "max_num_batched_tokens"),
             *("max_num_seqs", "lora_config", "device"),
         ),
@@ -64,8 +70,9 @@ USED: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "lora/worker_manager.py:LRUCacheWorkerLoRAManager": (("create_lora_manager",), ("_manager_cls",)),
     "lora/punica_wrapper/punica_base.py:PunicaWrapperBase": (("add_lora_linear", "update_metadata"), ()),
     "lora/punica_wrapper/punica_gpu.py:PunicaWrapperGPU": (("add_lora_linear", "update_metadata"), ()),
+    "utils/cache.py:LRUCache": (("touch", "remove_oldest"), ()),
     "lora/request.py:LoRARequest": ((), ("lora_int_id", "lora_path")),
-    "config/lora.py:LoRAConfig": ((), ("fully_sharded_loras", "specialize_active_lora")),
+    "config/lora.py:LoRAConfig": ((), ("fully_sharded_loras",)),
     "config/vllm.py:VllmConfig": (
         (),
         ("additional_config", "compilation_config", "model_config", "speculative_config"),

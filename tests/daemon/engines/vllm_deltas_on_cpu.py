@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -361,8 +362,8 @@ def a_stage_takes_its_own_part_of_a_delta() -> None:
             hidden, residual = one.model.layers[1](x, None)
             found.append(one.model.compute_logits(one.model.norm(hidden, residual)[0]).float())
         close(found[1], found[0], 1e-6)
-        loaded = stage.manager.list_adapters()[1].loras
-        assert {name.partition(".")[0] for name in loaded} == {"iserve_delta", "layers", "norm", "lm_head"}
+        loaded = stage.manager.list_adapters()[1].pairs
+        assert {name.partition(".")[0] for name in loaded} == {"layers", "norm", "lm_head"}
         assert not any(name.startswith("layers.0") for name in loaded)
 
 
@@ -376,14 +377,58 @@ def a_slot_taken_by_another_kind_has_nothing_of_the_former() -> None:
         fresh = {}
         for number, folder in ((1, delta), (2, adapter), (3, part)):
             fresh[number] = run(tiny_model(), [number] * 6, [request(number, folder)], tokens)
-        tiny = tiny_model()
         requests = [request(1, delta), request(2, adapter), request(3, part)]
-        for number in (1, 2, 3, 1, 3, 2):
-            for other in (1, 2, 3):
-                tiny.runner.remove_lora(other)  # the first slot is taken again
-            found = run(tiny, [number] * 6, requests, tokens)
-            assert tiny.manager.lora_index_to_id[0] == number
-            assert torch.equal(found, fresh[number]), number
+        for background in (False, True):
+            tiny = tiny_model(background=background)
+            for number in (1, 2, 3, 1, 3, 2, 1, 2):
+                for other in (1, 2, 3):
+                    tiny.runner.remove_lora(other)  # the first slot is taken again
+                if background and number != 2:
+                    load_ahead(tiny, requests[number - 1])
+                found = run(tiny, [number] * 6, requests, tokens)
+                assert tiny.manager.lora_index_to_id[0] == number
+                assert torch.equal(found, fresh[number]), number
+
+
+def load_ahead(tiny: SimpleNamespace, asked: Any) -> None:
+    """Load a delta in the background and give it a slot."""
+    with pytest.raises(ValueError, match="is still being read"):
+        tiny.runner.add_lora(asked)
+    tiny.manager.loader.wait()
+    assert tiny.runner.add_lora(asked)
+
+
+@case
+def a_delta_that_is_ready_gets_a_slot_without_work_for_each_module() -> None:
+    """Even where another had the slot, and rows of the step that goes on are not routed anew."""
+    with tempfile.TemporaryDirectory() as place:
+        folders = [write_delta(Path(place) / str(seed), seed) for seed in range(1, 6)]
+        tiny = tiny_model(background=True)
+        requests = [request(i + 1, folder) for i, folder in enumerate(folders)]
+        ids, calls, called = (1, 0, 1), list[str](), ("fill", "clear", "put", "set_lora", "reset_lora")
+        tiny.runner._set_active_loras(ids, ids, {requests[0]})
+        for module in tiny.manager.modules.values():
+            for one in (module, getattr(module, "deltas", None)):
+                for name in called:
+                    if hasattr(one, name):
+                        setattr(one, name, lambda *given, name=name: calls.append(name))
+        tiny.runner.remove_lora(1)
+        run(tiny, [1] * 3, requests, torch.zeros(3, dtype=torch.long))
+        assert calls.count("fill") + calls.count("clear") == len(tiny.manager.filler._modules)  # one that waits
+        routes = tiny.manager.runtime.routes
+        for asked in requests[1:]:
+            with pytest.raises(ValueError, match="is still being read"):
+                tiny.runner.add_lora(asked)
+            tiny.manager.loader.wait()
+            calls.clear()
+            tiny.runner._set_active_loras(ids, ids, {requests[0]})
+            slots, routes.token_slots[0] = int(routes.token_slots[0]), 77
+            assert tiny.runner.add_lora(asked)
+            tiny.runner._set_active_loras(ids, ids, {requests[0]})
+            assert calls == []
+            assert int(routes.token_slots[0]) == 77  # not written
+            routes.token_slots[0] = slots
+        assert len(set(tiny.manager.lora_index_to_id)) == SLOTS
 
 
 @case
@@ -413,6 +458,26 @@ def loads_ahead_are_those_that_wait() -> None:
             assert torch.equal(found, want), (number, ids)
         ahead.runner.remove_lora(3)
         close(run(ahead, [3] * 6, requests, tokens), run(waits, [3] * 6, requests, tokens), 1e-6)  # not asked for
+
+
+@case
+def a_delta_that_is_dropped_is_freed_by_a_thread() -> None:
+    with tempfile.TemporaryDirectory() as place:
+        asked = request(1, write_delta(Path(place) / "delta", 1))
+        for background in (True, False):
+            tiny = tiny_model(background=background)
+            for ahead in (False, True) if background else (False,):
+                if ahead:
+                    load_ahead(tiny, asked)
+                else:
+                    tiny.runner._set_active_loras((1,), (1,), {asked})
+                pairs = tiny.manager.list_adapters()[1].pairs
+                assert pairs
+                tiny.runner.remove_lora(1)
+                for thread in threading.enumerate():
+                    if thread.name == "iserve-free":
+                        thread.join()
+                assert bool(pairs) != background  # page-locked buffers are kept by torch
 
 
 @case
@@ -544,7 +609,7 @@ def shards_add_up_to_the_whole() -> None:
             assert made.deltas is not None, made.refusal
             assert made.whole_shapes() == shapes
             codes, scales = ([one[at] for one in deltas] for at in (0, 1))
-            made.set_lora(0, *((codes, scales) if len(shapes) > 1 else (codes[0], scales[0])))
+            made.fill(0, *((codes, scales) if len(shapes) > 1 else (codes[0], scales[0])))
             routes.update([7] * 5, [7] * 5, {7: 0})
             own = x if name != "down" else x[:, rank * 256 : (rank + 1) * 256]
             found.append(made.apply(own).float().split(list(made.output_slices), dim=-1))

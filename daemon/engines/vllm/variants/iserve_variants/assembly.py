@@ -13,16 +13,12 @@ __all__ = ["splice_asm"]
 _TWICE = 0x00010001
 
 
-def splice_asm(bits: int, zero: float, *, subtracts: bool = True) -> str:
+def splice_asm(bits: int, zero: float) -> str:
     """Return the inline assembly that makes all values of two words of ``bits`` bits a code, around ``zero``.
 
     Outputs are one register for each place. Inputs are the words; of 3 bits the words of the third bit; and of 1
     and 3 bits the half of the 16 lanes: words of single bits are given to two lanes, of which the second takes the
     odd places.
-
-    Args:
-        subtracts: False: the values keep their offset ``2**e + zero``; ``2**e`` is by place 64, 16, 4, 64, ... (1
-            and 2 bits), 64, 16, 64, ... (3 bits) or 64 (4 bits).
     """
     places = 4 if bits == 4 else 8
     spacing, width = 16 // places, 2 if bits == 3 else bits
@@ -53,8 +49,6 @@ def splice_asm(bits: int, zero: float, *, subtracts: bool = True) -> str:
                 lines.append(_shift("m", "odd", amount))
                 moved = amount
             lines.append(f"lop3.b32 ${place}, m, {(4 << at) * _TWICE:#x}, ${place}, 0xEA;")
-        if not subtracts:
-            continue
         # The negative of 2**(7 - at) + zero: the constant of the splice with ``zero`` as its code, and the sign.
         offset = 0x8000 | (base + int(zero * 2**at))
         lines += [f"mov.b32 zero, {offset * _TWICE:#x};", f"fma.rn.bf16x2 ${place}, ${place}, one, zero;"]

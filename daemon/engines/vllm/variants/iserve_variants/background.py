@@ -6,13 +6,36 @@ Only then is the delta given a slot, which takes no copy: the slot's place and t
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-__all__ = ["BackgroundLoader", "SlotPlaces"]
+__all__ = ["BackgroundLoader", "Pauses", "SlotPlaces", "empty_aside"]
 
 T = TypeVar("T")
+_MOST_HELD_S, _PAUSE_S = 2e-4, 5e-4
+
+
+class Pauses:
+    """Pauses of a thread that runs next to steps, in which their thread takes the interpreter.
+
+    Without them it waits for up to 5 ms (``sys.getswitchinterval``) each time it wants the interpreter back.
+    """
+
+    def __init__(self) -> None:
+        self._since = time.perf_counter()
+
+    def __call__(self) -> None:
+        """Pause where the last pause was some time ago."""
+        if time.perf_counter() - self._since > _MOST_HELD_S:
+            time.sleep(_PAUSE_S)
+            self._since = time.perf_counter()
+
+
+def empty_aside(held: dict[Any, Any]) -> None:
+    """Empty ``held`` in a thread: freeing gigabytes of pages takes tenths of a second, in which steps go on."""
+    threading.Thread(target=held.clear, daemon=True, name="iserve-free").start()
 
 
 class SlotPlaces:

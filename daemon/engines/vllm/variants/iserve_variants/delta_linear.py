@@ -34,11 +34,6 @@ class Tiling:
     step: int = 2
     """Groups of inputs of a step of the loop: 1, 2 or 4; 1 where they are no multiple."""
     max_registers: int | None = None
-    offsets: bool = False
-    """Whether values of short segments keep their offset, whose product is subtracted instead.
-
-    A quarter fewer instructions for half as many products again. Tiles have 16 or 32 outputs a warp then.
-    """
     overlaps: bool = False
     """Whether the launch may begin before the kernel that wrote y has ended (programmatic dependent launch).
 
@@ -47,7 +42,7 @@ class Tiling:
 
     def __str__(self) -> str:
         limit = f" r{self.max_registers}" if self.max_registers else ""
-        form = f"{' f' if self.offsets else ''}{' o' if self.overlaps else ''}"
+        form = " o" if self.overlaps else ""
         return (
             f"n{self.outputs} m{self.small_rows}/{self.rows} w{self.warps} s{self.stages} "
             f"c{self.programs_per_sm} g{self.min_groups} k{self.step}{limit}{form}"
@@ -136,8 +131,6 @@ def add_delta(
         BITS=format_.bits,
         ZERO=format_.zero,
         ASM=assembly(format_, x.device),
-        OFFSET_ASM=assembly(format_, x.device, subtracts=False),
-        OFFSET_ROWS=16 * tiling.warps if tiling.offsets else 0,
         BN=tiling.outputs,
         SMALL_ROWS=min(tiling.small_rows, tiling.rows),
         ROWS=tiling.rows,
@@ -180,17 +173,15 @@ def _check(
         raise ValueError(f"codes {list(codes.shape)} are not of {outputs} outputs and {inputs} inputs")
     if scales.shape[1:] != format_.scales_shape(outputs, inputs):
         raise ValueError(f"scales {list(scales.shape)} are not of {outputs} outputs and {inputs} inputs")
-    if tiling.offsets and tiling.outputs not in (16 * tiling.warps, 32 * tiling.warps):
-        raise ValueError(f"a tiling with offsets has 16 or 32 outputs a warp, not {tiling.outputs}")
     if {x.dtype, scales.dtype, y.dtype if adds else x.dtype} != {torch.bfloat16}:
         raise ValueError("x, scales and a y that is added to are bfloat16")
     if x.stride(1) != 1 or y.stride(1) != 1 or not codes.is_contiguous() or not scales.is_contiguous():
         raise ValueError("rows of x and y, codes and scales are contiguous")
 
 
-def assembly(format_: CodeFormat, device: torch.device, *, subtracts: bool = True) -> str:
+def assembly(format_: CodeFormat, device: torch.device) -> str:
     """Return the kernels' inline assembly for ``format_``; none on a CPU, where the interpreter runs them."""
-    return splice_asm(format_.bits, format_.zero, subtracts=subtracts) if device.type == "cuda" else ""
+    return splice_asm(format_.bits, format_.zero) if device.type == "cuda" else ""
 
 
 @lru_cache

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,11 +50,12 @@ class ServedDelta:
     """Norms and biases, which replace the base's."""
 
 
-def read_folder(folder: Path, *, pin: bool) -> ServedDelta:
+def read_folder(folder: Path, *, pin: bool, pause: Callable[[], None] = lambda: None) -> ServedDelta:
     """Return the delta in ``folder``.
 
     Args:
         pin: whether its buffers are page-locked, from which copies to a GPU need no further buffer.
+        pause: called between tensors.
 
     Raises:
         ValueError: a manifest of another version, a format that is not known, or a file that is not what the
@@ -69,7 +71,8 @@ def read_folder(folder: Path, *, pin: bool) -> ServedDelta:
         if Path(file).name != file:
             raise ValueError(f"{folder / MANIFEST_FILE} names {file!r}, which is no file in its folder")
         if file not in files:
-            files[file] = _read_tensors(folder / file, pin=pin)
+            files[file] = _read_tensors(folder / file, pin=pin, pause=pause)
+        pause()
         found = files[file].get(name)
         if found is None or found.dtype != dtype or found.shape != shape:
             was = "is not there" if found is None else f"is {found.dtype} {list(found.shape)}"
@@ -99,7 +102,7 @@ def read_folder(folder: Path, *, pin: bool) -> ServedDelta:
     return ServedDelta(matrices=matrices, exact=exact)
 
 
-def _read_tensors(file: Path, *, pin: bool) -> dict[str, torch.Tensor]:
+def _read_tensors(file: Path, *, pin: bool, pause: Callable[[], None]) -> dict[str, torch.Tensor]:
     """Return the tensors of a safetensors file as views of one buffer."""
     with file.open("rb", buffering=0) as stream:
         start = stream.read(8)
@@ -116,7 +119,11 @@ def _read_tensors(file: Path, *, pin: bool) -> dict[str, torch.Tensor]:
                 raise ValueError(f"{file} ends after {at} of {size} bytes")
             at += got
     header.pop("__metadata__", None)
-    return {name: _view(buffer, entry, file, name) for name, entry in header.items()}
+    found = {}
+    for name, entry in header.items():
+        found[name] = _view(buffer, entry, file, name)
+        pause()
+    return found
 
 
 def _view(buffer: torch.Tensor, entry: dict[str, Any], file: Path, name: str) -> torch.Tensor:

@@ -42,8 +42,6 @@ def add_products(
     BITS: tl.constexpr,
     ZERO: tl.constexpr,
     ASM: tl.constexpr,  # empty: plain arithmetic, for the interpreter
-    OFFSET_ASM: tl.constexpr,  # the same for values that keep their offset
-    OFFSET_ROWS: tl.constexpr,  # 16 rows a warp; 0: values keep no offset
     BN: tl.constexpr,
     SMALL_ROWS: tl.constexpr,  # rows of the product for short segments
     ROWS: tl.constexpr,  # and for all longer ones
@@ -76,20 +74,20 @@ def add_products(
             if count <= SMALL_ROWS:
                 _part(
                     x_ptr, y_ptr, codes, scales, rows_ptr, partial_ptr, arrived_ptr, count, tile, row0, g0, g1,
-                    share, N, NP, K, G, stride_x, stride_y, BITS, ZERO, ASM, OFFSET_ASM, OFFSET_ROWS, BN,
-                    SMALL_ROWS, ROWS, STEP, STAGES, SCALES_AHEAD, ADD, OVERLAP, WHOLE_N, WHOLE_K,
+                    share, N, NP, K, G, stride_x, stride_y, BITS, ZERO, ASM, BN, SMALL_ROWS, ROWS, STEP, STAGES,
+                    SCALES_AHEAD, ADD, OVERLAP, WHOLE_N, WHOLE_K,
                 )  # fmt: skip
             else:
                 _part(
                     x_ptr, y_ptr, codes, scales, rows_ptr, partial_ptr, arrived_ptr, count, tile, row0, g0, g1,
-                    share, N, NP, K, G, stride_x, stride_y, BITS, ZERO, ASM, OFFSET_ASM, 0, BN, ROWS, ROWS,
-                    STEP, STAGES, SCALES_AHEAD, ADD, OVERLAP, WHOLE_N, WHOLE_K,
+                    share, N, NP, K, G, stride_x, stride_y, BITS, ZERO, ASM, BN, ROWS, ROWS, STEP, STAGES,
+                    SCALES_AHEAD, ADD, OVERLAP, WHOLE_N, WHOLE_K,
                 )  # fmt: skip
         else:
             _part(
                 x_ptr, y_ptr, codes, scales, rows_ptr, partial_ptr, arrived_ptr, count, tile, row0, g0, g1,
-                share, N, NP, K, G, stride_x, stride_y, BITS, ZERO, ASM, OFFSET_ASM, OFFSET_ROWS, BN, ROWS, ROWS,
-                STEP, STAGES, SCALES_AHEAD, ADD, OVERLAP, WHOLE_N, WHOLE_K,
+                share, N, NP, K, G, stride_x, stride_y, BITS, ZERO, ASM, BN, ROWS, ROWS, STEP, STAGES,
+                SCALES_AHEAD, ADD, OVERLAP, WHOLE_N, WHOLE_K,
             )  # fmt: skip
         unit += g1 - g0
 
@@ -98,16 +96,14 @@ def add_products(
 def _part(
     x_ptr, y_ptr, codes_ptr, scales_ptr, rows_ptr, partial_ptr, arrived_ptr, count, tile, row0, g0, g1,
     share, N, NP, K, G, stride_x, stride_y, BITS: tl.constexpr, ZERO: tl.constexpr, ASM: tl.constexpr,
-    OFFSET_ASM: tl.constexpr, OFFSET_ROWS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
-    ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+    BN: tl.constexpr, BM: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
     SCALES_AHEAD: tl.constexpr, ADD: tl.constexpr, OVERLAP: tl.constexpr, WHOLE_N: tl.constexpr,
     WHOLE_K: tl.constexpr,
 ):  # fmt: skip
     """Add groups g0 to g1 of a tile to y, or keep them until the tile's last part arrives."""
     total = _group_sums(
         x_ptr, codes_ptr, scales_ptr, rows_ptr, count, row0, g0, g1, NP, K, G, stride_x,
-        BITS, ZERO, OFFSET_ASM if OFFSET_ROWS else ASM, OFFSET_ROWS, BN, BM, STEP, STAGES, SCALES_AHEAD,
-        WHOLE_N, WHOLE_K,
+        BITS, ZERO, ASM, BN, BM, STEP, STAGES, SCALES_AHEAD, WHOLE_N, WHOLE_K,
     )  # fmt: skip
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
@@ -160,9 +156,9 @@ def add_rows(y_ptr, change_ptr, order_ptr, num_rows_ptr, N, stride_y, stride_cha
 @triton.jit
 def _group_sums(
     x_ptr, codes_ptr, scales_ptr, rows_ptr, count, row0, g0, g1, NP, K, G, stride_x,
-    BITS: tl.constexpr, ZERO: tl.constexpr, ASM: tl.constexpr, OFFSET_ROWS: tl.constexpr, BN: tl.constexpr,
-    BM: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, SCALES_AHEAD: tl.constexpr,
-    WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr,
+    BITS: tl.constexpr, ZERO: tl.constexpr, ASM: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
+    STEP: tl.constexpr, STAGES: tl.constexpr, SCALES_AHEAD: tl.constexpr, WHOLE_N: tl.constexpr,
+    WHOLE_K: tl.constexpr,
 ):  # fmt: skip
     """Return the float32 sums [BN, BM] of groups g0 to g1, for BN outputs from ``row0`` on."""
     WORDS: tl.constexpr = 8 * BITS
@@ -188,10 +184,12 @@ def _group_sums(
         for j in tl.static_range(STEP):
             s = s0 if j == 0 else (s1 if j == 1 else (s2 if j == 2 else s3))
             g = step * STEP + j
-            # Without assembly the offset is ``ZERO`` alone.
-            v = _values(words + g * (64 * WORDS), inside, BITS, 0 if OFFSET_ROWS else ZERO, ASM, BN, WHOLE_N)
-            product = _product(v, x + g * 128, live, K - g * 128, BITS, ZERO, ASM, OFFSET_ROWS, WHOLE_K)
-            total += product * s.to(tl.float32)[:, None]
+            v = _values(words + g * (64 * WORDS), inside, BITS, ZERO, ASM, BN, WHOLE_N)
+            if WHOLE_K:
+                xg = tl.load(x + g * 128, mask=live, other=0.0)
+            else:
+                xg = tl.load(x + g * 128, mask=live & (tl.arange(0, 128) < K - g * 128)[None, :], other=0.0)
+            total += _dot(v, xg, ASM) * s.to(tl.float32)[:, None]
     return total
 
 
@@ -221,35 +219,6 @@ def _values(
 
 
 @triton.jit
-def _product(
-    v, x, live, inputs, BITS: tl.constexpr, ZERO: tl.constexpr, ASM: tl.constexpr, OFFSET_ROWS: tl.constexpr,
-    WHOLE_K: tl.constexpr,
-):  # fmt: skip
-    """Return the float32 product [BN, BM] of values, less their offset, and a group of ``inputs`` inputs."""
-    if WHOLE_K:
-        xg = tl.load(x, mask=live, other=0.0)
-    else:
-        xg = tl.load(x, mask=live & (tl.arange(0, 128) < inputs)[None, :], other=0.0)
-    product = _dot(v, xg, ASM)
-    if OFFSET_ROWS:
-        # The product of the offsets is one row, which is taken for 16 rows of each warp and repeated for the rest.
-        # The compiler lays out this operand as it does ``v`` where it is made of a part of v.
-        part = v
-        if v.shape[0] == 2 * OFFSET_ROWS:
-            part, _ = tl.split(tl.permute(tl.reshape(v, (2, OFFSET_ROWS, 128)), (1, 2, 0)))
-        offsets = tl.broadcast_to(_offsets(BITS, ZERO, ASM)[None, :], (OFFSET_ROWS, 128))
-        if ASM != "":
-            offsets = tl.inline_asm_elementwise(
-                "mov.b32 $0, $1;", "=r,r,r", [offsets, part], dtype=tl.bfloat16, is_pure=True, pack=2
-            )
-        rows = _dot(offsets, xg, ASM)
-        if v.shape[0] == 2 * OFFSET_ROWS:
-            rows = tl.reshape(tl.permute(tl.join(rows, rows), (2, 0, 1)), (v.shape[0], xg.shape[0]))
-        product -= rows
-    return product
-
-
-@triton.jit
 def _dot(a, x, ASM: tl.constexpr):
     if ASM != "" and x.shape[0] == 8:
         # A batch of four, a quarter of the outputs each: Triton 3.8 would take the wide form for 8 columns too.
@@ -260,21 +229,6 @@ def _dot(a, x, ASM: tl.constexpr):
         return tl.dot(a, tl.trans(x))
     else:  # Triton's interpreter multiplies bfloat16 operands as if they were integers
         return tl.dot(a.to(tl.float32), tl.trans(x).to(tl.float32), input_precision="ieee")
-
-
-@triton.jit
-def _offsets(BITS: tl.constexpr, ZERO: tl.constexpr, ASM: tl.constexpr):
-    """Return the offsets [128] of values by their input, exact in bfloat16."""
-    place = tl.arange(0, 128) // (32 if BITS == 4 else 16)
-    if ASM == "":
-        base = place.to(tl.float32) * 0.0
-    elif BITS == 4:
-        base = place.to(tl.float32) * 0.0 + 64.0
-    elif BITS == 3:
-        base = tl.where(place % 2 == 0, 64.0, 16.0)
-    else:
-        base = tl.where(place % 3 == 0, 64.0, tl.where(place % 3 == 1, 16.0, 4.0))
-    return (base + ZERO).to(tl.bfloat16)
 
 
 @triton.jit

@@ -54,18 +54,23 @@ class Places:
 
 
 def place_tensors(
-    delta: ServedDelta, places: Places, rename: Callable[[str], str | None] = lambda name: name
+    delta: ServedDelta,
+    places: Places,
+    rename: Callable[[str], str | None] = lambda name: name,
+    pause: Callable[[], None] = lambda: None,
 ) -> dict[str, Pair]:
     """Return what each module gets: codes and scales of a matrix, the tensor twice for a norm.
 
     Args:
         rename: from a checkpoint's name to the model's.
+        pause: called between matrices.
 
     Raises:
         ValueError: a tensor that this deployment cannot serve, with its name, the reason and what to do.
     """
     found: dict[str, Pair] = {}
     for name, matrix in delta.matrices.items():
+        pause()
         place = _place(name, places, rename)
         if place is None:
             continue

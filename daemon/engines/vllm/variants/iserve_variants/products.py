@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Protocol
 
@@ -26,27 +26,20 @@ class Slots(Protocol):
 class Products(Protocol):
     """Arithmetic of changes."""
 
-    def add(
-        self, y: torch.Tensor, x: torch.Tensor, slots: Slots, routes: Mapping[int, Route], active: int | None
-    ) -> None:
+    def add(self, y: torch.Tensor, x: torch.Tensor, slots: Slots, route: Route) -> None:
         """Add to each routed row of ``y`` the product of its delta and its row of ``x``."""
 
     def merge(self, weight: torch.Tensor, slots: Slots, slot: int) -> torch.Tensor:
         """Return base and one delta as a matrix, valid until the next call."""
 
-    def warm_up(
-        self, all_slots: Iterable[Slots], routes: Mapping[int, Route], rows: int, active: int | None
-    ) -> None:
+    def warm_up(self, all_slots: Iterable[Slots], route: Route, rows: int) -> None:
         """Compile what steps of ``rows`` rows take; no row is routed, and nothing is changed."""
 
 
 class ReferenceProducts:
     """Products in plain torch, for CPUs and for tests."""
 
-    def add(
-        self, y: torch.Tensor, x: torch.Tensor, slots: Slots, routes: Mapping[int, Route], active: int | None
-    ) -> None:
-        route = next(iter(routes.values()))
+    def add(self, y: torch.Tensor, x: torch.Tensor, slots: Slots, route: Route) -> None:
         for slot, first, count, _ in route.segments[: int(route.num_segments)].tolist():
             rows = route.order[first : first + count].long()
             change = dequantize(slots.codes[slot], slots.scales[slot], slots.format)
@@ -57,9 +50,7 @@ class ReferenceProducts:
         change = dequantize(slots.codes[slot], slots.scales[slot], slots.format)
         return (weight.float() + change[: weight.shape[0], : weight.shape[1]]).to(weight.dtype)
 
-    def warm_up(
-        self, all_slots: Iterable[Slots], routes: Mapping[int, Route], rows: int, active: int | None
-    ) -> None:
+    def warm_up(self, all_slots: Iterable[Slots], route: Route, rows: int) -> None:
         """Do nothing: there is nothing to compile."""
 
 
@@ -86,19 +77,16 @@ class TritonProducts:
         self._workspace.arrived(max_segments * max_tiles)
         self._merged = torch.empty(merged_elements, dtype=torch.bfloat16, device=device)
 
-    def add(
-        self, y: torch.Tensor, x: torch.Tensor, slots: Slots, routes: Mapping[int, Route], active: int | None
-    ) -> None:
+    def add(self, y: torch.Tensor, x: torch.Tensor, slots: Slots, route: Route) -> None:
         if y.dtype != torch.bfloat16:  # logits that the model wants in float32
             change = torch.zeros(y.shape, dtype=torch.bfloat16, device=y.device)
-            self.add(change, x, slots, routes, active)
+            self.add(change, x, slots, route)
             y += change
             return
-        tiling = self._tiling(slots.format.bits, x.shape[0], active)
+        tiling = self._tiling(slots.format.bits, x.shape[0])
         if x.stride(-1) != 1 or x.data_ptr() % 16 or x.stride(0) % 8:
             x = x.contiguous()
             tiling = replace(tiling, overlaps=False)  # which may begin before the kernel before it, the copy
-        route = routes[tiling.rows]
         self._add(y, x, slots.codes, slots.scales, route, slots.format, tiling, self._workspace)
 
     def merge(self, weight: torch.Tensor, slots: Slots, slot: int) -> torch.Tensor:
@@ -106,9 +94,7 @@ class TritonProducts:
         self._merge(weight, out, slots.codes[slot], slots.scales[slot], slots.format)
         return out
 
-    def warm_up(
-        self, all_slots: Iterable[Slots], routes: Mapping[int, Route], rows: int, active: int | None
-    ) -> None:
+    def warm_up(self, all_slots: Iterable[Slots], route: Route, rows: int) -> None:
         done = set()
         for slots in all_slots:
             _, tiles, groups, _, _ = slots.codes.shape
@@ -118,7 +104,7 @@ class TritonProducts:
             done.add((shape, slots.format))
             x = torch.zeros(rows, shape[1], dtype=torch.bfloat16, device=slots.codes.device)
             y = torch.zeros(rows, shape[0], dtype=torch.bfloat16, device=slots.codes.device)
-            self.add(y, x, slots, routes, active)
+            self.add(y, x, slots, route)
             if self._merged.numel() >= shape[0] * shape[1]:
                 self.merge(y.new_zeros(shape), slots, 0)
 

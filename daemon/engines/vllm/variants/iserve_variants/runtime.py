@@ -62,8 +62,6 @@ class Runtime:
 
     def __init__(self, settings: Settings, routes: StepRoutes, places: SlotPlaces) -> None:
         self.settings, self.routes, self.places = settings, routes, places
-        self.is_staged = False
-        """Whether the slot that is being filled has its delta in the spare place: nothing is copied then."""
         self.products: Products = ReferenceProducts()  # until the modules, whose sizes buffers have, are there
         self.merges = settings.merged_from_rows is not None
         """Whether matrices can be merged; a quantized base's cannot."""

@@ -15,7 +15,7 @@ from iserve_variants.route import Route
 
 __all__ = ["SEGMENT_ROWS", "Run", "StepRoutes"]
 
-SEGMENT_ROWS = (8, 32)  # of all tilings that steps choose
+SEGMENT_ROWS = 32  # of all tilings that steps choose
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,27 @@ class Run:
     """Of the delta that is merged into the weights; -1: the base's weights."""
     start: int
     end: int
+
+
+class _Rows:
+    """Slots and route of rows on the device, written where they differ from those of the step before."""
+
+    def __init__(self, max_rows: int, slots: int, device: torch.device | str) -> None:
+        self.slots = torch.full((max_rows,), -1, dtype=torch.int64, device=device)
+        self.route = Route.empty(max_rows=max_rows, slots=slots, segment_rows=SEGMENT_ROWS, device=device)
+        self._slot_of_row = self._routed = np.empty(0, dtype=np.int64)
+
+    def fill(self, slot_of_row: np.ndarray, routed: np.ndarray) -> bool:
+        """Write the slot of each row, and route those of ``routed`` that have one; return whether a row has."""
+        slot_of_row, routed = (one if (one >= 0).any() else one[:0] for one in (slot_of_row, routed))
+        if not np.array_equal(slot_of_row, self._slot_of_row):
+            self.slots.fill_(-1)  # rows that a graph is padded with have no delta
+            self.slots[: len(slot_of_row)].copy_(torch.from_numpy(slot_of_row))
+            self._slot_of_row = slot_of_row
+        if not np.array_equal(routed, self._routed):
+            self.route.fill(torch.from_numpy(routed).to(self.slots.device))
+            self._routed = routed
+        return len(routed) > 0
 
 
 class StepRoutes:
@@ -39,7 +60,6 @@ class StepRoutes:
         device: torch.device | str,
         graph_rows: int,
         merged_from_rows: int | None,
-        segment_rows: Sequence[int] = SEGMENT_ROWS,
     ) -> None:
         """Take the buffers' memory.
 
@@ -49,27 +69,38 @@ class StepRoutes:
             device: of the model.
             graph_rows: most rows of a captured graph; only larger steps may be computed as the host decides.
             merged_from_rows: rows of one delta from which on it is merged; None: never.
-            segment_rows: of the tilings that steps choose.
         """
         self.slots, self.graph_rows, self.merged_from_rows = slots, graph_rows, merged_from_rows
-        self.token_slots = torch.full((max_rows,), -1, dtype=torch.int64, device=device)
-        """Slot of each token's row; -1: no delta."""
-        self.sample_slots = torch.full((max_rows,), -1, dtype=torch.int64, device=device)
-        """Slot of each row that logits are computed of."""
-        self.token_routes = {rows: _route(max_rows, slots, rows, device) for rows in segment_rows}
-        """Rows of deltas that are not merged, by the rows of a segment."""
-        self.sample_routes = {rows: _route(max_rows, slots, rows, device) for rows in segment_rows}
+        self._tokens, self._samples = (_Rows(max_rows, slots, device) for _ in range(2))
         self.wants_samples = False
         """Whether a module reads the routes of samples: an output layer with slots."""
         self.has_variants = False
         """Whether a row has an adapter or a delta: a step without is captured without any of their launches."""
         self.has_routed = False
-        """Whether a row is in the routes."""
+        """Whether a row is in the route of tokens."""
         self.samples_deltas = False
-        self.active: int | None = None
-        """Most variants in the step, where graphs are captured for each number of them; None: any number."""
         self.runs: tuple[Run, ...] = ()
         """All rows of a large step in order, where a delta is merged; empty: one product."""
+
+    @property
+    def token_slots(self) -> torch.Tensor:
+        """Slot of each token's row; -1: no delta."""
+        return self._tokens.slots
+
+    @property
+    def token_route(self) -> Route:
+        """Rows of deltas that are not merged."""
+        return self._tokens.route
+
+    @property
+    def sample_slots(self) -> torch.Tensor:
+        """Slot of each row that logits are computed of."""
+        return self._samples.slots
+
+    @property
+    def sample_route(self) -> Route:
+        """Sampled rows of deltas."""
+        return self._samples.route
 
     def update(self, tokens: Sequence[int], samples: Sequence[int], slot_of_delta: Mapping[int, int]) -> None:
         """Route a step.
@@ -85,17 +116,10 @@ class StepRoutes:
         merged = self._merged(slot_of_row)
         self.runs = _runs(slot_of_row, merged) if merged else ()
         routed = np.where(np.isin(slot_of_row, list(merged)), -1, slot_of_row) if merged else slot_of_row
-        had, self.has_routed = self.has_routed, bool((routed >= 0).any())
-        _fill(self.token_slots, slot_of_row)
-        if self.has_routed or had:
-            _route_all(self.token_routes, routed)
-        if not self.wants_samples:
-            return
-        sampled = _slots(np.fromiter(samples, dtype=np.int64, count=len(samples)), slot_of_delta)
-        had, self.samples_deltas = self.samples_deltas, bool((sampled >= 0).any())
-        if self.samples_deltas or had:
-            _fill(self.sample_slots, sampled)
-            _route_all(self.sample_routes, sampled)
+        self.has_routed = self._tokens.fill(slot_of_row, routed)
+        if self.wants_samples:
+            sampled = _slots(np.fromiter(samples, dtype=np.int64, count=len(samples)), slot_of_delta)
+            self.samples_deltas = self._samples.fill(sampled, sampled)
 
     def launches(self, rows: int) -> bool:
         """Return whether a product of ``rows`` rows launches the kernel of deltas.
@@ -109,10 +133,6 @@ class StepRoutes:
             return frozenset()
         slots, counts = np.unique(slot_of_row[slot_of_row >= 0], return_counts=True)
         return frozenset(int(slot) for slot in slots[counts >= self.merged_from_rows])
-
-
-def _route(max_rows: int, slots: int, segment_rows: int, device: torch.device | str) -> Route:
-    return Route.empty(max_rows=max_rows, slots=slots, segment_rows=segment_rows, device=device)
 
 
 def _slots(ids: np.ndarray, slot_of_delta: Mapping[int, int]) -> np.ndarray:
@@ -129,15 +149,3 @@ def _runs(slot_of_row: np.ndarray, merged: frozenset[int]) -> tuple[Run, ...]:
         Run(int(weights[start]), start, end)
         for start, end in zip(starts, [*starts[1:], len(weights)], strict=True)
     )
-
-
-def _fill(buffer: torch.Tensor, slot_of_row: np.ndarray) -> None:
-    buffer.fill_(-1)  # rows that a graph is padded with have no delta
-    buffer[: len(slot_of_row)].copy_(torch.from_numpy(slot_of_row))
-
-
-def _route_all(routes: Mapping[int, Route], slot_of_row: np.ndarray) -> None:
-    first = next(iter(routes.values()))
-    on_device = torch.from_numpy(slot_of_row).to(first.order.device)
-    for route in routes.values():
-        route.fill(on_device)

@@ -1,4 +1,4 @@
-"""Filling of the spare place from a thread, on a stream of its own, so that steps are not held up."""
+"""Filling of the places of all modules: between steps, or from a thread on a stream of its own."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from iserve_variants.runtime import Runtime
 
 __all__ = ["Pairs", "PlaceFiller"]
 
-Pairs = dict[str, tuple[torch.Tensor, torch.Tensor]]
+Pair = tuple[torch.Tensor, torch.Tensor]  # codes and scales of a matrix; the weight of a norm twice
+Pairs = dict[str, Pair]
 _MOST_JOINED = 8  # matrices that a module joins
 _PAUSE_S = 0.0005  # after each module, in which the thread that steps takes the interpreter
 
 
 class PlaceFiller:
-    """Copies a delta to the spare place of all modules."""
+    """Copies a delta to a place of all modules."""
 
     def __init__(
         self,
@@ -34,16 +35,15 @@ class PlaceFiller:
             runtime: of the model.
             device: of the model.
         """
-        self._modules = {name: one for name, one in modules.items() if hasattr(type(one), "fill")}
+        self._modules = {
+            name: one for name, one in modules.items() if hasattr(type(one), "fill") and one.deltas is not None
+        }
         self._packed, self._runtime, self._device = packed, runtime, device
         self._stream: torch.cuda.Stream | None = None
         if runtime.settings.background and device.type == "cuda":
             self._stream, self._freed = torch.cuda.Stream(device), torch.cuda.Event()
             self._freed.record()
-            largest = max(
-                (_place_bytes(one) for one in self._modules.values() if getattr(one, "deltas", None) is not None),
-                default=0,
-            )
+            largest = max((_place_bytes(one) for one in self._modules.values()), default=0)
             self._locked = torch.empty(largest, dtype=torch.uint8, pin_memory=True)
 
     def free_spare(self) -> None:
@@ -51,42 +51,42 @@ class PlaceFiller:
         if self._stream is not None:
             self._freed.record()
 
-    def fill(self, pairs: Pairs) -> None:
+    def put(self, place: int, pairs: Pairs) -> None:
+        """Fill a place with a delta; from the thread that steps."""
+        for name, module in self._modules.items():
+            self._fill(module, place, self._found(name, pairs))
+
+    def fill_spare(self, pairs: Pairs) -> None:
         """Fill the spare place with a delta and wait for it; from another thread than that which steps."""
         place = self._runtime.places.spare
         assert place is not None
         with torch.inference_mode():
             if self._stream is None:
-                self._fill(place, pairs)
+                self.put(place, pairs)
                 return
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
                 self._stream.wait_event(self._freed)
-                self._fill(place, pairs)
-                self._stream.synchronize()
+                for name, module in self._modules.items():
+                    self._fill(module, place, self._locked_pairs(self._found(name, pairs)))
+                    self._stream.synchronize()  # the buffer is used again
+                    time.sleep(_PAUSE_S)
 
-    def _fill(self, place: int, pairs: Pairs) -> None:
-        for name, module in self._modules.items():
-            if getattr(module, "deltas", None) is None:
-                continue
-            joined = self._packed.get(name, [name])
-            found = self._locked_pairs([pairs.get(one) for one in joined])
-            if not any(found):
-                module.deltas.clear(place)
-            elif len(joined) > 1:
-                module.fill(place, *([one and one[at] for one in found] for at in (0, 1)))
-            else:
-                module.fill(place, *found[0])
-            if self._stream is not None:
-                self._stream.synchronize()  # the buffer is used again
-            time.sleep(_PAUSE_S)
+    def _found(self, name: str, pairs: Pairs) -> list[Pair | None]:
+        """Return what a delta has for each matrix that module ``name`` joins."""
+        return [pairs.get(one) for one in self._packed.get(name, [name])]
 
-    def _locked_pairs(
-        self, found: list[tuple[torch.Tensor, torch.Tensor] | None]
-    ) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+    @staticmethod
+    def _fill(module: torch.nn.Module, place: int, found: list[Pair | None]) -> None:
+        if not any(found):
+            module.deltas.clear(place)
+        elif len(found) > 1:
+            module.fill(place, *([one and one[at] for one in found] for at in (0, 1)))
+        else:
+            module.fill(place, *found[0])
+
+    def _locked_pairs(self, found: list[Pair | None]) -> list[Pair | None]:
         """Return copies in the page-locked buffer."""
-        if self._stream is None:
-            return found
-        at, copies = 0, []
+        at, copies = 0, list[Pair | None]()
         for pair in found:
             made = []
             for tensor in pair or ():

@@ -21,16 +21,9 @@ from iserve_variants.slots import LinearSlots, Packed, cut_inputs, cut_outputs
 from iserve_variants.step_routes import Run
 from iserve_variants.vllm_operators import delta_linear
 
-__all__ = ["LAYERS", "LinearWithDeltas", "is_delta"]
-
+__all__ = ["LAYERS", "LinearWithDeltas"]
 
 _THEIR_LINEARS = "vllm.model_executor.layers.linear"
-
-
-def is_delta(a: object) -> bool:
-    """Return whether weights of a module in the LoRA path are codes of a delta, or a list of them and None."""
-    first = next((one for one in a if one is not None), None) if isinstance(a, list) else a
-    return isinstance(first, torch.Tensor) and first.dtype == torch.int16
 
 
 class LinearWithDeltas:
@@ -50,7 +43,6 @@ class LinearWithDeltas:
         runtime = runtime_being_built()
         assert runtime is not None  # can_replace_layer
         self.runtime, self.deltas, self.refusal = runtime, None, ""
-        self.adapter_slots: set[int] = set()
         slices = tuple(self.output_slices)
         if type(self.base_layer).__module__ != _THEIR_LINEARS:
             self.refusal = f"its class {type(self.base_layer).__name__} may compute something else than a product"
@@ -84,22 +76,6 @@ class LinearWithDeltas:
         sizes = zip(self.output_slices, shards, strict=True)
         return [(outputs * count, self.input_size) for outputs, count in sizes]
 
-    def reset_lora(self: Any, index: int) -> None:
-        if index in self.adapter_slots:  # else there are none, and to clear them is many small launches
-            super().reset_lora(index)  # type: ignore[misc]
-            self.adapter_slots.remove(index)
-        if self.deltas is not None and not self.runtime.is_staged:
-            self.deltas.clear(self.runtime.places.of(index))
-
-    def set_lora(self: Any, index: int, lora_a: Any, lora_b: Any) -> None:
-        if not is_delta(lora_a):
-            super().set_lora(index, lora_a, lora_b)  # type: ignore[misc] # empties the slot first
-            self.adapter_slots.add(index)
-            return
-        self.reset_lora(index)
-        if not self.runtime.is_staged:
-            self.fill(self.runtime.places.of(index), lora_a, lora_b)
-
     def fill(self: Any, place: int, lora_a: Any, lora_b: Any) -> None:
         """Fill a place with codes and scales, of a list of which some may be None."""
         many = isinstance(lora_a, list)
@@ -128,7 +104,7 @@ class LinearWithDeltas:
         routes, products = self.runtime.routes, self.runtime.products
         y = self._base_products(x, bias, routes.runs) if routes.runs else self._base_product(x, bias)
         if routes.launches(x.shape[0]):
-            products.add(y, x, self.deltas, routes.token_routes, routes.active)
+            products.add(y, x, self.deltas, routes.token_route)
         if self.runtime.settings.adapters and routes.has_variants:
             self.punica_wrapper.add_lora_linear(
                 y, x, self.lora_a_stacked, self.lora_b_stacked, 1.0, self.output_slices

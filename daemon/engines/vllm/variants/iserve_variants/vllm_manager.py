@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 from typing import Any
+from weakref import finalize
 
 import torch
 from vllm.lora.lora_model import LoRAModel
@@ -12,13 +13,13 @@ from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
-from iserve_variants.background import BackgroundLoader, SlotPlaces
+from iserve_variants.background import BackgroundLoader, Pauses, SlotPlaces, empty_aside
 from iserve_variants.folder import MANIFEST_FILE, read_folder
 from iserve_variants.placement import place_tensors
 from iserve_variants.products import products_for
 from iserve_variants.runtime import Runtime, building
 from iserve_variants.settings import Settings, read_settings
-from iserve_variants.step_routes import SEGMENT_ROWS, StepRoutes
+from iserve_variants.step_routes import StepRoutes
 from iserve_variants.vllm_filler import Pairs, PlaceFiller
 from iserve_variants.vllm_layers import LinearWithDeltas
 from iserve_variants.vllm_model import ModelParts
@@ -27,16 +28,15 @@ from iserve_variants.vllm_modules import EmbeddingWithDeltas, OutputWithDeltas
 __all__ = ["DeltaModel", "DeltaModelManager", "DeltaWorkerManager"]
 
 _LOGGER = logging.getLogger("vllm.iserve_variants")
-_MARK = (
-    "iserve_delta"  # a tensor that every delta has, so that none is without, whatever part of the model is here
-)
+_MARK = "iserve_delta"  # what vLLM keeps of a delta: a tensor of no module
 
 
 class DeltaModel(LoRAModel):
-    """Delta as the LoRA path keeps it: ``lora_a`` are codes and ``lora_b`` scales."""
+    """Delta as the LoRA path keeps it: its tensors are not in ``loras``, over which vLLM's activation loops."""
 
-    pairs: Pairs
-    """By module, as they were read."""
+    def __init__(self, lora_id: int, pairs: Pairs, mark: LoRALayerWeights) -> None:
+        super().__init__(lora_id, 1, {_MARK: mark})
+        self.pairs = pairs
 
 
 class DeltaModelManager(LRUCacheLoRAModelManager):
@@ -55,7 +55,6 @@ class DeltaModelManager(LRUCacheLoRAModelManager):
             device=torch.device(self.device),
             graph_rows=graph_rows,
             merged_from_rows=settings.merged_from_rows,
-            segment_rows=SEGMENT_ROWS if self.lora_config.specialize_active_lora else SEGMENT_ROWS[-1:],
         )
         self.runtime = Runtime(settings, routes, places)
 
@@ -68,8 +67,13 @@ class DeltaModelManager(LRUCacheLoRAModelManager):
             self.register_module(name, module)
         self.places = parts.places
         self._take_buffers()
+        mark = torch.zeros(1, dtype=torch.int16, device=self.device)  # what is on the CPU is page-locked by vLLM
+        self._mark = LoRALayerWeights(_MARK, 1, 1, mark, mark)
+        self._adapters_key: object = None
         self.filler = PlaceFiller(self.modules, self.packed_modules, self.runtime, torch.device(self.device))
-        self.loader = BackgroundLoader(self._read_pairs, self.filler.fill) if self.settings.background else None
+        self.loader = (
+            BackgroundLoader(self._read_pairs, self.filler.fill_spare) if self.settings.background else None
+        )
 
     @property
     def settings(self) -> Settings:
@@ -90,35 +94,48 @@ class DeltaModelManager(LRUCacheLoRAModelManager):
             merged = max((one.base_layer.weight.numel() for one in linears), default=0)
         runtime.products = products_for(
             torch.device(self.device),
-            max_segments=max(len(route.segments) for route in routes.token_routes.values()),
+            max_segments=len(routes.token_route.segments),
             max_tiles=max((one.codes.shape[1] for one in slots), default=1),
             merged_elements=merged,
         )
-        # Each tiling, before graphs are captured; logits, of which graphs have none, are not routed by `active`.
         outputs = [one.deltas for one in self.modules.values() if isinstance(one, vocabularies)]
-        for active in (1, 2**30) if self.lora_config.specialize_active_lora else (None,):
-            for rows in (1, 64, min(routes.graph_rows + 1, len(routes.token_slots))):
-                runtime.products.warm_up([one.deltas for one in linears], routes.token_routes, rows, active)
+        for rows in (1, 64, min(routes.graph_rows + 1, len(routes.token_slots))):  # each tiling
+            runtime.products.warm_up([one.deltas for one in linears], routes.token_route, rows)
         for rows in (1, 64):
-            runtime.products.warm_up(outputs, routes.sample_routes, rows, None)
+            runtime.products.warm_up(outputs, routes.sample_route, rows)
         taken = sum(one.codes.nbytes + one.scales.nbytes for one in slots)
         _LOGGER.info("%d slots of deltas take %d MiB", runtime.places.count, taken // 2**20)
 
     def activate_adapter(self, lora_id: int) -> bool:
+        """Give an adapter or a delta a slot; a delta in the spare place costs no work for each module.
+
+        A slot and its place are independent: rows of a delta are those of no adapter to the adapters' kernels, and
+        rows of an adapter are not routed. So nothing of a former adapter or delta is cleared.
+        """
         adapter = self._registered_adapters.cache.get(lora_id)
-        pairs = getattr(adapter, "pairs", None)
-        self.runtime.is_staged = self.loader is not None and pairs is not None and self.loader.holds(pairs)
-        try:
+        if not isinstance(adapter, DeltaModel):
             changed = super().activate_adapter(lora_id)
-            if changed and self.runtime.is_staged:
-                self.runtime.places.exchange(self.lora_index_to_id.index(lora_id))
-                self.filler.free_spare()
-                self.loader.release()
-        finally:
-            self.runtime.is_staged = False
+        elif changed := lora_id not in self._active_adapters:
+            self._activate_delta(adapter)
+        else:
+            self._active_adapters.touch(lora_id)
         if changed:
             self._last_mapping = None  # the same ids may mean other slots, or a slot another kind
         return changed
+
+    def _activate_delta(self, delta: DeltaModel) -> None:
+        if len(self._active_adapters) >= self.lora_slots:
+            self._active_adapters.remove_oldest()
+        slot, places = self.lora_index_to_id.index(None), self.runtime.places
+        if self.loader is not None and self.loader.holds(delta.pairs):
+            places.exchange(slot)
+            self.filler.free_spare()
+            self.loader.release()
+            _freed_aside(delta)
+        else:
+            self.filler.put(places.of(slot), delta.pairs)
+        self._active_adapters[delta.id] = None
+        self.lora_index_to_id[slot] = delta.id
 
     def _set_adapter_mapping(self, mapping: Any) -> None:
         """Route deltas, and give the rest of the mapping to the kernels of adapters, whose rows these are not."""
@@ -128,8 +145,6 @@ class DeltaModelManager(LRUCacheLoRAModelManager):
             if lora_id is not None and isinstance(self._registered_adapters.cache.get(lora_id), DeltaModel)
         }
         self.runtime.routes.update(mapping.index_mapping, mapping.prompt_mapping, slot_of_delta)
-        if self.lora_config.specialize_active_lora:
-            self.runtime.routes.active = _active(mapping.index_mapping, self.lora_slots)
         if slot_of_delta:
             mapping = type(mapping)(
                 tuple(0 if one in slot_of_delta else one for one in mapping.index_mapping),
@@ -137,7 +152,10 @@ class DeltaModelManager(LRUCacheLoRAModelManager):
                 is_prefill=mapping.is_prefill,
                 type=mapping.type,
             )
-        super()._set_adapter_mapping(mapping)
+        of_adapters = [one if one not in slot_of_delta else None for one in self.lora_index_to_id]
+        if self._adapters_key != (mapping, of_adapters):  # a delta that takes a slot changes nothing of theirs
+            super()._set_adapter_mapping(mapping)
+            self._adapters_key = mapping, of_adapters
 
     def read_delta(self, folder: Path, lora_id: int) -> DeltaModel:
         """Return the delta in ``folder``, placed in this model.
@@ -148,23 +166,24 @@ class DeltaModelManager(LRUCacheLoRAModelManager):
         """
         pairs = self.loader.taken(folder) if self.loader is not None else None
         if pairs is None:
-            pairs = self._read_pairs(folder)
-        # vLLM page-locks all of an adapter whose first tensor is on the CPU. Views of one page-locked buffer are
-        # left as they are; what a thread has read is not to be locked here, between two steps.
-        mark = torch.zeros(1, dtype=torch.int16, device=self.device if self.settings.background else "cpu")
-        weights = {_MARK: LoRALayerWeights(_MARK, 1, 1, mark, mark)}
-        for module, (codes, scales) in pairs.items():
-            weights[module] = LoRALayerWeights(module, 1, 1, codes, scales)
-        made = DeltaModel(lora_id, 1, weights)
-        made.pairs = pairs
-        return made
+            made = DeltaModel(lora_id, self._read_pairs(folder), self._mark)
+            if self.loader is not None:
+                _freed_aside(made)
+            return made
+        return DeltaModel(lora_id, pairs, self._mark)
 
     def _read_pairs(self, folder: Path) -> Pairs:
         mapper = getattr(self.model, "hf_to_vllm_mapper", None)
         rename = mapper.get_rename_mapper()._map_name if mapper is not None else lambda name: name
         # Page-locking gigabytes holds up other threads' launches.
         pin = torch.device(self.device).type == "cuda" and not self.settings.background
-        return place_tensors(read_folder(folder, pin=pin), self.places, rename)
+        pause = Pauses() if self.settings.background else lambda: None
+        return place_tensors(read_folder(folder, pin=pin, pause=pause), self.places, rename, pause)
+
+
+def _freed_aside(delta: DeltaModel) -> None:
+    """Free the tensors of a delta, whose only owner it is, in a thread once vLLM has dropped it."""
+    finalize(delta, empty_aside, delta.pairs).atexit = False
 
 
 class DeltaWorkerManager(LRUCacheWorkerLoRAManager):
@@ -234,9 +253,3 @@ def _check(manager: Any, settings: Settings, vllm_config: Any) -> None:
 def _wrapper_key(manager: Any) -> str:
     (key,) = manager.punica_wrapper_mapping  # one: multimodal models are refused
     return key
-
-
-def _active(ids: tuple[int, ...], slots: int) -> int:
-    """Return the number of variants of the captured graph that a step of these rows replays: a power of two."""
-    count = max(1, len(set(ids)))  # rows of the base count as one
-    return min(1 << (count - 1).bit_length(), slots + 1)

@@ -9,7 +9,6 @@ from vllm.lora.layers import BaseLayerWithLoRA
 
 from iserve_variants.runtime import EMBEDDINGS, Runtime, own_name
 from iserve_variants.slots import EmbeddingSlots, NormSlots
-from iserve_variants.vllm_layers import is_delta
 from iserve_variants.vllm_operators import delta_embedding
 
 __all__ = ["EmbeddingWithDeltas", "NormWithDeltas", "OutputWithDeltas", "add_to_logits"]
@@ -29,17 +28,9 @@ class NormWithDeltas(BaseLayerWithLoRA):
         normed, total = self.deltas.normalize(x, self.token_slots[: x.shape[0]], self.eps, residual)
         return normed if residual is None else (normed, total)
 
-    def set_lora(self, index: int, lora_a: Any, lora_b: Any) -> None:
-        if not self.runtime.is_staged:
-            self.fill(self.runtime.places.of(index), lora_a, lora_b)
-
     def fill(self, place: int, lora_a: Any, lora_b: Any) -> None:
         """Fill a place with weights."""
         self.deltas.put(place, lora_a)
-
-    def reset_lora(self, index: int) -> None:
-        if not self.runtime.is_staged:
-            self.deltas.clear(self.runtime.places.of(index))
 
 
 class _VocabularyWithDeltas(BaseLayerWithLoRA):
@@ -49,12 +40,6 @@ class _VocabularyWithDeltas(BaseLayerWithLoRA):
     runtime: Runtime
 
     def set_lora(self, index: int, lora_a: Any, lora_b: Any) -> None:
-        if is_delta(lora_a):
-            self.reset_lora(index)
-            if not self.runtime.is_staged:
-                self.fill(self.runtime.places.of(index), lora_a, lora_b)
-            return
-        self.deltas.clear(self.runtime.places.of(index))
         inner = self._with_adapters()
         assert inner is not None  # adapters of a module that has no slots for them are not here
         inner.set_lora(index, lora_a, lora_b)
@@ -64,10 +49,8 @@ class _VocabularyWithDeltas(BaseLayerWithLoRA):
         self.deltas.put(place, (lora_a, lora_b))
 
     def reset_lora(self, index: int) -> None:
-        if not self.runtime.is_staged:
-            self.deltas.clear(self.runtime.places.of(index))
         inner = self._with_adapters()
-        if inner is not None and self.runtime.settings.adapters:
+        if inner is not None:
             inner.reset_lora(index)
 
     def set_mapping(self, punica_wrapper: Any) -> None:
@@ -133,7 +116,7 @@ def add_to_logits(processor: torch.nn.Module, deltas: EmbeddingSlots, runtime: R
         routes = runtime.routes
         if logits is not None and routes.samples_deltas:
             rows, x = logits.view(-1, logits.shape[-1]), hidden_states.view(-1, hidden_states.shape[-1])
-            runtime.products.add(rows, x, deltas, routes.sample_routes, None)
+            runtime.products.add(rows, x, deltas, routes.sample_route)
         return logits
 
     processor._get_logits = get_logits
