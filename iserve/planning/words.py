@@ -40,7 +40,7 @@ def gib(size_bytes: float) -> str:
 
 def seconds(value: float) -> str:
     """Return seconds for people: ms below one second."""
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+    return f"{value:.2f} s" if value >= 0.9995 else f"{value * 1e3:.3g} ms"  # three digits: not 1e+03 ms
 
 
 def links_times(links: MeasuredLinks) -> str:

@@ -20,6 +20,7 @@ from iserve.planning.offline import OneEstimateDocument, plan_for_gpus
 from iserve.planning.pipeline import PlanOptions
 from iserve.planning.runner_up import BatchRange
 from iserve.planning.verdict_text import plan_lines
+from iserve.planning.words import seconds
 from planner.intent import Intent, Slo
 from tests.golden_words import Golden
 from tests.iserve.command_line import model
@@ -216,3 +217,10 @@ def test_an_interval_of_thousands_has_no_exponent(capsys: pytest.CaptureFixture[
     wide = replace(first, objective=710.5, objective_low=497.2, objective_high=1358.4)
     print_plan(replace(document, candidates=(wide, *rest)))
     assert "710.5 [497-1358]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("value_s", [0.0123456, 0.5, 0.9994, 0.99951, 0.99999, 1.0, 61.0])
+def test_a_time_has_no_exponent_and_is_within_its_digits(value_s: float) -> None:
+    number, unit = seconds(value_s).split()
+    assert "e" not in number
+    assert float(number) * {"ms": 1e-3, "s": 1.0}[unit] == pytest.approx(value_s, rel=5e-3)
