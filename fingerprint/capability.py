@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, fields, replace
 
 from fingerprint.architectures import Architectures, Listed
 from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
-from fingerprint.delta.slots import format_refusal
 from fingerprint.engines import traits_of
 from fingerprint.gpu_spec import GpuSpec, Vendor
 from fingerprint.model_spec import ModelSpec
@@ -283,6 +282,8 @@ class EngineCapabilities:
         if self.deltas and not self.assumes_deltas:
             if not config.has_delta_slots:
                 return f"slots of {self.engine} hold deltas of one format: give --delta-format, such as int2"
+            from fingerprint.delta.slots import format_refusal  # loads NumPy: a daemon without such slots does not
+
             reason = format_refusal(spec, config)
             if spec.family not in self.deltas:
                 reason = reason or f"the layers of {spec.architecture} were not looked into"

@@ -55,7 +55,6 @@ from daemon.worker_stats import WorkerStats
 from fingerprint.architectures import Architectures
 from fingerprint.capability import EngineCapabilities, Exclusion, Note
 from fingerprint.codec import to_json
-from fingerprint.delta.slots import DELTA_FAMILIES
 from fingerprint.errors import ConfigError, EngineError, IserveError
 
 __all__ = ["VllmEngine"]
@@ -224,7 +223,11 @@ def _used_by(
 
 
 def _families_with_deltas(version: str) -> frozenset[str]:
-    return DELTA_FAMILIES if serves_deltas(version) else frozenset()
+    if not serves_deltas(version):
+        return frozenset()
+    from fingerprint.delta.slots import DELTA_FAMILIES  # loads NumPy: a daemon without such slots does not
+
+    return DELTA_FAMILIES
 
 
 def _check_deltas(found: Installation) -> None:

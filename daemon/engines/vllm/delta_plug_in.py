@@ -14,8 +14,6 @@ from pathlib import Path
 from types import ModuleType
 
 from fingerprint.config import DeploymentConfig
-from fingerprint.delta import EMBEDDING_FORMAT
-from fingerprint.delta.slots import loads_in_background
 
 __all__ = ["PLUG_IN_NAME", "PLUG_IN_PATH", "additional_config", "takes_release"]
 
@@ -28,6 +26,9 @@ def additional_config(config: DeploymentConfig) -> dict[str, object]:
 
     Output layers that are the embedding have its format, whatever is said here.
     """
+    from fingerprint.delta import EMBEDDING_FORMAT  # loads NumPy: a daemon without such slots does not
+    from fingerprint.delta.slots import loads_in_background
+
     found: dict[str, object] = (
         _settings()
         .Settings(

@@ -27,7 +27,6 @@ from fingerprint.description.stored import quantization_of
 from fingerprint.engine_caches import with_caches
 from fingerprint.errors import CheckpointError, ConfigError
 from fingerprint.families import is_tabled, load_spec, read_spec
-from fingerprint.lora.slot_bytes import LEAST_RANK
 from fingerprint.model_spec import ModelSpec
 from fingerprint.quantized import BY_HEADERS, METHODS
 
@@ -207,6 +206,8 @@ def arguments(spec: WorkerSpec, model: Model, devices: Mapping[str, Device]) -> 
             }
         )
     if config.adapter_slots:
+        from fingerprint.lora.slot_bytes import LEAST_RANK  # loads NumPy: a daemon without such slots does not
+
         options["--max-loras"] = config.adapter_slots
         options["--max-lora-rank"] = config.adapter_rank or LEAST_RANK
         options["--max-cpu-loras"] = config.loaded_adapters
