@@ -162,13 +162,13 @@ def test_a_worker_without_a_place_is_asked_for_as_long_after_it_has_read_a_delta
     assert error.answer.status == 503
 
 
-def test_clients_see_no_path_of_a_base(caplog: pytest.LogCaptureFixture) -> None:
+def test_clients_see_no_path_of_a_base(caplog: pytest.LogCaptureFixture, golden: Golden) -> None:
     base = "/mnt/ann's models (new)/llama"
     error = CheckpointError(f"the delta was made of another base than {base}: tensor 'x' differs")
     variant = replace(A, base_directory=base)
     with pytest.raises(ApiError) as raised:
         asyncio.run(VariantLoader(SilentWorker(), Folders(error)).folder(variant))
-    assert raised.value.message.endswith("the delta was made of another base than llama: tensor 'x' differs")
+    golden("rest-errors", raised.value.message)
     assert base in caplog.text
 
 
@@ -193,13 +193,13 @@ def test_clients_see_no_path_and_the_log_has_it(error: Exception, caplog: pytest
     ("text", "shown"),
     [
         (
-            f"{HOME}/variants/x/a.safetensors: rank 128 is more than 64",
-            "x/a.safetensors: rank 128 is more than 64",
+            f"{HOME}/variants/x/a.safetensors: rank 128",
+            "x/a.safetensors: rank 128",
         ),
         ("no file '/mnt/my models/b/config.json' here", "no file 'config.json' here"),
         ('read "/a/b c/d": failed', 'read "d": failed'),
-        ("loading /mnt/models/llama failed (/etc/x)", "loading llama failed (x)"),
-        (f"in {HOME / 'variants'} and {HOME}", "in variants and iserve"),
+        ("load /mnt/models/llama (/etc/x)", "load llama (x)"),
+        (f"{HOME / 'variants'}, {HOME}", "variants, iserve"),
         ("1/2 of a/b, see https://example.org/a/b or GET /v1/models", None),
     ],
 )
