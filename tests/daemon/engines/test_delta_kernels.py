@@ -95,7 +95,7 @@ def test_tiles_cut_anywhere(tiling: Tiling) -> None:
 @pytest.mark.parametrize(("rows", "active"), [(4, 3), (18, 1), (18, 4), (40, 3), (2, 2)])
 def test_chosen_tilings_serve_their_mix(rows: int, active: int) -> None:
     mix = [row % active for row in range(rows)]
-    _check("int2", (128, 512), mix, choose_tiling(2, rows), Workspace("cpu"))
+    _check("int2", (128, 512), mix, choose_tiling(rows), Workspace("cpu"))
 
 
 def test_rows_may_be_a_part_of_wider_rows() -> None:

@@ -83,7 +83,7 @@ class TritonProducts:
             self.add(change, x, slots, route)
             y += change
             return
-        tiling = self._tiling(slots.format.bits, x.shape[0])
+        tiling = self._tiling(x.shape[0])
         if x.stride(-1) != 1 or x.data_ptr() % 16 or x.stride(0) % 8:
             x = x.contiguous()
             tiling = replace(tiling, overlaps=False)  # which may begin before the kernel before it, the copy
