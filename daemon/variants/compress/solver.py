@@ -151,15 +151,15 @@ def _fit_scales(
         group = torch.where(_halves(group * weights.sqrt()), group, torch.zeros_like(group))
     largest = group.abs().amax(dim=1) / levels.abs().max()
     best = _as_stored(largest)
-    least = _rounding_error(group, best, weights, levels, format_)
+    least = _rounding_error(group, best, weights, format_)
     for factor in _FACTORS[:-1]:
         candidate = _as_stored(largest * float(factor))
-        best, least = _better(candidate, best, least, group, weights, levels, format_)
+        best, least = _better(candidate, best, least, group, weights, format_)
     for _ in range(_REFITS):
         chosen = levels[_nearest(group, best[:, None], format_).long()]
         fitted = (group * chosen * weights).sum(dim=1) / (chosen.square() * weights).sum(dim=1).clamp_min(1e-30)
         candidate = _as_stored(torch.where(fitted > 0, fitted, best))
-        best, least = _better(candidate, best, least, group, weights, levels, format_)
+        best, least = _better(candidate, best, least, group, weights, format_)
     return best
 
 
@@ -169,27 +169,27 @@ def _better(
     least: torch.Tensor,
     group: torch.Tensor,
     weights: torch.Tensor,
-    levels: torch.Tensor,
     format_: DeltaFormat,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    error = _rounding_error(group, candidate, weights, levels, format_)
+    error = _rounding_error(group, candidate, weights, format_)
     is_better = error < least
     return torch.where(is_better, candidate, best), torch.where(is_better, error, least)
 
 
 def _rounding_error(
-    group: torch.Tensor, scale: torch.Tensor, weights: torch.Tensor, levels: torch.Tensor, format_: DeltaFormat
+    group: torch.Tensor, scale: torch.Tensor, weights: torch.Tensor, format_: DeltaFormat
 ) -> torch.Tensor:
-    rounded = levels[_nearest(group, scale[:, None], format_).long()] * scale[:, None]
-    return ((group - rounded).square() * weights).sum(dim=1)
+    """Return the weighted squared error of each row; in place, since a matrix is rounded some 30 times."""
+    rounded = _nearest(group, scale[:, None], format_).sub_(format_.zero).mul_(scale[:, None])
+    return rounded.sub_(group).square_().mul_(weights).sum(dim=1)
 
 
 def _nearest(values: torch.Tensor, scale: torch.Tensor, format_: DeltaFormat) -> torch.Tensor:
     """Return the codes whose values are nearest, as float32 whole numbers; where the scale is 0 the lowest of
     those around 0.
     """
-    quotient = torch.where(scale > 0, values / scale, torch.zeros_like(values))
-    return (quotient + format_.zero).round().clamp(0, 2**format_.bits - 1)
+    quotient = values / torch.where(scale > 0, scale, torch.inf)
+    return quotient.add_(format_.zero).round_().clamp_(0, 2**format_.bits - 1)
 
 
 def _as_stored(scale: torch.Tensor) -> torch.Tensor:
