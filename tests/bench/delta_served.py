@@ -1,6 +1,6 @@
 """Deltas in vLLM itself: tokens, steps, prompts and loads, on one GPU with vLLM 0.33.0; needs no web framework.
 
-    python -m tests.bench.delta_served write WORK [--parts large small] [--deltas 36] [--contents 4]
+    python -m tests.bench.delta_served write WORK [--parts large small] [--deltas 38] [--contents 4]
     python -m tests.bench.delta_served same OUT --work WORK [--batches 20]
     python -m tests.bench.delta_served run OUT --work WORK --engine deltas [--measure steps loads] [--slots 32]
                                            [--eager]
@@ -12,12 +12,13 @@ layers of Llama-3.1-8B's shape. ``run`` measures one engine of the whole shape, 
 LoRA), ``deltas`` (slots of deltas alone), ``mixed`` (deltas and adapters). Slots of 32 deltas and the spare one
 take 61 GB: a card of 80 GB holds fewer (``--slots 8``).
 ``OUT/NAME.json`` is written after each measurement, so a run that is killed keeps what it has. A start takes a
-minute or two, so one call has one engine. The random batches of ``same`` were not run on a GPU yet.
+minute or two, so one call has one engine.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import random
@@ -30,18 +31,19 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench.delta_agreement import agreement, allowed_margin, random_batches
-from tests.bench.delta_served_files import VARIANTS, Files, write_all
+from tests.bench.delta_contest import LAWS, ORDERS, PINNED, AtOnce, Swapping, draw, play, summary_of
+from tests.bench.delta_served_engine import Served, random_tokens
+from tests.bench.delta_served_files import Files, write_all
 
 __all__ = ["ENGINES", "GOALS_MS", "Answers", "Kept", "Mix", "compare_batches", "longest_steps", "summary"]
 
 ENGINES = ("plain", "deltas", "mixed")
-MEASURES = ("steps", "prompts", "loads")
+MEASURES = ("steps", "prompts", "loads", "cold", "contest")
 GOALS_MS = {1: 6.5, 4: 8.0, 8: 10.0, 32: 24.0}
-BASE_SHARE, LOAD_SHARE = 0.02, 1.5
+BASE_SHARE, LOAD_SHARE, COLD_GOAL_S = 0.02, 1.5, 2.0
 ROWS, PROMPT, OUTPUT, ROUNDS = 32, 64, 129, 3
 ACTIVE = (0, 1, 4, 8, 32)
 LONG, MANY = (1, 2048), (4, 2048)  # prompts at once, tokens of each
-GRAPH_ROWS = 512
 _LOAD_AT = 100  # step before which a load is asked for
 SMALL_VARIANTS = (0, 0, 1, 2, 3, 4, -1, -2)
 _SMALL_SLOTS = 5  # for six deltas and adapters, so that slots are taken from some
@@ -68,115 +70,6 @@ class Kept:
         os.replace(partial, self._file)
 
 
-class Served:
-    """Engine of vLLM in this process, stepped by hand."""
-
-    def __init__(
-        self, model: Path, files: Files, *, engine: str, slots: int, small: bool, eager: bool = False
-    ) -> None:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # it is compiled at the first start: 75 s
-        self.files, self._small, self._number = files, small, 0
-        arguments = _arguments(model, engine, slots, small) | {"enforce_eager": eager}
-        begin = time.perf_counter()
-        from vllm import LLM
-
-        self.engine = LLM(**arguments).llm_engine
-        self.start_s = time.perf_counter() - begin
-
-    def request(self, number: int) -> Any:
-        """Return what vLLM is asked with for delta or adapter ``number``; None: the base."""
-        from vllm.lora.request import LoRARequest
-
-        if not number:
-            return None
-        make = self.files.delta if number > 0 else self.files.adapter
-        folder = make(abs(number), small=self._small)
-        identity = number if number > 0 else 1000 - number
-        return LoRARequest(lora_name=folder.name, lora_int_id=identity, lora_path=str(folder))
-
-    def add(self, prompt: Sequence[int], number: int, output: int, *, logprobs: int | None = None) -> str:
-        """Add a request; return its name."""
-        from vllm import SamplingParams
-
-        self._number += 1
-        parameters = SamplingParams(
-            max_tokens=output, min_tokens=output, ignore_eos=True, temperature=0.0, detokenize=False,
-            logprobs=logprobs,
-        )  # fmt: skip
-        name = str(self._number)
-        self.engine.add_request(
-            name, {"prompt_token_ids": list(prompt)}, parameters, lora_request=self.request(number)
-        )
-        return name
-
-    def finish(self, between: Callable[[int], None] = lambda step: None) -> tuple[dict[str, Any], list[float]]:
-        """Run until all requests have ended; return their outputs by name, and each step's seconds.
-
-        Args:
-            between: called before each step with its number; its time is that step's.
-        """
-        done: dict[str, Any] = {}
-        steps: list[float] = []
-        last = time.perf_counter()
-        while self.engine.has_unfinished_requests():
-            between(len(steps))
-            for output in self.engine.step():
-                if output.finished:
-                    done[output.request_id] = output.outputs[0]
-            now = time.perf_counter()
-            steps.append(now - last)
-            last = now
-        return done, steps
-
-    def load(self, number: int) -> bool:
-        """Ask for a delta to be loaded; return False where it is still being read."""
-        try:
-            self.engine.add_lora(self.request(number))
-        except Exception as error:
-            if "is still being read" not in str(error):
-                raise
-            return False
-        return True
-
-
-def _arguments(model: Path, engine: str, slots: int, small: bool) -> dict[str, Any]:
-    arguments: dict[str, Any] = {
-        "model": str(model),
-        "load_format": "safetensors" if small else "dummy",
-        "skip_tokenizer_init": True,
-        "enable_prefix_caching": False,
-        "max_model_len": 4096,
-        "max_num_seqs": 64,
-        "max_num_batched_tokens": 8192,
-        "kv_cache_memory_bytes": 6 * 2**30,
-        "gpu_memory_utilization": 0.95,
-        "seed": 0,
-        "compilation_config": {"max_cudagraph_capture_size": GRAPH_ROWS},
-    }
-    if engine == "plain":
-        return arguments
-    if VARIANTS not in sys.path:
-        sys.path.insert(0, VARIANTS)  # with its entry point, as on PYTHONPATH
-    from iserve_variants.settings import Settings
-
-    whole = {"embedding_format": "int4", "output_format": "int2", "norms": True} if small else {}
-    settings = Settings(adapters=engine == "mixed", background=True, **whole)  # type: ignore[arg-type]
-    return arguments | {
-        "enable_lora": True,
-        "max_loras": slots,
-        "max_cpu_loras": slots + 4,
-        "max_lora_rank": 16 if engine == "mixed" else 1,
-        "additional_config": settings.to_config(),
-    }
-
-
-def _tokens(seed: int, count: int) -> list[int]:
-    return random.Random(seed).choices(range(10, 128000), k=count)
-
-
 def measure_steps(
     served: Served, kept: Kept, *, active: Sequence[int], numbers: Sequence[int], of: str = "deltas"
 ) -> None:
@@ -185,7 +78,7 @@ def measure_steps(
     for _ in range(ROUNDS):
         for count in active:
             for row in range(ROWS):
-                served.add(_tokens(row, PROMPT), numbers[row % count] if count else 0, OUTPUT)
+                served.add(random_tokens(row, PROMPT), numbers[row % count] if count else 0, OUTPUT)
             _, steps = served.finish()
             times.setdefault(count, []).append(statistics.median(steps[16:-8]))
     for count, medians in times.items():
@@ -207,7 +100,7 @@ def measure_prompts(served: Served, kept: Kept, *, numbers: Sequence[int]) -> No
             seconds = []
             for round_ in range(6):
                 for row, number in enumerate(asked):
-                    served.add(_tokens(100 * round_ + row, tokens), number, 1)
+                    served.add(random_tokens(100 * round_ + row, tokens), number, 1)
                 begin = time.perf_counter()
                 served.finish()
                 seconds.append(time.perf_counter() - begin)
@@ -244,7 +137,7 @@ def measure_loads(served: Served, kept: Kept, *, resident: Sequence[int], new: S
     """Time loads while 32 rows decode: the longest step from the request on, against the median."""
     for number in new:
         for row in range(ROWS):
-            served.add(_tokens(row, PROMPT), resident[row % len(resident)], 400)
+            served.add(random_tokens(row, PROMPT), resident[row % len(resident)], 400)
         loading = _Loading(served, number)
         _, steps = served.finish(loading.ask)
         median = statistics.median(steps[16:_LOAD_AT])
@@ -260,6 +153,73 @@ def measure_loads(served: Served, kept: Kept, *, resident: Sequence[int], new: S
             longest_earlier_calls_ms=[1e3 * one for one in sorted(loading.calls_s[:-1], reverse=True)[:5]],
             calls=len(loading.calls_s),
         )
+
+
+def measure_cold(served: Served, kept: Kept, *, new: Sequence[int]) -> None:
+    """Time deltas from the request for a load to the first token, no page of their files in memory."""
+    for number in new:
+        files = [file for file in served.files.delta(number).iterdir() if file.is_file()]
+        dropped = [drop_pages(file) for file in files]
+        begin = time.perf_counter()
+        for file in files:
+            with file.open("rb", buffering=0) as stream:
+                while stream.read(1 << 24):
+                    pass
+        disk_alone_s = time.perf_counter() - begin
+        dropped += [drop_pages(file) for file in files]
+        begin = time.perf_counter()
+        while not served.load(number):
+            time.sleep(0.005)
+        loaded_s = time.perf_counter() - begin
+        served.add(random_tokens(number, PROMPT), number, 1)
+        served.finish()
+        first_token_s = time.perf_counter() - begin
+        kept.add(
+            "cold",
+            delta=number,
+            bytes=sum(file.stat().st_size for file in files),
+            pages_dropped=all(dropped),
+            disk_alone_s=disk_alone_s,
+            loaded_s=loaded_s,
+            first_token_s=first_token_s,
+        )
+
+
+def drop_pages(file: Path) -> bool:
+    """Drop a file's pages from memory; return whether one in its middle is no longer there."""
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.preadv(descriptor, [bytearray(1)], file.stat().st_size // 2, os.RWF_NOWAIT)
+    except OSError as error:
+        return error.errno == errno.EAGAIN
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def measure_contest(served: Served, kept: Kept, *, laws: Sequence[str], orders: Sequence[str]) -> None:
+    """Answer the requests of each law, with deltas in slots or, given ``orders``, by swapping full models."""
+    swap = None
+    if orders:
+        begin = time.perf_counter()
+        swap = served.pin_copies(PINNED)
+        pinned_s = time.perf_counter() - begin
+        seconds = []
+        for number in range(2 * PINNED):
+            begin = time.perf_counter()
+            swap(number)
+            seconds.append(time.perf_counter() - begin)
+        kept.add("swap", copies=PINNED, pinned_s=pinned_s, median_s=statistics.median(seconds))
+    for law in laws:
+        for order in orders or ("slots",):
+            queue = AtOnce() if swap is None else Swapping(order, swap)
+            of: Callable[[int], int] = (lambda variant: variant) if swap is None else (lambda variant: 0)
+            requests = draw(law, LAWS[law], seed=1)
+            times = play(served, requests, queue, LAWS[law], prompt=random_tokens, number_of=of)
+            swaps = queue.swaps if isinstance(queue, Swapping) else 0
+            kept.add("contest", law=law, order=order, swaps=swaps, **summary_of(times, LAWS[law]))
 
 
 def longest_steps(steps: Sequence[float], asked: int, loaded: int | None, count: int = 10) -> list[dict[str, Any]]:
@@ -306,8 +266,12 @@ def run(options: argparse.Namespace) -> None:
             measure_steps(served, kept, active=(4,), numbers=[-1, 1, -2, 2], of="deltas and adapters")
     if "prompts" in options.measure:
         measure_prompts(served, kept, numbers=[] if engine == "plain" else numbers)
+    if "contest" in options.measure:
+        measure_contest(served, kept, laws=options.laws, orders=ORDERS if engine == "plain" else ())
     if "loads" in options.measure and engine != "plain":
         measure_loads(served, kept, resident=numbers[:4], new=range(slots + 1, slots + 4))
+    if "cold" in options.measure and engine != "plain":
+        measure_cold(served, kept, new=range(slots + 4, slots + 7))
 
 
 def same(options: argparse.Namespace) -> None:
@@ -328,7 +292,9 @@ class Answers:
     def prompt(number: int) -> list[int]:
         """Return prompt ``number``: the first four of set lengths, those behind them of random ones."""
         lengths = (40, 700, 9, 200)
-        return _tokens(number, lengths[number % 4] if number < _FIXED else random.Random(number).randint(1, 1500))
+        return random_tokens(
+            number, lengths[number % 4] if number < _FIXED else random.Random(number).randint(1, 1500)
+        )
 
     def together(
         self, asked: Sequence[tuple[int, int]], between: Callable[[int], None] = lambda step: None
@@ -425,6 +391,16 @@ def summary(out: Path) -> list[str]:
                 lines.append(
                     f"{name}: {row['prompts']} x {row['tokens']} tokens, {row['of']}: {row['median_ms']:.1f} ms"
                 )
+            elif row["kind"] == "cold":
+                lines.append(
+                    f"{name}: cold delta, first token after {row['first_token_s']:.2f} s, "
+                    f"disk alone {row['bytes'] / row['disk_alone_s'] / 1e9:.2f} GB/s, goal {COLD_GOAL_S} s"
+                )
+            elif row["kind"] == "contest":
+                lines.append(
+                    f"{name}: {row['law']}, {row['order']}: {row['ended_per_s']:.2f} requests/s, mean E2E "
+                    f"{row['e2e_s']['mean']:.1f} s, TTFT {row['ttft_s']['mean']:.1f} s, {row['swaps']} swaps"
+                )
             elif row["kind"] == "load":
                 lines.append(
                     f"{name}: load in {row['loaded_s']} s, longest step {row['longest_share']:.2f} of the median, "
@@ -461,7 +437,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     write = parts.add_parser("write")
     write.add_argument("work", type=Path)
     write.add_argument("--parts", nargs="+", choices=("large", "small"), default=["large", "small"])
-    write.add_argument("--deltas", type=int, default=36)
+    write.add_argument("--deltas", type=int, default=38)
     write.add_argument("--contents", type=int, default=4)
     for name in ("same", "run", "tokens"):
         part = parts.add_parser(name)
@@ -470,8 +446,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         part.add_argument("--eager", action="store_true", help="without compiled and captured graphs")
         if name == "run":
             part.add_argument("--engine", choices=ENGINES, required=True)
-            part.add_argument("--measure", nargs="+", choices=MEASURES, default=list(MEASURES))
+            part.add_argument("--measure", nargs="+", choices=MEASURES, default=list(MEASURES[:3]))
             part.add_argument("--slots", type=int, default=32)
+            part.add_argument("--laws", nargs="+", choices=tuple(LAWS), default=list(LAWS), help="of the contest")
         if name == "tokens":
             part.add_argument("--of", choices=("merged", "mixed"), required=True)
         if name in ("same", "tokens"):
