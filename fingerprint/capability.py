@@ -11,9 +11,13 @@ from fingerprint.engines import traits_of
 from fingerprint.gpu_spec import GpuSpec, Vendor
 from fingerprint.model_spec import ModelSpec
 
-__all__ = ["PLANNED_ONLY", "EngineCapabilities", "Exclusion", "Note", "Selection", "Verified"]
+__all__ = ["DELTA_FAMILIES", "PLANNED_ONLY", "EngineCapabilities", "Exclusion", "Note", "Selection", "Verified"]
 
 PLANNED_ONLY = {Vendor.AMD: "planned, not deployed by iServe: AMD"}  # vendors that no worker is started on
+# Dense models that are compressed (docs/variants.md), with linears q, k, v, o, gate, up and down, joined or not.
+DELTA_FAMILIES = frozenset(
+    {"gemma2", "gemma3_text", "internlm3", "iquestcoder", "llama", "mistral", "phi3", "qwen2", "qwen3"}
+)
 _NOT_LISTED = ""
 
 
@@ -291,9 +295,9 @@ class EngineCapabilities:
                 reason
                 and f"{self.engine} has no such slots for deltas of {spec.architecture}: {reason}; else {way_out}"
             )
-        if config.delta_mib and (self.assumes_deltas or traits_of(config.engine).serves_deltas):
+        if config.delta_mib and (self.assumes_deltas or traits_of(config.engine).holds_deltas_by_size):
             return None
-        if config.has_delta_slots and traits_of(config.engine).serves_deltas:
+        if config.has_delta_slots and traits_of(config.engine).holds_deltas_by_size:
             return f"slots of {self.engine} hold deltas of any format up to a size: give --delta-mib in its place"
         return f"{self.engine} serves no deltas of full fine-tunes: {way_out}"
 

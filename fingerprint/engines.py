@@ -43,7 +43,9 @@ class EngineTraits:
         repacks_weights: whether it holds a quantized checkpoint's matrices as its kernels want them
             (``fingerprint.loaded_bytes``); else as its files have them.
         loads_on_gpu: whether all loaded adapters lie in the GPU's memory; else those that take part in a step.
-        serves_deltas: whether it serves deltas of full fine-tunes next to their base.
+        serves_deltas: whether it serves deltas of full fine-tunes next to their base, on some release of it.
+        delta_formats: whether its slots hold deltas of one format, which a deployment names; else those of any
+            format up to a size.
         slots_for_vocabulary: whether an adapter slot has room for updates of embeddings and output layer, which no
             variant has: vLLM's classes mostly do (decision 42).
         times_adapters: whether what adapters add to a step was measured on some release of it.
@@ -65,10 +67,16 @@ class EngineTraits:
     repacks_weights: bool = False
     loads_on_gpu: bool = False
     serves_deltas: bool = False
+    delta_formats: bool = False
     slots_for_vocabulary: bool = False
     times_adapters: bool = False
     short_steps: bool = False
     startup_s: float = 0.0
+
+    @property
+    def holds_deltas_by_size(self) -> bool:
+        """Whether its slots hold deltas of any format up to a size."""
+        return self.serves_deltas and not self.delta_formats
 
     @property
     def has_slots(self) -> bool:
@@ -91,6 +99,8 @@ TRAITS: Mapping[str, EngineTraits] = MappingProxyType(
             caches_prefixes=True,
             drafts_ngrams=True,
             repacks_weights=True,
+            serves_deltas=True,
+            delta_formats=True,
             slots_for_vocabulary=True,
             times_adapters=True,
             short_steps=True,

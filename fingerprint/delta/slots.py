@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fingerprint.capability import DELTA_FAMILIES
 from fingerprint.config import DeploymentConfig, Pruning, SlotFormat, WeightFormat
 from fingerprint.delta.formats import EMBEDDING_FORMAT, FORMATS, GROUP, TILE_ROWS
 from fingerprint.delta.manifest import DeltaManifest
@@ -17,7 +18,6 @@ from fingerprint.model_spec import ModelSpec
 from fingerprint.weight_bytes import kv_heads_per_gpu
 
 __all__ = [
-    "DELTA_FAMILIES",
     "buffer_bytes",
     "delta_places",
     "format_refusal",
@@ -27,10 +27,6 @@ __all__ = [
     "other_place_bytes",
 ]
 
-# Dense models that are compressed (docs/variants.md), with linears q, k, v, o, gate, up and down, joined or not.
-DELTA_FAMILIES = frozenset(
-    {"gemma2", "gemma3_text", "internlm3", "iquestcoder", "llama", "mistral", "phi3", "qwen2", "qwen3"}
-)
 _JOINED_FAMILIES = frozenset({"phi3"})  # whose checkpoints join q, k and v, and gate and up
 _OTHER_NORMS = frozenset({"gemma2", "gemma3_text"})  # families whose norms are not weight * x
 _EMBEDDINGS = frozenset({"embed_tokens", "embed_in", "tok_embeddings", "wte"})  # modules

@@ -62,7 +62,7 @@ class VariantServer:
         if variant.is_delta and self.has_delta_slots:
             return misfit(variant, self.delta_format) is None
         if variant.is_delta:
-            return traits_of(self.engine).serves_deltas and variant.num_bytes <= self.max_delta_bytes
+            return traits_of(self.engine).holds_deltas_by_size and variant.num_bytes <= self.max_delta_bytes
         return variant.max_rank <= self.max_rank
 
 
@@ -140,7 +140,7 @@ def _why_no_delta(variant: VariantRow, servers: Iterable[VariantServer], misfit:
     """Return the reason why none of ``servers`` serves a delta, with the way out."""
     need, base = -(-variant.num_bytes // 2**20), shlex.quote(variant.base)
     of_base = [server for server in servers if server.base_directory == variant.base_directory]
-    able = [server for server in of_base if traits_of(server.engine).serves_deltas]
+    able = [server for server in of_base if traits_of(server.engine).holds_deltas_by_size]
     alone = f"or export it and deploy it by itself: iserve variant export {base} DELTA OUT"
     with_format = [server.delta_format for server in of_base if server.has_delta_slots]
     if with_format:

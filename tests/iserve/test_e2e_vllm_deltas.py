@@ -1,7 +1,7 @@
 """Deltas on vLLM through plan, daemon, gateway and store: real processes and HTTP, kill -9 of the worker.
 
-Stand-ins are two GPUs, the profile's numbers, and vLLM's server with the answers of our plug-in. That deltas were
-run with the release is taken for granted by ``sitecustomize`` of these processes alone.
+Stand-ins are two GPUs, the profile's numbers, and vLLM's server with the answers of our plug-in. Before any of it,
+``sitecustomize`` of these processes has a release with which deltas were not run.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ NAME = "base"  # of the deployment
 MANY = tuple(f"tuned-{number:02}" for number in range(20))
 WORK = ("--input-tokens", "48", "--output-tokens", "16", "--batch", "64", "--context", "64")
 SLOTS = ("--variants", 20, "--popularity", "even", "--rank", 0)
-RUN = """
+NOT_RUN = """
 from daemon.engines.vllm import release
 
-release.RUN_WITH_DELTAS = frozenset({(0, 33)})
+release.RUN_WITH_DELTAS = frozenset()
 """
 
 
@@ -45,11 +45,13 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installation]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("ISERVE_VLLM_PYTHON", settings["ISERVE_VLLM_PYTHON"])
             take_to_be_measured(home, 64)
+        not_run = folder / "node" / "nvml" / "sitecustomize.py"
+        not_run.write_text(NOT_RUN)
         refused = home.run("deploy", "--engine", "vllm", *SLOTS, "--delta-format", "int2", *WORK, check=False)
         assert refused.returncode == 1
         assert "serves no deltas of full fine-tunes" in refused.stdout + refused.stderr
         home.run("down")
-        (folder / "node" / "nvml" / "sitecustomize.py").write_text(RUN)
+        not_run.unlink()
         home.json("deploy", "--name", NAME, "--engine", "vllm", *SLOTS, "--delta-format", "int2", *WORK)
         for seed, name in enumerate(MANY):
             delta = write_tiny_delta(

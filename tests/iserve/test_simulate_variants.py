@@ -250,7 +250,7 @@ class TestCosts:
     def test_a_simulation_assumes_deltas_where_plans_refuse_them(self) -> None:
         (table,) = capabilities_for("vllm")
         config = DeploymentConfig(engine="vllm", adapter_slots=8, adapter_rank=16, delta_mib=2000)
-        assert (table.refusal(SPEC, config, H200) is None) == traits_of("vllm").serves_deltas
+        assert (table.refusal(SPEC, config, H200) is None) == traits_of("vllm").holds_deltas_by_size
         assert replace(table, assumes_deltas=True).refusal(SPEC, config, H200) is None
 
     @pytest.mark.parametrize(("gib", "slots"), [(141, 32), (48, 8), (9, 2), (2, 1)])

@@ -53,7 +53,7 @@ from daemon.sources.transformers_classes import (
 from daemon.worker_spec import WorkerSpec
 from daemon.worker_stats import WorkerStats
 from fingerprint.architectures import Architectures
-from fingerprint.capability import EngineCapabilities, Exclusion, Note
+from fingerprint.capability import DELTA_FAMILIES, EngineCapabilities, Exclusion, Note
 from fingerprint.codec import to_json
 from fingerprint.errors import ConfigError, EngineError, IserveError
 
@@ -223,11 +223,7 @@ def _used_by(
 
 
 def _families_with_deltas(version: str) -> frozenset[str]:
-    if not serves_deltas(version):
-        return frozenset()
-    from fingerprint.delta.slots import DELTA_FAMILIES  # loads NumPy: a daemon without such slots does not
-
-    return DELTA_FAMILIES
+    return DELTA_FAMILIES if serves_deltas(version) else frozenset()
 
 
 def _check_deltas(found: Installation) -> None:

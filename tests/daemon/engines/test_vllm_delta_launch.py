@@ -17,16 +17,10 @@ from daemon.engines.registry import get_engine
 from daemon.engines.vllm import launch, release
 from daemon.engines.vllm.delta_plug_in import PLUG_IN_NAME, PLUG_IN_PATH, takes_release
 from daemon.worker_spec import WorkerSpec
-from fingerprint.capability import EngineCapabilities
+from fingerprint.capability import DELTA_FAMILIES, EngineCapabilities
 from fingerprint.config import DeploymentConfig, Pruning, SlotFormat, WeightFormat
 from fingerprint.delta import EMBEDDING_FORMAT, FORMATS
-from fingerprint.delta.slots import (
-    DELTA_FAMILIES,
-    buffer_bytes,
-    delta_places,
-    layer_place_bytes,
-    other_place_bytes,
-)
+from fingerprint.delta.slots import buffer_bytes, delta_places, layer_place_bytes, other_place_bytes
 from fingerprint.errors import CheckpointError, ConfigError, EngineError
 from fingerprint.families import read_spec
 from fingerprint.gpus import gpu_spec
