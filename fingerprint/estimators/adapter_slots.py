@@ -85,9 +85,9 @@ def _none_missed(places: int) -> float:
 class WithAdapterSlots:
     """``base`` for configurations with adapter slots; the rest is as ``base`` says.
 
-    Loads in steady state count as part of prompts: like a prompt, the load that a request needs is before its first
-    token and adds its whole time to that of all requests that are under way. The copy of a loaded variant into a
-    slot was not measured and is left out.
+    Loads in steady state count as part of prompts: like a prompt, the load that a request needs is before its
+    first token and adds its whole time to that of all requests under way. The copy of a loaded variant into a slot
+    was not measured and is left out.
 
     On an engine on which adapters were not timed they take memory alone. Steps that have rows of both the base and
     adapters were not measured: the estimate counts all rows as rows of adapters, its interval begins at a step of

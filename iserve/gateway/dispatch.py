@@ -55,7 +55,9 @@ class _Waiting:
 class NewResidency(Protocol):
     """Maker of the residency of a deployment's variants (``VariantResidency``)."""
 
-    def __call__(self, route: Route, changed: Callable[[], None], *, busy: Collection[str]) -> VariantResidency: ...
+    def __call__(
+        self, route: Route, changed: Callable[[], None], *, busy: Collection[str]
+    ) -> VariantResidency: ...
 
 
 class Deployment:
