@@ -8,8 +8,8 @@ exp(-p_i t). The rate does not matter, as t is in requests.
 Workers evict the variant of least decayed frequency (``placement.variant_routing``), which keeps popular ones
 better at high rates; what that makes of the law is in docs/decisions/0050-loads-in-plans.md.
 
-Sources: Che, Tung, Wang, Hierarchical Web caching systems, 2002; Fricker, Robert, Roberts, A versatile and accurate
-approximation for LRU cache performance, 2012.
+Sources: Che, Tung, Wang, Hierarchical Web caching systems, 2002; Fricker, Robert, Roberts, A versatile and
+accurate approximation for LRU cache performance, 2012.
 """
 
 from __future__ import annotations

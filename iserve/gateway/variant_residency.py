@@ -114,7 +114,7 @@ class VariantResidency:
 
     Args:
         changed: called when a waiting request may have become possible.
-        busy: URLs of workers with a request of any kind, as it is from then on; ``preload`` says that one fell idle.
+        busy: URLs of workers with a request of any kind, a live view; ``preload`` is called as one falls idle.
         keep_s: between two times that the folders of loaded variants are asked for.
     """
 
@@ -313,7 +313,7 @@ class VariantResidency:
             self._load(workers[found.index], self._current[name], found.evicted)
 
     def preload(self) -> None:
-        """Let idle workers load what no worker has; requests, loads that they wait for and pinned ones are first."""
+        """Let idle workers load what no worker has, after what requests wait for and what is pinned."""
         now_s = self._loop.time()
         workers = [] if self._wanted else [one for one in self._idle_workers(now_s) if self._is_idle(one)]
         if not workers:

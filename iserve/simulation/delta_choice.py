@@ -23,9 +23,9 @@ _USUAL_REQUESTS = 32  # at a worker, where the batch is left open
 def with_delta_slots(model: SimulatedModel, gpu: GpuSpec) -> SimulatedModel:
     """Return ``model`` with the slots for deltas by which most tokens are decoded (``planner.delta_slots``).
 
-    Steps are those of one GPU, with the share of prompts and loads that belongs to a token. More slots than one take no more
-    than half of a GPU's memory. A model without deltas, with a number of slots that was asked for, or on an engine
-    on which adapters were not timed is returned as it is.
+    Steps are those of one GPU, with the share of prompts and loads that belongs to a token. More slots than one
+    take no more than half of a GPU's memory. A model without deltas, with a number of slots that was asked for, or
+    on an engine on which adapters were not timed is returned as it is.
     """
     options, engine = model.options, model.engines[0].engine
     traffic, workload = options.intent.traffic, options.workload

@@ -164,7 +164,7 @@ class VariantFleet(Generic[_Request, _Worker]):
         return sent
 
     def preload(self, workers: Sequence[_Worker], now_s: float) -> None:
-        """Let idle workers load registered variants ahead, while no request waits (``placement.variant_preload``)."""
+        """Let idle workers load registered variants ahead; called while no request waits."""
         if not self._registered:
             return
         idle = [one for one in workers if not (one.outstanding or self._places[one].loading)]

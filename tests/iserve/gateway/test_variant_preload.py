@@ -1,4 +1,4 @@
-"""Loads of variants before they are asked for, through a real gateway at workers that keep the contract strictly."""
+"""Loads of variants before they are asked for: a real gateway at workers that keep the contract strictly."""
 
 from __future__ import annotations
 
