@@ -148,7 +148,8 @@ class VariantResidency:
     def update(self, route: Route) -> None:
         """Follow a new table."""
         self._variants = {variant.name: variant for variant in route.variants}
-        self._current = {variant.engine_name: variant for variant in route.variants}
+        by_age = sorted(route.variants, key=lambda variant: variant.created)
+        self._current = {variant.engine_name: variant for variant in by_age}
         self._served_s = {name: at_s for name, at_s in self._served_s.items() if name in self._current}
         pinned = [variant.engine_name for variant in route.variants if variant.pinned]
         for target in route.workers:
