@@ -2,7 +2,7 @@
 
 Run: ``python -m tests.bench.variant_load_law [--requests N]``.
 
-The cases were written down before the first result. Llama-3.1-8B's shape on one H200 by the roofline, vLLM, 1,000
+The cases were written down before the first result. A Llama of 7B on one H200 by the roofline, vLLM, 1,000
 variants by Zipf's law with exponent 1, prompts of 1,150 tokens, answers of 210 on average (geometric), Poisson
 arrivals at shares of the rate that the law without loads serves. Both sides have the same times of steps, prompts
 and loads, so that their difference is that of the law alone. The second law leaves loads out, as plans did.
@@ -33,7 +33,11 @@ from traces.simulator.step_model import Limits, tabulate
 SPEC, GPU, LOAD = llama_7b(), gpu_spec("h200-sxm"), VariantLoad(1_000, 1.0)
 INPUT, OUTPUT, BATCH = 1_150, 210, 64
 PLAIN = RooflineEstimator(SPEC, GPU)
-STEPS = tabulate(PLAIN, DeploymentConfig(engine="vllm"), Limits(BATCH, 4_096, 8_192))
+STEPS = tabulate(
+    PLAIN,
+    DeploymentConfig(engine="vllm"),
+    Limits(max_batch=BATCH, max_context_tokens=4_096, max_batched_tokens=8_192),
+)
 _WARM_UP = 0.2  # of the requests, left out
 
 

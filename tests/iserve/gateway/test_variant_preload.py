@@ -144,7 +144,7 @@ class TestFailures:
     def test_one_that_cannot_be_loaded_is_left_out_and_harms_nothing(
         self, gateway, make_worker, failure: str
     ) -> None:
-        """It is tried once ahead; a request tries it again."""
+        """The load is tried once ahead, and again by a request."""
         worker = make_worker(slots=2)
         broken: Path = gateway.home / "variants" / f"{A.content_hash}.broken"
         broken.parent.mkdir(exist_ok=True)
