@@ -22,7 +22,7 @@ def test_the_kept_results_are_of_all_cases_and_of_the_law_as_it_is() -> None:
 
 
 def test_the_law_is_hardly_ever_too_low_and_right_for_one_worker_at_low_rates() -> None:
-    """As docs/decisions/0050-loads-in-plans.md has it."""
+    """Bounds are those that docs/decisions/0050-loads-in-plans.md states."""
     for case, row in zip(CASES, KEPT, strict=True):
         above = row["law"] - row["replayed"]
         assert -0.01 < above < (0.105 if case.replicas == 1 else 0.5)
