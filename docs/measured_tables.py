@@ -286,6 +286,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ours and the best": best_table,
     "variants in worlds": partial(slots_table, "of-variants"),
     "variants in worlds, rates given": partial(slots_table, "of-variants-rates"),
+    "variants in worlds, loads free": partial(slots_table, "of-variants-loads-free", only_cost=True),
     "regret without a limit": lambda: _regret(supported=False, limited=False),
     "regret without a limit, AIConfigurator": lambda: _regret(supported=True, limited=False),
     "regret with a limit": lambda: _regret(supported=False, limited=True),

@@ -262,11 +262,15 @@ def summary_table() -> str:
     return _table(("", "P50 of E2E", "P95", "cost, where the rule keeps its guard"), rows)
 
 
-def slots_table(variant: str) -> str:
-    """Return how models with adapters or deltas are served, on slots and with a deployment of each variant."""
+def slots_table(variant: str, *, only_cost: bool = False) -> str:
+    """Return how models with adapters or deltas are served, on slots and with a deployment of each variant.
+
+    Args:
+        only_cost: ours at least cost alone.
+    """
     rows = []
     for world in _recorded(variant).worlds:
-        for contestant, intent in _OF_SLOTS:
+        for contestant, intent in ((_OURS, "min-cost"),) if only_cost else _OF_SLOTS:
             seeds = _result(world, contestant, intent).seeds
             metrics = [seed.metrics for seed in seeds]
             hours = [1000 * m.gpu_hours / (m.requests * m.answered_fraction) for m in metrics]

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fingerprint.config import ADAPTER_RANKS, SlotFormat
+from planner.variant_cache import missed_share
 
 __all__ = [
     "MOST_SLOTS",
@@ -51,6 +52,10 @@ class AskedVariants(ABC):
     def distinct(self, requests: float) -> float:
         """Return how many variants ``requests`` in flight ask for on average."""
         return float(self.asked_for(requests).sum())
+
+    def missed(self, places: int) -> float:
+        """Return the share of all requests whose variant a worker with ``places`` for loaded ones must load."""
+        return missed_share(self.shares, places)
 
     def without_slot(self, requests: float) -> NDArray[np.float64]:
         """Return the share of the variants asked for at once that find none of 0, 1, ..., ``MOST_SLOTS`` slots.

@@ -29,6 +29,10 @@ _HALVINGS = 30  # of an interval, until it is known well enough
 _MORE = 64  # customers beyond the most that are asked for, at which the recursion of busy periods begins
 
 
+def _no_loads(slots: int) -> float:
+    return 0.0
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSlots:
     """Worker that always has so many requests, with so many slots for distinct variants: expected means."""
@@ -124,6 +128,7 @@ def slots_by_step_time(
     most_waiting_s: float = float("inf"),
     max_rows: float = float("inf"),
     most_slots: int = MOST_SLOTS,
+    loads_s: Callable[[int], float] = _no_loads,
 ) -> StepSlots:
     """Return the slots, a power of two, with which most rows a second are decoded within a limit of the mean wait.
 
@@ -133,6 +138,7 @@ def slots_by_step_time(
         requests: at the worker, running and waiting, those for the base included.
         steps: of one request, its output tokens on average.
         max_rows: of a step.
+        loads_s: seconds of loads for each request, in which no step is run, by the number of slots.
 
     Raises:
         ConfigError: no request, step, row or slot, or a limit below 0.
@@ -146,8 +152,13 @@ def slots_by_step_time(
         )
     numbers = [number for number in itertools.accumulate([1] * 32, lambda one, _: 2 * one) if number <= most_slots]
     enough = next((number for number in numbers if number >= len(load.shares)), numbers[-1])
+
+    def with_loads(slots: int) -> StepTime:
+        each_s = loads_s(slots) / steps
+        return lambda rows, distinct: step_s(rows, distinct) + rows * each_s
+
     flows = [
-        flow_with_slots(load, requests, number, step_s, steps=steps, max_rows=max_rows)
+        flow_with_slots(load, requests, number, with_loads(number), steps=steps, max_rows=max_rows)
         for number in numbers
         if number <= enough
     ]

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.engines import traits_of
 from fingerprint.estimates import Estimate, Estimator, MemoryEstimate, Quantity, Source, TellsHiddenTime
 from fingerprint.estimators.delta_slots import added_delta_step_s, delta_prompt_s
-from fingerprint.lora.slot_bytes import largest_delta_bytes, reserved_bytes
+from fingerprint.lora.slot_bytes import adapter_bytes, largest_delta_bytes, reserved_bytes
 from fingerprint.model_spec import ModelSpec
 
-__all__ = ["ADDED_ERROR", "WithAdapterSlots", "added_prompt_share", "added_step_s", "load_s"]
+__all__ = ["ADDED_ERROR", "WithAdapterSlots", "added_prompt_share", "added_step_s", "load_s", "variant_load_s"]
 
 # Fitted on one recording: vLLM 0.33 on an H200, Llama-3.1-8B, 8 and 32 slots of rank 64, 32 and 128 rows, 1 to 32
 # adapters (``tests.bench.lora_steps``). Ten added times are met within 5.2%, each from the other nine within 12%.
@@ -73,8 +73,21 @@ def load_s(num_bytes: int) -> float:
     return _LOAD_S + num_bytes / _LOAD_BYTES_PER_S
 
 
+def variant_load_s(spec: ModelSpec, config: DeploymentConfig) -> float:
+    """Return the time of a load of the largest variant that slots of ``config`` hold, as ``load_s``."""
+    return load_s(largest_delta_bytes(spec, config) or adapter_bytes(spec, config.adapter_rank))
+
+
+def _none_missed(places: int) -> float:
+    return 0.0
+
+
 class WithAdapterSlots:
     """``base`` for configurations with adapter slots; the rest is as ``base`` says.
+
+    Loads in steady state count as part of prompts: like a prompt, the load that a request needs is before its
+    first token and adds its whole time to that of all requests under way. The copy of a loaded variant into a slot
+    was not measured and is left out.
 
     On an engine on which adapters were not timed they take memory alone. Steps that have rows of both the base and
     adapters were not measured: the estimate counts all rows as rows of adapters, its interval begins at a step of
@@ -83,13 +96,20 @@ class WithAdapterSlots:
     Args:
         distinct: returns how many adapters so many requests, those for the base included, ask for on average.
         base_share: requests for the base, as a share of all.
+        missed: returns the share of all requests whose variant is not loaded, by how many a worker keeps loaded.
     """
 
     def __init__(
-        self, base: Estimator, spec: ModelSpec, distinct: Callable[[float], float], base_share: float = 0.0
+        self,
+        base: Estimator,
+        spec: ModelSpec,
+        distinct: Callable[[float], float],
+        base_share: float = 0.0,
+        missed: Callable[[int], float] = _none_missed,
     ) -> None:
         self.name = f"{base.name}, with adapters"
         self.base, self._spec, self._distinct, self._base_share = base, spec, distinct, base_share
+        self._missed = cache(missed)
 
     def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
         """Predict as ``base``, with the slots in memory and the time of adapters in every step."""
@@ -100,17 +120,18 @@ class WithAdapterSlots:
         if not traits_of(config.engine).times_adapters:
             return found
         slots, prompt_s = config.adapter_slots, found.ttft_s.value
+        loads_s = workload.batch * self._missed(config.loaded_adapters) * variant_load_s(self._spec, config)
         if delta_bytes := largest_delta_bytes(self._spec, config):
-            delta_s = (1 - self._base_share) * delta_prompt_s(delta_bytes, workload.input_tokens)
+            delta_s = (1 - self._base_share) * delta_prompt_s(delta_bytes, workload.input_tokens) + loads_s
             step_s = partial(added_delta_step_s, delta_bytes)
             return replace(
                 found,
                 ttft_s=_later(found.ttft_s, delta_s, delta_s),
                 tpot_s=_later(found.tpot_s, *self._added_s(workload.batch, slots, step_s)),
             )
-        added_prompt_s = added_prompt_share(slots, self._base_share) * prompt_s
+        added_prompt_s = added_prompt_share(slots, self._base_share) * prompt_s + loads_s
         added_s = partial(added_step_s, self._spec.num_layers, slots=slots)
-        least_prompt_s = (1 - self._base_share) * added_prompt_share(slots) * prompt_s
+        least_prompt_s = (1 - self._base_share) * added_prompt_share(slots) * prompt_s + loads_s
         return replace(
             found,
             ttft_s=_later(found.ttft_s, added_prompt_s, least_prompt_s),

@@ -152,13 +152,15 @@ class Arena:
 
     def scenario(self, replicas: int) -> Scenario:
         """Return the simulated world in which each deployment may have so many replicas."""
+        variants = {name: model.name for model in self.deployed for name in model.variant_names}
         return Scenario(
             cluster=self.cluster,
             actions=tuple(
                 Deploy(at_s=model.deploy_at_s, name=model.name, model=model.name, replicas=replicas)
                 for model in sorted(self.deployed, key=lambda model: model.deploy_at_s)
             ),
-            variants={name: model.name for model in self.deployed for name in model.variant_names},
+            variants=variants,
+            registered=tuple(variants),
             startup_s=self.world.truth.startup_s,
             most_waiting=_NEVER_STOP,
         )

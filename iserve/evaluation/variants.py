@@ -104,11 +104,14 @@ def _delta_mib(variants: WorldVariants, spec: ModelSpec) -> int:
 def slot_cost(config: DeploymentConfig, model: SimulatedModel, truth: Truth) -> AdapterCost | None:
     """Return what the slots of a replica take in the simulator; None: it has none.
 
-    These are the product's estimates; ``step_times`` lengthens what is added to steps.
+    These are the product's estimates; ``step_times`` lengthens what is added to steps, ``load_times`` loads.
     """
     cost = adapter_cost(config, model.spec, model.options.intent.traffic.variant_rank)
+    if cost is None:
+        return None
+    cost = replace(cost, load_s=truth.load_times * cost.load_s)
     factor = truth.step_times
-    if cost is None or factor == 1:
+    if factor == 1:
         return cost
     added_s, prompt_s = cost.added_s, cost.prompt_s
     return replace(

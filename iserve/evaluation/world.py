@@ -271,12 +271,15 @@ class Truth:
     more (``fingerprint.gpu_sharing``), whatever this is."""
     step_times: float = 1.0
     """Factor on the time of every step."""
+    load_times: float = 1.0
+    """Factor on the time of a load of a variant; 0: none takes time."""
     startup_s: float = 60.0
     """Seconds from the decision to deploy until a worker serves."""
 
     def __post_init__(self) -> None:
         for name in ("all_reduce", "sharing", "step_times"):
             _check(f"truth.{name}", getattr(self, name), above=True)
+        _check("truth.load_times", self.load_times)
         _check("truth.startup_s", self.startup_s)
 
 

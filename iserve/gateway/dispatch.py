@@ -19,7 +19,7 @@ import time
 from bisect import insort
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Protocol
 
 from iserve.gateway.admission import GatewayAdmission
 from iserve.gateway.errors import ApiError
@@ -52,7 +52,12 @@ class _Waiting:
         return 0.0 if self.use is None else self.use.arrived_s
 
 
-NewResidency: TypeAlias = Callable[[Route, Callable[[], None]], VariantResidency]
+class NewResidency(Protocol):
+    """Maker of the residency of a deployment's variants (``VariantResidency``)."""
+
+    def __call__(
+        self, route: Route, changed: Callable[[], None], *, busy: Collection[str]
+    ) -> VariantResidency: ...
 
 
 class Deployment:
@@ -121,7 +126,7 @@ class Deployment:
         if self.variants is not None:
             self.variants.update(self.route)
         elif self.route.variants and self._new_residency is not None:
-            self.variants = self._new_residency(self.route, self._serve)
+            self.variants = self._new_residency(self.route, self._serve, busy=self._outstanding.keys())
         for waiting in self._waiting:
             if waiting.use is not None and self.variants is not None:
                 try:
@@ -250,8 +255,15 @@ class Deployment:
         if use is not None and self.variants is not None:
             self.variants.release(use, target.url)
         elif had_room and self.admission is None:
+            self._preload(left)
             return  # what waits, waits for an adapter slot: the queue, which may be long, is as it was
         self._serve()
+        self._preload(left)
+
+    def _preload(self, left: int) -> None:
+        """Let a worker that fell idle, with ``left`` requests, load variants ahead."""
+        if not left and not self._waiting and self.variants is not None:
+            self.variants.preload()
 
     def _has_room(self, url: str) -> bool:
         """Return whether the table has the worker and it could be sent one more request."""

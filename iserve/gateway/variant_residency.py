@@ -4,14 +4,15 @@ A request is admitted to a worker first (``placement.variant_routing`` chooses),
 needs; all requests of the same cold variant wait for one load. What a worker has loaded is asked of it once, and
 again after any sign that it was restarted. A variant that has left the table, or was registered again with another
 content, keeps its requests in flight and is unloaded after them. Folders of what is loaded are asked for again and
-again: vLLM reads one once more when its copy was dropped, and ends where that fails (decision 42).
+again: vLLM reads one once more when its copy was dropped, and ends where that fails (decision 42). An idle worker
+loads variants before they are asked for (``placement.variant_preload``); those that it has refused are left out.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from iserve.gateway.variant_loader import VariantLoader
 from iserve.gateway.worker_http import NotBegunError
 from iserve.http_stream import NotReachedError
 from iserve.route_table import Route, VariantRoute, WorkerTarget
+from placement.variant_preload import choose_preloads
 from placement.variant_routing import (
     BACKGROUND_LOADS,
     Admission,
@@ -92,6 +94,7 @@ class _Worker:
     asking: asyncio.Task[None] | None = None
     loads: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # under way
     unloads: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    refused: set[str] = field(default_factory=set)  # whose last load failed: not loaded until they are asked for
 
     @property
     def is_ready(self) -> bool:
@@ -111,6 +114,7 @@ class VariantResidency:
 
     Args:
         changed: called when a waiting request may have become possible.
+        busy: URLs of workers with a request of any kind, a live view; ``preload`` is called as one falls idle.
         keep_s: between two times that the folders of loaded variants are asked for.
     """
 
@@ -121,10 +125,11 @@ class VariantResidency:
         loader: VariantLoader,
         observer: VariantObserver,
         policy: VariantPolicy | None = None,
+        busy: Collection[str] = (),
         keep_s: float = _KEEP_S,
     ) -> None:
         self._policy = policy or make_variant_policy()
-        self._changed, self._loader, self._observer = changed, loader, observer
+        self._changed, self._loader, self._observer, self._busy = changed, loader, observer, busy
         self._loop = asyncio.get_running_loop()
         self._workers: dict[str, _Worker] = {}  # by URL
         self._variants: dict[str, VariantRoute] = {}  # by public name
@@ -143,7 +148,8 @@ class VariantResidency:
     def update(self, route: Route) -> None:
         """Follow a new table."""
         self._variants = {variant.name: variant for variant in route.variants}
-        self._current = {variant.engine_name: variant for variant in route.variants}
+        by_age = sorted(route.variants, key=lambda variant: variant.created)
+        self._current = {variant.engine_name: variant for variant in by_age}
         self._served_s = {name: at_s for name, at_s in self._served_s.items() if name in self._current}
         pinned = [variant.engine_name for variant in route.variants if variant.pinned]
         for target in route.workers:
@@ -153,6 +159,7 @@ class VariantResidency:
                 worker = self._workers[target.url] = _Worker(target, state)
             elif not target.ready or target.token != worker.target.token:
                 worker.forget()
+                worker.refused.clear()
             worker.target, worker.is_listed = target, True
             if route.adapter_slots:
                 worker.state.slots, worker.state.max_loaded = route.adapter_slots, route.loaded_adapters
@@ -162,6 +169,7 @@ class VariantResidency:
             self._workers[url].is_listed = False
             self._drop_unused(url)
         self._maintain()
+        self.preload()
 
     def resolve(self, request: VariantRequest) -> None:
         """Let a request that has no worker yet be for the variant's content of the table in force.
@@ -305,6 +313,22 @@ class VariantResidency:
                 return
             self._load(workers[found.index], self._current[name], found.evicted)
 
+    def preload(self) -> None:
+        """Let idle workers load what no worker has, after what requests wait for and what is pinned."""
+        now_s = self._loop.time()
+        workers = [] if self._wanted else [one for one in self._idle_workers(now_s) if self._is_idle(one)]
+        if not workers:
+            return
+        loaded = [worker.state.loaded for worker in self._workers.values()]
+        refused = set[str]().union(*(worker.refused for worker in workers))
+        variants = [name for name in self._current if name not in refused]
+        for index, name in choose_preloads([worker.state for worker in workers], loaded, variants, self._served_s):
+            self._load(workers[index], self._current[name], ())
+
+    def _is_idle(self, worker: _Worker) -> bool:
+        """Return whether nothing is done at the worker."""
+        return not (worker.target.url in self._busy or worker.state.in_flight or worker.loads or worker.unloads)
+
     async def _keep_folders(self, every_s: float) -> None:
         while True:
             await asyncio.sleep(every_s)
@@ -402,8 +426,10 @@ class VariantResidency:
     def _after_load(self, worker: _Worker, name: str, task: asyncio.Task[None]) -> None:
         if worker.loads.get(name) is task:
             del worker.loads[name]
+            worker.refused.discard(name)
             if task.cancelled() or task.exception() is not None:
                 worker.state.unload(name)
+                worker.refused.add(name)
         self._after(worker, f"load of {name}", task)
 
     def _unload(self, worker: _Worker, name: str) -> None:
@@ -440,6 +466,7 @@ class VariantResidency:
         else:  # its place and slot were counted since it began, so that no waiting request became possible
             self._maintain()
             self._prefetch(self._loop.time())
+            self.preload()
 
     def _go_on(self) -> None:
         """Have one round in the next turn of the loop, however many tasks end in this one: a queue may be long."""
@@ -451,6 +478,7 @@ class VariantResidency:
         self._going_on = False
         self._maintain()
         self._changed()
+        self.preload()
 
 
 def _variants_of(waiting: Iterable[WaitingRequest]) -> dict[str, None]:

@@ -13,6 +13,7 @@ from fingerprint.engine_caches import with_engine_caches
 from fingerprint.engines import traits_of
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Estimator
+from fingerprint.estimators.adapter_slots import variant_load_s
 from fingerprint.lora.slot_bytes import largest_delta_bytes, slot_bytes
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
@@ -29,6 +30,7 @@ from iserve.planning.pipeline import (
     alone_of,
     placements_of,
     slots_of,
+    variant_load,
     winner_at,
     with_traffic,
 )
@@ -36,7 +38,7 @@ from iserve.planning.plan_document import plan_document
 from iserve.planning.runner_up import MOST_BATCH
 from iserve.planning.serving_capacity import serving_capacity
 from iserve.planning.verdict import verdict
-from iserve.planning.words import engine_name, gib, slots_words
+from iserve.planning.words import engine_name, gib, rounded, slots_words
 from iserve.planning.worker_launch import PlannedDeployment
 from placement.types import Placement
 from planner.intent import MAX_REPLICAS
@@ -173,6 +175,29 @@ def _slots(
         f"{slots_words(chosen)}, {gib(one_slot)} of a GPU each, for {traffic.variants:,} "
         f"variant{'s' * (traffic.variants > 1)} ({law}): {share} wait for a slot{fewer}",
         _slot_times(spec, options, table, chosen),
+        *_loads(spec, options, table, chosen),
+    )
+
+
+def _loads(
+    spec: ModelSpec, options: PlanOptions, table: EngineCapabilities, chosen: DeploymentConfig
+) -> tuple[str, ...]:
+    """Return which share of a worker's time loads take, in steady state and at its start."""
+    if not traits_of(table.engine).times_adapters:
+        return ()
+    variants, rate_per_s = options.intent.traffic.variants, options.intent.rate_per_s
+    one_s = variant_load_s(spec, chosen)
+    missed = variant_load(options.intent.traffic).missed(chosen.loaded_adapters)
+    first = min(variants, chosen.loaded_adapters)
+    steady = "every variant stays loaded"
+    if missed:
+        of_time = (
+            "" if rate_per_s is None else f", {missed * one_s * rate_per_s / options.replicas:.1%} of its time"
+        )
+        steady = f"up to {missed:.1%} of the requests wait for a load that stops their worker{of_time}"
+    return (
+        f"loads: {steady}; the first loads at a worker stop it for up to {rounded(first * one_s, 2)} s, "
+        f"{rounded(one_s, 2)} s each (estimated)",
     )
 
 

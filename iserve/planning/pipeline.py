@@ -186,7 +186,7 @@ def with_traffic(
         return estimator
     if traffic.variants:
         load = variant_load(traffic) if load is None else load
-        estimator = WithAdapterSlots(estimator, spec, load.distinct, load.of_base)
+        estimator = WithAdapterSlots(estimator, spec, load.distinct, load.of_base, load.missed)
     if traffic.draft_acceptance:
         estimator = WithNgramDrafts(estimator, traffic.draft_acceptance, vocab_size=spec.vocab_size)
     return WithPrefixHits(estimator, traffic.prefix_hits) if traffic.prefix_hits else estimator

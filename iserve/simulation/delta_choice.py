@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-from fingerprint.config import DeploymentConfig
+from fingerprint.config import LOADED_PER_SLOT, DeploymentConfig
 from fingerprint.engines import traits_of
+from fingerprint.estimators.adapter_slots import load_s
 from fingerprint.estimators.delta_slots import added_delta_step_s, delta_prompt_s
 from fingerprint.gpu_spec import GpuSpec
 from iserve.planning.pipeline import variant_load
@@ -22,9 +23,9 @@ _USUAL_REQUESTS = 32  # at a worker, where the batch is left open
 def with_delta_slots(model: SimulatedModel, gpu: GpuSpec) -> SimulatedModel:
     """Return ``model`` with the slots for deltas by which most tokens are decoded (``planner.delta_slots``).
 
-    Steps are those of one GPU, with the share of prompts that belongs to a token. More slots than one take no more
-    than half of a GPU's memory. A model without deltas, with a number of slots that was asked for, or on an engine
-    on which adapters were not timed is returned as it is.
+    Steps are those of one GPU, with the share of prompts and loads that belongs to a token. More slots than one
+    take no more than half of a GPU's memory. A model without deltas, with a number of slots that was asked for, or
+    on an engine on which adapters were not timed is returned as it is.
     """
     options, engine = model.options, model.engines[0].engine
     traffic, workload = options.intent.traffic, options.workload
@@ -43,12 +44,14 @@ def with_delta_slots(model: SimulatedModel, gpu: GpuSpec) -> SimulatedModel:
         decode_s = base_s(max(1, round(rows))) + added_delta_step_s(delta_bytes, rows, distinct)
         return decode_s + rows * prompt_s / workload.output_tokens
 
+    load = variant_load(traffic)
     found = slots_by_step_time(
-        variant_load(traffic),
+        load,
         requests,
         step_s,
         steps=workload.output_tokens,
         max_rows=requests,
         most_slots=min(MOST_SLOTS, max(1, gpu.memory_bytes // 2 // delta_bytes)),
+        loads_s=lambda slots: load.missed(LOADED_PER_SLOT * slots) * load_s(delta_bytes),
     )
     return replace(model, options=replace(options, adapter_slots=found.slots))

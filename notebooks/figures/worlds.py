@@ -72,6 +72,9 @@ VARIANTS: Mapping[str, Variant] = {
     ),
     "of-variants": Variant(contestants=_WITH_SLOTS, folder="variants"),
     "of-variants-rates": Variant(("information=rates",), _WITH_SLOTS, folder="variants"),
+    "of-variants-loads-free": Variant(
+        ("information=rates", "truth.load_times=0", "intents=[min-cost]"), (OURS,), folder="variants"
+    ),
 }
 
 

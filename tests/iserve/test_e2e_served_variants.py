@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import threading
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -169,6 +172,50 @@ def test_a_killed_worker_has_its_variants_again_when_they_are_asked_for(
     kill(before)
     until(lambda: set(listed.worker_pids().values()) - {before}, "a new worker starts")
     until(lambda: answers_or_none(listed) == EXPECTED, "all are served again")
+
+
+def loads(installation: Any) -> dict[str, float]:
+    """Return the loads at workers of each variant since the gateway began."""
+    with urllib.request.urlopen(f"{installation.record('gateway').url}/metrics", timeout=PATIENCE_S) as page:
+        text = page.read().decode()
+    found = re.findall(r'^iserve_gateway_variant_load_seconds_count\{variant="(\w+)"\} (\S+)$', text, re.MULTILINE)
+    return {name: float(count) for name, count in found}
+
+
+def test_a_killed_worker_loads_its_variants_before_they_are_asked_for(
+    listed: Any, kill: Callable[[int], None], until: Callable[..., Any]
+) -> None:
+    assert answers_at_once(listed, 1) == EXPECTED, "loaded"
+    counted = loads(listed)
+    (before,) = listed.worker_pids().values()
+    kill(before)
+    until(lambda: set(listed.worker_pids().values()) - {before}, "a new worker starts")
+    expected = {name: counted[name] + 1 for name in ("capitals", "shout")}
+    until(lambda: loads(listed) == expected, "both are loaded")
+    assert answers_at_once(listed, 1) == EXPECTED
+    assert loads(listed) == expected
+
+
+def test_a_variant_whose_files_are_gone_keeps_no_other_from_being_loaded(
+    listed: Any, kill: Callable[[int], None], until: Callable[..., Any]
+) -> None:
+    """The worker stays ready; the variant's own requests are refused until it is added again."""
+    content = listed.json("variant", "show", "capitals")["content_hash"]
+    shutil.rmtree(listed.home / "variants" / "loadable" / content)
+    (listed.home / "variants" / "manifests" / content).unlink()
+    counted = loads(listed)
+    (before,) = listed.worker_pids().values()
+    kill(before)
+    until(lambda: set(listed.worker_pids().values()) - {before}, "a new worker starts")
+    until(lambda: loads(listed)["shout"] == counted["shout"] + 1, "the other one is loaded")
+    (after,) = listed.worker_pids().values()
+    assert answer(listed, NAME) == ASKED[NAME][1]
+    with pytest.raises(openai.APIStatusError):
+        answer(listed, "capitals")
+    assert answer(listed, "shout") == ASKED["shout"][1]
+    assert list(listed.worker_pids().values()) == [after], "it was not restarted"
+    listed.run("variant", "add", "capitals", "--base", NAME, demo_adapter_path("capitals"))
+    until(lambda: answers_or_none(listed) == EXPECTED, "all are served")
 
 
 def test_a_name_with_other_content_gives_the_new_ones_answers_at_once(

@@ -9,7 +9,9 @@ import pytest
 
 from daemon.engines.registry import get_engine
 from daemon.worker_spec import WorkerSpec
+from fingerprint.codec import to_json
 from fingerprint.config import DeploymentConfig
+from fingerprint.estimators import adapter_slots
 from fingerprint.lora import reserved_bytes, slot_bytes
 from fingerprint.model_spec import ModelSpec
 from iserve.planning.deployability import DeployableDocument
@@ -217,3 +219,48 @@ def test_an_engine_without_slots_plans_none_and_says_nothing_of_them(golden: Gol
     assert not any("adapter slots" in note for note in found.document.notes)
     (plain,) = (one for one in found.document.candidates if one.config.without_slots == PLAIN)
     golden("variant", plain.reason or "")
+
+
+@pytest.mark.parametrize(
+    ("traffic", "rate", "stays"),
+    [
+        pytest.param(Traffic(variants=1000, variant_rank=64), 4.0, False, id="some-missing"),
+        pytest.param(Traffic(variants=1000, variant_rank=64), None, False, id="no-rate"),
+        pytest.param(Traffic(variants=20, variant_rank=64), 4.0, True, id="all-stay"),
+    ],
+)
+def test_a_plan_says_which_share_of_a_workers_time_loads_take(
+    traffic: Traffic, rate: float | None, stays: bool, golden: Golden
+) -> None:
+    options = varied(traffic, rate=rate)
+    found = planned(hardware_on("h200:8"), options)
+    (note,) = (one for one in found.document.notes if one.startswith("loads: "))
+    golden("variant", note)
+    config, load = config_of(found), VariantLoad(traffic.variants, traffic.variant_skew)
+    missed = load.missed(config.loaded_adapters)
+    assert (missed == 0) == stays
+    assert (f"{missed:.1%} of the requests" in note) != stays
+    assert ("of its time" in note) == (rate is not None and not stays)
+
+
+def test_loads_change_no_plan_without_variants_and_make_those_with_missing_ones_slower(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To the bit: a load is made to take a hundred seconds."""
+    hardware = hardware_on("h200:8")
+    cases = {
+        "none": varied(Traffic(), rate=4.0),
+        "no rate": varied(Traffic(), IntentKind.MIN_LATENCY),
+        "missing": varied(Traffic(variants=1000, variant_rank=64), rate=4.0),
+    }
+    before = {name: planned(hardware, options).document for name, options in cases.items()}
+    monkeypatch.setattr(adapter_slots, "_LOAD_S", 100.0)
+    after = {name: planned(hardware, options).document for name, options in cases.items()}
+    assert to_json(after["none"]) == to_json(before["none"])
+    assert to_json(after["no rate"]) == to_json(before["no rate"])
+    assert to_json(after["missing"]) != to_json(before["missing"])
+    chosen = [
+        next(one.estimate for one in found["missing"].candidates if one.estimate is not None)
+        for found in (before, after)
+    ]
+    assert chosen[1].ttft_s.value > chosen[0].ttft_s.value + 10

@@ -93,6 +93,16 @@ def test_where_many_requests_queue_fewer_variants_share_longer_batches() -> None
     assert eager.slots == 8
 
 
+def test_loads_make_more_slots_worth_having() -> None:
+    """Long loads of a variant that is missing weigh more than what distinct variants add to a step."""
+    load = VariantLoad(32, 1.0)
+    free = slots_by_step_time(load, 8, step_s, steps=OUTPUT, max_rows=ROWS)
+    found = slots_by_step_time(
+        load, 8, step_s, steps=OUTPUT, max_rows=ROWS, loads_s=lambda slots: 20.0 * load.missed(slots)
+    )
+    assert (free.slots, found.slots) == (8, 32)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("skew", "clients"), [(0.0, 32), (1.0, 16), (1.0, 64), (1.5, 32), (4.0, 64)])
 @pytest.mark.parametrize("slots", [2, 4, 16])

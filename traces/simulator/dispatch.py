@@ -93,6 +93,9 @@ class Dispatch:
             cost,
             self._policies.variant_policy,
             self._requests,
+            registered=[
+                name for name in self._scenario.registered if self._scenario.variants[name] == deployment.name
+            ],
             choose=lambda rooms: self._choose(deployment, rooms),
             submit=lambda server, row, now_s: self._submit_among_variants(deployment, server, row, now_s),
             wake=self._wake,

@@ -213,6 +213,7 @@ class Scenario:
     # deployment has no such times it is as above, with every time known exactly: as by AlpaServe.
     rejects_by_forecast: bool = False
     variants: Mapping[str, str] = field(default_factory=dict)  # names of variants -> the deployment that has them
+    registered: tuple[str, ...] = ()  # of those, what idle replicas load before it is asked for, in this order
 
     def __post_init__(self) -> None:
         if not self.cluster.gpus:
@@ -253,6 +254,8 @@ class Scenario:
                     f"variant {name!r} of {of!r}: a variant has a name of its own and belongs to a deployment; "
                     f"deployed are {', '.join(sorted(deployed))}"
                 )
+        if unknown := [name for name in self.registered if name not in self.variants]:
+            raise ConfigError(f"registered variant {unknown[0]!r} belongs to no deployment; name its deployment")
         if self.service is not Service.CONTINUOUS:
             raise ConfigError(
                 f"adapters in {self.service} service are not simulated; variants need {Service.CONTINUOUS}"

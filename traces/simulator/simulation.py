@@ -134,7 +134,7 @@ class _World:
                 may_send = deployment.traffic is None or deployments.dispatch.note(deployment, server, now_s)
                 if deployment.draining or deployment.coming:
                     deployments.turn(server, now_s)
-                if may_send and deployment.queue:
+                if may_send and (deployment.queue or deployment.traffic is not None):
                     deployments.dispatch.pass_on(deployment, now_s)
 
     def _next(self) -> float:

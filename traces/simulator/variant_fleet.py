@@ -7,10 +7,11 @@ for them. The choices are those of ``placement.variant_routing``, as the gateway
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
+from placement.variant_preload import choose_preloads
 from placement.variant_routing import (
     BACKGROUND_LOADS,
     Candidate,
@@ -72,15 +73,22 @@ class VariantFleet(Generic[_Request, _Worker]):
     Args:
         slots: distinct variants in flight at a worker at most.
         max_loaded: variants loaded at a worker at most.
+        registered: variants that idle workers load before they are asked for.
 
     Raises:
         ConfigError: fewer places than slots, or none.
     """
 
     def __init__(
-        self, policy: VariantPolicy, slots: int, max_loaded: int, sender: Sender[_Request, _Worker]
+        self,
+        policy: VariantPolicy,
+        slots: int,
+        max_loaded: int,
+        sender: Sender[_Request, _Worker],
+        registered: Iterable[str] = (),
     ) -> None:
         WorkerVariants(slots, max_loaded)  # checked
+        self._registered = tuple(registered)
         self._policy, self._slots, self._max_loaded, self._sender = policy, slots, max_loaded, sender
         self._places: dict[_Worker, _Place[_Request]] = {}
         self._served_s: dict[str, float] = {}
@@ -154,6 +162,16 @@ class VariantFleet(Generic[_Request, _Worker]):
             self._wanted = _Wanted(waiting, sent)
         self._prefetch(workers, now_s)
         return sent
+
+    def preload(self, workers: Sequence[_Worker], now_s: float) -> None:
+        """Let idle workers load registered variants ahead; called while no request waits."""
+        if not self._registered:
+            return
+        idle = [one for one in workers if not (one.outstanding or self._places[one].loading)]
+        states = [self._places[worker].state for worker in idle]
+        loaded = (self._places[worker].state.loaded for worker in workers)
+        for index, variant in choose_preloads(states, loaded, self._registered, self._served_s):
+            self._load(idle[index], variant, (), now_s)
 
     def _runnable(self, workers: Sequence[_Worker]) -> frozenset[str] | None:
         """Return the variants that need no further slot, where none is free; None: a worker has a free one."""

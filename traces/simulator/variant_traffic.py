@@ -37,6 +37,7 @@ class VariantTraffic:
     """Requests of a deployment whose workers have adapter slots.
 
     Args:
+        registered: variants that replicas load before they are asked for.
         choose: of replicas with room, that of a request of the base.
         submit: a request to its replica; returns whether that took it.
         wake: a replica that has something to do.
@@ -51,6 +52,7 @@ class VariantTraffic:
         policy: VariantPolicy,
         requests: Requests,
         *,
+        registered: Iterable[str],
         choose: Callable[[Sequence[Server]], int],
         submit: Callable[[Server, int, float], bool],
         wake: Callable[[Server, float], None],
@@ -59,7 +61,7 @@ class VariantTraffic:
             raise ConfigError(f"{policy.name} takes requests back from workers, which is not simulated; replay it")
         self._cost, self._requests = cost, requests
         self._choose, self._submit, self._wake = choose, submit, wake
-        self._fleet = VariantFleet[_Request, Server](policy, cost.slots, cost.max_loaded, self)
+        self._fleet = VariantFleet[_Request, Server](policy, cost.slots, cost.max_loaded, self, registered)
         self._waiting: dict[int, _Request] = {}
         self._running: dict[int, _Request] = {}
         self._loaded_s: dict[tuple[Server, str], float] = {}
@@ -88,8 +90,10 @@ class VariantTraffic:
                 self._waiting[row] = self._running.pop(row)
 
     def serve(self, queue: Sequence[int], replicas: Sequence[Server], now_s: float) -> set[int]:
-        """Send what can be sent of ``queue``, in order of arrival; return those rows."""
+        """Send what can be sent of ``queue``, in order of arrival; return those rows. Idle replicas load ahead."""
         sent = self._fleet.serve([self._waiting[row] for row in queue], replicas, now_s)
+        if len(sent) == len(queue):
+            self._fleet.preload(replicas, now_s)
         return {request.row for request in sent}
 
     def note(self, server: AdapterServer, now_s: float) -> bool:

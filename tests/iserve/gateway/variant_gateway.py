@@ -1,6 +1,7 @@
 """``python -m tests.iserve.gateway.variant_gateway``: the gateway over stand-ins for the folders of variants.
 
 The folder of a content has its hash as name; while there is a file HASH.broken next to it, it fails its check.
+Nothing is loaded before it is asked for, so that tests say what is loaded when, unless ``--preload`` is given.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from fingerprint.errors import CheckpointError
 from iserve.gateway import __main__ as gateway
+from iserve.gateway import variant_residency
 
 
 class Folders:
@@ -38,4 +40,8 @@ class Folders:
 
 if __name__ == "__main__":
     gateway._StoredVariants = Folders
+    if "--preload" in sys.argv:
+        sys.argv.remove("--preload")
+    else:
+        variant_residency.choose_preloads = lambda *_: []
     sys.exit(gateway.main())

@@ -1,0 +1,126 @@
+"""Loads for each request of a worker in steady state, replayed by the gateway's policy, next to the plan's law.
+
+Run: ``python -m tests.bench.variant_misses [--requests N] [--json FILE]``.
+
+The cases were written down before the first result. One worker keeps four times as many variants loaded as it has
+slots, as a deploy does. Variants are drawn by Zipf's law or evenly, arrivals are Poisson, and a request alone
+takes ``variant_routing.MEAN_S`` on average with the steps of ``vllm`` there. *Low*: 0.05 requests/s, of which 15
+fall in the half-life of a variant's frequency. *High*: 60% of what a closed loop of 64 clients completes. Loads
+are those of the second half of the requests, for each of them: loads ahead of a waiting request count as well.
+``replicas`` have the same rate each, by the default policy: where a variant is loaded at one, its requests go
+there, which the law does not know.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from planner.adapter_slots import VariantLoad
+from tests.bench.variant_routing import MEAN_S, STEPS
+from traces.simulator.variants import VariantArrival, VariantWorkers, replay_variants
+
+_BYTES, _LOAD_S = 1_000_000, 0.12
+_LOADED_PER_SLOT, _CLIENTS, _SEED = 4, 64, 0
+_LOW_PER_S, _HIGH_SHARE = 0.05, 0.6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """Worker and its traffic."""
+
+    slots: int
+    variants: int
+    skew: float  # of Zipf's law; 0: even
+    is_high: bool
+    replicas: int = 1
+
+    @property
+    def places(self) -> int:
+        return _LOADED_PER_SLOT * self.slots
+
+    @property
+    def workers(self) -> VariantWorkers:
+        return VariantWorkers(
+            num_workers=self.replicas,
+            slots=self.slots,
+            max_loaded=self.places,
+            max_outstanding=64,
+            variant_bytes=_BYTES,
+            load_bytes_per_s=_BYTES / _LOAD_S,
+            step=STEPS["vllm"],
+        )
+
+    def arrivals(self, number: int, rate_per_s: float) -> list[VariantArrival]:
+        rng = np.random.default_rng(_SEED)
+        at_s = np.cumsum(rng.exponential(1 / rate_per_s, number))
+        drawn = rng.choice(self.variants, number, p=VariantLoad(self.variants, self.skew).shares)
+        service_s = rng.exponential(MEAN_S, number)
+        return [
+            VariantArrival(arrived_s=float(at), variant=f"v{one}", service_s=float(service))
+            for at, one, service in zip(at_s, drawn, service_s, strict=True)
+        ]
+
+    def rate_per_s(self) -> float:
+        """Requests per second at all replicas."""
+        if not self.is_high:
+            return self.replicas * _LOW_PER_S
+        alone = replace(self, replicas=1)
+        full = replay_variants(alone.arrivals(2_000, 1.0), alone.workers, clients=_CLIENTS)
+        return _HIGH_SHARE * self.replicas * len(full.latency_s) / full.ended_s
+
+
+CASES = (
+    *(
+        Case(slots=slots, variants=variants, skew=skew, is_high=is_high)
+        for slots in (1, 8, 32)
+        for variants in (32, 64, 1_000)
+        for skew in (0.0, 0.5, 1.0, 1.5)
+        for is_high in (False, True)
+    ),
+    *(
+        Case(slots=8, variants=variants, skew=skew, is_high=is_high, replicas=2)
+        for variants in (64, 1_000)
+        for skew in (0.0, 1.0, 1.5)
+        for is_high in (False, True)
+    ),
+)
+
+
+def replayed(case: Case, requests: int) -> tuple[float, float]:
+    """Return loads for each request, and the rate."""
+    rate_per_s = case.rate_per_s()
+    arrivals = case.arrivals(requests, rate_per_s)
+    first, whole = (replay_variants(arrivals[:number], case.workers) for number in (requests // 2, requests))
+    return (whole.loads - first.loads) / (requests - requests // 2), rate_per_s
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--requests", type=int, default=20_000)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows = []
+    print("| slots, loaded | variants | Zipf | rate | replicas | requests/s | replayed | law |")
+    print("|---|---:|---:|---|---:|---:|---:|---:|")
+    for case in CASES:
+        seen, rate_per_s = replayed(case, args.requests)
+        law = VariantLoad(case.variants, case.skew).missed(case.places)
+        rows.append({**asdict(case), "rate_per_s": rate_per_s, "replayed": seen, "law": law})
+        rate, skew = "high" if case.is_high else "low", f"{case.skew:g}" if case.skew else "even"
+        print(
+            f"| {case.slots}, {case.places} | {case.variants:,} | {skew} | {rate} | {case.replicas} | "
+            f"{rate_per_s:.3g} | {seen:.1%} | {law:.1%} |",
+            flush=True,
+        )
+    if args.json is not None:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
