@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from daemon.procfs import pids_with, read_stat, started_as
+from iserve.controller import child_processes
+from tests.fork_server import PROGRAMS
 from tests.forked_process import Forking
 from tests.waiting import wait_until
 
@@ -24,6 +27,13 @@ def main() -> int:
     if what == "wait":
         print("waits", flush=True)
         signal.pause()
+    if what == "repeat":
+        print(sys.stdin.read())
+        print("apart", file=sys.stderr)
+        return 3
+    if what == "detach":
+        print(child_processes.spawn_detached([sys.executable, "-m", "named", "wait"], Path("log"), {"OWN": "1"}))
+        return 0
     if what == "words":
         sys.exit("words of its own")
     if what == "raise":
@@ -73,3 +83,40 @@ def test_words_at_the_end_are_in_its_log_as_python_has_them(log: Path, what: str
     assert PROCESSES.start(["program", what], {}, log).wait() == 1
     assert log.read_text().endswith(said)
     assert "os._exit" not in log.read_text()
+
+
+def test_a_run_is_given_its_input_and_keeps_output_and_errors_apart() -> None:
+    done = PROCESSES.run(["program", "repeat"], {}, "what is\ntyped")
+    assert (done.returncode, done.stdout, done.stderr) == (3, "what is\ntyped\n", "apart\n")
+
+
+def test_its_command_line_and_environment_are_found_as_those_of_a_started_one(log: Path, tmp_path: Path) -> None:
+    mark = f"{tmp_path}/{'long' * 500}"
+    forked = PROCESSES.start(["program", "wait"], {"MARK": mark, "EMPTY": ""}, log)
+    wait_until(lambda: log.exists() and "waits" in log.read_text(), "it waits")
+    try:
+        assert list(pids_with("MARK", mark)) == [forked.pid]
+        assert forked.pid in {stat.pid for stat in started_as([sys.executable, "program", "wait"])}
+        shown = Path(f"/proc/{forked.pid}/environ").read_bytes().rstrip(b"\0")
+        assert shown == f"MARK={mark}\0EMPTY=".encode()
+    finally:
+        forked.kill()
+        forked.wait()
+
+
+def test_what_one_starts_detached_is_forked_in_a_session_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = PROCESSES.run(["program", "detach"], {PROGRAMS: json.dumps({"named": PROCESSES.socket})})
+    pid = int(done.stdout)
+    try:
+        wait_until(lambda: "waits" in (tmp_path / "log").read_text(), "it waits")
+        stat = read_stat(pid)
+        assert stat is not None
+        assert stat.group_id == pid == os.getsid(pid)
+        assert list(pids_with("OWN", "1")) == [pid]
+        assert pid in {found.pid for found in started_as(["-m", "named", "wait"])}
+    finally:
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: read_stat(pid) is None, "it is gone, its exit status fetched")

@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,10 +23,10 @@ from daemon.procfs import start_time_ticks
 from iserve.cli.home_processes import ProcessState, process_states
 from iserve.client import ControllerClient
 from iserve.settings import Settings
+from tests.iserve.forked_programs import COMMAND, run_command
 from tests.iserve.postgres_server import PostgresServer, binaries
 from tests.waiting import PATIENCE_S, wait_until
 
-COMMAND = Path(sys.executable).with_name("iserve")
 # Enough to estimate from, and for a machine that takes its time to start a worker.
 QUICK = {"ISERVE_PROFILE_SECONDS": "20", "ISERVE_CPU_DEVICES": "2"}
 
@@ -37,10 +36,15 @@ class Installation:
     """Installation in one home.
 
     Every process of it is found by the home's path in its environment or command line.
+
+    Attributes:
+        as_installed: each process is started, as for a user. Else commands, and the controller, daemon and gateway
+            that they start, are forked from processes that have imported them; workers are always started.
     """
 
     home: Path
     settings: dict[str, str] = field(default_factory=dict)
+    as_installed: bool = False
 
     @property
     def environment(self) -> dict[str, str]:
@@ -51,15 +55,19 @@ class Installation:
 
     def run(self, *arguments: object, check: bool = True, stdin: str = "") -> subprocess.CompletedProcess[str]:
         """``iserve ARGUMENTS`` as a person would type it."""
-        done = subprocess.run(
-            [COMMAND, *map(str, arguments)],
-            env=self.environment,
-            input=stdin,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-            check=False,
-        )
+        words = [*map(str, arguments)]
+        if self.as_installed:
+            done = subprocess.run(
+                [COMMAND, *words],
+                env=self.environment,
+                input=stdin,
+                capture_output=True,
+                text=True,
+                timeout=PATIENCE_S,
+                check=False,
+            )
+        else:
+            done = run_command(words, self.environment, stdin)
         if check:
             assert done.returncode == 0, f"iserve {arguments}: {done.stderr}{done.stdout}{self.logs()}"
         return done
@@ -126,7 +134,8 @@ class Installation:
             except OSError:
                 continue
             if str(self.home).encode() in command + environment and start_time_ticks(int(entry.name)) is not None:
-                found[int(entry.name)] = command.replace(b"\0", b" ").decode(errors="replace")
+                words = command.rstrip(b"\0").split(b"\0")
+                found[int(entry.name)] = b" ".join(words).decode(errors="replace")
         return found
 
     def logs(self) -> str:
@@ -287,10 +296,14 @@ def make_installation(tmp_path: Path, engine_sources: Path) -> Iterator[Callable
 
 @pytest.fixture(scope="module")
 def shared_home(
-    profiled: Path, engine_sources: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, profiled: Path, engine_sources: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Installation]:
-    """Yield a home for the tests of a module, the demo model profiled there; they leave it as they found it."""
-    installation = Installation(tmp_path_factory.mktemp("home") / "home")
+    """Yield a home for the tests of a module, the demo model profiled there; they leave it as they found it.
+
+    Where the module sets ``AS_INSTALLED`` its processes are started as for a user.
+    """
+    as_installed = getattr(request.module, "AS_INSTALLED", False)
+    installation = Installation(tmp_path_factory.mktemp("home") / "home", as_installed=as_installed)
     make_used(installation, profiled, engine_sources)
     yield installation
     installation.clear()

@@ -14,6 +14,7 @@ import pytest
 
 from tests.waiting import PATIENCE_S
 
+AS_INSTALLED = True
 DEMO = "iserve-demo"
 LONG = 900  # tokens; a few seconds of streaming
 WORK = ("--input-tokens", "64", "--output-tokens", LONG, "--batch", "2")

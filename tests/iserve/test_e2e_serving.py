@@ -15,6 +15,7 @@ import yaml
 from tests.golden_words import Golden
 from tests.waiting import PATIENCE_S
 
+AS_INSTALLED = True
 DEMO = "iserve-demo"
 # Long enough for a prompt and an answer of the demo model (one byte is one token).
 WORK = ("--input-tokens", "128", "--output-tokens", "64", "--context", "256")

@@ -24,7 +24,7 @@ from tests.daemon.engines.standin import make_vllm, set_version
 from tests.daemon.engines.vllm_worker_spec import worker
 from tests.golden_words import Golden
 from tests.iserve.command_line import Done, iserve
-from tests.iserve.conftest import COMMAND
+from tests.iserve.forked_programs import COMMAND
 from tests.waiting import wait_until
 
 __all__ = ["iserve"]  # a fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from iserve.demo import demo_model_path
-from tests.iserve.conftest import COMMAND
+from tests.iserve.forked_programs import COMMAND
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 

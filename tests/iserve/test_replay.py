@@ -19,7 +19,7 @@ from fingerprint.codec import from_json
 from iserve.cli import main
 from iserve.replay.document import ReplayDocument
 from tests.golden_words import Golden
-from tests.iserve.conftest import COMMAND
+from tests.iserve.forked_programs import COMMAND
 from tests.iserve.replay.stand_in import GAP_S, TTFT_S, StandIn, stand_in
 from tests.waiting import PATIENCE_S
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.iserve.conftest import COMMAND
+from tests.iserve.forked_programs import COMMAND
 
 PAGE = Path(__file__).parents[2] / "docs/rest.md"
 STEPS = re.findall(r"```sh\n(.*?)```", PAGE.read_text(), re.DOTALL)
