@@ -1,0 +1,304 @@
+"""Times of variants predicted from fingerprints against whole models, on this machine's CPU and the embedded engine.
+
+    python -m tests.bench.variant_costs OUT.json [--rounds 15] [--seconds 60] [--models demo,random] [--kinds 8,64,int2]
+
+Each model is profiled as a deployment with variants would be (one and two layers, up to 4 distinct variants in a
+burst); then the whole model runs the requests of ``CASES`` with 8 variants loaded, in interleaved rounds. The
+cases were written down before the first result. Files are written anew by each run; ``python -m
+tests.bench.variant_costs OUT.json --print`` prints what one holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from daemon.server import find_devices
+from fingerprint.config import ADAPTER_RANKS, DeploymentConfig, SlotFormat, Workload
+from fingerprint.estimates import Quantity
+from fingerprint.estimators.measured_variants import measured_cost
+from fingerprint.families import load_spec
+from fingerprint.model_spec import ModelSpec
+from fingerprint.random_variants import write_random_variant
+from fingerprint.trimmed_mean import locate
+from fingerprint.truncate import generate, generate_dummy
+from fingerprint.variant_measurements import VariantKind, VariantMeasurement
+from fingerprint.variant_profile import measure_variants, variant_plan
+from iserve.demo import demo_model_path
+from iserve.planning.estimator_factory import estimator_for
+from tests.bench.whole_models import Case, Options, full_checkpoint, note, plan_of, take_profile, worker_target
+
+LOADED = 8  # variants of the whole model, its slots
+RANDOM = {  # 6 layers of 3.4 million parameters
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "dtype": "bfloat16",
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 512,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+KINDS = {"8": VariantKind(8), "64": VariantKind(64), "int2": VariantKind(delta_format=SlotFormat.INT2)}
+PROFILED = Workload(batch=8, input_tokens=64, output_tokens=33)  # as given to `iserve profile`
+# What is judged: requests, and how many distinct variants they are for. Profiles have batches of 1 and 8 with 1
+# and 4 variants at 64 tokens.
+CASES: tuple[tuple[Workload, tuple[int, ...]], ...] = (
+    (Workload(batch=8, input_tokens=64, output_tokens=33), (0, 1, 4, 8)),
+    (Workload(batch=3, input_tokens=100, output_tokens=33), (0, 1, 3)),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One judged time."""
+
+    model: str
+    kind: str
+    batch: int
+    input_tokens: int
+    active: int
+    quantity: str  # "step" or "prompts"
+    measured_s: float
+    measured_half_s: float  # half of its 90% interval
+    base_s: float  # the whole model's own time without variants, measured in the same rounds before any was loaded
+    predicted_s: float  # base by its profile, and variants
+    low_s: float
+    high_s: float
+    predicted_added_s: float
+    added_low_s: float
+    added_high_s: float
+
+
+def models(folder: Path, wanted: Sequence[str]) -> Iterator[Case]:
+    work = {"input_tokens": PROFILED.input_tokens, "output_tokens": PROFILED.output_tokens}
+    if "demo" in wanted:
+        yield Case(name="iserve-demo", directory=demo_model_path(), has_weights=True, degrees=((1, 1),), **work)
+    if "random" in wanted:
+        config = folder / "llama-6x7MB"
+        config.mkdir()
+        (config / "config.json").write_text(json.dumps(RANDOM))
+        yield Case(name=config.name, directory=config, has_weights=False, degrees=((1, 1),), **work)
+
+
+def judge(
+    case: Case, folder: Path, kinds: Sequence[str], options: Options, rounds: int
+) -> Iterator[dict[str, Any]]:
+    spec = load_spec(case.directory)
+    with worker_target(case.directory, folder, options.devices) as target:
+        plan = plan_of(case, spec, options)
+        base = estimator_for(take_profile(case, spec, target, folder, plan))
+        for name in kinds:
+            kind = KINDS[name]
+            measured = measure_variants(
+                spec,
+                lambda: target.open(tp=1, pp=1),
+                partial(cut, case, folder),
+                partial(variant, case, folder),
+                variant_plan(spec, PROFILED, kind, budget_s=options.profile_s),
+                progress=lambda p: note(f"{case.name}: {p.done} {p.running}", end="\r"),
+            )
+            if measured.failure:
+                raise RuntimeError(measured.failure)
+            truth = whole(case, spec, target, folder, kind, rounds)
+            yield {
+                "model": case.name,
+                "measurement": _plain(measured),
+                "rows": [asdict(row) for row in compared(case, spec, base, measured, truth)],
+            }
+
+
+def _plain(measured: VariantMeasurement) -> Any:
+    from fingerprint.codec import to_builtins
+
+    return to_builtins(measured)
+
+
+def cut(case: Case, folder: Path, layers: Sequence[int]) -> Path:
+    path = folder / f"fingerprint-{'-'.join(map(str, layers))}"
+    if not path.exists():
+        if case.has_weights:
+            generate(case.directory, path, layers)
+        else:
+            generate_dummy(case.directory, path, layers)
+    return path
+
+
+def variant(case: Case, folder: Path, layers: Sequence[int], kind: VariantKind, number: int) -> tuple[Path, int]:
+    base = cut(case, folder, layers) if len(layers) < 3 else full_checkpoint(case, folder)
+    path = folder / f"variant-{len(layers)}-{kind.rank or kind.delta_format}-{number}"
+    if not path.exists():
+        write_random_variant(base, path, kind, number)
+    return path, sum(file.stat().st_size for file in path.glob("*.safetensors"))
+
+
+Truth = dict[tuple[Workload, int, bool], tuple[list[float], list[float]]]  # by answers of one token, and long ones
+
+
+def whole(case: Case, spec: ModelSpec, target: Any, folder: Path, kind: VariantKind, rounds: int) -> Truth:
+    """Run the whole model: before any variant is loaded, and with all of them."""
+    session = target.open(tp=1, pp=1)
+    try:
+        variants = [variant(case, folder, range(spec.num_layers), kind, number) for number in range(LOADED)]
+        longest = max(work.context_tokens for work, _ in CASES)
+        session.load_with_slots(
+            full_checkpoint(case, folder),
+            num_layers=spec.num_layers,
+            max_batch=max(work.batch for work, _ in CASES),
+            max_context_tokens=longest,
+            slots=LOADED,
+            rank=kind.rank or ADAPTER_RANKS[0],
+            delta_mib=2 * max(size for _, size in variants) // 2**20 + 1 if kind.is_delta else 0,
+        )
+        found: Truth = {}
+        plain = [(work, 0, False) for work, _ in CASES]
+        run_rounds(session, plain, found, rounds)
+        session.load_variants([path for path, _ in variants])
+        run_rounds(session, [(work, a, True) for work, actives in CASES for a in actives], found, rounds)
+        return found
+    finally:
+        session.close()
+
+
+def run_rounds(session: Any, keys: Sequence[tuple[Workload, int, bool]], found: Truth, rounds: int) -> None:
+    for number in range(rounds + 1):  # the first warms up
+        for work, active, loaded in keys if number % 2 else keys[::-1]:
+            for index, outputs in enumerate((1, work.output_tokens)):
+                reading = session.run_variants(
+                    batch=work.batch, input_tokens=work.input_tokens, output_tokens=outputs, active=active
+                )
+                if number:
+                    found.setdefault((work, active, loaded), ([], []))[index].append(reading.e2e_s)
+
+
+def compared(case: Case, spec: ModelSpec, base: Any, measured: VariantMeasurement, truth: Truth) -> Iterator[Row]:
+    kind = measured.kind
+    slots = {"adapter_rank": kind.rank} if kind.rank else {"adapter_rank": 8, "delta_mib": 1}
+    config = DeploymentConfig(adapter_slots=LOADED, **slots)
+    cost = measured_cost([measured], spec.num_layers, config)
+    assert cost is not None
+    for work, actives in CASES:
+        alone = base.estimate(config.without_slots, work)
+        before = readings(*truth[work, 0, False], work)
+        for active in actives:
+            now = readings(*truth[work, active, True], work)
+            for quantity, of_base, added in (
+                ("prompts", alone.ttft_s, prompts(cost, work, active)),
+                ("step", alone.tpot_s, cost.step_s(work.batch, active)),
+            ):
+                yield Row(
+                    model=case.name,
+                    kind=str(kind),
+                    batch=work.batch,
+                    input_tokens=work.input_tokens,
+                    active=active,
+                    quantity=quantity,
+                    measured_s=now[quantity][0],
+                    measured_half_s=now[quantity][1],
+                    base_s=before[quantity][0],
+                    predicted_s=of_base.value + added.value,
+                    low_s=of_base.low + added.low,
+                    high_s=of_base.high + added.high,
+                    predicted_added_s=added.value,
+                    added_low_s=added.low,
+                    added_high_s=added.high,
+                )
+
+
+def prompts(cost: Any, work: Workload, active: int) -> Quantity:
+    found: Quantity = cost.prompts_s(work, 0.0, 0.0 if active else 1.0, float(active))
+    return found
+
+
+def readings(short: list[float], long: list[float], work: Workload) -> dict[str, tuple[float, float]]:
+    """Median and half of the 90% interval of prompts and of a step."""
+    steps = work.output_tokens - 1
+    paired = [(b - a) / steps for a, b in zip(short, long, strict=True)]
+    return {
+        "prompts": (float(np.median(short)), locate(short).half_width),
+        "step": (float(np.median(paired)), locate(paired).half_width),
+    }
+
+
+def machine() -> dict[str, Any]:
+    import torch
+
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def show(document: dict[str, Any]) -> None:
+    print(
+        "| model | variants | requests | active | time | measured | predicted | error | added: measured | predicted |"
+    )
+    print("|---|---|---|--:|---|--:|--:|--:|--:|--:|")
+    rows = [Row(**row) for part in document["results"] for row in part["rows"]]
+    for row in rows:
+        added, error = row.measured_s - row.base_s, row.predicted_s / row.measured_s - 1
+        ms = [
+            1e3 * value for value in (row.measured_s, row.measured_half_s, row.predicted_s, row.low_s, row.high_s)
+        ]
+        more = [1e3 * value for value in (added, row.predicted_added_s, row.added_low_s, row.added_high_s)]
+        print(
+            f"| {row.model} | {row.kind} | {row.batch} x {row.input_tokens} | {row.active} | {row.quantity} "
+            f"| {ms[0]:.2f} ± {ms[1]:.2f} ms | {ms[2]:.2f} ({ms[3]:.2f} to {ms[4]:.2f}) | {error:+.0%} "
+            f"| {more[0]:.2f} | {more[1]:.2f} ({more[2]:.2f} to {more[3]:.2f}) |"
+        )
+    within = [row.low_s <= row.measured_s <= row.high_s for row in rows]
+    errors = [abs(row.predicted_s / row.measured_s - 1) for row in rows]
+    print(f"{sum(within)} of {len(rows)} within; median error {np.median(errors):.1%}, largest {max(errors):.1%}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--models", default="demo,random")
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--print", action="store_true")
+    given = parser.parse_args()
+    if not given.print:
+        devices = find_devices(2).devices[:1]
+        options = Options(profile_s=given.seconds, repeats=given.rounds, devices=tuple(devices), batches=(1, 8))
+        results: list[dict[str, Any]] = []
+        with tempfile.TemporaryDirectory() as root:
+            for case in models(Path(root), given.models.split(",")):
+                folder = Path(root) / f"work-{case.name}"
+                folder.mkdir()
+                for found in judge(case, folder, given.kinds.split(","), options, given.rounds):
+                    results.append(found)
+                    document = {"machine": machine(), "rounds": given.rounds, "results": results}
+                    given.out.write_text(json.dumps(document, indent=1) + "\n")
+    show(json.loads(given.out.read_text()))
+
+
+if __name__ == "__main__":
+    main()
