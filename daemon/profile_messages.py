@@ -63,7 +63,7 @@ class ProfileRun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileVariants:
-    """``POST /profile/variants``: load variants one after the other. Answers a list of the seconds of each load."""
+    """``POST /profile/variants``: load variants one after the other. Answers the seconds of each load."""
 
     folders: tuple[str, ...]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fingerprint.config import ADAPTER_RANKS, DeploymentConfig, SlotFormat
 from fingerprint.errors import ConfigError
 
-__all__ = ["VariantKind", "VariantLoads", "VariantMeasurement", "VariantRuns", "kind_of"]
+__all__ = ["VariantKind", "VariantLoads", "VariantMeasurement", "VariantRuns", "asked_kind", "kind_of"]
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -36,6 +36,18 @@ class VariantKind:
 
     def __str__(self) -> str:
         return f"{self.delta_format} deltas" if self.is_delta else f"adapters of rank {self.rank}"
+
+
+def asked_kind(rank: int, delta_format: SlotFormat) -> VariantKind | None:
+    """Return the kind of adapters of ``rank``, whose slots are made for the next rank that engines offer, or of
+    deltas; None: neither is asked for.
+
+    Raises:
+        ConfigError: both are, or the rank is larger than any.
+    """
+    if not rank and delta_format is SlotFormat.NONE:
+        return None
+    return VariantKind(next((one for one in ADAPTER_RANKS if one >= rank), rank) if rank else 0, delta_format)
 
 
 def kind_of(config: DeploymentConfig) -> VariantKind | None:
@@ -67,7 +79,7 @@ class VariantRuns:
     runs_s: tuple[float, ...]
     """Seconds of each run, from the first prompt to the last output token."""
     base_runs_s: tuple[float, ...]
-    """Seconds of the base's run of the same round; of 0 variants, of a run of the same load before any was loaded."""
+    """Seconds of the base's run in the same round; of 0 variants, of a run before any was loaded."""
 
     def __post_init__(self) -> None:
         if len(self.runs_s) != len(self.base_runs_s):

@@ -150,7 +150,7 @@ class _Driver:
             self._visit(session, cut, self._elapsed_s + left_s / (2 * len(self.cuts) - number))
         for number, cut in enumerate(reversed(self.cuts)):
             left_s = self.plan.budget_s - self._elapsed_s
-            if left_s * 2 < self._elapsed_s:  # a visit takes a half of what both took, at least
+            if 4 * left_s < self._elapsed_s:  # what a visit takes at least is not known: no more than so far
                 return
             self._visit(session, cut, self._elapsed_s + left_s / (len(self.cuts) - number))
 

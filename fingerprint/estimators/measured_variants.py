@@ -21,7 +21,7 @@ from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimates import Quantity, Source
 from fingerprint.estimators.linear import Array, Interval, LinearModel, Prediction, combine
 from fingerprint.estimators.variant_cost import VariantCost
-from fingerprint.variant_measurements import VariantMeasurement, VariantRuns, kind_of
+from fingerprint.variant_measurements import VariantLoads, VariantMeasurement, VariantRuns, kind_of
 
 __all__ = ["MeasuredVariantCost", "measured_cost"]
 
@@ -60,7 +60,7 @@ class MeasuredVariantCost(VariantCost):
         self, measured: VariantMeasurement, num_layers: int, *, of_rank: float = 1.0, tp: int = 1
     ) -> None:
         self.measured, self.is_exact = measured, of_rank == 1 and tp == 1
-        self._layers, self._of_rank, self._tp = num_layers, of_rank, tp
+        self._layers = num_layers
         self._bounds = sorted((1.0, of_rank / tp))
         self._of_variants = _fit([one for one in measured.runs if one.active], _variant_row)
         self._of_loaded = _fit([one for one in measured.runs if not one.active], _loaded_row)
@@ -80,12 +80,29 @@ class MeasuredVariantCost(VariantCost):
         return self._added(_variant_parts(self._layers, used, tokens), share, prefill=1.0, steps=0.0)
 
     def load_s(self, num_bytes: int) -> float:
-        """Return the time of a load, whose layers are those of the model."""
-        assert self.measured is not None
-        runs = [np.array(one.loads_s) for one in self.measured.loads]
-        design = np.array([[one.num_layers, 1.0] for one in self.measured.loads])
-        fit = LinearModel(design, runs, non_negative=True)
-        return fit.predict(np.array([self._layers, 1.0])).value
+        """Return the time of a load, which goes by layers as what is loaded does."""
+        return self.load.value
+
+    @property
+    def load(self) -> Quantity:
+        """Time of a load from the page cache."""
+        return self._by_layers([one.loads_s for one in self._loads])
+
+    @property
+    def held_bytes(self) -> float:
+        """Bytes that a loaded variant takes; 0: not known."""
+        return self._by_layers([(float(one.held_bytes),) * 2 for one in self._loads]).value
+
+    @property
+    def _loads(self) -> Sequence[VariantLoads]:
+        return () if self.measured is None else self.measured.loads
+
+    def _by_layers(self, values: Sequence[Sequence[float]]) -> Quantity:
+        """Return what each fingerprint's repeated ``values`` say of the whole model."""
+        runs = [np.array(one) for one in values]
+        fit = LinearModel(np.array([[one.num_layers, 1.0] for one in self._loads]), runs, non_negative=True)
+        found = combine([(fit.predict(np.array([self._layers, 1.0])), runs)])
+        return Quantity(found.value, max(0.0, found.low), found.high, Source.EXTRAPOLATED)
 
     def _one_variant_s(self, tokens: int) -> float:
         parts = _variant_parts(self._layers, 1, tokens)

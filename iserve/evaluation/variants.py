@@ -106,7 +106,7 @@ def slot_cost(config: DeploymentConfig, model: SimulatedModel, truth: Truth) -> 
 
     These are the product's estimates; ``step_times`` lengthens what is added to steps.
     """
-    cost = adapter_cost(config, model.spec, model.options.intent.traffic.variant_rank)
+    cost = adapter_cost(config, model.spec, model.options.intent.traffic.variant_rank, model.estimator)
     factor = truth.step_times
     if cost is None or factor == 1:
         return cost

@@ -1,23 +1,24 @@
-"""Times of variants predicted from fingerprints against whole models, on this machine's CPU and the embedded engine.
+"""Times of variants predicted from fingerprints against whole models: embedded engine, on this machine's CPU.
 
-    python -m tests.bench.variant_costs OUT.json [--rounds 15] [--seconds 60] [--models demo,random] [--kinds 8,64,int2]
+    python -m tests.bench.variant_costs OUT.json.gz [--rounds 15] [--seconds 60] [--models NAMES] [--kinds NAMES]
 
 Each model is profiled as a deployment with variants would be (one and two layers, up to 4 distinct variants in a
 burst); then the whole model runs the requests of ``CASES`` with 8 variants loaded, in interleaved rounds. The
-cases were written down before the first result. Files are written anew by each run; ``python -m
-tests.bench.variant_costs OUT.json --print`` prints what one holds.
+cases were written down before the first result. The file has all that was measured; ``--print`` predicts and
+prints what one holds.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import os
 import platform
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,12 @@ from typing import Any
 import numpy as np
 
 from daemon.server import find_devices
-from fingerprint.config import ADAPTER_RANKS, DeploymentConfig, SlotFormat, Workload
+from fingerprint.codec import from_json, to_json
+from fingerprint.config import ADAPTER_RANKS, DeploymentConfig, SlotFormat, WeightFormat, Workload
 from fingerprint.estimates import Quantity
 from fingerprint.estimators.measured_variants import measured_cost
 from fingerprint.families import load_spec
+from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
 from fingerprint.random_variants import write_random_variant
 from fingerprint.trimmed_mean import locate
@@ -80,7 +83,7 @@ class Row:
     quantity: str  # "step" or "prompts"
     measured_s: float
     measured_half_s: float  # half of its 90% interval
-    base_s: float  # the whole model's own time without variants, measured in the same rounds before any was loaded
+    base_s: float  # the whole model's time before any variant was loaded
     predicted_s: float  # base by its profile, and variants
     low_s: float
     high_s: float
@@ -90,47 +93,63 @@ class Row:
 
 
 def models(folder: Path, wanted: Sequence[str]) -> Iterator[Case]:
-    work = {"input_tokens": PROFILED.input_tokens, "output_tokens": PROFILED.output_tokens}
+    work: dict[str, Any] = {"input_tokens": PROFILED.input_tokens, "output_tokens": PROFILED.output_tokens}
+    work |= {"degrees": ((1, 1),), "weights": (WeightFormat.BITS16,)}
     if "demo" in wanted:
-        yield Case(name="iserve-demo", directory=demo_model_path(), has_weights=True, degrees=((1, 1),), **work)
+        yield Case(name="iserve-demo", directory=demo_model_path(), has_weights=True, **work)
     if "random" in wanted:
         config = folder / "llama-6x7MB"
         config.mkdir()
         (config / "config.json").write_text(json.dumps(RANDOM))
-        yield Case(name=config.name, directory=config, has_weights=False, degrees=((1, 1),), **work)
+        yield Case(name=config.name, directory=config, has_weights=False, **work)
 
 
-def judge(
-    case: Case, folder: Path, kinds: Sequence[str], options: Options, rounds: int
-) -> Iterator[dict[str, Any]]:
+@dataclass(frozen=True, kw_only=True)
+class WholeRuns:
+    """Runs of the whole model, in rounds with those of the other requests."""
+
+    workload: Workload
+    active: int
+    loaded: bool  # whether the variants were loaded by then
+    short_s: tuple[float, ...]  # with one output token
+    long_s: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """All that was measured of a model with one kind of variants."""
+
+    profile: Profile
+    measurement: VariantMeasurement
+    whole: tuple[WholeRuns, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """Results of a run."""
+
+    machine: dict[str, str]
+    rounds: int
+    judged: tuple[Judged, ...]
+
+
+def judge(case: Case, folder: Path, kinds: Sequence[str], options: Options, rounds: int) -> Iterator[Judged]:
     spec = load_spec(case.directory)
     with worker_target(case.directory, folder, options.devices) as target:
-        plan = plan_of(case, spec, options)
-        base = estimator_for(take_profile(case, spec, target, folder, plan))
+        taken = take_profile(case, spec, target, folder, plan_of(case, spec, options))
         for name in kinds:
-            kind = KINDS[name]
             measured = measure_variants(
                 spec,
                 lambda: target.open(tp=1, pp=1),
                 partial(cut, case, folder),
                 partial(variant, case, folder),
-                variant_plan(spec, PROFILED, kind, budget_s=options.profile_s),
+                variant_plan(spec, PROFILED, KINDS[name], budget_s=options.profile_s),
                 progress=lambda p: note(f"{case.name}: {p.done} {p.running}", end="\r"),
             )
             if measured.failure:
                 raise RuntimeError(measured.failure)
-            truth = whole(case, spec, target, folder, kind, rounds)
-            yield {
-                "model": case.name,
-                "measurement": _plain(measured),
-                "rows": [asdict(row) for row in compared(case, spec, base, measured, truth)],
-            }
-
-
-def _plain(measured: VariantMeasurement) -> Any:
-    from fingerprint.codec import to_builtins
-
-    return to_builtins(measured)
+            found = whole(case, spec, target, folder, KINDS[name], rounds)
+            yield Judged(profile=taken, measurement=measured, whole=found)
 
 
 def cut(case: Case, folder: Path, layers: Sequence[int]) -> Path:
@@ -151,35 +170,34 @@ def variant(case: Case, folder: Path, layers: Sequence[int], kind: VariantKind, 
     return path, sum(file.stat().st_size for file in path.glob("*.safetensors"))
 
 
-Truth = dict[tuple[Workload, int, bool], tuple[list[float], list[float]]]  # by answers of one token, and long ones
+_Key = tuple[Workload, int, bool]
 
 
-def whole(case: Case, spec: ModelSpec, target: Any, folder: Path, kind: VariantKind, rounds: int) -> Truth:
+def whole(
+    case: Case, spec: ModelSpec, target: Any, folder: Path, kind: VariantKind, rounds: int
+) -> tuple[WholeRuns, ...]:
     """Run the whole model: before any variant is loaded, and with all of them."""
     session = target.open(tp=1, pp=1)
     try:
         variants = [variant(case, folder, range(spec.num_layers), kind, number) for number in range(LOADED)]
-        longest = max(work.context_tokens for work, _ in CASES)
         session.load_with_slots(
             full_checkpoint(case, folder),
             num_layers=spec.num_layers,
             max_batch=max(work.batch for work, _ in CASES),
-            max_context_tokens=longest,
+            max_context_tokens=max(work.context_tokens for work, _ in CASES),
             slots=LOADED,
             rank=kind.rank or ADAPTER_RANKS[0],
             delta_mib=2 * max(size for _, size in variants) // 2**20 + 1 if kind.is_delta else 0,
         )
-        found: Truth = {}
-        plain = [(work, 0, False) for work, _ in CASES]
-        run_rounds(session, plain, found, rounds)
+        before = run_rounds(session, [(work, 0, False) for work, _ in CASES], rounds)
         session.load_variants([path for path, _ in variants])
-        run_rounds(session, [(work, a, True) for work, actives in CASES for a in actives], found, rounds)
-        return found
+        return before + run_rounds(session, [(work, a, True) for work, actives in CASES for a in actives], rounds)
     finally:
         session.close()
 
 
-def run_rounds(session: Any, keys: Sequence[tuple[Workload, int, bool]], found: Truth, rounds: int) -> None:
+def run_rounds(session: Any, keys: Sequence[_Key], rounds: int) -> tuple[WholeRuns, ...]:
+    found: dict[_Key, tuple[list[float], list[float]]] = {key: ([], []) for key in keys}
     for number in range(rounds + 1):  # the first warms up
         for work, active, loaded in keys if number % 2 else keys[::-1]:
             for index, outputs in enumerate((1, work.output_tokens)):
@@ -187,41 +205,47 @@ def run_rounds(session: Any, keys: Sequence[tuple[Workload, int, bool]], found: 
                     batch=work.batch, input_tokens=work.input_tokens, output_tokens=outputs, active=active
                 )
                 if number:
-                    found.setdefault((work, active, loaded), ([], []))[index].append(reading.e2e_s)
+                    found[work, active, loaded][index].append(reading.e2e_s)
+    return tuple(
+        WholeRuns(workload=work, active=active, loaded=loaded, short_s=tuple(short), long_s=tuple(long))
+        for (work, active, loaded), (short, long) in found.items()
+    )
 
 
-def compared(case: Case, spec: ModelSpec, base: Any, measured: VariantMeasurement, truth: Truth) -> Iterator[Row]:
-    kind = measured.kind
-    slots = {"adapter_rank": kind.rank} if kind.rank else {"adapter_rank": 8, "delta_mib": 1}
-    config = DeploymentConfig(adapter_slots=LOADED, **slots)
-    cost = measured_cost([measured], spec.num_layers, config)
+def compared(judged: Judged) -> Iterator[Row]:
+    """Predict, and set next to what was measured."""
+    spec, kind = judged.profile.spec, judged.measurement.kind
+    base = estimator_for(judged.profile)
+    config = DeploymentConfig(
+        adapter_slots=LOADED, adapter_rank=kind.rank or ADAPTER_RANKS[0], delta_mib=int(kind.is_delta)
+    )
+    cost = measured_cost([judged.measurement], spec.num_layers, config)
     assert cost is not None
-    for work, actives in CASES:
+    before = {one.workload: readings(one) for one in judged.whole if not one.loaded}
+    for runs in (one for one in judged.whole if one.loaded):
+        work, active, now = runs.workload, runs.active, readings(runs)
         alone = base.estimate(config.without_slots, work)
-        before = readings(*truth[work, 0, False], work)
-        for active in actives:
-            now = readings(*truth[work, active, True], work)
-            for quantity, of_base, added in (
-                ("prompts", alone.ttft_s, prompts(cost, work, active)),
-                ("step", alone.tpot_s, cost.step_s(work.batch, active)),
-            ):
-                yield Row(
-                    model=case.name,
-                    kind=str(kind),
-                    batch=work.batch,
-                    input_tokens=work.input_tokens,
-                    active=active,
-                    quantity=quantity,
-                    measured_s=now[quantity][0],
-                    measured_half_s=now[quantity][1],
-                    base_s=before[quantity][0],
-                    predicted_s=of_base.value + added.value,
-                    low_s=of_base.low + added.low,
-                    high_s=of_base.high + added.high,
-                    predicted_added_s=added.value,
-                    added_low_s=added.low,
-                    added_high_s=added.high,
-                )
+        for quantity, of_base, added in (
+            ("prompts", alone.ttft_s, prompts(cost, work, active)),
+            ("step", alone.tpot_s, cost.step_s(work.batch, active)),
+        ):
+            yield Row(
+                model=judged.profile.model,
+                kind=str(kind),
+                batch=work.batch,
+                input_tokens=work.input_tokens,
+                active=active,
+                quantity=quantity,
+                measured_s=now[quantity][0],
+                measured_half_s=now[quantity][1],
+                base_s=before[work][quantity][0],
+                predicted_s=of_base.value + added.value,
+                low_s=of_base.low + added.low,
+                high_s=of_base.high + added.high,
+                predicted_added_s=added.value,
+                added_low_s=added.low,
+                added_high_s=added.high,
+            )
 
 
 def prompts(cost: Any, work: Workload, active: int) -> Quantity:
@@ -229,37 +253,34 @@ def prompts(cost: Any, work: Workload, active: int) -> Quantity:
     return found
 
 
-def readings(short: list[float], long: list[float], work: Workload) -> dict[str, tuple[float, float]]:
-    """Median and half of the 90% interval of prompts and of a step."""
-    steps = work.output_tokens - 1
-    paired = [(b - a) / steps for a, b in zip(short, long, strict=True)]
+def readings(runs: WholeRuns) -> dict[str, tuple[float, float]]:
+    """Return median and half of the 90% interval of prompts and of a step."""
+    steps = runs.workload.output_tokens - 1
+    paired = [(b - a) / steps for a, b in zip(runs.short_s, runs.long_s, strict=True)]
     return {
-        "prompts": (float(np.median(short)), locate(short).half_width),
+        "prompts": (float(np.median(runs.short_s)), locate(runs.short_s).half_width),
         "step": (float(np.median(paired)), locate(paired).half_width),
     }
 
 
-def machine() -> dict[str, Any]:
+def machine() -> dict[str, str]:
     import torch
 
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "load_average": os.getloadavg(),
-        "torch": torch.__version__,
+        "cpu": next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), ""),
+        "cores": str(os.cpu_count()),
+        "load average": " ".join(f"{load:.1f}" for load in os.getloadavg()),
+        "torch": str(torch.__version__),
         "python": platform.python_version(),
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 
 
-def show(document: dict[str, Any]) -> None:
-    print(
-        "| model | variants | requests | active | time | measured | predicted | error | added: measured | predicted |"
-    )
+def show(document: Document) -> None:
+    rows = [row for judged in document.judged for row in compared(judged)]
+    print("| model | variants | requests | active | time | measured | predicted | error | added | predicted |")
     print("|---|---|---|--:|---|--:|--:|--:|--:|--:|")
-    rows = [Row(**row) for part in document["results"] for row in part["rows"]]
     for row in rows:
         added, error = row.measured_s - row.base_s, row.predicted_s / row.measured_s - 1
         ms = [
@@ -288,16 +309,16 @@ def main() -> None:
     if not given.print:
         devices = find_devices(2).devices[:1]
         options = Options(profile_s=given.seconds, repeats=given.rounds, devices=tuple(devices), batches=(1, 8))
-        results: list[dict[str, Any]] = []
+        judged: tuple[Judged, ...] = ()
         with tempfile.TemporaryDirectory() as root:
             for case in models(Path(root), given.models.split(",")):
                 folder = Path(root) / f"work-{case.name}"
                 folder.mkdir()
                 for found in judge(case, folder, given.kinds.split(","), options, given.rounds):
-                    results.append(found)
-                    document = {"machine": machine(), "rounds": given.rounds, "results": results}
-                    given.out.write_text(json.dumps(document, indent=1) + "\n")
-    show(json.loads(given.out.read_text()))
+                    judged += (found,)
+                    document = Document(machine=machine(), rounds=given.rounds, judged=judged)
+                    given.out.write_bytes(gzip.compress(to_json(document), mtime=0))
+    show(from_json(gzip.decompress(given.out.read_bytes()), Document))
 
 
 if __name__ == "__main__":
