@@ -198,7 +198,7 @@ class _Driver:
         self._pairs.setdefault((num_layers, shape, active), []).append((run_s, base_s))
 
     def _run(self, session: VariantSession, num_layers: int, shape: Shape, active: int) -> float:
-        of = f"{active} {self.plan.kind}" if active else "the base"
+        of = f"{self.plan.kind}, {active} in a burst" if active else "the base"
         self._tell(f"{num_layers} layers, {of}: batch {shape.batch}, {shape.output_tokens} out")
         reading = session.run_variants(
             batch=shape.batch,

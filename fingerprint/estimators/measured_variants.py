@@ -64,20 +64,20 @@ class MeasuredVariantCost(VariantCost):
         self._bounds = sorted((1.0, of_rank / tp))
         self._of_variants = _fit([one for one in measured.runs if one.active], _variant_row)
         self._of_loaded = _fit([one for one in measured.runs if not one.active], _loaded_row)
+        self._known: dict[tuple[float, float, float, bool], Quantity] = {}
         self.prompt_s = self._one_variant_s
 
     def step_s(self, rows: float, active: float) -> Quantity:
         used, share = max(1.0, active), min(1.0, active)
-        return self._added(_variant_parts(self._layers, used, rows), share, prefill=0.0, steps=1.0)
+        return self._added(used, rows, share, is_prompt=False)
 
     def prompts_s(self, workload: Workload, ttft_s: float, base_share: float, distinct: float) -> Quantity:
         rows = (1 - base_share) * workload.batch
         share = 1 - base_share**workload.batch
         if share <= 0:
-            return self._added(_variant_parts(self._layers, 0, 0), 0.0, prefill=1.0, steps=0.0)
+            return self._added(0.0, 0.0, 0.0, is_prompt=True)
         used = max(1.0, distinct / share)
-        tokens = rows / share * workload.input_tokens
-        return self._added(_variant_parts(self._layers, used, tokens), share, prefill=1.0, steps=0.0)
+        return self._added(used, rows / share * workload.input_tokens, share, is_prompt=True)
 
     def load_s(self, num_bytes: int) -> float:
         """Return the time of a load, which goes by layers as what is loaded does."""
@@ -105,14 +105,27 @@ class MeasuredVariantCost(VariantCost):
         return Quantity(found.value, max(0.0, found.low), found.high, Source.EXTRAPOLATED)
 
     def _one_variant_s(self, tokens: int) -> float:
-        parts = _variant_parts(self._layers, 1, tokens)
-        return self._added(parts, 1.0, prefill=1.0, steps=0.0).value if tokens else 0.0
+        return self._added(1.0, float(tokens), 1.0, is_prompt=True).value if tokens else 0.0
 
-    def _added(self, parts: Array, share: float, *, prefill: float, steps: float) -> Quantity:
-        """Return the time of variants in ``share`` of the steps, and of loaded ones in all."""
-        of_variants = _predict(self._of_variants, share * _both(parts, prefill, steps))
-        loaded = _predict(self._of_loaded, _both(np.array([self._layers, 1.0]), prefill, steps))
-        found = _sum(of_variants, loaded)
+    def _added(self, active: float, rows: float, share: float, *, is_prompt: bool) -> Quantity:
+        """Return the time of variants in ``share`` of the steps, and of loaded ones in all: a simulation asks for
+        the same ones again and again.
+
+        Args:
+            rows: of prompts their tokens.
+        """
+        key = (active, rows, share, is_prompt)
+        if key not in self._known:
+            self._known[key] = self._predicted(*key)
+        return self._known[key]
+
+    def _predicted(self, active: float, rows: float, share: float, is_prompt: bool) -> Quantity:
+        prefill, steps = (1.0, 0.0) if is_prompt else (0.0, 1.0)
+        parts, loaded = share * _variant_parts(self._layers, active, rows), _loaded_parts(self._layers)
+        found = _sum(
+            _predict(self._of_variants, _columns(parts, parts, prefill, steps)),
+            _predict(self._of_loaded, _columns(loaded, loaded, prefill, steps)),
+        )
         low, high = self._bounds
         return Quantity(
             max(0.0, found.value * (low + high) / 2),
@@ -127,20 +140,24 @@ def _variant_parts(num_layers: float, active: float, rows: float) -> Array:
     return np.array([num_layers * active, num_layers * rows, once, active])
 
 
-def _both(parts: Array, prefill: float, steps: float) -> Array:
-    """Return the columns of a prefill and of decode steps."""
-    return np.concatenate([prefill * parts, steps * parts])
+def _loaded_parts(num_layers: float) -> Array:
+    return np.array([num_layers, 1.0])
+
+
+def _columns(of_prompts: Array, of_steps: Array, prefill: float, steps: float) -> Array:
+    """Return a row of the fit: a prefill, or none, and so many decode steps."""
+    return np.concatenate([prefill * of_prompts, steps * of_steps])
 
 
 def _variant_row(runs: VariantRuns) -> Array:
     of_prompts = _variant_parts(runs.num_layers, runs.active, runs.batch * runs.input_tokens)
     of_steps = _variant_parts(runs.num_layers, runs.active, runs.batch)
-    return np.concatenate([of_prompts, (runs.output_tokens - 1) * of_steps])
+    return _columns(of_prompts, of_steps, 1.0, runs.output_tokens - 1)
 
 
 def _loaded_row(runs: VariantRuns) -> Array:
-    parts = np.array([runs.num_layers, 1.0])
-    return np.concatenate([parts, (runs.output_tokens - 1) * parts])
+    parts = _loaded_parts(runs.num_layers)
+    return _columns(parts, parts, 1.0, runs.output_tokens - 1)
 
 
 def _fit(points: Sequence[VariantRuns], row: Callable[[VariantRuns], Array]) -> _Fit | None:

@@ -6,6 +6,9 @@ Each model is profiled as a deployment with variants would be (one and two layer
 burst); then the whole model runs the requests of ``CASES`` with 8 variants loaded, in interleaved rounds. The
 cases were written down before the first result. The file has all that was measured; ``--print`` predicts and
 prints what one holds.
+
+``--cpu-time``: all runs, those of profiles included, are counted in the worker's seconds of CPU in place of the
+clock's. On a machine whose cores are shared with other work the clock tells how much of that there was.
 """
 
 from __future__ import annotations
@@ -17,8 +20,8 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +34,7 @@ from fingerprint.config import ADAPTER_RANKS, DeploymentConfig, SlotFormat, Weig
 from fingerprint.estimates import Quantity
 from fingerprint.estimators.measured_variants import measured_cost
 from fingerprint.families import load_spec
-from fingerprint.measurements import Profile
+from fingerprint.measurements import Profile, RunReading
 from fingerprint.model_spec import ModelSpec
 from fingerprint.random_variants import write_random_variant
 from fingerprint.trimmed_mean import locate
@@ -130,12 +133,45 @@ class Document:
 
     machine: dict[str, str]
     rounds: int
+    cpu_time: bool
     judged: tuple[Judged, ...]
 
 
-def judge(case: Case, folder: Path, kinds: Sequence[str], options: Options, rounds: int) -> Iterator[Judged]:
+class CpuTimed:
+    """Target or session whose runs are counted in the worker's seconds of CPU."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def open(self, *, tp: int, pp: int) -> CpuTimed:
+        return CpuTimed(self._inner.open(tp=tp, pp=pp))
+
+    def run(self, **burst: int) -> RunReading:
+        return self._timed(self._inner.run, burst)
+
+    def run_variants(self, **burst: int) -> RunReading:
+        return self._timed(self._inner.run_variants, burst)
+
+    def _timed(self, run: Callable[..., RunReading], burst: dict[str, int]) -> RunReading:
+        before_s = self._cpu_s()
+        reading = run(**burst)
+        took_s = self._cpu_s() - before_s
+        return replace(reading, e2e_s=took_s, device_s=took_s, host_s=0.0)
+
+    def _cpu_s(self) -> float:
+        tasks = Path(f"/proc/{self._inner._handle.pid}/task").glob("*/schedstat")
+        return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
+
+
+def judge(
+    case: Case, folder: Path, kinds: Sequence[str], options: Options, rounds: int, *, cpu_time: bool
+) -> Iterator[Judged]:
     spec = load_spec(case.directory)
-    with worker_target(case.directory, folder, options.devices) as target:
+    with worker_target(case.directory, folder, options.devices) as clocked:
+        target: Any = CpuTimed(clocked) if cpu_time else clocked
         taken = take_profile(case, spec, target, folder, plan_of(case, spec, options))
         for name in kinds:
             measured = measure_variants(
@@ -304,19 +340,24 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--models", default="demo,random")
     parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--share", type=int, default=0, help="of the two that the CPU is cut into")
+    parser.add_argument("--cpu-time", action="store_true")
     parser.add_argument("--print", action="store_true")
     given = parser.parse_args()
     if not given.print:
-        devices = find_devices(2).devices[:1]
-        options = Options(profile_s=given.seconds, repeats=given.rounds, devices=tuple(devices), batches=(1, 8))
+        devices = (find_devices(2).devices[given.share],)
+        options = Options(profile_s=given.seconds, repeats=given.rounds, devices=devices, batches=(1, 8))
         judged: tuple[Judged, ...] = ()
         with tempfile.TemporaryDirectory() as root:
             for case in models(Path(root), given.models.split(",")):
                 folder = Path(root) / f"work-{case.name}"
                 folder.mkdir()
-                for found in judge(case, folder, given.kinds.split(","), options, given.rounds):
+                kinds = given.kinds.split(",")
+                for found in judge(case, folder, kinds, options, given.rounds, cpu_time=given.cpu_time):
                     judged += (found,)
-                    document = Document(machine=machine(), rounds=given.rounds, judged=judged)
+                    document = Document(
+                        machine=machine(), rounds=given.rounds, cpu_time=given.cpu_time, judged=judged
+                    )
                     given.out.write_bytes(gzip.compress(to_json(document), mtime=0))
     show(from_json(gzip.decompress(given.out.read_bytes()), Document))
 

@@ -25,6 +25,7 @@ from iserve.model_source import ModelSource
 from iserve.planning.deployability import DeployableDocument
 from iserve.planning.deployment_choice import planned_deployment
 from iserve.planning.estimator_factory import estimator_for
+from iserve.planning.merge_advice import merge_advice_of_plan
 from iserve.planning.pipeline import PlanOptions, hypothetical_hardware
 from iserve.rest_bodies import ProfileBody
 from iserve.simulation.running import adapter_cost
@@ -219,6 +220,19 @@ class TestPlans:
         assert cost.prompt_s is not None
         assert cost.prompt_s(64) == pytest.approx(truth.added_prompts_s(layers, 64, 1))
         assert cost.load_s == pytest.approx(layers * truth.load[0] + truth.load[1])
+
+    def test_a_plan_at_a_rate_advises_to_merge_by_the_measured_time(self, with_variants: Profile) -> None:
+        """Without it there is none, for the time of adapters is not known then."""
+        options = options_for(Traffic(variants=40, variant_rank=8, variant_skew=3.0))
+        options = replace(options, intent=replace(options.intent, rate_per_s=5.0))
+        config = DeploymentConfig(adapter_slots=4, adapter_rank=8)
+        advice, none = (
+            merge_advice_of_plan("m", SOURCE.spec, CPU, estimator_for(one), options, config)
+            for one in (with_variants, replace(with_variants, variants=()))
+        )
+        assert none is None
+        assert advice is not None
+        assert advice.gpu_s_per_request_merged < advice.gpu_s_per_request_on_slots
 
     def test_a_profile_is_printed_with_its_variants(
         self, with_variants: Profile, capsys: pytest.CaptureFixture[str], golden: Golden
