@@ -1,4 +1,4 @@
-"""What variants take, extrapolated from fingerprints with slots filled (``fingerprint.variant_profile``).
+"""Costs of variants, extrapolated from fingerprints with slots filled (``fingerprint.variant_profile``).
 
 A burst for ``a`` distinct variants takes longer than the same burst for the base by
 ``prompt + (output_tokens - 1) * step``; of k layers, with n rows (of prompts: tokens, of steps: sequences) each is

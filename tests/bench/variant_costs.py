@@ -76,7 +76,7 @@ CASES: tuple[tuple[Workload, tuple[int, ...]], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One judged time."""
+    """Time that is judged."""
 
     model: str
     kind: str

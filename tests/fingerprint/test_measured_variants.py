@@ -1,4 +1,4 @@
-"""What variants take, from fingerprints with slots filled, on a machine whose true costs are known."""
+"""Costs of variants, from fingerprints with slots filled, on a machine whose true costs are known."""
 
 from __future__ import annotations
 
