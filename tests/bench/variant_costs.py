@@ -314,23 +314,54 @@ def machine() -> dict[str, str]:
 
 
 def show(document: Document) -> None:
+    """Print one line for each case: times in ms, predictions with their 90% intervals."""
     rows = [row for judged in document.judged for row in compared(judged)]
-    print("| model | variants | requests | active | time | measured | predicted | error | added | predicted |")
-    print("|---|---|---|--:|---|--:|--:|--:|--:|--:|")
-    for row in rows:
-        added, error = row.measured_s - row.base_s, row.predicted_s / row.measured_s - 1
-        ms = [
-            1e3 * value for value in (row.measured_s, row.measured_half_s, row.predicted_s, row.low_s, row.high_s)
-        ]
-        more = [1e3 * value for value in (added, row.predicted_added_s, row.added_low_s, row.added_high_s)]
+    print("| model | variants | requests | active | step | predicted | added | predicted | prompts | predicted |")
+    print("|---|---|---|--:|--:|--:|--:|--:|--:|--:|")
+    for of_prompts, step in zip(rows[::2], rows[1::2], strict=True):
+        added = step.measured_s - step.base_s
         print(
-            f"| {row.model} | {row.kind} | {row.batch} x {row.input_tokens} | {row.active} | {row.quantity} "
-            f"| {ms[0]:.2f} ± {ms[1]:.2f} ms | {ms[2]:.2f} ({ms[3]:.2f} to {ms[4]:.2f}) | {error:+.0%} "
-            f"| {more[0]:.2f} | {more[1]:.2f} ({more[2]:.2f} to {more[3]:.2f}) |"
+            f"| {step.model} | {step.kind} | {step.batch} x {step.input_tokens} | {step.active} "
+            f"| {_measured(step)} | {_ends(step.predicted_s, step.low_s, step.high_s)} "
+            f"| {1e3 * added:.1f} | {_ends(step.predicted_added_s, step.added_low_s, step.added_high_s)} "
+            f"| {_measured(of_prompts)} | {_ends(of_prompts.predicted_s, of_prompts.low_s, of_prompts.high_s)} |"
         )
-    within = [row.low_s <= row.measured_s <= row.high_s for row in rows]
-    errors = [abs(row.predicted_s / row.measured_s - 1) for row in rows]
-    print(f"{sum(within)} of {len(rows)} within; median error {np.median(errors):.1%}, largest {max(errors):.1%}")
+    for quantity in ("step", "prompts"):
+        found = summary([row for row in rows if row.quantity == quantity])
+        print(f"{quantity}: {found.within} of {found.number} within; median error {found.error:.0%}")
+        print(f"added: {found.added_within} of {found.added_number} within; median error {found.added_error:.0%}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """Errors of predictions of one quantity, and how many measured times lie in their intervals."""
+
+    number: int
+    within: int
+    error: float  # the median, of what was measured
+    added_number: int  # with variants
+    added_within: int
+    added_error: float
+
+
+def summary(rows: Sequence[Row]) -> Summary:
+    added = [(row, row.measured_s - row.base_s) for row in rows if row.active]
+    return Summary(
+        number=len(rows),
+        within=sum(row.low_s <= row.measured_s <= row.high_s for row in rows),
+        error=float(np.median([abs(row.predicted_s / row.measured_s - 1) for row in rows])),
+        added_number=len(added),
+        added_within=sum(row.added_low_s <= measured_s <= row.added_high_s for row, measured_s in added),
+        added_error=float(np.median([abs(row.predicted_added_s / measured_s - 1) for row, measured_s in added])),
+    )
+
+
+def _measured(row: Row) -> str:
+    return f"{1e3 * row.measured_s:.1f} ± {1e3 * row.measured_half_s:.1f}"
+
+
+def _ends(value: float, low: float, high: float) -> str:
+    return f"{1e3 * value:.1f} ({1e3 * low:.1f} to {1e3 * high:.1f})"
 
 
 def main() -> None:
