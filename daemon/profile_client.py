@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 from daemon.engine_options import NO_OPTIONS, EngineOptions
 from daemon.engines.registry import get_engine
 from daemon.http_exchange import EXCHANGE_ERRORS, exchange
-from daemon.profile_messages import ProfileBursts, ProfileError, ProfileLoad, ProfileRun
+from daemon.profile_messages import ProfileBursts, ProfileError, ProfileLoad, ProfileRun, ProfileVariants
 from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from daemon.worker_token import OPEN_PATHS, authorization
 from fingerprint.codec import from_json, to_json
@@ -245,6 +245,39 @@ class WorkerProfileSession:
             agree_limit_s=agree_limit_s,
         )
         return self._call("POST", "/profile/bursts", order, tuple[RunReading, ...])
+
+    def load_with_slots(
+        self,
+        checkpoint: Path,
+        *,
+        num_layers: int,
+        max_batch: int,
+        max_context_tokens: int,
+        slots: int,
+        rank: int,
+        delta_mib: int,
+    ) -> None:
+        config = DeploymentConfig()
+        order = ProfileLoad(
+            checkpoint=str(checkpoint),
+            weights=config.weights,
+            kv=config.kv,
+            layers_per_stage=(num_layers,),
+            max_batch=max_batch,
+            max_context_tokens=max_context_tokens,
+            adapter_slots=slots,
+            adapter_rank=rank,
+            delta_mib=delta_mib,
+        )
+        self._call("POST", "/profile/load", self._engine_order(order), dict[str, str])
+
+    def load_variants(self, folders: Sequence[Path]) -> tuple[float, ...]:
+        order = ProfileVariants(folders=tuple(map(str, folders)))
+        return self._call("POST", "/profile/variants", order, tuple[float, ...])
+
+    def run_variants(self, *, batch: int, input_tokens: int, output_tokens: int, active: int) -> RunReading:
+        order = ProfileRun(batch=batch, input_tokens=input_tokens, output_tokens=output_tokens, active=active)
+        return self._call("POST", "/profile/run", order, RunReading)
 
     def memory(self) -> tuple[RankMemory, ...]:
         return self._call("GET", "/profile/memory", None, tuple[RankMemory, ...])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from fingerprint.config import KvFormat, WeightFormat
+from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat
 from fingerprint.errors import ConfigError
 
-__all__ = ["ProfileBursts", "ProfileError", "ProfileLoad", "ProfileRun"]
+__all__ = ["ProfileBursts", "ProfileError", "ProfileLoad", "ProfileRun", "ProfileVariants"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,11 +24,24 @@ class ProfileLoad:
     kv_blocks: int = 0  # that hold it, for an engine that is given blocks
     kv_block_tokens: int = 0  # of one block in an attention layer
     text_only: bool = False  # leave out the towers of a model for images or sound
+    adapter_slots: int = 0  # for variants, as ``DeploymentConfig`` has them
+    adapter_rank: int = 0
+    delta_mib: int = 0
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_context_tokens"):
             if not 1 <= getattr(self, name) <= 100_000_000:
                 raise ConfigError(f"{name} must be between 1 and 100,000,000, got {getattr(self, name)}")
+        self.in_slots(DeploymentConfig())
+
+    def in_slots(self, config: DeploymentConfig) -> DeploymentConfig:
+        """Return ``config`` with the slots of this load."""
+        return replace(
+            config,
+            adapter_slots=self.adapter_slots,
+            adapter_rank=self.adapter_rank,
+            delta_mib=self.delta_mib,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,11 +51,21 @@ class ProfileRun:
     batch: int
     input_tokens: int
     output_tokens: int
+    active: int = 0  # distinct variants that the requests ask for in turn; 0: all are for the base
 
     def __post_init__(self) -> None:
         for name in ("batch", "input_tokens", "output_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.active <= self.batch:
+            raise ConfigError(f"a burst of {self.batch} asks for 0 to {self.batch} variants, got {self.active}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileVariants:
+    """``POST /profile/variants``: load variants one after the other. Answers the seconds of each load."""
+
+    folders: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -48,7 +48,8 @@ class EngineTraits:
             format up to a size.
         slots_for_vocabulary: whether an adapter slot has room for updates of embeddings and output layer, which no
             variant has: vLLM's classes mostly do (decision 42).
-        times_adapters: whether what adapters add to a step was measured on some release of it.
+        times_adapters: whether what adapters add to a step was recorded on some release of it.
+        profiles_variants: whether its profiling worker serves variants (``fingerprint.variant_profile``).
         short_steps: whether steps of 2,048 tokens at most were measured to serve no slower than those of 8,192
             (decision 43).
         startup_s: seconds from launch until it serves, as simulations take it where they are given none; 0: none
@@ -70,12 +71,13 @@ class EngineTraits:
     delta_formats: bool = False
     slots_for_vocabulary: bool = False
     times_adapters: bool = False
+    profiles_variants: bool = False
     short_steps: bool = False
     startup_s: float = 0.0
 
     @property
     def holds_deltas_by_size(self) -> bool:
-        """Whether its slots hold deltas of any format up to a size."""
+        """True where its slots hold deltas of any format up to a size."""
         return self.serves_deltas and not self.delta_formats
 
     @property
@@ -113,6 +115,7 @@ TRAITS: Mapping[str, EngineTraits] = MappingProxyType(
             fills_stages=False,
             loads_on_gpu=True,
             serves_deltas=True,
+            profiles_variants=True,
         ),
     }
 )

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -13,6 +14,7 @@ from typing import Protocol, TypeVar
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
+from fingerprint.variant_measurements import VariantMeasurement
 
 __all__ = [
     "LayerCache",
@@ -29,6 +31,7 @@ __all__ = [
     "StepTimedSession",
     "TimingPoint",
     "Unreached",
+    "VariantSession",
     "key_of",
 ]
 
@@ -286,6 +289,8 @@ class Profile:
     """Configurations that this request had no need of; another request may."""
     unreached: tuple[Unreached, ...] = ()
     """Configurations that the budget did not cover."""
+    variants: tuple[VariantMeasurement, ...] = ()
+    """Measurements with variants, one of each kind that was asked for; empty: none was."""
 
 
 class Session(Protocol):
@@ -324,6 +329,45 @@ class ProfileSession(Session, Protocol):
 
     def run(self, *, batch: int, input_tokens: int, output_tokens: int) -> RunReading:
         """Run one burst of dummy requests: random token ids, greedy, end-of-sequence ignored."""
+        ...
+
+
+class VariantSession(Protocol):
+    """A worker that serves variants next to what is loaded, and runs bursts as :class:`ProfileSession`."""
+
+    def load_with_slots(
+        self,
+        checkpoint: Path,
+        *,
+        num_layers: int,
+        max_batch: int,
+        max_context_tokens: int,
+        slots: int,
+        rank: int,
+        delta_mib: int,
+    ) -> None:
+        """Replace what is loaded by ``checkpoint``, in 16 bits on one stage, with slots for variants.
+
+        Args:
+            rank: of the largest adapter.
+            delta_mib: of the largest delta; 0: all are adapters.
+        """
+        ...
+
+    def load_variants(self, folders: Sequence[Path]) -> tuple[float, ...]:
+        """Load variants one after the other, and return the seconds of each load."""
+        ...
+
+    def run_variants(self, *, batch: int, input_tokens: int, output_tokens: int, active: int) -> RunReading:
+        """Run one burst whose requests ask for the first ``active`` loaded variants in turn; 0: for the base."""
+        ...
+
+    def memory(self) -> tuple[RankMemory, ...]:
+        """Return the memory of what is loaded, variants with the weights."""
+        ...
+
+    def close(self) -> None:
+        """End the worker and give its memory back. Safe to call twice."""
         ...
 
 

@@ -12,6 +12,7 @@ from fingerprint.errors import ConfigError
 from fingerprint.model_use import MAX_IMAGE_TOKENS, MAX_IMAGES
 from fingerprint.profile_plan import Shards
 from fingerprint.sanitize import UNPRINTABLE
+from fingerprint.variant_measurements import VariantKind, asked_kind
 from iserve.api_types import MAX_LABEL, MAX_TEXT, DeployBody, check_label
 from planner.intent import MAX_REPLICAS, MAX_VARIANTS, IntentKind, Quality, Slo
 
@@ -107,6 +108,18 @@ class ProfileBody(Body):
     output_tokens: int = Workload().output_tokens
     batch: int = Workload().batch
     """Largest batch to measure."""
+    variant_rank: int = Field(default=0, ge=0, le=ADAPTER_RANKS[-1])
+    """Rank of adapters whose memory, times and loads are measured as well; 0: none are."""
+    delta_format: SlotFormat = SlotFormat.NONE
+    """Format of deltas whose memory, times and loads are measured as well; `none`: none are."""
+
+    def variant_kind(self) -> VariantKind | None:
+        """Return the kind of variants to measure; None: none is.
+
+        Raises:
+            ConfigError: adapters and deltas are asked for, which are measured one after the other.
+        """
+        return asked_kind(self.variant_rank, self.delta_format)
 
 
 class ModelBody(Body):

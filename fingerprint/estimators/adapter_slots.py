@@ -11,10 +11,19 @@ from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.engines import traits_of
 from fingerprint.estimates import Estimate, Estimator, MemoryEstimate, Quantity, Source, TellsHiddenTime
 from fingerprint.estimators.delta_slots import added_delta_step_s, delta_prompt_s
+from fingerprint.estimators.variant_cost import TellsVariantCost, VariantCost
 from fingerprint.lora.slot_bytes import adapter_bytes, largest_delta_bytes, reserved_bytes
 from fingerprint.model_spec import ModelSpec
 
-__all__ = ["ADDED_ERROR", "WithAdapterSlots", "added_prompt_share", "added_step_s", "load_s", "variant_load_s"]
+__all__ = [
+    "ADDED_ERROR",
+    "WithAdapterSlots",
+    "added_prompt_share",
+    "added_step_s",
+    "load_s",
+    "variant_cost",
+    "variant_load_s",
+]
 
 # Fitted on one recording: vLLM 0.33 on an H200, Llama-3.1-8B, 8 and 32 slots of rank 64, 32 and 128 rows, 1 to 32
 # adapters (``tests.bench.lora_steps``). Ten added times are met within 5.2%, each from the other nine within 12%.
@@ -78,6 +87,60 @@ def variant_load_s(spec: ModelSpec, config: DeploymentConfig) -> float:
     return load_s(largest_delta_bytes(spec, config) or adapter_bytes(spec, config.adapter_rank))
 
 
+def variant_cost(estimator: object, spec: ModelSpec, config: DeploymentConfig) -> VariantCost | None:
+    """Return what variants in the slots of ``config`` take; None: there are none, or it is not known.
+
+    It is measured where ``estimator`` has it from fingerprints, else scaled from a recording, of vLLM alone.
+    """
+    if not config.adapter_slots:
+        return None
+    if isinstance(estimator, TellsVariantCost) and (found := estimator.variant_cost(config)) is not None:
+        return found
+    if not traits_of(config.engine).times_adapters:
+        return None
+    if delta_bytes := largest_delta_bytes(spec, config):
+        return _RecordedDeltas(delta_bytes)
+    return _RecordedAdapters(spec.num_layers, config.adapter_slots)
+
+
+class _Recorded(VariantCost):
+    """Time of variants by recordings of Llama-3.1-8B on an H200: half to twice of it on another model or GPU."""
+
+    def load_s(self, num_bytes: int) -> float:
+        return load_s(num_bytes)
+
+    @staticmethod
+    def _quantity(value: float, least: float | None = None) -> Quantity:
+        return Quantity(
+            value, (value if least is None else least) / ADDED_ERROR, value * ADDED_ERROR, Source.SCALED
+        )
+
+
+class _RecordedAdapters(_Recorded):
+    def __init__(self, num_layers: int, slots: int) -> None:
+        self._layers, self._slots = num_layers, slots
+        self.prompt_share = added_prompt_share(slots)
+
+    def step_s(self, rows: float, active: float) -> Quantity:
+        return self._quantity(added_step_s(self._layers, rows, active, self._slots))
+
+    def prompts_s(self, workload: Workload, ttft_s: float, base_share: float, distinct: float) -> Quantity:
+        added_s = added_prompt_share(self._slots, base_share) * ttft_s
+        return self._quantity(added_s, (1 - base_share) * added_prompt_share(self._slots) * ttft_s)
+
+
+class _RecordedDeltas(_Recorded):
+    def __init__(self, delta_bytes: int) -> None:
+        self._bytes = delta_bytes
+        self.prompt_s = partial(delta_prompt_s, delta_bytes)
+
+    def step_s(self, rows: float, active: float) -> Quantity:
+        return self._quantity(added_delta_step_s(self._bytes, rows, active))
+
+    def prompts_s(self, workload: Workload, ttft_s: float, base_share: float, distinct: float) -> Quantity:
+        return self._quantity((1 - base_share) * delta_prompt_s(self._bytes, workload.input_tokens))
+
+
 def _none_missed(places: int) -> float:
     return 0.0
 
@@ -85,12 +148,12 @@ def _none_missed(places: int) -> float:
 class WithAdapterSlots:
     """``base`` for configurations with adapter slots; the rest is as ``base`` says.
 
-    Loads in steady state count as part of prompts: like a prompt, the load that a request needs is before its
-    first token and adds its whole time to that of all requests under way. The copy of a loaded variant into a slot
-    was not measured and is left out.
+    Loads in steady state count as part of prompts where a load stops its worker: like a prompt, the load that a
+    request needs is before its first token and adds its whole time to that of all requests under way. The copy of
+    a loaded variant into a slot was not measured and is left out.
 
-    On an engine on which adapters were not timed they take memory alone. Steps that have rows of both the base and
-    adapters were not measured: the estimate counts all rows as rows of adapters, its interval begins at a step of
+    Where the time of variants is not known they take memory alone. Steps that have rows of both the base and
+    variants were not measured: the estimate counts all rows as rows of variants, its interval begins at a step of
     those that are.
 
     Args:
@@ -112,46 +175,47 @@ class WithAdapterSlots:
         self._missed = cache(missed)
 
     def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
-        """Predict as ``base``, with the slots in memory and the time of adapters in every step."""
+        """Predict as ``base``, with the slots in memory and the time of variants in every step."""
         plain = self.base.estimate(config.without_slots, workload)
         if not config.adapter_slots:
             return plain
         found = replace(plain, config=config, memory=self._with_slots(plain.memory, config))
-        if not traits_of(config.engine).times_adapters:
+        cost = variant_cost(self.base, self._spec, config)
+        if cost is None:
             return found
-        slots, prompt_s = config.adapter_slots, found.ttft_s.value
-        loads_s = workload.batch * self._missed(config.loaded_adapters) * variant_load_s(self._spec, config)
-        if delta_bytes := largest_delta_bytes(self._spec, config):
-            delta_s = (1 - self._base_share) * delta_prompt_s(delta_bytes, workload.input_tokens) + loads_s
-            step_s = partial(added_delta_step_s, delta_bytes)
-            return replace(
-                found,
-                ttft_s=_later(found.ttft_s, delta_s, delta_s),
-                tpot_s=_later(found.tpot_s, *self._added_s(workload.batch, slots, step_s)),
-            )
-        added_prompt_s = added_prompt_share(slots, self._base_share) * prompt_s + loads_s
-        added_s = partial(added_step_s, self._spec.num_layers, slots=slots)
-        least_prompt_s = (1 - self._base_share) * added_prompt_share(slots) * prompt_s + loads_s
+        distinct = min(config.adapter_slots, self._distinct(workload.batch))
+        of_prompts = cost.prompts_s(workload, found.ttft_s.value, self._base_share, distinct)
+        if loads_s := self._loads_s(config, workload):
+            of_loads = Quantity(loads_s, loads_s / ADDED_ERROR, loads_s * ADDED_ERROR, Source.SCALED)
+            of_prompts = _later(of_prompts, of_loads)
         return replace(
             found,
-            ttft_s=_later(found.ttft_s, added_prompt_s, least_prompt_s),
-            tpot_s=_later(found.tpot_s, *self._added_s(workload.batch, slots, added_s)),
+            ttft_s=_later(found.ttft_s, of_prompts),
+            tpot_s=_later(found.tpot_s, self._added_step(workload.batch, config.adapter_slots, cost)),
         )
 
-    def _added_s(self, rows: int, slots: int, step_s: Callable[[float, float], float]) -> tuple[float, float]:
-        """Return the time that slots add to the mean step of ``rows``, and that of its rows of adapters alone.
+    def _loads_s(self, config: DeploymentConfig, workload: Workload) -> float:
+        """Return the time of the loads that a batch needs, where a load stops its worker."""
+        if not traits_of(config.engine).times_adapters:
+            return 0.0
+        return workload.batch * self._missed(config.loaded_adapters) * variant_load_s(self._spec, config)
 
-        Args:
-            step_s: added to a step, by its rows and its distinct adapters.
-        """
-        share = 1 - self._base_share**rows  # of steps, those with an adapter
+    def _added_step(self, rows: int, slots: int, cost: VariantCost) -> Quantity:
+        """Return the time that is added to the mean step of ``rows``. The interval begins at that of the rows of
+        variants alone."""
+        share = 1 - self._base_share**rows  # of steps, those with a variant
+        of_base = cost.step_s(rows, 0)
         if share <= 0:  # by rounding: hardly any request is for a variant
-            return step_s(rows, 0), 0.0
+            return replace(of_base, low=0.0)
         active = max(1.0, min(slots, self._distinct(rows) / share))
-        of_adapters = max(1.0, (1 - self._base_share) * rows / share)
-        with_base_s = share * step_s(rows, active)
-        least_s = share * step_s(of_adapters, active)
-        return with_base_s + (1 - share) * step_s(rows, 0), least_s
+        of_variants = max(1.0, (1 - self._base_share) * rows / share)
+        with_base = cost.step_s(rows, active)
+        return replace(
+            with_base,
+            value=share * with_base.value + (1 - share) * of_base.value,
+            low=share * cost.step_s(of_variants, active).low,
+            high=share * with_base.high + (1 - share) * of_base.high,
+        )
 
     def _with_slots(self, memory: MemoryEstimate, config: DeploymentConfig) -> MemoryEstimate:
         """Return ``memory`` with the room of slots: a part for each layer, and what every GPU has."""
@@ -167,10 +231,14 @@ class WithAdapterSlots:
         """Return that of ``base``, where it has one (``estimates.TellsHiddenTime``)."""
         return self.base.hidden_s(config.without_slots) if isinstance(self.base, TellsHiddenTime) else 0.0
 
+    def variant_cost(self, config: DeploymentConfig) -> VariantCost | None:
+        """Return that of ``base``, where it has one (``variant_cost.TellsVariantCost``)."""
+        return self.base.variant_cost(config) if isinstance(self.base, TellsVariantCost) else None
 
-def _later(time: Quantity, added_s: float, least_s: float) -> Quantity:
-    """Return ``time`` with more, whose interval is half of ``least_s`` to twice ``added_s``."""
-    source = Source.SCALED if time.source is not Source.ROOFLINE else time.source
-    return Quantity(
-        time.value + added_s, time.low + least_s / ADDED_ERROR, time.high + added_s * ADDED_ERROR, source
-    )
+
+def _later(time: Quantity, added: Quantity) -> Quantity:
+    """Return ``time`` with more."""
+    source = Source.EXTRAPOLATED if time.source is Source.MEASURED else time.source
+    if added.source is Source.SCALED and source is not Source.ROOFLINE:
+        source = Source.SCALED
+    return Quantity(time.value + added.value, time.low + added.low, time.high + added.high, source)

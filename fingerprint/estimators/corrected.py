@@ -29,6 +29,7 @@ from typing import NamedTuple
 from fingerprint.config import DeploymentConfig, Workload, even_split
 from fingerprint.estimates import Correction, Estimate, Estimator, MemoryEstimate, Quantity, TellsHiddenTime
 from fingerprint.estimators.fingerprinted import nearest
+from fingerprint.estimators.variant_cost import TellsVariantCost, VariantCost
 from fingerprint.verification import Reading, Verification
 
 __all__ = ["CorrectedEstimator"]
@@ -117,6 +118,10 @@ class CorrectedEstimator:
     def hidden_s(self, config: DeploymentConfig) -> float:
         """Return the hidden time of ``base``, 0 if unknown: a check of whole bursts does not see hidden time."""
         return self.base.hidden_s(config) if isinstance(self.base, TellsHiddenTime) else 0.0
+
+    def variant_cost(self, config: DeploymentConfig) -> VariantCost | None:
+        """Return that of ``base``, where it has one (``variant_cost.TellsVariantCost``)."""
+        return self.base.variant_cost(config) if isinstance(self.base, TellsVariantCost) else None
 
     @property
     def warnings(self) -> tuple[str, ...]:

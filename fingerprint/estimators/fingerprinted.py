@@ -20,7 +20,9 @@ from fingerprint.estimates import Estimate, Estimator, MemoryEstimate, Quantity,
 from fingerprint.estimators.base import LatencyFit, LatencyStrategy, MemoryStrategy
 from fingerprint.estimators.l2 import Latency, LayerEffect
 from fingerprint.estimators.linear import Interval
+from fingerprint.estimators.measured_variants import measured_cost
 from fingerprint.estimators.registry import Predicts, estimator_class
+from fingerprint.estimators.variant_cost import VariantCost
 from fingerprint.measurements import Profile, key_of
 
 __all__ = ["FingerprintedEstimator", "ProfileEstimator", "distance", "nearest", "scaled"]
@@ -65,6 +67,7 @@ class ProfileEstimator(ABC):
         self.profile = profile
         self._roofline = roofline
         self._estimates: dict[tuple[DeploymentConfig, Workload], Estimate] = {}
+        self._variant_costs: dict[DeploymentConfig, VariantCost | None] = {}
 
     def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
         """Predict ``config`` under ``workload``.
@@ -97,6 +100,15 @@ class ProfileEstimator(ABC):
             measured_config=measured_config,
             links_measured=self.profile.machine.device.measured_links(config.tp) is not None,
         )
+
+    def variant_cost(self, config: DeploymentConfig) -> VariantCost | None:
+        """Return what variants take by the profile's own measurements (``variant_cost.TellsVariantCost``)."""
+        if not self.profile.variants:
+            return None
+        if config not in self._variant_costs:
+            found = measured_cost(self.profile.variants, self.profile.spec.num_layers, config)
+            self._variant_costs[config] = found
+        return self._variant_costs[config]
 
     @abstractmethod
     def _memory(self, config: DeploymentConfig, workload: Workload) -> MemoryEstimate: ...

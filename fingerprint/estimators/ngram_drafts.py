@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimates import Estimate, Estimator, Quantity, Source, TellsHiddenTime
+from fingerprint.estimators.variant_cost import TellsVariantCost, VariantCost
 
 __all__ = ["WithNgramDrafts", "tokens_per_step"]
 
@@ -73,3 +74,7 @@ class WithNgramDrafts:
         """Return that of ``base``, where it has one (``estimates.TellsHiddenTime``)."""
         plain = replace(config, draft_tokens=0)
         return self.base.hidden_s(plain) if isinstance(self.base, TellsHiddenTime) else 0.0
+
+    def variant_cost(self, config: DeploymentConfig) -> VariantCost | None:
+        """Return that of ``base``, where it has one (``variant_cost.TellsVariantCost``)."""
+        return self.base.variant_cost(config) if isinstance(self.base, TellsVariantCost) else None

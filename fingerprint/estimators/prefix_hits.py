@@ -8,6 +8,7 @@ from dataclasses import replace
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.engines import traits_of
 from fingerprint.estimates import Estimate, Estimator, Quantity, Source, TellsHiddenTime
+from fingerprint.estimators.variant_cost import TellsVariantCost, VariantCost
 
 __all__ = ["WithPrefixHits"]
 
@@ -44,3 +45,7 @@ class WithPrefixHits:
     def hidden_s(self, config: DeploymentConfig) -> float:
         """Return that of ``base``, where it has one (``estimates.TellsHiddenTime``)."""
         return self.base.hidden_s(config) if isinstance(self.base, TellsHiddenTime) else 0.0
+
+    def variant_cost(self, config: DeploymentConfig) -> VariantCost | None:
+        """Return that of ``base``, where it has one (``variant_cost.TellsVariantCost``)."""
+        return self.base.variant_cost(config) if isinstance(self.base, TellsVariantCost) else None

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimates import Estimate, Estimator, TellsHiddenTime
+from fingerprint.estimators.variant_cost import TellsVariantCost, VariantCost
 
 __all__ = ["TOWER_ELEMENT_BYTES", "WithTowers"]
 
@@ -41,3 +42,7 @@ class WithTowers:
     def hidden_s(self, config: DeploymentConfig) -> float:
         """Return that of ``base``, where it has one (``estimates.TellsHiddenTime``)."""
         return self.base.hidden_s(config) if isinstance(self.base, TellsHiddenTime) else 0.0
+
+    def variant_cost(self, config: DeploymentConfig) -> VariantCost | None:
+        """Return that of ``base``, where it has one (``variant_cost.TellsVariantCost``)."""
+        return self.base.variant_cost(config) if isinstance(self.base, TellsVariantCost) else None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fingerprint.config import SlotFormat
 from fingerprint.profile_plan import Shards
 from iserve.cli import options as o
 
@@ -168,6 +169,21 @@ def profile(
     input_tokens: o.InputTokens = o.DEFAULT_WORKLOAD.input_tokens,
     output_tokens: o.OutputTokens = o.DEFAULT_WORKLOAD.output_tokens,
     batch: o.Batch = o.DEFAULT_WORKLOAD.batch,
+    rank: Annotated[
+        int,
+        typer.Option(
+            "--rank",
+            metavar="R",
+            min=0,
+            help="Also measure what LoRA adapters of this rank take (torch). 0: none.",
+        ),
+    ] = 0,
+    delta_format: Annotated[
+        SlotFormat,
+        typer.Option(
+            "--delta-format", help="Also measure what deltas of full fine-tunes in this format take (torch)."
+        ),
+    ] = SlotFormat.NONE,
     trust_remote_code: o.TrustRemoteCode = False,
     as_json: o.JsonOption = False,
 ) -> None:
@@ -188,7 +204,7 @@ def profile(
     controller = client(settings)
     body = {"model": model, "engine": engine, "max_seconds": max_seconds, "quality": quality.value}
     body |= {"shards": shards.value, "batch": batch, "input_tokens": input_tokens, "output_tokens": output_tokens}
-    body |= {"trust_remote_code": trust_remote_code}
+    body |= {"trust_remote_code": trust_remote_code, "variant_rank": rank, "delta_format": delta_format.value}
     job = controller.post("/api/v1/profiles", body, ProfileJobDocument)
     with StepDisplay(quiet=as_json) as display:
         while job.status == "running":

@@ -9,7 +9,9 @@ import typer
 from fingerprint.config import Workload
 from fingerprint.estimates import Estimator, Quantity
 from fingerprint.estimators.depth_tied import DepthTiedEstimator
+from fingerprint.estimators.measured_variants import MeasuredVariantCost
 from fingerprint.measurements import Profile
+from fingerprint.variant_measurements import VariantMeasurement
 from iserve.cli.render import gib, print_rows, seconds
 from iserve.report.full_model import WholeModel, whole_models
 
@@ -27,6 +29,9 @@ def print_profile(measured: Profile, estimator: Estimator, workload: Workload) -
     head = f"{measured.model}: {runs} runs of {len(measured.timing)} points in {measured.spent_s:.1f} s"
     if not isinstance(estimator, DepthTiedEstimator):
         typer.echo(f"{head} ({'all intervals tight' if measured.complete else 'the budget ended first'})")
+        for variants in measured.variants:
+            if not variants.failure:
+                typer.echo(_variants(variants, measured.spec.num_layers, workload.batch))
         return
     typer.echo(f"{head} after engine starts ({'all' if measured.complete else 'not all'} that was planned)")
     for model in whole_models(estimator, workload):
@@ -38,6 +43,22 @@ def print_profile(measured: Profile, estimator: Estimator, workload: Workload) -
         print_rows(("batch", "input", "TTFT", "90%", "TPOT", "90%"), _times(model))
         for line in _memory(model):
             typer.echo(line)
+
+
+def _variants(measured: VariantMeasurement, num_layers: int, batch: int) -> str:
+    """Return what variants of the whole model take."""
+    cost = MeasuredVariantCost(measured, num_layers)
+    several = sorted({1, min(measured.slots, batch)})
+    steps = " and ".join(f"{_with_ends(cost.step_s(batch, number))} for {number}" for number in several)
+    return (
+        f"{measured.kind}, the whole model by fingerprints: a step of batch {batch} takes longer by {steps}; "
+        f"a load {_with_ends(cost.load)}; {gib(cost.held_bytes)} each"
+    )
+
+
+def _with_ends(found: Quantity) -> str:
+    value, ends = _both(found)
+    return f"{value} ({ends})"
 
 
 def _times(model: WholeModel) -> Iterator[tuple[str, ...]]:

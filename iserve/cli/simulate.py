@@ -199,13 +199,24 @@ def _served_by(baseline: Baseline, options: PlanOptions) -> tuple[str, ...]:
 
 def _adapter_times(models: Iterable[SimulatedModel], options: PlanOptions) -> tuple[str, ...]:
     """Return where the times of adapters are from."""
-    from fingerprint.engines import traits_of
-    from iserve.planning.words import engine_name
+    from fingerprint.config import DeploymentConfig
+    from fingerprint.estimators.adapter_slots import variant_cost
+    from iserve.planning.pipeline import in_slots, slots_of
+    from iserve.planning.words import engine_name, measured_variants_words
 
-    if not options.intent.traffic.variants:
+    need = slots_of(options)
+    if need is None:
         return ()
-    engines = dict.fromkeys(table.engine for model in models for table in model.engines)
-    unknown = [engine_name(engine) for engine in engines if not traits_of(engine).times_adapters]
+    costs = {
+        table.engine: variant_cost(
+            model.estimator, model.spec, in_slots(DeploymentConfig(engine=table.engine), need)
+        )
+        for model in models
+        for table in model.engines
+    }
+    unknown = [engine_name(engine) for engine, cost in costs.items() if cost is None]
+    if measured := [cost for cost in costs.values() if cost is not None and cost.measured is not None]:
+        return (f"{measured_variants_words(measured[0])}; a load stops its worker",)
     if unknown:
         return (f"what adapters and their loads take on {' and '.join(unknown)} is not known and left out",)
     if delta_mib := options.intent.traffic.delta_mib:

@@ -38,10 +38,11 @@ from fingerprint.estimators.corrected import CorrectedEstimator
 from fingerprint.measurements import Profile
 from fingerprint.profile import ProfileProgress
 from fingerprint.profile_plan import Shards
+from fingerprint.variant_measurements import VariantKind
 from iserve.controller.daemon_workers import ask_daemon, start_profiling_worker
 from iserve.controller.profiling_devices import STEP_TOKENS, quietest, share_of_free_bytes
 from iserve.controller.profiling_run import Fingerprints, Order, take
-from iserve.controller.profiling_scope import lacking
+from iserve.controller.profiling_scope import kind_to_measure, lacking
 from iserve.controller.profiling_validity import (
     covers,
     described,
@@ -155,7 +156,10 @@ class Profiler:
     ) -> Profile | None:
         """Return the stored profile, where nothing was left out of it that ``plan_options`` may need."""
         found = self.stored(source, engine, node, batch=plan_options.workload.batch)
-        return None if found is None or self.lacking(found, engine, node, plan_options) else found
+        if found is None or self.lacking(found, engine, node, plan_options):
+            return None
+        kind = kind_to_measure(engine.capabilities(), plan_options)
+        return found if kind is None or kind in {one.kind for one in found.variants} else None
 
     def lacking(
         self, profile: Profile, engine: Engine, node: NodeStatus, plan_options: PlanOptions
@@ -185,6 +189,7 @@ class Profiler:
         plan_options: PlanOptions | None = None,
         quality: Quality = Quality.NEAR,
         shards: Shards = Shards.AUTO,
+        variants: VariantKind | None = None,
         max_seconds: float,
         progress: Callable[[ProfileProgress], None],
         unless: Callable[[], Profile | None] = lambda: None,
@@ -198,6 +203,7 @@ class Profiler:
             plan_options: what it is taken for, if for anything in particular.
             quality: which formats are worth a start of the engine, where there is no request.
             shards: which degrees may be taken as one tensor-parallel rank alone.
+            variants: kind to measure as well, where there is no request; None: none.
             progress: what it raises ends the profile.
             unless: asked when this profile's turn is reached; one that another took meanwhile is returned instead.
             go_on: called while that turn is waited for; what it raises ends the waiting.
@@ -218,6 +224,7 @@ class Profiler:
             key, versions = machine_key(node, engine), engine.versions()
             _measure_unlisted(engine, node, go_on)
             self._measure_links(engine, node, go_on)
+            former = self._stored(source, engine, node, workload.batch)
             order = Order(
                 source=source,
                 table=engine.capabilities().unprepared(),
@@ -228,10 +235,14 @@ class Profiler:
                 shards=shards,
                 max_seconds=max_seconds,
                 progress=progress,
-                known=None if plan_options is None else self._stored(source, engine, node, workload.batch),
+                known=None if plan_options is None else former,
                 serving=self._serving(node),
+                variants=(
+                    variants if plan_options is None else kind_to_measure(engine.capabilities(), plan_options)
+                ),
             )
             measured = with_links(self._measured(order, engine, daemon), node)
+            measured = _with_former_variants(measured, former)
             _check_same_engine(engine, versions, measured)
             self._keep(measured, key)
             return profile_as(source.spec, measured)
@@ -336,6 +347,13 @@ class Profiler:
             options=EngineOptions(use=replace(source.use, images=0, image_tokens=None)),
             start_timeout_s=self._start_timeout_s,
         )
+
+
+def _with_former_variants(measured: Profile, former: Profile | None) -> Profile:
+    """Return ``measured`` with the kinds of variants that the profile which it replaces has and it has not."""
+    kinds = {one.kind for one in measured.variants}
+    kept = () if former is None else tuple(one for one in former.variants if one.kind not in kinds)
+    return replace(measured, variants=(*kept, *measured.variants)) if kept else measured
 
 
 def _measure_unlisted(engine: Engine, node: NodeStatus, go_on: Callable[[], None]) -> None:

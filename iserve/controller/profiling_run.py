@@ -30,7 +30,10 @@ from fingerprint.measurements import Profile, key_of
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile import ProfileProgress, profile
 from fingerprint.profile_plan import EngineSizes, ProfilePlan, Shards, default_plan
+from fingerprint.random_variants import write_random_variant
 from fingerprint.truncate import generate, generate_dummy, generate_shape
+from fingerprint.variant_measurements import VariantKind
+from fingerprint.variant_profile import measure_variants, variant_plan
 from iserve.controller.profiling_devices import STEP_TOKENS, FittingPlan, fitting, quietest
 from iserve.controller.profiling_scope import lacking, why_needless
 from iserve.model_source import ModelSource
@@ -57,7 +60,8 @@ class Order:
         known: holds on the node, with measurements left out that the request needs: these are added to it.
         shards: which degrees may be taken as one tensor-parallel rank alone.
         max_seconds: launches included, but for an engine in an environment of its own: there without its starts,
-            and where it carries our step timer of all GPUs together.
+            and where it carries our step timer of all GPUs together. Variants get half as much again.
+        variants: kind of the variants to measure as well; None: there are none.
     """
 
     source: ModelSource
@@ -71,6 +75,7 @@ class Order:
     progress: Callable[[ProfileProgress], None]
     known: Profile | None = None
     serving: tuple[DeploymentState, ...] = ()
+    variants: VariantKind | None = None
 
     @property
     def spec(self) -> ModelSpec:
@@ -94,11 +99,34 @@ def take(order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints) 
         _refuse_more_than_a_step(order)
     if order.table.step_timed:
         _refuse_without_pattern(order.spec, order.source.name)
+    return _with_variants(_of_base(order, target, fingerprints), order, target, fingerprints)
+
+
+def _of_base(order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints) -> Profile:
     if order.known is not None and order.plan_options is not None:
         return _added(order.known, order.plan_options, order, target, fingerprints)
     if order.table.step_timed:
         return _take_depth_tied(order, target, fingerprints)
     return _take_unrepeated(order, target, fingerprints)
+
+
+def _with_variants(
+    measured: Profile, order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints
+) -> Profile:
+    """Return ``measured`` with the order's variants, measured now unless it has their kind."""
+    kind = order.variants
+    if kind is None or kind in {one.kind for one in measured.variants}:
+        return measured
+    found = measure_variants(
+        order.spec,
+        lambda: target.open(tp=1, pp=1),
+        fingerprints,
+        fingerprints.variant,
+        variant_plan(order.spec, order.workload, kind, budget_s=order.max_seconds / 2),
+        progress=order.progress,
+    )
+    notes = (f"{kind} were not measured: {found.failure}",) if found.failure else ()
+    return replace(measured, variants=(*measured.variants, found), notes=(*measured.notes, *notes))
 
 
 def _refuse_more_than_a_step(order: Order) -> None:
@@ -386,6 +414,7 @@ class Fingerprints:
 
     def __init__(self, source: ModelSource, folder: Path, *, weights: bool) -> None:
         self._source, self._folder, self._weights = source, folder, weights
+        self._variant_bytes: dict[Path, int] = {}
 
     def __call__(self, layers: int | Sequence[int], tp: int = 1) -> Path:
         """Return a fingerprint of these layers, or the first so many; above ``tp`` 1 one rank's shape, without
@@ -404,3 +433,11 @@ class Fingerprints:
             else:
                 generate_dummy(self._source.directory, target, chosen, seed=0)
         return target
+
+    def variant(self, layers: Sequence[int], kind: VariantKind, number: int) -> tuple[Path, int]:
+        """Return the folder of a random variant of the fingerprint of ``layers``, and its tensors' bytes."""
+        base = self(layers)
+        target = base.with_name(f"{base.name}-{kind.rank or kind.delta_format}-{number}")
+        if target not in self._variant_bytes:
+            self._variant_bytes[target] = write_random_variant(base, target, kind, number)
+        return target, self._variant_bytes[target]

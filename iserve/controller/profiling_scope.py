@@ -7,21 +7,23 @@ from collections.abc import Sequence
 from daemon.status import NodeStatus
 from fingerprint.capability import EngineCapabilities
 from fingerprint.config import DeploymentConfig
+from fingerprint.engines import traits_of
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Estimator
 from fingerprint.estimators.fingerprinted import nearest
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
+from fingerprint.variant_measurements import VariantKind, kind_of
 from iserve.controller.snapshot import hardware_of
 from iserve.planning.estimator_factory import estimator_for
-from iserve.planning.pipeline import EngineChooser, FitsOn, Hardware, PlanOptions, with_traffic
+from iserve.planning.pipeline import EngineChooser, FitsOn, Hardware, PlanOptions, in_slots, slots_of, with_traffic
 from placement.types import DeploymentState
 from planner.costs import Prices
 from planner.intent import allows
 from planner.space import configuration_space, shape_refusal
 from planner.worth import cannot_become_best
 
-__all__ = ["cannot_change_plan", "lacking", "why_needless"]
+__all__ = ["cannot_change_plan", "kind_to_measure", "lacking", "why_needless"]
 
 
 def why_needless(
@@ -65,6 +67,14 @@ def lacking(
     return tuple(
         c for c in profile.skipped if why_needless(c, profile, node, table, plan_options, serving) is None
     )
+
+
+def kind_to_measure(table: EngineCapabilities, plan_options: PlanOptions) -> VariantKind | None:
+    """Return the kind of variants that ``plan_options`` want measured; None: none, or the engine measures none."""
+    need = slots_of(plan_options)
+    if need is None or not traits_of(table.engine).profiles_variants:
+        return None
+    return kind_of(in_slots(DeploymentConfig(engine=table.engine), need))
 
 
 def cannot_change_plan(

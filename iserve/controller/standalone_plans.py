@@ -15,11 +15,13 @@ from daemon.engines.registry import ENGINES, get_engine
 from daemon.status import NodeStatus
 from fingerprint.checkpoint import Checkpoint
 from fingerprint.config import Workload
-from fingerprint.errors import InfeasibleError, NotMeasuredError, UnsupportedModelError
+from fingerprint.engines import traits_of
+from fingerprint.errors import ConfigError, InfeasibleError, NotMeasuredError, UnsupportedModelError
 from fingerprint.gpus import parse_gpus
 from fingerprint.measurements import Profile
 from fingerprint.model_use import ModelUse
 from fingerprint.profile import ProfileProgress
+from fingerprint.variant_measurements import VariantKind
 from iserve.api_documents import ProfileJobDocument, ProgressDocument
 from iserve.api_types import LaunchBody, PlanBody, check_name
 from iserve.controller.daemon_workers import ask_daemon
@@ -167,6 +169,7 @@ class Plans:
         source = self._resolve(body.model, need_weights=False, need_code=use.trust_remote_code)
         source = used(source, use)
         deployable_engine(body.engine)
+        variants = body.variant_kind()
         workload = Workload(batch=body.batch, input_tokens=body.input_tokens, output_tokens=body.output_tokens)
         job = ProfileJobDocument(
             job_id=uuid.uuid4().hex, model=source.name, status="running", error=None, progress=None
@@ -186,6 +189,7 @@ class Plans:
                 workload=workload,
                 quality=body.quality,
                 shards=body.shards,
+                variants=_measured_on(engine, variants),
                 max_seconds=body.max_seconds,
                 progress=lambda p: show(replace(chosen, progress=progress_document(p))),
             )
@@ -198,6 +202,16 @@ class Plans:
 
     def close(self) -> None:
         self._jobs.close()
+
+
+def _measured_on(engine: Engine, kind: VariantKind | None) -> VariantKind | None:
+    """Return ``kind``; raise ConfigError where ``engine`` does not measure it."""
+    if kind is not None and not traits_of(engine.name).profiles_variants:
+        raise ConfigError(
+            f"{kind} are not measured on {engine.name}, whose profiling worker serves no variants: leave --rank "
+            "and --delta-format out; docs/variants.md says how plans estimate them"
+        )
+    return kind
 
 
 @contextlib.contextmanager

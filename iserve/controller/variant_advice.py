@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from daemon.engines.registry import get_engine
 from daemon.status import NodeStatus
-from fingerprint.engines import traits_of
 from fingerprint.errors import IserveError
 from iserve.api_documents import MergeAdviceDocument, VariantDocument
 from iserve.controller.deployer import Deployer
@@ -61,7 +60,7 @@ class VariantAdvisor:
         """
         row = self._store.deployment(name)
         workers = recorded_workers(row)
-        if not workers or not traits_of(workers[0].config.engine).times_adapters:
+        if not workers:
             return None
         demand = next((one for one in self._demand() if one.deployment == name), None)
         if demand is not None:

@@ -106,7 +106,7 @@ def slot_cost(config: DeploymentConfig, model: SimulatedModel, truth: Truth) -> 
 
     These are the product's estimates; ``step_times`` lengthens what is added to steps, ``load_times`` loads.
     """
-    cost = adapter_cost(config, model.spec, model.options.intent.traffic.variant_rank)
+    cost = adapter_cost(config, model.spec, model.options.intent.traffic.variant_rank, model.estimator)
     if cost is None:
         return None
     cost = replace(cost, load_s=truth.load_times * cost.load_s)

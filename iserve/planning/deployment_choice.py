@@ -9,14 +9,17 @@ from dataclasses import replace
 from daemon.devices import Device
 from fingerprint.capability import EngineCapabilities
 from fingerprint.config import DeploymentConfig, even_split
+from fingerprint.delta.formats import DEFAULT_FORMAT
 from fingerprint.engine_caches import with_engine_caches
 from fingerprint.engines import traits_of
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Estimator
-from fingerprint.estimators.adapter_slots import variant_load_s
+from fingerprint.estimators.adapter_slots import variant_cost, variant_load_s
+from fingerprint.estimators.variant_cost import VariantCost
 from fingerprint.lora.slot_bytes import largest_delta_bytes, slot_bytes
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
+from fingerprint.variant_measurements import kind_of
 from iserve.model_source import ModelSource
 from iserve.planning.deployability import DeployableDocument
 from iserve.planning.estimator_factory import step_tokens_of
@@ -38,7 +41,7 @@ from iserve.planning.plan_document import plan_document
 from iserve.planning.runner_up import MOST_BATCH
 from iserve.planning.serving_capacity import serving_capacity
 from iserve.planning.verdict import verdict
-from iserve.planning.words import engine_name, gib, rounded, slots_words
+from iserve.planning.words import engine_name, gib, measured_variants_words, rounded, slots_words
 from iserve.planning.worker_launch import PlannedDeployment
 from placement.types import Placement
 from planner.intent import MAX_REPLICAS
@@ -84,7 +87,7 @@ def planned_deployment(
     best = None if plan.best is None else plan.best.config
     advice = merge_advice_of_plan(source.argument, spec, hardware.gpu, of_base, options, best)
     advised = () if advice is None else (advice.text,)
-    notes = (*notes, *_slots(spec, options, table, best), *advised, *crowds)
+    notes = (*notes, *_slots(spec, options, table, best, of_base), *advised, *crowds)
     measured_step = None if profile is None else step_tokens_of(profile)
     capacity = (
         serving_capacity(plan, kept, hardware, estimator, options, measured_step)
@@ -159,7 +162,11 @@ def _drafts(spec: ModelSpec, options: PlanOptions, engine: str) -> tuple[str, ..
 
 
 def _slots(
-    spec: ModelSpec, options: PlanOptions, table: EngineCapabilities, chosen: DeploymentConfig | None
+    spec: ModelSpec,
+    options: PlanOptions,
+    table: EngineCapabilities,
+    chosen: DeploymentConfig | None,
+    of_base: Estimator,
 ) -> tuple[str, ...]:
     """Return what a plan says of the slots of ``chosen``: their memory, and the share of variants that waits."""
     need, traffic = slots_of(options), options.intent.traffic
@@ -174,7 +181,7 @@ def _slots(
     return (
         f"{slots_words(chosen)}, {gib(one_slot)} of a GPU each, for {traffic.variants:,} "
         f"variant{'s' * (traffic.variants > 1)} ({law}): {share} wait for a slot{fewer}",
-        _slot_times(spec, options, table, chosen),
+        _slot_times(spec, options, chosen, variant_cost(of_base, spec, chosen)),
         *_loads(spec, options, table, chosen),
     )
 
@@ -201,10 +208,16 @@ def _loads(
     )
 
 
-def _slot_times(spec: ModelSpec, options: PlanOptions, table: EngineCapabilities, chosen: DeploymentConfig) -> str:
+def _slot_times(spec: ModelSpec, options: PlanOptions, chosen: DeploymentConfig, cost: VariantCost | None) -> str:
     """Return where the time that variants add is from."""
-    if not traits_of(table.engine).times_adapters:
-        return f"the time that adapters add on {engine_name(table.engine)} is not known and left out"
+    if cost is None:
+        kind = kind_of(chosen)
+        what = "deltas" if kind is not None and kind.is_delta else "adapters"
+        option = f"--delta-format {DEFAULT_FORMAT.name}" if what == "deltas" else f"--rank {chosen.adapter_rank}"
+        hint = f"; `iserve profile {option}` measures it" * traits_of(chosen.engine).profiles_variants
+        return f"the time that {what} add on {engine_name(chosen.engine)} is not known and left out{hint}"
+    if cost.measured is not None:
+        return measured_variants_words(cost)
     if chosen.has_delta_slots:
         loaded = gib(chosen.loaded_adapters * largest_delta_bytes(spec, chosen))
         return (

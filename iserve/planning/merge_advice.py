@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from fingerprint.config import DeploymentConfig
-from fingerprint.engines import traits_of
 from fingerprint.errors import ConfigError, NotMeasuredError
 from fingerprint.estimates import Estimator
+from fingerprint.estimators.adapter_slots import variant_cost
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
 from fingerprint.service_model import LARGEST_BATCH, ServiceModel, service_model
 from iserve.api_documents import MergeAdviceDocument
-from iserve.planning.pipeline import PlanOptions, slots_for, variant_load, with_traffic
+from iserve.planning.pipeline import PlanOptions, in_slots, slots_for, variant_load, with_traffic
 from iserve.planning.words import rounded
 from planner.adapter_slots import VariantShares
 from planner.hot_variants import PEAK, HotVariants, hot_variants
@@ -57,7 +55,7 @@ def merge_advice(
 ) -> MergeAdviceDocument | None:
     """Return the advice on variants that are asked for as ``load`` and ``rate_per_s`` say; None: there is none.
 
-    There is none on engines on which the time of adapters is not known, and of deltas, which are not merged.
+    There is none where the time of adapters is not known, and of deltas, which are not merged.
 
     Args:
         base: argument of a command, quoted.
@@ -65,7 +63,7 @@ def merge_advice(
         names: of the variants of ``load``, where they are known.
         keeps_slots: whether the rest stays on the slots of ``config``; else on those that it needs.
     """
-    if not config.adapter_slots or not traits_of(config.engine).times_adapters or config.has_delta_slots:
+    if config.has_delta_slots or variant_cost(estimator, spec, config) is None:
         return None
     most = LARGEST_BATCH if options.more_requests else min(LARGEST_BATCH, options.workload.batch)
 
@@ -77,13 +75,7 @@ def merge_advice(
         if keeps_slots:
             return service(config, load)
         need = slots_for(load, options)
-        wanted = replace(
-            config,
-            adapter_slots=need.slots,
-            adapter_rank=need.rank,
-            delta_mib=need.delta_mib,
-            delta_format=need.delta_format,
-        )
+        wanted = in_slots(config, need)
         return service(wanted if need.is_fixed else slots_in_bounds(spec, gpu, wanted), load)
 
     try:

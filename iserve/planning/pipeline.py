@@ -45,6 +45,7 @@ __all__ = [
     "check_context",
     "datasheet_estimator",
     "hypothetical_hardware",
+    "in_slots",
     "make_plan",
     "placements_of",
     "prices_of",
@@ -211,6 +212,17 @@ def slots_for(load: AskedVariants, options: PlanOptions) -> SlotNeed:
         options.adapter_slots,
         delta_mib=traffic.delta_mib,
         delta_format=traffic.delta_format,
+    )
+
+
+def in_slots(config: DeploymentConfig, need: SlotNeed) -> DeploymentConfig:
+    """Return ``config`` with the slots of ``need``."""
+    return replace(
+        config,
+        adapter_slots=need.slots,
+        adapter_rank=need.rank,
+        delta_mib=need.delta_mib,
+        delta_format=need.delta_format,
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat, Workload
 from fingerprint.engines import traits_of
 from fingerprint.estimates import Quantity
+from fingerprint.estimators.variant_cost import VariantCost
 from fingerprint.interconnect import MeasuredLinks
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "gib",
     "interval",
     "links_times",
+    "measured_variants_words",
     "rounded",
     "seconds",
     "short",
@@ -161,6 +163,18 @@ def slots_words(config: DeploymentConfig) -> str:
         return f"{config.adapter_slots} slot{plural} for a delta in {config.delta_format}{adapter}"
     delta = f" or a delta of {config.delta_mib:,} MiB" if config.delta_mib else ""
     return f"{config.adapter_slots} adapter slot{plural} of rank {config.adapter_rank}{delta}"
+
+
+def measured_variants_words(cost: VariantCost) -> str:
+    """Return where the time of variants that were measured is from."""
+    assert cost.measured is not None
+    kind, at = cost.measured.kind, cost.measured.created_at[:10]
+    if cost.is_exact:
+        return f"the time that {kind} add is measured, from fingerprints with slots filled ({at})"
+    return (
+        f"the time that variants add is scaled from {kind} on one device, which were measured from fingerprints "
+        f"with slots filled ({at}): it lies between no change and proportion"
+    )
 
 
 def devices(gpu: str, count: int) -> str:

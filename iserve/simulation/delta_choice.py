@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-from fingerprint.config import LOADED_PER_SLOT, DeploymentConfig
+from fingerprint.config import ADAPTER_RANKS, LOADED_PER_SLOT, DeploymentConfig
 from fingerprint.engines import traits_of
-from fingerprint.estimators.adapter_slots import load_s
-from fingerprint.estimators.delta_slots import added_delta_step_s, delta_prompt_s
+from fingerprint.estimators.adapter_slots import variant_cost
 from fingerprint.gpu_spec import GpuSpec
 from iserve.planning.pipeline import variant_load
 from iserve.simulation.running import SimulatedModel
@@ -25,26 +24,31 @@ def with_delta_slots(model: SimulatedModel, gpu: GpuSpec) -> SimulatedModel:
 
     Steps are those of one GPU, with the share of prompts and loads that belongs to a token. More slots than one
     take no more than half of a GPU's memory. A model without deltas, with a number of slots that was asked for, or
-    on an engine on which adapters were not timed is returned as it is.
+    whose deltas take a time that is not known is returned as it is.
     """
     options, engine = model.options, model.engines[0].engine
     traffic, workload = options.intent.traffic, options.workload
-    if not traffic.delta_mib or options.adapter_slots or not traits_of(engine).times_adapters:
+    if not traffic.delta_mib or options.adapter_slots:
         return model
     config, delta_bytes = DeploymentConfig(engine=engine), traffic.delta_mib << 20
+    in_slots = replace(config, adapter_slots=1, adapter_rank=ADAPTER_RANKS[0], delta_mib=traffic.delta_mib)
+    cost = variant_cost(model.estimator, model.spec, in_slots)
+    if cost is None or cost.prompt_s is None:
+        return model
     requests = _USUAL_REQUESTS if options.more_requests else workload.batch
     prompt_s = model.estimator.estimate(config, replace(workload, batch=1)).ttft_s.value
-    prompt_s += delta_prompt_s(delta_bytes, workload.input_tokens)
+    prompt_s += cost.prompt_s(workload.input_tokens)
 
     @cache
     def base_s(rows: int) -> float:
         return model.estimator.estimate(config, replace(workload, batch=rows)).tpot_s.value
 
     def step_s(rows: float, distinct: float) -> float:
-        decode_s = base_s(max(1, round(rows))) + added_delta_step_s(delta_bytes, rows, distinct)
+        decode_s = base_s(max(1, round(rows))) + cost.step_s(rows, distinct).value
         return decode_s + rows * prompt_s / workload.output_tokens
 
     load = variant_load(traffic)
+    load_s = cost.load_s(delta_bytes) if traits_of(engine).times_adapters else 0.0  # else it stops no worker
     found = slots_by_step_time(
         load,
         requests,
@@ -52,6 +56,6 @@ def with_delta_slots(model: SimulatedModel, gpu: GpuSpec) -> SimulatedModel:
         steps=workload.output_tokens,
         max_rows=requests,
         most_slots=min(MOST_SLOTS, max(1, gpu.memory_bytes // 2 // delta_bytes)),
-        loads_s=lambda slots: load.missed(LOADED_PER_SLOT * slots) * load_s(delta_bytes),
+        loads_s=lambda slots: load.missed(LOADED_PER_SLOT * slots) * load_s,
     )
     return replace(model, options=replace(options, adapter_slots=found.slots))

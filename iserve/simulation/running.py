@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import cast
 
 from daemon.engines.registry import capabilities_for
@@ -18,8 +17,7 @@ from fingerprint.engine_caches import with_engine_caches
 from fingerprint.engines import traits_of
 from fingerprint.errors import ConfigError
 from fingerprint.estimates import Estimator
-from fingerprint.estimators.adapter_slots import added_prompt_share, added_step_s, load_s
-from fingerprint.estimators.delta_slots import added_delta_step_s, delta_prompt_s
+from fingerprint.estimators.adapter_slots import variant_cost
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.lora.slot_bytes import adapter_bytes, largest_delta_bytes
 from fingerprint.measurements import Profile
@@ -166,30 +164,29 @@ def measured_model(name: str, profile: Profile, gpu: GpuSpec, options: PlanOptio
     )
 
 
-def adapter_cost(config: DeploymentConfig, spec: ModelSpec, rank: int) -> AdapterCost | None:
+def adapter_cost(
+    config: DeploymentConfig, spec: ModelSpec, rank: int, estimator: Estimator | None = None
+) -> AdapterCost | None:
     """Return the slots of a worker with ``config`` and what adapters of ``rank`` take there; None: no slots.
 
-    In slots for deltas all are deltas of that size. On an engine on which adapters were not timed they take none.
+    In slots for deltas all are deltas of that size. Where the time of variants is not known they take none.
+
+    Args:
+        estimator: of the base, which may have measurements of variants; None: there are none.
     """
     if not config.adapter_slots:
         return None
     slots, max_loaded = config.adapter_slots, config.loaded_adapters
-    if not traits_of(config.engine).times_adapters:
+    cost = variant_cost(estimator, spec, config)
+    if cost is None:
         return AdapterCost(slots=slots, max_loaded=max_loaded)
-    if delta_bytes := largest_delta_bytes(spec, config):
-        return AdapterCost(
-            slots=slots,
-            max_loaded=max_loaded,
-            load_s=load_s(delta_bytes),
-            added_s=partial(added_delta_step_s, delta_bytes),
-            prompt_s=partial(delta_prompt_s, delta_bytes),
-        )
     return AdapterCost(
         slots=slots,
         max_loaded=max_loaded,
-        load_s=load_s(adapter_bytes(spec, rank)),
-        added_s=partial(added_step_s, spec.num_layers, slots=slots),
-        prompt_share=added_prompt_share(slots),
+        load_s=cost.load_s(largest_delta_bytes(spec, config) or adapter_bytes(spec, rank)),
+        added_s=lambda rows, active: cost.step_s(rows, active).value,
+        prompt_share=cost.prompt_share,
+        prompt_s=cost.prompt_s,
     )
 
 
@@ -380,7 +377,8 @@ class PlannedDeployer:
         return Hardware(label=f"{len(snapshot.gpus)} x {self._gpu.name}", gpu=self._gpu, snapshot=snapshot)
 
     def _adapter_cost(self, asked: SimulatedModel, config: DeploymentConfig) -> AdapterCost | None:
-        return adapter_cost(config, asked.spec, asked.options.intent.traffic.variant_rank)
+        rank = asked.options.intent.traffic.variant_rank
+        return adapter_cost(config, asked.spec, rank, asked.estimator)
 
     def _step_models(
         self, model: SimulatedModel, config: DeploymentConfig, served: Workload

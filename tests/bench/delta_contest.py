@@ -129,7 +129,7 @@ class Swapping:
                 entering.append(number)
                 continue
             kept.append(one)
-            # A batch that begins takes all of its model; later ones wait for who has waited too long.
+            # A batch that begins takes all of its model; after that none passes a request that waited too long.
             is_due = running > 0 and now_s - arrived_s > PATIENCE_S
             is_open = is_open and self._is_grouped and not is_due
         self._queue = kept

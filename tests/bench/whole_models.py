@@ -167,6 +167,10 @@ class WorkerProcess:
             environment = os.environ | dict(command.env) | device_environment(spec, devices)
             self._process = subprocess.Popen(command.argv, cwd=ROOT, stdout=log, stderr=log, env=environment)
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def failure(self) -> str | None:
         code = self._process.poll()
         return None if code is None else f"exit code {code}: {self._log.read_text(errors='replace')[-500:]}"

@@ -17,7 +17,7 @@ from fingerprint.delta import is_delta, open_delta
 from fingerprint.errors import BadInputError, ConflictError, NotFoundError
 from fingerprint.lora import check_values, read_adapter, require_supported
 
-__all__ = ["adapter_routes", "model_list"]
+__all__ = ["adapter_routes", "check_variant", "model_list"]
 
 _MAX_NAME_CHARS = 512
 _MAX_PATH_CHARS = 4096
@@ -47,7 +47,7 @@ def adapter_routes(
             )
         folder = _folder(body.lora_path)
         try:
-            await asyncio.to_thread(_check, folder, spec.config.adapter_rank)
+            await asyncio.to_thread(check_variant, folder, spec.config.adapter_rank)
             # A client that leaves cancels the wait, not the load, which has its place in the engine.
             await asyncio.shield(asyncio.wrap_future(engine.load_adapter(body.lora_name, folder)))
         except ConflictError as error:
@@ -106,7 +106,7 @@ def _folder(path: str) -> Path:
     return folder
 
 
-def _check(folder: Path, max_rank: int) -> None:
+def check_variant(folder: Path, max_rank: int) -> None:
     """Refuse a variant that no rank needs to look at: outside the engine's thread, which steps meanwhile.
 
     Of a delta that is its manifest and headers: a rank reads its tensors once, and checks them then.

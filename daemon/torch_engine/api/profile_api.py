@@ -21,7 +21,8 @@ from aiohttp import web
 
 from daemon.gpu_bench import bytes_per_s, flops_per_s
 from daemon.nvml import driver_version
-from daemon.profile_messages import ProfileError, ProfileLoad, ProfileRun
+from daemon.profile_messages import ProfileError, ProfileLoad, ProfileRun, ProfileVariants
+from daemon.torch_engine.api.adapters import check_variant
 from daemon.torch_engine.api.streams import Streams
 from daemon.torch_engine.driver import clock_and_power
 from daemon.torch_engine.parallel.rank_device import RankDevice, cores_of
@@ -31,6 +32,7 @@ from daemon.torch_engine.runtime.sequences import Finish, SequenceRequest
 from daemon.torch_engine.versions import component_versions
 from daemon.worker_spec import WorkerSpec
 from fingerprint.codec import from_json, to_json
+from fingerprint.config import ADAPTER_RANKS
 from fingerprint.errors import (
     BadInputError,
     ConfigError,
@@ -74,6 +76,9 @@ def profile_routes(spec: WorkerSpec, engine: Engine, streams: Streams) -> Iterab
     async def run(body: bytes) -> object:
         return await _run(engine, streams, from_json(body, ProfileRun, what="the body"))
 
+    async def variants(body: bytes) -> object:
+        return await _load_variants(engine, from_json(body, ProfileVariants, what="the body"))
+
     async def memory(body: bytes) -> object:
         return await _in_engine(engine.memory())
 
@@ -83,6 +88,7 @@ def profile_routes(spec: WorkerSpec, engine: Engine, streams: Streams) -> Iterab
     return (
         web.post("/profile/load", route(load)),
         web.post("/profile/run", route(run)),
+        web.post("/profile/variants", route(variants)),
         web.get("/profile/memory", route(memory)),
         web.get("/profile/machine", route(machine)),
     )
@@ -94,10 +100,17 @@ def dummy_requests(run: ProfileRun, vocab_size: int) -> list[SequenceRequest]:
     prompts = random.integers(0, vocab_size, size=(run.batch, run.input_tokens))
     return [
         SequenceRequest(
-            prompt=tuple(prompt), max_tokens=run.output_tokens, sampling=SamplingParams(temperature=0.0)
+            prompt=tuple(prompt),
+            max_tokens=run.output_tokens,
+            sampling=SamplingParams(temperature=0.0),
+            adapter=_variant_name(index % run.active) if run.active else None,
         )
-        for prompt in prompts.tolist()
+        for index, prompt in enumerate(prompts.tolist())
     ]
+
+
+def _variant_name(number: int) -> str:
+    return f"variant-{number}"
 
 
 async def _load(spec: WorkerSpec, engine: Engine, order: ProfileLoad) -> None:
@@ -113,8 +126,19 @@ async def _load(spec: WorkerSpec, engine: Engine, order: ProfileLoad) -> None:
         max_context_tokens=order.max_context_tokens,
         kv_tokens=order.max_batch * order.max_context_tokens,
     )
-    config = replace(spec.config, weights=order.weights, kv=order.kv)
+    config = order.in_slots(replace(spec.config, weights=order.weights, kv=order.kv))
     await _in_engine(engine.load(Path(order.checkpoint), config, stages, limits))
+
+
+async def _load_variants(engine: Engine, order: ProfileVariants) -> tuple[float, ...]:
+    """Load each as a client's order is: checked, read, switched to between two steps."""
+    loads_s = []
+    for number, folder in enumerate(map(Path, order.folders)):
+        start_s = time.perf_counter()
+        await asyncio.to_thread(check_variant, folder, ADAPTER_RANKS[-1])
+        await _in_engine(engine.load_adapter(_variant_name(number), folder))
+        loads_s.append(time.perf_counter() - start_s)
+    return tuple(loads_s)
 
 
 async def _run(engine: Engine, streams: Streams, run: ProfileRun) -> RunReading:

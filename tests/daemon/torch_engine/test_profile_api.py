@@ -14,7 +14,7 @@ import pytest
 from daemon.profile_client import WorkerProfileTarget
 from daemon.profile_messages import ProfileLoad, ProfileRun
 from fingerprint.codec import to_json
-from fingerprint.config import KvFormat, WeightFormat
+from fingerprint.config import KvFormat, SlotFormat, WeightFormat
 from fingerprint.errors import (
     BadInputError,
     ConfigError,
@@ -23,6 +23,8 @@ from fingerprint.errors import (
     NotFoundError,
     UnavailableError,
 )
+from fingerprint.random_variants import write_random_variant
+from fingerprint.variant_measurements import VariantKind
 from tests.golden_words import Golden
 
 FORMATS = {"weights": WeightFormat.BITS16, "kv": KvFormat.BITS16}
@@ -106,6 +108,43 @@ def test_refusals_keep_their_class_and_the_worker(
         loaded.load(tmp_path / "none", **FORMATS, layers_per_stage=(8,), max_batch=1, max_context_tokens=8)
     loaded.load(demo_checkpoint, **FORMATS, layers_per_stage=(8,), max_batch=1, max_context_tokens=8)
     assert loaded.run(batch=1, input_tokens=7, output_tokens=1).e2e_s > 0
+
+
+@pytest.mark.parametrize(
+    "kind", [VariantKind(16), VariantKind(delta_format=SlotFormat.INT2)], ids=["adapters", "deltas"]
+)
+def test_variants_are_loaded_and_run_next_to_the_base(
+    session, demo_checkpoint: Path, tmp_path: Path, kind: VariantKind, golden: Golden
+) -> None:
+    """Memory grows by the bytes of their files; bursts ask for those that are loaded alone."""
+    written = [
+        (tmp_path / str(number), write_random_variant(demo_checkpoint, tmp_path / str(number), kind, number))
+        for number in range(2)
+    ]
+    session.load_with_slots(
+        demo_checkpoint,
+        num_layers=8,
+        max_batch=4,
+        max_context_tokens=64,
+        slots=2,
+        rank=16,
+        delta_mib=8 if kind.is_delta else 0,
+    )
+    burst = {"batch": 4, "input_tokens": 8, "output_tokens": 3}
+    assert session.run_variants(**burst, active=0).e2e_s > 0
+    before = session.memory()[0].weights_bytes
+    loads_s = session.load_variants([folder for folder, _ in written])
+    assert len(loads_s) == 2
+    assert min(loads_s) > 0
+    assert session.memory()[0].weights_bytes - before == sum(num_bytes for _, num_bytes in written)
+    for active in (0, 1, 2):
+        assert session.run_variants(**burst, active=active).e2e_s > 0
+    with golden.raises("daemon", NotFoundError):
+        session.run_variants(**burst, active=3)
+    with golden.raises("daemon", ConfigError):
+        session.run_variants(**burst, active=5)
+    session.load(demo_checkpoint, **FORMATS, layers_per_stage=(8,), max_batch=4, max_context_tokens=96)
+    assert session.memory()[0].weights_bytes == before, "the next load has none"
 
 
 def test_a_pipeline_of_two_with_uneven_layers(target: WorkerProfileTarget, demo_checkpoint: Path) -> None:

@@ -1,0 +1,249 @@
+"""Variants in a profile of the embedded engine: measured when a request has some, once, and used by its plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from daemon.engines.registry import capabilities_for, get_engine
+from daemon.status import DeviceStatus, NodeStatus
+from fingerprint.codec import from_json, to_json
+from fingerprint.config import DeploymentConfig, SlotFormat, Workload
+from fingerprint.errors import ConfigError
+from fingerprint.estimators.corrected import CorrectedEstimator
+from fingerprint.measurements import Profile
+from fingerprint.profile_plan import Shards
+from iserve.cli.profile_text import print_profile
+from iserve.controller.profiling import _with_former_variants
+from iserve.controller.profiling_run import Order, take
+from iserve.controller.profiling_scope import kind_to_measure
+from iserve.controller.standalone_plans import _measured_on
+from iserve.model_source import ModelSource
+from iserve.planning.deployability import DeployableDocument
+from iserve.planning.deployment_choice import planned_deployment
+from iserve.planning.estimator_factory import estimator_for
+from iserve.planning.merge_advice import merge_advice_of_plan
+from iserve.planning.pipeline import PlanOptions, hypothetical_hardware
+from iserve.rest_bodies import ProfileBody
+from iserve.simulation.running import adapter_cost
+from planner.intent import Intent, Quality, Traffic
+from tests.fingerprint.synthetic_machine import CPU, SyntheticMachine, SyntheticSession, llama
+from tests.fingerprint.variant_machine import INT2, RANK_8, VariantMachine, VariantMachineSession, VariantTruth
+from tests.golden_words import Golden
+
+SOURCE = ModelSource(name="m", directory=Path("/m"), has_weights=True, spec=llama())
+(TABLE,) = capabilities_for("torch")
+NODE = NodeStatus(
+    node_id="n",
+    observed_at=0.0,
+    devices=(
+        DeviceStatus(
+            device_id="cpu:0",
+            index=0,
+            kind="cpu",
+            name="synthetic",
+            total_bytes=CPU.memory_bytes,
+            free_bytes=CPU.memory_bytes,
+            load_fraction=0.0,
+        ),
+    ),
+    workers=(),
+)
+VARIANTS, DELTAS = Traffic(variants=20, variant_rank=8), Traffic(variants=20, variant_rank=8, delta_mib=4)
+
+
+class Session(SyntheticSession):
+    """Session whose engine serves variants too."""
+
+    def __init__(self, machine: Machine, tp: int, pp: int) -> None:
+        super().__init__(machine, tp, pp)
+        self.with_slots = VariantMachineSession(machine.variants)
+        self.load_with_slots, self.load_variants = self.with_slots.load_with_slots, self.with_slots.load_variants
+        self.run_variants = self.with_slots.run_variants
+
+    def memory(self) -> Any:
+        return self.with_slots.memory() if self.with_slots.layers else super().memory()
+
+
+class Machine(SyntheticMachine):
+    """Machine that remembers apart what it was asked of variants."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.variants = VariantMachine(spec=self.spec)
+        self.variants.clock = self.clock
+
+    def open(self, *, tp: int, pp: int) -> Session:
+        super().open(tp=tp, pp=pp)
+        self.sessions[-1] = Session(self, tp, pp)
+        return self.sessions[-1]
+
+
+class Cuts:
+    """Fingerprints of the machine, and its variants."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine, self.variant = machine, machine.variants.variant
+
+    def __call__(self, layers: Any) -> Path:
+        return self.machine.fingerprint(layers)
+
+
+def options_for(traffic: Traffic) -> PlanOptions:
+    return PlanOptions(intent=Intent(traffic=traffic, quality=Quality.EXACT), workload=Workload(4, 64, 32))
+
+
+def profiled(
+    traffic: Traffic | None, known: Profile | None = None, machine: Machine | None = None
+) -> tuple[Profile, Machine]:
+    """Return the profile that a deploy for ``traffic`` takes; None: one that is asked for by itself."""
+    machine = machine or Machine()
+    options = None if traffic is None else options_for(traffic)
+    order = Order(
+        source=SOURCE,
+        table=TABLE.unprepared(),
+        node=NODE,
+        workload=Workload(4, 64, 32),
+        plan_options=options,
+        quality=Quality.EXACT,
+        shards=Shards.AUTO,
+        max_seconds=40.0,
+        progress=lambda _: None,
+        known=known,
+        variants=None if options is None else kind_to_measure(TABLE, options),
+    )
+    target: Any = machine
+    cuts: Any = Cuts(machine)
+    return take(order, target, cuts), machine
+
+
+@pytest.fixture(scope="module")
+def with_variants() -> Profile:
+    return profiled(VARIANTS)[0]
+
+
+def readings(profile: Profile) -> dict[Any, set[Any]]:
+    """Return what each point read, to the last bit: how often it was run depends on this machine's clock."""
+    times = {replace(one, runs=(), loads=()): set(one.runs) for one in profile.timing}
+    return times | {replace(one, ranks=()): set(one.ranks) for one in profile.memory}
+
+
+def test_without_variants_nothing_more_is_run_and_the_profile_is_the_same() -> None:
+    """To the last bit."""
+    (plain, asked), (none, not_asked) = profiled(None), profiled(Traffic())
+    for machine in (asked, not_asked):
+        assert not machine.variants.log
+    assert set(asked.log) == set(not_asked.log)
+    assert readings(plain) == readings(none)
+    assert plain.variants == none.variants == ()
+
+
+def test_variants_change_nothing_of_the_base(with_variants: Profile) -> None:
+    plain, _ = profiled(Traffic())
+    assert readings(with_variants) == readings(plain)
+    work, config = Workload(4, 64, 32), DeploymentConfig()
+    without = replace(with_variants, variants=())
+    first, second = (estimator_for(one).estimate(config, work) for one in (without, with_variants))
+    assert first == second
+
+
+def test_a_kind_is_measured_once_and_another_is_added(with_variants: Profile) -> None:
+    again, machine = profiled(VARIANTS, known=with_variants)
+    assert again == with_variants
+    assert not machine.variants.log
+    both, machine = profiled(DELTAS, known=with_variants)
+    assert not [entry for entry in machine.log if entry[0] == "run"], "the base is known"
+    assert [one.kind for one in both.variants] == [RANK_8, INT2]
+    assert both.timing == with_variants.timing
+    assert from_json(to_json(both), Profile) == both
+
+
+def test_what_fails_is_noted_and_not_tried_again(golden: Golden) -> None:
+    machine = Machine()
+    machine.variants.failing = "no room for adapters"
+    failed, _ = profiled(VARIANTS, machine=machine)
+    golden("variant", failed.notes)
+    again, machine = profiled(VARIANTS, known=failed)
+    assert again == failed
+    assert not machine.variants.log
+
+
+def test_engines_whose_profiling_workers_serve_no_variants_measure_none() -> None:
+    table = get_engine("vllm").capabilities()
+    assert kind_to_measure(table, options_for(VARIANTS)) is None
+    assert kind_to_measure(TABLE, options_for(Traffic())) is None
+
+
+def test_a_rank_and_a_format_are_asked_for_one_at_a_time(golden: Golden) -> None:
+    assert ProfileBody().variant_kind() is None
+    assert ProfileBody(variant_rank=5).variant_kind() == RANK_8
+    assert ProfileBody(delta_format=SlotFormat.INT2).variant_kind() == INT2
+    with golden.raises("variant", ConfigError):
+        ProfileBody(variant_rank=5, delta_format=SlotFormat.INT2).variant_kind()
+    with golden.raises("variant", ConfigError):
+        _measured_on(get_engine("vllm"), RANK_8)
+
+
+class TestPlans:
+    @staticmethod
+    def notes(profile: Profile, traffic: Traffic) -> tuple[str, ...]:
+        return planned_deployment(
+            SOURCE,
+            hypothetical_hardware(CPU, 1),
+            CorrectedEstimator(estimator_for(profile), []),
+            TABLE,
+            options_for(traffic),
+            devices=(),
+            deployable_of=lambda config, replicas: DeployableDocument(here=True),
+            profile=profile,
+        ).document.notes
+
+    def test_a_plan_says_in_one_line_where_the_time_is_from(self, with_variants: Profile, golden: Golden) -> None:
+        dated = replace(with_variants.variants[0], created_at="2026-11-28T00:00:00+00:00")
+        profile = replace(with_variants, variants=(dated,))
+        said = []
+        for traffic in (VARIANTS, replace(VARIANTS, variant_rank=64), DELTAS):
+            (line,) = (note for note in self.notes(profile, traffic) if "the time that" in note)
+            said.append(line)
+        golden("variant", said)
+
+    def test_a_plan_takes_the_added_time(self, with_variants: Profile) -> None:
+        estimator = CorrectedEstimator(estimator_for(with_variants), [])
+        config = DeploymentConfig(adapter_slots=4, adapter_rank=8)
+        cost = adapter_cost(config, SOURCE.spec, 8, estimator)
+        assert cost is not None
+        truth, layers = VariantTruth(), SOURCE.spec.num_layers
+        assert cost.step_s(4, 2) == pytest.approx(truth.added_step_s(layers, 4, 2))
+        assert cost.prompt_s is not None
+        assert cost.prompt_s(64) == pytest.approx(truth.added_prompts_s(layers, 64, 1))
+        assert cost.load_s == pytest.approx(layers * truth.load[0] + truth.load[1])
+
+    def test_a_plan_at_a_rate_advises_to_merge_by_the_measured_time(self, with_variants: Profile) -> None:
+        """Without it there is none, for the time of adapters is not known then."""
+        options = options_for(Traffic(variants=40, variant_rank=8, variant_skew=3.0))
+        options = replace(options, intent=replace(options.intent, rate_per_s=5.0))
+        config = DeploymentConfig(adapter_slots=4, adapter_rank=8)
+        advice, none = (
+            merge_advice_of_plan("m", SOURCE.spec, CPU, estimator_for(one), options, config)
+            for one in (with_variants, replace(with_variants, variants=()))
+        )
+        assert none is None
+        assert advice is not None
+        assert advice.gpu_s_per_request_merged < advice.gpu_s_per_request_on_slots
+
+    def test_a_profile_is_printed_with_its_variants(
+        self, with_variants: Profile, capsys: pytest.CaptureFixture[str], golden: Golden
+    ) -> None:
+        print_profile(with_variants, estimator_for(with_variants), Workload(4, 64, 32))
+        (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("adapters of rank 8"))
+        golden("variant", line)
+
+
+def test_a_profile_that_is_taken_again_keeps_the_variants_of_the_former(with_variants: Profile) -> None:
+    plain, _ = profiled(None)
+    assert _with_former_variants(plain, with_variants).variants == with_variants.variants
+    assert _with_former_variants(with_variants, with_variants) == with_variants
+    assert _with_former_variants(plain, None) == plain
