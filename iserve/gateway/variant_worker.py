@@ -1,4 +1,4 @@
-"""One worker as the residency of variants keeps it: what is loaded there, and what is under way."""
+"""State of one worker in the residency of variants: what is loaded there, and what is under way."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def test_a_load_that_was_refused_is_tried_after_one_restart_and_not_after_each(e
 
 
 def test_a_pinned_variant_that_never_loads_keeps_nothing_else_from_it() -> None:
-    """It is tried again just as the rest could be loaded; that load is held here."""
+    """Retry that begins just as the rest could be loaded; it is held here."""
     pinned = variant("p", pinned=True)
     table = route(A, pinned)
 
@@ -286,7 +286,7 @@ def test_one_of_several_ready_workers_loads_nothing_ahead_at_any_time() -> None:
 
 
 def test_of_what_was_loaded_ahead_the_least_wanted_goes_first() -> None:
-    """Nothing was asked for: the first registered is wanted most."""
+    """Order of registration counts where no variant was asked for: the first is wanted most."""
 
     async def test(residency: VariantResidency, loads: Loads) -> None:
         assert loads.names == ["a", "b", "c"]
