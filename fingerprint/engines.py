@@ -49,6 +49,8 @@ class EngineTraits:
         slots_for_vocabulary: whether an adapter slot has room for updates of embeddings and output layer, which no
             variant has: vLLM's classes mostly do (decision 42).
         times_adapters: whether what adapters add to a step was recorded on some release of it.
+        loads_stop_steps: whether it decodes nothing while it loads a variant; else a load delays the requests that
+            wait for it alone.
         profiles_variants: whether its profiling worker serves variants (``fingerprint.variant_profile``).
         short_steps: whether steps of 2,048 tokens at most were measured to serve no slower than those of 8,192
             (decision 43).
@@ -71,6 +73,7 @@ class EngineTraits:
     delta_formats: bool = False
     slots_for_vocabulary: bool = False
     times_adapters: bool = False
+    loads_stop_steps: bool = False
     profiles_variants: bool = False
     short_steps: bool = False
     startup_s: float = 0.0
@@ -105,6 +108,7 @@ TRAITS: Mapping[str, EngineTraits] = MappingProxyType(
             delta_formats=True,
             slots_for_vocabulary=True,
             times_adapters=True,
+            loads_stop_steps=True,
             short_steps=True,
             startup_s=60.0,
         ),

@@ -58,6 +58,7 @@ _HALF_LIFE_S = 300.0  # of a variant's frequency
 class _Loaded:
     frequency: float  # admissions, decayed to ``used_s``
     used_s: float
+    turn: int = 0  # of the loads ahead of need, of which the later are the less wanted
 
     def decayed(self, now_s: float) -> float:
         return self.frequency * math.exp2((self.used_s - now_s) / _HALF_LIFE_S)
@@ -79,6 +80,7 @@ class WorkerVariants:
         self._loaded: dict[str, _Loaded] = {}
         self._in_flight: dict[str, int] = {}
         self._led: set[str] = set()
+        self._preloads = 0
 
     @property
     def loaded(self) -> KeysView[str]:
@@ -159,6 +161,11 @@ class WorkerVariants:
         if variant in self._in_flight:
             self._use(variant, now_s)
 
+    def preload(self, variant: str, served_s: float) -> None:
+        """Give a free place to ``variant``, which no request needs; the last one was admitted at ``served_s``."""
+        self._preloads += 1
+        self._loaded[variant] = _Loaded(0.0, served_s, self._preloads)
+
     def unload(self, variant: str) -> None:
         self._loaded.pop(variant, None)
 
@@ -166,9 +173,9 @@ class WorkerVariants:
         loaded = self._loaded[variant]
         loaded.frequency, loaded.used_s = loaded.decayed(now_s) + 1.0, now_s
 
-    def _value(self, variant: str, now_s: float) -> tuple[float, float]:
+    def _value(self, variant: str, now_s: float) -> tuple[float, float, int]:
         loaded = self._loaded[variant]
-        return loaded.decayed(now_s), loaded.used_s
+        return loaded.decayed(now_s), loaded.used_s, -loaded.turn
 
 
 def protected_pins(pinned: Sequence[str], max_loaded: int) -> tuple[str, ...]:

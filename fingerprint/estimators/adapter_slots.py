@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.engines import traits_of
@@ -20,6 +20,7 @@ __all__ = [
     "WithAdapterSlots",
     "added_prompt_share",
     "added_step_s",
+    "later",
     "load_s",
     "variant_cost",
     "variant_load_s",
@@ -82,9 +83,9 @@ def load_s(num_bytes: int) -> float:
     return _LOAD_S + num_bytes / _LOAD_BYTES_PER_S
 
 
-def variant_load_s(spec: ModelSpec, config: DeploymentConfig) -> float:
-    """Return the time of a load of the largest variant that slots of ``config`` hold, as ``load_s``."""
-    return load_s(largest_delta_bytes(spec, config) or adapter_bytes(spec, config.adapter_rank))
+def variant_load_s(cost: VariantCost, spec: ModelSpec, config: DeploymentConfig) -> float:
+    """Return the time of a load of the largest variant that slots of ``config`` hold."""
+    return cost.load_s(largest_delta_bytes(spec, config) or adapter_bytes(spec, config.adapter_rank))
 
 
 def variant_cost(estimator: object, spec: ModelSpec, config: DeploymentConfig) -> VariantCost | None:
@@ -141,16 +142,8 @@ class _RecordedDeltas(_Recorded):
         return self._quantity((1 - base_share) * delta_prompt_s(self._bytes, workload.input_tokens))
 
 
-def _none_missed(places: int) -> float:
-    return 0.0
-
-
 class WithAdapterSlots:
     """``base`` for configurations with adapter slots; the rest is as ``base`` says.
-
-    Loads in steady state count as part of prompts where a load stops its worker: like a prompt, the load that a
-    request needs is before its first token and adds its whole time to that of all requests under way. The copy of
-    a loaded variant into a slot was not measured and is left out.
 
     Where the time of variants is not known they take memory alone. Steps that have rows of both the base and
     variants were not measured: the estimate counts all rows as rows of variants, its interval begins at a step of
@@ -159,20 +152,13 @@ class WithAdapterSlots:
     Args:
         distinct: returns how many adapters so many requests, those for the base included, ask for on average.
         base_share: requests for the base, as a share of all.
-        missed: returns the share of all requests whose variant is not loaded, by how many a worker keeps loaded.
     """
 
     def __init__(
-        self,
-        base: Estimator,
-        spec: ModelSpec,
-        distinct: Callable[[float], float],
-        base_share: float = 0.0,
-        missed: Callable[[int], float] = _none_missed,
+        self, base: Estimator, spec: ModelSpec, distinct: Callable[[float], float], base_share: float = 0.0
     ) -> None:
         self.name = f"{base.name}, with adapters"
         self.base, self._spec, self._distinct, self._base_share = base, spec, distinct, base_share
-        self._missed = cache(missed)
 
     def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
         """Predict as ``base``, with the slots in memory and the time of variants in every step."""
@@ -185,20 +171,11 @@ class WithAdapterSlots:
             return found
         distinct = min(config.adapter_slots, self._distinct(workload.batch))
         of_prompts = cost.prompts_s(workload, found.ttft_s.value, self._base_share, distinct)
-        if loads_s := self._loads_s(config, workload):
-            of_loads = Quantity(loads_s, loads_s / ADDED_ERROR, loads_s * ADDED_ERROR, Source.SCALED)
-            of_prompts = _later(of_prompts, of_loads)
         return replace(
             found,
-            ttft_s=_later(found.ttft_s, of_prompts),
-            tpot_s=_later(found.tpot_s, self._added_step(workload.batch, config.adapter_slots, cost)),
+            ttft_s=later(found.ttft_s, of_prompts),
+            tpot_s=later(found.tpot_s, self._added_step(workload.batch, config.adapter_slots, cost)),
         )
-
-    def _loads_s(self, config: DeploymentConfig, workload: Workload) -> float:
-        """Return the time of the loads that a batch needs, where a load stops its worker."""
-        if not traits_of(config.engine).times_adapters:
-            return 0.0
-        return workload.batch * self._missed(config.loaded_adapters) * variant_load_s(self._spec, config)
 
     def _added_step(self, rows: int, slots: int, cost: VariantCost) -> Quantity:
         """Return the time that is added to the mean step of ``rows``. The interval begins at that of the rows of
@@ -236,7 +213,7 @@ class WithAdapterSlots:
         return self.base.variant_cost(config) if isinstance(self.base, TellsVariantCost) else None
 
 
-def _later(time: Quantity, added: Quantity) -> Quantity:
+def later(time: Quantity, added: Quantity) -> Quantity:
     """Return ``time`` with more."""
     source = Source.EXTRAPOLATED if time.source is Source.MEASURED else time.source
     if added.source is Source.SCALED and source is not Source.ROOFLINE:

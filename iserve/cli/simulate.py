@@ -200,6 +200,7 @@ def _served_by(baseline: Baseline, options: PlanOptions) -> tuple[str, ...]:
 def _adapter_times(models: Iterable[SimulatedModel], options: PlanOptions) -> tuple[str, ...]:
     """Return where the times of adapters are from."""
     from fingerprint.config import DeploymentConfig
+    from fingerprint.engines import traits_of
     from fingerprint.estimators.adapter_slots import variant_cost
     from iserve.planning.pipeline import in_slots, slots_of
     from iserve.planning.words import engine_name, measured_variants_words
@@ -216,7 +217,9 @@ def _adapter_times(models: Iterable[SimulatedModel], options: PlanOptions) -> tu
     }
     unknown = [engine_name(engine) for engine, cost in costs.items() if cost is None]
     if measured := [cost for cost in costs.values() if cost is not None and cost.measured is not None]:
-        return (f"{measured_variants_words(measured[0])}; a load stops its worker",)
+        stops = any(traits_of(engine).loads_stop_steps for engine in costs)
+        loads = "a load stops its worker" if stops else "loads stop no worker there and take no time"
+        return (f"{measured_variants_words(measured[0])}; {loads}",)
     if unknown:
         return (f"what adapters and their loads take on {' and '.join(unknown)} is not known and left out",)
     if delta_mib := options.intent.traffic.delta_mib:

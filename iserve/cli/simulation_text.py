@@ -125,7 +125,7 @@ def _print_variants(variants: Sequence[tuple[str, VariantFigures]]) -> None:
 def _loads(name: str, found: VariantFigures) -> tuple[str, ...]:
     """Return a row of what was loaded, and how long requests waited for a worker with their adapter."""
     hits = f"{found.hits / found.requests:.1%}" if found.requests else "-"
-    each = seconds(found.load_s) if found.load_s else "not known"
+    each = seconds(found.load_s) if found.load_s else "not counted"
     counts = (f"{found.asked_for:,}", str(found.slots), f"{found.loads:,}", each, f"{found.evictions:,}")
     return (name, *counts, hits, *_times(found.waiting))
 

@@ -23,7 +23,7 @@ from iserve.gateway.worker_http import CONNECT_S, NotBegunError, origin_of, work
 from iserve.http_stream import AnswerLostError, StreamAnswer, StreamClient
 from iserve.route_table import VariantRoute, WorkerTarget
 
-__all__ = ["VariantFolders", "VariantLoader", "without_paths"]
+__all__ = ["LoadFailedError", "VariantFolders", "VariantLoader", "without_paths"]
 
 _LOAD_SILENCE_S = 120.0  # next to what reading the adapter takes
 _SLOWEST_READ_BYTES_PER_S = 20e6  # of a network disk that is shared
@@ -40,6 +40,10 @@ _BEING_READ = "is still being read: ask for it again"  # our plug-in's, within v
 _PATH = re.compile(r"""(?P<quote>['"])/[^'"\n]*/(?P<last>[^/'"\n]*)(?P=quote)|(?<![\w:/.~-])/(?:[^\s'":;,()]*/)""")
 
 _log = logging.getLogger(__name__)
+
+
+class LoadFailedError(NotBegunError):
+    """The worker answered that it failed to load a variant."""
 
 
 class VariantFolders(Protocol):
@@ -81,8 +85,8 @@ class _Models(msgspec.Struct):
 class VariantLoader:
     """The three requests that a worker answers about adapters.
 
-    All raise NotReachedError (no connection), NotBegunError (another worker may do better) or ApiError (an answer
-    for the client).
+    All raise NotReachedError (no connection), NotBegunError (another worker may do better; LoadFailedError where
+    the worker said so) or ApiError (an answer for the client).
     """
 
     def __init__(self, workers: StreamClient, folders: VariantFolders) -> None:
@@ -127,6 +131,7 @@ class VariantLoader:
         silence_s = _LOAD_SILENCE_S + variant.num_bytes / _SLOWEST_READ_BYTES_PER_S
         now_s, pause_s = asyncio.get_running_loop().time(), _ASK_AGAIN_S
         read_until_s, busy_until_s = now_s + silence_s, now_s + _BUSY_S
+        has_failed = True
         while True:
             status, answer = await self._ask(target, "/v1/load_lora_adapter", body, variant.name, silence_s)
             if status == 200:
@@ -140,7 +145,7 @@ class VariantLoader:
                 break
             now_s = asyncio.get_running_loop().time()
             if now_s >= (read_until_s if is_read else busy_until_s):
-                status = 503
+                status, has_failed = 503, False  # it may have what is not known of here
                 break
             if is_read:  # it was not busy yet
                 busy_until_s = now_s + _BUSY_S
@@ -149,7 +154,8 @@ class VariantLoader:
         reason = self._shown(variant, error.message)
         if status >= 500:
             lost = ApiError(503, f"a worker failed to load the variant {variant.name!r}: {reason}", "variant_load")
-            raise NotBegunError(f"answered {status} to the load of {variant.engine_name}: {reason}", lost)
+            error_type = LoadFailedError if has_failed else NotBegunError
+            raise error_type(f"answered {status} to the load of {variant.engine_name}: {reason}", lost)
         raise ApiError(400, f"the variant {variant.name!r} cannot be loaded: {reason}", "variant_load", "model")
 
     async def unload(self, target: WorkerTarget, engine_name: str) -> None:

@@ -5,7 +5,7 @@ needs; all requests of the same cold variant wait for one load. What a worker ha
 again after any sign that it was restarted. A variant that has left the table, or was registered again with another
 content, keeps its requests in flight and is unloaded after them. Folders of what is loaded are asked for again and
 again: vLLM reads one once more when its copy was dropped, and ends where that fails (decision 42). An idle worker
-loads variants before they are asked for (``placement.variant_preload``); those that it has refused are left out.
+loads variants before they are asked for (``placement.variant_preload``); those that failed there are left out.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from iserve.gateway.errors import ApiError
-from iserve.gateway.variant_loader import VariantLoader
+from iserve.gateway.variant_loader import LoadFailedError, VariantLoader
+from iserve.gateway.variant_worker import VariantWorker
 from iserve.gateway.worker_http import NotBegunError
 from iserve.http_stream import NotReachedError
 from iserve.route_table import Route, VariantRoute, WorkerTarget
-from placement.variant_preload import choose_preloads
+from placement.variant_preload import choose_preloads, further_preloads
 from placement.variant_routing import (
     BACKGROUND_LOADS,
     Admission,
@@ -82,33 +83,6 @@ class Room:
     is_avoided: bool
 
 
-@dataclass(slots=True, eq=False)
-class _Worker:
-    target: WorkerTarget
-    state: WorkerVariants
-    is_listed: bool = True  # in the table
-    is_known: bool = False  # it was asked what it has loaded
-    epoch: int = 0  # counts the times that it was forgotten
-    quiet_until_s: float = 0.0  # nothing is loaded ahead of need
-    reading: asyncio.Lock = field(default_factory=asyncio.Lock)  # of a worker that reads one delta at a time
-    asking: asyncio.Task[None] | None = None
-    loads: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # under way
-    unloads: dict[str, asyncio.Task[None]] = field(default_factory=dict)
-    refused: set[str] = field(default_factory=set)  # whose last load failed: not loaded until they are asked for
-
-    @property
-    def is_ready(self) -> bool:
-        return self.is_listed and self.target.ready
-
-    def forget(self) -> None:
-        """Take nothing for loaded but what is being loaded now."""
-        if self.is_known:
-            self.is_known = False
-            self.epoch += 1
-            for name in self.state.loaded - self.loads.keys():
-                self.state.unload(name)
-
-
 class VariantResidency:
     """Variants of one deployment.
 
@@ -131,7 +105,7 @@ class VariantResidency:
         self._policy = policy or make_variant_policy()
         self._changed, self._loader, self._observer, self._busy = changed, loader, observer, busy
         self._loop = asyncio.get_running_loop()
-        self._workers: dict[str, _Worker] = {}  # by URL
+        self._workers: dict[str, VariantWorker] = {}  # by URL
         self._variants: dict[str, VariantRoute] = {}  # by public name
         self._current: dict[str, VariantRoute] = {}  # by engine name
         self._served_s: dict[str, float] = {}  # by engine name
@@ -156,11 +130,12 @@ class VariantResidency:
             worker = self._workers.get(target.url)
             if worker is None:
                 state = WorkerVariants(max(1, route.adapter_slots), max(1, route.loaded_adapters))
-                worker = self._workers[target.url] = _Worker(target, state)
+                worker = self._workers[target.url] = VariantWorker(target, state)
             elif not target.ready or target.token != worker.target.token:
                 worker.forget()
-                worker.refused.clear()
+                worker.failed.restart()
             worker.target, worker.is_listed = target, True
+            worker.failed.keep(self._current.keys())
             if route.adapter_slots:
                 worker.state.slots, worker.state.max_loaded = route.adapter_slots, route.loaded_adapters
             worker.state.pinned = frozenset(protected_pins(pinned, worker.state.max_loaded))
@@ -316,18 +291,23 @@ class VariantResidency:
     def preload(self) -> None:
         """Let idle workers load what no worker has, after what requests wait for and what is pinned."""
         now_s = self._loop.time()
-        workers = [] if self._wanted else [one for one in self._idle_workers(now_s) if self._is_idle(one)]
+        able = [] if self._wanted else self._idle_workers(now_s)
+        workers = [one for one in able if one.may_preload and one.target.url not in self._busy]
         if not workers:
             return
-        loaded = [worker.state.loaded for worker in self._workers.values()]
-        refused = set[str]().union(*(worker.refused for worker in workers))
-        variants = [name for name in self._current if name not in refused]
-        for index, name in choose_preloads([worker.state for worker in workers], loaded, variants, self._served_s):
-            self._load(workers[index], self._current[name], ())
-
-    def _is_idle(self, worker: _Worker) -> bool:
-        """Return whether nothing is done at the worker."""
-        return not (worker.target.url in self._busy or worker.state.in_flight or worker.loads or worker.unloads)
+        known = self._workers.values()
+        left_out = set[str]().union(*(one.failed.lost for one in known), *(one.failed.names for one in workers))
+        ready = [worker for worker in known if worker.is_ready]
+        chosen = choose_preloads(
+            [worker.state for worker in workers],
+            [worker.state.loaded for worker in known],
+            (name for name in self._current if name not in left_out),
+            self._served_s,
+            further_preloads(len(ready), sum(bool(worker.ahead) for worker in ready)),
+        )
+        for index, name in chosen:
+            workers[index].state.preload(name, self._served_s.get(name, float("-inf")))
+            workers[index].ahead.add(self._begin_load(workers[index], self._current[name]))
 
     async def _keep_folders(self, every_s: float) -> None:
         while True:
@@ -339,7 +319,7 @@ class VariantResidency:
                 except ApiError as error:
                     _log.warning("keeping the folder of %s: %s", variant.name, error)
 
-    def _idle_workers(self, now_s: float) -> list[_Worker]:
+    def _idle_workers(self, now_s: float) -> list[VariantWorker]:
         """Return workers at which variants may be loaded ahead of need."""
         workers = self._workers.values()
         return [one for one in workers if one.is_ready and one.is_known and now_s >= one.quiet_until_s]
@@ -359,7 +339,7 @@ class VariantResidency:
                 if evicted is not None and name in self._current:
                     self._load(worker, self._current[name], evicted)
 
-    def _unload_removed(self, worker: _Worker) -> None:
+    def _unload_removed(self, worker: VariantWorker) -> None:
         removed = worker.state.loaded - self._current.keys() - worker.state.in_flight.keys()
         for name in removed if worker.is_known else ():
             self._unload(worker, name)
@@ -370,14 +350,14 @@ class VariantResidency:
         if not worker.is_listed and not worker.state.in_flight:
             del self._workers[url]
 
-    def _ask(self, worker: _Worker) -> asyncio.Task[None]:
+    def _ask(self, worker: VariantWorker) -> asyncio.Task[None]:
         """Ask the worker what it has loaded; one question at a time."""
         if worker.asking is None:
             worker.asking = self._loop.create_task(self._learn(worker))
             worker.asking.add_done_callback(partial(self._after, worker, "list of models", is_asked=True))
         return worker.asking
 
-    async def _learn(self, worker: _Worker) -> None:
+    async def _learn(self, worker: VariantWorker) -> None:
         try:
             for name in await self._loader.loaded(worker.target) - worker.unloads.keys():
                 if name not in worker.state.loaded:
@@ -386,18 +366,22 @@ class VariantResidency:
         finally:
             worker.asking = None
 
-    def _load(self, worker: _Worker, variant: VariantRoute, evicted: Iterable[str]) -> None:
+    def _load(self, worker: VariantWorker, variant: VariantRoute, evicted: Iterable[str]) -> None:
         for name in evicted:
             self._unload(worker, name)
             if name in self._current:
                 self._observer.evicted(self._current[name].name)
         worker.state.load(variant.engine_name, self._loop.time())
+        self._begin_load(worker, variant)
+
+    def _begin_load(self, worker: VariantWorker, variant: VariantRoute) -> asyncio.Task[None]:
         task = self._loop.create_task(self._load_after(worker, variant, list(worker.unloads.values())))
         worker.loads[variant.engine_name] = task
         task.add_done_callback(partial(self._after_load, worker, variant.engine_name))
+        return task
 
     async def _load_after(
-        self, worker: _Worker, variant: VariantRoute, unloads: Sequence[asyncio.Task[None]]
+        self, worker: VariantWorker, variant: VariantRoute, unloads: Sequence[asyncio.Task[None]]
     ) -> None:
         """Load, once the unloads that make room for it are done."""
         if variant.base_directory is None:
@@ -408,7 +392,7 @@ class VariantResidency:
             await self._load_from(folder, worker, variant, unloads)
 
     async def _load_from(
-        self, folder: Path, worker: _Worker, variant: VariantRoute, unloads: Sequence[asyncio.Task[None]]
+        self, folder: Path, worker: VariantWorker, variant: VariantRoute, unloads: Sequence[asyncio.Task[None]]
     ) -> None:
         began_s = self._loop.time()
         try:
@@ -418,27 +402,34 @@ class VariantResidency:
             raise NotBegunError(error.reason, ApiError(503, message, "variant_load")) from error
         try:
             await self._loader.load(worker.target, variant, folder)
-        except (NotReachedError, NotBegunError):  # not ApiError: the worker has refused it
-            worker.forget()  # whether it is loaded is unknown
+        except (NotReachedError, NotBegunError) as error:  # not ApiError: the worker has refused it
+            if not isinstance(error, LoadFailedError) or variant.engine_name in worker.state.in_flight:
+                worker.forget()  # whether it is loaded is unknown, and matters where a request waits for it
             raise
         self._observer.loaded(variant.name, self._loop.time() - began_s)
 
-    def _after_load(self, worker: _Worker, name: str, task: asyncio.Task[None]) -> None:
+    def _after_load(self, worker: VariantWorker, name: str, task: asyncio.Task[None]) -> None:
+        is_ahead = task in worker.ahead
+        worker.ahead.discard(task)
         if worker.loads.get(name) is task:
             del worker.loads[name]
-            worker.refused.discard(name)
-            if task.cancelled() or task.exception() is not None:
+            error = asyncio.CancelledError() if task.cancelled() else task.exception()
+            if error is None:
+                for one in self._workers.values():  # loaded here, it is no danger there
+                    one.failed.lost.discard(name)
+                worker.failed.succeed(name)
+            else:
                 worker.state.unload(name)
-                worker.refused.add(name)
+                worker.failed.fail(name, answered=isinstance(error, ApiError | LoadFailedError), ahead=is_ahead)
         self._after(worker, f"load of {name}", task)
 
-    def _unload(self, worker: _Worker, name: str) -> None:
+    def _unload(self, worker: VariantWorker, name: str) -> None:
         worker.state.unload(name)
         task = self._loop.create_task(self._unload_after(worker, name, worker.loads.pop(name, None)))
         worker.unloads[name] = task
         task.add_done_callback(partial(self._after_unload, worker, name))
 
-    async def _unload_after(self, worker: _Worker, name: str, load: asyncio.Task[None] | None) -> None:
+    async def _unload_after(self, worker: VariantWorker, name: str, load: asyncio.Task[None] | None) -> None:
         if load is not None:
             await asyncio.wait((load,))
         try:
@@ -447,12 +438,14 @@ class VariantResidency:
             worker.forget()
             raise
 
-    def _after_unload(self, worker: _Worker, name: str, task: asyncio.Task[None]) -> None:
+    def _after_unload(self, worker: VariantWorker, name: str, task: asyncio.Task[None]) -> None:
         if worker.unloads.get(name) is task:
             del worker.unloads[name]
         self._after(worker, f"unload of {name}", task)
 
-    def _after(self, worker: _Worker, what: str, task: asyncio.Task[None], *, is_asked: bool = False) -> None:
+    def _after(
+        self, worker: VariantWorker, what: str, task: asyncio.Task[None], *, is_asked: bool = False
+    ) -> None:
         """Go on after a request to a worker that no client sent; ``is_asked``: for what it has loaded."""
         if task.cancelled():
             return

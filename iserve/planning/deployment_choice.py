@@ -175,32 +175,33 @@ def _slots(
     law = f"zipf:{traffic.variant_skew:g}" if traffic.variant_skew else "even"
     law += f", {traffic.base_share:.0%} of the requests for the base" * bool(traffic.base_share)
     one_slot = slot_bytes(spec, chosen, max(even_split(spec.num_layers, chosen.pp)))
+    cost = variant_cost(of_base, spec, chosen)
     share = f"{need.without_slot[chosen.adapter_slots]:.0%} of the variants asked for at once"
     bound = "half of what the weights leave" if chosen.has_delta_slots else "a tenth of a GPU"
     fewer = f"; {need.slots} take more than {bound}" if chosen.adapter_slots < need.slots else ""
     return (
         f"{slots_words(chosen)}, {gib(one_slot)} of a GPU each, for {traffic.variants:,} "
         f"variant{'s' * (traffic.variants > 1)} ({law}): {share} wait for a slot{fewer}",
-        _slot_times(spec, options, chosen, variant_cost(of_base, spec, chosen)),
-        *_loads(spec, options, table, chosen),
+        _slot_times(spec, options, chosen, cost),
+        *_loads(spec, options, chosen, cost),
     )
 
 
 def _loads(
-    spec: ModelSpec, options: PlanOptions, table: EngineCapabilities, chosen: DeploymentConfig
+    spec: ModelSpec, options: PlanOptions, chosen: DeploymentConfig, cost: VariantCost | None
 ) -> tuple[str, ...]:
     """Return which share of a worker's time loads take, in steady state and at its start."""
-    if not traits_of(table.engine).times_adapters:
+    if cost is None or not traits_of(chosen.engine).loads_stop_steps:
         return ()
     variants, rate_per_s = options.intent.traffic.variants, options.intent.rate_per_s
-    one_s = variant_load_s(spec, chosen)
+    one_s = variant_load_s(cost, spec, chosen)
     missed = variant_load(options.intent.traffic).missed(chosen.loaded_adapters)
     first = min(variants, chosen.loaded_adapters)
     steady = "every variant stays loaded"
     if missed:
-        of_time = (
-            "" if rate_per_s is None else f", {missed * one_s * rate_per_s / options.replicas:.1%} of its time"
-        )
+        of_time = ""
+        if rate_per_s is not None:
+            of_time = f", up to {missed * one_s * rate_per_s / options.replicas:.1%} of its time"
         steady = f"up to {missed:.1%} of the requests wait for a load that stops their worker{of_time}"
     return (
         f"loads: {steady}; the first loads at a worker stop it for up to {rounded(first * one_s, 2)} s, "

@@ -18,6 +18,7 @@ from fingerprint.estimators.adapter_slots import WithAdapterSlots
 from fingerprint.estimators.ngram_drafts import WithNgramDrafts
 from fingerprint.estimators.prefix_hits import WithPrefixHits
 from fingerprint.estimators.roofline import RooflineEstimator
+from fingerprint.estimators.variant_loads import WithVariantLoads
 from fingerprint.gpu_sharing import GROUP_LOSS
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
@@ -183,14 +184,16 @@ def with_traffic(
         load: how often each variant is asked for; None: as ``options`` say.
     """
     traffic = options.intent.traffic
-    if isinstance(estimator, WithPrefixHits | WithNgramDrafts | WithAdapterSlots):
+    if isinstance(estimator, WithPrefixHits | WithNgramDrafts | WithAdapterSlots | WithVariantLoads):
         return estimator
+    load = variant_load(traffic) if load is None else load
     if traffic.variants:
-        load = variant_load(traffic) if load is None else load
-        estimator = WithAdapterSlots(estimator, spec, load.distinct, load.of_base, load.missed)
+        estimator = WithAdapterSlots(estimator, spec, load.distinct, load.of_base)
     if traffic.draft_acceptance:
         estimator = WithNgramDrafts(estimator, traffic.draft_acceptance, vocab_size=spec.vocab_size)
-    return WithPrefixHits(estimator, traffic.prefix_hits) if traffic.prefix_hits else estimator
+    if traffic.prefix_hits:
+        estimator = WithPrefixHits(estimator, traffic.prefix_hits)
+    return WithVariantLoads(estimator, spec, load.missed) if traffic.variants else estimator
 
 
 def slots_of(options: PlanOptions) -> SlotNeed | None:

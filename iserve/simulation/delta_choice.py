@@ -48,7 +48,7 @@ def with_delta_slots(model: SimulatedModel, gpu: GpuSpec) -> SimulatedModel:
         return decode_s + rows * prompt_s / workload.output_tokens
 
     load = variant_load(traffic)
-    load_s = cost.load_s(delta_bytes) if traits_of(engine).times_adapters else 0.0  # else it stops no worker
+    load_s = cost.load_s(delta_bytes) if traits_of(engine).loads_stop_steps else 0.0  # else it stops no worker
     found = slots_by_step_time(
         load,
         requests,

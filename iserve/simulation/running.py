@@ -169,7 +169,8 @@ def adapter_cost(
 ) -> AdapterCost | None:
     """Return the slots of a worker with ``config`` and what adapters of ``rank`` take there; None: no slots.
 
-    In slots for deltas all are deltas of that size. Where the time of variants is not known they take none.
+    In slots for deltas all are deltas of that size. Where the time of variants is not known they take none. A load
+    stops a simulated worker, so that it takes none on an engine whose loads do not stop it.
 
     Args:
         estimator: of the base, which may have measurements of variants; None: there are none.
@@ -180,10 +181,11 @@ def adapter_cost(
     cost = variant_cost(estimator, spec, config)
     if cost is None:
         return AdapterCost(slots=slots, max_loaded=max_loaded)
+    stops = traits_of(config.engine).loads_stop_steps
     return AdapterCost(
         slots=slots,
         max_loaded=max_loaded,
-        load_s=cost.load_s(largest_delta_bytes(spec, config) or adapter_bytes(spec, rank)),
+        load_s=cost.load_s(largest_delta_bytes(spec, config) or adapter_bytes(spec, rank)) if stops else 0.0,
         added_s=lambda rows, active: cost.step_s(rows, active).value,
         prompt_share=cost.prompt_share,
         prompt_s=cost.prompt_s,

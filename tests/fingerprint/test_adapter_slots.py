@@ -15,7 +15,7 @@ from fingerprint.estimators.adapter_slots import WithAdapterSlots, added_prompt_
 from fingerprint.estimators.delta_slots import added_delta_step_s, delta_prompt_s
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec
-from fingerprint.lora.slot_bytes import adapter_bytes, reserved_bytes
+from fingerprint.lora.slot_bytes import reserved_bytes
 from planner.adapter_slots import VariantLoad
 from planner.space import slots_in_bounds
 from tests.fingerprint.step_timed_machine import llama_7b
@@ -201,33 +201,3 @@ def test_a_share_of_variants_that_is_lost_in_rounding_costs_empty_slots(base_sha
     plain = PLAIN.estimate(config.without_slots, work).tpot_s
     added_s = found.estimate(config, work).tpot_s.value - plain.value
     assert added_s == pytest.approx(added_step_s(LLAMA.num_layers, batch, 0, 8), abs=1e-9)
-
-
-@given(
-    batch=st.sampled_from([1, 32]),
-    base_share=st.sampled_from([0.0, 0.4]),
-    delta_mib=st.sampled_from([0, 2_000]),
-    places=st.sampled_from([4, 32]),
-)
-def test_loads_in_steady_state_are_added_to_prompts(
-    batch: int, base_share: float, delta_mib: int, places: int
-) -> None:
-    """Each request of a batch adds the mean time of its load; steps are as they were."""
-    config = DeploymentConfig(engine="vllm", adapter_slots=places // 4, adapter_rank=16, delta_mib=delta_mib)
-    work, load = Workload(batch=batch, input_tokens=512, output_tokens=64), VariantLoad(100, 1.0, base_share)
-    none = WithAdapterSlots(PLAIN, LLAMA, load.distinct, base_share).estimate(config, work)
-    found = WithAdapterSlots(PLAIN, LLAMA, load.distinct, base_share, load.missed).estimate(config, work)
-    size_bytes = delta_mib << 20 or adapter_bytes(LLAMA, 16)
-    expected_s = batch * load.missed(places) * (0.0533 + size_bytes / 1.274e9)
-    assert found.ttft_s.value - none.ttft_s.value == pytest.approx(expected_s)
-    assert found.ttft_s.low - none.ttft_s.low == pytest.approx(expected_s / 2)
-    assert found.ttft_s.high - none.ttft_s.high == pytest.approx(2 * expected_s)
-    assert (found.tpot_s, found.memory) == (none.tpot_s, none.memory)
-
-
-def test_loads_take_no_time_on_an_engine_that_was_not_timed_and_where_all_stay_loaded() -> None:
-    work, load = Workload(batch=8, input_tokens=512, output_tokens=64), VariantLoad(32, 1.0)
-    for engine, slots in (("torch", 1), ("vllm", 8)):
-        config = DeploymentConfig(engine=engine, adapter_slots=slots, adapter_rank=16)
-        none = WithAdapterSlots(PLAIN, LLAMA, load.distinct).estimate(config, work)
-        assert WithAdapterSlots(PLAIN, LLAMA, load.distinct, 0.0, load.missed).estimate(config, work) == none

@@ -13,6 +13,7 @@ from daemon.status import DeviceStatus, NodeStatus
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, SlotFormat, Workload
 from fingerprint.errors import ConfigError
+from fingerprint.estimators.adapter_slots import variant_cost
 from fingerprint.estimators.corrected import CorrectedEstimator
 from fingerprint.measurements import Profile
 from fingerprint.profile_plan import Shards
@@ -219,7 +220,10 @@ class TestPlans:
         assert cost.step_s(4, 2) == pytest.approx(truth.added_step_s(layers, 4, 2))
         assert cost.prompt_s is not None
         assert cost.prompt_s(64) == pytest.approx(truth.added_prompts_s(layers, 64, 1))
-        assert cost.load_s == pytest.approx(layers * truth.load[0] + truth.load[1])
+        found = variant_cost(estimator, SOURCE.spec, config)
+        assert found is not None
+        assert found.load_s(0) == pytest.approx(layers * truth.load[0] + truth.load[1])
+        assert cost.load_s == 0.0, "a load stops no worker of the embedded engine, as a simulated one would"
 
     def test_a_plan_at_a_rate_advises_to_merge_by_the_measured_time(self, with_variants: Profile) -> None:
         """Without it there is none, for the time of adapters is not known then."""

@@ -10,9 +10,10 @@ import pytest
 from daemon.engines.registry import get_engine
 from daemon.worker_spec import WorkerSpec
 from fingerprint.codec import to_json
-from fingerprint.config import DeploymentConfig
+from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimators import adapter_slots
 from fingerprint.lora import reserved_bytes, slot_bytes
+from fingerprint.lora.slot_bytes import adapter_bytes
 from fingerprint.model_spec import ModelSpec
 from iserve.planning.deployability import DeployableDocument
 from iserve.planning.deployment_choice import planned_deployment
@@ -264,3 +265,30 @@ def test_loads_change_no_plan_without_variants_and_make_those_with_missing_ones_
         for found in (before, after)
     ]
     assert chosen[1].ttft_s.value > chosen[0].ttft_s.value + 10
+
+
+class AllLoaded(VariantLoad):
+    """Variants that all stay loaded."""
+
+    def missed(self, places: int) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize("hits", [0.0, 0.3, 0.8, 0.99])
+@pytest.mark.parametrize("input_tokens", [1, 512, 32_000])
+@pytest.mark.parametrize("acceptance", [0.0, 0.5])
+def test_a_load_takes_its_time_however_much_of_a_prompt_is_cached(
+    hits: float, input_tokens: int, acceptance: float
+) -> None:
+    traffic = Traffic(variants=1000, variant_rank=64, prefix_hits=hits, draft_acceptance=acceptance)
+    table = get_engine("vllm").capabilities()
+    plain = datasheet_estimator(SPEC, hardware_on("h200:1").gpu, [table])
+    config = DeploymentConfig(engine="vllm", adapter_slots=8, adapter_rank=64)
+    load, work = VariantLoad(1000, 1.0), Workload(4, input_tokens, 64)
+    found, none = (
+        with_traffic(plain, SPEC, varied(traffic), one).estimate(config, work).ttft_s
+        for one in (load, AllLoaded(1000, 1.0))
+    )
+    load_s = adapter_slots.load_s(adapter_bytes(SPEC, 64))
+    assert found.value - none.value == pytest.approx(4 * load.missed(32) * load_s)
+    assert found.low == none.low

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-from placement.variant_preload import choose_preloads
+from placement.variant_preload import choose_preloads, further_preloads
 from placement.variant_routing import (
     BACKGROUND_LOADS,
     Candidate,
@@ -65,6 +65,7 @@ class _Place(Generic[_Request]):
     followers: dict[str, list[_Request]] = field(default_factory=dict)  # by variant, where they are preempted
     loading: dict[str, int] = field(default_factory=dict)  # variant -> its loads under way that count
     abandoned: dict[str, int] = field(default_factory=dict)  # ... that were evicted before they ended
+    ahead: str | None = None  # being loaded before it is asked for
 
 
 class VariantFleet(Generic[_Request, _Worker]):
@@ -130,6 +131,7 @@ class VariantFleet(Generic[_Request, _Worker]):
         place = self._places.get(worker)
         if place is not None:
             _take_one(place.abandoned if variant in place.abandoned else place.loading, variant)
+            place.ahead = None if variant == place.ahead else place.ahead
 
     def serve(self, waiting: Sequence[_Request], workers: Sequence[_Worker], now_s: float) -> dict[_Request, None]:
         """Offer the waiting requests a worker, and load ahead for those that go on waiting.
@@ -169,9 +171,13 @@ class VariantFleet(Generic[_Request, _Worker]):
             return
         idle = [one for one in workers if not (one.outstanding or self._places[one].loading)]
         states = [self._places[worker].state for worker in idle]
-        loaded = (self._places[worker].state.loaded for worker in workers)
-        for index, variant in choose_preloads(states, loaded, self._registered, self._served_s):
-            self._load(idle[index], variant, (), now_s)
+        places = [self._places[worker] for worker in workers]
+        loaded = (place.state.loaded for place in places)
+        most = further_preloads(len(places), sum(place.ahead is not None for place in places))
+        for index, variant in choose_preloads(states, loaded, self._registered, self._served_s, most):
+            self._places[idle[index]].ahead = variant
+            self._places[idle[index]].state.preload(variant, self._served_s.get(variant, float("-inf")))
+            self._begin(idle[index], variant, now_s)
 
     def _runnable(self, workers: Sequence[_Worker]) -> frozenset[str] | None:
         """Return the variants that need no further slot, where none is free; None: a worker has a free one."""
@@ -229,13 +235,17 @@ class VariantFleet(Generic[_Request, _Worker]):
 
     def _load(self, worker: _Worker, variant: str, evicted: Sequence[str], now_s: float) -> None:
         place = self._places[worker]
-        self.loads += 1
         self.evictions += len(evicted)
         for name in evicted:
             if name in place.loading:  # of a variant that waits no more: it ends all the same
                 _take_one(place.loading, name)
                 place.abandoned[name] = place.abandoned.get(name, 0) + 1
         place.state.load(variant, now_s, evicted)
+        self._begin(worker, variant, now_s)
+
+    def _begin(self, worker: _Worker, variant: str, now_s: float) -> None:
+        place = self._places[worker]
+        self.loads += 1
         place.loading[variant] = place.loading.get(variant, 0) + 1
         self._sender.load(worker, variant, now_s)
 

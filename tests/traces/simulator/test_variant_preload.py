@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
 import pytest
 
 from fingerprint.errors import ConfigError
@@ -15,6 +19,7 @@ from traces.simulator.adapter_cost import AdapterCost
 from traces.simulator.result import SimulationResult, VariantFigures
 from traces.simulator.scenario import Deploy, Policies, Scenario
 from traces.simulator.simulation import simulate
+from traces.simulator.variant_fleet import VariantFleet
 
 STEPS = linear_steps(limits(4, 200, 64), step_s=0.05, sequence_s=0.01, prompt_token_s=0.001)
 VARIANTS = tuple(f"m/{index}" for index in range(1, 5))
@@ -87,3 +92,67 @@ def test_without_registered_variants_nothing_is_loaded_ahead() -> None:
 def test_a_registered_name_that_is_no_variant_is_refused(golden: Golden) -> None:
     with golden.raises("simulator-errors", ConfigError):
         run((9.0, "m/1"), registered=("x",))
+
+
+@dataclass(eq=False)
+class Worker:
+    outstanding: int = 0
+    max_outstanding: int = 4
+    last_turn: int = -1
+
+
+@dataclass(eq=False)
+class Asked:
+    variant: str
+    arrived_s: float
+
+
+@dataclass
+class Sends:
+    """Sender whose loads end when the test says so."""
+
+    loads: list[tuple[Any, str]] = field(default_factory=list)
+
+    def choose_base(self, rooms: Sequence[Worker]) -> int:
+        return 0
+
+    def load(self, worker: Worker, variant: str, now_s: float) -> None:
+        self.loads.append((worker, variant))
+
+    def send(self, request: Any, worker: Worker, now_s: float) -> None: ...
+
+
+def fleet_of(workers: Sequence[Worker], slots: int, *registered: str) -> tuple[VariantFleet[Any, Worker], Sends]:
+    sends = Sends()
+    fleet = VariantFleet[Any, Worker](make_variant_policy(), slots, slots, sends, registered)
+    for worker in workers:
+        fleet.enter(worker)
+    return fleet, sends
+
+
+def test_one_of_several_replicas_loads_nothing_ahead_at_any_time() -> None:
+    workers = [Worker(), Worker(), Worker()]
+    fleet, sends = fleet_of(workers, 2, *"abcdef")
+    fleet.preload(workers[:2], 0.0)
+    fleet.preload(workers[:2], 0.0)
+    assert sends.loads == [(workers[0], "a")]
+    fleet.preload(workers, 0.0)
+    assert len({worker for worker, _ in sends.loads}) == len(sends.loads) == 2
+    fleet.loaded(*sends.loads[0])
+    fleet.preload(workers, 0.1)
+    assert len({worker for worker, _ in sends.loads}) == len(sends.loads) == 3
+
+
+def test_of_what_was_loaded_ahead_the_least_wanted_goes_first() -> None:
+    worker = Worker()
+    fleet, sends = fleet_of([worker], 2, "a", "b")
+    for at_s in (0.0, 1.0):
+        fleet.preload([worker], at_s)
+        fleet.loaded(*sends.loads[-1])
+    request = Asked("c", 2.0)
+    assert list(fleet.serve([request], [worker], 2.0)) == [request]
+    fleet.loaded(worker, "c")
+    fleet.ended(worker, request)
+    again = Asked("a", 3.0)
+    fleet.serve([again], [worker], 3.0)
+    assert [variant for _, variant in sends.loads] == ["a", "b", "c"], "a is there: b was evicted"

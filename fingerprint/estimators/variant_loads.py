@@ -1,0 +1,54 @@
+"""Time of loads of variants in steady state, on top of an estimate of prompts and steps with adapter slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.engines import traits_of
+from fingerprint.estimates import Estimate, Estimator, Quantity, Source, TellsHiddenTime
+from fingerprint.estimators.adapter_slots import ADDED_ERROR, later, variant_cost, variant_load_s
+from fingerprint.estimators.variant_cost import TellsVariantCost, VariantCost
+from fingerprint.model_spec import ModelSpec
+
+__all__ = ["WithVariantLoads"]
+
+
+class WithVariantLoads:
+    """``base`` with the loads that a batch needs, where a load stops its worker.
+
+    Like a prompt, the load that a request needs is before its first token and adds its whole time to that of all
+    requests under way, however much of the prompt is in a prefix cache. ``missed`` is an upper bound (replicas
+    share variants), so that the interval begins at no load. The copy of a loaded variant into a slot was not
+    measured and is left out.
+
+    Args:
+        missed: returns the share of all requests whose variant is not loaded, by how many a worker keeps loaded.
+    """
+
+    def __init__(self, base: Estimator, spec: ModelSpec, missed: Callable[[int], float]) -> None:
+        self.name = base.name
+        self.base, self._spec, self._missed = base, spec, cache(missed)
+
+    def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
+        """Predict as ``base``, with loads in TTFT."""
+        found = self.base.estimate(config, workload)
+        if not traits_of(config.engine).loads_stop_steps:
+            return found
+        cost = variant_cost(self.base, self._spec, config)
+        missed = 0.0 if cost is None else self._missed(config.loaded_adapters)
+        if cost is None or not missed:
+            return found
+        loads_s = workload.batch * missed * variant_load_s(cost, self._spec, config)
+        of_loads = Quantity(loads_s, 0.0, loads_s * ADDED_ERROR, Source.SCALED)
+        return replace(found, ttft_s=later(found.ttft_s, of_loads))
+
+    def hidden_s(self, config: DeploymentConfig) -> float:
+        """Return that of ``base``, where it has one (``estimates.TellsHiddenTime``)."""
+        return self.base.hidden_s(config) if isinstance(self.base, TellsHiddenTime) else 0.0
+
+    def variant_cost(self, config: DeploymentConfig) -> VariantCost | None:
+        """Return that of ``base``, where it has one (``variant_cost.TellsVariantCost``)."""
+        return self.base.variant_cost(config) if isinstance(self.base, TellsVariantCost) else None

@@ -1,0 +1,52 @@
+"""State of one worker in the residency of variants: what is loaded there, and what is under way."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from iserve.gateway.failed_loads import FailedLoads
+from iserve.route_table import WorkerTarget
+from placement.variant_routing import WorkerVariants
+
+__all__ = ["VariantWorker"]
+
+
+@dataclass(slots=True, eq=False)
+class VariantWorker:
+    """Variants of one worker, and the requests about them that are under way there."""
+
+    target: WorkerTarget
+    state: WorkerVariants
+    is_listed: bool = True  # in the table
+    is_known: bool = False  # it was asked what it has loaded
+    epoch: int = 0  # counts the times that it was forgotten
+    quiet_until_s: float = 0.0  # nothing is loaded ahead of need
+    reading: asyncio.Lock = field(default_factory=asyncio.Lock)  # of a worker that reads one delta at a time
+    asking: asyncio.Task[None] | None = None
+    loads: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # under way
+    unloads: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    ahead: set[asyncio.Task[None]] = field(default_factory=set)  # loads that were begun before a request's need
+    failed: FailedLoads = field(default_factory=FailedLoads)  # not loaded until they are asked for
+
+    @property
+    def is_ready(self) -> bool:
+        return self.is_listed and self.target.ready
+
+    @property
+    def may_preload(self) -> bool:
+        """Return whether no request for a variant, load or unload is under way, and a slot is free for a load.
+
+        A load does not count that has failed before: a pinned variant is tried again and again.
+        """
+        if self.state.in_flight or self.unloads or not self.failed.allows_preload:
+            return False
+        return len(self.state.loaded) < self.state.slots and self.loads.keys() <= self.failed.names
+
+    def forget(self) -> None:
+        """Take nothing for loaded but what is being loaded now."""
+        if self.is_known:
+            self.is_known = False
+            self.epoch += 1
+            for name in self.state.loaded - self.loads.keys():
+                self.state.unload(name)

@@ -1,0 +1,102 @@
+"""Loads of variants in estimates."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.engines import TRAITS
+from fingerprint.estimates import Quantity, Source
+from fingerprint.estimators.adapter_slots import WithAdapterSlots, load_s
+from fingerprint.estimators.prefix_hits import WithPrefixHits
+from fingerprint.estimators.roofline import RooflineEstimator
+from fingerprint.estimators.variant_cost import VariantCost
+from fingerprint.estimators.variant_loads import WithVariantLoads
+from fingerprint.gpus import gpu_spec
+from fingerprint.lora.slot_bytes import adapter_bytes
+from planner.adapter_slots import VariantLoad
+from tests.fingerprint.step_timed_machine import llama_7b
+
+LLAMA = llama_7b()
+PLAIN = RooflineEstimator(LLAMA, gpu_spec("h200-sxm"))
+
+
+def with_slots(load: VariantLoad) -> WithAdapterSlots:
+    return WithAdapterSlots(PLAIN, LLAMA, load.distinct, load.base_share)
+
+
+@given(
+    batch=st.sampled_from([1, 32]),
+    base_share=st.sampled_from([0.0, 0.4]),
+    delta_mib=st.sampled_from([0, 2_000]),
+    places=st.sampled_from([4, 32]),
+)
+def test_loads_in_steady_state_are_added_to_prompts(
+    batch: int, base_share: float, delta_mib: int, places: int
+) -> None:
+    """Each request of a batch adds the mean time of its load; steps are as they were.
+
+    The share of requests that wait for one is an upper bound, so that the interval begins at none.
+    """
+    config = DeploymentConfig(engine="vllm", adapter_slots=places // 4, adapter_rank=16, delta_mib=delta_mib)
+    work, load = Workload(batch=batch, input_tokens=512, output_tokens=64), VariantLoad(100, 1.0, base_share)
+    none = with_slots(load).estimate(config, work)
+    found = WithVariantLoads(with_slots(load), LLAMA, load.missed).estimate(config, work)
+    size_bytes = delta_mib << 20 or adapter_bytes(LLAMA, 16)
+    expected_s = batch * load.missed(places) * (0.0533 + size_bytes / 1.274e9)
+    assert found.ttft_s.value - none.ttft_s.value == pytest.approx(expected_s)
+    assert found.ttft_s.low == none.ttft_s.low
+    assert found.ttft_s.high - none.ttft_s.high == pytest.approx(2 * expected_s)
+    assert (found.tpot_s, found.memory) == (none.tpot_s, none.memory)
+
+
+def test_loads_take_no_time_on_an_engine_that_they_do_not_stop_and_where_all_stay_loaded() -> None:
+    work, load = Workload(batch=8, input_tokens=512, output_tokens=64), VariantLoad(32, 1.0)
+    for engine, slots in (("torch", 1), ("vllm", 8)):
+        config = DeploymentConfig(engine=engine, adapter_slots=slots, adapter_rank=16)
+        none = with_slots(load).estimate(config, work)
+        assert WithVariantLoads(with_slots(load), LLAMA, load.missed).estimate(config, work) == none
+
+
+class _Measured(VariantCost):
+    """Cost whose loads take 3 s."""
+
+    def step_s(self, rows: float, active: float) -> Quantity:
+        return Quantity(0.0, 0.0, 0.0, Source.MEASURED)
+
+    def prompts_s(self, workload: Workload, ttft_s: float, base_share: float, distinct: float) -> Quantity:
+        return Quantity(0.0, 0.0, 0.0, Source.MEASURED)
+
+    def load_s(self, num_bytes: int) -> float:
+        return 3.0
+
+
+class _WithMeasured(RooflineEstimator):
+    def variant_cost(self, config: DeploymentConfig) -> VariantCost:
+        return _Measured()
+
+
+@pytest.mark.parametrize(("engine", "added_s"), [("vllm", 0.5 * 8 * 3.0), ("torch", 0.0)])
+def test_a_measured_load_is_the_one_that_counts_where_it_stops_steps(engine: str, added_s: float) -> None:
+    base = _WithMeasured(LLAMA, gpu_spec("h200-sxm"))
+    config = DeploymentConfig(engine=engine, adapter_slots=1, adapter_rank=16)
+    work = Workload(batch=8, input_tokens=512, output_tokens=64)
+    inner = WithAdapterSlots(base, LLAMA, lambda requests: 1.0)
+    found = WithVariantLoads(inner, LLAMA, lambda places: 0.5).estimate(config, work)
+    assert found.ttft_s.value - inner.estimate(config, work).ttft_s.value == pytest.approx(added_s)
+
+
+@given(hits=st.floats(0, 0.999), input_tokens=st.integers(1, 64_000), batch=st.sampled_from([1, 32]))
+def test_a_prefix_cache_spares_no_load(hits: float, input_tokens: int, batch: int) -> None:
+    config = DeploymentConfig(engine="vllm", adapter_slots=1, adapter_rank=16)
+    work, load = Workload(batch, input_tokens, 64), VariantLoad(100, 1.0)
+    none = WithPrefixHits(with_slots(load), hits)
+    found = WithVariantLoads(none, LLAMA, load.missed).estimate(config, work)
+    expected_s = batch * load.missed(4) * load_s(adapter_bytes(LLAMA, 16))
+    assert found.ttft_s.value - none.estimate(config, work).ttft_s.value == pytest.approx(expected_s, rel=1e-6)
+
+
+def test_loads_stop_the_steps_of_vllm_alone() -> None:
+    assert [name for name, traits in TRAITS.items() if traits.loads_stop_steps] == ["vllm"]
