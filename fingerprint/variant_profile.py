@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from fingerprint.config import ADAPTER_RANKS, Workload
-from fingerprint.errors import ConfigError, IserveError
+from fingerprint.errors import BadInputError, ConfigError
 from fingerprint.measurements import RankMemory, VariantSession
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile import ProfileProgress
@@ -95,7 +95,8 @@ def measure_variants(
 ) -> VariantMeasurement:
     """Measure variants of ``plan.kind`` in fingerprints of ``spec``. The session is closed whatever happens.
 
-    What cannot be measured is a measurement with its failure, so that it is not tried at each plan anew.
+    What an engine refuses as wrong is a measurement with its failure, so that it is not tried at each plan anew. Any
+    other failure may be gone the next time and is raised.
 
     Args:
         open_session: launches a worker at tp = pp = 1.
@@ -103,6 +104,9 @@ def measure_variants(
         variants: the folder of a variant of these layers by its number, and the bytes of its tensors.
         clock: seconds that only grow.
         progress: called before every load and burst; what it raises ends the measurement.
+
+    Raises:
+        IserveError: a failure that need not happen again.
     """
     driver = _Driver(spec, fingerprints, variants, plan, clock, progress)
     failure = ""
@@ -112,7 +116,7 @@ def measure_variants(
             driver.run_all(session)
         finally:
             session.close()
-    except IserveError as error:
+    except BadInputError as error:
         failure = str(error)
     return VariantMeasurement(
         kind=plan.kind,

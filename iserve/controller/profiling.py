@@ -350,10 +350,11 @@ class Profiler:
 
 
 def _with_former_variants(measured: Profile, former: Profile | None) -> Profile:
-    """Return ``measured`` with the kinds of variants that the profile which it replaces has and it has not."""
-    kinds = {one.kind for one in measured.variants}
-    kept = () if former is None else tuple(one for one in former.variants if one.kind not in kinds)
-    return replace(measured, variants=(*kept, *measured.variants)) if kept else measured
+    """Return ``measured`` with what was measured of variants in the profile that it replaces, where it has not."""
+    known = {one.kind for one in measured.variants if not one.failure}
+    kept = () if former is None else tuple(v for v in former.variants if not v.failure and v.kind not in known)
+    new = tuple(one for one in measured.variants if one.kind not in {former.kind for former in kept})
+    return replace(measured, variants=(*kept, *new)) if kept else measured
 
 
 def _measure_unlisted(engine: Engine, node: NodeStatus, go_on: Callable[[], None]) -> None:

@@ -113,20 +113,29 @@ def _of_base(order: Order, target: WorkerProfileTarget, fingerprints: Fingerprin
 def _with_variants(
     measured: Profile, order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints
 ) -> Profile:
-    """Return ``measured`` with the order's variants, measured now unless it has their kind."""
+    """Return ``measured`` with the order's variants, measured now unless it has their kind.
+
+    A failure that may be gone the next time is a note alone: the next deploy with such variants tries again.
+    """
     kind = order.variants
     if kind is None or kind in {one.kind for one in measured.variants}:
         return measured
-    found = measure_variants(
-        order.spec,
-        lambda: target.open(tp=1, pp=1),
-        fingerprints,
-        fingerprints.variant,
-        variant_plan(order.spec, order.workload, kind, budget_s=order.max_seconds / 2),
-        progress=order.progress,
-    )
-    notes = (f"{kind} were not measured: {found.failure}",) if found.failure else ()
-    return replace(measured, variants=(*measured.variants, found), notes=(*measured.notes, *notes))
+    failed = f"{kind} were not measured: "
+    notes = tuple(note for note in measured.notes if not note.startswith(failed))  # of an earlier try
+    try:
+        found = measure_variants(
+            order.spec,
+            lambda: target.open(tp=1, pp=1),
+            fingerprints,
+            fingerprints.variant,
+            variant_plan(order.spec, order.workload, kind, budget_s=order.max_seconds / 2),
+            progress=order.progress,
+        )
+    except IserveError as error:
+        return replace(measured, notes=(*notes, f"{failed}{error}"))
+    if found.failure:
+        notes = (*notes, f"{failed}{found.failure}")
+    return replace(measured, variants=(*measured.variants, found), notes=notes)
 
 
 def _refuse_more_than_a_step(order: Order) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, SlotFormat, Workload
-from fingerprint.errors import ConfigError
+from fingerprint.errors import BadInputError, ConfigError, EngineError
 from fingerprint.estimates import Source
 from fingerprint.estimators.adapter_slots import WithAdapterSlots, variant_cost
 from fingerprint.estimators.fingerprinted import FingerprintedEstimator
@@ -146,12 +146,19 @@ class TestDriver:
         assert long.clock.now - short.clock.now > 10
 
     def test_what_fails_is_recorded_and_no_estimate(self) -> None:
-        machine = VariantMachine(failing="no room for adapters")
+        machine = VariantMachine(failing=BadInputError("no room for adapters"))
         found = machine.measure()
-        assert (found.runs, found.failure) == ((), machine.failing)
+        assert (found.runs, found.failure) == ((), str(machine.failing))
         assert machine.session is not None
         assert machine.session.closed
         assert measured_cost([found], LAYERS, SLOTS) is None
+
+    def test_what_may_be_gone_the_next_time_is_no_measurement(self) -> None:
+        machine = VariantMachine(failing=EngineError("killed"))
+        with pytest.raises(EngineError, match="killed"):
+            machine.measure()
+        assert machine.session is not None
+        assert machine.session.closed
 
     def test_a_measurement_is_stored_as_it_is(self, measured: VariantMeasurement) -> None:
         assert from_json(to_json(measured), VariantMeasurement) == measured

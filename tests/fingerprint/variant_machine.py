@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from fingerprint.config import SlotFormat, Workload
-from fingerprint.errors import EngineError
+from fingerprint.errors import IserveError
 from fingerprint.measurements import RankMemory, RunReading
 from fingerprint.model_spec import ModelSpec
 from fingerprint.variant_measurements import VariantKind, VariantMeasurement
@@ -55,7 +55,7 @@ class VariantMachine:
     truth: VariantTruth = VariantTruth()
     noise: float = 0.0
     seed: int = 0
-    failing: str = ""
+    failing: IserveError | None = None
 
     def __post_init__(self) -> None:
         self.clock, self.random = FakeClock(), np.random.default_rng(self.seed)
@@ -109,7 +109,7 @@ class VariantMachineSession:
         assert self.layers, "variants before a fingerprint"
         assert not self.loaded
         if self.machine.failing:
-            raise EngineError(self.machine.failing)
+            raise self.machine.failing
         truth = self.machine.truth
         self.loaded = len(folders)
         self.machine.clock.now += 0.01 * len(folders)

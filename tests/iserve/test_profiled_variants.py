@@ -12,7 +12,7 @@ from daemon.engines.registry import capabilities_for, get_engine
 from daemon.status import DeviceStatus, NodeStatus
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, SlotFormat, Workload
-from fingerprint.errors import ConfigError
+from fingerprint.errors import BadInputError, ConfigError, EngineError
 from fingerprint.estimators.corrected import CorrectedEstimator
 from fingerprint.measurements import Profile
 from fingerprint.profile_plan import Shards
@@ -163,12 +163,27 @@ def test_a_kind_is_measured_once_and_another_is_added(with_variants: Profile) ->
 
 def test_what_fails_is_noted_and_not_tried_again(golden: Golden) -> None:
     machine = Machine()
-    machine.variants.failing = "no room for adapters"
+    machine.variants.failing = BadInputError("no room for adapters")
     failed, _ = profiled(VARIANTS, machine=machine)
     golden("variant", failed.notes)
     again, machine = profiled(VARIANTS, known=failed)
     assert again == failed
     assert not machine.variants.log
+
+
+def test_what_may_be_gone_the_next_time_is_tried_again() -> None:
+    """A worker that was killed, say. The note of each try is that of the last, until one succeeds."""
+    known = None
+    for words in ("the worker was killed", "no memory now"):
+        machine = Machine()
+        machine.variants.failing = EngineError(words)
+        known, _ = profiled(VARIANTS, known=known, machine=machine)
+        assert known.variants == ()
+        notes = [note for note in known.notes if "were not measured" in note]
+        assert notes == [f"adapters of rank 8 were not measured: {words}"]
+    found, _ = profiled(VARIANTS, known=known)
+    assert [one.kind for one in found.variants] == [RANK_8]
+    assert not [note for note in found.notes if "were not measured" in note]
 
 
 def test_engines_whose_profiling_workers_serve_no_variants_measure_none() -> None:
@@ -247,3 +262,14 @@ def test_a_profile_that_is_taken_again_keeps_the_variants_of_the_former(with_var
     assert _with_former_variants(plain, with_variants).variants == with_variants.variants
     assert _with_former_variants(with_variants, with_variants) == with_variants
     assert _with_former_variants(plain, None) == plain
+
+
+def test_a_failure_replaces_no_measurement_and_is_not_kept(with_variants: Profile) -> None:
+    plain, _ = profiled(None)
+    (good,) = with_variants.variants
+    bad = replace(good, runs=(), loads=(), failure="no room")
+    failed = replace(plain, variants=(bad,))
+    assert _with_former_variants(failed, with_variants).variants == (good,)
+    assert _with_former_variants(with_variants, failed).variants == (good,)
+    assert _with_former_variants(plain, failed).variants == ()
+    assert _with_former_variants(failed, None).variants == (bad,)
