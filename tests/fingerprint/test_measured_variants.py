@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, SlotFormat, Workload
-from fingerprint.errors import BadInputError, ConfigError, EngineError
+from fingerprint.errors import BadInputError, ConfigError, EngineError, NotMeasuredError
 from fingerprint.estimates import Source
 from fingerprint.estimators.adapter_slots import WithAdapterSlots, variant_cost
 from fingerprint.estimators.fingerprinted import FingerprintedEstimator
@@ -31,6 +32,14 @@ def cost_of(measured: VariantMeasurement, config: DeploymentConfig = SLOTS) -> M
     found = measured_cost([measured], LAYERS, config)
     assert found is not None
     return found
+
+
+def slow_machine(slowness: float) -> VariantMachine:
+    """Return a machine whose bursts take ``slowness`` times as long."""
+    base, step, prompt = (
+        tuple(slowness * part for part in parts) for parts in (TRUTH.base_s, TRUTH.step, TRUTH.prompt)
+    )
+    return VariantMachine(truth=replace(TRUTH, base_s=base, step=step, prompt=prompt))
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +153,32 @@ class TestDriver:
         visits = [[entry[1] for entry in machine.log if entry[0] == "load"] for machine in (short, long)]
         assert visits == [[1, 2], [1, 2, 2, 1]]
         assert long.clock.now - short.clock.now > 10
+
+    @pytest.mark.parametrize("slowness", [1, 3, 6, 9, 10, 15, 30, 100, 200])
+    def test_it_ends_within_twice_its_budget_on_a_slow_machine(self, slowness: float) -> None:
+        """Measured, in fewer rounds if need be, or refused before it is."""
+        machine = slow_machine(slowness)
+        begun_s = machine.clock.now
+        with suppress(NotMeasuredError):
+            machine.measure(budget_s=30.0)
+        assert machine.clock.now - begun_s <= 60.0
+        assert machine.session is not None
+        assert machine.session.closed
+
+    def test_fewer_rounds_are_run_where_more_do_not_fit(self) -> None:
+        rounds = {len(one.runs_s) for one in slow_machine(10).measure(budget_s=30.0).runs}
+        assert min(rounds) == 2
+
+    def test_what_does_not_fit_is_refused_before_variants_are_loaded(self) -> None:
+        machine = slow_machine(100)
+        with pytest.raises(NotMeasuredError, match=r"more than the 60 s that they may; give more"):
+            machine.measure(budget_s=30.0)
+        assert not [entry for entry in machine.log if entry[0] == "variants"]
+
+    def test_variants_of_a_fingerprint_are_given_up_after_its_last_visit(self) -> None:
+        machine = VariantMachine()
+        machine.measure()
+        assert [entry[1] for entry in machine.log if entry[0] in {"load", "forget"}] == [1, 2, 2, 2, 1, 1]
 
     def test_what_fails_is_recorded_and_no_estimate(self) -> None:
         machine = VariantMachine(failing=BadInputError("no room for adapters"))

@@ -76,7 +76,15 @@ class VariantMachine:
 
     def measure(self, kind: VariantKind = RANK_8, budget_s: float = 60.0) -> VariantMeasurement:
         plan = variant_plan(self.spec, WORK, kind, budget_s=budget_s)
-        return measure_variants(self.spec, self.open, self.fingerprint, self.variant, plan, clock=self.clock)
+        return measure_variants(
+            self.spec,
+            self.open,
+            self.fingerprint,
+            self.variant,
+            plan,
+            forget=lambda layers: self.log.append(("forget", len(layers))),
+            clock=self.clock,
+        )
 
 
 class VariantMachineSession:

@@ -14,13 +14,18 @@ from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, SlotFormat, Workload
 from fingerprint.errors import BadInputError, ConfigError, EngineError
 from fingerprint.estimators.corrected import CorrectedEstimator
+from fingerprint.families import load_spec
 from fingerprint.measurements import Profile
 from fingerprint.profile_plan import Shards
+from fingerprint.random_variants import base_hashes
+from fingerprint.variant_measurements import VariantKind
 from iserve.cli.profile_text import print_profile
+from iserve.controller import profiling_run
 from iserve.controller.profiling import _with_former_variants
-from iserve.controller.profiling_run import Order, take
+from iserve.controller.profiling_run import Fingerprints, Order, take
 from iserve.controller.profiling_scope import kind_to_measure
 from iserve.controller.standalone_plans import _measured_on
+from iserve.demo import demo_model_path
 from iserve.model_source import ModelSource
 from iserve.planning.deployability import DeployableDocument
 from iserve.planning.deployment_choice import planned_deployment
@@ -90,6 +95,9 @@ class Cuts:
 
     def __call__(self, layers: Any) -> Path:
         return self.machine.fingerprint(layers)
+
+    def forget_variants(self, layers: Any) -> None:
+        pass
 
 
 def options_for(traffic: Traffic) -> PlanOptions:
@@ -273,3 +281,20 @@ def test_a_failure_replaces_no_measurement_and_is_not_kept(with_variants: Profil
     assert _with_former_variants(with_variants, failed).variants == (good,)
     assert _with_former_variants(plain, failed).variants == ()
     assert _with_former_variants(failed, None).variants == (bad,)
+
+
+def test_variants_of_a_fingerprint_hash_their_base_once_and_are_deleted_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[Path] = []
+    monkeypatch.setattr(profiling_run, "base_hashes", lambda base: (hashed.append(base), base_hashes(base))[1])
+    demo = demo_model_path()
+    source = ModelSource("demo", demo, True, load_spec(demo))
+    fingerprints = Fingerprints(source, tmp_path / "cuts", weights=True)
+    kind = VariantKind(delta_format=SlotFormat.INT2)
+    written = {cut: [fingerprints.variant(cut, kind, number)[0] for number in (0, 1, 0)] for cut in ((0,), (0, 1))}
+    assert hashed == [fingerprints(cut) for cut in written]
+    fingerprints.forget_variants((0,))
+    assert [folder.exists() for folder in written[0,]] == [False] * 3
+    assert all(folder.exists() for folder in (*written[0, 1], *hashed))
+    assert fingerprints.variant((0,), kind, 0)[0].exists()
