@@ -73,6 +73,11 @@ class TestLaw:
         assert found.load_s(0) == pytest.approx(LAYERS * TRUTH.load[0] + TRUTH.load[1])
         assert found.held_bytes == pytest.approx(LAYERS * TRUTH.layer_bytes + TRUTH.other_bytes)
 
+    def test_loads_are_in_proportion_to_their_bytes(self, measured: VariantMeasurement) -> None:
+        found, num_bytes = cost_of(measured), LAYERS * TRUTH.layer_bytes + TRUTH.other_bytes
+        for times in (0.5, 1.0, 1000.0):
+            assert found.load_s(round(times * num_bytes)) == pytest.approx(times * found.load_s(0))
+
     def test_intervals_hold_the_truth_of_noisy_runs(self) -> None:
         """At least 80 of 100 times and rows are within their 90% intervals; each is wider than nothing."""
         within = total = 0
@@ -112,6 +117,21 @@ class TestKinds:
         found = measured_cost([far, measured], LAYERS, replace(SLOTS, adapter_rank=16))
         assert found is not None
         assert found.measured == measured
+
+    def test_deltas_of_another_format_lie_between_no_change_and_proportion(
+        self, measured: VariantMeasurement
+    ) -> None:
+        found = replace(measured, kind=VariantKind(delta_format=SlotFormat.INT4))
+        asked = replace(SLOTS, adapter_rank=0, delta_format=SlotFormat.INT4)
+        same, other = cost_of(found, asked), cost_of(found, DELTAS)
+        assert (same.is_exact, other.is_exact) == (True, False)
+        proportion = (2 + 1 / 8) / (4 + 1 / 8)  # of bits per weight, a scale for 128 included
+        assert other.step_s(8, 4).low == pytest.approx(proportion * same.step_s(8, 4).low)
+        assert other.step_s(8, 4).high == pytest.approx(same.step_s(8, 4).high)
+        assert other.step_s(8, 4).source is Source.SCALED
+        both = measured_cost([found, replace(measured, kind=INT2)], LAYERS, DELTAS)
+        assert both is not None
+        assert both.is_exact
 
     def test_adapters_tell_nothing_of_deltas_nor_deltas_of_adapters(self, measured: VariantMeasurement) -> None:
         deltas = replace(measured, kind=INT2)

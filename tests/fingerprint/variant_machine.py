@@ -31,6 +31,12 @@ class VariantTruth:
     load: tuple[float, float] = (4e-3, 1e-2)  # a layer, all else
     layer_bytes: int = 1000
     other_bytes: int = 300
+    file_layer_bytes: int | None = None  # of a file; None: as a variant holds
+
+    def file_bytes(self, layers: int) -> int:
+        if self.file_layer_bytes is not None:
+            return layers * self.file_layer_bytes
+        return layers * self.layer_bytes + self.other_bytes
 
     def added_step_s(self, layers: int, rows: float, active: float) -> float:
         return self._added(self.step, layers, rows, active) + self.loaded_s(layers)
@@ -71,8 +77,7 @@ class VariantMachine:
         return Path("/fingerprints") / str(len(layers))
 
     def variant(self, layers: Sequence[int], kind: VariantKind, number: int) -> tuple[Path, int]:
-        truth = self.truth
-        return self.fingerprint(layers) / f"{kind}-{number}", len(layers) * truth.layer_bytes + truth.other_bytes
+        return self.fingerprint(layers) / f"{kind}-{number}", self.truth.file_bytes(len(layers))
 
     def measure(self, kind: VariantKind = RANK_8, budget_s: float = 60.0) -> VariantMeasurement:
         plan = variant_plan(self.spec, WORK, kind, budget_s=budget_s)

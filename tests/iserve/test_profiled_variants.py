@@ -15,6 +15,7 @@ from fingerprint.config import DeploymentConfig, SlotFormat, Workload
 from fingerprint.errors import BadInputError, ConfigError, EngineError
 from fingerprint.estimators.corrected import CorrectedEstimator
 from fingerprint.families import load_spec
+from fingerprint.lora.slot_bytes import adapter_bytes
 from fingerprint.measurements import Profile
 from fingerprint.profile_plan import Shards
 from fingerprint.random_variants import base_hashes
@@ -78,7 +79,8 @@ class Machine(SyntheticMachine):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.variants = VariantMachine(spec=self.spec)
+        files = VariantTruth(file_layer_bytes=adapter_bytes(self.spec, 8) // self.spec.num_layers)
+        self.variants = VariantMachine(spec=self.spec, truth=files)
         self.variants.clock = self.clock
 
     def open(self, *, tp: int, pp: int) -> Session:
