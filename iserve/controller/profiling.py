@@ -158,7 +158,7 @@ class Profiler:
         found = self.stored(source, engine, node, batch=plan_options.workload.batch)
         if found is None or self.lacking(found, engine, node, plan_options):
             return None
-        kind = kind_to_measure(engine.capabilities(), plan_options)
+        kind = kind_to_measure(engine.capabilities(), source.spec, plan_options)
         return found if kind is None or kind in {one.kind for one in found.variants} else None
 
     def lacking(
@@ -238,7 +238,9 @@ class Profiler:
                 known=None if plan_options is None else former,
                 serving=self._serving(node),
                 variants=(
-                    variants if plan_options is None else kind_to_measure(engine.capabilities(), plan_options)
+                    variants
+                    if plan_options is None
+                    else kind_to_measure(engine.capabilities(), source.spec, plan_options)
                 ),
             )
             measured = with_links(self._measured(order, engine, daemon), node)

@@ -123,7 +123,7 @@ def profiled(
         max_seconds=40.0,
         progress=lambda _: None,
         known=known,
-        variants=None if options is None else kind_to_measure(TABLE, options),
+        variants=None if options is None else kind_to_measure(TABLE, SOURCE.spec, options),
     )
     target: Any = machine
     cuts: Any = Cuts(machine)
@@ -198,8 +198,15 @@ def test_what_may_be_gone_the_next_time_is_tried_again() -> None:
 
 def test_engines_whose_profiling_workers_serve_no_variants_measure_none() -> None:
     table = get_engine("vllm").capabilities()
-    assert kind_to_measure(table, options_for(VARIANTS)) is None
-    assert kind_to_measure(TABLE, options_for(Traffic())) is None
+    assert kind_to_measure(table, SOURCE.spec, options_for(VARIANTS)) is None
+    assert kind_to_measure(TABLE, SOURCE.spec, options_for(Traffic())) is None
+
+
+def test_slots_that_the_engine_refuses_are_not_measured() -> None:
+    """The embedded engine's slots have a size in place of a format."""
+    by_format = replace(DELTAS, delta_mib=0, delta_format=SlotFormat.INT2)
+    assert kind_to_measure(TABLE, SOURCE.spec, options_for(by_format)) is None
+    assert kind_to_measure(TABLE, SOURCE.spec, options_for(DELTAS)) == INT2
 
 
 def test_a_rank_and_a_format_are_asked_for_one_at_a_time(golden: Golden) -> None:
@@ -234,6 +241,11 @@ class TestPlans:
             (line,) = (note for note in self.notes(profile, traffic) if "the time that" in note)
             said.append(line)
         golden("variant", said)
+
+    def test_the_hint_measures_what_the_plan_is_for(self) -> None:
+        """The model, the engine, and at least as many requests at once."""
+        (line,) = (n for n in self.notes(profiled(None)[0], VARIANTS) if "is not known" in n)
+        assert "`iserve profile m --engine torch --batch 4 --rank 8`" in line
 
     def test_a_plan_takes_the_added_time(self, with_variants: Profile) -> None:
         estimator = CorrectedEstimator(estimator_for(with_variants), [])

@@ -168,6 +168,8 @@ class TestTable:
         elsewhere = get_engine("vllm").capabilities()  # for GPUs of another machine
         assert elsewhere.unavailable is not None
         assert elsewhere.refusal(LLAMA, INT2, H200) is None
+        older = str(engine("0.26.0").capabilities().refusal(LLAMA, INT2, H200))
+        assert older.startswith("vllm serves no deltas of full fine-tunes: install 0.33.0, which does, export")
         monkeypatch.setattr(release, "RUN_WITH_DELTAS", frozenset())
         assert get_engine("vllm").capabilities().refusal(LLAMA, INT2, H200) is not None
         refused = [
