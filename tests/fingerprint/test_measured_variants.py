@@ -21,6 +21,7 @@ from fingerprint.variant_measurements import VariantKind, VariantMeasurement, as
 from fingerprint.variant_profile import variant_plan
 from tests.fingerprint.synthetic_machine import CPU, SyntheticMachine, llama, take_profile
 from tests.fingerprint.variant_machine import INT2, RANK_8, WORK, VariantMachine, VariantTruth
+from tests.golden_words import Golden
 
 LAYERS = 32
 SLOTS = DeploymentConfig(adapter_slots=8, adapter_rank=8)
@@ -189,9 +190,9 @@ class TestDriver:
         rounds = {len(one.runs_s) for one in slow_machine(10).measure(budget_s=30.0).runs}
         assert min(rounds) == 2
 
-    def test_what_does_not_fit_is_refused_before_variants_are_loaded(self) -> None:
+    def test_what_does_not_fit_is_refused_before_variants_are_loaded(self, golden: Golden) -> None:
         machine = slow_machine(100)
-        with pytest.raises(NotMeasuredError, match=r"more than the 60 s that they may; give more"):
+        with golden.raises("fingerprint", NotMeasuredError):
             machine.measure(budget_s=30.0)
         assert not [entry for entry in machine.log if entry[0] == "variants"]
 
