@@ -163,6 +163,7 @@ class EngineCapabilities:
             is not listed is a no.
         adapters: whether workers of it are started with adapter slots; of an architecture that takes adapters.
         deltas: families of models of which its slots hold deltas, all in one format.
+        deltas_since: release that would hold deltas, where ``deltas`` is empty for the one that is installed.
         assumes_deltas: whether its slots are taken to hold deltas, though no release of it does: for simulations.
         cpu: whether it runs on a CPU.
         amd: whether it can be planned for AMD GPUs.
@@ -184,6 +185,7 @@ class EngineCapabilities:
     max_pp: int
     adapters: bool = False
     deltas: frozenset[str] = frozenset()
+    deltas_since: str = ""
     assumes_deltas: bool = False
     cpu: bool = False
     amd: bool = False
@@ -219,7 +221,7 @@ class EngineCapabilities:
         ):
             if reason is not None:
                 return f"{name} has no {axis}={value}" + (f": {reason}" if reason else "")
-        if (reason := self._split_refusal(spec, config) or self._slots_refusal(spec, config)) is not None:
+        if (reason := self._split_refusal(spec, config) or self.slots_refusal(spec, config)) is not None:
             return reason
         applying = (exclusion for exclusion in self.exclusions if exclusion.applies(spec, config, gpu))
         return next((f"{name}: {exclusion.reason}" for exclusion in applying), None)
@@ -268,7 +270,7 @@ class EngineCapabilities:
             return self._degree_refusal("pp", self.max_pp)
         return None
 
-    def _slots_refusal(self, spec: ModelSpec, config: DeploymentConfig) -> str | None:
+    def slots_refusal(self, spec: ModelSpec, config: DeploymentConfig) -> str | None:
         """Return why this engine cannot have the adapter slots of ``config``; None when it can, or has none."""
         if not config.adapter_slots:
             return None
@@ -299,7 +301,8 @@ class EngineCapabilities:
             return None
         if config.has_delta_slots and traits_of(config.engine).holds_deltas_by_size:
             return f"slots of {self.engine} hold deltas of any format up to a size: give --delta-mib in its place"
-        return f"{self.engine} serves no deltas of full fine-tunes: {way_out}"
+        release = f"install {self.deltas_since}, which does, " if self.deltas_since else ""
+        return f"{self.engine} serves no deltas of full fine-tunes: {release}{way_out}"
 
     def _adapters_refusal(self, spec: ModelSpec) -> str | None:
         reason = self._listed(spec).no_lora

@@ -29,7 +29,7 @@ from fingerprint.tensor_hash import tensor_hash
 from fingerprint.tensor_shapes import Role, TensorShape
 from fingerprint.variant_measurements import VariantKind
 
-__all__ = ["write_random_variant"]
+__all__ = ["base_hashes", "write_random_variant"]
 
 _DEVIATION = 0.01  # of factors: as small as what training leaves
 _SCALE = 0.001  # of a delta's levels
@@ -38,12 +38,29 @@ _DELTA_FILE = "delta-00001.safetensors"
 _Make = Callable[[np.random.Generator], bytes]
 
 
-def write_random_variant(base: Path, target: Path, kind: VariantKind, number: int) -> int:
+def base_hashes(base: Path) -> tuple[BaseHash, ...]:
+    """Read the whole checkpoint in ``base``, and return its tensors' hashes, which each of its deltas names."""
+    checkpoint = Checkpoint.open(base)
+    return tuple(
+        BaseHash(name=name, sha256=tensor_hash(entry.dtype, entry.shape, checkpoint.chunks(name)))
+        for name, entry in sorted(checkpoint.tensors.items())
+    )
+
+
+def write_random_variant(
+    base: Path,
+    target: Path,
+    kind: VariantKind,
+    number: int,
+    *,
+    hashes: Callable[[Path], tuple[BaseHash, ...]] = base_hashes,
+) -> int:
     """Write to ``target`` variant ``number`` of the model in ``base``, and return its tensors' bytes.
 
     Args:
         base: of adapters its config.json suffices; a delta names its base's tensors by their hashes.
         target: a folder that is not there yet.
+        hashes: called with ``base``, for deltas alone.
 
     Raises:
         IserveError: ``base`` cannot be read, or its family has no table of tensors.
@@ -56,7 +73,8 @@ def write_random_variant(base: Path, target: Path, kind: VariantKind, number: in
         for shape in blueprint.layer
     ]
     if kind.is_delta:
-        return _write_delta(base, target, [*layers, *blueprint.rest], FORMATS[kind.delta_format], number)
+        tensors, format_ = [*layers, *blueprint.rest], FORMATS[kind.delta_format]
+        return _write_delta(Checkpoint.open(base), hashes(base), target, tensors, format_, number)
     return _write_adapter(target, [shape for shape in layers if _is_matrix(shape)], kind.rank, number)
 
 
@@ -88,8 +106,15 @@ def _write_adapter(target: Path, matrices: list[TensorShape], rank: int, number:
     return num_bytes
 
 
-def _write_delta(base: Path, target: Path, tensors: list[TensorShape], format_: DeltaFormat, number: int) -> int:
-    values, checkpoint = _Values(number), Checkpoint.open(base)
+def _write_delta(
+    checkpoint: Checkpoint,
+    hashes: tuple[BaseHash, ...],
+    target: Path,
+    tensors: list[TensorShape],
+    format_: DeltaFormat,
+    number: int,
+) -> int:
+    values = _Values(number)
     matrices, exact, written = [], [], []
     for tensor in sorted(tensors, key=lambda each: each.name):
         entry = checkpoint.tensors.get(tensor.name)
@@ -126,10 +151,7 @@ def _write_delta(base: Path, target: Path, tensors: list[TensorShape], format_: 
         format=format_.name,
         max_error=None,
         base_name="fingerprint",
-        base=tuple(
-            BaseHash(name=name, sha256=tensor_hash(entry.dtype, entry.shape, checkpoint.chunks(name)))
-            for name, entry in sorted(checkpoint.tensors.items())
-        ),
+        base=hashes,
         finetuned_name="random",
         finetuned_sha256="0" * 64,
         calibration=None,

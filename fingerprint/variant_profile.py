@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
 from fingerprint.config import ADAPTER_RANKS, Workload
-from fingerprint.errors import ConfigError, IserveError
+from fingerprint.errors import BadInputError, ConfigError, NotMeasuredError
 from fingerprint.measurements import RankMemory, VariantSession
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile import ProfileProgress
@@ -29,7 +30,9 @@ __all__ = ["VariantPlan", "measure_variants", "variant_plan"]
 MOST_ACTIVE = 4  # distinct variants of a burst: loads and files of more would take longer than the bursts
 _MOST_TOKENS = 2048  # of the prompts of a burst
 _LONGEST_OUTPUT = 17
-_FEWEST_ROUNDS, _MOST_ROUNDS = 3, 40  # of a visit
+_ROUNDS, _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 2, 40  # of a visit: at least, at least where time is short, at most
+_OVERRUN = 2.0  # no burst begins that is expected to end after so many times the budget
+_LEAST_BUDGET_S = 5.0  # in less, not even a small model is measured
 _MIB = 1 << 20
 
 
@@ -42,7 +45,7 @@ class VariantPlan:
     input_tokens: int
     output_tokens: tuple[int, int]  # the shorter first
     active: int  # distinct variants at most
-    budget_s: float  # a visit of each fingerprint is finished whatever it takes
+    budget_s: float  # a visit of each fingerprint may take twice as long, or 10 s
 
     def __post_init__(self) -> None:
         if not 1 <= self.active <= max(self.batches):
@@ -90,21 +93,28 @@ def measure_variants(
     variants: Callable[[Sequence[int], VariantKind, int], tuple[Path, int]],
     plan: VariantPlan,
     *,
+    forget: Callable[[Sequence[int]], None] = lambda _: None,
     clock: Callable[[], float] = time.monotonic,
     progress: Callable[[ProfileProgress], None] = lambda _: None,
 ) -> VariantMeasurement:
     """Measure variants of ``plan.kind`` in fingerprints of ``spec``. The session is closed whatever happens.
 
-    What cannot be measured is a measurement with its failure, so that it is not tried at each plan anew.
+    What an engine refuses as wrong is a measurement with its failure, so that it is not tried at each plan anew.
+    Any other failure may be gone the next time and is raised.
 
     Args:
         open_session: launches a worker at tp = pp = 1.
         fingerprints: the checkpoint directory that holds these layers of the model.
         variants: the folder of a variant of these layers by its number, and the bytes of its tensors.
+        forget: called with the layers whose variants are not needed any more.
         clock: seconds that only grow.
         progress: called before every load and burst; what it raises ends the measurement.
+
+    Raises:
+        NotMeasuredError: one visit of each fingerprint would take more than twice the budget (or 10 s).
+        IserveError: a failure that need not happen again.
     """
-    driver = _Driver(spec, fingerprints, variants, plan, clock, progress)
+    driver = _Driver(spec, fingerprints, variants, plan, forget, clock, progress)
     failure = ""
     try:
         session = open_session()
@@ -112,7 +122,7 @@ def measure_variants(
             driver.run_all(session)
         finally:
             session.close()
-    except IserveError as error:
+    except BadInputError as error:
         failure = str(error)
     return VariantMeasurement(
         kind=plan.kind,
@@ -131,6 +141,7 @@ class _Driver:
     fingerprints: Callable[[Sequence[int]], Path]
     variants: Callable[[Sequence[int], VariantKind, int], tuple[Path, int]]
     plan: VariantPlan
+    forget: Callable[[Sequence[int]], None]
     clock: Callable[[], float]
     progress: Callable[[ProfileProgress], None]
     done: int = 0
@@ -138,6 +149,8 @@ class _Driver:
     _pairs: dict[tuple[int, Shape, int], list[tuple[float, float]]] = field(default_factory=dict)
     _loads_s: dict[int, list[float]] = field(default_factory=dict)
     _bytes: dict[int, tuple[int, int]] = field(default_factory=dict)  # of a variant's file, and held
+    _last_s: dict[tuple[int, Shape, int], float] = field(default_factory=dict)  # the first of a kind may compile
+    _visit_s: dict[int, float] = field(default_factory=dict)  # of the fewest rounds, by layers
 
     def __post_init__(self) -> None:
         self.started_s = self.clock()
@@ -150,17 +163,19 @@ class _Driver:
             self._visit(session, cut, self._elapsed_s + left_s / (2 * len(self.cuts) - number))
         for number, cut in enumerate(reversed(self.cuts)):
             left_s = self.plan.budget_s - self._elapsed_s
-            if 4 * left_s < self._elapsed_s:  # what a visit takes at least is not known: no more than so far
-                return
-            self._visit(session, cut, self._elapsed_s + left_s / (len(self.cuts) - number))
+            if self._visit_s[len(cut)] < left_s:
+                with suppress(NotMeasuredError):  # it took longer than the first time: what was read so far counts
+                    self._visit(session, cut, self._elapsed_s + left_s / (len(self.cuts) - number))
+            self.forget(cut)
 
     @property
     def _elapsed_s(self) -> float:
         return self.clock() - self.started_s
 
     def _visit(self, session: VariantSession, cut: Sequence[int], until_s: float) -> None:
-        bursts, k = self.plan.bursts, len(cut)
+        bursts, k, started_s = self.plan.bursts, len(cut), self._elapsed_s
         base = [shape for shape, active in bursts if not active]
+        self._tell(f"{k} layers: writing {self.plan.active} {self.plan.kind}")
         folders = [self.variants(cut, self.plan.kind, number) for number in range(self.plan.active)]
         file_bytes = max(num_bytes for _, num_bytes in folders)
         self._tell(f"{k} layers: loading")
@@ -175,7 +190,9 @@ class _Driver:
         )
         for shape in base:
             self._run(session, k, shape, 0)  # warms up
-        before = [[self._run(session, k, shape, 0) for shape in base] for _ in range(_FEWEST_ROUNDS)]
+        before = [[self._run(session, k, shape, 0) for shape in base]]
+        rounds = self._rounds_that_fit(cut)
+        before += [[self._run(session, k, shape, 0) for shape in base] for _ in range(rounds - 1)]
         held = _held_bytes(session.memory())
         self._tell(f"{k} layers: loading {self.plan.active} {self.plan.kind}")
         loads_s = session.load_variants([folder for folder, _ in folders])
@@ -184,7 +201,7 @@ class _Driver:
         for shape, active in bursts:
             self._run(session, k, shape, active)
         for number in range(_MOST_ROUNDS):
-            if number >= _FEWEST_ROUNDS and self._elapsed_s > until_s:
+            if number >= rounds and self._elapsed_s + self._expected_s(k, bursts) > until_s:
                 break
             order = bursts if number % 2 == 0 else bursts[::-1]
             took_s = {(shape, active): self._run(session, k, shape, active) for shape, active in order}
@@ -193,13 +210,52 @@ class _Driver:
                     self._keep(k, shape, active, run_s, took_s[shape, 0])
                 elif number < len(before):
                     self._keep(k, shape, active, run_s, before[number][base.index(shape)])
+            if number == rounds - 1:
+                self._visit_s[k] = self._elapsed_s - started_s
+
+    @property
+    def _limit_s(self) -> float:
+        return _OVERRUN * max(_LEAST_BUDGET_S, self.plan.budget_s)
+
+    def _expected_s(self, num_layers: int, bursts: Sequence[tuple[Shape, int]]) -> float:
+        """Return what ``bursts`` took last; those that were not run yet, what the base took."""
+        last_s = self._last_s
+        return sum(last_s.get((num_layers, s, a), last_s.get((num_layers, s, 0), 0.0)) for s, a in bursts)
+
+    def _rounds_that_fit(self, cut: Sequence[int]) -> int:
+        """Return the rounds that a visit of ``cut`` runs at least, from how long its bursts for the base took.
+
+        Raises:
+            NotMeasuredError: not even the fewest fit, and the fingerprints after it, of as long bursts per layer.
+        """
+        bursts, left_s = self.plan.bursts, self._limit_s - self._elapsed_s
+        base_s = self._expected_s(len(cut), [(shape, active) for shape, active in bursts if not active])
+        all_s = self._expected_s(len(cut), bursts)
+        later = sum(len(one) for one in self.cuts if len(one) not in self._bytes and one != cut) / len(cut)
+        needed_s = 0.0
+        for rounds in range(_ROUNDS, _FEWEST_ROUNDS - 1, -1):
+            whole_s = (rounds + 1) * (base_s + all_s)
+            needed_s = whole_s - 2 * base_s + later * whole_s
+            if needed_s <= left_s:
+                return rounds
+        raise self._out_of_time(self._elapsed_s + needed_s)
+
+    def _out_of_time(self, needed_s: float) -> NotMeasuredError:
+        return NotMeasuredError(
+            f"they would take {needed_s:.0f} s at least, more than the {self._limit_s:g} s that they may; "
+            "give more: `iserve profile --max-seconds`, or ISERVE_PROFILE_SECONDS for a deploy"
+        )
 
     def _keep(self, num_layers: int, shape: Shape, active: int, run_s: float, base_s: float) -> None:
         self._pairs.setdefault((num_layers, shape, active), []).append((run_s, base_s))
 
     def _run(self, session: VariantSession, num_layers: int, shape: Shape, active: int) -> float:
+        end_s = self._elapsed_s + self._expected_s(num_layers, [(shape, active)])
+        if end_s > self._limit_s:
+            raise self._out_of_time(end_s)
         of = f"{self.plan.kind}, {active} in a burst" if active else "the base"
         self._tell(f"{num_layers} layers, {of}: batch {shape.batch}, {shape.output_tokens} out")
+        started_s = self._elapsed_s
         reading = session.run_variants(
             batch=shape.batch,
             input_tokens=shape.input_tokens,
@@ -207,10 +263,11 @@ class _Driver:
             active=active,
         )
         self.done += 1
+        self._last_s[num_layers, shape, active] = self._elapsed_s - started_s
         return reading.e2e_s
 
     def _tell(self, running: str) -> None:
-        least = len(self.cuts) * len(self.plan.bursts) * (_FEWEST_ROUNDS + 2)
+        least = len(self.cuts) * len(self.plan.bursts) * (_ROUNDS + 2)
         total = max(least, self.done)
         self.progress(ProfileProgress(self.done, total, self._elapsed_s, self.plan.budget_s, running))
 

@@ -1,9 +1,9 @@
 """Time of low-bit deltas of full fine-tunes next to their base, from kernels that were timed alone.
 
 Measured on one H200 for all four linears of the 32 layers of Llama-3.1-8B in int2, one tiling for any mix
-(``tests.bench.delta_kernels``, third run; docs/decisions/0047-delta-kernels.md). No engine has run them: what they
-add to an engine's step is estimated, and so is all of another model or format, in proportion to the delta's bytes.
-By that rule int4 with 8 deltas takes 13.2 ms where 9.9 was measured, int3 10.0 where 13.5 was.
+(``tests.bench.delta_kernels``, third run; docs/decisions/0047-delta-kernels.md). vLLM ran them later (decision
+48): what they add to its steps is estimated here, and so is all of another model or format, in proportion to the
+delta's bytes. By that rule int4 with 8 deltas takes 13.2 ms where 9.9 was measured, int3 10.0 where 13.5 was.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ layers follow from one and two; what variants that are loaded add to bursts of t
 fitted apart. No part is below zero. The interval is the noise of the differences and what the fit leaves
 (``estimators.linear``).
 
-Ranks and tensor-parallel degrees that were not measured lie between no change and proportion: half-way, with both
-in the interval.
+Ranks, formats of deltas and tensor-parallel degrees that were not measured lie between no change and proportion:
+half-way, with both in the interval. Loads go by the bytes.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.delta.formats import FORMATS
 from fingerprint.estimates import Quantity, Source
 from fingerprint.estimators.linear import Array, Interval, LinearModel, Prediction, combine
 from fingerprint.estimators.variant_cost import VariantCost
-from fingerprint.variant_measurements import VariantLoads, VariantMeasurement, VariantRuns, kind_of
+from fingerprint.variant_measurements import VariantKind, VariantLoads, VariantMeasurement, VariantRuns, kind_of
 
 __all__ = ["MeasuredVariantCost", "measured_cost"]
 
@@ -41,27 +42,30 @@ def measured_cost(
     usable = [one for one in measurements if one.runs and one.kind.is_delta == kind.is_delta]
     if not usable:
         return None
-    if kind.is_delta:
-        found = min(usable, key=lambda one: (one.kind != kind, str(one.kind)))
-        return MeasuredVariantCost(found, num_layers, tp=config.tp)
-    found = min(usable, key=lambda one: abs(np.log2(one.kind.rank / kind.rank)))
-    return MeasuredVariantCost(found, num_layers, of_rank=kind.rank / found.kind.rank, tp=config.tp)
+    found = min(usable, key=lambda one: abs(np.log2(_size(one.kind) / _size(kind))))
+    return MeasuredVariantCost(found, num_layers, kind=kind, tp=config.tp)
+
+
+def _size(kind: VariantKind) -> float:
+    """Return what the bytes of a variant go by: the rank of an adapter, the bits of a delta's weight."""
+    return FORMATS[kind.delta_format].bits_per_weight if kind.is_delta else kind.rank
 
 
 class MeasuredVariantCost(VariantCost):
     """Time that variants add to a model of ``num_layers`` layers.
 
     Args:
-        of_rank: rank that is asked for over the rank that was measured.
+        kind: that is asked for; None: as measured.
         tp: degree that is asked for.
     """
 
     def __init__(
-        self, measured: VariantMeasurement, num_layers: int, *, of_rank: float = 1.0, tp: int = 1
+        self, measured: VariantMeasurement, num_layers: int, *, kind: VariantKind | None = None, tp: int = 1
     ) -> None:
-        self.measured, self.is_exact = measured, of_rank == 1 and tp == 1
+        kind = kind or measured.kind
+        self.measured, self.is_exact = measured, kind == measured.kind and tp == 1
         self._layers = num_layers
-        self._bounds = sorted((1.0, of_rank / tp))
+        self._bounds = sorted((1.0, _size(kind) / _size(measured.kind) / tp))
         self._of_variants = _fit([one for one in measured.runs if one.active], _variant_row)
         self._of_loaded = _fit([one for one in measured.runs if not one.active], _loaded_row)
         self._known: dict[tuple[float, float, float, bool], Quantity] = {}
@@ -80,13 +84,19 @@ class MeasuredVariantCost(VariantCost):
         return self._added(used, rows / share * workload.input_tokens, share, is_prompt=True)
 
     def load_s(self, num_bytes: int) -> float:
-        """Return the time of a load, which goes by layers as what is loaded does."""
-        return self.load.value
+        """Return the time of a load, in proportion to the bytes of those measured; 0 bytes: as large as these."""
+        of_bytes = num_bytes / self.file_bytes if num_bytes and self.file_bytes else 1.0
+        return self.load.value * of_bytes
 
     @property
     def load(self) -> Quantity:
         """Time of a load from the page cache."""
         return self._by_layers([one.loads_s for one in self._loads])
+
+    @property
+    def file_bytes(self) -> float:
+        """Bytes of the tensors of a variant of the kind that was measured."""
+        return self._by_layers([(float(one.file_bytes),) * 2 for one in self._loads]).value
 
     @property
     def held_bytes(self) -> float:

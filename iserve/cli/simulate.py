@@ -225,8 +225,8 @@ def _adapter_times(models: Iterable[SimulatedModel], options: PlanOptions) -> tu
     if delta_mib := options.intent.traffic.delta_mib:
         return (
             f"what deltas of {delta_mib:,} MiB take is estimated: steps and prompts from kernels that were timed "
-            "alone on an H200 and that no engine has run (docs/decisions/0047-delta-kernels.md), a load from "
-            "adapters on vLLM; a load stops its worker",
+            "alone on an H200 (docs/decisions/0047-delta-kernels.md), a load from adapters on vLLM; a load stops "
+            "its worker",
         )
     rank = options.intent.traffic.variant_rank
     return (

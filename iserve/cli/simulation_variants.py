@@ -44,7 +44,7 @@ class VariantOptions:
             metavar="MIB",
             min=1,
             help="All variants are deltas of full fine-tunes, of so many MiB each. Their times are estimated from "
-            "kernels that no engine has run.",
+            "kernels that were timed alone on an H200.",
         ),
     ] = None
     base_share: Annotated[

@@ -158,7 +158,7 @@ class Profiler:
         found = self.stored(source, engine, node, batch=plan_options.workload.batch)
         if found is None or self.lacking(found, engine, node, plan_options):
             return None
-        kind = kind_to_measure(engine.capabilities(), plan_options)
+        kind = kind_to_measure(engine.capabilities(), source.spec, plan_options)
         return found if kind is None or kind in {one.kind for one in found.variants} else None
 
     def lacking(
@@ -238,7 +238,9 @@ class Profiler:
                 known=None if plan_options is None else former,
                 serving=self._serving(node),
                 variants=(
-                    variants if plan_options is None else kind_to_measure(engine.capabilities(), plan_options)
+                    variants
+                    if plan_options is None
+                    else kind_to_measure(engine.capabilities(), source.spec, plan_options)
                 ),
             )
             measured = with_links(self._measured(order, engine, daemon), node)
@@ -350,10 +352,11 @@ class Profiler:
 
 
 def _with_former_variants(measured: Profile, former: Profile | None) -> Profile:
-    """Return ``measured`` with the kinds of variants that the profile which it replaces has and it has not."""
-    kinds = {one.kind for one in measured.variants}
-    kept = () if former is None else tuple(one for one in former.variants if one.kind not in kinds)
-    return replace(measured, variants=(*kept, *measured.variants)) if kept else measured
+    """Return ``measured`` with what was measured of variants in the profile that it replaces, where it has not."""
+    known = {one.kind for one in measured.variants if not one.failure}
+    kept = () if former is None else tuple(v for v in former.variants if not v.failure and v.kind not in known)
+    new = tuple(one for one in measured.variants if one.kind not in {former.kind for former in kept})
+    return replace(measured, variants=(*kept, *new)) if kept else measured
 
 
 def _measure_unlisted(engine: Engine, node: NodeStatus, go_on: Callable[[], None]) -> None:

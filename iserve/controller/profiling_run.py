@@ -5,10 +5,11 @@ Only those are measured that can still change the decision that the profile is t
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from daemon.profile_client import WorkerProfileTarget
@@ -30,7 +31,7 @@ from fingerprint.measurements import Profile, key_of
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile import ProfileProgress, profile
 from fingerprint.profile_plan import EngineSizes, ProfilePlan, Shards, default_plan
-from fingerprint.random_variants import write_random_variant
+from fingerprint.random_variants import base_hashes, write_random_variant
 from fingerprint.truncate import generate, generate_dummy, generate_shape
 from fingerprint.variant_measurements import VariantKind
 from fingerprint.variant_profile import measure_variants, variant_plan
@@ -60,7 +61,8 @@ class Order:
         known: holds on the node, with measurements left out that the request needs: these are added to it.
         shards: which degrees may be taken as one tensor-parallel rank alone.
         max_seconds: launches included, but for an engine in an environment of its own: there without its starts,
-            and where it carries our step timer of all GPUs together. Variants get half as much again.
+            and where it carries our step timer of all GPUs together. Variants get half as much again,
+            twice that on a slow machine.
         variants: kind of the variants to measure as well; None: there are none.
     """
 
@@ -113,20 +115,30 @@ def _of_base(order: Order, target: WorkerProfileTarget, fingerprints: Fingerprin
 def _with_variants(
     measured: Profile, order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints
 ) -> Profile:
-    """Return ``measured`` with the order's variants, measured now unless it has their kind."""
+    """Return ``measured`` with the order's variants, measured now unless it has their kind.
+
+    A failure that may be gone the next time is a note alone: the next deploy with such variants tries again.
+    """
     kind = order.variants
     if kind is None or kind in {one.kind for one in measured.variants}:
         return measured
-    found = measure_variants(
-        order.spec,
-        lambda: target.open(tp=1, pp=1),
-        fingerprints,
-        fingerprints.variant,
-        variant_plan(order.spec, order.workload, kind, budget_s=order.max_seconds / 2),
-        progress=order.progress,
-    )
-    notes = (f"{kind} were not measured: {found.failure}",) if found.failure else ()
-    return replace(measured, variants=(*measured.variants, found), notes=(*measured.notes, *notes))
+    failed = f"{kind} were not measured: "
+    notes = tuple(note for note in measured.notes if not note.startswith(failed))  # of an earlier try
+    try:
+        found = measure_variants(
+            order.spec,
+            lambda: target.open(tp=1, pp=1),
+            fingerprints,
+            fingerprints.variant,
+            variant_plan(order.spec, order.workload, kind, budget_s=order.max_seconds / 2),
+            forget=fingerprints.forget_variants,
+            progress=order.progress,
+        )
+    except IserveError as error:
+        return replace(measured, notes=(*notes, f"{failed}{error}"))
+    if found.failure:
+        notes = (*notes, f"{failed}{found.failure}")
+    return replace(measured, variants=(*measured.variants, found), notes=notes)
 
 
 def _refuse_more_than_a_step(order: Order) -> None:
@@ -414,7 +426,8 @@ class Fingerprints:
 
     def __init__(self, source: ModelSource, folder: Path, *, weights: bool) -> None:
         self._source, self._folder, self._weights = source, folder, weights
-        self._variant_bytes: dict[Path, int] = {}
+        self._variant_bytes: dict[Path, dict[Path, int]] = {}  # of each fingerprint's, by folder
+        self._hashes = cache(base_hashes)
 
     def __call__(self, layers: int | Sequence[int], tp: int = 1) -> Path:
         """Return a fingerprint of these layers, or the first so many; above ``tp`` 1 one rank's shape, without
@@ -438,6 +451,12 @@ class Fingerprints:
         """Return the folder of a random variant of the fingerprint of ``layers``, and its tensors' bytes."""
         base = self(layers)
         target = base.with_name(f"{base.name}-{kind.rank or kind.delta_format}-{number}")
-        if target not in self._variant_bytes:
-            self._variant_bytes[target] = write_random_variant(base, target, kind, number)
-        return target, self._variant_bytes[target]
+        written = self._variant_bytes.setdefault(base, {})
+        if target not in written:
+            written[target] = write_random_variant(base, target, kind, number, hashes=self._hashes)
+        return target, written[target]
+
+    def forget_variants(self, layers: Sequence[int]) -> None:
+        """Delete the variants of the fingerprint of ``layers``."""
+        for target in self._variant_bytes.pop(self(layers), {}):
+            shutil.rmtree(target, ignore_errors=True)

@@ -69,12 +69,16 @@ def lacking(
     )
 
 
-def kind_to_measure(table: EngineCapabilities, plan_options: PlanOptions) -> VariantKind | None:
-    """Return the kind of variants that ``plan_options`` want measured; None: none, or the engine measures none."""
+def kind_to_measure(table: EngineCapabilities, spec: ModelSpec, plan_options: PlanOptions) -> VariantKind | None:
+    """Return the kind of variants of ``spec`` that ``plan_options`` want measured.
+
+    None: none, or the engine measures none or has no such slots, so that it will be refused.
+    """
     need = slots_of(plan_options)
     if need is None or not traits_of(table.engine).profiles_variants:
         return None
-    return kind_of(in_slots(DeploymentConfig(engine=table.engine), need))
+    config = in_slots(DeploymentConfig(engine=table.engine), need)
+    return kind_of(config) if table.slots_refusal(spec, config) is None else None
 
 
 def cannot_change_plan(

@@ -87,7 +87,7 @@ def planned_deployment(
     best = None if plan.best is None else plan.best.config
     advice = merge_advice_of_plan(source.argument, spec, hardware.gpu, of_base, options, best)
     advised = () if advice is None else (advice.text,)
-    notes = (*notes, *_slots(spec, options, table, best, of_base), *advised, *crowds)
+    notes = (*notes, *_slots(source, options, table, best, of_base), *advised, *crowds)
     measured_step = None if profile is None else step_tokens_of(profile)
     capacity = (
         serving_capacity(plan, kept, hardware, estimator, options, measured_step)
@@ -162,14 +162,14 @@ def _drafts(spec: ModelSpec, options: PlanOptions, engine: str) -> tuple[str, ..
 
 
 def _slots(
-    spec: ModelSpec,
+    source: ModelSource,
     options: PlanOptions,
     table: EngineCapabilities,
     chosen: DeploymentConfig | None,
     of_base: Estimator,
 ) -> tuple[str, ...]:
     """Return what a plan says of the slots of ``chosen``: their memory, and the share of variants that waits."""
-    need, traffic = slots_of(options), options.intent.traffic
+    spec, need, traffic = source.spec, slots_of(options), options.intent.traffic
     if need is None or chosen is None or not table.adapters:
         return ()
     law = f"zipf:{traffic.variant_skew:g}" if traffic.variant_skew else "even"
@@ -182,7 +182,7 @@ def _slots(
     return (
         f"{slots_words(chosen)}, {gib(one_slot)} of a GPU each, for {traffic.variants:,} "
         f"variant{'s' * (traffic.variants > 1)} ({law}): {share} wait for a slot{fewer}",
-        _slot_times(spec, options, chosen, cost),
+        _slot_times(source, options, chosen, cost),
         *_loads(spec, options, chosen, cost),
     )
 
@@ -209,18 +209,22 @@ def _loads(
     )
 
 
-def _slot_times(spec: ModelSpec, options: PlanOptions, chosen: DeploymentConfig, cost: VariantCost | None) -> str:
+def _slot_times(
+    source: ModelSource, options: PlanOptions, chosen: DeploymentConfig, cost: VariantCost | None
+) -> str:
     """Return where the time that variants add is from."""
     if cost is None:
         kind = kind_of(chosen)
         what = "deltas" if kind is not None and kind.is_delta else "adapters"
         option = f"--delta-format {DEFAULT_FORMAT.name}" if what == "deltas" else f"--rank {chosen.adapter_rank}"
-        hint = f"; `iserve profile {option}` measures it" * traits_of(chosen.engine).profiles_variants
+        batch = f" --batch {options.workload.batch}" * (options.workload.batch > 1)
+        command = f"iserve profile {source.argument} --engine {chosen.engine}{batch} {option}"
+        hint = f"; `{command}` measures it" * traits_of(chosen.engine).profiles_variants
         return f"the time that {what} add on {engine_name(chosen.engine)} is not known and left out{hint}"
     if cost.measured is not None:
         return measured_variants_words(cost)
     if chosen.has_delta_slots:
-        loaded = gib(chosen.loaded_adapters * largest_delta_bytes(spec, chosen))
+        loaded = gib(chosen.loaded_adapters * largest_delta_bytes(source.spec, chosen))
         return (
             "the time that deltas add is estimated from kernels that were timed alone on an H200; loaded deltas "
             f"lie in the host's memory as well, up to twice {loaded} for each worker, which is not planned"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, SlotFormat, Workload
-from fingerprint.errors import ConfigError
+from fingerprint.errors import BadInputError, ConfigError, EngineError, NotMeasuredError
 from fingerprint.estimates import Source
 from fingerprint.estimators.adapter_slots import WithAdapterSlots, variant_cost
 from fingerprint.estimators.fingerprinted import FingerprintedEstimator
@@ -20,6 +21,7 @@ from fingerprint.variant_measurements import VariantKind, VariantMeasurement, as
 from fingerprint.variant_profile import variant_plan
 from tests.fingerprint.synthetic_machine import CPU, SyntheticMachine, llama, take_profile
 from tests.fingerprint.variant_machine import INT2, RANK_8, WORK, VariantMachine, VariantTruth
+from tests.golden_words import Golden
 
 LAYERS = 32
 SLOTS = DeploymentConfig(adapter_slots=8, adapter_rank=8)
@@ -31,6 +33,14 @@ def cost_of(measured: VariantMeasurement, config: DeploymentConfig = SLOTS) -> M
     found = measured_cost([measured], LAYERS, config)
     assert found is not None
     return found
+
+
+def slow_machine(slowness: float) -> VariantMachine:
+    """Return a machine whose bursts take ``slowness`` times as long."""
+    base, step, prompt = (
+        tuple(slowness * part for part in parts) for parts in (TRUTH.base_s, TRUTH.step, TRUTH.prompt)
+    )
+    return VariantMachine(truth=replace(TRUTH, base_s=base, step=step, prompt=prompt))
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +73,11 @@ class TestLaw:
         found = cost_of(measured)
         assert found.load_s(0) == pytest.approx(LAYERS * TRUTH.load[0] + TRUTH.load[1])
         assert found.held_bytes == pytest.approx(LAYERS * TRUTH.layer_bytes + TRUTH.other_bytes)
+
+    def test_loads_are_in_proportion_to_their_bytes(self, measured: VariantMeasurement) -> None:
+        found, num_bytes = cost_of(measured), LAYERS * TRUTH.layer_bytes + TRUTH.other_bytes
+        for times in (0.5, 1.0, 1000.0):
+            assert found.load_s(round(times * num_bytes)) == pytest.approx(times * found.load_s(0))
 
     def test_intervals_hold_the_truth_of_noisy_runs(self) -> None:
         """At least 80 of 100 times and rows are within their 90% intervals; each is wider than nothing."""
@@ -103,6 +118,21 @@ class TestKinds:
         found = measured_cost([far, measured], LAYERS, replace(SLOTS, adapter_rank=16))
         assert found is not None
         assert found.measured == measured
+
+    def test_deltas_of_another_format_lie_between_no_change_and_proportion(
+        self, measured: VariantMeasurement
+    ) -> None:
+        found = replace(measured, kind=VariantKind(delta_format=SlotFormat.INT4))
+        asked = replace(SLOTS, adapter_rank=0, delta_format=SlotFormat.INT4)
+        same, other = cost_of(found, asked), cost_of(found, DELTAS)
+        assert (same.is_exact, other.is_exact) == (True, False)
+        proportion = (2 + 1 / 8) / (4 + 1 / 8)  # of bits per weight, a scale for 128 included
+        assert other.step_s(8, 4).low == pytest.approx(proportion * same.step_s(8, 4).low)
+        assert other.step_s(8, 4).high == pytest.approx(same.step_s(8, 4).high)
+        assert other.step_s(8, 4).source is Source.SCALED
+        both = measured_cost([found, replace(measured, kind=INT2)], LAYERS, DELTAS)
+        assert both is not None
+        assert both.is_exact
 
     def test_adapters_tell_nothing_of_deltas_nor_deltas_of_adapters(self, measured: VariantMeasurement) -> None:
         deltas = replace(measured, kind=INT2)
@@ -145,13 +175,46 @@ class TestDriver:
         assert visits == [[1, 2], [1, 2, 2, 1]]
         assert long.clock.now - short.clock.now > 10
 
+    @pytest.mark.parametrize("slowness", [1, 3, 6, 9, 10, 15, 30, 100, 200])
+    def test_it_ends_within_twice_its_budget_on_a_slow_machine(self, slowness: float) -> None:
+        """Measured, in fewer rounds if need be, or refused before it is."""
+        machine = slow_machine(slowness)
+        begun_s = machine.clock.now
+        with suppress(NotMeasuredError):
+            machine.measure(budget_s=30.0)
+        assert machine.clock.now - begun_s <= 60.0
+        assert machine.session is not None
+        assert machine.session.closed
+
+    def test_fewer_rounds_are_run_where_more_do_not_fit(self) -> None:
+        rounds = {len(one.runs_s) for one in slow_machine(10).measure(budget_s=30.0).runs}
+        assert min(rounds) == 2
+
+    def test_what_does_not_fit_is_refused_before_variants_are_loaded(self, golden: Golden) -> None:
+        machine = slow_machine(100)
+        with golden.raises("fingerprint", NotMeasuredError):
+            machine.measure(budget_s=30.0)
+        assert not [entry for entry in machine.log if entry[0] == "variants"]
+
+    def test_variants_of_a_fingerprint_are_given_up_after_its_last_visit(self) -> None:
+        machine = VariantMachine()
+        machine.measure()
+        assert [entry[1] for entry in machine.log if entry[0] in {"load", "forget"}] == [1, 2, 2, 2, 1, 1]
+
     def test_what_fails_is_recorded_and_no_estimate(self) -> None:
-        machine = VariantMachine(failing="no room for adapters")
+        machine = VariantMachine(failing=BadInputError("no room for adapters"))
         found = machine.measure()
-        assert (found.runs, found.failure) == ((), machine.failing)
+        assert (found.runs, found.failure) == ((), str(machine.failing))
         assert machine.session is not None
         assert machine.session.closed
         assert measured_cost([found], LAYERS, SLOTS) is None
+
+    def test_what_may_be_gone_the_next_time_is_no_measurement(self) -> None:
+        machine = VariantMachine(failing=EngineError("killed"))
+        with pytest.raises(EngineError, match="killed"):
+            machine.measure()
+        assert machine.session is not None
+        assert machine.session.closed
 
     def test_a_measurement_is_stored_as_it_is(self, measured: VariantMeasurement) -> None:
         assert from_json(to_json(measured), VariantMeasurement) == measured

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from fingerprint.config import SlotFormat, Workload
-from fingerprint.errors import EngineError
+from fingerprint.errors import IserveError
 from fingerprint.measurements import RankMemory, RunReading
 from fingerprint.model_spec import ModelSpec
 from fingerprint.variant_measurements import VariantKind, VariantMeasurement
@@ -31,6 +31,12 @@ class VariantTruth:
     load: tuple[float, float] = (4e-3, 1e-2)  # a layer, all else
     layer_bytes: int = 1000
     other_bytes: int = 300
+    file_layer_bytes: int | None = None  # of a file; None: as a variant holds
+
+    def file_bytes(self, layers: int) -> int:
+        if self.file_layer_bytes is not None:
+            return layers * self.file_layer_bytes
+        return layers * self.layer_bytes + self.other_bytes
 
     def added_step_s(self, layers: int, rows: float, active: float) -> float:
         return self._added(self.step, layers, rows, active) + self.loaded_s(layers)
@@ -55,7 +61,7 @@ class VariantMachine:
     truth: VariantTruth = VariantTruth()
     noise: float = 0.0
     seed: int = 0
-    failing: str = ""
+    failing: IserveError | None = None
 
     def __post_init__(self) -> None:
         self.clock, self.random = FakeClock(), np.random.default_rng(self.seed)
@@ -71,12 +77,19 @@ class VariantMachine:
         return Path("/fingerprints") / str(len(layers))
 
     def variant(self, layers: Sequence[int], kind: VariantKind, number: int) -> tuple[Path, int]:
-        truth = self.truth
-        return self.fingerprint(layers) / f"{kind}-{number}", len(layers) * truth.layer_bytes + truth.other_bytes
+        return self.fingerprint(layers) / f"{kind}-{number}", self.truth.file_bytes(len(layers))
 
     def measure(self, kind: VariantKind = RANK_8, budget_s: float = 60.0) -> VariantMeasurement:
         plan = variant_plan(self.spec, WORK, kind, budget_s=budget_s)
-        return measure_variants(self.spec, self.open, self.fingerprint, self.variant, plan, clock=self.clock)
+        return measure_variants(
+            self.spec,
+            self.open,
+            self.fingerprint,
+            self.variant,
+            plan,
+            forget=lambda layers: self.log.append(("forget", len(layers))),
+            clock=self.clock,
+        )
 
 
 class VariantMachineSession:
@@ -109,7 +122,7 @@ class VariantMachineSession:
         assert self.layers, "variants before a fingerprint"
         assert not self.loaded
         if self.machine.failing:
-            raise EngineError(self.machine.failing)
+            raise self.machine.failing
         truth = self.machine.truth
         self.loaded = len(folders)
         self.machine.clock.now += 0.01 * len(folders)

@@ -12,16 +12,22 @@ from daemon.engines.registry import capabilities_for, get_engine
 from daemon.status import DeviceStatus, NodeStatus
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, SlotFormat, Workload
-from fingerprint.errors import ConfigError
+from fingerprint.errors import BadInputError, ConfigError, EngineError
 from fingerprint.estimators.adapter_slots import variant_cost
 from fingerprint.estimators.corrected import CorrectedEstimator
+from fingerprint.families import load_spec
+from fingerprint.lora.slot_bytes import adapter_bytes
 from fingerprint.measurements import Profile
 from fingerprint.profile_plan import Shards
+from fingerprint.random_variants import base_hashes
+from fingerprint.variant_measurements import VariantKind
 from iserve.cli.profile_text import print_profile
+from iserve.controller import profiling_run
 from iserve.controller.profiling import _with_former_variants
-from iserve.controller.profiling_run import Order, take
+from iserve.controller.profiling_run import Fingerprints, Order, take
 from iserve.controller.profiling_scope import kind_to_measure
 from iserve.controller.standalone_plans import _measured_on
+from iserve.demo import demo_model_path
 from iserve.model_source import ModelSource
 from iserve.planning.deployability import DeployableDocument
 from iserve.planning.deployment_choice import planned_deployment
@@ -74,7 +80,8 @@ class Machine(SyntheticMachine):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.variants = VariantMachine(spec=self.spec)
+        files = VariantTruth(file_layer_bytes=adapter_bytes(self.spec, 8) // self.spec.num_layers)
+        self.variants = VariantMachine(spec=self.spec, truth=files)
         self.variants.clock = self.clock
 
     def open(self, *, tp: int, pp: int) -> Session:
@@ -91,6 +98,9 @@ class Cuts:
 
     def __call__(self, layers: Any) -> Path:
         return self.machine.fingerprint(layers)
+
+    def forget_variants(self, layers: Any) -> None:
+        pass
 
 
 def options_for(traffic: Traffic) -> PlanOptions:
@@ -114,7 +124,7 @@ def profiled(
         max_seconds=40.0,
         progress=lambda _: None,
         known=known,
-        variants=None if options is None else kind_to_measure(TABLE, options),
+        variants=None if options is None else kind_to_measure(TABLE, SOURCE.spec, options),
     )
     target: Any = machine
     cuts: Any = Cuts(machine)
@@ -164,7 +174,7 @@ def test_a_kind_is_measured_once_and_another_is_added(with_variants: Profile) ->
 
 def test_what_fails_is_noted_and_not_tried_again(golden: Golden) -> None:
     machine = Machine()
-    machine.variants.failing = "no room for adapters"
+    machine.variants.failing = BadInputError("no room for adapters")
     failed, _ = profiled(VARIANTS, machine=machine)
     golden("variant", failed.notes)
     again, machine = profiled(VARIANTS, known=failed)
@@ -172,10 +182,31 @@ def test_what_fails_is_noted_and_not_tried_again(golden: Golden) -> None:
     assert not machine.variants.log
 
 
+def test_what_may_be_gone_the_next_time_is_tried_again(golden: Golden) -> None:
+    """A worker that was killed, say. The note of each try is that of the last, until one succeeds."""
+    known = None
+    for words in ("the worker was killed", "no memory now"):
+        machine = Machine()
+        machine.variants.failing = EngineError(words)
+        known, _ = profiled(VARIANTS, known=known, machine=machine)
+        assert known.variants == ()
+        golden("variant", [note for note in known.notes if note.startswith(str(RANK_8))])
+    found, _ = profiled(VARIANTS, known=known)
+    assert [one.kind for one in found.variants] == [RANK_8]
+    assert not [note for note in found.notes if note.startswith(str(RANK_8))]
+
+
 def test_engines_whose_profiling_workers_serve_no_variants_measure_none() -> None:
     table = get_engine("vllm").capabilities()
-    assert kind_to_measure(table, options_for(VARIANTS)) is None
-    assert kind_to_measure(TABLE, options_for(Traffic())) is None
+    assert kind_to_measure(table, SOURCE.spec, options_for(VARIANTS)) is None
+    assert kind_to_measure(TABLE, SOURCE.spec, options_for(Traffic())) is None
+
+
+def test_slots_that_the_engine_refuses_are_not_measured() -> None:
+    """The embedded engine's slots have a size in place of a format."""
+    by_format = replace(DELTAS, delta_mib=0, delta_format=SlotFormat.INT2)
+    assert kind_to_measure(TABLE, SOURCE.spec, options_for(by_format)) is None
+    assert kind_to_measure(TABLE, SOURCE.spec, options_for(DELTAS)) == INT2
 
 
 def test_a_rank_and_a_format_are_asked_for_one_at_a_time(golden: Golden) -> None:
@@ -210,6 +241,11 @@ class TestPlans:
             (line,) = (note for note in self.notes(profile, traffic) if "the time that" in note)
             said.append(line)
         golden("variant", said)
+
+    def test_the_hint_measures_what_the_plan_is_for(self, golden: Golden) -> None:
+        """The model, the engine, and at least as many requests at once."""
+        (line,) = (n for n in self.notes(profiled(None)[0], VARIANTS) if "the time that" in n)
+        golden("variant", line)
 
     def test_a_plan_takes_the_added_time(self, with_variants: Profile) -> None:
         estimator = CorrectedEstimator(estimator_for(with_variants), [])
@@ -251,3 +287,31 @@ def test_a_profile_that_is_taken_again_keeps_the_variants_of_the_former(with_var
     assert _with_former_variants(plain, with_variants).variants == with_variants.variants
     assert _with_former_variants(with_variants, with_variants) == with_variants
     assert _with_former_variants(plain, None) == plain
+
+
+def test_a_failure_replaces_no_measurement_and_is_not_kept(with_variants: Profile) -> None:
+    plain, _ = profiled(None)
+    (good,) = with_variants.variants
+    bad = replace(good, runs=(), loads=(), failure="no room")
+    failed = replace(plain, variants=(bad,))
+    assert _with_former_variants(failed, with_variants).variants == (good,)
+    assert _with_former_variants(with_variants, failed).variants == (good,)
+    assert _with_former_variants(plain, failed).variants == ()
+    assert _with_former_variants(failed, None).variants == (bad,)
+
+
+def test_variants_of_a_fingerprint_hash_their_base_once_and_are_deleted_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[Path] = []
+    monkeypatch.setattr(profiling_run, "base_hashes", lambda base: (hashed.append(base), base_hashes(base))[1])
+    demo = demo_model_path()
+    source = ModelSource("demo", demo, True, load_spec(demo))
+    fingerprints = Fingerprints(source, tmp_path / "cuts", weights=True)
+    kind = VariantKind(delta_format=SlotFormat.INT2)
+    written = {cut: [fingerprints.variant(cut, kind, number)[0] for number in (0, 1, 0)] for cut in ((0,), (0, 1))}
+    assert hashed == [fingerprints(cut) for cut in written]
+    fingerprints.forget_variants((0,))
+    assert [folder.exists() for folder in written[0,]] == [False] * 3
+    assert all(folder.exists() for folder in (*written[0, 1], *hashed))
+    assert fingerprints.variant((0,), kind, 0)[0].exists()

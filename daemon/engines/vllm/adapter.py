@@ -37,6 +37,7 @@ from daemon.engines.vllm.release import (
     NEWEST_RUN,
     SLOTS_SINCE,
     Standing,
+    delta_release,
     image_release,
     keeps_adapters_apart,
     serves_deltas,
@@ -86,8 +87,11 @@ class VllmEngine(ExternalEngine):
         table = replace(table, architectures=architectures, notes=(*table.notes, *map(_note, unread)))
         if not keeps_adapters_apart(version):
             table = replace(table, exclusions=(*table.exclusions, _mixed_adapters(version)))
-        if not found.is_editable:
-            table = replace(table, deltas=_families_with_deltas(version))
+        table = replace(
+            table,
+            deltas=frozenset() if found.is_editable else _families_with_deltas(version),
+            deltas_since=delta_release(),
+        )
         standing = _standing(found)
         if standing is Standing.RUN:
             return table

@@ -15,6 +15,7 @@ __all__ = [
     "RUN_WITH_DELTAS",
     "SLOTS_SINCE",
     "Standing",
+    "delta_release",
     "image_release",
     "keeps_adapters_apart",
     "serves_deltas",
@@ -77,6 +78,11 @@ def serves_deltas(version: str) -> bool:
     except InvalidVersion:
         return False
     return (found.major, found.minor) in RUN_WITH_DELTAS and takes_release(found.public)
+
+
+def delta_release() -> str:
+    """Return the newest release that :func:`serves_deltas`; empty: there is none."""
+    return "{}.{}.0".format(*max(RUN_WITH_DELTAS)) if RUN_WITH_DELTAS else ""
 
 
 def image_release(version: str) -> str:

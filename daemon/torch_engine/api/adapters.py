@@ -17,7 +17,7 @@ from fingerprint.delta import is_delta, open_delta
 from fingerprint.errors import BadInputError, ConflictError, NotFoundError
 from fingerprint.lora import check_values, read_adapter, require_supported
 
-__all__ = ["adapter_routes", "check_variant", "model_list"]
+__all__ = ["adapter_routes", "check_variant", "model_list", "variant_folder"]
 
 _MAX_NAME_CHARS = 512
 _MAX_PATH_CHARS = 4096
@@ -45,8 +45,8 @@ def adapter_routes(
             raise bad_request(
                 f"{spec.served_model!r} is the base itself; give the adapter another name", "lora_name"
             )
-        folder = _folder(body.lora_path)
         try:
+            folder = variant_folder(body.lora_path, "lora_path")
             await asyncio.to_thread(check_variant, folder, spec.config.adapter_rank)
             # A client that leaves cancels the wait, not the load, which has its place in the engine.
             await asyncio.shield(asyncio.wrap_future(engine.load_adapter(body.lora_name, folder)))
@@ -90,19 +90,26 @@ def _parse(raw: bytes, kind: type[T]) -> T:
     return body
 
 
-def _folder(path: str) -> Path:
-    """Return the folder that ``path`` names; a path of this machine, not of a hub."""
+def variant_folder(path: str, field: str) -> Path:
+    """Return the folder that ``path`` names; a path of this machine, not of a hub.
+
+    Args:
+        field: of the body, which has ``path``.
+
+    Raises:
+        BadInputError: there is none.
+    """
     if not 1 <= len(path) <= _MAX_PATH_CHARS or not path.isprintable():
-        raise bad_request(f"lora_path must have 1 to {_MAX_PATH_CHARS} printable characters", "lora_path")
+        raise BadInputError(f"{field} must have 1 to {_MAX_PATH_CHARS} printable characters")
     folder = Path(path)
     if not folder.is_absolute():
-        raise bad_request(f"lora_path must be absolute, got {path[:200]!r}", "lora_path")
+        raise BadInputError(f"{field} must be absolute, got {path[:200]!r}")
     try:
         is_folder = folder.is_dir()
     except OSError:  # a name that is too long, say
         is_folder = False
     if not is_folder:
-        raise bad_request(f"there is no folder {path[:200]!r}; give that of an adapter", "lora_path")
+        raise BadInputError(f"there is no folder {path[:200]!r}; give that of an adapter")
     return folder
 
 

@@ -22,7 +22,7 @@ from aiohttp import web
 from daemon.gpu_bench import bytes_per_s, flops_per_s
 from daemon.nvml import driver_version
 from daemon.profile_messages import ProfileError, ProfileLoad, ProfileRun, ProfileVariants
-from daemon.torch_engine.api.adapters import check_variant
+from daemon.torch_engine.api.adapters import check_variant, variant_folder
 from daemon.torch_engine.api.streams import Streams
 from daemon.torch_engine.driver import clock_and_power
 from daemon.torch_engine.parallel.rank_device import RankDevice, cores_of
@@ -133,10 +133,13 @@ async def _load(spec: WorkerSpec, engine: Engine, order: ProfileLoad) -> None:
 async def _load_variants(engine: Engine, order: ProfileVariants) -> tuple[float, ...]:
     """Load each as a client's order is: checked, read, switched to between two steps."""
     loads_s = []
-    for number, folder in enumerate(map(Path, order.folders)):
+    for number, path in enumerate(order.folders):
+        folder = variant_folder(path, "folders")
         start_s = time.perf_counter()
         await asyncio.to_thread(check_variant, folder, ADAPTER_RANKS[-1])
-        await _in_engine(engine.load_adapter(_variant_name(number), folder))
+        # A client that leaves cancels the wait, not the load, which has its place in the engine.
+        loaded = asyncio.wrap_future(engine.load_adapter(_variant_name(number), folder))
+        await _in_engine(asyncio.shield(loaded))
         loads_s.append(time.perf_counter() - start_s)
     return tuple(loads_s)
 

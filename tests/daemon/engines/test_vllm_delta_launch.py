@@ -168,6 +168,7 @@ class TestTable:
         elsewhere = get_engine("vllm").capabilities()  # for GPUs of another machine
         assert elsewhere.unavailable is not None
         assert elsewhere.refusal(LLAMA, INT2, H200) is None
+        older = str(engine("0.26.0").capabilities().refusal(LLAMA, INT2, H200))
         monkeypatch.setattr(release, "RUN_WITH_DELTAS", frozenset())
         assert get_engine("vllm").capabilities().refusal(LLAMA, INT2, H200) is not None
         refused = [
@@ -176,6 +177,7 @@ class TestTable:
         ]
         assert refused[0] == refused[1]  # as before there was a plug-in
         golden("engines", str(refused[0]))
+        golden("engines", older)
 
     @pytest.mark.parametrize(
         ("model", "config"),

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from daemon.profile_client import WorkerProfileTarget
-from daemon.profile_messages import ProfileLoad, ProfileRun
+from daemon.profile_messages import ProfileLoad, ProfileRun, ProfileVariants
+from daemon.torch_engine.api import profile_api
 from fingerprint.codec import to_json
 from fingerprint.config import KvFormat, SlotFormat, WeightFormat
 from fingerprint.errors import (
@@ -145,6 +149,32 @@ def test_variants_are_loaded_and_run_next_to_the_base(
         session.run_variants(**burst, active=5)
     session.load(demo_checkpoint, **FORMATS, layers_per_stage=(8,), max_batch=4, max_context_tokens=96)
     assert session.memory()[0].weights_bytes == before, "the next load has none"
+
+
+def test_a_variant_whose_name_is_too_long_is_refused(loaded, golden: Golden) -> None:
+    with golden.raises("daemon", BadInputError):
+        loaded.load_variants([Path("/") / ("x" * 300)])
+
+
+def test_a_client_that_leaves_cancels_no_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile_api, "check_variant", lambda folder, max_rank: None)
+
+    async def leave() -> None:
+        begun, load = asyncio.Event(), Future[None]()
+
+        def load_adapter(name: str, folder: Path) -> Future[None]:
+            begun.set()
+            return load
+
+        engine: Any = SimpleNamespace(load_adapter=load_adapter)
+        client = asyncio.create_task(profile_api._load_variants(engine, ProfileVariants(folders=(str(tmp_path),))))
+        await begun.wait()
+        client.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await client
+        assert not load.cancelled()
+
+    asyncio.run(leave())
 
 
 def test_a_pipeline_of_two_with_uneven_layers(target: WorkerProfileTarget, demo_checkpoint: Path) -> None:
