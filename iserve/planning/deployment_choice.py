@@ -16,6 +16,7 @@ from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Estimator
 from fingerprint.estimators.adapter_slots import variant_cost, variant_load_s
 from fingerprint.estimators.variant_cost import VariantCost
+from fingerprint.estimators.variant_loads import loads_stop_steps
 from fingerprint.lora.slot_bytes import largest_delta_bytes, slot_bytes
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
@@ -193,6 +194,9 @@ def _loads(
     """Return which share of a worker's time loads take, in steady state and at its start."""
     if cost is None or not traits_of(chosen.engine).loads_stop_steps:
         return ()
+    if not loads_stop_steps(chosen):
+        one_s = variant_load_s(cost, spec, chosen)
+        return (f"deltas are loaded next to the steps; a request for one waits {rounded(one_s, 2)} s (estimated)",)
     variants, rate_per_s = options.intent.traffic.variants, options.intent.rate_per_s
     one_s = variant_load_s(cost, spec, chosen)
     missed = variant_load(options.intent.traffic).missed(chosen.loaded_adapters)

@@ -18,6 +18,7 @@ from fingerprint.engines import traits_of
 from fingerprint.errors import ConfigError
 from fingerprint.estimates import Estimator
 from fingerprint.estimators.adapter_slots import variant_cost
+from fingerprint.estimators.variant_loads import loads_stop_steps
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.lora.slot_bytes import adapter_bytes, largest_delta_bytes
 from fingerprint.measurements import Profile
@@ -181,11 +182,12 @@ def adapter_cost(
     cost = variant_cost(estimator, spec, config)
     if cost is None:
         return AdapterCost(slots=slots, max_loaded=max_loaded)
-    stops = traits_of(config.engine).loads_stop_steps
     return AdapterCost(
         slots=slots,
         max_loaded=max_loaded,
-        load_s=cost.load_s(largest_delta_bytes(spec, config) or adapter_bytes(spec, rank)) if stops else 0.0,
+        load_s=cost.load_s(largest_delta_bytes(spec, config) or adapter_bytes(spec, rank))
+        if loads_stop_steps(config)
+        else 0.0,
         added_s=lambda rows, active: cost.step_s(rows, active).value,
         prompt_share=cost.prompt_share,
         prompt_s=cost.prompt_s,

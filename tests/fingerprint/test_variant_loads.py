@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.config import DeploymentConfig, SlotFormat, Workload
 from fingerprint.engines import TRAITS
 from fingerprint.estimates import Quantity, Source
 from fingerprint.estimators.adapter_slots import WithAdapterSlots, load_s
 from fingerprint.estimators.prefix_hits import WithPrefixHits
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.estimators.variant_cost import VariantCost
-from fingerprint.estimators.variant_loads import WithVariantLoads
+from fingerprint.estimators.variant_loads import WithVariantLoads, loads_stop_steps
 from fingerprint.gpus import gpu_spec
 from fingerprint.lora.slot_bytes import adapter_bytes
 from planner.adapter_slots import VariantLoad
@@ -100,3 +100,13 @@ def test_a_prefix_cache_spares_no_load(hits: float, input_tokens: int, batch: in
 
 def test_loads_stop_the_steps_of_vllm_alone() -> None:
     assert [name for name, traits in TRAITS.items() if traits.loads_stop_steps] == ["vllm"]
+
+
+@pytest.mark.parametrize(("tp", "stops"), [(1, False), (2, True)])
+def test_deltas_are_loaded_next_to_the_steps_of_one_gpu(tp: int, stops: bool) -> None:
+    config = DeploymentConfig(engine="vllm", adapter_slots=1, delta_format=SlotFormat.INT2, tp=tp)
+    work, load = Workload(batch=8, input_tokens=512, output_tokens=64), VariantLoad(100, 1.0)
+    none = with_slots(load).estimate(config, work)
+    found = WithVariantLoads(with_slots(load), LLAMA, load.missed).estimate(config, work)
+    assert loads_stop_steps(config) == stops
+    assert (found.ttft_s.value > none.ttft_s.value) == stops
