@@ -40,7 +40,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installation]:
     folder = tmp_path_factory.mktemp("vllm")
     settings = on_two_gpus(folder / "node", "0.33.0")
     (folder / "node" / "env" / "behaviour.json").write_text(json.dumps({"delta_asks": 2}))
-    home = Installation(folder / "home", settings)
+    home = Installation(folder / "home", settings, as_installed=True)  # a fork reads no sitecustomize
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("ISERVE_VLLM_PYTHON", settings["ISERVE_VLLM_PYTHON"])
