@@ -276,15 +276,19 @@ def make_used(installation: Installation, state: Path, engine_sources: Path) -> 
 
 
 @pytest.fixture
-def make_installation(tmp_path: Path, engine_sources: Path) -> Iterator[Callable[..., Installation]]:
+def make_installation(
+    request: pytest.FixtureRequest, tmp_path: Path, engine_sources: Path
+) -> Iterator[Callable[..., Installation]]:
     """``make_installation(state, ISERVE_REQUIRE_KEYS="1")``: a home of its own, ended with the test.
 
-    ``state``: a state.db to begin with; else nothing has ever run there.
+    ``state``: a state.db to begin with; else nothing has ever run there. Where the module sets ``AS_INSTALLED``
+    its processes are started as for a user.
     """
     made: list[Installation] = []
+    as_installed = getattr(request.module, "AS_INSTALLED", False)
 
     def make(state: Path | None = None, **settings: str) -> Installation:
-        made.append(Installation(tmp_path / f"home-{len(made)}", settings))
+        made.append(Installation(tmp_path / f"home-{len(made)}", settings, as_installed))
         if state is not None:
             make_used(made[-1], state, engine_sources)
         return made[-1]
