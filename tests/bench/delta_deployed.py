@@ -1,6 +1,7 @@
 """Deltas on vLLM through iServe, on one GPU: deployed, asked, loaded cold, and back after the worker was killed.
 
     python -m tests.bench.delta_deployed OUT --python VLLM_PYTHON [--work FOLDER] [--gpu I] [--iserve COMMAND]
+    python -m tests.bench.delta_deployed OUT --only-write --work FOLDER
 
 Writes a small Llama with random weights and random fine-tunes of it as deltas in int2 (linears, embeddings, norms
 and output layer), deploys it with ``iserve deploy --engine vllm --delta-format int2``, registers the deltas by
@@ -40,12 +41,12 @@ __all__ = ["CONFIG", "main"]
 CONFIG = {
     **LLAMA_8B,
     "hidden_size": 512,
-    "intermediate_size": 1408,
+    "intermediate_size": 768,
     "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 64,
-    "vocab_size": 8192,
+    "vocab_size": 4096,
 }
 NAME, NUM_DELTAS, PROMPTS = "model", 6, 3
 INPUT, OUTPUT, CONTEXT, BATCH = 64, 32, 1024, 32
@@ -61,12 +62,14 @@ def delta_name(number: int) -> str:
 
 
 def write_files(work: Path) -> None:
-    """Write the base and its deltas."""
+    """Write the base and its deltas, those that are not there."""
     (work / NAME).mkdir(parents=True, exist_ok=True)
-    write_models_of(work)
-    write_checkpoint(work / NAME, CONFIG)
-    with ProcessPoolExecutor(NUM_DELTAS) as pool:
-        list(pool.map(_write_delta, [work] * NUM_DELTAS, range(1, NUM_DELTAS + 1)))
+    if not (work / NAME / "config.json").exists():
+        write_checkpoint(work / NAME, CONFIG)
+        write_models_of(work)
+    missing = [number for number in range(1, NUM_DELTAS + 1) if not (work / delta_name(number) / "delta").exists()]
+    with ProcessPoolExecutor(2) as pool:
+        list(pool.map(_write_delta, [work] * len(missing), missing))
 
 
 def write_models_of(work: Path) -> None:
@@ -229,11 +232,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run all parts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--python", required=True, help="vLLM's")
+    parser.add_argument("--python", default="python3", help="vLLM's")
+    parser.add_argument("--only-write", action="store_true", help="the base and its deltas, which takes minutes")
     parser.add_argument("--work", type=Path, default=Path("/tmp/delta-deployed"))
     parser.add_argument("--gpu", type=int, default=0)
     parser.add_argument("--iserve", default="iserve", help="command of iServe")
     options = parser.parse_args(arguments)
+    if options.only_write:
+        write_files(options.work)
+        return
     play(options.work, options.out, options.python, options.gpu, options.iserve.split())
 
 

@@ -1,7 +1,7 @@
 """Deltas in vLLM itself: tokens, steps, prompts and loads, on one GPU with vLLM 0.33.0; needs no web framework.
 
     python -m tests.bench.delta_served write WORK [--parts large small] [--deltas 38] [--contents 4]
-    python -m tests.bench.delta_served same OUT --work WORK [--batches 20]
+    python -m tests.bench.delta_served same OUT --work WORK [--batches 20] [--at-once 1]
     python -m tests.bench.delta_served run OUT --work WORK --engine deltas [--measure steps loads] [--slots 32]
                                            [--eager]
     python -m tests.bench.delta_served table OUT
@@ -276,10 +276,15 @@ def run(options: argparse.Namespace) -> None:
 
 def same(options: argparse.Namespace) -> None:
     """Compare tokens; each engine runs in a process of its own, that of the merged checkpoint first."""
-    for what in ("merged", "mixed"):
-        command = [sys.executable, "-m", "tests.bench.delta_served", "tokens", str(options.out), "--of", what]
-        command += ["--batches", str(options.batches), *(["--eager"] if options.eager else [])]
-        subprocess.run([*command, "--work", str(options.work)], check=True)
+    command = [sys.executable, "-m", "tests.bench.delta_served", "tokens", str(options.out)]
+    command += ["--work", str(options.work), "--batches", str(options.batches)]
+    command += ["--eager"] if options.eager else []
+    subprocess.run([*command, "--of", "merged"], check=True)
+    shares = [f"{share}/{options.at_once}" for share in range(options.at_once)]
+    mixed = [subprocess.Popen([*command, "--of", "mixed", "--share", share]) for share in shares]
+    codes = [process.wait() for process in mixed]
+    if any(codes):
+        raise SystemExit("an engine of mixed batches failed")
 
 
 class Answers:
@@ -314,9 +319,11 @@ class Answers:
 def tokens_of(options: argparse.Namespace) -> None:
     """Record the tokens of the merged checkpoint, or compare mixed batches with them and with each alone."""
     files, merged = Files(root=options.work), options.of == "merged"
+    share, shares = map(int, options.share.split("/"))
     model, engine = (files.merged, "plain") if merged else (files.small, "mixed")
     served = Served(model, files, engine=engine, slots=_SMALL_SLOTS, small=True, eager=options.eager)
-    kept = Kept(options.out / f"same_{options.of}.json", _facts(engine=engine, start_s=served.start_s))
+    name = f"same_{options.of}{f'_{share}' if share else ''}.json"
+    kept = Kept(options.out / name, _facts(engine=engine, start_s=served.start_s))
     mix = [0, 1, 2, -1, 1, 3, 4, 0, 2, 1, 3, 0] if not merged else [1, 1, 1, 1, 1, 1]
     answers, rows = Answers(served), range(len(mix))
     asked = [(0 if merged else variant, row) for row, variant in enumerate(mix)]
@@ -333,14 +340,19 @@ def tokens_of(options: argparse.Namespace) -> None:
         kept.add("merged", row=row, **agreement(together[row], recorded[str(row)], allowed))
     for row in (row for row in rows if mix[row] not in (0, 1) and str(row) in recorded):
         kept.add("control", row=row, variant=mix[row], **agreement(together[row], recorded[str(row)], allowed))
-    compare_batches(served, kept, answers, options.batches)
+    compare_batches(served, kept, answers, range(share, options.batches, shares))
 
 
-def compare_batches(served: Served, kept: Kept, answers: Answers, batches: int) -> None:
-    """Compare random batches with each request alone; next to each, a delta that it has not is loaded anew."""
+def compare_batches(served: Served, kept: Kept, answers: Answers, batches: range) -> None:
+    """Compare random batches with each request alone; next to each, a delta that it has not is loaded anew.
+
+    Args:
+        batches: numbers of those that are compared.
+    """
     deltas = [variant for variant in SMALL_VARIANTS if variant > 0]
-    drawn = random_batches(0, batches=batches, variants=SMALL_VARIANTS, prompts=_FIXED + 12)
-    for number, asked in enumerate(drawn):
+    drawn = random_batches(0, batches=batches.stop, variants=SMALL_VARIANTS, prompts=_FIXED + 12)
+    for number in batches:
+        asked = drawn[number]
         new = next((delta for delta in deltas if delta not in {variant for variant, _ in asked}), None)
         between: Callable[[int], None] = lambda step: None  # noqa: E731
         if new is not None:
@@ -451,6 +463,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             part.add_argument("--laws", nargs="+", choices=tuple(LAWS), default=list(LAWS), help="of the contest")
         if name == "tokens":
             part.add_argument("--of", choices=("merged", "mixed"), required=True)
+            part.add_argument("--share", default="0/1", help="which batches, of how many shares")
+        if name == "same":
+            part.add_argument("--at-once", type=int, default=1, help="engines that share the batches and the GPU")
         if name in ("same", "tokens"):
             part.add_argument(
                 "--batches", type=int, default=20, help="random mixes, each compared with each alone"

@@ -122,7 +122,7 @@ def _arguments(model: Path, engine: str, slots: int, small: bool) -> dict[str, A
         "max_num_seqs": MOST_ROWS,
         "max_num_batched_tokens": 8192,
         "kv_cache_memory_bytes": 6 * 2**30,
-        "gpu_memory_utilization": 0.95,
+        "gpu_memory_utilization": 0.3 if small else 0.95,  # several small ones share a GPU
         "seed": 0,
         "compilation_config": {"max_cudagraph_capture_size": GRAPH_ROWS},
     }

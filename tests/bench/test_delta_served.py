@@ -156,7 +156,7 @@ class _Served:
 
 def test_batches_are_compared_with_each_request_alone(tmp_path: Path) -> None:
     served = _Served()
-    compare_batches(served, Kept(tmp_path / "same.json", {}), Answers(served), 12)
+    compare_batches(served, Kept(tmp_path / "same.json", {}), Answers(served), range(12))
     rows = json.loads((tmp_path / "same.json").read_text())["rows"]
     assert len(rows) == 12
     assert any(row["passed"] for row in rows)
