@@ -30,10 +30,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.bench.delta_agreement import agreement, allowed_margin, random_batches
+from tests.bench.delta_agreement import MARGIN, agreement, allowed_margin, random_batches
 from tests.bench.delta_contest import LAWS, ORDERS, PINNED, AtOnce, Swapping, draw, play, summary_of
 from tests.bench.delta_served_engine import Served, random_tokens
 from tests.bench.delta_served_files import Files, write_all
+from tests.bench.kept import read_kept
 
 __all__ = ["ENGINES", "GOALS_MS", "Answers", "Kept", "Mix", "compare_batches", "longest_steps", "summary"]
 
@@ -387,7 +388,8 @@ def _ranked(output: Any) -> list[Ranked]:
 
 def summary(out: Path) -> list[str]:
     """Return the lines of a table of all that is in ``out``, with the goals."""
-    found = {file.stem: json.loads(file.read_text())["rows"] for file in sorted(out.glob("*.json"))}
+    files = sorted([*out.glob("*.json"), *out.glob("*.json.xz")])
+    found = {file.name.partition(".")[0]: json.loads(read_kept(file))["rows"] for file in files}
     lines = []
     plain = [row["median_ms"] for row in found.get("plain", []) if row["kind"] == "step"]
     for name, rows in found.items():
@@ -418,18 +420,26 @@ def summary(out: Path) -> list[str]:
                     f"{name}: load in {row['loaded_s']} s, longest step {row['longest_share']:.2f} of the median, "
                     f"goal {LOAD_SHARE}"
                 )
-            elif row["kind"] == "batch":
-                lines.append(
-                    f"{name}: batch {row['batch']} of {len(row['requests'])}: "
-                    f"{'as alone' if row['passed'] else 'NOT as alone'}, "
-                    f"log-probabilities within {row['largest_logprob_error']}"
-                )
-            elif "passed" in row:
+            elif "passed" in row and "row" in row:
                 lines.append(
                     f"{name}: row {row['row']}, {row['kind']}: {row['agreed']} of {row['tokens']} tokens, margin "
                     f"{row['margin_where_other']}, log-probabilities within {row['largest_logprob_error']}"
                 )
+        lines += _batches_line(name, [row for row in rows if row["kind"] == "batch"])
     return lines
+
+
+def _batches_line(name: str, rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a line on random batches, if there are any."""
+    if not rows:
+        return []
+    margins = [margin for row in rows for margin in row["margins_where_other"]]
+    alike = sum(margin is None or margin < MARGIN for margin in margins)
+    largest = max((margin for margin in margins if margin is not None), default=0.0)
+    return [
+        f"{name}: {len(rows)} batches, {alike} of {len(margins)} answers as alone up to a margin of {MARGIN}, the "
+        f"largest {largest}, log-probabilities within {max(row['largest_logprob_error'] for row in rows):.3f}"
+    ]
 
 
 def _facts(**known: Any) -> dict[str, Any]:

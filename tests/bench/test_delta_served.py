@@ -170,8 +170,8 @@ def test_batches_are_compared_with_each_request_alone(tmp_path: Path) -> None:
 
 def test_batches_are_in_the_table(tmp_path: Path, golden: Golden) -> None:
     kept = Kept(tmp_path / "same_mixed.json", {})
-    for number, passed in enumerate((True, False)):
-        kept.add("batch", batch=number, requests=[(1, 2), (0, 1)], passed=passed, largest_logprob_error=0.03)
+    for number, margins in enumerate(([None, 0.03], [0.4, 0.06])):
+        kept.add("batch", batch=number, margins_where_other=margins, largest_logprob_error=0.03 + number)
     golden("engines", summary(tmp_path))
 
 
