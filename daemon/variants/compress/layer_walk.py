@@ -16,6 +16,7 @@ from torch import nn
 from daemon.torch_engine.model.stage_model import ModelSource
 from daemon.variants.compress.calibration import PromptOnlyCache, TokenBatches
 from daemon.variants.compress.model_parts import layer_stage
+from daemon.variants.compress.solver import add_second_moment, mirror
 
 __all__ = ["LayerWalk"]
 
@@ -68,7 +69,7 @@ class LayerWalk:
         return [tuple(names) for names in members]
 
     def hessian(self, linear: str, hidden: Hidden | None) -> torch.Tensor:
-        """Return the mean of x x^T over the inputs of a linear, float64 [inputs, inputs]; the pass ends there."""
+        """Return the mean of x x^T over the inputs of a linear, [inputs, inputs]; the pass ends there."""
         return self._second_moment(self._stage.linears[linear], hidden)
 
     def head_hessian(self, hidden: Hidden | None) -> torch.Tensor:
@@ -82,14 +83,16 @@ class LayerWalk:
             outputs[number] = self._forward(number, hidden)
         return outputs
 
+    @torch.inference_mode()
     def _second_moment(self, module: nn.Module, hidden: Hidden | None) -> torch.Tensor:
         total: torch.Tensor | None = None
 
         def add(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
             nonlocal total
-            inputs = args[0].reshape(-1, args[0].shape[-1]).double()
-            product = inputs.T @ inputs
-            total = product if total is None else total.add_(product)
+            inputs = args[0].reshape(-1, args[0].shape[-1])
+            if total is None:
+                total = inputs.new_zeros(inputs.shape[-1], inputs.shape[-1])
+            add_second_moment(total, inputs)
             raise _InputSeenError
 
         handle = module.register_forward_pre_hook(add)
@@ -100,7 +103,8 @@ class LayerWalk:
                 continue
         _remove([handle])
         assert total is not None
-        return total / self._tokens.num_tokens
+        mirror(total)
+        return total.div_(self._tokens.num_tokens)
 
     def _forward(self, number: int, hidden: Hidden | None) -> torch.Tensor:
         assert self._is_first or hidden is not None

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from fingerprint.delta.formats import GROUP, DeltaFormat
@@ -37,6 +36,13 @@ class Compressed:
 
     codes: torch.Tensor  # [outputs, inputs], uint8
     scales: torch.Tensor  # [outputs, groups], float32, each a BF16 value
+
+    def values(self, format_: DeltaFormat) -> torch.Tensor:
+        """Return the values [outputs, inputs] of the codes, the same as a reader's."""
+        values = self.codes.to(torch.float32).sub_(format_.zero)
+        for number, (first, end) in enumerate(_groups(values.shape[1])):
+            values[:, first:end] *= self.scales[:, number, None]
+        return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +137,7 @@ def _solve(
             left = factor[:first, first:end].T @ errors[:first]
             values = torch.addmm(values, steps.T, left / sizes[first:end, None])
         scale = _fit_scales(values, sizes[first:end], format_)
-        unit = torch.where(scale > 0, scale, torch.inf)
-        found = _solve_group(values / unit, steps, sizes[first:end], format_)
+        found = _solve_group(values / _divisor(scale), steps, sizes[first:end], format_)
         codes[first:end] = found
         if factor is not None:
             torch.addcmul(target[first:end], found.sub_(format_.zero), scale, value=-1, out=errors[first:end])
@@ -198,7 +203,7 @@ def _fit_part(group: torch.Tensor, sizes: torch.Tensor, format_: DeltaFormat) ->
     """
     if format_.is_sparse:
         group = group.masked_fill(~_larger_half(group * sizes[:, None]), 0)
-    weights, scratch = sizes.square(), torch.empty_like(group)
+    weights, scratch = sizes.square(), (torch.empty_like(group), torch.empty_like(group))
     largest = group.abs().amax(dim=0) / float(np.abs(format_.levels).max())
     best = _as_stored(largest)
     least = _rounding_error(group, best, weights, format_, scratch)
@@ -206,7 +211,7 @@ def _fit_part(group: torch.Tensor, sizes: torch.Tensor, format_: DeltaFormat) ->
         candidate = _as_stored(largest * float(factor))
         best, least = _better(candidate, best, least, _rounding_error(group, candidate, weights, format_, scratch))
     for _ in range(_REFITS):
-        chosen = _codes(group / torch.where(best > 0, best, torch.inf), None, format_).sub_(format_.zero)
+        chosen = _codes(group / _divisor(best), None, format_).sub_(format_.zero)
         fitted = weights @ (group * chosen) / (weights @ chosen.square_()).clamp_min(1e-30)
         candidate = _as_stored(torch.where(fitted > 0, fitted, best))
         best, least = _better(candidate, best, least, _rounding_error(group, candidate, weights, format_, scratch))
@@ -225,13 +230,17 @@ def _rounding_error(
     scale: torch.Tensor,
     weights: torch.Tensor,
     format_: DeltaFormat,
-    scratch: torch.Tensor,
+    scratch: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
     """Return the weighted squared error of each row; in place, since a matrix is rounded some 30 times."""
-    torch.div(group, torch.where(scale > 0, scale, torch.inf), out=scratch)
-    scratch.add_(format_.zero).round_().clamp_(0, 2**format_.bits - 1).sub_(format_.zero)
-    torch.addcmul(group, scratch, scale, value=-1, out=scratch)
-    return weights @ scratch.square_()
+    multiples, codes = scratch
+    torch.div(group, _divisor(scale), out=multiples).add_(format_.zero)
+    torch.round(multiples, out=codes).clamp_(0, 2**format_.bits - 1).sub_(multiples)
+    return weights @ codes.square_() * scale.square()
+
+
+def _divisor(scale: torch.Tensor) -> torch.Tensor:
+    return torch.where(scale > 0, scale, torch.inf)
 
 
 def _as_stored(scale: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from daemon.variants.compress.work_folder import UnitRecord, WorkFolder, unit_fi
 from fingerprint.checkpoint import Checkpoint
 from fingerprint.delta.formats import EMBEDDING_FORMAT, FORMATS, DeltaFormat
 from fingerprint.delta.manifest import ExactTensor, MatrixRecord
-from fingerprint.delta.packing import dequantize, pack_codes, pad_scales
+from fingerprint.delta.packing import pack_codes, pad_scales
 from fingerprint.delta.reader import CODES_DTYPE, SCALES_DTYPE, codes_name, read_change, scales_name
 from fingerprint.errors import CheckpointError
 from fingerprint.float_bytes import decode_floats, encode_floats
@@ -37,11 +37,10 @@ OnMatrix = Callable[[int, int], None]  # matrices that are done, in all
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """Compressed matrix: its record, its tensors and the values that they mean."""
+    """Compressed matrix: its record and its tensors."""
 
     record: MatrixRecord
     outputs: tuple[OutputTensor, OutputTensor]
-    change: torch.Tensor
 
 
 class Compression:
@@ -69,6 +68,7 @@ class Compression:
         self._num_done = 0
         self._head_hessian: torch.Tensor | None = None
 
+    @torch.inference_mode()
     def run(self) -> None:
         """Do every unit that is not done.
 
@@ -81,7 +81,7 @@ class Compression:
             for _ in record.matrices:
                 self._count()
         if not self._is_done(0):
-            embeddings = [self._compress(name, None) for name in sorted(self._parts.embeddings.values())]
+            embeddings = [self._compress(name, None)[0] for name in sorted(self._parts.embeddings.values())]
             self._finish(0, embeddings, self._parts.exact)
         hidden: Hidden | None = None
         for layer in range(len(self._parts.layers)):
@@ -132,7 +132,7 @@ class Compression:
         """Yield the linears of a layer, by the groups that have one input."""
         groups = [] if walk is None or not linears else walk.groups(hidden)
         seen = {module for group in groups for module in group}
-        yield from (self._compress(name, None) for module, name in linears.items() if module not in seen)
+        yield from (self._compress(name, None)[0] for module, name in linears.items() if module not in seen)
         for group in groups:
             assert walk is not None
             changed = [module for module in group if module in linears]
@@ -140,13 +140,13 @@ class Compression:
                 continue
             curvature = self._curvature(walk.hessian(group[0], hidden), linears[changed[0]])
             for module in changed:
-                kept = self._compress(linears[module], curvature)
-                walk.replace(module, self._base(linears[module]) + kept.change)
+                kept, weight = self._compress(linears[module], curvature)
+                walk.replace(module, weight)
                 yield kept
 
     def _compress_head(self, name: str) -> _Kept:
         hessian, self._head_hessian = self._head_hessian, None
-        return self._compress(name, None if hessian is None else self._curvature(hessian, name))
+        return self._compress(name, None if hessian is None else self._curvature(hessian, name))[0]
 
     def _curvature(self, hessian: torch.Tensor, name: str) -> Curvature:
         if not torch.isfinite(hessian).all():
@@ -156,24 +156,25 @@ class Compression:
             )
         return Curvature.of(hessian)
 
-    def _compress(self, name: str, curvature: Curvature | None) -> _Kept:
-        """Return a matrix in its format: that of embeddings, or the coarsest from the one asked for on whose error
-        is small enough.
+    def _compress(self, name: str, curvature: Curvature | None) -> tuple[_Kept, torch.Tensor]:
+        """Return a matrix in its format, and the weight that it reconstructs. The format is that of embeddings, or
+        the coarsest from the one asked for on whose error is small enough.
         """
         is_embedding = name in self._parts.embeddings.values()
         format_ = EMBEDDING_FORMAT if is_embedding else self._format
-        change = self._change(name)
+        base = self._base(name)
+        change = self._change(name, base)
         while True:
-            kept = _kept(name, change, curvature, format_, self._file_of_next())
+            kept, values = _kept(name, change, curvature, format_, self._file_of_next())
             finer = format_.finer
             if self._max_error is None or kept.record.error <= self._max_error or finer is None:
                 break
             format_ = FORMATS[finer]
         self._count()
-        return kept
+        return kept, values.add_(base)
 
-    def _change(self, name: str) -> torch.Tensor:
-        change = self._finetuned(name) - self._base(name)
+    def _change(self, name: str, base: torch.Tensor) -> torch.Tensor:
+        change = self._finetuned(name).sub_(base)
         if not change.abs().max() <= _MAX_CHANGE:  # infinite, too
             raise CheckpointError(
                 f"tensor {name[:200]!r} differs from the base's by more than {_MAX_CHANGE:g}, which no format "
@@ -237,10 +238,13 @@ def _exact(name: str, pair: CheckpointPair, file: str) -> tuple[ExactTensor, Out
     return record, _output(name, entry.dtype, entry.shape, raw)
 
 
-def _kept(name: str, change: torch.Tensor, curvature: Curvature | None, format_: DeltaFormat, file: str) -> _Kept:
+def _kept(
+    name: str, change: torch.Tensor, curvature: Curvature | None, format_: DeltaFormat, file: str
+) -> tuple[_Kept, torch.Tensor]:
+    """Return a matrix in a format, and the change that it keeps."""
     found = compress_matrix(change, curvature, format_)
     codes, scales = _tensors(name, found, format_)
-    values = torch.from_numpy(dequantize(found.codes, pad_scales(found.scales), format_)).to(change.device)
+    values = found.values(format_)
     outputs, inputs = change.shape
     record = MatrixRecord(
         name=name,
@@ -252,11 +256,12 @@ def _kept(name: str, change: torch.Tensor, curvature: Curvature | None, format_:
         codes=tensor_hash(codes.dtype, codes.shape, codes.pieces()),
         scales=tensor_hash(scales.dtype, scales.shape, scales.pieces()),
     )
-    return _Kept(record, (codes, scales), values)
+    return _Kept(record, (codes, scales)), values
 
 
 def _tensors(name: str, found: Compressed, format_: DeltaFormat) -> tuple[OutputTensor, OutputTensor]:
-    words, scales = pack_codes(found.codes, format_.bits), pad_scales(found.scales)
+    words = pack_codes(found.codes.cpu().numpy(), format_.bits)
+    scales = pad_scales(found.scales.cpu().numpy())
     return (
         _output(codes_name(name), CODES_DTYPE, words.shape, words.astype("<u2").tobytes()),
         _output(scales_name(name), SCALES_DTYPE, scales.shape, encode_floats(scales, SCALES_DTYPE)),
