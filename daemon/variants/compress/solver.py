@@ -2,11 +2,12 @@
 by the columns after it.
 
 GPTQ (Frantar et al., 2022) with groups of 128 inputs, and SparseGPT's masks (Frantar & Alistarh, 2023) for 2:4,
-applied to a change D = W' - W instead of to W' (DeltaZip, algorithm 1). With H = sum of x x^T over the inputs x,
-the loss is tr(E H E^T), E = D - Q. For H = R R^T, R upper, that is the sum of the squares of E R, whose column j has
-errors of columns up to j alone: the best code of a column, given those before it, is the nearest to
-d_j + sum over i < j of E_i R_ij / R_jj. GPTQ's steps by the inverse of H are the same ones (Chen et al.,
-arXiv 2507.18553), for twice the work on H. Rows do not interact.
+applied to a change D = W' - W instead of to W' (DeltaZip, algorithm 1). With H = sum of x x^T over the inputs x
+and E = D - Q, the loss is tr(E H E^T). For H = R R^T, R upper, it is the sum of squares of E R, whose column j has
+the errors of columns up to j alone. The errors P of the columns before a group are made good by moving the group
+to D_g + P R_pg R_gg^-1; within it, with U = R_gg^-1, rounding column i by e moves the columns after it by
+-e U_ij / U_ii and adds e^2 R_ii^2 to the loss. GPTQ, which inverts the whole of H, takes the same steps. Rows do
+not interact.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ on computes with the same values as one that was never interrupted.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -32,7 +33,7 @@ from fingerprint.tensor_hash import tensor_hash
 __all__ = ["Compression", "exact_bytes", "read_matrix"]
 
 _MAX_CHANGE = 1e15  # of a weight; the sums of weighted squares that scales are chosen by stay finite in float32
-OnMatrix = Callable[[int, int], None]  # matrices that are done, in all
+OnMatrix = Callable[[int, int, float | None], None]  # matrices that are done, in all; seconds left where known
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ class Compression:
         self._pair, self._parts, self._work, self._tokens = pair, parts, work, tokens
         self._format, self._max_error, self._device, self._on_matrix = format_, max_error, device, on_matrix
         self._num_done = 0
+        self._time_left = _TimeLeft(parts, pair, work)
         self._head_hessian: torch.Tensor | None = None
 
     @torch.inference_mode()
@@ -79,7 +81,7 @@ class Compression:
         """
         for record in self._work.done:
             for _ in record.matrices:
-                self._count()
+                self._count(None)
         if not self._is_done(0):
             embeddings = [self._compress(name, None)[0] for name in sorted(self._parts.embeddings.values())]
             self._finish(0, embeddings, self._parts.exact)
@@ -170,7 +172,7 @@ class Compression:
             if self._max_error is None or kept.record.error <= self._max_error or finer is None:
                 break
             format_ = FORMATS[finer]
-        self._count()
+        self._count(self._time_left.after(name))
         return kept, values.add_(base)
 
     def _change(self, name: str, base: torch.Tensor) -> torch.Tensor:
@@ -196,9 +198,9 @@ class Compression:
         matrix_records = tuple(each.record for each in kept)
         self._work.finish_unit(UnitRecord(unit=unit, matrices=matrix_records, exact=tuple(records)), outputs)
 
-    def _count(self) -> None:
+    def _count(self, left_s: float | None) -> None:
         self._num_done += 1
-        self._on_matrix(self._num_done, self._parts.num_matrices)
+        self._on_matrix(self._num_done, self._parts.num_matrices, left_s)
 
     def _read_back(self, record: MatrixRecord) -> torch.Tensor:
         file = Checkpoint.of_file(self._work.delta / record.file)
@@ -209,6 +211,30 @@ class Compression:
 
     def _finetuned(self, name: str) -> torch.Tensor:
         return read_matrix(self._pair.finetuned, name).to(self._device)
+
+
+class _TimeLeft:
+    """Seconds that the linears to come take, by those of the layers that this process has done."""
+
+    def __init__(self, parts: ModelParts, pair: CheckpointPair, work: WorkFolder) -> None:
+        found = {matrix.name for unit in work.done for matrix in unit.matrices}
+        linears = [name for layer in parts.layers for name in layer.values() if name not in found]
+        linears += [name for name in (parts.head,) if name is not None and name not in found]
+        self._weights = {name: float(np.prod(pair.base.tensors[name].shape)) for name in linears}
+        self._ends = {name for layer in parts.layers for name in list(layer.values())[-1:]}
+        self._left = sum(self._weights.values())
+        self._done, self._started, self._s_per_weight = 0.0, time.perf_counter(), 0.0
+
+    def after(self, name: str) -> float | None:
+        """Return the seconds that are left once ``name`` is done; None before a whole layer is."""
+        weights = self._weights.get(name)
+        if weights is None:  # embeddings, which are rounded: no time to go by
+            self._started = time.perf_counter()
+            return None
+        self._done, self._left = self._done + weights, self._left - weights
+        if name in self._ends:
+            self._s_per_weight = (time.perf_counter() - self._started) / self._done
+        return self._left * self._s_per_weight if self._s_per_weight else None
 
 
 def exact_bytes(name: str, pair: CheckpointPair) -> bytes:
