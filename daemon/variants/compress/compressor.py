@@ -18,7 +18,7 @@ from daemon.torch_engine.model.stage_model import ModelSource
 from daemon.variants.compress.calibration import (
     MAX_TOKENS,
     CalibrationTexts,
-    TokenBatches,
+    CalibrationTokens,
     random_tokens,
     tokenize,
 )
@@ -91,7 +91,7 @@ class Prepared:
     source: ModelSource  # the fine-tune in float32
     pair: CheckpointPair
     parts: ModelParts
-    tokens: TokenBatches | None  # None: nothing is compensated
+    tokens: CalibrationTokens | None  # None: nothing is compensated
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,7 +204,7 @@ def _result(manifest: DeltaManifest, order: CompressOrder, pair: CheckpointPair,
     )
 
 
-def _tokens(order: CompressOrder, spec: ModelSpec) -> TokenBatches:
+def _tokens(order: CompressOrder, spec: ModelSpec) -> CalibrationTokens:
     if order.calibration is None:
         return random_tokens(spec.vocab_size, spec.max_context_tokens, order.device)
     return tokenize(order.calibration, order.finetuned, spec.max_context_tokens, order.device)
@@ -245,7 +245,7 @@ def _needed_bytes(format_: DeltaFormat, pair: CheckpointPair, parts: ModelParts)
 def _manifest(
     order: CompressOrder,
     pair: CheckpointPair,
-    tokens: TokenBatches | None,
+    tokens: CalibrationTokens | None,
     units: Sequence[UnitRecord],
     companions: Sequence[Path],
 ) -> DeltaManifest:

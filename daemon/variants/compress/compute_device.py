@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from daemon.variants.compress.calibration import TokenBatches
+from daemon.variants.compress.calibration import CalibrationTokens
 from daemon.variants.compress.model_parts import ModelParts
 from daemon.variants.compress.pair import CheckpointPair
 from fingerprint.errors import ConfigError, UnavailableError
@@ -16,6 +16,7 @@ __all__ = ["check_free", "compute_device", "needed_device_bytes", "out_of_memory
 
 _VALUE_BYTES = 24  # of a weight of the matrix that is compressed: base, change, codes, errors and copies
 _MOMENT_BYTES = 24  # of a pair of its inputs: second moments, and their factor in float64
+_LIVE_STATES, _LIVE_INPUTS = 4, 3  # of all tokens at once: hidden states, and inputs of the widest linear
 _WORKSPACE_BYTES = 2**30  # CUDA's own, and an attention's
 
 
@@ -34,15 +35,15 @@ def compute_device(name: str) -> torch.device:
     return device
 
 
-def needed_device_bytes(pair: CheckpointPair, parts: ModelParts, tokens: TokenBatches | None) -> int:
+def needed_device_bytes(pair: CheckpointPair, parts: ModelParts, tokens: CalibrationTokens | None) -> int:
     """Return the bytes that a compression has on its device at most, an estimate from above."""
     shapes = {name: pair.base.tensors[name].shape for layer in parts.layers for name in layer.values()}
     vocabulary = [pair.base.tensors[name].shape for name in (*parts.embeddings.values(), parts.head) if name]
     layer = max((sum(_size(shapes[name]) for name in own.values()) for own in parts.layers), default=0)
     held = 4 * (layer + sum(map(_size, vocabulary)))
-    if tokens is not None:
-        held += 4 * tokens.num_tokens * parts.source.spec.hidden_size
     widest = max((inputs for _, inputs in (*shapes.values(), *vocabulary)), default=0)
+    if tokens is not None:
+        held += 4 * tokens.num_tokens * (_LIVE_STATES * parts.source.spec.hidden_size + _LIVE_INPUTS * widest)
     largest = max(map(_size, (*shapes.values(), *vocabulary)), default=0)
     return held + _VALUE_BYTES * largest + _MOMENT_BYTES * widest**2 + _WORKSPACE_BYTES
 

@@ -20,7 +20,7 @@ import torch
 
 from fingerprint.delta.formats import GROUP, DeltaFormat
 
-__all__ = ["Compressed", "Curvature", "add_second_moment", "compress_matrix", "mirror", "relative_error"]
+__all__ = ["Compressed", "Curvature", "compress_matrix", "relative_error", "second_moment"]
 
 _DAMPING = 0.01  # of the mean diagonal of H
 _ROWS = {"cpu": 4096, "cuda": 32_768}  # that are solved at once, which bounds memory
@@ -58,16 +58,13 @@ class Curvature:
         return cls(hessian, _factor(hessian))
 
 
-def add_second_moment(total: torch.Tensor, inputs: torch.Tensor) -> None:
-    """Add x x^T of each of ``inputs`` [tokens, inputs] to the panels of ``total`` above the diagonal and on it."""
+def second_moment(inputs: torch.Tensor) -> torch.Tensor:
+    """Return the mean of x x^T over ``inputs`` [tokens, inputs]. Panels below the diagonal are copied."""
+    total = inputs.new_empty(inputs.shape[1], inputs.shape[1])
     for first, end in _panels(len(total)):
-        total[first:end, first:].addmm_(inputs[:, first:end].T, inputs[:, first:])
-
-
-def mirror(total: torch.Tensor) -> None:
-    """Fill the panels below the diagonal with those above it."""
-    for first, end in _panels(len(total)):
+        torch.mm(inputs[:, first:end].T, inputs[:, first:], out=total[first:end, first:])
         total[end:, first:end] = total[first:end, end:].T
+    return total.div_(len(inputs))
 
 
 def compress_matrix(change: torch.Tensor, curvature: Curvature | None, format_: DeltaFormat) -> Compressed:
@@ -118,7 +115,8 @@ def _factor(hessian: torch.Tensor) -> torch.Tensor:
     if not mean > 0:  # no input at all: nothing to weigh by
         return torch.eye(len(hessian), device=hessian.device)
     diagonal += _DAMPING * mean
-    return torch.linalg.cholesky(backwards).float().flip((0, 1))
+    factor: torch.Tensor = torch.linalg.cholesky(backwards)
+    return factor.float().flip((0, 1))
 
 
 # Columns of a matrix are rows here, and contiguous: [inputs, rows of the matrix].
@@ -149,7 +147,8 @@ def _solve(
 def _steps(factor: torch.Tensor) -> torch.Tensor:
     """Return the rows of a triangle's inverse, U, over U_ii: what later columns are moved by for one's error."""
     identity = torch.eye(len(factor), device=factor.device)
-    return torch.linalg.solve_triangular(factor, identity, upper=True) * factor.diagonal()[:, None]
+    inverse: torch.Tensor = torch.linalg.solve_triangular(factor, identity, upper=True)
+    return inverse * factor.diagonal()[:, None]
 
 
 def _solve_group(
@@ -251,7 +250,7 @@ def _as_stored(scale: torch.Tensor) -> torch.Tensor:
 def _larger_half(sizes: torch.Tensor) -> torch.Tensor:
     """Return which two of each four columns, the last may be fewer, are the larger; of equal ones the earlier."""
     padded = torch.nn.functional.pad(sizes.abs(), (0, 0, 0, -len(sizes) % 4), value=-1)
-    fours = padded.unflatten(0, (-1, 4))
+    fours = padded.reshape(-1, 4, *padded.shape[1:])
     rivals = torch.zeros(fours.shape, dtype=torch.int8, device=sizes.device)
     for one in range(4):
         for other in range(one + 1, 4):

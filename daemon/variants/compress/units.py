@@ -8,17 +8,17 @@ on computes with the same values as one that was never interrupted.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from daemon.variants.compress.calibration import TokenBatches
-from daemon.variants.compress.layer_walk import Hidden, LayerWalk
+from daemon.variants.compress.calibration import CalibrationTokens
+from daemon.variants.compress.layer_walk import LayerWalk
 from daemon.variants.compress.model_parts import ModelParts
 from daemon.variants.compress.pair import CheckpointPair
-from daemon.variants.compress.solver import Compressed, Curvature, compress_matrix, relative_error
+from daemon.variants.compress.solver import Compressed, Curvature, compress_matrix, relative_error, second_moment
 from daemon.variants.compress.work_folder import UnitRecord, WorkFolder, unit_file
 from fingerprint.checkpoint import Checkpoint
 from fingerprint.delta.formats import EMBEDDING_FORMAT, FORMATS, DeltaFormat
@@ -58,7 +58,7 @@ class Compression:
         parts: ModelParts,
         work: WorkFolder,
         *,
-        tokens: TokenBatches | None,
+        tokens: CalibrationTokens | None,
         format_: DeltaFormat,
         max_error: float | None,
         device: torch.device,
@@ -68,7 +68,7 @@ class Compression:
         self._format, self._max_error, self._device, self._on_matrix = format_, max_error, device, on_matrix
         self._num_done = 0
         self._time_left = _TimeLeft(parts, pair, work)
-        self._head_hessian: torch.Tensor | None = None
+        self._head_inputs: torch.Tensor | None = None
 
     @torch.inference_mode()
     def run(self) -> None:
@@ -85,30 +85,53 @@ class Compression:
         if not self._is_done(0):
             embeddings = [self._compress(name, None)[0] for name in sorted(self._parts.embeddings.values())]
             self._finish(0, embeddings, self._parts.exact)
-        hidden: Hidden | None = None
+        hidden: torch.Tensor | None = None
         for layer in range(len(self._parts.layers)):
             hidden = self._do_layer(layer, hidden)
         if not self._is_done(len(self._parts.layers) + 1):
             head = self._parts.head
             self._finish(len(self._parts.layers) + 1, [] if head is None else [self._compress_head(head)])
 
-    def _do_layer(self, layer: int, hidden: Hidden | None) -> Hidden | None:
+    def _do_layer(self, layer: int, hidden: torch.Tensor | None) -> torch.Tensor | None:
         """Do the unit of a layer, and return what the next one gets; None where nothing is asked of it."""
-        linears = self._parts.layers[layer]
-        walk = self._walk(layer) if self._tokens is not None and self._is_needed(layer) else None
-        if not self._is_done(layer + 1):
-            self._finish(layer + 1, list(self._compress_layer(linears, walk, hidden)))
-        elif walk is not None:
+        linears, is_done = self._parts.layers[layer], self._is_done(layer + 1)
+        if self._tokens is None or not self._is_needed(layer):
+            if not is_done:
+                self._finish(layer + 1, [self._compress(name, None)[0] for name in linears.values()])
+            return None
+        walk = self._walk(layer)
+        if is_done:
             records = {record.name: record for record in self._work.done[layer + 1].matrices}
             for module, name in linears.items():
                 walk.replace(module, self._base(name) + self._read_back(records[name]))
-        if walk is None:
-            return None
-        if not walk.is_last:
-            return walk.forward(hidden) if self._is_needed(layer + 1) else None
-        if self._parts.head is not None:
-            self._head_hessian = walk.head_hessian(hidden)
-        return None
+            outputs = walk.run(hidden, lambda module, inputs: True)
+        else:
+            outputs = self._compress_layer(layer, walk, hidden)
+        if walk.is_last:
+            self._head_inputs, outputs = outputs, None
+        return outputs
+
+    def _compress_layer(self, layer: int, walk: LayerWalk, hidden: torch.Tensor | None) -> torch.Tensor | None:
+        """Compress the linears of a layer, each before it computes, and return the layer's outputs."""
+        left, kept = dict(self._parts.layers[layer]), []
+        is_followed = self._is_needed(layer + 1)
+        seen, curvature = None, None
+
+        def visit(module: str, inputs: torch.Tensor) -> bool:
+            nonlocal seen, curvature
+            name = left.pop(module, None)
+            if name is not None:
+                if inputs is not seen:
+                    seen, curvature = inputs, None  # the former one's memory is free
+                    curvature = self._curvature(inputs, name)
+                made, weight = self._compress(name, curvature)
+                walk.replace(module, weight)
+                kept.append(made)
+            return is_followed or bool(left)
+
+        outputs = walk.run(hidden, visit)
+        self._finish(layer + 1, kept + [self._compress(name, None)[0] for name in left.values()])
+        return outputs
 
     def _is_done(self, unit: int) -> bool:
         return unit < len(self._work.done)
@@ -128,29 +151,12 @@ class Compression:
                 walk.embed(module, self._base(name) + self._read_back(records[name]))
         return walk
 
-    def _compress_layer(
-        self, linears: Mapping[str, str], walk: LayerWalk | None, hidden: Hidden | None
-    ) -> Iterator[_Kept]:
-        """Yield the linears of a layer, by the groups that have one input."""
-        groups = [] if walk is None or not linears else walk.groups(hidden)
-        seen = {module for group in groups for module in group}
-        yield from (self._compress(name, None)[0] for module, name in linears.items() if module not in seen)
-        for group in groups:
-            assert walk is not None
-            changed = [module for module in group if module in linears]
-            if not changed:
-                continue
-            curvature = self._curvature(walk.hessian(group[0], hidden), linears[changed[0]])
-            for module in changed:
-                kept, weight = self._compress(linears[module], curvature)
-                walk.replace(module, weight)
-                yield kept
-
     def _compress_head(self, name: str) -> _Kept:
-        hessian, self._head_hessian = self._head_hessian, None
-        return self._compress(name, None if hessian is None else self._curvature(hessian, name))[0]
+        inputs, self._head_inputs = self._head_inputs, None
+        return self._compress(name, None if inputs is None else self._curvature(inputs, name))[0]
 
-    def _curvature(self, hessian: torch.Tensor, name: str) -> Curvature:
+    def _curvature(self, inputs: torch.Tensor, name: str) -> Curvature:
+        hessian = second_moment(inputs.flatten(0, -2))
         if not torch.isfinite(hessian).all():
             raise CheckpointError(
                 f"the inputs of {name} are not finite on the calibration texts; the fine-tune does not compute "
