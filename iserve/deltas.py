@@ -127,6 +127,7 @@ class CompressOptions:
     max_error: float | None
     max_quality_loss: float | None = None  # nats per token
     text: Path | None = None  # file of the texts that judge the loss; None: a part of ``calibration``
+    device: str = "cpu"  # that computes: or ``cuda``, ``cuda:N``
 
 
 def compress_variant(
@@ -146,7 +147,7 @@ def compress_variant(
         MissingExtraError: torch is not installed.
         InfeasibleError: every format loses more than is allowed; nothing is left then.
         NotFoundError, BadInputError, ConflictError, UnavailableError: as ``compress_delta``, ``compress_within``,
-            ``read_texts``, ``split_texts`` and ``model_source.resolve``.
+            ``compute_device``, ``read_texts``, ``split_texts`` and ``model_source.resolve``.
     """
     need_extra("torch", "compressing a fine-tune")
     calibration, judging = (
@@ -156,7 +157,7 @@ def compress_variant(
     both = None if limit is None else split_texts(calibration, judging)
     sources = [_with_weights(resolve(model, registered)) for model in (base, finetuned)]
 
-    from daemon.variants.compress import CompressOrder, compress_delta  # torch: seconds
+    from daemon.variants.compress import CompressOrder, compress_delta, compute_device  # torch: seconds
 
     order = CompressOrder(
         base=sources[0].directory,
@@ -167,6 +168,7 @@ def compress_variant(
         max_error=options.max_error,
         base_name=sources[0].name,
         finetuned_name=sources[1].name,
+        device=compute_device(options.device),
     )
     if both is None or limit is None:
         return _document(compress_delta(order, progress), order.target, None)

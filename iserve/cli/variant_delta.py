@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CalibrationOption",
+    "DeviceOption",
     "FormatOption",
     "MaxErrorOption",
     "MaxLossOption",
@@ -60,6 +62,12 @@ def _loss(value: float | None) -> float | None:
     if value is not None and not 0 <= value < float("inf"):
         raise typer.BadParameter("must be 0 or more nats per token")
     return value
+
+
+def _device(name: str) -> str:
+    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name):
+        raise typer.BadParameter(f"{name[:40]!r} is neither cpu nor cuda:N")
+    return name
 
 
 FormatOption = Annotated[
@@ -110,12 +118,24 @@ TextOption = Annotated[
 ]
 
 
+DeviceOption = Annotated[
+    str,
+    typer.Option(
+        "--device",
+        metavar="DEVICE",
+        help="Where a compression computes: cpu, or cuda:N, the N-th GPU, which must have the memory free.",
+        callback=_device,
+    ),
+]
+
+
 def options_of(
     format_: str,
     calibration: Path | None,
     max_error: float | None,
     max_quality_loss: float | None,
     text: Path | None,
+    device: str,
 ) -> CompressOptions:
     """Return the options of a delta; those that need each other are refused alone."""
     from iserve.deltas import CompressOptions
@@ -132,6 +152,7 @@ def options_of(
         max_error=max_error,
         max_quality_loss=max_quality_loss,
         text=text,
+        device=device,
     )
 
 
@@ -147,11 +168,12 @@ def compress(
     max_error: MaxErrorOption = None,
     max_quality_loss: MaxLossOption = None,
     text: TextOption = None,
+    device: DeviceOption = "cpu",
     as_json: o.JsonOption = False,
 ) -> None:
     """Write the changes that FINETUNED made to BASE to OUT, in a few bits a weight.
 
-    Layer by layer, on the CPU: each is compressed for the inputs that the layers before it make once they are
+    Layer by layer: each is compressed for the inputs that the layers before it make once they are
     reconstructed. Killed at any moment, the same command goes on with the layers that are done.
     """
     from iserve.cli.connection import registered_models
@@ -159,7 +181,8 @@ def compress(
     from iserve.deltas import compress_variant
     from iserve.settings import load_settings
 
-    options, settings = options_of(format_, calibration, max_error, max_quality_loss, text), load_settings()
+    options = options_of(format_, calibration, max_error, max_quality_loss, text, device)
+    settings = load_settings()
     registered = {**registered_models(base, settings), **registered_models(finetuned, settings)}
     with StepDisplay(quiet=as_json) as display:
         done = compress_variant(

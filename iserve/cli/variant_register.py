@@ -15,6 +15,7 @@ from iserve.cli import options as o
 from iserve.cli.variant import BASE_HELP, size_text
 from iserve.cli.variant_delta import (
     CalibrationOption,
+    DeviceOption,
     FormatOption,
     MaxErrorOption,
     MaxLossOption,
@@ -95,6 +96,7 @@ def add(
     max_error: MaxErrorOption = None,
     max_quality_loss: MaxLossOption = None,
     text: TextOption = None,
+    device: DeviceOption = "cpu",
     as_json: o.JsonOption = False,
 ) -> None:
     """Register the LoRA or the delta in PATH as NAME, to be served next to its base.
@@ -111,7 +113,7 @@ def add(
     from iserve.rest_bodies import VariantBody
     from iserve.settings import load_settings
 
-    options = options_of(format_, calibration, max_error, max_quality_loss, text)
+    options = options_of(format_, calibration, max_error, max_quality_loss, text, device)
     settings, path = load_settings(), folder_argument(adapter)
     controller = client(settings)
     with ExitStack() as held:
@@ -141,7 +143,7 @@ def add(
 
 def _check_unused(context: typer.Context) -> None:
     """Refuse options of a compression where nothing is compressed."""
-    for name in ("format_", "calibration", "max_error", "max_quality_loss", "text"):
+    for name in ("format_", "calibration", "max_error", "max_quality_loss", "text", "device"):
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             option = f"--{name.strip('_').replace('_', '-')}"

@@ -19,8 +19,8 @@ __all__ = [
     "MAX_SEQUENCE_TOKENS",
     "MAX_TOKENS",
     "CalibrationTexts",
+    "CalibrationTokens",
     "PromptOnlyCache",
-    "TokenBatches",
     "batches_of",
     "random_tokens",
     "tokenize",
@@ -41,15 +41,15 @@ class CalibrationTexts:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenBatches:
-    """Tokens of the texts that are used, in steps of the model."""
+class CalibrationTokens:
+    """Tokens of the texts that are used, in one step of the model."""
 
-    batches: tuple[FlatBatch, ...]
+    batch: FlatBatch
     num_texts: int  # 0: random tokens
 
     @property
     def num_tokens(self) -> int:
-        return sum(batch.num_tokens for batch in self.batches)
+        return self.batch.num_tokens
 
 
 class PromptOnlyCache(KvCache):
@@ -63,7 +63,9 @@ class PromptOnlyCache(KvCache):
         return [(key[:, :, piece], value[:, :, piece]) for piece in pieces]
 
 
-def tokenize(texts: CalibrationTexts, checkpoint: Path, max_context: int, device: torch.device) -> TokenBatches:
+def tokenize(
+    texts: CalibrationTexts, checkpoint: Path, max_context: int, device: torch.device
+) -> CalibrationTokens:
     """Return the first texts of up to 65,536 tokens together, each cut at 2,048 or the model's context.
 
     Raises:
@@ -92,14 +94,19 @@ def tokenize(texts: CalibrationTexts, checkpoint: Path, max_context: int, device
         codec.close()
     if not sequences:
         raise ConfigError("the calibration texts have no token; give a file of the text that the fine-tune serves")
-    return TokenBatches(batches_of(sequences, device), len(sequences))
+    return _one_step(sequences, len(sequences), device)
 
 
-def random_tokens(vocab_size: int, max_context: int, device: torch.device) -> TokenBatches:
+def random_tokens(vocab_size: int, max_context: int, device: torch.device) -> CalibrationTokens:
     """Return 32 sequences of up to 512 tokens drawn uniformly from the vocabulary, the same every time."""
     shape = (_RANDOM_SEQUENCES, min(_RANDOM_LENGTH, max_context))
     sequences = np.random.Generator(np.random.Philox(_SEED)).integers(vocab_size, size=shape).tolist()
-    return TokenBatches(batches_of(sequences, device), 0)
+    return _one_step(sequences, 0, device)
+
+
+def _one_step(sequences: Sequence[list[int]], num_texts: int, device: torch.device) -> CalibrationTokens:
+    items = (StepItem(number, 0, tuple(tokens)) for number, tokens in enumerate(sequences))
+    return CalibrationTokens(_batch(StepPlan(tuple(items)), device), num_texts)
 
 
 def batches_of(sequences: Sequence[list[int]], device: torch.device) -> tuple[FlatBatch, ...]:

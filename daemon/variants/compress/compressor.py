@@ -18,10 +18,11 @@ from daemon.torch_engine.model.stage_model import ModelSource
 from daemon.variants.compress.calibration import (
     MAX_TOKENS,
     CalibrationTexts,
-    TokenBatches,
+    CalibrationTokens,
     random_tokens,
     tokenize,
 )
+from daemon.variants.compress.compute_device import check_free, needed_device_bytes, out_of_memory_told
 from daemon.variants.compress.model_parts import ModelParts, read_common_source, sort_parts
 from daemon.variants.compress.pair import CheckpointPair, open_pair, read_pair
 from daemon.variants.compress.units import Compression, exact_bytes
@@ -53,6 +54,8 @@ __all__ = [
 
 Progress = Callable[[str, int, int], None]  # what is counted, done so far, in all
 _READING, _COMPRESSING = "MiB read", "matrices"
+_SHOWN_LEFT_S = 60.0  # from which on the time that is left is shown
+_LONG_S = 600.0  # from which on a GPU is worth a thought
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +71,7 @@ class CompressOrder:
     max_error: float | None  # of a matrix, beyond which it gets a finer format; None: any
     base_name: str
     finetuned_name: str
-    device: torch.device = torch.device("cpu")  # noqa: RUF009 - a value, not a resource
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 - a value; work goes on with any other
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +91,7 @@ class Prepared:
     source: ModelSource  # the fine-tune in float32
     pair: CheckpointPair
     parts: ModelParts
-    tokens: TokenBatches | None  # None: nothing is compensated
+    tokens: CalibrationTokens | None  # None: nothing is compensated
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,6 +144,7 @@ def compress_prepared(order: CompressOrder, prepared: Prepared, report: Progress
     Raises:
         CheckpointError: activations that are not finite; a disk that is full.
         ConflictError: the target is there already, or another process makes it.
+        UnavailableError: the device has too little memory.
     """
     pair, parts, tokens = prepared.pair, prepared.parts, prepared.tokens
     with work_in(order.target, _job(order, pair), _needed_bytes(order.format, pair, parts)) as work:
@@ -149,20 +153,31 @@ def compress_prepared(order: CompressOrder, prepared: Prepared, report: Progress
             found = result_of(order, prepared)
             work.remove()
             return found
-        Compression(
-            pair,
-            parts,
-            work,
-            tokens=tokens,
-            format_=order.format,
-            max_error=order.max_error,
-            device=order.device,
-            on_matrix=lambda done, total: report(_COMPRESSING, done, total),
-        ).run()
+        check_free(order.device, needed_device_bytes(pair, parts, tokens))
+        with out_of_memory_told(order.device):
+            Compression(
+                pair,
+                parts,
+                work,
+                tokens=tokens,
+                format_=order.format,
+                max_error=order.max_error,
+                device=order.device,
+                on_matrix=lambda done, total, left_s: report(_compressing(left_s, order.device), done, total),
+            ).run()
         companions = [order.finetuned / name for name in differing_companions(order.finetuned, order.base)]
         manifest = _manifest(order, pair, tokens, work.done, companions)
         work.finish(manifest, lambda folder: copy_files(companions, folder))
     return _result(manifest, order, pair, num_found)
+
+
+def _compressing(left_s: float | None, device: torch.device) -> str:
+    """Return what is counted, with the time that is left where that is worth saying."""
+    if left_s is None or left_s < _SHOWN_LEFT_S:
+        return _COMPRESSING
+    left = f"{left_s / 3600:.1f} h" if left_s >= 2 * 3600 else f"{left_s / 60:.0f} min"
+    advice = " on the CPU (--device takes a GPU)" if device.type == "cpu" and left_s > _LONG_S else ""
+    return f"{_COMPRESSING}, about {left} left{advice}"
 
 
 def result_of(order: CompressOrder, prepared: Prepared) -> CompressResult:
@@ -189,7 +204,7 @@ def _result(manifest: DeltaManifest, order: CompressOrder, pair: CheckpointPair,
     )
 
 
-def _tokens(order: CompressOrder, spec: ModelSpec) -> TokenBatches:
+def _tokens(order: CompressOrder, spec: ModelSpec) -> CalibrationTokens:
     if order.calibration is None:
         return random_tokens(spec.vocab_size, spec.max_context_tokens, order.device)
     return tokenize(order.calibration, order.finetuned, spec.max_context_tokens, order.device)
@@ -230,7 +245,7 @@ def _needed_bytes(format_: DeltaFormat, pair: CheckpointPair, parts: ModelParts)
 def _manifest(
     order: CompressOrder,
     pair: CheckpointPair,
-    tokens: TokenBatches | None,
+    tokens: CalibrationTokens | None,
     units: Sequence[UnitRecord],
     companions: Sequence[Path],
 ) -> DeltaManifest:

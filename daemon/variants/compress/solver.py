@@ -2,9 +2,12 @@
 by the columns after it.
 
 GPTQ (Frantar et al., 2022) with groups of 128 inputs, and SparseGPT's masks (Frantar & Alistarh, 2023) for 2:4,
-applied to a change D = W' - W instead of to W' (DeltaZip, algorithm 1). With H = sum of x x^T over the inputs x,
-the loss is tr((D - Q) H (D - Q)^T); U is the upper Cholesky factor of H^-1, and rounding column i by e changes the
-loss by e^2 / U_ii^2. Rows do not interact.
+applied to a change D = W' - W instead of to W' (DeltaZip, algorithm 1). With H = sum of x x^T over the inputs x
+and E = D - Q, the loss is tr(E H E^T). For H = R R^T, R upper, it is the sum of squares of E R, whose column j has
+the errors of columns up to j alone. The errors P of the columns before a group are made good by moving the group
+to D_g + P R_pg R_gg^-1; within it, with U = R_gg^-1, rounding column i by e moves the columns after it by
+-e U_ij / U_ii and adds e^2 R_ii^2 to the loss. GPTQ, which inverts the whole of H, takes the same steps. Rows do
+not interact.
 """
 
 from __future__ import annotations
@@ -13,15 +16,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from fingerprint.delta.formats import GROUP, DeltaFormat
 
-__all__ = ["Compressed", "Curvature", "compress_matrix", "relative_error"]
+__all__ = ["Compressed", "Curvature", "compress_matrix", "relative_error", "second_moment"]
 
 _DAMPING = 0.01  # of the mean diagonal of H
-_ROWS = 4096  # that are solved at once, which bounds memory
+_ROWS = {"cpu": 4096, "cuda": 32_768}  # that are solved at once, which bounds memory
+_FIT_ROWS = {"cpu": 512, "cuda": 32_768}  # that scales are fitted to at once: on a CPU they stay in its cache
+_BLOCK = 16  # columns whose errors go to each other at once, and to those after them together
+_PANEL = 1024  # columns of a symmetric matrix that are multiplied at once
 _FACTORS = np.geomspace(0.08, 1.0, 24)  # of the scale that would just reach the largest value of a group
 _REFITS = 2  # of a scale to the codes that it gave
 
@@ -30,185 +35,239 @@ _REFITS = 2  # of a scale to the codes that it gave
 class Compressed:
     """Matrix in a format, not yet packed."""
 
-    codes: npt.NDArray[np.uint8]  # [outputs, inputs]
-    scales: npt.NDArray[np.float32]  # [outputs, groups], each a BF16 value
+    codes: torch.Tensor  # [outputs, inputs], uint8
+    scales: torch.Tensor  # [outputs, groups], float32, each a BF16 value
+
+    def values(self, format_: DeltaFormat) -> torch.Tensor:
+        """Return the values [outputs, inputs] of the codes, the same as a reader's."""
+        values = self.codes.to(torch.float32).sub_(format_.zero)
+        for number, (first, end) in enumerate(_groups(values.shape[1])):
+            values[:, first:end] *= self.scales[:, number, None]
+        return values
 
 
 @dataclass(frozen=True, slots=True)
 class Curvature:
     """Weights of errors, from the inputs that matrices of one input have."""
 
-    hessian: torch.Tensor  # [inputs, inputs], float64: sum of x x^T over the inputs x, up to a factor
-    factor: torch.Tensor  # U, upper, with H^-1 = U^T U of the damped H, float32
+    hessian: torch.Tensor  # [inputs, inputs]: sum of x x^T over the inputs x, up to a factor
+    factor: torch.Tensor  # R, upper, with H = R R^T of the damped H, float32
 
     @classmethod
     def of(cls, hessian: torch.Tensor) -> Curvature:
-        return cls(hessian, _inverse_factor(hessian).to(torch.float32))
+        return cls(hessian, _factor(hessian))
+
+
+def second_moment(inputs: torch.Tensor) -> torch.Tensor:
+    """Return the mean of x x^T over ``inputs`` [tokens, inputs]. Panels below the diagonal are copied."""
+    total = inputs.new_empty(inputs.shape[1], inputs.shape[1])
+    for first, end in _panels(len(total)):
+        torch.mm(inputs[:, first:end].T, inputs[:, first:], out=total[first:end, first:])
+        total[end:, first:end] = total[first:end, end:].T
+    return total.div_(len(inputs))
 
 
 def compress_matrix(change: torch.Tensor, curvature: Curvature | None, format_: DeltaFormat) -> Compressed:
-    """Return ``change`` [outputs, inputs], float32, in ``format_``.
+    """Return ``change`` [outputs, inputs], float32, in ``format_``, on the device of ``change``.
 
     Args:
         curvature: None: all inputs count alike and do not correlate, so that every value is rounded by itself.
     """
     factor = None if curvature is None else curvature.factor
-    diagonal = torch.ones(change.shape[1], device=change.device) if factor is None else factor.diagonal()
-    levels = torch.from_numpy(format_.levels).to(change.device)
-    parts = [_solve(rows.clone(), factor, diagonal, levels, format_) for rows in torch.split(change, _ROWS)]
-    codes = torch.cat([part[0] for part in parts]).cpu().numpy()
-    scales = torch.cat([part[1] for part in parts]).cpu().numpy()
-    return Compressed(codes, scales)
+    sizes = torch.ones(change.shape[1], device=change.device) if factor is None else factor.diagonal()
+    parts = torch.split(change, _ROWS[change.device.type])
+    solved = [_solve(rows.T.contiguous(), factor, sizes, format_) for rows in parts]
+    return Compressed(torch.cat([part[0].T for part in solved]), torch.cat([part[1].T for part in solved]))
 
 
 def relative_error(change: torch.Tensor, kept: torch.Tensor, curvature: Curvature | None) -> float:
-    """Return ||(D - Q) X||^2 / ||D X||^2, float64; 0 where the change adds nothing to the outputs."""
-    hessian = None if curvature is None else curvature.hessian
-    missing = lost = 0.0
-    for before, after in zip(torch.split(change, _ROWS), torch.split(kept, _ROWS), strict=True):
-        missing += _energy((before - after).double(), hessian)
-        lost += _energy(before.double(), hessian)
-    return missing / lost if lost > 0 else 0.0
+    """Return ||(D - Q) X||^2 / ||D X||^2; 0 where the change adds nothing to the outputs."""
+    hessian = None if curvature is None else curvature.hessian.to(torch.float32)
+    missing = lost = torch.zeros((), dtype=torch.float64, device=change.device)
+    rows = _ROWS[change.device.type]
+    for before, after in zip(torch.split(change, rows), torch.split(kept, rows), strict=True):
+        missing = missing + _energy(before - after, hessian)
+        lost = lost + _energy(before, hessian)
+    return float(missing) / float(lost) if float(lost) > 0 else 0.0
 
 
-def _energy(rows: torch.Tensor, hessian: torch.Tensor | None) -> float:
-    weighted = rows if hessian is None else rows @ hessian
-    return float((weighted * rows).sum())
+def _energy(rows: torch.Tensor, hessian: torch.Tensor | None) -> torch.Tensor:
+    """Return tr(rows H rows^T), float64; the panels of H above its diagonal stand for those below."""
+    if hessian is None:
+        return rows.double().square().sum()
+    total = torch.zeros((), dtype=torch.float64, device=rows.device)
+    for first, end in _panels(len(hessian)):
+        weighted = rows[:, first:end] @ hessian[first:end, first:end]
+        if end < len(hessian):
+            weighted.addmm_(rows[:, end:], hessian[end:, first:end], alpha=2)
+        total += (weighted * rows[:, first:end]).sum(dtype=torch.float64)
+    return total
 
 
-def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor:
-    """Return U, upper, with H^-1 = U^T U of the damped H, float64.
+def _factor(hessian: torch.Tensor) -> torch.Tensor:
+    """Return R, upper, with H = R R^T of the damped H; from the last input to the first it is a Cholesky factor.
 
     An input that is always 0 on the calibration texts gets no compensation and keeps its changes.
     """
-    damped = hessian.clone()
-    diagonal = damped.diagonal()
+    backwards = hessian.flip((0, 1)).double()
+    diagonal = backwards.diagonal()
     mean = diagonal.mean()
     if not mean > 0:  # no input at all: nothing to weigh by
-        return torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)
+        return torch.eye(len(hessian), device=hessian.device)
     diagonal += _DAMPING * mean
-    factor: torch.Tensor = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True)
-    return factor
+    factor: torch.Tensor = torch.linalg.cholesky(backwards)
+    return factor.float().flip((0, 1))
+
+
+# Columns of a matrix are rows here, and contiguous: [inputs, rows of the matrix].
 
 
 def _solve(
-    rows: torch.Tensor,
-    factor: torch.Tensor | None,
-    diagonal: torch.Tensor,
-    levels: torch.Tensor,
-    format_: DeltaFormat,
+    target: torch.Tensor, factor: torch.Tensor | None, sizes: torch.Tensor, format_: DeltaFormat
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes [rows, inputs] and scales [rows, groups]; ``rows`` are overwritten."""
-    codes = torch.empty(rows.shape, dtype=torch.uint8, device=rows.device)
+    """Return codes [inputs, rows] and scales [groups, rows]."""
+    codes = torch.empty(target.shape, dtype=torch.uint8, device=target.device)
+    errors = torch.empty_like(target if factor is not None else target[:0])
     scales = []
-    for first, end in _groups(rows.shape[1]):
-        group, pivots = rows[:, first:end], diagonal[first:end]
-        scale = _fit_scales(group, 1 / pivots.square(), levels, format_)
-        inner = None if factor is None else factor[first:end, first:end]
-        codes[:, first:end], errors = _solve_group(group, inner, pivots, scale, levels, format_)
-        if factor is not None and end < rows.shape[1]:
-            rows[:, end:] -= errors @ factor[first:end, end:]
+    for first, end in _groups(len(target)):
+        values, steps = target[first:end], None
+        if factor is not None:
+            steps = _steps(factor[first:end, first:end])
+            left = factor[:first, first:end].T @ errors[:first]
+            values = torch.addmm(values, steps.T, left / sizes[first:end, None])
+        scale = _fit_scales(values, sizes[first:end], format_)
+        found = _solve_group(values / _divisor(scale), steps, sizes[first:end], format_)
+        codes[first:end] = found
+        if factor is not None:
+            torch.addcmul(target[first:end], found.sub_(format_.zero), scale, value=-1, out=errors[first:end])
         scales.append(scale)
-    return codes, torch.stack(scales, dim=1)
+    return codes, torch.stack(scales)
+
+
+def _steps(factor: torch.Tensor) -> torch.Tensor:
+    """Return the rows of a triangle's inverse, U, over U_ii: what later columns are moved by for one's error."""
+    identity = torch.eye(len(factor), device=factor.device)
+    inverse: torch.Tensor = torch.linalg.solve_triangular(factor, identity, upper=True)
+    return inverse * factor.diagonal()[:, None]
 
 
 def _solve_group(
-    group: torch.Tensor,
-    factor: torch.Tensor | None,
-    pivots: torch.Tensor,
-    scale: torch.Tensor,
-    levels: torch.Tensor,
-    format_: DeltaFormat,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes of a group of columns, and their errors over U_ii, column by column from the left."""
-    codes = torch.empty(group.shape, dtype=torch.uint8, device=group.device)
-    errors = torch.zeros_like(group)
-    kept = torch.ones(group.shape, dtype=torch.bool, device=group.device)
-    for column in range(group.shape[1]):
-        if format_.is_sparse and column % 4 == 0:
-            four = slice(column, column + 4)
-            kept[:, four] = _larger_half(group[:, four] / pivots[four])
-        value = group[:, column]
-        code = _nearest(value, scale, format_)
-        if format_.is_sparse:
-            code = torch.where(kept[:, column], code, torch.full_like(code, format_.zero))
-        codes[:, column] = code.to(torch.uint8)
-        error = (value - levels[code.long()] * scale) / pivots[column]
-        errors[:, column] = error
-        if factor is not None:
-            group[:, column + 1 :] -= error[:, None] * factor[column, column + 1 :]
-    return codes, errors
-
-
-def _fit_scales(
-    group: torch.Tensor, weights: torch.Tensor, levels: torch.Tensor, format_: DeltaFormat
+    values: torch.Tensor, steps: torch.Tensor | None, sizes: torch.Tensor, format_: DeltaFormat
 ) -> torch.Tensor:
-    """Return the scale of each row that makes the weighted squared error of rounding least, as a BF16 value.
+    """Return the codes, as floats, of a group of columns, column by column.
 
-    A search over a grid, then least squares for the codes that the best of it gave, as long as that helps.
+    Args:
+        values: multiples of the scale, with the errors of the columns before the group made good; overwritten.
+        steps: within the group; None: no column makes good another's error.
+    """
+    if steps is None:
+        return _codes(values, _larger_half(values * sizes[:, None]) if format_.is_sparse else None, format_)
+    codes, errors = torch.empty_like(values), torch.empty_like(values)
+    values += format_.zero
+    for first in range(0, len(values), _BLOCK):
+        end = min(first + _BLOCK, len(values))
+        if first:
+            values[first:end].addmm_(steps[:first, first:end].T, errors[:first], alpha=-1)
+        for column in range(first, end):
+            own = codes[column]
+            torch.round(values[column], out=own)
+            own.clamp_(0, 2**format_.bits - 1)
+            if format_.is_sparse:
+                if column % 4 == 0:
+                    four = slice(column, column + 4)
+                    is_dropped = ~_larger_half((values[four] - format_.zero) * sizes[four, None])
+                own.masked_fill_(is_dropped[column % 4], format_.zero)
+            torch.sub(values[column], own, out=errors[column])
+            if column + 1 < end:
+                values[column + 1 : end].addr_(steps[column, column + 1 : end], errors[column], alpha=-1)
+    return codes
+
+
+def _codes(values: torch.Tensor, kept: torch.Tensor | None, format_: DeltaFormat) -> torch.Tensor:
+    """Return the codes nearest to multiples of a scale, as float32 whole numbers; of 0 the lowest of those around
+    it, and of what is not kept the one that means 0.
+    """
+    codes = (values + format_.zero).round_().clamp_(0, 2**format_.bits - 1)
+    return codes if kept is None else codes.masked_fill_(~kept, format_.zero)
+
+
+def _fit_scales(values: torch.Tensor, sizes: torch.Tensor, format_: DeltaFormat) -> torch.Tensor:
+    """Return the scale of each row that makes the weighted squared error of rounding least, as a BF16 value."""
+    parts = torch.split(values, _FIT_ROWS[values.device.type], dim=1)
+    return torch.cat([_fit_part(part.contiguous(), sizes, format_) for part in parts])
+
+
+def _fit_part(group: torch.Tensor, sizes: torch.Tensor, format_: DeltaFormat) -> torch.Tensor:
+    """Return scales by a search over a grid, then by least squares for the codes that the best of it gave, as long
+    as that helps.
     """
     if format_.is_sparse:
-        group = torch.where(_halves(group * weights.sqrt()), group, torch.zeros_like(group))
-    largest = group.abs().amax(dim=1) / levels.abs().max()
+        group = group.masked_fill(~_larger_half(group * sizes[:, None]), 0)
+    weights, scratch = sizes.square(), (torch.empty_like(group), torch.empty_like(group))
+    largest = group.abs().amax(dim=0) / float(np.abs(format_.levels).max())
     best = _as_stored(largest)
-    least = _rounding_error(group, best, weights, format_)
+    least = _rounding_error(group, best, weights, format_, scratch)
     for factor in _FACTORS[:-1]:
         candidate = _as_stored(largest * float(factor))
-        best, least = _better(candidate, best, least, group, weights, format_)
+        best, least = _better(candidate, best, least, _rounding_error(group, candidate, weights, format_, scratch))
     for _ in range(_REFITS):
-        chosen = levels[_nearest(group, best[:, None], format_).long()]
-        fitted = (group * chosen * weights).sum(dim=1) / (chosen.square() * weights).sum(dim=1).clamp_min(1e-30)
+        chosen = _codes(group / _divisor(best), None, format_).sub_(format_.zero)
+        fitted = weights @ (group * chosen) / (weights @ chosen.square_()).clamp_min(1e-30)
         candidate = _as_stored(torch.where(fitted > 0, fitted, best))
-        best, least = _better(candidate, best, least, group, weights, format_)
+        best, least = _better(candidate, best, least, _rounding_error(group, candidate, weights, format_, scratch))
     return best
 
 
 def _better(
-    candidate: torch.Tensor,
-    best: torch.Tensor,
-    least: torch.Tensor,
-    group: torch.Tensor,
-    weights: torch.Tensor,
-    format_: DeltaFormat,
+    candidate: torch.Tensor, best: torch.Tensor, least: torch.Tensor, error: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    error = _rounding_error(group, candidate, weights, format_)
     is_better = error < least
     return torch.where(is_better, candidate, best), torch.where(is_better, error, least)
 
 
 def _rounding_error(
-    group: torch.Tensor, scale: torch.Tensor, weights: torch.Tensor, format_: DeltaFormat
+    group: torch.Tensor,
+    scale: torch.Tensor,
+    weights: torch.Tensor,
+    format_: DeltaFormat,
+    scratch: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
     """Return the weighted squared error of each row; in place, since a matrix is rounded some 30 times."""
-    rounded = _nearest(group, scale[:, None], format_).sub_(format_.zero).mul_(scale[:, None])
-    return rounded.sub_(group).square_().mul_(weights).sum(dim=1)
+    multiples, codes = scratch
+    torch.div(group, _divisor(scale), out=multiples).add_(format_.zero)
+    torch.round(multiples, out=codes).clamp_(0, 2**format_.bits - 1).sub_(multiples)
+    return weights @ codes.square_() * scale.square()
 
 
-def _nearest(values: torch.Tensor, scale: torch.Tensor, format_: DeltaFormat) -> torch.Tensor:
-    """Return the codes whose values are nearest, as float32 whole numbers; where the scale is 0 the lowest of
-    those around 0.
-    """
-    quotient = values / torch.where(scale > 0, scale, torch.inf)
-    return quotient.add_(format_.zero).round_().clamp_(0, 2**format_.bits - 1)
+def _divisor(scale: torch.Tensor) -> torch.Tensor:
+    return torch.where(scale > 0, scale, torch.inf)
 
 
 def _as_stored(scale: torch.Tensor) -> torch.Tensor:
     return scale.to(torch.bfloat16).to(torch.float32)
 
 
-def _halves(sizes: torch.Tensor) -> torch.Tensor:
-    """Return which two of each four neighbours in a row are the larger."""
-    padded = torch.nn.functional.pad(sizes, (0, -sizes.shape[1] % 4))
-    kept = _larger_half(padded.reshape(-1, 4)).reshape(padded.shape)
-    return kept[:, : sizes.shape[1]]
-
-
-def _larger_half(fours: torch.Tensor) -> torch.Tensor:
-    """Return which two of up to four columns are the larger in each row; of equal ones the earlier."""
-    order = fours.abs().argsort(dim=1, descending=True, stable=True)
-    return torch.zeros_like(fours, dtype=torch.bool).scatter_(1, order[:, :2], value=True)
+def _larger_half(sizes: torch.Tensor) -> torch.Tensor:
+    """Return which two of each four columns, the last may be fewer, are the larger; of equal ones the earlier."""
+    padded = torch.nn.functional.pad(sizes.abs(), (0, 0, 0, -len(sizes) % 4), value=-1)
+    fours = padded.reshape(-1, 4, *padded.shape[1:])
+    rivals = torch.zeros(fours.shape, dtype=torch.int8, device=sizes.device)
+    for one in range(4):
+        for other in range(one + 1, 4):
+            is_behind = fours[:, one] < fours[:, other]
+            rivals[:, one] += is_behind
+            rivals[:, other] += ~is_behind
+    return (rivals < 2).flatten(0, 1)[: len(sizes)]
 
 
 def _groups(inputs: int) -> Iterator[tuple[int, int]]:
-    for first in range(0, inputs, GROUP):
-        yield first, min(first + GROUP, inputs)
+    return _spans(inputs, GROUP)
+
+
+def _panels(inputs: int) -> Iterator[tuple[int, int]]:
+    return _spans(inputs, _PANEL)
+
+
+def _spans(inputs: int, width: int) -> Iterator[tuple[int, int]]:
+    for first in range(0, inputs, width):
+        yield first, min(first + width, inputs)

@@ -7,22 +7,23 @@ on computes with the same values as one that was never interrupted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from daemon.variants.compress.calibration import TokenBatches
-from daemon.variants.compress.layer_walk import Hidden, LayerWalk
+from daemon.variants.compress.calibration import CalibrationTokens
+from daemon.variants.compress.layer_walk import LayerWalk
 from daemon.variants.compress.model_parts import ModelParts
 from daemon.variants.compress.pair import CheckpointPair
-from daemon.variants.compress.solver import Compressed, Curvature, compress_matrix, relative_error
+from daemon.variants.compress.solver import Compressed, Curvature, compress_matrix, relative_error, second_moment
 from daemon.variants.compress.work_folder import UnitRecord, WorkFolder, unit_file
 from fingerprint.checkpoint import Checkpoint
 from fingerprint.delta.formats import EMBEDDING_FORMAT, FORMATS, DeltaFormat
 from fingerprint.delta.manifest import ExactTensor, MatrixRecord
-from fingerprint.delta.packing import dequantize, pack_codes, pad_scales
+from fingerprint.delta.packing import pack_codes, pad_scales
 from fingerprint.delta.reader import CODES_DTYPE, SCALES_DTYPE, codes_name, read_change, scales_name
 from fingerprint.errors import CheckpointError
 from fingerprint.float_bytes import decode_floats, encode_floats
@@ -32,16 +33,15 @@ from fingerprint.tensor_hash import tensor_hash
 __all__ = ["Compression", "exact_bytes", "read_matrix"]
 
 _MAX_CHANGE = 1e15  # of a weight; the sums of weighted squares that scales are chosen by stay finite in float32
-OnMatrix = Callable[[int, int], None]  # matrices that are done, in all
+OnMatrix = Callable[[int, int, float | None], None]  # matrices that are done, in all; seconds left where known
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """Compressed matrix: its record, its tensors and the values that they mean."""
+    """Compressed matrix: its record and its tensors."""
 
     record: MatrixRecord
     outputs: tuple[OutputTensor, OutputTensor]
-    change: torch.Tensor
 
 
 class Compression:
@@ -58,7 +58,7 @@ class Compression:
         parts: ModelParts,
         work: WorkFolder,
         *,
-        tokens: TokenBatches | None,
+        tokens: CalibrationTokens | None,
         format_: DeltaFormat,
         max_error: float | None,
         device: torch.device,
@@ -67,8 +67,10 @@ class Compression:
         self._pair, self._parts, self._work, self._tokens = pair, parts, work, tokens
         self._format, self._max_error, self._device, self._on_matrix = format_, max_error, device, on_matrix
         self._num_done = 0
-        self._head_hessian: torch.Tensor | None = None
+        self._time_left = _TimeLeft(parts, pair, work)
+        self._head_inputs: torch.Tensor | None = None
 
+    @torch.inference_mode()
     def run(self) -> None:
         """Do every unit that is not done.
 
@@ -79,34 +81,57 @@ class Compression:
         """
         for record in self._work.done:
             for _ in record.matrices:
-                self._count()
+                self._count(None)
         if not self._is_done(0):
-            embeddings = [self._compress(name, None) for name in sorted(self._parts.embeddings.values())]
+            embeddings = [self._compress(name, None)[0] for name in sorted(self._parts.embeddings.values())]
             self._finish(0, embeddings, self._parts.exact)
-        hidden: Hidden | None = None
+        hidden: torch.Tensor | None = None
         for layer in range(len(self._parts.layers)):
             hidden = self._do_layer(layer, hidden)
         if not self._is_done(len(self._parts.layers) + 1):
             head = self._parts.head
             self._finish(len(self._parts.layers) + 1, [] if head is None else [self._compress_head(head)])
 
-    def _do_layer(self, layer: int, hidden: Hidden | None) -> Hidden | None:
+    def _do_layer(self, layer: int, hidden: torch.Tensor | None) -> torch.Tensor | None:
         """Do the unit of a layer, and return what the next one gets; None where nothing is asked of it."""
-        linears = self._parts.layers[layer]
-        walk = self._walk(layer) if self._tokens is not None and self._is_needed(layer) else None
-        if not self._is_done(layer + 1):
-            self._finish(layer + 1, list(self._compress_layer(linears, walk, hidden)))
-        elif walk is not None:
+        linears, is_done = self._parts.layers[layer], self._is_done(layer + 1)
+        if self._tokens is None or not self._is_needed(layer):
+            if not is_done:
+                self._finish(layer + 1, [self._compress(name, None)[0] for name in linears.values()])
+            return None
+        walk = self._walk(layer)
+        if is_done:
             records = {record.name: record for record in self._work.done[layer + 1].matrices}
             for module, name in linears.items():
                 walk.replace(module, self._base(name) + self._read_back(records[name]))
-        if walk is None:
-            return None
-        if not walk.is_last:
-            return walk.forward(hidden) if self._is_needed(layer + 1) else None
-        if self._parts.head is not None:
-            self._head_hessian = walk.head_hessian(hidden)
-        return None
+            outputs = walk.run(hidden, lambda module, inputs: True)
+        else:
+            outputs = self._compress_layer(layer, walk, hidden)
+        if walk.is_last:
+            self._head_inputs, outputs = outputs, None
+        return outputs
+
+    def _compress_layer(self, layer: int, walk: LayerWalk, hidden: torch.Tensor | None) -> torch.Tensor | None:
+        """Compress the linears of a layer, each before it computes, and return the layer's outputs."""
+        left, kept = dict(self._parts.layers[layer]), []
+        is_followed = self._is_needed(layer + 1)
+        seen, curvature = None, None
+
+        def visit(module: str, inputs: torch.Tensor) -> bool:
+            nonlocal seen, curvature
+            name = left.pop(module, None)
+            if name is not None:
+                if inputs is not seen:
+                    seen, curvature = inputs, None  # the former one's memory is free
+                    curvature = self._curvature(inputs, name)
+                made, weight = self._compress(name, curvature)
+                walk.replace(module, weight)
+                kept.append(made)
+            return is_followed or bool(left)
+
+        outputs = walk.run(hidden, visit)
+        self._finish(layer + 1, kept + [self._compress(name, None)[0] for name in left.values()])
+        return outputs
 
     def _is_done(self, unit: int) -> bool:
         return unit < len(self._work.done)
@@ -126,29 +151,12 @@ class Compression:
                 walk.embed(module, self._base(name) + self._read_back(records[name]))
         return walk
 
-    def _compress_layer(
-        self, linears: Mapping[str, str], walk: LayerWalk | None, hidden: Hidden | None
-    ) -> Iterator[_Kept]:
-        """Yield the linears of a layer, by the groups that have one input."""
-        groups = [] if walk is None or not linears else walk.groups(hidden)
-        seen = {module for group in groups for module in group}
-        yield from (self._compress(name, None) for module, name in linears.items() if module not in seen)
-        for group in groups:
-            assert walk is not None
-            changed = [module for module in group if module in linears]
-            if not changed:
-                continue
-            curvature = self._curvature(walk.hessian(group[0], hidden), linears[changed[0]])
-            for module in changed:
-                kept = self._compress(linears[module], curvature)
-                walk.replace(module, self._base(linears[module]) + kept.change)
-                yield kept
-
     def _compress_head(self, name: str) -> _Kept:
-        hessian, self._head_hessian = self._head_hessian, None
-        return self._compress(name, None if hessian is None else self._curvature(hessian, name))
+        inputs, self._head_inputs = self._head_inputs, None
+        return self._compress(name, None if inputs is None else self._curvature(inputs, name))[0]
 
-    def _curvature(self, hessian: torch.Tensor, name: str) -> Curvature:
+    def _curvature(self, inputs: torch.Tensor, name: str) -> Curvature:
+        hessian = second_moment(inputs.flatten(0, -2))
         if not torch.isfinite(hessian).all():
             raise CheckpointError(
                 f"the inputs of {name} are not finite on the calibration texts; the fine-tune does not compute "
@@ -156,24 +164,25 @@ class Compression:
             )
         return Curvature.of(hessian)
 
-    def _compress(self, name: str, curvature: Curvature | None) -> _Kept:
-        """Return a matrix in its format: that of embeddings, or the coarsest from the one asked for on whose error
-        is small enough.
+    def _compress(self, name: str, curvature: Curvature | None) -> tuple[_Kept, torch.Tensor]:
+        """Return a matrix in its format, and the weight that it reconstructs. The format is that of embeddings, or
+        the coarsest from the one asked for on whose error is small enough.
         """
         is_embedding = name in self._parts.embeddings.values()
         format_ = EMBEDDING_FORMAT if is_embedding else self._format
-        change = self._change(name)
+        base = self._base(name)
+        change = self._change(name, base)
         while True:
-            kept = _kept(name, change, curvature, format_, self._file_of_next())
+            kept, values = _kept(name, change, curvature, format_, self._file_of_next())
             finer = format_.finer
             if self._max_error is None or kept.record.error <= self._max_error or finer is None:
                 break
             format_ = FORMATS[finer]
-        self._count()
-        return kept
+        self._count(self._time_left.after(name))
+        return kept, values.add_(base)
 
-    def _change(self, name: str) -> torch.Tensor:
-        change = self._finetuned(name) - self._base(name)
+    def _change(self, name: str, base: torch.Tensor) -> torch.Tensor:
+        change = self._finetuned(name).sub_(base)
         if not change.abs().max() <= _MAX_CHANGE:  # infinite, too
             raise CheckpointError(
                 f"tensor {name[:200]!r} differs from the base's by more than {_MAX_CHANGE:g}, which no format "
@@ -195,9 +204,9 @@ class Compression:
         matrix_records = tuple(each.record for each in kept)
         self._work.finish_unit(UnitRecord(unit=unit, matrices=matrix_records, exact=tuple(records)), outputs)
 
-    def _count(self) -> None:
+    def _count(self, left_s: float | None) -> None:
         self._num_done += 1
-        self._on_matrix(self._num_done, self._parts.num_matrices)
+        self._on_matrix(self._num_done, self._parts.num_matrices, left_s)
 
     def _read_back(self, record: MatrixRecord) -> torch.Tensor:
         file = Checkpoint.of_file(self._work.delta / record.file)
@@ -208,6 +217,30 @@ class Compression:
 
     def _finetuned(self, name: str) -> torch.Tensor:
         return read_matrix(self._pair.finetuned, name).to(self._device)
+
+
+class _TimeLeft:
+    """Seconds that the linears to come take, by those of the layers that this process has done."""
+
+    def __init__(self, parts: ModelParts, pair: CheckpointPair, work: WorkFolder) -> None:
+        found = {matrix.name for unit in work.done for matrix in unit.matrices}
+        linears = [name for layer in parts.layers for name in layer.values() if name not in found]
+        linears += [name for name in (parts.head,) if name is not None and name not in found]
+        self._weights = {name: float(np.prod(pair.base.tensors[name].shape)) for name in linears}
+        self._ends = {name for layer in parts.layers for name in list(layer.values())[-1:]}
+        self._left = sum(self._weights.values())
+        self._done, self._started, self._s_per_weight = 0.0, time.perf_counter(), 0.0
+
+    def after(self, name: str) -> float | None:
+        """Return the seconds that are left once ``name`` is done; None before a whole layer is."""
+        weights = self._weights.get(name)
+        if weights is None:  # embeddings, which are rounded: no time to go by
+            self._started = time.perf_counter()
+            return None
+        self._done, self._left = self._done + weights, self._left - weights
+        if name in self._ends:
+            self._s_per_weight = (time.perf_counter() - self._started) / self._done
+        return self._left * self._s_per_weight if self._s_per_weight else None
 
 
 def exact_bytes(name: str, pair: CheckpointPair) -> bytes:
@@ -237,10 +270,13 @@ def _exact(name: str, pair: CheckpointPair, file: str) -> tuple[ExactTensor, Out
     return record, _output(name, entry.dtype, entry.shape, raw)
 
 
-def _kept(name: str, change: torch.Tensor, curvature: Curvature | None, format_: DeltaFormat, file: str) -> _Kept:
+def _kept(
+    name: str, change: torch.Tensor, curvature: Curvature | None, format_: DeltaFormat, file: str
+) -> tuple[_Kept, torch.Tensor]:
+    """Return a matrix in a format, and the change that it keeps."""
     found = compress_matrix(change, curvature, format_)
     codes, scales = _tensors(name, found, format_)
-    values = torch.from_numpy(dequantize(found.codes, pad_scales(found.scales), format_)).to(change.device)
+    values = found.values(format_)
     outputs, inputs = change.shape
     record = MatrixRecord(
         name=name,
@@ -252,11 +288,12 @@ def _kept(name: str, change: torch.Tensor, curvature: Curvature | None, format_:
         codes=tensor_hash(codes.dtype, codes.shape, codes.pieces()),
         scales=tensor_hash(scales.dtype, scales.shape, scales.pieces()),
     )
-    return _Kept(record, (codes, scales), values)
+    return _Kept(record, (codes, scales)), values
 
 
 def _tensors(name: str, found: Compressed, format_: DeltaFormat) -> tuple[OutputTensor, OutputTensor]:
-    words, scales = pack_codes(found.codes, format_.bits), pad_scales(found.scales)
+    words = pack_codes(found.codes.cpu().numpy(), format_.bits)
+    scales = pad_scales(found.scales.cpu().numpy())
     return (
         _output(codes_name(name), CODES_DTYPE, words.shape, words.astype("<u2").tobytes()),
         _output(scales_name(name), SCALES_DTYPE, scales.shape, encode_floats(scales, SCALES_DTYPE)),

@@ -1,0 +1,77 @@
+"""Device that a compression computes on: its name, the memory that it must have free, and what is said without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from daemon.variants.compress.calibration import CalibrationTokens
+from daemon.variants.compress.model_parts import ModelParts
+from daemon.variants.compress.pair import CheckpointPair
+from fingerprint.errors import ConfigError, UnavailableError
+
+__all__ = ["check_free", "compute_device", "needed_device_bytes", "out_of_memory_told"]
+
+_VALUE_BYTES = 24  # of a weight of the matrix that is compressed: base, change, codes, errors and copies
+_MOMENT_BYTES = 24  # of a pair of its inputs: second moments, and their factor in float64
+_LIVE_STATES, _LIVE_INPUTS = 4, 3  # of all tokens at once: hidden states, and inputs of the widest linear
+_WORKSPACE_BYTES = 2**30  # CUDA's own, and an attention's
+
+
+def compute_device(name: str) -> torch.device:
+    """Return the device named ``cpu``, ``cuda`` (the first GPU) or ``cuda:N``.
+
+    Raises:
+        ConfigError: there is no such GPU, or torch was installed without CUDA.
+    """
+    if name == "cpu":
+        return torch.device("cpu")
+    device, count = torch.device("cuda:0" if name == "cuda" else name), torch.cuda.device_count()
+    if not torch.cuda.is_available() or device.index >= count:
+        here = f"torch {torch.__version__} finds {count} of them here"
+        raise ConfigError(f"{name} is no GPU of this machine: {here}; without --device the CPU computes")
+    return device
+
+
+def needed_device_bytes(pair: CheckpointPair, parts: ModelParts, tokens: CalibrationTokens | None) -> int:
+    """Return the bytes that a compression has on its device at most, an estimate from above."""
+    shapes = {name: pair.base.tensors[name].shape for layer in parts.layers for name in layer.values()}
+    vocabulary = [pair.base.tensors[name].shape for name in (*parts.embeddings.values(), parts.head) if name]
+    layer = max((sum(_size(shapes[name]) for name in own.values()) for own in parts.layers), default=0)
+    held = 4 * (layer + sum(map(_size, vocabulary)))
+    widest = max((inputs for _, inputs in (*shapes.values(), *vocabulary)), default=0)
+    if tokens is not None:
+        held += 4 * tokens.num_tokens * (_LIVE_STATES * parts.source.spec.hidden_size + _LIVE_INPUTS * widest)
+    largest = max(map(_size, (*shapes.values(), *vocabulary)), default=0)
+    return held + _VALUE_BYTES * largest + _MOMENT_BYTES * widest**2 + _WORKSPACE_BYTES
+
+
+def check_free(device: torch.device, needed_bytes: int) -> None:
+    """Raise UnavailableError unless a GPU has so many bytes free: what it serves keeps its memory."""
+    if device.type == "cpu":
+        return
+    free, total = torch.cuda.mem_get_info(device)
+    if free < needed_bytes:
+        raise UnavailableError(
+            f"{device} has {free / 2**30:.1f} of {total / 2**30:.1f} GiB free, and this compression needs up to "
+            f"{needed_bytes / 2**30:.1f}; take a GPU that serves nothing, or the CPU: leave --device out"
+        )
+
+
+@contextmanager
+def out_of_memory_told(device: torch.device) -> Iterator[None]:
+    """Raise UnavailableError where the device has no memory left within the block."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise UnavailableError(
+            f"{device} ran out of memory, which another process may have taken; what is done is kept: the same "
+            "command goes on with it, on another GPU or, without --device, on the CPU"
+        ) from error
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    outputs, inputs = shape
+    return outputs * inputs
