@@ -257,6 +257,20 @@ def _delta_costs() -> str:
     return cost_table(_delta_study())
 
 
+def _formats_at_scale() -> str:
+    from tests.bench.quality_at_scale import read_studies
+    from tests.bench.quality_at_scale_tables import formats_table
+
+    return formats_table(read_studies(RESULTS / "quality_at_scale_h200"))
+
+
+def _ranks_at_scale() -> str:
+    from tests.bench.quality_at_scale import read_studies
+    from tests.bench.quality_at_scale_tables import ranks_table
+
+    return ranks_table(read_studies(RESULTS / "quality_at_scale_h200"))
+
+
 def _formats() -> str:
     from tests.bench.accuracy import load
     from tests.bench.format_table import FOLDER, markdown
@@ -267,6 +281,8 @@ def _formats() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "quality by rank": _quality_by_rank,
     "quality by delta format": _quality_by_delta_format,
+    "quality of formats at a larger scale": _formats_at_scale,
+    "quality of ranks at a larger scale": _ranks_at_scale,
     "cost of a delta": _delta_costs,
     "families with deltas": _families_with_deltas,
     "world contestants": contestants_table,
