@@ -271,6 +271,12 @@ def _ranks_at_scale() -> str:
     return ranks_table(read_studies(RESULTS / "quality_at_scale_h200"))
 
 
+def _gpu_hours_of_deltas() -> str:
+    from tests.bench.delta_gpu_hours import gpu_hours, table
+
+    return table(gpu_hours())
+
+
 def _formats() -> str:
     from tests.bench.accuracy import load
     from tests.bench.format_table import FOLDER, markdown
@@ -284,6 +290,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "quality of formats at a larger scale": _formats_at_scale,
     "quality of ranks at a larger scale": _ranks_at_scale,
     "cost of a delta": _delta_costs,
+    "GPU-hours of deltas": _gpu_hours_of_deltas,
     "families with deltas": _families_with_deltas,
     "world contestants": contestants_table,
     "world fields": fields_table,
