@@ -457,6 +457,7 @@ def read_studies(folder: Path) -> list[SeedStudy]:
 
 def _run_one(seed: int, *, scale: str, out: Path, work: Path, device: str, threads: int, until: float) -> int:
     torch.set_num_threads(threads)
+    transformers.utils.logging.disable_progress_bar()
     cases = case_order(SCALES[scale])
     return run_seed(SCALES[scale], seed, cases, out=out, work=work, device=device, until=until)
 
