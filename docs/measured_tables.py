@@ -257,6 +257,26 @@ def _delta_costs() -> str:
     return cost_table(_delta_study())
 
 
+def _formats_at_scale() -> str:
+    from tests.bench.quality_at_scale import read_studies
+    from tests.bench.quality_at_scale_tables import formats_table
+
+    return formats_table(read_studies(RESULTS / "quality_at_scale_h200"))
+
+
+def _ranks_at_scale() -> str:
+    from tests.bench.quality_at_scale import read_studies
+    from tests.bench.quality_at_scale_tables import ranks_table
+
+    return ranks_table(read_studies(RESULTS / "quality_at_scale_h200"))
+
+
+def _gpu_hours_of_deltas() -> str:
+    from tests.bench.delta_gpu_hours import gpu_hours, table
+
+    return table(gpu_hours())
+
+
 def _formats() -> str:
     from tests.bench.accuracy import load
     from tests.bench.format_table import FOLDER, markdown
@@ -267,7 +287,10 @@ def _formats() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "quality by rank": _quality_by_rank,
     "quality by delta format": _quality_by_delta_format,
+    "quality of formats at a larger scale": _formats_at_scale,
+    "quality of ranks at a larger scale": _ranks_at_scale,
     "cost of a delta": _delta_costs,
+    "GPU-hours of deltas": _gpu_hours_of_deltas,
     "families with deltas": _families_with_deltas,
     "world contestants": contestants_table,
     "world fields": fields_table,

@@ -62,9 +62,12 @@ __all__ = [
     "DeltaCost",
     "DeltaOutcome",
     "DeltaStudy",
+    "as_texts",
     "cost_table",
     "quality_table",
     "run_study",
+    "without_linears",
+    "write_tokenizer",
 ]
 
 SIZES = Sizes(hidden=128, facts=1024, batch=128, pretraining_steps=300, steps=(("facts", 500),))
@@ -109,7 +112,7 @@ class DeltaStudy:
     costs: tuple[DeltaCost, ...] = field(default=())
 
 
-def _write_tokenizer(folder: Path, size: int = VOCAB) -> None:
+def write_tokenizer(folder: Path, size: int = VOCAB) -> None:
     """Write a tokenizer whose text is the numbers of the tokens."""
     vocabulary = {str(token): token for token in range(size)}
     tokenizer = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="0"))
@@ -117,14 +120,14 @@ def _write_tokenizer(folder: Path, size: int = VOCAB) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
-def _texts(rows: Rows) -> CalibrationTexts:
+def as_texts(rows: Rows) -> CalibrationTexts:
     texts = tuple(" ".join(map(str, row)) for row in rows.tolist())
     return CalibrationTexts(sha256=hashlib.sha256("\n".join(texts).encode()).hexdigest(), texts=texts)
 
 
-def _without_linears(folder: Path, target: Path) -> Path:
+def without_linears(folder: Path, target: Path) -> Path:
     """Write the checkpoint with zeros in its linears: a base of which the delta is the whole weights."""
-    model = load_model(folder)
+    model = LlamaForCausalLM.from_pretrained(folder, dtype="auto")
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, torch.nn.Linear):
@@ -150,10 +153,10 @@ def _outcomes_of(seed: int) -> list[DeltaOutcome]:
         model, rng = load_model(base), np.random.default_rng([seed, 0])
         train_model(model, SIZES.steps[0][1], SIZES.full_lr, lambda: task.train(rng, SIZES.batch), task.answer)
         model.save_pretrained(folder / "tuned")
-        _write_tokenizer(folder / "tuned")
-        zero = _without_linears(folder / "tuned", folder / "zero")
+        write_tokenizer(folder / "tuned")
+        zero = without_linears(folder / "tuned", folder / "zero")
         random = np.random.default_rng([seed, 1]).integers(VOCAB, size=(_RANDOM_ROWS, task.measured.shape[1]))
-        calibrations = {TEXTS: _texts(task.measured), RANDOM: _texts(random), ROUNDED: None}
+        calibrations = {TEXTS: as_texts(task.measured), RANDOM: as_texts(random), ROUNDED: None}
 
         def keep(method: str, calibration: str, checkpoint: Path, manifest: DeltaManifest | None = None) -> None:
             exact, nll = measure_model(load_model(checkpoint), task)

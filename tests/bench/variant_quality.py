@@ -38,8 +38,10 @@ from iserve.demo.train import learning_rate
 from tests.bench.kept import write_kept
 
 __all__ = [
+    "BASE",
     "CONTROLS",
     "FULL",
+    "OTHER_BASE",
     "VOCAB",
     "Outcome",
     "Rows",
@@ -47,12 +49,17 @@ __all__ = [
     "Study",
     "Task",
     "load_model",
+    "lora_name",
     "mean_and_range",
     "measure_model",
+    "merged_model",
+    "new_model",
     "pretrained_model",
+    "pretraining_rows",
     "run_study",
     "table",
     "tasks",
+    "train_adapter",
     "train_model",
 ]
 
@@ -64,6 +71,7 @@ VOCAB = SIGNS + 10
 FULL, BASE, UNTRAINED, OTHER_BASE = "full fine-tune", "base", "untrained adapter", "adapter of another base"
 CONTROLS = (BASE, UNTRAINED, OTHER_BASE)
 Rows = npt.NDArray[np.int64]
+_MEASURED_AT_ONCE = 4096  # rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +80,10 @@ class Sizes:
 
     hidden: int = 48
     layers: int = 2
+    heads: int = 4
     facts: int = 512
+    fact_symbols: int = 3  # of an answer
+    digits: int = 2  # of a number that is added
     string: int = 5  # symbols of a string that is copied
     batch: int = 128
     pretraining_steps: int = 400
@@ -132,7 +143,7 @@ def _strings(rng: np.random.Generator, count: int, length: int) -> Rows:
     return rng.integers(LETTERS, size=(count, length))
 
 
-def _pretraining(rng: np.random.Generator, count: int, length: int) -> Rows:
+def pretraining_rows(rng: np.random.Generator, count: int, length: int) -> Rows:
     part = count // 4
     made = []
     for sign, answer in (
@@ -146,29 +157,33 @@ def _pretraining(rng: np.random.Generator, count: int, length: int) -> Rows:
     return np.concatenate(made)
 
 
-def _facts(seed: int, count: int) -> Task:
-    """Return random answers of 3 symbols (15 bits) to random questions of 4: nothing but memory helps."""
+def _facts(seed: int, count: int, symbols: int) -> Task:
+    """Return random answers (5 bits a symbol) to random questions of 4 symbols: nothing but memory helps."""
     rng = np.random.default_rng([seed, FACT])
     numbers = rng.choice(LETTERS**4, size=count, replace=False)
     questions = np.stack([numbers // LETTERS**place % LETTERS for place in range(4)], axis=1)
-    table = _rows(FACT, questions, _strings(rng, count, 3))
+    table = _rows(FACT, questions, _strings(rng, count, symbols))
     return Task(lambda batch_rng, size: table[batch_rng.integers(count, size=size)], table, 6)
 
 
-def _addition(seed: int, held_out: int) -> Task:
-    """Return sums of two numbers of two digits, the last digit first; some pairs are never trained on."""
+def _addition(seed: int, held_out: int, digits: int) -> Task:
+    """Return sums of two numbers, the last digit first; some pairs are never trained on."""
     rng = np.random.default_rng([seed, ADD])
-    pairs = rng.permutation(10_000)
+    pairs = rng.permutation(100**digits)
+
+    def digits_of(numbers: Rows, count: int) -> list[Rows]:
+        return [numbers // 10**place % 10 for place in range(count)]
 
     def rows(numbers: Rows) -> Rows:
-        a, b = numbers // 100, numbers % 100
-        digits = (a % 10, a // 10, np.full_like(a, PLUS), b % 10, b // 10)
-        total = a + b
-        return _rows(ADD, np.stack(digits, axis=1), np.stack((total % 10, total // 10 % 10, total // 100), axis=1))
+        a, b = numbers // 10**digits, numbers % 10**digits
+        question = [*digits_of(a, digits), np.full_like(a, PLUS), *digits_of(b, digits)]
+        return _rows(ADD, np.stack(question, axis=1), np.stack(digits_of(a + b, digits + 1), axis=1))
 
     known = pairs[held_out:]
     return Task(
-        lambda batch_rng, size: rows(known[batch_rng.integers(len(known), size=size)]), rows(pairs[:held_out]), 7
+        lambda batch_rng, size: rows(known[batch_rng.integers(len(known), size=size)]),
+        rows(pairs[:held_out]),
+        2 * digits + 3,
     )
 
 
@@ -184,8 +199,8 @@ def _style(seed: int, held_out: int, length: int) -> Task:
 
 def tasks(sizes: Sizes, seed: int) -> dict[str, Task]:
     made = {
-        "facts": _facts(seed, sizes.facts),
-        "addition": _addition(seed, sizes.held_out),
+        "facts": _facts(seed, sizes.facts, sizes.fact_symbols),
+        "addition": _addition(seed, sizes.held_out, sizes.digits),
         "style": _style(seed, sizes.held_out, sizes.string),
     }
     return {name: made[name] for name, _ in sizes.steps}
@@ -194,15 +209,15 @@ def tasks(sizes: Sizes, seed: int) -> dict[str, Task]:
 # Training and measuring.
 
 
-def _new_model(sizes: Sizes) -> LlamaForCausalLM:
+def new_model(sizes: Sizes) -> LlamaForCausalLM:
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCAB,
             hidden_size=sizes.hidden,
             intermediate_size=2 * sizes.hidden,
             num_hidden_layers=sizes.layers,
-            num_attention_heads=4,
-            num_key_value_heads=4,
+            num_attention_heads=sizes.heads,
+            num_key_value_heads=sizes.heads,
             max_position_embeddings=64,
             tie_word_embeddings=False,
             bos_token_id=None,
@@ -214,13 +229,19 @@ def _new_model(sizes: Sizes) -> LlamaForCausalLM:
 def train_model(
     model: LlamaForCausalLM, steps: int, peak_lr: float, draw: Callable[[], Rows], answer: int
 ) -> None:
+    """Train on the model's device; on a GPU products are computed in bfloat16, of weights in float32."""
+    device, on_gpu = model.device, model.device.type != "cpu"
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=peak_lr, betas=(0.9, 0.98), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        trained, lr=peak_lr, betas=(0.9, 0.98), weight_decay=0.0, fused=True if on_gpu else None
+    )
     model.train()
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps, peak_lr)
-        nll = _nll(model, torch.from_numpy(draw()), answer)[0].mean()
+        rows = torch.from_numpy(draw()).to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
+            nll = _nll(model, rows, answer)[0].mean()
         nll.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
@@ -229,7 +250,7 @@ def train_model(
 
 def _nll(model: LlamaForCausalLM, rows: torch.Tensor, answer: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return NLL and correctness of each symbol that is answered, [rows, symbols]."""
-    logits = model(input_ids=rows[:, :-1], use_cache=False).logits[:, answer - 1 :]
+    logits = model(input_ids=rows[:, :-1], use_cache=False).logits[:, answer - 1 :].float()
     targets = rows[:, answer:]
     nll = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
     return nll, logits.argmax(dim=-1) == targets
@@ -242,35 +263,41 @@ def measure_model(model: LlamaForCausalLM, task: Task) -> tuple[float, float]:
     Each symbol is predicted after the right ones: a row is all right just where greedy decoding is.
     """
     model.eval()
-    nll, right = _nll(model, torch.from_numpy(task.measured), task.answer)
+    parts = torch.split(torch.from_numpy(task.measured), _MEASURED_AT_ONCE)
+    found = [_nll(model, part.to(model.device), task.answer) for part in parts]
+    nll, right = (torch.cat(each) for each in zip(*found, strict=True))
     return right.all(dim=1).float().mean().item(), nll.mean().item()
 
 
-def load_model(folder: Path) -> LlamaForCausalLM:
+def load_model(folder: Path, device: str = "cpu") -> LlamaForCausalLM:
     model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.to(torch.device(device))  # type: ignore[arg-type]
     return model
 
 
 def pretrained_model(sizes: Sizes, seed: int, folder: Path) -> Path:
     torch.manual_seed(seed)
     rng = np.random.default_rng([seed, COPY])
-    model = _new_model(sizes)
+    model = new_model(sizes)
     train_model(
         model,
         sizes.pretraining_steps,
         sizes.full_lr,
-        lambda: _pretraining(rng, sizes.batch, sizes.string),
+        lambda: pretraining_rows(rng, sizes.batch, sizes.string),
         sizes.string + 2,
     )
     model.save_pretrained(folder)
     return folder
 
 
-def _train_adapter(base: Path, task: Task, steps: int, rank: int, sizes: Sizes, seed: int, folder: Path) -> int:
+def train_adapter(
+    base: Path, task: Task, steps: int, rank: int, sizes: Sizes, seed: int, folder: Path, device: str = "cpu"
+) -> int:
     """Write an adapter that had ``steps`` of training; return its parameters."""
     torch.manual_seed(seed)
     model, alpha = load_model(base), 2 * rank
     updates = add_lora(model, TARGETS, rank, lora_scale(rank, alpha, uses_rslora=False))
+    model.to(torch.device(device))  # type: ignore[arg-type]
     rng = np.random.default_rng([seed, rank])
     train_model(model, steps, sizes.lora_lr, lambda: task.train(rng, sizes.batch), task.answer) if steps else None
     save_adapter(
@@ -286,9 +313,9 @@ def _train_adapter(base: Path, task: Task, steps: int, rank: int, sizes: Sizes, 
     return sum(update.down.numel() + update.up.numel() for update in updates.values())
 
 
-def _merged(base: Path, adapter: Path, folder: Path) -> LlamaForCausalLM:
+def merged_model(base: Path, adapter: Path, folder: Path, device: str = "cpu") -> LlamaForCausalLM:
     merge_adapter(base, read_adapter(adapter), folder)
-    return load_model(folder)
+    return load_model(folder, device)
 
 
 def _outcomes_of(sizes: Sizes, seed: int, name: str, bases: Path) -> list[Outcome]:
@@ -319,12 +346,12 @@ def _outcomes_of(sizes: Sizes, seed: int, name: str, bases: Path) -> list[Outcom
         train_model(model, steps, sizes.full_lr, lambda: task.train(rng, sizes.batch), task.answer)
         measure(FULL, model, sum(parameter.numel() for parameter in model.parameters()))
         for rank in sizes.ranks:
-            params = _train_adapter(base, task, steps, rank, sizes, seed, folder / f"r{rank}")
-            measure(lora_name(rank), _merged(base, folder / f"r{rank}", folder / f"merged-{rank}"), params)
-        _train_adapter(base, task, 0, max(sizes.ranks), sizes, seed, folder / "untrained")
-        measure(UNTRAINED, _merged(base, folder / "untrained", folder / "merged-untrained"), 0)
+            params = train_adapter(base, task, steps, rank, sizes, seed, folder / f"r{rank}")
+            measure(lora_name(rank), merged_model(base, folder / f"r{rank}", folder / f"merged-{rank}"), params)
+        train_adapter(base, task, 0, max(sizes.ranks), sizes, seed, folder / "untrained")
+        measure(UNTRAINED, merged_model(base, folder / "untrained", folder / "merged-untrained"), 0)
         best = folder / f"r{max(sizes.ranks)}"
-        measure(OTHER_BASE, _merged(other, best, folder / "merged-other"), 0)
+        measure(OTHER_BASE, merged_model(other, best, folder / "merged-other"), 0)
     return found
 
 
@@ -358,7 +385,7 @@ def run_study(sizes: Sizes, *, jobs: int = 1) -> Study:
         machine=f"{platform.machine()} CPU, {os.cpu_count()} shared cores, one thread a process",
         torch=str(torch.__version__),
         elapsed_s=round(time.monotonic() - started, 1),
-        model_params=sum(parameter.numel() for parameter in _new_model(sizes).parameters()),
+        model_params=sum(parameter.numel() for parameter in new_model(sizes).parameters()),
         sizes=sizes,
         outcomes=tuple(outcome for part in found for outcome in part),
     )

@@ -1,0 +1,131 @@
+"""Quality at a larger scale: the order of the cases, the tables, and the same run in small on a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fingerprint.delta import FORMATS
+from tests.bench.delta_quality import RANDOM, ROUNDED, TEXTS, WHOLE
+from tests.bench.quality_at_scale import (
+    LEARNED_BEFORE,
+    SCALES,
+    Case,
+    ScaleOutcome,
+    SeedStudy,
+    case_order,
+    read_studies,
+    run_seed,
+)
+from tests.bench.quality_at_scale_tables import formats_table, ranks_table
+from tests.bench.variant_quality import BASE, FULL, OTHER_BASE, lora_name
+
+PAGE = Path(__file__).parents[2] / "docs" / "variants.md"
+KEPT = Path(__file__).with_name("results") / "quality_at_scale_h200"
+LARGE, TINY = SCALES["large"], SCALES["tiny"]
+
+
+def test_each_task_has_every_format_rank_and_control() -> None:
+    cases = case_order(LARGE)
+    assert len(cases) == len(set(cases))
+    for task in ("facts", "addition", "style"):
+        methods = {(case.method, case.calibration) for case in cases if case.task == task}
+        ranks = {(lora_name(rank), "") for rank in LARGE.sizes.ranks}
+        deltas = {(name, calibration) for name in FORMATS for calibration in (TEXTS, RANDOM, ROUNDED)}
+        whole = {(f"{WHOLE} {name}", calibration) for name in FORMATS for calibration in (TEXTS, ROUNDED)}
+        assert methods - {(OTHER_BASE, "")} == {(BASE, ""), (FULL, "")} | ranks | deltas | whole
+
+
+def test_the_most_important_cases_are_first() -> None:
+    first = [case.method for case in case_order(LARGE)[:9]]
+    deltas = ["int2", "sparse24-int4", "int4", "int3", f"{WHOLE} int2", f"{WHOLE} int4"]
+    assert first == [BASE, BASE, FULL, *deltas]
+
+
+def outcome(task: str, method: str, exact_match: float, *, bits: float = 0.0, kept: int = 100) -> ScaleOutcome:
+    return ScaleOutcome(
+        case=Case(task=task, method=method, calibration=TEXTS if bits else ""),
+        exact_match=exact_match,
+        nll=1.0,
+        trained_params=0,
+        error=0.0,
+        bits=bits,
+        kept_bytes=kept,
+        model_bytes=100,
+        seconds=1.0,
+    )
+
+
+def study(seed: int, *outcomes: ScaleOutcome) -> SeedStudy:
+    return SeedStudy(
+        date="2026-11-28",
+        machine="a GPU",
+        torch="2",
+        transformers="5",
+        seed=seed,
+        model_params=50,
+        scale=LARGE,
+        outcomes=outcomes,
+    )
+
+
+@pytest.fixture
+def studies() -> list[SeedStudy]:
+    delta = outcome("facts", "int2", 0.98, bits=2.0, kept=20)
+    return [
+        study(0, outcome("facts", FULL, 1.0), delta, outcome("facts", lora_name(4), 0.5, kept=5)),
+        study(1, outcome("facts", FULL, 0.99), outcome(LEARNED_BEFORE, BASE, 1.0)),
+    ]
+
+
+def test_formats_have_ratios_next_to_the_papers_and_say_what_is_missing(studies: list[SeedStudy]) -> None:
+    *_, full, delta = (line.strip("| ").split("|") for line in formats_table(studies).splitlines())
+    missing = ["not measured"] * 2
+    assert [cell.strip() for cell in full][2:] == ["99.5 (99.0 to 100.0)%", *missing, "", "1.00", "1.00"]
+    assert [cell.strip() for cell in delta][2:] == ["98.0%, 1 of 2 seeds", *missing, "8.00", "5.00"]
+
+
+def test_ranks_and_deltas_have_a_row_for_each_task_and_one_for_bytes(studies: list[SeedStudy]) -> None:
+    head, _, own, facts, *_, size = (line.strip("| ").split(" | ") for line in ranks_table(studies).splitlines())
+    assert (own[0], own[1]) == (LEARNED_BEFORE, "100.0%, 1 of 2 seeds")
+    assert facts[head.index(lora_name(4))] == "50.0%, 1 of 2 seeds"
+    assert facts[head.index(lora_name(16))] == "not measured"
+    assert (size[head.index(lora_name(4))], size[head.index("int2")]) == ("5.0%", "20.0%")
+
+
+def test_without_results_the_tables_say_so(tmp_path: Path) -> None:
+    assert formats_table(read_studies(tmp_path / "none")) == "Not measured."
+
+
+def test_the_page_shows_what_is_kept() -> None:
+    page, kept = PAGE.read_text(), read_studies(KEPT)
+    assert formats_table(kept) in page
+    assert ranks_table(kept) in page
+
+
+@pytest.mark.long
+def test_a_run_that_was_cut_short_goes_on(tmp_path: Path) -> None:
+    """Failed cases are tried again, and those that are done are not; the control waits for another seed's base."""
+    scale = replace(TINY, sizes=replace(TINY.sizes, facts=32, steps=(("facts", 10),), ranks=(2,)))
+    good = [case for case in case_order(scale) if case.method in (BASE, FULL, "int2", lora_name(2), OTHER_BASE)]
+    good = [case for case in good if case.calibration in ("", TEXTS)]
+    whole = Case(task="facts", method=f"{WHOLE} int2", calibration=TEXTS)
+    bad = Case(task="facts", method="int5", calibration=TEXTS)
+    folders = {"out": tmp_path, "work": tmp_path / "work", "device": "cpu"}
+    assert run_seed(scale, 0, [whole], **folders, until=0.0) == 0
+    assert read_studies(tmp_path) == []
+    assert run_seed(scale, 0, [*good, bad], **folders) == 1
+    (first,) = read_studies(tmp_path)
+    assert [one.case for one in first.outcomes] == [case for case in good if case.method != OTHER_BASE]
+    assert run_seed(scale, 1, [case for case in good if case.method == BASE], **folders) == 0
+    assert run_seed(scale, 0, [*good, whole], **folders) == 0
+    again, other = read_studies(tmp_path)
+    assert again.outcomes[: len(first.outcomes)] == first.outcomes
+    assert [one.case.method for one in again.outcomes[-2:]] == [OTHER_BASE, f"{WHOLE} int2"]
+    assert [one.case.method for one in other.outcomes] == [BASE, BASE]
+    delta = next(one for one in again.outcomes if one.case.method == "int2")
+    assert 2 < delta.bits < 5  # small matrices are padded
+    assert 0 < delta.error < 1
+    assert delta.kept_bytes < delta.model_bytes == 2 * again.model_params
