@@ -241,42 +241,46 @@ def _burst(session: Any, batch: int, tokens: int, output: int, active: int) -> N
 
 def measure(out: Path, parts: Sequence[str], kind: VariantKind, gpu: int) -> bool:
     """Measure each part; return whether all of them ended without an error."""
-    from tests.bench.accuracy_measure import MEMORY_FRACTION, _Bench, machine_here, total_bytes
-
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # it is compiled at the first start
     os.environ.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # an engine in the worker's process would not end
-    run: dict[str, Callable[..., None]] = {"fingerprints": measure_fingerprints, "whole": measure_whole}
     all_ended = True
-    machine = machine_here(1)
     for part in parts:
         kept = Kept(out / f"{part}-{name_of(kind)}.json", at=time.strftime("%Y-%m-%dT%H:%M:%S"), gpu=gpu)
-        kept.keep("machine", json.loads(to_json(machine)))
         with tempfile.TemporaryDirectory(prefix="variant-costs-") as folder:
-            scratch = Path(folder) / "workers"
-            scratch.mkdir()
             try:
-                shapes = Shapes(Path(folder) / "models")
-                spec = load_spec(shapes.whole)
-                bench = _Bench(
-                    out=out,
-                    tp=1,
-                    pp=1,
-                    machine=machine,
-                    budget_bytes=int(MEMORY_FRACTION * total_bytes()),
-                    scratch=scratch,
-                    port=18_080 + 100 * gpu + 20 * PARTS.index(part),
-                    first_gpu=gpu,
-                )
-                with bench.target(shapes.whole, spec) as target:
-                    run[part](spec, shapes, target, kind, kept)
-            except Exception:  # noqa: BLE001  # the file says what ended the part
+                _measure_part(part, kind, gpu, out, Path(folder), kept)
+            except (Exception, SystemExit):  # noqa: BLE001  # the file says what ended the part
                 all_ended = False
                 kept.add("error", text=traceback.format_exc())
             finally:
-                for log in sorted(scratch.glob("*/log.txt")):
+                for log in sorted(Path(folder).glob("workers/*/log.txt")):
                     lines = log.read_text(errors="replace").splitlines()
-                    kept.keep("log", [line[:400] for line in lines if _is_told(line)][-400:] + lines[-80:])
+                    told = [line[:400] for line in lines if _is_told(line)]
+                    kept.keep("log", [*told[-400:], *(line[:400] for line in lines[-80:])])
     return all_ended
+
+
+def _measure_part(part: str, kind: VariantKind, gpu: int, out: Path, folder: Path, kept: Kept) -> None:
+    from tests.bench.accuracy_measure import MEMORY_FRACTION, _Bench, machine_here, total_bytes
+
+    machine = machine_here(1)
+    kept.keep("machine", json.loads(to_json(machine)))
+    shapes, scratch = Shapes(folder / "models"), folder / "workers"
+    scratch.mkdir()
+    spec = load_spec(shapes.whole)
+    bench = _Bench(
+        out=out,
+        tp=1,
+        pp=1,
+        machine=machine,
+        budget_bytes=int(MEMORY_FRACTION * total_bytes()),
+        scratch=scratch,
+        port=18_080 + 100 * gpu + 20 * PARTS.index(part),
+        first_gpu=gpu,
+    )
+    run: dict[str, Callable[..., None]] = {"fingerprints": measure_fingerprints, "whole": measure_whole}
+    with bench.target(shapes.whole, spec) as target:
+        run[part](spec, shapes, target, kind, kept)
 
 
 def _is_told(line: str) -> bool:

@@ -197,9 +197,18 @@ def test_what_may_be_gone_the_next_time_is_tried_again(golden: Golden) -> None:
 
 
 def test_engines_whose_profiling_workers_serve_no_variants_measure_none() -> None:
-    table = get_engine("vllm").capabilities()
+    table = get_engine("tensorrt-llm").capabilities()
     assert kind_to_measure(table, SOURCE.spec, options_for(VARIANTS)) is None
     assert kind_to_measure(TABLE, SOURCE.spec, options_for(Traffic())) is None
+
+
+def test_vllm_measures_variants_by_its_step_timer_alone() -> None:
+    """A release that is not known runs without the timer, and its bursts hide what kernels add."""
+    table = get_engine("vllm").capabilities()
+    by_format = replace(DELTAS, delta_mib=0, delta_format=SlotFormat.INT2)
+    assert kind_to_measure(table, SOURCE.spec, options_for(VARIANTS)) == RANK_8
+    assert kind_to_measure(table, SOURCE.spec, options_for(by_format)) == INT2
+    assert kind_to_measure(replace(table, step_timed=False), SOURCE.spec, options_for(VARIANTS)) is None
 
 
 def test_slots_that_the_engine_refuses_are_not_measured() -> None:
@@ -216,7 +225,8 @@ def test_a_rank_and_a_format_are_asked_for_one_at_a_time(golden: Golden) -> None
     with golden.raises("variant", ConfigError):
         ProfileBody(variant_rank=5, delta_format=SlotFormat.INT2).variant_kind()
     with golden.raises("variant", ConfigError):
-        _measured_on(get_engine("vllm"), RANK_8)
+        _measured_on(get_engine("tensorrt-llm"), RANK_8)
+    assert _measured_on(get_engine("vllm"), RANK_8) == RANK_8
 
 
 class TestPlans:
