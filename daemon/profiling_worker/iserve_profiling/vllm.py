@@ -21,7 +21,7 @@ LEAST_RANK = 1  # of slots for deltas alone, as in fingerprint/lora/slot_bytes.p
 _KV_DTYPE = {"16bit": "auto", "int8": "int8_per_token_head", "fp8": "fp8"}
 _END_S = 20.0  # for vLLM's processes to end by themselves
 _BEING_READ = "is still being read"  # of our plug-in: a delta has to be asked for again
-_ASK_S = 0.002
+_ASK_S = 0.02  # each refusal is a traceback in the log
 
 
 class VllmProfilingEngine(ProfilingEngine):
