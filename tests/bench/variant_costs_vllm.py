@@ -310,17 +310,24 @@ def table(out: Path, kind: VariantKind) -> list[str]:
     assert cost is not None
     bursts = [row for row in parts["whole"]["rows"] if row["kind"] == "burst"]
 
-    def median_of(name: str, batch: int, output: int, slots: int, active: int) -> float:
+    def median_of(name: str, batch: int, output: int, slots: int, active: int) -> float | None:
         asked = {"batch": batch, "output_tokens": output, "slots": slots, "active": active}
         found = [row[name] for row in bursts if all(row[key] == value for key, value in asked.items())]
-        return statistics.median(found[1:])
+        return statistics.median(found[1:]) if len(found) > 1 else None
 
     lines = ["| what | active | measured | without slots | added | predicted | interval | the recording's |"]
     lines.append("|---|--:|--:|--:|--:|--:|--:|--:|")
 
     def add(
-        what: str, active: int, now_s: float, plain_s: float, predicted: Any, recorded_s: float | None
+        what: str,
+        active: int,
+        now_s: float | None,
+        plain_s: float | None,
+        predicted: Any,
+        recorded_s: float | None,
     ) -> None:
+        if now_s is None or plain_s is None:  # the run ended before
+            return
         added_s = now_s - plain_s
         recorded = "" if recorded_s is None else f"{1e3 * recorded_s:.2f}"
         holds = "within" if predicted.low <= added_s <= predicted.high else "outside"
@@ -341,7 +348,7 @@ def table(out: Path, kind: VariantKind) -> list[str]:
         for active in actives:
             now_s = median_of("e2e_s", batch, 1, slots, active)
             work = Workload(batch=batch, input_tokens=tokens, output_tokens=1)
-            found = cost.prompts_s(work, plain_s, 0.0 if active else 1.0, float(active))
+            found = cost.prompts_s(work, 0.0, 0.0 if active else 1.0, float(active))
             add(f"prompts of {batch} x {tokens}", active, now_s, plain_s, found, None)
     loads = [row["loads_s"] for row in parts["whole"]["rows"] if row["kind"] == "loads"]
     if loads:
