@@ -47,7 +47,7 @@ SLOTS = {False: 32, True: 8}  # of adapters, of deltas
 STEPS = {False: (0, 1, 4, 8, 32), True: (0, 1, 4, 8)}
 PROMPTS = ((1, 2048, (0, 1)), (4, 2048, (0, 1, 4)))
 STEP_ROUNDS, PROMPT_ROUNDS = 4, 5
-CONTENTS = 4  # files of the whole model's variants that differ; each slot has its own copy
+CONTENTS = {False: 4, True: 1}  # files that differ, of adapters and deltas; each slot has a copy of its own
 PARTS = ("fingerprints", "whole")
 
 
@@ -167,11 +167,11 @@ class Shapes:
         return target
 
     def variant(self, layers: Sequence[int], kind: VariantKind, number: int) -> tuple[Path, int]:
-        """Return a variant; those of the whole model share files beyond the first few."""
+        """Return a variant; those beyond the first few share their files."""
         target = self._folder / f"variant-{len(layers)}-{kind.rank or kind.delta_format}-{number}"
-        is_whole = len(layers) == LLAMA_8B["num_hidden_layers"]
-        if is_whole and number >= CONTENTS:
-            first, _ = self.variant(layers, kind, number % CONTENTS)
+        contents = CONTENTS[kind.is_delta]
+        if number >= contents:
+            first, _ = self.variant(layers, kind, number % contents)
             if not target.exists():
                 target.mkdir()
                 for file in first.iterdir():

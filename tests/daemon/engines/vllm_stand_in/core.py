@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from vllm import checks, costs
+from vllm import checks, costs, deltas
 from vllm.release import IS_NEWER
 
 GIB = 2**30
@@ -20,7 +20,8 @@ BLOCK_TOKENS = 16
 
 def load_general_plugins():
     for plugin in metadata.entry_points(group="vllm.general_plugins"):
-        plugin.load()()
+        if plugin.name != "iserve_variants":  # whose layers and kernels are vLLM's own; ``deltas`` acts it out
+            plugin.load()()
 
 
 def say(text):
@@ -67,7 +68,9 @@ class Core:
         told = [file for where in (folder, Path(sys.prefix)) if (file := where / "behaviour.json").exists()]
         self.behaviour = json.loads(told[0].read_text()) if told else {}  # of this model, or of every one
         self.seen = set()
-        self.loaded = set()  # ids of adapters
+        self.loaded = set()  # ids of adapters and deltas
+        self.settings = deltas.settings_of(arguments["additional_config"] or {})
+        self.reader = deltas.Reader(self.behaviour.get("delta_asks", 2))
         self.config = config = json.loads((folder / "config.json").read_text())
         self.check()
         tp, pp = arguments["tensor_parallel_size"], arguments["pipeline_parallel_size"]
@@ -153,7 +156,15 @@ class Core:
     def add_lora(self, request):
         if not self.arguments["enable_lora"]:
             raise RuntimeError("LoRA is not enabled.")
-        config = Path(request.lora_path) / "adapter_config.json"
+        folder = Path(request.lora_path)
+        if self.settings is not None and (folder / deltas.MANIFEST_FILE).is_file():
+            if self.settings.background and not self.reader.is_ready(str(folder)):
+                raise ValueError("Call to add_lora method failed: " + deltas.BEING_READ.format(request.lora_name))
+            if (why := deltas.refusal(folder, self.settings)) is not None:
+                raise ValueError(f"Call to add_lora method failed: {why}")
+            self.loaded.add(request.lora_int_id)
+            return True
+        config = folder / "adapter_config.json"
         if not config.is_file():
             raise ValueError(f"Call to add_lora method failed: Loading lora {request.lora_name} failed")
         rank, most = json.loads(config.read_text())["r"], self.arguments["max_lora_rank"]
