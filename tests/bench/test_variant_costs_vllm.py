@@ -56,8 +56,8 @@ def test_parts_measure_and_the_table_compares(
     if kind.is_delta:
         truth = replace(
             truth,
-            step_layer=(*truth.step_layer[:2], 0.0),
-            prompt_layer=(*truth.prompt_layer[:2], 0.0),
+            step_layer=(*truth.step_layer[:2], 0.0, 0.0),
+            prompt_layer=(*truth.prompt_layer[:2], 0.0, 0.0),
             rest=(*truth.rest[:3], 0.0),
         )
     target = Target(StepMachine(spec=SPEC, truth=truth, alone_first=lambda burst: 64))

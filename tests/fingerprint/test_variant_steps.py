@@ -79,7 +79,7 @@ class TestLaw:
 
     def test_deltas_have_no_part_of_slots(self) -> None:
         """One number of slots is measured, of which their kernels know nothing."""
-        truth = replace(TRUTH, step_layer=(*TRUTH.step_layer[:2], 0.0), rest=(*TRUTH.rest[:3], 0.0))
+        truth = replace(TRUTH, step_layer=(*TRUTH.step_layer[:2], 0.0, 0.0), rest=(*TRUTH.rest[:3], 0.0))
         found = StepMachine(truth=truth).measure(INT2)
         config = DeploymentConfig(engine="vllm", adapter_slots=8, delta_format=SlotFormat.INT2)
         assert cost_of(found, config).step_s(32, 8).value == pytest.approx(truth.added_step_s(LAYERS, 32, 8, 8))
