@@ -10,7 +10,8 @@ fitted apart. No part is below zero. The interval is the noise of the difference
 Of an engine with our step timer the same is fitted to forwards of single steps, which ran r times
 (``fingerprint.variant_steps``): r times the parts of a forward, in which a layer and each of its rows have a part
 for each of the engine's slots too, and what is outside of a forward (``once + per variant * a + per row * n``,
-rows likewise with slots) apart. Rows of the base in an engine with slots take ``k * (a layer + per row * n)`` longer than without.
+rows likewise with slots) apart. Rows of the base in an engine with slots take ``k * (a layer + per row * n)``
+longer than without.
 
 Ranks, formats of deltas and tensor-parallel degrees that were not measured lie between no change and proportion:
 half-way, with both in the interval. Loads go by the bytes.

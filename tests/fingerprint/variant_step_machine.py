@@ -26,9 +26,9 @@ START_S = 60.0
 class StepTruth:
     """True seconds.
 
-    Of a layer of a forward: per variant, per row, per row and slot, per slot. Of a forward: once, per
-    variant. Of a step outside of its forward: once, per variant, per sequence, per sequence and slot. Of rows of the base in an
-    engine with slots: of a layer, of a layer and row, of a step, of a step and sequence.
+    Of a layer of a forward: per variant, per row, per row and slot, per slot. Of a forward: once, per variant.
+    Of a step outside of its forward: once, per variant, per sequence, per sequence and slot. Of rows of the base
+    in an engine with slots: of a layer, of a layer and row, of a step, of a step and sequence.
     """
 
     base_s: tuple[float, float, float] = (1e-4, 1.2e-6, 5e-5)  # of a layer, of its row, of a forward
