@@ -20,7 +20,7 @@ from daemon.profile_messages import ProfileBursts, ProfileError, ProfileLoad, Pr
 from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from daemon.worker_token import OPEN_PATHS, authorization
 from fingerprint.codec import from_json, to_json
-from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat
+from fingerprint.config import DeploymentConfig, KvFormat, SlotFormat, WeightFormat
 from fingerprint.errors import BadInputError, EngineError, InfeasibleError, IserveError, error_class
 from fingerprint.measurements import MachineInfo, RankMemory, RunReading
 
@@ -120,8 +120,20 @@ class WorkerProfileTarget:
             self._spare = session
         return self._machine
 
-    def open(self, *, tp: int, pp: int) -> WorkerProfileSession:
-        if (tp, pp) == (1, 1) and self._spare is not None:
+    def open(self, *, tp: int, pp: int, delta_format: SlotFormat = SlotFormat.NONE) -> WorkerProfileSession:
+        """Launch a worker on tp * pp devices.
+
+        Args:
+            delta_format: of deltas that its engine is to serve from slots of one format; `none`: it serves none.
+
+        Raises:
+            EngineError: the worker did not start.
+            InfeasibleError: fewer devices than that may be used.
+        """
+        config = DeploymentConfig(tp=tp, pp=pp, engine=self.engine)
+        if delta_format is not SlotFormat.NONE:
+            config = replace(config, adapter_slots=1, delta_format=delta_format)  # loads give the number of slots
+        elif (tp, pp) == (1, 1) and self._spare is not None:
             session, self._spare = self._spare, None
             return session
         self.close()  # its devices may be needed
@@ -131,7 +143,7 @@ class WorkerProfileTarget:
             worker_id=f"profile-{tp}-{pp}-{uuid.uuid4().hex[:8]}",
             served_model=self._checkpoint.name or "profile",
             checkpoint=str(self._checkpoint),
-            config=DeploymentConfig(tp=tp, pp=pp, engine=self.engine),
+            config=config,
             stages=tuple(
                 StageAssignment(device_ids=self._device_ids[first : first + tp], num_layers=1)
                 for first in range(0, tp * pp, tp)
@@ -232,6 +244,7 @@ class WorkerProfileSession:
         steps: bool = True,
         agree_within: float | None = None,
         agree_limit_s: float = 0.0,
+        active: int = 0,
     ) -> tuple[RunReading, ...]:
         order = ProfileBursts(
             batch=batch,
@@ -243,6 +256,7 @@ class WorkerProfileSession:
             steps=steps,
             agree_within=agree_within,
             agree_limit_s=agree_limit_s,
+            active=active,
         )
         return self._call("POST", "/profile/bursts", order, tuple[RunReading, ...])
 
@@ -255,7 +269,8 @@ class WorkerProfileSession:
         max_context_tokens: int,
         slots: int,
         rank: int,
-        delta_mib: int,
+        delta_mib: int = 0,
+        delta_format: SlotFormat = SlotFormat.NONE,
     ) -> None:
         config = DeploymentConfig()
         order = ProfileLoad(
@@ -268,6 +283,7 @@ class WorkerProfileSession:
             adapter_slots=slots,
             adapter_rank=rank,
             delta_mib=delta_mib,
+            delta_format=delta_format,
         )
         self._call("POST", "/profile/load", self._engine_order(order), dict[str, str])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat
+from fingerprint.config import DeploymentConfig, KvFormat, SlotFormat, WeightFormat
 from fingerprint.errors import ConfigError
 
 __all__ = ["ProfileBursts", "ProfileError", "ProfileLoad", "ProfileRun", "ProfileVariants"]
@@ -27,6 +27,8 @@ class ProfileLoad:
     adapter_slots: int = 0  # for variants, as ``DeploymentConfig`` has them
     adapter_rank: int = 0
     delta_mib: int = 0
+    delta_format: SlotFormat = SlotFormat.NONE  # of slots on an engine whose slots have one
+    additional_config: str = ""  # JSON of settings of our plug-in for such slots; empty: there are none
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_context_tokens"):
@@ -41,6 +43,7 @@ class ProfileLoad:
             adapter_slots=self.adapter_slots,
             adapter_rank=self.adapter_rank,
             delta_mib=self.delta_mib,
+            delta_format=self.delta_format,
         )
 
 
@@ -57,8 +60,7 @@ class ProfileRun:
         for name in ("batch", "input_tokens", "output_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not 0 <= self.active <= self.batch:
-            raise ConfigError(f"a burst of {self.batch} asks for 0 to {self.batch} variants, got {self.active}")
+        _check_active(self.active, self.batch)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +88,7 @@ class ProfileBursts:
     steps: bool = True
     agree_within: float | None = None  # None: whatever they take
     agree_limit_s: float = 0.0
+    active: int = 0  # distinct variants that the requests ask for in turn; 0: all are for the base
 
     def __post_init__(self) -> None:
         for name in ("batch", "input_tokens", "output_tokens", "repeat", "most"):
@@ -93,6 +96,12 @@ class ProfileBursts:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.agree_within is not None and not 0 < self.agree_within < 1:
             raise ConfigError(f"agree_within must be between 0 and 1, got {self.agree_within}")
+        _check_active(self.active, self.batch)
+
+
+def _check_active(active: int, batch: int) -> None:
+    if not 0 <= active <= batch:
+        raise ConfigError(f"a burst of {batch} asks for 0 to {batch} variants, got {active}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,8 @@ class EngineTraits:
         times_adapters: whether what adapters add to a step was recorded on some release of it.
         loads_stop_steps: whether it decodes nothing while it loads a variant; else a load delays the requests that
             wait for it alone.
-        profiles_variants: whether its profiling worker serves variants (``fingerprint.variant_profile``).
+        profiles_variants: whether its profiling worker serves variants: ``fingerprint.variant_profile``, or
+            ``fingerprint.variant_steps`` on a release that our step timer knows.
         short_steps: whether steps of 2,048 tokens at most were measured to serve no slower than those of 8,192
             (decision 43).
         startup_s: seconds from launch until it serves, as simulations take it where they are given none; 0: none
@@ -109,6 +110,7 @@ TRAITS: Mapping[str, EngineTraits] = MappingProxyType(
             slots_for_vocabulary=True,
             times_adapters=True,
             loads_stop_steps=True,
+            profiles_variants=True,
             short_steps=True,
             startup_s=60.0,
         ),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat
+from fingerprint.config import DeploymentConfig, KvFormat, SlotFormat, WeightFormat
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
 from fingerprint.variant_measurements import VariantMeasurement
@@ -29,6 +29,7 @@ __all__ = [
     "Session",
     "StepReading",
     "StepTimedSession",
+    "StepTimedVariantSession",
     "TimingPoint",
     "Unreached",
     "VariantSession",
@@ -344,13 +345,16 @@ class VariantSession(Protocol):
         max_context_tokens: int,
         slots: int,
         rank: int,
-        delta_mib: int,
+        delta_mib: int = 0,
+        delta_format: SlotFormat = SlotFormat.NONE,
     ) -> None:
         """Replace what is loaded by ``checkpoint``, in 16 bits on one stage, with slots for variants.
 
         Args:
-            rank: of the largest adapter.
-            delta_mib: of the largest delta; 0: all are adapters.
+            slots: 0: none, as an engine without variants is started.
+            rank: of the largest adapter; 0: there is none.
+            delta_mib: of the largest delta, where slots hold deltas by their size; 0: they hold none.
+            delta_format: of the deltas, where slots hold one format; `none`: they hold none.
         """
         ...
 
@@ -391,6 +395,7 @@ class StepTimedSession(Session, Protocol):
         steps: bool = True,
         agree_within: float | None = None,
         agree_limit_s: float = 0.0,
+        active: int = 0,
     ) -> tuple[RunReading, ...]:
         """Run bursts of dummy requests back to back: at least one, until ``most`` or ``until_s``.
 
@@ -403,11 +408,16 @@ class StepTimedSession(Session, Protocol):
             agree_within: how far the medians of the earlier and the later half may differ, over the smaller one;
                 further bursts run until they do not; None: whatever they are.
             agree_limit_s: seconds after which none of these begin.
+            active: distinct variants, the first loaded ones, that the requests ask for in turn; 0: the base.
 
         Raises:
             NotMeasuredError: they do not agree by then, or a kernel was compiled in each of them.
         """
         ...
+
+
+class StepTimedVariantSession(VariantSession, StepTimedSession, Protocol):
+    """A worker whose engine carries our step timer and serves variants."""
 
 
 SessionT = TypeVar("SessionT", bound=Session, covariant=True)

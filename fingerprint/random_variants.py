@@ -7,14 +7,15 @@ layer in its format, embeddings in ``EMBEDDING_FORMAT``, norms as they are. Same
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from fingerprint.checkpoint import CHUNK_BYTES, Checkpoint
+from fingerprint.checkpoint import CHUNK_BYTES, INDEX_FILE, SINGLE_FILE, Checkpoint
 from fingerprint.codec import to_json
 from fingerprint.delta.formats import EMBEDDING_FORMAT, FORMATS, DeltaFormat
 from fingerprint.delta.manifest import MANIFEST_FILE, MANIFEST_VERSION, DeltaManifest, ExactTensor, MatrixRecord
@@ -58,9 +59,9 @@ def write_random_variant(
     """Write to ``target`` variant ``number`` of the model in ``base``, and return its tensors' bytes.
 
     Args:
-        base: of adapters its config.json suffices; a delta names its base's tensors by their hashes.
+        base: a folder with config.json; a delta of one with weights names its tensors by their hashes.
         target: a folder that is not there yet.
-        hashes: called with ``base``, for deltas alone.
+        hashes: called with ``base``, for deltas of one with weights alone.
 
     Raises:
         IserveError: ``base`` cannot be read, or its family has no table of tensors.
@@ -74,8 +75,21 @@ def write_random_variant(
     ]
     if kind.is_delta:
         tensors, format_ = [*layers, *blueprint.rest], FORMATS[kind.delta_format]
-        return _write_delta(Checkpoint.open(base), hashes(base), target, tensors, format_, number)
+        has_weights = any((base / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
+        if not has_weights:  # an engine makes them
+            known = {tensor.name: _Known("BF16", tensor.shape) for tensor in tensors}
+            return _write_delta(known, (), target, tensors, format_, number)
+        read = Checkpoint.open(base).tensors
+        known = {name: _Known(entry.dtype, tuple(entry.shape)) for name, entry in read.items()}
+        return _write_delta(known, hashes(base), target, tensors, format_, number)
     return _write_adapter(target, [shape for shape in layers if _is_matrix(shape)], kind.rank, number)
+
+
+class _Known(NamedTuple):
+    """Tensor of the base."""
+
+    dtype: str
+    shape: tuple[int, ...]
 
 
 def _is_matrix(tensor: TensorShape) -> bool:
@@ -107,7 +121,7 @@ def _write_adapter(target: Path, matrices: list[TensorShape], rank: int, number:
 
 
 def _write_delta(
-    checkpoint: Checkpoint,
+    known: Mapping[str, _Known],
     hashes: tuple[BaseHash, ...],
     target: Path,
     tensors: list[TensorShape],
@@ -117,7 +131,7 @@ def _write_delta(
     values = _Values(number)
     matrices, exact, written = [], [], []
     for tensor in sorted(tensors, key=lambda each: each.name):
-        entry = checkpoint.tensors.get(tensor.name)
+        entry = known.get(tensor.name)
         if entry is None:
             continue
         if tensor.role is Role.NORM:

@@ -1,7 +1,8 @@
 """Measurements of fingerprints with variants: runs next to runs of the base alone, loads, and bytes held.
 
-``fingerprint.variant_profile`` takes them, a :class:`~fingerprint.measurements.Profile` keeps them, and
-``fingerprint.estimators.measured_variants`` extrapolates from them. Nothing here predicts.
+``fingerprint.variant_profile`` takes them, and ``fingerprint.variant_steps`` on an engine with our step timer. A
+:class:`~fingerprint.measurements.Profile` keeps them; ``estimators.measured_variants`` extrapolates from them.
+Nothing here predicts.
 """
 
 from __future__ import annotations
@@ -11,7 +12,15 @@ from dataclasses import dataclass
 from fingerprint.config import ADAPTER_RANKS, DeploymentConfig, SlotFormat
 from fingerprint.errors import ConfigError
 
-__all__ = ["VariantKind", "VariantLoads", "VariantMeasurement", "VariantRuns", "asked_kind", "kind_of"]
+__all__ = [
+    "VariantKind",
+    "VariantLoads",
+    "VariantMeasurement",
+    "VariantRuns",
+    "VariantSteps",
+    "asked_kind",
+    "kind_of",
+]
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -89,6 +98,39 @@ class VariantRuns:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class VariantSteps:
+    """Engine steps of one composition in a fingerprint whose forward is repeated, each next to one of the base."""
+
+    num_layers: int
+    """Hidden layers of the fingerprint."""
+    repeat: int
+    """Times that each step's forward was run."""
+    slots: int
+    """Slots that the engine was started with."""
+    active: int
+    """Distinct variants in the step; 0: all rows are for the base, next to an engine without slots."""
+    tokens: int
+    """Tokens computed."""
+    sequences: int
+    """Requests in the step."""
+    is_prompt: bool
+    """Whether the step computes prompts; else each request decodes a token."""
+    forwards_s: tuple[float, ...]
+    """Seconds of the forward, of all its repeats, in each run."""
+    base_forwards_s: tuple[float, ...]
+    """Seconds of the base's forward in the same round; of 0 variants, of the engine without slots."""
+    rests_s: tuple[float, ...]
+    """Seconds outside of the forward: inputs, logits, sampling and, of decode steps, waiting for the host."""
+    base_rests_s: tuple[float, ...]
+    """Seconds outside of the base's forward, likewise."""
+
+    def __post_init__(self) -> None:
+        counts = {len(one) for one in (self.forwards_s, self.base_forwards_s, self.rests_s, self.base_rests_s)}
+        if len(counts) != 1:
+            raise ConfigError(f"steps of variants and of the base go in pairs, got {sorted(counts)} of them")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class VariantLoads:
     """Loads of variants into one fingerprint, from the page cache."""
 
@@ -109,13 +151,15 @@ class VariantMeasurement:
     kind: VariantKind
     """Kind of the variants, which have random values."""
     slots: int
-    """Variants that may take part in one step of the engine as it was started."""
+    """Most variants that may take part in one step of the engine as it was started."""
     created_at: str
     """Time of the measurement, ISO 8601 in UTC."""
     spent_s: float
     """Seconds that it took."""
     runs: tuple[VariantRuns, ...] = ()
     """Runs of each fingerprint, by requests and variants."""
+    steps: tuple[VariantSteps, ...] = ()
+    """Steps of each fingerprint, of an engine with our step timer; without it there are `runs`."""
     loads: tuple[VariantLoads, ...] = ()
     """Loads into each fingerprint."""
     failure: str = ""

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -346,8 +346,12 @@ def wrapped(
 
 
 def profiling_worker(
-    spec: WorkerSpec, found: Installation, module: str, folder: Path, *options: str
+    spec: WorkerSpec, found: Installation, module: str, folder: Path, *options: str, plug_ins: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    """Return the command of the profiling worker ``module`` in the engine's interpreter, under our wrapper."""
+    """Return the command of the profiling worker ``module`` in the engine's interpreter, under our wrapper.
+
+    Args:
+        plug_ins: folders of further plug-ins for the engine.
+    """
     program = (found.python, "-m", f"iserve_profiling.{module}", "--spec", str(folder / "spec.json"))
-    return wrapped(spec, (*program, *options), python_path=PROFILING_PATH)
+    return wrapped(spec, (*program, *options), python_path=os.pathsep.join((PROFILING_PATH, *plug_ins)))

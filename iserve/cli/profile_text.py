@@ -29,9 +29,7 @@ def print_profile(measured: Profile, estimator: Estimator, workload: Workload) -
     head = f"{measured.model}: {runs} runs of {len(measured.timing)} points in {measured.spent_s:.1f} s"
     if not isinstance(estimator, DepthTiedEstimator):
         typer.echo(f"{head} ({'all intervals tight' if measured.complete else 'the budget ended first'})")
-        for variants in measured.variants:
-            if not variants.failure:
-                typer.echo(_variants(variants, measured.spec.num_layers, workload.batch))
+        _print_variants(measured, workload)
         return
     typer.echo(f"{head} after engine starts ({'all' if measured.complete else 'not all'} that was planned)")
     for model in whole_models(estimator, workload):
@@ -43,6 +41,13 @@ def print_profile(measured: Profile, estimator: Estimator, workload: Workload) -
         print_rows(("batch", "input", "TTFT", "90%", "TPOT", "90%"), _times(model))
         for line in _memory(model):
             typer.echo(line)
+    _print_variants(measured, workload)
+
+
+def _print_variants(measured: Profile, workload: Workload) -> None:
+    for variants in measured.variants:
+        if not variants.failure:
+            typer.echo(_variants(variants, measured.spec.num_layers, workload.batch))
 
 
 def _variants(measured: VariantMeasurement, num_layers: int, batch: int) -> str:
@@ -50,9 +55,10 @@ def _variants(measured: VariantMeasurement, num_layers: int, batch: int) -> str:
     cost = MeasuredVariantCost(measured, num_layers)
     several = sorted({1, min(measured.slots, batch)})
     steps = " and ".join(f"{_with_ends(cost.step_s(batch, number))} for {number}" for number in several)
+    held = f"; {gib(cost.held_bytes)} each" if cost.held_bytes else ""  # else the engine reserved all slots
     return (
         f"{measured.kind}, the whole model by fingerprints: a step of batch {batch} takes longer by {steps}; "
-        f"a load {_with_ends(cost.load)}; {gib(cost.held_bytes)} each"
+        f"a load {_with_ends(cost.load)}{held}"
     )
 
 

@@ -33,8 +33,9 @@ from fingerprint.profile import ProfileProgress, profile
 from fingerprint.profile_plan import EngineSizes, ProfilePlan, Shards, default_plan
 from fingerprint.random_variants import base_hashes, write_random_variant
 from fingerprint.truncate import generate, generate_dummy, generate_shape
-from fingerprint.variant_measurements import VariantKind
+from fingerprint.variant_measurements import VariantKind, VariantMeasurement
 from fingerprint.variant_profile import measure_variants, variant_plan
+from fingerprint.variant_steps import BUDGET_S, measure_variant_steps, step_plan
 from iserve.controller.profiling_devices import STEP_TOKENS, FittingPlan, fitting, quietest
 from iserve.controller.profiling_scope import lacking, why_needless
 from iserve.model_source import ModelSource
@@ -62,7 +63,7 @@ class Order:
         shards: which degrees may be taken as one tensor-parallel rank alone.
         max_seconds: launches included, but for an engine in an environment of its own: there without its starts,
             and where it carries our step timer of all GPUs together. Variants get half as much again,
-            twice that on a slow machine.
+            twice that on a slow machine; with our step timer 30 s at most.
         variants: kind of the variants to measure as well; None: there are none.
     """
 
@@ -124,21 +125,42 @@ def _with_variants(
         return measured
     failed = f"{kind} were not measured: "
     notes = tuple(note for note in measured.notes if not note.startswith(failed))  # of an earlier try
+    measure = _measured_by_steps if order.table.step_timed else _measured_by_bursts
     try:
-        found = measure_variants(
-            order.spec,
-            lambda: target.open(tp=1, pp=1),
-            fingerprints,
-            fingerprints.variant,
-            variant_plan(order.spec, order.workload, kind, budget_s=order.max_seconds / 2),
-            forget=fingerprints.forget_variants,
-            progress=order.progress,
-        )
+        found = measure(kind, order, target, fingerprints)
     except IserveError as error:
         return replace(measured, notes=(*notes, f"{failed}{error}"))
     if found.failure:
         notes = (*notes, f"{failed}{found.failure}")
     return replace(measured, variants=(*measured.variants, found), notes=notes)
+
+
+def _measured_by_bursts(
+    kind: VariantKind, order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints
+) -> VariantMeasurement:
+    return measure_variants(
+        order.spec,
+        lambda: target.open(tp=1, pp=1),
+        fingerprints,
+        fingerprints.variant,
+        variant_plan(order.spec, order.workload, kind, budget_s=order.max_seconds / 2),
+        forget=fingerprints.forget_variants,
+        progress=order.progress,
+    )
+
+
+def _measured_by_steps(
+    kind: VariantKind, order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints
+) -> VariantMeasurement:
+    return measure_variant_steps(
+        order.spec,
+        lambda: target.open(tp=1, pp=1, delta_format=kind.delta_format),
+        fingerprints,
+        fingerprints.variant,
+        step_plan(order.spec, order.workload, kind, budget_s=min(BUDGET_S, order.max_seconds / 2)),
+        forget=fingerprints.forget_variants,
+        progress=order.progress,
+    )
 
 
 def _refuse_more_than_a_step(order: Order) -> None:

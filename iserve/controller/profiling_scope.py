@@ -23,7 +23,7 @@ from planner.intent import allows
 from planner.space import configuration_space, shape_refusal
 from planner.worth import cannot_become_best
 
-__all__ = ["cannot_change_plan", "kind_to_measure", "lacking", "why_needless"]
+__all__ = ["cannot_change_plan", "kind_to_measure", "lacking", "measures_variants", "why_needless"]
 
 
 def why_needless(
@@ -75,10 +75,17 @@ def kind_to_measure(table: EngineCapabilities, spec: ModelSpec, plan_options: Pl
     None: none, or the engine measures none or has no such slots, so that it will be refused.
     """
     need = slots_of(plan_options)
-    if need is None or not traits_of(table.engine).profiles_variants:
+    if need is None or not measures_variants(table):
         return None
     config = in_slots(DeploymentConfig(engine=table.engine), need)
     return kind_of(config) if table.slots_refusal(spec, config) is None else None
+
+
+def measures_variants(table: EngineCapabilities) -> bool:
+    """Return whether the engine's profiling worker measures variants: elsewhere than in our process, by the step
+    timer alone.
+    """
+    return traits_of(table.engine).profiles_variants and (table.step_timed or not table.own_environment)
 
 
 def cannot_change_plan(

@@ -15,7 +15,6 @@ from daemon.engines.registry import ENGINES, get_engine
 from daemon.status import NodeStatus
 from fingerprint.checkpoint import Checkpoint
 from fingerprint.config import Workload
-from fingerprint.engines import traits_of
 from fingerprint.errors import ConfigError, InfeasibleError, NotMeasuredError, UnsupportedModelError
 from fingerprint.gpus import parse_gpus
 from fingerprint.measurements import Profile
@@ -29,6 +28,7 @@ from iserve.controller.deployer import Deployer
 from iserve.controller.engine_selection import deployable_engine, engine_for
 from iserve.controller.jobs import Jobs
 from iserve.controller.profiling import Profiler
+from iserve.controller.profiling_scope import measures_variants
 from iserve.demo import DEMO_MODEL_NAME
 from iserve.model_source import ModelSource
 from iserve.planning.document import PlanDocument
@@ -206,7 +206,7 @@ class Plans:
 
 def _measured_on(engine: Engine, kind: VariantKind | None) -> VariantKind | None:
     """Return ``kind``; raise ConfigError where ``engine`` does not measure it."""
-    if kind is not None and not traits_of(engine.name).profiles_variants:
+    if kind is not None and not measures_variants(engine.capabilities()):
         raise ConfigError(
             f"{kind} are not measured on {engine.name}, whose profiling worker serves no variants: take --engine "
             "torch, or leave --rank and --delta-format out; docs/variants.md says how plans estimate them"

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from daemon.engines.external import PROFILING_PATH
+from daemon.engines.vllm.delta_plug_in import PLUG_IN_PATH
 from daemon.process_tree import set_parent_death_signal
 from daemon.worker_spec import WorkerSpec
 from fingerprint.codec import to_json
@@ -27,8 +28,9 @@ class ProfilingProcess:
         self._folder = folder
         (folder / "spec.json").write_bytes(to_json(spec))
         (folder / "machine.json").write_bytes(to_json(machine))
+        plug_ins = [PLUG_IN_PATH] if spec.config.has_delta_slots else []
         env = os.environ | {
-            "PYTHONPATH": os.pathsep.join([PROFILING_PATH, os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": os.pathsep.join([PROFILING_PATH, *plug_ins, os.environ.get("PYTHONPATH", "")]),
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",

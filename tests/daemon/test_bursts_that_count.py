@@ -41,7 +41,7 @@ class Engine:
         found, self._compiled = self._compiled, []
         return found
 
-    def generate(self, prompts: list[list[int]], output_tokens: int) -> list[int]:
+    def generate(self, prompts: list[list[int]], output_tokens: int, active: int) -> list[int]:
         took_s = next(self._calls)
         if took_s < 0:
             self._compiled.append((self.now, self.now - took_s))
@@ -59,7 +59,7 @@ def visit(base: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Visit:
         engine = Engine(calls)
         monkeypatch.setattr(base.time, "perf_counter", lambda: engine.now)
         order = {"batch": 2, "input_tokens": 8, "output_tokens": 1, "repeat": 1, "most": most, "until_s": 1e6}
-        order |= {"steps": False, "agree_within": 0.10, "agree_limit_s": limit_s}
+        order |= {"steps": False, "active": 0, "agree_within": 0.10, "agree_limit_s": limit_s}
         return engine, base._Visit(engine, order, [[1] * 8] * 2)
 
     return visited

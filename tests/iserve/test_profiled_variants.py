@@ -39,6 +39,7 @@ from iserve.simulation.running import adapter_cost
 from planner.intent import Intent, Quality, Traffic
 from tests.fingerprint.synthetic_machine import CPU, SyntheticMachine, SyntheticSession, llama
 from tests.fingerprint.variant_machine import INT2, RANK_8, VariantMachine, VariantMachineSession, VariantTruth
+from tests.fingerprint.variant_step_machine import StepMachine
 from tests.golden_words import Golden
 
 SOURCE = ModelSource(name="m", directory=Path("/m"), has_weights=True, spec=llama())
@@ -197,9 +198,73 @@ def test_what_may_be_gone_the_next_time_is_tried_again(golden: Golden) -> None:
 
 
 def test_engines_whose_profiling_workers_serve_no_variants_measure_none() -> None:
-    table = get_engine("vllm").capabilities()
+    table = get_engine("tensorrt-llm").capabilities()
     assert kind_to_measure(table, SOURCE.spec, options_for(VARIANTS)) is None
     assert kind_to_measure(TABLE, SOURCE.spec, options_for(Traffic())) is None
+
+
+def test_vllm_measures_variants_by_its_step_timer_alone() -> None:
+    """A release that is not known runs without the timer, and its bursts hide what kernels add."""
+    table = get_engine("vllm").capabilities()
+    by_format = replace(DELTAS, delta_mib=0, delta_format=SlotFormat.INT2)
+    assert kind_to_measure(table, SOURCE.spec, options_for(VARIANTS)) == RANK_8
+    assert kind_to_measure(table, SOURCE.spec, options_for(by_format)) == INT2
+    assert kind_to_measure(replace(table, step_timed=False), SOURCE.spec, options_for(VARIANTS)) is None
+
+
+class Steps:
+    """Target of an engine with our step timer; remembers which deltas its workers serve."""
+
+    def __init__(self) -> None:
+        self.machine, self.formats = StepMachine(spec=SOURCE.spec), list[SlotFormat]()
+
+    def open(self, *, tp: int, pp: int, delta_format: SlotFormat = SlotFormat.NONE) -> Any:
+        assert (tp, pp) == (1, 1)
+        self.formats.append(delta_format)
+        return self.machine.open()
+
+
+class StepCuts:
+    def __init__(self, machine: StepMachine) -> None:
+        self.variant, self._machine = machine.variant, machine
+
+    def __call__(self, layers: Any) -> Path:
+        return self._machine.fingerprint(layers)
+
+    def forget_variants(self, layers: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("kind", "rank"), [(VariantKind(16), 16), (INT2, 0)])
+def test_vllm_measures_steps_within_30_seconds_and_plans_use_them(
+    with_variants: Profile, kind: VariantKind, rank: int
+) -> None:
+    target = Steps()
+    order = Order(
+        source=SOURCE,
+        table=get_engine("vllm").capabilities().unprepared(),
+        node=NODE,
+        workload=Workload(32, 2048, 32),
+        plan_options=None,
+        quality=Quality.EXACT,
+        shards=Shards.NEVER,
+        max_seconds=600.0,
+        progress=lambda _: None,
+        variants=kind,
+    )
+    base = replace(with_variants, variants=(), notes=())
+    found = profiling_run._with_variants(base, order, target, StepCuts(target.machine))  # type: ignore[arg-type]
+    assert target.formats == [kind.delta_format]
+    assert (found.notes, found.variants[0].kind, found.variants[0].runs) == ((), kind, ())
+    assert found.variants[0].spent_s < 40.0
+    config = DeploymentConfig(engine="vllm", adapter_slots=8, adapter_rank=rank, delta_format=kind.delta_format)
+    cost = variant_cost(estimator_for(found), SOURCE.spec, config)
+    assert cost is not None
+    assert cost.is_exact
+    assert cost.measured == found.variants[0]
+    before = variant_cost(estimator_for(base), SOURCE.spec, config)
+    assert before is not None
+    assert before.measured is None
 
 
 def test_slots_that_the_engine_refuses_are_not_measured() -> None:
@@ -216,7 +281,8 @@ def test_a_rank_and_a_format_are_asked_for_one_at_a_time(golden: Golden) -> None
     with golden.raises("variant", ConfigError):
         ProfileBody(variant_rank=5, delta_format=SlotFormat.INT2).variant_kind()
     with golden.raises("variant", ConfigError):
-        _measured_on(get_engine("vllm"), RANK_8)
+        _measured_on(get_engine("tensorrt-llm"), RANK_8)
+    assert _measured_on(get_engine("vllm"), RANK_8) == RANK_8
 
 
 class TestPlans:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -28,7 +29,7 @@ from daemon.engines.vllm.contract import (
     breaches,
     read_release,
 )
-from daemon.engines.vllm.delta_plug_in import PLUG_IN_PATH
+from daemon.engines.vllm.delta_plug_in import PLUG_IN_PATH, additional_config
 from daemon.engines.vllm.model_registry import REGISTRY_FILE, Registry, read_registry, registry_digest
 from daemon.engines.vllm.own_options import check_vllm_options
 from daemon.engines.vllm.release import (
@@ -56,6 +57,7 @@ from daemon.worker_stats import WorkerStats
 from fingerprint.architectures import Architectures
 from fingerprint.capability import DELTA_FAMILIES, EngineCapabilities, Exclusion, Note
 from fingerprint.codec import to_json
+from fingerprint.config import SlotFormat
 from fingerprint.errors import ConfigError, EngineError, IserveError
 
 __all__ = ["VllmEngine"]
@@ -145,6 +147,9 @@ class VllmEngine(ExternalEngine):
         check_vllm_options(options)
 
     def profile_order(self, spec: WorkerSpec, order: ProfileLoad) -> ProfileLoad:
+        if order.delta_format is not SlotFormat.NONE:
+            settings = additional_config(order.in_slots(spec.config))
+            order = replace(order, additional_config=json.dumps(settings))
         return in_blocks(spec, order)
 
     def command(self, spec: WorkerSpec, folder: Path, devices: Mapping[str, Device]) -> Command:
@@ -160,8 +165,9 @@ class VllmEngine(ExternalEngine):
         if spec.profiling:
             untimed = ("--no-step-timer",) if _standing(found) is Standing.UNKNOWN else ()
             machine = to_json(gpu_machine(devices.values(), self.versions(spec.engine_version))).decode()
+            plug_ins = (PLUG_IN_PATH,) if spec.config.has_delta_slots else ()
             return Command(
-                profiling_worker(spec, found, "vllm", folder, *untimed),
+                profiling_worker(spec, found, "vllm", folder, *untimed, plug_ins=plug_ins),
                 launch.environment(spec, devices),
                 (("machine.json", machine),),
             )

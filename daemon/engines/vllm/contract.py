@@ -336,7 +336,14 @@ def _profiling(facts: ReleaseFacts) -> Iterator[Breach]:
     sampling = ("max_tokens", "min_tokens", "ignore_eos", "temperature", "detokenize")
     yield from _lacking(facts, part, "sampling_params.py:SamplingParams", *sampling)
     yield from _called(
-        facts, part, _llm_of(facts, "generate"), "generate", "prompts", "sampling_params", "use_tqdm"
+        facts,
+        part,
+        _llm_of(facts, "generate"),
+        "generate",
+        "prompts",
+        "sampling_params",
+        "use_tqdm",
+        "lora_request",
     )
     yield from _called(
         facts, part, _llm_of(facts, "collective_rpc"), "collective_rpc", "method", "timeout", "args"
@@ -380,6 +387,9 @@ def _timing(facts: ReleaseFacts) -> Iterator[Breach]:
     yield from _lacking(facts, part, f"{_OUTPUT}:SchedulerOutput", *steps)
     yield from _lacking(facts, part, f"{_OUTPUT}:CachedRequestData", "req_ids", "num_computed_tokens")
     yield from _lacking(facts, part, f"{_OUTPUT}:NewRequestData", "req_id", "num_computed_tokens")
+    slots = ("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "additional_config")
+    yield from _lacking(facts, part, f"{_ARGUMENTS}:EngineArgs", *slots)
+    yield from _called(facts, part, "v1/engine/llm_engine.py:LLMEngine", "add_lora", "lora_request")
 
 
 def _llm_of(facts: ReleaseFacts, method: str) -> str:

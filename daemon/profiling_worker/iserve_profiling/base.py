@@ -74,8 +74,12 @@ class ProfilingEngine(ABC):
         """Return when a rank compiled a kernel since the last call, on the clock of ``time.perf_counter``."""
 
     @abstractmethod
-    def generate(self, prompts: list[list[int]], output_tokens: int) -> list[int]:
-        """Greedy, end-of-sequence ignored. Answers how many tokens each got."""
+    def generate(self, prompts: list[list[int]], output_tokens: int, active: int) -> list[int]:
+        """Generate greedily, end-of-sequence ignored. Answers how many tokens each got.
+
+        Args:
+            active: distinct variants, the first loaded ones, that the prompts are for in turn; 0: the base.
+        """
 
     @abstractmethod
     def memory(self) -> list[dict[str, Any]]:
@@ -84,6 +88,15 @@ class ProfilingEngine(ABC):
     @abstractmethod
     def nvml(self) -> Any:
         """Return the NVML binding that ships with the engine."""
+
+    def load_variants(self, order: dict[str, Any]) -> list[float]:
+        """Load the variants in the order's folders one after the other. Answers the seconds of each."""
+        raise WorkError("ConfigError", f"the profiling worker of {self.engine} serves no variants")
+
+    @property
+    def num_variants(self) -> int:
+        """Variants that are loaded."""
+        return 0
 
     def check_steps(  # noqa: B027  # what the client checks is enough of an engine that was seen to count rightly
         self, rows: list[Rows], *, batch: int, input_tokens: int, output_tokens: int
@@ -136,6 +149,10 @@ class ProfilingEngine(ABC):
             )
         batch, input_tokens, output_tokens = order["batch"], order["input_tokens"], order["output_tokens"]
         self._check_fits(batch, input_tokens + output_tokens)
+        if order["active"] > self.num_variants:
+            raise WorkError(
+                "ConfigError", f"a burst for {order['active']} variants, of which {self.num_variants} are loaded"
+            )
         visit = _Visit(self, order, _prompts(batch, input_tokens, self._vocab))
         try:
             with Nvml(self.nvml()) as nvml, _Sampler(nvml) as sampler:
@@ -205,7 +222,7 @@ class _Visit:
         begun = time.perf_counter()
         while not _is_enough(runs, order["most"], begun + order["until_s"]):
             start = time.perf_counter()
-            made = engine.generate(self._prompts, order["output_tokens"])
+            made = engine.generate(self._prompts, order["output_tokens"], order["active"])
             runs.append((start, time.perf_counter()))
             if any(count != order["output_tokens"] for count in made):
                 raise WorkError("EngineError", f"{engine.engine} ended a sequence before its length")

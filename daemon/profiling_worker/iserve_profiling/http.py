@@ -104,6 +104,7 @@ def _handler(worker: _Worker, token: str | None) -> type[BaseHTTPRequestHandler]
         ("POST", "/profile/load"): lambda body: lambda: worker.hosted.load(body),
         ("POST", "/profile/bursts"): lambda body: lambda: worker.hosted.bursts(body),
         ("POST", "/profile/run"): lambda body: lambda: worker.hosted.run(body),
+        ("POST", "/profile/variants"): lambda body: lambda: worker.hosted.load_variants(body),
         ("GET", "/profile/memory"): lambda body: lambda: worker.hosted.memory(),
         ("GET", "/profile/machine"): lambda body: lambda: worker.machine,
     }

@@ -139,7 +139,7 @@ class TensorRtLlmProfilingEngine(ProfilingEngine):
     def compilations(self) -> list[tuple[float, float]]:
         return [(begin, end) for rank in self._ranks for begin, end in rank.call("compilations")]
 
-    def generate(self, prompts: list[list[int]], output_tokens: int) -> list[int]:
+    def generate(self, prompts: list[list[int]], output_tokens: int, active: int) -> list[int]:
         from tensorrt_llm import SamplingParams
 
         # Without a tokenizer it wants an end; which one does not matter where none is minded.

@@ -6,18 +6,22 @@
 from __future__ import annotations
 
 import gc
+import json
 import math
 import multiprocessing
 import os
 import time
 from typing import Any
 
-from iserve_profiling.base import Nvml, ProfilingEngine, Rows
+from iserve_profiling.base import Nvml, ProfilingEngine, Rows, WorkError, root
 from iserve_profiling.http import read_spec, serve
 
 GRAPH_TOKENS = 512  # as in daemon/engines/vllm/launch.py, which cannot be imported here
+LEAST_RANK = 1  # of slots for deltas alone, as in fingerprint/lora/slot_bytes.py
 _KV_DTYPE = {"16bit": "auto", "int8": "int8_per_token_head", "fp8": "fp8"}
 _END_S = 20.0  # for vLLM's processes to end by themselves
+_BEING_READ = "is still being read"  # of our plug-in: a delta has to be asked for again
+_ASK_S = 0.02  # each refusal is a traceback in the log
 
 
 class VllmProfilingEngine(ProfilingEngine):
@@ -32,6 +36,7 @@ class VllmProfilingEngine(ProfilingEngine):
     def __init__(self, spec: dict[str, Any], *, step_timer: bool = True) -> None:
         super().__init__(spec, step_timer=step_timer)
         self._llm: Any = None
+        self._variants: list[Any] = []  # LoRARequest of each that is loaded
 
     @property
     def is_loaded(self) -> bool:
@@ -74,6 +79,8 @@ class VllmProfilingEngine(ProfilingEngine):
             arguments["language_model_only"] = True  # a shape has nothing that makes images into tokens
         if order["weights"] == "fp8":
             arguments["quantization"] = "fp8"
+        if order["adapter_slots"]:
+            arguments |= _slots(order)
         if self.spec["options"]["use"]["trust_remote_code"]:
             arguments["trust_remote_code"] = True
         if tp > 1:
@@ -87,6 +94,7 @@ class VllmProfilingEngine(ProfilingEngine):
 
     def unload(self) -> None:
         llm, self._llm = self._llm, None
+        self._variants = []
         if llm is not None:
             llm.llm_engine.engine_core.shutdown()
             del llm
@@ -108,14 +116,49 @@ class VllmProfilingEngine(ProfilingEngine):
         of_ranks = self._llm.collective_rpc("iserve_compilations")
         return [(begin, end) for of_rank in of_ranks for begin, end in of_rank]
 
-    def generate(self, prompts: list[list[int]], output_tokens: int) -> list[int]:
+    @property
+    def num_variants(self) -> int:
+        return len(self._variants)
+
+    def load_variants(self, order: dict[str, Any]) -> list[float]:
+        from vllm.lora.request import LoRARequest
+
+        self.check_loaded()
+        loads_s = []
+        for folder in order["folders"]:
+            number = len(self._variants) + 1
+            request = LoRARequest(f"variant-{number}", number, folder)
+            begun = time.perf_counter()
+            try:
+                while not self._is_there(request):
+                    time.sleep(_ASK_S)
+            except Exception as error:
+                raise WorkError("EngineError", f"vLLM did not load {folder}: {root(error)}") from error
+            loads_s.append(time.perf_counter() - begun)
+            self._variants.append(request)
+        return loads_s
+
+    def _is_there(self, request: Any) -> bool:
+        """Load a variant; return False where it is a delta that is still being read."""
+        try:
+            added = self._llm.llm_engine.add_lora(request)
+        except Exception as error:
+            if _BEING_READ not in str(error):
+                raise
+            return False
+        if not added:
+            raise RuntimeError("add_lora gave False")
+        return True
+
+    def generate(self, prompts: list[list[int]], output_tokens: int, active: int) -> list[int]:
         from vllm import SamplingParams
 
         parameters = SamplingParams(
             max_tokens=output_tokens, min_tokens=output_tokens, ignore_eos=True, temperature=0.0, detokenize=False
         )
         asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-        done = self._llm.generate(asked, parameters, use_tqdm=False)
+        variants = [self._variants[index % active] for index in range(len(asked))] if active else None
+        done = self._llm.generate(asked, parameters, use_tqdm=False, lora_request=variants)
         return [len(one.outputs[0].token_ids) for one in done]
 
     def memory(self) -> list[dict[str, Any]]:
@@ -125,6 +168,20 @@ class VllmProfilingEngine(ProfilingEngine):
 
     def _counted(self) -> list[dict[str, Any]]:
         return list(self._llm.collective_rpc("iserve_memory"))
+
+
+def _slots(order: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments for slots, as daemon/engines/vllm/launch.py has them; all that is loaded has a slot."""
+    slots = order["adapter_slots"]
+    arguments = {
+        "enable_lora": True,
+        "max_loras": slots,
+        "max_lora_rank": order["adapter_rank"] or LEAST_RANK,
+        "max_cpu_loras": slots,
+    }
+    if order["additional_config"]:
+        arguments["additional_config"] = json.loads(order["additional_config"])
+    return arguments
 
 
 def _rank_memory(rank: int, stage: int, counted: dict[str, Any]) -> dict[str, Any]:

@@ -81,6 +81,7 @@ def make_vllm(folder: Path, version: str = "0.24.0") -> Path:
         "vllm.release": stand_in / "release.py",
         "vllm.core": stand_in / "core.py",
         "vllm.llm": stand_in / "llm.py",
+        "vllm.lora.request": stand_in / "lora_request.py",
         "vllm.compilation.breakable_cudagraph": stand_in / "breakable_cudagraph.py",
         "vllm.third_party.pynvml": HERE.parent / "fake_nvml.py",
         "vllm.v1.worker.gpu_worker": stand_in / "gpu_worker.py",

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from vllm import checks, costs
+from vllm import checks, costs, deltas
 from vllm.release import IS_NEWER
 
 GIB = 2**30
@@ -20,7 +20,8 @@ BLOCK_TOKENS = 16
 
 def load_general_plugins():
     for plugin in metadata.entry_points(group="vllm.general_plugins"):
-        plugin.load()()
+        if plugin.name != "iserve_variants":  # whose layers and kernels are vLLM's own; ``deltas`` acts it out
+            plugin.load()()
 
 
 def say(text):
@@ -50,7 +51,7 @@ def main(pipe, arguments):
             time.sleep(3600)
             continue
         try:
-            answer = core.rpc(*given) if name == "rpc" else core.generate(*given)
+            answer = {"rpc": core.rpc, "generate": core.generate, "add_lora": core.add_lora}[name](*given)
         except MemoryError as error:
             say(f"EngineCore encountered a fatal error.\nTraceback (most recent call last):\n{error}")
             os._exit(1)
@@ -67,6 +68,9 @@ class Core:
         told = [file for where in (folder, Path(sys.prefix)) if (file := where / "behaviour.json").exists()]
         self.behaviour = json.loads(told[0].read_text()) if told else {}  # of this model, or of every one
         self.seen = set()
+        self.loaded = set()  # ids of adapters and deltas
+        self.settings = deltas.settings_of(arguments["additional_config"] or {})
+        self.reader = deltas.Reader(self.behaviour.get("delta_asks", 2))
         self.config = config = json.loads((folder / "config.json").read_text())
         self.check()
         tp, pp = arguments["tensor_parallel_size"], arguments["pipeline_parallel_size"]
@@ -80,6 +84,7 @@ class Core:
             "windows": self.windows,
             "total_bytes": 48 * GIB,
             "gpu_memory_utilization": arguments["gpu_memory_utilization"],
+            "slots": arguments["max_loras"] if arguments["enable_lora"] else 0,
         }
         several = tp * pp > 1
         self.workers = [(Remote if several else Here)(settings, rank) for rank in range(tp * pp)]
@@ -148,9 +153,37 @@ class Core:
     def rpc(self, method, arguments):
         return self.each(method, *arguments)
 
-    def generate(self, lengths, output_tokens):
-        """All at once; takes as long as the GPU on paper. Tokens made for each."""
+    def add_lora(self, request):
+        if not self.arguments["enable_lora"]:
+            raise RuntimeError("LoRA is not enabled.")
+        folder = Path(request.lora_path)
+        if self.settings is not None and (folder / deltas.MANIFEST_FILE).is_file():
+            if self.settings.background and not self.reader.is_ready(str(folder)):
+                raise ValueError("Call to add_lora method failed: " + deltas.BEING_READ.format(request.lora_name))
+            if (why := deltas.refusal(folder, self.settings)) is not None:
+                raise ValueError(f"Call to add_lora method failed: {why}")
+            self.loaded.add(request.lora_int_id)
+            return True
+        config = folder / "adapter_config.json"
+        if not config.is_file():
+            raise ValueError(f"Call to add_lora method failed: Loading lora {request.lora_name} failed")
+        rank, most = json.loads(config.read_text())["r"], self.arguments["max_lora_rank"]
+        if rank > most:
+            raise ValueError(
+                f"Call to add_lora method failed: LoRA rank {rank} is greater than max_lora_rank {most}."
+            )
+        time.sleep(costs.LORA_LOAD_S)
+        self.loaded.add(request.lora_int_id)
+        return True
+
+    def generate(self, lengths, output_tokens, variants):
+        """All at once; takes as long as the GPU on paper. Tokens made for each.
+
+        Adapters are loaded before: vLLM would load them within a step, which takes longer.
+        """
         behaviour = self.behaviour
+        assert set(variants) - {0} <= self.loaded, "adapters that were not loaded"
+        assert len(set(variants) - {0}) <= self.arguments["max_loras"], "more adapters than slots"
         if len(lengths) >= behaviour.get("dies_at_batch", 10**9):
             os.kill(os.getpid(), signal.SIGKILL)
         if sum(lengths) >= behaviour.get("no_memory_at_tokens", 10**9):
@@ -162,7 +195,7 @@ class Core:
             self.seen.add(tuple(lengths))
             time.sleep(behaviour.get("kernels_s", 0.0))
         begun_s, queued_s = time.perf_counter(), self.each("gpu_now")[0]
-        for step in schedule(lengths, output_tokens, self.arguments, set(self.windows)):
+        for step in schedule(lengths, output_tokens, self.arguments, set(self.windows), variants):
             self.each("execute_model", step)
             self.each("sample_tokens", None)
         took_s = self.each("gpu_now")[0] - queued_s
@@ -179,7 +212,7 @@ def groups_of(windows):
     return [layers[i :: counts[window]] for window, layers in kinds.items() for i in range(counts[window])]
 
 
-def schedule(lengths, output_tokens, limits, windows=(None,)):
+def schedule(lengths, output_tokens, limits, windows=(None,), variants=None):
     """Steps of at most ``max_num_batched_tokens``: running sequences first, then prompts in their order."""
     computed, made = [0] * len(lengths), [0] * len(lengths)
     while any(count < output_tokens for count in made):
@@ -189,13 +222,13 @@ def schedule(lengths, output_tokens, limits, windows=(None,)):
             count = 1 if made[i] else min(room, lengths[i] - computed[i])
             if count > 0 and room >= count:
                 scheduled[i], room = count, room - count
-        yield output_of(scheduled, computed, windows)
+        yield output_of(scheduled, computed, windows, variants or [0] * len(lengths))
         for i, count in scheduled.items():
             computed[i] += count
             made[i] += computed[i] >= lengths[i]
 
 
-def output_of(scheduled, computed, windows):
+def output_of(scheduled, computed, windows, variants):
     """Return what the step timer reads of vLLM's ``SchedulerOutput``, and what the model on paper needs."""
     new = [i for i in scheduled if not computed[i]]
     old = [i for i in scheduled if computed[i]]
@@ -207,6 +240,7 @@ def output_of(scheduled, computed, windows):
         ),
         num_scheduled_tokens={f"r{i}": count for i, count in scheduled.items()},
         total_num_scheduled_tokens=sum(scheduled.values()),
+        adapters=len({variants[i] for i in scheduled} - {0}),
         decodes_only=not new and all(count == 1 for count in scheduled.values()),
         pairs={
             window: sum(costs.pairs(computed[i] + q, window) - costs.pairs(computed[i], window) for i, q in each)

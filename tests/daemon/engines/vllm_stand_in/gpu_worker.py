@@ -17,17 +17,18 @@ CAPTURED = (1, 2, 4, 8, 16, 32)
 class Model:
     """Called as a module is: through ``forward``, looked up on the instance."""
 
-    def __init__(self, windows):
-        self.windows, self.calls = windows, 0
+    def __init__(self, windows, slots):
+        self.windows, self.slots, self.calls = windows, slots, 0
 
     def __call__(self, *arguments):
         return self.forward(*arguments)
 
-    def forward(self, tokens, pairs):
+    def forward(self, tokens, pairs, adapters=0):
         self.calls += 1
-        torch.kernel(costs.OTHER_S)
+        torch.kernel(costs.OTHER_S + costs.LORA_ONCE_S * bool(adapters))
         for window in self.windows:
             self.run_layer(tokens, pairs[window])
+            torch.kernel(costs.lora_s(tokens, adapters, self.slots))
         return "hidden states"
 
     def run_layer(self, tokens, pairs):
@@ -37,8 +38,8 @@ class Model:
 class PiecewiseModel(Model):
     """Attention between graphs."""
 
-    def __init__(self, windows):
-        super().__init__(windows)
+    def __init__(self, windows, slots):
+        super().__init__(windows, slots)
         self.pieces = {}
 
     def run_layer(self, tokens, pairs):
@@ -63,7 +64,7 @@ class ModelRunner:
         self.settings, self.graphs, self.unsampled = settings, {}, 0
 
     def load_model(self):
-        self.model = Model(self.settings["windows"])
+        self.model = Model(self.settings["windows"], self.settings.get("slots", 0))
         self.model_memory_usage = costs.OTHER_BYTES + costs.LAYER_BYTES * len(self.settings["windows"])
 
     def get_model(self):
@@ -72,26 +73,30 @@ class ModelRunner:
     def capture_model(self, *, profile_only=False):
         assert IS_NEWER or not profile_only
         for size in CAPTURED[:1] if profile_only else CAPTURED:
-            self.graphs[size] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graphs[size]):
-                self.model(size, dict.fromkeys(self.settings["windows"], size))
+            for adapters in range(
+                self.settings.get("slots", 0) + 1
+            ):  # a graph's kernels take their time by adapters
+                self.graphs[size, adapters] = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self.graphs[size, adapters]):
+                    self.model(size, dict.fromkeys(self.settings["windows"], size), adapters)
         return costs.GRAPH_ESTIMATE_BYTES if profile_only else costs.GRAPH_BYTES
 
     def execute_model(self, scheduler_output):
         if not scheduler_output.total_num_scheduled_tokens:
             return "nothing to do"
         assert not self.unsampled, "the last step was not sampled"
-        torch.kernel(costs.LEAD_S)
+        torch.kernel(costs.LEAD_S + costs.SLOTS_LEAD_S * bool(self.settings.get("slots", 0)))
+        torch.kernel(costs.LORA_LEAD_S * bool(scheduler_output.adapters))
         self.forward(scheduler_output)
         self.unsampled = len(scheduler_output.num_scheduled_tokens)
         return None
 
     def forward(self, scheduler_output):
-        tokens = scheduler_output.total_num_scheduled_tokens
-        if scheduler_output.decodes_only and tokens in self.graphs:
-            self.graphs[tokens].replay()
+        tokens, adapters = scheduler_output.total_num_scheduled_tokens, scheduler_output.adapters
+        if scheduler_output.decodes_only and (tokens, adapters) in self.graphs:
+            self.graphs[tokens, adapters].replay()
         else:
-            self.model(tokens, scheduler_output.pairs)
+            self.model(tokens, scheduler_output.pairs, adapters)
 
     def sample_tokens(self, _grammar_output):
         if self.unsampled:
@@ -105,7 +110,7 @@ class GPUModelRunner(ModelRunner):
 
     def load_model(self):
         super().load_model()
-        self.model = PiecewiseModel(self.settings["windows"])
+        self.model = PiecewiseModel(self.settings["windows"], self.settings.get("slots", 0))
 
     def capture_model(self):
         for size in CAPTURED:
@@ -113,7 +118,8 @@ class GPUModelRunner(ModelRunner):
         return costs.GRAPH_BYTES
 
     def forward(self, scheduler_output):
-        self.model(scheduler_output.total_num_scheduled_tokens, scheduler_output.pairs)
+        pairs, adapters = scheduler_output.pairs, scheduler_output.adapters
+        self.model(scheduler_output.total_num_scheduled_tokens, pairs, adapters)
 
 
 class Worker:

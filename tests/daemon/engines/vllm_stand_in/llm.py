@@ -5,7 +5,7 @@ import multiprocessing
 from pathlib import Path
 from types import SimpleNamespace
 
-from vllm import checks, core
+from vllm import adapters, checks, core
 
 
 class EngineDeadError(Exception):
@@ -35,7 +35,8 @@ class LLM:
                  max_num_seqs=256, max_num_batched_tokens=8192, num_gpu_blocks_override=None,
                  kv_cache_dtype="auto", enable_prefix_caching=True, block_size=None,
                  distributed_executor_backend=None, disable_log_stats=True, language_model_only=False,
-                 trust_remote_code=False):  # fmt: skip
+                 trust_remote_code=False, enable_lora=False, max_loras=1, max_lora_rank=16, max_cpu_loras=None,
+                 additional_config=None):  # fmt: skip
         arguments = {name: value for name, value in locals().items() if name != "self"}
         core.load_general_plugins()
         config = json.loads((Path(model) / "config.json").read_text())
@@ -55,10 +56,16 @@ class LLM:
             load_format=load_format,
             skip_tokenizer_init=skip_tokenizer_init,
         )
+        if max_lora_rank not in adapters.RANKS:
+            raise ValueError(f"max_lora_rank ({max_lora_rank}) must be one of {adapters.RANKS}.")
+        if enable_lora and max_cpu_loras is not None and max_cpu_loras < max_loras:
+            raise ValueError(f"max_cpu_loras ({max_cpu_loras}) must be >= max_loras ({max_loras}).")
         self._limits, self._vocab = arguments, config["vocab_size"]
+        core_client = _EngineCoreClient(arguments)
         self.llm_engine = SimpleNamespace(
             model_config=SimpleNamespace(get_vocab_size=lambda: self._vocab),
-            engine_core=_EngineCoreClient(arguments),
+            engine_core=core_client,
+            add_lora=lambda request: core_client.ask("add_lora", (request,)),
         )
 
     def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
@@ -66,9 +73,14 @@ class LLM:
         assert not kwargs
         return self.llm_engine.engine_core.ask("rpc", (method, args))
 
-    def generate(self, prompts, sampling_params=None, *, use_tqdm=True):
+    def generate(self, prompts, sampling_params=None, *, use_tqdm=True, lora_request=None):
         """Random weights and ``ignore_eos`` off: a sequence may end at once, so it does."""
         given = sampling_params
+        if lora_request is not None:
+            if not self._limits["enable_lora"]:
+                raise ValueError(f"Got lora_request {lora_request} but LoRA is not enabled!")
+            if len(lora_request) != len(prompts):
+                raise ValueError("The lengths of prompts and lora_request must be the same.")
         for prompt in prompts:
             ids, longest = prompt["prompt_token_ids"], self._limits["max_model_len"]
             if not ids or max(ids) >= self._vocab or min(ids) < 0:
@@ -79,7 +91,8 @@ class LLM:
             raise ValueError("cannot detokenize: skip_tokenizer_init is True")
         tokens = given.max_tokens if given.ignore_eos else max(1, given.min_tokens)
         lengths = [len(prompt["prompt_token_ids"]) for prompt in prompts]
-        made = self.llm_engine.engine_core.ask("generate", (lengths, tokens))
+        asked = [0] * len(prompts) if lora_request is None else [one.lora_int_id for one in lora_request]
+        made = self.llm_engine.engine_core.ask("generate", (lengths, tokens, asked))
         return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0] * count)]) for count in made]
 
 

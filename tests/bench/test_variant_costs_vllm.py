@@ -1,0 +1,91 @@
+"""Bench of vLLM's variant costs, on a machine whose true costs are known."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fingerprint.config import SlotFormat
+from fingerprint.errors import EngineError
+from fingerprint.variant_measurements import VariantKind
+from tests.bench import variant_costs_vllm as bench
+from tests.fingerprint.synthetic_machine import llama
+from tests.fingerprint.variant_step_machine import INT2, RANK_16, StepMachine, StepTruth
+
+SPEC = llama(32, max_context_tokens=8192)
+
+
+class Target:
+    """Target on the machine, with the names of its folders."""
+
+    def __init__(self, machine: StepMachine) -> None:
+        self.machine = machine
+        self.formats: list[SlotFormat] = []
+
+    def open(self, *, tp: int, pp: int, delta_format: SlotFormat = SlotFormat.NONE) -> Any:
+        assert (tp, pp) == (1, 1)
+        self.formats.append(delta_format)
+        return self.machine.open()
+
+
+class Shapes(bench.Shapes):
+    def cut(self, layers: Any) -> Path:
+        target = self._folder / str(len(layers))
+        target.mkdir(exist_ok=True)
+        if len(layers) == SPEC.num_layers:
+            self.whole = target
+        return target
+
+
+def write_small(base: Path, target: Path, kind: VariantKind, number: int) -> int:
+    target.mkdir()
+    (target / "variant.safetensors").write_bytes(b"0" * 100)
+    return 100
+
+
+@pytest.mark.parametrize("kind", [RANK_16, INT2], ids=["rank-16", "int2"])
+def test_parts_measure_and_the_table_compares(
+    kind: VariantKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "write_random_variant", write_small)
+    truth = StepTruth()
+    if kind.is_delta:
+        truth = replace(
+            truth,
+            step_layer=(*truth.step_layer[:2], 0.0, 0.0),
+            prompt_layer=(*truth.prompt_layer[:2], 0.0, 0.0),
+            rest=(*truth.rest[:3], 0.0),
+        )
+    target = Target(StepMachine(spec=SPEC, truth=truth, alone_first=lambda burst: 64))
+    runs = {"fingerprints": bench.measure_fingerprints, "whole": bench.measure_whole}
+    for part in bench.PARTS:
+        kept = bench.Kept(tmp_path / f"{part}-{bench.name_of(kind)}.json")
+        shapes = Shapes(tmp_path / part)
+        shapes.cut(range(SPEC.num_layers))
+        runs[part](SPEC, shapes, target, kind, kept)
+    assert target.formats == [kind.delta_format] * 2
+    rows = [line.split("|") for line in bench.table(tmp_path, kind) if line.startswith(("| step", "| prompts"))]
+    assert len(rows) == len(bench.STEPS[kind.is_delta]) + sum(len(actives) for *_, actives in bench.PROMPTS)
+    for row in rows:
+        assert float(row[6]) == pytest.approx(float(row[5]), abs=0.02), row
+
+
+def test_a_part_that_fails_keeps_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "write_random_variant", write_small)
+    machine = StepMachine(spec=SPEC, failing=EngineError("gone"))
+    kept, shapes = bench.Kept(tmp_path / "kept.json"), Shapes(tmp_path / "models")
+    with pytest.raises(EngineError):
+        bench.measure_fingerprints(SPEC, shapes, Target(machine), RANK_16, kept)
+    written = bench.json.loads((tmp_path / "kept.json").read_text())
+    assert [row["kind"] for row in written["rows"]][:3] == ["start", "memory", "burst"]
+    assert written["rows"][-1]["kind"] == "memory"
+
+
+def test_cases_have_more_distinct_variants_than_fingerprints() -> None:
+    """And their own words in the page."""
+    assert max(bench.STEPS[False]) == bench.SLOTS[False]
+    assert re.search(r"Fingerprints\n# have bursts", Path(bench.__file__).read_text())

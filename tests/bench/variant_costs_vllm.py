@@ -1,0 +1,376 @@
+"""Times of variants predicted from repeated fingerprints against a whole model: vLLM, on one GPU.
+
+Run with vLLM's own Python on the GPU machine, from the repository's root::
+
+    python -m tests.bench.variant_costs_vllm measure OUT [--parts fingerprints whole] [--kind 16] [--gpu 0]
+    python -m tests.bench.variant_costs_vllm table OUT [--kind 16]
+
+``fingerprints`` measures variants as a profile does (three starts of one and two layers). ``whole`` starts the
+whole shape with random weights, without slots and with them, and runs the requests of ``STEPS`` and ``PROMPTS``,
+which were written down before the first result, in interleaved rounds. The parts may run at once on two GPUs:
+each has files of its own, ``OUT/PART-KIND.json``, written after each burst, with the error where one ended it.
+Kinds are a rank of adapters, or a format of deltas. No web framework is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fingerprint.codec import from_json, to_json
+from fingerprint.config import DeploymentConfig, SlotFormat, Workload
+from fingerprint.errors import IserveError
+from fingerprint.estimators.adapter_slots import added_step_s
+from fingerprint.estimators.measured_variants import measured_cost
+from fingerprint.families import load_spec
+from fingerprint.measurements import RunReading, StepReading
+from fingerprint.model_spec import ModelSpec
+from fingerprint.random_variants import write_random_variant
+from fingerprint.truncate import generate_shape
+from fingerprint.variant_measurements import VariantKind, VariantMeasurement
+from fingerprint.variant_steps import measure_variant_steps, step_plan
+from tests.bench.delta_served_files import LLAMA_8B
+
+PROFILED = Workload(batch=32, input_tokens=2048, output_tokens=129)
+ROWS, INPUT, OUTPUT = 32, 64, 65
+SLOTS = {False: 32, True: 8}  # of adapters, of deltas
+# What is judged: distinct variants of decode steps of 32 rows, of prompts at once of 2,048 tokens. Fingerprints
+# have bursts of 1 and 32 requests with 1, 4 and 8 distinct adapters (deltas: 1 and 4).
+STEPS = {False: (0, 1, 4, 8, 32), True: (0, 1, 4, 8)}
+PROMPTS = ((1, 2048, (0, 1)), (4, 2048, (0, 1, 4)))
+STEP_ROUNDS, PROMPT_ROUNDS = 4, 5
+CONTENTS = {False: 4, True: 1}  # files that differ, of adapters and deltas; each slot has a copy of its own
+PARTS = ("fingerprints", "whole")
+
+
+class Kept:
+    """Rows of one part, written after each."""
+
+    def __init__(self, file: Path, **facts: object) -> None:
+        self._file, self._begun_s = file, time.monotonic()
+        self.document: dict[str, Any] = {"facts": facts, "rows": []}
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._write()
+
+    def add(self, kind: str, **row: object) -> None:
+        at_s = round(time.monotonic() - self._begun_s, 1)
+        self.document["rows"].append({"kind": kind, "at_s": at_s, **row})
+        print(f"{at_s} {kind} {json.dumps(row)[:240]}", flush=True)
+        self._write()
+
+    def keep(self, name: str, value: object) -> None:
+        self.document[name] = value
+        self._write()
+
+    def _write(self) -> None:
+        partial_file = self._file.with_suffix(".part")
+        partial_file.write_text(json.dumps(self.document) + "\n")
+        os.replace(partial_file, self._file)
+
+
+class Watched:
+    """Session whose starts, loads and bursts are kept."""
+
+    def __init__(self, inner: Any, kept: Kept) -> None:
+        self._inner, self._kept, self._engine = inner, kept, dict[str, object]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def load_with_slots(self, checkpoint: Path, **order: Any) -> None:
+        begun_s = time.monotonic()
+        self._engine = {"layers": order["num_layers"], "slots": order["slots"]}
+        self._inner.load_with_slots(checkpoint, **order)
+        self._kept.add("start", **self._engine, start_s=time.monotonic() - begun_s)
+        try:
+            self._kept.add("memory", **self._engine, ranks=json.loads(to_json(self._inner.memory())))
+        except IserveError as error:
+            self._kept.add("error", text=f"memory: {error}")
+
+    def load_variants(self, folders: Sequence[Path]) -> tuple[float, ...]:
+        found: tuple[float, ...] = self._inner.load_variants(folders)
+        self._kept.add("loads", **self._engine, loads_s=found)
+        return found
+
+    def bursts(self, **order: Any) -> tuple[RunReading, ...]:
+        found: tuple[RunReading, ...] = self._inner.bursts(**order)
+        names = ("batch", "input_tokens", "output_tokens", "repeat", "active")
+        asked = {name: order.get(name) for name in names}
+        for reading in found:
+            self._kept.add("burst", **self._engine, **asked, **summary_of(reading, order["batch"]))
+        return found
+
+
+def summary_of(reading: RunReading, batch: int) -> dict[str, object]:
+    """Return what a burst took: each step of prompts, and medians of the later half of those that decode."""
+    decoding = [step for step in reading.steps if not step.prefill_tokens and step.sequences == batch]
+    settled = decoding[len(decoding) // 2 :]
+
+    def times(step: StepReading) -> dict[str, float]:
+        return {name: getattr(step, name) for name in ("gap_s", "lead_s", "forward_s", "tail_s")}
+
+    return {
+        "e2e_s": reading.e2e_s,
+        "sm_clock_mhz": reading.sm_clock_mhz,
+        "prompts": [
+            {"tokens": step.tokens, "sequences": step.sequences, **times(step)}
+            for step in reading.steps
+            if step.prefill_tokens
+        ],
+        "decoding": len(settled),
+        **(
+            {
+                "step_s": statistics.median(step.cadence_s for step in settled),
+                **{name: statistics.median(times(step)[name] for step in settled) for name in times(settled[0])},
+            }
+            if settled
+            else {}
+        ),
+    }
+
+
+def kind_named(name: str) -> VariantKind:
+    return VariantKind(int(name)) if name.isdigit() else VariantKind(delta_format=SlotFormat(name))
+
+
+def config_of(kind: VariantKind) -> DeploymentConfig:
+    return DeploymentConfig(
+        engine="vllm",
+        adapter_slots=SLOTS[kind.is_delta],
+        adapter_rank=kind.rank,
+        delta_format=kind.delta_format,
+    )
+
+
+class Shapes:
+    """Folders of the whole shape, its cuts and their variants."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self.whole = folder, folder / "whole"
+        self.whole.mkdir(parents=True)
+        (self.whole / "config.json").write_text(json.dumps(dict(LLAMA_8B)))
+
+    def cut(self, layers: Sequence[int]) -> Path:
+        target = self._folder / f"layers-{len(layers)}"
+        if len(layers) == LLAMA_8B["num_hidden_layers"]:
+            return self.whole
+        if not target.exists():
+            generate_shape(self.whole, target, layers)
+        return target
+
+    def variant(self, layers: Sequence[int], kind: VariantKind, number: int) -> tuple[Path, int]:
+        """Return a variant; those beyond the first few share their files."""
+        target = self._folder / f"variant-{len(layers)}-{kind.rank or kind.delta_format}-{number}"
+        contents = CONTENTS[kind.is_delta]
+        if number >= contents:
+            first, _ = self.variant(layers, kind, number % contents)
+            if not target.exists():
+                target.mkdir()
+                for file in first.iterdir():
+                    os.link(file, target / file.name)
+        elif not target.exists():
+            write_random_variant(self.cut(layers), target, kind, number)
+        return target, sum(file.stat().st_size for file in target.glob("*.safetensors"))
+
+
+def measure_fingerprints(spec: ModelSpec, shapes: Shapes, target: Any, kind: VariantKind, kept: Kept) -> None:
+    """Measure as a profile does."""
+    measured = measure_variant_steps(
+        spec,
+        lambda: Watched(target.open(tp=1, pp=1, delta_format=kind.delta_format), kept),  # type: ignore[arg-type]
+        shapes.cut,
+        shapes.variant,
+        step_plan(spec, PROFILED, kind),
+        progress=lambda p: print(f"{p.elapsed_s:.1f} s of the budget: {p.running}", flush=True),
+    )
+    kept.keep("measurement", json.loads(to_json(measured)))
+    kept.add("measured", spent_s=measured.spent_s, steps=len(measured.steps), failure=measured.failure)
+
+
+def measure_whole(spec: ModelSpec, shapes: Shapes, target: Any, kind: VariantKind, kept: Kept) -> None:
+    """Run the whole model without slots, with them, and with variants in them."""
+    slots, layers = SLOTS[kind.is_delta], range(spec.num_layers)
+    folders = [shapes.variant(layers, kind, number)[0] for number in range(slots)]
+    kept.add("written", variants=len(folders))
+    session = Watched(target.open(tp=1, pp=1, delta_format=kind.delta_format), kept)
+    try:
+        for count in (0, slots):
+            session.load_with_slots(
+                shapes.whole,
+                num_layers=spec.num_layers,
+                max_batch=ROWS,
+                max_context_tokens=2048 + OUTPUT,
+                slots=count,
+                rank=kind.rank if count else 0,
+                delta_format=kind.delta_format if count else SlotFormat.NONE,
+            )
+            if count:
+                session.load_variants(folders)
+            for run in (run_steps, run_prompts):
+                run(session, kind, has_slots=count > 0)
+    finally:
+        session.close()
+
+
+def run_steps(session: Any, kind: VariantKind, *, has_slots: bool) -> None:
+    actives = STEPS[kind.is_delta] if has_slots else (0,)
+    for number in range(STEP_ROUNDS + 1):  # the first warms up: the table leaves it out
+        for active in actives if number % 2 else actives[::-1]:
+            _burst(session, ROWS, INPUT, OUTPUT, active)
+
+
+def run_prompts(session: Any, kind: VariantKind, *, has_slots: bool) -> None:
+    asked = [(batch, tokens, active) for batch, tokens, actives in PROMPTS for active in actives]
+    for number in range(PROMPT_ROUNDS + 1):
+        for batch, tokens, active in asked if number % 2 else asked[::-1]:
+            if has_slots or not active:
+                _burst(session, batch, tokens, 1, active)
+
+
+def _burst(session: Any, batch: int, tokens: int, output: int, active: int) -> None:
+    session.bursts(batch=batch, input_tokens=tokens, output_tokens=output, most=1, until_s=0.0, active=active)
+
+
+def measure(out: Path, parts: Sequence[str], kind: VariantKind, gpu: int) -> bool:
+    """Measure each part; return whether all of them ended without an error."""
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # it is compiled at the first start
+    os.environ.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # an engine in the worker's process would not end
+    all_ended = True
+    for part in parts:
+        kept = Kept(out / f"{part}-{name_of(kind)}.json", at=time.strftime("%Y-%m-%dT%H:%M:%S"), gpu=gpu)
+        with tempfile.TemporaryDirectory(prefix="variant-costs-") as folder:
+            try:
+                _measure_part(part, kind, gpu, out, Path(folder), kept)
+            except (Exception, SystemExit):  # noqa: BLE001  # the file says what ended the part
+                all_ended = False
+                kept.add("error", text=traceback.format_exc())
+            finally:
+                for log in sorted(Path(folder).glob("workers/*/log.txt")):
+                    lines = log.read_text(errors="replace").splitlines()
+                    told = [line[:400] for line in lines if _is_told(line)]
+                    kept.keep("log", [*told[-400:], *(line[:400] for line in lines[-80:])])
+    return all_ended
+
+
+def _measure_part(part: str, kind: VariantKind, gpu: int, out: Path, folder: Path, kept: Kept) -> None:
+    from tests.bench.accuracy_measure import MEMORY_FRACTION, _Bench, machine_here, total_bytes
+
+    machine = machine_here(1)
+    kept.keep("machine", json.loads(to_json(machine)))
+    shapes, scratch = Shapes(folder / "models"), folder / "workers"
+    scratch.mkdir()
+    spec = load_spec(shapes.whole)
+    bench = _Bench(
+        out=out,
+        tp=1,
+        pp=1,
+        machine=machine,
+        budget_bytes=int(MEMORY_FRACTION * total_bytes()),
+        scratch=scratch,
+        port=18_080 + 100 * gpu + 20 * PARTS.index(part),
+        first_gpu=gpu,
+    )
+    run: dict[str, Callable[..., None]] = {"fingerprints": measure_fingerprints, "whole": measure_whole}
+    with bench.target(shapes.whole, spec) as target:
+        run[part](spec, shapes, target, kind, kept)
+
+
+def _is_told(line: str) -> bool:
+    words = (
+        "LoRA",
+        "lora",
+        "slots of deltas",
+        "Graph capturing",
+        "Model loading",
+        "init engine",
+        "WARNING",
+        "rror",
+    )
+    return any(word in line for word in words)
+
+
+def name_of(kind: VariantKind) -> str:
+    return str(kind.rank or kind.delta_format)
+
+
+def table(out: Path, kind: VariantKind) -> list[str]:
+    """Return lines of a table: what variants and slots add to the engine without slots, and what is predicted."""
+    parts = {part: json.loads((out / f"{part}-{name_of(kind)}.json").read_text()) for part in PARTS}
+    measured = from_json(json.dumps(parts["fingerprints"]["measurement"]).encode(), VariantMeasurement)
+    layers, config = LLAMA_8B["num_hidden_layers"], config_of(kind)
+    cost = measured_cost([measured], layers, config)
+    assert cost is not None
+    bursts = [row for row in parts["whole"]["rows"] if row["kind"] == "burst"]
+
+    def median_of(name: str, batch: int, output: int, slots: int, active: int) -> float | None:
+        asked = {"batch": batch, "output_tokens": output, "slots": slots, "active": active}
+        found = [row[name] for row in bursts if all(row[key] == value for key, value in asked.items())]
+        return statistics.median(found[1:]) if len(found) > 1 else None
+
+    lines = ["| what | active | measured | without slots | added | predicted | interval | the recording's |"]
+    lines.append("|---|--:|--:|--:|--:|--:|--:|--:|")
+
+    def add(
+        what: str,
+        active: int,
+        now_s: float | None,
+        plain_s: float | None,
+        predicted: Any,
+        recorded_s: float | None,
+    ) -> None:
+        if now_s is None or plain_s is None:  # the run ended before
+            return
+        added_s = now_s - plain_s
+        recorded = "" if recorded_s is None else f"{1e3 * recorded_s:.2f}"
+        holds = "within" if predicted.low <= added_s <= predicted.high else "outside"
+        lines.append(
+            f"| {what} | {active} | {1e3 * now_s:.2f} | {1e3 * plain_s:.2f} | {1e3 * added_s:.2f} | "
+            f"{1e3 * predicted.value:.2f} | {1e3 * predicted.low:.2f} to {1e3 * predicted.high:.2f}, {holds} | "
+            f"{recorded} |"
+        )
+
+    slots = SLOTS[kind.is_delta]
+    plain_s = median_of("step_s", ROWS, OUTPUT, 0, 0)
+    for active in STEPS[kind.is_delta]:
+        now_s = median_of("step_s", ROWS, OUTPUT, slots, active)
+        recorded_s = None if kind.is_delta else added_step_s(layers, ROWS, active, slots)
+        add(f"step of {ROWS}", active, now_s, plain_s, cost.step_s(ROWS, active), recorded_s)
+    for batch, tokens, actives in PROMPTS:
+        plain_s = median_of("e2e_s", batch, 1, 0, 0)
+        for active in actives:
+            now_s = median_of("e2e_s", batch, 1, slots, active)
+            work = Workload(batch=batch, input_tokens=tokens, output_tokens=1)
+            found = cost.prompts_s(work, 0.0, 0.0 if active else 1.0, float(active))
+            add(f"prompts of {batch} x {tokens}", active, now_s, plain_s, found, None)
+    loads = [row["loads_s"] for row in parts["whole"]["rows"] if row["kind"] == "loads"]
+    if loads:
+        loads_s = statistics.median(loads[0][1:])
+        lines.append(f"a load: measured {loads_s:.3f} s, predicted {cost.load.value:.3f} s")
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("order", choices=("measure", "table"))
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--kind", default="16", help="rank of adapters, or format of deltas")
+    parser.add_argument("--gpu", type=int, default=0)
+    given = parser.parse_args(arguments)
+    kind = kind_named(given.kind)
+    if given.order == "table":
+        print("\n".join(table(given.out, kind)))
+    elif not measure(given.out, given.parts, kind, given.gpu):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

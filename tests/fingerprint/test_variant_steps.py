@@ -1,0 +1,208 @@
+"""Costs of variants on an engine with a step timer, on a machine whose true costs are known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fingerprint.codec import from_json, to_json
+from fingerprint.config import DeploymentConfig, SlotFormat, Workload
+from fingerprint.errors import BadInputError, ConfigError, EngineError, NotMeasuredError
+from fingerprint.estimates import Source
+from fingerprint.estimators.measured_variants import MeasuredVariantCost, measured_cost
+from fingerprint.variant_measurements import VariantMeasurement
+from fingerprint.variant_steps import step_plan
+from tests.fingerprint.synthetic_machine import llama
+from tests.fingerprint.variant_step_machine import INT2, RANK_16, START_S, WORK, StepMachine, StepTruth
+
+LAYERS, TRUTH = 32, StepTruth()
+
+
+def slots_of(count: int) -> DeploymentConfig:
+    return DeploymentConfig(engine="vllm", adapter_slots=count, adapter_rank=16)
+
+
+def cost_of(measured: VariantMeasurement, config: DeploymentConfig) -> MeasuredVariantCost:
+    found = measured_cost([measured], LAYERS, config)
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def measured() -> VariantMeasurement:
+    return StepMachine().measure()
+
+
+class TestLaw:
+    @pytest.mark.parametrize("slots", [4, 8, 32, 64])
+    @pytest.mark.parametrize(("rows", "active"), [(1, 1), (32, 1), (32, 8), (32, 32), (3, 2), (128, 16)])
+    def test_a_step_of_the_whole_model_follows_from_repeated_fingerprints(
+        self, measured: VariantMeasurement, rows: int, active: int, slots: int
+    ) -> None:
+        """More rows, variants and slots than any fingerprint had, and a forward that runs once."""
+        found = cost_of(measured, slots_of(slots)).step_s(rows, active)
+        assert found.value == pytest.approx(TRUTH.added_step_s(LAYERS, rows, active, slots))
+        assert found.source is Source.EXTRAPOLATED
+
+    @pytest.mark.parametrize("slots", [8, 32])
+    @pytest.mark.parametrize(("batch", "tokens", "active"), [(1, 2048, 1), (4, 2048, 4), (8, 100, 3)])
+    def test_prompts_of_the_whole_model_do(
+        self, measured: VariantMeasurement, batch: int, tokens: int, active: int, slots: int
+    ) -> None:
+        work = Workload(batch=batch, input_tokens=tokens, output_tokens=2)
+        found = cost_of(measured, slots_of(slots)).prompts_s(work, 0.0, 0.0, float(active))
+        assert found.value == pytest.approx(TRUTH.added_prompts_s(LAYERS, batch * tokens, batch, active, slots))
+
+    @pytest.mark.parametrize("rows", [1, 32])
+    def test_slots_lengthen_steps_of_the_base(self, measured: VariantMeasurement, rows: int) -> None:
+        found = cost_of(measured, slots_of(32)).step_s(rows, 0)
+        assert found.value == pytest.approx(TRUTH.added_step_s(LAYERS, rows, 0, 32))
+
+    def test_slots_lengthen_prompts_of_the_base(self, measured: VariantMeasurement) -> None:
+        work = Workload(batch=2, input_tokens=700, output_tokens=2)
+        found = cost_of(measured, slots_of(32)).prompts_s(work, 0.0, 1.0, 0.0)
+        assert found.value == pytest.approx(TRUTH.added_prompts_s(LAYERS, 1400, 2, 0, 32))
+
+    def test_a_wall_clock_of_one_forward_would_not_do(self, measured: VariantMeasurement) -> None:
+        """The parts of a forward are in each of 16 or 32 repeats, and count once in the whole model."""
+        repeated = replace(
+            measured,
+            steps=tuple(replace(one, repeat=1, num_layers=one.repeat * one.num_layers) for one in measured.steps),
+        )
+        truth_s = TRUTH.added_step_s(LAYERS, 32, 8, 32)
+        assert cost_of(repeated, slots_of(32)).step_s(32, 8).value > 1.05 * truth_s
+
+    def test_loads_go_by_layers_without_the_first_load(self, measured: VariantMeasurement) -> None:
+        found = cost_of(measured, slots_of(32))
+        assert found.load_s(0) == pytest.approx(LAYERS * TRUTH.load[0] + TRUTH.load[1])
+
+    def test_deltas_have_no_part_of_slots(self) -> None:
+        """One number of slots is measured, of which their kernels know nothing."""
+        truth = replace(TRUTH, step_layer=(*TRUTH.step_layer[:2], 0.0, 0.0), rest=(*TRUTH.rest[:3], 0.0))
+        found = StepMachine(truth=truth).measure(INT2)
+        config = DeploymentConfig(engine="vllm", adapter_slots=8, delta_format=SlotFormat.INT2)
+        assert cost_of(found, config).step_s(32, 8).value == pytest.approx(truth.added_step_s(LAYERS, 32, 8, 8))
+        assert {one.slots for one in found.steps} == {4}
+
+    def test_intervals_hold_the_truth_of_noisy_steps(self) -> None:
+        within = total = 0
+        for seed in range(20):
+            found = cost_of(StepMachine(noise=0.02, seed=seed).measure(), slots_of(32))
+            for rows, active in ((32, 1), (32, 4), (32, 8), (32, 32), (1, 1)):
+                step = found.step_s(rows, active)
+                assert step.low < step.high
+                within += step.low <= TRUTH.added_step_s(LAYERS, rows, active, 32) <= step.high
+                total += 1
+        assert within / total >= 0.8
+
+
+class TestDriver:
+    def test_engines_are_started_without_slots_with_many_and_with_few(self) -> None:
+        machine = StepMachine()
+        machine.measure()
+        starts = [entry[1:] for entry in machine.log if entry[0] == "start"]
+        assert starts == [(2, 0, 0, "none"), (2, 32, 16, "none"), (1, 8, 16, "none")]
+        assert machine.session is not None
+        assert machine.session.closed
+
+    def test_engines_for_deltas_have_slots_of_their_format(self) -> None:
+        machine = StepMachine()
+        machine.measure(INT2)
+        starts = [entry[1:] for entry in machine.log if entry[0] == "start"]
+        assert starts == [(2, 0, 0, "none"), (2, 4, 0, "int2"), (1, 4, 0, "int2")]
+
+    def test_forwards_are_repeated_to_the_depth_of_the_model(self) -> None:
+        machine = StepMachine()
+        machine.measure()
+        bursts = {(entry[1], entry[-1]) for entry in machine.log if entry[0] == "burst"}
+        assert bursts == {(2, 16), (1, 32)}
+
+    def test_steps_of_each_composition_have_one_of_the_base(self, measured: VariantMeasurement) -> None:
+        of_decode = {(one.num_layers, one.slots, one.active) for one in measured.steps if not one.is_prompt}
+        assert of_decode == {(2, 32, active) for active in (0, 1, 4, 8)} | {(1, 8, active) for active in (1, 4, 8)}
+        assert {one.tokens for one in measured.steps if one.is_prompt} == {2048, 32, 31 * 32 + 1, 256, 3 * 256 + 1}
+        assert all(len(one.forwards_s) == len(one.base_forwards_s) >= 2 for one in measured.steps)
+
+    def test_prompts_that_are_divided_otherwise_are_not_compared(self) -> None:
+        """Requests arrive one by one: which of them a first step holds is the host's pace."""
+        found = StepMachine(alone_first=lambda burst: 1 + burst % 3).measure()
+        cost = cost_of(found, slots_of(32))
+        assert cost.step_s(32, 8).value == pytest.approx(TRUTH.added_step_s(LAYERS, 32, 8, 32))
+        work = Workload(batch=1, input_tokens=2048, output_tokens=2)
+        assert cost.prompts_s(work, 0.0, 0.0, 1.0).value == pytest.approx(
+            TRUTH.added_prompts_s(LAYERS, 2048, 1, 1, 32), rel=0.05
+        )
+
+    def test_a_forward_in_which_a_kernel_was_compiled_is_left_out(self) -> None:
+        machine = StepMachine()
+        machine.slowed = {24, 40}  # the first burst for 8 adapters after those that warm up, and another
+        found = cost_of(machine.measure(), slots_of(32))
+        assert found.step_s(32, 8).value == pytest.approx(TRUTH.added_step_s(LAYERS, 32, 8, 32))
+
+    @pytest.mark.parametrize("batch", [2, 3, 5])
+    def test_small_batches_are_measured(self, batch: int) -> None:
+        found = StepMachine().measure(work=Workload(batch=batch, input_tokens=300, output_tokens=9))
+        truth_s = TRUTH.added_step_s(LAYERS, batch, batch, 8)
+        assert cost_of(found, slots_of(8)).step_s(batch, batch).value == pytest.approx(truth_s)
+
+    def test_its_budget_counts_what_follows_the_starts(self) -> None:
+        machine = StepMachine()
+        begun_s = machine.clock.now
+        found = machine.measure()
+        assert found.spent_s <= 30.0 * 1.2
+        assert machine.clock.now - begun_s == pytest.approx(found.spent_s + 3 * START_S)
+
+    @pytest.mark.parametrize("slowness", [1, 2, 4, 8, 30])
+    def test_it_ends_within_twice_its_budget_on_a_slow_machine(self, slowness: float) -> None:
+        base_s, token_s, once_s = TRUTH.base_s
+        truth = replace(TRUTH, base_s=(slowness * base_s, slowness * token_s, once_s))
+        machine = StepMachine(truth=truth)
+        begun_s = machine.clock.now
+        try:
+            machine.measure()
+        except NotMeasuredError:
+            assert slowness > 2
+        starts = sum(entry[0] == "start" for entry in machine.log)
+        assert machine.clock.now - begun_s - START_S * starts <= 60.0
+        assert machine.session is not None
+        assert machine.session.closed
+
+    def test_variants_are_given_up_after_the_last_engine_with_their_fingerprint(self) -> None:
+        machine = StepMachine()
+        machine.measure()
+        assert [entry[1] for entry in machine.log if entry[0] in {"start", "forget"}] == [2, 2, 2, 1, 1]
+
+    def test_what_an_engine_refuses_is_kept_as_no_measurement(self) -> None:
+        machine = StepMachine(failing=BadInputError("no such adapter"))
+        found = machine.measure()
+        assert (found.steps, found.failure) == ((), "no such adapter")
+        assert measured_cost([found], LAYERS, slots_of(8)) is None
+
+    def test_what_may_be_gone_the_next_time_is_raised(self) -> None:
+        machine = StepMachine(failing=EngineError("killed"))
+        with pytest.raises(EngineError, match="killed"):
+            machine.measure()
+        assert machine.session is not None
+        assert machine.session.closed
+
+    def test_a_model_that_cannot_be_repeated_is_not_measured(self) -> None:
+        spec = llama(5, layer_windows=(None, None, None, 64, None))
+        with pytest.raises(NotMeasuredError):
+            StepMachine(spec=spec).measure()
+
+    def test_a_model_of_one_layer_is_measured(self) -> None:
+        found = StepMachine(spec=llama(1, max_context_tokens=8192)).measure()
+        assert {one.num_layers for one in found.steps} == {1}
+
+    def test_a_measurement_is_stored_as_it_is(self, measured: VariantMeasurement) -> None:
+        assert from_json(to_json(measured), VariantMeasurement) == measured
+
+    def test_plans_are_bounded_by_context_and_batch(self) -> None:
+        plan = step_plan(llama(max_context_tokens=16), WORK, RANK_16)
+        assert plan.max_context_tokens <= 16
+        few = step_plan(llama(), Workload(batch=2, input_tokens=8, output_tokens=8), RANK_16)
+        assert few.active == (1, 2)
+        assert max(active for _, active in few.bursts) == 2
+        with pytest.raises(ConfigError):
+            step_plan(llama(max_context_tokens=5), WORK, RANK_16)
