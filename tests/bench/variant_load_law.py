@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
@@ -161,6 +162,13 @@ class Compared:
         )
 
 
+def as_json(rows: Sequence[Compared]) -> str:
+    """Return the rows for a file; null: not served."""
+    found = [asdict(row) for row in rows]
+    finite = [{key: None if value == float("inf") else value for key, value in row.items()} for row in found]
+    return json.dumps(finite, indent=1) + "\n"
+
+
 def compared(case: Case, requests: int) -> Compared:
     return Compared(
         case=case,
@@ -209,7 +217,7 @@ def main() -> int:
             rows.append(row)
             print(row.row, flush=True)
             if args.json is not None:
-                args.json.write_text(json.dumps([asdict(one) for one in rows], indent=1))
+                args.json.write_text(as_json(rows))
     return 0
 
 
