@@ -56,7 +56,7 @@ def test_so_many_requests_ask_for_as_many_variants_as_there_are_slots(load: Vari
 
 
 def test_the_law_of_load_runs_no_more_at_once() -> None:
-    """Of services and of estimates alike: 8 slots, 1,000 variants by Zipf's law."""
+    """8 slots, 1,000 variants by Zipf's law: of services and of estimates alike."""
     load, config = VariantLoad(1_000, 1.0), slots_of(8)
     within = requests_within(load.distinct, 8)
     assert 8 < within < 10
@@ -74,7 +74,7 @@ def test_the_law_of_load_runs_no_more_at_once() -> None:
 
 
 def test_a_slot_for_each_variant_bounds_nothing() -> None:
-    """With them, and on a base without slots, the law is as if requests never waited for one."""
+    """The law is as if requests never waited for one, and so it is of a base without slots."""
     load = VariantLoad(8, 1.0)
     for config in (slots_of(8), DeploymentConfig(engine="vllm")):
         estimate = with_slots(load).estimate(config, WORK)

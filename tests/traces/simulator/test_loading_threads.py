@@ -83,7 +83,7 @@ def test_requests_fare_as_if_they_arrived_when_their_load_has_ended(
     plans_ahead: bool,
     preempts: bool,
 ) -> None:
-    """That is the whole law. It holds the time of the first token, which is after the load's rest, too."""
+    """The whole law, which has the first token after the rest of the load, too."""
     requests = asked_of(asked, variants)
     ends = load_ends(requests, _LOAD_S)
     later = [replace(one, arrival_s=max(one.arrival_s, ends.get(one.model, 0.0))) for one in requests]
