@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol, runtime_checkable
@@ -144,6 +145,7 @@ class Estimate:
     correction: Correction | None = None  # None: as the estimator says
     measured_config: DeploymentConfig | None = None  # whose measured times these come from; None: datasheets alone
     links_measured: bool = False  # whether all-reduces of this TP degree rest on measured links
+    most_at_once: float = math.inf  # requests that run at once on average, where slots for variants bound them
 
     @property
     def is_measured(self) -> bool:

@@ -82,12 +82,12 @@ class ServiceColumns:
 
     @classmethod
     def of(cls, services: Sequence[ServiceModel], most: Column) -> ServiceColumns:
-        """Return the columns of replicas that run ``most`` requests at once."""
+        """Return the columns of replicas that run ``most`` requests at once, as far as these find slots."""
         steps_s = np.array([service.rounds_s for service in services]).T
         knots = np.array(STEP_KNOTS, np.float64)
         slopes_s = np.diff(steps_s, axis=0) / np.diff(knots)[:, None]
         return cls(
-            most=most,
+            most=np.minimum(most, [service.most_at_once for service in services]),
             prompt_s=np.array([service.prompt_s for service in services]),
             added_prompt_s=np.array([service.added_prompt_s for service in services]),
             more_tokens=np.array([service.output_tokens - 1 for service in services]),

@@ -62,6 +62,8 @@ class ServiceModel:
     """Sequences that run at once at most."""
     further_prompt_s: float | None = None
     """Seconds of each further prompt of a batch; None: those of one alone, without a read of the weights."""
+    most_at_once: float = math.inf
+    """Requests that run at once on average, where slots for variants bound them (``Estimate.most_at_once``)."""
 
     def __post_init__(self) -> None:
         times = (self.prompt_s, *self.step_s)
@@ -217,6 +219,7 @@ def service_model(
         kv_bytes_per_token=max(0.0, per_token),
         is_split_measured=config.tp == 1 or alone.is_measured or alone.links_measured,
         largest_batch=largest_batch,
+        most_at_once=alone.most_at_once,
     )
     return _spread(found, batches_in_flight(config))
 

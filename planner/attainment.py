@@ -162,7 +162,7 @@ class Attainment:
         )
         slope_s = np.where(full.batch > 1, full.tpot_s - step_s, 0.0) / others
         service = ServiceColumns(
-            most=full.batch,
+            most=full.most_at_once,
             prompt_s=np.maximum(prompt_s, _TINY),
             added_prompt_s=added_s,
             more_tokens=full.output_tokens - 1,

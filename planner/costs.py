@@ -45,6 +45,7 @@ class Figures:
     """
 
     batch: Column
+    most_at_once: Column  # of the batch, that run at once: the rest waits for slots of variants
     input_tokens: Column
     output_tokens: Column
     num_gpus: Column
@@ -143,10 +144,11 @@ def figures(estimates: Sequence[Estimate]) -> Figures:
     """Return the columns of ``estimates``, in their order."""
     values = np.fromiter(chain.from_iterable(map(_row, estimates)), np.float64, _ROW * len(estimates))
     columns = values.reshape(-1, _ROW).T.copy()  # contiguous
-    batch, inputs, outputs, gpus, size, size_error, *times, power, power_low, power_high = columns
+    batch, at_once, inputs, outputs, gpus, size, size_error, *times, power, power_low, power_high = columns
     ttft, ttft_low, ttft_high, tpot, tpot_low, tpot_high = times
     return Figures(
         batch=batch,
+        most_at_once=np.minimum(batch, at_once),
         input_tokens=inputs,
         output_tokens=outputs,
         num_gpus=gpus,
@@ -167,7 +169,7 @@ def figures(estimates: Sequence[Estimate]) -> Figures:
     )
 
 
-_ROW = 15
+_ROW = 16
 _UNKNOWN = (math.nan, math.nan, math.nan)
 
 
@@ -176,8 +178,9 @@ def _row(estimate: Estimate) -> tuple[float, ...]:
     drawn = estimate.power_w_per_gpu
     power = _UNKNOWN if drawn is None else (drawn.value, drawn.low, drawn.high)
     return (
-        work.batch, work.input_tokens, work.output_tokens, memory.tp * memory.pp, total_bytes(memory),
-        memory.relative_error, ttft.value, ttft.low, ttft.high, tpot.value, tpot.low, tpot.high, *power,
+        work.batch, estimate.most_at_once, work.input_tokens, work.output_tokens, memory.tp * memory.pp,
+        total_bytes(memory), memory.relative_error, ttft.value, ttft.low, ttft.high, tpot.value, tpot.low,
+        tpot.high, *power,
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.engines import traits_of
@@ -22,6 +22,7 @@ __all__ = [
     "added_step_s",
     "later",
     "load_s",
+    "requests_within",
     "variant_cost",
     "variant_load_s",
 ]
@@ -43,6 +44,8 @@ _PROMPT_SHARE_OF_BASE = 0.044  # 0.033 to 0.066, without a trend by slots; each 
 # Of a load from the page cache, by least squares of relative errors over the recording's twelve (ranks 8, 16, 64).
 # Means of a rank are met within 10%, single loads within 24%.
 _LOAD_S, _LOAD_BYTES_PER_S = 0.0533, 1.274e9
+_ALL = 1e15  # requests, which ask for every variant
+_HALVINGS = 50
 ADDED_ERROR = (
     2.0  # factor by which the added time may be off, on another model, GPU, release or rank: not measured
 )
@@ -147,7 +150,7 @@ class WithAdapterSlots:
 
     Where the time of variants is not known they take memory alone. Steps that have rows of both the base and
     variants were not measured: the estimate counts all rows as rows of variants, its interval begins at a step of
-    those that are.
+    those that are. No more requests run at once than ask for as many variants as there are slots.
 
     Args:
         distinct: returns how many adapters so many requests, those for the base included, ask for on average.
@@ -159,13 +162,19 @@ class WithAdapterSlots:
     ) -> None:
         self.name = f"{base.name}, with adapters"
         self.base, self._spec, self._distinct, self._base_share = base, spec, distinct, base_share
+        self._within = cache(partial(requests_within, distinct))
 
     def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
         """Predict as ``base``, with the slots in memory and the time of variants in every step."""
         plain = self.base.estimate(config.without_slots, workload)
         if not config.adapter_slots:
             return plain
-        found = replace(plain, config=config, memory=self._with_slots(plain.memory, config))
+        found = replace(
+            plain,
+            config=config,
+            memory=self._with_slots(plain.memory, config),
+            most_at_once=self._within(config.adapter_slots),
+        )
         cost = variant_cost(self.base, self._spec, config)
         if cost is None:
             return found
@@ -211,6 +220,27 @@ class WithAdapterSlots:
     def variant_cost(self, config: DeploymentConfig) -> VariantCost | None:
         """Return that of ``base``, where it has one (``variant_cost.TellsVariantCost``)."""
         return self.base.variant_cost(config) if isinstance(self.base, TellsVariantCost) else None
+
+
+def requests_within(distinct: Callable[[float], float], slots: int) -> float:
+    """Return how many requests ask for as many variants as ``slots`` on average; infinite: any number for fewer.
+
+    With more than these under way requests wait for a slot, so that a server runs so many at once. A variant that
+    waits gathers requests, which share its slot then. That lets few more run at once (10% after a wait of two
+    services, of 1,000 variants by Zipf's law with exponent 1 and 8 slots) and is left out.
+
+    Args:
+        distinct: returns how many variants so many requests ask for on average, which grows with their number.
+    """
+    if distinct(_ALL) <= slots:
+        return math.inf
+    low, high = 0.0, float(slots)
+    while distinct(high) < slots:
+        low, high = high, 2 * high
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if distinct(middle) < slots else (low, middle)
+    return high
 
 
 def later(time: Quantity, added: Quantity) -> Quantity:

@@ -20,9 +20,10 @@ def loads_stop_steps(config: DeploymentConfig) -> bool:
     """Return whether a worker decodes nothing while it loads a variant.
 
     So it is on vLLM, but for deltas on one GPU: our plug-in reads them next to the steps, of which the longest
-    took 1.2 to 1.5 times the median on an H200 (docs/decisions/0048).
+    took 1.2 to 1.5 times the median on an H200 (docs/decisions/0048). Slots with a size for deltas, which only
+    simulations assume on vLLM, are taken to follow the plug-in's law too.
     """
-    in_background = config.has_delta_slots and config.num_gpus == 1
+    in_background = (config.has_delta_slots or config.delta_mib > 0) and config.num_gpus == 1
     return traits_of(config.engine).loads_stop_steps and not in_background
 
 

@@ -218,15 +218,15 @@ def _adapter_times(models: Iterable[SimulatedModel], options: PlanOptions) -> tu
     unknown = [engine_name(engine) for engine, cost in costs.items() if cost is None]
     if measured := [cost for cost in costs.values() if cost is not None and cost.measured is not None]:
         stops = any(traits_of(engine).loads_stop_steps for engine in costs)
-        loads = "a load stops its worker" if stops else "loads stop no worker there and take no time"
+        loads = "a load stops its worker" if stops else "a load delays the requests for its variant alone"
         return (f"{measured_variants_words(measured[0])}; {loads}",)
     if unknown:
         return (f"what adapters and their loads take on {' and '.join(unknown)} is not known and left out",)
     if delta_mib := options.intent.traffic.delta_mib:
         return (
             f"what deltas of {delta_mib:,} MiB take is estimated: steps and prompts from kernels that were timed "
-            "alone on an H200 (docs/decisions/0047-delta-kernels.md), a load from adapters on vLLM; a load stops "
-            "its worker",
+            "alone on an H200 (docs/decisions/0047-delta-kernels.md), a load from adapters on vLLM; on one GPU a "
+            "load delays the requests for its delta alone, on several it stops their worker",
         )
     rank = options.intent.traffic.variant_rank
     return (

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeAlias
 
 from iserve.evaluation.arena import Arena, make_arena
 from iserve.evaluation.contestants import CONTESTANTS, ORACLE, STRONG_RULE, check_names, make_contestant
@@ -30,6 +32,10 @@ __all__ = ["WorldRun", "evaluate"]
 Report = Callable[[str], None]
 
 
+def _silent(text: str) -> None:
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class WorldRun:
     """World that is to be run, where it was read from, and what was changed in it."""
@@ -44,14 +50,16 @@ def evaluate(
     *,
     contestants: tuple[str, ...] = (),
     seeds: int | None = None,
-    report: Report = lambda text: None,
+    report: Report = _silent,
+    jobs: int = 1,
 ) -> EvaluationDocument:
-    """Return every contestant's metrics in every world.
+    """Return every contestant's metrics in every world, the same for any number of processes.
 
     Args:
         contestants: in place of those that the worlds name; none: the worlds' own.
         seeds: the first so many of each world; None: all.
         report: is given a line before each piece of work.
+        jobs: processes that share the work, by world, seed and contestant.
 
     Raises:
         ConfigError: an unknown contestant, or a world that cannot be used.
@@ -59,28 +67,69 @@ def evaluate(
     began_s = time.monotonic()
     for run in runs:
         check_names(contestants or run.world.contestants)
-    worlds = tuple(_evaluated(run, contestants or run.world.contestants, seeds, report) for run in runs)
+    pieces = [piece for run in runs for piece in _pieces(run, contestants, seeds, is_split=jobs > 1)]
+    found = [piece.results(report) for piece in pieces] if jobs == 1 else _found_by(jobs, pieces, report)
+    done = list(zip(pieces, found, strict=True))
+    worlds = tuple(_result_of(run, [(of, each) for of, each in done if of.run is run]) for run in runs)
     return EvaluationDocument(worlds=worlds, seconds=time.monotonic() - began_s)
 
 
-def _evaluated(run: WorldRun, contestants: tuple[str, ...], seeds: int | None, report: Report) -> WorldResult:
-    world = run.world
-    names = check_names(contestants, variants=any(model.variant_names for model in world.models))
-    taken = world.seeds if seeds is None else world.seeds[:seeds]
-    found: dict[tuple[str, IntentKind], list[SeedResult]] = {}
-    numbers = []
-    for seed in taken:
-        arena = make_arena(world, seed, run.folder)
-        numbers.append(len(arena.requests))
+_Found: TypeAlias = dict[tuple[str, IntentKind], SeedResult]
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Contestants in one world for one seed; each finds the same with and without the rest, but for the oracle."""
+
+    run: WorldRun
+    seed: int
+    names: tuple[str, ...]
+
+    def results(self, report: Report = _silent) -> tuple[int, _Found]:
+        """Return the number of requests, and what became of each contestant under each intent."""
+        world = self.run.world
+        arena = make_arena(world, self.seed, self.run.folder)
         course = _Course(arena, report)
-        for intent in world.intents:
-            for name in names:
-                found.setdefault((name, intent), []).append(course.result(name, intent, names))
+        found = {
+            (name, intent): course.result(name, intent, self.names)
+            for intent in world.intents
+            for name in self.names
+        }
+        return len(arena.requests), found
+
+
+def _pieces(run: WorldRun, contestants: tuple[str, ...], seeds: int | None, *, is_split: bool) -> list[_Piece]:
+    """Return the work of a world by seed; ``is_split``: by contestant too, as far as they need not each other."""
+    world = run.world
+    has_variants = any(model.variant_names for model in world.models)
+    names = check_names(contestants or world.contestants, variants=has_variants)
+    parts = [(name,) for name in names] if is_split and ORACLE not in names else [names]
+    return [_Piece(run, seed, part) for seed in world.seeds[:seeds] for part in parts]
+
+
+def _found_by(jobs: int, pieces: Sequence[_Piece], report: Report) -> list[tuple[int, _Found]]:
+    """Return the results of ``pieces``, in their order, by so many processes."""
+    found = []
+    with ProcessPoolExecutor(jobs) as processes:
+        for piece, results in zip(pieces, processes.map(_Piece.results, pieces), strict=True):
+            report(f"{piece.run.world.name}, seed {piece.seed}: {', '.join(piece.names)}")
+            found.append(results)
+    return found
+
+
+def _result_of(run: WorldRun, done: Sequence[tuple[_Piece, tuple[int, _Found]]]) -> WorldResult:
+    world = run.world
+    requests = {piece.seed: number for piece, (number, _) in done}
+    by_seed: dict[tuple[str, IntentKind], list[SeedResult]] = {}
+    for intent in world.intents:
+        for piece, (_, found) in done:
+            for name in piece.names:
+                by_seed.setdefault((name, intent), []).append(found[name, intent])
     results = [
         ContestantResult(
             contestant=name, intent=intent, has_trace=CONTESTANTS[name].has_trace, seeds=tuple(of_seeds)
         )
-        for (name, intent), of_seeds in found.items()
+        for (name, intent), of_seeds in by_seed.items()
     ]
     return WorldResult(
         name=world.name,
@@ -91,7 +140,7 @@ def _evaluated(run: WorldRun, contestants: tuple[str, ...], seeds: int | None, r
         quality=world.quality,
         truth=world.truth,
         changed=run.changed,
-        requests=tuple(numbers),
+        requests=tuple(requests.values()),
         results=compared(results, strong_rule=STRONG_RULE, oracle=ORACLE),
     )
 

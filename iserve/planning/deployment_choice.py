@@ -14,7 +14,7 @@ from fingerprint.engine_caches import with_engine_caches
 from fingerprint.engines import traits_of
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Estimator
-from fingerprint.estimators.adapter_slots import variant_cost, variant_load_s
+from fingerprint.estimators.adapter_slots import requests_within, variant_cost, variant_load_s
 from fingerprint.estimators.variant_cost import VariantCost
 from fingerprint.estimators.variant_loads import loads_stop_steps
 from fingerprint.lora.slot_bytes import largest_delta_bytes, slot_bytes
@@ -24,6 +24,7 @@ from fingerprint.variant_measurements import kind_of
 from iserve.model_source import ModelSource
 from iserve.planning.deployability import DeployableDocument
 from iserve.planning.estimator_factory import step_tokens_of
+from iserve.planning.joint_choice import JointChoice
 from iserve.planning.joint_plan import chosen_plan, joint_capacity, joint_document
 from iserve.planning.merge_advice import merge_advice_of_plan
 from iserve.planning.pipeline import (
@@ -45,6 +46,7 @@ from iserve.planning.verdict import verdict
 from iserve.planning.words import engine_name, gib, measured_variants_words, rounded, slots_words
 from iserve.planning.worker_launch import PlannedDeployment
 from placement.types import Placement
+from planner.adapter_slots import MOST_SLOTS
 from planner.intent import MAX_REPLICAS
 from planner.plan import LimitKind, Plan, RefusedFor, Relaxation
 
@@ -77,7 +79,13 @@ def planned_deployment(
     estimator = with_traffic(estimator, spec, options)
     notes = (*notes, *_prefixes(spec, options, table.engine), *_drafts(spec, options, table.engine))
     kept = spec if profile is None else with_engine_caches(spec, profile.memory)
-    plan, choice = chosen_plan(spec, hardware, estimator, [table.unprepared()], options, kept=kept)
+
+    def with_slots(slots: int) -> tuple[Plan, JointChoice | None]:
+        asked = replace(options, adapter_slots=slots)
+        return chosen_plan(spec, hardware, estimator, [table.unprepared()], asked, kept=kept)
+
+    plan, choice = with_slots(options.adapter_slots)
+    notes = (*notes, *_too_few_slots(plan, options, with_slots))
     if choice is not None:
         options = replace(options, replicas=len(choice.replicas))
     elif not (plan.nearest_misses and options.is_joint([table], hardware.gpu)):  # which has its own advice
@@ -125,6 +133,28 @@ def planned_deployment(
         merge_advice=advice,
     )
     return PlannedDeployment(document, plan.best, devices, free_bytes, capacity)
+
+
+def _too_few_slots(
+    plan: Plan, options: PlanOptions, with_slots: Callable[[int], tuple[Plan, JointChoice | None]]
+) -> tuple[str, ...]:
+    """Return with how many slots a rate is served that is not with those that were asked for.
+
+    Without a number asked for a plan has slots for as many requests as it is planned for.
+    """
+    slots, load, nearest = options.adapter_slots, variant_load(options.intent.traffic), plan.why_not.nearest
+    too_often = any(miss.limit is LimitKind.RATE for miss in plan.nearest_misses)
+    if plan.best is not None or nearest is None or not (nearest.config.adapter_slots and slots and too_often):
+        return ()
+    within, more = requests_within(load.distinct, slots), slots
+    while more < min(MOST_SLOTS, load.variants):
+        more = min(2 * more, MOST_SLOTS)
+        if with_slots(more)[0].best is not None:
+            return (
+                f"not served with {slots} slot{'s' * (slots > 1)}: {within:.2g} requests run at once on average, "
+                f"the rest waits for a slot; it is with --adapter-slots {more}",
+            )
+    return ()
 
 
 def _unused(options: PlanOptions, table: EngineCapabilities, hardware: Hardware) -> tuple[str, ...]:

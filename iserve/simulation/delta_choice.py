@@ -6,8 +6,8 @@ from dataclasses import replace
 from functools import cache
 
 from fingerprint.config import ADAPTER_RANKS, LOADED_PER_SLOT, DeploymentConfig
-from fingerprint.engines import traits_of
 from fingerprint.estimators.adapter_slots import variant_cost
+from fingerprint.estimators.variant_loads import loads_stop_steps
 from fingerprint.gpu_spec import GpuSpec
 from iserve.planning.pipeline import variant_load
 from iserve.simulation.running import SimulatedModel
@@ -48,7 +48,7 @@ def with_delta_slots(model: SimulatedModel, gpu: GpuSpec) -> SimulatedModel:
         return decode_s + rows * prompt_s / workload.output_tokens
 
     load = variant_load(traffic)
-    load_s = cost.load_s(delta_bytes) if traits_of(engine).loads_stop_steps else 0.0  # else it stops no worker
+    load_s = cost.load_s(delta_bytes) if loads_stop_steps(in_slots) else 0.0  # else it stops no worker
     found = slots_by_step_time(
         load,
         requests,

@@ -170,8 +170,7 @@ def adapter_cost(
 ) -> AdapterCost | None:
     """Return the slots of a worker with ``config`` and what adapters of ``rank`` take there; None: no slots.
 
-    In slots for deltas all are deltas of that size. Where the time of variants is not known they take none. A load
-    stops a simulated worker, so that it takes none on an engine whose loads do not stop it.
+    In slots for deltas all are deltas of that size. Where the time of variants is not known they take none.
 
     Args:
         estimator: of the base, which may have measurements of variants; None: there are none.
@@ -185,9 +184,8 @@ def adapter_cost(
     return AdapterCost(
         slots=slots,
         max_loaded=max_loaded,
-        load_s=cost.load_s(largest_delta_bytes(spec, config) or adapter_bytes(spec, rank))
-        if loads_stop_steps(config)
-        else 0.0,
+        load_s=cost.load_s(largest_delta_bytes(spec, config) or adapter_bytes(spec, rank)),
+        stops_steps=loads_stop_steps(config),
         added_s=lambda rows, active: cost.step_s(rows, active).value,
         prompt_share=cost.prompt_share,
         prompt_s=cost.prompt_s,

@@ -2,9 +2,10 @@
 
 Those of its folder ``variants`` have adapters or deltas, and variants here of their own.
 
-Run: ``python -m notebooks.figures.worlds [VARIANT...]``; the results are in ``notebooks/results/worlds``, and
-``docs/world_tables.py`` makes tables of them. Nothing is measured: any machine gives the same figures, but for the
-oracle, whose search ends by the clock.
+Run: ``python -m notebooks.figures.worlds [--jobs N] [VARIANT...]``; the results are in
+``notebooks/results/worlds``, one file for each variant as it ends, and ``docs/world_tables.py`` makes tables of
+them. Nothing is measured: any machine and any number of processes give the same figures, but for the oracle, whose
+search ends by the clock.
 """
 
 from __future__ import annotations
@@ -87,15 +88,19 @@ class Recorded:
     document: EvaluationDocument
 
 
-def record(name: str) -> Recorded:
-    """Run one variant in all worlds."""
+def record(name: str, jobs: int = 1) -> Recorded:
+    """Run one variant in all worlds, in so many processes."""
     variant = VARIANTS[name]
     runs = [
         WorldRun(read_world(path, variant.changes), path.parent, variant.changes)
         for path in sorted((WORLDS / variant.folder).glob("*.yaml"))
     ]
-    document = evaluate(runs, contestants=variant.contestants, seeds=variant.seeds, report=print)
+    document = evaluate(runs, contestants=variant.contestants, seeds=variant.seeds, report=_tell, jobs=jobs)
     return Recorded(created_at=datetime.now(UTC).isoformat(timespec="seconds"), variant=name, document=document)
+
+
+def _tell(line: str) -> None:
+    print(line, flush=True)
 
 
 def read(name: str) -> Recorded:
@@ -107,12 +112,14 @@ def read(name: str) -> Recorded:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("variants", nargs="*", metavar="VARIANT", help=f"of {', '.join(VARIANTS)}; all without")
-    names = parser.parse_args().variants or list(VARIANTS)
+    parser.add_argument("--jobs", type=int, default=1, help="processes that share the work")
+    args = parser.parse_args()
+    names = args.variants or list(VARIANTS)
     if unknown := sorted(set(names) - set(VARIANTS)):
         parser.error(f"there is no variant {', '.join(unknown)}; there are {', '.join(VARIANTS)}")
     RESULTS.mkdir(parents=True, exist_ok=True)
     for name in names:
-        packed = gzip.compress(to_json(record(name)), mtime=0)
+        packed = gzip.compress(to_json(record(name, args.jobs)), mtime=0)
         (RESULTS / f"{name}.json.gz").write_bytes(packed)
 
 

@@ -1,25 +1,32 @@
-"""Mean E2E latency of a worker whose variants do not all stay loaded: simulated, and by the plan's law of load.
+"""Mean E2E latency of a worker with variants, simulated step by step, and by the plan's law of load.
 
-Run: ``python -m tests.bench.variant_load_law [--requests N]``.
+Run: ``python -m tests.bench.variant_load_law [--requests N] [--jobs N] [--json FILE] [--all]``.
 
-The cases were written down before the first result. A Llama of 7B on one H200 by the roofline, vLLM, 1,000
-variants by Zipf's law with exponent 1, prompts of 1,150 tokens, answers of 210 on average (geometric), Poisson
-arrivals at shares of the rate that the law without loads serves. Both sides have the same times of steps, prompts
-and loads, so that their difference is that of the law alone. The second law leaves loads out, as plans did.
+The cases were written down before the first result; ``CASES`` first, ``MORE`` before the law knew that variants
+wait for a slot. One worker on an H200 by the roofline, vLLM, prompts of 1,150 tokens, answers of 210 on average
+(geometric), Poisson arrivals, at most 64 requests at once. Rates are shares of what the law serves without loads
+and with a slot for each variant. All sides have the same times of steps, prompts and loads, so that their
+difference is that of the law alone. *Slots for all* is the law that has a slot for each variant, as plans had.
+A queue *grows* where the mean E2E of the last fifth of the requests is above 1.5 times that of the third fifth.
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+import json
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache, partial
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 
-from fingerprint.config import DeploymentConfig, Workload
-from fingerprint.estimates import Estimator
-from fingerprint.estimators.adapter_slots import WithAdapterSlots, variant_load_s
+from fingerprint.config import DeploymentConfig, SlotFormat, Workload
+from fingerprint.estimators.adapter_slots import WithAdapterSlots, variant_cost, variant_load_s
 from fingerprint.estimators.roofline import RooflineEstimator
+from fingerprint.estimators.variant_loads import WithVariantLoads
 from fingerprint.gpus import gpu_spec
 from fingerprint.queueing import ServiceColumns, Variation, requests_at_once, slot_wait
 from fingerprint.service_model import service_model
@@ -28,44 +35,70 @@ from planner.adapter_slots import VariantLoad
 from tests.fingerprint.step_timed_machine import llama_7b
 from tests.traces.simulator.variant_worlds import serve_variants, variants_of
 from traces.request import Request
-from traces.simulator.step_model import Limits, tabulate
+from traces.simulator.step_model import Limits, StepModel, tabulate
 
-SPEC, GPU, LOAD = llama_7b(), gpu_spec("h200-sxm"), VariantLoad(1_000, 1.0)
+GPU = gpu_spec("h200-sxm")
 INPUT, OUTPUT, BATCH = 1_150, 210, 64
-PLAIN = RooflineEstimator(SPEC, GPU)
-STEPS = tabulate(
-    PLAIN,
-    DeploymentConfig(engine="vllm"),
-    Limits(max_batch=BATCH, max_context_tokens=4_096, max_batched_tokens=8_192),
-)
-_WARM_UP = 0.2  # of the requests, left out
+_WARM_UP, _GROWS = 0.2, 1.5  # of the requests, left out; of two means
 
 
-@dataclass(frozen=True, slots=True)
+MODELS = {"7B": llama_7b, "20B": partial(llama_7b, 96)}  # layers as those of the first, three times as many
+
+
+@lru_cache(maxsize=4)
+def _steps(model: str) -> StepModel:
+    limits = Limits(max_batch=BATCH, max_context_tokens=4_096, max_batched_tokens=8_192)
+    return tabulate(RooflineEstimator(MODELS[model](), GPU), DeploymentConfig(engine="vllm"), limits)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """Slots, rank of the adapters, and the rate as a share of what is served without loads."""
+    """Worker and its traffic."""
 
     slots: int
-    rank: int
-    share: float
+    share: float  # of what is served without loads
+    rank: int = 16  # of adapters; 0: variants are int2 deltas
+    skew: float = 1.0  # of Zipf's law; 0: even
+    variants: int = 1_000
+    model: str = "7B"
 
     @property
     def config(self) -> DeploymentConfig:
-        return DeploymentConfig(engine="vllm", adapter_slots=self.slots, adapter_rank=self.rank)
+        deltas = SlotFormat.NONE if self.rank else SlotFormat.INT2
+        return DeploymentConfig(
+            engine="vllm", adapter_slots=self.slots, adapter_rank=self.rank, delta_format=deltas
+        )
 
-    def columns(self, *, with_loads: bool) -> ServiceColumns:
-        missed = LOAD.missed if with_loads else lambda places: 0.0
-        estimator: Estimator = WithAdapterSlots(PLAIN, SPEC, LOAD.distinct, 0.0, missed)
+    @property
+    def load(self) -> VariantLoad:
+        return VariantLoad(self.variants, self.skew)
+
+    @property
+    def load_s(self) -> float:
+        spec = MODELS[self.model]()
+        cost = variant_cost(RooflineEstimator(spec, GPU), spec, self.config)
+        assert cost is not None
+        return variant_load_s(cost, spec, self.config)
+
+    def columns(self, *, with_loads: bool, slots_for_all: bool) -> ServiceColumns:
+        spec, load = MODELS[self.model](), self.load
+        estimator = WithVariantLoads(
+            WithAdapterSlots(RooflineEstimator(spec, GPU), spec, load.distinct, 0.0),
+            spec,
+            load.missed if with_loads else lambda places: 0.0,
+        )
         work = Workload(batch=1, input_tokens=INPUT, output_tokens=OUTPUT)
-        return ServiceColumns.of([service_model(estimator, self.config, work)], np.array([float(BATCH)]))
+        found = ServiceColumns.of([service_model(estimator, self.config, work)], np.array([float(BATCH)]))
+        return replace(found, most=np.array([float(BATCH)])) if slots_for_all else found
 
     @property
     def rate_per_s(self) -> float:
-        return self.share / float(self.columns(with_loads=False).slot_s[0])
+        return self.share / float(self.columns(with_loads=False, slots_for_all=True).slot_s[0])
 
-    def expected_s(self, *, with_loads: bool) -> float:
+    def expected_s(self, *, with_loads: bool = True, slots_for_all: bool = False) -> float:
         """Return the mean by the law; infinite where the rate is not served."""
-        columns, variation = self.columns(with_loads=with_loads), Variation(input_cv=0.0)
+        columns = self.columns(with_loads=with_loads, slots_for_all=slots_for_all)
+        variation = Variation(input_cv=0.0)
         used = self.rate_per_s * columns.slot_s
         if used[0] >= 1:
             return float("inf")
@@ -73,41 +106,118 @@ class Case:
         waiting_s = slot_wait(columns, used, variation, running.peak).of_all_s
         return float((columns.requests_s(running.mean) + waiting_s)[0])
 
-    def simulated(self, requests: int) -> tuple[float, float]:
-        """Return mean seconds, and loads for each request."""
+    def simulated(self, requests: int) -> Seen:
+        """Return what the simulator has of so many requests."""
         rng = np.random.default_rng(0)
         at_s = np.cumsum(rng.exponential(1 / self.rate_per_s, requests))
-        drawn = rng.choice(LOAD.variants, requests, p=LOAD.shares)
+        drawn = rng.choice(self.variants, requests, p=self.load.shares)
         lengths = np.minimum(rng.geometric(1 / OUTPUT, requests), 2_000)
         asked = [
             Request(float(at), INPUT, int(length), model=f"v{one}")
             for at, one, length in zip(at_s, drawn, lengths, strict=True)
         ]
-        cost = adapter_cost(self.config, SPEC, self.rank)
+        cost = adapter_cost(self.config, MODELS[self.model](), self.rank)
         assert cost is not None
-        found = serve_variants(asked, STEPS, cost, outstanding_per_slot=1)
-        e2e_s = (found.outcomes.last_token_s - found.outcomes.arrival_s)[int(_WARM_UP * requests) :]
-        return float(np.mean(e2e_s)), variants_of(found).loads / requests
+        found = serve_variants(asked, _steps(self.model), cost, outstanding_per_slot=1)
+        e2e_s = found.outcomes.last_token_s - found.outcomes.arrival_s
+        third, last = (float(np.mean(np.array_split(e2e_s, 5)[part])) for part in (2, 4))
+        return Seen(
+            e2e_s=float(np.mean(e2e_s[int(_WARM_UP * requests) :])),
+            loads=variants_of(found).loads / requests,
+            grows=last > _GROWS * third,
+        )
 
 
-CASES = tuple(Case(*one) for one in product((8, 32), (16, 64), (0.2, 0.4, 0.6)))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """Outcome of a case in the simulator."""
+
+    e2e_s: float  # mean
+    loads: float  # for each request
+    grows: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compared:
+    """Case, what the simulator has of it, and the means by the laws; infinite: not served."""
+
+    case: Case
+    rate_per_s: float
+    load_s: float
+    missed: float
+    seen: Seen
+    law_s: float
+    slots_for_all_s: float
+
+    @property
+    def row(self) -> str:
+        case, seen = self.case, self.seen
+        kind = f"rank {case.rank}" if case.rank else "int2 deltas"
+        law = "even" if not case.skew else f"{case.skew:g}"
+        mean = f"{seen.e2e_s:.2f} s" + ", grows" * seen.grows
+        laws = " | ".join("not served" if np.isinf(s) else f"{s:.2f}" for s in (self.law_s, self.slots_for_all_s))
+        return (
+            f"| {case.model} | {kind} | {case.variants:,} | {law} | {case.slots} | {case.share:.0%}, "
+            f"{self.rate_per_s:.2f}/s | {seen.loads:.2f}, {self.missed:.2f} | {mean} | {laws} |"
+        )
+
+
+def as_json(rows: Sequence[Compared]) -> str:
+    """Return the rows for a file; null: not served."""
+    found = [asdict(row) for row in rows]
+    finite = [{key: None if value == float("inf") else value for key, value in row.items()} for row in found]
+    return json.dumps(finite, indent=1) + "\n"
+
+
+def compared(case: Case, requests: int) -> Compared:
+    return Compared(
+        case=case,
+        rate_per_s=case.rate_per_s,
+        load_s=case.load_s,
+        missed=case.load.missed(case.config.loaded_adapters),
+        seen=case.simulated(requests),
+        law_s=case.expected_s(),
+        slots_for_all_s=case.expected_s(slots_for_all=True),
+    )
+
+
+SHARES = (0.2, 0.4, 0.6)
+CASES = tuple(
+    Case(slots=slots, rank=rank, share=share) for slots, rank, share in product((8, 32), (16, 64), SHARES)
+)
+MORE = (
+    *(
+        Case(slots=slots, skew=skew, share=share, model=model)
+        for model, slots, skew, share in product(MODELS, (4, 8, 16), (0.0, 0.5, 1.0, 1.5), SHARES)
+    ),
+    *(
+        Case(slots=slots, skew=skew, share=share, variants=32)
+        for slots, skew, share in product((4, 8, 16), (0.0, 1.5), SHARES)
+    ),
+    *(
+        Case(slots=slots, skew=skew, share=share, variants=64, rank=0)
+        for slots, skew, share in product((8, 16), (0.0, 1.5), SHARES)
+    ),
+)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--requests", type=int, default=4_000)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="file of all rows")
+    parser.add_argument("--all", action="store_true", help="the further cases, too")
     args = parser.parse_args()
-    print("| slots | rank | a load | requests/s | loads a request, law | mean E2E | law | without loads |")
-    print("|---:|---:|---:|---:|---|---:|---:|---:|")
-    for case in CASES:
-        seen_s, loads = case.simulated(args.requests)
-        with_s, without_s = (case.expected_s(with_loads=one) for one in (True, False))
-        print(
-            f"| {case.slots} | {case.rank} | {variant_load_s(SPEC, case.config):.2f} s | {case.rate_per_s:.2f} | "
-            f"{loads:.2f}, {LOAD.missed(case.config.loaded_adapters):.2f} | {seen_s:.2f} s | {with_s:.2f} | "
-            f"{without_s:.2f} |",
-            flush=True,
-        )
+    cases = (*CASES, *MORE) if args.all else CASES
+    print("| model | variants | number | Zipf | slots | rate | loads, law | mean E2E | law | slots for all |")
+    print("|---|---|---:|---|---:|---|---|---:|---:|---:|")
+    rows = []
+    with ProcessPoolExecutor(args.jobs) as processes:
+        for row in processes.map(compared, cases, [args.requests] * len(cases)):
+            rows.append(row)
+            print(row.row, flush=True)
+            if args.json is not None:
+                args.json.write_text(as_json(rows))
     return 0
 
 

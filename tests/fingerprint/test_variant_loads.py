@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,9 +40,12 @@ def test_loads_in_steady_state_are_added_to_prompts(
 ) -> None:
     """Each request of a batch adds the mean time of its load; steps are as they were.
 
-    The share of requests that wait for one is an upper bound, so that the interval begins at none.
+    The share of requests that wait for one is an upper bound, so that the interval begins at none. Deltas have two
+    GPUs: on one their loads stop nothing.
     """
-    config = DeploymentConfig(engine="vllm", adapter_slots=places // 4, adapter_rank=16, delta_mib=delta_mib)
+    tp = 2 if delta_mib else 1
+    slots = {"adapter_slots": places // 4, "adapter_rank": 16, "delta_mib": delta_mib}
+    config = DeploymentConfig(engine="vllm", tp=tp, **slots)
     work, load = Workload(batch=batch, input_tokens=512, output_tokens=64), VariantLoad(100, 1.0, base_share)
     none = with_slots(load).estimate(config, work)
     found = WithVariantLoads(with_slots(load), LLAMA, load.missed).estimate(config, work)
@@ -103,8 +108,9 @@ def test_loads_stop_the_steps_of_vllm_alone() -> None:
 
 
 @pytest.mark.parametrize(("tp", "stops"), [(1, False), (2, True)])
-def test_deltas_are_loaded_next_to_the_steps_of_one_gpu(tp: int, stops: bool) -> None:
-    config = DeploymentConfig(engine="vllm", adapter_slots=1, delta_format=SlotFormat.INT2, tp=tp)
+@pytest.mark.parametrize("deltas", [{"delta_format": SlotFormat.INT2}, {"adapter_rank": 8, "delta_mib": 2_000}])
+def test_deltas_are_loaded_next_to_the_steps_of_one_gpu(deltas: dict[str, Any], tp: int, stops: bool) -> None:
+    config = DeploymentConfig(engine="vllm", adapter_slots=1, tp=tp, **deltas)
     work, load = Workload(batch=8, input_tokens=512, output_tokens=64), VariantLoad(100, 1.0)
     none = with_slots(load).estimate(config, work)
     found = WithVariantLoads(with_slots(load), LLAMA, load.missed).estimate(config, work)

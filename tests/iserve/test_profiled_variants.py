@@ -325,7 +325,8 @@ class TestPlans:
         found = variant_cost(estimator, SOURCE.spec, config)
         assert found is not None
         assert found.load_s(0) == pytest.approx(layers * truth.load[0] + truth.load[1])
-        assert cost.load_s == 0.0, "a load stops no worker of the embedded engine, as a simulated one would"
+        assert cost.load_s == found.load_s(adapter_bytes(SOURCE.spec, 8))
+        assert not cost.stops_steps, "a load of the embedded engine is next to its steps"
 
     def test_a_plan_at_a_rate_advises_to_merge_by_the_measured_time(self, with_variants: Profile) -> None:
         """Without it there is none, for the time of adapters is not known then."""

@@ -292,3 +292,19 @@ def test_a_load_takes_its_time_however_much_of_a_prompt_is_cached(
     load_s = adapter_slots.load_s(adapter_bytes(SPEC, 64))
     assert found.value - none.value == pytest.approx(4 * load.missed(32) * load_s)
     assert found.low == none.low
+
+
+@pytest.mark.parametrize(("rate", "slots"), [(5.5, 16), (1.0, None), (50.0, None)])
+def test_it_is_said_with_how_many_slots_a_rate_is_served(rate: float, slots: int | None, golden: Golden) -> None:
+    """8 slots for 1,000 variants: the rate is served with 16; with 8; and with none."""
+    options = varied(Traffic(variants=1_000, variant_rank=16), IntentKind.MIN_LATENCY, rate=rate)
+    options = replace(options, adapter_slots=8, workload=replace(options.workload, batch=64))
+    hardware = hardware_on("h200:1")
+    found = planned(hardware, options)
+    notes = [note for note in found.document.notes if "not served with" in note]
+    assert (found.best is not None) == (rate == 1.0)
+    if slots is None:
+        assert not notes
+        return
+    golden("variant", notes)
+    assert planned(hardware, replace(options, adapter_slots=slots)).best is not None

@@ -27,6 +27,7 @@ class AdapterCost:
     slots: int  # adapters in flight at once
     max_loaded: int
     load_s: float = 0.0  # of one adapter
+    stops_steps: bool = True  # for as long as that; else a load holds up the requests for its adapter alone
     added_s: Callable[[int, int], float] = _no_time  # to a step, by its sequences and its adapters, one at least
     prompt_share: float = 0.0  # of a prompt's time
     prompt_s: Callable[[int], float] | None = None  # more for an adapter's prompts in a step, by their tokens

@@ -20,6 +20,7 @@ from placement.actions import ClusterAction, Drain, Move, Scale
 from placement.types import ClusterSnapshot
 from planner.admission import AdmissionPolicy
 from traces.outcomes import Failure
+from traces.simulator.adapter_workers import AdapterServer
 from traces.simulator.admission import SimulatedAdmission
 from traces.simulator.cluster import Cluster
 from traces.simulator.deployment_state import Deployment, moved, snapshot_without, states
@@ -354,6 +355,8 @@ class Deployments:
         self._of[server] = deployment
         if server.kv is not None:
             deployment.kv_meters.append(server.kv)
+        if isinstance(server, AdapterServer) and server.thread is not None:
+            self._of[server.thread] = deployment
         if decided.adapters is not None:
             deployment.traffic = deployment.traffic or self.dispatch.new_traffic(deployment, decided.adapters)
             deployment.traffic.enter(server)
@@ -369,6 +372,9 @@ class Deployments:
         """Remove a server that is gone, and its successor of a move; a server that it was to replace stays."""
         self._cluster.remove(server, now_s)
         deployment = self._of.pop(server)
+        if isinstance(server, AdapterServer) and server.thread is not None:
+            self._of.pop(server.thread)
+            server.thread.version += 1  # a load under way ends with it
         deployment.decided.pop(server)
         deployment.since_s = now_s
         if server.kv is not None:

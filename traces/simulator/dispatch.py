@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from traces.outcomes import Failure
 from traces.simulator.adapter_cost import AdapterCost
-from traces.simulator.adapter_workers import AdapterServer
+from traces.simulator.adapter_workers import AdapterServer, LoadingThread
 from traces.simulator.cluster import Cluster
 from traces.simulator.deployment_state import Deployment, can_keep
 from traces.simulator.policy_errors import PolicyFault, ask
@@ -81,10 +81,15 @@ class Dispatch:
             self._requests.fail(row, Failure.NOT_SERVED)
         deployment.queue.clear()
 
-    @staticmethod
-    def note(deployment: Deployment, server: Server, now_s: float) -> bool:
+    def note(self, deployment: Deployment, server: Server, now_s: float) -> bool:
         """Note what a run of a replica with adapter slots has brought about; False: no more can be sent."""
         assert deployment.traffic is not None, "it has adapter slots"
+        if isinstance(server, LoadingThread):
+            released, server.released = server.released, []
+            server = server.worker
+            for waiting in released:  # each may end the worker's run, as one that is submitted
+                server.release(waiting)
+                self._wake(server, now_s)
         return isinstance(server, AdapterServer) and deployment.traffic.note(server, now_s)
 
     def new_traffic(self, deployment: Deployment, cost: AdapterCost) -> VariantTraffic:
@@ -176,7 +181,7 @@ class Dispatch:
         if server.busy:
             self._cluster.cut(server, now_s)
         elif not server.queued:
-            self._cluster.schedule(server, now_s)
+            self._cluster.schedule(server, max(now_s, server.ready_s))
 
     def _submit_among_variants(self, deployment: Deployment, server: Server, row: int, now_s: float) -> bool:
         """Submit a request to its replica; False: it is refused there."""

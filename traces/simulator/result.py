@@ -65,7 +65,7 @@ class VariantFigures:
     hits: int  # of those, whose adapter was loaded, or being loaded, when they were given to a worker
     loads: int
     evictions: int
-    load_s: float  # of one load, in which its worker does nothing else; 0: not known, or it stops no worker
+    load_s: float  # of one load; 0: not known
     waiting: Percentiles | None  # from the arrival until a worker had the request and its adapter
     ttft_warm: Percentiles | None
     ttft_cold: Percentiles | None

@@ -122,7 +122,7 @@ class VariantTraffic:
             return
         assert isinstance(worker, AdapterServer)
         worker.order(variant)
-        self._wake(worker, now_s)
+        self._wake(worker.thread or worker, now_s)
 
     def send(self, request: _Request, worker: Server, now_s: float) -> None:
         """Send a request, which its replica may refuse as too long for it."""

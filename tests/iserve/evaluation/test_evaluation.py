@@ -139,6 +139,13 @@ def test_document_is_read_back_and_best_is_one() -> None:
         assert not ratios or min(ratios) == pytest.approx(1.0)
 
 
+@pytest.mark.slow
+def test_any_number_of_processes_gives_the_same_document() -> None:
+    runs = [WorldRun(small_world(seeds=[1, 2], horizon_s=5), Path())]
+    alone, shared = (evaluate(runs, contestants=("ours", STRONG_RULE, "first-fit"), jobs=jobs) for jobs in (1, 2))
+    assert replace(shared, seconds=alone.seconds) == alone
+
+
 def test_information_none_hides_rates() -> None:
     for information, known in (("none", False), ("rates", True), ("trace", True)):
         arena = make_arena(small_world(information=information), 1, Path())

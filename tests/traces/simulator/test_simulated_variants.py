@@ -37,11 +37,12 @@ _REQUESTS = st.lists(
 )
 
 
-def cost(slots: int = 2, max_loaded: int = 4, load_s: float = 0.3) -> AdapterCost:
+def cost(slots: int = 2, max_loaded: int = 4, load_s: float = 0.3, *, stops_steps: bool = True) -> AdapterCost:
     return AdapterCost(
         slots=slots,
         max_loaded=max_loaded,
         load_s=load_s,
+        stops_steps=stops_steps,
         added_s=lambda rows, active: 0.01 * active,
         prompt_share=0.5,
     )
@@ -135,8 +136,11 @@ class TestLaws:
         slots=st.integers(1, 3),
         spare=st.integers(0, 3),
         preempts=st.booleans(),
+        stops=st.booleans(),
     )
-    def test_no_request_is_lost(self, policy: str, asked, replicas: int, slots: int, spare: int, preempts) -> None:
+    def test_no_request_is_lost(
+        self, policy: str, asked, replicas: int, slots: int, spare: int, preempts, stops
+    ) -> None:
         bounds = Limits(
             max_batch=4,
             max_context_tokens=200,
@@ -146,9 +150,8 @@ class TestLaws:
         )
         steps = linear_steps(bounds, step_s=0.05, sequence_s=0.01, prompt_token_s=0.001)
         requests = requests_of(asked)
-        result = serve_variants(
-            requests, steps, cost(slots, slots + spare), replicas=replicas, policy=make_variant_policy(policy)
-        )
+        own = cost(slots, slots + spare, stops_steps=stops)
+        result = serve_variants(requests, steps, own, replicas=replicas, policy=make_variant_policy(policy))
         found, names = variants_of(result), {request.model for request in requests if request.model}
         assert result.outcomes.completed.all()
         assert found.asked_for == len(names)
@@ -175,8 +178,9 @@ class TestLaws:
             max_size=5,
         ),
         failing=st.none() | st.floats(0.0, 40.0),
+        stops=st.booleans(),
     )
-    def test_no_request_is_lost_as_replicas_change(self, policy: str, asked, orders, failing) -> None:
+    def test_no_request_is_lost_as_replicas_change(self, policy: str, asked, orders, failing, stops) -> None:
         faults = (
             ()
             if failing is None
@@ -185,7 +189,7 @@ class TestLaws:
         result = serve_variants(
             requests_of(asked),
             STEPS,
-            cost(),
+            cost(stops_steps=stops),
             replicas=2,
             policy=make_variant_policy(policy),
             more=faults,
@@ -199,7 +203,8 @@ class TestLaws:
             assert outcomes.completed.all()
 
     @POLICIES
-    def test_a_replica_that_drains_or_moves_gives_its_requests_back(self, policy: str) -> None:
+    @pytest.mark.parametrize("stops", [True, False])
+    def test_a_replica_that_drains_or_moves_gives_its_requests_back(self, policy: str, stops: bool) -> None:
         requests = zipf(80, 8, 0.1)
         moving = Move(
             name=BASE,
@@ -216,7 +221,7 @@ class TestLaws:
             result = serve_variants(
                 requests,
                 STEPS,
-                cost(),
+                cost(stops_steps=stops),
                 replicas=2,
                 policy=make_variant_policy(policy),
                 cluster_policy=Scripted(script, every_s=2.0),

@@ -1,0 +1,94 @@
+"""Requests that slots for variants let run at once, from the estimate to the law of load."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.estimators.adapter_slots import WithAdapterSlots, requests_within
+from fingerprint.estimators.roofline import RooflineEstimator
+from fingerprint.estimators.variant_loads import WithVariantLoads
+from fingerprint.gpus import gpu_spec
+from fingerprint.queueing import ServiceColumns
+from fingerprint.service_model import service_model
+from planner.adapter_slots import VariantLoad
+from planner.attainment import Attainment
+from planner.costs import figures
+from planner.intent import Traffic
+from tests.fingerprint.step_timed_machine import llama_7b
+
+LLAMA = llama_7b()
+WORK = Workload(batch=64, input_tokens=512, output_tokens=128)
+_LOADS = st.builds(
+    VariantLoad, st.integers(2, 500), st.sampled_from([0.0, 0.5, 1.0, 1.5]), st.sampled_from([0.0, 0.3])
+)
+
+
+def with_slots(load: VariantLoad) -> WithVariantLoads:
+    inner = WithAdapterSlots(RooflineEstimator(LLAMA, gpu_spec("h200-sxm")), LLAMA, load.distinct, load.of_base)
+    return WithVariantLoads(inner, LLAMA, load.missed)
+
+
+def slots_of(number: int) -> DeploymentConfig:
+    return DeploymentConfig(engine="vllm", adapter_slots=number, adapter_rank=16)
+
+
+def test_two_slots_for_four_variants_by_hand() -> None:
+    """4 (1 - exp(-n / 4)) = 2."""
+    assert requests_within(VariantLoad(4, 0.0).distinct, 2) == pytest.approx(4 * math.log(2))
+
+
+@settings(deadline=None)
+@given(load=_LOADS, slots=st.integers(1, 64))
+def test_so_many_requests_ask_for_as_many_variants_as_there_are_slots(load: VariantLoad, slots: int) -> None:
+    found = requests_within(load.distinct, slots)
+    if load.variants <= slots:
+        assert found == math.inf
+        return
+    assert load.distinct(found) == pytest.approx(slots)
+    assert requests_within(load.distinct, slots + 1) > found >= slots
+
+
+def test_the_law_of_load_runs_no_more_at_once() -> None:
+    """8 slots, 1,000 variants by Zipf's law: of services and of estimates alike."""
+    load, config = VariantLoad(1_000, 1.0), slots_of(8)
+    within = requests_within(load.distinct, 8)
+    assert 8 < within < 10
+    estimator = with_slots(load)
+    service = service_model(estimator, config, WORK)
+    columns = ServiceColumns.of([service, service], np.array([64.0, 4.0]))
+    assert columns.most.tolist() == [pytest.approx(within), 4.0]
+    full = figures([estimator.estimate(config, WORK)])
+    alone = estimator.estimate(config, Workload(batch=1, input_tokens=512, output_tokens=128))
+    assert full.most_at_once.tolist() == [pytest.approx(within)]
+    served = Attainment.of_estimates(full, [alone], Traffic())
+    at_once = service.requests_per_s(within)
+    assert 1 / served.service_s[0] == pytest.approx(at_once, rel=0.2)  # steps on a line from 1 request to 64
+    assert at_once < 0.6 * service.requests_per_s(64)
+
+
+def test_a_slot_for_each_variant_bounds_nothing() -> None:
+    """The law is as if requests never waited for one, and so it is of a base without slots."""
+    load = VariantLoad(8, 1.0)
+    for config in (slots_of(8), DeploymentConfig(engine="vllm")):
+        estimate = with_slots(load).estimate(config, WORK)
+        assert estimate.most_at_once == math.inf
+        assert figures([estimate]).most_at_once.tolist() == [64.0]
+
+
+@settings(max_examples=30, deadline=None)
+@given(load=_LOADS, slots=st.integers(1, 32), rate_per_s=st.floats(0.1, 20.0))
+def test_fewer_at_once_never_wait_less(load: VariantLoad, slots: int, rate_per_s: float) -> None:
+    """The same service with and without the bound of its slots: the mean is no less with it."""
+    estimator, config = with_slots(load), slots_of(slots)
+    bound = figures([estimator.estimate(config, WORK)])
+    alone = [estimator.estimate(config, Workload(batch=1, input_tokens=512, output_tokens=128))]
+    free = replace(bound, most_at_once=bound.batch)
+    with_bound, without = (Attainment.of_estimates(one, alone, Traffic()) for one in (bound, free))
+    assert with_bound.mean_e2e(rate_per_s)[0] >= without.mean_e2e(rate_per_s)[0] * (1 - 1e-9)
