@@ -10,7 +10,7 @@ import pytest
 from daemon.engines.registry import get_engine
 from daemon.worker_spec import WorkerSpec
 from fingerprint.codec import to_json
-from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.config import DeploymentConfig, SlotFormat, Workload
 from fingerprint.estimators import adapter_slots
 from fingerprint.lora import reserved_bytes, slot_bytes
 from fingerprint.lora.slot_bytes import adapter_bytes
@@ -308,3 +308,13 @@ def test_it_is_said_with_how_many_slots_a_rate_is_served(rate: float, slots: int
         return
     golden("variant", notes)
     assert planned(hardware, replace(options, adapter_slots=slots)).best is not None
+
+
+@pytest.mark.parametrize("rate", [0.2, 1.0])
+def test_it_is_said_how_busy_loads_next_to_the_steps_are(rate: float, golden: Golden) -> None:
+    """64 int2 deltas, of which 8 stay loaded: 7 of 8 requests need a load."""
+    traffic = Traffic(variants=64, variant_rank=0, variant_skew=0.0, delta_format=SlotFormat.INT2)
+    options = replace(varied(traffic, IntentKind.MIN_LATENCY, rate=rate), adapter_slots=8)
+    found = planned(hardware_on("h200:1"), options)
+    assert found.best is not None
+    golden("variant", [note for note in found.document.notes if "next to the steps" in note])
