@@ -147,7 +147,7 @@ def _too_few_slots(
     if plan.best is not None or nearest is None or not (nearest.config.adapter_slots and slots and too_often):
         return ()
     within, more = requests_within(load.distinct, slots), slots
-    while more < min(MOST_SLOTS, load.variants):
+    while within is not None and more < min(MOST_SLOTS, load.variants):
         more = min(2 * more, MOST_SLOTS)
         if with_slots(more)[0].best is not None:
             return (

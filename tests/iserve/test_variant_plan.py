@@ -9,7 +9,7 @@ import pytest
 
 from daemon.engines.registry import get_engine
 from daemon.worker_spec import WorkerSpec
-from fingerprint.codec import to_json
+from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, SlotFormat, Workload
 from fingerprint.estimators import adapter_slots
 from fingerprint.lora import reserved_bytes, slot_bytes
@@ -17,6 +17,7 @@ from fingerprint.lora.slot_bytes import adapter_bytes
 from fingerprint.model_spec import ModelSpec
 from iserve.planning.deployability import DeployableDocument
 from iserve.planning.deployment_choice import planned_deployment
+from iserve.planning.document import PlanDocument
 from iserve.planning.pipeline import PlanOptions, datasheet_estimator, slots_of, space, with_traffic
 from iserve.planning.words import gib
 from iserve.planning.worker_launch import PlannedDeployment
@@ -318,3 +319,12 @@ def test_it_is_said_how_busy_loads_next_to_the_steps_are(rate: float, golden: Go
     found = planned(hardware_on("h200:1"), options)
     assert found.best is not None
     golden("variant", [note for note in found.document.notes if "next to the steps" in note])
+
+
+@pytest.mark.parametrize("variants", [8, 1_000])
+def test_a_joint_plan_is_read_back(variants: int) -> None:
+    """A slot for each variant, where they bound nothing, and fewer."""
+    found = planned(hardware_on("h200:2"), varied(Traffic(variants=variants, variant_skew=0.0), rate=1.0))
+    assert found.document.joint is not None
+    assert (found.document.joint.service.most_at_once is None) == (variants == 8)
+    assert from_json(to_json(found.document), PlanDocument) == found.document
