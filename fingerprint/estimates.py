@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol, runtime_checkable
@@ -145,7 +144,7 @@ class Estimate:
     correction: Correction | None = None  # None: as the estimator says
     measured_config: DeploymentConfig | None = None  # whose measured times these come from; None: datasheets alone
     links_measured: bool = False  # whether all-reduces of this TP degree rest on measured links
-    most_at_once: float = math.inf  # requests that run at once on average, where slots for variants bound them
+    most_at_once: float | None = None  # requests at once on average; None: no slots for variants bound them
 
     @property
     def is_measured(self) -> bool:

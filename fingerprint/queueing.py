@@ -87,7 +87,7 @@ class ServiceColumns:
         knots = np.array(STEP_KNOTS, np.float64)
         slopes_s = np.diff(steps_s, axis=0) / np.diff(knots)[:, None]
         return cls(
-            most=np.minimum(most, [service.most_at_once for service in services]),
+            most=np.minimum(most, [service.most_at_once or np.inf for service in services]),
             prompt_s=np.array([service.prompt_s for service in services]),
             added_prompt_s=np.array([service.added_prompt_s for service in services]),
             more_tokens=np.array([service.output_tokens - 1 for service in services]),

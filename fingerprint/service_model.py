@@ -62,8 +62,8 @@ class ServiceModel:
     """Sequences that run at once at most."""
     further_prompt_s: float | None = None
     """Seconds of each further prompt of a batch; None: those of one alone, without a read of the weights."""
-    most_at_once: float = math.inf
-    """Requests that run at once on average, where slots for variants bound them (``Estimate.most_at_once``)."""
+    most_at_once: float | None = None
+    """Requests that run at once on average; None: no slots for variants bound them (``Estimate.most_at_once``)."""
 
     def __post_init__(self) -> None:
         times = (self.prompt_s, *self.step_s)

@@ -175,12 +175,11 @@ _UNKNOWN = (math.nan, math.nan, math.nan)
 
 def _row(estimate: Estimate) -> tuple[float, ...]:
     work, memory, ttft, tpot = estimate.workload, estimate.memory, estimate.ttft_s, estimate.tpot_s
-    drawn = estimate.power_w_per_gpu
+    drawn, at_once = estimate.power_w_per_gpu, estimate.most_at_once or math.inf
     power = _UNKNOWN if drawn is None else (drawn.value, drawn.low, drawn.high)
     return (
-        work.batch, estimate.most_at_once, work.input_tokens, work.output_tokens, memory.tp * memory.pp,
-        total_bytes(memory), memory.relative_error, ttft.value, ttft.low, ttft.high, tpot.value, tpot.low,
-        tpot.high, *power,
+        work.batch, at_once, work.input_tokens, work.output_tokens, memory.tp * memory.pp, total_bytes(memory),
+        memory.relative_error, ttft.value, ttft.low, ttft.high, tpot.value, tpot.low, tpot.high, *power,
     )  # fmt: skip
 
 

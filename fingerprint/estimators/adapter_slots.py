@@ -222,8 +222,8 @@ class WithAdapterSlots:
         return self.base.variant_cost(config) if isinstance(self.base, TellsVariantCost) else None
 
 
-def requests_within(distinct: Callable[[float], float], slots: int) -> float:
-    """Return how many requests ask for as many variants as ``slots`` on average; infinite: any number for fewer.
+def requests_within(distinct: Callable[[float], float], slots: int) -> float | None:
+    """Return how many requests ask for as many variants as ``slots`` on average; None: there are no more variants.
 
     With more than these under way requests wait for a slot, so that a server runs so many at once. A variant that
     waits gathers requests, which share its slot then. That lets few more run at once (10% after a wait of two
@@ -233,7 +233,7 @@ def requests_within(distinct: Callable[[float], float], slots: int) -> float:
         distinct: returns how many variants so many requests ask for on average, which grows with their number.
     """
     if distinct(_ALL) <= slots:
-        return math.inf
+        return None
     low, high = 0.0, float(slots)
     while distinct(high) < slots:
         low, high = high, 2 * high

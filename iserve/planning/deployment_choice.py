@@ -147,7 +147,7 @@ def _too_few_slots(
     if plan.best is not None or nearest is None or not (nearest.config.adapter_slots and slots and too_often):
         return ()
     within, more = requests_within(load.distinct, slots), slots
-    while more < min(MOST_SLOTS, load.variants):
+    while within is not None and more < min(MOST_SLOTS, load.variants):
         more = min(2 * more, MOST_SLOTS)
         if with_slots(more)[0].best is not None:
             return (
@@ -224,12 +224,18 @@ def _loads(
     """Return which share of a worker's time loads take, in steady state and at its start."""
     if cost is None or not traits_of(chosen.engine).loads_stop_steps:
         return ()
-    if not loads_stop_steps(chosen):
-        one_s = variant_load_s(cost, spec, chosen)
-        return (f"deltas are loaded next to the steps; a request for one waits {rounded(one_s, 2)} s (estimated)",)
     variants, rate_per_s = options.intent.traffic.variants, options.intent.rate_per_s
     one_s = variant_load_s(cost, spec, chosen)
     missed = variant_load(options.intent.traffic).missed(chosen.loaded_adapters)
+    if not loads_stop_steps(chosen):
+        waits = f"a request for one waits {rounded(one_s, 2)} s (estimated)"
+        if missed and rate_per_s is not None:
+            busy = missed * one_s * rate_per_s / options.replicas
+            waits += (
+                f"; one is loaded at a time, for up to {missed:.1%} of the requests and {busy:.0%} of the time"
+            )
+            waits += ", which is more than there is: more --adapter-slots keep more loaded" * (busy >= 1)
+        return (f"deltas are loaded next to the steps; {waits}",)
     first = min(variants, chosen.loaded_adapters)
     steady = "every variant stays loaded"
     if missed:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
@@ -28,6 +28,7 @@ from fingerprint.estimators.adapter_slots import WithAdapterSlots, variant_cost,
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.estimators.variant_loads import WithVariantLoads
 from fingerprint.gpus import gpu_spec
+from fingerprint.model_spec import ModelSpec
 from fingerprint.queueing import ServiceColumns, Variation, requests_at_once, slot_wait
 from fingerprint.service_model import service_model
 from iserve.simulation.running import adapter_cost
@@ -42,7 +43,10 @@ INPUT, OUTPUT, BATCH = 1_150, 210, 64
 _WARM_UP, _GROWS = 0.2, 1.5  # of the requests, left out; of two means
 
 
-MODELS = {"7B": llama_7b, "20B": partial(llama_7b, 96)}  # layers as those of the first, three times as many
+MODELS: dict[str, Callable[[], ModelSpec]] = {
+    "7B": llama_7b,
+    "20B": partial(llama_7b, 96),
+}  # layers as those of the first, three times as many
 
 
 @lru_cache(maxsize=4)

@@ -9,14 +9,15 @@ import pytest
 
 from daemon.engines.registry import get_engine
 from daemon.worker_spec import WorkerSpec
-from fingerprint.codec import to_json
-from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.codec import from_json, to_json
+from fingerprint.config import DeploymentConfig, SlotFormat, Workload
 from fingerprint.estimators import adapter_slots
 from fingerprint.lora import reserved_bytes, slot_bytes
 from fingerprint.lora.slot_bytes import adapter_bytes
 from fingerprint.model_spec import ModelSpec
 from iserve.planning.deployability import DeployableDocument
 from iserve.planning.deployment_choice import planned_deployment
+from iserve.planning.document import PlanDocument
 from iserve.planning.pipeline import PlanOptions, datasheet_estimator, slots_of, space, with_traffic
 from iserve.planning.words import gib
 from iserve.planning.worker_launch import PlannedDeployment
@@ -308,3 +309,22 @@ def test_it_is_said_with_how_many_slots_a_rate_is_served(rate: float, slots: int
         return
     golden("variant", notes)
     assert planned(hardware, replace(options, adapter_slots=slots)).best is not None
+
+
+@pytest.mark.parametrize("rate", [0.2, 1.0])
+def test_it_is_said_how_busy_loads_next_to_the_steps_are(rate: float, golden: Golden) -> None:
+    """64 int2 deltas, of which 8 stay loaded: 7 of 8 requests need a load."""
+    traffic = Traffic(variants=64, variant_rank=0, variant_skew=0.0, delta_format=SlotFormat.INT2)
+    options = replace(varied(traffic, IntentKind.MIN_LATENCY, rate=rate), adapter_slots=8)
+    found = planned(hardware_on("h200:1"), options)
+    assert found.best is not None
+    golden("variant", [note for note in found.document.notes if "next to the steps" in note])
+
+
+@pytest.mark.parametrize("variants", [8, 1_000])
+def test_a_joint_plan_is_read_back(variants: int) -> None:
+    """A slot for each variant, where they bound nothing, and fewer."""
+    found = planned(hardware_on("h200:2"), varied(Traffic(variants=variants, variant_skew=0.0), rate=1.0))
+    assert found.document.joint is not None
+    assert (found.document.joint.service.most_at_once is None) == (variants == 8)
+    assert from_json(to_json(found.document), PlanDocument) == found.document
