@@ -261,14 +261,17 @@ def _slot_times(
         command = f"iserve profile {source.argument} --engine {chosen.engine}{batch} {option}"
         hint = f"; `{command}` measures it" * traits_of(chosen.engine).profiles_variants
         return f"the time that {what} add on {engine_name(chosen.engine)} is not known and left out{hint}"
-    if cost.measured is not None:
-        return measured_variants_words(cost)
+    in_host = ""
     if chosen.has_delta_slots:
         loaded = gib(chosen.loaded_adapters * largest_delta_bytes(source.spec, chosen))
-        return (
-            "the time that deltas add is estimated from kernels that were timed alone on an H200; loaded deltas "
-            f"lie in the host's memory as well, up to twice {loaded} for each worker, which is not planned"
+        in_host = (
+            f"; loaded deltas lie in the host's memory as well, up to twice {loaded} for each worker, which is "
+            "not planned"
         )
+    if cost.measured is not None:
+        return measured_variants_words(cost) + in_host
+    if chosen.has_delta_slots:
+        return f"the time that deltas add is estimated from kernels that were timed alone on an H200{in_host}"
     return (
         "the time that adapters add is estimated from what one model took on vLLM 0.33 and an H200"
         + "; steps of base and adapters together were not measured" * bool(options.intent.traffic.base_share)

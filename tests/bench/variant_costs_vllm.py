@@ -185,7 +185,7 @@ def measure_fingerprints(spec: ModelSpec, shapes: Shapes, target: Any, kind: Var
     """Measure as a profile does."""
     measured = measure_variant_steps(
         spec,
-        lambda: Watched(target.open(tp=1, pp=1, delta_format=kind.delta_format), kept),  # type: ignore[arg-type]
+        lambda: Watched(target.open(tp=1, pp=1, delta_format=kind.delta_format), kept),
         shapes.cut,
         shapes.variant,
         step_plan(spec, PROFILED, kind),

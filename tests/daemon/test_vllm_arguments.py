@@ -8,16 +8,19 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from daemon.engine_options import EngineOptions
 from daemon.engines.external import PROFILING_PATH
+from daemon.engines.registry import get_engine
 from daemon.engines.vllm.cache import in_blocks
+from daemon.engines.vllm.delta_plug_in import additional_config
 from daemon.profile_messages import ProfileLoad
 from fingerprint.codec import to_json
-from fingerprint.config import KvFormat, WeightFormat
+from fingerprint.config import DeploymentConfig, KvFormat, SlotFormat, WeightFormat
 from fingerprint.model_use import ModelUse
 from tests.daemon.engines.vllm_worker_spec import LLAMA_8B, worker
 
@@ -85,3 +88,97 @@ def test_a_profile_is_of_text_alone_and_runs_code_with_permission_only(
     names = ("language_model_only", "trust_remote_code")
     assert {name: arguments[name] for name in names if name in arguments} == added
     assert arguments["num_gpu_blocks_override"] > 640 // arguments["block_size"]
+
+
+def order_with_slots(folder: Path, **slots: Any) -> tuple[Any, dict[str, Any]]:
+    """Return a worker's spec, and the order of a load as the daemon's side sends it."""
+    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
+    spec = worker(folder)
+    order = ProfileLoad(
+        checkpoint=str(folder),
+        weights=WeightFormat.BITS16,
+        kv=KvFormat.BITS16,
+        layers_per_stage=tuple(stage.num_layers for stage in spec.stages),
+        max_batch=1,
+        max_context_tokens=640,
+        **slots,
+    )
+    return spec, json.loads(to_json(get_engine("vllm").profile_order(spec, order)))
+
+
+@pytest.mark.parametrize(
+    ("slots", "expected"),
+    [
+        pytest.param({}, {}, id="none"),
+        pytest.param(
+            {"adapter_slots": 8, "adapter_rank": 16}, {"max_loras": 8, "max_lora_rank": 16}, id="adapters"
+        ),
+        pytest.param(
+            {"adapter_slots": 4, "delta_format": SlotFormat.INT2},
+            {"max_loras": 4, "max_lora_rank": 1},
+            id="deltas",
+        ),
+    ],
+)
+def test_slots_are_those_of_a_deployment(
+    hosted: Any, tmp_path: Path, slots: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    spec, order = order_with_slots(tmp_path, **slots)
+    engine = hosted.VllmProfilingEngine(json.loads(to_json(spec)))
+    engine._fraction = lambda memory_bytes: 0.5
+    given = engine._arguments(order)
+    names = {"enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "additional_config"}
+    if slots:
+        expected = expected | {"enable_lora": True, "max_cpu_loras": slots["adapter_slots"]}
+    if "delta_format" in slots:
+        served = DeploymentConfig(engine="vllm", adapter_slots=4, delta_format=SlotFormat.INT2)
+        expected = expected | {"additional_config": additional_config(served)}
+    assert {name: given[name] for name in names & set(given)} == expected
+
+
+class AskedAgain:
+    """Engine that reads a delta while it is asked for it."""
+
+    def __init__(self, errors: list[Exception | None]) -> None:
+        self.errors, self.asked = errors, list[int]()
+
+    def add_lora(self, request: Any) -> bool:
+        self.asked.append(request.lora_int_id)
+        error = self.errors.pop(0)
+        if error is not None:
+            raise error
+        return True
+
+
+@pytest.fixture
+def loading(hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return what makes a worker whose engine answers loads as given."""
+    request = SimpleNamespace(LoRARequest=lambda name, number, folder: SimpleNamespace(lora_int_id=number))
+    for name in ("vllm", "vllm.lora"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "vllm.lora.request", request)
+    monkeypatch.setattr(hosted, "_ASK_S", 0.0)
+    spec, _ = order_with_slots(tmp_path)
+
+    def made(errors: list[Exception | None]) -> Any:
+        engine = hosted.VllmProfilingEngine(json.loads(to_json(spec)))
+        engine._llm = SimpleNamespace(llm_engine=AskedAgain(errors))
+        return engine
+
+    return made
+
+
+def test_a_delta_is_asked_for_until_it_is_read(loading: Any) -> None:
+    being_read = Exception("Call to add_lora method failed: delta variant-1 is still being read: ask for it again")
+    engine = loading([being_read, being_read, None, None])
+    assert len(engine.load_variants({"folders": ["/a", "/b"]})) == 2
+    assert engine._llm.llm_engine.asked == [1, 1, 1, 2]
+    assert engine.num_variants == 2
+
+
+def test_a_variant_that_cannot_be_loaded_ends_the_load(hosted: Any, loading: Any) -> None:
+    engine = loading([None, Exception("Call to add_lora method failed: no such tensor")])
+    base = importlib.import_module("iserve_profiling.base")
+    with pytest.raises(base.WorkError, match="no such tensor"):
+        engine.load_variants({"folders": ["/a", "/b"]})
+    assert engine.num_variants == 1

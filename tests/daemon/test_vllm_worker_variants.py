@@ -76,7 +76,7 @@ class TestBursts:
 
 
 def test_costs_of_the_whole_model_follow_from_its_fingerprints(house) -> None:
-    """One and two layers of eight, repeated, with 32 slots and 8."""
+    """Fingerprints of one and two layers of eight, repeated, with 32 slots and 8."""
     spec = load_spec(house.model)
     assert spec.num_layers == LAYERS
 

@@ -78,7 +78,7 @@ class TestLaw:
         assert found.load_s(0) == pytest.approx(LAYERS * TRUTH.load[0] + TRUTH.load[1])
 
     def test_deltas_have_no_part_of_slots(self) -> None:
-        """One number of slots is measured, of which their kernels know nothing."""
+        """Engines with one number of slots are measured, of which their kernels know nothing."""
         truth = replace(TRUTH, step_layer=(*TRUTH.step_layer[:2], 0.0, 0.0), rest=(*TRUTH.rest[:3], 0.0))
         found = StepMachine(truth=truth).measure(INT2)
         config = DeploymentConfig(engine="vllm", adapter_slots=8, delta_format=SlotFormat.INT2)

@@ -20,7 +20,7 @@ def pairs(length, window):
 
 
 def lora_s(tokens, adapters, slots):
-    """Of one layer of a step with adapters."""
+    """Seconds of one layer of a step with adapters."""
     return LORA_S * adapters + LORA_TOKEN_S * tokens * slots if adapters else 0.0
 
 
