@@ -233,8 +233,10 @@ class ModelSpec:
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kinds of layers, the first layer's kind first."""
+        if not (self.layer_shapes or self.layer_windows):
+            return (LayerKind(self.sliding_window, self.num_layers),)
         if not self.layer_shapes:
-            return tuple(LayerKind(window, count) for window, count in Counter(self.windows).items())
+            return tuple(LayerKind(window, count) for window, count in Counter(self.layer_windows).items())
         counts = Counter(zip(self.windows, self.layer_shape_indexes, strict=True))
         shapes = self.layer_shapes
         shares = [shape.kv_elements / self.kv_elements for shape in shapes]

@@ -2,7 +2,9 @@
 
 Hypothesis without a clock, for on a busy machine a slow example is no finding, and with the same examples in every
 run, for a change is judged by what it breaks; ``make test-long`` draws new ones. A collector that looks at what
-the tests of one file make, not at the million objects that modules are and that other files leave."""
+the tests of one file make, not at the million objects that modules are and that other files leave. One thread for
+torch and NumPy, whose models are tiny here and whose threads in two test processes on two cores wait for each
+other; processes that tests start choose their own number."""
 
 from __future__ import annotations
 
@@ -36,17 +38,30 @@ if threading.current_thread() is threading.main_thread():
 
 gc.disable()  # until all is imported: half of what that takes would be the collector's
 
+_THREADS = "OMP_NUM_THREADS"  # read once by OpenMP, OpenBLAS and MKL, as each is loaded
+_threads_given = os.environ.get(_THREADS)
+os.environ.setdefault(_THREADS, "1")
 
+
+@pytest.hookimpl(tryfirst=True)  # before it starts those that run tests
 def pytest_sessionstart(session: pytest.Session) -> None:
     if session.config.getoption("dist", "no") != "no" and not hasattr(session.config, "workerinput"):
         gc.enable()  # this process hands tests out and collects none
+        _pass_threads_on()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     if REWRITES:
         remove_stale(session.config.stash.get(GOLDEN_CASES, {}).keys())
+    _pass_threads_on()
     gc.freeze()
     gc.enable()
+
+
+def _pass_threads_on() -> None:
+    """Let the processes that this one starts have the number of threads that it was given, if any."""
+    if _threads_given is None:
+        os.environ.pop(_THREADS, None)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -23,15 +23,17 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from types import ModuleType
+from typing import NoReturn
 
-__all__ = ["PROGRAMS", "Order", "send", "serve"]
+__all__ = ["PROGRAMS", "Order", "become", "send", "serve"]
 
 PROGRAMS = "FORKED_PROGRAMS"  # variable with a JSON object: socket by the module that `python -m` would run
-_SPAWNERS = ("iserve.client", "iserve.controller.child_processes")  # modules that start programs of iServe
+# Modules that start programs of iServe.
+_SPAWNERS = ("daemon.worker_process", "iserve.client", "iserve.controller.child_processes")
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def serve() -> None:
             with connection, connection.makefile() as lines, contextlib.suppress(OSError):
                 if line := lines.readline():
                     order = Order(**json.loads(line))
-                    pid = os.fork() or _run(module, order, connection)
+                    pid = os.fork() or become(order, partial(_answer_and_run, connection, module.main))
                     if not order.detached:
                         awaited.add(pid)
 
@@ -105,14 +107,19 @@ def _keep_statuses(ended: Path, awaited: set[int]) -> None:
                 (ended / f"{pid}.new").rename(ended / str(pid))
 
 
-def _run(module: ModuleType, order: Order, connection: socket.socket) -> int:
-    """Be the ordered process, answer with its id once that is so, and end with what its ``main`` returns."""
+def _answer_and_run(connection: socket.socket, main: Callable[[], int | None]) -> int | None:
+    """Send the id of this process, close what was the server's, and run ``main``."""
+    connection.sendall(b"%d\n" % os.getpid())
+    os.closerange(3, 64)
+    return main()
+
+
+def become(order: Order, main: Callable[[], int | None]) -> NoReturn:
+    """Be the ordered process, and end with what ``main`` returns."""
     code = 1
     try:
-        _become(order)
-        connection.sendall(b"%d\n" % os.getpid())
-        os.closerange(3, 64)
-        code = module.main() or 0
+        _take_on(order)
+        code = main() or 0
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             code = end.code or 0
@@ -127,7 +134,7 @@ def _run(module: ModuleType, order: Order, connection: socket.socket) -> int:
     os._exit(code)
 
 
-def _become(order: Order) -> None:
+def _take_on(order: Order) -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if order.detached:

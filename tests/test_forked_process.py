@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from daemon.exit_codes import BAD_CHECKPOINT
+from daemon.lease import COMMAND_FILE, EXIT_FILE, LEASE_FILE, ExitRecord, Lease, ShimOrder, read_file, write_file
 from daemon.procfs import pids_with, read_stat, started_as
 from iserve.controller import child_processes
 from tests.fork_server import PROGRAMS
-from tests.forked_process import Forking
+from tests.forked_process import ROOT, Forked, Forking
+from tests.iserve.forked_programs import SHIMS
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.process
@@ -120,3 +125,78 @@ def test_what_one_starts_detached_is_forked_in_a_session_of_its_own(
     finally:
         os.kill(pid, signal.SIGKILL)
     wait_until(lambda: read_stat(pid) is None, "it is gone, its exit status fetched")
+
+
+Shim = Forked | subprocess.Popen[bytes]
+
+
+@pytest.fixture(params=["forked", "started"])
+def start_worker(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[], tuple[Shim, Lease]]]:
+    """``start_worker()``: the shim and the lease of an embedded worker that waits for its spec, a pipe."""
+    os.mkfifo(tmp_path / "spec.json")
+    order = ShimOrder(
+        worker_id="w",
+        argv=[sys.executable, "-m", "daemon.torch_engine", "--spec", str(tmp_path / "spec.json")],
+        env={"MARK": str(tmp_path)},
+        cores=[min(os.sched_getaffinity(0))],
+        port=1,
+        config_hash="0",
+        lease_ttl_s=600.0,
+        grace_s=0.5,
+        log_max_bytes=10_000,
+        log_files=1,
+        log_tail_bytes=2000,
+    )
+    write_file(tmp_path / COMMAND_FILE, order)
+    shims: list[Shim] = []
+
+    def start() -> tuple[Shim, Lease]:
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        if request.param == "forked":
+            shims.append(SHIMS.start(["daemon.shim", str(tmp_path)], environment, tmp_path / "log"))
+        else:
+            command = [sys.executable, "-m", "daemon.shim", str(tmp_path)]
+            shims.append(subprocess.Popen(command, env=environment, start_new_session=True))
+        wait_until((tmp_path / LEASE_FILE).exists, "the worker has its lease")
+        return shims[-1], read_file(tmp_path / LEASE_FILE, Lease)
+
+    yield start
+    for shim in shims:
+        shim.kill()
+        shim.wait()
+
+
+def open_files(pid: int) -> set[str]:
+    return set(os.listdir(f"/proc/{pid}/fd"))
+
+
+def test_a_worker_is_the_same_in_proc(start_worker: Callable[[], tuple[Shim, Lease]], tmp_path: Path) -> None:
+    shim, lease = start_worker()
+    assert lease.shim_pid == shim.pid
+    assert list(pids_with("MARK", str(tmp_path))) == [lease.pid]
+    words = ("-m", "daemon.torch_engine", "--spec", str(tmp_path / "spec.json"))
+    assert [stat.pid for stat in started_as(words)] == [lease.pid]
+    stat = read_stat(lease.pid)
+    assert stat is not None
+    assert (stat.group_id, stat.parent_pid) == (lease.pid, shim.pid)
+    assert os.sched_getaffinity(lease.pid) == {min(os.sched_getaffinity(0))}
+    wait_until(lambda: open_files(lease.pid) == {"0", "1", "2"}, "it has no file but the standard ones")
+    shim.kill()
+    wait_until(lambda: read_stat(lease.pid) is None, "the worker is gone with its shim")
+
+
+def test_a_worker_ends_the_same(start_worker: Callable[[], tuple[Shim, Lease]], tmp_path: Path) -> None:
+    shim, lease = start_worker()
+    (tmp_path / "spec.json").write_text("{}")
+    assert shim.wait() == 0
+    ended = read_file(tmp_path / EXIT_FILE, ExitRecord)
+    assert (ended.pid, ended.exit_code, ended.signal, ended.reason) == (lease.pid, BAD_CHECKPOINT, None, "exited")
+    assert ended.log_tail.startswith('{"error"')
+
+
+def test_a_worker_is_ended_the_same(start_worker: Callable[[], tuple[Shim, Lease]], tmp_path: Path) -> None:
+    shim, _ = start_worker()
+    shim.send_signal(signal.SIGTERM)
+    assert shim.wait() == 0
+    ended = read_file(tmp_path / EXIT_FILE, ExitRecord)
+    assert (ended.exit_code, ended.signal, ended.reason) == (None, signal.SIGTERM, "told to stop")

@@ -146,6 +146,7 @@ def test_who_knows_the_truth_regrets_nothing(of: Cell) -> None:
         assert judge(of, wish, oracle(of, wish)) == Verdict(Outcome.PICKED, 0.0)
 
 
+@pytest.mark.slow
 @given(cells())
 def test_the_planner_regrets_nothing_when_its_estimates_are_the_truth(of: Cell) -> None:
     """So whatever it regrets on a table comes from its estimates, not from how the question was put to it."""

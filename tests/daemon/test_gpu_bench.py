@@ -59,6 +59,7 @@ def test_the_shortest_of_at_least_three_runs_counts(monkeypatch: pytest.MonkeyPa
     assert len(runs) == 4  # one warms up
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_script_says_so() -> None:
     done = subprocess.run(

@@ -360,6 +360,7 @@ _FIELDS = [*LORA, "use_rslora", "rank_pattern", "alpha_pattern", "exclude_module
 _FIELDS += ["layers_pattern", "init_lora_weights", "fan_in_fan_out", "modules_to_save", "use_dora", "novel"]
 
 
+@pytest.mark.slow
 @given(fields=st.dictionaries(st.sampled_from(_FIELDS), _JSON, max_size=4))
 def test_no_field_makes_anything_but_a_refusal(fields: dict[str, Any]) -> None:
     with suppress(BadInputError):

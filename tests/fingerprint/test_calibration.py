@@ -161,6 +161,7 @@ def test_beyond_all_that_was_measured_the_nearest_decides() -> None:
     assert bounds(of([0.1, -0.1], [0.2, -0.2]), prompt_tokens=10**9) == (-0.2, -0.1, 0.2)
 
 
+@pytest.mark.slow
 def test_what_is_shipped_is_what_the_recordings_say_each_under_the_shape_it_has_today() -> None:
     """A hash of yesterday's shape would leave no model's own errors out of its own prediction."""
     recorded = [error for folder in FOLDERS for error in measured_errors(load(RESULTS / folder))]

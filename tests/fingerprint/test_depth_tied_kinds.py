@@ -114,6 +114,7 @@ class TestTimes:
             assert point.ttft_s == pytest.approx(machine.ttft_s(*at, pp=pp), rel=1e-9)
             assert point.tpot_s(33) == pytest.approx(machine.tpot_s(*at, 33, pp=pp), rel=1e-9)
 
+    @pytest.mark.slow
     @settings(max_examples=25, deadline=None)
     @given(
         spec=models(),

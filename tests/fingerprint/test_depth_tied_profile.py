@@ -201,6 +201,7 @@ class TestTheBudget:
         profile = take_depth_tied(machine, degrees=(degrees,))
         assert profile.spent_s == pytest.approx(degrees[0] * degrees[1] * sum(machine.ran_s.values()))
 
+    @pytest.mark.slow
     @settings(max_examples=40, deadline=None)
     @given(budget_s=st.floats(0.1, 30.0))
     def test_points_beyond_it_are_noted_and_it_is_kept_but_for_the_cheapest_ones(self, budget_s) -> None:

@@ -298,6 +298,7 @@ class TestNoise:
                 assert abs(point.ttft_s / ttft_s - 1) < 4 * noise
                 assert abs((point.ttft_s + 32 * point.tpot_s(33)) / whole_s - 1) < 4 * noise
 
+    @pytest.mark.slow
     @settings(max_examples=30, deadline=None)
     @given(noise=st.floats(0, 0.5), seed=st.integers(0, 1000), num_layers=st.integers(2, 40))
     def test_no_noise_makes_a_negative_overhead_or_breaks_it(self, noise, seed, num_layers) -> None:

@@ -235,6 +235,7 @@ class TestBudget:
             assert len(base) == 2 * (8 - dropped)
             assert min(len(point.runs) for point in base) >= 3
 
+    @pytest.mark.slow
     @settings(max_examples=100, deadline=None)
     @given(
         budget_s=st.floats(0.5, 60.0),

@@ -38,8 +38,8 @@ class Installation:
     Every process of it is found by the home's path in its environment or command line.
 
     Attributes:
-        as_installed: each process is started, as for a user. Else commands, and the controller, daemon and gateway
-            that they start, are forked from processes that have imported them; workers are always started.
+        as_installed: each process is started, as for a user. Else commands, and the controller, daemon, gateway
+            and workers that they start, are forked from processes that have imported them.
     """
 
     home: Path

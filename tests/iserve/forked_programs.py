@@ -11,15 +11,17 @@ from pathlib import Path
 from tests.fork_server import PROGRAMS
 from tests.forked_process import Forking
 
-__all__ = ["COMMAND", "run_command"]
+__all__ = ["COMMAND", "SHIMS", "run_command"]
 
 COMMAND = Path(sys.executable).with_name("iserve")
+SHIMS = Forking("tests.imported_worker")
 _COMMANDS = Forking("tests.iserve.imported_commands")
-# Servers of what commands and the controller start, by the module that `python -m` would run.
+# Servers of what commands, the controller and the daemon start, by the module that `python -m` would run.
 _PROGRAMS = {
     "iserve.controller": Forking("iserve.controller.__main__"),
     "iserve.gateway": Forking("iserve.gateway.__main__"),
     "daemon": Forking("daemon.__main__"),
+    "daemon.shim": SHIMS,
 }
 
 

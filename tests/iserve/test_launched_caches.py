@@ -59,6 +59,7 @@ def reserved_bytes(found: PlannedDeployment, worker: WorkerSpec) -> int:
     return int(given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "changes"), [(STATES, {"state_bytes": 80_000_000}), (ALIKE, {"token_bytes": 8192.0})]
 )

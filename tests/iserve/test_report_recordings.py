@@ -273,6 +273,7 @@ def test_a_record_holds_the_bench_s_truths(recorded: Recorded) -> None:
     assert len(rows) == 2 * len(truths(recorded)) + 3
 
 
+@pytest.mark.slow
 def test_records_are_kept_where_a_report_looks_and_in_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: AccuracyRecord
 ) -> None:

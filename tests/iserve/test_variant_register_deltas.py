@@ -67,6 +67,7 @@ def with_room(spec: WorkerSpec, engine: str, delta_mib: int) -> WorkerSpec:
     return replace(spec, config=replace(spec.config, engine=engine, delta_mib=delta_mib))
 
 
+@pytest.mark.slow
 def test_a_delta_is_added_loaded_and_removed(api: Api, base: Path, folders: Path) -> None:
     manifest = read_delta(folders / "delta").manifest
     added = add(api, base, folders / "delta")

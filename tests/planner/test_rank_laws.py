@@ -420,6 +420,7 @@ def test_the_plan_is_what_each_candidate_gives_by_hand(
         assert plan.best.objective == pytest.approx(max(fine) if plan.maximize else min(fine), rel=close)
 
 
+@pytest.mark.slow
 @given(
     ttft_s=st.floats(0.1, 1.0),
     tpot_s=st.floats(0.005, 0.05),

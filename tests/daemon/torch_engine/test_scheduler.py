@@ -31,6 +31,7 @@ ARRIVALS = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(arrivals=ARRIVALS, max_batch=st.integers(1, 4), budget=st.integers(1, 12))
 def test_laws(arrivals: list[tuple], max_batch: int, budget: int) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow  # its two processes import torch and transformers whole
+
 ROOT = Path(__file__).parents[3]
 _WORKER = """
 import gc, json, sys

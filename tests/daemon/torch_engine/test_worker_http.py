@@ -243,6 +243,7 @@ def test_models_and_health(served) -> None:
     assert served.request("GET", "/health") == (200, {"status": "ok"})
 
 
+@pytest.mark.slow
 def test_errors_as_the_official_client_sees_them(served) -> None:
     api = client(served)
     with pytest.raises(openai.NotFoundError) as unknown:

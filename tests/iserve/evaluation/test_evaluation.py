@@ -108,6 +108,7 @@ def test_cost_of_idle_gpus_is_what_is_reserved() -> None:
     assert whole == pytest.approx(2 * 0.95 * played.result.end_s, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("intent", INTENTS)
 def test_oracle_is_never_worse_than_its_starts(intent: IntentKind) -> None:
     arena = make_arena(small_world(), 1, Path())

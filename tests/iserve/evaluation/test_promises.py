@@ -36,6 +36,7 @@ def results(of: World) -> dict[tuple[str, IntentKind], ContestantResult]:
     return {(one.contestant, one.intent): one for one in document.worlds[0].results}
 
 
+@pytest.mark.slow
 def test_only_a_plan_with_a_rate_and_an_slo_promises_anything() -> None:
     found = results(world(Information.RATES))
     (seed,) = found[OURS, IntentKind.LATENCY_SLO].seeds

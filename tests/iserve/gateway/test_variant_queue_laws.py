@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -218,6 +219,7 @@ def routes(draw: st.DrawFn) -> Route:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(
     routes(),
