@@ -337,24 +337,11 @@ def _fit_overhead(seen: list[tuple[Took, float]], per_token_s: float | None = No
 
 
 def _absolute_fit(work: Array, cost: Array, weight: Array) -> Array:
-    """Least absolute deviations without an intercept; columns of zeros get no coefficient.
-
-    A linear program: each coefficient and each residual is the difference of two variables of at least 0.
-
-    Raises:
-        ArithmeticError: the solver found no optimum.
-    """
-    from scipy import optimize, sparse  # half a second to load, and most plans fit nothing
+    """Least absolute deviations without an intercept; columns of zeros get no coefficient."""
+    from sklearn.linear_model import QuantileRegressor  # a second to load, and most plans fit nothing
 
     scale = np.array([max(1.0, float(column.max())) for column in work.T])
     unit = max(float(np.abs(cost).max()), 1e-12)  # the solver's tolerances are absolute
-    columns, each = sparse.csc_array(work / scale), sparse.eye_array(len(cost), format="csc")
-    found = optimize.linprog(
-        np.concatenate([np.zeros(2 * len(scale)), np.tile(weight / weight.max(), 2)]),
-        A_eq=sparse.hstack([columns, -columns, each, -each], format="csc"),
-        b_eq=cost / unit,
-    )
-    if not found.success:
-        raise ArithmeticError(f"least absolute deviations of {len(cost)} points: {found.message}")
-    positive, negative = found.x[: len(scale)], found.x[len(scale) : 2 * len(scale)]
-    return np.where(work.any(axis=0), (positive - negative) * unit / scale, 0.0)
+    fit = QuantileRegressor(quantile=0.5, alpha=0.0, fit_intercept=False)
+    fit.fit(work / scale, cost / unit, sample_weight=weight / weight.max())
+    return np.where(work.any(axis=0), fit.coef_ * unit / scale, 0.0)
