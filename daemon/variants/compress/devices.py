@@ -1,4 +1,4 @@
-"""Device that a compression computes on: its name, the memory that it must have free, and what is said without."""
+"""Device that a compression computes on: its name, and the memory that it must have free."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from daemon.variants.compress.model_parts import ModelParts
 from daemon.variants.compress.pair import CheckpointPair
 from fingerprint.errors import ConfigError, UnavailableError
 
-__all__ = ["check_free", "compute_device", "needed_device_bytes", "out_of_memory_told"]
+__all__ = ["check_free", "clear_out_of_memory", "compute_device", "needed_device_bytes"]
 
 _VALUE_BYTES = 24  # of a weight of the matrix that is compressed: base, change, codes, errors and copies
 _MOMENT_BYTES = 24  # of a pair of its inputs: second moments, and their factor in float64
@@ -61,7 +61,7 @@ def check_free(device: torch.device, needed_bytes: int) -> None:
 
 
 @contextmanager
-def out_of_memory_told(device: torch.device) -> Iterator[None]:
+def clear_out_of_memory(device: torch.device) -> Iterator[None]:
     """Raise UnavailableError where the device has no memory left within the block."""
     try:
         yield
