@@ -116,6 +116,7 @@ def _factor(hessian: torch.Tensor) -> torch.Tensor:
         return torch.eye(len(hessian), device=hessian.device)
     diagonal += _DAMPING * mean
     factor: torch.Tensor = torch.linalg.cholesky(backwards)
+    del backwards, diagonal  # as large as the factor
     return factor.float().flip((0, 1))
 
 
