@@ -258,8 +258,8 @@ def _resident_bytes() -> int:
 def _units(marks: Sequence[tuple[str, int, int, float, int]]) -> Iterator[DeltaCost]:
     """Yield a cost for reading, the embeddings, each layer (seven linears) and the output layer."""
     before = 0.0
-    read = [mark for mark in marks if mark[0] != "matrices"]
-    done = [mark for mark in marks if mark[0] == "matrices"]
+    read = [mark for mark in marks if not mark[0].startswith("matrices")]
+    done = [mark for mark in marks if mark[0].startswith("matrices")]
     ends = [("read and hashed", read[-1]), ("embeddings", done[0])]
     layers = COST_CONFIG.num_hidden_layers
     ends += [(f"layer {layer}", done[7 * (layer + 1)]) for layer in range(layers)]

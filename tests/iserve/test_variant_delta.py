@@ -91,13 +91,31 @@ def test_calibration_files_that_are_no_text(
     assert not (tmp_path / "delta").exists()
 
 
-@pytest.mark.parametrize("options", [("--format", "int5"), ("--max-error", "0"), ("--max-error", "2")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--format", "int5"),
+        ("--max-error", "0"),
+        ("--max-error", "2"),
+        ("--device", "gpu"),
+        ("--device", "cuda:x"),
+    ],
+)
 def test_options_that_mean_nothing(
     iserve: Callable[..., Done], tmp_path: Path, pair: tuple[Path, Path], options: tuple[str, str]
 ) -> None:
     done = iserve("variant", "compress", *pair, tmp_path / "delta", *options)
     assert done.code == 2
     assert options[0] in done.err
+
+
+def test_a_gpu_that_is_not_here(
+    iserve: Callable[..., Done], tmp_path: Path, pair: tuple[Path, Path], golden: Golden
+) -> None:
+    done = iserve("variant", "compress", *pair, tmp_path / "delta", "--device", "cuda:99")
+    assert done.code == 1
+    golden("variant", done.line)
+    assert not (tmp_path / "delta").exists()
 
 
 def test_folders_that_do_not_fit(

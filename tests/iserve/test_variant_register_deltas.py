@@ -194,7 +194,13 @@ def test_an_empty_one_is_refused(api: Api, base: Path, folders: Path, tmp_path: 
 
 @pytest.mark.parametrize(
     "option",
-    [("--format", "int2"), ("--calibration", "nosuch.txt"), ("--max-error", "0.1"), ("--max-quality-loss", "1")],
+    [
+        ("--format", "int2"),
+        ("--calibration", "nosuch.txt"),
+        ("--max-error", "0.1"),
+        ("--max-quality-loss", "1"),
+        ("--device", "cuda:0"),
+    ],
 )
 def test_options_of_a_compression_are_refused_where_nothing_is_compressed(
     command: Callable[..., Done], base: Path, folders: Path, golden: Golden, option: tuple[str, str]

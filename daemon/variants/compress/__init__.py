@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from daemon.variants.compress.calibration import CalibrationTexts
 from daemon.variants.compress.compressor import CompressOrder, CompressResult, compress_delta
-from daemon.variants.compress.compute_device import compute_device
+from daemon.variants.compress.devices import compute_device
 from daemon.variants.compress.judgement import JudgedText, JudgementTexts, TextLoss
 from daemon.variants.compress.trials import Trial, TrialsResult, compress_within
 

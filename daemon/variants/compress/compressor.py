@@ -22,7 +22,7 @@ from daemon.variants.compress.calibration import (
     random_tokens,
     tokenize,
 )
-from daemon.variants.compress.compute_device import check_free, needed_device_bytes, out_of_memory_told
+from daemon.variants.compress.devices import check_free, clear_out_of_memory, needed_device_bytes
 from daemon.variants.compress.model_parts import ModelParts, read_common_source, sort_parts
 from daemon.variants.compress.pair import CheckpointPair, open_pair, read_pair
 from daemon.variants.compress.units import Compression, exact_bytes
@@ -154,7 +154,7 @@ def compress_prepared(order: CompressOrder, prepared: Prepared, report: Progress
             work.remove()
             return found
         check_free(order.device, needed_device_bytes(pair, parts, tokens))
-        with out_of_memory_told(order.device):
+        with clear_out_of_memory(order.device):
             Compression(
                 pair,
                 parts,

@@ -92,7 +92,7 @@ def relative_error(change: torch.Tensor, kept: torch.Tensor, curvature: Curvatur
 
 
 def _energy(rows: torch.Tensor, hessian: torch.Tensor | None) -> torch.Tensor:
-    """Return tr(rows H rows^T), float64; the panels of H above its diagonal stand for those below."""
+    """Return tr(rows H rows^T), float64; each panel of H below its diagonal counts for its mirror image."""
     if hessian is None:
         return rows.double().square().sum()
     total = torch.zeros((), dtype=torch.float64, device=rows.device)
@@ -116,6 +116,7 @@ def _factor(hessian: torch.Tensor) -> torch.Tensor:
         return torch.eye(len(hessian), device=hessian.device)
     diagonal += _DAMPING * mean
     factor: torch.Tensor = torch.linalg.cholesky(backwards)
+    del backwards, diagonal  # as large as the factor
     return factor.float().flip((0, 1))
 
 

@@ -28,7 +28,7 @@ from daemon.variants.compress.compressor import (
     prepare,
     result_of,
 )
-from daemon.variants.compress.compute_device import out_of_memory_told
+from daemon.variants.compress.devices import clear_out_of_memory
 from daemon.variants.compress.judgement import JudgedTokens, JudgementTexts, TextLoss, judge, tokenize_judged
 from daemon.variants.compress.work_folder import is_taken, lock_work, taken, work_folder_of
 from fingerprint.codec import from_json, to_json
@@ -165,7 +165,7 @@ class _Trials:
 
     def _judge(self, order: CompressOrder) -> Trial:
         report, delta = self._of_format(order), open_delta(order.target)
-        with out_of_memory_told(order.device):
+        with clear_out_of_memory(order.device):
             losses = judge(
                 self._prepared, delta, self._tokens, order.device, lambda done, total: report(_JUDGED, done, total)
             )

@@ -220,7 +220,7 @@ class Compression:
 
 
 class _TimeLeft:
-    """Seconds that the linears to come take, by those of the layers that this process has done."""
+    """Seconds that the linears that are not done will take, by those of the layers that this process has done."""
 
     def __init__(self, parts: ModelParts, pair: CheckpointPair, work: WorkFolder) -> None:
         found = {matrix.name for unit in work.done for matrix in unit.matrices}

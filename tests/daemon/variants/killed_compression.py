@@ -88,7 +88,7 @@ def after_a_unit(folder: Path, attempt: int) -> None:
     before = len(list(records.iterdir())) if records.exists() else 0
 
     def see(what: str, done: int, total: int) -> None:
-        if what == "matrices" and len(list(records.iterdir())) > before:
+        if what.startswith("matrices") and len(list(records.iterdir())) > before:
             die()
 
     compress(folder, "units", see)

@@ -1,9 +1,10 @@
-"""Device that a compression computes on: its name, the memory that it must have free, and what is said without."""
+"""Device that a compression computes on: its name, and the memory that it must have free."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import prod
 
 import torch
 
@@ -12,10 +13,11 @@ from daemon.variants.compress.model_parts import ModelParts
 from daemon.variants.compress.pair import CheckpointPair
 from fingerprint.errors import ConfigError, UnavailableError
 
-__all__ = ["check_free", "compute_device", "needed_device_bytes", "out_of_memory_told"]
+__all__ = ["check_free", "clear_out_of_memory", "compute_device", "needed_device_bytes"]
 
-_VALUE_BYTES = 24  # of a weight of the matrix that is compressed: base, change, codes, errors and copies
-_MOMENT_BYTES = 24  # of a pair of its inputs: second moments, and their factor in float64
+_VALUE_BYTES = 32  # of a weight of the matrix that is compressed: base, change, codes, errors and copies
+_VOCABULARY_BYTES = 20  # the same of embeddings and output layer, whose rows are solved in several parts
+_MOMENT_BYTES = 28  # of a pair of its inputs: second moments, and their factor in float64
 _LIVE_STATES, _LIVE_INPUTS = 4, 3  # of all tokens at once: hidden states, and inputs of the widest linear
 _WORKSPACE_BYTES = 2**30  # CUDA's own, and an attention's
 
@@ -37,15 +39,18 @@ def compute_device(name: str) -> torch.device:
 
 def needed_device_bytes(pair: CheckpointPair, parts: ModelParts, tokens: CalibrationTokens | None) -> int:
     """Return the bytes that a compression has on its device at most, an estimate from above."""
-    shapes = {name: pair.base.tensors[name].shape for layer in parts.layers for name in layer.values()}
-    vocabulary = [pair.base.tensors[name].shape for name in (*parts.embeddings.values(), parts.head) if name]
-    layer = max((sum(_size(shapes[name]) for name in own.values()) for own in parts.layers), default=0)
-    held = 4 * (layer + sum(map(_size, vocabulary)))
-    widest = max((inputs for _, inputs in (*shapes.values(), *vocabulary)), default=0)
-    if tokens is not None:
-        held += 4 * tokens.num_tokens * (_LIVE_STATES * parts.source.spec.hidden_size + _LIVE_INPUTS * widest)
-    largest = max(map(_size, (*shapes.values(), *vocabulary)), default=0)
-    return held + _VALUE_BYTES * largest + _MOMENT_BYTES * widest**2 + _WORKSPACE_BYTES
+    layers = [[_shape(name, pair) for name in own.values()] for own in parts.layers]
+    vocabulary = [_shape(name, pair) for name in (*parts.embeddings.values(), parts.head) if name]
+    linears = [shape for own in layers for shape in own]
+    hidden = parts.source.spec.hidden_size
+    widest = max((inputs for _, inputs in linears), default=hidden)
+    num_tokens = 0 if tokens is None else tokens.num_tokens
+    largest = max((outputs * hidden for outputs, _ in vocabulary), default=0)
+    of_layer = 4 * (max((sum(map(prod, own)) for own in layers), default=0) + largest)
+    of_layer += _VALUE_BYTES * max(map(prod, linears), default=0) + _MOMENT_BYTES * widest**2
+    of_layer += 4 * num_tokens * (_LIVE_STATES * hidden + _LIVE_INPUTS * widest)
+    of_vocabulary = _VOCABULARY_BYTES * largest + _MOMENT_BYTES * hidden**2 + 4 * num_tokens * hidden
+    return max(of_layer, of_vocabulary) + _WORKSPACE_BYTES
 
 
 def check_free(device: torch.device, needed_bytes: int) -> None:
@@ -61,7 +66,7 @@ def check_free(device: torch.device, needed_bytes: int) -> None:
 
 
 @contextmanager
-def out_of_memory_told(device: torch.device) -> Iterator[None]:
+def clear_out_of_memory(device: torch.device) -> Iterator[None]:
     """Raise UnavailableError where the device has no memory left within the block."""
     try:
         yield
@@ -72,6 +77,6 @@ def out_of_memory_told(device: torch.device) -> Iterator[None]:
         ) from error
 
 
-def _size(shape: tuple[int, ...]) -> int:
-    outputs, inputs = shape
-    return outputs * inputs
+def _shape(name: str, pair: CheckpointPair) -> tuple[int, int]:
+    outputs, inputs = pair.base.tensors[name].shape
+    return outputs, inputs

@@ -1,0 +1,98 @@
+"""Devices of a compression: a GPU that has too little memory is refused or given up, and the work is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from daemon.variants.compress import CompressOrder, compress_delta, compressor, compute_device
+from daemon.variants.compress.devices import check_free
+from daemon.variants.compress.work_folder import work_folder_of
+from fingerprint.delta import FORMATS
+from fingerprint.errors import ConfigError, UnavailableError
+from tests.fingerprint.small_fine_tunes import HIDDEN, INNER, tiny_tensors, tuned, write_model
+from tests.golden_words import Golden
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def order(folder: Path) -> CompressOrder:
+    write_model(folder / "base", tiny_tensors())
+    write_model(folder / "tuned", tuned(tiny_tensors()))
+    return CompressOrder(
+        base=folder / "base",
+        finetuned=folder / "tuned",
+        target=folder / "delta",
+        format=FORMATS["int2"],
+        calibration=None,
+        max_error=None,
+        base_name="base",
+        finetuned_name="tuned",
+    )
+
+
+def two_gpus(monkeypatch: pytest.MonkeyPatch, free_gib: float) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free_gib * 2**30), 80 * 2**30))
+
+
+def test_devices_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    two_gpus(monkeypatch, 80)
+    names = {name: compute_device(name) for name in ("cpu", "cuda", "cuda:1")}
+    assert {name: str(device) for name, device in names.items()} == {
+        "cpu": "cpu",
+        "cuda": "cuda:0",
+        "cuda:1": "cuda:1",
+    }
+    with pytest.raises(ConfigError):
+        compute_device("cuda:2")
+
+
+def test_a_gpu_whose_memory_is_taken_is_refused(monkeypatch: pytest.MonkeyPatch, golden: Golden) -> None:
+    two_gpus(monkeypatch, 7.5)
+    check_free(torch.device("cuda:1"), 7 * 2**30)
+    with golden.raises("variant", UnavailableError):
+        check_free(torch.device("cuda:1"), 8 * 2**30)
+    check_free(torch.device("cpu"), 2**60)
+
+
+def test_a_compression_asks_for_all_that_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(compressor, "check_free", lambda device, needed: asked.append(needed))
+    compress_delta(order(tmp_path))
+    (needed,) = asked
+    tokens = 32 * 512
+    assert needed > 4 * tokens * (4 * HIDDEN + 3 * INNER)
+
+
+def test_out_of_memory_keeps_the_layers_that_are_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Golden
+) -> None:
+    """The same command goes on, and ends with the same delta."""
+    made = order(tmp_path)
+
+    def exhausted(what: str, done: int, total: int) -> None:
+        if what.startswith("matrices") and done == total:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with golden.raises("variant", UnavailableError):
+        compress_delta(made, exhausted)
+    assert (work_folder_of(made.target) / "job.json").exists()
+    assert compress_delta(made).units_found_done > 1
+
+
+def test_the_time_that_is_left_is_shown_where_it_is_long(golden: Golden) -> None:
+    shown = [compressor._compressing(left_s, torch.device("cpu")) for left_s in (None, 59.0, 300.0, 9000.0)]
+    shown.append(compressor._compressing(9000.0, torch.device("cuda:0")))
+    assert shown[0] == shown[1]
+    golden("variant", "\n".join(shown))
