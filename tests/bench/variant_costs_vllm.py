@@ -38,6 +38,7 @@ from fingerprint.truncate import generate_shape
 from fingerprint.variant_measurements import VariantKind, VariantMeasurement
 from fingerprint.variant_steps import measure_variant_steps, step_plan
 from tests.bench.delta_served_files import LLAMA_8B
+from tests.bench.kept import read_kept
 
 PROFILED = Workload(batch=32, input_tokens=2048, output_tokens=129)
 ROWS, INPUT, OUTPUT = 32, 64, 65
@@ -301,9 +302,15 @@ def name_of(kind: VariantKind) -> str:
     return str(kind.rank or kind.delta_format)
 
 
+def _part_file(out: Path, part: str, kind: VariantKind) -> bytes:
+    """Return a part's text; committed ones are compressed."""
+    written = out / f"{part}-{name_of(kind)}.json"
+    return read_kept(written if written.exists() else written.with_suffix(".json.xz"))
+
+
 def table(out: Path, kind: VariantKind) -> list[str]:
     """Return lines of a table: what variants and slots add to the engine without slots, and what is predicted."""
-    parts = {part: json.loads((out / f"{part}-{name_of(kind)}.json").read_text()) for part in PARTS}
+    parts = {part: json.loads(_part_file(out, part, kind)) for part in PARTS}
     measured = from_json(json.dumps(parts["fingerprints"]["measurement"]).encode(), VariantMeasurement)
     layers, config = LLAMA_8B["num_hidden_layers"], config_of(kind)
     cost = measured_cost([measured], layers, config)
