@@ -98,13 +98,16 @@ def variant_cost(estimator: object, spec: ModelSpec, config: DeploymentConfig) -
     """
     if not config.adapter_slots:
         return None
-    if isinstance(estimator, TellsVariantCost) and (found := estimator.variant_cost(config)) is not None:
-        return found
+    measured = estimator.variant_cost(config) if isinstance(estimator, TellsVariantCost) else None
     if not traits_of(config.engine).times_adapters:
-        return None
-    if delta_bytes := largest_delta_bytes(spec, config):
-        return _RecordedDeltas(delta_bytes)
-    return _RecordedAdapters(spec.num_layers, config.adapter_slots)
+        return measured
+    delta_bytes = largest_delta_bytes(spec, config)
+    recorded = (
+        _RecordedDeltas(delta_bytes) if delta_bytes else _RecordedAdapters(spec.num_layers, config.adapter_slots)
+    )
+    if measured is None:
+        return recorded
+    return _WithRecordedPrompts(measured, recorded) if measured.measured and measured.measured.steps else measured
 
 
 class _Recorded(VariantCost):
@@ -143,6 +146,26 @@ class _RecordedDeltas(_Recorded):
 
     def prompts_s(self, workload: Workload, ttft_s: float, base_share: float, distinct: float) -> Quantity:
         return self._quantity((1 - base_share) * delta_prompt_s(self._bytes, workload.input_tokens))
+
+
+class _WithRecordedPrompts(VariantCost):
+    """Steps and loads as measured, prompts as recorded: single steps of short prompts are at their host's pace, so
+    that what they say of long ones is worse than the recording (docs/decisions/0053).
+    """
+
+    def __init__(self, measured: VariantCost, recorded: VariantCost) -> None:
+        self._steps, self._prompts = measured, recorded
+        self.measured, self.is_exact = measured.measured, measured.is_exact
+        self.prompt_share, self.prompt_s = recorded.prompt_share, recorded.prompt_s
+
+    def step_s(self, rows: float, active: float) -> Quantity:
+        return self._steps.step_s(rows, active)
+
+    def prompts_s(self, workload: Workload, ttft_s: float, base_share: float, distinct: float) -> Quantity:
+        return self._prompts.prompts_s(workload, ttft_s, base_share, distinct)
+
+    def load_s(self, num_bytes: int) -> float:
+        return self._steps.load_s(num_bytes)
 
 
 class WithAdapterSlots:

@@ -4,13 +4,13 @@ A burst for ``a`` distinct variants takes longer than the same burst for the bas
 ``prompt + (output_tokens - 1) * step``; of k layers, with n rows (of prompts: tokens, of steps: sequences) each is
 ``k * (per variant * a + per row * n) + (once + once per variant * a)``. All bursts are fitted at once, so that N
 layers follow from one and two; what variants that are loaded add to bursts of the base (``k * a layer + once``) is
-fitted apart. No part is below zero. The interval is the noise of the differences and what the fit leaves
-(``estimators.linear``).
+fitted apart. No part is below zero. The interval is the noise of the differences, what the fit leaves
+(``estimators.linear``), and what whole models were found to differ by (``SPREAD``).
 
 Of an engine with our step timer the same is fitted to forwards of single steps, which ran r times
-(``fingerprint.variant_steps``): r times the parts of a forward, in which a layer and each of its rows have a part
-for each of the engine's slots too, and what is outside of a forward (``once + per variant * a + per row * n``,
-rows likewise with slots) apart. Rows of the base in an engine with slots take ``k * (a layer + per row * n)``
+(``fingerprint.variant_steps``): r times the parts of a forward, in which a layer has a part of its own and each of
+its rows one for each of the engine's slots, and what is outside of a forward (``once + per variant * a + per row *
+n``, rows likewise with slots) apart. Rows of the base in an engine with slots take ``k * (a layer + per row * n)``
 longer than without.
 
 Ranks, formats of deltas and tensor-parallel degrees that were not measured lie between no change and proportion:
@@ -20,6 +20,7 @@ half-way, with both in the interval. Loads go by the bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import hypot
 
 import numpy as np
 
@@ -31,7 +32,11 @@ from fingerprint.estimators.variant_cost import VariantCost
 from fingerprint.estimators.variant_laws import Added, law_of
 from fingerprint.variant_measurements import VariantKind, VariantLoads, VariantMeasurement, kind_of
 
-__all__ = ["MeasuredVariantCost", "measured_cost"]
+__all__ = ["SPREAD", "MeasuredVariantCost", "measured_cost"]
+
+SPREAD = 0.12
+"""Half of the 90% interval of what a whole model differs by, as a share of the added time: with it 36 of the 40
+times of the embedded engine that were judged are within (docs/decisions/0051)."""
 
 
 def measured_cost(
@@ -164,9 +169,11 @@ class MeasuredVariantCost(VariantCost):
     def _predicted(self, asked: Added) -> Quantity:
         found = combine(*(group for group in self._law.added(asked) if group))
         low, high = self._bounds
+        spread_s = SPREAD * found.value
+        below_s, above_s = hypot(found.value - found.low, spread_s), hypot(found.high - found.value, spread_s)
         return Quantity(
             max(0.0, found.value * (low + high) / 2),
-            max(0.0, found.low * low),
-            max(0.0, found.high * high),
+            max(0.0, (found.value - below_s) * low),
+            max(0.0, (found.value + above_s) * high),
             Source.EXTRAPOLATED if self.is_exact else Source.SCALED,
         )

@@ -72,7 +72,8 @@ class BurstLaw(VariantLaw):
 class StepLaw(VariantLaw):
     """Forwards of single steps, repeated, and what is outside of them; prompts and decode steps apart.
 
-    A layer and its rows have a part for each slot where engines with several numbers of slots were measured.
+    A layer has a part of its own, and a row of it one for each slot where engines with several numbers of slots
+    were measured.
     """
 
     def __init__(self, steps: Sequence[VariantSteps]) -> None:
@@ -114,9 +115,15 @@ def _variant_parts(num_layers: float, active: float, rows: float) -> Array:
 
 
 def _slotted_parts(num_layers: float, active: float, rows: float, slots: float) -> Array:
-    """Return the parts of a forward: kernels start programs for each slot and so many rows, or fewer."""
-    of_slots = [num_layers * rows * slots, num_layers * slots if active else 0.0]
-    return np.concatenate([_variant_parts(num_layers, active, rows), of_slots])
+    """Return the parts of a forward: a layer with variants starts its kernels whatever there is to compute, and
+    they have programs for each slot and so many rows.
+    """
+    return np.concatenate(
+        [
+            _variant_parts(num_layers, active, rows),
+            [num_layers * rows * slots, num_layers if active else 0.0],
+        ]
+    )
 
 
 def _rest_parts(active: float, sequences: float, slots: float) -> Array:
