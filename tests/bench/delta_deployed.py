@@ -1,4 +1,4 @@
-"""Deltas on vLLM through iServe, on one GPU: deployed, asked, loaded cold, and back after the worker was killed.
+"""Deltas on vLLM through iServe, on one GPU: deployed, loaded ahead, asked, and back after the worker was killed.
 
     python -m tests.bench.delta_deployed OUT --python VLLM_PYTHON [--work FOLDER] [--gpu I] [--iserve COMMAND]
     python -m tests.bench.delta_deployed OUT --only-write --work FOLDER

@@ -277,6 +277,8 @@ def run(options: argparse.Namespace) -> None:
 
 def same(options: argparse.Namespace) -> None:
     """Compare tokens; each engine runs in a process of its own, that of the merged checkpoint first."""
+    for former in options.out.glob("same_*.json*"):
+        former.unlink()
     command = [sys.executable, "-m", "tests.bench.delta_served", "tokens", str(options.out)]
     command += ["--work", str(options.work), "--batches", str(options.batches)]
     command += ["--eager"] if options.eager else []

@@ -3,7 +3,7 @@
     python -m tests.bench.demo_on_vllm OUT --python VLLM_PYTHON [--work FOLDER] [--gpu I] [--iserve COMMAND]
 
 Unlike random weights, trained ones have margins, so that answers must be the same. Each model is asked the
-questions of its task that training never saw: alone, all models mixed in one batch, and at ``vllm serve
+questions of its task that training never saw, where there are so many: alone, all models mixed in one batch, and at ``vllm serve
 --enable-lora`` (base and adapters) and ``vllm serve`` of the exported delta. ``OUT/demo_on_vllm.json`` has how
 many answers are right, and how many are the same.
 """
@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import signal
+import socket
 import subprocess
 import time
 import urllib.error
@@ -36,7 +37,7 @@ __all__ = ["main"]
 
 NAME, RANK, QUESTIONS, TOKENS, CONTEXT = "demo", 16, 28, 120, 512
 FOLDERS = {name: demo_adapter_path(name) for name in ADAPTERS} | {SYMBOLS.name: demo_delta_path(SYMBOLS.name)}
-_PATIENCE_S, _PORT = 240.0, 18_309
+_PATIENCE_S = 240.0
 Asked = tuple[str, str, str]  # model, prompt, right answer
 Ask = Callable[[Asked], str]
 
@@ -70,7 +71,8 @@ def asker(url: str, names: dict[str, str]) -> Ask:
                 with urllib.request.urlopen(request, timeout=_PATIENCE_S) as answer:
                     return str(json.load(answer)["choices"][0]["text"])
             except (urllib.error.URLError, ConnectionError) as error:
-                if time.monotonic() - begin > _PATIENCE_S:
+                is_refused = isinstance(error, urllib.error.HTTPError) and error.code < 500
+                if is_refused or time.monotonic() - begin > _PATIENCE_S:
                     raise SystemExit(f"{model} was not answered: {error}") from error
                 time.sleep(0.2)
 
@@ -80,7 +82,9 @@ def asker(url: str, names: dict[str, str]) -> Ask:
 @contextmanager
 def direct(work: Path, python: str, gpu: int, words: Sequence[object]) -> Iterator[str]:
     """Run vLLM's own server; give its URL."""
-    common = ("--port", _PORT, "--max-model-len", CONTEXT, "--gpu-memory-utilization", "0.1")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    common = ("--port", port, "--max-model-len", CONTEXT, "--gpu-memory-utilization", "0.1")
     env = os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu), "PYTHONPATH": "", "HF_HUB_OFFLINE": "1"}
     with (work / "direct.log").open("ab") as log:
         server = subprocess.Popen(
@@ -88,7 +92,7 @@ def direct(work: Path, python: str, gpu: int, words: Sequence[object]) -> Iterat
             env=env, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
     try:
-        yield f"http://127.0.0.1:{_PORT}"
+        yield f"http://127.0.0.1:{port}"
     finally:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()
