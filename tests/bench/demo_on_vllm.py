@@ -3,9 +3,9 @@
     python -m tests.bench.demo_on_vllm OUT --python VLLM_PYTHON [--work FOLDER] [--gpu I] [--iserve COMMAND]
 
 Unlike random weights, trained ones have margins, so that answers must be the same. Each model is asked the
-questions of its task that training never saw, where there are so many: alone, all models mixed in one batch, and at ``vllm serve
---enable-lora`` (base and adapters) and ``vllm serve`` of the exported delta. ``OUT/demo_on_vllm.json`` has how
-many answers are right, and how many are the same.
+questions of its task that training never saw, where there are so many: alone, all models mixed in one batch, and
+at ``vllm serve --enable-lora`` (base and adapters) and ``vllm serve`` of the exported delta.
+``OUT/demo_on_vllm.json`` has how many answers are right, and how many are the same.
 """
 
 from __future__ import annotations
