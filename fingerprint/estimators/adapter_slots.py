@@ -153,6 +153,8 @@ class _WithRecordedPrompts(VariantCost):
     that what they say of long ones is worse than the recording (docs/decisions/0053).
     """
 
+    has_measured_prompts = False
+
     def __init__(self, measured: VariantCost, recorded: VariantCost) -> None:
         self._steps, self._prompts = measured, recorded
         self.measured, self.is_exact = measured.measured, measured.is_exact

@@ -24,6 +24,8 @@ class VariantCost(ABC):
     """Measurement that it rests on; None: a recording of another model and GPU."""
     is_exact: bool = False
     """Whether the measurement is of the same kind of variants on one GPU; else it is scaled from there."""
+    has_measured_prompts: bool = True
+    """Whether the measurement gives the time of prompts too; else they are scaled from the recording."""
     prompt_share: float = 0.0
     """Time that is added to prompts of variants, as a share of theirs, where :attr:`prompt_s` is None."""
     prompt_s: Callable[[int], float] | None = None

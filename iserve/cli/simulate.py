@@ -202,23 +202,31 @@ def _adapter_times(models: Iterable[SimulatedModel], options: PlanOptions) -> tu
     from fingerprint.config import DeploymentConfig
     from fingerprint.engines import traits_of
     from fingerprint.estimators.adapter_slots import variant_cost
+    from fingerprint.estimators.variant_loads import loads_stop_steps
     from iserve.planning.pipeline import in_slots, slots_of
     from iserve.planning.words import engine_name, measured_variants_words
 
     need = slots_of(options)
     if need is None:
         return ()
+    configs = {
+        table.engine: in_slots(DeploymentConfig(engine=table.engine), need)
+        for model in models
+        for table in model.engines
+    }
     costs = {
-        table.engine: variant_cost(
-            model.estimator, model.spec, in_slots(DeploymentConfig(engine=table.engine), need)
-        )
+        table.engine: variant_cost(model.estimator, model.spec, configs[table.engine])
         for model in models
         for table in model.engines
     }
     unknown = [engine_name(engine) for engine, cost in costs.items() if cost is None]
     if measured := [cost for cost in costs.values() if cost is not None and cost.measured is not None]:
-        stops = any(traits_of(engine).loads_stop_steps for engine in costs)
-        loads = "a load stops its worker" if stops else "a load delays the requests for its variant alone"
+        several = any(traits_of(engine).loads_stop_steps for engine in costs)
+        loads = "a load delays the requests for its variant alone"
+        if any(loads_stop_steps(config) for config in configs.values()):
+            loads = "a load stops its worker"
+        elif several:
+            loads = f"on one GPU {loads}, on several it stops their worker"
         return (f"{measured_variants_words(measured[0])}; {loads}",)
     if unknown:
         return (f"what adapters and their loads take on {' and '.join(unknown)} is not known and left out",)

@@ -208,8 +208,8 @@ def _measured_on(engine: Engine, kind: VariantKind | None) -> VariantKind | None
     """Return ``kind``; raise ConfigError where ``engine`` does not measure it."""
     if kind is not None and not measures_variants(engine.capabilities()):
         raise ConfigError(
-            f"{kind} are not measured on {engine.name}, whose profiling worker serves no variants: take --engine "
-            "torch, or leave --rank and --delta-format out; docs/variants.md says how plans estimate them"
+            f"{kind} are not measured on {engine.name}, whose profiling worker here measures no variants: take "
+            "--engine torch, or leave --rank and --delta-format out; docs/variants.md says how plans estimate them"
         )
     return kind
 

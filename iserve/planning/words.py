@@ -169,11 +169,14 @@ def measured_variants_words(cost: VariantCost) -> str:
     """Return where the time of variants that were measured is from."""
     assert cost.measured is not None
     kind, at = cost.measured.kind, cost.measured.created_at[:10]
+    to_steps, to_prompts = " to steps", "; to prompts it is scaled from a recording of an H200"
+    if cost.has_measured_prompts:
+        to_steps = to_prompts = ""
     if cost.is_exact:
-        return f"the time that {kind} add is measured, from fingerprints with slots filled ({at})"
+        return f"the time that {kind} add{to_steps} is measured, from fingerprints with slots filled ({at}){to_prompts}"
     return (
-        f"the time that variants add is scaled from {kind} on one device, which were measured from fingerprints "
-        f"with slots filled ({at}): it lies between no change and proportion"
+        f"the time that variants add{to_steps} is scaled from {kind} on one device, which were measured from "
+        f"fingerprints with slots filled ({at}): it lies between no change and proportion{to_prompts}"
     )
 
 

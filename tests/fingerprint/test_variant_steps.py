@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,7 +11,8 @@ from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, SlotFormat, Workload
 from fingerprint.errors import BadInputError, ConfigError, EngineError, NotMeasuredError
 from fingerprint.estimates import Source
-from fingerprint.estimators.measured_variants import MeasuredVariantCost, measured_cost
+from fingerprint.estimators.adapter_slots import variant_cost
+from fingerprint.estimators.measured_variants import SPREAD, MeasuredVariantCost, measured_cost
 from fingerprint.variant_measurements import VariantMeasurement
 from fingerprint.variant_steps import step_plan
 from tests.fingerprint.synthetic_machine import llama
@@ -84,6 +86,26 @@ class TestLaw:
         config = DeploymentConfig(engine="vllm", adapter_slots=8, delta_format=SlotFormat.INT2)
         assert cost_of(found, config).step_s(32, 8).value == pytest.approx(truth.added_step_s(LAYERS, 32, 8, 8))
         assert {one.slots for one in found.steps} == {4}
+
+    def test_an_interval_holds_what_whole_models_differ_by(self, measured: VariantMeasurement) -> None:
+        step = cost_of(measured, slots_of(32)).step_s(32, 8)  # without noise
+        assert step.high / step.value - 1 == pytest.approx(SPREAD, rel=1e-3)
+        assert 1 - step.low / step.value == pytest.approx(SPREAD, rel=1e-3)
+
+    def test_prompts_of_plans_are_as_recorded(self, measured: VariantMeasurement) -> None:
+        """Steps and loads are the measured ones (docs/decisions/0053)."""
+        config, work = slots_of(32), Workload(batch=1, input_tokens=2048, output_tokens=1)
+        estimator = SimpleNamespace(variant_cost=lambda config: cost_of(measured, config))
+        planned, recorded = (variant_cost(one, llama(LAYERS), config) for one in (estimator, None))
+        assert planned is not None
+        assert recorded is not None
+        mine = cost_of(measured, config)
+        assert planned.step_s(32, 8) == mine.step_s(32, 8) != recorded.step_s(32, 8)
+        assert planned.load_s(10**6) == mine.load_s(10**6) != recorded.load_s(10**6)
+        assert planned.prompts_s(work, 0.05, 0.0, 1.0) == recorded.prompts_s(work, 0.05, 0.0, 1.0)
+        assert planned.prompt_share == recorded.prompt_share
+        assert planned.measured == measured
+        assert not planned.has_measured_prompts
 
     def test_intervals_hold_the_truth_of_noisy_steps(self) -> None:
         within = total = 0

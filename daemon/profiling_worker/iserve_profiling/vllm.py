@@ -22,6 +22,7 @@ _KV_DTYPE = {"16bit": "auto", "int8": "int8_per_token_head", "fp8": "fp8"}
 _END_S = 20.0  # for vLLM's processes to end by themselves
 _BEING_READ = "is still being read"  # of our plug-in: a delta has to be asked for again
 _ASK_S = 0.02  # each refusal is a traceback in the log
+_READ_S = 120.0  # that reading one may take
 
 
 class VllmProfilingEngine(ProfilingEngine):
@@ -131,6 +132,8 @@ class VllmProfilingEngine(ProfilingEngine):
             begun = time.perf_counter()
             try:
                 while not self._is_there(request):
+                    if time.perf_counter() - begun > _READ_S:
+                        raise TimeoutError(f"it {_BEING_READ} after {_READ_S:g} s")
                     time.sleep(_ASK_S)
             except Exception as error:
                 raise WorkError("EngineError", f"vLLM did not load {folder}: {root(error)}") from error
