@@ -110,7 +110,7 @@ class VariantSteps:
     active: int
     """Distinct variants in the step; 0: all rows are for the base, next to an engine without slots."""
     tokens: int
-    """Tokens computed."""
+    """Tokens that the step computes, of prompts or one of each request."""
     sequences: int
     """Requests in the step."""
     is_prompt: bool

@@ -173,7 +173,8 @@ def measured_variants_words(cost: VariantCost) -> str:
     if cost.has_measured_prompts:
         to_steps = to_prompts = ""
     if cost.is_exact:
-        return f"the time that {kind} add{to_steps} is measured, from fingerprints with slots filled ({at}){to_prompts}"
+        of = f"the time that {kind} add{to_steps}"
+        return f"{of} is measured, from fingerprints with slots filled ({at}){to_prompts}"
     return (
         f"the time that variants add{to_steps} is scaled from {kind} on one device, which were measured from "
         f"fingerprints with slots filled ({at}): it lies between no change and proportion{to_prompts}"
