@@ -188,6 +188,8 @@ def test_a_plan_at_a_rate_advises_to_merge_hot_variants(
     assert advice.text in found.document.notes
     golden("variant", advice.text)
     assert advice.rate_per_s == rate
+    assert advice.gpus_held_on_slots is not None
+    assert advice.gpu_s_per_request_on_slots is not None
     assert advice.gpus_held_merged <= 0.9 * advice.gpus_held_on_slots
     assert advice.gpu_s_per_request_merged == pytest.approx(advice.gpus_held_merged / advice.rate_per_s)
     assert f"{1 - advice.gpu_s_per_request_merged / advice.gpu_s_per_request_on_slots:.0%} less" in advice.text
