@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol, runtime_checkable
@@ -154,6 +155,11 @@ class Estimate:
         """
         was_run = self.measured_config is not None and self.measured_config == self.config
         return was_run or (self.correction is not None and self.correction.exact)
+
+    @property
+    def at_once(self) -> float:
+        """Requests of the batch that run at once: all, or as many as find slots for their variants."""
+        return min(self.workload.batch, self.most_at_once or math.inf)
 
     @property
     def e2e_s(self) -> Quantity:

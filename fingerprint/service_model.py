@@ -225,13 +225,18 @@ def service_model(
 
 
 def service_between(
-    config: DeploymentConfig, workload: Workload, ttft_s: tuple[float, float], tpot_s: tuple[float, float]
+    config: DeploymentConfig,
+    workload: Workload,
+    ttft_s: tuple[float, float],
+    tpot_s: tuple[float, float],
+    most_at_once: float | None = None,
 ) -> ServiceModel:
     """Return the service model by the times of one request and of a whole batch; its memory is not known.
 
     Args:
         ttft_s: of one request alone, and of the batch handed over at once.
         tpot_s: of one request alone, and of the batch.
+        most_at_once: that of the estimates.
     """
     (prompt_s, full_s), (step_s, full_step_s) = ttft_s, tpot_s
     further_s = prompt_s - step_s  # of a batch of one: the rest is the read of the weights
@@ -248,6 +253,7 @@ def service_between(
         fixed_bytes=0,
         kv_bytes_per_token=0.0,
         largest_batch=min(LARGEST_BATCH, workload.batch),
+        most_at_once=most_at_once,
     )
     return _spread(found, batches_in_flight(config))
 

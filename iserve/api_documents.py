@@ -209,13 +209,14 @@ class MergeAdviceDocument:
     """Share of the requests that are theirs."""
     rate_per_s: float
     """Requests per second of base and variants together."""
-    gpus_held_on_slots: float
+    gpus_held_on_slots: float | None
     """GPUs held with all variants on adapter slots, each by the larger of its memory and its busy share, in
-    replicas for 1.5 times the rate; of use next to the next one only: a plan holds more, for up to 2.5 times."""
+    replicas for 1.5 times the rate; of use next to the next one only: a plan holds more, for up to 2.5 times.
+    None: no number of replicas serves the rate."""
     gpus_held_merged: float
     """GPUs held with these variants merged and the rest on slots, counted alike."""
-    gpu_s_per_request_on_slots: float
-    """GPU-seconds that are held for each completed request, with all variants on adapter slots."""
+    gpu_s_per_request_on_slots: float | None
+    """GPU-seconds that are held for each completed request, with all variants on adapter slots; None as before."""
     gpu_s_per_request_merged: float
     """GPU-seconds that are held for each completed request, with these variants merged."""
     commands: tuple[str, ...]

@@ -47,7 +47,7 @@ class AdmissionPolicy:
 
     slo: Slo
     service: ServiceModel
-    slots: int  # requests that a replica runs at once
+    slots: int  # requests that a replica runs at once, as far as their variants find slots
 
     def __post_init__(self) -> None:
         given = (self.slots, self.service.input_tokens, self.service.output_tokens)
@@ -57,6 +57,11 @@ class AdmissionPolicy:
                 "a forecast needs at least one slot and one token each way, "
                 f"got {slots} slots, {input_tokens:g} tokens in and {output_tokens:g} out"
             )
+
+    @property
+    def at_once(self) -> int:
+        """Requests that a replica runs at once on average when as many wait, to the nearest one."""
+        return max(1, round(min(self.slots, self.service.most_at_once or self.slots)))
 
 
 class LearnedRatio(NamedTuple):
@@ -111,7 +116,7 @@ class AdmissionController:
     """Admission controller of one deployment."""
 
     def __init__(self, policy: AdmissionPolicy) -> None:
-        self._slo, self._slots, self._planned = policy.slo, policy.slots, policy.service
+        self._slo, self._slots, self._planned = policy.slo, policy.at_once, policy.service
         self._prompt_ratio, self._step_ratio, self._error_ratio = LearnedRatio(), LearnedRatio(), LearnedRatio()
         self._bound_ratio, self._length_ratio = LearnedRatio(), LearnedRatio()
         self._seen = policy.service  # as the ratios say

@@ -45,7 +45,7 @@ class Figures:
     """
 
     batch: Column
-    most_at_once: Column  # of the batch, that run at once: the rest waits for slots of variants
+    most_at_once: Column  # of the batch, that run at once (``Estimate.at_once``)
     input_tokens: Column
     output_tokens: Column
     num_gpus: Column
@@ -67,12 +67,12 @@ class Figures:
     @property
     def gpu_seconds(self) -> Column:
         """GPU-seconds per request."""
-        return self.num_gpus * self.e2e_s / self.batch
+        return self.num_gpus * self.e2e_s / self.most_at_once
 
     @property
     def service_s(self) -> Column:
         """Seconds of the deployment that one request takes, at the upper end of the interval."""
-        return self.e2e_high_s / self.batch
+        return self.e2e_high_s / self.most_at_once
 
     @property
     def usable(self) -> npt.NDArray[np.bool_]:
@@ -148,7 +148,7 @@ def figures(estimates: Sequence[Estimate]) -> Figures:
     ttft, ttft_low, ttft_high, tpot, tpot_low, tpot_high = times
     return Figures(
         batch=batch,
-        most_at_once=np.minimum(batch, at_once),
+        most_at_once=at_once,
         input_tokens=inputs,
         output_tokens=outputs,
         num_gpus=gpus,
@@ -175,11 +175,12 @@ _UNKNOWN = (math.nan, math.nan, math.nan)
 
 def _row(estimate: Estimate) -> tuple[float, ...]:
     work, memory, ttft, tpot = estimate.workload, estimate.memory, estimate.ttft_s, estimate.tpot_s
-    drawn, at_once = estimate.power_w_per_gpu, estimate.most_at_once or math.inf
+    drawn = estimate.power_w_per_gpu
     power = _UNKNOWN if drawn is None else (drawn.value, drawn.low, drawn.high)
     return (
-        work.batch, at_once, work.input_tokens, work.output_tokens, memory.tp * memory.pp, total_bytes(memory),
-        memory.relative_error, ttft.value, ttft.low, ttft.high, tpot.value, tpot.low, tpot.high, *power,
+        work.batch, estimate.at_once, work.input_tokens, work.output_tokens, memory.tp * memory.pp,
+        total_bytes(memory), memory.relative_error, ttft.value, ttft.low, ttft.high,
+        tpot.value, tpot.low, tpot.high, *power,
     )  # fmt: skip
 
 
@@ -192,7 +193,7 @@ class Cost(NamedTuple):
 
 
 def _memory_latency(f: Figures, prices: Prices) -> Column:
-    return f.total_bytes / GIB * f.e2e_s / f.batch
+    return f.total_bytes / GIB * f.e2e_s / f.most_at_once
 
 
 def _memory(f: Figures, prices: Prices) -> Column:
@@ -235,7 +236,7 @@ def _e2e(f: Figures, prices: Prices) -> Column:
 
 
 def _tokens_per_s(f: Figures, prices: Prices) -> Column:
-    return f.batch * f.output_tokens / f.e2e_s
+    return f.most_at_once * f.output_tokens / f.e2e_s
 
 
 def _energy(f: Figures, prices: Prices) -> Column:

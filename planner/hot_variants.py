@@ -36,8 +36,16 @@ class ServedCost:
     """Cost of one deployment at a rate, or the sum over several."""
 
     replicas: int
-    gpus_held: float
+    gpus_held: float  # infinite: it is not served
     rate_per_s: float
+
+    @classmethod
+    def unserved(cls, rate_per_s: float) -> ServedCost:
+        return cls(replicas=MAX_REPLICAS + 1, gpus_held=math.inf, rate_per_s=rate_per_s)
+
+    @property
+    def is_served(self) -> bool:
+        return math.isfinite(self.gpus_held)
 
     @property
     def gpu_s_per_request(self) -> float:
@@ -58,7 +66,7 @@ class HotVariants:
 
     merged: int
     share: float  # of all requests, theirs
-    on_slots: ServedCost  # all variants on the slots of the base
+    on_slots: ServedCost  # all variants on the slots of the base; may be unserved
     split: ServedCost  # the merged ones, and the base with the rest
 
 
@@ -71,14 +79,14 @@ def hot_variants(
 ) -> HotVariants | None:
     """Return how many of the hottest variants to merge; None: no number of them saves a tenth of the cost.
 
+    What is not served costs infinitely much, so that any number that makes it served saves enough.
+
     Args:
         on_slots: returns the service model of a replica of the base with slots for this load.
         plain: of a replica without slots: of a merged variant, or of the base when no variant is left.
         gpu_bytes: memory of each GPU.
     """
-    everything = served_cost(on_slots(load), rate_per_s, gpu_bytes)
-    if everything is None:
-        return None
+    everything = served_cost(on_slots(load), rate_per_s, gpu_bytes) or ServedCost.unserved(rate_per_s)
     best, merged_cost, most = (everything, 0), ServedCost(replicas=0, gpus_held=0, rate_per_s=0), 0
     for share in load.of_variants[:MOST_MERGED]:
         one = served_cost(plain, share * rate_per_s, gpu_bytes)
@@ -95,7 +103,7 @@ def hot_variants(
         if found is not None and found.gpus_held < best[0].gpus_held:
             best = found, most
     split, number = best
-    if split.gpus_held > _WORTH * everything.gpus_held:
+    if not number or split.gpus_held > _WORTH * everything.gpus_held:
         return None
     share = sum(load.of_variants[:number])
     return HotVariants(merged=number, share=share, on_slots=everything, split=split)

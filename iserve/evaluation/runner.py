@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TypeAlias
 
+from daemon.process_tree import set_parent_death_signal
+from fingerprint.errors import ConfigError
 from iserve.evaluation.arena import Arena, make_arena
 from iserve.evaluation.contestants import CONTESTANTS, ORACLE, STRONG_RULE, check_names, make_contestant
 from iserve.evaluation.document import (
@@ -58,12 +63,14 @@ def evaluate(
     Args:
         contestants: in place of those that the worlds name; none: the worlds' own.
         seeds: the first so many of each world; None: all.
-        report: is given a line before each piece of work.
-        jobs: processes that share the work, by world, seed and contestant.
+        report: is given a line before each piece of work; with several processes after each.
+        jobs: processes that share the work, by world, seed and contestant; they end when this one does.
 
     Raises:
-        ConfigError: an unknown contestant, or a world that cannot be used.
+        ConfigError: an unknown contestant, a world that cannot be used, or no process.
     """
+    if jobs < 1:
+        raise ConfigError(f"the work needs at least one process, got {jobs} jobs")
     began_s = time.monotonic()
     for run in runs:
         check_names(contestants or run.world.contestants)
@@ -110,11 +117,19 @@ def _pieces(run: WorldRun, contestants: tuple[str, ...], seeds: int | None, *, i
 def _found_by(jobs: int, pieces: Sequence[_Piece], report: Report) -> list[tuple[int, _Found]]:
     """Return the results of ``pieces``, in their order, by so many processes."""
     found = []
-    with ProcessPoolExecutor(jobs) as processes:
+    fork = get_context("fork")  # a worker's parent is this process, and no server of forks
+    with ProcessPoolExecutor(jobs, fork, initializer=_end_with, initargs=(os.getpid(),)) as processes:
         for piece, results in zip(pieces, processes.map(_Piece.results, pieces), strict=True):
             report(f"{piece.run.world.name}, seed {piece.seed}: {', '.join(piece.names)}")
             found.append(results)
     return found
+
+
+def _end_with(parent_pid: int) -> None:
+    """Have a worker end when its parent does, however that ends."""
+    set_parent_death_signal(signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it died before the line above took effect
+        os._exit(1)
 
 
 def _result_of(run: WorldRun, done: Sequence[tuple[_Piece, tuple[int, _Found]]]) -> WorldResult:

@@ -20,6 +20,7 @@ from fingerprint.estimators.variant_loads import loads_stop_steps
 from fingerprint.lora.slot_bytes import largest_delta_bytes, slot_bytes
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
+from fingerprint.service_model import LARGEST_BATCH
 from fingerprint.variant_measurements import kind_of
 from iserve.model_source import ModelSource
 from iserve.planning.deployability import DeployableDocument
@@ -50,7 +51,7 @@ from planner.adapter_slots import MOST_SLOTS
 from planner.intent import MAX_REPLICAS
 from planner.plan import LimitKind, Plan, RefusedFor, Relaxation
 
-__all__ = ["planned_deployment", "with_rate_advice"]
+__all__ = ["planned_deployment", "too_few_slots", "with_rate_advice"]
 
 
 def planned_deployment(
@@ -85,7 +86,9 @@ def planned_deployment(
         return chosen_plan(spec, hardware, estimator, [table.unprepared()], asked, kept=kept)
 
     plan, choice = with_slots(options.adapter_slots)
-    notes = (*notes, *_too_few_slots(plan, options, with_slots))
+    is_any_number = options.more_requests and options.is_joint([table], hardware.gpu)
+    most = LARGEST_BATCH if is_any_number else options.workload.batch
+    notes = (*notes, *too_few_slots(plan, options, most, with_slots))
     if choice is not None:
         options = replace(options, replicas=len(choice.replicas))
     elif not (plan.nearest_misses and options.is_joint([table], hardware.gpu)):  # which has its own advice
@@ -135,24 +138,27 @@ def planned_deployment(
     return PlannedDeployment(document, plan.best, devices, free_bytes, capacity)
 
 
-def _too_few_slots(
-    plan: Plan, options: PlanOptions, with_slots: Callable[[int], tuple[Plan, JointChoice | None]]
+def too_few_slots(
+    plan: Plan, options: PlanOptions, most: int, with_slots: Callable[[int], tuple[Plan, JointChoice | None]]
 ) -> tuple[str, ...]:
     """Return with how many slots a rate is served that is not with those that were asked for.
 
     Without a number asked for a plan has slots for as many requests as it is planned for.
+
+    Args:
+        most: requests that a replica of ``plan`` runs at once, whatever slots they find.
     """
     slots, load, nearest = options.adapter_slots, variant_load(options.intent.traffic), plan.why_not.nearest
     too_often = any(miss.limit is LimitKind.RATE for miss in plan.nearest_misses)
     if plan.best is not None or nearest is None or not (nearest.config.adapter_slots and slots and too_often):
         return ()
     within, more = requests_within(load.distinct, slots), slots
-    while within is not None and more < min(MOST_SLOTS, load.variants):
+    while within is not None and within < most and more < min(MOST_SLOTS, load.variants):
         more = min(2 * more, MOST_SLOTS)
         if with_slots(more)[0].best is not None:
             return (
-                f"not served with {slots} slot{'s' * (slots > 1)}: {within:.2g} requests run at once on average, "
-                f"the rest waits for a slot; it is with --adapter-slots {more}",
+                f"not served with {slots} slot{'s' * (slots > 1)}: {rounded(within, 2)} requests run at once on "
+                f"average, the rest waits for a slot; it is with --adapter-slots {more}",
             )
     return ()
 

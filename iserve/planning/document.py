@@ -47,6 +47,8 @@ class EstimateDocument:
     """Correction by a check, included in the figures; None: none."""
     measured_config: DeploymentConfig | None = None
     """Configuration whose measured times these figures come from; None: datasheets alone."""
+    most_at_once: float | None = None
+    """Requests that run at once on average; None: no slots for variants bound them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -245,4 +247,4 @@ class PlanDocument:
             return None
         alone = self.single_request or full
         times = ((alone.ttft_s.value, full.ttft_s.value), (alone.tpot_s.value, full.tpot_s.value))
-        return service_between(config, self.workload, *times)
+        return service_between(config, self.workload, *times, full.most_at_once)

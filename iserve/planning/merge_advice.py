@@ -14,6 +14,7 @@ from iserve.planning.pipeline import PlanOptions, in_slots, slots_for, variant_l
 from iserve.planning.words import rounded
 from planner.adapter_slots import VariantShares
 from planner.hot_variants import PEAK, HotVariants, hot_variants
+from planner.intent import MAX_REPLICAS
 from planner.space import slots_in_bounds
 
 __all__ = ["merge_advice", "merge_advice_of_plan"]
@@ -92,10 +93,16 @@ def _document(base: str, found: HotVariants, names: tuple[str, ...]) -> MergeAdv
     several = f"{found.merged} most popular variants" if found.merged > 1 else "most popular variant"
     which = ", ".join(names) or f"the {several}"
     merged_s, on_slots_s = split.gpu_s_per_request, on_slots.gpu_s_per_request
-    text = (  # no number of GPUs: it would be another than the plan's, whose law holds more
-        f"merging {which} ({found.share:.0%} of the requests) is estimated to take "
-        f"{1 - merged_s / on_slots_s:.0%} less GPU time at {rounded(rate_per_s, 3)} requests/s, "
-        f"{rounded(merged_s, 2)} GPU-seconds a request in place of {rounded(on_slots_s, 2)}, both as shares of "
+    per_s, one = f"{rounded(rate_per_s, 3)} requests/s", f"{rounded(merged_s, 2)} GPU-seconds a request"
+    if on_slots.is_served:  # no number of GPUs: it would be another than the plan's, whose law holds more
+        gain = f"take {1 - merged_s / on_slots_s:.0%} less GPU time at {per_s}, {one} in place of "
+        gain += f"{rounded(on_slots_s, 2)}, both as shares"
+    else:
+        gain = (
+            f"serve {per_s}, which {MAX_REPLICAS} replicas with all variants on slots do not, at {one}, as shares"
+        )
+    text = (
+        f"merging {which} ({found.share:.0%} of the requests) is estimated to {gain} of "
         f"GPUs with replicas for {PEAK:g} times the rate, where a plan holds GPUs for up to 2.5 times: "
         f"{'; '.join(commands)}{' (of each)' * (found.merged > 1)}"
     )
@@ -104,9 +111,9 @@ def _document(base: str, found: HotVariants, names: tuple[str, ...]) -> MergeAdv
         names=names,
         request_share=found.share,
         rate_per_s=rate_per_s,
-        gpus_held_on_slots=on_slots.gpus_held,
+        gpus_held_on_slots=on_slots.gpus_held if on_slots.is_served else None,
         gpus_held_merged=split.gpus_held,
-        gpu_s_per_request_on_slots=on_slots_s,
+        gpu_s_per_request_on_slots=on_slots_s if on_slots.is_served else None,
         gpu_s_per_request_merged=merged_s,
         commands=commands,
         text=text,

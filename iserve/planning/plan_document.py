@@ -39,6 +39,7 @@ def estimate_document(
         e2e_s=estimate.e2e_s,
         correction=estimate.correction,
         measured_config=estimate.measured_config,
+        most_at_once=estimate.most_at_once,
     )
 
 

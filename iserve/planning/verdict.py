@@ -26,8 +26,9 @@ __all__ = ["FiguresDocument", "RefusalCount", "VerdictDocument", "figures_of", "
 class FiguresDocument:
     """Figures of the chosen configuration at the planned load; all replicas together serve the rates.
 
-    Without a rate the load is the batch, handed over again and again. With one, the times are still those of the
-    batch; ``load_forecast`` of the plan has those at the rate.
+    Without a rate the load is the batch, handed over again and again, of which as much runs at once as finds slots
+    for its variants. With one, the times are still those of the batch; ``load_forecast`` of the plan has those at
+    the rate.
     """
 
     ttft_s: Quantity
@@ -128,7 +129,7 @@ def figures_of(
         served: what one replica gives under its share of the rate; None: the batch is kept full.
     """
     work, price = estimate.workload, gpu.price_usd_per_gpu_hour
-    full_per_s = work.batch / estimate.e2e_s.value
+    full_per_s = estimate.at_once / estimate.e2e_s.value
     highest_per_s, planned_per_s = (full_per_s, full_per_s)
     if served is not None:
         highest_per_s, planned_per_s = served.highest_rate_per_s, served.rate_per_s

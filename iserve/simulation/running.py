@@ -359,7 +359,7 @@ class PlannedDeployer:
                 what=what,
                 pipelined=traits_of(config.engine).fills_stages,
                 startup_s=traits_of(config.engine).startup_s,
-                forecast_service=service_between(config, work, ttft_s, tpot_s),
+                forecast_service=service_between(config, work, ttft_s, tpot_s, full.most_at_once),
                 config=config,
             )
             for placement in capacity.placements

@@ -114,6 +114,8 @@ def main() -> None:
     parser.add_argument("variants", nargs="*", metavar="VARIANT", help=f"of {', '.join(VARIANTS)}; all without")
     parser.add_argument("--jobs", type=int, default=1, help="processes that share the work")
     args = parser.parse_args()
+    if args.jobs < 1:
+        parser.error(f"--jobs is at least 1, got {args.jobs}")
     names = args.variants or list(VARIANTS)
     if unknown := sorted(set(names) - set(VARIANTS)):
         parser.error(f"there is no variant {', '.join(unknown)}; there are {', '.join(VARIANTS)}")

@@ -17,13 +17,14 @@ from fingerprint.estimators.variant_loads import WithVariantLoads
 from fingerprint.gpus import gpu_spec
 from fingerprint.queueing import ServiceColumns
 from fingerprint.service_model import service_model
+from iserve.planning.verdict import figures_of
 from planner.adapter_slots import VariantLoad
 from planner.attainment import Attainment
-from planner.costs import figures
-from planner.intent import Traffic
+from planner.costs import COSTS, OBJECTIVES, Prices, figures
+from planner.intent import CostModel, IntentKind, Traffic
 from tests.fingerprint.step_timed_machine import llama_7b
 
-LLAMA = llama_7b()
+LLAMA, H200 = llama_7b(), gpu_spec("h200-sxm")
 WORK = Workload(batch=64, input_tokens=512, output_tokens=128)
 _LOADS = st.builds(
     VariantLoad, st.integers(2, 500), st.sampled_from([0.0, 0.5, 1.0, 1.5]), st.sampled_from([0.0, 0.3])
@@ -31,7 +32,7 @@ _LOADS = st.builds(
 
 
 def with_slots(load: VariantLoad) -> WithVariantLoads:
-    inner = WithAdapterSlots(RooflineEstimator(LLAMA, gpu_spec("h200-sxm")), LLAMA, load.distinct, load.of_base)
+    inner = WithAdapterSlots(RooflineEstimator(LLAMA, H200), LLAMA, load.distinct, load.of_base)
     return WithVariantLoads(inner, LLAMA, load.missed)
 
 
@@ -95,3 +96,38 @@ def test_fewer_at_once_never_wait_less(load: VariantLoad, slots: int, rate_per_s
     free = replace(bound, most_at_once=bound.batch)
     with_bound, without = (Attainment.of_estimates(one, alone, Traffic()) for one in (bound, free))
     assert with_bound.mean_e2e(rate_per_s)[0] >= without.mean_e2e(rate_per_s)[0] * (1 - 1e-9)
+
+
+def test_figures_and_objectives_are_of_the_requests_that_find_slots() -> None:
+    """2 slots, 1,000 even variants: 2.002 of the 64 run at once, by 1,000 (1 - exp(-n / 1,000)) = 2."""
+    estimate = with_slots(VariantLoad(1_000, 0.0)).estimate(slots_of(2), WORK)
+    e2e_s = estimate.e2e_s.value
+    per_s = -1_000 * math.log(1 - 2 / 1_000) / e2e_s
+    shown = figures_of(estimate, H200)
+    assert shown.requests_per_s == pytest.approx(per_s)
+    assert shown.output_tokens_per_s == pytest.approx(128 * per_s)
+    assert H200.price_usd_per_gpu_hour is not None
+    price = H200.price_usd_per_gpu_hour / 3600
+    assert shown.usd_per_million_output_tokens == pytest.approx(price / (128 * per_s) * 1e6)
+    row, prices = figures([estimate]), Prices(usd_per_gpu_hour=H200.price_usd_per_gpu_hour)
+    assert COSTS[CostModel.DOLLARS].of(row, prices)[0] == pytest.approx(price / per_s)
+    assert COSTS[CostModel.GPU_HOURS].of(row, prices)[0] == pytest.approx(1 / per_s)
+    held = COSTS[CostModel.MEMORY].of(row, prices)[0]
+    assert COSTS[CostModel.MEMORY_LATENCY].of(row, prices)[0] == pytest.approx(held / per_s)
+    throughput = OBJECTIVES[IntentKind.MAX_THROUGHPUT]
+    assert throughput is not None
+    assert throughput.of(row, prices)[0] == pytest.approx(128 * per_s)
+    assert 1 / row.service_s[0] == pytest.approx(per_s * e2e_s / estimate.e2e_s.high)
+
+
+@settings(max_examples=60, deadline=None)
+@given(load=_LOADS, slots=st.integers(1, 32), more=st.integers(1, 32))
+def test_more_slots_serve_more_where_steps_take_no_longer(load: VariantLoad, slots: int, more: int) -> None:
+    """By the figure that a plan shows: more as long as fewer than the batch find slots, and never fewer."""
+    few, many = (with_slots(load).estimate(slots_of(number), WORK) for number in (slots, slots + more))
+    few_per_s = figures_of(few, H200).requests_per_s
+    no_longer = replace(many, ttft_s=few.ttft_s, tpot_s=few.tpot_s)
+    many_per_s = figures_of(no_longer, H200).requests_per_s
+    assert many_per_s >= few_per_s
+    if few.most_at_once is not None and few.most_at_once < WORK.batch:
+        assert many_per_s > few_per_s

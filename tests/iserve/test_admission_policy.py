@@ -77,6 +77,20 @@ def test_it_has_the_limits_asked_for_and_the_times_of_the_plan(plan: PlanDocumen
     assert from_json(to_json(policy), AdmissionPolicy) == policy
 
 
+def test_no_more_run_at_once_than_find_slots_for_their_variants(plan: PlanDocument) -> None:
+    """A bound of 2.2 of the batch of 4."""
+    bound = [
+        replace(one, estimate=None if one.estimate is None else replace(one.estimate, most_at_once=2.2))
+        for one in plan.candidates
+    ]
+    policy = admission_policy_of(row(replace(plan, candidates=tuple(bound)), slo=SLO, reject_late=True), 4)
+    free = admission_policy_of(row(plan, slo=SLO, reject_late=True), 4)
+    assert policy is not None
+    assert free is not None
+    assert (policy.service.most_at_once, free.service.most_at_once) == (2.2, None)
+    assert (policy.at_once, free.at_once) == (2, 4)
+
+
 def test_a_table_of_an_earlier_release_is_read_and_rejects_none_until_the_controller_writes_its_own(
     plan: PlanDocument,
 ) -> None:

@@ -339,6 +339,7 @@ class TestPlans:
         )
         assert none is None
         assert advice is not None
+        assert advice.gpu_s_per_request_on_slots is not None
         assert advice.gpu_s_per_request_merged < advice.gpu_s_per_request_on_slots
 
     def test_a_profile_is_printed_with_its_variants(

@@ -13,7 +13,7 @@ from daemon.engines.registry import capabilities_for
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.engines import traits_of
 from fingerprint.errors import ConfigError
-from fingerprint.estimators.adapter_slots import added_prompt_share, added_step_s, load_s
+from fingerprint.estimators.adapter_slots import added_prompt_share, added_step_s, load_s, requests_within
 from fingerprint.estimators.delta_slots import added_delta_step_s, delta_prompt_s
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpu_spec import GpuSpec
@@ -29,6 +29,7 @@ from iserve.simulation.running import (
     idle_cluster,
     roofline_model,
 )
+from planner.adapter_slots import VariantLoad
 from planner.intent import Intent, IntentKind, Quality, Traffic
 from tests.fingerprint.step_timed_machine import llama_7b
 from tests.golden_words import Golden
@@ -284,6 +285,17 @@ class TestCosts:
         assert found.mean_steps.decode_s(1, 100.0) == pytest.approx(
             plain.decode_s(1, 100.0) + found.adapters.step_s(1, 1)
         )
+
+    @pytest.mark.parametrize("kind", [IntentKind.MIN_COST, IntentKind.MIN_LATENCY])
+    def test_forecasts_run_no_more_at_once_than_find_slots(self, kind: IntentKind) -> None:
+        """Of a joint plan and of one by a batch."""
+        options = PlanOptions(intent=Intent(kind=kind, traffic=Traffic(variants=20)), adapter_slots=4)
+        found = PlannedDeployer(H200, [with_slots(H200, options)])("m", idle_cluster(H200, 1))
+        assert isinstance(found, Deployed)
+        assert found.forecast_service is not None
+        within = requests_within(VariantLoad(20, options.intent.traffic.variant_skew).distinct, 4)
+        assert within is not None
+        assert found.forecast_service.most_at_once == pytest.approx(within)
 
     @pytest.mark.parametrize("slots", [-1, 65])
     def test_impossible_slots(self, slots: int) -> None:

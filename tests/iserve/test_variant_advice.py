@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fingerprint.codec import to_json
+from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, SlotFormat
 from fingerprint.errors import NotFoundError
 from iserve.api_documents import MergeAdviceDocument, VariantDocument
@@ -21,6 +21,7 @@ from iserve.planning.merge_advice import merge_advice
 from iserve.planning.pipeline import PlanOptions
 from iserve.planning.words import rounded
 from iserve.route_table import VariantDemand
+from planner.adapter_slots import VariantLoad, VariantShares
 from planner.intent import Traffic
 from tests.golden_words import Golden
 from tests.iserve.joint_plans import LLAMA, estimator_on, hardware_on, planned, source_of, wish, workers_of
@@ -101,6 +102,7 @@ def test_a_hot_variant_is_named_with_what_its_merge_saves(golden: Golden) -> Non
     assert advice.variants == 1
     assert advice.request_share == pytest.approx(8000 / 8600)
     assert advice.rate_per_s == 80.0
+    assert advice.gpus_held_on_slots is not None
     assert advice.gpus_held_merged <= 0.9 * advice.gpus_held_on_slots
 
 
@@ -130,6 +132,8 @@ def test_a_deployment_keeps_its_slots_where_a_plan_takes_those_that_are_needed()
         return found
 
     kept, needed = advice(True), advice(False)
+    assert kept.gpus_held_on_slots is not None
+    assert needed.gpus_held_on_slots is not None
     assert kept.gpus_held_on_slots > needed.gpus_held_on_slots
     assert kept.gpus_held_merged > needed.gpus_held_merged
     assert kept.names == ()
@@ -161,6 +165,21 @@ def test_advice_at_a_high_rate_names_it_in_full() -> None:
     )
     assert found is not None
     assert "at 1,234 requests/s" in found.text
+
+
+def test_it_is_said_where_only_merging_serves_the_rate(golden: Golden) -> None:
+    """No figure is infinite in JSON."""
+    load = VariantShares(tuple(VariantLoad(1_000, 1.0).shares.tolist()))
+    config = DeploymentConfig(engine="vllm", adapter_slots=4, adapter_rank=16)
+    found = merge_advice(
+        *("chat", source_of().spec, HARDWARE.gpu, estimator_on(LLAMA, HARDWARE.gpu), TRAFFIC, config, load),
+        rate_per_s=150.0,
+        keeps_slots=True,
+    )
+    assert found is not None
+    assert (found.gpus_held_on_slots, found.gpu_s_per_request_on_slots) == (None, None)
+    assert from_json(to_json(found), MergeAdviceDocument) == found
+    golden("variant", found.text)
 
 
 def test_deltas_are_not_merged() -> None:

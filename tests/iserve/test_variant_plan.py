@@ -12,21 +12,23 @@ from daemon.worker_spec import WorkerSpec
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, SlotFormat, Workload
 from fingerprint.estimators import adapter_slots
+from fingerprint.estimators.adapter_slots import requests_within
 from fingerprint.lora import reserved_bytes, slot_bytes
 from fingerprint.lora.slot_bytes import adapter_bytes
 from fingerprint.model_spec import ModelSpec
 from iserve.planning.deployability import DeployableDocument
-from iserve.planning.deployment_choice import planned_deployment
+from iserve.planning.deployment_choice import planned_deployment, too_few_slots
 from iserve.planning.document import PlanDocument
-from iserve.planning.pipeline import PlanOptions, datasheet_estimator, slots_of, space, with_traffic
+from iserve.planning.pipeline import PlanOptions, datasheet_estimator, slots_of, space, variant_load, with_traffic
 from iserve.planning.words import gib
 from iserve.planning.worker_launch import PlannedDeployment
 from planner.adapter_slots import MOST_WITHOUT, VariantLoad
 from planner.hot_variants import served_cost
-from planner.intent import MOST_BASE_SHARE, IntentKind, Quality, Traffic
+from planner.intent import MOST_BASE_SHARE, Intent, IntentKind, Quality, Traffic
 from tests.golden_words import Golden
 from tests.iserve.joint_plans import (
     LLAMA,
+    chosen,
     estimator_on,
     flags_of,
     hardware_on,
@@ -186,6 +188,8 @@ def test_a_plan_at_a_rate_advises_to_merge_hot_variants(
     assert advice.text in found.document.notes
     golden("variant", advice.text)
     assert advice.rate_per_s == rate
+    assert advice.gpus_held_on_slots is not None
+    assert advice.gpu_s_per_request_on_slots is not None
     assert advice.gpus_held_merged <= 0.9 * advice.gpus_held_on_slots
     assert advice.gpu_s_per_request_merged == pytest.approx(advice.gpus_held_merged / advice.rate_per_s)
     assert f"{1 - advice.gpu_s_per_request_merged / advice.gpu_s_per_request_on_slots:.0%} less" in advice.text
@@ -309,6 +313,28 @@ def test_it_is_said_with_how_many_slots_a_rate_is_served(rate: float, slots: int
         return
     golden("variant", notes)
     assert planned(hardware, replace(options, adapter_slots=slots)).best is not None
+
+
+@pytest.mark.parametrize(
+    ("slots", "base_share", "most"), [(8, 0.0, 64), (8, 0.0, 8), (16, 0.92, 256), (16, 0.92, 64)]
+)
+def test_slots_are_said_to_bound_only_what_they_do(
+    slots: int, base_share: float, most: int, golden: Golden
+) -> None:
+    """8.9 and 242 requests find slots; each is said where it is fewer than a replica would run."""
+    traffic = Traffic(variants=1_000, variant_rank=16, base_share=base_share)
+    options = varied(traffic, IntentKind.MIN_LATENCY, rate=50.0)
+    options = replace(options, adapter_slots=slots, workload=replace(options.workload, batch=64))
+    hardware = hardware_on("h200:1")
+    (refused, _), served = chosen(hardware, options), chosen(hardware, replace(options, intent=Intent()))
+    assert refused.best is None
+    assert served[0].best is not None
+    said = too_few_slots(refused, options, most, lambda more: served)
+    within = requests_within(variant_load(traffic).distinct, slots)
+    assert within is not None
+    assert bool(said) == (within < most)
+    if said:
+        golden("variant", said)
 
 
 @pytest.mark.parametrize("rate", [0.2, 1.0])

@@ -111,6 +111,24 @@ def test_a_hot_variant_of_many_is_merged_at_a_rate_that_needs_several_replicas()
     assert advice.split.replicas < advice.on_slots.replicas
 
 
+@pytest.mark.parametrize(("rate_per_s", "is_served"), [(150.0, True), (200.0, False), (10_000.0, None)])
+def test_merging_is_advised_where_it_alone_serves_the_rate(rate_per_s: float, is_served: bool | None) -> None:
+    """Four slots for 1,000 variants: 64 replicas with all on slots serve 150 requests/s, and not 200."""
+    four = DeploymentConfig(engine="vllm", adapter_slots=4, adapter_rank=16)
+
+    def service(load: VariantShares) -> ServiceModel:
+        return service_model(WithAdapterSlots(BASE, LLAMA, load.distinct, load.of_base), four, WORK)
+
+    advice = hot_variants(shares_of(1_000, 1.0), rate_per_s, service, PLAIN, GPU.memory_bytes)
+    if is_served is None:
+        assert advice is None, "neither way serves it"
+        return
+    assert advice is not None
+    assert advice.on_slots.is_served == is_served
+    assert advice.split.is_served
+    assert advice.merged >= 8
+
+
 @given(rate_per_s=RATES, more=st.floats(1, 4))
 def test_a_higher_rate_never_holds_less(rate_per_s: float, more: float) -> None:
     few, many = (served_cost(PLAIN, rate, GPU.memory_bytes) for rate in (rate_per_s, more * rate_per_s))
