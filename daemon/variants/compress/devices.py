@@ -11,6 +11,7 @@ import torch
 from daemon.variants.compress.calibration import CalibrationTokens
 from daemon.variants.compress.model_parts import ModelParts
 from daemon.variants.compress.pair import CheckpointPair
+from daemon.variants.device_names import gpu_number
 from fingerprint.errors import ConfigError, UnavailableError
 
 __all__ = ["check_free", "clear_out_of_memory", "compute_device", "needed_device_bytes"]
@@ -26,15 +27,15 @@ def compute_device(name: str) -> torch.device:
     """Return the device named ``cpu``, ``cuda`` (the first GPU) or ``cuda:N``.
 
     Raises:
-        ConfigError: there is no such GPU, or torch was installed without CUDA.
+        ConfigError: another name, there is no such GPU, or torch was installed without CUDA.
     """
-    if name == "cpu":
+    number, count = gpu_number(name), torch.cuda.device_count()
+    if number is None:
         return torch.device("cpu")
-    device, count = torch.device("cuda:0" if name == "cuda" else name), torch.cuda.device_count()
-    if not torch.cuda.is_available() or device.index >= count:
+    if not torch.cuda.is_available() or number >= count:
         here = f"torch {torch.__version__} finds {count} of them here"
         raise ConfigError(f"{name} is no GPU of this machine: {here}; without --device the CPU computes")
-    return device
+    return torch.device("cuda", number)
 
 
 def needed_device_bytes(pair: CheckpointPair, parts: ModelParts, tokens: CalibrationTokens | None) -> int:

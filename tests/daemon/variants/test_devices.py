@@ -58,6 +58,20 @@ def test_devices_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         compute_device("cuda:2")
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["cuda:255", "cuda:256", "cuda:257", "cuda:01", "cuda:", "cuda:-1", "cuda:1\n", "cuda:\u0661", "mps", ""],
+)
+@pytest.mark.parametrize("has_gpus", [True, False])
+def test_names_that_are_no_device_are_refused(monkeypatch: pytest.MonkeyPatch, name: str, has_gpus: bool) -> None:
+    """A number of 8 bits, as torch keeps it, takes 256 for the first GPU."""
+    if has_gpus:
+        two_gpus(monkeypatch, 80)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 300)
+    with pytest.raises(ConfigError):
+        compute_device(name)
+
+
 def test_a_gpu_whose_memory_is_taken_is_refused(monkeypatch: pytest.MonkeyPatch, golden: Golden) -> None:
     two_gpus(monkeypatch, 7.5)
     check_free(torch.device("cuda:1"), 7 * 2**30)
