@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from daemon.variants.compress import CompressResult, compress_delta
+from daemon.variants.compress import CompressResult, compress_delta, compressor, units
 from fingerprint.delta import FORMATS
 from fingerprint.errors import (
     CheckpointError,
@@ -154,3 +154,30 @@ def test_work_of_another_job_is_begun_anew(tmp_path: Path) -> None:
     assert result.units_found_done == 0
     assert {each.format for each in result.manifest.matrices} == {"int3", "int4"}
     assert not (tmp_path / ".delta.compressing").exists()
+
+
+def test_the_time_that_is_left_after_a_resume_is_that_of_new_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A matrix that is compressed takes 1 s here, and one of a layer that was done, read back, 1,000 s."""
+    now_s, shown = 0.0, []
+
+    def taking(seconds: float, work: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            nonlocal now_s
+            now_s += seconds
+            return work(*args)
+
+        return timed
+
+    base = write_pair(tmp_path)
+    interrupted(tmp_path, 9)  # in layer 1
+    monkeypatch.setattr(units.time, "perf_counter", lambda: now_s)
+    monkeypatch.setattr(units, "compress_matrix", taking(1, units.compress_matrix))
+    monkeypatch.setattr(units.Compression, "_read_back", taking(1000, units.Compression._read_back))
+    monkeypatch.setattr(compressor, "_compressing", lambda left_s, device: shown.append(left_s) or "matrices")
+    assert compress_delta(order(tmp_path)).units_found_done == 2
+    assert now_s > 8000
+    layer = sum(values.size for name, values in base.items() if "layers.1." in name and values.ndim == 2)
+    assert shown[:-2] == [None] * (1 + 7 * LAYERS - 1)
+    assert shown[-2:] == [pytest.approx(7 * base["lm_head.weight"].size / layer), 0]
