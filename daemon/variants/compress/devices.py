@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
@@ -20,8 +22,10 @@ __all__ = ["begin_on", "check_free", "clear_out_of_memory", "compute_device", "n
 _VALUE_BYTES = 32  # of a weight of the matrix that is compressed: base, change, codes, errors and copies
 _VOCABULARY_BYTES = 20  # the same of embeddings and output layer, whose rows are solved in several parts
 _MOMENT_BYTES = 28  # of a pair of its inputs: second moments, and their factor in float64
-_LIVE_STATES, _LIVE_INPUTS = 4, 3  # of all tokens at once: hidden states, and inputs of the widest linear
+_LIVE_STATES, _LIVE_INPUTS = 4, 3  # of all tokens at once: hidden states or queries, and the widest of a linear
 _WORKSPACE_BYTES = 2**30  # CUDA's own, and an attention's
+_LAYER = re.compile(r"\.(\d+)\.")  # number of the layer in a tensor's name
+Shape = tuple[int, ...]
 _GPU_IS_FULL = ("out of memory", "ALLOC_FAILED")  # of torch's own allocator and of CUDA; of cuBLAS and cuSOLVER
 _GPU = "a GPU (--device cuda:N)"
 _FEWER = "fewer calibration tokens (--calibration FILE, with fewer texts)"
@@ -43,18 +47,25 @@ def compute_device(name: str) -> torch.device:
 
 
 def needed_device_bytes(pair: CheckpointPair, parts: ModelParts, tokens: CalibrationTokens | None) -> int:
-    """Return the bytes that a compression has on its device at most, an estimate from above."""
-    layers = [[_shape(name, pair) for name in own.values()] for own in parts.layers]
-    vocabulary = [_shape(name, pair) for name in (*parts.embeddings.values(), parts.head) if name]
-    linears = [shape for own in layers for shape in own]
-    hidden = parts.source.spec.hidden_size
-    widest = max((inputs for _, inputs in linears), default=hidden)
+    """Return the bytes that a compression has on its device at most, an estimate from above for models without
+    experts. All weights of a layer are there and run, changed or not.
+    """
+    spec, layers, vocabulary = parts.source.spec, defaultdict[str, list[Shape]](list), [0]
+    for name, entry in pair.base.tensors.items():
+        number = _LAYER.search(name)
+        if number is not None:
+            layers[number[1]].append(entry.shape)
+        elif len(entry.shape) > 1:
+            vocabulary.append(prod(entry.shape))
+    changed = [pair.base.tensors[name].shape for own in parts.layers for name in own.values()]
+    hidden, inputs = spec.hidden_size, max((shape[1] for shape in changed), default=spec.hidden_size)
+    live = _LIVE_STATES * max(hidden, spec.num_heads * spec.head_dim)
+    live += _LIVE_INPUTS * max((max(shape) for own in layers.values() for shape in own), default=hidden)
     num_tokens = 0 if tokens is None else tokens.num_tokens
-    largest = max((outputs * hidden for outputs, _ in vocabulary), default=0)
-    of_layer = 4 * (max((sum(map(prod, own)) for own in layers), default=0) + largest)
-    of_layer += _VALUE_BYTES * max(map(prod, linears), default=0) + _MOMENT_BYTES * widest**2
-    of_layer += 4 * num_tokens * (_LIVE_STATES * hidden + _LIVE_INPUTS * widest)
-    of_vocabulary = _VOCABULARY_BYTES * largest + _MOMENT_BYTES * hidden**2 + 4 * num_tokens * hidden
+    of_layer = 4 * (max((sum(map(prod, own)) for own in layers.values()), default=0) + max(vocabulary))
+    of_layer += _VALUE_BYTES * max(map(prod, changed), default=0) + _MOMENT_BYTES * inputs**2
+    of_layer += 4 * num_tokens * live
+    of_vocabulary = _VOCABULARY_BYTES * max(vocabulary) + _MOMENT_BYTES * hidden**2 + 4 * num_tokens * hidden
     return max(of_layer, of_vocabulary) + _WORKSPACE_BYTES
 
 
@@ -115,8 +126,3 @@ def clear_out_of_memory(device: torch.device) -> Iterator[None]:
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.1f}"
-
-
-def _shape(name: str, pair: CheckpointPair) -> tuple[int, int]:
-    outputs, inputs = pair.base.tensors[name].shape
-    return outputs, inputs
