@@ -105,7 +105,7 @@ def test_a_compression_on_a_host_without_memory_is_refused_and_keeps_nothing_it_
 def test_a_full_gpu_is_refused_before_a_checkpoint_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its context finds no room, or leaves none: CUDA's own error, or a number."""
+    """A context finds no room, or leaves none: CUDA's own error, or a number."""
     made, read = replace(order(tmp_path), device=torch.device("cuda:1")), list[str]()
 
     def no_context(device: torch.device) -> tuple[int, int]:
