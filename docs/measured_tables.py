@@ -258,14 +258,14 @@ def _delta_costs() -> str:
 
 
 def _formats_at_scale() -> str:
-    from tests.bench.quality_at_scale import read_studies
+    from tests.bench.quality_at_scale_studies import read_studies
     from tests.bench.quality_at_scale_tables import formats_table
 
     return formats_table(read_studies(RESULTS / "quality_at_scale_h200"))
 
 
 def _ranks_at_scale() -> str:
-    from tests.bench.quality_at_scale import read_studies
+    from tests.bench.quality_at_scale_studies import read_studies
     from tests.bench.quality_at_scale_tables import ranks_table
 
     return ranks_table(read_studies(RESULTS / "quality_at_scale_h200"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -65,8 +64,13 @@ def _loss(value: float | None) -> float | None:
 
 
 def _device(name: str) -> str:
-    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name):
-        raise typer.BadParameter(f"{name[:40]!r} is neither cpu nor cuda:N")
+    from daemon.variants.device_names import gpu_number
+    from fingerprint.errors import ConfigError
+
+    try:
+        gpu_number(name)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from error
     return name
 
 

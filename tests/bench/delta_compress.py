@@ -3,9 +3,10 @@
     python -m tests.bench.delta_compress OUT.json [--device cuda:0] [--layers 2] [--cpu-seconds 90]
 
 Random layers of Llama-3.1-8B's shape with a small random change, 2 bits, 16,384 random tokens. Parts, each written
-to OUT when it is done: one matrix in every format on both devices; the whole command on the device; the same
-command on the CPU, which ends after a layer or, at a matrix, after the seconds that are given. What both have made
-is compared. Seconds of the whole model are an extrapolation by weights. Needs torch, transformers, safetensors.
+to OUT when it is done: second moments and their factor on both devices; one matrix in each format on both; the
+whole command on the device; the same command on the CPU, which ends after a layer or, at a matrix, after the
+seconds that are given. What both have made is compared. Seconds of the whole model are an extrapolation by
+weights. Needs torch, transformers, safetensors.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import platform
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ import transformers
 from safetensors.torch import save_file
 
 from daemon.variants.compress import CompressOrder, compress_delta, compute_device
-from daemon.variants.compress.solver import Curvature, compress_matrix, relative_error
+from daemon.variants.compress.solver import Curvature, compress_matrix, relative_error, second_moment
 from daemon.variants.compress.work_folder import UnitRecord, work_folder_of
 from fingerprint.checkpoint import Checkpoint
 from fingerprint.codec import from_json
@@ -123,30 +125,53 @@ def _synchronized(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _one_matrix(device: torch.device, hidden: int) -> list[dict[str, Any]]:
-    """Compress a matrix in every format on the CPU and on ``device``, on the same inputs."""
+def _one_matrix(device: torch.device, hidden: int, keep: Callable[..., None]) -> None:
+    """Compress a matrix on the CPU and on ``device``, on the same inputs: their second moments H and its factor,
+    which all matrices of the same inputs share, then every format. ``keep`` gets what is measured after each.
+    """
     generator = torch.Generator().manual_seed(1)
     rank = hidden // 4
     inputs = torch.randn(TOKENS, rank, generator=generator) @ torch.randn(rank, hidden, generator=generator)
     inputs = inputs / rank**0.5 + 0.3 * torch.randn(TOKENS, hidden, generator=generator)
     change = torch.randn(ROWS, hidden, generator=generator) * 1e-3
-    hessian = inputs.T @ inputs
-    sides = {name: (change.to(name), Curvature.of(hessian.to(name))) for name in ("cpu", str(device))}
+    sides = {each.type: each for each in (torch.device("cpu"), device)}
+    of_inputs: dict[str, Any] = {"shape": [TOKENS, hidden]}
+    for name, side in sides.items():
+        of_inputs |= {f"{name}_{part}_s": seconds for part, seconds in _input_seconds(inputs.to(side)).items()}
+        keep(inputs=of_inputs)
+    print(of_inputs, flush=True)
+    hessian = second_moment(inputs)
+    of_side = {name: (change.to(side), Curvature.of(hessian.to(side))) for name, side in sides.items()}
     rows = []
-    for name, format_ in FORMATS.items():
-        row: dict[str, Any] = {"format": name, "shape": [ROWS, hidden]}
-        found = {}
-        for side, (own, curvature) in sides.items():
+    for format_name, format_ in FORMATS.items():
+        row: dict[str, Any] = {"format": format_name, "shape": [ROWS, hidden]}
+        codes = []
+        for name, (own, curvature) in of_side.items():
             compress_matrix(own[:64], curvature, format_)  # what is loaded first
             started = _synchronized(own.device)
-            found[side] = compress_matrix(own, curvature, format_)
-            row[f"{own.device.type}_s"] = round(_synchronized(own.device) - started, 4)
-            row[f"{own.device.type}_error"] = relative_error(own, found[side].values(format_), curvature)
-        codes = [each.codes.cpu() for each in found.values()]
+            found = compress_matrix(own, curvature, format_)
+            row[f"{name}_s"] = round(_synchronized(own.device) - started, 4)
+            row[f"{name}_error"] = relative_error(own, found.values(format_), curvature)
+            codes.append(found.codes.cpu())
         row["same_codes"] = float((codes[0] == codes[-1]).float().mean())
         rows.append(row)
+        keep(matrices=rows)
         print(row, flush=True)
-    return rows
+
+
+def _input_seconds(inputs: torch.Tensor) -> dict[str, float]:
+    """Return the seconds of H and of its factor; each is computed once before, for what is loaded first."""
+    seconds: dict[str, float] = {}
+    for _ in range(2):
+        started = _synchronized(inputs.device)
+        hessian = second_moment(inputs)
+        between = _synchronized(inputs.device)
+        Curvature.of(hessian)
+        seconds = {
+            "second_moments": round(between - started, 4),
+            "factor": round(_synchronized(inputs.device) - between, 4),
+        }
+    return seconds
 
 
 def _order(folder: Path, target: str, device: torch.device) -> CompressOrder:
@@ -297,7 +322,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         if device.type == "cuda":
-            keep(matrices=_one_matrix(device, shape["hidden"]))
+            _one_matrix(device, shape["hidden"], keep)
         _write_pair(folder, shape, device)
         of_device = _timed(_order(folder, "of_device", device), args.layers, None)
         keep(device=of_device | {"whole_model_s_extrapolated": _whole_model_s(of_device["units_s"], shape)})

@@ -17,7 +17,7 @@ differ between runs, for sums on a GPU have no fixed order.
 from __future__ import annotations
 
 import argparse
-import json
+import hashlib
 import math
 import os
 import shutil
@@ -41,7 +41,7 @@ from transformers import LlamaForCausalLM
 
 from daemon.variants.compress import CalibrationTexts, CompressOrder, compress_delta
 from fingerprint.checkpoint import Checkpoint
-from fingerprint.codec import from_json, to_json
+from fingerprint.codec import to_json
 from fingerprint.delta import FORMATS, DeltaManifest, export_delta, read_delta
 from tests.bench.delta_quality import (
     RANDOM,
@@ -51,6 +51,14 @@ from tests.bench.delta_quality import (
     as_texts,
     without_linears,
     write_tokenizer,
+)
+from tests.bench.quality_at_scale_studies import (
+    Case,
+    ScaleOutcome,
+    SeedStudy,
+    StudyScale,
+    begun,
+    write_study,
 )
 from tests.bench.variant_quality import (
     BASE,
@@ -70,29 +78,10 @@ from tests.bench.variant_quality import (
     train_model,
 )
 
-__all__ = [
-    "LEARNED_BEFORE",
-    "SCALES",
-    "Case",
-    "ScaleOutcome",
-    "SeedStudy",
-    "StudyScale",
-    "case_order",
-    "read_studies",
-    "run_seed",
-]
+__all__ = ["LEARNED_BEFORE", "SCALES", "case_order", "run_seed"]
 
 LEARNED_BEFORE = "what the base learned"
 _FACTS, _ADDITION, _STYLE = "facts", "addition", "style"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StudyScale:
-    """Extent of a study."""
-
-    sizes: Sizes
-    pretraining_lr: float
-    calibration_rows: int
 
 
 LARGE = StudyScale(
@@ -129,52 +118,6 @@ TINY = StudyScale(
     calibration_rows=32,
 )
 SCALES = {"large": LARGE, "tiny": TINY}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
-    """Model that is measured on a task."""
-
-    task: str  # of ``Sizes.steps``, or LEARNED_BEFORE
-    method: str  # BASE, FULL, OTHER_BASE, ``lora_name(rank)``, a format, or WHOLE and a format
-    calibration: str = ""  # of a format: TEXTS, RANDOM or ROUNDED
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScaleOutcome:
-    """Measured quality of one case.
-
-    Attributes:
-        error: mean over the linears, of what their change adds to outputs; bits: of one of their weights, padding
-            included. Both are 0 where nothing is compressed.
-        kept_bytes: of tensors that are kept for the model next to a base; of whole weights and of models, all.
-        model_bytes: of the fine-tune's tensors, in 16 bits.
-        seconds: that the case took, training included where it was the first to need it.
-    """
-
-    case: Case
-    exact_match: float
-    nll: float
-    trained_params: int
-    error: float
-    bits: float
-    kept_bytes: int
-    model_bytes: int
-    seconds: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SeedStudy:
-    """Outcomes of one seed, with what they were made by."""
-
-    date: str
-    machine: str
-    torch: str
-    transformers: str
-    seed: int
-    model_params: int
-    scale: StudyScale
-    outcomes: tuple[ScaleOutcome, ...]
 
 
 def case_order(scale: StudyScale) -> list[Case]:
@@ -395,13 +338,17 @@ def run_seed(
 
     Args:
         out: folder of the file.
-        work: folder of checkpoints, for all seeds.
+        work: folder of checkpoints, for all seeds and scales.
         until: time of day (``time.time``) after which no case begins.
+
+    Raises:
+        ConfigError: the seed's file is of another scale, machine, torch or transformers.
     """
-    models = _Models(scale, seed, device, work / f"seed-{seed}")
-    (work / f"seed-{seed}").mkdir(parents=True, exist_ok=True)
     file = out / f"seed-{seed}.json"
-    study = _read(file) if file.exists() else _empty(scale, seed, device)
+    study = begun(file, _empty(scale, seed, device))
+    own = work / _name(scale) / f"seed-{seed}"
+    own.mkdir(parents=True, exist_ok=True)
+    models = _Models(scale, seed, device, own)
     done, failed = {outcome.case for outcome in study.outcomes}, 0
     for case in cases:
         if case in done:
@@ -417,7 +364,7 @@ def run_seed(
         if outcome is None:
             continue
         study = replace(study, outcomes=(*study.outcomes, outcome))
-        _write(file, study)
+        write_study(file, study)
         print(
             f"seed {seed} {case.task}, {case.method} {case.calibration}: exact match {outcome.exact_match:.2%}, "
             f"NLL {outcome.nll:.4f}, {outcome.seconds:.1f} s",
@@ -425,6 +372,11 @@ def run_seed(
             flush=True,
         )
     return failed
+
+
+def _name(scale: StudyScale) -> str:
+    """Return a name of all that the checkpoints of a scale depend on."""
+    return f"scale-{hashlib.sha256(to_json(scale)).hexdigest()[:12]}"
 
 
 def _empty(scale: StudyScale, seed: int, device: str) -> SeedStudy:
@@ -438,21 +390,6 @@ def _empty(scale: StudyScale, seed: int, device: str) -> SeedStudy:
         scale=scale,
         outcomes=(),
     )
-
-
-def _read(file: Path) -> SeedStudy:
-    return from_json(file.read_bytes(), SeedStudy, what=file.name)
-
-
-def _write(file: Path, study: SeedStudy) -> None:
-    part = file.with_suffix(".part")
-    part.write_text(json.dumps(json.loads(to_json(study)), indent=1) + "\n")
-    part.replace(file)
-
-
-def read_studies(folder: Path) -> list[SeedStudy]:
-    """Return the studies of a folder by seed; none where it is not there."""
-    return [_read(file) for file in sorted(folder.glob("seed-*.json"))]
 
 
 def _run_one(seed: int, *, scale: str, out: Path, work: Path, device: str, threads: int, until: float) -> int:

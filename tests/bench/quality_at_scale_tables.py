@@ -9,7 +9,8 @@ from math import fsum
 
 from fingerprint.delta import FORMATS
 from tests.bench.delta_quality import TEXTS, WHOLE
-from tests.bench.quality_at_scale import LEARNED_BEFORE, ScaleOutcome, SeedStudy
+from tests.bench.quality_at_scale import LEARNED_BEFORE
+from tests.bench.quality_at_scale_studies import ScaleOutcome, SeedStudy
 from tests.bench.variant_quality import BASE, FULL, OTHER_BASE, lora_name, mean_and_range
 
 __all__ = ["PAPER_RATIOS", "formats_table", "ranks_table"]

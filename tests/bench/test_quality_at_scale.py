@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from fingerprint.delta import FORMATS
+from fingerprint.errors import ConfigError
 from tests.bench.delta_quality import RANDOM, ROUNDED, TEXTS, WHOLE
-from tests.bench.quality_at_scale import (
-    LEARNED_BEFORE,
-    SCALES,
+from tests.bench.quality_at_scale import LEARNED_BEFORE, SCALES, case_order, run_seed
+from tests.bench.quality_at_scale_studies import (
     Case,
     ScaleOutcome,
     SeedStudy,
-    case_order,
+    begun,
     read_studies,
-    run_seed,
+    write_study,
 )
 from tests.bench.quality_at_scale_tables import formats_table, ranks_table
 from tests.bench.variant_quality import BASE, FULL, OTHER_BASE, lora_name
@@ -97,6 +97,18 @@ def test_ranks_and_deltas_have_a_row_for_each_task_and_one_for_bytes(studies: li
 
 def test_without_results_the_tables_say_so(tmp_path: Path) -> None:
     assert formats_table(read_studies(tmp_path / "none")) == "Not measured."
+
+
+@pytest.mark.parametrize("changed", [{"scale": TINY}, {"machine": "a CPU"}, {"torch": "3"}, {"transformers": "6"}])
+def test_a_study_goes_on_where_it_was_begun_alone(
+    tmp_path: Path, studies: list[SeedStudy], changed: dict[str, object]
+) -> None:
+    file, empty = tmp_path / "seed-0.json", study(0)
+    assert begun(file, empty) == empty
+    write_study(file, studies[0])
+    assert begun(file, replace(empty, date="2026-11-29")) == studies[0]
+    with pytest.raises(ConfigError, match=f"another {next(iter(changed))}"):
+        begun(file, replace(empty, **changed))
 
 
 def test_the_page_shows_what_is_kept() -> None:

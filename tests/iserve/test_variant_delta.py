@@ -99,6 +99,9 @@ def test_calibration_files_that_are_no_text(
         ("--max-error", "2"),
         ("--device", "gpu"),
         ("--device", "cuda:x"),
+        ("--device", "cuda:256"),
+        ("--device", "cuda:01"),
+        ("--device", "cuda:\N{ARABIC-INDIC DIGIT ONE}"),
     ],
 )
 def test_options_that_mean_nothing(

@@ -22,7 +22,7 @@ from daemon.variants.compress.calibration import (
     random_tokens,
     tokenize,
 )
-from daemon.variants.compress.devices import check_free, clear_out_of_memory, needed_device_bytes
+from daemon.variants.compress.devices import begin_on, check_free, clear_out_of_memory, needed_device_bytes
 from daemon.variants.compress.model_parts import ModelParts, read_common_source, sort_parts
 from daemon.variants.compress.pair import CheckpointPair, open_pair, read_pair
 from daemon.variants.compress.units import Compression, exact_bytes
@@ -114,8 +114,8 @@ def compress_delta(order: CompressOrder, progress: Progress | None = None) -> Co
     """Write the delta that ``order`` asks for. Killed or failed at any moment, the same call goes on.
 
     Raises:
-        NotFoundError, ConfigError, CheckpointError, UnsupportedModelError, ConflictError: as ``prepare`` and
-            ``compress_prepared``.
+        NotFoundError, ConfigError, CheckpointError, UnsupportedModelError, ConflictError, UnavailableError: as
+            ``prepare`` and ``compress_prepared``.
     """
     report = progress or (lambda what, done, total: None)
     return compress_prepared(order, prepare(order, report), report)
@@ -127,7 +127,14 @@ def prepare(order: CompressOrder, report: Progress) -> Prepared:
     Raises:
         NotFoundError, ConfigError, CheckpointError, UnsupportedModelError: as ``open_pair``,
             ``read_common_source``, ``read_pair``, ``sort_parts`` and ``tokenize``.
+        UnavailableError: the device has too little memory.
     """
+    with clear_out_of_memory(order.device):
+        begin_on(order.device)
+        return _prepare(order, report)
+
+
+def _prepare(order: CompressOrder, report: Progress) -> Prepared:
     checkpoints = open_pair(order.base, order.finetuned)
     source = read_common_source(order.base, order.finetuned, order.device)
     pair = read_pair(*checkpoints, lambda done, total: report(_READING, done >> 20, total >> 20))
@@ -153,8 +160,8 @@ def compress_prepared(order: CompressOrder, prepared: Prepared, report: Progress
             found = result_of(order, prepared)
             work.remove()
             return found
-        check_free(order.device, needed_device_bytes(pair, parts, tokens))
         with clear_out_of_memory(order.device):
+            check_free(order.device, needed_device_bytes(pair, parts, tokens))
             Compression(
                 pair,
                 parts,

@@ -76,8 +76,8 @@ def compress_within(
     Killed or failed at any moment, the same call goes on. ``accepts`` may differ from call to call.
 
     Raises:
-        NotFoundError, ConfigError, CheckpointError, UnsupportedModelError, ConflictError: as ``compress_delta``,
-            ``tokenize_judged`` and ``judge``.
+        NotFoundError, ConfigError, CheckpointError, UnsupportedModelError, ConflictError, UnavailableError: as
+            ``compress_delta``, ``tokenize_judged`` and ``judge``.
     """
     report = progress or (lambda what, done, total: None)
     folder = order.target.parent / f".{order.target.name}.trials"

@@ -8,7 +8,7 @@ on computes with the same values as one that was never interrupted.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,6 +95,8 @@ class Compression:
     def _do_layer(self, layer: int, hidden: torch.Tensor | None) -> torch.Tensor | None:
         """Do the unit of a layer, and return what the next one gets; None where nothing is asked of it."""
         linears, is_done = self._parts.layers[layer], self._is_done(layer + 1)
+        if not is_done:
+            self._time_left.begin_layer(linears.values())
         if self._tokens is None or not self._is_needed(layer):
             if not is_done:
                 self._finish(layer + 1, [self._compress(name, None)[0] for name in linears.values()])
@@ -220,26 +222,33 @@ class Compression:
 
 
 class _TimeLeft:
-    """Seconds that the linears that are not done will take, by those of the layers that this process has done."""
+    """Seconds that the linears that are not done will take, by those of the layers that were compressed here."""
 
     def __init__(self, parts: ModelParts, pair: CheckpointPair, work: WorkFolder) -> None:
         found = {matrix.name for unit in work.done for matrix in unit.matrices}
         linears = [name for layer in parts.layers for name in layer.values() if name not in found]
         linears += [name for name in (parts.head,) if name is not None and name not in found]
         self._weights = {name: float(np.prod(pair.base.tensors[name].shape)) for name in linears}
-        self._ends = {name for layer in parts.layers for name in list(layer.values())[-1:]}
         self._left = sum(self._weights.values())
-        self._done, self._started, self._s_per_weight = 0.0, time.perf_counter(), 0.0
+        self._started, self._own = 0.0, set[str]()  # of the layer that is compressed: linears that are not done
+        self._timed_weights, self._timed_s, self._s_per_weight = 0.0, 0.0, 0.0  # of layers that were compressed
+
+    def begin_layer(self, names: Iterable[str]) -> None:
+        """Begin to count the time of a layer. That of one which was found done and runs again is not counted."""
+        self._started, self._own = time.perf_counter(), set(names)
+        self._timed_weights += sum(self._weights[name] for name in self._own)
 
     def after(self, name: str) -> float | None:
         """Return the seconds that are left once ``name`` is done; None before a whole layer is."""
         weights = self._weights.get(name)
         if weights is None:  # embeddings, which are rounded: no time to go by
-            self._started = time.perf_counter()
             return None
-        self._done, self._left = self._done + weights, self._left - weights
-        if name in self._ends:
-            self._s_per_weight = (time.perf_counter() - self._started) / self._done
+        self._left -= weights
+        if name in self._own:
+            self._own.remove(name)
+            if not self._own:
+                self._timed_s += time.perf_counter() - self._started
+                self._s_per_weight = self._timed_s / self._timed_weights
         return self._left * self._s_per_weight if self._s_per_weight else None
 
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
-import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +12,20 @@ import pytest
 import torch
 
 from daemon.torch_engine.api.tokenizer import end_token_ids
-from daemon.variants.compress import CalibrationTexts, CompressOrder, CompressResult, compress_delta
+from daemon.variants.compress import CalibrationTexts, compress_delta
 from fingerprint.checkpoint import Checkpoint
 from fingerprint.delta import FORMATS, export_delta, read_delta
 from fingerprint.errors import (
     BadInputError,
     CheckpointError,
-    ConflictError,
     IserveError,
     NotFoundError,
     UnsupportedModelError,
 )
 from iserve.demo import demo_adapter_path, demo_model_path
 from tests.daemon.tiny_deltas import write_fine_tune
+from tests.daemon.variants.tiny_pairs import DOWN1, NORM, Q0, exported, only, order, write_pair
 from tests.fingerprint.small_fine_tunes import (
-    LAYERS,
-    TEXTS,
     Arrays,
     read_bytes,
     read_values,
@@ -39,10 +33,6 @@ from tests.fingerprint.small_fine_tunes import (
     tuned,
     write_model,
 )
-
-CALIBRATION = CalibrationTexts(sha256="0" * 64, texts=TEXTS)
-Q0, DOWN1 = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight"
-NORM = "model.layers.0.input_layernorm.weight"
 
 
 @pytest.fixture(autouse=True)
@@ -52,43 +42,6 @@ def one_thread() -> Any:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def order(folder: Path, **changes: Any) -> CompressOrder:
-    made = CompressOrder(
-        base=folder / "base",
-        finetuned=folder / "tuned",
-        target=folder / "delta",
-        format=FORMATS["int2"],
-        calibration=CALIBRATION,
-        max_error=None,
-        base_name="base",
-        finetuned_name="tuned",
-    )
-    return replace(made, **changes)
-
-
-def write_pair(folder: Path, change: Callable[[Arrays], Arrays] = tuned, **config: object) -> Arrays:
-    """Write a base and a fine-tune, and return the tensors of the base."""
-    tensors = tiny_tensors()
-    write_model(folder / "base", tensors, **config)  # type: ignore[arg-type]
-    write_model(folder / "tuned", change(tensors), **config)  # type: ignore[arg-type]
-    return tensors
-
-
-def only(*names: str) -> Callable[[Arrays], Arrays]:
-    """Return a fine-tuning of the tensors of ``names`` alone."""
-
-    def change(tensors: Arrays) -> Arrays:
-        changed = tuned(tensors)
-        return {name: changed[name] if name in names else values for name, values in tensors.items()}
-
-    return change
-
-
-def exported(folder: Path) -> Arrays:
-    export_delta(folder / "base", read_delta(folder / "delta"), folder / "exported")
-    return read_values(folder / "exported")
 
 
 # What a delta holds.
@@ -429,127 +382,3 @@ def test_an_export_onto_another_base_names_the_first_tensor(tmp_path: Path) -> N
     with pytest.raises(CheckpointError, match=Q0):
         export_delta(tmp_path / "other", read_delta(tmp_path / "delta"), tmp_path / "exported")
     assert not (tmp_path / "exported").exists()
-
-
-# Targets, locks, disks.
-
-
-def test_a_target_that_is_there_is_kept(tmp_path: Path) -> None:
-    write_pair(tmp_path)
-    (tmp_path / "delta").mkdir()
-    (tmp_path / "delta" / "mine").write_text("kept")
-    with pytest.raises(ConflictError):
-        compress_delta(order(tmp_path))
-    assert read_bytes(tmp_path / "delta") == {"mine": b"kept"}
-    assert not (tmp_path / ".delta.compressing").exists()
-
-
-def test_a_command_that_was_killed_when_it_had_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before it removed its work: the same command finds it finished, another one finds OUT taken."""
-    write_pair(tmp_path, change=only(NORM))
-    with monkeypatch.context() as patch:
-        patch.setattr("daemon.variants.compress.work_folder.WorkFolder.remove", lambda _: None)
-        first = compress_delta(order(tmp_path))
-    with pytest.raises(ConflictError):
-        compress_delta(order(tmp_path, format=FORMATS["int3"]))
-    again = compress_delta(order(tmp_path))
-    assert again == replace(first, units_found_done=LAYERS + 2)
-    assert not (tmp_path / ".delta.compressing").exists()
-    with pytest.raises(ConflictError):
-        compress_delta(order(tmp_path))
-
-
-def test_two_commands_do_not_make_one_delta(tmp_path: Path) -> None:
-    write_pair(tmp_path, change=only(NORM))
-    work = tmp_path / ".delta.compressing"
-    work.mkdir()
-    handle = os.open(work, os.O_RDONLY)
-    fcntl.flock(handle, fcntl.LOCK_EX)
-    with pytest.raises(ConflictError, match="another command"):
-        compress_delta(order(tmp_path))
-    os.close(handle)
-    compress_delta(order(tmp_path))
-
-
-def test_a_full_disk_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fingerprint.safetensors_writer import write_safetensors
-
-    write_pair(tmp_path)
-    whole = compress_delta(order(tmp_path, target=tmp_path / "whole"))
-
-    def full(file: Path, tensors: Any) -> int:
-        if "00002" in file.name:
-            file.write_bytes(b"a part")
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write_safetensors(file, tensors)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("daemon.variants.compress.work_folder.write_safetensors", full)
-        with pytest.raises(CheckpointError, match=r"disk is full.*goes on"):
-            compress_delta(order(tmp_path))
-    assert not (tmp_path / "delta").exists()
-    left = {file.name for file in (tmp_path / ".delta.compressing" / "delta").iterdir()}
-    assert left == {"delta-00000.safetensors", "delta-00001.safetensors"}
-    result = compress_delta(order(tmp_path))
-    assert result.units_found_done == 2
-    assert result.manifest == whole.manifest
-    assert read_bytes(tmp_path / "delta") == read_bytes(tmp_path / "whole")
-
-
-def test_a_disk_without_room_is_said_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import shutil
-
-    write_pair(tmp_path)
-    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr("daemon.variants.compress.work_folder.shutil.disk_usage", lambda _: usage)
-    with pytest.raises(CheckpointError, match="disk is full"):
-        compress_delta(order(tmp_path))
-    assert not (tmp_path / "delta").exists()
-
-
-def interrupted(folder: Path, num_matrices: int) -> None:
-    """Leave the work of a command that ended after so many matrices."""
-
-    class EndedError(Exception):
-        pass
-
-    def end(what: str, done: int, total: int) -> None:
-        if what.startswith("matrices") and done == num_matrices:
-            raise EndedError
-
-    with pytest.raises(EndedError):
-        compress_delta(order(folder), end)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda work: (work / "delta" / "delta-00001.safetensors").write_bytes(b""),
-        lambda work: (work / "delta" / "delta-00001.safetensors").unlink(),
-        lambda work: (work / "records" / "00001.json").write_bytes(b"{"),
-        lambda work: _flip(work / "delta" / "delta-00001.safetensors"),
-    ],
-    ids=["empty", "missing", "record", "changed"],
-)
-def test_damaged_work_is_done_again(tmp_path: Path, damage: Callable[[Path], object]) -> None:
-    write_pair(tmp_path)
-    compress_delta(order(tmp_path, target=tmp_path / "whole"))
-    interrupted(tmp_path, 1 + 7 * LAYERS)
-    damage(tmp_path / ".delta.compressing")
-    assert compress_delta(order(tmp_path)).units_found_done == 1
-    assert read_bytes(tmp_path / "delta") == read_bytes(tmp_path / "whole")
-
-
-def _flip(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-
-
-def test_work_of_another_job_is_begun_anew(tmp_path: Path) -> None:
-    write_pair(tmp_path)
-    interrupted(tmp_path, 9)
-    result: CompressResult = compress_delta(order(tmp_path, format=FORMATS["int3"]))
-    assert result.units_found_done == 0
-    assert {each.format for each in result.manifest.matrices} == {"int3", "int4"}
-    assert not (tmp_path / ".delta.compressing").exists()
