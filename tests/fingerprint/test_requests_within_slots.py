@@ -123,7 +123,7 @@ def test_figures_and_objectives_are_of_the_requests_that_find_slots() -> None:
 @settings(max_examples=60, deadline=None)
 @given(load=_LOADS, slots=st.integers(1, 32), more=st.integers(1, 32))
 def test_more_slots_serve_more_where_steps_take_no_longer(load: VariantLoad, slots: int, more: int) -> None:
-    """By the figure that a plan shows: more as long as fewer than the batch find slots, and never fewer."""
+    """Compare the figure that a plan shows: more as long as fewer than the batch find slots, and never fewer."""
     few, many = (with_slots(load).estimate(slots_of(number), WORK) for number in (slots, slots + more))
     few_per_s = figures_of(few, H200).requests_per_s
     no_longer = replace(many, ttft_s=few.ttft_s, tpot_s=few.tpot_s)

@@ -288,7 +288,7 @@ class TestCosts:
 
     @pytest.mark.parametrize("kind", [IntentKind.MIN_COST, IntentKind.MIN_LATENCY])
     def test_forecasts_run_no_more_at_once_than_find_slots(self, kind: IntentKind) -> None:
-        """Of a joint plan and of one by a batch."""
+        """Forecasts of a joint plan and of one by a batch."""
         options = PlanOptions(intent=Intent(kind=kind, traffic=Traffic(variants=20)), adapter_slots=4)
         found = PlannedDeployer(H200, [with_slots(H200, options)])("m", idle_cluster(H200, 1))
         assert isinstance(found, Deployed)

@@ -168,7 +168,7 @@ def test_advice_at_a_high_rate_names_it_in_full() -> None:
 
 
 def test_it_is_said_where_only_merging_serves_the_rate(golden: Golden) -> None:
-    """No figure is infinite in JSON."""
+    """Figures in JSON are finite."""
     load = VariantShares(tuple(VariantLoad(1_000, 1.0).shares.tolist()))
     config = DeploymentConfig(engine="vllm", adapter_slots=4, adapter_rank=16)
     found = merge_advice(

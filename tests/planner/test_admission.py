@@ -60,7 +60,7 @@ def test_a_request_that_finds_an_idle_replica_is_never_rejected(
 
 @pytest.mark.parametrize(("most_at_once", "is_late"), [(None, False), (2.2, False), (1.4, True), (0.3, True)])
 def test_one_waits_where_no_more_find_slots_for_their_variants(most_at_once: float | None, is_late: bool) -> None:
-    """One of two slots is taken for 6 s; a request of its own takes 5.8 s next to it."""
+    """A slot of two is taken for 6 s; a request of its own takes 5.8 s next to it."""
     controller = controller_of(Slo(e2e_s=8.0), replace(TWO, most_at_once=most_at_once))
     request, before = controller.new_request(0.0, 10, 5), running(controller, 0.0, 5)
     assert (controller.check_queue(request, [[before]], (), 0.0) is not None) == is_late

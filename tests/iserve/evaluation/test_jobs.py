@@ -13,6 +13,7 @@ import pytest
 from daemon.process_tree import signal_group
 from fingerprint.errors import ConfigError
 from iserve.evaluation.runner import WorldRun, evaluate
+from tests.golden_words import Golden
 from tests.iserve.evaluation.worlds import small_world
 
 # Pieces of work that never end; each says on standard output that it runs.
@@ -33,7 +34,7 @@ runner.evaluate([runner.WorldRun(small_world(), Path())], contestants=(STRONG_RU
 
 
 def test_workers_end_with_a_parent_that_is_killed() -> None:
-    """They hold its standard output, which ends when the last of them has."""
+    """Workers hold its standard output, which ends when the last of them has."""
     command, folder = [sys.executable, "-c", _ENDLESS], Path(__file__).parents[3]
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=folder, start_new_session=True)
     try:
@@ -47,6 +48,6 @@ def test_workers_end_with_a_parent_that_is_killed() -> None:
 
 
 @pytest.mark.parametrize("jobs", [0, -1])
-def test_no_process_is_refused(jobs: int) -> None:
-    with pytest.raises(ConfigError, match=f"at least one process, got {jobs} jobs"):
+def test_no_process_is_refused(jobs: int, golden: Golden) -> None:
+    with golden.raises("simulator-errors", ConfigError):
         evaluate([WorldRun(small_world(), Path())], jobs=jobs)
