@@ -124,18 +124,6 @@ def ask_together(url: str, asked: Sequence[tuple[str, int]]) -> list[Words]:
         return list(clients.map(lambda one: ask(url, *one), asked))
 
 
-def add_delta(home: Home, number: int, work: Path) -> Any:
-    """Register a delta."""
-    body = {"name": delta_name(number), "base": NAME, "path": str(work / delta_name(number) / "delta")}
-    headers = {"Authorization": f"Bearer {home.key()}", "Content-Type": "application/json"}
-    request = urllib.request.Request(f"{home.api}/api/v1/variants", json.dumps(body).encode(), headers)
-    try:
-        with urllib.request.urlopen(request, timeout=_PATIENCE_S) as answer:
-            return json.load(answer)
-    except urllib.error.HTTPError as error:
-        raise SystemExit(f"adding {number}: {error.read().decode()[:500]}") from error
-
-
 def worker_pid(home: Home) -> int:
     """Return the process id of the worker's vLLM server."""
     (pid,) = re.findall(r'"pid": (\d+)', json.dumps(worker_states(home)))
@@ -172,7 +160,7 @@ def play(work: Path, out: Path, python: str, gpu: int, command: Sequence[str]) -
         )
         kept.add("deployed", seconds=time.monotonic() - begin)
         for number in range(1, NUM_DELTAS + 1):
-            added = add_delta(home, number, work)
+            added = home.register(delta_name(number), NAME, work / delta_name(number) / "delta")
             kept.add("added", delta=number, deployments=added.get("deployments"))
         compare(home, kept)
         kill_and_ask(home, kept)

@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 from iserve.demo import demo_adapter_path, demo_delta_path, demo_model_path, demo_quality_path
 from iserve.demo.adapter_tasks import ADAPTERS, SYMBOLS, draw_new
@@ -98,18 +97,6 @@ def direct(work: Path, python: str, gpu: int, words: Sequence[object]) -> Iterat
         server.wait()
 
 
-def add(home: Home, name: str) -> Any:
-    """Register a variant."""
-    body = {"name": name, "base": NAME, "path": str(FOLDERS[name])}
-    headers = {"Authorization": f"Bearer {home.key()}", "Content-Type": "application/json"}
-    request = urllib.request.Request(f"{home.api}/api/v1/variants", json.dumps(body).encode(), headers)
-    try:
-        with urllib.request.urlopen(request, timeout=_PATIENCE_S) as answer:
-            return json.load(answer)
-    except urllib.error.HTTPError as error:
-        raise SystemExit(f"adding {name}: {error.read().decode()[:500]}") from error
-
-
 def compare(kept: Kept, what: str, asked: Sequence[Asked], mine: Sequence[str], theirs: Sequence[str]) -> None:
     """Keep how many answers are the same, by model."""
     for model in dict.fromkeys(model for model, _, _ in asked):
@@ -139,7 +126,7 @@ def play(options: argparse.Namespace) -> None:
             *("--variants", 3, "--rank", RANK, "--popularity", "even", "--delta-format", "int2"),
         )
         for name in FOLDERS:
-            kept.add("added", name=name, deployments=add(home, name).get("deployments"))
+            kept.add("added", name=name, deployments=home.register(name, NAME, FOLDERS[name]).get("deployments"))
         ask = asker(home.gateway, {})
         alone = [ask(one) for one in asked]
         for model in (NAME, *FOLDERS):

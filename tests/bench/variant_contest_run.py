@@ -32,6 +32,8 @@ import random
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -68,7 +70,7 @@ SLOTS, RANK, CONTEXT = 32, 64, 1024
 KV_GIB = 10
 NAME = "model"
 FILE = "variant_contest.json.gz"
-START_S = 420.0
+START_S, ADD_S = 420.0, 240.0
 
 
 class Home:
@@ -108,6 +110,17 @@ class Home:
         """Return the key by which the command line speaks to the controller, "" where it has none."""
         record = self.folder / "run" / "controller.json"
         return str(json.loads(record.read_text()).get("token", ""))
+
+    def register(self, name: str, base: str, folder: Path) -> Any:
+        """Add a variant; return the answer."""
+        body = {"name": name, "base": base, "path": str(folder)}
+        headers = {"Authorization": f"Bearer {self.key()}", "Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self.api}/api/v1/variants", json.dumps(body).encode(), headers)
+        try:
+            with urllib.request.urlopen(request, timeout=ADD_S) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            raise SystemExit(f"adding {name}: {error.read().decode()[:500]}") from error
 
     async def add(self, session: aiohttp.ClientSession, name: str, base: str, folder: Path) -> None:
         body = {"name": name, "base": base, "path": str(folder)}
