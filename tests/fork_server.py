@@ -110,7 +110,7 @@ def _keep_statuses(ended: Path, awaited: set[int]) -> None:
 def _answer_and_run(connection: socket.socket, main: Callable[[], int | None]) -> int | None:
     """Send the id of this process, close what was the server's, and run ``main``."""
     connection.sendall(b"%d\n" % os.getpid())
-    os.closerange(3, 64)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the listening socket has the number that its starter gave it
     return main()
 
 

@@ -71,6 +71,16 @@ def test_nothing_of_one_is_left_in_the_next(log: Path, tmp_path: Path, monkeypat
         assert sorted(one["files"]) == [0, 1, 2]
 
 
+def test_no_file_of_a_starter_with_many_files_is_left_open(log: Path) -> None:
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(100)]
+    try:
+        assert Forking(__name__).start(["program", "say"], {}, log).wait() == 7
+    finally:
+        for file in held:
+            os.close(file)
+    assert sorted(json.loads(log.read_text())["files"]) == [0, 1, 2]
+
+
 def test_a_killed_one_ends_by_its_signal_and_the_next_starts(log: Path) -> None:
     first, second = (PROCESSES.start(["program", "wait"], {}, log) for _ in range(2))
     wait_until(lambda: log.exists() and log.read_text().count("waits") == 2, "both wait")
