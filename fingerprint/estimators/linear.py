@@ -25,6 +25,9 @@ Array = NDArray[np.float64]
 
 # Spread of one run when nothing was run twice: the top of what is seen on a busy CPU (2 to 20%).
 _UNKNOWN_RELATIVE_SPREAD = 0.2
+# Least relative spread of an observation: runs that differ by rounding must not decide, differently on each
+# processor, what a misfit does to an interval.
+_LEAST_RELATIVE_SPREAD = 1e-9
 _ESTIMABLE = 1e-6  # relative distance from the row space of the design up to which a prediction is defined
 
 
@@ -121,7 +124,9 @@ def _filled(located: list[Location], runs: Sequence[Array], scale: Array) -> lis
     ]
     pooled = math.sqrt(sum(spreads) / len(spreads)) if spreads else _UNKNOWN_RELATIVE_SPREAD
     return [
-        loc if loc.dof else Location(loc.value, pooled * float(size), max(1, len(spreads)))
+        Location(loc.value, max(loc.standard_error, _LEAST_RELATIVE_SPREAD * float(size)), loc.dof)
+        if loc.dof
+        else Location(loc.value, pooled * float(size), max(1, len(spreads)))
         for loc, size in zip(located, scale, strict=True)
     ]
 
