@@ -117,6 +117,34 @@ def test_the_page_shows_what_is_kept() -> None:
     assert ranks_table(kept) in page
 
 
+@pytest.fixture(params=[0, 1, 2])
+def kept(request: pytest.FixtureRequest) -> dict[tuple[str, str], float]:
+    """Exact matches of a kept seed's cases, calibrated on texts of their own, by task and method."""
+    (study,) = (each for each in read_studies(KEPT) if each.seed == request.param)
+    cases = ((each.case, each.exact_match) for each in study.outcomes)
+    return {(case.task, case.method): match for case, match in cases if case.calibration in ("", TEXTS)}
+
+
+def test_deltas_of_two_bits_or_more_answer_as_the_fine_tune_in_each_seed(
+    kept: dict[tuple[str, str], float],
+) -> None:
+    for task in ("facts", "addition"):
+        assert kept[task, FULL] > 0.99
+        for method in ("int2", "int3", "int4", "sparse24-int4"):
+            if (task, method) in kept:
+                assert kept[task, method] > kept[task, FULL] - 0.01
+        assert {(task, "int2"), (task, "sparse24-int4"), (task, "int4")} <= kept.keys()
+
+
+def test_whole_weights_in_two_bits_small_adapters_and_bases_fail_in_each_seed(
+    kept: dict[tuple[str, str], float],
+) -> None:
+    assert kept[LEARNED_BEFORE, BASE] > 0.99
+    assert kept["facts", BASE] == kept["addition", BASE] == 0
+    assert kept["facts", f"{WHOLE} int2"] < kept["facts", "int2"] - 0.05
+    assert kept["facts", lora_name(1)] < 0.01
+
+
 @pytest.mark.long
 def test_a_run_that_was_cut_short_goes_on(tmp_path: Path) -> None:
     """Failed cases are tried again, and those that are done are not; the control waits for another seed's base."""
