@@ -12,8 +12,10 @@ not interact.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -23,10 +25,12 @@ from fingerprint.delta.formats import GROUP, DeltaFormat
 __all__ = ["Compressed", "Curvature", "compress_matrix", "relative_error", "second_moment"]
 
 _DAMPING = 0.01  # of the mean diagonal of H
-_ROWS = {"cpu": 4096, "cuda": 32_768}  # that are solved at once, which bounds memory
-_FIT_ROWS = {"cpu": 512, "cuda": 32_768}  # that scales are fitted to at once: on a CPU they stay in its cache
+_ROWS = {"cpu": 1024, "cuda": 32_768}  # that are solved at once; on a CPU by one thread
+_THREADS = 8  # at most, of a CPU, which bounds memory
+_ERROR_ROWS = {"cpu": 4096, "cuda": 32_768}  # whose error is summed at once, which bounds memory
 _BLOCK = 16  # columns whose errors go to each other at once, and to those after them together
 _PANEL = 1024  # columns of a symmetric matrix that are multiplied at once
+_Solved = tuple[torch.Tensor, torch.Tensor]  # codes [inputs, rows] and scales [groups, rows]
 _FACTORS = np.geomspace(0.08, 1.0, 24)  # of the scale that would just reach the largest value of a group
 _REFITS = 2  # of a scale to the codes that it gave
 
@@ -75,8 +79,8 @@ def compress_matrix(change: torch.Tensor, curvature: Curvature | None, format_: 
     """
     factor = None if curvature is None else curvature.factor
     sizes = torch.ones(change.shape[1], device=change.device) if factor is None else factor.diagonal()
-    parts = torch.split(change, _ROWS[change.device.type])
-    solved = [_solve(rows.T.contiguous(), factor, sizes, format_) for rows in parts]
+    solve = partial(_solve, factor=factor, sizes=sizes, format_=format_)
+    solved = _each(solve, torch.split(change, _ROWS[change.device.type]))
     return Compressed(torch.cat([part[0].T for part in solved]), torch.cat([part[1].T for part in solved]))
 
 
@@ -84,7 +88,7 @@ def relative_error(change: torch.Tensor, kept: torch.Tensor, curvature: Curvatur
     """Return ||(D - Q) X||^2 / ||D X||^2; 0 where the change adds nothing to the outputs."""
     hessian = None if curvature is None else curvature.hessian.to(torch.float32)
     missing = lost = torch.zeros((), dtype=torch.float64, device=change.device)
-    rows = _ROWS[change.device.type]
+    rows = _ERROR_ROWS[change.device.type]
     for before, after in zip(torch.split(change, rows), torch.split(kept, rows), strict=True):
         missing = missing + _energy(before - after, hessian)
         lost = lost + _energy(before, hessian)
@@ -120,13 +124,28 @@ def _factor(hessian: torch.Tensor) -> torch.Tensor:
     return factor.float().flip((0, 1))
 
 
+def _each(solve: Callable[[torch.Tensor], _Solved], parts: tuple[torch.Tensor, ...]) -> list[_Solved]:
+    """Return what ``solve`` makes of each part.
+
+    On a CPU each part has one thread: a column's vectors are too short for several. So codes are the same on any
+    number of threads.
+    """
+    threads = torch.get_num_threads()
+    if parts[0].device.type != "cpu" or threads == 1:
+        return [solve(part) for part in parts]
+    torch.set_num_threads(1)  # of each thread that begins from now on, too
+    try:
+        with ThreadPoolExecutor(min(threads, _THREADS, len(parts))) as pool:
+            return list(pool.map(solve, parts))
+    finally:
+        torch.set_num_threads(threads)
+
+
 # Columns of a matrix are rows here, and contiguous: [inputs, rows of the matrix].
 
 
-def _solve(
-    target: torch.Tensor, factor: torch.Tensor | None, sizes: torch.Tensor, format_: DeltaFormat
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes [inputs, rows] and scales [groups, rows]."""
+def _solve(rows: torch.Tensor, factor: torch.Tensor | None, sizes: torch.Tensor, format_: DeltaFormat) -> _Solved:
+    target = rows.T.contiguous()
     codes = torch.empty(target.shape, dtype=torch.uint8, device=target.device)
     errors = torch.empty_like(target if factor is not None else target[:0])
     scales = []
@@ -136,7 +155,7 @@ def _solve(
             steps = _steps(factor[first:end, first:end])
             left = factor[:first, first:end].T @ errors[:first]
             values = torch.addmm(values, steps.T, left / sizes[first:end, None])
-        scale = _fit_scales(values, sizes[first:end], format_)
+        scale = _fit_scales(values.contiguous(), sizes[first:end], format_)
         found = _solve_group(values / _divisor(scale), steps, sizes[first:end], format_)
         codes[first:end] = found
         if factor is not None:
@@ -192,15 +211,10 @@ def _codes(values: torch.Tensor, kept: torch.Tensor | None, format_: DeltaFormat
     return codes if kept is None else codes.masked_fill_(~kept, format_.zero)
 
 
-def _fit_scales(values: torch.Tensor, sizes: torch.Tensor, format_: DeltaFormat) -> torch.Tensor:
-    """Return the scale of each row that makes the weighted squared error of rounding least, as a BF16 value."""
-    parts = torch.split(values, _FIT_ROWS[values.device.type], dim=1)
-    return torch.cat([_fit_part(part.contiguous(), sizes, format_) for part in parts])
+def _fit_scales(group: torch.Tensor, sizes: torch.Tensor, format_: DeltaFormat) -> torch.Tensor:
+    """Return the scale of each row that makes the weighted squared error of rounding least, as a BF16 value.
 
-
-def _fit_part(group: torch.Tensor, sizes: torch.Tensor, format_: DeltaFormat) -> torch.Tensor:
-    """Return scales by a search over a grid, then by least squares for the codes that the best of it gave, as long
-    as that helps.
+    By a search over a grid, then by least squares for the codes that the best of it gave, as long as that helps.
     """
     if format_.is_sparse:
         group = group.masked_fill(~_larger_half(group * sizes[:, None]), 0)

@@ -137,3 +137,18 @@ def test_outputs_do_not_depend_on_each_other(curvature: Curvature) -> None:
     whole = compress_matrix(change, curvature, FORMATS["int2"])
     part = compress_matrix(change[10:20], curvature, FORMATS["int2"])
     assert (part.codes == whole.codes[10:20]).float().mean() > 0.999  # sums of other shapes differ in last bits
+
+
+def test_any_number_of_threads_makes_the_same_codes_and_is_left_as_it_was(curvature: Curvature) -> None:
+    change = gaussian(10).repeat(30, 1)  # more rows than one thread solves at once
+    before, found = torch.get_num_threads(), []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        try:
+            found.append(compress_matrix(change, curvature, FORMATS["int2"]))
+            assert torch.get_num_threads() == threads
+        finally:
+            torch.set_num_threads(before)
+    alone, several = found
+    assert torch.equal(alone.codes, several.codes)
+    assert torch.equal(alone.scales, several.scales)
