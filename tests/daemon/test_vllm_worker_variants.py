@@ -68,6 +68,16 @@ class TestBursts:
         with pytest.raises(ConfigError, match="1 variants, of which 0"):
             bursts(kept, active=1)
 
+    def test_a_burst_beyond_the_room_that_was_asked_for_is_refused(self, house, kept) -> None:
+        folder = house.fingerprint(1)
+        kept.load_with_slots(
+            folder, num_layers=1, max_batch=8, max_context_tokens=512, slots=SLOTS, rank=RANK, kv_tokens=600
+        )
+        assert bursts(kept, batch=1, input_tokens=500, output_tokens=2)
+        with pytest.raises(ConfigError) as refused:
+            bursts(kept, batch=2, input_tokens=500, output_tokens=2)
+        assert "600" in str(refused.value)
+
     def test_what_vllm_does_not_load_is_named(self, house, kept) -> None:
         folder = load(house, kept)
         (larger,) = adapters(folder, 1, rank=64)

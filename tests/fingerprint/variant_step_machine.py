@@ -146,6 +146,7 @@ class StepMachineSession:
         rank: int,
         delta_mib: int = 0,
         delta_format: SlotFormat = SlotFormat.NONE,
+        kv_tokens: int = 0,
     ) -> None:
         assert not self.closed
         assert checkpoint.name == str(num_layers)
@@ -154,6 +155,7 @@ class StepMachineSession:
         assert bool(slots) == (rank in (8, 16, 32, 64) or has_deltas)
         self.layers, self.slots, self.loaded = num_layers, slots, 0
         self.max_batch, self.max_context_tokens = max_batch, max_context_tokens
+        self.kv_tokens = kv_tokens or max_batch * max_context_tokens
         self.machine.clock.now += START_S
         self.machine.log.append(("start", num_layers, slots, rank, str(delta_format)))
 
@@ -190,6 +192,7 @@ class StepMachineSession:
         assert steps
         assert 1 <= batch <= self.max_batch
         assert input_tokens + output_tokens <= self.max_context_tokens
+        assert batch * (input_tokens + output_tokens) <= self.kv_tokens
         assert active <= min(self.loaded, batch)
         assert (most, until_s) == (1, 0.0)
         self.number += 1
