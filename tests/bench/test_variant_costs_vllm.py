@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 
 from fingerprint.config import SlotFormat
 from fingerprint.errors import EngineError
+from fingerprint.families import load_spec
 from fingerprint.variant_measurements import VariantKind
 from tests.bench import variant_costs_vllm as bench
 from tests.fingerprint.synthetic_machine import llama
@@ -84,6 +87,21 @@ def test_a_part_that_fails_keeps_what_it_measured(tmp_path: Path, monkeypatch: p
     written = json.loads((tmp_path / "kept.json").read_text())
     assert [row["kind"] for row in written["rows"]][:3] == ["start", "memory", "burst"]
     assert written["rows"][-1]["kind"] == "memory"
+
+
+@pytest.mark.parametrize(("model", "layers"), [(bench.LLAMA, 32), ("Qwen/Qwen3-8B", 36)])
+def test_shapes_are_of_the_model_that_is_named(model: str, layers: int, tmp_path: Path) -> None:
+    spec = load_spec(bench.Shapes(tmp_path / "models", model).whole)
+    assert spec.num_layers == layers
+    assert spec.max_context_tokens > max(tokens for _, tokens, _ in bench.PROMPTS)
+
+
+def test_an_interpreter_without_a_web_framework_can_run_it() -> None:
+    """As vLLM's own Python, with what a part imports at its start."""
+    missing = ("fastapi", "starlette", "pydantic", "sqlalchemy", "uvicorn", "aiohttp", "httpx", "typer", "rich")
+    program = f"import sys; sys.modules.update(dict.fromkeys({missing}))\n"
+    program += "import tests.bench.variant_costs_vllm, tests.bench.accuracy_measure"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
 
 
 def test_cases_have_more_distinct_variants_than_fingerprints() -> None:
