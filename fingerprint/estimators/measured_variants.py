@@ -11,7 +11,7 @@ Of an engine with our step timer the same is fitted to forwards of single steps,
 (``fingerprint.variant_steps``): r times the parts of a forward, in which a layer has a part of its own and each of
 its rows one for each of the engine's slots, and what is outside of a forward (``once + per variant * a + per row *
 n``, rows likewise with slots) apart. Rows of the base in an engine with slots take ``k * (a layer + per row * n)``
-longer than without.
+longer than without. Forwards of prompts go by the lengths that were measured (``estimators.prompt_curve``).
 
 Ranks, formats of deltas and tensor-parallel degrees that were not measured lie between no change and proportion:
 half-way, with both in the interval. Loads go by the bytes.
@@ -27,7 +27,7 @@ import numpy as np
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.delta.formats import FORMATS
 from fingerprint.estimates import Quantity, Source
-from fingerprint.estimators.linear import LinearModel, combine
+from fingerprint.estimators.linear import Interval, LinearModel, combine
 from fingerprint.estimators.variant_cost import VariantCost
 from fingerprint.estimators.variant_laws import Added, law_of
 from fingerprint.variant_measurements import VariantKind, VariantLoads, VariantMeasurement, kind_of
@@ -86,13 +86,19 @@ class MeasuredVariantCost(VariantCost):
         self._slots = float(measured.slots if slots is None else slots)
         self._law = law_of(measured)
         self._known: dict[Added, Quantity] = {}
-        self.prompt_s = self._one_variant_s
+        self.has_measured_prompts = self._law.has_prompts
+        self.prompt_s = self._one_variant_s if self.has_measured_prompts else None
 
     def step_s(self, rows: float, active: float) -> Quantity:
         share = min(1.0, active)
         return self._added(False, max(1.0, active), share, rows, rows, 1.0)
 
     def prompts_s(self, workload: Workload, ttft_s: float, base_share: float, distinct: float) -> Quantity:
+        """Return what is added to prompts, as measured.
+
+        Raises:
+            NotMeasuredError: they were not (``has_measured_prompts``).
+        """
         share, batch = 1 - base_share**workload.batch, float(workload.batch)
         if share <= 0:
             return self._added(True, 0.0, 0.0, 0.0, batch, workload.input_tokens)
@@ -167,13 +173,19 @@ class MeasuredVariantCost(VariantCost):
         return self._known[asked]
 
     def _predicted(self, asked: Added) -> Quantity:
-        found = combine(*(group for group in self._law.added(asked) if group))
+        readings = [combine(*(group for group in reading if group)) for reading in self._law.added(asked)]
         low, high = self._bounds
-        spread_s = SPREAD * found.value
-        below_s, above_s = hypot(found.value - found.low, spread_s), hypot(found.high - found.value, spread_s)
+        value, ends = readings[0].value, [_with_spread(one) for one in readings]
         return Quantity(
-            max(0.0, found.value * (low + high) / 2),
-            max(0.0, (found.value - below_s) * low),
-            max(0.0, (found.value + above_s) * high),
+            max(0.0, value * (low + high) / 2),
+            max(0.0, min(one.low for one in ends) * low),
+            max(0.0, max(one.high for one in ends) * high),
             Source.EXTRAPOLATED if self.is_exact else Source.SCALED,
         )
+
+
+def _with_spread(found: Interval) -> Interval:
+    """Return ``found`` widened by what whole models differ by."""
+    spread_s = SPREAD * found.value
+    below_s, above_s = hypot(found.value - found.low, spread_s), hypot(found.high - found.value, spread_s)
+    return Interval(found.value, found.value - below_s, found.value + above_s)

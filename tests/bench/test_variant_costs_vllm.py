@@ -113,9 +113,13 @@ def test_cases_have_more_distinct_variants_than_fingerprints() -> None:
 def test_what_the_decision_cites_is_what_was_kept() -> None:
     """Steps with 1, 4, 8 and 32 adapters on an H200: measured, and predicted within the interval."""
     kept = Path(__file__).parent / "results/variant_costs_h200"
-    lines = [line.split(" | ") for line in bench.table(kept, VariantKind(16)) if line.startswith("| step of 32 |")]
+    table = bench.table(kept, VariantKind(16))
+    lines = [line.split(" | ") for line in table if line.startswith("| step of 32 |")]
     assert [line[1] for line in lines] == ["0", "1", "4", "8", "32"]
     assert all(line[6].endswith("within") for line in lines[1:])
+    assert all(line.split("|")[6:8] == ["  ", "  "] for line in table if line.startswith("| prompts")), (
+        "no long ones"
+    )
     page = (Path(__file__).parents[2] / "docs/decisions/0053-variants-by-steps.md").read_text()
     for line in lines[1:]:
         assert re.search(rf"\| {re.escape(line[4])} \| [\d.]+ \| {re.escape(line[5])} \(", page), line
