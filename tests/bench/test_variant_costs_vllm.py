@@ -97,7 +97,7 @@ def test_shapes_are_of_the_model_that_is_named(model: str, layers: int, tmp_path
 
 
 def test_an_interpreter_without_a_web_framework_can_run_it() -> None:
-    """As vLLM's own Python, with what a part imports at its start."""
+    """vLLM's own Python has none, and a part imports more at its start."""
     missing = ("fastapi", "starlette", "pydantic", "sqlalchemy", "uvicorn", "aiohttp", "httpx", "typer", "rich")
     program = f"import sys; sys.modules.update(dict.fromkeys({missing}))\n"
     program += "import tests.bench.variant_costs_vllm, tests.bench.accuracy_measure"

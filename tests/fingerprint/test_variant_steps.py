@@ -94,7 +94,7 @@ class TestLaw:
         assert 1 - step.low / step.value == pytest.approx(SPREAD, rel=1e-3)
 
     def test_prompts_of_plans_are_as_recorded(self, measured: VariantMeasurement) -> None:
-        """Where long ones were not measured. Steps and loads are the measured ones (docs/decisions/0053)."""
+        """A measurement without long ones gives steps and loads alone (docs/decisions/0053)."""
         measured = replace(measured, steps=tuple(one for one in measured.steps if one.tokens <= 2048))
         config, work = slots_of(32), Workload(batch=1, input_tokens=2048, output_tokens=1)
         estimator = SimpleNamespace(variant_cost=lambda config: cost_of(measured, config))
@@ -200,14 +200,14 @@ class TestPrompts:
         assert found.low <= truth_s <= found.high
 
     def test_more_tokens_are_so_many_steps_of_the_longest(self, measured: VariantMeasurement) -> None:
-        """No engine here takes more in one step, and longer ones were not measured."""
+        """Engines take no more in one step, and longer ones were not measured."""
         one, many = (prompts_of(measured, batch, 8192, 1).value for batch in (1, 4))
         rest_s = sum(self.TRUTH.rest[2:3]) + self.TRUTH.rest[3] * 32 + self.TRUTH.slots[3]
         forward_s = self.truth_s(8192, 1, 1) - self.TRUTH.parts((0, 0, 0, 0), 0, 0, 1, 1, 32)[1]
         assert many == pytest.approx(one + 3 * (forward_s + rest_s), rel=1e-3)
 
     def test_a_prompt_below_the_shortest_takes_as_long(self, measured: VariantMeasurement) -> None:
-        """As the first one of a burst's, which was computed alone."""
+        """The first one of a burst's was computed alone."""
         assert min(one.tokens for one in measured.steps if one.is_prompt) == 32
         assert prompts_of(measured, 1, 1, 1) == prompts_of(measured, 1, 32, 1)
 
@@ -231,7 +231,7 @@ class TestPrompts:
         assert max(widths) < 2.0
 
     def test_long_prompts_do_not_go_by_the_pace_of_a_host(self) -> None:
-        """It is up to a third slower or quicker in each step, as on an H200's."""
+        """A third slower or quicker in each step, as on an H200's."""
         for seed in range(10):
             found = StepMachine(truth=self.TRUTH, host_scatter=0.3, seed=seed).measure()
             for tokens in (3000, 6000, 8192):
@@ -270,11 +270,11 @@ class TestLengths:
 
     @pytest.mark.parametrize("context", [6, 1000, 2049, 2400])
     def test_there_are_none_without_two_long_ones(self, context: int) -> None:
-        """One length says nothing of where the host is no longer slower."""
+        """A single length says nothing of where the host is no longer slower."""
         assert self.lengths(llama(max_context_tokens=context)) == []
 
     def test_the_cache_has_the_room_of_the_largest_burst(self) -> None:
-        """No more: 32 prompts of 8,192 tokens are never asked for."""
+        """Bursts of 32 prompts of 8,192 tokens are never asked for."""
         plan = step_plan(llama(max_context_tokens=16384), WORK, RANK_16)
         assert plan.kv_tokens == plan.max_context_tokens == 8193
 
