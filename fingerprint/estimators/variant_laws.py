@@ -294,7 +294,8 @@ def _of_rests(points: Sequence[VariantSteps], row: Callable[[VariantSteps], Arra
 
 
 def _added_forwards(one: VariantSteps) -> Array:
-    return np.array(one.forwards_s) - np.array(one.base_forwards_s)
+    added: Array = np.array(one.forwards_s) - np.array(one.base_forwards_s)
+    return added
 
 
 def _step_s(one: VariantSteps) -> float:

@@ -133,8 +133,8 @@ class TestLaw:
         assert within / total >= 0.8
 
 
-# Of a prompt's layer without slots, with slots and with variants: all launches take 29, 38 and 109 ms.
-HOST_S = (9e-4, 1.2e-3, 3.4e-3)
+# All launches of a prompt take 29 ms without slots, 38 with them, and 109 with variants.
+HOSTED = replace(TRUTH, base_s=(1e-5, 7e-7, 5e-5), host_s=(9e-4, 1.2e-3, 3.4e-3))
 
 
 def prompts_of(measured: VariantMeasurement, batch: int, tokens: int, active: int, slots: int = 32) -> Quantity:
@@ -142,78 +142,72 @@ def prompts_of(measured: VariantMeasurement, batch: int, tokens: int, active: in
     return cost_of(measured, slots_of(slots)).prompts_s(work, 0.0, 0.0 if active else 1.0, float(active))
 
 
+@pytest.fixture(scope="module")
+def hosted() -> VariantMeasurement:
+    return StepMachine(truth=HOSTED).measure()
+
+
 class TestPrompts:
     """Prompts take the time of their host or of their device, whichever is longer."""
 
-    TRUTH = replace(TRUTH, base_s=(1e-5, 7e-7, 5e-5), host_s=HOST_S)
-
-    @pytest.fixture(scope="class")
-    def measured(self) -> VariantMeasurement:
-        return StepMachine(truth=self.TRUTH).measure()
-
     def truth_s(self, tokens: int, batch: int, active: int, slots: int = 32) -> float:
-        return self.TRUTH.added_prompts_s(LAYERS, tokens, batch, active, slots)
+        return HOSTED.added_prompts_s(LAYERS, tokens, batch, active, slots)
 
     def test_the_host_is_slower_than_the_device_up_to_a_length(self) -> None:
         """Beyond 2,048 tokens with variants: the line through that length and the next would be wrong."""
 
         def is_launched(tokens: int) -> bool:
-            return self.TRUTH.forward_s(True, 32, tokens, 1, 1, 32) == pytest.approx(32 * HOST_S[2])
+            return HOSTED.forward_s(True, 32, tokens, 1, 1, 32) == pytest.approx(32 * HOSTED.host_s[2])
 
-        assert [is_launched(tokens) for tokens in (512, 640, 2048, 2400, 3000)] == [
-            False,
-            True,
-            True,
-            False,
-            False,
-        ]
+        found = {tokens: is_launched(tokens) for tokens in (512, 640, 2048, 2400, 3000)}
+        assert found == {512: False, 640: True, 2048: True, 2400: False, 3000: False}
 
     @pytest.mark.parametrize("slots", [8, 32])
     @pytest.mark.parametrize("tokens", [2048, 3000, 6000, 8192])
     def test_long_prompts_are_not_distorted_by_short_ones(
-        self, measured: VariantMeasurement, tokens: int, slots: int
+        self, hosted: VariantMeasurement, tokens: int, slots: int
     ) -> None:
-        found, truth_s = prompts_of(measured, 1, tokens, 1, slots), self.truth_s(tokens, 1, 1, slots)
+        found, truth_s = prompts_of(hosted, 1, tokens, 1, slots), self.truth_s(tokens, 1, 1, slots)
         assert found.value == pytest.approx(truth_s, rel=0.1)
         assert found.low <= truth_s <= found.high
         assert found.high - found.low < 0.6 * found.value
 
     @pytest.mark.parametrize("tokens", [512, 700, 1024, 1500, 2200])
-    def test_short_ones_take_their_hosts_time(self, measured: VariantMeasurement, tokens: int) -> None:
-        found, truth_s = prompts_of(measured, 1, tokens, 1), self.truth_s(tokens, 1, 1)
+    def test_short_ones_take_their_hosts_time(self, hosted: VariantMeasurement, tokens: int) -> None:
+        found, truth_s = prompts_of(hosted, 1, tokens, 1), self.truth_s(tokens, 1, 1)
         assert found.value == pytest.approx(truth_s, rel=0.1)
         assert found.low <= truth_s <= found.high
 
-    def test_the_interval_reaches_to_what_the_device_takes(self, measured: VariantMeasurement) -> None:
+    def test_the_interval_reaches_to_what_the_device_takes(self, hosted: VariantMeasurement) -> None:
         """A host whose pace is another when the whole model runs is within."""
-        quick = replace(self.TRUTH, host_s=(0.0, 0.0, 0.0))
+        quick = replace(HOSTED, host_s=(0.0, 0.0, 0.0))
         for tokens in (1024, 1500, 2048):
-            found = prompts_of(measured, 1, tokens, 1)
+            found = prompts_of(hosted, 1, tokens, 1)
             assert found.low <= quick.added_prompts_s(LAYERS, tokens, 1, 1, 32) < found.value
 
     @pytest.mark.parametrize(("batch", "tokens", "active"), [(4, 2048, 1), (4, 2048, 4), (2, 2500, 2)])
     def test_prompts_of_several_requests(
-        self, measured: VariantMeasurement, batch: int, tokens: int, active: int
+        self, hosted: VariantMeasurement, batch: int, tokens: int, active: int
     ) -> None:
-        found, truth_s = prompts_of(measured, batch, tokens, active), self.truth_s(batch * tokens, batch, active)
+        found, truth_s = prompts_of(hosted, batch, tokens, active), self.truth_s(batch * tokens, batch, active)
         assert found.value == pytest.approx(truth_s, rel=0.1)
         assert found.low <= truth_s <= found.high
 
-    def test_more_tokens_are_so_many_steps_of_the_longest(self, measured: VariantMeasurement) -> None:
+    def test_more_tokens_are_so_many_steps_of_the_longest(self, hosted: VariantMeasurement) -> None:
         """Engines take no more in one step, and longer ones were not measured."""
-        one, many = (prompts_of(measured, batch, 8192, 1).value for batch in (1, 4))
-        rest_s = sum(self.TRUTH.rest[2:3]) + self.TRUTH.rest[3] * 32 + self.TRUTH.slots[3]
-        forward_s = self.truth_s(8192, 1, 1) - self.TRUTH.parts((0, 0, 0, 0), 0, 0, 1, 1, 32)[1]
+        one, many = (prompts_of(hosted, batch, 8192, 1).value for batch in (1, 4))
+        rest_s = sum(HOSTED.rest[2:3]) + HOSTED.rest[3] * 32 + HOSTED.slots[3]
+        forward_s = self.truth_s(8192, 1, 1) - HOSTED.parts((0, 0, 0, 0), 0, 0, 1, 1, 32)[1]
         assert many == pytest.approx(one + 3 * (forward_s + rest_s), rel=1e-3)
 
-    def test_a_prompt_below_the_shortest_takes_as_long(self, measured: VariantMeasurement) -> None:
+    def test_a_prompt_below_the_shortest_takes_as_long(self, hosted: VariantMeasurement) -> None:
         """The first one of a burst's was computed alone."""
-        assert min(one.tokens for one in measured.steps if one.is_prompt) == 32
-        assert prompts_of(measured, 1, 1, 1) == prompts_of(measured, 1, 32, 1)
+        assert min(one.tokens for one in hosted.steps if one.is_prompt) == 32
+        assert prompts_of(hosted, 1, 1, 1) == prompts_of(hosted, 1, 32, 1)
 
     @pytest.mark.parametrize("tokens", [640, 2048, 6000])
-    def test_slots_lengthen_prompts_of_the_base(self, measured: VariantMeasurement, tokens: int) -> None:
-        found, truth_s = prompts_of(measured, 1, tokens, 0), self.truth_s(tokens, 1, 0)
+    def test_slots_lengthen_prompts_of_the_base(self, hosted: VariantMeasurement, tokens: int) -> None:
+        found, truth_s = prompts_of(hosted, 1, tokens, 0), self.truth_s(tokens, 1, 0)
         assert found.value == pytest.approx(truth_s, rel=0.1)
         assert found.low <= truth_s <= found.high
 
@@ -221,7 +215,7 @@ class TestPrompts:
         """And say something: an interval is at most as wide as the value."""
         within, widths = [], []
         for seed in range(10):
-            found = StepMachine(truth=self.TRUTH, noise=0.02, seed=seed).measure()
+            found = StepMachine(truth=HOSTED, noise=0.02, seed=seed).measure()
             for tokens in (2048, 3000, 6000):
                 prompt, truth_s = prompts_of(found, 1, tokens, 1), self.truth_s(tokens, 1, 1)
                 within.append(prompt.low <= truth_s <= prompt.high)
@@ -233,7 +227,7 @@ class TestPrompts:
     def test_long_prompts_do_not_go_by_the_pace_of_a_host(self) -> None:
         """A third slower or quicker in each step, as on an H200's."""
         for seed in range(10):
-            found = StepMachine(truth=self.TRUTH, host_scatter=0.3, seed=seed).measure()
+            found = StepMachine(truth=HOSTED, host_scatter=0.3, seed=seed).measure()
             for tokens in (3000, 6000, 8192):
                 prompt, truth_s = prompts_of(found, 1, tokens, 1), self.truth_s(tokens, 1, 1)
                 assert prompt.value == pytest.approx(truth_s, rel=0.1)
@@ -241,9 +235,26 @@ class TestPrompts:
             short = prompts_of(found, 1, 2048, 1)
             assert short.low <= self.truth_s(2048, 1, 1) <= short.high < 3 * short.value
 
+    @pytest.mark.parametrize("tokens", [512, 1024, 2048, 3000, 6000, 8192])
+    def test_deltas(self, tokens: int) -> None:
+        """Engines with one number of slots: a length has no part for each."""
+        truth = replace(
+            HOSTED,
+            step_layer=(*TRUTH.step_layer[:2], 0.0, 0.0),
+            prompt_layer=(2e-5, 7e-7, 0.0, 1.2e-5),
+            rest=(*TRUTH.rest[:3], 0.0),
+        )
+        measured = StepMachine(truth=truth).measure(INT2)
+        config = DeploymentConfig(engine="vllm", adapter_slots=8, delta_format=SlotFormat.INT2)
+        work = Workload(batch=1, input_tokens=tokens, output_tokens=1)
+        found = cost_of(measured, config).prompts_s(work, 0.0, 0.0, 1.0)
+        truth_s = truth.added_prompts_s(LAYERS, tokens, 1, 1, 8)
+        assert found.value == pytest.approx(truth_s, rel=0.1)
+        assert found.low <= truth_s <= found.high
+
     def test_a_prompt_that_takes_several_steps_is_several_lengths(self) -> None:
         """An engine whose step takes 4,096 tokens."""
-        found = StepMachine(truth=self.TRUTH, step_tokens=4096).measure()
+        found = StepMachine(truth=HOSTED, step_tokens=4096).measure()
         assert 8192 not in {one.tokens for one in found.steps}
         for tokens in (3000, 4096):
             assert prompts_of(found, 1, tokens, 1).value == pytest.approx(self.truth_s(tokens, 1, 1), rel=0.1)
