@@ -86,12 +86,13 @@ class MeasuredVariantCost(VariantCost):
         self._slots = float(measured.slots if slots is None else slots)
         self._law = law_of(measured)
         self._known: dict[Added, Quantity] = {}
+        self._prompt_s: dict[int, float] = {}  # of one variant's, by tokens
         self.has_measured_prompts = self._law.has_prompts
         self.prompt_s = self._one_variant_s if self.has_measured_prompts else None
 
     def step_s(self, rows: float, active: float) -> Quantity:
         share = min(1.0, active)
-        return self._added(False, max(1.0, active), share, rows, rows, 1.0)
+        return self._added(self._asked(False, max(1.0, active), share, rows, rows, 1.0))
 
     def prompts_s(self, workload: Workload, ttft_s: float, base_share: float, distinct: float) -> Quantity:
         """Return what is added to prompts, as measured.
@@ -101,9 +102,10 @@ class MeasuredVariantCost(VariantCost):
         """
         share, batch = 1 - base_share**workload.batch, float(workload.batch)
         if share <= 0:
-            return self._added(True, 0.0, 0.0, 0.0, batch, workload.input_tokens)
+            return self._added(self._asked(True, 0.0, 0.0, 0.0, batch, workload.input_tokens))
         of_variants = (1 - base_share) * workload.batch / share
-        return self._added(True, max(1.0, distinct / share), share, of_variants, batch, workload.input_tokens)
+        active, tokens = max(1.0, distinct / share), workload.input_tokens
+        return self._added(self._asked(True, active, share, of_variants, batch, tokens))
 
     def load_s(self, num_bytes: int) -> float:
         """Return the time of a load, in proportion to the bytes of those measured; 0 bytes: as large as these."""
@@ -137,9 +139,21 @@ class MeasuredVariantCost(VariantCost):
         return Quantity(found.value, max(0.0, found.low), found.high, Source.EXTRAPOLATED)
 
     def _one_variant_s(self, tokens: int) -> float:
-        return self._added(True, 1.0, 1.0, 1.0, 1.0, tokens).value if tokens else 0.0
+        """Return the value alone: a simulation asks for every length, and an interval takes a millisecond."""
+        if not tokens:
+            return 0.0
+        if tokens not in self._prompt_s:
+            reading = self._law.added(self._asked(True, 1.0, 1.0, 1.0, 1.0, tokens))[0]
+            self._prompt_s[tokens] = self._scaled(sum(part.value for group in reading for part, _ in group))
+        return self._prompt_s[tokens]
 
-    def _added(
+    def _added(self, asked: Added) -> Quantity:
+        """Return what is added: a simulation asks for the same ones again and again."""
+        if asked not in self._known:
+            self._known[asked] = self._predicted(asked)
+        return self._known[asked]
+
+    def _asked(
         self,
         is_prompt: bool,
         active: float,
@@ -147,9 +161,8 @@ class MeasuredVariantCost(VariantCost):
         sequences: float,
         all_sequences: float,
         tokens: float,
-    ) -> Quantity:
-        """Return the time of variants in ``share`` of the steps, and of an engine with them in all: a simulation
-        asks for the same ones again and again.
+    ) -> Added:
+        """Return variants in ``share`` of the steps, and an engine with them in all.
 
         Args:
             active: distinct variants of a step that has one.
@@ -157,7 +170,7 @@ class MeasuredVariantCost(VariantCost):
             all_sequences: those of the base too.
             tokens: of each sequence in the step.
         """
-        asked = Added(
+        return Added(
             num_layers=self._layers,
             is_prompt=is_prompt,
             active=active,
@@ -168,16 +181,16 @@ class MeasuredVariantCost(VariantCost):
             all_sequences=all_sequences,
             slots=self._slots,
         )
-        if asked not in self._known:
-            self._known[asked] = self._predicted(asked)
-        return self._known[asked]
+
+    def _scaled(self, value: float) -> float:
+        return max(0.0, value * sum(self._bounds) / 2)
 
     def _predicted(self, asked: Added) -> Quantity:
         readings = [combine(*(group for group in reading if group)) for reading in self._law.added(asked)]
         low, high = self._bounds
         value, ends = readings[0].value, [_with_spread(one) for one in readings]
         return Quantity(
-            max(0.0, value * (low + high) / 2),
+            self._scaled(value),
             max(0.0, min(one.low for one in ends) * low),
             max(0.0, max(one.high for one in ends) * high),
             Source.EXTRAPOLATED if self.is_exact else Source.SCALED,

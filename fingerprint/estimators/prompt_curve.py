@@ -69,10 +69,11 @@ class PromptCurve:
         self._model = LinearModel(
             design, self.runs, np.array([np.mean(one.forwards_s) for one in alone]), non_negative=True
         )
+        self._added_s: dict[float, Array] = {}  # of a layer, by slots
         deepest = max(one.num_layers for one in alone)
         self._base_s = np.array(
             [
-                np.mean([_layer_s(one) for one in alone if (one.num_layers, one.tokens) == (deepest, length)])
+                np.mean([_base_layer_s(one) for one in alone if (one.num_layers, one.tokens) == (deepest, length)])
                 for length in self.lengths
             ]
         )
@@ -82,13 +83,16 @@ class PromptCurve:
         return max(1.0, tokens / self.lengths[-1])
 
     def readings(self, num_layers: int, tokens: float, slots: float) -> tuple[Prediction, Prediction, Prediction]:
-        """Return the added time of ``tokens``, the device's alone, and the interpolated one."""
+        """Return the added time of ``tokens``, the device's alone, and the interpolated one; they are one object
+        where nothing tells them apart.
+        """
         steps = self.steps_of(tokens)
         at, layers = tokens / steps, steps * num_layers
-        added_s = np.array([self._layer(unit, slots) for unit in np.eye(len(self.lengths))])
-        way, line, chord = _between(at, self.lengths, self._base_s + added_s)
-        base_way, _, _ = _between(at, self.lengths, self._base_s)
+        way, line, chord = _between(at, self.lengths, self._base_s + self._layer_s(slots))
+        base_way, _, base_chord = _between(at, self.lengths, self._base_s)
         found = self._model.predict(layers * self._features(way, slots))
+        if way is chord and line is chord and base_way is base_chord:
+            return found, found, found
         later_s = layers * float((way - base_way) @ self._base_s)  # where one of the two is at its host's pace
         return (
             replace(found, value=max(0.0, found.value + later_s)),
@@ -96,14 +100,19 @@ class PromptCurve:
             self._model.predict(layers * self._features(chord, slots)),
         )
 
-    def _layer(self, weights: Array, slots: float) -> float:
-        return self._model.predict(self._features(weights, slots)).value
+    def _layer_s(self, slots: float) -> Array:
+        """Return what a layer takes longer at each length."""
+        if slots not in self._added_s:
+            units = np.eye(len(self.lengths))
+            found = [self._model.predict(self._features(unit, slots)).value for unit in units]
+            self._added_s[slots] = np.array(found)
+        return self._added_s[slots]
 
     def _features(self, weights: Array, slots: float) -> Array:
         return np.concatenate([weights, slots * weights]) if self._has_slots else weights
 
 
-def _layer_s(one: VariantSteps) -> float:
+def _base_layer_s(one: VariantSteps) -> float:
     return float(np.mean(one.base_forwards_s)) / (one.repeat * one.num_layers)
 
 
@@ -111,7 +120,7 @@ def _between(at: float, lengths: Sequence[int], times_s: Array) -> tuple[Array, 
     """Return the weights of measured lengths in the time of ``at`` tokens: by the larger of host and device, by
     the device alone, and interpolated.
     """
-    units = np.eye(len(lengths))
+    units = list(np.eye(len(lengths)))
     if len(lengths) == 1 or at <= lengths[0]:
         return units[0], units[0], units[0]
     first = min(bisect_right(lengths, at) - 1, len(lengths) - 2)

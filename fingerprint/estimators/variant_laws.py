@@ -163,12 +163,16 @@ class _PromptLaw:
         outside_s = steps * (self._once_s + self._each_s * active)
         further = asked.share * steps * asked.num_layers * max(0.0, active - 1)
         of_further = self._further.at(np.append(np.zeros(self._num_compositions), further)) if further else ()
-        readings = []
-        base = self._of_base.readings(asked.num_layers, asked.all_rows, 0.0) if self._of_base else ()
-        for number, found in enumerate(self._of_variants.readings(asked.num_layers, asked.rows, slots)):
-            mine = replace(found, value=asked.share * (found.value + outside_s), shares=asked.share * found.shares)
-            of_base = ((base[number], self._of_base.runs),) if self._of_base else ()
-            readings.append((((mine, self._of_variants.runs),), of_further, of_base))
+        readings: list[Reading] = []
+        mine = self._of_variants.readings(asked.num_layers, asked.rows, slots)
+        base = self._of_base.readings(asked.num_layers, asked.all_rows, 0.0) if self._of_base else (None,) * 3
+        for number in range(1 if mine[0] is mine[2] and base[0] is base[2] else 3):
+            found, of_base = mine[number], base[number]
+            added = replace(
+                found, value=asked.share * (found.value + outside_s), shares=asked.share * found.shares
+            )
+            base_group = ((of_base, self._of_base.runs),) if self._of_base and of_base else ()
+            readings.append((((added, self._of_variants.runs),), of_further, base_group))
         return readings
 
     def _further_variants(self, steps: Sequence[VariantSteps]) -> _Fit[VariantSteps]:
