@@ -42,7 +42,7 @@ _MOST_TOKENS = 2048  # of a prompt of bursts of several requests
 _ALONE_TOKENS = 64  # of the prompt next to whose decode steps a row is measured
 # Of prompts alone: the largest step with a graph and one beyond it, then those that take their device's time.
 _LENGTHS = (GRAPH_TOKENS, 640, LONG_TOKENS, 4096, 8192)
-_APART = 1.25  # from the longest, at least: a line through two lengths that are closer would be their noise
+_APART = 1.9  # from the longest, at least: of a closer one the host may be slower still, and a line their noise
 _STRETCH = 1.5  # of the budget, what all is expected to take at most with a length
 _LONGER = 2.0  # a burst of variants than the base's, until it was run
 _TOGETHER_TOKENS = 1024  # of the prompts of a burst of several: of as many tokens, no part of a row would be known

@@ -279,7 +279,11 @@ class TestLengths:
         work = Workload(batch=2, input_tokens=2000, output_tokens=8)
         assert self.lengths(llama(max_context_tokens=8192), work) == [512, 640, 2048, 4000]
 
-    @pytest.mark.parametrize("context", [6, 1000, 2049, 2400])
+    def test_the_longest_is_nearly_twice_the_next(self) -> None:
+        """Or their line would be noise, and the host of both the slower one."""
+        assert self.lengths(llama(max_context_tokens=6001)) == [512, 640, 2048, 6000]
+
+    @pytest.mark.parametrize("context", [6, 1000, 2049, 3000, 3892])
     def test_there_are_none_without_two_long_ones(self, context: int) -> None:
         """A single length says nothing of where the host is no longer slower."""
         assert self.lengths(llama(max_context_tokens=context)) == []
