@@ -4,8 +4,10 @@ An engine step of one or two layers is bound by its host, which hides what the k
 forward runs as often as the model is deep (``depth_tied_profile``), and what is compared are single steps by their
 composition, of variants and of the base in one round on one engine. Three engines are started: the deeper
 fingerprint without slots, the same with slots, and the shallower one with fewer slots, by which the parts of a
-layer, of a forward and of a slot are told apart (``estimators.measured_variants``). The budget counts the seconds
-after the starts.
+layer, of a forward and of a slot are told apart (``estimators.measured_variants``). Prompts of one request run at
+several lengths, since short ones are at their host's pace (``estimators.prompt_curve``). Lengths for which there
+is no time are left out, the longest first; what is left of the budget goes to prompts, which scatter more than
+steps. The budget counts the seconds after the starts.
 """
 
 from __future__ import annotations
@@ -24,12 +26,25 @@ from fingerprint.measurements import RunReading, StepReading, StepTimedVariantSe
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile import ProfileProgress
 from fingerprint.profile_points import Shape
-from fingerprint.variant_measurements import VariantKind, VariantLoads, VariantMeasurement, VariantSteps
+from fingerprint.variant_measurements import (
+    GRAPH_TOKENS,
+    LONG_TOKENS,
+    VariantKind,
+    VariantLoads,
+    VariantMeasurement,
+    VariantSteps,
+)
 
 __all__ = ["BUDGET_S", "StepPlan", "StepVisit", "measure_variant_steps", "step_plan"]
 
 BUDGET_S = 30.0
-_MOST_TOKENS = 2048  # of a prompt
+_MOST_TOKENS = 2048  # of a prompt of bursts of several requests
+_ALONE_TOKENS = 64  # of the prompt next to whose decode steps a row is measured
+# Of prompts alone: the largest step with a graph and one beyond it, then those that take their device's time.
+_LENGTHS = (GRAPH_TOKENS, 640, LONG_TOKENS, 4096, 8192)
+_APART = 1.9  # from the longest, at least: of a closer one the host may be slower still, and a line their noise
+_STRETCH = 1.5  # of the budget, what all is expected to take at most with a length
+_LONGER = 2.0  # a burst of variants than the base's, until it was run
 _TOGETHER_TOKENS = 1024  # of the prompts of a burst of several: of as many tokens, no part of a row would be known
 _FEW = 4  # requests whose prompts are compared: more arrive in steps that no other burst repeats
 _SLOWED = 2.0  # a forward of so many times the shortest compiled a kernel
@@ -60,6 +75,7 @@ class StepPlan:
     alone: Shape
     few: Shape  # for their prompts
     together: Shape  # for their decode steps
+    prompts: tuple[Shape, ...]  # of one request, the shortest first
     active: tuple[int, ...]  # distinct variants of a burst of several requests
     slots: tuple[int, int]  # of the deeper fingerprint, and of the shallower one
     budget_s: float
@@ -76,15 +92,22 @@ class StepPlan:
     def bursts(self) -> tuple[tuple[Shape, int], ...]:
         """Shapes of the bursts, each with the distinct variants that it asks for; those of the base first."""
         of_few = tuple((self.few, active) for active in sorted({1, self.few.batch}))
-        return (*self.base_bursts, (self.alone, 1), *of_few, *((self.together, active) for active in self.active))
+        of_together = tuple((self.together, active) for active in self.active)
+        of_prompts = tuple((shape, 1) for shape in self.prompts)
+        return (*self.base_bursts, (self.alone, 1), *of_few, *of_together, *of_prompts)
 
     @property
     def base_bursts(self) -> tuple[tuple[Shape, int], ...]:
-        return (self.alone, 0), (self.few, 0), (self.together, 0)
+        return tuple((shape, 0) for shape in (self.alone, self.few, self.together, *self.prompts))
 
     @property
     def max_context_tokens(self) -> int:
         return max(shape.input_tokens + shape.output_tokens for shape, _ in self.base_bursts)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Room that the largest burst takes: a batch of the longest context is never asked for."""
+        return max(shape.batch * (shape.input_tokens + shape.output_tokens) for shape, _ in self.base_bursts)
 
     def visits(self, spec: ModelSpec) -> tuple[StepVisit, ...]:
         """Return the engine starts, the one without slots first.
@@ -100,8 +123,18 @@ class StepPlan:
         return tuple(StepVisit(tuple(range(k)), max(1, spec.num_layers // k), count) for k, count in visits)
 
 
-def step_plan(spec: ModelSpec, workload: Workload, kind: VariantKind, *, budget_s: float = BUDGET_S) -> StepPlan:
-    """Return the plan for ``workload``: one prompt of its length, and its batch (4 where that is 1) of short ones.
+def step_plan(
+    spec: ModelSpec,
+    workload: Workload,
+    kind: VariantKind,
+    *,
+    budget_s: float = BUDGET_S,
+    step_tokens: int = _LENGTHS[-1],
+) -> StepPlan:
+    """Return the plan for ``workload``: prompts of one request, and its batch (4 where that is 1) of short ones.
+
+    Args:
+        step_tokens: that one step of the engine takes at most; a longer prompt would be several steps.
 
     Raises:
         ConfigError: a context too short to generate in.
@@ -112,15 +145,28 @@ def step_plan(spec: ModelSpec, workload: Workload, kind: VariantKind, *, budget_
     output = min(_LONGEST_OUTPUT, spec.max_context_tokens // 2)
     longest = min(workload.input_tokens, spec.max_context_tokens - output, _MOST_TOKENS)
     active, few = tuple(sorted({min(count, batch) for count in _ACTIVE[kind.is_delta]})), min(_FEW, batch)
+    most = min(spec.max_context_tokens - 1, workload.batch * workload.input_tokens, step_tokens)
     return StepPlan(
         kind=kind,
-        alone=Shape(1, longest, output),
+        alone=Shape(1, min(longest, _ALONE_TOKENS), output),
         few=Shape(few, max(1, min(longest, _TOGETHER_TOKENS // few)), 1),
         together=Shape(batch, max(1, min(longest, _TOGETHER_TOKENS // batch)), output),
+        prompts=tuple(Shape(1, tokens, 1) for tokens in _lengths(most)),
         active=active,
         slots=(max(active), max(active)) if kind.is_delta else _ADAPTER_SLOTS,
         budget_s=budget_s,
     )
+
+
+def _lengths(most: int) -> tuple[int, ...]:
+    """Return the lengths of prompts up to ``most``; none where fewer than two are long."""
+    longest = min(most, _LENGTHS[-1])
+    found = (*(tokens for tokens in _LENGTHS if tokens * _APART <= longest), longest)
+    return found if _are_enough(found) else ()
+
+
+def _are_enough(lengths: Sequence[int]) -> bool:
+    return sum(tokens >= LONG_TOKENS for tokens in lengths) > 1
 
 
 def measure_variant_steps(
@@ -199,6 +245,7 @@ class _Driver:
     spent_s: float = 0.0
     loads: list[VariantLoads] = field(default_factory=list)
     _done: int = 0
+    _left_out: frozenset[Shape] = frozenset()  # prompts
     _took_s: dict[tuple[Shape, int], float] = field(default_factory=dict)  # the last burst of each kind
     _pairs: dict[_Key, list[tuple[_Times, _Times]]] = field(default_factory=dict)
     # of the base's steps: by fingerprint, whether there were slots, and composition
@@ -206,27 +253,23 @@ class _Driver:
 
     def run_all(self, session: StepTimedVariantSession, visits: Sequence[StepVisit]) -> None:
         """Start each engine and run its bursts; the later ones have what the former left of the budget."""
-        bursts = [self.plan.bursts if visit.slots else self.plan.base_bursts for visit in visits]
         for number, visit in enumerate(visits):
-            share = len(bursts[number]) / sum(map(len, bursts[number:]))
-            until_s = self.spent_s + share * max(0.0, self.plan.budget_s - self.spent_s)
-            self._visit(session, visit, bursts[number], until_s)
+            self._visit(session, visit, visits[number + 1 :])
             if not any(later.layers == visit.layers for later in visits[number + 1 :]):
                 self.forget(visit.layers)
 
-    def _visit(
-        self,
-        session: StepTimedVariantSession,
-        visit: StepVisit,
-        bursts: Sequence[tuple[Shape, int]],
-        until_s: float,
-    ) -> None:
+    def _visit(self, session: StepTimedVariantSession, visit: StepVisit, later: Sequence[StepVisit]) -> None:
         folders = self._written(visit)
         self._start(session, visit)
         if folders:
             self._load(session, visit, folders)
-        self._round(session, visit, bursts)  # warms up, and compiles what is compiled once
+        if visit.slots:
+            self._round(session, visit, self._bursts(visit))  # warms up, and compiles what is compiled once
+        else:
+            self._choose_lengths(session, visit, (visit, *later))
+        until_s = self._until_s(visit, later)
         for number in range(_MOST_ROUNDS):
+            bursts = self._bursts(visit) if number < _FEWEST_ROUNDS else self._more_bursts(visit)
             if number >= _FEWEST_ROUNDS and self.spent_s + self._expected_s(bursts) > until_s:
                 break
             order = bursts if number % 2 == 0 else bursts[::-1]
@@ -234,6 +277,50 @@ class _Driver:
             for (shape, active), reading in found.items():
                 base = found[shape, 0]
                 self._keep(visit, _times(reading, shape), _times(base, shape), active)
+
+    def _bursts(self, visit: StepVisit) -> tuple[tuple[Shape, int], ...]:
+        bursts = self.plan.bursts if visit.slots else self.plan.base_bursts
+        return tuple((shape, active) for shape, active in bursts if shape not in self._left_out)
+
+    def _more_bursts(self, visit: StepVisit) -> tuple[tuple[Shape, int], ...]:
+        """Return the bursts of prompts alone, of which there are more rounds; all, where there are none."""
+        bursts = self._bursts(visit)
+        return tuple((shape, active) for shape, active in bursts if shape in self.plan.prompts) or bursts
+
+    def _until_s(self, visit: StepVisit, later: Sequence[StepVisit]) -> float:
+        """Return when the rounds of ``visit`` end, once it has warmed up: all visits have the fewest rounds, and
+        share what is left by what one more round takes.
+        """
+        own_s = _FEWEST_ROUNDS * self._expected_s(self._bursts(visit))
+        spare_s = self.plan.budget_s - self.spent_s - own_s - self._all_expected_s(later)
+        more_s = [self._expected_s(self._more_bursts(one)) for one in (visit, *later)]
+        return self.spent_s + own_s + max(0.0, spare_s) * more_s[0] / sum(more_s)
+
+    def _choose_lengths(
+        self, session: StepTimedVariantSession, visit: StepVisit, visits: Sequence[StepVisit]
+    ) -> None:
+        """Warm up the engine without slots, and leave out the prompts for which the budget has no time."""
+        prompts = self.plan.prompts
+        self._left_out = frozenset(prompts)
+        self._round(session, visit, self._bursts(visit))
+        for number, shape in enumerate(prompts):
+            fewer = self._left_out
+            self._left_out = frozenset(prompts[number + 1 :])
+            if number:  # as long for a token as the shorter one
+                shorter = prompts[number - 1]
+                expected_s = self._took_s[shorter, 0] * shape.input_tokens / shorter.input_tokens
+                self._took_s[shape, 0] = expected_s
+            if self._all_expected_s(visits) <= _STRETCH * self.plan.budget_s:
+                self._round(session, visit, [(shape, 0)])
+            if self._all_expected_s(visits) > _STRETCH * self.plan.budget_s:
+                self._left_out = fewer
+                break
+        if not _are_enough([shape.input_tokens for shape in prompts if shape not in self._left_out]):
+            self._left_out = frozenset(prompts)
+
+    def _all_expected_s(self, visits: Sequence[StepVisit]) -> float:
+        """Return what the fewest rounds of all visits take, with the one that warms up."""
+        return (_FEWEST_ROUNDS + 1) * sum(self._expected_s(self._bursts(visit)) for visit in visits)
 
     def _written(self, visit: StepVisit) -> list[tuple[Path, int]]:
         if not visit.slots:
@@ -250,6 +337,7 @@ class _Driver:
             num_layers=len(visit.layers),
             max_batch=self.plan.together.batch,
             max_context_tokens=self.plan.max_context_tokens,
+            kv_tokens=self.plan.kv_tokens,
             slots=visit.slots,
             rank=kind.rank if visit.slots else 0,
             delta_format=kind.delta_format if visit.slots else SlotFormat.NONE,
@@ -305,9 +393,9 @@ class _Driver:
         return found
 
     def _expected_s(self, bursts: Sequence[tuple[Shape, int]]) -> float:
-        """Return what ``bursts`` took last, in any engine; those that were not run yet, what the base took."""
+        """Return what ``bursts`` took last, in any engine; those not run yet, twice what the base took."""
         took_s = self._took_s
-        return sum(took_s.get((shape, active), took_s.get((shape, 0), 0.0)) for shape, active in bursts)
+        return sum(took_s.get((shape, active), _LONGER * took_s.get((shape, 0), 0.0)) for shape, active in bursts)
 
     def _keep(
         self,

@@ -157,7 +157,13 @@ def _measured_by_steps(
         lambda: target.open(tp=1, pp=1, delta_format=kind.delta_format),
         fingerprints,
         fingerprints.variant,
-        step_plan(order.spec, order.workload, kind, budget_s=min(BUDGET_S, order.max_seconds / 2)),
+        step_plan(
+            order.spec,
+            order.workload,
+            kind,
+            budget_s=min(BUDGET_S, order.max_seconds / 2),
+            step_tokens=STEP_TOKENS,
+        ),
         forget=fingerprints.forget_variants,
         progress=order.progress,
     )
