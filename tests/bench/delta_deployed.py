@@ -66,21 +66,10 @@ def write_files(work: Path) -> None:
     (work / NAME).mkdir(parents=True, exist_ok=True)
     if not (work / NAME / "config.json").exists():
         write_checkpoint(work / NAME, CONFIG)
-        write_models_of(work)
+        write_models([(NAME, json.dumps(CONFIG))], work)
     missing = [number for number in range(1, NUM_DELTAS + 1) if not (work / delta_name(number) / "delta").exists()]
     with ProcessPoolExecutor(2) as pool:
         list(pool.map(_write_delta, [work] * len(missing), missing))
-
-
-def write_models_of(work: Path) -> None:
-    """Write the base's config and a tokenizer with a word for each token."""
-    from tests.bench.engine_contest import Contest
-
-    contest = Contest(
-        world="", changes=(), slo_multiple=1.0, total_bytes=0, models=((NAME, json.dumps(CONFIG)),), loads=(),
-        plans=(), simulated={},
-    )  # fmt: skip
-    write_models(contest, work)
 
 
 def _write_delta(work: Path, number: int) -> None:

@@ -145,9 +145,9 @@ def _columns(rate: float, outcomes: Outcomes, begin_s: float = 0.0) -> Answered:
     )
 
 
-def write_models(contest: Contest, folder: Path) -> None:
-    """Write a folder for each model: config.json and a word-level tokenizer with a word for every id."""
-    for name, text in contest.models:
+def write_models(models: Iterable[tuple[str, str]], folder: Path) -> None:
+    """Write a folder for each model (name, text of config.json) with a tokenizer that has a word for every id."""
+    for name, text in models:
         target, config = folder / name, json.loads(text)
         target.mkdir(parents=True, exist_ok=True)
         (target / "config.json").write_text(text)
@@ -226,7 +226,7 @@ class Worker:
 
 def play(contest: Contest, names: Sequence[str], models: Path, python: str) -> list[Played]:
     """Run the plans of the contestants, all started first, one after the other at every rate."""
-    write_models(contest, models)
+    write_models(contest.models, models)
     with ExitStack() as stack:
         numbers, started = itertools.count(), dict[str, list[Worker]]()
         for name in names:

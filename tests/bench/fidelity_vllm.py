@@ -23,7 +23,7 @@ from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.measurements import Profile
 from iserve.planning.estimator_factory import step_tokens_of
 from iserve.simulation.running import launch_limits
-from tests.bench.engine_contest import Contest, PlacedReplica
+from tests.bench.engine_contest import PlacedReplica
 from tests.bench.engine_contest_run import Worker, _nvidia, _wait_for, write_models
 from tests.bench.family_configs import config_of
 from tests.bench.fidelity import Asked, Fidelity, Target, _read_profile, measure
@@ -39,11 +39,7 @@ def play(options: argparse.Namespace, profile: Profile) -> None:
     name = options.model.rpartition("/")[2]
     text = to_json(config_of(options.model)).decode()
     total = int(_nvidia("memory.total")[options.gpu]) * 2**20
-    contest = Contest(
-        world="", changes=(), slo_multiple=1.0, total_bytes=total, models=((name, text),), loads=(), plans=(),
-        simulated={},
-    )  # fmt: skip
-    write_models(contest, options.work)
+    write_models([(name, text)], options.work)
     limits = launch_limits(WORKLOAD, "vllm", step_tokens_of(profile))
     config = DeploymentConfig(engine="vllm")
     replica = PlacedReplica(

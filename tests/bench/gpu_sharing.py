@@ -313,7 +313,7 @@ def main() -> None:
     parser.add_argument("--run", default="pairs", help=f"of {', '.join(RUNS)}; several with commas")
     options = parser.parse_args()
     contest = from_json(read_kept(options.plans), Contest, what=str(options.plans))
-    write_models(contest, FOLDER)
+    write_models(contest.models, FOLDER)
     scenes: list[Scene] = []
     started: dict[str, float] = {}
     for run in options.run.split(","):

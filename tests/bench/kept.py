@@ -19,10 +19,13 @@ def read_kept(path: Path) -> bytes:
 
 
 def write_kept(path: Path, text: str) -> None:
+    """Write all of ``text`` or, where the process is stopped, leave what was there."""
     content = text.encode()
     match path.suffix:
         case ".gz":
             content = gzip.compress(content, mtime=0)
         case ".xz":
             content = lzma.compress(content, preset=9 | lzma.PRESET_EXTREME)
-    path.write_bytes(content)
+    partial = path.with_name(f"{path.name}.part")
+    partial.write_bytes(content)
+    partial.replace(path)

@@ -38,7 +38,7 @@ from fingerprint.config import DeploymentConfig
 from fingerprint.estimators.adapter_slots import ADDED_ERROR, added_prompt_share, added_step_s
 from fingerprint.families import read_spec
 from fingerprint.lora import slot_bytes
-from tests.bench.engine_contest import Contest, PlacedReplica
+from tests.bench.engine_contest import PlacedReplica
 from tests.bench.engine_contest_run import (
     FOLDER,
     Worker,
@@ -134,19 +134,7 @@ class LoraSteps:
 def measure(config: Path, out: Path, python: str, gpu: int) -> None:
     """Start the workers, and call them in turns; keep what is measured after each part."""
     text, total = config.read_text(), int(_nvidia("memory.total")[gpu]) * 2**20
-    write_models(
-        Contest(
-            world="",
-            changes=(),
-            slo_multiple=1.0,
-            total_bytes=total,
-            models=(("model", text),),
-            loads=(),
-            plans=(),
-            simulated={},
-        ),
-        FOLDER,
-    )
+    write_models([("model", text)], FOLDER)
     for rank in RANKS:
         write_adapter(FOLDER / f"rank-{rank}", json.loads(text), rank)
     with ExitStack() as stack:

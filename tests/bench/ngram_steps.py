@@ -31,7 +31,7 @@ from fingerprint.estimators.depth_tied import DepthTiedEstimator
 from fingerprint.estimators.ngram_drafts import WithNgramDrafts, tokens_per_step
 from fingerprint.estimators.roofline import RooflineEstimator
 from tests.bench.accuracy_measure import Recorded
-from tests.bench.engine_contest import Contest, PlacedReplica
+from tests.bench.engine_contest import PlacedReplica
 from tests.bench.engine_contest_run import (
     FOLDER,
     Worker,
@@ -100,20 +100,7 @@ class NgramSteps:
 def measure(config: Path, out: Path, python: str, gpu: int) -> None:
     """Start a worker for each number of drafts, and call them in turns; keep what is measured after each batch."""
     text, total = config.read_text(), int(_nvidia("memory.total")[0]) * 2**20
-    models = (("model", text),)
-    write_models(
-        Contest(
-            world="",
-            changes=(),
-            slo_multiple=1.0,
-            total_bytes=total,
-            models=models,
-            loads=(),
-            plans=(),
-            simulated={},
-        ),
-        FOLDER,
-    )
+    write_models([("model", text)], FOLDER)
     limits = Limits(
         max_batch=max(BATCHES),
         max_context_tokens=2048,

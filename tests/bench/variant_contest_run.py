@@ -44,7 +44,6 @@ from typing import Any
 import aiohttp
 
 from fingerprint.codec import from_json, to_json
-from tests.bench.engine_contest import Contest
 from tests.bench.engine_contest_run import FOLDER, Worker, _nvidia, _version, _wait_for, write_models
 from tests.bench.kept import read_kept, write_kept
 from tests.bench.lora_adapters import write_adapter, write_checkpoint
@@ -143,20 +142,7 @@ def cold_names(count: int) -> list[str]:
 def play(config: Path, out: Path, python: str, gpu: int, command: Sequence[str], cold: int) -> None:
     out.mkdir(parents=True, exist_ok=True)
     text = config.read_text()
-    total = int(_nvidia("memory.total")[gpu]) * 2**20
-    write_models(
-        Contest(
-            world="",
-            changes=(),
-            slo_multiple=1.0,
-            total_bytes=total,
-            models=((NAME, text),),
-            loads=(),
-            plans=(),
-            simulated={},
-        ),
-        FOLDER,
-    )
+    write_models([(NAME, text)], FOLDER)
     write_checkpoint(FOLDER / NAME, json.loads(text))
     for number in range(len(RANKS) * CONTENTS):
         folder = content_of(number)

@@ -58,7 +58,9 @@ class Case:
             for at, one, length in zip(at_s, drawn, lengths, strict=True)
         ]
 
-    def served(self, requests: Sequence[Request], policy: str | VariantPolicy) -> SimulationResult:
+    def served(
+        self, requests: Sequence[Request], policy: str | VariantPolicy, outstanding_per_slot: int = 1
+    ) -> SimulationResult:
         cost = AdapterCost(
             slots=SLOTS,
             max_loaded=4 * SLOTS,
@@ -72,7 +74,7 @@ class Case:
             cost,
             replicas=REPLICAS,
             policy=make_variant_policy(policy) if isinstance(policy, str) else policy,
-            outstanding_per_slot=1,
+            outstanding_per_slot=outstanding_per_slot,
         )
 
 
