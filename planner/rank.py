@@ -265,7 +265,8 @@ def _served(rows: Sequence[Candidate], full: Figures, intent: Intent) -> Attainm
     if any(row.alone is not None for row in rows):
         found = (row.alone or row.estimate for row in rows)
         alone = [estimate for estimate in found if estimate is not None]
-    return Attainment.of_estimates(full, alone, intent.traffic)
+    loads = [row.estimate.load_waits for row in rows if row.estimate is not None]
+    return Attainment.of_estimates(full, alone, intent.traffic, loads)
 
 
 def _refusals(table: _Table, intent: Intent, objective: Objective, cost: Cost) -> list[str | None]:

@@ -3,8 +3,8 @@
 Run: ``python -m tests.bench.variant_load_law [--requests N] [--jobs N] [--json FILE] [--cases NAME ...]``.
 
 The cases were written down before the first result; ``first``, ``more`` before the law knew that variants wait for
-a slot, ``deltas-more`` before it knew that requests wait for a load next to the steps. One worker on an H200 by the
-roofline, vLLM, prompts of 1,150 tokens, answers of 210 on average (geometric), Poisson arrivals, at most 64
+a slot, ``deltas-more`` before it knew that requests wait for a load next to the steps. One worker on an H200 by
+the roofline, vLLM, prompts of 1,150 tokens, answers of 210 on average (geometric), Poisson arrivals, at most 64
 requests at once. Rates are shares of what the law serves without loads and with a slot for each variant, or of the
 loading thread's time. All sides have the same times of steps, prompts and loads, so that their difference is that
 of the law alone. *Slots for all* is the law that has a slot for each variant, as plans had. A queue *grows* where
@@ -21,11 +21,12 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from fingerprint.config import DeploymentConfig, SlotFormat, Workload
-from fingerprint.estimates import Quantity
+from fingerprint.estimates import Estimate, Quantity
 from fingerprint.estimators.adapter_slots import WithAdapterSlots, variant_cost, variant_load_s
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.estimators.variant_cost import VariantCost
@@ -36,6 +37,9 @@ from fingerprint.queueing import ServiceColumns, Variation, requests_at_once, sl
 from fingerprint.service_model import service_model
 from iserve.simulation.running import adapter_cost
 from planner.adapter_slots import VariantLoad
+from planner.attainment import Attainment
+from planner.costs import figures
+from planner.intent import Traffic
 from tests.fingerprint.step_timed_machine import llama_7b
 from tests.traces.simulator.variant_worlds import BASE, serve_variants, variants_of
 from traces.request import Request
@@ -43,6 +47,7 @@ from traces.simulator.step_model import Limits, StepModel, tabulate
 
 GPU = gpu_spec("h200-sxm")
 INPUT, OUTPUT, BATCH = 1_150, 210, 64
+WORK = Workload(batch=1, input_tokens=INPUT, output_tokens=OUTPUT)
 PERCENTILES = (50, 95, 99)
 _WARM_UP, _GROWS = 0.2, 1.5  # of the requests, left out; of two means
 
@@ -86,6 +91,15 @@ class _Machine(RooflineEstimator):
     def variant_cost(self, config: DeploymentConfig) -> VariantCost | None:
         cost = variant_cost(RooflineEstimator(self._spec, GPU), self._spec, config)
         return None if cost is None else _Slower(cost, self._load_times)
+
+
+def _exact(estimate: Estimate) -> Estimate:
+    """Return ``estimate`` as if it was known to be right."""
+    return replace(estimate, ttft_s=_known(estimate.ttft_s), tpot_s=_known(estimate.tpot_s))
+
+
+def _known(time: Quantity) -> Quantity:
+    return replace(time, low=time.value, high=time.value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,15 +153,18 @@ class Case:
         """Share of the requests whose variant is not loaded, if loads take no time."""
         return self.load.missed(self.config.loaded_adapters)
 
-    def columns(self, *, with_loads: bool, slots_for_all: bool) -> ServiceColumns:
+    def estimator(self, *, with_loads: bool) -> WithVariantLoads:
         spec, load = self.spec, self.load
-        estimator = WithVariantLoads(
+        return WithVariantLoads(
             WithAdapterSlots(self.machine, spec, load.distinct, load.of_base),
             spec,
             load.missed if with_loads else lambda places: 0.0,
+            load.load_waits if with_loads else lambda places, load_s: None,
         )
-        work = Workload(batch=1, input_tokens=INPUT, output_tokens=OUTPUT)
-        found = ServiceColumns.of([service_model(estimator, self.config, work)], np.array([float(BATCH)]))
+
+    def columns(self, *, with_loads: bool, slots_for_all: bool) -> ServiceColumns:
+        service = service_model(self.estimator(with_loads=with_loads), self.config, WORK)
+        found = ServiceColumns.of([service], np.array([float(BATCH)]))
         return replace(found, most=np.array([float(BATCH)])) if slots_for_all else found
 
     @property
@@ -164,7 +181,19 @@ class Case:
             return float("inf")
         running = requests_at_once(columns, used, variation)
         waiting_s = slot_wait(columns, used, variation, running.peak).of_all_s
-        return float((columns.requests_s(running.mean) + waiting_s)[0])
+        loads_s = 0.0 if columns.loads is None else columns.loads.at(np.array([self.rate_per_s])).of_all_s
+        return float((columns.requests_s(running.mean) + waiting_s + loads_s)[0])
+
+    def expected_ttft_s(self) -> tuple[float, ...]:
+        """Return the percentiles by the law; infinite where the rate is not served."""
+        estimator = self.estimator(with_loads=True)
+        service = service_model(estimator, self.config, WORK)
+        alone, full = (
+            _exact(estimator.estimate(self.config, replace(WORK, batch=batch))) for batch in (1, BATCH)
+        )
+        traffic = Traffic(input_cv=0.0, output_cv=1.0)
+        law = Attainment.of_service(service, float(BATCH), figures([full]), alone, traffic)
+        return tuple(float(law.quantile("ttft", percentile, self.rate_per_s)[0]) for percentile in PERCENTILES)
 
     def simulated(self, requests: int) -> Seen:
         """Return what the simulator has of so many requests."""
@@ -212,6 +241,7 @@ class Compared:
     seen: Seen
     law_s: float
     slots_for_all_s: float
+    law_ttft_s: tuple[float, ...]  # at ``PERCENTILES``
 
     @property
     def row(self) -> str:
@@ -220,18 +250,26 @@ class Compared:
         kind = f"deltas of {case.delta_mib:,} MiB" if case.delta_mib else kind
         law = "even" if not case.skew else f"{case.skew:g}"
         mean = f"{seen.e2e_s:.2f} s" + ", grows" * seen.grows
+        percentiles = " | ".join(f"{s:.2f}, {law:.2f}" for s, law in zip(seen.ttft_s, self.law_ttft_s, strict=True))
         laws = " | ".join("not served" if np.isinf(s) else f"{s:.2f}" for s in (self.law_s, self.slots_for_all_s))
         return (
             f"| {case.model} | {kind} | {case.variants:,} | {law} | {case.slots} | {case.share:.0%}, "
-            f"{self.rate_per_s:.2f}/s | {seen.loads:.2f}, {self.missed:.2f} | {mean} | {laws} |"
+            f"{self.rate_per_s:.2f}/s | {seen.loads:.2f}, {self.missed:.2f} | {mean} | {laws} | {percentiles} |"
         )
 
 
 def as_json(rows: Sequence[Compared]) -> str:
     """Return the rows for a file; null: not served."""
     found = [asdict(row) for row in rows]
-    finite = [{key: None if value == float("inf") else value for key, value in row.items()} for row in found]
-    return json.dumps(finite, indent=1) + "\n"
+    return json.dumps(_finite(found), indent=1) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if value == float("inf") else value
 
 
 def compared(case: Case, requests: int) -> Compared:
@@ -243,6 +281,7 @@ def compared(case: Case, requests: int) -> Compared:
         seen=case.simulated(requests),
         law_s=case.expected_s(),
         slots_for_all_s=case.expected_s(slots_for_all=True),
+        law_ttft_s=case.expected_ttft_s(),
     )
 
 
@@ -302,8 +341,9 @@ def main() -> int:
     parser.add_argument("--cases", choices=CASES, nargs="+", default=["first"])
     args = parser.parse_args()
     cases = [case for name in args.cases for case in CASES[name]]
-    print("| model | variants | number | Zipf | slots | rate | loads, law | mean E2E | law | slots for all |")
-    print("|---|---|---:|---|---:|---|---|---:|---:|---:|")
+    print("| model | variants | number | Zipf | slots | rate | loads, law | mean E2E | law | slots for all", end="")
+    print("".join(f" | P{percentile} of TTFT, law" for percentile in PERCENTILES) + " |")
+    print("|---|---|---:|---|---:|---|---|---:|---:|---:|---|---|---|")
     rows = []
     with ProcessPoolExecutor(args.jobs) as processes:
         for row in processes.map(compared, cases, [args.requests] * len(cases)):
