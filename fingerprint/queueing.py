@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fingerprint.load_waits import LoadColumns
+from fingerprint.load_columns import LoadColumns
 from fingerprint.service_model import STEP_KNOTS, ServiceModel
 
 __all__ = [

@@ -15,8 +15,8 @@ The law of one replica at a rate is ``fingerprint.queueing``. Here it is joined 
     random walk of as many requests goes: no level above the mean rate counts as busier than the one whose steady
     queue is that long; and those below it count as near the mean as a queue of the mean rate still is then.
 
-*   *A load* of a variant next to the steps, where there is one (``fingerprint.load_waits``): its wait is before all
-    that and takes from the limit, at the rate of the level, as if that lasted.
+*   *A load* of a variant next to the steps, where there is one (``fingerprint.load_waits``): its wait is before
+    all that and takes from the limit, at the rate of the level, as if that lasted.
 
 A time is a lognormal service (the second and the number of requests at once) plus an independent exponential wait.
 Of several limits the one that is missed most often counts: all grow with the same load and the same error.
@@ -34,7 +34,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fingerprint.estimates import Estimate
-from fingerprint.load_waits import LoadColumns, LoadWait, LoadWaits
+from fingerprint.load_columns import LoadColumns, LoadWait
+from fingerprint.load_waits import LoadWaits
 from fingerprint.queueing import (
     Column,
     RequestsAtOnce,
@@ -61,7 +62,7 @@ _METRICS: tuple[Metric, ...] = ("ttft", "tpot", "e2e")
 
 _POINTS, _WEIGHTS = np.polynomial.legendre.leggauss(4)
 _POINTS, _WEIGHTS = (_POINTS + 1) / 2, _WEIGHTS / 2  # of [0, 1]
-_LOAD_POINTS, _LOAD_WEIGHTS = np.polynomial.legendre.leggauss(8)
+_LOAD_POINTS, _LOAD_WEIGHTS = np.polynomial.legendre.leggauss(16)
 _LOAD_POINTS, _LOAD_WEIGHTS = (_LOAD_POINTS + 1) / 2, _LOAD_WEIGHTS / 2
 _TINY = 1e-300
 _MANY_PROMPTS = 0.25  # of the work; below, first tokens are late less often than answers by themselves

@@ -17,8 +17,9 @@ lost to them at once. Where several waits are steady at a rate the least counts,
 first.
 
 *Spread.* A wait has the variance of M/D/1 where loads are rare; where many wait, a longer queue leaves fewer to
-order, which pulls it back as an Ornstein-Uhlenbeck process. Their precisions are added. Requests that share a load
-arrive evenly during its wait.
+order, which pulls it back as an Ornstein-Uhlenbeck process. Their precisions are added. A wait is taken for a
+least one and an exponential time on top. Requests that share a load arrive evenly during its wait, so that what
+is left of it is even up to the least wait, and beyond as for the one that ordered.
 
 Workers evict the variant of least decayed frequency (``placement.variant_routing``), which keeps popular ones
 better at high rates; what that makes of the law is in docs/decisions/0050-loads-in-plans.md.
@@ -84,18 +85,22 @@ def load_waits(shares: NDArray[np.float64], places: int, load_s: float) -> LoadW
     variance = 1 / (1 / np.maximum(queue**2 + 2 * queue / 3, 1e-12) + 2 * pull / busy)
     sharing = offered * (cycles * asked).sum(axis=1)  # requests that share a load, for each of its seconds
     share = loads + sharing * wait
-    mean = (loads * wait + sharing * (wait**2 + variance) / 2) / share
-    square = (loads * (wait**2 + variance) + sharing * (wait**3 + 3 * wait * variance) / 3) / share
-    deviation = np.sqrt(np.maximum(square - mean**2, 0.0))
+    least = np.maximum(wait - np.sqrt(variance), 0.0)  # as if exponential beyond
+    shorter = sharing * least / share  # of requests that share a load, those of which the rest is below the least
     is_first = offered > np.concatenate(([0.0], np.maximum.accumulate(offered)[:-1]))
     knots, at = np.log(OFFERED), np.log(offered[is_first])
-    share, deviation = share[is_first], deviation[is_first]
-    mean = np.maximum.accumulate(share * mean[is_first]) / share  # but for rounding it grows
+    mean = (1 - shorter) * wait + shorter * least / 2
+    mean = np.maximum.accumulate((share * mean)[is_first]) / share[is_first]  # but for rounding it grows
+
+    def table(values: NDArray[np.float64]) -> tuple[float, ...]:
+        return tuple(np.interp(knots, at, values).tolist())
+
     return LoadWaits(
         load_s=load_s,
-        shares=tuple(np.interp(knots, at, share).tolist()),
-        means=tuple(np.exp(np.interp(knots, at, np.log(mean))).tolist()),
-        deviations=tuple(np.interp(knots, at, deviation).tolist()),
+        shares=table(share[is_first]),
+        means=table(mean),
+        least=table(least[is_first]),
+        shorter=table(shorter[is_first]),
     )
 
 

@@ -17,6 +17,7 @@ from fingerprint.estimates import Estimator
 from fingerprint.estimators.adapter_slots import requests_within, variant_cost, variant_load_s
 from fingerprint.estimators.variant_cost import VariantCost
 from fingerprint.estimators.variant_loads import loads_stop_steps
+from fingerprint.load_columns import load_wait_at
 from fingerprint.lora.slot_bytes import largest_delta_bytes, slot_bytes
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
@@ -227,7 +228,7 @@ def _slots(
 def _loads(
     spec: ModelSpec, options: PlanOptions, chosen: DeploymentConfig, cost: VariantCost | None
 ) -> tuple[str, ...]:
-    """Return what requests wait for loads, or which share of a worker's time loads take and what its start does."""
+    """Return what requests wait for loads or, where loads stop their worker, which share of its time they take."""
     if cost is None:
         return ()
     variants, rate_per_s = options.intent.traffic.variants, options.intent.rate_per_s
@@ -259,13 +260,13 @@ def _loads_next_to_steps(options: PlanOptions, chosen: DeploymentConfig, one_s: 
     if options.intent.rate_per_s is None:
         return f"{said}, and wait for those before it"
     rate_per_s = options.intent.rate_per_s / options.replicas
-    busy, (share, mean_s) = missed * one_s * rate_per_s, waits.at(rate_per_s)
+    busy, (share, mean_s) = missed * one_s * rate_per_s, load_wait_at(waits, rate_per_s)
     said += f", {busy:.0%} of the time"
     if busy < 1:
         return f"{said}; {share:.1%} wait, {rounded(mean_s, 2)} s on average"
     return (
-        f"{said}, which is more than there is: requests that wait for one variant share its load, and {share:.0%} of "
-        f"all wait, {rounded(mean_s, 2)} s on average; more --adapter-slots keep more loaded"
+        f"{said}, which is more than there is: requests for one variant share its load, and {share:.0%} of all "
+        f"wait, {rounded(mean_s, 2)} s on average; more --adapter-slots keep more loaded"
     )
 
 

@@ -3,8 +3,8 @@
 *   Each replica serves its part of the rate as ``fingerprint.queueing`` says, slowed by the rest of its GPUs'
     replicas; prompts and answers vary as an exponential does, and as many run at once as the KV cache holds.
 *   Beyond 98% of capacity a queue grows for as long as the load lasts (``_OVERLOAD_S``).
-*   Requests for variants that are loaded next to the steps wait for that as well (``fingerprint.load_waits``). They
-    hold nothing of a GPU meanwhile, and their loads are made by the host, which no co-tenant slows.
+*   Requests for variants that are loaded next to the steps wait for that as well (``fingerprint.load_waits``).
+    They hold nothing of a GPU meanwhile, and the host makes their loads, which no co-tenant slows.
 *   A replica is busy for ``B = 1 - exp(-l E)`` of the time, l its rate and E the mean time of a request; its
     co-tenants slow it by ``fingerprint.gpu_sharing``. How often two of them are busy at once, which splits a TP
     group, follows as if they were busy independently.

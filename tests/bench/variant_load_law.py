@@ -188,9 +188,7 @@ class Case:
         """Return the percentiles by the law; infinite where the rate is not served."""
         estimator = self.estimator(with_loads=True)
         service = service_model(estimator, self.config, WORK)
-        alone, full = (
-            _exact(estimator.estimate(self.config, replace(WORK, batch=batch))) for batch in (1, BATCH)
-        )
+        alone, full = (_exact(estimator.estimate(self.config, replace(WORK, batch=batch))) for batch in (1, BATCH))
         traffic = Traffic(input_cv=0.0, output_cv=1.0)
         law = Attainment.of_service(service, float(BATCH), figures([full]), alone, traffic)
         return tuple(float(law.quantile("ttft", percentile, self.rate_per_s)[0]) for percentile in PERCENTILES)
@@ -250,7 +248,9 @@ class Compared:
         kind = f"deltas of {case.delta_mib:,} MiB" if case.delta_mib else kind
         law = "even" if not case.skew else f"{case.skew:g}"
         mean = f"{seen.e2e_s:.2f} s" + ", grows" * seen.grows
-        percentiles = " | ".join(f"{s:.2f}, {law:.2f}" for s, law in zip(seen.ttft_s, self.law_ttft_s, strict=True))
+        percentiles = " | ".join(
+            f"{s:.2f}, {law:.2f}" for s, law in zip(seen.ttft_s, self.law_ttft_s, strict=True)
+        )
         laws = " | ".join("not served" if np.isinf(s) else f"{s:.2f}" for s in (self.law_s, self.slots_for_all_s))
         return (
             f"| {case.model} | {kind} | {case.variants:,} | {law} | {case.slots} | {case.share:.0%}, "
@@ -341,7 +341,9 @@ def main() -> int:
     parser.add_argument("--cases", choices=CASES, nargs="+", default=["first"])
     args = parser.parse_args()
     cases = [case for name in args.cases for case in CASES[name]]
-    print("| model | variants | number | Zipf | slots | rate | loads, law | mean E2E | law | slots for all", end="")
+    print(
+        "| model | variants | number | Zipf | slots | rate | loads, law | mean E2E | law | slots for all", end=""
+    )
     print("".join(f" | P{percentile} of TTFT, law" for percentile in PERCENTILES) + " |")
     print("|---|---|---:|---|---:|---|---|---:|---:|---:|---|---|---|")
     rows = []

@@ -64,7 +64,9 @@ def test_loads_take_no_time_on_an_engine_that_they_do_not_stop_and_where_all_sta
     for engine, slots in (("torch", 1), ("vllm", 8)):
         config = DeploymentConfig(engine=engine, adapter_slots=slots, adapter_rank=16)
         none = with_slots(load).estimate(config, work)
-        assert WithVariantLoads(with_slots(load), LLAMA, load.missed, load.load_waits).estimate(config, work) == none
+        assert (
+            WithVariantLoads(with_slots(load), LLAMA, load.missed, load.load_waits).estimate(config, work) == none
+        )
 
 
 class _Measured(VariantCost):

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.load_columns import load_wait_at
 from fingerprint.load_waits import OFFERED, LoadWaits
 from planner.adapter_slots import VariantLoad
 from planner.attainment import Attainment, Metric
@@ -26,7 +27,8 @@ METRICS: tuple[Metric, ...] = ("ttft", "tpot", "e2e")
 def constant(share: float, load_s: float) -> LoadWaits:
     """Return waits of one load each, whatever the rate."""
     each = len(OFFERED)
-    return LoadWaits(load_s=load_s, shares=(share,) * each, means=(1.0,) * each, deviations=(0.0,) * each)
+    alike = {"means": (1.0,) * each, "least": (1.0,) * each, "shorter": (0.0,) * each}
+    return LoadWaits(load_s=load_s, shares=(share,) * each, **alike)
 
 
 def attainment(*loads: LoadWaits | None, spread: float = 0.0, traffic: Traffic = TRAFFIC) -> Attainment:
@@ -106,6 +108,7 @@ def test_a_moving_rate_has_the_waits_of_its_levels() -> None:
     assert loads is not None
     none, some = attainment(None, loads, traffic=moving).mean_e2e(0.2)
     levels = [
-        (level.share, *loads.at(0.2 * level.relative_rate)) for level in moving_rate(moving.relative_rates).levels
+        (level.share, *load_wait_at(loads, 0.2 * level.relative_rate))
+        for level in moving_rate(moving.relative_rates).levels
     ]
     assert some - none == pytest.approx(sum(of * share * mean_s for of, share, mean_s in levels), rel=1e-6)

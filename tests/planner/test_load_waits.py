@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fingerprint.load_waits import OFFERED, LoadColumns, LoadWait, LoadWaits
+from fingerprint.load_columns import LoadColumns, LoadWait, load_wait_at
+from fingerprint.load_waits import OFFERED, LoadWaits
 from planner.adapter_slots import VariantLoad
 from planner.variant_cache import load_waits, missed_share
 from tests.planner.md1 import md1_wait_quantile
@@ -44,7 +45,7 @@ def test_rare_requests_wait_for_their_own_load_alone(load: VariantLoad, places: 
     """The share is Che's, the wait that of the load, within 3% where one request arrives in 32 loads."""
     if places >= load.variants:
         return
-    share, mean_s = waits(load, places, load_s).at(OFFERED[0] / load_s)
+    share, mean_s = load_wait_at(waits(load, places, load_s), OFFERED[0] / load_s)
     assert share == pytest.approx(missed_share(load.shares, places), rel=0.03)
     assert mean_s == pytest.approx(load_s, rel=0.03)
 
@@ -72,14 +73,15 @@ def test_no_request_waits_for_more_loads_than_there_are_variants(load: VariantLo
     assert (found.share <= load.shares.sum() + 1e-6).all()
     assert (found.mean_s <= load.variants + 0.5).all()
     assert (found.least_s >= 0).all()
-    assert (found.further_s >= 0).all()
+    assert (found.shorter >= 0).all()
+    assert (found.shorter < 1).all()
 
 
 def test_a_thread_with_many_rare_variants_is_a_queue_with_constant_services() -> None:
     """2,000 even variants and one place: hardly any share a load, so that M/D/1 is exact for the mean."""
     found = waits(VariantLoad(2_000, 0.0), 1)
     for busy in (0.25, 0.5, 0.7):
-        _, mean_s = found.at(busy)
+        _, mean_s = load_wait_at(found, busy)
         assert mean_s == pytest.approx(1 + busy / (2 * (1 - busy)), rel=0.05)
         p99 = at(found, np.array([busy])).quantile_s(0.99)[0, 0]
         assert p99 == pytest.approx(1 + md1_wait_quantile(np.array([busy]), 99.0)[0], rel=0.25)
@@ -87,15 +89,15 @@ def test_a_thread_with_many_rare_variants_is_a_queue_with_constant_services() ->
 
 def test_a_flood_of_requests_waits_for_half_a_round_of_all_variants() -> None:
     """32 even variants, 8 places: each is loaded once in 32 loads, and its requests arrive evenly meanwhile."""
-    share, mean_s = waits(VariantLoad(32, 0.0), 8, 2.0).at(1_000.0)
+    share, mean_s = load_wait_at(waits(VariantLoad(32, 0.0), 8, 2.0), 1_000.0)
     assert share == pytest.approx(1.0, abs=0.05)
     assert mean_s == pytest.approx(32, rel=0.05)
 
 
 def test_requests_for_the_base_wait_for_no_load() -> None:
     """Half for the base at twice the rate: the same loads, and half of the share waits."""
-    share, mean_s = waits(VariantLoad(64, 1.0), 8).at(0.8)
-    half, same_s = waits(VariantLoad(64, 1.0, base_share=0.5), 8).at(1.6)
+    share, mean_s = load_wait_at(waits(VariantLoad(64, 1.0), 8), 0.8)
+    half, same_s = load_wait_at(waits(VariantLoad(64, 1.0, base_share=0.5), 8), 1.6)
     assert (2 * half, same_s) == pytest.approx((share, mean_s), rel=0.02)
 
 
@@ -105,7 +107,7 @@ def test_columns_have_no_wait_where_there_are_no_such_loads() -> None:
     assert both is not None
     mixed = both.at(np.array([2.0, 2.0]))
     assert mixed.of_all_s[0] == 0.0
-    share, mean_s = found.at(2.0)
+    share, mean_s = load_wait_at(found, 2.0)
     assert mixed.of_all_s[1] == share * mean_s
     assert both.take(np.array([1, 1])).at(np.array([2.0, 2.0])).of_all_s.tolist() == [share * mean_s] * 2
 
@@ -154,10 +156,10 @@ def replayed(load: VariantLoad, places: int, rate: float, requests: int = 40_000
     ("busy", "of_all", "of_share"), [(0.3, 0.15, 0.02), (1.0, 0.4, 0.1), (2.0, 0.15, 0.02), (5.0, 0.15, 0.02)]
 )
 def test_the_law_is_that_of_a_replay(skew: float, busy: float, of_all: float, of_share: float) -> None:
-    """64 variants, 8 places. It is worst where each missed request with a load of its own takes all of the time."""
+    """64 variants, 8 places. It is worst where loads would take just all of the time."""
     load = VariantLoad(64, skew)
     rate = busy / load.missed(8)
-    share, mean_s = waits(load, 8).at(rate)
+    share, mean_s = load_wait_at(waits(load, 8), rate)
     true_share, true_s = replayed(load, 8, rate)
     assert share == pytest.approx(true_share, abs=of_share)
     assert share * mean_s == pytest.approx(true_share * true_s, rel=of_all)
@@ -166,5 +168,16 @@ def test_the_law_is_that_of_a_replay(skew: float, busy: float, of_all: float, of
 def test_the_table_is_of_all_its_rates() -> None:
     found = load_waits(VariantLoad(64, 1.0).shares, 8, 1.5)
     assert found is not None
-    assert len(found.shares) == len(found.means) == len(found.deviations) == len(OFFERED)
+    assert len(found.shares) == len(found.means) == len(found.least) == len(OFFERED)
     assert np.diff(OFFERED).min() > 0
+
+
+@settings(deadline=None)
+@given(load=LOADS, places=st.integers(1, 100), rate=st.floats(0.01, 50))
+def test_the_mean_is_that_of_the_quantiles(load: VariantLoad, places: int, rate: float) -> None:
+    if places >= load.variants:
+        return
+    found = at(waits(load, places), np.array([rate]))
+    spread = np.array([found.quantile_s(one)[0, 0] for one in (np.arange(2_000) + 0.5) / 2_000])
+    assert (np.diff(spread) >= -1e-9).all()
+    assert spread.mean() == pytest.approx(found.mean_s[0, 0], rel=0.02)
