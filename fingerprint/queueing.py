@@ -22,7 +22,7 @@ Applied Probability and Queues, 2003, chapter X (GI/M/1); Kingman, 1961. How wel
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -100,9 +100,9 @@ class ServiceColumns:
         )
 
     def take(self, rows: Rows) -> ServiceColumns:
-        *columns, _ = fields(self)
+        columns = [field.name for field in fields(self) if field.name != "loads"]
         loads = None if self.loads is None else self.loads.take(rows)
-        return ServiceColumns(*(getattr(self, field.name)[..., rows] for field in columns), loads=loads)
+        return replace(self, **{name: getattr(self, name)[..., rows] for name in columns}, loads=loads)
 
     def steps_s(self, batch: Column) -> Column:
         """Return the time in which each of ``batch`` [..., rows] sequences gets a token, without their prompts."""

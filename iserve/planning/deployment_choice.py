@@ -252,7 +252,7 @@ def _loads(
 def _loads_next_to_steps(options: PlanOptions, chosen: DeploymentConfig, one_s: float, missed: float) -> str:
     """Return what requests for variants that are not loaded wait, at the rate where there is one."""
     what = "adapters" if chosen.adapter_rank and not chosen.delta_mib else "deltas"
-    said = f"{what} are loaded next to the steps, one at a time, in {rounded(one_s, 2)} s each (estimated): "
+    said = f"{what} are loaded next to the steps, one at a time, each in {rounded(one_s, 2)} s (estimated): "
     waits = variant_load(options.intent.traffic).load_waits(chosen.loaded_adapters, one_s)
     if waits is None:
         return f"{said}every variant stays loaded"

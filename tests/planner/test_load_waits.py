@@ -66,7 +66,7 @@ def test_the_wait_grows_with_the_rate_the_seconds_and_fewer_places(
 @settings(deadline=None)
 @given(load=LOADS, places=st.integers(1, 100))
 def test_no_request_waits_for_more_loads_than_there_are_variants(load: VariantLoad, places: int) -> None:
-    """Those that arrive during a wait share it, so that the mean is about half of that at most, or one load."""
+    """A round of all variants is the longest wait, by half a load."""
     if places >= load.variants:
         return
     found = at(waits(load, places), RATES)
