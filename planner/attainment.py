@@ -35,7 +35,6 @@ import numpy.typing as npt
 
 from fingerprint.estimates import Estimate
 from fingerprint.load_columns import LoadColumns, LoadWait
-from fingerprint.load_waits import LoadWaits
 from fingerprint.queueing import (
     Column,
     RequestsAtOnce,
@@ -150,18 +149,11 @@ class Attainment:
         self._stays_s = self._moving.stays * traffic.window_s if traffic.relative_rates else np.inf
 
     @classmethod
-    def of_estimates(
-        cls,
-        full: Figures,
-        alone: Sequence[Estimate] | None,
-        traffic: Traffic,
-        loads: Sequence[LoadWaits | None] = (),
-    ) -> Attainment:
+    def of_estimates(cls, full: Figures, alone: Sequence[Estimate] | None, traffic: Traffic) -> Attainment:
         """Return the attainment by estimates of whole batches, and of the same configurations with one request.
 
         Args:
-            alone: None: these are not known, and a request alone is taken to be as slow.
-            loads: waits for loads next to the steps, of each estimate; empty: of ``alone``.
+            alone: None: these are not known, and a request alone is taken to be as slow, without waits for loads.
         """
         times = np.stack([full.ttft_s, full.ttft_low_s, full.ttft_high_s, full.tpot_s, full.tpot_high_s])
         if alone is not None:
@@ -182,7 +174,7 @@ class Attainment:
             more_tokens=full.output_tokens - 1,
             intercepts_s=(step_s - slope_s)[None],
             slopes_s=slope_s[None],
-            loads=LoadColumns.of(loads or [one.load_waits for one in alone or ()]),
+            loads=LoadColumns.of([one.load_waits for one in alone or ()]),
         )
         return cls(_with_longer_contexts(service, full.input_tokens, traffic), Intervals.of(full, times), traffic)
 

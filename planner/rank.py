@@ -261,12 +261,9 @@ def _checks(table: _Table, intent: Intent, cost: Cost) -> list[Check]:
 
 
 def _served(rows: Sequence[Candidate], full: Figures, intent: Intent) -> Attainment:
-    alone = None
-    if any(row.alone is not None for row in rows):
-        found = (row.alone or row.estimate for row in rows)
-        alone = [estimate for estimate in found if estimate is not None]
-    loads = [row.estimate.load_waits for row in rows if row.estimate is not None]
-    return Attainment.of_estimates(full, alone, intent.traffic, loads)
+    found = (row.alone or row.estimate for row in rows)
+    alone = [estimate for estimate in found if estimate is not None]
+    return Attainment.of_estimates(full, alone, intent.traffic)
 
 
 def _refusals(table: _Table, intent: Intent, objective: Objective, cost: Cost) -> list[str | None]:
