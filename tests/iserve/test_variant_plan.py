@@ -349,7 +349,7 @@ def test_it_is_said_how_busy_loads_next_to_the_steps_are(rate: float, golden: Go
 
 @pytest.mark.parametrize("policy", ["joint", "hybrid"])
 def test_a_forecast_at_a_rate_counts_what_requests_wait_for_loads_next_to_the_steps(policy: str) -> None:
-    """Of 64 even deltas 8 stay loaded; of 8 all, and none waits. The mean request waits for 0.88 x 2.3 s."""
+    """Compare 64 even deltas, of which 8 stay loaded, with 8: the mean request waits for 0.88 x 2.3 s."""
     few, every = (
         planned(
             hardware_on("h200:1"),
