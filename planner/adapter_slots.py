@@ -58,9 +58,9 @@ class AskedVariants(ABC):
         """Return the share of all requests whose variant a worker with ``places`` for loaded ones must load."""
         return missed_share(self.shares, places)
 
-    def load_waits(self, places: int, load_s: float) -> LoadWaits | None:
+    def load_waits(self, slots: int, places: int, load_s: float) -> LoadWaits | None:
         """Return the waits for loads of ``load_s`` that run next to the steps; None: all variants stay loaded."""
-        return load_waits(self.shares, places, load_s)
+        return load_waits(self.shares, slots, places, load_s)
 
     def without_slot(self, requests: float) -> NDArray[np.float64]:
         """Return the share of the variants asked for at once that find none of 0, 1, ..., ``MOST_SLOTS`` slots.

@@ -9,7 +9,8 @@ exp(-p_i t). The rate does not matter, as t is in requests.
 already shares its load. With w the requests that arrive between an order and the end of its load, a variant's
 cycle is its first request (1 / p_i requests), the wait w, and the time until none was asked for during t:
 ``w + exp(p_i t) / p_i`` requests in all. It has a place from its order on, so that t follows from
-``sum(1 / (p_i w + exp(p_i t))) = N - C``; where orders alone take all places it is 0. The thread is a queue M/D/1
+``sum(1 / (p_i w + exp(p_i t))) = N - C``; where orders alone take all places it is 0. No more orders have a place
+than there are slots: a further one waits for a slot first. The thread is a queue M/D/1
 with a load for each cycle, so that the rate at which w requests arrive during a wait is the root of a square. With
 waits variants are ordered less often, so that no rate is too high: at most all N wait for one another. Orders that
 wait take places from what is loaded, which makes more orders: beyond some rate the places of popular variants are
@@ -61,11 +62,12 @@ def missed_share(shares: NDArray[np.float64], places: int) -> float:
     return float((asked * np.exp(-asked * high)).sum())
 
 
-def load_waits(shares: NDArray[np.float64], places: int, load_s: float) -> LoadWaits | None:
+def load_waits(shares: NDArray[np.float64], slots: int, places: int, load_s: float) -> LoadWaits | None:
     """Return the waits for loads that run next to the steps, one at a time; None: all variants stay loaded.
 
     Args:
         shares: as in :func:`missed_share`.
+        slots: orders that have a place at once at most.
         places: variants that a worker keeps loaded, those being loaded included.
         load_s: seconds of a load.
     """
@@ -74,7 +76,7 @@ def load_waits(shares: NDArray[np.float64], places: int, load_s: float) -> LoadW
         return None
     octaves = np.arange(np.log2(OFFERED[0]) - 1, np.log2(2 * OFFERED[-1] * len(asked)) + 1, 1 / _PER_OCTAVE)
     during = np.exp2(octaves)[:, None]  # requests that arrive between an order and the end of its load
-    stay = _grown(asked * _stays(asked, places, during))
+    stay = _grown(asked * _stays(asked, slots, places, during))
     cycles = asked / (asked * during + stay)  # of each variant, for each request
     loads, during = cycles.sum(axis=1), during[:, 0]
     most = 1 + loads * during
@@ -104,11 +106,15 @@ def load_waits(shares: NDArray[np.float64], places: int, load_s: float) -> LoadW
     )
 
 
-def _stays(asked: NDArray[np.float64], places: int, during: NDArray[np.float64]) -> NDArray[np.float64]:
+def _stays(
+    asked: NDArray[np.float64], slots: int, places: int, during: NDArray[np.float64]
+) -> NDArray[np.float64]:
     """Return the requests during which a variant that is not asked for stays, for each wait [waits, 1]."""
 
     def held(stays: NDArray[np.float64]) -> NDArray[np.float64]:
-        return np.asarray((1 - 1 / (asked * during + _grown(asked * stays))).sum(axis=1, keepdims=True))
+        cycles = asked * during + _grown(asked * stays)
+        ordered = (asked * during / cycles).sum(axis=1, keepdims=True)
+        return np.asarray((1 - 1 / cycles).sum(axis=1, keepdims=True) - np.maximum(ordered - slots, 0.0))
 
     low, high = np.zeros_like(during), np.ones_like(during)
     while (held(high) < places).any():

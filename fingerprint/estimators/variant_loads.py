@@ -41,7 +41,7 @@ class WithVariantLoads:
 
     Args:
         missed: returns the share of all requests whose variant is not loaded, by how many a worker keeps loaded.
-        waits: returns the waits for loads next to the steps, by that number and the seconds of a load.
+        waits: returns the waits for loads next to the steps, by the slots, that number and the seconds of a load.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class WithVariantLoads:
         base: Estimator,
         spec: ModelSpec,
         missed: Callable[[int], float],
-        waits: Callable[[int, float], LoadWaits | None],
+        waits: Callable[[int, int, float], LoadWaits | None],
     ) -> None:
         self.name = base.name
         self.base, self._spec, self._missed, self._waits = base, spec, cache(missed), cache(waits)
@@ -62,7 +62,7 @@ class WithVariantLoads:
             return found
         load_s = variant_load_s(cost, self._spec, config)
         if not loads_stop_steps(config):
-            return replace(found, load_waits=self._waits(config.loaded_adapters, load_s))
+            return replace(found, load_waits=self._waits(config.adapter_slots, config.loaded_adapters, load_s))
         missed = self._missed(config.loaded_adapters)
         if not missed:
             return found

@@ -253,7 +253,7 @@ def _loads_next_to_steps(options: PlanOptions, chosen: DeploymentConfig, one_s: 
     """Return what requests for variants that are not loaded wait, at the rate where there is one."""
     what = "adapters" if chosen.adapter_rank and not chosen.delta_mib else "deltas"
     said = f"{what} are loaded next to the steps, one at a time, each in {rounded(one_s, 2)} s (estimated): "
-    waits = variant_load(options.intent.traffic).load_waits(chosen.loaded_adapters, one_s)
+    waits = variant_load(options.intent.traffic).load_waits(chosen.adapter_slots, chosen.loaded_adapters, one_s)
     if waits is None:
         return f"{said}every variant stays loaded"
     said += f"up to {missed:.1%} of the requests need a load"

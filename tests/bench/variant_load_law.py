@@ -159,7 +159,7 @@ class Case:
             WithAdapterSlots(self.machine, spec, load.distinct, load.of_base),
             spec,
             load.missed if with_loads else lambda places: 0.0,
-            load.load_waits if with_loads else lambda places, load_s: None,
+            load.load_waits if with_loads else lambda slots, places, load_s: None,
         )
 
     def columns(self, *, with_loads: bool, slots_for_all: bool) -> ServiceColumns:

@@ -93,7 +93,9 @@ def test_a_measured_load_is_the_one_that_counts_where_it_stops_steps(engine: str
     config = DeploymentConfig(engine=engine, adapter_slots=1, adapter_rank=16)
     work = Workload(batch=8, input_tokens=512, output_tokens=64)
     inner = WithAdapterSlots(base, LLAMA, lambda requests: 1.0)
-    found = WithVariantLoads(inner, LLAMA, lambda places: 0.5, lambda places, load_s: None).estimate(config, work)
+    found = WithVariantLoads(inner, LLAMA, lambda places: 0.5, lambda slots, places, load_s: None).estimate(
+        config, work
+    )
     assert found.ttft_s.value - inner.estimate(config, work).ttft_s.value == pytest.approx(added_s)
 
 
@@ -131,7 +133,7 @@ def test_waits_for_loads_next_to_the_steps_are_in_no_time_and_go_on_to_services(
         estimator = WithVariantLoads(with_slots(load), LLAMA, load.missed, load.load_waits)
         none, found = with_slots(load).estimate(config, work), estimator.estimate(config, work)
         seconds = load_s(largest_delta_bytes(LLAMA, config))
-        assert found.load_waits == (load.load_waits(8, seconds) if slots == 8 else None)
+        assert found.load_waits == (load.load_waits(8, 8, seconds) if slots == 8 else None)
         assert replace(found, load_waits=None) == none
         assert service_model(estimator, config, work).load_waits == found.load_waits
 
@@ -143,4 +145,4 @@ def test_an_engine_whose_loads_take_a_measured_time_has_its_waits() -> None:
     found = WithVariantLoads(inner, LLAMA, load.missed, load.load_waits).estimate(
         config, Workload(batch=8, input_tokens=512, output_tokens=64)
     )
-    assert found.load_waits == load.load_waits(8, 3.0)
+    assert found.load_waits == load.load_waits(2, 8, 3.0)

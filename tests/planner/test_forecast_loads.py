@@ -83,11 +83,11 @@ def test_the_share_that_waits_has_so_much_less_time(metric: Metric) -> None:
 @given(rate=st.floats(0.01, 1.0), limit=st.floats(0.3, 20), spread=st.sampled_from([0.0, 0.2]))
 def test_loads_make_no_token_later_than_the_first(rate: float, limit: float, spread: float) -> None:
     """TPOT is as without loads to the bit; TTFT and E2E are late no less often."""
-    none, some = attainment(None, VariantLoad(64, 1.0).load_waits(8, 1.5), spread=spread).misses(
+    none, some = attainment(None, VariantLoad(64, 1.0).load_waits(8, 8, 1.5), spread=spread).misses(
         "tpot", limit, rate
     )
     assert none == some
-    both = attainment(None, VariantLoad(64, 1.0).load_waits(8, 1.5), spread=spread)
+    both = attainment(None, VariantLoad(64, 1.0).load_waits(8, 8, 1.5), spread=spread)
     for metric in ("ttft", "e2e"):
         none, some = both.misses(metric, limit, rate)
         assert some >= none - 1e-9
@@ -104,7 +104,7 @@ def test_a_forecast_says_what_is_waited_for() -> None:
 
 def test_a_moving_rate_has_the_waits_of_its_levels() -> None:
     moving = Traffic(input_cv=0.0, relative_rates=(0.0, 2.0) * 20, window_s=600.0)
-    loads = VariantLoad(64, 0.0).load_waits(8, 1.0)
+    loads = VariantLoad(64, 0.0).load_waits(8, 8, 1.0)
     assert loads is not None
     none, some = attainment(None, loads, traffic=moving).mean_e2e(0.2)
     levels = [

@@ -21,7 +21,7 @@ RATES = np.geomspace(0.002, 200, 60)
 
 
 def waits(load: VariantLoad, places: int, load_s: float = 1.0) -> LoadWaits:
-    found = load.load_waits(places, load_s)
+    found = load.load_waits(places, places, load_s)
     assert found is not None
     return found
 
@@ -34,8 +34,8 @@ def at(found: LoadWaits, rates_per_s: np.ndarray) -> LoadWait:
 
 @given(load=LOADS, more=st.integers(0, 50), load_s=st.floats(0, 100))
 def test_none_waits_where_all_stay_loaded(load: VariantLoad, more: int, load_s: float) -> None:
-    assert load.load_waits(load.variants + more, load_s) is None
-    assert load.load_waits(1, 0.0) is None
+    assert load.load_waits(1, load.variants + more, load_s) is None
+    assert load.load_waits(1, 1, 0.0) is None
     assert LoadColumns.of([None, None]) is None
 
 
@@ -166,7 +166,7 @@ def test_the_law_is_that_of_a_replay(skew: float, busy: float, of_all: float, of
 
 
 def test_the_table_is_of_all_its_rates() -> None:
-    found = load_waits(VariantLoad(64, 1.0).shares, 8, 1.5)
+    found = load_waits(VariantLoad(64, 1.0).shares, 8, 8, 1.5)
     assert found is not None
     assert len(found.shares) == len(found.means) == len(found.least) == len(OFFERED)
     assert np.diff(OFFERED).min() > 0
@@ -181,3 +181,17 @@ def test_the_mean_is_that_of_the_quantiles(load: VariantLoad, places: int, rate:
     spread = np.array([found.quantile_s(one)[0, 0] for one in (np.arange(2_000) + 0.5) / 2_000])
     assert (np.diff(spread) >= -1e-9).all()
     assert spread.mean() == pytest.approx(found.mean_s[0, 0], rel=0.02)
+
+
+@settings(deadline=None)
+@given(load=LOADS, slots=st.integers(1, 20), rate=st.floats(0.01, 50))
+def test_orders_without_a_slot_take_no_places(load: VariantLoad, slots: int, rate: float) -> None:
+    """Fewer slots leave more places to what is loaded, so that no more is waited for."""
+    places = 4 * slots
+    if places >= load.variants:
+        return
+    few, many = (load.load_waits(number, places, 1.0) for number in (slots, places))
+    assert few is not None
+    assert many is not None
+    (few_share, few_s), (share, mean_s) = load_wait_at(few, rate), load_wait_at(many, rate)
+    assert few_share * few_s <= share * mean_s * (1 + 1e-3)

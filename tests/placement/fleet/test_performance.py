@@ -205,7 +205,7 @@ def test_a_fleet_without_gpus_is_refused() -> None:
 
 def test_a_load_next_to_the_steps_delays_requests_and_holds_nothing_of_a_gpu() -> None:
     """Busy shares and the neighbour are as without, to the bit; the wait is that of each replica's rate."""
-    loads = VariantLoad(64, 0.0).load_waits(8, 1.5)
+    loads = VariantLoad(64, 0.0).load_waits(8, 8, 1.5)
     assert loads is not None
     plain, some = option(), replace(option(), load_waits=loads)
     found = {}
