@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Protocol, runtime_checkable
 
 from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.load_waits import LoadWaits
 
 __all__ = [
     "Correction",
@@ -146,6 +147,7 @@ class Estimate:
     measured_config: DeploymentConfig | None = None  # whose measured times these come from; None: datasheets alone
     links_measured: bool = False  # whether all-reduces of this TP degree rest on measured links
     most_at_once: float | None = None  # requests at once on average; None: no slots for variants bound them
+    load_waits: LoadWaits | None = None  # in no time of these; None: no load runs next to the steps
 
     @property
     def is_measured(self) -> bool:

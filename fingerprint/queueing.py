@@ -22,13 +22,14 @@ Applied Probability and Queues, 2003, chapter X (GI/M/1); Kingman, 1961. How wel
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from fingerprint.load_columns import LoadColumns
 from fingerprint.service_model import STEP_KNOTS, ServiceModel
 
 __all__ = [
@@ -79,6 +80,8 @@ class ServiceColumns:
     intercepts_s: Column
     """[segments, rows]: of a round's time over the number of sequences; one segment holds at any number."""
     slopes_s: Column
+    loads: LoadColumns | None = None
+    """Waits for loads of variants next to the steps, in no time of these; None: there are none."""
 
     @classmethod
     def of(cls, services: Sequence[ServiceModel], most: Column) -> ServiceColumns:
@@ -93,10 +96,13 @@ class ServiceColumns:
             more_tokens=np.array([service.output_tokens - 1 for service in services]),
             intercepts_s=steps_s[:-1] - slopes_s * knots[:-1, None],
             slopes_s=slopes_s,
+            loads=LoadColumns.of([service.load_waits for service in services]),
         )
 
     def take(self, rows: Rows) -> ServiceColumns:
-        return ServiceColumns(*(getattr(self, field.name)[..., rows] for field in fields(self)))
+        columns = [field.name for field in fields(self) if field.name != "loads"]
+        loads = None if self.loads is None else self.loads.take(rows)
+        return replace(self, **{name: getattr(self, name)[..., rows] for name in columns}, loads=loads)
 
     def steps_s(self, batch: Column) -> Column:
         """Return the time in which each of ``batch`` [..., rows] sequences gets a token, without their prompts."""

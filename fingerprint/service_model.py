@@ -17,6 +17,7 @@ from fingerprint.config import DeploymentConfig, Workload, even_split
 from fingerprint.engines import traits_of
 from fingerprint.errors import ConfigError, NotMeasuredError
 from fingerprint.estimates import Estimate, Estimator, MemoryEstimate
+from fingerprint.load_waits import LoadWaits
 
 __all__ = [
     "LARGEST_BATCH",
@@ -64,6 +65,8 @@ class ServiceModel:
     """Seconds of each further prompt of a batch; None: those of one alone, without a read of the weights."""
     most_at_once: float | None = None
     """Requests that run at once on average; None: no slots for variants bound them (``Estimate.most_at_once``)."""
+    load_waits: LoadWaits | None = None
+    """Waits for loads of variants next to the steps, in no time of these; None: there are none."""
 
     def __post_init__(self) -> None:
         times = (self.prompt_s, *self.step_s)
@@ -220,6 +223,7 @@ def service_model(
         is_split_measured=config.tp == 1 or alone.is_measured or alone.links_measured,
         largest_batch=largest_batch,
         most_at_once=alone.most_at_once,
+        load_waits=alone.load_waits,
     )
     return _spread(found, batches_in_flight(config))
 

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fingerprint.config import ADAPTER_RANKS, SlotFormat
-from planner.variant_cache import missed_share
+from fingerprint.load_waits import LoadWaits
+from planner.variant_cache import load_waits, missed_share
 
 __all__ = [
     "MOST_SLOTS",
@@ -56,6 +57,10 @@ class AskedVariants(ABC):
     def missed(self, places: int) -> float:
         """Return the share of all requests whose variant a worker with ``places`` for loaded ones must load."""
         return missed_share(self.shares, places)
+
+    def load_waits(self, slots: int, places: int, load_s: float) -> LoadWaits | None:
+        """Return the waits for loads of ``load_s`` that run next to the steps; None: all variants stay loaded."""
+        return load_waits(self.shares, slots, places, load_s)
 
     def without_slot(self, requests: float) -> NDArray[np.float64]:
         """Return the share of the variants asked for at once that find none of 0, 1, ..., ``MOST_SLOTS`` slots.

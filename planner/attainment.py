@@ -15,6 +15,9 @@ The law of one replica at a rate is ``fingerprint.queueing``. Here it is joined 
     random walk of as many requests goes: no level above the mean rate counts as busier than the one whose steady
     queue is that long; and those below it count as near the mean as a queue of the mean rate still is then.
 
+*   *A load* of a variant next to the steps, where there is one (``fingerprint.load_waits``): its wait is before
+    all that and takes from the limit, at the rate of the level, as if that lasted.
+
 A time is a lognormal service (the second and the number of requests at once) plus an independent exponential wait.
 Of several limits the one that is missed most often counts: all grow with the same load and the same error.
 """
@@ -31,6 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fingerprint.estimates import Estimate
+from fingerprint.load_columns import LoadColumns, LoadWait
 from fingerprint.queueing import (
     Column,
     RequestsAtOnce,
@@ -57,6 +61,8 @@ _METRICS: tuple[Metric, ...] = ("ttft", "tpot", "e2e")
 
 _POINTS, _WEIGHTS = np.polynomial.legendre.leggauss(4)
 _POINTS, _WEIGHTS = (_POINTS + 1) / 2, _WEIGHTS / 2  # of [0, 1]
+_LOAD_POINTS, _LOAD_WEIGHTS = np.polynomial.legendre.leggauss(16)
+_LOAD_POINTS, _LOAD_WEIGHTS = (_LOAD_POINTS + 1) / 2, _LOAD_WEIGHTS / 2
 _TINY = 1e-300
 _MANY_PROMPTS = 0.25  # of the work; below, first tokens are late less often than answers by themselves
 _LARGEST = 1 - 1e-9  # utilisation; beyond, no wait is worth a number
@@ -147,7 +153,7 @@ class Attainment:
         """Return the attainment by estimates of whole batches, and of the same configurations with one request.
 
         Args:
-            alone: None: these are not known, and a request alone is taken to be as slow.
+            alone: None: these are not known, and a request alone is taken to be as slow, without waits for loads.
         """
         times = np.stack([full.ttft_s, full.ttft_low_s, full.ttft_high_s, full.tpot_s, full.tpot_high_s])
         if alone is not None:
@@ -168,6 +174,7 @@ class Attainment:
             more_tokens=full.output_tokens - 1,
             intercepts_s=(step_s - slope_s)[None],
             slopes_s=slope_s[None],
+            loads=LoadColumns.of([one.load_waits for one in alone or ()]),
         )
         return cls(_with_longer_contexts(service, full.input_tokens, traffic), Intervals.of(full, times), traffic)
 
@@ -221,6 +228,11 @@ class Attainment:
             found += share * np.clip(1 - steady + missed, 0.0, 1.0)
         return found
 
+    def load_wait(self, rate_per_s: Column | float) -> LoadWait | None:
+        """Return the waits for loads next to the steps at the mean rate; None: there are no such loads."""
+        loads = self._service.loads
+        return None if loads is None else loads.at(self._column(rate_per_s))
+
     def mean_e2e(self, rate_per_s: Column | float, z: float = 0.0) -> Column:
         """Return mean seconds from arrival to the last token, where the truth is ``z`` standard deviations off.
 
@@ -236,6 +248,8 @@ class Attainment:
                 late = self._left(load.level, state)(np.zeros(len(self)))
                 own_s = own_s + late * (self._service.requests_s(self._service.most) - own_s)
                 queue_s = queue_s + self._moving.mean_left(load.level, state.mean) * self._traffic.window_s / times
+            if self._service.loads is not None:
+                queue_s = queue_s + self._service.loads.at(load.then).of_all_s
             found += share * times * (own_s + queue_s)
         return np.where(rate >= 1 / (times * self.service_s), np.inf, found)
 
@@ -358,7 +372,20 @@ class Attainment:
 
     def _misses_at(self, metric: Metric, limit: Column, load: _Load, z: Column) -> Column:
         """Return the share that misses [points, rows] at each truth z."""
-        state = self._state(z, load)
+        state, loads = self._state(z, load), self._service.loads
+        missed = self._misses_of_loaded(metric, limit, load, state)
+        if loads is None or metric == "tpot":
+            return missed
+        wait, times = loads.at(load.then), self._law("e2e").factor(z)
+        waited = np.zeros_like(missed)
+        for point, weight in zip(_LOAD_POINTS.tolist(), _LOAD_WEIGHTS.tolist(), strict=True):
+            left = limit - times * wait.quantile_s(point)
+            late = self._misses_of_loaded(metric, np.maximum(left, _TINY), load, state)
+            waited += weight * np.where(left > 0, late, 1.0)
+        return missed + wait.share * (waited - missed)
+
+    def _misses_of_loaded(self, metric: Metric, limit: Column, load: _Load, state: _State) -> Column:
+        """Return the share that misses of those whose variant is loaded."""
         missed = self._missed(metric, limit, state, None)
         if not self._traffic.relative_rates:
             return missed
@@ -366,8 +393,8 @@ class Attainment:
         late = left(np.zeros_like(missed))
         if not late.any():
             return missed
-        most = np.broadcast_to(self._service.most, z.shape)
-        full = state._replace(running=state.running._replace(mean=most, variance=np.zeros_like(z)))
+        most = np.broadcast_to(self._service.most, state.z.shape)
+        full = state._replace(running=state.running._replace(mean=most, variance=np.zeros_like(state.z)))
         some = np.maximum(late, _TINY)
         return missed + late * (self._missed(metric, limit, full, lambda wait_s: left(wait_s) / some) - missed)
 

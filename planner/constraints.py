@@ -33,6 +33,7 @@ from planner.plan import (
     Limit,
     LimitKind,
     LoadForecast,
+    LoadWaitForecast,
     Violation,
 )
 from planner.rate_profile import moving_rate
@@ -310,8 +311,16 @@ def told_of(served: Attainment, row: int, intent: Intent) -> LoadForecast:
         utilisation=float(one.service_s[0] * rate),
         highest_rate_per_s=float(highest[0]) * _MARGIN,
         miss_probability=max(risks, default=None),
+        load_wait=_load_wait(one, rate),
         **times,
     )
+
+
+def _load_wait(one: Attainment, rate_per_s: float) -> LoadWaitForecast | None:
+    wait = one.load_wait(rate_per_s)
+    if wait is None or not wait.share[0]:
+        return None
+    return LoadWaitForecast(share=float(wait.share[0]), mean_s=float(wait.mean_s[0]))
 
 
 def num_missed(checks: Sequence[Check], num_rows: int) -> npt.NDArray[np.int64]:

@@ -125,7 +125,10 @@ def served_cost(service: ServiceModel, rate_per_s: float, gpu_bytes: int) -> Ser
         return None
 
     def inside(each_per_s: float) -> float:
-        """Return the requests at one replica on average, those that wait included."""
+        """Return the requests at one replica on average, those that wait included.
+
+        One that waits for a load next to the steps holds nothing of a GPU, and costs none.
+        """
         used = each_per_s * slot_s
         running = requests_at_once(columns, used, variation)
         waiting_s = slot_wait(columns, used, variation, running.peak).of_all_s

@@ -23,6 +23,7 @@ __all__ = [
     "Limit",
     "LimitKind",
     "LoadForecast",
+    "LoadWaitForecast",
     "Nearest",
     "NoRoom",
     "Numbers",
@@ -374,6 +375,16 @@ class Room(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LoadWaitForecast:
+    """Waits for loads of variants that a worker makes next to its steps, one at a time, in steady state."""
+
+    share: float
+    """Share of the requests that wait for a load."""
+    mean_s: float
+    """Mean wait of these, in seconds, the load included."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LoadForecast:
     """Times of one replica under its share of the rate, the estimates' intervals taken into account."""
 
@@ -401,6 +412,8 @@ class LoadForecast:
     """Time of a whole request under this rate."""
     rate_levels: tuple[Level, ...] = ()
     """Levels between which the rate moves; empty: it is constant."""
+    load_wait: LoadWaitForecast | None = None
+    """Waits for loads next to the steps, which TTFT and E2E include; None: there are none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -261,10 +261,8 @@ def _checks(table: _Table, intent: Intent, cost: Cost) -> list[Check]:
 
 
 def _served(rows: Sequence[Candidate], full: Figures, intent: Intent) -> Attainment:
-    alone = None
-    if any(row.alone is not None for row in rows):
-        found = (row.alone or row.estimate for row in rows)
-        alone = [estimate for estimate in found if estimate is not None]
+    found = (row.alone or row.estimate for row in rows)
+    alone = [estimate for estimate in found if estimate is not None]
     return Attainment.of_estimates(full, alone, intent.traffic)
 
 

@@ -1,15 +1,32 @@
-"""Share of the requests whose variant a worker must load first, in steady state. Pure.
+"""Requests whose variant a worker must load first, in steady state: their share, and what they wait. Pure.
 
 Che's approximation: of independent requests, each for variant i with probability p_i, the least recently used of
 what C places hold is replaced. A variant stays for a time t without a request that is nearly the same for all,
 the one in which C distinct ones are asked for: sum(1 - exp(-p_i t)) = C. So it is missing with probability
 exp(-p_i t). The rate does not matter, as t is in requests.
 
+*Loads next to the steps* are made by one thread, one after another, and a request for a variant that is ordered
+already shares its load. With w the requests that arrive between an order and the end of its load, a variant's
+cycle is its first request (1 / p_i requests), the wait w, and the time until none was asked for during t:
+``w + exp(p_i t) / p_i`` requests in all. It has a place from its order on, so that t follows from
+``sum(1 / (p_i w + exp(p_i t))) = N - C``; where orders alone take all places it is 0. No more orders have a place
+than there are slots: a further one waits for a slot first. The thread is a queue M/D/1
+with a load for each cycle, so that the rate at which w requests arrive during a wait is the root of a square. With
+waits variants are ordered less often, so that no rate is too high: at most all N wait for one another. Orders that
+wait take places from what is loaded, which makes more orders: beyond some rate the places of popular variants are
+lost to them at once. Where several waits are steady at a rate the least counts, as a queue that fills gets to it
+first.
+
+*Spread.* A wait has the variance of M/D/1 where loads are rare; where many wait, a longer queue leaves fewer to
+order, which pulls it back as an Ornstein-Uhlenbeck process. Their precisions are added. A wait is taken for a
+least one and an exponential time on top. Requests that share a load arrive evenly during its wait, so that what
+is left of it is even up to the least wait, and beyond as for the one that ordered.
+
 Workers evict the variant of least decayed frequency (``placement.variant_routing``), which keeps popular ones
 better at high rates; what that makes of the law is in docs/decisions/0050-loads-in-plans.md.
 
 Sources: Che, Tung, Wang, Hierarchical Web caching systems, 2002; Fricker, Robert, Roberts, A versatile and
-accurate approximation for LRU cache performance, 2012.
+accurate approximation for LRU cache performance, 2012; Asmussen, Applied Probability and Queues, 2003 (M/G/1).
 """
 
 from __future__ import annotations
@@ -17,9 +34,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["missed_share"]
+from fingerprint.load_waits import OFFERED, LoadWaits
+
+__all__ = ["load_waits", "missed_share"]
 
 _HALVINGS = 60
+_MOST = 700.0  # exponent of a number
+_PER_OCTAVE = 16  # waits at which the law is worked out
 
 
 def missed_share(shares: NDArray[np.float64], places: int) -> float:
@@ -39,3 +60,71 @@ def missed_share(shares: NDArray[np.float64], places: int) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if -np.expm1(-asked * middle).sum() < places else (low, middle)
     return float((asked * np.exp(-asked * high)).sum())
+
+
+def load_waits(shares: NDArray[np.float64], slots: int, places: int, load_s: float) -> LoadWaits | None:
+    """Return the waits for loads that run next to the steps, one at a time; None: all variants stay loaded.
+
+    Args:
+        shares: as in :func:`missed_share`.
+        slots: orders that have a place at once at most.
+        places: variants that a worker keeps loaded, those being loaded included.
+        load_s: seconds of a load.
+    """
+    asked = shares[shares > 0]
+    if len(asked) <= places or load_s <= 0:
+        return None
+    octaves = np.arange(np.log2(OFFERED[0]) - 1, np.log2(2 * OFFERED[-1] * len(asked)) + 1, 1 / _PER_OCTAVE)
+    during = np.exp2(octaves)[:, None]  # requests that arrive between an order and the end of its load
+    stay = _grown(asked * _stays(asked, slots, places, during))
+    cycles = asked / (asked * during + stay)  # of each variant, for each request
+    loads, during = cycles.sum(axis=1), during[:, 0]
+    most = 1 + loads * during
+    offered = 2 * during / (most + np.sqrt(most**2 - 2 * loads * during))
+    wait = during / offered  # of the request that orders, in loads
+    queue, busy = wait - 1, offered * loads
+    pull = offered * (cycles * asked / stay).sum(axis=1) / loads
+    variance = 1 / (1 / np.maximum(queue**2 + 2 * queue / 3, 1e-12) + 2 * pull / busy)
+    sharing = offered * (cycles * asked).sum(axis=1)  # requests that share a load, for each of its seconds
+    share = loads + sharing * wait
+    least = np.maximum(wait - np.sqrt(variance), 0.0)  # as if exponential beyond
+    shorter = sharing * least / share  # of requests that share a load, those of which the rest is below the least
+    is_first = offered > np.concatenate(([0.0], np.maximum.accumulate(offered)[:-1]))
+    knots, at = np.log(OFFERED), np.log(offered[is_first])
+    mean = (1 - shorter) * wait + shorter * least / 2
+    mean = np.maximum.accumulate((share * mean)[is_first]) / share[is_first]  # but for rounding it grows
+
+    def table(values: NDArray[np.float64]) -> tuple[float, ...]:
+        return tuple(np.interp(knots, at, values).tolist())
+
+    return LoadWaits(
+        load_s=load_s,
+        shares=table(share[is_first]),
+        means=table(mean),
+        least=table(least[is_first]),
+        shorter=table(shorter[is_first]),
+    )
+
+
+def _stays(
+    asked: NDArray[np.float64], slots: int, places: int, during: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return the requests during which a variant that is not asked for stays, for each wait [waits, 1]."""
+
+    def held(stays: NDArray[np.float64]) -> NDArray[np.float64]:
+        cycles = asked * during + _grown(asked * stays)
+        ordered = (asked * during / cycles).sum(axis=1, keepdims=True)
+        return np.asarray((1 - 1 / cycles).sum(axis=1, keepdims=True) - np.maximum(ordered - slots, 0.0))
+
+    low, high = np.zeros_like(during), np.ones_like(during)
+    while (held(high) < places).any():
+        high *= 2
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        is_less = held(middle) < places
+        low, high = np.where(is_less, middle, low), np.where(is_less, high, middle)
+    return high
+
+
+def _grown(exponent: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.asarray(np.exp(np.minimum(exponent, _MOST)))

@@ -11,6 +11,7 @@ from fingerprint.engines import traits_of
 from fingerprint.estimates import Estimate, Estimator, Quantity, Source, TellsHiddenTime
 from fingerprint.estimators.adapter_slots import ADDED_ERROR, later, variant_cost, variant_load_s
 from fingerprint.estimators.variant_cost import TellsVariantCost, VariantCost
+from fingerprint.load_waits import LoadWaits
 from fingerprint.model_spec import ModelSpec
 
 __all__ = ["WithVariantLoads", "loads_stop_steps"]
@@ -28,31 +29,44 @@ def loads_stop_steps(config: DeploymentConfig) -> bool:
 
 
 class WithVariantLoads:
-    """``base`` with the loads that a batch needs, where a load stops its worker.
+    """``base`` with the loads that a batch needs, where a load stops its worker; else with the waits for loads.
 
     Like a prompt, the load that a request needs is before its first token and adds its whole time to that of all
     requests under way, however much of the prompt is in a prefix cache. ``missed`` is an upper bound (replicas
     share variants), so that the interval begins at no load. The copy of a loaded variant into a slot was not
     measured and is left out.
 
+    A load next to the steps delays the requests for its variant alone, by the rate, which is not known here: times
+    are those without it, and ``Estimate.load_waits`` has the rest.
+
     Args:
         missed: returns the share of all requests whose variant is not loaded, by how many a worker keeps loaded.
+        waits: returns the waits for loads next to the steps, by the slots, that number and the seconds of a load.
     """
 
-    def __init__(self, base: Estimator, spec: ModelSpec, missed: Callable[[int], float]) -> None:
+    def __init__(
+        self,
+        base: Estimator,
+        spec: ModelSpec,
+        missed: Callable[[int], float],
+        waits: Callable[[int, int, float], LoadWaits | None],
+    ) -> None:
         self.name = base.name
-        self.base, self._spec, self._missed = base, spec, cache(missed)
+        self.base, self._spec, self._missed, self._waits = base, spec, cache(missed), cache(waits)
 
     def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
-        """Predict as ``base``, with loads in TTFT."""
+        """Predict as ``base``, with loads in TTFT, or the waits for them."""
         found = self.base.estimate(config, workload)
-        if not loads_stop_steps(config):
-            return found
         cost = variant_cost(self.base, self._spec, config)
-        missed = 0.0 if cost is None else self._missed(config.loaded_adapters)
-        if cost is None or not missed:
+        if cost is None:
             return found
-        loads_s = workload.batch * missed * variant_load_s(cost, self._spec, config)
+        load_s = variant_load_s(cost, self._spec, config)
+        if not loads_stop_steps(config):
+            return replace(found, load_waits=self._waits(config.adapter_slots, config.loaded_adapters, load_s))
+        missed = self._missed(config.loaded_adapters)
+        if not missed:
+            return found
+        loads_s = workload.batch * missed * load_s
         of_loads = Quantity(loads_s, 0.0, loads_s * ADDED_ERROR, Source.SCALED)
         return replace(found, ttft_s=later(found.ttft_s, of_loads))
 

@@ -17,6 +17,7 @@ from fingerprint.estimates import Estimator
 from fingerprint.estimators.adapter_slots import requests_within, variant_cost, variant_load_s
 from fingerprint.estimators.variant_cost import VariantCost
 from fingerprint.estimators.variant_loads import loads_stop_steps
+from fingerprint.load_columns import load_wait_at
 from fingerprint.lora.slot_bytes import largest_delta_bytes, slot_bytes
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
@@ -227,21 +228,14 @@ def _slots(
 def _loads(
     spec: ModelSpec, options: PlanOptions, chosen: DeploymentConfig, cost: VariantCost | None
 ) -> tuple[str, ...]:
-    """Return which share of a worker's time loads take, in steady state and at its start."""
-    if cost is None or not traits_of(chosen.engine).loads_stop_steps:
+    """Return what requests wait for loads or, where loads stop their worker, which share of its time they take."""
+    if cost is None:
         return ()
     variants, rate_per_s = options.intent.traffic.variants, options.intent.rate_per_s
     one_s = variant_load_s(cost, spec, chosen)
     missed = variant_load(options.intent.traffic).missed(chosen.loaded_adapters)
     if not loads_stop_steps(chosen):
-        waits = f"a request for one waits {rounded(one_s, 2)} s (estimated)"
-        if missed and rate_per_s is not None:
-            busy = missed * one_s * rate_per_s / options.replicas
-            waits += (
-                f"; one is loaded at a time, for up to {missed:.1%} of the requests and {busy:.0%} of the time"
-            )
-            waits += ", which is more than there is: more --adapter-slots keep more loaded" * (busy >= 1)
-        return (f"deltas are loaded next to the steps; {waits}",)
+        return (_loads_next_to_steps(options, chosen, one_s, missed),)
     first = min(variants, chosen.loaded_adapters)
     steady = "every variant stays loaded"
     if missed:
@@ -252,6 +246,27 @@ def _loads(
     return (
         f"loads: {steady}; the first loads at a worker stop it for up to {rounded(first * one_s, 2)} s, "
         f"{rounded(one_s, 2)} s each (estimated)",
+    )
+
+
+def _loads_next_to_steps(options: PlanOptions, chosen: DeploymentConfig, one_s: float, missed: float) -> str:
+    """Return what requests for variants that are not loaded wait, at the rate where there is one."""
+    what = "adapters" if chosen.adapter_rank and not chosen.delta_mib else "deltas"
+    said = f"{what} are loaded next to the steps, one at a time, each in {rounded(one_s, 2)} s (estimated): "
+    waits = variant_load(options.intent.traffic).load_waits(chosen.adapter_slots, chosen.loaded_adapters, one_s)
+    if waits is None:
+        return f"{said}every variant stays loaded"
+    said += f"up to {missed:.1%} of the requests need a load"
+    if options.intent.rate_per_s is None:
+        return f"{said}, and wait for those before it"
+    rate_per_s = options.intent.rate_per_s / options.replicas
+    busy, (share, mean_s) = missed * one_s * rate_per_s, load_wait_at(waits, rate_per_s)
+    said += f", {busy:.0%} of the time"
+    if busy < 1:
+        return f"{said}; {share:.1%} wait, {rounded(mean_s, 2)} s on average"
+    return (
+        f"{said}, which is more than there is: requests for one variant share its load, and {share:.0%} of all "
+        f"wait, {rounded(mean_s, 2)} s on average; more --adapter-slots keep more loaded"
     )
 
 

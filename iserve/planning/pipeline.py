@@ -193,7 +193,7 @@ def with_traffic(
         estimator = WithNgramDrafts(estimator, traffic.draft_acceptance, vocab_size=spec.vocab_size)
     if traffic.prefix_hits:
         estimator = WithPrefixHits(estimator, traffic.prefix_hits)
-    return WithVariantLoads(estimator, spec, load.missed) if traffic.variants else estimator
+    return WithVariantLoads(estimator, spec, load.missed, load.load_waits) if traffic.variants else estimator
 
 
 def slots_of(options: PlanOptions) -> SlotNeed | None:

@@ -121,7 +121,7 @@ def _typical(loads: Loads, found: FleetForecast) -> Table:
 def _wanted_tokens(fleet: Fleet, plan: FleetPlan, loads: Loads, peak: FleetForecast) -> list[float]:
     """Return the KV cache with room for twice the requests at once of the peak, by Little's law."""
     counts = np.bincount([r.deployment for r in plan.replicas], minlength=len(fleet.deployments))
-    inside = (loads.rates_per_s * np.where(np.isfinite(peak.e2e_s), peak.e2e_s, 0.0)).max(axis=0)
+    inside = (loads.rates_per_s * np.where(np.isfinite(peak.on_gpu_s), peak.on_gpu_s, 0.0)).max(axis=0)
     wanted = []
     for replica, most in zip(plan.replicas, peak.kv_tokens, strict=True):
         option = fleet.option(replica)

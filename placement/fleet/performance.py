@@ -3,6 +3,8 @@
 *   Each replica serves its part of the rate as ``fingerprint.queueing`` says, slowed by the rest of its GPUs'
     replicas; prompts and answers vary as an exponential does, and as many run at once as the KV cache holds.
 *   Beyond 98% of capacity a queue grows for as long as the load lasts (``_OVERLOAD_S``).
+*   Requests for variants that are loaded next to the steps wait for that as well (``fingerprint.load_waits``).
+    They hold nothing of a GPU meanwhile, and the host makes their loads, which no co-tenant slows.
 *   A replica is busy for ``B = 1 - exp(-l E)`` of the time, l its rate and E the mean time of a request; its
     co-tenants slow it by ``fingerprint.gpu_sharing``. How often two of them are busy at once, which splits a TP
     group, follows as if they were busy independently.
@@ -45,6 +47,7 @@ class FleetForecast:
 
     Attributes:
         e2e_s: [cases, deployments], mean time of a request; infinite for a deployment without a replica.
+        on_gpu_s: [cases, deployments], the same without what it waits for a load, in which it holds nothing.
         busy: [cases, replicas], share of time in which a replica has requests.
         slowdown: [cases, replicas], by the rest of its GPUs' replicas; at least 1.
         utilisation: [cases, replicas], rate over capacity; may exceed 1.
@@ -52,6 +55,7 @@ class FleetForecast:
     """
 
     e2e_s: Table
+    on_gpu_s: Table
     busy: Table
     slowdown: Table
     utilisation: Table
@@ -174,9 +178,12 @@ def forecast(fleet: Fleet, plan: FleetPlan, loads: Loads, room: KvRoom) -> Fleet
         if (counts > 1).any():
             speed = 1 / slow / loss / rows.service.steps_s(np.ones(shape))
             routed = (routed + speed / ((speed @ member) @ member.T)) / 2
-    total = (routed * e2e) @ member
+    on_gpu = total = (routed * e2e) @ member
+    if rows.service.loads is not None:
+        total = on_gpu + (routed * rows.service.loads.at(arriving * routed).of_all_s) @ member
     return FleetForecast(
         e2e_s=np.where(counts > 0, total, np.inf),
+        on_gpu_s=np.where(counts > 0, on_gpu, np.inf),
         busy=busy,
         slowdown=slow,
         utilisation=used,

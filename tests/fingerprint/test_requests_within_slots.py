@@ -33,7 +33,7 @@ _LOADS = st.builds(
 
 def with_slots(load: VariantLoad) -> WithVariantLoads:
     inner = WithAdapterSlots(RooflineEstimator(LLAMA, H200), LLAMA, load.distinct, load.of_base)
-    return WithVariantLoads(inner, LLAMA, load.missed)
+    return WithVariantLoads(inner, LLAMA, load.missed, load.load_waits)
 
 
 def slots_of(number: int) -> DeploymentConfig:

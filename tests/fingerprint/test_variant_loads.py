@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.estimators.variant_cost import VariantCost
 from fingerprint.estimators.variant_loads import WithVariantLoads, loads_stop_steps
 from fingerprint.gpus import gpu_spec
-from fingerprint.lora.slot_bytes import adapter_bytes
+from fingerprint.lora.slot_bytes import adapter_bytes, largest_delta_bytes
+from fingerprint.service_model import service_model
 from planner.adapter_slots import VariantLoad
 from tests.fingerprint.step_timed_machine import llama_7b
 
@@ -48,7 +50,7 @@ def test_loads_in_steady_state_are_added_to_prompts(
     config = DeploymentConfig(engine="vllm", tp=tp, **slots)
     work, load = Workload(batch=batch, input_tokens=512, output_tokens=64), VariantLoad(100, 1.0, base_share)
     none = with_slots(load).estimate(config, work)
-    found = WithVariantLoads(with_slots(load), LLAMA, load.missed).estimate(config, work)
+    found = WithVariantLoads(with_slots(load), LLAMA, load.missed, load.load_waits).estimate(config, work)
     size_bytes = delta_mib << 20 or adapter_bytes(LLAMA, 16)
     expected_s = batch * load.missed(places) * (0.0533 + size_bytes / 1.274e9)
     assert found.ttft_s.value - none.ttft_s.value == pytest.approx(expected_s)
@@ -62,7 +64,9 @@ def test_loads_take_no_time_on_an_engine_that_they_do_not_stop_and_where_all_sta
     for engine, slots in (("torch", 1), ("vllm", 8)):
         config = DeploymentConfig(engine=engine, adapter_slots=slots, adapter_rank=16)
         none = with_slots(load).estimate(config, work)
-        assert WithVariantLoads(with_slots(load), LLAMA, load.missed).estimate(config, work) == none
+        assert (
+            WithVariantLoads(with_slots(load), LLAMA, load.missed, load.load_waits).estimate(config, work) == none
+        )
 
 
 class _Measured(VariantCost):
@@ -89,7 +93,9 @@ def test_a_measured_load_is_the_one_that_counts_where_it_stops_steps(engine: str
     config = DeploymentConfig(engine=engine, adapter_slots=1, adapter_rank=16)
     work = Workload(batch=8, input_tokens=512, output_tokens=64)
     inner = WithAdapterSlots(base, LLAMA, lambda requests: 1.0)
-    found = WithVariantLoads(inner, LLAMA, lambda places: 0.5).estimate(config, work)
+    found = WithVariantLoads(inner, LLAMA, lambda places: 0.5, lambda slots, places, load_s: None).estimate(
+        config, work
+    )
     assert found.ttft_s.value - inner.estimate(config, work).ttft_s.value == pytest.approx(added_s)
 
 
@@ -98,7 +104,7 @@ def test_a_prefix_cache_spares_no_load(hits: float, input_tokens: int, batch: in
     config = DeploymentConfig(engine="vllm", adapter_slots=1, adapter_rank=16)
     work, load = Workload(batch, input_tokens, 64), VariantLoad(100, 1.0)
     none = WithPrefixHits(with_slots(load), hits)
-    found = WithVariantLoads(none, LLAMA, load.missed).estimate(config, work)
+    found = WithVariantLoads(none, LLAMA, load.missed, load.load_waits).estimate(config, work)
     expected_s = batch * load.missed(4) * load_s(adapter_bytes(LLAMA, 16))
     assert found.ttft_s.value - none.estimate(config, work).ttft_s.value == pytest.approx(expected_s, rel=1e-6)
 
@@ -113,6 +119,30 @@ def test_deltas_are_loaded_next_to_the_steps_of_one_gpu(deltas: dict[str, Any], 
     config = DeploymentConfig(engine="vllm", adapter_slots=1, tp=tp, **deltas)
     work, load = Workload(batch=8, input_tokens=512, output_tokens=64), VariantLoad(100, 1.0)
     none = with_slots(load).estimate(config, work)
-    found = WithVariantLoads(with_slots(load), LLAMA, load.missed).estimate(config, work)
+    found = WithVariantLoads(with_slots(load), LLAMA, load.missed, load.load_waits).estimate(config, work)
     assert loads_stop_steps(config) == stops
     assert (found.ttft_s.value > none.ttft_s.value) == stops
+    assert (found.load_waits is not None) != stops
+
+
+def test_waits_for_loads_next_to_the_steps_are_in_no_time_and_go_on_to_services() -> None:
+    """64 deltas in 8 slots: all but the waits is as without; none waits where each has a slot."""
+    work, load = Workload(batch=8, input_tokens=512, output_tokens=64), VariantLoad(64, 1.0)
+    for slots in (8, 64):
+        config = DeploymentConfig(engine="vllm", adapter_slots=slots, delta_format=SlotFormat.INT2)
+        estimator = WithVariantLoads(with_slots(load), LLAMA, load.missed, load.load_waits)
+        none, found = with_slots(load).estimate(config, work), estimator.estimate(config, work)
+        seconds = load_s(largest_delta_bytes(LLAMA, config))
+        assert found.load_waits == (load.load_waits(8, 8, seconds) if slots == 8 else None)
+        assert replace(found, load_waits=None) == none
+        assert service_model(estimator, config, work).load_waits == found.load_waits
+
+
+def test_an_engine_whose_loads_take_a_measured_time_has_its_waits() -> None:
+    base, load = _WithMeasured(LLAMA, gpu_spec("h200-sxm")), VariantLoad(64, 1.0)
+    config = DeploymentConfig(engine="torch", adapter_slots=2, adapter_rank=16)
+    inner = WithAdapterSlots(base, LLAMA, load.distinct, 0.0)
+    found = WithVariantLoads(inner, LLAMA, load.missed, load.load_waits).estimate(
+        config, Workload(batch=8, input_tokens=512, output_tokens=64)
+    )
+    assert found.load_waits == load.load_waits(2, 8, 3.0)

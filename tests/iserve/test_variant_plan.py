@@ -347,6 +347,38 @@ def test_it_is_said_how_busy_loads_next_to_the_steps_are(rate: float, golden: Go
     golden("variant", [note for note in found.document.notes if "next to the steps" in note])
 
 
+@pytest.mark.parametrize("policy", ["joint", "hybrid"])
+def test_a_forecast_at_a_rate_counts_what_requests_wait_for_loads_next_to_the_steps(policy: str) -> None:
+    """Compare 64 even deltas, of which 8 stay loaded, with 8: the mean request waits for 0.88 x 2.3 s."""
+    few, every = (
+        planned(
+            hardware_on("h200:1"),
+            replace(varied(traffic, IntentKind.MIN_LATENCY, rate=0.2), policy=policy, adapter_slots=8),
+        ).document
+        for traffic in (
+            Traffic(variants=number, variant_rank=0, variant_skew=0.0, delta_format=SlotFormat.INT2)
+            for number in (64, 8)
+        )
+    )
+    assert few.load_forecast is not None
+    assert few.load_forecast.load_wait is not None
+    waits = few.load_forecast.load_wait
+    assert (waits.share, waits.mean_s) == pytest.approx((0.88, 2.3), rel=0.02)
+    assert every.load_forecast is not None
+    assert every.load_forecast.load_wait is None
+    means = [
+        one.joint.forecast.e2e_s if one.joint else one.candidates[one.chosen or 0].objective
+        for one in (few, every)
+    ]
+    assert means[0] is not None
+    assert means[1] is not None
+    assert means[0] - means[1] == pytest.approx(waits.share * waits.mean_s, rel=0.1)
+    late_s, early_s = few.load_forecast.ttft.quantile_s, every.load_forecast.ttft.quantile_s
+    assert late_s is not None
+    assert early_s is not None
+    assert late_s - early_s > 1.8
+
+
 @pytest.mark.parametrize("variants", [8, 1_000])
 def test_a_joint_plan_is_read_back(variants: int) -> None:
     """A slot for each variant, where they bound nothing, and fewer."""

@@ -34,6 +34,7 @@ from iserve.evaluation.play import Placed, Played, play
 from iserve.evaluation.runner import WorldRun, evaluate
 from iserve.evaluation.workload import load_of, make_requests
 from iserve.evaluation.world import OracleBudget
+from iserve.evaluation.world_file import read_world
 from planner.intent import IntentKind
 from tests.golden_words import Golden
 from tests.iserve.evaluation.test_evaluation import run
@@ -41,6 +42,7 @@ from tests.iserve.evaluation.worlds import LLAMA_8B, small_world, world_values
 from traces.request import Request
 
 HERE = Path()
+WORLDS = Path(__file__).parents[3] / "notebooks" / "worlds" / "variants"
 LATENCY = IntentKind.MIN_LATENCY
 ADAPTERS = {"number": 8, "rank": 16}
 DELTAS = {"number": 8, "delta_format": "int2", "popularity": "zipf:1.5", "base_share": 0.2}
@@ -337,3 +339,15 @@ def test_a_request_for_an_unknown_name_never_begins() -> None:
     asked = replace(arena, requests=(Request(60.0, 1, 1, model="chat/9"),))
     with pytest.raises(BadInputError, match="never deployed"):
         played_by(asked, STRONG_RULE)
+
+
+@pytest.mark.parametrize("name", ["deltas-even", "deltas-in-bursts"])
+def test_no_request_of_the_recorded_worlds_of_deltas_waits_for_a_load_in_plans(name: str) -> None:
+    """All their variants stay loaded, so that what waits for loads are changes none of their recorded plans."""
+    path = WORLDS / f"{name}.yaml"
+    (model,) = make_arena(read_world(path), 1, path.parent).models.values()
+    traffic, slots = model.options.intent.traffic, model.options.adapter_slots
+    config = DeploymentConfig(engine="vllm", adapter_slots=slots, adapter_rank=8, delta_mib=traffic.delta_mib)
+    assert model.estimator.estimate(config, model.options.workload).load_waits is None
+    fewer = model.estimator.estimate(replace(config, adapter_slots=4), model.options.workload)
+    assert fewer.load_waits is not None

@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 
 from fingerprint.errors import ConfigError
 from fingerprint.gpu_sharing import GROUP_LOSS, slowdown
+from fingerprint.load_columns import load_wait_at
 from placement.fleet import performance
 from placement.fleet.load import Loads, given_rates, prior
 from placement.fleet.memory import kv_room
 from placement.fleet.performance import FleetForecast, forecast
 from placement.fleet.starts import rule_plan
-from placement.fleet.types import Fleet, FleetPlan, FleetReplica
+from placement.fleet.types import Fleet, FleetDeployment, FleetPlan, FleetReplica
+from planner.adapter_slots import VariantLoad
 from tests.placement.fleet.fleets import fleet, gpus, option
 
 
@@ -199,3 +201,23 @@ def test_rates_that_are_no_numbers_are_refused() -> None:
 def test_a_fleet_without_gpus_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least one"):
         Fleet(fleet(1, 1).deployments, gpus(0))
+
+
+def test_a_load_next_to_the_steps_delays_requests_and_holds_nothing_of_a_gpu() -> None:
+    """Busy shares and the neighbour are as without, to the bit; the wait is that of each replica's rate."""
+    loads = VariantLoad(64, 0.0).load_waits(8, 8, 1.5)
+    assert loads is not None
+    plain, some = option(), replace(option(), load_waits=loads)
+    found = {}
+    for own in (plain, some):
+        one = Fleet(
+            (FleetDeployment(name="m", options=(own,)), FleetDeployment(name="n", options=(plain,))), gpus(2)
+        )
+        plan = FleetPlan((FleetReplica(0, 0, (0,)), FleetReplica(0, 0, (1,)), FleetReplica(1, 0, (1,))))
+        found[own.load_waits] = forecast_of(one, plan, at([0.4, 0.5]))
+    none, with_loads = found[None], found[loads]
+    assert none.on_gpu_s.tolist() == none.e2e_s.tolist() == with_loads.on_gpu_s.tolist()
+    assert with_loads.busy.tolist() == none.busy.tolist()
+    assert with_loads.e2e_s[0, 1] == none.e2e_s[0, 1]
+    share, mean_s = load_wait_at(loads, 0.2)
+    assert with_loads.e2e_s[0, 0] - none.e2e_s[0, 0] == pytest.approx(share * mean_s, rel=0.02)

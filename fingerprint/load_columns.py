@@ -1,0 +1,89 @@
+"""Waits for loads of variants next to the steps as columns, a row per replica, at given rates. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fingerprint.load_waits import FIRST_OCTAVE, OFFERED, PER_OCTAVE, LoadWaits
+
+__all__ = ["LoadColumns", "LoadWait", "load_wait_at"]
+
+Column = npt.NDArray[np.float64]
+
+_TINY = 1e-300
+
+
+class LoadWait(NamedTuple):
+    """Wait that ``share`` of the requests have.
+
+    ``shorter`` of these wait an even time up to ``least_s``, the rest that and an exponential time.
+    """
+
+    share: Column
+    mean_s: Column
+    """Mean over those that wait."""
+    least_s: Column
+    shorter: Column
+
+    @property
+    def of_all_s(self) -> Column:
+        """Mean over all requests."""
+        return self.share * self.mean_s
+
+    def quantile_s(self, share: float) -> Column:
+        """Return the wait that is not exceeded by ``share`` of those that wait."""
+        longer = 1 - self.shorter
+        further_s = np.maximum((self.mean_s - self.shorter * self.least_s / 2) / longer - self.least_s, 0.0)
+        return np.where(
+            share < self.shorter,
+            self.least_s * share / np.maximum(self.shorter, _TINY),
+            self.least_s - further_s * np.log(np.minimum((1 - share) / longer, 1.0)),
+        )
+
+
+@dataclass(frozen=True)
+class LoadColumns:
+    """Waits for loads as columns, a row per replica; of one without such loads the share is 0."""
+
+    load_s: Column
+    tables: Column
+    """[4, knots, rows]: shares, means, least waits, shorter ones."""
+
+    @classmethod
+    def of(cls, waits: Sequence[LoadWaits | None]) -> LoadColumns | None:
+        """Return the columns of replicas; None: none of them has loads next to its steps."""
+        if not any(waits):
+            return None
+        none = tuple((value,) * len(OFFERED) for value in (0.0, 1.0, 1.0, 0.0))
+        tables = [none if one is None else (one.shares, one.means, one.least, one.shorter) for one in waits]
+        return cls(
+            load_s=np.array([0.0 if one is None else one.load_s for one in waits]),
+            tables=np.array(tables).transpose(1, 2, 0),
+        )
+
+    def take(self, rows: npt.NDArray[np.intp]) -> LoadColumns:
+        return LoadColumns(self.load_s[rows], self.tables[..., rows])
+
+    def at(self, rate_per_s: Column) -> LoadWait:
+        """Return the waits at rates [..., rows] of one replica each."""
+        last = len(OFFERED) - 1
+        place = (np.log2(np.maximum(rate_per_s * self.load_s, _TINY)) - FIRST_OCTAVE) * PER_OCTAVE
+        place = np.clip(place, 0.0, last)
+        low = np.minimum(place.astype(np.intp), last - 1)
+        along, rows = place - low, np.arange(len(self.load_s))
+        below, above = self.tables[:, low, rows], self.tables[:, low + 1, rows]
+        share, mean, least, shorter = below + along * (above - below)
+        return LoadWait(share, mean * self.load_s, least * self.load_s, shorter)
+
+
+def load_wait_at(waits: LoadWaits, rate_per_s: float) -> tuple[float, float]:
+    """Return the share of the requests that wait at a rate, and the mean seconds that these wait."""
+    columns = LoadColumns.of([waits])
+    assert columns is not None, "there is a row"
+    wait = columns.at(np.array([rate_per_s]))
+    return float(wait.share[0]), float(wait.mean_s[0])

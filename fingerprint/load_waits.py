@@ -1,0 +1,37 @@
+"""Waits of requests for loads of variants that run next to the steps of a worker, at any rate. Pure, no numpy.
+
+Where a load stops no step it delays the requests for its variant alone. How many wait, and how long, depends on
+the rate, which an estimate does not know: it has a table over the requests that arrive in the seconds of a load
+(``planner.variant_cache`` makes it), which forecasts under load read (``fingerprint.load_columns``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["FIRST_OCTAVE", "OFFERED", "PER_OCTAVE", "LoadWaits"]
+
+FIRST_OCTAVE, _LAST_OCTAVE, PER_OCTAVE = -5, 6, 8
+OFFERED = tuple(
+    2.0 ** (step / PER_OCTAVE) for step in range(FIRST_OCTAVE * PER_OCTAVE, _LAST_OCTAVE * PER_OCTAVE + 1)
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadWaits:
+    """Waits for loads at a worker that loads one variant at a time, next to its steps.
+
+    Numbers are at rates of which 1/32 to 64 requests arrive in the seconds of a load, eight for each doubling
+    (``OFFERED``).
+    """
+
+    load_s: float
+    """Seconds of a load."""
+    shares: tuple[float, ...]
+    """Share of the requests that wait for a load."""
+    means: tuple[float, ...]
+    """Mean wait of these, the load included, in loads."""
+    least: tuple[float, ...]
+    """Least wait of the one that orders a load, in loads; an exponential time is on top."""
+    shorter: tuple[float, ...]
+    """Share, of those that wait, of requests that wait an even time up to the least, as a load is under way."""
