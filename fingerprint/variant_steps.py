@@ -5,7 +5,7 @@ forward runs as often as the model is deep (``depth_tied_profile``), and what is
 composition, of variants and of the base in one round on one engine. Three engines are started: the deeper
 fingerprint without slots, the same with slots, and the shallower one with fewer slots, by which the parts of a
 layer, of a forward and of a slot are told apart (``estimators.measured_variants``). The budget counts the seconds
-after the starts.
+after the starts and without each engine's first round, in which kernels are compiled.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ _LONGEST_OUTPUT = 33  # a GPU's clock needs half of them to recover from the pro
 _ACTIVE = {False: (1, 4, 8), True: (1, 4)}  # distinct adapters, or deltas
 _ADAPTER_SLOTS = (32, 8)  # of the deeper fingerprint and the shallower one: kernels start programs for each slot
 _FEWEST_ROUNDS, _MOST_ROUNDS = 2, 8
-_OVERRUN = 2.0  # no burst begins that is expected to end after so many times the budget
+# No burst begins that is expected to end after so many times the budget. Where nothing is compiled, warming up is
+# half as long as the fewest rounds after it, which is twice the budget in all.
+_OVERRUN = 4 / 3
+_MOST_WARM_UP_S = 120.0  # of all engines: no burst that warms up begins after it
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +152,8 @@ def measure_variant_steps(
         progress: called before every start and burst; what it raises ends the measurement.
 
     Raises:
-        NotMeasuredError: no fingerprint can be repeated, or twice the budget does not hold the fewest rounds.
+        NotMeasuredError: no fingerprint can be repeated, engines compile for too long, or the fewest rounds take
+            more than 4/3 of the budget.
         IserveError: a failure that need not happen again.
     """
     driver = _Driver(spec, fingerprints, variants, plan, forget, clock, progress)
@@ -166,7 +170,8 @@ def measure_variant_steps(
         kind=plan.kind,
         slots=max(plan.slots),
         created_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        spent_s=driver.spent_s,
+        spent_s=driver.spent_s + driver.warm_up_s,
+        warm_up_s=driver.warm_up_s,
         steps=() if failure else driver.steps(),
         loads=() if failure else tuple(driver.loads),
         failure=failure,
@@ -196,18 +201,24 @@ class _Driver:
     forget: Callable[[Sequence[int]], None]
     clock: Callable[[], float]
     progress: Callable[[ProfileProgress], None]
-    spent_s: float = 0.0
+    spent_s: float = 0.0  # loads and the rounds that count
+    warm_up_s: float = 0.0
     loads: list[VariantLoads] = field(default_factory=list)
     _done: int = 0
-    _took_s: dict[tuple[Shape, int], float] = field(default_factory=dict)  # the last burst of each kind
+    _took_s: dict[tuple[Shape, int], float] = field(default_factory=dict)  # shortest burst after warming up
     _pairs: dict[_Key, list[tuple[_Times, _Times]]] = field(default_factory=dict)
     # of the base's steps: by fingerprint, whether there were slots, and composition
     _base: dict[tuple[tuple[int, ...], int, _Composition], list[_Times]] = field(default_factory=dict)
 
     def run_all(self, session: StepTimedVariantSession, visits: Sequence[StepVisit]) -> None:
-        """Start each engine and run its bursts; the later ones have what the former left of the budget."""
+        """Start each engine and run its bursts; the later ones have what the former left of the budget.
+
+        Raises:
+            NotMeasuredError: the bursts take too long.
+        """
         bursts = [self.plan.bursts if visit.slots else self.plan.base_bursts for visit in visits]
         for number, visit in enumerate(visits):
+            self._refuse_overrun(_FEWEST_ROUNDS * sum(map(self._expected_s, bursts[number:])))
             share = len(bursts[number]) / sum(map(len, bursts[number:]))
             until_s = self.spent_s + share * max(0.0, self.plan.budget_s - self.spent_s)
             self._visit(session, visit, bursts[number], until_s)
@@ -225,7 +236,7 @@ class _Driver:
         self._start(session, visit)
         if folders:
             self._load(session, visit, folders)
-        self._round(session, visit, bursts)  # warms up, and compiles what is compiled once
+        self._warm_up(session, visit, bursts)
         for number in range(_MOST_ROUNDS):
             if number >= _FEWEST_ROUNDS and self.spent_s + self._expected_s(bursts) > until_s:
                 break
@@ -271,41 +282,68 @@ class _Driver:
             )
         )
 
+    def _warm_up(
+        self, session: StepTimedVariantSession, visit: StepVisit, bursts: Sequence[tuple[Shape, int]]
+    ) -> None:
+        """Run each burst once, so that all is compiled that is compiled once.
+
+        Raises:
+            NotMeasuredError: the engines compile for too long.
+        """
+        for shape, active in bursts:
+            if self.warm_up_s > _MOST_WARM_UP_S:
+                raise NotMeasuredError(
+                    f"bursts that warm up took {self.warm_up_s:.0f} s, more than the {_MOST_WARM_UP_S:g} s that "
+                    "they may: the engine compiles kernels for minutes, or is too slow"
+                )
+            self.warm_up_s += self._burst(session, visit, shape, active)[1]
+
     def _round(
         self, session: StepTimedVariantSession, visit: StepVisit, bursts: Sequence[tuple[Shape, int]]
     ) -> dict[tuple[Shape, int], RunReading]:
         """Run each burst once.
 
         Raises:
-            NotMeasuredError: one is expected to end after twice the budget.
+            NotMeasuredError: one is expected to end too late.
         """
         found = {}
-        for shape, active in bursts:
-            end_s, limit_s = self.spent_s + self._expected_s([(shape, active)]), _OVERRUN * self.plan.budget_s
-            if end_s > limit_s:
-                raise NotMeasuredError(
-                    f"they would take {end_s:.0f} s at least after the starts, more than the {limit_s:g} s that "
-                    "they may"
-                )
-            of = f"{self.plan.kind}, {active} in a burst" if active else "the base"
-            self._tell(f"{visit}, {of}: batch {shape.batch}, {shape.input_tokens} in")
-            begun_s = self.clock()
-            (found[shape, active],) = session.bursts(
-                batch=shape.batch,
-                input_tokens=shape.input_tokens,
-                output_tokens=shape.output_tokens,
-                repeat=visit.repeat,
-                most=1,
-                until_s=0.0,
-                active=active,
-            )
-            self._took_s[shape, active] = self.clock() - begun_s
-            self.spent_s += self._took_s[shape, active]
-            self._done += 1
+        for burst in bursts:
+            self._refuse_overrun(self._expected_s([burst]))
+            found[burst], took_s = self._burst(session, visit, *burst)
+            self._took_s[burst] = min(took_s, self._took_s.get(burst, took_s))
+            self.spent_s += took_s
         return found
 
+    def _burst(
+        self, session: StepTimedVariantSession, visit: StepVisit, shape: Shape, active: int
+    ) -> tuple[RunReading, float]:
+        """Run one burst; return its reading and the seconds that it took."""
+        of = f"{self.plan.kind}, {active} in a burst" if active else "the base"
+        self._tell(f"{visit}, {of}: batch {shape.batch}, {shape.input_tokens} in")
+        begun_s = self.clock()
+        (reading,) = session.bursts(
+            batch=shape.batch,
+            input_tokens=shape.input_tokens,
+            output_tokens=shape.output_tokens,
+            repeat=visit.repeat,
+            most=1,
+            until_s=0.0,
+            active=active,
+        )
+        self._done += 1
+        return reading, self.clock() - begun_s
+
+    def _refuse_overrun(self, seconds: float) -> None:
+        """Raise NotMeasuredError if so many seconds more are too many."""
+        end_s, limit_s = self.spent_s + seconds, _OVERRUN * self.plan.budget_s
+        if end_s > limit_s:
+            raise NotMeasuredError(
+                f"they would take {end_s:.0f} s at least after the starts and the bursts that warm up, more than "
+                f"the {limit_s:.0f} s that they may"
+            )
+
     def _expected_s(self, bursts: Sequence[tuple[Shape, int]]) -> float:
-        """Return what ``bursts`` took last, in any engine; those that were not run yet, what the base took."""
+        """Return what ``bursts`` take at least, in any engine; those that were not run yet, what the base took."""
         took_s = self._took_s
         return sum(took_s.get((shape, active), took_s.get((shape, 0), 0.0)) for shape, active in bursts)
 

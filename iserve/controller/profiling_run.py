@@ -63,7 +63,7 @@ class Order:
         shards: which degrees may be taken as one tensor-parallel rank alone.
         max_seconds: launches included, but for an engine in an environment of its own: there without its starts,
             and where it carries our step timer of all GPUs together. Variants get half as much again,
-            twice that on a slow machine; with our step timer 30 s at most.
+            twice that on a slow machine; with our step timer 30 s at most, and what warming up takes.
         variants: kind of the variants to measure as well; None: there are none.
     """
 
