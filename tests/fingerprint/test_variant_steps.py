@@ -200,7 +200,7 @@ class TestDriver:
         assert found.steps == quick.steps
 
     def test_an_engine_that_compiles_for_minutes_is_ended(self, golden: Golden) -> None:
-        """No burst begins after two minutes of warming up."""
+        """The bursts that warm up end after two minutes, and the one under way."""
         machine = StepMachine(compile_s=50.0)
         begun_s = machine.clock.now
         with golden.raises("fingerprint", NotMeasuredError):

@@ -235,7 +235,7 @@ class TestPinnedVariantsThatNeverLoad:
         assert loads.names == ["p", "p", "a", "b"]
 
     def test_many_keep_no_pinned_one_from_being_loaded(self) -> None:
-        """As many loads fail as one worker has at once, in the order in which it goes through its pinned ones."""
+        """Two loads fail, which are all that a worker has at once, and are first in its order of pinned ones."""
         pinned = {one.engine_name: one for one in (variant(name, pinned=True) for name in "pqr")}
         *bad, good = (pinned[name].name for name in frozenset(pinned))
         loads = self.run(route(*pinned.values()), 7.0, **dict.fromkeys(bad, REFUSED))
