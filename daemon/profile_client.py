@@ -271,6 +271,7 @@ class WorkerProfileSession:
         rank: int,
         delta_mib: int = 0,
         delta_format: SlotFormat = SlotFormat.NONE,
+        kv_tokens: int = 0,
     ) -> None:
         config = DeploymentConfig()
         order = ProfileLoad(
@@ -280,6 +281,7 @@ class WorkerProfileSession:
             layers_per_stage=(num_layers,),
             max_batch=max_batch,
             max_context_tokens=max_context_tokens,
+            kv_tokens=kv_tokens,
             adapter_slots=slots,
             adapter_rank=rank,
             delta_mib=delta_mib,

@@ -347,6 +347,7 @@ class VariantSession(Protocol):
         rank: int,
         delta_mib: int = 0,
         delta_format: SlotFormat = SlotFormat.NONE,
+        kv_tokens: int = 0,
     ) -> None:
         """Replace what is loaded by ``checkpoint``, in 16 bits on one stage, with slots for variants.
 
@@ -355,6 +356,7 @@ class VariantSession(Protocol):
             rank: of the largest adapter; 0: there is none.
             delta_mib: of the largest delta, where slots hold deltas by their size; 0: they hold none.
             delta_format: of the deltas, where slots hold one format; `none`: they hold none.
+            kv_tokens: room of the KV cache, over all sequences; 0: the whole context of each.
         """
         ...
 

@@ -13,6 +13,8 @@ from fingerprint.config import ADAPTER_RANKS, DeploymentConfig, SlotFormat
 from fingerprint.errors import ConfigError
 
 __all__ = [
+    "GRAPH_TOKENS",
+    "LONG_TOKENS",
     "VariantKind",
     "VariantLoads",
     "VariantMeasurement",
@@ -21,6 +23,11 @@ __all__ = [
     "asked_kind",
     "kind_of",
 ]
+
+GRAPH_TOKENS = 512
+"""Largest step of which vLLM has a graph, in deployments and profiles (``daemon/engines/vllm/launch.py``)."""
+LONG_TOKENS = 2048
+"""Length from about which on a prompt takes its device's time: on an H200 the host is slower below it."""
 
 
 @dataclass(frozen=True, order=True, slots=True)

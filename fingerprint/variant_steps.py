@@ -4,8 +4,11 @@ An engine step of one or two layers is bound by its host, which hides what the k
 forward runs as often as the model is deep (``depth_tied_profile``), and what is compared are single steps by their
 composition, of variants and of the base in one round on one engine. Three engines are started: the deeper
 fingerprint without slots, the same with slots, and the shallower one with fewer slots, by which the parts of a
-layer, of a forward and of a slot are told apart (``estimators.measured_variants``). The budget counts the seconds
-after the starts and without each engine's first round, in which kernels are compiled.
+layer, of a forward and of a slot are told apart (``estimators.measured_variants``). Prompts of one request run at
+several lengths, since short ones are at their host's pace (``estimators.prompt_curve``). Lengths for which there
+is no time are left out, the longest first; what is left of the budget goes to prompts, which scatter more than
+steps. The budget counts the seconds after the starts and without each engine's first round, in which kernels are
+compiled.
 """
 
 from __future__ import annotations
@@ -17,113 +20,24 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from fingerprint.config import SlotFormat, Workload
-from fingerprint.depth_tied_cuts import tied_depths, why_no_cuts
-from fingerprint.errors import BadInputError, ConfigError, NotMeasuredError
+from fingerprint.config import SlotFormat
+from fingerprint.errors import BadInputError, NotMeasuredError
 from fingerprint.measurements import RunReading, StepReading, StepTimedVariantSession
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile import ProfileProgress
 from fingerprint.profile_points import Shape
 from fingerprint.variant_measurements import VariantKind, VariantLoads, VariantMeasurement, VariantSteps
+from fingerprint.variant_step_plan import StepPlan, StepVisit, are_enough
 
-__all__ = ["BUDGET_S", "StepPlan", "StepVisit", "measure_variant_steps", "step_plan"]
+__all__ = ["measure_variant_steps"]
 
-BUDGET_S = 30.0
-_MOST_TOKENS = 2048  # of a prompt
-_TOGETHER_TOKENS = 1024  # of the prompts of a burst of several: of as many tokens, no part of a row would be known
-_FEW = 4  # requests whose prompts are compared: more arrive in steps that no other burst repeats
+_LONGER = 2.0  # a burst of variants than the base's, until it was run
 _SLOWED = 2.0  # a forward of so many times the shortest compiled a kernel
-_LONGEST_OUTPUT = 33  # a GPU's clock needs half of them to recover from the prompts
-_ACTIVE = {False: (1, 4, 8), True: (1, 4)}  # distinct adapters, or deltas
-_ADAPTER_SLOTS = (32, 8)  # of the deeper fingerprint and the shallower one: kernels start programs for each slot
 _FEWEST_ROUNDS, _MOST_ROUNDS = 2, 8
 # No burst begins that is expected to end after so many times the budget. Where nothing is compiled, warming up is
 # half as long as the fewest rounds after it, which is twice the budget in all.
 _OVERRUN = 4 / 3
 _MOST_WARM_UP_S = 120.0  # of all engines: no burst that warms up begins after it
-
-
-@dataclass(frozen=True, slots=True)
-class StepVisit:
-    """Start of an engine on a fingerprint."""
-
-    layers: tuple[int, ...]
-    repeat: int
-    slots: int
-
-    def __str__(self) -> str:
-        return f"{len(self.layers)} x {self.repeat} layers, {self.slots} slots"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepPlan:
-    """Bursts of a measurement, and its time budget."""
-
-    kind: VariantKind
-    alone: Shape
-    few: Shape  # for their prompts
-    together: Shape  # for their decode steps
-    active: tuple[int, ...]  # distinct variants of a burst of several requests
-    slots: tuple[int, int]  # of the deeper fingerprint, and of the shallower one
-    budget_s: float
-
-    def __post_init__(self) -> None:
-        most = max(self.active, default=0)
-        if not 1 <= most <= min(self.together.batch, *self.slots):
-            raise ConfigError(
-                f"bursts of {self.together.batch} on {min(self.slots)} slots ask for as many variants at most, "
-                f"got {most}"
-            )
-
-    @property
-    def bursts(self) -> tuple[tuple[Shape, int], ...]:
-        """Shapes of the bursts, each with the distinct variants that it asks for; those of the base first."""
-        of_few = tuple((self.few, active) for active in sorted({1, self.few.batch}))
-        return (*self.base_bursts, (self.alone, 1), *of_few, *((self.together, active) for active in self.active))
-
-    @property
-    def base_bursts(self) -> tuple[tuple[Shape, int], ...]:
-        return (self.alone, 0), (self.few, 0), (self.together, 0)
-
-    @property
-    def max_context_tokens(self) -> int:
-        return max(shape.input_tokens + shape.output_tokens for shape, _ in self.base_bursts)
-
-    def visits(self, spec: ModelSpec) -> tuple[StepVisit, ...]:
-        """Return the engine starts, the one without slots first.
-
-        Raises:
-            NotMeasuredError: the model has no fingerprints whose forward can be repeated to its depth.
-        """
-        depths = tied_depths(spec, 1)
-        if not depths:
-            raise NotMeasuredError(f"no fingerprint can be repeated: {why_no_cuts(spec, 1)}")
-        slots = (0, *self.slots)
-        visits = [(depths[0], slots[0]), *zip(depths, slots[1:], strict=False)]
-        return tuple(StepVisit(tuple(range(k)), max(1, spec.num_layers // k), count) for k, count in visits)
-
-
-def step_plan(spec: ModelSpec, workload: Workload, kind: VariantKind, *, budget_s: float = BUDGET_S) -> StepPlan:
-    """Return the plan for ``workload``: one prompt of its length, and its batch (4 where that is 1) of short ones.
-
-    Raises:
-        ConfigError: a context too short to generate in.
-    """
-    if spec.max_context_tokens < 6:
-        raise ConfigError(f"a context of {spec.max_context_tokens} tokens is too short to profile; it needs 6")
-    batch = min(_TOGETHER_TOKENS, workload.batch) if workload.batch > 1 else 4
-    output = min(_LONGEST_OUTPUT, spec.max_context_tokens // 2)
-    longest = min(workload.input_tokens, spec.max_context_tokens - output, _MOST_TOKENS)
-    active, few = tuple(sorted({min(count, batch) for count in _ACTIVE[kind.is_delta]})), min(_FEW, batch)
-    return StepPlan(
-        kind=kind,
-        alone=Shape(1, longest, output),
-        few=Shape(few, max(1, min(longest, _TOGETHER_TOKENS // few)), 1),
-        together=Shape(batch, max(1, min(longest, _TOGETHER_TOKENS // batch)), output),
-        active=active,
-        slots=(max(active), max(active)) if kind.is_delta else _ADAPTER_SLOTS,
-        budget_s=budget_s,
-    )
 
 
 def measure_variant_steps(
@@ -205,6 +119,7 @@ class _Driver:
     warm_up_s: float = 0.0
     loads: list[VariantLoads] = field(default_factory=list)
     _done: int = 0
+    _left_out: frozenset[Shape] = frozenset()  # prompts
     _took_s: dict[tuple[Shape, int], float] = field(default_factory=dict)  # shortest burst after warming up
     _pairs: dict[_Key, list[tuple[_Times, _Times]]] = field(default_factory=dict)
     # of the base's steps: by fingerprint, whether there were slots, and composition
@@ -216,28 +131,24 @@ class _Driver:
         Raises:
             NotMeasuredError: the bursts take too long.
         """
-        bursts = [self.plan.bursts if visit.slots else self.plan.base_bursts for visit in visits]
         for number, visit in enumerate(visits):
-            self._refuse_overrun(_FEWEST_ROUNDS * sum(map(self._expected_s, bursts[number:])))
-            share = len(bursts[number]) / sum(map(len, bursts[number:]))
-            until_s = self.spent_s + share * max(0.0, self.plan.budget_s - self.spent_s)
-            self._visit(session, visit, bursts[number], until_s)
+            self._refuse_overrun(self._all_expected_s(visits[number:], longer=1.0))
+            self._visit(session, visit, visits[number + 1 :])
             if not any(later.layers == visit.layers for later in visits[number + 1 :]):
                 self.forget(visit.layers)
 
-    def _visit(
-        self,
-        session: StepTimedVariantSession,
-        visit: StepVisit,
-        bursts: Sequence[tuple[Shape, int]],
-        until_s: float,
-    ) -> None:
+    def _visit(self, session: StepTimedVariantSession, visit: StepVisit, later: Sequence[StepVisit]) -> None:
         folders = self._written(visit)
         self._start(session, visit)
         if folders:
             self._load(session, visit, folders)
-        self._warm_up(session, visit, bursts)
+        if visit.slots:
+            self._warm_up(session, visit, self._bursts(visit))
+        else:
+            self._choose_lengths(session, visit, (visit, *later))
+        until_s = self._until_s(visit, later)
         for number in range(_MOST_ROUNDS):
+            bursts = self._bursts(visit) if number < _FEWEST_ROUNDS else self._more_bursts(visit)
             if number >= _FEWEST_ROUNDS and self.spent_s + self._expected_s(bursts) > until_s:
                 break
             order = bursts if number % 2 == 0 else bursts[::-1]
@@ -245,6 +156,54 @@ class _Driver:
             for (shape, active), reading in found.items():
                 base = found[shape, 0]
                 self._keep(visit, _times(reading, shape), _times(base, shape), active)
+
+    def _bursts(self, visit: StepVisit) -> tuple[tuple[Shape, int], ...]:
+        bursts = self.plan.bursts if visit.slots else self.plan.base_bursts
+        return tuple((shape, active) for shape, active in bursts if shape not in self._left_out)
+
+    def _more_bursts(self, visit: StepVisit) -> tuple[tuple[Shape, int], ...]:
+        """Return the bursts of prompts alone, of which there are more rounds; all, where there are none."""
+        bursts = self._bursts(visit)
+        return tuple((shape, active) for shape, active in bursts if shape in self.plan.prompts) or bursts
+
+    def _until_s(self, visit: StepVisit, later: Sequence[StepVisit]) -> float:
+        """Return when the rounds of ``visit`` end, once it has warmed up: all visits have the fewest rounds, and
+        share what is left by what one more round takes.
+        """
+        own_s = _FEWEST_ROUNDS * self._expected_s(self._bursts(visit))
+        spare_s = self.plan.budget_s - self.spent_s - own_s - self._all_expected_s(later)
+        more_s = [self._expected_s(self._more_bursts(one)) for one in (visit, *later)]
+        return self.spent_s + own_s + max(0.0, spare_s) * more_s[0] / sum(more_s)
+
+    def _choose_lengths(
+        self, session: StepTimedVariantSession, visit: StepVisit, visits: Sequence[StepVisit]
+    ) -> None:
+        """Warm up the engine without slots, and leave out the prompts for which the budget has no time.
+
+        What a burst takes is known of its second run.
+        """
+        prompts = self.plan.prompts
+        self._left_out = frozenset(prompts)
+        self._settle(session, visit, self._bursts(visit))
+        for number, shape in enumerate(prompts):
+            fewer = self._left_out
+            self._left_out = frozenset(prompts[number + 1 :])
+            if number:  # as long for a token as the shorter one
+                shorter = prompts[number - 1]
+                expected_s = self._took_s[shorter, 0] * shape.input_tokens / shorter.input_tokens
+                self._took_s[shape, 0] = expected_s
+            if self._all_expected_s(visits) <= self.plan.budget_s:
+                self._took_s.pop((shape, 0), None)
+                self._settle(session, visit, [(shape, 0)])
+            if self._all_expected_s(visits) > self.plan.budget_s:
+                self._left_out = fewer
+                break
+        if not are_enough([shape.input_tokens for shape in prompts if shape not in self._left_out]):
+            self._left_out = frozenset(prompts)
+
+    def _all_expected_s(self, visits: Sequence[StepVisit], longer: float = _LONGER) -> float:
+        """Return what the fewest rounds of all visits take."""
+        return _FEWEST_ROUNDS * sum(self._expected_s(self._bursts(visit), longer) for visit in visits)
 
     def _written(self, visit: StepVisit) -> list[tuple[Path, int]]:
         if not visit.slots:
@@ -261,6 +220,7 @@ class _Driver:
             num_layers=len(visit.layers),
             max_batch=self.plan.together.batch,
             max_context_tokens=self.plan.max_context_tokens,
+            kv_tokens=self.plan.kv_tokens,
             slots=visit.slots,
             rank=kind.rank if visit.slots else 0,
             delta_format=kind.delta_format if visit.slots else SlotFormat.NONE,
@@ -281,6 +241,13 @@ class _Driver:
                 loads_s=loads_s[1:] or loads_s,
             )
         )
+
+    def _settle(
+        self, session: StepTimedVariantSession, visit: StepVisit, bursts: Sequence[tuple[Shape, int]]
+    ) -> None:
+        """Warm up ``bursts``, and run each once more to know what it takes."""
+        self._warm_up(session, visit, bursts)
+        self._round(session, visit, bursts)
 
     def _warm_up(
         self, session: StepTimedVariantSession, visit: StepVisit, bursts: Sequence[tuple[Shape, int]]
@@ -342,10 +309,10 @@ class _Driver:
                 f"the {limit_s:.0f} s that they may"
             )
 
-    def _expected_s(self, bursts: Sequence[tuple[Shape, int]]) -> float:
-        """Return what ``bursts`` take at least, in any engine; those that were not run yet, what the base took."""
+    def _expected_s(self, bursts: Sequence[tuple[Shape, int]], longer: float = _LONGER) -> float:
+        """Return what ``bursts`` take at least, in any engine; those not run yet, ``longer`` times the base's."""
         took_s = self._took_s
-        return sum(took_s.get((shape, active), took_s.get((shape, 0), 0.0)) for shape, active in bursts)
+        return sum(took_s.get((shape, active), longer * took_s.get((shape, 0), 0.0)) for shape, active in bursts)
 
     def _keep(
         self,

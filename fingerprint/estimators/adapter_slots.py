@@ -107,7 +107,7 @@ def variant_cost(estimator: object, spec: ModelSpec, config: DeploymentConfig) -
     )
     if measured is None:
         return recorded
-    return _WithRecordedPrompts(measured, recorded) if measured.measured and measured.measured.steps else measured
+    return measured if measured.has_measured_prompts else _WithRecordedPrompts(measured, recorded)
 
 
 class _Recorded(VariantCost):
@@ -149,8 +149,8 @@ class _RecordedDeltas(_Recorded):
 
 
 class _WithRecordedPrompts(VariantCost):
-    """Steps and loads as measured, prompts as recorded: single steps of short prompts are at their host's pace, so
-    that what they say of long ones is worse than the recording (docs/decisions/0053).
+    """Steps and loads as measured, prompts as recorded: short prompts are at their host's pace, so that what they
+    say of long ones is worse than the recording (docs/decisions/0053).
     """
 
     has_measured_prompts = False

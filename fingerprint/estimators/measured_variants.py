@@ -11,7 +11,7 @@ Of an engine with our step timer the same is fitted to forwards of single steps,
 (``fingerprint.variant_steps``): r times the parts of a forward, in which a layer has a part of its own and each of
 its rows one for each of the engine's slots, and what is outside of a forward (``once + per variant * a + per row *
 n``, rows likewise with slots) apart. Rows of the base in an engine with slots take ``k * (a layer + per row * n)``
-longer than without.
+longer than without. Forwards of prompts go by the lengths that were measured (``estimators.prompt_curve``).
 
 Ranks, formats of deltas and tensor-parallel degrees that were not measured lie between no change and proportion:
 half-way, with both in the interval. Loads go by the bytes.
@@ -27,7 +27,7 @@ import numpy as np
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.delta.formats import FORMATS
 from fingerprint.estimates import Quantity, Source
-from fingerprint.estimators.linear import LinearModel, combine
+from fingerprint.estimators.linear import Interval, LinearModel, combine
 from fingerprint.estimators.variant_cost import VariantCost
 from fingerprint.estimators.variant_laws import Added, law_of
 from fingerprint.variant_measurements import VariantKind, VariantLoads, VariantMeasurement, kind_of
@@ -86,18 +86,26 @@ class MeasuredVariantCost(VariantCost):
         self._slots = float(measured.slots if slots is None else slots)
         self._law = law_of(measured)
         self._known: dict[Added, Quantity] = {}
-        self.prompt_s = self._one_variant_s
+        self._prompt_s: dict[int, float] = {}  # of one variant's, by tokens
+        self.has_measured_prompts = self._law.has_prompts
+        self.prompt_s = self._one_variant_s if self.has_measured_prompts else None
 
     def step_s(self, rows: float, active: float) -> Quantity:
         share = min(1.0, active)
-        return self._added(False, max(1.0, active), share, rows, rows, 1.0)
+        return self._added(self._asked(False, max(1.0, active), share, rows, rows, 1.0))
 
     def prompts_s(self, workload: Workload, ttft_s: float, base_share: float, distinct: float) -> Quantity:
+        """Return what is added to prompts, as measured.
+
+        Raises:
+            NotMeasuredError: they were not (``has_measured_prompts``).
+        """
         share, batch = 1 - base_share**workload.batch, float(workload.batch)
         if share <= 0:
-            return self._added(True, 0.0, 0.0, 0.0, batch, workload.input_tokens)
+            return self._added(self._asked(True, 0.0, 0.0, 0.0, batch, workload.input_tokens))
         of_variants = (1 - base_share) * workload.batch / share
-        return self._added(True, max(1.0, distinct / share), share, of_variants, batch, workload.input_tokens)
+        active, tokens = max(1.0, distinct / share), workload.input_tokens
+        return self._added(self._asked(True, active, share, of_variants, batch, tokens))
 
     def load_s(self, num_bytes: int) -> float:
         """Return the time of a load, in proportion to the bytes of those measured; 0 bytes: as large as these."""
@@ -131,9 +139,21 @@ class MeasuredVariantCost(VariantCost):
         return Quantity(found.value, max(0.0, found.low), found.high, Source.EXTRAPOLATED)
 
     def _one_variant_s(self, tokens: int) -> float:
-        return self._added(True, 1.0, 1.0, 1.0, 1.0, tokens).value if tokens else 0.0
+        """Return the value alone: a simulation asks for every length, and an interval takes a millisecond."""
+        if not tokens:
+            return 0.0
+        if tokens not in self._prompt_s:
+            reading = self._law.added(self._asked(True, 1.0, 1.0, 1.0, 1.0, tokens))[0]
+            self._prompt_s[tokens] = self._scaled(sum(part.value for group in reading for part, _ in group))
+        return self._prompt_s[tokens]
 
-    def _added(
+    def _added(self, asked: Added) -> Quantity:
+        """Return what is added: a simulation asks for the same ones again and again."""
+        if asked not in self._known:
+            self._known[asked] = self._predicted(asked)
+        return self._known[asked]
+
+    def _asked(
         self,
         is_prompt: bool,
         active: float,
@@ -141,9 +161,8 @@ class MeasuredVariantCost(VariantCost):
         sequences: float,
         all_sequences: float,
         tokens: float,
-    ) -> Quantity:
-        """Return the time of variants in ``share`` of the steps, and of an engine with them in all: a simulation
-        asks for the same ones again and again.
+    ) -> Added:
+        """Return variants in ``share`` of the steps, and an engine with them in all.
 
         Args:
             active: distinct variants of a step that has one.
@@ -151,7 +170,7 @@ class MeasuredVariantCost(VariantCost):
             all_sequences: those of the base too.
             tokens: of each sequence in the step.
         """
-        asked = Added(
+        return Added(
             num_layers=self._layers,
             is_prompt=is_prompt,
             active=active,
@@ -162,18 +181,24 @@ class MeasuredVariantCost(VariantCost):
             all_sequences=all_sequences,
             slots=self._slots,
         )
-        if asked not in self._known:
-            self._known[asked] = self._predicted(asked)
-        return self._known[asked]
+
+    def _scaled(self, value: float) -> float:
+        return max(0.0, value * sum(self._bounds) / 2)
 
     def _predicted(self, asked: Added) -> Quantity:
-        found = combine(*(group for group in self._law.added(asked) if group))
+        readings = [combine(*(group for group in reading if group)) for reading in self._law.added(asked)]
         low, high = self._bounds
-        spread_s = SPREAD * found.value
-        below_s, above_s = hypot(found.value - found.low, spread_s), hypot(found.high - found.value, spread_s)
+        value, ends = readings[0].value, [_with_spread(one) for one in readings]
         return Quantity(
-            max(0.0, found.value * (low + high) / 2),
-            max(0.0, (found.value - below_s) * low),
-            max(0.0, (found.value + above_s) * high),
+            self._scaled(value),
+            max(0.0, min(one.low for one in ends) * low),
+            max(0.0, max(one.high for one in ends) * high),
             Source.EXTRAPOLATED if self.is_exact else Source.SCALED,
         )
+
+
+def _with_spread(found: Interval) -> Interval:
+    """Return ``found`` widened by what whole models differ by."""
+    spread_s = SPREAD * found.value
+    below_s, above_s = hypot(found.value - found.low, spread_s), hypot(found.high - found.value, spread_s)
+    return Interval(found.value, found.value - below_s, found.value + above_s)

@@ -9,19 +9,24 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import numpy as np
 
-from fingerprint.estimators.linear import Array, LinearModel, Prediction
-from fingerprint.variant_measurements import VariantMeasurement, VariantRuns, VariantSteps
+from fingerprint.errors import NotMeasuredError
+from fingerprint.estimators.linear import Array, LinearModel, Prediction, standard_errors
+from fingerprint.estimators.prompt_curve import PromptCurve, lengths_alone
+from fingerprint.variant_measurements import LONG_TOKENS, VariantMeasurement, VariantRuns, VariantSteps
 
 __all__ = ["Added", "VariantLaw", "law_of"]
 
 Group = Sequence[tuple[Prediction, Sequence[Array]]]
 """Predictions with the runs that they were fitted to, which they share (``linear.combine``)."""
+Reading = Sequence[Group]
+"""Groups whose sum is the added time."""
 _T = TypeVar("_T")
+_LEAST_NOISE = 0.01  # of a step's time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,9 +47,14 @@ class Added:
 class VariantLaw(ABC):
     """Fit of one measurement."""
 
+    has_prompts: bool = True
+    """Whether prompts were measured that are long enough."""
+
     @abstractmethod
-    def added(self, asked: Added) -> Sequence[Group]:
-        """Return what variants add, and what an engine with variants adds to all steps."""
+    def added(self, asked: Added) -> Sequence[Reading]:
+        """Return what variants add with what an engine with variants adds to all steps, and further readings of
+        the measurement that the interval holds too.
+        """
 
 
 def law_of(measured: VariantMeasurement) -> VariantLaw:
@@ -59,46 +69,65 @@ class BurstLaw(VariantLaw):
         self._of_variants = _of_bursts([one for one in runs if one.active], _burst_row)
         self._of_loaded = _of_bursts([one for one in runs if not one.active], _loaded_row)
 
-    def added(self, asked: Added) -> Sequence[Group]:
+    def added(self, asked: Added) -> Sequence[Reading]:
         prefill, steps = (1.0, 0.0) if asked.is_prompt else (0.0, 1.0)
         parts = asked.share * _variant_parts(asked.num_layers, asked.active, asked.rows)
         loaded = _loaded_parts(asked.num_layers)
-        return (
-            self._of_variants.at(_columns(parts, parts, prefill, steps)),
-            self._of_loaded.at(_columns(loaded, loaded, prefill, steps)),
-        )
+        of_variants = self._of_variants.at(_columns(parts, parts, prefill, steps))
+        return ((of_variants, self._of_loaded.at(_columns(loaded, loaded, prefill, steps))),)
 
 
 class StepLaw(VariantLaw):
     """Forwards of single steps, repeated, and what is outside of them; prompts and decode steps apart.
 
     A layer has a part of its own, and a row of it one for each slot where engines with several numbers of slots
-    were measured.
+    were measured. Forwards of prompts go by the lengths that were measured (``estimators.prompt_curve``).
     """
 
     def __init__(self, steps: Sequence[VariantSteps]) -> None:
         self._has_slots = len({one.slots for one in steps if one.active}) > 1
-        self._of = {is_prompt: self._fits(steps, is_prompt) for is_prompt in (True, False)}
-
-    def added(self, asked: Added) -> Sequence[Group]:
-        forward, rest, base_forward, base_rest = self._of[asked.is_prompt]
-        slots = asked.slots if self._has_slots else 0.0
-        of_forward = _slotted_parts(asked.num_layers, asked.active, asked.rows, slots)
-        of_rest = _rest_parts(asked.active, asked.sequences, slots)
-        base = np.array([asked.num_layers, asked.num_layers * asked.all_rows])
-        return (
-            (*forward.at(asked.share * of_forward), *rest.at(asked.share * of_rest)),
-            (*base_forward.at(base), *base_rest.at(np.array([1.0, asked.all_sequences]))),
+        decoding, base = (
+            [one for one in steps if not one.is_prompt and bool(one.active) is of] for of in (True, False)
         )
+        self._forward = _of_forwards(decoding, self._forward_row)
+        self._base_forward = _of_forwards(base, _base_row)
+        self._rests = {is_prompt: self._rests_of(steps, is_prompt) for is_prompt in (True, False)}
+        self._prompts = self._prompt_law([one for one in steps if one.is_prompt])
+        self.has_prompts = self._prompts is not None
 
-    def _fits(self, steps: Sequence[VariantSteps], is_prompt: bool) -> tuple[_Fit[VariantSteps], ...]:
+    def added(self, asked: Added) -> Sequence[Reading]:
+        """Raises NotMeasuredError: prompts were not measured, and are asked for."""
+        slots = asked.slots if self._has_slots else 0.0
+        rest, base_rest = self._rests[asked.is_prompt]
+        of_rest = rest.at(asked.share * _rest_parts(asked.active, asked.sequences, slots))
+        of_base_rest = base_rest.at(np.array([1.0, asked.all_sequences]))
+        if not asked.is_prompt:
+            parts = _slotted_parts(asked.num_layers, asked.active, asked.rows, slots)
+            base = np.array([asked.num_layers, asked.num_layers * asked.all_rows])
+            of_forward, of_base = self._forward.at(asked.share * parts), self._base_forward.at(base)
+            return (((*of_forward, *of_rest), (*of_base, *of_base_rest)),)
+        if self._prompts is None:
+            raise NotMeasuredError(
+                f"prompts of one request with variants were not measured at two lengths of {LONG_TOKENS:,} tokens "
+                "or more"
+            )
+        return [(*groups, of_rest, of_base_rest) for groups in self._prompts.forwards(asked, slots)]
+
+    def _prompt_law(self, prompts: Sequence[VariantSteps]) -> _PromptLaw | None:
+        of_variants = [one for one in prompts if one.active]
+        long = [tokens for tokens in lengths_alone(of_variants) if tokens >= LONG_TOKENS]
+        if len(long) < 2:
+            return None
+        once, each = np.eye(len(_slotted_parts(0, 0, 0, 0)))[2:4]
+        return _PromptLaw(prompts, self._forward.value_at(once), self._forward.value_at(each), self._has_slots)
+
+    def _rests_of(
+        self, steps: Sequence[VariantSteps], is_prompt: bool
+    ) -> tuple[_Fit[VariantSteps], _Fit[VariantSteps]]:
         alike = [one for one in steps if one.is_prompt == is_prompt]
-        of_variants, of_base = [one for one in alike if one.active], [one for one in alike if not one.active]
         return (
-            _of_forwards(of_variants, self._forward_row),
-            _of_rests(of_variants, self._rest_row),
-            _of_forwards(of_base, _base_row),
-            _of_rests(of_base, lambda one: np.array([1.0, one.sequences])),
+            _of_rests([one for one in alike if one.active], self._rest_row),
+            _of_rests([one for one in alike if not one.active], lambda one: np.array([1.0, one.sequences])),
         )
 
     def _forward_row(self, one: VariantSteps) -> Array:
@@ -107,6 +136,77 @@ class StepLaw(VariantLaw):
 
     def _rest_row(self, one: VariantSteps) -> Array:
         return _rest_parts(one.active, one.sequences, one.slots if self._has_slots else 0.0)
+
+
+class _PromptLaw:
+    """Forwards of prompts.
+
+    A step of several distinct variants takes what one of a single variant does, and for each further one what it
+    adds between steps of one composition, whatever their length.
+
+    Args:
+        once_s, each_s: outside the layers of a forward, by decode steps: launches, which prompts hide in noise.
+    """
+
+    def __init__(self, prompts: Sequence[VariantSteps], once_s: float, each_s: float, has_slots: bool) -> None:
+        self._once_s, self._each_s = once_s, each_s
+        of_one = [one for one in prompts if one.active == 1]
+        of_base = [one for one in prompts if not one.active]
+        self._of_variants = PromptCurve(of_one, lambda _: once_s + each_s, has_slots=has_slots)
+        self._of_base = PromptCurve(of_base, lambda _: 0.0, has_slots=False) if lengths_alone(of_base) else None
+        self._further = self._further_variants([one for one in prompts if one.active])
+
+    def forwards(self, asked: Added, slots: float) -> Sequence[Reading]:
+        """Return what is added to prompts: their time, the device's alone, and the interpolated one."""
+        steps = self._of_variants.steps_of(asked.rows)
+        active = min(asked.active, max(1.0, asked.sequences / steps))
+        outside_s = steps * (self._once_s + self._each_s * active)
+        further = asked.share * steps * asked.num_layers * max(0.0, active - 1)
+        of_further = self._further.at(np.append(np.zeros(self._num_compositions), further)) if further else ()
+        readings: list[Reading] = []
+        mine = self._of_variants.readings(asked.num_layers, asked.rows, slots)
+        base = self._of_base.readings(asked.num_layers, asked.all_rows, 0.0) if self._of_base else (None,) * 3
+        for number in range(1 if mine[0] is mine[2] and base[0] is base[2] else 3):
+            found, of_base = mine[number], base[number]
+            added = replace(
+                found, value=asked.share * (found.value + outside_s), shares=asked.share * found.shares
+            )
+            base_group = ((of_base, self._of_base.runs),) if self._of_base and of_base else ()
+            readings.append((((added, self._of_variants.runs),), of_further, base_group))
+        return readings
+
+    def _further_variants(self, steps: Sequence[VariantSteps]) -> _Fit[VariantSteps]:
+        """Fit a layer's time of a further variant, next to one of each composition that several numbers had."""
+        actives: dict[tuple[int, ...], set[int]] = {}
+        for one in steps:
+            actives.setdefault(_composition(one), set()).add(one.active)
+        several = [key for key, found in actives.items() if len(found) > 1]
+        self._num_compositions = len(several)
+        points = [one for one in steps if _composition(one) in several]
+
+        def row(one: VariantSteps) -> Array:
+            own = np.eye(len(several))[several.index(_composition(one))]
+            return np.append(own, one.repeat * one.num_layers * (one.active - 1))
+
+        def added(one: VariantSteps) -> Array:
+            return _added_forwards(one) - one.repeat * (self._once_s + self._each_s * one.active)
+
+        return _Fit(points, row, added, _noise_s(points))
+
+
+def _composition(one: VariantSteps) -> tuple[int, ...]:
+    return one.num_layers, one.slots, one.tokens, one.sequences
+
+
+def _noise_s(points: Sequence[VariantSteps]) -> Callable[[VariantSteps], float]:
+    """Return what a step is weighted by: its noise, since steps at their host's pace scatter by half."""
+    sizes = np.array([_step_s(one) for one in points])
+    errors = standard_errors([_added_forwards(one) for one in points], sizes) if points else sizes
+    found = {
+        id(one): float(np.hypot(error, _LEAST_NOISE * size))
+        for one, error, size in zip(points, errors, sizes, strict=True)
+    }
+    return lambda one: found[id(one)]
 
 
 def _variant_parts(num_layers: float, active: float, rows: float) -> Array:
@@ -175,6 +275,10 @@ class _Fit(Generic[_T]):
         """Return the prediction; none, where nothing was measured."""
         return () if self._model is None else ((self._model.predict(features), self._added),)
 
+    def value_at(self, features: Array) -> float:
+        """Return the value alone; 0, where nothing was measured."""
+        return 0.0 if self._model is None else self._model.predict(features).value
+
 
 def _of_bursts(points: Sequence[VariantRuns], row: Callable[[VariantRuns], Array]) -> _Fit[VariantRuns]:
     return _Fit(
@@ -186,11 +290,16 @@ def _of_bursts(points: Sequence[VariantRuns], row: Callable[[VariantRuns], Array
 
 
 def _of_forwards(points: Sequence[VariantSteps], row: Callable[[VariantSteps], Array]) -> _Fit[VariantSteps]:
-    return _Fit(points, row, lambda one: np.array(one.forwards_s) - np.array(one.base_forwards_s), _step_s)
+    return _Fit(points, row, _added_forwards, _step_s)
 
 
 def _of_rests(points: Sequence[VariantSteps], row: Callable[[VariantSteps], Array]) -> _Fit[VariantSteps]:
     return _Fit(points, row, lambda one: np.array(one.rests_s) - np.array(one.base_rests_s), _step_s)
+
+
+def _added_forwards(one: VariantSteps) -> Array:
+    added: Array = np.array(one.forwards_s) - np.array(one.base_forwards_s)
+    return added
 
 
 def _step_s(one: VariantSteps) -> float:

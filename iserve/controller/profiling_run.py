@@ -35,7 +35,8 @@ from fingerprint.random_variants import base_hashes, write_random_variant
 from fingerprint.truncate import generate, generate_dummy, generate_shape
 from fingerprint.variant_measurements import VariantKind, VariantMeasurement
 from fingerprint.variant_profile import measure_variants, variant_plan
-from fingerprint.variant_steps import BUDGET_S, measure_variant_steps, step_plan
+from fingerprint.variant_step_plan import BUDGET_S, step_plan
+from fingerprint.variant_steps import measure_variant_steps
 from iserve.controller.profiling_devices import STEP_TOKENS, FittingPlan, fitting, quietest
 from iserve.controller.profiling_scope import lacking, why_needless
 from iserve.model_source import ModelSource
@@ -157,7 +158,13 @@ def _measured_by_steps(
         lambda: target.open(tp=1, pp=1, delta_format=kind.delta_format),
         fingerprints,
         fingerprints.variant,
-        step_plan(order.spec, order.workload, kind, budget_s=min(BUDGET_S, order.max_seconds / 2)),
+        step_plan(
+            order.spec,
+            order.workload,
+            kind,
+            budget_s=min(BUDGET_S, order.max_seconds / 2),
+            step_tokens=STEP_TOKENS,
+        ),
         forget=fingerprints.forget_variants,
         progress=order.progress,
     )

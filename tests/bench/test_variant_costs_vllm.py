@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 
 from fingerprint.config import SlotFormat
 from fingerprint.errors import EngineError
+from fingerprint.families import load_spec
 from fingerprint.variant_measurements import VariantKind
 from tests.bench import variant_costs_vllm as bench
 from tests.fingerprint.synthetic_machine import llama
@@ -86,6 +89,21 @@ def test_a_part_that_fails_keeps_what_it_measured(tmp_path: Path, monkeypatch: p
     assert written["rows"][-1]["kind"] == "memory"
 
 
+@pytest.mark.parametrize(("model", "layers"), [(bench.LLAMA, 32), ("Qwen/Qwen3-8B", 36)])
+def test_shapes_are_of_the_model_that_is_named(model: str, layers: int, tmp_path: Path) -> None:
+    spec = load_spec(bench.Shapes(tmp_path / "models", model).whole)
+    assert spec.num_layers == layers
+    assert spec.max_context_tokens > max(tokens for _, tokens, _ in bench.PROMPTS)
+
+
+def test_an_interpreter_without_a_web_framework_can_run_it() -> None:
+    """vLLM's own Python has none, and a part imports more at its start."""
+    missing = ("fastapi", "starlette", "pydantic", "sqlalchemy", "uvicorn", "aiohttp", "httpx", "typer", "rich")
+    program = f"import sys; sys.modules.update(dict.fromkeys({missing}))\n"
+    program += "import tests.bench.variant_costs_vllm, tests.bench.accuracy_measure"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
+
+
 def test_cases_have_more_distinct_variants_than_fingerprints() -> None:
     """And their own words in the page."""
     assert max(bench.STEPS[False]) == bench.SLOTS[False]
@@ -95,9 +113,13 @@ def test_cases_have_more_distinct_variants_than_fingerprints() -> None:
 def test_what_the_decision_cites_is_what_was_kept() -> None:
     """Steps with 1, 4, 8 and 32 adapters on an H200: measured, and predicted within the interval."""
     kept = Path(__file__).parent / "results/variant_costs_h200"
-    lines = [line.split(" | ") for line in bench.table(kept, VariantKind(16)) if line.startswith("| step of 32 |")]
+    table = bench.table(kept, VariantKind(16))
+    lines = [line.split(" | ") for line in table if line.startswith("| step of 32 |")]
     assert [line[1] for line in lines] == ["0", "1", "4", "8", "32"]
     assert all(line[6].endswith("within") for line in lines[1:])
+    assert all(line.split("|")[6:8] == ["  ", "  "] for line in table if line.startswith("| prompts")), (
+        "no long ones"
+    )
     page = (Path(__file__).parents[2] / "docs/decisions/0053-variants-by-steps.md").read_text()
     for line in lines[1:]:
         assert re.search(rf"\| {re.escape(line[4])} \| [\d.]+ \| {re.escape(line[5])} \(", page), line

@@ -3,13 +3,20 @@
 Run with vLLM's own Python on the GPU machine, from the repository's root::
 
     python -m tests.bench.variant_costs_vllm measure OUT [--parts fingerprints whole] [--kind 16] [--gpu 0]
+        [--model Qwen/Qwen3-8B]
     python -m tests.bench.variant_costs_vllm table OUT [--kind 16]
 
 ``fingerprints`` measures variants as a profile does (three starts of one and two layers). ``whole`` starts the
 whole shape with random weights, without slots and with them, and runs the requests of ``STEPS`` and ``PROMPTS``,
 which were written down before the first result, in interleaved rounds. The parts may run at once on two GPUs:
-each has files of its own, ``OUT/PART-KIND.json``, written after each burst, with the error where one ended it.
-Kinds are a rank of adapters, or a format of deltas. No web framework is imported.
+each has files of its own, ``OUT/PART-KIND.json``, written after each burst, with the error where one ended it;
+each model needs an OUT of its own. Kinds are a rank of adapters, or a format of deltas. No web framework is
+imported.
+
+The second sitting judges Qwen3-8B's shape with adapters of rank 16, and Llama-3.1-8B's with deltas in int2::
+
+    python -m tests.bench.variant_costs_vllm measure OUT/qwen3 --model Qwen/Qwen3-8B
+    python -m tests.bench.variant_costs_vllm measure OUT/llama --kind int2
 """
 
 from __future__ import annotations
@@ -28,7 +35,8 @@ from typing import Any
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, SlotFormat, Workload
 from fingerprint.errors import IserveError
-from fingerprint.estimators.adapter_slots import added_step_s
+from fingerprint.estimates import Quantity
+from fingerprint.estimators.adapter_slots import variant_cost
 from fingerprint.estimators.measured_variants import measured_cost
 from fingerprint.families import load_spec
 from fingerprint.measurements import RunReading, StepReading
@@ -36,20 +44,24 @@ from fingerprint.model_spec import ModelSpec
 from fingerprint.random_variants import write_random_variant
 from fingerprint.truncate import generate_shape
 from fingerprint.variant_measurements import VariantKind, VariantMeasurement
-from fingerprint.variant_steps import measure_variant_steps, step_plan
+from fingerprint.variant_step_plan import step_plan
+from fingerprint.variant_steps import measure_variant_steps
 from tests.bench.delta_served_files import LLAMA_8B
+from tests.bench.format_configs import model_folder
 from tests.bench.kept import read_kept
 
 PROFILED = Workload(batch=32, input_tokens=2048, output_tokens=129)
 ROWS, INPUT, OUTPUT = 32, 64, 65
 SLOTS = {False: 32, True: 8}  # of adapters, of deltas
-# What is judged: distinct variants of decode steps of 32 rows, of prompts at once of 2,048 tokens. Fingerprints
-# have bursts of 1 and 32 requests with 1, 4 and 8 distinct adapters (deltas: 1 and 4).
+# What is judged: distinct variants of decode steps of 32 rows; requests, tokens and distinct variants of prompts
+# at once (in the first sitting 1 and 4 x 2,048 tokens, with steps in four rounds; kept in results). Fingerprints
+# have bursts of 1 and 32 requests with 1, 4 and 8 distinct adapters (deltas: 1 and 4), and prompts of one request.
 STEPS = {False: (0, 1, 4, 8, 32), True: (0, 1, 4, 8)}
-PROMPTS = ((1, 2048, (0, 1)), (4, 2048, (0, 1, 4)))
-STEP_ROUNDS, PROMPT_ROUNDS = 4, 5
+PROMPTS = ((1, 1024, (0, 1)), (1, 3000, (0, 1)), (1, 6000, (0, 1)), (4, 2048, (0, 1, 4)))
+STEP_ROUNDS, PROMPT_ROUNDS = 3, 5
 CONTENTS = {False: 4, True: 1}  # files that differ, of adapters and deltas; each slot has a copy of its own
 PARTS = ("fingerprints", "whole")
+LLAMA = "Llama-3.1-8B"  # whose context here is 8,192
 
 
 class Kept:
@@ -151,17 +163,25 @@ def config_of(kind: VariantKind) -> DeploymentConfig:
     )
 
 
+def config_named(model: str, folder: Path) -> dict[str, Any]:
+    """Return the config of ``LLAMA``, or of another that ``format_configs`` knows and writes in ``folder``."""
+    if model == LLAMA:
+        return dict(LLAMA_8B)
+    return dict(json.loads((model_folder(model, folder) / "config.json").read_text()))
+
+
 class Shapes:
     """Folders of the whole shape, its cuts and their variants."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, model: str = LLAMA) -> None:
         self._folder, self.whole = folder, folder / "whole"
         self.whole.mkdir(parents=True)
-        (self.whole / "config.json").write_text(json.dumps(dict(LLAMA_8B)))
+        self._config = config_named(model, folder)
+        (self.whole / "config.json").write_text(json.dumps(self._config))
 
     def cut(self, layers: Sequence[int]) -> Path:
         target = self._folder / f"layers-{len(layers)}"
-        if len(layers) == LLAMA_8B["num_hidden_layers"]:
+        if len(layers) == self._config["num_hidden_layers"]:
             return self.whole
         if not target.exists():
             generate_shape(self.whole, target, layers)
@@ -208,7 +228,8 @@ def measure_whole(spec: ModelSpec, shapes: Shapes, target: Any, kind: VariantKin
                 shapes.whole,
                 num_layers=spec.num_layers,
                 max_batch=ROWS,
-                max_context_tokens=2048 + OUTPUT,
+                max_context_tokens=max(tokens for _, tokens, _ in PROMPTS) + OUTPUT,
+                kv_tokens=max(ROWS * (INPUT + OUTPUT), *(batch * (tokens + 1) for batch, tokens, _ in PROMPTS)),
                 slots=count,
                 rank=kind.rank if count else 0,
                 delta_format=kind.delta_format if count else SlotFormat.NONE,
@@ -240,16 +261,17 @@ def _burst(session: Any, batch: int, tokens: int, output: int, active: int) -> N
     session.bursts(batch=batch, input_tokens=tokens, output_tokens=output, most=1, until_s=0.0, active=active)
 
 
-def measure(out: Path, parts: Sequence[str], kind: VariantKind, gpu: int) -> bool:
+def measure(out: Path, parts: Sequence[str], kind: VariantKind, model: str, gpu: int) -> bool:
     """Measure each part; return whether all of them ended without an error."""
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # it is compiled at the first start
     os.environ.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # an engine in the worker's process would not end
     all_ended = True
     for part in parts:
-        kept = Kept(out / f"{part}-{name_of(kind)}.json", at=time.strftime("%Y-%m-%dT%H:%M:%S"), gpu=gpu)
+        at = time.strftime("%Y-%m-%dT%H:%M:%S")
+        kept = Kept(out / f"{part}-{name_of(kind)}.json", at=at, gpu=gpu, model=model)
         with tempfile.TemporaryDirectory(prefix="variant-costs-") as folder:
             try:
-                _measure_part(part, kind, gpu, out, Path(folder), kept)
+                _measure_part(part, kind, model, gpu, out, Path(folder), kept)
             except (Exception, SystemExit):  # noqa: BLE001  # the file says what ended the part
                 all_ended = False
                 kept.add("error", text=traceback.format_exc())
@@ -261,12 +283,12 @@ def measure(out: Path, parts: Sequence[str], kind: VariantKind, gpu: int) -> boo
     return all_ended
 
 
-def _measure_part(part: str, kind: VariantKind, gpu: int, out: Path, folder: Path, kept: Kept) -> None:
+def _measure_part(part: str, kind: VariantKind, model: str, gpu: int, out: Path, folder: Path, kept: Kept) -> None:
     from tests.bench.accuracy_measure import MEMORY_FRACTION, _Bench, machine_here, total_bytes
 
     machine = machine_here(1)
     kept.keep("machine", json.loads(to_json(machine)))
-    shapes, scratch = Shapes(folder / "models"), folder / "workers"
+    shapes, scratch = Shapes(folder / "models", model), folder / "workers"
     scratch.mkdir()
     spec = load_spec(shapes.whole)
     bench = _Bench(
@@ -309,59 +331,87 @@ def _part_file(out: Path, part: str, kind: VariantKind) -> bytes:
 
 
 def table(out: Path, kind: VariantKind) -> list[str]:
-    """Return lines of a table: what variants and slots add to the engine without slots, and what is predicted."""
+    """Return lines of a table: what variants and slots add to the engine without slots, and what is predicted.
+
+    A prediction is blank where the measurement has no prompts that are long enough for it.
+    """
     parts = {part: json.loads(_part_file(out, part, kind)) for part in PARTS}
     measured = from_json(json.dumps(parts["fingerprints"]["measurement"]).encode(), VariantMeasurement)
-    layers, config = LLAMA_8B["num_hidden_layers"], config_of(kind)
-    cost = measured_cost([measured], layers, config)
+    config, slots = config_of(kind), SLOTS[kind.is_delta]
+    with tempfile.TemporaryDirectory(prefix="variant-costs-") as folder:
+        spec = load_spec(Shapes(Path(folder) / "models", parts["whole"]["facts"].get("model", LLAMA)).whole)
+    cost, recorded = measured_cost([measured], spec.num_layers, config), variant_cost(None, spec, config)
     assert cost is not None
-    bursts = [row for row in parts["whole"]["rows"] if row["kind"] == "burst"]
-
-    def median_of(name: str, batch: int, output: int, slots: int, active: int) -> float | None:
-        asked = {"batch": batch, "output_tokens": output, "slots": slots, "active": active}
-        found = [row[name] for row in bursts if all(row[key] == value for key, value in asked.items())]
-        return statistics.median(found[1:]) if len(found) > 1 else None
-
+    assert recorded is not None
+    bursts = _Bursts([row for row in parts["whole"]["rows"] if row["kind"] == "burst"], slots)
     lines = ["| what | active | measured | without slots | added | predicted | interval | the recording's |"]
     lines.append("|---|--:|--:|--:|--:|--:|--:|--:|")
-
-    def add(
-        what: str,
-        active: int,
-        now_s: float | None,
-        plain_s: float | None,
-        predicted: Any,
-        recorded_s: float | None,
-    ) -> None:
-        if now_s is None or plain_s is None:  # the run ended before
-            return
-        added_s = now_s - plain_s
-        recorded = "" if recorded_s is None else f"{1e3 * recorded_s:.2f}"
-        holds = "within" if predicted.low <= added_s <= predicted.high else "outside"
-        lines.append(
-            f"| {what} | {active} | {1e3 * now_s:.2f} | {1e3 * plain_s:.2f} | {1e3 * added_s:.2f} | "
-            f"{1e3 * predicted.value:.2f} | {1e3 * predicted.low:.2f} to {1e3 * predicted.high:.2f}, {holds} | "
-            f"{recorded} |"
-        )
-
-    slots = SLOTS[kind.is_delta]
-    plain_s = median_of("step_s", ROWS, OUTPUT, 0, 0)
     for active in STEPS[kind.is_delta]:
-        now_s = median_of("step_s", ROWS, OUTPUT, slots, active)
-        recorded_s = None if kind.is_delta else added_step_s(layers, ROWS, active, slots)
-        add(f"step of {ROWS}", active, now_s, plain_s, cost.step_s(ROWS, active), recorded_s)
-    for batch, tokens, actives in PROMPTS:
-        plain_s = median_of("e2e_s", batch, 1, 0, 0)
+        times = bursts.times("step_s", ROWS, INPUT, active)
+        found = cost.step_s(ROWS, active), recorded.step_s(ROWS, active)
+        lines += _line(f"step of {ROWS}", active, times, *found)
+    for batch, tokens, actives in bursts.prompts():
+        work = Workload(batch=batch, input_tokens=tokens, output_tokens=1)
         for active in actives:
-            now_s = median_of("e2e_s", batch, 1, slots, active)
-            work = Workload(batch=batch, input_tokens=tokens, output_tokens=1)
-            found = cost.prompts_s(work, 0.0, 0.0 if active else 1.0, float(active))
-            add(f"prompts of {batch} x {tokens}", active, now_s, plain_s, found, None)
+            times = bursts.times("e2e_s", batch, tokens, active)
+            share, has_prompts = 0.0 if active else 1.0, cost.has_measured_prompts
+            predicted = cost.prompts_s(work, times[1] or 0.0, share, float(active)) if has_prompts else None
+            by_recording = recorded.prompts_s(work, times[1] or 0.0, share, float(active))
+            lines += _line(f"prompts of {batch} x {tokens}", active, times, predicted, by_recording)
     loads = [row["loads_s"] for row in parts["whole"]["rows"] if row["kind"] == "loads"]
     if loads:
         loads_s = statistics.median(loads[0][1:])
         lines.append(f"a load: measured {loads_s:.3f} s, predicted {cost.load.value:.3f} s")
     return lines
+
+
+class _Bursts:
+    """Bursts of the whole model, by what was asked."""
+
+    def __init__(self, rows: Sequence[dict[str, Any]], slots: int) -> None:
+        self._rows, self._slots = rows, slots
+
+    def prompts(self) -> list[tuple[int, int, tuple[int, ...]]]:
+        """Return the requests and tokens of prompts, with the distinct variants of each."""
+        asked: dict[tuple[int, int], set[int]] = {}
+        for row in self._rows:
+            if row["output_tokens"] == 1:
+                asked.setdefault((row["batch"], row["input_tokens"]), set()).add(row["active"])
+        return [(*requests, tuple(sorted(actives))) for requests, actives in sorted(asked.items())]
+
+    def times(self, name: str, batch: int, tokens: int, active: int) -> tuple[float | None, float | None]:
+        """Return the time with slots, and the base's without them."""
+        return (
+            self._median_of(name, batch, tokens, self._slots, active),
+            self._median_of(name, batch, tokens, 0, 0),
+        )
+
+    def _median_of(self, name: str, batch: int, tokens: int, slots: int, active: int) -> float | None:
+        asked = {"batch": batch, "input_tokens": tokens, "slots": slots, "active": active}
+        found = [row[name] for row in self._rows if all(row[key] == value for key, value in asked.items())]
+        return statistics.median(found[1:]) if len(found) > 1 else None
+
+
+def _line(
+    what: str,
+    active: int,
+    times: tuple[float | None, float | None],
+    predicted: Quantity | None,
+    recorded: Quantity,
+) -> list[str]:
+    """Return a line of the table; none where the run ended before."""
+    now_s, plain_s = times
+    if now_s is None or plain_s is None:
+        return []
+    added_s = now_s - plain_s
+    ours = " | "
+    if predicted is not None:
+        holds = "within" if predicted.low <= added_s <= predicted.high else "outside"
+        ours = f"{1e3 * predicted.value:.2f} | {1e3 * predicted.low:.2f} to {1e3 * predicted.high:.2f}, {holds}"
+    return [
+        f"| {what} | {active} | {1e3 * now_s:.2f} | {1e3 * plain_s:.2f} | {1e3 * added_s:.2f} | {ours} | "
+        f"{1e3 * recorded.value:.2f} |"
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -370,12 +420,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--kind", default="16", help="rank of adapters, or format of deltas")
+    parser.add_argument("--model", default=LLAMA, help="name of a recorded config, or its folder")
     parser.add_argument("--gpu", type=int, default=0)
     given = parser.parse_args(arguments)
     kind = kind_named(given.kind)
     if given.order == "table":
         print("\n".join(table(given.out, kind)))
-    elif not measure(given.out, given.parts, kind, given.gpu):
+    elif not measure(given.out, given.parts, kind, given.model, given.gpu):
         raise SystemExit(1)
 
 

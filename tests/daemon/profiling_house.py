@@ -54,7 +54,7 @@ class House:
         self.node, self.folder, self.model = node, folder, checkpoint
         self.handles: list[Handle] = []
 
-    def target(self) -> WorkerProfileTarget:
+    def target(self, step_tokens: int = 256) -> WorkerProfileTarget:
         def launch(spec: WorkerSpec) -> Handle:
             status = self.node.client.launch(spec)
             self.handles.append(Handle(self.node.client, status))
@@ -62,7 +62,7 @@ class House:
 
         limits = WorkerLimits(
             max_batch=1,
-            max_batched_tokens=256,
+            max_batched_tokens=step_tokens,
             max_context_tokens=1024,
             kv_tokens=1024,
             memory_bytes_per_device=20 * GIB,

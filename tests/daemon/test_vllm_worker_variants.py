@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ from fingerprint.errors import ConfigError, EngineError, UnsupportedModelError
 from fingerprint.estimators.measured_variants import measured_cost
 from fingerprint.families import load_spec
 from fingerprint.random_variants import write_random_variant
-from fingerprint.variant_measurements import VariantKind
-from fingerprint.variant_steps import measure_variant_steps, step_plan
+from fingerprint.variant_measurements import VariantKind, VariantMeasurement
+from fingerprint.variant_step_plan import step_plan
+from fingerprint.variant_steps import measure_variant_steps
 from iserve.controller.profiling import last_words
 from tests.daemon.engines.vllm_stand_in import costs
-from tests.daemon.profiling_house import LAYERS, bursts, house, kept, session
+from tests.daemon.profiling_house import LAYERS, House, bursts, house, kept, session
 
 pytestmark = pytest.mark.process
 
@@ -70,6 +72,16 @@ class TestBursts:
         with pytest.raises(ConfigError, match="1 variants, of which 0"):
             bursts(kept, active=1)
 
+    def test_a_burst_beyond_the_room_that_was_asked_for_is_refused(self, house, kept) -> None:
+        folder = house.fingerprint(1)
+        kept.load_with_slots(
+            folder, num_layers=1, max_batch=8, max_context_tokens=512, slots=SLOTS, rank=RANK, kv_tokens=600
+        )
+        assert bursts(kept, batch=1, input_tokens=500, output_tokens=2)
+        with pytest.raises(ConfigError) as refused:
+            bursts(kept, batch=2, input_tokens=500, output_tokens=2)
+        assert "600" in str(refused.value)
+
     def test_what_vllm_does_not_load_is_named(self, house, kept) -> None:
         folder = load(house, kept)
         (larger,) = adapters(folder, 1, rank=64)
@@ -86,27 +98,47 @@ class TestBursts:
         assert type(last_words(VllmEngine(), spec, refused.value, house.log(kept))) is UnsupportedModelError
 
 
-def test_costs_of_the_whole_model_follow_from_its_fingerprints(house) -> None:
-    """Fingerprints of one and two layers of eight, repeated, with 32 slots and 8."""
+def measured_of(house: House, work: Workload, step_tokens: int) -> VariantMeasurement:
+    """Measure fingerprints of one and two layers of eight, repeated, with 32 slots and 8."""
     spec = load_spec(house.model)
     assert spec.num_layers == LAYERS
 
     def variant(layers: Sequence[int], kind: VariantKind, number: int) -> tuple[Path, int]:
-        folder = house.folder / f"variants-{len(layers)}"
+        folder = house.model / f"variants-{len(layers)}"
         target = folder / str(number)
         folder.mkdir(exist_ok=True)
         return target, write_random_variant(house.fingerprint(len(layers)), target, kind, number)
 
-    work = Workload(batch=8, input_tokens=200, output_tokens=17)
-    with house.target() as target:
+    with house.target(step_tokens) as target:
         measured = measure_variant_steps(
             spec,
             lambda: target.open(tp=1, pp=1),
             lambda layers: house.fingerprint(len(layers)),
             variant,
-            step_plan(spec, work, VariantKind(RANK), budget_s=20.0),
+            step_plan(spec, work, VariantKind(RANK), budget_s=20.0, step_tokens=step_tokens),
         )
     assert measured.failure == ""
+    return measured
+
+
+def test_prompts_of_the_whole_model_follow_from_its_fingerprints(house, tmp_path) -> None:
+    """Up to 4,096 tokens, which a step of this engine takes."""
+    config = json.loads((house.model / "config.json").read_text()) | {"max_position_embeddings": 8192}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    measured = measured_of(House(house.node, house.folder, tmp_path), Workload(4, 2048, 17), 4096)
+    cost = measured_cost([measured], LAYERS, DeploymentConfig(engine="vllm", adapter_slots=16, adapter_rank=RANK))
+    assert cost is not None
+    for batch, tokens, active in ((1, 3000, 1), (1, 2048, 1), (2, 2048, 2)):
+        steps = costs.LORA_ONCE_S + LAYERS * costs.lora_s(batch * tokens, active, 16)
+        truth_s = steps + costs.LORA_LEAD_S + costs.SLOTS_LEAD_S
+        work = Workload(batch=batch, input_tokens=tokens, output_tokens=1)
+        found = cost.prompts_s(work, 0.0, 0.0, float(active))
+        assert found.value == pytest.approx(truth_s, rel=0.05)
+        assert found.low <= truth_s <= found.high
+
+
+def test_costs_of_the_whole_model_follow_from_its_fingerprints(house) -> None:
+    measured = measured_of(house, Workload(batch=8, input_tokens=200, output_tokens=17), 256)
     config = DeploymentConfig(engine="vllm", adapter_slots=16, adapter_rank=RANK)
     cost = measured_cost([measured], LAYERS, config)
     assert cost is not None

@@ -107,8 +107,10 @@ class VariantMachineSession:
         slots: int,
         rank: int,
         delta_mib: int,
+        kv_tokens: int = 0,
     ) -> None:
         assert not self.closed
+        assert not kv_tokens, "room for less than each sequence's context"
         assert checkpoint.name == str(num_layers)
         assert slots
         assert rank in (8, 16, 32, 64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ from fingerprint.config import SlotFormat, Workload
 from fingerprint.errors import IserveError
 from fingerprint.measurements import RunReading, StepReading
 from fingerprint.model_spec import ModelSpec
-from fingerprint.variant_measurements import VariantKind, VariantMeasurement
-from fingerprint.variant_steps import measure_variant_steps, step_plan
+from fingerprint.variant_measurements import GRAPH_TOKENS, VariantKind, VariantMeasurement
+from fingerprint.variant_step_plan import step_plan
+from fingerprint.variant_steps import measure_variant_steps
 from tests.fingerprint.synthetic_machine import FakeClock, llama
 
 RANK_16, INT2 = VariantKind(16), VariantKind(delta_format=SlotFormat.INT2)
@@ -39,13 +40,30 @@ class StepTruth:
     rest: tuple[float, float, float, float] = (3e-5, 4e-6, 1e-6, 2e-7)
     slots: tuple[float, float, float, float] = (2e-6, 1e-8, 8e-5, 1e-7)
     load: tuple[float, float] = (4e-3, 5e-2)  # of a layer, all else
+    host_s: tuple[float, float, float] = (0.0, 0.0, 0.0)  # least of a prompt's layer: no slots, slots, variants
     layer_bytes: int = 1000
 
     def added_step_s(self, layers: int, rows: float, active: float, slots: int) -> float:
         return self.added_s(self.step_layer, layers, rows, rows, active, slots)
 
     def added_prompts_s(self, layers: int, tokens: float, batch: int, active: float, slots: int) -> float:
-        return self.added_s(self.prompt_layer, layers, tokens, batch, active, slots)
+        """Return what is added to a step of prompts: host and device wait for the slower of the two."""
+        _, rest_s = self.parts(self.prompt_layer, layers, tokens, batch, active, slots)
+        with_s, without_s = (
+            self.forward_s(True, layers, tokens, batch, *one) for one in ((active, slots), (0, 0))
+        )
+        return with_s - without_s + rest_s
+
+    def forward_s(
+        self, is_prompt: bool, layers: int, tokens: float, batch: float, active: float, slots: int
+    ) -> float:
+        """Return the time of one forward."""
+        base_s, token_s, once_s = self.base_s
+        layer = self.prompt_layer if is_prompt else self.step_layer
+        added_s, _ = self.parts(layer, layers, tokens, batch, active, slots)
+        is_launched = is_prompt and tokens > GRAPH_TOKENS
+        host_s = self.host_s[2 if active else 1 if slots else 0] if is_launched else 0.0
+        return max(layers * host_s, layers * (base_s + token_s * tokens) + once_s + added_s)
 
     def added_s(
         self,
@@ -89,15 +107,19 @@ class StepMachine:
         alone_first: requests of a burst whose prompts are computed before the rest, as where they arrive one by
             one; by the number of the burst.
         compile_s: what the first burst for so many variants takes longer, in each engine.
+        step_tokens: that one step takes at most.
+        host_scatter: by which the host's pace is slower or quicker in a step, as a share of it.
     """
 
-    spec: ModelSpec = field(default_factory=lambda: llama(32, max_context_tokens=8192))
+    spec: ModelSpec = field(default_factory=lambda: llama(32, max_context_tokens=16384))
     truth: StepTruth = StepTruth()
     noise: float = 0.0
     seed: int = 0
     failing: IserveError | None = None
     alone_first: Callable[[int], int] = lambda burst: 1
     compile_s: float = 0.0
+    step_tokens: int = 1 << 20
+    host_scatter: float = 0.0
 
     def __post_init__(self) -> None:
         self.clock, self.random = FakeClock(), np.random.default_rng(self.seed)
@@ -148,6 +170,7 @@ class StepMachineSession:
         rank: int,
         delta_mib: int = 0,
         delta_format: SlotFormat = SlotFormat.NONE,
+        kv_tokens: int = 0,
     ) -> None:
         assert not self.closed
         assert checkpoint.name == str(num_layers)
@@ -157,6 +180,7 @@ class StepMachineSession:
         self.layers, self.slots, self.loaded = num_layers, slots, 0
         self.compiled: set[tuple[int, int]] = set()
         self.max_batch, self.max_context_tokens = max_batch, max_context_tokens
+        self.kv_tokens = kv_tokens or max_batch * max_context_tokens
         self.machine.clock.now += START_S
         self.machine.log.append(("start", num_layers, slots, rank, str(delta_format)))
 
@@ -193,11 +217,16 @@ class StepMachineSession:
         assert steps
         assert 1 <= batch <= self.max_batch
         assert input_tokens + output_tokens <= self.max_context_tokens
+        assert batch * (input_tokens + output_tokens) <= self.kv_tokens
         assert active <= min(self.loaded, batch)
         assert (most, until_s) == (1, 0.0)
         self.number += 1
         first = min(batch, self.machine.alone_first(self.number))
-        found = [self._step(first * input_tokens, first, first * input_tokens, active, repeat)]
+        found, left = [], first * input_tokens
+        while left:
+            tokens = min(left, self.machine.step_tokens)
+            found.append(self._step(tokens, first, tokens, active, repeat))
+            left -= tokens
         if first < batch:  # those whose prompts are done decode in the next step
             prompts = (batch - first) * input_tokens
             found.append(self._step(prompts + first, batch, prompts, active, repeat))
@@ -210,11 +239,9 @@ class StepMachineSession:
         return (RunReading(e2e_s=e2e_s, device_s=e2e_s, host_s=0.0, steps=tuple(found)),)
 
     def _step(self, tokens: int, sequences: int, prefill: int, active: int, repeat: int) -> StepReading:
-        truth, k = self.machine.truth, self.layers
-        layer = truth.prompt_layer if prefill else truth.step_layer
-        added_s, rest_s = truth.parts(layer, k, tokens, sequences, min(active, sequences), self.slots)
-        base_s, token_s, once_s = truth.base_s
-        forward_s = repeat * (k * (base_s + token_s * tokens) + once_s + added_s)
+        truth, k, active = self._paced(), self.layers, min(active, sequences)
+        _, rest_s = truth.parts(truth.step_layer, k, tokens, sequences, active, self.slots)
+        forward_s = repeat * truth.forward_s(prefill > 0, k, tokens, sequences, active, self.slots)
         forward_s *= 20.0 if self.number in self.machine.slowed else 1.0
         return StepReading(
             tokens=tokens,
@@ -227,6 +254,15 @@ class StepMachineSession:
             forward_s=forward_s * self._jitter(),
             tail_s=truth.rest_s[1] * self._jitter(),
         )
+
+    def _paced(self) -> StepTruth:
+        """Return the truth with the host's pace of one step."""
+        truth, scatter = self.machine.truth, self.machine.host_scatter
+        if not scatter:
+            return truth
+        paced = 1.0 + scatter * float(self.machine.random.uniform(-1, 1))
+        none, slots, variants = truth.host_s
+        return replace(truth, host_s=(paced * none, paced * slots, paced * variants))
 
     def _jitter(self) -> float:
         return max(0.1, 1.0 + self.machine.noise * float(self.machine.random.standard_normal()))
