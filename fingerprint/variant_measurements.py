@@ -163,6 +163,8 @@ class VariantMeasurement:
     """Time of the measurement, ISO 8601 in UTC."""
     spent_s: float
     """Seconds that it took."""
+    warm_up_s: float = 0.0
+    """Seconds of these in which engines with our step timer warmed up, and compiled kernels."""
     runs: tuple[VariantRuns, ...] = ()
     """Runs of each fingerprint, by requests and variants."""
     steps: tuple[VariantSteps, ...] = ()

@@ -7,7 +7,8 @@ fingerprint without slots, the same with slots, and the shallower one with fewer
 layer, of a forward and of a slot are told apart (``estimators.measured_variants``). Prompts of one request run at
 several lengths, since short ones are at their host's pace (``estimators.prompt_curve``). Lengths for which there
 is no time are left out, the longest first; what is left of the budget goes to prompts, which scatter more than
-steps. The budget counts the seconds after the starts.
+steps. The budget counts the seconds after the starts and without each engine's first round, in which kernels are
+compiled.
 """
 
 from __future__ import annotations
@@ -19,154 +20,24 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from fingerprint.config import SlotFormat, Workload
-from fingerprint.depth_tied_cuts import tied_depths, why_no_cuts
-from fingerprint.errors import BadInputError, ConfigError, NotMeasuredError
+from fingerprint.config import SlotFormat
+from fingerprint.errors import BadInputError, NotMeasuredError
 from fingerprint.measurements import RunReading, StepReading, StepTimedVariantSession
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile import ProfileProgress
 from fingerprint.profile_points import Shape
-from fingerprint.variant_measurements import (
-    GRAPH_TOKENS,
-    LONG_TOKENS,
-    VariantKind,
-    VariantLoads,
-    VariantMeasurement,
-    VariantSteps,
-)
+from fingerprint.variant_measurements import VariantKind, VariantLoads, VariantMeasurement, VariantSteps
+from fingerprint.variant_step_plan import StepPlan, StepVisit, are_enough
 
-__all__ = ["BUDGET_S", "StepPlan", "StepVisit", "measure_variant_steps", "step_plan"]
+__all__ = ["measure_variant_steps"]
 
-BUDGET_S = 30.0
-_MOST_TOKENS = 2048  # of a prompt of bursts of several requests
-_ALONE_TOKENS = 64  # of the prompt next to whose decode steps a row is measured
-# Of prompts alone: the largest step with a graph and one beyond it, then those that take their device's time.
-_LENGTHS = (GRAPH_TOKENS, 640, LONG_TOKENS, 4096, 8192)
-_APART = 1.9  # from the longest, at least: of a closer one the host may be slower still, and a line their noise
-_STRETCH = 1.5  # of the budget, what all is expected to take at most with a length
 _LONGER = 2.0  # a burst of variants than the base's, until it was run
-_TOGETHER_TOKENS = 1024  # of the prompts of a burst of several: of as many tokens, no part of a row would be known
-_FEW = 4  # requests whose prompts are compared: more arrive in steps that no other burst repeats
 _SLOWED = 2.0  # a forward of so many times the shortest compiled a kernel
-_LONGEST_OUTPUT = 33  # a GPU's clock needs half of them to recover from the prompts
-_ACTIVE = {False: (1, 4, 8), True: (1, 4)}  # distinct adapters, or deltas
-_ADAPTER_SLOTS = (32, 8)  # of the deeper fingerprint and the shallower one: kernels start programs for each slot
 _FEWEST_ROUNDS, _MOST_ROUNDS = 2, 8
-_OVERRUN = 2.0  # no burst begins that is expected to end after so many times the budget
-
-
-@dataclass(frozen=True, slots=True)
-class StepVisit:
-    """Start of an engine on a fingerprint."""
-
-    layers: tuple[int, ...]
-    repeat: int
-    slots: int
-
-    def __str__(self) -> str:
-        return f"{len(self.layers)} x {self.repeat} layers, {self.slots} slots"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepPlan:
-    """Bursts of a measurement, and its time budget."""
-
-    kind: VariantKind
-    alone: Shape
-    few: Shape  # for their prompts
-    together: Shape  # for their decode steps
-    prompts: tuple[Shape, ...]  # of one request, the shortest first
-    active: tuple[int, ...]  # distinct variants of a burst of several requests
-    slots: tuple[int, int]  # of the deeper fingerprint, and of the shallower one
-    budget_s: float
-
-    def __post_init__(self) -> None:
-        most = max(self.active, default=0)
-        if not 1 <= most <= min(self.together.batch, *self.slots):
-            raise ConfigError(
-                f"bursts of {self.together.batch} on {min(self.slots)} slots ask for as many variants at most, "
-                f"got {most}"
-            )
-
-    @property
-    def bursts(self) -> tuple[tuple[Shape, int], ...]:
-        """Shapes of the bursts, each with the distinct variants that it asks for; those of the base first."""
-        of_few = tuple((self.few, active) for active in sorted({1, self.few.batch}))
-        of_together = tuple((self.together, active) for active in self.active)
-        of_prompts = tuple((shape, 1) for shape in self.prompts)
-        return (*self.base_bursts, (self.alone, 1), *of_few, *of_together, *of_prompts)
-
-    @property
-    def base_bursts(self) -> tuple[tuple[Shape, int], ...]:
-        return tuple((shape, 0) for shape in (self.alone, self.few, self.together, *self.prompts))
-
-    @property
-    def max_context_tokens(self) -> int:
-        return max(shape.input_tokens + shape.output_tokens for shape, _ in self.base_bursts)
-
-    @property
-    def kv_tokens(self) -> int:
-        """Room that the largest burst takes: a batch of the longest context is never asked for."""
-        return max(shape.batch * (shape.input_tokens + shape.output_tokens) for shape, _ in self.base_bursts)
-
-    def visits(self, spec: ModelSpec) -> tuple[StepVisit, ...]:
-        """Return the engine starts, the one without slots first.
-
-        Raises:
-            NotMeasuredError: the model has no fingerprints whose forward can be repeated to its depth.
-        """
-        depths = tied_depths(spec, 1)
-        if not depths:
-            raise NotMeasuredError(f"no fingerprint can be repeated: {why_no_cuts(spec, 1)}")
-        slots = (0, *self.slots)
-        visits = [(depths[0], slots[0]), *zip(depths, slots[1:], strict=False)]
-        return tuple(StepVisit(tuple(range(k)), max(1, spec.num_layers // k), count) for k, count in visits)
-
-
-def step_plan(
-    spec: ModelSpec,
-    workload: Workload,
-    kind: VariantKind,
-    *,
-    budget_s: float = BUDGET_S,
-    step_tokens: int = _LENGTHS[-1],
-) -> StepPlan:
-    """Return the plan for ``workload``: prompts of one request, and its batch (4 where that is 1) of short ones.
-
-    Args:
-        step_tokens: that one step of the engine takes at most; a longer prompt would be several steps.
-
-    Raises:
-        ConfigError: a context too short to generate in.
-    """
-    if spec.max_context_tokens < 6:
-        raise ConfigError(f"a context of {spec.max_context_tokens} tokens is too short to profile; it needs 6")
-    batch = min(_TOGETHER_TOKENS, workload.batch) if workload.batch > 1 else 4
-    output = min(_LONGEST_OUTPUT, spec.max_context_tokens // 2)
-    longest = min(workload.input_tokens, spec.max_context_tokens - output, _MOST_TOKENS)
-    active, few = tuple(sorted({min(count, batch) for count in _ACTIVE[kind.is_delta]})), min(_FEW, batch)
-    most = min(spec.max_context_tokens - 1, workload.batch * workload.input_tokens, step_tokens)
-    return StepPlan(
-        kind=kind,
-        alone=Shape(1, min(longest, _ALONE_TOKENS), output),
-        few=Shape(few, max(1, min(longest, _TOGETHER_TOKENS // few)), 1),
-        together=Shape(batch, max(1, min(longest, _TOGETHER_TOKENS // batch)), output),
-        prompts=tuple(Shape(1, tokens, 1) for tokens in _lengths(most)),
-        active=active,
-        slots=(max(active), max(active)) if kind.is_delta else _ADAPTER_SLOTS,
-        budget_s=budget_s,
-    )
-
-
-def _lengths(most: int) -> tuple[int, ...]:
-    """Return the lengths of prompts up to ``most``; none where fewer than two are long."""
-    longest = min(most, _LENGTHS[-1])
-    found = (*(tokens for tokens in _LENGTHS if tokens * _APART <= longest), longest)
-    return found if _are_enough(found) else ()
-
-
-def _are_enough(lengths: Sequence[int]) -> bool:
-    return sum(tokens >= LONG_TOKENS for tokens in lengths) > 1
+# No burst begins that is expected to end after so many times the budget. Where nothing is compiled, warming up is
+# half as long as the fewest rounds after it, which is twice the budget in all.
+_OVERRUN = 4 / 3
+_MOST_WARM_UP_S = 120.0  # of all engines: no burst that warms up begins after it
 
 
 def measure_variant_steps(
@@ -195,7 +66,8 @@ def measure_variant_steps(
         progress: called before every start and burst; what it raises ends the measurement.
 
     Raises:
-        NotMeasuredError: no fingerprint can be repeated, or twice the budget does not hold the fewest rounds.
+        NotMeasuredError: no fingerprint can be repeated, engines compile for too long, or the fewest rounds take
+            more than 4/3 of the budget.
         IserveError: a failure that need not happen again.
     """
     driver = _Driver(spec, fingerprints, variants, plan, forget, clock, progress)
@@ -212,7 +84,8 @@ def measure_variant_steps(
         kind=plan.kind,
         slots=max(plan.slots),
         created_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        spent_s=driver.spent_s,
+        spent_s=driver.spent_s + driver.warm_up_s,
+        warm_up_s=driver.warm_up_s,
         steps=() if failure else driver.steps(),
         loads=() if failure else tuple(driver.loads),
         failure=failure,
@@ -242,18 +115,24 @@ class _Driver:
     forget: Callable[[Sequence[int]], None]
     clock: Callable[[], float]
     progress: Callable[[ProfileProgress], None]
-    spent_s: float = 0.0
+    spent_s: float = 0.0  # loads and the rounds that count
+    warm_up_s: float = 0.0
     loads: list[VariantLoads] = field(default_factory=list)
     _done: int = 0
     _left_out: frozenset[Shape] = frozenset()  # prompts
-    _took_s: dict[tuple[Shape, int], float] = field(default_factory=dict)  # the last burst of each kind
+    _took_s: dict[tuple[Shape, int], float] = field(default_factory=dict)  # shortest burst after warming up
     _pairs: dict[_Key, list[tuple[_Times, _Times]]] = field(default_factory=dict)
     # of the base's steps: by fingerprint, whether there were slots, and composition
     _base: dict[tuple[tuple[int, ...], int, _Composition], list[_Times]] = field(default_factory=dict)
 
     def run_all(self, session: StepTimedVariantSession, visits: Sequence[StepVisit]) -> None:
-        """Start each engine and run its bursts; the later ones have what the former left of the budget."""
+        """Start each engine and run its bursts; the later ones have what the former left of the budget.
+
+        Raises:
+            NotMeasuredError: the bursts take too long.
+        """
         for number, visit in enumerate(visits):
+            self._refuse_overrun(self._all_expected_s(visits[number:], longer=1.0))
             self._visit(session, visit, visits[number + 1 :])
             if not any(later.layers == visit.layers for later in visits[number + 1 :]):
                 self.forget(visit.layers)
@@ -264,7 +143,7 @@ class _Driver:
         if folders:
             self._load(session, visit, folders)
         if visit.slots:
-            self._round(session, visit, self._bursts(visit))  # warms up, and compiles what is compiled once
+            self._warm_up(session, visit, self._bursts(visit))
         else:
             self._choose_lengths(session, visit, (visit, *later))
         until_s = self._until_s(visit, later)
@@ -299,10 +178,13 @@ class _Driver:
     def _choose_lengths(
         self, session: StepTimedVariantSession, visit: StepVisit, visits: Sequence[StepVisit]
     ) -> None:
-        """Warm up the engine without slots, and leave out the prompts for which the budget has no time."""
+        """Warm up the engine without slots, and leave out the prompts for which the budget has no time.
+
+        What a burst takes is known of its second run.
+        """
         prompts = self.plan.prompts
         self._left_out = frozenset(prompts)
-        self._round(session, visit, self._bursts(visit))
+        self._settle(session, visit, self._bursts(visit))
         for number, shape in enumerate(prompts):
             fewer = self._left_out
             self._left_out = frozenset(prompts[number + 1 :])
@@ -310,17 +192,18 @@ class _Driver:
                 shorter = prompts[number - 1]
                 expected_s = self._took_s[shorter, 0] * shape.input_tokens / shorter.input_tokens
                 self._took_s[shape, 0] = expected_s
-            if self._all_expected_s(visits) <= _STRETCH * self.plan.budget_s:
-                self._round(session, visit, [(shape, 0)])
-            if self._all_expected_s(visits) > _STRETCH * self.plan.budget_s:
+            if self._all_expected_s(visits) <= self.plan.budget_s:
+                self._took_s.pop((shape, 0), None)
+                self._settle(session, visit, [(shape, 0)])
+            if self._all_expected_s(visits) > self.plan.budget_s:
                 self._left_out = fewer
                 break
-        if not _are_enough([shape.input_tokens for shape in prompts if shape not in self._left_out]):
+        if not are_enough([shape.input_tokens for shape in prompts if shape not in self._left_out]):
             self._left_out = frozenset(prompts)
 
-    def _all_expected_s(self, visits: Sequence[StepVisit]) -> float:
-        """Return what the fewest rounds of all visits take, with the one that warms up."""
-        return (_FEWEST_ROUNDS + 1) * sum(self._expected_s(self._bursts(visit)) for visit in visits)
+    def _all_expected_s(self, visits: Sequence[StepVisit], longer: float = _LONGER) -> float:
+        """Return what the fewest rounds of all visits take."""
+        return _FEWEST_ROUNDS * sum(self._expected_s(self._bursts(visit), longer) for visit in visits)
 
     def _written(self, visit: StepVisit) -> list[tuple[Path, int]]:
         if not visit.slots:
@@ -359,43 +242,77 @@ class _Driver:
             )
         )
 
+    def _settle(
+        self, session: StepTimedVariantSession, visit: StepVisit, bursts: Sequence[tuple[Shape, int]]
+    ) -> None:
+        """Warm up ``bursts``, and run each once more to know what it takes."""
+        self._warm_up(session, visit, bursts)
+        self._round(session, visit, bursts)
+
+    def _warm_up(
+        self, session: StepTimedVariantSession, visit: StepVisit, bursts: Sequence[tuple[Shape, int]]
+    ) -> None:
+        """Run each burst once, so that all is compiled that is compiled once.
+
+        Raises:
+            NotMeasuredError: the engines compile for too long.
+        """
+        for shape, active in bursts:
+            if self.warm_up_s > _MOST_WARM_UP_S:
+                raise NotMeasuredError(
+                    f"bursts that warm up took {self.warm_up_s:.0f} s, more than the {_MOST_WARM_UP_S:g} s that "
+                    "they may: the engine compiles kernels for minutes, or is too slow"
+                )
+            self.warm_up_s += self._burst(session, visit, shape, active)[1]
+
     def _round(
         self, session: StepTimedVariantSession, visit: StepVisit, bursts: Sequence[tuple[Shape, int]]
     ) -> dict[tuple[Shape, int], RunReading]:
         """Run each burst once.
 
         Raises:
-            NotMeasuredError: one is expected to end after twice the budget.
+            NotMeasuredError: one is expected to end too late.
         """
         found = {}
-        for shape, active in bursts:
-            end_s, limit_s = self.spent_s + self._expected_s([(shape, active)]), _OVERRUN * self.plan.budget_s
-            if end_s > limit_s:
-                raise NotMeasuredError(
-                    f"they would take {end_s:.0f} s at least after the starts, more than the {limit_s:g} s that "
-                    "they may"
-                )
-            of = f"{self.plan.kind}, {active} in a burst" if active else "the base"
-            self._tell(f"{visit}, {of}: batch {shape.batch}, {shape.input_tokens} in")
-            begun_s = self.clock()
-            (found[shape, active],) = session.bursts(
-                batch=shape.batch,
-                input_tokens=shape.input_tokens,
-                output_tokens=shape.output_tokens,
-                repeat=visit.repeat,
-                most=1,
-                until_s=0.0,
-                active=active,
-            )
-            self._took_s[shape, active] = self.clock() - begun_s
-            self.spent_s += self._took_s[shape, active]
-            self._done += 1
+        for burst in bursts:
+            self._refuse_overrun(self._expected_s([burst]))
+            found[burst], took_s = self._burst(session, visit, *burst)
+            self._took_s[burst] = min(took_s, self._took_s.get(burst, took_s))
+            self.spent_s += took_s
         return found
 
-    def _expected_s(self, bursts: Sequence[tuple[Shape, int]]) -> float:
-        """Return what ``bursts`` took last, in any engine; those not run yet, twice what the base took."""
+    def _burst(
+        self, session: StepTimedVariantSession, visit: StepVisit, shape: Shape, active: int
+    ) -> tuple[RunReading, float]:
+        """Run one burst; return its reading and the seconds that it took."""
+        of = f"{self.plan.kind}, {active} in a burst" if active else "the base"
+        self._tell(f"{visit}, {of}: batch {shape.batch}, {shape.input_tokens} in")
+        begun_s = self.clock()
+        (reading,) = session.bursts(
+            batch=shape.batch,
+            input_tokens=shape.input_tokens,
+            output_tokens=shape.output_tokens,
+            repeat=visit.repeat,
+            most=1,
+            until_s=0.0,
+            active=active,
+        )
+        self._done += 1
+        return reading, self.clock() - begun_s
+
+    def _refuse_overrun(self, seconds: float) -> None:
+        """Raise NotMeasuredError if so many seconds more are too many."""
+        end_s, limit_s = self.spent_s + seconds, _OVERRUN * self.plan.budget_s
+        if end_s > limit_s:
+            raise NotMeasuredError(
+                f"they would take {end_s:.0f} s at least after the starts and the bursts that warm up, more than "
+                f"the {limit_s:.0f} s that they may"
+            )
+
+    def _expected_s(self, bursts: Sequence[tuple[Shape, int]], longer: float = _LONGER) -> float:
+        """Return what ``bursts`` take at least, in any engine; those not run yet, ``longer`` times the base's."""
         took_s = self._took_s
-        return sum(took_s.get((shape, active), _LONGER * took_s.get((shape, 0), 0.0)) for shape, active in bursts)
+        return sum(took_s.get((shape, active), longer * took_s.get((shape, 0), 0.0)) for shape, active in bursts)
 
     def _keep(
         self,

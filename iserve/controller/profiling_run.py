@@ -35,7 +35,8 @@ from fingerprint.random_variants import base_hashes, write_random_variant
 from fingerprint.truncate import generate, generate_dummy, generate_shape
 from fingerprint.variant_measurements import VariantKind, VariantMeasurement
 from fingerprint.variant_profile import measure_variants, variant_plan
-from fingerprint.variant_steps import BUDGET_S, measure_variant_steps, step_plan
+from fingerprint.variant_step_plan import BUDGET_S, step_plan
+from fingerprint.variant_steps import measure_variant_steps
 from iserve.controller.profiling_devices import STEP_TOKENS, FittingPlan, fitting, quietest
 from iserve.controller.profiling_scope import lacking, why_needless
 from iserve.model_source import ModelSource
@@ -63,7 +64,7 @@ class Order:
         shards: which degrees may be taken as one tensor-parallel rank alone.
         max_seconds: launches included, but for an engine in an environment of its own: there without its starts,
             and where it carries our step timer of all GPUs together. Variants get half as much again,
-            twice that on a slow machine; with our step timer 30 s at most.
+            twice that on a slow machine; with our step timer 30 s at most, and what warming up takes.
         variants: kind of the variants to measure as well; None: there are none.
     """
 

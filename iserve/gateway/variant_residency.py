@@ -42,7 +42,7 @@ __all__ = ["NoPlaceError", "Room", "VariantObserver", "VariantRequest", "Variant
 
 _KEEP_S = 120.0  # between two times that folders of loaded variants are asked for, well within the store's grace
 _RETRY_AFTER_S = 1
-_RETRY_S = 5.0  # after a failed load, until one is tried again that no request was admitted for
+_RETRY_S = 5.0  # after a failed load, until one begins that no request was admitted for
 
 _log = logging.getLogger(__name__)
 _W = TypeVar("_W", bound=WaitingRequest)
@@ -332,12 +332,17 @@ class VariantResidency:
                 self._ask(worker)
         for worker in self._idle_workers(now_s):
             self._unload_removed(worker)
-            for name in worker.state.pinned:
+            for name in self._pinned_now(worker, now_s):
                 if name in worker.state.loaded or len(worker.loads) >= BACKGROUND_LOADS:
                     continue
                 evicted = worker.state.evictions(name, now_s, self._wanted)
                 if evicted is not None and name in self._current:
                     self._load(worker, self._current[name], evicted)
+
+    def _pinned_now(self, worker: VariantWorker, now_s: float) -> list[str]:
+        """Return what is pinned there without what failed a moment ago; first what has not failed."""
+        retries_s = {name: worker.failed.retry_s(name, _RETRY_S) for name in worker.state.pinned}
+        return [name for name in sorted(retries_s, key=lambda name: retries_s[name]) if retries_s[name] <= now_s]
 
     def _unload_removed(self, worker: VariantWorker) -> None:
         removed = worker.state.loaded - self._current.keys() - worker.state.in_flight.keys()
@@ -420,7 +425,10 @@ class VariantResidency:
                 worker.failed.succeed(name)
             else:
                 worker.state.unload(name)
-                worker.failed.fail(name, answered=isinstance(error, ApiError | LoadFailedError), ahead=is_ahead)
+                answered, now_s = isinstance(error, ApiError | LoadFailedError), self._loop.time()
+                worker.failed.fail(name, answered=answered, ahead=is_ahead, now_s=now_s)
+                if name in worker.state.pinned:
+                    self._loop.call_at(worker.failed.retry_s(name, _RETRY_S) + 0.01, self._go_on)
         self._after(worker, f"load of {name}", task)
 
     def _unload(self, worker: VariantWorker, name: str) -> None:

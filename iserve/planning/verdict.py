@@ -45,6 +45,9 @@ class FiguresDocument:
     """US dollars per million output tokens, prompts included; None: the GPU has no known price."""
     usd_per_gpu_hour: float | None
     """US dollars of one GPU for an hour; None: not known."""
+    requests_at_once: float | None = None
+    """Requests of the batch that run at once on average: all of it, or as many as find slots for their variants.
+    None: a plan stored before this was recorded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,6 +146,7 @@ def figures_of(
         output_tokens_per_s=replicas * tokens_per_s,
         usd_per_million_output_tokens=cost,
         usd_per_gpu_hour=price,
+        requests_at_once=estimate.at_once,
     )
 
 

@@ -18,7 +18,17 @@ from iserve.planning.document import (
 from iserve.planning.joint_text import joint_lines
 from iserve.planning.runner_up import MOST_BATCH, BatchRange, IntentLead, RunnerUpDocument
 from iserve.planning.verdict import FiguresDocument, VerdictDocument
-from iserve.planning.words import device_kind, differences, dollars, figure, gib, interval, seconds, workload_words
+from iserve.planning.words import (
+    device_kind,
+    differences,
+    dollars,
+    figure,
+    gib,
+    interval,
+    rounded,
+    seconds,
+    workload_words,
+)
 from planner.plan import LoadForecast, RefusedFor, WhyNot
 
 __all__ = [
@@ -84,11 +94,11 @@ def plan_lines(document: PlanDocument) -> list[Line]:
     return [
         *_labelled(
             "At this load",
-            _load_words(document.workload, verdict.figures, document.load_forecast, document.replicas)
+            _load_words(document, chosen.estimate, chosen.config, verdict.figures)
             if document.joint is None or document.load_forecast is None
             else _rated_words(document.joint, document.load_forecast, verdict.figures, document),
         ),
-        *_labelled("Serves", [*_capacity_words(document), *_slo_words(verdict, document)]),
+        *_labelled("Serves", [*_capacity_words(document, chosen), *_slo_words(verdict, document, chosen)]),
         (
             "How sure",
             _sure_words(
@@ -113,7 +123,7 @@ def estimate_lines(
     assert verdict.figures is not None, "one configuration has figures, whether or not it runs"
     measured = estimate.measured_config == config or _is_checked(estimate)
     return [
-        *_labelled("At this load", _load_words(work, verdict.figures, None, 1)),
+        *_labelled("At this load", _batch_load_words(work, estimate, config, verdict.figures)),
         ("How sure", _sure_words(verdict.figures, [_basis_words(config, estimate, measured)])),
         *_deployable_lines(verdict.deployable),
     ]
@@ -179,22 +189,23 @@ def _rated_words(
     ]
 
 
-def _capacity_words(document: PlanDocument) -> list[str]:
+def _capacity_words(document: PlanDocument, chosen: CandidateDocument) -> list[str]:
     """Describe the requests that one worker serves, and why no more; nothing of a plan stored without."""
     capacity, work = document.capacity, document.workload
     if capacity is None:
         return []
-    each, in_all = "", ""
+    each, in_all, most = "", "", capacity.requests_at_once
     if document.replicas > 1:
-        each, in_all = "each replica ", f" ({capacity.requests_at_once * document.replicas} in total)"
+        each, in_all = "each replica ", f" ({most * document.replicas} in total)"
+    bound = _slots_words(most, chosen.estimate, chosen.config)
     served = (
-        f"{each}up to {_requests(capacity.requests_at_once)} at once{in_all} of up to "
+        f"{each}up to {_requests(most)} at once{bound}{in_all}{',' * bool(bound)} of up to "
         f"{capacity.context_tokens:,} tokens each, in {gib(capacity.memory_bytes_per_gpu)} of each "
         f"{device_kind(document.hardware)}"
     )
     why = "" if capacity.bound is None else _BOUND[capacity.bound]
     step, kept = _step_words(capacity.step_tokens), _kept_words(capacity.cache_sizes)
-    if (capacity.requests_at_once, capacity.context_tokens) == (work.batch, work.context_tokens):
+    if (most, capacity.context_tokens) == (work.batch, work.context_tokens):
         return [f"{served}, no more than planned{': ' * bool(why)}{why}{step}", *kept]
     limited = f" ({why})" if capacity.bound in (CapacityBound.MEMORY, CapacityBound.NOT_MEASURED) else ""
     return [f"{served}{limited}; the figures are for {workload_words(work)}{step}", *kept]
@@ -218,13 +229,24 @@ def _kept_words(kept: CacheSizesDocument | None) -> list[str]:
     return [f"a replica keeps {sizes}"] if sizes else []
 
 
-def _slo_words(verdict: VerdictDocument, document: PlanDocument) -> list[str]:
+def _slots_words(requests: int, estimate: EstimateDocument | None, config: DeploymentConfig) -> str:
+    """Describe how many of ``requests`` at once run; empty: no slots for their variants bound them."""
+    most = None if estimate is None else estimate.most_at_once
+    if most is None or round(most) >= requests:
+        return ""
+    slots, running = config.adapter_slots, rounded(most, 2)
+    run = "runs" if running == "1" else "run"
+    return f", of which {running} {run} on average with {slots} slot{'s' * (slots > 1)}"
+
+
+def _slo_words(verdict: VerdictDocument, document: PlanDocument, chosen: CandidateDocument) -> list[str]:
     """Load at which the SLO was judged, where no rate says it."""
     judged, capacity = verdict.slo_batch, document.capacity
     if judged is None:
         return []
     on_each = "" if document.replicas == 1 else " on each replica"
-    said = f"the SLO was judged at {_requests(judged)} at once{on_each}"
+    bound = _slots_words(judged, chosen.estimate, chosen.config)
+    said = f"the SLO was judged at {_requests(judged)} at once{on_each}{bound}"
     if capacity is None or capacity.requests_at_once <= judged:
         return [said]
     return [
@@ -240,17 +262,30 @@ def _labelled(label: str, lines: Iterable[str]) -> list[Line]:
     return [("" if number else label, line) for number, line in enumerate(lines)]
 
 
-def _load_words(work: Workload, figures: FiguresDocument, served: LoadForecast | None, replicas: int) -> list[str]:
+def _load_words(
+    document: PlanDocument, estimate: EstimateDocument, config: DeploymentConfig, figures: FiguresDocument
+) -> list[str]:
     """Return what requests get and how many are served; with a rate, how many miss a limit."""
-    price = _price_words(figures)
-    if served is not None:
-        return _served_words(work, served, price, replicas)
-    each = f"{work.input_words} + {work.output_tokens} tokens"
-    at_once = f"1 request at once, {each}" if work.batch == 1 else f"{work.batch} requests at once, {each} each"
+    work, replicas = document.workload, document.replicas
+    if document.load_forecast is None:
+        return _batch_load_words(work, estimate, config, figures, replicas)
+    bound = _slots_words(work.batch, estimate, config)
+    return _served_words(work, document.load_forecast, bound, _price_words(figures), replicas)
+
+
+def _batch_load_words(
+    work: Workload,
+    estimate: EstimateDocument,
+    config: DeploymentConfig,
+    figures: FiguresDocument,
+    replicas: int = 1,
+) -> list[str]:
+    each, bound = f"{work.input_words} + {work.output_tokens} tokens", _slots_words(work.batch, estimate, config)
+    at_once = f"{_requests(work.batch)} at once{bound}, {each}{' each' * (work.batch > 1)}"
     on_each = "" if replicas == 1 else f", on each of {replicas} replicas"
     times = f"TTFT {seconds(figures.ttft_s.value)}, TPOT {seconds(figures.tpot_s.value)}"
     rate = _rate_words(figures.requests_per_s / replicas, replicas, ".3g")
-    return [f"{at_once}{on_each}: {times}, {rate}{price}"]
+    return [f"{at_once}{on_each}: {times}, {rate}{_price_words(figures)}"]
 
 
 def _rate_words(one_per_s: float, replicas: int, form: str) -> str:
@@ -267,7 +302,7 @@ def _price_words(figures: FiguresDocument) -> str:
     return f", {cost} per million output tokens (at {per_hour} per GPU-hour)"
 
 
-def _served_words(work: Workload, served: LoadForecast, price: str, replicas: int) -> list[str]:
+def _served_words(work: Workload, served: LoadForecast, bound: str, price: str, replicas: int) -> list[str]:
     gaps = "Poisson" if served.burstiness == 1 else f"gaps' deviation {served.burstiness:.3g} times their mean"
     if served.rate_levels:
         moves = [level.relative_rate for level in served.rate_levels]
@@ -279,7 +314,7 @@ def _served_words(work: Workload, served: LoadForecast, price: str, replicas: in
     missed = _missed_words(served)
     what = "keeps the SLO" if missed else "is served"
     on_each = "" if replicas == 1 else " on each"
-    tokens = f"{work.input_words} + {work.output_tokens} tokens, {work.batch} at once at most{on_each}"
+    tokens = f"{work.input_words} + {work.output_tokens} tokens, {work.batch} at once at most{on_each}{bound}"
     rate = _rate_words(served.rate_per_s, replicas, "g")
     highest = _rate_words(served.highest_rate_per_s, replicas, ".3g")
     return [

@@ -44,7 +44,8 @@ from fingerprint.model_spec import ModelSpec
 from fingerprint.random_variants import write_random_variant
 from fingerprint.truncate import generate_shape
 from fingerprint.variant_measurements import VariantKind, VariantMeasurement
-from fingerprint.variant_steps import measure_variant_steps, step_plan
+from fingerprint.variant_step_plan import step_plan
+from fingerprint.variant_steps import measure_variant_steps
 from tests.bench.delta_served_files import LLAMA_8B
 from tests.bench.format_configs import model_folder
 from tests.bench.kept import read_kept

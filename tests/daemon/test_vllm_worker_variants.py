@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 
+from daemon.engines.vllm.adapter import VllmEngine
 from fingerprint.config import DeploymentConfig, Workload
-from fingerprint.errors import ConfigError, EngineError
+from fingerprint.errors import ConfigError, EngineError, UnsupportedModelError
 from fingerprint.estimators.measured_variants import measured_cost
 from fingerprint.families import load_spec
 from fingerprint.random_variants import write_random_variant
 from fingerprint.variant_measurements import VariantKind, VariantMeasurement
-from fingerprint.variant_steps import measure_variant_steps, step_plan
+from fingerprint.variant_step_plan import step_plan
+from fingerprint.variant_steps import measure_variant_steps
+from iserve.controller.profiling import last_words
 from tests.daemon.engines.vllm_stand_in import costs
 from tests.daemon.profiling_house import LAYERS, House, bursts, house, kept, session
 
@@ -84,6 +87,15 @@ class TestBursts:
         (larger,) = adapters(folder, 1, rank=64)
         with pytest.raises(EngineError, match="rank 64 is greater"):
             kept.load_variants([larger])
+
+    def test_a_class_without_slots_is_known_by_the_log_of_its_engine(self, house, kept) -> None:
+        """The engine's own process prints the words; the worker itself only hears that it ended."""
+        folder = house.fingerprint(2, start_error="LlamaForCausalLM does not support LoRA yet.")
+        with pytest.raises(EngineError) as refused:
+            kept.load_with_slots(folder, num_layers=2, max_batch=8, max_context_tokens=512, slots=4, rank=RANK)
+        assert "LoRA" not in str(refused.value)
+        spec = house.node.client.worker(kept._handle.worker_id).spec
+        assert type(last_words(VllmEngine(), spec, refused.value, house.log(kept))) is UnsupportedModelError
 
 
 def measured_of(house: House, work: Workload, step_tokens: int) -> VariantMeasurement:

@@ -14,7 +14,8 @@ from fingerprint.errors import IserveError
 from fingerprint.measurements import RunReading, StepReading
 from fingerprint.model_spec import ModelSpec
 from fingerprint.variant_measurements import GRAPH_TOKENS, VariantKind, VariantMeasurement
-from fingerprint.variant_steps import measure_variant_steps, step_plan
+from fingerprint.variant_step_plan import step_plan
+from fingerprint.variant_steps import measure_variant_steps
 from tests.fingerprint.synthetic_machine import FakeClock, llama
 
 RANK_16, INT2 = VariantKind(16), VariantKind(delta_format=SlotFormat.INT2)
@@ -105,6 +106,7 @@ class StepMachine:
     Args:
         alone_first: requests of a burst whose prompts are computed before the rest, as where they arrive one by
             one; by the number of the burst.
+        compile_s: what the first burst for so many variants takes longer, in each engine.
         step_tokens: that one step takes at most.
         host_scatter: by which the host's pace is slower or quicker in a step, as a share of it.
     """
@@ -115,6 +117,7 @@ class StepMachine:
     seed: int = 0
     failing: IserveError | None = None
     alone_first: Callable[[int], int] = lambda burst: 1
+    compile_s: float = 0.0
     step_tokens: int = 1 << 20
     host_scatter: float = 0.0
 
@@ -175,6 +178,7 @@ class StepMachineSession:
         has_deltas = delta_format is not SlotFormat.NONE
         assert bool(slots) == (rank in (8, 16, 32, 64) or has_deltas)
         self.layers, self.slots, self.loaded = num_layers, slots, 0
+        self.compiled: set[tuple[int, int]] = set()
         self.max_batch, self.max_context_tokens = max_batch, max_context_tokens
         self.kv_tokens = kv_tokens or max_batch * max_context_tokens
         self.machine.clock.now += START_S
@@ -228,6 +232,8 @@ class StepMachineSession:
             found.append(self._step(prompts + first, batch, prompts, active, repeat))
         found += [self._step(batch, batch, 0, active, repeat) for _ in range(output_tokens - 1)]
         e2e_s = sum(step.cadence_s for step in found)
+        e2e_s += 0.0 if (batch, active) in self.compiled else self.machine.compile_s
+        self.compiled.add((batch, active))
         self.machine.clock.now += e2e_s
         self.machine.log.append(("burst", self.layers, self.slots, batch, active, repeat))
         return (RunReading(e2e_s=e2e_s, device_s=e2e_s, host_s=0.0, steps=tuple(found)),)

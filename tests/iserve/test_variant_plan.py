@@ -20,11 +20,12 @@ from iserve.planning.deployability import DeployableDocument
 from iserve.planning.deployment_choice import planned_deployment, too_few_slots
 from iserve.planning.document import PlanDocument
 from iserve.planning.pipeline import PlanOptions, datasheet_estimator, slots_of, space, variant_load, with_traffic
+from iserve.planning.verdict_text import plan_lines
 from iserve.planning.words import gib
 from iserve.planning.worker_launch import PlannedDeployment
 from planner.adapter_slots import MOST_WITHOUT, VariantLoad
 from planner.hot_variants import served_cost
-from planner.intent import MOST_BASE_SHARE, Intent, IntentKind, Quality, Traffic
+from planner.intent import MOST_BASE_SHARE, Intent, IntentKind, Quality, Slo, Traffic
 from tests.golden_words import Golden
 from tests.iserve.joint_plans import (
     LLAMA,
@@ -335,6 +336,31 @@ def test_slots_are_said_to_bound_only_what_they_do(
     assert bool(said) == (within < most)
     if said:
         golden("variant", said)
+
+
+@pytest.mark.parametrize(
+    ("slots", "batch", "rate"), [(8, 64, None), (1, 64, None), (8, 64, 1.0), (8, 8, None), (64, 64, None)]
+)
+def test_the_first_screen_says_how_many_requests_find_slots(
+    slots: int, batch: int, rate: float | None, golden: Golden
+) -> None:
+    """8.9 find one of 8 slots, and 102 of 64; of a smaller batch all requests run."""
+    options = varied(Traffic(variants=1_000, variant_rank=16), IntentKind.MIN_LATENCY, rate=rate)
+    options = replace(options, adapter_slots=slots, workload=replace(options.workload, batch=batch))
+    options = replace(options, intent=replace(options.intent, slo=Slo(e2e_s=100.0)))
+    options = replace(options, replicas=2, more_requests=False)
+    document = planned(hardware_on("h200:2"), options).document
+    within = requests_within(variant_load(options.intent.traffic).distinct, slots)
+    assert within is not None
+    assert document.verdict is not None
+    assert document.verdict.figures is not None
+    assert document.verdict.figures.requests_at_once == min(batch, within)
+    lines = dict(plan_lines(document))
+    said = [lines["At this load"], lines["Serves"], lines[""]]
+    of_one = dict(plan_lines(replace(document, joint=None)))["At this load"]
+    bounded = [", of which" in line for line in (lines["Serves"], of_one)]
+    assert bounded == [within < batch, within < batch]
+    golden("variant", [*said, of_one])
 
 
 @pytest.mark.parametrize("rate", [0.2, 1.0])

@@ -32,6 +32,7 @@ __all__ = [
     "PROFILING_VARIABLES",
     "ROUTES",
     "SOME_FLAGS",
+    "SOME_TEXTS",
     "SOME_VALUES",
     "SOME_VARIABLES",
     "STEPS_IN_FLIGHT",
@@ -93,7 +94,7 @@ CACHE_LABELS = ("block_size", "num_gpu_blocks")  # of vllm:cache_config_info: fi
 _KV_CACHE = ("v1/core/kv_cache_utils.py", "v1/core/kv_cache_planning.py")
 _REGISTRY, _EXCEPTIONS = ("model_executor/models/registry.py",), ("v1/engine/exceptions.py",)
 _SPARSE = ("model_executor/layers/quantization/compressed_tensors/compressed_tensors.py",)
-# All of its own words that ``signs.py`` looks for in its log, by the file that holds them or its successor.
+# All of its own words that ``error_patterns`` looks for in its log, by the file that holds them or its successor.
 TEXTS: Mapping[str, tuple[str, ...]] = {
     "Free memory on device ": ("v1/worker/utils.py",),
     "on startup is less than desired GPU memory utilization": ("v1/worker/utils.py",),
@@ -121,7 +122,19 @@ TEXTS: Mapping[str, tuple[str, ...]] = {
     "died unexpectedly": ("v1/executor/multiproc_executor.py",),
     "WorkerProc initialization failed": ("v1/executor/multiproc_executor.py",),
     "Failed to infer device type": ("config/device.py",),
+    " does not support LoRA yet": ("v1/worker/lora_model_runner_mixin.py",),
+    "No supported LoRA modules found in ": ("lora/model_manager.py",),
+    "When using LoRA, vocab size must be <= ": ("lora/layers/logits_processor.py",),
+    "Monolithic kernels are not supported for Fused MoE LoRA": ("lora/layers/fused_moe.py",),
+    " does not support LoRA. For ": ("lora/layers/fused_moe.py",),
+    "Unsupported base layer: ": ("lora/layers/utils.py",),
+    "LoRA rank ": ("lora/peft_helper.py",),
+    " is greater than max_lora_rank ": ("lora/peft_helper.py",),
+    " target modules in ": ("lora/lora_model.py",),
+    " but received ": ("lora/lora_model.py",),
 }
+# Words of some of the known releases, which a release may lack.
+SOME_TEXTS: Mapping[str, tuple[str, ...]] = {"LoRA is not supported for ": ("config/lora.py",)}
 
 _ARGUMENTS = "engine/arg_utils.py"
 _FRONT_ENDS = ("openai/cli_args.py", "launchers/cli_args.py", "common/cli_args.py")  # to 0.28, 0.29, 0.33
@@ -202,7 +215,7 @@ class ReleaseFacts:
     variables: tuple[str, ...]
     routes: tuple[str, ...]  # of adapters
     metrics: tuple[str, ...]
-    texts: tuple[str, ...]  # of :data:`TEXTS`
+    texts: tuple[str, ...]  # of :data:`TEXTS` and :data:`SOME_TEXTS`
     architectures: tuple[str, ...]
     modules: tuple[str, ...]  # of those that are imported or started
     plugin_groups: tuple[str, ...]
@@ -243,7 +256,11 @@ def read_release(package: Path) -> ReleaseFacts:
         variables=tuple(sorted(strings_starting(source.tree("envs.py"), "VLLM_"))),
         routes=tuple(sorted(strings_starting(source.tree(_LORA_ROUTES), "/v1/"))),
         metrics=tuple(sorted(strings_starting(source.tree("v1/metrics/loggers.py"), "vllm:"))),
-        texts=tuple(text for text, files in TEXTS.items() if any(source.says(file, text) for file in files)),
+        texts=tuple(
+            text
+            for text, files in {**TEXTS, **SOME_TEXTS}.items()
+            if any(source.says(file, text) for file in files)
+        ),
         architectures=tuple(sorted(keys_of_tables(source.tree("model_executor/models/registry.py")))),
         modules=tuple(name for name in ("entrypoints/cli/main.py", "third_party/pynvml.py") if source.has(name)),
         plugin_groups=tuple(sorted(strings_starting(source.tree("plugins/__init__.py"), "vllm."))),

@@ -12,6 +12,7 @@ from fingerprint.errors import (
     EngineError,
     InfeasibleError,
     UnavailableError,
+    UnsupportedAdapterError,
     UnsupportedModelError,
 )
 
@@ -28,6 +29,11 @@ OTHERS_TEXTS = {
     "` but Transformers does not recognize": "transformers",
     "contains custom code which must be executed": "transformers",
     "unrecognized arguments: ": "argparse",
+    "validation error for LoRAConfig": "pydantic",
+    "Input should be ": "pydantic",
+    "vLLM did not load ": "our profiling worker",
+    "deltas are not served ": "our plug-in for deltas",
+    "iserve_deltas: ": "our plug-in for deltas",
     "Sparse24 models are no longer supported": "vLLM before 0.22",
     "[Errno 98]": "the system",
     "address already in use": "the system",
@@ -38,6 +44,7 @@ DULL = re.compile(
     r"[Ss]ee (?:the )?(?:root cause|stack trace)|Failed core proc|WorkerProc initialization failed|EngineDeadError"
 )
 
+_WITHOUT_SLOTS = "deploy it without slots for variants, or use engine torch"
 _OTHER_ENGINE = "this vLLM does not run the architecture {architecture}; use engine torch, or another vLLM"
 
 # The first that is found decides: causes before what they bring about.
@@ -76,6 +83,57 @@ ERROR_PATTERNS = (
         re.compile(r"The Transformers implementation of '(?P<architecture>\w+)' is not compatible with vLLM"),
         UnsupportedModelError,
         _OTHER_ENGINE,
+    ),
+    *(
+        ErrorPattern(
+            re.compile(pattern),
+            UnsupportedModelError,
+            f"this vLLM serves no variants of models of the class {{architecture}}; {_WITHOUT_SLOTS}",
+        )
+        for pattern in (
+            r"(?P<architecture>\w+) does not support LoRA yet",
+            r"LoRA is not supported for (?P<architecture>\w+) \(",  # before it loads the model, from 0.33 on
+            r"No supported LoRA modules found in (?P<architecture>\w+)",
+        )
+    ),
+    ErrorPattern(
+        re.compile(r"When using LoRA, vocab size must be <= (?P<most>\d+)"),
+        UnsupportedModelError,
+        f"this vLLM serves no variants of models of more than {{most}} tokens of vocabulary; {_WITHOUT_SLOTS}",
+    ),
+    ErrorPattern(
+        re.compile(r"Monolithic kernels are not supported for Fused MoE LoRA|\w does not support LoRA\. For "),
+        UnsupportedModelError,
+        f"the kernels that it chose for the experts take no variants; {_WITHOUT_SLOTS}",
+    ),
+    ErrorPattern(  # of LoRA's layers alone
+        re.compile(r"Unsupported base layer: (?P<layer>\w+)"),
+        UnsupportedModelError,
+        f"it serves no variants on weights in the format of its {{layer}}; {_WITHOUT_SLOTS}",
+    ),
+    ErrorPattern(
+        re.compile(
+            r"validation error for LoRAConfig\s+max_lora_rank\s+Input should be (?P<ranks>[^\[\n]{1,80})\b"
+        ),
+        ConfigError,
+        "this vLLM has no slots of that rank; the ranks that it has are {ranks}",
+    ),
+    ErrorPattern(
+        re.compile(r"iserve_deltas: (?P<why>deltas are not served [^;\n]{1,100})"),
+        ConfigError,
+        "{why}; deploy it without slots for deltas",
+    ),
+    ErrorPattern(  # a server that refused a request's variant goes on, and may end later for another reason
+        re.compile(r"vLLM did not load [^\n]*LoRA rank (?P<rank>\d+) is greater than max_lora_rank (?P<most>\d+)"),
+        UnsupportedAdapterError,
+        "an adapter of rank {rank} does not fit slots of rank {most}; start it with slots of that rank",
+    ),
+    ErrorPattern(
+        re.compile(
+            r"vLLM did not load [^\n]* target modules in [^\n]* but received \[?(?P<matrices>[^]\n]{1,99})"
+        ),
+        UnsupportedAdapterError,
+        "this vLLM has slots for some of an adapter's matrices alone, not for {matrices}",
     ),
     ErrorPattern(
         re.compile(r"model type `(?P<kind>[^`\n]{1,80})` but Transformers does not recognize"),

@@ -24,6 +24,7 @@ from daemon.engines.vllm.contract import (
     PROFILING_VARIABLES,
     ROUTES,
     SOME_FLAGS,
+    SOME_TEXTS,
     SOME_VALUES,
     SOME_VARIABLES,
     TEXTS,
@@ -301,10 +302,16 @@ class TestCompleteness:
     def test_texts_are_those_that_failures_are_told_by(self):
         """Each piece of a sign's text is vLLM's own, which releases are held against, or named as another's."""
         pieces = {piece.lower() for pattern in PATTERNS for piece in literals(pattern) if len(piece) >= 8}
-        known = TEXTS.keys() | OTHERS_TEXTS.keys()
-        assert not TEXTS.keys() & OTHERS_TEXTS.keys()
+        own = TEXTS.keys() | SOME_TEXTS.keys()
+        known = own | OTHERS_TEXTS.keys()
+        assert not own & OTHERS_TEXTS.keys()
         assert {piece for piece in pieces if not any(piece in text.lower() for text in known)} == set()
         assert {text for text in known if not any(piece in text.lower() for piece in pieces)} == set()
+
+
+def test_a_class_without_slots_is_refused_before_its_weights_are_loaded_from_0_33_on():
+    (later,) = SOME_TEXTS
+    assert [version for version, facts in RELEASES.items() if later in facts.texts] == ["0.33.0"]
 
 
 def test_reasoning_is_answered_in_the_field_that_is_documented():

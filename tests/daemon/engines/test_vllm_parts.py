@@ -20,11 +20,13 @@ from daemon.engines.vllm.adapter import VllmEngine
 from daemon.profile_client import WorkerProfileTarget
 from fingerprint.codec import from_json
 from fingerprint.errors import (
+    BadInputError,
     ConfigError,
     ConflictError,
     EngineError,
     InfeasibleError,
     UnavailableError,
+    UnsupportedAdapterError,
     UnsupportedModelError,
 )
 from fingerprint.measurements import MachineInfo
@@ -236,6 +238,80 @@ def test_last_words_become_one_of_our_errors_with_the_fix(text, error, words):
     for word in ["worker w1 (vllm) ended", *words]:
         assert word in str(said)
     assert "\n" not in str(said)
+
+
+CALL = "vLLM did not load /f/adapter-0: Exception: Call to add_lora method failed: "
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        pytest.param("ValueError: BloomForCausalLM does not support LoRA yet.", UnsupportedModelError, id="class"),
+        pytest.param(
+            "pydantic_core._pydantic_core.ValidationError: 1 validation error for VllmConfig\n  Value error, LoRA "
+            "is not supported for BloomForCausalLM (/models/m). Supported models implement the `SupportsLoRA` "
+            "interface. Run this model without `enable_lora`. [type=value_error, input_value=ArgsKwargs(())]",
+            UnsupportedModelError,
+            id="class-since-0.33",
+        ),
+        pytest.param(
+            "AssertionError: No supported LoRA modules found in MambaForCausalLM.",
+            UnsupportedModelError,
+            id="modules",
+        ),
+        pytest.param(
+            "ValueError: When using LoRA, vocab size must be <= 258048", UnsupportedModelError, id="vocabulary"
+        ),
+        pytest.param(
+            "AssertionError: Monolithic kernels are not supported for Fused MoE LoRA.",
+            UnsupportedModelError,
+            id="monolithic-experts",
+        ),
+        pytest.param(
+            "AssertionError: DeepGemmExperts does not support LoRA. For unquantized MoE, set moe_backend='triton'",
+            UnsupportedModelError,
+            id="experts",
+        ),
+        pytest.param(
+            "ValueError: Unsupported base layer: QKVParallelLinear(in_features=64, output_features=128)",
+            UnsupportedModelError,
+            id="weights",
+        ),
+        pytest.param(
+            "pydantic_core._pydantic_core.ValidationError: 1 validation error for LoRAConfig\nmax_lora_rank\n  "
+            "Input should be 1, 8, 16, 32, 64, 128, 256, 320 or 512 [type=literal_error, input_value=7]",
+            ConfigError,
+            id="rank-of-no-slots",
+        ),
+        pytest.param(
+            "ValueError: iserve_deltas: deltas are not served of a multimodal model; start it without them",
+            ConfigError,
+            id="deltas",
+        ),
+        pytest.param(
+            f"{CALL}LoRA rank 64 is greater than max_lora_rank 16.", UnsupportedAdapterError, id="larger-rank"
+        ),
+        pytest.param(
+            f"{CALL}While loading /f/adapter-0, expected target modules in {{'qkv_proj'}} but received "
+            "['model.layers.0.mixer.in_proj']. Please verify that the loaded LoRA module is correct",
+            UnsupportedAdapterError,
+            id="matrices",
+        ),
+    ],
+)
+def test_refusals_of_slots_and_adapters_happen_again(
+    text: str, error: type[BadInputError], golden: Golden
+) -> None:
+    said = VllmEngine().explain_failure(worker(Path("/models/m")), 1, f"INFO starting\n{text}\nTraceback:\n")
+    assert type(said) is error
+    assert isinstance(said, BadInputError), "no start is tried anew"
+    golden("engines", str(said))
+
+
+def test_an_adapter_that_a_server_refused_is_not_why_it_ended() -> None:
+    """The server answers the request and goes on; what ends it later may be gone at the next start."""
+    log = "ERROR LoRA rank 64 is greater than max_lora_rank 16.\nINFO 200 OK\n"
+    assert type(VllmEngine().explain_failure(worker(Path("/models/m")), -9, log)) is EngineError
 
 
 def test_the_guards_own_refusal_is_a_conflict(golden: Golden):

@@ -6,7 +6,15 @@ import json
 from collections import defaultdict
 from pathlib import Path
 
-from daemon.engines.vllm.contract import PROFILING_VALUES, SOME_VALUES, TEXTS, VALUES, ClassFacts, ReleaseFacts
+from daemon.engines.vllm.contract import (
+    PROFILING_VALUES,
+    SOME_TEXTS,
+    SOME_VALUES,
+    TEXTS,
+    VALUES,
+    ClassFacts,
+    ReleaseFacts,
+)
 from daemon.engines.vllm.model_registry import REGISTRY_FILE, Registered, Registry
 
 _MODELS = Path(REGISTRY_FILE).parent
@@ -24,7 +32,7 @@ def write_release(facts: ReleaseFacts, package: Path) -> None:
     files["plugins/__init__.py"] += [json.dumps(name) for name in facts.plugin_groups]
     files["model_executor/models/registry.py"] += [json.dumps(dict.fromkeys(facts.architectures, "")) + "\n"]
     for text in facts.texts:
-        files[TEXTS[text][-1]].append(json.dumps(text))
+        files[{**TEXTS, **SOME_TEXTS}[text][-1]].append(json.dumps(text))
     for option in facts.values:
         file, name = {**VALUES, **SOME_VALUES, **PROFILING_VALUES}[option]
         files[file].append(f"{name} = Literal[{json.dumps(option.partition('=')[2])}]")

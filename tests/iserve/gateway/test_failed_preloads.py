@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from iserve.gateway.worker_http import NotBegunError
 from iserve.http_stream import NotReachedError
 from iserve.route_table import Route, VariantRoute, WorkerTarget
 from placement.variant_routing import Admission
+from tests.iserve.gateway.timeless_loop import TimelessLoop
 from tests.iserve.gateway.variant_requests import variant
 
 A, B, C, D, E = (variant(name) for name in "abcde")
@@ -51,6 +53,7 @@ class Loads(VariantLoader):
         self.errors: dict[str, Exception] = {}  # by name
         self.held: dict[str, asyncio.Future[None]] = {}
         self.begun: list[tuple[str, str]] = []  # worker and variant
+        self.begun_s: list[float] = []
         self.unloaded: list[str] = []
         self.asked = 0
 
@@ -63,6 +66,7 @@ class Loads(VariantLoader):
 
     async def load(self, target: WorkerTarget, variant: VariantRoute, folder: Path) -> None:
         self.begun.append((target.worker_id, variant.name))
+        self.begun_s.append(asyncio.get_running_loop().time())
         if (held := self.held.get(variant.name)) is not None:
             await held
         if (error := self.errors.get(variant.name)) is not None:
@@ -193,6 +197,71 @@ def test_a_pinned_variant_that_never_loads_keeps_nothing_else_from_it() -> None:
         await settle()
 
     asyncio.run(main())
+
+
+class TestPinnedVariantsThatNeverLoad:
+    """Seconds are those of an event loop that waits for no time."""
+
+    @pytest.fixture(autouse=True)
+    def quiet(self, monkeypatch: pytest.MonkeyPatch, no_quiet: None) -> None:
+        monkeypatch.setattr(variant_residency, "_RETRY_S", 5.0)
+
+    def run(self, table: Route, seconds: float, **errors: Exception) -> Loads:
+        loads = Loads()
+        loads.errors |= errors
+
+        async def main() -> None:
+            residency = VariantResidency(table, lambda: None, loads, Metrics())
+            await asyncio.sleep(seconds)
+            residency.close()
+
+        with asyncio.Runner(loop_factory=TimelessLoop) as runner:
+            runner.run(main())
+        return loads
+
+    @pytest.mark.parametrize("error", [REFUSED, FAILED, LOST])
+    def test_one_is_tried_after_pauses_that_double_up_to_five_minutes(self, error: Exception) -> None:
+        loads = self.run(route(variant("p", pinned=True)), 2000.0, p=error)
+        pauses_s = [after - before for before, after in pairwise(loads.begun_s)]
+        assert pauses_s == pytest.approx([5, 10, 20, 40, 80, 160, 300, 300, 300, 300, 300], abs=0.1)
+
+    @pytest.mark.parametrize("slots", [4, 8])
+    def test_the_rest_is_loaded_between_two_of_its_tries(self, slots: int) -> None:
+        loads = self.run(route(A, B, C, variant("p", pinned=True), slots=slots), 12.0, p=REFUSED)
+        assert loads.names == ["p", "p", "a", "b", "c"]
+
+    def test_it_holds_no_slot_of_the_rest(self) -> None:
+        loads = self.run(route(A, B, variant("p", pinned=True), slots=2), 12.0, p=REFUSED)
+        assert loads.names == ["p", "p", "a", "b"]
+
+    def test_many_keep_no_pinned_one_from_being_loaded(self) -> None:
+        """Two loads fail, which are all that a worker has at once, and are first in its order of pinned ones."""
+        pinned = {one.engine_name: one for one in (variant(name, pinned=True) for name in "pqr")}
+        *bad, good = (pinned[name].name for name in frozenset(pinned))
+        loads = self.run(route(*pinned.values()), 7.0, **dict.fromkeys(bad, REFUSED))
+        assert loads.names[:3] == [*bad, good]
+
+    def test_pauses_begin_anew_after_a_load_and_with_another_table(self) -> None:
+        failed = FailedLoads()
+        for _ in range(3):
+            failed.fail("p", answered=True, ahead=False, now_s=100.0)
+        assert failed.retry_s("p", 5.0) == 120.0
+        failed.succeed("p")
+        assert failed.retry_s("p", 5.0) == 0.0
+        failed.fail("p", answered=True, ahead=False, now_s=200.0)
+        assert failed.retry_s("p", 5.0) == 205.0
+        failed.keep({"q"})
+        assert failed.retry_s("p", 5.0) == 0.0
+
+    @pytest.mark.parametrize(("answered", "retry_s"), [(True, 0.0), (False, 110.0)])
+    def test_one_that_may_have_ended_the_worker_waits_at_the_next_start_as_well(
+        self, answered: bool, retry_s: float
+    ) -> None:
+        failed = FailedLoads()
+        for _ in range(2):
+            failed.fail("p", answered=answered, ahead=False, now_s=100.0)
+        failed.restart()
+        assert failed.retry_s("p", 5.0) == retry_s
 
 
 class TestFailuresInARow:

@@ -20,6 +20,7 @@ from iserve.gateway.worker_http import NotBegunError
 from iserve.http_stream import StreamClient
 from iserve.route_table import WorkerTarget
 from tests.golden_words import Golden
+from tests.iserve.gateway.timeless_loop import TimelessLoop
 from tests.iserve.gateway.variant_requests import A
 
 HOME = Path("/home/ann lee/.local/share/iserve")
@@ -115,22 +116,6 @@ class Answer:
 
     async def finish(self, linger_s: float) -> None:
         pass
-
-
-class TimelessLoop(asyncio.SelectorEventLoop):
-    """Event loop whose clock goes to the next timer at once, so that no test waits for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._now_s, self._really = 0.0, self._selector.select
-        self._selector.select = self._select  # type: ignore[method-assign]
-
-    def time(self) -> float:
-        return self._now_s
-
-    def _select(self, timeout: float | None = None) -> Any:
-        self._now_s += timeout or 0.0
-        return self._really(0)
 
 
 def asked_s(workers: ReadingWorker) -> tuple[NotBegunError, list[float]]:
