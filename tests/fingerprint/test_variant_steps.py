@@ -11,6 +11,7 @@ from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, SlotFormat, Workload
 from fingerprint.errors import BadInputError, ConfigError, EngineError, NotMeasuredError
 from fingerprint.estimates import Quantity, Source
+from fingerprint.estimators import adapter_slots
 from fingerprint.estimators.adapter_slots import variant_cost
 from fingerprint.estimators.measured_variants import SPREAD, MeasuredVariantCost, measured_cost
 from fingerprint.model_spec import ModelSpec
@@ -112,7 +113,11 @@ class TestLaw:
         with pytest.raises(NotMeasuredError):
             mine.prompts_s(work, 0.05, 0.0, 1.0)
 
-    def test_prompts_of_plans_are_measured_where_long_ones_were(self, measured: VariantMeasurement) -> None:
+    def test_prompts_of_plans_are_measured_where_long_ones_were(
+        self, measured: VariantMeasurement, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Once a GPU judged their law."""
+        monkeypatch.setattr(adapter_slots, "ARE_MEASURED_PROMPTS_JUDGED", True)
         config, work = slots_of(32), Workload(batch=1, input_tokens=3000, output_tokens=1)
         estimator = SimpleNamespace(variant_cost=lambda config: cost_of(measured, config))
         planned, mine = variant_cost(estimator, llama(LAYERS), config), cost_of(measured, config)
@@ -121,6 +126,19 @@ class TestLaw:
         assert planned.has_measured_prompts
         assert planned.prompt_s is not None
         assert planned.prompt_s(3000) == mine.prompts_s(work, 0.05, 0.0, 1.0).value
+
+    def test_until_a_gpu_judged_their_law_prompts_of_plans_are_as_recorded(
+        self, measured: VariantMeasurement
+    ) -> None:
+        config, work = slots_of(32), Workload(batch=1, input_tokens=3000, output_tokens=1)
+        estimator = SimpleNamespace(variant_cost=lambda config: cost_of(measured, config))
+        planned, recorded = (variant_cost(one, llama(LAYERS), config) for one in (estimator, None))
+        assert planned is not None
+        assert recorded is not None
+        assert planned.prompts_s(work, 0.05, 0.0, 1.0) == recorded.prompts_s(work, 0.05, 0.0, 1.0)
+        assert planned.step_s(32, 8) == cost_of(measured, config).step_s(32, 8)
+        assert cost_of(measured, config).has_measured_prompts, "a bench judges them all the same"
+        assert not planned.has_measured_prompts
 
     def test_intervals_hold_the_truth_of_noisy_steps(self) -> None:
         within = total = 0
