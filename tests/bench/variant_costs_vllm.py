@@ -210,7 +210,7 @@ def measure_fingerprints(spec: ModelSpec, shapes: Shapes, target: Any, kind: Var
         shapes.cut,
         shapes.variant,
         step_plan(spec, PROFILED, kind),
-        progress=lambda p: print(f"{p.elapsed_s:.1f} s of the budget: {p.running}", flush=True),
+        progress=lambda p: print(f"{p.elapsed_s:.1f} s: {p.running}", flush=True),
     )
     kept.keep("measurement", json.loads(to_json(measured)))
     kept.add("measured", spent_s=measured.spent_s, steps=len(measured.steps), failure=measured.failure)

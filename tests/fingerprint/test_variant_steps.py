@@ -422,6 +422,21 @@ class TestDriver:
         assert machine.session is not None
         assert machine.session.closed
 
+    def test_progress_says_what_warms_up_and_the_seconds_since_the_measurement_began(self) -> None:
+        """Starts and compiling are most of what a deploy waits for, and none of the budget."""
+        machine = StepMachine(compile_s=5.0)
+        begun_s = machine.clock.now
+        found = machine.measure()
+        bursts = sum(entry[0] == "burst" for entry in machine.log)
+        is_warm_up = ["warming up" in one.running for one in machine.progress]
+        plan = step_plan(machine.spec, WORK, RANK_16)
+        assert is_warm_up.count(True) == len(plan.base_bursts) + 2 * len(plan.bursts), "each engine's first round"
+        elapsed_s = [one.elapsed_s for one in machine.progress]
+        assert elapsed_s == sorted(elapsed_s)
+        assert found.spent_s + 3 * START_S - 1.0 < elapsed_s[-1] < machine.clock.now - begun_s
+        assert [one.done for one in machine.progress] == sorted(one.done for one in machine.progress)
+        assert machine.progress[-1].done == bursts - 1
+
     def test_no_further_engine_is_started_where_the_fewest_rounds_would_take_too_long(self) -> None:
         base_s, token_s, once_s = TRUTH.base_s
         machine = StepMachine(truth=replace(TRUTH, base_s=(8 * base_s, 8 * token_s, once_s)))

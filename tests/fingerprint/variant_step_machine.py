@@ -13,6 +13,7 @@ from fingerprint.config import SlotFormat, Workload
 from fingerprint.errors import IserveError
 from fingerprint.measurements import RunReading, StepReading
 from fingerprint.model_spec import ModelSpec
+from fingerprint.profile import ProfileProgress
 from fingerprint.variant_measurements import GRAPH_TOKENS, VariantKind, VariantMeasurement
 from fingerprint.variant_step_plan import step_plan
 from fingerprint.variant_steps import measure_variant_steps
@@ -124,6 +125,7 @@ class StepMachine:
     def __post_init__(self) -> None:
         self.clock, self.random = FakeClock(), np.random.default_rng(self.seed)
         self.log: list[tuple[object, ...]] = []
+        self.progress: list[ProfileProgress] = []
         self.slowed: set[int] = set()  # bursts by their number, in whose prompts and steps kernels are compiled
         self.session: StepMachineSession | None = None
 
@@ -149,6 +151,7 @@ class StepMachine:
             step_plan(self.spec, work, kind, budget_s=budget_s),
             forget=lambda layers: self.log.append(("forget", len(layers))),
             clock=self.clock,
+            progress=self.progress.append,
         )
 
 
