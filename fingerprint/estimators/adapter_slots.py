@@ -99,8 +99,8 @@ def variant_load_s(cost: VariantCost, spec: ModelSpec, config: DeploymentConfig)
 def variant_cost(estimator: object, spec: ModelSpec, config: DeploymentConfig) -> VariantCost | None:
     """Return what variants in the slots of ``config`` take; None: there are none, or it is not known.
 
-    It is measured where ``estimator`` has it from fingerprints, else scaled from a recording, of vLLM alone; prompts
-    on vLLM are measured once their law was judged (``ARE_MEASURED_PROMPTS_JUDGED``).
+    It is measured where ``estimator`` has it from fingerprints, else scaled from a recording, of vLLM alone.
+    Prompts on vLLM are measured once their law was judged (``ARE_MEASURED_PROMPTS_JUDGED``).
     """
     if not config.adapter_slots:
         return None
