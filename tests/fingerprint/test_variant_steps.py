@@ -18,10 +18,19 @@ from fingerprint.model_spec import ModelSpec
 from fingerprint.variant_measurements import VariantMeasurement
 from fingerprint.variant_step_plan import step_plan
 from tests.fingerprint.synthetic_machine import llama
-from tests.fingerprint.variant_step_machine import INT2, RANK_16, START_S, WORK, StepMachine, StepTruth
+from tests.fingerprint.variant_step_machine import (
+    HOSTED,
+    INT2,
+    LAYERS,
+    RANK_16,
+    START_S,
+    WORK,
+    StepMachine,
+    StepTruth,
+)
 from tests.golden_words import Golden
 
-LAYERS, TRUTH = 32, StepTruth()
+TRUTH = StepTruth()
 
 
 def slots_of(count: int) -> DeploymentConfig:
@@ -150,10 +159,6 @@ class TestLaw:
                 within += step.low <= TRUTH.added_step_s(LAYERS, rows, active, 32) <= step.high
                 total += 1
         assert within / total >= 0.8
-
-
-# All launches of a prompt take 29 ms without slots, 38 with them, and 109 with variants.
-HOSTED = replace(TRUTH, base_s=(1e-5, 7e-7, 5e-5), host_s=(9e-4, 1.2e-3, 3.4e-3))
 
 
 def prompts_of(measured: VariantMeasurement, batch: int, tokens: int, active: int, slots: int = 32) -> Quantity:
