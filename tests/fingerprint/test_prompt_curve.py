@@ -68,7 +68,7 @@ def base_s(tokens: float) -> float:
 
 @given(world=WORLDS, slots=SLOTS, tokens=TOKENS)
 def test_an_interval_holds_the_value_and_says_something(world: World, slots: int, tokens: int) -> None:
-    """Its width is neither nothing nor many times the value."""
+    """Empty intervals and those of many times the value say nothing."""
     found = prompts(world, slots, tokens)
     assert 0 <= found.low < found.value < found.high
     assert found.high < 3 * found.value
