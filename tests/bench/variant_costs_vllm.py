@@ -298,8 +298,8 @@ def measure(
             finally:
                 for log in sorted(Path(folder).glob("workers/*/log.txt")):
                     lines = log.read_text(errors="replace").splitlines()
-                    told = [line[:400] for line in lines if _is_told(line)]
-                    kept.keep("log", [*told[-400:], *(line[:400] for line in lines[-80:])])
+                    chosen = [line[:400] for line in lines if _is_worth_keeping(line)]
+                    kept.keep("log", [*chosen[-400:], *(line[:400] for line in lines[-80:])])
     return all_ended
 
 
@@ -330,7 +330,7 @@ def _measure_part(
             measure_fingerprints(spec, shapes, target, kind, kept)
 
 
-def _is_told(line: str) -> bool:
+def _is_worth_keeping(line: str) -> bool:
     words = (
         "LoRA",
         "lora",
