@@ -117,6 +117,7 @@ class _Driver:
     progress: Callable[[ProfileProgress], None]
     spent_s: float = 0.0  # loads and the rounds that count
     warm_up_s: float = 0.0
+    begun_s: float = field(init=False)
     loads: list[VariantLoads] = field(default_factory=list)
     _done: int = 0
     _left_out: frozenset[Shape] = frozenset()  # prompts
@@ -124,6 +125,9 @@ class _Driver:
     _pairs: dict[_Key, list[tuple[_Times, _Times]]] = field(default_factory=dict)
     # of the base's steps: by fingerprint, whether there were slots, and composition
     _base: dict[tuple[tuple[int, ...], int, _Composition], list[_Times]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.begun_s = self.clock()
 
     def run_all(self, session: StepTimedVariantSession, visits: Sequence[StepVisit]) -> None:
         """Start each engine and run its bursts; the later ones have what the former left of the budget.
@@ -263,7 +267,7 @@ class _Driver:
                     f"bursts that warm up took {self.warm_up_s:.0f} s, more than the {_MOST_WARM_UP_S:g} s that "
                     "they may: the engine compiles kernels for minutes, or is too slow"
                 )
-            self.warm_up_s += self._burst(session, visit, shape, active)[1]
+            self.warm_up_s += self._burst(session, visit, shape, active, "warming up, ")[1]
 
     def _round(
         self, session: StepTimedVariantSession, visit: StepVisit, bursts: Sequence[tuple[Shape, int]]
@@ -282,11 +286,11 @@ class _Driver:
         return found
 
     def _burst(
-        self, session: StepTimedVariantSession, visit: StepVisit, shape: Shape, active: int
+        self, session: StepTimedVariantSession, visit: StepVisit, shape: Shape, active: int, why: str = ""
     ) -> tuple[RunReading, float]:
         """Run one burst; return its reading and the seconds that it took."""
         of = f"{self.plan.kind}, {active} in a burst" if active else "the base"
-        self._tell(f"{visit}, {of}: batch {shape.batch}, {shape.input_tokens} in")
+        self._tell(f"{visit}, {why}{of}: batch {shape.batch}, {shape.input_tokens} in")
         begun_s = self.clock()
         (reading,) = session.bursts(
             batch=shape.batch,
@@ -332,9 +336,8 @@ class _Driver:
 
     def _tell(self, running: str) -> None:
         of_all = (len(self.plan.bursts) * 2 + len(self.plan.base_bursts)) * (_FEWEST_ROUNDS + 1)
-        self.progress(
-            ProfileProgress(self._done, max(of_all, self._done), self.spent_s, self.plan.budget_s, running)
-        )
+        elapsed_s = self.clock() - self.begun_s
+        self.progress(ProfileProgress(self._done, max(of_all, self._done), elapsed_s, self.plan.budget_s, running))
 
     def steps(self) -> tuple[VariantSteps, ...]:
         """Return what was measured, the base in engines with slots next to those without first.

@@ -127,10 +127,6 @@ def _between(at: float, lengths: Sequence[int], times_s: Array) -> tuple[Array, 
     shorter, longer = lengths[first], lengths[first + 1]
     share = (at - shorter) / (longer - shorter)
     chord = (1 - share) * units[first] + share * units[first + 1]
-    if shorter <= GRAPH_TOKENS:
-        return units[first + 1] if at > GRAPH_TOKENS else chord, chord, chord
-    if first + 2 == len(lengths):
-        return chord, chord, chord
 
     def line(tokens: float, number: int) -> Array:
         """Return the weights of the line through length ``number`` and the next."""
@@ -138,7 +134,12 @@ def _between(at: float, lengths: Sequence[int], times_s: Array) -> tuple[Array, 
         weights: Array = (1 - along) * units[number] + along * units[number + 1]
         return weights
 
-    way, later, device = chord, line(at, first + 1), line(at, len(lengths) - 2)
+    device = line(at, len(lengths) - 2)
+    if shorter <= GRAPH_TOKENS:
+        return (units[first + 1], device, chord) if at > GRAPH_TOKENS else (chord, chord, chord)
+    if first + 2 == len(lengths):
+        return chord, chord, chord
+    way, later = chord, line(at, first + 1)
     if line(shorter, first + 1) @ times_s <= times_s[first]:  # the shorter one may be at its host's pace
         of_either = units[first] if times_s[first] > later @ times_s else later
         way = of_either if of_either @ times_s < chord @ times_s else chord

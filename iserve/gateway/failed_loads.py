@@ -38,7 +38,7 @@ class FailedLoads:
         """False after several loads ahead of need that failed in a row, until one succeeds or a restart."""
         return self._in_a_row < _MOST_IN_A_ROW
 
-    def fail(self, name: str, *, answered: bool, ahead: bool, now_s: float = 0.0) -> None:
+    def fail(self, name: str, *, answered: bool, ahead: bool, now_s: float) -> None:
         """Note a failed load; ``ahead``: it was begun before a request needed it."""
         (self._refused if answered else self.lost).add(name)
         self._in_a_row += ahead

@@ -16,6 +16,7 @@ from fingerprint.config import SlotFormat
 from fingerprint.errors import EngineError
 from fingerprint.families import load_spec
 from fingerprint.variant_measurements import VariantKind
+from fingerprint.variant_step_plan import step_plan
 from tests.bench import variant_costs_vllm as bench
 from tests.fingerprint.synthetic_machine import llama
 from tests.fingerprint.variant_step_machine import INT2, RANK_16, StepMachine, StepTruth
@@ -105,9 +106,58 @@ def test_an_interpreter_without_a_web_framework_can_run_it() -> None:
 
 
 def test_cases_have_more_distinct_variants_than_fingerprints() -> None:
-    """And their own words in the page."""
+    """And lengths of prompts that fingerprints do not have."""
     assert max(bench.STEPS[False]) == bench.SLOTS[False]
     assert re.search(r"Fingerprints\n# have bursts", Path(bench.__file__).read_text())
+    for kind in (RANK_16, INT2):
+        plan = step_plan(SPEC, bench.PROFILED, kind)
+        assert max(plan.active) < max(bench.STEPS[kind.is_delta])
+        assert not {shape.input_tokens for shape in plan.prompts} & {tokens for _, tokens, _ in bench.PROMPTS[:3]}
+
+
+class TestTime:
+    """The bursts of a whole model, on an engine that takes a second for each."""
+
+    def rounds(self, tmp_path: Path, end_s: float) -> tuple[list[dict[str, int]], list[Any]]:
+        kept, asked = bench.Kept(tmp_path / "kept.json"), list[dict[str, int]]()
+
+        class Session:
+            def bursts(self, **order: int) -> None:
+                asked.append(order)
+
+        bench.run_rounds(Session(), RANK_16, kept, has_slots=True, end_s=end_s, clock=lambda: float(len(asked)))
+        return asked, kept.document["rows"]
+
+    def count(self, asked: list[dict[str, int]], tokens: int) -> int:
+        """Return the rounds of a prompt's length, or of steps."""
+        return sum(order["input_tokens"] == tokens and order["active"] == 1 for order in asked)
+
+    def test_all_rounds_run_where_there_is_time(self, tmp_path: Path) -> None:
+        asked, rows = self.rounds(tmp_path, 1000.0)
+        assert self.count(asked, 3000) == 1 + bench.PROMPT_ROUNDS
+        assert self.count(asked, bench.INPUT) == 1 + bench.STEP_ROUNDS
+        assert rows == []
+
+    def test_rounds_that_would_end_too_late_are_left_out_and_said(self, tmp_path: Path) -> None:
+        """A round has 5 steps and 9 prompts: the third ends after 42 s."""
+        asked, rows = self.rounds(tmp_path, 45.0)
+        assert len(asked) == 42
+        assert [(row["kind"], row["rounds"]) for row in rows] == [("left-out", 3)]
+
+    def test_each_engine_has_a_round_to_compare(self, tmp_path: Path) -> None:
+        asked, _ = self.rounds(tmp_path, 0.0)
+        assert self.count(asked, 3000) == self.count(asked, bench.INPUT) == 2
+
+
+def test_a_table_without_fingerprints_has_what_was_measured(tmp_path: Path) -> None:
+    """The part that predicts ended by an error, say."""
+    kept = Path(__file__).parent / "results/variant_costs_h200"
+    for part in bench.PARTS:
+        document = json.loads(bench._part_file(kept, part, RANK_16))
+        document.pop("measurement", None)
+        (tmp_path / f"{part}-16.json").write_text(json.dumps(document))
+    columns = [[line.split("|")[1:6] for line in bench.table(out, RANK_16)] for out in (tmp_path, kept)]
+    assert columns[0][:-1] == columns[1][:-1]
 
 
 def test_what_the_decision_cites_is_what_was_kept() -> None:

@@ -3,15 +3,16 @@
 Run with vLLM's own Python on the GPU machine, from the repository's root::
 
     python -m tests.bench.variant_costs_vllm measure OUT [--parts fingerprints whole] [--kind 16] [--gpu 0]
-        [--model Qwen/Qwen3-8B]
+        [--model Qwen/Qwen3-8B] [--seconds 540]
     python -m tests.bench.variant_costs_vllm table OUT [--kind 16]
 
 ``fingerprints`` measures variants as a profile does (three starts of one and two layers). ``whole`` starts the
 whole shape with random weights, without slots and with them, and runs the requests of ``STEPS`` and ``PROMPTS``,
-which were written down before the first result, in interleaved rounds. The parts may run at once on two GPUs:
-each has files of its own, ``OUT/PART-KIND.json``, written after each burst, with the error where one ended it;
-each model needs an OUT of its own. Kinds are a rank of adapters, or a format of deltas. No web framework is
-imported.
+which were written down before the first result, in interleaved rounds. After the first two rounds of an engine, of
+which one warms up, none begins that is expected to end more than ``--seconds`` after the start of all. The parts
+may run at once on two GPUs: each has files of its own, ``OUT/PART-KIND.json``, written after each burst, with the
+error where one ended it, and the table takes what there is; each model needs an OUT of its own. Kinds are a rank
+of adapters, or a format of deltas. No web framework is imported.
 
 The second sitting judges Qwen3-8B's shape with adapters of rank 16, and Llama-3.1-8B's with deltas in int2::
 
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import tempfile
@@ -59,6 +61,7 @@ SLOTS = {False: 32, True: 8}  # of adapters, of deltas
 STEPS = {False: (0, 1, 4, 8, 32), True: (0, 1, 4, 8)}
 PROMPTS = ((1, 1024, (0, 1)), (1, 3000, (0, 1)), (1, 6000, (0, 1)), (4, 2048, (0, 1, 4)))
 STEP_ROUNDS, PROMPT_ROUNDS = 3, 5
+LEAST_ROUNDS = 2  # of each engine, whatever time there is: one that warms up and one to compare
 CONTENTS = {False: 4, True: 1}  # files that differ, of adapters and deltas; each slot has a copy of its own
 PARTS = ("fingerprints", "whole")
 LLAMA = "Llama-3.1-8B"  # whose context here is 8,192
@@ -210,14 +213,20 @@ def measure_fingerprints(spec: ModelSpec, shapes: Shapes, target: Any, kind: Var
         shapes.cut,
         shapes.variant,
         step_plan(spec, PROFILED, kind),
-        progress=lambda p: print(f"{p.elapsed_s:.1f} s of the budget: {p.running}", flush=True),
+        progress=lambda p: print(f"{p.elapsed_s:.1f} s: {p.running}", flush=True),
     )
     kept.keep("measurement", json.loads(to_json(measured)))
     kept.add("measured", spent_s=measured.spent_s, steps=len(measured.steps), failure=measured.failure)
 
 
-def measure_whole(spec: ModelSpec, shapes: Shapes, target: Any, kind: VariantKind, kept: Kept) -> None:
-    """Run the whole model without slots, with them, and with variants in them."""
+def measure_whole(
+    spec: ModelSpec, shapes: Shapes, target: Any, kind: VariantKind, kept: Kept, end_s: float = math.inf
+) -> None:
+    """Run the whole model without slots, with them, and with variants in them.
+
+    Args:
+        end_s: by ``time.monotonic``, when the last round should have ended.
+    """
     slots, layers = SLOTS[kind.is_delta], range(spec.num_layers)
     folders = [shapes.variant(layers, kind, number)[0] for number in range(slots)]
     kept.add("written", variants=len(folders))
@@ -236,54 +245,67 @@ def measure_whole(spec: ModelSpec, shapes: Shapes, target: Any, kind: VariantKin
             )
             if count:
                 session.load_variants(folders)
-            for run in (run_steps, run_prompts):
-                run(session, kind, has_slots=count > 0)
+            run_rounds(session, kind, kept, has_slots=count > 0, end_s=end_s)
     finally:
         session.close()
 
 
-def run_steps(session: Any, kind: VariantKind, *, has_slots: bool) -> None:
-    actives = STEPS[kind.is_delta] if has_slots else (0,)
-    for number in range(STEP_ROUNDS + 1):  # the first warms up: the table leaves it out
-        for active in actives if number % 2 else actives[::-1]:
-            _burst(session, ROWS, INPUT, OUTPUT, active)
-
-
-def run_prompts(session: Any, kind: VariantKind, *, has_slots: bool) -> None:
-    asked = [(batch, tokens, active) for batch, tokens, actives in PROMPTS for active in actives]
-    for number in range(PROMPT_ROUNDS + 1):
-        for batch, tokens, active in asked if number % 2 else asked[::-1]:
+def run_rounds(
+    session: Any,
+    kind: VariantKind,
+    kept: Kept,
+    *,
+    has_slots: bool,
+    end_s: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Run rounds of steps and prompts, every second one backwards. The first warms up: the table leaves it out."""
+    steps = [(ROWS, INPUT, OUTPUT, active) for active in STEPS[kind.is_delta]]
+    prompts = [(batch, tokens, 1, active) for batch, tokens, actives in PROMPTS for active in actives]
+    most, shortest_s = 1 + max(STEP_ROUNDS, PROMPT_ROUNDS), math.inf
+    for number in range(most):
+        begun_s = clock()
+        if number >= LEAST_ROUNDS and begun_s + shortest_s > end_s:
+            kept.add("left-out", has_slots=has_slots, rounds=most - number)
+            return
+        bursts = [*(steps if number <= STEP_ROUNDS else ()), *(prompts if number <= PROMPT_ROUNDS else ())]
+        for batch, tokens, output, active in bursts if number % 2 else bursts[::-1]:
             if has_slots or not active:
-                _burst(session, batch, tokens, 1, active)
+                _burst(session, batch, tokens, output, active)
+        shortest_s = min(shortest_s, clock() - begun_s)
 
 
 def _burst(session: Any, batch: int, tokens: int, output: int, active: int) -> None:
     session.bursts(batch=batch, input_tokens=tokens, output_tokens=output, most=1, until_s=0.0, active=active)
 
 
-def measure(out: Path, parts: Sequence[str], kind: VariantKind, model: str, gpu: int) -> bool:
+def measure(
+    out: Path, parts: Sequence[str], kind: VariantKind, model: str, gpu: int, seconds: float = math.inf
+) -> bool:
     """Measure each part; return whether all of them ended without an error."""
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # it is compiled at the first start
     os.environ.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # an engine in the worker's process would not end
-    all_ended = True
+    all_ended, end_s = True, time.monotonic() + seconds
     for part in parts:
         at = time.strftime("%Y-%m-%dT%H:%M:%S")
         kept = Kept(out / f"{part}-{name_of(kind)}.json", at=at, gpu=gpu, model=model)
         with tempfile.TemporaryDirectory(prefix="variant-costs-") as folder:
             try:
-                _measure_part(part, kind, model, gpu, out, Path(folder), kept)
+                _measure_part(part, kind, model, gpu, out, Path(folder), kept, end_s)
             except (Exception, SystemExit):  # noqa: BLE001  # the file says what ended the part
                 all_ended = False
                 kept.add("error", text=traceback.format_exc())
             finally:
                 for log in sorted(Path(folder).glob("workers/*/log.txt")):
                     lines = log.read_text(errors="replace").splitlines()
-                    told = [line[:400] for line in lines if _is_told(line)]
-                    kept.keep("log", [*told[-400:], *(line[:400] for line in lines[-80:])])
+                    chosen = [line[:400] for line in lines if _is_worth_keeping(line)]
+                    kept.keep("log", [*chosen[-400:], *(line[:400] for line in lines[-80:])])
     return all_ended
 
 
-def _measure_part(part: str, kind: VariantKind, model: str, gpu: int, out: Path, folder: Path, kept: Kept) -> None:
+def _measure_part(
+    part: str, kind: VariantKind, model: str, gpu: int, out: Path, folder: Path, kept: Kept, end_s: float
+) -> None:
     from tests.bench.accuracy_measure import MEMORY_FRACTION, _Bench, machine_here, total_bytes
 
     machine = machine_here(1)
@@ -301,12 +323,14 @@ def _measure_part(part: str, kind: VariantKind, model: str, gpu: int, out: Path,
         port=18_080 + 100 * gpu + 20 * PARTS.index(part),
         first_gpu=gpu,
     )
-    run: dict[str, Callable[..., None]] = {"fingerprints": measure_fingerprints, "whole": measure_whole}
     with bench.target(shapes.whole, spec) as target:
-        run[part](spec, shapes, target, kind, kept)
+        if part == "whole":
+            measure_whole(spec, shapes, target, kind, kept, end_s)
+        else:
+            measure_fingerprints(spec, shapes, target, kind, kept)
 
 
-def _is_told(line: str) -> bool:
+def _is_worth_keeping(line: str) -> bool:
     words = (
         "LoRA",
         "lora",
@@ -333,35 +357,34 @@ def _part_file(out: Path, part: str, kind: VariantKind) -> bytes:
 def table(out: Path, kind: VariantKind) -> list[str]:
     """Return lines of a table: what variants and slots add to the engine without slots, and what is predicted.
 
-    A prediction is blank where the measurement has no prompts that are long enough for it.
+    A prediction is blank where the fingerprints were not measured, or not with prompts that are long enough.
     """
     parts = {part: json.loads(_part_file(out, part, kind)) for part in PARTS}
-    measured = from_json(json.dumps(parts["fingerprints"]["measurement"]).encode(), VariantMeasurement)
+    kept = parts["fingerprints"].get("measurement")
+    measured = [] if kept is None else [from_json(json.dumps(kept).encode(), VariantMeasurement)]
     config, slots = config_of(kind), SLOTS[kind.is_delta]
     with tempfile.TemporaryDirectory(prefix="variant-costs-") as folder:
         spec = load_spec(Shapes(Path(folder) / "models", parts["whole"]["facts"].get("model", LLAMA)).whole)
-    cost, recorded = measured_cost([measured], spec.num_layers, config), variant_cost(None, spec, config)
-    assert cost is not None
+    cost, recorded = measured_cost(measured, spec.num_layers, config), variant_cost(None, spec, config)
     assert recorded is not None
     bursts = _Bursts([row for row in parts["whole"]["rows"] if row["kind"] == "burst"], slots)
     lines = ["| what | active | measured | without slots | added | predicted | interval | the recording's |"]
     lines.append("|---|--:|--:|--:|--:|--:|--:|--:|")
     for active in STEPS[kind.is_delta]:
         times = bursts.times("step_s", ROWS, INPUT, active)
-        found = cost.step_s(ROWS, active), recorded.step_s(ROWS, active)
-        lines += _line(f"step of {ROWS}", active, times, *found)
+        step = cost.step_s(ROWS, active) if cost else None
+        lines += _line(f"step of {ROWS}", active, times, step, recorded.step_s(ROWS, active))
     for batch, tokens, actives in bursts.prompts():
         work = Workload(batch=batch, input_tokens=tokens, output_tokens=1)
         for active in actives:
             times = bursts.times("e2e_s", batch, tokens, active)
-            share, has_prompts = 0.0 if active else 1.0, cost.has_measured_prompts
-            predicted = cost.prompts_s(work, times[1] or 0.0, share, float(active)) if has_prompts else None
-            by_recording = recorded.prompts_s(work, times[1] or 0.0, share, float(active))
-            lines += _line(f"prompts of {batch} x {tokens}", active, times, predicted, by_recording)
+            asked = (work, times[1] or 0.0, 0.0 if active else 1.0, float(active))
+            predicted = cost.prompts_s(*asked) if cost and cost.has_measured_prompts else None
+            lines += _line(f"prompts of {batch} x {tokens}", active, times, predicted, recorded.prompts_s(*asked))
     loads = [row["loads_s"] for row in parts["whole"]["rows"] if row["kind"] == "loads"]
     if loads:
-        loads_s = statistics.median(loads[0][1:])
-        lines.append(f"a load: measured {loads_s:.3f} s, predicted {cost.load.value:.3f} s")
+        predicted_s = f"{cost.load.value:.3f} s" if cost else "none"
+        lines.append(f"a load: measured {statistics.median(loads[0][1:]):.3f} s, predicted {predicted_s}")
     return lines
 
 
@@ -422,11 +445,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--kind", default="16", help="rank of adapters, or format of deltas")
     parser.add_argument("--model", default=LLAMA, help="name of a recorded config, or its folder")
     parser.add_argument("--gpu", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=540.0, help="after which no round of `whole` ends")
     given = parser.parse_args(arguments)
     kind = kind_named(given.kind)
     if given.order == "table":
         print("\n".join(table(given.out, kind)))
-    elif not measure(given.out, given.parts, kind, given.model, given.gpu):
+    elif not measure(given.out, given.parts, kind, given.model, given.gpu, given.seconds):
         raise SystemExit(1)
 
 

@@ -11,16 +11,26 @@ from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, SlotFormat, Workload
 from fingerprint.errors import BadInputError, ConfigError, EngineError, NotMeasuredError
 from fingerprint.estimates import Quantity, Source
+from fingerprint.estimators import adapter_slots
 from fingerprint.estimators.adapter_slots import variant_cost
 from fingerprint.estimators.measured_variants import SPREAD, MeasuredVariantCost, measured_cost
 from fingerprint.model_spec import ModelSpec
 from fingerprint.variant_measurements import VariantMeasurement
 from fingerprint.variant_step_plan import step_plan
 from tests.fingerprint.synthetic_machine import llama
-from tests.fingerprint.variant_step_machine import INT2, RANK_16, START_S, WORK, StepMachine, StepTruth
+from tests.fingerprint.variant_step_machine import (
+    HOSTED,
+    INT2,
+    LAYERS,
+    RANK_16,
+    START_S,
+    WORK,
+    StepMachine,
+    StepTruth,
+)
 from tests.golden_words import Golden
 
-LAYERS, TRUTH = 32, StepTruth()
+TRUTH = StepTruth()
 
 
 def slots_of(count: int) -> DeploymentConfig:
@@ -112,7 +122,11 @@ class TestLaw:
         with pytest.raises(NotMeasuredError):
             mine.prompts_s(work, 0.05, 0.0, 1.0)
 
-    def test_prompts_of_plans_are_measured_where_long_ones_were(self, measured: VariantMeasurement) -> None:
+    def test_prompts_of_plans_are_measured_where_long_ones_were(
+        self, measured: VariantMeasurement, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Once a GPU judged their law."""
+        monkeypatch.setattr(adapter_slots, "ARE_MEASURED_PROMPTS_JUDGED", True)
         config, work = slots_of(32), Workload(batch=1, input_tokens=3000, output_tokens=1)
         estimator = SimpleNamespace(variant_cost=lambda config: cost_of(measured, config))
         planned, mine = variant_cost(estimator, llama(LAYERS), config), cost_of(measured, config)
@@ -121,6 +135,19 @@ class TestLaw:
         assert planned.has_measured_prompts
         assert planned.prompt_s is not None
         assert planned.prompt_s(3000) == mine.prompts_s(work, 0.05, 0.0, 1.0).value
+
+    def test_until_a_gpu_judged_their_law_prompts_of_plans_are_as_recorded(
+        self, measured: VariantMeasurement
+    ) -> None:
+        config, work = slots_of(32), Workload(batch=1, input_tokens=3000, output_tokens=1)
+        estimator = SimpleNamespace(variant_cost=lambda config: cost_of(measured, config))
+        planned, recorded = (variant_cost(one, llama(LAYERS), config) for one in (estimator, None))
+        assert planned is not None
+        assert recorded is not None
+        assert planned.prompts_s(work, 0.05, 0.0, 1.0) == recorded.prompts_s(work, 0.05, 0.0, 1.0)
+        assert planned.step_s(32, 8) == cost_of(measured, config).step_s(32, 8)
+        assert cost_of(measured, config).has_measured_prompts, "a bench judges them all the same"
+        assert not planned.has_measured_prompts
 
     def test_intervals_hold_the_truth_of_noisy_steps(self) -> None:
         within = total = 0
@@ -132,10 +159,6 @@ class TestLaw:
                 within += step.low <= TRUTH.added_step_s(LAYERS, rows, active, 32) <= step.high
                 total += 1
         assert within / total >= 0.8
-
-
-# All launches of a prompt take 29 ms without slots, 38 with them, and 109 with variants.
-HOSTED = replace(TRUTH, base_s=(1e-5, 7e-7, 5e-5), host_s=(9e-4, 1.2e-3, 3.4e-3))
 
 
 def prompts_of(measured: VariantMeasurement, batch: int, tokens: int, active: int, slots: int = 32) -> Quantity:
@@ -403,6 +426,21 @@ class TestDriver:
         assert 120.0 < machine.clock.now - begun_s - START_S * starts < 120.0 + 60.0 + 30.0
         assert machine.session is not None
         assert machine.session.closed
+
+    def test_progress_says_what_warms_up_and_the_seconds_since_the_measurement_began(self) -> None:
+        """Starts and compiling are most of what a deploy waits for, and none of the budget."""
+        machine = StepMachine(compile_s=5.0)
+        begun_s = machine.clock.now
+        found = machine.measure()
+        bursts = sum(entry[0] == "burst" for entry in machine.log)
+        is_warm_up = ["warming up" in one.running for one in machine.progress]
+        plan = step_plan(machine.spec, WORK, RANK_16)
+        assert is_warm_up.count(True) == len(plan.base_bursts) + 2 * len(plan.bursts), "each engine's first round"
+        elapsed_s = [one.elapsed_s for one in machine.progress]
+        assert elapsed_s == sorted(elapsed_s)
+        assert found.spent_s + 3 * START_S - 1.0 < elapsed_s[-1] < machine.clock.now - begun_s
+        assert [one.done for one in machine.progress] == sorted(one.done for one in machine.progress)
+        assert machine.progress[-1].done == bursts - 1
 
     def test_no_further_engine_is_started_where_the_fewest_rounds_would_take_too_long(self) -> None:
         base_s, token_s, once_s = TRUTH.base_s

@@ -109,7 +109,8 @@ ERROR_PATTERNS = (
     ErrorPattern(  # of LoRA's layers alone
         re.compile(r"Unsupported base layer: (?P<layer>\w+)"),
         UnsupportedModelError,
-        f"it serves no variants on weights in the format of its {{layer}}; {_WITHOUT_SLOTS}",
+        f"this vLLM serves no variants on the weights' format of its {{layer}} layers; take another format, "
+        f"{_WITHOUT_SLOTS}",
     ),
     ErrorPattern(
         re.compile(
@@ -133,7 +134,8 @@ ERROR_PATTERNS = (
             r"vLLM did not load [^\n]* target modules in [^\n]* but received \[?(?P<matrices>[^]\n]{1,99})"
         ),
         UnsupportedAdapterError,
-        "this vLLM has slots for some of an adapter's matrices alone, not for {matrices}",
+        "this vLLM has slots for some of an adapter's matrices alone, not for {matrices}; merge it into its base "
+        "(iserve variant merge) and deploy that",
     ),
     ErrorPattern(
         re.compile(r"model type `(?P<kind>[^`\n]{1,80})` but Transformers does not recognize"),

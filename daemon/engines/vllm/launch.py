@@ -29,10 +29,10 @@ from fingerprint.errors import CheckpointError, ConfigError
 from fingerprint.families import is_tabled, load_spec, read_spec
 from fingerprint.model_spec import ModelSpec
 from fingerprint.quantized import BY_HEADERS, METHODS
+from fingerprint.variant_measurements import GRAPH_TOKENS
 
 __all__ = [
     "DRAIN_S",
-    "GRAPH_TOKENS",
     "KEPT_PER_SLOT",
     "Model",
     "arguments",
@@ -41,9 +41,6 @@ __all__ = [
     "warm_up_bursts",
 ]
 
-# Of the largest CUDA graph. vLLM's own default is twice the sequences, 512 at most: with few of them a prompt of a
-# hundred tokens is beyond it, and each of its kernels waits for the host (decision 17).
-GRAPH_TOKENS = 512
 _SHORTEST_NGRAM, _LONGEST_NGRAM = 2, 4  # tokens at the end of a text that are looked up in it, for a draft
 KEPT_PER_SLOT = 2  # deltas in the host's memory
 DRAIN_S = 30  # between SIGTERM and the end of what is being answered; the daemon kills after 35

@@ -15,6 +15,7 @@ from daemon.engines.vllm import cache, launch
 from daemon.worker_spec import WorkerLimits, WorkerSpec
 from fingerprint.config import KvFormat, WeightFormat
 from fingerprint.errors import CheckpointError, ConfigError
+from fingerprint.variant_measurements import GRAPH_TOKENS
 from tests.daemon.engines.vllm_worker_spec import DEVICES, GIB, LLAMA_8B, worker
 from tests.golden_words import Golden
 
@@ -169,9 +170,9 @@ def test_graphs_are_as_large_however_few_the_sequences(checkpoint):
     """vLLM's own default, twice the sequences, leaves prompts of a hundred tokens to the host's pace."""
     for tp in (1, 2):
         found = options(worker(checkpoint(), tp=tp))
-        assert json.loads(found["--compilation-config"])["max_cudagraph_capture_size"] == launch.GRAPH_TOKENS
+        assert json.loads(found["--compilation-config"])["max_cudagraph_capture_size"] == GRAPH_TOKENS
     hosted = (Path(PROFILING_PATH) / "iserve_profiling" / "vllm.py").read_text()
-    assert f"\nGRAPH_TOKENS = {launch.GRAPH_TOKENS} " in hosted  # a profile is of the engine that is deployed
+    assert f"\nGRAPH_TOKENS = {GRAPH_TOKENS} " in hosted  # a profile is of the engine that is deployed
 
 
 def test_a_checkpoint_with_a_tokenizer_keeps_it(checkpoint):

@@ -290,7 +290,7 @@ class TestFailuresInARow:
         failed = FailedLoads()
         for name in "abc":
             assert failed.allows_preload
-            failed.fail(name, answered=False, ahead=True)
+            failed.fail(name, answered=False, ahead=True, now_s=100.0)
             failed.restart()
         assert not failed.allows_preload
         failed.succeed("d")
@@ -299,7 +299,7 @@ class TestFailuresInARow:
     def test_loads_that_requests_wait_for_do_not_count(self) -> None:
         failed = FailedLoads()
         for name in "abcd":
-            failed.fail(name, answered=True, ahead=False)
+            failed.fail(name, answered=True, ahead=False, now_s=100.0)
         assert failed.allows_preload
 
 
