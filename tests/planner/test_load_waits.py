@@ -112,6 +112,15 @@ def test_columns_have_no_wait_where_there_are_no_such_loads() -> None:
     assert both.take(np.array([1, 1])).at(np.array([2.0, 2.0])).of_all_s.tolist() == [share * mean_s] * 2
 
 
+def test_rows_with_the_same_waits_share_a_table() -> None:
+    one, other = (waits(VariantLoad(64, skew), 8) for skew in (0.0, 1.0))
+    columns = LoadColumns.of([one, None, other, one, None])
+    assert columns is not None
+    assert columns.tables.shape == (4, len(OFFERED), 3)
+    alone = [at(found, np.array([2.0])).of_all_s[0, 0] for found in (one, other)]
+    assert columns.at(np.full(5, 2.0)).of_all_s.tolist() == [alone[0], 0.0, alone[1], alone[0], 0.0]
+
+
 def replayed(load: VariantLoad, places: int, rate: float, requests: int = 40_000) -> tuple[float, float]:
     """Return the share of requests that wait for a thread of loads of 1 s, and their mean wait.
 
@@ -181,6 +190,16 @@ def test_the_mean_is_that_of_the_quantiles(load: VariantLoad, places: int, rate:
     spread = np.array([found.quantile_s(one)[0, 0] for one in (np.arange(2_000) + 0.5) / 2_000])
     assert (np.diff(spread) >= -1e-9).all()
     assert spread.mean() == pytest.approx(found.mean_s[0, 0], rel=0.02)
+
+
+@pytest.mark.parametrize(("variants", "places", "skew", "base"), [(132, 92, 1.2, 0.3), (186, 92, 1.2, 0.0)])
+def test_where_the_wait_jumps_means_are_those_of_the_quantiles(
+    variants: int, places: int, skew: float, base: float
+) -> None:
+    """Between two knots about the jump the least wait, interpolated by itself, was beyond the mean."""
+    found = at(waits(VariantLoad(variants, skew, base), places), np.geomspace(1, 50, 200))
+    spread = np.mean([found.quantile_s(one)[:, 0] for one in (np.arange(500) + 0.5) / 500], axis=0)
+    assert spread == pytest.approx(found.mean_s[:, 0], rel=0.02)
 
 
 @settings(deadline=None)
