@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fingerprint.load_columns import LoadColumns, LoadWait, load_wait_at
 from fingerprint.load_waits import OFFERED, LoadWaits
+from planner import variant_cache
 from planner.adapter_slots import VariantLoad
 from planner.variant_cache import load_waits, missed_share
 from tests.planner.md1 import md1_wait_quantile
@@ -119,6 +120,32 @@ def test_rows_with_the_same_waits_share_a_table() -> None:
     assert columns.tables.shape == (4, len(OFFERED), 3)
     alone = [at(found, np.array([2.0])).of_all_s[0, 0] for found in (one, other)]
     assert columns.at(np.full(5, 2.0)).of_all_s.tolist() == [alone[0], 0.0, alone[1], alone[0], 0.0]
+
+
+@pytest.mark.parametrize(("skew", "slots", "places"), [(0.0, 8, 32), (0.7, 32, 32), (1.0, 8, 8), (2.0, 4, 16)])
+def test_groups_of_unpopular_variants_wait_as_each_of_them_does(
+    skew: float, slots: int, places: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1,500 variants, of which 1,244 are in groups, and each by itself."""
+    load = VariantLoad(1_500, skew)
+    grouped = load.load_waits(slots, places, 1.0)
+    monkeypatch.setattr(variant_cache, "_SINGLE", load.variants)
+    each = load.load_waits(slots, places, 1.0)
+    assert grouped is not None
+    assert each is not None
+    assert grouped != each or not skew
+    for name in ("shares", "means", "least", "shorter"):
+        assert getattr(grouped, name) == pytest.approx(getattr(each, name), rel=1e-4, abs=1e-6)
+
+
+@given(number=st.integers(1, 10_000), skew=st.floats(0, 3))
+def test_groups_hold_all_variants_and_are_few(number: int, skew: float) -> None:
+    asked = VariantLoad(number, skew).shares
+    mean, members = variant_cache._grouped(asked)
+    assert members.sum() == number
+    assert (mean * members).sum() == pytest.approx(1.0)
+    assert (np.diff(mean) <= 1e-15).all()
+    assert len(mean) <= min(number, 256 + 185)
 
 
 def replayed(load: VariantLoad, places: int, rate: float, requests: int = 40_000) -> tuple[float, float]:
