@@ -36,14 +36,24 @@ class LoadWait(NamedTuple):
         """Mean over all requests."""
         return self.share * self.mean_s
 
+    def up_to_s(self, most_s: Column) -> Column:
+        """Return the mean over those that wait, none of them longer than ``most_s``."""
+        within_s, beyond_s = np.minimum(most_s, self.least_s), np.maximum(most_s - self.least_s, 0.0)
+        further_s = np.maximum(self._further_s, _TINY)
+        even_s = within_s * (1 - self.shorter * within_s / np.maximum(2 * self.least_s, _TINY))
+        return np.asarray(even_s - (1 - self.shorter) * further_s * np.expm1(-beyond_s / further_s))
+
+    @property
+    def _further_s(self) -> Column:
+        """Mean of the exponential time."""
+        return (self.mean_s - self.shorter * self.least_s / 2) / (1 - self.shorter) - self.least_s
+
     def quantile_s(self, share: float) -> Column:
         """Return the wait that is not exceeded by ``share`` of those that wait."""
-        longer = 1 - self.shorter
-        further_s = (self.mean_s - self.shorter * self.least_s / 2) / longer - self.least_s
         return np.where(
             share < self.shorter,
             self.least_s * share / np.maximum(self.shorter, _TINY),
-            self.least_s - further_s * np.log(np.minimum((1 - share) / longer, 1.0)),
+            self.least_s - self._further_s * np.log(np.minimum((1 - share) / (1 - self.shorter), 1.0)),
         )
 
 
