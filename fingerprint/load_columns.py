@@ -22,7 +22,8 @@ _TINY = 1e-300
 class LoadWait(NamedTuple):
     """Wait that ``share`` of the requests have.
 
-    ``shorter`` of these wait an even time up to ``least_s``, the rest that and an exponential time.
+    That of ``shorter`` of these is even between 0 and ``least_s``, that of the rest ``least_s`` and an exponential
+    time.
     """
 
     share: Column
@@ -37,7 +38,7 @@ class LoadWait(NamedTuple):
         return self.share * self.mean_s
 
     def up_to_s(self, most_s: Column) -> Column:
-        """Return the mean over those that wait, none of them longer than ``most_s``."""
+        """Return the mean over those that wait, longer waits counted as ``most_s``."""
         within_s, beyond_s = np.minimum(most_s, self.least_s), np.maximum(most_s - self.least_s, 0.0)
         further_s = np.maximum(self._further_s, _TINY)
         even_s = within_s * (1 - self.shorter * within_s / np.maximum(2 * self.least_s, _TINY))

@@ -10,17 +10,17 @@ already shares its load. With w the requests that arrive between an order and th
 cycle is its first request (1 / p_i requests), the wait w, and the time until none was asked for during t:
 ``w + exp(p_i t) / p_i`` requests in all. It has a place from its order on, so that t follows from
 ``sum(1 / (p_i w + exp(p_i t))) = N - C``; where orders alone take all places it is 0. No more orders have a place
-than there are slots: a further one waits for a slot first. The thread is a queue M/D/1
-with a load for each cycle, so that the rate at which w requests arrive during a wait is the root of a square. With
-waits variants are ordered less often, so that no rate is too high: at most all N wait for one another. Orders that
-wait take places from what is loaded, which makes more orders: beyond some rate the places of popular variants are
-lost to them at once. Where several waits are steady at a rate the least counts, as a queue that fills gets to it
-first.
+than there are slots: a further one waits for a slot first. The thread is a queue M/D/1 with L loads for each
+request, 1 / cycle summed over the variants, so that the rate o (requests in the time of a load) at which w
+requests arrive during a wait is a root of ``w = o + o (o L) / (2 (1 - o L))``. With waits variants are ordered
+less often, so that no rate is too high: at most all N wait for one another. Orders that wait take places from what
+is loaded, which makes more orders: beyond some rate the places of popular variants are lost to them at once. Where
+several waits are steady at a rate the least counts, as a queue that fills gets to it first.
 
 *Spread.* A wait has the variance of M/D/1 where loads are rare; where many wait, a longer queue leaves fewer to
 order, which pulls it back as an Ornstein-Uhlenbeck process. Their precisions are added. A wait is taken for a
 least one and an exponential time on top. Requests that share a load arrive evenly during its wait, so that what
-is left of it is even up to the least wait, and beyond as for the one that ordered.
+is left of it is even up to the least wait, and beyond as for the request that ordered.
 
 Workers evict the variant of least decayed frequency (``placement.variant_routing``), which keeps popular ones
 better at high rates; what that makes of the law is in docs/decisions/0050-loads-in-plans.md.
