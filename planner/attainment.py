@@ -379,7 +379,8 @@ class Attainment:
         # The wait is known in closed form, the rest only by its share above a time: in parts from the limit down,
         # as far as a wait reaches, in each of which the rest is even.
         reach_s = np.minimum(limit / times, wait.quantile_s(_LONGEST_LOAD_WAIT))
-        later, waited, longer_s, up_to_s = missed, missed, 0.0, 0.0
+        later = waited = missed
+        longer_s = up_to_s = np.zeros_like(missed)
         for part in _LOAD_PARTS:
             left_s = part * reach_s
             rest_s = np.maximum(limit - times * left_s, _TINY)
