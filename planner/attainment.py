@@ -148,16 +148,10 @@ class Attainment:
         self._stays_s = self._moving.stays * traffic.window_s if traffic.relative_rates else np.inf
 
     @classmethod
-    def of_estimates(cls, full: Figures, alone: Sequence[Estimate] | None, traffic: Traffic) -> Attainment:
-        """Return the attainment by estimates of whole batches, and of the same configurations with one request.
-
-        Args:
-            alone: None: these are not known, and a request alone is taken to be as slow, without waits for loads.
-        """
-        times = np.stack([full.ttft_s, full.ttft_low_s, full.ttft_high_s, full.tpot_s, full.tpot_high_s])
-        if alone is not None:
-            values = np.fromiter(chain.from_iterable(map(_alone, alone)), np.float64, len(times) * len(alone))
-            times = values.reshape(-1, len(times)).T.copy()
+    def of_estimates(cls, full: Figures, alone: Sequence[Estimate], traffic: Traffic) -> Attainment:
+        """Return the attainment by estimates of whole batches, and of the same configurations with one request."""
+        values = np.fromiter(chain.from_iterable(map(_alone, alone)), np.float64)
+        times = values.reshape(len(alone), 5).T.copy()
         usable = full.usable & (np.isfinite(times) & (times >= 0)).all(axis=0)  # the planner refuses the rest
         full, times = full.where(usable, 1.0), np.where(usable, times, 1.0)
         prompt_s, step_s = np.minimum(times[0], full.ttft_s), np.minimum(times[3], full.tpot_s)
@@ -173,7 +167,7 @@ class Attainment:
             more_tokens=full.output_tokens - 1,
             intercepts_s=(step_s - slope_s)[None],
             slopes_s=slope_s[None],
-            loads=LoadColumns.of([one.load_waits for one in alone or ()]),
+            loads=LoadColumns.of([one.load_waits for one in alone]),
         )
         return cls(_with_longer_contexts(service, full.input_tokens, traffic), Intervals.of(full, times), traffic)
 
