@@ -21,8 +21,8 @@ OFFERED = tuple(
 class LoadWaits:
     """Waits for loads at a worker that loads one variant at a time, next to its steps.
 
-    Numbers are at rates of which 1/32 to 64 requests arrive in the seconds of a load, eight for each doubling
-    (``OFFERED``).
+    The numbers of each list belong to rates from 1/32 to 64 requests in the seconds of a load, eight for each
+    doubling (``OFFERED``). Below and above these rates the first and the last number holds.
     """
 
     load_s: float
@@ -32,6 +32,6 @@ class LoadWaits:
     means: tuple[float, ...]
     """Mean wait of these, the load included, in loads."""
     least: tuple[float, ...]
-    """Least wait of the one that orders a load, in loads; an exponential time is on top."""
+    """Least wait of the request that orders a load, in loads; an exponential time is on top."""
     shorter: tuple[float, ...]
-    """Share, of those that wait, of requests that wait an even time up to the least, as a load is under way."""
+    """Share, of the requests that wait, of those that share a load and wait an even time up to the least."""

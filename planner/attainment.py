@@ -14,7 +14,6 @@ The law of one replica at a rate is ``fingerprint.queueing``. Here it is joined 
     Kolesar's pointwise stationary approximation). But while the rate stays near it a queue only grows so long as a
     random walk of as many requests goes: no level above the mean rate counts as busier than the one whose steady
     queue is that long; and those below it count as near the mean as a queue of the mean rate still is then.
-
 *   *A load* of a variant next to the steps, where there is one (``fingerprint.load_waits``): its wait is before
     all that and takes from the limit, at the rate of the level, as if that lasted.
 
@@ -61,9 +60,9 @@ _METRICS: tuple[Metric, ...] = ("ttft", "tpot", "e2e")
 
 _POINTS, _WEIGHTS = np.polynomial.legendre.leggauss(4)
 _POINTS, _WEIGHTS = (_POINTS + 1) / 2, _WEIGHTS / 2  # of [0, 1]
-_LOAD_POINTS, _LOAD_WEIGHTS = np.polynomial.legendre.leggauss(16)
-_LOAD_POINTS, _LOAD_WEIGHTS = (_LOAD_POINTS + 1) / 2, _LOAD_WEIGHTS / 2
 _TINY = 1e-300
+_LOAD_PARTS = (1 - (np.arange(16)[::-1] / 16) ** 2).tolist()  # of the longest wait for a load: ends of its parts
+_LONGEST_LOAD_WAIT = 1 - 1e-4  # of its law
 _MANY_PROMPTS = 0.25  # of the work; below, first tokens are late less often than answers by themselves
 _LARGEST = 1 - 1e-9  # utilisation; beyond, no wait is worth a number
 # In logarithms, from what a request alone takes, and from the highest rate there can be: nothing is farther off.
@@ -149,16 +148,10 @@ class Attainment:
         self._stays_s = self._moving.stays * traffic.window_s if traffic.relative_rates else np.inf
 
     @classmethod
-    def of_estimates(cls, full: Figures, alone: Sequence[Estimate] | None, traffic: Traffic) -> Attainment:
-        """Return the attainment by estimates of whole batches, and of the same configurations with one request.
-
-        Args:
-            alone: None: these are not known, and a request alone is taken to be as slow, without waits for loads.
-        """
-        times = np.stack([full.ttft_s, full.ttft_low_s, full.ttft_high_s, full.tpot_s, full.tpot_high_s])
-        if alone is not None:
-            values = np.fromiter(chain.from_iterable(map(_alone, alone)), np.float64, len(times) * len(alone))
-            times = values.reshape(-1, len(times)).T.copy()
+    def of_estimates(cls, full: Figures, alone: Sequence[Estimate], traffic: Traffic) -> Attainment:
+        """Return the attainment by estimates of whole batches, and of the same configurations with one request."""
+        values = np.fromiter(chain.from_iterable(map(_alone, alone)), np.float64)
+        times = values.reshape(len(alone), 5).T.copy()
         usable = full.usable & (np.isfinite(times) & (times >= 0)).all(axis=0)  # the planner refuses the rest
         full, times = full.where(usable, 1.0), np.where(usable, times, 1.0)
         prompt_s, step_s = np.minimum(times[0], full.ttft_s), np.minimum(times[3], full.tpot_s)
@@ -174,7 +167,7 @@ class Attainment:
             more_tokens=full.output_tokens - 1,
             intercepts_s=(step_s - slope_s)[None],
             slopes_s=slope_s[None],
-            loads=LoadColumns.of([one.load_waits for one in alone or ()]),
+            loads=LoadColumns.of([one.load_waits for one in alone]),
         )
         return cls(_with_longer_contexts(service, full.input_tokens, traffic), Intervals.of(full, times), traffic)
 
@@ -377,11 +370,18 @@ class Attainment:
         if loads is None or metric == "tpot":
             return missed
         wait, times = loads.at(load.then), self._law("e2e").factor(z)
-        waited = np.zeros_like(missed)
-        for point, weight in zip(_LOAD_POINTS.tolist(), _LOAD_WEIGHTS.tolist(), strict=True):
-            left = limit - times * wait.quantile_s(point)
-            late = self._misses_of_loaded(metric, np.maximum(left, _TINY), load, state)
-            waited += weight * np.where(left > 0, late, 1.0)
+        # The wait is known in closed form, the rest only by its share above a time: in parts from the limit down,
+        # as far as a wait reaches, in each of which the rest is even.
+        reach_s = np.minimum(limit / times, wait.quantile_s(_LONGEST_LOAD_WAIT))
+        later = waited = missed
+        longer_s = up_to_s = np.zeros_like(missed)
+        for part in _LOAD_PARTS:
+            left_s = part * reach_s
+            rest_s = np.maximum(limit - times * left_s, _TINY)
+            sooner = self._misses_of_loaded(metric, rest_s, load, state)
+            within_s = wait.up_to_s(left_s)
+            waited = waited + (sooner - later) * (within_s - up_to_s) / np.maximum(left_s - longer_s, _TINY)
+            later, longer_s, up_to_s = sooner, left_s, within_s
         return missed + wait.share * (waited - missed)
 
     def _misses_of_loaded(self, metric: Metric, limit: Column, load: _Load, state: _State) -> Column:

@@ -10,17 +10,17 @@ already shares its load. With w the requests that arrive between an order and th
 cycle is its first request (1 / p_i requests), the wait w, and the time until none was asked for during t:
 ``w + exp(p_i t) / p_i`` requests in all. It has a place from its order on, so that t follows from
 ``sum(1 / (p_i w + exp(p_i t))) = N - C``; where orders alone take all places it is 0. No more orders have a place
-than there are slots: a further one waits for a slot first. The thread is a queue M/D/1
-with a load for each cycle, so that the rate at which w requests arrive during a wait is the root of a square. With
-waits variants are ordered less often, so that no rate is too high: at most all N wait for one another. Orders that
-wait take places from what is loaded, which makes more orders: beyond some rate the places of popular variants are
-lost to them at once. Where several waits are steady at a rate the least counts, as a queue that fills gets to it
-first.
+than there are slots: a further one waits for a slot first. The thread is a queue M/D/1 with L loads for each
+request, 1 / cycle summed over the variants, so that the rate o (requests in the time of a load) at which w
+requests arrive during a wait is a root of ``w = o + o (o L) / (2 (1 - o L))``. With waits variants are ordered
+less often, so that no rate is too high: at most all N wait for one another. Orders that wait take places from what
+is loaded, which makes more orders: beyond some rate the places of popular variants are lost to them at once. Where
+several waits are steady at a rate the least counts, as a queue that fills gets to it first.
 
 *Spread.* A wait has the variance of M/D/1 where loads are rare; where many wait, a longer queue leaves fewer to
 order, which pulls it back as an Ornstein-Uhlenbeck process. Their precisions are added. A wait is taken for a
 least one and an exponential time on top. Requests that share a load arrive evenly during its wait, so that what
-is left of it is even up to the least wait, and beyond as for the one that ordered.
+is left of it is even up to the least wait, and beyond as for the request that ordered.
 
 Workers evict the variant of least decayed frequency (``placement.variant_routing``), which keeps popular ones
 better at high rates; what that makes of the law is in docs/decisions/0050-loads-in-plans.md.
@@ -41,6 +41,11 @@ __all__ = ["load_waits", "missed_share"]
 _HALVINGS = 60
 _MOST = 700.0  # exponent of a number
 _PER_OCTAVE = 16  # waits at which the law is worked out
+_STAY_HALVINGS = 30  # to 1e-9 of it
+_SINGLE, _GROUP = (
+    256,
+    0.02,
+)  # variants by themselves; of all further ones, the span of a group in the logarithm of the rank
 
 
 def missed_share(shares: NDArray[np.float64], places: int) -> float:
@@ -66,7 +71,7 @@ def load_waits(shares: NDArray[np.float64], slots: int, places: int, load_s: flo
     """Return the waits for loads that run next to the steps, one at a time; None: all variants stay loaded.
 
     Args:
-        shares: as in :func:`missed_share`.
+        shares: as in :func:`missed_share`, the largest first.
         slots: orders that have a place at once at most.
         places: variants that a worker keeps loaded, those being loaded included.
         load_s: seconds of a load.
@@ -76,11 +81,12 @@ def load_waits(shares: NDArray[np.float64], slots: int, places: int, load_s: flo
         return None
     octaves = np.arange(np.log2(OFFERED[0]) - 1, np.log2(2 * OFFERED[-1] * len(asked)) + 1, 1 / _PER_OCTAVE)
     during = np.exp2(octaves)[:, None]  # requests that arrive between an order and the end of its load
-    stay = _grown(asked * _stays(asked, slots, places, during))
-    cycles = asked / (asked * during + stay)  # of each variant, for each request
+    asked, number = _grouped(asked)
+    stay = _grown(asked * _stays(asked, number, slots, places, during))
+    cycles = number * asked / (asked * during + stay)  # of the variants of a group, for each request
     loads, during = cycles.sum(axis=1), during[:, 0]
-    most = 1 + loads * during
-    offered = 2 * during / (most + np.sqrt(most**2 - 2 * loads * during))
+    half = 1 + loads * during  # of the sum of the roots
+    offered = 2 * during / (half + np.sqrt(half**2 - 2 * loads * during))
     wait = during / offered  # of the request that orders, in loads
     queue, busy = wait - 1, offered * loads
     pull = offered * (cycles * asked / stay).sum(axis=1) / loads
@@ -106,23 +112,46 @@ def load_waits(shares: NDArray[np.float64], slots: int, places: int, load_s: flo
     )
 
 
+def _grouped(asked: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return groups of variants that are nearly as popular: their mean share, and how many they are.
+
+    The most popular are a group each. So 10,000 variants take hardly longer than 1,000.
+    """
+    if len(asked) <= _SINGLE:
+        return asked, np.ones(len(asked))
+    further = _SINGLE * np.exp(np.arange(0.0, np.log(len(asked) / _SINGLE), _GROUP))
+    firsts = np.concatenate((np.arange(_SINGLE), np.unique(further.astype(np.intp))))
+    number = np.diff(firsts, append=len(asked)).astype(np.float64)
+    return np.add.reduceat(asked, firsts) / number, number
+
+
 def _stays(
-    asked: NDArray[np.float64], slots: int, places: int, during: NDArray[np.float64]
+    asked: NDArray[np.float64],
+    number: NDArray[np.float64],
+    slots: int,
+    places: int,
+    during: NDArray[np.float64],
 ) -> NDArray[np.float64]:
     """Return the requests during which a variant that is not asked for stays, for each wait [waits, 1]."""
+    waits = asked * during
+    of_groups = np.stack((number, number * asked), axis=1)
+    chance = np.empty_like(waits)  # one table for all rounds: fresh ones take four times as long
 
-    def held(stays: NDArray[np.float64]) -> NDArray[np.float64]:
-        cycles = asked * during + _grown(asked * stays)
-        ordered = (asked * during / cycles).sum(axis=1, keepdims=True)
-        return np.asarray((1 - 1 / cycles).sum(axis=1, keepdims=True) - np.maximum(ordered - slots, 0.0))
+    def is_less(stays: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """Return where fewer than all places are held."""
+        np.multiply(asked, stays, out=chance)
+        np.exp(np.minimum(chance, _MOST, out=chance), out=chance)
+        np.reciprocal(np.add(chance, waits, out=chance), out=chance)
+        absent, ordered = np.split(chance @ of_groups, 2, axis=1)
+        return np.asarray(number.sum() - absent - np.maximum(during * ordered - slots, 0.0) < places)
 
     low, high = np.zeros_like(during), np.ones_like(during)
-    while (held(high) < places).any():
-        high *= 2
-    for _ in range(_HALVINGS):
+    while (too_low := is_less(high)).any():
+        low, high = np.where(too_low, high, low), np.where(too_low, 2 * high, high)
+    for _ in range(_STAY_HALVINGS):
         middle = (low + high) / 2
-        is_less = held(middle) < places
-        low, high = np.where(is_less, middle, low), np.where(is_less, high, middle)
+        too_low = is_less(middle)
+        low, high = np.where(too_low, middle, low), np.where(too_low, high, middle)
     return high
 
 

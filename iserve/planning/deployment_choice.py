@@ -251,22 +251,23 @@ def _loads(
 
 def _loads_next_to_steps(options: PlanOptions, chosen: DeploymentConfig, one_s: float, missed: float) -> str:
     """Return what requests for variants that are not loaded wait, at the rate where there is one."""
-    what = "adapters" if chosen.adapter_rank and not chosen.delta_mib else "deltas"
+    kinds = {"adapters": chosen.adapter_rank, "deltas": chosen.has_delta_slots or chosen.delta_mib}
+    what = " and ".join(kind for kind, is_held in kinds.items() if is_held)
     said = f"{what} are loaded next to the steps, one at a time, each in {rounded(one_s, 2)} s (estimated): "
     waits = variant_load(options.intent.traffic).load_waits(chosen.adapter_slots, chosen.loaded_adapters, one_s)
     if waits is None:
         return f"{said}every variant stays loaded"
     said += f"up to {missed:.1%} of the requests need a load"
     if options.intent.rate_per_s is None:
-        return f"{said}, and wait for those before it"
+        return f"{said}, and wait for earlier loads too"
     rate_per_s = options.intent.rate_per_s / options.replicas
     busy, (share, mean_s) = missed * one_s * rate_per_s, load_wait_at(waits, rate_per_s)
-    said += f", {busy:.0%} of the time"
+    waiting = f"{share:.1%} of the requests wait for one, {rounded(mean_s, 2)} s on average"
     if busy < 1:
-        return f"{said}; {share:.1%} wait, {rounded(mean_s, 2)} s on average"
+        return f"{said}; loads take up to {busy:.0%} of the time, and {waiting}"
     return (
-        f"{said}, which is more than there is: requests for one variant share its load, and {share:.0%} of all "
-        f"wait, {rounded(mean_s, 2)} s on average; more --adapter-slots keep more loaded"
+        f"{said}; loads would take up to {busy:.0%} of the time, which is more than there is, so that requests "
+        f"for one variant share its load: {waiting}; more --adapter-slots keep more loaded"
     )
 
 

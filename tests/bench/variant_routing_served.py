@@ -45,9 +45,8 @@ NAME, PATIENCE_S = "base", 600.0
 RANK, CONTENTS = 16, ("capitals", "shout")  # contents: of the embedded engine's variants
 SLOTS, NUM_CONTENTS, CONTEXT, STEP_TOKENS = 8, 4, 512, 8192  # on vLLM
 _SHARE = 0.9  # of a GPU's memory, to its server
-_SENT_A_SLOT = (
-    2  # requests at a worker for each that it runs, as the controller writes it without admission control
-)
+# Requests at a worker for each that it runs, as the controller writes it without admission control.
+_SENT_A_SLOT = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

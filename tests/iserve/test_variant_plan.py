@@ -363,10 +363,10 @@ def test_the_first_screen_says_how_many_requests_find_slots(
     golden("variant", [*said, of_one])
 
 
-@pytest.mark.parametrize("rate", [0.2, 1.0])
-def test_it_is_said_how_busy_loads_next_to_the_steps_are(rate: float, golden: Golden) -> None:
-    """64 int2 deltas, of which 8 stay loaded: 7 of 8 requests need a load."""
-    traffic = Traffic(variants=64, variant_rank=0, variant_skew=0.0, delta_format=SlotFormat.INT2)
+@pytest.mark.parametrize(("rate", "rank"), [(0.2, 0), (1.0, 0), (None, 0), (0.2, 16)])
+def test_it_is_said_how_busy_loads_next_to_the_steps_are(rate: float | None, rank: int, golden: Golden) -> None:
+    """64 int2 deltas, of which 8 stay loaded: 7 of 8 requests need a load; and adapters in the same slots."""
+    traffic = Traffic(variants=64, variant_rank=rank, variant_skew=0.0, delta_format=SlotFormat.INT2)
     options = replace(varied(traffic, IntentKind.MIN_LATENCY, rate=rate), adapter_slots=8)
     found = planned(hardware_on("h200:1"), options)
     assert found.best is not None

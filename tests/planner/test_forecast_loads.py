@@ -79,6 +79,29 @@ def test_the_share_that_waits_has_so_much_less_time(metric: Metric) -> None:
         assert some.misses(metric, limit, 0.4)[0] == pytest.approx(by_hand, abs=0.01)
 
 
+@pytest.mark.parametrize("load_s", [0.01, 0.1, 0.5, 2.0, 20.0])
+@pytest.mark.parametrize("rate", [0.05, 0.4])
+@pytest.mark.parametrize("metric", ["ttft", "e2e"])
+def test_percentiles_are_those_of_sums_of_both_times(metric: Metric, load_s: float, rate: float) -> None:
+    """Each time without a load is added to each wait for one, by 1,000 quantiles of both laws."""
+    loads = VariantLoad(64, 1.0).load_waits(8, 8, load_s)
+    assert loads is not None
+    some, even, limits_s = attainment(loads), (np.arange(1_000) + 0.5) / 1_000, np.geomspace(0.1, 500, 20_000)
+    wait = some.load_wait(rate)
+    assert wait is not None
+    share, waits_s = wait.share[0], np.array([wait.quantile_s(one)[0] for one in even])
+    own_s = np.interp(even, 1 - attainment(*[None] * len(limits_s)).misses(metric, limits_s, rate), limits_s)
+    sums_s = np.sort((own_s[:, None] + waits_s).ravel())
+    for percentile in (50, 95, 99):
+        found_s = some.quantile(metric, percentile, rate)[0]
+        below, above = (
+            (1 - share) * (own_s <= of * found_s).mean()
+            + share * np.searchsorted(sums_s, of * found_s) / len(sums_s)
+            for of in (0.96, 1.04)
+        )
+        assert below <= percentile / 100 <= above
+
+
 @settings(max_examples=25, deadline=None)
 @given(rate=st.floats(0.01, 1.0), limit=st.floats(0.3, 20), spread=st.sampled_from([0.0, 0.2]))
 def test_loads_make_no_token_later_than_the_first(rate: float, limit: float, spread: float) -> None:

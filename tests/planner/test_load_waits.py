@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fingerprint.load_columns import LoadColumns, LoadWait, load_wait_at
 from fingerprint.load_waits import OFFERED, LoadWaits
+from planner import variant_cache
 from planner.adapter_slots import VariantLoad
 from planner.variant_cache import load_waits, missed_share
 from tests.planner.md1 import md1_wait_quantile
@@ -112,6 +113,41 @@ def test_columns_have_no_wait_where_there_are_no_such_loads() -> None:
     assert both.take(np.array([1, 1])).at(np.array([2.0, 2.0])).of_all_s.tolist() == [share * mean_s] * 2
 
 
+def test_rows_with_the_same_waits_share_a_table() -> None:
+    one, other = (waits(VariantLoad(64, skew), 8) for skew in (0.0, 1.0))
+    columns = LoadColumns.of([one, None, other, one, None])
+    assert columns is not None
+    assert columns.tables.shape == (4, len(OFFERED), 3)
+    alone = [at(found, np.array([2.0])).of_all_s[0, 0] for found in (one, other)]
+    assert columns.at(np.full(5, 2.0)).of_all_s.tolist() == [alone[0], 0.0, alone[1], alone[0], 0.0]
+
+
+@pytest.mark.parametrize(("skew", "slots", "places"), [(0.0, 8, 32), (0.7, 32, 32), (1.0, 8, 8), (2.0, 4, 16)])
+def test_groups_of_unpopular_variants_wait_as_each_of_them_does(
+    skew: float, slots: int, places: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1,500 variants, of which 1,244 are in groups, and each by itself."""
+    load = VariantLoad(1_500, skew)
+    grouped = load.load_waits(slots, places, 1.0)
+    monkeypatch.setattr(variant_cache, "_SINGLE", load.variants)
+    each = load.load_waits(slots, places, 1.0)
+    assert grouped is not None
+    assert each is not None
+    assert grouped != each or not skew
+    for name in ("shares", "means", "least", "shorter"):
+        assert getattr(grouped, name) == pytest.approx(getattr(each, name), rel=1e-4, abs=1e-6)
+
+
+@given(number=st.integers(1, 10_000), skew=st.floats(0, 3))
+def test_groups_hold_all_variants_and_are_few(number: int, skew: float) -> None:
+    asked = VariantLoad(number, skew).shares
+    mean, members = variant_cache._grouped(asked)
+    assert members.sum() == number
+    assert (mean * members).sum() == pytest.approx(1.0)
+    assert (np.diff(mean) <= 1e-15).all()
+    assert len(mean) <= min(number, 256 + 185)
+
+
 def replayed(load: VariantLoad, places: int, rate: float, requests: int = 40_000) -> tuple[float, float]:
     """Return the share of requests that wait for a thread of loads of 1 s, and their mean wait.
 
@@ -181,6 +217,16 @@ def test_the_mean_is_that_of_the_quantiles(load: VariantLoad, places: int, rate:
     spread = np.array([found.quantile_s(one)[0, 0] for one in (np.arange(2_000) + 0.5) / 2_000])
     assert (np.diff(spread) >= -1e-9).all()
     assert spread.mean() == pytest.approx(found.mean_s[0, 0], rel=0.02)
+
+
+@pytest.mark.parametrize(("variants", "places", "skew", "base"), [(132, 92, 1.2, 0.3), (186, 92, 1.2, 0.0)])
+def test_where_the_wait_jumps_means_are_those_of_the_quantiles(
+    variants: int, places: int, skew: float, base: float
+) -> None:
+    """Between two knots about the jump the least wait, interpolated by itself, was beyond the mean."""
+    found = at(waits(VariantLoad(variants, skew, base), places), np.geomspace(1, 50, 200))
+    spread = np.mean([found.quantile_s(one)[:, 0] for one in (np.arange(500) + 0.5) / 500], axis=0)
+    assert spread == pytest.approx(found.mean_s[:, 0], rel=0.02)
 
 
 @settings(deadline=None)

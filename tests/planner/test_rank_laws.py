@@ -164,7 +164,7 @@ def keeps_under_load(guess: Estimate, intent: Intent) -> bool:
     rate, slo = intent.rate_per_s, intent.slo
     if rate is None:
         return True
-    served = Attainment.of_estimates(figures([guess]), None, intent.traffic)
+    served = Attainment.of_estimates(figures([guess]), [guess], intent.traffic)
     if rate * float(served.service_at(max(95.0, intent.percentile))[0]) >= 1:
         return False
     limits: tuple[tuple[Metric, float | None], ...] = (
