@@ -79,22 +79,10 @@ def planned_deployment(
     """
     spec, of_base = source.spec, estimator
     estimator = with_traffic(estimator, spec, options)
-    notes = (*notes, *_prefixes(spec, options, table.engine), *_drafts(spec, options, table.engine))
     kept = spec if profile is None else with_engine_caches(spec, profile.memory)
-
-    def with_slots(slots: int) -> tuple[Plan, JointChoice | None]:
-        asked = replace(options, adapter_slots=slots)
-        return chosen_plan(spec, hardware, estimator, [table.unprepared()], asked, kept=kept)
-
-    plan, choice = with_slots(options.adapter_slots)
-    is_any_number = options.more_requests and options.is_joint([table], hardware.gpu)
-    most = LARGEST_BATCH if is_any_number else options.workload.batch
-    notes = (*notes, *too_few_slots(plan, options, most, with_slots))
-    if choice is not None:
-        options = replace(options, replicas=len(choice.replicas))
-    elif not (plan.nearest_misses and options.is_joint([table], hardware.gpu)):  # which has its own advice
-        plan = with_rate_advice(plan, hardware, estimator, options)
-        notes = (*notes, *(() if plan.best is None else _unused(options, table, hardware)))
+    own = (*notes, *_prefixes(spec, options, table.engine), *_drafts(spec, options, table.engine))
+    plan, choice, options, notes = _chosen(spec, kept, hardware, estimator, table, options)
+    notes = (*own, *notes)
     layout = None if plan.best is None else plan.best.layout
     crowds = () if layout is None else _crowds(placements_of(layout), hardware, is_joint=choice is not None)
     best = None if plan.best is None else plan.best.config
@@ -137,6 +125,32 @@ def planned_deployment(
         merge_advice=advice,
     )
     return PlannedDeployment(document, plan.best, devices, free_bytes, capacity)
+
+
+def _chosen(
+    spec: ModelSpec,
+    kept: ModelSpec,
+    hardware: Hardware,
+    estimator: Estimator,
+    table: EngineCapabilities,
+    options: PlanOptions,
+) -> tuple[Plan, JointChoice | None, PlanOptions, tuple[str, ...]]:
+    """Return the plan, its replicas where they were chosen together, the options with their number, and notes."""
+
+    def with_slots(slots: int) -> tuple[Plan, JointChoice | None]:
+        asked = replace(options, adapter_slots=slots)
+        return chosen_plan(spec, hardware, estimator, [table.unprepared()], asked, kept=kept)
+
+    plan, choice = with_slots(options.adapter_slots)
+    is_joint = options.is_joint([table], hardware.gpu)
+    most = LARGEST_BATCH if options.more_requests and is_joint else options.workload.batch
+    notes = too_few_slots(plan, options, most, with_slots)
+    if choice is not None:
+        options = replace(options, replicas=len(choice.replicas))
+    elif not (plan.nearest_misses and is_joint):  # which has its own advice
+        plan = with_rate_advice(plan, hardware, estimator, options)
+        notes = (*notes, *(() if plan.best is None else _unused(options, table, hardware)))
+    return plan, choice, options, notes
 
 
 def too_few_slots(
