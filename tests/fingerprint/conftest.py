@@ -173,7 +173,6 @@ def _save(name: str, folder: Path) -> SavedModel:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SMALL_CONFIGS[name])).eval()
     with torch.no_grad():

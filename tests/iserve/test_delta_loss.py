@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from daemon.variants.compress import TextLoss, Trial
 from fingerprint.delta import read_delta
@@ -20,15 +19,6 @@ from tests.golden_words import Golden
 from tests.iserve.command_line import Done, iserve
 
 __all__ = ["iserve"]  # a fixture
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """On shared cores several threads wait for each other more than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def file_of(folder: Path, name: str, texts: tuple[str, ...]) -> Path:

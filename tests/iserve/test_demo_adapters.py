@@ -54,7 +54,6 @@ def answers(checkpoint: Path, examples: Sequence[Example]) -> list[str]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval()
     found = []

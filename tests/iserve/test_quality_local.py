@@ -22,14 +22,6 @@ from iserve.quality.texts import Text, TextFile
 from tests.fingerprint.small_fine_tunes import TEXTS, tiny_tensors, tuned, write_model
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")

@@ -53,6 +53,20 @@ def estimate(
     )
 
 
+def full_and_alone(batch: int, *, spread: float = 0.0) -> tuple[Estimate, Estimate]:
+    """Return estimates of a batch and of one request alone, which has a TTFT of 0.4 s and a TPOT of 20 ms.
+
+    A batch takes a quarter more for each further request.
+    """
+
+    def of_batch(size: int) -> Estimate:
+        factor, workload = 1 + (size - 1) / 4, Workload(batch=size, input_tokens=512, output_tokens=101)
+        times = {"ttft_s": 0.4 * factor, "tpot_s": 0.02 * factor}
+        return estimate(DeploymentConfig(), spread=spread, workload=workload, **times)
+
+    return of_batch(batch), of_batch(1)
+
+
 def candidate(config: DeploymentConfig, *, refusal: str | None = None, **figures: object) -> Candidate:
     return Candidate(config, estimate(config, **figures), refusal)  # type: ignore[arg-type]
 

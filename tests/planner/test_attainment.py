@@ -16,25 +16,14 @@ from fingerprint.config import DeploymentConfig, Workload
 from planner.attainment import Attainment, Metric
 from planner.costs import figures
 from planner.intent import Traffic
-from tests.planner.candidates import estimate
+from tests.planner.candidates import estimate, full_and_alone
 
 POISSON = Traffic()
 METRICS: tuple[Metric, ...] = ("ttft", "tpot", "e2e")
 
 
 def attainment(*, batch: int = 1, spread: float = 0.0, traffic: Traffic = POISSON) -> Attainment:
-    """Alone TTFT 0.4 s and TPOT 20 ms; a batch takes a quarter more for each further request."""
-    grown = 1 + (batch - 1) / 4
-    full, alone = (
-        estimate(
-            DeploymentConfig(),
-            ttft_s=0.4 * factor,
-            tpot_s=0.02 * factor,
-            spread=spread,
-            workload=Workload(batch=size, input_tokens=512, output_tokens=101),
-        )
-        for size, factor in ((batch, grown), (1, 1.0))
-    )
+    full, alone = full_and_alone(batch, spread=spread)
     return Attainment.of_estimates(figures([full]), [alone], traffic)
 
 

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.load_columns import load_wait_at
 from fingerprint.load_waits import OFFERED, LoadWaits
 from planner.adapter_slots import VariantLoad
@@ -18,7 +17,7 @@ from planner.constraints import told_of
 from planner.costs import figures
 from planner.intent import Intent, Traffic
 from planner.rate_profile import moving_rate
-from tests.planner.candidates import estimate
+from tests.planner.candidates import full_and_alone
 
 TRAFFIC = Traffic(input_cv=0.0)
 METRICS: tuple[Metric, ...] = ("ttft", "tpot", "e2e")
@@ -33,16 +32,7 @@ def constant(share: float, load_s: float) -> LoadWaits:
 
 def attainment(*loads: LoadWaits | None, spread: float = 0.0, traffic: Traffic = TRAFFIC) -> Attainment:
     """A row for each of ``loads``: 0.4 s of prompt and 20 ms a step alone, four at once at most."""
-    full, alone = (
-        estimate(
-            DeploymentConfig(),
-            ttft_s=0.4 * factor,
-            tpot_s=0.02 * factor,
-            spread=spread,
-            workload=Workload(batch=size, input_tokens=512, output_tokens=101),
-        )
-        for size, factor in ((4, 1.75), (1, 1.0))
-    )
+    full, alone = full_and_alone(4, spread=spread)
     fulls = [replace(full, load_waits=one) for one in loads]
     return Attainment.of_estimates(figures(fulls), [replace(alone, load_waits=one) for one in loads], traffic)
 

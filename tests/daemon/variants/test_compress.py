@@ -34,16 +34,6 @@ from tests.fingerprint.small_fine_tunes import (
     write_model,
 )
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    """On shared cores several threads wait for each other more than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 # What a delta holds.
 
 

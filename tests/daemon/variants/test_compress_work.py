@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from daemon.variants.compress import CompressResult, compress_delta, compressor, units
 from fingerprint.delta import FORMATS
@@ -24,15 +23,6 @@ from tests.fingerprint.small_fine_tunes import (
     LAYERS,
     read_bytes,
 )
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    """On shared cores several threads wait for each other more than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_a_target_that_is_there_is_kept(tmp_path: Path) -> None:

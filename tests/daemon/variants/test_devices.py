@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,33 +13,15 @@ from daemon.devices import read_machine
 from daemon.variants.compress import CompressOrder, compress_delta, compressor, compute_device, devices
 from daemon.variants.compress.devices import check_free, clear_out_of_memory
 from daemon.variants.compress.work_folder import work_folder_of
-from fingerprint.delta import FORMATS
 from fingerprint.errors import ConfigError, UnavailableError
-from tests.fingerprint.small_fine_tunes import HIDDEN, INNER, tiny_tensors, tuned, write_model
+from tests.daemon.variants import tiny_pairs
+from tests.fingerprint.small_fine_tunes import HIDDEN, INNER
 from tests.golden_words import Golden
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def order(folder: Path) -> CompressOrder:
-    write_model(folder / "base", tiny_tensors())
-    write_model(folder / "tuned", tuned(tiny_tensors()))
-    return CompressOrder(
-        base=folder / "base",
-        finetuned=folder / "tuned",
-        target=folder / "delta",
-        format=FORMATS["int2"],
-        calibration=None,
-        max_error=None,
-        base_name="base",
-        finetuned_name="tuned",
-    )
+    tiny_pairs.write_pair(folder)
+    return tiny_pairs.order(folder, calibration=None)
 
 
 def two_gpus(monkeypatch: pytest.MonkeyPatch, free_gib: float) -> None:

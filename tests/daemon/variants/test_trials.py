@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +31,6 @@ from tests.fingerprint.small_fine_tunes import TEXTS, read_bytes, tiny_tensors, 
 
 JUDGED = (JudgedText("", TEXTS[0]), *(JudgedText(*text.split("A:", 1)) for text in TEXTS[1:12]))
 NOTHING: frozenset[str] = frozenset()
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def write_pair(folder: Path, *, is_tied: bool) -> Path:
