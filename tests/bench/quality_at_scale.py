@@ -1,6 +1,7 @@
 """Quality of adapters and deltas on a Llama of 53 million weights, trained from nothing on one GPU.
 
     python -m tests.bench.quality_at_scale OUT [--scale large] [--device cuda] [--jobs 3] [--budget-s 540]
+        [--tasks style ...] [--work FOLDER]
 
 The tasks of ``variant_quality``, enlarged. The base learns to copy, reverse, shift and restyle strings of 8, the
 fine-tunes 8,192 random facts of 40 bits (beyond two bits a parameter of rank 1), sums of numbers of three digits,
@@ -392,10 +393,20 @@ def _empty(scale: StudyScale, seed: int, device: str) -> SeedStudy:
     )
 
 
-def _run_one(seed: int, *, scale: str, out: Path, work: Path, device: str, threads: int, until: float) -> int:
+def _run_one(
+    seed: int,
+    *,
+    scale: str,
+    only: Sequence[str],
+    out: Path,
+    work: Path,
+    device: str,
+    threads: int,
+    until: float,
+) -> int:
     torch.set_num_threads(threads)
     transformers.utils.logging.disable_progress_bar()
-    cases = case_order(SCALES[scale])
+    cases = [case for case in case_order(SCALES[scale]) if not only or case.task in only]
     return run_seed(SCALES[scale], seed, cases, out=out, work=work, device=device, until=until)
 
 
@@ -404,6 +415,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--scale", choices=SCALES, default="large")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--tasks", nargs="+", default=(), help="only these; all where none is named")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=3, help="seeds that run at once")
     parser.add_argument("--budget-s", type=float, default=540.0, help="no case begins after so many seconds")
@@ -416,6 +428,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         run = partial(
             _run_one,
             scale=args.scale,
+            only=args.tasks,
             out=args.out,
             work=args.work or Path(temporary),
             device=args.device,
