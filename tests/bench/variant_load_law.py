@@ -3,12 +3,13 @@
 Run: ``python -m tests.bench.variant_load_law [--requests N] [--jobs N] [--json FILE] [--cases NAME ...]``.
 
 The cases were written down before the first result; ``first``, ``more`` before the law knew that variants wait for
-a slot, ``deltas-more`` before it knew that requests wait for a load next to the steps. One worker on an H200 by
-the roofline, vLLM, prompts of 1,150 tokens, answers of 210 on average (geometric), Poisson arrivals, at most 64
-requests at once. Rates are shares of what the law serves without loads and with a slot for each variant, or of the
-loading thread's time. All sides have the same times of steps, prompts and loads, so that their difference is that
-of the law alone. *Slots for all* is the law that has a slot for each variant, as plans had. A queue *grows* where
-the mean E2E of the last fifth of the requests is above 1.5 times that of the third fifth.
+a slot, ``deltas-more`` before it knew that requests wait for a load next to the steps, ``replicas`` before a law
+of several replicas was judged. A worker on an H200 by the roofline, vLLM, prompts of 1,150 tokens, answers of 210
+on average (geometric), Poisson arrivals, at most 64 requests at once. Rates are shares of what the law serves
+without loads and with a slot for each variant, or of the loading thread's time. All sides have the same times of
+steps, prompts and loads, so that their difference is that of the law alone. *Slots for all* is the law that has a
+slot for each variant, as plans had. A queue *grows* where the mean E2E of the last fifth of the requests is above
+1.5 times that of the third fifth.
 """
 
 from __future__ import annotations
@@ -117,6 +118,7 @@ class Case:
     delta_mib: int = 0  # of deltas in slots with a size, which keep four loaded for each slot
     base_share: float = 0.0  # of the requests, those for the base
     outstanding: int = 1  # requests that the worker is given for each that it runs at once
+    replicas: int = 1  # each with that rate
 
     @property
     def config(self) -> DeploymentConfig:
@@ -194,9 +196,10 @@ class Case:
         return tuple(float(law.quantile("ttft", percentile, self.rate_per_s)[0]) for percentile in PERCENTILES)
 
     def simulated(self, requests: int) -> Seen:
-        """Return what the simulator has of so many requests."""
+        """Return what the simulator has of so many requests for each replica."""
         rng = np.random.default_rng(0)
-        at_s = np.cumsum(rng.exponential(1 / self.rate_per_s, requests))
+        requests *= self.replicas
+        at_s = np.cumsum(rng.exponential(1 / (self.replicas * self.rate_per_s), requests))
         drawn = rng.choice(self.variants, requests, p=self.load.shares / self.load.shares.sum())
         lengths = np.minimum(rng.geometric(1 / OUTPUT, requests), 2_000)
         of_base = rng.random(requests) < self.base_share
@@ -206,7 +209,9 @@ class Case:
         ]
         cost = adapter_cost(self.config, self.spec, self.rank, self.machine)
         assert cost is not None
-        found = serve_variants(asked, _steps(self.model), cost, outstanding_per_slot=self.outstanding)
+        found = serve_variants(
+            asked, _steps(self.model), cost, replicas=self.replicas, outstanding_per_slot=self.outstanding
+        )
         e2e_s = found.outcomes.last_token_s - found.outcomes.arrival_s
         ttft_s = (found.outcomes.first_token_s - found.outcomes.arrival_s)[int(_WARM_UP * requests) :]
         third, last = (float(np.mean(np.array_split(e2e_s, 5)[part])) for part in (2, 4))
@@ -328,6 +333,20 @@ CASES = {
         *(
             _DELTAS(slots=8, variants=64, skew=skew, thread=thread, base_share=0.5)
             for skew, thread in product((0.0, 1.2), (0.5, 1.5))
+        ),
+    ),
+    "replicas": (
+        *(
+            Case(slots=slots, variants=variants, skew=skew, rank=64, share=share, replicas=replicas)
+            for replicas, (slots, variants), skew, share in product(
+                (2, 4), ((16, 100), (32, 400)), (0.0, 1.0), SHARES
+            )
+        ),
+        *(
+            _DELTAS(slots=slots, variants=variants, skew=skew, thread=thread, replicas=replicas)
+            for replicas, (slots, variants), skew, thread in product(
+                (2, 4), ((8, 48), (16, 160)), (0.0, 1.2), (0.3, 0.7)
+            )
         ),
     ),
 }

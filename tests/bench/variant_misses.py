@@ -1,11 +1,13 @@
 """Loads for each request of a worker in steady state, replayed by the gateway's policy, next to the plan's law.
 
-Run: ``python -m tests.bench.variant_misses [--requests N] [--json FILE]``.
+Run: ``python -m tests.bench.variant_misses [--cases held-out] [--requests N] [--json FILE]``.
 
-The cases were written down before the first result. One worker keeps four times as many variants loaded as it has
-slots, as a deploy does. Variants are drawn by Zipf's law or evenly, arrivals are Poisson, and a request alone
+The cases were written down before the first result; ``held-out``, of several replicas, after the law in between
+was found on the ``known`` ones and before it was judged. One worker keeps four times as many variants loaded as it
+has slots, as a deploy does. Variants are drawn by Zipf's law or evenly, arrivals are Poisson, and a request alone
 takes ``variant_routing.MEAN_S`` on average with the steps of ``vllm`` there. *Low*: 0.05 requests/s, of which 15
-fall in the half-life of a variant's frequency. *High*: 60% of what a closed loop of 64 clients completes. Loads
+fall in the half-life of a variant's frequency. *High*: 60% of what a closed loop of 64 clients completes, or
+``utilisation``. Loads
 are those of the second half of the requests, for each of them: loads ahead of a waiting request count as well.
 ``replicas`` have the same rate each, by the default policy: where a variant is loaded at one, its requests go
 there, which the law does not know.
@@ -38,6 +40,7 @@ class Case:
     skew: float  # of Zipf's law; 0: even
     is_high: bool
     replicas: int = 1
+    utilisation: float = _HIGH_SHARE  # of each replica, where the rate is high
 
     @property
     def places(self) -> int:
@@ -67,11 +70,13 @@ class Case:
 
     def rate_per_s(self) -> float:
         """Requests per second at all replicas."""
-        if not self.is_high:
-            return self.replicas * _LOW_PER_S
+        return self.replicas * (self.utilisation * self.most_per_s() if self.is_high else _LOW_PER_S)
+
+    def most_per_s(self) -> float:
+        """Requests per second that one replica completes."""
         alone = replace(self, replicas=1)
         full = replay_variants(alone.arrivals(2_000, 1.0), alone.workers, clients=_CLIENTS)
-        return _HIGH_SHARE * self.replicas * len(full.latency_s) / full.ended_s
+        return len(full.latency_s) / full.ended_s
 
 
 CASES = (
@@ -91,6 +96,15 @@ CASES = (
 )
 
 
+HELD_OUT = tuple(
+    Case(slots=slots, variants=variants, skew=skew, is_high=True, replicas=replicas, utilisation=utilisation)
+    for slots, variants in ((4, 24), (8, 120), (16, 400))
+    for replicas in (2, 3, 4)
+    for skew in (0.0, 0.5, 1.0, 1.5)
+    for utilisation in (0.1, 0.3, 0.5, 0.8)
+)
+
+
 def replayed(case: Case, requests: int) -> tuple[float, float]:
     """Return loads for each request, and the rate."""
     rate_per_s = case.rate_per_s()
@@ -99,22 +113,36 @@ def replayed(case: Case, requests: int) -> tuple[float, float]:
     return (whole.loads - first.loads) / (requests - requests // 2), rate_per_s
 
 
+def laws(case: Case) -> tuple[float, float, float]:
+    """Return loads for each request: each replica with the mix of all, in between, with the places of all."""
+    load = VariantLoad(case.variants, case.skew)
+    apart, together = load.missed(case.places), load.missed(case.replicas * case.places)
+    utilisation = case.utilisation if case.is_high else _LOW_PER_S / case.most_per_s()
+    return apart, utilisation * apart + (1 - utilisation) * together, together
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--cases", choices=("known", "held-out"), default="known")
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows = []
-    print("| slots, loaded | variants | Zipf | rate | replicas | requests/s | replayed | law |")
-    print("|---|---:|---:|---|---:|---:|---:|---:|")
-    for case in CASES:
+    print(
+        "| slots, loaded | variants | Zipf | rate | replicas | requests/s | replayed | law | between | together |"
+    )
+    print("|---|---:|---:|---|---:|---:|---:|---:|---:|---:|")
+    for case in {"known": CASES, "held-out": HELD_OUT}[args.cases]:
         seen, rate_per_s = replayed(case, args.requests)
-        law = VariantLoad(case.variants, case.skew).missed(case.places)
+        law, between, together = laws(case)
         rows.append({**asdict(case), "rate_per_s": rate_per_s, "replayed": seen, "law": law})
-        rate, skew = "high" if case.is_high else "low", f"{case.skew:g}" if case.skew else "even"
+        rate, skew = (
+            f"{case.utilisation:.0%}" if case.is_high else "low",
+            f"{case.skew:g}" if case.skew else "even",
+        )
         print(
             f"| {case.slots}, {case.places} | {case.variants:,} | {skew} | {rate} | {case.replicas} | "
-            f"{rate_per_s:.3g} | {seen:.1%} | {law:.1%} |",
+            f"{rate_per_s:.3g} | {seen:.1%} | {law:.1%} | {between:.1%} | {together:.1%} |",
             flush=True,
         )
     if args.json is not None:
