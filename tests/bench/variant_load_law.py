@@ -349,6 +349,12 @@ CASES = {
             )
         ),
     ),
+    "replicas-more": tuple(
+        Case(slots=slots, variants=variants, skew=skew, rank=64, share=share, replicas=replicas)
+        for replicas, (slots, variants), skew, share in product(
+            (2, 3, 6), ((12, 80), (24, 300)), (0.5, 1.2), (0.3, 0.5)
+        )
+    ),
 }
 
 

@@ -2,15 +2,14 @@
 
 Run: ``python -m tests.bench.variant_misses [--cases held-out] [--requests N] [--json FILE]``.
 
-The cases were written down before the first result; ``held-out``, of several replicas, after the law in between
-was found on the ``known`` ones and before it was judged. One worker keeps four times as many variants loaded as it
-has slots, as a deploy does. Variants are drawn by Zipf's law or evenly, arrivals are Poisson, and a request alone
-takes ``variant_routing.MEAN_S`` on average with the steps of ``vllm`` there. *Low*: 0.05 requests/s, of which 15
-fall in the half-life of a variant's frequency. *High*: 60% of what a closed loop of 64 clients completes, or
-``utilisation``. Loads
-are those of the second half of the requests, for each of them: loads ahead of a waiting request count as well.
-``replicas`` have the same rate each, by the default policy: where a variant is loaded at one, its requests go
-there, which the law does not know.
+The cases were written down before the first result; ``held-out``, of several replicas, after the law *in between*
+was found on the ``known`` ones and before it was judged, ``further`` likewise for the law *without a slot*, which
+was found on both. One worker keeps four times as many variants loaded as it has slots, as a deploy does. Variants
+are drawn by Zipf's law or evenly, arrivals are Poisson, and a request alone takes ``variant_routing.MEAN_S`` on
+average with the steps of ``vllm`` there. *Low*: 0.05 requests/s, of which 15 fall in the half-life of a variant's
+frequency. *High*: 60% of what a closed loop of 64 clients completes, or ``utilisation``. Loads are those of the
+second half of the requests, for each of them: loads ahead of a waiting request count as well. ``replicas``
+have the same rate each, by the default policy: where a variant is loaded at one, its requests go there.
 """
 
 from __future__ import annotations
@@ -22,6 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
+from fingerprint.estimators.adapter_slots import requests_within
+from fingerprint.queueing import ServiceColumns, Variation, slot_wait
 from planner.adapter_slots import VariantLoad
 from tests.bench.variant_routing import MEAN_S, STEPS
 from traces.simulator.variants import VariantArrival, VariantWorkers, replay_variants
@@ -29,6 +30,7 @@ from traces.simulator.variants import VariantArrival, VariantWorkers, replay_var
 _BYTES, _LOAD_S = 1_000_000, 0.12
 _LOADED_PER_SLOT, _CLIENTS, _SEED = 4, 64, 0
 _LOW_PER_S, _HIGH_SHARE = 0.05, 0.6
+_LARGEST = 1 - 1e-9  # utilisation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +106,17 @@ HELD_OUT = tuple(
     for utilisation in (0.1, 0.3, 0.5, 0.8)
 )
 
+FURTHER = tuple(
+    Case(slots=slots, variants=variants, skew=skew, is_high=True, replicas=replicas, utilisation=utilisation)
+    for slots, variants in ((4, 60), (8, 40), (32, 300))
+    for replicas in (2, 3, 5)
+    for skew in (0.0, 0.8, 1.2)
+    for utilisation in (0.2, 0.4, 0.6, 0.75)
+)
+
+
+CASES_OF = {"known": CASES, "held-out": HELD_OUT, "further": FURTHER}
+
 
 def replayed(case: Case, requests: int) -> tuple[float, float]:
     """Return loads for each request, and the rate."""
@@ -113,36 +126,70 @@ def replayed(case: Case, requests: int) -> tuple[float, float]:
     return (whole.loads - first.loads) / (requests - requests // 2), rate_per_s
 
 
-def laws(case: Case) -> tuple[float, float, float]:
-    """Return loads for each request: each replica with the mix of all, in between, with the places of all."""
-    load = VariantLoad(case.variants, case.skew)
-    apart, together = load.missed(case.places), load.missed(case.replicas * case.places)
-    utilisation = case.utilisation if case.is_high else _LOW_PER_S / case.most_per_s()
-    return apart, utilisation * apart + (1 - utilisation) * together, together
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Laws:
+    """Loads for each request, by laws of several replicas."""
+
+    apart: float  # each replica with the mix of all requests
+    together: float  # one replica with the places of all
+    used: float  # utilisation of the closed loop
+    planned: float  # utilisation by the law of load; 1: not served
+    without_slot: float  # share of the requests that find no free slot by it
+
+    @classmethod
+    def of(cls, case: Case) -> Laws:
+        load, most_per_s = VariantLoad(case.variants, case.skew), case.most_per_s()
+        used = case.utilisation if case.is_high else _LOW_PER_S / most_per_s
+        service, variation = _service(case, load), Variation()
+        planned = np.minimum(used * most_per_s * service.slot_s, _LARGEST)
+        return cls(
+            apart=load.missed(case.places),
+            together=load.missed(case.replicas * case.places),
+            used=used,
+            planned=float(planned[0]),
+            without_slot=float(slot_wait(service, planned, variation, np.ones(1)).share[0]),
+        )
+
+    def between(self, share: float) -> float:
+        """Return the law with that share of replicas that are apart."""
+        return share * self.apart + (1 - share) * self.together
+
+
+def _service(case: Case, load: VariantLoad) -> ServiceColumns:
+    """Return the service of a replica as plans know it, without loads: as many requests as find slots."""
+    most = min(requests_within(load.distinct, case.slots) or _CLIENTS, _CLIENTS)
+    ends_s = [MEAN_S * STEPS["vllm"].slowdown(n, load.distinct(n)) for n in (1, most)]  # type: ignore[arg-type]
+    slope_s = (ends_s[1] - ends_s[0]) / (most - 1)
+    return ServiceColumns(
+        most=np.array([most]),
+        prompt_s=np.zeros(1),
+        added_prompt_s=np.zeros(1),
+        more_tokens=np.ones(1),
+        intercepts_s=np.array([[ends_s[0] - slope_s]]),
+        slopes_s=np.array([[slope_s]]),
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--cases", choices=("known", "held-out"), default="known")
+    parser.add_argument("--cases", choices=CASES_OF, default="known")
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows = []
-    print(
-        "| slots, loaded | variants | Zipf | rate | replicas | requests/s | replayed | law | between | together |"
-    )
-    print("|---|---:|---:|---|---:|---:|---:|---:|---:|---:|")
-    for case in {"known": CASES, "held-out": HELD_OUT}[args.cases]:
+    print("| slots, loaded | variants | Zipf | rate | replicas | requests/s | replayed ", end="")
+    print("| law | in between | without a slot | together | utilisation |")
+    print("|---|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|")
+    for case in CASES_OF[args.cases]:
         seen, rate_per_s = replayed(case, args.requests)
-        law, between, together = laws(case)
-        rows.append({**asdict(case), "rate_per_s": rate_per_s, "replayed": seen, "law": law})
-        rate, skew = (
-            f"{case.utilisation:.0%}" if case.is_high else "low",
-            f"{case.skew:g}" if case.skew else "even",
-        )
+        laws = Laws.of(case)
+        rows.append({**asdict(case), "rate_per_s": rate_per_s, "replayed": seen, "law": laws.apart})
+        rate = f"{case.utilisation:.0%}" if case.is_high else "low"
+        skew = f"{case.skew:g}" if case.skew else "even"
         print(
             f"| {case.slots}, {case.places} | {case.variants:,} | {skew} | {rate} | {case.replicas} | "
-            f"{rate_per_s:.3g} | {seen:.1%} | {law:.1%} | {between:.1%} | {together:.1%} |",
+            f"{rate_per_s:.3g} | {seen:.1%} | {laws.apart:.1%} | {laws.between(laws.used):.1%} | "
+            f"{laws.between(laws.without_slot):.1%} | {laws.together:.1%} | {laws.planned:.2f} |",
             flush=True,
         )
     if args.json is not None:
