@@ -50,8 +50,9 @@ from fingerprint.queueing import (
 from fingerprint.service_model import SHARED_PROMPT, ServiceModel
 from planner.costs import Figures
 from planner.intent import Traffic
-from planner.normal_distribution import Z_OF_INTERVAL, normal_cdf, normal_quantile
+from planner.normal_distribution import normal_cdf, normal_quantile
 from planner.rate_profile import moving_rate
+from planner.uncertainty import Intervals, Uncertainty
 
 __all__ = ["Attainment", "Metric"]
 
@@ -69,56 +70,6 @@ _LARGEST = 1 - 1e-9  # utilisation; beyond, no wait is worth a number
 _OFF_TIME = np.array([-21, -4, -2.5, -2, -1.5, -1, -0.75, -0.5, -0.3, -0.2, -0.1, 0.0, 0.1, 0.3, 1, 21])
 _OFF_RATE = np.array([-21, -8, -5, -4, -3, -2.5, -2, -1.5, -1.2, -0.9, -0.7, -0.5, -0.3, -0.2, -0.1, 0.0])
 _ROUNDS, _SECTIONS = 4, 16  # of the largest step of these near 0, 1e-5 is left
-
-
-class Uncertainty(NamedTuple):
-    """Widths of the lognormal law of a truth, below and above the value."""
-
-    below: Column
-    above: Column
-
-    @classmethod
-    def of(cls, value: Column, low: Column, high: Column) -> Uncertainty:
-        value = np.maximum(value, _TINY)
-        below = np.log(value / np.maximum(low, value * 1e-3))
-        return cls(np.maximum(below, 0.0) / Z_OF_INTERVAL, np.log(np.maximum(high / value, 1.0)) / Z_OF_INTERVAL)
-
-    def factor(self, z: Column) -> Column:
-        """Return truth over value, z standard deviations from the middle."""
-        return np.asarray(np.exp(np.where(z > 0, self.above, self.below) * z))
-
-    def z_of(self, ratio: Column) -> Column:
-        """Return the z at which the truth is ``ratio`` times the value; infinite where it cannot be."""
-        logarithm = np.log(np.maximum(ratio, _TINY))
-        width = np.where(logarithm > 0, self.above, self.below)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            z = logarithm / width
-        return np.where(width > 0, z, np.where(logarithm >= 0, np.inf, -np.inf))
-
-
-class Intervals(NamedTuple):
-    """Uncertainty of TTFT (of a request alone), TPOT and E2E, and the upper ends of these of a request alone."""
-
-    uncertainties: tuple[Uncertainty, ...]
-    alone_high_s: tuple[Column, ...]
-
-    @classmethod
-    def of(cls, full: Figures, alone: Column) -> Intervals:
-        """Return the intervals of whole batches, and of requests alone by ``_alone``'s figures."""
-        ttft_s, low_s, high_s, _, tpot_high_s = alone
-        more, batch_s = full.output_tokens - 1, full.ttft_s + (full.output_tokens - 1) * full.tpot_s
-        low_e2e_s, high_e2e_s = (t + more * step for t, step in (
-            (full.ttft_low_s, full.tpot_low_s), (full.ttft_high_s, full.tpot_high_s)))  # fmt: skip
-        uncertainties = (
-            Uncertainty.of(ttft_s, low_s, high_s),
-            Uncertainty.of(full.tpot_s, full.tpot_low_s, full.tpot_high_s),
-            Uncertainty.of(batch_s, low_e2e_s, high_e2e_s),
-        )
-        return cls(uncertainties, (high_s, tpot_high_s, high_s + more * tpot_high_s))
-
-    def take(self, rows: Rows) -> Intervals:
-        taken = (Uncertainty(one.below[rows], one.above[rows]) for one in self.uncertainties)
-        return Intervals(tuple(taken), tuple(column[rows] for column in self.alone_high_s))
 
 
 class _Load(NamedTuple):
