@@ -30,6 +30,10 @@ class Uncertainty(NamedTuple):
         below = np.log(value / np.maximum(low, value * 1e-3))
         return cls(np.maximum(below, 0.0) / Z_OF_INTERVAL, np.log(np.maximum(high / value, 1.0)) / Z_OF_INTERVAL)
 
+    def of_less(self, ratio: Column) -> Uncertainty:
+        """Return the law of ``ratio`` times the value: the lower end stays, the upper one keeps its ratio."""
+        return self._replace(below=np.maximum(self.below + np.log(ratio) / Z_OF_INTERVAL, 0.0))
+
     def factor(self, z: Column) -> Column:
         """Return truth over value, z standard deviations from the middle."""
         return np.asarray(np.exp(np.where(z > 0, self.above, self.below) * z))
@@ -62,6 +66,11 @@ class Intervals(NamedTuple):
             Uncertainty.of(batch_s, low_e2e_s, high_e2e_s),
         )
         return cls(uncertainties, (high_s, tpot_high_s, high_s + more * tpot_high_s))
+
+    def with_less(self, ratio: Column) -> Intervals:
+        """Return the intervals where E2E is ``ratio`` times as long, of which its lower end has nothing."""
+        ttft, tpot, e2e = self.uncertainties
+        return self._replace(uncertainties=(ttft, tpot, e2e.of_less(ratio)))
 
     def take(self, rows: Rows) -> Intervals:
         taken = (Uncertainty(one.below[rows], one.above[rows]) for one in self.uncertainties)

@@ -36,6 +36,7 @@ from fingerprint.gpus import gpu_spec
 from fingerprint.model_spec import ModelSpec
 from fingerprint.queueing import ServiceColumns, Variation, requests_at_once, slot_wait
 from fingerprint.service_model import service_model
+from fingerprint.spared_loads import at_rate, spared_column
 from iserve.simulation.running import adapter_cost
 from planner.adapter_slots import VariantLoad
 from planner.attainment import Attainment
@@ -164,9 +165,10 @@ class Case:
             load.load_waits if with_loads else lambda slots, places, load_s: None,
         )
 
-    def columns(self, *, with_loads: bool, slots_for_all: bool) -> ServiceColumns:
+    def columns(self, *, with_loads: bool, slots_for_all: bool, is_shared: bool = False) -> ServiceColumns:
         service = service_model(self.estimator(with_loads=with_loads), self.config, WORK)
-        found = ServiceColumns.of([service], np.array([float(BATCH)]))
+        spared_s = spared_column([service.spared_loads_s], [self.replicas if is_shared else 1])
+        found = ServiceColumns.of([service], np.array([float(BATCH)]), spared_s)
         return replace(found, most=np.array([float(BATCH)])) if slots_for_all else found
 
     @property
@@ -174,10 +176,15 @@ class Case:
         most_per_s = self.share / float(self.columns(with_loads=False, slots_for_all=True).slot_s[0])
         return min(most_per_s, self.thread / (self.missed * self.load_s)) if self.thread else most_per_s
 
-    def expected_s(self, *, with_loads: bool = True, slots_for_all: bool = False) -> float:
-        """Return the mean by the law; infinite where the rate is not served."""
-        columns = self.columns(with_loads=with_loads, slots_for_all=slots_for_all)
+    def expected_s(self, *, with_loads: bool = True, slots_for_all: bool = False, is_shared: bool = True) -> float:
+        """Return the mean by the law; infinite where the rate is not served.
+
+        Args:
+            is_shared: replicas share the variants; else each has the mix of all requests.
+        """
+        columns = self.columns(with_loads=with_loads, slots_for_all=slots_for_all, is_shared=is_shared)
         variation = Variation(input_cv=0.0)
+        columns = at_rate(columns, np.array([self.rate_per_s]), variation)
         used = self.rate_per_s * columns.slot_s
         if used[0] >= 1:
             return float("inf")
@@ -192,7 +199,7 @@ class Case:
         service = service_model(estimator, self.config, WORK)
         alone, full = (_exact(estimator.estimate(self.config, replace(WORK, batch=batch))) for batch in (1, BATCH))
         traffic = Traffic(input_cv=0.0, output_cv=1.0)
-        law = Attainment.of_service(service, float(BATCH), figures([full]), alone, traffic)
+        law = Attainment.of_service(service, float(BATCH), figures([full]), alone, traffic, self.replicas)
         return tuple(float(law.quantile("ttft", percentile, self.rate_per_s)[0]) for percentile in PERCENTILES)
 
     def simulated(self, requests: int) -> Seen:
@@ -245,6 +252,7 @@ class Compared:
     law_s: float
     slots_for_all_s: float
     law_ttft_s: tuple[float, ...]  # at ``PERCENTILES``
+    apart_s: float  # by the law in which each replica has the mix of all requests
 
     @property
     def row(self) -> str:
@@ -256,7 +264,9 @@ class Compared:
         percentiles = " | ".join(
             f"{s:.2f}, {law:.2f}" for s, law in zip(seen.ttft_s, self.law_ttft_s, strict=True)
         )
-        laws = " | ".join("not served" if np.isinf(s) else f"{s:.2f}" for s in (self.law_s, self.slots_for_all_s))
+        laws = " | ".join(
+            "not served" if np.isinf(s) else f"{s:.2f}" for s in (self.law_s, self.slots_for_all_s, self.apart_s)
+        )
         return (
             f"| {case.model} | {kind} | {case.variants:,} | {law} | {case.slots} | {case.share:.0%}, "
             f"{self.rate_per_s:.2f}/s | {seen.loads:.2f}, {self.missed:.2f} | {mean} | {laws} | {percentiles} |"
@@ -287,6 +297,7 @@ def compared(case: Case, requests: int) -> Compared:
         law_s=case.expected_s(),
         slots_for_all_s=case.expected_s(slots_for_all=True),
         law_ttft_s=case.expected_ttft_s(),
+        apart_s=case.expected_s(is_shared=False),
     )
 
 
@@ -367,10 +378,11 @@ def main() -> int:
     args = parser.parse_args()
     cases = [case for name in args.cases for case in CASES[name]]
     print(
-        "| model | variants | number | Zipf | slots | rate | loads, law | mean E2E | law | slots for all", end=""
+        "| model | variants | number | Zipf | slots | rate | loads, law | mean E2E | law | slots for all | apart",
+        end="",
     )
     print("".join(f" | P{percentile} of TTFT, law" for percentile in PERCENTILES) + " |")
-    print("|---|---|---:|---|---:|---|---|---:|---:|---:|---|---|---|")
+    print("|---|---|---:|---|---:|---|---|---:|---:|---:|---:|---|---|---|")
     rows = []
     with ProcessPoolExecutor(args.jobs) as processes:
         for row in processes.map(compared, cases, [args.requests] * len(cases)):

@@ -22,7 +22,8 @@ from pathlib import Path
 import numpy as np
 
 from fingerprint.estimators.adapter_slots import requests_within
-from fingerprint.queueing import ServiceColumns, Variation, slot_wait
+from fingerprint.queueing import ServiceColumns, Variation
+from fingerprint.spared_loads import at_rate
 from planner.adapter_slots import VariantLoad
 from tests.bench.variant_routing import MEAN_S, STEPS
 from traces.simulator.variants import VariantArrival, VariantWorkers, replay_variants
@@ -30,7 +31,7 @@ from traces.simulator.variants import VariantArrival, VariantWorkers, replay_var
 _BYTES, _LOAD_S = 1_000_000, 0.12
 _LOADED_PER_SLOT, _CLIENTS, _SEED = 4, 64, 0
 _LOW_PER_S, _HIGH_SHARE = 0.05, 0.6
-_LARGEST = 1 - 1e-9  # utilisation
+_SHORT_S = 1e-6  # of a load, as loads stop nothing here
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,43 +132,49 @@ class Laws:
     """Loads for each request, by laws of several replicas."""
 
     apart: float  # each replica with the mix of all requests
+    in_between: float  # by the utilisation of the closed loop
+    without_slot: float  # that of plans
     together: float  # one replica with the places of all
-    used: float  # utilisation of the closed loop
-    planned: float  # utilisation by the law of load; 1: not served
-    without_slot: float  # share of the requests that find no free slot by it
+    planned: float  # utilisation by the law of load; 1 and more: not served
 
     @classmethod
-    def of(cls, case: Case) -> Laws:
-        load, most_per_s = VariantLoad(case.variants, case.skew), case.most_per_s()
-        used = case.utilisation if case.is_high else _LOW_PER_S / most_per_s
-        service, variation = _service(case, load), Variation()
-        planned = np.minimum(used * most_per_s * service.slot_s, _LARGEST)
+    def of(cls, case: Case, most_per_s: float) -> Laws:
+        """Return the laws of a case of which one replica completes ``most_per_s``."""
+        load = VariantLoad(case.variants, case.skew)
+        apart, together = load.missed(case.places), load.missed(case.replicas * case.places)
+        each_per_s = case.utilisation * most_per_s if case.is_high else _LOW_PER_S
+        service, rate = _service(case, load, apart, apart - together), np.array([each_per_s])
+        share, left = each_per_s / most_per_s, at_rate(service, rate, Variation())
         return cls(
-            apart=load.missed(case.places),
-            together=load.missed(case.replicas * case.places),
-            used=used,
-            planned=float(planned[0]),
-            without_slot=float(slot_wait(service, planned, variation, np.ones(1)).share[0]),
+            apart=apart,
+            in_between=share * apart + (1 - share) * together,
+            without_slot=float(left.prompt_s[0]) / _SHORT_S,
+            together=together,
+            planned=each_per_s * float(service.slot_s[0]),
         )
 
-    def between(self, share: float) -> float:
-        """Return the law with that share of replicas that are apart."""
-        return share * self.apart + (1 - share) * self.together
 
-
-def _service(case: Case, load: VariantLoad) -> ServiceColumns:
-    """Return the service of a replica as plans know it, without loads: as many requests as find slots."""
-    most = min(requests_within(load.distinct, case.slots) or _CLIENTS, _CLIENTS)
-    ends_s = [MEAN_S * STEPS["vllm"].slowdown(n, load.distinct(n)) for n in (1, most)]  # type: ignore[arg-type]
-    slope_s = (ends_s[1] - ends_s[0]) / (most - 1)
+def _service(case: Case, load: VariantLoad, missed: float, spared: float) -> ServiceColumns:
+    """Return the service of a replica as plans know it, with loads that take hardly any time."""
+    most = min(requests_within(load.distinct, case.slots) or _CLIENTS, float(_CLIENTS))
+    alone_s = _request_s(1, load.distinct(1))
+    slope_s = (_request_s(most, load.distinct(most)) - alone_s) / (most - 1)
     return ServiceColumns(
         most=np.array([most]),
-        prompt_s=np.zeros(1),
-        added_prompt_s=np.zeros(1),
+        prompt_s=np.array([missed * _SHORT_S]),
+        added_prompt_s=np.array([missed * _SHORT_S]),
         more_tokens=np.ones(1),
-        intercepts_s=np.array([[ends_s[0] - slope_s]]),
+        intercepts_s=np.array([[alone_s - slope_s]]),
         slopes_s=np.array([[slope_s]]),
+        spared_s=np.array([spared * _SHORT_S]),
     )
+
+
+def _request_s(requests: float, variants: float) -> float:
+    """Return the time of a request among so many."""
+    step = STEPS["vllm"]
+    more_s = step.per_request_s * (requests - 1) + step.per_variant_s * (variants - 1)
+    return MEAN_S * (1 + (more_s + step.per_both_s * (requests * variants - 1)) / step.fixed_s)
 
 
 def main() -> int:
@@ -182,14 +189,14 @@ def main() -> int:
     print("|---|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|")
     for case in CASES_OF[args.cases]:
         seen, rate_per_s = replayed(case, args.requests)
-        laws = Laws.of(case)
+        laws = Laws.of(case, case.most_per_s())
         rows.append({**asdict(case), "rate_per_s": rate_per_s, "replayed": seen, "law": laws.apart})
         rate = f"{case.utilisation:.0%}" if case.is_high else "low"
         skew = f"{case.skew:g}" if case.skew else "even"
         print(
             f"| {case.slots}, {case.places} | {case.variants:,} | {skew} | {rate} | {case.replicas} | "
-            f"{rate_per_s:.3g} | {seen:.1%} | {laws.apart:.1%} | {laws.between(laws.used):.1%} | "
-            f"{laws.between(laws.without_slot):.1%} | {laws.together:.1%} | {laws.planned:.2f} |",
+            f"{rate_per_s:.3g} | {seen:.1%} | {laws.apart:.1%} | {laws.in_between:.1%} | "
+            f"{laws.without_slot:.1%} | {laws.together:.1%} | {laws.planned:.2f} |",
             flush=True,
         )
     if args.json is not None:
