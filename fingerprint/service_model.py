@@ -67,6 +67,9 @@ class ServiceModel:
     """Requests that run at once on average; None: no slots for variants bound them (``Estimate.most_at_once``)."""
     load_waits: LoadWaits | None = None
     """Waits for loads of variants next to the steps, in no time of these; None: there are none."""
+    spared_loads_s: tuple[float, ...] = ()
+    """Seconds of loads, of those in prompts, that a request at 1, 2, ... replicas is spared at most; at more
+    replicas the last."""
 
     def __post_init__(self) -> None:
         times = (self.prompt_s, *self.step_s)
@@ -149,6 +152,7 @@ class ServiceModel:
             prompt_s=prompts * self.prompt_s,
             further_prompt_s=prompts * self.added_prompt_s,
             step_s=tuple(steps * step_s for step_s in self.step_s),
+            spared_loads_s=tuple(prompts * load_s for load_s in self.spared_loads_s),
         )
 
     def requests_per_s(self, batch: float) -> float:
@@ -224,6 +228,7 @@ def service_model(
         largest_batch=largest_batch,
         most_at_once=alone.most_at_once,
         load_waits=alone.load_waits,
+        spared_loads_s=alone.spared_loads_s,
     )
     return _spread(found, batches_in_flight(config))
 
@@ -291,6 +296,7 @@ def _spread(one: ServiceModel, batches: int) -> ServiceModel:
     return replace(
         one,
         further_prompt_s=one.added_prompt_s / batches,
+        spared_loads_s=(),  # those of a prompt and of what it adds are no longer the same
         step_s=tuple(one.step_of(max(1.0, knot / batches)) for knot in STEP_KNOTS),
     )
 
