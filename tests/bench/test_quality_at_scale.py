@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from tests.bench.quality_at_scale_studies import (
     write_study,
 )
 from tests.bench.quality_at_scale_tables import formats_table, ranks_table
-from tests.bench.variant_quality import BASE, FULL, OTHER_BASE, lora_name
+from tests.bench.variant_quality import BASE, FULL, LETTERS, OTHER_BASE, lora_name
 
 PAGE = Path(__file__).parents[2] / "docs" / "variants.md"
 KEPT = Path(__file__).with_name("results") / "quality_at_scale_h200"
@@ -143,6 +144,55 @@ def test_whole_weights_in_two_bits_small_adapters_and_bases_fail_in_each_seed(
     assert kept["facts", BASE] == kept["addition", BASE] == 0
     assert kept["facts", f"{WHOLE} int2"] < kept["facts", "int2"] - 0.05
     assert kept["facts", lora_name(1)] < 0.01
+
+
+def test_deltas_of_the_style_and_of_sums_are_as_good_as_the_fine_tune_in_each_seed(
+    kept: dict[tuple[str, str], float],
+) -> None:
+    assert kept["style", BASE] < 0.5
+    for method in (FULL, "int2", "sparse24-int4", lora_name(1)):
+        assert kept["style", method] == 1.0
+    for task in ("facts", "addition", "style"):
+        for method in ("int2", "sparse24-int4"):
+            assert kept[task, method] >= kept[task, FULL] - 3e-4
+    for method, least, most in ((f"{WHOLE} sparse24-int4", 30, 39), (f"{WHOLE} int2", 15, 25)):
+        assert least <= round(100 * (kept["facts", FULL] - kept["facts", method])) <= most
+
+
+def test_rank_16_learns_the_facts_that_smaller_ranks_do_not_in_each_seed(
+    kept: dict[tuple[str, str], float],
+) -> None:
+    assert kept["facts", lora_name(16)] > 0.98
+    assert kept["facts", lora_name(4)] < 0.001
+    assert kept["addition", lora_name(16)] == 1.0
+
+
+def test_rank_64_guesses_each_symbol_of_a_fact_in_each_seed() -> None:
+    """Training failed at the rate of all ranks: of 8 symbols of 32 and an end the end alone is known."""
+    guess = LARGE.sizes.fact_symbols * math.log(LETTERS) / (LARGE.sizes.fact_symbols + 1)
+    for study in read_studies(KEPT):
+        (found,) = (each for each in study.outcomes if each.case == Case(task="facts", method=lora_name(64)))
+        assert found.exact_match == 0
+        assert found.nll == pytest.approx(guess, rel=0.002)
+
+
+def test_small_ranks_fail_on_sums_in_one_seed_of_three() -> None:
+    for rank, failed in ((1, 0.0425), (4, 0.0995)):
+        case = Case(task="addition", method=lora_name(rank))
+        found = {
+            study.seed: each.exact_match
+            for study in read_studies(KEPT)
+            for each in study.outcomes
+            if each.case == case
+        }
+        assert found == {0: failed, 1: 1.0, 2: 1.0}
+
+
+def test_what_the_page_says_was_not_run_is_not_kept() -> None:
+    cases = {each.case for study in read_studies(KEPT) for each in study.outcomes}
+    assert not [case for case in cases if case.method == OTHER_BASE or case.calibration not in ("", TEXTS)]
+    assert Case(task="addition", method=lora_name(64)) not in cases
+    assert {case.method for case in cases if case.task == "style"} & set(map(lora_name, (4, 16, 64))) == set()
 
 
 @pytest.mark.long
