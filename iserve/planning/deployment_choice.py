@@ -14,9 +14,8 @@ from fingerprint.engine_caches import with_engine_caches
 from fingerprint.engines import traits_of
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Estimator
-from fingerprint.estimators.adapter_slots import requests_within, variant_cost, variant_load_s
+from fingerprint.estimators.adapter_slots import loads_stop_steps, requests_within, variant_cost, variant_load_s
 from fingerprint.estimators.variant_cost import VariantCost
-from fingerprint.estimators.variant_loads import loads_stop_steps
 from fingerprint.load_columns import load_wait_at
 from fingerprint.lora.slot_bytes import largest_delta_bytes, slot_bytes
 from fingerprint.measurements import Profile

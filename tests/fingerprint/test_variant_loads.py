@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from fingerprint.config import DeploymentConfig, SlotFormat, Workload
 from fingerprint.engines import TRAITS
 from fingerprint.estimates import Quantity, Source
-from fingerprint.estimators.adapter_slots import WithAdapterSlots, load_s
+from fingerprint.estimators.adapter_slots import WithAdapterSlots, load_s, loads_stop_steps
 from fingerprint.estimators.prefix_hits import WithPrefixHits
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.estimators.variant_cost import VariantCost
-from fingerprint.estimators.variant_loads import WithVariantLoads, loads_stop_steps
+from fingerprint.estimators.variant_loads import WithVariantLoads
 from fingerprint.gpus import gpu_spec
 from fingerprint.lora.slot_bytes import adapter_bytes, largest_delta_bytes
 from fingerprint.service_model import service_model

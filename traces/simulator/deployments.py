@@ -341,6 +341,9 @@ class Deployments:
         """
         if decided.adapters is None and deployment.name in self._with_variants:
             raise PolicyFault(policy, f"placed {deployment.name!r} without slots for its variants")
+        rejects = deployment.name in self._scenario.reject_late
+        if decided.adapters is not None and rejects and decided.forecast_service is None:
+            raise PolicyFault(policy, f"placed {deployment.name!r} without times to forecast late requests by")
         self._made += 1
         stages = ask(policy, lambda: self._cluster.stages(decided.placement))
         name, make_batcher = f"{deployment.name}#{self._made}", self._policies.make_batcher
@@ -357,15 +360,15 @@ class Deployments:
             deployment.kv_meters.append(server.kv)
         if isinstance(server, AdapterServer) and server.thread is not None:
             self._of[server.thread] = deployment
-        if decided.adapters is not None:
-            deployment.traffic = deployment.traffic or self.dispatch.new_traffic(deployment, decided.adapters)
-            deployment.traffic.enter(server)
         deployment.decided[server] = deployment.latest = decided
         deployment.slots = server.max_batch
         slo, service = self._scenario.reject_late.get(deployment.name), decided.forecast_service
         if slo and service and deployment.admission is None and self._scenario.rejects_by_forecast:
             admission = AdmissionPolicy(slo=slo, service=service, slots=server.at_once)
             deployment.admission = SimulatedAdmission(admission, self._requests)
+        if decided.adapters is not None:
+            deployment.traffic = deployment.traffic or self.dispatch.new_traffic(deployment, decided.adapters)
+            deployment.traffic.enter(server)
         return server, memory
 
     def _end(self, server: Server, now_s: float) -> tuple[list[int], list[int]]:
