@@ -17,7 +17,7 @@ import asyncio
 import math
 import time
 from bisect import insort
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -321,9 +321,7 @@ class Deployment:
             return
         waiting = [one for one in self._waiting if one.ticket < ticket and one.request is not None]
         before = (one.request for one in waiting if one.request is not None)
-        loads = None
-        if use is not None and self.variants is not None:
-            loads = self.variants.loads_ahead(use, urls, (one.variant for one in waiting))
+        loads = self._loads_ahead(use, urls, (one.variant for one in waiting))
         rejection = self.admission.check_queue(request, urls, before, loads)
         if rejection is not None:
             raise ApiError.would_be_late(model, rejection)
@@ -364,7 +362,7 @@ class Deployment:
             if outstanding >= worker.max_outstanding or not self._is_ready(worker):
                 continue
             room = Room(worker, outstanding, self._last_ticket.get(worker.url, -1), worker.url == avoid)
-            rejection = self._check_start(worker, avoid, request, variants.loads_ahead(use, (worker.url,)))
+            rejection = self._check_start(worker, avoid, request, use)
             if rejection is None:
                 rooms.append(room)
             else:
@@ -374,7 +372,7 @@ class Deployment:
             too_late = variants.choose(use, [room for room, _ in late])
             return None if too_late is None else late[too_late.index][1]
         target = rooms[admission.index].target
-        self._begin(target, ticket, request, variants.loads_ahead(use, (target.url,)))
+        self._begin(target, ticket, request, use)
         variants.admit(use, target, admission)
         return target
 
@@ -383,21 +381,27 @@ class Deployment:
         worker: WorkerTarget,
         avoid: str,
         request: InFlightRequest | None,
-        loads: LoadsAhead | None = None,
+        use: VariantRequest | None = None,
     ) -> Rejection | None:
         if self.admission is None or request is None or avoid:
             return None
-        return self.admission.check_start(request, worker.url, loads)
+        return self.admission.check_start(request, worker.url, self._loads_ahead(use, (worker.url,)))
+
+    def _loads_ahead(
+        self, use: VariantRequest | None, urls: Sequence[str], before: Iterable[str | None] = ()
+    ) -> LoadsAhead | None:
+        """Return ``VariantResidency.loads_ahead``; None: the request is for the base."""
+        return None if use is None or self.variants is None else self.variants.loads_ahead(use, urls, before)
 
     def _begin(
         self,
         worker: WorkerTarget,
         ticket: int,
         request: InFlightRequest | None,
-        loads: LoadsAhead | None = None,
+        use: VariantRequest | None = None,
     ) -> None:
         if self.admission is not None and request is not None:
-            self.admission.record_start(request, worker.url, loads)
+            self.admission.record_start(request, worker.url, self._loads_ahead(use, (worker.url,)))
         self._outstanding[worker.url] = self._outstanding.get(worker.url, 0) + 1
         self._last_ticket[worker.url] = ticket
 

@@ -195,7 +195,7 @@ class VariantTraffic:
     def _loads_ahead(
         self, request: _Request, servers: Sequence[Server], now_s: float, queue: Sequence[int] = ()
     ) -> LoadsAhead | None:
-        if request.variant is None:
+        if request.variant is None or self._admission is None:
             return None
         workers = [(self._fleet.placed(server), self._pending[server]) for server in servers]
         before = (self._waiting[row].variant for row in queue)
