@@ -46,10 +46,21 @@ class SimulatedAdmission:
         now_s: float,
         loads: LoadsAhead | None = None,
     ) -> bool:
-        """Return whether the request keeps its limits behind ``queue``."""
+        """Return whether the request keeps its limits behind ``queue``; while none serves it is not judged, and
+        its wait begins when one does.
+        """
         ready = [self._running(server) for server in servers if server.ready_s <= now_s]
+        if not ready:
+            self.restart_waits((row,), min(server.ready_s for server in servers))
+            return True
         before = [self._request(other) for other in queue]
-        return not ready or self._controller.check_queue(self._request(row), ready, before, now_s, loads) is None
+        return self._controller.check_queue(self._request(row), ready, before, now_s, loads) is None
+
+    def restart_waits(self, rows: Iterable[int], ready_s: float) -> None:
+        """Count the waits of requests, which no worker could serve so far, from ``ready_s`` on."""
+        for row in rows:
+            request = self._request(row)
+            request.arrived_s = max(request.arrived_s, ready_s)
 
     def record_start(self, row: int, server: Server, now_s: float, loads: LoadsAhead | None = None) -> None:
         request = self._request(row)

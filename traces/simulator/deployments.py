@@ -327,6 +327,8 @@ class Deployments:
         deployment.replicas.append(server)
         deployment.missing -= 1
         deployment.most = max(deployment.most, len(deployment.replicas))
+        if (control := deployment.admission) and len(deployment.replicas) == 1:
+            control.restart_waits(deployment.queue, server.ready_s)
         deployment.cold_starts += deployment.at_zero
         deployment.leave_zero(now_s)
         deployment.since_s = now_s
