@@ -149,6 +149,9 @@ class Estimate:
     most_at_once: float | None = None  # requests at once on average; None: no slots for variants bound them
     load_waits: LoadWaits | None = None  # in no time of these; None: no load runs next to the steps
     one_load: OneLoad | None = None  # of a variant; None: there are none, or its time is not known
+    spared_loads_s: tuple[float, ...] = ()
+    """Seconds of loads, of those in TTFT, that a request at 1, 2, ... replicas is spared if it always finds a slot
+    at one that has its variant; at more replicas the last."""
 
     @property
     def is_measured(self) -> bool:

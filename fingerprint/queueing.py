@@ -40,10 +40,13 @@ __all__ = [
     "ServiceColumns",
     "Variation",
     "Wait",
+    "idle_share",
     "no_slot_exponent",
+    "peakedness",
     "prompt_wait",
     "requests_at_once",
     "slot_wait",
+    "without_slot",
 ]
 
 MODEL_NAME = "G/G/c with batch-dependent service"
@@ -82,9 +85,11 @@ class ServiceColumns:
     slopes_s: Column
     loads: LoadColumns | None = None
     """Waits for loads of variants next to the steps, in no time of these; None: there are none."""
+    spared_s: Column | None = None
+    """Seconds of loads, of those in the prompts, that replicas spare one another at most; None: none."""
 
     @classmethod
-    def of(cls, services: Sequence[ServiceModel], most: Column) -> ServiceColumns:
+    def of(cls, services: Sequence[ServiceModel], most: Column, spared_s: Column | None = None) -> ServiceColumns:
         """Return the columns of replicas that run ``most`` requests at once, as far as these find slots."""
         steps_s = np.array([service.rounds_s for service in services]).T
         knots = np.array(STEP_KNOTS, np.float64)
@@ -97,10 +102,11 @@ class ServiceColumns:
             intercepts_s=steps_s[:-1] - slopes_s * knots[:-1, None],
             slopes_s=slopes_s,
             loads=LoadColumns.of([service.load_waits for service in services]),
+            spared_s=spared_s,
         )
 
     def take(self, rows: Rows) -> ServiceColumns:
-        columns = [field.name for field in fields(self) if field.name != "loads"]
+        columns = [one.name for one in fields(self) if one.name != "loads" and getattr(self, one.name) is not None]
         loads = None if self.loads is None else self.loads.take(rows)
         return replace(self, **{name: getattr(self, name)[..., rows] for name in columns}, loads=loads)
 
@@ -190,7 +196,7 @@ class Wait(NamedTuple):
 def requests_at_once(service: ServiceColumns, utilisation: Column, variation: Variation) -> RequestsAtOnce:
     """Return how many requests run while one runs, for utilisations [..., rows] from 0 to below 1."""
     rate = utilisation / service.slot_s
-    peak = _peakedness(utilisation * service.most, variation)
+    peak = peakedness(utilisation * service.most, variation)
     # Steps that jump may have the law hold at several numbers. The least, which a queue that fills gets to first,
     # is in the first segment of whose end fewer than that are met.
     batches, times_s = (_cases(knots, utilisation.ndim) for knots in service.knots)
@@ -217,18 +223,28 @@ def no_slot_exponent(slots: Column) -> Column:
 
 def slot_wait(service: ServiceColumns, utilisation: Column, variation: Variation, peak: Column) -> Wait:
     """Return the wait for one of the replica's slots, for utilisations [..., rows] from 0 to below 1."""
-    idle = _idle(utilisation, variation.burstiness)
+    idle = idle_share(utilisation, variation.burstiness)
+    taken = without_slot(service, utilisation, peak, idle)
+    return Wait(taken, service.slot_s * _varied(variation.burstiness, work_cv(service, variation)) / idle)
+
+
+def without_slot(service: ServiceColumns, utilisation: Column, peak: Column, idle: Column) -> Column:
+    """Return the share of requests that find no free slot, for utilisations [..., rows] from 0 to below 1.
+
+    Args:
+        peak: peakedness of the arrivals.
+        idle: share of requests that would find a lone slot free.
+    """
     slots = service.most / peak
     exponent = no_slot_exponent(slots)
     exponent = exponent * (1 + _LIGHT * (1 - utilisation) * np.log(np.maximum(slots, 1.0)))
-    taken = np.where(service.most > 1, utilisation**exponent, 1 - idle)
-    return Wait(taken, service.slot_s * _varied(variation.burstiness, work_cv(service, variation)) / idle)
+    return np.where(service.most > 1, utilisation**exponent, 1 - idle)
 
 
 def prompt_wait(service: ServiceColumns, utilisation: Column, variation: Variation) -> Wait:
     """Return the wait for earlier prompts, for utilisations [..., rows] from 0 to below 1; none with one slot."""
     busy, input_cv = utilisation * service.prompt_share, variation.input_cv
-    idle = _idle(busy, variation.burstiness)
+    idle = idle_share(busy, variation.burstiness)
     waits = _varied(variation.burstiness, input_cv) / idle  # in prompts
     # Prompts that arrive while a step runs are served together by the next: a request that waits for earlier ones
     # waits for as many later ones. All but the rest of the step under way is such a wait.
@@ -248,7 +264,7 @@ def _varied(arrival_cv: float, service_cv: Column | float) -> Column:
     return np.asarray((arrival_cv**2 + service_cv**2) / (arrival_cv**2 + 1))
 
 
-def _peakedness(offered: Column, variation: Variation) -> Column:
+def peakedness(offered: Column, variation: Variation) -> Column:
     """Return the variance over mean of how many would run at once if all could; 1 for Poisson arrivals.
 
     Exact for exponential services; for any other its excess over 1 is taken to go with ``2 / (1 + output_cv**2)``,
@@ -266,7 +282,7 @@ def _peakedness(offered: Column, variation: Variation) -> Column:
     return np.asarray(np.maximum(1 + (exponential - 1) * 2 / (1 + variation.output_cv**2), _SMOOTHEST))
 
 
-def _idle(load: Column, arrival_cv: float) -> Column:
+def idle_share(load: Column, arrival_cv: float) -> Column:
     """Return the share of arrivals that find a GI/M/1 queue empty, for loads from 0 to 1."""
     if arrival_cv == 1:
         return np.asarray(1 - load)

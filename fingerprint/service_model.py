@@ -69,6 +69,9 @@ class ServiceModel:
     """Waits for loads of variants next to the steps, in no time of these; None: there are none."""
     one_load: OneLoad | None = None
     """Load of a variant; None: there are none, or its time is not known."""
+    spared_loads_s: tuple[float, ...] = ()
+    """Seconds of loads, of those in prompts, that a request at 1, 2, ... replicas is spared at most; at more
+    replicas the last."""
 
     def __post_init__(self) -> None:
         times = (self.prompt_s, *self.step_s)
@@ -158,6 +161,7 @@ class ServiceModel:
             prompt_s=prompts * self.prompt_s,
             further_prompt_s=prompts * self.added_prompt_s,
             step_s=tuple(steps * step_s for step_s in self.step_s),
+            spared_loads_s=tuple(prompts * load_s for load_s in self.spared_loads_s),
         )
 
     def requests_per_s(self, batch: float) -> float:
@@ -234,6 +238,7 @@ def service_model(
         most_at_once=alone.most_at_once,
         load_waits=alone.load_waits,
         one_load=alone.one_load,
+        spared_loads_s=alone.spared_loads_s,
     )
     return _spread(found, batches_in_flight(config))
 
@@ -303,6 +308,7 @@ def _spread(one: ServiceModel, batches: int) -> ServiceModel:
     return replace(
         one,
         further_prompt_s=one.added_prompt_s / batches,
+        spared_loads_s=(),  # those of a prompt and of what it adds are no longer the same
         step_s=tuple(one.step_of(max(1.0, knot / batches)) for knot in STEP_KNOTS),
     )
 

@@ -48,11 +48,13 @@ from fingerprint.queueing import (
     work_cv,
 )
 from fingerprint.service_model import SHARED_PROMPT, ServiceModel
+from fingerprint.spared_loads import at_rate, spared_column
 from planner.costs import Figures
 from planner.crossing import crossing
 from planner.intent import Traffic
-from planner.normal_distribution import Z_OF_INTERVAL, normal_cdf, normal_quantile
+from planner.normal_distribution import normal_cdf, normal_quantile
 from planner.rate_profile import moving_rate
+from planner.uncertainty import Intervals, Uncertainty
 
 __all__ = ["Attainment", "Metric"]
 
@@ -69,56 +71,6 @@ _LARGEST = 1 - 1e-9  # utilisation; beyond, no wait is worth a number
 # In logarithms, from what a request alone takes, and from the highest rate there can be: nothing is farther off.
 _OFF_TIME = np.array([-21, -4, -2.5, -2, -1.5, -1, -0.75, -0.5, -0.3, -0.2, -0.1, 0.0, 0.1, 0.3, 1, 21])
 _OFF_RATE = np.array([-21, -8, -5, -4, -3, -2.5, -2, -1.5, -1.2, -0.9, -0.7, -0.5, -0.3, -0.2, -0.1, 0.0])
-
-
-class Uncertainty(NamedTuple):
-    """Widths of the lognormal law of a truth, below and above the value."""
-
-    below: Column
-    above: Column
-
-    @classmethod
-    def of(cls, value: Column, low: Column, high: Column) -> Uncertainty:
-        value = np.maximum(value, _TINY)
-        below = np.log(value / np.maximum(low, value * 1e-3))
-        return cls(np.maximum(below, 0.0) / Z_OF_INTERVAL, np.log(np.maximum(high / value, 1.0)) / Z_OF_INTERVAL)
-
-    def factor(self, z: Column) -> Column:
-        """Return truth over value, z standard deviations from the middle."""
-        return np.asarray(np.exp(np.where(z > 0, self.above, self.below) * z))
-
-    def z_of(self, ratio: Column) -> Column:
-        """Return the z at which the truth is ``ratio`` times the value; infinite where it cannot be."""
-        logarithm = np.log(np.maximum(ratio, _TINY))
-        width = np.where(logarithm > 0, self.above, self.below)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            z = logarithm / width
-        return np.where(width > 0, z, np.where(logarithm >= 0, np.inf, -np.inf))
-
-
-class Intervals(NamedTuple):
-    """Uncertainty of TTFT (of a request alone), TPOT and E2E, and the upper ends of these of a request alone."""
-
-    uncertainties: tuple[Uncertainty, ...]
-    alone_high_s: tuple[Column, ...]
-
-    @classmethod
-    def of(cls, full: Figures, alone: Column) -> Intervals:
-        """Return the intervals of whole batches, and of requests alone by ``_alone``'s figures."""
-        ttft_s, low_s, high_s, _, tpot_high_s = alone
-        more, batch_s = full.output_tokens - 1, full.ttft_s + (full.output_tokens - 1) * full.tpot_s
-        low_e2e_s, high_e2e_s = (t + more * step for t, step in (
-            (full.ttft_low_s, full.tpot_low_s), (full.ttft_high_s, full.tpot_high_s)))  # fmt: skip
-        uncertainties = (
-            Uncertainty.of(ttft_s, low_s, high_s),
-            Uncertainty.of(full.tpot_s, full.tpot_low_s, full.tpot_high_s),
-            Uncertainty.of(batch_s, low_e2e_s, high_e2e_s),
-        )
-        return cls(uncertainties, (high_s, tpot_high_s, high_s + more * tpot_high_s))
-
-    def take(self, rows: Rows) -> Intervals:
-        taken = (Uncertainty(one.below[rows], one.above[rows]) for one in self.uncertainties)
-        return Intervals(tuple(taken), tuple(column[rows] for column in self.alone_high_s))
 
 
 class _Load(NamedTuple):
@@ -148,8 +100,14 @@ class Attainment:
         self._stays_s = self._moving.stays * traffic.window_s if traffic.relative_rates else np.inf
 
     @classmethod
-    def of_estimates(cls, full: Figures, alone: Sequence[Estimate], traffic: Traffic) -> Attainment:
-        """Return the attainment by estimates of whole batches, and of the same configurations with one request."""
+    def of_estimates(
+        cls, full: Figures, alone: Sequence[Estimate], traffic: Traffic, replicas: int = 1
+    ) -> Attainment:
+        """Return the attainment by estimates of whole batches, and of the same configurations with one request.
+
+        Args:
+            replicas: of each deployment, that share its variants.
+        """
         values = np.fromiter(chain.from_iterable(map(_alone, alone)), np.float64)
         times = values.reshape(len(alone), 5).T.copy()
         usable = full.usable & (np.isfinite(times) & (times >= 0)).all(axis=0)  # the planner refuses the rest
@@ -168,15 +126,26 @@ class Attainment:
             intercepts_s=(step_s - slope_s)[None],
             slopes_s=slope_s[None],
             loads=LoadColumns.of([one.load_waits for one in alone]),
+            spared_s=spared_column([one.spared_loads_s for one in alone], [replicas] * len(alone)),
         )
         return cls(_with_longer_contexts(service, full.input_tokens, traffic), Intervals.of(full, times), traffic)
 
     @classmethod
     def of_service(
-        cls, service: ServiceModel, most: float, full: Figures, alone: Estimate, traffic: Traffic
+        cls,
+        service: ServiceModel,
+        most: float,
+        full: Figures,
+        alone: Estimate,
+        traffic: Traffic,
+        replicas: int = 1,
     ) -> Attainment:
-        """Return the attainment of a replica of ``most`` requests at once, with the intervals of the estimates."""
-        columns = ServiceColumns.of([service], np.array([most]))
+        """Return the attainment of one of ``replicas`` with ``most`` requests at once.
+
+        The intervals are those of the estimates.
+        """
+        spared_s = spared_column([service.spared_loads_s], [replicas])
+        columns = ServiceColumns.of([service], np.array([most]), spared_s)
         times = np.array([_alone(alone)]).T
         columns = _with_longer_contexts(columns, np.array([service.input_tokens]), traffic)
         return cls(columns, Intervals.of(full, times), traffic)
@@ -214,12 +183,30 @@ class Attainment:
         Args:
             z: standard deviations from the estimate's value to the truth; None: it is not known.
         """
-        limit, found = self._column(limit_s), np.zeros(len(self))
-        for load, share in self._loads(self._column(rate_per_s)):
+        limit, rate = self._column(limit_s), self._column(rate_per_s)
+        if self._service.spared_s is None:
+            return self._misses_by_levels(metric, limit, rate, z)
+        some = self._with_loads_at(rate, z or 0.0)
+        if metric != "ttft":
+            return some._misses_by_levels(metric, limit, rate, z)
+        # Loads are in the mean prompt, which says too little of the few that wait for one: no load is spared.
+        late = self._misses_by_levels(metric, limit, rate, z)
+        return np.minimum(late, some._misses_by_levels("e2e", limit, rate, z))
+
+    def _misses_by_levels(self, metric: Metric, limit: Column, rate: Column, z: float | None) -> Column:
+        found = np.zeros(len(self))
+        for load, share in self._loads(rate):
             steady, points, weights = self._truths(metric, limit, load) if z is None else self._truth(z, load)
             missed = (weights * self._misses_at(metric, limit, load, points)).sum(axis=0)
             found += share * np.clip(1 - steady + missed, 0.0, 1.0)
         return found
+
+    def _with_loads_at(self, rate: Column, z: float) -> Attainment:
+        """Return the attainment with the loads that are left at the mean rate under the truth ``z``."""
+        slower = self._law("e2e").factor(np.full(len(self), z))
+        service = at_rate(self._service, rate * slower, self._variation)
+        ratio = service.requests_s(service.most) / self._service.requests_s(self._service.most)
+        return Attainment(service, self._intervals.with_less(ratio), self._traffic)
 
     def load_wait(self, rate_per_s: Column | float) -> LoadWait | None:
         """Return the waits for loads next to the steps at the mean rate; None: there are no such loads."""
@@ -233,6 +220,8 @@ class Attainment:
         batch and waits for that work as well: no less than what ``misses`` adds up to, which takes the longer one.
         """
         rate, truth = self._column(rate_per_s), np.full(len(self), z)
+        if self._service.spared_s is not None:
+            return self._with_loads_at(rate, z).mean_e2e(rate, z)
         times, found = self._law("e2e").factor(truth), np.zeros(len(self))
         for load, share in self._loads(rate):
             state = self._state(truth, load)

@@ -263,7 +263,7 @@ def _checks(table: _Table, intent: Intent, cost: Cost) -> list[Check]:
 def _served(rows: Sequence[Candidate], full: Figures, intent: Intent) -> Attainment:
     found = (row.alone or row.estimate for row in rows)
     alone = [estimate for estimate in found if estimate is not None]
-    return Attainment.of_estimates(full, alone, intent.traffic)
+    return Attainment.of_estimates(full, alone, intent.traffic, intent.replicas)
 
 
 def _refusals(table: _Table, intent: Intent, objective: Objective, cost: Cost) -> list[str | None]:

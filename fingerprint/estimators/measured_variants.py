@@ -14,7 +14,7 @@ n``, rows likewise with slots) apart. Rows of the base in an engine with slots t
 longer than without. Forwards of prompts go by the lengths that were measured (``estimators.prompt_curve``).
 
 Ranks, formats of deltas and tensor-parallel degrees that were not measured lie between no change and proportion:
-half-way, with both in the interval. Loads go by the bytes.
+half-way, with both in the interval. Loads go by the bytes, on vLLM no faster than recorded.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import numpy as np
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.delta.formats import FORMATS
 from fingerprint.estimates import Quantity, Source
+from fingerprint.estimators.adapter_slots import ADDED_ERROR, load_s
 from fingerprint.estimators.linear import Interval, LinearModel, combine
 from fingerprint.estimators.variant_cost import VariantCost
 from fingerprint.estimators.variant_laws import Added, law_of
@@ -114,8 +115,22 @@ class MeasuredVariantCost(VariantCost):
 
     @property
     def load(self) -> Quantity:
-        """Time of a load from the page cache."""
-        return self._by_layers([one.loads_s for one in self._loads])
+        """Time of a load from the page cache.
+
+        On an engine with our step timer, vLLM, it is no less than what a recording has for as many bytes: files of
+        fingerprints are small, and those of deltas mostly vocabulary, so that two depths hardly tell what a layer
+        takes (docs/decisions/0053).
+        """
+        found = self._by_layers([one.loads_s for one in self._loads])
+        if not (self.measured and self.measured.steps):
+            return found
+        recorded_s = load_s(round(self.file_bytes))
+        return Quantity(
+            max(found.value, recorded_s),
+            min(found.low, recorded_s),
+            max(found.high, ADDED_ERROR * recorded_s),
+            found.source if found.value >= recorded_s else Source.SCALED,
+        )
 
     @property
     def file_bytes(self) -> float:

@@ -12,6 +12,10 @@ larger of the two. No line over all lengths holds, so each length is governed by
 * Above the longest length a prompt is so many steps of the longest, as an engine divides it whose step takes no
   more.
 
+Where two depths were measured with the same slots, as of deltas, a forward has a part of its own for each of its
+rows, such as embeddings, which a fingerprint repeats and the model has once. The two longest lengths, which take
+their device's time, tell it and the layers' part apart, and have it alone.
+
 The interval is that of the measured lengths. Where the host is slower it reaches from what the device needs by
 itself, the line through the two longest lengths, to the interpolation: a host's pace changes by half within
 seconds.
@@ -56,20 +60,21 @@ class PromptCurve:
         self.lengths = lengths_alone(steps)
         self._has_slots = has_slots
         alone = [one for one in steps if one.sequences == 1 and one.tokens in self.lengths]
+        self._has_depths = not has_slots and len({one.num_layers for one in alone}) > 1
         self.runs = [
             np.array(one.forwards_s) - np.array(one.base_forwards_s) - one.repeat * outside_s(one) for one in alone
         ]
         units = np.eye(len(self.lengths))
         design = np.array(
             [
-                one.repeat * one.num_layers * self._features(units[self.lengths.index(one.tokens)], one.slots)
+                one.repeat * self._forward(units[self.lengths.index(one.tokens)], one.num_layers, one.slots)
                 for one in alone
             ]
         )
         self._model = LinearModel(
             design, self.runs, np.array([np.mean(one.forwards_s) for one in alone]), non_negative=True
         )
-        self._added_s: dict[float, Array] = {}  # of a layer, by slots
+        self._added_s: dict[tuple[int, float], Array] = {}  # of a layer, by layers and slots
         deepest = max(one.num_layers for one in alone)
         self._base_s = np.array(
             [
@@ -87,29 +92,36 @@ class PromptCurve:
         where nothing tells them apart.
         """
         steps = self.steps_of(tokens)
-        at, layers = tokens / steps, steps * num_layers
-        way, line, chord = _between(at, self.lengths, self._base_s + self._layer_s(slots))
+        at = tokens / steps
+        way, line, chord = _between(at, self.lengths, self._base_s + self._layer_s(num_layers, slots))
         base_way, _, base_chord = _between(at, self.lengths, self._base_s)
-        found = self._model.predict(layers * self._features(way, slots))
+
+        def predicted(weights: Array) -> Prediction:
+            return self._model.predict(steps * self._forward(weights, num_layers, slots))
+
+        found = predicted(way)
         if way is chord and line is chord and base_way is base_chord:
             return found, found, found
-        later_s = layers * float((way - base_way) @ self._base_s)  # where one of the two is at its host's pace
-        return (
-            replace(found, value=max(0.0, found.value + later_s)),
-            self._model.predict(layers * self._features(line, slots)),
-            self._model.predict(layers * self._features(chord, slots)),
-        )
+        # where one of the two is at its host's pace
+        later_s = steps * num_layers * float((way - base_way) @ self._base_s)
+        return replace(found, value=max(0.0, found.value + later_s)), predicted(line), predicted(chord)
 
-    def _layer_s(self, slots: float) -> Array:
-        """Return what a layer takes longer at each length."""
-        if slots not in self._added_s:
+    def _layer_s(self, num_layers: int, slots: float) -> Array:
+        """Return what a layer of so many takes longer at each length."""
+        key = num_layers, slots
+        if key not in self._added_s:
             units = np.eye(len(self.lengths))
-            found = [self._model.predict(self._features(unit, slots)).value for unit in units]
-            self._added_s[slots] = np.array(found)
-        return self._added_s[slots]
+            found = [self._model.predict(self._forward(unit, num_layers, slots)).value for unit in units]
+            self._added_s[key] = np.array(found) / num_layers
+        return self._added_s[key]
 
-    def _features(self, weights: Array, slots: float) -> Array:
-        return np.concatenate([weights, slots * weights]) if self._has_slots else weights
+    def _forward(self, weights: Array, num_layers: int, slots: float) -> Array:
+        """Return the parts of one forward whose layers have ``weights`` of the lengths."""
+        of_layers = num_layers * weights
+        if self._has_slots:
+            return np.concatenate([of_layers, slots * of_layers])
+        of_rows = weights[-2:] @ np.array(self.lengths[-2:])
+        return np.append(of_layers, of_rows) if self._has_depths else of_layers
 
 
 def _base_layer_s(one: VariantSteps) -> float:

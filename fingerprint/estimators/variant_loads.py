@@ -13,7 +13,9 @@ from fingerprint.estimators.variant_cost import TellsVariantCost, VariantCost
 from fingerprint.load_waits import LoadWaits, OneLoad
 from fingerprint.model_spec import ModelSpec
 
-__all__ = ["WithVariantLoads"]
+__all__ = ["MOST_REPLICAS", "WithVariantLoads"]
+
+MOST_REPLICAS = 16  # that are told apart: more spare one another at least as much
 
 
 class WithVariantLoads:
@@ -21,8 +23,9 @@ class WithVariantLoads:
 
     Like a prompt, the load that a request needs is before its first token and adds its whole time to that of all
     requests under way, however much of the prompt is in a prefix cache. ``missed`` is an upper bound (replicas
-    share variants), so that the interval begins at no load. The copy of a loaded variant into a slot was not
-    measured and is left out.
+    share variants), so that the interval begins at no load. What replicas spare one another depends on their
+    number and on the rate, which are not known here: ``Estimate.spared_loads_s`` has the most that it can be. The
+    copy of a loaded variant into a slot was not measured and is left out.
 
     A load next to the steps delays the requests for its variant alone, by the rate, which is not known here: times
     are those without it, and ``Estimate.load_waits`` has the rest.
@@ -30,6 +33,7 @@ class WithVariantLoads:
     Args:
         missed: returns the share of all requests whose variant is not loaded, by how many a worker keeps loaded.
         waits: returns the waits for loads next to the steps, by the slots, that number and the seconds of a load.
+        most_replicas: for which the loads are found that they spare one another; more count as so many.
     """
 
     def __init__(
@@ -38,9 +42,11 @@ class WithVariantLoads:
         spec: ModelSpec,
         missed: Callable[[int], float],
         waits: Callable[[int, int, float], LoadWaits | None],
+        most_replicas: int = MOST_REPLICAS,
     ) -> None:
         self.name = base.name
         self.base, self._spec, self._missed, self._waits = base, spec, cache(missed), cache(waits)
+        self._spared, self._most_replicas = cache(self._shares_spared), most_replicas
 
     def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
         """Predict as ``base``, with loads in TTFT, or the waits for them."""
@@ -56,8 +62,23 @@ class WithVariantLoads:
             return found
         loads_s = workload.batch * missed * load_s
         of_loads = Quantity(loads_s, 0.0, loads_s * ADDED_ERROR, Source.SCALED)
+        spared_s = tuple(share * load_s for share in self._spared(config.loaded_adapters))
         one_load = OneLoad(load_s=load_s, stops_steps=True, counted_s=missed * load_s)
-        return replace(found, ttft_s=later(found.ttft_s, of_loads), one_load=one_load)
+        ttft_s = later(found.ttft_s, of_loads)
+        return replace(found, ttft_s=ttft_s, spared_loads_s=spared_s, one_load=one_load)
+
+    def _shares_spared(self, places: int) -> tuple[float, ...]:
+        """Return the share of requests that need a load with the places of one replica, but not with those of n.
+
+        For n of 1, 2, ..., until none needs one.
+        """
+        spared = []
+        for replicas in range(1, self._most_replicas + 1):
+            left = self._missed(replicas * places)
+            spared.append(self._missed(places) - left)
+            if not left:
+                break
+        return tuple(spared)
 
     def hidden_s(self, config: DeploymentConfig) -> float:
         """Return that of ``base``, where it has one (``estimates.TellsHiddenTime``)."""

@@ -266,6 +266,12 @@ def _loads(
         if rate_per_s is not None:
             of_time = f", up to {missed * one_s * rate_per_s / options.replicas:.1%} of its time"
         steady = f"up to {missed:.1%} of the requests wait for a load that stops their worker{of_time}"
+        if rate_per_s is not None and options.replicas > 1:
+            together = variant_load(options.intent.traffic).missed(options.replicas * chosen.loaded_adapters)
+            steady += (
+                f" ({together:.1%} if each finds a slot where its variant is loaded; "
+                "E2E at the rate counts a share between the two)"
+            )
     return (
         f"loads: {steady}; the first loads at a worker stop it for up to {rounded(first * one_s, 2)} s, "
         f"{rounded(one_s, 2)} s each (estimated)",

@@ -48,7 +48,8 @@ def _promise(choice: JointChoice, rate_per_s: float, estimator: Estimator, optio
     alone = alone_of(estimator, choice.config, full.workload) or full
     slowdown = choice.forecast.slowdown
     service = choice.service.slowed(slowdown, slowdown)
-    return told_of(Attainment.of_service(service, held, figures([full]), alone, intent.traffic), 0, intent)
+    served = Attainment.of_service(service, held, figures([full]), alone, intent.traffic, number)
+    return told_of(served, 0, intent)
 
 
 def _misses_too_many(promise: LoadForecast) -> bool:

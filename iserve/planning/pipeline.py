@@ -18,7 +18,7 @@ from fingerprint.estimators.adapter_slots import WithAdapterSlots
 from fingerprint.estimators.ngram_drafts import WithNgramDrafts
 from fingerprint.estimators.prefix_hits import WithPrefixHits
 from fingerprint.estimators.roofline import RooflineEstimator
-from fingerprint.estimators.variant_loads import WithVariantLoads
+from fingerprint.estimators.variant_loads import MOST_REPLICAS, WithVariantLoads
 from fingerprint.gpu_sharing import GROUP_LOSS
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
@@ -181,11 +181,12 @@ def with_traffic(
     One that is such already is returned as it is.
 
     Args:
-        load: how often each variant is asked for; None: as ``options`` say.
+        load: how often each variant is asked for, of replicas that share none; None: as ``options`` say.
     """
     traffic = options.intent.traffic
     if isinstance(estimator, WithPrefixHits | WithNgramDrafts | WithAdapterSlots | WithVariantLoads):
         return estimator
+    most_replicas = MOST_REPLICAS if load is None else 1
     load = variant_load(traffic) if load is None else load
     if traffic.variants:
         estimator = WithAdapterSlots(estimator, spec, load.distinct, load.of_base)
@@ -193,7 +194,9 @@ def with_traffic(
         estimator = WithNgramDrafts(estimator, traffic.draft_acceptance, vocab_size=spec.vocab_size)
     if traffic.prefix_hits:
         estimator = WithPrefixHits(estimator, traffic.prefix_hits)
-    return WithVariantLoads(estimator, spec, load.missed, load.load_waits) if traffic.variants else estimator
+    if not traffic.variants:
+        return estimator
+    return WithVariantLoads(estimator, spec, load.missed, load.load_waits, most_replicas)
 
 
 def slots_of(options: PlanOptions) -> SlotNeed | None:

@@ -16,13 +16,15 @@ rounds. All cases of load are worked out together, as columns [cases, replicas].
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from fingerprint.gpu_sharing import crowding_loss, slowdown
 from fingerprint.queueing import ServiceColumns, Variation, requests_at_once, slot_wait
+from fingerprint.spared_loads import at_rate, spared_column
 from placement.fleet.load import Loads
 from placement.fleet.memory import KvRoom
 from placement.fleet.types import Fleet, FleetPlan
@@ -80,11 +82,15 @@ class _Rows:
         widest = max(len(replica.gpus) for replica in plan.replicas)
         groups = [[*replica.gpus, *[replica.gpus[0]] * (widest - len(replica.gpus))] for replica in plan.replicas]
         share = np.array([option.busy_share_per_gpu for option in options])
+        alike = Counter(replica.deployment for replica in plan.replicas)
+        spared_s = spared_column(
+            [option.spared_loads_s for option in options], [alike[one.deployment] for one in plan.replicas]
+        )
         on = np.zeros((len(options), len(fleet.gpus)))
         for row, replica in enumerate(plan.replicas):
             on[row, list(replica.gpus)] = share[row]
         return cls(
-            service=ServiceColumns.of(options, np.array(most)),
+            service=ServiceColumns.of(options, np.array(most), spared_s),
             deployment=np.array([replica.deployment for replica in plan.replicas], np.intp),
             gpus=np.array(groups, np.intp),
             share=share,
@@ -194,6 +200,13 @@ def forecast(fleet: Fleet, plan: FleetPlan, loads: Loads, room: KvRoom) -> Fleet
 def _served(rows: _Rows, rate: Table, slow: Table, variation: Variation) -> tuple[Table, Table]:
     """Return the mean end-to-end time and the utilisation of each replica at its rate."""
     service, used = rows.service, rate * slow * rows.service.slot_s
+    if service.spared_s is not None:
+        cases, replicas = rate.shape
+        every = service.take(np.tile(np.arange(replicas), cases))
+        left = at_rate(every, (rate * slow).ravel(), variation)
+        one_case = replace(rows, service=left)
+        e2e, used = _served(one_case, rate.reshape(1, -1), slow.reshape(1, -1), variation)
+        return e2e.reshape(rate.shape), used.reshape(rate.shape)
     running = requests_at_once(service, np.minimum(used, _SATURATED), variation)
     wait = slot_wait(service, np.minimum(used, _FULL), variation, running.peak)
     over = np.maximum(0.0, 1 - _FULL / np.maximum(used, 1e-12)) * _OVERLOAD_S

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -198,3 +199,34 @@ def test_what_the_decision_cites_is_what_was_kept() -> None:
     page = (Path(__file__).parents[2] / "docs/decisions/0053-variants-by-steps.md").read_text()
     for line in lines[1:]:
         assert re.search(rf"\| {re.escape(line[4])} \| [\d.]+ \| {re.escape(line[5])} \(", page), line
+
+
+KEPT = Path(__file__).parent / "results/variant_costs_h200"
+
+
+@pytest.mark.parametrize(
+    ("folder", "kind", "most_off"), [("qwen3-8b", RANK_16, {"step": 0.04, "prompts": 0.05}), (".", INT2, {})]
+)
+def test_what_was_judged_on_an_h200_is_what_the_decision_says(
+    folder: str, kind: VariantKind, most_off: dict[str, float]
+) -> None:
+    """Adapters are met within the shares of the whole time that are cited, but for a prompt at its host's pace."""
+    page = (Path(__file__).parents[2] / "docs/decisions/0053-variants-by-steps.md").read_text()
+    judged = page[page.index("## Judged on another model") :]
+    cited = {(active, float(value)) for active, value in re.findall(r"\| (\d+) \| (-?[\d.]+) \|", judged)}
+    lines = bench.table(KEPT / folder, kind)
+    rows = [line.split("|") for line in lines if line.startswith(("| step", "| prompts"))]
+    assert len(rows) == len(bench.STEPS[kind.is_delta]) + sum(len(actives) for *_, actives in bench.PROMPTS)
+    for _, what, active, measured, _, added, predicted, *_ in rows:
+        assert any(count == active.strip() and abs(value - float(added)) < 0.06 for count, value in cited), what
+        off = abs(float(predicted) - float(added)) / float(measured)
+        is_at_host_pace = "1024" in what and int(active)
+        assert off < most_off.get(what.split()[0], math.inf) or is_at_host_pace, (what, active, off)
+
+
+def test_what_the_decision_says_of_loads_is_what_was_kept() -> None:
+    """Measured and predicted seconds."""
+    judged = ((".", RANK_16), ("qwen3-8b", RANK_16), (".", INT2))
+    lines = [bench.table(KEPT / folder, kind)[-1] for folder, kind in judged]
+    found = [tuple(map(float, re.findall(r"\d+\.\d+", line))) for line in lines]
+    assert found == [(0.139, 0.161), (0.143, 0.122), (2.671, 1.831)]

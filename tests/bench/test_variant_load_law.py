@@ -41,3 +41,33 @@ def test_where_the_thread_has_time_to_spare_means_are_within_28_percent_and_neve
     assert len(ratios) == 34
     assert min(ratios) > 0.94
     assert max(ratios) < 1.285
+
+
+@pytest.fixture(scope="module")
+def of_replicas() -> list[dict[str, Any]]:
+    return json.loads((KEPT.parent / "variant_load_replicas.json").read_text())
+
+
+def test_kept_laws_of_several_replicas_are_those_of_the_code(of_replicas: list[dict[str, Any]]) -> None:
+    cases = [Case(**row["case"]) for row in of_replicas]
+    assert cases == [*CASES["replicas"], *CASES["replicas-more"]]
+    for case, row in zip(cases, of_replicas, strict=True):
+        for name, is_shared in (("law_s", True), ("apart_s", False)):
+            expected_s = float("inf") if row[name] is None else row[name]
+            assert case.expected_s(is_shared=is_shared) == pytest.approx(expected_s, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "most", "most_apart"), [("replicas", 20, 1.48, 4.03), ("replicas-more", 18, 1.25, 2.16)]
+)
+def test_means_of_replicas_with_loads_that_stop_steps_are_hardly_too_low_and_nearer_than_with_all_loads(
+    of_replicas: list[dict[str, Any]], name: str, number: int, most: float, most_apart: float
+) -> None:
+    rows = {Case(**row["case"]): row for row in of_replicas}
+    served = [rows[case] for case in CASES[name] if case.rank and rows[case]["law_s"] is not None]
+    shared, apart = ([row[law] / row["seen"]["e2e_s"] for row in served] for law in ("law_s", "apart_s"))
+    assert len(served) == number
+    assert min(shared) > 0.97
+    assert most - 0.01 < max(shared) < most
+    assert most_apart - 0.01 < max(apart) < most_apart
+    assert all(one <= other for one, other in zip(shared, apart, strict=True))

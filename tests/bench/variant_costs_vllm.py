@@ -14,10 +14,11 @@ may run at once on two GPUs: each has files of its own, ``OUT/PART-KIND.json``, 
 error where one ended it, and the table takes what there is; each model needs an OUT of its own. Kinds are a rank
 of adapters, or a format of deltas. No web framework is imported.
 
-The second sitting judges Qwen3-8B's shape with adapters of rank 16, and Llama-3.1-8B's with deltas in int2::
+Kept in ``results/variant_costs_h200`` are Llama-3.1-8B's shape with adapters of rank 16 and with deltas in int2,
+and Qwen3-8B's with adapters. Qwen3-8B's with deltas is to judge the law of their prompts
+(docs/decisions/0053)::
 
-    python -m tests.bench.variant_costs_vllm measure OUT/qwen3 --model Qwen/Qwen3-8B
-    python -m tests.bench.variant_costs_vllm measure OUT/llama --kind int2
+    python -m tests.bench.variant_costs_vllm measure OUT --model Qwen/Qwen3-8B --kind int2
 """
 
 from __future__ import annotations

@@ -3,12 +3,13 @@
 Run: ``python -m tests.bench.variant_load_law [--requests N] [--jobs N] [--json FILE] [--cases NAME ...]``.
 
 The cases were written down before the first result; ``first``, ``more`` before the law knew that variants wait for
-a slot, ``deltas-more`` before it knew that requests wait for a load next to the steps. One worker on an H200 by
-the roofline, vLLM, prompts of 1,150 tokens, answers of 210 on average (geometric), Poisson arrivals, at most 64
-requests at once. Rates are shares of what the law serves without loads and with a slot for each variant, or of the
-loading thread's time. All sides have the same times of steps, prompts and loads, so that their difference is that
-of the law alone. *Slots for all* is the law that has a slot for each variant, as plans had. A queue *grows* where
-the mean E2E of the last fifth of the requests is above 1.5 times that of the third fifth.
+a slot, ``deltas-more`` before it knew that requests wait for a load next to the steps, ``replicas`` before a law
+of several replicas was judged. A worker on an H200 by the roofline, vLLM, prompts of 1,150 tokens, answers of 210
+on average (geometric), Poisson arrivals, at most 64 requests at once. Rates are shares of what the law serves
+without loads and with a slot for each variant, or of the loading thread's time. All sides have the same times of
+steps, prompts and loads, so that their difference is that of the law alone. *Slots for all* is the law that has a
+slot for each variant, as plans had. A queue *grows* where the mean E2E of the last fifth of the requests is above
+1.5 times that of the third fifth.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from fingerprint.gpus import gpu_spec
 from fingerprint.model_spec import ModelSpec
 from fingerprint.queueing import ServiceColumns, Variation, requests_at_once, slot_wait
 from fingerprint.service_model import service_model
+from fingerprint.spared_loads import at_rate, spared_column
 from iserve.simulation.running import adapter_cost
 from planner.adapter_slots import VariantLoad
 from planner.attainment import Attainment
@@ -117,6 +119,7 @@ class Case:
     delta_mib: int = 0  # of deltas in slots with a size, which keep four loaded for each slot
     base_share: float = 0.0  # of the requests, those for the base
     outstanding: int = 1  # requests that the worker is given for each that it runs at once
+    replicas: int = 1  # each with that rate
 
     @property
     def config(self) -> DeploymentConfig:
@@ -162,9 +165,10 @@ class Case:
             load.load_waits if with_loads else lambda slots, places, load_s: None,
         )
 
-    def columns(self, *, with_loads: bool, slots_for_all: bool) -> ServiceColumns:
+    def columns(self, *, with_loads: bool, slots_for_all: bool, is_shared: bool = False) -> ServiceColumns:
         service = service_model(self.estimator(with_loads=with_loads), self.config, WORK)
-        found = ServiceColumns.of([service], np.array([float(BATCH)]))
+        spared_s = spared_column([service.spared_loads_s], [self.replicas if is_shared else 1])
+        found = ServiceColumns.of([service], np.array([float(BATCH)]), spared_s)
         return replace(found, most=np.array([float(BATCH)])) if slots_for_all else found
 
     @property
@@ -172,10 +176,15 @@ class Case:
         most_per_s = self.share / float(self.columns(with_loads=False, slots_for_all=True).slot_s[0])
         return min(most_per_s, self.thread / (self.missed * self.load_s)) if self.thread else most_per_s
 
-    def expected_s(self, *, with_loads: bool = True, slots_for_all: bool = False) -> float:
-        """Return the mean by the law; infinite where the rate is not served."""
-        columns = self.columns(with_loads=with_loads, slots_for_all=slots_for_all)
+    def expected_s(self, *, with_loads: bool = True, slots_for_all: bool = False, is_shared: bool = True) -> float:
+        """Return the mean by the law; infinite where the rate is not served.
+
+        Args:
+            is_shared: replicas share the variants; else each has the mix of all requests.
+        """
+        columns = self.columns(with_loads=with_loads, slots_for_all=slots_for_all, is_shared=is_shared)
         variation = Variation(input_cv=0.0)
+        columns = at_rate(columns, np.array([self.rate_per_s]), variation)
         used = self.rate_per_s * columns.slot_s
         if used[0] >= 1:
             return float("inf")
@@ -190,13 +199,14 @@ class Case:
         service = service_model(estimator, self.config, WORK)
         alone, full = (_exact(estimator.estimate(self.config, replace(WORK, batch=batch))) for batch in (1, BATCH))
         traffic = Traffic(input_cv=0.0, output_cv=1.0)
-        law = Attainment.of_service(service, float(BATCH), figures([full]), alone, traffic)
+        law = Attainment.of_service(service, float(BATCH), figures([full]), alone, traffic, self.replicas)
         return tuple(float(law.quantile("ttft", percentile, self.rate_per_s)[0]) for percentile in PERCENTILES)
 
     def simulated(self, requests: int) -> Seen:
-        """Return what the simulator has of so many requests."""
+        """Return what the simulator has of so many requests for each replica."""
         rng = np.random.default_rng(0)
-        at_s = np.cumsum(rng.exponential(1 / self.rate_per_s, requests))
+        requests *= self.replicas
+        at_s = np.cumsum(rng.exponential(1 / (self.replicas * self.rate_per_s), requests))
         drawn = rng.choice(self.variants, requests, p=self.load.shares / self.load.shares.sum())
         lengths = np.minimum(rng.geometric(1 / OUTPUT, requests), 2_000)
         of_base = rng.random(requests) < self.base_share
@@ -206,7 +216,9 @@ class Case:
         ]
         cost = adapter_cost(self.config, self.spec, self.rank, self.machine)
         assert cost is not None
-        found = serve_variants(asked, steps_of(self.model), cost, outstanding_per_slot=self.outstanding)
+        found = serve_variants(
+            asked, steps_of(self.model), cost, replicas=self.replicas, outstanding_per_slot=self.outstanding
+        )
         e2e_s = found.outcomes.last_token_s - found.outcomes.arrival_s
         ttft_s = (found.outcomes.first_token_s - found.outcomes.arrival_s)[int(_WARM_UP * requests) :]
         third, last = (float(np.mean(np.array_split(e2e_s, 5)[part])) for part in (2, 4))
@@ -240,6 +252,7 @@ class Compared:
     law_s: float
     slots_for_all_s: float
     law_ttft_s: tuple[float, ...]  # at ``PERCENTILES``
+    apart_s: float  # by the law in which each replica has the mix of all requests
 
     @property
     def row(self) -> str:
@@ -251,7 +264,9 @@ class Compared:
         percentiles = " | ".join(
             f"{s:.2f}, {law:.2f}" for s, law in zip(seen.ttft_s, self.law_ttft_s, strict=True)
         )
-        laws = " | ".join("not served" if np.isinf(s) else f"{s:.2f}" for s in (self.law_s, self.slots_for_all_s))
+        laws = " | ".join(
+            "not served" if np.isinf(s) else f"{s:.2f}" for s in (self.law_s, self.slots_for_all_s, self.apart_s)
+        )
         return (
             f"| {case.model} | {kind} | {case.variants:,} | {law} | {case.slots} | {case.share:.0%}, "
             f"{self.rate_per_s:.2f}/s | {seen.loads:.2f}, {self.missed:.2f} | {mean} | {laws} | {percentiles} |"
@@ -282,6 +297,7 @@ def compared(case: Case, requests: int) -> Compared:
         law_s=case.expected_s(),
         slots_for_all_s=case.expected_s(slots_for_all=True),
         law_ttft_s=case.expected_ttft_s(),
+        apart_s=case.expected_s(is_shared=False),
     )
 
 
@@ -330,6 +346,26 @@ CASES = {
             for skew, thread in product((0.0, 1.2), (0.5, 1.5))
         ),
     ),
+    "replicas": (
+        *(
+            Case(slots=slots, variants=variants, skew=skew, rank=64, share=share, replicas=replicas)
+            for replicas, (slots, variants), skew, share in product(
+                (2, 4), ((16, 100), (32, 400)), (0.0, 1.0), SHARES
+            )
+        ),
+        *(
+            _DELTAS(slots=slots, variants=variants, skew=skew, thread=thread, replicas=replicas)
+            for replicas, (slots, variants), skew, thread in product(
+                (2, 4), ((8, 48), (16, 160)), (0.0, 1.2), (0.3, 0.7)
+            )
+        ),
+    ),
+    "replicas-more": tuple(
+        Case(slots=slots, variants=variants, skew=skew, rank=64, share=share, replicas=replicas)
+        for replicas, (slots, variants), skew, share in product(
+            (2, 3, 6), ((12, 80), (24, 300)), (0.5, 1.2), (0.3, 0.5)
+        )
+    ),
 }
 
 
@@ -342,10 +378,11 @@ def main() -> int:
     args = parser.parse_args()
     cases = [case for name in args.cases for case in CASES[name]]
     print(
-        "| model | variants | number | Zipf | slots | rate | loads, law | mean E2E | law | slots for all", end=""
+        "| model | variants | number | Zipf | slots | rate | loads, law | mean E2E | law | slots for all | apart",
+        end="",
     )
     print("".join(f" | P{percentile} of TTFT, law" for percentile in PERCENTILES) + " |")
-    print("|---|---|---:|---|---:|---|---|---:|---:|---:|---|---|---|")
+    print("|---|---|---:|---|---:|---|---|---:|---:|---:|---:|---|---|---|")
     rows = []
     with ProcessPoolExecutor(args.jobs) as processes:
         for row in processes.map(compared, cases, [args.requests] * len(cases)):

@@ -170,3 +170,31 @@ def test_an_engine_whose_loads_take_a_measured_time_has_its_waits() -> None:
         config, Workload(batch=8, input_tokens=512, output_tokens=64)
     )
     assert found.load_waits == load.load_waits(2, 8, 3.0)
+
+
+@given(places=st.sampled_from([4, 32]), variants=st.sampled_from([100, 1_000]), batch=st.sampled_from([1, 32]))
+def test_replicas_are_spared_the_loads_that_the_places_of_all_save(places: int, variants: int, batch: int) -> None:
+    """A lone replica is spared none, more never less; 16 count as all that there may be."""
+    config = DeploymentConfig(engine="vllm", adapter_slots=places // 4, adapter_rank=16)
+    work, load = Workload(batch=batch, input_tokens=512, output_tokens=64), VariantLoad(variants, 1.0)
+    found = WithVariantLoads(with_slots(load), LLAMA, load.missed, load.load_waits).estimate(config, work)
+    spared_s, seconds = found.spared_loads_s, load_s(adapter_bytes(LLAMA, 16))
+    assert len(spared_s) == min(16, -(-variants // places))
+    assert spared_s[0] == 0.0
+    assert list(spared_s) == sorted(spared_s)
+    assert spared_s[1] == pytest.approx(seconds * (load.missed(places) - load.missed(2 * places)))
+    assert spared_s[-1] <= seconds * load.missed(places)
+    if len(spared_s) < 16:
+        assert spared_s[-1] == pytest.approx(seconds * load.missed(places))
+
+
+def test_a_service_model_slows_spared_loads_as_its_prompts_and_spares_none_where_stages_are_filled() -> None:
+    load, work = VariantLoad(100, 1.0), Workload(batch=1, input_tokens=512, output_tokens=64)
+    estimator = WithVariantLoads(with_slots(load), LLAMA, load.missed, load.load_waits)
+    plain, filled = (
+        service_model(estimator, DeploymentConfig(pp=pp, engine="vllm", adapter_slots=4, adapter_rank=16), work)
+        for pp in (1, 2)
+    )
+    assert len(plain.spared_loads_s) == 7
+    assert plain.slowed(2.0, 1.0).spared_loads_s == tuple(2 * one for one in plain.spared_loads_s)
+    assert filled.spared_loads_s == ()

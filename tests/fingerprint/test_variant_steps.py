@@ -15,7 +15,7 @@ from fingerprint.estimators import adapter_slots
 from fingerprint.estimators.adapter_slots import variant_cost
 from fingerprint.estimators.measured_variants import SPREAD, MeasuredVariantCost, measured_cost
 from fingerprint.model_spec import ModelSpec
-from fingerprint.variant_measurements import VariantMeasurement
+from fingerprint.variant_measurements import VariantKind, VariantMeasurement
 from fingerprint.variant_step_plan import step_plan
 from tests.fingerprint.synthetic_machine import llama
 from tests.fingerprint.variant_step_machine import (
@@ -35,6 +35,10 @@ TRUTH = StepTruth()
 
 def slots_of(count: int) -> DeploymentConfig:
     return DeploymentConfig(engine="vllm", adapter_slots=count, adapter_rank=16)
+
+
+def delta_slots_of(count: int) -> DeploymentConfig:
+    return DeploymentConfig(engine="vllm", adapter_slots=count, delta_format=SlotFormat.INT2)
 
 
 def cost_of(measured: VariantMeasurement, config: DeploymentConfig) -> MeasuredVariantCost:
@@ -91,6 +95,26 @@ class TestLaw:
         found = cost_of(measured, slots_of(32))
         assert found.load_s(0) == pytest.approx(LAYERS * TRUTH.load[0] + TRUTH.load[1])
 
+    def test_loads_are_no_faster_than_recorded(self) -> None:
+        """On an H200 two depths of deltas took as long, and the whole model's six times as much."""
+        machine = StepMachine(truth=replace(TRUTH, load=(0.0, 0.45), layer_bytes=70_000_000))
+        found = cost_of(machine.measure(INT2), delta_slots_of(8)).load
+        recorded_s = adapter_slots.load_s(70_000_000 * LAYERS)
+        assert found.value == recorded_s > 0.45
+        assert found.low == pytest.approx(0.45)
+        assert found.high == adapter_slots.ADDED_ERROR * recorded_s
+        assert found.source is Source.SCALED
+
+    @pytest.mark.parametrize("tokens", [3000, 4096, 6000, 8192])
+    def test_what_each_forward_does_to_its_rows_counts_once_in_the_whole_model(self, tokens: int) -> None:
+        """Embeddings of deltas: two depths tell them from the layers, which a fingerprint repeats with them."""
+        deltas = (*TRUTH.prompt_layer[:2], 0.0, 0.0)
+        truth = replace(TRUTH, prompt_layer=deltas, rest=(*TRUTH.rest[:3], 0.0), forward_row_s=1e-6)
+        found = cost_of(StepMachine(truth=truth).measure(INT2), delta_slots_of(4))
+        work = Workload(batch=1, input_tokens=tokens, output_tokens=2)
+        truth_s = truth.added_prompts_s(LAYERS, tokens, 1, 1, 4)
+        assert found.prompts_s(work, 0.0, 0.0, 1.0).value == pytest.approx(truth_s, rel=0.01)
+
     def test_deltas_have_no_part_of_slots(self) -> None:
         """Engines with one number of slots are measured, of which their kernels know nothing."""
         truth = replace(TRUTH, step_layer=(*TRUTH.step_layer[:2], 0.0, 0.0), rest=(*TRUTH.rest[:3], 0.0))
@@ -122,12 +146,15 @@ class TestLaw:
         with pytest.raises(NotMeasuredError):
             mine.prompts_s(work, 0.05, 0.0, 1.0)
 
+    @pytest.mark.parametrize("kind", [RANK_16, INT2], ids=["adapters", "deltas"])
     def test_prompts_of_plans_are_measured_where_long_ones_were(
-        self, measured: VariantMeasurement, monkeypatch: pytest.MonkeyPatch
+        self, kind: VariantKind, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Once a GPU judged their law."""
-        monkeypatch.setattr(adapter_slots, "ARE_MEASURED_PROMPTS_JUDGED", True)
-        config, work = slots_of(32), Workload(batch=1, input_tokens=3000, output_tokens=1)
+        """Adapters as they are, deltas once a GPU judged their law."""
+        monkeypatch.setattr(adapter_slots, "ARE_DELTA_PROMPTS_JUDGED", True)
+        measured = StepMachine().measure(kind)
+        config = delta_slots_of(8) if kind.is_delta else slots_of(32)
+        work = Workload(batch=1, input_tokens=3000, output_tokens=1)
         estimator = SimpleNamespace(variant_cost=lambda config: cost_of(measured, config))
         planned, mine = variant_cost(estimator, llama(LAYERS), config), cost_of(measured, config)
         assert planned is not None
@@ -136,10 +163,18 @@ class TestLaw:
         assert planned.prompt_s is not None
         assert planned.prompt_s(3000) == mine.prompts_s(work, 0.05, 0.0, 1.0).value
 
-    def test_until_a_gpu_judged_their_law_prompts_of_plans_are_as_recorded(
-        self, measured: VariantMeasurement
-    ) -> None:
+    def test_a_gpu_judged_prompts_of_adapters(self, measured: VariantMeasurement) -> None:
         config, work = slots_of(32), Workload(batch=1, input_tokens=3000, output_tokens=1)
+        estimator = SimpleNamespace(variant_cost=lambda config: cost_of(measured, config))
+        planned = variant_cost(estimator, llama(LAYERS), config)
+        assert planned is not None
+        assert planned.has_measured_prompts
+        assert planned.prompts_s(work, 0.05, 0.0, 1.0) == cost_of(measured, config).prompts_s(work, 0.05, 0.0, 1.0)
+
+    def test_until_a_gpu_judged_their_law_prompts_of_plans_are_as_recorded(self) -> None:
+        """The prompts of deltas keep the recording."""
+        measured = StepMachine().measure(INT2)
+        config, work = delta_slots_of(8), Workload(batch=1, input_tokens=3000, output_tokens=1)
         estimator = SimpleNamespace(variant_cost=lambda config: cost_of(measured, config))
         planned, recorded = (variant_cost(one, llama(LAYERS), config) for one in (estimator, None))
         assert planned is not None

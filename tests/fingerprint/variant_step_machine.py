@@ -28,9 +28,9 @@ LAYERS, START_S = 32, 60.0
 class StepTruth:
     """True seconds.
 
-    Of a layer of a forward: per variant, per row, per row and slot, once. Of a forward: once, per variant.
-    Of a step outside of its forward: once, per variant, per sequence, per sequence and slot. Of rows of the base
-    in an engine with slots: of a layer, of a layer and row, of a step, of a step and sequence.
+    Of a layer of a forward: per variant, per row, per row and slot, once. Of a forward: once, per variant. Of a
+    step outside of its forward: once, per variant, per sequence, per sequence and slot. Of rows of the base in an
+    engine with slots: of a layer, of a layer and row, of a step, of a step and sequence.
     """
 
     base_s: tuple[float, float, float] = (1e-4, 1.2e-6, 5e-5)  # of a layer, of its row, of a forward
@@ -38,6 +38,7 @@ class StepTruth:
     step_layer: tuple[float, float, float, float] = (1.3e-5, 9e-7, 5e-8, 1e-5)
     prompt_layer: tuple[float, float, float, float] = (2e-5, 5e-7, 1e-8, 1.2e-5)
     forward: tuple[float, float] = (6e-6, 2e-6)
+    forward_row_s: float = 0.0  # of a forward's row: of embeddings, which deltas change
     rest: tuple[float, float, float, float] = (3e-5, 4e-6, 1e-6, 2e-7)
     slots: tuple[float, float, float, float] = (2e-6, 1e-8, 8e-5, 1e-7)
     load: tuple[float, float] = (4e-3, 5e-2)  # of a layer, all else
@@ -95,7 +96,7 @@ class StepTruth:
             rest_s += self.slots[2] + self.slots[3] * batch
         if active:
             forward_s += layers * (layer[0] * active + rows * (layer[1] + layer[2] * slots) + layer[3])
-            forward_s += self.forward[0] + self.forward[1] * active
+            forward_s += self.forward[0] + self.forward[1] * active + self.forward_row_s * rows
             rest_s += self.rest[0] + self.rest[1] * active + batch * (self.rest[2] + self.rest[3] * slots)
         return forward_s, rest_s
 

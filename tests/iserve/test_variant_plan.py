@@ -13,13 +13,22 @@ from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, SlotFormat, Workload
 from fingerprint.estimators import adapter_slots
 from fingerprint.estimators.adapter_slots import requests_within
+from fingerprint.estimators.variant_loads import WithVariantLoads
 from fingerprint.lora import reserved_bytes, slot_bytes
 from fingerprint.lora.slot_bytes import adapter_bytes
 from fingerprint.model_spec import ModelSpec
 from iserve.planning.deployability import DeployableDocument
 from iserve.planning.deployment_choice import planned_deployment, too_few_slots
 from iserve.planning.document import PlanDocument
-from iserve.planning.pipeline import PlanOptions, datasheet_estimator, slots_of, space, variant_load, with_traffic
+from iserve.planning.pipeline import (
+    PlanOptions,
+    datasheet_estimator,
+    make_plan,
+    slots_of,
+    space,
+    variant_load,
+    with_traffic,
+)
 from iserve.planning.verdict_text import plan_lines
 from iserve.planning.words import gib
 from iserve.planning.worker_launch import PlannedDeployment
@@ -271,6 +280,51 @@ def test_loads_change_no_plan_without_variants_and_make_those_with_missing_ones_
         for found in (before, after)
     ]
     assert chosen[1].ttft_s.value > chosen[0].ttft_s.value + 10
+
+
+def without_spared(found: PlanDocument) -> bytes:
+    """Return the document without the loads that more replicas would be spared."""
+    assert found.joint is not None
+    service = replace(found.joint.service, spared_loads_s=())
+    return to_json(replace(found, joint=replace(found.joint, service=service)))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("is_joint", [True, False])
+def test_a_plan_of_one_replica_is_spared_no_load_to_the_bit_and_one_of_two_is_faster(
+    is_joint: bool, replicas: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their replicas have a GPU each."""
+    hardware, found = hardware_on(f"h200:{replicas}"), []
+    options = varied(Traffic(variants=1000, variant_rank=64), IntentKind.MIN_LATENCY, rate=0.5 * replicas)
+    options = replace(options, more_requests=is_joint, replicas=replicas)
+    for is_spared in (True, False):
+        if not is_spared:
+            monkeypatch.setattr(WithVariantLoads, "_shares_spared", lambda self, places: ())
+        found.append(planned(hardware, options).document)
+    with_spared, without = found
+    assert (without_spared(with_spared) == without_spared(without)) == (replicas == 1)
+    means_s = [one.joint.forecast.e2e_s or 0.0 for one in found if one.joint is not None]
+    assert 0 < means_s[0] <= means_s[1]
+    assert (means_s[0] < 0.99 * means_s[1]) == (replicas == 2)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_times_of_a_plan_by_one_batch_are_spared_loads_where_there_are_several_replicas(
+    replicas: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, hardware = get_engine("vllm").capabilities(), hardware_on("h200:2")
+    options = varied(Traffic(variants=1000, variant_rank=64), IntentKind.MIN_LATENCY, rate=0.5 * replicas)
+    options = replace(options, more_requests=False, replicas=replicas, workload=Workload(16, 512, 128))
+    estimator, means_s = datasheet_estimator(SPEC, hardware.gpu, [table]), []
+    for is_spared in (True, False):
+        if not is_spared:
+            monkeypatch.setattr(WithVariantLoads, "_shares_spared", lambda self, places: ())
+        plan = make_plan(SPEC, hardware, estimator, [replace(table, unavailable=None)], options)
+        means_s.append([one.objective or 0.0 for one in plan.candidates if one.feasible])
+    assert means_s[0]
+    assert (means_s[0] == means_s[1]) == (replicas == 1)
+    assert means_s[0] <= means_s[1]
 
 
 class AllLoaded(VariantLoad):

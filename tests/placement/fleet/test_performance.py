@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from fingerprint.errors import ConfigError
 from fingerprint.gpu_sharing import GROUP_LOSS, slowdown
 from fingerprint.load_columns import load_wait_at
+from fingerprint.queueing import ServiceColumns
+from fingerprint.service_model import LARGEST_BATCH, ServiceModel
 from placement.fleet import performance
 from placement.fleet.load import Loads, given_rates, prior
 from placement.fleet.memory import kv_room
@@ -221,3 +223,69 @@ def test_a_load_next_to_the_steps_delays_requests_and_holds_nothing_of_a_gpu() -
     assert with_loads.e2e_s[0, 1] == none.e2e_s[0, 1]
     share, mean_s = load_wait_at(loads, 0.2)
     assert with_loads.e2e_s[0, 0] - none.e2e_s[0, 0] == pytest.approx(share * mean_s, rel=0.02)
+
+
+SPARED = replace(option(), spared_loads_s=(0.0, 0.03, 0.04))
+
+
+def two_deployments(replicas: int, own: ServiceModel) -> tuple[Fleet, FleetPlan]:
+    """Return one of so many replicas of ``own``, and one without variants on the GPU of the first."""
+    one = Fleet(
+        (FleetDeployment(name="m", options=(own,)), FleetDeployment(name="n", options=(option(),))), gpus(3)
+    )
+    own_replicas = tuple(FleetReplica(0, 0, (gpu,)) for gpu in range(replicas))
+    return one, FleetPlan((*own_replicas, FleetReplica(1, 0, (0,))))
+
+
+@given(rate=st.floats(0.01, 8.0))
+def test_a_lone_replica_is_spared_no_load_to_the_bit(rate: float) -> None:
+    plain, some = (forecast_of(*two_deployments(1, own), at([rate, 0.5])) for own in (option(), SPARED))
+    assert some.e2e_s.tolist() == plain.e2e_s.tolist()
+    assert some.utilisation.tolist() == plain.utilisation.tolist()
+
+
+@given(rate=st.floats(0.01, 8.0), replicas=st.sampled_from([2, 3]))
+def test_replicas_that_share_variants_are_between_all_loads_and_the_fewest(rate: float, replicas: int) -> None:
+    fewer_s = SPARED.spared_loads_s[replicas - 1]
+    plain = option()
+    fewest = replace(plain, prompt_s=plain.prompt_s - fewer_s, further_prompt_s=plain.added_prompt_s - fewer_s)
+    least, found, most = (
+        float(forecast_of(*two_deployments(replicas, own), at([rate, 0.01])).e2e_s[0, 0])
+        for own in (fewest, SPARED, plain)
+    )
+    assert least <= found * (1 + 1e-6)
+    assert found <= most * (1 + 1e-6)
+
+
+def test_next_to_no_load_replicas_are_spared_by_their_number() -> None:
+    for replicas, fewer_s in ((1, 0.0), (2, 0.03), (3, 0.04)):
+        found = forecast_of(*two_deployments(replicas, SPARED), at([1e-9, 1e-9]))
+        assert found.e2e_s[0, 0] == pytest.approx(option().alone_s - fewer_s, rel=1e-4)
+        assert found.e2e_s[0, 1] == pytest.approx(option().alone_s, rel=1e-4)
+
+
+def test_cases_of_load_are_worked_out_by_themselves() -> None:
+    rates = np.array([[0.5, 0.2], [4.0, 0.2], [6.0, 1.0]])
+    one, plan = two_deployments(2, SPARED)
+    found = forecast_of(one, plan, Loads(rates, np.ones(3) / 3, np.zeros(3)))
+    for case, row in enumerate(rates):
+        alone = forecast_of(one, plan, at(row.tolist()))
+        np.testing.assert_allclose(found.e2e_s[case], alone.e2e_s[0], rtol=1e-9)
+        np.testing.assert_allclose(found.utilisation[case], alone.utilisation[0], rtol=1e-9)
+
+
+def test_replicas_that_their_neighbours_slow_have_the_loads_of_their_own_utilisation() -> None:
+    """Without neighbours the rate is served and loads are spared; with them it is not served with all loads."""
+    found = []
+    for own in (SPARED, option()):
+        one = Fleet(
+            (FleetDeployment(name="m", options=(own,)), FleetDeployment(name="n", options=(option(),))), gpus(2)
+        )
+        plan = FleetPlan(tuple(FleetReplica(deployment, 0, (gpu,)) for deployment in (0, 1) for gpu in (0, 1)))
+        alone = FleetPlan(plan.of(0))
+        rate = 1.2 * 0.5 * 2 / ServiceColumns.of([own], np.array([LARGEST_BATCH])).slot_s[0]
+        found.append((forecast_of(one, alone, at([rate, 0.0])), forecast_of(one, plan, at([rate, 40.0]))))
+    (spared, slowed), (all_loads, slowed_all) = found
+    assert (spared.utilisation < all_loads.utilisation).all()
+    assert slowed.utilisation[0, :2] == pytest.approx(slowed_all.utilisation[0, :2])
+    assert (slowed.utilisation[0, :2] > 1).all()
