@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Protocol, runtime_checkable
 
 from fingerprint.config import DeploymentConfig, Workload
-from fingerprint.load_waits import LoadWaits
+from fingerprint.load_waits import LoadWaits, OneLoad
 
 __all__ = [
     "Correction",
@@ -148,6 +148,7 @@ class Estimate:
     links_measured: bool = False  # whether all-reduces of this TP degree rest on measured links
     most_at_once: float | None = None  # requests at once on average; None: no slots for variants bound them
     load_waits: LoadWaits | None = None  # in no time of these; None: no load runs next to the steps
+    one_load: OneLoad | None = None  # of a variant; None: there are none, or its time is not known
     spared_loads_s: tuple[float, ...] = ()
     """Seconds of loads, of those in TTFT, that a request at 1, 2, ... replicas is spared if it always finds a slot
     at one that has its variant; at more replicas the last."""

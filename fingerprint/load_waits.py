@@ -1,4 +1,4 @@
-"""Waits of requests for loads of variants that run next to the steps of a worker, at any rate. Pure, no numpy.
+"""Loads of variants, and the waits for those next to the steps of a worker, at any rate. Pure, no numpy.
 
 Where a load stops no step it delays the requests for its variant alone. How many wait, and how long, depends on
 the rate, which an estimate does not know: it has a table over the requests that arrive in the seconds of a load
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["FIRST_OCTAVE", "OFFERED", "PER_OCTAVE", "LoadWaits"]
+__all__ = ["FIRST_OCTAVE", "OFFERED", "PER_OCTAVE", "LoadWaits", "OneLoad"]
 
 FIRST_OCTAVE, _LAST_OCTAVE, PER_OCTAVE = -5, 6, 8
 OFFERED = tuple(
@@ -35,3 +35,15 @@ class LoadWaits:
     """Least wait of the request that orders a load, in loads; an exponential time is on top."""
     shorter: tuple[float, ...]
     """Share, of the requests that wait, of those that share a load and wait an even time up to the least."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OneLoad:
+    """Load of a variant at a worker that makes one at a time."""
+
+    load_s: float
+    """Seconds of a load."""
+    stops_steps: bool
+    """Whether the worker decodes nothing meanwhile."""
+    counted_s: float = 0.0
+    """Mean seconds of loads that the time of each prompt counts, where they stop the steps."""

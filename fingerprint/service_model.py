@@ -17,7 +17,7 @@ from fingerprint.config import DeploymentConfig, Workload, even_split
 from fingerprint.engines import traits_of
 from fingerprint.errors import ConfigError, NotMeasuredError
 from fingerprint.estimates import Estimate, Estimator, MemoryEstimate
-from fingerprint.load_waits import LoadWaits
+from fingerprint.load_waits import LoadWaits, OneLoad
 
 __all__ = [
     "LARGEST_BATCH",
@@ -67,6 +67,8 @@ class ServiceModel:
     """Requests that run at once on average; None: no slots for variants bound them (``Estimate.most_at_once``)."""
     load_waits: LoadWaits | None = None
     """Waits for loads of variants next to the steps, in no time of these; None: there are none."""
+    one_load: OneLoad | None = None
+    """Load of a variant; None: there are none, or its time is not known."""
     spared_loads_s: tuple[float, ...] = ()
     """Seconds of loads, of those in prompts, that a request at 1, 2, ... replicas is spared at most; at more
     replicas the last."""
@@ -145,10 +147,17 @@ class ServiceModel:
         """Return the time of prompts of so many tokens in all, handed over at once."""
         return self.prompt_s + self.added_prompt_s * (tokens / self.input_tokens - 1)
 
+    def counted_loads_s(self, tokens: float) -> float:
+        """Return the part of ``prompts_s`` that is for loads of variants."""
+        counted_s = 0.0 if self.one_load is None else self.one_load.counted_s
+        return min(counted_s, self.added_prompt_s) * tokens / self.input_tokens
+
     def slowed(self, prompts: float, steps: float) -> ServiceModel:
-        """Return the same with prompts and steps so many times as slow."""
+        """Return the same with prompts, the loads that they count included, and steps so many times as slow."""
+        load = self.one_load
         return replace(
             self,
+            one_load=None if load is None else replace(load, counted_s=prompts * load.counted_s),
             prompt_s=prompts * self.prompt_s,
             further_prompt_s=prompts * self.added_prompt_s,
             step_s=tuple(steps * step_s for step_s in self.step_s),
@@ -228,6 +237,7 @@ def service_model(
         largest_batch=largest_batch,
         most_at_once=alone.most_at_once,
         load_waits=alone.load_waits,
+        one_load=alone.one_load,
         spared_loads_s=alone.spared_loads_s,
     )
     return _spread(found, batches_in_flight(config))
@@ -239,13 +249,14 @@ def service_between(
     ttft_s: tuple[float, float],
     tpot_s: tuple[float, float],
     most_at_once: float | None = None,
+    one_load: OneLoad | None = None,
 ) -> ServiceModel:
     """Return the service model by the times of one request and of a whole batch; its memory is not known.
 
     Args:
         ttft_s: of one request alone, and of the batch handed over at once.
         tpot_s: of one request alone, and of the batch.
-        most_at_once: that of the estimates.
+        most_at_once: that of the estimates, as ``one_load``.
     """
     (prompt_s, full_s), (step_s, full_step_s) = ttft_s, tpot_s
     further_s = prompt_s - step_s  # of a batch of one: the rest is the read of the weights
@@ -263,6 +274,7 @@ def service_between(
         kv_bytes_per_token=0.0,
         largest_batch=min(LARGEST_BATCH, workload.batch),
         most_at_once=most_at_once,
+        one_load=one_load,
     )
     return _spread(found, batches_in_flight(config))
 

@@ -8,6 +8,7 @@ Nothing here predicts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 from fingerprint.config import ADAPTER_RANKS, DeploymentConfig, SlotFormat
 from fingerprint.errors import ConfigError
@@ -175,3 +176,15 @@ class VariantMeasurement:
     """Loads into each fingerprint."""
     failure: str = ""
     """Reason for which there is no measurement; empty: there is one."""
+    tried_s: float | None = None
+    """Budget in which two tries ended without one, in seconds; None: more time would change nothing."""
+
+    @classmethod
+    def too_slow(cls, kind: VariantKind, failure: str, spent_s: float, tried_s: float) -> VariantMeasurement:
+        """Return what is kept of an engine that two tries found too slow."""
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        return cls(kind=kind, slots=0, created_at=now, spent_s=spent_s, failure=failure, tried_s=tried_s)
+
+    def is_final(self, budget_s: float) -> bool:
+        """Return whether a deploy with this budget leaves it as it is: more time may be enough."""
+        return self.tried_s is None or budget_s <= self.tried_s

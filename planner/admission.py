@@ -6,12 +6,16 @@ an idle replica on arrival is never rejected: it delays no other, and if the for
 limits even so, serving it is how the forecast is found out. So there is no state of the controller, however wrong
 its times, in which an idle deployment rejects.
 
-Five ratios are learned from what is served, each an exponential mean that begins at what the plan says and
-stays within bounds: what prompts and steps take, how long answers get (of ``max_tokens``, which may be a bound
-that none reaches; of the planned length where none is given), and what whole requests take by their forecast.
-Of the last the mean is not enough: under overload the queue grows until forecasts are just within the limit, and
-then half of the accepted would be late. It is taken with twice its mean deviation, as TCP's retransmission timer
-does (Jacobson 1988). At its turn a request has its wait behind it, and is judged by the forecast itself.
+Six ratios are learned from what is served, each an exponential mean that begins at what the plan says and
+stays within bounds: what prompts, steps and loads take, how long answers get (of ``max_tokens``, which may be a
+bound that none reaches; of the planned length where none is given), and what whole requests take by their
+forecast. Of the last the mean is not enough: under overload the queue grows until forecasts are just within the
+limit, and then half of the accepted would be late. It is taken with twice its mean deviation, as TCP's
+retransmission timer does (Jacobson 1988). At its turn a request has its wait behind it, and is judged by the
+forecast itself.
+
+A request for a variant that its worker has not loaded waits for that load, and for those before it
+(``planner.pending_loads``). Its prompt begins after them, and what it takes is learned from then on.
 
 Times are seconds of the caller's clock. Used by the gateway on a real one and by the simulator on its own.
 """
@@ -26,6 +30,7 @@ from fingerprint.errors import ConfigError
 from fingerprint.service_model import ServiceModel
 from planner.intent import Slo
 from planner.latency_forecast import LatencyForecast, RemainingWork, forecast_latency, forecast_queue
+from planner.pending_loads import LoadsAhead
 
 __all__ = ["AdmissionController", "AdmissionPolicy", "InFlightRequest", "LearnedRatio", "Rejection"]
 
@@ -93,6 +98,7 @@ class Rejection(NamedTuple):
     limit_s: float
     late_alone: bool  # it would be late with none before it
     retry_after_s: float  # until it is likely to be accepted, should no other arrive
+    loads_s: float = 0.0  # until its variant is loaded
 
 
 @dataclass(slots=True, eq=False)
@@ -110,6 +116,7 @@ class InFlightRequest:
     body_bytes: int = 0  # that it arrived in, where a prompt's length is known by them alone
     planned: LatencyForecast | None = None  # by the plan's own times, when it started
     promised: tuple[str, float] | None = None  # on arrival: the limit that was nearest, and its forecast
+    held: tuple[float, LoadsAhead] | None = None  # since when it waits at its worker, and for which loads
 
 
 class AdmissionController:
@@ -118,7 +125,7 @@ class AdmissionController:
     def __init__(self, policy: AdmissionPolicy) -> None:
         self._slo, self._slots, self._planned = policy.slo, policy.at_once, policy.service
         self._prompt_ratio, self._step_ratio, self._error_ratio = LearnedRatio(), LearnedRatio(), LearnedRatio()
-        self._bound_ratio, self._length_ratio = LearnedRatio(), LearnedRatio()
+        self._bound_ratio, self._length_ratio, self._load_ratio = LearnedRatio(), LearnedRatio(), LearnedRatio()
         self._seen = policy.service  # as the ratios say
 
     def new_request(
@@ -129,12 +136,21 @@ class AdmissionController:
         return InFlightRequest(input_tokens, output_tokens, max_tokens is not None, is_streamed, arrived_s)
 
     def check_start(
-        self, request: InFlightRequest, running: Collection[InFlightRequest], now_s: float
+        self,
+        request: InFlightRequest,
+        running: Collection[InFlightRequest],
+        now_s: float,
+        loads: LoadsAhead | None = None,
     ) -> Rejection | None:
-        """Judge a request that would start now next to ``running``; None: it keeps its limits, or finds none."""
+        """Judge a request that would be sent now next to ``running``; None: it keeps its limits, or finds none.
+
+        Args:
+            loads: what it would wait for there; None: its variant is loaded, or it is for the base.
+        """
         work = self._remaining(running, now_s)
-        forecast = forecast_latency(self._seen, work, self._all_of(request))
-        rejection = self._rejection(request, forecast, now_s, [work], ())
+        wait_s = self._with_loads(request, loads, 0.0)
+        forecast = forecast_latency(self._seen, work, self._all_of(request), wait_s)
+        rejection = self._rejection(request, forecast, now_s, [work], (), loads)
         is_idle_on_arrival = not running and now_s - request.arrived_s <= _AT_ONCE_S
         return None if is_idle_on_arrival else rejection
 
@@ -144,27 +160,56 @@ class AdmissionController:
         replicas: Sequence[Collection[InFlightRequest]],
         waiting: Iterable[InFlightRequest],
         now_s: float,
+        loads: LoadsAhead | None = None,
     ) -> Rejection | None:
-        """Judge a request that would wait behind ``waiting`` for a slot of ``replicas``; there is at least one."""
+        """Judge a request that would wait behind ``waiting`` for a slot of ``replicas``; there is at least one.
+
+        Args:
+            loads: what it waits for where those are fewest, as in :meth:`check_start`.
+        """
         work = [self._remaining(running, now_s) for running in replicas]
         queue = [self._all_of(one) for one in waiting]
         wait_s, _ = forecast_queue(self._seen, self._slots, work, queue)
         full = [RemainingWork(0.0, 1.0)] * (self._slots - 1)
+        wait_s = self._with_loads(request, loads, wait_s)
         forecast = forecast_latency(self._seen, full, self._all_of(request), wait_s)
-        return self._rejection(request, forecast, now_s, work, queue)
+        return self._rejection(request, forecast, now_s, work, queue, loads)
 
-    def record_start(self, request: InFlightRequest, running: Collection[InFlightRequest], now_s: float) -> None:
-        """Record that ``request`` starts next to ``running``, or starts anew."""
+    def record_start(
+        self,
+        request: InFlightRequest,
+        running: Collection[InFlightRequest],
+        now_s: float,
+        loads: LoadsAhead | None = None,
+    ) -> None:
+        """Record that ``request`` is sent next to ``running``, or anew; it starts once ``loads`` have ended."""
         request.started_s, request.first_token_s, request.tokens_seen = now_s, None, 0
+        if loads is not None:
+            request.held, request.started_s, request.planned = (now_s, loads), None, None
+            return
+        request.held = None
         all_of = RemainingWork(request.input_tokens, request.output_tokens)
-        request.planned = forecast_latency(self._planned, self._remaining(running, now_s), all_of)
+        planned = forecast_latency(self._planned, self._remaining(running, now_s), all_of)
+        counted_s = self._planned.counted_loads_s(request.input_tokens)
+        request.planned = planned._replace(ttft_s=planned.ttft_s - counted_s)
+
+    def record_loaded(self, request: InFlightRequest, running: Collection[InFlightRequest], now_s: float) -> None:
+        """Record that the variant of ``request``, which was sent, is loaded, and learn what loads take."""
+        if request.held is not None:
+            (since_s, loads), load = request.held, self._planned.one_load
+            if load is not None:
+                took_s = now_s - since_s + loads.ran_s
+                self._load_ratio = self._load_ratio.updated(took_s / (loads.number * load.load_s))
+        elif request.started_s is None or now_s - request.started_s <= _AT_ONCE_S:
+            return  # there was nothing to wait for
+        self.record_start(request, running, now_s)
 
     def record_tokens(self, request: InFlightRequest, tokens: int, now_s: float) -> None:
         """Record so many more tokens of its answer."""
         request.tokens_seen += max(0, tokens)
         if request.first_token_s is None and tokens > 0:
             request.first_token_s = now_s
-            if request.planned is not None and request.started_s is not None:
+            if request.planned is not None and request.started_s is not None and request.planned.ttft_s > 0:
                 ratio = (now_s - request.started_s) / request.planned.ttft_s
                 self._prompt_ratio = self._prompt_ratio.updated(ratio)
                 self._apply_ratios()
@@ -207,8 +252,12 @@ class AdmissionController:
         """Return the work left of each request: as seen, or as the time that it has run says."""
         step_s = self._seen.loaded_step_of(len(running))
         left = []
+        load = self._seen.one_load
         for one in running:
             prompt_tokens, output_tokens = self._all_of(one)
+            if one.held is not None and load is not None and not load.stops_steps:
+                left.append(RemainingWork(0.0, output_tokens))  # its prompt is after those that can start now
+                continue
             if one.tokens_seen:
                 left.append(RemainingWork(0.0, max(1.0, output_tokens - one.tokens_seen)))
                 continue
@@ -220,6 +269,24 @@ class AdmissionController:
                 left.append(RemainingWork(0.0, max(1.0, output_tokens - 1 - (ran_s - prompt_s) / step_s)))
         return left
 
+    def _loads_left_s(self, loads: LoadsAhead | None) -> float:
+        """Return the time until a request's variant is loaded, if nothing of it waits for its turn."""
+        load = self._planned.one_load
+        return 0.0 if loads is None or load is None else loads.left_s(self._load_ratio.mean * load.load_s)
+
+    def _with_loads(self, request: InFlightRequest, loads: LoadsAhead | None, wait_s: float) -> float:
+        """Return the time until ``request`` starts, whose turn is in ``wait_s``.
+
+        Loads that stop the steps are on top of that wait, which has those of the prompts before it, and in place
+        of those that its own prompt counts on average. Loads next to the steps run meanwhile, in their order.
+        """
+        load, left_s = self._seen.one_load, self._loads_left_s(loads)
+        if loads is None or load is None:
+            return wait_s
+        if load.stops_steps:
+            return wait_s + left_s - self._seen.counted_loads_s(request.input_tokens)
+        return max(wait_s, left_s + loads.waiting * self._load_ratio.mean * load.load_s)
+
     def _rejection(
         self,
         request: InFlightRequest,
@@ -227,6 +294,7 @@ class AdmissionController:
         now_s: float,
         work: Sequence[Sequence[RemainingWork]],
         queue: Sequence[RemainingWork],
+        loads: LoadsAhead | None,
     ) -> Rejection | None:
         """Return the limit that it misses by most; what it is promised on arrival is remembered."""
         waited_s, limits = now_s - request.arrived_s, self._limits(request)
@@ -237,11 +305,14 @@ class AdmissionController:
         nearest, takes_s = _nearest(limits, LatencyForecast(*(error * time_s for time_s in forecast)), waited_s)
         if nearest is None or takes_s <= (limit_s := limits[nearest]) + _ROUNDING_S:
             return None
-        _, alone_s = _nearest({nearest: limit_s}, forecast_latency(self._seen, (), self._all_of(request)), 0.0)
+        own = None if loads is None else min(loads, LoadsAhead(1), key=self._loads_left_s)
+        own_s = self._with_loads(request, own and own._replace(waiting=0), 0.0)
+        alone = forecast_latency(self._seen, (), self._all_of(request), own_s)
+        _, alone_s = _nearest({nearest: limit_s}, alone, 0.0)
         late_alone = alone_s > limit_s + _ROUNDING_S
         _, empty_s = forecast_queue(self._seen, self._slots, work, queue)  # an idle replica rejects nothing
         retry_after_s = empty_s if late_alone or nearest == "tpot" else min(takes_s - limit_s, empty_s)
-        return Rejection(nearest, takes_s, limit_s, late_alone, retry_after_s)
+        return Rejection(nearest, takes_s, limit_s, late_alone, retry_after_s, self._loads_left_s(loads))
 
     def _limits(self, request: InFlightRequest) -> dict[str, float]:
         """Return the limits of ``request`` by name; an answer of one token has no TPOT."""

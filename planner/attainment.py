@@ -50,6 +50,7 @@ from fingerprint.queueing import (
 from fingerprint.service_model import SHARED_PROMPT, ServiceModel
 from fingerprint.spared_loads import at_rate, spared_column
 from planner.costs import Figures
+from planner.crossing import crossing
 from planner.intent import Traffic
 from planner.normal_distribution import normal_cdf, normal_quantile
 from planner.rate_profile import moving_rate
@@ -70,7 +71,6 @@ _LARGEST = 1 - 1e-9  # utilisation; beyond, no wait is worth a number
 # In logarithms, from what a request alone takes, and from the highest rate there can be: nothing is farther off.
 _OFF_TIME = np.array([-21, -4, -2.5, -2, -1.5, -1, -0.75, -0.5, -0.3, -0.2, -0.1, 0.0, 0.1, 0.3, 1, 21])
 _OFF_RATE = np.array([-21, -8, -5, -4, -3, -2.5, -2, -1.5, -1.2, -0.9, -0.7, -0.5, -0.3, -0.2, -0.1, 0.0])
-_ROUNDS, _SECTIONS = 4, 16  # of the largest step of these near 0, 1e-5 is left
 
 
 class _Load(NamedTuple):
@@ -247,7 +247,7 @@ class Attainment:
         def fine(x: Column, rows: Rows) -> npt.NDArray[np.bool_]:
             return self.take(rows).misses(metric, np.exp(-x), rate[rows]) <= 1 - percentile / 100
 
-        return np.asarray(np.exp(-_crossing(fine, ladder)))
+        return np.asarray(np.exp(-crossing(fine, ladder)))
 
     def highest_rate(self, limits_s: Mapping[Metric, Column], percentile: float, most: Column) -> Column:
         """Return the highest rate up to ``most`` at which ``percentile`` % of the requests keep every limit.
@@ -261,7 +261,7 @@ class Attainment:
             return np.asarray(np.max(missed, axis=0) <= 1 - percentile / 100)
 
         top = np.log(np.maximum(most, _TINY))
-        return np.asarray(np.minimum(np.exp(_crossing(fine, top + _OFF_RATE[:, None])), most))
+        return np.asarray(np.minimum(np.exp(crossing(fine, top + _OFF_RATE[:, None])), most))
 
     def _column(self, value: Column | float) -> Column:
         return np.broadcast_to(np.asarray(value, np.float64), (len(self),))
@@ -355,7 +355,8 @@ class Attainment:
     def _misses_at(self, metric: Metric, limit: Column, load: _Load, z: Column) -> Column:
         """Return the share that misses [points, rows] at each truth z."""
         state, loads = self._state(z, load), self._service.loads
-        missed = self._misses_of_loaded(metric, limit, load, state)
+        of_loaded = self._misses_of_loaded(metric, load, state)
+        missed = of_loaded(limit)
         if loads is None or metric == "tpot":
             return missed
         wait, times = loads.at(load.then), self._law("e2e").factor(z)
@@ -366,26 +367,31 @@ class Attainment:
         longer_s = up_to_s = np.zeros_like(missed)
         for part in _LOAD_PARTS:
             left_s = part * reach_s
-            rest_s = np.maximum(limit - times * left_s, _TINY)
-            sooner = self._misses_of_loaded(metric, rest_s, load, state)
+            sooner = of_loaded(np.maximum(limit - times * left_s, _TINY))
             within_s = wait.up_to_s(left_s)
             waited = waited + (sooner - later) * (within_s - up_to_s) / np.maximum(left_s - longer_s, _TINY)
             later, longer_s, up_to_s = sooner, left_s, within_s
         return missed + wait.share * (waited - missed)
 
-    def _misses_of_loaded(self, metric: Metric, limit: Column, load: _Load, state: _State) -> Column:
-        """Return the share that misses of those whose variant is loaded."""
-        missed = self._missed(metric, limit, state, None)
+    def _misses_of_loaded(self, metric: Metric, load: _Load, state: _State) -> Callable[[Column], Column]:
+        """Return a function: the share that misses a limit of those whose variant is loaded."""
+        missed = self._missed(metric, state, None)
         if not self._traffic.relative_rates:
             return missed
         left = self._left(load.level, state)
-        late = left(np.zeros_like(missed))
+        late = left(np.zeros_like(state.z))
         if not late.any():
             return missed
         most = np.broadcast_to(self._service.most, state.z.shape)
         full = state._replace(running=state.running._replace(mean=most, variance=np.zeros_like(state.z)))
         some = np.maximum(late, _TINY)
-        return missed + late * (self._missed(metric, limit, full, lambda wait_s: left(wait_s) / some) - missed)
+        of_late = self._missed(metric, full, lambda wait_s: left(wait_s) / some)
+
+        def of_all(limit: Column) -> Column:
+            found = missed(limit)
+            return np.asarray(found + late * (of_late(limit) - found))
+
+        return of_all
 
     def _left(self, level: int, state: _State) -> Callable[[Column], Column]:
         """Return a function: the share of requests at a level that find at least ``wait_s`` of work left."""
@@ -396,36 +402,47 @@ class Attainment:
         return beyond
 
     def _missed(
-        self, metric: Metric, limit: Column, state: _State, left: Callable[[Column], Column] | None
-    ) -> Column:
+        self, metric: Metric, state: _State, left: Callable[[Column], Column] | None
+    ) -> Callable[[Column], Column]:
         """Return ``_misses_in``; of TTFT no more than of E2E, which matters where prompts are much of the work."""
-        missed = self._misses_in(metric, limit, state, left)
+        missed = self._misses_in(metric, state, left)
         are_prompts = self._service.prompt_share > _MANY_PROMPTS
-        if metric == "ttft" and are_prompts.any():
-            whole = self._misses_in("e2e", limit, state, left)
-            missed = np.where(are_prompts, np.minimum(missed, whole), missed)
-        return missed
+        if metric != "ttft" or not are_prompts.any():
+            return missed
+        whole = self._misses_in("e2e", state, left)
+
+        def of_first_tokens(limit: Column) -> Column:
+            found = missed(limit)
+            return np.where(are_prompts, np.minimum(found, whole(limit)), found)
+
+        return of_first_tokens
 
     def _misses_in(
-        self, metric: Metric, limit: Column, state: _State, left: Callable[[Column], Column] | None
-    ) -> Column:
-        """Return the share that misses of arrivals in that state; ``left``: the share finding more work left."""
+        self, metric: Metric, state: _State, left: Callable[[Column], Column] | None
+    ) -> Callable[[Column], Column]:
+        """Return a function: the share that misses a limit, of arrivals in that state; ``left``: the share finding
+        more work left.
+        """
         mean, squared = self._service_time(metric, state)
         waits = self._waits(metric, state, left)
         if not squared.any():
-            return np.where(mean > limit, 1.0, waits(limit - mean))
+            return lambda limit: np.where(mean > limit, 1.0, waits(limit - mean))
         width = np.sqrt(np.log1p(squared))
-        with np.errstate(divide="ignore", invalid="ignore"):
-            turn = np.log(limit / mean) / width + width / 2
-        in_time = normal_cdf(np.where(width > 0, turn, np.where(mean > limit, -np.inf, np.inf)))
-        if metric == "tpot":
-            most = self._service.most
-            longest = self._per_token(self._service.requests_s(most), most)  # never more run than there are slots
-            return np.where(limit < longest * self._law("tpot").factor(state.z), 1 - in_time, 0.0)
-        missed = 1 - in_time
-        for point, weight in zip(_POINTS.tolist(), _WEIGHTS.tolist(), strict=True):
-            service = mean * np.exp(width * normal_quantile(in_time * point) - width**2 / 2)
-            missed = missed + in_time * weight * waits(limit - service)
+
+        def missed(limit: Column) -> Column:
+            with np.errstate(divide="ignore", invalid="ignore"):
+                turn = np.log(limit / mean) / width + width / 2
+            in_time = normal_cdf(np.where(width > 0, turn, np.where(mean > limit, -np.inf, np.inf)))
+            if metric == "tpot":
+                most = self._service.most
+                longest = self._per_token(self._service.requests_s(most), most)  # as many as there are slots
+                return np.where(limit < longest * self._law("tpot").factor(state.z), 1 - in_time, 0.0)
+            found = 1 - in_time
+            for point, weight in zip(_POINTS.tolist(), _WEIGHTS.tolist(), strict=True):
+                service = mean * np.exp(width * normal_quantile(in_time * point) - width**2 / 2)
+                found = found + in_time * weight * waits(limit - service)
+            return found
+
         return missed
 
     def _waits(
@@ -464,20 +481,3 @@ def _with_longer_contexts(service: ServiceColumns, input_tokens: Column, traffic
     slopes_s = longer * service.slopes_s
     alone_s = service.intercepts_s[0] + service.slopes_s[0]
     return replace(service, intercepts_s=longer * service.intercepts_s + (1 - longer) * alone_s, slopes_s=slopes_s)
-
-
-def _crossing(fine: Callable[[Column, Rows], npt.NDArray[np.bool_]], ladder: Column) -> Column:
-    """Return the largest x on ``ladder`` [steps, rows], ascending, or between that is ``fine``, which ends once.
-
-    -inf where none is; infinite where all are. What is done to a row does not depend on the other rows.
-    """
-    every = np.arange(ladder.shape[1])
-    found = np.zeros(len(every))
-    for number in range(_ROUNDS + 1):
-        kept = fine(ladder.ravel(), np.tile(every, len(ladder))).reshape(ladder.shape)
-        last = len(ladder) - 1 - np.argmax(kept[::-1], axis=0)
-        if number == 0:
-            found = np.where(kept.any(axis=0), np.where(kept[-1], np.inf, 0.0), -np.inf)
-        low = ladder[last, every]
-        ladder = np.linspace(low, ladder[np.minimum(last + 1, len(ladder) - 1), every], _SECTIONS + 1)
-    return np.where(found == 0, low, found)

@@ -12,6 +12,7 @@ from fingerprint.engines import traits_of
 from fingerprint.estimates import Estimate, Estimator, MemoryEstimate, Quantity, Source, TellsHiddenTime
 from fingerprint.estimators.delta_slots import added_delta_step_s, delta_prompt_s
 from fingerprint.estimators.variant_cost import TellsVariantCost, VariantCost
+from fingerprint.load_waits import OneLoad
 from fingerprint.lora.slot_bytes import adapter_bytes, largest_delta_bytes, reserved_bytes
 from fingerprint.model_spec import ModelSpec
 
@@ -23,6 +24,7 @@ __all__ = [
     "added_step_s",
     "later",
     "load_s",
+    "loads_stop_steps",
     "requests_within",
     "variant_cost",
     "variant_load_s",
@@ -94,6 +96,17 @@ def load_s(num_bytes: int) -> float:
 def variant_load_s(cost: VariantCost, spec: ModelSpec, config: DeploymentConfig) -> float:
     """Return the time of a load of the largest variant that slots of ``config`` hold."""
     return cost.load_s(largest_delta_bytes(spec, config) or adapter_bytes(spec, config.adapter_rank))
+
+
+def loads_stop_steps(config: DeploymentConfig) -> bool:
+    """Return whether a worker decodes nothing while it loads a variant.
+
+    So it is on vLLM, but for deltas on one GPU: our plug-in reads them next to the steps, of which the longest
+    took 1.2 to 1.5 times the median on an H200 (docs/decisions/0048). Slots with a size for deltas, which only
+    simulations assume on vLLM, are taken to follow the plug-in's law too.
+    """
+    in_background = (config.has_delta_slots or config.delta_mib > 0) and config.num_gpus == 1
+    return traits_of(config.engine).loads_stop_steps and not in_background
 
 
 def variant_cost(estimator: object, spec: ModelSpec, config: DeploymentConfig) -> VariantCost | None:
@@ -212,6 +225,9 @@ class WithAdapterSlots:
         of_prompts = cost.prompts_s(workload, found.ttft_s.value, self._base_share, distinct)
         return replace(
             found,
+            one_load=OneLoad(
+                load_s=variant_load_s(cost, self._spec, config), stops_steps=loads_stop_steps(config)
+            ),
             ttft_s=later(found.ttft_s, of_prompts),
             tpot_s=later(found.tpot_s, self._added_step(workload.batch, config.adapter_slots, cost)),
         )

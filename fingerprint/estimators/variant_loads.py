@@ -7,27 +7,15 @@ from dataclasses import replace
 from functools import cache
 
 from fingerprint.config import DeploymentConfig, Workload
-from fingerprint.engines import traits_of
 from fingerprint.estimates import Estimate, Estimator, Quantity, Source, TellsHiddenTime
-from fingerprint.estimators.adapter_slots import ADDED_ERROR, later, variant_cost, variant_load_s
+from fingerprint.estimators.adapter_slots import ADDED_ERROR, later, loads_stop_steps, variant_cost, variant_load_s
 from fingerprint.estimators.variant_cost import TellsVariantCost, VariantCost
-from fingerprint.load_waits import LoadWaits
+from fingerprint.load_waits import LoadWaits, OneLoad
 from fingerprint.model_spec import ModelSpec
 
-__all__ = ["MOST_REPLICAS", "WithVariantLoads", "loads_stop_steps"]
+__all__ = ["MOST_REPLICAS", "WithVariantLoads"]
 
 MOST_REPLICAS = 16  # that are told apart: more spare one another at least as much
-
-
-def loads_stop_steps(config: DeploymentConfig) -> bool:
-    """Return whether a worker decodes nothing while it loads a variant.
-
-    So it is on vLLM, but for deltas on one GPU: our plug-in reads them next to the steps, of which the longest
-    took 1.2 to 1.5 times the median on an H200 (docs/decisions/0048). Slots with a size for deltas, which only
-    simulations assume on vLLM, are taken to follow the plug-in's law too.
-    """
-    in_background = (config.has_delta_slots or config.delta_mib > 0) and config.num_gpus == 1
-    return traits_of(config.engine).loads_stop_steps and not in_background
 
 
 class WithVariantLoads:
@@ -75,7 +63,9 @@ class WithVariantLoads:
         loads_s = workload.batch * missed * load_s
         of_loads = Quantity(loads_s, 0.0, loads_s * ADDED_ERROR, Source.SCALED)
         spared_s = tuple(share * load_s for share in self._spared(config.loaded_adapters))
-        return replace(found, ttft_s=later(found.ttft_s, of_loads), spared_loads_s=spared_s)
+        one_load = OneLoad(load_s=load_s, stops_steps=True, counted_s=missed * load_s)
+        ttft_s = later(found.ttft_s, of_loads)
+        return replace(found, ttft_s=ttft_s, spared_loads_s=spared_s, one_load=one_load)
 
     def _shares_spared(self, places: int) -> tuple[float, ...]:
         """Return the share of requests that need a load with the places of one replica, but not with those of n.

@@ -201,8 +201,7 @@ def _adapter_times(models: Iterable[SimulatedModel], options: PlanOptions) -> tu
     """Return where the times of adapters are from."""
     from fingerprint.config import DeploymentConfig
     from fingerprint.engines import traits_of
-    from fingerprint.estimators.adapter_slots import variant_cost
-    from fingerprint.estimators.variant_loads import loads_stop_steps
+    from fingerprint.estimators.adapter_slots import loads_stop_steps, variant_cost
     from iserve.planning.pipeline import in_slots, slots_of
     from iserve.planning.words import engine_name, measured_variants_words
 

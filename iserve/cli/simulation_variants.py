@@ -120,9 +120,10 @@ class VariantOptions:
             raise ConfigError(
                 f"--variants are of one model, and --models names {models}; simulate each of them by itself"
             )
-        if service.reject_late:
+        if service.reject_late and not service.forecast_late:
             raise ConfigError(
-                "--reject-late does not know what a variant's load takes; leave it out, or leave out --variants"
+                "--reject-late does not know what a variant's load takes; add --forecast-late, which does, or "
+                "leave out --variants"
             )
         if decision.planner != "iserve":
             raise ConfigError(

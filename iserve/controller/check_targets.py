@@ -262,7 +262,7 @@ class Targets:
         check_code(source, engine.capabilities())
 
         def find() -> Profile | None:
-            return self._profiler.enough(source, engine, self._node(), options)
+            return self._profiler.enough(source, engine, self._node(), options, self._settings.profile_seconds)
 
         return find() or self._profiler.take(
             source,

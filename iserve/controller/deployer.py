@@ -173,7 +173,7 @@ class Deployer:
             check_code(source, engine.capabilities())
             node = ask_daemon(self._daemon, DaemonClient.node)
             self._profiler.ensure_links(engine, node, self._daemon, lambda: self.check_not_removed(row))
-            if (found := self._profiler.enough(source, engine, node, options)) is not None:
+            if (found := self._enough(source, engine, node, options)) is not None:
                 return found
             unused.extend(self._profiler.unused(source, engine, node, batch=options.workload.batch))
             move("profiling")
@@ -200,10 +200,15 @@ class Deployer:
             name, version, source.spec, node, options, profile_of=profile_of, estimator_of=estimator_of
         )
 
+    def _enough(
+        self, source: ModelSource, engine: Engine, node: NodeStatus, options: PlanOptions
+    ) -> Profile | None:
+        return self._profiler.enough(source, engine, node, options, self._settings.profile_seconds)
+
     def _profile(self, row: DeploymentRow, source: ModelSource, engine: Engine, options: PlanOptions) -> Profile:
         def find() -> Profile | None:
             node = ask_daemon(self._daemon, DaemonClient.node)
-            return self._profiler.enough(source, engine, node, options)
+            return self._enough(source, engine, node, options)
 
         def report(progress: ProfileProgress) -> None:
             self.check_not_removed(row)

@@ -42,7 +42,7 @@ from fingerprint.variant_measurements import VariantKind
 from iserve.controller.daemon_workers import ask_daemon, start_profiling_worker
 from iserve.controller.profiling_devices import STEP_TOKENS, quietest, share_of_free_bytes
 from iserve.controller.profiling_run import Fingerprints, Order, take
-from iserve.controller.profiling_scope import kind_to_measure, lacking
+from iserve.controller.profiling_scope import kind_to_measure, lacking, variants_budget_s
 from iserve.controller.profiling_validity import (
     covers,
     described,
@@ -152,14 +152,18 @@ class Profiler:
         return found if found is not None and covers(found, batch) else None
 
     def enough(
-        self, source: ModelSource, engine: Engine, node: NodeStatus, plan_options: PlanOptions
+        self, source: ModelSource, engine: Engine, node: NodeStatus, plan_options: PlanOptions, max_seconds: float
     ) -> Profile | None:
-        """Return the stored profile, where nothing was left out of it that ``plan_options`` may need."""
+        """Return the stored profile, where nothing was left out of it that ``plan_options`` may need and that
+        ``max_seconds`` may measure.
+        """
         found = self.stored(source, engine, node, batch=plan_options.workload.batch)
         if found is None or self.lacking(found, engine, node, plan_options):
             return None
-        kind = kind_to_measure(engine.capabilities(), source.spec, plan_options)
-        return found if kind is None or kind in {one.kind for one in found.variants} else None
+        table = engine.capabilities()
+        kind, budget_s = kind_to_measure(table, source.spec, plan_options), variants_budget_s(table, max_seconds)
+        is_known = kind is None or kind in {one.kind for one in found.variants if one.is_final(budget_s)}
+        return found if is_known else None
 
     def lacking(
         self, profile: Profile, engine: Engine, node: NodeStatus, plan_options: PlanOptions

@@ -19,13 +19,7 @@ from fingerprint.config import DeploymentConfig, WeightFormat, Workload
 from fingerprint.depth_tied_cuts import tied_depths
 from fingerprint.depth_tied_plan import DepthTiedPlan, depth_tied_plan
 from fingerprint.depth_tied_profile import depth_tied_profile
-from fingerprint.errors import (
-    ConfigError,
-    InfeasibleError,
-    IserveError,
-    NotMeasuredError,
-    UnsupportedModelError,
-)
+from fingerprint.errors import ConfigError, InfeasibleError, IserveError, NotMeasuredError, UnsupportedModelError
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.measurements import Profile, key_of
 from fingerprint.model_spec import ModelSpec
@@ -35,10 +29,10 @@ from fingerprint.random_variants import base_hashes, write_random_variant
 from fingerprint.truncate import generate, generate_dummy, generate_shape
 from fingerprint.variant_measurements import VariantKind, VariantMeasurement
 from fingerprint.variant_profile import measure_variants, variant_plan
-from fingerprint.variant_step_plan import BUDGET_S, step_plan
+from fingerprint.variant_step_plan import step_plan
 from fingerprint.variant_steps import measure_variant_steps
 from iserve.controller.profiling_devices import STEP_TOKENS, FittingPlan, fitting, quietest
-from iserve.controller.profiling_scope import lacking, why_needless
+from iserve.controller.profiling_scope import lacking, variants_budget_s, why_needless
 from iserve.model_source import ModelSource
 from iserve.planning.estimator_factory import contradictions, profile_as
 from iserve.planning.pipeline import PlanOptions
@@ -86,6 +80,10 @@ class Order:
         """The part of the model that is measured: its text alone."""
         return self.source.spec.text_alone
 
+    @property
+    def variants_budget_s(self) -> float:
+        return variants_budget_s(self.table, self.max_seconds)
+
     def as_served(self, measured: Profile) -> Profile:
         """Return ``measured`` as that of the model with the towers it is served with, which take memory."""
         return profile_as(self.source.spec, measured)
@@ -119,21 +117,28 @@ def _with_variants(
 ) -> Profile:
     """Return ``measured`` with the order's variants, measured now unless it has their kind.
 
-    A failure that may be gone the next time is a note alone: the next deploy with such variants tries again.
+    A failure that may be gone the next time is a note alone: the next deploy with such variants tries again. So it
+    does after a first lack of time: other work may have slowed the machine, and compiled kernels are kept. After a
+    second try in a row only more time, or a profile that is asked for, is worth the starts of engines.
     """
-    kind = order.variants
-    if kind is None or kind in {one.kind for one in measured.variants}:
+    kind, budget_s = order.variants, order.variants_budget_s
+    known = tuple(one for one in measured.variants if one.kind != kind or one.is_final(budget_s))
+    if kind is None or kind in {one.kind for one in known}:
         return measured
     failed = f"{kind} were not measured: "
     notes = tuple(note for note in measured.notes if not note.startswith(failed))  # of an earlier try
     measure = _measured_by_steps if order.table.step_timed else _measured_by_bursts
+    begun_s = time.monotonic()
     try:
         found = measure(kind, order, target, fingerprints)
     except IserveError as error:
-        return replace(measured, notes=(*notes, f"{failed}{error}"))
+        if not isinstance(error, NotMeasuredError) or notes == measured.notes:
+            return replace(measured, variants=known, notes=(*notes, f"{failed}{error}"))
+        failure = f"{error} (tried twice; `iserve profile` tries again)"
+        found = VariantMeasurement.too_slow(kind, failure, time.monotonic() - begun_s, budget_s)
     if found.failure:
         notes = (*notes, f"{failed}{found.failure}")
-    return replace(measured, variants=(*measured.variants, found), notes=notes)
+    return replace(measured, variants=(*known, found), notes=notes)
 
 
 def _measured_by_bursts(
@@ -144,7 +149,7 @@ def _measured_by_bursts(
         lambda: target.open(tp=1, pp=1),
         fingerprints,
         fingerprints.variant,
-        variant_plan(order.spec, order.workload, kind, budget_s=order.max_seconds / 2),
+        variant_plan(order.spec, order.workload, kind, budget_s=order.variants_budget_s),
         forget=fingerprints.forget_variants,
         progress=order.progress,
     )
@@ -162,7 +167,7 @@ def _measured_by_steps(
             order.spec,
             order.workload,
             kind,
-            budget_s=min(BUDGET_S, order.max_seconds / 2),
+            budget_s=order.variants_budget_s,
             step_tokens=STEP_TOKENS,
         ),
         forget=fingerprints.forget_variants,

@@ -14,6 +14,7 @@ from fingerprint.estimators.fingerprinted import nearest
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
 from fingerprint.variant_measurements import VariantKind, kind_of
+from fingerprint.variant_step_plan import BUDGET_S
 from iserve.controller.snapshot import hardware_of
 from iserve.planning.estimator_factory import estimator_for
 from iserve.planning.pipeline import EngineChooser, FitsOn, Hardware, PlanOptions, in_slots, slots_of, with_traffic
@@ -23,7 +24,14 @@ from planner.intent import allows
 from planner.space import configuration_space, shape_refusal
 from planner.worth import cannot_become_best
 
-__all__ = ["cannot_change_plan", "kind_to_measure", "lacking", "measures_variants", "why_needless"]
+__all__ = [
+    "cannot_change_plan",
+    "kind_to_measure",
+    "lacking",
+    "measures_variants",
+    "variants_budget_s",
+    "why_needless",
+]
 
 
 def why_needless(
@@ -86,6 +94,11 @@ def measures_variants(table: EngineCapabilities) -> bool:
     timer alone.
     """
     return traits_of(table.engine).profiles_variants and (table.step_timed or not table.own_environment)
+
+
+def variants_budget_s(table: EngineCapabilities, max_seconds: float) -> float:
+    """Return the seconds in which a profile of ``max_seconds`` measures variants."""
+    return min(BUDGET_S, max_seconds / 2) if table.step_timed else max_seconds / 2
 
 
 def cannot_change_plan(

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from iserve.gateway.sse import Usage
 from iserve.route_table import Route
 from planner.admission import AdmissionController, AdmissionPolicy, InFlightRequest, LearnedRatio, Rejection
+from planner.pending_loads import LoadsAhead
 
 __all__ = ["GatewayAdmission"]
 
@@ -44,23 +45,35 @@ class GatewayAdmission:
         request.body_bytes = body_bytes
         return request
 
-    def check_start(self, request: InFlightRequest, url: str) -> Rejection | None:
-        """Judge a request that would start at that worker, which has room; None: in time."""
-        return self._controller.check_start(request, self._at(url), time.monotonic())
+    def check_start(self, request: InFlightRequest, url: str, loads: LoadsAhead | None = None) -> Rejection | None:
+        """Judge a request that would be sent to that worker, which has room, and wait for ``loads`` there; None:
+        in time.
+        """
+        return self._controller.check_start(request, self._at(url), time.monotonic(), loads)
 
     def check_queue(
-        self, request: InFlightRequest, urls: Sequence[str], before: Iterable[InFlightRequest]
+        self,
+        request: InFlightRequest,
+        urls: Sequence[str],
+        before: Iterable[InFlightRequest],
+        loads: LoadsAhead | None = None,
     ) -> Rejection | None:
         """Judge a request behind ``before``, which wait for a worker of ``urls``; None: in time."""
-        return self._controller.check_queue(request, [self._at(url) for url in urls], before, time.monotonic())
+        running = [self._at(url) for url in urls]
+        return self._controller.check_queue(request, running, before, time.monotonic(), loads)
 
     def restart_wait(self, request: InFlightRequest) -> None:
         """Count its wait from now on: so far no worker could have served it."""
         request.arrived_s = time.monotonic()
 
-    def record_start(self, request: InFlightRequest, url: str) -> None:
-        self._controller.record_start(request, self._at(url), time.monotonic())
+    def record_start(self, request: InFlightRequest, url: str, loads: LoadsAhead | None = None) -> None:
+        self._controller.record_start(request, self._at(url), time.monotonic(), loads)
         self._running.setdefault(url, {})[request] = None
+
+    def record_loaded(self, request: InFlightRequest, url: str) -> None:
+        """Record that its worker has its variant."""
+        rest = [one for one in self._at(url) if one is not request]
+        self._controller.record_loaded(request, rest, time.monotonic())
 
     def record_leave(self, request: InFlightRequest, url: str) -> None:
         running = self._running.get(url, {})

@@ -17,7 +17,7 @@ import asyncio
 import math
 import time
 from bisect import insort
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -27,6 +27,7 @@ from iserve.gateway.rate_window import RateWindow, VariantCounts
 from iserve.gateway.variant_residency import Room, VariantRequest, VariantResidency
 from iserve.route_table import DeploymentDemand, Route, RouteTable, VariantDemand, VariantRoute, WorkerTarget
 from planner.admission import InFlightRequest, Rejection
+from planner.pending_loads import LoadsAhead
 
 __all__ = ["DOWN_S", "READY_WAIT_S", "Deployment", "Dispatcher"]
 
@@ -214,7 +215,7 @@ class Deployment:
         has_slot = use is not None and variants is not None and variants.has_slot(use)
         if is_full and not has_slot:
             raise ApiError.queue_full(model, len(self._waiting))
-        self._check_queue(ticket, avoid, request, model)
+        self._check_queue(ticket, avoid, request, use, model)
         loop = asyncio.get_running_loop()
         waiting = _Waiting(ticket, avoid, request, use, loop.create_future())
         insort(self._waiting, waiting)
@@ -238,6 +239,11 @@ class Deployment:
             elif not waiting.turn.cancelled() and waiting.turn.exception() is None:
                 self.release(waiting.turn.result(), request, use)  # given a worker in the very moment it left
             raise
+
+    def record_loaded(self, target: WorkerTarget, request: InFlightRequest | None) -> None:
+        """Note that ``target`` has the variant of a request that was given it."""
+        if self.admission is not None and request is not None:
+            self.admission.record_loaded(request, target.url)
 
     def release(
         self, target: WorkerTarget, request: InFlightRequest | None = None, use: VariantRequest | None = None
@@ -299,7 +305,9 @@ class Deployment:
         down_until_s = self._down_until_s.get(worker.url)
         return down_until_s is None or asyncio.get_running_loop().time() >= down_until_s
 
-    def _check_queue(self, ticket: int, avoid: str, request: InFlightRequest | None, model: str) -> None:
+    def _check_queue(
+        self, ticket: int, avoid: str, request: InFlightRequest | None, use: VariantRequest | None, model: str
+    ) -> None:
         """Judge a request for which no worker has room. Raises ApiError: it would be late.
 
         While no worker serves it is not late: a request then starts a worker, and when that will be ready is
@@ -311,8 +319,10 @@ class Deployment:
         if not urls:
             self._was_ready = False
             return
-        before = (one.request for one in self._waiting if one.ticket < ticket and one.request is not None)
-        rejection = self.admission.check_queue(request, urls, before)
+        waiting = [one for one in self._waiting if one.ticket < ticket and one.request is not None]
+        before = (one.request for one in waiting if one.request is not None)
+        loads = self._loads_ahead(use, urls, (one.variant for one in waiting))
+        rejection = self.admission.check_queue(request, urls, before, loads)
         if rejection is not None:
             raise ApiError.would_be_late(model, rejection)
 
@@ -352,7 +362,7 @@ class Deployment:
             if outstanding >= worker.max_outstanding or not self._is_ready(worker):
                 continue
             room = Room(worker, outstanding, self._last_ticket.get(worker.url, -1), worker.url == avoid)
-            rejection = self._check_start(worker, avoid, request)
+            rejection = self._check_start(worker, avoid, request, use)
             if rejection is None:
                 rooms.append(room)
             else:
@@ -362,18 +372,36 @@ class Deployment:
             too_late = variants.choose(use, [room for room, _ in late])
             return None if too_late is None else late[too_late.index][1]
         target = rooms[admission.index].target
-        self._begin(target, ticket, request)
+        self._begin(target, ticket, request, use)
         variants.admit(use, target, admission)
         return target
 
-    def _check_start(self, worker: WorkerTarget, avoid: str, request: InFlightRequest | None) -> Rejection | None:
+    def _check_start(
+        self,
+        worker: WorkerTarget,
+        avoid: str,
+        request: InFlightRequest | None,
+        use: VariantRequest | None = None,
+    ) -> Rejection | None:
         if self.admission is None or request is None or avoid:
             return None
-        return self.admission.check_start(request, worker.url)
+        return self.admission.check_start(request, worker.url, self._loads_ahead(use, (worker.url,)))
 
-    def _begin(self, worker: WorkerTarget, ticket: int, request: InFlightRequest | None) -> None:
+    def _loads_ahead(
+        self, use: VariantRequest | None, urls: Sequence[str], before: Iterable[str | None] = ()
+    ) -> LoadsAhead | None:
+        """Return ``VariantResidency.loads_ahead``; None: the request is for the base."""
+        return None if use is None or self.variants is None else self.variants.loads_ahead(use, urls, before)
+
+    def _begin(
+        self,
+        worker: WorkerTarget,
+        ticket: int,
+        request: InFlightRequest | None,
+        use: VariantRequest | None = None,
+    ) -> None:
         if self.admission is not None and request is not None:
-            self.admission.record_start(request, worker.url)
+            self.admission.record_start(request, worker.url, self._loads_ahead(use, (worker.url,)))
         self._outstanding[worker.url] = self._outstanding.get(worker.url, 0) + 1
         self._last_ticket[worker.url] = ticket
 

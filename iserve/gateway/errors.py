@@ -91,11 +91,13 @@ class ApiError(IserveError):
         """
         limit = rejection.limit
         what = {"ttft": "first token", "tpot": "time per token", "e2e": "last token"}[limit]
-        why = ", as it would be with nobody before it: ask for less" if rejection.late_alone else ""
+        loads = f" ({rejection.loads_s:.3g} s until its variant is loaded)" if rejection.loads_s else ""
+        less = "" if loads else ": ask for less"  # a shorter request waits for its load as well
+        why = f", as it would be with nobody before it{less}" if rejection.late_alone else ""
         return cls(
             503,
             f"this request would be late at {model!r}: {what} in {rejection.forecast_s:.3g} s by the "
-            f"forecast, the limit is {limit}={rejection.limit_s:g} s{why}",
+            f"forecast{loads}, the limit is {limit}={rejection.limit_s:g} s{why}",
             WOULD_BE_LATE,
             retry_after_s=max(_RETRY_SOON_S, math.ceil(rejection.retry_after_s)),
         )

@@ -121,6 +121,7 @@ async def _attempt_variant(
     its_metrics = metrics.of_variant(admitted.name)
     for _ in range(2):
         epoch = await residency.ready(variant, target.url)
+        deployment.record_loaded(target, request.in_flight)
         try:
             name = deployment.route.name
             return await _attempt(sent, name, target, deployment, workers, renamed, its_metrics)

@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar
 
 from iserve.gateway.errors import ApiError
 from iserve.gateway.variant_loader import LoadFailedError, VariantLoader
-from iserve.gateway.variant_worker import VariantWorker
+from iserve.gateway.variant_worker import VariantWorker, loads_ahead
 from iserve.gateway.worker_http import NotBegunError
 from iserve.http_stream import NotReachedError
 from iserve.route_table import Route, VariantRoute, WorkerTarget
@@ -37,6 +37,7 @@ from placement.variant_routing import (
     make_variant_policy,
     protected_pins,
 )
+from planner.pending_loads import LoadsAhead
 
 __all__ = ["NoPlaceError", "Room", "VariantObserver", "VariantRequest", "VariantResidency"]
 
@@ -164,6 +165,13 @@ class VariantResidency:
     def has_slot(self, request: VariantRequest) -> bool:
         """Return whether any worker may run the request next to those in flight there."""
         return any(worker.state.has_slot(request.variant) for worker in self._workers.values())
+
+    def loads_ahead(
+        self, request: VariantRequest, urls: Sequence[str], before: Iterable[str | None] = ()
+    ) -> LoadsAhead | None:
+        """Return ``variant_worker.loads_ahead`` of ``request`` at the workers of ``urls``."""
+        workers = [self._workers[url] for url in urls]
+        return loads_ahead(request.variant, workers, before, self._loop.time())
 
     def choose(self, request: VariantRequest, rooms: Sequence[Room]) -> Admission | None:
         """Return which of ``rooms`` takes the request now; None: none can."""
@@ -382,6 +390,7 @@ class VariantResidency:
     def _begin_load(self, worker: VariantWorker, variant: VariantRoute) -> asyncio.Task[None]:
         task = self._loop.create_task(self._load_after(worker, variant, list(worker.unloads.values())))
         worker.loads[variant.engine_name] = task
+        worker.pending.order(variant.engine_name, self._loop.time())
         task.add_done_callback(partial(self._after_load, worker, variant.engine_name))
         return task
 
@@ -414,6 +423,7 @@ class VariantResidency:
         self._observer.loaded(variant.name, self._loop.time() - began_s)
 
     def _after_load(self, worker: VariantWorker, name: str, task: asyncio.Task[None]) -> None:
+        worker.pending.end(name, self._loop.time())
         is_ahead = task in worker.ahead
         worker.ahead.discard(task)
         if worker.loads.get(name) is task:

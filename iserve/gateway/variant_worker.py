@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from iserve.gateway.failed_loads import FailedLoads
 from iserve.route_table import WorkerTarget
 from placement.variant_routing import WorkerVariants
+from planner.pending_loads import LoadsAhead, PendingLoads, loads_ahead_in_queue
 
-__all__ = ["VariantWorker"]
+__all__ = ["VariantWorker", "loads_ahead"]
 
 
 @dataclass(slots=True, eq=False)
@@ -25,6 +27,7 @@ class VariantWorker:
     reading: asyncio.Lock = field(default_factory=asyncio.Lock)  # of a worker that reads one delta at a time
     asking: asyncio.Task[None] | None = None
     loads: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # under way
+    pending: PendingLoads = field(default_factory=PendingLoads)  # these, and those that were evicted meanwhile
     unloads: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     ahead: set[asyncio.Task[None]] = field(default_factory=set)  # loads that were begun before a request's need
     failed: FailedLoads = field(default_factory=FailedLoads)  # not loaded until they are asked for
@@ -50,3 +53,18 @@ class VariantWorker:
             self.epoch += 1
             for name in self.state.loaded - self.loads.keys():
                 self.state.unload(name)
+
+
+def loads_ahead(
+    name: str, workers: Sequence[VariantWorker], before: Iterable[str | None], now_s: float
+) -> LoadsAhead | None:
+    """Return the loads that a request for ``name`` waits for at the one of ``workers`` with fewest.
+
+    None: it has to wait for none, or what a worker has loaded is not known yet.
+
+    Args:
+        before: variants of the requests that wait before it.
+    """
+    if not all(worker.is_known for worker in workers):
+        return None
+    return loads_ahead_in_queue(name, [(one.state.loaded, one.pending) for one in workers], before, now_s)

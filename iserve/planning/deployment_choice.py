@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from daemon.devices import Device
@@ -14,9 +14,8 @@ from fingerprint.engine_caches import with_engine_caches
 from fingerprint.engines import traits_of
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Estimator
-from fingerprint.estimators.adapter_slots import requests_within, variant_cost, variant_load_s
+from fingerprint.estimators.adapter_slots import loads_stop_steps, requests_within, variant_cost, variant_load_s
 from fingerprint.estimators.variant_cost import VariantCost
-from fingerprint.estimators.variant_loads import loads_stop_steps
 from fingerprint.load_columns import load_wait_at
 from fingerprint.lora.slot_bytes import largest_delta_bytes, slot_bytes
 from fingerprint.measurements import Profile
@@ -43,11 +42,10 @@ from iserve.planning.pipeline import (
 )
 from iserve.planning.plan_document import plan_document
 from iserve.planning.runner_up import MOST_BATCH
-from iserve.planning.serving_capacity import serving_capacity
+from iserve.planning.serving_capacity import ServingCapacity, serving_capacity
 from iserve.planning.verdict import verdict
 from iserve.planning.words import engine_name, gib, measured_variants_words, rounded, slots_words
 from iserve.planning.worker_launch import PlannedDeployment
-from placement.types import Placement
 from planner.adapter_slots import MOST_SLOTS
 from planner.intent import MAX_REPLICAS
 from planner.plan import LimitKind, Plan, RefusedFor, Relaxation
@@ -80,35 +78,21 @@ def planned_deployment(
     spec, of_base = source.spec, estimator
     estimator = with_traffic(estimator, spec, options)
     kept = spec if profile is None else with_engine_caches(spec, profile.memory)
-    own = (*notes, *_prefixes(spec, options, table.engine), *_drafts(spec, options, table.engine))
-    plan, choice, options, notes = _chosen(spec, kept, hardware, estimator, table, options)
-    notes = (*own, *notes)
-    layout = None if plan.best is None else plan.best.layout
-    crowds = () if layout is None else _crowds(placements_of(layout), hardware, is_joint=choice is not None)
+    of_traffic = (*_prefixes(spec, options, table.engine), *_drafts(spec, options, table.engine))
+    plan, choice, options, of_choice = _chosen(spec, kept, hardware, estimator, table, options)
     best = None if plan.best is None else plan.best.config
     advice = merge_advice_of_plan(source.argument, spec, hardware.gpu, of_base, options, best)
     advised = () if advice is None else (advice.text,)
-    notes = (*notes, *_slots(source, options, table, best, of_base), *advised, *crowds)
-    measured_step = None if profile is None else step_tokens_of(profile)
-    capacity = (
-        serving_capacity(plan, kept, hardware, estimator, options, measured_step)
-        if choice is None
-        else joint_capacity(choice, kept, options, measured_step)
-    )
-
-    def conditions_of(config: DeploymentConfig) -> tuple[str, ...]:
-        if profile is not None:  # what runs ``config`` is here and was measured
-            return table.conditions(spec, config, hardware.gpu)
-        return EngineChooser(spec, hardware.gpu, [table]).conditions(config)
-
+    of_slots = _slots(source, options, table, best, of_base)
+    capacity = _capacity(plan, choice, kept, hardware, estimator, options, profile)
     free_bytes: Mapping[str, int] = {gpu.device_id: gpu.free_bytes for gpu in hardware.snapshot.gpus}
     document = plan_document(
         plan,
         model=source.name,
         hardware=hardware.label,
         workload=options.workload,
-        conditions_of=conditions_of,
-        notes=notes,
+        conditions_of=_conditions(spec, hardware, table, is_measured=profile is not None),
+        notes=(*notes, *of_traffic, *of_choice, *of_slots, *advised, *_crowds(plan, choice, hardware)),
         replicas=options.replicas,
         alone=alone_of(estimator, best, options.workload) if profile and best else None,
         profile=profile,
@@ -125,6 +109,31 @@ def planned_deployment(
         merge_advice=advice,
     )
     return PlannedDeployment(document, plan.best, devices, free_bytes, capacity)
+
+
+def _capacity(
+    plan: Plan,
+    choice: JointChoice | None,
+    kept: ModelSpec,
+    hardware: Hardware,
+    estimator: Estimator,
+    options: PlanOptions,
+    profile: Profile | None,
+) -> ServingCapacity | None:
+    """Return what each worker is started for; None: nothing is feasible."""
+    measured_step = None if profile is None else step_tokens_of(profile)
+    if choice is not None:
+        return joint_capacity(choice, kept, options, measured_step)
+    return serving_capacity(plan, kept, hardware, estimator, options, measured_step)
+
+
+def _conditions(
+    spec: ModelSpec, hardware: Hardware, table: EngineCapabilities, *, is_measured: bool
+) -> Callable[[DeploymentConfig], tuple[str, ...]]:
+    """Return a function: what a configuration needs next to GPUs; what runs a measured one is here."""
+    if is_measured:
+        return lambda config: table.conditions(spec, config, hardware.gpu)
+    return lambda config: EngineChooser(spec, hardware.gpu, [table]).conditions(config)
 
 
 def _chosen(
@@ -320,10 +329,11 @@ def _slot_times(
     )
 
 
-def _crowds(new: Sequence[Placement], hardware: Hardware, *, is_joint: bool) -> tuple[str, ...]:
-    """Return a warning where ``new`` makes a TP group share a GPU with two further workers or more."""
-    if hardware.gpu.is_cpu:
+def _crowds(plan: Plan, choice: JointChoice | None, hardware: Hardware) -> tuple[str, ...]:
+    """Return a warning where the plan makes a TP group share a GPU with two further workers or more."""
+    if plan.best is None or plan.best.layout is None or hardware.gpu.is_cpu:
         return ()
+    new = placements_of(plan.best.layout)
     there = [replica.placement for one in hardware.snapshot.deployments for replica in one.replicas]
     groups = [
         [(stage.node_id, device) for device in stage.device_ids]
@@ -345,7 +355,7 @@ def _crowds(new: Sequence[Placement], hardware: Hardware, *, is_joint: bool) -> 
     return (
         f"{names}: three workers or more share them; a tensor-parallel one may take 4 to 150 times as long while "
         "two further ones are busy (docs/gpu-sharing.md)"
-        + ("" if is_joint else f"; --policy {JOINT} avoids it where it can"),
+        + ("" if choice is not None else f"; --policy {JOINT} avoids it where it can"),
     )
 
 

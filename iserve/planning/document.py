@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimates import Correction, Quantity
+from fingerprint.load_waits import OneLoad
 from fingerprint.measurements import Unreached
 from fingerprint.service_model import ServiceModel, service_between
 from iserve.api_documents import MergeAdviceDocument
@@ -49,6 +50,8 @@ class EstimateDocument:
     """Configuration whose measured times these figures come from; None: datasheets alone."""
     most_at_once: float | None = None
     """Requests that run at once on average; None: no slots for variants bound them."""
+    one_load: OneLoad | None = None
+    """Load of a variant; None: there are none, or its time is not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -247,4 +250,4 @@ class PlanDocument:
             return None
         alone = self.single_request or full
         times = ((alone.ttft_s.value, full.ttft_s.value), (alone.tpot_s.value, full.tpot_s.value))
-        return service_between(config, self.workload, *times, full.most_at_once)
+        return service_between(config, self.workload, *times, full.most_at_once, full.one_load)

@@ -40,6 +40,7 @@ def estimate_document(
         correction=estimate.correction,
         measured_config=estimate.measured_config,
         most_at_once=estimate.most_at_once,
+        one_load=estimate.one_load,
     )
 
 

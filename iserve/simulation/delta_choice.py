@@ -6,8 +6,7 @@ from dataclasses import replace
 from functools import cache
 
 from fingerprint.config import ADAPTER_RANKS, LOADED_PER_SLOT, DeploymentConfig
-from fingerprint.estimators.adapter_slots import variant_cost
-from fingerprint.estimators.variant_loads import loads_stop_steps
+from fingerprint.estimators.adapter_slots import loads_stop_steps, variant_cost
 from fingerprint.gpu_spec import GpuSpec
 from iserve.planning.pipeline import variant_load
 from iserve.simulation.running import SimulatedModel

@@ -17,8 +17,7 @@ from fingerprint.engine_caches import with_engine_caches
 from fingerprint.engines import traits_of
 from fingerprint.errors import ConfigError
 from fingerprint.estimates import Estimator
-from fingerprint.estimators.adapter_slots import variant_cost
-from fingerprint.estimators.variant_loads import loads_stop_steps
+from fingerprint.estimators.adapter_slots import loads_stop_steps, variant_cost
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.lora.slot_bytes import adapter_bytes, largest_delta_bytes
 from fingerprint.measurements import Profile
@@ -359,7 +358,7 @@ class PlannedDeployer:
                 what=what,
                 pipelined=traits_of(config.engine).fills_stages,
                 startup_s=traits_of(config.engine).startup_s,
-                forecast_service=service_between(config, work, ttft_s, tpot_s, full.most_at_once),
+                forecast_service=service_between(config, work, ttft_s, tpot_s, full.most_at_once, full.one_load),
                 config=config,
             )
             for placement in capacity.placements

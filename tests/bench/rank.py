@@ -1,8 +1,9 @@
-"""Time of ranking 10,000 configurations. Run: ``python -m tests.bench.rank [--json FILE]``.
+"""Time of ranking 10,000 configurations. Run: ``python -m tests.bench.rank [--loads] [--json FILE]``.
 
 The candidates are made beforehand and ``fits`` answers at once: the time is that of ``planner.rank`` alone. The
 answer is checked before the time is taken; the first runs are warm-up and not counted. In the cases of batches
-each candidate has 1, 8 or 32 slots and an estimate of one request, as those of a real plan. Times are CPU time of
+each candidate has 1, 8 or 32 slots and an estimate of one request, as those of a real plan. With ``--loads`` those
+cases alone are run, of candidates that all wait for loads of variants next to their steps. Times are CPU time of
 the process, which has one thread: on a shared machine wall-clock time says more about the neighbours.
 """
 
@@ -25,6 +26,7 @@ import numpy as np
 from fingerprint.codec import to_json
 from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat, Workload
 from fingerprint.estimates import Estimate, MemoryEstimate, Quantity, Source
+from planner.adapter_slots import VariantLoad
 from planner.intent import Intent, IntentKind, Quality, Slo, Traffic
 from planner.plan import Candidate, Layout
 from planner.rank import rank
@@ -104,6 +106,18 @@ def in_batches(found: list[Candidate], seed: int = 20261122) -> list[Candidate]:
         c._replace(alone=c.estimate, estimate=_batch(c.estimate, rng.choice((1, 8, 32)), rng.uniform(1, 2)))
         for c in found
         if c.estimate is not None
+    ]
+
+
+def with_loads(found: list[Candidate], seed: int = 20261128) -> list[Candidate]:
+    """Return ``found`` with waits for loads of 1.5 s: of 64 variants by Zipf's law, 4, 8 or 16 stay loaded."""
+    rng, load = random.Random(seed), VariantLoad(64, 1.0)
+    waits = [load.load_waits(places, places, 1.5) for places in (4, 8, 16)]
+    return [
+        c._replace(alone=replace(c.alone, load_waits=its), estimate=replace(c.estimate, load_waits=its))
+        for c in found
+        if c.estimate is not None and c.alone is not None
+        for its in [rng.choice(waits)]
     ]
 
 
@@ -188,10 +202,11 @@ def machine() -> str:
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="also write the results there")
+    parser.add_argument("--loads", action="store_true", help="cases of batches that wait for loads, alone")
     options = parser.parse_args(arguments)
     found = candidates(NUM_CANDIDATES)
-    results = [measure(case, intent, found) for case, intent in CASES.items()]
-    batches = in_batches(found)
+    results = [] if options.loads else [measure(case, intent, found) for case, intent in CASES.items()]
+    batches = with_loads(in_batches(found)) if options.loads else in_batches(found)
     results += [measure(case, intent, batches) for case, intent in BATCH_CASES.items()]
     print(results[0].machine)
     for r in results:

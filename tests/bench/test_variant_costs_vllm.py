@@ -53,11 +53,8 @@ def write_small(base: Path, target: Path, kind: VariantKind, number: int) -> int
     return 100
 
 
-@pytest.mark.parametrize("kind", [RANK_16, INT2], ids=["rank-16", "int2"])
-def test_parts_measure_and_the_table_compares(
-    kind: VariantKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bench, "write_random_variant", write_small)
+def target_for(kind: VariantKind) -> Target:
+    """Return a machine whose slots add nothing to what deltas take."""
     truth = StepTruth()
     if kind.is_delta:
         truth = replace(
@@ -66,7 +63,15 @@ def test_parts_measure_and_the_table_compares(
             prompt_layer=(*truth.prompt_layer[:2], 0.0, 0.0),
             rest=(*truth.rest[:3], 0.0),
         )
-    target = Target(StepMachine(spec=SPEC, truth=truth, alone_first=lambda burst: 64))
+    return Target(StepMachine(spec=SPEC, truth=truth, alone_first=lambda burst: 64))
+
+
+@pytest.mark.parametrize("kind", [RANK_16, INT2], ids=["rank-16", "int2"])
+def test_parts_measure_and_the_table_compares(
+    kind: VariantKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "write_random_variant", write_small)
+    target = target_for(kind)
     runs = {"fingerprints": bench.measure_fingerprints, "whole": bench.measure_whole}
     for part in bench.PARTS:
         kept = bench.Kept(tmp_path / f"{part}-{bench.name_of(kind)}.json")
@@ -114,6 +119,26 @@ def test_cases_have_more_distinct_variants_than_fingerprints() -> None:
         plan = step_plan(SPEC, bench.PROFILED, kind)
         assert max(plan.active) < max(bench.STEPS[kind.is_delta])
         assert not {shape.input_tokens for shape in plan.prompts} & {tokens for _, tokens, _ in bench.PROMPTS[:3]}
+
+
+@pytest.mark.parametrize(("kind", "several"), [(RANK_16, {1, 4, 8}), (INT2, {1, 4})], ids=["rank-16", "int2"])
+def test_fingerprints_run_what_the_cases_say_and_none_of_what_is_judged_of_the_whole(
+    kind: VariantKind, several: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of 1 and 32 requests, prompts of one at lengths of their own, and of 4 short ones: all as they ran."""
+    monkeypatch.setattr(bench, "write_random_variant", write_small)
+    kept, shapes = bench.Kept(tmp_path / "kept.json"), Shapes(tmp_path / "models")
+    bench.measure_fingerprints(SPEC, shapes, target_for(kind), kind, kept)
+    bursts = [row for row in kept.document["rows"] if row["kind"] == "burst"]
+    assert {row["layers"] for row in bursts} == {1, 2}
+    steps = {(row["batch"], row["active"]) for row in bursts if row["output_tokens"] > 1}
+    assert steps == {(1, 0), (1, 1), (bench.ROWS, 0), *((bench.ROWS, active) for active in several)}
+    prompts = {(row["batch"], row["input_tokens"], row["active"]) for row in bursts if row["output_tokens"] == 1}
+    assert {(batch, active) for batch, _, active in prompts} == {(1, 0), (1, 1), (4, 0), (4, 1), (4, 4)}
+    assert {tokens for batch, tokens, _ in prompts if batch == 4} == {256}
+    judged = {(batch, tokens) for batch, tokens, _ in bench.PROMPTS}
+    assert not {(batch, tokens) for batch, tokens, _ in prompts} & judged
+    assert max(active for _, active in steps) < max(bench.STEPS[kind.is_delta])
 
 
 class TestTime:

@@ -58,7 +58,8 @@ ROWS, INPUT, OUTPUT = 32, 64, 65
 SLOTS = {False: 32, True: 8}  # of adapters, of deltas
 # What is judged: distinct variants of decode steps of 32 rows; requests, tokens and distinct variants of prompts
 # at once (in the first sitting 1 and 4 x 2,048 tokens, with steps in four rounds; kept in results). Fingerprints
-# have bursts of 1 and 32 requests with 1, 4 and 8 distinct adapters (deltas: 1 and 4), and prompts of one request.
+# have bursts of 1 and 32 requests with 1, 4 and 8 distinct adapters (deltas: 1 and 4), prompts of one request, and
+# prompts of 4 x 256 tokens.
 STEPS = {False: (0, 1, 4, 8, 32), True: (0, 1, 4, 8)}
 PROMPTS = ((1, 1024, (0, 1)), (1, 3000, (0, 1)), (1, 6000, (0, 1)), (4, 2048, (0, 1, 4)))
 STEP_ROUNDS, PROMPT_ROUNDS = 3, 5

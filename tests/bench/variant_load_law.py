@@ -61,7 +61,7 @@ MODELS: dict[str, Callable[[], ModelSpec]] = {
 
 
 @lru_cache(maxsize=4)
-def _steps(model: str) -> StepModel:
+def steps_of(model: str) -> StepModel:
     limits = Limits(max_batch=BATCH, max_context_tokens=4_096, max_batched_tokens=8_192)
     return tabulate(RooflineEstimator(MODELS[model](), GPU), DeploymentConfig(engine="vllm"), limits)
 
@@ -217,7 +217,7 @@ class Case:
         cost = adapter_cost(self.config, self.spec, self.rank, self.machine)
         assert cost is not None
         found = serve_variants(
-            asked, _steps(self.model), cost, replicas=self.replicas, outstanding_per_slot=self.outstanding
+            asked, steps_of(self.model), cost, replicas=self.replicas, outstanding_per_slot=self.outstanding
         )
         e2e_s = found.outcomes.last_token_s - found.outcomes.arrival_s
         ttft_s = (found.outcomes.first_token_s - found.outcomes.arrival_s)[int(_WARM_UP * requests) :]

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from fingerprint.config import DeploymentConfig, SlotFormat, Workload
 from fingerprint.engines import TRAITS
 from fingerprint.estimates import Quantity, Source
-from fingerprint.estimators.adapter_slots import WithAdapterSlots, load_s
+from fingerprint.estimators.adapter_slots import WithAdapterSlots, load_s, loads_stop_steps
 from fingerprint.estimators.prefix_hits import WithPrefixHits
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.estimators.variant_cost import VariantCost
-from fingerprint.estimators.variant_loads import WithVariantLoads, loads_stop_steps
+from fingerprint.estimators.variant_loads import WithVariantLoads
 from fingerprint.gpus import gpu_spec
+from fingerprint.load_waits import OneLoad
 from fingerprint.lora.slot_bytes import adapter_bytes, largest_delta_bytes
 from fingerprint.service_model import service_model
 from planner.adapter_slots import VariantLoad
@@ -136,6 +137,29 @@ def test_waits_for_loads_next_to_the_steps_are_in_no_time_and_go_on_to_services(
         assert found.load_waits == (load.load_waits(8, 8, seconds) if slots == 8 else None)
         assert replace(found, load_waits=None) == none
         assert service_model(estimator, config, work).load_waits == found.load_waits
+
+
+@pytest.mark.parametrize("slots", [1, 64])
+@pytest.mark.parametrize(
+    ("kind", "stops"), [({"adapter_rank": 16}, True), ({"delta_format": SlotFormat.INT2}, False)]
+)
+def test_an_estimate_knows_what_a_load_takes_and_services_what_prompts_count_of_it(
+    kind: dict[str, Any], stops: bool, slots: int
+) -> None:
+    """All of 64 variants stay loaded in 64 slots."""
+    config = DeploymentConfig(engine="vllm", adapter_slots=slots, **kind)
+    work, load = Workload(batch=8, input_tokens=512, output_tokens=64), VariantLoad(64, 1.0)
+    estimator = WithVariantLoads(with_slots(load), LLAMA, load.missed, load.load_waits)
+    seconds = load_s(largest_delta_bytes(LLAMA, config) or adapter_bytes(LLAMA, 16))
+    counted_s = load.missed(config.loaded_adapters) * seconds if stops else 0.0
+    one_load = OneLoad(load_s=seconds, stops_steps=stops, counted_s=counted_s)
+    assert estimator.estimate(config, work).one_load == one_load
+    service = service_model(estimator, config, work)
+    assert service.one_load == one_load
+    assert service.counted_loads_s(2 * 512) == pytest.approx(2 * counted_s)
+    assert service.slowed(3.0, 1.0).counted_loads_s(512) == pytest.approx(3 * counted_s)
+    assert service_model(with_slots(load), config, work).prompt_s == pytest.approx(service.prompt_s - counted_s)
+    assert estimator.estimate(config.without_slots, work).one_load is None
 
 
 def test_an_engine_whose_loads_take_a_measured_time_has_its_waits() -> None:

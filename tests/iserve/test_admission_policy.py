@@ -16,6 +16,7 @@ from fingerprint.errors import ConfigError
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.families import load_spec
 from fingerprint.gpus import gpu_spec
+from fingerprint.load_waits import OneLoad
 from iserve.api_types import DeployBody
 from iserve.controller.reconcile import admission_policy_of, planned_service
 from iserve.demo import demo_model_path
@@ -89,6 +90,24 @@ def test_no_more_run_at_once_than_find_slots_for_their_variants(plan: PlanDocume
     assert free is not None
     assert (policy.service.most_at_once, free.service.most_at_once) == (2.2, None)
     assert (policy.at_once, free.at_once) == (2, 4)
+
+
+def test_it_knows_what_a_load_takes(plan: PlanDocument) -> None:
+    """A plan of a release that did not know it is read, and has none."""
+    load = OneLoad(load_s=1.5, stops_steps=True, counted_s=0.5)
+    known = [
+        replace(one, estimate=None if one.estimate is None else replace(one.estimate, one_load=load))
+        for one in plan.candidates
+    ]
+    policy = admission_policy_of(row(replace(plan, candidates=tuple(known)), slo=SLO, reject_late=True), 4)
+    assert policy is not None
+    assert policy.service.one_load == load
+    assert from_json(to_json(policy), AdmissionPolicy) == policy
+    earlier = to_json(policy).replace(to_json(load), b"null")
+    assert from_json(earlier, AdmissionPolicy).service.one_load is None
+    left_out = earlier.replace(b',"one_load":null', b"").replace(b', "one_load": null', b"")
+    assert b"one_load" not in left_out
+    assert from_json(left_out, AdmissionPolicy).service.one_load is None
 
 
 def test_a_table_of_an_earlier_release_is_read_and_rejects_none_until_the_controller_writes_its_own(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from daemon.engines.registry import capabilities_for, get_engine
 from daemon.status import DeviceStatus, NodeStatus
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, SlotFormat, Workload
-from fingerprint.errors import BadInputError, ConfigError, EngineError
+from fingerprint.errors import BadInputError, ConfigError, EngineError, NotMeasuredError
 from fingerprint.estimators.adapter_slots import variant_cost
 from fingerprint.estimators.corrected import CorrectedEstimator
 from fingerprint.families import load_spec
@@ -23,7 +24,7 @@ from fingerprint.random_variants import base_hashes
 from fingerprint.variant_measurements import VariantKind
 from iserve.cli.profile_text import print_profile
 from iserve.controller import profiling_run
-from iserve.controller.profiling import _with_former_variants
+from iserve.controller.profiling import Profiler, _with_former_variants
 from iserve.controller.profiling_run import Fingerprints, Order, take
 from iserve.controller.profiling_scope import kind_to_measure
 from iserve.controller.standalone_plans import _measured_on
@@ -109,7 +110,10 @@ def options_for(traffic: Traffic) -> PlanOptions:
 
 
 def profiled(
-    traffic: Traffic | None, known: Profile | None = None, machine: Machine | None = None
+    traffic: Traffic | None,
+    known: Profile | None = None,
+    machine: Machine | None = None,
+    max_seconds: float = 40.0,
 ) -> tuple[Profile, Machine]:
     """Return the profile that a deploy for ``traffic`` takes; None: one that is asked for by itself."""
     machine = machine or Machine()
@@ -122,7 +126,7 @@ def profiled(
         plan_options=options,
         quality=Quality.EXACT,
         shards=Shards.AUTO,
-        max_seconds=40.0,
+        max_seconds=max_seconds,
         progress=lambda _: None,
         known=known,
         variants=None if options is None else kind_to_measure(TABLE, SOURCE.spec, options),
@@ -195,6 +199,63 @@ def test_what_may_be_gone_the_next_time_is_tried_again(golden: Golden) -> None:
     found, _ = profiled(VARIANTS, known=known)
     assert [one.kind for one in found.variants] == [RANK_8]
     assert not [note for note in found.notes if note.startswith(str(RANK_8))]
+
+
+class TestTooSlow:
+    """An engine for which the budget is too short."""
+
+    def slow(self, known: Profile | None = None, max_seconds: float = 40.0) -> tuple[Profile, Machine]:
+        machine = Machine()
+        machine.variants.failing = NotMeasuredError("they would take 500 s")
+        return profiled(VARIANTS, known=known, machine=machine, max_seconds=max_seconds)
+
+    def test_it_is_tried_twice_and_then_with_more_time_alone(self, golden: Golden) -> None:
+        once, machine = self.slow()
+        assert machine.variants.log
+        assert once.variants == ()
+        twice, machine = self.slow(once)
+        assert machine.variants.log
+        (kept,) = twice.variants
+        assert (kept.kind, kept.runs, kept.tried_s) == (RANK_8, (), 20.0)
+        golden("variant", [note for note in twice.notes if note.startswith(str(RANK_8))])
+        for max_seconds in (40.0, 10.0):
+            again, machine = self.slow(twice, max_seconds)
+            assert again == twice
+            assert not machine.variants.log
+        longer, machine = self.slow(twice, 60.0)
+        assert machine.variants.log
+        (kept,) = longer.variants
+        assert kept.tried_s == 30.0
+        assert from_json(to_json(longer), Profile) == longer
+
+    def test_a_deploy_finds_the_profile_enough_until_it_has_more_time(self, with_variants: Profile) -> None:
+        once, _ = self.slow()
+        twice, _ = self.slow(once)
+        engine = SimpleNamespace(capabilities=lambda: TABLE)
+        for profile, enough in ((with_variants, [True, True]), (once, [False, False]), (twice, [True, False])):
+            profiler: Any = SimpleNamespace(stored=lambda *_, found=profile, **__: found, lacking=lambda *_: ())
+            asked: Any = (profiler, SOURCE, engine, NODE, options_for(VARIANTS))
+            assert [Profiler.enough(*asked, seconds) is profile for seconds in (40.0, 60.0)] == enough
+
+    def test_more_time_may_be_enough(self) -> None:
+        twice, _ = self.slow(self.slow()[0])
+        found, _ = profiled(VARIANTS, known=twice, max_seconds=60.0)
+        (measured,) = found.variants
+        assert measured.runs
+        assert not [note for note in found.notes if note.startswith(str(RANK_8))]
+
+    def test_a_profile_that_is_asked_for_tries_again(self, with_variants: Profile) -> None:
+        """`iserve profile --rank` measures anew, whatever is known; a failure of its own is not the second one."""
+        twice, _ = self.slow(self.slow()[0])
+        assert _with_former_variants(with_variants, twice).variants == with_variants.variants
+        assert _with_former_variants(self.slow()[0], twice).variants == ()
+
+    def test_plans_are_as_without_a_measurement(self) -> None:
+        plain, twice = profiled(Traffic())[0], self.slow(self.slow()[0])[0]
+        config, work = DeploymentConfig(adapter_slots=4, adapter_rank=8), Workload(4, 64, 32)
+        costs = [estimator_for(one).variant_cost(config) for one in (plain, twice)]  # type: ignore[attr-defined]
+        assert costs == [None, None]
+        assert estimator_for(twice).estimate(DeploymentConfig(), work)
 
 
 def test_engines_whose_profiling_workers_serve_no_variants_measure_none() -> None:

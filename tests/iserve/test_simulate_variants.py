@@ -196,6 +196,20 @@ class TestRefused:
         golden("cli-errors", done.refused(code=2))
 
 
+def test_late_requests_are_rejected_by_a_forecast_that_knows_loads(
+    simulate: Callable[..., Done], trace: Path, model: Path
+) -> None:
+    """A load takes 0.12 s: next to another request a variant that is not loaded is late for the shorter limit."""
+    kept = []
+    for limit in ("ttft=0.05", "ttft=60"):
+        given = ("--variants", 20, "--batch", 8, "--startup", 0, "--eval-slo", limit)
+        rejecting = ("--reject-late", "--forecast-late", "--json")
+        found = simulate(trace, "--gpus", "h200:1", "--models", model, *given, *rejecting).document
+        assert found["rejects_by_forecast"]
+        kept.append({one["kind"]: one["count"] for one in found["summary"]["failures"]}.get("too late", 0))
+    assert kept[0] > kept[1] == 0
+
+
 class TestDrawing:
     def test_requests_without_a_name_are_drawn_and_the_rest_keeps_its_own(self) -> None:
         asked = [Request(float(i), 1, 1, "mine" if i % 3 == 0 else "") for i in range(300)]

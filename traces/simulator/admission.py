@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from planner.admission import AdmissionController, AdmissionPolicy, InFlightRequest
+from planner.pending_loads import LoadsAhead
 from traces.simulator.requests import Requests
 from traces.simulator.workers import Server
 
@@ -25,26 +26,54 @@ class SimulatedAdmission:
         self._at: dict[Server, dict[int, InFlightRequest]] = {}
         self._where: dict[int, Server] = {}
 
-    def may_start(self, row: int, server: Server, now_s: float) -> bool:
-        """Return whether the request keeps its limits there; one that starts a worker is not judged late."""
+    def may_start(self, row: int, server: Server, now_s: float, loads: LoadsAhead | None = None) -> bool:
+        """Return whether the request keeps its limits there; one that starts a worker is not judged late.
+
+        Args:
+            loads: what it waits for there.
+        """
         request = self._request(row)
         if server.ready_s > now_s:
             request.arrived_s = max(request.arrived_s, server.ready_s)
             return True
-        return self._controller.check_start(request, self._running(server), now_s) is None
+        return self._controller.check_start(request, self._running(server), now_s, loads) is None
 
-    def may_wait(self, row: int, servers: Sequence[Server], queue: Iterable[int], now_s: float) -> bool:
-        """Return whether the request keeps its limits behind ``queue``."""
+    def may_wait(
+        self,
+        row: int,
+        servers: Sequence[Server],
+        queue: Iterable[int],
+        now_s: float,
+        loads: LoadsAhead | None = None,
+    ) -> bool:
+        """Return whether the request keeps its limits behind ``queue``; while none serves it is not judged, and
+        its wait begins when one does.
+        """
         ready = [self._running(server) for server in servers if server.ready_s <= now_s]
+        if not ready:
+            self.restart_waits((row,), min(server.ready_s for server in servers))
+            return True
         before = [self._request(other) for other in queue]
-        return not ready or self._controller.check_queue(self._request(row), ready, before, now_s) is None
+        return self._controller.check_queue(self._request(row), ready, before, now_s, loads) is None
 
-    def record_start(self, row: int, server: Server, now_s: float) -> None:
+    def restart_waits(self, rows: Iterable[int], ready_s: float) -> None:
+        """Count the waits of requests, which no worker could serve so far, from ``ready_s`` on."""
+        for row in rows:
+            request = self._request(row)
+            request.arrived_s = max(request.arrived_s, ready_s)
+
+    def record_start(self, row: int, server: Server, now_s: float, loads: LoadsAhead | None = None) -> None:
         request = self._request(row)
         self._at.get(self._where.get(row, server), {}).pop(row, None)  # where it was before it was moved
-        self._controller.record_start(request, self._running(server), max(now_s, server.ready_s))
+        self._controller.record_start(request, self._running(server), max(now_s, server.ready_s), loads)
         self._at.setdefault(server, {})[row] = request
         self._where[row] = server
+
+    def record_loaded(self, row: int, now_s: float) -> None:
+        """Note that the worker of a request has its variant."""
+        request, server = self._request(row), self._where[row]
+        rest = [one for one in self._running(server) if one is not request]
+        self._controller.record_loaded(request, rest, now_s)
 
     def record_rejection(self, row: int) -> None:
         self._in_flight.pop(row, None)

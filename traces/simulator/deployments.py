@@ -327,6 +327,8 @@ class Deployments:
         deployment.replicas.append(server)
         deployment.missing -= 1
         deployment.most = max(deployment.most, len(deployment.replicas))
+        if (control := deployment.admission) and len(deployment.replicas) == 1:
+            control.restart_waits(deployment.queue, server.ready_s)
         deployment.cold_starts += deployment.at_zero
         deployment.leave_zero(now_s)
         deployment.since_s = now_s
@@ -341,6 +343,9 @@ class Deployments:
         """
         if decided.adapters is None and deployment.name in self._with_variants:
             raise PolicyFault(policy, f"placed {deployment.name!r} without slots for its variants")
+        rejects = deployment.name in self._scenario.reject_late
+        if decided.adapters is not None and rejects and decided.forecast_service is None:
+            raise PolicyFault(policy, f"placed {deployment.name!r} without times to forecast late requests by")
         self._made += 1
         stages = ask(policy, lambda: self._cluster.stages(decided.placement))
         name, make_batcher = f"{deployment.name}#{self._made}", self._policies.make_batcher
@@ -357,15 +362,15 @@ class Deployments:
             deployment.kv_meters.append(server.kv)
         if isinstance(server, AdapterServer) and server.thread is not None:
             self._of[server.thread] = deployment
-        if decided.adapters is not None:
-            deployment.traffic = deployment.traffic or self.dispatch.new_traffic(deployment, decided.adapters)
-            deployment.traffic.enter(server)
         deployment.decided[server] = deployment.latest = decided
         deployment.slots = server.max_batch
         slo, service = self._scenario.reject_late.get(deployment.name), decided.forecast_service
         if slo and service and deployment.admission is None and self._scenario.rejects_by_forecast:
             admission = AdmissionPolicy(slo=slo, service=service, slots=server.at_once)
             deployment.admission = SimulatedAdmission(admission, self._requests)
+        if decided.adapters is not None:
+            deployment.traffic = deployment.traffic or self.dispatch.new_traffic(deployment, decided.adapters)
+            deployment.traffic.enter(server)
         return server, memory
 
     def _end(self, server: Server, now_s: float) -> tuple[list[int], list[int]]:

@@ -104,19 +104,45 @@ class Dispatch:
             choose=lambda rooms: self._choose(deployment, rooms),
             submit=lambda server, row, now_s: self._submit_among_variants(deployment, server, row, now_s),
             wake=self._wake,
+            admission=deployment.admission,
+            reject=lambda row: self._refuse(deployment, row),
+            is_moved=self.left.__contains__,
         )
 
     def _arrive_among_variants(
         self, deployment: Deployment, traffic: VariantTraffic, row: int, now_s: float
     ) -> None:
         """Let the newest request be sent, perhaps before some that wait for a slot, or wait, or be rejected."""
+        before = None if deployment.admission is None else tuple(deployment.queue)
+        is_first = before is None or traffic.passes_all(row, before)
+        if not is_first and not self._may_wait(deployment, traffic, row, before, now_s):
+            return
         deployment.queue.append(row)
         self._serve(deployment, traffic, now_s)
         queue, bound = deployment.queue, self._scenario.max_waiting
-        if bound is not None and len(queue) > bound and queue[-1] == row:
+        if not queue or queue[-1] != row:
+            return
+        if is_first and not self._may_wait(deployment, traffic, row, before, now_s):
+            queue.pop()
+        elif bound is not None and len(queue) > bound:
             queue.pop()
             traffic.forget(row)
             self._requests.fail(row, Failure.RATE_LIMITED)
+
+    def _may_wait(
+        self,
+        deployment: Deployment,
+        traffic: VariantTraffic,
+        row: int,
+        before: Sequence[int] | None,
+        now_s: float,
+    ) -> bool:
+        """Return whether a request may wait behind ``before``, None: no request is late; else it is rejected."""
+        if before is None or traffic.may_wait(row, deployment.replicas, before, now_s):
+            return True
+        traffic.forget(row)
+        self._refuse(deployment, row)
+        return False
 
     @staticmethod
     def _serve(deployment: Deployment, traffic: VariantTraffic, now_s: float) -> None:

@@ -260,8 +260,11 @@ class Scenario:
             raise ConfigError(
                 f"adapters in {self.service} service are not simulated; variants need {Service.CONTINUOUS}"
             )
-        if self.reject_late:
-            raise ConfigError("late requests for variants are not rejected in a simulation; leave reject_late out")
+        if self.reject_late and not self.rejects_by_forecast:
+            raise ConfigError(
+                "late requests for variants are rejected by forecast alone; set rejects_by_forecast, or "
+                "leave reject_late out"
+            )
 
 
 def _check(action: Action, nodes: set[str], names: set[str]) -> None:

@@ -14,6 +14,7 @@ from typing import Generic, Protocol, TypeVar
 from placement.variant_preload import choose_preloads, further_preloads
 from placement.variant_routing import (
     BACKGROUND_LOADS,
+    Admission,
     Candidate,
     VariantPolicy,
     WaitingRequest,
@@ -22,7 +23,7 @@ from placement.variant_routing import (
     choose_prefetch,
 )
 
-__all__ = ["FleetWorker", "Sender", "VariantFleet"]
+__all__ = ["FleetWorker", "Judge", "Sender", "VariantFleet"]
 
 
 class FleetWorker(Protocol):
@@ -58,6 +59,18 @@ class Sender(Protocol[_SentRequest, _SentWorker]):
         ...
 
 
+class Judge(Protocol[_SentRequest, _SentWorker]):
+    """Admission control (``planner.admission``)."""
+
+    def is_late(self, request: _SentRequest, worker: _SentWorker, now_s: float) -> bool:
+        """Return whether a request that is sent to the worker now would be late."""
+        ...
+
+    def reject(self, request: _SentRequest) -> None:
+        """Reject a request that would be late at every worker that can take it."""
+        ...
+
+
 @dataclass(slots=True)
 class _Place(Generic[_Request]):
     state: WorkerVariants
@@ -75,6 +88,7 @@ class VariantFleet(Generic[_Request, _Worker]):
         slots: distinct variants in flight at a worker at most.
         max_loaded: variants loaded at a worker at most.
         registered: variants that idle workers load before they are asked for.
+        judge: rejects late requests; None: none is late.
 
     Raises:
         ConfigError: fewer places than slots, or none.
@@ -87,8 +101,10 @@ class VariantFleet(Generic[_Request, _Worker]):
         max_loaded: int,
         sender: Sender[_Request, _Worker],
         registered: Iterable[str] = (),
+        judge: Judge[_Request, _Worker] | None = None,
     ) -> None:
         WorkerVariants(slots, max_loaded)  # checked
+        self._judge = judge
         self._registered = tuple(registered)
         self._policy, self._slots, self._max_loaded, self._sender = policy, slots, max_loaded, sender
         self._places: dict[_Worker, _Place[_Request]] = {}
@@ -126,6 +142,10 @@ class VariantFleet(Generic[_Request, _Worker]):
             place.state.leave(variant)
         return followers
 
+    def placed(self, worker: _Worker) -> Collection[str]:
+        """Return the variants that are loaded or being loaded at a worker."""
+        return self._places[worker].state.loaded
+
     def loaded(self, worker: _Worker, variant: str) -> None:
         """Note that a load has ended; the loads of one variant at a worker end in their order."""
         place = self._places.get(worker)
@@ -141,7 +161,7 @@ class VariantFleet(Generic[_Request, _Worker]):
             workers: that take requests, all of which have entered.
 
         Returns:
-            Those that were sent.
+            Those that were sent or rejected.
         """
         sent: dict[_Request, None] = {}
         if not waiting:
@@ -190,20 +210,21 @@ class VariantFleet(Generic[_Request, _Worker]):
         rooms = [worker for worker in workers if worker.outstanding < worker.max_outstanding]
         if not rooms:
             return False
-        variant = request.variant
+        variant, judge = request.variant, self._judge
+        timely = rooms if judge is None else [one for one in rooms if not judge.is_late(request, one, now_s)]
         if variant is None:
-            self._sender.send(request, rooms[self._sender.choose_base(rooms)], now_s)
+            if judge is not None and not timely:
+                judge.reject(request)
+            else:
+                self._sender.send(request, timely[self._sender.choose_base(timely)], now_s)
             return True
-        candidates = [
-            Candidate(
-                worker=self._places[worker].state, outstanding=worker.outstanding, last_turn=worker.last_turn
-            )
-            for worker in rooms
-        ]
-        admission = self._policy.choose(variant, candidates, now_s, self._wanted, passes=passes)
+        admission = self._choose(variant, timely, now_s, passes)
         if admission is None:
-            return False
-        worker = rooms[admission.index]
+            if judge is None or self._choose(variant, rooms, now_s, passes) is None:
+                return False
+            judge.reject(request)
+            return True
+        worker = timely[admission.index]
         place = self._places[worker]
         state = place.state
         if state.admit(variant, now_s, passes=passes):
@@ -217,6 +238,15 @@ class VariantFleet(Generic[_Request, _Worker]):
             self._load(worker, variant, admission.evicted, now_s)
         self._sender.send(request, worker, now_s)
         return True
+
+    def _choose(self, variant: str, rooms: Sequence[_Worker], now_s: float, passes: bool) -> Admission | None:
+        candidates = [
+            Candidate(
+                worker=self._places[worker].state, outstanding=worker.outstanding, last_turn=worker.last_turn
+            )
+            for worker in rooms
+        ]
+        return self._policy.choose(variant, candidates, now_s, self._wanted, passes=passes)
 
     def _prefetch(self, workers: Sequence[_Worker], now_s: float) -> None:
         places = {worker: self._places[worker] for worker in workers}

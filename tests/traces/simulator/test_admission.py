@@ -9,16 +9,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from placement.actions import Scale
 from placement.types import ClusterSnapshot
 from planner.intent import Slo
 from tests.traces.simulator.linear_steps import linear_steps
 from tests.traces.simulator.test_refusing_late import words
+from tests.traces.simulator.test_steering import Scripted
 from tests.traces.simulator.worlds import OnTheFirst, cluster, limits, second_per_step
 from tests.two_point_service import two_point_service
 from traces.outcomes import Failure
 from traces.request import Request
 from traces.simulator.result import SimulationResult
-from traces.simulator.scenario import Deploy, Deployed, NotDeployed, Policies, Scenario, Service
+from traces.simulator.scenario import (
+    Deploy,
+    Deployed,
+    NodeFails,
+    NodeReturns,
+    NotDeployed,
+    Policies,
+    Scenario,
+    Service,
+)
 from traces.simulator.simulation import simulate
 from traces.summary import kept
 
@@ -154,3 +165,32 @@ def test_without_planned_times_it_is_judged_by_exact_times() -> None:
     )
     result = simulate([Request(0.0, 1, 10, "a")], scenario, Policies(deployer=OnTheFirst(second_per_step())))
     assert words(result) == ["too late"]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_start_makes_none_late_that_waits_for_a_place(replicas: int) -> None:
+    """Requests of 5 s that arrive during a start of 30 s: for each replica two keep 11 s from then on."""
+    asked = [(float(at_s), 5) for at_s in range(2 * replicas + 1)]
+    found = words(run(asked, Slo(e2e_s=11.0), startup_s=30.0, replicas=replicas))
+    assert found == ["none"] * 2 * replicas + ["too late"]
+
+
+def test_nor_is_one_that_waits_for_a_deployment_that_is_scaled_to_zero() -> None:
+    """Three requests of 5 s arrive while its node is away, and are served from 100 s on: two keep 11 s."""
+    node = cluster().gpus[0].node_id
+    away = NodeFails(at_s=55.0, node_id=node), NodeReturns(at_s=70.0, node_id=node)
+    scenario = Scenario(
+        cluster=cluster(),
+        actions=(Deploy(at_s=0.0, name="a", model="a"), *away),
+        service=Service.FCFS,
+        reject_late={"a": Slo(e2e_s=11.0)},
+        rejects_by_forecast=True,
+        startup_s=30.0,
+    )
+    policy = Scripted((), (), (), (), (Scale(name="a", replicas=0),))
+    deployer = OnTheFirstAsPlanned()
+    deployer.size_bytes = cluster().gpus[0].free_bytes
+    asked = [Request(at_s, 1, 5, "a") for at_s in (0.0, 60.0, 61.0, 62.0)]
+    result = simulate(asked, scenario, Policies(deployer=deployer, cluster_policy=policy))
+    assert result.outcomes.first_token_s[1] == 70.0 + 30.0 + 1.0
+    assert words(result) == ["none", "none", "none", "too late"]
