@@ -148,7 +148,7 @@ def measure_attempt(attempt: str, target: Any, shapes: Shapes, kept: Kept) -> No
             num_layers=layers,
             max_batch=ROWS,
             max_context_tokens=CONTEXT,
-            kv_tokens=ROWS * (INPUT + OUTPUT),
+            kv_tokens=2 * ROWS * (INPUT + OUTPUT),  # whole blocks for each request, so that none waits
             slots=slots,
             rank=KIND.rank if slots else 0,
         )

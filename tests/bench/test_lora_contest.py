@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -15,11 +17,15 @@ import pytest
 import torch
 
 from fingerprint.errors import EngineError
+from fingerprint.measurements import MachineInfo
+from tests.bench import accuracy_measure
 from tests.bench import lora_contest as bench
 from tests.bench import lora_contest_plugin as plugin
 from tests.bench.variant_costs_vllm import Kept, Shapes
 from tests.fingerprint.synthetic_machine import llama
 from tests.fingerprint.variant_step_machine import StepMachine
+
+MACHINE = MachineInfo(device="h200-sxm", num_devices=1, cores_per_device=8, cpu_model="", driver="", versions=())
 
 
 class Target:
@@ -60,6 +66,40 @@ class TestMeasure:
         bench.measure_attempt("base", Target(known), shapes, kept)
         assert [entry[2] for entry in known.log if entry[0] == "start"] == [0]
         assert {entry[4] for entry in known.log if entry[0] == "burst"} == {0}
+
+    def test_a_worker_has_the_attempts_settings_and_the_plug_in(
+        self, shapes: Shapes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """All but the worker's process: what it would have in its environment."""
+        seen: list[dict[str, str]] = []
+
+        class Bench:
+            def __init__(self, **facts: Any) -> None:
+                self.scratch = facts["scratch"]
+
+            @contextmanager
+            def target(self, directory: Path, spec: Any) -> Iterator[Target]:
+                seen.append(dict(os.environ))
+                (self.scratch / "worker").mkdir()
+                said = f"{plugin.SAID} our kernels for 32 rows of 4096x6144"
+                (self.scratch / "worker" / "log.txt").write_text(f"begun\n{said}\n")
+                yield Target(machine(alone_first=lambda burst: bench.ROWS))
+
+        monkeypatch.setattr(accuracy_measure, "machine_here", lambda gpus: MACHINE)
+        monkeypatch.setattr(accuracy_measure, "total_bytes", lambda: 141 << 30)
+        monkeypatch.setattr(accuracy_measure, "_Bench", Bench)
+        monkeypatch.setattr(bench, "Shapes", lambda folder, model: shapes)
+        monkeypatch.setenv("PYTHONPATH", "before")
+        out = tmp_path / "out"
+        assert bench.measure(out, ["own"], bench.run_on(0, out))
+        (found,) = seen
+        plug_in, rest = found["PYTHONPATH"].split(os.pathsep)
+        assert (Path(plug_in).name, rest) == ("plug-in", "before")
+        assert found[plugin.TOKENS] == str((out / "0-own.tokens.jsonl").resolve())
+        assert found[plugin.KERNELS].endswith("adapter_kernels.py")
+        assert os.environ["PYTHONPATH"] == "before"
+        assert plugin.TOKENS not in os.environ
+        assert bench.Attempt(out / "0-own.json").error == ""  # its log shows our kernels
 
     def test_an_attempt_that_fails_leaves_the_next_ones(self, tmp_path: Path) -> None:
         def run(attempt: str, tokens: Path, kept: Kept) -> None:
