@@ -52,29 +52,32 @@ GOAL = 0.8  # of the base's throughput
 MOST_APART = 0.1
 KERNELS = Path(PLUG_IN_PATH) / "iserve_variants" / "adapter_kernels.py"
 DUAL, TUNED = "VLLM_LORA_ENABLE_DUAL_STREAM", "VLLM_TUNED_CONFIG_FOLDER"
-# base: no slots. The last two are not among the three attempts.
-ATTEMPTS = ("base", "default", "dual", "tuned", "own", "specialized", "dual-tuned")
+# base: no slots. aligned: tuned too. The last two have no part in the default order.
+ATTEMPTS = ("base", "default", "dual", "tuned", "aligned", "own", "specialized", "dual-tuned")
 SHOWN = {  # in an attempt's log
     "dual": f"{DUAL}=1",
     "tuned": "Using tuned LoRA kernel configs",
+    "aligned": "aligned the pointers of slices",
     "own": f"our kernels for {ROWS} rows",
     "specialized": f"{plugin.SPECIALIZE}=1",
     "dual-tuned": "Using tuned LoRA kernel configs",
 }
-ORDER = ("base", "default", "dual", "tuned", "own", "default")
+ORDER = ("base", "default", "dual", "tuned", "aligned", "own", "default")
 
 
 def settings_of(attempt: str, out: Path, scratch: Path) -> dict[str, str]:
     """Return an attempt's variables. One that changes what is traced has a cache of compiled models of its own."""
     cache = {"VLLM_CACHE_ROOT": str(scratch / f"cache-{attempt}")}
     tuned = {TUNED: str(out / "tuned")}
-    tilings = out / "tilings.json"
+    tilings, tuned_aligned = out / "tilings.json", out / "aligned" / "tuned"
     own = {plugin.KERNELS: str(KERNELS), plugin.TILINGS: str(tilings) if tilings.exists() else ""}
     return {
         "base": {},
         "default": {},
         "dual": {DUAL: "1"} | cache,
         "tuned": tuned,
+        "aligned": {plugin.ALIGN: "1"}
+        | (tuned | {TUNED: str(tuned_aligned)} if tuned_aligned.exists() else tuned),
         "own": own | cache,
         "specialized": {plugin.SPECIALIZE: "1"},
         "dual-tuned": {DUAL: "1"} | tuned | cache,

@@ -10,6 +10,7 @@ attempt with it needs a ``VLLM_CACHE_ROOT`` of its own: vLLM looks for a compile
 import importlib.util
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ TOKENS = "LORA_CONTEST_TOKENS"  # file to which generated tokens are appended
 KERNELS = "LORA_CONTEST_KERNELS"  # adapter_kernels.py, or empty: vLLM's kernels
 TILINGS = "LORA_CONTEST_TILINGS"  # chosen tilings, or empty: the default one
 SPECIALIZE = "LORA_CONTEST_SPECIALIZE"  # 1: graphs for each power of two of adapters
+ALIGN = "LORA_CONTEST_ALIGN"  # 1: vLLM's kernels know that weights of packed linears are aligned
 SAID = "lora contest:"
 
 
@@ -30,9 +32,11 @@ def register() -> None:
     keep_tokens(Path(os.environ[TOKENS]))
     if os.environ.get(SPECIALIZE) == "1":
         specialize()
+    if os.environ.get(ALIGN) == "1":
+        align_pointers(Path(__file__).with_name("lora_contest_kernel_utils.py"))
     if os.environ.get(KERNELS):
         use_kernels(Path(os.environ[KERNELS]), read_tilings(os.environ.get(TILINGS, "")))
-    names = ("VLLM_LORA_ENABLE_DUAL_STREAM", "VLLM_TUNED_CONFIG_FOLDER", KERNELS, TILINGS, SPECIALIZE)
+    names = ("VLLM_LORA_ENABLE_DUAL_STREAM", "VLLM_TUNED_CONFIG_FOLDER", KERNELS, TILINGS, SPECIALIZE, ALIGN)
     print(SAID, *(f"{name}={os.environ.get(name, '')}" for name in names), flush=True)
 
 
@@ -71,17 +75,51 @@ def specialize() -> None:
     module.EngineArgs.create_engine_config = create_engine_config
 
 
+def aligned_source(source: str) -> str:
+    """Return vLLM's ``kernel_utils`` in which pointers and first outputs of slices are multiples of 16.
+
+    They are read from memory. Triton knows that pointers which are arguments, as those of one slice, are aligned,
+    and loads 16 bytes a thread; of these it does not, and loads 2.
+
+    Raises:
+        RuntimeError: the source is not as in vLLM 0.33.0.
+    """
+    pointer = r"cur_lora_ptr = (tl\.load\(lora_ptr \+ slice_id\)\.to\(\s*tl\.pointer_type\([\w.]+\)\s*\))"
+    aligned, pointers = re.subn(pointer, r"cur_lora_ptr = tl.multiple_of(\1, 16)", source)
+    start = r"cur_slice_start = (tl\.load\(slice_start_loc \+ slice_id\))"
+    aligned, starts = re.subn(start, r"cur_slice_start = tl.multiple_of(\1, 16)", aligned)
+    if (pointers, starts) != (2, 1):
+        raise RuntimeError(
+            f"vLLM's kernel_utils reads {pointers} pointers and {starts} starts of slices, not 2 and 1"
+        )
+    return aligned
+
+
+def align_pointers(file: Path) -> None:
+    """Have vLLM's kernels call the aligned functions, which are written to ``file``, from their first call on."""
+    from vllm.lora.ops.triton_ops import kernel_utils, lora_expand_op, lora_shrink_op
+
+    aligned = aligned_source(Path(kernel_utils.__file__).read_text())
+    part = file.with_suffix(f".{os.getpid()}")
+    part.write_text(aligned)
+    part.replace(file)
+    module = load_module("lora_contest_kernel_utils", file)
+    lora_shrink_op.do_shrink_kernel = module.do_shrink_kernel
+    lora_expand_op.do_expand_kernel = module.do_expand_kernel
+    print(SAID, "aligned the pointers of slices", flush=True)
+
+
 def read_tilings(file: str) -> dict[str, dict[str, int]]:
     return dict(json.loads(Path(file).read_text())) if file else {}
 
 
-def load_kernels(file: Path) -> Any:
-    """Return the module of kernels, without the package around it and its plug-in."""
-    if (found := sys.modules.get("iserve_adapter_kernels")) is not None:
+def load_module(name: str, file: Path) -> Any:
+    """Return the module in ``file``, without the package around it and its plug-in."""
+    if (found := sys.modules.get(name)) is not None:
         return found
-    spec = importlib.util.spec_from_file_location("iserve_adapter_kernels", file)
+    spec = importlib.util.spec_from_file_location(name, file)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
@@ -97,7 +135,7 @@ def use_kernels(file: Path, tilings: dict[str, dict[str, int]]) -> None:
         return
     direct_register_custom_op(
         op_name="lora_contest_linear",
-        op_func=linear_operator(load_kernels(file), tilings, _lora_shrink, _lora_expand),
+        op_func=linear_operator(load_module("iserve_adapter_kernels", file), tilings, _lora_shrink, _lora_expand),
         mutates_args=["y"],
         fake_impl=_nothing,
     )

@@ -10,9 +10,10 @@ layers' distinct adapters (over 100 MB for each factor) leave nothing of an adap
 
 ``check``: our kernels and vLLM's against float32, and our graphs replayed with other mixes. ``tune``: a grid of
 vLLM's block sizes, split-K, warps and stages, for at most ``TUNE_S`` seconds, rows in the order of ``TUNED_ROWS``;
-writes ``OUT/tuned``, a folder for ``VLLM_TUNED_CONFIG_FOLDER``. ``own``: tilings
-of our kernels at 32 rows of 32 adapters; writes ``OUT/tilings.json``. ``cases``: all of ``CASES`` with vLLM's
-defaults, vLLM tuned, and our own. ``OUT/kernels.json`` is written after each time.
+writes ``OUT/tuned``, a folder for ``VLLM_TUNED_CONFIG_FOLDER``. ``own``: tilings of our
+kernels at 32 rows of 32 adapters; writes ``OUT/tilings.json``. ``cases``: all of ``CASES`` with vLLM's defaults,
+vLLM tuned, and our own. ``OUT/kernels.json`` is written after each time. ``--aligned`` has vLLM's kernels as the
+attempt ``aligned`` of ``lora_contest`` has them, which looks for ``OUT/aligned/tuned``.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tests.bench.delta_kernel_cases import captured, graph_seconds  # puts the plug-in's folder on the path
+from tests.bench.lora_contest_plugin import align_pointers
 from tests.bench.variant_costs_vllm import Kept
 
 from iserve_variants.adapter_kernels import AdapterTiling, Groups, add_adapters  # isort: skip
@@ -181,7 +183,14 @@ def own(tiling: AdapterTiling) -> Operation:
 class VllmKernels:
     """vLLM's two operations, with a configuration of each or with what vLLM looks up itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, aligned: Path | None = None) -> None:
+        """Import them.
+
+        Args:
+            aligned: file for kernels that know their pointers to be aligned; None: as they are.
+        """
+        if aligned is not None:
+            align_pointers(aligned)
         from vllm.lora.ops.triton_ops import lora_expand_op, lora_shrink_op, utils
 
         self._shrink, self._expand, self._utils = lora_shrink_op, lora_expand_op, utils
@@ -452,16 +461,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--seconds", type=float, default=240.0, help="after which no part begins")
     parser.add_argument("--gpu", type=int, default=0)
+    parser.add_argument("--aligned", action="store_true")
     given = parser.parse_args(arguments)
     end_s = time.monotonic() + given.seconds
     os.environ["CUDA_VISIBLE_DEVICES"] = str(given.gpu)
     given.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     name = torch.cuda.get_device_name()
-    kept = Kept(given.out / "kernels.json", gpu=name, torch=torch.__version__)
+    kept = Kept(given.out / "kernels.json", gpu=name, torch=torch.__version__, aligned=given.aligned)
     clock = Clock(lambda run: graph_seconds(run, 0.02))
     linears = [Linear(key, inputs, outputs) for key, (inputs, outputs) in LINEARS.items()]
-    run_parts(given.parts, linears, VllmKernels(), clock, kept, given.out, name, end_s)
+    vllm = VllmKernels((given.out / "aligned_kernels.py").resolve() if given.aligned else None)
+    run_parts(given.parts, linears, vllm, clock, kept, given.out, name, end_s)
 
 
 if __name__ == "__main__":

@@ -130,6 +130,10 @@ class TestSettings:
         for attempt, values in found.items():
             assert ("VLLM_CACHE_ROOT" in values) == (plugin.KERNELS in values or bench.DUAL in values), attempt
         assert set(found["tuned"]) == {bench.TUNED}
+        assert found["aligned"] == {plugin.ALIGN: "1"} | found["tuned"]
+        (tmp_path / "aligned" / "tuned").mkdir(parents=True)
+        again = bench.settings_of("aligned", tmp_path, tmp_path)
+        assert again[bench.TUNED] == str(tmp_path / "aligned" / "tuned")
         assert found["base"] == found["default"] == {}
         assert Path(found["own"][plugin.KERNELS]).exists()
         assert found["own"][plugin.TILINGS] == ""
@@ -264,6 +268,22 @@ class TestPlugIn:
         monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", module)
         plugin.specialize()
         assert EngineArgs().create_engine_config()
+
+    def test_pointers_of_slices_are_aligned_in_vllms_source(self) -> None:
+        """Both ways in which 0.33.0 writes it; any other number of places is refused."""
+        source = """
+        cur_lora_ptr = tl.load(lora_ptr + slice_id).to(
+            tl.pointer_type(out_ptr.dtype.element_ty)
+        )
+        cur_lora_ptr = lora_ptr
+        cur_lora_ptr = tl.load(lora_ptr + slice_id).to(tl.pointer_type(input_ptr.dtype.element_ty))
+        cur_slice_start = tl.load(slice_start_loc + slice_id)
+        """
+        aligned = plugin.aligned_source(source)
+        assert aligned.count("tl.multiple_of(tl.load(lora_ptr + slice_id).to(") == 2
+        assert aligned.count(", 16)") == 3
+        with pytest.raises(RuntimeError):
+            plugin.aligned_source(aligned)
 
     def operator(self, calls: list[str]) -> tuple[Any, Any]:
         class Tiling:
