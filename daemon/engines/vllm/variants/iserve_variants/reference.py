@@ -1,12 +1,14 @@
-"""Reference of the delta kernels in plain torch: what they are tested against, on any device."""
+"""Reference of the kernels in plain torch: what they are tested against, on any device."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
 from iserve_variants.formats import GROUP, CodeFormat
 
-__all__ = ["delta_product", "dequantize"]
+__all__ = ["adapter_change", "delta_product", "dequantize"]
 
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor, format_: CodeFormat) -> torch.Tensor:
@@ -47,3 +49,25 @@ def delta_product(
             change = dequantize(codes[slot], scales[slot], format_)[:, : x.shape[1]]
             y[rows] = x[rows].float() @ change.t()
     return y
+
+
+def adapter_change(
+    x: torch.Tensor, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], slot_of_row: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Return the float32 change [rows, outputs of all slices] of each row of ``x`` by the adapter in its slot.
+
+    Args:
+        x: [rows, inputs].
+        a: [slots, rank, inputs] of each slice.
+        b: [slots, outputs of the slice, rank] of each slice.
+        slot_of_row: integers [rows]; -1: a row of the base, whose change is 0.
+    """
+    change = torch.zeros(x.shape[0], sum(each.shape[-2] for each in b), device=x.device)
+    for slot in slot_of_row[slot_of_row >= 0].unique().tolist():
+        rows = (slot_of_row == slot).nonzero()[:, 0]
+        products = [
+            scale * (x[rows].float() @ down[slot].float().t()) @ up[slot].float().t()
+            for down, up in zip(a, b, strict=True)
+        ]
+        change[rows] = torch.cat(products, dim=1)
+    return change
