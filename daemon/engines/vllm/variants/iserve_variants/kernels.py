@@ -59,6 +59,9 @@ def add_products(
     share = tl.cdiv(share, STEP) * STEP
     unit = tl.program_id(0) * share
     end = tl.minimum(unit + share, units)
+    if OVERLAP and unit >= end:
+        # Nor may a launch without any work end before the kernel that wrote y: the next one waits for it alone.
+        tl.extra.cuda.gdc_wait()
     while unit < end:
         tile = unit // G
         g0 = unit - tile * G
