@@ -46,12 +46,14 @@ class Case:
 
     load_s: float
     requests: int
+    variants: int = VARIANTS
+    replicas: int = REPLICAS
 
     def arrivals(self, seed: int, rate_per_s: float) -> list[Request]:
         rng = np.random.default_rng(seed)
-        weights = 1.0 / np.arange(1, VARIANTS + 1)
+        weights = 1.0 / np.arange(1, self.variants + 1)
         at_s = np.cumsum(rng.exponential(1 / rate_per_s, self.requests))
-        drawn = rng.choice(VARIANTS, self.requests, p=weights / weights.sum())
+        drawn = rng.choice(self.variants, self.requests, p=weights / weights.sum())
         lengths = np.minimum(rng.geometric(1 / OUTPUT, self.requests), 16_000)
         return [
             Request(float(at), INPUT, int(length), model=f"v{one}")
@@ -72,7 +74,7 @@ class Case:
             requests,
             STEPS,
             cost,
-            replicas=REPLICAS,
+            replicas=self.replicas,
             policy=make_variant_policy(policy) if isinstance(policy, str) else policy,
             outstanding_per_slot=outstanding_per_slot,
         )

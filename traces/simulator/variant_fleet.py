@@ -80,6 +80,10 @@ class _Place(Generic[_Request]):
     abandoned: dict[str, int] = field(default_factory=dict)  # ... that were evicted before they ended
     ahead: str | None = None  # being loaded before it is asked for
 
+    @property
+    def under_way(self) -> int:
+        return sum(self.loading.values()) + sum(self.abandoned.values())
+
 
 class VariantFleet(Generic[_Request, _Worker]):
     """Adapters at the workers of one deployment, all alike.
@@ -242,7 +246,10 @@ class VariantFleet(Generic[_Request, _Worker]):
     def _choose(self, variant: str, rooms: Sequence[_Worker], now_s: float, passes: bool) -> Admission | None:
         candidates = [
             Candidate(
-                worker=self._places[worker].state, outstanding=worker.outstanding, last_turn=worker.last_turn
+                worker=self._places[worker].state,
+                outstanding=worker.outstanding,
+                last_turn=worker.last_turn,
+                loading=self._places[worker].under_way,
             )
             for worker in rooms
         ]
