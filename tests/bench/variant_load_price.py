@@ -1,7 +1,8 @@
 """Price of loads under way in the choice of a worker, in the simulator of the cluster, next to round robin.
 
-Run: ``python -m tests.bench.variant_load_price development|held-out [PRICE ...]``. The cases and what decides are
-in docs/decisions/0044-variant-routing.md.
+Run: ``python -m tests.bench.variant_load_price development|held-out 2|4|all [RULE ...]``: with two replicas, with
+four and the requests of the run on GPUs, or both; ``RULE`` is one of ``new 1`` to ``all 8``. The cases and what
+decides are in docs/decisions/0044-variant-routing.md.
 """
 
 from __future__ import annotations
@@ -65,9 +66,9 @@ def candidates() -> dict[str, VariantPolicy]:
     }
 
 
-def long_cells(seeds: Sequence[int]) -> Iterator[tuple[str, list[tuple[Case, list[Request], int]]]]:
+def long_cells(replicas: int, seeds: Sequence[int]) -> Iterator[tuple[str, list[tuple[Case, list[Request], int]]]]:
     """Yield the requests of ``variant_stops`` by seed, for each cell."""
-    for replicas, variants, load_s, load in product((2, 4), (40, 200), LOAD_S, LOADS):
+    for variants, load_s, load in product((40, 200), LOAD_S, LOADS):
         case = Case(load_s, 1500 * replicas // 2, variants, replicas)
         rate_per_s = load * capacity_per_s(case)
         worlds = [(case, case.arrivals(seed, rate_per_s), 1) for seed in seeds]
@@ -106,17 +107,40 @@ def figures(worlds: Sequence[tuple[Case, list[Request], int]], policy: VariantPo
     return Figures(*(float(value) for value in np.mean(rows, axis=0)))
 
 
+def cells(held_out: bool, part: str) -> Iterator[tuple[str, list[tuple[Case, list[Request], int]], float]]:
+    """Yield name, requests by seed and the share that is left out of figures."""
+    if part != "4":
+        for cell in long_cells(2, HELD_OUT if held_out else DEVELOPMENT):
+            yield (*cell, _WARM_UP)
+    if part != "2":
+        for rounds in [range(2), range(20, 30)] if held_out else [range(10, 15)]:
+            for cell in short_cells(rounds):
+                yield (*cell, 0.0)
+        for cell in long_cells(4, HELD_OUT if held_out else DEVELOPMENT[:2]):
+            yield (*cell, _WARM_UP)
+
+
+def summary(rows: Sequence[Sequence[Figures]], names: Sequence[str]) -> str:
+    """Return, for each rule, in how many cells it is no higher than the first, and how it is to the second."""
+    lines = ["| rule | P95 | P99 | P99 to today's, mean | worst mean E2E | worst loads |", "|---|" + "--:|" * 5]
+    for index, name in enumerate(names):
+        p95 = sum(row[index].ttft_p95_s <= row[0].ttft_p95_s for row in rows)
+        p99 = sum(row[index].ttft_p99_s <= row[0].ttft_p99_s for row in rows)
+        ratio = np.exp(np.mean([np.log(row[index].ttft_p99_s / row[1].ttft_p99_s) for row in rows])) - 1
+        mean = max(row[index].mean_s / row[1].mean_s for row in rows) - 1
+        loads = max(row[index].loads / row[1].loads for row in rows) - 1
+        lines.append(f"| {name} | {p95} | {p99} of {len(rows)} | {ratio:+.1%} | {mean:+.1%} | {loads:+.1%} |")
+    return "\n".join(lines)
+
+
 def main(arguments: Sequence[str]) -> None:
-    held_out, names = arguments[0] == "held-out", arguments[1:]
+    seeds, part, *names = arguments
     policies: dict[str, VariantPolicy] = {"round-robin": RoundRobin(), "today": LeastLoaded()}
     policies |= {name: one for name, one in candidates().items() if not names or name in names}
-    cells = [(*cell, _WARM_UP) for cell in long_cells(HELD_OUT if held_out else DEVELOPMENT)]
-    for rounds in [range(2), range(20, 30)] if held_out else [range(10, 15)]:
-        cells += [(*cell, 0.0) for cell in short_cells(rounds)]
     print("| cell | " + " | ".join(policies) + " |")
     print("|---" * (1 + len(policies)) + "|")
     rows = []
-    for name, worlds, warm_up in cells:
+    for name, worlds, warm_up in cells(seeds == "held-out", part):
         found = [figures(worlds, policy, warm_up) for policy in policies.values()]
         rows.append(found)
         shown = (
@@ -124,17 +148,7 @@ def main(arguments: Sequence[str]) -> None:
             for one in found
         )
         print(f"| {name} | " + " | ".join(shown) + " |", flush=True)
-    print()
-    print(
-        "| rule | cells P95 | P99 | P99 to today's, mean | worst mean E2E | worst loads |\n|---|--:|--:|--:|--:|--:|"
-    )
-    for index, name in enumerate(policies):
-        p95 = sum(row[index].ttft_p95_s <= row[0].ttft_p95_s for row in rows)
-        p99 = sum(row[index].ttft_p99_s <= row[0].ttft_p99_s for row in rows)
-        ratio = np.exp(np.mean([np.log(row[index].ttft_p99_s / row[1].ttft_p99_s) for row in rows]))
-        mean = max(row[index].mean_s / row[1].mean_s for row in rows) - 1
-        loads = max(row[index].loads / row[1].loads for row in rows) - 1
-        print(f"| {name} | {p95} | {p99} of {len(rows)} | {ratio - 1:+.1%} | {mean:+.1%} | {loads:+.1%} |")
+    print("\n" + summary(rows, list(policies)))
 
 
 if __name__ == "__main__":
