@@ -191,7 +191,7 @@ class Candidate:
     outstanding: int  # its requests of all variants and of the base
     last_turn: int = -1  # of the request that it was given last
     is_avoided: bool = False  # the request failed there; taken only where no other can
-    loading: int = 0  # loads under way there that stop its steps
+    loading: int = 0  # loads under way there; read by ``tests.bench.variant_load_price`` alone
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
