@@ -150,7 +150,7 @@ class AdmissionController:
         work = self._remaining(running, now_s)
         wait_s = self._with_loads(request, loads, 0.0)
         forecast = forecast_latency(self._seen, work, self._all_of(request), wait_s)
-        rejection = self._rejection(request, forecast, now_s, [work], (), loads)
+        rejection = self._rejection(request, forecast, now_s, [running], [work], (), loads)
         is_idle_on_arrival = not running and now_s - request.arrived_s <= _AT_ONCE_S
         return None if is_idle_on_arrival else rejection
 
@@ -173,7 +173,7 @@ class AdmissionController:
         full = [RemainingWork(0.0, 1.0)] * (self._slots - 1)
         wait_s = self._with_loads(request, loads, wait_s)
         forecast = forecast_latency(self._seen, full, self._all_of(request), wait_s)
-        return self._rejection(request, forecast, now_s, work, queue, loads)
+        return self._rejection(request, forecast, now_s, replicas, work, queue, loads)
 
     def record_start(
         self,
@@ -269,6 +269,11 @@ class AdmissionController:
                 left.append(RemainingWork(0.0, max(1.0, output_tokens - 1 - (ran_s - prompt_s) / step_s)))
         return left
 
+    def _held_s(self, running: Collection[InFlightRequest], now_s: float) -> float:
+        """Return the time until none of ``running`` waits for the load of its variant."""
+        held = (one.held for one in running if one.held is not None)
+        return max((0.0, *(self._loads_left_s(loads) - (now_s - since_s) for since_s, loads in held)))
+
     def _loads_left_s(self, loads: LoadsAhead | None) -> float:
         """Return the time until a request's variant is loaded, if nothing of it waits for its turn."""
         load = self._planned.one_load
@@ -292,11 +297,16 @@ class AdmissionController:
         request: InFlightRequest,
         forecast: LatencyForecast,
         now_s: float,
+        replicas: Sequence[Collection[InFlightRequest]],
         work: Sequence[Sequence[RemainingWork]],
         queue: Sequence[RemainingWork],
         loads: LoadsAhead | None,
     ) -> Rejection | None:
-        """Return the limit that it misses by most; what it is promised on arrival is remembered."""
+        """Return the limit that it misses by most; what it is promised on arrival is remembered.
+
+        Args:
+            work: what is left of the requests at ``replicas``, without the loads that they wait for.
+        """
         waited_s, limits = now_s - request.arrived_s, self._limits(request)
         nearest, takes_s = _nearest(limits, forecast, waited_s)
         if request.promised is None and nearest is not None:
@@ -311,6 +321,7 @@ class AdmissionController:
         _, alone_s = _nearest({nearest: limit_s}, alone, 0.0)
         late_alone = alone_s > limit_s + _ROUNDING_S
         _, empty_s = forecast_queue(self._seen, self._slots, work, queue)  # an idle replica rejects nothing
+        empty_s += max(self._held_s(running, now_s) for running in replicas)
         retry_after_s = empty_s if late_alone or nearest == "tpot" else min(takes_s - limit_s, empty_s)
         return Rejection(nearest, takes_s, limit_s, late_alone, retry_after_s, self._loads_left_s(loads))
 

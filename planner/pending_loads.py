@@ -33,7 +33,7 @@ class PendingLoads:
         self._began_s = 0.0  # the first of them
 
     def order(self, name: str, now_s: float) -> None:
-        """Note one more load."""
+        """Note one more load, which a worker that is not ready yet begins later: at ``now_s``."""
         if not self._names:
             self._began_s = now_s
         self._names.append(name)
@@ -59,7 +59,7 @@ class PendingLoads:
             number = len(self._names) - self._names[::-1].index(name)
         else:
             return None
-        return LoadsAhead(number, now_s - self._began_s if self._names else 0.0)
+        return LoadsAhead(number, max(0.0, now_s - self._began_s) if self._names else 0.0)
 
 
 def loads_ahead_in_queue(
@@ -78,7 +78,7 @@ def loads_ahead_in_queue(
     ahead = [pending.ahead(name, now_s, has_place=name in placed) for placed, pending in workers]
     if any(loads is None for loads in ahead):
         return None
-    fewest = min((loads for loads in ahead if loads is not None), key=lambda loads: loads.left_s(1.0))
+    fewest = min((loads for loads in ahead if loads is not None), key=lambda loads: (loads.number, -loads.ran_s))
     if any(name in placed for placed, _ in workers):  # ordered before what waits
         return fewest
     lacking = {one for one in before if one is not None and not any(one in placed for placed, _ in workers)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -131,6 +132,45 @@ def test_in_a_queue_the_loads_of_those_before_it_count() -> None:
         request = controller.new_request(1.0, 10, 5)
         found = controller.check_queue(request, [running], (), 1.0, LoadsAhead(1, waiting=waiting))
         assert (found is not None) == is_late
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5])
+@pytest.mark.parametrize("stops_steps", [False, True])
+@pytest.mark.parametrize("queues", [False, True])
+def test_a_rejected_request_that_is_sent_again_when_it_says_is_accepted(
+    queues: bool, stops_steps: bool, tokens: int
+) -> None:
+    """Next to a short answer that waits for a load of 10 s, a variant would have its own load in 20, not 15."""
+    controller = controller_of(Slo(ttft_s=15.0), OneLoad(load_s=10.0, stops_steps=stops_steps))
+    held = controller.new_request(0.0, 10, tokens)
+    controller.record_start(held, (), 0.0, LoadsAhead(1))
+
+    def check(now_s: float) -> Rejection | None:
+        request, loads = controller.new_request(now_s, 10, 5), LoadsAhead(2, now_s)
+        if queues:
+            return controller.check_queue(request, [[held]], (), now_s, loads)
+        return controller.check_start(request, [held], now_s, loads)
+
+    found = check(1.0)
+    assert found is not None
+    assert not found.late_alone
+    assert check(1.0 + math.ceil(found.retry_after_s)) is None
+    assert check(1.0 + math.floor(found.retry_after_s) - 1.0) is not None
+
+
+@pytest.mark.parametrize("stops_steps", [False, True])
+@pytest.mark.parametrize(("since_s", "least_s"), [(0.0, 9.0), (-30.0, 0.0)])
+def test_a_replica_whose_request_waits_for_its_load_is_idle_no_sooner(
+    stops_steps: bool, since_s: float, least_s: float
+) -> None:
+    """Late alone, it is accepted by an idle replica: after 9 s of a load, at once after one that is overdue."""
+    controller = controller_of(Slo(ttft_s=5.0), OneLoad(load_s=10.0, stops_steps=stops_steps))
+    held = controller.new_request(since_s, 10, 1)
+    controller.record_start(held, (), since_s, LoadsAhead(1))
+    found = controller.check_start(controller.new_request(1.0, 10, 5), [held], 1.0, LoadsAhead(2, 1.0 - since_s))
+    assert found is not None
+    assert found.late_alone
+    assert least_s <= found.retry_after_s <= least_s + 3.0
 
 
 def test_a_load_is_in_place_of_those_that_a_prompt_counts_on_average() -> None:

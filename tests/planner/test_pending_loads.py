@@ -53,6 +53,14 @@ def test_one_that_lost_its_place_while_it_was_loaded_is_loaded_again() -> None:
     assert loads.ahead("a", 1.5, has_place=True) == LoadsAhead(2, 0.5)
 
 
+def test_a_load_that_begins_later_has_not_run() -> None:
+    """A worker that starts until 30 s begins it then."""
+    loads = pending("a", at_s=30.0)
+    assert loads.ahead("a", 10.0, has_place=True) == LoadsAhead(1)
+    assert loads.ahead("b", 10.0, has_place=False) == LoadsAhead(2)
+    assert loads.ahead("a", 31.0, has_place=True) == LoadsAhead(1, 1.0)
+
+
 class TestQueue:
     def test_one_worker_that_has_it_is_enough(self) -> None:
         workers = [({"a", "b"}, pending("a")), ({"a"}, pending())]
@@ -68,3 +76,19 @@ class TestQueue:
         assert loads_ahead_in_queue("a", [({"b"}, pending())], before, 0.0) == LoadsAhead(1, waiting=2)
         two = [({"b"}, pending()), (set[str](), pending())]
         assert loads_ahead_in_queue("a", two, before, 0.0) == LoadsAhead(1, waiting=1)
+
+    @given(
+        st.lists(st.tuples(st.integers(0, 3), st.floats(0.0, 1.0)), min_size=1, max_size=4), st.floats(0.01, 99.0)
+    )
+    def test_fewest_loads_end_first_whatever_a_load_takes(
+        self, workers: list[tuple[int, float]], load_s: float
+    ) -> None:
+        """Each worker has so many loads, of which the first has run for a share of its time."""
+        now_s, held = 100.0, list[tuple[set[str], PendingLoads]]()
+        for number, share in workers:
+            names = [f"v{index}" for index in range(number)]
+            held.append((set(names), pending(*names, at_s=now_s - share * load_s)))
+        found = loads_ahead_in_queue("a", held, (), now_s)
+        left_s = [number * load_s + load_s - (share * load_s if number else 0.0) for number, share in workers]
+        assert found is not None
+        assert found.left_s(load_s) == pytest.approx(min(left_s))

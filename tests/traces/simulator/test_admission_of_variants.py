@@ -51,6 +51,7 @@ def run(
     slots: int = 4,
     replicas: int = 1,
     has_times: bool = True,
+    startup_s: float = 0.0,
 ) -> SimulationResult:
     """Simulate requests at a time, of so many tokens, for a variant."""
     cost = AdapterCost(slots=slots, max_loaded=4 * slots, load_s=load_s, stops_steps=stops_steps)
@@ -62,6 +63,7 @@ def run(
         reject_late={} if slo is None else {BASE: slo},
         rejects_by_forecast=True,
         outstanding_per_slot=1,
+        startup_s=startup_s,
     )
     deployer = Planned(cost, load, has_times=has_times)
     requests = [Request(at_s, 1, tokens, model=name) for at_s, tokens, name in asked]
@@ -84,6 +86,13 @@ def test_loads_before_its_own_count() -> None:
     result = run(asked, Slo(ttft_s=25.0))
     assert words(result) == [_KEPT, _KEPT, _LATE, _KEPT]
     assert result.outcomes.first_token_s[1] == result.outcomes.first_token_s[3] == pytest.approx(21.0, abs=1.1)
+
+
+def test_a_start_makes_no_load_look_shorter() -> None:
+    """Two requests wait for a start and their loads. Later a third variant would have its load in 30 s, not 25."""
+    asked = [(0.0, 2, "a"), (0.1, 2, "b"), (100.0, 9, "c"), (100.1, 9, "d"), (100.2, 9, "e")]
+    for startup_s in (0.0, 30.0):
+        assert words(run(asked, Slo(ttft_s=25.0), startup_s=startup_s)) == [_KEPT] * 4 + [_LATE]
 
 
 def test_a_replica_that_has_it_loaded_is_taken_and_another_with_fewer_loads() -> None:
