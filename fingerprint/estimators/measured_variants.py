@@ -109,9 +109,13 @@ class MeasuredVariantCost(VariantCost):
         return self._added(self._asked(True, active, share, of_variants, batch, tokens))
 
     def load_s(self, num_bytes: int) -> float:
-        """Return the time of a load, in proportion to the bytes of those measured; 0 bytes: as large as these."""
+        """Return the time of a load, in proportion to the bytes of those measured; 0 bytes: as large as these.
+
+        On vLLM it is no less than what the recording has for ``num_bytes``: a part of each load is not for bytes.
+        """
         of_bytes = num_bytes / self.file_bytes if num_bytes and self.file_bytes else 1.0
-        return self.load.value * of_bytes
+        found_s = self.load.value * of_bytes
+        return max(found_s, load_s(num_bytes)) if num_bytes and self._has_step_timer else found_s
 
     @property
     def load(self) -> Quantity:
@@ -122,7 +126,7 @@ class MeasuredVariantCost(VariantCost):
         takes (docs/decisions/0053).
         """
         found = self._by_layers([one.loads_s for one in self._loads])
-        if not (self.measured and self.measured.steps):
+        if not self._has_step_timer:
             return found
         recorded_s = load_s(round(self.file_bytes))
         return Quantity(
@@ -131,6 +135,10 @@ class MeasuredVariantCost(VariantCost):
             max(found.high, ADDED_ERROR * recorded_s),
             found.source if found.value >= recorded_s else Source.SCALED,
         )
+
+    @property
+    def _has_step_timer(self) -> bool:
+        return self.measured is not None and bool(self.measured.steps)
 
     @property
     def file_bytes(self) -> float:

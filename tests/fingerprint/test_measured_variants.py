@@ -11,7 +11,7 @@ from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, SlotFormat, Workload
 from fingerprint.errors import BadInputError, ConfigError, EngineError, NotMeasuredError
 from fingerprint.estimates import Source
-from fingerprint.estimators.adapter_slots import WithAdapterSlots, variant_cost
+from fingerprint.estimators.adapter_slots import WithAdapterSlots, load_s, variant_cost
 from fingerprint.estimators.fingerprinted import FingerprintedEstimator
 from fingerprint.estimators.measured_variants import MeasuredVariantCost, measured_cost
 from fingerprint.estimators.roofline import RooflineEstimator
@@ -73,6 +73,14 @@ class TestLaw:
         found = cost_of(measured)
         assert found.load_s(0) == pytest.approx(LAYERS * TRUTH.load[0] + TRUTH.load[1])
         assert found.held_bytes == pytest.approx(LAYERS * TRUTH.layer_bytes + TRUTH.other_bytes)
+
+    def test_loads_of_an_engine_without_a_step_timer_may_be_faster_than_the_recording(self) -> None:
+        found = cost_of(VariantMachine(truth=replace(TRUTH, load=(1e-5, 1e-4))).measure())
+        assert found.load.value == pytest.approx(LAYERS * 1e-5 + 1e-4)
+        assert found.load.source is Source.EXTRAPOLATED
+        num_bytes = round(found.file_bytes)
+        assert found.load_s(num_bytes) == pytest.approx(found.load.value)
+        assert found.load.value < load_s(num_bytes)
 
     def test_loads_are_in_proportion_to_their_bytes(self, measured: VariantMeasurement) -> None:
         found, num_bytes = cost_of(measured), LAYERS * TRUTH.layer_bytes + TRUTH.other_bytes

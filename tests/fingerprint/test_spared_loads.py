@@ -76,6 +76,22 @@ def test_the_share_left_is_that_of_requests_without_a_slot_at_what_is_left(slots
     assert left_s(slots, float(rate[0])) == pytest.approx(share * SPARED_S, abs=2e-3)
 
 
+@pytest.mark.parametrize("burstiness", [0.0, 3.0])
+@pytest.mark.parametrize("slots", [1.0, 8.9])
+def test_arrivals_that_vary_find_the_share_of_slots_taken_that_their_queue_has(
+    slots: float, burstiness: float
+) -> None:
+    variation = Variation(burstiness=burstiness)
+    rate = 0.5 / columns(slots).slot_s
+    found = at_rate(columns(slots), rate, variation)
+    used = rate * found.slot_s
+    peak = requests_at_once(found, rate * columns(slots).slot_s, variation).peak
+    share = float(slot_wait(found, used, variation, peak).share[0])
+    assert left_s(slots, float(rate[0]), variation) == pytest.approx(share * SPARED_S, abs=1e-3)
+    of_poisson_s = left_s(slots, float(rate[0]))
+    assert (share * SPARED_S > of_poisson_s) == (burstiness > 1)
+
+
 def test_rows_are_worked_out_by_themselves_and_one_that_is_spared_nothing_is_the_same_to_the_bit() -> None:
     rows = [columns(4.0), columns(4.0, 0.0), columns(4.0, 0.1)]
     names = ("most", "prompt_s", "added_prompt_s", "more_tokens", "spared_s")

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from fingerprint.config import SlotFormat, Workload
+from fingerprint.config import DeploymentConfig, SlotFormat, Workload
 from fingerprint.errors import IserveError
+from fingerprint.estimators.measured_variants import MeasuredVariantCost, measured_cost
 from fingerprint.measurements import RunReading, StepReading
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile import ProfileProgress
@@ -22,6 +23,7 @@ from tests.fingerprint.synthetic_machine import FakeClock, llama
 RANK_16, INT2 = VariantKind(16), VariantKind(delta_format=SlotFormat.INT2)
 WORK = Workload(batch=32, input_tokens=2048, output_tokens=129)
 LAYERS, START_S = 32, 60.0
+LENGTHS = (512, 640, 2048, 4096, 8192)  # of prompts of one request, in tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,3 +288,17 @@ class StepMachineSession:
 
     def close(self) -> None:
         self.closed = True
+
+
+def slots_of(count: int) -> DeploymentConfig:
+    return DeploymentConfig(engine="vllm", adapter_slots=count, adapter_rank=16)
+
+
+def delta_slots_of(count: int) -> DeploymentConfig:
+    return DeploymentConfig(engine="vllm", adapter_slots=count, delta_format=SlotFormat.INT2)
+
+
+def cost_of(measured: VariantMeasurement, config: DeploymentConfig) -> MeasuredVariantCost:
+    found = measured_cost([measured], LAYERS, config)
+    assert found is not None
+    return found

@@ -136,3 +136,22 @@ def test_a_truth_under_which_all_loads_are_not_served_is_not_served(spread: floa
     rate = 1.01 / float(apart.service_s[0] * (1 + spread))
     assert apart.mean_e2e(rate, Z_OF_INTERVAL)[0] == shared.mean_e2e(rate, Z_OF_INTERVAL)[0] == np.inf
     assert shared.mean_e2e(rate)[0] < apart.mean_e2e(rate)[0] < np.inf
+
+
+def test_what_misses_under_a_truth_has_the_loads_of_that_truth() -> None:
+    """At the estimate's value loads are spared, so that the rate would be served under the truth as well."""
+    apart, shared = attainment(1, spread=0.3), attainment(9, spread=0.3)
+    rate = 1.001 / float(apart.service_s[0] * 1.3)
+    assert shared.misses("e2e", 1e6, rate, Z_OF_INTERVAL)[0] == 1.0
+    assert shared.misses("e2e", 1e6, rate, 0.0)[0] < 1.0
+
+
+def test_a_first_token_that_is_the_answer_is_late_no_more_often_than_it() -> None:
+    """A prompt of 0.4 s with all loads, 0.35 s with those that are left: the only token."""
+    one_token = [
+        replace(one, workload=replace(one.workload, output_tokens=1), spared_loads_s=SPARED_S)
+        for one in full_and_alone(BATCH)
+    ]
+    shared = Attainment.of_estimates(figures(one_token[:1]), one_token[1:], TRAFFIC, 2)
+    assert shared.misses("e2e", 0.38, 1e-9)[0] == pytest.approx(0.0, abs=1e-6)
+    assert shared.misses("ttft", 0.38, 1e-9)[0] <= shared.misses("e2e", 0.38, 1e-9)[0]
