@@ -15,7 +15,7 @@ from fingerprint.model_spec import ModelSpec
 
 __all__ = ["MOST_REPLICAS", "WithVariantLoads"]
 
-MOST_REPLICAS = 16  # that are told apart: more spare one another at least as much
+MOST_REPLICAS = 16  # with a number of their own: more spare one another at least as much
 
 
 class WithVariantLoads:
