@@ -53,24 +53,28 @@ MOST_APART = 0.1
 KERNELS = Path(PLUG_IN_PATH) / "iserve_variants" / "adapter_kernels.py"
 DUAL, TUNED = "VLLM_LORA_ENABLE_DUAL_STREAM", "VLLM_TUNED_CONFIG_FOLDER"
 # base: no slots. aligned: tuned too. The last two have no part in the default order.
-ATTEMPTS = ("base", "default", "dual", "tuned", "aligned", "own", "specialized", "dual-tuned")
+ATTEMPTS = ("base", "default", "dual", "tuned", "aligned", "own", "forked", "specialized", "dual-tuned")
 SHOWN = {  # in an attempt's log
     "dual": f"{DUAL}=1",
     "tuned": "Using tuned LoRA kernel configs",
     "aligned": "aligned the pointers of slices",
     "own": f"our kernels for {ROWS} rows",
+    "forked": f"our kernels next to {ROWS} rows",
     "specialized": f"{plugin.SPECIALIZE}=1",
     "dual-tuned": "Using tuned LoRA kernel configs",
 }
-ORDER = ("base", "default", "dual", "tuned", "aligned", "own", "default")
+ORDER = ("base", "default", "dual", "tuned", "aligned", "own", "forked", "default")
 
 
 def settings_of(attempt: str, out: Path, scratch: Path) -> dict[str, str]:
     """Return an attempt's variables. One that changes what is traced has a cache of compiled models of its own."""
     cache = {"VLLM_CACHE_ROOT": str(scratch / f"cache-{attempt}")}
     tuned = {TUNED: str(out / "tuned")}
-    tilings, tuned_aligned = out / "tilings.json", out / "aligned" / "tuned"
-    own = {plugin.KERNELS: str(KERNELS), plugin.TILINGS: str(tilings) if tilings.exists() else ""}
+    tuned_aligned = out / "aligned" / "tuned"
+
+    def own(tilings: Path) -> dict[str, str]:
+        return {plugin.KERNELS: str(KERNELS), plugin.TILINGS: str(tilings) if tilings.exists() else ""} | cache
+
     return {
         "base": {},
         "default": {},
@@ -78,7 +82,8 @@ def settings_of(attempt: str, out: Path, scratch: Path) -> dict[str, str]:
         "tuned": tuned,
         "aligned": {plugin.ALIGN: "1"}
         | (tuned | {TUNED: str(tuned_aligned)} if tuned_aligned.exists() else tuned),
-        "own": own | cache,
+        "own": own(out / "tilings.json"),
+        "forked": own(out / "forked.json") | {DUAL: "1", plugin.FORK: "1"},
         "specialized": {plugin.SPECIALIZE: "1"},
         "dual-tuned": {DUAL: "1"} | tuned | cache,
     }[attempt]

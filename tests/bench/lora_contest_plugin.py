@@ -22,6 +22,7 @@ TOKENS = "LORA_CONTEST_TOKENS"  # file to which generated tokens are appended
 KERNELS = "LORA_CONTEST_KERNELS"  # adapter_kernels.py, or empty: vLLM's kernels
 TILINGS = "LORA_CONTEST_TILINGS"  # chosen tilings, or empty: the default one
 SPECIALIZE = "LORA_CONTEST_SPECIALIZE"  # 1: graphs for each power of two of adapters
+FORK = "LORA_CONTEST_FORK"  # 1: our kernels next to each linear, with vLLM's layers of two streams
 ALIGN = "LORA_CONTEST_ALIGN"  # 1: vLLM's kernels know that weights of packed linears are aligned
 SAID = "lora contest:"
 
@@ -35,8 +36,9 @@ def register() -> None:
     if os.environ.get(ALIGN) == "1":
         align_pointers(Path(__file__).with_name("lora_contest_kernel_utils.py"))
     if os.environ.get(KERNELS):
-        use_kernels(Path(os.environ[KERNELS]), read_tilings(os.environ.get(TILINGS, "")))
-    names = ("VLLM_LORA_ENABLE_DUAL_STREAM", "VLLM_TUNED_CONFIG_FOLDER", KERNELS, TILINGS, SPECIALIZE, ALIGN)
+        use = fork_kernels if os.environ.get(FORK) == "1" else use_kernels
+        use(Path(os.environ[KERNELS]), read_tilings(os.environ.get(TILINGS, "")))
+    names = ("VLLM_LORA_ENABLE_DUAL_STREAM", "VLLM_TUNED_CONFIG_FOLDER", KERNELS, TILINGS, FORK, SPECIALIZE, ALIGN)
     print(SAID, *(f"{name}={os.environ.get(name, '')}" for name in names), flush=True)
 
 
@@ -109,7 +111,7 @@ def align_pointers(file: Path) -> None:
     print(SAID, "aligned the pointers of slices", flush=True)
 
 
-def read_tilings(file: str) -> dict[str, dict[str, int]]:
+def read_tilings(file: str) -> dict[str, dict[str, Any]]:
     return dict(json.loads(Path(file).read_text())) if file else {}
 
 
@@ -124,7 +126,34 @@ def load_module(name: str, file: Path) -> Any:
     return module
 
 
-def use_kernels(file: Path, tilings: dict[str, dict[str, int]]) -> None:
+def keep_split_groups(kernels: Any) -> None:
+    """Keep vLLM's groups in pieces of a product's rows as well, in buffers that captured graphs read."""
+    from vllm.lora.ops.triton_ops.lora_kernel_metadata import LoRAKernelMeta
+
+    if hasattr(LoRAKernelMeta.prepare_tensors, "splits"):
+        return
+    their_make, theirs = LoRAKernelMeta.make, LoRAKernelMeta.prepare_tensors
+
+    def split(meta: Any) -> Any:
+        found = (meta.num_tokens_per_lora, meta.lora_token_start_loc, meta.active_lora_ids)
+        groups = kernels.Groups(meta.token_indices_sorted_by_lora_ids, *found)
+        return groups.split(kernels.AdapterTiling().rows)[1:]
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        meta = their_make(*args, **kwargs)
+        meta.pieces = split(meta)
+        return meta
+
+    def prepare_tensors(self: Any, token_lora_mapping: torch.Tensor) -> None:
+        theirs(self, token_lora_mapping)
+        for into, new in zip(self.pieces, split(self), strict=True):
+            into.copy_(new)
+
+    prepare_tensors.splits = True
+    LoRAKernelMeta.make, LoRAKernelMeta.prepare_tensors = staticmethod(make), prepare_tensors
+
+
+def use_kernels(file: Path, tilings: dict[str, dict[str, Any]]) -> None:
     """Compute small steps of linears by the kernels in ``file``; all else stays vLLM's."""
     from vllm.lora.ops.triton_ops.lora_expand_op import _lora_expand
     from vllm.lora.ops.triton_ops.lora_shrink_op import _lora_shrink
@@ -133,9 +162,11 @@ def use_kernels(file: Path, tilings: dict[str, dict[str, int]]) -> None:
 
     if hasattr(torch.ops.vllm, "lora_contest_linear"):
         return
+    kernels = load_module("iserve_adapter_kernels", file)
+    keep_split_groups(kernels)
     direct_register_custom_op(
         op_name="lora_contest_linear",
-        op_func=linear_operator(load_module("iserve_adapter_kernels", file), tilings, _lora_shrink, _lora_expand),
+        op_func=linear_operator(kernels, tilings, _lora_shrink, _lora_expand),
         mutates_args=["y"],
         fake_impl=_nothing,
     )
@@ -143,7 +174,7 @@ def use_kernels(file: Path, tilings: dict[str, dict[str, int]]) -> None:
 
 
 def linear_operator(
-    kernels: Any, tilings: dict[str, dict[str, int]], shrink: Callable[..., None], expand: Callable[..., None]
+    kernels: Any, tilings: dict[str, dict[str, Any]], shrink: Callable[..., None], expand: Callable[..., None]
 ) -> Callable[..., None]:
     """Return the operator: our kernels where they are for a product, else ``shrink`` and ``expand`` of vLLM."""
     of_shape = {shape: kernels.AdapterTiling(**values) for shape, values in tilings.items()}
@@ -161,6 +192,9 @@ def linear_operator(
         slots: torch.Tensor,
         is_base: torch.Tensor,
         num_active: torch.Tensor,
+        piece_counts: torch.Tensor,
+        piece_starts: torch.Tensor,
+        piece_slots: torch.Tensor,
         scale: float,
         adds: bool,
     ) -> None:
@@ -173,7 +207,8 @@ def linear_operator(
             if (shape, x.shape[0]) not in said:
                 said.add((shape, x.shape[0]))
                 print(SAID, f"our kernels for {x.shape[0]} rows of {shape}: {tiling}", flush=True)
-            kernels.add_adapters(y, x, a, b, kernels.Groups(order, counts, starts, slots), scale, tiling)
+            groups = kernels.Groups(order, piece_counts, piece_starts, piece_slots)
+            kernels.add_adapters(y, x, a, b, groups, scale, tiling)
             return
         mixed = (mapping, order, counts, starts, slots, is_base, num_active)
         buffer = torch.empty((len(b), x.shape[0], b[0].shape[-1]), dtype=torch.float32, device=x.device)
@@ -181,6 +216,50 @@ def linear_operator(
         expand(buffer, b, y, *mixed, offset_start=0, add_inputs=adds)
 
     return lora_contest_linear
+
+
+def fork_kernels(file: Path, tilings: dict[str, dict[str, Any]]) -> None:
+    """Compute small steps of vLLM's layers of two streams by the kernels in ``file``; all else stays vLLM's."""
+    from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+
+    theirs = BaseLinearLayerWithLoRA._apply_async_impl
+    if not hasattr(theirs, "forks"):
+        kernels = load_module("iserve_adapter_kernels", file)
+        keep_split_groups(kernels)
+        BaseLinearLayerWithLoRA._apply_async_impl = forked_layer(kernels, tilings, theirs)
+
+
+def forked_layer(
+    kernels: Any, tilings: dict[str, dict[str, Any]], theirs: Callable[..., torch.Tensor]
+) -> Callable[..., torch.Tensor]:
+    """Return what a layer computes: our kernels next to the linear, or what it did where these are not for it."""
+    of_shape = {shape: kernels.AdapterTiling(**values) for shape, values in tilings.items()}
+    streams, said = {}, set()
+
+    def apply(self: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        a, b = self.lora_a_stacked, self.lora_b_stacked
+        if x.ndim != 2 or not kernels.takes(x, a, b):
+            return theirs(self, x, bias)
+        meta = self.punica_wrapper.token_mapping_meta
+        _, order, _, _, _, is_base, _ = meta.meta_args(x.size(0), False)
+
+        def product() -> torch.Tensor:
+            return self._get_quant_method().apply(self.base_layer, x, bias)
+
+        if is_base.item():
+            return product()
+        shape = f"{x.shape[1]}x{sum(self.output_slices)}"
+        tiling = of_shape.get(shape, kernels.AdapterTiling(fork="shrink"))
+        if (shape, x.shape[0]) not in said:
+            said.add((shape, x.shape[0]))
+            print(SAID, f"our kernels next to {x.shape[0]} rows of {shape}: {tiling}", flush=True)
+        if x.device not in streams:
+            streams[x.device] = kernels.SecondStream(x.device) if x.device.type == "cuda" else None
+        groups = kernels.Groups(order, *meta.pieces)
+        return kernels.product_with_adapters(product, x.contiguous(), a, b, groups, 1.0, tiling, streams[x.device])
+
+    apply.forks = True
+    return apply
 
 
 def _nothing(*_: object, **__: object) -> None:
@@ -206,6 +285,7 @@ def add_lora_linear(
         lora_a_stacked,
         lora_b_stacked,
         *self.token_mapping_meta.meta_args(x.size(0), self.lora_config.specialize_active_lora),
+        *self.token_mapping_meta.pieces,
         scale,
         kwargs.get("add_inputs", True),
     )

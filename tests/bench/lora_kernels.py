@@ -2,7 +2,7 @@
 
 Run with vLLM's own Python on the GPU machine, from the repository's root::
 
-    python -m tests.bench.lora_kernels OUT [--parts check tune own cases] [--seconds 240] [--gpu 0]
+    python -m tests.bench.lora_kernels OUT [--parts check own forked tune cases] [--seconds 240] [--gpu 0]
 
 The four linears of Qwen3-8B with 32 slots of rank 16. A time is that of a CUDA graph in which each linear of
 several layers is followed by its adapters, less that of the linears alone: their weights (over 33 MB each) and the
@@ -11,8 +11,9 @@ layers' distinct adapters (over 100 MB for each factor) leave nothing of an adap
 ``check``: our kernels and vLLM's against float32, and our graphs replayed with other mixes. ``tune``: a grid of
 vLLM's block sizes, split-K, warps and stages, for at most ``TUNE_S`` seconds, rows in the order of ``TUNED_ROWS``;
 writes ``OUT/tuned``, a folder for ``VLLM_TUNED_CONFIG_FOLDER``. ``own``: tilings of our
-kernels at 32 rows of 32 adapters; writes ``OUT/tilings.json``. ``cases``: all of ``CASES`` with vLLM's defaults,
-vLLM tuned, and our own. ``OUT/kernels.json`` is written after each time. ``--aligned`` has vLLM's kernels as the
+kernels at 32 rows of 32 adapters; writes ``OUT/tilings.json``. ``forked``: the same with a second stream, next to
+the linear itself; writes ``OUT/forked.json``. ``cases``: all of ``CASES`` with vLLM's defaults, vLLM tuned, our
+own and these forked. ``OUT/kernels.json`` is written after each time. ``--aligned`` has vLLM's kernels as the
 attempt ``aligned`` of ``lora_contest`` has them, which looks for ``OUT/aligned/tuned``.
 """
 
@@ -26,32 +27,34 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from tests.bench.delta_kernel_cases import captured, graph_seconds  # puts the plug-in's folder on the path
-from tests.bench.lora_contest_plugin import align_pointers
+from tests.bench.delta_kernel_cases import captured, graph_seconds
+from tests.bench.lora_kernel_cases import (
+    LINEARS,
+    AdapterTiling,
+    Clock,
+    Forked,
+    Linear,
+    Operation,
+    VllmKernels,
+    mix_of,
+    own,
+    second_stream,
+)
 from tests.bench.variant_costs_vllm import Kept
 
-from iserve_variants.adapter_kernels import AdapterTiling, Groups, add_adapters  # isort: skip
 from iserve_variants.reference import adapter_change  # isort: skip
 
-SLOTS, RANK = 32, 16
-LINEARS = {  # of Qwen3-8B: inputs, and the outputs of each slice
-    "qkv": (4096, (4096, 1024, 1024)),
-    "o": (4096, (4096,)),
-    "gate_up": (4096, (12288, 12288)),
-    "down": (12288, (4096,)),
-}
 LAYERS = 36
-COLD_BYTES = 110e6
 CASES = ((1, 1), (8, 8), (16, 16), (32, 1), (32, 4), (32, 8), (32, 32), (64, 32))  # rows, distinct adapters
 TUNED_ROWS = (32, 64, 16, 8, 1)  # each with as many adapters as it can have
-PARTS = ("check", "tune", "own", "cases")
+PARTS = ("check", "own", "forked", "tune", "cases")
 TUNE_S, OWN_S = 60.0, 60.0
 # Of the norm of the change, where y is 0 before: two values are rounded to bfloat16, each by at most 2**-9 of it.
 MOST_ERROR = 4e-3
@@ -82,168 +85,21 @@ EXPANDS = (
     (16, 256, 8),
     (32, 256, 4),
 )
-OWN_SHRINKS = ((512, 4), (256, 4), (1024, 4), (512, 2), (256, 2), (1024, 8))
-OWN_EXPANDS = ((256, 4), (128, 4), (512, 4), (512, 8), (128, 2), (256, 2))
-
-
-class Mix(NamedTuple):
-    """Rows by adapter, for our kernels and for vLLM's."""
-
-    groups: Groups
-    meta: tuple[torch.Tensor, ...]
-
-
-def mix_of(slot_of_row: torch.Tensor, slots: int = SLOTS) -> Mix:
-    """Return what vLLM's ``LoRAKernelMeta`` makes of a mapping."""
-    mapping, device = slot_of_row.to(torch.int32), slot_of_row.device
-    found, count = torch.unique(mapping, sorted=True, return_counts=True)
-    ids = torch.full((slots + 1,), -1, dtype=torch.int32, device=device)
-    counts = torch.zeros(slots + 1, dtype=torch.int32, device=device)
-    starts = torch.zeros(slots + 2, dtype=torch.int32, device=device)
-    ids[: len(found)], counts[: len(found)] = found.int(), count.int()
-    starts[1 : 1 + len(found)] = torch.cumsum(count, 0).int()
-    order = torch.sort(mapping, stable=True).indices.int()
-    is_base, most = torch.tensor([False]), torch.tensor([slots + 1], dtype=torch.int32)
-    return Mix(Groups(order, counts, starts, ids), (mapping, order, counts, starts, ids, is_base, most))
-
-
-@dataclass
-class Linear:
-    """Weights of one linear in several layers, and random adapters in every slot."""
-
-    name: str
-    inputs: int
-    outputs: tuple[int, ...]
-    device: str = "cuda"
-    slots: int = SLOTS
-    rank: int = RANK
-    cold_bytes: float = COLD_BYTES
-
-    def __post_init__(self) -> None:
-        down, up = self.inputs * len(self.outputs), sum(self.outputs)
-        layers = math.ceil(self.cold_bytes / (2 * self.slots * self.rank * min(down, up)))
-        self.weights = [self._random(up, self.inputs, std=0.02) for _ in range(layers)]
-        self.a = [[self._random(self.slots, 1, self.rank, self.inputs, std=0.01) for _ in self.outputs]
-                  for _ in range(layers)]  # fmt: skip
-        self.b = [[self._random(self.slots, 1, size, self.rank, std=0.01) for size in self.outputs]
-                  for _ in range(layers)]  # fmt: skip
-
-    def _random(self, *shape: int, std: float) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.bfloat16, device=self.device).normal_(std=std)
-
-    @property
-    def key(self) -> str:
-        """Name of the shape in ``tilings.json``."""
-        return f"{self.inputs}x{sum(self.outputs)}"
-
-    def rows(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        x = torch.randn(rows, self.inputs, device=self.device).bfloat16()
-        return x, torch.zeros(rows, sum(self.outputs), dtype=torch.bfloat16, device=self.device)
-
-    def mixes(self, rows: int, active: int) -> list[Mix]:
-        """Return mixes of ``active`` adapters each, which go through all slots."""
-        row = torch.arange(rows, device=self.device) % active
-        return [mix_of((row + first) % self.slots, self.slots) for first in range(0, self.slots, active)]
-
-
-Operation = Callable[[Linear, int, torch.Tensor, torch.Tensor, Mix], None]
-
-
-class Clock:
-    """Times of operations after their linears; the linears' own times are measured once."""
-
-    def __init__(self, seconds: Callable[[Callable[[], None]], float]) -> None:
-        self._seconds, self._alone_s = seconds, dict[tuple[str, int], float]()
-
-    def added_s(self, linear: Linear, rows: int, active: int, operation: Operation | None) -> float:
-        """Return what ``operation`` adds to one linear; None: the linear's own time."""
-        (x, y), mixes, layers = linear.rows(rows), linear.mixes(rows, active), len(linear.weights)
-
-        def run(adds: Operation | None) -> None:
-            for layer in range(layers):
-                torch.mm(x, linear.weights[layer].t(), out=y)
-                if adds is not None:
-                    adds(linear, layer, y, x, mixes[layer % len(mixes)])
-
-        key = (linear.name, rows)
-        if key not in self._alone_s:
-            self._alone_s[key] = self._seconds(lambda: run(None)) / layers
-        if operation is None:
-            return self._alone_s[key]
-        return self._seconds(lambda: run(operation)) / layers - self._alone_s[key]
-
-
-def own(tiling: AdapterTiling) -> Operation:
-    def add(linear: Linear, layer: int, y: torch.Tensor, x: torch.Tensor, mix: Mix) -> None:
-        add_adapters(y, x, linear.a[layer], linear.b[layer], mix.groups, 1.0, tiling)
-
-    return add
-
-
-class VllmKernels:
-    """vLLM's two operations, with a configuration of each or with what vLLM looks up itself."""
-
-    def __init__(self, aligned: Path | None = None) -> None:
-        """Import them.
-
-        Args:
-            aligned: file for kernels that know their pointers to be aligned; None: as they are.
-        """
-        if aligned is not None:
-            align_pointers(aligned)
-        from vllm.lora.ops.triton_ops import lora_expand_op, lora_shrink_op, utils
-
-        self._shrink, self._expand, self._utils = lora_shrink_op, lora_expand_op, utils
-        self._theirs = utils.get_lora_op_configs
-
-    def use_folder(self, folder: Path | None) -> None:
-        """Look configurations up in ``folder``, as ``VLLM_TUNED_CONFIG_FOLDER`` does."""
-        if folder is None:
-            os.environ.pop("VLLM_TUNED_CONFIG_FOLDER", None)
-        else:
-            os.environ["VLLM_TUNED_CONFIG_FOLDER"] = str(folder)
-        self._utils.load_lora_op_config.cache_clear()
-        self._theirs.cache_clear()
-
-    def default(self, kind: str, linear: Linear, rows: int) -> dict[str, Any]:
-        """Return what vLLM takes without a folder."""
-        size = linear.inputs if kind == "shrink" else max(linear.outputs)
-        adds = None if kind == "shrink" else True
-        slices = len(linear.outputs)
-        return dict(
-            self._theirs(
-                kind, max_loras=linear.slots + 1, batch=rows, hidden_size=size, rank=linear.rank,
-                num_slices=slices, add_inputs=adds,
-            )
-        )  # fmt: skip
-
-    def _with(self, module: Any, config: dict[str, Any] | None) -> None:
-        module.get_lora_op_configs = self._theirs if config is None else lambda *_, **__: config
-
-    def shrink(
-        self, linear: Linear, layer: int, y: torch.Tensor, x: torch.Tensor, mix: Mix,
-        *, config: dict[str, Any] | None = None, buffer: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        self._with(self._shrink, config)
-        if buffer is None:
-            buffer = torch.empty(len(linear.outputs), len(x), linear.rank, device=x.device)
-        self._shrink._lora_shrink(x, linear.a[layer], buffer, *mix.meta, 1.0)
-        return buffer
-
-    def expand(
-        self, linear: Linear, layer: int, y: torch.Tensor, x: torch.Tensor, mix: Mix,
-        *, config: dict[str, Any] | None = None, buffer: torch.Tensor,
-    ) -> None:  # fmt: skip
-        self._with(self._expand, config)
-        self._expand._lora_expand(buffer, linear.b[layer], y, *mix.meta, offset_start=0, add_inputs=True)
-
-    def both(self, linear: Linear, layer: int, y: torch.Tensor, x: torch.Tensor, mix: Mix) -> None:
-        buffer = self.shrink(linear, layer, y, x, mix)
-        self.expand(linear, layer, y, x, mix, buffer=buffer)
+OWN_SHRINKS = ((512, 4), (256, 2), (512, 2), (1024, 4), (256, 1), (512, 1))  # inputs, warps
+OWN_EXPANDS = ((256, 4), (512, 8), (128, 2), (128, 4), (256, 2))  # outputs, warps
+# What runs on a second stream, whether it is launched first, and how launches overlap.
+FORKS = (
+    ("shrink", True, 0),
+    ("shrink", True, 1),
+    ("shrink", False, 0),
+    ("shrink", False, 1),
+    ("both", True, 1),
+    ("both", False, 1),
+)
 
 
 def check(linears: Sequence[Linear], vllm: Any, kept: Kept) -> None:
-    """Compare our kernels, in every form of launch, and vLLM's with float32; replay our graph with other mixes."""
+    """Compare our kernels, in each form of launch, and vLLM's with float32; replay our graphs with other mixes."""
     mixes = {
         "32 of 32": torch.arange(32),
         "one": torch.full((32,), 2),
@@ -251,34 +107,49 @@ def check(linears: Sequence[Linear], vllm: Any, kept: Kept) -> None:
         "64 of 3": torch.arange(64) % 3,
     }
     for linear in linears:
-        device = linear.device
+        runs = own_forms(linear) | ({"vllm": vllm.both} if vllm is not None else {})
         for name, slots in mixes.items():
-            slot_of_row = torch.where(slots < linear.slots, slots, -1).to(device)
-            x, _ = linear.rows(len(slots))
+            slot_of_row = torch.where(slots < linear.slots, slots, -1).to(linear.device)
+            x, y = linear.rows(len(slots))
             want = adapter_change(x, _factors(linear.a[0]), _factors(linear.b[0]), slot_of_row, 1.0)
-            runs = {f"own {form}": own(AdapterTiling(overlaps=form)) for form in range(3)}
-            runs |= {"vllm": vllm.both} if vllm is not None else {}
             for run, operation in runs.items():
-                y = torch.zeros_like(want, dtype=torch.bfloat16)
-                operation(linear, 0, y, x, mix_of(slot_of_row, linear.slots))
+                operation(linear, 0, y.zero_(), x, mix_of(slot_of_row, linear.slots))
                 _keep_error(kept, y, want, linear=linear.name, run=run, mix=name)
-        if device == "cuda":
-            _check_replays(linear, kept)
+        if linear.device == "cuda":
+            for run, operation in own_forms(linear).items():
+                try:
+                    _check_replays(linear, run, operation, kept)
+                except RuntimeError as error:  # a form that cannot be captured is recorded
+                    kept.add("failed", linear=linear.name, run=run, error=f"{error}"[:200])
 
 
-def _check_replays(linear: Linear, kept: Kept) -> None:
+def own_forms(linear: Linear) -> dict[str, Operation]:
+    """Return our kernels in every form of launch; forked ones next to what makes y anew."""
+    second = second_stream(linear)
+
+    def forked(tiling: AdapterTiling) -> Operation:
+        run = Forked(tiling, second)
+        return lambda linear, layer, y, x, mix: run(y.zero_, linear, layer, x, mix)
+
+    forms = {f"own {overlaps}": own(AdapterTiling(overlaps=overlaps)) for overlaps in range(3)}
+    for fork, is_first, overlaps in FORKS:
+        tiling = AdapterTiling(fork=fork, is_first=is_first, overlaps=overlaps)
+        forms[f"own {fork} {'first' if is_first else 'then'} {overlaps}"] = forked(tiling)
+    return forms
+
+
+def _check_replays(linear: Linear, name: str, run: Operation, kept: Kept) -> None:
     """Capture a graph with rows of the base alone, and replay it with other mixes in the same buffers."""
     x, y = linear.rows(32)
     mix = mix_of(torch.full((32,), -1, device=linear.device), linear.slots)
-    run = own(AdapterTiling(overlaps=2))
     graph = captured(lambda: (y.zero_(), run(linear, 0, y, x, mix))[0])
-    for name, slots in {"none": [-1] * 32, "all": list(range(32)), "two": [3, 9] * 16}.items():
+    for rows, slots in {"none": [-1] * 32, "all": list(range(32)), "two": [3, 9] * 16}.items():
         slot_of_row = torch.tensor(slots, device=linear.device)
-        for into, new in zip(mix.groups, mix_of(slot_of_row, linear.slots).groups, strict=True):
+        for into, new in zip(mix.split, mix_of(slot_of_row, linear.slots).split, strict=True):
             into.copy_(new)
         graph.replay()
         want = adapter_change(x, _factors(linear.a[0]), _factors(linear.b[0]), slot_of_row, 1.0)
-        _keep_error(kept, y, want, linear=linear.name, run="own, replayed", mix=name)
+        _keep_error(kept, y, want, linear=linear.name, run=f"{name}, replayed", mix=rows)
 
 
 def _factors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -382,48 +253,80 @@ def write_tuned(
 
 def choose_own(linears: Sequence[Linear], clock: Clock, kept: Kept, out: Path) -> None:
     """Choose each linear's tiling at 32 rows of 32 adapters: inputs, then outputs, then the form of launch."""
-    end_s = time.monotonic() + OWN_S
-    chosen: dict[str, dict[str, int]] = {}
+    stages = (*_shapes(), [{"overlaps": form} for form in (0, 2)])
+    end_s, chosen = time.monotonic() + OWN_S, dict[str, dict[str, Any]]()
     for linear in linears:
-        best, best_s = AdapterTiling(), math.inf
-        stages: tuple[list[dict[str, int]], ...] = (
-            [{"inputs": inputs, "shrink_warps": warps} for inputs, warps in OWN_SHRINKS],
-            [{"outputs": outputs, "expand_warps": warps} for outputs, warps in OWN_EXPANDS],
-            [{"overlaps": form} for form in (0, 2)],
-        )
-        for stage in stages:
-            for tiling in [replace(best, **changed) for changed in stage]:
-                if time.monotonic() > end_s:
-                    break
-                try:
-                    added = clock.added_s(linear, 32, min(32, linear.slots), own(tiling))
-                except Exception as error:  # noqa: BLE001 - a tiling that does not compile or fit is recorded
-                    kept.add("failed", linear=linear.name, tiling=asdict(tiling), error=f"{error}"[:200])
-                    continue
-                kept.add("own", linear=linear.name, us=1e6 * added, tiling=asdict(tiling))
-                best, best_s = (tiling, added) if added < best_s else (best, best_s)
+        best = _fastest(linear, AdapterTiling(), math.inf, stages, own, clock, kept, end_s)
         chosen[linear.key] = asdict(best)
         (out / "tilings.json").write_text(json.dumps(chosen, indent=1))
 
 
+def choose_forked(linears: Sequence[Linear], clock: Clock, kept: Kept, out: Path) -> None:
+    """Choose what of each linear's adapters runs next to it, then the inputs and outputs; nothing may be best."""
+    forks = [{"fork": fork, "is_first": first, "overlaps": overlaps} for fork, first, overlaps in FORKS]
+    end_s, chosen = time.monotonic() + OWN_S, dict[str, dict[str, Any]]()
+    for linear, tiling in zip(linears, tilings_in(out / "tilings.json", linears), strict=True):
+        second = second_stream(linear)
+        alone_s = clock.added_s(linear, 32, min(32, linear.slots), own(tiling))
+        best = _fastest(
+            linear, tiling, alone_s, (forks, *_shapes()), lambda each, second=second: Forked(each, second),
+            clock, kept, end_s,
+        )  # fmt: skip
+        chosen[linear.key] = asdict(best)
+        (out / "forked.json").write_text(json.dumps(chosen, indent=1))
+
+
+def _shapes() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    shrinks = [{"inputs": inputs, "shrink_warps": warps} for inputs, warps in OWN_SHRINKS]
+    return shrinks, [{"outputs": n, "expand_warps": warps} for n, warps in OWN_EXPANDS]
+
+
+def _fastest(
+    linear: Linear, best: AdapterTiling, best_s: float, stages: Sequence[list[dict[str, Any]]],
+    operation: Callable[[AdapterTiling], Operation | Forked], clock: Clock, kept: Kept, end_s: float,
+) -> AdapterTiling:  # fmt: skip
+    """Return the fastest tiling, found by changing in each stage the fastest of the one before."""
+    for stage in stages:
+        for tiling in [replace(best, **changed) for changed in stage]:
+            if time.monotonic() > end_s:
+                return best
+            try:
+                added = clock.added_s(linear, 32, min(32, linear.slots), operation(tiling))
+            except Exception as error:  # noqa: BLE001 - a tiling that does not compile or fit is recorded
+                kept.add("failed", linear=linear.name, tiling=asdict(tiling), error=f"{error}"[:200])
+                continue
+            kept.add("own", linear=linear.name, us=1e6 * added, tiling=asdict(tiling))
+            best, best_s = (tiling, added) if added < best_s else (best, best_s)
+    return best
+
+
+def tilings_in(file: Path, linears: Sequence[Linear]) -> list[AdapterTiling]:
+    """Return the tilings that were chosen for the linears; the default where none was."""
+    found = json.loads(file.read_text()) if file.exists() else {}
+    return [AdapterTiling(**found.get(linear.key, {})) for linear in linears]
+
+
 def cases(linears: Sequence[Linear], vllm: Any, clock: Clock, kept: Kept, out: Path) -> None:
     """Time every case with vLLM's defaults, with its tuned configurations, and with our kernels."""
-    tilings = json.loads((out / "tilings.json").read_text()) if (out / "tilings.json").exists() else {}
+    alone, forked = (tilings_in(out / name, linears) for name in ("tilings.json", "forked.json"))
     folders = [("vllm", None), ("tuned", out / "tuned")] if vllm is not None else []
     for rows, active in CASES:
         sums: dict[str, float] = defaultdict(float)
-        for linear in linears:
-            tiling = AdapterTiling(**tilings.get(linear.key, {}))
+        for linear, tiling, fork in zip(linears, alone, forked, strict=True):
             sums["base"] += clock.added_s(linear, rows, active, None)
             for name, folder in folders:
                 if folder is None or folder.exists():
                     vllm.use_folder(folder)
                     sums[name] += _keep_case(clock, kept, (linear, rows, active), name, vllm.both)
             sums["own"] += _keep_case(clock, kept, (linear, rows, active), "own", own(tiling))
+            operation = Forked(fork, second_stream(linear))
+            sums["forked"] += _keep_case(clock, kept, (linear, rows, active), "forked", operation)
         kept.add("case", rows=rows, active=active, ms={name: 1e3 * LAYERS * total for name, total in sums.items()})
 
 
-def _keep_case(clock: Clock, kept: Kept, case: tuple[Linear, int, int], name: str, operation: Operation) -> float:
+def _keep_case(
+    clock: Clock, kept: Kept, case: tuple[Linear, int, int], name: str, operation: Operation | Forked
+) -> float:
     linear, rows, active = case
     added = clock.added_s(linear, rows, active, operation)
     used = 2 * linear.rank * active * (linear.inputs * len(linear.outputs) + sum(linear.outputs))
@@ -441,6 +344,7 @@ def run_parts(
         "check": lambda: check(linears, vllm, kept),
         "tune": lambda: tune(linears, vllm, clock, kept, out, gpu_name),
         "own": lambda: choose_own(linears, clock, kept, out),
+        "forked": lambda: choose_forked(linears, clock, kept, out),
         "cases": lambda: cases(linears, vllm, clock, kept, out),
     }
     for part in parts:

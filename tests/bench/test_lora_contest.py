@@ -224,7 +224,7 @@ class TestTable:
     def test_agreement_is_the_share_before_the_first_difference(self) -> None:
         assert bench.agreement([self.FIRST], [self.FIRST]) == 1.0
         assert bench.agreement([self.SECOND], [self.FIRST]) == pytest.approx(11 / 12)
-        assert bench.agreement([[[1, 2, 3, 4]]], [[[9, 2, 3, 4]]]) == 0.0
+        assert bench.agreement([[[1, 7, 8, 9]]], [[[9, 2, 3, 4]]]) == 0.0
 
 
 class TestPlugIn:
@@ -285,6 +285,39 @@ class TestPlugIn:
         with pytest.raises(RuntimeError):
             plugin.aligned_source(aligned)
 
+    def test_split_groups_are_in_buffers_of_the_graphs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Meta:
+            token_indices_sorted_by_lora_ids = torch.zeros(2)
+            num_tokens_per_lora, lora_token_start_loc, active_lora_ids = torch.zeros(3, 1)
+
+            @staticmethod
+            def make(slots: int) -> Any:
+                return Meta()
+
+            def prepare_tensors(self, mapping: torch.Tensor) -> None:
+                self.num_tokens_per_lora = mapping
+
+        module = ModuleType("vllm.lora.ops.triton_ops.lora_kernel_metadata")
+        module.LoRAKernelMeta = Meta
+        for name in ("vllm", "vllm.lora", "vllm.lora.ops", "vllm.lora.ops.triton_ops"):
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+        class Groups(tuple):
+            def __new__(cls, *tensors: torch.Tensor) -> Any:
+                return super().__new__(cls, tensors)
+
+            def split(self, rows: int) -> Any:
+                return (self[0], *(tensor + rows for tensor in self[1:]))
+
+        kernels = SimpleNamespace(Groups=Groups, AdapterTiling=lambda: SimpleNamespace(rows=8))
+        plugin.keep_split_groups(kernels)
+        plugin.keep_split_groups(kernels)  # called in each process once more
+        meta = Meta.make(3)
+        captured = meta.pieces
+        meta.prepare_tensors(torch.full((1,), 5.0))
+        assert [int(tensor[0]) for tensor in captured] == [13, 8, 8]
+
     def operator(self, calls: list[str]) -> tuple[Any, Any]:
         class Tiling:
             def __init__(self, inputs: int = 512) -> None:
@@ -317,6 +350,7 @@ class TestPlugIn:
                 [torch.zeros(2, 1, 16, inputs)],
                 b,
                 *mixed,
+                *[torch.zeros(1)] * 3,
                 1.0,
                 adds,
             )
@@ -327,6 +361,47 @@ class TestPlugIn:
         assert call(65) == ["shrink (1, 65, 16)", "expand True"]
         assert call(8, adds=False) == ["shrink (1, 8, 16)", "expand False"]
         assert call(8, is_base=True) == []
+
+    def test_layers_of_two_streams_take_our_kernels_for_small_steps(self) -> None:
+        calls: list[Any] = []
+
+        def with_adapters(product: Any, x: Any, a: Any, b: Any, groups: Any, *rest: Any) -> torch.Tensor:
+            calls.append(("forked", rest[1].inputs, rest[1].fork, [int(one[0]) for one in groups]))
+            return product() + 1
+
+        kernels = SimpleNamespace(
+            AdapterTiling=lambda inputs=512, fork="": SimpleNamespace(inputs=inputs, fork=fork),
+            Groups=lambda *tensors: tensors,
+            takes=lambda x, a, b: x.shape[0] <= 64,
+            product_with_adapters=with_adapters,
+        )
+        apply = plugin.forked_layer(
+            kernels, {"8x4": {"inputs": 256, "fork": "both"}}, lambda self, x, bias: torch.full((1, 4), 7.0)
+        )
+
+        def layer(inputs: int, is_base: bool = False) -> SimpleNamespace:
+            mixed = [torch.full((1,), number) for number in range(5)] + [
+                torch.tensor([is_base]),
+                torch.tensor([3]),
+            ]
+            pieces = [torch.full((1,), number) for number in (7, 8, 9)]
+            meta = SimpleNamespace(meta_args=lambda rows, specializes: mixed, pieces=pieces)
+            return SimpleNamespace(
+                lora_a_stacked=(torch.zeros(2, 1, 16, inputs),),
+                lora_b_stacked=(torch.zeros(2, 1, 4, 16),),
+                output_slices=(4,),
+                base_layer=torch.ones(inputs, 4),
+                punica_wrapper=SimpleNamespace(token_mapping_meta=meta),
+                _get_quant_method=lambda: SimpleNamespace(apply=lambda weights, x, bias: x @ weights),
+            )
+
+        assert torch.equal(apply(layer(8), torch.ones(2, 8)), torch.full((2, 4), 9.0))
+        assert torch.equal(apply(layer(16), torch.ones(2, 16)), torch.full((2, 4), 17.0))
+        assert calls == [("forked", 256, "both", [1, 7, 8, 9]), ("forked", 512, "shrink", [1, 7, 8, 9])]
+        assert torch.equal(apply(layer(8, is_base=True), torch.ones(2, 8)), torch.full((2, 4), 8.0))
+        assert torch.equal(apply(layer(8), torch.ones(65, 8)), torch.full((1, 4), 7.0))  # vLLM's own
+        assert torch.equal(apply(layer(8), torch.ones(1, 2, 8)), torch.full((1, 4), 7.0))
+        assert len(calls) == 2
 
     def test_torch_takes_the_operator_and_its_fake(self) -> None:
         """The schema is inferred, as in vLLM, and a compiled graph traces it."""
@@ -341,11 +416,12 @@ class TestPlugIn:
         def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
             y = x @ torch.ones(8, 4)
             torch.ops.lora_contest_test.linear(
-                y, x, (torch.zeros(2, 1, 16, 8),), (torch.zeros(2, 1, 4, 16),), *self.meta, 1.0, True
+                y, x, (torch.zeros(2, 1, 16, 8),), (torch.zeros(2, 1, 4, 16),), *self.meta, *self.pieces, 1.0, True
             )
             return y + 1
 
-        wrapper = SimpleNamespace(meta=[torch.zeros(1)] * 5 + [torch.tensor([False]), torch.tensor([3])])
+        mixed = [torch.zeros(1)] * 5 + [torch.tensor([False]), torch.tensor([3])]
+        wrapper = SimpleNamespace(meta=mixed, pieces=(torch.zeros(1),) * 3)
         compiled = torch.compile(forward, fullgraph=True, backend="aot_eager", dynamic=True)
         assert torch.equal(compiled(wrapper, torch.ones(3, 8)), torch.full((3, 4), 9.0))
         assert calls == ["own 256"]

@@ -13,6 +13,7 @@ from tests.daemon.variant_kernels import kernel_module
 
 kernel_module("adapter_kernels")  # skips where there is no Triton
 
+from tests.bench import lora_kernel_cases as cases  # noqa: E402
 from tests.bench import lora_kernels as bench  # noqa: E402
 from tests.bench.variant_costs_vllm import Kept  # noqa: E402
 
@@ -30,23 +31,23 @@ class Vllm:
     def use_folder(self, folder: Path | None) -> None:
         self.folders.append(folder)
 
-    def default(self, kind: str, linear: bench.Linear, rows: int) -> dict[str, Any]:
+    def default(self, kind: str, linear: cases.Linear, rows: int) -> dict[str, Any]:
         return DEFAULT
 
-    def shrink(self, linear: bench.Linear, layer: int, y: Any, x: Any, mix: Any, **_: Any) -> None:
+    def shrink(self, linear: cases.Linear, layer: int, y: Any, x: Any, mix: Any, **_: Any) -> None:
         pass
 
     expand = shrink
 
-    def both(self, linear: bench.Linear, layer: int, y: torch.Tensor, x: torch.Tensor, mix: bench.Mix) -> None:
+    def both(self, linear: cases.Linear, layer: int, y: torch.Tensor, x: torch.Tensor, mix: cases.Mix) -> None:
         a, b = ([each[:, 0] for each in factors] for factors in (linear.a[layer], linear.b[layer]))
         y += bench.adapter_change(x, a, b, mix.meta[0], 1.0).bfloat16()
 
 
-class Clock(bench.Clock):
+class Clock(cases.Clock):
     """Clock by which configurations of vLLM's kernels with 8 warps are the fastest."""
 
-    def added_s(self, linear: bench.Linear, rows: int, active: int, operation: Any) -> float:
+    def added_s(self, linear: cases.Linear, rows: int, active: int, operation: Any) -> float:
         super().added_s(linear, rows, active, operation)
         config = getattr(operation, "keywords", {}).get("config")
         if config in (None, DEFAULT):
@@ -55,34 +56,36 @@ class Clock(bench.Clock):
 
 
 @pytest.fixture
-def linears(monkeypatch: pytest.MonkeyPatch) -> list[bench.Linear]:
+def linears(monkeypatch: pytest.MonkeyPatch) -> list[cases.Linear]:
     torch.manual_seed(0)
     monkeypatch.setattr(bench, "CASES", ((1, 1), (8, 4)))
     monkeypatch.setattr(bench, "TUNED_ROWS", (32, 1))
     monkeypatch.setattr(bench, "OWN_SHRINKS", bench.OWN_SHRINKS[:2])
     monkeypatch.setattr(bench, "OWN_EXPANDS", bench.OWN_EXPANDS[:2])
     monkeypatch.setattr(bench, "SHRINKS", ((16, 4, 4, 2), (32, 2, 8, 2), (64, 64, 4, 2)))
-    return [bench.Linear(name, k, n, "cpu", slots=4, cold_bytes=1.0) for name, (k, n) in SHAPES.items()]
+    return [cases.Linear(name, k, n, "cpu", slots=4, cold_bytes=1.0) for name, (k, n) in SHAPES.items()]
 
 
-def test_every_part_is_recorded(linears: list[bench.Linear], tmp_path: Path) -> None:
+def test_every_part_is_recorded(linears: list[cases.Linear], tmp_path: Path) -> None:
     kept, vllm = Kept(tmp_path / "kernels.json"), Vllm()
     clock = Clock(lambda run: run() or 1e-6)
     bench.run_parts(bench.PARTS, linears, vllm, clock, kept, tmp_path, "NVIDIA H200-X")
     rows = json.loads((tmp_path / "kernels.json").read_text())["rows"]
     assert not [row for row in rows if row["kind"] in ("error", "failed", "left-out")]
     checks = [row for row in rows if row["kind"] == "check"]
-    assert len(checks) == len(SHAPES) * 4 * 4
+    assert len(checks) == len(SHAPES) * 4 * (4 + len(bench.FORKS))
     assert all(row["passed"] for row in checks)
     assert {(row["rows"], row["active"]) for row in rows if row["kind"] == "case"} == {(1, 1), (8, 4)}
-    assert all(set(row["ms"]) == {"base", "vllm", "tuned", "own"} for row in rows if row["kind"] == "case")
+    runs = {"base", "vllm", "tuned", "own", "forked"}
+    assert all(set(row["ms"]) == runs for row in rows if row["kind"] == "case")
     assert vllm.folders.count(tmp_path / "tuned") == len(SHAPES) * 2
-    tilings = json.loads((tmp_path / "tilings.json").read_text())
-    assert set(tilings) == {"64x64", "64x32", "96x32"}
-    assert all(bench.AdapterTiling(**values) for values in tilings.values())
+    for name in ("tilings.json", "forked.json"):
+        tilings = json.loads((tmp_path / name).read_text())
+        assert set(tilings) == {"64x64", "64x32", "96x32"}
+        assert all(cases.AdapterTiling(**values) for values in tilings.values())
 
 
-def test_tuned_files_are_as_vllm_reads_them(linears: list[bench.Linear], tmp_path: Path) -> None:
+def test_tuned_files_are_as_vllm_reads_them(linears: list[cases.Linear], tmp_path: Path) -> None:
     """Names by the GPU, and ``[max_loras][slices][rows][k][n]``, where vLLM takes the nearest number it finds."""
     kept = Kept(tmp_path / "kernels.json")
     bench.tune(linears, Vllm(), Clock(lambda run: run() or 1e-6), kept, tmp_path, "NVIDIA H200-X")
@@ -107,13 +110,13 @@ def test_tuned_files_are_as_vllm_reads_them(linears: list[bench.Linear], tmp_pat
 
 
 def test_a_configuration_not_timed_for_all_linears_of_its_shape_is_not_chosen(
-    linears: list[bench.Linear], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    linears: list[cases.Linear], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The expansions of o and down have one shape; the time ends within down's."""
     calls: list[str] = []
 
     class Ending(Clock):
-        def added_s(self, linear: bench.Linear, rows: int, active: int, operation: Any) -> float:
+        def added_s(self, linear: cases.Linear, rows: int, active: int, operation: Any) -> float:
             calls.append(linear.name)
             if calls.count("down") > 3 + 2:  # the default, two of shrink; the default and one of expand
                 monkeypatch.setattr(bench.time, "monotonic", lambda: 1e12)
@@ -131,7 +134,7 @@ def test_a_configuration_not_timed_for_all_linears_of_its_shape_is_not_chosen(
 
 
 def test_each_number_of_slices_has_an_entry_even_without_time(
-    linears: list[bench.Linear], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    linears: list[cases.Linear], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """VLLM fails where it finds none."""
     monkeypatch.setattr(bench, "TUNE_S", -1.0)
@@ -144,7 +147,7 @@ def test_each_number_of_slices_has_an_entry_even_without_time(
         }
 
 
-def test_a_part_that_fails_leaves_the_next_ones(linears: list[bench.Linear], tmp_path: Path) -> None:
+def test_a_part_that_fails_leaves_the_next_ones(linears: list[cases.Linear], tmp_path: Path) -> None:
     kept = Kept(tmp_path / "kernels.json")
     clock = Clock(lambda run: run() or 1e-6)
     bench.run_parts(("tune", "check"), linears, None, clock, kept, tmp_path, "GPU")

@@ -76,9 +76,59 @@ def test_slices_that_are_whole_tiles_or_not(outputs: tuple[int, ...]) -> None:
     check(MIXES["base and adapters"], 16, 128, outputs)
 
 
+@pytest.mark.parametrize("mix", sorted(MIXES))
+@pytest.mark.parametrize("rows", [1, 8])
+def test_split_groups_have_the_same_rows(mix: str, rows: int) -> None:
+    whole = groups_of(MIXES[mix])
+    split = whole.split(rows)
+    assert int(split.counts.max()) <= rows
+    assert sorted(rows_of(split)) == sorted(rows_of(whole))
+    used = int((split.counts > 0).sum())
+    assert (split.slots[:used] >= 0).all()  # so that programs for as many as a step can have are enough
+    assert (split.slots[used:] == -1).all()
+
+
+def rows_of(groups: Groups) -> list[tuple[int, int]]:
+    """Return a row and its slot, for all rows that have one."""
+    places = zip(groups.counts.tolist(), groups.starts.tolist(), groups.slots.tolist(), strict=False)
+    return [
+        (row, slot)
+        for count, start, slot in places
+        if slot >= 0
+        for row in groups.order[start : start + count].tolist()
+    ]
+
+
+@pytest.mark.parametrize("mix", sorted(MIXES))
+def test_split_groups_give_the_same_sum(mix: str) -> None:
+    torch.manual_seed(0)
+    a, b = adapters(16, 192, (64, 32))
+    slots, groups = MIXES[mix], groups_of(MIXES[mix])
+    x, want = torch.randn(len(slots), 192).bfloat16(), torch.randn(len(slots), 96).bfloat16()
+    found = want.clone()
+    add_adapters(want, x, a, b, groups, 1.0, SMALL)
+    add_adapters(found, x, a, b, groups.split(SMALL.rows), 1.0, SMALL)
+    assert torch.equal(found, want)
+
+
 @pytest.mark.parametrize("inputs", [64, 100, 72])
 def test_inputs_that_are_whole_pieces_or_not(inputs: int) -> None:
     check(MIXES["base and adapters"], 16, inputs, (64,))
+
+
+@pytest.mark.parametrize("fork", ["", "shrink", "both"])
+@pytest.mark.parametrize("is_first", [False, True])
+def test_what_is_forked_gives_the_same_sum(fork: str, is_first: bool) -> None:
+    """Without a GPU there is one stream, so this is of what is computed, not of what waits for what."""
+    torch.manual_seed(0)
+    a, b = adapters(16, 192, (64, 32))
+    mix = MIXES["base and adapters"]
+    x, base, groups = torch.randn(10, 192).bfloat16(), torch.randn(10, 96).bfloat16(), groups_of(mix)
+    want = base.clone()
+    add_adapters(want, x, a, b, groups, 1.0, SMALL)
+    tiling = AdapterTiling(inputs=64, outputs=32, fork=fork, is_first=is_first)
+    found = kernels.product_with_adapters(base.clone, x, a, b, groups, 1.0, tiling, None)
+    assert ((found.float() - want.float()).abs() <= CUT * want.float().abs()).all()  # torch rounds its sum
 
 
 def test_tensors_of_graphs_are_longer_than_the_step() -> None:

@@ -1,6 +1,7 @@
 """Products of rows and their LoRA adapters in decode steps, two launches for all slices of a packed linear.
 
-**Work.** Rows are grouped by adapter, as vLLM's mapping has them. ``shrink`` multiplies a group's rows with a
+**Work.** Rows are grouped by adapter, as vLLM's mapping has them; groups that are split into pieces of a product's
+rows are computed at once. ``shrink`` multiplies a group's rows with a
 piece of ``inputs`` columns of A and stores the float32 sums of that piece: nothing is zeroed and nothing is added
 atomically, so that the sums do not depend on which program ends first. ``expand`` adds the pieces in their order,
 multiplies with a tile of ``outputs`` rows of B, and adds to y. A program without rows returns after one load. The
@@ -9,12 +10,16 @@ grids depend on shapes alone, so a captured graph serves each mix of adapters.
 **Rounding** is that of vLLM's kernels: the sums of A are rounded to bfloat16 once, the products with B once, and
 the result is added to y in bfloat16.
 
+**Overlap.** The adapters' work needs the linear's x alone, and both read memory: on a second stream ``shrink``, or
+both launches, can run while the linear does (``AdapterTiling.fork``).
+
 Not connected to vLLM: tests and ``tests/bench/lora_contest.py`` alone run it (docs/decisions/0054).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,28 +27,44 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["MOST_RANK", "MOST_ROWS", "MOST_SLICES", "AdapterTiling", "Groups", "add_adapters", "takes"]
+__all__ = [
+    "MOST_RANK",
+    "MOST_ROWS",
+    "MOST_SLICES",
+    "AdapterTiling",
+    "Groups",
+    "SecondStream",
+    "add_adapters",
+    "product_with_adapters",
+    "takes",
+]
 
 MOST_ROWS = 64
 MOST_RANK = 64
 MOST_SLICES = 3
-_ROWS = 16  # of a product: the narrow side of the tensor cores' smallest form
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterTiling:
     """Shape of the work of the two launches."""
 
+    rows: int = 8
+    """Rows of a product: 8 is the narrow side of the tensor cores' smallest form."""
     inputs: int = 512
     """Columns of A of a program."""
-    shrink_warps: int = 4
+    shrink_warps: int = 2
     outputs: int = 256
     """Rows of B of a program."""
     expand_warps: int = 4
     overlaps: int = 1
     """0: no launch begins before the kernel before it has ended; 1: the second launch may; 2: both may
     (programmatic dependent launch). With 2 the adapters and the groups must have been written before the kernel
-    that wrote y began."""
+    that wrote y began. On a second stream 2 is as 1."""
+    fork: str = ""
+    """What runs on a second stream while the linear does: nothing, ``shrink``, or ``both`` launches, whose change
+    is added to y at the end."""
+    is_first: bool = True
+    """Whether the second stream's launches are given before the linear's, on a stream of high priority."""
 
 
 class Groups(NamedTuple):
@@ -58,8 +79,25 @@ class Groups(NamedTuple):
     slots: torch.Tensor
     """Slot of each group; -1: rows of the base, or no group."""
 
+    def split(self, rows: int) -> Groups:
+        """Return groups of at most ``rows`` rows, which programs take at once: used ones first, for ``MOST_ROWS``.
 
-@triton.jit
+        No value is read by the host.
+        """
+        most = len(self.slots) + MOST_ROWS // rows
+        is_used = (self.slots >= 0) & (self.counts > 0)
+        pieces = torch.where(is_used, (self.counts + rows - 1) // rows, 0)
+        ends = torch.cumsum(pieces, 0)
+        number = torch.arange(most, device=ends.device)
+        group = torch.searchsorted(ends, number, right=True).clamp(max=len(ends) - 1)
+        first = rows * (number - (ends - pieces)[group])
+        is_one = number < ends[-1]
+        counts = torch.where(is_one, (self.counts[group] - first).clamp(max=rows), 0).int()
+        starts, slots = self.starts[group] + first, torch.where(is_one, self.slots[group], -1)
+        return Groups(self.order, counts, starts.int(), slots.int())
+
+
+@triton.jit(do_not_specialize=["rows"])  # graphs of each size need no kernel of their own
 def shrink(
     x_ptr,  # bfloat16 [rows, K]
     a0_ptr,  # bfloat16 [slots, RANK, K] of each slice
@@ -101,19 +139,19 @@ def shrink(
     mask = (r < RANK)[:, None] & (k < K)[None, :]
     a = _of_slice(a0_ptr, a1_ptr, a2_ptr, part, at, mask, (RANK == RANK_BLOCK) and WHOLE_K)
     m = tl.arange(0, ROWS)
-    for first in tl.range(0, count, ROWS, num_stages=1):  # mostly one pass
+    for first in tl.range(0, count, ROWS, num_stages=1):  # one pass of split groups
         live = first + m < count
         row = tl.load(order_ptr + start + first + m, mask=live, other=0)
         if WAITS:
             tl.extra.cuda.gdc_wait()
-        x_mask = live[:, None] if WHOLE_K else live[:, None] & (k < K)[None, :]
-        x = tl.load(x_ptr + (row * stride_x)[:, None] + k[None, :], mask=x_mask, other=0.0)
-        sums = _dot(x, tl.trans(a), EXACT)
-        out = partial_ptr + (((part * SPLITS + piece) * rows + row) * RANK)[:, None] + r[None, :]
-        tl.store(out, sums, mask=live[:, None] & (r < RANK)[None, :])
+        x_mask = live[None, :] if WHOLE_K else live[None, :] & (k < K)[:, None]
+        x = tl.load(x_ptr + (row * stride_x)[None, :] + k[:, None], mask=x_mask, other=0.0)
+        sums = _dot(a, x, EXACT)
+        out = partial_ptr + (((part * SPLITS + piece) * rows + row) * RANK)[None, :] + r[:, None]
+        tl.store(out, sums, mask=live[None, :] & (r < RANK)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def expand(
     partial_ptr,  # float32 [slices, SPLITS, rows, RANK]
     b0_ptr,  # bfloat16 [slots, outputs of the slice, RANK] of each slice
@@ -159,20 +197,20 @@ def expand(
     mask = (n < N)[:, None] & (r < RANK)[None, :]
     b = _of_slice(b0_ptr, b1_ptr, b2_ptr, part, at, mask, (RANK == RANK_BLOCK) and WHOLE_N)
     m = tl.arange(0, ROWS)
-    for first in tl.range(0, count, ROWS, num_stages=1):  # mostly one pass
+    for first in tl.range(0, count, ROWS, num_stages=1):  # one pass of split groups
         live = first + m < count
         row = tl.load(order_ptr + start + first + m, mask=live, other=0)
         if WAITS:
             tl.extra.cuda.gdc_wait()
-        y_mask = live[:, None] if WHOLE_N else live[:, None] & (n < N)[None, :]
-        out = y_ptr + (row * stride_y)[:, None] + (column + n)[None, :]
+        y_mask = live[None, :] if WHOLE_N else live[None, :] & (n < N)[:, None]
+        out = y_ptr + (row * stride_y)[None, :] + (column + n)[:, None]
         y = tl.load(out, mask=y_mask, other=0.0)
-        sums_mask = live[:, None] & (r < RANK)[None, :]
-        sums = tl.zeros((ROWS, RANK_BLOCK), dtype=tl.float32)
+        sums_mask = live[None, :] & (r < RANK)[:, None]
+        sums = tl.zeros((RANK_BLOCK, ROWS), dtype=tl.float32)
         for piece in tl.static_range(SPLITS):
             place = ((part * SPLITS + piece) * rows + row) * RANK
-            sums += tl.load(partial_ptr + place[:, None] + r[None, :], mask=sums_mask, other=0.0)
-        change = _dot((sums * scale).to(tl.bfloat16), tl.trans(b), EXACT).to(tl.bfloat16)
+            sums += tl.load(partial_ptr + place[None, :] + r[:, None], mask=sums_mask, other=0.0)
+        change = _dot(b, (sums * scale).to(tl.bfloat16), EXACT).to(tl.bfloat16)
         tl.store(out, (y.to(tl.float32) + change.to(tl.float32)).to(tl.bfloat16), mask=y_mask)
 
 
@@ -228,33 +266,139 @@ def add_adapters(
     Raises:
         ValueError: shapes, types or memory that the kernels are not for.
     """
-    sizes = tuple(each.shape[-2] for each in b)
-    _check(y, x, a, b, sizes)
-    (rows, inputs), rank = x.shape, b[0].shape[-1]
-    splits = -(-inputs // tiling.inputs)
-    # A step has at most as many groups as rows; its allocation is the graph's own.
-    grid = min(groups.slots.shape[0], rows)
-    partial = torch.empty(len(a) * splits * rows * rank, dtype=torch.float32, device=x.device)
+    _check(y, x, a, b)
+    partial = _new_partial(x, a, tiling)
+    _launch_shrink(partial, x, a, groups, tiling, tiling.overlaps)
+    _launch_expand(y, partial, b, groups, scale, tiling)
+
+
+class SecondStream:
+    """A stream that is forked from the current one and joined to it: in a captured graph, a branch."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._streams = {first: torch.cuda.Stream(device, -1 if first else 0) for first in (False, True)}
+        self._begun, self._done = torch.cuda.Event(), torch.cuda.Event()
+
+    def fork(self, is_first: bool) -> torch.cuda.Stream:
+        """Return the stream, after all that the current one has been given."""
+        self._begun.record()
+        self._streams[is_first].wait_event(self._begun)
+        return self._streams[is_first]
+
+    def join(self, stream: torch.cuda.Stream) -> None:
+        """Let the current stream wait for what ``stream`` has been given."""
+        self._done.record(stream)
+        torch.cuda.current_stream().wait_event(self._done)
+
+
+def product_with_adapters(
+    product: Callable[[], torch.Tensor],
+    x: torch.Tensor,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    groups: Groups,
+    scale: float,
+    tiling: AdapterTiling,
+    second: SecondStream | None,
+) -> torch.Tensor:
+    """Return the linear's ``product`` of ``x`` with the adapters' added, parts of which run meanwhile.
+
+    Args:
+        product: makes a new tensor y, on the current stream.
+        second: None, where there is no GPU: one after the other.
+
+    Raises:
+        ValueError: as ``add_adapters``.
+    """
+    if not tiling.fork:
+        y = product()
+        add_adapters(y, x, a, b, groups, scale, tiling)
+        return y
+    # Allocated on the current stream, to which they return after the join.
+    partial = _new_partial(x, a, tiling)
+    outputs = sum(each.shape[-2] for each in b)
+    change = x.new_empty(x.shape[0], outputs) if tiling.fork == "both" else None
+    stream = second.fork(tiling.is_first) if second is not None else None
+
+    def aside() -> None:
+        with _on(stream):
+            if change is None:
+                _launch_shrink(partial, x, a, groups, tiling, 0)
+            else:
+                change.zero_()
+                _launch_shrink(partial, x, a, groups, tiling, min(tiling.overlaps, 1))
+                _launch_expand(change, partial, b, groups, scale, tiling)
+
+    if tiling.is_first:
+        aside()
+    y = product()
+    _check(y, x, a, b)
+    if not tiling.is_first:
+        aside()
+    if second is not None and stream is not None:
+        second.join(stream)
+    if change is None:
+        _launch_expand(y, partial, b, groups, scale, tiling)
+        return y
+    return y.add_(change)
+
+
+def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def _new_partial(x: torch.Tensor, a: Sequence[torch.Tensor], tiling: AdapterTiling) -> torch.Tensor:
+    """Allocate the pieces' sums: where a graph is captured they are the graph's own."""
+    splits = -(-x.shape[1] // tiling.inputs)
+    return torch.empty(len(a), splits, x.shape[0], a[0].shape[-2], dtype=torch.float32, device=x.device)
+
+
+def _launch_shrink(
+    partial: torch.Tensor,
+    x: torch.Tensor,
+    a: Sequence[torch.Tensor],
+    groups: Groups,
+    tiling: AdapterTiling,
+    overlaps: int,
+) -> None:
+    slices, splits, rows, rank = partial.shape
     is_gpu = x.device.type == "cuda"
-    overlaps = tiling.overlaps if is_gpu else 0
-    shared = {"RANK": rank, "RANK_BLOCK": max(16, rank), "SPLITS": splits, "ROWS": _ROWS, "EXACT": not is_gpu}
-    shrink[(len(a) * splits, grid)](
+    overlaps = overlaps if is_gpu else 0
+    shrink[(slices * splits, _most_groups(groups, rows))](
         x,
         *_three(a),
         partial,
         *groups,
         rows,
-        inputs,
+        x.shape[1],
         x.stride(0),
+        RANK=rank,
+        RANK_BLOCK=max(16, rank),
+        SPLITS=splits,
         INPUTS=tiling.inputs,
-        WHOLE_K=inputs % tiling.inputs == 0,
+        ROWS=tiling.rows,
+        WHOLE_K=x.shape[1] % tiling.inputs == 0,
         WAITS=overlaps == 2,
         RELEASES=overlaps > 0,
+        EXACT=not is_gpu,
         num_warps=tiling.shrink_warps,
-        **shared,
         **({"launch_pdl": True} if overlaps == 2 else {}),
     )
-    expand[(sum(-(-size // tiling.outputs) for size in sizes), grid)](
+
+
+def _launch_expand(
+    y: torch.Tensor,
+    partial: torch.Tensor,
+    b: Sequence[torch.Tensor],
+    groups: Groups,
+    scale: float,
+    tiling: AdapterTiling,
+) -> None:
+    _, splits, rows, rank = partial.shape
+    sizes = [each.shape[-2] for each in b]
+    is_gpu = y.device.type == "cuda"
+    overlaps = tiling.overlaps > 0 and is_gpu
+    expand[(sum(-(-size // tiling.outputs) for size in sizes), _most_groups(groups, rows))](
         partial,
         *_three(b),
         y,
@@ -263,13 +407,22 @@ def add_adapters(
         *(*sizes, 0, 0)[:MOST_SLICES],
         scale,
         y.stride(0),
+        RANK=rank,
+        RANK_BLOCK=max(16, rank),
+        SPLITS=splits,
         OUTPUTS=tiling.outputs,
+        ROWS=tiling.rows,
         WHOLE_N=all(size % tiling.outputs == 0 for size in sizes),
-        WAITS=overlaps > 0,
+        WAITS=overlaps,
+        EXACT=not is_gpu,
         num_warps=tiling.expand_warps,
-        **shared,
         **({"launch_pdl": True} if overlaps else {}),
     )
+
+
+def _most_groups(groups: Groups, rows: int) -> int:
+    """Return the groups for which programs are launched: a step has at most as many as rows."""
+    return min(groups.slots.shape[0], rows)
 
 
 def _three(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -277,13 +430,8 @@ def _three(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return (*tensors, *(tensors[0],) * (MOST_SLICES - len(tensors)))
 
 
-def _check(
-    y: torch.Tensor,
-    x: torch.Tensor,
-    a: Sequence[torch.Tensor],
-    b: Sequence[torch.Tensor],
-    sizes: tuple[int, ...],
-) -> None:
+def _check(y: torch.Tensor, x: torch.Tensor, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> None:
+    sizes = tuple(each.shape[-2] for each in b)
     if not takes(x, a, b) or y.dtype != torch.bfloat16:
         raise ValueError(f"no kernel for {list(x.shape)} of {x.dtype} with rank {b[0].shape[-1]}")
     if len(a) != len(b) or y.shape != (x.shape[0], sum(sizes)) or any(e.shape[-1] != x.shape[1] for e in a):
