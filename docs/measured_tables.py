@@ -330,6 +330,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gateway": lambda: gateway_table(_recorded("gateway.json.gz")["runs"]),
     "late rejection on an H200": lambda: late_table(_plain("refusing_h200.json")),
     "times of rankings": lambda: ranking_table(_plain("rank.json")),
+    "times of rankings with loads spared": lambda: ranking_table(_plain("rank_spared.json")),
     "times of decisions": lambda: decision_table(_plain("decide.json")),
     "distance to exact placement": lambda: exact_gaps(_recorded("exact_gap.json.gz")),
     "distance to exact placement in part": lambda: exact_gaps_in_part(_recorded("exact_gap.json.gz")),

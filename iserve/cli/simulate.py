@@ -68,7 +68,6 @@ def simulate(
     """
     from iserve.settings import load_settings
     from iserve.simulation.baselines import World, check_steerable, parse_planner
-    from iserve.simulation.document import SimulationSetup
     from placement.routing import make_router
 
     options = checked(request, load_settings(), sees_load=True)
@@ -98,24 +97,46 @@ def simulate(
     startup_s = _startup_s(models.values()) if cluster.startup is None else cluster.startup
     if load.cap_lengths:
         requests = _capped(requests, planner[0], world, least, of_variants=bool(variants.variants))
-    setup = SimulationSetup(
+    setup = _setup(trace, world, planner[0], options, startup_s, times, serving=serving, scaling=cluster_policy)
+    routers = (router, variant_policy)
+    document = _run(setup, requests, world, planner, routers, named, judged, options, quiet=as_json)
+    _show(document, report, as_json=as_json)
+
+
+def _setup(
+    trace: str,
+    world: World,
+    planner: Baseline,
+    options: PlanOptions,
+    startup_s: float,
+    times: tuple[str, ...],
+    *,
+    serving: s.ServiceOptions,
+    scaling: s.ScalingOptions,
+) -> SimulationSetup:
+    """Return the parameters that the result is reported with.
+
+    Args:
+        times: of each model, where its step times are from.
+    """
+    from iserve.simulation.document import SimulationSetup
+
+    gpu, scenario = world.gpu, world.scenario
+    return SimulationSetup(
         trace=trace,
-        hardware=f"{len(snapshot.gpus)} x {gpu.name}",
+        hardware=f"{len(scenario.cluster.gpus)} x {gpu.name}",
         service=scenario.service,
         rejects_late=serving.reject_late,
         rejects_by_forecast=serving.forecast_late,
-        planner=planner[0],
+        planner=planner,
         placement=options.policy,
         startup_s=startup_s,
         usd_per_gpu_hour=gpu.price_usd_per_gpu_hour,
-        cluster_policy=cluster_policy.policy(gpu, startup_s),
+        cluster_policy=scaling.policy(gpu, startup_s),
         intent=options.intent,
         workload=options.workload,
         times=times,
     )
-    routers = (router, variant_policy)
-    document = _run(setup, requests, world, planner, routers, named, judged, options, quiet=as_json)
-    _show(document, report, as_json=as_json)
 
 
 def _capped(

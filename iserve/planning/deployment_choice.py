@@ -83,7 +83,7 @@ def planned_deployment(
     best = None if plan.best is None else plan.best.config
     advice = merge_advice_of_plan(source.argument, spec, hardware.gpu, of_base, options, best)
     advised = () if advice is None else (advice.text,)
-    of_slots = _slots(source, options, table, best, of_base)
+    of_slots = _slots(source, options, table, best, of_base, choice)
     capacity = _capacity(plan, choice, kept, hardware, estimator, options, profile)
     free_bytes: Mapping[str, int] = {gpu.device_id: gpu.free_bytes for gpu in hardware.snapshot.gpus}
     document = plan_document(
@@ -228,6 +228,7 @@ def _slots(
     table: EngineCapabilities,
     chosen: DeploymentConfig | None,
     of_base: Estimator,
+    choice: JointChoice | None,
 ) -> tuple[str, ...]:
     """Return what a plan says of the slots of ``chosen``: their memory, and the share of variants that waits."""
     spec, need, traffic = source.spec, slots_of(options), options.intent.traffic
@@ -244,12 +245,16 @@ def _slots(
         f"{slots_words(chosen)}, {gib(one_slot)} of a GPU each, for {traffic.variants:,} "
         f"variant{'s' * (traffic.variants > 1)} ({law}): {share} wait for a slot{fewer}",
         _slot_times(source, options, chosen, cost),
-        *_loads(spec, options, chosen, cost),
+        *_loads(spec, options, chosen, cost, choice),
     )
 
 
 def _loads(
-    spec: ModelSpec, options: PlanOptions, chosen: DeploymentConfig, cost: VariantCost | None
+    spec: ModelSpec,
+    options: PlanOptions,
+    chosen: DeploymentConfig,
+    cost: VariantCost | None,
+    choice: JointChoice | None,
 ) -> tuple[str, ...]:
     """Return what requests wait for loads or, where loads stop their worker, which share of its time they take."""
     if cost is None:
@@ -268,10 +273,11 @@ def _loads(
         steady = f"up to {missed:.1%} of the requests wait for a load that stops their worker{of_time}"
         if rate_per_s is not None and options.replicas > 1:
             together = variant_load(options.intent.traffic).missed(options.replicas * chosen.loaded_adapters)
-            steady += (
-                f" ({together:.1%} if each finds a slot where its variant is loaded; "
-                "E2E at the rate counts a share between the two)"
-            )
+            counted = "a share between the two"
+            if choice is not None and not choice.service.spared_loads_s:
+                counted = "all loads, as of each pipeline that fills its stages"
+            found = f"{together:.1%} if each finds a slot where its variant is loaded"
+            steady += f" ({found}; E2E at the rate counts {counted})"
     return (
         f"loads: {steady}; the first loads at a worker stop it for up to {rounded(first * one_s, 2)} s, "
         f"{rounded(one_s, 2)} s each (estimated)",

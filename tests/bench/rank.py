@@ -1,10 +1,12 @@
-"""Time of ranking 10,000 configurations. Run: ``python -m tests.bench.rank [--loads] [--json FILE]``.
+"""Time of ranking 10,000 configurations. Run: ``python -m tests.bench.rank [--loads | --spared] [--json FILE]``.
 
 The candidates are made beforehand and ``fits`` answers at once: the time is that of ``planner.rank`` alone. The
 answer is checked before the time is taken; the first runs are warm-up and not counted. In the cases of batches
 each candidate has 1, 8 or 32 slots and an estimate of one request, as those of a real plan. With ``--loads`` those
-cases alone are run, of candidates that all wait for loads of variants next to their steps. Times are CPU time of
-the process, which has one thread: on a shared machine wall-clock time says more about the neighbours.
+cases alone are run, of candidates that all wait for loads of variants next to their steps. With ``--spared`` they
+are run of candidates whose prompts have loads, for one replica and for three, which spare one another some. Times
+are CPU time of the process, which has one thread: on a shared machine wall-clock time says more about the
+neighbours.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import numpy as np
 from fingerprint.codec import to_json
 from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat, Workload
 from fingerprint.estimates import Estimate, MemoryEstimate, Quantity, Source
+from fingerprint.estimators.adapter_slots import ADDED_ERROR, later
 from planner.adapter_slots import VariantLoad
 from planner.intent import Intent, IntentKind, Quality, Slo, Traffic
 from planner.plan import Candidate, Layout
@@ -64,6 +67,11 @@ BATCH_CASES = {
         slo=Slo(ttft_s=0.3, tpot_s=0.01, e2e_s=2.0), rate_per_s=9.0, quality=Quality.ANY
     ),
 }
+SPARED_CASES = {
+    f"{case}, {replicas} replica{'s' * (replicas > 1)}": replace(intent, replicas=replicas)
+    for case, intent in BATCH_CASES.items()
+    for replicas in (1, 3)
+}  # of the same rate at each replica: with one there is nothing to spare
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +126,27 @@ def with_loads(found: list[Candidate], seed: int = 20261128) -> list[Candidate]:
         for c in found
         if c.estimate is not None and c.alone is not None
         for its in [rng.choice(waits)]
+    ]
+
+
+def with_spared_loads(found: list[Candidate], seed: int = 20261129) -> list[Candidate]:
+    """Return ``found`` with loads of 0.12 s in prompts: of 1,000 variants by Zipf's law, 16 to 64 stay loaded."""
+    rng, load, load_s = random.Random(seed), VariantLoad(1_000, 1.0), 0.12
+    missed = {places: [load.missed(number * places) for number in (1, 2, 3)] for places in (16, 32, 64)}
+
+    def loaded(one: Estimate, shares: list[float]) -> Estimate:
+        loads_s = one.workload.batch * shares[0] * load_s
+        return replace(
+            one,
+            ttft_s=later(one.ttft_s, Quantity(loads_s, 0.0, loads_s * ADDED_ERROR, Source.SCALED)),
+            spared_loads_s=tuple((shares[0] - left) * load_s for left in shares),
+        )
+
+    return [
+        c._replace(alone=loaded(c.alone, shares), estimate=loaded(c.estimate, shares))
+        for c in found
+        if c.estimate is not None and c.alone is not None
+        for shares in [rng.choice(list(missed.values()))]
     ]
 
 
@@ -202,12 +231,21 @@ def machine() -> str:
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="also write the results there")
-    parser.add_argument("--loads", action="store_true", help="cases of batches that wait for loads, alone")
+    rows = parser.add_mutually_exclusive_group()
+    rows.add_argument("--loads", action="store_true", help="cases of batches that wait for loads, alone")
+    rows.add_argument("--spared", action="store_true", help="cases of batches with loads in prompts, alone")
     options = parser.parse_args(arguments)
     found = candidates(NUM_CANDIDATES)
-    results = [] if options.loads else [measure(case, intent, found) for case, intent in CASES.items()]
-    batches = with_loads(in_batches(found)) if options.loads else in_batches(found)
-    results += [measure(case, intent, batches) for case, intent in BATCH_CASES.items()]
+    batches = in_batches(found)
+    if options.spared:
+        batches = with_spared_loads(batches)
+        results = [measure(case, intent, batches) for case, intent in SPARED_CASES.items()]
+    elif options.loads:
+        batches = with_loads(batches)
+        results = [measure(case, intent, batches) for case, intent in BATCH_CASES.items()]
+    else:
+        results = [measure(case, intent, found) for case, intent in CASES.items()]
+        results += [measure(case, intent, batches) for case, intent in BATCH_CASES.items()]
     print(results[0].machine)
     for r in results:
         print(

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from tests.bench.accuracy import RESULTS
 from tests.bench.decide import cases
-from tests.bench.rank import BATCH_CASES, CASES
+from tests.bench.rank import BATCH_CASES, CASES, SPARED_CASES
 
 ROOT = Path(__file__).parents[2]
 RANKINGS = {row["case"]: row for row in json.loads((RESULTS / "rank.json").read_bytes())}
+SPARED = {row["case"]: row for row in json.loads((RESULTS / "rank_spared.json").read_bytes())}
 DECISIONS = {row["case"]: row for row in json.loads((RESULTS / "decide.json").read_bytes())}
 INTENTS = CASES | BATCH_CASES
 
@@ -33,6 +34,7 @@ def with_a_rate(is_given: bool) -> str:
 
 def test_every_case_is_recorded() -> None:
     assert list(RANKINGS) == list(INTENTS)
+    assert list(SPARED) == list(SPARED_CASES)
     assert list(DECISIONS) == list(cases())
 
 
@@ -45,6 +47,16 @@ def test_rankings() -> None:
     assert f"Without a rate the medians are {with_a_rate(False)}, with one {with_a_rate(True)}." in performance
     changelog = text_of("CHANGELOG.md")
     assert f"Ranking 10,000 configurations with a rate takes {with_a_rate(True)} of CPU" in changelog
+
+
+def test_rankings_with_loads_spared() -> None:
+    more = [
+        SPARED[f"{case}, 3 replicas"]["median_s"] / SPARED[f"{case}, 1 replica"]["median_s"] - 1
+        for case in BATCH_CASES
+    ]
+    said = f"{100 * min(more):.0f} to {max(more):.0%}"
+    assert f"take {said} more CPU" in text_of("docs/performance.md")
+    assert f"[{said} longer]" in text_of("docs/decisions/0050-loads-in-plans.md")
 
 
 def test_decisions() -> None:

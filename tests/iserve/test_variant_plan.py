@@ -259,6 +259,28 @@ def test_a_plan_says_which_share_of_a_workers_time_loads_take(
     assert ("of its time" in note) == (rate is not None and not stays)
 
 
+@pytest.mark.parametrize("kind", [IntentKind.MIN_COST, IntentKind.MIN_LATENCY])
+@pytest.mark.parametrize(("gpus", "name", "pp"), [("a6000:6", "Qwen/Qwen3-32B", 2), ("h200:2", LLAMA, 1)])
+def test_a_joint_plan_says_which_loads_its_mean_e2e_counts(
+    gpus: str, name: str, pp: int, kind: IntentKind, monkeypatch: pytest.MonkeyPatch, golden: Golden
+) -> None:
+    """All loads of pipelines: were none spared, the mean of two replicas would be the same to the bit."""
+    options = varied(Traffic(variants=1000, variant_rank=64), kind, rate=0.4, replicas=2, more_replicas=False)
+    hardware, means_s, notes = hardware_on(gpus), [], []
+    for shares in (WithVariantLoads._shares_spared, lambda self, places: ()):
+        monkeypatch.setattr(WithVariantLoads, "_shares_spared", shares)
+        found = planned(hardware, options, name)
+        assert config_of(found).pp == pp
+        assert found.document.joint is not None
+        means_s.append(found.document.joint.forecast.e2e_s or 0.0)
+        notes += [one for one in found.document.notes if one.startswith("loads: ")]
+    assert 0 < means_s[0] <= means_s[1]
+    note = notes[0]
+    golden("variant", note)
+    assert (means_s[0] == means_s[1]) == ("counts all loads" in note) == (pp > 1)
+    assert ("counts a share" in note) == (pp == 1)
+
+
 def test_loads_change_no_plan_without_variants_and_make_those_with_missing_ones_slower(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
