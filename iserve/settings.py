@@ -89,6 +89,11 @@ class Settings:
         "the Python of the environment that has vLLM; unset: the newest that `iserve engines install` made, else "
         "iServe's own, if vLLM is installed there",
     ] = None
+    vllm_adapter_kernels: Annotated[
+        bool | None,
+        "whether vLLM computes LoRA adapters in steps of up to 64 rows by iServe's kernels; unset: by its own. "
+        "vLLM 0.33.0 alone; the daemon reads it when it starts, and profiles are of the kernels they ran with",
+    ] = None
     tensorrt_llm_python: Annotated[Path | None, "the same for TensorRT-LLM"] = None
 
     def __post_init__(self) -> None:

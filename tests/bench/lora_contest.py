@@ -35,7 +35,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from daemon.engines.vllm.delta_plug_in import PLUG_IN_PATH
+from daemon.engines.vllm.variant_plug_in import ADAPTER_KERNELS
 from fingerprint.codec import to_json
 from fingerprint.families import load_spec
 from fingerprint.random_variants import write_random_variant
@@ -50,7 +50,6 @@ ACTIVE = (0, 1, 4, 8, 32)
 ROUNDS = 5  # the first one warms up
 GOAL = 0.8  # of the base's throughput
 MOST_APART = 0.1
-KERNELS = Path(PLUG_IN_PATH) / "iserve_variants" / "adapter_kernels.py"
 DUAL, TUNED = "VLLM_LORA_ENABLE_DUAL_STREAM", "VLLM_TUNED_CONFIG_FOLDER"
 # base: no slots. aligned: tuned too. The last two have no part in the default order.
 ATTEMPTS = ("base", "default", "dual", "tuned", "aligned", "own", "forked", "specialized", "dual-tuned")
@@ -58,11 +57,13 @@ SHOWN = {  # in an attempt's log
     "dual": f"{DUAL}=1",
     "tuned": "Using tuned LoRA kernel configs",
     "aligned": "aligned the pointers of slices",
-    "own": f"our kernels for {ROWS} rows",
+    "own": "kernels of adapters are iServe's",
     "forked": f"our kernels next to {ROWS} rows",
     "specialized": f"{plugin.SPECIALIZE}=1",
     "dual-tuned": "Using tuned LoRA kernel configs",
 }
+# In the log of the kept start, whose kernels the bench's own plug-in put in vLLM's place.
+SHOWN_BEFORE = {"own": f"our kernels for {ROWS} rows"}
 ORDER = ("base", "default", "dual", "tuned", "aligned", "own", "forked", "default")
 
 
@@ -70,11 +71,9 @@ def settings_of(attempt: str, out: Path, scratch: Path) -> dict[str, str]:
     """Return an attempt's variables. One that changes what is traced has a cache of compiled models of its own."""
     cache = {"VLLM_CACHE_ROOT": str(scratch / f"cache-{attempt}")}
     tuned = {TUNED: str(out / "tuned")}
-    tuned_aligned = out / "aligned" / "tuned"
-
-    def own(tilings: Path) -> dict[str, str]:
-        return {plugin.KERNELS: str(KERNELS), plugin.TILINGS: str(tilings) if tilings.exists() else ""} | cache
-
+    tuned_aligned, tilings = out / "aligned" / "tuned", out / "forked.json"
+    own = {ADAPTER_KERNELS: "1"}
+    forked = own | {DUAL: "1", plugin.FORK: "1", plugin.TILINGS: str(tilings) if tilings.exists() else ""}
     return {
         "base": {},
         "default": {},
@@ -82,8 +81,8 @@ def settings_of(attempt: str, out: Path, scratch: Path) -> dict[str, str]:
         "tuned": tuned,
         "aligned": {plugin.ALIGN: "1"}
         | (tuned | {TUNED: str(tuned_aligned)} if tuned_aligned.exists() else tuned),
-        "own": own(out / "tilings.json"),
-        "forked": own(out / "forked.json") | {DUAL: "1", plugin.FORK: "1"},
+        "own": own,
+        "forked": forked | cache,
         "specialized": {plugin.SPECIALIZE: "1"},
         "dual-tuned": {DUAL: "1"} | tuned | cache,
     }[attempt]
@@ -260,7 +259,8 @@ class Attempt:
         self.name, self.number = document["facts"]["attempt"], file.name.partition("-")[0]
         self.error = next((row["text"].splitlines()[-1] for row in document["rows"] if row["kind"] == "error"), "")
         shown = SHOWN.get(self.name, "")
-        if not self.error and not any(shown in line for line in document.get("log", [""])):
+        logged = [word for word in (shown, SHOWN_BEFORE.get(self.name)) if word is not None]
+        if not self.error and not any(word in line for line in document.get("log", [""]) for word in logged):
             self.error = f"not in its log: {shown}"
         self.tokens = tokens_of(file)
         self._bursts = [row for row in document["rows"] if row["kind"] == "burst"]

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from daemon.engines.external import PROFILING_PATH
-from daemon.engines.vllm.delta_plug_in import PLUG_IN_PATH
+from daemon.engines.vllm.variant_plug_in import PLUG_IN_PATH, has_adapter_kernels
 from daemon.process_tree import set_parent_death_signal
 from daemon.worker_spec import WorkerSpec
 from fingerprint.codec import to_json
@@ -28,7 +28,7 @@ class ProfilingProcess:
         self._folder = folder
         (folder / "spec.json").write_bytes(to_json(spec))
         (folder / "machine.json").write_bytes(to_json(machine))
-        plug_ins = [PLUG_IN_PATH] if spec.config.has_delta_slots else []
+        plug_ins = [PLUG_IN_PATH] if spec.config.has_delta_slots or has_adapter_kernels() else []
         env = os.environ | {
             "PYTHONPATH": os.pathsep.join([PROFILING_PATH, *plug_ins, os.environ.get("PYTHONPATH", "")]),
             "VLLM_NO_USAGE_STATS": "1",

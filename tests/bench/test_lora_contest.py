@@ -81,7 +81,7 @@ class TestMeasure:
             def target(self, directory: Path, spec: Any) -> Iterator[Target]:
                 seen.append(dict(os.environ))
                 (self.scratch / "worker").mkdir()
-                said = f"{plugin.SAID} our kernels for 32 rows of 4096x6144"
+                said = "kernels of adapters are iServe's in steps of up to 64 rows"
                 (self.scratch / "worker" / "log.txt").write_text(f"begun\n{said}\n")
                 yield Target(machine(alone_first=lambda burst: bench.ROWS))
 
@@ -96,7 +96,7 @@ class TestMeasure:
         plug_in, rest = found["PYTHONPATH"].split(os.pathsep)
         assert (Path(plug_in).name, rest) == ("plug-in", "before")
         assert found[plugin.TOKENS] == str((out / "0-own.tokens.jsonl").resolve())
-        assert found[plugin.KERNELS].endswith("adapter_kernels.py")
+        assert found[bench.ADAPTER_KERNELS] == "1"  # so that the plug-in of deployments is found
         assert os.environ["PYTHONPATH"] == "before"
         assert plugin.TOKENS not in os.environ
         assert bench.Attempt(out / "0-own.json").error == ""  # its log shows our kernels
@@ -128,17 +128,17 @@ class TestSettings:
         """VLLM finds a compiled model by its own sources, which our patch does not change."""
         found = {attempt: bench.settings_of(attempt, tmp_path, tmp_path) for attempt in bench.ATTEMPTS}
         for attempt, values in found.items():
-            assert ("VLLM_CACHE_ROOT" in values) == (plugin.KERNELS in values or bench.DUAL in values), attempt
+            assert ("VLLM_CACHE_ROOT" in values) == (bench.DUAL in values), attempt
         assert set(found["tuned"]) == {bench.TUNED}
         assert found["aligned"] == {plugin.ALIGN: "1"} | found["tuned"]
         (tmp_path / "aligned" / "tuned").mkdir(parents=True)
         again = bench.settings_of("aligned", tmp_path, tmp_path)
         assert again[bench.TUNED] == str(tmp_path / "aligned" / "tuned")
         assert found["base"] == found["default"] == {}
-        assert Path(found["own"][plugin.KERNELS]).exists()
-        assert found["own"][plugin.TILINGS] == ""
-        (tmp_path / "tilings.json").write_text("{}")
-        assert bench.settings_of("own", tmp_path, tmp_path)[plugin.TILINGS] == str(tmp_path / "tilings.json")
+        assert found["own"] == {bench.ADAPTER_KERNELS: "1"}  # which vLLM hashes with its configuration
+        assert found["forked"][plugin.TILINGS] == ""
+        (tmp_path / "forked.json").write_text("{}")
+        assert bench.settings_of("forked", tmp_path, tmp_path)[plugin.TILINGS] == str(tmp_path / "forked.json")
 
     def test_variables_are_put_back(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("FIRST", "1")
@@ -285,83 +285,6 @@ class TestPlugIn:
         with pytest.raises(RuntimeError):
             plugin.aligned_source(aligned)
 
-    def test_split_groups_are_in_buffers_of_the_graphs(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        class Meta:
-            token_indices_sorted_by_lora_ids = torch.zeros(2)
-            num_tokens_per_lora, lora_token_start_loc, active_lora_ids = torch.zeros(3, 1)
-
-            @staticmethod
-            def make(slots: int) -> Any:
-                return Meta()
-
-            def prepare_tensors(self, mapping: torch.Tensor) -> None:
-                self.num_tokens_per_lora = mapping
-
-        module = ModuleType("vllm.lora.ops.triton_ops.lora_kernel_metadata")
-        module.LoRAKernelMeta = Meta
-        for name in ("vllm", "vllm.lora", "vllm.lora.ops", "vllm.lora.ops.triton_ops"):
-            monkeypatch.setitem(sys.modules, name, ModuleType(name))
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-
-        class Groups(tuple):
-            def __new__(cls, *tensors: torch.Tensor) -> Any:
-                return super().__new__(cls, tensors)
-
-            def split(self, rows: int) -> Any:
-                return (self[0], *(tensor + rows for tensor in self[1:]))
-
-        kernels = SimpleNamespace(Groups=Groups, AdapterTiling=lambda: SimpleNamespace(rows=8))
-        plugin.keep_split_groups(kernels)
-        plugin.keep_split_groups(kernels)  # called in each process once more
-        meta = Meta.make(3)
-        captured = meta.pieces
-        meta.prepare_tensors(torch.full((1,), 5.0))
-        assert [int(tensor[0]) for tensor in captured] == [13, 8, 8]
-
-    def operator(self, calls: list[str]) -> tuple[Any, Any]:
-        class Tiling:
-            def __init__(self, inputs: int = 512) -> None:
-                self.inputs = inputs
-
-        kernels = SimpleNamespace(
-            AdapterTiling=Tiling,
-            Groups=lambda *tensors: tensors,
-            takes=lambda x, a, b: x.shape[0] <= 64,
-            add_adapters=lambda y, x, a, b, groups, scale, tiling: calls.append(f"own {tiling.inputs}"),
-        )
-        return kernels, plugin.linear_operator(
-            kernels,
-            {"8x4": {"inputs": 256}},
-            lambda x, a, buffer, *mixed: calls.append(f"shrink {tuple(buffer.shape)}"),
-            lambda buffer, b, y, *mixed, offset_start, add_inputs: calls.append(f"expand {add_inputs}"),
-        )
-
-    def test_small_steps_take_our_kernels_and_all_else_vllms(self) -> None:
-        calls: list[str] = []
-        _, run = self.operator(calls)
-
-        def call(rows: int, inputs: int = 8, is_base: bool = False, adds: bool = True) -> list[str]:
-            calls.clear()
-            b = [torch.zeros(2, 1, 4, 16)]
-            mixed = [torch.zeros(1)] * 5 + [torch.tensor([is_base]), torch.tensor([3])]
-            run(
-                torch.zeros(rows, 4),
-                torch.zeros(rows, inputs),
-                [torch.zeros(2, 1, 16, inputs)],
-                b,
-                *mixed,
-                *[torch.zeros(1)] * 3,
-                1.0,
-                adds,
-            )
-            return list(calls)
-
-        assert call(64) == ["own 256"]
-        assert call(64, inputs=16) == ["own 512"]
-        assert call(65) == ["shrink (1, 65, 16)", "expand True"]
-        assert call(8, adds=False) == ["shrink (1, 8, 16)", "expand False"]
-        assert call(8, is_base=True) == []
-
     def test_layers_of_two_streams_take_our_kernels_for_small_steps(self) -> None:
         calls: list[Any] = []
 
@@ -385,7 +308,7 @@ class TestPlugIn:
                 torch.tensor([3]),
             ]
             pieces = [torch.full((1,), number) for number in (7, 8, 9)]
-            meta = SimpleNamespace(meta_args=lambda rows, specializes: mixed, pieces=pieces)
+            meta = SimpleNamespace(meta_args=lambda rows, specializes: mixed, iserve_pieces=pieces)
             return SimpleNamespace(
                 lora_a_stacked=(torch.zeros(2, 1, 16, inputs),),
                 lora_b_stacked=(torch.zeros(2, 1, 4, 16),),
@@ -402,26 +325,3 @@ class TestPlugIn:
         assert torch.equal(apply(layer(8), torch.ones(65, 8)), torch.full((1, 4), 7.0))  # vLLM's own
         assert torch.equal(apply(layer(8), torch.ones(1, 2, 8)), torch.full((1, 4), 7.0))
         assert len(calls) == 2
-
-    def test_torch_takes_the_operator_and_its_fake(self) -> None:
-        """The schema is inferred, as in vLLM, and a compiled graph traces it."""
-        calls: list[str] = []
-        _, run = self.operator(calls)
-        schema = torch.library.infer_schema(run, mutates_args=["y"])
-        library = torch.library.Library("lora_contest_test", "FRAGMENT")
-        library.define("linear" + schema)
-        library.impl("linear", run, dispatch_key="CPU")
-        library._register_fake("linear", plugin._nothing)
-
-        def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-            y = x @ torch.ones(8, 4)
-            torch.ops.lora_contest_test.linear(
-                y, x, (torch.zeros(2, 1, 16, 8),), (torch.zeros(2, 1, 4, 16),), *self.meta, *self.pieces, 1.0, True
-            )
-            return y + 1
-
-        mixed = [torch.zeros(1)] * 5 + [torch.tensor([False]), torch.tensor([3])]
-        wrapper = SimpleNamespace(meta=mixed, pieces=(torch.zeros(1),) * 3)
-        compiled = torch.compile(forward, fullgraph=True, backend="aot_eager", dynamic=True)
-        assert torch.equal(compiled(wrapper, torch.ones(3, 8)), torch.full((3, 4), 9.0))
-        assert calls == ["own 256"]

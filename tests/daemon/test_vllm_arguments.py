@@ -17,7 +17,7 @@ from daemon.engine_options import EngineOptions
 from daemon.engines.external import PROFILING_PATH
 from daemon.engines.registry import get_engine
 from daemon.engines.vllm.cache import in_blocks
-from daemon.engines.vllm.delta_plug_in import additional_config
+from daemon.engines.vllm.variant_plug_in import additional_config
 from daemon.profile_messages import ProfileLoad
 from fingerprint.codec import to_json
 from fingerprint.config import DeploymentConfig, KvFormat, SlotFormat, WeightFormat

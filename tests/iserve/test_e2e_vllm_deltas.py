@@ -15,7 +15,7 @@ from typing import Any
 import openai
 import pytest
 
-from daemon.engines.vllm.delta_plug_in import PLUG_IN_PATH
+from daemon.engines.vllm.variant_plug_in import PLUG_IN_PATH
 from iserve.demo import demo_model_path
 from tests.daemon.tiny_deltas import write_tiny_delta
 from tests.golden_words import Golden

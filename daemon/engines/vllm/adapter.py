@@ -29,7 +29,6 @@ from daemon.engines.vllm.contract import (
     breaches,
     read_release,
 )
-from daemon.engines.vllm.delta_plug_in import PLUG_IN_PATH, additional_config
 from daemon.engines.vllm.model_registry import REGISTRY_FILE, Registry, read_registry, registry_digest
 from daemon.engines.vllm.own_options import check_vllm_options
 from daemon.engines.vllm.release import (
@@ -39,10 +38,18 @@ from daemon.engines.vllm.release import (
     SLOTS_SINCE,
     Standing,
     delta_release,
+    has_plug_in,
     image_release,
     keeps_adapters_apart,
     serves_deltas,
     standing_of,
+)
+from daemon.engines.vllm.variant_plug_in import (
+    ADAPTER_KERNELS,
+    PLUG_IN_PATH,
+    additional_config,
+    has_adapter_kernels,
+    needs_plug_in,
 )
 from daemon.profile_messages import ProfileLoad
 from daemon.sources.source_cache import kept_reading, sources_stamp
@@ -57,7 +64,6 @@ from daemon.worker_stats import WorkerStats
 from fingerprint.architectures import Architectures
 from fingerprint.capability import DELTA_FAMILIES, EngineCapabilities, Exclusion, Note
 from fingerprint.codec import to_json
-from fingerprint.config import SlotFormat
 from fingerprint.errors import ConfigError, EngineError, IserveError
 
 __all__ = ["VllmEngine"]
@@ -147,8 +153,7 @@ class VllmEngine(ExternalEngine):
         check_vllm_options(options)
 
     def profile_order(self, spec: WorkerSpec, order: ProfileLoad) -> ProfileLoad:
-        if order.delta_format is not SlotFormat.NONE:
-            settings = additional_config(order.in_slots(spec.config))
+        if settings := additional_config(order.in_slots(spec.config)):
             order = replace(order, additional_config=json.dumps(settings))
         return in_blocks(spec, order)
 
@@ -161,11 +166,15 @@ class VllmEngine(ExternalEngine):
         python_path = _MIDDLEWARE_PATH
         if spec.config.has_delta_slots:
             _check_deltas(found)
+        if has_adapter_kernels():
+            _check_adapter_kernels(found)
+        if needs_plug_in(spec.config):
             python_path += f"{os.pathsep}{PLUG_IN_PATH}"
         if spec.profiling:
             untimed = ("--no-step-timer",) if _standing(found) is Standing.UNKNOWN else ()
             machine = to_json(gpu_machine(devices.values(), self.versions(spec.engine_version))).decode()
-            plug_ins = (PLUG_IN_PATH,) if spec.config.has_delta_slots else ()
+            # The slots of adapters are those of each order.
+            plug_ins = (PLUG_IN_PATH,) if spec.config.has_delta_slots or has_adapter_kernels() else ()
             return Command(
                 profiling_worker(spec, found, "vllm", folder, *untimed, plug_ins=plug_ins),
                 launch.environment(spec, devices),
@@ -202,10 +211,11 @@ class VllmEngine(ExternalEngine):
             "adapters are loaded at its start."
         )
         notes = [] if is_version(planned, release) else [other]
+        words = launch.arguments(replace(spec, checkpoint=inside.model), model, devices, with_plug_in=False)
         notes += [code] * spec.options.use.trust_remote_code + [adapters] * bool(spec.config.adapter_slots)
         return Container(
             image=f"{_IMAGE}:v{release}",
-            argv=("vllm", *launch.arguments(replace(spec, checkpoint=inside.model), model, devices)),
+            argv=("vllm", *words),
             env=launch.environment(spec, devices),
             notes=tuple(notes),
         )
@@ -243,6 +253,16 @@ def _check_deltas(found: Installation) -> None:
         raise EngineError(
             f"vllm {version} of {found.python} serves no deltas of full fine-tunes; export them (`iserve variant "
             "export`) and deploy each by itself, or take the embedded engine"
+        )
+
+
+def _check_adapter_kernels(found: Installation) -> None:
+    """Raise EngineError: our kernels of adapters were not written for the release that is installed."""
+    version = found.version("vllm")
+    if found.is_editable or not has_plug_in(version):
+        raise EngineError(
+            f"{ADAPTER_KERNELS} asks for kernels of adapters that are not for vllm {version} of {found.python}: "
+            f"unset it, or install {NEWEST_RUN}"
         )
 
 

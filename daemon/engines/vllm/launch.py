@@ -16,8 +16,8 @@ from daemon.devices import Device
 from daemon.engine_options import option_words
 from daemon.engines.base import Burst
 from daemon.engines.vllm.cache import kv_cache_bytes, step_tokens
-from daemon.engines.vllm.delta_plug_in import PLUG_IN_NAME, additional_config
 from daemon.engines.vllm.own_options import check_vllm_options, parser_words, use_words
+from daemon.engines.vllm.variant_plug_in import PLUG_IN_NAME, additional_config, needs_plug_in
 from daemon.worker_spec import WorkerLimits, WorkerSpec
 from fingerprint.cache_blocks import block_tokens
 from fingerprint.checkpoint import INDEX_FILE, SINGLE_FILE
@@ -161,8 +161,13 @@ def _check(spec: WorkerSpec, model: ModelSpec, devices: Mapping[str, Device]) ->
         )
 
 
-def arguments(spec: WorkerSpec, model: Model, devices: Mapping[str, Device]) -> tuple[str, ...]:
+def arguments(
+    spec: WorkerSpec, model: Model, devices: Mapping[str, Device], *, with_plug_in: bool = True
+) -> tuple[str, ...]:
     """Return the arguments after ``vllm``.
+
+    Args:
+        with_plug_in: whether our plug-in is found, to which settings are passed on.
 
     Raises:
         ConfigError: vLLM has no way to keep what ``spec`` asks.
@@ -212,6 +217,7 @@ def arguments(spec: WorkerSpec, model: Model, devices: Mapping[str, Device]) -> 
         # An unload takes the name alone: with no more places than slots, what is loaded next could put out a delta
         # that has its name yet, and is read from its folder within a step then.
         options["--max-cpu-loras"] = KEPT_PER_SLOT * config.adapter_slots
+    if with_plug_in and needs_plug_in(config):
         options["--additional-config"] = json.dumps(additional_config(config))
     if config.num_gpus > 1:
         options["--distributed-executor-backend"] = "mp"
@@ -249,7 +255,7 @@ def environment(spec: WorkerSpec, devices: Mapping[str, Device]) -> tuple[tuple[
     if spec.config.adapter_slots:
         env.append(("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1"))  # else there are no routes that load adapters
     plug_ins = os.environ.get("VLLM_PLUGINS")
-    if spec.config.has_delta_slots and plug_ins is not None:  # those that are loaded, where not all are
+    if needs_plug_in(spec.config) and plug_ins is not None:  # those that are loaded, where not all are
         names = dict.fromkeys((*filter(None, plug_ins.split(",")), PLUG_IN_NAME))
         env.append(("VLLM_PLUGINS", ",".join(names)))
     if spec.config.tp > 1:

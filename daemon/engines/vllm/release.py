@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from packaging.version import InvalidVersion, Version
 
-from daemon.engines.vllm.delta_plug_in import takes_release
+from daemon.engines.vllm.variant_plug_in import takes_release
 
 __all__ = [
     "KNOWN",
@@ -16,6 +16,7 @@ __all__ = [
     "SLOTS_SINCE",
     "Standing",
     "delta_release",
+    "has_plug_in",
     "image_release",
     "keeps_adapters_apart",
     "serves_deltas",
@@ -77,7 +78,15 @@ def serves_deltas(version: str) -> bool:
         found = Version(version)
     except InvalidVersion:
         return False
-    return (found.major, found.minor) in RUN_WITH_DELTAS and takes_release(found.public)
+    return (found.major, found.minor) in RUN_WITH_DELTAS and has_plug_in(version)
+
+
+def has_plug_in(version: str) -> bool:
+    """Return whether the plug-in of ``variants`` was written for ``version``."""
+    try:
+        return takes_release(Version(version).public)
+    except InvalidVersion:
+        return False
 
 
 def delta_release() -> str:

@@ -15,7 +15,7 @@ import pytest
 from daemon.engines.base import Inside
 from daemon.engines.registry import get_engine
 from daemon.engines.vllm import launch, release
-from daemon.engines.vllm.delta_plug_in import PLUG_IN_NAME, PLUG_IN_PATH, takes_release
+from daemon.engines.vllm.variant_plug_in import PLUG_IN_NAME, PLUG_IN_PATH, takes_release
 from daemon.worker_spec import WorkerSpec
 from fingerprint.capability import DELTA_FAMILIES, EngineCapabilities
 from fingerprint.config import DeploymentConfig, Pruning, SlotFormat, WeightFormat

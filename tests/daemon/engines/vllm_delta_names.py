@@ -1,4 +1,4 @@
-"""Names of vLLM 0.33.0 that the plug-in of deltas patches, overrides and reads, recorded with ``ast``.
+"""Names of vLLM 0.33.0 that the plug-in of variants patches, overrides and reads, recorded with ``ast``.
 
     python -m tests.daemon.engines.vllm_delta_names FOLDER
 
@@ -70,6 +70,13 @@ USED: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "lora/worker_manager.py:LRUCacheWorkerLoRAManager": (("create_lora_manager",), ("_manager_cls",)),
     "lora/punica_wrapper/punica_base.py:PunicaWrapperBase": (("add_lora_linear", "update_metadata"), ()),
     "lora/punica_wrapper/punica_gpu.py:PunicaWrapperGPU": (("add_lora_linear", "update_metadata"), ()),
+    "lora/ops/triton_ops/lora_kernel_metadata.py:LoRAKernelMeta": (
+        ("make", "prepare_tensors", "meta_args"),
+        (
+            *("active_lora_ids", "lora_token_start_loc", "num_tokens_per_lora"),
+            "token_indices_sorted_by_lora_ids",
+        ),
+    ),
     "utils/cache.py:LRUCache": (("touch", "remove_oldest"), ()),
     "lora/request.py:LoRARequest": ((), ("lora_int_id", "lora_path")),
     "config/lora.py:LoRAConfig": ((), ("fully_sharded_loras",)),

@@ -13,7 +13,7 @@ the result is added to y in bfloat16.
 **Overlap.** The adapters' work needs the linear's x alone, and both read memory: on a second stream ``shrink``, or
 both launches, can run while the linear does (``AdapterTiling.fork``).
 
-Not connected to vLLM: tests and ``tests/bench/lora_contest.py`` alone run it (docs/decisions/0054).
+``vllm_adapters`` connects them; only ``tests/bench/lora_contest.py`` has a second stream (docs/decisions/0054).
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class AdapterTiling:
     """Rows of a product: 8 is the narrow side of the tensor cores' smallest form."""
     inputs: int = 512
     """Columns of A of a program."""
-    shrink_warps: int = 2
+    shrink_warps: int = 1
     outputs: int = 256
     """Rows of B of a program."""
     expand_warps: int = 4
-    overlaps: int = 1
+    overlaps: int = 2
     """0: no launch begins before the kernel before it has ended; 1: the second launch may; 2: both may
     (programmatic dependent launch). With 2 the adapters and the groups must have been written before the kernel
     that wrote y began. On a second stream 2 is as 1."""

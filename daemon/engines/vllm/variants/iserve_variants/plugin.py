@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from iserve_variants.settings import check_release, read_settings
+from iserve_variants.settings import check_release, read_settings, wants_adapter_kernels
 
 __all__ = ["register"]
 
 
 def register() -> None:
-    """Put our manager and layers in front of vLLM's; without settings in a configuration, vLLM's are used.
+    """Put our manager, layers and kernels before vLLM's, which are used where a configuration has no settings.
 
     Raises:
         RuntimeError: a release of vLLM that was not read.
@@ -31,6 +31,10 @@ def register() -> None:
     theirs = mixin.LRUCacheWorkerLoRAManager
 
     def manager(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        if wants_adapter_kernels(vllm_config.additional_config):
+            from iserve_variants.vllm_adapters import use_adapter_kernels
+
+            use_adapter_kernels()
         wanted = read_settings(vllm_config.additional_config) is not None
         return (DeltaWorkerManager if wanted else theirs)(vllm_config, *args, **kwargs)
 

@@ -12,9 +12,21 @@ from typing import Any
 
 from iserve_variants.formats import FORMATS
 
-__all__ = ["KEY", "RELEASES", "REVISION", "Settings", "check_release", "read_settings"]
+__all__ = [
+    "ADAPTERS_KEY",
+    "KEY",
+    "RELEASES",
+    "REVISION",
+    "Settings",
+    "adapters_config",
+    "check_release",
+    "read_settings",
+    "wants_adapter_kernels",
+]
 
 KEY = "iserve_deltas"
+ADAPTERS_KEY = "iserve_adapters"
+_ADAPTERS = {"kernels": 1}  # raise it where compiled graphs with our kernels of adapters change
 REVISION = 1  # raise it where compiled graphs change
 RELEASES = ("0.33.0",)  # of vLLM, whose sources the plug-in was written for
 
@@ -68,6 +80,24 @@ def read_settings(additional_config: object) -> Settings | None:
     return Settings(**given)
 
 
+def adapters_config() -> dict[str, Any]:
+    """Return what ``--additional-config`` has to hold for our kernels of adapters."""
+    return {ADAPTERS_KEY: dict(_ADAPTERS)}
+
+
+def wants_adapter_kernels(additional_config: object) -> bool:
+    """Return whether vLLM's ``additional_config`` asks for our kernels of adapters.
+
+    Raises:
+        ValueError: for those of another revision.
+    """
+    if not isinstance(additional_config, Mapping) or ADAPTERS_KEY not in additional_config:
+        return False
+    if additional_config[ADAPTERS_KEY] != _ADAPTERS:
+        raise ValueError(f"{ADAPTERS_KEY}: {additional_config[ADAPTERS_KEY]!r} is not {_ADAPTERS}")
+    return True
+
+
 def check_release(version: str) -> None:
     """Refuse a vLLM whose sources were not read.
 
@@ -76,6 +106,7 @@ def check_release(version: str) -> None:
     """
     if version.partition("+")[0] not in RELEASES:
         raise RuntimeError(
-            f"deltas were written for vLLM {', '.join(RELEASES)}, this is {version or 'unknown'}: take that "
-            "release, or export the variant (`iserve variant export`) and deploy its checkpoint"
+            f"deltas, and kernels of adapters, were written for vLLM {', '.join(RELEASES)}, this is "
+            f"{version or 'unknown'}: take that release, or export the variant (`iserve variant export`) and "
+            "deploy its checkpoint"
         )

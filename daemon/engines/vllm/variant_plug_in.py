@@ -1,4 +1,4 @@
-"""Our plug-in for deltas (``variants``) as a launch gives it to vLLM: its folder, and its settings.
+"""Our plug-in for variants (``variants``) as a launch gives it to vLLM: its folder, and its settings.
 
 The plug-in's module of settings is used itself, which needs neither torch nor vLLM. It has absolute imports of a
 package that is found in vLLM's interpreter by ``PYTHONPATH``; here it is found by its folder.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from functools import cache
 from pathlib import Path
@@ -15,14 +16,41 @@ from types import ModuleType
 
 from fingerprint.config import DeploymentConfig
 
-__all__ = ["PLUG_IN_NAME", "PLUG_IN_PATH", "additional_config", "takes_release"]
+__all__ = [
+    "ADAPTER_KERNELS",
+    "PLUG_IN_NAME",
+    "PLUG_IN_PATH",
+    "additional_config",
+    "has_adapter_kernels",
+    "needs_plug_in",
+    "takes_release",
+]
+
+ADAPTER_KERNELS = "ISERVE_VLLM_ADAPTER_KERNELS"  # a setting of iServe: 1 for our kernels of adapters
 
 PLUG_IN_PATH = str(Path(__file__).parent / "variants")  # for ``PYTHONPATH``: the package, and its entry point
 PLUG_IN_NAME = _PACKAGE = "iserve_variants"  # of the entry point, and of its package
 
 
+def has_adapter_kernels() -> bool:
+    """Return whether adapters are to be computed by our kernels: so the environment says (docs/decisions/0054)."""
+    return os.environ.get(ADAPTER_KERNELS, "").lower() in ("1", "true", "yes")
+
+
+def needs_plug_in(config: DeploymentConfig) -> bool:
+    """Return whether vLLM needs the plug-in for the slots of ``config``."""
+    return config.has_delta_slots or (config.adapter_rank > 0 and has_adapter_kernels())
+
+
 def additional_config(config: DeploymentConfig) -> dict[str, object]:
-    """Return the value of ``--additional-config`` for slots that have room for all that a fine-tune may change.
+    """Return the value of ``--additional-config`` for the slots of ``config``; empty: vLLM needs none."""
+    deltas = _of_deltas(config) if config.has_delta_slots else {}
+    adapters = _settings().adapters_config() if config.adapter_rank and has_adapter_kernels() else {}
+    return deltas | adapters
+
+
+def _of_deltas(config: DeploymentConfig) -> dict[str, object]:
+    """Return settings of slots that have room for all that a fine-tune may change.
 
     Output layers that are the embedding have its format, whatever is said here.
     """

@@ -1,0 +1,231 @@
+"""Our kernels of adapters in vLLM's place: the operator, its groups of rows, and how a launch asks for them."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from daemon.engines.base import Inside
+from daemon.engines.registry import get_engine
+from daemon.engines.vllm import launch
+from daemon.engines.vllm.variant_plug_in import ADAPTER_KERNELS, PLUG_IN_NAME, PLUG_IN_PATH
+from daemon.profile_messages import ProfileLoad
+from daemon.worker_spec import WorkerSpec
+from fingerprint.config import KvFormat, SlotFormat, WeightFormat
+from fingerprint.errors import EngineError
+from iserve.settings import load_settings
+from tests.daemon.engines.standin import make_vllm
+from tests.daemon.engines.vllm_delta_names import recorded
+from tests.daemon.engines.vllm_worker_spec import DEVICES, LLAMA_8B, worker
+from tests.daemon.variant_kernels import variant_module
+
+adapters = variant_module("vllm_adapters")
+settings = variant_module("settings")
+
+
+@pytest.fixture(autouse=True)
+def asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ADAPTER_KERNELS, "1")
+
+
+class TestOperator:
+    def operator(self, calls: list[str]) -> Callable[..., None]:
+        kernels = SimpleNamespace(
+            Groups=lambda *tensors: tensors,
+            takes=lambda x, a, b: x.shape[0] <= 64,
+            add_adapters=lambda y, x, a, b, groups, scale, tiling: calls.append(
+                f"{tiling} {[int(one[0]) for one in groups]}"
+            ),
+        )
+        made: Callable[..., None] = adapters.linear_operator(
+            kernels,
+            "own",
+            lambda x, a, buffer, *mixed: calls.append(f"shrink {tuple(buffer.shape)}"),
+            lambda buffer, b, y, *mixed, offset_start, add_inputs: calls.append(f"expand {add_inputs}"),
+        )
+        return made
+
+    def test_small_steps_take_our_kernels_and_all_else_vllms(self) -> None:
+        calls: list[str] = []
+        run = self.operator(calls)
+
+        def call(rows: int, is_base: bool = False, adds: bool = True) -> list[str]:
+            calls.clear()
+            mixed = [torch.full((1,), number) for number in range(5)]
+            mixed += [torch.tensor([is_base]), torch.tensor([3])]
+            pieces = [torch.full((1,), number) for number in (7, 8, 9)]
+            a, b = [torch.zeros(2, 1, 16, 8)], [torch.zeros(2, 1, 4, 16)]
+            run(torch.zeros(rows, 4), torch.zeros(rows, 8), a, b, *mixed, *pieces, 1.0, adds)
+            return list(calls)
+
+        assert call(64) == ["own [1, 7, 8, 9]"]
+        assert call(65) == ["shrink (1, 65, 16)", "expand True"]
+        assert call(8, adds=False) == ["shrink (1, 8, 16)", "expand False"]
+        assert call(8, is_base=True) == []
+        assert call(0) == []
+
+    def test_torch_takes_the_operator_and_its_fake(self) -> None:
+        """The schema is inferred, as in vLLM, and a compiled graph traces it."""
+        calls: list[str] = []
+        run = self.operator(calls)
+        library = torch.library.Library("iserve_adapters_test", "FRAGMENT")
+        library.define("linear" + torch.library.infer_schema(run, mutates_args=["y"]))
+        library.impl("linear", run, dispatch_key="CPU")
+        library._register_fake("linear", adapters._nothing)
+
+        def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+            y = x @ torch.ones(8, 4)
+            a, b = (torch.zeros(2, 1, 16, 8),), (torch.zeros(2, 1, 4, 16),)
+            torch.ops.iserve_adapters_test.linear(y, x, a, b, *self.meta, *self.pieces, 1.0, True)
+            return y + 1
+
+        mixed = [torch.zeros(1)] * 5 + [torch.tensor([False]), torch.tensor([3])]
+        wrapper = SimpleNamespace(meta=mixed, pieces=(torch.zeros(1),) * 3)
+        compiled = torch.compile(forward, fullgraph=True, backend="aot_eager", dynamic=True)
+        assert torch.equal(compiled(wrapper, torch.ones(3, 8)), torch.full((3, 4), 9.0))
+        assert calls == ["own [0, 0, 0, 0]"]
+
+    def test_it_takes_what_vllms_method_takes(self) -> None:
+        theirs = recorded()["classes"]["lora/punica_wrapper/punica_gpu.py:PunicaWrapperGPU"]["methods"]
+        ours = inspect.signature(adapters.add_lora_linear).parameters.values()
+        plain = [one.name for one in ours if one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD][1:]
+        assert [*plain, "buffer=", "**kwargs"] == theirs["add_lora_linear"]
+
+
+class Meta:
+    """vLLM's groups, of which a mapping gives the counts."""
+
+    token_indices_sorted_by_lora_ids = torch.zeros(2)
+    num_tokens_per_lora, lora_token_start_loc, active_lora_ids = torch.zeros(3, 1)
+
+    @staticmethod
+    def make(slots: int) -> Meta:
+        return Meta()
+
+    def prepare_tensors(self, mapping: torch.Tensor) -> None:
+        self.num_tokens_per_lora = mapping
+
+
+class Groups(tuple[torch.Tensor, ...]):
+    def __new__(cls, *tensors: torch.Tensor) -> Groups:
+        return super().__new__(cls, tensors)
+
+    def split(self, rows: int) -> Groups:
+        return Groups(self[0], *(tensor + rows for tensor in self[1:]))
+
+
+def test_pieces_of_groups_stay_in_the_memory_that_graphs_read() -> None:
+    make, prepare = adapters.splitting(Groups, 8, Meta)
+    meta = make(3)
+    captured = meta.iserve_pieces
+    prepare(meta, torch.full((1,), 5.0))
+    assert [int(tensor[0]) for tensor in captured] == [13, 8, 8]
+
+
+def test_settings_are_read_as_they_were_given() -> None:
+    assert settings.wants_adapter_kernels(settings.adapters_config())
+    assert not settings.wants_adapter_kernels({})
+    assert not settings.wants_adapter_kernels(None)
+    with pytest.raises(ValueError, match="iserve_adapters"):
+        settings.wants_adapter_kernels({"iserve_adapters": {"kernels": 0}})
+
+
+class TestLaunch:
+    @pytest.fixture
+    def make(self, tmp_path: Path) -> Callable[..., WorkerSpec]:
+        (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | {"dtype": "bfloat16"}))
+        return lambda **config: replace(worker(tmp_path, **config), dummy_weights=True)
+
+    def engine(self, folder: Path, version: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+        monkeypatch.setenv("ISERVE_VLLM_PYTHON", str(make_vllm(folder / version, version)))
+        return get_engine("vllm")
+
+    def additional(self, spec: WorkerSpec) -> Any:
+        words = launch.arguments(spec, launch.read_model(spec), DEVICES)
+        given = [word.partition("=")[2] for word in words if word.startswith("--additional-config=")]
+        return json.loads(given[0]) if given else {}
+
+    def test_slots_of_adapters_have_the_setting_and_no_others(
+        self, make: Callable[..., WorkerSpec], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert self.additional(make()) == {}
+        assert self.additional(make(adapter_slots=8, adapter_rank=16)) == settings.adapters_config()
+        deltas = self.additional(make(adapter_slots=8, delta_format=SlotFormat.INT2))
+        assert set(deltas) == {settings.KEY}
+        both = self.additional(make(adapter_slots=8, adapter_rank=16, delta_format=SlotFormat.INT2))
+        assert set(both) == {settings.KEY, settings.ADAPTERS_KEY}
+        monkeypatch.delenv(ADAPTER_KERNELS)
+        assert self.additional(make(adapter_slots=8, adapter_rank=16)) == {}
+
+    def test_vllm_finds_the_plug_in_on_its_path(
+        self, make: Callable[..., WorkerSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        vllm = self.engine(tmp_path, "0.33.0", monkeypatch)
+
+        def paths(spec: WorkerSpec) -> list[str]:
+            argv = vllm.command(spec, tmp_path, DEVICES).argv
+            return list(argv[argv.index("--python-path") + 1].split(os.pathsep))
+
+        slots = make(adapter_slots=8, adapter_rank=16)
+        assert PLUG_IN_PATH in paths(slots)
+        assert PLUG_IN_PATH not in paths(make())
+        assert PLUG_IN_PATH in paths(replace(make(), profiling=True))  # slots are those of each order
+        monkeypatch.setenv("VLLM_PLUGINS", "")
+        assert dict(launch.environment(slots, DEVICES))["VLLM_PLUGINS"] == PLUG_IN_NAME
+        monkeypatch.delenv(ADAPTER_KERNELS)
+        assert PLUG_IN_PATH not in paths(slots)
+
+    def test_a_profile_has_the_setting_too(self, make: Callable[..., WorkerSpec]) -> None:
+        spec = make()
+        order = ProfileLoad(
+            checkpoint=spec.checkpoint,
+            weights=WeightFormat.BITS16,
+            kv=KvFormat.BITS16,
+            layers_per_stage=tuple(stage.num_layers for stage in spec.stages),
+            max_batch=1,
+            max_context_tokens=640,
+            adapter_slots=8,
+            adapter_rank=16,
+        )
+        asked = get_engine("vllm").profile_order(spec, order)
+        assert json.loads(asked.additional_config) == settings.adapters_config()
+
+    def test_releases_that_it_was_not_written_for_are_refused(
+        self, make: Callable[..., WorkerSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        vllm = self.engine(tmp_path, "0.26.0", monkeypatch)
+        with pytest.raises(EngineError, match=ADAPTER_KERNELS):
+            vllm.command(make(adapter_slots=8, adapter_rank=16), tmp_path, DEVICES)
+
+    def test_images_have_no_plug_in(self, make: Callable[..., WorkerSpec]) -> None:
+        spec = make(adapter_slots=8, adapter_rank=16)
+        found = get_engine("vllm").container(
+            spec, Inside(model="/model", files="/files", release="0.33.0"), DEVICES
+        )
+        assert not [word for word in found.argv if word.startswith("--additional-config")]
+
+
+def test_the_setting_is_one_of_iserves() -> None:
+    """Workers' daemons inherit the environment, and what is no yes or no is refused before."""
+    assert load_settings({ADAPTER_KERNELS: "1"}).vllm_adapter_kernels
+
+
+def test_what_is_patched_is_recorded() -> None:
+    """The contract with vLLM's sources has each attribute of the groups that the patch reads."""
+    source = ast.parse(inspect.getsource(adapters.splitting))
+    read = {node.attr for node in ast.walk(source) if isinstance(node, ast.Attribute) and "lora" in node.attr}
+    meta = recorded()["classes"]["lora/ops/triton_ops/lora_kernel_metadata.py:LoRAKernelMeta"]
+    assert read <= set(meta["attributes"])
+    assert list(meta["methods"]) == ["make", "prepare_tensors", "meta_args"]
+    assert meta["methods"]["prepare_tensors"] == ["token_lora_mapping"]
+    assert meta["methods"]["meta_args"] == ["token_nums", "specialize_active_lora"]
