@@ -25,11 +25,11 @@ from iserve.gateway.admission import GatewayAdmission
 from iserve.gateway.errors import ApiError
 from iserve.gateway.rate_window import RateWindow, VariantCounts
 from iserve.gateway.variant_residency import Room, VariantRequest, VariantResidency
-from iserve.route_table import DeploymentDemand, Route, RouteTable, VariantDemand, VariantRoute, WorkerTarget
+from iserve.route_table import Route, VariantDemand, WorkerTarget
 from planner.admission import InFlightRequest, Rejection
 from planner.pending_loads import LoadsAhead
 
-__all__ = ["DOWN_S", "READY_WAIT_S", "Deployment", "Dispatcher"]
+__all__ = ["DOWN_S", "READY_WAIT_S", "Deployment", "NewResidency"]
 
 READY_WAIT_S = 5.0  # how long a request waits for a worker that is being (re)started, before 503
 DOWN_S = 0.25  # how long a worker that refused a connection is left alone
@@ -57,7 +57,12 @@ class NewResidency(Protocol):
     """Maker of the residency of a deployment's variants (``VariantResidency``)."""
 
     def __call__(
-        self, route: Route, changed: Callable[[], None], *, busy: Collection[str]
+        self,
+        route: Route,
+        changed: Callable[[], None],
+        *,
+        busy: Collection[str],
+        record_load: Callable[[float], None],
     ) -> VariantResidency: ...
 
 
@@ -127,7 +132,9 @@ class Deployment:
         if self.variants is not None:
             self.variants.update(self.route)
         elif self.route.variants and self._new_residency is not None:
-            self.variants = self._new_residency(self.route, self._serve, busy=self._outstanding.keys())
+            self.variants = self._new_residency(
+                self.route, self._serve, busy=self._outstanding.keys(), record_load=self._record_load
+            )
         for waiting in self._waiting:
             if waiting.use is not None and self.variants is not None:
                 try:
@@ -244,6 +251,10 @@ class Deployment:
         """Note that ``target`` has the variant of a request that was given it."""
         if self.admission is not None and request is not None:
             self.admission.record_loaded(request, target.url)
+
+    def _record_load(self, took_s: float) -> None:
+        if self.admission is not None:
+            self.admission.record_load(took_s)
 
     def release(
         self, target: WorkerTarget, request: InFlightRequest | None = None, use: VariantRequest | None = None
@@ -437,60 +448,3 @@ class Deployment:
                 if waiting.request is not None:
                     self.admission.restart_wait(waiting.request)
         self._was_ready = is_ready
-
-
-class Dispatcher:
-    """All deployments of the table in force, by the name that clients use."""
-
-    def __init__(self) -> None:
-        self.deployments: dict[str, Deployment] = {}
-        self.new_residency: NewResidency | None = None  # None: variants are not served
-        self._with_variant: dict[str, list[Deployment]] = {}  # by the variant's name
-
-    @property
-    def variant_names(self) -> Collection[str]:
-        return self._with_variant.keys()
-
-    def find_variant(self, name: str) -> tuple[Deployment, VariantRoute]:
-        """Return the first deployment of the table that serves the variant, one with a ready worker if any has.
-
-        Raises:
-            ApiError: 404 none does.
-        """
-        deployments = self._with_variant.get(name, ())
-        for deployment in (*(one for one in deployments if one.num_ready), *deployments):
-            if deployment.variants is not None:
-                return deployment, deployment.variants.find(name)
-        raise ApiError.model_not_found(name)
-
-    def demand(self) -> tuple[DeploymentDemand, ...]:
-        """Return the demand of every deployment now."""
-        return tuple(
-            DeploymentDemand(
-                name=name,
-                waiting=d.num_waiting,
-                outstanding=d.num_outstanding,
-                idle_s=d.idle_s,
-                requests_per_s=d.requests_per_s,
-            )
-            for name, d in self.deployments.items()
-        )
-
-    def update(self, table: RouteTable) -> None:
-        """Follow a new table."""
-        limits = table.limits
-        new: dict[str, Deployment] = {}
-        for route in table.routes:
-            deployment = self.deployments.get(route.name)
-            if deployment is None:
-                deployment = Deployment(route, limits.max_queue, limits.upstream_timeout_s, self.new_residency)
-            else:
-                deployment.update(route, limits.max_queue, limits.upstream_timeout_s)
-            new[route.name] = deployment
-        for name in self.deployments.keys() - new.keys():
-            self.deployments[name].close()
-        self.deployments = new
-        self._with_variant = {}
-        for deployment in new.values():
-            for variant in deployment.route.variants:
-                self._with_variant.setdefault(variant.name, []).append(deployment)

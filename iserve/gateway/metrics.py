@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from prometheus_client import CollectorRegistry, Counter, Histogram, Summary, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from iserve.gateway.dispatch import Dispatcher
+from iserve.gateway.deployments import Dispatcher
 from iserve.gateway.routes_file import RoutesFile
 from iserve.gateway.sse import Usage
 
