@@ -49,6 +49,9 @@ class PendingLoads:
         self._names.remove(name)
         return took_s
 
+    def __len__(self) -> int:
+        return len(self._names)
+
     def __contains__(self, name: str) -> bool:
         return name in self._names
 

@@ -104,6 +104,10 @@ class Deployment:
         return sum(1 for worker in self.route.workers if self._is_ready(worker))
 
     @property
+    def num_pending_loads(self) -> int:
+        return 0 if self.variants is None else self.variants.num_pending_loads
+
+    @property
     def idle_s(self) -> float:
         """Since a request was last here; 0 while one is."""
         return 0.0 if self._waiting or self._outstanding else time.monotonic() - self._last_s

@@ -176,6 +176,10 @@ class VariantResidency:
         workers = [self._workers[url] for url in urls]
         return loads_ahead(request.variant, workers, before, self._loop.time())
 
+    @property
+    def num_pending_loads(self) -> int:
+        return sum(len(worker.pending) for worker in self._workers.values())
+
     def choose(self, request: VariantRequest, rooms: Sequence[Room]) -> Admission | None:
         """Return which of ``rooms`` takes the request now; None: none can."""
         candidates = [
