@@ -33,6 +33,8 @@ from fingerprint.errors import (
     NotFoundError,
     NotMeasuredError,
     StateUnavailableError,
+    TooLittleTimeError,
+    UnmeasurableError,
 )
 from fingerprint.estimators.corrected import CorrectedEstimator
 from fingerprint.measurements import Profile
@@ -217,7 +219,8 @@ class Profiler:
             ConfigError: shards are wanted of an engine that has no step timer, or more requests at once than fit a
                 step of one that has it.
             EngineError: the profiling worker failed.
-            NotMeasuredError: the budget was too short to estimate anything from; nothing is kept.
+            TooLittleTimeError: the budget was too short to estimate anything from; nothing is kept.
+            UnmeasurableError: all that was planned was measured, and does not tell; nothing is kept.
             ConflictError: the engine was replaced meanwhile; nothing is kept.
         """
         with self.paused(go_on):
@@ -385,11 +388,20 @@ def last_words(engine: Engine, spec: WorkerSpec, error: EngineError, log: str) -
 
 
 def _check_usable(measured: Profile, workload: Workload) -> None:
-    """Raise NotMeasuredError if too little was measured; kept, it would be in the way of a better one."""
+    """Raise NotMeasuredError if too little was measured; kept, it would be in the way of a better one.
+
+    TooLittleTimeError where more was planned; UnmeasurableError where all of it was measured, and does not tell.
+    """
     try:
         estimator_for(measured).estimate(DeploymentConfig(engine=measured.engine), workload)
     except NotMeasuredError as error:
-        raise NotMeasuredError(
+        if measured.complete:
+            raise UnmeasurableError(
+                f"the profile of {measured.model} on {measured.engine} has all that was planned, and does not "
+                f"tell what batch {workload.batch} with {workload.input_tokens} in takes; more time would not "
+                "change that: take another --engine, or plan for datasheet GPUs with --gpus NAME:COUNT"
+            ) from error
+        raise TooLittleTimeError(
             f"the profile of {measured.model} took {measured.spent_s:.1f} s of the {measured.budget_s:g} s it may "
             f"take, which was too short to estimate from ({sum(len(p.runs) for p in measured.timing)} runs); give "
             "it more: `iserve profile --max-seconds`, or ISERVE_PROFILE_SECONDS for a deploy"
