@@ -208,27 +208,40 @@ class Deployment:
                 ``ready_wait_s``, none can be started, or none had room within ``max_wait_s``; 404 the deployment
                 was removed meanwhile.
         """
-        self._last_s, model = time.monotonic(), self._model(use)
+        self._last_s = time.monotonic()
         if use is not None and self.variants is not None:
             self.variants.resolve(use)
         if not self._waiting or (use is None and all(waiting.use is not None for waiting in self._waiting)):
             target = self._take(ticket, avoid, request, use)
             if isinstance(target, Rejection):
-                raise ApiError.would_be_late(model, target)
+                raise ApiError.would_be_late(self._model(use), target)
             if target is not None:
                 self._count(avoid, use)
                 return target
+        waiting = self._enqueue(ticket, avoid, request, use)
+        self._count(avoid, use)
+        return await self._turn_of(waiting)
+
+    def _enqueue(
+        self, ticket: int, avoid: str, request: InFlightRequest | None, use: VariantRequest | None
+    ) -> _Waiting:
+        """Put a request into the queue, and offer those that wait a worker.
+
+        A full queue takes a request of a variant in flight, which may have a worker at once.
+
+        Raises:
+            ApiError: as :meth:`acquire`, without waiting.
+        """
+        model, variants, is_full = self._model(use), self.variants, len(self._waiting) >= self.max_queue
         if self.route.refusal is not None and not self.num_ready:
             raise ApiError.cannot_start(model, self.route.refusal, self.route.retry_after_s)
         if not self.route.workers:
             raise ApiError.no_ready_worker(model, math.ceil(READY_WAIT_S))
-        variants, is_full = self.variants, len(self._waiting) >= self.max_queue
         has_slot = use is not None and variants is not None and variants.has_slot(use)
         if is_full and not has_slot:
             raise ApiError.queue_full(model, len(self._waiting))
         self._check_queue(ticket, avoid, request, use, model)
-        loop = asyncio.get_running_loop()
-        waiting = _Waiting(ticket, avoid, request, use, loop.create_future())
+        waiting = _Waiting(ticket, avoid, request, use, asyncio.get_running_loop().create_future())
         insort(self._waiting, waiting)
         if use is not None and variants is not None and self._waiting[-1] is waiting and not has_slot:
             variants.wait(use)  # the rest waits for what it waited for before
@@ -239,16 +252,21 @@ class Deployment:
                 self._waiting.remove(waiting)  # it needed to wait, which a request of a variant in flight does not
                 raise ApiError.queue_full(model, len(self._waiting))
             variants.wait(use)  # the round has let another go
-        self._count(avoid, use)
+        return waiting
+
+    async def _turn_of(self, waiting: _Waiting) -> WorkerTarget:
+        """Return the worker that a waiting request is given; one that leaves meanwhile leaves nothing behind."""
+        deadline_s = asyncio.get_running_loop().time() + self.max_wait_s
         try:
-            return await self._wait(waiting.turn, model, loop.time() + self.max_wait_s)
+            return await self._wait(waiting.turn, self._model(waiting.use), deadline_s)
         except BaseException:
             if not waiting.turn.done():
                 self._waiting.remove(waiting)
                 self._last_s = time.monotonic()
                 self._serve()  # a variant's that has waited for long keeps those behind it waiting
             elif not waiting.turn.cancelled() and waiting.turn.exception() is None:
-                self.release(waiting.turn.result(), request, use)  # given a worker in the very moment it left
+                # Given a worker in the very moment it left.
+                self.release(waiting.turn.result(), waiting.request, waiting.use)
             raise
 
     def record_loaded(self, target: WorkerTarget, request: InFlightRequest | None) -> None:
