@@ -216,8 +216,7 @@ class Profiler:
 
         Raises:
             InfeasibleError: there is no device, or GPUs of several kinds.
-            ConfigError: shards are wanted of an engine that has no step timer, or more requests at once than fit a
-                step of one that has it.
+            ConfigError: shards of an engine without step timer, or more requests at once than fit a step of one.
             EngineError: the profiling worker failed.
             TooLittleTimeError: the budget was too short to estimate anything from; nothing is kept.
             UnmeasurableError: all that was planned was measured, and does not tell; nothing is kept.
@@ -226,35 +225,51 @@ class Profiler:
         with self.paused(go_on):
             if (meanwhile := unless()) is not None:
                 return meanwhile
-            node = ask_daemon(daemon, self._without_leftovers)
-            check_one_kind(node)
-            key, versions = machine_key(node, engine), engine.versions()
-            _measure_unlisted(engine, node, go_on)
-            self._measure_links(engine, node, go_on)
+            node = self._prepared_node(engine, daemon, go_on)
             former = self._stored(source, engine, node, workload.batch)
+            if plan_options is not None:
+                quality = plan_options.intent.quality
+                variants = kind_to_measure(engine.capabilities(), source.spec, plan_options)
             order = Order(
                 source=source,
                 table=engine.capabilities().unprepared(),
                 node=node,
                 workload=workload,
                 plan_options=plan_options,
-                quality=quality if plan_options is None else plan_options.intent.quality,
+                quality=quality,
                 shards=shards,
                 max_seconds=max_seconds,
                 progress=progress,
                 known=None if plan_options is None else former,
                 serving=self._serving(node),
-                variants=(
-                    variants
-                    if plan_options is None
-                    else kind_to_measure(engine.capabilities(), source.spec, plan_options)
-                ),
+                variants=variants,
             )
-            measured = with_links(self._measured(order, engine, daemon), node)
-            measured = _with_former_variants(measured, former)
-            _check_same_engine(engine, versions, measured)
-            self._keep(measured, key)
-            return profile_as(source.spec, measured)
+            return self._taken(order, engine, daemon, former)
+
+    def _prepared_node(
+        self, engine: Engine, daemon: Callable[[], DaemonClient], go_on: Callable[[], None]
+    ) -> NodeStatus:
+        """Return the node without workers of earlier profiles, its GPUs and links known or measured."""
+        node = ask_daemon(daemon, self._without_leftovers)
+        check_one_kind(node)
+        _measure_unlisted(engine, node, go_on)
+        self._measure_links(engine, node, go_on)
+        return node
+
+    def _taken(
+        self, order: Order, engine: Engine, daemon: Callable[[], DaemonClient], former: Profile | None
+    ) -> Profile:
+        """Measure as :meth:`take`, and keep the result.
+
+        Args:
+            former: the profile that it replaces, whose variants are kept where it has none.
+        """
+        key, versions = machine_key(order.node, engine), engine.versions()
+        measured = with_links(self._measured(order, engine, daemon), order.node)
+        measured = _with_former_variants(measured, former)
+        _check_same_engine(engine, versions, measured)
+        self._keep(measured, key)
+        return order.as_served(measured)
 
     def ensure_links(
         self, engine: Engine, node: NodeStatus, daemon: Callable[[], DaemonClient], go_on: Callable[[], None]
