@@ -230,7 +230,9 @@ class _Driver:
                 self.notes.append(f"{key}: {problem}; measured again")
         self.memory += memory
         if problem is not None:
-            raise NotMeasuredError(f"{key} is unusable, measured twice: {problem}")
+            raise NotMeasuredError(
+                f"{key} is unusable, measured twice: {problem}; profile it when the machine is quiet"
+            )
         self.timing += timing
 
     def _shallow(self, timing: list[TimingPoint]) -> list[Point]:

@@ -1,8 +1,8 @@
 """The project's one error tree.
 
-Classes follow the caller's decision: fix the request, add hardware or relax a limit, measure first, wait, or
-look at the engine. Each message says what was asked, what is true, and what to change. Anything else that is
-raised is a bug and keeps its traceback. It lives here because this is the package every other one may import.
+Classes follow the caller's decision: fix the request, add hardware or relax a limit, measure first or for longer,
+wait, or look at the engine. Each message says what was asked, what is true, and what to change. Anything else that
+is raised is a bug and keeps its traceback. It lives here because this is the package every other one may import.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ __all__ = [
     "NotMeasuredError",
     "PolicyError",
     "StateUnavailableError",
+    "TooLittleTimeError",
     "UnavailableError",
+    "UnmeasurableError",
     "UnsupportedAdapterError",
     "UnsupportedModelError",
     "error_class",
@@ -69,7 +71,15 @@ class InfeasibleError(IserveError):
 
 
 class NotMeasuredError(IserveError):
-    """A number that the answer needs has never been measured; profile first."""
+    """A number that the answer needs has not been measured; measure it first, or again where it was too noisy."""
+
+
+class TooLittleTimeError(NotMeasuredError):
+    """The time given was too short to measure it; give more, or try again on a machine with less other work."""
+
+
+class UnmeasurableError(NotMeasuredError):
+    """A measurement that no time is enough for; the message says what to change."""
 
 
 class PolicyError(IserveError):

@@ -180,8 +180,10 @@ class VariantMeasurement:
     """Budget in which two tries ended without one, in seconds; None: more time would change nothing."""
 
     @classmethod
-    def too_slow(cls, kind: VariantKind, failure: str, spent_s: float, tried_s: float) -> VariantMeasurement:
-        """Return what is kept of an engine that two tries found too slow."""
+    def failed(
+        cls, kind: VariantKind, failure: str, spent_s: float, tried_s: float | None = None
+    ) -> VariantMeasurement:
+        """Return what is kept where there is no measurement."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
         return cls(kind=kind, slots=0, created_at=now, spent_s=spent_s, failure=failure, tried_s=tried_s)
 

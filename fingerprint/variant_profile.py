@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from fingerprint.config import ADAPTER_RANKS, Workload
-from fingerprint.errors import BadInputError, ConfigError, NotMeasuredError
+from fingerprint.errors import BadInputError, ConfigError, TooLittleTimeError
 from fingerprint.measurements import RankMemory, VariantSession
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile import ProfileProgress
@@ -111,7 +111,7 @@ def measure_variants(
         progress: called before every load and burst; what it raises ends the measurement.
 
     Raises:
-        NotMeasuredError: one visit of each fingerprint would take more than twice the budget (or 10 s).
+        TooLittleTimeError: one visit of each fingerprint would take more than twice the budget (or 10 s).
         IserveError: a failure that need not happen again.
     """
     driver = _Driver(spec, fingerprints, variants, plan, forget, clock, progress)
@@ -164,7 +164,7 @@ class _Driver:
         for number, cut in enumerate(reversed(self.cuts)):
             left_s = self.plan.budget_s - self._elapsed_s
             if self._visit_s[len(cut)] < left_s:
-                with suppress(NotMeasuredError):  # it took longer than the first time: what was read so far counts
+                with suppress(TooLittleTimeError):  # it took longer than the first one: what was read counts
                     self._visit(session, cut, self._elapsed_s + left_s / (len(self.cuts) - number))
             self.forget(cut)
 
@@ -226,7 +226,8 @@ class _Driver:
         """Return the rounds that a visit of ``cut`` runs at least, from how long its bursts for the base took.
 
         Raises:
-            NotMeasuredError: not even the fewest fit, and the fingerprints after it, of as long bursts per layer.
+            TooLittleTimeError: not even the fewest fit, and the fingerprints after it, with as long bursts per
+                layer.
         """
         bursts, left_s = self.plan.bursts, self._limit_s - self._elapsed_s
         base_s = self._expected_s(len(cut), [(shape, active) for shape, active in bursts if not active])
@@ -240,8 +241,8 @@ class _Driver:
                 return rounds
         raise self._out_of_time(self._elapsed_s + needed_s)
 
-    def _out_of_time(self, needed_s: float) -> NotMeasuredError:
-        return NotMeasuredError(
+    def _out_of_time(self, needed_s: float) -> TooLittleTimeError:
+        return TooLittleTimeError(
             f"they would take {needed_s:.0f} s at least, more than the {self._limit_s:g} s that they may; "
             "give more: `iserve profile --max-seconds`, or ISERVE_PROFILE_SECONDS for a deploy"
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fingerprint.config import Workload
 from fingerprint.depth_tied_cuts import tied_depths, why_no_cuts
-from fingerprint.errors import ConfigError, NotMeasuredError
+from fingerprint.errors import ConfigError, UnmeasurableError
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile_points import Shape
 from fingerprint.variant_measurements import GRAPH_TOKENS, LONG_TOKENS, VariantKind
@@ -85,11 +85,14 @@ class StepPlan:
         """Return the engine starts, the one without slots first.
 
         Raises:
-            NotMeasuredError: the model has no fingerprints whose forward can be repeated to its depth.
+            UnmeasurableError: the model has no fingerprints whose forward can be repeated to its depth.
         """
         depths = tied_depths(spec, 1)
         if not depths:
-            raise NotMeasuredError(f"no fingerprint can be repeated: {why_no_cuts(spec, 1)}")
+            raise UnmeasurableError(
+                f"no fingerprint can be repeated to the model's depth: {why_no_cuts(spec, 1)}; --engine torch "
+                "measures fingerprints as they are"
+            )
         slots = (0, *self.slots)
         visits = [(depths[0], slots[0]), *zip(depths, slots[1:], strict=False)]
         return tuple(StepVisit(tuple(range(k)), max(1, spec.num_layers // k), count) for k, count in visits)

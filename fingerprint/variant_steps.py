@@ -21,13 +21,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from fingerprint.config import SlotFormat
-from fingerprint.errors import BadInputError, NotMeasuredError
+from fingerprint.errors import BadInputError, NotMeasuredError, TooLittleTimeError
 from fingerprint.measurements import RunReading, StepReading, StepTimedVariantSession
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile import ProfileProgress
 from fingerprint.profile_points import Shape
 from fingerprint.variant_measurements import VariantKind, VariantLoads, VariantMeasurement, VariantSteps
-from fingerprint.variant_step_plan import StepPlan, StepVisit, are_enough
+from fingerprint.variant_step_plan import BUDGET_S, StepPlan, StepVisit, are_enough
 
 __all__ = ["measure_variant_steps"]
 
@@ -66,8 +66,8 @@ def measure_variant_steps(
         progress: called before every start and burst; what it raises ends the measurement.
 
     Raises:
-        NotMeasuredError: no fingerprint can be repeated, engines compile for too long, or the fewest rounds take
-            more than 4/3 of the budget.
+        UnmeasurableError: no fingerprint can be repeated.
+        TooLittleTimeError: engines compile for too long, or the fewest rounds take more than 4/3 of the budget.
         IserveError: a failure that need not happen again.
     """
     driver = _Driver(spec, fingerprints, variants, plan, forget, clock, progress)
@@ -133,7 +133,7 @@ class _Driver:
         """Start each engine and run its bursts; the later ones have what the former left of the budget.
 
         Raises:
-            NotMeasuredError: the bursts take too long.
+            TooLittleTimeError: the bursts take too long.
         """
         for number, visit in enumerate(visits):
             self._refuse_overrun(self._all_expected_s(visits[number:], longer=1.0))
@@ -259,13 +259,14 @@ class _Driver:
         """Run each burst once, so that all is compiled that is compiled once.
 
         Raises:
-            NotMeasuredError: the engines compile for too long.
+            TooLittleTimeError: the engines compile for too long.
         """
         for shape, active in bursts:
             if self.warm_up_s > _MOST_WARM_UP_S:
-                raise NotMeasuredError(
+                raise TooLittleTimeError(
                     f"bursts that warm up took {self.warm_up_s:.0f} s, more than the {_MOST_WARM_UP_S:g} s that "
-                    "they may: the engine compiles kernels for minutes, or is too slow"
+                    "they may: the engine compiles kernels for minutes, or is too slow; try again, for kernels "
+                    "that were compiled are kept"
                 )
             self.warm_up_s += self._burst(session, visit, shape, active, "warming up, ")[1]
 
@@ -275,7 +276,7 @@ class _Driver:
         """Run each burst once.
 
         Raises:
-            NotMeasuredError: one is expected to end too late.
+            TooLittleTimeError: one is expected to end too late.
         """
         found = {}
         for burst in bursts:
@@ -305,12 +306,12 @@ class _Driver:
         return reading, self.clock() - begun_s
 
     def _refuse_overrun(self, seconds: float) -> None:
-        """Raise NotMeasuredError if so many seconds more are too many."""
+        """Raise TooLittleTimeError if so many seconds more are too many."""
         end_s, limit_s = self.spent_s + seconds, _OVERRUN * self.plan.budget_s
         if end_s > limit_s:
-            raise NotMeasuredError(
+            raise TooLittleTimeError(
                 f"they would take {end_s:.0f} s at least after the starts and the bursts that warm up, more than "
-                f"the {limit_s:.0f} s that they may"
+                f"the {limit_s:.0f} s that they may; {_how_to_fit(end_s)}"
             )
 
     def _expected_s(self, bursts: Sequence[tuple[Shape, int]], longer: float = _LONGER) -> float:
@@ -346,7 +347,10 @@ class _Driver:
             NotMeasuredError: no step of variants had one of the base next to it.
         """
         if not self._pairs:
-            raise NotMeasuredError("prompts were divided into other steps for variants than for the base")
+            raise NotMeasuredError(
+                "prompts were divided into other steps for variants than for the base, so that no step can be "
+                "compared; how they are divided is the host's pace: try again"
+            )
         found = []
         for (layers, slots, composition), own in self._base.items():
             plain = self._base.get((layers, 0, composition), [])
@@ -356,6 +360,17 @@ class _Driver:
                 found.append(_steps(StepVisit(layers, repeat, slots), composition, 0, pairs))
         found += [_steps(*key, pairs) for key, pairs in self._pairs.items()]
         return tuple(found)
+
+
+def _how_to_fit(seconds: float) -> str:
+    """Return what to change where so many seconds are too many."""
+    most_s = _OVERRUN * BUDGET_S
+    if seconds <= most_s:
+        return "give more: `iserve profile --max-seconds`, or ISERVE_PROFILE_SECONDS for a deploy"
+    return (
+        f"no profile gives them more than {most_s:.0f} s: ask for a smaller --batch or --input-tokens, or try "
+        "again when the machine has less other work"
+    )
 
 
 def _without_slowed(pairs: Sequence[tuple[_Times, _Times]]) -> list[tuple[_Times, _Times]]:

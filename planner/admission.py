@@ -16,6 +16,7 @@ forecast itself.
 
 A request for a variant that its worker has not loaded waits for that load, and for those before it
 (``planner.pending_loads``). Its prompt begins after them, and what it takes is learned from then on.
+What loads take is learned of each load once, whether or not requests wait for it.
 
 Times are seconds of the caller's clock. Used by the gateway on a real one and by the simulator on its own.
 """
@@ -194,15 +195,15 @@ class AdmissionController:
         request.planned = planned._replace(ttft_s=planned.ttft_s - counted_s)
 
     def record_loaded(self, request: InFlightRequest, running: Collection[InFlightRequest], now_s: float) -> None:
-        """Record that the variant of ``request``, which was sent, is loaded, and learn what loads take."""
-        if request.held is not None:
-            (since_s, loads), load = request.held, self._planned.one_load
-            if load is not None:
-                took_s = now_s - since_s + loads.ran_s
-                self._load_ratio = self._load_ratio.updated(took_s / (loads.number * load.load_s))
-        elif request.started_s is None or now_s - request.started_s <= _AT_ONCE_S:
+        """Record that the variant of ``request``, which was sent, is loaded."""
+        if request.held is None and (request.started_s is None or now_s - request.started_s <= _AT_ONCE_S):
             return  # there was nothing to wait for
         self.record_start(request, running, now_s)
+
+    def record_load(self, took_s: float) -> None:
+        """Learn from a load that a worker has made: once, however many requests have waited for it."""
+        if (load := self._planned.one_load) is not None and load.load_s > 0:
+            self._load_ratio = self._load_ratio.updated(took_s / load.load_s)
 
     def record_tokens(self, request: InFlightRequest, tokens: int, now_s: float) -> None:
         """Record so many more tokens of its answer."""

@@ -38,11 +38,19 @@ class PendingLoads:
             self._began_s = now_s
         self._names.append(name)
 
-    def end(self, name: str, now_s: float) -> None:
-        """Note that the oldest load of ``name`` has ended, well or not."""
+    def end(self, name: str, now_s: float) -> float | None:
+        """Note that the oldest load of ``name`` has ended, well or not; return the time that it took.
+
+        None: one that was ordered before it has not ended, so that nothing is known of when it began.
+        """
+        took_s = None
         if self._names[0] == name:
-            self._began_s = now_s
+            took_s, self._began_s = max(0.0, now_s - self._began_s), now_s
         self._names.remove(name)
+        return took_s
+
+    def __len__(self) -> int:
+        return len(self._names)
 
     def __contains__(self, name: str) -> bool:
         return name in self._names

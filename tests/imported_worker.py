@@ -2,6 +2,9 @@
 
 That takes 0.2 s of a core where a started worker takes two to import torch and transformers. Another engine's
 worker, and the ranks beyond the first, are started.
+
+While a home has the file ``HOLD_LOADS``, its workers hold each load of a variant once they have begun it, and add
+a line to ``HELD_LOADS`` there: a test can kill a worker in the midst of a load.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
@@ -24,10 +28,14 @@ from daemon.torch_engine import __main__ as worker
 from daemon.torch_engine.trimmed_imports import trimmed_imports
 from tests.fork_server import Order, become
 
-__all__ = ["main"]
+__all__ = ["HELD_LOADS", "HOLD_LOADS", "main"]
+
+HOLD_LOADS, HELD_LOADS = "hold-loads", "held-loads"
+_LOOK_EVERY_S = 0.01
 
 _USED = (
     "aiohttp.web",
+    "daemon.torch_engine.api.adapters",
     "daemon.torch_engine.api.server",
     "daemon.torch_engine.parallel.runner",
     "transformers.models.llama.modeling_llama",  # of the demo model
@@ -66,7 +74,20 @@ def _run(prepare: Callable[[], None]) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.closerange(3, 1024)  # the shim's, its lock among them
+    if home := os.environ.get("ISERVE_HOME"):
+        adapters = vars(sys.modules["daemon.torch_engine.api.adapters"])
+        adapters["check_variant"] = partial(_check_held, adapters["check_variant"], Path(home))
     return worker.main()
+
+
+def _check_held(check: Callable[[Path, int], None], home: Path, folder: Path, max_rank: int) -> None:
+    """Check the variant in ``folder``, as a load begins, once loads are not held."""
+    if (home / HOLD_LOADS).exists():
+        with (home / HELD_LOADS).open("a") as held:
+            held.write(f"{folder.name}\n")
+    while (home / HOLD_LOADS).exists():
+        time.sleep(_LOOK_EVERY_S)
+    check(folder, max_rank)
 
 
 def _start(

@@ -33,6 +33,8 @@ from fingerprint.errors import (
     NotFoundError,
     NotMeasuredError,
     StateUnavailableError,
+    TooLittleTimeError,
+    UnmeasurableError,
 )
 from fingerprint.estimators.corrected import CorrectedEstimator
 from fingerprint.measurements import Profile
@@ -214,44 +216,60 @@ class Profiler:
 
         Raises:
             InfeasibleError: there is no device, or GPUs of several kinds.
-            ConfigError: shards are wanted of an engine that has no step timer, or more requests at once than fit a
-                step of one that has it.
+            ConfigError: shards of an engine without step timer, or more requests at once than fit a step of one.
             EngineError: the profiling worker failed.
-            NotMeasuredError: the budget was too short to estimate anything from; nothing is kept.
+            TooLittleTimeError: the budget was too short to estimate anything from; nothing is kept.
+            UnmeasurableError: all that was planned was measured, and does not tell; nothing is kept.
             ConflictError: the engine was replaced meanwhile; nothing is kept.
         """
         with self.paused(go_on):
             if (meanwhile := unless()) is not None:
                 return meanwhile
-            node = ask_daemon(daemon, self._without_leftovers)
-            check_one_kind(node)
-            key, versions = machine_key(node, engine), engine.versions()
-            _measure_unlisted(engine, node, go_on)
-            self._measure_links(engine, node, go_on)
+            node = self._prepared_node(engine, daemon, go_on)
             former = self._stored(source, engine, node, workload.batch)
+            if plan_options is not None:
+                quality = plan_options.intent.quality
+                variants = kind_to_measure(engine.capabilities(), source.spec, plan_options)
             order = Order(
                 source=source,
                 table=engine.capabilities().unprepared(),
                 node=node,
                 workload=workload,
                 plan_options=plan_options,
-                quality=quality if plan_options is None else plan_options.intent.quality,
+                quality=quality,
                 shards=shards,
                 max_seconds=max_seconds,
                 progress=progress,
                 known=None if plan_options is None else former,
                 serving=self._serving(node),
-                variants=(
-                    variants
-                    if plan_options is None
-                    else kind_to_measure(engine.capabilities(), source.spec, plan_options)
-                ),
+                variants=variants,
             )
-            measured = with_links(self._measured(order, engine, daemon), node)
-            measured = _with_former_variants(measured, former)
-            _check_same_engine(engine, versions, measured)
-            self._keep(measured, key)
-            return profile_as(source.spec, measured)
+            return self._taken(order, engine, daemon, former)
+
+    def _prepared_node(
+        self, engine: Engine, daemon: Callable[[], DaemonClient], go_on: Callable[[], None]
+    ) -> NodeStatus:
+        """Return the node without workers of earlier profiles, its GPUs and links known or measured."""
+        node = ask_daemon(daemon, self._without_leftovers)
+        check_one_kind(node)
+        _measure_unlisted(engine, node, go_on)
+        self._measure_links(engine, node, go_on)
+        return node
+
+    def _taken(
+        self, order: Order, engine: Engine, daemon: Callable[[], DaemonClient], former: Profile | None
+    ) -> Profile:
+        """Measure as :meth:`take`, and keep the result.
+
+        Args:
+            former: the profile that it replaces, whose variants are kept where it has none.
+        """
+        key, versions = machine_key(order.node, engine), engine.versions()
+        measured = with_links(self._measured(order, engine, daemon), order.node)
+        measured = _with_former_variants(measured, former)
+        _check_same_engine(engine, versions, measured)
+        self._keep(measured, key)
+        return order.as_served(measured)
 
     def ensure_links(
         self, engine: Engine, node: NodeStatus, daemon: Callable[[], DaemonClient], go_on: Callable[[], None]
@@ -385,11 +403,20 @@ def last_words(engine: Engine, spec: WorkerSpec, error: EngineError, log: str) -
 
 
 def _check_usable(measured: Profile, workload: Workload) -> None:
-    """Raise NotMeasuredError if too little was measured; kept, it would be in the way of a better one."""
+    """Raise NotMeasuredError if too little was measured; kept, it would be in the way of a better one.
+
+    TooLittleTimeError where more was planned; UnmeasurableError where all of it was measured, and does not tell.
+    """
     try:
         estimator_for(measured).estimate(DeploymentConfig(engine=measured.engine), workload)
     except NotMeasuredError as error:
-        raise NotMeasuredError(
+        if measured.complete:
+            raise UnmeasurableError(
+                f"the profile of {measured.model} on {measured.engine} has all that was planned, and does not "
+                f"tell what batch {workload.batch} with {workload.input_tokens} in takes; more time would not "
+                "change that: take another --engine, or plan for datasheet GPUs with --gpus NAME:COUNT"
+            ) from error
+        raise TooLittleTimeError(
             f"the profile of {measured.model} took {measured.spent_s:.1f} s of the {measured.budget_s:g} s it may "
             f"take, which was too short to estimate from ({sum(len(p.runs) for p in measured.timing)} runs); give "
             "it more: `iserve profile --max-seconds`, or ISERVE_PROFILE_SECONDS for a deploy"

@@ -19,7 +19,15 @@ from fingerprint.config import DeploymentConfig, WeightFormat, Workload
 from fingerprint.depth_tied_cuts import tied_depths
 from fingerprint.depth_tied_plan import DepthTiedPlan, depth_tied_plan
 from fingerprint.depth_tied_profile import depth_tied_profile
-from fingerprint.errors import ConfigError, InfeasibleError, IserveError, NotMeasuredError, UnsupportedModelError
+from fingerprint.errors import (
+    ConfigError,
+    InfeasibleError,
+    IserveError,
+    NotMeasuredError,
+    TooLittleTimeError,
+    UnmeasurableError,
+    UnsupportedModelError,
+)
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.measurements import Profile, key_of
 from fingerprint.model_spec import ModelSpec
@@ -119,7 +127,8 @@ def _with_variants(
 
     A failure that may be gone the next time is a note alone: the next deploy with such variants tries again. So it
     does after a first lack of time: other work may have slowed the machine, and compiled kernels are kept. After a
-    second try in a row only more time, or a profile that is asked for, is worth the starts of engines.
+    second try in a row only more time, or a profile that is asked for, is worth the starts of engines. What cannot
+    be measured is kept as such at once, as what the engine refuses: no deploy tries it again.
     """
     kind, budget_s = order.variants, order.variants_budget_s
     known = tuple(one for one in measured.variants if one.kind != kind or one.is_final(budget_s))
@@ -131,11 +140,13 @@ def _with_variants(
     begun_s = time.monotonic()
     try:
         found = measure(kind, order, target, fingerprints)
+    except UnmeasurableError as error:
+        found = VariantMeasurement.failed(kind, str(error), time.monotonic() - begun_s)
     except IserveError as error:
-        if not isinstance(error, NotMeasuredError) or notes == measured.notes:
+        if not isinstance(error, TooLittleTimeError) or notes == measured.notes:
             return replace(measured, variants=known, notes=(*notes, f"{failed}{error}"))
         failure = f"{error} (tried twice; `iserve profile` tries again)"
-        found = VariantMeasurement.too_slow(kind, failure, time.monotonic() - begun_s, budget_s)
+        found = VariantMeasurement.failed(kind, failure, time.monotonic() - begun_s, budget_s)
     if found.failure:
         notes = (*notes, f"{failed}{found.failure}")
     return replace(measured, variants=(*known, found), notes=notes)

@@ -75,6 +75,10 @@ class GatewayAdmission:
         rest = [one for one in self._at(url) if one is not request]
         self._controller.record_loaded(request, rest, time.monotonic())
 
+    def record_load(self, took_s: float) -> None:
+        """Record the time of one load, for which any number of requests have waited."""
+        self._controller.record_load(took_s)
+
     def record_leave(self, request: InFlightRequest, url: str) -> None:
         running = self._running.get(url, {})
         running.pop(request, None)

@@ -17,7 +17,8 @@ import msgspec
 
 from fingerprint.codec import to_json
 from iserve.gateway.auth import check_access, check_token
-from iserve.gateway.dispatch import Deployment, Dispatcher
+from iserve.gateway.deployments import Dispatcher
+from iserve.gateway.dispatch import Deployment
 from iserve.gateway.errors import WOULD_BE_LATE, ApiError
 from iserve.gateway.metrics import GatewayMetrics
 from iserve.gateway.proxy import InferenceRequest, forward

@@ -25,11 +25,11 @@ from iserve.gateway.admission import GatewayAdmission
 from iserve.gateway.errors import ApiError
 from iserve.gateway.rate_window import RateWindow, VariantCounts
 from iserve.gateway.variant_residency import Room, VariantRequest, VariantResidency
-from iserve.route_table import DeploymentDemand, Route, RouteTable, VariantDemand, VariantRoute, WorkerTarget
+from iserve.route_table import Route, VariantDemand, WorkerTarget
 from planner.admission import InFlightRequest, Rejection
 from planner.pending_loads import LoadsAhead
 
-__all__ = ["DOWN_S", "READY_WAIT_S", "Deployment", "Dispatcher"]
+__all__ = ["DOWN_S", "READY_WAIT_S", "Deployment", "NewResidency"]
 
 READY_WAIT_S = 5.0  # how long a request waits for a worker that is being (re)started, before 503
 DOWN_S = 0.25  # how long a worker that refused a connection is left alone
@@ -57,7 +57,12 @@ class NewResidency(Protocol):
     """Maker of the residency of a deployment's variants (``VariantResidency``)."""
 
     def __call__(
-        self, route: Route, changed: Callable[[], None], *, busy: Collection[str]
+        self,
+        route: Route,
+        changed: Callable[[], None],
+        *,
+        busy: Collection[str],
+        record_load: Callable[[float], None],
     ) -> VariantResidency: ...
 
 
@@ -99,6 +104,10 @@ class Deployment:
         return sum(1 for worker in self.route.workers if self._is_ready(worker))
 
     @property
+    def num_pending_loads(self) -> int:
+        return 0 if self.variants is None else self.variants.num_pending_loads
+
+    @property
     def idle_s(self) -> float:
         """Since a request was last here; 0 while one is."""
         return 0.0 if self._waiting or self._outstanding else time.monotonic() - self._last_s
@@ -127,7 +136,9 @@ class Deployment:
         if self.variants is not None:
             self.variants.update(self.route)
         elif self.route.variants and self._new_residency is not None:
-            self.variants = self._new_residency(self.route, self._serve, busy=self._outstanding.keys())
+            self.variants = self._new_residency(
+                self.route, self._serve, busy=self._outstanding.keys(), record_load=self._record_load
+            )
         for waiting in self._waiting:
             if waiting.use is not None and self.variants is not None:
                 try:
@@ -197,27 +208,40 @@ class Deployment:
                 ``ready_wait_s``, none can be started, or none had room within ``max_wait_s``; 404 the deployment
                 was removed meanwhile.
         """
-        self._last_s, model = time.monotonic(), self._model(use)
+        self._last_s = time.monotonic()
         if use is not None and self.variants is not None:
             self.variants.resolve(use)
         if not self._waiting or (use is None and all(waiting.use is not None for waiting in self._waiting)):
             target = self._take(ticket, avoid, request, use)
             if isinstance(target, Rejection):
-                raise ApiError.would_be_late(model, target)
+                raise ApiError.would_be_late(self._model(use), target)
             if target is not None:
                 self._count(avoid, use)
                 return target
+        waiting = self._enqueue(ticket, avoid, request, use)
+        self._count(avoid, use)
+        return await self._turn_of(waiting)
+
+    def _enqueue(
+        self, ticket: int, avoid: str, request: InFlightRequest | None, use: VariantRequest | None
+    ) -> _Waiting:
+        """Put a request into the queue, and offer those that wait a worker.
+
+        A full queue takes a request of a variant in flight, which may have a worker at once.
+
+        Raises:
+            ApiError: as :meth:`acquire`, without waiting.
+        """
+        model, variants, is_full = self._model(use), self.variants, len(self._waiting) >= self.max_queue
         if self.route.refusal is not None and not self.num_ready:
             raise ApiError.cannot_start(model, self.route.refusal, self.route.retry_after_s)
         if not self.route.workers:
             raise ApiError.no_ready_worker(model, math.ceil(READY_WAIT_S))
-        variants, is_full = self.variants, len(self._waiting) >= self.max_queue
         has_slot = use is not None and variants is not None and variants.has_slot(use)
         if is_full and not has_slot:
             raise ApiError.queue_full(model, len(self._waiting))
         self._check_queue(ticket, avoid, request, use, model)
-        loop = asyncio.get_running_loop()
-        waiting = _Waiting(ticket, avoid, request, use, loop.create_future())
+        waiting = _Waiting(ticket, avoid, request, use, asyncio.get_running_loop().create_future())
         insort(self._waiting, waiting)
         if use is not None and variants is not None and self._waiting[-1] is waiting and not has_slot:
             variants.wait(use)  # the rest waits for what it waited for before
@@ -228,22 +252,31 @@ class Deployment:
                 self._waiting.remove(waiting)  # it needed to wait, which a request of a variant in flight does not
                 raise ApiError.queue_full(model, len(self._waiting))
             variants.wait(use)  # the round has let another go
-        self._count(avoid, use)
+        return waiting
+
+    async def _turn_of(self, waiting: _Waiting) -> WorkerTarget:
+        """Return the worker that a waiting request is given; one that leaves meanwhile leaves nothing behind."""
+        deadline_s = asyncio.get_running_loop().time() + self.max_wait_s
         try:
-            return await self._wait(waiting.turn, model, loop.time() + self.max_wait_s)
+            return await self._wait(waiting.turn, self._model(waiting.use), deadline_s)
         except BaseException:
             if not waiting.turn.done():
                 self._waiting.remove(waiting)
                 self._last_s = time.monotonic()
                 self._serve()  # a variant's that has waited for long keeps those behind it waiting
             elif not waiting.turn.cancelled() and waiting.turn.exception() is None:
-                self.release(waiting.turn.result(), request, use)  # given a worker in the very moment it left
+                # Given a worker in the very moment it left.
+                self.release(waiting.turn.result(), waiting.request, waiting.use)
             raise
 
     def record_loaded(self, target: WorkerTarget, request: InFlightRequest | None) -> None:
         """Note that ``target`` has the variant of a request that was given it."""
         if self.admission is not None and request is not None:
             self.admission.record_loaded(request, target.url)
+
+    def _record_load(self, took_s: float) -> None:
+        if self.admission is not None:
+            self.admission.record_load(took_s)
 
     def release(
         self, target: WorkerTarget, request: InFlightRequest | None = None, use: VariantRequest | None = None
@@ -437,60 +470,3 @@ class Deployment:
                 if waiting.request is not None:
                     self.admission.restart_wait(waiting.request)
         self._was_ready = is_ready
-
-
-class Dispatcher:
-    """All deployments of the table in force, by the name that clients use."""
-
-    def __init__(self) -> None:
-        self.deployments: dict[str, Deployment] = {}
-        self.new_residency: NewResidency | None = None  # None: variants are not served
-        self._with_variant: dict[str, list[Deployment]] = {}  # by the variant's name
-
-    @property
-    def variant_names(self) -> Collection[str]:
-        return self._with_variant.keys()
-
-    def find_variant(self, name: str) -> tuple[Deployment, VariantRoute]:
-        """Return the first deployment of the table that serves the variant, one with a ready worker if any has.
-
-        Raises:
-            ApiError: 404 none does.
-        """
-        deployments = self._with_variant.get(name, ())
-        for deployment in (*(one for one in deployments if one.num_ready), *deployments):
-            if deployment.variants is not None:
-                return deployment, deployment.variants.find(name)
-        raise ApiError.model_not_found(name)
-
-    def demand(self) -> tuple[DeploymentDemand, ...]:
-        """Return the demand of every deployment now."""
-        return tuple(
-            DeploymentDemand(
-                name=name,
-                waiting=d.num_waiting,
-                outstanding=d.num_outstanding,
-                idle_s=d.idle_s,
-                requests_per_s=d.requests_per_s,
-            )
-            for name, d in self.deployments.items()
-        )
-
-    def update(self, table: RouteTable) -> None:
-        """Follow a new table."""
-        limits = table.limits
-        new: dict[str, Deployment] = {}
-        for route in table.routes:
-            deployment = self.deployments.get(route.name)
-            if deployment is None:
-                deployment = Deployment(route, limits.max_queue, limits.upstream_timeout_s, self.new_residency)
-            else:
-                deployment.update(route, limits.max_queue, limits.upstream_timeout_s)
-            new[route.name] = deployment
-        for name in self.deployments.keys() - new.keys():
-            self.deployments[name].close()
-        self.deployments = new
-        self._with_variant = {}
-        for deployment in new.values():
-            for variant in deployment.route.variants:
-                self._with_variant.setdefault(variant.name, []).append(deployment)

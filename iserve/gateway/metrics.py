@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from prometheus_client import CollectorRegistry, Counter, Histogram, Summary, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from iserve.gateway.dispatch import Dispatcher
+from iserve.gateway.deployments import Dispatcher
 from iserve.gateway.routes_file import RoutesFile
 from iserve.gateway.sse import Usage
 
@@ -191,6 +191,7 @@ class _LiveState:
             "outstanding_requests": ("Requests at a worker.", "num_outstanding"),
             "waiting_requests": ("Requests in the gateway's queue.", "num_waiting"),
             "ready_workers": ("Workers that requests go to.", "num_ready"),
+            "pending_loads": ("Loads of variants that workers were sent and have not ended.", "num_pending_loads"),
         }
         for name, (text, attribute) in gauges.items():
             gauge = GaugeMetricFamily(f"iserve_gateway_{name}", text, labels=["deployment"])

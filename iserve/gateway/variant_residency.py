@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar
 
 from iserve.gateway.errors import ApiError
 from iserve.gateway.variant_loader import LoadFailedError, VariantLoader
-from iserve.gateway.variant_worker import VariantWorker, loads_ahead
+from iserve.gateway.variant_worker import VariantWorker, loads_ahead, runnable_variants
 from iserve.gateway.worker_http import NotBegunError
 from iserve.http_stream import NotReachedError
 from iserve.route_table import Route, VariantRoute, WorkerTarget
@@ -90,6 +90,7 @@ class VariantResidency:
     Args:
         changed: called when a waiting request may have become possible.
         busy: URLs of workers with a request of any kind, a live view; ``preload`` is called as one falls idle.
+        record_load: called with the time of each load that a worker has made.
         keep_s: between two times that the folders of loaded variants are asked for.
     """
 
@@ -101,10 +102,12 @@ class VariantResidency:
         observer: VariantObserver,
         policy: VariantPolicy | None = None,
         busy: Collection[str] = (),
+        record_load: Callable[[float], None] = lambda took_s: None,
         keep_s: float = _KEEP_S,
     ) -> None:
         self._policy = policy or make_variant_policy()
         self._changed, self._loader, self._observer, self._busy = changed, loader, observer, busy
+        self._record_load = record_load
         self._loop = asyncio.get_running_loop()
         self._workers: dict[str, VariantWorker] = {}  # by URL
         self._variants: dict[str, VariantRoute] = {}  # by public name
@@ -172,6 +175,10 @@ class VariantResidency:
         """Return ``variant_worker.loads_ahead`` of ``request`` at the workers of ``urls``."""
         workers = [self._workers[url] for url in urls]
         return loads_ahead(request.variant, workers, before, self._loop.time())
+
+    @property
+    def num_pending_loads(self) -> int:
+        return sum(len(worker.pending) for worker in self._workers.values())
 
     def choose(self, request: VariantRequest, rooms: Sequence[Room]) -> Admission | None:
         """Return which of ``rooms`` takes the request now; None: none can."""
@@ -253,7 +260,7 @@ class VariantResidency:
         now_s = self._loop.time()
         self._wanted = _variants_of(waiting)
         admitted: set[int] = set()
-        runnable = self._runnable()
+        runnable = runnable_variants(self._workers.values())
 
         def note(request: _W, passes: bool) -> bool:
             nonlocal runnable
@@ -262,7 +269,7 @@ class VariantResidency:
             self._passes = passes
             if is_admitted := admit(request):
                 admitted.add(id(request))
-                runnable = self._runnable()
+                runnable = runnable_variants(self._workers.values())
             return is_admitted
 
         try:
@@ -273,13 +280,6 @@ class VariantResidency:
             request for request in waiting if id(request) not in admitted and request is not newest
         )
         self._prefetch(now_s)
-
-    def _runnable(self) -> frozenset[str] | None:
-        """Return the variants that need no further slot, where none is free; None: a worker has a free one."""
-        states = [worker.state for worker in self._workers.values()]
-        if any(len(state.in_flight) < state.slots for state in states):
-            return None
-        return frozenset().union(*(state.in_flight for state in states))
 
     def _prefetch(self, now_s: float) -> None:
         workers = self._idle_workers(now_s)
@@ -423,12 +423,13 @@ class VariantResidency:
         self._observer.loaded(variant.name, self._loop.time() - began_s)
 
     def _after_load(self, worker: VariantWorker, name: str, task: asyncio.Task[None]) -> None:
-        worker.pending.end(name, self._loop.time())
-        is_ahead = task in worker.ahead
+        took_s, is_ahead = worker.pending.end(name, self._loop.time()), task in worker.ahead
         worker.ahead.discard(task)
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if error is None and took_s is not None:
+            self._record_load(took_s)
         if worker.loads.get(name) is task:
             del worker.loads[name]
-            error = asyncio.CancelledError() if task.cancelled() else task.exception()
             if error is None:
                 for one in self._workers.values():  # loaded here, it is no danger there
                     one.failed.lost.discard(name)

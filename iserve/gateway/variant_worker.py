@@ -11,7 +11,7 @@ from iserve.route_table import WorkerTarget
 from placement.variant_routing import WorkerVariants
 from planner.pending_loads import LoadsAhead, PendingLoads, loads_ahead_in_queue
 
-__all__ = ["VariantWorker", "loads_ahead"]
+__all__ = ["VariantWorker", "loads_ahead", "runnable_variants"]
 
 
 @dataclass(slots=True, eq=False)
@@ -53,6 +53,14 @@ class VariantWorker:
             self.epoch += 1
             for name in self.state.loaded - self.loads.keys():
                 self.state.unload(name)
+
+
+def runnable_variants(workers: Iterable[VariantWorker]) -> frozenset[str] | None:
+    """Return the variants that need no further slot, where none is free; None: a worker has a free one."""
+    states = [worker.state for worker in workers]
+    if any(len(state.in_flight) < state.slots for state in states):
+        return None
+    return frozenset().union(*(state.in_flight for state in states))
 
 
 def loads_ahead(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from fingerprint.config import Workload
-from fingerprint.errors import ConflictError, NotMeasuredError
+from fingerprint.errors import ConflictError, NotMeasuredError, TooLittleTimeError
 from fingerprint.trimmed_mean import locate
 from fingerprint.verification import Reading
 
@@ -89,7 +89,8 @@ def time_bursts(
         aim: the share of the time to do with, unless three pairs take more.
 
     Raises:
-        NotMeasuredError: three pairs of the shortest answers take longer than that.
+        TooLittleTimeError: three pairs of the shortest answers take longer than that.
+        NotMeasuredError: the noise is larger than what is measured.
         ConflictError: other requests were served in nearly every burst.
     """
     started_s = clock()
@@ -137,7 +138,7 @@ def _affordable(workload: Workload, first_s: float, step_s: float, left_s: float
     """Return the workload with as much of its answer as lets the wanted pairs be run.
 
     Raises:
-        NotMeasuredError: not even the fewest of the shortest.
+        TooLittleTimeError: not even the fewest of the shortest.
     """
     least_s, fits = _least_s(workload, first_s, step_s), workload.output_tokens
     if fits > 1 and step_s > 0:
@@ -147,7 +148,7 @@ def _affordable(workload: Workload, first_s: float, step_s: float, left_s: float
     if least_s > left_s:
         limit_s = max(0.0, max_seconds)
         left = f"{left_s:.1f} s of {limit_s:g} s are" if left_s > 0 else f"none of {limit_s:g} s is"
-        raise NotMeasuredError(
+        raise TooLittleTimeError(
             f"a burst of batch {workload.batch} and {workload.input_tokens} input tokens takes {first_s:.2f} s to "
             f"its first tokens, and {left} left, not enough for three pairs of bursts; raise --max-seconds"
         )
@@ -172,7 +173,8 @@ def _reading(values: Sequence[float]) -> Reading:
     if location.value <= 0:
         raise NotMeasuredError(
             "bursts with longer answers took no longer than those with one token: the machine is too noisy, or "
-            "the answers are too short, for a time per output token"
+            "the answers are too short, for a time per output token; verify it when it is quiet, or with more "
+            "--output-tokens"
         )
     low = max(location.value - location.half_width, 1e-3 * location.value)
     return Reading(value=location.value, low=low, high=location.value + location.half_width, repeats=len(values))

@@ -8,7 +8,14 @@ import pytest
 
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import Workload
-from fingerprint.errors import BadInputError, ConfigError, EngineError, NotMeasuredError
+from fingerprint.errors import (
+    BadInputError,
+    ConfigError,
+    EngineError,
+    NotMeasuredError,
+    TooLittleTimeError,
+    UnmeasurableError,
+)
 from fingerprint.estimators.measured_variants import measured_cost
 from fingerprint.variant_measurements import VariantMeasurement
 from fingerprint.variant_step_plan import step_plan
@@ -172,6 +179,21 @@ class TestDriver:
     def test_a_model_that_cannot_be_repeated_is_not_measured(self) -> None:
         spec = llama(5, layer_windows=(None, None, None, 64, None))
         with pytest.raises(NotMeasuredError):
+            StepMachine(spec=spec).measure()
+
+    @pytest.mark.parametrize(("budget_s", "slowness"), [(30.0, 8), (20.0, 8), (20.0, 6)])
+    def test_advice_is_more_seconds_only_where_a_profile_can_give_them(
+        self, budget_s: float, slowness: int, golden: Golden
+    ) -> None:
+        """Variants get a budget of 30 s at most of any profile on an engine with our step timer."""
+        base_s, token_s, once_s = TRUTH.base_s
+        machine = StepMachine(truth=replace(TRUTH, base_s=(slowness * base_s, slowness * token_s, once_s)))
+        with golden.raises("fingerprint", TooLittleTimeError):
+            machine.measure(budget_s=budget_s)
+
+    def test_no_time_is_advised_for_what_cannot_be_measured(self, golden: Golden) -> None:
+        spec = llama(5, layer_windows=(None, None, None, 64, None))
+        with golden.raises("fingerprint", UnmeasurableError):
             StepMachine(spec=spec).measure()
 
     def test_a_model_of_one_layer_is_measured(self) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fingerprint.config import Workload
-from fingerprint.errors import ConflictError, NotMeasuredError
+from fingerprint.errors import ConflictError, NotMeasuredError, TooLittleTimeError
 from iserve.verify.timing import Burst, Times, time_batches, time_bursts
 from tests.golden_words import Golden
 
@@ -130,6 +130,14 @@ def test_times_that_scatter_are_repeated_for_the_whole_time_and_say_how_far() ->
 def test_noise_beyond_the_effect_is_no_time_per_token() -> None:
     with pytest.raises(NotMeasuredError, match="too noisy"):
         Worker(step_s=0.0, drift=0.9).check()
+
+
+def test_more_time_is_advised_where_it_helps(golden: Golden) -> None:
+    with pytest.raises(TooLittleTimeError):
+        Worker(ttft_s=15.0).check(max_seconds=60.0)
+    with golden.raises("controller", NotMeasuredError) as noisy:
+        Worker(step_s=0.0, drift=0.9).check()
+    assert not isinstance(noisy.value, TooLittleTimeError)
 
 
 def test_progress_rises_to_what_was_planned() -> None:

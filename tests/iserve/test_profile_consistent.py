@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from fingerprint.config import DeploymentConfig, WeightFormat, Workload
-from fingerprint.errors import EngineError, NotMeasuredError
+from fingerprint.errors import EngineError, NotMeasuredError, TooLittleTimeError, UnmeasurableError
 from fingerprint.estimates import Source
 from fingerprint.estimators.l2 import MeasuredKey
 from fingerprint.measurements import Profile, TimingPoint
 from fingerprint.profile import ProfilePlan
+from iserve.controller.profiling import _check_usable
 from iserve.controller.profiling_run import consistent
 from iserve.planning.estimator_factory import contradictions, estimator_for
 from tests.fingerprint.synthetic_machine import SyntheticMachine, llama, take_profile
@@ -85,3 +86,14 @@ def test_where_nothing_else_is_left_there_is_no_profile(golden: Golden) -> None:
     alone = replace(swapped(1), timing=tuple(p for p in swapped(1).timing if (p.tp, p.pp) == (1, 1)))
     with golden.raises("controller", NotMeasuredError):
         consistent(alone, replace(PLAN, degrees=((1, 1),)), lambda _: alone)
+
+
+@pytest.mark.parametrize("complete", [False, True])
+def test_what_tells_nothing_is_refused_and_more_time_is_advised_where_it_helps(
+    complete: bool, golden: Golden
+) -> None:
+    """More time is of no use to a profile that has measured all that was planned."""
+    _check_usable(GOOD, WORK)
+    empty = replace(GOOD, timing=(), spent_s=41.0, complete=complete)
+    with golden.raises("controller", UnmeasurableError if complete else TooLittleTimeError):
+        _check_usable(empty, WORK)

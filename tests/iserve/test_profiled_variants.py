@@ -13,7 +13,14 @@ from daemon.engines.registry import capabilities_for, get_engine
 from daemon.status import DeviceStatus, NodeStatus
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, SlotFormat, Workload
-from fingerprint.errors import BadInputError, ConfigError, EngineError, NotMeasuredError
+from fingerprint.errors import (
+    BadInputError,
+    ConfigError,
+    EngineError,
+    NotMeasuredError,
+    TooLittleTimeError,
+    UnmeasurableError,
+)
 from fingerprint.estimators.adapter_slots import variant_cost
 from fingerprint.estimators.corrected import CorrectedEstimator
 from fingerprint.families import load_spec
@@ -201,12 +208,32 @@ def test_what_may_be_gone_the_next_time_is_tried_again(golden: Golden) -> None:
     assert not [note for note in found.notes if note.startswith(str(RANK_8))]
 
 
+def test_noise_is_tried_again_each_time_and_what_cannot_be_measured_never(golden: Golden) -> None:
+    """More seconds help neither of them, and are not advised."""
+    known = None
+    for _ in range(3):
+        machine = Machine()
+        machine.variants.failing = NotMeasuredError("steps do not agree; try again")
+        known, _ = profiled(VARIANTS, known=known, machine=machine)
+        assert machine.variants.log
+        assert known.variants == ()
+    machine = Machine()
+    machine.variants.failing = UnmeasurableError("no fingerprint can be repeated; --engine torch repeats none")
+    once, _ = profiled(VARIANTS, machine=machine)
+    (kept,) = once.variants
+    assert (kept.kind, kept.runs, kept.tried_s) == (RANK_8, (), None)
+    golden("variant", [note for note in (*known.notes, *once.notes) if note.startswith(str(RANK_8))])
+    again, machine = profiled(VARIANTS, known=once, max_seconds=600.0)
+    assert again == once
+    assert not machine.variants.log
+
+
 class TestTooSlow:
     """An engine for which the budget is too short."""
 
     def slow(self, known: Profile | None = None, max_seconds: float = 40.0) -> tuple[Profile, Machine]:
         machine = Machine()
-        machine.variants.failing = NotMeasuredError("they would take 500 s")
+        machine.variants.failing = TooLittleTimeError("they would take 500 s")
         return profiled(VARIANTS, known=known, machine=machine, max_seconds=max_seconds)
 
     def test_it_is_tried_twice_and_then_with_more_time_alone(self, golden: Golden) -> None:

@@ -14,7 +14,7 @@ from fingerprint.load_waits import OneLoad
 from fingerprint.service_model import ServiceModel
 from planner.admission import AdmissionController, AdmissionPolicy, InFlightRequest, Rejection
 from planner.intent import Slo
-from planner.pending_loads import LoadsAhead
+from planner.pending_loads import LoadsAhead, PendingLoads
 from tests.two_point_service import two_point_service
 
 TWO = two_point_service(
@@ -208,17 +208,30 @@ def test_what_is_learned_of_prompts_has_no_load(load_s: float, stops_steps: bool
 
 
 def test_what_loads_take_is_learned() -> None:
-    """Loads take three times as long as planned: ten of them, each the second of two of which one ran for 6 s."""
-    controller = controller_of(Slo(ttft_s=0.1), NEXT_TO_STEPS)
-    for number in range(200):
+    """Loads take three times as long as planned: of each two, the second begins when the first has ended."""
+    controller, pending = controller_of(Slo(ttft_s=0.1), NEXT_TO_STEPS), PendingLoads()
+    for number in range(100):
         at_s = 100.0 * number
-        request = controller.new_request(at_s, 10, 5)
-        controller.record_start(request, (), at_s, LoadsAhead(2, 6.0))
-        controller.record_loaded(request, (), at_s + 54.0)
+        pending.order("a", at_s)
+        pending.order("b", at_s + 6.0)
+        for name, end_s in (("a", at_s + 30.0), ("b", at_s + 60.0)):
+            took_s = pending.end(name, end_s)
+            assert took_s is not None
+            controller.record_load(took_s)
     running = at_work(controller, [(1e5, 9, 1)])
     found = controller.check_start(controller.new_request(1e5 + 1, 10, 5), running, 1e5 + 1, LoadsAhead(1))
     assert found is not None
     assert found.loads_s == pytest.approx(30.0, rel=0.02)
+
+
+@pytest.mark.parametrize("load", [None, OneLoad(load_s=0.0, stops_steps=False)])
+def test_a_plan_whose_loads_take_no_time_learns_nothing_of_them(load: OneLoad | None) -> None:
+    controller = controller_of(Slo(ttft_s=0.1), load)
+    controller.record_load(30.0)
+    running = at_work(controller, [(1.0, 9, 1)])
+    found = controller.check_start(controller.new_request(2.0, 10, 5), running, 2.0, LoadsAhead(1))
+    assert found is not None
+    assert found.loads_s == 0.0
 
 
 def test_a_wait_that_was_not_foreseen_is_in_no_prompt() -> None:

@@ -26,7 +26,7 @@ def test_loads_end_when_it_says(orders: list[tuple[float, str]], asked: str) -> 
         now_s += gap_s
         while ends and ends[0][0] <= now_s:
             end_s, ended = ends.pop(0)
-            loads.end(ended, end_s)
+            assert loads.end(ended, end_s) == pytest.approx(_LOAD_S)
         loads.order(name, now_s)
         ends.append((max(now_s, ends[-1][0] if ends else 0.0) + _LOAD_S, name))
         ahead = loads.ahead(asked, now_s, has_place=True)
@@ -51,6 +51,12 @@ def test_one_that_lost_its_place_while_it_was_loaded_is_loaded_again() -> None:
     assert loads.ahead("a", 0.0, has_place=True) == LoadsAhead(3)
     loads.end("a", 1.0)
     assert loads.ahead("a", 1.5, has_place=True) == LoadsAhead(2, 0.5)
+
+
+def test_of_a_load_that_ends_before_one_ordered_earlier_no_time_is_known() -> None:
+    loads = pending("a", "b")
+    assert loads.end("b", 1.0) is None
+    assert loads.end("a", 3.0) == 3.0
 
 
 def test_a_load_that_begins_later_has_not_run() -> None:

@@ -75,6 +75,10 @@ class SimulatedAdmission:
         rest = [one for one in self._running(server) if one is not request]
         self._controller.record_loaded(request, rest, now_s)
 
+    def record_load(self, took_s: float) -> None:
+        """Note the time of one load, for which any number of requests have waited."""
+        self._controller.record_load(took_s)
+
     def record_rejection(self, row: int) -> None:
         self._in_flight.pop(row, None)
 

@@ -121,8 +121,9 @@ class VariantTraffic:
         for variant in server.loaded:
             self._fleet.loaded(server, variant)
             self._loaded_s[server, variant] = now_s
-            if server in self._pending:
-                self._pending[server].end(variant, now_s)
+            took_s = self._pending[server].end(variant, now_s) if server in self._pending else None
+            if self._admission is not None and took_s is not None:
+                self._admission.record_load(took_s)
         for row in server.released:
             self._began(self._running[row], now_s, cold=True)
             if self._admission is not None:

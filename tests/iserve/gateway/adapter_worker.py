@@ -117,15 +117,16 @@ class AdapterWorker(ThreadedServer):
         if len(self.loaded) + len(self.loading) >= self.max_loaded:
             self.violations.append(f"{name} is loaded beyond the limit of {self.max_loaded}")
             return self._error(400, "no place is left")
-        if self.dies_on_load:
+        self.loading.add(name)
+        try:
+            if not self.dies_on_load:
+                await self._until(self.load_now)
+        finally:
+            self.loading.discard(name)
+        if self.dies_on_load:  # before the load, or within it
             assert request.transport is not None
             request.transport.abort()
             return web.Response()
-        self.loading.add(name)
-        try:
-            await self._until(self.load_now)
-        finally:
-            self.loading.discard(name)
         if name in self.refusals:
             status, body = self.refusals[name]
             return self._json(body, status)

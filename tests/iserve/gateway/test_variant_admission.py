@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,8 @@ from planner.admission import AdmissionPolicy
 from planner.intent import Slo
 from tests.golden_words import Golden
 from tests.iserve.gateway.adapter_worker import BASE
-from tests.iserve.gateway.variant_requests import A, B, hold, route, said, statuses
+from tests.iserve.gateway.conftest import Answer
+from tests.iserve.gateway.variant_requests import A, B, C, hold, route, said, statuses
 from tests.two_point_service import two_point_service
 from tests.waiting import wait_until
 
@@ -67,10 +69,33 @@ class TestRejectingLate:
         worker.load_now.set()
         assert statuses(cold) == [200, 200]
 
+    def test_loads_of_a_worker_that_died_count_no_more(self, gateway, make_worker, clients) -> None:
+        """Within 250 s there is time for two loads, before and after the worker died in the midst of two."""
+        worker = make_worker(slots=4)
+        gateway.publish(rejecting(worker, ttft_s=250.0, variants=(A, B, C)))
+        retries_s = list[int]()
+        for dies in (True, False):
+            worker.load_now.clear()
+            cold = list[Future[Answer]]()
+            for one in (A, B):
+                cold.append(clients.submit(gateway.complete, one.name))
+                wait_until(lambda one=one: one.engine_name in worker.loading, f"{one.name} is being loaded")
+            assert gateway.metric('iserve_gateway_pending_loads{deployment="m"}') == 2
+            late = gateway.complete("c")
+            assert (late.status, late.error["code"]) == (503, "would_be_late")
+            retries_s.append(int(late.headers["retry-after"]))
+            worker.dies_on_load = dies
+            worker.load_now.set()
+            assert statuses(cold) == ([503, 503] if dies else [200, 200])
+            assert gateway.metric('iserve_gateway_pending_loads{deployment="m"}') == 0
+            worker.dies_on_load = False
+            worker.restart()
+        assert 0 < min(retries_s) <= max(retries_s) <= 60, "310 s but for 250 and what the first has run"
 
-def rejecting(worker, **limits: float) -> Route:
-    """Route of ``a`` and ``b`` that rejects late requests, by a plan that knows what a load takes."""
+
+def rejecting(worker, variants=(A, B), **limits: float) -> Route:
+    """Route of ``variants`` that rejects late requests, by a plan that knows what a load takes."""
     service = two_point_service(batch=4, input_tokens=10, output_tokens=11, ttft_s=10.0, tpot_s=1.0)
     planned = replace(service, one_load=OneLoad(load_s=100.0, stops_steps=False))
     policy = AdmissionPolicy(slo=Slo(**limits), service=planned, slots=4)
-    return replace(route(worker, variants=(A, B)), admission=policy)
+    return replace(route(worker, variants=variants), admission=policy)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fingerprint.errors import PolicyError
 from fingerprint.load_waits import OneLoad
 from placement.types import ClusterSnapshot
+from planner.admission import AdmissionController, AdmissionPolicy, LearnedRatio
 from planner.intent import Slo
 from tests.golden_words import Golden
 from tests.traces.simulator.test_refusing_late import words
@@ -46,6 +47,7 @@ def run(
     slo: Slo | None,
     *,
     load_s: float = 10.0,
+    planned_s: float | None = None,
     stops_steps: bool = False,
     knows: bool = True,
     slots: int = 4,
@@ -55,7 +57,8 @@ def run(
 ) -> SimulationResult:
     """Simulate requests at a time, of so many tokens, for a variant."""
     cost = AdapterCost(slots=slots, max_loaded=4 * slots, load_s=load_s, stops_steps=stops_steps)
-    load = OneLoad(load_s=load_s, stops_steps=stops_steps) if knows else None
+    planned_s = load_s if planned_s is None else planned_s
+    load = OneLoad(load_s=planned_s, stops_steps=stops_steps) if knows else None
     scenario = Scenario(
         cluster=cluster(8, per_node=1),
         actions=(Deploy(at_s=0.0, name=BASE, model=BASE, replicas=replicas, variants=True),),
@@ -93,6 +96,26 @@ def test_a_start_makes_no_load_look_shorter() -> None:
     asked = [(0.0, 2, "a"), (0.1, 2, "b"), (100.0, 9, "c"), (100.1, 9, "d"), (100.2, 9, "e")]
     for startup_s in (0.0, 30.0):
         assert words(run(asked, Slo(ttft_s=25.0), startup_s=startup_s)) == [_KEPT] * 4 + [_LATE]
+
+
+@pytest.mark.parametrize("stops_steps", [False, True])
+@pytest.mark.parametrize("waiting", [1, 4])
+def test_a_load_is_learned_once_for_all_requests_that_wait_for_it(
+    waiting: int, stops_steps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loads take twice what is planned."""
+    controllers = list[AdmissionController]()
+
+    def keep(policy: AdmissionPolicy) -> AdmissionController:
+        controllers.append(AdmissionController(policy))
+        return controllers[-1]
+
+    monkeypatch.setattr("traces.simulator.admission.AdmissionController", keep)
+    asked = [(0.0, 2, "a")] * waiting + [(50.0, 2, "b")] * waiting
+    result = run(asked, Slo(ttft_s=900.0), load_s=20.0, planned_s=10.0, stops_steps=stops_steps)
+    assert words(result) == [_KEPT] * len(asked)
+    assert variants_of(result).loads == 2
+    assert [one._load_ratio for one in controllers] == [LearnedRatio().updated(2.0).updated(2.0)]
 
 
 def test_a_replica_that_has_it_loaded_is_taken_and_another_with_fewer_loads() -> None:
