@@ -18,7 +18,7 @@ from fingerprint.model_spec import ModelSpec
 
 __all__ = [
     "ADDED_ERROR",
-    "ARE_DELTA_PROMPTS_JUDGED",
+    "TAKES_DELTA_PROMPTS",
     "WithAdapterSlots",
     "added_prompt_share",
     "added_step_s",
@@ -47,10 +47,10 @@ _PROMPT_SHARE_OF_BASE = 0.044  # 0.033 to 0.066, without a trend by slots; each 
 # Of a load from the page cache, by least squares of relative errors over the recording's twelve (ranks 8, 16, 64).
 # Means of a rank are met within 10%, single loads within 24%.
 _LOAD_S, _LOAD_BYTES_PER_S = 0.0533, 1.274e9
-ARE_DELTA_PROMPTS_JUDGED = False
-"""Whether plans for vLLM take prompts of deltas as profiles measure them, as they take those of adapters. A whole
-model on an H200 judged both laws: that of adapters held, that of deltas did not and was changed, so that they keep
-the recording's times until it is judged anew (docs/decisions/0053)."""
+TAKES_DELTA_PROMPTS = False
+"""Whether plans for vLLM take prompts of deltas as profiles measure them, as they take those of adapters. Whole
+models on an H200 judged both laws: that of adapters held; that of deltas was changed after the first model, and on
+the second was no nearer than the recording, whose times plans keep (docs/decisions/0053)."""
 _ALL = 1e15  # requests, which ask for every variant
 _HALVINGS = 50
 ADDED_ERROR = (
@@ -113,7 +113,7 @@ def variant_cost(estimator: object, spec: ModelSpec, config: DeploymentConfig) -
     """Return what variants in the slots of ``config`` take; None: there are none, or it is not known.
 
     It is measured where ``estimator`` has it from fingerprints, else scaled from a recording, of vLLM alone.
-    Prompts of deltas on vLLM are measured once their law was judged (``ARE_DELTA_PROMPTS_JUDGED``).
+    Prompts of deltas on vLLM are always scaled: measured ones were no nearer (``TAKES_DELTA_PROMPTS``).
     """
     if not config.adapter_slots:
         return None
@@ -126,7 +126,7 @@ def variant_cost(estimator: object, spec: ModelSpec, config: DeploymentConfig) -
     )
     if measured is None:
         return recorded
-    takes_prompts = measured.has_measured_prompts and (ARE_DELTA_PROMPTS_JUDGED or not delta_bytes)
+    takes_prompts = measured.has_measured_prompts and (TAKES_DELTA_PROMPTS or not delta_bytes)
     return measured if takes_prompts else _WithRecordedPrompts(measured, recorded)
 
 

@@ -299,8 +299,10 @@ class Contest:
         self.base_s = min((each.step_s(0) for each in self.attempts if each.name == "base"), default=math.inf)
 
     def verdict(self, attempt: Attempt) -> str:
-        """Return whether the attempt's tokens agree, or what is wrong with it."""
-        return attempt.error or ("yes" if agrees(agreements(attempt, self.default), self._ruler) else "no")
+        """Return whether the attempt's tokens agree, or what is wrong with it; nothing of the base's."""
+        if attempt.error or attempt.name == "base":  # without slots no adapter's tokens are to agree
+            return attempt.error
+        return "yes" if agrees(agreements(attempt, self.default), self._ruler) else "no"
 
     def share(self, attempt: Attempt) -> float:
         """Return its throughput with all adapters, as a share of the base's; NaN without a base."""

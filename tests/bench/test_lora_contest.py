@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -220,6 +221,15 @@ class TestTable:
         self.keep(tmp_path, 1, "own", 7e-3, self.FIRST)
         (tmp_path / "1-own.tokens.jsonl").unlink()
         assert bench.Contest(tmp_path).winner().name == "default"
+
+    def test_nothing_is_said_of_the_tokens_of_the_base(self, tmp_path: Path) -> None:
+        """Without slots there are none of adapters to agree; an error of its start is said."""
+        self.keep(tmp_path, 0, "base", 5.7e-3, self.BASE)
+        self.keep(tmp_path, 1, "default", 18e-3, self.FIRST)
+        self.keep(tmp_path, 2, "base", 5.7e-3, self.BASE, error="RuntimeError: it ended")
+        (row, failed) = [line.split("|") for line in bench.table(tmp_path) if re.match(r"\| \d base", line)]
+        assert row[-2].strip() == ""
+        assert "it ended" in failed[-2]
 
     def test_agreement_is_the_share_before_the_first_difference(self) -> None:
         assert bench.agreement([self.FIRST], [self.FIRST]) == 1.0

@@ -15,6 +15,7 @@ import pytest
 
 from fingerprint.config import SlotFormat
 from fingerprint.errors import EngineError
+from fingerprint.estimators import adapter_slots
 from fingerprint.families import load_spec
 from fingerprint.variant_measurements import VariantKind
 from fingerprint.variant_step_plan import step_plan
@@ -205,7 +206,12 @@ KEPT = Path(__file__).parent / "results/variant_costs_h200"
 
 
 @pytest.mark.parametrize(
-    ("folder", "kind", "most_off"), [("qwen3-8b", RANK_16, {"step": 0.04, "prompts": 0.05}), (".", INT2, {})]
+    ("folder", "kind", "most_off"),
+    [
+        ("qwen3-8b", RANK_16, {"step": 0.04, "prompts": 0.05}),
+        (".", INT2, {}),
+        ("qwen3-8b", INT2, {"step": 0.133}),
+    ],
 )
 def test_what_was_judged_on_an_h200_is_what_the_decision_says(
     folder: str, kind: VariantKind, most_off: dict[str, float]
@@ -226,7 +232,59 @@ def test_what_was_judged_on_an_h200_is_what_the_decision_says(
 
 def test_what_the_decision_says_of_loads_is_what_was_kept() -> None:
     """Measured and predicted seconds."""
-    judged = ((".", RANK_16), ("qwen3-8b", RANK_16), (".", INT2))
+    judged = ((".", RANK_16), ("qwen3-8b", RANK_16), (".", INT2), ("qwen3-8b", INT2))
     lines = [bench.table(KEPT / folder, kind)[-1] for folder, kind in judged]
     found = [tuple(map(float, re.findall(r"\d+\.\d+", line))) for line in lines]
-    assert found == [(0.139, 0.161), (0.143, 0.122), (2.671, 1.831)]
+    assert found == [(0.139, 0.161), (0.143, 0.122), (2.671, 1.831), (2.706, 1.911)]
+
+
+class TestDeltasOnASecondModel:
+    """Qwen3-8B in int2, by which plans keep the recording for prompts of deltas."""
+
+    def page(self) -> str:
+        page = (Path(__file__).parents[2] / "docs/decisions/0053-variants-by-steps.md").read_text()
+        return page[page.index("**Qwen3-8B with deltas in int2**") : page.index("**Loads** by a line")]
+
+    def rows(self, what: str) -> list[list[str]]:
+        """Return active variants, time with slots, added, predicted, interval and the recording's, of each row."""
+        lines = [
+            line.split(" | ") for line in bench.table(KEPT / "qwen3-8b", INT2) if line.startswith(f"| {what}")
+        ]
+        return [[*line[1:3], *line[4:7], line[7].removesuffix(" |")] for line in lines]
+
+    def off(self, row: list[str], predicted: str) -> float:
+        """Return a prediction's distance, in parts of the whole time."""
+        return (float(predicted) - float(row[2])) / float(row[1])
+
+    def test_every_figure_of_the_table_is_kept(self) -> None:
+        for what, digits in (("step", 2), ("prompts", 1)):
+            for active, _, *values, interval, recorded in self.rows(what):
+                low, high = interval.split(",")[0].split(" to ")
+                added, predicted, least, most, scaled = (
+                    f"{float(value):.{digits}f}" for value in (*values, low, high, recorded)
+                )
+                assert f"| {active} | {added} | {predicted} ({least} to {most}) | {scaled} |" in self.page()
+
+    def test_the_measured_law_of_prompts_is_no_nearer_than_the_recording(self) -> None:
+        rows = self.rows("prompts")
+        ours, recorded = ([self.off(row, row[column]) for row in rows] for column in (3, 5))
+        means = [sum(map(abs, each)) / len(rows) for each in (ours, recorded)]
+        assert means[0] > means[1]
+        assert f"| | {means[0]:.1%} | {means[1]:.1%} |" in self.page()
+        cited = re.findall(r"\| (\d) \| ([+-]?\d+)% \| ([+-]?\d+)% \|", self.page())
+        found = [(row[0], round(100 * a), round(100 * b)) for row, a, b in zip(rows, ours, recorded, strict=True)]
+        assert [(active, int(a), int(b)) for active, a, b in cited] == found
+        assert sum(row[4].endswith("within") for row in rows) == 5
+        assert sum(abs(a) < abs(b) for a, b in zip(ours, recorded, strict=True)) == 6
+        assert not adapter_slots.TAKES_DELTA_PROMPTS
+
+    def test_two_prompts_are_within_what_the_recording_says(self) -> None:
+        """From half to twice of what it adds."""
+        added = [(float(row[2]), float(row[5])) for row in self.rows("prompts")]
+        factor = adapter_slots.ADDED_ERROR
+        assert sum(scaled / factor <= now <= factor * scaled for now, scaled in added) == 2
+
+    def test_steps_are_met_up_to_four_deltas(self) -> None:
+        rows = self.rows("step")
+        assert [f"{self.off(row, row[3]):+.1%}" for row in rows[1:]] == ["+2.0%", "+0.0%", "-13.2%"]
+        assert [row[4].rsplit(", ")[-1] for row in rows] == ["outside", "within", "within", "within"]

@@ -14,9 +14,9 @@ may run at once on two GPUs: each has files of its own, ``OUT/PART-KIND.json``, 
 error where one ended it, and the table takes what there is; each model needs an OUT of its own. Kinds are a rank
 of adapters, or a format of deltas. No web framework is imported.
 
-Kept in ``results/variant_costs_h200`` are Llama-3.1-8B's shape with adapters of rank 16 and with deltas in int2,
-and Qwen3-8B's with adapters. Qwen3-8B's with deltas is to judge the law of their prompts
-(docs/decisions/0053)::
+Kept in ``results/variant_costs_h200`` are the shapes of Llama-3.1-8B and, in ``qwen3-8b``, of Qwen3-8B, each with
+adapters of rank 16 and with deltas in int2: docs/decisions/0053 says what they judged. A sitting is repeated,
+say, by::
 
     python -m tests.bench.variant_costs_vllm measure OUT --model Qwen/Qwen3-8B --kind int2
 """

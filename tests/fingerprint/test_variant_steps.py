@@ -155,8 +155,8 @@ class TestLaw:
     def test_prompts_of_plans_are_measured_where_long_ones_were(
         self, kind: VariantKind, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Adapters as they are, deltas once a GPU judged their law."""
-        monkeypatch.setattr(adapter_slots, "ARE_DELTA_PROMPTS_JUDGED", True)
+        """Adapters as they are, deltas where plans take them."""
+        monkeypatch.setattr(adapter_slots, "TAKES_DELTA_PROMPTS", True)
         measured = StepMachine().measure(kind)
         config = delta_slots_of(8) if kind.is_delta else slots_of(32)
         work = Workload(batch=1, input_tokens=3000, output_tokens=1)
@@ -176,8 +176,8 @@ class TestLaw:
         assert planned.has_measured_prompts
         assert planned.prompts_s(work, 0.05, 0.0, 1.0) == cost_of(measured, config).prompts_s(work, 0.05, 0.0, 1.0)
 
-    def test_until_a_gpu_judged_their_law_prompts_of_plans_are_as_recorded(self) -> None:
-        """The prompts of deltas keep the recording."""
+    def test_prompts_of_deltas_are_as_recorded_in_plans(self) -> None:
+        """A GPU judged their law no nearer than the recording."""
         measured = StepMachine().measure(INT2)
         config, work = delta_slots_of(8), Workload(batch=1, input_tokens=3000, output_tokens=1)
         estimator = SimpleNamespace(variant_cost=lambda config: cost_of(measured, config))
