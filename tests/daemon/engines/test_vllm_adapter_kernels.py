@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import inspect
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +34,7 @@ from tests.daemon.variant_kernels import variant_module
 
 adapters = variant_module("vllm_adapters")
 settings = variant_module("settings")
+SITE = os.environ.get("ISERVE_VLLM_SITE", "")
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +53,7 @@ class TestOperator:
         )
         made: Callable[..., None] = adapters.linear_operator(
             kernels,
-            "own",
+            {1: "own"},
             lambda x, a, buffer, *mixed: calls.append(f"shrink {tuple(buffer.shape)}"),
             lambda buffer, b, y, *mixed, offset_start, add_inputs: calls.append(f"expand {add_inputs}"),
         )
@@ -101,6 +105,16 @@ class TestOperator:
         plain = [one.name for one in ours if one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD][1:]
         assert [*plain, "buffer=", "**kwargs"] == theirs["add_lora_linear"]
 
+    def test_the_output_layer_is_watched_by_what_vllm_has(self) -> None:
+        classes = recorded()["classes"]
+        wrapper = classes["lora/punica_wrapper/punica_gpu.py:PunicaWrapperGPU"]["methods"]
+        assert wrapper["add_lora_logits"][:3] == ["y", "x", "lora_a_stacked"]
+        assert wrapper["update_metadata"][:2] == ["mapping", "lora_index_to_id"]
+        layer = classes["lora/layers/logits_processor.py:LogitsProcessorWithLoRA"]
+        assert layer["methods"]["set_lora"] == ["index", "lora_a", "lora_b"]
+        assert layer["methods"]["reset_lora"] == ["index"]
+        assert "lora_a_stacked" in layer["attributes"]
+
 
 class Meta:
     """vLLM's groups, of which a mapping gives the counts."""
@@ -130,6 +144,62 @@ def test_pieces_of_groups_stay_in_the_memory_that_graphs_read() -> None:
     captured = meta.iserve_pieces
     prepare(meta, torch.full((1,), 5.0))
     assert [int(tensor[0]) for tensor in captured] == [13, 8, 8]
+
+
+class TestOutputLayer:
+    """vLLM's dummy adapters change it, and leave their slots as they are when they go."""
+
+    @pytest.fixture
+    def parts(self) -> Any:
+        class Layer:
+            def __init__(self) -> None:
+                self.lora_a_stacked = torch.zeros(4, 1, 2, 2)
+
+            def set_lora(self, index: int, lora_a: Any, lora_b: Any) -> None:
+                self.reset_lora(index)
+                self.lora_a_stacked[index] = 1
+
+            def reset_lora(self, index: int) -> None:
+                self.lora_a_stacked[index] = 0
+
+        class Wrapper:
+            added = 0
+
+            def update_metadata(
+                self, mapping: Any, lora_index_to_id: Any, max_loras: int, vocab_size: int
+            ) -> None:
+                self.mapping = mapping
+
+            def add_lora_logits(self, y: Any, x: Any, a: Any, b: Any, scale: float) -> None:
+                self.added += 1
+
+        adapters.OutputSlots().watch(Layer, Wrapper)
+        return Layer(), Layer(), Wrapper()
+
+    def test_its_product_is_left_out_while_no_adapter_in_a_slot_has_one(self, parts: Any) -> None:
+        layer, other, wrapper = parts
+        ids: list[int | None] = [7, 8, None, None]
+
+        def is_added() -> bool:
+            before = wrapper.added
+            wrapper.add_lora_logits(None, None, layer.lora_a_stacked, None, 1.0)
+            return bool(wrapper.added > before)
+
+        wrapper.update_metadata("rows", ids, 5, 320)
+        assert wrapper.mapping == "rows"
+        assert not is_added()
+        layer.set_lora(3, None, None)  # a dummy adapter, gone meanwhile
+        other.set_lora(0, None, None)  # of another model
+        assert not is_added()
+        ids[3] = 9
+        assert is_added()
+        layer.reset_lora(3)  # the next one in its slot
+        assert not is_added()
+        layer.set_lora(1, None, None)
+        assert is_added()
+        assert int(layer.lora_a_stacked[1].sum()) == 4
+        ids[1] = None
+        assert not is_added()
 
 
 def test_settings_are_read_as_they_were_given() -> None:
@@ -218,6 +288,17 @@ class TestLaunch:
 def test_the_setting_is_one_of_iserves() -> None:
     """Workers' daemons inherit the environment, and what is no yes or no is refused before."""
     assert load_settings({ADAPTER_KERNELS: "1"}).vllm_adapter_kernels
+
+
+@pytest.mark.long
+@pytest.mark.skipif(
+    not SITE or importlib.util.find_spec("triton") is None,
+    reason="ISERVE_VLLM_SITE names no folder with vLLM 0.33.0, or there is no Triton",
+)
+def test_in_vllms_own_code() -> None:
+    command = (sys.executable, "-m", "tests.daemon.engines.vllm_adapters_on_cpu", SITE)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[3], check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_what_is_patched_is_recorded() -> None:

@@ -42,7 +42,10 @@ USED: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("output_ids", "output_slices"),
     ),
     f"{_LAYERS}/row_parallel_linear.py:RowParallelLinearWithLoRA": (("can_replace_layer",), ("input_size",)),
-    f"{_LAYERS}/logits_processor.py:LogitsProcessorWithLoRA": (("_get_logits",), ("lora_a_stacked",)),
+    f"{_LAYERS}/logits_processor.py:LogitsProcessorWithLoRA": (
+        ("_get_logits", "set_lora", "reset_lora"),
+        ("lora_a_stacked",),
+    ),
     f"{_LAYERS}/vocab_parallel_embedding.py:VocabParallelEmbeddingWithLoRA": (("set_lora", "reset_lora"), ()),
     f"{_LAYERS}/utils.py:LoRAMapping": ((), ("index_mapping", "prompt_mapping", "is_prefill", "type")),
     "lora/lora_model.py:LoRAModel": (("__init__",), ("id", "loras")),
@@ -69,7 +72,10 @@ USED: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "lora/worker_manager.py:WorkerLoRAManager": (("__init__", "_load_adapter"), ("_adapter_manager",)),
     "lora/worker_manager.py:LRUCacheWorkerLoRAManager": (("create_lora_manager",), ("_manager_cls",)),
     "lora/punica_wrapper/punica_base.py:PunicaWrapperBase": (("add_lora_linear", "update_metadata"), ()),
-    "lora/punica_wrapper/punica_gpu.py:PunicaWrapperGPU": (("add_lora_linear", "update_metadata"), ()),
+    "lora/punica_wrapper/punica_gpu.py:PunicaWrapperGPU": (
+        ("add_lora_linear", "add_lora_logits", "update_metadata"),
+        (),
+    ),
     "lora/ops/triton_ops/lora_kernel_metadata.py:LoRAKernelMeta": (
         ("make", "prepare_tensors", "meta_args"),
         (

@@ -1,19 +1,22 @@
 """Our kernels of adapters in vLLM's place, for steps of few rows; all else stays vLLM's.
 
 One operator for a linear is traced into vLLM's compiled graphs, and knows its sizes when it runs. Rows are grouped
-by adapter once for each mapping, in buffers that captured graphs read.
+by adapter once for each mapping, in buffers that captured graphs read. Logits, which no graph has, are left alone
+while no adapter in a slot changes the output layer: vLLM adds the product with that layer's slots to the logits of
+every row with an adapter, though most adapters leave them zero.
 """
 
 # No ``from __future__ import annotations``: schemas of operators are inferred from annotations that are types.
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 import torch
 
-__all__ = ["add_lora_linear", "linear_operator", "splitting", "use_adapter_kernels"]
+__all__ = ["OutputSlots", "add_lora_linear", "linear_operator", "splitting", "use_adapter_kernels"]
 
 _LOGGER = logging.getLogger("vllm.iserve_variants")
 _OVERLAPPING = (9, 0)  # compute capability from which on a launch may begin before the one before it has ended
@@ -23,6 +26,7 @@ def use_adapter_kernels() -> None:
     """Replace what vLLM runs for adapters in linears; once in a process."""
     if hasattr(torch.ops.vllm, "iserve_adapter_linear"):
         return
+    from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
     from vllm.lora.ops.triton_ops.lora_expand_op import _lora_expand
     from vllm.lora.ops.triton_ops.lora_kernel_metadata import LoRAKernelMeta
     from vllm.lora.ops.triton_ops.lora_shrink_op import _lora_shrink
@@ -32,16 +36,19 @@ def use_adapter_kernels() -> None:
     from iserve_variants import adapter_kernels
 
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-    tiling = adapter_kernels.AdapterTiling(overlaps=2 if capability >= _OVERLAPPING else 0)
+    tilings = adapter_kernels.TILINGS
+    if capability < _OVERLAPPING:
+        tilings = {slices: replace(tiling, overlaps=0) for slices, tiling in tilings.items()}
     direct_register_custom_op(
         op_name="iserve_adapter_linear",
-        op_func=linear_operator(adapter_kernels, tiling, _lora_shrink, _lora_expand),
+        op_func=linear_operator(adapter_kernels, tilings, _lora_shrink, _lora_expand),
         mutates_args=["y"],
         fake_impl=_nothing,
     )
-    make, prepare = splitting(adapter_kernels.Groups, tiling.rows, LoRAKernelMeta)
+    make, prepare = splitting(adapter_kernels.Groups, adapter_kernels.AdapterTiling().rows, LoRAKernelMeta)
     LoRAKernelMeta.make, LoRAKernelMeta.prepare_tensors = staticmethod(make), prepare
     PunicaWrapperGPU.add_lora_linear = add_lora_linear
+    OutputSlots().watch(LogitsProcessorWithLoRA, PunicaWrapperGPU)
     _LOGGER.info("kernels of adapters are iServe's in steps of up to %d rows", adapter_kernels.MOST_ROWS)
 
 
@@ -71,10 +78,51 @@ def splitting(
     return make, prepare_tensors
 
 
+class OutputSlots:
+    """Slots whose adapter changes the output layer, by the memory of that layer's slots."""
+
+    def __init__(self) -> None:
+        self._changed: dict[int, set[int]] = {}
+
+    def watch(self, layer: type, wrapper: type) -> None:
+        """Have vLLM's ``layer`` of the logits say what its slots hold, and ``wrapper`` add no more than that."""
+        their_set, their_reset = layer.set_lora, layer.reset_lora  # type: ignore[attr-defined]
+        theirs, their_update = wrapper.add_lora_logits, wrapper.update_metadata  # type: ignore[attr-defined]
+
+        def set_lora(this: Any, index: int, lora_a: Any, lora_b: Any) -> None:
+            their_set(this, index, lora_a, lora_b)
+            self._changed.setdefault(this.lora_a_stacked.data_ptr(), set()).add(index)
+
+        def reset_lora(this: Any, index: int) -> None:
+            their_reset(this, index)
+            self._changed.get(this.lora_a_stacked.data_ptr(), set()).discard(index)
+
+        def update_metadata(
+            this: Any, mapping: Any, lora_index_to_id: list[int | None], *args: Any, **kwargs: Any
+        ) -> None:
+            their_update(this, mapping, lora_index_to_id, *args, **kwargs)
+            this.iserve_ids = lora_index_to_id  # vLLM's own list, by slot
+
+        def add_lora_logits(
+            this: Any, y: torch.Tensor, x: torch.Tensor, lora_a_stacked: torch.Tensor, *args: Any, **kwargs: Any
+        ) -> None:
+            changed = self._changed.get(lora_a_stacked.data_ptr(), ())
+            if any(this.iserve_ids[index] is not None for index in changed):
+                theirs(this, y, x, lora_a_stacked, *args, **kwargs)
+
+        layer.set_lora, layer.reset_lora = set_lora, reset_lora  # type: ignore[attr-defined]
+        wrapper.add_lora_logits = add_lora_logits  # type: ignore[attr-defined]
+        wrapper.update_metadata = update_metadata  # type: ignore[attr-defined]
+
+
 def linear_operator(
-    kernels: ModuleType, tiling: Any, shrink: Callable[..., None], expand: Callable[..., None]
+    kernels: ModuleType, tilings: Mapping[int, Any], shrink: Callable[..., None], expand: Callable[..., None]
 ) -> Callable[..., None]:
-    """Return the operator: our kernels where they are for a product, else ``shrink`` and ``expand`` of vLLM."""
+    """Return the operator: our kernels where they are for a product, else ``shrink`` and ``expand`` of vLLM.
+
+    Args:
+        tilings: by the linear's slices.
+    """
 
     def iserve_adapter_linear(
         y: torch.Tensor,
@@ -99,7 +147,7 @@ def linear_operator(
         x = x.contiguous()
         if adds and kernels.takes(x, a, b):
             groups = kernels.Groups(order, piece_counts, piece_starts, piece_slots)
-            kernels.add_adapters(y, x, a, b, groups, scale, tiling)
+            kernels.add_adapters(y, x, a, b, groups, scale, tilings[len(a)])
             return
         mixed = (mapping, order, counts, starts, slots, is_base, num_active)
         buffer = torch.empty((len(b), x.shape[0], b[0].shape[-1]), dtype=torch.float32, device=x.device)
