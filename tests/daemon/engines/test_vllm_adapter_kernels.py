@@ -220,6 +220,21 @@ class TestLaunch:
         monkeypatch.setenv("ISERVE_VLLM_PYTHON", str(make_vllm(folder / version, version)))
         return get_engine("vllm")
 
+    def excludes_slots(self, vllm: Any) -> bool:
+        rules = vllm.capabilities().exclusions
+        return any(one.has_slots and ADAPTER_KERNELS in one.reason for one in rules)
+
+    def order(self, spec: WorkerSpec, **slots: int) -> ProfileLoad:
+        return ProfileLoad(
+            checkpoint=spec.checkpoint,
+            weights=WeightFormat.BITS16,
+            kv=KvFormat.BITS16,
+            layers_per_stage=tuple(stage.num_layers for stage in spec.stages),
+            max_batch=1,
+            max_context_tokens=640,
+            **slots,
+        )
+
     def additional(self, spec: WorkerSpec) -> Any:
         words = launch.arguments(spec, launch.read_model(spec), DEVICES)
         given = [word.partition("=")[2] for word in words if word.startswith("--additional-config=")]
@@ -257,16 +272,7 @@ class TestLaunch:
 
     def test_a_profile_has_the_setting_too(self, make: Callable[..., WorkerSpec]) -> None:
         spec = make()
-        order = ProfileLoad(
-            checkpoint=spec.checkpoint,
-            weights=WeightFormat.BITS16,
-            kv=KvFormat.BITS16,
-            layers_per_stage=tuple(stage.num_layers for stage in spec.stages),
-            max_batch=1,
-            max_context_tokens=640,
-            adapter_slots=8,
-            adapter_rank=16,
-        )
+        order = self.order(spec, adapter_slots=8, adapter_rank=16)
         asked = get_engine("vllm").profile_order(spec, order)
         assert json.loads(asked.additional_config) == settings.adapters_config()
 
@@ -276,6 +282,43 @@ class TestLaunch:
         vllm = self.engine(tmp_path, "0.26.0", monkeypatch)
         with pytest.raises(EngineError, match=ADAPTER_KERNELS):
             vllm.command(make(adapter_slots=8, adapter_rank=16), tmp_path, DEVICES)
+
+    def test_other_releases_serve_and_are_profiled_without_slots(
+        self, make: Callable[..., WorkerSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        vllm = self.engine(tmp_path, "0.26.0", monkeypatch)
+        assert vllm.command(make(), tmp_path, DEVICES).argv
+        profiled = vllm.command(replace(make(), profiling=True), tmp_path, DEVICES).argv
+        assert PLUG_IN_PATH not in " ".join(profiled)  # it refuses this release in each of vLLM's processes
+        assert self.excludes_slots(vllm)
+        spec = replace(make(), profiling=True, engine_version="0.26.0")
+        with pytest.raises(EngineError, match=ADAPTER_KERNELS):
+            vllm.profile_order(spec, self.order(spec, adapter_slots=8, adapter_rank=16))
+        assert not vllm.profile_order(spec, self.order(spec)).additional_config
+        monkeypatch.delenv(ADAPTER_KERNELS)
+        assert not self.excludes_slots(vllm)
+
+    def test_its_own_release_takes_slots(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        vllm = self.engine(tmp_path, "0.33.0", monkeypatch)
+        assert not self.excludes_slots(vllm)
+
+    def test_a_profile_names_it_where_not_all_plug_ins_are_loaded(
+        self, make: Callable[..., WorkerSpec], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Else the order's settings are passed over, and vLLM's own kernels are measured."""
+        monkeypatch.setenv("VLLM_PLUGINS", "theirs")
+        spec = make()
+        found = dict(launch.environment(replace(spec, profiling=True), DEVICES))
+        assert found["VLLM_PLUGINS"] == f"theirs,{PLUG_IN_NAME}"
+        assert "VLLM_PLUGINS" not in dict(launch.environment(spec, DEVICES))
+
+    def test_images_are_not_given_the_hosts_plug_ins(
+        self, make: Callable[..., WorkerSpec], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("VLLM_PLUGINS", "theirs")
+        inside = Inside(model="/model", files="/files", release="0.33.0")
+        found = get_engine("vllm").container(make(adapter_slots=8, adapter_rank=16), inside, DEVICES)
+        assert "VLLM_PLUGINS" not in dict(found.env)
 
     def test_images_have_no_plug_in(self, make: Callable[..., WorkerSpec]) -> None:
         spec = make(adapter_slots=8, adapter_rank=16)
