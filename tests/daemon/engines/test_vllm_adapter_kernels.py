@@ -201,6 +201,30 @@ class TestOutputLayer:
         ids[1] = None
         assert not is_added()
 
+    def test_it_is_kept_before_a_wrapper_knows_its_slots(self, parts: Any) -> None:
+        layer, _, wrapper = parts
+        layer.set_lora(0, None, None)
+        wrapper.add_lora_logits(None, None, layer.lora_a_stacked, None, 1.0)
+        assert wrapper.added == 1
+
+    def test_slots_that_have_gone_are_forgotten(self, parts: Any) -> None:
+        """Else the next model's memory, which may be the same, has their adapters."""
+        slots = adapters.OutputSlots()
+
+        class Linear:
+            def __init__(self) -> None:
+                self.lora_a_stacked = (torch.zeros(1),)
+
+            def set_lora(self, index: int, lora_a: Any, lora_b: Any) -> None: ...
+            def reset_lora(self, index: int) -> None: ...
+
+        slots.watch_layer(Linear)
+        head = Linear()
+        head.set_lora(0, None, None)
+        assert len(slots._changed) == 1
+        del head
+        assert len(slots._changed) == 0
+
 
 def test_settings_are_read_as_they_were_given() -> None:
     assert settings.wants_adapter_kernels(settings.adapters_config())

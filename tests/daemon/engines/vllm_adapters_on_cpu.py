@@ -78,10 +78,10 @@ def check_logits() -> None:
     punica_gpu = sys.modules["vllm.lora.punica_wrapper.punica_gpu"]
     punica_gpu.lora_shrink = punica_gpu.lora_expand = lambda *_, **__: launched.append(1)
 
-    def launches() -> int:
+    def launches(a: torch.Tensor = layer.lora_a_stacked) -> int:
         launched.clear()
         x, y = torch.zeros(2, INPUTS).bfloat16(), torch.zeros(2, 320).bfloat16()
-        punica.add_lora_logits(y, x, layer.lora_a_stacked, layer.lora_b_stacked, 1.0)
+        punica.add_lora_logits(y, x, a, layer.lora_b_stacked, 1.0)
         return len(launched)
 
     map_rows(punica, [1, 2])
@@ -90,6 +90,22 @@ def check_logits() -> None:
     assert launches() == 2
     layer.reset_lora(1)
     assert launches() == 0
+    head = classifier()
+    assert launches(head.lora_a_stacked[0]) == 0
+    head.set_lora(0, torch.ones(RANK, INPUTS).bfloat16(), torch.ones(320, RANK).bfloat16())
+    assert launches(head.lora_a_stacked[0]) == 2
+
+
+def classifier() -> Any:
+    """Return vLLM's layer of a classifier with adapters, which adds to its outputs as to logits."""
+    from vllm.lora.layers.classifier import ClassificationHeadWithLoRA
+
+    head = ClassificationHeadWithLoRA.__new__(ClassificationHeadWithLoRA)
+    torch.nn.Module.__init__(head)
+    head.tp_size, head.n_slices = 1, 1
+    head.lora_a_stacked = (torch.zeros(SLOTS, 1, RANK, INPUTS).bfloat16(),)
+    head.lora_b_stacked = (torch.zeros(SLOTS, 1, 320, RANK).bfloat16(),)
+    return head
 
 
 def check_trace() -> None:

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 __all__ = ["OutputSlots", "add_lora_linear", "linear_operator", "splitting", "use_adapter_kernels"]
 
@@ -26,6 +27,7 @@ def use_adapter_kernels() -> None:
     """Replace what vLLM runs for adapters in linears; once in a process."""
     if hasattr(torch.ops.vllm, "iserve_adapter_linear"):
         return
+    from vllm.lora.layers.classifier import BaseClassificationHeadWithLoRA
     from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
     from vllm.lora.ops.triton_ops.lora_expand_op import _lora_expand
     from vllm.lora.ops.triton_ops.lora_kernel_metadata import LoRAKernelMeta
@@ -48,7 +50,9 @@ def use_adapter_kernels() -> None:
     make, prepare = splitting(adapter_kernels.Groups, adapter_kernels.AdapterTiling().rows, LoRAKernelMeta)
     LoRAKernelMeta.make, LoRAKernelMeta.prepare_tensors = staticmethod(make), prepare
     PunicaWrapperGPU.add_lora_linear = add_lora_linear
-    OutputSlots().watch(LogitsProcessorWithLoRA, PunicaWrapperGPU)
+    slots = OutputSlots()
+    slots.watch(LogitsProcessorWithLoRA, PunicaWrapperGPU)
+    slots.watch_layer(BaseClassificationHeadWithLoRA)
     _LOGGER.info("kernels of adapters are iServe's in steps of up to %d rows", adapter_kernels.MOST_ROWS)
 
 
@@ -79,23 +83,15 @@ def splitting(
 
 
 class OutputSlots:
-    """Slots whose adapter changes the output layer, by the memory of that layer's slots."""
+    """Slots whose adapter changes the layer of ``add_lora_logits``: the output layer, or a classifier."""
 
     def __init__(self) -> None:
-        self._changed: dict[int, set[int]] = {}
+        self._changed = WeakTensorKeyDictionary()  # by the slots of A: memory is used again after a model has gone
 
     def watch(self, layer: type, wrapper: type) -> None:
         """Have vLLM's ``layer`` of the logits say what its slots hold, and ``wrapper`` add no more than that."""
-        their_set, their_reset = layer.set_lora, layer.reset_lora  # type: ignore[attr-defined]
+        self.watch_layer(layer)
         theirs, their_update = wrapper.add_lora_logits, wrapper.update_metadata  # type: ignore[attr-defined]
-
-        def set_lora(this: Any, index: int, lora_a: Any, lora_b: Any) -> None:
-            their_set(this, index, lora_a, lora_b)
-            self._changed.setdefault(this.lora_a_stacked.data_ptr(), set()).add(index)
-
-        def reset_lora(this: Any, index: int) -> None:
-            their_reset(this, index)
-            self._changed.get(this.lora_a_stacked.data_ptr(), set()).discard(index)
 
         def update_metadata(
             this: Any, mapping: Any, lora_index_to_id: list[int | None], *args: Any, **kwargs: Any
@@ -106,13 +102,32 @@ class OutputSlots:
         def add_lora_logits(
             this: Any, y: torch.Tensor, x: torch.Tensor, lora_a_stacked: torch.Tensor, *args: Any, **kwargs: Any
         ) -> None:
-            changed = self._changed.get(lora_a_stacked.data_ptr(), ())
-            if any(this.iserve_ids[index] is not None for index in changed):
+            changed, ids = self._changed.get(lora_a_stacked, ()), getattr(this, "iserve_ids", None)
+            if changed and (ids is None or any(ids[index] is not None for index in changed)):
                 theirs(this, y, x, lora_a_stacked, *args, **kwargs)
 
-        layer.set_lora, layer.reset_lora = set_lora, reset_lora  # type: ignore[attr-defined]
         wrapper.add_lora_logits = add_lora_logits  # type: ignore[attr-defined]
         wrapper.update_metadata = update_metadata  # type: ignore[attr-defined]
+
+    def watch_layer(self, layer: type) -> None:
+        """Have a class of vLLM's layers say what its slots hold: each class that calls ``add_lora_logits``."""
+        their_set, their_reset = layer.set_lora, layer.reset_lora  # type: ignore[attr-defined]
+
+        def set_lora(this: Any, index: int, lora_a: Any, lora_b: Any) -> None:
+            their_set(this, index, lora_a, lora_b)
+            self._changed.setdefault(_slots_of(this), set()).add(index)
+
+        def reset_lora(this: Any, index: int) -> None:
+            their_reset(this, index)
+            self._changed.get(_slots_of(this), set()).discard(index)
+
+        layer.set_lora, layer.reset_lora = set_lora, reset_lora  # type: ignore[attr-defined]
+
+
+def _slots_of(layer: Any) -> torch.Tensor:
+    """Return the slots of A: of a linear they are those of its only slice."""
+    slots: torch.Tensor | tuple[torch.Tensor, ...] = layer.lora_a_stacked
+    return slots if isinstance(slots, torch.Tensor) else slots[0]
 
 
 def linear_operator(
