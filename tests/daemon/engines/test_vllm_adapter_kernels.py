@@ -63,18 +63,21 @@ class TestOperator:
         calls: list[str] = []
         run = self.operator(calls)
 
-        def call(rows: int, is_base: bool = False, adds: bool = True) -> list[str]:
+        def call(
+            rows: int, is_base: bool = False, adds: bool = True, width: int = 4, dtype: torch.dtype = torch.float32
+        ) -> list[str]:
             calls.clear()
             mixed = [torch.full((1,), number) for number in range(5)]
             mixed += [torch.tensor([is_base]), torch.tensor([3])]
             pieces = [torch.full((1,), number) for number in (7, 8, 9)]
             a, b = [torch.zeros(2, 1, 16, 8)], [torch.zeros(2, 1, 4, 16)]
-            run(torch.zeros(rows, 4), torch.zeros(rows, 8), a, b, *mixed, *pieces, 1.0, adds)
+            run(torch.zeros(rows, width, dtype=dtype), torch.zeros(rows, 8), a, b, *mixed, *pieces, 1.0, adds)
             return list(calls)
 
         assert call(64) == ["own [1, 7, 8, 9]"]
         assert call(65) == ["shrink (1, 65, 16)", "expand True"]
         assert call(8, adds=False) == ["shrink (1, 8, 16)", "expand False"]
+        assert call(8, width=5) == call(8, dtype=torch.float64) == ["shrink (1, 8, 16)", "expand True"]
         assert call(8, is_base=True) == []
         assert call(0) == []
 

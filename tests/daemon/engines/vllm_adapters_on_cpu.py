@@ -133,6 +133,21 @@ def check_trace() -> None:
     assert "iserve_adapter_linear" in graphs[0]
 
 
+def check_settings() -> None:
+    """Ask for results that are the same in each batch, which is refused before anything is replaced."""
+    from iserve_variants.vllm_adapters import use_adapter_kernels
+    from vllm.lora.ops.triton_ops import utils
+
+    utils.is_batch_invariant, before = True, utils.is_batch_invariant
+    refusals = []
+    try:
+        use_adapter_kernels()
+    except ValueError as error:
+        refusals.append(str(error))
+    utils.is_batch_invariant = before
+    assert any("VLLM_BATCH_INVARIANT" in one for one in refusals)
+
+
 def main() -> None:
     os.environ["TRITON_INTERPRET"] = "1"  # read where kernels are defined
     import_vllm(Path(sys.argv[1]))
@@ -142,6 +157,7 @@ def main() -> None:
     vllm.__version__ = "0.33.0"  # a folder without its metadata does not know
     from iserve_variants.vllm_adapters import use_adapter_kernels
 
+    check_settings()
     use_adapter_kernels()
     use_adapter_kernels()  # called in each process once more
     torch.manual_seed(0)

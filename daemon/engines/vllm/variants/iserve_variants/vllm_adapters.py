@@ -20,11 +20,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 __all__ = ["OutputSlots", "add_lora_linear", "linear_operator", "splitting", "use_adapter_kernels"]
 
 _LOGGER = logging.getLogger("vllm.iserve_variants")
-_OVERLAPPING = (9, 0)  # compute capability from which on a launch may begin before the one before it has ended
 
 
 def use_adapter_kernels() -> None:
-    """Replace what vLLM runs for adapters in linears; once in a process."""
+    """Replace what vLLM runs for adapters in linears; once in a process.
+
+    Raises:
+        ValueError: a row's result is to be the same in each batch, which it is not where batches of more than
+            ``MOST_ROWS`` rows are vLLM's.
+    """
     if hasattr(torch.ops.vllm, "iserve_adapter_linear"):
         return
     from vllm.lora.layers.classifier import BaseClassificationHeadWithLoRA
@@ -32,14 +36,18 @@ def use_adapter_kernels() -> None:
     from vllm.lora.ops.triton_ops.lora_expand_op import _lora_expand
     from vllm.lora.ops.triton_ops.lora_kernel_metadata import LoRAKernelMeta
     from vllm.lora.ops.triton_ops.lora_shrink_op import _lora_shrink
+    from vllm.lora.ops.triton_ops.utils import is_batch_invariant, supports_pdl
     from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
     from vllm.utils.torch_utils import direct_register_custom_op
 
     from iserve_variants import adapter_kernels
 
-    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+    if is_batch_invariant:
+        raise ValueError(
+            "kernels of adapters sum steps of few rows in their own order: unset VLLM_BATCH_INVARIANT"
+        )
     tilings = adapter_kernels.TILINGS
-    if capability < _OVERLAPPING:
+    if not supports_pdl():
         tilings = {slices: replace(tiling, overlaps=0) for slices, tiling in tilings.items()}
     direct_register_custom_op(
         op_name="iserve_adapter_linear",
@@ -160,7 +168,8 @@ def linear_operator(
         if is_base.item() or x.shape[0] == 0:
             return
         x = x.contiguous()
-        if adds and kernels.takes(x, a, b):
+        is_plain = y.dtype == x.dtype and y.shape[-1] == sum(each.shape[-2] for each in b)
+        if adds and is_plain and kernels.takes(x, a, b):
             groups = kernels.Groups(order, piece_counts, piece_starts, piece_slots)
             kernels.add_adapters(y, x, a, b, groups, scale, tilings[len(a)])
             return
