@@ -93,7 +93,7 @@ class Settings:
         bool | None,
         "whether vLLM computes LoRA adapters in steps of up to 64 rows by iServe's kernels; unset: by its own. "
         "vLLM 0.33.0 alone, other releases take no adapters then; the controller and the daemon read it when they "
-        "start, and profiles are of the kernels they ran with",
+        "start, and profiles with other kernels are not used",
     ] = None
     tensorrt_llm_python: Annotated[Path | None, "the same for TensorRT-LLM"] = None
 

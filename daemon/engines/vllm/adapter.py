@@ -128,6 +128,13 @@ class VllmEngine(ExternalEngine):
         )
         return replace(table, notes=(*table.notes, *notes), step_timed=False, unprofiled=unprofiled)
 
+    def versions(self, version: str | None = None) -> tuple[tuple[str, str], ...]:
+        """Return the packages' versions and, where workers have them, our kernels: a profile is of one set."""
+        found = super().versions(version)
+        if not found or not has_adapter_kernels() or not _takes_plug_in(self.installed(version)):
+            return found
+        return (*found, ("adapter_kernels", "iserve"))
+
     def standing(self, found: Installation) -> str:
         return _standing(found).value
 

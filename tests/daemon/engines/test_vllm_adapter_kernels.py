@@ -26,6 +26,7 @@ from daemon.profile_messages import ProfileLoad
 from daemon.worker_spec import WorkerSpec
 from fingerprint.config import KvFormat, SlotFormat, WeightFormat
 from fingerprint.errors import EngineError
+from iserve.controller.profiling_validity import _other_versions as other_versions
 from iserve.settings import load_settings
 from tests.daemon.engines.standin import make_vllm
 from tests.daemon.engines.vllm_delta_names import recorded
@@ -328,6 +329,20 @@ class TestLaunch:
     def test_its_own_release_takes_slots(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         vllm = self.engine(tmp_path, "0.33.0", monkeypatch)
         assert not self.excludes_slots(vllm)
+
+    def test_profiles_with_other_kernels_are_not_used(
+        self, make: Callable[..., WorkerSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        vllm = self.engine(tmp_path, "0.33.0", monkeypatch)
+        command = vllm.command(replace(make(), profiling=True), tmp_path, DEVICES)
+        ours = vllm.versions()
+        assert [*ours[-1]] in json.loads(dict(command.files)["machine.json"])["versions"]
+        monkeypatch.delenv(ADAPTER_KERNELS)
+        assert set(ours) - set(vllm.versions()) == {("adapter_kernels", "iserve")}
+        assert len(other_versions(ours, vllm.versions())) == 1
+        assert len(other_versions(vllm.versions(), ours)) == 1
+        monkeypatch.setenv(ADAPTER_KERNELS, "1")
+        assert "adapter_kernels" not in dict(self.engine(tmp_path, "0.26.0", monkeypatch).versions())
 
     def test_a_profile_names_it_where_not_all_plug_ins_are_loaded(
         self, make: Callable[..., WorkerSpec], monkeypatch: pytest.MonkeyPatch
