@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -63,6 +64,8 @@ def check_mixes() -> None:
         assert (error <= CUT * (y.float().norm(dim=1) + 2 * change.norm(dim=1))).all(), ids
         assert torch.equal(y[slots < 0], base[slots < 0]), ids
         assert any(ids) == bool((y != base).any()), ids
+        pieces = punica.token_mapping_meta.iserve_pieces
+        assert any(ids) == bool((pieces[2] >= 0).any()), ids  # a captured graph has nothing to do for the base
     assert [piece.data_ptr() for piece in punica.token_mapping_meta.iserve_pieces] == memory
 
 
@@ -148,6 +151,27 @@ def check_settings() -> None:
     assert any("VLLM_BATCH_INVARIANT" in one for one in refusals)
 
 
+def check_start() -> None:
+    """Make the manager of a worker's adapters as vLLM does, after the plug-in's entry point."""
+    from iserve_variants.plugin import register
+    from iserve_variants.settings import adapters_config
+    from vllm.v1.worker import lora_model_runner_mixin as mixin
+
+    made: list[tuple[Any, ...]] = []
+    mixin.LRUCacheWorkerLoRAManager = lambda *given: made.append(given)
+    register()
+
+    def start(additional_config: dict[str, Any]) -> bool:
+        given = (SimpleNamespace(additional_config=additional_config), "cpu", {})
+        mixin.LRUCacheWorkerLoRAManager(*given)
+        assert made.pop() == given  # vLLM's own, as there are no slots of deltas
+        return hasattr(torch.ops.vllm, "iserve_adapter_linear")
+
+    assert not start({})
+    assert start(adapters_config())
+    assert start(adapters_config())  # of a profile's next fingerprint, in the same process
+
+
 def main() -> None:
     os.environ["TRITON_INTERPRET"] = "1"  # read where kernels are defined
     import_vllm(Path(sys.argv[1]))
@@ -155,11 +179,8 @@ def main() -> None:
     import vllm
 
     vllm.__version__ = "0.33.0"  # a folder without its metadata does not know
-    from iserve_variants.vllm_adapters import use_adapter_kernels
-
     check_settings()
-    use_adapter_kernels()
-    use_adapter_kernels()  # called in each process once more
+    check_start()
     torch.manual_seed(0)
     check_mixes()
     check_logits()
