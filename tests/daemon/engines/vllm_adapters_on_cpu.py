@@ -69,6 +69,18 @@ def check_mixes() -> None:
     assert [piece.data_ptr() for piece in punica.token_mapping_meta.iserve_pieces] == memory
 
 
+def check_splits() -> None:
+    """Count what a mapping costs: rows of a step are split, those of its logits are not."""
+    from iserve_variants.adapter_kernels import Groups
+
+    theirs, splits = Groups.split, list[int]()
+    punica = wrapper()
+    Groups.split = lambda self, rows: splits.append(rows) or theirs(self, rows)
+    map_rows(punica, [1, 0, 2])
+    Groups.split = theirs
+    assert len(splits) == 1, splits
+
+
 def check_logits() -> None:
     """Let adapters with and without an output layer take a slot, behind vLLM's own layer."""
     from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
@@ -183,6 +195,7 @@ def main() -> None:
     check_start()
     torch.manual_seed(0)
     check_mixes()
+    check_splits()
     check_logits()
     check_trace()
 

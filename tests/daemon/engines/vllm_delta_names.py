@@ -76,7 +76,7 @@ USED: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "lora/punica_wrapper/punica_base.py:PunicaWrapperBase": (("add_lora_linear", "update_metadata"), ()),
     "lora/punica_wrapper/punica_gpu.py:PunicaWrapperGPU": (
         ("add_lora_linear", "add_lora_logits", "update_metadata"),
-        (),
+        ("prompt_mapping_meta", "token_mapping_meta"),
     ),
     "lora/ops/triton_ops/lora_kernel_metadata.py:LoRAKernelMeta": (
         ("make", "prepare_tensors", "meta_args"),

@@ -17,7 +17,14 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["OutputSlots", "add_lora_linear", "linear_operator", "splitting", "use_adapter_kernels"]
+__all__ = [
+    "OutputSlots",
+    "add_lora_linear",
+    "linear_operator",
+    "split_steps_alone",
+    "splitting",
+    "use_adapter_kernels",
+]
 
 _LOGGER = logging.getLogger("vllm.iserve_variants")
 
@@ -57,6 +64,7 @@ def use_adapter_kernels() -> None:
     )
     make, prepare = splitting(adapter_kernels.Groups, adapter_kernels.AdapterTiling().rows, LoRAKernelMeta)
     LoRAKernelMeta.make, LoRAKernelMeta.prepare_tensors = staticmethod(make), prepare
+    split_steps_alone(PunicaWrapperGPU)
     PunicaWrapperGPU.add_lora_linear = add_lora_linear
     slots = OutputSlots()
     slots.watch(LogitsProcessorWithLoRA, PunicaWrapperGPU)
@@ -84,10 +92,22 @@ def splitting(
 
     def prepare_tensors(self: Any, token_lora_mapping: torch.Tensor) -> None:
         theirs(self, token_lora_mapping)
-        for into, new in zip(self.iserve_pieces, split(self), strict=True):
-            into.copy_(new)
+        if self.iserve_pieces:
+            for into, new in zip(self.iserve_pieces, split(self), strict=True):
+                into.copy_(new)
 
     return make, prepare_tensors
+
+
+def split_steps_alone(wrapper: type) -> None:
+    """Have vLLM's ``wrapper`` keep pieces of a step's rows alone: rows of logits are for vLLM's kernels."""
+    theirs = wrapper.__init__  # type: ignore[misc]
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        theirs(self, *args, **kwargs)
+        self.prompt_mapping_meta.iserve_pieces = ()
+
+    wrapper.__init__ = __init__  # type: ignore[misc]
 
 
 class OutputSlots:
