@@ -92,7 +92,8 @@ class Settings:
     vllm_adapter_kernels: Annotated[
         bool | None,
         "whether vLLM computes LoRA adapters in steps of up to 64 rows by iServe's kernels; unset: by its own. "
-        "vLLM 0.33.0 alone; the daemon reads it when it starts, and profiles are of the kernels they ran with",
+        "vLLM 0.33.0 alone, other releases take no adapters then; the controller and the daemon read it when they "
+        "start, and profiles with other kernels are not used",
     ] = None
     tensorrt_llm_python: Annotated[Path | None, "the same for TensorRT-LLM"] = None
 

@@ -49,7 +49,9 @@ from daemon.engines.vllm.variant_plug_in import (
     PLUG_IN_PATH,
     additional_config,
     has_adapter_kernels,
+    may_need_plug_in,
     needs_plug_in,
+    plug_in_releases,
 )
 from daemon.profile_messages import ProfileLoad
 from daemon.sources.source_cache import kept_reading, sources_stamp
@@ -95,6 +97,8 @@ class VllmEngine(ExternalEngine):
         table = replace(table, architectures=architectures, notes=(*table.notes, *map(_note, unread)))
         if not keeps_adapters_apart(version):
             table = replace(table, exclusions=(*table.exclusions, _mixed_adapters(version)))
+        if has_adapter_kernels() and not _takes_plug_in(found):
+            table = replace(table, exclusions=(*table.exclusions, _foreign_kernels(version)))
         table = replace(
             table,
             deltas=frozenset() if found.is_editable else _families_with_deltas(version),
@@ -123,6 +127,13 @@ class VllmEngine(ExternalEngine):
             else None
         )
         return replace(table, notes=(*table.notes, *notes), step_timed=False, unprofiled=unprofiled)
+
+    def versions(self, version: str | None = None) -> tuple[tuple[str, str], ...]:
+        """Return the packages' versions and, where workers have them, our kernels: a profile is of one set."""
+        found = super().versions(version)
+        if not found or not has_adapter_kernels() or not _takes_plug_in(self.installed(version)):
+            return found
+        return (*found, ("adapter_kernels", "iserve"))
 
     def standing(self, found: Installation) -> str:
         return _standing(found).value
@@ -153,6 +164,10 @@ class VllmEngine(ExternalEngine):
         check_vllm_options(options)
 
     def profile_order(self, spec: WorkerSpec, order: ProfileLoad) -> ProfileLoad:
+        """Raises EngineError: the order's slots need our plug-in, which is not for the release of ``spec``."""
+        version = spec.engine_version
+        if version is not None and needs_plug_in(order.in_slots(spec.config)) and not has_plug_in(version):
+            raise EngineError(_foreign_kernels(version).reason)
         if settings := additional_config(order.in_slots(spec.config)):
             order = replace(order, additional_config=json.dumps(settings))
         return in_blocks(spec, order)
@@ -166,15 +181,15 @@ class VllmEngine(ExternalEngine):
         python_path = _MIDDLEWARE_PATH
         if spec.config.has_delta_slots:
             _check_deltas(found)
-        if has_adapter_kernels():
-            _check_adapter_kernels(found)
         if needs_plug_in(spec.config):
+            if not _takes_plug_in(found):
+                raise EngineError(f"vllm of {python}: {_foreign_kernels(found.version('vllm')).reason}")
             python_path += f"{os.pathsep}{PLUG_IN_PATH}"
         if spec.profiling:
             untimed = ("--no-step-timer",) if _standing(found) is Standing.UNKNOWN else ()
             machine = to_json(gpu_machine(devices.values(), self.versions(spec.engine_version))).decode()
-            # The slots of adapters are those of each order.
-            plug_ins = (PLUG_IN_PATH,) if spec.config.has_delta_slots or has_adapter_kernels() else ()
+            # The slots of adapters are those of each order, and other releases are profiled without them.
+            plug_ins = (PLUG_IN_PATH,) if may_need_plug_in(spec) and _takes_plug_in(found) else ()
             return Command(
                 profiling_worker(spec, found, "vllm", folder, *untimed, plug_ins=plug_ins),
                 launch.environment(spec, devices),
@@ -216,7 +231,7 @@ class VllmEngine(ExternalEngine):
         return Container(
             image=f"{_IMAGE}:v{release}",
             argv=("vllm", *words),
-            env=launch.environment(spec, devices),
+            env=launch.environment(spec, devices, with_plug_in=False),
             notes=tuple(notes),
         )
 
@@ -256,14 +271,18 @@ def _check_deltas(found: Installation) -> None:
         )
 
 
-def _check_adapter_kernels(found: Installation) -> None:
-    """Raise EngineError: our kernels of adapters were not written for the release that is installed."""
-    version = found.version("vllm")
-    if found.is_editable or not has_plug_in(version):
-        raise EngineError(
-            f"{ADAPTER_KERNELS} asks for kernels of adapters that are not for vllm {version} of {found.python}: "
-            f"unset it, or install {NEWEST_RUN}"
-        )
+def _takes_plug_in(found: Installation) -> bool:
+    """Return whether our plug-in of variants was written for what is installed."""
+    return not found.is_editable and has_plug_in(found.version("vllm"))
+
+
+def _foreign_kernels(version: str) -> Exclusion:
+    """Return that our kernels of adapters, for which the setting asks, were not written for a release."""
+    return Exclusion(
+        has_slots=True,
+        reason=f"{ADAPTER_KERNELS} asks for kernels of adapters that are not for release {version}; unset it, or "
+        f"install {' or '.join(plug_in_releases())}",
+    )
 
 
 def _mixed_adapters(version: str) -> Exclusion:

@@ -17,7 +17,7 @@ from daemon.engine_options import option_words
 from daemon.engines.base import Burst
 from daemon.engines.vllm.cache import kv_cache_bytes, step_tokens
 from daemon.engines.vllm.own_options import check_vllm_options, parser_words, use_words
-from daemon.engines.vllm.variant_plug_in import PLUG_IN_NAME, additional_config, needs_plug_in
+from daemon.engines.vllm.variant_plug_in import PLUG_IN_NAME, additional_config, may_need_plug_in, needs_plug_in
 from daemon.worker_spec import WorkerLimits, WorkerSpec
 from fingerprint.cache_blocks import block_tokens
 from fingerprint.checkpoint import INDEX_FILE, SINGLE_FILE
@@ -228,11 +228,16 @@ def arguments(
     return ("serve", spec.checkpoint, *(f"{name}={value}" for name, value in options.items()), *flags, *given)
 
 
-def environment(spec: WorkerSpec, devices: Mapping[str, Device]) -> tuple[tuple[str, str], ...]:
+def environment(
+    spec: WorkerSpec, devices: Mapping[str, Device], *, with_plug_in: bool = True
+) -> tuple[tuple[str, str], ...]:
     """For the worker's processes.
 
     GPUs are named by index, as for every engine. NVLink multicast stays off: where a fabric
     manager does not offer it, vLLM's all-reduce fails on it at the start.
+
+    Args:
+        with_plug_in: whether our plug-in is found, so that it is named among those that are loaded.
     """
     indexes = [str(devices[device_id].index) for stage in spec.stages for device_id in stage.device_ids]
     env = [
@@ -255,7 +260,9 @@ def environment(spec: WorkerSpec, devices: Mapping[str, Device]) -> tuple[tuple[
     if spec.config.adapter_slots:
         env.append(("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1"))  # else there are no routes that load adapters
     plug_ins = os.environ.get("VLLM_PLUGINS")
-    if needs_plug_in(spec.config) and plug_ins is not None:  # those that are loaded, where not all are
+    if (
+        with_plug_in and may_need_plug_in(spec) and plug_ins is not None
+    ):  # those that are loaded, where not all are
         names = dict.fromkeys((*filter(None, plug_ins.split(",")), PLUG_IN_NAME))
         env.append(("VLLM_PLUGINS", ",".join(names)))
     if spec.config.tp > 1:

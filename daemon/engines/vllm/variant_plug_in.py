@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
+from daemon.worker_spec import WorkerSpec
 from fingerprint.config import DeploymentConfig
 
 __all__ = [
@@ -22,7 +23,9 @@ __all__ = [
     "PLUG_IN_PATH",
     "additional_config",
     "has_adapter_kernels",
+    "may_need_plug_in",
     "needs_plug_in",
+    "plug_in_releases",
     "takes_release",
 ]
 
@@ -40,6 +43,11 @@ def has_adapter_kernels() -> bool:
 def needs_plug_in(config: DeploymentConfig) -> bool:
     """Return whether vLLM needs the plug-in for the slots of ``config``."""
     return config.has_delta_slots or (config.adapter_rank > 0 and has_adapter_kernels())
+
+
+def may_need_plug_in(spec: WorkerSpec) -> bool:
+    """Return whether a worker of ``spec`` may need the plug-in: a profiling one gets its slots with each order."""
+    return needs_plug_in(spec.config) or (spec.profiling and has_adapter_kernels())
 
 
 def additional_config(config: DeploymentConfig) -> dict[str, object]:
@@ -72,9 +80,15 @@ def _of_deltas(config: DeploymentConfig) -> dict[str, object]:
     return found
 
 
+def plug_in_releases() -> tuple[str, ...]:
+    """Return the releases of vLLM that the plug-in was written for."""
+    releases: tuple[str, ...] = _settings().RELEASES
+    return releases
+
+
 def takes_release(version: str) -> bool:
     """Return whether the plug-in was written for ``version`` of vLLM."""
-    return version in _settings().RELEASES
+    return version in plug_in_releases()
 
 
 @cache

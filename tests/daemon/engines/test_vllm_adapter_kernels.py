@@ -26,6 +26,7 @@ from daemon.profile_messages import ProfileLoad
 from daemon.worker_spec import WorkerSpec
 from fingerprint.config import KvFormat, SlotFormat, WeightFormat
 from fingerprint.errors import EngineError
+from iserve.controller.profiling_validity import _other_versions as other_versions
 from iserve.settings import load_settings
 from tests.daemon.engines.standin import make_vllm
 from tests.daemon.engines.vllm_delta_names import recorded
@@ -63,18 +64,21 @@ class TestOperator:
         calls: list[str] = []
         run = self.operator(calls)
 
-        def call(rows: int, is_base: bool = False, adds: bool = True) -> list[str]:
+        def call(
+            rows: int, is_base: bool = False, adds: bool = True, width: int = 4, dtype: torch.dtype = torch.float32
+        ) -> list[str]:
             calls.clear()
             mixed = [torch.full((1,), number) for number in range(5)]
             mixed += [torch.tensor([is_base]), torch.tensor([3])]
             pieces = [torch.full((1,), number) for number in (7, 8, 9)]
             a, b = [torch.zeros(2, 1, 16, 8)], [torch.zeros(2, 1, 4, 16)]
-            run(torch.zeros(rows, 4), torch.zeros(rows, 8), a, b, *mixed, *pieces, 1.0, adds)
+            run(torch.zeros(rows, width, dtype=dtype), torch.zeros(rows, 8), a, b, *mixed, *pieces, 1.0, adds)
             return list(calls)
 
         assert call(64) == ["own [1, 7, 8, 9]"]
         assert call(65) == ["shrink (1, 65, 16)", "expand True"]
         assert call(8, adds=False) == ["shrink (1, 8, 16)", "expand False"]
+        assert call(8, width=5) == call(8, dtype=torch.float64) == ["shrink (1, 8, 16)", "expand True"]
         assert call(8, is_base=True) == []
         assert call(0) == []
 
@@ -201,6 +205,30 @@ class TestOutputLayer:
         ids[1] = None
         assert not is_added()
 
+    def test_it_is_kept_before_a_wrapper_knows_its_slots(self, parts: Any) -> None:
+        layer, _, wrapper = parts
+        layer.set_lora(0, None, None)
+        wrapper.add_lora_logits(None, None, layer.lora_a_stacked, None, 1.0)
+        assert wrapper.added == 1
+
+    def test_slots_that_have_gone_are_forgotten(self, parts: Any) -> None:
+        """Else the next model's memory, which may be the same, has their adapters."""
+        slots = adapters.OutputSlots()
+
+        class Linear:
+            def __init__(self) -> None:
+                self.lora_a_stacked = (torch.zeros(1),)
+
+            def set_lora(self, index: int, lora_a: Any, lora_b: Any) -> None: ...
+            def reset_lora(self, index: int) -> None: ...
+
+        slots.watch_layer(Linear)
+        head = Linear()
+        head.set_lora(0, None, None)
+        assert len(slots._changed) == 1
+        del head
+        assert len(slots._changed) == 0
+
 
 def test_settings_are_read_as_they_were_given() -> None:
     assert settings.wants_adapter_kernels(settings.adapters_config())
@@ -219,6 +247,21 @@ class TestLaunch:
     def engine(self, folder: Path, version: str, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setenv("ISERVE_VLLM_PYTHON", str(make_vllm(folder / version, version)))
         return get_engine("vllm")
+
+    def excludes_slots(self, vllm: Any) -> bool:
+        rules = vllm.capabilities().exclusions
+        return any(one.has_slots and ADAPTER_KERNELS in one.reason for one in rules)
+
+    def order(self, spec: WorkerSpec, **slots: int) -> ProfileLoad:
+        return ProfileLoad(
+            checkpoint=spec.checkpoint,
+            weights=WeightFormat.BITS16,
+            kv=KvFormat.BITS16,
+            layers_per_stage=tuple(stage.num_layers for stage in spec.stages),
+            max_batch=1,
+            max_context_tokens=640,
+            **slots,
+        )
 
     def additional(self, spec: WorkerSpec) -> Any:
         words = launch.arguments(spec, launch.read_model(spec), DEVICES)
@@ -257,16 +300,7 @@ class TestLaunch:
 
     def test_a_profile_has_the_setting_too(self, make: Callable[..., WorkerSpec]) -> None:
         spec = make()
-        order = ProfileLoad(
-            checkpoint=spec.checkpoint,
-            weights=WeightFormat.BITS16,
-            kv=KvFormat.BITS16,
-            layers_per_stage=tuple(stage.num_layers for stage in spec.stages),
-            max_batch=1,
-            max_context_tokens=640,
-            adapter_slots=8,
-            adapter_rank=16,
-        )
+        order = self.order(spec, adapter_slots=8, adapter_rank=16)
         asked = get_engine("vllm").profile_order(spec, order)
         assert json.loads(asked.additional_config) == settings.adapters_config()
 
@@ -276,6 +310,57 @@ class TestLaunch:
         vllm = self.engine(tmp_path, "0.26.0", monkeypatch)
         with pytest.raises(EngineError, match=ADAPTER_KERNELS):
             vllm.command(make(adapter_slots=8, adapter_rank=16), tmp_path, DEVICES)
+
+    def test_other_releases_serve_and_are_profiled_without_slots(
+        self, make: Callable[..., WorkerSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        vllm = self.engine(tmp_path, "0.26.0", monkeypatch)
+        assert vllm.command(make(), tmp_path, DEVICES).argv
+        profiled = vllm.command(replace(make(), profiling=True), tmp_path, DEVICES).argv
+        assert PLUG_IN_PATH not in " ".join(profiled)  # it refuses this release in each of vLLM's processes
+        assert self.excludes_slots(vllm)
+        spec = replace(make(), profiling=True, engine_version="0.26.0")
+        with pytest.raises(EngineError, match=ADAPTER_KERNELS):
+            vllm.profile_order(spec, self.order(spec, adapter_slots=8, adapter_rank=16))
+        assert not vllm.profile_order(spec, self.order(spec)).additional_config
+        monkeypatch.delenv(ADAPTER_KERNELS)
+        assert not self.excludes_slots(vllm)
+
+    def test_its_own_release_takes_slots(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        vllm = self.engine(tmp_path, "0.33.0", monkeypatch)
+        assert not self.excludes_slots(vllm)
+
+    def test_profiles_with_other_kernels_are_not_used(
+        self, make: Callable[..., WorkerSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        vllm = self.engine(tmp_path, "0.33.0", monkeypatch)
+        command = vllm.command(replace(make(), profiling=True), tmp_path, DEVICES)
+        ours = vllm.versions()
+        assert [*ours[-1]] in json.loads(dict(command.files)["machine.json"])["versions"]
+        monkeypatch.delenv(ADAPTER_KERNELS)
+        assert set(ours) - set(vllm.versions()) == {("adapter_kernels", "iserve")}
+        assert len(other_versions(ours, vllm.versions())) == 1
+        assert len(other_versions(vllm.versions(), ours)) == 1
+        monkeypatch.setenv(ADAPTER_KERNELS, "1")
+        assert "adapter_kernels" not in dict(self.engine(tmp_path, "0.26.0", monkeypatch).versions())
+
+    def test_a_profile_names_it_where_not_all_plug_ins_are_loaded(
+        self, make: Callable[..., WorkerSpec], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Else the order's settings are passed over, and vLLM's own kernels are measured."""
+        monkeypatch.setenv("VLLM_PLUGINS", "theirs")
+        spec = make()
+        found = dict(launch.environment(replace(spec, profiling=True), DEVICES))
+        assert found["VLLM_PLUGINS"] == f"theirs,{PLUG_IN_NAME}"
+        assert "VLLM_PLUGINS" not in dict(launch.environment(spec, DEVICES))
+
+    def test_images_are_not_given_the_hosts_plug_ins(
+        self, make: Callable[..., WorkerSpec], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("VLLM_PLUGINS", "theirs")
+        inside = Inside(model="/model", files="/files", release="0.33.0")
+        found = get_engine("vllm").container(make(adapter_slots=8, adapter_rank=16), inside, DEVICES)
+        assert "VLLM_PLUGINS" not in dict(found.env)
 
     def test_images_have_no_plug_in(self, make: Callable[..., WorkerSpec]) -> None:
         spec = make(adapter_slots=8, adapter_rank=16)

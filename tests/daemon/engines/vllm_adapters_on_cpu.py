@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -63,7 +64,21 @@ def check_mixes() -> None:
         assert (error <= CUT * (y.float().norm(dim=1) + 2 * change.norm(dim=1))).all(), ids
         assert torch.equal(y[slots < 0], base[slots < 0]), ids
         assert any(ids) == bool((y != base).any()), ids
+        pieces = punica.token_mapping_meta.iserve_pieces
+        assert any(ids) == bool((pieces[2] >= 0).any()), ids  # a captured graph has nothing to do for the base
     assert [piece.data_ptr() for piece in punica.token_mapping_meta.iserve_pieces] == memory
+
+
+def check_splits() -> None:
+    """Count what a mapping costs: rows of a step are split, those of its logits are not."""
+    from iserve_variants.adapter_kernels import Groups
+
+    theirs, splits = Groups.split, list[int]()
+    punica = wrapper()
+    Groups.split = lambda self, rows: splits.append(rows) or theirs(self, rows)
+    map_rows(punica, [1, 0, 2])
+    Groups.split = theirs
+    assert len(splits) == 1, splits
 
 
 def check_logits() -> None:
@@ -78,10 +93,10 @@ def check_logits() -> None:
     punica_gpu = sys.modules["vllm.lora.punica_wrapper.punica_gpu"]
     punica_gpu.lora_shrink = punica_gpu.lora_expand = lambda *_, **__: launched.append(1)
 
-    def launches() -> int:
+    def launches(a: torch.Tensor = layer.lora_a_stacked) -> int:
         launched.clear()
         x, y = torch.zeros(2, INPUTS).bfloat16(), torch.zeros(2, 320).bfloat16()
-        punica.add_lora_logits(y, x, layer.lora_a_stacked, layer.lora_b_stacked, 1.0)
+        punica.add_lora_logits(y, x, a, layer.lora_b_stacked, 1.0)
         return len(launched)
 
     map_rows(punica, [1, 2])
@@ -90,6 +105,22 @@ def check_logits() -> None:
     assert launches() == 2
     layer.reset_lora(1)
     assert launches() == 0
+    head = classifier()
+    assert launches(head.lora_a_stacked[0]) == 0
+    head.set_lora(0, torch.ones(RANK, INPUTS).bfloat16(), torch.ones(320, RANK).bfloat16())
+    assert launches(head.lora_a_stacked[0]) == 2
+
+
+def classifier() -> Any:
+    """Return vLLM's layer of a classifier with adapters, which adds to its outputs as to logits."""
+    from vllm.lora.layers.classifier import ClassificationHeadWithLoRA
+
+    head = ClassificationHeadWithLoRA.__new__(ClassificationHeadWithLoRA)
+    torch.nn.Module.__init__(head)
+    head.tp_size, head.n_slices = 1, 1
+    head.lora_a_stacked = (torch.zeros(SLOTS, 1, RANK, INPUTS).bfloat16(),)
+    head.lora_b_stacked = (torch.zeros(SLOTS, 1, 320, RANK).bfloat16(),)
+    return head
 
 
 def check_trace() -> None:
@@ -117,6 +148,42 @@ def check_trace() -> None:
     assert "iserve_adapter_linear" in graphs[0]
 
 
+def check_settings() -> None:
+    """Ask for results that are the same in each batch, which is refused before anything is replaced."""
+    from iserve_variants.vllm_adapters import use_adapter_kernels
+    from vllm.lora.ops.triton_ops import utils
+
+    utils.is_batch_invariant, before = True, utils.is_batch_invariant
+    refusals = []
+    try:
+        use_adapter_kernels()
+    except ValueError as error:
+        refusals.append(str(error))
+    utils.is_batch_invariant = before
+    assert any("VLLM_BATCH_INVARIANT" in one for one in refusals)
+
+
+def check_start() -> None:
+    """Make the manager of a worker's adapters as vLLM does, after the plug-in's entry point."""
+    from iserve_variants.plugin import register
+    from iserve_variants.settings import adapters_config
+    from vllm.v1.worker import lora_model_runner_mixin as mixin
+
+    made: list[tuple[Any, ...]] = []
+    mixin.LRUCacheWorkerLoRAManager = lambda *given: made.append(given)
+    register()
+
+    def start(additional_config: dict[str, Any]) -> bool:
+        given = (SimpleNamespace(additional_config=additional_config), "cpu", {})
+        mixin.LRUCacheWorkerLoRAManager(*given)
+        assert made.pop() == given  # vLLM's own, as there are no slots of deltas
+        return hasattr(torch.ops.vllm, "iserve_adapter_linear")
+
+    assert not start({})
+    assert start(adapters_config())
+    assert start(adapters_config())  # of a profile's next fingerprint, in the same process
+
+
 def main() -> None:
     os.environ["TRITON_INTERPRET"] = "1"  # read where kernels are defined
     import_vllm(Path(sys.argv[1]))
@@ -124,12 +191,11 @@ def main() -> None:
     import vllm
 
     vllm.__version__ = "0.33.0"  # a folder without its metadata does not know
-    from iserve_variants.vllm_adapters import use_adapter_kernels
-
-    use_adapter_kernels()
-    use_adapter_kernels()  # called in each process once more
+    check_settings()
+    check_start()
     torch.manual_seed(0)
     check_mixes()
+    check_splits()
     check_logits()
     check_trace()
 

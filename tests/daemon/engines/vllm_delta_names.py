@@ -23,6 +23,7 @@ PLUGIN = ROOT / "daemon/engines/vllm/variants/iserve_variants"
 RECORDED = Path(__file__).with_name("vllm_delta_names.json")
 _LAYERS, _LINEAR = "lora/layers", "model_executor/layers/linear.py"
 _VOCABULARY = "model_executor/layers/vocab_parallel_embedding.py"
+_WITH_LOGITS = (f"{_LAYERS}/classifier.py", f"{_LAYERS}/logits_processor.py")
 _MIXIN = "v1/worker/lora_model_runner_mixin.py"
 # Methods that are overridden, called or replaced, and attributes that are read, by the class that has them.
 USED: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -46,6 +47,7 @@ USED: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("_get_logits", "set_lora", "reset_lora"),
         ("lora_a_stacked",),
     ),
+    f"{_LAYERS}/classifier.py:BaseClassificationHeadWithLoRA": ((), ()),
     f"{_LAYERS}/vocab_parallel_embedding.py:VocabParallelEmbeddingWithLoRA": (("set_lora", "reset_lora"), ()),
     f"{_LAYERS}/utils.py:LoRAMapping": ((), ("index_mapping", "prompt_mapping", "is_prefill", "type")),
     "lora/lora_model.py:LoRAModel": (("__init__",), ("id", "loras")),
@@ -74,7 +76,7 @@ USED: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "lora/punica_wrapper/punica_base.py:PunicaWrapperBase": (("add_lora_linear", "update_metadata"), ()),
     "lora/punica_wrapper/punica_gpu.py:PunicaWrapperGPU": (
         ("add_lora_linear", "add_lora_logits", "update_metadata"),
-        (),
+        ("prompt_mapping_meta", "token_mapping_meta"),
     ),
     "lora/ops/triton_ops/lora_kernel_metadata.py:LoRAKernelMeta": (
         ("make", "prepare_tensors", "meta_args"),
@@ -145,6 +147,7 @@ def _calls(source: Package) -> dict[str, list[str]]:
         "v1/worker/gpu/model_runner.py": ("self.load_lora_model",),
         "model_executor/layers/logits_processor.py": ("self._get_logits",),
         "plugins/__init__.py": ("load_plugins_by_group",),
+        **dict.fromkeys(_WITH_LOGITS, ("self.punica_wrapper.add_lora_logits",)),
     }
     found = {}
     for file, functions in asked.items():

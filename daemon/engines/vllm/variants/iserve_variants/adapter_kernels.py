@@ -68,7 +68,8 @@ class AdapterTiling:
     """Whether the second stream's launches are given before the linear's, on a stream of high priority."""
 
 
-TILINGS = {  # by slices: the fastest with 32 rows of 32 adapters on an H200, for Qwen3-8B's linears
+# By slices: the fastest with 32 rows of 32 adapters of rank 16 on an H200, for Qwen3-8B's down, gate and up, qkv.
+TILINGS = {
     1: AdapterTiling(outputs=512, expand_warps=8, overlaps=1),
     2: AdapterTiling(inputs=256),
     3: AdapterTiling(expand_warps=2),

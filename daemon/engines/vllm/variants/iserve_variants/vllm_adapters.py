@@ -15,29 +15,46 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["OutputSlots", "add_lora_linear", "linear_operator", "splitting", "use_adapter_kernels"]
+__all__ = [
+    "OutputSlots",
+    "add_lora_linear",
+    "linear_operator",
+    "split_steps_alone",
+    "splitting",
+    "use_adapter_kernels",
+]
 
 _LOGGER = logging.getLogger("vllm.iserve_variants")
-_OVERLAPPING = (9, 0)  # compute capability from which on a launch may begin before the one before it has ended
 
 
 def use_adapter_kernels() -> None:
-    """Replace what vLLM runs for adapters in linears; once in a process."""
+    """Replace what vLLM runs for adapters in linears; once in a process.
+
+    Raises:
+        ValueError: a row's result is to be the same in each batch, which it is not where batches of more than
+            ``MOST_ROWS`` rows are vLLM's.
+    """
     if hasattr(torch.ops.vllm, "iserve_adapter_linear"):
         return
+    from vllm.lora.layers.classifier import BaseClassificationHeadWithLoRA
     from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
     from vllm.lora.ops.triton_ops.lora_expand_op import _lora_expand
     from vllm.lora.ops.triton_ops.lora_kernel_metadata import LoRAKernelMeta
     from vllm.lora.ops.triton_ops.lora_shrink_op import _lora_shrink
+    from vllm.lora.ops.triton_ops.utils import is_batch_invariant, supports_pdl
     from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
     from vllm.utils.torch_utils import direct_register_custom_op
 
     from iserve_variants import adapter_kernels
 
-    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+    if is_batch_invariant:
+        raise ValueError(
+            "kernels of adapters sum steps of few rows in their own order: unset VLLM_BATCH_INVARIANT"
+        )
     tilings = adapter_kernels.TILINGS
-    if capability < _OVERLAPPING:
+    if not supports_pdl():
         tilings = {slices: replace(tiling, overlaps=0) for slices, tiling in tilings.items()}
     direct_register_custom_op(
         op_name="iserve_adapter_linear",
@@ -47,8 +64,11 @@ def use_adapter_kernels() -> None:
     )
     make, prepare = splitting(adapter_kernels.Groups, adapter_kernels.AdapterTiling().rows, LoRAKernelMeta)
     LoRAKernelMeta.make, LoRAKernelMeta.prepare_tensors = staticmethod(make), prepare
+    split_steps_alone(PunicaWrapperGPU)
     PunicaWrapperGPU.add_lora_linear = add_lora_linear
-    OutputSlots().watch(LogitsProcessorWithLoRA, PunicaWrapperGPU)
+    slots = OutputSlots()
+    slots.watch(LogitsProcessorWithLoRA, PunicaWrapperGPU)
+    slots.watch_layer(BaseClassificationHeadWithLoRA)
     _LOGGER.info("kernels of adapters are iServe's in steps of up to %d rows", adapter_kernels.MOST_ROWS)
 
 
@@ -72,30 +92,34 @@ def splitting(
 
     def prepare_tensors(self: Any, token_lora_mapping: torch.Tensor) -> None:
         theirs(self, token_lora_mapping)
-        for into, new in zip(self.iserve_pieces, split(self), strict=True):
-            into.copy_(new)
+        if self.iserve_pieces:
+            for into, new in zip(self.iserve_pieces, split(self), strict=True):
+                into.copy_(new)
 
     return make, prepare_tensors
 
 
+def split_steps_alone(wrapper: type) -> None:
+    """Have vLLM's ``wrapper`` keep pieces of a step's rows alone: rows of logits are for vLLM's kernels."""
+    theirs = wrapper.__init__  # type: ignore[misc]
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        theirs(self, *args, **kwargs)
+        self.prompt_mapping_meta.iserve_pieces = ()
+
+    wrapper.__init__ = __init__  # type: ignore[misc]
+
+
 class OutputSlots:
-    """Slots whose adapter changes the output layer, by the memory of that layer's slots."""
+    """Slots whose adapter changes the layer of ``add_lora_logits``: the output layer, or a classifier."""
 
     def __init__(self) -> None:
-        self._changed: dict[int, set[int]] = {}
+        self._changed = WeakTensorKeyDictionary()  # by the slots of A: memory is used again after a model has gone
 
     def watch(self, layer: type, wrapper: type) -> None:
         """Have vLLM's ``layer`` of the logits say what its slots hold, and ``wrapper`` add no more than that."""
-        their_set, their_reset = layer.set_lora, layer.reset_lora  # type: ignore[attr-defined]
+        self.watch_layer(layer)
         theirs, their_update = wrapper.add_lora_logits, wrapper.update_metadata  # type: ignore[attr-defined]
-
-        def set_lora(this: Any, index: int, lora_a: Any, lora_b: Any) -> None:
-            their_set(this, index, lora_a, lora_b)
-            self._changed.setdefault(this.lora_a_stacked.data_ptr(), set()).add(index)
-
-        def reset_lora(this: Any, index: int) -> None:
-            their_reset(this, index)
-            self._changed.get(this.lora_a_stacked.data_ptr(), set()).discard(index)
 
         def update_metadata(
             this: Any, mapping: Any, lora_index_to_id: list[int | None], *args: Any, **kwargs: Any
@@ -106,13 +130,32 @@ class OutputSlots:
         def add_lora_logits(
             this: Any, y: torch.Tensor, x: torch.Tensor, lora_a_stacked: torch.Tensor, *args: Any, **kwargs: Any
         ) -> None:
-            changed = self._changed.get(lora_a_stacked.data_ptr(), ())
-            if any(this.iserve_ids[index] is not None for index in changed):
+            changed, ids = self._changed.get(lora_a_stacked, ()), getattr(this, "iserve_ids", None)
+            if changed and (ids is None or any(ids[index] is not None for index in changed)):
                 theirs(this, y, x, lora_a_stacked, *args, **kwargs)
 
-        layer.set_lora, layer.reset_lora = set_lora, reset_lora  # type: ignore[attr-defined]
         wrapper.add_lora_logits = add_lora_logits  # type: ignore[attr-defined]
         wrapper.update_metadata = update_metadata  # type: ignore[attr-defined]
+
+    def watch_layer(self, layer: type) -> None:
+        """Have a class of vLLM's layers say what its slots hold: each class that calls ``add_lora_logits``."""
+        their_set, their_reset = layer.set_lora, layer.reset_lora  # type: ignore[attr-defined]
+
+        def set_lora(this: Any, index: int, lora_a: Any, lora_b: Any) -> None:
+            their_set(this, index, lora_a, lora_b)
+            self._changed.setdefault(_slots_of(this), set()).add(index)
+
+        def reset_lora(this: Any, index: int) -> None:
+            their_reset(this, index)
+            self._changed.get(_slots_of(this), set()).discard(index)
+
+        layer.set_lora, layer.reset_lora = set_lora, reset_lora  # type: ignore[attr-defined]
+
+
+def _slots_of(layer: Any) -> torch.Tensor:
+    """Return the slots of A: of a linear they are those of its only slice."""
+    slots: torch.Tensor | tuple[torch.Tensor, ...] = layer.lora_a_stacked
+    return slots if isinstance(slots, torch.Tensor) else slots[0]
 
 
 def linear_operator(
@@ -145,7 +188,8 @@ def linear_operator(
         if is_base.item() or x.shape[0] == 0:
             return
         x = x.contiguous()
-        if adds and kernels.takes(x, a, b):
+        is_plain = y.dtype == x.dtype and y.shape[-1] == sum(each.shape[-2] for each in b)
+        if adds and is_plain and kernels.takes(x, a, b):
             groups = kernels.Groups(order, piece_counts, piece_starts, piece_slots)
             kernels.add_adapters(y, x, a, b, groups, scale, tilings[len(a)])
             return
