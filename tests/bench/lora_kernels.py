@@ -87,6 +87,7 @@ EXPANDS = (
 )
 OWN_SHRINKS = ((512, 4), (256, 2), (512, 2), (1024, 4), (256, 1), (512, 1))  # inputs, warps
 OWN_EXPANDS = ((256, 4), (512, 8), (128, 2), (128, 4), (256, 2))  # outputs, warps
+FUSED = ((512, 256, 4), (512, 256, 2), (256, 256, 4), (256, 128, 2), (512, 128, 2), (512, 512, 8))  # one launch
 # What runs on a second stream, whether it is launched first, and how launches overlap.
 FORKS = (
     ("shrink", True, 0),
@@ -132,6 +133,8 @@ def own_forms(linear: Linear) -> dict[str, Operation]:
         return lambda linear, layer, y, x, mix: run(y.zero_, linear, layer, x, mix)
 
     forms = {f"own {overlaps}": own(AdapterTiling(overlaps=overlaps)) for overlaps in range(3)}
+    for overlaps in (1, 2):
+        forms[f"own in one launch {overlaps}"] = own(AdapterTiling(is_fused=True, overlaps=overlaps))
     for fork, is_first, overlaps in FORKS:
         tiling = AdapterTiling(fork=fork, is_first=is_first, overlaps=overlaps)
         forms[f"own {fork} {'first' if is_first else 'then'} {overlaps}"] = forked(tiling)
@@ -253,7 +256,8 @@ def write_tuned(
 
 def choose_own(linears: Sequence[Linear], clock: Clock, kept: Kept, out: Path) -> None:
     """Choose each linear's tiling at 32 rows of 32 adapters: inputs, then outputs, then the form of launch."""
-    stages = (*_shapes(), [{"overlaps": form} for form in (0, 2)])
+    fused = [{"is_fused": True, "inputs": k, "outputs": n, "expand_warps": w, "overlaps": 2} for k, n, w in FUSED]
+    stages = (*_shapes(), [{"overlaps": form} for form in (0, 2)], fused)
     end_s, chosen = time.monotonic() + OWN_S, dict[str, dict[str, Any]]()
     for linear in linears:
         best = _fastest(linear, AdapterTiling(), math.inf, stages, own, clock, kept, end_s)

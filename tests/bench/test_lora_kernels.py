@@ -73,7 +73,7 @@ def test_every_part_is_recorded(linears: list[cases.Linear], tmp_path: Path) -> 
     rows = json.loads((tmp_path / "kernels.json").read_text())["rows"]
     assert not [row for row in rows if row["kind"] in ("error", "failed", "left-out")]
     checks = [row for row in rows if row["kind"] == "check"]
-    assert len(checks) == len(SHAPES) * 4 * (4 + len(bench.FORKS))
+    assert len(checks) == len(SHAPES) * 4 * (6 + len(bench.FORKS))
     assert all(row["passed"] for row in checks)
     assert {(row["rows"], row["active"]) for row in rows if row["kind"] == "case"} == {(1, 1), (8, 4)}
     runs = {"base", "vllm", "tuned", "own", "forked"}

@@ -66,6 +66,14 @@ def test_every_mix(mix: str) -> None:
     check(MIXES[mix], 16, 192, (64, 32, 32))
 
 
+@pytest.mark.parametrize("mix", sorted(MIXES))
+def test_both_in_one_launch(mix: str) -> None:
+    """Programs run one after the other here, so this is of what is computed, not of what waits for what."""
+    tiling = AdapterTiling(inputs=64, outputs=32, is_fused=True)
+    check(MIXES[mix], 16, 192, (64, 32, 32), tiling)
+    assert [int(counter.abs().sum()) for counter in kernels._counters(torch.device("cpu"))] == [0, 0]
+
+
 @pytest.mark.parametrize("rank", [8, 16, 32, 64])
 def test_every_rank_of_slots(rank: int) -> None:
     check(MIXES["base and adapters"], rank, 128, (64,))

@@ -21,11 +21,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
+
+from iserve_variants.adapter_programs import expand, shrink, shrink_and_expand
 
 __all__ = [
     "MOST_RANK",
@@ -61,6 +62,8 @@ class AdapterTiling:
     """0: no launch begins before the kernel before it has ended; 1: the second launch may; 2: both may
     (programmatic dependent launch). With 2 the adapters and the groups must have been written before the kernel
     that wrote y began. On a second stream 2 is as 1."""
+    is_fused: bool = False
+    """Whether both are one launch, whose programs of the second part wait for those of the first."""
     fork: str = ""
     """What runs on a second stream while the linear does: nothing, ``shrink``, or ``both`` launches, whose change
     is added to y at the end."""
@@ -106,142 +109,6 @@ class Groups(NamedTuple):
         return Groups(self.order, counts, starts.int(), slots.int())
 
 
-@triton.jit(do_not_specialize=["rows"])  # graphs of each size need no kernel of their own
-def shrink(
-    x_ptr,  # bfloat16 [rows, K]
-    a0_ptr,  # bfloat16 [slots, RANK, K] of each slice
-    a1_ptr,
-    a2_ptr,
-    partial_ptr,  # float32 [slices, SPLITS, rows, RANK]
-    order_ptr,
-    counts_ptr,
-    starts_ptr,
-    slots_ptr,
-    rows,
-    K,
-    stride_x,
-    RANK: tl.constexpr,
-    RANK_BLOCK: tl.constexpr,  # RANK, at least 16
-    SPLITS: tl.constexpr,
-    INPUTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    WHOLE_K: tl.constexpr,  # whether K is whole pieces
-    WAITS: tl.constexpr,
-    RELEASES: tl.constexpr,
-    EXACT: tl.constexpr,
-):
-    if RELEASES:
-        tl.extra.cuda.gdc_launch_dependents()
-    piece = tl.program_id(0) % SPLITS
-    part = tl.program_id(0) // SPLITS
-    group = tl.program_id(1)
-    slot = tl.load(slots_ptr + group)
-    count = tl.load(counts_ptr + group)
-    start = tl.load(starts_ptr + group)
-    if (slot < 0) | (count == 0):
-        if WAITS:  # what follows may rely on the kernel before this one
-            tl.extra.cuda.gdc_wait()
-        return
-    k = piece * INPUTS + tl.arange(0, INPUTS)
-    r = tl.arange(0, RANK_BLOCK)
-    at = slot.to(tl.int64) * RANK * K + r[:, None] * K + k[None, :]
-    mask = (r < RANK)[:, None] & (k < K)[None, :]
-    a = _of_slice(a0_ptr, a1_ptr, a2_ptr, part, at, mask, (RANK == RANK_BLOCK) and WHOLE_K)
-    m = tl.arange(0, ROWS)
-    for first in tl.range(0, count, ROWS, num_stages=1):  # one pass of split groups
-        live = first + m < count
-        row = tl.load(order_ptr + start + first + m, mask=live, other=0)
-        if WAITS:
-            tl.extra.cuda.gdc_wait()
-        x_mask = live[None, :] if WHOLE_K else live[None, :] & (k < K)[:, None]
-        x = tl.load(x_ptr + (row * stride_x)[None, :] + k[:, None], mask=x_mask, other=0.0)
-        sums = _dot(a, x, EXACT)
-        out = partial_ptr + (((part * SPLITS + piece) * rows + row) * RANK)[None, :] + r[:, None]
-        tl.store(out, sums, mask=live[None, :] & (r < RANK)[:, None])
-
-
-@triton.jit(do_not_specialize=["rows"])
-def expand(
-    partial_ptr,  # float32 [slices, SPLITS, rows, RANK]
-    b0_ptr,  # bfloat16 [slots, outputs of the slice, RANK] of each slice
-    b1_ptr,
-    b2_ptr,
-    y_ptr,  # bfloat16 [rows, outputs of all slices]
-    order_ptr,
-    counts_ptr,
-    starts_ptr,
-    slots_ptr,
-    rows,
-    N0,
-    N1,
-    N2,
-    scale,
-    stride_y,
-    RANK: tl.constexpr,
-    RANK_BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    WHOLE_N: tl.constexpr,  # whether each slice is whole tiles
-    WAITS: tl.constexpr,
-    EXACT: tl.constexpr,
-):
-    group = tl.program_id(1)
-    slot = tl.load(slots_ptr + group)
-    count = tl.load(counts_ptr + group)
-    start = tl.load(starts_ptr + group)
-    if (slot < 0) | (count == 0):
-        if WAITS:
-            tl.extra.cuda.gdc_wait()
-        return
-    tile = tl.program_id(0)
-    tiles_0, tiles_1 = tl.cdiv(N0, OUTPUTS), tl.cdiv(N1, OUTPUTS)
-    part = (tile >= tiles_0).to(tl.int32) + (tile >= tiles_0 + tiles_1).to(tl.int32)
-    before = tl.where(part == 0, 0, tl.where(part == 1, tiles_0, tiles_0 + tiles_1))
-    N = tl.where(part == 0, N0, tl.where(part == 1, N1, N2))
-    column = tl.where(part == 0, 0, tl.where(part == 1, N0, N0 + N1))
-    n = (tile - before) * OUTPUTS + tl.arange(0, OUTPUTS)
-    r = tl.arange(0, RANK_BLOCK)
-    at = slot.to(tl.int64) * N * RANK + n[:, None] * RANK + r[None, :]
-    mask = (n < N)[:, None] & (r < RANK)[None, :]
-    b = _of_slice(b0_ptr, b1_ptr, b2_ptr, part, at, mask, (RANK == RANK_BLOCK) and WHOLE_N)
-    m = tl.arange(0, ROWS)
-    for first in tl.range(0, count, ROWS, num_stages=1):  # one pass of split groups
-        live = first + m < count
-        row = tl.load(order_ptr + start + first + m, mask=live, other=0)
-        if WAITS:
-            tl.extra.cuda.gdc_wait()
-        y_mask = live[None, :] if WHOLE_N else live[None, :] & (n < N)[:, None]
-        out = y_ptr + (row * stride_y)[None, :] + (column + n)[:, None]
-        y = tl.load(out, mask=y_mask, other=0.0)
-        sums_mask = live[None, :] & (r < RANK)[:, None]
-        sums = tl.zeros((RANK_BLOCK, ROWS), dtype=tl.float32)
-        for piece in tl.static_range(SPLITS):
-            place = ((part * SPLITS + piece) * rows + row) * RANK
-            sums += tl.load(partial_ptr + place[None, :] + r[:, None], mask=sums_mask, other=0.0)
-        change = _dot(b, (sums * scale).to(tl.bfloat16), EXACT).to(tl.bfloat16)
-        tl.store(out, (y.to(tl.float32) + change.to(tl.float32)).to(tl.bfloat16), mask=y_mask)
-
-
-@triton.jit
-def _of_slice(ptr_0, ptr_1, ptr_2, part, at, mask, WHOLE: tl.constexpr):
-    """Return the tile of the slice ``part``."""
-    ptr = ptr_0
-    if part == 1:
-        ptr = ptr_1
-    if part == 2:
-        ptr = ptr_2
-    return tl.load(ptr + at) if WHOLE else tl.load(ptr + at, mask=mask, other=0.0)
-
-
-@triton.jit
-def _dot(left, right, EXACT: tl.constexpr):
-    if EXACT:  # Triton's interpreter multiplies bfloat16 operands as if they were integers
-        return tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
-    else:
-        return tl.dot(left, right)
-
-
 def takes(x: torch.Tensor, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
     """Return whether the kernels are for this product: few rows, bfloat16, ranks of 8 to 64, few slices."""
     rank = b[0].shape[-1]
@@ -277,6 +144,9 @@ def add_adapters(
     """
     _check(y, x, a, b)
     partial = _new_partial(x, a, tiling)
+    if tiling.is_fused:
+        _launch_both(y, partial, x, a, b, groups, scale, tiling)
+        return
     _launch_shrink(partial, x, a, groups, tiling, tiling.overlaps)
     _launch_expand(y, partial, b, groups, scale, tiling)
 
@@ -427,6 +297,61 @@ def _launch_expand(
         num_warps=tiling.expand_warps,
         **({"launch_pdl": True} if overlaps else {}),
     )
+
+
+def _launch_both(
+    y: torch.Tensor,
+    partial: torch.Tensor,
+    x: torch.Tensor,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    groups: Groups,
+    scale: float,
+    tiling: AdapterTiling,
+) -> None:
+    slices, splits, rows, rank = partial.shape
+    sizes = [each.shape[-2] for each in b]
+    is_gpu = y.device.type == "cuda"
+    overlaps = tiling.overlaps == 2 and is_gpu
+    pieces, tiles = slices * splits, sum(-(-size // tiling.outputs) for size in sizes)
+    most = _most_groups(groups, rows)
+    shrink_and_expand[((pieces + tiles) * most,)](
+        x,
+        *_three(a),
+        *_three(b),
+        y,
+        partial,
+        *_counters(x.device),
+        *groups,
+        rows,
+        most,
+        x.shape[1],
+        *(*sizes, 0, 0)[:MOST_SLICES],
+        scale,
+        x.stride(0),
+        y.stride(0),
+        RANK=rank,
+        RANK_BLOCK=max(16, rank),
+        PIECES=pieces,
+        TILES=tiles,
+        SPLITS=splits,
+        INPUTS=tiling.inputs,
+        OUTPUTS=tiling.outputs,
+        ROWS=tiling.rows,
+        WHOLE_K=x.shape[1] % tiling.inputs == 0,
+        WHOLE_N=all(size % tiling.outputs == 0 for size in sizes),
+        WAITS=overlaps,
+        EXACT=not is_gpu,
+        num_warps=tiling.expand_warps,
+        **({"launch_pdl": True} if overlaps else {}),
+    )
+
+
+@cache
+def _counters(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return counters of groups, which each launch leaves at 0: for one stream, and made before any graph."""
+    done = torch.zeros(MOST_ROWS, dtype=torch.int32, device=device)
+    return done, torch.zeros_like(done)
 
 
 def _most_groups(groups: Groups, rows: int) -> int:
