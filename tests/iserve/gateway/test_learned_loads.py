@@ -65,7 +65,7 @@ def learned_load_s(line: Line) -> float:
     return rejection.loads_s
 
 
-def learned_of(*waiting: int, fails: bool = False) -> float:
+def learned_of(*waiting: int, fails: bool = False, last_first: bool = False) -> float:
     """Return what a load is forecast to take after those of `a` and `b`, which so many requests wait for.
 
     Loads take no time by the clock of the test: as a ratio to the plan's, the least that is believed, an eighth.
@@ -82,9 +82,12 @@ def learned_of(*waiting: int, fails: bool = False) -> float:
         await line.settle()
         assert len(line.loads.held) == len(waiting), "one load for all requests of a variant"
         for _ in waiting:
-            line.fail_load(0) if fails else line.finish_load(0)
+            line.fail_load(0) if fails else line.finish_load(-1 if last_first else 0)
             await line.settle()
         await asyncio.gather(*tasks)
+        left = [load for worker in line.residency._workers.values() for load in worker.loads.values()]
+        assert not any(load.done() for load in left), "what has ended is forgotten"
+        assert line.residency.num_pending_loads == len(left), "of variants that are loaded ahead"
         learned_s = learned_load_s(line)
         line.deployment.close()
         return learned_s
@@ -104,6 +107,11 @@ def test_a_load_is_learned_once_for_all_requests_that_wait_for_it(number: int) -
 @pytest.mark.parametrize("numbers", [(1, 1), (5, 1), (1, 5)])
 def test_each_of_two_loads_is_learned_once(numbers: tuple[int, int]) -> None:
     assert learned_of(*numbers) == pytest.approx(LOAD_S * (1 + 1 / 8 + 1 / 8) / 3)
+
+
+def test_a_load_that_overtakes_another_is_learned_with_it() -> None:
+    """The second ends first, and is in the time of the first."""
+    assert learned_of(1, 1, last_first=True) == pytest.approx(_ONCE_S)
 
 
 def test_a_load_that_fails_is_not_learned() -> None:
