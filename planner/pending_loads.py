@@ -41,7 +41,8 @@ class PendingLoads:
     def end(self, name: str, now_s: float) -> float | None:
         """Note that the oldest load of ``name`` has ended, well or not; return the time that it took.
 
-        None: one that was ordered before it has not ended, so that nothing is known of when it began.
+        None: one that was ordered before it has not ended, so that nothing is known of when it began. The time of
+        that one then counts both. It is at the head until it ends, so that times are missing only until then.
         """
         took_s = None
         if self._names[0] == name:

@@ -50,7 +50,7 @@ _LOAD_S, _LOAD_BYTES_PER_S = 0.0533, 1.274e9
 TAKES_DELTA_PROMPTS = False
 """Whether plans for vLLM take prompts of deltas as profiles measure them, as they take those of adapters. Whole
 models on an H200 judged both laws: that of adapters held; that of deltas was changed after the first model, and on
-the second was no nearer than the recording, whose times plans keep (docs/decisions/0053)."""
+the second was not clearly nearer than the recording, whose times plans keep (docs/decisions/0053)."""
 _ALL = 1e15  # requests, which ask for every variant
 _HALVINGS = 50
 ADDED_ERROR = (
@@ -113,7 +113,7 @@ def variant_cost(estimator: object, spec: ModelSpec, config: DeploymentConfig) -
     """Return what variants in the slots of ``config`` take; None: there are none, or it is not known.
 
     It is measured where ``estimator`` has it from fingerprints, else scaled from a recording, of vLLM alone.
-    Prompts of deltas on vLLM are always scaled: measured ones were no nearer (``TAKES_DELTA_PROMPTS``).
+    Prompts of deltas on vLLM are always scaled: measured ones were not clearly nearer (``TAKES_DELTA_PROMPTS``).
     """
     if not config.adapter_slots:
         return None

@@ -191,7 +191,7 @@ class _LiveState:
             "outstanding_requests": ("Requests at a worker.", "num_outstanding"),
             "waiting_requests": ("Requests in the gateway's queue.", "num_waiting"),
             "ready_workers": ("Workers that requests go to.", "num_ready"),
-            "pending_loads": ("Loads of variants that workers were sent and have not ended.", "num_pending_loads"),
+            "pending_loads": ("Loads of variants that were ordered and have not ended.", "num_pending_loads"),
         }
         for name, (text, attribute) in gauges.items():
             gauge = GaugeMetricFamily(f"iserve_gateway_{name}", text, labels=["deployment"])

@@ -275,7 +275,7 @@ def _loads(
             together = variant_load(options.intent.traffic).missed(options.replicas * chosen.loaded_adapters)
             counted = "a share between the two"
             if choice is not None and not choice.service.spared_loads_s:
-                counted = "all loads, as of each pipeline that fills its stages"
+                counted = "all loads, as it does for every pipeline that fills its stages"
             found = f"{together:.1%} if each finds a slot where its variant is loaded"
             steady += f" ({found}; E2E at the rate counts {counted})"
     return (

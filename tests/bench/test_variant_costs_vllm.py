@@ -278,6 +278,20 @@ class TestDeltasOnASecondModel:
         assert sum(abs(a) < abs(b) for a, b in zip(ours, recorded, strict=True)) == 6
         assert not adapter_slots.TAKES_DELTA_PROMPTS
 
+    @pytest.mark.parametrize(
+        ("name", "is_of_deltas"), [("the four of the base", False), ("the five with deltas", True)]
+    )
+    def test_of_prompts_with_deltas_alone_the_measured_law_is_nearer(self, name: str, is_of_deltas: bool) -> None:
+        """The verdict hangs on the prompts of the base, which count as much in the mean of all nine."""
+        rows = [row for row in self.rows("prompts") if (row[0] != "0") == is_of_deltas]
+        ours, recorded = (sum(abs(self.off(row, row[column])) for row in rows) / len(rows) for column in (3, 5))
+        assert (ours < recorded) == is_of_deltas
+        held = sum(row[4].endswith("within") for row in rows)
+        added, factor = [(float(row[2]), float(row[5])) for row in rows], adapter_slots.ADDED_ERROR
+        of_recording = sum(scaled / factor <= now <= factor * scaled for now, scaled in added)
+        assert f"| {name} | {ours:.1%} | {recorded:.1%} | {held}, {of_recording} |" in self.page()
+        assert sum(now > factor * scaled for now, scaled in added) == (3 if is_of_deltas else 4)
+
     def test_two_prompts_are_within_what_the_recording_says(self) -> None:
         """From half to twice of what it adds."""
         added = [(float(row[2]), float(row[5])) for row in self.rows("prompts")]

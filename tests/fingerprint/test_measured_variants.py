@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -20,7 +22,14 @@ from fingerprint.measurements import Profile
 from fingerprint.variant_measurements import VariantKind, VariantMeasurement, asked_kind, kind_of
 from fingerprint.variant_profile import variant_plan
 from tests.fingerprint.synthetic_machine import CPU, SyntheticMachine, llama, take_profile
-from tests.fingerprint.variant_machine import INT2, RANK_8, WORK, VariantMachine, VariantTruth
+from tests.fingerprint.variant_machine import (
+    INT2,
+    RANK_8,
+    WORK,
+    VariantMachine,
+    VariantMachineSession,
+    VariantTruth,
+)
 from tests.golden_words import Golden
 
 LAYERS = 32
@@ -197,6 +206,27 @@ class TestDriver:
     def test_fewer_rounds_are_run_where_more_do_not_fit(self) -> None:
         rounds = {len(one.runs_s) for one in slow_machine(10).measure(budget_s=30.0).runs}
         assert min(rounds) == 2
+
+    def test_a_second_visit_that_has_no_time_leaves_what_the_first_one_read(self) -> None:
+        """The machine is a hundred times slower from the second visit of a fingerprint on, by other work."""
+        machine = VariantMachine()
+        load = VariantMachineSession.load_with_slots
+
+        def load_on_a_busy_machine(session: VariantMachineSession, *arguments: Any, **order: Any) -> None:
+            load(session, *arguments, **order)
+            if sum(entry[0] == "load" for entry in machine.log) == 3:
+                machine.truth = replace(TRUTH, base_s=tuple(100 * part for part in TRUTH.base_s))
+
+        with patch.object(VariantMachineSession, "load_with_slots", load_on_a_busy_machine):
+            found = machine.measure(budget_s=60.0)
+        assert [entry[1] for entry in machine.log if entry[0] == "load"] == [1, 2, 2]
+        quick = VariantMachine().measure(budget_s=1e-3)
+        read = [
+            [replace(one, runs_s=one.runs_s[:1], base_runs_s=one.base_runs_s[:1]) for one in each.runs]
+            for each in (found, quick)
+        ]
+        assert read[0] == read[1]
+        assert max(max(one.base_runs_s) for one in found.runs) == max(max(one.base_runs_s) for one in quick.runs)
 
     def test_what_does_not_fit_is_refused_before_variants_are_loaded(self, golden: Golden) -> None:
         machine = slow_machine(100)

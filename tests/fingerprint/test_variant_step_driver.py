@@ -129,8 +129,9 @@ class TestDriver:
         """The bursts that warm up end after two minutes, and the one under way."""
         machine = StepMachine(compile_s=50.0)
         begun_s = machine.clock.now
-        with golden.raises("fingerprint", NotMeasuredError):
+        with golden.raises("fingerprint", NotMeasuredError) as ended:
             machine.measure()
+        assert isinstance(ended.value, TooLittleTimeError)
         starts = sum(entry[0] == "start" for entry in machine.log)
         assert 120.0 < machine.clock.now - begun_s - START_S * starts < 120.0 + 60.0 + 30.0
         assert machine.session is not None

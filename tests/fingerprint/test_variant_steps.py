@@ -177,7 +177,7 @@ class TestLaw:
         assert planned.prompts_s(work, 0.05, 0.0, 1.0) == cost_of(measured, config).prompts_s(work, 0.05, 0.0, 1.0)
 
     def test_prompts_of_deltas_are_as_recorded_in_plans(self) -> None:
-        """A GPU judged their law no nearer than the recording."""
+        """A GPU judged their law not clearly nearer than the recording."""
         measured = StepMachine().measure(INT2)
         config, work = delta_slots_of(8), Workload(batch=1, input_tokens=3000, output_tokens=1)
         estimator = SimpleNamespace(variant_cost=lambda config: cost_of(measured, config))

@@ -23,6 +23,7 @@ from iserve.controller.snapshot import hardware_of
 from iserve.model_source import ModelSource
 from iserve.state.store import Store
 from tests.fingerprint.synthetic_machine import SyntheticMachine, llama, take_profile
+from tests.fingerprint.variant_machine import VariantMachine
 from tests.golden_words import Golden
 
 GIB = 2**30
@@ -224,6 +225,25 @@ def test_a_profile_is_kept_for_what_it_was_taken_with(store: Store, profiler: Pr
     engine: Any = Replaceable()
     assert taken(profiler, engine, PROFILE) == PROFILE
     assert profiler.stored(SOURCE, engine, node()) == PROFILE
+
+
+def test_a_profile_that_replaces_one_keeps_its_variants(store: Store, profiler: Profiler) -> None:
+    former = replace(PROFILE, variants=(VariantMachine().measure(budget_s=1e-3),))
+    keep(store, former)
+    engine: Any = Replaceable()
+    assert taken(profiler, engine, PROFILE) == former
+    assert profiler.stored(SOURCE, engine, node()) == former
+
+
+def test_gpus_and_links_are_known_before_a_profile_is_taken(
+    profiler: Profiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = list[str]()
+    monkeypatch.setattr("iserve.controller.profiling._measure_unlisted", lambda *_: done.append("gpu"))
+    monkeypatch.setattr(Profiler, "_measure_links", lambda *_: done.append("links"))
+    engine: Any = Replaceable()
+    taken(profiler, engine, PROFILE, lambda: done.append("profile"))
+    assert done == ["gpu", "links", "profile"]
 
 
 def test_an_engine_that_is_replaced_during_a_profile_costs_the_profile(

@@ -234,6 +234,13 @@ def test_a_plan_whose_loads_take_no_time_learns_nothing_of_them(load: OneLoad | 
     assert found.loads_s == 0.0
 
 
+def test_of_a_request_that_has_not_started_no_load_is_noted() -> None:
+    controller = controller_of(Slo(ttft_s=0.1), NEXT_TO_STEPS)
+    request = controller.new_request(1.0, 10, 5)
+    controller.record_loaded(request, (), 50.0)
+    assert (request.started_s, request.held) == (None, None)
+
+
 def test_a_wait_that_was_not_foreseen_is_in_no_prompt() -> None:
     """A worker that was restarted has lost a variant that was loaded: nothing is learned of its load."""
     controller = controller_of(Slo(ttft_s=0.1), NEXT_TO_STEPS)

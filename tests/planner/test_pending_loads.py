@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -57,6 +59,26 @@ def test_of_a_load_that_ends_before_one_ordered_earlier_no_time_is_known() -> No
     loads = pending("a", "b")
     assert loads.end("b", 1.0) is None
     assert loads.end("a", 3.0) == 3.0
+
+
+@given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=20), st.randoms(use_true_random=False))
+def test_in_any_order_of_ends_the_times_that_are_known_add_up(names: list[str], random: Random) -> None:
+    """None is missing for ever, nor counted twice: the last end is the sum of all times, whichever ends first."""
+    loads, now_s, known_s = pending(*names), 0.0, 0.0
+    left = list(names)
+    while left:
+        now_s += 1.0
+        name = left.pop(random.randrange(len(left)))
+        took_s = loads.end(name, now_s)
+        known_s += took_s or 0.0
+        assert len(loads) == len(left)
+    assert took_s is not None
+    assert known_s == now_s
+
+
+def test_a_load_that_fails_before_it_was_to_begin_took_no_time() -> None:
+    loads = pending("a", at_s=30.0)
+    assert loads.end("a", 10.0) == 0.0
 
 
 def test_a_load_that_begins_later_has_not_run() -> None:

@@ -65,7 +65,14 @@ def learned_load_s(line: Line) -> float:
     return rejection.loads_s
 
 
-def learned_of(*waiting: int, fails: bool = False) -> float:
+def check_ended(line: Line) -> None:
+    """Check that each load that has ended is forgotten; variants may be loaded ahead."""
+    left = [load for worker in line.residency._workers.values() for load in worker.loads.values()]
+    assert not any(load.done() for load in left)
+    assert line.residency.num_pending_loads == len(left)
+
+
+def learned_of(*waiting: int, fails: bool = False, last_first: bool = False) -> float:
     """Return what a load is forecast to take after those of `a` and `b`, which so many requests wait for.
 
     Loads take no time by the clock of the test: as a ratio to the plan's, the least that is believed, an eighth.
@@ -82,9 +89,10 @@ def learned_of(*waiting: int, fails: bool = False) -> float:
         await line.settle()
         assert len(line.loads.held) == len(waiting), "one load for all requests of a variant"
         for _ in waiting:
-            line.fail_load(0) if fails else line.finish_load(0)
+            line.fail_load(0) if fails else line.finish_load(-1 if last_first else 0)
             await line.settle()
         await asyncio.gather(*tasks)
+        check_ended(line)
         learned_s = learned_load_s(line)
         line.deployment.close()
         return learned_s
@@ -106,5 +114,26 @@ def test_each_of_two_loads_is_learned_once(numbers: tuple[int, int]) -> None:
     assert learned_of(*numbers) == pytest.approx(LOAD_S * (1 + 1 / 8 + 1 / 8) / 3)
 
 
+def test_a_load_that_overtakes_another_is_learned_with_it() -> None:
+    """The second ends first, and is in the time of the first."""
+    assert learned_of(1, 1, last_first=True) == pytest.approx(_ONCE_S)
+
+
 def test_a_load_that_fails_is_not_learned() -> None:
     assert learned_of(1, fails=True) == LOAD_S
+
+
+def test_a_load_of_a_deployment_that_rejects_no_late_requests_ends() -> None:
+    async def run() -> None:
+        line = Line(replace(ROUTE, admission=None), LeastLoaded())
+        await line.settle()
+        task = asyncio.create_task(request(line, 0, 0))
+        await line.settle()
+        line.finish_load(0)
+        await line.settle()
+        await task
+        check_ended(line)
+        line.deployment.close()
+
+    with asyncio.Runner(loop_factory=TimelessLoop) as runner:
+        runner.run(run())

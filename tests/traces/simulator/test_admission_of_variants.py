@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 
 from fingerprint.errors import PolicyError
 from fingerprint.load_waits import OneLoad
+from placement.actions import ClusterPolicy, Drain
 from placement.types import ClusterSnapshot
 from planner.admission import AdmissionController, AdmissionPolicy, LearnedRatio
 from planner.intent import Slo
 from tests.golden_words import Golden
 from tests.traces.simulator.test_refusing_late import words
+from tests.traces.simulator.test_steering import Scripted
 from tests.traces.simulator.variant_worlds import BASE, WithSlots, variants_of
 from tests.traces.simulator.worlds import cluster, second_per_step
 from tests.two_point_service import two_point_service
@@ -54,6 +56,7 @@ def run(
     replicas: int = 1,
     has_times: bool = True,
     startup_s: float = 0.0,
+    cluster_policy: ClusterPolicy | None = None,
 ) -> SimulationResult:
     """Simulate requests at a time, of so many tokens, for a variant."""
     cost = AdapterCost(slots=slots, max_loaded=4 * slots, load_s=load_s, stops_steps=stops_steps)
@@ -70,7 +73,7 @@ def run(
     )
     deployer = Planned(cost, load, has_times=has_times)
     requests = [Request(at_s, 1, tokens, model=name) for at_s, tokens, name in asked]
-    return simulate(requests, scenario, Policies(deployer=deployer))
+    return simulate(requests, scenario, Policies(deployer=deployer, cluster_policy=cluster_policy))
 
 
 @pytest.mark.parametrize("stops_steps", [False, True])
@@ -116,6 +119,35 @@ def test_a_load_is_learned_once_for_all_requests_that_wait_for_it(
     assert words(result) == [_KEPT] * len(asked)
     assert variants_of(result).loads == 2
     assert [one._load_ratio for one in controllers] == [LearnedRatio().updated(2.0).updated(2.0)]
+
+
+@pytest.mark.parametrize("stops_steps", [False, True])
+def test_a_load_of_a_replica_that_drains_is_not_learned(
+    stops_steps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The load that its request waits for is made once more, by the other replica."""
+    controllers = list[AdmissionController]()
+
+    def keep(policy: AdmissionPolicy) -> AdmissionController:
+        controllers.append(AdmissionController(policy))
+        return controllers[-1]
+
+    monkeypatch.setattr("traces.simulator.admission.AdmissionController", keep)
+    asked = [(0.0, 60, "a"), (0.0, 60, "a2"), (30.0, 2, "b"), (30.0, 2, "b2")]
+    drain = [Drain(name=BASE, replica_id="#1")]
+    for script, loads in (((), 4), (drain, 5)):
+        found = run(
+            asked,
+            Slo(ttft_s=900.0),
+            replicas=2,
+            load_s=20.0,
+            planned_s=10.0,
+            stops_steps=stops_steps,
+            cluster_policy=Scripted(script, every_s=32.0),
+        )
+        assert words(found) == [_KEPT] * 4
+        assert variants_of(found).loads == loads
+        assert controllers[-1]._load_ratio.number - 1 == 4
 
 
 def test_a_replica_that_has_it_loaded_is_taken_and_another_with_fewer_loads() -> None:
