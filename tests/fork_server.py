@@ -29,7 +29,9 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-__all__ = ["PROGRAMS", "Order", "become", "send", "serve"]
+__all__ = ["HELD_LOADS", "HOLD_LOADS", "PROGRAMS", "Order", "become", "send", "serve"]
+
+HOLD_LOADS, HELD_LOADS = "hold-loads", "held-loads"  # files in a home, for ``tests.imported_worker``
 
 PROGRAMS = "FORKED_PROGRAMS"  # variable with a JSON object: socket by the module that `python -m` would run
 # Modules that start programs of iServe.

@@ -26,11 +26,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read once, as in the environment of each i
 from daemon import shim
 from daemon.torch_engine import __main__ as worker
 from daemon.torch_engine.trimmed_imports import trimmed_imports
-from tests.fork_server import Order, become
+from tests.fork_server import HELD_LOADS, HOLD_LOADS, Order, become
 
-__all__ = ["HELD_LOADS", "HOLD_LOADS", "main"]
+__all__ = ["main"]
 
-HOLD_LOADS, HELD_LOADS = "hold-loads", "held-loads"
 _LOOK_EVERY_S = 0.01
 
 _USED = (

@@ -14,7 +14,7 @@ import pytest
 from fingerprint.codec import from_json
 from iserve.demo import demo_adapter_path
 from iserve.route_table import RouteTable
-from tests.imported_worker import HELD_LOADS, HOLD_LOADS
+from tests.fork_server import HELD_LOADS, HOLD_LOADS
 from tests.iserve.test_e2e_served_variants import ASKED, NAME
 from tests.waiting import PATIENCE_S
 
