@@ -138,8 +138,11 @@ class Groups(tuple[torch.Tensor, ...]):
     def __new__(cls, *tensors: torch.Tensor) -> Groups:
         return super().__new__(cls, tensors)
 
-    def split(self, rows: int) -> Groups:
-        return Groups(self[0], *(tensor + rows for tensor in self[1:]))
+    def split(self, rows: int, into: Groups | None) -> Groups:
+        new = into or Groups(*(torch.empty_like(tensor) for tensor in self))
+        for tensor, source in zip(new[1:], self[1:], strict=True):
+            tensor.copy_(source + rows)
+        return new
 
 
 def test_pieces_of_groups_stay_in_the_memory_that_graphs_read() -> None:

@@ -75,7 +75,7 @@ def check_splits() -> None:
 
     theirs, splits = Groups.split, list[int]()
     punica = wrapper()
-    Groups.split = lambda self, rows: splits.append(rows) or theirs(self, rows)
+    Groups.split = lambda self, rows, into: splits.append(rows) or theirs(self, rows, into)
     map_rows(punica, [1, 0, 2])
     Groups.split = theirs
     assert len(splits) == 1, splits

@@ -25,8 +25,9 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+import triton
 
-from iserve_variants.adapter_programs import expand, shrink, shrink_and_expand
+from iserve_variants.adapter_programs import expand, shrink, shrink_and_expand, split_groups
 
 __all__ = [
     "MOST_RANK",
@@ -44,6 +45,7 @@ __all__ = [
 MOST_ROWS = 64
 MOST_RANK = 64
 MOST_SLICES = 3
+_PIECES = 16  # of groups, whose own groups a program finds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,22 +93,20 @@ class Groups(NamedTuple):
     slots: torch.Tensor
     """Slot of each group; -1: rows of the base, or no group."""
 
-    def split(self, rows: int) -> Groups:
+    def split(self, rows: int, into: Groups | None = None) -> Groups:
         """Return groups of at most ``rows`` rows, which programs take at once: used ones first, for ``MOST_ROWS``.
 
         No value is read by the host.
+
+        Args:
+            into: an answer for as many groups, whose memory takes this one.
         """
-        most = len(self.slots) + MOST_ROWS // rows
-        is_used = (self.slots >= 0) & (self.counts > 0)
-        pieces = torch.where(is_used, (self.counts + rows - 1) // rows, 0)
-        ends = torch.cumsum(pieces, 0)
-        number = torch.arange(most, device=ends.device)
-        group = torch.searchsorted(ends, number, right=True).clamp(max=len(ends) - 1)
-        first = rows * (number - (ends - pieces)[group])
-        is_one = number < ends[-1]
-        counts = torch.where(is_one, (self.counts[group] - first).clamp(max=rows), 0).int()
-        starts, slots = self.starts[group] + first, torch.where(is_one, self.slots[group], -1)
-        return Groups(self.order, counts, starts.int(), slots.int())
+        count = len(self.slots)
+        most = count + MOST_ROWS // rows
+        new = into or Groups(self.order, *self.slots.new_empty(3, most))
+        grid = (triton.cdiv(most, _PIECES),)
+        split_groups[grid](*self[1:], *new[1:], count, most, rows, triton.next_power_of_2(count), _PIECES)
+        return new
 
 
 def takes(x: torch.Tensor, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:

@@ -5,7 +5,37 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["expand", "shrink", "shrink_and_expand"]
+__all__ = ["expand", "shrink", "shrink_and_expand", "split_groups"]
+
+
+@triton.jit
+def split_groups(
+    counts_ptr,  # int32 [groups]
+    starts_ptr,
+    slots_ptr,
+    to_counts_ptr,  # int32 [pieces]
+    to_starts_ptr,
+    to_slots_ptr,
+    GROUPS: tl.constexpr,
+    PIECES: tl.constexpr,
+    ROWS: tl.constexpr,  # of a piece, at most
+    GROUP_BLOCK: tl.constexpr,
+    PIECE_BLOCK: tl.constexpr,
+):
+    """Find the group of each piece, a block of pieces a program: one group at most has a piece of a number."""
+    g = tl.arange(0, GROUP_BLOCK)
+    slots = tl.load(slots_ptr + g, mask=g < GROUPS, other=-1)
+    counts = tl.load(counts_ptr + g, mask=g < GROUPS, other=0)
+    starts = tl.load(starts_ptr + g, mask=g < GROUPS, other=0)
+    ends = tl.cumsum(tl.where(slots >= 0, (counts + ROWS - 1) // ROWS, 0), 0)
+    begins = ends - tl.where(slots >= 0, (counts + ROWS - 1) // ROWS, 0)
+    n = tl.program_id(0) * PIECE_BLOCK + tl.arange(0, PIECE_BLOCK)
+    mine = (begins[None, :] <= n[:, None]) & (n[:, None] < ends[None, :])
+    first = ROWS * (n[:, None] - begins[None, :])
+    live = n < PIECES
+    tl.store(to_counts_ptr + n, tl.sum(tl.where(mine, tl.minimum(counts[None, :] - first, ROWS), 0), 1), mask=live)
+    tl.store(to_starts_ptr + n, tl.sum(tl.where(mine, starts[None, :] + first, 0), 1), mask=live)
+    tl.store(to_slots_ptr + n, tl.sum(tl.where(mine, slots[None, :] + 1, 0), 1) - 1, mask=live)
 
 
 @triton.jit(do_not_specialize=["rows"])  # graphs of each size need no kernel of their own

@@ -81,20 +81,22 @@ def splitting(
     """
     their_make, theirs = meta.make, meta.prepare_tensors  # type: ignore[attr-defined]
 
-    def split(self: Any) -> Any:
+    def groups(self: Any, *found: torch.Tensor) -> Any:
+        return groups_of(self.token_indices_sorted_by_lora_ids, *found)
+
+    def split(self: Any, into: Any) -> Any:
         found = (self.num_tokens_per_lora, self.lora_token_start_loc, self.active_lora_ids)
-        return groups_of(self.token_indices_sorted_by_lora_ids, *found).split(rows)[1:]
+        return groups(self, *found).split(rows, into)
 
     def make(*args: Any, **kwargs: Any) -> Any:
         made = their_make(*args, **kwargs)
-        made.iserve_pieces = split(made)
+        made.iserve_pieces = split(made, None)[1:]
         return made
 
     def prepare_tensors(self: Any, token_lora_mapping: torch.Tensor) -> None:
         theirs(self, token_lora_mapping)
         if self.iserve_pieces:
-            for into, new in zip(self.iserve_pieces, split(self), strict=True):
-                into.copy_(new)
+            split(self, groups(self, *self.iserve_pieces))
 
     return make, prepare_tensors
 
