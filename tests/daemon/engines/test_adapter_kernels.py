@@ -97,7 +97,7 @@ def test_split_groups_have_the_same_rows(mix: str, rows: int) -> None:
 
 
 def test_groups_are_split_into_the_same_memory() -> None:
-    """As captured graphs read it: what an earlier mapping left there is gone."""
+    """Captured graphs read it: an earlier mapping has left nothing there."""
     first, second = groups_of([3] * 37), groups_of([2, -1])
     kept = first.split(8)
     memory = [tensor.data_ptr() for tensor in kept]
