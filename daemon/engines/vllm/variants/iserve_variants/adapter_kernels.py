@@ -240,9 +240,8 @@ def _launch_shrink(
     tiling: AdapterTiling,
     overlaps: int,
 ) -> None:
-    slices, splits, rows, rank = partial.shape
-    is_gpu = x.device.type == "cuda"
-    overlaps = overlaps if is_gpu else 0
+    slices, splits, rows, _ = partial.shape
+    overlaps = overlaps if partial.is_cuda else 0
     shrink[(slices * splits, _most_groups(groups, rows))](
         x,
         *_three(a),
@@ -251,16 +250,12 @@ def _launch_shrink(
         rows,
         x.shape[1],
         x.stride(0),
-        RANK=rank,
-        RANK_BLOCK=max(16, rank),
-        SPLITS=splits,
         INPUTS=tiling.inputs,
-        ROWS=tiling.rows,
         WHOLE_K=x.shape[1] % tiling.inputs == 0,
         WAITS=overlaps == 2,
         RELEASES=overlaps > 0,
-        EXACT=not is_gpu,
         num_warps=tiling.shrink_warps,
+        **_shared(partial, tiling),
         **({"launch_pdl": True} if overlaps == 2 else {}),
     )
 
@@ -273,11 +268,10 @@ def _launch_expand(
     scale: float,
     tiling: AdapterTiling,
 ) -> None:
-    _, splits, rows, rank = partial.shape
+    rows = partial.shape[2]
     sizes = [each.shape[-2] for each in b]
-    is_gpu = y.device.type == "cuda"
-    overlaps = tiling.overlaps > 0 and is_gpu
-    expand[(sum(-(-size // tiling.outputs) for size in sizes), _most_groups(groups, rows))](
+    overlaps = tiling.overlaps > 0 and partial.is_cuda
+    expand[(_tiles(sizes, tiling), _most_groups(groups, rows))](
         partial,
         *_three(b),
         y,
@@ -286,15 +280,11 @@ def _launch_expand(
         *(*sizes, 0, 0)[:MOST_SLICES],
         scale,
         y.stride(0),
-        RANK=rank,
-        RANK_BLOCK=max(16, rank),
-        SPLITS=splits,
         OUTPUTS=tiling.outputs,
-        ROWS=tiling.rows,
         WHOLE_N=all(size % tiling.outputs == 0 for size in sizes),
         WAITS=overlaps,
-        EXACT=not is_gpu,
         num_warps=tiling.expand_warps,
+        **_shared(partial, tiling),
         **({"launch_pdl": True} if overlaps else {}),
     )
 
@@ -309,11 +299,10 @@ def _launch_both(
     scale: float,
     tiling: AdapterTiling,
 ) -> None:
-    slices, splits, rows, rank = partial.shape
+    slices, splits, rows, _ = partial.shape
     sizes = [each.shape[-2] for each in b]
-    is_gpu = y.device.type == "cuda"
-    overlaps = tiling.overlaps == 2 and is_gpu
-    pieces, tiles = slices * splits, sum(-(-size // tiling.outputs) for size in sizes)
+    overlaps = tiling.overlaps == 2 and partial.is_cuda
+    pieces, tiles = slices * splits, _tiles(sizes, tiling)
     most = _most_groups(groups, rows)
     shrink_and_expand[((pieces + tiles) * most,)](
         x,
@@ -330,19 +319,15 @@ def _launch_both(
         scale,
         x.stride(0),
         y.stride(0),
-        RANK=rank,
-        RANK_BLOCK=max(16, rank),
         PIECES=pieces,
         TILES=tiles,
-        SPLITS=splits,
         INPUTS=tiling.inputs,
         OUTPUTS=tiling.outputs,
-        ROWS=tiling.rows,
         WHOLE_K=x.shape[1] % tiling.inputs == 0,
         WHOLE_N=all(size % tiling.outputs == 0 for size in sizes),
         WAITS=overlaps,
-        EXACT=not is_gpu,
         num_warps=tiling.expand_warps,
+        **_shared(partial, tiling),
         **({"launch_pdl": True} if overlaps else {}),
     )
 
@@ -352,6 +337,18 @@ def _counters(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return counters of groups, which each launch leaves at 0: for one stream, and made before any graph."""
     done = torch.zeros(MOST_ROWS, dtype=torch.int32, device=device)
     return done, torch.zeros_like(done)
+
+
+def _shared(partial: torch.Tensor, tiling: AdapterTiling) -> dict[str, int]:
+    """Return what each program knows when it is compiled."""
+    _, splits, _, rank = partial.shape
+    exact = not partial.is_cuda
+    return {"RANK": rank, "RANK_BLOCK": max(16, rank), "SPLITS": splits, "ROWS": tiling.rows, "EXACT": exact}
+
+
+def _tiles(sizes: Sequence[int], tiling: AdapterTiling) -> int:
+    """Return the tiles of all slices."""
+    return sum(-(-size // tiling.outputs) for size in sizes)
 
 
 def _most_groups(groups: Groups, rows: int) -> int:

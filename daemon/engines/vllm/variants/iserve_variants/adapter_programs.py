@@ -27,8 +27,9 @@ def split_groups(
     slots = tl.load(slots_ptr + g, mask=g < GROUPS, other=-1)
     counts = tl.load(counts_ptr + g, mask=g < GROUPS, other=0)
     starts = tl.load(starts_ptr + g, mask=g < GROUPS, other=0)
-    ends = tl.cumsum(tl.where(slots >= 0, (counts + ROWS - 1) // ROWS, 0), 0)
-    begins = ends - tl.where(slots >= 0, (counts + ROWS - 1) // ROWS, 0)
+    pieces = tl.where(slots >= 0, (counts + ROWS - 1) // ROWS, 0)
+    ends = tl.cumsum(pieces, 0)
+    begins = ends - pieces
     n = tl.program_id(0) * PIECE_BLOCK + tl.arange(0, PIECE_BLOCK)
     mine = (begins[None, :] <= n[:, None]) & (n[:, None] < ends[None, :])
     first = ROWS * (n[:, None] - begins[None, :])
