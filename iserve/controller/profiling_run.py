@@ -16,7 +16,6 @@ from daemon.profile_client import WorkerProfileTarget
 from daemon.status import NodeStatus
 from fingerprint.capability import EngineCapabilities
 from fingerprint.config import DeploymentConfig, WeightFormat, Workload
-from fingerprint.depth_tied_cuts import tied_depths
 from fingerprint.depth_tied_plan import DepthTiedPlan, depth_tied_plan
 from fingerprint.depth_tied_profile import depth_tied_profile
 from fingerprint.errors import (
@@ -40,7 +39,7 @@ from fingerprint.variant_profile import measure_variants, variant_plan
 from fingerprint.variant_step_plan import step_plan
 from fingerprint.variant_steps import measure_variant_steps
 from iserve.controller.profiling_devices import STEP_TOKENS, FittingPlan, fitting, quietest
-from iserve.controller.profiling_scope import lacking, variants_budget_s, why_needless
+from iserve.controller.profiling_scope import lacking, refuse_without_pattern, variants_budget_s, why_needless
 from iserve.model_source import ModelSource
 from iserve.planning.estimator_factory import contradictions, profile_as
 from iserve.planning.pipeline import PlanOptions
@@ -108,7 +107,7 @@ def take(order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints) 
     if order.table.own_environment:
         _refuse_more_than_a_step(order)
     if order.table.step_timed:
-        _refuse_without_pattern(order.spec, order.source.name)
+        refuse_without_pattern(order.spec, order.source.name)
     return _with_variants(_of_base(order, target, fingerprints), order, target, fingerprints)
 
 
@@ -192,26 +191,6 @@ def _refuse_more_than_a_step(order: Order) -> None:
         raise ConfigError(
             f"batch={order.workload.batch:,} is more than the {STEP_TOKENS:,} tokens of one step that "
             f"{order.table.engine} is started with, and each sequence decodes one in every step; lower --batch"
-        )
-
-
-def _refuse_without_pattern(spec: ModelSpec, name: str) -> None:
-    """Refuse repeats of a model without a pattern: only a pattern has the whole model's mix of layers.
-
-    Raises:
-        UnsupportedModelError: it does not.
-    """
-    if spec.several_kinds and not tied_depths(spec, 1):
-        kinds = ", ".join(
-            f"{kind.count} "
-            + (f"with {kind.shape.mixer} " if kind.shape else "")
-            + ("look back " + (f"{kind.window:,} tokens" if kind.window else "to the beginning"))
-            for kind in spec.kinds
-        )
-        raise UnsupportedModelError(
-            f"the {spec.num_layers} layers of {name} are of {len(spec.kinds)} kinds "
-            f"({kinds}) in no order that repeats, and an engine with our step timer measures a pattern that does; "
-            "--engine torch measures each kind, `iserve plan` with --gpus estimates the model from datasheets"
         )
 
 

@@ -1,4 +1,4 @@
-"""Scope of a profile for a request: what it need not hold, and what one taken for another request lacks."""
+"""Scope of a profile: what it need not hold for a request, what one for another request lacks, what has none."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from daemon.status import NodeStatus
 from fingerprint.capability import EngineCapabilities
 from fingerprint.config import DeploymentConfig
+from fingerprint.depth_tied_cuts import tied_depths
 from fingerprint.engines import traits_of
-from fingerprint.errors import NotMeasuredError
+from fingerprint.errors import NotMeasuredError, UnsupportedModelError
 from fingerprint.estimates import Estimator
 from fingerprint.estimators.fingerprinted import nearest
 from fingerprint.measurements import Profile
@@ -29,6 +30,7 @@ __all__ = [
     "kind_to_measure",
     "lacking",
     "measures_variants",
+    "refuse_without_pattern",
     "variants_budget_s",
     "why_needless",
 ]
@@ -139,3 +141,23 @@ def cannot_change_plan(
         fits=FitsOn(hardware, options),
         prices=Prices(usd_per_gpu_hour=hardware.gpu.price_usd_per_gpu_hour),
     )
+
+
+def refuse_without_pattern(spec: ModelSpec, name: str) -> None:
+    """Refuse repeats of a model without a pattern: only a pattern has the whole model's mix of layers.
+
+    Raises:
+        UnsupportedModelError: it does not.
+    """
+    if spec.several_kinds and not tied_depths(spec, 1):
+        kinds = ", ".join(
+            f"{kind.count} "
+            + (f"with {kind.shape.mixer} " if kind.shape else "")
+            + ("look back " + (f"{kind.window:,} tokens" if kind.window else "to the beginning"))
+            for kind in spec.kinds
+        )
+        raise UnsupportedModelError(
+            f"the {spec.num_layers} layers of {name} are of {len(spec.kinds)} kinds "
+            f"({kinds}) in no order that repeats, and an engine with our step timer measures a pattern that does; "
+            "--engine torch measures each kind, `iserve plan` with --gpus estimates the model from datasheets"
+        )
