@@ -1,12 +1,13 @@
 """Deltas at one worker: how many run at once, and DeltaZip's order of the queue against ours, in replays.
 
-Run: ``python -m tests.bench.delta_policies [--seeds N] [--requests N] [--out FILE]``.
+Run: ``python -m tests.bench.delta_policies [--seeds N] [--requests N] [--load-s S] [--out FILE]``.
 
 One worker, 32 deltas by Zipf's law, answers of 350 tokens on average (service times exponential), prompts of 256.
 Steps are Llama-3.1-8B's on an H200 and vLLM 0.33, with what int2 deltas add as their kernels were timed alone
 (``fingerprint.estimators.delta_slots``; decision 47): no engine has run them. A delta that takes a slot is copied
 from the host's memory first, ``COPY_S`` at 50 GB/s, next to the steps; neither that nor a resumed request's copy
-was measured. Batches have up to 64 rows.
+was measured. ``--load-s`` is another duration, such as the 2 s of a measured load from disk. Batches have up to
+64 rows.
 
 First part: a closed loop, our order, tokens/s by the number N of slots (in brackets what ``planner.delta_slots``
 expects), and the N that ``planner.delta_slots`` takes from the step times alone. Second part: as many slots as
@@ -84,14 +85,14 @@ POLICIES: tuple[tuple[str, VariantPolicy, float], ...] = (
 )
 
 
-def workers(slots: int, resume_s: float = 0.0) -> VariantWorkers:
+def workers(slots: int, resume_s: float = 0.0, load_s: float = COPY_S) -> VariantWorkers:
     return VariantWorkers(
         num_workers=1,
         slots=slots,
         max_loaded=slots,
         max_outstanding=ROWS,
         variant_bytes=MEASURED_DELTA_BYTES,
-        load_bytes_per_s=MEASURED_DELTA_BYTES / COPY_S,
+        load_bytes_per_s=MEASURED_DELTA_BYTES / load_s,
         step=DeltaSteps(),
         resume_s=resume_s,
     )
@@ -119,12 +120,14 @@ def expected(skew: float, clients: int, slots: int) -> StepSlots:
 
 @functools.cache
 def completed_per_s(
-    skew: float, clients: int, slots: int, requests: int, seeds: int, policy: VariantPolicy
+    skew: float, clients: int, slots: int, requests: int, seeds: int, policy: VariantPolicy, load_s: float
 ) -> float:
     """Return the requests that a closed loop completes each second, mean over the seeds."""
     found = [
         requests
-        / replay_variants(arrivals(seed, skew, 1.0, requests), workers(slots), DeltaZip(), clients=clients).ended_s
+        / replay_variants(
+            arrivals(seed, skew, 1.0, requests), workers(slots, 0.0, load_s), DeltaZip(), clients=clients
+        ).ended_s
         for seed in range(seeds)
     ]
     return float(np.mean(found))
@@ -165,24 +168,27 @@ class Cell:
     preemptions: float
 
 
-def numbers(skew: float, clients: int, requests: int, seeds: int) -> Numbers:
+def numbers(skew: float, clients: int, requests: int, seeds: int, load_s: float) -> Numbers:
     return Numbers(
         skew=skew,
         clients=clients,
         tokens_per_s={
-            one: OUTPUT * completed_per_s(skew, clients, one, requests, seeds, LeastLoaded()) for one in NUMBERS
+            one: OUTPUT * completed_per_s(skew, clients, one, requests, seeds, LeastLoaded(), load_s)
+            for one in NUMBERS
         },
         expected_tokens_per_s={one: expected(skew, clients, one).rows_per_s for one in NUMBERS},
         chosen=chosen(skew, clients).slots,
     )
 
 
-def cells(skew: float, load: float, slots: int, requests: int, seeds: int) -> Iterable[Cell]:
-    rate_per_s = load * completed_per_s(skew, ROWS, slots, requests, seeds, DeltaZip())
+def cells(skew: float, load: float, slots: int, requests: int, seeds: int, load_s: float) -> Iterable[Cell]:
+    rate_per_s = load * completed_per_s(skew, ROWS, slots, requests, seeds, DeltaZip(), load_s)
     for name, policy, resume_s in POLICIES:
         rows = []
         for seed in range(seeds):
-            found = replay_variants(arrivals(seed, skew, rate_per_s, requests), workers(slots, resume_s), policy)
+            found = replay_variants(
+                arrivals(seed, skew, rate_per_s, requests), workers(slots, resume_s, load_s), policy
+            )
             kept = slice(int(_WARM_UP * requests), None)
             e2e_s, waited_s = np.array(found.latency_s[kept]), np.array(found.waiting_s[kept])
             p95_s, p99_s = np.quantile(e2e_s, (0.95, 0.99))
@@ -206,9 +212,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=3000)
+    parser.add_argument("--load-s", type=float, default=COPY_S, help="of a delta into its slot, in seconds")
     parser.add_argument("--out", type=Path, help="a .json.gz file with all figures")
     args = parser.parse_args(arguments)
-    found = [numbers(skew, clients, args.requests, args.seeds) for skew in SKEWS for clients in CLIENTS]
+    found = [
+        numbers(skew, clients, args.requests, args.seeds, args.load_s) for skew in SKEWS for clients in CLIENTS
+    ]
     heads = (f"N = {number}" for number in NUMBERS)
     print("| Zipf | requests at once | " + " | ".join(heads) + " | chosen | of the best |")
     print("|---" * (4 + len(NUMBERS)) + "|")
@@ -221,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     played = []
     for skew, slots in SCARCE:
         for load in LOADS:
-            for cell in cells(skew, load, slots, args.requests, args.seeds):
+            for cell in cells(skew, load, slots, args.requests, args.seeds, args.load_s):
                 played.append(cell)
                 e2e = f"{cell.mean_s:.2f}, {cell.p95_s:.2f}, {cell.p99_s:.2f} s"
                 print(
@@ -233,7 +242,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         document = {"numbers": [asdict(one) for one in found], "cells": [asdict(one) for one in played]}
         args.out.write_bytes(
             gzip.compress(
-                json.dumps(document | {"seeds": args.seeds, "requests": args.requests}).encode(), mtime=0
+                json.dumps(
+                    document | {"seeds": args.seeds, "requests": args.requests, "load_s": args.load_s}
+                ).encode(),
+                mtime=0,
             )
         )
     return 0
