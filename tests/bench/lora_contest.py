@@ -220,7 +220,7 @@ def worth_keeping(folder: Path) -> list[str]:
         for line in log.read_text(errors="replace").splitlines()
     ]
     words = ("LoRA", "lora_", "capturing finished", "init engine", "rror", "cache")
-    said = [line for line in lines if plugin.SAID in line]
+    said = [line for line in lines if plugin.SAID in line or any(word in line for word in SHOWN.values())]
     return [*said, *[line for line in lines if any(word in line for word in words)][:200], *lines[-40:]]
 
 
