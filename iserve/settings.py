@@ -91,7 +91,7 @@ class Settings:
     ] = None
     vllm_adapter_kernels: Annotated[
         bool | None,
-        "whether vLLM computes LoRA adapters in steps of up to 64 rows by iServe's kernels; unset: by its own. "
+        "whether vLLM computes LoRA adapters in steps of up to 1,024 rows by iServe's kernels; unset: by its own. "
         "vLLM 0.33.0 alone, other releases take no adapters then; the controller and the daemon read it when they "
         "start, and profiles with other kernels are not used",
     ] = None

@@ -16,6 +16,7 @@ import tests.bench.delta_kernel_cases  # noqa: F401  # puts the plug-in's folder
 from tests.bench.lora_contest_plugin import align_pointers
 
 from iserve_variants.adapter_kernels import (  # isort: skip
+    TILINGS,
     AdapterTiling,
     Groups,
     SecondStream,
@@ -26,6 +27,7 @@ from iserve_variants.adapter_kernels import (  # isort: skip
 __all__ = [
     "LINEARS",
     "SLOTS",
+    "TILINGS",
     "AdapterTiling",
     "Clock",
     "Forked",

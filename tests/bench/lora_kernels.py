@@ -13,7 +13,8 @@ vLLM's block sizes, split-K, warps and stages, for at most ``TUNE_S`` seconds, r
 writes ``OUT/tuned``, a folder for ``VLLM_TUNED_CONFIG_FOLDER``. ``own``: tilings of our
 kernels at 32 rows of 32 adapters; writes ``OUT/tilings.json``. ``forked``: the same with a second stream, next to
 the linear itself; writes ``OUT/forked.json``. ``cases``: all of ``CASES`` with vLLM's defaults, vLLM tuned, our
-own and these forked. ``OUT/kernels.json`` is written after each time. ``--aligned`` has vLLM's kernels as the
+own and these forked. ``ranks``: ``RANK_CASES`` with slots of ``RANKS``, and our tilings with rank 64.
+``OUT/kernels.json`` is written after each time. ``--aligned`` has vLLM's kernels as the
 attempt ``aligned`` of ``lora_contest`` has them, which looks for ``OUT/aligned/tuned``.
 """
 
@@ -37,6 +38,7 @@ import torch
 from tests.bench.delta_kernel_cases import captured, graph_seconds
 from tests.bench.lora_kernel_cases import (
     LINEARS,
+    TILINGS,
     AdapterTiling,
     Clock,
     Forked,
@@ -52,10 +54,15 @@ from tests.bench.variant_costs_vllm import Kept
 from iserve_variants.reference import adapter_change  # isort: skip
 
 LAYERS = 36
-CASES = ((1, 1), (8, 8), (16, 16), (32, 1), (32, 4), (32, 8), (32, 32), (64, 32))  # rows, distinct adapters
+CASES = (  # rows, distinct adapters; the larger ones show from how many rows vLLM's kernels are faster
+    *((1, 1), (8, 8), (16, 16), (32, 1), (32, 4), (32, 8), (32, 32), (64, 32)),
+    *((rows, active) for rows in (128, 256, 512, 1024) for active in (1, 32)),
+)
+RANK_CASES = ((32, 1), (32, 32), (256, 32))
 TUNED_ROWS = (32, 64, 16, 8, 1)  # each with as many adapters as it can have
-PARTS = ("check", "own", "forked", "tune", "cases")
-TUNE_S, OWN_S = 60.0, 60.0
+PARTS = ("check", "own", "forked", "tune", "cases", "ranks")
+TUNE_S, OWN_S, RANKS_S = 60.0, 60.0, 30.0
+RANKS = (8, 32, 64)
 # Of the norm of the change, where y is 0 before: two values are rounded to bfloat16, each by at most 2**-9 of it.
 MOST_ERROR = 4e-3
 
@@ -87,7 +94,6 @@ EXPANDS = (
 )
 OWN_SHRINKS = ((512, 4), (256, 2), (512, 2), (1024, 4), (256, 1), (512, 1))  # inputs, warps
 OWN_EXPANDS = ((256, 4), (512, 8), (128, 2), (128, 4), (256, 2))  # outputs, warps
-FUSED = ((512, 256, 4), (512, 256, 2), (256, 256, 4), (256, 128, 2), (512, 128, 2), (512, 512, 8))  # one launch
 # What runs on a second stream, whether it is launched first, and how launches overlap.
 FORKS = (
     ("shrink", True, 0),
@@ -106,6 +112,7 @@ def check(linears: Sequence[Linear], vllm: Any, kept: Kept) -> None:
         "one": torch.full((32,), 2),
         "base and 7": torch.arange(40) % 8 - 1,
         "64 of 3": torch.arange(64) % 3,
+        "200 of 5": torch.arange(200) % 5,
     }
     for linear in linears:
         runs = own_forms(linear) | ({"vllm": vllm.both} if vllm is not None else {})
@@ -133,8 +140,6 @@ def own_forms(linear: Linear) -> dict[str, Operation]:
         return lambda linear, layer, y, x, mix: run(y.zero_, linear, layer, x, mix)
 
     forms = {f"own {overlaps}": own(AdapterTiling(overlaps=overlaps)) for overlaps in range(3)}
-    for overlaps in (1, 2):
-        forms[f"own in one launch {overlaps}"] = own(AdapterTiling(is_fused=True, overlaps=overlaps))
     for fork, is_first, overlaps in FORKS:
         tiling = AdapterTiling(fork=fork, is_first=is_first, overlaps=overlaps)
         forms[f"own {fork} {'first' if is_first else 'then'} {overlaps}"] = forked(tiling)
@@ -256,8 +261,7 @@ def write_tuned(
 
 def choose_own(linears: Sequence[Linear], clock: Clock, kept: Kept, out: Path) -> None:
     """Choose each linear's tiling at 32 rows of 32 adapters: inputs, then outputs, then the form of launch."""
-    fused = [{"is_fused": True, "inputs": k, "outputs": n, "expand_warps": w, "overlaps": 2} for k, n, w in FUSED]
-    stages = (*_shapes(), [{"overlaps": form} for form in (0, 2)], fused)
+    stages = (*_shapes(), [{"overlaps": form} for form in (0, 1)])
     end_s, chosen = time.monotonic() + OWN_S, dict[str, dict[str, Any]]()
     for linear in linears:
         best = _fastest(linear, AdapterTiling(), math.inf, stages, own, clock, kept, end_s)
@@ -287,7 +291,7 @@ def _shapes() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 def _fastest(
     linear: Linear, best: AdapterTiling, best_s: float, stages: Sequence[list[dict[str, Any]]],
-    operation: Callable[[AdapterTiling], Operation | Forked], clock: Clock, kept: Kept, end_s: float,
+    operation: Callable[[AdapterTiling], Operation | Forked], clock: Clock, kept: Kept, end_s: float, **facts: int,
 ) -> AdapterTiling:  # fmt: skip
     """Return the fastest tiling, found by changing in each stage the fastest of the one before."""
     for stage in stages:
@@ -299,7 +303,7 @@ def _fastest(
             except Exception as error:  # noqa: BLE001 - a tiling that does not compile or fit is recorded
                 kept.add("failed", linear=linear.name, tiling=asdict(tiling), error=f"{error}"[:200])
                 continue
-            kept.add("own", linear=linear.name, us=1e6 * added, tiling=asdict(tiling))
+            kept.add("own", linear=linear.name, us=1e6 * added, tiling=asdict(tiling), **facts)
             best, best_s = (tiling, added) if added < best_s else (best, best_s)
     return best
 
@@ -329,14 +333,36 @@ def cases(linears: Sequence[Linear], vllm: Any, clock: Clock, kept: Kept, out: P
 
 
 def _keep_case(
-    clock: Clock, kept: Kept, case: tuple[Linear, int, int], name: str, operation: Operation | Forked
+    clock: Clock,
+    kept: Kept,
+    case: tuple[Linear, int, int],
+    name: str,
+    operation: Operation | Forked,
+    **facts: int,
 ) -> float:
     linear, rows, active = case
     added = clock.added_s(linear, rows, active, operation)
     used = 2 * linear.rank * active * (linear.inputs * len(linear.outputs) + sum(linear.outputs))
     kept.add("time", run=name, linear=linear.name, rows=rows, active=active, us=1e6 * added,
-             gb_per_s=used / added / 1e9 if added > 0 else None)  # fmt: skip
+             gb_per_s=used / added / 1e9 if added > 0 else None, **facts)  # fmt: skip
     return added
+
+
+def ranks(linears: Sequence[Linear], vllm: Any, clock: Clock, kept: Kept) -> None:
+    """Time vLLM's kernels and ours with other ranks, then tilings of ours with the largest rank."""
+    end_s = time.monotonic() + RANKS_S
+    if vllm is not None:
+        vllm.use_folder(None)
+    for rank in RANKS:
+        for of_16 in linears:
+            linear = replace(of_16, rank=rank)
+            tiling = TILINGS[len(linear.outputs)]
+            for rows, active in RANK_CASES:
+                runs = {"own": own(tiling)} | ({"vllm": vllm.both} if vllm is not None else {})
+                for name, operation in runs.items():
+                    _keep_case(clock, kept, (linear, rows, min(active, linear.slots)), name, operation, rank=rank)
+            if rank == max(RANKS):
+                _fastest(linear, tiling, math.inf, _shapes(), own, clock, kept, end_s, rank=rank)
 
 
 def run_parts(
@@ -350,6 +376,7 @@ def run_parts(
         "own": lambda: choose_own(linears, clock, kept, out),
         "forked": lambda: choose_forked(linears, clock, kept, out),
         "cases": lambda: cases(linears, vllm, clock, kept, out),
+        "ranks": lambda: ranks(linears, vllm, clock, kept),
     }
     for part in parts:
         if time.monotonic() > end_s:

@@ -21,13 +21,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
 from typing import NamedTuple
 
 import torch
 import triton
 
-from iserve_variants.adapter_programs import expand, shrink, shrink_and_expand, split_groups
+from iserve_variants.adapter_programs import expand, shrink, split_groups
 
 __all__ = [
     "MOST_RANK",
@@ -42,7 +41,7 @@ __all__ = [
     "takes",
 ]
 
-MOST_ROWS = 64
+MOST_ROWS = 1024
 MOST_RANK = 64
 MOST_SLICES = 3
 _PIECES = 16  # of groups, whose own groups a program finds
@@ -64,8 +63,6 @@ class AdapterTiling:
     """0: no launch begins before the kernel before it has ended; 1: the second launch may; 2: both may
     (programmatic dependent launch). With 2 the adapters and the groups must have been written before the kernel
     that wrote y began. On a second stream 2 is as 1."""
-    is_fused: bool = False
-    """Whether both are one launch, whose programs of the second part wait for those of the first."""
     fork: str = ""
     """What runs on a second stream while the linear does: nothing, ``shrink``, or ``both`` launches, whose change
     is added to y at the end."""
@@ -144,9 +141,6 @@ def add_adapters(
     """
     _check(y, x, a, b)
     partial = _new_partial(x, a, tiling)
-    if tiling.is_fused:
-        _launch_both(y, partial, x, a, b, groups, scale, tiling)
-        return
     _launch_shrink(partial, x, a, groups, tiling, tiling.overlaps)
     _launch_expand(y, partial, b, groups, scale, tiling)
 
@@ -287,56 +281,6 @@ def _launch_expand(
         **_shared(partial, tiling),
         **({"launch_pdl": True} if overlaps else {}),
     )
-
-
-def _launch_both(
-    y: torch.Tensor,
-    partial: torch.Tensor,
-    x: torch.Tensor,
-    a: Sequence[torch.Tensor],
-    b: Sequence[torch.Tensor],
-    groups: Groups,
-    scale: float,
-    tiling: AdapterTiling,
-) -> None:
-    slices, splits, rows, _ = partial.shape
-    sizes = [each.shape[-2] for each in b]
-    overlaps = tiling.overlaps == 2 and partial.is_cuda
-    pieces, tiles = slices * splits, _tiles(sizes, tiling)
-    most = _most_groups(groups, rows)
-    shrink_and_expand[((pieces + tiles) * most,)](
-        x,
-        *_three(a),
-        *_three(b),
-        y,
-        partial,
-        *_counters(x.device),
-        *groups,
-        rows,
-        most,
-        x.shape[1],
-        *(*sizes, 0, 0)[:MOST_SLICES],
-        scale,
-        x.stride(0),
-        y.stride(0),
-        PIECES=pieces,
-        TILES=tiles,
-        INPUTS=tiling.inputs,
-        OUTPUTS=tiling.outputs,
-        WHOLE_K=x.shape[1] % tiling.inputs == 0,
-        WHOLE_N=all(size % tiling.outputs == 0 for size in sizes),
-        WAITS=overlaps,
-        num_warps=tiling.expand_warps,
-        **_shared(partial, tiling),
-        **({"launch_pdl": True} if overlaps else {}),
-    )
-
-
-@cache
-def _counters(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return counters of groups, which each launch leaves at 0: for one stream, and made before any graph."""
-    done = torch.zeros(MOST_ROWS, dtype=torch.int32, device=device)
-    return done, torch.zeros_like(done)
 
 
 def _shared(partial: torch.Tensor, tiling: AdapterTiling) -> dict[str, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["expand", "shrink", "shrink_and_expand", "split_groups"]
+__all__ = ["expand", "shrink", "split_groups"]
 
 
 @triton.jit
@@ -141,17 +141,17 @@ def expand(
         return
     _expand_tile(
         partial_ptr, b0_ptr, b1_ptr, b2_ptr, y_ptr, order_ptr + start, slot, count, tl.program_id(0), rows, N0, N1,
-        N2, scale, stride_y, slots_ptr, 0, RANK, RANK_BLOCK, SPLITS, OUTPUTS, ROWS, WHOLE_N, WAITS, False, EXACT,
+        N2, scale, stride_y, RANK, RANK_BLOCK, SPLITS, OUTPUTS, ROWS, WHOLE_N, WAITS, EXACT,
     )  # fmt: skip
 
 
 @triton.jit
 def _expand_tile(
     partial_ptr, b0_ptr, b1_ptr, b2_ptr, y_ptr, order_ptr, slot, count, tile, rows, N0, N1, N2, scale, stride_y,
-    done_ptr, needed, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, SPLITS: tl.constexpr, OUTPUTS: tl.constexpr,
-    ROWS: tl.constexpr, WHOLE_N: tl.constexpr, WAITS: tl.constexpr, SPINS: tl.constexpr, EXACT: tl.constexpr,
+    RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, SPLITS: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr,
+    WHOLE_N: tl.constexpr, WAITS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Add a tile of all slices' tiles to a group's rows of y; where it ``SPINS``, after ``needed`` pieces."""
+    """Add a tile of all slices' tiles to a group's rows of y."""
     tiles_0, tiles_1 = tl.cdiv(N0, OUTPUTS), tl.cdiv(N1, OUTPUTS)
     part = (tile >= tiles_0).to(tl.int32) + (tile >= tiles_0 + tiles_1).to(tl.int32)
     before = tl.where(part == 0, 0, tl.where(part == 1, tiles_0, tiles_0 + tiles_1))
@@ -168,9 +168,6 @@ def _expand_tile(
         row = tl.load(order_ptr + first + m, mask=live, other=0)
         if WAITS:
             tl.extra.cuda.gdc_wait()
-        if SPINS:
-            while tl.atomic_add(done_ptr, 0, sem="acquire") < needed:
-                pass
         y_mask = live[None, :] if WHOLE_N else live[None, :] & (n < N)[:, None]
         out = y_ptr + (row * stride_y)[None, :] + (column + n)[:, None]
         y = tl.load(out, mask=y_mask, other=0.0)
@@ -181,76 +178,6 @@ def _expand_tile(
             sums += tl.load(partial_ptr + place[None, :] + r[:, None], mask=sums_mask, other=0.0)
         change = _dot(b, (sums * scale).to(tl.bfloat16), EXACT).to(tl.bfloat16)
         tl.store(out, (y.to(tl.float32) + change.to(tl.float32)).to(tl.bfloat16), mask=y_mask)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def shrink_and_expand(
-    x_ptr,  # as of shrink and expand
-    a0_ptr,
-    a1_ptr,
-    a2_ptr,
-    b0_ptr,
-    b1_ptr,
-    b2_ptr,
-    y_ptr,
-    partial_ptr,
-    done_ptr,  # int32 [groups]: pieces that are stored; 0 before and after
-    left_ptr,  # int32 [groups]: tiles that have ended; likewise
-    order_ptr,
-    counts_ptr,
-    starts_ptr,
-    slots_ptr,
-    rows,
-    groups,
-    K,
-    N0,
-    N1,
-    N2,
-    scale,
-    stride_x,
-    stride_y,
-    RANK: tl.constexpr,
-    RANK_BLOCK: tl.constexpr,
-    PIECES: tl.constexpr,  # of all slices
-    TILES: tl.constexpr,
-    SPLITS: tl.constexpr,
-    INPUTS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    WHOLE_K: tl.constexpr,
-    WHOLE_N: tl.constexpr,
-    WAITS: tl.constexpr,
-    EXACT: tl.constexpr,
-):
-    """Do both in one launch: programs of tiles wait for a group's pieces, whose programs begin before them."""
-    program = tl.program_id(0)
-    is_piece = program < PIECES * groups
-    number = tl.where(is_piece, program % PIECES, (program - PIECES * groups) % TILES)
-    group = tl.where(is_piece, program // PIECES, (program - PIECES * groups) // TILES)
-    slot = tl.load(slots_ptr + group)
-    count = tl.load(counts_ptr + group)
-    start = tl.load(starts_ptr + group)
-    if (slot < 0) | (count == 0):
-        if WAITS:  # what follows may rely on the kernel before this one
-            tl.extra.cuda.gdc_wait()
-        return
-    if is_piece:
-        _shrink_piece(
-            x_ptr, a0_ptr, a1_ptr, a2_ptr, partial_ptr, order_ptr + start, slot, count, number, rows, K, stride_x,
-            RANK, RANK_BLOCK, SPLITS, INPUTS, ROWS, WHOLE_K, WAITS, EXACT,
-        )  # fmt: skip
-        tl.debug_barrier()
-        tl.atomic_add(done_ptr + group, 1, sem="release")
-    else:
-        _expand_tile(
-            partial_ptr, b0_ptr, b1_ptr, b2_ptr, y_ptr, order_ptr + start, slot, count, number, rows, N0, N1, N2,
-            scale, stride_y, done_ptr + group, PIECES, RANK, RANK_BLOCK, SPLITS, OUTPUTS, ROWS, WHOLE_N, False,
-            True, EXACT,
-        )  # fmt: skip
-        tl.debug_barrier()
-        if tl.atomic_add(left_ptr + group, 1, sem="acq_rel") == TILES - 1:
-            tl.store(done_ptr + group, 0)
-            tl.store(left_ptr + group, 0)
 
 
 @triton.jit
