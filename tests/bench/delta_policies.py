@@ -126,7 +126,7 @@ def completed_per_s(
     found = [
         requests
         / replay_variants(
-            arrivals(seed, skew, 1.0, requests), workers(slots, 0.0, load_s), DeltaZip(), clients=clients
+            arrivals(seed, skew, 1.0, requests), workers(slots, 0.0, load_s), policy, clients=clients
         ).ended_s
         for seed in range(seeds)
     ]

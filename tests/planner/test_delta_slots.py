@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fingerprint.errors import ConfigError
-from placement.variant_routing import LeastLoaded
+from placement.variant_routing import FirstComeFirstServed, LeastLoaded
 from planner.adapter_slots import MOST_SLOTS, VariantLoad
 from planner.delta_slots import busy_periods, flow_with_slots, slots_by_step_time
-from tests.bench.delta_policies import OUTPUT, ROWS, arrivals, step_s, workers
+from tests.bench.delta_policies import COPY_S, OUTPUT, ROWS, arrivals, completed_per_s, step_s, workers
 from traces.simulator.variants import replay_variants
 
 LOADS = st.builds(VariantLoad, st.integers(1, 40), st.floats(0, 3), st.floats(0, 0.5))
@@ -128,3 +128,11 @@ def test_the_flow_is_that_of_a_replayed_closed_loop(skew: float, clients: int, s
 def test_impossible_questions(fields: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
         slots_by_step_time(VariantLoad(3, 1.0), step_s=linear(0.0), **({"requests": 8, "steps": 10} | fields))
+
+
+def test_a_closed_loop_is_replayed_in_the_order_that_it_was_given() -> None:
+    """Requests that skip the line for a delta that has a slot complete more than first come, first served."""
+    per_s = [
+        completed_per_s(1.0, 16, 4, 300, 1, policy, COPY_S) for policy in (LeastLoaded(), FirstComeFirstServed())
+    ]
+    assert per_s[0] > per_s[1]
