@@ -141,6 +141,13 @@ class TestSettings:
         (tmp_path / "forked.json").write_text("{}")
         assert bench.settings_of("forked", tmp_path, tmp_path)[plugin.TILINGS] == str(tmp_path / "forked.json")
 
+    def test_lines_that_name_a_setting_are_kept_of_a_long_log(self, tmp_path: Path) -> None:
+        for name, said in bench.SHOWN.items():
+            log = tmp_path / name / "worker" / "log.txt"
+            log.parent.mkdir(parents=True)
+            log.write_text("\n".join(["first", f"INFO {said}", *["step"] * 100]))
+            assert f"INFO {said}" in bench.worth_keeping(tmp_path / name)
+
     def test_variables_are_put_back(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("FIRST", "1")
         monkeypatch.delenv("SECOND", raising=False)
