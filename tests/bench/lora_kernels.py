@@ -54,7 +54,7 @@ from tests.bench.variant_costs_vllm import Kept
 from iserve_variants.reference import adapter_change  # isort: skip
 
 LAYERS = 36
-CASES = (  # rows, distinct adapters; the larger ones show from how many rows vLLM's kernels are faster
+CASES = (  # rows, distinct adapters; the larger ones show up to how many rows ours are faster
     *((1, 1), (8, 8), (16, 16), (32, 1), (32, 4), (32, 8), (32, 32), (64, 32)),
     *((rows, active) for rows in (128, 256, 512, 1024) for active in (1, 32)),
 )

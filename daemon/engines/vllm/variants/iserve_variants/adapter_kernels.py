@@ -1,4 +1,4 @@
-"""Products of rows and their LoRA adapters in decode steps, two launches for all slices of a packed linear.
+"""Products of up to 1,024 rows and their LoRA adapters, two launches for all slices of a packed linear.
 
 **Work.** Rows are grouped by adapter, as vLLM's mapping has them; groups that are split into pieces of a product's
 rows are computed at once. ``shrink`` multiplies a group's rows with a piece of ``inputs`` columns of A and stores
@@ -107,7 +107,7 @@ class Groups(NamedTuple):
 
 
 def takes(x: torch.Tensor, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
-    """Return whether the kernels are for this product: few rows, bfloat16, ranks of 8 to 64, few slices."""
+    """Return whether the kernels are for this product: its rows, slices and rank, and bfloat16."""
     rank = b[0].shape[-1]
     return (
         1 <= x.shape[0] <= MOST_ROWS

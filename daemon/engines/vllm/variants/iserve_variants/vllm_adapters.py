@@ -1,4 +1,4 @@
-"""Our kernels of adapters in vLLM's place, for steps of few rows; all else stays vLLM's.
+"""Our kernels of adapters in vLLM's place, for steps of up to 1,024 rows; all else stays vLLM's.
 
 One operator for a linear is traced into vLLM's compiled graphs, and knows its sizes when it runs. Rows are grouped
 by adapter once for each mapping, in buffers that captured graphs read. Logits, which no graph has, are left alone
