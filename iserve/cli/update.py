@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["register"]
 
 _POLL_S = 0.3
+_SILENT_S = 60.0  # without an answer, after which the controller is not waited for any longer
 _STEPS = frozenset({"draining", "replacing", "restoring"})  # shown as they are
 
 
@@ -154,7 +155,7 @@ def update(
     controller = client(start=False)
     before = _capacity(controller, name)
     accepted = controller.patch(f"/api/v1/deployments/{name}", body, DeploymentDocument)
-    _follow(controller, accepted, stop_first=stop_first, as_json=as_json)
+    controller = _follow(controller, accepted, stop_first=stop_first, as_json=as_json)
     _warn_of_less(name, before, _capacity(controller, name))
 
 
@@ -205,33 +206,42 @@ def _warn_of_less(name: str, before: CapacityDocument | None, after: CapacityDoc
 
 def _follow(
     controller: ControllerClient, accepted: DeploymentDocument, *, stop_first: bool, as_json: bool
-) -> None:
-    """Wait until the new workers serve.
+) -> ControllerClient:
+    """Wait until the new workers serve; return the controller that said so, which may be a new one.
 
     Raises:
         EngineError: they did not start.
         NotFoundError: the deployment was removed meanwhile.
+        UnavailableError: the controller has not answered for ``_SILENT_S``.
     """
     from fingerprint.errors import EngineError, UnavailableError
     from iserve.api_documents import DeploymentDocument
+    from iserve.cli.connection import client
     from iserve.cli.progress import StepDisplay
     from iserve.cli.render import print_plan
     from iserve.planning.document import PlanDocument
 
-    path, document = f"/api/v1/deployments/{accepted.name}", accepted
+    path, document, answered_s = f"/api/v1/deployments/{accepted.name}", accepted, time.monotonic()
     with StepDisplay(quiet=as_json) as display:
         while document.updating:
             display.show(document.status if document.status in _STEPS else "updating", document.progress)
             time.sleep(_POLL_S)
-            with contextlib.suppress(UnavailableError):  # a controller that was killed goes on when it is back
+            try:
                 document = controller.get(path, DeploymentDocument)
+                answered_s = time.monotonic()
+            except UnavailableError:  # a controller that was killed goes on when it is back
+                if time.monotonic() > answered_s + _SILENT_S:
+                    raise
+                with contextlib.suppress(UnavailableError):
+                    controller = client(start=False)
     if document.error is not None:
         raise EngineError(document.error)
     if document.status == "launching":  # neither the new workers nor the former ones started
         raise EngineError(f"{document.name} was not updated and is started anew; `iserve show {document.name}`")
     if as_json:
         o.print_json(document)
-        return
+        return controller
     print_plan(controller.get(f"{path}/plan", PlanDocument), deployed=True)
     later = "" if stop_first else "; its former workers end when they have no request left"
     typer.echo(f"{document.name} is updated{later}")
+    return controller

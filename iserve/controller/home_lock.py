@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from daemon.home import make_home
-from daemon.process import ProcessRecord, is_alive, read_record
+from daemon.process import is_alive, read_record
 from fingerprint.errors import ConflictError, UnavailableError
 from iserve.settings import Settings
 
 __all__ = ["hold_home"]
 
-_PATIENCE_S = 5.0  # for the record of a controller that has just started
+_PATIENCE_S = 20.0  # for the record of a controller that has just started, or the end of one that was killed
+_LOOK_EVERY_S = 0.05
 
 
 @contextmanager
@@ -24,7 +25,7 @@ def hold_home(settings: Settings) -> Iterator[None]:
 
     Raises:
         ConflictError: another controller holds it.
-        UnavailableError: the home cannot be written.
+        UnavailableError: the home cannot be written, or its file system has no locks.
     """
     lock = settings.run_folder / "controller.lock"
     try:
@@ -35,25 +36,32 @@ def hold_home(settings: Settings) -> Iterator[None]:
             f"cannot write {lock}: {error.strerror}; mend the folder, or set ISERVE_HOME to another one"
         ) from error
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = _await_record(settings)
-            who = "" if holder is None else f" (pid {holder.pid}, {holder.url})"
-            raise ConflictError(
-                f"another controller{who} runs on {settings.home}; use it, or set ISERVE_HOME to another folder"
-            ) from error
+        _take(handle, settings)
         yield
     finally:
         os.close(handle)
 
 
-def _await_record(settings: Settings) -> ProcessRecord | None:
-    """Return the record of the process that holds the lock, which may only just have taken it."""
+def _take(handle: int, settings: Settings) -> None:
+    """Lock ``handle``; wait for a holder that has no living record.
+
+    That one has only just started, or was killed: the kernel shows its first thread as gone before the last one
+    has let go of its files, which takes seconds where a thread waits for a busy disk.
+    """
     deadline = time.monotonic() + _PATIENCE_S
-    while time.monotonic() < deadline:
-        record = read_record(settings.run_folder / "controller.json")
-        if is_alive(record):
-            return record
-        time.sleep(0.05)
-    return None
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError as error:
+            record = read_record(settings.run_folder / "controller.json")
+            holder = record if record is not None and is_alive(record) else None
+            if holder is not None or time.monotonic() > deadline:
+                who = "" if holder is None else f" (pid {holder.pid}, {holder.url})"
+                raise ConflictError(
+                    f"another controller{who} runs on {settings.home}; use it, or set ISERVE_HOME to another "
+                    "folder"
+                ) from error
+        except OSError as error:
+            raise UnavailableError(f"cannot lock {settings.home}: {error.strerror}; set ISERVE_HOME") from error
+        time.sleep(_LOOK_EVERY_S)

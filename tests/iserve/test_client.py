@@ -18,6 +18,7 @@ from fingerprint.codec import to_json
 from fingerprint.errors import ConflictError, EngineError, IserveError, NotFoundError, UnavailableError
 from iserve import client
 from iserve.api_documents import DeploymentDocument
+from iserve.cli import update
 from iserve.cli.app import make_app
 from iserve.cli.deploy import _accepted, _follow
 from iserve.client import ControllerClient, check_running_settings, post_once
@@ -167,6 +168,37 @@ def test_a_failed_deployment_is_removed_and_not_one_that_took_its_name(
         _follow(ControllerClient(peers[0].url, "t"), DOCUMENT, as_json=True, refused=False)
     path = "/api/v1/deployments/a"
     assert peers[0].asked == [f"GET {path}", f"DELETE {path}?created_at=1000.25", f"GET {path}"][: len(later) + 1]
+
+
+def test_an_update_is_followed_on_the_controller_that_takes_the_place_of_one_that_was_killed(
+    peers: list[Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its address may be another one; none may run for a while."""
+    updating = replace(DOCUMENT, status="ready", updating=True)
+    peers.append(Peer([(200, updating), None, None]))
+    peers.append(Peer([(200, updating), (200, replace(updating, updating=False))]))
+    second = ControllerClient(peers[1].url, "t")
+    found: Iterator[ControllerClient | None] = iter([None, second])
+
+    def connect(*, start: bool) -> ControllerClient:
+        assert not start
+        if (one := next(found)) is None:
+            raise UnavailableError("no controller runs")
+        return one
+
+    monkeypatch.setattr("iserve.cli.connection.client", connect)
+    first = ControllerClient(peers[0].url, "t")
+    assert update._follow(first, updating, stop_first=False, as_json=True) is second
+    assert len(peers[1].asked) == 2
+
+
+def test_an_update_that_no_controller_answers_for_ends(monkeypatch: pytest.MonkeyPatch, peers: list[Peer]) -> None:
+    monkeypatch.setattr(update, "_SILENT_S", 0.0)
+    peers.append(Peer([None]))
+    with pytest.raises(UnavailableError, match="the controller"):
+        update._follow(
+            ControllerClient(peers[0].url, "t"), replace(DOCUMENT, updating=True), stop_first=False, as_json=True
+        )
 
 
 def test_a_deploy_that_failed_before_is_removed_and_tried_again(

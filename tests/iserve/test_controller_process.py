@@ -9,13 +9,17 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from daemon.process import read_record
+from daemon.process import own_record, read_record, write_record
 from daemon.procfs import start_time_ticks
+from fingerprint.errors import ConflictError
+from iserve.controller.home_lock import hold_home
+from iserve.settings import Settings
 from iserve.state.store import Store
 from tests.golden_words import Golden
 from tests.iserve.postgres_server import PostgresServer
@@ -105,6 +109,35 @@ def test_a_state_of_a_newer_version_is_left_as_it_is(
     golden("controller", one_line(start(installation)))
     assert not (installation.home / "run" / "controller.json").exists()
     assert installation.processes() == {}
+
+
+def test_a_home_whose_controller_was_killed_and_still_holds_its_lock_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel may show a killed process as gone before it has closed its files."""
+    settings = Settings(home=tmp_path / "home")
+    with ExitStack() as killed:
+        killed.enter_context(hold_home(settings))
+        monkeypatch.setattr("iserve.controller.home_lock.time.sleep", lambda _: killed.close())
+        with hold_home(settings):
+            pass
+
+
+def test_a_home_that_another_process_holds_on_is_refused_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(home=tmp_path / "home")
+    monkeypatch.setattr("iserve.controller.home_lock._PATIENCE_S", 0.0)
+    with hold_home(settings):
+        with pytest.raises(ConflictError, match="another controller runs on"), hold_home(settings):
+            pass
+        write_record(settings.run_folder / "controller.json", own_record(url="http://127.0.0.1:1", token=""))
+        monkeypatch.setattr("iserve.controller.home_lock._PATIENCE_S", 1e9)  # a living one is not waited for
+        with (
+            pytest.raises(ConflictError, match=rf"pid {os.getpid()}, http://127.0.0.1:1\) runs on"),
+            hold_home(settings),
+        ):
+            pass
 
 
 @pytest.mark.long  # the first may be just ending: it is waited for

@@ -55,7 +55,7 @@ def empty(api: Api, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for row in api.controller.store.variants.all():
         api.controller.variants.remove(row.name)
-    wait_until(lambda: {file.suffix for file in store(api).root.rglob("*") if file.is_file()} <= {".lock"})
+    wait_until(lambda: all(file.endswith(".lock") for _, _, names in os.walk(store(api).root) for file in names))
 
 
 def store(api: Api) -> VariantStore:
