@@ -171,6 +171,7 @@ class EngineCapabilities:
         unprofiled: why iServe cannot measure models on it; None where it can.
         verified: the part of the table that was run; the rest was read in sources and documentation.
         eager: whether each kernel of a step is launched from Python, none from a captured graph.
+        adapter_kernels: whether it computes adapters by our kernels (docs/decisions/0054).
         step_timed: whether its profiling worker carries our step timer (``fingerprint.depth_tied_profile``).
         own_environment: whether it runs in an interpreter of its own. Its profiling worker makes random weights by
             itself, reads nothing of iServe's and measures no peak figures of a device.
@@ -193,6 +194,7 @@ class EngineCapabilities:
     unprofiled: str | None = None
     verified: tuple[Verified, ...] = ()
     eager: bool = False
+    adapter_kernels: bool = False
     step_timed: bool = False
     own_environment: bool = False
     notes: tuple[Note, ...] = ()

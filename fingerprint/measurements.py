@@ -17,6 +17,7 @@ from fingerprint.model_spec import ModelSpec
 from fingerprint.variant_measurements import VariantMeasurement
 
 __all__ = [
+    "ADAPTER_KERNELS_COMPONENT",
     "LayerCache",
     "MachineInfo",
     "MeasuredKey",
@@ -36,6 +37,8 @@ __all__ = [
     "key_of",
 ]
 
+ADAPTER_KERNELS_COMPONENT = "adapter_kernels"  # of ``MachineInfo.versions``, where our kernels computed adapters
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MachineInfo:
@@ -53,6 +56,11 @@ class MachineInfo:
     """Version of the NVIDIA driver; None: no NVIDIA GPU."""
     versions: tuple[tuple[str, str], ...]
     """Pairs of a component and its version, such as `["torch", "2.13.0"]`."""
+
+    @property
+    def has_adapter_kernels(self) -> bool:
+        """Return whether the engine computed adapters by our kernels (docs/decisions/0054)."""
+        return ADAPTER_KERNELS_COMPONENT in dict(self.versions)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

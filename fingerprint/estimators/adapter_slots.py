@@ -18,10 +18,13 @@ from fingerprint.model_spec import ModelSpec
 
 __all__ = [
     "ADDED_ERROR",
+    "MOST_KERNEL_ROWS",
     "TAKES_DELTA_PROMPTS",
     "WithAdapterSlots",
     "added_prompt_share",
     "added_step_s",
+    "kernel_cost",
+    "kernel_step_s",
     "later",
     "load_s",
     "loads_stop_steps",
@@ -44,6 +47,12 @@ _ROW_AND_SLOT_S = 5.65e-8
 _ROW_AND_ROOT_OF_SLOTS_S = 3.71e-8
 _PROMPT_SHARE, _PROMPT_SHARE_OF_SLOT = 0.455, 0.0121  # of a prompt's time, of the same recording
 _PROMPT_SHARE_OF_BASE = 0.044  # 0.033 to 0.066, without a trend by slots; each from the other three within 0.03
+# Our kernels of adapters (docs/decisions/0054), by themselves after the linears of a layer of Qwen3-8B on an H200:
+# 25 times of 1 to 1,024 rows, 1 to 32 adapters and ranks 8 to 64, met within 20%, three quarters of them within 9%
+# (``tests.bench.test_adapter_kernel_law``). Seconds of one layer; those of rank 16 grow with the rank:
+_KERNELS_S, _KERNELS_ROW_S = 1.175e-5, 8.414e-8
+_KERNELS_RANK_16_S, _KERNELS_ADAPTER_OF_RANK_16_S = 6.640e-6, 6.109e-7
+MOST_KERNEL_ROWS, _KERNEL_RANKS = 1024, (8, 16, 32, 64)  # which they serve; all else is vLLM's
 # Of a load from the page cache, by least squares of relative errors over the recording's twelve (ranks 8, 16, 64).
 # Means of a rank are met within 10%, single loads within 24%.
 _LOAD_S, _LOAD_BYTES_PER_S = 0.0533, 1.274e9
@@ -71,6 +80,17 @@ def added_step_s(num_layers: int, rows: float, active: float, slots: int) -> flo
     layer_s = _ALWAYS_S + _ADAPTER_S * used + rows * (_ROW_S + _ROW_AND_ADAPTER_S * used + _ROW_AND_SLOT_S * slots)
     share = min(1.0, active)
     return num_layers * (share * layer_s + (1 - share) * empty_s)
+
+
+def kernel_step_s(num_layers: int, rows: float, active: float, rank: int) -> float:
+    """Return the time that our kernels of adapters add to a decode step, on vLLM; arguments as ``added_step_s``.
+
+    Empty slots add nothing.
+    """
+    used = max(1.0, active)
+    layer_s = _KERNELS_S + rows * _KERNELS_ROW_S
+    layer_s += rank / 16 * (_KERNELS_RANK_16_S + _KERNELS_ADAPTER_OF_RANK_16_S * used)
+    return num_layers * min(1.0, active) * layer_s
 
 
 def added_prompt_share(slots: int, base_share: float = 0.0) -> float:
@@ -130,6 +150,14 @@ def variant_cost(estimator: object, spec: ModelSpec, config: DeploymentConfig) -
     return measured if takes_prompts else _WithRecordedPrompts(measured, recorded)
 
 
+def kernel_cost(spec: ModelSpec, config: DeploymentConfig) -> VariantCost | None:
+    """Return what adapters in the slots of ``config`` take by our kernels, from a recording; None: by vLLM's."""
+    is_of_adapters = config.adapter_slots and not largest_delta_bytes(spec, config)
+    if not is_of_adapters or config.adapter_rank not in _KERNEL_RANKS:
+        return None
+    return _RecordedKernels(spec.num_layers, config.adapter_slots, config.adapter_rank)
+
+
 class _Recorded(VariantCost):
     """Time of variants by recordings of Llama-3.1-8B on an H200: half to twice of it on another model or GPU."""
 
@@ -154,6 +182,21 @@ class _RecordedAdapters(_Recorded):
     def prompts_s(self, workload: Workload, ttft_s: float, base_share: float, distinct: float) -> Quantity:
         added_s = added_prompt_share(self._slots, base_share) * ttft_s
         return self._quantity(added_s, (1 - base_share) * added_prompt_share(self._slots) * ttft_s)
+
+
+class _RecordedKernels(_RecordedAdapters):
+    """Adapters by our kernels: steps as these take, prompts as vLLM's."""
+
+    has_measured_prompts = False
+
+    def __init__(self, num_layers: int, slots: int, rank: int) -> None:
+        super().__init__(num_layers, slots)
+        self._rank = rank
+
+    def step_s(self, rows: float, active: float) -> Quantity:
+        if rows > MOST_KERNEL_ROWS:
+            return super().step_s(rows, active)
+        return self._quantity(kernel_step_s(self._layers, rows, active, self._rank))
 
 
 class _RecordedDeltas(_Recorded):

@@ -22,7 +22,7 @@ from fingerprint.estimators.l2 import Latency, LayerEffect
 from fingerprint.estimators.linear import Interval
 from fingerprint.estimators.measured_variants import measured_cost
 from fingerprint.estimators.registry import Predicts, estimator_class
-from fingerprint.estimators.variant_cost import VariantCost
+from fingerprint.estimators.variant_cost import TellsVariantCost, VariantCost
 from fingerprint.measurements import Profile, key_of
 
 __all__ = ["FingerprintedEstimator", "ProfileEstimator", "distance", "nearest", "scaled"]
@@ -102,11 +102,13 @@ class ProfileEstimator(ABC):
         )
 
     def variant_cost(self, config: DeploymentConfig) -> VariantCost | None:
-        """Return what variants take by the profile's own measurements (``variant_cost.TellsVariantCost``)."""
-        if not self.profile.variants:
-            return None
+        """Return what variants take by the profile's own measurements, else what its engine's kernels say
+        (``variant_cost.TellsVariantCost``).
+        """
         if config not in self._variant_costs:
-            found = measured_cost(self.profile.variants, self.profile.spec.num_layers, config)
+            found: VariantCost | None = measured_cost(self.profile.variants, self.profile.spec.num_layers, config)
+            if found is None and isinstance(self._roofline, TellsVariantCost):
+                found = self._roofline.variant_cost(config)
             self._variant_costs[config] = found
         return self._variant_costs[config]
 

@@ -18,7 +18,9 @@ from fingerprint.cache_blocks import layer_kept_bytes
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat, Workload
 from fingerprint.errors import ConfigError
 from fingerprint.estimates import Estimate, MemoryEstimate, Quantity, Source
+from fingerprint.estimators.adapter_slots import kernel_cost
 from fingerprint.estimators.eager import EAGER
+from fingerprint.estimators.variant_cost import VariantCost
 from fingerprint.gpu_spec import GpuSpec, Vendor
 from fingerprint.loaded_bytes import added_layer_bytes
 from fingerprint.model_spec import LayerKind, ModelSpec
@@ -136,6 +138,7 @@ class RooflineEstimator:
         max_batched_tokens: largest prefill step in tokens; bounds activations, cuts long prompts.
         eager: engines that launch every kernel from Python, on a GPU
             (``fingerprint.capability.EngineCapabilities.eager``).
+        adapter_kernels: engines that compute adapters by our kernels (there too).
     """
 
     name = "roofline"
@@ -148,6 +151,7 @@ class RooflineEstimator:
         constants: RooflineConstants = CALIBRATED,
         max_batched_tokens: int = DEFAULT_MAX_BATCHED_TOKENS,
         eager: frozenset[str] = frozenset(),
+        adapter_kernels: frozenset[str] = frozenset(),
     ) -> None:
         if max_batched_tokens < 1:
             raise ConfigError(f"max_batched_tokens must be at least 1, got {max_batched_tokens}")
@@ -156,6 +160,7 @@ class RooflineEstimator:
         self._constants = constants
         self._max_batched_tokens = max_batched_tokens
         self._eager = frozenset() if gpu.is_cpu else eager
+        self._adapter_kernels = adapter_kernels
         self._kinds = spec.kinds
         self._shards: dict[DeploymentConfig, _Shard] = {}
 
@@ -181,6 +186,10 @@ class RooflineEstimator:
             power_w_per_gpu=None if tdp_w is None else self._power(tdp_w),
             links_measured=self._gpu.measured_links(config.tp) is not None,
         )
+
+    def variant_cost(self, config: DeploymentConfig) -> VariantCost | None:
+        """Return what adapters take by our kernels, where these are used (``variant_cost.TellsVariantCost``)."""
+        return kernel_cost(self._spec, config) if config.engine in self._adapter_kernels else None
 
     def ttft_s(self, config: DeploymentConfig, workload: Workload) -> float:
         """Seconds until the whole batch, handed over at once, has its first tokens; no interval."""

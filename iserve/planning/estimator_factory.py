@@ -33,7 +33,8 @@ def estimator_for(profile: Profile) -> FingerprintedEstimator | DepthTiedEstimat
 def _measured_estimator(profile: Profile) -> FingerprintedEstimator | DepthTiedEstimator:
     engine = ENGINES.get(profile.engine)
     eager = frozenset({profile.engine}) if engine is not None and engine.capabilities().eager else frozenset()
-    roofline = RooflineEstimator(profile.spec, profile.machine.device, eager=eager)
+    kernels = frozenset({profile.engine}) if profile.machine.has_adapter_kernels else frozenset()
+    roofline = RooflineEstimator(profile.spec, profile.machine.device, eager=eager, adapter_kernels=kernels)
     if _is_depth_tied(profile):
         from fingerprint.estimators.depth_tied import DepthTiedEstimator  # its regressions take seconds to load
 

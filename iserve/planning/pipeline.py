@@ -169,8 +169,13 @@ def hypothetical_hardware(gpu: GpuSpec, count: int) -> Hardware:
 
 
 def datasheet_estimator(spec: ModelSpec, gpu: GpuSpec, engines: Sequence[EngineCapabilities]) -> RooflineEstimator:
-    """Return the estimator of ``spec`` on GPUs not present, with each of ``engines``' own host time."""
-    return RooflineEstimator(spec, gpu, eager=frozenset(table.engine for table in engines if table.eager))
+    """Return the estimator of ``spec`` on GPUs not present, with each engine's own host time and kernels."""
+    return RooflineEstimator(
+        spec,
+        gpu,
+        eager=frozenset(table.engine for table in engines if table.eager),
+        adapter_kernels=frozenset(table.engine for table in engines if table.adapter_kernels),
+    )
 
 
 def with_traffic(

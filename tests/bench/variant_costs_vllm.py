@@ -15,8 +15,8 @@ error where one ended it, and the table takes what there is; each model needs an
 of adapters, or a format of deltas. No web framework is imported.
 
 Kept in ``results/variant_costs_h200`` are the shapes of Llama-3.1-8B and, in ``qwen3-8b``, of Qwen3-8B, each with
-adapters of rank 16 and with deltas in int2: docs/decisions/0053 says what they judged. ``own_kernels`` has the
-first part with our kernels of adapters, which judges nothing yet. A sitting is repeated, say, by::
+adapters of rank 16 and with deltas in int2: docs/decisions/0053 says what they judged. ``own_kernels`` has our
+kernels of adapters, of the first shape without the whole model (docs/decisions/0054). A sitting is repeated by::
 
     python -m tests.bench.variant_costs_vllm measure OUT --model Qwen/Qwen3-8B --kind int2
 """

@@ -11,9 +11,17 @@ from hypothesis import strategies as st
 from fingerprint.config import MAX_ADAPTER_SLOTS, DeploymentConfig, SlotFormat, Workload
 from fingerprint.delta import FORMATS, delta_bytes
 from fingerprint.estimates import Estimate
-from fingerprint.estimators.adapter_slots import WithAdapterSlots, added_prompt_share, added_step_s
+from fingerprint.estimators.adapter_slots import (
+    MOST_KERNEL_ROWS,
+    WithAdapterSlots,
+    added_prompt_share,
+    added_step_s,
+    kernel_step_s,
+    variant_cost,
+)
 from fingerprint.estimators.delta_slots import added_delta_step_s, delta_prompt_s
 from fingerprint.estimators.roofline import RooflineEstimator
+from fingerprint.estimators.variant_cost import VariantCost
 from fingerprint.gpus import gpu_spec
 from fingerprint.lora.slot_bytes import reserved_bytes
 from planner.adapter_slots import VariantLoad
@@ -201,3 +209,51 @@ def test_a_share_of_variants_that_is_lost_in_rounding_costs_empty_slots(base_sha
     plain = PLAIN.estimate(config.without_slots, work).tpot_s
     added_s = found.estimate(config, work).tpot_s.value - plain.value
     assert added_s == pytest.approx(added_step_s(LLAMA.num_layers, batch, 0, 8), abs=1e-9)
+
+
+def with_our_kernels(config: DeploymentConfig) -> tuple[VariantCost, VariantCost]:
+    """Return what variants take on an engine that has our kernels of adapters, and on one that has not."""
+    ours = RooflineEstimator(LLAMA, gpu_spec("h200-sxm"), adapter_kernels=frozenset({"vllm"}))
+    found = [variant_cost(one, LLAMA, config) for one in (ours, PLAIN)]
+    assert None not in found
+    return found[0], found[1]
+
+
+@given(rows=st.integers(1, 2 * MOST_KERNEL_ROWS), active=st.floats(0, 64), rank=st.sampled_from([8, 16, 32, 64]))
+def test_steps_of_adapters_are_those_of_our_kernels_where_these_serve_them(
+    rows: int, active: float, rank: int
+) -> None:
+    config = DeploymentConfig(engine="vllm", adapter_slots=64, adapter_rank=rank)
+    mine, theirs = with_our_kernels(config)
+    found = mine.step_s(rows, active)
+    if rows > MOST_KERNEL_ROWS:
+        assert found == theirs.step_s(rows, active)
+    else:
+        assert found.value == kernel_step_s(LLAMA.num_layers, rows, active, rank)
+        assert found.low == found.value / 2
+        assert found.high == found.value * 2
+    for more in (mine.step_s(rows, active + 1), mine.step_s(min(rows + 1, MOST_KERNEL_ROWS), active)):
+        assert more.value >= found.value or rows >= MOST_KERNEL_ROWS
+    work = Workload(batch=2, input_tokens=3000, output_tokens=1)
+    assert mine.prompts_s(work, 0.1, 0.5, 2.0) == theirs.prompts_s(work, 0.1, 0.5, 2.0)
+    assert mine.load_s(10**8) == theirs.load_s(10**8)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        DeploymentConfig(engine="vllm", adapter_slots=8, adapter_rank=128),
+        DeploymentConfig(engine="vllm", adapter_slots=8, delta_format=SlotFormat.INT2),
+        DeploymentConfig(engine="vllm", adapter_slots=8, adapter_rank=16, delta_format=SlotFormat.INT2),
+    ],
+)
+def test_variants_that_our_kernels_do_not_serve_take_what_they_took(config: DeploymentConfig) -> None:
+    mine, theirs = with_our_kernels(config)
+    for rows, active in ((1, 1), (32, 8)):
+        assert mine.step_s(rows, active) == theirs.step_s(rows, active)
+
+
+def test_another_engine_has_none_of_our_kernels() -> None:
+    ours = RooflineEstimator(LLAMA, gpu_spec("h200-sxm"), adapter_kernels=frozenset({"vllm"}))
+    config = DeploymentConfig(engine="torch", adapter_slots=8, adapter_rank=16)
+    assert variant_cost(ours, LLAMA, config) is None

@@ -173,7 +173,7 @@ def test_a_failed_deployment_is_removed_and_not_one_that_took_its_name(
 def test_an_update_is_followed_on_the_controller_that_takes_the_place_of_one_that_was_killed(
     peers: list[Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its address may be another one; none may run for a while."""
+    """None may run for a while, and the next one may have another address."""
     updating = replace(DOCUMENT, status="ready", updating=True)
     peers.append(Peer([(200, updating), None, None]))
     peers.append(Peer([(200, updating), (200, replace(updating, updating=False))]))

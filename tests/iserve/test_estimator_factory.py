@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from daemon.engines.registry import capabilities_for
+from daemon.engines.registry import capabilities_for, get_engine
 from fingerprint.config import DeploymentConfig, WeightFormat, Workload
+from fingerprint.estimators.adapter_slots import added_step_s, kernel_step_s, variant_cost
 from fingerprint.estimators.fingerprinted import FingerprintedEstimator
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec
-from fingerprint.measurements import Profile
+from fingerprint.measurements import ADAPTER_KERNELS_COMPONENT, Profile
 from iserve.planning.estimator_factory import estimator_for, profile_as
 from iserve.planning.pipeline import datasheet_estimator
 from tests.fingerprint.synthetic_machine import SyntheticMachine, llama, take_profile
@@ -39,6 +40,23 @@ def test_what_was_not_measured_is_scaled_with_the_launches_of_its_own_engine(
     assert found == (launched if eager else replayed).estimate(config, WORK)
     if eager:
         assert found.tpot_s != replayed.estimate(config, WORK).tpot_s
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_a_profile_says_whose_kernels_compute_adapters(measured: Profile, *, has_kernels: bool) -> None:
+    """A datasheet's estimate goes by the engine's table."""
+    machine = measured.machine
+    if has_kernels:
+        machine = replace(machine, versions=(*machine.versions, (ADAPTER_KERNELS_COMPONENT, "iserve")))
+    profile = replace(measured, engine="vllm", machine=machine)
+    table = replace(get_engine("vllm").capabilities(), adapter_kernels=has_kernels)
+    config = DeploymentConfig(engine="vllm", adapter_slots=32, adapter_rank=16)
+    layers = profile.spec.num_layers
+    expected = kernel_step_s(layers, 32, 8, 16) if has_kernels else added_step_s(layers, 32, 8, 32)
+    for estimator in (estimator_for(profile), datasheet_estimator(profile.spec, machine.device, [table])):
+        cost = variant_cost(estimator, profile.spec, config)
+        assert cost is not None
+        assert cost.step_s(32, 8).value == expected
 
 
 def test_a_profile_of_text_alone_serves_a_model_with_its_towers(measured: Profile) -> None:

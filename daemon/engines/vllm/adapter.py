@@ -67,6 +67,7 @@ from fingerprint.architectures import Architectures
 from fingerprint.capability import DELTA_FAMILIES, EngineCapabilities, Exclusion, Note
 from fingerprint.codec import to_json
 from fingerprint.errors import ConfigError, EngineError, IserveError
+from fingerprint.measurements import ADAPTER_KERNELS_COMPONENT
 
 __all__ = ["VllmEngine"]
 
@@ -90,7 +91,11 @@ class VllmEngine(ExternalEngine):
         """Return the table, with what is not verified of the release that is installed."""
         table = super().capabilities()
         if not table.deployable:  # what would be installed
-            return replace(table, deltas=_families_with_deltas(self.recommended_version))
+            return replace(
+                table,
+                deltas=_families_with_deltas(self.recommended_version),
+                adapter_kernels=has_adapter_kernels() and has_plug_in(self.recommended_version),
+            )
         found = self.installed()
         version = found.version("vllm")
         architectures, unread = _architectures(found)
@@ -103,6 +108,7 @@ class VllmEngine(ExternalEngine):
             table,
             deltas=frozenset() if found.is_editable else _families_with_deltas(version),
             deltas_since=delta_release(),
+            adapter_kernels=has_adapter_kernels() and _takes_plug_in(found),
         )
         standing = _standing(found)
         if standing is Standing.RUN:
@@ -133,7 +139,7 @@ class VllmEngine(ExternalEngine):
         found = super().versions(version)
         if not found or not has_adapter_kernels() or not _takes_plug_in(self.installed(version)):
             return found
-        return (*found, ("adapter_kernels", "iserve"))
+        return (*found, (ADAPTER_KERNELS_COMPONENT, "iserve"))
 
     def standing(self, found: Installation) -> str:
         return _standing(found).value

@@ -333,6 +333,15 @@ class TestLaunch:
         vllm = self.engine(tmp_path, "0.33.0", monkeypatch)
         assert not self.excludes_slots(vllm)
 
+    def test_plans_know_whose_kernels_there_will_be(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert self.engine(tmp_path, "0.33.0", monkeypatch).capabilities().adapter_kernels
+        assert not self.engine(tmp_path, "0.26.0", monkeypatch).capabilities().adapter_kernels
+        monkeypatch.setenv("ISERVE_VLLM_PYTHON", str(tmp_path / "none"))  # 0.33.0 would be installed
+        assert get_engine("vllm").capabilities().adapter_kernels
+        monkeypatch.delenv(ADAPTER_KERNELS)
+        assert not get_engine("vllm").capabilities().adapter_kernels
+        assert not self.engine(tmp_path, "0.33.0", monkeypatch).capabilities().adapter_kernels
+
     def test_profiles_with_other_kernels_are_not_used(
         self, make: Callable[..., WorkerSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
