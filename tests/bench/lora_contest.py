@@ -52,28 +52,26 @@ GOAL = 0.8  # of the base's throughput
 MOST_APART = 0.1
 DUAL, TUNED = "VLLM_LORA_ENABLE_DUAL_STREAM", "VLLM_TUNED_CONFIG_FOLDER"
 # base: no slots. aligned: tuned too. The last two have no part in the default order.
-ATTEMPTS = ("base", "default", "dual", "tuned", "aligned", "own", "forked", "specialized", "dual-tuned")
+ATTEMPTS = ("base", "default", "dual", "tuned", "aligned", "own", "specialized", "dual-tuned")
 SHOWN = {  # in an attempt's log
     "dual": f"{DUAL}=1",
     "tuned": "Using tuned LoRA kernel configs",
     "aligned": "aligned the pointers of slices",
     "own": "kernels of adapters are iServe's",
-    "forked": f"our kernels next to {ROWS} rows",
     "specialized": f"{plugin.SPECIALIZE}=1",
     "dual-tuned": "Using tuned LoRA kernel configs",
 }
-# In the log of the kept start, whose kernels the bench's own plug-in put in vLLM's place.
-SHOWN_BEFORE = {"own": f"our kernels for {ROWS} rows"}
-ORDER = ("base", "default", "dual", "tuned", "aligned", "own", "forked", "default")
+# In logs of kept starts, whose kernels the bench's own plug-in put in vLLM's place; `forked`, which ran parts of
+# them on a second stream, is gone (docs/decisions/0054).
+SHOWN_BEFORE = {"own": f"our kernels for {ROWS} rows", "forked": f"our kernels next to {ROWS} rows"}
+ORDER = ("base", "default", "dual", "tuned", "aligned", "own", "default")
 
 
 def settings_of(attempt: str, out: Path, scratch: Path) -> dict[str, str]:
     """Return an attempt's variables. One that changes what is traced has a cache of compiled models of its own."""
     cache = {"VLLM_CACHE_ROOT": str(scratch / f"cache-{attempt}")}
     tuned = {TUNED: str(out / "tuned")}
-    tuned_aligned, tilings = out / "aligned" / "tuned", out / "forked.json"
-    own = {ADAPTER_KERNELS: "1"}
-    forked = own | {DUAL: "1", plugin.FORK: "1", plugin.TILINGS: str(tilings) if tilings.exists() else ""}
+    tuned_aligned = out / "aligned" / "tuned"
     return {
         "base": {},
         "default": {},
@@ -81,8 +79,7 @@ def settings_of(attempt: str, out: Path, scratch: Path) -> dict[str, str]:
         "tuned": tuned,
         "aligned": {plugin.ALIGN: "1"}
         | (tuned | {TUNED: str(tuned_aligned)} if tuned_aligned.exists() else tuned),
-        "own": own,
-        "forked": forked | cache,
+        "own": {ADAPTER_KERNELS: "1"},
         "specialized": {plugin.SPECIALIZE: "1"},
         "dual-tuned": {DUAL: "1"} | tuned | cache,
     }[attempt]
@@ -258,10 +255,10 @@ class Attempt:
         document = json.loads(read_kept(file))
         self.name, self.number = document["facts"]["attempt"], file.name.partition("-")[0]
         self.error = next((row["text"].splitlines()[-1] for row in document["rows"] if row["kind"] == "error"), "")
-        shown = SHOWN.get(self.name, "")
-        logged = [word for word in (shown, SHOWN_BEFORE.get(self.name)) if word is not None]
-        if not self.error and not any(word in line for line in document.get("log", [""]) for word in logged):
-            self.error = f"not in its log: {shown}"
+        shown = [names[self.name] for names in (SHOWN, SHOWN_BEFORE) if self.name in names]
+        found = any(word in line for line in document.get("log", []) for word in shown)
+        if shown and not self.error and not found:
+            self.error = f"not in its log: {shown[0]}"
         self.tokens = tokens_of(file)
         self._bursts = [row for row in document["rows"] if row["kind"] == "burst"]
 

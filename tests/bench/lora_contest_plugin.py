@@ -1,7 +1,7 @@
 """Plug-in of ``lora_contest`` in vLLM's processes: keeps generated tokens, and changes what an attempt changes.
 
-The bench copies this file to a folder on ``PYTHONPATH``, so it imports neither tests nor iServe, but for forked
-kernels the plug-in of deployments. It does nothing unless ``LORA_CONTEST_TOKENS`` is set.
+The bench copies this file to a folder on ``PYTHONPATH``, so it imports neither tests nor iServe. It does nothing
+unless ``LORA_CONTEST_TOKENS`` is set.
 """
 
 from __future__ import annotations
@@ -11,16 +11,11 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 TOKENS = "LORA_CONTEST_TOKENS"  # file to which generated tokens are appended
-TILINGS = "LORA_CONTEST_TILINGS"  # of forked kernels, or empty: the default one
 SPECIALIZE = "LORA_CONTEST_SPECIALIZE"  # 1: graphs for each power of two of adapters
-FORK = "LORA_CONTEST_FORK"  # 1: our kernels next to each linear, with vLLM's layers of two streams
 ALIGN = "LORA_CONTEST_ALIGN"  # 1: vLLM's kernels know that weights of packed linears are aligned
 SAID = "lora contest:"
 
@@ -33,9 +28,7 @@ def register() -> None:
         specialize()
     if os.environ.get(ALIGN) == "1":
         align_pointers(Path(__file__).with_name("lora_contest_kernel_utils.py"))
-    if os.environ.get(FORK) == "1":
-        fork_kernels(read_tilings(os.environ.get(TILINGS, "")))
-    names = ("VLLM_LORA_ENABLE_DUAL_STREAM", "VLLM_TUNED_CONFIG_FOLDER", TILINGS, FORK, SPECIALIZE, ALIGN)
+    names = ("VLLM_LORA_ENABLE_DUAL_STREAM", "VLLM_TUNED_CONFIG_FOLDER", SPECIALIZE, ALIGN)
     print(SAID, *(f"{name}={os.environ.get(name, '')}" for name in names), flush=True)
 
 
@@ -108,10 +101,6 @@ def align_pointers(file: Path) -> None:
     print(SAID, "aligned the pointers of slices", flush=True)
 
 
-def read_tilings(file: str) -> dict[str, dict[str, Any]]:
-    return dict(json.loads(Path(file).read_text())) if file else {}
-
-
 def load_module(name: str, file: Path) -> Any:
     """Return the module in ``file``, without the package around it and its plug-in."""
     if (found := sys.modules.get(name)) is not None:
@@ -121,46 +110,3 @@ def load_module(name: str, file: Path) -> Any:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
-
-
-def fork_kernels(tilings: dict[str, dict[str, Any]]) -> None:
-    """Compute small steps of vLLM's layers of two streams by our kernels; all else stays vLLM's."""
-    from iserve_variants import adapter_kernels  # of the plug-in, which keeps the groups' pieces
-    from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
-
-    theirs = BaseLinearLayerWithLoRA._apply_async_impl
-    if not hasattr(theirs, "forks"):
-        BaseLinearLayerWithLoRA._apply_async_impl = forked_layer(adapter_kernels, tilings, theirs)
-
-
-def forked_layer(
-    kernels: Any, tilings: dict[str, dict[str, Any]], theirs: Callable[..., torch.Tensor]
-) -> Callable[..., torch.Tensor]:
-    """Return what a layer computes: our kernels next to the linear, or what it did where these are not for it."""
-    of_shape = {shape: kernels.AdapterTiling(**values) for shape, values in tilings.items()}
-    streams, said = {}, set()
-
-    def apply(self: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        a, b = self.lora_a_stacked, self.lora_b_stacked
-        if x.ndim != 2 or not kernels.takes(x, a, b):
-            return theirs(self, x, bias)
-        meta = self.punica_wrapper.token_mapping_meta
-        _, order, _, _, _, is_base, _ = meta.meta_args(x.size(0), False)
-
-        def product() -> torch.Tensor:
-            return self._get_quant_method().apply(self.base_layer, x, bias)
-
-        if is_base.item():
-            return product()
-        shape = f"{x.shape[1]}x{sum(self.output_slices)}"
-        tiling = of_shape.get(shape, kernels.AdapterTiling(fork="shrink"))
-        if (shape, x.shape[0]) not in said:
-            said.add((shape, x.shape[0]))
-            print(SAID, f"our kernels next to {x.shape[0]} rows of {shape}: {tiling}", flush=True)
-        if x.device not in streams:
-            streams[x.device] = kernels.SecondStream(x.device) if x.device.type == "cuda" else None
-        groups = kernels.Groups(order, *meta.iserve_pieces)
-        return kernels.product_with_adapters(product, x.contiguous(), a, b, groups, 1.0, tiling, streams[x.device])
-
-    apply.forks = True
-    return apply

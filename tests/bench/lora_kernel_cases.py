@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,9 +18,7 @@ from iserve_variants.adapter_kernels import (  # isort: skip
     TILINGS,
     AdapterTiling,
     Groups,
-    SecondStream,
     add_adapters,
-    product_with_adapters,
 )
 
 __all__ = [
@@ -30,14 +27,12 @@ __all__ = [
     "TILINGS",
     "AdapterTiling",
     "Clock",
-    "Forked",
     "Linear",
     "Mix",
     "Operation",
     "VllmKernels",
     "mix_of",
     "own",
-    "second_stream",
 ]
 
 SLOTS, RANK = 32, 16
@@ -115,41 +110,19 @@ class Linear:
 Operation = Callable[[Linear, int, torch.Tensor, torch.Tensor, Mix], None]
 
 
-@dataclass
-class Forked:
-    """Our kernels, parts of which run on a second stream while the linear does."""
-
-    tiling: AdapterTiling
-    second: SecondStream | None
-
-    def __call__(
-        self, product: Callable[[], torch.Tensor], linear: Linear, layer: int, x: torch.Tensor, mix: Mix
-    ) -> None:
-        a, b = linear.a[layer], linear.b[layer]
-        product_with_adapters(product, x, a, b, mix.split, 1.0, self.tiling, self.second)
-
-
-def second_stream(linear: Linear) -> SecondStream | None:
-    return SecondStream(torch.device("cuda")) if linear.device == "cuda" else None
-
-
 class Clock:
-    """Times of operations after or next to their linears; the linears' own times are measured once."""
+    """Times of operations after their linears; the linears' own times are measured once."""
 
     def __init__(self, seconds: Callable[[Callable[[], None]], float]) -> None:
         self._seconds, self._alone_s = seconds, dict[tuple[str, int], float]()
 
-    def added_s(self, linear: Linear, rows: int, active: int, operation: Operation | Forked | None) -> float:
+    def added_s(self, linear: Linear, rows: int, active: int, operation: Operation | None) -> float:
         """Return what ``operation`` adds to one linear; None: the linear's own time."""
         (x, y), mixes, layers = linear.rows(rows), linear.mixes(rows, active), len(linear.weights)
 
-        def run(adds: Operation | Forked | None) -> None:
+        def run(adds: Operation | None) -> None:
             for layer in range(layers):
-                product = partial(torch.mm, x, linear.weights[layer].t(), out=y)
-                if isinstance(adds, Forked):
-                    adds(product, linear, layer, x, mixes[layer % len(mixes)])
-                    continue
-                product()
+                torch.mm(x, linear.weights[layer].t(), out=y)
                 if adds is not None:
                     adds(linear, layer, y, x, mixes[layer % len(mixes)])
 

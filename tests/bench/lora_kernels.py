@@ -2,7 +2,7 @@
 
 Run with vLLM's own Python on the GPU machine, from the repository's root::
 
-    python -m tests.bench.lora_kernels OUT [--parts check own forked tune cases] [--seconds 240] [--gpu 0]
+    python -m tests.bench.lora_kernels OUT [--parts check own tune cases] [--seconds 240] [--gpu 0]
 
 The four linears of Qwen3-8B with 32 slots of rank 16. A time is that of a CUDA graph in which each linear of
 several layers is followed by its adapters, less that of the linears alone: their weights (over 33 MB each) and the
@@ -11,9 +11,8 @@ layers' distinct adapters (over 100 MB for each factor) leave nothing of an adap
 ``check``: our kernels and vLLM's against float32, and our graphs replayed with other mixes. ``tune``: a grid of
 vLLM's block sizes, split-K, warps and stages, for at most ``TUNE_S`` seconds, rows in the order of ``TUNED_ROWS``;
 writes ``OUT/tuned``, a folder for ``VLLM_TUNED_CONFIG_FOLDER``. ``own``: tilings of our
-kernels at 32 rows of 32 adapters; writes ``OUT/tilings.json``. ``forked``: the same with a second stream, next to
-the linear itself; writes ``OUT/forked.json``. ``cases``: all of ``CASES`` with vLLM's defaults, vLLM tuned, our
-own and these forked. ``ranks``: ``RANK_CASES`` with slots of ``RANKS``, and our tilings with rank 64.
+kernels at 32 rows of 32 adapters; writes ``OUT/tilings.json``. ``cases``: all of ``CASES`` with vLLM's defaults,
+vLLM tuned and our own. ``ranks``: ``RANK_CASES`` with slots of ``RANKS``, and our tilings with rank 64.
 ``OUT/kernels.json`` is written after each time. ``--aligned`` has vLLM's kernels as the
 attempt ``aligned`` of ``lora_contest`` has them, which looks for ``OUT/aligned/tuned``.
 """
@@ -41,13 +40,11 @@ from tests.bench.lora_kernel_cases import (
     TILINGS,
     AdapterTiling,
     Clock,
-    Forked,
     Linear,
     Operation,
     VllmKernels,
     mix_of,
     own,
-    second_stream,
 )
 from tests.bench.variant_costs_vllm import Kept
 
@@ -60,7 +57,7 @@ CASES = (  # rows, distinct adapters; the larger ones show up to how many rows o
 )
 RANK_CASES = ((32, 1), (32, 32), (256, 32))
 TUNED_ROWS = (32, 64, 16, 8, 1)  # each with as many adapters as it can have
-PARTS = ("check", "own", "forked", "tune", "cases", "ranks")
+PARTS = ("check", "own", "tune", "cases", "ranks")
 TUNE_S, OWN_S, RANKS_S = 60.0, 60.0, 30.0
 RANKS = (8, 32, 64)
 # Of the norm of the change, where y is 0 before: two values are rounded to bfloat16, each by at most 2**-9 of it.
@@ -94,15 +91,6 @@ EXPANDS = (
 )
 OWN_SHRINKS = ((512, 4), (256, 2), (512, 2), (1024, 4), (256, 1), (512, 1))  # inputs, warps
 OWN_EXPANDS = ((256, 4), (512, 8), (128, 2), (128, 4), (256, 2))  # outputs, warps
-# What runs on a second stream, whether it is launched first, and how launches overlap.
-FORKS = (
-    ("shrink", True, 0),
-    ("shrink", True, 1),
-    ("shrink", False, 0),
-    ("shrink", False, 1),
-    ("both", True, 1),
-    ("both", False, 1),
-)
 
 
 def check(linears: Sequence[Linear], vllm: Any, kept: Kept) -> None:
@@ -132,18 +120,8 @@ def check(linears: Sequence[Linear], vllm: Any, kept: Kept) -> None:
 
 
 def own_forms(linear: Linear) -> dict[str, Operation]:
-    """Return our kernels in every form of launch; forked ones next to what makes y anew."""
-    second = second_stream(linear)
-
-    def forked(tiling: AdapterTiling) -> Operation:
-        run = Forked(tiling, second)
-        return lambda linear, layer, y, x, mix: run(y.zero_, linear, layer, x, mix)
-
-    forms = {f"own {overlaps}": own(AdapterTiling(overlaps=overlaps)) for overlaps in range(3)}
-    for fork, is_first, overlaps in FORKS:
-        tiling = AdapterTiling(fork=fork, is_first=is_first, overlaps=overlaps)
-        forms[f"own {fork} {'first' if is_first else 'then'} {overlaps}"] = forked(tiling)
-    return forms
+    """Return our kernels in every form of launch."""
+    return {f"own {overlaps}": own(AdapterTiling(overlaps=overlaps)) for overlaps in range(3)}
 
 
 def _check_replays(linear: Linear, name: str, run: Operation, kept: Kept) -> None:
@@ -269,21 +247,6 @@ def choose_own(linears: Sequence[Linear], clock: Clock, kept: Kept, out: Path) -
         (out / "tilings.json").write_text(json.dumps(chosen, indent=1))
 
 
-def choose_forked(linears: Sequence[Linear], clock: Clock, kept: Kept, out: Path) -> None:
-    """Choose what of each linear's adapters runs next to it, then the inputs and outputs; nothing may be best."""
-    forks = [{"fork": fork, "is_first": first, "overlaps": overlaps} for fork, first, overlaps in FORKS]
-    end_s, chosen = time.monotonic() + OWN_S, dict[str, dict[str, Any]]()
-    for linear, tiling in zip(linears, tilings_in(out / "tilings.json", linears), strict=True):
-        second = second_stream(linear)
-        alone_s = clock.added_s(linear, 32, min(32, linear.slots), own(tiling))
-        best = _fastest(
-            linear, tiling, alone_s, (forks, *_shapes()), lambda each, second=second: Forked(each, second),
-            clock, kept, end_s,
-        )  # fmt: skip
-        chosen[linear.key] = asdict(best)
-        (out / "forked.json").write_text(json.dumps(chosen, indent=1))
-
-
 def _shapes() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     shrinks = [{"inputs": inputs, "shrink_warps": warps} for inputs, warps in OWN_SHRINKS]
     return shrinks, [{"outputs": n, "expand_warps": warps} for n, warps in OWN_EXPANDS]
@@ -291,7 +254,7 @@ def _shapes() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 def _fastest(
     linear: Linear, best: AdapterTiling, best_s: float, stages: Sequence[list[dict[str, Any]]],
-    operation: Callable[[AdapterTiling], Operation | Forked], clock: Clock, kept: Kept, end_s: float, **facts: int,
+    operation: Callable[[AdapterTiling], Operation], clock: Clock, kept: Kept, end_s: float, **facts: int,
 ) -> AdapterTiling:  # fmt: skip
     """Return the fastest tiling, found by changing in each stage the fastest of the one before."""
     for stage in stages:
@@ -316,19 +279,17 @@ def tilings_in(file: Path, linears: Sequence[Linear]) -> list[AdapterTiling]:
 
 def cases(linears: Sequence[Linear], vllm: Any, clock: Clock, kept: Kept, out: Path) -> None:
     """Time every case with vLLM's defaults, with its tuned configurations, and with our kernels."""
-    alone, forked = (tilings_in(out / name, linears) for name in ("tilings.json", "forked.json"))
+    tilings = tilings_in(out / "tilings.json", linears)
     folders = [("vllm", None), ("tuned", out / "tuned")] if vllm is not None else []
     for rows, active in CASES:
         sums: dict[str, float] = defaultdict(float)
-        for linear, tiling, fork in zip(linears, alone, forked, strict=True):
+        for linear, tiling in zip(linears, tilings, strict=True):
             sums["base"] += clock.added_s(linear, rows, active, None)
             for name, folder in folders:
                 if folder is None or folder.exists():
                     vllm.use_folder(folder)
                     sums[name] += _keep_case(clock, kept, (linear, rows, active), name, vllm.both)
             sums["own"] += _keep_case(clock, kept, (linear, rows, active), "own", own(tiling))
-            operation = Forked(fork, second_stream(linear))
-            sums["forked"] += _keep_case(clock, kept, (linear, rows, active), "forked", operation)
         kept.add("case", rows=rows, active=active, ms={name: 1e3 * LAYERS * total for name, total in sums.items()})
 
 
@@ -337,7 +298,7 @@ def _keep_case(
     kept: Kept,
     case: tuple[Linear, int, int],
     name: str,
-    operation: Operation | Forked,
+    operation: Operation,
     **facts: int,
 ) -> float:
     linear, rows, active = case
@@ -374,7 +335,6 @@ def run_parts(
         "check": lambda: check(linears, vllm, kept),
         "tune": lambda: tune(linears, vllm, clock, kept, out, gpu_name),
         "own": lambda: choose_own(linears, clock, kept, out),
-        "forked": lambda: choose_forked(linears, clock, kept, out),
         "cases": lambda: cases(linears, vllm, clock, kept, out),
         "ranks": lambda: ranks(linears, vllm, clock, kept),
     }

@@ -15,7 +15,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from fingerprint.errors import EngineError
 from fingerprint.measurements import MachineInfo
@@ -137,9 +136,6 @@ class TestSettings:
         assert again[bench.TUNED] == str(tmp_path / "aligned" / "tuned")
         assert found["base"] == found["default"] == {}
         assert found["own"] == {bench.ADAPTER_KERNELS: "1"}  # which vLLM hashes with its configuration
-        assert found["forked"][plugin.TILINGS] == ""
-        (tmp_path / "forked.json").write_text("{}")
-        assert bench.settings_of("forked", tmp_path, tmp_path)[plugin.TILINGS] == str(tmp_path / "forked.json")
 
     def test_lines_that_name_a_setting_are_kept_of_a_long_log(self, tmp_path: Path) -> None:
         for name, said in bench.SHOWN.items():
@@ -301,44 +297,3 @@ class TestPlugIn:
         assert aligned.count(", 16)") == 3
         with pytest.raises(RuntimeError):
             plugin.aligned_source(aligned)
-
-    def test_layers_of_two_streams_take_our_kernels_for_small_steps(self) -> None:
-        calls: list[Any] = []
-
-        def with_adapters(product: Any, x: Any, a: Any, b: Any, groups: Any, *rest: Any) -> torch.Tensor:
-            calls.append(("forked", rest[1].inputs, rest[1].fork, [int(one[0]) for one in groups]))
-            return product() + 1
-
-        kernels = SimpleNamespace(
-            AdapterTiling=lambda inputs=512, fork="": SimpleNamespace(inputs=inputs, fork=fork),
-            Groups=lambda *tensors: tensors,
-            takes=lambda x, a, b: x.shape[0] <= 64,
-            product_with_adapters=with_adapters,
-        )
-        apply = plugin.forked_layer(
-            kernels, {"8x4": {"inputs": 256, "fork": "both"}}, lambda self, x, bias: torch.full((1, 4), 7.0)
-        )
-
-        def layer(inputs: int, is_base: bool = False) -> SimpleNamespace:
-            mixed = [torch.full((1,), number) for number in range(5)] + [
-                torch.tensor([is_base]),
-                torch.tensor([3]),
-            ]
-            pieces = [torch.full((1,), number) for number in (7, 8, 9)]
-            meta = SimpleNamespace(meta_args=lambda rows, specializes: mixed, iserve_pieces=pieces)
-            return SimpleNamespace(
-                lora_a_stacked=(torch.zeros(2, 1, 16, inputs),),
-                lora_b_stacked=(torch.zeros(2, 1, 4, 16),),
-                output_slices=(4,),
-                base_layer=torch.ones(inputs, 4),
-                punica_wrapper=SimpleNamespace(token_mapping_meta=meta),
-                _get_quant_method=lambda: SimpleNamespace(apply=lambda weights, x, bias: x @ weights),
-            )
-
-        assert torch.equal(apply(layer(8), torch.ones(2, 8)), torch.full((2, 4), 9.0))
-        assert torch.equal(apply(layer(16), torch.ones(2, 16)), torch.full((2, 4), 17.0))
-        assert calls == [("forked", 256, "both", [1, 7, 8, 9]), ("forked", 512, "shrink", [1, 7, 8, 9])]
-        assert torch.equal(apply(layer(8, is_base=True), torch.ones(2, 8)), torch.full((2, 4), 8.0))
-        assert torch.equal(apply(layer(8), torch.ones(65, 8)), torch.full((1, 4), 7.0))  # vLLM's own
-        assert torch.equal(apply(layer(8), torch.ones(1, 2, 8)), torch.full((1, 4), 7.0))
-        assert len(calls) == 2

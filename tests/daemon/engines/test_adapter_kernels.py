@@ -132,21 +132,6 @@ def test_inputs_that_are_whole_pieces_or_not(inputs: int) -> None:
     check(MIXES["base and adapters"], 16, inputs, (64,))
 
 
-@pytest.mark.parametrize("fork", ["", "shrink", "both"])
-@pytest.mark.parametrize("is_first", [False, True])
-def test_what_is_forked_gives_the_same_sum(fork: str, is_first: bool) -> None:
-    """Without a GPU there is one stream, so this is of what is computed, not of what waits for what."""
-    torch.manual_seed(0)
-    a, b = adapters(16, 192, (64, 32))
-    mix = MIXES["base and adapters"]
-    x, base, groups = torch.randn(10, 192).bfloat16(), torch.randn(10, 96).bfloat16(), groups_of(mix)
-    want = base.clone()
-    add_adapters(want, x, a, b, groups, 1.0, SMALL)
-    tiling = AdapterTiling(inputs=64, outputs=32, fork=fork, is_first=is_first)
-    found = kernels.product_with_adapters(base.clone, x, a, b, groups, 1.0, tiling, None)
-    assert ((found.float() - want.float()).abs() <= CUT * want.float().abs()).all()  # torch rounds its sum
-
-
 def test_tensors_of_graphs_are_longer_than_the_step() -> None:
     """A step is padded to its graph's rows: those behind its own are in no group, and stay as they are."""
     torch.manual_seed(0)

@@ -10,16 +10,12 @@ captured graph serves each mix of adapters.
 **Rounding** is that of vLLM's kernels: the sums of A are rounded to bfloat16 once, the products with B once, and
 the result is added to y in bfloat16.
 
-**Overlap.** The adapters' work needs the linear's x alone, and both read memory: on a second stream ``shrink``, or
-both launches, can run while the linear does (``AdapterTiling.fork``).
-
-``vllm_adapters`` connects them; only ``tests/bench/lora_contest.py`` has a second stream (docs/decisions/0054).
+``vllm_adapters`` connects them (docs/decisions/0054).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,9 +31,7 @@ __all__ = [
     "TILINGS",
     "AdapterTiling",
     "Groups",
-    "SecondStream",
     "add_adapters",
-    "product_with_adapters",
     "takes",
 ]
 
@@ -62,12 +56,7 @@ class AdapterTiling:
     overlaps: int = 2
     """0: no launch begins before the kernel before it has ended; 1: the second launch may; 2: both may
     (programmatic dependent launch). With 2 the adapters and the groups must have been written before the kernel
-    that wrote y began. On a second stream 2 is as 1."""
-    fork: str = ""
-    """What runs on a second stream while the linear does: nothing, ``shrink``, or ``both`` launches, whose change
-    is added to y at the end."""
-    is_first: bool = True
-    """Whether the second stream's launches are given before the linear's, on a stream of high priority."""
+    that wrote y began."""
 
 
 # By slices: the fastest with 32 rows of 32 adapters of rank 16 on an H200, for Qwen3-8B's down, gate and up, qkv.
@@ -141,83 +130,8 @@ def add_adapters(
     """
     _check(y, x, a, b)
     partial = _new_partial(x, a, tiling)
-    _launch_shrink(partial, x, a, groups, tiling, tiling.overlaps)
+    _launch_shrink(partial, x, a, groups, tiling)
     _launch_expand(y, partial, b, groups, scale, tiling)
-
-
-class SecondStream:
-    """A stream that is forked from the current one and joined to it: in a captured graph, a branch."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._streams = {first: torch.cuda.Stream(device, -1 if first else 0) for first in (False, True)}
-        self._begun, self._done = torch.cuda.Event(), torch.cuda.Event()
-
-    def fork(self, is_first: bool) -> torch.cuda.Stream:
-        """Return the stream, after all that the current one has been given."""
-        self._begun.record()
-        self._streams[is_first].wait_event(self._begun)
-        return self._streams[is_first]
-
-    def join(self, stream: torch.cuda.Stream) -> None:
-        """Let the current stream wait for what ``stream`` has been given."""
-        self._done.record(stream)
-        torch.cuda.current_stream().wait_event(self._done)
-
-
-def product_with_adapters(
-    product: Callable[[], torch.Tensor],
-    x: torch.Tensor,
-    a: Sequence[torch.Tensor],
-    b: Sequence[torch.Tensor],
-    groups: Groups,
-    scale: float,
-    tiling: AdapterTiling,
-    second: SecondStream | None,
-) -> torch.Tensor:
-    """Return the linear's ``product`` of ``x`` with the adapters' added, parts of which run meanwhile.
-
-    Args:
-        product: makes a new tensor y, on the current stream.
-        second: None, where there is no GPU: one after the other.
-
-    Raises:
-        ValueError: as ``add_adapters``.
-    """
-    if not tiling.fork:
-        y = product()
-        add_adapters(y, x, a, b, groups, scale, tiling)
-        return y
-    # Allocated on the current stream, to which they return after the join.
-    partial = _new_partial(x, a, tiling)
-    outputs = sum(each.shape[-2] for each in b)
-    change = x.new_empty(x.shape[0], outputs) if tiling.fork == "both" else None
-    stream = second.fork(tiling.is_first) if second is not None else None
-
-    def aside() -> None:
-        with _on(stream):
-            if change is None:
-                _launch_shrink(partial, x, a, groups, tiling, 0)
-            else:
-                change.zero_()
-                _launch_shrink(partial, x, a, groups, tiling, min(tiling.overlaps, 1))
-                _launch_expand(change, partial, b, groups, scale, tiling)
-
-    if tiling.is_first:
-        aside()
-    y = product()
-    _check(y, x, a, b)
-    if not tiling.is_first:
-        aside()
-    if second is not None and stream is not None:
-        second.join(stream)
-    if change is None:
-        _launch_expand(y, partial, b, groups, scale, tiling)
-        return y
-    return y.add_(change)
-
-
-def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def _new_partial(x: torch.Tensor, a: Sequence[torch.Tensor], tiling: AdapterTiling) -> torch.Tensor:
@@ -232,10 +146,9 @@ def _launch_shrink(
     a: Sequence[torch.Tensor],
     groups: Groups,
     tiling: AdapterTiling,
-    overlaps: int,
 ) -> None:
     slices, splits, rows, _ = partial.shape
-    overlaps = overlaps if partial.is_cuda else 0
+    overlaps = tiling.overlaps if partial.is_cuda else 0
     shrink[(slices * splits, _most_groups(groups, rows))](
         x,
         *_three(a),
