@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import hmac
 import logging
-import os
 import secrets
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 from aiohttp import web
@@ -21,11 +19,11 @@ from daemon.bounded_http import BoundedRunner
 from daemon.devices import CpuDevices, DeviceSource
 from daemon.engines.base import Engine
 from daemon.file_limit import most_connections
-from daemon.home import make_home
 from daemon.http_log import log_bad_requests_in_one_line
 from daemon.monitor import Monitor
 from daemon.nvml import NvmlDevices
 from daemon.process import kept_record, own_record
+from daemon.role_lock import hold_role
 from daemon.settings import DaemonSettings
 from daemon.supervisor import Supervisor
 from daemon.worker_log import MAX_LOG_LINES, log_after, log_end
@@ -49,7 +47,6 @@ MAX_BODY_BYTES = 1 << 20
 MAX_CONNECTIONS = 256  # each call of our own clients takes one, for as long as its answer takes
 ARRIVE_S = 30.0  # for the head of a request, and again for its body
 RECORD_FILE = "daemon.json"
-LOCK_FILE = "daemon.lock"
 DEFAULT_CPU_DEVICES = 2
 
 # The first class that matches decides; anything else is a bug and a 500.
@@ -179,28 +176,6 @@ def find_devices(cpu_devices: int | None) -> DeviceSource:
     return CpuDevices(DEFAULT_CPU_DEVICES if cpu_devices is None else cpu_devices)
 
 
-@contextlib.contextmanager
-def _only_daemon(run_folder: Path) -> Iterator[None]:
-    """Hold the home's lock. Raises ConflictError: another daemon does; UnavailableError: not writable."""
-    path = run_folder / LOCK_FILE
-    try:
-        make_home(run_folder.parent, run_folder.name)
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError as error:
-        raise UnavailableError(f"cannot write {path}: {error.strerror or error}") from error
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise ConflictError(
-            f"a daemon for {run_folder.parent} runs already; stop it or use another home"
-        ) from None
-    try:
-        yield
-    finally:
-        os.close(handle)
-
-
 @contextlib.asynccontextmanager
 async def _listening(app: web.Application, host: str, port: int) -> AsyncIterator[str]:
     """Serve ``app``; yields its URL. Raises ConflictError: the port is in use."""
@@ -233,7 +208,8 @@ async def serve(settings: DaemonSettings, engines: Callable[[str], Engine]) -> N
     leave = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, leave.set)
-    with _only_daemon(settings.run_folder):
+    taken = f"a daemon for {settings.run_folder.parent} runs already; stop it or use another home"
+    with hold_role(settings.run_folder, "daemon", lambda _: taken):
         remove_stale_temporaries(settings.run_folder, RECORD_FILE)
         source = find_devices(settings.cpu_devices)
         monitor = Monitor(source, window_s=settings.load_window_s)

@@ -257,7 +257,7 @@ def test_restore_refuses_while_the_installation_runs(
         runner.invoke(app, ["restore", str(kept)], catch_exceptions=False)
     record.unlink()
     with hold_home(settings):
-        monkeypatch.setattr("iserve.controller.home_lock._PATIENCE_S", 0.0)
+        monkeypatch.setattr("daemon.role_lock._PATIENCE_S", 0.0)
         with pytest.raises(ConflictError, match="controller"):
             runner.invoke(app, ["restore", str(kept)], catch_exceptions=False)
     assert runner.invoke(app, ["restore", str(kept)], catch_exceptions=False).exit_code == 0

@@ -118,7 +118,7 @@ def test_a_home_whose_controller_was_killed_and_still_holds_its_lock_is_waited_f
     settings = Settings(home=tmp_path / "home")
     with ExitStack() as killed:
         killed.enter_context(hold_home(settings))
-        monkeypatch.setattr("iserve.controller.home_lock.time.sleep", lambda _: killed.close())
+        monkeypatch.setattr("daemon.role_lock.time.sleep", lambda _: killed.close())
         with hold_home(settings):
             pass
 
@@ -127,12 +127,12 @@ def test_a_home_that_another_process_holds_on_is_refused_in_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = Settings(home=tmp_path / "home")
-    monkeypatch.setattr("iserve.controller.home_lock._PATIENCE_S", 0.0)
+    monkeypatch.setattr("daemon.role_lock._PATIENCE_S", 0.0)
     with hold_home(settings):
         with pytest.raises(ConflictError, match="another controller"), hold_home(settings):
             pass
         write_record(settings.run_folder / "controller.json", own_record(url="http://127.0.0.1:1", token=""))
-        monkeypatch.setattr("iserve.controller.home_lock._PATIENCE_S", 1e9)  # a living one is not waited for
+        monkeypatch.setattr("daemon.role_lock._PATIENCE_S", 1e9)  # a living one is not waited for
         with (
             pytest.raises(ConflictError, match=rf"pid {os.getpid()}, http://127.0.0.1:1"),
             hold_home(settings),
