@@ -59,6 +59,8 @@ __all__ = [
     "levels_table",
     "loads_table",
     "read_study",
+    "saved_table",
+    "shuffle_gain",
 ]
 
 LEVELS = (1, 3, 6, 9, 12, 19)
@@ -102,6 +104,7 @@ class Load:
     """Cold load of a content, from the page cache, packed as the store does and plain."""
 
     content: str
+    level: int
     num_tensors: int
     num_bytes: int
     disk_bytes: int
@@ -328,6 +331,7 @@ def _loads(contents: Mapping[str, LoraAdapter | Delta], folder: Path) -> Iterato
                 shutil.rmtree(store.root)
         yield Load(
             content=name,
+            level=tensor_files.LEVEL,
             num_tensors=sizes["packed"][0],
             num_bytes=sizes["packed"][1],
             disk_bytes=sizes["packed"][2],
@@ -347,7 +351,7 @@ def measure(machine: str) -> Study:
             (folder / name).mkdir()
         samples = [*_trained(folder / "trained"), *_wide(folder / "wide"), *_demo()]
         packings = _packings(samples)
-        contents = {
+        contents: dict[str, LoraAdapter | Delta] = {
             "delta, sparse24-int4, 512 wide": read_delta(folder / "wide" / "sparse24-int4"),
             "adapter of random values, BF16": _random_adapter(folder / "random"),
         }
@@ -376,14 +380,18 @@ def _of_level(study: Study, level: int) -> dict[tuple[str, str], Packing]:
     return {(each.kind, each.model): each for each in found}
 
 
+def _is_packed(study: Study, packing: Packing) -> bool:
+    """Return whether rule 1 packs a kind."""
+    sizes = {(kind.name, kind.model): kind.num_bytes for kind in study.kinds}
+    return packing.num_bytes <= tensor_files._most_packed(sizes[packing.kind, packing.model])
+
+
 def _packed_kinds(study: Study) -> list[Kind]:
     """Return the kinds that rule 1 packs at some level."""
-    return [
-        kind
-        for kind in study.kinds
-        if min(_of_level(study, level)[kind.name, kind.model].num_bytes for level in LEVELS)
-        <= tensor_files._most_packed(kind.num_bytes)
-    ]
+    found = {
+        (each.kind, each.model) for each in study.packings if not each.is_shuffled and _is_packed(study, each)
+    }
+    return [kind for kind in study.kinds if (kind.name, kind.model) in found]
 
 
 def chosen_level(study: Study) -> int:
@@ -416,11 +424,19 @@ def _range(values: tuple[float, ...], form: str = ",.0f") -> str:
 
 
 def kinds_table(study: Study) -> str:
-    """Return bits of a value by kind and level, in Markdown; in brackets those of shuffled bytes."""
+    """Return bits of a value by kind and level, in Markdown; in brackets those of shuffled bytes.
+
+    Kept: what rule 1 makes of it at the chosen level.
+    """
     lines = [
-        "| tensors | model | bytes | zlib 9 | " + " | ".join(f"level {level}" for level in LEVELS) + " |",
-        "|---" * (4 + len(LEVELS)) + "|",
+        "| tensors | model | bytes | kept | zlib 9 | " + " | ".join(f"level {level}" for level in LEVELS) + " |",
+        "|---" * (5 + len(LEVELS)) + "|",
     ]
+    kept = {
+        (each.kind, each.model)
+        for each in _of_level(study, chosen_level(study)).values()
+        if _is_packed(study, each)
+    }
     sizes = {(each.kind, each.model, each.level, each.is_shuffled): each.bits for each in study.packings}
     for kind in study.kinds:
         cells = []
@@ -429,9 +445,21 @@ def kinds_table(study: Study) -> str:
             cells.append(
                 f"{sizes[kind.name, kind.model, level, False]:.2f}" + (f" ({shuffled:.2f})" if shuffled else "")
             )
-        lines.append(
-            f"| {kind.name} | {kind.model} | {kind.num_bytes:,} | {kind.zlib_bits:.2f} | {' | '.join(cells)} |"
-        )
+        form = "packed" if (kind.name, kind.model) in kept else "plain"
+        cells = [kind.name, kind.model, f"{kind.num_bytes:,}", form, f"{kind.zlib_bits:.2f}", *cells]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def saved_table(study: Study) -> str:
+    """Return what the chosen level saves of each kind, in Markdown."""
+    lines = ["| tensors | model | bits a value | packed | on disk |", "|---|---|--:|--:|--:|"]
+    chosen = _of_level(study, chosen_level(study))
+    for kind in study.kinds:
+        packing = chosen[kind.name, kind.model]
+        kept = f"{packing.num_bytes / kind.num_bytes:.0%}" if _is_packed(study, packing) else "plain"
+        bits = 8 * kind.num_bytes / kind.num_values
+        lines.append(f"| {kind.name} | {kind.model} | {bits:.2f} | {packing.bits:.2f} | {kept} |")
     return "\n".join(lines)
 
 

@@ -104,7 +104,7 @@ def test_a_tensor_is_packed_where_that_saves_and_loads_as_a_plain_one(
 def test_a_store_of_before_is_read_and_stays_as_it_is(
     store: VariantStore, added: LoraAdapter, tmp_path: Path
 ) -> None:
-    """What is added now shares tensors with it."""
+    """A variant that is added now shares tensors with it."""
     content = store.add(added).content_hash
     make_plain(store, content)
     before = files_of(store)
