@@ -23,7 +23,7 @@ from fingerprint.checkpoint import CHUNK_BYTES
 
 __all__ = ["FRAME_BYTES", "DamagedFileError", "pack", "read_tensor", "unpack", "write_tensor"]
 
-FRAME_BYTES = 2**20  # of the tensor, that a frame has
+FRAME_BYTES = 2**20  # content of a frame
 LEVEL = 1  # docs/decisions/0055-packed-tensors.md, as the next two
 _LEAST_SHARE_SAVED = 0.05
 _LEAST_BYTES_SAVED = 4096  # a block of the usual file systems
@@ -39,7 +39,7 @@ class DamagedFileError(Exception):
 
 
 class _SavesTooLittleError(Exception):
-    """A tensor is hardly smaller when it is packed."""
+    """A tensor is not enough smaller when it is packed."""
 
 
 def write_tensor(write: Callable[[Iterable[bytes]], None], pieces: Pieces, num_bytes: int) -> None:

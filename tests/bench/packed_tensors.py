@@ -319,6 +319,7 @@ def _loads(contents: Mapping[str, LoraAdapter | Delta], folder: Path) -> Iterato
         for _ in range(_ROUNDS):
             for form in ("packed", "plain"):
                 store = VariantStore(folder / form)
+                # Nothing is tried where all would have to be saved: the store of before.
                 with patch.object(tensor_files, "_LEAST_SHARE_SAVED", 0.05 if form == "packed" else 1.0):
                     started = time.perf_counter()
                     added = store.add(variant)
