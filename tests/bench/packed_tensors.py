@@ -353,7 +353,7 @@ def measure(machine: str) -> Study:
         samples = [*_trained(folder / "trained"), *_wide(folder / "wide"), *_demo()]
         packings = _packings(samples)
         contents: dict[str, LoraAdapter | Delta] = {
-            "delta, sparse24-int4, 512 wide": read_delta(folder / "wide" / "sparse24-int4"),
+            **{f"delta, {name}, 512 wide": read_delta(folder / "wide" / name) for name in FORMATS},
             "adapter of random values, BF16": _random_adapter(folder / "random"),
         }
         loads = tuple(_loads(contents, folder))
@@ -491,10 +491,10 @@ def loads_table(study: Study) -> str:
     ]
     for load in study.loads:
         times = (load.packed_s, load.plain_s, load.add_packed_s, load.add_plain_s)
-        cells = " | ".join(_range(each, ".2f") for each in times)
+        cells = " | ".join(_range(each, ".3f") for each in times)
         lines.append(
             f"| {load.content}, {load.num_tensors} tensors | {load.num_bytes / _MB:.1f} | "
-            f"{load.disk_bytes / _MB:.1f} | {cells} |"
+            f"{load.disk_bytes / _MB:.1f} ({load.disk_bytes / load.num_bytes:.0%}) | {cells} |"
         )
     return "\n".join(lines)
 
