@@ -257,6 +257,12 @@ def _delta_costs() -> str:
     return cost_table(_delta_study())
 
 
+def _packed_tensors() -> str:
+    from tests.bench.packed_tensors import read_study, saved_table
+
+    return saved_table(read_study(RESULTS / "packed_tensors.json.xz"))
+
+
 def _formats_at_scale() -> str:
     from tests.bench.quality_at_scale_studies import read_studies
     from tests.bench.quality_at_scale_tables import formats_table
@@ -290,6 +296,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "quality of formats at a larger scale": _formats_at_scale,
     "quality of ranks at a larger scale": _ranks_at_scale,
     "cost of a delta": _delta_costs,
+    "packed tensors": _packed_tensors,
     "GPU-hours of deltas": _gpu_hours_of_deltas,
     "families with deltas": _families_with_deltas,
     "world contestants": contestants_table,

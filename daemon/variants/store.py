@@ -1,6 +1,6 @@
 """Store of variants: content-addressed tensors, a manifest per content, and folders that engines load.
 
-    tensors/ab/<sha256>       bytes of one tensor; variants that share it share the file
+    tensors/ab/<sha256>       one tensor, packed where that saves; variants that share it share the file
     manifests/<content hash>  what a variant consists of; written last, so that what it names is there
     loadable/<content hash>/  files of an adapter or a delta, as engines load them: a cache, made on demand
     writing/                  files and folders until they get their names
@@ -39,7 +39,8 @@ from daemon.variants.adapter_tensors import (
 )
 from daemon.variants.delta_tensors import delta_manifest, delta_tensors_to_store
 from daemon.variants.manifest import DeltaContent, Manifest, TensorRecord, read_manifest, referenced_tensors
-from fingerprint.checkpoint import CHUNK_BYTES, Checkpoint
+from daemon.variants.tensor_files import DamagedFileError, read_tensor, write_tensor
+from fingerprint.checkpoint import Checkpoint
 from fingerprint.codec import to_json
 from fingerprint.delta import Delta, DeltaManifest
 from fingerprint.errors import BadInputError, CheckpointError, NotFoundError, UnavailableError
@@ -67,6 +68,7 @@ class StoredVariant:
     content_hash: str  # of all that changes answers: names and values of tensors, and their scale
     num_bytes: int  # of its tensors
     new_bytes: int  # of those that no variant had before
+    disk_bytes: int  # of the files that have them, shared ones included
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,7 @@ class VariantStore:
                     if progress is not None:
                         progress(done, total)
                 manifest = manifest_of(tuple(records))
-                self._make_durable(records)
+                disk_bytes = self._make_durable(records)
                 self._write(self._manifests / manifest.content_hash, (to_json(manifest),), durable=True)
                 sync_folder(self._manifests)
         except BaseException:
@@ -146,6 +148,7 @@ class VariantStore:
             content_hash=manifest.content_hash,
             num_bytes=manifest.num_bytes,
             new_bytes=new_bytes,
+            disk_bytes=disk_bytes,
         )
 
     def loadable(self, content_hash: str) -> Path:
@@ -276,30 +279,34 @@ class VariantStore:
         return self._tensors / tensor_hash[:2] / tensor_hash
 
     def _keep_tensor(self, record: TensorRecord, source: TensorToStore) -> int:
-        """Write the tensor unless it is there; return the bytes that this took."""
+        """Write the tensor unless it is there; return its bytes if it is new."""
         file = self._tensor_file(record.sha256)
         is_there = file.exists()
         if is_there and self._is_intact(record):
             return 0
         file.parent.mkdir(mode=0o700, exist_ok=True)
-        self._write(file, source.pieces())
+        write_tensor(partial(self._write, file), source.pieces, source.num_bytes)
         if not self._is_intact(record):
             raise changed_while_read(record.name, source.folder)
         return 0 if is_there else record.num_bytes
 
     def _is_intact(self, record: TensorRecord) -> bool:
-        pieces = _file_pieces(self._tensor_file(record.sha256), record.num_bytes)
-        return tensor_hash(record.dtype, record.shape, pieces) == record.sha256
+        pieces = read_tensor(self._tensor_file(record.sha256), record.num_bytes)
+        try:
+            return tensor_hash(record.dtype, record.shape, pieces) == record.sha256
+        except DamagedFileError:
+            return False
 
-    def _make_durable(self, records: Iterable[TensorRecord]) -> None:
-        """Have the tensors on the disk before a manifest names them, those of another addition as well.
+    def _make_durable(self, records: Iterable[TensorRecord]) -> int:
+        """Have the tensors on the disk before a manifest names them; return the bytes of their files.
 
-        Many at once share the file system's commits.
+        Those of another addition as well. Many at once share the file system's commits.
         """
         files = {self._tensor_file(record.sha256) for record in records}
         with ThreadPoolExecutor(_SYNCS_AT_ONCE) as pool:
             deque(pool.map(_sync, files), maxlen=0)
             deque(pool.map(sync_folder, {file.parent for file in files}), maxlen=0)
+        return sum(file.stat().st_size for file in files)
 
     def _write(self, file: Path, pieces: Iterable[bytes], *, durable: bool = False) -> None:
         """Give ``file`` its content whole or not at all, on the disk before it has its name where ``durable``."""
@@ -375,11 +382,11 @@ class VariantStore:
         """
         file, digest = self._tensor_file(record.sha256), new_tensor_hash(record.dtype, record.shape)
         try:
-            for piece in _file_pieces(file, record.num_bytes):
+            for piece in read_tensor(file, record.num_bytes):
                 digest.update(piece)
                 yield piece
             is_same = digest.hexdigest() == record.sha256
-        except FileNotFoundError:
+        except (FileNotFoundError, DamagedFileError):
             is_same = False
         if not is_same:
             raise CheckpointError(
@@ -417,15 +424,6 @@ def _checked(content_hash: str) -> str:
     if not _HASH.fullmatch(content_hash):
         raise NotFoundError(f"{content_hash[:80]!r} is no content of a variant: 64 hexadecimal digits are")
     return content_hash
-
-
-def _file_pieces(file: Path, num_bytes: int) -> Iterator[bytes]:
-    """Yield the bytes of ``file``; of a longer one than ``num_bytes``, a few too many."""
-    with file.open("rb") as stream:
-        done = 0
-        while done <= num_bytes and (piece := stream.read(min(CHUNK_BYTES, num_bytes + 1 - done))):
-            done += len(piece)
-            yield piece
 
 
 def _delta_content(delta: Delta, records: tuple[TensorRecord, ...]) -> DeltaContent:

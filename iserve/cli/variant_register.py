@@ -217,13 +217,14 @@ def list_variants(as_json: o.JsonOption = False) -> None:
         o.print_json(documents)
         return
     print_rows(
-        ("name", "base", "rank", "size", "pinned", "served by"),
+        ("name", "base", "rank", "size", "on disk", "pinned", "served by"),
         [
             (
                 one.name,
                 one.base,
                 str(one.rank or "delta"),
                 size_text(one.size_bytes),
+                size_text(one.disk_bytes),
                 "yes" if one.pinned else "",
                 one.deployments[0] if one.deployments else "",
             )
@@ -246,7 +247,7 @@ def show(name: NameArgument, as_json: o.JsonOption = False) -> None:
     for label, text in (
         ("variant", f"{found.name}{', pinned' if found.pinned else ''}"),
         ("base", f"{found.base} in {found.base_directory}{trained}"),
-        ("updates", f"{_updates(found)}, {size_text(found.size_bytes)}"),
+        ("updates", f"{_updates(found)}, {size_text(found.size_bytes)}, {size_text(found.disk_bytes)} on disk"),
         ("content", found.content_hash),
         ("at engines", found.engine_name),
         ("status", _serving(found)),

@@ -57,6 +57,7 @@ variants = Table(
     Column("max_rank", Integer, nullable=False),
     Column("num_modules", Integer, nullable=False),
     Column("num_bytes", BigInteger, nullable=False),
+    Column("disk_bytes", BigInteger, nullable=False),
     Column("trained_on", Text),
     Column("pinned", Boolean, nullable=False),
     Column("created_at", Float, nullable=False),

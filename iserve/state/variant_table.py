@@ -36,7 +36,7 @@ class VariantTable:
     def put(self, row: VariantRow, *, replace: bool = False) -> tuple[VariantRow, VariantRow | None]:
         """Register ``row``; return the variant as it is now, and the one that had the name before.
 
-        One of the same content and base stays as it is; what was pinned stays so.
+        One of the same content and base stays as it is, but for its bytes on disk; what was pinned stays so.
 
         Args:
             replace: give the name, which may have other content or another base, to ``row``, in one step.
@@ -58,7 +58,8 @@ class VariantTable:
                         f"a variant named {row.name!r} exists already, with other content or another base "
                         f"({former.base}); --replace (replace: true) puts this one in its place"
                     )
-                row = dataclasses.replace(former if is_same else row, pinned=row.pinned or former.pinned)
+                disk_bytes, pinned = row.disk_bytes, row.pinned or former.pinned
+                row = dataclasses.replace(former if is_same else row, disk_bytes=disk_bytes, pinned=pinned)
                 connection.execute(sa.delete(variants).where(same))
             connection.execute(sa.insert(variants).values(dataclasses.asdict(row)))
         return row, former

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from daemon.process import own_record, read_record, write_record
@@ -140,6 +141,33 @@ def test_a_variant_is_whole_or_not_there(disk: tuple[Path, Filled], tmp_path: Pa
     assert files() == before
     for content_hash in (kept, store.add(adapter).content_hash):
         read_adapter(store.loadable(content_hash))
+
+
+def files_in(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_packed_variant_is_whole_or_not_there(disk: tuple[Path, Filled], tmp_path: Path) -> None:
+    """The larger tensor has 160,000 bytes and packed 40,000 to 80,000; the loadable file has it plain."""
+    folder, only = disk
+    store = VariantStore(folder / "variants")
+    shapes = {"A": (4, 10_000), "B": (16, 4)}
+    rng = np.random.default_rng(0)
+    tensors = {
+        f"base_model.model.{Q0}.lora_{letter}.weight": rng.integers(256, size=shape).astype(np.float32)
+        for letter, shape in shapes.items()
+    }
+    adapter = read_adapter(write_adapter(tmp_path / "adapter", tensors))
+    with only(30_000), pytest.raises(UnavailableError, match="iserve variant rm"):
+        store.add(adapter)
+    assert files_in(store.root / "tensors") == files_in(store.root / "writing") == set()
+    with only(90_000):
+        stored = store.add(adapter)
+    assert 40_000 < stored.disk_bytes < 80_000
+    with only(90_000), pytest.raises(UnavailableError, match="iserve variant rm"):
+        store.loadable(stored.content_hash)
+    assert files_in(store.root / "loadable") == files_in(store.root / "writing") == set()
+    read_adapter(store.loadable(stored.content_hash))
 
 
 def test_too_little_room_for_a_fingerprint_is_said_before(

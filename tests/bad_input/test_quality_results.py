@@ -93,6 +93,7 @@ def test_a_key_is_shown_no_folder_with_a_variant(api: Api) -> None:
             max_rank=8,
             num_modules=1,
             num_bytes=1,
+            disk_bytes=1,
             trained_on=None,
             pinned=False,
             created_at=1.0,

@@ -239,6 +239,7 @@ class TestStore:
             max_rank=8,
             num_modules=1,
             num_bytes=1,
+            disk_bytes=1,
             trained_on=None,
             pinned=False,
             created_at=1.0,

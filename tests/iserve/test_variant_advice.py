@@ -38,6 +38,7 @@ VARIANT = VariantDocument(
     num_modules=1,
     size_bytes=1,
     new_bytes=None,
+    disk_bytes=1,
     trained_on=None,
     pinned=False,
     created_at=0.0,

@@ -73,7 +73,7 @@ def test_a_delta_is_added_loaded_and_removed(api: Api, base: Path, folders: Path
     added = add(api, base, folders / "delta")
     assert (added["rank"], added["num_modules"]) == (0, len(manifest.changed))
     assert added["content_hash"] == manifest.content_hash
-    assert added["new_bytes"] == added["size_bytes"]
+    assert added["new_bytes"] == added["size_bytes"] > added["disk_bytes"]
     assert read_delta(store(api).loadable(added["content_hash"])).manifest.content_hash == manifest.content_hash
     assert add(api, base, folders / "delta")["new_bytes"] == 0
     assert api.ask("DELETE", f"{VARIANTS}/style") == (204, "")

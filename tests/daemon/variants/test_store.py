@@ -111,7 +111,9 @@ def test_shared_tensors_are_kept_once(store: VariantStore, tmp_path: Path) -> No
     changed = sum(array.nbytes for name, array in second.items() if Q0 in name)
     assert (two.num_bytes, two.new_bytes) == (one.num_bytes, changed)
     again = store.add(adapter(tmp_path / "c", first))
-    assert again == StoredVariant(content_hash=one.content_hash, num_bytes=one.num_bytes, new_bytes=0)
+    assert again == StoredVariant(
+        content_hash=one.content_hash, num_bytes=one.num_bytes, new_bytes=0, disk_bytes=one.disk_bytes
+    )
     store.remove(one.content_hash)
     check_consistent(store, [two.content_hash])
 

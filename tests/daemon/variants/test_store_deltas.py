@@ -44,7 +44,9 @@ def tensors_of(store: VariantStore) -> list[Path]:
 def test_what_is_loaded_exports_as_what_was_added(store, base: Path, delta: Delta, tmp_path: Path) -> None:
     stored = store.add(delta)
     assert stored.content_hash == delta.manifest.content_hash
-    assert stored.num_bytes == stored.new_bytes == sum(file.stat().st_size for file in tensors_of(store))
+    tensors = [entry for file in delta.files.values() for entry in file.tensors.values()]
+    assert stored.num_bytes == stored.new_bytes == sum(entry.num_bytes for entry in tensors)
+    assert stored.disk_bytes == sum(file.stat().st_size for file in tensors_of(store))
     loaded = read_delta(store.loadable(stored.content_hash))
     assert loaded.manifest.content_hash == stored.content_hash
     for name, each in (("added", delta), ("loaded", loaded)):

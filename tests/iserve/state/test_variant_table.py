@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -22,6 +22,7 @@ ROW = VariantRow(
     max_rank=16,
     num_modules=4,
     num_bytes=3 * 2**31,
+    disk_bytes=5 * 2**30,
     trained_on="example/base",
     pinned=False,
     created_at=1.5,
@@ -67,6 +68,25 @@ def test_the_same_variant_again_changes_nothing_but_a_pin(at: Callable[[], Store
     again = replace(ROW, created_at=9.0, base="an-alias")
     assert store.variants.put(again) == (ROW, ROW)
     assert store.variants.put(replace(again, pinned=True))[0] == replace(ROW, pinned=True)
+
+
+def test_bytes_on_disk_are_those_of_the_last_addition(at: Callable[[], Store]) -> None:
+    """A damaged tensor may have been plain, and is packed when it is mended."""
+    store = at()
+    store.variants.put(ROW)
+    again = replace(ROW, disk_bytes=2**30, created_at=9.0)
+    assert store.variants.put(again)[0] == replace(ROW, disk_bytes=2**30)
+    assert store.variants.all() == (replace(ROW, disk_bytes=2**30),)
+
+
+def test_tensors_of_before_were_plain(where: Where, at: Callable[[], Store]) -> None:
+    database = open_database(where)
+    database.migrate(to="0013")
+    database.close()
+    values = {name: value for name, value in asdict(ROW).items() if name != "disk_bytes"}
+    words = ", ".join("false" if value is False else f"'{value}'" for value in values.values())
+    execute(where, f"INSERT INTO variants ({', '.join(values)}) VALUES ({words})")
+    assert at().variants.all() == (replace(ROW, disk_bytes=ROW.num_bytes),)
 
 
 def test_one_name_means_one_model(at: Callable[[], Store], golden: Golden) -> None:
