@@ -8,7 +8,8 @@ import pytest
 
 from daemon.variants import tensor_files
 from tests.bench import packed_tensors as bench
-from tests.bench.packed_tensors import LEVELS, Kind, Packing, Study
+from tests.bench import packed_tensors_tables as tables
+from tests.bench.packed_tensors_tables import LEVELS, Kind, Packing, Study
 
 ROOT = Path(__file__).parents[2]
 MB = 1_000_000
@@ -56,28 +57,28 @@ def test_the_level_is_the_fastest_that_saves_as_much_as_any_that_is_fast_enough(
 ) -> None:
     """Kinds that no level packs count neither in size nor in speed."""
     packed = dict(zip(LEVELS, sizes, strict=True))
-    assert bench.chosen_level(study({"packed": packed, "plain": dict.fromkeys(LEVELS, 951_000)}, SPEEDS)) == level
+    assert tables.chosen_level(study({"packed": packed, "plain": dict.fromkeys(LEVELS, 951_000)}, SPEEDS)) == level
 
 
 def test_shuffled_bytes_are_compared_with_packed_ones() -> None:
-    assert bench.shuffle_gain(study({"a": dict.fromkeys(LEVELS, 800_000)}, SPEEDS, shuffled=600_000), 1) == 0.25
+    assert tables.shuffle_gain(study({"a": dict.fromkeys(LEVELS, 800_000)}, SPEEDS, shuffled=600_000), 1) == 0.25
 
 
 @pytest.fixture(scope="module")
 def kept() -> Study:
-    return bench.read_study(ROOT / "tests/bench/results/packed_tensors.json.xz")
+    return tables.read_study(ROOT / "tests/bench/results/packed_tensors.json.xz")
 
 
 class TestKept:
     def test_the_store_has_what_the_rules_choose(self, kept: Study) -> None:
-        assert bench.chosen_level(kept) == tensor_files.LEVEL == kept.loads[0].level
-        assert bench.shuffle_gain(kept, tensor_files.LEVEL) < 0.15
+        assert tables.chosen_level(kept) == tensor_files.LEVEL == kept.loads[0].level
+        assert tables.shuffle_gain(kept, tensor_files.LEVEL) < 0.15
 
     def test_the_decision_has_the_tables(self, kept: Study) -> None:
         page = (ROOT / "docs/decisions/0055-packed-tensors.md").read_text()
-        for table in (bench.kinds_table(kept), bench.levels_table(kept), bench.loads_table(kept)):
+        for table in (tables.kinds_table(kept), tables.levels_table(kept), tables.loads_table(kept)):
             assert table in page
-        assert f"{bench.shuffle_gain(kept, tensor_files.LEVEL):.1%}" in page
+        assert f"{tables.shuffle_gain(kept, tensor_files.LEVEL):.1%}" in page
 
     def test_every_format_and_level_is_there(self, kept: Study) -> None:
         from fingerprint.delta import FORMATS
