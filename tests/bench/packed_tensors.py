@@ -3,6 +3,7 @@
     python -m tests.bench.packed_tensors measure OUT.json --machine WORDS
     python -m tests.bench.packed_tensors tables OUT.json
 
+The store packs deltas alone; adapters were measured before that was decided, and still are: packed as deltas are.
 The tensors are codes and scales of a small trained model's deltas (``delta_quality``'s, its first seed) and of a
 larger random one's, a trained adapter, the demo's adapters and its embedding. Those of a kind are joined to one
 tensor. The rules of the choice are in ``docs/decisions/0055-packed-tensors.md``. One thread.
@@ -18,7 +19,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from io import BytesIO
 from pathlib import Path
@@ -30,7 +31,9 @@ import torch
 import zstandard
 from transformers import LlamaForCausalLM
 
+from daemon.variants import store as variant_store
 from daemon.variants import tensor_files
+from daemon.variants.adapter_tensors import TensorToStore, tensors_to_store
 from daemon.variants.compress import CalibrationTexts, CompressOrder, compress_delta
 from daemon.variants.store import VariantStore
 from daemon.variants.tensor_files import pack, unpack
@@ -255,6 +258,11 @@ def _measured(sample: _Sample, level: int, *, is_shuffled: bool) -> tuple[int, f
     return len(file), _rate(packed, len(data)), _rate(unpacked, len(data))
 
 
+def _may_be_packed(adapter: LoraAdapter, scale: float) -> Iterator[TensorToStore]:
+    """Yield the tensors of an adapter for the store to pack, which it does not by itself."""
+    return (replace(tensor, may_be_packed=True) for tensor in tensors_to_store(adapter, scale))
+
+
 def _loads(contents: Mapping[str, LoraAdapter | Delta], folder: Path) -> Iterator[Load]:
     for name, variant in contents.items():
         times: dict[str, list[float]] = {"packed": [], "plain": [], "add packed": [], "add plain": []}
@@ -263,7 +271,10 @@ def _loads(contents: Mapping[str, LoraAdapter | Delta], folder: Path) -> Iterato
             for form in ("packed", "plain"):
                 store = VariantStore(folder / form)
                 # Nothing is tried where all would have to be saved: the store of before.
-                with patch.object(tensor_files, "_LEAST_SHARE_SAVED", 0.05 if form == "packed" else 1.0):
+                with (
+                    patch.object(tensor_files, "_LEAST_SHARE_SAVED", 0.05 if form == "packed" else 1.0),
+                    patch.object(variant_store, "tensors_to_store", _may_be_packed),
+                ):
                     started = time.perf_counter()
                     added = store.add(variant)
                     times[f"add {form}"].append(round(time.perf_counter() - started, 4))

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from daemon.variants import tensor_files
+from fingerprint.lora import read_adapter
 from tests.bench import packed_tensors as bench
 from tests.bench import packed_tensors_tables as tables
 from tests.bench.packed_tensors_tables import LEVELS, Kind, Packing, Study
+from tests.daemon.tiny_deltas import write_exact_delta
+from tests.fingerprint.small_adapters import Q0, write_adapter
 
 ROOT = Path(__file__).parents[2]
 MB = 1_000_000
@@ -62,6 +66,22 @@ def test_the_level_is_the_fastest_that_saves_as_much_as_any_that_is_fast_enough(
 
 def test_shuffled_bytes_are_compared_with_packed_ones() -> None:
     assert tables.shuffle_gain(study({"a": dict.fromkeys(LEVELS, 800_000)}, SPEEDS, shuffled=600_000), 1) == 0.25
+
+
+def test_loads_of_adapters_and_deltas_are_measured_packed_and_plain(tmp_path: Path) -> None:
+    values = np.zeros((4, 10_000), np.float32)
+    name = f"base_model.model.{Q0}.lora"
+    factors = {f"{name}_A.weight": values, f"{name}_B.weight": values.T}
+    contents = {
+        "adapter": read_adapter(write_adapter(tmp_path / "adapter", factors)),
+        "delta": write_exact_delta(tmp_path / "delta", {"a": values, "b": values.T}),
+    }
+    loads = list(bench._loads(contents, tmp_path))
+    assert [load.content for load in loads] == ["adapter", "delta"]
+    for load in loads:
+        assert load.num_bytes == 2 * values.nbytes
+        assert 0 < load.disk_bytes < 0.1 * load.num_bytes
+        assert len(load.packed_s) == len(load.plain_s) == len(load.add_packed_s) == len(load.add_plain_s) == 3
 
 
 @pytest.fixture(scope="module")
