@@ -68,7 +68,7 @@ class StoredVariant:
     content_hash: str  # of all that changes answers: names and values of tensors, and their scale
     num_bytes: int  # of its tensors
     new_bytes: int  # of those that no variant had before
-    disk_bytes: int  # of the files that have them, shared ones included
+    disk_bytes: int  # of its tensors' files, those that variants share included
 
 
 @dataclass(frozen=True, slots=True)
