@@ -5,10 +5,12 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
-from threading import Barrier
+from threading import Barrier, Event, current_thread, main_thread
+from typing import BinaryIO
 
 import numpy as np
 import pytest
@@ -121,6 +123,9 @@ def test_an_adapter_stays_plain_and_loads_to_the_byte(store: VariantStore, tmp_p
     again = packed.add(adapter)
     assert (again.new_bytes, again.disk_bytes < 0.3 * again.num_bytes) == (0, True)
     assert read_bytes(packed.verified(stored.content_hash)) == read_bytes(store.loadable(stored.content_hash))
+    for file, content in files_of(packed).items():
+        file.write_bytes(content[:-1])
+    assert packed.add(adapter).disk_bytes == stored.num_bytes
 
 
 def test_a_store_of_before_is_read_and_stays_as_it_is(store: VariantStore, added: Delta, tmp_path: Path) -> None:
@@ -214,6 +219,33 @@ def test_a_damaged_packed_tensor_is_named_and_mended_by_adding_again(
     assert list((store.root / "loadable").iterdir()) == []
     assert store.add(added).new_bytes == 0
     assert files_of(store) == before
+    check_left(store, [content])
+
+
+def test_a_load_that_meets_damage_while_it_is_mended_fails_and_the_next_one_works(
+    store: VariantStore, added: Delta, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The load has the damaged file open: none reads the beginning of one file and the end of another."""
+    content = store.add(added).content_hash
+    file = file_of(store, records(store, content)[FIRST])
+    file.write_bytes(changed(file.read_bytes()))
+    is_begun, is_mended, real = Event(), Event(), tensor_files.unpack
+
+    def paused(stream: BinaryIO, num_bytes: int) -> Iterator[bytes]:
+        for piece in real(stream, num_bytes):
+            yield piece
+            if current_thread() is not main_thread() and num_bytes == prod(SHAPE) * 4:
+                is_begun.set()
+                assert is_mended.wait(PATIENCE_S)
+
+    monkeypatch.setattr(tensor_files, "unpack", paused)
+    with ThreadPoolExecutor(1) as pool:
+        load = pool.submit(store.loadable, content)
+        assert is_begun.wait(PATIENCE_S)
+        assert store.add(added).new_bytes == 0
+        is_mended.set()
+        with pytest.raises(CheckpointError, match=FIRST):
+            load.result()
     check_left(store, [content])
 
 
