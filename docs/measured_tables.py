@@ -258,7 +258,7 @@ def _delta_costs() -> str:
 
 
 def _packed_tensors() -> str:
-    from tests.bench.packed_tensors import read_study, saved_table
+    from tests.bench.packed_tensors_tables import read_study, saved_table
 
     return saved_table(read_study(RESULTS / "packed_tensors.json.xz"))
 

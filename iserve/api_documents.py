@@ -248,7 +248,7 @@ class VariantDocument:
     new_bytes: int | None
     """Bytes of the tensors that no variant had before; None: not asked when it was added."""
     disk_bytes: int
-    """Bytes of its tensors' files, which are packed where that saves; one that variants share counts for each."""
+    """Bytes of its tensors' files, of a delta packed where that saves; one that variants share counts for each."""
     trained_on: str | None
     """Base model that the adapter's configuration names; not checked."""
     pinned: bool

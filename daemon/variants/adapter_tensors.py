@@ -31,18 +31,22 @@ def common_scale(modules: Sequence[LoraModule]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class TensorToStore:
-    """Tensor of an adapter's file, as it is stored."""
+    """Tensor of an adapter's or a delta's file, as it is stored."""
 
-    folder: Path  # of the adapter
+    folder: Path  # of the adapter or delta
     name: str
     dtype: str
     shape: tuple[int, ...]
     num_bytes: int
     pieces: Callable[[], Iterator[bytes]]
+    may_be_packed: bool  # where that saves
 
 
 def tensors_to_store(adapter: LoraAdapter, scale: float) -> Iterator[TensorToStore]:
-    """Yield the tensors of ``adapter`` with ``scale`` as that of every update."""
+    """Yield the tensors of ``adapter`` with ``scale`` as that of every update.
+
+    They stay plain: requests wait for the first load of an adapter, which unpacking makes longer.
+    """
     weights = open_weights(adapter.folder)
     for module in adapter.modules:
         in_b = module.scale / scale if scale else 1.0
@@ -52,7 +56,9 @@ def tensors_to_store(adapter: LoraAdapter, scale: float) -> Iterator[TensorToSto
             if entry is None or entry.shape != shape or entry.dtype not in FLOAT_DTYPES:
                 raise changed_while_read(name, adapter.folder)
             pieces = partial(_scaled_pieces, weights, name, factor)
-            yield TensorToStore(adapter.folder, name, entry.dtype, shape, entry.num_bytes, pieces)
+            yield TensorToStore(
+                adapter.folder, name, entry.dtype, shape, entry.num_bytes, pieces, may_be_packed=False
+            )
 
 
 def _scaled_pieces(weights: Checkpoint, name: str, factor: float) -> Iterator[bytes]:

@@ -19,7 +19,9 @@ def delta_tensors_to_store(delta: Delta) -> Iterator[TensorToStore]:
         checkpoint = delta.files[file]
         for name, entry in checkpoint.tensors.items():
             pieces = partial(checkpoint.chunks, name)
-            yield TensorToStore(delta.folder, name, entry.dtype, entry.shape, entry.num_bytes, pieces)
+            yield TensorToStore(
+                delta.folder, name, entry.dtype, entry.shape, entry.num_bytes, pieces, may_be_packed=True
+            )
 
 
 def delta_manifest(delta: Delta) -> DeltaManifest:

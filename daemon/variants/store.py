@@ -1,6 +1,6 @@
 """Store of variants: content-addressed tensors, a manifest per content, and folders that engines load.
 
-    tensors/ab/<sha256>       one tensor, packed where that saves; variants that share it share the file
+    tensors/ab/<sha256>       one tensor, of a delta packed where that saves; variants that share it share the file
     manifests/<content hash>  what a variant consists of; written last, so that what it names is there
     loadable/<content hash>/  files of an adapter or a delta, as engines load them: a cache, made on demand
     writing/                  files and folders until they get their names
@@ -68,7 +68,7 @@ class StoredVariant:
     content_hash: str  # of all that changes answers: names and values of tensors, and their scale
     num_bytes: int  # of its tensors
     new_bytes: int  # of those that no variant had before
-    disk_bytes: int  # of the files that have them, shared ones included
+    disk_bytes: int  # of its tensors' files, those that variants share included
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +285,10 @@ class VariantStore:
         if is_there and self._is_intact(record):
             return 0
         file.parent.mkdir(mode=0o700, exist_ok=True)
-        write_tensor(partial(self._write, file), source.pieces, source.num_bytes)
+        if source.may_be_packed:
+            write_tensor(partial(self._write, file), source.pieces, source.num_bytes)
+        else:
+            self._write(file, source.pieces())
         if not self._is_intact(record):
             raise changed_while_read(record.name, source.folder)
         return 0 if is_there else record.num_bytes

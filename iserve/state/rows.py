@@ -34,7 +34,7 @@ class VariantRow:
     max_rank: int  # 0: a delta of a full fine-tune, which has none
     num_modules: int  # tensors of a delta that differ from the base's
     num_bytes: int
-    disk_bytes: int  # of the files that have them, when it was last added
+    disk_bytes: int  # of its tensors' files, when it was last added
     trained_on: str | None  # as the adapter's configuration says
     pinned: bool
     created_at: float

@@ -22,6 +22,7 @@ from daemon.process import own_record, read_record, write_record
 from daemon.shim import RotatingLog
 from daemon.variants.store import VariantStore
 from fingerprint import safetensors_writer
+from fingerprint.delta import read_delta
 from fingerprint.errors import CheckpointError, NotFoundError, StateUnavailableError, UnavailableError
 from fingerprint.lora import merge_adapter, read_adapter
 from fingerprint.output_file import write_output
@@ -31,6 +32,7 @@ from iserve.controller.child_processes import ChildProcess
 from iserve.demo import demo_model_path
 from iserve.settings import Settings
 from iserve.state.store import Store
+from tests.daemon.tiny_deltas import write_exact_delta
 from tests.fingerprint.small_adapters import Q0, factors, write_adapter, write_base
 from tests.golden_words import Golden
 
@@ -151,23 +153,20 @@ def test_a_packed_variant_is_whole_or_not_there(disk: tuple[Path, Filled], tmp_p
     """The larger tensor has 160,000 bytes and packed 40,000 to 80,000; the loadable file has it plain."""
     folder, only = disk
     store = VariantStore(folder / "variants")
-    shapes = {"A": (4, 10_000), "B": (16, 4)}
+    shapes = {"a.weight": (4, 10_000), "b.weight": (16, 4)}
     rng = np.random.default_rng(0)
-    tensors = {
-        f"base_model.model.{Q0}.lora_{letter}.weight": rng.integers(256, size=shape).astype(np.float32)
-        for letter, shape in shapes.items()
-    }
-    adapter = read_adapter(write_adapter(tmp_path / "adapter", tensors))
+    tensors = {name: rng.integers(256, size=shape).astype(np.float32) for name, shape in shapes.items()}
+    delta = write_exact_delta(tmp_path / "delta", tensors)
     with only(30_000), pytest.raises(UnavailableError, match="iserve variant rm"):
-        store.add(adapter)
+        store.add(delta)
     assert files_in(store.root / "tensors") == files_in(store.root / "writing") == set()
     with only(90_000):
-        stored = store.add(adapter)
+        stored = store.add(delta)
     assert 40_000 < stored.disk_bytes < 80_000
     with only(90_000), pytest.raises(UnavailableError, match="iserve variant rm"):
         store.loadable(stored.content_hash)
     assert files_in(store.root / "loadable") == files_in(store.root / "writing") == set()
-    read_adapter(store.loadable(stored.content_hash))
+    read_delta(store.loadable(stored.content_hash))
 
 
 def test_too_little_room_for_a_fingerprint_is_said_before(

@@ -283,7 +283,7 @@ def test_help_loads_nothing_heavy(words: str) -> None:
     assert f"Usage: iserve {words}" in done.stdout
     loaded = set(done.stderr.split())
     heavy = {"numpy", "torch", "transformers", "fastapi", "sqlalchemy", "aiohttp", "sklearn", "scipy", "rich"}
-    heavy |= {"pydantic", "asyncio", "msgspec"}
+    heavy |= {"pydantic", "asyncio", "msgspec", "zstandard"}
     assert heavy.isdisjoint(loaded)
     of_commands = {name for name in COMMANDS if f"iserve.cli.{name}" in loaded}
     assert len(of_commands) == (1 if words else len(COMMANDS))

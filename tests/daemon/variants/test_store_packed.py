@@ -5,9 +5,12 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from math import prod
 from pathlib import Path
-from threading import Barrier
+from threading import Barrier, Event, current_thread, main_thread
+from typing import BinaryIO
 
 import numpy as np
 import pytest
@@ -16,36 +19,37 @@ from daemon.variants import tensor_files
 from daemon.variants.manifest import TensorRecord, read_manifest
 from daemon.variants.store import VariantStore
 from daemon.variants.tensor_files import FRAME_BYTES, read_tensor
+from fingerprint.delta import Delta, read_delta
 from fingerprint.errors import CheckpointError
-from fingerprint.lora import LoraAdapter, read_adapter
+from fingerprint.lora import read_adapter
+from tests.daemon.tiny_deltas import write_exact_delta
 from tests.daemon.variants.test_tensor_files import with_length
-from tests.fingerprint.small_adapters import Q0, V1, write_adapter
+from tests.fingerprint.small_adapters import Q0, write_adapter
 from tests.fingerprint.small_fine_tunes import read_bytes
 from tests.waiting import PATIENCE_S
 
-RANK, WIDTH = 4, 70_000  # of A, in two frames; B of the second module has noise, which does not pack
+FIRST, SECOND = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.v_proj.weight"
+FIRST_BIAS, SECOND_BIAS = FIRST.replace("weight", "bias"), SECOND.replace("weight", "bias")
+SHAPE, BIAS_SHAPE = (4, 70_000), (8000,)  # a weight has two frames; the second bias has noise, which does not pack
 
 
-def noise(shape: tuple[int, int], seed: int) -> np.ndarray:
+def noise(shape: tuple[int, ...], seed: int) -> np.ndarray:
     """Return numbers of random bits, which do not pack; none is infinite or not a number."""
     bits = np.random.default_rng(seed).integers(2**32, size=shape, dtype=np.uint32)
     return (bits & np.uint32(0xBFFFFFFF)).view(np.float32)
 
 
-def adapter(folder: Path, seed: int = 0) -> LoraAdapter:
-    """Return an adapter of two modules, of whose tensors all but one pack."""
-    tensors = {}
-    for number, module in enumerate((Q0, V1)):
-        for letter, shape in (("A", (RANK, WIDTH)), ("B", (2000, RANK))):
-            is_noise = (module, letter) == (V1, "B")
-            values = np.random.default_rng([seed, number]).integers(16, size=shape).astype(np.float32) / 16
-            tensors[f"base_model.model.{module}.lora_{letter}.weight"] = noise(shape, 50) if is_noise else values
-    return read_adapter(write_adapter(folder, tensors))
+def delta(folder: Path, seed: int = 0) -> Delta:
+    """Return a delta of two layers, of whose tensors all but one pack."""
+    tensors = {SECOND_BIAS: noise(BIAS_SHAPE, 50)}
+    for number, (name, shape) in enumerate({FIRST: SHAPE, FIRST_BIAS: BIAS_SHAPE, SECOND: SHAPE}.items()):
+        tensors[name] = np.random.default_rng([seed, number]).integers(16, size=shape).astype(np.float32) / 16
+    return write_exact_delta(folder, tensors)
 
 
 @pytest.fixture(scope="module")
-def added(tmp_path_factory: pytest.TempPathFactory) -> LoraAdapter:
-    return adapter(tmp_path_factory.mktemp("adapters") / "a")
+def added(tmp_path_factory: pytest.TempPathFactory) -> Delta:
+    return delta(tmp_path_factory.mktemp("deltas") / "a")
 
 
 @pytest.fixture
@@ -83,14 +87,14 @@ def check_left(store: VariantStore, contents: list[str]) -> None:
 
 
 def test_a_tensor_is_packed_where_that_saves_and_loads_as_a_plain_one(
-    store: VariantStore, added: LoraAdapter, tmp_path: Path
+    store: VariantStore, added: Delta, tmp_path: Path
 ) -> None:
     stored = store.add(added)
     sizes = {
         name: file_of(store, each).stat().st_size for name, each in records(store, stored.content_hash).items()
     }
     is_plain = {name: sizes[name] == each.num_bytes for name, each in records(store, stored.content_hash).items()}
-    assert [name for name in is_plain if is_plain[name]] == [f"base_model.model.{V1}.lora_B.weight"]
+    assert [name for name in is_plain if is_plain[name]] == [SECOND_BIAS]
     assert stored.disk_bytes == sum(sizes.values()) < 0.3 * stored.num_bytes
     assert stored.new_bytes == stored.num_bytes
     of_packed = read_bytes(store.loadable(stored.content_hash))
@@ -98,12 +102,33 @@ def test_a_tensor_is_packed_where_that_saves_and_loads_as_a_plain_one(
     plain.add(added)
     make_plain(plain, stored.content_hash)
     assert read_bytes(plain.loadable(stored.content_hash)) == of_packed
-    assert of_packed["adapter_model.safetensors"] == (added.folder / "adapter_model.safetensors").read_bytes()
+    assert of_packed["delta-00000.safetensors"] == (added.folder / "delta-00000.safetensors").read_bytes()
+    assert read_delta(store.loadable(stored.content_hash)).manifest.content_hash == stored.content_hash
 
 
-def test_a_store_of_before_is_read_and_stays_as_it_is(
-    store: VariantStore, added: LoraAdapter, tmp_path: Path
-) -> None:
+def test_an_adapter_stays_plain_and_loads_to_the_byte(store: VariantStore, tmp_path: Path) -> None:
+    """Values that would pack well stay plain: requests wait for the load. What an earlier store packed is read."""
+    values = np.random.default_rng(0).integers(16, size=SHAPE).astype(np.float32) / 16
+    name = f"base_model.model.{Q0}.lora"
+    tensors = {f"{name}_A.weight": values, f"{name}_B.weight": values.T}
+    adapter = read_adapter(write_adapter(tmp_path / "adapter", tensors))
+    stored = store.add(adapter)
+    assert stored.disk_bytes == stored.num_bytes == sum(map(len, files_of(store).values()))
+    weights = (adapter.folder / "adapter_model.safetensors").read_bytes()
+    assert read_bytes(store.verified(stored.content_hash))["adapter_model.safetensors"] == weights
+    packed = VariantStore(tmp_path / "packed")
+    packed.add(adapter)
+    for file, content in files_of(packed).items():
+        file.write_bytes(b"".join(tensor_files.pack([content])))
+    again = packed.add(adapter)
+    assert (again.new_bytes, again.disk_bytes < 0.3 * again.num_bytes) == (0, True)
+    assert read_bytes(packed.verified(stored.content_hash)) == read_bytes(store.loadable(stored.content_hash))
+    for file, content in files_of(packed).items():
+        file.write_bytes(content[:-1])
+    assert packed.add(adapter).disk_bytes == stored.num_bytes
+
+
+def test_a_store_of_before_is_read_and_stays_as_it_is(store: VariantStore, added: Delta, tmp_path: Path) -> None:
     """A variant that is added now shares tensors with it."""
     content = store.add(added).content_hash
     make_plain(store, content)
@@ -111,21 +136,18 @@ def test_a_store_of_before_is_read_and_stays_as_it_is(
     again = store.add(added)
     assert (again.new_bytes, again.disk_bytes) == (0, again.num_bytes)
     assert files_of(store) == before
-    other = store.add(adapter(tmp_path / "b", seed=1))
-    shared = records(store, content)[f"base_model.model.{V1}.lora_B.weight"].num_bytes
+    other = store.add(delta(tmp_path / "b", seed=1))
+    shared = records(store, content)[SECOND_BIAS].num_bytes
     assert other.new_bytes == other.num_bytes - shared
     store.remove(content)
     check_left(store, [other.content_hash])
 
 
 def test_a_file_that_two_tensors_share_is_counted_once(store: VariantStore, tmp_path: Path) -> None:
-    values = (np.arange(RANK * 3000) % 7).astype(np.float32)
-    tensors = {
-        f"base_model.model.{module}.lora_{letter}.weight": values.reshape(shape)
-        for module in (Q0, V1)
-        for letter, shape in (("A", (RANK, 3000)), ("B", (3000, RANK)))
-    }
-    stored = store.add(read_adapter(write_adapter(tmp_path / "a", tensors)))
+    values = (np.arange(12_000) % 7).astype(np.float32)
+    shapes = {FIRST: (4, 3000), SECOND: (4, 3000), FIRST_BIAS: (12_000,), SECOND_BIAS: (12_000,)}
+    tensors = {name: values.reshape(shape) for name, shape in shapes.items()}
+    stored = store.add(write_exact_delta(tmp_path / "a", tensors))
     assert stored.disk_bytes == sum(map(len, files_of(store).values()))
     assert len(files_of(store)) == 2
 
@@ -161,11 +183,11 @@ def bomb(whole: bytes) -> bytes:
 
 def other_content(whole: bytes) -> bytes:
     """Return sound frames of as many bytes, of another tensor."""
-    return b"".join(tensor_files.pack([bytes(RANK * WIDTH * 4)]))
+    return b"".join(tensor_files.pack([bytes(prod(SHAPE) * 4)]))
 
 
 def as_large_as_the_tensor(whole: bytes) -> bytes:
-    return whole.ljust(RANK * WIDTH * 4, b"\0")
+    return whole.ljust(prod(SHAPE) * 4, b"\0")
 
 
 @pytest.mark.parametrize(
@@ -183,16 +205,15 @@ def as_large_as_the_tensor(whole: bytes) -> bytes:
     ],
 )
 def test_a_damaged_packed_tensor_is_named_and_mended_by_adding_again(
-    store: VariantStore, added: LoraAdapter, damage
+    store: VariantStore, added: Delta, damage
 ) -> None:
     content = store.add(added).content_hash
     before = files_of(store)
-    name = f"base_model.model.{Q0}.lora_A.weight"
-    file = file_of(store, records(store, content)[name])
+    file = file_of(store, records(store, content)[FIRST])
     assert file.stat().st_size > 2 * 9
     file.write_bytes(damage(file.read_bytes()))
     assert files_of(store) != before
-    with pytest.raises(CheckpointError, match=name) as caught:
+    with pytest.raises(CheckpointError, match=FIRST) as caught:
         store.loadable(content)
     assert "iserve variant add" in str(caught.value)
     assert list((store.root / "loadable").iterdir()) == []
@@ -201,8 +222,35 @@ def test_a_damaged_packed_tensor_is_named_and_mended_by_adding_again(
     check_left(store, [content])
 
 
+def test_a_load_that_meets_damage_while_it_is_mended_fails_and_the_next_one_works(
+    store: VariantStore, added: Delta, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The load has the damaged file open: none reads the beginning of one file and the end of another."""
+    content = store.add(added).content_hash
+    file = file_of(store, records(store, content)[FIRST])
+    file.write_bytes(changed(file.read_bytes()))
+    is_begun, is_mended, real = Event(), Event(), tensor_files.unpack
+
+    def paused(stream: BinaryIO, num_bytes: int) -> Iterator[bytes]:
+        for piece in real(stream, num_bytes):
+            yield piece
+            if current_thread() is not main_thread() and num_bytes == prod(SHAPE) * 4:
+                is_begun.set()
+                assert is_mended.wait(PATIENCE_S)
+
+    monkeypatch.setattr(tensor_files, "unpack", paused)
+    with ThreadPoolExecutor(1) as pool:
+        load = pool.submit(store.loadable, content)
+        assert is_begun.wait(PATIENCE_S)
+        assert store.add(added).new_bytes == 0
+        is_mended.set()
+        with pytest.raises(CheckpointError, match=FIRST):
+            load.result()
+    check_left(store, [content])
+
+
 def test_additions_of_the_same_content_at_once_leave_one_file_of_each_tensor(
-    store: VariantStore, added: LoraAdapter
+    store: VariantStore, added: Delta
 ) -> None:
     start = Barrier(4)
 
@@ -221,7 +269,7 @@ import sys, time
 from pathlib import Path
 from daemon.variants import tensor_files
 from daemon.variants.store import VariantStore
-from fingerprint.lora import read_adapter
+from fingerprint.delta import read_delta
 
 root, folder, content, verb, name = sys.argv[1:]
 real = getattr(tensor_files, name)
@@ -235,7 +283,7 @@ def paused(*arguments):
 
 setattr(tensor_files, name, paused)
 store = VariantStore(Path(root))
-store.add(read_adapter(Path(folder))) if verb == "add" else store.loadable(content)
+store.add(read_delta(Path(folder))) if verb == "add" else store.loadable(content)
 """
 
 
@@ -248,9 +296,9 @@ store.add(read_adapter(Path(folder))) if verb == "add" else store.loadable(conte
     ],
 )
 def test_a_process_killed_between_frames_leaves_a_store_that_works(
-    store: VariantStore, added: LoraAdapter, tmp_path: Path, verb: str, name: str
+    store: VariantStore, added: Delta, tmp_path: Path, verb: str, name: str
 ) -> None:
-    kept = store.add(adapter(tmp_path / "kept", seed=7)).content_hash
+    kept = store.add(delta(tmp_path / "kept", seed=7)).content_hash
     content = "0" * 64 if verb == "add" else store.add(added).content_hash
     words = [str(store.root), str(added.folder), content, verb, name]
     child = subprocess.Popen([sys.executable, "-c", _CHILD, *words], stdout=subprocess.PIPE, text=True)
@@ -272,12 +320,8 @@ def test_a_process_killed_between_frames_leaves_a_store_that_works(
 
 
 def test_a_tensor_whose_beginning_alone_packs_is_kept_plain(store: VariantStore, tmp_path: Path) -> None:
-    values = noise((RANK, 2 * WIDTH), seed=0)
+    values = noise((4, 140_000), seed=0)
     values.reshape(-1)[: FRAME_BYTES // 40] = 0.0  # a tenth of the first frame
-    up = np.zeros((8, RANK), np.float32)
-    name = f"base_model.model.{Q0}.lora"
-    stored = store.add(
-        read_adapter(write_adapter(tmp_path / "a", {f"{name}_A.weight": values, f"{name}_B.weight": up}))
-    )
+    stored = store.add(write_exact_delta(tmp_path / "a", {FIRST: values, FIRST_BIAS: np.zeros(8, np.float32)}))
     assert stored.disk_bytes == stored.num_bytes
     check_left(store, [stored.content_hash])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import shutil
+import subprocess
 import tracemalloc
 from collections.abc import Callable, Iterable, Iterator
 from io import BytesIO
@@ -86,6 +88,14 @@ def test_what_is_read_is_what_was_written(
         assert all(len(piece) <= FRAME_BYTES for piece in read_tensor(found.path, size))
         with found.path.open("rb") as stream:
             assert zstandard.ZstdDecompressor().stream_reader(stream, read_across_frames=True).read() == data
+
+
+@pytest.mark.skipif(shutil.which("zstd") is None, reason="there is no zstd command")
+def test_the_zstd_command_unpacks_a_file(path: Path) -> None:
+    found = Written(path, noise(2 * FRAME_BYTES + 5, 16))
+    assert found.is_packed
+    with path.open("rb") as stream:
+        assert subprocess.run(["zstd", "-d"], stdin=stream, capture_output=True, check=True).stdout == found.data
 
 
 @given(data=st.binary(max_size=9000))
