@@ -115,7 +115,7 @@ def test_the_chunks_of_a_prompt_make_the_gaps_of_another_answer_longer() -> None
 
 
 def test_a_preempted_answer_has_one_long_gap() -> None:
-    """As in test_preempting: two of 10 tokens and 8 of answer in 26 tokens of KV; the first goes on alone."""
+    """Two of 10 tokens and 8 of answer meet in 26 tokens of KV, as in test_preempting; the first goes on alone."""
     bounds = replace(limits(4), kv_tokens=26, preempts=True)
     first, second = gaps_of(served([Request(0.0, 10, 8), Request(0.0, 10, 8)], linear_steps(bounds, step_s=1.0)))
     assert first == [1.0] * 7
