@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fingerprint.codec import from_json, to_json
+from fingerprint.config import Workload
 from fingerprint.errors import ConfigError
 from tests.bench.fidelity import Target
 from tests.bench.fidelity_compare import Comparison, Sent
@@ -39,6 +40,7 @@ class Asked:
 
     model: str
     profile: str  # what it was made of, where and when
+    workload: Workload  # that the server is launched for: its slots and context
     trace: str  # file
     prefix_cache: bool
     shared_prefix: float  # of the prompts' tokens, asked; 0: none, or the trace's own

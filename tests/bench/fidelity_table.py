@@ -116,6 +116,10 @@ def _head(launch: Launch, played: Sequence[Played]) -> Iterator[str]:
         f"{launch.simulated_capacity_requests_per_s:.3g}). Cells: measured, error of the simulator, spread."
     )
     yield ""
+    together = max((one.tokens_in_one_piece for one in played), default=0.0)
+    if together > 0.01:
+        yield f"Up to {together:.0%} of the tokens of a replay arrived with the one before; their gaps are 0."
+        yield ""
 
 
 def _rows(load: float, replays: Sequence[Played], found: Sequence[Figure]) -> Iterator[str]:

@@ -96,6 +96,7 @@ class Bench:
         self._asked = Asked(
             model=self._name,
             profile=f"{profile.model} on {profile.engine}, {profile.created_at}",
+            workload=self._workload,
             trace=Path(options.trace).name,
             prefix_cache=options.prefix_cache,
             shared_prefix=options.shared_prefix if options.prefix_cache else 0.0,
