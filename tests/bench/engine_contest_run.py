@@ -30,6 +30,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
+from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -171,6 +172,8 @@ class Worker:
         models: Path,
         python: str,
         more: Sequence[str] = (),
+        *,
+        prefix_cache: bool = False,
     ) -> None:
         self.deployment, self.port = replica.deployment, FIRST_PORT + number
         self.log = models / f"worker-{number}.log"
@@ -198,11 +201,12 @@ class Worker:
         )
         words = launch.arguments(spec, launch.read_model(spec), devices)
         env = os.environ | dict(launch.environment(spec, devices)) | {"PYTHONPATH": ""}
+        caching = "--enable-prefix-caching" if prefix_cache else "--no-enable-prefix-caching"
         self.begun = time.monotonic()
         self.ready_s: float | None = None
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [python, "-m", "vllm.entrypoints.cli.main", *words, "--no-enable-prefix-caching", *more],
+                [python, "-m", "vllm.entrypoints.cli.main", *words, caching, *more],
                 env=env,
                 stdout=log,
                 stderr=log,
@@ -213,10 +217,16 @@ class Worker:
         if self.ready_s is None:
             if self._process.poll() is not None:
                 raise SystemExit(f"{self.deployment} ended:\n{self.log.read_text(errors='replace')[-3000:]}")
-            with suppress(OSError):
-                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=2)
+            if self.answers():
                 self.ready_s = time.monotonic() - self.begun
         return self.ready_s is not None
+
+    def answers(self) -> bool:
+        """Return whether the server says that it is well."""
+        with suppress(OSError, HTTPException):
+            urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=2)
+            return True
+        return False
 
     def end(self) -> None:
         with suppress(ProcessLookupError):

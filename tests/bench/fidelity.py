@@ -76,6 +76,7 @@ __all__ = [
     "checked",
     "measure",
     "pace_s",
+    "read_profile",
     "replayed",
     "served_by",
     "served_whole",
@@ -406,7 +407,7 @@ def main(arguments: Sequence[str]) -> None:
                 for target in (worker, gateway)
             ]
     else:
-        profile = _read_profile(options.profile)
+        profile = read_profile(options.profile)
         found = [
             measure(_target(options, profile, workload), profile, asked, lambda line: print(line, flush=True))
         ]
@@ -422,7 +423,7 @@ def main(arguments: Sequence[str]) -> None:
         write_kept(options.keep, to_json(kept_of(found[0], profile)).decode())
 
 
-def _read_profile(path: Path) -> Profile:
+def read_profile(path: Path) -> Profile:
     if path.suffix != ".xz":
         return from_json(path.read_bytes(), Profile, what=str(path))
     from tests.bench.accuracy_measure import Recorded

@@ -25,6 +25,7 @@ from traces.simulator.step_model import Limits, StepModel, tabulate
 from traces.timeline import CurvePoint, curve
 
 __all__ = [
+    "PERCENTS",
     "Comparison",
     "Metric",
     "Prediction",
@@ -32,12 +33,15 @@ __all__ = [
     "Served",
     "compare",
     "paced",
+    "relative_error",
     "saturated_rate",
     "simulated",
     "simulated_requests",
+    "token_gaps_s",
 ]
 
 PERCENTS = (50, 90, 99)
+_NO_GAP_S = 1e-9
 _ANY_NUMBER = 10**9  # outstanding per slot: no gateway is before the worker, so all wait within it
 
 
@@ -52,6 +56,7 @@ class Served:
     estimator: Estimator
     behind_gateway: bool
     overhead_s: float  # of a request in addition to its steps
+    prefix_cache: bool = False  # on
 
     def steps(self) -> StepModel:
         return tabulate(self.estimator, self.config, self.limits)
@@ -64,17 +69,31 @@ class Sent:
     sent_s: tuple[float, ...]
     input_tokens: tuple[int, ...]
     output_tokens: tuple[int, ...]
+    prefix_blocks: tuple[tuple[int, ...], ...] = ()  # of each; or of none
 
     @classmethod
-    def of(cls, real: Outcomes) -> Sent:
-        """Return those of ``real`` that were sent; times to a tenth of a millisecond."""
-        sent = real.select(~np.isnan(real.sent_s))
-        columns = (sent.sent_s.round(4), sent.asked_input_tokens, sent.asked_output_tokens)
-        return cls(**dict(zip(cls.__slots__, (tuple(column.tolist()) for column in columns), strict=True)))
+    def of(cls, real: Outcomes, asked: Sequence[Request] = ()) -> Sent:
+        """Return those of ``real`` that were sent; times to a tenth of a millisecond.
+
+        Args:
+            asked: the same requests as they were given to the replay, for their prefixes; empty: they have none.
+        """
+        was_sent = ~np.isnan(real.sent_s)
+        sent = real.select(was_sent)
+        blocks = [one.prefix_blocks for one, is_sent in zip(asked, was_sent, strict=False) if is_sent]
+        return cls(
+            sent_s=tuple(sent.sent_s.round(4).tolist()),
+            input_tokens=tuple(sent.asked_input_tokens.tolist()),
+            output_tokens=tuple(sent.asked_output_tokens.tolist()),
+            prefix_blocks=tuple(blocks) if any(blocks) else (),
+        )
 
     def requests(self) -> list[Request]:
         columns = (self.sent_s, self.input_tokens, self.output_tokens)
-        return [Request(*row) for row in zip(*columns, strict=True)]
+        blocks = self.prefix_blocks or [()] * len(self.sent_s)
+        return [
+            Request(*row, prefix_blocks=own) for row, own in zip(zip(*columns, strict=True), blocks, strict=True)
+        ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +104,7 @@ class Metric:
     real_s: tuple[float, ...]  # at PERCENTS
     simulated_s: tuple[float, ...]
     errors: tuple[float, ...]
-    median_request_error: float  # of each request's own ratio
+    median_request_error: float  # of each request's own ratio; of ITL, that of its mean gap
     real_curve: tuple[CurvePoint, ...]
     simulated_curve: tuple[CurvePoint, ...]
 
@@ -114,9 +133,9 @@ class Comparison:
     predictions: tuple[Prediction, ...]
 
 
-def simulated(real: Outcomes, served: Served) -> Outcomes:
-    """The requests of ``real`` that were sent, arriving when they were."""
-    return simulated_requests(Sent.of(real).requests(), served)
+def simulated(real: Outcomes, served: Served, asked: Sequence[Request] = ()) -> Outcomes:
+    """The requests of ``real`` that were sent, arriving when they were; ``asked`` as for :meth:`Sent.of`."""
+    return simulated_requests(Sent.of(real, asked).requests(), served)
 
 
 def simulated_requests(requests: Sequence[Request], served: Served) -> Outcomes:
@@ -128,6 +147,8 @@ def simulated_requests(requests: Sequence[Request], served: Served) -> Outcomes:
         outstanding_per_slot=2 if served.behind_gateway else _ANY_NUMBER,
         most_waiting=max(1, len(requests)),
         overhead_s=served.overhead_s,
+        token_times=config.pp == 1,
+        prefix_cache=served.prefix_cache,
     )
     return simulate(
         [replace(r, model="m") for r in requests], scenario, Policies(deployer=_Fixed(served))
@@ -186,27 +207,55 @@ def _prediction(source: str, sent: Outcomes, model: Outcomes) -> Prediction:
     if not both.any():
         raise BadInputError("no request completed on both sides; there is nothing to compare")
     a, b = sent.select(both), model.select(both)
-    return Prediction(
-        source=source,
-        completed=int(model.completed.sum()),
-        metrics=(
-            _metric("TTFT", a.ttft_from_send_s, b.ttft_from_send_s),
-            _metric("TPOT", a.tpot_s, b.tpot_s),
-            _metric("E2E", a.e2e_from_send_s, b.e2e_from_send_s),
-        ),
-    )
+    metrics = [
+        _metric("TTFT", a.ttft_from_send_s, b.ttft_from_send_s),
+        _metric("TPOT", a.tpot_s, b.tpot_s),
+        _metric("E2E", a.e2e_from_send_s, b.e2e_from_send_s),
+    ]
+    gaps = [token_gaps_s(one) for one in (a, b) if one.num_gaps is not None]
+    if len(gaps) == 2 and all(map(len, gaps)):
+        metrics.insert(
+            1, replace(_percentiles("ITL", *gaps), median_request_error=metrics[1].median_request_error)
+        )
+    return Prediction(source=source, completed=int(model.completed.sum()), metrics=tuple(metrics))
+
+
+def token_gaps_s(outcomes: Outcomes) -> Floats:
+    """Return the seconds from each token to the next, pooled over the requests: ITL.
+
+    A client sees pieces, and a piece may hold several tokens: those that arrive together have gaps of 0, on either
+    side, so that each answer has one gap less than tokens and their sum is its E2E less its TTFT.
+
+    Raises:
+        BadInputError: gaps were not recorded.
+    """
+    if outcomes.num_gaps is None:
+        raise BadInputError("no gaps between tokens were recorded of these requests")
+    together = np.maximum(outcomes.output_tokens - 1 - outcomes.num_gaps, 0)
+    return np.concatenate([outcomes.gaps_s.astype(np.float64), np.zeros(int(together.sum()))])
+
+
+def relative_error(simulated_s: float, real_s: float) -> float:
+    """Return simulated over real, less 1; a real gap of 0 counts as a nanosecond, so that the error is finite."""
+    return simulated_s / max(real_s, _NO_GAP_S) - 1 if simulated_s != real_s else 0.0
 
 
 def _metric(name: str, real_s: Floats, simulated_s: Floats) -> Metric:
     known = ~(np.isnan(real_s) | np.isnan(simulated_s))
-    real_s, simulated_s = real_s[known], simulated_s[known]
+    return _percentiles(name, real_s[known], simulated_s[known])
+
+
+def _percentiles(name: str, real_s: Floats, simulated_s: Floats) -> Metric:
+    """Return both sides at ``PERCENTS``; of as many values, in pairs, also the median of their ratios."""
     a, b = (tuple(float(v) for v in np.percentile(values, PERCENTS)) for values in (real_s, simulated_s))
     return Metric(
         name=name,
         real_s=a,
         simulated_s=b,
-        errors=tuple(y / x - 1 for x, y in zip(a, b, strict=True)),
-        median_request_error=float(np.median(simulated_s / real_s)) - 1,
+        errors=tuple(relative_error(y, x) for x, y in zip(a, b, strict=True)),
+        median_request_error=(
+            float(np.median(simulated_s / real_s)) - 1 if len(real_s) == len(simulated_s) and real_s.all() else 0.0
+        ),
         real_curve=curve(real_s),
         simulated_curve=curve(simulated_s),
     )

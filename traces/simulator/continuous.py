@@ -24,11 +24,13 @@ from __future__ import annotations
 import heapq
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from traces.simulator.kv_use import KvMeter
+from traces.simulator.prefix_cache import PrefixCache
 from traces.simulator.requests import Requests
 from traces.simulator.step_model import Limits, StepModel
+from traces.simulator.token_times import TokenTimes
 from traces.simulator.workers import Server, Stage
 
 __all__ = ["AdmissionQueue", "ContinuousWorker"]
@@ -78,6 +80,7 @@ class ContinuousWorker(Server):
         "_decoders",
         "_first_s",
         "_last_s",
+        "_prefixes",
         "_prompts",
         "_queue",
         "_requests",
@@ -85,6 +88,7 @@ class ContinuousWorker(Server):
         "_rounds",
         "_step_tokens",
         "_steps",
+        "_tokens",
     )  # fmt: skip
     cuts = True
 
@@ -105,6 +109,8 @@ class ContinuousWorker(Server):
         self._step_tokens = limits.max_batched_tokens
         self._requests = requests
         self._first_s, self._last_s = requests.first_s, requests.last_s
+        self._tokens = None if requests.token_s is None else TokenTimes(requests.token_s)
+        self._prefixes = None if requests.prefix_blocks is None else PrefixCache(requests.prefix_blocks)
         self._queue = queue or AdmissionQueue(limits)
         if limits.kv_tokens is not None:
             self.kv = KvMeter(limits.kv_tokens, ready_s)
@@ -155,7 +161,8 @@ class ContinuousWorker(Server):
         queue = self._queue
         row, input_tokens, output_tokens = queue.waiting.popleft()
         queue.take(queue.claimed_tokens(input_tokens, output_tokens))
-        return [row, input_tokens, output_tokens, 0]
+        cached = 0 if self._prefixes is None else self._prefixes.admit(row, input_tokens)
+        return [row, input_tokens, output_tokens, cached]
 
     def _prefill(self, budget: int, *, admits: bool) -> tuple[int, float]:
         """Fill the step's ``budget`` of tokens with prompts: their tokens, and their attention's time."""
@@ -171,9 +178,10 @@ class ContinuousWorker(Server):
         while left and admits and self._queue.takes_next:
             prompt = self._admitted()
             self._prompts.append(prompt)
-            tokens = min(left, prompt[1])
+            cached = prompt[3]
+            tokens = min(left, prompt[1] - cached)
             left -= tokens
-            attention_s += attention[tokens]
+            attention_s += attention[cached + tokens] - attention[cached]
             chunks.append((prompt, tokens))
         return budget - left, attention_s
 
@@ -181,7 +189,9 @@ class ContinuousWorker(Server):
         if self.kv is not None:
             room, queue = self.kv.room_tokens, self._queue
             self.kv.add(now_s - self.begun_s, room - self._begun_kv_free, room - queue.kv_free)
-        decoders, rounds = self._decoders, self._rounds
+        decoders, rounds, token_times = self._decoders, self._rounds, self._tokens
+        if token_times is not None:
+            token_times.ran(self._step_ends(now_s))
         self._round = here = self._round + rounds
         if decoders:
             self._cached += rounds * len(decoders)
@@ -198,6 +208,8 @@ class ContinuousWorker(Server):
             if cached < input_tokens:
                 continue
             ended += 1
+            if token_times is not None:
+                token_times.answers(row)
             if self._first_s[row] != self._first_s[row]:  # one that was moved here has had its first token
                 self._first_s[row] = now_s
             if output_tokens == 1:
@@ -208,7 +220,19 @@ class ContinuousWorker(Server):
         self._chunks.clear()
         del self._prompts[:ended]  # prompts end in their order: only the last of a step can be cut
 
+    def _step_ends(self, now_s: float) -> Iterator[float]:
+        """Yield the ends of the steps of the run that has ended, as if all of it had been of one speed."""
+        if self._rounds > 1:
+            n, run_s = len(self._decoders), self._steps.run_s
+            context = self._cached / n + 1
+            pace = (now_s - self.begun_s) / run_s(n, context, self._rounds)
+            for steps in range(1, self._rounds):
+                yield self.begun_s + pace * run_s(n, context, steps)
+        yield now_s
+
     def _leave(self, row: int, kv_tokens: int, now_s: float) -> None:
+        if self._tokens is not None:
+            self._tokens.leaves(row)
         self._last_s[row] = now_s
         self.outstanding -= 1
         self._queue.leave(kv_tokens)

@@ -131,6 +131,8 @@ class PreemptingWorker(ContinuousWorker):
             input_tokens = cached + 1
             self._cached -= cached
             queue.leave(cached)
+            if self._tokens is not None:
+                self._tokens.leaves(row)
         self._preempted[row] = input_tokens, output_tokens
         queue.waiting.appendleft((row, input_tokens, output_tokens))
         meter.preemptions += 1

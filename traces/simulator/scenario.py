@@ -214,6 +214,8 @@ class Scenario:
     rejects_by_forecast: bool = False
     variants: Mapping[str, str] = field(default_factory=dict)  # names of variants -> the deployment that has them
     registered: tuple[str, ...] = ()  # of those, what idle replicas load before it is asked for, in this order
+    token_times: bool = False  # the outcomes have the gaps between an answer's tokens, too
+    prefix_cache: bool = False  # workers compute no prefix of a prompt again (``prefix_cache``)
 
     def __post_init__(self) -> None:
         if not self.cluster.gpus:
@@ -234,6 +236,12 @@ class Scenario:
         for action in self.actions:
             _check(action, nodes, names)
         self._check_variants()
+        if self.token_times and self.service not in (Service.CONTINUOUS, Service.STEPPED):
+            raise ConfigError(f"the times of single tokens are not simulated in {self.service} service")
+        if self.prefix_cache and self.service is not Service.CONTINUOUS:
+            raise ConfigError(
+                f"a prefix cache in {self.service} service is not simulated; it needs {Service.CONTINUOUS}"
+            )
 
     @property
     def variant_deployment(self) -> str | None:

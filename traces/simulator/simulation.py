@@ -60,6 +60,8 @@ def simulate(
         raise ConfigError("stepped service needs a batching policy to be handed in")
     if policies.cluster_policy is not None and not policies.cluster_policy.every_s > 0:
         raise ConfigError(f"a cluster policy looks at intervals above 0 s, got {policies.cluster_policy.every_s}")
+    if scenario.token_times and policies.cluster_policy is not None:
+        raise ConfigError("the times of single tokens are simulated of workers that no cluster policy moves")
     world = _World(scenario, policies)
     try:
         return _follow(requests, world, progress)
@@ -94,7 +96,7 @@ class _World:
 
     def __init__(self, scenario: Scenario, policies: Policies) -> None:
         self._scenario = scenario
-        self.requests = Requests()
+        self.requests = Requests(token_times=scenario.token_times, prefix_cache=scenario.prefix_cache)
         self._cluster = Cluster(scenario.cluster, policies.contention_of(scenario.service))
         self._deployments = Deployments(scenario, policies, self._cluster, self.requests)
         self.events = self._cluster.events
@@ -175,7 +177,9 @@ class _World:
                 f"request {number} at {now_s:g} s has {request.input_tokens} input and {request.output_tokens} "
                 "output tokens; at least one of each is simulated"
             )
-        row = self.requests.add(now_s, request.input_tokens, request.output_tokens, deployment.index)
+        row = self.requests.add(
+            now_s, request.input_tokens, request.output_tokens, deployment.index, request.prefix_blocks
+        )
         deployment.arrived += 1
         self._deployments.dispatch.arrive(deployment, row, now_s, variant)
         if len(deployment.queue) > self._scenario.most_waiting:

@@ -112,8 +112,10 @@ class SteppedWorker(Server):
         return self._steps.decode_s(sequences, mean) if sequences else 0.0
 
     def finish(self, now_s: float) -> None:
-        first_s, last_s = self._requests.first_s, self._requests.last_s
+        first_s, last_s, token_s = self._requests.first_s, self._requests.last_s, self._requests.token_s
         for chunk in self._plan:
+            if chunk.samples and token_s is not None:
+                token_s[chunk.sequence_id].append(now_s)
             if chunk.samples and first_s[chunk.sequence_id] != first_s[chunk.sequence_id]:
                 first_s[chunk.sequence_id] = now_s
         for row in ask("batching", lambda: self._batcher.complete(self._plan)):

@@ -39,9 +39,16 @@ def new_worker(
         adapters: of continuous service; None: it has no adapter slots.
 
     Raises:
-        ConfigError: a pipeline with adapter slots.
+        ConfigError: a pipeline with adapter slots, a prefix cache or the times of single tokens; a prefix cache
+            with adapters.
     """
-    _, stages, _, steps, _ = args
+    _, stages, _, steps, requests = args
+    cache = requests.prefix_blocks is not None
+    if (cache or requests.token_s is not None) and pipelined and len(stages) > 1:
+        what = "a prefix cache" if cache else "the times of single tokens"
+        raise ConfigError(f"{what} in a pipeline that keeps its stages full: this is not simulated")
+    if cache and adapters is not None:
+        raise ConfigError("a prefix cache next to adapters is not simulated; each adapter has prefixes of its own")
     preempts = steps.limits.preempts and steps.limits.kv_tokens is not None
     if adapters is not None:
         if pipelined and len(stages) > 1:

@@ -69,6 +69,7 @@ def parse(argv):
     serve.add_argument("--compilation-config", type=json.loads, default={})
     serve.add_argument("--disable-uvicorn-access-log", action="store_true")
     serve.add_argument("--skip-tokenizer-init", action="store_true")
+    serve.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
     serve.add_argument("--middleware", action="append", default=[])
     serve.add_argument("--enable-auto-tool-choice", action="store_true")
     serve.add_argument("--tool-call-parser")
