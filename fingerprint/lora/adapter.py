@@ -11,12 +11,13 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from math import prod
 from pathlib import Path
 
 import numpy as np
 
-from fingerprint.checkpoint import SINGLE_FILE, Checkpoint, TensorEntry
+from fingerprint.checkpoint import CHUNK_BYTES, SINGLE_FILE, Checkpoint, TensorEntry
 from fingerprint.errors import CheckpointError, NotFoundError, UnsupportedAdapterError
 from fingerprint.float_bytes import FLOAT_DTYPES, decode_floats
 from fingerprint.folder_file import file_within
@@ -30,6 +31,7 @@ __all__ = [
     "LoraAdapter",
     "LoraModule",
     "check_values",
+    "content_sha256",
     "open_weights",
     "read_adapter",
     "require_mergeable",
@@ -135,6 +137,22 @@ def check_values(adapter: LoraAdapter) -> None:
                     f"tensor {name[:_MAX_SHOWN]!r} of {adapter.folder / WEIGHTS_FILE} has NaN or infinite values; "
                     "the training diverged, or the file is damaged: take an earlier one"
                 )
+
+
+def content_sha256(adapter: LoraAdapter) -> str:
+    """Return the hash of all that ``adapter`` computes: of its configuration and its file of tensors.
+
+    Raises:
+        NotFoundError, CheckpointError: a file is gone, or lies outside the folder.
+    """
+    digest = sha256()
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        file = _own_file(adapter.folder, name)
+        digest.update(f"{name} {file.stat().st_size}\n".encode())
+        with file.open("rb") as stream:
+            while piece := stream.read(CHUNK_BYTES):
+                digest.update(piece)
+    return digest.hexdigest()
 
 
 def open_weights(folder: Path) -> Checkpoint:

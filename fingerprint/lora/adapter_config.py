@@ -178,7 +178,7 @@ def parse_adapter_config(fields: Mapping[str, object]) -> AdapterConfig:
 
 def _merged_only(method: str, fields: Mapping[str, object]) -> Iterator[MergedPart]:
     if method == IA3:
-        yield MergedPart("IA3", "peft_type is 'IA3': inputs and outputs of matrices are scaled")
+        yield MergedPart("scaling", "peft_type is 'IA3': inputs and outputs of matrices are scaled")
     for name, (kind, why) in _MERGED.items():
         if _is_on(fields.get(name)):
             yield MergedPart(kind, f"{name} is set: {why}")

@@ -33,7 +33,12 @@ class MergeResult:
 
 
 def merge_adapter(
-    base: Path, adapter: LoraAdapter, target: Path, *, progress: Progress | None = None
+    base: Path,
+    adapter: LoraAdapter,
+    target: Path,
+    *,
+    progress: Progress | None = None,
+    durable: bool = True,
 ) -> MergeResult:
     """Write to ``target`` the model of ``base`` with the changes of ``adapter``.
 
@@ -41,6 +46,7 @@ def merge_adapter(
         base: a checkpoint directory (one or many safetensors files), which is not changed.
         target: a directory that is not there yet (or is empty); it appears whole or not at all.
         progress: called with bytes written so far and in all.
+        durable: all files are on the disk before ``target`` appears.
 
     Raises:
         UnsupportedAdapterError: no merge computes ``adapter``, or not with these weights.
@@ -57,7 +63,7 @@ def merge_adapter(
     check_values(adapter)
     tensors = open_weights(adapter.folder)
     updates = {change.target: partial(changed_pieces, change, checkpoint, tensors) for change in changes}
-    written = write_derived(checkpoint, updates, target, progress=progress)
+    written = write_derived(checkpoint, updates, target, progress=progress, durable=durable)
     return MergeResult(
         directory=target,
         num_merged=len(updates),

@@ -76,10 +76,13 @@ CASES: dict[str, KindCase] = {
     "tokens-of-both": KindCase(
         config=_lora(trainable_token_indices={"embed_tokens": [5, 3], "lm_head": [31]}), kinds=("tokens",)
     ),
-    "ia3": KindCase(config=_IA3, is_ia3=True, kinds=("IA3",)),
-    "ia3-bfloat16": KindCase(config=_IA3, is_ia3=True, dtype="BF16", kinds=("IA3",)),
+    "ia3": KindCase(config=_IA3, is_ia3=True, kinds=("scaling",)),
+    "ia3-bfloat16": KindCase(config=_IA3, is_ia3=True, dtype="BF16", kinds=("scaling",)),
     "ia3-biases-and-saved": KindCase(
-        config=_IA3 | {"modules_to_save": ["lm_head"]}, base=BIASED, is_ia3=True, kinds=("IA3", "whole modules")
+        config=_IA3 | {"modules_to_save": ["lm_head"]},
+        base=BIASED,
+        is_ia3=True,
+        kinds=("scaling", "whole modules"),
     ),
     "combined": KindCase(
         config=_lora(

@@ -32,6 +32,7 @@ from fingerprint.companion_files import copy_files, differing_companions
 from fingerprint.delta.formats import EMBEDDING_FORMAT, DeltaFormat
 from fingerprint.delta.manifest import (
     MANIFEST_VERSION,
+    AdapterOrigin,
     Calibration,
     CompanionRecord,
     DeltaManifest,
@@ -71,6 +72,7 @@ class CompressOrder:
     max_error: float | None  # of a matrix, beyond which it gets a finer format; None: any
     base_name: str
     finetuned_name: str
+    adapter: AdapterOrigin | None = None  # that was merged into the base to make the fine-tune
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - a value; work goes on with any other
 
 
@@ -108,6 +110,7 @@ class _Job:
     max_tokens: int
     format: str
     max_error: float | None
+    adapter: AdapterOrigin | None
 
 
 def compress_delta(order: CompressOrder, progress: Progress | None = None) -> CompressResult:
@@ -229,6 +232,7 @@ def _job(order: CompressOrder, pair: CheckpointPair) -> bytes:
         max_tokens=MAX_TOKENS,
         format=order.format.name,
         max_error=order.max_error,
+        adapter=order.adapter,
     )
     return to_json(job)
 
@@ -277,4 +281,5 @@ def _manifest(
             CompanionRecord(name=file.name, sha256=hashlib.sha256(file.read_bytes()).hexdigest())
             for file in sorted(companions)
         ),
+        adapter=order.adapter,
     )

@@ -17,7 +17,7 @@ from daemon.variants.compress.pair import CheckpointPair
 from fingerprint.config import WeightFormat
 from fingerprint.errors import CheckpointError, EngineError, UnsupportedModelError
 
-__all__ = ["ModelParts", "layer_stage", "read_common_source", "sort_parts"]
+__all__ = ["ModelParts", "check_layers", "layer_stage", "read_common_source", "sort_parts"]
 
 _MAX_SHOWN = 200
 
@@ -46,13 +46,22 @@ def read_common_source(base: Path, finetuned: Path, device: torch.device) -> Mod
     """
     source = read_source(finetuned, device, torch.float32)
     check_configs(read_source(base, device, torch.float32), source)
+    _check_stages(source)
+    return source
+
+
+def check_layers(base: Path, device: torch.device) -> None:
+    """Raise UnsupportedModelError, or errors of ``read_source``, where no delta of ``base`` can be made."""
+    _check_stages(read_source(base, device, torch.float32))
+
+
+def _check_stages(source: ModelSource) -> None:
     try:
         layer_stage(source, 0)
     except EngineError as error:
         raise UnsupportedModelError(
-            f"no delta can be made of {finetuned}: {error}; deploy it as a model of its own"
+            f"no delta can be made of {source.checkpoint}: {error}; deploy it as a model of its own"
         ) from error
-    return source
 
 
 def sort_parts(source: ModelSource, pair: CheckpointPair) -> ModelParts:
