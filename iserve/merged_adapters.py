@@ -56,7 +56,7 @@ def fine_tune(
     Raises:
         BadInputError, UnavailableError: as ``model_source.resolve``, ``merge_adapter`` and ``check_base``.
     """
-    if not is_adapter(finetuned):
+    if finetuned in registered or not is_adapter(finetuned):
         model = resolve(finetuned, registered)
         yield FineTune(model.name, model.directory, model.has_weights, None)
         return

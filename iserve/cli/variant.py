@@ -40,7 +40,7 @@ def register(app: typer.Typer) -> None:
         no_args_is_help=True,
     )
     variant.command("inspect", epilog="Example: iserve variant inspect ./my-adapter --base iserve-demo")(inspect)
-    variant.command("merge", epilog="Example: iserve variant merge iserve-demo ./my-adapter ./my-model")(merge)
+    variant.command("merge", epilog="Example: iserve variant merge iserve-demo ./my-dora ./my-model")(merge)
     variant_delta.register(variant)
     variant_register.register(variant)
     app.add_typer(variant, name="variant")
@@ -82,8 +82,9 @@ def merge(
 ) -> None:
     """Write BASE with the LoRA, DoRA or IA3 in ADAPTER merged into it to OUT, for `deploy`.
 
-    OUT has the files, names and types of BASE and appears when it is complete: interrupted, the same command
-    begins anew. BASE and ADAPTER are not changed.
+    Trained biases, tokens, embeddings and whole modules in ADAPTER are merged too. OUT has the files, names and
+    types of BASE and appears when it is complete: interrupted, the same command begins anew. BASE and ADAPTER are
+    not changed.
     """
     from iserve.cli.connection import registered_models
     from iserve.cli.progress import StepDisplay

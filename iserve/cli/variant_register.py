@@ -40,7 +40,9 @@ _NOT_FOLLOWED = "the gateway has not taken the change over within 10 s (`iserve 
 
 
 def register(variant: typer.Typer) -> None:
-    variant.command("add", epilog="Example: iserve variant add my-style --base iserve-demo ./my-adapter")(add)
+    variant.command(
+        "add", epilog="Example: iserve variant add my-style --base iserve-demo ./my-dora --format int4"
+    )(add)
     variant.command("ls", epilog="Example: iserve variant ls --json")(list_variants)
     variant.command("show", epilog="Example: iserve variant show my-style")(show)
     variant.command("rm", epilog="Example: iserve variant rm my-style")(rm)

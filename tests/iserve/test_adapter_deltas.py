@@ -17,6 +17,8 @@ import pytest
 from daemon.variants.compress import CompressOrder, compress_delta
 from fingerprint.delta import FORMATS, read_delta
 from fingerprint.lora import content_sha256, merge_adapter, read_adapter
+from iserve.merged_adapters import fine_tune
+from iserve.model_source import resolve
 from tests.bad_input.conftest import Api, api
 from tests.fingerprint.adapter_kinds import CASES, write_kind
 from tests.fingerprint.small_adapters import (
@@ -30,7 +32,7 @@ from tests.fingerprint.small_adapters import (
     write_base,
     write_ia3,
 )
-from tests.fingerprint.small_fine_tunes import read_bytes
+from tests.fingerprint.small_fine_tunes import TEXTS, read_bytes, tiny_tensors, write_model
 from tests.golden_words import Golden
 from tests.iserve.command_line import Done, iserve
 from tests.iserve.test_variant_register import body, command, content, empty, store
@@ -115,6 +117,46 @@ def test_an_export_is_the_merged_model_but_for_what_the_format_loses(
             assert np.array_equal(found[name], wanted)
         elif not np.array_equal(wanted, before[name]):
             assert np.square(found[name] - wanted).sum() < 0.05 * np.square(before[name] - wanted).sum()
+
+
+def test_the_bits_are_chosen_by_measured_loss_as_for_a_full_fine_tune(
+    iserve: Callable[..., Done], tmp_path: Path
+) -> None:
+    base = write_model(tmp_path / "base", tiny_tensors())
+    lora = {
+        f"{PREFIX}{Q0}.lora_A.weight": values((4, 64), 1),
+        f"{PREFIX}{Q0}.lora_B.weight": values((64, 4), 2, 0.1),
+        f"{PREFIX}{Q0}.lora_magnitude_vector": values((64,), 3) + 1,
+    }
+    adapter = write_adapter(tmp_path / "adapter", lora, target_modules=["q_proj"], use_dora=True)
+    (tmp_path / "texts.txt").write_text("\n\n".join(TEXTS))
+    command = ("variant", "compress", base, adapter, tmp_path / "made" / "delta", "--text", tmp_path / "texts.txt")
+    found = iserve(*command, "--max-quality-loss", "0", "--json")
+    assert found.code != 0
+    assert "no format keeps the loss" in found.err
+    assert left(tmp_path / "made") == []
+    judged = iserve(*command, "--max-quality-loss", "100", "--json").document
+    assert [trial["is_kept"] for trial in judged["judgement"]["trials"]] == [True]
+    assert left(tmp_path / "made") == ["delta"]
+
+
+def test_a_base_of_which_no_delta_is_made_is_refused_before_the_merge(
+    iserve: Callable[..., Done], tmp_path: Path, golden: Golden
+) -> None:
+    base = write_base(tmp_path / "base", model_type="granite", architectures=["GraniteForCausalLM"])
+    done = iserve("variant", "compress", base, write_kind(tmp_path / "adapter", "dora"), tmp_path / "delta")
+    assert done.code != 0
+    golden("variant", done.err)
+    assert left(tmp_path) == ["adapter", "base"]
+
+
+def test_a_registered_name_is_no_adapters_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    base, adapter = write_base(tmp_path / "base"), write_kind(tmp_path / "tuned", "dora")
+    source = resolve(str(base), {})
+    for registered, is_model in (({"tuned": base}, True), ({}, False)):
+        with fine_tune(adapter.name, source, tmp_path / "out", registered, None, lambda _: None) as found:
+            assert (found.adapter is None, found.directory == base) == (is_model, is_model)
 
 
 def test_a_model_has_no_adapter_in_its_manifest(iserve: Callable[..., Done], tmp_path: Path) -> None:
