@@ -244,7 +244,9 @@ def _text(fields: Mapping[str, object], name: str) -> str | None:
 
 def _token_rows(value: object) -> tuple[tuple[str | None, tuple[int, ...]], ...]:
     """Return the rows of ``trainable_token_indices``, in the order of the trained tensor's."""
-    if isinstance(value, dict) and len(value) <= _MAX_ENDS:
+    if isinstance(value, dict):
+        if len(value) > _MAX_ENDS:
+            raise ConfigError(f"trainable_token_indices must name at most {_MAX_ENDS} modules, got {len(value):,}")
         return tuple((name, _rows(rows, f"trainable_token_indices[{show(name)}]")) for name, rows in value.items())
     return ((None, _rows(value, "trainable_token_indices")),) if _is_on(value) else ()
 

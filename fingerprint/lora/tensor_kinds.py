@@ -142,7 +142,7 @@ def _unexplained(found: SortedTensors, config: AdapterConfig) -> Iterator[tuple[
         module, is_bias = module_of(target), target.endswith(".bias")
         is_said = config.bias != "none" if is_bias else module.endswith(_SAVED_UNASKED)
         if module not in updated or not is_said:
-            yield tensor, f"a whole module that was trained, {unset}"
+            yield tensor, f"{'a trained bias' if is_bias else 'a whole module that was trained'}, {unset}"
     for module, tensor in found.of("tokens").items():
         if module in updated or f"{module}.weight" in found.saved:
             yield tensor, "trained embeddings of tokens of a module that is changed otherwise as well"

@@ -56,7 +56,12 @@ CASES: dict[str, KindCase] = {
         kinds=("DoRA", "embeddings", "whole modules"),
     ),
     "vocabulary": KindCase(
-        config=_lora(target_modules=["q_proj", "embed_tokens", "lm_head"]), kinds=("embeddings", "whole modules")
+        config=_lora(
+            target_modules=["q_proj", "embed_tokens", "lm_head"],
+            rank_pattern={"embed_tokens": 2},
+            alpha_pattern={"embed_tokens": 3, "lm_head": 5},
+        ),
+        kinds=("embeddings", "whole modules"),
     ),
     "lora-bias": KindCase(config=_lora(lora_bias=True), base=BIASED, kinds=("biases of updates",)),
     "bias-all": KindCase(config=_lora(bias="all"), base=BIASED, kinds=("biases of the base",)),

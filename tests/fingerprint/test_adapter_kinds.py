@@ -43,9 +43,12 @@ PREFIX = "base_model.model."
 EMBEDDINGS, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
 
-@pytest.mark.parametrize("files", [1, 3])
+@pytest.mark.parametrize(("files", "chunk"), [(1, 4 * 2**20), (3, 40)])
 @pytest.mark.parametrize("case", CASES)
-def test_merged_weights_are_those_of_peft(case: str, files: int, tmp_path: Path) -> None:
+def test_merged_weights_are_those_of_peft(
+    case: str, files: int, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fingerprint.checkpoint, "CHUNK_BYTES", chunk)
     asked = CASES[case]
     base = write_base(tmp_path / "base", asked.dtype, files, **asked.base)
     adapter = read_adapter(write_kind(tmp_path / "adapter", case))

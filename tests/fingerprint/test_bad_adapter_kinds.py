@@ -12,7 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import fingerprint.checkpoint
+from fingerprint.checkpoint import Checkpoint
 from fingerprint.errors import CheckpointError, ConfigError, IserveError, UnsupportedAdapterError
+from fingerprint.float_bytes import decode_floats
 from fingerprint.lora import merge_adapter, read_adapter
 from fingerprint.lora.adapter import WEIGHTS_FILE
 from tests.fingerprint.adapter_kinds import write_kind
@@ -177,6 +180,58 @@ BAD: dict[str, tuple[type[IserveError], dict[str, Floats], dict[str, Any], dict[
         {"modules_to_save": ["lm_head", "embed_tokens"]},
         _TIED,
     ),
+    "tied-by-its-tensors": (
+        UnsupportedAdapterError,
+        factors({Q0: 4}) | _SAVED_INPUTS,
+        {"modules_to_save": ["embed_tokens"]},
+        {"has_head": False},
+    ),
+    "rows-of-two-for-one-list": (
+        CheckpointError,
+        token_rows(values((1, HIDDEN), 1)) | token_rows(values((1, HIDDEN), 1), "lm_head"),
+        {"trainable_token_indices": [1]},
+        {},
+    ),
+    "rows-and-update": (
+        UnsupportedAdapterError,
+        _EMBEDDING | token_rows(values((1, HIDDEN), 1)),
+        _ALL | {"trainable_token_indices": [1]},
+        {},
+    ),
+    "rows-of-many-modules": (
+        ConfigError,
+        token_rows(values((1, HIDDEN), 1)),
+        {"trainable_token_indices": {f"module-{number}": [1] for number in range(300)}},
+        {},
+    ),
+    "saved-many": (
+        ConfigError,
+        factors({Q0: 4}) | _SAVED_HEAD,
+        {"modules_to_save": [f"module-{number}" for number in range(300)]},
+        {},
+    ),
+    "bias-beneath-no-update": (
+        UnsupportedAdapterError,
+        factors({Q0: 4}) | {f"{PREFIX}model.layers.0.self_attn.k_proj.base_layer.bias": values((KV_WIDTH,), 1)},
+        {"bias": "all"},
+        BIASED,
+    ),
+    "name-without-end": (
+        UnsupportedAdapterError,
+        factors({Q0: 4}) | {f"{PREFIX}{'norm.' * 200}weight": values((HIDDEN,), 1)},
+        {"modules_to_save": ["norm"]},
+        {},
+    ),
+    "two-kinds-of-update": (
+        UnsupportedAdapterError,
+        _EMBEDDING
+        | {
+            f"{PREFIX}model.embed_tokens.lora_A.weight": values((4, HIDDEN), 1),
+            f"{PREFIX}model.embed_tokens.lora_B.weight": values((VOCAB, 4), 1),
+        },
+        _ALL,
+        {},
+    ),
     "tied-update": (UnsupportedAdapterError, _EMBEDDING, _ALL, _TIED | {"has_head": False}),
     "tied-rows-of-the-head": (
         UnsupportedAdapterError,
@@ -249,6 +304,38 @@ def test_what_is_wrong_is_one_line_and_nothing_is_left(case: str, tmp_path: Path
         write_tensors(written / "model.safetensors", every | {zeros: every[zeros] * 0})
     write_adapter(tmp_path / "adapter", tensors, **fields)
     _refused(tmp_path, kind, golden)
+
+
+def test_what_is_saved_for_both_of_tied_embeddings_is_compared_to_the_last_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fingerprint.checkpoint, "CHUNK_BYTES", 64)
+    whole = values((VOCAB, HIDDEN), 9)
+    other = whole.copy()
+    other[-1, -1] += 1
+    tensors = factors({Q0: 4}) | {f"{PREFIX}{EMBEDDINGS}": whole, f"{PREFIX}{HEAD}": other}
+    adapter = write_adapter(tmp_path / "adapter", tensors, modules_to_save=["embed_tokens", "lm_head"])
+    base = write_base(tmp_path / "base", tie_word_embeddings=True)
+    with pytest.raises(UnsupportedAdapterError):
+        merge_adapter(base, read_adapter(adapter), tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind", ["saved", "tokens", "ia3", "dora"])
+def test_one_that_changes_meanwhile_is_an_error(kind: str, tmp_path: Path) -> None:
+    """Its tensors have other shapes than when they were compared with the base."""
+    base = write_base(tmp_path / "base")
+    adapter = read_adapter(write_kind(tmp_path / "adapter", kind))
+    file = tmp_path / "adapter" / WEIGHTS_FILE
+    checkpoint = Checkpoint.of_file(file)
+    end = {"saved": HEAD, "tokens": "trainable_tokens_delta", "ia3": "ia3_l", "dora": "magnitude_vector"}[kind]
+    every = {
+        name: decode_floats(checkpoint.read(name), entry.dtype).reshape(entry.shape)
+        for name, entry in checkpoint.tensors.items()
+    }
+    write_tensors(file, {name: each[..., None] if name.endswith(end) else each for name, each in every.items()})
+    with pytest.raises(CheckpointError, match="changed while"):
+        merge_adapter(base, adapter, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def _refused(tmp_path: Path, kind: type[IserveError], golden: Golden) -> None:

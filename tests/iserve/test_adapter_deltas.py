@@ -120,7 +120,7 @@ def test_an_export_is_the_merged_model_but_for_what_the_format_loses(
 
 
 def test_the_bits_are_chosen_by_measured_loss_as_for_a_full_fine_tune(
-    iserve: Callable[..., Done], tmp_path: Path, golden: Golden
+    iserve: Callable[..., Done], tmp_path: Path
 ) -> None:
     base = write_model(tmp_path / "base", tiny_tensors())
     lora = {
@@ -133,7 +133,7 @@ def test_the_bits_are_chosen_by_measured_loss_as_for_a_full_fine_tune(
     command = ("variant", "compress", base, adapter, tmp_path / "made" / "delta", "--text", tmp_path / "texts.txt")
     found = iserve(*command, "--max-quality-loss", "0", "--json")
     assert found.code == 1
-    golden("variant", found.err, numbers=False)
+    assert all(name in found.err for name in ("int2", "int3", "int4"))
     assert left(tmp_path / "made") == []
     judged = iserve(*command, "--max-quality-loss", "100", "--json").document
     assert [trial["is_kept"] for trial in judged["judgement"]["trials"]] == [True]
