@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import fingerprint.checkpoint
 from fingerprint.errors import UnsupportedAdapterError
-from fingerprint.lora import merge_adapter, read_adapter, require_supported
+from fingerprint.lora import content_sha256, merge_adapter, read_adapter, require_supported
 from tests.fingerprint.adapter_kinds import CASES, merged_by_peft, recorded, write_kind
 from tests.fingerprint.small_adapters import (
     BIASED,
@@ -208,6 +208,16 @@ def test_feedforward_modules_of_an_expression_are_those_with_vectors_of_inputs(t
     adapter = write_ia3(tmp_path / "adapter", feedforward_modules=".*down_proj", target_modules="all-linear")
     merge_adapter(write_base(tmp_path / "base"), read_adapter(adapter), tmp_path / "out")
     assert tensors_of(tmp_path / "out") != tensors_of(tmp_path / "base")
+
+
+def test_the_hash_is_of_all_that_an_adapter_computes(tmp_path: Path) -> None:
+    made = {
+        name: read_adapter(write_adapter(tmp_path / name, factors({Q0: 4}, seed), lora_alpha=alpha))
+        for name, seed, alpha in (("one", 1, 8), ("same", 1, 8), ("values", 2, 8), ("scale", 1, 9))
+    }
+    hashes = {name: content_sha256(adapter) for name, adapter in made.items()}
+    assert hashes["one"] == hashes["same"]
+    assert len(set(hashes.values())) == 3
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -322,7 +322,7 @@ def test_what_is_saved_for_both_of_tied_embeddings_is_compared_to_the_last_value
 
 @pytest.mark.parametrize("kind", ["saved", "tokens", "ia3", "dora"])
 def test_one_that_changes_meanwhile_is_an_error(kind: str, tmp_path: Path) -> None:
-    """Its tensors have other shapes than when they were compared with the base."""
+    """Tensors of other shapes than those that were compared with the base."""
     base = write_base(tmp_path / "base")
     adapter = read_adapter(write_kind(tmp_path / "adapter", kind))
     file = tmp_path / "adapter" / WEIGHTS_FILE

@@ -110,7 +110,6 @@ class _Job:
     max_tokens: int
     format: str
     max_error: float | None
-    adapter: AdapterOrigin | None
 
 
 def compress_delta(order: CompressOrder, progress: Progress | None = None) -> CompressResult:
@@ -232,7 +231,6 @@ def _job(order: CompressOrder, pair: CheckpointPair) -> bytes:
         max_tokens=MAX_TOKENS,
         format=order.format.name,
         max_error=order.max_error,
-        adapter=order.adapter,
     )
     return to_json(job)
 
