@@ -25,9 +25,10 @@ from iserve.delta_loss import (
     refuse,
     split_texts,
 )
-from iserve.merged_adapters import FineTune, fine_tune, is_adapter
+from iserve.merged_adapters import FineTune, fine_tune
 from iserve.model_source import ModelSource, existing_path, plain_path, resolve
 from iserve.quality.texts import TextFile, read_texts
+from iserve.variants import is_adapter
 
 if TYPE_CHECKING:
     from daemon.variants.compress import CalibrationTexts, CompressOrder, CompressResult

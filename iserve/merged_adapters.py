@@ -9,12 +9,11 @@ from pathlib import Path
 
 from fingerprint.delta import AdapterOrigin
 from fingerprint.lora import content_sha256, merge_adapter
-from fingerprint.lora.adapter_config import CONFIG_FILE
 from fingerprint.safetensors_writer import scratch_directory
-from iserve.model_source import ModelSource, existing_path, resolve
-from iserve.variants import adapter_in, delta_parts
+from iserve.model_source import ModelSource, resolve
+from iserve.variants import adapter_in, delta_parts, is_adapter
 
-__all__ = ["FineTune", "fine_tune", "is_adapter"]
+__all__ = ["FineTune", "fine_tune"]
 
 _MERGING = "MiB merged"
 
@@ -27,12 +26,6 @@ class FineTune:
     directory: Path
     has_weights: bool
     adapter: AdapterOrigin | None  # that was merged into the base; None: it is a model
-
-
-def is_adapter(folder: str) -> bool:
-    """Return whether a folder has the configuration of an adapter."""
-    path = existing_path(folder)
-    return path is not None and path.is_dir() and (path / CONFIG_FILE).exists()
 
 
 @contextmanager

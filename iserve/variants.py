@@ -33,6 +33,7 @@ from fingerprint.lora import (
     read_adapter,
     require_supported,
 )
+from fingerprint.lora.adapter_config import CONFIG_FILE
 from iserve.model_source import ModelSource, existing_path, is_hub_id, plain_path, resolve
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "adapter_in",
     "delta_parts",
     "inspect_adapter",
+    "is_adapter",
     "kept_as_delta",
     "merge_variant",
     "variant_for_serving",
@@ -227,16 +229,24 @@ def _parts_without_slots(adapter: LoraAdapter) -> Iterator[MergedPart]:
         )
 
 
-def kept_as_delta(path: str) -> tuple[MergedPart, ...]:
-    """Return why ``variant add`` makes a delta of what is in the folder ``path``.
+def is_adapter(folder: str) -> bool:
+    """Return whether a folder has the configuration of an adapter."""
+    path = existing_path(folder)
+    return path is not None and path.is_dir() and (path / CONFIG_FILE).exists()
 
-    Empty: it is no adapter, one that an engine serves, or one that is refused, which the controller explains.
+
+def kept_as_delta(folder: str) -> tuple[MergedPart, ...] | None:
+    """Return why ``variant add`` makes a delta of the adapter in ``folder``.
+
+    Empty: it is no adapter, or one that an engine serves. None: it is refused, and the controller says why.
     """
-    try:
-        adapter = adapter_in(path)
-    except IserveError:
+    if not is_adapter(folder):
         return ()
-    return () if adapter.unsupported else delta_parts(adapter)
+    try:
+        adapter = adapter_in(folder)
+    except IserveError:
+        return None
+    return None if adapter.unsupported else delta_parts(adapter)
 
 
 def merge_variant(

@@ -90,7 +90,7 @@ _REFUSED: Mapping[str, str] = {
 _MERGED: Mapping[str, tuple[str, str]] = {
     "lora_bias": ("biases of updates", "biases were trained"),
     "modules_to_save": ("whole modules", "whole modules were trained"),
-    "trainable_token_indices": ("tokens", "embeddings of tokens were trained"),
+    "trainable_token_indices": ("trained tokens", "embeddings of tokens were trained"),
     "use_dora": ("DoRA", "the merged rows are rescaled (DoRA)"),
 }
 _SAME_BASE = ("gaussian", "eva", "orthogonal", "mica")  # initial values that leave the base's weights as they are

@@ -93,11 +93,12 @@ def _tied(adapter: LoraAdapter, base: BaseTensors) -> tuple[Change, ...]:
     if not shared:
         return adapter.changes
     first, change = shared[0], changes[inputs[0]] if inputs else None
+    is_saved = any(changes[name].update is None for name in shared)
     if change is None or len(inputs) > 1 or not _is_for_both(adapter, [changes[name] for name in shared]):
         raise UnsupportedAdapterError(
             f"{adapter.folder} updates {first[:_MAX_SHOWN]}, which the model in {base.name} shares "
             f"{'with its input embeddings' if first in _HEADS else 'with its output layer'}, so that both would "
-            f"change; train the adapter without it{_UNTIED if any(changes[name].saved for name in shared) else ''}"
+            f"change; train the adapter without it{_UNTIED if is_saved else ''}"
         )
     both = [change, *(replace(change, target=head) for head in _HEADS if head in base.tensors)]
     rest = (each for name, each in changes.items() if name not in shared)

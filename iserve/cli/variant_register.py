@@ -127,7 +127,7 @@ def add(
             typer.echo(f"iserve: {path} is kept as a delta, as no engine serves it as an adapter: {why}", err=True)
         if parts or is_fine_tune(path):
             path = held.enter_context(_compressed(controller, settings, name, base, path, options, quiet=as_json))
-        else:
+        elif parts is not None:
             _check_unused(context)
         body = VariantBody(name=name, base=model_argument(base, settings), path=path, replace=replace, pinned=pin)
         with _progress(controller, name, quiet=as_json or not is_terminal()):

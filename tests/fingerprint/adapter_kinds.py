@@ -71,15 +71,17 @@ CASES: dict[str, KindCase] = {
     ),
     "saved": KindCase(config=_lora(modules_to_save=["embed_tokens", "lm_head", "norm"]), kinds=("whole modules",)),
     "saved-block": KindCase(config=_lora(modules_to_save=["layers.1.mlp"]), kinds=("whole modules",)),
-    "tokens": KindCase(config=_lora(trainable_token_indices=[7, 30, 0]), kinds=("tokens",)),
-    "tokens-tied": KindCase(config=_lora(trainable_token_indices=[7, 30, 0]), base=TIED, kinds=("tokens",)),
+    "tokens": KindCase(config=_lora(trainable_token_indices=[7, 30, 0]), kinds=("trained tokens",)),
+    "tokens-tied": KindCase(
+        config=_lora(trainable_token_indices=[7, 30, 0]), base=TIED, kinds=("trained tokens",)
+    ),
     "tokens-named-tied": KindCase(
         config=_lora(trainable_token_indices={"embed_tokens": [5, 3], "lm_head": [5, 3]}),
         base=TIED,
-        kinds=("tokens",),
+        kinds=("trained tokens",),
     ),
     "tokens-of-both": KindCase(
-        config=_lora(trainable_token_indices={"embed_tokens": [5, 3], "lm_head": [31]}), kinds=("tokens",)
+        config=_lora(trainable_token_indices={"embed_tokens": [5, 3], "lm_head": [31]}), kinds=("trained tokens",)
     ),
     "ia3": KindCase(config=_IA3, is_ia3=True, kinds=("scaling",)),
     "ia3-bfloat16": KindCase(config=_IA3, is_ia3=True, dtype="BF16", kinds=("scaling",)),
@@ -94,7 +96,7 @@ CASES: dict[str, KindCase] = {
             use_dora=True, bias="all", modules_to_save=["lm_head", "model.norm"], trainable_token_indices=[1, 2]
         ),
         base=BIASED,
-        kinds=("whole modules", "tokens", "DoRA", "biases of the base"),
+        kinds=("whole modules", "trained tokens", "DoRA", "biases of the base"),
     ),
 }
 

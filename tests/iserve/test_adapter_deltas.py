@@ -217,6 +217,13 @@ class TestAdd:
         done = command(*WORDS, base, write_adapter(tmp_path / "adapter"), "--json")
         assert (done.err, done.document["rank"], done.document["made_of"]) == ("", 4, None)
 
+    def test_options_of_a_compression_are_refused_where_a_plain_one_is_served(
+        self, command: Callable[..., Done], api: Api, base: Path, tmp_path: Path
+    ) -> None:
+        done = command(*WORDS, base, write_adapter(tmp_path / "adapter"), "--format", "int4")
+        assert done.code == 2
+        assert content(api) == set()
+
     def test_over_rest_the_command_is_named(self, api: Api, base: Path, tmp_path: Path, golden: Golden) -> None:
         status, answer = api.ask("POST", "/api/v1/variants", body(base, write_kind(tmp_path / "adapter", "ia3")))
         assert status == 400
@@ -230,6 +237,8 @@ class TestAdd:
         adapter = BAD.get(kind, partial(write_dora, {}))(tmp_path / "adapter")
         if kind == "quantized-base":
             base = write_base(tmp_path / "base", quantization_config={"quant_method": "fp8"})
+        if kind == "unknown-tensor":
+            options = ("--format", "int4")
         if kind == "texts":
             (tmp_path / "texts.txt").write_bytes(b"")
             options = ("--calibration", tmp_path / "texts.txt")
