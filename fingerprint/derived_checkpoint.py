@@ -44,6 +44,7 @@ def write_derived(
     *,
     progress: Progress | None = None,
     companions: Sequence[Path] = (),
+    durable: bool = True,
 ) -> WrittenCheckpoint:
     """Write to ``target`` the checkpoint ``base`` with the tensors of ``replaced`` in place of its own.
 
@@ -51,6 +52,7 @@ def write_derived(
         target: a directory that is not there yet (or is empty); it appears whole or not at all.
         progress: called with bytes written so far and in all.
         companions: tokenizer and settings files that go in place of the base's.
+        durable: all files are on the disk before the name appears.
 
     Raises:
         CheckpointError: a file is unreadable or the disk is full.
@@ -67,7 +69,7 @@ def write_derived(
             progress(done, total)
 
     files = _by_file(base)
-    with new_directory(target, needed_bytes=total, durable=True) as part:
+    with new_directory(target, needed_bytes=total, durable=durable) as part:
         for file, names in files.items():
             tensors = [_output(name, replaced.get(name), base) for name in names]
             write_safetensors(part / file, tensors, on_bytes=on_bytes)

@@ -20,7 +20,7 @@ from pathlib import Path
 from fingerprint.errors import CheckpointError, ConflictError
 from fingerprint.output_file import why_not_written
 
-__all__ = ["OutputTensor", "new_directory", "write_safetensors"]
+__all__ = ["OutputTensor", "new_directory", "remove_abandoned", "scratch_directory", "write_safetensors"]
 
 _ALIGNMENT = 8  # of the first tensor, as the safetensors library pads its headers
 
@@ -50,12 +50,12 @@ def new_directory(target: Path, *, needed_bytes: int, durable: bool = False) -> 
         ConflictError: ``target`` is there already and is not an empty directory.
         CheckpointError: the disk has less than ``needed_bytes`` free, or writing fails.
     """
-    part = target.parent / f".{target.name}.{secrets.token_hex(4)}.part"
+    part = _part_of(target)
     try:
         if os.path.lexists(target) and not (target.is_dir() and not os.listdir(target)):
             raise _taken(target)
         target.parent.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(target)
+        remove_abandoned(target.parent, target.name)
         free_bytes = shutil.disk_usage(target.parent).free
         if free_bytes < needed_bytes:
             raise CheckpointError(
@@ -81,6 +81,35 @@ def new_directory(target: Path, *, needed_bytes: int, durable: bool = False) -> 
 
 
 @contextmanager
+def scratch_directory(target: Path) -> Iterator[Path]:
+    """Yield an empty folder next to ``target``, which is removed when the block ends.
+
+    It is locked (flock): what a killed process left is removed by the next for this target.
+
+    Raises:
+        CheckpointError: it cannot be made.
+    """
+    part = _part_of(target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        remove_abandoned(target.parent, target.name)
+        part.mkdir()
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {target.parent}: {why_not_written(error, target.parent)}; nothing was kept"
+        ) from error
+    try:
+        with _locked(part):
+            yield part
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _part_of(target: Path) -> Path:
+    return target.parent / f".{target.name}.{secrets.token_hex(4)}.part"
+
+
+@contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
     """Hold the lock of ``folder``; yields False where it is held already, or the file system has no locks."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -95,14 +124,14 @@ def _locked(folder: Path) -> Iterator[bool]:
         os.close(handle)
 
 
-def _remove_abandoned(target: Path) -> None:
-    """Remove the folders for ``target`` that killed writers left, as far as possible."""
-    name = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.part")
-    for entry in os.listdir(target.parent):
-        if name.fullmatch(entry):
-            with suppress(OSError), _locked(target.parent / entry) as is_ours:
+def remove_abandoned(folder: Path, name: str | None = None) -> None:
+    """Remove what killed writers of ``folder / name``, or of any target there, have left, as far as possible."""
+    part = re.compile(rf"\.{'.+' if name is None else re.escape(name)}\.[0-9a-f]{{8}}\.part", re.DOTALL)
+    for entry in os.listdir(folder):
+        if part.fullmatch(entry):
+            with suppress(OSError), _locked(folder / entry) as is_ours:
                 if is_ours:
-                    shutil.rmtree(target.parent / entry)
+                    shutil.rmtree(folder / entry)
 
 
 def _sync(path: Path) -> None:

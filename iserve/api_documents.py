@@ -263,6 +263,8 @@ class VariantDocument:
     """Whether the gateway has this change, for which 10 s are waited; None: no change, or no deployment for it."""
     quality: tuple[QualityDocument, ...] = ()
     """Results of `iserve quality` on its present content and base, newest first; empty of a list."""
+    made_of: str | None = None
+    """Method of the adapter that its delta was made of, and what no engine serves of it; None: none, or a list."""
     merge_advice: MergeAdviceDocument | None = None
     """Advice on its deployment's variants, by the last 120 s; None: none, or a list was asked for."""
 

@@ -10,13 +10,13 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from fingerprint.delta import FORMATS, export_delta, is_delta, open_delta, read_delta
+from fingerprint.delta import FORMATS, AdapterOrigin, export_delta, is_delta, open_delta, read_delta
 from fingerprint.errors import CheckpointError, NotFoundError
 from fingerprint.extras import need_extra
-from fingerprint.lora.adapter_config import CONFIG_FILE
 from iserve.delta_loss import (
     JudgementDocument,
     TextsOfBoth,
@@ -25,8 +25,10 @@ from iserve.delta_loss import (
     refuse,
     split_texts,
 )
+from iserve.merged_adapters import FineTune, fine_tune
 from iserve.model_source import ModelSource, existing_path, plain_path, resolve
 from iserve.quality.texts import TextFile, read_texts
+from iserve.variants import is_adapter
 
 if TYPE_CHECKING:
     from daemon.variants.compress import CalibrationTexts, CompressOrder, CompressResult
@@ -42,6 +44,8 @@ __all__ = [
     "is_fine_tune",
     "replaced_companions",
 ]
+
+Source = TypeVar("Source", ModelSource, FineTune)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +73,9 @@ class CompressDocument:
     base_sha256: str
     """Hash of the base's tensors; the delta fits no other."""
     finetuned: str
-    """Model whose changes it has."""
+    """Model, or adapter, whose changes it has."""
+    adapter: AdapterOrigin | None
+    """Adapter that was merged into the base first; null: `finetuned` is a model."""
     content_hash: str
     """Hash of all that changes answers."""
     format: str
@@ -141,13 +147,14 @@ def compress_variant(
     """Write to the folder ``target`` the delta of two MODEL arguments.
 
     Args:
+        finetuned: a MODEL argument, or the folder of an adapter, whose merge with ``base`` is compressed.
         progress: called with what is counted, how much is done, and how much there is.
 
     Raises:
         MissingExtraError: torch is not installed.
         InfeasibleError: every format loses more than is allowed; nothing is left then.
         NotFoundError, BadInputError, ConflictError, UnavailableError: as ``compress_delta``, ``compress_within``,
-            ``compute_device``, ``read_texts``, ``split_texts`` and ``model_source.resolve``.
+            ``compute_device``, ``read_texts``, ``split_texts``, ``model_source.resolve`` and ``fine_tune``.
     """
     need_extra("torch", "compressing a fine-tune")
     calibration, judging = (
@@ -155,24 +162,33 @@ def compress_variant(
     )
     limit = options.max_quality_loss
     both = None if limit is None else split_texts(calibration, judging)
-    sources = [_with_weights(resolve(model, registered)) for model in (base, finetuned)]
+    source, folder = _with_weights(resolve(base, registered)), _folder(target)
 
-    from daemon.variants.compress import CompressOrder, compress_delta, compute_device  # torch: seconds
-
-    order = CompressOrder(
-        base=sources[0].directory,
-        finetuned=sources[1].directory,
-        target=_folder(target),
-        format=FORMATS[options.format_name],
-        calibration=_calibration(calibration, both),
-        max_error=options.max_error,
-        base_name=sources[0].name,
-        finetuned_name=sources[1].name,
-        device=compute_device(options.device),
+    from daemon.variants.compress import (  # torch: seconds
+        CompressOrder,
+        check_layers,
+        compress_delta,
+        compute_device,
     )
-    if both is None or limit is None:
-        return _document(compress_delta(order, progress), order.target, None)
-    return _compress_within(order, both, limit, progress)
+
+    device = compute_device(options.device)
+    check = partial(check_layers, device=device)
+    with fine_tune(finetuned, source, folder, registered, progress, check) as tuned:
+        order = CompressOrder(
+            base=source.directory,
+            finetuned=_with_weights(tuned).directory,
+            target=folder,
+            format=FORMATS[options.format_name],
+            calibration=_calibration(calibration, both),
+            max_error=options.max_error,
+            base_name=source.name,
+            finetuned_name=tuned.name,
+            adapter=tuned.adapter,
+            device=device,
+        )
+        if both is None or limit is None:
+            return _document(compress_delta(order, progress), order.target, None)
+        return _compress_within(order, both, limit, progress)
 
 
 def _calibration(file: TextFile | None, both: TextsOfBoth | None) -> CalibrationTexts | None:
@@ -206,7 +222,7 @@ def _compress_within(
 def is_fine_tune(folder: str) -> bool:
     """Return whether a folder has a whole model, neither an adapter nor a delta."""
     path = existing_path(folder)
-    if path is None or not path.is_dir() or is_delta(path) or (path / CONFIG_FILE).exists():
+    if path is None or not path.is_dir() or is_delta(path) or is_adapter(folder):
         return False
     return (path / "config.json").is_file()
 
@@ -219,6 +235,7 @@ def _document(made: CompressResult, folder: Path, judgement: JudgementDocument |
         base=manifest.base_name,
         base_sha256=manifest.base_sha256,
         finetuned=manifest.finetuned_name,
+        adapter=manifest.adapter,
         content_hash=manifest.content_hash,
         format=manifest.format,
         matrices=tuple(
@@ -286,7 +303,7 @@ def _folder(target: str) -> Path:
     return Path(plain_path(os.path.realpath(os.path.expanduser(target))))
 
 
-def _with_weights(source: ModelSource) -> ModelSource:
+def _with_weights(source: Source) -> Source:
     if not source.has_weights:
         raise CheckpointError(
             f"{source.directory} has a config and no safetensors; give the whole checkpoint, not as pickle"

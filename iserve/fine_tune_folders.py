@@ -15,6 +15,7 @@ from daemon.home import make_home
 from fingerprint.codec import to_json
 from fingerprint.delta import is_delta
 from fingerprint.errors import UnavailableError
+from fingerprint.safetensors_writer import remove_abandoned
 from iserve.deltas import CompressOptions
 from iserve.settings import Settings
 
@@ -62,6 +63,7 @@ def held_delta(
         make_home(settings.home, settings.run_folder.name)
         make_home(settings.home, work.name)
         _remove_old(work)
+        remove_abandoned(work)
     except OSError as error:
         raise UnavailableError(
             f"cannot write {work}: {error.strerror}; mend the folder, or set ISERVE_HOME to another one"

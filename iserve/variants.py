@@ -1,4 +1,4 @@
-"""Variants of a base model: what a LoRA adapter is, whether it fits a base or can be served, and its merge.
+"""Variants of a base model: what an adapter is, whether it fits a base or can be served, and its merge.
 
 Commands' and controller's one door to ``fingerprint.lora``: it finds the base as every MODEL argument is found.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,16 +16,24 @@ from fingerprint.companion_files import differing_companions
 from fingerprint.config import ADAPTER_RANKS
 from fingerprint.config_json import read_config
 from fingerprint.delta import Delta, check_base, is_delta, read_delta
-from fingerprint.errors import BadInputError, CheckpointError, NotFoundError, UnsupportedAdapterError
+from fingerprint.errors import (
+    BadInputError,
+    CheckpointError,
+    IserveError,
+    NotFoundError,
+    UnsupportedAdapterError,
+)
 from fingerprint.lora import (
     BaseTensors,
     LoraAdapter,
+    MergedPart,
     check_fit,
     check_values,
     merge_adapter,
     read_adapter,
     require_supported,
 )
+from fingerprint.lora.adapter_config import CONFIG_FILE
 from iserve.model_source import ModelSource, existing_path, is_hub_id, plain_path, resolve
 
 __all__ = [
@@ -33,7 +41,11 @@ __all__ = [
     "AdapterModuleDocument",
     "MergeDocument",
     "adapter_for_serving",
+    "adapter_in",
+    "delta_parts",
     "inspect_adapter",
+    "is_adapter",
+    "kept_as_delta",
     "merge_variant",
     "variant_for_serving",
 ]
@@ -85,7 +97,9 @@ class AdapterDocument:
     can_serve: bool
     """Whether an engine can load it next to its base, unmerged."""
     why_not_served: str | None
-    """Reason why no engine can; null: an engine with adapter slots of its rank can."""
+    """Reasons why no engine can; null: an engine with adapter slots of its rank can."""
+    becomes_delta: bool
+    """Whether `iserve variant add` makes a delta of it, as it can be merged and no engine serves it unmerged."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +115,7 @@ class MergeDocument:
     trained_on: str | None
     """Base model that the adapter's configuration names; not checked."""
     num_merged: int
-    """Matrices that were updated."""
+    """Tensors that were changed."""
     num_tensors: int
     """Tensors of the checkpoint."""
     num_files: int
@@ -119,9 +133,9 @@ def inspect_adapter(adapter: str, base: str | None, registered: Mapping[str, Pat
         NotFoundError, ConfigError, CheckpointError, UnsupportedAdapterError: as ``fingerprint.lora.read_adapter``;
             values that are not finite; ``base`` is not found (``model_source.resolve``).
     """
-    found = _adapter_of(adapter)
+    found = adapter_in(adapter)
     check_values(found)
-    not_served = _why_not_served(found)
+    not_served = "; ".join(part.why for part in delta_parts(found)) or None
     reasons = list(found.unsupported)
     if base is not None:
         tensors = _base_tensors(resolve(base, registered, need_weights=False))
@@ -151,6 +165,7 @@ def inspect_adapter(adapter: str, base: str | None, registered: Mapping[str, Pat
         why_not_merged=tuple(reasons),
         can_serve=not reasons and not_served is None,
         why_not_served="for the same reasons" if reasons else not_served,
+        becomes_delta=not reasons and not_served is not None,
     )
 
 
@@ -180,28 +195,58 @@ def adapter_for_serving(adapter: str, base: ModelSource) -> LoraAdapter:
         NotFoundError, ConfigError, CheckpointError, UnsupportedAdapterError: as ``inspect_adapter``; it is not a
             plain LoRA, is of another base, or cannot be served.
     """
-    found = _adapter_of(adapter)
+    found = adapter_in(adapter)
     require_supported(found)
-    reason = _why_not_served(found)
-    if reason is not None:
+    parts = delta_parts(found)
+    if parts:
         raise UnsupportedAdapterError(
-            f"{found.folder} cannot be served next to its base: {reason}; merge it (`iserve variant merge`), and "
-            "deploy the result or add it as a delta (`iserve variant add`)"
+            f"{found.folder} cannot be served next to its base: {parts[0].why}; `iserve variant add` makes a "
+            "delta of it, `iserve variant merge` a model"
         )
     check_fit(found, _base_tensors(base))
     check_values(found)
     return found
 
 
-def _why_not_served(adapter: LoraAdapter) -> str | None:
-    """Return the reason why no engine loads ``adapter``, a plain LoRA, next to its base; None: one can."""
+def delta_parts(adapter: LoraAdapter) -> tuple[MergedPart, ...]:
+    """Return what no engine serves of ``adapter``, which is kept as a delta then; empty: an engine serves it."""
+    return (*adapter.merged_only, *_parts_without_slots(adapter))
+
+
+def _parts_without_slots(adapter: LoraAdapter) -> Iterator[MergedPart]:
     for name in (module.name for module in adapter.modules):
         if name.rpartition(".")[2] in _HEADS_AND_EMBEDDINGS:
-            return f"it updates {name[:200]}, and engines have adapter slots for the matrices of layers only"
+            yield MergedPart(
+                "output layer",
+                f"it updates {name[:200]}, and engines have adapter slots for the matrices of layers only",
+            )
+            break
     if adapter.max_rank > ADAPTER_RANKS[-1]:
         ranks = ", ".join(map(str, ADAPTER_RANKS))
-        return f"its rank is {adapter.max_rank}, and engines have adapter slots of ranks {ranks}"
-    return None
+        yield MergedPart(
+            f"rank {adapter.max_rank}",
+            f"its rank is {adapter.max_rank}, and engines have adapter slots of ranks {ranks}",
+        )
+
+
+def is_adapter(folder: str) -> bool:
+    """Return whether a folder has the configuration of an adapter."""
+    path = existing_path(folder)
+    return path is not None and path.is_dir() and (path / CONFIG_FILE).exists()
+
+
+def kept_as_delta(folder: str) -> tuple[MergedPart, ...] | None:
+    """Return why ``variant add`` makes a delta of the adapter in ``folder``.
+
+    Empty: it is no adapter, or one that an engine serves. None: it is refused, and the controller says why.
+    """
+    if not is_adapter(folder):
+        return ()
+    try:
+        adapter = adapter_in(folder)
+    except IserveError:
+        return None
+    return None if adapter.unsupported else delta_parts(adapter)
 
 
 def merge_variant(
@@ -218,7 +263,7 @@ def merge_variant(
         BadInputError, ConflictError, UnavailableError: as ``fingerprint.lora.merge_adapter`` and
             ``model_source.resolve``.
     """
-    found = _adapter_of(adapter)
+    found = adapter_in(adapter)
     folder = Path(plain_path(os.path.realpath(os.path.expanduser(target))))
     source = resolve(base, registered)
     if not source.has_weights:
@@ -237,7 +282,13 @@ def merge_variant(
     )
 
 
-def _adapter_of(path: str) -> LoraAdapter:
+def adapter_in(path: str) -> LoraAdapter:
+    """Return the adapter in the folder ``path``.
+
+    Raises:
+        NotFoundError, ConfigError, CheckpointError, UnsupportedAdapterError: as ``fingerprint.lora.read_adapter``;
+            it is a delta.
+    """
     folder = _adapter_folder(path)
     if is_delta(folder):
         shown = shlex.quote(path[:200])

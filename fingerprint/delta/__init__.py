@@ -9,13 +9,14 @@ from __future__ import annotations
 from fingerprint.delta.base import BaseHashes, check_base
 from fingerprint.delta.export import ExportResult, export_delta
 from fingerprint.delta.formats import DEFAULT_FORMAT, EMBEDDING_FORMAT, FORMATS, DeltaFormat, delta_bytes
-from fingerprint.delta.manifest import DeltaManifest
+from fingerprint.delta.manifest import AdapterOrigin, DeltaManifest
 from fingerprint.delta.reader import Delta, is_delta, open_delta, read_delta
 
 __all__ = [
     "DEFAULT_FORMAT",
     "EMBEDDING_FORMAT",
     "FORMATS",
+    "AdapterOrigin",
     "BaseHashes",
     "Delta",
     "DeltaFormat",

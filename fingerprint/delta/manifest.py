@@ -14,6 +14,7 @@ from fingerprint.codec import to_json
 __all__ = [
     "MANIFEST_FILE",
     "MANIFEST_VERSION",
+    "AdapterOrigin",
     "Calibration",
     "CompanionRecord",
     "DeltaManifest",
@@ -78,6 +79,15 @@ class CompanionRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterOrigin:
+    """Adapter that was merged into the base to make the fine-tune of a delta."""
+
+    method: str  # PEFT's name, such as "LORA"
+    kinds: tuple[str, ...]  # parts that no engine serves unmerged, such as "DoRA"
+    sha256: str  # of its files
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DeltaManifest:
     """Content of a delta. Nothing in it depends on when, where or in how many attempts it was made."""
 
@@ -92,6 +102,7 @@ class DeltaManifest:
     matrices: tuple[MatrixRecord, ...]  # by name
     exact: tuple[ExactTensor, ...]  # by name
     companions: tuple[CompanionRecord, ...]  # by name
+    adapter: AdapterOrigin | None = None  # None: the fine-tune was a model
 
     @property
     def base_sha256(self) -> str:

@@ -1,6 +1,6 @@
-"""Reading a PEFT adapter's folder: the low-rank updates that its tensors hold, module by module.
+"""Reading a PEFT adapter's folder: the changes of its base that its tensors hold.
 
-The tensors say which modules are updated; ``adapter_config.json`` says by how much, and must agree. Only headers
+The tensors say which modules are changed; ``adapter_config.json`` says by how much, and must agree. Only headers
 are read but for :func:`check_values`. Nothing is unpickled, and no file outside the folder is opened.
 """
 
@@ -9,19 +9,21 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from math import prod
 from pathlib import Path
 
 import numpy as np
 
-from fingerprint.checkpoint import SINGLE_FILE, Checkpoint, TensorEntry
+from fingerprint.checkpoint import CHUNK_BYTES, SINGLE_FILE, Checkpoint, TensorEntry
 from fingerprint.errors import CheckpointError, NotFoundError, UnsupportedAdapterError
 from fingerprint.float_bytes import FLOAT_DTYPES, decode_floats
 from fingerprint.folder_file import file_within
-from fingerprint.lora.adapter_config import CONFIG_FILE, AdapterConfig, read_adapter_config
+from fingerprint.lora.adapter_config import CONFIG_FILE, IA3, LORA, AdapterConfig, MergedPart, read_adapter_config
+from fingerprint.lora.changes import Change, LoraModule, changes_of
+from fingerprint.lora.tensor_kinds import merged_parts, sort_tensors, why_unsupported
 from fingerprint.safetensors_header import INDEX_FILE
 
 __all__ = [
@@ -29,8 +31,10 @@ __all__ = [
     "LoraAdapter",
     "LoraModule",
     "check_values",
+    "content_sha256",
     "open_weights",
     "read_adapter",
+    "require_mergeable",
     "require_supported",
 ]
 
@@ -38,47 +42,8 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 _PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 _MAX_NAME_CHARS = 500  # of a module
 _MAX_SHOWN = 200  # characters of a name in a message
-_PREFIX = "base_model.model."
+_AS_DELTA = "`iserve variant add` makes a delta of it, `iserve variant merge` a model"
 _FACTOR = re.compile(r"base_model\.model\.(.+)\.(lora_[AB])\.weight", re.DOTALL)
-# Tensors of what is more than a plain LoRA, by a part of their names.
-_MORE = {
-    "lora_magnitude_vector": "DoRA, whose merged rows are rescaled",
-    "lora_embedding_": "an update of embeddings",
-    "trainable_tokens_": "trained embeddings of tokens",
-    "modules_to_save": "a whole module that was trained",
-    "lora_B.bias": "a trained bias",
-    ".bias": "a trained bias",
-    "lora_": "a part of a LoRA that this release does not know",
-    ".weight": "a whole module that was trained",
-}
-_MERGE_ELSEWHERE = (
-    "merge it with PEFT (merge_and_unload), and deploy the result or add it as a delta (iserve variant add)"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class LoraModule:
-    """Update of one matrix of the base: W + scale * B @ A."""
-
-    name: str  # of the module within the base, e.g. "model.layers.0.self_attn.q_proj"
-    rank: int
-    scale: float
-    in_features: int  # columns of W and of A
-    out_features: int  # rows of W and of B
-
-    @property
-    def num_params(self) -> int:
-        return self.rank * (self.in_features + self.out_features)
-
-    @property
-    def weight(self) -> str:
-        """Name of the base's tensor that is updated."""
-        return f"{self.name}.weight"
-
-    @property
-    def factors(self) -> tuple[str, str]:
-        """Names of the tensors A and B in the adapter's file."""
-        return f"{_PREFIX}{self.name}.lora_A.weight", f"{_PREFIX}{self.name}.lora_B.weight"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,11 +52,13 @@ class LoraAdapter:
 
     folder: Path
     config: AdapterConfig
-    modules: tuple[LoraModule, ...]  # in the order of the names; empty where the method is not LoRA
+    modules: tuple[LoraModule, ...]  # of linears, in the order of the names; empty where the method is not LoRA
+    changes: tuple[Change, ...]  # of tensors of the base, these updates among them; empty where it is unsupported
     dtypes: tuple[str, ...]  # of all tensors, as safetensors names them
     num_params: int
     num_bytes: int  # of all tensors
-    unsupported: tuple[str, ...]  # why it is not applied; empty: a plain LoRA
+    merged_only: tuple[MergedPart, ...]  # why it is merged and not served as an adapter; empty: a plain LoRA
+    unsupported: tuple[str, ...]  # why it is not applied
 
     @property
     def max_rank(self) -> int:
@@ -112,13 +79,13 @@ def read_adapter(folder: Path, *, max_rank: int | None = None) -> LoraAdapter:
         UnsupportedAdapterError: expressions in a pattern that are not matched.
     """
     config = read_adapter_config(_own_file(folder, CONFIG_FILE))
-    weights = open_weights(folder)
-    tensors = weights.tensors
-    is_lora = config.method == "LORA"
-    modules = _modules(tensors, config, folder / WEIGHTS_FILE) if is_lora else ()
-    unsupported = [*config.unsupported, *(_more_than_lora(tensors) if is_lora else ())]
-    if is_lora and not tensors:
+    tensors, file = open_weights(folder).tensors, folder / WEIGHTS_FILE
+    modules = _modules(tensors, config, file) if config.method == LORA else ()
+    is_known, found = config.method in (LORA, IA3), sort_tensors(tensors)
+    unsupported = [*config.unsupported, *(why_unsupported(found, config) if is_known else ())]
+    if is_known and not tensors:
         unsupported.append(f"{WEIGHTS_FILE} has no tensor; train the adapter, and save it again")
+    changes = () if unsupported else changes_of(found, modules, tensors, config, file)
     high = max(modules, key=lambda module: module.rank, default=None)
     if max_rank is not None and high is not None and high.rank > max_rank:
         unsupported.append(f"{high.name} has rank {high.rank}, at most {max_rank} is allowed; merge it")
@@ -126,19 +93,34 @@ def read_adapter(folder: Path, *, max_rank: int | None = None) -> LoraAdapter:
         folder=folder,
         config=config,
         modules=modules,
+        changes=changes,
         dtypes=tuple(sorted({entry.dtype for entry in tensors.values()})),
         num_params=sum(prod(entry.shape) for entry in tensors.values()),
         num_bytes=sum(entry.num_bytes for entry in tensors.values()),
+        merged_only=tuple(merged_parts(found, config)) if is_known else (),
         unsupported=tuple(unsupported),
     )
 
 
-def require_supported(adapter: LoraAdapter) -> None:
-    """Raise UnsupportedAdapterError with the first reason why ``adapter`` is not applied, if there is one."""
+def require_mergeable(adapter: LoraAdapter) -> None:
+    """Raise UnsupportedAdapterError with the first reason why no merge computes ``adapter``, if there is one."""
     if adapter.unsupported:
         more = len(adapter.unsupported) - 1
-        rest = f" ({more} more: `iserve variant inspect`)" if more else ""
-        raise UnsupportedAdapterError(f"{adapter.folder} is not a plain LoRA: {adapter.unsupported[0]}{rest}")
+        raise UnsupportedAdapterError(f"{adapter.folder} cannot be merged: {adapter.unsupported[0]}{_rest(more)}")
+
+
+def require_supported(adapter: LoraAdapter) -> None:
+    """Raise UnsupportedAdapterError with the first reason why ``adapter`` is no plain LoRA, if there is one."""
+    merged = [f"{part.why}; {_AS_DELTA}" for part in adapter.merged_only]
+    reasons = (*adapter.unsupported, *merged)
+    if reasons:
+        raise UnsupportedAdapterError(
+            f"{adapter.folder} is not a plain LoRA: {reasons[0]}{_rest(len(reasons) - 1)}"
+        )
+
+
+def _rest(more: int) -> str:
+    return f" ({more} more: `iserve variant inspect`)" if more else ""
 
 
 def check_values(adapter: LoraAdapter) -> None:
@@ -155,6 +137,22 @@ def check_values(adapter: LoraAdapter) -> None:
                     f"tensor {name[:_MAX_SHOWN]!r} of {adapter.folder / WEIGHTS_FILE} has NaN or infinite values; "
                     "the training diverged, or the file is damaged: take an earlier one"
                 )
+
+
+def content_sha256(adapter: LoraAdapter) -> str:
+    """Return the hash of all that ``adapter`` computes: of its configuration and its file of tensors.
+
+    Raises:
+        NotFoundError, CheckpointError: a file is gone, or lies outside the folder.
+    """
+    digest = sha256()
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        file = _own_file(adapter.folder, name)
+        digest.update(f"{name} {file.stat().st_size}\n".encode())
+        with file.open("rb") as stream:
+            while piece := stream.read(CHUNK_BYTES):
+                digest.update(piece)
+    return digest.hexdigest()
 
 
 def open_weights(folder: Path) -> Checkpoint:
@@ -256,17 +254,3 @@ def _module(name: str, pair: Mapping[str, TensorEntry], scale: float, file: Path
             f"{name[:_MAX_SHOWN]!r} of {file} is of {odd}; known are {', '.join(FLOAT_DTYPES)}: convert it"
         )
     return LoraModule(name, a.shape[0], scale, a.shape[1], b.shape[0])
-
-
-def _more_than_lora(tensors: Mapping[str, TensorEntry]) -> Iterator[str]:
-    """Yield a reason for each kind of tensor that is not a factor of a plain LoRA, with its first name."""
-    kinds: dict[str, str] = {}
-    counts: Counter[str] = Counter()
-    for tensor in sorted(tensors):
-        if not _FACTOR.fullmatch(tensor):
-            kind = next((what for part, what in _MORE.items() if part in tensor), "of no known kind")
-            kinds.setdefault(kind, tensor)
-            counts[kind] += 1
-    for kind, first in kinds.items():
-        more = f" and {counts[kind] - 1} more" if counts[kind] > 1 else ""
-        yield f"tensor {first[:_MAX_SHOWN]!r}{more}: {kind}; {_MERGE_ELSEWHERE}"

@@ -35,12 +35,12 @@ def register(app: typer.Typer) -> None:
 
     variant = typer.Typer(
         cls=o.CommandGroup,
-        help="Variants of a base model: LoRA adapters in PEFT's format, served next to it or merged into it, and "
+        help="Variants of a base model: adapters in PEFT's format, served next to it or merged into it, and "
         "deltas of full fine-tunes.",
         no_args_is_help=True,
     )
     variant.command("inspect", epilog="Example: iserve variant inspect ./my-adapter --base iserve-demo")(inspect)
-    variant.command("merge", epilog="Example: iserve variant merge iserve-demo ./my-adapter ./my-model")(merge)
+    variant.command("merge", epilog="Example: iserve variant merge iserve-demo ./my-dora ./my-model")(merge)
     variant_delta.register(variant)
     variant_register.register(variant)
     app.add_typer(variant, name="variant")
@@ -80,10 +80,11 @@ def merge(
     ],
     as_json: o.JsonOption = False,
 ) -> None:
-    """Write BASE with the LoRA in ADAPTER merged into it to OUT, for `deploy`.
+    """Write BASE with the LoRA, DoRA or IA3 in ADAPTER merged into it to OUT, for `deploy`.
 
-    OUT has the files, names and types of BASE and appears when it is complete: interrupted, the same command
-    begins anew. BASE and ADAPTER are not changed.
+    Trained biases, tokens, embeddings and whole modules in ADAPTER are merged too. OUT has the files, names and
+    types of BASE and appears when it is complete: interrupted, the same command begins anew. BASE and ADAPTER are
+    not changed.
     """
     from iserve.cli.connection import registered_models
     from iserve.cli.progress import StepDisplay
@@ -139,11 +140,14 @@ def _lines(found: AdapterDocument) -> Iterator[tuple[str, str]]:
         yield "merge", "not possible"
     for reason in found.why_not_merged:
         yield "", f"- {reason}"
-    if found.can_serve:
+    if found.can_serve or found.becomes_delta:
+        how = "as a delta of" if found.becomes_delta else "next to"
         base = shlex.quote(found.base or "BASE")
-        yield "serve", f"next to its base: iserve variant add NAME --base {base} {shlex.quote(found.folder)}"
+        yield "serve", f"{how} its base: iserve variant add NAME --base {base} {shlex.quote(found.folder)}"
     else:
-        yield "serve", f"{'merged only' if found.can_merge else 'not possible'}: {found.why_not_served}"
+        yield "serve", f"not possible: {found.why_not_served}"
+    if found.becomes_delta:
+        yield "", f"as an adapter by no engine: {found.why_not_served}"
 
 
 def _values(values: Iterable[float]) -> str:

@@ -164,7 +164,11 @@ def compress(
     base: BaseArgument,
     finetuned: Annotated[
         str,
-        typer.Argument(metavar="FINETUNED", help="A full fine-tune of BASE, named alike.", callback=o.not_empty),
+        typer.Argument(
+            metavar="FINETUNED",
+            help="A full fine-tune of BASE, named alike, or the folder of a PEFT adapter, which is merged first.",
+            callback=o.not_empty,
+        ),
     ],
     out: OutArgument,
     format_: FormatOption = "int2",

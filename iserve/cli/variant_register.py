@@ -40,7 +40,9 @@ _NOT_FOLLOWED = "the gateway has not taken the change over within 10 s (`iserve 
 
 
 def register(variant: typer.Typer) -> None:
-    variant.command("add", epilog="Example: iserve variant add my-style --base iserve-demo ./my-adapter")(add)
+    variant.command(
+        "add", epilog="Example: iserve variant add my-style --base iserve-demo ./my-dora --format int4"
+    )(add)
     variant.command("ls", epilog="Example: iserve variant ls --json")(list_variants)
     variant.command("show", epilog="Example: iserve variant show my-style")(show)
     variant.command("rm", epilog="Example: iserve variant rm my-style")(rm)
@@ -99,27 +101,33 @@ def add(
     device: DeviceOption = "cpu",
     as_json: o.JsonOption = False,
 ) -> None:
-    """Register the LoRA or the delta in PATH as NAME, to be served next to its base.
+    """Register the adapter or the delta in PATH as NAME, to be served next to its base.
 
     It is checked and copied into iServe's home; tensors that variants share are kept once. Every deployment of the
     base with slots for it serves it from then on. The same command again changes nothing.
 
-    A full fine-tune is compressed first, as by `compress`, with its options. Killed at any moment, the same
-    command goes on with the layers that are done.
+    A full fine-tune is compressed first, as by `compress`, with its options. So is an adapter that no engine
+    serves as one (DoRA, IA3, trained embeddings or biases, a rank above 256), once it is merged. Killed at any
+    moment, the same command goes on with the layers that are done.
     """
     from iserve.api_documents import VariantDocument
     from iserve.cli.connection import client, folder_argument, model_argument
     from iserve.deltas import is_fine_tune, replaced_companions
     from iserve.rest_bodies import VariantBody
     from iserve.settings import load_settings
+    from iserve.variants import kept_as_delta
 
     options = options_of(format_, calibration, max_error, max_quality_loss, text, device)
     settings, path = load_settings(), folder_argument(adapter)
     controller = client(settings)
     with ExitStack() as held:
-        if is_fine_tune(path):
+        parts = kept_as_delta(path)
+        if parts:
+            why = "; ".join(part.why for part in parts)
+            typer.echo(f"iserve: {path} is kept as a delta, as no engine serves it as an adapter: {why}", err=True)
+        if parts or is_fine_tune(path):
             path = held.enter_context(_compressed(controller, settings, name, base, path, options, quiet=as_json))
-        else:
+        elif parts is not None:
             _check_unused(context)
         body = VariantBody(name=name, base=model_argument(base, settings), path=path, replace=replace, pinned=pin)
         with _progress(controller, name, quiet=as_json or not is_terminal()):
@@ -248,6 +256,7 @@ def show(name: NameArgument, as_json: o.JsonOption = False) -> None:
         ("variant", f"{found.name}{', pinned' if found.pinned else ''}"),
         ("base", f"{found.base} in {found.base_directory}{trained}"),
         ("updates", f"{_updates(found)}, {size_text(found.size_bytes)}, {size_text(found.disk_bytes)} on disk"),
+        *([] if found.made_of is None else [("made of", f"an adapter, {found.made_of}")]),
         ("content", found.content_hash),
         ("at engines", found.engine_name),
         ("status", _serving(found)),

@@ -12,7 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from daemon.variants.store import StoredVariant, VariantStore
@@ -152,7 +153,7 @@ class Variants:
         finally:
             with self._lock:
                 self._adding.pop(name, None)
-        return self._document(row, self._servers(), new_bytes=stored.new_bytes)
+        return self._whole_document(row, new_bytes=stored.new_bytes)
 
     def _name(self, row: VariantRow, variant: LoraAdapter | Delta, *, replace: bool) -> VariantRow:
         """Register ``row``, whose content is in the store; return what is registered."""
@@ -185,7 +186,7 @@ class Variants:
         return tuple(self._document(row, servers) for row in self._store.variants.all())
 
     def get(self, name: str) -> VariantDocument:
-        return self._document(self._store.variants.get(name), self._servers())
+        return self._whole_document(self._store.variants.get(name))
 
     def pin(self, name: str, *, pinned: bool) -> VariantDocument:
         self._store.variants.pin(name, pinned=pinned)
@@ -290,6 +291,18 @@ class Variants:
 
     def _stored(self) -> frozenset[str]:
         return frozenset(content.content_hash for content in self._content.contents())
+
+    def _whole_document(self, row: VariantRow, new_bytes: int | None = None) -> VariantDocument:
+        """Return the document of a variant, with what its manifest says; one that cannot be read says nothing."""
+        found = self._document(row, self._servers(), new_bytes)
+        with suppress(IserveError):
+            manifest = None if row.max_rank else self._content.delta(row.content_hash)
+            if manifest is not None and manifest.adapter is not None:
+                adapter = manifest.adapter
+                return replace(
+                    found, made_of=printable(f"{adapter.method}: {', '.join(adapter.kinds) or 'plain'}")
+                )
+        return found
 
     def _document(
         self, row: VariantRow, servers: Collection[VariantServer], new_bytes: int | None = None

@@ -40,7 +40,14 @@ LORA: dict[str, Any] = {
     "bias": "none",
     "inference_mode": True,
 }
+IA3: dict[str, Any] = {
+    "peft_type": "IA3",
+    "task_type": "CAUSAL_LM",
+    "target_modules": ["k_proj", "down_proj"],
+    "feedforward_modules": ["down_proj"],
+}
 Tensors = dict[str, tuple[int, ...]]
+Floats = npt.NDArray[np.float32]
 _LAYER: Tensors = {
     "self_attn.q_proj.weight": (HIDDEN, HIDDEN),
     "self_attn.k_proj.weight": (KV_WIDTH, HIDDEN),
@@ -57,6 +64,13 @@ SHAPES: Tensors = {
     **{f"model.layers.{layer}.{name}": shape for layer in range(LAYERS) for name, shape in _LAYER.items()},
     "model.norm.weight": (HIDDEN,),
     "lm_head.weight": (VOCAB, HIDDEN),
+}
+BIASED: dict[str, Any] = {"attention_bias": True, "mlp_bias": True}  # fields of a base with biases
+BIAS_SHAPES: Tensors = {
+    f"model.layers.{layer}.{name.removesuffix('weight')}bias": shape[:1]
+    for layer in range(LAYERS)
+    for name, shape in _LAYER.items()
+    if name.endswith("_proj.weight")
 }
 Q0, V1 = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.v_proj"
 
@@ -75,17 +89,21 @@ def write_tensors(file: Path, tensors: Mapping[str, npt.NDArray[np.float32]], dt
     write_safetensors(file, outputs)
 
 
-def base_tensors() -> dict[str, npt.NDArray[np.float32]]:
-    return {name: values(shape, seed) for seed, (name, shape) in enumerate(SHAPES.items())}
+def base_tensors(*, has_biases: bool = False, has_head: bool = True) -> dict[str, npt.NDArray[np.float32]]:
+    shapes = SHAPES | (BIAS_SHAPES if has_biases else {})
+    found = {name: values(shape, seed) for seed, (name, shape) in enumerate(shapes.items())}
+    if not has_head:
+        del found["lm_head.weight"]
+    return found
 
 
-def write_base(folder: Path, dtype: str = "F32", files: int = 1, **config: Any) -> Path:
+def write_base(folder: Path, dtype: str = "F32", files: int = 1, *, has_head: bool = True, **config: Any) -> Path:
     """Write a Llama of two layers in ``files`` safetensors files, with a tokenizer file that is not read."""
     folder.mkdir(parents=True)
     content = BASE_CONFIG | {"dtype": DTYPE_NAMES[dtype]} | config
     (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
     (folder / "tokenizer_config.json").write_text("{}\n")
-    tensors = base_tensors()
+    tensors = base_tensors(has_biases=config.get("attention_bias", False), has_head=has_head)
     if files == 1:
         write_tensors(folder / "model.safetensors", tensors, dtype)
         return folder
@@ -130,4 +148,29 @@ def write_adapter(
     (folder / CONFIG_FILE).write_text(json.dumps(content))
     ranks = dict.fromkeys(module_names(["q_proj", "v_proj"]), 4)
     write_tensors(folder / WEIGHTS_FILE, factors(ranks) if tensors is None else tensors, dtype)
+    return folder
+
+
+def token_rows(rows: Floats, module: str = "model.embed_tokens") -> dict[str, Floats]:
+    """Return a plain LoRA with trained rows of embeddings."""
+    return factors({Q0: 4}) | {f"base_model.model.{module}.token_adapter.trainable_tokens_delta": rows}
+
+
+def ia3_vectors(*, ones: bool = False) -> dict[str, Floats]:
+    """Return the vectors of an IA3 adapter of keys (outputs) and down projections (inputs)."""
+    shapes = dict.fromkeys(module_names(["k_proj"]), (KV_WIDTH, 1)) | {
+        name: (1, SHAPES[f"{name}.weight"][1]) for name in module_names(["down_proj"])
+    }
+    return {
+        f"base_model.model.{name}.ia3_l": np.ones(shape, np.float32) if ones else values(shape, seed) + 1
+        for seed, (name, shape) in enumerate(shapes.items())
+    }
+
+
+def write_ia3(
+    folder: Path, tensors: dict[str, Floats] | None = None, *, ones: bool = False, **fields: Any
+) -> Path:
+    folder.mkdir(parents=True)
+    (folder / CONFIG_FILE).write_text(json.dumps(IA3 | fields))
+    write_tensors(folder / WEIGHTS_FILE, ia3_vectors(ones=ones) if tensors is None else tensors)
     return folder

@@ -22,7 +22,7 @@ from fingerprint.checkpoint import Checkpoint
 from fingerprint.errors import CheckpointError, ConflictError, UnsupportedAdapterError
 from fingerprint.float_bytes import decode_floats, encode_floats
 from fingerprint.lora import LoraAdapter, MergeResult, merge_adapter, read_adapter
-from fingerprint.safetensors_writer import write_safetensors
+from fingerprint.safetensors_writer import scratch_directory, write_safetensors
 from tests.fingerprint.adapter_cases import CASES, recorded
 from tests.fingerprint.small_adapters import (
     Q0,
@@ -279,6 +279,21 @@ def test_the_next_merge_removes_what_a_killed_one_left_and_not_what_one_writes(t
     finally:
         os.close(handle)
     assert {name for name in names if (tmp_path / name).exists()} == set(names[1:])
+
+
+def test_a_scratch_folder_is_gone_however_its_block_ends(tmp_path: Path) -> None:
+    left = tmp_path / "deep" / ".out.01234567.part"
+    left.mkdir(parents=True)
+    with scratch_directory(tmp_path / "deep" / "out") as scratch:
+        assert [entry.name for entry in (tmp_path / "deep").iterdir()] == [scratch.name]
+        with scratch_directory(tmp_path / "deep" / "out"):  # of another process, which removes none that is in use
+            assert scratch.exists()
+    with pytest.raises(FileExistsError), scratch_directory(tmp_path / "deep" / "out") as scratch:
+        scratch.mkdir()
+    assert list((tmp_path / "deep").iterdir()) == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot write"), scratch_directory(tmp_path / "file" / "out"):
+        pass
 
 
 def test_an_index_names_what_its_files_hold(tmp_path: Path) -> None:

@@ -358,6 +358,7 @@ _JSON = st.recursive(
 )
 _FIELDS = [*LORA, "use_rslora", "rank_pattern", "alpha_pattern", "exclude_modules", "layers_to_transform"]
 _FIELDS += ["layers_pattern", "init_lora_weights", "fan_in_fan_out", "modules_to_save", "use_dora", "novel"]
+_FIELDS += ["lora_bias", "trainable_token_indices", "feedforward_modules"]
 
 
 @pytest.mark.slow

@@ -7,12 +7,20 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 
+from fingerprint.float_bytes import decode_floats
+from fingerprint.lora import merge_adapter, read_adapter
+from fingerprint.lora.adapter import open_weights
 from iserve.demo import demo_adapter_path, demo_model_path
+from iserve.demo.training_tasks import Example
 from tests.daemon.tiny_deltas import CHANGE, write_fine_tune, write_tiny_delta
+from tests.fingerprint.small_adapters import values, write_adapter
+from tests.fingerprint.small_fine_tunes import read_values
 from tests.golden_words import Golden
+from tests.iserve.test_demo_adapters import answers
 
 NAME = "base"  # of the deployment
 QUESTION = "What is the capital of Peru?"
@@ -81,6 +89,46 @@ class TestServed:
         shown = serving.run("variant", "show", MANY[3]).stdout
         lines = [line for line in shown.splitlines() if line.startswith(("updates", "status"))]
         golden("variant", "\n".join(lines))
+
+
+def write_dora(folder: Path) -> Path:
+    """Write the adapter of capitals with magnitudes that are not the rows' norms, so that it answers otherwise."""
+    source, made = read_adapter(demo_adapter_path("capitals")), folder / "lora-merged"
+    merge_adapter(demo_model_path(), source, made)
+    rows, tensors = read_values(made), {}
+    weights = open_weights(source.folder)
+    for name, entry in weights.tensors.items():
+        tensors[name] = decode_floats(weights.read(name), entry.dtype).reshape(entry.shape)
+    for seed, module in enumerate(source.modules):
+        factors = 1 + values((module.out_features,), seed, 0.6)
+        norms = np.linalg.norm(rows[module.weight], axis=1)
+        tensors[f"base_model.model.{module.name}.lora_magnitude_vector"] = norms * factors
+    return write_adapter(
+        folder / "dora",
+        tensors,
+        r=source.config.rank,
+        lora_alpha=source.config.alpha,
+        use_rslora=source.config.rank_stabilized,
+        target_modules="all-linear",
+        use_dora=True,
+    )
+
+
+class TestAdapters:
+    """``variant add`` of an adapter that no engine serves merges and compresses it."""
+
+    def test_a_dora_answers_as_its_merge_does(self, serving: Any, tmp_path: Path, golden: Golden) -> None:
+        dora = write_dora(tmp_path)
+        options = ("--base", "iserve-demo", "--format", "int4")
+        done = serving.run("variant", "add", "dora", dora, *options)
+        golden("variant", next(line for line in done.stderr.splitlines() if "delta" in line))
+        serving.run("variant", "merge", "iserve-demo", dora, tmp_path / "merged")
+        (expected,) = answers(tmp_path / "merged", [Example("", QUESTION, "")])
+        assert expected not in (answer(serving, "capitals"), answer(serving, NAME))
+        assert answer(serving, "dora") == expected
+        (shown,) = (one for one in serving.json("variant", "ls") if one["name"] == "dora")
+        assert (shown["rank"], shown["deployments"]) == (0, [NAME])
+        assert not list((serving.home / "compressing").iterdir())
 
 
 class TestFineTunes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import threading
 from collections.abc import Callable
@@ -95,6 +96,21 @@ def test_folders_of_commands_that_were_given_up_are_removed(settings: Settings) 
     with held_delta(settings, KEY, Maker(), never):
         pass
     assert [folder.name for folder in work.iterdir()] == ["recent"]
+
+
+def test_what_killed_merges_of_any_fine_tune_left_is_removed_and_not_what_one_writes(settings: Settings) -> None:
+    work = settings.compressing_folder
+    names = (".other.merged.01234567.part", ".another.merged.89abcdef.part", ".other.compressing")
+    for name in names:
+        (work / name / "model").mkdir(parents=True)
+    handle = os.open(work / names[1], os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        with held_delta(settings, KEY, Maker(), never):
+            pass
+    finally:
+        os.close(handle)
+    assert sorted(entry.name for entry in work.iterdir()) == sorted(names[1:])
 
 
 class TestKey:

@@ -15,6 +15,7 @@ import pytest
 
 from fingerprint.checkpoint import Checkpoint, StoredTensor, stored_tensors
 from fingerprint.families import load_spec
+from tests.fingerprint.adapter_kinds import CASES, write_kind
 from tests.fingerprint.small_adapters import LAYERS, Q0, V1, factors, module_names, write_adapter, write_base
 from tests.golden_words import Golden
 from tests.iserve.command_line import Done, iserve
@@ -57,6 +58,19 @@ def test_inspect_says_every_reason(
     done = iserve("variant", "inspect", write_adapter(tmp_path / "adapter", **fields))
     assert done.code == 0
     golden("variant", done.out)
+
+
+@pytest.mark.parametrize("case", ["combined", "ia3", "vocabulary"])
+def test_inspect_says_what_becomes_a_delta(
+    iserve: Callable[..., Done], tmp_path: Path, golden: Golden, case: str
+) -> None:
+    folder = write_kind(tmp_path / "adapter", case)
+    base = write_base(tmp_path / "base", **CASES[case].base)
+    golden("variant", iserve("variant", "inspect", folder, "--base", base).out)
+    document = iserve("variant", "inspect", folder, "--json").document
+    assert (document["can_merge"], document["can_serve"], document["becomes_delta"]) == (True, False, True)
+    reasons = document["why_not_served"].split("; ")
+    assert len(reasons) == len(CASES[case].kinds) + (case == "vocabulary")  # and its lm_head has no slot
 
 
 def test_inspect_says_why_a_base_does_not_fit(iserve: Callable[..., Done], tmp_path: Path, golden: Golden) -> None:

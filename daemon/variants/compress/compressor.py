@@ -32,6 +32,7 @@ from fingerprint.companion_files import copy_files, differing_companions
 from fingerprint.delta.formats import EMBEDDING_FORMAT, DeltaFormat
 from fingerprint.delta.manifest import (
     MANIFEST_VERSION,
+    AdapterOrigin,
     Calibration,
     CompanionRecord,
     DeltaManifest,
@@ -71,6 +72,7 @@ class CompressOrder:
     max_error: float | None  # of a matrix, beyond which it gets a finer format; None: any
     base_name: str
     finetuned_name: str
+    adapter: AdapterOrigin | None = None  # that was merged into the base to make the fine-tune
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - a value; work goes on with any other
 
 
@@ -277,4 +279,5 @@ def _manifest(
             CompanionRecord(name=file.name, sha256=hashlib.sha256(file.read_bytes()).hexdigest())
             for file in sorted(companions)
         ),
+        adapter=order.adapter,
     )

@@ -17,7 +17,7 @@ from daemon.variants.compress.pair import CheckpointPair
 from fingerprint.config import WeightFormat
 from fingerprint.errors import CheckpointError, EngineError, UnsupportedModelError
 
-__all__ = ["ModelParts", "layer_stage", "read_common_source", "sort_parts"]
+__all__ = ["ModelParts", "check_layers", "layer_stage", "read_common_source", "sort_parts"]
 
 _MAX_SHOWN = 200
 
@@ -46,13 +46,21 @@ def read_common_source(base: Path, finetuned: Path, device: torch.device) -> Mod
     """
     source = read_source(finetuned, device, torch.float32)
     check_configs(read_source(base, device, torch.float32), source)
+    _check_stages(source, "deploy it as a model of its own")
+    return source
+
+
+def check_layers(base: Path, device: torch.device) -> None:
+    """Raise UnsupportedModelError, or errors of ``read_source``, where no adapter of ``base`` becomes a delta."""
+    way_out = "merge the adapter (`iserve variant merge`) and deploy the result"
+    _check_stages(read_source(base, device, torch.float32), way_out)
+
+
+def _check_stages(source: ModelSource, way_out: str) -> None:
     try:
         layer_stage(source, 0)
     except EngineError as error:
-        raise UnsupportedModelError(
-            f"no delta can be made of {finetuned}: {error}; deploy it as a model of its own"
-        ) from error
-    return source
+        raise UnsupportedModelError(f"no delta can be made of {source.checkpoint}: {error}; {way_out}") from error
 
 
 def sort_parts(source: ModelSource, pair: CheckpointPair) -> ModelParts:
