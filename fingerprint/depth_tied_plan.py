@@ -18,6 +18,7 @@ __all__ = ["ONCE_TOKENS", "DepthTiedPlan", "Point", "depth_tied_plan", "tokens_o
 
 Point = tuple[int, int]  # batch, input tokens
 
+_MUCH_LONGER = 1.25  # than the prompts, from which on contexts have points of their own
 ONCE_TOKENS = 32_768  # a prefill of as many takes a second of an 8B model on an H200: settled within itself
 
 
@@ -112,6 +113,9 @@ def depth_tied_plan(
 ) -> DepthTiedPlan:
     """Points around ``workload``: its batch, one, and between; its input, and a quarter of it.
 
+    Where answers are long, one sequence and the batch have a point at the longest context, which their last steps
+    have, and batches between have one input: no plan has more than eight points.
+
     Raises:
         ConfigError: a context too short to generate in.
     """
@@ -120,7 +124,12 @@ def depth_tied_plan(
     top = max(1, min(workload.batch, max_burst_tokens // max(1, longest)))
     batches = {1, top, max(1, round(top**0.5)), max(top, min(8, max_burst_tokens // max(1, longest)))}
     inputs = {longest, max(1, longest // 4)}
-    points = tuple(sorted((b, n) for b in batches for n in inputs))
+    grid = {(b, n) for b in batches for n in inputs}
+    last = min(workload.context_tokens, spec.max_context_tokens) - long_output
+    if last > _MUCH_LONGER * longest:
+        grid = {(b, n) for b, n in grid if b in (1, top) or n == longest}
+        grid |= {(1, last), (max(1, min(workload.batch, max_burst_tokens // last)), last)}
+    points = tuple(sorted(grid))
     cheap = sorted(points, key=lambda point: point[0] * point[1])
     alike = all(repeats_the_mix(spec, pp) for _, pp in degrees)  # else each point has its own cost of a repeat
     return DepthTiedPlan(

@@ -11,12 +11,14 @@ token, of bursts back to back; ``TPOT = (T(n) - TTFT) / (n - 1)`` for n output t
 cooler GPU (its prefill is a little faster) whose first decode steps still run at the prefill's lower clock. Both
 are measured, so both are in it.
 
-Between measured points the logarithm of (measured / roofline) is smooth: a Gaussian process over log2 batch and
-log2 input tokens carries it, with an interval that widens away from what was measured. Between means inside the
-convex hull of the points in these two logarithms: a corner of the box around them where none was run (the largest
-batch with the longest input, mostly) is beyond, and its source says so. Below the shortest measured prompt a TTFT
-stops falling where the host's launches take longer than the GPU's work, which no point tells: its interval reaches
-up to the least TTFT measured with as many sequences and tokens or more, which it cannot exceed.
+Between measured points the logarithm of (measured / roofline) is smooth: a Gaussian process carries it, with an
+interval that widens away from what was measured, of a TPOT over log2 batch and log2 input tokens, of a TTFT over
+what steps of prompts go by (``_of_prompts``). Between means inside the convex hull of the points in log2 batch and
+log2 input tokens: a corner of the box around them where none was run (the largest batch with the longest input,
+mostly) is beyond, and its source says so. Below the shortest measured prompt a TTFT stops falling where the host's
+launches take longer than the GPU's work, which no point tells: its interval reaches up to the least TTFT measured
+with as many sequences and tokens or more, which it cannot exceed. Decode steps with longer contexts than any that
+was measured are taken to grow as the measured ones did, with an interval for that (``_beyond``).
 
 A tensor-parallel group that was run as one of its ranks alone gets its sums from ``all_reduce``, and says so.
 
@@ -54,8 +56,18 @@ from fingerprint.measurements import MeasuredKey, Profile, RunReading, TimingPoi
 
 __all__ = ["L3", "WholePoint", "in_hull", "whole_points"]
 
-_LENGTH_OCTAVES = 2.5  # of batch or input, over which the ratio to the roofline keeps its value
+_LENGTH_OCTAVES = 2.5  # of batch or input, over which a TPOT's ratio to the roofline keeps its value
 _RATIO_SPREAD = 0.2  # of its logarithm, prior to any measurement
+# Likewise of TTFT: octaves of all prompt tokens, and of batch against input; how far apart steps in graphs and
+# steps that are launched kernel by kernel lie. Of a grid the most likely for each measured point under all others
+# of its profile: 173 points of 13 profiles, no truth of a whole model (``tests.bench.accuracy_left_out``,
+# decision 58).
+_TOKENS_OCTAVES, _SHAPE_OCTAVES, _LAUNCHED_APART, _PROMPTS_SPREAD = 2.5, 4.0, 1.0, 0.5
+_GRAPH_TOKENS = 512  # of a step: vLLM captures no larger ones
+# Of what steps grow by beyond the measured contexts, how far it may be off: in 74 extrapolations by an octave 0.84
+# at most where it was 3% of the step or more, but for three in which noise hid it; mostly 0.1 (decision 58).
+_GROWTH_ERROR = 0.8
+_SMALL_ERROR = 0.02  # of a TPOT, by which a measured one may be off beyond its contexts
 _Z90 = 1.6449
 _ON_THE_EDGE = 1e-6  # of the hull of points, in octaves: rounding
 
@@ -244,9 +256,10 @@ class L3:
         between = in_hull([_octaves(p) for p in points], _octaves(workload))
         source = Source.EXTRAPOLATED if between else Source.SCALED
         first = self._between(points, ttft, workload, asked.ttft_s, "ttft", config, source)
+        later = self._between(points, tpot, workload, asked.tpot_s, "tpot", config, source)
         found = Latency(
             first if between else _up_to_larger(first, points, workload),
-            self._between(points, tpot, workload, asked.tpot_s, "tpot", config, source),
+            _beyond(later, points, growth, workload),
         )
         return self._of_a_group(found, config.tp, points, workload) if key_of(config) in self.shards else found
 
@@ -255,10 +268,9 @@ class L3:
         sums = GroupSums(self.profile.spec, self.profile.machine.device, tp)
         tokens = workload.batch * workload.input_tokens
         passes = max(1.0, tokens / max(p.batch * p.input_tokens / p.passes for p in points))
-        return Latency(
-            _widened(rank.ttft_s, sums.log_errors(sums.prompts_s(tokens, passes), rank.ttft_s.value)),
-            _widened(rank.tpot_s, sums.log_errors(sums.step_s(workload.batch), rank.tpot_s.value)),
-        )
+        ttft_s = _widened(rank.ttft_s, sums.log_errors(sums.prompts_s(tokens, passes), rank.ttft_s.value))
+        tpot_s = _widened(rank.tpot_s, sums.log_errors(sums.step_s(workload.batch), rank.tpot_s.value))
+        return Latency(replace(ttft_s, source=Source.SHARDED), replace(tpot_s, source=Source.SHARDED))
 
     def _between(
         self,
@@ -270,16 +282,16 @@ class L3:
         config: DeploymentConfig,
         source: Source,
     ) -> Quantity:
-        where = np.log2([[p.batch, p.input_tokens] for p in points])
+        of, spread = (_of_prompts, _PROMPTS_SPREAD) if metric == "ttft" else (_of_steps, _RATIO_SPREAD)
         mean = statistics.fmean(log_ratios)
         noise = np.array([max(0.003, p.relative_spread / _Z90) ** 2 for p in points])
         shift, deviation = smooth_at(
-            np.log2([workload.batch, workload.input_tokens]),
-            where,
+            np.array(of(workload)),
+            np.array([of(point) for point in points]),
             np.array(log_ratios) - mean,
             noise,
-            length=_LENGTH_OCTAVES,
-            spread=_RATIO_SPREAD,
+            length=1.0,
+            spread=spread,
         )
         others = self._calibration.of_others(
             metric,
@@ -292,13 +304,49 @@ class L3:
             pp=config.pp,
         )
         value = roofline.value * math.exp(mean + shift + others.middle)
-        spread = _Z90 * deviation
+        half = _Z90 * deviation
         return Quantity(
             value,
-            value * math.exp(-math.hypot(others.middle - others.low, spread)),
-            value * math.exp(math.hypot(others.high - others.middle, spread)),
+            value * math.exp(-math.hypot(others.middle - others.low, half)),
+            value * math.exp(math.hypot(others.high - others.middle, half)),
             source,
         )
+
+
+def _of_steps(at: WholePoint | Workload) -> tuple[float, ...]:
+    """Return what decode steps go by, in lengths over which their ratio to the roofline keeps its value."""
+    return tuple(octaves / _LENGTH_OCTAVES for octaves in _octaves(at))
+
+
+def _of_prompts(at: WholePoint | Workload) -> tuple[float, ...]:
+    """Return what steps of prompts go by, likewise: all tokens, batch against input, and who launches kernels."""
+    batch, tokens = _octaves(at)
+    is_launched = at.batch * at.input_tokens > _GRAPH_TOKENS
+    return (batch + tokens) / _TOKENS_OCTAVES, (batch - tokens) / 2 / _SHAPE_OCTAVES, is_launched / _LAUNCHED_APART
+
+
+def _beyond(
+    tpot_s: Quantity, points: Sequence[WholePoint], growth: Mapping[int, float], workload: Workload
+) -> Quantity:
+    """Return ``tpot_s`` with the interval of steps that have longer contexts than any that was measured.
+
+    Where these may move it by more than ``_SMALL_ERROR`` it is no measured one.
+
+    Args:
+        growth: of a decode step with every token of context, by batch.
+    """
+    steps = max(1, workload.output_tokens - 1)
+    longest = max(p.input_tokens + 1 + len(p.steps_s) + len(p.ending_s) for p in points)
+    further = workload.input_tokens + steps - longest
+    if further <= 0:
+        return tpot_s
+    alike = min(growth, key=lambda batch: abs(math.log2(batch / workload.batch)))
+    behind = min(steps, further)  # of the steps; the first of them has `further - behind + 1` tokens more
+    mean_tokens = (further - (behind - 1) / 2) * behind / steps
+    grown_s = growth[alike] * workload.batch / alike * mean_tokens
+    error = _GROWTH_ERROR * min(1.0, grown_s / tpot_s.value)
+    widened = _widened(tpot_s, (-math.log1p(-error), math.log1p(error)))
+    return replace(widened, source=Source.SCALED if error > _SMALL_ERROR else tpot_s.source)
 
 
 def _up_to_larger(ttft_s: Quantity, points: Sequence[WholePoint], workload: Workload) -> Quantity:
@@ -313,11 +361,10 @@ def _up_to_larger(ttft_s: Quantity, points: Sequence[WholePoint], workload: Work
 def _widened(found: Quantity, log_errors: tuple[float, float]) -> Quantity:
     """Return ``found`` with its interval widened by independent errors of the logarithm; squares add."""
     below, above = log_errors
-    return Quantity(
-        found.value,
-        found.value * math.exp(-math.hypot(below, math.log(found.value / found.low))),
-        found.value * math.exp(math.hypot(above, math.log(found.high / found.value))),
-        Source.SHARDED,
+    return replace(
+        found,
+        low=found.value * math.exp(-math.hypot(below, math.log(found.value / found.low))),
+        high=found.value * math.exp(math.hypot(above, math.log(found.high / found.value))),
     )
 
 

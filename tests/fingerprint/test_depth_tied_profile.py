@@ -339,6 +339,25 @@ class TestThePlan:
         if plan.kv_tokens < 40_000:
             assert take_depth_tied(machine, plan).complete
 
+    @pytest.mark.parametrize(
+        ("workload", "longest"),
+        [
+            pytest.param(Workload(16, 512, 128), set(), id="answers that add little"),
+            pytest.param(Workload(16, 512, 1024), {(1, 1503), (16, 1503)}, id="long answers"),
+            pytest.param(Workload(128, 1024, 4096), {(1, 5087), (25, 5087)}, id="a batch too large for one burst"),
+            pytest.param(Workload(4, 512, 100_000), {(1, 4063), (4, 4063)}, id="beyond the model's context"),
+        ],
+    )
+    def test_long_answers_have_points_at_their_longest_context(self, workload, longest) -> None:
+        spec = replace(llama_7b(), max_context_tokens=8192 if workload.output_tokens < 10_000 else 4096)
+        plan = depth_tied_plan(spec, workload, max_batch=128)
+        top = min(workload.batch, 131_072 // workload.input_tokens)
+        assert {(1, workload.input_tokens), (top, workload.input_tokens), (1, workload.input_tokens // 4)} <= {
+            *plan.points
+        }
+        assert {(b, n) for b, n in plan.points if n > workload.input_tokens} == longest
+        assert len(plan.points) <= 8
+
     def test_the_workload_itself_is_a_point(self) -> None:
         plan = depth_tied_plan(llama_7b(), Workload(16, 512, 128), max_batch=64)
         assert (16, 512) in plan.points

@@ -243,6 +243,50 @@ class TestBetweenAndBeyondPoints:
             latency = l3.latency(VLLM, workload)
             assert (latency.ttft_s.source, latency.tpot_s.source) == (source, source)
 
+    @settings(max_examples=60, deadline=None)
+    @given(batch=st.integers(1, 8), tokens=st.integers(128, 1024), output_tokens=st.integers(2, 200))
+    def test_longer_contexts_than_measured_widen_the_interval_by_most_of_what_steps_grow(
+        self, machine, l3, batch, tokens, output_tokens
+    ) -> None:
+        """The machine's steps go on growing as they did, so that the value is right, which no profile can know."""
+        longest = max(1024, tokens) + PLAN.long_output
+        at = Workload(batch, tokens, output_tokens)
+        found, within = l3.latency(VLLM, at), l3.latency(VLLM, Workload(batch, tokens, 33))
+        assert found.ttft_s == within.ttft_s
+        assert found.tpot_s.low <= machine.tpot_s(batch, tokens, output_tokens) <= found.tpot_s.high or (
+            output_tokens < 33
+        )
+        width, usual = (math.log(q.high / q.low) for q in (found.tpot_s, within.tpot_s))
+        if tokens + output_tokens <= longest:
+            assert width == pytest.approx(usual, rel=0.05)
+            assert found.tpot_s.source is Source.EXTRAPOLATED
+        else:
+            assert width >= usual - 1e-3
+
+    def test_steps_that_grow_much_beyond_what_was_measured_are_not_called_measured(self, l3) -> None:
+        sources, widths = [], []
+        for output_tokens in (33, 512, 4096, 32_768):
+            tpot = l3.latency(VLLM, Workload(8, 1024, output_tokens)).tpot_s
+            sources.append(tpot.source)
+            widths.append(tpot.high / tpot.low)
+        assert sources[0] is Source.EXTRAPOLATED
+        assert sources[-1] is Source.SCALED
+        assert widths == sorted(widths)
+        assert widths[-1] > 1.3 * widths[0]
+
+    def test_prompts_of_as_many_tokens_tell_of_each_other_more_than_those_of_one_shape(self) -> None:
+        """Steps of 1,024 tokens take what their tokens take, however many requests they are of."""
+        machine = StepTimedMachine()
+        near = take_depth_tied(machine, points=((1, 1024), (8, 512)), shallow_points=((1, 1024),), **PATIENT)
+        far = take_depth_tied(machine, points=((8, 16), (8, 512)), shallow_points=((8, 16),), **PATIENT)
+        asked = Workload(8, 128, 9)
+
+        def width(profile: Profile) -> float:
+            ttft = of(machine, profile).latency(VLLM, asked).ttft_s
+            return ttft.value / ttft.low  # up it reaches to larger prompts
+
+        assert width(near) < width(far)
+
     @settings(max_examples=100, deadline=None)
     @given(
         weights=st.lists(st.integers(0, 5), min_size=5, max_size=5).filter(any),
