@@ -146,9 +146,21 @@ def _strategies(model: str) -> str:
 
 
 def _by_family() -> str:
-    from tests.bench.accuracy_families import family_rows, table
+    from tests.bench.accuracy_families import table
 
-    return table(family_rows())
+    return table()
+
+
+def _goals() -> str:
+    from tests.bench.accuracy_families import goals_table
+
+    return goals_table()
+
+
+def _other_methods(*, by_model: bool) -> str:
+    from tests.bench.accuracy_families import others_tables
+
+    return others_tables()[by_model]
 
 
 def _by_size() -> str:
@@ -163,11 +175,8 @@ def _against_others() -> str:
 
     theirs = [row for row in _by_other_methods("h200") if row.method == AICONFIGURATOR]
 
-    def point(row: Row) -> tuple[object, ...]:
-        return row.model, row.variant, row.batch, row.input_tokens, row.metric
-
-    answered = {point(row) for row in theirs}
-    ours = [row for row in _predicted("h200")[1] if point(row) in answered]
+    answered = {row.point for row in theirs}
+    ours = [row for row in _predicted("h200")[1] if row.point in answered]
     errors = {
         (method, metric): rest for method, metric, *rest in summary([*ours, *theirs], lambda row: row.method)
     }
@@ -188,7 +197,8 @@ def _against_others() -> str:
     lines = [
         f"| | iServe | {AICONFIGURATOR} | vLLM's defaults |",
         "|---|---|---|---|",
-        "| rests on | one and two layers, measured here | measured operators of listed GPUs | nothing |",
+        "| rests on | one and two layers, and other models' errors, measured here "
+        "| measured operators of listed GPUs | nothing: one GPU, the checkpoint's format |",
     ]
     lines += [
         f"| {metric.upper()} of whole models, {errors['L3', metric][0]} points: median / worst error "
@@ -324,7 +334,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "strategies, iserve-demo": lambda: _strategies("iserve-demo"),
     "strategies, llama-16x25MB": lambda: _strategies("llama-16x25MB"),
     "bias": _bias,
+    "goals of predictions": _goals,
     "accuracy by family": _by_family,
+    "other methods on 0.33": lambda: _other_methods(by_model=False),
+    "other methods on 0.33, by model": lambda: _other_methods(by_model=True),
     "accuracy by prompt tokens": _by_size,
     "formats on vLLM": _formats,
     "regret in short": _in_short,

@@ -37,7 +37,7 @@ from tests.bench.accuracy_tables import markdown
 from tests.bench.kept import read_kept
 
 RESULTS = Path(__file__).parent / "results"
-AICONFIGURATOR = RESULTS / "aiconfigurator_h200.json.gz"
+AICONFIGURATOR = ("aiconfigurator_h200.json.gz", "aiconfigurator_families.json.gz")
 GIB = 2**30
 
 
@@ -46,6 +46,7 @@ class AnswerPoint:
     """The part of a point of ``tests.bench.aiconfigurator_static`` that is compared."""
 
     model: str
+    system: str  # "h200_sxm"
     backend: str
     tp: int
     pp: int
@@ -194,15 +195,16 @@ def predict_roofline(recorded: Recorded) -> list[Row]:
 
 
 def predict_aiconfigurator(recorded: Recorded, answers: Sequence[Answer]) -> list[Row]:
-    """AIConfigurator's static mode for the same engine version, where it has data; it gives no interval."""
+    """AIConfigurator's static mode, by its data of vLLM 0.24, where it has some; it gives no interval."""
+    system = recorded.profile.machine.device.name.replace("-", "_")
     found = {
         (a.point.batch, a.point.input_tokens): a
         for a in answers
         if a.ttft_s is not None
         and a.tpot_s is not None
         and a.point.model.rpartition("/")[2] == recorded.model
-        and (a.point.backend, a.point.weights, a.point.tp, a.point.pp)
-        == ("vllm", recorded.weights, recorded.tp, recorded.pp)
+        and (a.point.system, a.point.backend, a.point.weights, a.point.tp, a.point.pp)
+        == (system, "vllm", recorded.weights, recorded.tp, recorded.pp)
     }
     rows = []
     for truth in truths(recorded):
@@ -306,7 +308,11 @@ def _held_gib(points: Iterable[TimingPoint]) -> float | None:
 
 def by_other_methods(recorded: Sequence[Recorded]) -> list[Row]:
     """Return the predictions by which L3 is judged: iServe's other methods, the roofline and AIConfigurator."""
-    answers = from_json(read_kept(AICONFIGURATOR), _Answers, what=AICONFIGURATOR.name).answers
+    answers = [
+        answer
+        for file in AICONFIGURATOR
+        for answer in from_json(read_kept(RESULTS / file), _Answers, what=file).answers
+    ]
     return [
         row
         for one in recorded

@@ -1,13 +1,15 @@
-"""Errors of predictions by family of models, each judged without anything that was fitted on its own family.
+"""Errors of predictions by family of models, each judged without the measured errors of its own family.
 
 Run: ``python -m tests.bench.accuracy_families [--json FILE] [--write-errors]``. With ``--write-errors`` it renews
 ``fingerprint/data/depth_tied_errors.json``, which the intervals of users' models come from.
 
-Over every recording in ``tests/bench/results`` that was made with the step timer. What is fitted on recordings are
-the calibration's middles and intervals (``fingerprint.estimators.calibration``): for each family they are taken
-from all recordings but those of its models. Constants that were chosen by hand while looking at the nine models of
-vLLM 0.24 (over how many octaves a ratio keeps its value, and how far ratios scatter) are the same for all, as are
-the bound and the rules that were built after OLMoE and DeepSeek had been looked at (docs/decisions, 40).
+Over every recording in ``tests/bench/results`` that was made with the step timer. Fitted on recordings are the
+calibration's middles and intervals (``fingerprint.estimators.calibration``): for each family they are taken from
+all recordings but those of its models. The same for all families, and so not left out, are the roofline's
+constants, fitted to public tables of Llama, Mistral, Mixtral and Qwen models, and constants and rules that were
+chosen by hand after some family had been seen, which docs/accuracy.md lists with those families. What was recorded
+after the last of these rules has a row of its own. ``tests.bench.accuracy_goals`` judges whether a row keeps its
+goals.
 """
 
 from __future__ import annotations
@@ -15,42 +17,53 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
 from fingerprint.codec import to_json
 from fingerprint.estimators.calibration import Calibration, MeasuredError
-from tests.bench.accuracy import RESULTS, cost_row, load, measured_errors, memory_row, predict_l3
+from tests.bench.accuracy import (
+    RESULTS,
+    by_other_methods,
+    cost_row,
+    load,
+    measured_errors,
+    memory_row,
+    predict_l3,
+)
+from tests.bench.accuracy_goals import family_table, summary_table
 from tests.bench.accuracy_measure import Recorded
-from tests.bench.accuracy_rows import Row
+from tests.bench.accuracy_rows import SHORT_S, FamilyRow, Row
+from tests.bench.accuracy_tables import others_table
 
-__all__ = ["FOLDERS", "FamilyRow", "family_of", "family_rows", "predicted_rows", "size_table", "table"]
+__all__ = [
+    "FOLDERS",
+    "LAST_RULE",
+    "NEWEST",
+    "calibration_without",
+    "family_of",
+    "family_rows",
+    "goals_table",
+    "held_out_row",
+    "others_tables",
+    "pooled_row",
+    "predicted_rows",
+    "size_table",
+    "table",
+]
 
 FOLDERS = ("families-h200-vllm-0.33", "h200-vllm-0.33", "h100-vllm-0.33", "h200-vllm-0.26", "h200")
 _ERRORS = Path(__file__).parents[2] / "fingerprint/data/depth_tied_errors.json"
-SHORT_S = 0.015  # a TTFT below it is judged in milliseconds
+NEWEST = FOLDERS[:3]  # of the release that goals are of
+PUBLISHED_WITH = {
+    "L2 by the wall's clock (paper)": "the paper's method, taken literally",
+    "AIConfigurator 0.12.0": "AIConfigurator 0.12.0",
+}
+LAST_RULE = "2026-11-27T07:38"  # when the last rule was committed that moved a number of ``NEWEST``
 _SIZES = ((0, 1024, "up to 1,024"), (1025, 16_384, "1,025 to 16,384"), (16_385, 10**9, "more"))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FamilyRow:
-    """Errors of one family's predictions on one release; absolute fractions, seconds, shares."""
-
-    family: str
-    engine: str
-    gpu: str
-    models: tuple[str, ...]
-    points: int
-    tpot: tuple[float, float]  # median, worst
-    ttft: tuple[float, float]  # of those from ``SHORT_S`` on; nan where there are none
-    short_ttft_s: float  # worst error of shorter ones; 0 where there are none
-    inside: tuple[float, float]  # share of TPOTs and of TTFTs in the 90% interval
-    half_width: tuple[float, float]  # median over the prediction, TPOT and TTFT
-    weights: float  # worst errors of memory
-    blocks: float
-    profile_s: float  # longest, GPU-seconds
 
 
 def family_of(recorded: Recorded) -> str:
@@ -66,13 +79,14 @@ def family_rows(folders: Iterable[str] = FOLDERS) -> list[FamilyRow]:
         groups = [(family, [p for p in predicted if family_of(p[0]) == family]) for family in families]
         for family, group in (*groups, ("all", predicted)):
             found.append(_row(family, [one for one, _ in group], [row for _, rows in group for row in rows]))
+            assert " and " not in found[-1].gpu, f"{folder}: a folder is of one kind of GPU, not {found[-1].gpu}"
     return found
 
 
 @cache
 def predicted_rows(folder: str) -> tuple[tuple[Recorded, tuple[Row, ...]], ...]:
     """Every recording of ``folder`` with its predictions, made without its own family."""
-    return tuple((one, tuple(predict_l3(one, _without(family_of(one))))) for one in _loaded(folder))
+    return tuple((one, tuple(predict_l3(one, calibration_without(family_of(one))))) for one in _loaded(folder))
 
 
 @cache
@@ -81,7 +95,7 @@ def _loaded(folder: str) -> tuple[Recorded, ...]:
 
 
 @cache
-def _without(family: str) -> Calibration:
+def calibration_without(family: str) -> Calibration:
     """Return what all recordings of other families were off by."""
     return Calibration(tuple(error for of, errors in _errors() if of != family for error in errors))
 
@@ -98,26 +112,40 @@ def _errors_text() -> str:
     return "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"
 
 
+@cache
+def pooled_row(name: str = "all of vLLM 0.33", *, since: str = "") -> FamilyRow:
+    """Return a row over all recordings of ``NEWEST`` made from ``since`` on."""
+    found = [pair for folder in NEWEST for pair in predicted_rows(folder) if pair[0].measured_at >= since]
+    return _row(name, [one for one, _ in found], [row for _, rows in found for row in rows])
+
+
+def held_out_row() -> FamilyRow:
+    """Return a row of what was recorded after ``LAST_RULE``."""
+    return pooled_row("of these, recorded after the last rule", since=LAST_RULE)
+
+
 def _row(family: str, group: Sequence[Recorded], rows: Sequence[Row]) -> FamilyRow:
     tpot, ttft = ([row for row in rows if row.metric == metric] for metric in ("tpot", "ttft"))
     memory = [memory_row(one) for one in group]
     engines = {dict(one.profile.machine.versions)["engine"] for one in group}
-    gpus = {one.profile.machine.device.name for one in group}
-    assert len(engines) == len(gpus) == 1, (
-        f"{family}: a folder holds one release on one GPU, not {engines}, {gpus}"
-    )
+    assert len(engines) == 1, f"{family}: a row is of one release, not {engines}"
+    days = sorted(one.measured_at[:10] for one in group)
     return FamilyRow(
         family=family,
+        mixture=any(one.profile.spec.num_experts for one in group),
         engine=engines.pop(),
-        gpu=gpus.pop(),
+        gpu=" and ".join(sorted({one.profile.machine.device.name for one in group})),
+        measured=(days[0], days[-1]),
         models=tuple(dict.fromkeys(" ".join((one.model, *_degrees(one))) for one in group)),
         points=len(tpot),
         tpot=_median_and_worst([abs(row.error) for row in tpot]),
         ttft=_median_and_worst([abs(row.error) for row in ttft if row.truth_s >= SHORT_S]),
         short_ttft_s=max((abs(r.predicted_s - r.truth_s) for r in ttft if r.truth_s < SHORT_S), default=0.0),
+        ttft_bias=statistics.median(row.error for row in ttft),
         inside=(_share_inside(tpot), _share_inside(ttft)),
         half_width=(_half_width(tpot), _half_width(ttft)),
         weights=max(abs(m.weights_predicted / m.weights_bytes - 1) for m in memory),
+        non_kv=max(abs(m.non_kv_predicted / m.non_kv_bytes - 1) for m in memory),
         blocks=max(abs(m.blocks_predicted / m.blocks - 1) for m in memory),
         profile_s=max(cost_row(one).profile_s * one.tp * one.pp for one in group),
     )
@@ -139,26 +167,48 @@ def _half_width(rows: Sequence[Row]) -> float:
     return statistics.median((row.high_s - row.low_s) / 2 / row.predicted_s for row in rows)
 
 
-def table(rows: Iterable[FamilyRow]) -> str:
-    """Return the rows as Markdown."""
-    lines = [
-        "| family | points | TPOT median / worst | TTFT median / worst | TTFT under 15 ms, worst | inside | "
-        "half-width | weights, KV blocks | profile |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
-    ]
-    here = ("", "")
-    for row in rows:
-        if (row.engine, row.gpu) != here:
-            here = row.engine, row.gpu
-            lines.append(f"| **{row.engine}, {row.gpu}** | | | | | | | | |")
-        models = f" ({', '.join(row.models)})" if row.family != "all" else ""
-        lines.append(
-            f"| {row.family}{models} | {row.points} | {row.tpot[0]:.1%} / {row.tpot[1]:.1%} "
-            f"| {row.ttft[0]:.1%} / {row.ttft[1]:.1%} | {1e3 * row.short_ttft_s:.1f} ms "
-            f"| {row.inside[0]:.0%}, {row.inside[1]:.0%} | {row.half_width[0]:.1%}, {row.half_width[1]:.1%} "
-            f"| {row.weights:.2%}, {row.blocks:.2%} | {row.profile_s:.0f} s |"
-        )
-    return "\n".join(lines)
+def table() -> str:
+    """Return the errors of every family, as Markdown."""
+    return family_table(family_rows(), pooled_row(), [held_out_row()])
+
+
+def goals_table() -> str:
+    """Return the goals with what was measured on the newest release, as Markdown."""
+    rows = [row for row in family_rows(NEWEST) if row.family != "all"]
+    pooled = pooled_row()
+    answered = Counter(row.method for row in _by_others() if row.metric == "tpot")
+    counts = (f"{answered[method]} of {pooled.points} by {method}" for method in PUBLISHED_WITH.values())
+    return summary_table(rows, pooled, "; ".join(counts))
+
+
+def others_tables() -> tuple[str, str]:
+    """Return the errors of other methods on the newest release, next to ours: by kind of model, and by model."""
+    recorded = [one for folder in NEWEST for one in _loaded(folder)]
+    ours = [row for folder in NEWEST for _, rows in predicted_rows(folder) for row in rows]
+    mixtures = {one.model for one in recorded if one.profile.spec.num_experts}
+    kinds: dict[str, Callable[[Row], bool]] = {
+        "dense models": lambda row: row.model not in mixtures,
+        "mixtures of experts": lambda row: row.model in mixtures,
+        "all": lambda _: True,
+    }
+    named = dict.fromkeys(f"{row.model} {row.variant}" for row in ours)
+    models = {name: partial(_is_of, name) for name in named}
+    return others_table(ours, _by_others(), kinds), others_table(ours, _by_others(), models)
+
+
+def _is_of(name: str, row: Row) -> bool:
+    return f"{row.model} {row.variant}" == name
+
+
+@cache
+def _by_others() -> tuple[Row, ...]:
+    rows = by_other_methods([one for folder in NEWEST for one in _loaded(folder)])
+    return tuple(
+        replace(row, method=named)
+        for method, named in PUBLISHED_WITH.items()
+        for row in rows
+        if row.method == method
+    )
 
 
 def size_table(folders: Iterable[str] = FOLDERS) -> str:
@@ -188,10 +238,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write every row here")
     parser.add_argument("--write-errors", action="store_true", help=f"renew {_ERRORS.name}")
     options = parser.parse_args()
-    rows = family_rows()
-    print(table(rows), size_table(), sep="\n\n")
+    print(goals_table(), table(), *others_tables(), size_table(), sep="\n\n")
     if options.json:
-        options.json.write_bytes(to_json(rows, indent=1))
+        options.json.write_bytes(to_json([pooled_row(), held_out_row(), *family_rows()], indent=1))
     if options.write_errors:
         _ERRORS.write_text(_errors_text())
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from fingerprint.config import Workload
 from tests.bench.accuracy_measure import OUTPUT
 
-__all__ = ["CostRow", "MemoryRow", "Row", "TimerRow", "Truth"]
+__all__ = ["SHORT_S", "CostRow", "FamilyRow", "MemoryRow", "Row", "TimerRow", "Truth"]
+
+SHORT_S = 0.015  # a TTFT below it is judged in milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,11 @@ class Row:
     low_s: float
     high_s: float
     truth_spread: float  # of TTFT, as in ``Truth``
+
+    @property
+    def point(self) -> tuple[str, str, str, int, int]:
+        """Return what was measured: two rows of it have one truth."""
+        return self.model, self.variant, self.metric, self.batch, self.input_tokens
 
     @property
     def error(self) -> float:
@@ -91,3 +98,26 @@ class TimerRow:
     calls: int
     off_s: float
     on_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FamilyRow:
+    """Errors of one family's predictions on one release; absolute fractions, seconds, shares."""
+
+    family: str
+    mixture: bool  # of experts
+    engine: str
+    gpu: str
+    measured: tuple[str, str]  # first and last day
+    models: tuple[str, ...]
+    points: int
+    tpot: tuple[float, float]  # median, worst
+    ttft: tuple[float, float]  # of those from ``SHORT_S`` on; nan where there are none
+    short_ttft_s: float  # worst error of shorter ones; 0 where there are none
+    ttft_bias: float  # median of all errors with their signs: above 0 where predictions are too long
+    inside: tuple[float, float]  # share of TPOTs and of TTFTs in the 90% interval
+    half_width: tuple[float, float]  # median over the prediction, TPOT and TTFT
+    weights: float  # worst errors of memory
+    non_kv: float
+    blocks: float
+    profile_s: float  # longest, GPU-seconds

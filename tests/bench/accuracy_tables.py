@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tests.bench.accuracy_rows import CostRow, MemoryRow, Row, TimerRow
 
-__all__ = ["markdown", "summary"]
+__all__ = ["markdown", "others_table", "summary"]
 
 GIB = 2**30
 _SIZES = ((0, 128, "128"), (129, 2048, "512 to 2,048"), (2049, 16_384, "4,096 to 16,384"), (16_385, 10**9, "more"))
@@ -67,6 +67,32 @@ def markdown(
     lines += ["", "| method | number | points | median error | worst error | inside its interval |"]
     lines.append("| --- | --- | --: | --: | --: | --: |")
     add(summary([*rows, *others], lambda row: row.method))
+    return "\n".join(lines)
+
+
+def others_table(ours: Sequence[Row], theirs: Sequence[Row], groups: Mapping[str, Callable[[Row], bool]]) -> str:
+    """Return errors of other methods, each with ours on exactly the points that it answers.
+
+    Args:
+        groups: what each group of rows is named, and whether a row is in it; one without a row has no line.
+    """
+    lines = [
+        "| method | points of | points | TPOT, its median / worst | iServe's there | TTFT, its median / worst "
+        "| iServe's there |",
+        "|---|---|--:|--:|--:|--:|--:|",
+    ]
+    for method in dict.fromkeys(row.method for row in theirs):
+        for group, holds in groups.items():
+            its = [row for row in theirs if row.method == method and holds(row)]
+            answered = {row.point for row in its}
+            found = [summary(rows, lambda _: "") for rows in (its, [r for r in ours if r.point in answered])]
+            if its:
+                (tpot, ttft), (own_tpot, own_ttft) = (
+                    [f"{median:.1%} / {worst:.1%}" for *_, median, worst, _ in errors] for errors in found
+                )
+                lines.append(
+                    f"| {method} | {group} | {found[0][0][2]} | {tpot} | {own_tpot} | {ttft} | {own_ttft} |"
+                )
     return "\n".join(lines)
 
 

@@ -4,9 +4,9 @@
 
 FOLDER holds what ``tests.bench.format_runs`` recorded. Of each format: its weights as counted from config.json
 alone, from its fingerprints, and by vLLM; KV blocks; errors of TPOT and TTFT, with intervals and middles that were
-calibrated on other models and formats. Then, point by point, which format an intent for least latency chooses: by
-datasheets (nothing measured), by fingerprints, and by the whole models' own times, with how much longer than the
-fastest the chosen one takes.
+calibrated on other families, in 16 bits and fp8. Then, point by point, which format an intent for least latency
+chooses: by datasheets (nothing measured), by fingerprints, and by the whole models' own times, with how much
+longer than the fastest the chosen one takes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pathlib import Path
 
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimates import Estimate, Estimator
-from fingerprint.estimators.calibration import shipped_calibration
 from fingerprint.estimators.depth_tied import DepthTiedEstimator
 from fingerprint.estimators.roofline import RooflineEstimator
 from planner.costs import Prices, figures, objective_of
 from planner.intent import Intent, IntentKind
 from tests.bench.accuracy import RESULTS, load, memory_row, predict_l3, truths
+from tests.bench.accuracy_families import calibration_without, family_of
 from tests.bench.accuracy_measure import OUTPUT, Recorded
 from tests.bench.accuracy_rows import MemoryRow, Row
 from tests.bench.format_configs import FORMATS
@@ -79,7 +79,7 @@ def format_rows(recorded: Sequence[Recorded]) -> list[FormatRow]:
             name=_name(one),
             counted_bytes=_whole_bytes(_roofline(one).estimate(_config(one), Workload())),
             memory=memory_row(one),
-            rows=tuple(predict_l3(one, shipped_calibration())),
+            rows=tuple(predict_l3(one, calibration_without(family_of(one)))),
             left_out=len(one.left_out),
         )
         for one in recorded
@@ -138,7 +138,7 @@ def _roofline(recorded: Recorded) -> RooflineEstimator:
 
 
 def _fitted(recorded: Recorded) -> DepthTiedEstimator:
-    return DepthTiedEstimator(recorded.profile, _roofline(recorded), shipped_calibration())
+    return DepthTiedEstimator(recorded.profile, _roofline(recorded), calibration_without(family_of(recorded)))
 
 
 def _whole_bytes(estimate: Estimate) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.bench.accuracy_families import FOLDERS, _degrees, _loaded, _without, family_of, family_rows
+from tests.bench.accuracy_families import FOLDERS, _degrees, _loaded, calibration_without, family_of, family_rows
 
 FAMILIES = sorted({family_of(one) for folder in FOLDERS for one in _loaded(folder)})
 
@@ -16,7 +16,7 @@ def test_a_calibration_without_a_family_knows_every_other_model_and_none_of_it(f
     for folder in FOLDERS:
         for one in _loaded(folder):
             hashes[family_of(one)].add(one.profile.spec.shape_hash)
-    left = {error.shape_hash for error in _without(family).errors}
+    left = {error.shape_hash for error in calibration_without(family).errors}
     assert left == set().union(*(shapes for name, shapes in hashes.items() if name != family))
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+import statistics
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
 
-from fingerprint.estimators.calibration import Calibration
+from fingerprint.estimators.calibration import Calibration, shipped_calibration
 from tests.bench.accuracy import RESULTS, load, measured_errors, memory_row, predict_l3
-from tests.bench.accuracy_families import FOLDERS, predicted_rows
+from tests.bench.accuracy_families import FOLDERS, LAST_RULE, NEWEST, family_rows, held_out_row, predicted_rows
 from tests.bench.accuracy_rows import Row
 from tests.bench.accuracy_tables import summary
+from tests.bench.format_table import FOLDER as FORMATS
+from tests.bench.format_table import format_rows
 
 ROOT = Path(__file__).parents[2]
 README = " ".join((ROOT / "README.md").read_text().split())
@@ -103,3 +107,110 @@ def test_what_to_trust_of_mixtures_is_what_the_table_of_prompt_tokens_says() -> 
         f"median, {worst[0]}% and {worst[1]}% at worst; up to 1,024 tokens {short[0]}% and {short[2]}% in the "
         f"median, {short[1]}% (one point on 0.26; {_second_worst_short():.1%} the next) and {short[3]}% at worst."
     ) in text
+
+
+def _figures(rows: Sequence[Row]) -> dict[str, float]:
+    """Return medians and worst errors of TPOT and TTFT, and the shares inside, in percent."""
+    named = ("", "worst_", "inside_")
+    found = summary(rows, lambda _: "all")
+    return {f"{name}{row[1]}": 100 * value for row in found for name, value in zip(named, row[3:], strict=True)}
+
+
+def _numbers(text: str, after: str, before: str) -> list[str]:
+    """Return the numbers of a text between two of its phrases."""
+    _, found, rest = " ".join(text.split()).partition(after)
+    assert found, after
+    return re.findall(r"\d+(?:\.\d+)?", rest.partition(before)[0])
+
+
+def _rounded(figures: dict[str, float], digits: int) -> list[str]:
+    """Return the figures as README.md has them: medians to a tenth, the rest to ``digits``."""
+    medians = [f"{figures[name]:.1f}" for name in ("tpot", "ttft")]
+    worst = [f"{figures[name]:.{digits}f}" for name in ("worst_tpot", "worst_ttft")]
+    return [*medians, *worst, *(f"{figures[name]:.0f}" for name in ("inside_tpot", "inside_ttft"))]
+
+
+@pytest.mark.slow
+def test_readme_cites_all_of_033_and_what_was_recorded_after_the_last_rule() -> None:
+    predicted = [pair for folder in NEWEST for pair in predicted_rows(folder)]
+    later = [pair for pair in predicted if pair[0].measured_at >= LAST_RULE]
+    everything, held_out = ([row for _, rows in of for row in rows] for of in (predicted, later))
+    assert _numbers(README, "All of 0.33, ", "points") == [str(len(everything) // 2)]
+    assert _numbers(README, "corrected by other families: ", "Of its") == _rounded(_figures(everything), 0)
+    assert _numbers(README, "Of its ", " rows") == [str(len(predicted))]
+    assert len(later) == 3
+    assert _numbers(README, "after the last rule made by hand: ", "(") == _rounded(_figures(held_out), 0)
+    tpot, ttft, *others = _rounded(_figures(held_out), 1)
+    short_ms = f"{1e3 * held_out_row().short_ttft_s:.1f}"
+    assert _numbers(ACCURACY, "Together, ", "The code") == [
+        str(len(held_out) // 2),
+        *(tpot, others[0], ttft, others[1]),
+        short_ms,
+        *others[2:],
+    ]
+
+
+@pytest.mark.slow
+def test_families_recorded_after_the_last_rule() -> None:
+    dates = {one.model: one.measured_at for folder in NEWEST for one in load(RESULTS / folder)}
+    assert {model for model, date in dates.items() if date >= LAST_RULE} == {
+        "Mixtral-8x7B-v0.1",
+        "OLMo-2-1124-7B",
+        "gemma-3-27b-it",
+    }
+    assert max(dates, key=lambda model: dates[model]) == "gemma-3-27b-it"
+
+
+@pytest.mark.slow
+def test_formats_are_judged_without_their_family_and_cited_with_it() -> None:
+    recorded = load(FORMATS)
+    without = _figures([row for one in format_rows(recorded) for row in one.rows])
+    shipped = _figures([row for one in recorded for row in predict_l3(one, shipped_calibration())])
+    assert _numbers(ACCURACY, "intervals then hold ", "With") == [
+        f"{without['inside_tpot']:.0f}",
+        f"{without['inside_ttft']:.0f}",
+    ]
+    assert _numbers(ACCURACY, "narrower and hold ", "(") == [
+        f"{shipped['inside_tpot']:.0f}",
+        f"{shipped['inside_ttft']:.0f}",
+    ]
+
+
+@pytest.mark.slow
+def test_what_to_trust_is_what_the_rows_say() -> None:
+    """Lines 1 to 4, rounded."""
+    rows = [row for row in family_rows() if row.family != "all"]
+    dense = [
+        (one.pp > 1, own) for f in FOLDERS for one, own in predicted_rows(f) if not one.profile.spec.num_experts
+    ]
+
+    def errors(of: Iterable[Row], metric: str, least: int = 0, most: int = 10**9) -> list[float]:
+        these = (row for row in of if row.metric == metric and least <= row.batch * row.input_tokens <= most)
+        return [100 * abs(row.error) for row in these]
+
+    assert max(row.weights for row in rows) < 0.001
+    assert max(row.blocks for row in rows) < 0.003
+    assert _numbers(ACCURACY, "Weights ", ", in every") == [
+        "0.1",
+        "0.3",
+        f"{100 * max(r.non_kv for r in rows):.1f}",
+    ]
+    tpot = [(staged, errors(own, "tpot")) for staged, own in dense]
+    alone, pipelines = ([of for staged, of in tpot if staged == wanted] for wanted in (False, True))
+    medians = [statistics.median(of) for of in alone]
+    assert _numbers(ACCURACY, "**TPOT of a dense model**: ", "3. **") == [
+        f"{min(medians):.1f}",
+        f"{max(medians):.1f}",
+        f"{max(max(of) for of in alone):.0f}",
+        f"{max(statistics.median(of) for of in pipelines):.0f}",
+        f"{max(max(of) for of in pipelines):.0f}",
+    ]
+    ttft = [(staged, errors(own, "ttft", least=1025)) for staged, own in dense]
+    assert _numbers(ACCURACY, "1,025 prompt tokens**: ", "4. **")[2:] == [
+        f"{max(error for staged, of in ttft if staged == wanted for error in of):.0f}" for wanted in (False, True)
+    ]
+    short = [error for _, own in dense for error in errors(own, "ttft", most=1024)]
+    assert _numbers(ACCURACY, "**TTFT of a short prompt**: ", "It waits") == [
+        f"{statistics.median(short):.0f}",
+        f"{max(short):.0f}",
+    ]
