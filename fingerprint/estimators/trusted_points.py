@@ -81,7 +81,7 @@ def trusted_points(points: Sequence[TimingPoint], possible: Sequence[TimingPoint
 
     Args:
         points: of one configuration, at its repeated depths.
-        possible: of these, the points with times that the GPU can keep; calls of these alone contradict; None: all.
+        possible: of these, the points with times that the GPU can keep, whose calls contradict; None: all.
     """
     judged = [point for point in points if point.pp == 1 and point.runs]
     bounding = {id(point) for point in (points if possible is None else possible)}
