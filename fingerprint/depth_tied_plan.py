@@ -44,6 +44,7 @@ class DepthTiedPlan:
     agree_within: float = 0.10  # of a point's calls: how far the medians of their two halves may differ
     agree_limit_s: float = 20.0  # for further calls of a point, until they agree
     once_tokens: int | None = None  # points with more prompt tokens are run once, generating
+    second_calls: bool = False  # of points called once, where the budget has room
     visits: int = 3  # of the deeper one to points of at most ``short_tokens``, for bursts of one output token
     short_tokens: int = 2048
     budget_s: float = 90.0  # of all its GPUs together, after engine starts
@@ -142,6 +143,7 @@ def depth_tied_plan(
         max_batch=max(max_batch, *batches),
         max_context_tokens=min(spec.max_context_tokens, max(longest + long_output, workload.context_tokens)),
         once_tokens=ONCE_TOKENS,
+        second_calls=True,
         budget_s=budget_s,
     )
 

@@ -293,13 +293,43 @@ class _Driver:
                     return
                 died = True
         if session is not None and not died and is_deepest:  # the other tells what a repeat costs, no whole
-            self._revisit(session, visit, repeat, timing)
+            goes_on = self._revisit(session, visit, repeat, timing)
+            if goes_on and plan.second_calls:
+                self._call_again(session, visit, repeat, timing)
 
-    def _revisit(self, session: StepTimedSession, visit: Visit, repeat: int, timing: list[TimingPoint]) -> None:
+    def _kept_s(self, visit: Visit) -> float:
+        """Return the seconds of the budget that the other depth is left (it takes about as long): without it
+        nothing would be known of the whole."""
+        shallow = (self._took_s.get((visit.tp, visit.pp, False, at), 0.0) for at in self.plan.shallow_points)
+        return 1.1 * sum(shallow)
+
+    def _call_again(self, session: StepTimedSession, visit: Visit, repeat: int, timing: list[TimingPoint]) -> None:
+        """Add a second burst to points that have one, the shortest first, while the other depth leaves budget."""
+        alike = [i for i, p in enumerate(timing) if (p.num_layers, p.repeat) == (visit.num_layers, repeat)]
+        lone = [index for index in alike if len(timing[index].runs) == 1]
+        for index in sorted(lone, key=lambda index: timing[index].runs[0].e2e_s):
+            point = timing[index]
+            burst_s = session.num_devices * point.runs[0].e2e_s
+            if self.spent_s + burst_s > self.plan.budget_s - self._kept_s(visit):
+                self.notes.append(f"{visit}: points called once, by the budget: their intervals are wider")
+                return
+            at = (point.batch, point.input_tokens)
+            try:
+                more = self._bursts(session, visit, repeat, at, point.output_tokens, 1, 0.0)
+            except NotMeasuredError as error:
+                self._not_trusted(f"{visit}, again", error)
+                continue
+            except IserveError as error:
+                self._failed(f"{visit}, batch {at[0]} with {at[1]} in, again", error)
+                self._close()
+                return
+            timing[index] = replace(point, runs=point.runs + more.runs)
+
+    def _revisit(self, session: StepTimedSession, visit: Visit, repeat: int, timing: list[TimingPoint]) -> bool:
         """Add to the settled bursts of short prompts what later visits see of them, out of what the other depth
-        will leave of the budget (it takes about as long): without it nothing would be known of the whole."""
+        will leave of the budget. Return whether the engine goes on and all of it was done."""
         plan = self.plan
-        kept_s = 1.1 * sum(self._took_s.get((visit.tp, visit.pp, False, at), 0.0) for at in plan.shallow_points)
+        kept_s = self._kept_s(visit)
         for _ in range(1, plan.visits):
             for index, point in enumerate(timing):
                 at = (point.batch, point.input_tokens)
@@ -310,7 +340,7 @@ class _Driver:
                 visit_s = min(settled_s, self._took_s[visit.tp, visit.pp, False, at])
                 if self.spent_s + visit_s > plan.budget_s - kept_s:
                     self._left_out(f"{visit}: further visits to short prompts")
-                    return
+                    return False
                 try:
                     more = self._bursts(session, visit, repeat, at, *plan.bursts(at)[0])
                 except NotMeasuredError as error:
@@ -319,8 +349,9 @@ class _Driver:
                 except IserveError as error:
                     self._failed(f"{visit}, batch {at[0]} with {at[1]} in, again", error)
                     self._close()
-                    return
+                    return False
                 timing[index] = replace(point, runs=point.runs + _settled(more.runs))
+        return True
 
     def _memory(self, visit: Visit) -> MemoryPoint:
         ranks = self._open(visit).memory()

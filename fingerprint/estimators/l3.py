@@ -13,7 +13,7 @@ are measured, so both are in it.
 
 Between measured points the logarithm of (measured / roofline) is smooth: a Gaussian process carries it, with an
 interval that widens away from what was measured, of a TPOT over log2 batch and log2 input tokens, of a TTFT over
-what steps of prompts go by (``_of_prompts``). Between means inside the convex hull of the points in log2 batch and
+what steps of prompts go by (``of_prompts``). Between means inside the convex hull of the points in log2 batch and
 log2 input tokens: a corner of the box around them where none was run (the largest batch with the longest input,
 mostly) is beyond, and its source says so. Below the shortest measured prompt a TTFT stops falling where the host's
 launches take longer than the GPU's work, which no point tells: its interval reaches up to the least TTFT measured
@@ -30,7 +30,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -38,6 +39,14 @@ from fingerprint.config import DeploymentConfig, Pruning, Workload
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Estimator, Quantity, Source
 from fingerprint.estimators.all_reduce import GroupSums
+from fingerprint.estimators.between_points import (
+    PROMPTS_SPREAD,
+    STEPS_SPREAD,
+    in_hull,
+    octaves,
+    of_prompts,
+    of_steps,
+)
 from fingerprint.estimators.calibration import Calibration, kernels_of
 from fingerprint.estimators.gaussian_process import smooth_at
 from fingerprint.estimators.l2 import Latency
@@ -52,24 +61,19 @@ from fingerprint.estimators.repeat_overhead import (
     token_bound_s,
     until_first,
 )
+from fingerprint.estimators.trusted_points import Distrust, trusted_points
 from fingerprint.measurements import MeasuredKey, Profile, RunReading, TimingPoint, key_of
 
 __all__ = ["L3", "WholePoint", "in_hull", "whole_points"]
 
-_LENGTH_OCTAVES = 2.5  # of batch or input, over which a TPOT's ratio to the roofline keeps its value
-_RATIO_SPREAD = 0.2  # of its logarithm, prior to any measurement
-# Likewise of TTFT: octaves of all prompt tokens, and of batch against input; how far apart steps in graphs and
-# steps that are launched kernel by kernel lie. Of a grid the most likely for each measured point under all others
-# of its profile: 173 points of 13 profiles, no truth of a whole model (``tests.bench.accuracy_left_out``,
-# decision 58).
-_TOKENS_OCTAVES, _SHAPE_OCTAVES, _LAUNCHED_APART, _PROMPTS_SPREAD = 2.5, 4.0, 1.0, 0.5
-_GRAPH_TOKENS = 512  # of a step: vLLM captures no larger ones
 # Of what steps grow by beyond the measured contexts, how far it may be off: in 74 extrapolations by an octave 0.84
 # at most where it was 3% of the step or more, but for three in which noise hid it; mostly 0.1 (decision 58).
 _GROWTH_ERROR = 0.8
 _SMALL_ERROR = 0.02  # of a TPOT, by which a measured one may be off beyond its contexts
 _Z90 = 1.6449
-_ON_THE_EDGE = 1e-6  # of the hull of points, in octaves: rounding
+# Share and seconds by which nine calls in ten are off the median of the same point's other calls: 341 of one token
+# and 944 of 65, whole models on vLLM 0.33 (docs/decisions, 57).
+_LONE_PROMPTS, _LONE_STEPS = (0.035, 0.015), (0.045, 0.010)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,8 @@ class WholePoint:
     ending_s: tuple[float, ...]  # the last decode steps, when sequences whose prompt was computed early had ended
     passes: float  # steps that computed the prompts
     relative_spread: float  # half of the 90% interval of one burst's time, over that time
+    lone_prompts: float = 0.0  # the same, of a lone burst's prompts and of its decode steps; 0: there are several
+    lone_steps: float = 0.0
 
     def with_sums(self, sums: GroupSums) -> WholePoint:
         """Return the times of a whole group, where these are of one of its ranks alone."""
@@ -135,7 +141,10 @@ class WholePoint:
 
 
 def whole_points(
-    points: tuple[TimingPoint, ...], num_layers: int, most_per_token_s: float = math.inf
+    points: tuple[TimingPoint, ...],
+    num_layers: int,
+    most_per_token_s: float = math.inf,
+    stalled: frozenset[tuple[int, int, int]] = frozenset(),
 ) -> tuple[WholePoint, ...]:
     """The whole model at every point that the deepest repeated fingerprint generated at.
 
@@ -146,6 +155,8 @@ def whole_points(
         points: of one configuration.
         num_layers: of the whole model.
         most_per_token_s: a repeat's cost outside its layers, at most (``repeat_overhead.token_bound_s``).
+        stalled: layers, batch and input tokens of bursts that go on whose prompts tell no time
+            (``trusted_points``): then their first token is taken to arrive as in those of one token.
 
     Raises:
         NotMeasuredError: no fingerprint was repeated, or one alone, or two of other mixes at no point of both.
@@ -157,7 +168,10 @@ def whole_points(
         raise NotMeasuredError(f"{deepest} layers alone were repeated, which does not tell what a repeat costs")
     costs = repeat_costs(repeated, deepest, most_per_token_s)
     found = (_whole(short.get(at, long[at]), long[at], num_layers, costs) for at in sorted(long))
-    return tuple(point for point in found if point.usable)
+    told = (
+        p if (deepest, p.batch, p.input_tokens) not in stalled else replace(p, first_s=p.ttft_s) for p in found
+    )
+    return tuple(point for point in told if point.usable)
 
 
 def _whole(short: TimingPoint, long: TimingPoint, num_layers: int, costs: RepeatCosts) -> WholePoint:
@@ -183,6 +197,8 @@ def _whole(short: TimingPoint, long: TimingPoint, num_layers: int, costs: Repeat
         ending_s=steps_s(ending),
         passes=settled.passes,
         relative_spread=_spread([run.e2e_s for run in short.runs]),
+        lone_prompts=_lone(short, settled.seconds, _LONE_PROMPTS),
+        lone_steps=_lone(long, sum(s.cadence_s for s in together(long, long.runs[0])), _LONE_STEPS),
     )
 
 
@@ -208,6 +224,15 @@ def _spread(times: list[float]) -> float:
     return _Z90 * statistics.stdev(times) / math.sqrt(len(times)) / statistics.mean(times)
 
 
+def _lone(point: TimingPoint, seconds: float, apart: tuple[float, float]) -> float:
+    """Return by what share ``seconds`` of a lone burst may be off its like; 0.0: there are several.
+
+    Args:
+        apart: the share, and the seconds, that one burst is off the median of many.
+    """
+    return math.hypot(apart[0], apart[1] / seconds) if len(point.runs) == 1 and seconds > 0 else 0.0
+
+
 class L3:
     """Latency of every configuration that was profiled depth-tied.
 
@@ -223,12 +248,11 @@ class L3:
         self.profile = profile
         self._roofline = roofline
         self._calibration = calibration
-        self.points: Mapping[MeasuredKey, tuple[WholePoint, ...]]
-        self.shards: frozenset[MeasuredKey]  # of these, what was run as one TP rank alone
-        self.impossible: frozenset[MeasuredKey]  # run, and no point tells a time that the GPU can keep
-        floor = PhysicalFloor(profile.spec, profile.machine.device)
-        self.points, self.shards, self.impossible = _by_key(profile, floor)
-        self.unusable = tuple(_unusable(profile, self.points))
+        found = _measured(profile, PhysicalFloor(profile.spec, profile.machine.device))
+        self.points: Mapping[MeasuredKey, tuple[WholePoint, ...]] = found.points
+        self.shards = frozenset(found.shards)  # of these, what was run as one TP rank alone
+        self.impossible = frozenset(found.impossible)  # run, and no point tells a time to be trusted
+        self.unusable = tuple(_unusable(profile, found))
 
     def reaches(self, config: DeploymentConfig) -> bool:
         """Return whether this very configuration was run."""
@@ -253,7 +277,7 @@ class L3:
                 math.log(point.tpot_s(workload.output_tokens, growth[point.batch]) / roofline.tpot_s.value)
             )
         asked = self._roofline.estimate(config, workload)
-        between = in_hull([_octaves(p) for p in points], _octaves(workload))
+        between = in_hull([octaves(p) for p in points], octaves(workload))
         source = Source.EXTRAPOLATED if between else Source.SCALED
         first = self._between(points, ttft, workload, asked.ttft_s, "ttft", config, source)
         later = self._between(points, tpot, workload, asked.tpot_s, "tpot", config, source)
@@ -282,17 +306,21 @@ class L3:
         config: DeploymentConfig,
         source: Source,
     ) -> Quantity:
-        of, spread = (_of_prompts, _PROMPTS_SPREAD) if metric == "ttft" else (_of_steps, _RATIO_SPREAD)
+        of, spread = (of_prompts, PROMPTS_SPREAD) if metric == "ttft" else (of_steps, STEPS_SPREAD)
         mean = statistics.fmean(log_ratios)
         noise = np.array([max(0.003, p.relative_spread / _Z90) ** 2 for p in points])
-        shift, deviation = smooth_at(
+        smooth = partial(
+            smooth_at,
             np.array(of(workload)),
             np.array([of(point) for point in points]),
             np.array(log_ratios) - mean,
-            noise,
             length=1.0,
             spread=spread,
         )
+        shift, deviation = smooth(noise)
+        lone = np.array([p.lone_prompts if metric == "ttft" else p.lone_steps for p in points])
+        if lone.any():  # not known as well, and believed as much: values of points next to it stay
+            deviation = max(deviation, smooth(np.maximum(noise, (lone / _Z90) ** 2))[1])
         others = self._calibration.of_others(
             metric,
             prompt_tokens=workload.batch * workload.input_tokens,
@@ -311,18 +339,6 @@ class L3:
             value * math.exp(math.hypot(others.high - others.middle, half)),
             source,
         )
-
-
-def _of_steps(at: WholePoint | Workload) -> tuple[float, ...]:
-    """Return what decode steps go by, in lengths over which their ratio to the roofline keeps its value."""
-    return tuple(octaves / _LENGTH_OCTAVES for octaves in _octaves(at))
-
-
-def _of_prompts(at: WholePoint | Workload) -> tuple[float, ...]:
-    """Return what steps of prompts go by, likewise: all tokens, batch against input, and who launches kernels."""
-    batch, tokens = _octaves(at)
-    is_launched = at.batch * at.input_tokens > _GRAPH_TOKENS
-    return (batch + tokens) / _TOKENS_OCTAVES, (batch - tokens) / 2 / _SHAPE_OCTAVES, is_launched / _LAUNCHED_APART
 
 
 def _beyond(
@@ -368,20 +384,35 @@ def _widened(found: Quantity, log_errors: tuple[float, float]) -> Quantity:
     )
 
 
-def _by_key(
-    profile: Profile, floor: PhysicalFloor
-) -> tuple[dict[MeasuredKey, tuple[WholePoint, ...]], frozenset[MeasuredKey], frozenset[MeasuredKey]]:
-    """The points of every configuration, which of these were one rank alone, and where none was possible."""
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """Points of every configuration that was run."""
+
+    points: dict[MeasuredKey, tuple[WholePoint, ...]] = field(default_factory=dict)
+    shards: set[MeasuredKey] = field(default_factory=set)  # of these, what was run as one TP rank alone
+    impossible: set[MeasuredKey] = field(default_factory=set)  # run, and no point tells a time to be trusted
+    too_few: set[MeasuredKey] = field(default_factory=set)  # of these, most points are not trusted
+    distrusts: list[Distrust] = field(default_factory=list)
+
+
+def _measured(profile: Profile, floor: PhysicalFloor) -> _Measured:
     grouped: dict[tuple[bool, MeasuredKey], list[TimingPoint]] = {}
     for point in profile.timing:
-        grouped.setdefault((point.shard, point.key), []).append(point)
-    found, shards, impossible = {}, set(), set()
+        if point.repeat == profile.spec.num_layers // point.num_layers:
+            grouped.setdefault((point.shard, point.key), []).append(point)
+    found = _Measured()
     most = token_bound_s(profile.spec, profile.machine.device)
-    for (shard, key), points in sorted(grouped.items()):
-        if shard and key in found:  # the real group was run
+    for (shard, key), points in sorted(grouped.items(), key=lambda item: item[0]):
+        if shard and key in found.points:  # the real group was run
+            continue
+        trusted = trusted_points(points, [p for p in points if _can_be(p, profile, floor)])
+        found.distrusts.extend(trusted.distrusts)
+        if not trusted.is_enough:
+            found.too_few.add(key)
+            found.impossible.add(key)
             continue
         try:
-            whole = whole_points(tuple(points), profile.spec.num_layers, most)
+            whole = whole_points(trusted.points, profile.spec.num_layers, most, trusted.stalled)
         except NotMeasuredError:
             continue
         if shard:
@@ -389,11 +420,23 @@ def _by_key(
             whole = tuple(point.with_sums(sums) for point in whole)
         whole = tuple(point for point in whole if _is_possible(point, key.config(profile.engine), floor))
         if whole:
-            found[key] = whole
-            shards |= {key} if shard else set()
+            found.points[key] = whole
+            found.shards.update({key} if shard else ())
         else:
-            impossible.add(key)
-    return found, frozenset(shards), frozenset(impossible - found.keys())
+            found.impossible.add(key)
+    for left_out in (found.impossible, found.too_few):
+        left_out.difference_update(found.points)
+    return found
+
+
+def _can_be(point: TimingPoint, profile: Profile, floor: PhysicalFloor) -> bool:
+    """Return whether the GPU can keep the point's times, as the share of the model that it runs."""
+    whole = profile.spec.num_layers / (point.num_layers * point.repeat)
+    at = Workload(point.batch, point.input_tokens, point.output_tokens)
+    first_s = until_first(point).seconds
+    next_s = (statistics.median(run.e2e_s for run in point.runs) - first_s) / max(1, point.output_tokens - 1)
+    config = point.key.config(profile.engine)
+    return floor.allows(config, at, ttft_s=whole * first_s, tpot_s=whole * next_s)
 
 
 def _is_possible(point: WholePoint, config: DeploymentConfig, floor: PhysicalFloor) -> bool:
@@ -401,19 +444,28 @@ def _is_possible(point: WholePoint, config: DeploymentConfig, floor: PhysicalFlo
     return floor.allows(config, at, ttft_s=point.ttft_s, tpot_s=point.steady_s)
 
 
-def _unusable(profile: Profile, used: Mapping[MeasuredKey, tuple[WholePoint, ...]]) -> Iterator[str]:
-    """A sentence on each point that was measured and tells no time of the whole model."""
-    told = {(key, p.batch, p.input_tokens) for key, points in used.items() for p in points}
+def _unusable(profile: Profile, found: _Measured) -> Iterator[str]:
+    """A sentence on each point that was measured and is not trusted, or tells no time of the whole model."""
+    told = {(key, p.batch, p.input_tokens) for key, points in found.points.items() for p in points}
+    named = set[tuple[MeasuredKey, int, int]]()
+    for distrust in found.distrusts:
+        at = (distrust.point.key, distrust.point.batch, distrust.point.input_tokens)
+        if at not in named:
+            named.add(at)
+            yield str(distrust)
+    for key in sorted(found.too_few):
+        yield f"{key}: too few points are trusted for any time to be measured; profile it again"
     measured = {
         (p.key, p.batch, p.input_tokens)
         for p in profile.timing
         if p.output_tokens > 1 and p.repeat == profile.spec.num_layers // p.num_layers
     }
-    for key, batch, input_tokens in sorted(measured - told):
-        yield (
-            f"{key}: batch {batch} with {input_tokens} in is unusable, what it "
-            "took and what its repeats cost tell no time of the whole model, or less than the GPU can need"
-        )
+    for key, batch, input_tokens in sorted(measured - told - named):
+        if key not in found.too_few:
+            yield (
+                f"{key}: batch {batch} with {input_tokens} in is unusable, what it "
+                "took and what its repeats cost tell no time of the whole model, or less than the GPU can need"
+            )
 
 
 def _growth(points: tuple[WholePoint, ...], batch: int) -> float:
@@ -431,20 +483,3 @@ def _growth(points: tuple[WholePoint, ...], batch: int) -> float:
         return 0.0
     tokens, seconds = np.array(lengths[told_by], dtype=float).T
     return max(0.0, float(np.polyfit(tokens, seconds, 1)[0])) * batch / told_by
-
-
-def in_hull(points: Sequence[tuple[float, float]], asked: tuple[float, float]) -> bool:
-    """Return whether ``asked`` is in the convex hull of ``points``: whether it is their mean under some weights.
-
-    One point or several in a row have a hull too.
-    """
-    from scipy.optimize import nnls  # half a second to load, and most plans have no such profile
-
-    corners = np.array([(x, y, 1.0) for x, y in points]).T
-    wanted = np.array([*asked, 1.0])
-    weights, _ = nnls(corners, wanted)
-    return bool(np.linalg.norm(corners @ weights - wanted) < _ON_THE_EDGE)
-
-
-def _octaves(at: WholePoint | Workload) -> tuple[float, float]:
-    return math.log2(at.batch), math.log2(at.input_tokens)

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fingerprint.estimators import l3
+from fingerprint.estimators import between_points as places
 from tests.bench import accuracy_left_out as bench
 
 PAGE = (Path(__file__).parents[2] / "docs/decisions/0058-between-points.md").read_text()
-CHOSEN = (l3._TOKENS_OCTAVES, l3._SHAPE_OCTAVES, l3._LAUNCHED_APART, l3._PROMPTS_SPREAD)
+CHOSEN = (places._TOKENS_OCTAVES, places._SHAPE_OCTAVES, places._LAUNCHED_APART, places.PROMPTS_SPREAD)
 
 
 @pytest.mark.slow

@@ -105,7 +105,7 @@ def test_what_to_trust_of_mixtures_is_what_the_table_of_prompt_tokens_says() -> 
     assert (
         f"from 1,025 prompt tokens on TPOT is {tpot[0]} to {tpot[1]}% and TTFT {ttft[0]} to {ttft[1]}% off in the "
         f"median, {worst[0]}% and {worst[1]}% at worst; up to 1,024 tokens {short[0]}% and {short[2]}% in the "
-        f"median, {short[1]}% (one point on 0.26; {_second_worst_short():.1%} the next) and {short[3]}% at worst."
+        f"median, {short[1]}% ({_second_worst_short():.1%} the next) and {short[3]}% at worst."
     ) in text
 
 

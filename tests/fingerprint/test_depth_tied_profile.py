@@ -136,6 +136,22 @@ class TestWhatIsRun:
             # What decodes with the last prompts is in it.
             assert whole[at].ttft_s == pytest.approx(machine.ttft_s(*at), rel=0.02)
 
+    def test_points_called_once_are_called_again_where_the_budget_has_room(self) -> None:
+        once = take_depth_tied(StepTimedMachine(), once_tokens=8191)
+        again = take_depth_tied(StepTimedMachine(), once_tokens=8191, second_calls=True)
+        deeper = [(p, q) for p, q in zip(once.timing, again.timing, strict=True) if p.num_layers == 2]
+        assert {len(p.runs) for p, _ in deeper if (p.batch, p.input_tokens) in {(8, 1024), (32, 512)}} == {1}
+        assert all(len(q.runs) == max(2, len(p.runs)) and q.runs[0] == p.runs[0] for p, q in deeper)
+
+    @given(budget_s=st.floats(0.1, 40.0))
+    def test_second_calls_take_nothing_from_the_other_depth(self, budget_s: float) -> None:
+        once = take_depth_tied(StepTimedMachine(), once_tokens=4095, budget_s=budget_s)
+        machine = StepTimedMachine()
+        again = take_depth_tied(machine, once_tokens=4095, budget_s=budget_s, second_calls=True)
+        assert [replace(p, runs=()) for p in again.timing] == [replace(p, runs=()) for p in once.timing]
+        first = machine.ran_s[2, 1, 128] + machine.ran_s[1, 1, 128]
+        assert again.spent_s <= max(budget_s + machine.ran_s[1, 1, 128], first) * (1 + 1e-9)
+
     def test_plain_points_run_both_depths_as_they_are(self) -> None:
         machine = StepTimedMachine()
         profile = take_depth_tied(machine, plain_points=((1, 128),))
