@@ -46,6 +46,7 @@ class DepthTiedPlan:
     visits: int = 3  # of the deeper one to points of at most ``short_tokens``, for bursts of one output token
     short_tokens: int = 2048
     budget_s: float = 90.0  # of all its GPUs together, after engine starts
+    least_call_s: float = 30.0  # that an answer is waited for, however little of the budget is left
 
     def __post_init__(self) -> None:
         if not self.points or not set(self.shallow_points) <= set(self.points):
