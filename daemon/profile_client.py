@@ -27,6 +27,7 @@ from fingerprint.errors import (
     EngineError,
     InfeasibleError,
     IserveError,
+    NotMeasuredError,
     TooLittleTimeError,
     error_class,
 )
@@ -351,13 +352,15 @@ class WorkerProfileSession:
             thread.join(_TELL_S)
             if thread.is_alive():
                 tell(self._state(time.monotonic() - begun_s))
-        if errors:
-            raise errors[0]
-        tell(replace(self._state(time.monotonic() - begun_s), ended=True))
+        error = errors[0] if errors else None
+        if error is None or isinstance(error, NotMeasuredError):  # as one that compiled in each call
+            tell(replace(self._state(time.monotonic() - begun_s), ended=True))
+        if error is not None:
+            raise error
         return answers[0]
 
     def _state(self, elapsed_s: float) -> CallState:
-        """Return what the worker says of the calls that it makes; that they run alone where it does not answer."""
+        """Return what the worker says of its calls; nothing but their seconds where it does not answer."""
         try:
             status, body = self._exchange("GET", "/profile/state", None, _HEALTH_TIMEOUT_S)
             found = (

@@ -107,6 +107,7 @@ class _Driver:
     compile_s: float = 0.0  # of ``spent_s``
     complete: bool = True
     _session: StepTimedSession | None = None
+    _disturbed: Visit | None = None  # all along
     _first_error: IserveError | None = None
     _done: int = 0
     _unreached: dict[MeasuredKey, set[Point]] = field(default_factory=dict)
@@ -375,15 +376,16 @@ class _Driver:
         *,
         plain: bool,
     ) -> list[TimingPoint]:
-        """Measure a point; once more where the GPU was disturbed, while the budget lasts.
+        """Measure a point; again where the GPU was disturbed, while the budget lasts.
 
-        What is disturbed to the end is kept as it is, and marked (``disturbance_marks``).
+        What is disturbed to the end is kept as it is, and marked (``disturbance_marks``); further points of the
+        fingerprint are then measured once, since what lasts would take the time of all of them.
         """
         measured = self._point(session, visit, repeat, point, plain=plain)
         for _ in range(_MOST_AGAIN):
             took_s = self._took_s[visit.tp, visit.pp, plain, point]
             why = disturbance(measured, timing)
-            if why is None or self.spent_s + took_s > self.plan.budget_s:
+            if why is None or visit == self._disturbed or self.spent_s + took_s > self.plan.budget_s:
                 break
             self.notes.append(f"{visit}, batch {point[0]} with {point[1]} in: measured again, {why}")
             try:
@@ -393,6 +395,8 @@ class _Driver:
             except NotMeasuredError as error:  # calls that do not agree: those before it did
                 self._not_trusted(f"{visit}, again", error)
                 break
+        else:
+            self._disturbed = visit if disturbance(measured, timing) else self._disturbed
         return measured
 
     def _point(
