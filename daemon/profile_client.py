@@ -5,6 +5,7 @@ Synchronous, from any plain thread, with the standard library only. How a worker
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -21,8 +22,16 @@ from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from daemon.worker_token import OPEN_PATHS, authorization
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, KvFormat, SlotFormat, WeightFormat
-from fingerprint.errors import BadInputError, EngineError, InfeasibleError, IserveError, error_class
-from fingerprint.measurements import MachineInfo, RankMemory, RunReading
+from fingerprint.errors import (
+    BadInputError,
+    EngineError,
+    InfeasibleError,
+    IserveError,
+    NotMeasuredError,
+    TooLittleTimeError,
+    error_class,
+)
+from fingerprint.measurements import CallState, MachineInfo, RankMemory, RunReading
 
 __all__ = ["LOAD_MARK", "WorkerHandle", "WorkerProfileSession", "WorkerProfileTarget"]
 
@@ -32,6 +41,7 @@ LOAD_MARK = "iserve: starting the engine"
 _MAX_ANSWER_BYTES = 4 * 2**20
 _POLL_S = 0.05
 _HEALTH_TIMEOUT_S = 2.0
+_TELL_S = 5.0  # between looks at what calls under way do: seldom, since the worker measures meanwhile
 _END_SEEN_S = 5.0  # by when the watcher of a worker that hung up has seen its end
 
 T = TypeVar("T")
@@ -245,6 +255,8 @@ class WorkerProfileSession:
         agree_within: float | None = None,
         agree_limit_s: float = 0.0,
         active: int = 0,
+        limit_s: float | None = None,
+        tell: Callable[[CallState], None] = lambda _: None,
     ) -> tuple[RunReading, ...]:
         order = ProfileBursts(
             batch=batch,
@@ -258,7 +270,9 @@ class WorkerProfileSession:
             agree_limit_s=agree_limit_s,
             active=active,
         )
-        return self._call("POST", "/profile/bursts", order, tuple[RunReading, ...])
+        return self._watched(
+            lambda: self._call("POST", "/profile/bursts", order, tuple[RunReading, ...], limit_s), tell
+        )
 
     def load_with_slots(
         self,
@@ -316,15 +330,63 @@ class WorkerProfileSession:
         if failure is not None:
             raise EngineError(failure)
 
-    def _call(self, method: str, path: str, order: object, kind: type[T]) -> T:
+    def _watched(self, call: Callable[[], T], tell: Callable[[CallState], None]) -> T:
+        """Return what ``call`` does, made by a thread of its own; report its state now and then, and at its end.
+
+        Raises:
+            IserveError: as the call.
+        """
+        answers: list[T] = []
+        errors: list[BaseException] = []
+
+        def make() -> None:
+            try:
+                answers.append(call())
+            except BaseException as error:  # noqa: BLE001  # raised again by the thread that waits for it
+                errors.append(error)
+
+        begun_s = time.monotonic()
+        thread = threading.Thread(target=make, daemon=True, name="profile-calls")
+        thread.start()
+        while thread.is_alive():
+            thread.join(_TELL_S)
+            if thread.is_alive():
+                tell(self._state(time.monotonic() - begun_s))
+        error = errors[0] if errors else None
+        if error is None or isinstance(error, NotMeasuredError):  # as one that compiled in each call
+            tell(replace(self._state(time.monotonic() - begun_s), ended=True))
+        if error is not None:
+            raise error
+        return answers[0]
+
+    def _state(self, elapsed_s: float) -> CallState:
+        """Return what the worker says of its calls; nothing but their seconds where it does not answer."""
+        try:
+            status, body = self._exchange("GET", "/profile/state", None, _HEALTH_TIMEOUT_S)
+            found = (
+                from_json(body, CallState, what="the answer of /profile/state") if status == 200 else CallState()
+            )
+        except (*EXCHANGE_ERRORS, BadInputError):
+            found = CallState()
+        return replace(found, elapsed_s=elapsed_s)
+
+    def _call(self, method: str, path: str, order: object, kind: type[T], limit_s: float | None = None) -> T:
         """Send one request and return its answer as ``kind``.
 
         Raises:
-            IserveError: the class that the worker named; EngineError when it does not answer in time or at all.
+            IserveError: the class that the worker named; TooLittleTimeError when there is no answer after
+                ``limit_s``; EngineError when it does not answer in time or at all.
         """
+        timeout_s = self._call_timeout_s if limit_s is None else min(limit_s, self._call_timeout_s)
         try:
-            status, body = self._exchange(method, path, order, self._call_timeout_s)
+            status, body = self._exchange(method, path, order, timeout_s)
         except EXCHANGE_ERRORS as error:
+            if isinstance(error, TimeoutError) and timeout_s == limit_s:
+                self._check_alive()
+                raise TooLittleTimeError(
+                    f"no answer after {timeout_s:.0f} s, when the time given ended: the engine may have compiled "
+                    "kernels, which are kept; give more seconds, or profile it once more"
+                ) from error
             self._check_alive(patience_s=0.0 if isinstance(error, TimeoutError) else _END_SEEN_S)
             raise EngineError(f"{path} of the worker at {self._handle.url} gave no answer: {error!r}") from error
         try:

@@ -19,6 +19,7 @@ __all__ = ["ONCE_TOKENS", "DepthTiedPlan", "Point", "depth_tied_plan", "tokens_o
 Point = tuple[int, int]  # batch, input tokens
 
 _MUCH_LONGER = 1.25  # than the prompts, from which on contexts have points of their own
+_MOST_LONGER = 16  # a point's time is foreseen by those of shorter prompts, in proportion
 ONCE_TOKENS = 32_768  # a prefill of as many takes a second of an 8B model on an H200: settled within itself
 
 
@@ -48,6 +49,7 @@ class DepthTiedPlan:
     visits: int = 3  # of the deeper one to points of at most ``short_tokens``, for bursts of one output token
     short_tokens: int = 2048
     budget_s: float = 90.0  # of all its GPUs together, after engine starts
+    least_call_s: float = 30.0  # that an answer is waited for, however little of the budget is left
 
     def __post_init__(self) -> None:
         if not self.points or not set(self.shallow_points) <= set(self.points):
@@ -126,7 +128,7 @@ def depth_tied_plan(
     batches = {1, top, max(1, round(top**0.5)), max(top, min(8, max_burst_tokens // max(1, longest)))}
     inputs = {longest, max(1, longest // 4)}
     grid = {(b, n) for b in batches for n in inputs}
-    last = min(workload.context_tokens, spec.max_context_tokens) - long_output
+    last = min(workload.context_tokens, spec.max_context_tokens, _MOST_LONGER * longest) - long_output
     if last > _MUCH_LONGER * longest:
         grid = {(b, n) for b, n in grid if b in (1, top) or n == longest}
         grid |= {(1, last), (max(1, min(workload.batch, max_burst_tokens // last)), last)}

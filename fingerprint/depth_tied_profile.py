@@ -8,6 +8,8 @@ started once and run through all its points; the budget counts the GPU's seconds
 Bursts run back to back until the GPU's clock and power have settled, since a GPU that works for 200 ms under its
 power cap is slower than one that works for 7; the earlier half of them is not kept. A host that shares its cores
 changes its pace by half within seconds, and short prompts wait for the host: those are visited again later on.
+What disturbs the GPU meanwhile (``gpu_disturbance``) has a point measured again, or is noted. An engine that
+compiles for minutes is waited for until the budget ends.
 
 A degree of tensor parallelism for which there are not enough GPUs is profiled as one rank on one GPU per stage:
 the rank's shape (``shard_config``) is loaded with tp = 1. Its points are marked ``shard``, and estimators add the
@@ -27,8 +29,10 @@ from fingerprint.config import DeploymentConfig
 from fingerprint.depth_tied_cuts import repeats_the_mix, tied_depths, why_no_cuts
 from fingerprint.depth_tied_plan import DepthTiedPlan, Point, tokens_of
 from fingerprint.engine_caches import cache_differences
-from fingerprint.errors import InfeasibleError, IserveError, NotMeasuredError
+from fingerprint.errors import InfeasibleError, IserveError, NotMeasuredError, TooLittleTimeError
+from fingerprint.gpu_disturbance import disturbance, disturbance_marks
 from fingerprint.measurements import (
+    CallState,
     MeasuredKey,
     MemoryPoint,
     Profile,
@@ -41,10 +45,14 @@ from fingerprint.measurements import (
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile import ProfileProgress
 from fingerprint.profile_checks import check_ranks, check_runs, contradiction
-from fingerprint.profile_points import Shape, Visit
+from fingerprint.profile_points import Shape, Visit, settled
 from fingerprint.shard_config import refuses_shards
 
 __all__ = ["depth_tied_profile"]
+
+_LONG_CALL_S = 5.0  # longer than foreseen, and progress says why
+_MOST_AGAIN = 2  # further measurements of a point whose GPU was disturbed
+_LEAST_COMPILE_S = 1.0  # of compilation, to be noted
 
 
 def depth_tied_profile(
@@ -96,8 +104,10 @@ class _Driver:
     timing: list[TimingPoint] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     spent_s: float = 0.0
+    compile_s: float = 0.0  # of ``spent_s``
     complete: bool = True
     _session: StepTimedSession | None = None
+    _disturbed: Visit | None = None  # all along
     _first_error: IserveError | None = None
     _done: int = 0
     _unreached: dict[MeasuredKey, set[Point]] = field(default_factory=dict)
@@ -115,10 +125,11 @@ class _Driver:
             created_at=datetime.now(UTC).isoformat(timespec="seconds"),
             budget_s=self.plan.budget_s,
             spent_s=self.spent_s,
+            compile_s=self.compile_s,
             complete=self.complete,
             memory=tuple(self.memory),
             timing=tuple(self.timing),
-            notes=tuple(dict.fromkeys((*self.notes, *cache_differences(self.spec, self.memory)))),
+            notes=self._all_notes(),
             unreached=tuple(
                 Unreached(
                     config=key.config(self.target.engine),
@@ -128,6 +139,13 @@ class _Driver:
                 for key, points in self._unreached.items()
             ),
         )
+
+    def _all_notes(self) -> tuple[str, ...]:
+        notes = [*self.notes, *disturbance_marks(self.timing), *cache_differences(self.spec, self.memory)]
+        if self.compile_s >= _LEAST_COMPILE_S:
+            spent = f"{self.compile_s:.0f} of {self.spent_s:.0f} GPU-seconds"
+            notes.append(f"{spent} compiled kernels, of which the next profile here finds what the engine keeps")
+        return tuple(dict.fromkeys(notes))
 
     def run_all(self) -> None:
         refused = 0
@@ -272,16 +290,21 @@ class _Driver:
         for number, (point, times) in enumerate(jobs):
             plain = number >= len(points)
             foreseen_s = self._foreseen_s(visit, times, point, plain=plain)
-            if number and foreseen_s > end_s - self.spent_s:
+            if number and (self.spent_s >= end_s or foreseen_s > end_s - self.spent_s):
                 if not plain:
                     self._unreached.setdefault(visit.key, set()).add(point)
                 self._left_out(f"{visit}: batch {point[0]} with {point[1]} in")
                 continue  # not of the cheapest, without which the other depth's points would tell nothing
             try:
                 session = session or self._load(visit)
-                timing += self._point(session, visit, times, point, plain=plain)
-            except NotMeasuredError as error:  # its calls do not agree; the engine is as good as before
-                self._not_trusted(str(visit), error)
+                timing += self._undisturbed(session, visit, times, point, timing, plain=plain)
+            except NotMeasuredError as error:
+                if isinstance(error, TooLittleTimeError):  # the call was cut, and the engine is busy with it
+                    self._failed(f"{visit}, batch {point[0]} with {point[1]} in", error)
+                    self._close()
+                    session = None
+                else:  # its calls do not agree; the engine is as good as before
+                    self._not_trusted(str(visit), error)
                 if not plain:
                     self._unreached.setdefault(visit.key, set()).add(point)
             except IserveError as error:
@@ -298,8 +321,7 @@ class _Driver:
                 self._call_again(session, visit, repeat, timing)
 
     def _kept_s(self, visit: Visit) -> float:
-        """Return the seconds of the budget that the other depth is left (it takes about as long): without it
-        nothing would be known of the whole."""
+        """Return seconds of the budget for the other depth, which tells of the whole and takes about as long."""
         shallow = (self._took_s.get((visit.tp, visit.pp, False, at), 0.0) for at in self.plan.shallow_points)
         return 1.1 * sum(shallow)
 
@@ -313,21 +335,13 @@ class _Driver:
             if self.spent_s + burst_s > self.plan.budget_s - self._kept_s(visit):
                 self.notes.append(f"{visit}: points called once, by the budget: their intervals are wider")
                 return
-            at = (point.batch, point.input_tokens)
-            try:
-                more = self._bursts(session, visit, repeat, at, point.output_tokens, 1, 0.0)
-            except NotMeasuredError as error:
-                self._not_trusted(f"{visit}, again", error)
-                continue
-            except IserveError as error:
-                self._failed(f"{visit}, batch {at[0]} with {at[1]} in, again", error)
-                self._close()
+            if (both := self._again(session, visit, repeat, point, (point.output_tokens, 1, 0.0))) is None:
                 return
-            timing[index] = replace(point, runs=point.runs + more.runs)
+            timing[index] = both
 
     def _revisit(self, session: StepTimedSession, visit: Visit, repeat: int, timing: list[TimingPoint]) -> bool:
-        """Add to the settled bursts of short prompts what later visits see of them, out of what the other depth
-        will leave of the budget. Return whether the engine goes on and all of it was done."""
+        """Add to settled bursts of short prompts what later visits see, out of what the other depth leaves of the
+        budget. Return whether the engine goes on and all of it was done."""
         plan = self.plan
         kept_s = self._kept_s(visit)
         for _ in range(1, plan.visits):
@@ -341,17 +355,33 @@ class _Driver:
                 if self.spent_s + visit_s > plan.budget_s - kept_s:
                     self._left_out(f"{visit}: further visits to short prompts")
                     return False
-                try:
-                    more = self._bursts(session, visit, repeat, at, *plan.bursts(at)[0])
-                except NotMeasuredError as error:
-                    self._not_trusted(f"{visit}, again", error)
-                    continue
-                except IserveError as error:
-                    self._failed(f"{visit}, batch {at[0]} with {at[1]} in, again", error)
-                    self._close()
+                if (both := self._again(session, visit, repeat, point, plan.bursts(at)[0])) is None:
                     return False
-                timing[index] = replace(point, runs=point.runs + _settled(more.runs))
+                timing[index] = both
         return True
+
+    def _again(
+        self, session: StepTimedSession, visit: Visit, repeat: int, point: TimingPoint, how: tuple[int, int, float]
+    ) -> TimingPoint | None:
+        """Return a point with a further visit's runs, or as it was where these are not trusted.
+
+        None: the engine is gone.
+        """
+        at = (point.batch, point.input_tokens)
+        try:
+            more = self._bursts(session, visit, repeat, at, *how)
+        except IserveError as error:
+            if isinstance(error, NotMeasuredError) and not isinstance(error, TooLittleTimeError):
+                self._not_trusted(f"{visit}, again", error)
+                return point
+            self._failed(f"{visit}, batch {at[0]} with {at[1]} in, again", error)
+            self._close()
+            return None
+        both = replace(point, runs=point.runs + settled(more.runs))
+        if why := disturbance([both], ()):
+            self.notes.append(f"{visit}, again: not kept, {why}")
+            return point
+        return both
 
     def _memory(self, visit: Visit) -> MemoryPoint:
         ranks = self._open(visit).memory()
@@ -365,6 +395,39 @@ class _Driver:
         visit.load(session, checkpoint, self.plan.sizes)
         return session
 
+    def _undisturbed(
+        self,
+        session: StepTimedSession,
+        visit: Visit,
+        repeat: int,
+        point: Point,
+        timing: Sequence[TimingPoint],
+        *,
+        plain: bool,
+    ) -> list[TimingPoint]:
+        """Measure a point; again where the GPU was disturbed, while the budget lasts.
+
+        What is disturbed to the end is kept as it is, and marked (``disturbance_marks``); further points of the
+        fingerprint are then measured once, since what lasts would take the time of all of them.
+        """
+        measured = self._point(session, visit, repeat, point, plain=plain)
+        for _ in range(_MOST_AGAIN):
+            took_s = self._took_s[visit.tp, visit.pp, plain, point]
+            why = disturbance(measured, timing)
+            if why is None or visit == self._disturbed or self.spent_s + took_s > self.plan.budget_s:
+                break
+            self.notes.append(f"{visit}, batch {point[0]} with {point[1]} in: measured again, {why}")
+            try:
+                measured = self._point(session, visit, repeat, point, plain=plain)
+            except NotMeasuredError as error:  # calls that do not agree: those before it did
+                if isinstance(error, TooLittleTimeError):
+                    raise
+                self._not_trusted(f"{visit}, again", error)
+                break
+        else:
+            self._disturbed = visit if disturbance(measured, timing) else self._disturbed
+        return measured
+
     def _point(
         self, session: StepTimedSession, visit: Visit, repeat: int, point: Point, *, plain: bool
     ) -> list[TimingPoint]:
@@ -375,7 +438,7 @@ class _Driver:
             wanted = tuple((output, plan.plain_bursts, plan.settle_s) for output in (1, plan.long_output))
         measured = [self._bursts(session, visit, repeat, point, *how) for how in wanted]
         if not plain:
-            measured = [replace(p, runs=_settled(p.runs)) if p.output_tokens == 1 else p for p in measured]
+            measured = [replace(p, runs=settled(p.runs)) if p.output_tokens == 1 else p for p in measured]
         took_s, at = session.num_devices * (self.clock() - begun), (visit.tp, visit.pp, visit.num_layers * repeat)
         self._took_s[visit.tp, visit.pp, plain, point] = took_s
         self._cost_s[at] = min(took_s / tokens_of(point), self._cost_s.get(at, math.inf))
@@ -397,9 +460,17 @@ class _Driver:
         until_s: float,
     ) -> TimingPoint:
         batch, input_tokens = point
-        self._tell(
-            f"{visit.key}, {visit.num_layers} x {repeat} layers: batch {batch}, {input_tokens} in, {output} out"
-        )
+        what = f"{visit.key}, {visit.num_layers} x {repeat} layers: batch {batch}, {input_tokens} in, {output} out"
+        state = CallState()
+
+        def tell(now: CallState) -> None:
+            nonlocal state
+            state = now
+            if not now.ended and now.elapsed_s > until_s + _LONG_CALL_S:
+                doing = "compiling kernels" if now.compiling else "no answer yet, it may be compiling kernels"
+                self._tell(f"{what}: {doing} ({now.elapsed_s:.0f} s)", session.num_devices * now.elapsed_s)
+
+        self._tell(what)
         begun = self.clock()
         try:
             runs: tuple[RunReading, ...] = session.bursts(
@@ -411,20 +482,18 @@ class _Driver:
                 until_s=until_s,
                 agree_within=self.plan.agree_within,
                 agree_limit_s=self.plan.agree_limit_s,
+                limit_s=max(self.plan.least_call_s, (self.plan.budget_s - self.spent_s) / session.num_devices),
+                tell=tell,
             )
         finally:
             self.spent_s += session.num_devices * (self.clock() - begun)
+            self.compile_s += session.num_devices * state.compile_s
             self._done += 1
         check_runs(runs, batch=batch, input_tokens=input_tokens)
         return visit.timing_point(self.spec, Shape(batch, input_tokens, output), runs, repeat=repeat)
 
-    def _tell(self, running: str) -> None:
-        plan = self.plan
+    def _tell(self, running: str, running_s: float = 0.0) -> None:
+        plan, spent_s = self.plan, self.spent_s + running_s
         of_degrees = sum(plan.num_bursts(tied_depths(self.spec, pp)) for _, pp in plan.degrees)
         total = of_degrees * len(plan.weights) * len(plan.kv)
-        self.progress(ProfileProgress(self._done, max(total, self._done), self.spent_s, plan.budget_s, running))
-
-
-def _settled(runs: tuple[RunReading, ...]) -> tuple[RunReading, ...]:
-    """The later half of bursts that ran back to back."""
-    return runs[len(runs) // 2 :]
+        self.progress(ProfileProgress(self._done, max(total, self._done), spent_s, plan.budget_s, running))

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -18,10 +18,12 @@ from fingerprint.variant_measurements import VariantMeasurement
 
 __all__ = [
     "ADAPTER_KERNELS_COMPONENT",
+    "CallState",
     "LayerCache",
     "MachineInfo",
     "MeasuredKey",
     "MemoryPoint",
+    "OtherProcess",
     "Profile",
     "ProfileSession",
     "ProfileTarget",
@@ -204,6 +206,16 @@ class StepReading:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OtherProcess:
+    """GPU memory of a process that appeared on the GPU while the engine was loaded, and is not the engine's."""
+
+    pid: int | None
+    """Process id as the driver lists it; None: seen by its memory alone, as in a container."""
+    used_bytes: int | None
+    """GPU memory that it holds; None: the driver does not report it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunReading:
     """Timing of one run: ``batch`` prompts handed over at once, ``output_tokens`` each.
 
@@ -225,6 +237,11 @@ class RunReading:
     """Power draw in watts; None: not reported."""
     held_bytes: int | None = None
     """GPU memory in use during the run by all processes, as the driver counts it; None: not reported."""
+    slowed_by: tuple[str, ...] = ()
+    """Reasons for which the driver lowered the clock during the run, such as `power cap` or `thermal slowdown`;
+    empty: none, or not reported."""
+    others: tuple[OtherProcess, ...] = ()
+    """Processes that took the GPU since the engine was loaded; empty: none was seen."""
     steps: tuple[StepReading, ...] = ()
     """Steps of the slowest stage's rank, where they were timed."""
 
@@ -300,6 +317,22 @@ class Profile:
     """Configurations that the budget did not cover."""
     variants: tuple[VariantMeasurement, ...] = ()
     """Measurements with variants, one of each kind that was asked for; empty: none was."""
+    compile_s: float = 0.0
+    """Seconds of `spent_s` in which the engine compiled kernels within calls; 0: none, or not counted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallState:
+    """Progress of the calls that a worker was asked for."""
+
+    ended: bool = False
+    """Whether they have ended."""
+    elapsed_s: float = 0.0
+    """Seconds since they were asked for."""
+    compiling: bool = False
+    """Whether kernels were added to the engine's caches in the last seconds."""
+    compile_s: float = 0.0
+    """Seconds of them in which the engine compiled kernels, as far as it has reported."""
 
 
 class Session(Protocol):
@@ -406,6 +439,8 @@ class StepTimedSession(Session, Protocol):
         agree_within: float | None = None,
         agree_limit_s: float = 0.0,
         active: int = 0,
+        limit_s: float | None = None,
+        tell: Callable[[CallState], None] = lambda _: None,
     ) -> tuple[RunReading, ...]:
         """Run bursts of dummy requests back to back: at least one, until ``most`` or ``until_s``.
 
@@ -419,8 +454,11 @@ class StepTimedSession(Session, Protocol):
                 further bursts run until they do not; None: whatever they are.
             agree_limit_s: seconds after which none of these begin.
             active: distinct variants, the first loaded ones, that the requests ask for in turn; 0: the base.
+            limit_s: seconds after which an answer is no longer waited for; None: as long as for any call.
+            tell: given the state of the calls now and then while they run, and once when they have ended.
 
         Raises:
+            TooLittleTimeError: there is no answer after ``limit_s``; the worker is busy, and can only be closed.
             NotMeasuredError: they do not agree by then, or a kernel was compiled in each of them.
         """
         ...

@@ -14,7 +14,7 @@ from fingerprint.measurements import MeasuredKey, MemoryPoint, RankMemory, RunRe
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile_plan import EngineSizes
 
-__all__ = ["Shape", "Visit"]
+__all__ = ["Shape", "Visit", "settled"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,3 +108,8 @@ class Visit:
             repeat=repeat,
             loads=loads,
         )
+
+
+def settled(runs: tuple[RunReading, ...]) -> tuple[RunReading, ...]:
+    """Return the later half of bursts that ran back to back."""
+    return runs[len(runs) // 2 :]

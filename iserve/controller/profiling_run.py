@@ -327,6 +327,7 @@ def _added(
         known = replace(
             known,
             spent_s=known.spent_s + part.spent_s,
+            compile_s=known.compile_s + part.compile_s,
             complete=known.complete and part.complete,
             memory=(*known.memory, *part.memory),
             timing=(*known.timing, *part.timing),

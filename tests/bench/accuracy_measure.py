@@ -41,7 +41,7 @@ from fingerprint.config import KvFormat, WeightFormat
 from fingerprint.depth_tied_cuts import repeats_the_mix
 from fingerprint.depth_tied_plan import ONCE_TOKENS, DepthTiedPlan, Point
 from fingerprint.depth_tied_profile import depth_tied_profile
-from fingerprint.errors import IserveError, NotMeasuredError
+from fingerprint.errors import IserveError, NotMeasuredError, TooLittleTimeError
 from fingerprint.families import read_config, read_spec
 from fingerprint.gpus import match_device
 from fingerprint.measurements import MachineInfo, Profile, RankMemory, RunReading, TimingPoint
@@ -389,7 +389,8 @@ class _Shared:
     def _asked(self, call: Callable[..., object], *args: object, **kwargs: object) -> object:
         try:
             return call(*args, **kwargs)
-        except NotMeasuredError:  # calls that do not agree; the engine is as good as before
+        except NotMeasuredError as error:  # calls that do not agree; the engine is as good as before
+            self._failed |= isinstance(error, TooLittleTimeError)  # but where it is busy with a call that was cut
             raise
         except IserveError:
             self._failed = True

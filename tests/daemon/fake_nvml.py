@@ -41,6 +41,7 @@ class Gpu:
     power_mw: int = 25_000
     sm_mhz: int = 210
     processes: dict[int, int | None] = field(default_factory=dict)
+    reasons: int = 0  # for which the clock is lower
     name: str = "NVIDIA RTX A6000"
     compute_capability: tuple[int, int] = (8, 6)
     cores: int = 10752
@@ -175,3 +176,7 @@ def nvmlDeviceGetComputeRunningProcesses(handle):
     if PROCESSES_FILE.exists():  # a daemon's process is given from outside, by UUID: [[process id, bytes], ...]
         gpu.processes = dict(json.loads(PROCESSES_FILE.read_text()).get(gpu.uuid, ()))
     return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in gpu.processes.items()]
+
+
+def nvmlDeviceGetCurrentClocksEventReasons(handle):
+    return _gpu("nvmlDeviceGetCurrentClocksEventReasons", handle).reasons

@@ -14,20 +14,23 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import hypot, log2
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fingerprint.config import KvFormat, WeightFormat
 from fingerprint.depth_tied_plan import DepthTiedPlan
 from fingerprint.depth_tied_profile import depth_tied_profile
-from fingerprint.errors import IserveError
+from fingerprint.errors import IserveError, TooLittleTimeError
 from fingerprint.gpus import gpu_spec
-from fingerprint.measurements import MachineInfo, Profile, RankMemory, RunReading, StepReading
+from fingerprint.measurements import CallState, MachineInfo, Profile, RankMemory, RunReading, StepReading
 from fingerprint.model_spec import ModelSpec
+from fingerprint.profile import ProfileProgress
 from tests.fingerprint.synthetic_machine import FakeClock, llama
 
 BLOCK_TOKENS = 16
+CLOCK_MHZ = 1900.0
+TELL_S = 5.0  # between what a call tells of itself
 
 
 def llama_7b(num_layers: int = 32) -> ModelSpec:
@@ -146,7 +149,7 @@ class StepTruth:
             e2e_s=e2e,
             device_s=forward,
             host_s=e2e - forward,
-            sm_clock_mhz=1900.0,
+            sm_clock_mhz=CLOCK_MHZ,
             power_w=600.0,
             steps=tuple(readings),
         )
@@ -192,6 +195,8 @@ class StepTimedMachine:
 
     ``broken`` is asked before each load (0, 0, 0 for the point) and burst, and may give the error to raise; after
     one in a burst nothing is loaded any more, as with the real worker. ``slower`` multiplies what a load measures.
+    ``compiles`` is asked for the seconds that a visit, by its number from 1, compiles before its first call;
+    ``disturbed`` for what its readings have, of which a clock changes their times too.
     """
 
     spec: ModelSpec = field(default_factory=llama_7b)
@@ -204,6 +209,8 @@ class StepTimedMachine:
     engine: str = "vllm"
     broken: Callable[[Cut, int, int, int], IserveError | None] = lambda *_: None
     slower: Callable[[int, int], float] = lambda _load, _layers: 1.0
+    compiles: Callable[[int, Cut], float] = lambda _number, _cut: 0.0
+    disturbed: Callable[[int, Cut], dict[str, Any]] = lambda _number, _cut: {}
     refuses_to_open: Callable[[int, int], IserveError | None] = lambda _tp, _pp: None
 
     def __post_init__(self) -> None:
@@ -212,6 +219,7 @@ class StepTimedMachine:
         self.sessions: list[StepTimedSyntheticSession] = []
         self.log: list[tuple[object, ...]] = []
         self.loads = 0
+        self.visits = 0
         self.ran_s: dict[tuple[int, int, int], float] = {}  # seconds of bursts, by layers, batch, input
 
     def machine(self) -> MachineInfo:
@@ -309,6 +317,8 @@ class StepTimedSyntheticSession:
         until_s: float,
         agree_within: float,
         agree_limit_s: float,
+        limit_s: float,
+        tell: Callable[[CallState], None],
     ) -> tuple[RunReading, ...]:
         machine, tokens = self.machine, input_tokens + output_tokens
         assert not self.closed, "bursts after close"
@@ -324,17 +334,34 @@ class StepTimedSyntheticSession:
         if error is not None:
             self.loaded = None
             raise error
+        machine.visits += 1
+        compile_s = machine.compiles(machine.visits, cut)
+        self._compile(compile_s, limit_s, tell)
+        changes = machine.disturbed(machine.visits, cut)
+        pace = CLOCK_MHZ / changes.get("sm_clock_mhz", CLOCK_MHZ)
         truth = machine.truth
         steps = schedule(batch, input_tokens, output_tokens, truth.max_batched_tokens)
         runs: list[RunReading] = []
         begun = machine.clock.now
         while not runs or (len(runs) < most and machine.clock.now - begun < until_s):
             cooled = truth.cool / 2 ** (len(runs) if output_tokens == 1 else 0)
-            runs.append(truth.burst(steps, cut, cooled=cooled, level=self.level * machine.jitter()))
+            level = pace * self.level * machine.jitter()
+            runs.append(replace(truth.burst(steps, cut, cooled=cooled, level=level), **changes))
             machine.clock.now += runs[-1].e2e_s
         at = (cut.layers, batch, input_tokens)
         machine.ran_s[at] = machine.ran_s.get(at, 0.0) + machine.clock.now - begun
+        tell(CallState(ended=True, elapsed_s=machine.clock.now - begun + compile_s, compile_s=compile_s))
         return tuple(runs)
+
+    def _compile(self, seconds: float, limit_s: float, tell: Callable[[CallState], None]) -> None:
+        """Let so much time pass, and cut it at the limit; the engine is then busy for ever."""
+        clock, begun = self.machine.clock, self.machine.clock.now
+        while clock.now - begun < seconds:
+            clock.now = min(clock.now + TELL_S, begun + limit_s, begun + seconds)
+            tell(CallState(elapsed_s=clock.now - begun, compiling=True))
+            if clock.now >= begun + limit_s:
+                self.loaded = None
+                raise TooLittleTimeError(f"no answer after {limit_s:.0f} s")
 
     def memory(self) -> tuple[RankMemory, ...]:
         assert not self.closed, "memory after close"
@@ -388,7 +415,15 @@ PLAN = DepthTiedPlan(
 )
 
 
-def take_depth_tied(machine: StepTimedMachine, plan: DepthTiedPlan = PLAN, **changes: object) -> Profile:
+def take_depth_tied(
+    machine: StepTimedMachine,
+    plan: DepthTiedPlan = PLAN,
+    *,
+    progress: Callable[[ProfileProgress], None] = lambda _: None,
+    **changes: object,
+) -> Profile:
     """Profile the machine through the real driver on the machine's own clock."""
     plan = replace(plan, **changes)  # type: ignore[arg-type]
-    return depth_tied_profile("synthetic", machine.spec, machine, machine.fingerprint, plan, clock=machine.clock)
+    return depth_tied_profile(
+        "synthetic", machine.spec, machine, machine.fingerprint, plan, clock=machine.clock, progress=progress
+    )

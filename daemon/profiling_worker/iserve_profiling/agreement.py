@@ -32,6 +32,15 @@ def counted(bursts: Sequence[Span], compilations: Sequence[Span]) -> list[Span]:
     return alike([burst for burst in bursts if not any(_overlap(burst, made) for made in compilations)])
 
 
+def union_s(spans: Sequence[Span]) -> float:
+    """Return the seconds that at least one of ``spans`` covers: several threads compile at once."""
+    total, end_s = 0.0, -math.inf
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, end_s))
+        end_s = max(end_s, end)
+    return total
+
+
 def _overlap(one: Span, other: Span) -> bool:
     return one[0] < other[1] and other[0] < one[1]
 

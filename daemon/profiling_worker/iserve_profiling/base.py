@@ -13,7 +13,9 @@ import time
 from abc import ABC, abstractmethod
 from typing import Any
 
-from iserve_profiling.agreement import Span, alike, counted, difference, is_long
+from iserve_profiling.agreement import Span, alike, counted, difference, is_long, union_s
+from iserve_profiling.kernel_caches import newest_kernel_s
+from iserve_profiling.neighbours import Neighbours, own_family
 
 LOAD_MARK = "iserve: starting the engine"  # as in daemon/profile_client.py, which cannot be imported here
 _SAMPLE_S = 0.05  # between looks at clock and power
@@ -21,7 +23,19 @@ _STEP = ("tokens", "sequences", "prefill_tokens", "context_tokens", "attention_p
 _TIMES = ("gap_s", "lead_s", "forward_s", "tail_s")
 _MOST_ONCE = 3  # bursts more than were asked for, at most
 _MOST_WINDOWS = 6  # of bursts of one point, until they agree
+_LONG_CALL_S = 2.0  # a call of which it is asked whether kernels are compiled
+_RECENT_S = 15.0  # since a kernel was added to a cache, while more are compiled
 _DIGITS = 9  # of times in seconds; a recording is kept, and CUDA events tell half a microsecond
+
+# Bits of NVML's clocks event reasons that lower a clock; an idle GPU's and the pace of a group are none.
+_SLOWED_BY = {
+    0x02: "clock setting",
+    0x04: "power cap",
+    0x08: "hardware slowdown",
+    0x20: "thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "power brake",
+}
 
 Rows = list[list[float]]  # of the step timer's COLUMNS, of one rank
 
@@ -49,6 +63,8 @@ class ProfilingEngine(ABC):
         self._vocab = 0
         self._room_tokens = 0
         self._most = (0, 0)  # sequences, tokens of one
+        self._neighbours: Neighbours | None = None
+        self._visit: _Visit | None = None  # under way, or the last one
 
     @property
     @abstractmethod
@@ -89,6 +105,23 @@ class ProfilingEngine(ABC):
     def nvml(self) -> Any:
         """Return the NVML binding that ships with the engine."""
 
+    def own_processes(self) -> set[int]:
+        """Return the engine's processes, this one among them."""
+        return own_family()
+
+    def reserved_bytes(self) -> int | None:
+        """Return the bytes that the engine's allocators hold on its GPUs now; None: it does not tell."""
+        return None
+
+    def state(self) -> dict[str, Any]:
+        """Return the client's CallState of the calls under way, or of the last ones; asked by another thread."""
+        visit, compiling = self._visit, False
+        began = None if visit is None else visit.call_began
+        if began is not None and time.time() > began + _LONG_CALL_S:
+            compiling = newest_kernel_s() > max(began, time.time() - _RECENT_S)
+        compile_s = 0.0 if visit is None else union_s(visit.compilations)
+        return {"compiling": compiling, "compile_s": round(compile_s, _DIGITS)}
+
     def load_variants(self, order: dict[str, Any]) -> list[float]:
         """Load the variants in the order's folders one after the other. Answers the seconds of each."""
         raise WorkError("ConfigError", f"the profiling worker of {self.engine} serves no variants")
@@ -114,7 +147,11 @@ class ProfilingEngine(ABC):
         begun = time.monotonic()
         print(LOAD_MARK, order["checkpoint"], order["weights"], order["kv"], flush=True)
         try:
+            with Nvml(self.nvml()) as nvml:
+                before = nvml.processes()
             self._vocab = self.start(order, kv_tokens)
+            with Nvml(self.nvml()) as nvml:
+                self._neighbours = Neighbours(nvml, before, self.own_processes(), self.reserved_bytes())
         except WorkError:
             self.unload()
             raise
@@ -153,10 +190,13 @@ class ProfilingEngine(ABC):
             raise WorkError(
                 "ConfigError", f"a burst for {order['active']} variants, of which {self.num_variants} are loaded"
             )
-        visit = _Visit(self, order, _prompts(batch, input_tokens, self._vocab))
+        visit = self._visit = _Visit(self, order, _prompts(batch, input_tokens, self._vocab))
         try:
-            with Nvml(self.nvml()) as nvml, _Sampler(nvml) as sampler:
-                visit.run()
+            with Nvml(self.nvml()) as nvml:
+                others = self._others(nvml)
+                with _Sampler(nvml) as sampler:
+                    visit.run()
+                others = self._others(nvml, self.reserved_bytes()) or others
         except WorkError:
             raise
         except Exception as error:
@@ -167,7 +207,12 @@ class ProfilingEngine(ABC):
         if order["steps"]:
             for of_run in steps:
                 self.check_steps(of_run, batch=batch, input_tokens=input_tokens, output_tokens=output_tokens)
-        return [_reading(run, of_run, sampler) for run, of_run in zip(runs, steps, strict=True)]
+        return [{**_reading(run, of, sampler), "others": others} for run, of in zip(runs, steps, strict=True)]
+
+    def _others(self, nvml: Nvml, reserved_bytes: int | None = None) -> list[dict[str, Any]]:
+        if self._neighbours is None:
+            return []
+        return self._neighbours.appeared(nvml, self.own_processes(), reserved_bytes)
 
     def run(self, order: dict[str, Any]) -> dict[str, Any]:
         """Run one burst by the wall clock; all of its time counts as the model's (``RunReading.device_s``)."""
@@ -196,7 +241,8 @@ class _Visit:
     def __init__(self, engine: ProfilingEngine, order: dict[str, Any], prompts: list[list[int]]) -> None:
         self._engine, self._order, self._prompts = engine, order, prompts
         self._runs: list[Span] = []
-        self._compilations: list[Span] = []
+        self.compilations: list[Span] = []
+        self.call_began: float | None = None  # by ``time.time``; None: no call is under way
         self._rows: list[Rows] = []  # of each rank
 
     def run(self) -> None:
@@ -221,27 +267,29 @@ class _Visit:
         runs: list[Span] = []
         begun = time.perf_counter()
         while not _is_enough(runs, order["most"], begun + order["until_s"]):
+            self.call_began = time.time()
             start = time.perf_counter()
             made = engine.generate(self._prompts, order["output_tokens"], order["active"])
             runs.append((start, time.perf_counter()))
             if any(count != order["output_tokens"] for count in made):
                 raise WorkError("EngineError", f"{engine.engine} ended a sequence before its length")
+        self.call_began = None
         self._runs += runs
         if engine.step_timer:
             rows = engine.read_timer()
             self._rows = [before + new for before, new in zip(self._rows or [[] for _ in rows], rows, strict=True)]
-            self._compilations += engine.compilations()
+            self.compilations += engine.compilations()
 
     def counted(self) -> list[Span]:
         """Return the bursts that count; where something was compiled in each of them, those that are alike."""
-        return counted(self._runs, self._compilations) or alike(self._runs)
+        return counted(self._runs, self.compilations) or alike(self._runs)
 
     def steps(self, run: Span) -> list[Rows]:
         """Return the steps of ``run``, by rank."""
         return [_within(rank, run) for rank in self._rows]
 
     def _difference(self) -> float:
-        runs = counted(self._runs, self._compilations)
+        runs = counted(self._runs, self.compilations)
         if not self._order["steps"]:
             return difference([end - begin for begin, end in runs])
         return difference([max(_forward_s(rank) for rank in self.steps(run)) for run in runs])
@@ -249,7 +297,7 @@ class _Visit:
     def _why_not(self, apart: float, took_s: float) -> str:
         order, runs = self._order, len(self._runs)
         what = f"batch {order['batch']} with {order['input_tokens']} in and {order['output_tokens']} out"
-        if not counted(self._runs, self._compilations):
+        if not counted(self._runs, self.compilations):
             return (
                 f"{what}: {self._engine.engine} compiled a kernel in each of {runs} calls, {took_s:.1f} s in all"
             )
@@ -287,7 +335,7 @@ def _reading(run: Span, by_rank: list[Rows], sampler: _Sampler) -> dict[str, Any
     start, end = run
     steps = max(by_rank, key=_forward_s, default=[])
     device_s = _forward_s(steps)
-    clock_mhz, power_w, held_bytes = sampler.mean(start, end)
+    clock_mhz, power_w, held_bytes, slowed_by = sampler.mean(start, end)
     return {
         "e2e_s": round(end - start, _DIGITS),
         "device_s": round(device_s, _DIGITS),
@@ -295,6 +343,7 @@ def _reading(run: Span, by_rank: list[Rows], sampler: _Sampler) -> dict[str, Any
         "sm_clock_mhz": clock_mhz,
         "power_w": power_w,
         "held_bytes": held_bytes,
+        "slowed_by": [name for bit, name in _SLOWED_BY.items() if slowed_by & bit],
         "steps": [
             {
                 **{name: int(value) for name, value in zip(_STEP, row[1:6], strict=True)},
@@ -333,12 +382,44 @@ class Nvml:
         """Return the bytes in use on each GPU, by all processes."""
         return [int(self._nvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in self._handles]
 
-    def look(self) -> tuple[float, float, int]:
-        """SM clock in MHz and power in W, means over the GPUs; bytes in use, over all of them."""
+    def processes(self) -> dict[int, int | None] | None:
+        """Return the bytes of each compute process on the GPUs, None where a process's are not reported.
+
+        None: no driver's list; in a container it may be empty.
+        """
+        nvml, found = self._nvml, {}
+        try:
+            for handle in self._handles:
+                for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
+                    used = process.usedGpuMemory
+                    former = found.get(process.pid, 0)
+                    found[int(process.pid)] = None if used is None or former is None else used + former
+        except nvml.NVMLError:
+            return None
+        return found
+
+    def _slowed_by(self) -> int:
+        """Return the driver's reasons for a lower clock, those of all the GPUs; 0: none, or not reported."""
+        nvml = self._nvml
+        ask = getattr(nvml, "nvmlDeviceGetCurrentClocksEventReasons", None) or getattr(
+            nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", None
+        )
+        reasons = 0
+        try:
+            for handle in self._handles if ask is not None else ():
+                reasons |= int(ask(handle))
+        except nvml.NVMLError:
+            return 0
+        return reasons
+
+    def look(self) -> tuple[float, float, int, int]:
+        """SM clock in MHz and power in W, means over the GPUs; bytes in use, and reasons for a lower clock, of all
+        of them.
+        """
         nvml, count = self._nvml, len(self._handles)
         clocks = sum(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM) for handle in self._handles)
         watts = sum(nvml.nvmlDeviceGetPowerUsage(handle) for handle in self._handles) / 1e3
-        return clocks / count, watts / count, sum(self.used_bytes())
+        return clocks / count, watts / count, sum(self.used_bytes()), self._slowed_by()
 
 
 def _visible(nvml: Any) -> list[Any]:
@@ -358,7 +439,7 @@ class _Sampler:
 
     def __init__(self, nvml: Nvml) -> None:
         self._nvml = nvml
-        self._seen: list[tuple[float, float, float, int]] = []
+        self._seen: list[tuple[float, float, float, int, int]] = []
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._loop, daemon=True, name="clock-and-power")
 
@@ -375,12 +456,17 @@ class _Sampler:
             self._seen.append((time.perf_counter(), *self._nvml.look()))
             self._end.wait(_SAMPLE_S)
 
-    def mean(self, start: float, end: float) -> tuple[float | None, float | None, int | None]:
-        """Mean clock and power and most memory of what was seen within a burst; else of the nearest look."""
+    def mean(self, start: float, end: float) -> tuple[float | None, float | None, int | None, int]:
+        """Mean clock and power, most memory and all reasons of what was seen within a burst; else of the nearest
+        look.
+        """
         within = [look for look in self._seen if start <= look[0] < end]
         if not within and self._seen:
             within = [min(self._seen, key=lambda look: abs(look[0] - start))]
         if not within:
-            return None, None, None
-        count = len(within)
-        return sum(x[1] for x in within) / count, sum(x[2] for x in within) / count, max(x[3] for x in within)
+            return None, None, None, 0
+        count, reasons = len(within), 0
+        for look in within:
+            reasons |= look[4]
+        clock_mhz, power_w = sum(x[1] for x in within) / count, sum(x[2] for x in within) / count
+        return clock_mhz, power_w, max(x[3] for x in within), reasons

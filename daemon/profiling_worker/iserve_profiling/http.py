@@ -105,6 +105,7 @@ def _handler(worker: _Worker, token: str | None) -> type[BaseHTTPRequestHandler]
         ("POST", "/profile/bursts"): lambda body: lambda: worker.hosted.bursts(body),
         ("POST", "/profile/run"): lambda body: lambda: worker.hosted.run(body),
         ("POST", "/profile/variants"): lambda body: lambda: worker.hosted.load_variants(body),
+        ("GET", "/profile/state"): lambda body: worker.hosted.state,
         ("GET", "/profile/memory"): lambda body: lambda: worker.hosted.memory(),
         ("GET", "/profile/machine"): lambda body: lambda: worker.machine,
     }
@@ -131,7 +132,10 @@ def _handler(worker: _Worker, token: str | None) -> type[BaseHTTPRequestHandler]
                 route = routes.get((method, self.path))
                 if route is None:
                     return self._answer(404, {"error": "NotFoundError", "message": f"no route {self.path}"})
-                answer = worker.ask(route(self._body(method)))
+                if self.path == "/profile/state":  # of the work under way
+                    answer = worker.hosted.state()
+                else:
+                    answer = worker.ask(route(self._body(method)))
             except WorkError as error:
                 return self._answer(_STATUS.get(error.name, 500), {"error": error.name, "message": str(error)})
             return self._answer(200, answer)

@@ -19,6 +19,7 @@ from typing import Any
 
 from iserve_profiling.base import Nvml, ProfilingEngine, Rows, WorkError
 from iserve_profiling.http import read_spec, serve
+from iserve_profiling.neighbours import family, own_family
 from iserve_profiling.tensorrt_llm_rank import Rank
 
 TOKENS_PER_BLOCK = 32
@@ -128,6 +129,9 @@ class TensorRtLlmProfilingEngine(ProfilingEngine):
             deadline.cancel()
             del llm
         gc.collect()
+
+    def own_processes(self) -> set[int]:
+        return own_family().union(*(family(rank.pid) for rank in self._ranks))
 
     def set_timer(self, *, repeat: int, record: bool) -> None:
         for rank in self._ranks:

@@ -169,6 +169,9 @@ class VllmProfilingEngine(ProfilingEngine):
         tp = self.spec["config"]["tp"]
         return [_rank_memory(rank, rank // tp, counted) for rank, counted in enumerate(self._counted())]
 
+    def reserved_bytes(self) -> int | None:
+        return sum(int(counted["torch_reserved"]) for counted in self._counted())
+
     def _counted(self) -> list[dict[str, Any]]:
         return list(self._llm.collective_rpc("iserve_memory"))
 
