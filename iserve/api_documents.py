@@ -327,3 +327,5 @@ class Problem:
     """Class of the error, such as `NotFoundError`."""
     message: str
     """One line to show to a person."""
+    is_busy: bool = False
+    """Whether too many requests wait already: the same request can succeed after a pause. Left out where not."""

@@ -434,6 +434,8 @@ def _error_handlers(app: FastAPI) -> None:
     @app.exception_handler(errors.IserveError)
     def expected(_request: Request, error: errors.IserveError) -> JSONResponse:
         status = next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
+        if isinstance(error, errors.BusyError):
+            return problem("UnavailableError", str(error), status, is_busy=True)
         return problem(type(error).__name__, str(error), status)
 
     @app.exception_handler(RequestValidationError)
