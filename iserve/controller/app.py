@@ -422,6 +422,8 @@ def _fault_words(fault: Mapping[str, Any], body: type | None) -> str:
         return f"{'.'.join((*where, last))}: {words}"
     kind: Any = body
     for name in where[1:]:
+        if name.isdecimal():  # in a list, whose kind of items is known already
+            continue
         hint = get_type_hints(kind)[name]
         kind = next(part for part in (*get_args(hint), hint) if hasattr(part, "__annotations__"))
     known = [name for name in get_type_hints(kind) if not name.startswith("_") and name != "model_config"]
