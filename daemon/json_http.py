@@ -13,6 +13,7 @@ from daemon.http_exchange import EXCHANGE_ERRORS, exchange
 from fingerprint.codec import from_json
 from fingerprint.errors import (
     BadInputError,
+    BusyError,
     ConflictError,
     IserveError,
     NoAnswerError,
@@ -96,7 +97,7 @@ class JsonHttp:
             body = from_json(answer, dict[str, Any], what="the error")
         except BadInputError:
             return nearest(f"{self._server} answered {status}: {answer[:200]!r}")
-        kind = error_class(body.get("error"), nearest)
+        kind = BusyError if body.get("is_busy") is True else error_class(body.get("error"), nearest)
         if kind is NoAnswerError:  # of a process behind the one that was asked, which has answered
             kind = UnavailableError
         return kind(str(body.get("message", f"{self._server} answered {status}")))

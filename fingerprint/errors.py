@@ -9,6 +9,7 @@ from __future__ import annotations
 
 __all__ = [
     "BadInputError",
+    "BusyError",
     "CheckpointError",
     "ConfigError",
     "ConflictError",
@@ -88,6 +89,10 @@ class PolicyError(IserveError):
 
 class UnavailableError(IserveError):
     """A part of iServe is away or busy; trying again later can help."""
+
+
+class BusyError(UnavailableError):
+    """Too many requests wait already; the same request can succeed after a pause, with nothing changed."""
 
 
 class NoAnswerError(UnavailableError):

@@ -220,7 +220,7 @@ class MergeAdviceDocument:
     gpu_s_per_request_merged: float
     """GPU-seconds that are held for each completed request, with these variants merged."""
     commands: tuple[str, ...]
-    """Commands that merge and deploy each of them; ADAPTER and OUT are folders."""
+    """Commands that merge and deploy each of them; of a plan, ADAPTER and OUT are folders."""
     text: str
     """Advice in one sentence."""
 
@@ -329,3 +329,5 @@ class Problem:
     """Class of the error, such as `NotFoundError`."""
     message: str
     """One line to show to a person."""
+    is_busy: bool = False
+    """Whether too many requests wait already: the same request can succeed after a pause. Left out where not."""

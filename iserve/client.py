@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import random
 import sys
 import time
 from collections.abc import Callable
@@ -19,14 +20,30 @@ from daemon.log_rotation import why_silent
 from daemon.process import ProcessRecord, is_alive, read_record, spawn_detached
 from daemon.procfs import start_time_ticks
 from fingerprint.codec import to_json
-from fingerprint.errors import ConflictError, NoAnswerError, StateUnavailableError, UnavailableError
+from fingerprint.errors import (
+    BusyError,
+    ConflictError,
+    NoAnswerError,
+    StateUnavailableError,
+    UnavailableError,
+)
 from iserve.settings import Settings
 
-__all__ = ["ControllerClient", "check_running_settings", "connect", "controller_record", "post_once"]
+__all__ = [
+    "ControllerClient",
+    "check_running_settings",
+    "connect",
+    "controller_record",
+    "post_once",
+    "post_when_free",
+]
 
 T = TypeVar("T")
 
 _POST_PAUSES_S = (0.2, 1.0, 3.0, 0.0)
+_FREE_PAUSES_S = (0.2, 10.0)  # the first, and the longest, while the controller takes no further request
+_REFUSED_S = 3.0  # without a listener: nothing there is being started
+_RESET_S = 30.0  # without an answer from a listener that ends connections
 
 
 class ControllerClient:
@@ -102,6 +119,39 @@ def post_once(
         f"{last}; whether it was accepted is not known: the same command with --idempotency-key {key} asks again "
         "and does nothing twice"
     ) from last
+
+
+def post_when_free(client: ControllerClient, path: str, body: object, kind: type[T], *, patience_s: float) -> T:
+    """Post ``body``, again and again while the controller has no room for it, and return its answer.
+
+    For requests that change nothing when they are repeated: one whose connection was lost may have been carried
+    out. Pauses double, and differ between clients that were refused together.
+
+    Args:
+        patience_s: longest time for which a controller that says that it is busy is asked.
+
+    Raises:
+        BusyError: it still is.
+        NoAnswerError: no answer, for 3 s where nothing listens and 30 s where connections end without one.
+        IserveError: what the controller answered with.
+    """
+    began_s = answered_s = time.monotonic()
+    pause_s, longest_s = _FREE_PAUSES_S
+    while True:
+        try:
+            return client.post(path, body, kind)
+        except BusyError:
+            now_s = answered_s = time.monotonic()
+            if now_s + pause_s > began_s + patience_s:
+                raise
+        except NoAnswerError as error:
+            if not isinstance(error.__cause__, ConnectionError):  # which a timeout is not
+                raise
+            is_refused = isinstance(error.__cause__, ConnectionRefusedError)
+            if time.monotonic() + pause_s > answered_s + (_REFUSED_S if is_refused else _RESET_S):
+                raise
+        time.sleep(pause_s * random.uniform(0.5, 1.0))
+        pause_s = min(2 * pause_s, longest_s)
 
 
 def _target(path: str, query: dict[str, object]) -> str:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from iserve.cli.progress import StepDisplay
     from iserve.variants import AdapterDocument, MergeDocument
 
-__all__ = ["BASE_HELP", "OUT_HELP", "AdapterArgument", "register", "size_text"]
+__all__ = ["BASE_HELP", "OUT_HELP", "AdapterArgument", "merged_lines", "register", "size_text"]
 
 BASE_HELP = "The base model: a checkpoint folder, a hub id or a registered name."
 OUT_HELP = "Folder to write, new or empty."
@@ -75,9 +75,13 @@ def merge(
     base: Annotated[str, typer.Argument(metavar="BASE", help=BASE_HELP, callback=o.not_empty)],
     adapter: AdapterArgument,
     out: Annotated[
-        str,
-        typer.Argument(metavar="OUT", help=OUT_HELP, callback=o.not_empty),
-    ],
+        str | None,
+        typer.Argument(
+            metavar="OUT",
+            help=f"{OUT_HELP} Two arguments are the NAME of a registered variant, and OUT.",
+            callback=o.not_empty,
+        ),
+    ] = None,
     as_json: o.JsonOption = False,
 ) -> None:
     """Write BASE with the LoRA, DoRA or IA3 in ADAPTER merged into it to OUT, for `deploy`.
@@ -91,13 +95,18 @@ def merge(
     from iserve.settings import load_settings
     from iserve.variants import merge_variant
 
+    if out is None:  # NAME OUT
+        from iserve.cli.variant_merge import merge_named
+
+        merge_named(base, adapter, as_json=as_json)
+        return
     registered = registered_models(base, load_settings())
     with StepDisplay(quiet=as_json) as display:
         done = merge_variant(base, adapter, out, registered, lambda at, total: _show(display, at, total))
     if as_json:
         o.print_json(done)
         return
-    for line in _merged_lines(done):
+    for line in merged_lines(done):
         typer.echo(line)
 
 
@@ -108,7 +117,7 @@ def _show(display: StepDisplay, done_bytes: int, total_bytes: int) -> None:
     display.show("merging", mib)
 
 
-def _merged_lines(done: MergeDocument) -> Iterator[str]:
+def merged_lines(done: MergeDocument) -> Iterator[str]:
     yield (
         f"{done.folder}: {done.base} with {done.adapter} merged into {done.num_merged} of its {done.num_tensors} "
         f"tensors, {size_text(done.size_bytes)} in {_count(done.num_files, 'file')}"

@@ -25,6 +25,7 @@ __all__ = [
     "MaxErrorOption",
     "MaxLossOption",
     "TextOption",
+    "exported_lines",
     "loss_lines",
     "options_of",
     "register",
@@ -237,7 +238,7 @@ def export(
     if as_json:
         o.print_json(done)
     else:
-        typer.echo("\n".join(_exported_lines(done)))
+        typer.echo("\n".join(exported_lines(done)))
 
 
 def show_units(display: StepDisplay, step: str, what: str, done: int, total: int) -> None:
@@ -290,7 +291,7 @@ def loss_lines(judgement: JudgementDocument) -> Iterator[str]:
         )
 
 
-def _exported_lines(done: ExportDocument) -> Iterator[str]:
+def exported_lines(done: ExportDocument) -> Iterator[str]:
     files = "file" if done.num_files == 1 else "files"
     yield (
         f"{done.folder}: {done.base} with {done.delta} added to {done.num_changed} of its {done.num_tensors} "

@@ -112,6 +112,7 @@ def add(
     """
     from iserve.api_documents import VariantDocument
     from iserve.cli.connection import client, folder_argument, model_argument
+    from iserve.client import post_when_free
     from iserve.deltas import is_fine_tune, replaced_companions
     from iserve.rest_bodies import VariantBody
     from iserve.settings import load_settings
@@ -131,7 +132,8 @@ def add(
             _check_unused(context)
         body = VariantBody(name=name, base=model_argument(base, settings), path=path, replace=replace, pinned=pin)
         with _progress(controller, name, quiet=as_json or not is_terminal()):
-            added = controller.patient(_ADD_TIMEOUT_S).post(_PATH, body.model_dump(), VariantDocument)
+            patient = controller.patient(_ADD_TIMEOUT_S)
+            added = post_when_free(patient, _PATH, body.model_dump(), VariantDocument, patience_s=_ADD_TIMEOUT_S)
         companions = replaced_companions(path)
     if companions:
         typer.echo(

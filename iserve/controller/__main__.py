@@ -37,7 +37,7 @@ from iserve.state.store import Store
 
 log = logging.getLogger("iserve.controller")
 
-_BACKLOG = 64  # also how many are accepted at a time
+_BACKLOG = 1024  # also how many are accepted at a time
 
 
 def _listen(settings: Settings) -> socket.socket:

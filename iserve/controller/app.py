@@ -422,6 +422,8 @@ def _fault_words(fault: Mapping[str, Any], body: type | None) -> str:
         return f"{'.'.join((*where, last))}: {words}"
     kind: Any = body
     for name in where[1:]:
+        if name.isdecimal():  # in a list, whose kind of items is known already
+            continue
         hint = get_type_hints(kind)[name]
         kind = next(part for part in (*get_args(hint), hint) if hasattr(part, "__annotations__"))
     known = [name for name in get_type_hints(kind) if not name.startswith("_") and name != "model_config"]
@@ -434,6 +436,8 @@ def _error_handlers(app: FastAPI) -> None:
     @app.exception_handler(errors.IserveError)
     def expected(_request: Request, error: errors.IserveError) -> JSONResponse:
         status = next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
+        if isinstance(error, errors.BusyError):
+            return problem("UnavailableError", str(error), status, is_busy=True)
         return problem(type(error).__name__, str(error), status)
 
     @app.exception_handler(RequestValidationError)

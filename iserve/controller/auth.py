@@ -35,10 +35,11 @@ def _reach(request: Request) -> Reach:
 Caller = Annotated[Reach, Depends(_reach)]
 
 
-def problem(name: str, message: str, status: int) -> JSONResponse:
+def problem(name: str, message: str, status: int, *, is_busy: bool = False) -> JSONResponse:
     """Return the body of every error: the class of ``fingerprint.errors``, and one line."""
     headers = {"Retry-After": "1"} if status == 503 else None
-    return JSONResponse({"error": name, "message": message}, status, headers=headers)
+    body: dict[str, object] = {"error": name, "message": message}
+    return JSONResponse(body | {"is_busy": True} if is_busy else body, status, headers=headers)
 
 
 class Door:

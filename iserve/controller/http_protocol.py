@@ -22,7 +22,7 @@ class BoundedProtocol(H11Protocol):
     """A whole request within ``arrive_s`` of connecting or of the last answer, or the connection is closed. Beyond
     ``max_connections`` the one that has let wait longest gives way to the newcomer."""
 
-    max_connections = 256
+    max_connections = 2048  # many more than the additions that may wait: those beyond are answered, too
     arrive_s = 30.0
     _limit: ConnectionLimit[Any]
 

@@ -21,7 +21,7 @@ from fingerprint.config import SlotFormat
 from fingerprint.config_json import read_config
 from fingerprint.delta import Delta
 from fingerprint.delta.slots import misfit
-from fingerprint.errors import IserveError, NotFoundError, UnavailableError
+from fingerprint.errors import BusyError, IserveError, NotFoundError
 from fingerprint.lora import LoraAdapter
 from fingerprint.sanitize import printable
 from iserve.api_documents import ProgressDocument, VariantDocument
@@ -97,11 +97,11 @@ class Variants:
         """Have an adapter added by one of a few threads.
 
         Raises:
-            UnavailableError: too many wait already.
+            BusyError: too many wait already.
         """
         with self._lock:
             if self._waiting >= _MAX_WAITING:
-                raise UnavailableError(f"{self._waiting} adapters are being added already; try again later")
+                raise BusyError(f"{self._waiting} adapters are being added already; try again later")
             self._waiting += 1
 
         def work() -> VariantDocument:

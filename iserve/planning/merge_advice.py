@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import ConfigError, NotMeasuredError
 from fingerprint.estimates import Estimator
@@ -89,7 +91,8 @@ def merge_advice(
 
 def _document(base: str, found: HotVariants, names: tuple[str, ...]) -> MergeAdviceDocument:
     rate_per_s, on_slots, split = found.on_slots.rate_per_s, found.on_slots, found.split
-    commands = (f"iserve variant merge {base} ADAPTER OUT", "iserve deploy OUT")
+    merges = [(name, f"{name}-merged") for name in names] or [(f"{base} ADAPTER", "OUT")]
+    commands = [(f"iserve variant merge {what} {out}", f"iserve deploy {out}") for what, out in merges]
     several = f"{found.merged} most popular variants" if found.merged > 1 else "most popular variant"
     which = ", ".join(names) or f"the {several}"
     merged_s, on_slots_s = split.gpu_s_per_request, on_slots.gpu_s_per_request
@@ -104,7 +107,7 @@ def _document(base: str, found: HotVariants, names: tuple[str, ...]) -> MergeAdv
     text = (
         f"merging {which} ({found.share:.0%} of the requests) is estimated to {gain} of "
         f"GPUs with replicas for {PEAK:g} times the rate, where a plan holds GPUs for up to 2.5 times: "
-        f"{'; '.join(commands)}{' (of each)' * (found.merged > 1)}"
+        f"{'; '.join(commands[0])}{' (of each)' * (found.merged > 1)}"
     )
     return MergeAdviceDocument(
         variants=found.merged,
@@ -115,6 +118,6 @@ def _document(base: str, found: HotVariants, names: tuple[str, ...]) -> MergeAdv
         gpus_held_merged=split.gpus_held,
         gpu_s_per_request_on_slots=on_slots_s if on_slots.is_served else None,
         gpu_s_per_request_merged=merged_s,
-        commands=commands,
+        commands=tuple(chain.from_iterable(commands)),
         text=text,
     )

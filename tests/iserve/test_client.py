@@ -15,13 +15,21 @@ from typer.testing import CliRunner
 
 from daemon.process import own_record, write_record
 from fingerprint.codec import to_json
-from fingerprint.errors import ConflictError, EngineError, IserveError, NotFoundError, UnavailableError
+from fingerprint.errors import (
+    BusyError,
+    ConflictError,
+    EngineError,
+    IserveError,
+    NoAnswerError,
+    NotFoundError,
+    UnavailableError,
+)
 from iserve import client
 from iserve.api_documents import DeploymentDocument
 from iserve.cli import update
 from iserve.cli.app import make_app
 from iserve.cli.deploy import _accepted, _follow
-from iserve.client import ControllerClient, check_running_settings, post_once
+from iserve.client import ControllerClient, check_running_settings, post_once, post_when_free
 from iserve.settings import Settings
 from tests.golden_words import Golden
 
@@ -81,6 +89,7 @@ class Peer:
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "_POST_PAUSES_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(client, "_FREE_PAUSES_S", (0.0, 0.0))
 
 
 @pytest.fixture
@@ -112,6 +121,49 @@ def test_a_refusal_is_an_answer(peers: list[Peer], status: int, error: type[Iser
     with pytest.raises(error, match=r"^no such model$"):
         post_once(lambda: ControllerClient(peers[0].url, "t"), "/x", {}, dict[str, str], "k")
     assert peers[0].keys == ["k"]
+
+
+BUSY: Answer = (503, {"error": "UnavailableError", "message": "256 wait", "is_busy": True})
+
+
+def post_to(peer: Peer, patience_s: float = 300.0) -> dict[str, str]:
+    return post_when_free(ControllerClient(peer.url, "t"), "/x", {"n": 1}, dict[str, str], patience_s=patience_s)
+
+
+def test_a_busy_controller_and_one_that_ends_connections_are_asked_again(peers: list[Peer]) -> None:
+    peers.append(Peer([BUSY, None, None, BUSY, (201, {"name": "a"})]))
+    assert post_to(peers[0]) == {"name": "a"}
+    assert peers[0].bodies == [b'{"n":1}'] * 5
+
+
+def test_a_busy_controller_is_asked_for_as_long_as_was_said(
+    peers: list[Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "_FREE_PAUSES_S", (1.0, 1.0))  # the next would end after the patience
+    peers.append(Peer([BUSY]))
+    with pytest.raises(BusyError, match=r"^256 wait$"):
+        post_to(peers[0], patience_s=0.5)
+
+
+@pytest.mark.parametrize("status", [400, 404, 409, 503])
+def test_what_a_pause_does_not_mend_is_not_asked_again(peers: list[Peer], status: int) -> None:
+    """A full disk is a 503, too."""
+    peers.append(Peer([(status, {"error": "UnavailableError", "message": "the disk is full"})]))
+    with pytest.raises(UnavailableError, match="full"):
+        post_to(peers[0])
+    assert len(peers[0].bodies) == 1
+
+
+@pytest.mark.parametrize(("bound", "answers"), [("_RESET_S", 1), ("_REFUSED_S", 0)])
+def test_a_controller_that_has_gone_is_not_asked_for_ever(
+    peers: list[Peer], bound: str, answers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peers.append(Peer([None] * answers))
+    monkeypatch.setattr(client, bound, -1.0)
+    if not answers:
+        peers[0].close()
+    with pytest.raises(NoAnswerError):
+        post_to(peers[0])
 
 
 def test_in_the_end_it_says_how_to_ask_again(peers: list[Peer], golden: Golden) -> None:
