@@ -40,7 +40,7 @@ def choose_preloads(
         most: loads at most; None: one for each worker.
     """
     free = sorted(
-        (index for index, worker in enumerate(idle) if len(worker.loaded) < worker.slots),
+        (index for index, worker in enumerate(idle) if len(worker.loaded) < min(worker.slots, worker.max_loaded)),
         key=lambda index: len(idle[index].loaded),
     )[:most]
     if not free:

@@ -38,9 +38,9 @@ from daemon.variants.adapter_tensors import (
     tensors_to_store,
 )
 from daemon.variants.delta_tensors import delta_manifest, delta_tensors_to_store
+from daemon.variants.loadable_folder import FolderChecks, is_whole
 from daemon.variants.manifest import DeltaContent, Manifest, TensorRecord, read_manifest, referenced_tensors
 from daemon.variants.tensor_files import DamagedFileError, read_tensor, write_tensor
-from fingerprint.checkpoint import Checkpoint
 from fingerprint.codec import to_json
 from fingerprint.delta import Delta, DeltaManifest
 from fingerprint.errors import BadInputError, CheckpointError, NotFoundError, UnavailableError
@@ -58,6 +58,7 @@ GRACE_S = 600.0  # an engine reads a folder right after it was asked for
 _SYNCS_AT_ONCE = 16
 _LOADABLE = "loadable"  # folder and lock
 _HASH = re.compile(r"[0-9a-f]{64}")
+_MADE_ANEW = "%s was truncated or changed; it is made anew"
 Progress = Callable[[int, int], None]  # bytes read so far, bytes in all
 
 
@@ -82,6 +83,8 @@ class StoredContent:
 class VariantStore:
     """The variants in the folder ``root``. Safe for several threads and processes.
 
+    Remembers which loadable folders it has read, so keep one for as long as its process loads variants.
+
     Args:
         loadable_bytes: bound of the loadable folders; the least recently used beyond it are removed.
         grace_s: for which a loadable folder stays after it was asked for, whatever the bound.
@@ -95,9 +98,12 @@ class VariantStore:
         self._loadable_bytes, self._grace_s = loadable_bytes, grace_s
         self._tensors, self._manifests = root / "tensors", root / "manifests"
         self._loadable, self._writing = root / _LOADABLE, root / "writing"
+        self._checks = FolderChecks()
 
     def add(self, variant: LoraAdapter | Delta, progress: Progress | None = None) -> StoredVariant:
         """Keep the content of ``variant``; what is there already is checked, and mended where it is damaged.
+
+        A damaged loadable folder of it is removed; the next load makes it anew.
 
         Updates of an adapter of another scale than most get it in their B, rounded to its type.
 
@@ -141,6 +147,7 @@ class VariantStore:
                 disk_bytes = self._make_durable(records)
                 self._write(self._manifests / manifest.content_hash, (to_json(manifest),), durable=True)
                 sync_folder(self._manifests)
+                self._discard_damaged(self._loadable / manifest.content_hash, manifest)
         except BaseException:
             self._give_up({record.sha256 for record in records})
             raise
@@ -154,41 +161,57 @@ class VariantStore:
     def loadable(self, content_hash: str) -> Path:
         """Return a folder that engines load: of an adapter in PEFT's format, or of a delta.
 
-        Ask anew before each load: the folder is removed once it was not asked for in a while.
+        One that was made before is read whole once, and again after any change of its files: a damaged one is
+        made anew. Ask before each load: the folder is removed once it was not asked for in a while.
 
         Raises:
             NotFoundError: there is no such content.
             CheckpointError: a tensor was truncated or changed; the message names it.
         """
+        folder, manifest, is_new = self._folder(content_hash)
+        if not is_new and self._discard_damaged(folder, manifest):
+            self._folder(content_hash)
+        return folder
+
+    def verified(self, content_hash: str) -> Path:
+        """Return the folder of :meth:`loadable` after reading every tensor of it now, for engines that check none.
+
+        Raises as :meth:`loadable`.
+        """
+        folder, manifest, _ = self._folder(content_hash)
+        if self._discard_damaged(folder, manifest, again=True):
+            self._folder(content_hash)
+        return folder
+
+    def _folder(self, content_hash: str) -> tuple[Path, Manifest | DeltaContent, bool]:
+        """Return the loadable folder, made unless it is there in its full size; with whether it was made."""
         folder = self._loadable / _checked(content_hash)
         with self._reported(), self._locked(_LOADABLE, fcntl.LOCK_SH):
             manifest = self._manifest(content_hash)
-            is_there = _is_whole(folder, manifest)
+            is_there = is_whole(folder, manifest)
             if not is_there:
+                if folder.exists():
+                    log.warning(_MADE_ANEW, folder)
                 self._build(folder, manifest)
             os.utime(folder)
         if not is_there:
             with self._reported():
                 self._evict(keep=content_hash)
-        return folder
+        return folder, manifest, not is_there
 
-    def verified(self, content_hash: str) -> Path:
-        """Return the folder of :meth:`loadable` after reading every tensor of it, for engines that check none.
+    def _discard_damaged(self, folder: Path, manifest: Manifest | DeltaContent, *, again: bool = False) -> bool:
+        """Remove a loadable folder that has not the bytes that it was made with; return whether it had not.
 
-        A folder in which one was changed is made anew. Raises as :meth:`loadable`.
+        Args:
+            again: read it even where it is as it was when it was last read.
         """
-        folder = self.loadable(content_hash)
-        with self._reported():
-            manifest = self._manifest(content_hash)
-        if not _is_unchanged(folder, manifest):
-            log.warning("%s was changed; it is made anew", folder)
-            with self._reported(), self._locked(_LOADABLE, fcntl.LOCK_EX):
-                if not _is_unchanged(
-                    folder, manifest
-                ):  # else another has seen it too, and its engine may be reading
-                    self._discard(folder)
-            folder = self.loadable(content_hash)
-        return folder
+        if not folder.exists() or self._checks.is_unchanged(folder, manifest, again=again):
+            return False
+        log.warning(_MADE_ANEW, folder)
+        with self._reported(), self._locked(_LOADABLE, fcntl.LOCK_EX):
+            if not self._checks.is_unchanged(folder, manifest, again=again):
+                self._discard(folder)  # else another has seen it too, and its engine may be reading
+        return True
 
     def delta(self, content_hash: str) -> DeltaManifest | None:
         """Return the manifest of a delta; None: the content is an adapter's.
@@ -369,9 +392,7 @@ class VariantStore:
             for file in (weights, part / config, part):
                 _sync(file)
             with self._locked("placing", fcntl.LOCK_EX):
-                if not _is_whole(
-                    folder, manifest
-                ):  # else another builder was first, and its caller may be reading
+                if not is_whole(folder, manifest):  # else another builder was first, and its caller may be reading
                     self._discard(folder)
                     part.rename(folder)
         finally:
@@ -435,32 +456,6 @@ def _delta_content(delta: Delta, records: tuple[TensorRecord, ...]) -> DeltaCont
     if not made.names_its_tensors():
         raise changed_while_read(records[0].name if records else "", delta.folder)
     return made
-
-
-def _is_whole(folder: Path, manifest: Manifest | DeltaContent) -> bool:
-    """Return whether the files of a loadable folder are there, in their full sizes."""
-    try:
-        Checkpoint.of_file(folder / manifest.weights_file)
-    except CheckpointError:
-        return False
-    return (folder / manifest.config_file[0]).is_file()
-
-
-def _is_unchanged(folder: Path, manifest: Manifest | DeltaContent) -> bool:
-    """Return whether a loadable folder has the bytes that it was made with."""
-    name, content = manifest.config_file
-    try:
-        checkpoint = Checkpoint.of_file(folder / manifest.weights_file)
-        hashes = {
-            tensor: tensor_hash(entry.dtype, entry.shape, checkpoint.chunks(tensor))
-            for tensor, entry in checkpoint.tensors.items()
-        }
-        return (
-            hashes == {one.name: one.sha256 for one in manifest.tensors}
-            and (folder / name).read_bytes() == content
-        )
-    except (CheckpointError, OSError):
-        return False
 
 
 def _size(folder: Path) -> int:

@@ -32,6 +32,7 @@ from placement.variant_routing import DEFAULT_VARIANT_POLICY, VARIANT_POLICIES
 
 if TYPE_CHECKING:
     from daemon.variants.base_checks import BaseChecks
+    from daemon.variants.store import VariantStore
 
 __all__ = ["main"]
 
@@ -90,19 +91,20 @@ class _StoredVariants:
 
         return BaseChecks()
 
-    def loadable(self, content_hash: str) -> Path:
+    @cached_property
+    def _store(self) -> VariantStore:  # one, which remembers what it has read
         from daemon.variants.store import VariantStore  # type: ignore[import-untyped, unused-ignore]
 
-        folder: Path = VariantStore(self.root).loadable(content_hash)
+        return VariantStore(self.root)
+
+    def loadable(self, content_hash: str) -> Path:
+        folder: Path = self._store.loadable(content_hash)
         return folder
 
     def checked(self, content_hash: str, base: Path) -> Path:
-        from daemon.variants.store import VariantStore  # type: ignore[import-untyped, unused-ignore]
-
-        store = VariantStore(self.root)
-        if (manifest := store.delta(content_hash)) is not None:
+        if (manifest := self._store.delta(content_hash)) is not None:
             self._bases.check(base, manifest)
-        folder: Path = store.verified(content_hash)
+        folder: Path = self._store.verified(content_hash)
         return folder
 
 

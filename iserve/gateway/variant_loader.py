@@ -23,7 +23,7 @@ from iserve.gateway.worker_http import CONNECT_S, NotBegunError, origin_of, work
 from iserve.http_stream import AnswerLostError, StreamAnswer, StreamClient
 from iserve.route_table import VariantRoute, WorkerTarget
 
-__all__ = ["LoadFailedError", "VariantFolders", "VariantLoader", "without_paths"]
+__all__ = ["LoadFailedError", "NoMemoryError", "VariantFolders", "VariantLoader", "without_paths"]
 
 _LOAD_SILENCE_S = 120.0  # next to what reading the adapter takes
 _SLOWEST_READ_BYTES_PER_S = 20e6  # of a network disk that is shared
@@ -36,6 +36,8 @@ _BUSY_S = 10.0  # for which a worker may have no place, or be loading the varian
 _ASK_AGAIN_S = 0.1
 _MOST_PAUSE_S = 1.0  # between two questions for a delta that is read; each leaves a traceback in vLLM's log
 _BEING_READ = "is still being read: ask for it again"  # our plug-in's, within vLLM's message
+# Texts of torch and CUDA within vLLM's message, of the embedded engine, and of Python.
+_NO_MEMORY = re.compile(r"out of memory|OutOfMemoryError|can't allocate memory|has no memory for|\bMemoryError\b")
 # Paths of this machine as they are in messages: quoted, or up to what no usual path has. Not those of URLs.
 _PATH = re.compile(r"""(?P<quote>['"])/[^'"\n]*/(?P<last>[^/'"\n]*)(?P=quote)|(?<![\w:/.~-])/(?:[^\s'":;,()]*/)""")
 
@@ -44,6 +46,10 @@ _log = logging.getLogger(__name__)
 
 class LoadFailedError(NotBegunError):
     """The worker answered that it failed to load a variant."""
+
+
+class NoMemoryError(LoadFailedError):
+    """The worker answered that it has no memory left for a variant."""
 
 
 class VariantFolders(Protocol):
@@ -154,7 +160,9 @@ class VariantLoader:
         reason = self._shown(variant, error.message)
         if status >= 500:
             lost = ApiError(503, f"a worker failed to load the variant {variant.name!r}: {reason}", "variant_load")
-            error_type = LoadFailedError if has_failed else NotBegunError
+            error_type = NotBegunError
+            if has_failed:
+                error_type = NoMemoryError if _NO_MEMORY.search(error.message) else LoadFailedError
             raise error_type(f"answered {status} to the load of {variant.engine_name}: {reason}", lost)
         raise ApiError(400, f"the variant {variant.name!r} cannot be loaded: {reason}", "variant_load", "model")
 

@@ -6,6 +6,7 @@ again after any sign that it was restarted. A variant that has left the table, o
 content, keeps its requests in flight and is unloaded after them. Folders of what is loaded are asked for again and
 again: vLLM reads one once more when its copy was dropped, and ends where that fails (decision 42). An idle worker
 loads variants before they are asked for (``placement.variant_preload``); those that failed there are left out.
+A load that finds a worker's memory full has an idle variant unloaded and is tried again.
 """
 
 from __future__ import annotations
@@ -13,14 +14,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from iserve.gateway.errors import ApiError
-from iserve.gateway.variant_loader import LoadFailedError, VariantLoader
-from iserve.gateway.variant_worker import VariantWorker, loads_ahead, runnable_variants
+from iserve.gateway.variant_loader import LoadFailedError, NoMemoryError, VariantLoader
+from iserve.gateway.variant_worker import (
+    NoPlaceError,
+    Room,
+    VariantObserver,
+    VariantRequest,
+    VariantWorker,
+    loads_ahead,
+    runnable_variants,
+)
 from iserve.gateway.worker_http import NotBegunError
 from iserve.http_stream import NotReachedError
 from iserve.route_table import Route, VariantRoute, WorkerTarget
@@ -47,41 +55,6 @@ _RETRY_S = 5.0  # after a failed load, until one begins that no request was admi
 
 _log = logging.getLogger(__name__)
 _W = TypeVar("_W", bound=WaitingRequest)
-
-
-class NoPlaceError(Exception):
-    """All that the worker has loaded is in flight or pinned; seen only once it was asked."""
-
-
-class VariantObserver(Protocol):
-    """Metrics of loads."""
-
-    def loaded(self, variant: str, seconds: float) -> None: ...
-    def evicted(self, variant: str) -> None: ...
-
-
-@dataclass(slots=True, eq=False)
-class VariantRequest:
-    """Variant's side of one request."""
-
-    route: VariantRoute  # of the table in force
-    arrived_s: float  # on the event loop's clock
-    admitted: VariantRoute | None = None  # as it was when a worker was found
-    is_parent: bool = False  # of its variant's requests at that worker
-
-    @property
-    def variant(self) -> str:
-        return self.route.engine_name
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """Worker that can be sent one more request."""
-
-    target: WorkerTarget
-    outstanding: int
-    last_turn: int
-    is_avoided: bool
 
 
 class VariantResidency:
@@ -380,12 +353,15 @@ class VariantResidency:
             worker.asking = None
 
     def _load(self, worker: VariantWorker, variant: VariantRoute, evicted: Iterable[str]) -> None:
-        for name in evicted:
+        self._evict(worker, evicted)
+        worker.state.load(variant.engine_name, self._loop.time())
+        self._begin_load(worker, variant)
+
+    def _evict(self, worker: VariantWorker, names: Iterable[str]) -> None:
+        for name in names:
             self._unload(worker, name)
             if name in self._current:
                 self._observer.evicted(self._current[name].name)
-        worker.state.load(variant.engine_name, self._loop.time())
-        self._begin_load(worker, variant)
 
     def _begin_load(self, worker: VariantWorker, variant: VariantRoute) -> asyncio.Task[None]:
         task = self._loop.create_task(self._load_after(worker, variant, list(worker.unloads.values())))
@@ -410,17 +386,40 @@ class VariantResidency:
     ) -> None:
         began_s = self._loop.time()
         try:
-            await asyncio.gather(*unloads)
-        except NotBegunError as error:  # names another variant, or the worker
-            message = f"a worker failed to make room for the variant {variant.name!r}; try again"
-            raise NotBegunError(error.reason, ApiError(503, message, "variant_load")) from error
-        try:
-            await self._loader.load(worker.target, variant, folder)
+            while await self._lacks_memory(folder, worker, variant, unloads):
+                unloads = list(worker.unloads.values())
         except (NotReachedError, NotBegunError) as error:  # not ApiError: the worker has refused it
             if not isinstance(error, LoadFailedError) or variant.engine_name in worker.state.in_flight:
                 worker.forget()  # whether it is loaded is unknown, and matters where a request waits for it
             raise
         self._observer.loaded(variant.name, self._loop.time() - began_s)
+
+    async def _lacks_memory(
+        self, folder: Path, worker: VariantWorker, variant: VariantRoute, unloads: Sequence[asyncio.Task[None]]
+    ) -> bool:
+        """Load after ``unloads``; True: memory was full, and less is loaded. NoPlaceError: all is in flight."""
+        try:
+            await asyncio.gather(*unloads)
+        except NotBegunError as error:  # names another variant, or the worker
+            message = f"a worker failed to make room for the variant {variant.name!r}; try again"
+            raise NotBegunError(error.reason, ApiError(503, message, "variant_load")) from error
+        name, before = variant.engine_name, set(worker.state.loaded)
+        try:
+            await self._loader.load(worker.target, variant, folder)
+        except NoMemoryError as error:
+            is_current = worker.loads.get(name) is asyncio.current_task()  # else its unload waits for this load
+            if not before - {name} or name not in worker.state.in_flight or not is_current:
+                raise  # there is nothing to unload, or no request that it would be for
+            if worker.state.loaded - {name}:
+                evicted = worker.shrink(name, self._loop.time(), self._wanted)
+                _log.warning("worker %s: %s; unloaded for it: %s", worker.target.worker_id, error, evicted)
+                if evicted is None:
+                    del worker.loads[name]  # at once: a request that found this task would ask without end
+                    worker.state.unload(name)
+                    raise NoPlaceError from error
+                self._evict(worker, evicted)
+            return True
+        return False
 
     def _after_load(self, worker: VariantWorker, name: str, task: asyncio.Task[None]) -> None:
         took_s, is_ahead = worker.pending.end(name, self._loop.time()), task in worker.ahead
@@ -451,6 +450,8 @@ class VariantResidency:
     async def _unload_after(self, worker: VariantWorker, name: str, load: asyncio.Task[None] | None) -> None:
         if load is not None:
             await asyncio.wait((load,))
+            if not load.cancelled() and isinstance(load.exception(), NoMemoryError | NoPlaceError):
+                return  # it was not loaded
         try:
             await self._loader.unload(worker.target, name)
         except (NotReachedError, NotBegunError, ApiError):
@@ -494,5 +495,4 @@ class VariantResidency:
 
 
 def _variants_of(waiting: Iterable[WaitingRequest]) -> dict[str, None]:
-    """Return their variants, in order."""
     return {variant: None for request in waiting if (variant := request.variant) is not None}

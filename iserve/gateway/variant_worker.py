@@ -1,17 +1,61 @@
-"""State of one worker in the residency of variants: what is loaded there, and what is under way."""
+"""State of one worker in the residency of variants: what is loaded there, and what is under way; its requests."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from iserve.gateway.failed_loads import FailedLoads
-from iserve.route_table import WorkerTarget
-from placement.variant_routing import WorkerVariants
+from iserve.route_table import VariantRoute, WorkerTarget
+from placement.variant_routing import WorkerVariants, protected_pins
 from planner.pending_loads import LoadsAhead, PendingLoads, loads_ahead_in_queue
 
-__all__ = ["VariantWorker", "loads_ahead", "runnable_variants"]
+__all__ = [
+    "NoPlaceError",
+    "Room",
+    "VariantObserver",
+    "VariantRequest",
+    "VariantWorker",
+    "loads_ahead",
+    "runnable_variants",
+]
+
+
+class NoPlaceError(Exception):
+    """All that the worker has loaded is in flight or pinned; seen once it was asked, or its memory was full."""
+
+
+class VariantObserver(Protocol):
+    """Metrics of loads."""
+
+    def loaded(self, variant: str, seconds: float) -> None: ...
+    def evicted(self, variant: str) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class VariantRequest:
+    """Variant's side of one request."""
+
+    route: VariantRoute  # of the table in force
+    arrived_s: float  # on the event loop's clock
+    admitted: VariantRoute | None = None  # as it was when a worker was found
+    is_parent: bool = False  # of its variant's requests at that worker
+
+    @property
+    def variant(self) -> str:
+        return self.route.engine_name
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Worker that can be sent one more request."""
+
+    target: WorkerTarget
+    outstanding: int
+    last_turn: int
+    is_avoided: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +88,21 @@ class VariantWorker:
         """
         if self.state.in_flight or self.unloads or not self.failed.allows_preload:
             return False
-        return len(self.state.loaded) < self.state.slots and self.loads.keys() <= self.failed.names
+        places = min(self.state.slots, self.state.max_loaded)
+        return len(self.state.loaded) < places and self.loads.keys() <= self.failed.names
+
+    def shrink(self, name: str, now_s: float, wanted: Collection[str]) -> tuple[str, ...] | None:
+        """Count as many places as there are loaded variants but ``name``, for which they left no memory.
+
+        So it is until the next table. Returns what is unloaded for ``name``; None: all of them are in flight.
+        """
+        state = self.state
+        state.unload(name)
+        state.max_loaded = max(1, len(state.loaded))
+        state.pinned = frozenset(protected_pins(sorted(state.pinned), state.max_loaded))
+        evicted = state.evictions(name, now_s, wanted)
+        state.load(name, now_s)
+        return evicted
 
     def forget(self) -> None:
         """Take nothing for loaded but what is being loaded now."""

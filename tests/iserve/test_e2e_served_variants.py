@@ -218,6 +218,24 @@ def test_a_variant_whose_files_are_gone_keeps_no_other_from_being_loaded(
     until(lambda: answers_or_none(listed) == EXPECTED, "all are served")
 
 
+def test_a_damaged_folder_of_a_variant_is_made_anew_before_the_next_worker_loads_it(
+    listed: Any, kill: Callable[[int], None], until: Callable[..., Any]
+) -> None:
+    """Neither the size of the folder nor the engine shows the damage."""
+    assert answer(listed, "shout") == ASKED["shout"][1]
+    content = listed.json("variant", "show", "shout")["content_hash"]
+    weights = listed.home / "variants" / "loadable" / content / "adapter_model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 3] + bytes(len(whole) - len(whole) // 3))
+    (before,) = listed.worker_pids().values()
+    kill(before)
+    until(lambda: set(listed.worker_pids().values()) - {before}, "a new worker starts")
+    until(lambda: answers_or_none(listed), "all are served again")
+    assert answers_at_once(listed, 1) == EXPECTED
+    assert weights.read_bytes() == whole
+    assert f"loadable/{content} was" in (listed.home / "logs/gateway.log").read_text()
+
+
 def test_a_name_with_other_content_gives_the_new_ones_answers_at_once(
     listed: Any, until: Callable[..., Any]
 ) -> None:

@@ -11,7 +11,7 @@ from threading import Barrier, Event, local
 import numpy as np
 import pytest
 
-from daemon.variants import store as store_module
+from daemon.variants import loadable_folder
 from daemon.variants.base_checks import BaseChecks
 from daemon.variants.store import VariantStore
 from fingerprint.delta import Delta, export_delta, read_delta
@@ -137,7 +137,7 @@ class TestBeforeALoad:
         (weights,) = store.loadable(content).glob("*.safetensors")
         kept = weights.read_bytes()
         weights.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
-        is_unchanged, both_saw, first_is_done = store_module._is_unchanged, Barrier(2), Event()
+        is_unchanged, both_saw, first_is_done = loadable_folder._is_unchanged, Barrier(2), Event()
         turns = iter((Event(), first_is_done))  # of the two threads, once both have read the folder
         mine = local()
 
@@ -156,7 +156,7 @@ class TestBeforeALoad:
             first_is_done.set()
             return descriptor
 
-        monkeypatch.setattr(store_module, "_is_unchanged", seen_by_both)
+        monkeypatch.setattr(loadable_folder, "_is_unchanged", seen_by_both)
         with ThreadPoolExecutor(2) as threads:
             descriptors = [done.result() for done in [threads.submit(given) for _ in range(2)]]
         for descriptor in descriptors:

@@ -45,6 +45,8 @@ class AdapterWorker(ThreadedServer):
     dies_on_load: bool = False
     unload_failure: str = ""  # "dies" or "fails"
     busy_loads: int = 0  # loads that find no place yet
+    memory: int | None = None  # adapters that it holds, where those are fewer than ``max_loaded``
+    no_memory: str = "Call to add_lora method failed: CUDA out of memory. Tried to allocate 20.00 MiB."
     reader: Reader | None = None  # of a worker that reads deltas before it has them
     loading: set[str] = field(default_factory=set)
     most_in_flight: int = 0
@@ -127,6 +129,8 @@ class AdapterWorker(ThreadedServer):
             assert request.transport is not None
             request.transport.abort()
             return web.Response()
+        if self.memory is not None and len(self.loaded) >= self.memory:
+            return self._error(500, self.no_memory)
         if name in self.refusals:
             status, body = self.refusals[name]
             return self._json(body, status)
