@@ -51,6 +51,7 @@ __all__ = [
     "others_tables",
     "pooled_row",
     "predicted_rows",
+    "recordings_of",
     "size_table",
     "table",
 ]
@@ -86,11 +87,14 @@ def family_rows(folders: Iterable[str] = FOLDERS) -> list[FamilyRow]:
 @cache
 def predicted_rows(folder: str) -> tuple[tuple[Recorded, tuple[Row, ...]], ...]:
     """Every recording of ``folder`` with its predictions, made without its own family."""
-    return tuple((one, tuple(predict_l3(one, calibration_without(family_of(one))))) for one in _loaded(folder))
+    return tuple(
+        (one, tuple(predict_l3(one, calibration_without(family_of(one))))) for one in recordings_of(folder)
+    )
 
 
 @cache
-def _loaded(folder: str) -> tuple[Recorded, ...]:
+def recordings_of(folder: str) -> tuple[Recorded, ...]:
+    """Return the kept recordings of a folder."""
     return tuple(load(RESULTS / folder))
 
 
@@ -103,7 +107,7 @@ def calibration_without(family: str) -> Calibration:
 @cache
 def _errors() -> tuple[tuple[str, tuple[MeasuredError, ...]], ...]:
     """Return of each recording its family, and what predictions of it were off by."""
-    return tuple((family_of(one), measured_errors([one])) for folder in FOLDERS for one in _loaded(folder))
+    return tuple((family_of(one), measured_errors([one])) for folder in FOLDERS for one in recordings_of(folder))
 
 
 def _errors_text() -> str:
@@ -183,7 +187,7 @@ def goals_table() -> str:
 
 def others_tables() -> tuple[str, str]:
     """Return the errors of other methods on the newest release, next to ours: by kind of model, and by model."""
-    recorded = [one for folder in NEWEST for one in _loaded(folder)]
+    recorded = [one for folder in NEWEST for one in recordings_of(folder)]
     ours = [row for folder in NEWEST for _, rows in predicted_rows(folder) for row in rows]
     mixtures = {one.model for one in recorded if one.profile.spec.num_experts}
     kinds: dict[str, Callable[[Row], bool]] = {
@@ -202,7 +206,7 @@ def _is_of(name: str, row: Row) -> bool:
 
 @cache
 def _by_others() -> tuple[Row, ...]:
-    rows = by_other_methods([one for folder in NEWEST for one in _loaded(folder)])
+    rows = by_other_methods([one for folder in NEWEST for one in recordings_of(folder)])
     return tuple(
         replace(row, method=named)
         for method, named in PUBLISHED_WITH.items()

@@ -29,7 +29,7 @@ from fingerprint.estimators.depth_tied import DepthTiedEstimator
 from fingerprint.estimators.l3 import L3
 from fingerprint.measurements import key_of
 from tests.bench.accuracy import Recorded, Row, Truth, _config, _roofline, _rows, truths
-from tests.bench.accuracy_families import _loaded, _without, family_of
+from tests.bench.accuracy_families import calibration_without, family_of, recordings_of
 
 __all__ = ["FOLDERS", "Constants", "choose", "left_out_rows", "log_likelihood", "table"]
 
@@ -82,8 +82,8 @@ def left_out_rows(case: Case, folders: Sequence[str] = FOLDERS) -> tuple[LeftOut
     """Return all predictions of a case."""
     found = []
     for folder in folders:
-        for one in _loaded(folder):
-            calibration = _without(family_of(one))
+        for one in recordings_of(folder):
+            calibration = calibration_without(family_of(one))
             for truth in truths(one):
                 judged = truth.batch, truth.input_tokens
                 if case.judges(judged):
@@ -155,9 +155,9 @@ class Measured:
 def measured(folders: tuple[str, ...] = FOLDERS) -> tuple[Measured, ...]:
     """Return the points of every profile in ``folders``."""
     found = []
-    for one in (one for folder in folders for one in _loaded(folder)):
+    for one in (one for folder in folders for one in recordings_of(folder)):
         roofline, config = _roofline(one), _config(one)
-        points = L3(one.profile, roofline, _without(family_of(one))).points[key_of(config)]
+        points = L3(one.profile, roofline, calibration_without(family_of(one))).points[key_of(config)]
         ratios = []
         for point in points:
             at = Workload(batch=point.batch, input_tokens=point.input_tokens, output_tokens=2)
