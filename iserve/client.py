@@ -135,20 +135,23 @@ def post_when_free(client: ControllerClient, path: str, body: object, kind: type
         NoAnswerError: no answer, for 3 s where nothing listens and 30 s where connections end without one.
         IserveError: what the controller answered with.
     """
-    began_s = answered_s = time.monotonic()
+    began_s = time.monotonic()
+    failed_s: float | None = None
     pause_s, longest_s = _FREE_PAUSES_S
     while True:
         try:
             return client.post(path, body, kind)
         except BusyError:
-            now_s = answered_s = time.monotonic()
-            if now_s + pause_s > began_s + patience_s:
+            failed_s = None
+            if time.monotonic() + pause_s > began_s + patience_s:
                 raise
         except NoAnswerError as error:
             if not isinstance(error.__cause__, ConnectionError):  # which a timeout is not
                 raise
-            is_refused = isinstance(error.__cause__, ConnectionRefusedError)
-            if time.monotonic() + pause_s > answered_s + (_REFUSED_S if is_refused else _RESET_S):
+            is_refused, now_s = isinstance(error.__cause__, ConnectionRefusedError), time.monotonic()
+            if failed_s is None:  # the first in a row
+                failed_s, pause_s = now_s, _FREE_PAUSES_S[0]
+            if now_s + pause_s > failed_s + (_REFUSED_S if is_refused else _RESET_S):
                 raise
         time.sleep(pause_s * random.uniform(0.5, 1.0))
         pause_s = min(2 * pause_s, longest_s)

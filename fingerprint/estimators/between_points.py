@@ -7,12 +7,12 @@ Decode steps go by batch and input; steps of prompts by all their tokens and by 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 
-__all__ = ["PROMPTS_SPREAD", "STEPS_SPREAD", "in_hull", "octaves", "of_prompts", "of_steps"]
+__all__ = ["PROMPTS_SPREAD", "STEPS_SPREAD", "Coordinates", "in_hull", "octaves", "of_prompts", "of_steps"]
 
 _LENGTH_OCTAVES = 2.5  # of batch or input, over which a TPOT's ratio to the roofline keeps its value
 STEPS_SPREAD = 0.2  # of its logarithm, prior to any measurement
@@ -33,6 +33,9 @@ class At(Protocol):
 
     @property
     def input_tokens(self) -> int: ...
+
+
+Coordinates = Callable[[At], tuple[float, ...]]
 
 
 def of_steps(at: At) -> tuple[float, ...]:

@@ -31,7 +31,6 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import numpy as np
 
@@ -42,13 +41,14 @@ from fingerprint.estimators.all_reduce import GroupSums
 from fingerprint.estimators.between_points import (
     PROMPTS_SPREAD,
     STEPS_SPREAD,
+    Coordinates,
     in_hull,
     octaves,
     of_prompts,
     of_steps,
 )
 from fingerprint.estimators.calibration import Calibration, kernels_of
-from fingerprint.estimators.gaussian_process import smooth_at
+from fingerprint.estimators.gaussian_process import Array, smooth_at
 from fingerprint.estimators.l2 import Latency
 from fingerprint.estimators.physical_floor import PhysicalFloor
 from fingerprint.estimators.repeat_overhead import (
@@ -306,21 +306,23 @@ class L3:
         config: DeploymentConfig,
         source: Source,
     ) -> Quantity:
-        of, spread = (of_prompts, PROMPTS_SPREAD) if metric == "ttft" else (of_steps, STEPS_SPREAD)
         mean = statistics.fmean(log_ratios)
+        apart = np.array(log_ratios) - mean
         noise = np.array([max(0.003, p.relative_spread / _Z90) ** 2 for p in points])
-        smooth = partial(
-            smooth_at,
-            np.array(of(workload)),
-            np.array([of(point) for point in points]),
-            np.array(log_ratios) - mean,
-            length=1.0,
-            spread=spread,
-        )
-        shift, deviation = smooth(noise)
         lone = np.array([p.lone_prompts if metric == "ttft" else p.lone_steps for p in points])
-        if lone.any():  # not known as well, and believed as much: values of points next to it stay
-            deviation = max(deviation, smooth(np.maximum(noise, (lone / _Z90) ** 2))[1])
+        unknown = np.maximum(noise, (lone / _Z90) ** 2)  # not known as well, and believed as much
+
+        def smooth(of: Coordinates, spread: float, noise: Array) -> tuple[float, float]:
+            where = np.array([of(point) for point in points])
+            return smooth_at(np.array(of(workload)), where, apart, noise, length=1.0, spread=spread)
+
+        of, spread = (of_steps, STEPS_SPREAD)
+        if metric == "ttft" and self.profile.spec.num_experts:
+            of, spread = (of_prompts, PROMPTS_SPREAD)
+        shift, deviation = smooth(of, spread, noise)
+        deviation = max(deviation, smooth(of, spread, unknown)[1])
+        if metric == "ttft":  # of dense models the value is no better by it, and the interval is
+            deviation = max(deviation, smooth(of_prompts, PROMPTS_SPREAD, unknown)[1])
         others = self._calibration.of_others(
             metric,
             prompt_tokens=workload.batch * workload.input_tokens,
@@ -356,6 +358,8 @@ def _beyond(
     further = workload.input_tokens + steps - longest
     if further <= 0:
         return tpot_s
+    if not any(growth.values()):  # one input length, or noise that hides it
+        return replace(tpot_s, source=Source.SCALED)
     alike = min(growth, key=lambda batch: abs(math.log2(batch / workload.batch)))
     behind = min(steps, further)  # of the steps; the first of them has `further - behind + 1` tokens more
     mean_tokens = (further - (behind - 1) / 2) * behind / steps

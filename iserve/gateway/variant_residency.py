@@ -385,9 +385,10 @@ class VariantResidency:
         self, folder: Path, worker: VariantWorker, variant: VariantRoute, unloads: Sequence[asyncio.Task[None]]
     ) -> None:
         began_s = self._loop.time()
+        waits: Sequence[asyncio.Task[None]] | None = unloads
         try:
-            while await self._lacks_memory(folder, worker, variant, unloads):
-                unloads = list(worker.unloads.values())
+            while waits is not None:
+                waits = await self._lacks_memory(folder, worker, variant, waits)
         except (NotReachedError, NotBegunError) as error:  # not ApiError: the worker has refused it
             if not isinstance(error, LoadFailedError) or variant.engine_name in worker.state.in_flight:
                 worker.forget()  # whether it is loaded is unknown, and matters where a request waits for it
@@ -396,8 +397,8 @@ class VariantResidency:
 
     async def _lacks_memory(
         self, folder: Path, worker: VariantWorker, variant: VariantRoute, unloads: Sequence[asyncio.Task[None]]
-    ) -> bool:
-        """Load after ``unloads``; True: memory was full, and less is loaded. NoPlaceError: all is in flight."""
+    ) -> Sequence[asyncio.Task[None]] | None:
+        """Load after ``unloads``; return those to wait for where memory was full. NoPlaceError: all is in flight."""
         try:
             await asyncio.gather(*unloads)
         except NotBegunError as error:  # names another variant, or the worker
@@ -418,8 +419,9 @@ class VariantResidency:
                     worker.state.unload(name)
                     raise NoPlaceError from error
                 self._evict(worker, evicted)
-            return True
-        return False
+            # Not for one that waits for its own load: that may wait for this one.
+            return [task for name, task in worker.unloads.items() if name not in worker.loads]
+        return None
 
     def _after_load(self, worker: VariantWorker, name: str, task: asyncio.Task[None]) -> None:
         took_s, is_ahead = worker.pending.end(name, self._loop.time()), task in worker.ahead

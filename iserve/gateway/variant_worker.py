@@ -94,7 +94,8 @@ class VariantWorker:
     def shrink(self, name: str, now_s: float, wanted: Collection[str]) -> tuple[str, ...] | None:
         """Count as many places as there are loaded variants but ``name``, for which they left no memory.
 
-        So it is until the next table. Returns what is unloaded for ``name``; None: all of them are in flight.
+        So it is until the next table. Returns what is unloaded for ``name``; None: all of them are in flight, or
+        being loaded, whose unload would wait for a load that may wait for this one.
         """
         state = self.state
         state.unload(name)
@@ -102,7 +103,7 @@ class VariantWorker:
         state.pinned = frozenset(protected_pins(sorted(state.pinned), state.max_loaded))
         evicted = state.evictions(name, now_s, wanted)
         state.load(name, now_s)
-        return evicted
+        return None if evicted is None or self.loads.keys() & evicted else evicted
 
     def forget(self) -> None:
         """Take nothing for loaded but what is being loaded now."""
