@@ -1,6 +1,6 @@
 """Where a point lies for the Gaussian processes of L3, and whether others surround it.
 
-Decode steps go by batch and input; steps of prompts by all their tokens and by who launches their kernels
+Decode steps go by batch and input; steps of prompts by all their tokens and by how their kernels are launched
 (docs/decisions/0058). Coordinates are lengths over which a time's ratio to the roofline keeps its value.
 """
 
@@ -44,7 +44,7 @@ def of_steps(at: At) -> tuple[float, ...]:
 
 
 def of_prompts(at: At) -> tuple[float, ...]:
-    """Return what steps of prompts go by, likewise: all tokens, batch against input, and who launches kernels."""
+    """Return what steps of prompts go by, likewise: all tokens, batch against input, and how kernels are launched."""
     batch, tokens = octaves(at)
     is_launched = at.batch * at.input_tokens > _GRAPH_TOKENS
     return (batch + tokens) / _TOKENS_OCTAVES, (batch - tokens) / 2 / _SHAPE_OCTAVES, is_launched / _LAUNCHED_APART

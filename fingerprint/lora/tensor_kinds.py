@@ -163,7 +163,7 @@ def _missing(found: SortedTensors, config: AdapterConfig) -> Iterator[str]:
     modules = sorted({*found.of("lora_A"), *found.of("embedding_A")})
     linears = sorted(found.of("lora_A"))
     for is_asked, kind, what, names in (
-        (config.use_dora, "magnitude", "lora_magnitude_vector", modules),
+        (config.use_dora, "magnitude", "lora_magnitude_vector (DoRA)", modules),
         (config.lora_bias, "lora_B.bias", "bias of lora_B", linears),
     ):
         lacking = [module for module in names if module not in found.of(kind)] if is_asked else []

@@ -398,7 +398,7 @@ class VariantResidency:
     async def _lacks_memory(
         self, folder: Path, worker: VariantWorker, variant: VariantRoute, unloads: Sequence[asyncio.Task[None]]
     ) -> Sequence[asyncio.Task[None]] | None:
-        """Load after ``unloads``; return those to wait for where memory was full. NoPlaceError: all is in flight."""
+        """Load after ``unloads``; return those to wait for if memory is full. NoPlaceError: all is in flight."""
         try:
             await asyncio.gather(*unloads)
         except NotBegunError as error:  # names another variant, or the worker
