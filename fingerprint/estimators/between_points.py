@@ -1,4 +1,4 @@
-"""Where a point lies for the Gaussian processes of L3, and whether others surround it.
+"""Coordinates of points for the Gaussian processes of L3, and the hull of points.
 
 Decode steps go by batch and input; steps of prompts by all their tokens and by how their kernels are launched
 (docs/decisions/0058). Coordinates are lengths over which a time's ratio to the roofline keeps its value.
@@ -17,7 +17,7 @@ __all__ = ["PROMPTS_SPREAD", "STEPS_SPREAD", "Coordinates", "in_hull", "octaves"
 _LENGTH_OCTAVES = 2.5  # of batch or input, over which a TPOT's ratio to the roofline keeps its value
 STEPS_SPREAD = 0.2  # of its logarithm, prior to any measurement
 # Likewise of TTFT: octaves of all prompt tokens, and of batch against input; how far apart steps in graphs and
-# steps that are launched kernel by kernel lie. Of a grid the most likely for each measured point under all others
+# steps that are launched kernel by kernel lie. Of a grid the most likely for each measured point under the rest
 # of its profile: 173 points of 13 profiles, no truth of a whole model (``tests.bench.accuracy_left_out``,
 # decision 58).
 _TOKENS_OCTAVES, _SHAPE_OCTAVES, _LAUNCHED_APART, PROMPTS_SPREAD = 2.5, 4.0, 1.0, 0.5
@@ -44,7 +44,7 @@ def of_steps(at: At) -> tuple[float, ...]:
 
 
 def of_prompts(at: At) -> tuple[float, ...]:
-    """Return what steps of prompts go by, likewise: all tokens, batch against input, and how kernels are launched."""
+    """Return what steps of prompts go by: all tokens, batch against input, and how kernels are launched."""
     batch, tokens = octaves(at)
     is_launched = at.batch * at.input_tokens > _GRAPH_TOKENS
     return (batch + tokens) / _TOKENS_OCTAVES, (batch - tokens) / 2 / _SHAPE_OCTAVES, is_launched / _LAUNCHED_APART

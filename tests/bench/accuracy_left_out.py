@@ -46,7 +46,7 @@ SMALL = frozenset((batch, tokens) for batch in (1, 8, 32) for tokens in (128, 51
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Which points a prediction may rest on, and which truths it is judged by."""
+    """Points that a prediction may rest on, and truths that it is judged by."""
 
     name: str
     rests_on: Callable[[Point, Point], bool]  # of a measured point and the judged one
