@@ -15,12 +15,12 @@ PAGE = (Path(__file__).parents[2] / "docs/decisions/0058-between-points.md").rea
 CHOSEN = (places._TOKENS_OCTAVES, places._SHAPE_OCTAVES, places._LAUNCHED_APART, places.PROMPTS_SPREAD)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_decision_has_the_table_of_today() -> None:
     assert bench.table() in PAGE
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_constants_are_the_most_likely_of_the_grid() -> None:
     assert bench.choose() == CHOSEN
 
