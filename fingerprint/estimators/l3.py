@@ -12,13 +12,14 @@ cooler GPU (its prefill is a little faster) whose first decode steps still run a
 are measured, so both are in it.
 
 Between measured points the logarithm of (measured / roofline) is smooth: a Gaussian process carries it, with an
-interval that widens away from what was measured, of a TPOT over log2 batch and log2 input tokens, of a TTFT over
-what steps of prompts go by (``of_prompts``). Between means inside the convex hull of the points in log2 batch and
-log2 input tokens: a corner of the box around them where none was run (the largest batch with the longest input,
-mostly) is beyond, and its source says so. Below the shortest measured prompt a TTFT stops falling where the host's
-launches take longer than the GPU's work, which no point tells: its interval reaches up to the least TTFT measured
-with as many sequences and tokens or more, which it cannot exceed. Decode steps with longer contexts than any that
-was measured are taken to grow as the measured ones did, with an interval for that (``_beyond``).
+interval that widens away from what was measured, over log2 batch and log2 input tokens; of a mixture's TTFT over
+what steps of prompts go by (``of_prompts``), which a dense model's interval heeds alone. Between means inside the
+convex hull of the points in log2 batch and log2 input tokens: a corner of the box around them where none was run
+(the largest batch with the longest input, mostly) is beyond, and its source says so. Below the shortest measured
+prompt a TTFT stops falling where the host's launches take longer than the GPU's work, which no point tells: its
+interval reaches up to the least TTFT measured with as many sequences and tokens or more, which it cannot exceed.
+Decode steps with longer contexts than any that was measured are taken to grow as the measured ones did, with an
+interval for that (``_beyond``).
 
 A tensor-parallel group that was run as one of its ranks alone gets its sums from ``all_reduce``, and says so.
 
@@ -320,8 +321,9 @@ class L3:
         if metric == "ttft" and self.profile.spec.num_experts:
             of, spread = (of_prompts, PROMPTS_SPREAD)
         shift, deviation = smooth(of, spread, noise)
-        deviation = max(deviation, smooth(of, spread, unknown)[1])
-        if metric == "ttft":  # of dense models the value is no better by it, and the interval is
+        if lone.any():
+            deviation = smooth(of, spread, unknown)[1]
+        if metric == "ttft" and of is not of_prompts:  # the value is no better by these, and the interval is
             deviation = max(deviation, smooth(of_prompts, PROMPTS_SPREAD, unknown)[1])
         others = self._calibration.of_others(
             metric,

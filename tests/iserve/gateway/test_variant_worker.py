@@ -1,0 +1,34 @@
+"""Variants of a worker whose memory is full: which of them give way."""
+
+from __future__ import annotations
+
+import asyncio
+
+from iserve.gateway.variant_worker import VariantWorker
+from iserve.route_table import WorkerTarget
+from placement.variant_routing import WorkerVariants
+
+
+def worker_with(*loaded: str) -> VariantWorker:
+    state = WorkerVariants(2, 4)
+    for name in loaded:
+        state.load(name, 0.0)
+    return VariantWorker(WorkerTarget(worker_id="w", url="http://127.0.0.1:1", ready=True), state)
+
+
+def test_an_idle_variant_gives_way() -> None:
+    worker = worker_with("idle", "wanted")
+    assert worker.shrink("wanted", 1.0, ()) == ("idle",)
+
+
+def test_one_that_is_being_loaded_does_not_give_way() -> None:
+    """Its unload would wait for its load, which waits for a worker that reads one delta at a time."""
+
+    async def shrink() -> tuple[str, ...] | None:
+        worker = worker_with("loading", "wanted")
+        worker.loads["loading"] = asyncio.create_task(asyncio.sleep(0))
+        found = worker.shrink("wanted", 1.0, ())
+        await worker.loads["loading"]
+        return found
+
+    assert asyncio.run(shrink()) is None
