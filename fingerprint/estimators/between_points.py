@@ -1,7 +1,8 @@
 """Coordinates of points for the Gaussian processes of L3, and the hull of points.
 
 Decode steps go by batch and input, and so does the TTFT of a dense model; prompts of mixtures by all their tokens
-and by how their kernels are launched (docs/decisions/0058). Coordinates are lengths over which a time's ratio to the roofline keeps its value.
+and by how their kernels are launched (docs/decisions/0058). Coordinates are lengths over which a time's ratio to
+the roofline keeps its value.
 """
 
 from __future__ import annotations
