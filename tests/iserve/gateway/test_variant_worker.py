@@ -22,7 +22,7 @@ def test_an_idle_variant_gives_way() -> None:
 
 
 def test_one_that_is_being_loaded_does_not_give_way() -> None:
-    """Where a worker reads one delta at a time, its unload would wait for a load that waits for this one."""
+    """Keep what reads one delta at a time from waiting for an unload that waits for it."""
 
     async def shrink() -> tuple[str, ...] | None:
         worker = worker_with("loading", "wanted")
