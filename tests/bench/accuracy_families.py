@@ -38,6 +38,7 @@ from tests.bench.accuracy_goals import family_table, summary_table
 from tests.bench.accuracy_measure import Recorded
 from tests.bench.accuracy_rows import SHORT_S, FamilyRow, Row
 from tests.bench.accuracy_tables import others_table
+from tests.bench.fidelity_table import within_by_model
 
 __all__ = [
     "FOLDERS",
@@ -59,6 +60,7 @@ __all__ = [
 FOLDERS = ("families-h200-vllm-0.33", "h200-vllm-0.33", "h100-vllm-0.33", "h200-vllm-0.26", "h200")
 _ERRORS = Path(__file__).parents[2] / "fingerprint/data/depth_tied_errors.json"
 NEWEST = FOLDERS[:3]  # of the release that goals are of
+SERVED = RESULTS / "fidelity/h200-vllm-0.33"  # replays on it
 PUBLISHED_WITH = {
     "L2 by the wall's clock (paper)": "the paper's method, taken literally",
     "AIConfigurator 0.12.0": "AIConfigurator 0.12.0",
@@ -185,7 +187,7 @@ def goals_table() -> str:
     pooled = pooled_row()
     answered = Counter(row.method for row in _by_others() if row.metric == "tpot")
     counts = (f"{answered[method]} of {pooled.points} by {method}" for method in PUBLISHED_WITH.values())
-    return summary_table(rows, pooled, "; ".join(counts))
+    return summary_table(rows, pooled, within_by_model(SERVED), "; ".join(counts))
 
 
 def others_tables() -> tuple[str, str]:
