@@ -10,6 +10,7 @@ them:
 
 * ``decode``: the median step of a batch with equal contexts, and of one with the same tokens in all, spread as in
   a trace, or one long context among short ones;
+* ``padded``: the median step of a batch that a graph of more sequences computes, and of as many as that has;
 * ``arrival``: the step with a prompt's first token, and the next two, while a batch decodes; over its own step;
 * ``cached``: a lone prompt of which so many tokens are cached, and one of as many tokens as are not.
 
@@ -35,6 +36,7 @@ from fingerprint.codec import from_json, to_json
 __all__ = ["ServedStep", "ServedSteps", "contexts_of", "main", "table"]
 
 BATCHES, MEAN_CONTEXTS = (8, 32), (512, 1024)
+PADDED = ((3, 4), (5, 8), (9, 16), (12, 16), (17, 24))  # sequences, and those of vLLM's next larger graph
 ARRIVING, CACHED, PROMPT = (128, 512, 1024, 2048), (0, 512, 1024, 1536), 2048
 DECODE_STEPS, ROUNDS, BETWEEN_STEPS = 48, 5, 12
 MAX_CONTEXT, MAX_BATCH, STEP_TOKENS, GRAPH_TOKENS = 4096, 64, 8192, 512
@@ -48,13 +50,15 @@ _SPREAD = (0.1, 0.2, 0.35, 0.5, 0.75, 1.1, 1.9, 3.1)
 class ServedStep:
     """Times of one case."""
 
-    part: str  # "decode", "arrival" or "cached"
+    part: str  # "decode", "padded", "arrival" or "cached"
     case: str
     batch: int  # sequences that decode
     tokens: int  # of the contexts on average, or of the prompt
     cached_tokens: int
-    seconds: tuple[float, ...]  # decode: of a step; arrival: of each of three; cached: until the token
-    plain_s: float  # of the like of it: equal contexts, a step without a prompt, a prompt of the rest alone
+    seconds: tuple[float, ...]  # decode and padded: of a step; arrival: of each of three; cached: until the token
+    plain_s: (
+        float  # of its like: equal contexts, a full graph, a step without a prompt, a prompt of the rest alone
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,6 +194,13 @@ def _measured(server: _Server) -> Iterator[ServedStep]:
                     part="decode", case=kind, batch=batch, tokens=mean, cached_tokens=0, seconds=seconds,
                     plain_s=equal_s[mean],
                 )  # fmt: skip
+    for batch, graph in PADDED:
+        full_s = statistics.median(server.decode(contexts_of("equal", graph, MEAN_CONTEXTS[0])))
+        rounds = [server.decode(contexts_of("equal", batch, MEAN_CONTEXTS[0])) for _ in range(2)]
+        yield ServedStep(
+            part="padded", case=f"graph of {graph}", batch=batch, tokens=MEAN_CONTEXTS[0], cached_tokens=0,
+            seconds=tuple(statistics.median(one) for one in rounds), plain_s=full_s,
+        )  # fmt: skip
     for batch in BATCHES:
         for tokens in ARRIVING:
             usual_s, around = server.arrivals(batch, 512, tokens)

@@ -8,6 +8,7 @@ import statistics
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -161,6 +162,26 @@ def test_the_kept_recording_is_within_the_intervals_of_plans() -> None:
     rows = [row for row in table(found, LLAMA_8B).splitlines() if row.startswith(("| step of", "| prompts of"))]
     assert len(rows) == 14
     assert all(row.endswith("| yes |") for row in rows)
+
+
+def test_the_page_has_what_loads_next_to_steps_were_measured_to_stop() -> None:
+    loads = from_json(read_kept(RESULTS / "lora_loads_h200.json.gz"), LoraSteps, what="recording").loads
+    aside = [one for one in loads if one.in_background]
+    stops = [one for one in loads if not one.in_background]
+    assert len(aside) == len(stops) == 12
+    page = " ".join((RESULTS.parents[2] / "docs/variants.md").read_text().split())
+    gap_ms = {rank: median(1e3 * one.longest_gap_s for one in stops if one.rank == rank) for rank in (64, 16, 8)}
+    gap = median(1e3 * one.longest_gap_s for one in aside)
+    assert (
+        f"the longest gap between tokens next to a load is {gap:.0f} ms for {gap_ms[64]:.0f}, {gap_ms[16]:.0f} "
+        f"and {gap_ms[8]:.0f} ms of loads of rank 64, 16 and 8"
+    ) in page
+    steps = [[one.longest_gap_s / one.median_gap_s for one in kind] for kind in (aside, stops)]
+    assert (
+        f"{min(steps[0]):.0f} to {max(steps[0]):.0f} steps for {min(steps[1]):.0f} to {max(steps[1]):.0f}" in page
+    )
+    took = [[one.load_s for one in kind] for kind in (aside, stops)]
+    assert f"takes {min(took[0]):.2f} to {max(took[0]):.2f} s for {min(took[1]):.2f} to {max(took[1]):.2f}" in page
 
 
 def recording() -> LoraSteps:

@@ -8,14 +8,17 @@ A step that needs the slot meanwhile takes it: the thread stops within one modul
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, ItemsView, Iterator
+from collections.abc import Callable, ItemsView, Iterator, ValuesView
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import safetensors
 import torch
+from vllm.lora import lora_model
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
@@ -30,7 +33,13 @@ _pauses: ContextVar[Pauses | None] = ContextVar("iserve_pauses", default=None)  
 
 
 class PausedModel(LoRAModel):
-    """Adapter whose tensors are taken with pauses where a thread reads them next to steps."""
+    """Adapter that is read and joined with pauses where a thread does so next to steps."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Take vLLM's arguments."""
+        super().__init__(*args, **kwargs)
+        if (pause := _pauses.get()) is not None:
+            self.loras = _Paused(self.loras, pause)
 
     @classmethod
     def from_lora_tensors(cls, *args: Any, **kwargs: Any) -> LoRAModel:
@@ -39,27 +48,80 @@ class PausedModel(LoRAModel):
             kwargs["tensors"] = _Paused(kwargs["tensors"], pause)
         return super().from_lora_tensors(*args, **kwargs)
 
+    def get_lora(self, module_name: str) -> Any:
+        """Return what the adapter has for a module; those that are one in the model are joined of several."""
+        if (pause := _pauses.get()) is not None:
+            pause()
+        return super().get_lora(module_name)
 
-class _Paused(dict[str, torch.Tensor]):
-    """Tensors by name, with a pause before each."""
+    def end_pauses(self) -> None:
+        """Take no more pauses: what the thread made is read by the one that steps."""
+        self.loras = dict(self.loras)
 
-    def __init__(self, tensors: dict[str, torch.Tensor], pause: Callable[[], None]) -> None:
-        super().__init__(tensors)
+
+class _Paused(dict[str, Any]):
+    """Dictionary with a pause before each of its entries."""
+
+    def __init__(self, entries: dict[str, Any], pause: Callable[[], None]) -> None:
+        super().__init__(entries)
         self._pause = pause
 
-    def items(self) -> ItemsView[str, torch.Tensor]:
+    def items(self) -> ItemsView[str, Any]:
         return _PausedItems(self, self._pause)
 
+    def values(self) -> ValuesView[Any]:
+        return _PausedValues(self, self._pause)
 
-class _PausedItems(ItemsView[str, torch.Tensor]):
-    def __init__(self, tensors: dict[str, torch.Tensor], pause: Callable[[], None]) -> None:
-        super().__init__(tensors)
+
+class _PausedItems(ItemsView[str, Any]):
+    def __init__(self, entries: dict[str, Any], pause: Callable[[], None]) -> None:
+        super().__init__(entries)
         self._pause = pause
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
         for name in self._mapping:
             self._pause()
             yield name, self._mapping[name]
+
+
+class _PausedValues(ValuesView[Any]):
+    def __init__(self, entries: dict[str, Any], pause: Callable[[], None]) -> None:
+        super().__init__(entries)
+        self._pause = pause
+
+    def __iter__(self) -> Iterator[Any]:
+        for name in self._mapping:
+            self._pause()
+            yield self._mapping[name]
+
+
+class _PausedFile:
+    """File of safetensors with a pause before each name that it lists."""
+
+    def __init__(self, file: Any, pause: Callable[[], None]) -> None:
+        self._file, self._pause = file, pause
+
+    def __enter__(self) -> _PausedFile:
+        self._file.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.__exit__(*error)
+
+    def keys(self) -> Iterator[str]:
+        for name in self._file.keys():  # noqa: SIM118 - the file has no iterator of its own
+            self._pause()
+            yield name
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        found: torch.Tensor = self._file.get_tensor(name)
+        return found
+
+
+def _open_file(path: str, framework: str) -> Any:
+    """Open a file of safetensors as vLLM's loads of adapters do."""
+    file, pause = safetensors.safe_open(path, framework=framework), _pauses.get()
+    return file if pause is None else _PausedFile(file, pause)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +284,8 @@ class AdapterLoads:
         with torch.cuda.device(self._device) if self._stream is not None else nullcontext():
             lora = self._read(asked.request)
             self._manager.join_matrices(lora)
+        if isinstance(lora, PausedModel):
+            lora.end_pauses()
         self._last_joined = lora
         return lora
 
@@ -268,6 +332,7 @@ class AsideWorkerManager(LRUCacheWorkerLoRAManager):
                     "iserve_adapter_loads: threads of several GPUs end at different times; leave it out"
                 )
             if not self._adapter_manager.is_pooling_model:
+                lora_model.safetensors = SimpleNamespace(safe_open=_open_file)  # all that it uses of the package
                 self.loads = AdapterLoads(self._adapter_manager, super()._load_adapter)
                 self._adapter_manager.filling = self.loads
         return made
