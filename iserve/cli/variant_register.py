@@ -147,6 +147,8 @@ def add(
     shared = "" if added.new_bytes is None else f", {size_text(added.new_bytes)} of them new"
     typer.echo(f"{added.name}: a variant of {added.base}, {_kind(added)}, {size_text(added.size_bytes)}{shared}")
     typer.echo(_serving(added))
+    for cost in added.costs:
+        typer.echo(cost.text)
     if added.merge_advice is not None:
         typer.echo(added.merge_advice.text)
 
@@ -262,6 +264,10 @@ def show(name: NameArgument, as_json: o.JsonOption = False) -> None:
         ("content", found.content_hash),
         ("at engines", found.engine_name),
         ("status", _serving(found)),
+        *(
+            ("costs" if not number else "", one.text.removeprefix("costs "))
+            for number, one in enumerate(found.costs)
+        ),
         *([] if found.merge_advice is None else [("advice", found.merge_advice.text)]),
         *(("quality" if not number else "", quality_words(one)) for number, one in enumerate(found.quality)),
     ):

@@ -80,7 +80,8 @@ def add_variant_routes(api: APIRouter, controller: Controller) -> None:
 
 
 def _with_advice(controller: Controller, found: VariantDocument) -> VariantDocument:
-    return replace(found, merge_advice=controller.variant_advice.of(found))
+    advisor = controller.variant_advice
+    return replace(found, merge_advice=advisor.of(found), costs=advisor.costs(found))
 
 
 async def _follow(controller: Controller) -> bool | None:
