@@ -18,8 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from fingerprint.load_time import recorded_load_s
 from iserve.gateway.errors import ApiError
-from iserve.gateway.variant_loader import LoadFailedError, NoMemoryError, VariantLoader
+from iserve.gateway.variant_loader import LoadFailedError, NoMemoryError, VariantLoader, keep_folders
 from iserve.gateway.variant_worker import (
     NoPlaceError,
     Room,
@@ -28,6 +29,7 @@ from iserve.gateway.variant_worker import (
     VariantWorker,
     loads_ahead,
     runnable_variants,
+    variants_of,
 )
 from iserve.gateway.worker_http import NotBegunError
 from iserve.http_stream import NotReachedError
@@ -106,7 +108,8 @@ class VariantResidency:
         for target in route.workers:
             worker = self._workers.get(target.url)
             if worker is None:
-                state = WorkerVariants(max(1, route.adapter_slots), max(1, route.loaded_adapters))
+                places = max(1, route.adapter_slots), max(1, route.loaded_adapters)
+                state = WorkerVariants(*places, lambda name: recorded_load_s(self._num_bytes(name)))
                 worker = self._workers[target.url] = VariantWorker(target, state)
             elif not target.ready or target.token != worker.target.token:
                 worker.forget()
@@ -122,6 +125,10 @@ class VariantResidency:
             self._drop_unused(url)
         self._maintain()
         self.preload()
+
+    def _num_bytes(self, name: str) -> int:
+        """Return the bytes of a variant; 0: of one that has left the table."""
+        return self._current[name].num_bytes if name in self._current else 0
 
     def resolve(self, request: VariantRequest) -> None:
         """Let a request that has no worker yet be for the variant's content of the table in force.
@@ -231,7 +238,7 @@ class VariantResidency:
     def admit_waiting(self, waiting: Sequence[_W], admit: Callable[[_W], bool], newest: _W | None = None) -> None:
         """Offer all waiting requests a worker; load ahead for those that go on waiting, ``newest`` excepted."""
         now_s = self._loop.time()
-        self._wanted = _variants_of(waiting)
+        self._wanted = variants_of(waiting)
         admitted: set[int] = set()
         runnable = runnable_variants(self._workers.values())
 
@@ -249,7 +256,7 @@ class VariantResidency:
             admit_waiting(self._policy, waiting, self._served_s, now_s, note)
         finally:
             self._passes = False
-        self._wanted = _variants_of(
+        self._wanted = variants_of(
             request for request in waiting if id(request) not in admitted and request is not newest
         )
         self._prefetch(now_s)
@@ -294,11 +301,7 @@ class VariantResidency:
         while True:
             await asyncio.sleep(every_s)
             loaded = set[str]().union(*(worker.state.loaded for worker in self._workers.values()))
-            for variant in [self._current[name] for name in loaded if name in self._current]:
-                try:
-                    await self._loader.folder(variant)
-                except ApiError as error:
-                    _log.warning("keeping the folder of %s: %s", variant.name, error)
+            await keep_folders(self._loader, [self._current[name] for name in loaded if name in self._current])
 
     def _idle_workers(self, now_s: float) -> list[VariantWorker]:
         """Return workers at which variants may be loaded ahead of need."""
@@ -412,7 +415,7 @@ class VariantResidency:
             if not before - {name} or name not in worker.state.in_flight or not is_current:
                 raise  # there is nothing to unload, or no request that it would be for
             if worker.state.loaded - {name}:
-                evicted = worker.shrink(name, self._loop.time(), self._wanted)
+                evicted = worker.shrink(name, self._loop.time(), self._wanted, self._num_bytes)
                 _log.warning("worker %s: %s; unloaded for it: %s", worker.target.worker_id, error, evicted)
                 if evicted is None:
                     del worker.loads[name]  # at once: a request that found this task would ask without end
@@ -494,7 +497,3 @@ class VariantResidency:
         self._maintain()
         self._changed()
         self.preload()
-
-
-def _variants_of(waiting: Iterable[WaitingRequest]) -> dict[str, None]:
-    return {variant: None for request in waiting if (variant := request.variant) is not None}

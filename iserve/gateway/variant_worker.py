@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from iserve.gateway.failed_loads import FailedLoads
 from iserve.route_table import VariantRoute, WorkerTarget
-from placement.variant_routing import WorkerVariants, protected_pins
+from placement.variant_routing import WaitingRequest, WorkerVariants, protected_pins
 from planner.pending_loads import LoadsAhead, PendingLoads, loads_ahead_in_queue
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "VariantWorker",
     "loads_ahead",
     "runnable_variants",
+    "variants_of",
 ]
 
 
@@ -91,17 +92,26 @@ class VariantWorker:
         places = min(self.state.slots, self.state.max_loaded)
         return len(self.state.loaded) < places and self.loads.keys() <= self.failed.names
 
-    def shrink(self, name: str, now_s: float, wanted: Collection[str]) -> tuple[str, ...] | None:
+    def shrink(
+        self,
+        name: str,
+        now_s: float,
+        wanted: Collection[str],
+        size: Callable[[str], float] = lambda variant: 1.0,
+    ) -> tuple[str, ...] | None:
         """Count as many places as there are loaded variants but ``name``, for which they left no memory.
 
         So it is until the next table. Returns what is unloaded for ``name``; None: all of them are in flight, or
         being loaded, whose unload would wait for a load that may wait for this one.
+
+        Args:
+            size: returns the bytes of a variant, which are what is short.
         """
         state = self.state
         state.unload(name)
         state.max_loaded = max(1, len(state.loaded))
         state.pinned = frozenset(protected_pins(sorted(state.pinned), state.max_loaded))
-        evicted = state.evictions(name, now_s, wanted)
+        evicted = state.evictions(name, now_s, wanted, size=size)
         state.load(name, now_s)
         return None if evicted is None or self.loads.keys() & evicted else evicted
 
@@ -135,3 +145,8 @@ def loads_ahead(
     if not all(worker.is_known for worker in workers):
         return None
     return loads_ahead_in_queue(name, [(one.state.loaded, one.pending) for one in workers], before, now_s)
+
+
+def variants_of(waiting: Iterable[WaitingRequest]) -> dict[str, None]:
+    """Return the variants that requests are for, in their order."""
+    return {variant: None for request in waiting if (variant := request.variant) is not None}
