@@ -299,6 +299,8 @@ class VariantDocument:
     """Method of the adapter that its delta was made of, and what no engine serves of it; None: none, or a list."""
     costs: tuple[VariantCostDocument, ...] = ()
     """Costs on each of its deployments, the one that serves it first; empty of a list."""
+    base_warning: str | None = None
+    """Warning that the adapter's configuration names another base than the one it fits; None: none, or a list."""
     merge_advice: MergeAdviceDocument | None = None
     """Advice on its deployment's variants, by the last 120 s; None: none, or a list was asked for."""
 

@@ -106,8 +106,8 @@ class WorkerVariants:
             return None
 
         def value(name: str) -> tuple[bool, float, float, int]:
-            worth_s, *rest = self._value(name, now_s)
-            return (name in wanted, worth_s / max(size(name), 1.0), *rest)
+            worth_s, used_s, turn = self._value(name, now_s)
+            return name in wanted, worth_s / max(size(name), 1.0), used_s, turn
 
         return tuple(heapq.nsmallest(excess, idle, key=value))
 

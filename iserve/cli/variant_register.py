@@ -141,6 +141,8 @@ def add(
             "`iserve variant export` makes a model that has them",
             err=True,
         )
+    if added.base_warning is not None:
+        typer.echo(f"iserve: {added.base_warning}", err=True)
     if as_json:
         o.print_json(added)
         return
@@ -261,6 +263,7 @@ def show(name: NameArgument, as_json: o.JsonOption = False) -> None:
         ("base", f"{found.base} in {found.base_directory}{trained}"),
         ("updates", f"{_updates(found)}, {size_text(found.size_bytes)}, {size_text(found.disk_bytes)} on disk"),
         *([] if found.made_of is None else [("made of", f"an adapter, {found.made_of}")]),
+        *([] if found.base_warning is None else [("warning", found.base_warning)]),
         ("content", found.content_hash),
         ("at engines", found.engine_name),
         ("status", _serving(found)),

@@ -26,6 +26,7 @@ from fingerprint.lora import LoraAdapter
 from fingerprint.sanitize import printable
 from iserve.api_documents import ProgressDocument, VariantDocument
 from iserve.api_types import check_name
+from iserve.base_names import other_base_warning
 from iserve.controller.folder_access import Reach
 from iserve.controller.stored_values import recorded_request
 from iserve.controller.variant_serving import (
@@ -295,6 +296,9 @@ class Variants:
     def _whole_document(self, row: VariantRow, new_bytes: int | None = None) -> VariantDocument:
         """Return the document of a variant, with what its manifest says; one that cannot be read says nothing."""
         found = self._document(row, self._servers(), new_bytes)
+        if row.max_rank:  # a delta has the hashes of its base
+            warning = other_base_warning(row.trained_on, row.base, Path(row.base_directory))
+            found = replace(found, base_warning=warning)
         with suppress(IserveError):
             manifest = None if row.max_rank else self._content.delta(row.content_hash)
             if manifest is not None and manifest.adapter is not None:

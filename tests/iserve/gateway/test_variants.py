@@ -233,9 +233,10 @@ class TestNames:
             "created": A.created,
             "owned_by": "iserve",
             "max_model_len": 2048,
-            "root": "org/base",
+            "root": A.engine_name,
             "parent": "m",
         }
+        assert "root" not in models["m"]
         assert gateway.ask("GET", "/v1/models/b").json == models["b"]
         assert gateway.ask("GET", "/v1/models/c").status == 404
 
