@@ -1,8 +1,8 @@
 """KV blocks that vLLM 0.33 kept next to slots on an H200, against those without less the bytes that plans count.
 
 The rows are those of whole models and of their fingerprints (``variant_costs_h200``, ``lora_contest_h200``): the
-room for KV of an engine with slots is that of one without less ``reserved_bytes``. What is left, 0.3% of the blocks
-with adapters and 0.4 and 1.0% with deltas, is vLLM's own estimate of its graphs, which is 0.3 GiB larger with
+room for KV of an engine with slots is that of one without less ``reserved_bytes``. What is left, 0.3% of the
+blocks with adapters and 0.4 and 1.0% with deltas, is vLLM's own estimate of its graphs, 0.3 GiB larger with
 adapters, and what deltas add to activations.
 """
 
