@@ -26,6 +26,7 @@ __all__ = [
     "ReplicaDocument",
     "VariantCostDocument",
     "VariantDocument",
+    "VariantPlaceDocument",
 ]
 
 
@@ -258,6 +259,18 @@ class VariantCostDocument:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class VariantPlaceDocument:
+    """Place of a variant at a worker."""
+
+    deployment: str
+    """Name of the deployment."""
+    worker_id: str
+    """Identifier of the worker."""
+    place: str
+    """`gpu`; `host`: in the worker's memory, and copied to the GPU when it is asked for; `loading`: on the way."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class VariantDocument:
     """LoRA adapter or delta of a full fine-tune that is registered as a variant of a base model."""
 
@@ -297,6 +310,10 @@ class VariantDocument:
     """Results of `iserve quality` on its present content and base, newest first; empty of a list."""
     made_of: str | None = None
     """Method of the adapter that its delta was made of, and what no engine serves of it; None: none, or a list."""
+    places: tuple[VariantPlaceDocument, ...] = ()
+    """Workers that have it now, as the gateway counts; empty of an answer to a change."""
+    on_disk: bool = True
+    """Whether this home has its tensors; else it has to be added again."""
     costs: tuple[VariantCostDocument, ...] = ()
     """Costs on each of its deployments, the one that serves it first; empty of a list."""
     base_warning: str | None = None

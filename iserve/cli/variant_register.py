@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -231,7 +232,7 @@ def list_variants(as_json: o.JsonOption = False) -> None:
         o.print_json(documents)
         return
     print_rows(
-        ("name", "base", "rank", "size", "on disk", "pinned", "served by"),
+        ("name", "base", "rank", "size", "on disk", "pinned", "served by", "loaded at"),
         [
             (
                 one.name,
@@ -241,6 +242,7 @@ def list_variants(as_json: o.JsonOption = False) -> None:
                 size_text(one.disk_bytes),
                 "yes" if one.pinned else "",
                 one.deployments[0] if one.deployments else "",
+                _counted_places(one),
             )
             for one in documents
         ],
@@ -267,6 +269,7 @@ def show(name: NameArgument, as_json: o.JsonOption = False) -> None:
         ("content", found.content_hash),
         ("at engines", found.engine_name),
         ("status", _serving(found)),
+        ("loaded", _places(found)),
         *(
             ("costs" if not number else "", one.text.removeprefix("costs "))
             for number, one in enumerate(found.costs)
@@ -325,6 +328,20 @@ def _serving(variant: VariantDocument) -> str:
     if variant.in_force is False:
         return f"to be served by {variant.deployments[0]}, as model {variant.name}, but {_NOT_FOLLOWED}"
     return f"served by {variant.deployments[0]}, as model {variant.name}"
+
+
+def _places(variant: VariantDocument) -> str:
+    """Return where a variant is: each worker, or the disk alone."""
+    if not variant.places:
+        return "nowhere; its tensors are on disk" if variant.on_disk else "nowhere, nor are its tensors on disk"
+    words = {"gpu": "on the GPU of", "host": "in the host's memory of", "loading": "being loaded at"}
+    return "; ".join(f"{words.get(one.place, one.place)} {one.worker_id}" for one in variant.places)
+
+
+def _counted_places(variant: VariantDocument) -> str:
+    """Return at how many workers a variant is in each place, such as ``2 gpu, 1 host``."""
+    counts = Counter(one.place for one in variant.places)
+    return ", ".join(f"{counts[place]} {place}" for place in ("gpu", "host", "loading") if counts[place])
 
 
 def is_terminal() -> bool:

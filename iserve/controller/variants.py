@@ -190,8 +190,12 @@ class Variants:
         return self._whole_document(self._store.variants.get(name))
 
     def pin(self, name: str, *, pinned: bool) -> VariantDocument:
+        was_pinned = self._store.variants.get(name).pinned
         self._store.variants.pin(name, pinned=pinned)
         self._changed()
+        if pinned != was_pinned:
+            done = "pinned" if pinned else "unpinned"
+            self._store.add_event(None, f"variant-{done}", f"{name}: {done}")
         return self.get(name)
 
     def remove(self, name: str) -> VariantDocument:
@@ -328,6 +332,7 @@ class Variants:
             created_at=row.created_at,
             deployments=self.servers_of(row, servers) if is_stored else (),
             why_not_served=why_not_served(row, servers, self._misfit, is_stored=is_stored),
+            on_disk=is_stored,
         )
 
 

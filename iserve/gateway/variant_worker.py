@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from iserve.gateway.failed_loads import FailedLoads
 from iserve.route_table import VariantRoute, WorkerTarget
+from placement.variant_preload import choose_preloads, further_preloads
 from placement.variant_routing import WaitingRequest, WorkerVariants, protected_pins
 from planner.pending_loads import LoadsAhead, PendingLoads, loads_ahead_in_queue
 
@@ -18,6 +19,7 @@ __all__ = [
     "VariantObserver",
     "VariantRequest",
     "VariantWorker",
+    "chosen_preloads",
     "loads_ahead",
     "runnable_variants",
     "variants_of",
@@ -150,3 +152,28 @@ def loads_ahead(
 def variants_of(waiting: Iterable[WaitingRequest]) -> dict[str, None]:
     """Return the variants that requests are for, in their order."""
     return {variant: None for request in waiting if (variant := request.variant) is not None}
+
+
+def chosen_preloads(
+    able: Sequence[VariantWorker],
+    known: Collection[VariantWorker],
+    current: Iterable[str],
+    served_s: Mapping[str, float],
+) -> list[tuple[VariantWorker, str]]:
+    """Return which of the workers that are ``able`` load which variants ahead of need.
+
+    Args:
+        known: all workers.
+        current: variants of the table, those that were registered first at the front.
+        served_s: when a request of a variant was last admitted.
+    """
+    left_out = set[str]().union(*(one.failed.lost for one in known), *(one.failed.names for one in able))
+    ready = [worker for worker in known if worker.is_ready]
+    chosen = choose_preloads(
+        [worker.state for worker in able],
+        [worker.state.loaded for worker in known],
+        (name for name in current if name not in left_out),
+        served_s,
+        further_preloads(len(ready), sum(bool(worker.ahead) for worker in ready)),
+    )
+    return [(able[index], name) for index, name in chosen]

@@ -62,7 +62,7 @@ def test_throughput_of_adapters_that_stay_loaded_is_within_a_tenth(found: Varian
 
 @pytest.mark.slow
 def test_loads_of_a_thousand_adapters_are_within_a_tenth(found: VariantContest) -> None:
-    """With the fixed part of a load its tensors', which other recordings say; loads, evictions and tokens."""
+    """Loads, evictions and tokens, where the fixed part of a load is its tensors', as further recordings say."""
     (true,), (said,) = (
         [one for one in played if one.phase == "cold"]
         for played in (measured(found), predicted(found, "profile", "tensors"))
