@@ -30,6 +30,7 @@ class _Loaded:
     frequency: float  # admissions, decayed to ``used_s``
     used_s: float
     turn: int = 0  # of the loads ahead of need, of which the later are the less wanted
+    use: int = 0  # number of its last use or load, among those of all
 
     def decayed(self, now_s: float) -> float:
         return self.frequency * math.exp2((self.used_s - now_s) / _HALF_LIFE_S)
@@ -54,7 +55,7 @@ class WorkerVariants:
         self._loaded: dict[str, _Loaded] = {}
         self._in_flight: dict[str, int] = {}
         self._led: set[str] = set()
-        self._preloads = 0
+        self._preloads = self._uses = 0
 
     @property
     def loaded(self) -> KeysView[str]:
@@ -143,14 +144,14 @@ class WorkerVariants:
         """Give ``variant`` the place of a loaded one, from the moment its loading begins."""
         for name in evicted:
             self.unload(name)
-        self._loaded[variant] = _Loaded(0.0, now_s)
+        self._loaded[variant] = _Loaded(0.0, now_s, use=self._next_use())
         if variant in self._in_flight:
             self._use(variant, now_s)
 
     def preload(self, variant: str, served_s: float) -> None:
         """Give a free place to ``variant``, which no request needs; the last one was admitted at ``served_s``."""
         self._preloads += 1
-        self._loaded[variant] = _Loaded(0.0, served_s, self._preloads)
+        self._loaded[variant] = _Loaded(0.0, served_s, self._preloads, self._next_use())
 
     def unload(self, variant: str) -> None:
         self._loaded.pop(variant, None)
@@ -158,6 +159,11 @@ class WorkerVariants:
     def _use(self, variant: str, now_s: float) -> None:
         loaded = self._loaded[variant]
         loaded.frequency, loaded.used_s = loaded.decayed(now_s) + 1.0, now_s
+        loaded.use = self._next_use()
+
+    def _next_use(self) -> int:
+        self._uses += 1
+        return self._uses
 
     def _value(self, variant: str, now_s: float) -> tuple[float, float, int]:
         loaded = self._loaded[variant]
@@ -166,7 +172,7 @@ class WorkerVariants:
     @property
     def in_slots(self) -> frozenset[str]:
         """Variants that have a slot, where an engine gives one to those used last, else every loaded one may."""
-        by_use = sorted(self._loaded, key=lambda name: (name in self._in_flight, self._loaded[name].used_s))
+        by_use = sorted(self._loaded, key=lambda name: (name in self._in_flight, self._loaded[name].use))
         return frozenset(by_use[-self.slots :])
 
 
