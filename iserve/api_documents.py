@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from daemon.status import DeviceStatus
 from fingerprint.config import DeploymentConfig
+from fingerprint.estimates import Quantity
 from fingerprint.interconnect import MeasuredLinks
 from iserve.quality.document import QualityDocument
 
@@ -23,7 +24,9 @@ __all__ = [
     "ProfileJobDocument",
     "ProgressDocument",
     "ReplicaDocument",
+    "VariantCostDocument",
     "VariantDocument",
+    "VariantPlaceDocument",
 ]
 
 
@@ -226,6 +229,48 @@ class MergeAdviceDocument:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class VariantCostDocument:
+    """Costs of a variant on a deployment that can serve it, against the base on an engine without slots."""
+
+    deployment: str
+    """Name of the deployment."""
+    engine: str
+    """Engine of the deployment."""
+    requests: int
+    """Requests of a decode step, all of this variant: as many as the deployment was planned for."""
+    prompt_tokens: int
+    """Tokens of a prompt, as the deployment was planned for."""
+    step_s: Quantity | None
+    """Seconds that are added to such a decode step; None: not known before `iserve profile --rank`."""
+    prompt_s: Quantity | None
+    """Seconds that are added to such a prompt by itself; None: likewise."""
+    slot_bytes: int
+    """Bytes of its slot on each GPU, which the deployment reserved; those of the largest stage."""
+    host_bytes: int
+    """Bytes of the host's memory at each worker that has it loaded; 0: it is kept on the GPUs."""
+    disk_bytes: int
+    """Bytes of its tensors' files."""
+    load_s: float | None
+    """Seconds of a load from the page cache; None: not known."""
+    load_stops_steps: bool
+    """Whether its worker decodes nothing during a load."""
+    text: str
+    """Costs in one sentence."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VariantPlaceDocument:
+    """Place of a variant at a worker."""
+
+    deployment: str
+    """Name of the deployment."""
+    worker_id: str
+    """Identifier of the worker."""
+    place: str
+    """`gpu`; `host`: in the worker's memory, and copied to the GPU when it is asked for; `loading`: on the way."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class VariantDocument:
     """LoRA adapter or delta of a full fine-tune that is registered as a variant of a base model."""
 
@@ -265,6 +310,14 @@ class VariantDocument:
     """Results of `iserve quality` on its present content and base, newest first; empty of a list."""
     made_of: str | None = None
     """Method of the adapter that its delta was made of, and what no engine serves of it; None: none, or a list."""
+    places: tuple[VariantPlaceDocument, ...] = ()
+    """Workers that have it now, as the gateway counts; empty of an answer to a change."""
+    on_disk: bool = True
+    """Whether this home has its tensors; else it has to be added again."""
+    costs: tuple[VariantCostDocument, ...] = ()
+    """Costs on each of its deployments, the one that serves it first; empty of a list."""
+    base_warning: str | None = None
+    """Warning that the adapter's configuration names another base than the one it fits; None: none, or a list."""
     merge_advice: MergeAdviceDocument | None = None
     """Advice on its deployment's variants, by the last 120 s; None: none, or a list was asked for."""
 

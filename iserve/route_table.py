@@ -15,7 +15,9 @@ __all__ = [
     "GatewayLimits",
     "Route",
     "RouteTable",
+    "VariantChange",
     "VariantDemand",
+    "VariantPlace",
     "VariantRoute",
     "WorkerTarget",
 ]
@@ -64,6 +66,7 @@ class Route:
     adapter_slots: int = 0  # variants that take part in one step of a worker
     loaded_adapters: int = 0  # variants that a worker keeps loaded
     variants: tuple[VariantRoute, ...] = ()
+    loads_on_gpu: bool = False  # whether all loaded variants lie on the GPUs; else those that have a slot
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,10 +112,33 @@ class Demand:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class VariantPlace:
+    """Place of a variant at a worker."""
+
+    variant: str
+    worker_id: str
+    place: str  # gpu, host, or loading: the load is under way
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VariantChange:
+    """Load or eviction of a variant that has ended, or was ordered."""
+
+    number: int  # grows, across restarts of the gateway too
+    at: float  # seconds since the epoch
+    kind: str  # loaded or evicted
+    variant: str
+    worker_id: str
+    took_s: float | None = None  # of a load
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class VariantDemand:
-    """Demand for a deployment and its variants over the last 120 s."""
+    """Demand for a deployment and its variants over the last 120 s, where they are, and their last changes."""
 
     deployment: str
     requests_per_s: float | None  # those for the base included; None: it has counted for too short
     requests: int  # likewise
     of_variants: tuple[tuple[str, int], ...]  # those by variant, most first; a variant without one is left out
+    places: tuple[VariantPlace, ...] = ()
+    changes: tuple[VariantChange, ...] = ()  # the last 500

@@ -3,27 +3,17 @@
 Pure: times are arguments, and nothing is sent. The gateway (``iserve.gateway.variant_residency``) and the
 simulator (``traces.simulator.variant_fleet``) keep one ``WorkerVariants`` for each worker and offer the waiting
 requests with ``admit_waiting``.
-
-Two limits hold at a worker: at most ``slots`` distinct variants are in flight, as many as take part in one step,
-and at most ``max_loaded`` are loaded. The places beyond the slots are for variants that rest between two requests,
-and for those that are loaded while their request still waits for a slot.
-
-Eviction. A cache whose objects differ in size and in reload cost evicts the least
-``frequency * reload cost / size`` (GreedyDual-Size with frequency). Reloading an adapter costs time in proportion
-to its bytes, so size cancels: the least frequency goes, and of equals the least recently used. Frequencies decay,
-so that a variant that was popular an hour ago gives way. A variant in flight or pinned is never evicted.
 """
 
 from __future__ import annotations
 
-import heapq
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, KeysView, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, TypeVar
 
 from fingerprint.errors import ConfigError
+from placement.worker_variants import WorkerVariants, protected_pins
 
 __all__ = [
     "BACKGROUND_LOADS",
@@ -51,136 +41,6 @@ DEFAULT_VARIANT_POLICY = "least-loaded"
 BACKGROUND_LOADS = 2  # at a worker at once, while it loads variants of requests that still wait
 STARVATION_BOUND_S = 10.0  # once a request has waited for so long, slots are emptied for it one by one
 _NEAR_FRACTION = 0.5  # of the bound; from then on the variant served least recently is offered a worker first
-_HALF_LIFE_S = 300.0  # of a variant's frequency
-
-
-@dataclass(slots=True)
-class _Loaded:
-    frequency: float  # admissions, decayed to ``used_s``
-    used_s: float
-    turn: int = 0  # of the loads ahead of need, of which the later are the less wanted
-
-    def decayed(self, now_s: float) -> float:
-        return self.frequency * math.exp2((self.used_s - now_s) / _HALF_LIFE_S)
-
-
-class WorkerVariants:
-    """Variants of one worker: those loaded (or being loaded) and those in flight.
-
-    Args:
-        slots: distinct variants in flight at most.
-        max_loaded: variants loaded at most.
-    """
-
-    def __init__(self, slots: int, max_loaded: int) -> None:
-        if not 1 <= slots <= max_loaded:
-            raise ConfigError(f"a worker needs 1 <= slots <= loaded variants, got {slots} and {max_loaded}")
-        self.slots, self.max_loaded = slots, max_loaded
-        self.pinned: Collection[str] = frozenset()
-        self._loaded: dict[str, _Loaded] = {}
-        self._in_flight: dict[str, int] = {}
-        self._led: set[str] = set()
-        self._preloads = 0
-
-    @property
-    def loaded(self) -> KeysView[str]:
-        return self._loaded.keys()
-
-    @property
-    def in_flight(self) -> Mapping[str, int]:
-        """Requests by variant, in the order in which their slots were taken."""
-        return self._in_flight
-
-    @property
-    def led(self) -> Collection[str]:
-        """Variants whose parent is in flight: the request that passed none as it was admitted."""
-        return self._led
-
-    @property
-    def longest_held(self) -> str | None:
-        """Variant in flight whose slot was taken before those of all that are in flight now."""
-        return next(iter(self._in_flight), None)
-
-    def has_slot(self, variant: str) -> bool:
-        return variant in self._in_flight or len(self._in_flight) < self.slots
-
-    def evictions(
-        self, variant: str, now_s: float, wanted: Collection[str] = (), *, spare_wanted: bool = False
-    ) -> tuple[str, ...] | None:
-        """Return what must be unloaded before ``variant`` can be loaded; None: too much is in flight or pinned.
-
-        Args:
-            wanted: variants of waiting requests, the last to be evicted.
-            spare_wanted: never evict those.
-        """
-        excess = len(self._loaded) + 1 - self.max_loaded
-        if variant in self._loaded or excess <= 0:
-            return ()
-        idle = [
-            name
-            for name in self._loaded
-            if name not in self._in_flight and name not in self.pinned and not (spare_wanted and name in wanted)
-        ]
-        if len(idle) < excess:
-            return None
-        return tuple(heapq.nsmallest(excess, idle, key=lambda name: (name in wanted, *self._value(name, now_s))))
-
-    def loss(self, evicted: Iterable[str], now_s: float) -> float:
-        """Return the decayed frequency of what would be evicted: the cost of loading here."""
-        return sum(self._loaded[name].decayed(now_s) for name in evicted)
-
-    def admit(self, variant: str, now_s: float, *, passes: bool = False) -> bool:
-        """Count one more request in flight; return whether it is its variant's parent.
-
-        Args:
-            passes: a request before this one, which may not be passed, goes on waiting.
-        """
-        self._in_flight[variant] = self._in_flight.get(variant, 0) + 1
-        if variant in self._loaded:
-            self._use(variant, now_s)
-        is_parent = not passes and variant not in self._led
-        if is_parent:
-            self._led.add(variant)
-        return is_parent
-
-    def leave(self, variant: str, *, is_parent: bool = False) -> None:
-        """Count one request in flight less."""
-        if is_parent:
-            self._led.discard(variant)
-        left = self._in_flight[variant] - 1
-        if left:
-            self._in_flight[variant] = left
-        else:
-            del self._in_flight[variant]
-
-    def load(self, variant: str, now_s: float, evicted: Iterable[str] = ()) -> None:
-        """Give ``variant`` the place of a loaded one, from the moment its loading begins."""
-        for name in evicted:
-            self.unload(name)
-        self._loaded[variant] = _Loaded(0.0, now_s)
-        if variant in self._in_flight:
-            self._use(variant, now_s)
-
-    def preload(self, variant: str, served_s: float) -> None:
-        """Give a free place to ``variant``, which no request needs; the last one was admitted at ``served_s``."""
-        self._preloads += 1
-        self._loaded[variant] = _Loaded(0.0, served_s, self._preloads)
-
-    def unload(self, variant: str) -> None:
-        self._loaded.pop(variant, None)
-
-    def _use(self, variant: str, now_s: float) -> None:
-        loaded = self._loaded[variant]
-        loaded.frequency, loaded.used_s = loaded.decayed(now_s) + 1.0, now_s
-
-    def _value(self, variant: str, now_s: float) -> tuple[float, float, int]:
-        loaded = self._loaded[variant]
-        return loaded.decayed(now_s), loaded.used_s, -loaded.turn
-
-
-def protected_pins(pinned: Sequence[str], max_loaded: int) -> tuple[str, ...]:
-    """Return the pinned variants that are never evicted: all but those that would leave no place to the rest."""
-    return tuple(pinned[: max_loaded - 1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

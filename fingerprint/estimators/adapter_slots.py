@@ -12,6 +12,7 @@ from fingerprint.engines import traits_of
 from fingerprint.estimates import Estimate, Estimator, MemoryEstimate, Quantity, Source, TellsHiddenTime
 from fingerprint.estimators.delta_slots import added_delta_step_s, delta_prompt_s
 from fingerprint.estimators.variant_cost import TellsVariantCost, VariantCost
+from fingerprint.load_time import recorded_load_s
 from fingerprint.load_waits import OneLoad
 from fingerprint.lora.slot_bytes import adapter_bytes, largest_delta_bytes, reserved_bytes
 from fingerprint.model_spec import ModelSpec
@@ -53,9 +54,6 @@ _PROMPT_SHARE_OF_BASE = 0.044  # 0.033 to 0.066, without a trend by slots; each 
 _KERNELS_S, _KERNELS_ROW_S = 1.175e-5, 8.414e-8
 _KERNELS_RANK_16_S, _KERNELS_ADAPTER_OF_RANK_16_S = 6.640e-6, 6.109e-7
 MOST_KERNEL_ROWS, _KERNEL_RANKS = 1024, (8, 16, 32, 64)  # which they serve; all else is vLLM's
-# Of a load from the page cache, by least squares of relative errors over the recording's twelve (ranks 8, 16, 64).
-# Means of a rank are met within 10%, single loads within 24%.
-_LOAD_S, _LOAD_BYTES_PER_S = 0.0533, 1.274e9
 TAKES_DELTA_PROMPTS = False
 """Whether plans for vLLM take prompts of deltas as profiles measure them, as they take those of adapters. Whole
 models on an H200 judged both laws: that of adapters held; that of deltas was changed after the first model, and on
@@ -110,7 +108,7 @@ def load_s(num_bytes: int) -> float:
     Estimated, of vLLM alone, from adapters of up to 88 MB; a delta of 2.3 GB took 2.7 s where this says 1.8
     (docs/decisions/0053). A file that is not in the page cache takes longer.
     """
-    return _LOAD_S + num_bytes / _LOAD_BYTES_PER_S
+    return recorded_load_s(num_bytes)
 
 
 def variant_load_s(cost: VariantCost, spec: ModelSpec, config: DeploymentConfig) -> float:

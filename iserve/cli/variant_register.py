@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -141,12 +142,16 @@ def add(
             "`iserve variant export` makes a model that has them",
             err=True,
         )
+    if added.base_warning is not None:
+        typer.echo(f"iserve: {added.base_warning}", err=True)
     if as_json:
         o.print_json(added)
         return
     shared = "" if added.new_bytes is None else f", {size_text(added.new_bytes)} of them new"
     typer.echo(f"{added.name}: a variant of {added.base}, {_kind(added)}, {size_text(added.size_bytes)}{shared}")
     typer.echo(_serving(added))
+    for cost in added.costs:
+        typer.echo(cost.text)
     if added.merge_advice is not None:
         typer.echo(added.merge_advice.text)
 
@@ -227,7 +232,7 @@ def list_variants(as_json: o.JsonOption = False) -> None:
         o.print_json(documents)
         return
     print_rows(
-        ("name", "base", "rank", "size", "on disk", "pinned", "served by"),
+        ("name", "base", "rank", "size", "on disk", "pinned", "served by", "loaded at"),
         [
             (
                 one.name,
@@ -237,6 +242,7 @@ def list_variants(as_json: o.JsonOption = False) -> None:
                 size_text(one.disk_bytes),
                 "yes" if one.pinned else "",
                 one.deployments[0] if one.deployments else "",
+                _counted_places(one),
             )
             for one in documents
         ],
@@ -259,9 +265,15 @@ def show(name: NameArgument, as_json: o.JsonOption = False) -> None:
         ("base", f"{found.base} in {found.base_directory}{trained}"),
         ("updates", f"{_updates(found)}, {size_text(found.size_bytes)}, {size_text(found.disk_bytes)} on disk"),
         *([] if found.made_of is None else [("made of", f"an adapter, {found.made_of}")]),
+        *([] if found.base_warning is None else [("warning", found.base_warning)]),
         ("content", found.content_hash),
         ("at engines", found.engine_name),
         ("status", _serving(found)),
+        ("loaded", _places(found)),
+        *(
+            ("costs" if not number else "", one.text.removeprefix("costs "))
+            for number, one in enumerate(found.costs)
+        ),
         *([] if found.merge_advice is None else [("advice", found.merge_advice.text)]),
         *(("quality" if not number else "", quality_words(one)) for number, one in enumerate(found.quality)),
     ):
@@ -316,6 +328,20 @@ def _serving(variant: VariantDocument) -> str:
     if variant.in_force is False:
         return f"to be served by {variant.deployments[0]}, as model {variant.name}, but {_NOT_FOLLOWED}"
     return f"served by {variant.deployments[0]}, as model {variant.name}"
+
+
+def _places(variant: VariantDocument) -> str:
+    """Return where a variant is: each worker, or the disk alone."""
+    if not variant.places:
+        return "nowhere; its tensors are on disk" if variant.on_disk else "nowhere, nor are its tensors on disk"
+    words = {"gpu": "on the GPU of", "host": "in the host's memory of", "loading": "being loaded at"}
+    return "; ".join(f"{words.get(one.place, one.place)} {one.worker_id}" for one in variant.places)
+
+
+def _counted_places(variant: VariantDocument) -> str:
+    """Return at how many workers a variant is in each place, such as ``2 gpu, 1 host``."""
+    counts = Counter(one.place for one in variant.places)
+    return ", ".join(f"{counts[place]} {place}" for place in ("gpu", "host", "loading") if counts[place])
 
 
 def is_terminal() -> bool:

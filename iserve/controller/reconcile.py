@@ -18,6 +18,7 @@ from daemon.settings import DaemonSettings
 from daemon.status import NodeStatus, WorkerState, WorkerStatus
 from daemon.worker_spec import WorkerSpec
 from fingerprint.codec import from_json, to_json
+from fingerprint.engines import traits_of
 from fingerprint.errors import BadInputError, ConfigError, IserveError, UnavailableError
 from fingerprint.service_model import ServiceModel
 from iserve.controller.autoscaling import Autoscaler
@@ -35,6 +36,7 @@ from iserve.controller.stored_values import (
     recorded_workers,
     update_workers,
 )
+from iserve.controller.variant_events import VariantEvents
 from iserve.controller.variant_serving import adapter_slots, loaded_adapters, variant_servers
 from iserve.planning.document import PlanDocument
 from iserve.route_table import ApiKeyRecord, GatewayLimits, Route, RouteTable, VariantRoute, WorkerTarget
@@ -63,6 +65,7 @@ class Reconciler:
         self._tick_s = tick_s
         self._autoscaler = Autoscaler(controller)
         self._drainer = Drainer(controller)
+        self._variant_events = VariantEvents(controller.store, controller.variant_demand)
         self._patience = Patience(controller.settings.ready_timeout_s + DaemonSettings.unresponsive_s)
         self._published: tuple[object, ...] | None = None
         self._version = 0
@@ -115,6 +118,7 @@ class Reconciler:
         for row in rows:
             self._settle(row, node)
         self._autoscaler.look(rows, node, self._version)
+        self._variant_events.look(rows)
         if node is not None:
             self._drainer.look(rows, node, self._version)
             self._end_orphans(rows, node)
@@ -249,6 +253,7 @@ class Reconciler:
             adapter_slots=adapter_slots(specs),
             loaded_adapters=loaded_adapters(specs),
             variants=variants,
+            loads_on_gpu=traits_of(first.config.engine).loads_on_gpu,
         )
 
 

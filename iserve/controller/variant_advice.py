@@ -1,26 +1,45 @@
-"""Advice to merge hot variants of a running deployment, by the rates that the gateway counted."""
+"""Costs of variants on running deployments, and advice to merge hot ones by the rates that gateways counted."""
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from daemon.engines.registry import get_engine
 from daemon.status import NodeStatus
+from fingerprint.config import DeploymentConfig
 from fingerprint.errors import IserveError
-from iserve.api_documents import MergeAdviceDocument, VariantDocument
+from fingerprint.estimates import Estimator
+from fingerprint.measurements import Profile
+from iserve.api_documents import MergeAdviceDocument, VariantCostDocument, VariantDocument
 from iserve.controller.deployer import Deployer
 from iserve.controller.profiling import Profiler
 from iserve.controller.stored_values import recorded_request, recorded_workers
 from iserve.model_source import ModelSource
 from iserve.planning.merge_advice import merge_advice
 from iserve.planning.model_use import used, with_images
+from iserve.planning.pipeline import PlanOptions
+from iserve.planning.variant_costs import variant_cost_document
 from iserve.route_table import VariantDemand
 from iserve.state.store import Store
 from planner.adapter_slots import VariantShares
 
 __all__ = ["VariantAdvisor"]
+
+_KEPT_S = 5.0  # a profile takes tens of milliseconds to read
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Deployed:
+    """Deployment with adapter slots, as it is planned anew."""
+
+    source: ModelSource
+    config: DeploymentConfig
+    options: PlanOptions
+    profile: Profile | None  # None: there is none, or the daemon is away
+    estimator: Estimator | None  # likewise
 
 
 class VariantAdvisor:
@@ -43,6 +62,7 @@ class VariantAdvisor:
     ) -> None:
         self._store, self._profiler, self._deployer = store, profiler, deployer
         self._observe, self._resolve, self._demand = observe, resolve, demand
+        self._kept: dict[str, tuple[float, bytes | str | None, _Deployed | None]] = {}
 
     def of(self, variant: VariantDocument) -> MergeAdviceDocument | None:
         """Return the advice on the deployment that serves ``variant``; None: there is none."""
@@ -52,8 +72,36 @@ class VariantAdvisor:
             return self._of_deployment(variant.deployments[0])
         return None
 
-    def _of_deployment(self, name: str) -> MergeAdviceDocument | None:
-        """Return the advice on the deployment ``name``.
+    def costs(self, variant: VariantDocument) -> tuple[VariantCostDocument, ...]:
+        """Return what ``variant`` takes on each of the deployments that can serve it."""
+        found = []
+        for name in variant.deployments:
+            with contextlib.suppress(IserveError):
+                deployed = self._lately(name)
+                if deployed is not None:
+                    found.append(
+                        variant_cost_document(
+                            variant,
+                            name,
+                            deployed.source.spec,
+                            deployed.config,
+                            with_images(deployed.options.workload, deployed.source),
+                            deployed.estimator,
+                        )
+                    )
+        return tuple(found)
+
+    def _lately(self, name: str) -> _Deployed | None:
+        """Return the deployment as it is, or was within ``_KEPT_S``: many variants may be added at once."""
+        row, now_s = self._store.deployment(name), time.monotonic()
+        until_s, workers, kept = self._kept.get(name, (0.0, None, None))
+        if now_s >= until_s or workers != row.workers:
+            kept = self._deployed(name)
+            self._kept[name] = now_s + _KEPT_S, row.workers, kept
+        return kept
+
+    def _deployed(self, name: str) -> _Deployed | None:
+        """Return the deployment ``name``; None: it has no workers.
 
         Raises:
             IserveError: it has gone, or cannot be read.
@@ -62,26 +110,39 @@ class VariantAdvisor:
         workers = recorded_workers(row)
         if not workers:
             return None
+        spec, request = workers[0], recorded_request(row)
+        source = used(self._resolve(spec.checkpoint, need_weights=False), spec.options.use)
+        options = self._deployer.options(request)
+        node, engine = self._observe(), get_engine(spec.config.engine).pinned(spec.engine_version)
+        batch = with_images(options.workload, source).batch
+        profile = None if node is None else self._profiler.stored(source, engine, node, batch=batch)
+        estimator = None
+        if node is not None and profile is not None:
+            estimator = self._profiler.estimator(profile, engine, node)
+        return _Deployed(source=source, config=spec.config, options=options, profile=profile, estimator=estimator)
+
+    def _of_deployment(self, name: str) -> MergeAdviceDocument | None:
+        """Return the advice on the deployment ``name``.
+
+        Raises:
+            IserveError: it has gone, or cannot be read.
+        """
+        self._store.deployment(name)
         demand = next((one for one in self._demand() if one.deployment == name), None)
         if demand is not None:
             demand = registered_only(demand, {row.name for row in self._store.variants.all()})
         if demand is None or not demand.requests_per_s or not demand.of_variants:
             return None
-        spec, request = workers[0], recorded_request(row)
-        source = used(self._resolve(spec.checkpoint, need_weights=False), spec.options.use)
-        options = self._deployer.options(request)
-        workload = with_images(options.workload, source)
-        node, engine = self._observe(), get_engine(spec.config.engine).pinned(spec.engine_version)
-        profile = None if node is None else self._profiler.stored(source, engine, node, batch=workload.batch)
-        if node is None or profile is None:
+        deployed = self._deployed(name)
+        if deployed is None or deployed.profile is None or deployed.estimator is None:
             return None
         return merge_advice(
-            source.argument,
-            source.spec,
-            profile.machine.device,
-            self._profiler.estimator(profile, engine, node),
-            options,
-            spec.config,
+            deployed.source.argument,
+            deployed.source.spec,
+            deployed.profile.machine.device,
+            deployed.estimator,
+            deployed.options,
+            deployed.config,
             load_of(demand),
             demand.requests_per_s,
             names=tuple(name for name, _ in demand.of_variants),

@@ -11,14 +11,15 @@ from fastapi.concurrency import run_in_threadpool
 
 from fingerprint.codec import to_json
 from fingerprint.errors import BadInputError
-from iserve.api_documents import ProgressDocument, VariantDocument
+from iserve.api_documents import ProgressDocument, VariantDocument, VariantPlaceDocument
 from iserve.controller.auth import Caller
 from iserve.controller.openapi import BODY, problems
 from iserve.controller.quality_api import as_seen_by
 from iserve.controller.service import Controller
 from iserve.rest_bodies import VariantBody, VariantPinBody
+from iserve.route_table import VariantDemand
 
-__all__ = ["add_variant_routes"]
+__all__ = ["add_variant_routes", "with_places"]
 
 VariantName = Annotated[str, Path(description="Name of the variant.")]
 
@@ -37,7 +38,7 @@ def add_variant_routes(api: APIRouter, controller: Controller) -> None:
     @api.get("/variants")
     def list_variants() -> tuple[VariantDocument, ...]:
         """List the variants of all base models."""
-        return variants.all()
+        return with_places(variants.all(), controller.variant_demand())
 
     @api.post("/variants", status_code=201, responses=problems(404, 409, *BODY))
     async def add_variant(body: VariantBody, caller: Caller) -> VariantDocument:
@@ -54,7 +55,7 @@ def add_variant_routes(api: APIRouter, controller: Controller) -> None:
     @api.get("/variants/{name}", responses=problems(404))
     def variant(name: VariantName, caller: Caller) -> VariantDocument:
         """Return one variant as it is now."""
-        found = _with_advice(controller, variants.get(name))
+        (found,) = with_places((_with_advice(controller, variants.get(name)),), controller.variant_demand())
         try:
             return replace(found, quality=as_seen_by(caller, controller.quality.of(name)))
         except BadInputError:  # its base has gone
@@ -79,8 +80,21 @@ def add_variant_routes(api: APIRouter, controller: Controller) -> None:
         return Response(to_json(replace(removed, in_force=False)), 202, media_type="application/json")
 
 
+def with_places(
+    found: tuple[VariantDocument, ...], demands: tuple[VariantDemand, ...]
+) -> tuple[VariantDocument, ...]:
+    """Return documents with the workers that have each variant, as the gateway said."""
+    places: dict[str, list[VariantPlaceDocument]] = {}
+    for demand in demands:
+        for one in demand.places:
+            place = VariantPlaceDocument(deployment=demand.deployment, worker_id=one.worker_id, place=one.place)
+            places.setdefault(one.variant, []).append(place)
+    return tuple(replace(one, places=tuple(places.get(one.name, ()))) for one in found)
+
+
 def _with_advice(controller: Controller, found: VariantDocument) -> VariantDocument:
-    return replace(found, merge_advice=controller.variant_advice.of(found))
+    advisor = controller.variant_advice
+    return replace(found, merge_advice=advisor.of(found), costs=advisor.costs(found))
 
 
 async def _follow(controller: Controller) -> bool | None:

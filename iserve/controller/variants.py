@@ -26,6 +26,7 @@ from fingerprint.lora import LoraAdapter
 from fingerprint.sanitize import printable
 from iserve.api_documents import ProgressDocument, VariantDocument
 from iserve.api_types import check_name
+from iserve.base_names import other_base_warning
 from iserve.controller.folder_access import Reach
 from iserve.controller.stored_values import recorded_request
 from iserve.controller.variant_serving import (
@@ -189,8 +190,12 @@ class Variants:
         return self._whole_document(self._store.variants.get(name))
 
     def pin(self, name: str, *, pinned: bool) -> VariantDocument:
+        was_pinned = self._store.variants.get(name).pinned
         self._store.variants.pin(name, pinned=pinned)
         self._changed()
+        if pinned != was_pinned:
+            done = "pinned" if pinned else "unpinned"
+            self._store.add_event(None, f"variant-{done}", f"{name}: {done}")
         return self.get(name)
 
     def remove(self, name: str) -> VariantDocument:
@@ -295,6 +300,9 @@ class Variants:
     def _whole_document(self, row: VariantRow, new_bytes: int | None = None) -> VariantDocument:
         """Return the document of a variant, with what its manifest says; one that cannot be read says nothing."""
         found = self._document(row, self._servers(), new_bytes)
+        if row.max_rank:  # a delta has the hashes of its base
+            warning = other_base_warning(row.trained_on, row.base, Path(row.base_directory))
+            found = replace(found, base_warning=warning)
         with suppress(IserveError):
             manifest = None if row.max_rank else self._content.delta(row.content_hash)
             if manifest is not None and manifest.adapter is not None:
@@ -324,6 +332,7 @@ class Variants:
             created_at=row.created_at,
             deployments=self.servers_of(row, servers) if is_stored else (),
             why_not_served=why_not_served(row, servers, self._misfit, is_stored=is_stored),
+            on_disk=is_stored,
         )
 
 

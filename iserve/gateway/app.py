@@ -271,7 +271,8 @@ def _model_entries(table: RouteTable) -> Iterator[tuple[str, dict[str, object]]]
     for route in table.routes:
         for variant in route.variants:
             entry = _model_entry(route, variant.name, variant.created)
-            yield variant.name, entry | {"root": route.model, "parent": route.name}
+            # As vLLM has them, but for the folder, which clients need not know: the content's name at the engines.
+            yield variant.name, entry | {"root": variant.engine_name, "parent": route.name}
 
 
 def _model_entry(route: Route, name: str, created: int) -> dict[str, object]:

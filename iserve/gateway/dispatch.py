@@ -178,6 +178,8 @@ class Deployment:
             requests_per_s=self.requests_per_s,
             requests=self._rate_window.requests,
             of_variants=self._variant_counts.requests,
+            places=() if self.variants is None else self.variants.places,
+            changes=() if self.variants is None else tuple(self.variants.changes),
         )
 
     def _count(self, avoid: str, use: VariantRequest | None) -> None:

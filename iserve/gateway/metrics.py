@@ -5,6 +5,7 @@ Series of a deployment or a variant are dropped when it leaves the table, whethe
 
 from __future__ import annotations
 
+from collections import Counter as Counts
 from collections.abc import Collection, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Summary, generate_latest
@@ -198,6 +199,7 @@ class _LiveState:
             for deployment_name, deployment in self._dispatcher.deployments.items():
                 gauge.add_metric([deployment_name], getattr(deployment, attribute))
             yield gauge
+        yield from self._variant_places()
         table = self._routes.table
         yield GaugeMetricFamily(
             "iserve_gateway_routes_version", "Version of the table in force.", value=table.version if table else 0
@@ -205,3 +207,28 @@ class _LiveState:
         yield CounterMetricFamily(
             "iserve_gateway_rejected_routes", "Route files that could not be used.", value=self._routes.rejected
         )
+
+    def _variant_places(self) -> Iterator[Metric]:
+        """Yield how many variants each worker has where, and how many workers have each variant."""
+        counts: Counts[tuple[str, str, str]] = Counts()
+        workers: Counts[tuple[str, str]] = Counts()
+        for name, deployment in self._dispatcher.deployments.items():
+            for one in () if deployment.variants is None else deployment.variants.places:
+                counts[name, one.worker_id, one.place] += 1
+                workers[one.variant, one.place] += 1
+        loaded = GaugeMetricFamily(
+            "iserve_gateway_loaded_variants",
+            "Variants that a worker has, by place: gpu, host or loading.",
+            labels=["deployment", "worker", "place"],
+        )
+        for key, count in counts.items():
+            loaded.add_metric(list(key), count)
+        yield loaded
+        of_variant = GaugeMetricFamily(
+            "iserve_gateway_variant_workers",
+            "Workers that have a variant, by place: gpu, host or loading.",
+            labels=["variant", "place"],
+        )
+        for named, count in workers.items():
+            of_variant.add_metric(list(named), count)
+        yield of_variant

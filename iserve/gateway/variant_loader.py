@@ -9,7 +9,7 @@ import asyncio
 import logging
 import os
 import re
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -23,7 +23,7 @@ from iserve.gateway.worker_http import CONNECT_S, NotBegunError, origin_of, work
 from iserve.http_stream import AnswerLostError, StreamAnswer, StreamClient
 from iserve.route_table import VariantRoute, WorkerTarget
 
-__all__ = ["LoadFailedError", "NoMemoryError", "VariantFolders", "VariantLoader", "without_paths"]
+__all__ = ["LoadFailedError", "NoMemoryError", "VariantFolders", "VariantLoader", "keep_folders", "without_paths"]
 
 _LOAD_SILENCE_S = 120.0  # next to what reading the adapter takes
 _SLOWEST_READ_BYTES_PER_S = 20e6  # of a network disk that is shared
@@ -222,6 +222,15 @@ class VariantLoader:
         if response.status in (401, 503):
             raise NotBegunError("is not serving", ApiError.no_ready_worker(name, _RETRY_AFTER_S))
         return response.status, answer
+
+
+async def keep_folders(loader: VariantLoader, variants: Iterable[VariantRoute]) -> None:
+    """Ask for the folders of variants once more, so that they stay; one that cannot be had is logged."""
+    for variant in variants:
+        try:
+            await loader.folder(variant)
+        except ApiError as error:
+            _log.warning("keeping the folder of %s: %s", variant.name, error)
 
 
 def without_paths(text: str, *roots: Path) -> str:

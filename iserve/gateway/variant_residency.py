@@ -18,21 +18,24 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from fingerprint.load_time import recorded_load_s
 from iserve.gateway.errors import ApiError
-from iserve.gateway.variant_loader import LoadFailedError, NoMemoryError, VariantLoader
+from iserve.gateway.variant_changes import VariantChanges, variant_places
+from iserve.gateway.variant_loader import LoadFailedError, NoMemoryError, VariantLoader, keep_folders
 from iserve.gateway.variant_worker import (
     NoPlaceError,
     Room,
     VariantObserver,
     VariantRequest,
     VariantWorker,
+    chosen_preloads,
     loads_ahead,
     runnable_variants,
+    variants_of,
 )
 from iserve.gateway.worker_http import NotBegunError
 from iserve.http_stream import NotReachedError
-from iserve.route_table import Route, VariantRoute, WorkerTarget
-from placement.variant_preload import choose_preloads, further_preloads
+from iserve.route_table import Route, VariantPlace, VariantRoute, WorkerTarget
 from placement.variant_routing import (
     BACKGROUND_LOADS,
     Admission,
@@ -88,6 +91,8 @@ class VariantResidency:
         self._served_s: dict[str, float] = {}  # by engine name
         self._wanted: dict[str, None] = {}  # engine names of waiting requests
         self._passes = False  # one of those before the request that is offered a worker goes on waiting
+        self.changes = VariantChanges()
+        self._loads_on_gpu = False
         self._going_on = False  # a round is due in this turn of the loop
         self._keeping = self._loop.create_task(self._keep_folders(keep_s))
         self.update(route)
@@ -99,6 +104,7 @@ class VariantResidency:
     def update(self, route: Route) -> None:
         """Follow a new table."""
         self._variants = {variant.name: variant for variant in route.variants}
+        self._loads_on_gpu = route.loads_on_gpu
         by_age = sorted(route.variants, key=lambda variant: variant.created)
         self._current = {variant.engine_name: variant for variant in by_age}
         self._served_s = {name: at_s for name, at_s in self._served_s.items() if name in self._current}
@@ -106,7 +112,8 @@ class VariantResidency:
         for target in route.workers:
             worker = self._workers.get(target.url)
             if worker is None:
-                state = WorkerVariants(max(1, route.adapter_slots), max(1, route.loaded_adapters))
+                places = max(1, route.adapter_slots), max(1, route.loaded_adapters)
+                state = WorkerVariants(*places, lambda name: recorded_load_s(self._num_bytes(name)))
                 worker = self._workers[target.url] = VariantWorker(target, state)
             elif not target.ready or target.token != worker.target.token:
                 worker.forget()
@@ -122,6 +129,10 @@ class VariantResidency:
             self._drop_unused(url)
         self._maintain()
         self.preload()
+
+    def _num_bytes(self, name: str) -> int:
+        """Return the bytes of a variant; 0: of one that has left the table."""
+        return self._current[name].num_bytes if name in self._current else 0
 
     def resolve(self, request: VariantRequest) -> None:
         """Let a request that has no worker yet be for the variant's content of the table in force.
@@ -148,6 +159,10 @@ class VariantResidency:
         """Return ``variant_worker.loads_ahead`` of ``request`` at the workers of ``urls``."""
         workers = [self._workers[url] for url in urls]
         return loads_ahead(request.variant, workers, before, self._loop.time())
+
+    @property
+    def places(self) -> tuple[VariantPlace, ...]:
+        return variant_places(self._workers.values(), self._current, loads_on_gpu=self._loads_on_gpu)
 
     @property
     def num_pending_loads(self) -> int:
@@ -231,7 +246,7 @@ class VariantResidency:
     def admit_waiting(self, waiting: Sequence[_W], admit: Callable[[_W], bool], newest: _W | None = None) -> None:
         """Offer all waiting requests a worker; load ahead for those that go on waiting, ``newest`` excepted."""
         now_s = self._loop.time()
-        self._wanted = _variants_of(waiting)
+        self._wanted = variants_of(waiting)
         admitted: set[int] = set()
         runnable = runnable_variants(self._workers.values())
 
@@ -249,7 +264,7 @@ class VariantResidency:
             admit_waiting(self._policy, waiting, self._served_s, now_s, note)
         finally:
             self._passes = False
-        self._wanted = _variants_of(
+        self._wanted = variants_of(
             request for request in waiting if id(request) not in admitted and request is not newest
         )
         self._prefetch(now_s)
@@ -276,29 +291,15 @@ class VariantResidency:
         workers = [one for one in able if one.may_preload and one.target.url not in self._busy]
         if not workers:
             return
-        known = self._workers.values()
-        left_out = set[str]().union(*(one.failed.lost for one in known), *(one.failed.names for one in workers))
-        ready = [worker for worker in known if worker.is_ready]
-        chosen = choose_preloads(
-            [worker.state for worker in workers],
-            [worker.state.loaded for worker in known],
-            (name for name in self._current if name not in left_out),
-            self._served_s,
-            further_preloads(len(ready), sum(bool(worker.ahead) for worker in ready)),
-        )
-        for index, name in chosen:
-            workers[index].state.preload(name, self._served_s.get(name, float("-inf")))
-            workers[index].ahead.add(self._begin_load(workers[index], self._current[name]))
+        for worker, name in chosen_preloads(workers, self._workers.values(), self._current, self._served_s):
+            worker.state.preload(name, self._served_s.get(name, float("-inf")))
+            worker.ahead.add(self._begin_load(worker, self._current[name]))
 
     async def _keep_folders(self, every_s: float) -> None:
         while True:
             await asyncio.sleep(every_s)
             loaded = set[str]().union(*(worker.state.loaded for worker in self._workers.values()))
-            for variant in [self._current[name] for name in loaded if name in self._current]:
-                try:
-                    await self._loader.folder(variant)
-                except ApiError as error:
-                    _log.warning("keeping the folder of %s: %s", variant.name, error)
+            await keep_folders(self._loader, [self._current[name] for name in loaded if name in self._current])
 
     def _idle_workers(self, now_s: float) -> list[VariantWorker]:
         """Return workers at which variants may be loaded ahead of need."""
@@ -362,6 +363,7 @@ class VariantResidency:
             self._unload(worker, name)
             if name in self._current:
                 self._observer.evicted(self._current[name].name)
+                self.changes.add("evicted", self._current[name].name, worker.target.worker_id)
 
     def _begin_load(self, worker: VariantWorker, variant: VariantRoute) -> asyncio.Task[None]:
         task = self._loop.create_task(self._load_after(worker, variant, list(worker.unloads.values())))
@@ -393,7 +395,9 @@ class VariantResidency:
             if not isinstance(error, LoadFailedError) or variant.engine_name in worker.state.in_flight:
                 worker.forget()  # whether it is loaded is unknown, and matters where a request waits for it
             raise
-        self._observer.loaded(variant.name, self._loop.time() - began_s)
+        took_s = self._loop.time() - began_s
+        self._observer.loaded(variant.name, took_s)
+        self.changes.add("loaded", variant.name, worker.target.worker_id, took_s)
 
     async def _lacks_memory(
         self, folder: Path, worker: VariantWorker, variant: VariantRoute, unloads: Sequence[asyncio.Task[None]]
@@ -412,7 +416,7 @@ class VariantResidency:
             if not before - {name} or name not in worker.state.in_flight or not is_current:
                 raise  # there is nothing to unload, or no request that it would be for
             if worker.state.loaded - {name}:
-                evicted = worker.shrink(name, self._loop.time(), self._wanted)
+                evicted = worker.shrink(name, self._loop.time(), self._wanted, self._num_bytes)
                 _log.warning("worker %s: %s; unloaded for it: %s", worker.target.worker_id, error, evicted)
                 if evicted is None:
                     del worker.loads[name]  # at once: a request that found this task would ask without end
@@ -494,7 +498,3 @@ class VariantResidency:
         self._maintain()
         self._changed()
         self.preload()
-
-
-def _variants_of(waiting: Iterable[WaitingRequest]) -> dict[str, None]:
-    return {variant: None for request in waiting if (variant := request.variant) is not None}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from iserve.gateway.failed_loads import FailedLoads
 from iserve.route_table import VariantRoute, WorkerTarget
-from placement.variant_routing import WorkerVariants, protected_pins
+from placement.variant_preload import choose_preloads, further_preloads
+from placement.variant_routing import WaitingRequest, WorkerVariants, protected_pins
 from planner.pending_loads import LoadsAhead, PendingLoads, loads_ahead_in_queue
 
 __all__ = [
@@ -18,8 +19,10 @@ __all__ = [
     "VariantObserver",
     "VariantRequest",
     "VariantWorker",
+    "chosen_preloads",
     "loads_ahead",
     "runnable_variants",
+    "variants_of",
 ]
 
 
@@ -91,17 +94,26 @@ class VariantWorker:
         places = min(self.state.slots, self.state.max_loaded)
         return len(self.state.loaded) < places and self.loads.keys() <= self.failed.names
 
-    def shrink(self, name: str, now_s: float, wanted: Collection[str]) -> tuple[str, ...] | None:
+    def shrink(
+        self,
+        name: str,
+        now_s: float,
+        wanted: Collection[str],
+        size: Callable[[str], float] = lambda variant: 1.0,
+    ) -> tuple[str, ...] | None:
         """Count as many places as there are loaded variants but ``name``, for which they left no memory.
 
         So it is until the next table. Returns what is unloaded for ``name``; None: all of them are in flight, or
         being loaded, whose unload would wait for a load that may wait for this one.
+
+        Args:
+            size: returns the bytes of a variant, which are what is short.
         """
         state = self.state
         state.unload(name)
         state.max_loaded = max(1, len(state.loaded))
         state.pinned = frozenset(protected_pins(sorted(state.pinned), state.max_loaded))
-        evicted = state.evictions(name, now_s, wanted)
+        evicted = state.evictions(name, now_s, wanted, size=size)
         state.load(name, now_s)
         return None if evicted is None or self.loads.keys() & evicted else evicted
 
@@ -135,3 +147,33 @@ def loads_ahead(
     if not all(worker.is_known for worker in workers):
         return None
     return loads_ahead_in_queue(name, [(one.state.loaded, one.pending) for one in workers], before, now_s)
+
+
+def variants_of(waiting: Iterable[WaitingRequest]) -> dict[str, None]:
+    """Return the variants that requests are for, in their order."""
+    return {variant: None for request in waiting if (variant := request.variant) is not None}
+
+
+def chosen_preloads(
+    able: Sequence[VariantWorker],
+    known: Collection[VariantWorker],
+    current: Iterable[str],
+    served_s: Mapping[str, float],
+) -> list[tuple[VariantWorker, str]]:
+    """Return which of the workers that are ``able`` load which variants ahead of need.
+
+    Args:
+        known: all workers.
+        current: variants of the table, those that were registered first at the front.
+        served_s: when a request of a variant was last admitted.
+    """
+    left_out = set[str]().union(*(one.failed.lost for one in known), *(one.failed.names for one in able))
+    ready = [worker for worker in known if worker.is_ready]
+    chosen = choose_preloads(
+        [worker.state for worker in able],
+        [worker.state.loaded for worker in known],
+        (name for name in current if name not in left_out),
+        served_s,
+        further_preloads(len(ready), sum(bool(worker.ahead) for worker in ready)),
+    )
+    return [(able[index], name) for index, name in chosen]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import statistics
+from dataclasses import replace
+
 import pytest
 
 from fingerprint.codec import from_json
@@ -12,7 +16,16 @@ from tests.bench.kept import read_kept
 from tests.bench.lora_steps import FILE as STEPS_FILE
 from tests.bench.lora_steps import LoraSteps
 from tests.bench.variant_contest import VariantContest
-from tests.bench.variant_simulation import RECORDING, cold_load_s, measured, phases, predicted, simulated_model
+from tests.bench.variant_simulation import (
+    ALL_TENSORS,
+    RECORDING,
+    cold_load_s,
+    measured,
+    phases,
+    predicted,
+    simulated_model,
+)
+from tests.iserve.joint_plans import spec_of
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +58,32 @@ def test_throughput_of_adapters_that_stay_loaded_is_within_a_tenth(found: Varian
         if true.phase != "cold":
             assert said.tokens_per_s == pytest.approx(true.tokens_per_s, rel=0.1)
             assert said.loads == 0
+
+
+@pytest.mark.slow
+def test_loads_of_a_thousand_adapters_are_within_a_tenth(found: VariantContest) -> None:
+    """Loads, evictions and tokens, where the fixed part of a load is its tensors', as further recordings say."""
+    (true,), (said,) = (
+        [one for one in played if one.phase == "cold"]
+        for played in (measured(found), predicted(found, "profile", "tensors"))
+    )
+    assert said.loads == pytest.approx(true.loads, rel=0.1)
+    assert said.evictions == pytest.approx(true.evictions, rel=0.1)
+    assert said.tokens_per_s == pytest.approx(true.tokens_per_s, rel=0.1)
+
+
+@pytest.mark.parametrize(("layers", "tensors"), [(1, 14), (2, 28)])
+@pytest.mark.parametrize("name", ["", "qwen3-8b/", "own_kernels/", "own_kernels/qwen3-8b/"])
+def test_the_fixed_part_of_a_load_is_its_tensors(name: str, layers: int, tensors: int) -> None:
+    """Loads of fingerprints, which no constant was fitted on: a part of each load alone would be far longer."""
+    rows = json.loads(read_kept(RESULTS / f"variant_costs_h200/{name}fingerprints-16.json.xz"))["rows"]
+    (took_s,) = (row["loads_s"] for row in rows if row["kind"] == "loads" and row["layers"] == layers)
+    spec = spec_of("Qwen/Qwen3-8B" if "qwen3" in name else "meta-llama/Llama-3.1-8B")
+    num_bytes = adapter_bytes(replace(spec, num_layers=layers), 16)
+    of_tensors_s = load_s(num_bytes) - load_s(0) * (1 - tensors / ALL_TENSORS)
+    middle_s = statistics.median(took_s)
+    assert of_tensors_s == pytest.approx(middle_s, rel=0.5)
+    assert load_s(num_bytes) > 5 * middle_s
 
 
 def test_a_load_with_fewer_tensors_is_shorter_where_the_fixed_part_is_theirs(found: VariantContest) -> None:

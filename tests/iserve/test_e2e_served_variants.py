@@ -96,6 +96,30 @@ def test_models_say_what_is_a_variant_of_what(listed: Any) -> None:
     models = {model["id"]: model for model in listed.openai().models.list().model_dump()["data"]}
     assert (models["shout"]["parent"], models["capitals"]["parent"]) == (NAME, NAME)
     assert "parent" not in models[NAME]
+    roots = {name: listed.json("variant", "show", name)["engine_name"] for name in ("shout", "capitals")}
+    assert {name: models[name]["root"] for name in roots} == roots
+
+
+def test_it_is_said_where_a_variant_is_and_what_it_costs(listed: Any, until: Callable[..., Any]) -> None:
+    """Loaded adapters of the embedded engine lie on its device; the load and the pin are events."""
+    assert answer(listed, "shout") == ASKED["shout"][1]
+    found = listed.json("variant", "show", "shout")
+    ((place, worker),) = {(one["place"], one["worker_id"]) for one in found["places"]}
+    assert place == "gpu"
+    assert worker.startswith(NAME)
+    assert found["on_disk"]
+    assert found["base_warning"] is None
+    (cost,) = found["costs"]
+    assert (cost["deployment"], cost["engine"], cost["host_bytes"]) == (NAME, "torch", 0)
+    assert cost["slot_bytes"] > 0
+    assert cost["text"].startswith(f"costs on {NAME}")
+    listed.run("variant", "pin", "shout")
+    listed.run("variant", "unpin", "shout")
+
+    def kinds() -> set[str]:
+        return {one["kind"] for one in listed.get("/api/v1/events") if one["message"].startswith("shout: ")}
+
+    until(lambda: {"variant-loaded", "variant-pinned", "variant-unpinned"} <= kinds(), "its events are recorded")
 
 
 def test_quality_of_a_variant_says_whose_content_and_which_base_it_was(listed: Any, tmp_path: Path) -> None:

@@ -15,7 +15,9 @@ import pytest
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, SlotFormat
 from fingerprint.errors import NotFoundError
-from iserve.api_documents import MergeAdviceDocument, VariantDocument
+from fingerprint.estimators.adapter_slots import variant_cost
+from fingerprint.lora.slot_bytes import slot_bytes
+from iserve.api_documents import MergeAdviceDocument, VariantCostDocument, VariantDocument
 from iserve.controller.variant_advice import VariantAdvisor, load_of
 from iserve.planning.merge_advice import merge_advice
 from iserve.planning.pipeline import PlanOptions
@@ -227,3 +229,57 @@ def test_a_deployment_that_has_gone_has_no_advice() -> None:
 
     found._store = SimpleNamespace(deployment=gone)  # type: ignore[assignment]
     assert found.of(VARIANT) is None
+
+
+class TestCosts:
+    """``iserve variant add`` says what a variant takes on the deployments that serve it."""
+
+    HELD = replace(VARIANT, size_bytes=26 * 2**20, disk_bytes=20 * 2**20)
+
+    def costs(self, **given: Any) -> VariantCostDocument:
+        (found,) = advisor(None, TRAFFIC, **given).costs(self.HELD)
+        assert from_json(to_json(found), VariantCostDocument) == found
+        return found
+
+    def test_they_are_those_that_plans_count(self, golden: Golden) -> None:
+        found, spec = self.costs(), source_of().spec
+        (worker,) = {one.config for one in workers_of(planned(HARDWARE, TRAFFIC), TRAFFIC)}
+        estimator = estimator_on(LLAMA, HARDWARE.gpu)
+        law = variant_cost(estimator, spec, worker)
+        assert law is not None
+        assert found.step_s == law.step_s(found.requests, 1)
+        assert found.slot_bytes == slot_bytes(spec, worker, spec.num_layers)
+        assert found.load_s == law.load_s(self.HELD.size_bytes)
+        assert (found.host_bytes, found.disk_bytes) == (self.HELD.size_bytes, self.HELD.disk_bytes)
+        assert found.load_stops_steps
+        alone = replace(TRAFFIC.workload, batch=1)
+        ttft_s = estimator.estimate(worker.without_slots, alone).ttft_s.value
+        assert found.prompt_s == law.prompts_s(alone, ttft_s, 0.0, 1.0)
+        golden("variant", found.text)
+
+    def test_without_a_profile_the_prompt_is_not_known(self, golden: Golden) -> None:
+        found = self.costs(profiled=False)
+        assert found.prompt_s is None
+        assert found.step_s == self.costs().step_s
+        golden("variant", found.text)
+
+    def test_without_a_law_no_time_is_known(self, golden: Golden) -> None:
+        found = self.costs(engine="torch")
+        assert (found.step_s, found.prompt_s, found.load_s) == (None, None, None)
+        assert found.host_bytes == 0  # loaded adapters are on the device
+        assert not found.load_stops_steps
+        golden("variant", found.text)
+
+    def test_each_deployment_has_its_own(self) -> None:
+        both = replace(self.HELD, deployments=("chat", "chat-2"))
+        assert [one.deployment for one in advisor(None, TRAFFIC).costs(both)] == ["chat", "chat-2"]
+        assert advisor(None, TRAFFIC).costs(replace(self.HELD, deployments=())) == ()
+
+    def test_one_that_has_gone_has_none(self) -> None:
+        found = advisor(None, TRAFFIC)
+
+        def gone(name: str) -> None:
+            raise NotFoundError(name)
+
+        found._store = SimpleNamespace(deployment=gone)  # type: ignore[assignment]
+        assert found.costs(self.HELD) == ()

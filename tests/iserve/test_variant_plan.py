@@ -9,6 +9,7 @@ import pytest
 
 from daemon.engines.registry import get_engine
 from daemon.worker_spec import WorkerSpec
+from fingerprint import load_time
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, SlotFormat, Workload
 from fingerprint.estimators import adapter_slots
@@ -292,7 +293,7 @@ def test_loads_change_no_plan_without_variants_and_make_those_with_missing_ones_
         "missing": varied(Traffic(variants=1000, variant_rank=64), rate=4.0),
     }
     before = {name: planned(hardware, options).document for name, options in cases.items()}
-    monkeypatch.setattr(adapter_slots, "_LOAD_S", 100.0)
+    monkeypatch.setattr(load_time, "_LOAD_S", 100.0)
     after = {name: planned(hardware, options).document for name, options in cases.items()}
     assert to_json(after["none"]) == to_json(before["none"])
     assert to_json(after["no rate"]) == to_json(before["no rate"])

@@ -97,7 +97,7 @@ def test_a_variant_is_added_shown_pinned_and_removed(api: Api, base: Path, tmp_p
     assert api.ask("DELETE", f"{VARIANTS}/style") == (204, "")
     assert api.ask("GET", f"{VARIANTS}/style")[0] == 404
     kinds = [event.kind for event in api.controller.store.events()]
-    assert kinds[-2:] == ["variant-added", "variant-removed"]
+    assert kinds[-3:] == ["variant-added", "variant-pinned", "variant-removed"]
     wait_until(lambda: content(api) == set())
 
 

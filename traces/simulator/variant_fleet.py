@@ -7,7 +7,7 @@ for them. The choices are those of ``placement.variant_routing``, as the gateway
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -89,6 +89,7 @@ class VariantFleet(Generic[_Request, _Worker]):
         max_loaded: variants loaded at a worker at most.
         registered: variants that idle workers load before they are asked for.
         judge: rejects late requests; None: none is late.
+        reload_s: returns the time of a load of a variant, by which it is kept.
 
     Raises:
         ConfigError: fewer places than slots, or none.
@@ -102,8 +103,10 @@ class VariantFleet(Generic[_Request, _Worker]):
         sender: Sender[_Request, _Worker],
         registered: Iterable[str] = (),
         judge: Judge[_Request, _Worker] | None = None,
+        reload_s: Callable[[str], float] = lambda variant: 1.0,
     ) -> None:
         WorkerVariants(slots, max_loaded)  # checked
+        self._reload_s = reload_s
         self._judge = judge
         self._registered = tuple(registered)
         self._policy, self._slots, self._max_loaded, self._sender = policy, slots, max_loaded, sender
@@ -114,7 +117,7 @@ class VariantFleet(Generic[_Request, _Worker]):
 
     def enter(self, worker: _Worker) -> None:
         """Take in a worker, which has nothing loaded."""
-        self._places[worker] = _Place[_Request](WorkerVariants(self._slots, self._max_loaded))
+        self._places[worker] = _Place[_Request](WorkerVariants(self._slots, self._max_loaded, self._reload_s))
 
     def remove(self, worker: _Worker) -> None:
         """Forget a worker and all that is in flight there."""

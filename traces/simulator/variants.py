@@ -13,8 +13,8 @@ import heapq
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
@@ -74,7 +74,8 @@ class VariantWorkers:
     slots: int  # distinct variants in flight at a worker
     max_loaded: int  # variants loaded at a worker
     max_outstanding: int = 256  # requests at a worker
-    variant_bytes: int  # of one variant
+    variant_bytes: int  # of one variant, where ``bytes_of`` has none
+    bytes_of: Mapping[str, int] = field(default_factory=dict)  # by variant
     load_bytes_per_s: float  # of one load; loads do not slow each other down
     step: StepSlowdown | None = None  # None: requests do not slow each other down
     resume_s: float = 0.0  # of service, more for a request that was preempted, each time
@@ -91,9 +92,9 @@ class VariantWorkers:
                 f"a load needs bytes and bytes per second, got {self.variant_bytes} and {self.load_bytes_per_s}"
             )
 
-    @property
-    def load_s(self) -> float:
-        return self.variant_bytes / self.load_bytes_per_s
+    def load_s(self, variant: str) -> float:
+        """Return the time of a load of ``variant``."""
+        return self.bytes_of.get(variant, self.variant_bytes) / self.load_bytes_per_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,7 +215,9 @@ class _Replay:
         self._preemptions, self._ended_s = 0, 0.0
         self._to_arrive: Iterator[_Request] = iter(())  # of a closed loop
         self._workers = [_Worker(workers) for _ in range(workers.num_workers)]
-        self._fleet = VariantFleet[_Request, _Worker](policy, workers.slots, workers.max_loaded, self)
+        self._fleet = VariantFleet[_Request, _Worker](
+            policy, workers.slots, workers.max_loaded, self, reload_s=workers.load_s
+        )
         for worker in self._workers:
             self._fleet.enter(worker)
         self._waiting: dict[_Request, None] = {}
@@ -260,7 +263,7 @@ class _Replay:
 
     def load(self, worker: _Worker, variant: str, now_s: float) -> None:
         worker.loading[variant] += 1
-        self._at(now_s + self._load_s, partial(self._loaded, worker, variant))
+        self._at(now_s + self._load_s(variant), partial(self._loaded, worker, variant))
 
     def send(self, request: _Request, worker: _Worker, now_s: float) -> None:
         worker.outstanding += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -233,9 +234,10 @@ class TestNames:
             "created": A.created,
             "owned_by": "iserve",
             "max_model_len": 2048,
-            "root": "org/base",
+            "root": A.engine_name,
             "parent": "m",
         }
+        assert "root" not in models["m"]
         assert gateway.ask("GET", "/v1/models/b").json == models["b"]
         assert gateway.ask("GET", "/v1/models/c").status == 404
 
@@ -328,6 +330,39 @@ def test_a_thousand_variants_share_thirty_two_slots(gateway, make_worker, client
     assert [said(answer.result()) for answer in answers] == [one.content_hash for one in drawn]
     assert worker.most_in_flight <= 32
     assert len(worker.loads) < len(drawn)
+
+
+def test_the_controller_learns_where_variants_are_and_what_was_loaded_and_evicted(gateway, make_worker) -> None:
+    """Two slots and three places: of those loaded the two that were used last lie on the GPU."""
+    worker, d = make_worker(slots=2, max_loaded=3), variant("d")
+    gateway.publish(route(worker, variants=(A, B, C, d)))
+    record = read_record(gateway.home / "run" / "gateway.json")
+    assert record is not None
+    asked = {"Authorization": f"Bearer {record.token}"}
+
+    def learned() -> VariantDemand:
+        answer = gateway.ask("GET", VARIANT_DEMAND_PATH, headers=asked)
+        (found,) = from_json(answer.body, tuple[VariantDemand, ...])
+        return found
+
+    for name in "abcacad":
+        assert gateway.complete(name).status == 200
+    wait_until(lambda: {one.place for one in learned().places} <= {"gpu", "host"}, "no load is under way")
+    found = learned()
+    assert {(one.variant, one.place) for one in found.places} == {("a", "gpu"), ("c", "host"), ("d", "gpu")}
+    assert {one.worker_id for one in (*found.places, *found.changes)} == {"w0"}
+    evicted = [one.variant for one in found.changes if one.kind == "evicted"]
+    loaded = [one for one in found.changes if one.kind == "loaded"]
+    assert evicted == ["b"]
+    assert {one.variant for one in loaded} == set("abcd")
+    assert all(one.took_s is not None and one.took_s >= 0 for one in loaded)  # a clock of milliseconds
+    numbers = [one.number for one in found.changes]
+    assert numbers == sorted(set(numbers))
+    for name, workers in (("a", 1), ("d", 1)):
+        assert gateway.metric(f'iserve_gateway_variant_workers{{place="gpu",variant="{name}"}}') == workers
+    assert gateway.metric('iserve_gateway_loaded_variants{deployment="m",place="host",worker="w0"}') == 1
+    gateway.publish(replace(route(worker, variants=(A, B, C, d)), loads_on_gpu=True))
+    wait_until(lambda: {one.place for one in learned().places} == {"gpu"}, "all are on the GPU")
 
 
 def test_the_controller_learns_how_often_each_variant_is_asked_for(gateway, make_worker) -> None:

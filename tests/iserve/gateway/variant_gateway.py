@@ -43,5 +43,5 @@ if __name__ == "__main__":
     if "--preload" in sys.argv:
         sys.argv.remove("--preload")
     else:
-        variant_residency.choose_preloads = lambda *_: []
+        variant_residency.chosen_preloads = lambda *_: []
     sys.exit(gateway.main())

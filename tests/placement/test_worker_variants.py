@@ -1,0 +1,109 @@
+"""Eviction by frequency, reload time and size: against a sum over all that could go, and in replays."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fingerprint.load_time import recorded_load_s
+from placement.worker_variants import WorkerVariants
+from traces.simulator import variants as replays
+from traces.simulator.variants import VariantArrival, VariantWorkers, replay_variants
+
+NAMES = "abcdefgh"
+MIB = 2**20
+SIZES = st.lists(st.integers(1, 3000), min_size=8, max_size=8)  # MiB
+USES = st.lists(st.tuples(st.sampled_from(NAMES), st.floats(0, 900)), max_size=40)
+
+
+def worker(sizes: list[int], uses: list[tuple[str, float]], factor: float = 1.0) -> WorkerVariants:
+    bytes_of = {name: size * MIB for name, size in zip(NAMES, sizes, strict=True)}
+    found = WorkerVariants(2, len(NAMES), lambda name: factor * recorded_load_s(bytes_of[name]))
+    for name in NAMES:
+        found.load(name, 0.0)
+    for name, at_s in sorted(uses, key=lambda use: use[1]):
+        found.admit(name, at_s)
+        found.leave(name)
+    return found
+
+
+@given(SIZES, USES)
+def test_the_one_that_is_cheapest_to_miss_goes(sizes: list[int], uses: list[tuple[str, float]]) -> None:
+    frequency = {name: sum(2.0 ** ((at_s - 1000) / 300) for used, at_s in uses if used == name) for name in NAMES}
+    costs = {name: frequency[name] * recorded_load_s(size * MIB) for name, size in zip(NAMES, sizes, strict=True)}
+    found = worker(sizes, uses).evictions("new", 1000.0)
+    assert found is not None
+    assert costs[found[0]] == pytest.approx(min(costs.values()))
+    by_bytes = worker(sizes, uses).evictions("new", 1000.0, size=lambda name: sizes[NAMES.index(name)] * MIB)
+    assert by_bytes is not None
+    of_each = {name: costs[name] / size for name, size in zip(NAMES, sizes, strict=True)}
+    assert of_each[by_bytes[0]] == pytest.approx(min(of_each.values()))
+
+
+@given(SIZES, USES, st.sampled_from([0.25, 2.0, 1024.0]))
+def test_a_machine_that_loads_all_faster_evicts_the_same(
+    sizes: list[int], uses: list[tuple[str, float]], factor: float
+) -> None:
+    assert worker(sizes, uses).evictions("new", 1000.0) == worker(sizes, uses, factor).evictions("new", 1000.0)
+
+
+@given(USES, st.integers(1, 3000))
+def test_variants_alike_go_by_frequency_alone(uses: list[tuple[str, float]], size: int) -> None:
+    plain = WorkerVariants(2, len(NAMES))
+    for name in NAMES:
+        plain.load(name, 0.0)
+    for name, at_s in sorted(uses, key=lambda use: use[1]):
+        plain.admit(name, at_s)
+        plain.leave(name)
+    assert worker([size] * len(NAMES), uses).evictions("new", 1000.0) == plain.evictions("new", 1000.0)
+
+
+def test_slots_are_of_those_in_flight_and_used_last() -> None:
+    found = WorkerVariants(2, 4)
+    for at_s, name in enumerate("abcd"):
+        found.load(name, float(at_s))
+    assert found.in_slots == {"c", "d"}
+    found.admit("a", 9.0)
+    assert found.in_slots == {"a", "d"}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_less_time_goes_into_loads_of_adapters_of_different_ranks(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of rank 8, half of rank 64 with the same popularity: the small ones make room."""
+    rng, count = random.Random(seed), 60
+    bytes_of = {f"v{number}": (52 if number % 2 else 7) * MIB for number in range(count)}
+    weights = [1 / (1 + number // 2) for number in range(count)]
+    names = rng.choices(list(bytes_of), weights, k=3000)
+    at_s, requests = 0.0, []
+    for name in names:
+        at_s += rng.expovariate(4.0)
+        requests.append(VariantArrival(arrived_s=at_s, variant=name, service_s=0.5))
+    workers = VariantWorkers(
+        num_workers=1, slots=8, max_loaded=16, variant_bytes=0, bytes_of=bytes_of, load_bytes_per_s=100e6
+    )
+    taken: list[float] = []
+
+    class Counted(replays._Replay):
+        def load(self, worker: Any, variant: str, now_s: float) -> None:
+            taken.append(workers.load_s(variant))
+            super().load(worker, variant, now_s)
+
+    class Blind(replays.VariantFleet):  # type: ignore[type-arg]
+        def __class_getitem__(cls, item: object) -> type:
+            return cls
+
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **{name: one for name, one in named.items() if name != "reload_s"})
+
+    monkeypatch.setattr(replays, "_Replay", Counted)
+    replay_variants(requests, workers)
+    counted_s, taken[:] = sum(taken), []
+    monkeypatch.setattr(replays, "VariantFleet", Blind)
+    replay_variants(requests, workers)
+    assert counted_s < 0.97 * sum(taken)
