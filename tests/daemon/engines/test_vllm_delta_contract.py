@@ -101,10 +101,29 @@ def test_logits_are_asked_for_as_they_are_answered() -> None:
     ]
 
 
+def test_both_runners_ask_for_logits_of_prompts_as_the_plug_in_watches() -> None:
+    """Views of the step's hidden states, given by their place, to methods that our own replace."""
+    first = next(one for one in CALLS["v1/worker/gpu_model_runner.py"] if "prompt_logprobs" in one)
+    assert first.startswith("self._get_prompt_logprobs_dict(hidden_states[:num_scheduled_tokens],")
+    second = [one for one in CALLS["v1/worker/gpu/model_runner.py"] if "prompt_logprobs" in one]
+    assert len(second) == 2
+    assert all("(self.model.compute_logits, hidden_states, " in one and "=" not in one for one in second)
+    of_first, of_second = _theirs("GPUModelRunner"), _theirs("PromptLogprobsWorker")
+    assert of_first["_get_prompt_logprobs_dict"][0] == "hidden_states"
+    assert {tuple(names[:2]) for names in of_second.values()} == {("logits_fn", "hidden_states")}
+    watched = {
+        node.attr
+        for node in ast.walk(ast.parse((PLUGIN / "vllm_prompts.py").read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    }
+    assert {*of_first, *of_second} <= watched
+
+
 def test_both_runners_make_the_manager_that_is_replaced() -> None:
     for file in ("v1/worker/gpu_model_runner.py", "v1/worker/gpu/model_runner.py"):
         assert "LoRAModelRunnerMixin" in CLASSES[f"{file}:GPUModelRunner"]["bases"]
-        assert CALLS[file] == ["self.load_lora_model(self.model, self.vllm_config, self.device)"]
+        made = [one for one in CALLS[file] if "load_lora_model" in one]
+        assert made == ["self.load_lora_model(self.model, self.vllm_config, self.device)"]
     (made,) = CALLS["v1/worker/lora_model_runner_mixin.py"]
     assert made == "LRUCacheWorkerLoRAManager(vllm_config, device, model.embedding_modules)"
     assert CLASSES["lora/worker_manager.py:LRUCacheWorkerLoRAManager"]["bases"] == ["WorkerLoRAManager"]
