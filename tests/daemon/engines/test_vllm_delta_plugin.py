@@ -198,7 +198,7 @@ class TestStepRoutes:
     def test_logits_of_prompts_have_the_deltas_of_their_tokens(
         self, ids: list[int], slot_of_delta: dict[int, int], places: tuple[int, int]
     ) -> None:
-        """Rows from anywhere in the step, of which the last one alone is sampled; afterwards samples have theirs."""
+        """Rows from anywhere in the step, the last of which is sampled; afterwards samples have theirs."""
         routes = _routes()
         routes.update(ids, ids[-1:], slot_of_delta)
         sampled = routes.logits_route
