@@ -147,6 +147,22 @@ def test_deltas_are_offered_once_the_plug_in_ran() -> None:
     assert {f"{major}.{minor}.0" for major, minor in RUN_WITH_DELTAS} <= set(RELEASES)
 
 
+def test_the_table_of_engines_names_the_formats_that_the_plug_in_has() -> None:
+    page = (Path(__file__).parents[3] / "docs/engine-tables.md").read_text()
+    section = page.partition("## Deltas of full fine-tunes")[2].partition("Reasons:")[0]
+    head, _, *rows = (
+        [cell.strip(" `") for cell in line.strip("|").split("|")]
+        for line in section.splitlines()
+        if line.startswith("|")
+    )
+    found = {row[0].replace("`", ""): dict(zip(head, row, strict=True)) for row in rows}
+    formats = set(variant_module("formats").FORMATS)
+    assert {name for name, cell in found[f"vllm {RELEASES[0]}"].items() if cell == "yes"} == formats | {"merged"}
+    for other in ("vllm, other releases", "tensorrt-llm"):
+        assert [name for name, cell in found[other].items() if cell == "yes"] == ["merged"]
+    assert [name for name, cell in found["torch"].items() if cell == "yes"] == ["--delta-mib", "merged"]
+
+
 @pytest.mark.parametrize("version", ["0.32.0", "0.33.1", "0.34.0+cu130", ""])
 def test_other_releases_are_refused(version: str, golden: Golden) -> None:
     with golden.raises("engines", RuntimeError):
