@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from fingerprint.checkpoint import Checkpoint
 from fingerprint.delta import export_delta, read_delta
-from iserve.demo import DEMO_MODEL_NAME, demo_model_path
+from iserve.demo import DEMO_MODEL_NAME, demo_adapter_path, demo_model_path
 from tests.daemon.tiny_deltas import write_tiny_delta
 from tests.golden_words import Golden
 from tests.waiting import wait_until
@@ -159,3 +160,23 @@ def test_one_that_a_base_serves_too_is_served_by_its_own_deployment(
     wait_until(lambda: merged(home) == [])
     home.run("variant", "rm", NAME)
     home.run("rm", "base")
+
+
+def test_an_adapter_is_served_merged_as_well_and_is_there_after_a_restart(shared_home: Any) -> None:
+    home, name = shared_home, "capitals"
+    home.run("variant", "add", name, "--base", DEMO_MODEL_NAME, demo_adapter_path(name))
+    assert home.json("variant", "deploy", name, "--engine", "torch")["config"]["adapter_slots"] == 0
+    said = answer(home, name)
+    assert said.startswith("The capital")
+    home.run("down")
+    home.run("up")
+    wait_until(lambda: [one["status"] for one in home.json("ps")] == ["ready"])
+    assert answer(home, name) == said
+    (folder,) = (home.home / "merged" / one for one in merged(home))
+    home.run("down")
+    shutil.rmtree(folder)  # as of a home that was restored from a backup
+    home.run("up")
+    assert home.json("variant", "deploy", name, "--engine", "torch")["status"] == "ready"
+    assert answer(home, name) == said
+    home.run("variant", "rm", name)
+    wait_until(lambda: merged(home) == [])
