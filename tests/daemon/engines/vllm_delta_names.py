@@ -50,12 +50,13 @@ USED: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     f"{_LAYERS}/classifier.py:BaseClassificationHeadWithLoRA": ((), ()),
     f"{_LAYERS}/vocab_parallel_embedding.py:VocabParallelEmbeddingWithLoRA": (("set_lora", "reset_lora"), ()),
     f"{_LAYERS}/utils.py:LoRAMapping": ((), ("index_mapping", "prompt_mapping", "is_prefill", "type")),
-    "lora/lora_model.py:LoRAModel": (("__init__",), ("id", "loras")),
+    "lora/lora_model.py:LoRAModel": (("__init__", "from_lora_tensors"), ("id", "loras")),
     "lora/lora_weights.py:LoRALayerWeights": (("__init__", "optimize"), ("lora_a", "lora_b")),
     "lora/model_manager.py:LoRAModelManager": (
         (
             *("_init_punica_wrapper", "_create_lora_modules", "_set_adapter_mapping", "activate_adapter"),
-            *("register_module", "set_adapter_mapping", "lora_slots"),
+            *("register_module", "set_adapter_mapping", "lora_slots", "deactivate_adapter", "_deactivate_adapter"),
+            *("_add_adapter", "remove_all_adapters", "_create_merged_loras_inplace", "_get_lora_layer_weights"),
         ),
         (
             *(
@@ -67,12 +68,18 @@ USED: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
                 "_active_adapters",
             ),
             *("_last_mapping", "punica_wrapper_mapping", "supports_mm", "max_num_batched_tokens"),
-            *("max_num_seqs", "lora_config", "device"),
+            *("max_num_seqs", "lora_config", "device", "is_pooling_model"),
         ),
     ),
     "lora/model_manager.py:LRUCacheLoRAModelManager": (("activate_adapter",), ()),
-    "lora/worker_manager.py:WorkerLoRAManager": (("__init__", "_load_adapter"), ("_adapter_manager",)),
-    "lora/worker_manager.py:LRUCacheWorkerLoRAManager": (("create_lora_manager",), ("_manager_cls",)),
+    "lora/worker_manager.py:WorkerLoRAManager": (
+        ("__init__", "_load_adapter", "list_adapters"),
+        ("_adapter_manager", "_lora_model_cls"),
+    ),
+    "lora/worker_manager.py:LRUCacheWorkerLoRAManager": (
+        ("create_lora_manager", "add_adapter", "_apply_adapters"),
+        ("_manager_cls",),
+    ),
     "lora/punica_wrapper/punica_base.py:PunicaWrapperBase": (("add_lora_linear", "update_metadata"), ()),
     "lora/punica_wrapper/punica_gpu.py:PunicaWrapperGPU": (
         ("add_lora_linear", "add_lora_logits", "update_metadata"),

@@ -38,7 +38,13 @@ def case(function: Callable[[], None]) -> Callable[[], None]:
 
 
 def tiny_model(
-    *, has_vocabulary: bool = True, is_tied: bool = False, is_last_stage: bool = False, **settings: Any
+    *,
+    has_vocabulary: bool = True,
+    is_tied: bool = False,
+    is_last_stage: bool = False,
+    adapters_alone: bool = False,
+    loads_adapters_aside: bool = False,
+    **settings: Any,
 ) -> SimpleNamespace:
     """Return a model of two layers without attention, its runner and its manager.
 
@@ -46,9 +52,11 @@ def tiny_model(
         has_vocabulary: whether the class takes adapters of embeddings and of the output layer, as Llama's does.
         is_tied: whether the output layer is the embedding.
         is_last_stage: whether another stage of a pipeline has the embedding and the first layer.
+        adapters_alone: whether slots are vLLM's own, without deltas.
+        loads_adapters_aside: whether a thread reads adapters.
         settings: of the plug-in, where they differ.
     """
-    from iserve_variants.settings import Settings
+    from iserve_variants.settings import Settings, adapter_loads_config
     from vllm.config.lora import LoRAConfig
     from vllm.model_executor.models.interfaces import SupportsLoRA
     from vllm.model_executor.models.utils import PPMissingLayer
@@ -72,8 +80,9 @@ def tiny_model(
         module.cpu_linear = torch.nn.functional.linear  # set by vLLM's loader, once weights are there
     lora = LoRAConfig(max_lora_rank=8, max_loras=SLOTS, max_cpu_loras=8, lora_dtype=torch.bfloat16)
     asked: dict[str, Any] = {"embedding_format": "int4", "output_format": "int2", "norms": True} | settings
+    given = {} if adapters_alone else Settings(**asked).to_config()
     config = SimpleNamespace(
-        additional_config=Settings(**asked).to_config(),
+        additional_config=given | (adapter_loads_config() if loads_adapters_aside else {}),
         compilation_config=SimpleNamespace(max_cudagraph_capture_size=16),
         speculative_config=None,
         lora_config=lora,
@@ -751,8 +760,8 @@ def _is_linear(module: Any) -> bool:
     return isinstance(module, LinearWithDeltas)
 
 
-def main() -> None:
-    """Run all cases."""
+def main(cases: Mapping[str, Callable[[], None]]) -> None:
+    """Run all of ``cases``, or those that are named."""
     import_vllm(Path(sys.argv[1]))
     sys.path.insert(0, VARIANTS_PATH)
     import vllm
@@ -766,8 +775,8 @@ def main() -> None:
     with tempfile.NamedTemporaryFile() as store, set_current_vllm_config(VllmConfig()):
         init_distributed_environment(1, 0, f"file://{store.name}", 0, "gloo")
         initialize_model_parallel(1, 1)
-        wanted = sys.argv[2:] or list(CASES)
-        for name, function in ((name, CASES[name]) for name in wanted):
+        wanted = sys.argv[2:] or list(cases)
+        for name, function in ((name, cases[name]) for name in wanted):
             try:
                 function()
                 said = ""
@@ -777,4 +786,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(CASES)

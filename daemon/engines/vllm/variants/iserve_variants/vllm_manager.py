@@ -10,8 +10,6 @@ from weakref import finalize
 import torch
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights
-from vllm.lora.model_manager import LRUCacheLoRAModelManager
-from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
 from iserve_variants.background import BackgroundLoader, Pauses, SlotPlaces, empty_aside
 from iserve_variants.folder import MANIFEST_FILE, read_folder
@@ -20,6 +18,7 @@ from iserve_variants.products import products_for
 from iserve_variants.runtime import Runtime, building
 from iserve_variants.settings import Settings, read_settings
 from iserve_variants.step_routes import StepRoutes
+from iserve_variants.vllm_aside import AsideModelManager, AsideWorkerManager, request_folder
 from iserve_variants.vllm_filler import Pairs, PlaceFiller
 from iserve_variants.vllm_layers import LinearWithDeltas
 from iserve_variants.vllm_model import ModelParts
@@ -40,7 +39,7 @@ class DeltaModel(LoRAModel):
         self.pairs = pairs
 
 
-class DeltaModelManager(LRUCacheLoRAModelManager):
+class DeltaModelManager(AsideModelManager):
     """Manager of a model whose slots hold adapters and deltas."""
 
     def _init_punica_wrapper(self, max_num_batched_tokens: int, vllm_config: Any) -> None:
@@ -188,12 +187,10 @@ def _freed_aside(delta: DeltaModel) -> None:
     finalize(delta, empty_aside, delta.pairs).atexit = False
 
 
-class DeltaWorkerManager(LRUCacheWorkerLoRAManager):
+class DeltaWorkerManager(AsideWorkerManager):
     """Worker's manager, which tells the folder of a delta from that of an adapter."""
 
     _manager_cls = DeltaModelManager
-
-    _waits = False
 
     def add_adapter(self, lora_request: Any) -> bool:
         """Load an adapter or a delta.
@@ -201,22 +198,19 @@ class DeltaWorkerManager(LRUCacheWorkerLoRAManager):
         Raises:
             ValueError: a delta that is still being read, which has to be asked for again; one with no place here.
         """
-        folder, loader = _folder(lora_request), self._adapter_manager.loader
+        folder, loader = request_folder(lora_request), self._adapter_manager.loader
         is_new = lora_request.lora_int_id not in self.list_adapters()
         if loader is not None and is_new and not self._waits and _is_delta(folder) and not loader.is_ready(folder):
             raise ValueError(f"delta {lora_request.lora_name} is still being read: ask for it again")
         return super().add_adapter(lora_request)
 
-    def _apply_adapters(self, lora_requests: Any) -> None:
-        """Load what a step needs, which waits for it."""
-        self._waits = True
-        try:
-            super()._apply_adapters(lora_requests)
-        finally:
-            self._waits = False
+    def reads_aside(self, lora_request: Any) -> bool:
+        """Return whether an adapter is read by the thread of adapters: deltas have one of their own."""
+        served = self._adapter_manager.settings.adapters and not _is_delta(request_folder(lora_request))
+        return bool(served and super().reads_aside(lora_request))
 
     def _load_adapter(self, lora_request: Any) -> LoRAModel:
-        folder, manager = _folder(lora_request), self._adapter_manager
+        folder, manager = request_folder(lora_request), self._adapter_manager
         if _is_delta(folder):
             return manager.read_delta(folder, lora_request.lora_int_id)
         if not manager.settings.adapters:
@@ -225,10 +219,6 @@ class DeltaWorkerManager(LRUCacheWorkerLoRAManager):
                 "serves adapters too"
             )
         return super()._load_adapter(lora_request)
-
-
-def _folder(lora_request: Any) -> Path:
-    return Path(lora_request.lora_path).expanduser()
 
 
 def _is_delta(folder: Path) -> bool:
