@@ -5,12 +5,14 @@ Every cell is an answer of ``EngineCapabilities``, asked as a plan asks; a reaso
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from daemon.engines.registry import ENGINES
-from fingerprint.capability import EngineCapabilities, Exclusion, Selection, Verified
-from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
+from daemon.engines.vllm.release import delta_release
+from fingerprint.capability import DELTA_FAMILIES, EngineCapabilities, Exclusion, Selection, Verified
+from fingerprint.config import DeploymentConfig, KvFormat, Pruning, SlotFormat, WeightFormat
+from fingerprint.engines import traits_of
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
 
@@ -40,11 +42,47 @@ Architectures are the class names that `config.json` has. Those here are of the 
 of the newest transformers that it takes; what is installed tells its own
 ([decision 26](decisions/0026-architectures.md)). What is listed and was not run is planned with a note.
 """
+_DELTAS_HEAD = """\
+## Deltas of full fine-tunes
+
+Served next to their base as adapters are, in slots: of any format up to a size (`--delta-mib`), or of one format
+(`--delta-format`, those below). Else merged: `iserve variant deploy`, and `iserve variant add` with
+`--as-deployment`, write base + delta out and serve that by a deployment of its own
+([variants](variants.md#deployments-of-their-own)). Which tensors slots hold, a plan says.
+"""
 
 
 def engine_tables() -> str:
     """The page."""
-    return "\n".join([_HEAD, *map(_section, _TABLES)])
+    return "\n".join([_HEAD, _deltas(), *map(_section, _TABLES)])
+
+
+def _deltas() -> str:
+    """Return which engine serves deltas next to their base, in which formats, and which serves them merged."""
+    reasons, rows = _Reasons(""), []
+    formats = [one for one in SlotFormat if one is not SlotFormat.NONE]
+    for name, table in _with_deltas():
+        model, gpu = _model(), _gpu(None if table.cpu else (9, 0))
+        slots = [_config(table.engine, adapter_slots=1, adapter_rank=8, delta_mib=1)]
+        slots += [_config(table.engine, adapter_slots=1, adapter_rank=8, delta_format=one) for one in formats]
+        cells = [reasons.cell(table.slots_refusal(model, config)) for config in slots]
+        merged = reasons.cell(table.refusal(model, _config(table.engine), gpu))
+        families = ", ".join(f"`{one}`" for one in sorted(table.deltas)) or "all that take adapters"
+        rows.append([name, *cells, merged, families if "yes" in cells else ""])
+    head = ["", "`--delta-mib`", *(f"`{one}`" for one in formats), "merged", "families"]
+    parts = [_DELTAS_HEAD, _table(head, rows), "Reasons:\n", *reasons.lines(), ""]
+    return "\n".join(parts)
+
+
+def _with_deltas() -> Iterator[tuple[str, EngineCapabilities]]:
+    """Yield the engines by name, each release that differs in deltas by itself."""
+    for table in _TABLES:
+        traits = traits_of(table.engine)
+        if not (traits.serves_deltas and traits.delta_formats):
+            yield f"`{table.engine}`", table
+            continue
+        yield f"`{table.engine}` {delta_release()}", replace(table, deltas=DELTA_FAMILIES)
+        yield f"`{table.engine}`, other releases", replace(table, deltas_since=delta_release())
 
 
 class _Reasons:

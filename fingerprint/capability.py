@@ -286,7 +286,7 @@ class EngineCapabilities:
 
     def _deltas_refusal(self, spec: ModelSpec, config: DeploymentConfig) -> str | None:
         """Return why slots of ``config`` hold no deltas of ``spec`` on this engine; None where they do."""
-        way_out = "export them (`iserve variant export`) and deploy each by itself, or take the embedded engine"
+        way_out = "merge each into a deployment of its own (`iserve variant deploy`), or take the embedded engine"
         if self.deltas and not self.assumes_deltas:
             if not config.has_delta_slots:
                 return f"slots of {self.engine} hold deltas of one format: give --delta-format, such as int2"

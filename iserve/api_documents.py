@@ -301,7 +301,7 @@ class VariantDocument:
     created_at: float
     """Time of its registration, in seconds since the epoch."""
     deployments: tuple[str, ...]
-    """Deployments that can serve it, the oldest first; the first one does."""
+    """Deployments that can serve it, the oldest first; the first one does. One of its name serves it merged."""
     why_not_served: str | None
     """Reason why no deployment serves it, with the way out; None: one does."""
     in_force: bool | None = None

@@ -19,9 +19,9 @@ from fingerprint.safetensors_writer import remove_abandoned
 from iserve.deltas import CompressOptions
 from iserve.settings import Settings
 
-__all__ = ["compression_key", "held_delta"]
+__all__ = ["REMOVING", "compression_key", "held_delta", "locked", "remove_whole"]
 
-_REMOVING = ".removing-"
+REMOVING = ".removing-"
 _KEPT_S = 30 * 86_400.0  # of commands that were given up
 
 
@@ -68,18 +68,22 @@ def held_delta(
         raise UnavailableError(
             f"cannot write {work}: {error.strerror}; mend the folder, or set ISERVE_HOME to another one"
         ) from error
-    with _locked(settings.run_folder / f"{work.name}-{key}.lock", on_wait):
+    with locked(settings.run_folder / f"{work.name}-{key}.lock", on_wait):
         folder = work / key
         if not is_delta(folder):
-            _remove(folder)
+            remove_whole(folder)
             make(folder)
         yield folder
-        _remove(folder)
+        remove_whole(folder)
 
 
 @contextmanager
-def _locked(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
-    """Hold the lock file at ``path``, which is there only while a command holds or awaits it."""
+def locked(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+    """Hold the lock file at ``path``, which is there only while a command holds or awaits it.
+
+    Args:
+        on_wait: called where another command holds it; an exception that it raises ends the attempt.
+    """
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
@@ -106,9 +110,9 @@ def _is_at(handle: int, path: Path) -> bool:
         return False
 
 
-def _remove(folder: Path) -> None:
+def remove_whole(folder: Path) -> None:
     """Remove a folder so that, killed in between, none of its name is left in part."""
-    away = folder.with_name(f"{_REMOVING}{folder.name}")
+    away = folder.with_name(f"{REMOVING}{folder.name}")
     shutil.rmtree(away, ignore_errors=True)
     if os.path.lexists(folder):
         folder.rename(away)
@@ -121,5 +125,5 @@ def _remove_old(work: Path) -> None:
             is_old = time.time() - entry.lstat().st_mtime > _KEPT_S
         except FileNotFoundError:  # its own command has removed it
             continue
-        if entry.is_dir() and not entry.is_symlink() and (is_old or entry.name.startswith(_REMOVING)):
+        if entry.is_dir() and not entry.is_symlink() and (is_old or entry.name.startswith(REMOVING)):
             shutil.rmtree(entry, ignore_errors=True)

@@ -162,6 +162,11 @@ class Settings:
         """Folder of deltas while they are made by ``variant add``."""
         return self.home / "compressing"
 
+    @property
+    def merged_folder(self) -> Path:
+        """Folder of the merged checkpoints of variants that are deployments of their own."""
+        return self.home / "merged"
+
     def environment(self) -> dict[str, str]:
         """Return the variables that make a child process read these very settings."""
         values = {f"ISERVE_{f.name.upper()}": getattr(self, f.name) for f in fields(self)}

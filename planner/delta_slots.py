@@ -33,6 +33,10 @@ def _no_loads(slots: int) -> float:
     return 0.0
 
 
+def _any_rows(slots: int) -> float:
+    return float("inf")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSlots:
     """Worker that always has so many requests, with so many slots for distinct variants: expected means."""
@@ -129,16 +133,19 @@ def slots_by_step_time(
     max_rows: float = float("inf"),
     most_slots: int = MOST_SLOTS,
     loads_s: Callable[[int], float] = _no_loads,
+    room_rows: Callable[[int], float] = _any_rows,
 ) -> StepSlots:
     """Return the slots, a power of two, with which most rows a second are decoded within a limit of the mean wait.
 
-    That is the fewest within 1% of the best. Where no number keeps the limit, the one with the least wait.
+    That is the fewest within 1% of the best. Where no number keeps the limit, the one with the least wait. One
+    slot is there in any case; more only where they leave a KV cache for a row.
 
     Args:
         requests: at the worker, running and waiting, those for the base included.
         steps: of one request, its output tokens on average.
         max_rows: of a step.
         loads_s: seconds of loads for each request, in which no step is run, by the number of slots.
+        room_rows: of a step, whose KV cache has room next to so many slots; no more with more slots.
 
     Raises:
         ConfigError: no request, step, row or slot, or a limit below 0.
@@ -158,9 +165,16 @@ def slots_by_step_time(
         return lambda rows, distinct: step_s(rows, distinct) + rows * each_s
 
     flows = [
-        flow_with_slots(load, requests, number, with_loads(number), steps=steps, max_rows=max_rows)
+        flow_with_slots(
+            load,
+            requests,
+            number,
+            with_loads(number),
+            steps=steps,
+            max_rows=max(1.0, min(max_rows, room_rows(number))),
+        )
         for number in numbers
-        if number <= enough
+        if number == 1 or (number <= enough and room_rows(number) >= 1)
     ]
     kept = [one for one in flows if one.waiting_s <= most_waiting_s]
     if not kept:

@@ -22,12 +22,12 @@ from fingerprint.service_model import ServiceModel
 from planner.adapter_slots import VariantShares
 from planner.intent import MAX_REPLICAS
 
-__all__ = ["MOST_MERGED", "PEAK", "HotVariants", "ServedCost", "hot_variants", "served_cost"]
+__all__ = ["MOST_MERGED", "PEAK", "USABLE", "HotVariants", "ServedCost", "hot_variants", "served_cost"]
 
 MOST_MERGED = 16  # variants for which deployments of their own are looked at
 PEAK = 1.5  # times the rate, which the replicas must serve
 _SPARE = 2.0  # times the requests at once of that rate, for which KV cache is reserved
-_USABLE = 0.93  # of a GPU's memory
+USABLE = 0.93  # of a GPU's memory
 _WORTH = 0.9  # times the cost on slots, up to which merging is advised: the times of adapters are estimated
 
 
@@ -114,7 +114,7 @@ def served_cost(service: ServiceModel, rate_per_s: float, gpu_bytes: int) -> Ser
 
     Requests are Poisson, their lengths vary as an exponential does.
     """
-    room_bytes = _USABLE * gpu_bytes - service.fixed_bytes
+    room_bytes = USABLE * gpu_bytes - service.fixed_bytes
     room_tokens = room_bytes / max(service.kv_bytes_per_token, 1e-9)
     if room_tokens < service.longest_tokens:
         return None

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from iserve.api_documents import DeploymentDocument
     from iserve.client import ControllerClient
 
-__all__ = ["register"]
+__all__ = ["accepted_by", "register", "show_ready", "wait_until_gone", "wait_until_ready"]
 
 
 _GIVEN_UP = frozenset({"refused", "failed"})
@@ -103,18 +103,12 @@ def deploy(
     o.warn_of_code(model, trusted=request.trust_remote_code)
     request = with_model_arguments(request, model, settings)
     key = secrets.token_hex(16) if idempotency_key is None else idempotency_key
-    controller, accepted = _accepted(request.given(), key, quiet=as_json)
-    try:
-        _follow(controller, accepted, as_json=as_json, refused=refused)
-    except KeyboardInterrupt:
-        now = f"`iserve show {accepted.name}` tells how far, `iserve rm {accepted.name}` ends it"
-        typer.echo(
-            f"iserve: {accepted.name} goes on being deployed; the same command follows it again, {now}", err=True
-        )
-        raise
+    controller, accepted = accepted_by(request.given(), key, quiet=as_json)
+    ready = wait_until_ready(controller, accepted, quiet=as_json)
+    show_ready(controller, ready, as_json=as_json, refused=refused)
 
 
-def _accepted(body: dict[str, Any], key: str, *, quiet: bool) -> tuple[ControllerClient, DeploymentDocument]:
+def accepted_by(body: dict[str, Any], key: str, *, quiet: bool) -> tuple[ControllerClient, DeploymentDocument]:
     """Post the request, or find the deployment that the same request made; one that failed is tried again."""
     from iserve.api_documents import DeploymentDocument
     from iserve.cli.connection import client
@@ -134,17 +128,32 @@ def _accepted(body: dict[str, Any], key: str, *, quiet: bool) -> tuple[Controlle
     return controller, found
 
 
-def _follow(controller: ControllerClient, accepted: DeploymentDocument, *, as_json: bool, refused: bool) -> None:
-    """Show the steps until the deployment serves or is refused."""
+def wait_until_ready(
+    controller: ControllerClient, accepted: DeploymentDocument, *, quiet: bool
+) -> DeploymentDocument:
+    """Show the steps until the deployment serves, and return it then.
+
+    Raises:
+        InfeasibleError, EngineError: it was refused, or failed; nothing of it is left.
+        NotFoundError: it was removed meanwhile.
+    """
+    try:
+        return _followed(controller, accepted, quiet=quiet)
+    except KeyboardInterrupt:
+        now = f"`iserve show {accepted.name}` tells how far, `iserve rm {accepted.name}` ends it"
+        typer.echo(
+            f"iserve: {accepted.name} goes on being deployed; the same command follows it again, {now}", err=True
+        )
+        raise
+
+
+def _followed(controller: ControllerClient, accepted: DeploymentDocument, *, quiet: bool) -> DeploymentDocument:
     from fingerprint.errors import EngineError, InfeasibleError, NotFoundError
     from iserve.api_documents import DeploymentDocument
-    from iserve.cli.chat import needs_key
     from iserve.cli.progress import StepDisplay
-    from iserve.cli.render import console, print_plan
-    from iserve.planning.document import PlanDocument
 
     path = f"/api/v1/deployments/{accepted.name}"
-    with StepDisplay(quiet=as_json) as display:
+    with StepDisplay(quiet=quiet) as display:
         document = accepted
         while document.status not in {"ready", "scaled-to-zero"} | _GIVEN_UP:
             display.show(document.status, document.progress)
@@ -160,10 +169,22 @@ def _follow(controller: ControllerClient, accepted: DeploymentDocument, *, as_js
         _remove(controller, accepted.name, created_at=accepted.created_at)
         kind = InfeasibleError if document.status == "refused" else EngineError
         raise kind(document.error or f"the deployment {document.name} {document.status}")
+    return document
+
+
+def show_ready(
+    controller: ControllerClient, document: DeploymentDocument, *, as_json: bool, refused: bool
+) -> None:
+    """Print a deployment that serves: its plan, its endpoint and how it is asked."""
+    from iserve.cli.chat import needs_key
+    from iserve.cli.render import console, print_plan
+    from iserve.planning.document import PlanDocument
+
     if as_json:
         o.print_json(document)
         return
-    print_plan(controller.get(f"{path}/plan", PlanDocument), refused=refused, deployed=True)
+    plan = controller.get(f"/api/v1/deployments/{document.name}/plan", PlanDocument)
+    print_plan(plan, refused=refused, deployed=True)
     console().print(
         f"{document.name} is ready at {document.base_url} (OpenAI API, model {document.name})", style="bold"
     )
@@ -213,8 +234,7 @@ def _remove(
     controller: ControllerClient, name: str, *, created_at: float | None = None, patience_s: float = 120.0
 ) -> None:
     """Return when the deployment and its worker are gone; leave one alone that was not made at ``created_at``."""
-    from fingerprint.errors import NotFoundError, UnavailableError
-    from iserve.api_documents import DeploymentDocument
+    from fingerprint.errors import NotFoundError
 
     path = f"/api/v1/deployments/{name}"
     try:
@@ -223,6 +243,21 @@ def _remove(
         if created_at is None:
             raise
         return  # another client was first
+    wait_until_gone(controller, name, created_at=created_at, patience_s=patience_s)
+
+
+def wait_until_gone(
+    controller: ControllerClient, name: str, *, created_at: float | None = None, patience_s: float = 120.0
+) -> None:
+    """Return when a deployment that is being removed is gone.
+
+    Raises:
+        UnavailableError: it is there still.
+    """
+    from fingerprint.errors import NotFoundError, UnavailableError
+    from iserve.api_documents import DeploymentDocument
+
+    path = f"/api/v1/deployments/{name}"
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         try:

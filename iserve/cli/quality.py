@@ -21,6 +21,17 @@ __all__ = ["quality_words", "register"]
 _SEED = 0  # of the bootstrap
 
 
+TextOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--text",
+        metavar="FILE",
+        help='Paragraphs, or a .jsonl file with {"prompt": ..., "answer": ...} or {"text": ...} in each line. '
+        "The demo model has its own.",
+    ),
+]
+
+
 def register(app: typer.Typer) -> None:
     app.command(
         "quality",
@@ -41,15 +52,7 @@ def quality(
             callback=o.not_empty,
         ),
     ] = None,
-    text: Annotated[
-        Path | None,
-        typer.Option(
-            "--text",
-            metavar="FILE",
-            help='Paragraphs, or a .jsonl file with {"prompt": ..., "answer": ...} or {"text": ...} in each line. '
-            "The demo model has its own.",
-        ),
-    ] = None,
+    text: TextOption = None,
     url: Annotated[
         str | None, typer.Option("--url", help="An OpenAI-compatible endpoint instead of this home's gateway.")
     ] = None,

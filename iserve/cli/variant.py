@@ -16,7 +16,15 @@ if TYPE_CHECKING:
     from iserve.cli.progress import StepDisplay
     from iserve.variants import AdapterDocument, MergeDocument
 
-__all__ = ["BASE_HELP", "OUT_HELP", "AdapterArgument", "merged_lines", "register", "size_text"]
+__all__ = [
+    "BASE_HELP",
+    "OUT_HELP",
+    "AdapterArgument",
+    "RegisteredArgument",
+    "merged_lines",
+    "register",
+    "size_text",
+]
 
 BASE_HELP = "The base model: a checkpoint folder, a hub id or a registered name."
 OUT_HELP = "Folder to write, new or empty."
@@ -27,6 +35,22 @@ AdapterArgument = Annotated[
     typer.Argument(
         metavar="ADAPTER", help="Folder of a PEFT adapter, in safetensors files.", callback=o.not_empty
     ),
+]
+
+
+def _known_name(name: str) -> str:
+    """Return ``name``. Raises NotFoundError: no variant can have it; in a path it would ask for something else."""
+    from fingerprint.errors import ConfigError, NotFoundError
+    from iserve.api_types import check_name
+
+    try:
+        return check_name(name)
+    except ConfigError as error:
+        raise NotFoundError(f"no variant is named {name[:80]!r}; `iserve variant ls` lists them") from error
+
+
+RegisteredArgument = Annotated[
+    str, typer.Argument(metavar="NAME", help="The variant's name.", callback=_known_name)
 ]
 
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from iserve.cli import options as o
-from iserve.cli.variant import BASE_HELP, size_text
+from iserve.cli.groups import grouped
+from iserve.cli.variant import BASE_HELP, RegisteredArgument, size_text
 from iserve.cli.variant_delta import (
     CalibrationOption,
     DeviceOption,
@@ -25,11 +26,13 @@ from iserve.cli.variant_delta import (
     options_of,
     show_units,
 )
+from iserve.cli.variant_deploy import deploy
 
 if TYPE_CHECKING:
     from iserve.api_documents import VariantDocument
     from iserve.client import ControllerClient
     from iserve.deltas import CompressOptions
+    from iserve.rest_bodies import VariantBody
     from iserve.settings import Settings
 
 __all__ = ["register"]
@@ -47,19 +50,11 @@ def register(variant: typer.Typer) -> None:
     variant.command("ls", epilog="Example: iserve variant ls --json")(list_variants)
     variant.command("show", epilog="Example: iserve variant show my-style")(show)
     variant.command("rm", epilog="Example: iserve variant rm my-style")(rm)
+    variant.command("deploy", epilog="Example: iserve variant deploy my-style --intent throughput")(
+        grouped(deploy)
+    )
     variant.command("pin", epilog="Example: iserve variant pin my-style")(pin)
     variant.command("unpin", epilog="Example: iserve variant unpin my-style")(unpin)
-
-
-def _known_name(name: str) -> str:
-    """Return ``name``. Raises NotFoundError: no variant can have it; in a path it would ask for something else."""
-    from fingerprint.errors import ConfigError, NotFoundError
-    from iserve.api_types import check_name
-
-    try:
-        return check_name(name)
-    except ConfigError as error:
-        raise NotFoundError(f"no variant is named {name[:80]!r}; `iserve variant ls` lists them") from error
 
 
 def _new_name(name: str) -> str:
@@ -68,32 +63,43 @@ def _new_name(name: str) -> str:
     return check_name(name)
 
 
-NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The variant's name.", callback=_known_name)]
+NewNameArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME",
+        help="Name that clients give as the model; no deployment or model has it.",
+        callback=_new_name,
+    ),
+]
+PathArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="PATH",
+        help="Folder of a PEFT adapter, of a delta that `compress` wrote, or of a full fine-tune.",
+        callback=o.not_empty,
+    ),
+]
+BaseOption = Annotated[str, typer.Option("--base", metavar="MODEL", help=BASE_HELP, callback=o.not_empty)]
+ReplaceOption = Annotated[
+    bool, typer.Option("--replace", help="Give NAME, which has other content, this one in one step.")
+]
+PinOption = Annotated[bool, typer.Option("--pin", help="Have workers load it at once and keep it loaded.")]
+OwnOption = Annotated[
+    bool,
+    typer.Option(
+        "--as-deployment", help="Merge it, and serve it by a deployment of its own, as `variant deploy`."
+    ),
+]
 
 
 def add(
     context: typer.Context,
-    name: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME",
-            help="Name that clients give as the model; no deployment or model has it.",
-            callback=_new_name,
-        ),
-    ],
-    adapter: Annotated[
-        str,
-        typer.Argument(
-            metavar="PATH",
-            help="Folder of a PEFT adapter, of a delta that `compress` wrote, or of a full fine-tune.",
-            callback=o.not_empty,
-        ),
-    ],
-    base: Annotated[str, typer.Option("--base", metavar="MODEL", help=BASE_HELP, callback=o.not_empty)],
-    replace: Annotated[
-        bool, typer.Option("--replace", help="Give NAME, which has other content, this one in one step.")
-    ] = False,
-    pin: Annotated[bool, typer.Option("--pin", help="Have workers load it at once and keep it loaded.")] = False,
+    name: NewNameArgument,
+    adapter: PathArgument,
+    base: BaseOption,
+    replace: ReplaceOption = False,
+    pin: PinOption = False,
+    as_deployment: OwnOption = False,
     format_: FormatOption = "int2",
     calibration: CalibrationOption = None,
     max_error: MaxErrorOption = None,
@@ -109,32 +115,61 @@ def add(
 
     A full fine-tune is compressed first, as by `compress`, with its options. So is an adapter that no engine
     serves as one (DoRA, IA3, trained embeddings or biases, a rank above 256), once it is merged. Killed at any
-    moment, the same command goes on with the layers that are done.
+    moment, the same command goes on with the layers that are done. An engine that serves no deltas serves one
+    merged: --as-deployment.
     """
-    from iserve.api_documents import VariantDocument
+    from iserve.api_types import DeployBody
     from iserve.cli.connection import client, folder_argument, model_argument
-    from iserve.client import post_when_free
-    from iserve.deltas import is_fine_tune, replaced_companions
+    from iserve.cli.variant_deploy import deploy_merged
     from iserve.rest_bodies import VariantBody
     from iserve.settings import load_settings
-    from iserve.variants import kept_as_delta
 
     options = options_of(format_, calibration, max_error, max_quality_loss, text, device)
     settings, path = load_settings(), folder_argument(adapter)
     controller = client(settings)
+    body = VariantBody(name=name, base=model_argument(base, settings), path=path, replace=replace, pinned=pin)
+    added = _added(context, controller, settings, base, body, options, quiet=as_json)
+    if as_deployment:
+        controller, _ = deploy_merged(controller, settings, added, DeployBody(), quiet=as_json)
+        added = _with_deployment(controller, added)
+    if as_json:
+        o.print_json(added)
+    else:
+        typer.echo("\n".join(_added_lines(added)))
+
+
+def _added(
+    context: typer.Context,
+    controller: ControllerClient,
+    settings: Settings,
+    base: str,
+    body: VariantBody,
+    options: CompressOptions,
+    *,
+    quiet: bool,
+) -> VariantDocument:
+    """Return the variant of ``body`` as it is registered then; what no engine serves as it is becomes a delta."""
+    from iserve.api_documents import VariantDocument
+    from iserve.client import post_when_free
+    from iserve.deltas import is_fine_tune, replaced_companions
+    from iserve.variants import kept_as_delta
+
+    path = body.path
     with ExitStack() as held:
         parts = kept_as_delta(path)
         if parts:
             why = "; ".join(part.why for part in parts)
             typer.echo(f"iserve: {path} is kept as a delta, as no engine serves it as an adapter: {why}", err=True)
         if parts or is_fine_tune(path):
-            path = held.enter_context(_compressed(controller, settings, name, base, path, options, quiet=as_json))
+            path = held.enter_context(
+                _compressed(controller, settings, body.name, base, path, options, quiet=quiet)
+            )
         elif parts is not None:
             _check_unused(context)
-        body = VariantBody(name=name, base=model_argument(base, settings), path=path, replace=replace, pinned=pin)
-        with _progress(controller, name, quiet=as_json or not is_terminal()):
+        given = body.model_copy(update={"path": path}).model_dump()
+        with _progress(controller, body.name, quiet=quiet or not is_terminal()):
             patient = controller.patient(_ADD_TIMEOUT_S)
-            added = post_when_free(patient, _PATH, body.model_dump(), VariantDocument, patience_s=_ADD_TIMEOUT_S)
+            added = post_when_free(patient, _PATH, given, VariantDocument, patience_s=_ADD_TIMEOUT_S)
         companions = replaced_companions(path)
     if companions:
         typer.echo(
@@ -144,16 +179,25 @@ def add(
         )
     if added.base_warning is not None:
         typer.echo(f"iserve: {added.base_warning}", err=True)
-    if as_json:
-        o.print_json(added)
-        return
+    return added
+
+
+def _with_deployment(controller: ControllerClient, added: VariantDocument) -> VariantDocument:
+    """Return the variant as it is now, with what only its addition knows."""
+    from dataclasses import replace
+
+    from iserve.api_documents import VariantDocument
+
+    return replace(controller.get(f"{_PATH}/{added.name}", VariantDocument), new_bytes=added.new_bytes)
+
+
+def _added_lines(added: VariantDocument) -> Iterator[str]:
     shared = "" if added.new_bytes is None else f", {size_text(added.new_bytes)} of them new"
-    typer.echo(f"{added.name}: a variant of {added.base}, {_kind(added)}, {size_text(added.size_bytes)}{shared}")
-    typer.echo(_serving(added))
-    for cost in added.costs:
-        typer.echo(cost.text)
+    yield f"{added.name}: a variant of {added.base}, {_kind(added)}, {size_text(added.size_bytes)}{shared}"
+    yield _serving(added)
+    yield from (cost.text for cost in added.costs)
     if added.merge_advice is not None:
-        typer.echo(added.merge_advice.text)
+        yield added.merge_advice.text
 
 
 def _check_unused(context: typer.Context) -> None:
@@ -249,7 +293,7 @@ def list_variants(as_json: o.JsonOption = False) -> None:
     )
 
 
-def show(name: NameArgument, as_json: o.JsonOption = False) -> None:
+def show(name: RegisteredArgument, as_json: o.JsonOption = False) -> None:
     """Show one variant: base, content, the deployment that serves it, measured quality."""
     from iserve.api_documents import VariantDocument
     from iserve.cli.connection import client
@@ -280,21 +324,27 @@ def show(name: NameArgument, as_json: o.JsonOption = False) -> None:
         typer.echo(f"{label:<12}{text}")
 
 
-def rm(name: NameArgument) -> None:
-    """Forget a variant. Requests under way are answered; tensors that no other variant has are removed."""
-    from iserve.cli.connection import client
+def rm(name: RegisteredArgument) -> None:
+    """Forget a variant. Requests under way are answered; tensors that no other variant has are removed.
 
-    is_in_force = client(start=False).delete(f"{_PATH}/{name}")
+    A deployment of its own ends, and its merged checkpoint is removed.
+    """
+    from iserve.cli.connection import client
+    from iserve.cli.deploy import wait_until_gone
+
+    controller = client(start=False)
+    is_in_force = controller.delete(f"{_PATH}/{name}")
+    wait_until_gone(controller, name)
     late = "" if is_in_force else f", but {_NOT_FOLLOWED}: it may still answer requests for {name}"
     typer.echo(f"{name} is removed{late}")
 
 
-def pin(name: NameArgument, as_json: o.JsonOption = False) -> None:
+def pin(name: RegisteredArgument, as_json: o.JsonOption = False) -> None:
     """Have workers load a variant at once and keep it loaded; pinned ones are never unloaded for another."""
     _pin(name, pinned=True, as_json=as_json)
 
 
-def unpin(name: NameArgument, as_json: o.JsonOption = False) -> None:
+def unpin(name: RegisteredArgument, as_json: o.JsonOption = False) -> None:
     """Have workers load a variant when it is asked for, and unload it for another."""
     _pin(name, pinned=False, as_json=as_json)
 
@@ -325,6 +375,8 @@ def _updates(variant: VariantDocument) -> str:
 def _serving(variant: VariantDocument) -> str:
     if variant.why_not_served is not None:
         return f"not served: {variant.why_not_served}"
+    if variant.name in variant.deployments:
+        return f"served by a deployment of its own, as model {variant.name}"
     if variant.in_force is False:
         return f"to be served by {variant.deployments[0]}, as model {variant.name}, but {_NOT_FOLLOWED}"
     return f"served by {variant.deployments[0]}, as model {variant.name}"

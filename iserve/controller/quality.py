@@ -124,6 +124,9 @@ class QualityResults:
             )
 
     def _variant(self, name: str) -> VariantRow | None:
+        """Return the variant ``name``; None: there is none, or a deployment of its own is its model."""
+        if name in {row.name for row in self._store.deployments()}:
+            return None
         try:
             return self._store.variants.get(name)
         except NotFoundError:

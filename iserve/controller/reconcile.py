@@ -193,11 +193,13 @@ class Reconciler:
         if node is None and self._published is not None:
             return
         variants = self._controller.variants.routes(variant_servers(rows))
+        own = {row.name for row in rows if row.desired == "running"}  # one name leads to one deployment
         routes = tuple(
             route
             for row in rows
             if row.desired == "running"
-            for route in (self._route(row, node, variants.get(row.name, ())),)
+            for of_base in (tuple(one for one in variants.get(row.name, ()) if one.name not in own),)
+            for route in (self._route(row, node, of_base),)
             if route is not None
         )
         keys = tuple(

@@ -353,6 +353,7 @@ class Controller:
             end_workers(self.daemon(), workers)
         self.store.delete_deployment(row.id)
         self.store.add_event(None, "removed", f"{row.name}: removed")
+        self.variants.drop_merged()
 
     def is_ending(self, worker_id: str) -> bool:
         """Return whether it is being stopped by :meth:`end_worker`."""

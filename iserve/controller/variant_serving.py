@@ -141,7 +141,7 @@ def _why_no_delta(variant: VariantRow, servers: Iterable[VariantServer], misfit:
     need, base = -(-variant.num_bytes // 2**20), shlex.quote(variant.base)
     of_base = [server for server in servers if server.base_directory == variant.base_directory]
     able = [server for server in of_base if traits_of(server.engine).holds_deltas_by_size]
-    alone = f"or export it and deploy it by itself: iserve variant export {base} DELTA OUT"
+    alone = f"or merge it into a deployment of its own: iserve variant deploy {variant.name}"
     with_format = [server.delta_format for server in of_base if server.has_delta_slots]
     if with_format:
         return (

@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from daemon.variants.store import StoredVariant, VariantStore
 from fingerprint.config import SlotFormat
@@ -37,6 +38,7 @@ from iserve.controller.variant_serving import (
     why_not_served,
 )
 from iserve.demo import DEMO_MODEL_NAME
+from iserve.merged_variants import drop_merged
 from iserve.model_source import ModelSource
 from iserve.rest_bodies import VariantBody
 from iserve.route_table import VariantRoute
@@ -66,6 +68,13 @@ class _KeptRoutes:
     routes: Mapping[str, tuple[VariantRoute, ...]]
 
 
+class _Deployed(NamedTuple):
+    """Deployments as variants see them."""
+
+    servers: tuple[VariantServer, ...]
+    names: frozenset[str]  # a variant of that name is served by that one alone
+
+
 class Variants:
     """Register and content of this home's variants. Thread-safe.
 
@@ -81,6 +90,7 @@ class Variants:
         resolve: Callable[[str], ModelSource],
         registered: Callable[[], Collection[str]],
     ) -> None:
+        self._settings = settings
         self._store, self._resolve, self._registered = store, resolve, registered
         self._content = VariantStore(settings.variant_folder)
         self._pool = ThreadPoolExecutor(_ADDED_AT_ONCE, thread_name_prefix="variants")
@@ -183,8 +193,8 @@ class Variants:
         return found
 
     def all(self) -> tuple[VariantDocument, ...]:
-        servers = self._servers()
-        return tuple(self._document(row, servers) for row in self._store.variants.all())
+        deployed = self._deployed()
+        return tuple(self._document(row, deployed) for row in self._store.variants.all())
 
     def get(self, name: str) -> VariantDocument:
         return self._whole_document(self._store.variants.get(name))
@@ -199,8 +209,15 @@ class Variants:
         return self.get(name)
 
     def remove(self, name: str) -> VariantDocument:
-        """Forget a variant and return what it was; content that no other has is removed in the background."""
+        """Forget a variant and return what it was; content that no other has is removed in the background.
+
+        A deployment of its own ends first, in the background too, and its merged checkpoint with it.
+        """
         removed = self.get(name)
+        own = next((row for row in self._store.deployments() if row.name == name), None)
+        if own is not None:
+            self._store.add_event(own.id, "removing", f"{name}: removal asked for, with its variant")
+            self._store.update_deployment(own.id, desired="removed")
         row = self._store.variants.remove(name)
         self._changed()
         self._store.add_event(None, "variant-removed", f"{name}: {row.engine_name} of {row.base}")
@@ -246,6 +263,13 @@ class Variants:
         with self._lock:
             self._version += 1
 
+    def drop_merged(self) -> None:
+        """Remove the merged checkpoints that no deployment serves any longer."""
+        try:
+            drop_merged(self._settings, [row.request for row in self._store.deployments()])
+        except IserveError as error:
+            log.warning("%s; the next start of the controller does", error)
+
     def collect_soon(self) -> None:
         """Have a thread remove what killed controllers left, and report variants without content."""
         self._pool.submit(self._collect)
@@ -262,6 +286,7 @@ class Variants:
                     self._drop(content.content_hash)
             if self._content.root.exists():
                 self._content.collect()
+            self.drop_merged()
             stored = self._stored()
             for row in self._store.variants.all():
                 if row.content_hash not in stored:
@@ -291,15 +316,16 @@ class Variants:
         except IserveError as error:
             log.warning("removing the content of a variant: %s; the next start of the controller does", error)
 
-    def _servers(self) -> tuple[VariantServer, ...]:
-        return variant_servers(self._store.deployments())
+    def _deployed(self) -> _Deployed:
+        rows = self._store.deployments()
+        return _Deployed(variant_servers(rows), frozenset(row.name for row in rows if row.desired == "running"))
 
     def _stored(self) -> frozenset[str]:
         return frozenset(content.content_hash for content in self._content.contents())
 
     def _whole_document(self, row: VariantRow, new_bytes: int | None = None) -> VariantDocument:
         """Return the document of a variant, with what its manifest says; one that cannot be read says nothing."""
-        found = self._document(row, self._servers(), new_bytes)
+        found = self._document(row, self._deployed(), new_bytes)
         if row.max_rank:  # a delta has the hashes of its base
             warning = other_base_warning(row.trained_on, row.base, Path(row.base_directory))
             found = replace(found, base_warning=warning)
@@ -312,10 +338,13 @@ class Variants:
                 )
         return found
 
-    def _document(
-        self, row: VariantRow, servers: Collection[VariantServer], new_bytes: int | None = None
-    ) -> VariantDocument:
-        is_stored = self._content.has(row.content_hash)
+    def _document(self, row: VariantRow, deployed: _Deployed, new_bytes: int | None = None) -> VariantDocument:
+        is_stored, servers, is_own = (
+            self._content.has(row.content_hash),
+            deployed.servers,
+            row.name in deployed.names,
+        )
+        served_by = (row.name,) if is_own else self.servers_of(row, servers) if is_stored else ()
         return VariantDocument(
             name=row.name,
             base=row.base,
@@ -330,8 +359,8 @@ class Variants:
             trained_on=row.trained_on,
             pinned=row.pinned,
             created_at=row.created_at,
-            deployments=self.servers_of(row, servers) if is_stored else (),
-            why_not_served=why_not_served(row, servers, self._misfit, is_stored=is_stored),
+            deployments=served_by,
+            why_not_served=None if is_own else why_not_served(row, servers, self._misfit, is_stored=is_stored),
             on_disk=is_stored,
         )
 

@@ -239,8 +239,12 @@ def _slots(
     one_slot = slot_bytes(spec, chosen, max(even_split(spec.num_layers, chosen.pp)))
     cost = variant_cost(of_base, spec, chosen)
     share = f"{need.without_slot[chosen.adapter_slots]:.0%} of the variants asked for at once"
-    bound = "half of what the weights leave" if chosen.has_delta_slots else "a tenth of a GPU"
-    fewer = f"; {need.slots} take more than {bound}" if chosen.adapter_slots < need.slots else ""
+    fewer = f"; {need.slots} take more than a tenth of a GPU" if chosen.adapter_slots < need.slots else ""
+    if (chosen.has_delta_slots or chosen.delta_mib) and cost is not None and not need.is_fixed:
+        fewer = (
+            "; of the slots that half of what the weights leave holds, so many decode most tokens a second, by "
+            "the times of steps and the KV cache next to them"
+        )
     return (
         f"{slots_words(chosen)}, {gib(one_slot)} of a GPU each, for {traffic.variants:,} "
         f"variant{'s' * (traffic.variants > 1)} ({law}): {share} wait for a slot{fewer}",

@@ -58,7 +58,8 @@ def merge_advice(
 ) -> MergeAdviceDocument | None:
     """Return the advice on variants that are asked for as ``load`` and ``rate_per_s`` say; None: there is none.
 
-    There is none where the time of adapters is not known, and of deltas, which are not merged.
+    There is none where the time of variants is not known. Slots for deltas are judged by the time of deltas, also
+    where adapters share them.
 
     Args:
         base: argument of a command, quoted.
@@ -66,7 +67,7 @@ def merge_advice(
         names: of the variants of ``load``, where they are known.
         keeps_slots: whether the rest stays on the slots of ``config``; else on those that it needs.
     """
-    if config.has_delta_slots or variant_cost(estimator, spec, config) is None:
+    if variant_cost(estimator, spec, config) is None:
         return None
     most = LARGEST_BATCH if options.more_requests else min(LARGEST_BATCH, options.workload.batch)
 
@@ -86,13 +87,23 @@ def merge_advice(
         found = hot_variants(load, rate_per_s, on_slots, plain, gpu.memory_bytes)
     except (ConfigError, NotMeasuredError):
         return None
-    return None if found is None else _document(base, found, names[: found.merged])
+    if found is None:
+        return None
+    return _document(found, names[: found.merged], _commands(base, config, names[: found.merged]))
 
 
-def _document(base: str, found: HotVariants, names: tuple[str, ...]) -> MergeAdviceDocument:
-    rate_per_s, on_slots, split = found.on_slots.rate_per_s, found.on_slots, found.split
+def _commands(base: str, config: DeploymentConfig, names: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Return the commands for each variant that is to be merged; without names, those for one of them."""
+    if config.has_delta_slots or config.delta_mib:
+        if not names:
+            return [(f"iserve variant add NAME --base {base} PATH --as-deployment",)]
+        return [(f"iserve variant deploy {name}",) for name in names]
     merges = [(name, f"{name}-merged") for name in names] or [(f"{base} ADAPTER", "OUT")]
-    commands = [(f"iserve variant merge {what} {out}", f"iserve deploy {out}") for what, out in merges]
+    return [(f"iserve variant merge {what} {out}", f"iserve deploy {out}") for what, out in merges]
+
+
+def _document(found: HotVariants, names: tuple[str, ...], commands: list[tuple[str, ...]]) -> MergeAdviceDocument:
+    rate_per_s, on_slots, split = found.on_slots.rate_per_s, found.on_slots, found.split
     several = f"{found.merged} most popular variants" if found.merged > 1 else "most popular variant"
     which = ", ".join(names) or f"the {several}"
     merged_s, on_slots_s = split.gpu_s_per_request, on_slots.gpu_s_per_request

@@ -23,6 +23,7 @@ from fingerprint.gpu_sharing import GROUP_LOSS
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
 from fingerprint.service_model import LARGEST_BATCH
+from iserve.planning.delta_slots import slots_by_steps
 from placement.fit import demand
 from placement.placer_registry import FindsPlaces, check_placement, make_placer
 from placement.policies import DEFAULT_LOAD_THRESHOLD, JOINT
@@ -214,16 +215,20 @@ def slots_of(options: PlanOptions) -> SlotNeed | None:
 
 def slots_for(load: AskedVariants, options: PlanOptions) -> SlotNeed:
     """Return the adapter slots that variants need which are asked for as ``load`` says."""
-    requests = _USUAL_REQUESTS if options.more_requests else options.workload.batch
     traffic = options.intent.traffic
     return slot_need(
         load,
         traffic.variant_rank,
-        requests,
+        _requests(options),
         options.adapter_slots,
         delta_mib=traffic.delta_mib,
         delta_format=traffic.delta_format,
     )
+
+
+def _requests(options: PlanOptions) -> int:
+    """Return the requests in flight for which slots are reserved."""
+    return _USUAL_REQUESTS if options.more_requests else options.workload.batch
 
 
 def in_slots(config: DeploymentConfig, need: SlotNeed) -> DeploymentConfig:
@@ -302,10 +307,13 @@ def space(
 ) -> list[Candidate]:
     """Return the configuration space of ``spec`` on ``num_gpus`` GPUs, estimated."""
     chooser = EngineChooser(spec, gpu, engines)
-    candidates = []
+    candidates, of_base = list[Candidate](), estimator
     estimator = with_traffic(estimator, spec, options)
     drafts = DRAFT_TOKENS if options.intent.traffic.draft_acceptance else ()
     slots = slots_of(options)
+    if slots is not None:
+        load, requests = variant_load(options.intent.traffic), _requests(options)
+        slots = slots_by_steps(slots, load, spec, gpu, of_base, chooser.name, options.workload, requests)
     for config in configuration_space(spec, gpu, num_gpus, chooser.name, drafts=drafts, slots=slots):
         refusal = shape_refusal(spec, config, num_gpus)
         estimate = estimator.estimate(config, options.workload) if refusal is None else None

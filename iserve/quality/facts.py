@@ -61,6 +61,8 @@ def model_facts(name: str, controller: ControllerClient, registered: Mapping[str
         variant = controller.get(f"/api/v1/variants/{name}", VariantDocument)
     except IserveError:
         return _deployment_facts(name, controller, registered)
+    if name in variant.deployments:  # its own, of its merged checkpoint
+        return _deployment_facts(name, controller, registered)
     if not variant.deployments:
         return ModelFacts(name=name, variant_hash=variant.content_hash)
     facts = _deployment_facts(variant.deployments[0], controller, registered)

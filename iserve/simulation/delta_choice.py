@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 
 from fingerprint.config import ADAPTER_RANKS, LOADED_PER_SLOT, DeploymentConfig
 from fingerprint.estimators.adapter_slots import loads_stop_steps, variant_cost
 from fingerprint.gpu_spec import GpuSpec
+from iserve.planning.delta_slots import delta_step_time
 from iserve.planning.pipeline import variant_load
 from iserve.simulation.running import SimulatedModel
 from planner.adapter_slots import MOST_SLOTS
@@ -35,17 +35,7 @@ def with_delta_slots(model: SimulatedModel, gpu: GpuSpec) -> SimulatedModel:
     if cost is None or cost.prompt_s is None:
         return model
     requests = _USUAL_REQUESTS if options.more_requests else workload.batch
-    prompt_s = model.estimator.estimate(config, replace(workload, batch=1)).ttft_s.value
-    prompt_s += cost.prompt_s(workload.input_tokens)
-
-    @cache
-    def base_s(rows: int) -> float:
-        return model.estimator.estimate(config, replace(workload, batch=rows)).tpot_s.value
-
-    def step_s(rows: float, distinct: float) -> float:
-        decode_s = base_s(max(1, round(rows))) + cost.step_s(rows, distinct).value
-        return decode_s + rows * prompt_s / workload.output_tokens
-
+    step_s = delta_step_time(model.estimator, in_slots, cost, workload)
     load = variant_load(traffic)
     load_s = cost.load_s(delta_bytes) if loads_stop_steps(in_slots) else 0.0  # else it stops no worker
     found = slots_by_step_time(

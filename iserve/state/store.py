@@ -235,7 +235,7 @@ class Store:
         }
         try:
             with self._write() as connection:
-                check_no_variant(connection, name, "choose another --name")
+                check_no_variant(connection, name, "choose another --name", request.decode())
                 if kept is not None:
                     old = idempotency_keys.c.created_at < forget_before
                     connection.execute(sa.delete(idempotency_keys).where(old))
@@ -303,7 +303,11 @@ class Store:
         self, deployment_id: int, request: bytes, message: str, *, former: str, stop_first: bool = False
     ) -> bool:
         """Accept an update of a deployment: from here on it survives the controller. False: not while it is not
-        ready, or while another is under way; nor where what was asked for is no longer ``former``."""
+        ready, or while another is under way; nor where what was asked for is no longer ``former``.
+
+        Raises:
+            ConflictError: it serves the variant of its name, and another model is asked for.
+        """
         idle = (
             (deployments.c.id == deployment_id)
             & (deployments.c.desired == "running")
@@ -312,6 +316,9 @@ class Store:
             & deployments.c.update_request.is_(None)
         )
         with self._write() as connection:
+            name = connection.execute(sa.select(deployments.c.name).where(idle)).scalar()
+            if name is not None:
+                check_no_variant(connection, name, "update it without another model", request.decode())
             values = {"update_request": request.decode(), "update_stop_first": stop_first, "error": None}
             begun = connection.execute(sa.update(deployments).where(idle).values(**values)).rowcount > 0
             if begun:

@@ -1,8 +1,14 @@
-"""Register of LoRA variants: rows by name, in one namespace with deployments and registered models."""
+"""Register of variants: rows by name, in one namespace with deployments and registered models.
+
+A variant and a deployment have the same name where the deployment serves that variant's merged checkpoint, whose
+folder has the hash of the variant's content as its name.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import PurePath
 
 import sqlalchemy as sa
 
@@ -47,7 +53,7 @@ class VariantTable:
         """
         same = variants.c.name == row.name
         with self._database.write() as connection:
-            _check_free(connection, row.name)
+            _check_free(connection, row.name, row.content_hash)
             _check_room(connection, row.name)
             found = connection.execute(sa.select(variants).where(same)).mappings().first()
             former = None if found is None else VariantRow(**found)
@@ -101,13 +107,30 @@ class VariantTable:
         return row
 
 
-def check_no_variant(connection: sa.Connection, name: str, instead: str) -> None:
-    """Raise ConflictError where a variant has ``name``; the message ends with ``instead``."""
-    if connection.execute(sa.select(variants.c.name).where(variants.c.name == name)).first() is not None:
+def check_no_variant(connection: sa.Connection, name: str, instead: str, request: str = "{}") -> None:
+    """Raise ConflictError where a variant has ``name``; the message ends with ``instead``.
+
+    Args:
+        request: of a deployment as JSON; one of the variant's own merged checkpoint is no conflict.
+    """
+    content_hash = _content_of(connection, name)
+    if content_hash is not None and not _is_of_content(request, content_hash):
         raise ConflictError(
             f"a variant is named {name!r}, and one name means one model: {instead} or remove it first "
             f"(`iserve variant rm {name}`)"
         )
+
+
+def _content_of(connection: sa.Connection, name: str) -> str | None:
+    query = sa.select(variants.c.content_hash).where(variants.c.name == name)
+    found: str | None = connection.execute(query).scalar()
+    return found
+
+
+def _is_of_content(request: str, content_hash: str) -> bool:
+    """Return whether a deployment's request is for the merged checkpoint of a variant's content."""
+    model = json.loads(request).get("model")
+    return isinstance(model, str) and PurePath(model).name == content_hash
 
 
 def _check_room(connection: sa.Connection, name: str) -> None:
@@ -121,14 +144,22 @@ def _count(connection: sa.Connection, other_than: str = "") -> int:
     return int(connection.execute(query).scalar_one())
 
 
-def _check_free(connection: sa.Connection, name: str) -> None:
-    """Raise ConflictError where a deployment or a model has ``name``."""
-    taken = {
-        "a deployment": sa.select(deployments.c.name).where(deployments.c.name == name),
-        "a registered model": sa.select(models.c.name).where(models.c.name == name),
-    }
-    owner = next((what for what, query in taken.items() if connection.execute(query).first() is not None), None)
-    if name == DEMO_MODEL_NAME:
-        owner = owner or "the bundled model"
+def _check_free(connection: sa.Connection, name: str, content_hash: str | None = None) -> None:
+    """Raise ConflictError where a deployment of something else, or a model, has ``name``.
+
+    Args:
+        content_hash: of the variant that is to have it; None: of the one that has it, if any has.
+    """
+    request = connection.execute(sa.select(deployments.c.request).where(deployments.c.name == name)).scalar()
+    if request is not None:
+        former = _content_of(connection, name)
+        if not _is_of_content(request, content_hash or former or ""):
+            way_out = (
+                "choose another name" if former is None else f"remove both first (`iserve variant rm {name}`)"
+            )
+            raise ConflictError(f"a deployment is named {name!r}, and one name means one model; {way_out}")
+    owner = "the bundled model" if name == DEMO_MODEL_NAME else None
+    if connection.execute(sa.select(models.c.name).where(models.c.name == name)).first() is not None:
+        owner = "a registered model"
     if owner is not None:
         raise ConflictError(f"{owner} is named {name!r}, and one name means one model; choose another name")

@@ -28,7 +28,7 @@ from iserve import client
 from iserve.api_documents import DeploymentDocument
 from iserve.cli import update
 from iserve.cli.app import make_app
-from iserve.cli.deploy import _accepted, _follow
+from iserve.cli.deploy import accepted_by, wait_until_ready
 from iserve.client import ControllerClient, check_running_settings, post_once, post_when_free
 from iserve.settings import Settings
 from tests.golden_words import Golden
@@ -200,7 +200,7 @@ def test_a_later_deployment_of_the_same_name_is_not_the_one_that_was_asked_for(
     another = replace(DOCUMENT, created_at=2000.5, status="failed", error="out of memory")
     peers.append(Peer([(200, json.loads(to_json(another)))]))
     with golden.raises("cli", NotFoundError):
-        _follow(ControllerClient(peers[0].url, "t"), DOCUMENT, as_json=True, refused=False)
+        wait_until_ready(ControllerClient(peers[0].url, "t"), DOCUMENT, quiet=True)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_a_failed_deployment_is_removed_and_not_one_that_took_its_name(
     failed = replace(DOCUMENT, status="failed", error="out of memory")
     peers.append(Peer([(200, failed), *later]))
     with pytest.raises(EngineError, match="out of memory"):
-        _follow(ControllerClient(peers[0].url, "t"), DOCUMENT, as_json=True, refused=False)
+        wait_until_ready(ControllerClient(peers[0].url, "t"), DOCUMENT, quiet=True)
     path = "/api/v1/deployments/a"
     assert peers[0].asked == [f"GET {path}", f"DELETE {path}?created_at=1000.25", f"GET {path}"][: len(later) + 1]
 
@@ -261,7 +261,7 @@ def test_a_deploy_that_failed_before_is_removed_and_tried_again(
     gone = (404, {"error": "NotFoundError", "message": "no deployment is named 'a'"})
     peers.append(Peer([(202, failed), (202, failed), gone, (202, accepted)]))
     monkeypatch.setattr("iserve.cli.connection.client", lambda: ControllerClient(peers[0].url, "t"))
-    _, answer = _accepted({"name": "a"}, "k", quiet=False)
+    _, answer = accepted_by({"name": "a"}, "k", quiet=False)
     assert answer == DOCUMENT
     golden("cli", capsys.readouterr().err)
 

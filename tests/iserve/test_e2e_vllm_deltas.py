@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.process
 NAME = "base"  # of the deployment
 MANY = tuple(f"tuned-{number:02}" for number in range(20))
 WORK = ("--input-tokens", "48", "--output-tokens", "16", "--batch", "64", "--context", "64")
+ONE_GPU = ("--engine", "vllm", *WORK[:4], "--batch", "4", "--context", "64")
 SLOTS = ("--variants", 20, "--popularity", "even", "--rank", 0)
 NOT_RUN = """
 from daemon.engines.vllm import release
@@ -50,6 +52,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installation]:
         refused = home.run("deploy", "--engine", "vllm", *SLOTS, "--delta-format", "int2", *WORK, check=False)
         assert refused.returncode == 1
         assert "serves no deltas of full fine-tunes" in refused.stdout + refused.stderr
+        serve_merged(home, folder)
         home.run("down")
         not_run.unlink()
         home.json("deploy", "--name", NAME, "--engine", "vllm", *SLOTS, "--delta-format", "int2", *WORK)
@@ -67,6 +70,29 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installation]:
         yield home
     finally:
         home.clear()
+
+
+def serve_merged(home: Installation, folder: Path) -> None:
+    """Have a release that serves no deltas serve one merged, by a deployment of its own, and take it down."""
+    home.json("deploy", "--name", "plain", *ONE_GPU, "--variants", "2", "--rank", "8")
+    delta = write_tiny_delta(
+        demo_model_path(),
+        folder / "apart",
+        "int2",
+        77,
+        is_changed=lambda tensor: tensor.endswith("0.mlp.up_proj.weight"),
+    )
+    home.run("variant", "add", "apart", "--base", "plain", delta)
+    shown = home.json("variant", "show", "apart")
+    assert shown["why_not_served"].split()[-4:] == ["iserve", "variant", "deploy", "apart"]
+    deployed = home.json("variant", "deploy", "apart", *ONE_GPU)
+    assert (deployed["name"], deployed["config"]["engine"]) == ("apart", "vllm")
+    commands = [words for words in home.processes().values() if "--python-path" in words]
+    assert any(shown["content_hash"] in words for words in commands)
+    assert answer(home, "apart") == "apart"
+    home.run("variant", "rm", "apart")
+    assert [one["name"] for one in home.json("ps")] == ["plain"]
+    home.run("rm", "plain")
 
 
 def answer(home: Installation, model: str) -> str:

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, SlotFormat
@@ -185,18 +187,65 @@ def test_it_is_said_where_only_merging_serves_the_rate(golden: Golden) -> None:
     golden("variant", found.text)
 
 
-def test_deltas_are_not_merged() -> None:
-    config = DeploymentConfig(engine="vllm", adapter_slots=4, adapter_rank=16)
-    load = load_of(asked(80.0, 9000, 300))
-    adapters, deltas = (
-        merge_advice(
-            *("chat", source_of().spec, HARDWARE.gpu, estimator_on(LLAMA, HARDWARE.gpu), TRAFFIC, one),
-            *(load, 1234.0),
-        )
-        for one in (config, replace(config, delta_format=SlotFormat.INT2))
+DELTAS = DeploymentConfig(engine="vllm", adapter_slots=4, adapter_rank=16, delta_format=SlotFormat.INT2)
+
+
+def advice_on(
+    config: DeploymentConfig, load: VariantShares, rate_per_s: float, names: tuple[str, ...] = ()
+) -> MergeAdviceDocument | None:
+    spec, gpu = source_of().spec, HARDWARE.gpu
+    return merge_advice(
+        "chat", spec, gpu, estimator_on(LLAMA, gpu), TRAFFIC, config, load, rate_per_s, names, True
     )
-    assert adapters is not None
-    assert deltas is None
+
+
+def test_a_hot_delta_is_to_be_a_deployment_of_its_own(golden: Golden) -> None:
+    load = load_of(asked(80.0, 9000, 300))
+    found, in_plan = (advice_on(DELTAS, load, 1234.0, names) for names in (("a", "b"), ()))
+    assert found is not None
+    assert in_plan is not None
+    golden("variant", found.text)
+    assert [command.split()[-2:] for command in found.commands] == [["deploy", "a"], ["deploy", "b"]]
+    golden("variant", in_plan.commands[0], what="in a plan")
+    assert found.gpus_held_merged <= 0.9 * (found.gpus_held_on_slots or float("inf"))
+
+
+def test_what_slots_of_deltas_cost_grows_with_their_bytes() -> None:
+    """Compare formats: merged, the model is the same whatever its delta's format was."""
+    load = load_of(asked(80.0, 9000, 300))
+    costs = []
+    for format_ in (SlotFormat.INT1, SlotFormat.INT2, SlotFormat.INT3, SlotFormat.INT4):
+        advice = advice_on(replace(DELTAS, delta_format=format_), load, 800.0)
+        assert advice is not None
+        assert advice.variants == 2
+        costs.append((advice.gpu_s_per_request_on_slots, advice.gpu_s_per_request_merged))
+    on_slots, merged = zip(*costs, strict=True)
+    assert list(on_slots) == sorted(on_slots)
+    assert on_slots[0] < on_slots[-1]
+    assert len(set(merged)) == 1
+
+
+@pytest.mark.parametrize("format_", [SlotFormat.INT1, SlotFormat.INT2, SlotFormat.INT4])
+def test_deltas_without_load_or_alike_stay_on_slots(format_: SlotFormat) -> None:
+    alike = VariantShares((1 / 400,) * 400)
+    for load, rate_per_s in ((load_of(asked(80.0, 9000, 300)), 1e-4), (alike, 1.0)):
+        assert advice_on(replace(DELTAS, delta_format=format_), load, rate_per_s) is None
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    hot=st.floats(0.05, 0.95),
+    rate_per_s=st.floats(0.1, 300.0),
+    format_=st.sampled_from([SlotFormat.INT1, SlotFormat.INT2, SlotFormat.INT4]),
+    slots=st.sampled_from([1, 4, 8]),
+)
+def test_a_delta_is_merged_only_where_that_costs_a_tenth_less(
+    hot: float, rate_per_s: float, format_: SlotFormat, slots: int
+) -> None:
+    load = VariantShares((hot, *[(1 - hot) / 19] * 19))
+    found = advice_on(replace(DELTAS, delta_format=format_, adapter_slots=slots), load, rate_per_s)
+    if found is not None and found.gpus_held_on_slots is not None:
+        assert found.gpus_held_merged <= 0.9 * found.gpus_held_on_slots
 
 
 @pytest.mark.parametrize(

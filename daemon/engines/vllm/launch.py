@@ -80,7 +80,8 @@ def read_model(spec: WorkerSpec) -> Model:
     if spec.config.has_delta_slots and (dtype := _dtype_of(config)) != _DELTAS_DTYPE:
         raise CheckpointError(
             f"deltas are served on vllm next to a base in {_DELTAS_DTYPE} alone, and dtype in the config.json of "
-            f"{folder} is {dtype or 'not given'}; export them (`iserve variant export`) and deploy each by itself"
+            f"{folder} is {dtype or 'not given'}; merge each into a deployment of its own (`iserve variant "
+            "deploy`)"
         )
     if not spec.dummy_weights and not any((folder / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)):
         raise CheckpointError(

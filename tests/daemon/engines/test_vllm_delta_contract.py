@@ -101,10 +101,29 @@ def test_logits_are_asked_for_as_they_are_answered() -> None:
     ]
 
 
+def test_both_runners_ask_for_logits_of_prompts_as_the_plug_in_watches() -> None:
+    """Views of the step's hidden states, given by their place, to methods that our own replace."""
+    first = next(one for one in CALLS["v1/worker/gpu_model_runner.py"] if "prompt_logprobs" in one)
+    assert first.startswith("self._get_prompt_logprobs_dict(hidden_states[:num_scheduled_tokens],")
+    second = [one for one in CALLS["v1/worker/gpu/model_runner.py"] if "prompt_logprobs" in one]
+    assert len(second) == 2
+    assert all("(self.model.compute_logits, hidden_states, " in one and "=" not in one for one in second)
+    of_first, of_second = _theirs("GPUModelRunner"), _theirs("PromptLogprobsWorker")
+    assert of_first["_get_prompt_logprobs_dict"][0] == "hidden_states"
+    assert {tuple(names[:2]) for names in of_second.values()} == {("logits_fn", "hidden_states")}
+    watched = {
+        node.attr
+        for node in ast.walk(ast.parse((PLUGIN / "vllm_prompts.py").read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    }
+    assert {*of_first, *of_second} <= watched
+
+
 def test_both_runners_make_the_manager_that_is_replaced() -> None:
     for file in ("v1/worker/gpu_model_runner.py", "v1/worker/gpu/model_runner.py"):
         assert "LoRAModelRunnerMixin" in CLASSES[f"{file}:GPUModelRunner"]["bases"]
-        assert CALLS[file] == ["self.load_lora_model(self.model, self.vllm_config, self.device)"]
+        made = [one for one in CALLS[file] if "load_lora_model" in one]
+        assert made == ["self.load_lora_model(self.model, self.vllm_config, self.device)"]
     (made,) = CALLS["v1/worker/lora_model_runner_mixin.py"]
     assert made == "LRUCacheWorkerLoRAManager(vllm_config, device, model.embedding_modules)"
     assert CLASSES["lora/worker_manager.py:LRUCacheWorkerLoRAManager"]["bases"] == ["WorkerLoRAManager"]
@@ -126,6 +145,22 @@ def test_deltas_are_offered_once_the_plug_in_ran() -> None:
     """Until then plans refuse them on vLLM, and say how to export them."""
     assert traits_of("vllm").serves_deltas == bool(RUN_WITH_DELTAS)
     assert {f"{major}.{minor}.0" for major, minor in RUN_WITH_DELTAS} <= set(RELEASES)
+
+
+def test_the_table_of_engines_names_the_formats_that_the_plug_in_has() -> None:
+    page = (Path(__file__).parents[3] / "docs/engine-tables.md").read_text()
+    section = page.partition("## Deltas of full fine-tunes")[2].partition("Reasons:")[0]
+    head, _, *rows = (
+        [cell.strip(" `") for cell in line.strip("|").split("|")]
+        for line in section.splitlines()
+        if line.startswith("|")
+    )
+    found = {row[0].replace("`", ""): dict(zip(head, row, strict=True)) for row in rows}
+    formats = set(variant_module("formats").FORMATS)
+    assert {name for name, cell in found[f"vllm {RELEASES[0]}"].items() if cell == "yes"} == formats | {"merged"}
+    for other in ("vllm, other releases", "tensorrt-llm"):
+        assert [name for name, cell in found[other].items() if cell == "yes"] == ["merged"]
+    assert [name for name, cell in found["torch"].items() if cell == "yes"] == ["--delta-mib", "merged"]
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.33.1", "0.34.0+cu130", ""])

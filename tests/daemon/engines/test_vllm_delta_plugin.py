@@ -190,6 +190,27 @@ class TestStepRoutes:
                 ]  # each row once, in order
                 assert rows == [(row, slot if slot in merged else -1) for row, slot in enumerate(wanted)]
 
+    @given(
+        ids=st.lists(st.integers(0, 4), min_size=1, max_size=40),
+        slot_of_delta=st.dictionaries(st.integers(1, 4), st.integers(0, SLOTS - 1), max_size=3),
+        places=st.tuples(st.integers(0, 40), st.integers(0, 40)),
+    )
+    def test_logits_of_prompts_have_the_deltas_of_their_tokens(
+        self, ids: list[int], slot_of_delta: dict[int, int], places: tuple[int, int]
+    ) -> None:
+        """Rows from anywhere in the step, the last of which is sampled; afterwards samples have theirs."""
+        routes = _routes()
+        routes.update(ids, ids[-1:], slot_of_delta)
+        sampled = routes.logits_route
+        assert (sampled is routes.sample_route) == (ids[-1] in slot_of_delta)
+        first, end = sorted(min(place, len(ids)) for place in places)
+        with routes.of_prompts(first, end - first):
+            wanted = {row: slot_of_delta[one] for row, one in enumerate(ids[first:end]) if one in slot_of_delta}
+            found = routes.logits_route
+            assert ({} if found is None else _routed(found)) == wanted
+            assert (found is None) == (not wanted)
+        assert routes.logits_route is sampled
+
     def test_what_a_graph_launches_does_not_depend_on_the_mix(self) -> None:
         routes = _routes()
         for ids, slot_of_delta in (([1, 2], {1: 0}), ([2, 2], {1: 0}), ([1, 1], {})):

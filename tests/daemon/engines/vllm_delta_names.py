@@ -111,8 +111,12 @@ USED: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     f"{_LINEAR}:UnquantizedLinearMethod": (("apply",), ()),
     f"{_VOCABULARY}:VocabParallelEmbedding": ((), ("embedding_dim", "org_vocab_size")),
     f"{_MIXIN}:LoRAModelRunnerMixin": (("load_lora_model", "_set_active_loras", "add_lora"), ()),
-    "v1/worker/gpu_model_runner.py:GPUModelRunner": ((), ()),
+    "v1/worker/gpu_model_runner.py:GPUModelRunner": (("_get_prompt_logprobs_dict",), ()),
     "v1/worker/gpu/model_runner.py:GPUModelRunner": ((), ()),
+    "v1/worker/gpu/sample/prompt_logprob.py:PromptLogprobsWorker": (
+        ("compute_prompt_logprobs", "compute_prompt_token_id_logprobs"),
+        (),
+    ),
 }
 # Names of modules that the plug-in replaces.
 REPLACED = {_MIXIN: "LRUCacheWorkerLoRAManager", "lora/utils.py": "_all_lora_classes"}
@@ -150,8 +154,12 @@ def _calls(source: Package) -> dict[str, list[str]]:
         _MIXIN: ("LRUCacheWorkerLoRAManager",),
         "lora/utils.py": ("lora_cls", "lora_cls.can_replace_layer", "instance_layer.create_lora_weights"),
         "lora/model_manager.py": ("module.set_lora", "module.reset_lora", "self._set_adapter_mapping"),
-        "v1/worker/gpu_model_runner.py": ("self.load_lora_model",),
-        "v1/worker/gpu/model_runner.py": ("self.load_lora_model",),
+        "v1/worker/gpu_model_runner.py": ("self.load_lora_model", "self._get_prompt_logprobs_dict"),
+        "v1/worker/gpu/model_runner.py": (
+            "self.load_lora_model",
+            "self.prompt_logprobs_worker.compute_prompt_logprobs",
+            "self.prompt_logprobs_worker.compute_prompt_token_id_logprobs",
+        ),
         "model_executor/layers/logits_processor.py": ("self._get_logits",),
         "plugins/__init__.py": ("load_plugins_by_group",),
         **dict.fromkeys(_WITH_LOGITS, ("self.punica_wrapper.add_lora_logits",)),

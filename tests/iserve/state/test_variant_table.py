@@ -106,6 +106,32 @@ def test_one_name_means_one_model(at: Callable[[], Store], golden: Golden) -> No
     assert [row.name for row in store.deployments()] == ["deployment"]
 
 
+def test_a_deployment_of_its_own_has_the_variants_name(at: Callable[[], Store], golden: Golden) -> None:
+    """And it alone: of the merged checkpoint of what the variant is now, under no other name, by no update."""
+    store = at()
+    own, another = (f'{{"model": "/home/merged/{letter * 64}"}}'.encode() for letter in "ab")
+    store.variants.put(ROW)
+    with golden.raises("controller", ConflictError):
+        store.add_deployment("style", another)
+    row = store.add_deployment("style", own)
+    store.variants.check_free("style")
+    assert store.variants.put(replace(ROW, pinned=True)) == (replace(ROW, pinned=True), ROW)
+    with golden.raises("controller", ConflictError):
+        store.variants.put(replace(ROW, content_hash="b" * 64), replace=True)
+    with golden.raises("controller", ConflictError):
+        store.add_deployment("style", own)
+    store.update_deployment(row.id, phase="ready")
+    with golden.raises("controller", ConflictError):
+        store.begin_update(row.id, another, "another model", former=own.decode())
+    assert store.begin_update(row.id, own, "as it is", former=own.decode())
+    store.delete_deployment(row.id)
+    store.variants.remove("style")
+    store.add_deployment("style", own)
+    with pytest.raises(ConflictError, match="choose another name"):
+        store.variants.put(replace(ROW, content_hash="b" * 64))
+    store.variants.put(ROW)
+
+
 def test_a_state_without_variants_is_migrated(where: Where, at: Callable[[], Store]) -> None:
     database = open_database(where)
     database.migrate(to="0011")

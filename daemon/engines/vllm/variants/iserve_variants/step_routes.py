@@ -5,7 +5,8 @@ All buffers keep their addresses, so that a captured graph reads the routes of e
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +36,11 @@ class _Rows:
         self.slots = torch.full((max_rows,), -1, dtype=torch.int64, device=device)
         self.route = Route.empty(max_rows=max_rows, slots=slots, segment_rows=SEGMENT_ROWS, device=device)
         self._slot_of_row = self._routed = np.empty(0, dtype=np.int64)
+
+    @property
+    def slot_of_row(self) -> np.ndarray:
+        """Slot of each row, on the host; empty: no row has one."""
+        return self._slot_of_row
 
     def fill(self, slot_of_row: np.ndarray, routed: np.ndarray) -> bool:
         """Write the slot of each row, and route those of ``routed`` that have one; return whether a row has."""
@@ -72,6 +78,7 @@ class StepRoutes:
         """
         self.slots, self.graph_rows, self.merged_from_rows = slots, graph_rows, merged_from_rows
         self._tokens, self._samples = (_Rows(max_rows, slots, device) for _ in range(2))
+        self._prompts = Route.empty(max_rows=max_rows, slots=slots, segment_rows=SEGMENT_ROWS, device=device)
         self.wants_samples = False
         """Whether a module reads the routes of samples: an output layer with slots."""
         self.has_variants = False
@@ -79,6 +86,9 @@ class StepRoutes:
         self.has_routed = False
         """Whether a row is in the route of tokens."""
         self.samples_deltas = False
+        """Whether a sampled row has a delta."""
+        self.logits_route: Route | None = None
+        """Rows of deltas that logits are computed of now; None: none of them has one."""
         self.runs: tuple[Run, ...] = ()
         """All rows of a large step in order, where a delta is merged; empty: one product."""
 
@@ -102,6 +112,22 @@ class StepRoutes:
         """Sampled rows of deltas."""
         return self._samples.route
 
+    @contextmanager
+    def of_prompts(self, first: int, rows: int) -> Iterator[None]:
+        """Have :attr:`logits_route` be that of ``rows`` tokens of the step from ``first`` on.
+
+        These are rows of prompts, whose logprobs are asked for. The route of samples has other rows' deltas for
+        them, and may name more rows than there are.
+        """
+        former, slots = self.logits_route, self._tokens.slot_of_row[first : first + rows]
+        self.logits_route = self._prompts if (slots >= 0).any() else None
+        if self.logits_route is not None:
+            self._prompts.fill(torch.from_numpy(slots).to(self._prompts.order.device))
+        try:
+            yield
+        finally:
+            self.logits_route = former
+
     def update(self, tokens: Sequence[int], samples: Sequence[int], slot_of_delta: Mapping[int, int]) -> None:
         """Route a step.
 
@@ -120,6 +146,7 @@ class StepRoutes:
         if self.wants_samples:
             sampled = _slots(np.fromiter(samples, dtype=np.int64, count=len(samples)), slot_of_delta)
             self.samples_deltas = self._samples.fill(sampled, sampled)
+            self.logits_route = self.sample_route if self.samples_deltas else None
 
     def launches(self, rows: int) -> bool:
         """Return whether a product of ``rows`` rows launches the kernel of deltas.

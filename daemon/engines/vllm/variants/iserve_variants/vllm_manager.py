@@ -23,6 +23,7 @@ from iserve_variants.vllm_filler import Pairs, PlaceFiller
 from iserve_variants.vllm_layers import LinearWithDeltas
 from iserve_variants.vllm_model import ModelParts
 from iserve_variants.vllm_modules import EmbeddingWithDeltas, OutputWithDeltas
+from iserve_variants.vllm_prompts import watch_prompts
 
 __all__ = ["DeltaModel", "DeltaModelManager", "DeltaWorkerManager"]
 
@@ -45,6 +46,7 @@ class DeltaModelManager(AsideModelManager):
         super()._init_punica_wrapper(max_num_batched_tokens, vllm_config)
         settings = read_settings(vllm_config.additional_config)
         assert settings is not None  # the plug-in makes this manager for such configurations alone
+        watch_prompts()
         _check(self, settings, vllm_config)
         graph_rows = vllm_config.compilation_config.max_cudagraph_capture_size or 0
         places = SlotPlaces(self.lora_slots, has_spare=settings.background)

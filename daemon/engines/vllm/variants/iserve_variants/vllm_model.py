@@ -111,7 +111,7 @@ class ModelParts:
         if format_name is None or processor is None:
             self._refused[name] = "slots were made without the output layer"
         elif is_tied and embedding is not None:
-            add_to_logits(processor, embedding[1].deltas, self._runtime)  # one matrix, one copy
+            add_to_logits(self._model, processor, embedding[1].deltas, self._runtime)  # one matrix, one copy
         else:
             deltas = self._vocabulary_slots(module, format_name)
             inner = processor if hasattr(processor, "lora_a_stacked") else None
@@ -122,7 +122,7 @@ class ModelParts:
                     self._elsewhere.remove(stage)
                     self._take_vocabulary(stage, name, Kind.OUTPUT, format_name, deltas)
                     break
-            add_to_logits(processor, deltas, self._runtime)
+            add_to_logits(self._model, processor, deltas, self._runtime)
 
     def _vocabulary_slots(self, module: torch.nn.Module, format_name: str) -> EmbeddingSlots:
         """Return slots for the whole vocabulary, which every rank has."""

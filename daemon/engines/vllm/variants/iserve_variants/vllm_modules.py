@@ -10,6 +10,7 @@ from vllm.lora.layers import BaseLayerWithLoRA
 from iserve_variants.runtime import EMBEDDINGS, Runtime, own_name
 from iserve_variants.slots import EmbeddingSlots, NormSlots
 from iserve_variants.vllm_operators import delta_embedding
+from iserve_variants.vllm_prompts import adapters_of_samples_only, compute_logits_of_prompts
 
 __all__ = ["EmbeddingWithDeltas", "NormWithDeltas", "OutputWithDeltas", "add_to_logits"]
 
@@ -96,12 +97,18 @@ class OutputWithDeltas(_VocabularyWithDeltas):
         self.deltas, self.runtime = deltas, runtime
 
 
-def add_to_logits(processor: torch.nn.Module, deltas: EmbeddingSlots, runtime: Runtime) -> None:
+def add_to_logits(
+    model: torch.nn.Module, processor: torch.nn.Module, deltas: EmbeddingSlots, runtime: Runtime
+) -> None:
     """Make ``processor`` add to the logits of each row what its delta changes of the output layer.
 
     Every rank that has logits has those of the whole vocabulary, and the whole output layer's slots.
+
+    Args:
+        model: that has ``processor``, and whose logits of prompts are asked for as those of samples are.
     """
     runtime.routes.wants_samples = True
+    compute_logits_of_prompts(model, runtime.routes)
     inner = processor._get_logits
 
     def get_logits(
@@ -112,11 +119,12 @@ def add_to_logits(processor: torch.nn.Module, deltas: EmbeddingSlots, runtime: R
     ) -> torch.Tensor | None:
         if skip_gather:
             raise NotImplementedError("logits of a part of the vocabulary are not offered with deltas of it")
-        logits = inner(hidden_states, lm_head, embedding_bias, skip_gather)
-        routes = runtime.routes
-        if logits is not None and routes.samples_deltas:
+        with adapters_of_samples_only(processor):
+            logits = inner(hidden_states, lm_head, embedding_bias, skip_gather)
+        route = runtime.routes.logits_route
+        if logits is not None and route is not None:
             rows, x = logits.view(-1, logits.shape[-1]), hidden_states.view(-1, hidden_states.shape[-1])
-            runtime.products.add(rows, x, deltas, routes.sample_route)
+            runtime.products.add(rows, x, deltas, route)
         return logits
 
     processor._get_logits = get_logits

@@ -1,0 +1,115 @@
+"""``variant deploy``: a registered variant merged into its base, and served by a deployment of its own name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import typer
+
+from iserve.api_types import DeployBody
+from iserve.cli import options as o
+from iserve.cli.groups import checked
+from iserve.cli.variant import RegisteredArgument, size_text
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from iserve.api_documents import DeploymentDocument, VariantDocument
+    from iserve.client import ControllerClient
+    from iserve.settings import Settings
+
+__all__ = ["deploy", "deploy_merged"]
+
+
+def deploy(
+    variant: RegisteredArgument,
+    *,
+    request: DeployBody,
+    engine: o.EngineSettings,
+    refused: o.Refused = False,
+    as_json: o.JsonOption = False,
+) -> None:
+    """Merge a registered variant into its base, and serve it by a deployment of its own, under its name.
+
+    For a delta whose engine serves none, or a variant that is asked for all the time: it takes a whole model of
+    GPU memory, and its merged checkpoint as much disk as the base, in iServe's home. Killed at any moment, the
+    same command goes on. `variant rm` ends the deployment and removes the checkpoint; `rm` does so and keeps the
+    variant. Options are those of `deploy`.
+    """
+    from iserve.api_documents import VariantDocument
+    from iserve.cli.connection import client
+    from iserve.cli.deploy import show_ready
+    from iserve.settings import load_settings
+
+    if request.name is not None:
+        raise typer.BadParameter("the deployment has the variant's name", param_hint="'--name'")
+    settings, request = load_settings(), replace(request, **engine.body())
+    checked(request, settings)
+    controller = client(settings)
+    found = controller.get(f"/api/v1/variants/{variant}", VariantDocument)
+    controller, ready = deploy_merged(controller, settings, found, request, quiet=as_json)
+    show_ready(controller, ready, as_json=as_json, refused=refused)
+
+
+def deploy_merged(
+    controller: ControllerClient,
+    settings: Settings,
+    variant: VariantDocument,
+    request: DeployBody,
+    *,
+    quiet: bool,
+) -> tuple[ControllerClient, DeploymentDocument]:
+    """Return the deployment of its own that ``variant`` has then, which serves.
+
+    Args:
+        request: of the deployment, without model and name.
+
+    Raises:
+        InfeasibleError, EngineError: it was refused, or failed; its merged checkpoint is removed, and the variant
+            stays registered.
+        IserveError: as ``merge_registered``.
+    """
+    import secrets
+
+    from fingerprint.errors import EngineError, InfeasibleError
+    from iserve.cli.deploy import accepted_by, wait_until_ready
+    from iserve.merged_variants import held_merge
+
+    def make(folder: Path) -> None:
+        _merge(variant.name, folder, settings, quiet=quiet)
+
+    def wait() -> None:
+        typer.echo("iserve: waiting for another command that deploys this variant", err=True)
+
+    if not quiet:
+        typer.echo(
+            f"iserve: {variant.name} is merged into {variant.base}, and becomes a deployment of its own: a whole "
+            "model of GPU memory",
+            err=True,
+        )
+    with held_merge(settings, variant.content_hash, make, wait) as folder:
+        body = replace(request, model=str(folder), name=variant.name)
+        controller, accepted = accepted_by(body.given(), secrets.token_hex(16), quiet=quiet)
+    try:
+        return controller, wait_until_ready(controller, accepted, quiet=quiet)
+    except (InfeasibleError, EngineError) as error:
+        raise type(error)(
+            f"{error}; the variant {variant.name} stays registered, and its merged checkpoint is removed: `iserve "
+            f"variant deploy {variant.name}` tries again"
+        ) from error
+
+
+def _merge(name: str, folder: Path, settings: Settings, *, quiet: bool) -> None:
+    from iserve.cli.progress import StepDisplay
+    from iserve.cli.variant_delta import show_units
+    from iserve.registered_merges import merge_registered
+
+    with StepDisplay(quiet=quiet) as display:
+
+        def show(done_bytes: int, total_bytes: int) -> None:
+            show_units(display, "merging", "MiB", done_bytes >> 20, total_bytes >> 20)
+
+        done = merge_registered(name, str(folder), settings, show)
+    if not quiet:
+        typer.echo(f"merged into {folder}, {size_text(done.size_bytes)}")
