@@ -239,7 +239,7 @@ def _bfloat16(*shape: int) -> Any:
 
 
 class TestMemory:
-    """In vLLM's own classes: ``what_a_plan_promises_is_what_is_allocated`` of ``vllm_deltas_on_cpu``."""
+    """In vLLM's own classes: ``what_a_plan_promises_is_what_is_allocated`` of ``vllm_delta_cases.places``."""
 
     @pytest.mark.parametrize("tp", [1, 2, 4, 8, 16])
     @pytest.mark.parametrize("format_name", [one for one in SlotFormat if one is not SlotFormat.NONE])
