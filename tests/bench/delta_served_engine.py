@@ -6,13 +6,14 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tests.bench.delta_served_files import VARIANTS, Files
 
-__all__ = ["Served", "random_tokens"]
+__all__ = ["Served", "facts_of", "random_tokens"]
 
 GRAPH_ROWS = 512
 MOST_ROWS = 64
@@ -22,14 +23,22 @@ class Served:
     """Engine of vLLM in this process."""
 
     def __init__(
-        self, model: Path, files: Files, *, engine: str, slots: int, small: bool, eager: bool = False
+        self,
+        model: Path,
+        files: Files,
+        *,
+        engine: str,
+        slots: int,
+        small: bool,
+        eager: bool = False,
+        settings: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # it is compiled at the first start: 75 s
         self.files, self._small, self._number = files, small, 0
-        arguments = _arguments(model, engine, slots, small) | {"enforce_eager": eager}
+        arguments = _arguments(model, engine, slots, small, settings) | {"enforce_eager": eager}
         begin = time.perf_counter()
         from vllm import LLM
 
@@ -112,7 +121,7 @@ class Served:
         return swap
 
 
-def _arguments(model: Path, engine: str, slots: int, small: bool) -> dict[str, Any]:
+def _arguments(model: Path, engine: str, slots: int, small: bool, given: Mapping[str, Any]) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "model": str(model),
         "load_format": "safetensors" if small else "dummy",
@@ -133,7 +142,7 @@ def _arguments(model: Path, engine: str, slots: int, small: bool) -> dict[str, A
     from iserve_variants.settings import Settings
 
     whole = {"embedding_format": "int4", "output_format": "int2", "norms": True} if small else {}
-    settings = Settings(adapters=engine == "mixed", background=True, **whole)  # type: ignore[arg-type]
+    settings = Settings(**{"adapters": engine == "mixed", "background": True, **whole, **given})
     return arguments | {
         "enable_lora": True,
         "max_loras": slots,
@@ -146,3 +155,14 @@ def _arguments(model: Path, engine: str, slots: int, small: bool) -> dict[str, A
 def random_tokens(seed: int, count: int) -> list[int]:
     """Return ``count`` tokens drawn by ``seed``."""
     return random.Random(seed).choices(range(10, 128000), k=count)
+
+
+def facts_of(**known: Any) -> dict[str, Any]:
+    """Return what a measurement was made with."""
+    import torch
+    import vllm
+
+    return {
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "vllm": vllm.__version__,
+        "at": time.strftime("%Y-%m-%dT%H:%M:%S"), **known,
+    }  # fmt: skip

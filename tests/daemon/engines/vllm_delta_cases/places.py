@@ -19,7 +19,9 @@ from tests.daemon.engines.vllm_delta_cases.tiny_model import (
     SLOTS,
     VOCABULARY,
     case,
+    changed_model,
     close,
+    load_ahead,
     request,
     run,
     tiny_model,
@@ -46,6 +48,33 @@ def what_has_no_place_is_refused_by_name() -> None:
             assert name in str(refused.value), str(refused.value)
             assert tiny.manager.lora_index_to_id == [None] * SLOTS
             assert tiny.runner.list_loras() == set()
+
+
+@case
+def bits_of_each_matrix_by_itself_are_served_by_the_widest_slots() -> None:
+    """``--max-error`` chooses them; q, k and v of one module have three widths."""
+    with tempfile.TemporaryDirectory() as place:
+        mixed = {"layers.0.q_proj.weight": "int3", "layers.0.k_proj.weight": "int4", "lm_head.weight": "int3"}
+        mixed |= {"layers.1.down_proj.weight": "int4", "embed_tokens.weight": "int2"}
+        delta = write_delta(Path(place) / "mixed", 1, formats=mixed)
+        plain = write_delta(Path(place) / "plain", 2)
+        slots = {"format": "int4", "output_format": "int4"}
+        ids, tokens = [1, 0, 2, 1, 2, 0], torch.randint(0, VOCABULARY, (6,))
+        at = torch.tensor(ids)
+        for background in (False, True):
+            tiny = tiny_model(background=background, **slots)
+            if background:
+                load_ahead(tiny, request(1, delta))
+                load_ahead(tiny, request(2, plain))
+            found = run(tiny, ids, [request(1, delta), request(2, plain)], tokens)
+            for number, folder in ((1, delta), (2, plain)):
+                want = run(changed_model(folder, **slots), [0] * 6, [], tokens)
+                close(found[at == number], want[at == number])
+        narrow = tiny_model()
+        same = run(narrow, [2 if one == 2 else 0 for one in ids], [request(2, plain)], tokens)
+        assert torch.equal(found[at == 2], same[at == 2])  # slots of 4 bits compute what those of 2 do
+        with pytest.raises(ValueError, match="--delta-format int3"):
+            narrow.runner.add_lora(request(1, delta))
 
 
 @case
