@@ -256,7 +256,7 @@ def run(options: argparse.Namespace) -> None:
     )
     name = "_".join([engine, *(["eager"] if options.eager else []), *map(str, sum(options.settings.items(), ()))])
     kept = Kept(options.out / f"{name}.json", facts)
-    numbers = list(range(1, slots + 1))
+    numbers, compiled = list(range(1, slots + 1)), served.num_compiled()
     if engine != "plain":
         seconds = []
         for number in numbers:
@@ -279,6 +279,7 @@ def run(options: argparse.Namespace) -> None:
         measure_loads(served, kept, resident=numbers[:4], new=range(slots + 1, slots + 4))
     if "cold" in options.measure and engine != "plain":
         measure_cold(served, kept, new=range(slots + 4, slots + 7))
+    kept.add("compiled", at_start=compiled, later=served.num_compiled() - compiled)
 
 
 def same(options: argparse.Namespace) -> None:

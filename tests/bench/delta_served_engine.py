@@ -45,6 +45,13 @@ class Served:
         self.engine = LLM(**arguments).llm_engine
         self.start_s = time.perf_counter() - begin
 
+    def num_compiled(self) -> int:
+        """Return the kernels of deltas that this process has compiled or loaded; 0: the engine has none."""
+        found = [sys.modules.get(f"iserve_variants.{name}") for name in ("kernels", "merge")]
+        kernels = [getattr(one, name, None) for one in found for name in ("add_products", "_merge")]
+        caches = [cache for one in kernels if one is not None for cache in one.device_caches.values()]
+        return sum(len(cache[0]) for cache in caches)
+
     def request(self, number: int) -> Any:
         """Return what vLLM is asked with for delta or adapter ``number``; None: the base."""
         from vllm.lora.request import LoRARequest

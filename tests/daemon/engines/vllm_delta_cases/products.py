@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
+from tests.daemon.engines.recorded_kernels import recorded_kernels
 from tests.daemon.engines.vllm_delta_cases.tiny_model import (
     HIDDEN,
     VOCABULARY,
@@ -128,6 +131,41 @@ def a_stage_takes_its_own_part_of_a_delta() -> None:
         loaded = stage.manager.list_adapters()[1].pairs
         assert {name.partition(".")[0] for name in loaded} == {"layers", "norm", "lm_head"}
         assert not any(name.startswith("layers.0") for name in loaded)
+
+
+@case
+def steps_reach_no_kernel_that_was_not_warm_at_the_start() -> None:
+    """A storm of mixes and sizes: prompts that are merged and not, rows that are sampled, an adapter."""
+    from iserve_variants import vllm_manager
+    from iserve_variants.products import TritonProducts
+
+    reached, generator = set[Any](), random.Random(0)
+
+    def made(device: torch.device, **sizes: int) -> Any:
+        return TritonProducts(device, **sizes, kernels=recorded_kernels(reached))
+
+    with tempfile.TemporaryDirectory() as place, patch.object(vllm_manager, "products_for", made):
+        folders = [write_delta(Path(place) / str(seed), seed) for seed in (1, 2)]
+        requests = [request(i + 1, folder) for i, folder in enumerate(folders)]
+        requests.append(request(3, write_adapter(Path(place) / "adapter", 3)))
+        whole = requests[:2]
+        tied = [request(1 + i, write_delta(Path(place) / f"tied{i}", i, leave=("lm_head",))) for i in range(2)]
+        for settings in (
+            {},
+            {"is_tied": True, "output_format": None},
+            {"format": "int4", "merged_from_rows": None},
+        ):
+            reached.clear()
+            requests[:2] = tied if "is_tied" in settings else whole
+            tiny = tiny_model(**{"merged_from_rows": 40, **settings})
+            warm = set(reached)
+            for _ in range(30):
+                rows = generator.choice((1, 2, generator.randint(3, 32), generator.randint(33, 512)))
+                ids = sorted(generator.choices(range(4), k=rows), key=lambda one: (one * 7 + rows) % 4)
+                run(tiny, ids, requests, torch.randint(0, VOCABULARY, (rows,)))
+            assert reached == warm, reached - warm
+            merged = {key for key in warm if key[0] == "merge"}
+            assert bool(merged) == (settings.get("merged_from_rows", 40) is not None)
 
 
 @case

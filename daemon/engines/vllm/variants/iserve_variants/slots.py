@@ -44,6 +44,7 @@ class LinearSlots:
             )
         self.format, self.slices = format_, tuple(slices)
         outputs = sum(slices)
+        self.shape = outputs, inputs
         self.codes = torch.zeros(slots, *format_.codes_shape(outputs, inputs), dtype=torch.int16, device=device)
         self.scales = torch.zeros(
             slots, *format_.scales_shape(outputs, inputs), dtype=torch.bfloat16, device=device

@@ -24,6 +24,7 @@ from iserve_variants.vllm_filler import Pairs, PlaceFiller
 from iserve_variants.vllm_layers import LinearWithDeltas
 from iserve_variants.vllm_model import ModelParts
 from iserve_variants.vllm_modules import EmbeddingWithDeltas, OutputWithDeltas
+from iserve_variants.warming import warm_up
 
 __all__ = ["DeltaModel", "DeltaModelManager", "DeltaWorkerManager"]
 
@@ -99,10 +100,8 @@ class DeltaModelManager(LRUCacheLoRAModelManager):
             merged_elements=merged,
         )
         outputs = [one.deltas for one in self.modules.values() if isinstance(one, vocabularies)]
-        for rows in (1, 64, min(routes.graph_rows + 1, len(routes.token_slots))):  # each tiling
-            runtime.products.warm_up([one.deltas for one in linears], routes.token_route, rows)
-        for rows in (1, 64):
-            runtime.products.warm_up(outputs, routes.sample_route, rows)
+        merges = routes.merged_from_rows is not None
+        warm_up(runtime.products, routes, [one.deltas for one in linears], outputs, merges=merges)
         taken = sum(one.codes.nbytes + one.scales.nbytes for one in slots)
         _LOGGER.info("%d slots of deltas take %d MiB", runtime.places.count, taken // 2**20)
 
