@@ -22,7 +22,6 @@ __all__ = [
     "delta_places",
     "format_refusal",
     "layer_place_bytes",
-    "loads_in_background",
     "misfit",
     "other_place_bytes",
 ]
@@ -47,17 +46,9 @@ class _Linear:
         return all(one % TILE_ROWS == 0 for one in self.outputs) and self.inputs % GROUP == 0
 
 
-def loads_in_background(config: DeploymentConfig) -> bool:
-    """Return whether a delta is read into a spare place while steps go on: on one GPU.
-
-    Several ranks would be done at different times, so there a load stops their steps.
-    """
-    return config.num_gpus == 1
-
-
 def delta_places(config: DeploymentConfig) -> int:
-    """Return the places for deltas on a GPU: the slots, and the spare one."""
-    return config.adapter_slots + loads_in_background(config)
+    """Return the places for deltas on a GPU: the slots, and a spare one that is filled while steps go on."""
+    return config.adapter_slots + 1
 
 
 def layer_place_bytes(spec: ModelSpec, config: DeploymentConfig) -> int:

@@ -3,7 +3,7 @@
     python -m tests.bench.delta_served write WORK [--parts large small] [--deltas 38] [--contents 4]
     python -m tests.bench.delta_served same OUT --work WORK [--batches 20] [--at-once 1]
     python -m tests.bench.delta_served run OUT --work WORK --engine deltas [--measure steps loads] [--slots 32]
-                                           [--eager] [--settings '{"format": "int4"}']
+                                           [--eager] [--tp 2] [--settings '{"format": "int4"}']
     python -m tests.bench.delta_served table OUT
 
 ``write`` makes models and random deltas: ``large`` takes 7.5 GB of disk, ``small`` 10. ``same`` compares tokens of
@@ -248,13 +248,11 @@ def run(options: argparse.Namespace) -> None:
     """Measure one engine."""
     files = Files(root=options.work)
     engine, slots = options.engine, options.slots
-    served = Served(
-        files.shape, files, engine=engine, slots=slots, small=False, eager=options.eager, settings=options.settings
-    )
-    facts = facts_of(
-        engine=engine, slots=slots, eager=options.eager, start_s=served.start_s, settings=options.settings
-    )
-    name = "_".join([engine, *(["eager"] if options.eager else []), *map(str, sum(options.settings.items(), ()))])
+    asked = {"engine": engine, "slots": slots} | {one: vars(options)[one] for one in ("eager", "tp", "settings")}
+    served = Served(files.shape, files, small=False, **asked)
+    facts = facts_of(**asked, start_s=served.start_s)
+    parts = [engine, *(["eager"] if options.eager else []), *([f"tp{options.tp}"] if options.tp > 1 else [])]
+    name = "_".join([*parts, *map(str, sum(options.settings.items(), ()))])
     kept = Kept(options.out / f"{name}.json", facts)
     numbers, compiled = list(range(1, slots + 1)), served.num_compiled()
     if engine != "plain":
@@ -469,6 +467,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             part.add_argument("--engine", choices=ENGINES, required=True)
             part.add_argument("--measure", nargs="+", choices=MEASURES, default=list(MEASURES[:3]))
             part.add_argument("--slots", type=int, default=32)
+            part.add_argument("--tp", type=int, default=1)
             part.add_argument("--settings", type=json.loads, default={}, help="of the plug-in, as JSON")
             part.add_argument("--laws", nargs="+", choices=tuple(LAWS), default=list(LAWS), help="of the contest")
         if name == "tokens":

@@ -31,6 +31,7 @@ class Served:
         slots: int,
         small: bool,
         eager: bool = False,
+        tp: int = 1,
         settings: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -38,7 +39,10 @@ class Served:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # it is compiled at the first start: 75 s
         self.files, self._small, self._number = files, small, 0
-        arguments = _arguments(model, engine, slots, small, settings) | {"enforce_eager": eager}
+        arguments = _arguments(model, engine, slots, small, settings) | {
+            "enforce_eager": eager,
+            "tensor_parallel_size": tp,
+        }
         begin = time.perf_counter()
         from vllm import LLM
 

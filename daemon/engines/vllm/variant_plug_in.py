@@ -63,7 +63,6 @@ def _of_deltas(config: DeploymentConfig) -> dict[str, object]:
     Output layers that are the embedding have its format, whatever is said here.
     """
     from fingerprint.delta import EMBEDDING_FORMAT  # loads NumPy: a daemon without such slots does not
-    from fingerprint.delta.slots import loads_in_background
 
     found: dict[str, object] = (
         _settings()
@@ -73,7 +72,7 @@ def _of_deltas(config: DeploymentConfig) -> dict[str, object]:
             output_format=str(config.delta_format),
             norms=True,
             adapters=config.adapter_rank > 0,
-            background=loads_in_background(config),
+            background=True,
         )
         .to_config()
     )

@@ -95,9 +95,9 @@ class TestLaunch:
             background=True,
         )
 
-    def test_several_gpus_load_between_steps(self, make: Callable[..., WorkerSpec]) -> None:
+    def test_several_gpus_load_next_to_steps_too(self, make: Callable[..., WorkerSpec]) -> None:
         spec = make(layers=(20, 12), tp=2, adapter_slots=4, adapter_rank=16, delta_format=SlotFormat.INT3)
-        assert json.loads(options(spec)["--additional-config"])["iserve_deltas"]["background"] is False
+        assert json.loads(options(spec)["--additional-config"])["iserve_deltas"]["background"] is True
 
     def test_vllm_finds_the_plug_in_on_its_path(
         self, make: Callable[..., WorkerSpec], engine: Callable[[str], Any], tmp_path: Path
@@ -255,7 +255,7 @@ class TestMemory:
         assert other_place_bytes(LLAMA, config) * 9 == found
 
     def test_a_plan_counts_the_spare_place_the_buffers_and_the_adapters(self) -> None:
-        assert (delta_places(INT2), delta_places(replace(INT2, tp=2))) == (9, 8)
+        assert (delta_places(INT2), delta_places(replace(INT2, tp=2))) == (9, 9)
         one = slot_bytes(LLAMA, INT2, 32) - (adapter := slot_bytes(LLAMA, rank_of(INT2, 8), 32) // 8)
         assert one == 32 * layer_place_bytes(LLAMA, INT2) + other_place_bytes(LLAMA, INT2)
         assert reserved_bytes(LLAMA, INT2, 32) == 9 * one + 8 * adapter + buffer_bytes(LLAMA, INT2, 32)

@@ -90,8 +90,11 @@ USED: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "config/lora.py:LoRAConfig": ((), ("fully_sharded_loras",)),
     "config/vllm.py:VllmConfig": (
         (),
-        ("additional_config", "compilation_config", "model_config", "speculative_config"),
+        ("additional_config", "compilation_config", "model_config", "parallel_config", "speculative_config"),
     ),
+    "config/parallel.py:ParallelConfig": ((), ("world_size",)),
+    "distributed/parallel_state.py:GroupCoordinator": (("is_last_rank",), ("cpu_group", "world_size")),
+    "v1/executor/multiproc_executor.py:MultiprocExecutor": (("collective_rpc",), ("response_mqs",)),
     "config/compilation.py:CompilationConfig": ((), ("max_cudagraph_capture_size",)),
     "model_executor/layers/layernorm.py:RMSNorm": (
         ("forward_native",),
@@ -143,6 +146,8 @@ def _calls(source: Package) -> dict[str, list[str]]:
         _MIXIN: ("LRUCacheWorkerLoRAManager",),
         "lora/utils.py": ("lora_cls", "lora_cls.can_replace_layer", "instance_layer.create_lora_weights"),
         "lora/model_manager.py": ("module.set_lora", "module.reset_lora", "self._set_adapter_mapping"),
+        "v1/executor/abstract.py": ("self.collective_rpc",),
+        "v1/executor/multiproc_executor.py": ("self.response_mqs.append",),
         "v1/worker/gpu_model_runner.py": ("self.load_lora_model",),
         "v1/worker/gpu/model_runner.py": ("self.load_lora_model",),
         "model_executor/layers/logits_processor.py": ("self._get_logits",),

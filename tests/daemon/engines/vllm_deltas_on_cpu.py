@@ -18,7 +18,7 @@ from tests.daemon.engines.vllm_delta_cases import tiny_model
 from tests.daemon.engines.vllm_on_cpu import import_vllm
 from tests.daemon.variant_kernels import VARIANTS_PATH
 
-FILES = ("products", "loads", "places")
+FILES = ("products", "loads", "places", "several_gpus")
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ __all__ = [
     "changed_model",
     "close",
     "load_ahead",
+    "matrix_shapes",
     "request",
     "run",
     "tiny_model",
@@ -44,7 +45,12 @@ def case(function: Callable[[], None]) -> Callable[[], None]:
 
 
 def tiny_model(
-    *, has_vocabulary: bool = True, is_tied: bool = False, is_last_stage: bool = False, **settings: Any
+    *,
+    has_vocabulary: bool = True,
+    is_tied: bool = False,
+    is_last_stage: bool = False,
+    ranks: int = 1,
+    **settings: Any,
 ) -> SimpleNamespace:
     """Return a model of two layers without attention, its runner and its manager.
 
@@ -52,6 +58,7 @@ def tiny_model(
         has_vocabulary: whether the class takes adapters of embeddings and of the output layer, as Llama's does.
         is_tied: whether the output layer is the embedding.
         is_last_stage: whether another stage of a pipeline has the embedding and the first layer.
+        ranks: of the worker, this process being one.
         settings: of the plug-in, where they differ.
     """
     from iserve_variants.settings import Settings
@@ -84,7 +91,7 @@ def tiny_model(
         speculative_config=None,
         lora_config=lora,
         scheduler_config=SimpleNamespace(max_num_seqs=16, max_num_batched_tokens=512),
-        parallel_config=SimpleNamespace(enable_expert_parallel=False, world_size=1),
+        parallel_config=SimpleNamespace(enable_expert_parallel=False, world_size=ranks),
         model_config=SimpleNamespace(
             dtype=torch.bfloat16,
             get_vocab_size=lambda: VOCABULARY,
@@ -201,17 +208,17 @@ def write_delta(folder: Path, seed: int, *, leave: Sequence[str] = (), formats: 
     return folder
 
 
-def write_adapter(folder: Path, seed: int) -> Path:
+def write_adapter(folder: Path, seed: int, *, rank: int = 4) -> Path:
     """Write a LoRA adapter of q and down of layer 1."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name in ("layers.1.q_proj", "layers.1.down_proj"):
         outputs, inputs = matrix_shapes()[f"{name}.weight"]
-        tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(4, inputs, generator=generator) * 0.1
-        tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(outputs, 4, generator=generator) * 0.1
+        tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(rank, inputs, generator=generator) * 0.1
+        tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(outputs, rank, generator=generator) * 0.1
     folder.mkdir(parents=True)
     save_file(tensors, str(folder / "adapter_model.safetensors"))
-    facts = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"], "peft_type": "LORA"}
+    facts = {"r": rank, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"], "peft_type": "LORA"}
     (folder / "adapter_config.json").write_text(json.dumps(facts))
     return folder
 

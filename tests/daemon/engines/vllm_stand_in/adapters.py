@@ -33,8 +33,6 @@ class Adapters:
         self.given, self.paths, self.lock = given, {}, threading.Lock()
         self.settings = deltas.settings_of(given.additional_config)
         self.reader = deltas.Reader(behaviour.get("delta_asks", 2))
-        if self.settings is not None and self.settings.background and given.tensor_parallel_size > 1:
-            raise ValueError("iserve_deltas: deltas are not served in the background on several GPUs")
 
     def has_route(self, path):
         open_ = os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "0").strip().lower() in ("1", "true")

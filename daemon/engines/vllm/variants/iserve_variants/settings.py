@@ -48,7 +48,7 @@ class Settings:
     merged_from_rows: int | None = 256
     """Rows of one delta in a step, from which on a prompt is multiplied with merged weights; None: never."""
     background: bool = False
-    """Whether a load is refused until a thread has read the delta into a spare slot; steps go on meanwhile."""
+    """Whether a load is refused until a thread of each rank has read the delta into a spare slot; steps go on."""
     revision: int = REVISION
 
     def __post_init__(self) -> None:

@@ -67,7 +67,9 @@ class PlaceFiller:
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
                 self._stream.wait_event(self._freed)
                 for name, module in self._modules.items():
-                    self._fill(module, place, self._locked_pairs(self._found(name, pairs)))
+                    found = self._found(name, pairs)
+                    own = module.own_parts(found) if hasattr(type(module), "own_parts") else found
+                    self._fill(module, place, self._locked_pairs(own), is_own=True)
                     self._stream.synchronize()  # the buffer is used again
                     time.sleep(_PAUSE_S)
 
@@ -76,13 +78,13 @@ class PlaceFiller:
         return [pairs.get(one) for one in self._packed.get(name, [name])]
 
     @staticmethod
-    def _fill(module: torch.nn.Module, place: int, found: list[Pair | None]) -> None:
+    def _fill(module: torch.nn.Module, place: int, found: list[Pair | None], **of_rank: bool) -> None:
         if not any(found):
             module.deltas.clear(place)
         elif len(found) > 1:
-            module.fill(place, *([one and one[at] for one in found] for at in (0, 1)))
+            module.fill(place, *([one and one[at] for one in found] for at in (0, 1)), **of_rank)
         else:
-            module.fill(place, *found[0])
+            module.fill(place, *found[0], **of_rank)
 
     def _locked_pairs(self, found: list[Pair | None]) -> list[Pair | None]:
         """Return copies in the page-locked buffer."""
@@ -98,7 +100,7 @@ class PlaceFiller:
 
 
 def _place_bytes(module: torch.nn.Module) -> int:
-    """Return the bytes that a module's pairs take in the page-locked buffer; of one GPU, which has all of it."""
+    """Return the bytes that one rank's part of a module's pairs takes in the page-locked buffer."""
     deltas = module.deltas
     held = [deltas.table] * 2 if hasattr(deltas, "table") else [deltas.codes, deltas.scales]
     return sum(one[0].nbytes for one in held) + 16 * 2 * _MOST_JOINED

@@ -8,6 +8,7 @@ from typing import Any
 from weakref import finalize
 
 import torch
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
@@ -17,6 +18,7 @@ from iserve_variants.background import BackgroundLoader, Pauses, SlotPlaces, emp
 from iserve_variants.folder import MANIFEST_FILE, read_folder
 from iserve_variants.placement import place_tensors
 from iserve_variants.products import products_for
+from iserve_variants.ranks import Ranks, Readiness, load_on_all
 from iserve_variants.runtime import Runtime, building
 from iserve_variants.settings import Settings, read_settings
 from iserve_variants.step_routes import StepRoutes
@@ -58,6 +60,7 @@ class DeltaModelManager(LRUCacheLoRAModelManager):
             merged_from_rows=settings.merged_from_rows,
         )
         self.runtime = Runtime(settings, routes, places)
+        self.ranks = _ranks(vllm_config.parallel_config)
 
     def _create_lora_modules(self) -> None:
         with building(self.runtime):
@@ -198,11 +201,25 @@ class DeltaWorkerManager(LRUCacheWorkerLoRAManager):
         Raises:
             ValueError: a delta that is still being read, which has to be asked for again; one with no place here.
         """
+        add = super().add_adapter
+        if self._waits:  # for what a step needs: each rank reads it before it goes on
+            return add(lora_request)
+        lora_id = lora_request.lora_int_id
+        was_there = lora_id in self.list_adapters()
+        return load_on_all(
+            self._adapter_manager.ranks,
+            lora_request.lora_name,
+            lambda: self._readiness(lora_request),
+            lambda: add(lora_request),
+            lambda: was_there or self.remove_adapter(lora_id),
+        )
+
+    def _readiness(self, lora_request: Any) -> Readiness:
         folder, loader = _folder(lora_request), self._adapter_manager.loader
         is_new = lora_request.lora_int_id not in self.list_adapters()
-        if loader is not None and is_new and not self._waits and _is_delta(folder) and not loader.is_ready(folder):
-            raise ValueError(f"delta {lora_request.lora_name} is still being read: ask for it again")
-        return super().add_adapter(lora_request)
+        if loader is None or not is_new or not _is_delta(folder):
+            return Readiness.IMMEDIATE
+        return Readiness.READY if loader.is_ready(folder) else Readiness.READING
 
     def _apply_adapters(self, lora_requests: Any) -> None:
         """Load what a step needs, which waits for it."""
@@ -243,10 +260,25 @@ def _check(manager: Any, settings: Settings, vllm_config: Any) -> None:
         why = f"in {vllm_config.model_config.dtype}, bfloat16 alone"
     elif vllm_config.speculative_config is not None:
         why = "with drafts (--speculative-config)"
-    elif settings.background and vllm_config.parallel_config.world_size > 1:
-        why = "in the background on several GPUs, whose threads end at different times"
     if why:
         raise ValueError(f"iserve_deltas: deltas are not served {why}; start the worker without them")
+
+
+def _ranks(parallel_config: Any) -> Ranks:
+    """Return the ranks of the worker, and this one's place among them.
+
+    Raises:
+        ValueError: ranks beyond those of tensor and pipeline parallelism.
+    """
+    if parallel_config.world_size == 1:
+        return Ranks((), is_last=True)
+    tensor, pipeline = get_tp_group(), get_pp_group()
+    if tensor.world_size * pipeline.world_size != parallel_config.world_size:
+        raise ValueError(
+            "iserve_deltas: deltas are not served with parallelism beyond tensor and pipeline; start the worker "
+            "without it"
+        )
+    return Ranks((tensor.cpu_group, pipeline.cpu_group), is_last=tensor.is_last_rank and pipeline.is_last_rank)
 
 
 def _wrapper_key(manager: Any) -> str:
