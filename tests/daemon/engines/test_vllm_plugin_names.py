@@ -108,7 +108,7 @@ def test_every_attribute_is_ours_pythons_torchs_or_recorded() -> None:
 
 
 def test_attributes_of_vllms_objects_are_recorded_with_their_class() -> None:
-    """Where a name says what an object is: those that torch has as well, ``dtype`` for one, are told apart."""
+    """Names that torch has as well, ``dtype`` for one, are vLLM's where a variable says what an object is."""
     seen, own = set[str](), _own() - _recorded_names()
     for file, node in _attributes():
         if (cls := HELD.get(_last(node.value))) is not None:
@@ -170,7 +170,7 @@ def test_what_is_called_of_a_base_class_is_recorded() -> None:
 
 @pytest.mark.parametrize("file", RUNNERS)
 def test_a_runner_reaches_adapters_by_the_mixin_and_the_manager_alone(file: str) -> None:
-    """Of version 1 and 2: what it calls of the two is what the plug-in's manager has or inherits."""
+    """All that it calls for adapters, in version 1 and 2, is what the plug-in's manager has or inherits."""
     mixin = CLASSES["LoRAModelRunnerMixin"]["methods"]
     manager = {*CLASSES["WorkerLoRAManager"]["methods"], *CLASSES["LRUCacheWorkerLoRAManager"]["methods"]}
     called = NAMES["runners"][file]

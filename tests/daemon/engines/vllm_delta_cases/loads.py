@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -106,6 +107,44 @@ def loads_ahead_are_those_that_wait() -> None:
             assert torch.equal(found, want), (number, ids)
         ahead.runner.remove_lora(3)
         close(run(ahead, [3] * 6, requests, tokens), run(waits, [3] * 6, requests, tokens), 1e-6)  # not asked for
+
+
+@case
+def a_load_without_memory_leaves_the_worker_as_it_was() -> None:
+    """Memory ends while a thread or the call fills a place: an error that says so, and the next call loads."""
+    said = "CUDA out of memory. Tried to allocate 20.00 MiB"
+    with tempfile.TemporaryDirectory() as place:
+        one, two = (request(seed, write_delta(Path(place) / str(seed), seed)) for seed in (1, 2))
+        tokens = torch.randint(0, VOCABULARY, (6,))
+        ids = [1, 1, 0, 1, 0, 1]
+        for background in (True, False):
+            tiny = tiny_model(background=background)
+            want = run(tiny, ids, [one], tokens)
+            fill, calls = tiny.manager.filler._fill, list[None]()
+
+            def full(*given: Any, fill: Any = fill, calls: list[None] = calls, **named: Any) -> None:
+                calls.append(None)
+                if len(calls) == 3:  # the third module's
+                    raise torch.OutOfMemoryError(said)
+                fill(*given, **named)
+
+            tiny.manager.filler._fill = full
+            if background:
+                with pytest.raises(ValueError, match="is still being read"):
+                    tiny.runner.add_lora(two)
+                tiny.manager.loader.wait()
+            with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+                tiny.runner.add_lora(two)
+            assert tiny.runner.list_loras() == {1}
+            assert torch.equal(run(tiny, ids, [one], tokens), want)
+            if background:
+                load_ahead(tiny, two)
+            else:
+                assert tiny.runner.add_lora(two)
+            assert tiny.runner.list_loras() == {1, 2}
+            assert torch.equal(run(tiny, ids, [one], tokens), want)
+            fresh = run(tiny_model(), [2] * 6, [two], tokens)
+            assert torch.equal(run(tiny, [2] * 6, [two], tokens), fresh)
 
 
 @case
