@@ -40,7 +40,7 @@ from tests.bench.kept import read_kept
 __all__ = ["ENGINES", "GOALS_MS", "Answers", "Kept", "Mix", "compare_batches", "longest_steps", "summary"]
 
 ENGINES = ("plain", "deltas", "mixed")
-MEASURES = ("steps", "prompts", "loads", "cold", "contest")
+MEASURES = ("steps", "prompts", "loads", "reloads", "cold", "contest")
 GOALS_MS = {1: 6.5, 4: 8.0, 8: 10.0, 32: 24.0}
 BASE_SHARE, LOAD_SHARE, COLD_GOAL_S = 0.02, 1.5, 2.0
 ROWS, PROMPT, OUTPUT, ROUNDS = 32, 64, 129, 3
@@ -275,6 +275,10 @@ def run(options: argparse.Namespace) -> None:
         measure_contest(served, kept, laws=options.laws, orders=ORDERS if engine == "plain" else ())
     if "loads" in options.measure and engine != "plain":
         measure_loads(served, kept, resident=numbers[:4], new=range(slots + 1, slots + 4))
+    if "reloads" in options.measure and engine != "plain":  # of what the arena keeps, after what "loads" loaded
+        for number in numbers[-3:]:
+            served.engine.remove_lora(served.request(number).lora_int_id)
+        measure_loads(served, kept, resident=numbers[:4], new=numbers[-3:])
     if "cold" in options.measure and engine != "plain":
         measure_cold(served, kept, new=range(slots + 4, slots + 7))
     kept.add("compiled", at_start=compiled, later=served.num_compiled() - compiled)

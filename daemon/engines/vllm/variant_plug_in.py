@@ -14,14 +14,18 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
+from daemon.devices import read_machine
 from daemon.worker_spec import WorkerSpec
 from fingerprint.config import DeploymentConfig
+from fingerprint.errors import ConfigError
 
 __all__ = [
     "ADAPTER_KERNELS",
+    "DELTA_ARENA",
     "PLUG_IN_NAME",
     "PLUG_IN_PATH",
     "additional_config",
+    "arena_mib",
     "has_adapter_kernels",
     "may_need_plug_in",
     "needs_plug_in",
@@ -30,6 +34,8 @@ __all__ = [
 ]
 
 ADAPTER_KERNELS = "ISERVE_VLLM_ADAPTER_KERNELS"  # a setting of iServe: 1 for our kernels of adapters
+DELTA_ARENA = "ISERVE_VLLM_DELTA_ARENA_MIB"  # and one for the host's memory that keeps deltas
+_MOST_ARENA_MIB, _ARENA_PART = 16 * 1024, 8  # at most, and the part of the machine's memory, without the setting
 
 PLUG_IN_PATH = str(Path(__file__).parent / "variants")  # for ``PYTHONPATH``: the package, and its entry point
 PLUG_IN_NAME = _PACKAGE = "iserve_variants"  # of the entry point, and of its package
@@ -50,14 +56,37 @@ def may_need_plug_in(spec: WorkerSpec) -> bool:
     return needs_plug_in(spec.config) or (spec.profiling and has_adapter_kernels())
 
 
-def additional_config(config: DeploymentConfig) -> dict[str, object]:
-    """Return the value of ``--additional-config`` for the slots of ``config``; empty: vLLM needs none."""
-    deltas = _of_deltas(config) if config.has_delta_slots else {}
+def arena_mib(num_gpus: int) -> int:
+    """Return the host's memory, in MiB, in which the worker of each GPU keeps deltas that it read.
+
+    A setting says how much all GPUs of a deployment take; else it is an eighth of the machine's memory and at most
+    16 GiB. Each has a power of two, in which torch takes page-locked memory, of at most its share.
+
+    Raises:
+        ConfigError: the setting is no number of MiB.
+    """
+    given = os.environ.get(DELTA_ARENA, "")
+    if given and not (given.isascii() and given.isdigit()):
+        raise ConfigError(f"{DELTA_ARENA} is {given!r}; give a whole number of MiB, 0 for none")
+    whole = int(given) if given else min(_MOST_ARENA_MIB, read_machine().memory_bytes // _ARENA_PART >> 20)
+    share = whole // num_gpus
+    return 1 << (share.bit_length() - 1) if share else 0
+
+
+def additional_config(config: DeploymentConfig, *, keeps: bool = False) -> dict[str, object]:
+    """Return the value of ``--additional-config`` for the slots of ``config``; empty: vLLM needs none.
+
+    ``keeps``: whether the worker keeps deltas that it read; those of profiles load each but once.
+
+    Raises:
+        ConfigError: a setting of iServe that is none.
+    """
+    deltas = _of_deltas(config, arena_mib(config.num_gpus) if keeps else 0) if config.has_delta_slots else {}
     adapters = _settings().adapters_config() if config.adapter_rank and has_adapter_kernels() else {}
     return deltas | adapters
 
 
-def _of_deltas(config: DeploymentConfig) -> dict[str, object]:
+def _of_deltas(config: DeploymentConfig, kept_mib: int) -> dict[str, object]:
     """Return settings of slots that have room for all that a fine-tune may change.
 
     Output layers that are the embedding have its format, whatever is said here.
@@ -73,6 +102,7 @@ def _of_deltas(config: DeploymentConfig) -> dict[str, object]:
             norms=True,
             adapters=config.adapter_rank > 0,
             background=True,
+            arena_mib=kept_mib,
         )
         .to_config()
     )

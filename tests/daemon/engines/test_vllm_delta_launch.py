@@ -12,10 +12,18 @@ from typing import Any
 
 import pytest
 
+from daemon.devices import read_machine
 from daemon.engines.base import Inside
 from daemon.engines.registry import get_engine
 from daemon.engines.vllm import launch, release
-from daemon.engines.vllm.variant_plug_in import PLUG_IN_NAME, PLUG_IN_PATH, takes_release
+from daemon.engines.vllm.variant_plug_in import (
+    DELTA_ARENA,
+    PLUG_IN_NAME,
+    PLUG_IN_PATH,
+    additional_config,
+    arena_mib,
+    takes_release,
+)
 from daemon.worker_spec import WorkerSpec
 from fingerprint.capability import DELTA_FAMILIES, EngineCapabilities
 from fingerprint.config import DeploymentConfig, Pruning, SlotFormat, WeightFormat
@@ -93,7 +101,27 @@ class TestLaunch:
             norms=True,
             adapters=rank > 0,
             background=True,
+            arena_mib=arena_mib(1),
         )
+
+    def test_each_gpu_keeps_deltas_in_its_share_of_the_memory(
+        self, make: Callable[..., WorkerSpec], monkeypatch: pytest.MonkeyPatch, golden: Golden
+    ) -> None:
+        default = arena_mib(1)
+        assert 0 < default <= 16384
+        assert default & (default - 1) == 0
+        assert default <= read_machine().memory_bytes / 8 / 2**20
+        given_gpus = {("6000", 1): 4096, ("6000", 2): 2048, ("0", 1): 0, ("1", 2): 0, ("", 1): default}
+        for (given, gpus), want in given_gpus.items():
+            monkeypatch.setenv(DELTA_ARENA, given)
+            assert arena_mib(gpus) == want
+        monkeypatch.setenv(DELTA_ARENA, "6000")
+        spec = make(layers=(20, 12), tp=2, adapter_slots=4, adapter_rank=16, delta_format=SlotFormat.INT3)
+        assert json.loads(options(spec)["--additional-config"])["iserve_deltas"]["arena_mib"] == 1024  # 4 GPUs
+        assert additional_config(spec.config)["iserve_deltas"]["arena_mib"] == 0  # type: ignore[index]
+        monkeypatch.setenv(DELTA_ARENA, "1 GiB")
+        with golden.raises("engines", ConfigError):
+            arena_mib(1)
 
     def test_several_gpus_load_next_to_steps_too(self, make: Callable[..., WorkerSpec]) -> None:
         spec = make(layers=(20, 12), tp=2, adapter_slots=4, adapter_rank=16, delta_format=SlotFormat.INT3)

@@ -77,6 +77,7 @@ def test_settings_are_read_as_they_were_given() -> None:
         pytest.param({"form": "int2"}, id="name"),
         pytest.param({"revision": 7}, id="revision"),
         pytest.param({"merged_from_rows": 0}, id="rows"),
+        pytest.param({"arena_mib": -1}, id="arena"),
         pytest.param("int2", id="text"),
     ],
 )

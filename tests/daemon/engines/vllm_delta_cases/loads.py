@@ -110,6 +110,34 @@ def loads_ahead_are_those_that_wait() -> None:
 
 
 @case
+def a_delta_that_was_loaded_before_is_loaded_without_its_file() -> None:
+    """From the arena: after an unload, after its slot was taken, next to steps or not; the bytes are the same."""
+    with tempfile.TemporaryDirectory() as place:
+        folders = [write_delta(Path(place) / str(seed), seed) for seed in (1, 2, 3)]
+        requests = [request(i + 1, folder) for i, folder in enumerate(folders)]
+        tokens = torch.randint(0, VOCABULARY, (6,))
+        want = [run(tiny_model(), [number] * 6, requests, tokens) for number in (1, 2, 3)]
+        kept = (folders[0] / "delta.safetensors").read_bytes()
+        for background in (True, False):
+            tiny = tiny_model(background=background, arena_mib=1)
+            folders_of, arena = tiny.manager.folders, tiny.manager.folders.arena
+            for number in (1, 2, 1, 3, 1):
+                if number == 1 and (folders_of.wait() or arena.taken_bytes()):
+                    (folders[0] / "delta.safetensors").unlink()
+                if background:
+                    load_ahead(tiny, requests[number - 1])
+                found = run(tiny, [number] * 6, requests, tokens)
+                assert torch.equal(found, want[number - 1]), number
+                tiny.runner.remove_lora(number)
+                (folders[0] / "delta.safetensors").write_bytes(kept)
+                for thread in threading.enumerate():
+                    if thread.name == "iserve-free":
+                        thread.join()
+                assert arena.taken_bytes() <= 2**20
+            del folders_of, arena, tiny
+
+
+@case
 def a_load_without_memory_leaves_the_worker_as_it_was() -> None:
     """Memory ends while a thread or the call fills a place: an error that says so, and the next call loads."""
     said = "CUDA out of memory. Tried to allocate 20.00 MiB"

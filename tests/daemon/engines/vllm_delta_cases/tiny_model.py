@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from fingerprint.tensor_hash import tensor_hash
+
 __all__ = [
     "CASES",
     "HEAD",
@@ -196,16 +198,25 @@ def write_delta(folder: Path, seed: int, *, leave: Sequence[str] = (), formats: 
         )
         scales = torch.rand(format_.scales_shape(*shape), generator=generator) * 0.02
         tensors[f"{name}.scales"] = scales.bfloat16()
-        matrices.append({"name": name, "shape": list(shape), "format": format_name, "file": "delta.safetensors"})
+        hashes = {part: hash_of(tensors[f"{name}.{part}"]) for part in ("codes", "scales")}
+        facts = {"name": name, "shape": list(shape), "format": format_name, "file": "delta.safetensors"}
+        matrices.append(facts | hashes)
     for name in ("layers.0.norm.weight", "norm.weight"):
         if not any(part in name for part in leave):
             tensors[name] = (1 + 0.2 * torch.randn(HIDDEN, generator=generator)).bfloat16()
-            exact.append({"name": name, "shape": [HIDDEN], "dtype": "BF16", "file": "delta.safetensors"})
+            facts = {"name": name, "shape": [HIDDEN], "dtype": "BF16", "file": "delta.safetensors"}
+            exact.append(facts | {"sha256": hash_of(tensors[name])})
     folder.mkdir(parents=True)
     save_file(tensors, str(folder / "delta.safetensors"))
     manifest = {"version": 1, "matrices": matrices, "exact": exact}
     (folder / "delta.json").write_text(json.dumps(manifest))
     return folder
+
+
+def hash_of(tensor: torch.Tensor) -> str:
+    """Return the hash of a tensor as a manifest has it."""
+    dtype = {torch.int16: "I16", torch.bfloat16: "BF16"}[tensor.dtype]
+    return tensor_hash(dtype, tuple(tensor.shape), (tensor.view(torch.uint8).numpy().tobytes(),))
 
 
 def write_adapter(folder: Path, seed: int, *, rank: int = 4) -> Path:

@@ -40,6 +40,7 @@ class PlaceFiller:
         }
         self._packed, self._runtime, self._device = packed, runtime, device
         self._stream: torch.cuda.Stream | None = None
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
         if runtime.settings.background and device.type == "cuda":
             self._stream, self._freed = torch.cuda.Stream(device), torch.cuda.Event()
             self._freed.record()
@@ -55,6 +56,13 @@ class PlaceFiller:
         """Fill a place with a delta; from the thread that steps."""
         for name, module in self._modules.items():
             self._fill(module, place, self._found(name, pairs))
+        if self._copied is not None:
+            self._copied.record()
+
+    def settle(self) -> None:
+        """Wait until nothing is copied any more from the tensors that :meth:`put` was given; from any thread."""
+        if self._copied is not None:
+            self._copied.synchronize()
 
     def fill_spare(self, pairs: Pairs) -> None:
         """Fill the spare place with a delta and wait for it; from another thread than that which steps."""
@@ -69,7 +77,8 @@ class PlaceFiller:
                 for name, module in self._modules.items():
                     found = self._found(name, pairs)
                     own = module.own_parts(found) if hasattr(type(module), "own_parts") else found
-                    self._fill(module, place, self._locked_pairs(own), is_own=True)
+                    locked = own if _is_locked(pairs, own) else self._locked_pairs(own)
+                    self._fill(module, place, locked, is_own=True)
                     self._stream.synchronize()  # the buffer is used again
                     time.sleep(_PAUSE_S)
 
@@ -97,6 +106,11 @@ class PlaceFiller:
                 at += -(-tensor.nbytes // 16) * 16
             copies.append((made[0], made[1]) if made else None)
         return copies
+
+
+def _is_locked(pairs: Pairs, own: list[Pair | None]) -> bool:
+    """Return whether a module's pairs are page-locked, and contiguous as they are."""
+    return getattr(pairs, "is_pinned", False) and all(one.is_contiguous() for pair in own for one in pair or ())
 
 
 def _place_bytes(module: torch.nn.Module) -> int:

@@ -14,8 +14,10 @@ from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
+from iserve_variants.arena import Arena
 from iserve_variants.background import BackgroundLoader, Pauses, SlotPlaces, empty_aside
-from iserve_variants.folder import MANIFEST_FILE, read_folder
+from iserve_variants.folder import MANIFEST_FILE
+from iserve_variants.kept_folders import KeptFolders
 from iserve_variants.placement import place_tensors
 from iserve_variants.products import products_for
 from iserve_variants.ranks import Ranks, Readiness, load_on_all
@@ -75,6 +77,7 @@ class DeltaModelManager(LRUCacheLoRAModelManager):
         self._mark = LoRALayerWeights(_MARK, 1, 1, mark, mark)
         self._adapters_key: object = None
         self.filler = PlaceFiller(self.modules, self.packed_modules, self.runtime, torch.device(self.device))
+        self.folders = self._kept_folders()
         self.loader = (
             BackgroundLoader(self._read_pairs, self.filler.fill_spare) if self.settings.background else None
         )
@@ -177,10 +180,19 @@ class DeltaModelManager(LRUCacheLoRAModelManager):
     def _read_pairs(self, folder: Path) -> Pairs:
         mapper = getattr(self.model, "hf_to_vllm_mapper", None)
         rename = mapper.get_rename_mapper()._map_name if mapper is not None else lambda name: name
-        # Page-locking gigabytes holds up other threads' launches.
-        pin = torch.device(self.device).type == "cuda" and not self.settings.background
         pause = Pauses() if self.settings.background else lambda: None
-        return place_tensors(read_folder(folder, pin=pin, pause=pause), self.places, rename, pause)
+        return self.folders.load(folder, lambda delta: place_tensors(delta, self.places, rename, pause), pause)
+
+    def _kept_folders(self) -> KeptFolders:
+        """Take the memory that keeps deltas; without it each load reads its folder."""
+        is_cuda, num_bytes = torch.device(self.device).type == "cuda", self.settings.arena_mib * 2**20
+        # Page-locking gigabytes holds up other threads' launches, so it is done at the start alone.
+        pins = is_cuda and not self.settings.background
+        try:
+            return KeptFolders(Arena(num_bytes, pin=is_cuda, before_reuse=self.filler.settle), pins=pins)
+        except RuntimeError as error:
+            _LOGGER.warning("no %d MiB of memory for deltas that are loaded again: %s", num_bytes >> 20, error)
+            return KeptFolders(Arena(0, pin=False), pins=pins)
 
 
 def _freed_aside(delta: DeltaModel) -> None:
