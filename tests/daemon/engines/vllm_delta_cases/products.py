@@ -72,14 +72,19 @@ def slots_are_given_to_the_deltas_used_last() -> None:
     with tempfile.TemporaryDirectory() as place:
         folders = [write_delta(Path(place) / str(seed), seed) for seed in range(1, 6)]
         requests = [request(i + 1, folder) for i, folder in enumerate(folders)]
-        tiny = tiny_model()
         tokens = torch.randint(0, VOCABULARY, (6,))
-        alone = [run(tiny, [number] * 6, requests, tokens) for number in range(1, 6)]
-        for mix in ([1, 2, 3, 1, 2, 3], [4, 5, 1, 4, 0, 0], [2, 2, 3, 5, 0, 0], [3, 4, 5, 5, 4, 3]):
-            found = run(tiny, mix, requests, tokens)
-            for row, number in enumerate(mix):
-                if number:
-                    close(found[row], alone[number - 1][row], 1e-2)
+        for arena_mib in (0, 1, 64):  # none, one that has some of them, one that has all
+            tiny = tiny_model(arena_mib=arena_mib)
+            alone = [run(tiny, [number] * 6, requests, tokens) for number in range(1, 6)]
+            for mix in ([1, 2, 3, 1, 2, 3], [4, 5, 1, 4, 0, 0], [2, 2, 3, 5, 0, 0], [3, 4, 5, 5, 4, 3]):
+                found = run(tiny, mix, requests, tokens)
+                for row, number in enumerate(mix):
+                    if number:
+                        close(found[row], alone[number - 1][row], 1e-2)
+            arena = tiny.manager.folders.arena
+            tiny.manager.folders.wait()
+            assert bool(arena.taken_bytes()) == bool(arena_mib)
+            assert all(not held.users for held in arena._kept.values())  # a slot has what it has
 
 
 @case

@@ -25,7 +25,9 @@ _PIECE_BYTES = 2**22  # hashed at a time; hashing lets other threads run
 class Loaded(dict[str, tuple[torch.Tensor, torch.Tensor]]):
     """Tensors of a delta by the modules that they are for; its place in the arena is its own while it lives."""
 
-    __slots__ = ("__weakref__", "is_pinned")
+    __slots__ = ("__weakref__", "is_in_arena", "is_pinned")
+    is_in_arena: bool
+    """Whether all of it lies in the arena, where it can be found again."""
     is_pinned: bool
     """Whether all of it lies in page-locked memory."""
 
@@ -83,6 +85,7 @@ class KeptFolders:
         except BaseException:
             arena.release(held)
             raise
+        made.is_in_arena = not outside
         made.is_pinned = (arena.is_pinned and not outside) or self._pins
         if is_new and not outside and delta.hashes is not None:
             self._check_later(held, delta)

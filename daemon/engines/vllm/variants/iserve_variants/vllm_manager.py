@@ -17,14 +17,14 @@ from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from iserve_variants.arena import Arena
 from iserve_variants.background import BackgroundLoader, Pauses, SlotPlaces, empty_aside
 from iserve_variants.folder import MANIFEST_FILE
-from iserve_variants.kept_folders import KeptFolders
+from iserve_variants.kept_folders import KeptFolders, Loaded
 from iserve_variants.placement import place_tensors
 from iserve_variants.products import products_for
 from iserve_variants.ranks import Ranks, Readiness, load_on_all
 from iserve_variants.runtime import Runtime, building
 from iserve_variants.settings import Settings, read_settings
 from iserve_variants.step_routes import StepRoutes
-from iserve_variants.vllm_filler import Pairs, PlaceFiller
+from iserve_variants.vllm_filler import PlaceFiller
 from iserve_variants.vllm_layers import LinearWithDeltas
 from iserve_variants.vllm_model import ModelParts
 from iserve_variants.vllm_modules import EmbeddingWithDeltas, OutputWithDeltas
@@ -39,9 +39,11 @@ _MARK = "iserve_delta"  # what vLLM keeps of a delta: a tensor of no module
 class DeltaModel(LoRAModel):
     """Delta as the LoRA path keeps it: its tensors are not in ``loras``, over which vLLM's activation loops."""
 
-    def __init__(self, lora_id: int, pairs: Pairs, mark: LoRALayerWeights) -> None:
+    def __init__(self, lora_id: int, folder: Path, pairs: Loaded, mark: LoRALayerWeights) -> None:
         super().__init__(lora_id, 1, {_MARK: mark})
-        self.pairs = pairs
+        self.folder = folder
+        self.pairs: Loaded | None = pairs
+        """None: the arena has them, once a slot does; they are read from it, or its folder, for another slot."""
 
 
 class DeltaModelManager(LRUCacheLoRAModelManager):
@@ -132,6 +134,8 @@ class DeltaModelManager(LRUCacheLoRAModelManager):
         if len(self._active_adapters) >= self.lora_slots:
             self._active_adapters.remove_oldest()
         slot, places = self.lora_index_to_id.index(None), self.runtime.places
+        if delta.pairs is None:
+            delta.pairs = self._read_pairs(delta.folder)
         if self.loader is not None and self.loader.holds(delta.pairs):
             places.exchange(slot)
             self.filler.free_spare()
@@ -139,6 +143,8 @@ class DeltaModelManager(LRUCacheLoRAModelManager):
             _freed_aside(delta)
         else:
             self.filler.put(places.of(slot), delta.pairs)
+        if delta.pairs.is_in_arena:  # which gives its memory to what is loaded next, else it were full of these
+            delta.pairs = None
         self._active_adapters[delta.id] = None
         self.lora_index_to_id[slot] = delta.id
 
@@ -171,13 +177,13 @@ class DeltaModelManager(LRUCacheLoRAModelManager):
         """
         pairs = self.loader.taken(folder) if self.loader is not None else None
         if pairs is None:
-            made = DeltaModel(lora_id, self._read_pairs(folder), self._mark)
+            made = DeltaModel(lora_id, folder, self._read_pairs(folder), self._mark)
             if self.loader is not None:
                 _freed_aside(made)
             return made
-        return DeltaModel(lora_id, pairs, self._mark)
+        return DeltaModel(lora_id, folder, pairs, self._mark)
 
-    def _read_pairs(self, folder: Path) -> Pairs:
+    def _read_pairs(self, folder: Path) -> Loaded:
         mapper = getattr(self.model, "hf_to_vllm_mapper", None)
         rename = mapper.get_rename_mapper()._map_name if mapper is not None else lambda name: name
         pause = Pauses() if self.settings.background else lambda: None
@@ -197,7 +203,8 @@ class DeltaModelManager(LRUCacheLoRAModelManager):
 
 def _freed_aside(delta: DeltaModel) -> None:
     """Free the tensors of a delta, whose only owner it is, in a thread once vLLM has dropped it."""
-    finalize(delta, empty_aside, delta.pairs).atexit = False
+    if delta.pairs is not None and not delta.pairs.is_in_arena:
+        finalize(delta, empty_aside, delta.pairs).atexit = False
 
 
 class DeltaWorkerManager(LRUCacheWorkerLoRAManager):
