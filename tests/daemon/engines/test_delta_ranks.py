@@ -97,7 +97,7 @@ def test_all_ranks_load_or_none_does(of_each: list[tuple[Any, bool]]) -> None:
     if REFUSED in states:
         assert said == REFUSED
     elif states <= {Readiness.READING, Readiness.READY} and not may_load:
-        assert said == "delta v is still being read: ask for it again"
+        assert "still being read" in said
     else:
         assert said == BROKEN if may_load else "disagree on v" in said
 
