@@ -146,6 +146,7 @@ def world_schema() -> str:
 PAGES = {
     DOCS / "accuracy.md": measured("accuracy.md"),
     DOCS / "decision_regret.md": measured("decision_regret.md"),
+    DOCS / "fidelity.md": measured("fidelity.md"),
     DOCS / "operations.md": measured("operations.md"),
     DOCS / "performance.md": measured("performance.md"),
     DOCS / "risk.md": measured("risk.md"),

@@ -145,6 +145,13 @@ def _strategies(model: str) -> str:
     return text.partition(f"### {model}\n")[2].strip().partition("\n\n")[0]
 
 
+def _served() -> str:
+    from tests.bench.accuracy_families import SERVED
+    from tests.bench.fidelity_table import table
+
+    return table(SERVED)
+
+
 def _by_family() -> str:
     from tests.bench.accuracy_families import table
 
@@ -339,6 +346,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "other methods on 0.33": lambda: _other_methods(by_model=False),
     "other methods on 0.33, by model": lambda: _other_methods(by_model=True),
     "accuracy by prompt tokens": _by_size,
+    "served on vLLM 0.33": _served,
     "formats on vLLM": _formats,
     "regret in short": _in_short,
     "against others": _against_others,

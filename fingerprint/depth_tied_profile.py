@@ -372,7 +372,9 @@ class _Driver:
             more = self._bursts(session, visit, repeat, at, *how)
         except IserveError as error:
             if isinstance(error, NotMeasuredError) and not isinstance(error, TooLittleTimeError):
-                self._not_trusted(f"{visit}, again", error)
+                self.notes.append(
+                    f"{visit}, again: {error}"
+                )  # of a point that has trusted calls: nothing is missing
                 return point
             self._failed(f"{visit}, batch {at[0]} with {at[1]} in, again", error)
             self._close()

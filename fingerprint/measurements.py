@@ -19,6 +19,7 @@ from fingerprint.variant_measurements import VariantMeasurement
 __all__ = [
     "ADAPTER_KERNELS_COMPONENT",
     "CallState",
+    "ExpertCount",
     "LayerCache",
     "MachineInfo",
     "MeasuredKey",
@@ -80,6 +81,18 @@ class LayerCache:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertCount:
+    """Choices of experts by the tokens of one call, counted in one rank's layers."""
+
+    choices: int
+    """Choices in each layer: tokens times experts of each."""
+    experts: int
+    """Experts of a layer."""
+    busiest: float
+    """Choices of a layer's busiest expert over the mean of its experts; the mean over the layers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RankMemory:
     """Bytes on one rank, as the engine itself counts them; ``runtime_bytes`` is the rest of the process
     (CUDA context on a GPU; resident memory less the counted tensors on a CPU)."""
@@ -111,7 +124,10 @@ class RankMemory:
     layer_caches: tuple[LayerCache, ...] = ()
     """Cache of each of the fingerprint's layers; empty: not reported."""
     expert_routing: str = ""
-    """Routing of tokens to experts: `uniform`, or by the router's random `weights`; empty: none, or not known."""
+    """Routing of tokens to experts: `uniform`, by the router's random `weights`, or vLLM's name of another law
+    by which they were drawn; empty: none, or not known."""
+    expert_count: ExpertCount | None = None
+    """How tokens fell on experts in one call; null: not counted."""
 
 
 @dataclass(frozen=True, order=True, slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from fingerprint.errors import EngineError
-from fingerprint.measurements import Profile, RankMemory, RunReading, StepReading, TimingPoint
+from fingerprint.measurements import ExpertCount, Profile, RankMemory, RunReading, StepReading, TimingPoint
 
 __all__ = ["check_ranks", "check_runs", "contradiction", "routing_caveat"]
 
@@ -98,12 +98,31 @@ def routing_caveat(profile: Profile) -> str | None:
     """Return how a mixture's tokens fell on its experts in ``profile``; None where there are no experts."""
     if not profile.spec.num_experts:
         return None
-    routings = {rank.expert_routing for point in profile.memory for rank in point.ranks}
+    ranks = [rank for point in profile.memory for rank in point.ranks]
+    routings = {rank.expert_routing for rank in ranks}
+    counts = [rank.expert_count for rank in ranks if rank.expert_count is not None]
+    busiest = max((count.busiest for count in counts), default=None)
+    told = "" if busiest is None else f" (counted: the busiest of a layer was chosen {busiest:.2f} times the mean)"
+    off = "times may be off by more than the intervals say"
+    if routings == {"uniform"} and not all(map(_is_uniform, counts)):
+        return f"experts should be drawn uniformly and were not{told}; {off}"
     if routings == {"uniform"}:
-        return "experts were drawn uniformly; what traffic that favours some of them costs was not measured"
+        return f"experts were drawn uniformly{told}; what traffic that favours some of them costs was not measured"
     if "weights" in routings:
+        return f"experts were chosen by random weights{told}, not as in the whole model or in real traffic; {off}"
+    if routings and "" not in routings:
         return (
-            "experts were chosen by random weights, not as in the whole model or in real traffic; times may be "
-            "off by more than the intervals say"
+            f"experts were drawn by vLLM's {' and '.join(sorted(routings))}{told}; times are for no other traffic "
+            "than such"
         )
-    return "the profile does not say how tokens fell on experts; times may be off by more than the intervals say"
+    return f"the profile does not say how tokens fell on experts; {off}"
+
+
+def _is_uniform(count: ExpertCount) -> bool:
+    """Return whether the busiest expert is no busier than even chances make one.
+
+    Of E experts with m choices each on average, by a normal law, the busiest is 1 + sqrt(2 ln E / m) times the
+    mean at about the most; twice that excess is allowed.
+    """
+    mean = count.choices / count.experts
+    return count.busiest <= 1 + 2 * math.sqrt(2 * math.log(count.experts) / mean)

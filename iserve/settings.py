@@ -95,6 +95,12 @@ class Settings:
         "vLLM 0.33.0 alone, other releases take no adapters then; the controller and the daemon read it when they "
         "start, and profiles with other kernels are not used",
     ] = None
+    vllm_background_loads: Annotated[
+        bool | None,
+        "whether a thread of vLLM's worker reads LoRA adapters and copies them into slots while steps go on; "
+        "unset: a load stops them. On one GPU with vLLM 0.33.0 alone, other releases take no adapters then; read "
+        "as the one above",
+    ] = None
     vllm_delta_arena_mib: Annotated[
         int | None,
         "the host's memory, in MiB, in which a deployment with deltas on vLLM keeps those that it read, "

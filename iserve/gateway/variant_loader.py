@@ -34,6 +34,7 @@ _MAX_ANSWER_BYTES = 16 * 2**20  # a list of models has a few hundred bytes for e
 _MAX_REASON_CHARS = 2000
 _BUSY_S = 10.0  # for which a worker may have no place, or be loading the variant for another client
 _ASK_AGAIN_S = 0.1
+_ASK_ADAPTER_S, _MOST_ADAPTER_PAUSE_S = 0.02, 0.2  # for an adapter that is read: tenths of a second
 _MOST_PAUSE_S = 1.0  # between two questions for a delta that is read; each leaves a traceback in vLLM's log
 _BEING_READ = "is still being read: ask for it again"  # our plug-in's, within vLLM's message
 # Texts of torch and CUDA within vLLM's message, of the embedded engine, and of Python.
@@ -131,11 +132,12 @@ class VariantLoader:
 
         A worker may say for a moment that it has no place, while it ends requests whose clients have left, or that
         it loads the variant, for a gateway that was killed; it is asked again then. So is one that says that it is
-        still reading a delta, less and less often, for as long as a worker may read without an answer.
+        still reading it, less and less often, for as long as a worker may read without an answer.
         """
         body = {"lora_name": variant.engine_name, "lora_path": str(folder)}
         silence_s = _LOAD_SILENCE_S + variant.num_bytes / _SLOWEST_READ_BYTES_PER_S
-        now_s, pause_s = asyncio.get_running_loop().time(), _ASK_AGAIN_S
+        now_s, is_delta = asyncio.get_running_loop().time(), variant.base_directory is not None
+        pause_s, most_s = (_ASK_AGAIN_S, _MOST_PAUSE_S) if is_delta else (_ASK_ADAPTER_S, _MOST_ADAPTER_PAUSE_S)
         read_until_s, busy_until_s = now_s + silence_s, now_s + _BUSY_S
         has_failed = True
         while True:
@@ -155,8 +157,9 @@ class VariantLoader:
                 break
             if is_read:  # it was not busy yet
                 busy_until_s = now_s + _BUSY_S
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _MOST_PAUSE_S) if is_read else _ASK_AGAIN_S
+            await asyncio.sleep(pause_s if is_read else _ASK_AGAIN_S)
+            if is_read:
+                pause_s = min(2 * pause_s, most_s)
         reason = self._shown(variant, error.message)
         if status >= 500:
             lost = ApiError(503, f"a worker failed to load the variant {variant.name!r}: {reason}", "variant_load")

@@ -27,6 +27,7 @@ from fingerprint.estimates import Quantity, Source
 from fingerprint.estimators.base import LatencyStrategy
 from fingerprint.estimators.calibration import Calibration, MeasuredError, kernels_of
 from fingerprint.estimators.depth_tied import DepthTiedEstimator
+from fingerprint.estimators.engine_memory import CountedMemory
 from fingerprint.estimators.l2 import L2
 from fingerprint.estimators.l2_device import L2Device
 from fingerprint.estimators.roofline import RooflineEstimator
@@ -245,7 +246,7 @@ def measured_errors(recorded: Sequence[Recorded]) -> tuple[MeasuredError, ...]:
 
 def memory_row(recorded: Recorded) -> MemoryRow:
     """The engine's counts of its fullest rank against the prediction."""
-    estimator = DepthTiedEstimator(recorded.profile, _roofline(recorded), Calibration()).memory
+    estimator = CountedMemory(recorded.profile)
     found = estimator.memory(_config(recorded), Workload())
     layers = recorded.profile.spec.num_layers // recorded.pp
     stage = max((found.stage(i, layers) for i in range(recorded.pp)), key=lambda s: s.weights_bytes)

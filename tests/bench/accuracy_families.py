@@ -38,6 +38,7 @@ from tests.bench.accuracy_goals import family_table, summary_table
 from tests.bench.accuracy_measure import Recorded
 from tests.bench.accuracy_rows import SHORT_S, FamilyRow, Row
 from tests.bench.accuracy_tables import others_table
+from tests.bench.fidelity_table import within_by_model
 
 __all__ = [
     "FOLDERS",
@@ -59,6 +60,7 @@ __all__ = [
 FOLDERS = ("families-h200-vllm-0.33", "h200-vllm-0.33", "h100-vllm-0.33", "h200-vllm-0.26", "h200")
 _ERRORS = Path(__file__).parents[2] / "fingerprint/data/depth_tied_errors.json"
 NEWEST = FOLDERS[:3]  # of the release that goals are of
+SERVED = RESULTS / "fidelity/h200-vllm-0.33"  # replays on it
 PUBLISHED_WITH = {
     "L2 by the wall's clock (paper)": "the paper's method, taken literally",
     "AIConfigurator 0.12.0": "AIConfigurator 0.12.0",
@@ -73,15 +75,18 @@ def family_of(recorded: Recorded) -> str:
 
 def family_rows(folders: Iterable[str] = FOLDERS) -> list[FamilyRow]:
     """A row for each family of a folder, one release on one kind of GPU, then one for all of it."""
-    found = []
-    for folder in folders:
-        predicted = predicted_rows(folder)
-        families = dict.fromkeys(family_of(one) for one, _ in predicted)
-        groups = [(family, [p for p in predicted if family_of(p[0]) == family]) for family in families]
-        for family, group in (*groups, ("all", predicted)):
-            found.append(_row(family, [one for one, _ in group], [row for _, rows in group for row in rows]))
-            assert " and " not in found[-1].gpu, f"{folder}: a folder is of one kind of GPU, not {found[-1].gpu}"
-    return found
+    return [row for folder in folders for row in _rows_of(folder)]
+
+
+@cache
+def _rows_of(folder: str) -> tuple[FamilyRow, ...]:
+    predicted, found = predicted_rows(folder), []
+    families = dict.fromkeys(family_of(one) for one, _ in predicted)
+    groups = [(family, [p for p in predicted if family_of(p[0]) == family]) for family in families]
+    for family, group in (*groups, ("all", predicted)):
+        found.append(_row(family, [one for one, _ in group], [row for _, rows in group for row in rows]))
+        assert " and " not in found[-1].gpu, f"{folder}: a folder is of one kind of GPU, not {found[-1].gpu}"
+    return tuple(found)
 
 
 @cache
@@ -182,7 +187,7 @@ def goals_table() -> str:
     pooled = pooled_row()
     answered = Counter(row.method for row in _by_others() if row.metric == "tpot")
     counts = (f"{answered[method]} of {pooled.points} by {method}" for method in PUBLISHED_WITH.values())
-    return summary_table(rows, pooled, "; ".join(counts))
+    return summary_table(rows, pooled, within_by_model(SERVED), "; ".join(counts))
 
 
 def others_tables() -> tuple[str, str]:

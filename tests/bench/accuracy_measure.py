@@ -13,7 +13,8 @@ Every point is called six times, one of more than 32,768 prompt tokens three tim
 short prompt waits for the host, whose pace changes by half within seconds where cores are shared, so those are
 called for half a second at three visits, of which the later halves are kept. On both sides a call in which a
 kernel was compiled does not count, and the medians of a point's two halves must agree within a tenth: a point
-where they do not is left out and named. A mixture's tokens fall on its experts uniformly on both sides. The whole
+where they do not is left out and named. A mixture's tokens fall on its experts uniformly on both sides, or by the
+law that ``VLLM_MOE_ROUTING_SIMULATION_STRATEGY`` names (vLLM has ``normal_routing``), and are counted. The whole
 model's calls are timed with the step timer off, but for two points that show what it costs.
 
 Writes OUT/NAME-FORMAT.json.xz, a :class:`Recorded` each; nothing is predicted here.

@@ -38,6 +38,7 @@ import numpy as np
 
 from daemon.devices import Device
 from daemon.engines.vllm import launch
+from daemon.engines.vllm.variant_plug_in import PLUG_IN_PATH
 from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from fingerprint.codec import from_json, to_json
 from iserve.replay.endpoint import resolve_endpoint
@@ -174,6 +175,7 @@ class Worker:
         more: Sequence[str] = (),
         *,
         prefix_cache: bool = False,
+        plug_in: bool = False,
     ) -> None:
         self.deployment, self.port = replica.deployment, FIRST_PORT + number
         self.log = models / f"worker-{number}.log"
@@ -200,7 +202,9 @@ class Worker:
             dummy_weights=True,
         )
         words = launch.arguments(spec, launch.read_model(spec), devices)
-        env = os.environ | dict(launch.environment(spec, devices)) | {"PYTHONPATH": ""}
+        env = (
+            os.environ | dict(launch.environment(spec, devices)) | {"PYTHONPATH": PLUG_IN_PATH if plug_in else ""}
+        )
         caching = "--enable-prefix-caching" if prefix_cache else "--no-enable-prefix-caching"
         self.begun = time.monotonic()
         self.ready_s: float | None = None
@@ -376,19 +380,23 @@ def _version(python: str) -> str:
     ).stdout.strip()
 
 
-def measuring_options(description: str | None, reference: str) -> argparse.Namespace:
+def measuring_options(
+    description: str | None, reference: str, measures: Sequence[str] = ("measure",)
+) -> argparse.Namespace:
     """Return the options of a bench that measures a model on one GPU, and prints what it kept as a table.
 
     Args:
         reference: what the table is printed next to, a file that may be left out.
+        measures: names of the orders that measure.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     orders = parser.add_subparsers(dest="order", required=True)
-    one = orders.add_parser("measure")
-    one.add_argument("config", type=Path)
-    one.add_argument("out", type=Path)
-    one.add_argument("--python", default=sys.executable)
-    one.add_argument("--gpu", type=int, default=0, help="index of the GPU")
+    for name in measures:
+        one = orders.add_parser(name)
+        one.add_argument("config", type=Path)
+        one.add_argument("out", type=Path)
+        one.add_argument("--python", default=sys.executable)
+        one.add_argument("--gpu", type=int, default=0, help="index of the GPU")
     one = orders.add_parser("table")
     one.add_argument("kept", type=Path)
     one.add_argument(reference, type=Path, nargs="?")

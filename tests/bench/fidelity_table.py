@@ -17,7 +17,7 @@ import numpy as np
 from tests.bench.fidelity_compare import PERCENTS, relative_error
 from tests.bench.fidelity_served import REPORTED_FROM, Launch, Played, read_played
 
-__all__ = ["GOALS", "Figure", "figures", "table"]
+__all__ = ["GOALS", "Figure", "figures", "table", "within_by_model"]
 
 GOALS = dict(zip(PERCENTS, (0.08, 0.10, 0.15), strict=True))
 JUDGED = ("TTFT", "ITL", "E2E")
@@ -69,6 +69,17 @@ def figures(replays: Sequence[Played]) -> list[Figure]:
                 )
             )
     return found
+
+
+def within_by_model(out: Path) -> dict[str, tuple[int, int]]:
+    """Return of each model in a folder how many judged figures are within, and of how many."""
+    by_model: dict[str, list[Figure]] = {}
+    for launch, played in read_played(out):
+        found = by_model.setdefault(launch.asked.model, [])
+        for load in {one.turn.load for one in played}:
+            replays = [one for one in played if one.turn.load == load]
+            found += [figure for figure in figures(replays) if figure.judged]
+    return {name: (sum(figure.within for figure in found), len(found)) for name, found in sorted(by_model.items())}
 
 
 def table(out: Path) -> str:
@@ -139,4 +150,6 @@ def _rows(load: float, replays: Sequence[Played], found: Sequence[Figure]) -> It
 
 def _cell(figure: Figure) -> str:
     spread = "" if figure.spread is None else f" ({figure.spread:.1%})"
-    return f"{figure.measured_s * 1e3:,.4g} ms {figure.error:+.1%}{spread}"
+    measured_ms = figure.measured_s * 1e3
+    measured = f"{measured_ms:,.0f}" if measured_ms >= 1000 else f"{measured_ms:.4g}"
+    return f"{measured} ms {figure.error:+.1%}{spread}"

@@ -1,8 +1,11 @@
 """Time and memory of vLLM's adapter slots, as the product starts them: steps, prompts, and loads while it decodes.
 
     python -m tests.bench.lora_steps measure CONFIG_JSON OUT --python VLLM_PYTHON
+    python -m tests.bench.lora_steps loads CONFIG_JSON OUT --python VLLM_PYTHON
     python -m tests.bench.lora_steps table OUT/lora_steps.json.gz [CONFIG_JSON]
 
+``loads`` measures the last part alone, on two workers with 32 slots: one whose loads stop its steps, and one with
+``ISERVE_VLLM_BACKGROUND_LOADS=1``; about 200 s, of which the start is the most. ``table`` prints its file as well.
 ``measure`` runs on the GPU machine, for a model of Llama's modules: three workers with random weights on one GPU
 of 130 GiB or more (without slots, with 8, with 32 of rank 64), all started before the first call and called in
 turns. The adapters are random too, of ranks 64, 16 and 8 in turn, one file for each rank, loaded by as many names
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import re
 import statistics
@@ -26,13 +30,14 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from daemon.engines.vllm.metrics import read_stats
+from daemon.engines.vllm.variant_plug_in import BACKGROUND_LOADS
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig
 from fingerprint.estimators.adapter_slots import ADDED_ERROR, added_prompt_share, added_step_s
@@ -59,6 +64,7 @@ INPUT, OUTPUT, ROUNDS = 64, 65, 2
 PROMPTS, PROMPT_ROUNDS = ((1, 2048), (8, 512)), 5
 LOADS, LOADING_ROWS, LOADING_TOKENS = 2, 32, 300  # per rank; the rows that decode meanwhile, and their tokens
 GIB_EACH = 42
+BEING_READ, FIRST_PAUSE_S, MOST_PAUSE_S = "is still being read", 0.02, 0.2  # as the gateway asks again
 FILE = "lora_steps.json.gz"
 TIMEOUT = aiohttp.ClientTimeout(total=120)
 _LOG = {  # of a worker, by what it says
@@ -115,6 +121,9 @@ class Load:
     load_s: float
     longest_gap_s: float  # between tokens of one of these requests, of all gaps that touch the load
     usual_gap_s: float  # the longest one that does not
+    in_background: bool = False  # whether a thread of the worker reads it
+    median_gap_s: float = 0.0  # of all gaps; 0: not kept
+    calls: int = 1  # until it was loaded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,6 +174,53 @@ def measure(config: Path, out: Path, python: str, gpu: int) -> None:
         )
         out.mkdir(parents=True, exist_ok=True)
         asyncio.run(_measured(found, workers, out / FILE))
+
+
+def measure_loads(config: Path, out: Path, python: str, gpu: int) -> None:
+    """Measure loads on two workers, of which the second reads adapters in a thread."""
+    text, total, slots = config.read_text(), int(_nvidia("memory.total")[gpu]) * 2**20, max(SLOTS)
+    write_models([("model", text)], FOLDER)
+    for rank in RANKS:
+        write_adapter(FOLDER / f"rank-{rank}", json.loads(text), rank)
+    limits = Limits(
+        max_batch=LOADING_ROWS,
+        max_context_tokens=4096,
+        max_batched_tokens=8192,
+        kv_tokens=LOADING_ROWS * (INPUT + LOADING_TOKENS + 48),
+    )
+    with ExitStack() as stack:
+        workers = []
+        for number, in_background in enumerate((False, True)):
+            os.environ[BACKGROUND_LOADS] = str(int(in_background))
+            replica = PlacedReplica(
+                deployment="model",
+                config=config_of(slots),
+                devices=(gpu,),
+                bytes_per_gpu=GIB_EACH * 2**30,
+                limits=limits,
+            )
+            workers.append(Worker(50 + number, replica, total, FOLDER, python, plug_in=in_background))
+            stack.callback(workers[-1].end)
+        _wait_for(workers)
+        found = LoraSteps(
+            model=config.parent.name,
+            date=time.strftime("%Y-%m-%d"),
+            machine=_nvidia("name")[gpu],
+            versions=f"vllm {_version(python)}, driver {_nvidia('driver_version')[0]}",
+        )
+        out.mkdir(parents=True, exist_ok=True)
+        asyncio.run(_measured_loads(found, workers, out / FILE))
+
+
+async def _measured_loads(found: LoraSteps, workers: Sequence[Worker], file: Path) -> None:
+    """Measure loads of the workers in turn, twice; keep them after each."""
+    async with aiohttp.ClientSession(timeout=TIMEOUT) as session:
+        clients = [_Client(session, worker) for worker in workers]
+        for _ in range(2):
+            for in_background, client in enumerate(clients):
+                loads = [load async for load in _loads(client, max(SLOTS), in_background=bool(in_background))]
+                found = replace(found, loads=(*found.loads, *loads))
+                write_kept(file, json.dumps(json.loads(to_json(found)), indent=0))
 
 
 def config_of(slots: int) -> DeploymentConfig:
@@ -221,6 +277,21 @@ class _Client:
     async def load(self, name: str, rank: int) -> float:
         folder = str(FOLDER / f"rank-{rank}")
         return await self.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+
+    async def load_asking(self, name: str, rank: int) -> tuple[float, int]:
+        """Return the seconds until a load is done, and how often it was asked for, as the gateway asks."""
+        begun, body = time.monotonic(), {"lora_name": name, "lora_path": str(FOLDER / f"rank-{rank}")}
+        pause_s = FIRST_PAUSE_S
+        for calls in count(1):
+            async with self._session.post(f"{self._url}/v1/load_lora_adapter", json=body) as response:
+                text = await response.text()
+            if response.status == 200:
+                return time.monotonic() - begun, calls
+            if BEING_READ not in text:
+                raise SystemExit(f"{self._url} answered {response.status}: {text[:500]}")
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MOST_PAUSE_S)
+        raise AssertionError
 
     async def unload(self, name: str) -> None:
         await self.post("/v1/unload_lora_adapter", {"lora_name": name})
@@ -288,7 +359,7 @@ async def _prompts(clients: Mapping[int, _Client]) -> AsyncIterator[Prompt]:
                         )
 
 
-async def _loads(client: _Client, slots: int) -> AsyncIterator[Load]:
+async def _loads(client: _Client, slots: int, *, in_background: bool = False) -> AsyncIterator[Load]:
     prompt = [random.Random(slots).randrange(10, 2000) for _ in range(INPUT)]
     for number in range(LOADS * len(RANKS)):
         rank, name, times_s = RANKS[number % len(RANKS)], f"cold-{number}", list[float]()
@@ -298,10 +369,19 @@ async def _loads(client: _Client, slots: int) -> AsyncIterator[Load]:
         while len(times_s) < LOADING_TOKENS // 3 and not streamed.done():
             await asyncio.sleep(0.01)
         begun = time.monotonic()
-        load_s = await client.load(name, rank)
+        load_s, calls = await client.load_asking(name, rank)
         await asyncio.gather(plain, streamed)
         longest_s, usual_s = gaps_s(times_s, begun, begun + load_s)
-        yield Load(slots=slots, rank=rank, load_s=load_s, longest_gap_s=longest_s, usual_gap_s=usual_s)
+        yield Load(
+            slots=slots,
+            rank=rank,
+            load_s=load_s,
+            longest_gap_s=longest_s,
+            usual_gap_s=usual_s,
+            in_background=in_background,
+            median_gap_s=statistics.median(second - first for first, second in pairwise(times_s)),
+            calls=calls,
+        )
         await client.unload(name)
 
 
@@ -393,13 +473,20 @@ def _medians_of_prompts(found: LoraSteps) -> dict[tuple[int, int, int, bool], fl
 
 
 def _load_times(found: LoraSteps) -> str:
-    cases = sorted({(one.slots, one.rank) for one in found.loads})
+    cases = sorted({(one.in_background, one.slots, one.rank) for one in found.loads})
     rows = []
-    for case in cases:
-        own = [one for one in found.loads if (one.slots, one.rank) == case]
+    for in_background, *case in cases:
+        own = [one for one in found.loads if [one.slots, one.rank] == case and one.in_background == in_background]
         columns = ([getattr(one, name) for one in own] for name in ("load_s", "longest_gap_s", "usual_gap_s"))
-        rows.append((*map(str, case), *(f"{1e3 * statistics.median(column):.0f} ms" for column in columns)))
-    return _rows(("slots", "rank", "load", "longest gap meanwhile", "longest gap else"), rows)
+        row = (*map(str, case), *(f"{1e3 * statistics.median(column):.0f} ms" for column in columns))
+        steps = [one.longest_gap_s / one.median_gap_s for one in own if one.median_gap_s]
+        rows.append(
+            (*row, f"{max(steps):.2f}, a thread reads" if in_background else f"{max(steps, default=0):.2f}")
+        )
+    head = ("slots", "rank", "load", "longest gap meanwhile", "longest gap else")
+    if not any(one.median_gap_s for one in found.loads):  # of runs that kept none
+        return _rows(head, [row[: len(head)] for row in rows])
+    return _rows((*head, "longest of all, in medians"), rows)
 
 
 def _bytes(found: LoraSteps, config: Mapping[str, Any] | None) -> str:
@@ -427,9 +514,10 @@ def _bytes(found: LoraSteps, config: Mapping[str, Any] | None) -> str:
 
 
 def main() -> None:
-    options = measuring_options(__doc__, "config")
-    if options.order == "measure":
-        measure(options.config, options.out, options.python, options.gpu)
+    options = measuring_options(__doc__, "config", ("measure", "loads"))
+    if options.order != "table":
+        run = measure if options.order == "measure" else measure_loads
+        run(options.config, options.out, options.python, options.gpu)
         return
     config = json.loads(options.config.read_text()) if options.config else None
     print(table(from_json(read_kept(options.kept), LoraSteps), config))

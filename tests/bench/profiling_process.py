@@ -17,7 +17,9 @@ from daemon.worker_spec import WorkerSpec
 from fingerprint.codec import to_json
 from fingerprint.measurements import MachineInfo
 
-__all__ = ["ProfilingProcess"]
+__all__ = ["ROUTING", "ProfilingProcess"]
+
+ROUTING = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"  # law by which a mixture's experts are drawn
 
 
 class ProfilingProcess:
@@ -35,7 +37,7 @@ class ProfilingProcess:
             "HF_HUB_OFFLINE": "1",
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
             "CUDA_VISIBLE_DEVICES": ",".join(d for stage in spec.stages for d in stage.device_ids),
-            "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random",
+            ROUTING: os.environ.get(ROUTING, "uniform_random"),
             "TRITON_CACHE_DIR": str(Path.home() / ".triton" / "cache"),
             "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
             "VLLM_ALLREDUCE_USE_FLASHINFER": "0",

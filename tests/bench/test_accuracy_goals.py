@@ -80,11 +80,13 @@ def test_marks_are_on_every_number_of_the_bad_row_and_on_none_of_the_good_one() 
 
 def test_the_summary_names_each_row_that_misses_the_farthest_first() -> None:
     worse = replace(BAD, models=("Worse-8B",), tpot=(0.3, 0.9), inside=(0.1, 0.1))
-    lines = summary_table([GOOD, BAD, worse], GOOD, "1 of 2 points").splitlines()
+    served = {"Good-8B": (9, 9), "Bad-8B": (8, 9)}
+    lines = summary_table([GOOD, BAD, worse], GOOD, served, "1 of 2 points").splitlines()
     cells = {line.split("|")[1].strip(): line.split("|")[3].strip() for line in lines}
     assert cells["TPOT, worst: 8%"] == "**2 of 3**: Worse-8B 90.0%, Bad-8B 8.0%"
     assert cells["TTFT inside: 75% or more"] == "**2 of 3**: Worse-8B 10%, Bad-8B 75%"
     assert cells["all three of TTFT"] == "met by 1 of 3: Good-8B"
+    assert cells["served steady state: P50 8%, P90 10%, P99 15%"] == "**missed**"
     assert {name: cell for name, cell in cells.items() if cell == "met"}.keys() == {
         f"{goal.name}: {goal.said}" for goal in POOLED.values()
     }

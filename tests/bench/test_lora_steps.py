@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import statistics
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -254,18 +255,52 @@ def test_all_parts_are_measured_and_kept_against_a_server(tmp_path: Path, monkey
     assert len(found.memory) == 2
 
 
+def test_loads_of_both_ways_are_kept_and_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that reads in a thread is asked again until it has; the gap is given in medians."""
+    for name, value in {"SLOTS": (0, 2), "LOADING_ROWS": 2, "LOADING_TOKENS": 6, "LOADS": 1}.items():
+        monkeypatch.setattr(lora_steps, name, value)
+
+    async def measured() -> LoraSteps:
+        servers = [await started(asks) for asks in (0, 3)]
+        workers: Any = [SimpleNamespace(port=port) for _, port in servers]
+        try:
+            await lora_steps._measured_loads(NOTHING, workers, tmp_path / FILE)
+        finally:
+            for runner, _ in servers:
+                await runner.cleanup()
+        return from_json(read_kept(tmp_path / FILE), LoraSteps)
+
+    found = asyncio.run(measured())
+    assert [(one.in_background, one.rank, one.calls) for one in found.loads] == [
+        (in_background, rank, 4 if in_background else 1)
+        for _ in range(2)
+        for in_background in (False, True)
+        for rank in (64, 16, 8)
+    ]
+    assert all(one.median_gap_s > 0 for one in found.loads)
+    words = table(found, None)
+    assert words.count("thread reads") == 3
+    assert "in medians" in words
+
+
 async def remembered(slots: int, *_: object) -> Memory:
     return memory(slots, 15.0 + slots)
 
 
-async def started() -> tuple[web.AppRunner, int]:
-    """Return a server with vLLM's routes, and its port."""
-    loaded = set[str]()
+async def started(asks: int = 0) -> tuple[web.AppRunner, int]:
+    """Return a server with vLLM's routes, and its port; it refuses a load ``asks`` times, as one that reads it."""
+    loaded, asked = set[str](), Counter[str]()
 
     async def load(request: web.Request) -> web.Response:
         name = (await request.json())["lora_name"]
         if name in loaded:
             return web.json_response({}, status=400)
+        asked[name] += 1
+        if asked[name] <= asks:
+            return web.json_response(
+                {"error": f"adapter {name} is still being read: ask for it again"}, status=500
+            )
+        del asked[name]
         loaded.add(name)
         return web.Response(text="Success")
 

@@ -104,7 +104,7 @@ def make_rig(monkeypatch: pytest.MonkeyPatch, *, newer: bool, asked: str = "rpc"
         monkeypatch.setitem(sys.modules, name, ModuleType(name))  # restored whatever follows
     torch = module_of("torch", STAND_IN / "torch_on_paper.py")
     sys.modules["vllm.release"].IS_NEWER = newer
-    for name in ("costs", "checks", "deltas", "envs"):
+    for name in ("costs", "checks", "deltas", "envs", "routers"):
         setattr(sys.modules["vllm"], name, module_of(f"vllm.{name}", STAND_IN / f"{name}.py"))
     module_of(BROKEN_GRAPHS, STAND_IN / "breakable_cudagraph.py")
     worker = module_of("vllm.v1.worker.gpu_worker", STAND_IN / "gpu_worker.py")

@@ -121,6 +121,19 @@ class TestMeasuring:
         held = rank.weights_bytes + rank.activation_peak_bytes + rank.runtime_bytes
         assert rank.kv_blocks == pytest.approx((20 * GIB - held) // (2 * 16 * per_token), rel=1e-3)
 
+    def test_how_tokens_fall_on_experts_is_counted(self, house, kept) -> None:
+        house.load(kept, 3, behaviour={"experts": (8, 2)})
+        (rank,) = kept.memory()
+        assert rank.expert_routing == "uniform"
+        assert rank.expert_count is not None
+        assert (rank.expert_count.experts, rank.expert_count.choices) == (8, 2 * 2 * 511)  # two prompts
+        assert 1 < rank.expert_count.busiest < 1.3
+        (again,) = kept.memory()
+        assert again.expert_count.choices == rank.expert_count.choices  # counted anew
+        house.load(kept, 3)
+        (dense,) = kept.memory()
+        assert (dense.expert_routing, dense.expert_count) == ("", None)
+
     def test_the_room_asked_for_holds_what_it_is_asked_for(self, house, kept) -> None:
         """Each sequence's last block is partly empty; the stand-in's engine dies rather than preempt."""
         house.load(kept, max_batch=8, max_context_tokens=70, kv_tokens=8 * 70)

@@ -21,7 +21,7 @@ import numpy as np
 from fingerprint.config import KvFormat, WeightFormat
 from fingerprint.depth_tied_plan import DepthTiedPlan
 from fingerprint.depth_tied_profile import depth_tied_profile
-from fingerprint.errors import IserveError, TooLittleTimeError
+from fingerprint.errors import IserveError, NotMeasuredError, TooLittleTimeError
 from fingerprint.gpus import gpu_spec
 from fingerprint.measurements import CallState, MachineInfo, Profile, RankMemory, RunReading, StepReading
 from fingerprint.model_spec import ModelSpec
@@ -193,10 +193,11 @@ class Cut(NamedTuple):
 class StepTimedMachine:
     """Implements ``ProfileTarget``. ``noise`` is the relative standard deviation of what a burst's steps share.
 
-    ``broken`` is asked before each load (0, 0, 0 for the point) and burst, and may give the error to raise; after
-    one in a burst nothing is loaded any more, as with the real worker. ``slower`` multiplies what a load measures.
-    ``compiles`` is asked for the seconds that a visit, by its number from 1, compiles before its first call;
-    ``disturbed`` for what its readings have, of which a clock changes their times too.
+    ``broken`` is asked before each load (0, 0, 0 for the point) and burst, and may give the error to raise;
+    after one in a burst nothing is loaded any more, as with the real worker, unless calls did not agree.
+    ``slower`` multiplies what a load measures. ``compiles`` is asked for the seconds that a visit, by its
+    number from 1, compiles before its first call; ``disturbed`` for what its readings have, of which a clock
+    changes their times too.
     """
 
     spec: ModelSpec = field(default_factory=llama_7b)
@@ -332,7 +333,8 @@ class StepTimedSyntheticSession:
         machine.log.append(("bursts", cut, batch, input_tokens, output_tokens))
         error = machine.broken(cut, batch, input_tokens, output_tokens)
         if error is not None:
-            self.loaded = None
+            if not isinstance(error, NotMeasuredError):  # calls that do not agree leave the engine as it was
+                self.loaded = None
             raise error
         machine.visits += 1
         compile_s = machine.compiles(machine.visits, cut)

@@ -25,6 +25,7 @@ from fingerprint.profile_checks import contradiction
 from tests.fingerprint.depth_tied_runs import BITS16, FP8, WHOLE, all_of, loads, measured
 from tests.fingerprint.step_timed_machine import (
     PLAN,
+    Cut,
     StepTimedMachine,
     StepTruth,
     llama_7b,
@@ -142,6 +143,20 @@ class TestWhatIsRun:
         deeper = [(p, q) for p, q in zip(once.timing, again.timing, strict=True) if p.num_layers == 2]
         assert {len(p.runs) for p, _ in deeper if (p.batch, p.input_tokens) in {(8, 1024), (32, 512)}} == {1}
         assert all(len(q.runs) == max(2, len(p.runs)) and q.runs[0] == p.runs[0] for p, q in deeper)
+
+    def test_second_calls_that_do_not_agree_leave_the_profile_whole(self) -> None:
+        asked: set[tuple[int, ...]] = set()
+
+        def broken(cut: Cut, *burst: int) -> NotMeasuredError | None:
+            once_more = cut.layers == 2 and (cut.repeat, *burst) in asked
+            asked.add((cut.repeat, *burst))
+            return NotMeasuredError(f"calls of {burst} do not agree") if once_more else None
+
+        once = take_depth_tied(StepTimedMachine(), once_tokens=8191)
+        again = take_depth_tied(StepTimedMachine(broken=broken), once_tokens=8191, second_calls=True)
+        assert again.complete
+        assert again.timing == once.timing
+        assert any("do not agree" in note for note in again.notes)
 
     @given(budget_s=st.floats(0.1, 40.0))
     def test_second_calls_take_nothing_from_the_other_depth(self, budget_s: float) -> None:

@@ -45,13 +45,13 @@ from daemon.engines.vllm.release import (
     standing_of,
 )
 from daemon.engines.vllm.variant_plug_in import (
-    ADAPTER_KERNELS,
     PLUG_IN_PATH,
     additional_config,
+    foreign_reason,
     has_adapter_kernels,
+    has_background_loads,
     may_need_plug_in,
     needs_plug_in,
-    plug_in_releases,
 )
 from daemon.profile_messages import ProfileLoad
 from daemon.sources.source_cache import kept_reading, sources_stamp
@@ -102,8 +102,8 @@ class VllmEngine(ExternalEngine):
         table = replace(table, architectures=architectures, notes=(*table.notes, *map(_note, unread)))
         if not keeps_adapters_apart(version):
             table = replace(table, exclusions=(*table.exclusions, _mixed_adapters(version)))
-        if has_adapter_kernels() and not _takes_plug_in(found):
-            table = replace(table, exclusions=(*table.exclusions, _foreign_kernels(version)))
+        if (has_adapter_kernels() or has_background_loads()) and not _takes_plug_in(found):
+            table = replace(table, exclusions=(*table.exclusions, _foreign_plug_in(version)))
         table = replace(
             table,
             deltas=frozenset() if found.is_editable else _families_with_deltas(version),
@@ -173,8 +173,8 @@ class VllmEngine(ExternalEngine):
         """Raises EngineError: the order's slots need our plug-in, which is not for the release of ``spec``."""
         version = spec.engine_version
         if version is not None and needs_plug_in(order.in_slots(spec.config)) and not has_plug_in(version):
-            raise EngineError(_foreign_kernels(version).reason)
-        if settings := additional_config(order.in_slots(spec.config)):
+            raise EngineError(_foreign_plug_in(version).reason)
+        if settings := additional_config(order.in_slots(spec.config), for_profile=True):
             order = replace(order, additional_config=json.dumps(settings))
         return in_blocks(spec, order)
 
@@ -189,7 +189,7 @@ class VllmEngine(ExternalEngine):
             _check_deltas(found)
         if needs_plug_in(spec.config):
             if not _takes_plug_in(found):
-                raise EngineError(f"vllm of {python}: {_foreign_kernels(found.version('vllm')).reason}")
+                raise EngineError(f"vllm of {python}: {_foreign_plug_in(found.version('vllm')).reason}")
             python_path += f"{os.pathsep}{PLUG_IN_PATH}"
         if spec.profiling:
             untimed = ("--no-step-timer",) if _standing(found) is Standing.UNKNOWN else ()
@@ -282,13 +282,9 @@ def _takes_plug_in(found: Installation) -> bool:
     return not found.is_editable and has_plug_in(found.version("vllm"))
 
 
-def _foreign_kernels(version: str) -> Exclusion:
-    """Return that our kernels of adapters, for which the setting asks, were not written for a release."""
-    return Exclusion(
-        has_slots=True,
-        reason=f"{ADAPTER_KERNELS} asks for kernels of adapters that are not for release {version}; unset it, or "
-        f"install {' or '.join(plug_in_releases())}",
-    )
+def _foreign_plug_in(version: str) -> Exclusion:
+    """Return that what settings ask for of adapters was not written for a release."""
+    return Exclusion(has_slots=True, reason=foreign_reason(version))
 
 
 def _mixed_adapters(version: str) -> Exclusion:

@@ -21,12 +21,15 @@ from fingerprint.errors import ConfigError
 
 __all__ = [
     "ADAPTER_KERNELS",
+    "BACKGROUND_LOADS",
     "DELTA_ARENA",
     "PLUG_IN_NAME",
     "PLUG_IN_PATH",
     "additional_config",
     "arena_mib",
+    "foreign_reason",
     "has_adapter_kernels",
+    "has_background_loads",
     "may_need_plug_in",
     "needs_plug_in",
     "plug_in_releases",
@@ -34,6 +37,7 @@ __all__ = [
 ]
 
 ADAPTER_KERNELS = "ISERVE_VLLM_ADAPTER_KERNELS"  # a setting of iServe: 1 for our kernels of adapters
+BACKGROUND_LOADS = "ISERVE_VLLM_BACKGROUND_LOADS"  # a setting of iServe: 1 for loads of adapters next to steps
 DELTA_ARENA = "ISERVE_VLLM_DELTA_ARENA_MIB"  # and one for the host's memory that keeps deltas
 _MOST_ARENA_MIB, _ARENA_PART = 16 * 1024, 8  # at most, and the part of the machine's memory, without the setting
 
@@ -43,12 +47,36 @@ PLUG_IN_NAME = _PACKAGE = "iserve_variants"  # of the entry point, and of its pa
 
 def has_adapter_kernels() -> bool:
     """Return whether adapters are to be computed by our kernels: so the environment says (docs/decisions/0054)."""
-    return os.environ.get(ADAPTER_KERNELS, "").lower() in ("1", "true", "yes")
+    return _is_on(ADAPTER_KERNELS)
+
+
+def has_background_loads() -> bool:
+    """Return whether adapters are to be loaded next to steps: so the environment says (docs/decisions/0048)."""
+    return _is_on(BACKGROUND_LOADS)
+
+
+def _is_on(setting: str) -> bool:
+    return os.environ.get(setting, "").lower() in ("1", "true", "yes")
 
 
 def needs_plug_in(config: DeploymentConfig) -> bool:
     """Return whether vLLM needs the plug-in for the slots of ``config``."""
-    return config.has_delta_slots or (config.adapter_rank > 0 and has_adapter_kernels())
+    return config.has_delta_slots or (config.adapter_rank > 0 and (has_adapter_kernels() or _loads_aside(config)))
+
+
+def _loads_aside(config: DeploymentConfig) -> bool:
+    """Return whether adapters in the slots of ``config`` are loaded next to steps: on one GPU, as deltas are."""
+    return has_background_loads() and config.num_gpus == 1
+
+
+def foreign_reason(version: str) -> str:
+    """Return why slots of adapters are refused with a release that the plug-in was not written for."""
+    asked = []
+    if has_adapter_kernels():
+        asked.append(f"{ADAPTER_KERNELS} asks for kernels of adapters that are not for release {version}")
+    if has_background_loads():
+        asked.append(f"{BACKGROUND_LOADS} asks for loads next to steps, which are not for release {version}")
+    return f"{'; '.join(asked)}; unset it, or install {' or '.join(plug_in_releases())}"
 
 
 def may_need_plug_in(spec: WorkerSpec) -> bool:
@@ -73,17 +101,24 @@ def arena_mib(num_gpus: int) -> int:
     return 1 << (share.bit_length() - 1) if share else 0
 
 
-def additional_config(config: DeploymentConfig, *, keeps: bool = False) -> dict[str, object]:
+def additional_config(
+    config: DeploymentConfig, *, for_profile: bool = False, keeps: bool = False
+) -> dict[str, object]:
     """Return the value of ``--additional-config`` for the slots of ``config``; empty: vLLM needs none.
 
-    ``keeps``: whether the worker keeps deltas that it read; those of profiles load each but once.
+    Args:
+        for_profile: whether loads are timed, each by one call that waits for it.
+        keeps: whether the worker keeps deltas that it read; those of profiles load each but once.
 
     Raises:
         ConfigError: a setting of iServe that is none.
     """
-    deltas = _of_deltas(config, arena_mib(config.num_gpus) if keeps else 0) if config.has_delta_slots else {}
-    adapters = _settings().adapters_config() if config.adapter_rank and has_adapter_kernels() else {}
-    return deltas | adapters
+    found = _of_deltas(config, arena_mib(config.num_gpus) if keeps else 0) if config.has_delta_slots else {}
+    if config.adapter_rank and has_adapter_kernels():
+        found |= _settings().adapters_config()
+    if config.adapter_rank and _loads_aside(config) and not for_profile:
+        found |= _settings().adapter_loads_config()
+    return found
 
 
 def _of_deltas(config: DeploymentConfig, kept_mib: int) -> dict[str, object]:

@@ -190,7 +190,7 @@ class ProfilingEngine(ABC):
             raise WorkError(
                 "ConfigError", f"a burst for {order['active']} variants, of which {self.num_variants} are loaded"
             )
-        visit = self._visit = _Visit(self, order, _prompts(batch, input_tokens, self._vocab))
+        visit = self._visit = _Visit(self, order, random_prompts(batch, input_tokens, self._vocab))
         try:
             with Nvml(self.nvml()) as nvml:
                 others = self._others(nvml)
@@ -230,7 +230,7 @@ class ProfilingEngine(ABC):
             )
 
 
-def _prompts(batch: int, input_tokens: int, vocab: int) -> list[list[int]]:
+def random_prompts(batch: int, input_tokens: int, vocab: int) -> list[list[int]]:
     source = random.Random(batch * 1_000_003 + input_tokens)
     return [[source.randrange(vocab) for _ in range(input_tokens)] for _ in range(batch)]
 

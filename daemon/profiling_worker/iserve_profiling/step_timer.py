@@ -37,7 +37,7 @@ from typing import Any
 import torch
 
 from iserve_profiling.compile_watch import WATCH
-from iserve_profiling.expert_routing import expert_routing
+from iserve_profiling.expert_routing import end_counting, expert_routing, start_counting
 from iserve_profiling.random_words import install as install_random_words
 
 COLUMNS = (
@@ -233,6 +233,7 @@ def _count_memory(worker_class: Any) -> None:
     worker_class.load_model = load_model_then_watch_graphs
     worker_class.initialize_from_config = initialize_from_config
     worker_class.iserve_memory = _rpc_memory
+    worker_class.iserve_count_experts = _rpc_count_experts
 
 
 def kv_layout(config: Any) -> dict[str, int]:
@@ -421,6 +422,11 @@ def _rpc_memory(worker: Any) -> dict[str, Any]:
         "device_used": total_bytes - free_bytes,
         "device_total": total_bytes,
     }
+
+
+def _rpc_count_experts(worker: Any, begin: bool) -> dict[str, float] | None:
+    model = worker.model_runner.get_model()
+    return start_counting(model) if begin else end_counting(model)
 
 
 def _graph_bytes(worker: Any) -> int:

@@ -13,7 +13,7 @@ import os
 import time
 from typing import Any
 
-from iserve_profiling.base import Nvml, ProfilingEngine, Rows, WorkError, root
+from iserve_profiling.base import Nvml, ProfilingEngine, Rows, WorkError, random_prompts, root
 from iserve_profiling.http import read_spec, serve
 
 GRAPH_TOKENS = 512  # as in fingerprint/variant_measurements.py, which cannot be imported here
@@ -23,6 +23,7 @@ _END_S = 20.0  # for vLLM's processes to end by themselves
 _BEING_READ = "is still being read"  # of our plug-in: a delta has to be asked for again
 _ASK_S = 0.02  # each refusal is a traceback in the log
 _READ_S = 120.0  # that reading one may take
+_COUNTED_TOKENS = 8192  # over which the choice of experts is counted; graphs, which are not counted, end far below
 
 
 class VllmProfilingEngine(ProfilingEngine):
@@ -166,8 +167,24 @@ class VllmProfilingEngine(ProfilingEngine):
 
     def memory(self) -> list[dict[str, Any]]:
         self.check_loaded()
-        tp = self.spec["config"]["tp"]
-        return [_rank_memory(rank, rank // tp, counted) for rank, counted in enumerate(self._counted())]
+        tp, ranks = self.spec["config"]["tp"], self._counted()
+        experts = self._count_experts() if any(rank["expert_routing"] for rank in ranks) else [None] * len(ranks)
+        return [
+            _rank_memory(rank, rank // tp, counted) | {"expert_count": experts[rank]}
+            for rank, counted in enumerate(ranks)
+        ]
+
+    def _count_experts(self) -> list[dict[str, float] | None]:
+        """Compute a few prompts, and return of each rank how their tokens fell on experts."""
+        length = min(_COUNTED_TOKENS, self._most[1] - 1)
+        batch = max(1, min(_COUNTED_TOKENS, self._room_tokens // 2) // length)
+        prompts = random_prompts(min(batch, self._most[0]), length, self._vocab)
+        self._llm.collective_rpc("iserve_count_experts", args=(True,))
+        try:
+            self.generate(prompts, 1, 0)
+        finally:
+            counted = self._llm.collective_rpc("iserve_count_experts", args=(False,))
+        return list(counted)
 
     def reserved_bytes(self) -> int | None:
         return sum(int(counted["torch_reserved"]) for counted in self._counted())

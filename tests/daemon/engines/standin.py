@@ -79,6 +79,7 @@ def make_vllm(folder: Path, version: str = "0.24.0") -> Path:
         "vllm.costs": stand_in / "costs.py",
         "vllm.envs": stand_in / "envs.py",
         "vllm.release": stand_in / "release.py",
+        "vllm.routers": stand_in / "routers.py",
         "vllm.core": stand_in / "core.py",
         "vllm.llm": stand_in / "llm.py",
         "vllm.lora.request": stand_in / "lora_request.py",

@@ -53,13 +53,14 @@ USED: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     f"{_LAYERS}/classifier.py:BaseClassificationHeadWithLoRA": ((), ()),
     f"{_LAYERS}/vocab_parallel_embedding.py:VocabParallelEmbeddingWithLoRA": (("set_lora", "reset_lora"), ()),
     f"{_LAYERS}/utils.py:LoRAMapping": ((), ("index_mapping", "prompt_mapping", "is_prefill", "type")),
-    "lora/lora_model.py:LoRAModel": (("__init__",), ("id", "loras")),
+    "lora/lora_model.py:LoRAModel": (("__init__", "from_lora_tensors"), ("id", "loras")),
     "lora/lora_weights.py:LoRALayerWeights": (("__init__", "optimize"), ("lora_a", "lora_b")),
     "lora/model_manager.py:LoRAModelManager": (
         (
             *("_init_punica_wrapper", "_create_lora_modules", "_set_adapter_mapping", "activate_adapter"),
             *("register_module", "set_adapter_mapping", "lora_slots", "adapter_slots", "deactivate_adapter"),
             *("add_adapter", "remove_adapter", "remove_all_adapters", "list_adapters", "get_adapter"),
+            *("_deactivate_adapter", "_add_adapter", "_create_merged_loras_inplace", "_get_lora_layer_weights"),
         ),
         (
             *(
@@ -71,7 +72,7 @@ USED: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
                 "_active_adapters",
             ),
             *("_last_mapping", "punica_wrapper_mapping", "supports_mm", "max_num_batched_tokens"),
-            *("max_num_seqs", "lora_config", "device"),
+            *("max_num_seqs", "lora_config", "device", "is_pooling_model"),
         ),
     ),
     "lora/model_manager.py:LRUCacheLoRAModelManager": (
@@ -84,7 +85,7 @@ USED: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *("remove_all_adapters", "set_active_adapters", "add_dummy_lora", "dummy_lora_cache", "pin_adapter"),
             *("create_lora_manager", "get_dummy_lora_warmup_rank", "supports_tower_connector_lora"),
         ),
-        ("_adapter_manager",),
+        ("_adapter_manager", "_lora_model_cls"),
     ),
     "lora/worker_manager.py:LRUCacheWorkerLoRAManager": (
         ("create_lora_manager", "_apply_adapters", "add_adapter"),
@@ -102,8 +103,8 @@ USED: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "token_indices_sorted_by_lora_ids",
         ),
     ),
-    "utils/cache.py:LRUCache": (("cache", "touch", "remove_oldest"), ()),
-    "lora/request.py:LoRARequest": ((), ("lora_int_id", "lora_name", "lora_path")),
+    "utils/cache.py:LRUCache": (("cache", "pop", "touch", "remove_oldest"), ()),
+    "lora/request.py:LoRARequest": ((), ("load_inplace", "lora_int_id", "lora_name", "lora_path")),
     "config/lora.py:LoRAConfig": ((), ("fully_sharded_loras", "specialize_active_lora")),
     "config/model.py:ModelConfig": ((), ("dtype",)),
     "model_executor/models/utils.py:WeightsMapper": (("get_rename_mapper", "_map_name"), ()),

@@ -12,6 +12,7 @@ import json
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tests.daemon.engines.vllm_delta_cases import tiny_model
@@ -21,8 +22,8 @@ from tests.daemon.variant_kernels import VARIANTS_PATH
 FILES = ("products", "loads", "places", "several_gpus")
 
 
-def main() -> None:
-    """Run all cases."""
+def main(cases: Mapping[str, Callable[[], None]]) -> None:
+    """Run all of ``cases``, or those that are named."""
     import_vllm(Path(sys.argv[1]))
     sys.path.insert(0, VARIANTS_PATH)
     import vllm
@@ -36,10 +37,8 @@ def main() -> None:
     with tempfile.NamedTemporaryFile() as store, set_current_vllm_config(VllmConfig()):
         init_distributed_environment(1, 0, f"file://{store.name}", 0, "gloo")
         initialize_model_parallel(1, 1)
-        for file in FILES:
-            importlib.import_module(f"tests.daemon.engines.vllm_delta_cases.{file}")
-        wanted = sys.argv[2:] or list(tiny_model.CASES)
-        for name, function in ((name, tiny_model.CASES[name]) for name in wanted):
+        wanted = sys.argv[2:] or list(cases)
+        for name, function in ((name, cases[name]) for name in wanted):
             try:
                 function()
                 said = ""
@@ -49,4 +48,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    for file in FILES:
+        importlib.import_module(f"tests.daemon.engines.vllm_delta_cases.{file}")
+    main(tiny_model.CASES)

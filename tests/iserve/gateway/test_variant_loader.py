@@ -118,14 +118,18 @@ class Answer:
         pass
 
 
-def asked_s(workers: ReadingWorker) -> tuple[NotBegunError, list[float]]:
-    """Return how the load of 200 MB ends at a worker, and when it was asked, on a clock that waits for nothing."""
+def asked_s(workers: ReadingWorker, base: str | None = "/base") -> tuple[NotBegunError, list[float]]:
+    """Return how the load of 200 MB ends at a worker, and when it was asked, on a clock that waits for nothing.
+
+    Args:
+        base: of a delta; None: it is an adapter.
+    """
     loader = VariantLoader(workers, Folders(IserveError()))
     target = WorkerTarget(worker_id="w", url="http://127.0.0.1:1", ready=True)
-    loop = TimelessLoop()
+    loop, variant = TimelessLoop(), replace(A, num_bytes=200_000_000, base_directory=base)
     try:
         with pytest.raises(NotBegunError) as raised:
-            loop.run_until_complete(loader.load(target, replace(A, num_bytes=200_000_000), Path("/folder")))
+            loop.run_until_complete(loader.load(target, variant, Path("/folder")))
     finally:
         loop.close()
     return raised.value, workers.asked_s
@@ -139,6 +143,15 @@ def test_a_delta_that_is_never_read_is_asked_for_less_and_less_often_and_given_u
     assert 130 <= at_s[-1] < 131.5  # as long as one answer is waited for
     assert error.answer.status == 503
     golden("rest-errors", error.answer.message)
+
+
+def test_an_adapter_that_is_read_is_asked_for_more_often() -> None:
+    """A thread reads it in a tenth of a second or a few, where the plug-in loads it next to steps."""
+    error, at_s = asked_s(ReadingWorker(), base=None)
+    pauses_s = [after - before for before, after in pairwise(at_s)]
+    assert pauses_s[:6] == pytest.approx([0.02, 0.04, 0.08, 0.16, 0.2, 0.2])
+    assert 130 <= at_s[-1] < 131.5
+    assert error.answer.status == 503
 
 
 def test_a_worker_without_a_place_is_asked_for_as_long_after_it_has_read_a_delta() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.daemon.engines.vllm_delta_cases.tiny_model import (
+    BEING_READ,
     SLOTS,
     VOCABULARY,
     case,
@@ -66,7 +67,7 @@ def a_delta_that_is_ready_gets_a_slot_without_work_for_each_module() -> None:
         assert calls.count("fill") + calls.count("clear") == len(tiny.manager.filler._modules)  # one that waits
         routes = tiny.manager.runtime.routes
         for asked in requests[1:]:
-            with pytest.raises(ValueError, match="is still being read"):
+            with pytest.raises(ValueError, match=BEING_READ):
                 tiny.runner.add_lora(asked)
             tiny.manager.loader.wait()
             calls.clear()
@@ -93,7 +94,7 @@ def loads_ahead_are_those_that_wait() -> None:
         for number in (1, 2, 4, 5, 3, 1, 4, 2):
             ahead.runner.remove_lora(number)
             if number != 5:
-                with pytest.raises(ValueError, match="is still being read"):
+                with pytest.raises(ValueError, match=BEING_READ):
                     ahead.runner.add_lora(requests[number - 1])
                 assert number not in ahead.runner.list_loras()
                 loader.wait()

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from fingerprint.tensor_hash import tensor_hash
 
 __all__ = [
+    "BEING_READ",
     "CASES",
     "HEAD",
     "HEADS",
@@ -37,6 +38,7 @@ __all__ = [
 
 HIDDEN, HEADS, KV_HEADS, HEAD, INTERMEDIATE, VOCABULARY = 256, 4, 2, 64, 384, 320
 SLOTS = 3
+BEING_READ = "is still being read"  # of a refusal, after which a load is asked for again
 CASES: dict[str, Callable[[], None]] = {}
 
 
@@ -51,6 +53,8 @@ def tiny_model(
     has_vocabulary: bool = True,
     is_tied: bool = False,
     is_last_stage: bool = False,
+    adapters_alone: bool = False,
+    loads_adapters_aside: bool = False,
     ranks: int = 1,
     **settings: Any,
 ) -> SimpleNamespace:
@@ -60,10 +64,12 @@ def tiny_model(
         has_vocabulary: whether the class takes adapters of embeddings and of the output layer, as Llama's does.
         is_tied: whether the output layer is the embedding.
         is_last_stage: whether another stage of a pipeline has the embedding and the first layer.
+        adapters_alone: whether slots are vLLM's own, without deltas.
+        loads_adapters_aside: whether a thread reads adapters.
         ranks: of the worker, this process being one.
         settings: of the plug-in, where they differ.
     """
-    from iserve_variants.settings import Settings
+    from iserve_variants.settings import Settings, adapter_loads_config
     from vllm.config.lora import LoRAConfig
     from vllm.model_executor.models.interfaces import SupportsLoRA
     from vllm.model_executor.models.utils import PPMissingLayer
@@ -87,8 +93,9 @@ def tiny_model(
         module.cpu_linear = torch.nn.functional.linear  # set by vLLM's loader, once weights are there
     lora = LoRAConfig(max_lora_rank=8, max_loras=SLOTS, max_cpu_loras=8, lora_dtype=torch.bfloat16)
     asked: dict[str, Any] = {"embedding_format": "int4", "output_format": "int2", "norms": True} | settings
+    given = {} if adapters_alone else Settings(**asked).to_config()
     config = SimpleNamespace(
-        additional_config=Settings(**asked).to_config(),
+        additional_config=given | (adapter_loads_config() if loads_adapters_aside else {}),
         compilation_config=SimpleNamespace(max_cudagraph_capture_size=16),
         speculative_config=None,
         lora_config=lora,
@@ -286,7 +293,7 @@ def close(found: torch.Tensor, want: torch.Tensor, share: float = 0.02) -> None:
 
 def load_ahead(tiny: SimpleNamespace, asked: Any) -> None:
     """Load a delta in the background and give it a slot."""
-    with pytest.raises(ValueError, match="is still being read"):
+    with pytest.raises(ValueError, match=BEING_READ):
         tiny.runner.add_lora(asked)
     tiny.manager.loader.wait()
     assert tiny.runner.add_lora(asked)

@@ -85,6 +85,7 @@ class Core:
             "total_bytes": 48 * GIB,
             "gpu_memory_utilization": arguments["gpu_memory_utilization"],
             "slots": arguments["max_loras"] if arguments["enable_lora"] else 0,
+            "experts": self.behaviour.get("experts", (0, 0)),
         }
         several = tp * pp > 1
         self.workers = [(Remote if several else Here)(settings, rank) for rank in range(tp * pp)]

@@ -6,9 +6,12 @@ Newer releases (``release.IS_NEWER``) run every architecture on it, capture once
 otherwise.
 """
 
+from types import SimpleNamespace
+
 import torch
 from vllm import costs
 from vllm.release import IS_NEWER
+from vllm.routers import make_router
 
 NEWER_RUNNER = {"LlamaForCausalLM", "Qwen3ForCausalLM"}
 CAPTURED = (1, 2, 4, 8, 16, 32)
@@ -17,14 +20,20 @@ CAPTURED = (1, 2, 4, 8, 16, 32)
 class Model:
     """Called as a module is: through ``forward``, looked up on the instance."""
 
-    def __init__(self, windows, slots):
+    def __init__(self, windows, slots, experts=(0, 0)):
         self.windows, self.slots, self.calls = windows, slots, 0
+        self.layers = [SimpleNamespace(router=make_router(*experts)) for _ in windows] if experts[0] else []
+
+    def modules(self):
+        return iter(self.layers)
 
     def __call__(self, *arguments):
         return self.forward(*arguments)
 
     def forward(self, tokens, pairs, adapters=0):
         self.calls += 1
+        for layer in self.layers:
+            layer.router.select_experts(tokens)
         torch.kernel(costs.OTHER_S + costs.LORA_ONCE_S * bool(adapters))
         for window in self.windows:
             self.run_layer(tokens, pairs[window])
@@ -38,8 +47,8 @@ class Model:
 class PiecewiseModel(Model):
     """Attention between graphs."""
 
-    def __init__(self, windows, slots):
-        super().__init__(windows, slots)
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
         self.pieces = {}
 
     def run_layer(self, tokens, pairs):
@@ -64,8 +73,11 @@ class ModelRunner:
         self.settings, self.graphs, self.unsampled = settings, {}, 0
 
     def load_model(self):
-        self.model = Model(self.settings["windows"], self.settings.get("slots", 0))
+        self.model = Model(*self.of_model())
         self.model_memory_usage = costs.OTHER_BYTES + costs.LAYER_BYTES * len(self.settings["windows"])
+
+    def of_model(self):
+        return self.settings["windows"], self.settings.get("slots", 0), self.settings.get("experts", (0, 0))
 
     def get_model(self):
         return self.model
@@ -110,7 +122,7 @@ class GPUModelRunner(ModelRunner):
 
     def load_model(self):
         super().load_model()
-        self.model = PiecewiseModel(self.settings["windows"], self.settings.get("slots", 0))
+        self.model = PiecewiseModel(*self.of_model())
 
     def capture_model(self):
         for size in CAPTURED:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 __all__ = ["BackgroundLoader", "Pauses", "SlotPlaces", "empty_aside"]
 
+K = TypeVar("K")
 T = TypeVar("T")
 _MOST_HELD_S, _PAUSE_S = 2e-4, 5e-4
 
@@ -56,23 +56,32 @@ class SlotPlaces:
         self._of[slot], self.spare = self.spare, self._of[slot]
 
 
-class BackgroundLoader(Generic[T]):
+class BackgroundLoader(Generic[K, T]):
     """Reads folders one at a time in a thread, and keeps the last one read until it is taken."""
 
-    def __init__(self, read: Callable[[Path], T], fill: Callable[[T], None]) -> None:
+    def __init__(
+        self,
+        read: Callable[[K], T],
+        fill: Callable[[T], None],
+        begin: Callable[[K], None] = lambda folder: None,
+        kept_s: float = 0.0,
+    ) -> None:
         """Start nothing yet.
 
         Args:
             read: returns what a folder has; in the thread.
             fill: fills the spare place with it; in the thread.
+            begin: called before a thread is started.
+            kept_s: for which what was read is not dropped for another folder, from when it was last asked for.
         """
-        self._read, self._fill = read, fill
+        self._read, self._fill, self._begin, self.kept_s = read, fill, begin, kept_s
+        self._last_asked_s = 0.0
         self._thread: threading.Thread | None = None
-        self._folder: Path | None = None
+        self._folder: K | None = None
         self._found: T | None = None
         self._error: Exception | None = None
 
-    def is_ready(self, folder: Path) -> bool:
+    def is_ready(self, folder: K) -> bool:
         """Return whether ``folder`` was read, or start to; what was read before and not taken is dropped.
 
         Raises:
@@ -81,14 +90,15 @@ class BackgroundLoader(Generic[T]):
         if self._thread is not None and self._thread.is_alive():
             return False
         if self._folder != folder:
-            self._start(folder)
+            if self._found is None or time.monotonic() - self._last_asked_s >= self.kept_s:
+                self._start(folder)
             return False
         if self._error is not None:
             error, self._folder, self._error = self._error, None, None
             raise error
         return self._found is not None
 
-    def taken(self, folder: Path) -> T | None:
+    def taken(self, folder: K) -> T | None:
         """Return what is ready of ``folder``; None: nothing is."""
         if self._folder != folder or self._thread is None or self._thread.is_alive():
             return None
@@ -108,15 +118,18 @@ class BackgroundLoader(Generic[T]):
         if self._thread is not None:
             self._thread.join()
 
-    def _start(self, folder: Path) -> None:
-        self._folder, self._found, self._error = folder, None, None
+    def _start(self, folder: K) -> None:
+        self._folder = self._found = self._error = None
+        self._begin(folder)
+        self._folder = folder
         self._thread = threading.Thread(target=self._run, args=(folder,), daemon=True, name="iserve-delta")
         self._thread.start()
 
-    def _run(self, folder: Path) -> None:
+    def _run(self, folder: K) -> None:
         try:
             found = self._read(folder)
             self._fill(found)
+            self._last_asked_s = time.monotonic()  # a client asks again after a pause
             self._found = found
         except Exception as error:  # noqa: BLE001 - raised where it is asked for
             self._error = error

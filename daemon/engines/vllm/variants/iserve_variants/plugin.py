@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from iserve_variants.settings import check_release, read_settings, wants_adapter_kernels
+from iserve_variants.settings import (
+    check_release,
+    read_settings,
+    wants_adapter_kernels,
+    wants_background_adapters,
+)
 
 __all__ = ["register"]
 
@@ -21,6 +26,7 @@ def register() -> None:
     from vllm.lora import utils
     from vllm.v1.worker import lora_model_runner_mixin as mixin
 
+    from iserve_variants.vllm_aside import AsideWorkerManager
     from iserve_variants.vllm_layers import LAYERS
     from iserve_variants.vllm_manager import DeltaWorkerManager
     from iserve_variants.vllm_operators import register_operators
@@ -35,8 +41,12 @@ def register() -> None:
             from iserve_variants.vllm_adapters import use_adapter_kernels
 
             use_adapter_kernels()
-        wanted = read_settings(vllm_config.additional_config) is not None
-        return (DeltaWorkerManager if wanted else theirs)(vllm_config, *args, **kwargs)
+        kind = theirs
+        if read_settings(vllm_config.additional_config) is not None:
+            kind = DeltaWorkerManager
+        elif wants_background_adapters(vllm_config.additional_config):
+            kind = AsideWorkerManager
+        return kind(vllm_config, *args, **kwargs)
 
     mixin.LRUCacheWorkerLoRAManager = manager
     utils._all_lora_classes = (*LAYERS, *utils._all_lora_classes)

@@ -14,19 +14,24 @@ from iserve_variants.formats import FORMATS
 
 __all__ = [
     "ADAPTERS_KEY",
+    "ADAPTER_LOADS_KEY",
     "KEY",
     "RELEASES",
     "REVISION",
     "Settings",
+    "adapter_loads_config",
     "adapters_config",
     "check_release",
     "read_settings",
     "wants_adapter_kernels",
+    "wants_background_adapters",
 ]
 
 KEY = "iserve_deltas"
 ADAPTERS_KEY = "iserve_adapters"
 _ADAPTERS = {"kernels": 1}  # raise it where compiled graphs with our kernels of adapters change
+ADAPTER_LOADS_KEY = "iserve_adapter_loads"
+_ADAPTER_LOADS = {"background": 1}
 REVISION = 1  # raise it where compiled graphs change
 RELEASES = ("0.33.0",)  # of vLLM, whose sources the plug-in was written for
 
@@ -102,6 +107,24 @@ def wants_adapter_kernels(additional_config: object) -> bool:
     return True
 
 
+def adapter_loads_config() -> dict[str, Any]:
+    """Return what ``--additional-config`` has to hold for loads of adapters next to steps."""
+    return {ADAPTER_LOADS_KEY: dict(_ADAPTER_LOADS)}
+
+
+def wants_background_adapters(additional_config: object) -> bool:
+    """Return whether vLLM's ``additional_config`` asks for loads of adapters next to steps.
+
+    Raises:
+        ValueError: for what is none of ours.
+    """
+    if not isinstance(additional_config, Mapping) or ADAPTER_LOADS_KEY not in additional_config:
+        return False
+    if additional_config[ADAPTER_LOADS_KEY] != _ADAPTER_LOADS:
+        raise ValueError(f"{ADAPTER_LOADS_KEY}: {additional_config[ADAPTER_LOADS_KEY]!r} is not {_ADAPTER_LOADS}")
+    return True
+
+
 def check_release(version: str) -> None:
     """Refuse a vLLM whose sources were not read.
 
@@ -110,7 +133,7 @@ def check_release(version: str) -> None:
     """
     if version.partition("+")[0] not in RELEASES:
         raise RuntimeError(
-            f"deltas, and kernels of adapters, were written for vLLM {', '.join(RELEASES)}, this is "
+            f"deltas, kernels and loads of adapters were written for vLLM {', '.join(RELEASES)}, this is "
             f"{version or 'unknown'}: take that release, or export the variant (`iserve variant export`) and "
             "deploy its checkpoint"
         )

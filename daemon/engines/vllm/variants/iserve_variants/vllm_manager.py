@@ -11,8 +11,6 @@ import torch
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights
-from vllm.lora.model_manager import LRUCacheLoRAModelManager
-from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
 from iserve_variants.arena import Arena
 from iserve_variants.background import BackgroundLoader, Pauses, SlotPlaces, empty_aside
@@ -24,6 +22,7 @@ from iserve_variants.ranks import Ranks, Readiness, load_on_all
 from iserve_variants.runtime import Runtime, building
 from iserve_variants.settings import Settings, read_settings
 from iserve_variants.step_routes import StepRoutes
+from iserve_variants.vllm_aside import AsideModelManager, AsideWorkerManager, request_folder
 from iserve_variants.vllm_filler import PlaceFiller
 from iserve_variants.vllm_layers import LinearWithDeltas
 from iserve_variants.vllm_model import ModelParts
@@ -46,7 +45,7 @@ class DeltaModel(LoRAModel):
         """None: the arena has them, once a slot does; they are read from it, or its folder, for another slot."""
 
 
-class DeltaModelManager(LRUCacheLoRAModelManager):
+class DeltaModelManager(AsideModelManager):
     """Manager of a model whose slots hold adapters and deltas."""
 
     def _init_punica_wrapper(self, max_num_batched_tokens: int, vllm_config: Any) -> None:
@@ -207,12 +206,10 @@ def _freed_aside(delta: DeltaModel) -> None:
         finalize(delta, empty_aside, delta.pairs).atexit = False
 
 
-class DeltaWorkerManager(LRUCacheWorkerLoRAManager):
+class DeltaWorkerManager(AsideWorkerManager):
     """Worker's manager, which tells the folder of a delta from that of an adapter."""
 
     _manager_cls = DeltaModelManager
-
-    _waits = False
 
     def add_adapter(self, lora_request: Any) -> bool:
         """Load an adapter or a delta.
@@ -230,26 +227,23 @@ class DeltaWorkerManager(LRUCacheWorkerLoRAManager):
             lora_request.lora_name,
             lambda: self._readiness(lora_request),
             lambda: add(lora_request),
-            lambda: was_there or self.remove_adapter(lora_id),
+            lambda: not was_there and lora_id in self.list_adapters() and self.remove_adapter(lora_id),
         )
 
     def _readiness(self, lora_request: Any) -> Readiness:
-        folder, loader = _folder(lora_request), self._adapter_manager.loader
+        folder, loader = request_folder(lora_request), self._adapter_manager.loader
         is_new = lora_request.lora_int_id not in self.list_adapters()
         if loader is None or not is_new or not _is_delta(folder):
             return Readiness.IMMEDIATE
         return Readiness.READY if loader.is_ready(folder) else Readiness.READING
 
-    def _apply_adapters(self, lora_requests: Any) -> None:
-        """Load what a step needs, which waits for it."""
-        self._waits = True
-        try:
-            super()._apply_adapters(lora_requests)
-        finally:
-            self._waits = False
+    def reads_aside(self, lora_request: Any) -> bool:
+        """Return whether an adapter is read by the thread of adapters: deltas have one of their own."""
+        served = self._adapter_manager.settings.adapters and not _is_delta(request_folder(lora_request))
+        return bool(served and super().reads_aside(lora_request))
 
     def _load_adapter(self, lora_request: Any) -> LoRAModel:
-        folder, manager = _folder(lora_request), self._adapter_manager
+        folder, manager = request_folder(lora_request), self._adapter_manager
         if _is_delta(folder):
             return manager.read_delta(folder, lora_request.lora_int_id)
         if not manager.settings.adapters:
@@ -258,10 +252,6 @@ class DeltaWorkerManager(LRUCacheWorkerLoRAManager):
                 "serves adapters too"
             )
         return super()._load_adapter(lora_request)
-
-
-def _folder(lora_request: Any) -> Path:
-    return Path(lora_request.lora_path).expanduser()
 
 
 def _is_delta(folder: Path) -> bool:

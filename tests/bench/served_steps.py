@@ -1,0 +1,263 @@
+"""Steps of vLLM as a server has them: contexts of many lengths, a prompt among decoders, prompts cached in part.
+
+    python -m tests.bench.served_steps measure CONFIG_JSON OUT
+    python -m tests.bench.served_steps table OUT/served_steps.json
+
+``measure`` runs with vLLM's own Python on the GPU machine, on one engine with random weights in its default
+mode with the prefix cache on; a mixture's experts are drawn uniformly. A profile's bursts have prompts of one
+length, all at once, none of which is cached; what a server does otherwise is measured here next to the like of
+them:
+
+* ``decode``: the median step of a batch with equal contexts, and of one with the same tokens in all, spread as in
+  a trace, or one long context among short ones;
+* ``arrival``: the step with a prompt's first token, and the next two, while a batch decodes; over its own step;
+* ``cached``: a lone prompt of which so many tokens are cached, and one of as many tokens as are not.
+
+Times are between tokens as the engine's client gets them, medians of ``ROUNDS``. No web framework is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count, pairwise
+from pathlib import Path
+from typing import Any
+
+from fingerprint.codec import from_json, to_json
+
+__all__ = ["ServedStep", "ServedSteps", "contexts_of", "main", "table"]
+
+BATCHES, MEAN_CONTEXTS = (8, 32), (512, 1024)
+ARRIVING, CACHED, PROMPT = (128, 512, 1024, 2048), (0, 512, 1024, 1536), 2048
+DECODE_STEPS, ROUNDS, BETWEEN_STEPS = 48, 5, 12
+MAX_CONTEXT, MAX_BATCH, STEP_TOKENS, GRAPH_TOKENS = 4096, 64, 8192, 512
+_ANSWER = DECODE_STEPS + 40  # tokens, so that none ends while its batch is timed
+_MOST = MAX_CONTEXT - _ANSWER - 1
+# Shares of the mean, by quantile: prompt and half of the answer of the Azure 2023 conversations, roughly.
+_SPREAD = (0.1, 0.2, 0.35, 0.5, 0.75, 1.1, 1.9, 3.1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedStep:
+    """Times of one case."""
+
+    part: str  # "decode", "arrival" or "cached"
+    case: str
+    batch: int  # sequences that decode
+    tokens: int  # of the contexts on average, or of the prompt
+    cached_tokens: int
+    seconds: tuple[float, ...]  # decode: of a step; arrival: of each of three; cached: until the token
+    plain_s: float  # of the like of it: equal contexts, a step without a prompt, a prompt of the rest alone
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedSteps:
+    model: str
+    date: str
+    machine: str
+    versions: str
+    steps: tuple[ServedStep, ...]
+
+
+def contexts_of(kind: str, batch: int, mean: int) -> list[int]:
+    """Return the contexts of a batch, of ``batch * mean`` tokens in all: ``equal``, ``spread`` or ``one long``."""
+    if kind == "equal":
+        return [mean] * batch
+    if kind == "one long":
+        long = min(_MOST, batch * mean - 16 * (batch - 1))
+        shares = [*([(batch * mean - long) / (batch - 1)] * (batch - 1)), long]
+    else:
+        total = sum(_SPREAD[row % len(_SPREAD)] for row in range(batch))
+        shares = [batch * mean * _SPREAD[row % len(_SPREAD)] / total for row in range(batch)]
+    lengths = [max(1, round(share)) for share in shares]
+    lengths[0] += batch * mean - sum(lengths)  # of rounding
+    return lengths
+
+
+class _Server:
+    """vLLM's engine, stepped by hand."""
+
+    def __init__(self, folder: Path) -> None:
+        from vllm import LLM
+
+        self._llm = LLM(
+            model=str(folder), load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=True,
+            max_model_len=MAX_CONTEXT, max_num_seqs=MAX_BATCH, max_num_batched_tokens=STEP_TOKENS, seed=0,
+            gpu_memory_utilization=0.85, compilation_config={"max_cudagraph_capture_size": GRAPH_TOKENS},
+        )  # fmt: skip
+        self._engine = self._llm.llm_engine
+        self._vocab = self._engine.model_config.get_vocab_size()
+        self._names, self._random = count(), random.Random(0)
+        self._tokens: dict[str, int] = {}
+
+    def prompt(self, tokens: int) -> list[int]:
+        return [self._random.randrange(self._vocab) for _ in range(tokens)]
+
+    def add(self, prompt: Sequence[int], output_tokens: int) -> str:
+        from vllm import SamplingParams
+
+        name = str(next(self._names))
+        parameters = SamplingParams(
+            max_tokens=output_tokens, min_tokens=output_tokens, ignore_eos=True, temperature=0.0, detokenize=False
+        )
+        self._engine.add_request(name, {"prompt_token_ids": list(prompt)}, parameters)
+        self._tokens[name] = 0
+        return name
+
+    def tokens(self, name: str) -> int:
+        """Return how many tokens a request has got."""
+        return self._tokens[name]
+
+    def step(self) -> float:
+        """Wait for the next tokens; return when they were there."""
+        while True:
+            found = self._engine.step()
+            for one in found:
+                self._tokens[one.request_id] = len(one.outputs[0].token_ids)
+            if found:
+                return time.perf_counter()
+
+    def end(self) -> None:
+        """Let all requests run to their end."""
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+        self._tokens.clear()
+
+    def decode(self, contexts: Sequence[int]) -> list[float]:
+        """Return the seconds of steps of a batch whose prompts are all computed."""
+        names = [self.add(self.prompt(length), _ANSWER) for length in contexts]
+        while min(map(self.tokens, names)) < 2:
+            self.step()
+        times_s = [self.step() for _ in range(DECODE_STEPS)]
+        self.end()
+        return [after - before for before, after in pairwise(times_s)]
+
+    def arrivals(self, batch: int, context: int, tokens: int) -> tuple[float, tuple[float, ...]]:
+        """Return a step of a batch, and the three around a prompt's first token: medians."""
+        steps = (BETWEEN_STEPS + 8) * ROUNDS + 40
+        names = [self.add(self.prompt(context), steps) for _ in range(batch)]
+        while min(map(self.tokens, names)) < 2:
+            self.step()
+        usual, around = list[float](), list[list[float]]()
+        for _ in range(ROUNDS):
+            times_s = [self.step() for _ in range(BETWEEN_STEPS)]
+            usual += [after - before for before, after in pairwise(times_s[2:])]
+            name, last_s, gaps = self.add(self.prompt(tokens), 1), times_s[-1], list[float]()
+            while not self.tokens(name):
+                now_s = self.step()
+                gaps.append(now_s - last_s)
+                last_s = now_s
+            gaps = gaps[-1:]  # the one with its token; before it are steps that were under way
+            for _ in range(2):
+                now_s = self.step()
+                gaps.append(now_s - last_s)
+                last_s = now_s
+            around.append(gaps)
+        self.end()
+        return statistics.median(usual), tuple(statistics.median(row) for row in zip(*around, strict=True))
+
+    def lone(self, tokens: int, cached: int) -> float:
+        """Return the seconds of a lone prompt, ``cached`` tokens of which a request before it had."""
+        found = []
+        for _ in range(ROUNDS):
+            begin = self.prompt(cached)
+            if cached:
+                self.add([*begin, *self.prompt(1)], 1)
+                self.end()
+            asked, begun_s = [*begin, *self.prompt(tokens - cached)], time.perf_counter()
+            self.add(asked, 1)
+            found.append(self.step() - begun_s)
+            self.end()
+        return statistics.median(found)
+
+
+def _measured(server: _Server) -> Iterator[ServedStep]:
+    for batch in BATCHES:
+        for mean in MEAN_CONTEXTS:
+            equal_s: dict[int, float] = {}
+            for kind in ("equal", "spread", "one long"):
+                rounds = [server.decode(contexts_of(kind, batch, mean)) for _ in range(2)]
+                seconds = tuple(statistics.median(one) for one in rounds)
+                equal_s.setdefault(mean, statistics.median(seconds))
+                yield ServedStep(
+                    part="decode", case=kind, batch=batch, tokens=mean, cached_tokens=0, seconds=seconds,
+                    plain_s=equal_s[mean],
+                )  # fmt: skip
+    for batch in BATCHES:
+        for tokens in ARRIVING:
+            usual_s, around = server.arrivals(batch, 512, tokens)
+            yield ServedStep(
+                part="arrival", case="among decoders", batch=batch, tokens=tokens, cached_tokens=0,
+                seconds=around, plain_s=usual_s,
+            )  # fmt: skip
+    for cached in CACHED:
+        rest_s = server.lone(PROMPT - cached, 0)
+        seconds = (server.lone(PROMPT, cached),)
+        yield ServedStep(
+            part="cached", case="alone", batch=0, tokens=PROMPT, cached_tokens=cached, seconds=seconds,
+            plain_s=rest_s,
+        )  # fmt: skip
+
+
+def table(found: ServedSteps) -> str:
+    """Return what was measured as a Markdown table."""
+    lines = [
+        "| part | case | batch | tokens | cached | time | of the like of it |",
+        "|---|---|--:|--:|--:|---|---|",
+    ]
+    for one in found.steps:
+        times = " / ".join(f"{1e3 * s:.2f}" for s in one.seconds)
+        over = " / ".join(f"{s / one.plain_s - 1:+.0%}" for s in one.seconds)
+        lines.append(
+            f"| {one.part} | {one.case} | {one.batch} | {one.tokens:,} | {one.cached_tokens:,} | {times} ms "
+            f"| {1e3 * one.plain_s:.2f} ms, {over} |"
+        )
+    return "\n".join(lines)
+
+
+def measure(config: Path, out: Path) -> None:
+    """Measure one model; its file is kept after each case."""
+    from tests.bench.engine_contest_run import _nvidia, _version
+
+    os.environ.setdefault("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random")
+    folder = out / "model"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(config.read_text())
+    server, steps = _Server(folder), list[ServedStep]()
+    server.decode(contexts_of("equal", 8, 512))  # what compiles does so here
+    for step in _measured(server):
+        steps.append(step)
+        kept = ServedSteps(
+            model=config.stem,
+            date=time.strftime("%Y-%m-%d"),
+            machine=(_nvidia("name") or ["?"])[0],
+            versions=f"vllm {_version(sys.executable)}, driver {(_nvidia('driver_version') or ['?'])[0]}",
+            steps=tuple(steps),
+        )
+        (out / "served_steps.json").write_bytes(to_json(kept, indent=1))
+    print(table(kept))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    orders = parser.add_subparsers(dest="order", required=True)
+    one = orders.add_parser("measure")
+    one.add_argument("config", type=Path)
+    one.add_argument("out", type=Path)
+    orders.add_parser("table").add_argument("kept", type=Path)
+    options: Any = parser.parse_args()
+    if options.order == "measure":
+        measure(options.config, options.out)
+    else:
+        print(table(from_json(options.kept.read_bytes(), ServedSteps, what=str(options.kept))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""Contexts of the cases of served_steps have the tokens of their like; the table names each case."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.bench.served_steps import DECODE_STEPS, MAX_CONTEXT, ServedStep, ServedSteps, contexts_of, table
+
+
+@given(batch=st.integers(8, 64), mean=st.integers(256, 1100))
+@pytest.mark.parametrize("kind", ["equal", "spread", "one long"])
+def test_a_batch_has_the_same_tokens_in_all_and_the_engine_holds_it(kind: str, batch: int, mean: int) -> None:
+    contexts = contexts_of(kind, batch, mean)
+    assert len(contexts) == batch
+    assert sum(contexts) == batch * mean
+    assert min(contexts) >= 1
+    assert max(contexts) + DECODE_STEPS < MAX_CONTEXT
+    assert (kind == "equal") == (min(contexts) == max(contexts))
+
+
+def test_a_row_is_over_the_like_of_it() -> None:
+    step = ServedStep(
+        part="decode", case="spread", batch=8, tokens=512, cached_tokens=0, seconds=(0.011, 0.012), plain_s=0.010
+    )
+    text = table(ServedSteps(model="m", date="2026-11-29", machine="x", versions="y", steps=(step,)))
+    assert "| decode | spread | 8 | 512 | 0 | 11.00 / 12.00 ms | 10.00 ms, +10% / +20% |" in text
