@@ -101,6 +101,12 @@ class Settings:
         "unset: a load stops them. On one GPU with vLLM 0.33.0 alone, other releases take no adapters then; read "
         "as the one above",
     ] = None
+    vllm_delta_arena_mib: Annotated[
+        int | None,
+        "the host's memory, in MiB, in which a deployment with deltas on vLLM keeps those that it read, "
+        "page-locked, all its GPUs together; 0: none; unset: an eighth of the machine's, at most 16,384. Each GPU "
+        "has a power of two of at most its share. The daemon reads it when it starts",
+    ] = None
     tensorrt_llm_python: Annotated[Path | None, "the same for TensorRT-LLM"] = None
 
     def __post_init__(self) -> None:
@@ -111,6 +117,8 @@ class Settings:
             raise ConfigError(f"port and api_port are both {self.port}; give them different ports")
         if self.cpu_devices is not None and not 1 <= self.cpu_devices <= 64:
             raise ConfigError(f"cpu_devices must be in 1..64, got {self.cpu_devices}")
+        if self.vllm_delta_arena_mib is not None and not 0 <= self.vllm_delta_arena_mib <= 2**22:
+            raise ConfigError(f"vllm_delta_arena_mib must be in 0..{2**22}, got {self.vllm_delta_arena_mib}")
         if self.database_url is not None and not self.database_url.startswith("postgresql://"):
             raise ConfigError(
                 "database_url must begin with postgresql:// (it is not shown: it may hold a password)"

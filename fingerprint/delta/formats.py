@@ -58,6 +58,11 @@ class DeltaFormat:
         """Bits that a weight takes, its part of a scale included."""
         return self.bits + 8 * SCALE_BYTES / GROUP
 
+    def holds(self, other: DeltaFormat) -> bool:
+        """Return whether every level of ``other`` is a level of this format, for one scale."""
+        offset = self.zero - other.zero
+        return offset >= 0 and offset % 1 == 0 and offset + 2**other.bits <= 2**self.bits
+
     def codes_shape(self, shape: tuple[int, int]) -> tuple[int, int, int, int]:
         """Return the shape of the 16-bit words that hold the codes of a matrix [outputs, inputs].
 

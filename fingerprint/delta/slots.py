@@ -1,4 +1,4 @@
-"""Slots for deltas that have one format: bytes that they take on a GPU, and what they do not hold.
+"""Slots for deltas of one format, and narrower matrices: bytes that they take on a GPU, and what they do not hold.
 
 Slots are made at the start, for all that a full fine-tune may change: linears and the output layer in the slots'
 format, embeddings in ``EMBEDDING_FORMAT``, norms in 16 bits. Tensor parallelism cuts linears as those of the base,
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fingerprint.capability import DELTA_FAMILIES
 from fingerprint.config import DeploymentConfig, Pruning, SlotFormat, WeightFormat
 from fingerprint.delta.formats import EMBEDDING_FORMAT, FORMATS, GROUP, TILE_ROWS
-from fingerprint.delta.manifest import DeltaManifest
+from fingerprint.delta.manifest import DeltaManifest, MatrixRecord
 from fingerprint.model_spec import ModelSpec
 from fingerprint.weight_bytes import kv_heads_per_gpu
 
@@ -22,7 +22,6 @@ __all__ = [
     "delta_places",
     "format_refusal",
     "layer_place_bytes",
-    "loads_in_background",
     "misfit",
     "other_place_bytes",
 ]
@@ -47,17 +46,9 @@ class _Linear:
         return all(one % TILE_ROWS == 0 for one in self.outputs) and self.inputs % GROUP == 0
 
 
-def loads_in_background(config: DeploymentConfig) -> bool:
-    """Return whether a delta is read into a spare place while steps go on: on one GPU.
-
-    Several ranks would be done at different times, so there a load stops their steps.
-    """
-    return config.num_gpus == 1
-
-
 def delta_places(config: DeploymentConfig) -> int:
-    """Return the places for deltas on a GPU: the slots, and the spare one."""
-    return config.adapter_slots + loads_in_background(config)
+    """Return the places for deltas on a GPU: the slots, and a spare one that is filled while steps go on."""
+    return config.adapter_slots + 1
 
 
 def layer_place_bytes(spec: ModelSpec, config: DeploymentConfig) -> int:
@@ -111,15 +102,20 @@ def format_refusal(spec: ModelSpec, config: DeploymentConfig) -> str | None:
 def misfit(manifest: DeltaManifest, format_: SlotFormat, family: str) -> str | None:
     """Return which tensor of a delta slots of ``format_`` do not hold, and why; None: they hold all.
 
+    A matrix of fewer bits, whose levels are among the slots', is recoded when it is loaded: slots of the widest
+    format serve a delta whose bits were chosen matrix by matrix.
+
     Args:
         family: of the base.
     """
     for matrix in manifest.matrices:
-        held = EMBEDDING_FORMAT.name if _leaf(matrix.name) in _EMBEDDINGS else str(format_)
-        if matrix.format != held:
+        held = EMBEDDING_FORMAT if _is_embedding(matrix) else FORMATS[format_]
+        if not held.holds(FORMATS[matrix.format]):
+            enough = _format_for(manifest)
             return (
-                f"its tensor {matrix.name} is in {matrix.format}, where slots have {held}: compress it with "
-                f"--format {format_}, without --max-error"
+                f"its tensor {matrix.name} is in {matrix.format}, where slots have {held.name}: "
+                + (f"deploy with --delta-format {enough}, which holds all of it, or " if enough else "")
+                + f"compress it with --format {format_}, without --max-error"
             )
     for tensor in manifest.exact:
         if not tensor.name.endswith(".weight"):
@@ -129,6 +125,17 @@ def misfit(manifest: DeltaManifest, format_: SlotFormat, family: str) -> str | N
         if family in _OTHER_NORMS:
             return f"its tensor {tensor.name} changes, and slots hold no norms of {family}"
     return None
+
+
+def _format_for(manifest: DeltaManifest) -> str | None:
+    """Return the format of the fewest bits whose slots hold linears and output layer; None: there is none."""
+    found = {matrix.format for matrix in manifest.matrices if not _is_embedding(matrix)}
+    by_bits = sorted(FORMATS.values(), key=lambda one: one.bits)
+    return next((one.name for one in by_bits if all(one.holds(FORMATS[name]) for name in found)), None)
+
+
+def _is_embedding(matrix: MatrixRecord) -> bool:
+    return _leaf(matrix.name) in _EMBEDDINGS
 
 
 def _leaf(tensor: str) -> str:

@@ -119,11 +119,11 @@ def variant_load_s(cost: VariantCost, spec: ModelSpec, config: DeploymentConfig)
 def loads_stop_steps(config: DeploymentConfig) -> bool:
     """Return whether a worker decodes nothing while it loads a variant.
 
-    So it is on vLLM, but for deltas on one GPU: our plug-in reads them next to the steps, of which the longest
-    took 1.2 to 1.5 times the median on an H200 (docs/decisions/0048). Slots with a size for deltas, which only
-    simulations assume on vLLM, are taken to follow the plug-in's law too.
+    So it is on vLLM, but for deltas: our plug-in reads them next to the steps, of which the longest took 1.2 to
+    1.5 times the median on an H200 (docs/decisions/0048); on several GPUs that was not measured. Slots with a size
+    for deltas, which only simulations assume on vLLM, are taken to follow the plug-in's law too.
     """
-    in_background = (config.has_delta_slots or config.delta_mib > 0) and config.num_gpus == 1
+    in_background = config.has_delta_slots or config.delta_mib > 0
     return traits_of(config.engine).loads_stop_steps and not in_background
 
 

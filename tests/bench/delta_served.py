@@ -3,14 +3,15 @@
     python -m tests.bench.delta_served write WORK [--parts large small] [--deltas 38] [--contents 4]
     python -m tests.bench.delta_served same OUT --work WORK [--batches 20] [--at-once 1]
     python -m tests.bench.delta_served run OUT --work WORK --engine deltas [--measure steps loads] [--slots 32]
-                                           [--eager]
+                                           [--eager] [--tp 2] [--settings '{"format": "int4"}']
     python -m tests.bench.delta_served table OUT
 
 ``write`` makes models and random deltas: ``large`` takes 7.5 GB of disk, ``small`` 10. ``same`` compares tokens of
 mixed batches with those of each request alone, and of a delta with those of the checkpoint that it means, on four
 layers of Llama-3.1-8B's shape. ``run`` measures one engine of the whole shape, dummy weights: ``plain`` (without
-LoRA), ``deltas`` (slots of deltas alone), ``mixed`` (deltas and adapters). Slots of 32 deltas and the spare one
-take 61 GB: a card of 80 GB holds fewer (``--slots 8``).
+LoRA), ``deltas`` (slots of deltas alone), ``mixed`` (deltas and adapters). ``--settings`` are the plug-in's: with
+``format`` int4 its deltas of 2 bits are recoded as they are loaded, into slots of 4 bits. Slots of 32 deltas and
+the spare one take 61 GB: a card of 80 GB holds fewer (``--slots 8``).
 ``OUT/NAME.json`` is written after each measurement, so a run that is killed keeps what it has. A start takes a
 minute or two, so one call has one engine.
 """
@@ -32,14 +33,14 @@ from typing import Any
 
 from tests.bench.delta_agreement import MARGIN, agreement, allowed_margin, random_batches
 from tests.bench.delta_contest import LAWS, ORDERS, PINNED, AtOnce, Swapping, draw, play, summary_of
-from tests.bench.delta_served_engine import Served, random_tokens
+from tests.bench.delta_served_engine import Served, facts_of, random_tokens
 from tests.bench.delta_served_files import Files, write_all
 from tests.bench.kept import read_kept
 
 __all__ = ["ENGINES", "GOALS_MS", "Answers", "Kept", "Mix", "compare_batches", "longest_steps", "summary"]
 
 ENGINES = ("plain", "deltas", "mixed")
-MEASURES = ("steps", "prompts", "loads", "cold", "contest")
+MEASURES = ("steps", "prompts", "loads", "reloads", "cold", "contest")
 GOALS_MS = {1: 6.5, 4: 8.0, 8: 10.0, 32: 24.0}
 BASE_SHARE, LOAD_SHARE, COLD_GOAL_S = 0.02, 1.5, 2.0
 ROWS, PROMPT, OUTPUT, ROUNDS = 32, 64, 129, 3
@@ -247,10 +248,13 @@ def run(options: argparse.Namespace) -> None:
     """Measure one engine."""
     files = Files(root=options.work)
     engine, slots = options.engine, options.slots
-    served = Served(files.shape, files, engine=engine, slots=slots, small=False, eager=options.eager)
-    facts = _facts(engine=engine, slots=slots, eager=options.eager, start_s=served.start_s)
-    kept = Kept(options.out / f"{engine}{'_eager' if options.eager else ''}.json", facts)
-    numbers = list(range(1, slots + 1))
+    asked = {"engine": engine, "slots": slots} | {one: vars(options)[one] for one in ("eager", "tp", "settings")}
+    served = Served(files.shape, files, small=False, **asked)
+    facts = facts_of(**asked, start_s=served.start_s)
+    parts = [engine, *(["eager"] if options.eager else []), *([f"tp{options.tp}"] if options.tp > 1 else [])]
+    name = "_".join([*parts, *map(str, sum(options.settings.items(), ()))])
+    kept = Kept(options.out / f"{name}.json", facts)
+    numbers, compiled = list(range(1, slots + 1)), served.num_compiled()
     if engine != "plain":
         seconds = []
         for number in numbers:
@@ -271,8 +275,13 @@ def run(options: argparse.Namespace) -> None:
         measure_contest(served, kept, laws=options.laws, orders=ORDERS if engine == "plain" else ())
     if "loads" in options.measure and engine != "plain":
         measure_loads(served, kept, resident=numbers[:4], new=range(slots + 1, slots + 4))
+    if "reloads" in options.measure and engine != "plain":  # of what the arena keeps, after what "loads" loaded
+        for number in numbers[-3:]:
+            served.engine.remove_lora(served.request(number).lora_int_id)
+        measure_loads(served, kept, resident=numbers[:4], new=numbers[-3:])
     if "cold" in options.measure and engine != "plain":
         measure_cold(served, kept, new=range(slots + 4, slots + 7))
+    kept.add("compiled", at_start=compiled, later=served.num_compiled() - compiled)
 
 
 def same(options: argparse.Namespace) -> None:
@@ -326,7 +335,7 @@ def tokens_of(options: argparse.Namespace) -> None:
     model, engine = (files.merged, "plain") if merged else (files.small, "mixed")
     served = Served(model, files, engine=engine, slots=_SMALL_SLOTS, small=True, eager=options.eager)
     name = f"same_{options.of}{f'_{share}' if share else ''}.json"
-    kept = Kept(options.out / name, _facts(engine=engine, start_s=served.start_s))
+    kept = Kept(options.out / name, facts_of(engine=engine, start_s=served.start_s))
     mix = [0, 1, 2, -1, 1, 3, 4, 0, 2, 1, 3, 0] if not merged else [1, 1, 1, 1, 1, 1]
     answers, rows = Answers(served), range(len(mix))
     asked = [(0 if merged else variant, row) for row, variant in enumerate(mix)]
@@ -444,16 +453,6 @@ def _batches_line(name: str, rows: Sequence[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _facts(**known: Any) -> dict[str, Any]:
-    import torch
-    import vllm
-
-    return {
-        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "vllm": vllm.__version__,
-        "at": time.strftime("%Y-%m-%dT%H:%M:%S"), **known,
-    }  # fmt: skip
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -472,6 +471,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             part.add_argument("--engine", choices=ENGINES, required=True)
             part.add_argument("--measure", nargs="+", choices=MEASURES, default=list(MEASURES[:3]))
             part.add_argument("--slots", type=int, default=32)
+            part.add_argument("--tp", type=int, default=1)
+            part.add_argument("--settings", type=json.loads, default={}, help="of the plug-in, as JSON")
             part.add_argument("--laws", nargs="+", choices=tuple(LAWS), default=list(LAWS), help="of the contest")
         if name == "tokens":
             part.add_argument("--of", choices=("merged", "mixed"), required=True)

@@ -6,13 +6,14 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tests.bench.delta_served_files import VARIANTS, Files
 
-__all__ = ["Served", "random_tokens"]
+__all__ = ["Served", "facts_of", "random_tokens"]
 
 GRAPH_ROWS = 512
 MOST_ROWS = 64
@@ -22,19 +23,38 @@ class Served:
     """Engine of vLLM in this process."""
 
     def __init__(
-        self, model: Path, files: Files, *, engine: str, slots: int, small: bool, eager: bool = False
+        self,
+        model: Path,
+        files: Files,
+        *,
+        engine: str,
+        slots: int,
+        small: bool,
+        eager: bool = False,
+        tp: int = 1,
+        settings: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # it is compiled at the first start: 75 s
         self.files, self._small, self._number = files, small, 0
-        arguments = _arguments(model, engine, slots, small) | {"enforce_eager": eager}
+        arguments = _arguments(model, engine, slots, small, settings) | {
+            "enforce_eager": eager,
+            "tensor_parallel_size": tp,
+        }
         begin = time.perf_counter()
         from vllm import LLM
 
         self.engine = LLM(**arguments).llm_engine
         self.start_s = time.perf_counter() - begin
+
+    def num_compiled(self) -> int:
+        """Return the kernels of deltas that this process has compiled or loaded; 0: the engine has none."""
+        found = [sys.modules.get(f"iserve_variants.{name}") for name in ("kernels", "merge")]
+        kernels = [getattr(one, name, None) for one in found for name in ("add_products", "_merge")]
+        caches = [cache for one in kernels if one is not None for cache in one.device_caches.values()]
+        return sum(len(cache[0]) for cache in caches)
 
     def request(self, number: int) -> Any:
         """Return what vLLM is asked with for delta or adapter ``number``; None: the base."""
@@ -112,7 +132,7 @@ class Served:
         return swap
 
 
-def _arguments(model: Path, engine: str, slots: int, small: bool) -> dict[str, Any]:
+def _arguments(model: Path, engine: str, slots: int, small: bool, given: Mapping[str, Any]) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "model": str(model),
         "load_format": "safetensors" if small else "dummy",
@@ -133,7 +153,7 @@ def _arguments(model: Path, engine: str, slots: int, small: bool) -> dict[str, A
     from iserve_variants.settings import Settings
 
     whole = {"embedding_format": "int4", "output_format": "int2", "norms": True} if small else {}
-    settings = Settings(adapters=engine == "mixed", background=True, **whole)  # type: ignore[arg-type]
+    settings = Settings(**{"adapters": engine == "mixed", "background": True, **whole, **given})
     return arguments | {
         "enable_lora": True,
         "max_loras": slots,
@@ -146,3 +166,14 @@ def _arguments(model: Path, engine: str, slots: int, small: bool) -> dict[str, A
 def random_tokens(seed: int, count: int) -> list[int]:
     """Return ``count`` tokens drawn by ``seed``."""
     return random.Random(seed).choices(range(10, 128000), k=count)
+
+
+def facts_of(**known: Any) -> dict[str, Any]:
+    """Return what a measurement was made with."""
+    import torch
+    import vllm
+
+    return {
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "vllm": vllm.__version__,
+        "at": time.strftime("%Y-%m-%dT%H:%M:%S"), **known,
+    }  # fmt: skip

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from fingerprint.safetensors_writer import OutputTensor, write_safetensors
+from fingerprint.tensor_hash import tensor_hash
 from tests.bench.lora_adapters import checkpoint_shapes, matrices, write_adapter, write_checkpoint
 
 # As in an engine's interpreter, where this folder is on PYTHONPATH.
@@ -125,14 +126,17 @@ def write_delta(folder: Path, config: Mapping[str, Any], seed: int, *, whole: bo
             continue
         if len(shape) == 1:
             tensors.append(OutputTensor(name, "BF16", shape, len(norms), lambda: [memoryview(norms)]))
-            exact.append({"name": name, "shape": list(shape), "dtype": "BF16", "file": _FILE})
+            facts = {"name": name, "shape": list(shape), "dtype": "BF16", "file": _FILE}
+            exact.append(facts | {"sha256": _hash(tensors[-1])})
             continue
         format_name = "int4" if name in _EMBEDDINGS else "int2"
         format_ = formats[format_name]
         skipped = int(rng.integers(1 << 20))
         tensors.append(_repeated(f"{name}.codes", "I16", format_.codes_shape(*shape), words, skipped))
         tensors.append(_repeated(f"{name}.scales", "BF16", format_.scales_shape(*shape), scales, skipped))
-        packed.append({"name": name, "shape": list(shape), "format": format_name, "file": _FILE})
+        facts = {"name": name, "shape": list(shape), "format": format_name, "file": _FILE}
+        codes, of_scales = (_hash(one) for one in tensors[-2:])
+        packed.append(facts | {"codes": codes, "scales": of_scales})
     folder.mkdir(parents=True, exist_ok=True)
     write_safetensors(folder / _FILE, tensors)
     (folder / "delta.json").write_text(json.dumps({"version": 1, "matrices": packed, "exact": exact}))
@@ -185,6 +189,10 @@ def _repeated(name: str, dtype: str, shape: tuple[int, ...], values: bytes, skip
             left, start = left - len(piece), 0
 
     return OutputTensor(name, dtype, shape, num_bytes, lambda: list(pieces()))
+
+
+def _hash(tensor: OutputTensor) -> str:
+    return tensor_hash(tensor.dtype, tensor.shape, (bytes(piece) for piece in tensor.pieces()))
 
 
 def _write_config(folder: Path, config: Mapping[str, Any]) -> None:

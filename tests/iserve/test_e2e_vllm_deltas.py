@@ -134,6 +134,35 @@ def test_twenty_are_served_and_are_back_after_their_worker_was_killed(
     assert "read and dropped" not in serving.run("logs", NAME).stdout
 
 
+def test_twenty_are_served_by_a_worker_whose_memory_holds_three(
+    serving: Installation, kill: Any, until: Any
+) -> None:
+    """The worker is started with 32 slots, and refuses the fourth delta: requests wait, and it stays as it is."""
+    behaviour = serving.home.parent / "node" / "env" / "behaviour.json"
+    kept = behaviour.read_text()
+    behaviour.write_text(json.dumps({**json.loads(kept), "most_deltas": 3}))
+    try:
+        (worker_id,) = serving.worker_pids()
+        before = serving.worker_pids()[worker_id]
+        kill(before)
+        until(lambda: serving.worker_pids().get(worker_id) not in (None, before), "the worker is started again")
+
+        def asked() -> bool | None:
+            try:
+                return answer(serving, NAME) == NAME
+            except openai.APIError:  # until the worker is back
+                return None
+
+        until(asked, "the worker is back")
+        pid = serving.worker_pids()[worker_id]
+        with ThreadPoolExecutor(len(MANY)) as clients:
+            assert list(clients.map(lambda name: answer(serving, name), (*MANY, *MANY))) == [*MANY, *MANY]
+        assert answer(serving, NAME) == NAME
+        assert serving.worker_pids()[worker_id] == pid
+    finally:
+        behaviour.write_text(kept)
+
+
 def test_one_whose_bytes_were_changed_in_the_workers_folder_is_mended(serving: Installation) -> None:
     content = serving.controller().get("/api/v1/variants/tuned-03", dict)["content_hash"]
     (weights,) = (serving.home / "variants" / "loadable" / content).glob("*.safetensors")

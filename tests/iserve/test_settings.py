@@ -112,6 +112,7 @@ def test_the_reference_names_every_setting_with_what_it_takes_and_means() -> Non
         "ISERVE_MODEL_FOLDERS",
         "ISERVE_VLLM_ADAPTER_KERNELS",
         "ISERVE_VLLM_BACKGROUND_LOADS",
+        "ISERVE_VLLM_DELTA_ARENA_MIB",
         "ISERVE_VLLM_PYTHON",
         "ISERVE_TENSORRT_LLM_PYTHON",
     }

@@ -236,11 +236,11 @@ class TestSlotsWithAFormat:
         self, api: Api, base: Path, folders: Path, deploy: Callable[..., None], golden: Golden
     ) -> None:
         added = add(api, base, folders / "delta")
-        deploy("int3", with_format(worker(1, base), SlotFormat.INT3))
+        deploy("int1", with_format(worker(1, base), SlotFormat.INT1))
         found = api.ask("GET", f"{VARIANTS}/style")[1]
         assert found["deployments"] == []
         golden("variant", found["why_not_served"].replace(str(base), "BASE"))
-        assert routes(api)["int3"].variants == ()
+        assert routes(api)["int1"].variants == ()
         deploy("int2", with_format(worker(2, base), SlotFormat.INT2))
         assert api.ask("GET", f"{VARIANTS}/style")[1]["deployments"] == ["int2"]
         (route,) = routes(api)["int2"].variants
@@ -254,7 +254,7 @@ class TestSlotsWithAFormat:
         content_hash = add(api, base, folders / "delta")["content_hash"]
         stamp, config = weights_stamp(base.resolve()), DeploymentConfig()
         result = of_model(variant_hash=content_hash, weights_stamp=stamp, config=config, engine_version=None)
-        deploy("int3", with_format(worker(1, base), SlotFormat.INT3))
+        deploy("int1", with_format(worker(1, base), SlotFormat.INT1))
         assert api.controller.quality.keep(result) == result
         deploy("int2", with_format(worker(2, base), SlotFormat.INT2))
         with pytest.raises(ConflictError, match="is served by"):
@@ -309,6 +309,9 @@ class TestSlotsWithAFormat:
         first, *rest = manifest.matrices
         finer = replace(manifest, matrices=(replace(first, format="int3"), *rest))
         golden("variant", str(misfit(finer, SlotFormat.INT2, "llama")), "finer")
+        assert misfit(finer, SlotFormat.INT3, "llama") is misfit(finer, SlotFormat.INT4, "llama") is None
+        sparse = replace(manifest, matrices=(replace(first, format="sparse24-int4"), *rest))
+        golden("variant", str(misfit(sparse, SlotFormat.INT4, "llama")), "sparse")
         norm = manifest.exact[0]
         for name in ("model.layers.0.self_attn.q_proj.bias", "model.layers.0.mlp.router.weight"):
             other = replace(manifest, exact=(replace(norm, name=name),))

@@ -219,7 +219,7 @@ def arguments(
         # that has its name yet, and is read from its folder within a step then.
         options["--max-cpu-loras"] = KEPT_PER_SLOT * config.adapter_slots
     if with_plug_in and needs_plug_in(config):
-        options["--additional-config"] = json.dumps(additional_config(config))
+        options["--additional-config"] = json.dumps(additional_config(config, keeps=True))
     if config.num_gpus > 1:
         options["--distributed-executor-backend"] = "mp"
     # --name=value, so that no value is ever taken for an option

@@ -14,15 +14,19 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
+from daemon.devices import read_machine
 from daemon.worker_spec import WorkerSpec
 from fingerprint.config import DeploymentConfig
+from fingerprint.errors import ConfigError
 
 __all__ = [
     "ADAPTER_KERNELS",
     "BACKGROUND_LOADS",
+    "DELTA_ARENA",
     "PLUG_IN_NAME",
     "PLUG_IN_PATH",
     "additional_config",
+    "arena_mib",
     "foreign_reason",
     "has_adapter_kernels",
     "has_background_loads",
@@ -34,6 +38,8 @@ __all__ = [
 
 ADAPTER_KERNELS = "ISERVE_VLLM_ADAPTER_KERNELS"  # a setting of iServe: 1 for our kernels of adapters
 BACKGROUND_LOADS = "ISERVE_VLLM_BACKGROUND_LOADS"  # a setting of iServe: 1 for loads of adapters next to steps
+DELTA_ARENA = "ISERVE_VLLM_DELTA_ARENA_MIB"  # and one for the host's memory that keeps deltas
+_MOST_ARENA_MIB, _ARENA_PART = 16 * 1024, 8  # at most, and the part of the machine's memory, without the setting
 
 PLUG_IN_PATH = str(Path(__file__).parent / "variants")  # for ``PYTHONPATH``: the package, and its entry point
 PLUG_IN_NAME = _PACKAGE = "iserve_variants"  # of the entry point, and of its package
@@ -78,13 +84,36 @@ def may_need_plug_in(spec: WorkerSpec) -> bool:
     return needs_plug_in(spec.config) or (spec.profiling and has_adapter_kernels())
 
 
-def additional_config(config: DeploymentConfig, *, for_profile: bool = False) -> dict[str, object]:
+def arena_mib(num_gpus: int) -> int:
+    """Return the host's memory, in MiB, in which the worker of each GPU keeps deltas that it read.
+
+    A setting says how much all GPUs of a deployment take; else it is an eighth of the machine's memory and at most
+    16 GiB. Each has a power of two, in which torch takes page-locked memory, of at most its share.
+
+    Raises:
+        ConfigError: the setting is no number of MiB.
+    """
+    given = os.environ.get(DELTA_ARENA, "")
+    if given and not (given.isascii() and given.isdigit()):
+        raise ConfigError(f"{DELTA_ARENA} is {given!r}; give a whole number of MiB, 0 for none")
+    whole = int(given) if given else min(_MOST_ARENA_MIB, read_machine().memory_bytes // _ARENA_PART >> 20)
+    share = whole // num_gpus
+    return 1 << (share.bit_length() - 1) if share else 0
+
+
+def additional_config(
+    config: DeploymentConfig, *, for_profile: bool = False, keeps: bool = False
+) -> dict[str, object]:
     """Return the value of ``--additional-config`` for the slots of ``config``; empty: vLLM needs none.
 
     Args:
         for_profile: whether loads are timed, each by one call that waits for it.
+        keeps: whether the worker keeps deltas that it read; those of profiles load each but once.
+
+    Raises:
+        ConfigError: a setting of iServe that is none.
     """
-    found = _of_deltas(config) if config.has_delta_slots else {}
+    found = _of_deltas(config, arena_mib(config.num_gpus) if keeps else 0) if config.has_delta_slots else {}
     if config.adapter_rank and has_adapter_kernels():
         found |= _settings().adapters_config()
     if config.adapter_rank and _loads_aside(config) and not for_profile:
@@ -92,13 +121,12 @@ def additional_config(config: DeploymentConfig, *, for_profile: bool = False) ->
     return found
 
 
-def _of_deltas(config: DeploymentConfig) -> dict[str, object]:
+def _of_deltas(config: DeploymentConfig, kept_mib: int) -> dict[str, object]:
     """Return settings of slots that have room for all that a fine-tune may change.
 
     Output layers that are the embedding have its format, whatever is said here.
     """
     from fingerprint.delta import EMBEDDING_FORMAT  # loads NumPy: a daemon without such slots does not
-    from fingerprint.delta.slots import loads_in_background
 
     found: dict[str, object] = (
         _settings()
@@ -108,7 +136,8 @@ def _of_deltas(config: DeploymentConfig) -> dict[str, object]:
             output_format=str(config.delta_format),
             norms=True,
             adapters=config.adapter_rank > 0,
-            background=loads_in_background(config),
+            background=True,
+            arena_mib=kept_mib,
         )
         .to_config()
     )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
 import pytest
 import torch
 
+from fingerprint.delta.formats import FORMATS
 from tests.daemon.variant_kernels import variant_module
 from tests.fingerprint.small_fine_tunes import tiny_tensors, write_model
 from tests.fingerprint.test_delta_reader import FILE, MATRIX, NORM, write_delta
@@ -15,6 +17,7 @@ from tests.golden_words import Golden
 
 folder_module = variant_module("folder")
 formats = variant_module("formats")
+recoding = variant_module("recoding")
 reference = variant_module("reference")
 slots_module = variant_module("slots")
 INT2 = formats.FORMATS["int2"]
@@ -52,6 +55,53 @@ def test_shards_are_parts_of_the_matrix(name: str) -> None:
         assert torch.equal(reference.dequantize(*columns, format_), whole[shard * 128 : (shard + 1) * 128])
         rows = slots_module.cut_inputs(packed, shard, 256)
         assert torch.equal(reference.dequantize(*rows, format_), whole[:, shard * 256 : (shard + 1) * 256])
+
+
+PAIRS = [
+    (of, to)
+    for of in sorted(formats.FORMATS)
+    for to in sorted(formats.FORMATS)
+    if formats.FORMATS[to].holds(formats.FORMATS[of])
+]
+
+
+def test_a_format_holds_those_whose_levels_it_has() -> None:
+    """The plug-in's formats and those of files agree, and both do with the levels."""
+    for of, to in itertools.product(FORMATS.values(), repeat=2):
+        is_held = set(of.levels.tolist()) <= set(to.levels.tolist())
+        assert to.holds(of) == is_held, (of.name, to.name)
+        assert formats.FORMATS[to.name].holds(formats.FORMATS[of.name]) == is_held
+    assert ("int2", "int4") in PAIRS
+    assert ("sparse24-int2", "sparse24-int4") in PAIRS
+    assert ("sparse24-int4", "int4") not in PAIRS
+
+
+@pytest.mark.parametrize("of, to", PAIRS)
+@pytest.mark.parametrize("piece", [1, 2**22])
+def test_a_narrower_matrix_means_the_same_in_wider_slots(
+    of: str, to: str, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recoding, "_PIECE_WEIGHTS", piece)
+    narrow, wide = formats.FORMATS[of], formats.FORMATS[to]
+    slots = slots_module.LinearSlots(slots=2, slices=(128, 64, 64), inputs=256, format_=wide, device="cpu")
+    q, k, v = _packed((128, 256), of), _packed((64, 256), to), _packed((64, 256), of)
+    slots.put(1, [q, k, v])
+    want = [reference.dequantize(*one, format_) for one, format_ in ((q, narrow), (k, wide), (v, narrow))]
+    assert torch.equal(_change(slots, 1), torch.cat(want))
+    embeddings = slots_module.EmbeddingSlots(slots=1, shape=(128, 256), format_=wide, device="cpu")
+    embeddings.put(0, q)
+    assert torch.equal(_change(embeddings, 0), want[0])
+
+
+def test_slots_refuse_codes_of_more_bits_than_they_have() -> None:
+    slots = slots_module.LinearSlots(slots=1, slices=(64,), inputs=128, format_=INT2, device="cpu")
+    with pytest.raises(ValueError, match="do not fill"):
+        slots.put(0, [_packed((64, 128), "int3")])
+    embeddings = slots_module.EmbeddingSlots(slots=1, shape=(64, 128), format_=INT2, device="cpu")
+    with pytest.raises(ValueError, match="do not fill"):
+        embeddings.put(0, _packed((64, 128), "int4"))
+    with pytest.raises(ValueError, match="does not hold"):
+        recoding.recode_into(slots.codes[0], _packed((64, 128), "int3")[0], formats.FORMATS["int3"], INT2)
 
 
 def test_parts_that_do_not_fit_leave_the_slot_as_it_was() -> None:

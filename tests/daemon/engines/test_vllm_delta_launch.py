@@ -12,10 +12,18 @@ from typing import Any
 
 import pytest
 
+from daemon.devices import read_machine
 from daemon.engines.base import Inside
 from daemon.engines.registry import get_engine
 from daemon.engines.vllm import launch, release
-from daemon.engines.vllm.variant_plug_in import PLUG_IN_NAME, PLUG_IN_PATH, takes_release
+from daemon.engines.vllm.variant_plug_in import (
+    DELTA_ARENA,
+    PLUG_IN_NAME,
+    PLUG_IN_PATH,
+    additional_config,
+    arena_mib,
+    takes_release,
+)
 from daemon.worker_spec import WorkerSpec
 from fingerprint.capability import DELTA_FAMILIES, EngineCapabilities
 from fingerprint.config import DeploymentConfig, Pruning, SlotFormat, WeightFormat
@@ -93,11 +101,31 @@ class TestLaunch:
             norms=True,
             adapters=rank > 0,
             background=True,
+            arena_mib=arena_mib(1),
         )
 
-    def test_several_gpus_load_between_steps(self, make: Callable[..., WorkerSpec]) -> None:
+    def test_each_gpu_keeps_deltas_in_its_share_of_the_memory(
+        self, make: Callable[..., WorkerSpec], monkeypatch: pytest.MonkeyPatch, golden: Golden
+    ) -> None:
+        default = arena_mib(1)
+        assert 0 < default <= 16384
+        assert default & (default - 1) == 0
+        assert default <= read_machine().memory_bytes / 8 / 2**20
+        given_gpus = {("6000", 1): 4096, ("6000", 2): 2048, ("0", 1): 0, ("1", 2): 0, ("", 1): default}
+        for (given, gpus), want in given_gpus.items():
+            monkeypatch.setenv(DELTA_ARENA, given)
+            assert arena_mib(gpus) == want
+        monkeypatch.setenv(DELTA_ARENA, "6000")
         spec = make(layers=(20, 12), tp=2, adapter_slots=4, adapter_rank=16, delta_format=SlotFormat.INT3)
-        assert json.loads(options(spec)["--additional-config"])["iserve_deltas"]["background"] is False
+        assert json.loads(options(spec)["--additional-config"])["iserve_deltas"]["arena_mib"] == 1024  # 4 GPUs
+        assert additional_config(spec.config)["iserve_deltas"]["arena_mib"] == 0  # type: ignore[index]
+        monkeypatch.setenv(DELTA_ARENA, "1 GiB")
+        with golden.raises("engines", ConfigError):
+            arena_mib(1)
+
+    def test_several_gpus_load_next_to_steps_too(self, make: Callable[..., WorkerSpec]) -> None:
+        spec = make(layers=(20, 12), tp=2, adapter_slots=4, adapter_rank=16, delta_format=SlotFormat.INT3)
+        assert json.loads(options(spec)["--additional-config"])["iserve_deltas"]["background"] is True
 
     def test_vllm_finds_the_plug_in_on_its_path(
         self, make: Callable[..., WorkerSpec], engine: Callable[[str], Any], tmp_path: Path
@@ -239,7 +267,7 @@ def _bfloat16(*shape: int) -> Any:
 
 
 class TestMemory:
-    """In vLLM's own classes: ``what_a_plan_promises_is_what_is_allocated`` of ``vllm_deltas_on_cpu``."""
+    """In vLLM's own classes: ``what_a_plan_promises_is_what_is_allocated`` of ``vllm_delta_cases.places``."""
 
     @pytest.mark.parametrize("tp", [1, 2, 4, 8, 16])
     @pytest.mark.parametrize("format_name", [one for one in SlotFormat if one is not SlotFormat.NONE])
@@ -255,7 +283,7 @@ class TestMemory:
         assert other_place_bytes(LLAMA, config) * 9 == found
 
     def test_a_plan_counts_the_spare_place_the_buffers_and_the_adapters(self) -> None:
-        assert (delta_places(INT2), delta_places(replace(INT2, tp=2))) == (9, 8)
+        assert (delta_places(INT2), delta_places(replace(INT2, tp=2))) == (9, 9)
         one = slot_bytes(LLAMA, INT2, 32) - (adapter := slot_bytes(LLAMA, rank_of(INT2, 8), 32) // 8)
         assert one == 32 * layer_place_bytes(LLAMA, INT2) + other_place_bytes(LLAMA, INT2)
         assert reserved_bytes(LLAMA, INT2, 32) == 9 * one + 8 * adapter + buffer_bytes(LLAMA, INT2, 32)

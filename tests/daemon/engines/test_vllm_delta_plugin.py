@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import re
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.daemon.engines.recorded_kernels import recorded_kernels
 from tests.daemon.variant_kernels import VARIANTS_PATH, variant_module
 from tests.golden_words import Golden
 
@@ -77,6 +77,7 @@ def test_settings_are_read_as_they_were_given() -> None:
         pytest.param({"form": "int2"}, id="name"),
         pytest.param({"revision": 7}, id="revision"),
         pytest.param({"merged_from_rows": 0}, id="rows"),
+        pytest.param({"arena_mib": -1}, id="arena"),
         pytest.param("int2", id="text"),
     ],
 )
@@ -249,14 +250,91 @@ class TestStepRoutes:
 
 
 def test_steps_have_routes_of_each_tiling() -> None:
-    source = (Path(VARIANTS_PATH) / "iserve_variants/tilings.py").read_text()
-    rows = {int(one) for one in re.findall(r"\brows=(\d+)", source.partition("def choose_tiling")[0])}
-    assert rows <= {SEGMENT_ROWS}
-    if importlib.util.find_spec("triton") is None:
-        return
-    choose = variant_module("tilings").choose_tiling
+    tilings = variant_module("tilings")
     for count in (1, 8, 32, 33, 8192):
-        assert choose(count).rows == SEGMENT_ROWS
+        assert tilings.choose_tiling(count).rows == SEGMENT_ROWS
+        warm = {tilings.choose_tiling(one) for one in tilings.rows_of_each_tiling(count)}
+        assert warm == {tilings.choose_tiling(one) for one in range(1, count + 1)}
+
+
+class TestWarmUp:
+    """Kernels that steps reach, by all that Triton compiles one anew for, without Triton."""
+
+    @staticmethod
+    def _products(reached: set[Any], merged_elements: int) -> Any:
+        return products.TritonProducts(
+            torch.device("cpu"),
+            max_segments=64,
+            max_tiles=8,
+            merged_elements=merged_elements,
+            kernels=recorded_kernels(reached),
+        )
+
+    @given(
+        slices=st.sampled_from([(64,), (128, 64, 64), (192, 192)]),
+        groups=st.integers(1, 5),
+        vocabulary=st.integers(1, 300),
+        hidden=st.integers(1, 300),
+        format_name=st.sampled_from(sorted(formats.FORMATS)),
+        merges=st.booleans(),
+        data=st.data(),
+    )
+    @settings(max_examples=40, deadline=None)
+    def test_steps_reach_no_kernel_that_is_not_warm(
+        self,
+        slices: tuple[int, ...],
+        groups: int,
+        vocabulary: int,
+        hidden: int,
+        format_name: str,
+        merges: bool,
+        data: st.DataObject,
+    ) -> None:
+        format_, reached = formats.FORMATS[format_name], set[Any]()
+        linear = slots_module.LinearSlots(
+            slots=SLOTS, slices=slices, inputs=128 * groups, format_=format_, device="cpu"
+        )
+        output = slots_module.EmbeddingSlots(
+            slots=SLOTS, shape=(vocabulary, hidden), format_=format_, device="cpu"
+        )
+        outputs, inputs = sum(slices), 128 * groups
+        routes, made = _routes(MERGED if merges else None), self._products(reached, outputs * inputs)
+        variant_module("warming").warm_up(made, routes, [linear], [output], merges=merges)
+        assert int(routes.token_route.num_rows) == int(routes.sample_route.num_rows) == 0
+        assert (routes.token_slots == -1).all()
+        warm = set(reached)
+        for rows in data.draw(st.lists(st.integers(1, 64), min_size=1, max_size=6)):
+            ids = data.draw(st.lists(st.integers(0, 3), min_size=rows, max_size=rows))
+            routes.update(ids, ids, {1: 0, 2: 3, 3: 1})
+            x = torch.zeros(rows, inputs, dtype=torch.bfloat16)
+            if wider := data.draw(st.sampled_from([0, 1, 8, 64])):
+                x = torch.zeros(rows, inputs + wider, dtype=torch.bfloat16)[:, wider % 8 : inputs + wider % 8]
+            made.add(torch.zeros(rows, outputs, dtype=torch.bfloat16), x, linear, routes.token_route)
+            for run in routes.runs:
+                if run.slot >= 0:
+                    made.merge(torch.zeros(outputs, inputs, dtype=torch.bfloat16), linear, run.slot)
+            padded = -(-vocabulary // 64) * 64
+            logits = torch.zeros(rows, data.draw(st.sampled_from([vocabulary, padded])))[:, :vocabulary]
+            logits = logits.to(data.draw(st.sampled_from([torch.bfloat16, torch.float32])))
+            states = torch.zeros(rows, hidden + 8, dtype=torch.bfloat16)[:, :hidden]
+            states = data.draw(st.sampled_from([states, states.clone()]))
+            made.add(logits, states, output, routes.sample_route)
+        assert reached == warm
+
+    def test_what_is_not_made_at_the_start_is_seen(self) -> None:
+        reached = set[Any]()
+        linear = slots_module.LinearSlots(slots=1, slices=(64,), inputs=128, format_=INT2, device="cpu")
+        made = self._products(reached, 0)
+        routes = _routes(None)
+        made.warm_up([linear], routes.token_route, 1, merges=False, has_padding=False)
+        warm = set(reached)
+        made.add(
+            torch.zeros(40, 64, dtype=torch.bfloat16),
+            torch.zeros(40, 128, dtype=torch.bfloat16),
+            linear,
+            routes.token_route,
+        )
+        assert len(reached - warm) == 1
 
 
 def test_products_of_a_step_are_those_of_each_row_and_its_delta() -> None:

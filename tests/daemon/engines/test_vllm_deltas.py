@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
-CASES = re.findall(
-    r"^@case\ndef (\w+)", (Path(__file__).parent / "vllm_deltas_on_cpu.py").read_text(), re.MULTILINE
-)
+CASES = [
+    name
+    for file in sorted((Path(__file__).parent / "vllm_delta_cases").glob("*.py"))
+    for name in re.findall(r"^@case\ndef (\w+)", file.read_text(), re.MULTILINE)
+]
 SITE = os.environ.get("ISERVE_VLLM_SITE", "")
 
 pytestmark = [

@@ -18,16 +18,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.daemon.engines.vllm_deltas_on_cpu import (
+from tests.daemon.engines.vllm_delta_cases.tiny_model import (
     SLOTS,
     VOCABULARY,
-    main,
     request,
     run,
     tiny_model,
     write_adapter,
     write_delta,
 )
+from tests.daemon.engines.vllm_deltas_on_cpu import main
 
 CASES: dict[str, Callable[[], None]] = {}
 KINDS: tuple[dict[str, Any], ...] = ({"adapters_alone": True}, {}, {"background": True})

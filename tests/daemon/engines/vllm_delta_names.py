@@ -16,7 +16,7 @@ from typing import Any
 
 from daemon.engines.vllm.sources import Package
 
-__all__ = ["RECORDED", "REPLACED", "USED", "imports", "read_names", "recorded"]
+__all__ = ["RECORDED", "REPLACED", "RUNNERS", "USED", "imports", "read_names", "recorded"]
 
 ROOT = Path(__file__).parents[3]
 PLUGIN = ROOT / "daemon/engines/vllm/variants/iserve_variants"
@@ -30,7 +30,10 @@ USED: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     f"{_LAYERS}/base.py:BaseLayerWithLoRA": (("set_lora", "reset_lora", "set_mapping"), ("punica_wrapper",)),
     f"{_LAYERS}/base_linear.py:BaseLinearLayerWithLoRA": (
         ("create_lora_weights", "apply", "_get_quant_method"),
-        *(("base_layer", "device", "input_size", "lora_a_stacked", "lora_b_stacked", "n_slices"),),
+        (
+            *("base_layer", "device", "input_size", "lora_a_stacked", "lora_b_stacked", "n_slices"),
+            *("output_slices", "tp_rank", "tp_size"),
+        ),
     ),
     f"{_LAYERS}/column_parallel_linear.py:ColumnParallelLinearWithLoRA": (("can_replace_layer",), ()),
     f"{_LAYERS}/column_parallel_linear.py:MergedColumnParallelLinearWithLoRA": (
@@ -55,8 +58,9 @@ USED: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "lora/model_manager.py:LoRAModelManager": (
         (
             *("_init_punica_wrapper", "_create_lora_modules", "_set_adapter_mapping", "activate_adapter"),
-            *("register_module", "set_adapter_mapping", "lora_slots", "deactivate_adapter", "_deactivate_adapter"),
-            *("_add_adapter", "remove_all_adapters", "_create_merged_loras_inplace", "_get_lora_layer_weights"),
+            *("register_module", "set_adapter_mapping", "lora_slots", "adapter_slots", "deactivate_adapter"),
+            *("add_adapter", "remove_adapter", "remove_all_adapters", "list_adapters", "get_adapter"),
+            *("_deactivate_adapter", "_add_adapter", "_create_merged_loras_inplace", "_get_lora_layer_weights"),
         ),
         (
             *(
@@ -71,13 +75,20 @@ USED: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *("max_num_seqs", "lora_config", "device", "is_pooling_model"),
         ),
     ),
-    "lora/model_manager.py:LRUCacheLoRAModelManager": (("activate_adapter",), ()),
+    "lora/model_manager.py:LRUCacheLoRAModelManager": (
+        ("add_adapter", "activate_adapter", "remove_oldest_adapter"),
+        (),
+    ),
     "lora/worker_manager.py:WorkerLoRAManager": (
-        ("__init__", "_load_adapter", "list_adapters"),
+        (
+            *("__init__", "_load_adapter", "_apply_adapters", "add_adapter", "remove_adapter", "list_adapters"),
+            *("remove_all_adapters", "set_active_adapters", "add_dummy_lora", "dummy_lora_cache", "pin_adapter"),
+            *("create_lora_manager", "get_dummy_lora_warmup_rank", "supports_tower_connector_lora"),
+        ),
         ("_adapter_manager", "_lora_model_cls"),
     ),
     "lora/worker_manager.py:LRUCacheWorkerLoRAManager": (
-        ("create_lora_manager", "add_adapter", "_apply_adapters"),
+        ("create_lora_manager", "_apply_adapters", "add_adapter"),
         ("_manager_cls",),
     ),
     "lora/punica_wrapper/punica_base.py:PunicaWrapperBase": (("add_lora_linear", "update_metadata"), ()),
@@ -92,13 +103,19 @@ USED: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "token_indices_sorted_by_lora_ids",
         ),
     ),
-    "utils/cache.py:LRUCache": (("touch", "remove_oldest"), ()),
-    "lora/request.py:LoRARequest": ((), ("lora_int_id", "lora_path")),
-    "config/lora.py:LoRAConfig": ((), ("fully_sharded_loras",)),
+    "utils/cache.py:LRUCache": (("cache", "pop", "touch", "remove_oldest"), ()),
+    "lora/request.py:LoRARequest": ((), ("load_inplace", "lora_int_id", "lora_name", "lora_path")),
+    "config/lora.py:LoRAConfig": ((), ("fully_sharded_loras", "specialize_active_lora")),
+    "config/model.py:ModelConfig": ((), ("dtype",)),
+    "model_executor/models/utils.py:WeightsMapper": (("get_rename_mapper", "_map_name"), ()),
+    "model_executor/models/interfaces.py:SupportsQuant": ((), ("hf_to_vllm_mapper",)),
     "config/vllm.py:VllmConfig": (
         (),
-        ("additional_config", "compilation_config", "model_config", "speculative_config"),
+        ("additional_config", "compilation_config", "model_config", "parallel_config", "speculative_config"),
     ),
+    "config/parallel.py:ParallelConfig": ((), ("world_size",)),
+    "distributed/parallel_state.py:GroupCoordinator": (("is_last_rank",), ("cpu_group", "world_size")),
+    "v1/executor/multiproc_executor.py:MultiprocExecutor": (("collective_rpc",), ("response_mqs",)),
     "config/compilation.py:CompilationConfig": ((), ("max_cudagraph_capture_size",)),
     "model_executor/layers/layernorm.py:RMSNorm": (
         ("forward_native",),
@@ -110,7 +127,20 @@ USED: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     f"{_LINEAR}:QKVParallelLinear": ((), ("num_kv_head_replicas",)),
     f"{_LINEAR}:UnquantizedLinearMethod": (("apply",), ()),
     f"{_VOCABULARY}:VocabParallelEmbedding": ((), ("embedding_dim", "org_vocab_size")),
-    f"{_MIXIN}:LoRAModelRunnerMixin": (("load_lora_model", "_set_active_loras", "add_lora"), ()),
+    f"{_MIXIN}:LoRAModelRunnerMixin": (
+        (
+            *(
+                "load_lora_model",
+                "_set_active_loras",
+                "set_active_loras",
+                "reset_lora_state",
+                "_ensure_lora_enabled",
+            ),
+            *("maybe_setup_dummy_loras", "maybe_select_dummy_loras", "maybe_dummy_run_with_lora"),
+            *("maybe_remove_all_loras", "add_lora", "remove_lora", "pin_lora", "list_loras"),
+        ),
+        (),
+    ),
     "v1/worker/gpu_model_runner.py:GPUModelRunner": (("_get_prompt_logprobs_dict",), ()),
     "v1/worker/gpu/model_runner.py:GPUModelRunner": ((), ()),
     "v1/worker/gpu/sample/prompt_logprob.py:PromptLogprobsWorker": (
@@ -118,6 +148,7 @@ USED: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (),
     ),
 }
+RUNNERS = ("v1/worker/gpu_model_runner.py", "v1/worker/gpu/model_runner.py")  # version 1 and 2
 # Names of modules that the plug-in replaces.
 REPLACED = {_MIXIN: "LRUCacheWorkerLoRAManager", "lora/utils.py": "_all_lora_classes"}
 
@@ -145,7 +176,15 @@ def read_names(package: Path) -> dict[str, Any]:
         file: sorted(_names(source, file) & {*wanted.get(_module(file), ()), REPLACED.get(file, "")})
         for file in sorted({*REPLACED, *(_file(source, module) for module in wanted)})
     }
-    return {"classes": classes, "names": names, "calls": _calls(source)}
+    runners = {file: _of_adapters(source, file) for file in (*RUNNERS, _MIXIN)}
+    return {"classes": classes, "names": names, "calls": _calls(source), "runners": runners}
+
+
+def _of_adapters(source: Package, file: str) -> list[str]:
+    """Return the functions with "lora" in their names, or of the manager, that a module calls."""
+    nodes = ast.walk(source.tree(file) or ast.Module([], []))
+    called = {ast.unparse(n.func) for n in nodes if isinstance(n, ast.Call)}
+    return sorted(one for one in called if "lora" in one.lower() and "(" not in one)
 
 
 def _calls(source: Package) -> dict[str, list[str]]:
@@ -154,6 +193,8 @@ def _calls(source: Package) -> dict[str, list[str]]:
         _MIXIN: ("LRUCacheWorkerLoRAManager",),
         "lora/utils.py": ("lora_cls", "lora_cls.can_replace_layer", "instance_layer.create_lora_weights"),
         "lora/model_manager.py": ("module.set_lora", "module.reset_lora", "self._set_adapter_mapping"),
+        "v1/executor/abstract.py": ("self.collective_rpc",),
+        "v1/executor/multiproc_executor.py": ("self.response_mqs.append",),
         "v1/worker/gpu_model_runner.py": ("self.load_lora_model", "self._get_prompt_logprobs_dict"),
         "v1/worker/gpu/model_runner.py": (
             "self.load_lora_model",

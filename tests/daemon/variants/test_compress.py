@@ -356,6 +356,49 @@ def test_experts_are_refused_by_name(tmp_path: Path) -> None:
     refused(tmp_path, CheckpointError, "model.layers.0.extra.weight", "neither a linear")
 
 
+MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe"]
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("name", ["int2", "int4", "sparse24-int4"])
+def test_a_mixture_is_compressed_around_its_experts(
+    tmp_path: Path, tiny_checkpoint: Callable[[str], Path], family: str, name: str
+) -> None:
+    """Attention, embeddings, norms and the output layer change; all experts run, and are the base's to the bit."""
+    base = tiny_checkpoint(family)
+    tuned_folder = write_fine_tune(base, tmp_path / "tuned", 1, is_changed=lambda tensor: ".mlp." not in tensor
+        and "block_sparse_moe" not in tensor)  # fmt: skip
+    result = compress_delta(
+        order(tmp_path, base=base, finetuned=tuned_folder, format=FORMATS[name], calibration=None)
+    )
+    export_delta(base, read_delta(tmp_path / "delta"), tmp_path / "exported")
+    found, wanted, before = (read_values(folder) for folder in (tmp_path / "exported", tuned_folder, base))
+    matrices = {matrix.name: matrix for matrix in result.manifest.matrices}
+    assert len(matrices) == 2 * 4 + 2
+    for tensor, values in wanted.items():
+        if tensor not in matrices:  # experts, routers and, replaced as they are, norms
+            assert np.array_equal(found[tensor], values), tensor
+            continue
+        record, change = matrices[tensor], np.square(values - before[tensor]).sum()
+        lost = np.square(found[tensor] - values).sum() / change
+        assert lost == pytest.approx(record.weight_error, rel=0.05, abs=0.005), tensor
+        assert record.error < {"int2": 0.3, "int4": 0.02, "sparse24-int4": 0.3}[record.format], tensor
+    unchanged = [tensor for tensor in wanted if np.array_equal(wanted[tensor], before[tensor])]
+    assert sum("experts" in tensor for tensor in unchanged) >= 2 * 4 * 3
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("part", ["experts", "gate."])
+def test_changed_experts_and_routers_of_a_mixture_are_refused_by_name(
+    tmp_path: Path, tiny_checkpoint: Callable[[str], Path], family: str, part: str
+) -> None:
+    base = tiny_checkpoint(family)
+    names = sorted(Checkpoint.open(base).tensors)
+    changed = next(name for name in names if f".{part}" in name and "layers.1." in name)
+    folder = write_fine_tune(base, tmp_path / "tuned", 1, is_changed=lambda tensor: tensor == changed)
+    refused(tmp_path, CheckpointError, changed, "deploy the fine-tune", base=base, finetuned=folder)
+
+
 @pytest.mark.parametrize("name", ["self_attn.sinks", "mlp.router.bias"])
 def test_what_no_engine_can_replace_is_refused_though_it_has_one_axis(
     tmp_path: Path, tiny_checkpoint: Callable[[str], Path], name: str

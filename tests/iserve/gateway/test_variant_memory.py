@@ -6,6 +6,8 @@ import random
 
 import pytest
 
+from tests.daemon.engines.vllm_stand_in.deltas import Reader
+from tests.iserve.gateway.test_variant_deltas import delta
 from tests.iserve.gateway.variant_requests import A, B, C, hold, route, said, statuses, variant
 from tests.waiting import wait_until
 
@@ -94,6 +96,55 @@ def test_another_worker_takes_what_the_memory_of_one_does_not_hold(gateway, make
     assert [said(gateway.complete(name)) for name in "bc"] == [B.content_hash, C.content_hash]
     full.go_on.set()
     assert statuses(held) == [200]
+
+
+def test_an_idle_delta_is_unloaded_where_memory_is_full_of_deltas(gateway, make_worker) -> None:
+    """The worker reads a delta before memory is found to be full: it reads it again, and none in vain."""
+    worker = make_worker(slots=3, max_loaded=3, memory=1, reader=Reader(3))
+    one, two = delta("one"), delta("two")
+    gateway.publish(route(worker, variants=(one, two)))
+    wanted = [one.content_hash, two.content_hash] * 2
+    assert [said(gateway.complete(name)) for name in ("one", "two") * 2] == wanted
+    assert worker.unloads == [one.engine_name, two.engine_name, one.engine_name]
+    assert not worker.violations
+
+
+def test_requests_wait_while_memory_is_full_of_deltas_in_flight(gateway, make_worker, clients) -> None:
+    worker = make_worker(slots=3, max_loaded=3, memory=1, reader=Reader(2))
+    one, two = delta("one"), delta("two")
+    gateway.publish(route(worker, variants=(one, two, A)))
+    (held,) = hold(gateway, clients, worker, one)
+    waiting = [clients.submit(gateway.complete, name) for name in ("two", "two", "a")]
+    wait_until(
+        lambda: gateway.metric('iserve_gateway_waiting_requests{deployment="m"}') == 3, "all wait in the queue"
+    )
+    assert said(gateway.complete("m")) == "served-base"
+    worker.go_on.set()
+    assert said(held.result()) == one.content_hash
+    assert [said(answer.result()) for answer in waiting] == [two.content_hash] * 2 + [A.content_hash]
+    assert not worker.violations
+
+
+def test_a_delta_that_no_memory_holds_is_an_error_and_the_base_is_served(gateway, make_worker) -> None:
+    worker = make_worker(memory=0, reader=Reader(2))
+    gateway.publish(route(worker, variants=(delta("large"),)))
+    answer = gateway.complete("large")
+    assert (answer.status, answer.error["code"]) == (503, "variant_load")
+    assert worker.no_memory in answer.error["message"]
+    assert gateway.complete("m").status == 200
+
+
+def test_storm_of_deltas_on_workers_with_little_memory(gateway, make_worker, clients) -> None:
+    workers = [
+        make_worker(slots=3, max_loaded=3, service_s=0.002, memory=memory, reader=Reader(2)) for memory in (1, 2)
+    ]
+    variants = {f"z{index}": delta(f"z{index}") for index in range(8)}
+    gateway.publish(route(*workers, variants=tuple(variants.values())))
+    draw = random.Random(11)
+    names = [draw.choice(list(variants)) for _ in range(80)]
+    answers = [clients.submit(gateway.complete, name) for name in names]
+    assert [said(answer.result()) for answer in answers] == [variants[name].content_hash for name in names]
+    assert all(len(worker.loaded) <= (worker.memory or 0) for worker in workers)
 
 
 def test_storm_on_workers_with_little_memory(gateway, make_worker, clients) -> None:

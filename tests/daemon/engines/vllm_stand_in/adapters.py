@@ -33,8 +33,7 @@ class Adapters:
         self.given, self.paths, self.lock = given, {}, threading.Lock()
         self.settings = deltas.settings_of(given.additional_config)
         self.reader = deltas.Reader(behaviour.get("delta_asks", 2))
-        if self.settings is not None and self.settings.background and given.tensor_parallel_size > 1:
-            raise ValueError("iserve_deltas: deltas are not served in the background on several GPUs")
+        self.most_deltas = behaviour.get("most_deltas", 10**9)  # that memory holds
 
     def has_route(self, path):
         open_ = os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "0").strip().lower() in ("1", "true")
@@ -85,6 +84,8 @@ class Adapters:
             return 500, failed + deltas.BEING_READ.format(name)
         if (why := deltas.refusal(folder, self.settings)) is not None:
             return 500, failed + why
+        if sum((Path(one) / deltas.MANIFEST_FILE).is_file() for one in self.paths.values()) >= self.most_deltas:
+            return 500, failed + deltas.NO_MEMORY
         self.paths[name] = folder
         return 200, f"Success: LoRA adapter '{name}' added successfully."
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 MANIFEST_FILE = "delta.json"
 BEING_READ = "delta {} is still being read: ask for it again"
+NO_MEMORY = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 139.80 GiB"
 
 
 class Reader:

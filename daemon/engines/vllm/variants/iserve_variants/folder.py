@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,30 +49,53 @@ class ServedDelta:
     matrices: dict[str, PackedMatrix]
     exact: dict[str, torch.Tensor]
     """Norms and biases, which replace the base's."""
+    hashes: dict[str, str] | None = None
+    """Of each tensor in its file, by the manifest; None: it has none of some."""
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor, str]]:
+        """Yield each tensor's name in its file, the tensor and its hash; ``hashes`` are there."""
+        assert self.hashes is not None
+        for name, matrix in self.matrices.items():
+            yield f"{name}.codes", matrix.codes, self.hashes[f"{name}.codes"]
+            yield f"{name}.scales", matrix.scales, self.hashes[f"{name}.scales"]
+        for name, tensor in self.exact.items():
+            yield name, tensor, self.hashes[name]
 
 
-def read_folder(folder: Path, *, pin: bool, pause: Callable[[], None] = lambda: None) -> ServedDelta:
+def read_folder(
+    folder: Path,
+    *,
+    pin: bool = False,
+    pause: Callable[[], None] = lambda: None,
+    take: Callable[[int], torch.Tensor] | None = None,
+    manifest: bytes | None = None,
+) -> ServedDelta:
     """Return the delta in ``folder``.
 
     Args:
         pin: whether its buffers are page-locked, from which copies to a GPU need no further buffer.
         pause: called between tensors.
+        take: returns uint8 memory of so many bytes for a file, in place of buffers of its own.
+        manifest: bytes of the manifest, where they were read already.
 
     Raises:
         ValueError: a manifest of another version, a format that is not known, or a file that is not what the
             manifest says; the message names it.
         OSError: a file that cannot be read.
     """
-    manifest = _json_object((folder / MANIFEST_FILE).read_bytes(), folder / MANIFEST_FILE)
-    if manifest.get("version") != _VERSION:
-        raise ValueError(f"{folder / MANIFEST_FILE} has version {manifest.get('version')!r}, not {_VERSION}")
+    if take is None:
+        take = partial(torch.empty, dtype=torch.uint8, pin_memory=pin)
+    raw = (folder / MANIFEST_FILE).read_bytes() if manifest is None else manifest
+    said = _json_object(raw, folder / MANIFEST_FILE)
+    if said.get("version") != _VERSION:
+        raise ValueError(f"{folder / MANIFEST_FILE} has version {said.get('version')!r}, not {_VERSION}")
     files: dict[str, dict[str, torch.Tensor]] = {}
 
     def tensor(file: str, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         if Path(file).name != file:
             raise ValueError(f"{folder / MANIFEST_FILE} names {file!r}, which is no file in its folder")
         if file not in files:
-            files[file] = _read_tensors(folder / file, pin=pin, pause=pause)
+            files[file] = _read_tensors(folder / file, take=take, pause=pause)
         pause()
         found = files[file].get(name)
         if found is None or found.dtype != dtype or found.shape != shape:
@@ -80,7 +104,7 @@ def read_folder(folder: Path, *, pin: bool, pause: Callable[[], None] = lambda: 
         return found
 
     matrices = {}
-    for entry in manifest["matrices"]:
+    for entry in said["matrices"]:
         name, (outputs, inputs) = entry["name"], entry["shape"]
         format_ = FORMATS.get(entry["format"])
         if format_ is None:
@@ -97,12 +121,22 @@ def read_folder(folder: Path, *, pin: bool, pause: Callable[[], None] = lambda: 
         )
     exact = {
         entry["name"]: tensor(entry["file"], entry["name"], _type(entry["dtype"]), tuple(entry["shape"]))
-        for entry in manifest["exact"]
+        for entry in said["exact"]
     }
-    return ServedDelta(matrices=matrices, exact=exact)
+    return ServedDelta(matrices=matrices, exact=exact, hashes=_hashes(said))
 
 
-def _read_tensors(file: Path, *, pin: bool, pause: Callable[[], None]) -> dict[str, torch.Tensor]:
+def _hashes(manifest: dict[str, Any]) -> dict[str, str] | None:
+    """Return the hash of each tensor by its name in its file; None: some have none."""
+    found = {entry["name"]: entry.get("sha256") for entry in manifest["exact"]}
+    for entry in manifest["matrices"]:
+        found |= {f"{entry['name']}.{part}": entry.get(part) for part in ("codes", "scales")}
+    return found if all(isinstance(one, str) for one in found.values()) else None
+
+
+def _read_tensors(
+    file: Path, *, take: Callable[[int], torch.Tensor], pause: Callable[[], None]
+) -> dict[str, torch.Tensor]:
     """Return the tensors of a safetensors file as views of one buffer."""
     with file.open("rb", buffering=0) as stream:
         start = stream.read(8)
@@ -111,7 +145,7 @@ def _read_tensors(file: Path, *, pin: bool, pause: Callable[[], None]) -> dict[s
         if not 0 < length <= _MAX_HEADER_BYTES or size < 0:
             raise ValueError(f"{file} is no safetensors file")
         header = _json_object(stream.read(length), file)
-        buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pin)
+        buffer = take(size)
         view, at = memoryview(buffer.numpy()), 0
         while at < size:
             got = stream.readinto(view[at : at + _PIECE_BYTES])

@@ -30,6 +30,11 @@ class CodeFormat:
         """16-bit words that 128 inputs of an output take."""
         return GROUP * self.bits // _WORD_BITS
 
+    def holds(self, other: CodeFormat) -> bool:
+        """Return whether every level of ``other`` is a level of this format, for one scale."""
+        offset = self.zero - other.zero
+        return offset >= 0 and offset % 1 == 0 and offset + 2**other.bits <= 2**self.bits
+
     def codes_shape(self, outputs: int, inputs: int) -> tuple[int, int, int, int]:
         """Return the shape of the words of a matrix: [tiles, groups, 64, words]."""
         tiles, groups = padded(outputs, inputs)

@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from iserve_variants.formats import GROUP, TILE_ROWS, CodeFormat
+from iserve_variants.formats import CodeFormat
+from iserve_variants.launches import merge_launch
 
 __all__ = ["merge_delta"]
 
@@ -46,22 +47,9 @@ def merge_delta(
     ):
         raise ValueError(f"codes {list(codes.shape)} are not of {outputs} outputs and {inputs} inputs")
     tiles, all_groups = codes.shape[:2]
+    kernel = merge_launch(weight, out, format_, groups=groups, warps=warps)
     _merge[(tiles, triton.cdiv(all_groups, groups))](
-        weight,
-        out,
-        codes,
-        scales,
-        outputs,
-        tiles * TILE_ROWS,
-        inputs,
-        all_groups,
-        weight.stride(0),
-        out.stride(0),
-        BITS=format_.bits,
-        ZERO=format_.zero,
-        GROUPS=groups,
-        WHOLE=outputs % TILE_ROWS == 0 and inputs % GROUP == 0 and all_groups % groups == 0,
-        num_warps=warps,
+        weight, out, codes, scales, *kernel.integers, **kernel.constants
     )
 
 

@@ -8,7 +8,8 @@ from enum import Enum
 
 import torch
 
-from iserve_variants.folder import ServedDelta
+from iserve_variants.folder import PackedMatrix, ServedDelta
+from iserve_variants.formats import FORMATS
 
 __all__ = ["Kind", "Place", "Places", "place_tensors"]
 
@@ -35,7 +36,7 @@ class Place:
     shape: tuple[int, ...]
     """Of the whole tensor, over all ranks."""
     format: str | None = None
-    """Of the slots; None: the tensor itself, as of a norm."""
+    """Of the slots, which hold narrower ones too; None: the tensor itself, as of a norm."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,12 +77,8 @@ def place_tensors(
             continue
         if place.format is None:
             raise _refused(name, f"it is a matrix, and slots of a {place.kind.value} have none")
-        if matrix.format_name != place.format:
-            raise _refused(
-                name,
-                f"its format is {matrix.format_name}, and slots of a {place.kind.value} hold {place.format} here; "
-                "compress it in that format (without --max-error)",
-            )
+        if not FORMATS[place.format].holds(matrix.format):
+            raise _refused(name, _other_format(matrix, place.kind, place.format))
         _check_shape(name, matrix.shape, place)
         found[place.module] = (matrix.codes, matrix.scales)
     for name, tensor in delta.exact.items():
@@ -93,6 +90,17 @@ def place_tensors(
         _check_shape(name, tuple(tensor.shape), place)
         found[place.module] = (tensor, tensor)
     return found
+
+
+def _other_format(matrix: PackedMatrix, kind: Kind, held: str) -> str:
+    """Return why slots of format ``held`` have no room for ``matrix``, and what to do."""
+    instead = ""
+    if kind in (Kind.LINEAR, Kind.OUTPUT):  # embeddings have 4 bits everywhere
+        instead = f"take slots of that format or a finer one (--delta-format {matrix.format_name}), or "
+    return (
+        f"its format is {matrix.format_name}, and slots of a {kind.value} hold {held} here; "
+        f"{instead}compress it in {held} (without --max-error)"
+    )
 
 
 def _place(name: str, places: Places, rename: Callable[[str], str | None]) -> Place | None:

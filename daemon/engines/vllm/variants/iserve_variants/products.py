@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import torch
 
-from iserve_variants.formats import GROUP, TILE_ROWS, CodeFormat
+from iserve_variants.formats import TILE_ROWS, CodeFormat
+from iserve_variants.launches import Workspace, is_aligned, multiprocessors
 from iserve_variants.reference import dequantize
 from iserve_variants.route import Route
+from iserve_variants.tilings import choose_tiling
 
-__all__ = ["Products", "ReferenceProducts", "Slots", "products_for"]
+__all__ = ["Products", "ReferenceProducts", "Slots", "TritonProducts", "products_for"]
 
 
 class Slots(Protocol):
     """Codes and scales of one module's slots."""
 
     format: CodeFormat
+    shape: tuple[int, int]
+    """Outputs and inputs of one rank, without padding."""
     codes: torch.Tensor
     scales: torch.Tensor
 
@@ -32,8 +37,18 @@ class Products(Protocol):
     def merge(self, weight: torch.Tensor, slots: Slots, slot: int) -> torch.Tensor:
         """Return base and one delta as a matrix, valid until the next call."""
 
-    def warm_up(self, all_slots: Iterable[Slots], route: Route, rows: int) -> None:
-        """Compile what steps of ``rows`` rows take; no row is routed, and nothing is changed."""
+    def warm_up(
+        self, all_slots: Iterable[Slots], route: Route, rows: int, *, merges: bool, has_padding: bool
+    ) -> None:
+        """Compile what products of ``rows`` rows take; no row is routed, and nothing is changed.
+
+        Args:
+            all_slots: of which those of one shape and format are one.
+            route: of no rows.
+            rows: of a product.
+            merges: whether prompts merge these matrices.
+            has_padding: whether products may be added to float32, and to the first columns of wider rows: logits.
+        """
 
 
 class ReferenceProducts:
@@ -50,29 +65,40 @@ class ReferenceProducts:
         change = dequantize(slots.codes[slot], slots.scales[slot], slots.format)
         return (weight.float() + change[: weight.shape[0], : weight.shape[1]]).to(weight.dtype)
 
-    def warm_up(self, all_slots: Iterable[Slots], route: Route, rows: int) -> None:
+    def warm_up(
+        self, all_slots: Iterable[Slots], route: Route, rows: int, *, merges: bool, has_padding: bool
+    ) -> None:
         """Do nothing: there is nothing to compile."""
 
 
 class TritonProducts:
     """Products by the kernels; their buffers are taken at the start and live as long as the captured graphs."""
 
-    def __init__(self, device: torch.device, *, max_segments: int, max_tiles: int, merged_elements: int) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        max_segments: int,
+        max_tiles: int,
+        merged_elements: int,
+        kernels: tuple[Callable[..., None], Callable[..., None]] | None = None,
+    ) -> None:
         """Take the buffers' memory.
 
         Args:
             max_segments: of a route.
             max_tiles: tiles of 64 outputs of the largest module.
             merged_elements: weights of the largest matrix that is merged; 0: none is.
+            kernels: in place of ``add_delta`` and ``merge_delta``.
         """
-        # Triton is imported where a GPU is.
-        from iserve_variants.delta_linear import Workspace, add_delta
-        from iserve_variants.merge import merge_delta
-        from iserve_variants.tilings import choose_tiling
+        if kernels is None:  # Triton is imported where a GPU is
+            from iserve_variants.delta_linear import add_delta
+            from iserve_variants.merge import merge_delta
 
-        self._add, self._merge, self._tiling = add_delta, merge_delta, choose_tiling
+            kernels = add_delta, merge_delta
+        self._add, self._merge = kernels
         self._workspace = Workspace(device)
-        programs = torch.cuda.get_device_properties(device).multi_processor_count * 4
+        programs = multiprocessors(device) * 4
         self._workspace.partial(programs * 2 * 128 * 32)
         self._workspace.arrived(max_segments * max_tiles)
         self._merged = torch.empty(merged_elements, dtype=torch.bfloat16, device=device)
@@ -83,9 +109,9 @@ class TritonProducts:
             self.add(change, x, slots, route)
             y += change
             return
-        tiling = self._tiling(x.shape[0])
-        if x.stride(-1) != 1 or x.data_ptr() % 16 or x.stride(0) % 8:
-            x = x.contiguous()
+        tiling = choose_tiling(x.shape[0])
+        if not is_aligned(x):
+            x = x.clone(memory_format=torch.contiguous_format)  # one row is contiguous wherever it begins
             tiling = replace(tiling, overlaps=False)  # which may begin before the kernel before it, the copy
         self._add(y, x, slots.codes, slots.scales, route, slots.format, tiling, self._workspace)
 
@@ -94,19 +120,25 @@ class TritonProducts:
         self._merge(weight, out, slots.codes[slot], slots.scales[slot], slots.format)
         return out
 
-    def warm_up(self, all_slots: Iterable[Slots], route: Route, rows: int) -> None:
+    def warm_up(
+        self, all_slots: Iterable[Slots], route: Route, rows: int, *, merges: bool, has_padding: bool
+    ) -> None:
         done = set()
         for slots in all_slots:
-            _, tiles, groups, _, _ = slots.codes.shape
-            shape = tiles * TILE_ROWS, groups * GROUP
-            if (shape, slots.format) in done:
+            if (slots.shape, slots.format) in done:
                 continue
-            done.add((shape, slots.format))
-            x = torch.zeros(rows, shape[1], dtype=torch.bfloat16, device=slots.codes.device)
-            y = torch.zeros(rows, shape[0], dtype=torch.bfloat16, device=slots.codes.device)
-            self.add(y, x, slots, route)
-            if self._merged.numel() >= shape[0] * shape[1]:
-                self.merge(y.new_zeros(shape), slots, 0)
+            done.add((slots.shape, slots.format))
+            outputs, inputs = slots.shape
+            new = partial(torch.zeros, dtype=torch.bfloat16, device=slots.codes.device)
+            rows_of_y = [new(rows, outputs)]
+            if has_padding:
+                padded = -(-outputs // TILE_ROWS) * TILE_ROWS
+                rows_of_y += [new(rows, padded)[:, :outputs], new(rows, outputs).float()]
+            for y in rows_of_y:
+                self.add(y, new(rows, inputs), slots, route)
+                self.add(y, new(rows, inputs + 1)[:, 1:], slots, route)  # rows that have to be copied
+            if merges:
+                self.merge(new(outputs, inputs), slots, 0)
 
 
 def products_for(device: torch.device, *, max_segments: int, max_tiles: int, merged_elements: int) -> Products:

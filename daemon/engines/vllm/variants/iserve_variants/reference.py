@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from iserve_variants.formats import GROUP, CodeFormat
+from iserve_variants.recoding import unpack_codes
 
 __all__ = ["adapter_change", "delta_product", "dequantize"]
 
@@ -19,14 +20,7 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, format_: CodeFormat) -
         scales: [groups, padded outputs].
     """
     tiles, groups, rows, _ = codes.shape
-    words = codes.to(torch.int32) & 0xFFFF
-    values, first, low = torch.zeros(tiles, groups, rows, GROUP, dtype=torch.int32, device=codes.device), 0, 0
-    for width in (2, 1) if format_.bits == 3 else (format_.bits,):
-        end = first + GROUP * width // 16
-        plane = words[..., first:end]
-        places = [(plane >> shift) & (2**width - 1) for shift in range(0, 16, width)]
-        values |= torch.cat(places, dim=-1) << low
-        first, low = end, low + width
+    values = unpack_codes(codes, format_.bits)
     matrix = values.permute(0, 2, 1, 3).reshape(tiles * rows, groups, GROUP).float() - format_.zero
     return (matrix * scales.float().t()[:, :, None]).reshape(tiles * rows, groups * GROUP)
 

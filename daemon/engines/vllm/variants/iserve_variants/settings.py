@@ -53,7 +53,9 @@ class Settings:
     merged_from_rows: int | None = 256
     """Rows of one delta in a step, from which on a prompt is multiplied with merged weights; None: never."""
     background: bool = False
-    """Whether a load is refused until a thread has read the delta into a spare slot; steps go on meanwhile."""
+    """Whether a load is refused until a thread of each rank has read the delta into a spare slot; steps go on."""
+    arena_mib: int = 0
+    """Host memory of each rank, page-locked, that keeps deltas which were read for later loads."""
     revision: int = REVISION
 
     def __post_init__(self) -> None:
@@ -62,6 +64,8 @@ class Settings:
                 raise ValueError(f"{KEY}: format {name!r} is none of {', '.join(FORMATS)}")
         if self.revision != REVISION:
             raise ValueError(f"{KEY}: these settings are of revision {self.revision}, the plug-in is {REVISION}")
+        if self.arena_mib < 0:
+            raise ValueError(f"{KEY}: arena_mib is {self.arena_mib}, and has to be 0 or more")
         if self.merged_from_rows is not None and self.merged_from_rows < 1:
             raise ValueError(f"{KEY}: merged_from_rows is {self.merged_from_rows}, and has to be 1 or more")
 

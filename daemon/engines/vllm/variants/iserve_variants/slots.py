@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from iserve_variants.formats import GROUP, TILE_ROWS, CodeFormat
+from iserve_variants.recoding import format_in, recode_into
 from iserve_variants.reference import dequantize
 
 __all__ = ["EmbeddingSlots", "LinearSlots", "NormSlots", "cut_inputs", "cut_outputs"]
@@ -43,6 +44,7 @@ class LinearSlots:
             )
         self.format, self.slices = format_, tuple(slices)
         outputs = sum(slices)
+        self.shape = outputs, inputs
         self.codes = torch.zeros(slots, *format_.codes_shape(outputs, inputs), dtype=torch.int16, device=device)
         self.scales = torch.zeros(
             slots, *format_.scales_shape(outputs, inputs), dtype=torch.bfloat16, device=device
@@ -56,24 +58,29 @@ class LinearSlots:
     def put(self, slot: int, parts: Sequence[Packed | None]) -> None:
         """Fill ``slot`` with a matrix for each slice; None: the fine-tune left that one as it is.
 
+        A matrix may have fewer bits than the slots, whose levels contain its own.
+
         Raises:
             ValueError: as many parts as slices are needed, of their shapes; the slot is as it was.
         """
-        _, _, groups, _, words = self.codes.shape
-        expected = [((size // TILE_ROWS, groups, TILE_ROWS, words), (groups, size)) for size in self.slices]
-        found = [part and (tuple(part[0].shape), tuple(part[1].shape)) for part in parts]
+        groups = self.codes.shape[2]
+        expected = [((size // TILE_ROWS, groups, TILE_ROWS), (groups, size)) for size in self.slices]
+        found = [part and (tuple(part[0].shape[:3]), tuple(part[1].shape)) for part in parts]
+        formats = [part and format_in(part[0].shape[-1], self.format) for part in parts]
         if len(found) != len(expected) or any(
-            one not in (None, two) for one, two in zip(found, expected, strict=True)
+            one is not None and (one != two or held is None)
+            for one, two, held in zip(found, expected, formats, strict=True)
         ):
-            raise ValueError(f"parts of shapes {found} do not fill slices of {expected}")
+            shapes = [part and (tuple(part[0].shape), tuple(part[1].shape)) for part in parts]
+            raise ValueError(f"parts of shapes {shapes} do not fill slices of {expected}, {self.format.bits} bits")
         first = 0
-        for part, size in zip(parts, self.slices, strict=True):
+        for part, of, size in zip(parts, formats, self.slices, strict=True):
             scales = self.scales[slot, :, first : first + size]
-            if part is None:
+            if part is None or of is None:
                 scales.zero_()
             else:
                 tiles = slice(first // TILE_ROWS, (first + size) // TILE_ROWS)
-                self.codes[slot, tiles].copy_(part[0], non_blocking=True)
+                recode_into(self.codes[slot, tiles], part[0], of, self.format)
                 scales.copy_(part[1], non_blocking=True)
             first += size
 
@@ -138,9 +145,14 @@ class EmbeddingSlots:
         Raises:
             ValueError: a matrix of another shape.
         """
-        if packed[0].shape != self.codes.shape[1:] or packed[1].shape != self.scales.shape[1:]:
+        of = format_in(packed[0].shape[-1], self.format)
+        if (
+            of is None
+            or packed[0].shape[:-1] != self.codes.shape[1:-1]
+            or packed[1].shape != self.scales.shape[1:]
+        ):
             raise ValueError(f"codes {list(packed[0].shape)} do not fill a slot of {list(self.codes.shape[1:])}")
-        self.codes[slot].copy_(packed[0], non_blocking=True)
+        recode_into(self.codes[slot], packed[0], of, self.format)
         self.scales[slot].copy_(packed[1], non_blocking=True)
 
     def clear(self, slot: int) -> None:

@@ -17,6 +17,7 @@ from iserve_variants.route import Route
 __all__ = ["SEGMENT_ROWS", "Run", "StepRoutes"]
 
 SEGMENT_ROWS = 32  # of all tilings that steps choose
+_SORTED = (1, 33, 129, 1025, 4097, 65536)  # rows, beyond the bounds of torch's kernels that sort
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +148,14 @@ class StepRoutes:
             sampled = _slots(np.fromiter(samples, dtype=np.int64, count=len(samples)), slot_of_delta)
             self.samples_deltas = self._samples.fill(sampled, sampled)
             self.logits_route = self.sample_route if self.samples_deltas else None
+
+    def warm_up(self) -> None:
+        """Route steps of the sizes that torch sorts in different ways, then one of no rows."""
+        kept, self.merged_from_rows = self.merged_from_rows, None
+        for rows in sorted({min(count, len(self.token_slots)) for count in _SORTED}):
+            self.update([1] * rows, [1] * rows, {1: 0})
+        self.update([0], [0], {})
+        self.merged_from_rows = kept
 
     def launches(self, rows: int) -> bool:
         """Return whether a product of ``rows`` rows launches the kernel of deltas.

@@ -40,6 +40,7 @@ class PlaceFiller:
         }
         self._packed, self._runtime, self._device = packed, runtime, device
         self._stream: torch.cuda.Stream | None = None
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
         if runtime.settings.background and device.type == "cuda":
             self._stream, self._freed = torch.cuda.Stream(device), torch.cuda.Event()
             self._freed.record()
@@ -55,6 +56,13 @@ class PlaceFiller:
         """Fill a place with a delta; from the thread that steps."""
         for name, module in self._modules.items():
             self._fill(module, place, self._found(name, pairs))
+        if self._copied is not None:
+            self._copied.record()
+
+    def settle(self) -> None:
+        """Wait until nothing is copied any more from the tensors that :meth:`put` was given; from any thread."""
+        if self._copied is not None:
+            self._copied.synchronize()
 
     def fill_spare(self, pairs: Pairs) -> None:
         """Fill the spare place with a delta and wait for it; from another thread than that which steps."""
@@ -67,7 +75,10 @@ class PlaceFiller:
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
                 self._stream.wait_event(self._freed)
                 for name, module in self._modules.items():
-                    self._fill(module, place, self._locked_pairs(self._found(name, pairs)))
+                    found = self._found(name, pairs)
+                    own = module.own_parts(found) if hasattr(type(module), "own_parts") else found
+                    locked = own if _is_locked(pairs, own) else self._locked_pairs(own)
+                    self._fill(module, place, locked, is_own=True)
                     self._stream.synchronize()  # the buffer is used again
                     time.sleep(_PAUSE_S)
 
@@ -76,13 +87,13 @@ class PlaceFiller:
         return [pairs.get(one) for one in self._packed.get(name, [name])]
 
     @staticmethod
-    def _fill(module: torch.nn.Module, place: int, found: list[Pair | None]) -> None:
+    def _fill(module: torch.nn.Module, place: int, found: list[Pair | None], **of_rank: bool) -> None:
         if not any(found):
             module.deltas.clear(place)
         elif len(found) > 1:
-            module.fill(place, *([one and one[at] for one in found] for at in (0, 1)))
+            module.fill(place, *([one and one[at] for one in found] for at in (0, 1)), **of_rank)
         else:
-            module.fill(place, *found[0])
+            module.fill(place, *found[0], **of_rank)
 
     def _locked_pairs(self, found: list[Pair | None]) -> list[Pair | None]:
         """Return copies in the page-locked buffer."""
@@ -97,8 +108,13 @@ class PlaceFiller:
         return copies
 
 
+def _is_locked(pairs: Pairs, own: list[Pair | None]) -> bool:
+    """Return whether a module's pairs are page-locked, and contiguous as they are."""
+    return getattr(pairs, "is_pinned", False) and all(one.is_contiguous() for pair in own for one in pair or ())
+
+
 def _place_bytes(module: torch.nn.Module) -> int:
-    """Return the bytes that a module's pairs take in the page-locked buffer; of one GPU, which has all of it."""
+    """Return the bytes that one rank's part of a module's pairs takes in the page-locked buffer."""
     deltas = module.deltas
     held = [deltas.table] * 2 if hasattr(deltas, "table") else [deltas.codes, deltas.scales]
     return sum(one[0].nbytes for one in held) + 16 * 2 * _MOST_JOINED

@@ -76,13 +76,17 @@ class LinearWithDeltas:
         sizes = zip(self.output_slices, shards, strict=True)
         return [(outputs * count, self.input_size) for outputs, count in sizes]
 
-    def fill(self: Any, place: int, lora_a: Any, lora_b: Any) -> None:
-        """Fill a place with codes and scales, of a list of which some may be None."""
+    def fill(self: Any, place: int, lora_a: Any, lora_b: Any, *, is_own: bool = False) -> None:
+        """Fill a place with codes and scales, of a list of which some may be None.
+
+        ``is_own``: they are this rank's part already, as :meth:`own_parts` returns it.
+        """
         many = isinstance(lora_a, list)
         packed = list(zip(lora_a, lora_b, strict=True)) if many else [(lora_a, lora_b)]
-        self.deltas.put(place, self._own_parts([None if one[0] is None else one for one in packed]))
+        parts = [None if one[0] is None else one for one in packed]
+        self.deltas.put(place, parts if is_own else self.own_parts(parts))
 
-    def _own_parts(self: Any, parts: Sequence[Packed | None]) -> list[Packed | None]:
+    def own_parts(self: Any, parts: Sequence[Packed | None]) -> list[Packed | None]:
         """Return this rank's part of each matrix."""
         if isinstance(self, RowParallelLinearWithLoRA):
             return [part and cut_inputs(part, self.tp_rank, self.input_size) for part in parts]

@@ -8,22 +8,27 @@ from typing import Any
 from weakref import finalize
 
 import torch
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights
 
+from iserve_variants.arena import Arena
 from iserve_variants.background import BackgroundLoader, Pauses, SlotPlaces, empty_aside
-from iserve_variants.folder import MANIFEST_FILE, read_folder
+from iserve_variants.folder import MANIFEST_FILE
+from iserve_variants.kept_folders import KeptFolders, Loaded
 from iserve_variants.placement import place_tensors
 from iserve_variants.products import products_for
+from iserve_variants.ranks import Ranks, Readiness, load_on_all
 from iserve_variants.runtime import Runtime, building
 from iserve_variants.settings import Settings, read_settings
 from iserve_variants.step_routes import StepRoutes
 from iserve_variants.vllm_aside import AsideModelManager, AsideWorkerManager, request_folder
-from iserve_variants.vllm_filler import Pairs, PlaceFiller
+from iserve_variants.vllm_filler import PlaceFiller
 from iserve_variants.vllm_layers import LinearWithDeltas
 from iserve_variants.vllm_model import ModelParts
 from iserve_variants.vllm_modules import EmbeddingWithDeltas, OutputWithDeltas
 from iserve_variants.vllm_prompts import watch_prompts
+from iserve_variants.warming import warm_up
 
 __all__ = ["DeltaModel", "DeltaModelManager", "DeltaWorkerManager"]
 
@@ -34,9 +39,11 @@ _MARK = "iserve_delta"  # what vLLM keeps of a delta: a tensor of no module
 class DeltaModel(LoRAModel):
     """Delta as the LoRA path keeps it: its tensors are not in ``loras``, over which vLLM's activation loops."""
 
-    def __init__(self, lora_id: int, pairs: Pairs, mark: LoRALayerWeights) -> None:
+    def __init__(self, lora_id: int, folder: Path, pairs: Loaded, mark: LoRALayerWeights) -> None:
         super().__init__(lora_id, 1, {_MARK: mark})
-        self.pairs = pairs
+        self.folder = folder
+        self.pairs: Loaded | None = pairs
+        """None: the arena has them, once a slot does; they are read from it, or its folder, for another slot."""
 
 
 class DeltaModelManager(AsideModelManager):
@@ -58,6 +65,7 @@ class DeltaModelManager(AsideModelManager):
             merged_from_rows=settings.merged_from_rows,
         )
         self.runtime = Runtime(settings, routes, places)
+        self.ranks = _ranks(vllm_config.parallel_config)
 
     def _create_lora_modules(self) -> None:
         with building(self.runtime):
@@ -72,6 +80,7 @@ class DeltaModelManager(AsideModelManager):
         self._mark = LoRALayerWeights(_MARK, 1, 1, mark, mark)
         self._adapters_key: object = None
         self.filler = PlaceFiller(self.modules, self.packed_modules, self.runtime, torch.device(self.device))
+        self.folders = self._kept_folders()
         self.loader = (
             BackgroundLoader(self._read_pairs, self.filler.fill_spare) if self.settings.background else None
         )
@@ -100,10 +109,8 @@ class DeltaModelManager(AsideModelManager):
             merged_elements=merged,
         )
         outputs = [one.deltas for one in self.modules.values() if isinstance(one, vocabularies)]
-        for rows in (1, 64, min(routes.graph_rows + 1, len(routes.token_slots))):  # each tiling
-            runtime.products.warm_up([one.deltas for one in linears], routes.token_route, rows)
-        for rows in (1, 64):
-            runtime.products.warm_up(outputs, routes.sample_route, rows)
+        merges = routes.merged_from_rows is not None
+        warm_up(runtime.products, routes, [one.deltas for one in linears], outputs, merges=merges)
         taken = sum(one.codes.nbytes + one.scales.nbytes for one in slots)
         _LOGGER.info("%d slots of deltas take %d MiB", runtime.places.count, taken // 2**20)
 
@@ -128,6 +135,8 @@ class DeltaModelManager(AsideModelManager):
         if len(self._active_adapters) >= self.lora_slots:
             self._active_adapters.remove_oldest()
         slot, places = self.lora_index_to_id.index(None), self.runtime.places
+        if delta.pairs is None:
+            delta.pairs = self._read_pairs(delta.folder)
         if self.loader is not None and self.loader.holds(delta.pairs):
             places.exchange(slot)
             self.filler.free_spare()
@@ -135,6 +144,8 @@ class DeltaModelManager(AsideModelManager):
             _freed_aside(delta)
         else:
             self.filler.put(places.of(slot), delta.pairs)
+        if delta.pairs.is_in_arena:  # which gives its memory to what is loaded next, else it were full of these
+            delta.pairs = None
         self._active_adapters[delta.id] = None
         self.lora_index_to_id[slot] = delta.id
 
@@ -167,24 +178,34 @@ class DeltaModelManager(AsideModelManager):
         """
         pairs = self.loader.taken(folder) if self.loader is not None else None
         if pairs is None:
-            made = DeltaModel(lora_id, self._read_pairs(folder), self._mark)
+            made = DeltaModel(lora_id, folder, self._read_pairs(folder), self._mark)
             if self.loader is not None:
                 _freed_aside(made)
             return made
-        return DeltaModel(lora_id, pairs, self._mark)
+        return DeltaModel(lora_id, folder, pairs, self._mark)
 
-    def _read_pairs(self, folder: Path) -> Pairs:
+    def _read_pairs(self, folder: Path) -> Loaded:
         mapper = getattr(self.model, "hf_to_vllm_mapper", None)
         rename = mapper.get_rename_mapper()._map_name if mapper is not None else lambda name: name
-        # Page-locking gigabytes holds up other threads' launches.
-        pin = torch.device(self.device).type == "cuda" and not self.settings.background
         pause = Pauses() if self.settings.background else lambda: None
-        return place_tensors(read_folder(folder, pin=pin, pause=pause), self.places, rename, pause)
+        return self.folders.load(folder, lambda delta: place_tensors(delta, self.places, rename, pause), pause)
+
+    def _kept_folders(self) -> KeptFolders:
+        """Take the memory that keeps deltas; without it each load reads its folder."""
+        is_cuda, num_bytes = torch.device(self.device).type == "cuda", self.settings.arena_mib * 2**20
+        # Page-locking gigabytes holds up other threads' launches, so it is done at the start alone.
+        pins = is_cuda and not self.settings.background
+        try:
+            return KeptFolders(Arena(num_bytes, pin=is_cuda, before_reuse=self.filler.settle), pins=pins)
+        except RuntimeError as error:
+            _LOGGER.warning("no %d MiB of memory for deltas that are loaded again: %s", num_bytes >> 20, error)
+            return KeptFolders(Arena(0, pin=False), pins=pins)
 
 
 def _freed_aside(delta: DeltaModel) -> None:
     """Free the tensors of a delta, whose only owner it is, in a thread once vLLM has dropped it."""
-    finalize(delta, empty_aside, delta.pairs).atexit = False
+    if delta.pairs is not None and not delta.pairs.is_in_arena:
+        finalize(delta, empty_aside, delta.pairs).atexit = False
 
 
 class DeltaWorkerManager(AsideWorkerManager):
@@ -198,11 +219,25 @@ class DeltaWorkerManager(AsideWorkerManager):
         Raises:
             ValueError: a delta that is still being read, which has to be asked for again; one with no place here.
         """
+        add = super().add_adapter
+        if self._waits:  # for what a step needs: each rank reads it before it goes on
+            return add(lora_request)
+        lora_id = lora_request.lora_int_id
+        was_there = lora_id in self.list_adapters()
+        return load_on_all(
+            self._adapter_manager.ranks,
+            lora_request.lora_name,
+            lambda: self._readiness(lora_request),
+            lambda: add(lora_request),
+            lambda: not was_there and lora_id in self.list_adapters() and self.remove_adapter(lora_id),
+        )
+
+    def _readiness(self, lora_request: Any) -> Readiness:
         folder, loader = request_folder(lora_request), self._adapter_manager.loader
         is_new = lora_request.lora_int_id not in self.list_adapters()
-        if loader is not None and is_new and not self._waits and _is_delta(folder) and not loader.is_ready(folder):
-            raise ValueError(f"delta {lora_request.lora_name} is still being read: ask for it again")
-        return super().add_adapter(lora_request)
+        if loader is None or not is_new or not _is_delta(folder):
+            return Readiness.IMMEDIATE
+        return Readiness.READY if loader.is_ready(folder) else Readiness.READING
 
     def reads_aside(self, lora_request: Any) -> bool:
         """Return whether an adapter is read by the thread of adapters: deltas have one of their own."""
@@ -236,10 +271,25 @@ def _check(manager: Any, settings: Settings, vllm_config: Any) -> None:
         why = f"in {vllm_config.model_config.dtype}, bfloat16 alone"
     elif vllm_config.speculative_config is not None:
         why = "with drafts (--speculative-config)"
-    elif settings.background and vllm_config.parallel_config.world_size > 1:
-        why = "in the background on several GPUs, whose threads end at different times"
     if why:
         raise ValueError(f"iserve_deltas: deltas are not served {why}; start the worker without them")
+
+
+def _ranks(parallel_config: Any) -> Ranks:
+    """Return the ranks of the worker, and this one's place among them.
+
+    Raises:
+        ValueError: ranks beyond those of tensor and pipeline parallelism.
+    """
+    if parallel_config.world_size == 1:
+        return Ranks((), is_last=True)
+    tensor, pipeline = get_tp_group(), get_pp_group()
+    if tensor.world_size * pipeline.world_size != parallel_config.world_size:
+        raise ValueError(
+            "iserve_deltas: deltas are not served with parallelism beyond tensor and pipeline; start the worker "
+            "without it"
+        )
+    return Ranks((tensor.cpu_group, pipeline.cpu_group), is_last=tensor.is_last_rank and pipeline.is_last_rank)
 
 
 def _wrapper_key(manager: Any) -> str:

@@ -29,8 +29,8 @@ class NormWithDeltas(BaseLayerWithLoRA):
         normed, total = self.deltas.normalize(x, self.token_slots[: x.shape[0]], self.eps, residual)
         return normed if residual is None else (normed, total)
 
-    def fill(self, place: int, lora_a: Any, lora_b: Any) -> None:
-        """Fill a place with weights."""
+    def fill(self, place: int, lora_a: Any, lora_b: Any, *, is_own: bool = False) -> None:
+        """Fill a place with weights, all of which each rank has."""
         self.deltas.put(place, lora_a)
 
 
@@ -45,8 +45,8 @@ class _VocabularyWithDeltas(BaseLayerWithLoRA):
         assert inner is not None  # adapters of a module that has no slots for them are not here
         inner.set_lora(index, lora_a, lora_b)
 
-    def fill(self, place: int, lora_a: Any, lora_b: Any) -> None:
-        """Fill a place with codes and scales."""
+    def fill(self, place: int, lora_a: Any, lora_b: Any, *, is_own: bool = False) -> None:
+        """Fill a place with codes and scales, all of which each rank has."""
         self.deltas.put(place, (lora_a, lora_b))
 
     def reset_lora(self, index: int) -> None:
