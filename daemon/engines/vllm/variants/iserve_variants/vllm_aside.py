@@ -13,12 +13,9 @@ from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import safetensors
 import torch
-from vllm.lora import lora_model
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
@@ -93,35 +90,6 @@ class _PausedValues(ValuesView[Any]):
         for name in self._mapping:
             self._pause()
             yield self._mapping[name]
-
-
-class _PausedFile:
-    """File of safetensors with a pause before each name that it lists."""
-
-    def __init__(self, file: Any, pause: Callable[[], None]) -> None:
-        self._file, self._pause = file, pause
-
-    def __enter__(self) -> _PausedFile:
-        self._file.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._file.__exit__(*error)
-
-    def keys(self) -> Iterator[str]:
-        for name in self._file.keys():  # noqa: SIM118 - the file has no iterator of its own
-            self._pause()
-            yield name
-
-    def get_tensor(self, name: str) -> torch.Tensor:
-        found: torch.Tensor = self._file.get_tensor(name)
-        return found
-
-
-def _open_file(path: str, framework: str) -> Any:
-    """Open a file of safetensors as vLLM's loads of adapters do."""
-    file, pause = safetensors.safe_open(path, framework=framework), _pauses.get()
-    return file if pause is None else _PausedFile(file, pause)
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +300,6 @@ class AsideWorkerManager(LRUCacheWorkerLoRAManager):
                     "iserve_adapter_loads: threads of several GPUs end at different times; leave it out"
                 )
             if not self._adapter_manager.is_pooling_model:
-                lora_model.safetensors = SimpleNamespace(safe_open=_open_file)  # all that it uses of the package
                 self.loads = AdapterLoads(self._adapter_manager, super()._load_adapter)
                 self._adapter_manager.filling = self.loads
         return made
