@@ -31,7 +31,8 @@ from fingerprint.errors import (
     TooLittleTimeError,
     error_class,
 )
-from fingerprint.measurements import CallState, MachineInfo, RankMemory, RunReading
+from fingerprint.measurements import MachineInfo, RankMemory, RunReading
+from fingerprint.profile_sessions import CallState
 
 __all__ = ["LOAD_MARK", "WorkerHandle", "WorkerProfileSession", "WorkerProfileTarget"]
 

@@ -31,21 +31,12 @@ from fingerprint.depth_tied_plan import DepthTiedPlan, Point, tokens_of
 from fingerprint.engine_caches import cache_differences
 from fingerprint.errors import InfeasibleError, IserveError, NotMeasuredError, TooLittleTimeError
 from fingerprint.gpu_disturbance import disturbance, disturbance_marks
-from fingerprint.measurements import (
-    CallState,
-    MeasuredKey,
-    MemoryPoint,
-    Profile,
-    ProfileTarget,
-    RunReading,
-    StepTimedSession,
-    TimingPoint,
-    Unreached,
-)
+from fingerprint.measurements import MeasuredKey, MemoryPoint, Profile, RunReading, TimingPoint, Unreached
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile import ProfileProgress
 from fingerprint.profile_checks import check_ranks, check_runs, contradiction
 from fingerprint.profile_points import Shape, Visit, settled
+from fingerprint.profile_sessions import CallState, ProfileTarget, StepTimedSession
 from fingerprint.shard_config import refuses_shards
 
 __all__ = ["depth_tied_profile"]
@@ -372,9 +363,7 @@ class _Driver:
             more = self._bursts(session, visit, repeat, at, *how)
         except IserveError as error:
             if isinstance(error, NotMeasuredError) and not isinstance(error, TooLittleTimeError):
-                self.notes.append(
-                    f"{visit}, again: {error}"
-                )  # of a point that has trusted calls: nothing is missing
+                self.notes.append(f"{visit}, again: {error}")  # nothing is missing: the point has trusted calls
                 return point
             self._failed(f"{visit}, batch {at[0]} with {at[1]} in, again", error)
             self._close()

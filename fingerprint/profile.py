@@ -19,19 +19,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from fingerprint.errors import ConfigError, IserveError
-from fingerprint.measurements import (
-    MemoryPoint,
-    Profile,
-    ProfileSession,
-    ProfileTarget,
-    RunReading,
-    TimingPoint,
-    Unreached,
-)
+from fingerprint.measurements import MemoryPoint, Profile, RunReading, TimingPoint, Unreached
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile_budget import Action, Budget, OutOfTimeError
 from fingerprint.profile_plan import EngineSizes, ProfilePlan, default_plan, fingerprint_layers
 from fingerprint.profile_points import Shape, Visit
+from fingerprint.profile_sessions import ProfileSession, ProfileTarget
 from fingerprint.trimmed_mean import locate
 
 __all__ = ["ProfilePlan", "ProfileProgress", "default_plan", "fingerprint_layers", "profile"]

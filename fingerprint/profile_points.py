@@ -10,9 +10,10 @@ from pathlib import Path
 
 from fingerprint.config import KvFormat, WeightFormat, even_split
 from fingerprint.depth_tied_cuts import kind_counts
-from fingerprint.measurements import MeasuredKey, MemoryPoint, RankMemory, RunReading, Session, TimingPoint
+from fingerprint.measurements import MeasuredKey, MemoryPoint, RankMemory, RunReading, TimingPoint
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile_plan import EngineSizes
+from fingerprint.profile_sessions import Session
 
 __all__ = ["Shape", "Visit", "settled"]
 

@@ -18,11 +18,12 @@ from pathlib import Path
 
 from fingerprint.config import ADAPTER_RANKS, Workload
 from fingerprint.errors import BadInputError, ConfigError, TooLittleTimeError
-from fingerprint.measurements import RankMemory, VariantSession
+from fingerprint.measurements import RankMemory
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile import ProfileProgress
 from fingerprint.profile_plan import fingerprint_cuts
 from fingerprint.profile_points import Shape
+from fingerprint.profile_sessions import VariantSession
 from fingerprint.variant_measurements import VariantKind, VariantLoads, VariantMeasurement, VariantRuns
 
 __all__ = ["VariantPlan", "measure_variants", "variant_plan"]

@@ -22,10 +22,11 @@ from pathlib import Path
 
 from fingerprint.config import SlotFormat
 from fingerprint.errors import BadInputError, NotMeasuredError, TooLittleTimeError
-from fingerprint.measurements import RunReading, StepReading, StepTimedVariantSession
+from fingerprint.measurements import RunReading, StepReading
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile import ProfileProgress
 from fingerprint.profile_points import Shape
+from fingerprint.profile_sessions import StepTimedVariantSession
 from fingerprint.variant_measurements import VariantKind, VariantLoads, VariantMeasurement, VariantSteps
 from fingerprint.variant_step_plan import BUDGET_S, StepPlan, StepVisit, are_enough
 

@@ -14,7 +14,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from fingerprint.config import KvFormat, WeightFormat
-from fingerprint.measurements import MachineInfo, ProfileSession, ProfileTarget, RankMemory, RunReading
+from fingerprint.measurements import MachineInfo, RankMemory, RunReading
+from fingerprint.profile_sessions import ProfileSession, ProfileTarget
 
 __all__ = ["Activity", "Cost", "Kind", "RecordingTarget", "cost_of", "each_once"]
 

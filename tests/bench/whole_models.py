@@ -27,10 +27,11 @@ from fingerprint.codec import to_json
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat, Workload, even_split
 from fingerprint.estimators.roofline import DEFAULT_MAX_BATCHED_TOKENS
 from fingerprint.families import load_spec
-from fingerprint.measurements import Profile, ProfileSession, ProfileTarget
+from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile import ProfileProgress, profile
 from fingerprint.profile_plan import ProfilePlan, default_plan
+from fingerprint.profile_sessions import ProfileSession, ProfileTarget
 from fingerprint.trimmed_mean import locate
 from fingerprint.truncate import generate, generate_dummy
 from iserve.demo import demo_model_path

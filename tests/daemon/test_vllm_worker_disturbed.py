@@ -10,7 +10,8 @@ import pytest
 
 from daemon import profile_client
 from fingerprint.errors import TooLittleTimeError
-from fingerprint.measurements import CallState, OtherProcess
+from fingerprint.measurements import OtherProcess
+from fingerprint.profile_sessions import CallState
 from tests.daemon.profiling_house import GIB, GPUS, House, bursts, house, session
 
 pytestmark = pytest.mark.process

@@ -23,9 +23,10 @@ from fingerprint.depth_tied_plan import DepthTiedPlan
 from fingerprint.depth_tied_profile import depth_tied_profile
 from fingerprint.errors import IserveError, NotMeasuredError, TooLittleTimeError
 from fingerprint.gpus import gpu_spec
-from fingerprint.measurements import CallState, MachineInfo, Profile, RankMemory, RunReading, StepReading
+from fingerprint.measurements import MachineInfo, Profile, RankMemory, RunReading, StepReading
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile import ProfileProgress
+from fingerprint.profile_sessions import CallState
 from tests.fingerprint.synthetic_machine import FakeClock, llama
 
 BLOCK_TOKENS = 16

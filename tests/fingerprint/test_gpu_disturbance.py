@@ -22,8 +22,9 @@ from fingerprint.gpu_disturbance import (
     disturbance,
     disturbance_marks,
 )
-from fingerprint.measurements import CallState, OtherProcess, Profile, TimingPoint
+from fingerprint.measurements import OtherProcess, Profile, TimingPoint
 from fingerprint.profile import ProfileProgress
+from fingerprint.profile_sessions import CallState
 from tests.bench.accuracy import RESULTS, load
 from tests.bench.accuracy_families import FOLDERS
 from tests.fingerprint.depth_tied_runs import WHOLE, loads, measured
