@@ -4,11 +4,12 @@ Two limits hold at a worker: at most ``slots`` distinct variants are in flight, 
 and at most ``max_loaded`` are loaded. The places beyond the slots are for variants that rest between two requests,
 and for those that are loaded while their request still waits for a slot.
 
-Eviction. The least ``frequency * reload time / size`` goes (GreedyDual-Size with frequency), and of equals the
-least recently used. The size is what is short: of places each variant takes one, whatever its bytes are; where
-memory is full, it is its bytes. A load takes a time that all have and one that grows with the bytes
-(``fingerprint.load_time``). Frequencies decay, so that a variant that was popular an hour ago gives way. A variant
-in flight or pinned is never evicted.
+Eviction. The least ``frequency * reload time / size`` goes, and of equals the least recently used. The size is
+what is short: of places each variant takes one, whatever its bytes are; where memory is full, it is its bytes. A
+load takes a time that all have and one that grows with the bytes (``fingerprint.load_time``). Frequencies decay,
+so that a variant that was popular an hour ago gives way. A variant that is asked for more often and goes in the
+place of one with a longer reload takes its own reload time off that one's, until it is used: so no more time goes
+into loads for the sake of one than its own would take. A variant in flight or pinned is never evicted.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class _Loaded:
     used_s: float
     turn: int = 0  # of the loads ahead of need, of which the later are the less wanted
     use: int = 0  # number of its last use or load, among those of all
+    paid_s: float = 0.0  # reload times of those that went in its place since it was used
 
     def decayed(self, now_s: float) -> float:
         return self.frequency * math.exp2((self.used_s - now_s) / _HALF_LIFE_S)
@@ -143,10 +145,25 @@ class WorkerVariants:
     def load(self, variant: str, now_s: float, evicted: Iterable[str] = ()) -> None:
         """Give ``variant`` the place of a loaded one, from the moment its loading begins."""
         for name in evicted:
+            self._charge(name, now_s)
             self.unload(name)
         self._loaded[variant] = _Loaded(0.0, now_s, use=self._next_use())
         if variant in self._in_flight:
             self._use(variant, now_s)
+
+    def _charge(self, evicted: str, now_s: float) -> None:
+        """Take the reload time of ``evicted`` off that of the least frequent one, if that is kept by its own."""
+        if evicted not in self._loaded:
+            return
+        frequency = self._loaded[evicted].decayed(now_s)
+        idle = (
+            one
+            for name, one in self._loaded.items()
+            if name not in self._in_flight and name not in self.pinned and one.decayed(now_s) < frequency
+        )
+        spared = min(idle, key=lambda one: one.decayed(now_s), default=None)
+        if spared is not None:
+            spared.paid_s += self._reload_s(evicted)
 
     def preload(self, variant: str, served_s: float) -> None:
         """Give a free place to ``variant``, which no request needs; the last one was admitted at ``served_s``."""
@@ -159,7 +176,7 @@ class WorkerVariants:
     def _use(self, variant: str, now_s: float) -> None:
         loaded = self._loaded[variant]
         loaded.frequency, loaded.used_s = loaded.decayed(now_s) + 1.0, now_s
-        loaded.use = self._next_use()
+        loaded.use, loaded.paid_s = self._next_use(), 0.0
 
     def _next_use(self) -> int:
         self._uses += 1
@@ -167,7 +184,8 @@ class WorkerVariants:
 
     def _value(self, variant: str, now_s: float) -> tuple[float, float, int]:
         loaded = self._loaded[variant]
-        return loaded.decayed(now_s) * self._reload_s(variant), loaded.used_s, -loaded.turn
+        reload_s = max(0.0, self._reload_s(variant) - loaded.paid_s)
+        return loaded.decayed(now_s) * reload_s, loaded.used_s, -loaded.turn
 
     @property
     def in_slots(self) -> frozenset[str]:

@@ -71,6 +71,26 @@ def test_slots_are_of_those_in_flight_and_used_last() -> None:
     assert found.in_slots == {"a", "d"}
 
 
+@pytest.mark.parametrize("large_mib", [7, 52, 350, 2300])
+def test_no_more_time_goes_into_loads_for_one_than_its_own_would_take(large_mib: int) -> None:
+    """Four small ones in turn, and a large one that was asked for once, where four have a place."""
+    bytes_of = {name: (large_mib if name == "large" else 7) * MIB for name in ("large", *"abcd")}
+    found = WorkerVariants(2, 4, lambda name: recorded_load_s(bytes_of[name]))
+    found.load("large", 0.0)
+    found.admit("large", 0.0)
+    found.leave("large")
+    loads_s = 0.0
+    for number in range(1, 4000):
+        name, now_s = "abcd"[number % 4], float(number)
+        if name not in found.loaded:
+            loads_s += recorded_load_s(bytes_of[name])
+            found.load(name, now_s, found.evictions(name, now_s) or ())
+        found.admit(name, now_s)
+        found.leave(name)
+    assert "large" not in found.loaded
+    assert loads_s <= recorded_load_s(bytes_of["large"]) + 8 * recorded_load_s(7 * MIB)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_less_time_goes_into_loads_of_adapters_of_different_ranks(
     seed: int, monkeypatch: pytest.MonkeyPatch
