@@ -33,7 +33,8 @@ class VariantEvents:
     ) -> None:
         self._store, self._demand, self._clock = store, demand, clock
         self._looked_s = 0.0
-        self._last = int(1000 * clock())  # number of the last change that is recorded
+        self._begun = int(1000 * clock())  # number of the last change that is not recorded
+        self._last: dict[str, int] = {}  # number of the last one that is, by deployment
 
     def look(self, rows: Iterable[DeploymentRow]) -> None:
         """Ask the gateway, at most every few seconds, and only where a deployment serves variants."""
@@ -41,13 +42,12 @@ class VariantEvents:
         if now_s - self._looked_s < _LOOK_S or not variant_servers(rows):
             return
         self._looked_s = now_s
-        last = self._last
         for demand in self._demand():
-            new = [one for one in demand.changes if one.number > self._last]
-            last = max([last, *(one.number for one in new)])
+            last = self._last.get(demand.deployment, self._begun)
+            new = [one for one in demand.changes if one.number > last]
+            self._last[demand.deployment] = max([last, *(one.number for one in new)])
             for kind, message in _messages(new):
                 self._store.add_event(None, kind, message)  # not among those of a deployment, which are few
-        self._last = last
 
 
 def _messages(changes: list[VariantChange]) -> Iterable[tuple[str, str]]:

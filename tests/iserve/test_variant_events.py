@@ -44,12 +44,13 @@ class Looks:
         monkeypatch.setattr(variant_events, "variant_servers", lambda rows: ("chat",) if serves else ())
         self.store, self.now_s, self.asked = Kept(), 1000.0, 0
         self.changes: tuple[VariantChange, ...] = ()
+        self.further: tuple[VariantDemand, ...] = ()  # of other deployments
         store: Any = self.store
         self._events = VariantEvents(store, self._demand, lambda: self.now_s)
 
     def _demand(self) -> tuple[VariantDemand, ...]:
         self.asked += 1
-        return (demand(*self.changes),)
+        return (demand(*self.changes), *self.further)
 
     def look(self, after_s: float = 5.0) -> list[tuple[int | None, str, str]]:
         """Return the events of one look."""
@@ -83,6 +84,16 @@ def test_many_changes_are_one_event_for_each_kind_and_worker(
     found = looks.look()
     assert [kind for _, kind, _ in found] == ["variant-loaded", "variant-evicted"]
     golden("variant", [message for _, _, message in found])
+
+
+def test_changes_of_one_deployment_hide_none_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many at one moment have numbers ahead of the clock."""
+    looks = Looks(monkeypatch)
+    looks.changes = tuple(change(1_000_001 + number) for number in range(60))
+    assert len(looks.look()) == 1
+    looks.further = (replace(demand(change(1_000_020)), deployment="code"),)
+    assert len(looks.look()) == 1
+    assert looks.look() == []
 
 
 def test_the_gateway_is_not_asked_where_no_variant_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
