@@ -77,8 +77,12 @@ class ExpertCount:
     """Choices in each layer: tokens times experts of each."""
     experts: int
     """Experts of a layer."""
+    layers: int
+    """Layers that were counted."""
     busiest: float
     """Choices of a layer's busiest expert over the mean of its experts; the mean over the layers."""
+    busiest_layer: float
+    """The same, of the layer where it is the most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

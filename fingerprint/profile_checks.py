@@ -101,7 +101,7 @@ def routing_caveat(profile: Profile) -> str | None:
     ranks = [rank for point in profile.memory for rank in point.ranks]
     routings = {rank.expert_routing for rank in ranks}
     counts = [rank.expert_count for rank in ranks if rank.expert_count is not None]
-    busiest = max((count.busiest for count in counts), default=None)
+    busiest = max((count.busiest_layer for count in counts), default=None)
     told = "" if busiest is None else f" (counted: the busiest of a layer was chosen {busiest:.2f} times the mean)"
     off = "times may be off by more than the intervals say"
     if routings == {"uniform"} and not all(map(_is_uniform, counts)):
@@ -119,10 +119,10 @@ def routing_caveat(profile: Profile) -> str | None:
 
 
 def _is_uniform(count: ExpertCount) -> bool:
-    """Return whether the busiest expert is no busier than even chances make one.
+    """Return whether no layer's busiest expert is busier than even chances make one.
 
-    Of E experts with m choices each on average, by a normal law, the busiest is 1 + sqrt(2 ln E / m) times the
-    mean at about the most; twice that excess is allowed.
+    Of n experts of all layers with m choices each on average, by a normal law, the busiest is 1 + sqrt(2 ln n / m)
+    times the mean at about the most; twice that excess is allowed.
     """
     mean = count.choices / count.experts
-    return count.busiest <= 1 + 2 * math.sqrt(2 * math.log(count.experts) / mean)
+    return count.busiest_layer <= 1 + 2 * math.sqrt(2 * math.log(count.experts * count.layers) / mean)

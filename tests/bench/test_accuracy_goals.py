@@ -86,7 +86,10 @@ def test_the_summary_names_each_row_that_misses_the_farthest_first() -> None:
     assert cells["TPOT, worst: 8%"] == "**2 of 3**: Worse-8B 90.0%, Bad-8B 8.0%"
     assert cells["TTFT inside: 75% or more"] == "**2 of 3**: Worse-8B 10%, Bad-8B 75%"
     assert cells["all three of TTFT"] == "met by 1 of 3: Good-8B"
-    assert cells["served steady state: P50 8%, P90 10%, P99 15%"] == "**missed**"
+    for counts, verdict in ((served, "**missed**"), ({"Good-8B": (9, 9)}, "met"), ({}, "not known")):
+        lines = summary_table([GOOD], GOOD, counts, "").splitlines()
+        (line,) = (line for line in lines if "served steady state" in line)
+        assert line.split("|")[3].strip() == verdict
     assert {name: cell for name, cell in cells.items() if cell == "met"}.keys() == {
         f"{goal.name}: {goal.said}" for goal in POOLED.values()
     }

@@ -50,7 +50,8 @@ def test_the_busiest_is_a_mean_over_layers_and_steps_add_up(routing: ModuleType)
     even.select_experts([[0, 1], [2, 3]])
     skewed.select_experts([[0, 1], [0, 2]])
     skewed.select_experts([[0, 1], [0, 3]])
-    assert routing.end_counting(model) == {"choices": 8, "experts": 4, "busiest": (1.0 + 2.0) / 2}
+    counted = {"choices": 8, "experts": 4, "layers": 2, "busiest": (1.0 + 2.0) / 2, "busiest_layer": 2.0}
+    assert routing.end_counting(model) == counted
     even.select_experts([[0, 1]])  # after its end
     routing.start_counting(model)
     assert routing.end_counting(model) is None  # nothing ran

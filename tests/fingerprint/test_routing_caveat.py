@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -33,8 +34,14 @@ def routed(profile: Profile, routing: str, count: ExpertCount | None = None) -> 
 
 def counted(choices: np.ndarray) -> ExpertCount:
     """Return what a worker tells of the choices of each expert by layer, (layers, experts)."""
-    busiest = float(np.mean(choices.max(1) / choices.mean(1)))
-    return ExpertCount(choices=int(choices.sum(1).min()), experts=choices.shape[1], busiest=busiest)
+    busiest = choices.max(1) / choices.mean(1)
+    return ExpertCount(
+        choices=int(choices.sum(1).min()),
+        experts=choices.shape[1],
+        layers=len(choices),
+        busiest=float(busiest.mean()),
+        busiest_layer=float(busiest.max()),
+    )
 
 
 def test_a_dense_model_has_none(recorded: dict[str, Profile]) -> None:
@@ -73,7 +80,15 @@ def test_even_chances_pass_for_uniform_and_a_normal_law_does_not(
     places = (experts / (1 + np.exp(-chances.standard_normal((2, tokens * each))))).astype(int)
     normal = np.stack([np.bincount(row, minlength=experts) for row in np.minimum(places, experts - 1)])
     assert "were not" not in caveat_of(profile, counted(even))
-    if tokens * each >= 64 * experts:
-        found = caveat_of(profile, counted(normal))
+    for uneven in uneven_layers(even, normal, choices_of_each=tokens * each / experts):
+        found = caveat_of(profile, counted(uneven))
         assert "were not" in found
-        assert f"{counted(normal).busiest:.2f} times the mean" in found
+        assert f"{counted(uneven).busiest_layer:.2f} times the mean" in found
+
+
+def uneven_layers(even: np.ndarray, normal: np.ndarray, *, choices_of_each: float) -> Iterator[np.ndarray]:
+    """Yield what few choices do not hide: layers that are all uneven, and seventeen of which one alone is."""
+    if choices_of_each >= 64:
+        yield normal
+    if choices_of_each >= 256:
+        yield np.concatenate([np.repeat(even, 8, axis=0), normal[:1]])

@@ -56,10 +56,13 @@ def end_counting(model: Any) -> dict[str, float] | None:
     _COUNTS.clear()
     if not layers or not all(map(sum, layers)):
         return None
+    busiest = [max(layer) * len(layer) / sum(layer) for layer in layers]
     return {
         "choices": min(map(sum, layers)),
         "experts": len(layers[0]),
-        "busiest": sum(max(layer) * len(layer) / sum(layer) for layer in layers) / len(layers),
+        "layers": len(layers),
+        "busiest": sum(busiest) / len(layers),
+        "busiest_layer": max(busiest),
     }
 
 
