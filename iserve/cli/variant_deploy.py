@@ -74,6 +74,7 @@ def deploy_merged(
 
     from fingerprint.errors import EngineError, InfeasibleError
     from iserve.cli.deploy import accepted_by, wait_until_ready
+    from iserve.merged_keys import merged_key
     from iserve.merged_variants import held_merge
 
     def make(folder: Path) -> None:
@@ -88,7 +89,8 @@ def deploy_merged(
             "model of GPU memory",
             err=True,
         )
-    with held_merge(settings, variant.content_hash, make, wait) as folder:
+    key = merged_key(variant.content_hash, variant.base_directory)
+    with held_merge(settings, key, make, wait) as folder:
         body = replace(request, model=str(folder), name=variant.name)
         controller, accepted = accepted_by(body.given(), secrets.token_hex(16), quiet=quiet)
     try:
