@@ -72,13 +72,20 @@ def deploy_merged(
     """
     import secrets
 
-    from fingerprint.errors import EngineError, InfeasibleError
+    from fingerprint.errors import ConflictError, EngineError, InfeasibleError
     from iserve.cli.deploy import accepted_by, wait_until_ready
     from iserve.merged_keys import merged_key
     from iserve.merged_variants import held_merge
 
+    key = merged_key(variant.content_hash, variant.base_directory)
+
     def make(folder: Path) -> None:
-        _merge(variant.name, folder, settings, quiet=quiet)
+        _merge(variant, folder, settings, quiet=quiet)
+        if merged_key(variant.content_hash, variant.base_directory) != key:
+            raise ConflictError(
+                f"the base in {variant.base_directory} was changed while {variant.name} was merged into it; "
+                "nothing is kept, and the same command again merges it anew"
+            )
 
     def wait() -> None:
         typer.echo("iserve: waiting for another command that deploys this variant", err=True)
@@ -89,7 +96,6 @@ def deploy_merged(
             "model of GPU memory",
             err=True,
         )
-    key = merged_key(variant.content_hash, variant.base_directory)
     with held_merge(settings, key, make, wait) as folder:
         body = replace(request, model=str(folder), name=variant.name)
         controller, accepted = accepted_by(body.given(), secrets.token_hex(16), quiet=quiet)
@@ -102,7 +108,7 @@ def deploy_merged(
         ) from error
 
 
-def _merge(name: str, folder: Path, settings: Settings, *, quiet: bool) -> None:
+def _merge(variant: VariantDocument, folder: Path, settings: Settings, *, quiet: bool) -> None:
     from iserve.cli.progress import StepDisplay
     from iserve.cli.variant_delta import show_units
     from iserve.registered_merges import merge_registered
@@ -112,6 +118,7 @@ def _merge(name: str, folder: Path, settings: Settings, *, quiet: bool) -> None:
         def show(done_bytes: int, total_bytes: int) -> None:
             show_units(display, "merging", "MiB", done_bytes >> 20, total_bytes >> 20)
 
-        done = merge_registered(name, str(folder), settings, show)
+        expected = (variant.content_hash, variant.base_directory)
+        done = merge_registered(variant.name, str(folder), settings, show, expected=expected)
     if not quiet:
         typer.echo(f"merged into {folder}, {size_text(done.size_bytes)}")
