@@ -63,11 +63,12 @@ def held_merge(
         yield merged
 
 
-def drop_merged(settings: Settings, requests: Iterable[str]) -> None:
+def drop_merged(settings: Settings, requests: Callable[[], Iterable[str]]) -> None:
     """Remove the merged checkpoints that no deployment serves, and what killed merges left.
 
     Args:
-        requests: of all deployments, as JSON.
+        requests: returns those of all deployments now, as JSON; asked again while a checkpoint is held, for a
+            command that held it before may have had a deployment of it accepted.
 
     Raises:
         UnavailableError: the home cannot be written.
@@ -75,25 +76,31 @@ def drop_merged(settings: Settings, requests: Iterable[str]) -> None:
     folder = settings.merged_folder
     if not folder.is_dir():
         return
-    used = {model_of(request) for request in requests}
     try:
+        used = _used(requests)
         remove_abandoned(folder)
         for name in {entry.removeprefix(REMOVING) for entry in os.listdir(folder)}:
             # One with a dot is being written by a merge.
             if not name.startswith(".") and os.path.realpath(folder / name) not in used:
-                _drop(settings, name)
+                _drop(settings, name, requests)
     except OSError as error:
         raise UnavailableError(f"cannot remove merged checkpoints in {folder}: {error.strerror}") from error
 
 
-def _drop(settings: Settings, key: str) -> None:
-    """Remove a merged checkpoint that no command holds."""
+def _used(requests: Callable[[], Iterable[str]]) -> set[str | None]:
+    """Return the models of deployments, links followed."""
+    return {model_of(request) for request in requests()}
+
+
+def _drop(settings: Settings, key: str, requests: Callable[[], Iterable[str]]) -> None:
+    """Remove a merged checkpoint that no command holds and no deployment serves."""
 
     def refuse() -> None:
         raise _HeldError
 
     with suppress(_HeldError), locked(_lock(settings, key), refuse):
-        remove_whole(settings.merged_folder / key)
+        if os.path.realpath(settings.merged_folder / key) not in _used(requests):
+            remove_whole(settings.merged_folder / key)
 
 
 def _lock(settings: Settings, key: str) -> Path:

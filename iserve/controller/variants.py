@@ -266,9 +266,14 @@ class Variants:
     def drop_merged(self) -> None:
         """Remove the merged checkpoints that no deployment serves any longer."""
         try:
-            drop_merged(self._settings, [row.request for row in self._store.deployments()])
+            drop_merged(self._settings, self._requests)
         except IserveError as error:
             log.warning("%s; the next start of the controller does", error)
+
+    def _requests(self) -> tuple[str, ...]:
+        """Return what deployments are asked for, updates that are under way included."""
+        rows = self._store.deployments()
+        return tuple(text for row in rows for text in (row.request, row.update_request) if text is not None)
 
     def collect_soon(self) -> None:
         """Have a thread remove what killed controllers left, and report variants without content."""
