@@ -32,6 +32,7 @@ from iserve.controller.folder_access import Reach
 from iserve.controller.stored_values import recorded_request
 from iserve.controller.variant_serving import (
     VariantServer,
+    has_served,
     routes_by_server,
     servers_of,
     variant_servers,
@@ -73,6 +74,7 @@ class _Deployed(NamedTuple):
 
     servers: tuple[VariantServer, ...]
     names: frozenset[str]  # a variant of that name is served by that one alone
+    phases: Mapping[str, str]  # by name
 
 
 class Variants:
@@ -323,7 +325,11 @@ class Variants:
 
     def _deployed(self) -> _Deployed:
         rows = self._store.deployments()
-        return _Deployed(variant_servers(rows), frozenset(row.name for row in rows if row.desired == "running"))
+        return _Deployed(
+            variant_servers(rows),
+            frozenset(row.name for row in rows if has_served(row)),
+            {row.name: row.phase for row in rows if row.desired == "running"},
+        )
 
     def _stored(self) -> frozenset[str]:
         return frozenset(content.content_hash for content in self._content.contents())
@@ -350,6 +356,9 @@ class Variants:
             row.name in deployed.names,
         )
         served_by = (row.name,) if is_own else self.servers_of(row, servers) if is_stored else ()
+        why = None if is_own else why_not_served(row, servers, self._misfit, is_stored=is_stored)
+        if why is not None and row.name in deployed.phases:
+            why = f"its own deployment is {deployed.phases[row.name]}: `iserve show {row.name}` says more"
         return VariantDocument(
             name=row.name,
             base=row.base,
@@ -365,7 +374,7 @@ class Variants:
             pinned=row.pinned,
             created_at=row.created_at,
             deployments=served_by,
-            why_not_served=None if is_own else why_not_served(row, servers, self._misfit, is_stored=is_stored),
+            why_not_served=why,
             on_disk=is_stored,
         )
 

@@ -1,0 +1,74 @@
+"""Variants and deployments of their own, in this process: which of them serves, and what removes both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fingerprint.codec import to_json
+from iserve.api_types import DeployBody
+from iserve.merged_keys import merged_key
+from iserve.state.store import DeploymentRow
+from tests.bad_input.conftest import Api, api
+from tests.fingerprint.small_adapters import write_adapter
+from tests.iserve.test_variant_register import VARIANTS, add, base, deploy, empty, routes, worker
+
+__all__ = ["api", "base", "deploy", "empty"]  # fixtures
+
+Own = Callable[[dict[str, Any]], DeploymentRow]
+
+
+@pytest.fixture
+def own(api: Api) -> Iterator[Own]:
+    """``own(variant)``: its deployment of its own, just accepted."""
+    store = api.controller.store
+    made = []
+
+    def accept(variant: dict[str, Any]) -> DeploymentRow:
+        key = merged_key(variant["content_hash"], variant["base_directory"])
+        model = str(api.controller.settings.merged_folder / key)
+        made.append(store.add_deployment(variant["name"], to_json(DeployBody(model=model, name=variant["name"]))))
+        return made[-1]
+
+    yield accept
+    for row in made:
+        store.delete_deployment(row.id)
+
+
+def served(api: Api) -> tuple[dict[str, list[str]], list[str], str | None]:
+    """Variants by route, the deployments that ``variant show`` names, and why none serves."""
+    shown = api.ask("GET", f"{VARIANTS}/style")[1]
+    found = {name: [one.name for one in route.variants] for name, route in routes(api).items()}
+    return found, shown["deployments"], shown["why_not_served"]
+
+
+@pytest.mark.parametrize("phase", ["accepted", "profiling", "planning", "launching", "refused", "failed"])
+def test_the_base_serves_it_until_its_own_deployment_does(
+    api: Api, base: Path, tmp_path: Path, deploy: Callable[..., None], own: Own, phase: str
+) -> None:
+    deploy("chat", worker(0, base))
+    row, store = own(add(api, base, write_adapter(tmp_path / "a"))), api.controller.store
+    workers = to_json((worker(1, tmp_path, slots=0),)) if phase == "launching" else None
+    store.update_deployment(row.id, phase=phase, workers=workers)
+    assert served(api) == ({"chat": ["style"]}, ["chat"], None)
+    store.update_deployment(row.id, phase="ready", workers=to_json((worker(1, tmp_path, slots=0),)))
+    assert served(api) == ({"chat": [], "style": []}, ["style"], None)
+    store.update_deployment(row.id, phase="scaled-to-zero")
+    assert served(api) == ({"chat": [], "style": []}, ["style"], None)
+    store.update_deployment(row.id, desired="removed")
+    assert served(api) == ({"chat": ["style"]}, ["chat"], None)
+
+
+def test_where_no_base_serves_it_the_phase_of_its_own_deployment_is_said(
+    api: Api, base: Path, tmp_path: Path, own: Own
+) -> None:
+    row = own(add(api, base, write_adapter(tmp_path / "a")))
+    assert served(api) == ({}, [], "its own deployment is accepted: `iserve show style` says more")
+    workers = to_json((worker(1, tmp_path, slots=0),))
+    api.controller.store.update_deployment(row.id, phase="launching", workers=workers)
+    found, deployments, why = served(api)
+    assert (found, deployments) == ({"style": []}, [])  # its requests wait, as those of any deployment
+    assert why == "its own deployment is launching: `iserve show style` says more"
