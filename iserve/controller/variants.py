@@ -216,12 +216,10 @@ class Variants:
         A deployment of its own ends first, in the background too, and its merged checkpoint with it.
         """
         removed = self.get(name)
-        own = next((row for row in self._store.deployments() if row.name == name), None)
-        if own is not None:
-            self._store.add_event(own.id, "removing", f"{name}: removal asked for, with its variant")
-            self._store.update_deployment(own.id, desired="removed")
-        row = self._store.variants.remove(name)
+        row, own = self._store.variants.remove(name)
         self._changed()
+        if own is not None:
+            self._store.add_event(own, "removing", f"{name}: removal asked for, with its variant")
         self._store.add_event(None, "variant-removed", f"{name}: {row.engine_name} of {row.base}")
         self._drop_soon(row.content_hash)
         return removed

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from fingerprint.errors import ConflictError, NotFoundError
 from iserve.demo import DEMO_MODEL_NAME
-from iserve.merged_keys import is_merged_of
+from iserve.merged_keys import is_merged, is_merged_of, model_of
 from iserve.state.database import Database
 from iserve.state.rows import VariantRow
 from iserve.state.schema import deployments, models, variants
@@ -87,7 +87,7 @@ class VariantTable:
         with self._database.read() as connection:
             row = connection.execute(sa.select(variants).where(variants.c.name == name)).mappings().first()
         if row is None:
-            raise NotFoundError(f"no variant is named {name[:80]!r}; `iserve variant ls` lists them")
+            raise _none_named(name)
         return VariantRow(**row)
 
     def has_content(self, content_hash: str) -> bool:
@@ -102,12 +102,25 @@ class VariantTable:
             connection.execute(sa.update(variants).where(variants.c.name == name).values(pinned=pinned))
         return self.get(name)
 
-    def remove(self, name: str) -> VariantRow:
-        """Remove a variant and return what it was. Raises NotFoundError: there is none of that name."""
-        row = self.get(name)
+    def remove(self, name: str) -> tuple[VariantRow, int | None]:
+        """Remove a variant, and ask for the end of its own deployment, in one step.
+
+        Returns:
+            What it was, and the id of that deployment; None: it has none.
+
+        Raises:
+            NotFoundError: there is none of that name.
+        """
         with self._database.write() as connection:
+            row = _row_of(connection, name)
+            if row is None:
+                raise _none_named(name)
+            own: int | None = connection.execute(
+                sa.select(deployments.c.id).where(deployments.c.name == name)
+            ).scalar()
+            connection.execute(sa.update(deployments).where(deployments.c.id == own).values(desired="removed"))
             connection.execute(sa.delete(variants).where(variants.c.name == name))
-        return row
+        return row, own
 
     def _check_free(self, connection: sa.Connection, name: str, row: VariantRow | None) -> None:
         """Raise ConflictError where a deployment of something else, or a model, has ``name``.
@@ -134,14 +147,25 @@ def check_no_variant(
     """Raise ConflictError where a variant has ``name``; the message ends with ``instead``.
 
     Args:
-        request: of a deployment as JSON; one of the variant's own merged checkpoint is no conflict.
+        request: of a deployment as JSON; one of the variant's own merged checkpoint is no conflict, and one of any
+            else is.
     """
     row = _row_of(connection, name)
+    if is_merged(request, merged_folder) and (row is None or not _is_of(request, merged_folder, row)):
+        raise ConflictError(
+            f"{model_of(request)} is not the merge of a variant that is named {name!r}: it was removed or "
+            f"replaced meanwhile, or its base was changed; `iserve variant deploy {name}` merges "
+            "the one that is registered"
+        )
     if row is not None and not _is_of(request, merged_folder, row):
         raise ConflictError(
             f"a variant is named {name!r}, and one name means one model: {instead} or remove it first "
             f"(`iserve variant rm {name}`)"
         )
+
+
+def _none_named(name: str) -> NotFoundError:
+    return NotFoundError(f"no variant is named {name[:80]!r}; `iserve variant ls` lists them")
 
 
 def _row_of(connection: sa.Connection, name: str) -> VariantRow | None:

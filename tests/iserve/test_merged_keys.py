@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fingerprint.errors import CheckpointError, ConflictError
+from fingerprint.errors import CheckpointError, ConflictError, NotFoundError
 from iserve.merged_keys import is_merged, merged_key
 from iserve.settings import Settings
 from iserve.state.store import Store, VariantRow
@@ -114,3 +114,35 @@ def test_a_merged_checkpoint_is_one_of_the_homes_folder(settings: Settings, tmp_
     assert not is_merged(request(inside).decode(), None)
     for other in (request(outside).decode(), "{}", json.dumps({"model": "a\0b"}), '{"model": null}'):
         assert not is_merged(other, settings.merged_folder)
+
+
+def test_a_merge_whose_variant_is_gone_is_not_deployed(
+    bases: tuple[Path, Path], settings: Settings, store: Store
+) -> None:
+    """Removed, or replaced, while a command merged it."""
+    own = request(settings.merged_folder / merged_key(HASH, str(bases[0])))
+    store.variants.put(row(bases[0]))
+    assert store.variants.remove("tuned") == (row(bases[0]), None)
+    chat = store.add_deployment("chat", request(bases[0]))
+    store.update_deployment(chat.id, phase="ready")
+    for name in ("tuned", "another"):
+        with pytest.raises(ConflictError, match="variant deploy"):
+            store.add_deployment(name, own)
+    with pytest.raises(ConflictError, match="variant deploy"):
+        store.begin_update(chat.id, own, "", former=request(bases[0]).decode())
+    store.variants.put(row(bases[1]))
+    with pytest.raises(ConflictError, match="replaced"):
+        store.add_deployment("tuned", own)
+
+
+def test_a_variant_and_its_own_deployment_are_removed_in_one_step(
+    bases: tuple[Path, Path], settings: Settings, store: Store
+) -> None:
+    kept, _ = store.variants.put(row(bases[0]))
+    own = store.add_deployment("tuned", request(settings.merged_folder / merged_key(HASH, str(bases[0]))))
+    other = store.add_deployment("chat", b"{}")
+    assert store.variants.remove("tuned") == (kept, own.id)
+    assert {one.name: one.desired for one in store.deployments()} == {"tuned": "removed", "chat": "running"}
+    assert store.deployment("chat") == other
+    with pytest.raises(NotFoundError, match="tuned"):
+        store.variants.remove("tuned")
