@@ -14,9 +14,11 @@ from iserve.merged_keys import merged_key
 from iserve.state.store import DeploymentRow
 from tests.bad_input.conftest import Api, api
 from tests.fingerprint.small_adapters import write_adapter
-from tests.iserve.test_variant_register import VARIANTS, add, base, deploy, empty, routes, worker
+from tests.golden_words import Golden
+from tests.iserve.command_line import Done, iserve
+from tests.iserve.test_variant_register import VARIANTS, add, base, command, deploy, empty, routes, worker
 
-__all__ = ["api", "base", "deploy", "empty"]  # fixtures
+__all__ = ["api", "base", "command", "deploy", "empty", "iserve"]  # fixtures
 
 Own = Callable[[dict[str, Any]], DeploymentRow]
 
@@ -72,3 +74,15 @@ def test_where_no_base_serves_it_the_phase_of_its_own_deployment_is_said(
     found, deployments, why = served(api)
     assert (found, deployments) == ({"style": []}, [])  # its requests wait, as those of any deployment
     assert why == "its own deployment is launching: `iserve show style` says more"
+
+
+def test_what_is_merged_is_loaded_nowhere_and_costs_no_slot(
+    api: Api, base: Path, tmp_path: Path, own: Own, command: Callable[..., Done], golden: Golden
+) -> None:
+    row = own(add(api, base, write_adapter(tmp_path / "a")))
+    workers = to_json((worker(1, base, slots=0),))
+    api.controller.store.update_deployment(row.id, phase="ready", workers=workers)
+    shown = command("variant", "show", "style").out.splitlines()
+    assert not [line for line in shown if line.startswith("costs")]
+    golden("variant", next(line for line in shown if line.startswith("loaded")))
+    assert command("variant", "ls").out.split()[-1] == "merged"
