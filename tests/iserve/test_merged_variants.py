@@ -77,7 +77,7 @@ def test_those_that_deployments_serve_stay(settings: Settings) -> None:
 
 
 def test_one_that_was_deployed_since_the_first_look_stays(settings: Settings) -> None:
-    """Its command has let it go between the look at the deployments and the removal."""
+    """Deployed by a command that held it between the look and the removal."""
     with held_merge(settings, HASH, make, never):
         pass
     answers = iter([[], [request(settings, HASH)]])

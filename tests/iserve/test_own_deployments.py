@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fingerprint.codec import to_json
+from fingerprint.errors import ConflictError
 from iserve.api_types import DeployBody
 from iserve.merged_keys import merged_key
 from iserve.state.store import DeploymentRow
@@ -86,3 +87,87 @@ def test_what_is_merged_is_loaded_nowhere_and_costs_no_slot(
     assert not [line for line in shown if line.startswith("costs")]
     golden("variant", next(line for line in shown if line.startswith("loaded")))
     assert command("variant", "ls").out.split()[-1] == "merged"
+
+
+@pytest.fixture
+def unmerged(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        pytest.fail("nothing is merged before what was asked for is checked")
+
+    monkeypatch.setattr("iserve.registered_merges.merge_registered", fail)
+
+
+@pytest.mark.usefixtures("unmerged")
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("--scale-to-zero", "-5"), 2, "--scale-to-zero"),
+        (("--reject-late",), 2, "--reject-late"),
+        (("--engine", "torch", "--engine-version", "9.9.9"), 1, "torch 9.9.9 is asked for"),
+        (("--engine", "vllm", "--engine-version", "9.9.9"), 1, "vllm 9.9.9 cannot serve here"),
+        (("--engine", "vllm"), 1, "vllm cannot serve here"),
+    ],
+)
+def test_what_cannot_be_is_found_before_the_merge(
+    api: Api,
+    base: Path,
+    tmp_path: Path,
+    command: Callable[..., Done],
+    words: tuple[str, ...],
+    code: int,
+    said: str,
+) -> None:
+    add(api, base, write_adapter(tmp_path / "a"))
+    done = command("variant", "deploy", "style", *words)
+    assert done.code == code
+    assert said in done.err
+
+
+@pytest.fixture
+def at_home(api: Api, command: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Done]:
+    """The command in the controller's home."""
+    monkeypatch.setenv("ISERVE_HOME", str(api.controller.settings.home))
+    return command
+
+
+def test_a_merge_whose_deployment_is_refused_is_removed(
+    api: Api, base: Path, tmp_path: Path, at_home: Callable[..., Done]
+) -> None:
+    """Refused by the controller, which finds the release at no engine."""
+    variant = add(api, base, write_adapter(tmp_path / "a"))
+    folder = api.controller.settings.merged_folder
+    asked = ("variant", "deploy", "style", "--engine-version", "9.9.9")
+    done = at_home(*asked)
+    assert (done.code, list(folder.iterdir())) == (1, [])
+    assert "merged into" in done.err
+    store = api.controller.store
+    key = merged_key(variant["content_hash"], variant["base_directory"])
+    row = store.add_deployment("style", to_json(DeployBody(model=str(folder / key), name="style")))
+    assert at_home(*asked).code == 1
+    assert [one.name for one in folder.iterdir()] == [key]  # of a deployment that is there
+    store.delete_deployment(row.id)
+    api.controller.variants.drop_merged()
+    assert list(folder.iterdir()) == []
+
+
+def test_models_that_are_expected_and_code_are_named_as_deploy_does(
+    api: Api,
+    base: Path,
+    tmp_path: Path,
+    at_home: Callable[..., Done],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    add(api, base, write_adapter(tmp_path / "a"))
+    write_adapter(tmp_path / "next")
+    monkeypatch.chdir(tmp_path)
+    posted: list[dict[str, Any]] = []
+
+    def refuse(body: dict[str, Any], *_: object, **__: object) -> None:
+        posted.append(body)
+        raise ConflictError("not now")
+
+    monkeypatch.setattr("iserve.cli.deploy.accepted_by", refuse)
+    done = at_home("variant", "deploy", "style", "--expected-model", "./next=1", "--trust-remote-code")
+    assert "runs Python code" in done.err
+    ((body,),) = (posted,)
+    assert [one["model"] for one in body["expected_models"]] == [str(tmp_path / "next")]
