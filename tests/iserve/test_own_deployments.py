@@ -12,6 +12,7 @@ from fingerprint.codec import to_json
 from fingerprint.errors import ConflictError
 from iserve.api_types import DeployBody
 from iserve.merged_keys import merged_key
+from iserve.registered_merges import merge_registered
 from iserve.state.store import DeploymentRow
 from tests.bad_input.conftest import Api, api
 from tests.fingerprint.small_adapters import write_adapter
@@ -171,3 +172,50 @@ def test_models_that_are_expected_and_code_are_named_as_deploy_does(
     assert "runs Python code" in done.err
     ((body,),) = (posted,)
     assert [one["model"] for one in body["expected_models"]] == [str(tmp_path / "next")]
+
+
+@pytest.mark.parametrize(
+    ("before", "change", "said"),
+    [
+        (True, "replace", "was replaced meanwhile"),
+        (False, "replace", "removed or replaced meanwhile"),
+        (True, "remove", "no variant is named"),
+        (False, "remove", "removed or replaced meanwhile"),
+        (False, "edit the base", "was changed while"),
+    ],
+)
+def test_what_changes_during_a_merge_is_not_deployed(
+    api: Api,
+    base: Path,
+    tmp_path: Path,
+    at_home: Callable[..., Done],
+    monkeypatch: pytest.MonkeyPatch,
+    before: bool,
+    change: str,
+    said: str,
+) -> None:
+    """Before the merge, while its lock is awaited say, or after it."""
+    add(api, base, write_adapter(tmp_path / "a"))
+
+    def happen() -> None:
+        if change == "replace":
+            add(api, base, write_adapter(tmp_path / "b", lora_alpha=32), replace=True)
+        elif change == "remove":
+            assert api.ask("DELETE", f"{VARIANTS}/style")[0] == 204
+        else:
+            (base / "config.json").write_text((base / "config.json").read_text() + " ")
+
+    def merge(*given: Any, **more: Any) -> Any:
+        if before:
+            happen()
+        done = merge_registered(*given, **more)
+        if not before:
+            happen()
+        return done
+
+    monkeypatch.setattr("iserve.registered_merges.merge_registered", merge)
+    done = at_home("variant", "deploy", "style", "--engine", "torch")
+    assert done.code == 1
+    assert said in done.err
+    assert list(api.controller.settings.merged_folder.iterdir()) == []
+    assert api.controller.store.deployments() == ()
