@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -67,15 +68,17 @@ def test_the_base_serves_it_until_its_own_deployment_does(
 
 
 def test_where_no_base_serves_it_the_phase_of_its_own_deployment_is_said(
-    api: Api, base: Path, tmp_path: Path, own: Own
+    api: Api, base: Path, tmp_path: Path, own: Own, golden: Golden
 ) -> None:
     row = own(add(api, base, write_adapter(tmp_path / "a")))
-    assert served(api) == ({}, [], "its own deployment is accepted: `iserve show style` says more")
+    found, deployments, why = served(api)
+    assert (found, deployments) == ({}, [])
+    golden("variant", why or "", "accepted")
     workers = to_json((worker(1, tmp_path, slots=0),))
     api.controller.store.update_deployment(row.id, phase="launching", workers=workers)
     found, deployments, why = served(api)
     assert (found, deployments) == ({"style": []}, [])  # its requests wait, as those of any deployment
-    assert why == "its own deployment is launching: `iserve show style` says more"
+    golden("variant", why or "", "launching")
 
 
 def test_what_is_merged_is_loaded_nowhere_and_costs_no_slot(
@@ -104,9 +107,9 @@ def unmerged(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (("--scale-to-zero", "-5"), 2, "--scale-to-zero"),
         (("--reject-late",), 2, "--reject-late"),
-        (("--engine", "torch", "--engine-version", "9.9.9"), 1, "torch 9.9.9 is asked for"),
-        (("--engine", "vllm", "--engine-version", "9.9.9"), 1, "vllm 9.9.9 cannot serve here"),
-        (("--engine", "vllm"), 1, "vllm cannot serve here"),
+        (("--engine", "torch", "--engine-version", "9.9.9"), 1, "9.9.9"),
+        (("--engine", "vllm", "--engine-version", "9.9.9"), 1, "9.9.9"),
+        (("--engine", "vllm"), 1, "vllm"),
     ],
 )
 def test_what_cannot_be_is_found_before_the_merge(
@@ -140,7 +143,6 @@ def test_a_merge_whose_deployment_is_refused_is_removed(
     asked = ("variant", "deploy", "style", "--engine-version", "9.9.9")
     done = at_home(*asked)
     assert (done.code, list(folder.iterdir())) == (1, [])
-    assert "merged into" in done.err
     store = api.controller.store
     key = merged_key(variant["content_hash"], variant["base_directory"])
     row = store.add_deployment("style", to_json(DeployBody(model=str(folder / key), name="style")))
@@ -169,20 +171,14 @@ def test_models_that_are_expected_and_code_are_named_as_deploy_does(
 
     monkeypatch.setattr("iserve.cli.deploy.accepted_by", refuse)
     done = at_home("variant", "deploy", "style", "--expected-model", "./next=1", "--trust-remote-code")
-    assert "runs Python code" in done.err
+    assert "--trust-remote-code" in done.err
     ((body,),) = (posted,)
     assert [one["model"] for one in body["expected_models"]] == [str(tmp_path / "next")]
 
 
 @pytest.mark.parametrize(
-    ("before", "change", "said"),
-    [
-        (True, "replace", "was replaced meanwhile"),
-        (False, "replace", "removed or replaced meanwhile"),
-        (True, "remove", "no variant is named"),
-        (False, "remove", "removed or replaced meanwhile"),
-        (False, "edit the base", "was changed while"),
-    ],
+    ("before", "change"),
+    [(True, "replace"), (False, "replace"), (True, "remove"), (False, "remove"), (False, "edit")],
 )
 def test_what_changes_during_a_merge_is_not_deployed(
     api: Api,
@@ -192,7 +188,7 @@ def test_what_changes_during_a_merge_is_not_deployed(
     monkeypatch: pytest.MonkeyPatch,
     before: bool,
     change: str,
-    said: str,
+    golden: Golden,
 ) -> None:
     """Before the merge, while its lock is awaited say, or after it."""
     add(api, base, write_adapter(tmp_path / "a"))
@@ -216,6 +212,7 @@ def test_what_changes_during_a_merge_is_not_deployed(
     monkeypatch.setattr("iserve.registered_merges.merge_registered", merge)
     done = at_home("variant", "deploy", "style", "--engine", "torch")
     assert done.code == 1
-    assert said in done.err
+    line = done.err.strip().splitlines()[-1].replace(str(base), "BASE")
+    golden("variant", re.sub(r"/\S+/merged/[0-9a-f]{64}", "HOME/merged/KEY", line))
     assert list(api.controller.settings.merged_folder.iterdir()) == []
     assert api.controller.store.deployments() == ()
