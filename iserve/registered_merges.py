@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from daemon.variants.store import VariantStore
-from fingerprint.errors import NotFoundError
+from fingerprint.errors import ConflictError, NotFoundError
 from iserve.deltas import ExportDocument, export_variant
 from iserve.settings import Settings
 from iserve.state.store import Store, VariantRow
@@ -20,18 +20,32 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
 def merge_registered(
-    name: str, target: str, settings: Settings, progress: Progress | None = None
+    name: str,
+    target: str,
+    settings: Settings,
+    progress: Progress | None = None,
+    *,
+    expected: tuple[str, str] | None = None,
 ) -> MergeDocument | ExportDocument:
     """Write to the folder ``target`` the base of the variant ``name`` with the variant in it; needs no controller.
 
     The folder that it was added from is not needed. Of a delta it is what ``export_variant`` writes.
 
+    Args:
+        expected: content hash and base folder; None: those that the variant has now.
+
     Raises:
+        ConflictError: the variant has other content or another base than ``expected``; nothing is written.
         NotFoundError: no variant has that name, or its base has gone.
         BadInputError, ConflictError, UnavailableError: as ``merge_variant`` and ``export_variant``; a tensor in
             the store was changed.
     """
     row = _row(name, settings)
+    if expected is not None and expected != (row.content_hash, row.base_directory):
+        raise ConflictError(
+            f"the variant {name} was replaced meanwhile, by other content or on another base; `iserve variant "
+            f"show {name}` shows it, and the same command again merges it"
+        )
     folder = VariantStore(settings.variant_folder).verified(row.content_hash)
 
     def go_on(done: int, total: int) -> None:

@@ -103,7 +103,7 @@ def check_variant_name(name: str, settings: Settings) -> None:
     """Raise ConflictError where a deployment or a model has ``name``; needs no controller."""
     from iserve.state.store import Store
 
-    store = Store.read_only(settings.state)
+    store = Store.read_only(settings.state, merged_folder=settings.merged_folder)
     try:
         if not store.is_new():
             store.variants.check_free(name)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from iserve.api_documents import DeploymentDocument
     from iserve.client import ControllerClient
 
-__all__ = ["accepted_by", "register", "show_ready", "wait_until_gone", "wait_until_ready"]
+__all__ = ["accepted_by", "check_request", "register", "show_ready", "wait_until_gone", "wait_until_ready"]
 
 
 _GIVEN_UP = frozenset({"refused", "failed"})
@@ -39,7 +39,7 @@ def register(app: typer.Typer) -> None:
     app.command("chat", epilog="Example: iserve chat iserve-demo '123+456='")(chat)
 
 
-def _check(request: DeployBody) -> None:
+def check_request(request: DeployBody) -> None:
     """Raise typer.BadParameter for a value that cannot be used, by the option that has it."""
     from iserve.api_types import check_name, check_reject_late
     from placement.scaling import Scaling
@@ -85,7 +85,7 @@ def deploy(
     from iserve.settings import load_settings
 
     settings, request = load_settings(), replace(request, model=model, **engine.body())
-    _check(request)
+    check_request(request)
     checked(request, settings)  # here already: a bad value must not start a controller
     if idempotency_key is not None:
         with o.usage_errors("--idempotency-key"):

@@ -375,15 +375,22 @@ def _updates(variant: VariantDocument) -> str:
 def _serving(variant: VariantDocument) -> str:
     if variant.why_not_served is not None:
         return f"not served: {variant.why_not_served}"
-    if variant.name in variant.deployments:
+    if _is_merged(variant):
         return f"served by a deployment of its own, as model {variant.name}"
     if variant.in_force is False:
         return f"to be served by {variant.deployments[0]}, as model {variant.name}, but {_NOT_FOLLOWED}"
     return f"served by {variant.deployments[0]}, as model {variant.name}"
 
 
+def _is_merged(variant: VariantDocument) -> bool:
+    """Return whether it is served by a deployment of its own."""
+    return variant.name in variant.deployments
+
+
 def _places(variant: VariantDocument) -> str:
     """Return where a variant is: each worker, or the disk alone."""
+    if _is_merged(variant):
+        return "as part of the model of its own deployment"
     if not variant.places:
         return "nowhere; its tensors are on disk" if variant.on_disk else "nowhere, nor are its tensors on disk"
     words = {"gpu": "on the GPU of", "host": "in the host's memory of", "loading": "being loaded at"}
@@ -392,6 +399,8 @@ def _places(variant: VariantDocument) -> str:
 
 def _counted_places(variant: VariantDocument) -> str:
     """Return at how many workers a variant is in each place, such as ``2 gpu, 1 host``."""
+    if _is_merged(variant):
+        return "merged"
     counts = Counter(one.place for one in variant.places)
     return ", ".join(f"{counts[place]} {place}" for place in ("gpu", "host", "loading") if counts[place])
 

@@ -102,7 +102,7 @@ def run(settings: Settings) -> None:
         # First of all: `iserve down`, and a second start, must find a controller that is still starting.
         record = own_record(url=f"http://{url_host}:{port}", token=token, settings=settings.recorded())
         at_the_end.enter_context(kept_record(path, record))
-        store = Store.open(settings.state)
+        store = Store.open(settings.state, merged_folder=settings.merged_folder)
         at_the_end.callback(store.close)
         controller = Controller(settings, store)
         at_the_end.callback(controller.close)

@@ -37,7 +37,7 @@ from iserve.controller.stored_values import (
     update_workers,
 )
 from iserve.controller.variant_events import VariantEvents
-from iserve.controller.variant_serving import adapter_slots, loaded_adapters, variant_servers
+from iserve.controller.variant_serving import adapter_slots, has_served, loaded_adapters, variant_servers
 from iserve.planning.document import PlanDocument
 from iserve.route_table import ApiKeyRecord, GatewayLimits, Route, RouteTable, VariantRoute, WorkerTarget
 from iserve.state.store import DeploymentRow
@@ -192,16 +192,7 @@ class Reconciler:
         ticket = followed.begin()
         if node is None and self._published is not None:
             return
-        variants = self._controller.variants.routes(variant_servers(rows))
-        own = {row.name for row in rows if row.desired == "running"}  # one name leads to one deployment
-        routes = tuple(
-            route
-            for row in rows
-            if row.desired == "running"
-            for of_base in (tuple(one for one in variants.get(row.name, ()) if one.name not in own),)
-            for route in (self._route(row, node, of_base),)
-            if route is not None
-        )
+        routes = self._routes(rows, node)
         keys = tuple(
             ApiKeyRecord(key_id=k.key_id, sha256=k.sha256, scope=k.scope)
             for k in store.api_keys()
@@ -228,6 +219,19 @@ class Reconciler:
             ) from error
         self._published, self._version = content, table.version
         followed.publish(ticket, table.version)
+
+    def _routes(self, rows: tuple[DeploymentRow, ...], node: NodeStatus | None) -> tuple[Route, ...]:
+        """Return the routes; one name leads to one deployment, which is the variant's own as soon as it serves."""
+        own = {row.name for row in rows if has_served(row)}
+        found = self._controller.variants.routes(variant_servers(rows))
+        variants = {name: tuple(one for one in of_base if one.name not in own) for name, of_base in found.items()}
+        of_bases = {one.name for of_base in variants.values() for one in of_base}
+        routes = (
+            self._route(row, node, variants.get(row.name, ()))
+            for row in rows
+            if row.desired == "running" and row.name not in of_bases
+        )
+        return tuple(route for route in routes if route is not None)
 
     def _route(
         self, row: DeploymentRow, node: NodeStatus | None, variants: tuple[VariantRoute, ...]

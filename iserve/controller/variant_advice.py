@@ -73,12 +73,12 @@ class VariantAdvisor:
         return None
 
     def costs(self, variant: VariantDocument) -> tuple[VariantCostDocument, ...]:
-        """Return what ``variant`` takes on each of the deployments that can serve it."""
+        """Return what ``variant`` takes on each of the deployments that can serve it in a slot."""
         found = []
         for name in variant.deployments:
             with contextlib.suppress(IserveError):
                 deployed = self._lately(name)
-                if deployed is not None:
+                if deployed is not None and deployed.config.adapter_slots:  # else it is its own, merged
                     found.append(
                         variant_cost_document(
                             variant,

@@ -25,6 +25,7 @@ __all__ = [
     "VariantServer",
     "adapter_slots",
     "every_delta_fits",
+    "has_served",
     "loaded_adapters",
     "routes_by_server",
     "servers_of",
@@ -64,6 +65,14 @@ class VariantServer:
         if variant.is_delta:
             return traits_of(self.engine).holds_deltas_by_size and variant.num_bytes <= self.max_delta_bytes
         return variant.max_rank <= self.max_rank
+
+
+def has_served(row: DeploymentRow) -> bool:
+    """Return whether a deployment takes requests and has served before, so that a variant of its name is its own.
+
+    Until then slots of the base go on to serve such a variant: the deployment may yet be refused.
+    """
+    return is_routed(row) and row.phase != "launching" and row.workers is not None
 
 
 def adapter_slots(workers: Collection[WorkerSpec]) -> int:

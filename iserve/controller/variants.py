@@ -32,6 +32,7 @@ from iserve.controller.folder_access import Reach
 from iserve.controller.stored_values import recorded_request
 from iserve.controller.variant_serving import (
     VariantServer,
+    has_served,
     routes_by_server,
     servers_of,
     variant_servers,
@@ -73,6 +74,7 @@ class _Deployed(NamedTuple):
 
     servers: tuple[VariantServer, ...]
     names: frozenset[str]  # a variant of that name is served by that one alone
+    phases: Mapping[str, str]  # by name
 
 
 class Variants:
@@ -214,12 +216,10 @@ class Variants:
         A deployment of its own ends first, in the background too, and its merged checkpoint with it.
         """
         removed = self.get(name)
-        own = next((row for row in self._store.deployments() if row.name == name), None)
-        if own is not None:
-            self._store.add_event(own.id, "removing", f"{name}: removal asked for, with its variant")
-            self._store.update_deployment(own.id, desired="removed")
-        row = self._store.variants.remove(name)
+        row, own = self._store.variants.remove(name)
         self._changed()
+        if own is not None:
+            self._store.add_event(own, "removing", f"{name}: removal asked for, with its variant")
         self._store.add_event(None, "variant-removed", f"{name}: {row.engine_name} of {row.base}")
         self._drop_soon(row.content_hash)
         return removed
@@ -266,9 +266,14 @@ class Variants:
     def drop_merged(self) -> None:
         """Remove the merged checkpoints that no deployment serves any longer."""
         try:
-            drop_merged(self._settings, [row.request for row in self._store.deployments()])
+            drop_merged(self._settings, self._requests)
         except IserveError as error:
             log.warning("%s; the next start of the controller does", error)
+
+    def _requests(self) -> tuple[str, ...]:
+        """Return what deployments are asked for, updates that are under way included."""
+        rows = self._store.deployments()
+        return tuple(text for row in rows for text in (row.request, row.update_request) if text is not None)
 
     def collect_soon(self) -> None:
         """Have a thread remove what killed controllers left, and report variants without content."""
@@ -318,7 +323,11 @@ class Variants:
 
     def _deployed(self) -> _Deployed:
         rows = self._store.deployments()
-        return _Deployed(variant_servers(rows), frozenset(row.name for row in rows if row.desired == "running"))
+        return _Deployed(
+            variant_servers(rows),
+            frozenset(row.name for row in rows if has_served(row)),
+            {row.name: row.phase for row in rows if row.desired == "running"},
+        )
 
     def _stored(self) -> frozenset[str]:
         return frozenset(content.content_hash for content in self._content.contents())
@@ -345,6 +354,9 @@ class Variants:
             row.name in deployed.names,
         )
         served_by = (row.name,) if is_own else self.servers_of(row, servers) if is_stored else ()
+        why = None if is_own else why_not_served(row, servers, self._misfit, is_stored=is_stored)
+        if why is not None and row.name in deployed.phases:
+            why = f"its own deployment is {deployed.phases[row.name]}: `iserve show {row.name}` says more"
         return VariantDocument(
             name=row.name,
             base=row.base,
@@ -360,7 +372,7 @@ class Variants:
             pinned=row.pinned,
             created_at=row.created_at,
             deployments=served_by,
-            why_not_served=None if is_own else why_not_served(row, servers, self._misfit, is_stored=is_stored),
+            why_not_served=why,
             on_disk=is_stored,
         )
 

@@ -19,6 +19,7 @@ from fingerprint.codec import from_json, to_json
 from fingerprint.errors import BadInputError, ConflictError, NotFoundError
 from fingerprint.measurements import Profile
 from fingerprint.verification import Verification
+from iserve.merged_keys import model_of
 from iserve.route_table import ApiKeyRecord
 from iserve.state.database import Database, open_database
 from iserve.state.quality_table import QualityTable
@@ -65,21 +66,24 @@ class Store:
         StateUnavailableError: the database cannot be read or written (away, disk full, locked, damaged).
     """
 
-    def __init__(self, database: Database) -> None:
-        self._database = database
+    def __init__(self, database: Database, merged_folder: Path | None = None) -> None:
+        self._database, self._merged = database, merged_folder
         self._write, self._read = database.write, database.read
-        self.variants, self.quality = VariantTable(database), QualityTable(database)
+        self.variants, self.quality = VariantTable(database, merged_folder), QualityTable(database)
 
     @classmethod
-    def open(cls, where: Path | str) -> Store:
+    def open(cls, where: Path | str, *, merged_folder: Path | None = None) -> Store:
         """Return the store at a path (SQLite) or URL (PostgreSQL), created or migrated to the newest schema.
+
+        Args:
+            merged_folder: of the merged checkpoints of variants; None: no deployment serves one.
 
         Raises:
             ConfigError: not such a URL, or PostgreSQL's driver is not installed.
             ConflictError: another controller runs on this database.
             StateUnavailableError: also when a newer iServe has written it.
         """
-        store = cls(open_database(where))
+        store = cls(open_database(where), merged_folder)
         try:
             store.migrate()
         except BaseException:
@@ -88,12 +92,12 @@ class Store:
         return store
 
     @classmethod
-    def read_only(cls, where: Path | str) -> Store:
+    def read_only(cls, where: Path | str, *, merged_folder: Path | None = None) -> Store:
         """Return the store there, for a reader next to the controller that owns it.
 
         Raises ConfigError as :meth:`open`.
         """
-        return cls(open_database(where, read_only=True))
+        return cls(open_database(where, read_only=True), merged_folder)
 
     def migrate(self, to: str = "head") -> None:
         self._database.migrate(to)
@@ -235,7 +239,7 @@ class Store:
         }
         try:
             with self._write() as connection:
-                check_no_variant(connection, name, "choose another --name", request.decode())
+                check_no_variant(connection, name, "choose another --name", request.decode(), self._merged)
                 if kept is not None:
                     old = idempotency_keys.c.created_at < forget_before
                     connection.execute(sa.delete(idempotency_keys).where(old))
@@ -317,8 +321,9 @@ class Store:
         )
         with self._write() as connection:
             name = connection.execute(sa.select(deployments.c.name).where(idle)).scalar()
-            if name is not None:
-                check_no_variant(connection, name, "update it without another model", request.decode())
+            if name is not None and model_of(request.decode()) != model_of(former):
+                instead = "update it without another model"
+                check_no_variant(connection, name, instead, request.decode(), self._merged)
             values = {"update_request": request.decode(), "update_stop_first": stop_first, "error": None}
             begun = connection.execute(sa.update(deployments).where(idle).values(**values)).rowcount > 0
             if begun:

@@ -1,19 +1,19 @@
 """Register of variants: rows by name, in one namespace with deployments and registered models.
 
-A variant and a deployment have the same name where the deployment serves that variant's merged checkpoint, whose
-folder has the hash of the variant's content as its name.
+A variant and a deployment have the same name where the deployment serves that variant's merged checkpoint, which
+is in the home's folder for these and named by the variant's content and base (:mod:`iserve.merged_keys`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-from pathlib import PurePath
+from pathlib import Path
 
 import sqlalchemy as sa
 
 from fingerprint.errors import ConflictError, NotFoundError
 from iserve.demo import DEMO_MODEL_NAME
+from iserve.merged_keys import is_merged, is_merged_of, model_of
 from iserve.state.database import Database
 from iserve.state.rows import VariantRow
 from iserve.state.schema import deployments, models, variants
@@ -26,17 +26,20 @@ MAX_VARIANTS = 10_000
 class VariantTable:
     """The table of variants; safe to use from several threads of one process.
 
+    Args:
+        merged_folder: of merged checkpoints; None: no deployment serves one.
+
     Raises (every method):
         StateUnavailableError: as the store.
     """
 
-    def __init__(self, database: Database) -> None:
-        self._database = database
+    def __init__(self, database: Database, merged_folder: Path | None = None) -> None:
+        self._database, self._merged = database, merged_folder
 
     def check_free(self, name: str) -> None:
         """Raise ConflictError where a deployment or a model has ``name``, or there are too many other variants."""
         with self._database.read() as connection:
-            _check_free(connection, name)
+            self._check_free(connection, name, _row_of(connection, name))
             _check_room(connection, name)
 
     def put(self, row: VariantRow, *, replace: bool = False) -> tuple[VariantRow, VariantRow | None]:
@@ -53,7 +56,7 @@ class VariantTable:
         """
         same = variants.c.name == row.name
         with self._database.write() as connection:
-            _check_free(connection, row.name, row.content_hash)
+            self._check_free(connection, row.name, row)
             _check_room(connection, row.name)
             found = connection.execute(sa.select(variants).where(same)).mappings().first()
             former = None if found is None else VariantRow(**found)
@@ -84,7 +87,7 @@ class VariantTable:
         with self._database.read() as connection:
             row = connection.execute(sa.select(variants).where(variants.c.name == name)).mappings().first()
         if row is None:
-            raise NotFoundError(f"no variant is named {name[:80]!r}; `iserve variant ls` lists them")
+            raise _none_named(name)
         return VariantRow(**row)
 
     def has_content(self, content_hash: str) -> bool:
@@ -99,38 +102,80 @@ class VariantTable:
             connection.execute(sa.update(variants).where(variants.c.name == name).values(pinned=pinned))
         return self.get(name)
 
-    def remove(self, name: str) -> VariantRow:
-        """Remove a variant and return what it was. Raises NotFoundError: there is none of that name."""
-        row = self.get(name)
+    def remove(self, name: str) -> tuple[VariantRow, int | None]:
+        """Remove a variant, and ask for the end of its own deployment, in one step.
+
+        Returns:
+            What it was, and the id of that deployment; None: it has none.
+
+        Raises:
+            NotFoundError: there is none of that name.
+        """
         with self._database.write() as connection:
+            row = _row_of(connection, name)
+            if row is None:
+                raise _none_named(name)
+            own: int | None = connection.execute(
+                sa.select(deployments.c.id).where(deployments.c.name == name)
+            ).scalar()
+            connection.execute(sa.update(deployments).where(deployments.c.id == own).values(desired="removed"))
             connection.execute(sa.delete(variants).where(variants.c.name == name))
-        return row
+        return row, own
+
+    def _check_free(self, connection: sa.Connection, name: str, row: VariantRow | None) -> None:
+        """Raise ConflictError where a deployment of something else, or a model, has ``name``.
+
+        Args:
+            row: of the variant that has it, or is to have it.
+        """
+        request = connection.execute(sa.select(deployments.c.request).where(deployments.c.name == name)).scalar()
+        if request is not None and (row is None or not _is_of(request, self._merged, row)):
+            way_out = "choose another name"
+            if _row_of(connection, name) is not None:
+                way_out = f"remove both first (`iserve variant rm {name}`)"
+            raise ConflictError(f"a deployment is named {name!r}, and one name means one model; {way_out}")
+        owner = "the bundled model" if name == DEMO_MODEL_NAME else None
+        if connection.execute(sa.select(models.c.name).where(models.c.name == name)).first() is not None:
+            owner = "a registered model"
+        if owner is not None:
+            raise ConflictError(f"{owner} is named {name!r}, and one name means one model; choose another name")
 
 
-def check_no_variant(connection: sa.Connection, name: str, instead: str, request: str = "{}") -> None:
+def check_no_variant(
+    connection: sa.Connection, name: str, instead: str, request: str = "{}", merged_folder: Path | None = None
+) -> None:
     """Raise ConflictError where a variant has ``name``; the message ends with ``instead``.
 
     Args:
-        request: of a deployment as JSON; one of the variant's own merged checkpoint is no conflict.
+        request: of a deployment as JSON; one of the variant's own merged checkpoint is no conflict, and one of any
+            else is.
     """
-    content_hash = _content_of(connection, name)
-    if content_hash is not None and not _is_of_content(request, content_hash):
+    row = _row_of(connection, name)
+    if is_merged(request, merged_folder) and (row is None or not _is_of(request, merged_folder, row)):
+        raise ConflictError(
+            f"{model_of(request)} is not the merge of a variant that is named {name!r}: it was removed or "
+            f"replaced meanwhile, or its base was changed; `iserve variant deploy {name}` merges "
+            "the one that is registered"
+        )
+    if row is not None and not _is_of(request, merged_folder, row):
         raise ConflictError(
             f"a variant is named {name!r}, and one name means one model: {instead} or remove it first "
             f"(`iserve variant rm {name}`)"
         )
 
 
-def _content_of(connection: sa.Connection, name: str) -> str | None:
-    query = sa.select(variants.c.content_hash).where(variants.c.name == name)
-    found: str | None = connection.execute(query).scalar()
-    return found
+def _none_named(name: str) -> NotFoundError:
+    return NotFoundError(f"no variant is named {name[:80]!r}; `iserve variant ls` lists them")
 
 
-def _is_of_content(request: str, content_hash: str) -> bool:
-    """Return whether a deployment's request is for the merged checkpoint of a variant's content."""
-    model = json.loads(request).get("model")
-    return isinstance(model, str) and PurePath(model).name == content_hash
+def _row_of(connection: sa.Connection, name: str) -> VariantRow | None:
+    row = connection.execute(sa.select(variants).where(variants.c.name == name)).mappings().first()
+    return None if row is None else VariantRow(**row)
+
+
+def _is_of(request: str, merged_folder: Path | None, row: VariantRow) -> bool:
+    """Return whether a deployment's request is for the merged checkpoint of a variant."""
+    return is_merged_of(request, merged_folder, row.content_hash, row.base_directory)
 
 
 def _check_room(connection: sa.Connection, name: str) -> None:
@@ -142,24 +187,3 @@ def _check_room(connection: sa.Connection, name: str) -> None:
 def _count(connection: sa.Connection, other_than: str = "") -> int:
     query = sa.select(sa.func.count()).select_from(variants).where(variants.c.name != other_than)
     return int(connection.execute(query).scalar_one())
-
-
-def _check_free(connection: sa.Connection, name: str, content_hash: str | None = None) -> None:
-    """Raise ConflictError where a deployment of something else, or a model, has ``name``.
-
-    Args:
-        content_hash: of the variant that is to have it; None: of the one that has it, if any has.
-    """
-    request = connection.execute(sa.select(deployments.c.request).where(deployments.c.name == name)).scalar()
-    if request is not None:
-        former = _content_of(connection, name)
-        if not _is_of_content(request, content_hash or former or ""):
-            way_out = (
-                "choose another name" if former is None else f"remove both first (`iserve variant rm {name}`)"
-            )
-            raise ConflictError(f"a deployment is named {name!r}, and one name means one model; {way_out}")
-    owner = "the bundled model" if name == DEMO_MODEL_NAME else None
-    if connection.execute(sa.select(models.c.name).where(models.c.name == name)).first() is not None:
-        owner = "a registered model"
-    if owner is not None:
-        raise ConflictError(f"{owner} is named {name!r}, and one name means one model; choose another name")

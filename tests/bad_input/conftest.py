@@ -86,7 +86,7 @@ class Api:
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     folder = tmp_path_factory.mktemp("models")
     settings = Settings(home=tmp_path_factory.mktemp("home"), model_folders=PathList([folder]))
-    store = Store.open(settings.state)
+    store = Store.open(settings.state, merged_folder=settings.merged_folder)
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from fingerprint.checkpoint import Checkpoint
 from fingerprint.delta import export_delta, read_delta
 from iserve.demo import DEMO_MODEL_NAME, demo_adapter_path, demo_model_path
+from iserve.merged_keys import merged_key
+from iserve.variants import merge_variant
 from tests.daemon.tiny_deltas import write_tiny_delta
 from tests.golden_words import Golden
 from tests.waiting import wait_until
@@ -57,6 +60,10 @@ def merged(home: Any) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir()) if folder.exists() else []
 
 
+def key_of(delta: Path) -> str:
+    return merged_key(read_delta(delta).manifest.content_hash, str(demo_model_path()))
+
+
 def tensors(folder: Path) -> dict[str, bytes]:
     checkpoint = Checkpoint.open(folder)
     return {name: b"".join(checkpoint.chunks(name)) for name in checkpoint.tensors}
@@ -69,9 +76,10 @@ def test_one_command_merges_and_deploys_and_one_takes_both_down(
     added = add(home, deltas[0], "--as-deployment")
     content = read_delta(deltas[0]).manifest.content_hash
     assert (added["deployments"], added["why_not_served"], added["content_hash"]) == ([NAME], None, content)
-    assert merged(home) == [content]
+    key = key_of(deltas[0])
+    assert merged(home) == [key]
     export_delta(demo_model_path(), read_delta(deltas[0]), tmp_path / "exported")
-    assert tensors(home.home / "merged" / content) == tensors(tmp_path / "exported")
+    assert tensors(home.home / "merged" / key) == tensors(tmp_path / "exported")
     assert answer(home, NAME) == answer(home, NAME)
     status = home.run("variant", "show", NAME).stdout.splitlines()
     golden("variant", next(line for line in status if line.startswith("status")))
@@ -85,7 +93,7 @@ def test_one_command_merges_and_deploys_and_one_takes_both_down(
     text.write_text("What is the capital of Peru?\n")
     home.run("quality", NAME, "--text", text)
     (kept,) = home.json("variant", "show", NAME)["quality"]
-    assert Path(kept["model"]["checkpoint"]).name == content
+    assert Path(kept["model"]["checkpoint"]).name == key
     home.run("variant", "rm", NAME)
     assert (home.json("ps"), home.json("variant", "ls")) == ([], [])
     wait_until(lambda: merged(home) == [])
@@ -117,22 +125,22 @@ def test_one_that_no_configuration_serves_leaves_the_variant_alone(
 def test_a_killed_command_goes_on(shared_home: Any, deltas: tuple[Path, Path], left: str) -> None:
     """Killed when its merged checkpoint appears, or before; what it had left is used, or removed."""
     home = shared_home
-    content = read_delta(deltas[0]).manifest.content_hash
+    key = key_of(deltas[0])
     folder = home.home / "merged"
     if left == "nothing":
         words = ("variant", "add", NAME, "--base", DEMO_MODEL_NAME, deltas[0], "--as-deployment")
         command = home.start(*words)
-        wait_until(lambda: content in merged(home) or command.poll() is not None)
+        wait_until(lambda: key in merged(home) or command.poll() is not None)
         command.send_signal(signal.SIGKILL)
         command.wait()
     elif left == "a part":
-        (folder / f".{content}.0123abcd.part").mkdir(parents=True)
+        (folder / f".{key}.0123abcd.part").mkdir(parents=True)
     else:
-        export_delta(demo_model_path(), read_delta(deltas[0]), folder / content)
-    kept = (folder / content).stat().st_ino if left == "a whole checkpoint" else None
+        export_delta(demo_model_path(), read_delta(deltas[0]), folder / key)
+    kept = (folder / key).stat().st_ino if left == "a whole checkpoint" else None
     assert add(home, deltas[0], "--as-deployment")["deployments"] == [NAME]
-    assert merged(home) == [content]
-    assert kept in (None, (folder / content).stat().st_ino)
+    assert merged(home) == [key]
+    assert kept in (None, (folder / key).stat().st_ino)
     assert answer(home, NAME)
     home.run("variant", "rm", NAME)
     wait_until(lambda: merged(home) == [])
@@ -179,4 +187,23 @@ def test_an_adapter_is_served_merged_as_well_and_is_there_after_a_restart(shared
     assert home.json("variant", "deploy", name, "--engine", "torch")["status"] == "ready"
     assert answer(home, name) == said
     home.run("variant", "rm", name)
+    wait_until(lambda: merged(home) == [])
+
+
+def test_one_adapter_on_two_bases_is_merged_into_each(shared_home: Any, tmp_path: Path) -> None:
+    home, names = shared_home, ("first", "second")
+    bases = (demo_model_path(), tmp_path / "base")
+    shutil.copytree(*bases)
+    (file,) = bases[1].glob("*.safetensors")
+    changed = {name: one * 0.5 if "o_proj" in name else one for name, one in load_file(file).items()}
+    save_file(changed, file, metadata={"format": "pt"})
+    for name, base in zip(names, bases, strict=True):
+        home.run("variant", "add", name, "--base", base, demo_adapter_path("capitals"))
+        home.json("variant", "deploy", name, "--engine", "torch")
+        merge_variant(str(base), str(demo_adapter_path("capitals")), str(tmp_path / name), {})
+    served = {one["name"]: Path(one["model"]) for one in home.json("ps")}
+    assert [name for name in names if tensors(served[name]) != tensors(tmp_path / name)] == []
+    assert tensors(tmp_path / "first") != tensors(tmp_path / "second")
+    for name in names:
+        home.run("variant", "rm", name)
     wait_until(lambda: merged(home) == [])

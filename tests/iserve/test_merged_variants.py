@@ -63,17 +63,36 @@ def test_what_killed_commands_left_is_none(settings: Settings, left: str) -> Non
         (settings.merged_folder / left / "model.safetensors").write_bytes(b"a part")
         with held_merge(settings, HASH, make, never) as folder:
             assert [file.name for file in folder.iterdir()] == ["config.json"]
-        drop_merged(settings, [])
+        drop_merged(settings, tuple)
         assert names(settings) == []
 
 
 def test_those_that_deployments_serve_stay(settings: Settings) -> None:
-    drop_merged(settings, [])  # there is no folder yet
+    drop_merged(settings, tuple)  # there is no folder yet
     for name in (HASH, OTHER):
         with held_merge(settings, name, make, never):
             pass
-    drop_merged(settings, [request(settings, OTHER), to_json(DeployBody()).decode()])
+    drop_merged(settings, lambda: [request(settings, OTHER), to_json(DeployBody()).decode()])
     assert names(settings) == [OTHER]
+
+
+def test_one_that_was_deployed_since_the_first_look_stays(settings: Settings) -> None:
+    """Deployed by a command that held it between the look and the removal."""
+    with held_merge(settings, HASH, make, never):
+        pass
+    answers = iter([[], [request(settings, HASH)]])
+    drop_merged(settings, lambda: next(answers))
+    assert names(settings) == [HASH]
+
+
+def test_one_that_raises_after_it_was_written_leaves_nothing(settings: Settings) -> None:
+    def fail(folder: Path) -> None:
+        make(folder)
+        raise UnavailableError("its base was changed")
+
+    with pytest.raises(UnavailableError, match="base"), held_merge(settings, HASH, fail, never):
+        pass
+    assert names(settings) == []
 
 
 def test_one_that_a_command_is_about_to_deploy_stays(settings: Settings) -> None:
@@ -85,10 +104,10 @@ def test_one_that_a_command_is_about_to_deploy_stays(settings: Settings) -> None
 
     with ThreadPoolExecutor(1) as pool:
         with held_merge(settings, HASH, make, never):
-            drop_merged(settings, [])
+            drop_merged(settings, tuple)
             later = pool.submit(second)
             assert waits.wait(PATIENCE_S)
-            drop_merged(settings, [])
+            drop_merged(settings, tuple)
             assert names(settings) == [HASH]
         assert later.result(PATIENCE_S) == settings.merged_folder / HASH
 

@@ -11,8 +11,10 @@ import pytest
 
 from daemon.variants.store import VariantStore
 from fingerprint.checkpoint import Checkpoint
+from fingerprint.errors import ConflictError
 from iserve.controller.variants import Variants
 from iserve.model_source import resolve
+from iserve.registered_merges import merge_registered
 from iserve.rest_bodies import VariantBody
 from iserve.settings import Settings, load_settings
 from iserve.state.store import Store
@@ -89,3 +91,24 @@ def test_what_cannot_be_merged_is_refused_and_nothing_is_written(
             file.write_bytes(bytes(file.stat().st_size))
     golden("variant", iserve("variant", "merge", "style", tmp_path / "out").line)
     assert not (tmp_path / "out").exists()
+
+
+def test_what_was_replaced_since_it_was_asked_about_is_not_merged(
+    iserve: Callable[..., Done], variants: Variants, tmp_path: Path
+) -> None:
+    base, other = write_base(tmp_path / "base"), write_base(tmp_path / "other")
+    first, second = write_adapter(tmp_path / "a"), write_adapter(tmp_path / "b", lora_alpha=32)
+
+    def add(folder: Path, of: Path) -> tuple[str, str]:
+        body = VariantBody(name="style", base=str(of), path=str(folder), replace=True)
+        added = variants.add(body)
+        return added.content_hash, added.base_directory
+
+    asked, settings = add(first, base), load_settings()
+    for replaced in (add(second, base), add(first, other)):
+        assert replaced != asked
+        with pytest.raises(ConflictError, match="replaced"):
+            merge_registered("style", str(tmp_path / "out"), settings, expected=asked)
+        assert not (tmp_path / "out").exists()
+    merge_registered("style", str(tmp_path / "out"), settings, expected=add(first, base))
+    assert tensors(tmp_path / "out") != tensors(base)

@@ -62,9 +62,12 @@ def advisor(
     engine: str = "vllm",
     profiled: bool = True,
     registered: str = NAMES,
+    has_slots: bool = True,
 ) -> VariantAdvisor:
     workers = workers_of(planned(HARDWARE, options), options)
     workers = tuple(replace(one, config=replace(one.config, engine=engine)) for one in workers)
+    if not has_slots:
+        workers = tuple(replace(one, config=one.config.without_slots) for one in workers)
     row = SimpleNamespace(name="chat", workers=to_json(workers), request=json.dumps({"model": "chat"}))
     profile = SimpleNamespace(machine=SimpleNamespace(device=HARDWARE.gpu)) if profiled else None
     profiler: Any = SimpleNamespace(
@@ -323,6 +326,10 @@ class TestCosts:
         both = replace(self.HELD, deployments=("chat", "chat-2"))
         assert [one.deployment for one in advisor(None, TRAFFIC).costs(both)] == ["chat", "chat-2"]
         assert advisor(None, TRAFFIC).costs(replace(self.HELD, deployments=())) == ()
+
+    def test_a_deployment_without_slots_has_none(self) -> None:
+        """The variant's own, of its merged checkpoint."""
+        assert advisor(None, TRAFFIC, has_slots=False).costs(self.HELD) == ()
 
     def test_one_that_has_gone_has_none(self) -> None:
         found = advisor(None, TRAFFIC)
