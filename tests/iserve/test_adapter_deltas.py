@@ -214,7 +214,10 @@ class TestAdd:
     def test_a_plain_one_is_served_as_it_is(
         self, command: Callable[..., Done], base: Path, tmp_path: Path
     ) -> None:
-        done = command(*WORDS, base, write_adapter(tmp_path / "adapter"), "--json")
+        adapter = write_adapter(
+            tmp_path / "adapter", base_model_name_or_path=base.name
+        )  # no other base: no warning
+        done = command(*WORDS, base, adapter, "--json")
         assert (done.err, done.document["rank"], done.document["made_of"]) == ("", 4, None)
 
     def test_options_of_a_compression_are_refused_where_a_plain_one_is_served(
