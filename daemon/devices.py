@@ -34,6 +34,8 @@ class Device:
     """Memory of the device, used or free."""
     cores: tuple[int, ...] = ()
     """CPU cores of a CPU share; empty for a GPU."""
+    on_node: int = 1
+    """Devices of this kind on its node, among which the node's memory is divided; those not offered too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +94,7 @@ class CpuDevices:
                 name=machine.cpu_model,
                 total_bytes=machine.memory_bytes // count,
                 cores=_share(machine.cores, index, count),
+                on_node=count,
             )
             for index in range(count)
         )

@@ -72,6 +72,7 @@ class NvmlDevices:
                     kind="cuda",
                     name=nvml.nvmlDeviceGetName(handle),
                     total_bytes=nvml.nvmlDeviceGetMemoryInfo(handle).total,
+                    on_node=len(handles),
                 )
             )
         self._devices = tuple(devices)

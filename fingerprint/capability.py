@@ -172,6 +172,8 @@ class EngineCapabilities:
         verified: the part of the table that was run; the rest was read in sources and documentation.
         eager: whether each kernel of a step is launched from Python, none from a captured graph.
         adapter_kernels: whether it computes adapters by our kernels (docs/decisions/0054).
+        adapters_aside: whether a worker on one GPU loads adapters next to its steps (docs/decisions/0048); plans
+            count such loads as stops all the same.
         step_timed: whether its profiling worker carries our step timer (``fingerprint.depth_tied_profile``).
         own_environment: whether it runs in an interpreter of its own. Its profiling worker makes random weights by
             itself, reads nothing of iServe's and measures no peak figures of a device.
@@ -195,6 +197,7 @@ class EngineCapabilities:
     verified: tuple[Verified, ...] = ()
     eager: bool = False
     adapter_kernels: bool = False
+    adapters_aside: bool = False
     step_timed: bool = False
     own_environment: bool = False
     notes: tuple[Note, ...] = ()

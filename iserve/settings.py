@@ -103,9 +103,10 @@ class Settings:
     ] = None
     vllm_delta_arena_mib: Annotated[
         int | None,
-        "the host's memory, in MiB, in which a deployment with deltas on vLLM keeps those that it read, "
-        "page-locked, all its GPUs together; 0: none; unset: an eighth of the machine's, at most 16,384. Each GPU "
-        "has a power of two of at most its share. The daemon reads it when it starts",
+        "the host's memory, in MiB, in which each worker (replica) with deltas on vLLM keeps those that it read, "
+        "page-locked, all its GPUs together; 0: none; unset: all workers of a machine together take an eighth of "
+        "its memory at most, each the part that it was promised of the GPUs' memory, at most 16,384. Each GPU has "
+        "a power of two of at most its share. The daemon reads it when it starts",
     ] = None
     tensorrt_llm_python: Annotated[Path | None, "the same for TensorRT-LLM"] = None
 

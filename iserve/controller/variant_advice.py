@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from daemon.engines.registry import get_engine
 from daemon.status import NodeStatus
+from fingerprint.capability import EngineCapabilities
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import IserveError
 from fingerprint.estimates import Estimator
@@ -40,6 +41,7 @@ class _Deployed:
     options: PlanOptions
     profile: Profile | None  # None: there is none, or the daemon is away
     estimator: Estimator | None  # likewise
+    table: EngineCapabilities
 
 
 class VariantAdvisor:
@@ -87,6 +89,7 @@ class VariantAdvisor:
                             deployed.config,
                             with_images(deployed.options.workload, deployed.source),
                             deployed.estimator,
+                            deployed.table,
                         )
                     )
         return tuple(found)
@@ -119,7 +122,14 @@ class VariantAdvisor:
         estimator = None
         if node is not None and profile is not None:
             estimator = self._profiler.estimator(profile, engine, node)
-        return _Deployed(source=source, config=spec.config, options=options, profile=profile, estimator=estimator)
+        return _Deployed(
+            source=source,
+            config=spec.config,
+            options=options,
+            profile=profile,
+            estimator=estimator,
+            table=engine.capabilities(),
+        )
 
     def _of_deployment(self, name: str) -> MergeAdviceDocument | None:
         """Return the advice on the deployment ``name``.

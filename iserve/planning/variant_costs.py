@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fingerprint.config import DeploymentConfig, Workload, even_split
+from fingerprint.capability import EngineCapabilities
+from fingerprint.config import DeploymentConfig, SlotFormat, Workload, even_split
 from fingerprint.engines import traits_of
 from fingerprint.errors import ConfigError, NotMeasuredError
 from fingerprint.estimates import Estimator, Quantity
-from fingerprint.estimators.adapter_slots import loads_stop_steps, variant_cost
+from fingerprint.estimators.adapter_slots import kernel_cost, loads_stop_steps, variant_cost
 from fingerprint.estimators.variant_cost import VariantCost
 from fingerprint.lora.slot_bytes import slot_bytes
 from fingerprint.model_spec import ModelSpec
@@ -27,15 +28,24 @@ def variant_cost_document(
     config: DeploymentConfig,
     workload: Workload,
     estimator: Estimator | None,
+    table: EngineCapabilities,
 ) -> VariantCostDocument:
     """Return what ``variant`` takes on ``deployment``.
+
+    An adapter in slots that hold deltas too takes the time of adapters; the memory of its slot is that of both.
 
     Args:
         config: of the deployment's workers, with adapter slots.
         workload: that it was planned for: requests at once, and their tokens.
         estimator: of the base alone, by its profile; None: there is none, and what rests on it is not known.
+        table: of the deployment's engine, which says how adapters are computed and loaded.
     """
-    cost = variant_cost(estimator, spec, config)
+    slot = config
+    if variant.rank and config.adapter_rank:
+        config = replace(config, delta_format=SlotFormat.NONE, delta_mib=0)
+    kernels = _ByKernels(spec) if estimator is None and table.adapter_kernels else None
+    cost = variant_cost(estimator or kernels, spec, config)
+    is_aside = table.adapters_aside and variant.rank > 0 and config.num_gpus == 1
     step_s = None if cost is None else cost.step_s(workload.batch, 1)
     found = VariantCostDocument(
         deployment=deployment,
@@ -44,14 +54,26 @@ def variant_cost_document(
         prompt_tokens=workload.input_tokens,
         step_s=step_s,
         prompt_s=None if cost is None or estimator is None else _prompt_s(cost, config, workload, estimator),
-        slot_bytes=slot_bytes(spec, config, max(even_split(spec.num_layers, config.pp))),
+        slot_bytes=slot_bytes(spec, slot, max(even_split(spec.num_layers, slot.pp))),
         host_bytes=0 if traits_of(config.engine).loads_on_gpu else variant.size_bytes,
         disk_bytes=variant.disk_bytes,
         load_s=None if cost is None else cost.load_s(variant.size_bytes),
-        load_stops_steps=loads_stop_steps(config),
+        load_stops_steps=loads_stop_steps(config) and not is_aside,
         text="",
     )
-    return replace(found, text=_words(found, None if cost is None else cost.measured is not None))
+    is_measured = None if cost is None else cost.measured is not None
+    return replace(found, text=_words(found, is_measured, is_aside))
+
+
+class _ByKernels:
+    """Costs of adapters by our kernels where there is no profile (``variant_cost.TellsVariantCost``)."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._spec = spec
+
+    def variant_cost(self, config: DeploymentConfig) -> VariantCost | None:
+        """Return that of a recording; None: they do not serve such slots."""
+        return kernel_cost(self._spec, config)
 
 
 def _prompt_s(
@@ -66,7 +88,7 @@ def _prompt_s(
     return cost.prompts_s(alone, ttft_s, 0.0, 1.0)
 
 
-def _words(found: VariantCostDocument, is_measured: bool | None) -> str:
+def _words(found: VariantCostDocument, is_measured: bool | None, is_aside: bool) -> str:
     memory = f"{_mib(found.slot_bytes)} of each GPU for its slot"
     if found.host_bytes:
         memory += f", {_mib(found.host_bytes)} of the host's memory while it is loaded"
@@ -76,16 +98,18 @@ def _words(found: VariantCostDocument, is_measured: bool | None) -> str:
         memory,
         f"each decode step of {several} longer by {_times(found.step_s)}",
         f"each prompt of {found.prompt_tokens:,} tokens by {_times(found.prompt_s)}",
-        f"a load takes {_load(found)}",
+        f"a load takes {_load(found, is_aside)}",
     ]
     origin = {None: "", True: " (measured from fingerprints)", False: " (scaled from one H200)"}[is_measured]
     return f"costs on {found.deployment}: {'; '.join(parts)}{origin}"
 
 
-def _load(found: VariantCostDocument) -> str:
+def _load(found: VariantCostDocument, is_aside: bool) -> str:
     if found.load_s is None:
         return "a time that is not known"
     stops = ", in which its worker decodes nothing" if found.load_stops_steps else ""
+    if is_aside:
+        stops = " or more, next to the steps"
     return f"{rounded(found.load_s, 2)} s{stops}"
 
 

@@ -159,6 +159,7 @@ def test_an_offered_gpu_keeps_the_drivers_index(fake_nvml, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     gpus = NvmlDevices.open(fake_nvml)
     assert [(d.device_id, d.index) for d in gpus.devices] == [("GPU-bbbb", 1)]
+    assert gpus.devices[0].on_node == 2  # the memory of the node is for both
     assert set(gpus.read()) == {"GPU-bbbb"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert NvmlDevices.open(fake_nvml) is None

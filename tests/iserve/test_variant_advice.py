@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from daemon.engines.registry import get_engine
 from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, SlotFormat
 from fingerprint.errors import NotFoundError
@@ -23,6 +24,7 @@ from iserve.api_documents import MergeAdviceDocument, VariantCostDocument, Varia
 from iserve.controller.variant_advice import VariantAdvisor, load_of
 from iserve.planning.merge_advice import merge_advice
 from iserve.planning.pipeline import PlanOptions
+from iserve.planning.variant_costs import variant_cost_document
 from iserve.planning.words import rounded
 from iserve.route_table import VariantDemand
 from planner.adapter_slots import VariantLoad, VariantShares
@@ -321,6 +323,44 @@ class TestCosts:
         assert found.host_bytes == 0  # loaded adapters are on the device
         assert not found.load_stops_steps
         golden("variant", found.text)
+
+    @pytest.mark.parametrize("format_", [SlotFormat.INT1, SlotFormat.INT4])
+    def test_they_are_those_of_the_variants_kind(self, format_: SlotFormat, golden: Golden) -> None:
+        """Slots with a format for deltas hold adapters too, whose steps and loads are those of adapters."""
+        mixed = replace(DELTAS, delta_format=format_)
+        adapters = replace(DELTAS, delta_format=SlotFormat.NONE)
+        on_mixed, on_own = self.of_kind(VARIANT, mixed), self.of_kind(VARIANT, adapters)
+        assert on_mixed.slot_bytes > on_own.slot_bytes
+        assert replace(on_mixed, slot_bytes=0, text="") == replace(on_own, slot_bytes=0, text="")
+        assert on_mixed.load_stops_steps
+        delta = self.of_kind(replace(VARIANT, rank=0), mixed)
+        assert not delta.load_stops_steps
+        assert delta.step_s != on_mixed.step_s
+        assert delta.slot_bytes == on_mixed.slot_bytes
+        if format_ is SlotFormat.INT4:
+            golden("variant", on_mixed.text)
+
+    def test_settings_of_adapters_change_them(self, golden: Golden) -> None:
+        """Our kernels compute them faster, and the thread that loads them stops no step; of deltas all stays."""
+        mixed = replace(DELTAS, adapter_rank=16)
+        plain = self.of_kind(VARIANT, mixed)
+        found = self.of_kind(VARIANT, mixed, adapter_kernels=True, adapters_aside=True)
+        assert plain.step_s is not None
+        assert found.step_s is not None
+        assert found.step_s.value < plain.step_s.value
+        assert (plain.load_stops_steps, found.load_stops_steps) == (True, False)
+        golden("variant", found.text)
+        assert self.of_kind(VARIANT, replace(mixed, tp=2), adapters_aside=True).load_stops_steps
+        delta = replace(VARIANT, rank=0)
+        assert self.of_kind(delta, mixed, adapter_kernels=True, adapters_aside=True) == self.of_kind(delta, mixed)
+
+    @staticmethod
+    def of_kind(variant: VariantDocument, config: DeploymentConfig, **table: bool) -> VariantCostDocument:
+        held = replace(variant, size_bytes=88 << 20, disk_bytes=80 << 20)
+        found = replace(get_engine("vllm").capabilities(), adapter_kernels=False, adapters_aside=False)
+        work = replace(TRAFFIC.workload, batch=32)
+        spec = source_of().spec
+        return variant_cost_document(held, "chat", spec, config, work, None, replace(found, **table))  # type: ignore[arg-type]
 
     def test_each_deployment_has_its_own(self) -> None:
         both = replace(self.HELD, deployments=("chat", "chat-2"))

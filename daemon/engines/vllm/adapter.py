@@ -95,6 +95,7 @@ class VllmEngine(ExternalEngine):
                 table,
                 deltas=_families_with_deltas(self.recommended_version),
                 adapter_kernels=has_adapter_kernels() and has_plug_in(self.recommended_version),
+                adapters_aside=has_background_loads() and has_plug_in(self.recommended_version),
             )
         found = self.installed()
         version = found.version("vllm")
@@ -109,6 +110,7 @@ class VllmEngine(ExternalEngine):
             deltas=frozenset() if found.is_editable else _families_with_deltas(version),
             deltas_since=delta_release(),
             adapter_kernels=has_adapter_kernels() and _takes_plug_in(found),
+            adapters_aside=has_background_loads() and _takes_plug_in(found),
         )
         standing = _standing(found)
         if standing is Standing.RUN:

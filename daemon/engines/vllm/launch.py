@@ -17,7 +17,13 @@ from daemon.engine_options import option_words
 from daemon.engines.base import Burst
 from daemon.engines.vllm.cache import kv_cache_bytes, step_tokens
 from daemon.engines.vllm.own_options import check_vllm_options, parser_words, use_words
-from daemon.engines.vllm.variant_plug_in import PLUG_IN_NAME, additional_config, may_need_plug_in, needs_plug_in
+from daemon.engines.vllm.variant_plug_in import (
+    PLUG_IN_NAME,
+    additional_config,
+    arena_mib,
+    may_need_plug_in,
+    needs_plug_in,
+)
 from daemon.worker_spec import WorkerLimits, WorkerSpec
 from fingerprint.cache_blocks import block_tokens
 from fingerprint.checkpoint import INDEX_FILE, SINGLE_FILE
@@ -219,7 +225,8 @@ def arguments(
         # that has its name yet, and is read from its folder within a step then.
         options["--max-cpu-loras"] = KEPT_PER_SLOT * config.adapter_slots
     if with_plug_in and needs_plug_in(config):
-        options["--additional-config"] = json.dumps(additional_config(config, keeps=True))
+        kept_mib = arena_mib(spec, devices) if config.has_delta_slots else 0
+        options["--additional-config"] = json.dumps(additional_config(config, kept_mib=kept_mib))
     if config.num_gpus > 1:
         options["--distributed-executor-backend"] = "mp"
     # --name=value, so that no value is ever taken for an option

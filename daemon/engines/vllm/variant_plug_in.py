@@ -10,11 +10,12 @@ import importlib
 import importlib.util
 import os
 import sys
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-from daemon.devices import read_machine
+from daemon.devices import Device, read_machine
 from daemon.worker_spec import WorkerSpec
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import ConfigError
@@ -39,7 +40,8 @@ __all__ = [
 ADAPTER_KERNELS = "ISERVE_VLLM_ADAPTER_KERNELS"  # a setting of iServe: 1 for our kernels of adapters
 BACKGROUND_LOADS = "ISERVE_VLLM_BACKGROUND_LOADS"  # a setting of iServe: 1 for loads of adapters next to steps
 DELTA_ARENA = "ISERVE_VLLM_DELTA_ARENA_MIB"  # and one for the host's memory that keeps deltas
-_MOST_ARENA_MIB, _ARENA_PART = 16 * 1024, 8  # at most, and the part of the machine's memory, without the setting
+_MOST_ARENA_MIB = 16 * 1024  # of a worker, without the setting
+_ARENA_PART = 8  # one such part of the machine's memory is for all its workers together
 
 PLUG_IN_PATH = str(Path(__file__).parent / "variants")  # for ``PYTHONPATH``: the package, and its entry point
 PLUG_IN_NAME = _PACKAGE = "iserve_variants"  # of the entry point, and of its package
@@ -84,11 +86,16 @@ def may_need_plug_in(spec: WorkerSpec) -> bool:
     return needs_plug_in(spec.config) or (spec.profiling and has_adapter_kernels())
 
 
-def arena_mib(num_gpus: int) -> int:
-    """Return the host's memory, in MiB, in which the worker of each GPU keeps deltas that it read.
+def arena_mib(spec: WorkerSpec, devices: Mapping[str, Device]) -> int:
+    """Return the host's memory, in MiB, in which each GPU's process of the worker keeps deltas that it read.
 
-    A setting says how much all GPUs of a deployment take; else it is an eighth of the machine's memory and at most
-    16 GiB. Each has a power of two, in which torch takes page-locked memory, of at most its share.
+    A setting says how much all of them take; else it is the part of an eighth of the machine's memory that the
+    worker was promised of all its GPUs' memory, so that all workers of a machine together take an eighth at most,
+    and 16 GiB at most. Each has a power of two, in which torch takes page-locked memory, of at most its share.
+
+    Args:
+        spec: of the worker.
+        devices: its GPUs, by id.
 
     Raises:
         ConfigError: the setting is no number of MiB.
@@ -96,24 +103,25 @@ def arena_mib(num_gpus: int) -> int:
     given = os.environ.get(DELTA_ARENA, "")
     if given and not (given.isascii() and given.isdigit()):
         raise ConfigError(f"{DELTA_ARENA} is {given!r}; give a whole number of MiB, 0 for none")
-    whole = int(given) if given else min(_MOST_ARENA_MIB, read_machine().memory_bytes // _ARENA_PART >> 20)
-    share = whole // num_gpus
+    share = (int(given) if given else _MOST_ARENA_MIB) // spec.config.num_gpus
+    if not given:
+        whole_mib = read_machine().memory_bytes // _ARENA_PART >> 20
+        for device_id, promised_bytes in spec.promised_bytes().items():
+            device = devices[device_id]
+            share = min(share, whole_mib * promised_bytes // (device.total_bytes * device.on_node))
     return 1 << (share.bit_length() - 1) if share else 0
 
 
 def additional_config(
-    config: DeploymentConfig, *, for_profile: bool = False, keeps: bool = False
+    config: DeploymentConfig, *, for_profile: bool = False, kept_mib: int = 0
 ) -> dict[str, object]:
     """Return the value of ``--additional-config`` for the slots of ``config``; empty: vLLM needs none.
 
     Args:
         for_profile: whether loads are timed, each by one call that waits for it.
-        keeps: whether the worker keeps deltas that it read; those of profiles load each but once.
-
-    Raises:
-        ConfigError: a setting of iServe that is none.
+        kept_mib: in which the worker keeps deltas that it read; those of profiles load each but once.
     """
-    found = _of_deltas(config, arena_mib(config.num_gpus) if keeps else 0) if config.has_delta_slots else {}
+    found = _of_deltas(config, kept_mib) if config.has_delta_slots else {}
     if config.adapter_rank and has_adapter_kernels():
         found |= _settings().adapters_config()
     if config.adapter_rank and _loads_aside(config) and not for_profile:

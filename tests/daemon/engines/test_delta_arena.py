@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import json
 import shutil
+import threading
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -220,6 +222,54 @@ def test_a_manifest_without_hashes_is_read_each_time(delta: Path) -> None:
     del loaded
     gc.collect()
     assert folders.arena.taken_bytes() == 0
+
+
+def test_what_cannot_be_hashed_is_not_kept_and_ends_nothing(
+    delta: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A delta fails in the thread that hashes.
+
+    Its memory is given back, and the next one is kept.
+    """
+    write_delta(tmp_path / "next", tmp_path / "base", "int4")
+    of_tensor, failed = kept_module._hash, list[str]()
+
+    def fail_once(tensor: torch.Tensor) -> str:
+        if not failed:
+            failed.append("")
+            raise MemoryError("no memory to hash")
+        return str(of_tensor(tensor))
+
+    monkeypatch.setattr(kept_module, "_hash", fail_once)
+    folders = _folders()
+    loaded = folders.load(delta, _place)
+    _wait(folders)
+    assert "cannot be hashed" in caplog.text
+    del loaded
+    gc.collect()
+    assert folders.arena.taken_bytes() == 0
+    loaded = folders.load(tmp_path / "next", _place)
+    _wait(folders)
+    (tmp_path / "next" / FILE).unlink()
+    again = folders.load(tmp_path / "next", _place)
+    assert all(torch.equal(again[name][0], loaded[name][0]) for name in loaded)
+
+
+def _wait(folders: Any) -> None:
+    """Wait until all is hashed, or fail: a thread that ended would have this wait for ever."""
+    waiting = threading.Thread(target=folders.wait, daemon=True)
+    waiting.start()
+    waiting.join(60)
+    assert not waiting.is_alive()
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3,)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int16])
+def test_tensors_of_any_shape_have_a_hash(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    name = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int16: "I16"}[dtype]
+    tensor = torch.ones(shape, dtype=dtype)
+    raw = tensor.flatten().view(torch.uint8).numpy().tobytes()
+    assert kept_module._hash(tensor) == hashlib.sha256(f"{name} {list(shape)}\n".encode() + raw).hexdigest()
 
 
 def test_a_delta_that_has_no_place_gives_its_memory_back(delta: Path) -> None:

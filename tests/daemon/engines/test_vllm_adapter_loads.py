@@ -95,6 +95,7 @@ def test_other_releases_are_refused_with_the_setting(
         vllm = get_engine("vllm")
         reasons = [one.reason for one in vllm.capabilities().exclusions if one.has_slots]
         assert any(BACKGROUND_LOADS in one for one in reasons) == is_refused
+        assert vllm.capabilities().adapters_aside != is_refused
         if is_refused:
             with pytest.raises(EngineError, match=BACKGROUND_LOADS):
                 vllm.command(spec, tmp_path, DEVICES)
@@ -107,6 +108,12 @@ def test_the_setting_is_one_of_iserves() -> None:
     assert load_settings({BACKGROUND_LOADS: "1"}).vllm_background_loads
     with pytest.raises(ValueError, match="iserve_adapter_loads"):
         settings.wants_background_adapters({"iserve_adapter_loads": {"background": 2}})
+
+
+def test_without_the_setting_loads_stop_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert get_engine("vllm").capabilities().adapters_aside
+    monkeypatch.delenv(BACKGROUND_LOADS)
+    assert not get_engine("vllm").capabilities().adapters_aside
 
 
 def test_the_plug_in_uses_names_that_are_recorded() -> None:

@@ -15,7 +15,7 @@ import pytest
 from daemon.devices import read_machine
 from daemon.engines.base import Inside
 from daemon.engines.registry import get_engine
-from daemon.engines.vllm import launch, release
+from daemon.engines.vllm import launch, release, variant_plug_in
 from daemon.engines.vllm.variant_plug_in import (
     DELTA_ARENA,
     PLUG_IN_NAME,
@@ -101,27 +101,48 @@ class TestLaunch:
             norms=True,
             adapters=rank > 0,
             background=True,
-            arena_mib=arena_mib(1),
+            arena_mib=arena_mib(make(), DEVICES),
         )
 
     def test_each_gpu_keeps_deltas_in_its_share_of_the_memory(
         self, make: Callable[..., WorkerSpec], monkeypatch: pytest.MonkeyPatch, golden: Golden
     ) -> None:
-        default = arena_mib(1)
+        default = arena_mib(make(), DEVICES)
         assert 0 < default <= 16384
         assert default & (default - 1) == 0
         assert default <= read_machine().memory_bytes / 8 / 2**20
         given_gpus = {("6000", 1): 4096, ("6000", 2): 2048, ("0", 1): 0, ("1", 2): 0, ("", 1): default}
         for (given, gpus), want in given_gpus.items():
             monkeypatch.setenv(DELTA_ARENA, given)
-            assert arena_mib(gpus) == want
+            assert arena_mib(make(tp=gpus), DEVICES) == want
         monkeypatch.setenv(DELTA_ARENA, "6000")
         spec = make(layers=(20, 12), tp=2, adapter_slots=4, adapter_rank=16, delta_format=SlotFormat.INT3)
         assert json.loads(options(spec)["--additional-config"])["iserve_deltas"]["arena_mib"] == 1024  # 4 GPUs
         assert additional_config(spec.config)["iserve_deltas"]["arena_mib"] == 0  # type: ignore[index]
         monkeypatch.setenv(DELTA_ARENA, "1 GiB")
         with golden.raises("engines", ConfigError):
-            arena_mib(1)
+            arena_mib(spec, DEVICES)
+
+    @pytest.mark.parametrize("gib", [16, 64, 200, 256, 2048])
+    @pytest.mark.parametrize(("tp", "share"), [(1, 0.9), (2, 0.9), (4, 0.9), (1, 0.45)])
+    def test_workers_that_fill_a_node_keep_deltas_in_an_eighth_of_its_memory(
+        self, make: Callable[..., WorkerSpec], monkeypatch: pytest.MonkeyPatch, gib: int, tp: int, share: float
+    ) -> None:
+        """Eight GPUs with a replica on each, on each two or four, or two on each, whatever memory the host has."""
+        host = replace(read_machine(), memory_bytes=gib << 30)
+        monkeypatch.setattr(variant_plug_in, "read_machine", lambda: host)
+        devices = {name: replace(one, on_node=8) for name, one in DEVICES.items()}
+        spec = make(tp=tp, adapter_slots=4, delta_format=SlotFormat.INT2)
+        promised = int(share * 140 * 2**30)
+        spec = replace(spec, limits=replace(spec.limits, memory_bytes_per_device=promised))
+        words = launch.arguments(spec, launch.read_model(spec), devices)
+        config = next(word for word in words if word.startswith("--additional-config="))
+        each = json.loads(config.partition("=")[2])["iserve_deltas"]["arena_mib"]
+        workers = 8 // tp * int(1 / share)
+        assert workers * tp * each <= gib << 10 >> 3
+        assert tp * each <= 16384
+        fair = min(16384 / tp, (gib << 10) / 8 / 8 * share)
+        assert fair / 2 < each <= fair
 
     def test_several_gpus_load_next_to_steps_too(self, make: Callable[..., WorkerSpec]) -> None:
         spec = make(layers=(20, 12), tp=2, adapter_slots=4, adapter_rank=16, delta_format=SlotFormat.INT3)

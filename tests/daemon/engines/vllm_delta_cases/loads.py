@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -136,6 +137,44 @@ def a_delta_that_was_loaded_before_is_loaded_without_its_file() -> None:
                         thread.join()
                 assert arena.taken_bytes() <= 2**20
             del folders_of, arena, tiny
+
+
+@case
+def a_delta_that_lost_its_slot_is_read_without_pauses_in_the_step() -> None:
+    """A step whose delta's folder has gone fails and leaves the slots."""
+    from iserve_variants import background as module
+
+    slept, pauses = list[threading.Thread](), module.time
+    with tempfile.TemporaryDirectory() as place, pytest.MonkeyPatch.context() as patch:
+        recorded = SimpleNamespace(
+            perf_counter=lambda: len(slept) * 1e9 + pauses.perf_counter(),  # each call is one that pauses
+            sleep=lambda seconds: slept.append(threading.current_thread()),
+            monotonic=pauses.monotonic,
+        )
+        patch.setattr(module, "time", recorded)
+        patch.setattr(module, "_MOST_HELD_S", -1.0)
+        folders = [write_delta(Path(place) / str(seed), seed) for seed in range(1, SLOTS + 2)]
+        requests = [request(i + 1, folder) for i, folder in enumerate(folders)]
+        tokens = torch.randint(0, VOCABULARY, (6,))
+        want = run(tiny_model(), [1] * 6, requests[:1], tokens)
+        tiny = tiny_model(background=True, arena_mib=64)
+        for asked in requests:
+            load_ahead(tiny, asked)
+        assert slept  # in the thread next to steps
+        tiny.manager.folders.wait()
+        manager, ids = tiny.manager, list(tiny.manager.lora_index_to_id)
+        assert 1 not in ids
+        assert 1 in tiny.runner.list_loras()
+        kept = Path(place) / "kept"
+        folders[0].rename(kept)
+        with pytest.raises(FileNotFoundError):
+            tiny.runner._set_active_loras((1,), (1,), {requests[0]})
+        assert manager.lora_index_to_id == ids
+        kept.rename(folders[0])
+        slept.clear()
+        assert torch.equal(run(tiny, [1] * 6, requests[:1], tokens), want)
+        assert threading.main_thread() not in slept
+        assert slept == []
 
 
 @case

@@ -99,34 +99,42 @@ class KeptFolders:
 
     def _check_later(self, held: Held[ServedDelta], delta: ServedDelta) -> None:
         """Hash a delta in a thread, after which later loads find it: the first one does not wait for it."""
+        with self._checked:
+            if self._hasher is None:
+                hasher = threading.Thread(target=self._check, daemon=True, name="iserve-hash")
+                hasher.start()
+                self._hasher = hasher
+            self._left += 1
         self.arena.use(held)
         self._unchecked.put((held, delta))
-        with self._checked:
-            self._left += 1
-            if self._hasher is None:
-                self._hasher = threading.Thread(target=self._check, daemon=True, name="iserve-hash")
-                self._hasher.start()
 
     def _check(self) -> None:
         while True:
             held, delta = self._unchecked.get()
-            changed = next((name for name, tensor, said in delta.tensors() if said != _hash(tensor)), None)
-            if changed is None:
-                self.arena.keep(held, delta)
-            else:
-                _LOGGER.warning("tensor %s of a delta is not what its manifest says; it is not kept", changed)
-            self.arena.release(held)
-            del held, delta
-            with self._checked:
-                self._left -= 1
-                self._checked.notify_all()
+            try:
+                self._keep_if_whole(held, delta)
+            except Exception:  # of one delta, which is not kept: those after it are hashed all the same
+                _LOGGER.exception("a delta cannot be hashed; it is not kept")
+            finally:
+                self.arena.release(held)
+                del held, delta
+                with self._checked:
+                    self._left -= 1
+                    self._checked.notify_all()
+
+    def _keep_if_whole(self, held: Held[ServedDelta], delta: ServedDelta) -> None:
+        changed = next((name for name, tensor, said in delta.tensors() if said != _hash(tensor)), None)
+        if changed is None:
+            self.arena.keep(held, delta)
+        else:
+            _LOGGER.warning("tensor %s of a delta is not what its manifest says; it is not kept", changed)
 
 
 def _hash(tensor: torch.Tensor) -> str:
     """Return the hash of a tensor as manifests have it (``fingerprint.tensor_hash``)."""
     names: dict[Any, str] = {torch.int16: "I16", torch.bfloat16: "BF16", torch.float16: "F16"}
     digest = hashlib.sha256(f"{names.get(tensor.dtype, 'F32')} {list(tensor.shape)}\n".encode())
-    raw = memoryview(tensor.contiguous().view(torch.uint8).flatten().numpy())
+    raw = memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())
     for at in range(0, len(raw), _PIECE_BYTES):
         digest.update(raw[at : at + _PIECE_BYTES])
     return digest.hexdigest()

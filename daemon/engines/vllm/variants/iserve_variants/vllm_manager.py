@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from weakref import finalize
@@ -82,7 +83,7 @@ class DeltaModelManager(AsideModelManager):
         self.filler = PlaceFiller(self.modules, self.packed_modules, self.runtime, torch.device(self.device))
         self.folders = self._kept_folders()
         self.loader = (
-            BackgroundLoader(self._read_pairs, self.filler.fill_spare) if self.settings.background else None
+            BackgroundLoader(self._read_aside, self.filler.fill_spare) if self.settings.background else None
         )
 
     @property
@@ -132,11 +133,11 @@ class DeltaModelManager(AsideModelManager):
         return changed
 
     def _activate_delta(self, delta: DeltaModel) -> None:
+        if delta.pairs is None:  # before a slot is taken, as its folder may have gone
+            delta.pairs = self._read_pairs(delta.folder)
         if len(self._active_adapters) >= self.lora_slots:
             self._active_adapters.remove_oldest()
         slot, places = self.lora_index_to_id.index(None), self.runtime.places
-        if delta.pairs is None:
-            delta.pairs = self._read_pairs(delta.folder)
         if self.loader is not None and self.loader.holds(delta.pairs):
             places.exchange(slot)
             self.filler.free_spare()
@@ -184,10 +185,13 @@ class DeltaModelManager(AsideModelManager):
             return made
         return DeltaModel(lora_id, folder, pairs, self._mark)
 
-    def _read_pairs(self, folder: Path) -> Loaded:
+    def _read_aside(self, folder: Path) -> Loaded:
+        """Read next to steps, in a thread: with pauses, in which theirs takes the interpreter."""
+        return self._read_pairs(folder, Pauses())
+
+    def _read_pairs(self, folder: Path, pause: Callable[[], None] = lambda: None) -> Loaded:
         mapper = getattr(self.model, "hf_to_vllm_mapper", None)
         rename = mapper.get_rename_mapper()._map_name if mapper is not None else lambda name: name
-        pause = Pauses() if self.settings.background else lambda: None
         return self.folders.load(folder, lambda delta: place_tensors(delta, self.places, rename, pause), pause)
 
     def _kept_folders(self) -> KeptFolders:
