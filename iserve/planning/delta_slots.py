@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 
-from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.config import DeploymentConfig, SlotFormat, Workload
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Estimator
 from fingerprint.estimators.adapter_slots import loads_stop_steps, variant_cost, variant_load_s
@@ -19,7 +19,17 @@ from planner.delta_slots import StepTime, slots_by_step_time
 from planner.hot_variants import USABLE
 from planner.space import TP_DEGREES, slots_in_bounds
 
-__all__ = ["delta_step_time", "room_rows", "slots_by_steps"]
+__all__ = ["chooses_by_steps", "delta_step_time", "room_rows", "slots_by_steps"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Law:
+    """Facts of a configuration with one slot that the law of steps asks for."""
+
+    config: DeploymentConfig
+    cost: VariantCost
+    rows: Callable[[int], float]
+    step_s: StepTime
 
 
 def slots_by_steps(
@@ -35,15 +45,51 @@ def slots_by_steps(
     """Return ``need`` with the slots by which most tokens a second are decoded (``planner.delta_slots``).
 
     Steps are those of the fewest GPUs that hold the base with one slot. Slots that were asked for, those of
-    adapters alone, and those of deltas whose time is not known stay as they are.
+    adapters alone, and those of deltas whose time is not known stay as they are (:func:`chooses_by_steps`).
 
     Args:
         estimator: of the base alone.
         engine_of: names the engine of a configuration.
         requests: at a worker, running and waiting.
     """
-    if need.is_fixed or not (need.delta_mib or need.delta_format):
+    law = _law(need, spec, gpu, estimator, engine_of, workload)
+    if law is None:
         return need
+    found = slots_by_step_time(
+        load,
+        requests,
+        law.step_s,
+        steps=workload.output_tokens,
+        max_rows=requests,
+        most_slots=slots_in_bounds(spec, gpu, replace(law.config, adapter_slots=MOST_SLOTS)).adapter_slots,
+        loads_s=_loads_s(load, spec, law.config, law.cost),
+        room_rows=law.rows,
+    )
+    return replace(need, slots=found.slots)
+
+
+def chooses_by_steps(
+    need: SlotNeed,
+    spec: ModelSpec,
+    gpu: GpuSpec,
+    estimator: Estimator,
+    engine_of: Callable[[DeploymentConfig], str],
+    workload: Workload,
+) -> bool:
+    """Return whether :func:`slots_by_steps` chooses by the law; else it returns the need as it is."""
+    return _law(need, spec, gpu, estimator, engine_of, workload) is not None
+
+
+def _law(
+    need: SlotNeed,
+    spec: ModelSpec,
+    gpu: GpuSpec,
+    estimator: Estimator,
+    engine_of: Callable[[DeploymentConfig], str],
+    workload: Workload,
+) -> _Law | None:
+    if need.is_fixed or (not need.delta_mib and need.delta_format is SlotFormat.NONE):
+        return None
     for tp in TP_DEGREES:
         config = DeploymentConfig(
             tp=tp,
@@ -55,27 +101,14 @@ def slots_by_steps(
         config = replace(config, engine=engine_of(config))
         cost = variant_cost(estimator, spec, config)
         if cost is None or cost.prompt_s is None:
-            return need
+            return None
         try:
             rows = room_rows(spec, gpu, estimator, config, workload)
-            if rows(1) < 1:
-                continue
-            step_s = delta_step_time(estimator, config, cost, workload)
+            if rows(1) >= 1:
+                return _Law(config, cost, rows, delta_step_time(estimator, config, cost, workload))
         except NotMeasuredError:
-            return need
-        most = slots_in_bounds(spec, gpu, replace(config, adapter_slots=MOST_SLOTS)).adapter_slots
-        found = slots_by_step_time(
-            load,
-            requests,
-            step_s,
-            steps=workload.output_tokens,
-            max_rows=requests,
-            most_slots=most,
-            loads_s=_loads_s(load, spec, config, cost),
-            room_rows=rows,
-        )
-        return replace(need, slots=found.slots)
-    return need
+            return None
+    return None
 
 
 def _loads_s(

@@ -16,6 +16,7 @@ from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Estimator
 from fingerprint.estimators.adapter_slots import loads_stop_steps, requests_within, variant_cost, variant_load_s
 from fingerprint.estimators.variant_cost import VariantCost
+from fingerprint.gpu_spec import GpuSpec
 from fingerprint.load_columns import load_wait_at
 from fingerprint.lora.slot_bytes import largest_delta_bytes, slot_bytes
 from fingerprint.measurements import Profile
@@ -34,6 +35,7 @@ from iserve.planning.pipeline import (
     Hardware,
     PlanOptions,
     alone_of,
+    has_slots_by_steps,
     placements_of,
     slots_of,
     variant_load,
@@ -83,7 +85,7 @@ def planned_deployment(
     best = None if plan.best is None else plan.best.config
     advice = merge_advice_of_plan(source.argument, spec, hardware.gpu, of_base, options, best)
     advised = () if advice is None else (advice.text,)
-    of_slots = _slots(source, options, table, best, of_base, choice)
+    of_slots = _slots(source, hardware.gpu, options, table, best, of_base, choice)
     capacity = _capacity(plan, choice, kept, hardware, estimator, options, profile)
     free_bytes: Mapping[str, int] = {gpu.device_id: gpu.free_bytes for gpu in hardware.snapshot.gpus}
     document = plan_document(
@@ -224,6 +226,7 @@ def _drafts(spec: ModelSpec, options: PlanOptions, engine: str) -> tuple[str, ..
 
 def _slots(
     source: ModelSource,
+    gpu: GpuSpec,
     options: PlanOptions,
     table: EngineCapabilities,
     chosen: DeploymentConfig | None,
@@ -239,11 +242,12 @@ def _slots(
     one_slot = slot_bytes(spec, chosen, max(even_split(spec.num_layers, chosen.pp)))
     cost = variant_cost(of_base, spec, chosen)
     share = f"{need.without_slot[chosen.adapter_slots]:.0%} of the variants asked for at once"
-    fewer = f"; {need.slots} take more than a tenth of a GPU" if chosen.adapter_slots < need.slots else ""
-    if (chosen.has_delta_slots or chosen.delta_mib) and cost is not None and not need.is_fixed:
+    part = "half of what the weights leave" if chosen.has_delta_slots else "a tenth of a GPU"
+    fewer = f"; {need.slots} take more than {part}" if chosen.adapter_slots < need.slots else ""
+    if has_slots_by_steps(spec, gpu, of_base, [table.unprepared()], options):
         fewer = (
-            "; of the slots that half of what the weights leave holds, so many decode most tokens a second, by "
-            "the times of steps and the KV cache next to them"
+            f"; of the slots that {part} holds, so many decode most tokens a second, by the times of steps and "
+            "the KV cache next to them"
         )
     return (
         f"{slots_words(chosen)}, {gib(one_slot)} of a GPU each, for {traffic.variants:,} "

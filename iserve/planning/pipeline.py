@@ -23,7 +23,7 @@ from fingerprint.gpu_sharing import GROUP_LOSS
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
 from fingerprint.service_model import LARGEST_BATCH
-from iserve.planning.delta_slots import slots_by_steps
+from iserve.planning.delta_slots import chooses_by_steps, slots_by_steps
 from placement.fit import demand
 from placement.placer_registry import FindsPlaces, check_placement, make_placer
 from placement.policies import DEFAULT_LOAD_THRESHOLD, JOINT
@@ -46,6 +46,7 @@ __all__ = [
     "alone_of",
     "check_context",
     "datasheet_estimator",
+    "has_slots_by_steps",
     "hypothetical_hardware",
     "in_slots",
     "make_plan",
@@ -320,6 +321,18 @@ def space(
         alone = _alone(estimator, config, options) if estimate is not None else None
         candidates.append(Candidate(config, estimate, refusal or chooser.refusal(config), alone))
     return candidates
+
+
+def has_slots_by_steps(
+    spec: ModelSpec,
+    gpu: GpuSpec,
+    estimator: Estimator,
+    engines: Sequence[EngineCapabilities],
+    options: PlanOptions,
+) -> bool:
+    """Return whether the law of steps chose the slots of the configurations of :func:`space`."""
+    need, chooser = slots_of(options), EngineChooser(spec, gpu, engines)
+    return need is not None and chooses_by_steps(need, spec, gpu, estimator, chooser.name, options.workload)
 
 
 def winner_at(

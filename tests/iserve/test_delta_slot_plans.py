@@ -10,11 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fingerprint.config import DeploymentConfig, SlotFormat, Workload
+from fingerprint.errors import NotMeasuredError
+from fingerprint.estimates import Estimate
 from fingerprint.estimators.adapter_slots import variant_cost
 from fingerprint.estimators.roofline import RooflineEstimator
+from fingerprint.estimators.variant_cost import VariantCost
 from fingerprint.gpus import gpu_spec
 from fingerprint.lora.slot_bytes import reserved_bytes
-from iserve.planning.delta_slots import delta_step_time, room_rows, slots_by_steps
+from iserve.planning import delta_slots
+from iserve.planning.delta_slots import chooses_by_steps, delta_step_time, room_rows, slots_by_steps
 from iserve.planning.pipeline import PlanOptions
 from planner.adapter_slots import VariantLoad, slot_need
 from planner.delta_slots import flow_with_slots
@@ -139,3 +143,57 @@ def test_a_plan_says_how_it_chose(golden: Golden) -> None:
     for gpus in ("h200:1", "l40s:1"):
         notes = planned(hardware_on(gpus), options).document.notes
         golden("variant", next(note for note in notes if "wait for a slot" in note), what=gpus)
+
+
+class NoSteps(RooflineEstimator):
+    """Estimator that knows no time of the model without slots, but the memory."""
+
+    def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
+        if workload.output_tokens == UNKNOWN:
+            raise NotMeasuredError("no such answers were measured")
+        return super().estimate(config, workload)
+
+
+UNKNOWN = 77
+
+
+class TimedPrompts(RooflineEstimator):
+    """Estimator of variants of any kind whose prompts are timed, as profiles have them of adapters too."""
+
+    def variant_cost(self, config: DeploymentConfig) -> VariantCost | None:
+        return variant_cost(None, SPEC, replace(ONE, adapter_slots=config.adapter_slots))
+
+
+def test_the_law_tells_where_it_did_not_choose() -> None:
+    """The number alone does not tell, as its slots may be those that were needed."""
+    load, base = VariantLoad(20, 1.0), RooflineEstimator(SPEC, H200)
+    work = Workload(batch=32, input_tokens=512, output_tokens=128)
+    need = slot_need(load, 0, 32, delta_format=SlotFormat.INT2)
+    assert chooses_by_steps(need, SPEC, H200, base, engine_of, work)
+    chosen = slots_by_steps(need, load, SPEC, H200, base, engine_of, work, 32).slots
+    unknown = replace(work, output_tokens=UNKNOWN)
+    small = replace(H200, memory_bytes=2**30)  # no number of GPUs holds the base
+    for asked, gpu, estimator, there in (
+        (slot_need(load, 0, 32, chosen, delta_format=SlotFormat.INT2), H200, base, work),
+        (slot_need(load, 16, 32), H200, TimedPrompts(SPEC, H200), work),
+        (need, H200, NoSteps(SPEC, H200), unknown),
+        (need, small, RooflineEstimator(SPEC, small), work),
+    ):
+        assert not chooses_by_steps(asked, SPEC, gpu, estimator, engine_of, there)
+        assert slots_by_steps(asked, load, SPEC, gpu, estimator, engine_of, there, 32) == asked
+
+
+def test_a_plan_says_so_only_where_the_law_chose(golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here no step time with deltas is known to the law, though the plan itself has one."""
+
+    def not_known(*given: object) -> None:
+        raise NotMeasuredError("no such step was measured")
+
+    monkeypatch.setattr(delta_slots, "delta_step_time", not_known)
+    options = replace(wish(), workload=Workload(batch=64, input_tokens=2048, output_tokens=256))
+    traffic = Traffic(variants=100, variant_rank=0, variant_skew=1.0, delta_format=SlotFormat.INT4)
+    options = replace(options, intent=replace(options.intent, traffic=traffic), more_requests=False)
+    notes = planned(hardware_on("h200:1"), options).document.notes
+    found = next(note for note in notes if "wait for a slot" in note)
+    assert "decode most" not in found
+    golden("variant", found)
