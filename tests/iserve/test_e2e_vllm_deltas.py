@@ -18,6 +18,7 @@ import pytest
 
 from daemon.engines.vllm.variant_plug_in import PLUG_IN_PATH
 from iserve.demo import demo_model_path
+from iserve.merged_keys import merged_key
 from tests.daemon.tiny_deltas import write_tiny_delta
 from tests.golden_words import Golden
 from tests.iserve.conftest import Installation
@@ -88,7 +89,7 @@ def serve_merged(home: Installation, folder: Path) -> None:
     deployed = home.json("variant", "deploy", "apart", *ONE_GPU)
     assert (deployed["name"], deployed["config"]["engine"]) == ("apart", "vllm")
     commands = [words for words in home.processes().values() if "--python-path" in words]
-    assert any(shown["content_hash"] in words for words in commands)
+    assert any(merged_key(shown["content_hash"], shown["base_directory"]) in words for words in commands)
     assert answer(home, "apart") == "apart"
     home.run("variant", "rm", "apart")
     assert [one["name"] for one in home.json("ps")] == ["plain"]
