@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
 from fingerprint.errors import ConflictError, NotFoundError
+from iserve.merged_keys import merged_key
 from iserve.state.database import open_database
 from iserve.state.rows import VariantRow
 from iserve.state.store import Store
+from tests.fingerprint.small_adapters import write_base
 from tests.golden_words import Golden
 from tests.iserve.state.raw_sql import Where, execute
 
@@ -38,7 +42,8 @@ def test_a_variant_is_kept_over_restarts(at: Callable[[], Store]) -> None:
     assert store.variants.get("style") == ROW
     assert store.variants.count() == 2
     assert store.variants.pin("style", pinned=True).pinned
-    assert store.variants.remove("other").trained_on is None
+    removed, own_deployment = store.variants.remove("other")
+    assert (removed.name, removed.trained_on, own_deployment) == ("other", None, None)
     assert store.variants.has_content(ROW.content_hash)
     store.variants.remove("style")
     assert not store.variants.has_content(ROW.content_hash)
@@ -106,18 +111,23 @@ def test_one_name_means_one_model(at: Callable[[], Store], golden: Golden) -> No
     assert [row.name for row in store.deployments()] == ["deployment"]
 
 
-def test_a_deployment_of_its_own_has_the_variants_name(at: Callable[[], Store], golden: Golden) -> None:
+def test_a_deployment_of_its_own_has_the_variants_name(where: Where, tmp_path: Path, golden: Golden) -> None:
     """And it alone: of the merged checkpoint of what the variant is now, under no other name, by no update."""
-    store = at()
-    own, another = (f'{{"model": "/home/merged/{letter * 64}"}}'.encode() for letter in "ab")
-    store.variants.put(ROW)
+    base = write_base(tmp_path / "base")
+    row_of = replace(ROW, base_directory=str(base))
+    merged = {letter: tmp_path / "merged" / merged_key(letter * 64, str(base)) for letter in "ab"}
+    for letter, folder in merged.items():
+        golden.hide(folder.name, letter * 64)
+    own, another = (json.dumps({"model": str(merged[letter])}).encode() for letter in "ab")
+    store = Store.open(where, merged_folder=tmp_path / "merged")
+    store.variants.put(row_of)
     with golden.raises("controller", ConflictError):
         store.add_deployment("style", another)
     row = store.add_deployment("style", own)
     store.variants.check_free("style")
-    assert store.variants.put(replace(ROW, pinned=True)) == (replace(ROW, pinned=True), ROW)
+    assert store.variants.put(replace(row_of, pinned=True)) == (replace(row_of, pinned=True), row_of)
     with golden.raises("controller", ConflictError):
-        store.variants.put(replace(ROW, content_hash="b" * 64), replace=True)
+        store.variants.put(replace(row_of, content_hash="b" * 64), replace=True)
     with golden.raises("controller", ConflictError):
         store.add_deployment("style", own)
     store.update_deployment(row.id, phase="ready")
@@ -126,10 +136,13 @@ def test_a_deployment_of_its_own_has_the_variants_name(at: Callable[[], Store], 
     assert store.begin_update(row.id, own, "as it is", former=own.decode())
     store.delete_deployment(row.id)
     store.variants.remove("style")
-    store.add_deployment("style", own)
+    with pytest.raises(ConflictError, match="removed"):  # the variant is gone, and its merge is of none
+        store.add_deployment("style", own)
+    ordinary = store.add_deployment("style", b'{"model": "/models/other"}')
     with pytest.raises(ConflictError, match="choose another name"):
-        store.variants.put(replace(ROW, content_hash="b" * 64))
-    store.variants.put(ROW)
+        store.variants.put(row_of)
+    store.delete_deployment(ordinary.id)
+    store.variants.put(row_of)
 
 
 def test_a_state_without_variants_is_migrated(where: Where, at: Callable[[], Store]) -> None:
