@@ -109,7 +109,7 @@ def command(home: Installation) -> str:
 def test_the_worker_is_started_with_the_plug_in_and_its_slots(serving: Installation) -> None:
     words = command(serving)
     assert PLUG_IN_PATH in words
-    for option in ("--enable-lora", "--max-loras=32 ", "--max-lora-rank=1 ", "--max-cpu-loras=64 "):
+    for option in ("--enable-lora", "--max-loras=16 ", "--max-lora-rank=1 ", "--max-cpu-loras=32 "):
         assert option in f"{words} "
     config = json.loads(re.findall(r"--additional-config=(\{.*?\}\})", words)[0])["iserve_deltas"]
     assert (config["format"], config["adapters"], config["background"]) == ("int2", False, True)
