@@ -8,7 +8,7 @@ A step that needs the slot meanwhile takes it: the thread stops within one modul
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, ItemsView, Iterator, ValuesView
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -63,33 +63,13 @@ class _Paused(dict[str, Any]):
         super().__init__(entries)
         self._pause = pause
 
-    def items(self) -> ItemsView[str, Any]:
-        return _PausedItems(self, self._pause)
-
-    def values(self) -> ValuesView[Any]:
-        return _PausedValues(self, self._pause)
-
-
-class _PausedItems(ItemsView[str, Any]):
-    def __init__(self, entries: dict[str, Any], pause: Callable[[], None]) -> None:
-        super().__init__(entries)
-        self._pause = pause
-
-    def __iter__(self) -> Iterator[tuple[str, Any]]:
-        for name in self._mapping:
+    def items(self) -> Iterator[tuple[str, Any]]:  # type: ignore[override]  # all that vLLM does is to go through
+        for name in self:
             self._pause()
-            yield name, self._mapping[name]
+            yield name, self[name]
 
-
-class _PausedValues(ValuesView[Any]):
-    def __init__(self, entries: dict[str, Any], pause: Callable[[], None]) -> None:
-        super().__init__(entries)
-        self._pause = pause
-
-    def __iter__(self) -> Iterator[Any]:
-        for name in self._mapping:
-            self._pause()
-            yield self._mapping[name]
+    def values(self) -> Iterator[Any]:  # type: ignore[override]
+        return (value for _, value in self.items())
 
 
 @dataclass(frozen=True, slots=True)
