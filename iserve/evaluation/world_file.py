@@ -116,8 +116,11 @@ def world_schema() -> dict[str, Any]:
         part["additionalProperties"] = False
         part["description"] = (kinds[name].__doc__ or "").split("\n\n")[0]
         described = attribute_docstrings(kinds[name])
-        for field, of in part["properties"].items():
-            of["description"] = described[field]
+        for field in fields(kinds[name]):
+            of = part["properties"][field.name]
+            if field.default_factory is dict:
+                of["default"] = {}  # msgspec says it since 0.23
+            of["description"] = described[field.name]
     return schema
 
 
