@@ -17,7 +17,7 @@ from typing import Any
 from aiohttp import web
 
 from iserve.route_table import WorkerTarget
-from tests.daemon.engines.vllm_stand_in.deltas import BEING_READ, Reader
+from tests.daemon.engines.vllm_stand_in.deltas import BEING_READ, MANIFEST_FILE, Reader
 from tests.iserve.gateway.threaded_server import ThreadedServer
 
 BASE = "served-base"
@@ -111,7 +111,8 @@ class AdapterWorker(ThreadedServer):
         if self.busy_loads:
             self.busy_loads -= 1
             return self._error(400, "4 adapters are loaded, 1 of them until its last request ends", "lora_name")
-        if self.reader is not None and not self.reader.is_ready(str(path)):
+        is_delta = (path / MANIFEST_FILE).exists()
+        if is_delta and self.reader is not None and not self.reader.is_ready(str(path)):
             self.violations += [f"{one} is read and dropped" for one in self.reader.dropped]
             return self._error(500, f"Call to add_lora method failed: {BEING_READ.format(name)}")
         if not path.is_absolute() or not path.is_dir() or name.partition("@")[2] != path.name[:16]:

@@ -1,6 +1,7 @@
 """``python -m tests.iserve.gateway.variant_gateway``: the gateway over stand-ins for the folders of variants.
 
-The folder of a content has its hash as name; while there is a file HASH.broken next to it, it fails its check.
+The folder of a content has its hash as name; while there is a file HASH.broken next to it, it fails its check. Those
+of deltas have a manifest.
 Nothing is loaded before it is asked for, so that tests say what is loaded when, unless ``--preload`` is given.
 """
 
@@ -13,6 +14,7 @@ from pathlib import Path
 from fingerprint.errors import CheckpointError
 from iserve.gateway import __main__ as gateway
 from iserve.gateway import variant_residency
+from tests.daemon.engines.vllm_stand_in.deltas import MANIFEST_FILE
 
 
 class Folders:
@@ -35,7 +37,9 @@ class Folders:
             threading.Event().wait()
         if base.name == "OTHER":
             raise CheckpointError(f"the delta was made of another base than {base}: tensor 'x.weight' differs")
-        return self.loadable(content_hash)
+        folder = self.loadable(content_hash)
+        (folder / MANIFEST_FILE).touch()
+        return folder
 
 
 if __name__ == "__main__":
