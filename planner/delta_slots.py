@@ -133,6 +133,7 @@ def slots_by_step_time(
     max_rows: float = float("inf"),
     most_slots: int = MOST_SLOTS,
     loads_s: Callable[[int], float] = _no_loads,
+    loads_stop_steps: bool = True,
     room_rows: Callable[[int], float] = _any_rows,
 ) -> StepSlots:
     """Return the slots, a power of two, with which most rows a second are decoded within a limit of the mean wait.
@@ -144,7 +145,8 @@ def slots_by_step_time(
         requests: at the worker, running and waiting, those for the base included.
         steps: of one request, its output tokens on average.
         max_rows: of a step.
-        loads_s: seconds of loads for each request, in which no step is run, by the number of slots.
+        loads_s: seconds of loads for each request, one after another, by the number of slots.
+        loads_stop_steps: whether no step is run meanwhile; else no more requests end than loads let begin.
         room_rows: of a step, whose KV cache has room next to so many slots; no more with more slots.
 
     Raises:
@@ -162,7 +164,9 @@ def slots_by_step_time(
 
     def with_loads(slots: int) -> StepTime:
         each_s = loads_s(slots) / steps
-        return lambda rows, distinct: step_s(rows, distinct) + rows * each_s
+        if loads_stop_steps:
+            return lambda rows, distinct: step_s(rows, distinct) + rows * each_s
+        return lambda rows, distinct: max(step_s(rows, distinct), rows * each_s)
 
     flows = [
         flow_with_slots(

@@ -63,6 +63,7 @@ def slots_by_steps(
         max_rows=requests,
         most_slots=slots_in_bounds(spec, gpu, replace(law.config, adapter_slots=MOST_SLOTS)).adapter_slots,
         loads_s=_loads_s(load, spec, law.config, law.cost),
+        loads_stop_steps=loads_stop_steps(law.config),
         room_rows=law.rows,
     )
     return replace(need, slots=found.slots)
@@ -114,9 +115,7 @@ def _law(
 def _loads_s(
     load: AskedVariants, spec: ModelSpec, config: DeploymentConfig, cost: VariantCost
 ) -> Callable[[int], float]:
-    """Return the time of loads for each request, in which a worker runs no step, by its slots."""
-    if not loads_stop_steps(config):
-        return lambda slots: 0.0
+    """Return the time of loads for each request by the slots of a worker."""
     load_s = variant_load_s(cost, spec, config)
     return lambda slots: load.missed(replace(config, adapter_slots=slots).loaded_adapters) * load_s
 

@@ -37,7 +37,7 @@ def with_delta_slots(model: SimulatedModel, gpu: GpuSpec) -> SimulatedModel:
     requests = _USUAL_REQUESTS if options.more_requests else workload.batch
     step_s = delta_step_time(model.estimator, in_slots, cost, workload)
     load = variant_load(traffic)
-    load_s = cost.load_s(delta_bytes) if loads_stop_steps(in_slots) else 0.0  # else it stops no worker
+    load_s = cost.load_s(delta_bytes)
     found = slots_by_step_time(
         load,
         requests,
@@ -46,5 +46,6 @@ def with_delta_slots(model: SimulatedModel, gpu: GpuSpec) -> SimulatedModel:
         max_rows=requests,
         most_slots=min(MOST_SLOTS, max(1, gpu.memory_bytes // 2 // delta_bytes)),
         loads_s=lambda slots: load.missed(LOADED_PER_SLOT * slots) * load_s,
+        loads_stop_steps=loads_stop_steps(in_slots),
     )
     return replace(model, options=replace(options, adapter_slots=found.slots))

@@ -103,6 +103,37 @@ def test_loads_make_more_slots_worth_having() -> None:
     assert (free.slots, found.slots) == (8, 32)
 
 
+@settings(max_examples=20, deadline=None)
+@given(load=LOADS, requests=st.floats(1, 32), load_s=st.floats(0, 10))
+def test_no_more_requests_end_than_loads_next_to_steps_let_begin(load, requests, load_s) -> None:
+    """Where loads take less time than steps they cost nothing; where they take more, they are the pace."""
+
+    def loads_s(slots: int) -> float:
+        return load_s * load.missed(slots)
+
+    cost = {"step_s": linear(1e-3), "steps": STEPS, "max_rows": 32, "loads_s": loads_s}
+    free = slots_by_step_time(load, requests, **(cost | {"loads_s": lambda slots: 0.0}))
+    found = slots_by_step_time(load, requests, **cost, loads_stop_steps=False)
+    stopped = slots_by_step_time(load, requests, **cost)
+    assert found.rows_per_s * loads_s(found.slots) <= STEPS * (1 + 1e-9)
+    assert 0.99 * stopped.rows_per_s <= found.rows_per_s <= free.rows_per_s / 0.99
+
+
+def test_even_variants_whose_loads_are_long_all_have_slots() -> None:
+    """With 16 slots one of five requests would wait for a load of two seconds: 2.5 requests each second."""
+    load = VariantLoad(20, 0.0)
+    found = slots_by_step_time(
+        load,
+        32,
+        step_s,
+        steps=OUTPUT,
+        max_rows=ROWS,
+        loads_s=lambda slots: 2.0 * load.missed(slots),
+        loads_stop_steps=False,
+    )
+    assert found.slots == 32
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("skew", "clients"), [(0.0, 32), (1.0, 16), (1.0, 64), (1.5, 32), (4.0, 64)])
 @pytest.mark.parametrize("slots", [2, 4, 16])
