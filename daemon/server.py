@@ -206,10 +206,10 @@ async def serve(settings: DaemonSettings, engines: Callable[[str], Engine]) -> N
     if settings.host not in ("127.0.0.1", "::1", "localhost"):
         raise BadInputError(f"the daemon listens on loopback only, not on {settings.host!r}")
     leave = asyncio.Event()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(signum, leave.set)
     taken = f"a daemon for {settings.run_folder.parent} runs already; stop it or use another home"
     with hold_role(settings.run_folder, "daemon", lambda _: taken):
+        for signum in (signal.SIGTERM, signal.SIGINT):  # before, while the lock is waited for, they end the process
+            asyncio.get_running_loop().add_signal_handler(signum, leave.set)
         remove_stale_temporaries(settings.run_folder, RECORD_FILE)
         source = find_devices(settings.cpu_devices)
         monitor = Monitor(source, window_s=settings.load_window_s)

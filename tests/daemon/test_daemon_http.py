@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import http.client
 import json
 import os
@@ -16,6 +17,7 @@ from urllib.parse import quote
 import pytest
 
 from daemon.client import DaemonClient
+from daemon.home import make_home
 from daemon.process import ProcessRecord, read_record, write_record
 from daemon.server import MAX_BODY_BYTES, find_devices
 from daemon.status import WorkerState
@@ -28,7 +30,7 @@ from fingerprint.errors import (
     NotFoundError,
     UnavailableError,
 )
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_until
 
 
 def ask(node, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, dict]:
@@ -175,6 +177,20 @@ def test_a_second_daemon_of_the_same_home_is_refused_in_one_line(node):
     assert "runs already" in second.stderr
     assert (node.home / "run" / "daemon.json").read_bytes() == before
     assert node.client.node().devices
+
+
+def test_a_daemon_that_waits_for_its_home_ends_at_a_signal(node):
+    """One that was killed may hold the lock for a while, with no living record."""
+    run = make_home(node.home, "run")
+    with (run / "daemon.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "daemon", "--home", str(node.home), "--cpu-devices", "1"], env=node.env
+        )
+        files = Path("/proc") / str(process.pid) / "fd"
+        wait_until(lambda: any(one.resolve() == run / "daemon.lock" for one in files.iterdir()), "it waits")
+        process.terminate()
+        assert process.wait(PATIENCE_S) == -signal.SIGTERM
 
 
 def run_daemon(node, *arguments: str) -> subprocess.CompletedProcess[str]:
