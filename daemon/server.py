@@ -208,7 +208,7 @@ async def serve(settings: DaemonSettings, engines: Callable[[str], Engine]) -> N
     leave = asyncio.Event()
     taken = f"a daemon for {settings.run_folder.parent} runs already; stop it or use another home"
     with hold_role(settings.run_folder, "daemon", lambda _: taken):
-        for signum in (signal.SIGTERM, signal.SIGINT):  # before, while the lock is waited for, they end the process
+        for signum in (signal.SIGTERM, signal.SIGINT):  # while the lock was waited for, they ended the process
             asyncio.get_running_loop().add_signal_handler(signum, leave.set)
         remove_stale_temporaries(settings.run_folder, RECORD_FILE)
         source = find_devices(settings.cpu_devices)

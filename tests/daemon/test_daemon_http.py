@@ -180,7 +180,7 @@ def test_a_second_daemon_of_the_same_home_is_refused_in_one_line(node):
 
 
 def test_a_daemon_that_waits_for_its_home_ends_at_a_signal(node):
-    """One that was killed may hold the lock for a while, with no living record."""
+    # One that was killed may hold the lock for a while, with no living record.
     run = make_home(node.home, "run")
     with (run / "daemon.lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)

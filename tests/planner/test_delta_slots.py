@@ -106,7 +106,7 @@ def test_loads_make_more_slots_worth_having() -> None:
 @settings(max_examples=20, deadline=None)
 @given(load=LOADS, requests=st.floats(1, 32), load_s=st.floats(0, 10))
 def test_no_more_requests_end_than_loads_next_to_steps_let_begin(load, requests, load_s) -> None:
-    """Where loads take less time than steps they cost nothing; where they take more, they are the pace."""
+    """Loads that take less time than steps cost nothing, those that take more are the pace."""
 
     def loads_s(slots: int) -> float:
         return load_s * load.missed(slots)
@@ -120,7 +120,7 @@ def test_no_more_requests_end_than_loads_next_to_steps_let_begin(load, requests,
 
 
 def test_even_variants_whose_loads_are_long_all_have_slots() -> None:
-    """With 16 slots one of five requests would wait for a load of two seconds: 2.5 requests each second."""
+    # With 16 slots one of five requests would wait for a load of two seconds: 2.5 requests each second.
     load = VariantLoad(20, 0.0)
     found = slots_by_step_time(
         load,

@@ -1,8 +1,8 @@
 """``python -m tests.iserve.gateway.variant_gateway``: the gateway over stand-ins for the folders of variants.
 
-The folder of a content has its hash as name; while there is a file HASH.broken next to it, it fails its check. Those
-of deltas have a manifest.
-Nothing is loaded before it is asked for, so that tests say what is loaded when, unless ``--preload`` is given.
+The folder of a content has its hash as name, that of a delta a manifest; while there is a file HASH.broken next to
+it, it fails its check. Nothing is loaded before it is asked for, so that tests say what is loaded when, unless
+``--preload`` is given.
 """
 
 from __future__ import annotations
