@@ -204,25 +204,17 @@ def _warn_of_less(name: str, before: CapacityDocument | None, after: CapacityDoc
         typer.echo(f"warning: each worker of {less}", err=True)
 
 
-def _follow(
-    controller: ControllerClient, accepted: DeploymentDocument, *, stop_first: bool, as_json: bool
-) -> ControllerClient:
-    """Wait until the new workers serve; return the controller that said so, which may be a new one.
-
-    Raises:
-        EngineError: they did not start.
-        NotFoundError: the deployment was removed meanwhile.
-        UnavailableError: the controller has not answered for ``_SILENT_S``.
-    """
-    from fingerprint.errors import EngineError, UnavailableError
+def _updated(
+    controller: ControllerClient, accepted: DeploymentDocument, path: str, *, quiet: bool
+) -> tuple[ControllerClient, DeploymentDocument]:
+    """Show the steps until the update ends; return the controller that said so. Raises as :func:`_follow`."""
+    from fingerprint.errors import UnavailableError
     from iserve.api_documents import DeploymentDocument
     from iserve.cli.connection import client
     from iserve.cli.progress import StepDisplay
-    from iserve.cli.render import print_plan
-    from iserve.planning.document import PlanDocument
 
-    path, document, answered_s = f"/api/v1/deployments/{accepted.name}", accepted, time.monotonic()
-    with StepDisplay(quiet=as_json) as display:
+    document, answered_s = accepted, time.monotonic()
+    with StepDisplay(quiet=quiet) as display:
         while document.updating:
             display.show(document.status if document.status in _STEPS else "updating", document.progress)
             time.sleep(_POLL_S)
@@ -234,6 +226,31 @@ def _follow(
                     raise
                 with contextlib.suppress(UnavailableError):
                     controller = client(start=False)
+    return controller, document
+
+
+def _follow(
+    controller: ControllerClient, accepted: DeploymentDocument, *, stop_first: bool, as_json: bool
+) -> ControllerClient:
+    """Wait until the new workers serve; return the controller that said so, which may be a new one.
+
+    Raises:
+        EngineError: they did not start.
+        NotFoundError: the deployment was removed meanwhile.
+        UnavailableError: the controller has not answered for ``_SILENT_S``.
+    """
+    from fingerprint.errors import EngineError
+    from iserve.cli.render import print_plan
+    from iserve.planning.document import PlanDocument
+
+    path = f"/api/v1/deployments/{accepted.name}"
+    try:
+        controller, document = _updated(controller, accepted, path, quiet=as_json)
+    except KeyboardInterrupt:
+        typer.echo(
+            f"iserve: {accepted.name} goes on being updated; `iserve show {accepted.name}` says how far", err=True
+        )
+        raise
     if document.error is not None:
         raise EngineError(document.error)
     if document.status == "launching":  # neither the new workers nor the former ones started

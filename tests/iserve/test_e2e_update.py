@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ import openai
 import pytest
 
 from tests.golden_words import Golden
+from tests.waiting import PATIENCE_S
 
 DEMO = "iserve-demo"
 WORK = ("--input-tokens", "128", "--output-tokens", "64", "--context", "256")
@@ -118,6 +120,25 @@ def test_requests_wait_while_an_update_stops_first(served: Any, until: Callable[
     assert not workers(served) & former
     kinds = [event["kind"] for event in served.get("/api/v1/events")]
     assert kinds[-3:] == ["draining", "replacing", "ready"]
+
+
+def test_an_update_that_is_left_goes_on_and_says_so(
+    served: Any, until: Callable[..., Any], golden: Golden
+) -> None:
+    """Ctrl-C ends the command alone."""
+    for batch in range(2, 12):
+        former = workers(served)
+        left = served.start("update", DEMO, "--batch", str(batch), "--context", "256")
+        assert left.stderr is not None
+        assert left.stderr.readline()  # its first step
+        left.send_signal(signal.SIGINT)
+        said = left.communicate(timeout=PATIENCE_S)[1]
+        until(lambda: not served.deployment()["updating"], "the update has ended")
+        if left.returncode != 0:  # else it had ended before the signal
+            break
+    assert left.returncode == 130
+    golden("cli", said.splitlines()[-1])
+    assert not workers(served) & former
 
 
 def test_a_controller_that_is_killed_meanwhile_leaves_one_deployment(
