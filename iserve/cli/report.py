@@ -41,9 +41,14 @@ def register(app: typer.Typer) -> None:
 def report(
     model: o.ModelArgument,
     output: Annotated[
-        Path,
-        typer.Option("--output", "-o", help="The page's file; one that is there is replaced. X.md is Markdown."),
-    ] = Path(DEFAULT_OUTPUT),
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="The page's file; one that is there is replaced. X.md is Markdown.",
+            show_default=DEFAULT_OUTPUT,
+        ),
+    ] = None,
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Markdown, to standard output, with tables for the drawings.")
     ] = False,
@@ -88,16 +93,20 @@ def report(
     )
     if as_json and markdown:
         raise typer.BadParameter("--json and --markdown are two; give one of them")
+    if (as_json or markdown) and output is not None:
+        said = "--json" if as_json else "--markdown"
+        raise typer.BadParameter(f"{said} prints the report, --output writes it to a file; give one of them")
+    page = output or Path(DEFAULT_OUTPUT)
     if not (as_json or markdown):
         with o.usage_errors("--output"):
-            output_file(output)
+            output_file(page)
     accuracy = None if truth is None else read_accuracy(truth)
     there = g.named_gpus(gpus, gpu_file)
     if there is None:
         found = _live(model, engine, options, accuracy, text_only=text_only)
     else:
         found = _hypothetical(model, *there, engine, options, accuracy, text_only=text_only)
-    _show(found, output, markdown=markdown, as_json=as_json)
+    _show(found, page, markdown=markdown, as_json=as_json)
 
 
 def _show(report: Report, output: Path, *, markdown: bool, as_json: bool) -> None:

@@ -164,6 +164,14 @@ def test_json_is_the_data_behind_the_page(model: Path, tmp_path: Path, monkeypat
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("other", ["--json", "--markdown"])
+def test_a_file_for_what_is_printed_is_refused(model: Path, tmp_path: Path, other: str) -> None:
+    code, told = invoke(str(model), "--gpus", "a6000:2", other, "-o", str(tmp_path / "page.html"))
+    assert code == 2
+    assert f"{other} prints the report" in " ".join(told.split())
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("target", [".", "missing/page.html"])
 def test_a_directory_is_never_overwritten(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
