@@ -39,6 +39,7 @@ __all__ = [
 
 _ROWS = 12
 _LEAST_TEXT = 20
+_MOST_UNFOLDED = 40  # characters of a name
 _NO_BREAK = "\u00a0"
 _UNIT = re.compile(r"(?<=\d) (?=(?:s|ms|GiB|MiB|requests/s|tokens)\b)")  # no line ends between number and unit
 _NUMBER = re.compile(r"\d+(\.\d+)?(e[+-]?\d+)?")
@@ -297,10 +298,11 @@ def print_estimate(document: OneEstimateDocument) -> None:
 
 
 def print_rows(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a plain aligned table."""
-    table = Table(box=None, pad_edge=False, header_style="bold", show_header=any(header))
-    for name in header:
-        table.add_column(name, overflow="fold")
+    """Print a plain aligned table, whose first column has names that are copied, whole but for long ones."""
+    table, rows = Table(box=None, pad_edge=False, header_style="bold", show_header=any(header)), list(rows)
+    is_short = max((len(row[0]) for row in rows), default=0) <= _MOST_UNFOLDED
+    for column, name in enumerate(header):
+        table.add_column(name, overflow="fold", no_wrap=is_short and not column)
     for row in rows:
         table.add_row(*row)
     console().print(table)

@@ -148,6 +148,18 @@ def test_a_table_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
         assert name in shown
 
 
+def test_a_name_that_has_room_is_not_broken(capsys: pytest.CaptureFixture[str]) -> None:
+    """Next to what takes many times the width; a path that is longer than a row is."""
+    words = ("word " * 40,) * 8
+    print_rows(("name", *"abcdefgh"), [("a-name-of-some-length-v2", *words), ("b", *words)])
+    shown = capsys.readouterr().out
+    assert "a-name-of-some-length-v2" in shown
+    print_rows(("path",), [("/folder" * 30,)])
+    folded = capsys.readouterr().out
+    assert "".join(folded.split()) == "path" + "/folder" * 30
+    assert max(map(len, (shown + folded).splitlines())) <= 120
+
+
 def test_no_escape_passes_through_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Output of any command, by whatever means, has rich's own colours and no foreign escape."""
     out, err = io.StringIO(), io.StringIO()
