@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -21,6 +22,7 @@ from tests.iserve.command_line import Done, iserve, model
 __all__ = ["iserve", "model"]
 
 ROOT = Path(__file__).parents[2]
+PUBLIC_MODELS = (ROOT / "tests/fingerprint/recorded/public_models.json").read_text()
 README = (ROOT / "README.md").read_text()
 TOUR = (ROOT / "docs/tour.md").read_text()
 _COMMAND = re.compile(r"^(?:    |\$ )((?:[A-Z_]+=\S+ )*\S*\biserve [a-z].*)$", re.MULTILINE)
@@ -98,6 +100,20 @@ def test_what_is_shown_is_what_is_printed(
     """Standard output equals the page, except for what this machine lacks."""
     monkeypatch.setenv("COLUMNS", "120")
     assert _elsewhere(iserve(*shlex.split(command)).out) == _elsewhere(shown)
+
+
+@pytest.mark.usefixtures("tour")
+def test_the_advice_to_merge_is_the_one_that_is_quoted(iserve: Callable[..., Done], tmp_path: Path) -> None:
+    """docs/variants.md shows it below its command."""
+    page = (ROOT / "docs/variants.md").read_text()
+    (words,) = (one for one in commands(page) if one[0] == "plan" and "zipf:2" in one)
+    folder = tmp_path / words[1]
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(json.loads(PUBLIC_MODELS)["models"][words[1]]["config"]))
+    quoted = re.search(r"^> merging the most.*?(?=\n\n)", page, re.MULTILINE | re.DOTALL)
+    assert quoted
+    advice = re.sub(r"^> ", "", quoted[0], flags=re.MULTILINE)
+    assert " ".join(advice.split()) in " ".join(iserve(*words).out.split())
 
 
 def _elsewhere(text: str) -> list[str]:
