@@ -65,8 +65,8 @@ def cli_reference() -> str:
         "# Command line\n\nMade by `docs/generate.py` from the code. Options shown in brackets have a default.\n"
     ]
     parts.append(
-        "Exit codes: 0 done (a plan with nothing feasible too); 1 refused or failed, with one line on standard\n"
-        "error; 2 usage, bad option values included.\n"
+        "Exit codes: 0 done; 1 refused or failed, with one line on standard error, or a plan with nothing\n"
+        "feasible; 2 usage, bad option values included.\n"
     )
 
     def describe(command: object, path: list[str]) -> None:

@@ -264,7 +264,7 @@ class PlanRequest:
 
 
 def _skew(popularity: str) -> float:
-    """Return the exponent of Zipf's law that ``zipf:1.5`` or ``even`` names.
+    """Return the exponent of Zipf's law that ``zipf:1.5`` or ``even``, also called ``uniform``, names.
 
     Raises:
         ConfigError: it is neither.
@@ -275,7 +275,7 @@ def _skew(popularity: str) -> float:
             return float(exponent)
     except ValueError:
         pass
-    if popularity == "even":
+    if popularity in ("even", "uniform"):
         return 0.0
     raise ConfigError(
         f"the popularity of variants is zipf:EXPONENT, such as zipf:1.5, or even, got {popularity!r}"

@@ -90,6 +90,7 @@ class Distinct:
 
 _PLAIN: dict[str, Popularity] = {
     "uniform": Uniform(),
+    "even": Uniform(),
     "identical": Identical(),
     "distinct": Distinct(),
     "zipf": Zipf(),
@@ -99,6 +100,8 @@ _PLAIN: dict[str, Popularity] = {
 
 def popularity_named(text: str) -> Popularity:
     """Return a law by name: ``uniform``, ``identical``, ``distinct``, ``zipf[:ALPHA]`` or ``geometric[:RATIO]``.
+
+    ``even`` is ``uniform``, as plans name it.
 
     Raises:
         ConfigError: no such law, or its number is not one or is out of range.

@@ -29,7 +29,12 @@ def register(app: typer.Typer) -> None:
     app.command("doctor", epilog="Example: iserve doctor")(doctor)
     app.command("register", epilog="Example: iserve register my-llama ./checkpoints/llama")(register_model)
     app.command("profile", epilog="Example: iserve profile my-llama --max-seconds 120")(profile)
-    keys = typer.Typer(cls=o.CommandGroup, help="API keys for clients and administrators.", no_args_is_help=True)
+    keys = typer.Typer(
+        cls=o.CommandGroup,
+        help="API keys for clients and administrators.",
+        epilog="Example: iserve keys create --label laptop",
+        no_args_is_help=True,
+    )
     keys.command("create", epilog="Example: iserve keys create --label laptop")(keys_create)
     keys.command("ls", epilog="Example: iserve keys ls")(keys_list)
     keys.command("revoke", epilog="Example: iserve keys revoke key-1a2b3c")(keys_revoke)

@@ -98,6 +98,8 @@ def _choice_words(message: str) -> str:
 
     said = message.removeprefix("Value error, ")
     given, separator, known = said.partition(" is not one of '")
+    if "did you mean" in known:  # of a group within this one
+        return said
     choices = [choice.strip("'") for choice in known.rstrip(".").split(", ")]
     near = get_close_matches(given.strip("'"), choices, n=1) if separator else []
     return f"{said.rstrip('.')}; did you mean {near[0]!r}?" if near else said

@@ -126,7 +126,7 @@ def _text_of(text: Path | None, model: str, against: str | None) -> Path:
     if DEMO_MODEL_NAME in (model, against):
         return demo_quality_path()
     raise typer.BadParameter(
-        f"{model!r} needs a text: a file of paragraphs that it should predict, or of prompts with answers "
+        f"missing: {model!r} is measured on a file of paragraphs to predict, or of prompts with answers "
         '(.jsonl, {"prompt": ..., "answer": ...} in each line)',
         param_hint="'--text'",
     )

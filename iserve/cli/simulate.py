@@ -40,7 +40,7 @@ def register(app: typer.Typer) -> None:
         "simulate",
         epilog="Example: iserve simulate synthetic:azure-conv --gpus a6000:8 --models chat=./Llama-2-7b "
         "--intent min-gpu-hours --batch 16 --input-tokens 3000 --output-tokens 1000 --cap-lengths --replicas 1:4 "
-        "--scale-to-zero 300. With LoRA variants: iserve simulate synthetic:azure-conv --gpus h200:1 "
+        "--scale-to-zero 300; or iserve simulate synthetic:azure-conv --gpus h200:1 "
         "--models chat=./Llama-3.1-8B --variants 100 --rank 16 --popularity zipf:1 --cap-lengths",
     )(grouped(simulate))
 

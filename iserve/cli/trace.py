@@ -36,6 +36,7 @@ def register(app: typer.Typer) -> None:
     trace = typer.Typer(
         cls=o.CommandGroup,
         help="Workload traces: files of many formats, and synthetic ones.",
+        epilog="Example: iserve trace show synthetic:azure-code",
         no_args_is_help=True,
     )
     trace.command("show", epilog="Example: iserve trace show synthetic:azure-code")(show)

@@ -61,6 +61,7 @@ def register(app: typer.Typer) -> None:
         cls=o.CommandGroup,
         help="Variants of a base model: adapters in PEFT's format, served next to it or merged into it, and "
         "deltas of full fine-tunes.",
+        epilog="Example: iserve variant ls",
         no_args_is_help=True,
     )
     variant.command("inspect", epilog="Example: iserve variant inspect ./my-adapter --base iserve-demo")(inspect)

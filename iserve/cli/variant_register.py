@@ -50,7 +50,7 @@ def register(variant: typer.Typer) -> None:
     variant.command("ls", epilog="Example: iserve variant ls --json")(list_variants)
     variant.command("show", epilog="Example: iserve variant show my-style")(show)
     variant.command("rm", epilog="Example: iserve variant rm my-style")(rm)
-    variant.command("deploy", epilog="Example: iserve variant deploy my-style --intent throughput")(
+    variant.command("deploy", epilog="Example: iserve variant deploy my-style --intent max-throughput")(
         grouped(deploy)
     )
     variant.command("pin", epilog="Example: iserve variant pin my-style")(pin)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -30,6 +31,16 @@ def test_every_command_has_help_and_an_example(name: str, command: Any) -> None:
     assert command.help
     assert command.epilog.startswith("Example: ")
     assert f"iserve {name}" in command.epilog
+
+
+@pytest.mark.parametrize(("name", "command"), list(commands(get_command(make_app()))))
+def test_every_example_can_be_run(name: str, command: Any) -> None:
+    """Options are known and take the values; which files there are is the user's."""
+    examples = re.split(r"; or | && ", command.epilog.removeprefix("Example: "))
+    own = [words for one in examples if f"iserve {name}" in one and (words := shlex.split(one))]
+    assert own
+    for words in own:
+        command.make_context(name, words[words.index("iserve") + 1 + len(name.split()) :])
 
 
 @pytest.mark.slow
