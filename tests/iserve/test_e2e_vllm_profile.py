@@ -142,6 +142,7 @@ def test_a_pinned_release_serves_whichever_comes_first_until_it_is_unpinned(
 
 
 def test_an_unknown_release_is_profiled_by_the_wall_clock_and_serves(home: Any, environment: Path) -> None:
+    home.settings["ISERVE_PROFILE_SECONDS"] = ENOUGH_S
     packages = next((environment / "lib").glob("*/site-packages"))
     set_version(packages, "vllm", "0.34.0")
     write_release(recorded()["0.33.0"], packages / "vllm")
