@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fingerprint.config import DeploymentConfig, SlotFormat, Workload
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Estimate
-from fingerprint.estimators.adapter_slots import variant_cost
+from fingerprint.estimators.adapter_slots import variant_cost, variant_load_s
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.estimators.variant_cost import VariantCost
 from fingerprint.gpus import gpu_spec
@@ -101,11 +101,14 @@ def test_slots_are_within_memory_and_decode_most(
         assert memory.total_bytes + reserved(format_, found.slots) <= USABLE * gpu.memory_bytes
     cost = variant_cost(base, SPEC, config)
     assert cost is not None
-    step_s = delta_step_time(base, config, cost, work)
+    step_s, load_s = delta_step_time(base, config, cost, work), variant_load_s(cost, SPEC, config)
 
     def per_s(slots: int) -> float:
+        """Tokens a second by steps, and by loads, one after another, that requests wait for."""
         most = max(1.0, min(requests, rows(slots)))
-        return flow_with_slots(load, requests, slots, step_s, steps=work.output_tokens, max_rows=most).rows_per_s
+        by_steps = flow_with_slots(load, requests, slots, step_s, steps=work.output_tokens, max_rows=most)
+        loads_s = load.missed(slots) * load_s
+        return min(by_steps.rows_per_s, work.output_tokens / loads_s if loads_s else float("inf"))
 
     enough = next(number for number in numbers if number >= load.variants)
     fewer = [number for number in numbers if number < found.slots and number <= enough]
