@@ -393,7 +393,7 @@ def _places(variant: VariantDocument) -> str:
         return "as part of the model of its own deployment"
     if not variant.places:
         return "nowhere; its tensors are on disk" if variant.on_disk else "nowhere, nor are its tensors on disk"
-    words = {"gpu": "on the GPU of", "host": "in the host's memory of", "loading": "being loaded at"}
+    words = {"gpu": "on the device of", "host": "in the host's memory of", "loading": "being loaded at"}
     return "; ".join(f"{words.get(one.place, one.place)} {one.worker_id}" for one in variant.places)
 
 

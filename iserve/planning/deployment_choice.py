@@ -250,7 +250,7 @@ def _slots(
             "the KV cache next to them"
         )
     return (
-        f"{slots_words(chosen)}, {gib(one_slot)} of a GPU each, for {traffic.variants:,} "
+        f"{slots_words(chosen)}, {gib(one_slot)} of a device each, for {traffic.variants:,} "
         f"variant{'s' * (traffic.variants > 1)} ({law}): {share} wait for a slot{fewer}",
         _slot_times(source, options, chosen, cost),
         *_loads(spec, options, chosen, cost, choice),

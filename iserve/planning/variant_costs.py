@@ -89,19 +89,22 @@ def _prompt_s(
 
 
 def _words(found: VariantCostDocument, is_measured: bool | None, is_aside: bool) -> str:
-    memory = f"{_mib(found.slot_bytes)} of each GPU for its slot"
+    memory = f"{_mib(found.slot_bytes)} of each device for its slot"
     if found.host_bytes:
         memory += f", {_mib(found.host_bytes)} of the host's memory while it is loaded"
     memory += f", {_mib(found.disk_bytes)} on disk"
     several = f"{found.requests:,} request{'s' * (found.requests > 1)}"
-    parts = [
-        memory,
-        f"each decode step of {several} longer by {_times(found.step_s)}",
-        f"each prompt of {found.prompt_tokens:,} tokens by {_times(found.prompt_s)}",
-        f"a load takes {_load(found, is_aside)}",
-    ]
+    times = "; ".join(
+        [
+            f"each decode step of {several} longer by {_times(found.step_s)}",
+            f"each prompt of {found.prompt_tokens:,} tokens by {_times(found.prompt_s)}",
+            f"a load takes {_load(found, is_aside)}",
+        ]
+    )
+    if found.step_s is None and found.prompt_s is None and found.load_s is None:
+        times = "its times are not known: none of its kind were profiled"
     origin = {None: "", True: " (measured from fingerprints)", False: " (scaled from one H200)"}[is_measured]
-    return f"costs on {found.deployment}: {'; '.join(parts)}{origin}"
+    return f"costs on {found.deployment}: {memory}; {times}{origin}"
 
 
 def _load(found: VariantCostDocument, is_aside: bool) -> str:
