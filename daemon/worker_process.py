@@ -310,7 +310,7 @@ class WorkerProcess:
         deadline = time.monotonic() + 5.0
         while True:
             with contextlib.suppress(OSError):  # nothing is known now: looked at again
-                if self._kill_what_is_left():
+                if self.kill_what_is_left():
                     return True
             if time.monotonic() > deadline:
                 return False
@@ -328,8 +328,12 @@ class WorkerProcess:
                     asked = True
             time.sleep(_POLL_S)
 
-    def _kill_what_is_left(self) -> bool:
-        """Return True once nothing is there; else kill what is."""
+    def kill_what_is_left(self) -> bool:
+        """Return True once nothing is there; else kill what is.
+
+        Raises:
+            OSError: /proc cannot be read whole.
+        """
         is_kept = shim_is_alive(self.folder)
         if not is_kept and not self.left() and self._look() is Phase.ENDED:
             self._seen = Phase.ENDED

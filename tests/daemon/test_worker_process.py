@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import fcntl
@@ -17,15 +18,20 @@ import pytest
 
 from daemon import worker_process
 from daemon.engines.base import Command
+from daemon.engines.torch import TorchEngine
 from daemon.lease import LEASE_FILE, LOCK_FILE, Lease, shim_is_alive, write_file
+from daemon.probe import Prober
 from daemon.process import is_alive, own_record, read_record, write_record
 from daemon.procfs import boot_id, processes, start_time_ticks, started_as
 from daemon.settings import DaemonSettings
+from daemon.status import WorkerState
+from daemon.worker import SupervisedWorker
 from daemon.worker_process import WORKER_MARK, Phase, WorkerProcess
 from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import UnavailableError
 from tests.golden_words import Golden
+from tests.waiting import PATIENCE_S
 
 SPEC = WorkerSpec(
     worker_id="w1",
@@ -218,6 +224,39 @@ def test_a_worker_that_cannot_be_looked_at_is_not_taken_for_dead(
     os.killpg(ours.pid, signal.SIGKILL)
     ours.wait()
     assert process.look() is Phase.ENDED
+
+
+def test_a_stop_that_failed_is_finished_by_a_later_pass(
+    tmp_path: Path, session: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    """Whatever ends the processes, the worker must not be stopping for ever: its caller has had the error."""
+    ours = session()
+    lease = replace(GONE, pid=ours.pid, start_time_ticks=ticks_of(ours.pid), shim_pid=ours.pid, boot_id=boot_id())
+    worker = SupervisedWorker(
+        SPEC,
+        TorchEngine(),
+        stale_worker(tmp_path, lease),
+        DaemonSettings(home=tmp_path),
+        {},
+        lambda _: None,
+        fixed_port=False,
+    )
+
+    async def stop() -> None:
+        prober = Prober(timeout_s=1.0)
+        with no_file_left():
+            with pytest.raises(UnavailableError):
+                await worker.stop()
+            await worker.tick(prober)
+            assert worker.state() is WorkerState.STOPPING
+        async with asyncio.timeout(PATIENCE_S):
+            while worker.state() is WorkerState.STOPPING:
+                await worker.tick(prober)
+                await asyncio.sleep(0)
+
+    asyncio.run(stop())
+    assert worker.state() is WorkerState.STOPPED
+    assert members(ours) == set()
 
 
 def test_a_shim_that_cannot_be_looked_for_is_not_taken_for_dead(tmp_path: Path) -> None:
