@@ -18,7 +18,7 @@ from iserve.route_table import Demand, RouteTable
 from iserve.settings import Settings
 from iserve.state.store import Store
 from tests.bad_input.conftest import NODE
-from tests.daemon.test_worker_process import SPEC
+from tests.daemon.test_worker_process import SPEC, no_file_left
 from tests.waiting import PATIENCE_S
 
 WORKER = replace(SPEC, worker_id="a-1", port=1)
@@ -95,3 +95,9 @@ def test_routes_that_cannot_be_read_are_none(home: Home) -> None:
     home.settings.run_folder.joinpath(ROUTES_FILE).write_text("{")
     (target,) = home.published(Reconciler(home.controller)).routes[0].workers
     assert not target.ready
+
+
+def test_a_gateway_that_cannot_be_looked_for_has_no_demand(home: Home) -> None:
+    assert home.controller.gateway_process.record() is not None
+    with no_file_left():
+        assert home.controller.demand() is None
