@@ -58,6 +58,7 @@ _SHIM_LOG = "shim.log"
 WORKER_MARK = (
     "ISERVE_WORKER_FOLDER"  # in the environment of all that a worker starts, whatever session it moves to
 )
+_KEEPS_MARK = {"SPT_NOENV": "1"}  # has setproctitle, by which vLLM names its processes, leave environments alone
 _SHIM_START_S = 10.0  # a shim that has not locked its folder by then never will
 _POLL_S = 0.05
 
@@ -113,7 +114,7 @@ class WorkerProcess:
         order = ShimOrder(
             worker_id=spec.worker_id,
             argv=list(command.argv),
-            env=dict(command.env) | {WORKER_MARK: str(self.folder)},
+            env=dict(command.env) | {WORKER_MARK: str(self.folder)} | _KEEPS_MARK,
             cores=list(cores),
             port=spec.port,
             config_hash=_config_hash(spec_json),

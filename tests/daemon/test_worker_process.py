@@ -10,6 +10,7 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,7 @@ from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import UnavailableError
 from tests.golden_words import Golden
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_until
 
 SPEC = WorkerSpec(
     worker_id="w1",
@@ -192,6 +193,45 @@ def test_a_leased_engine_that_lives_names_its_session(
     process = stale_worker(tmp_path, lease)
     assert process.look() is Phase.RUNNING
     assert process.left() == members(ours) - {ours.pid}  # the shell is the shim here
+
+
+# An engine whose child, in a session of its own, writes over its environment as setproctitle 1.3.8 does.
+ENGINE = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-S", "-c", sys.argv[1]], start_new_session=True)
+time.sleep(600)
+"""
+TITLED = """
+import ctypes, os, pathlib, time
+if "SPT_NOENV" not in os.environ:
+    fields = pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[47]), int(fields[48])
+    ctypes.memset(start, 0, end - start)
+pathlib.Path("titled.new").write_text(str(os.getpid()))
+os.rename("titled.new", "titled")
+time.sleep(600)
+"""
+
+
+@pytest.mark.process
+def test_a_process_that_names_itself_keeps_the_workers_mark(tmp_path: Path) -> None:
+    """An EngineCore of vLLM whose shim and API server were killed together is found by its environment alone."""
+    process = WorkerProcess(tmp_path / "w1")
+    command = Command(argv=(sys.executable, "-S", "-c", ENGINE, TITLED))
+    process.start(SPEC, command, (), DaemonSettings(home=tmp_path))
+    try:
+        wait_until(lambda: process.look() is Phase.RUNNING, "the engine runs")
+        titled = process.folder / "titled"
+        wait_until(titled.exists, "its child has named itself")
+        assert process.lease is not None
+        os.kill(process.lease.shim_pid, signal.SIGKILL)  # and the kernel kills the engine
+        wait_until(lambda: process.look() is Phase.ENDED, "shim and engine are gone")
+        assert process.left() == {int(titled.read_text())}
+        assert process.end(grace_s=0.0)
+        assert process.left() == frozenset()
+    finally:
+        for stat in started_as((TITLED,)):
+            os.kill(stat.pid, signal.SIGKILL)
 
 
 @contextlib.contextmanager
