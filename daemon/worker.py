@@ -100,9 +100,7 @@ class SupervisedWorker:
         self.restarts = 0
         self.error: str | None = None
         self._ended_because: str | None = None  # of an end that we brought about
-        self.gave_up = False
-        self.stopping = False
-        self.stopped = False
+        self.gave_up = self.stopping = self.stopped = False
 
     def _new_sight(self) -> _Sight:
         bursts = self._engine.warm_up_bursts(self.spec)
@@ -189,14 +187,15 @@ class SupervisedWorker:
     # --- one pass ----------------------------------------------------------------------------------------------
 
     async def tick(self, prober: Prober) -> None:
-        """Renew, probe, and act on what is seen; put off while an earlier pass or a start is under way."""
-        if self.stopping or self.stopped or self.gave_up:
-            return
+        """Renew, probe, and act on what is seen; put off while an earlier pass, a start or a stop is under way."""
         if self._lock.locked():
             self._put_off = True
             return
         async with self._lock:
-            await self._tick(prober)
+            if self.stopping:
+                await self._go_on_stopping()
+            elif not (self.stopped or self.gave_up):
+                await self._tick(prober)
         if self._put_off:
             self._put_off = False
             self._wake_soon()
@@ -476,7 +475,7 @@ class SupervisedWorker:
         """End it for good; idempotent.
 
         Raises:
-            UnavailableError: a process of it cannot be ended.
+            UnavailableError: a process of it cannot be ended; each pass tries again, until none is left.
         """
         self.stopping = True
         async with self._lock:
@@ -484,10 +483,17 @@ class SupervisedWorker:
                 return
             if not await self._end(grace_s=self._settings.stop_grace_s):
                 raise UnavailableError(
-                    f"worker {self.worker_id}: processes {self._left()} cannot be ended; look at the node"
+                    f"worker {self.worker_id}: processes {self._left()} cannot be ended yet, look at the node"
                 )
-            self.process.mark_ended()
-            self._resident_bytes = None
-            self._restart_at_s = None
-            self.error = None
-            self.stopped, self.stopping = True, False
+            self._note_stopped()
+
+    async def _go_on_stopping(self) -> None:
+        """Try again what a stop could not do: a process outlives SIGKILL while the kernel frees its memory."""
+        with contextlib.suppress(OSError):  # /proc cannot be read now
+            if await asyncio.to_thread(self.process.kill_what_is_left):
+                self._note_stopped()
+
+    def _note_stopped(self) -> None:
+        self.process.mark_ended()
+        self._resident_bytes = self._restart_at_s = self.error = None
+        self.stopped, self.stopping = True, False

@@ -58,6 +58,7 @@ _SHIM_LOG = "shim.log"
 WORKER_MARK = (
     "ISERVE_WORKER_FOLDER"  # in the environment of all that a worker starts, whatever session it moves to
 )
+_KEEPS_MARK = {"SPT_NOENV": "1"}  # has setproctitle, by which vLLM names its processes, leave environments alone
 _SHIM_START_S = 10.0  # a shim that has not locked its folder by then never will
 _POLL_S = 0.05
 
@@ -113,7 +114,7 @@ class WorkerProcess:
         order = ShimOrder(
             worker_id=spec.worker_id,
             argv=list(command.argv),
-            env=dict(command.env) | {WORKER_MARK: str(self.folder)},
+            env=dict(command.env) | {WORKER_MARK: str(self.folder)} | _KEEPS_MARK,
             cores=list(cores),
             port=spec.port,
             config_hash=_config_hash(spec_json),
@@ -310,7 +311,7 @@ class WorkerProcess:
         deadline = time.monotonic() + 5.0
         while True:
             with contextlib.suppress(OSError):  # nothing is known now: looked at again
-                if self._kill_what_is_left():
+                if self.kill_what_is_left():
                     return True
             if time.monotonic() > deadline:
                 return False
@@ -328,8 +329,12 @@ class WorkerProcess:
                     asked = True
             time.sleep(_POLL_S)
 
-    def _kill_what_is_left(self) -> bool:
-        """Return True once nothing is there; else kill what is."""
+    def kill_what_is_left(self) -> bool:
+        """Return True once nothing is there; else kill what is.
+
+        Raises:
+            OSError: /proc cannot be read whole.
+        """
         is_kept = shim_is_alive(self.folder)
         if not is_kept and not self.left() and self._look() is Phase.ENDED:
             self._seen = Phase.ENDED

@@ -13,6 +13,7 @@ manifests themselves: there is no count that could be wrong.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -186,18 +187,29 @@ class VariantStore:
     def _folder(self, content_hash: str) -> tuple[Path, Manifest | DeltaContent, bool]:
         """Return the loadable folder, made unless it is there in its full size; with whether it was made."""
         folder = self._loadable / _checked(content_hash)
-        with self._reported(), self._locked(_LOADABLE, fcntl.LOCK_SH):
-            manifest = self._manifest(content_hash)
+        with self._reported():
+            try:
+                manifest, is_new = self._made(folder)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                self._evict(keep=content_hash, is_full=True)
+                manifest, is_new = self._made(folder)
+            if is_new:
+                self._evict(keep=content_hash)
+        return folder, manifest, is_new
+
+    def _made(self, folder: Path) -> tuple[Manifest | DeltaContent, bool]:
+        """Make a loadable folder unless it is whole; return its manifest, and whether it was made."""
+        with self._locked(_LOADABLE, fcntl.LOCK_SH):
+            manifest = self._manifest(folder.name)
             is_there = is_whole(folder, manifest)
             if not is_there:
                 if folder.exists():
                     log.warning(_MADE_ANEW, folder)
                 self._build(folder, manifest)
             os.utime(folder)
-        if not is_there:
-            with self._reported():
-                self._evict(keep=content_hash)
-        return folder, manifest, not is_there
+        return manifest, not is_there
 
     def _discard_damaged(self, folder: Path, manifest: Manifest | DeltaContent, *, again: bool = False) -> bool:
         """Remove a loadable folder that has not the bytes that it was made with; return whether it had not.
@@ -272,7 +284,8 @@ class VariantStore:
         except OSError as error:
             raise UnavailableError(
                 f"the variant store {self.root} cannot be used: {why_not_written(error, self.root)}; nothing was "
-                "changed. `iserve variant rm` frees the space of a variant"
+                "changed. `iserve variant rm` frees the space of a variant; loadable/ is a cache, in which a "
+                f"load frees what none asked for in {self._grace_s:.0f} s"
             ) from error
 
     @contextmanager
@@ -418,16 +431,17 @@ class VariantStore:
                 "which mends it (`iserve variant add`)"
             )
 
-    def _evict(self, *, keep: str) -> None:
-        """Remove the least recently used loadable folders beyond the bound, after their grace.
+    def _evict(self, *, keep: str, is_full: bool = False) -> None:
+        """Remove the least recently used loadable folders beyond the bound, after their grace; all on a full disk.
 
-        Where another one is asked for at this moment, the next that is built does.
+        Where another one is asked for at this moment, the next that is built does; on a full disk it waits.
         """
-        with suppress(BlockingIOError), self._locked(_LOADABLE, fcntl.LOCK_EX | fcntl.LOCK_NB):
+        lock = fcntl.LOCK_EX if is_full else fcntl.LOCK_EX | fcntl.LOCK_NB
+        with suppress(BlockingIOError), self._locked(_LOADABLE, lock):
             names = os.listdir(self._loadable)
             folders = sorted(((self._loadable / name).stat().st_mtime, name) for name in names)
             sizes = {name: _size(self._loadable / name) for name in names}
-            excess = sum(sizes.values()) - self._loadable_bytes
+            excess = sum(sizes.values()) - (0 if is_full else self._loadable_bytes)
             for used_at, name in folders:
                 if excess <= 0 or used_at > time.time() - self._grace_s:
                     return

@@ -6,6 +6,7 @@ that was answered before both would ask for a name that the gateway does not kno
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 __all__ = ["FOLLOW_S", "FollowedRoutes"]
+
+log = logging.getLogger(__name__)
 
 FOLLOW_S = 10.0  # a gateway that is started again reads the routes within it
 _LOOK_S = 0.05
@@ -86,7 +89,11 @@ class FollowedRoutes:
                     return
                 ticket, version = self._published
                 is_published = any(one.ticket <= ticket for one in self._waiting)
-            in_force = self._version_in_force() if is_published else None
+            try:
+                in_force = self._version_in_force() if is_published else None
+            except Exception:  # a thread that ends would leave all callers waiting
+                log.exception("the version of the routes in force")
+                in_force = None
             follows = in_force is not None and in_force >= version
             now_s, answered = time.monotonic(), []
             with self._changed:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 
 from daemon.atomic_file import write_file_atomically
@@ -68,6 +69,7 @@ class Reconciler:
         self._variant_events = VariantEvents(controller.store, controller.variant_demand)
         self._patience = Patience(controller.settings.ready_timeout_s + DaemonSettings.unresponsive_s)
         self._published: tuple[object, ...] | None = None
+        self._targets = _targets_in_force(controller)  # by worker, as last published
         self._version = 0
         self._orphans: dict[str, float] = {}
         self._said_s: dict[str, float] = {}
@@ -179,7 +181,7 @@ class Reconciler:
                 self._controller.end_worker(worker_id)
 
     def publish(self, rows: tuple[DeploymentRow, ...], node: NodeStatus | None) -> None:
-        """Write routes.json when its content changes. With the daemon away the last routes stay in force.
+        """Write routes.json when its content changes. With the daemon away workers stay as they were last seen.
 
         Raises:
             UnavailableError: it cannot be written; it is tried again at the next pass.
@@ -190,8 +192,6 @@ class Reconciler:
             self._controller.followed_routes,
         )
         ticket = followed.begin()
-        if node is None and self._published is not None:
-            return
         routes = self._routes(rows, node)
         keys = tuple(
             ApiKeyRecord(key_id=k.key_id, sha256=k.sha256, scope=k.scope)
@@ -218,6 +218,7 @@ class Reconciler:
                 f"cannot write {path}: {error.strerror}; free space or mend the folder"
             ) from error
         self._published, self._version = content, table.version
+        self._targets = _targets_of(routes)
         followed.publish(ticket, table.version)
 
     def _routes(self, rows: tuple[DeploymentRow, ...], node: NodeStatus | None) -> tuple[Route, ...]:
@@ -239,7 +240,7 @@ class Reconciler:
         specs = recorded_workers(row)
         if not specs or not is_routed(row):
             return None
-        there = {} if node is None else {w.spec.worker_id: w for w in node.workers}
+        there = None if node is None else {w.spec.worker_id: w for w in node.workers}
         refusal = self._autoscaler.refusal(row)
         patience_s = self._controller.settings.start_timeout_s if row.phase in STARTED_SOON_PHASES else None
         first, admission = specs[0], admission_policy_of(row, specs[0].limits.max_batch)
@@ -251,7 +252,7 @@ class Reconciler:
             model=first.served_model,
             created=int(row.created_at),
             max_context_tokens=first.limits.max_context_tokens,
-            workers=tuple(_target(spec, seen_of(spec, there), row.phase, a_slot) for spec in specs),
+            workers=tuple(self._target(spec, there, row.phase, a_slot) for spec in specs),
             ready_wait_s=patience_s,
             refusal=None if refusal is None else refusal.reason,
             retry_after_s=1 if refusal is None else refusal.retry_after_s,
@@ -262,6 +263,36 @@ class Reconciler:
             loads_on_gpu=traits_of(first.config.engine).loads_on_gpu,
         )
 
+    def _target(
+        self, spec: WorkerSpec, there: Mapping[str, WorkerStatus] | None, phase: str, a_slot: int
+    ) -> WorkerTarget:
+        """Return the worker as it is among those ``there``; None, the daemon is away: as it was last published."""
+        target = WorkerTarget(worker_id=spec.worker_id, url=f"http://{spec.host}:{spec.port}", ready=False)
+        if there is None:
+            target = self._targets.get(spec.worker_id, target)
+        elif (seen := seen_of(spec, there)) is not None:
+            target = replace(target, url=seen.url, token=seen.token, ready=seen.state is WorkerState.READY)
+        return replace(
+            target, ready=target.ready and phase in SERVED_PHASES, max_outstanding=a_slot * spec.limits.max_batch
+        )
+
+
+def _targets_of(routes: Iterable[Route]) -> dict[str, WorkerTarget]:
+    return {target.worker_id: target for route in routes for target in route.workers}
+
+
+def _targets_in_force(controller: Controller) -> dict[str, WorkerTarget]:
+    """Return the targets of the gateway that runs, from an earlier controller of this home; none without one:
+    its workers may have ended since, and their ports be other programs'.
+    """
+    try:
+        if controller.gateway_process.record() is None:
+            return {}
+        text = (controller.settings.run_folder / ROUTES_FILE).read_bytes()
+        return _targets_of(from_json(text, RouteTable, what=ROUTES_FILE).routes)
+    except (OSError, BadInputError, UnavailableError):
+        return {}
+
 
 def _is_any_there(row: DeploymentRow, node: NodeStatus | None) -> bool:
     """Return whether the daemon knows a worker of the deployment. After `iserve down` it knows none until the
@@ -269,16 +300,6 @@ def _is_any_there(row: DeploymentRow, node: NodeStatus | None) -> bool:
     workers = () if node is None else node.workers
     there = {w.spec.worker_id: w for w in workers if w.state is not WorkerState.STOPPED}
     return any(seen_of(spec, there) is not None for spec in recorded_workers(row))
-
-
-def _target(spec: WorkerSpec, seen: WorkerStatus | None, phase: str, a_slot: int) -> WorkerTarget:
-    return WorkerTarget(
-        worker_id=spec.worker_id,
-        url=f"http://{spec.host}:{spec.port}" if seen is None else seen.url,
-        token=None if seen is None else seen.token,
-        ready=seen is not None and seen.state is WorkerState.READY and phase in SERVED_PHASES,
-        max_outstanding=a_slot * spec.limits.max_batch,
-    )
 
 
 _NOT_YET = frozenset({WorkerState.STARTING, WorkerState.RESTARTING})

@@ -138,11 +138,11 @@ class Controller:
         return self._ask_gateway(VARIANT_DEMAND_PATH, tuple[VariantDemand, ...]) or ()
 
     def _ask_gateway(self, path: str, kind: type[Answer]) -> Answer | None:
-        record = self.gateway_process.record()
-        if record is None:
-            return None
-        gateway = JsonHttp(record.url, record.token, server="the gateway")
         try:
+            record = self.gateway_process.record()
+            if record is None:
+                return None
+            gateway = JsonHttp(record.url, record.token, server="the gateway")
             return gateway.ask("GET", path, kind, timeout_s=_GATEWAY_TIMEOUT_S)
         except IserveError as error:
             log.debug("%s", error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import fcntl
@@ -9,6 +10,7 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,15 +19,20 @@ import pytest
 
 from daemon import worker_process
 from daemon.engines.base import Command
+from daemon.engines.torch import TorchEngine
 from daemon.lease import LEASE_FILE, LOCK_FILE, Lease, shim_is_alive, write_file
+from daemon.probe import Prober
 from daemon.process import is_alive, own_record, read_record, write_record
 from daemon.procfs import boot_id, processes, start_time_ticks, started_as
 from daemon.settings import DaemonSettings
+from daemon.status import WorkerState
+from daemon.worker import SupervisedWorker
 from daemon.worker_process import WORKER_MARK, Phase, WorkerProcess
 from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import UnavailableError
 from tests.golden_words import Golden
+from tests.waiting import PATIENCE_S, wait_until
 
 SPEC = WorkerSpec(
     worker_id="w1",
@@ -188,6 +195,45 @@ def test_a_leased_engine_that_lives_names_its_session(
     assert process.left() == members(ours) - {ours.pid}  # the shell is the shim here
 
 
+# An engine whose child, in a session of its own, writes over its environment as setproctitle 1.3.8 does.
+ENGINE = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-S", "-c", sys.argv[1]], start_new_session=True)
+time.sleep(600)
+"""
+TITLED = """
+import ctypes, os, pathlib, time
+if "SPT_NOENV" not in os.environ:
+    fields = pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[47]), int(fields[48])
+    ctypes.memset(start, 0, end - start)
+pathlib.Path("titled.new").write_text(str(os.getpid()))
+os.rename("titled.new", "titled")
+time.sleep(600)
+"""
+
+
+@pytest.mark.process
+def test_a_process_that_names_itself_keeps_the_workers_mark(tmp_path: Path) -> None:
+    """An EngineCore of vLLM whose shim and API server were killed together is found by its environment alone."""
+    process = WorkerProcess(tmp_path / "w1")
+    command = Command(argv=(sys.executable, "-S", "-c", ENGINE, TITLED))
+    process.start(SPEC, command, (), DaemonSettings(home=tmp_path))
+    try:
+        wait_until(lambda: process.look() is Phase.RUNNING, "the engine runs")
+        titled = process.folder / "titled"
+        wait_until(titled.exists, "its child has named itself")
+        assert process.lease is not None
+        os.kill(process.lease.shim_pid, signal.SIGKILL)  # and the kernel kills the engine
+        wait_until(lambda: process.look() is Phase.ENDED, "shim and engine are gone")
+        assert process.left() == {int(titled.read_text())}
+        assert process.end(grace_s=0.0)
+        assert process.left() == frozenset()
+    finally:
+        for stat in started_as((TITLED,)):
+            os.kill(stat.pid, signal.SIGKILL)
+
+
 @contextlib.contextmanager
 def no_file_left() -> Iterator[None]:
     """Let this process open no file (EMFILE) inside the block."""
@@ -218,6 +264,39 @@ def test_a_worker_that_cannot_be_looked_at_is_not_taken_for_dead(
     os.killpg(ours.pid, signal.SIGKILL)
     ours.wait()
     assert process.look() is Phase.ENDED
+
+
+def test_a_stop_that_failed_is_finished_by_a_later_pass(
+    tmp_path: Path, session: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    """Whatever ends the processes, the worker must not be stopping for ever: its caller has had the error."""
+    ours = session()
+    lease = replace(GONE, pid=ours.pid, start_time_ticks=ticks_of(ours.pid), shim_pid=ours.pid, boot_id=boot_id())
+    worker = SupervisedWorker(
+        SPEC,
+        TorchEngine(),
+        stale_worker(tmp_path, lease),
+        DaemonSettings(home=tmp_path),
+        {},
+        lambda _: None,
+        fixed_port=False,
+    )
+
+    async def stop() -> None:
+        prober = Prober(timeout_s=1.0)
+        with no_file_left():
+            with pytest.raises(UnavailableError):
+                await worker.stop()
+            await worker.tick(prober)
+            assert worker.state() is WorkerState.STOPPING
+        async with asyncio.timeout(PATIENCE_S):
+            while worker.state() is WorkerState.STOPPING:
+                await worker.tick(prober)
+                await asyncio.sleep(0)
+
+    asyncio.run(stop())
+    assert worker.state() is WorkerState.STOPPED
+    assert members(ours) == set()
 
 
 def test_a_shim_that_cannot_be_looked_for_is_not_taken_for_dead(tmp_path: Path) -> None:

@@ -16,10 +16,13 @@ class Gateway:
 
     def __init__(self) -> None:
         self.version: int | None = 1
+        self.is_broken = False
         self._looks = threading.Semaphore(0)
 
     def in_force(self) -> int | None:
         self._looks.release()
+        if self.is_broken:
+            raise OSError("no file descriptor is left")
         return self.version
 
     def looked(self, times: int = 2) -> None:
@@ -59,6 +62,16 @@ def test_a_change_is_followed_once_a_later_table_is_in_force(gateway: Gateway, r
 def test_a_change_that_changes_no_route_is_followed_at_once(gateway: Gateway, routes: FollowedRoutes) -> None:
     following = routes.follow()
     routes.publish(routes.begin(), 1)
+    assert following.result(PATIENCE_S)
+
+
+def test_a_look_that_fails_shows_nothing_and_another_is_made(gateway: Gateway, routes: FollowedRoutes) -> None:
+    gateway.is_broken = True
+    following = routes.follow()
+    routes.publish(routes.begin(), 1)
+    gateway.looked()
+    assert not following.done()
+    gateway.is_broken = False
     assert following.result(PATIENCE_S)
 
 

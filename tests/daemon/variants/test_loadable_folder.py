@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from daemon.variants import loadable_folder
+from daemon.variants import store as variant_store
 from daemon.variants.store import VariantStore
+from fingerprint.errors import UnavailableError
 from fingerprint.lora import LoraAdapter, read_adapter
+from fingerprint.safetensors_writer import OutputTensor, write_safetensors
 from iserve.gateway.__main__ import _StoredVariants
-from tests.fingerprint.small_adapters import write_adapter
+from tests.fingerprint.small_adapters import Q0, factors, write_adapter
+from tests.golden_words import Golden
 from tests.waiting import wait_until
 
 
@@ -128,3 +135,35 @@ def test_an_addition_of_the_same_content_removes_a_damaged_folder_alone(
     assert not file.parent.exists()
     assert store.loadable(content) / file.name == file
     assert file.read_bytes() == whole
+
+
+@pytest.mark.parametrize("refusal", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_takes_the_folders_that_are_past_their_grace(
+    store: VariantStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: int, golden: Golden
+) -> None:
+    """The disk has room for one folder: its bound is the kernel's refusal of the next file."""
+    contents = [
+        store.add(read_adapter(write_adapter(tmp_path / str(n), factors({Q0: 4}, seed=n)))).content_hash
+        for n in range(3)
+    ]
+    first = store.loadable(contents[0])
+    room_bytes = sum(file.stat().st_size for file in first.iterdir())
+
+    def write(file: Path, tensors: Sequence[OutputTensor]) -> None:
+        write_safetensors(file, tensors)
+        if sum(each.stat().st_size for each in (file, *first.parent.glob("*/*"))) > room_bytes:
+            raise OSError(refusal, os.strerror(refusal))
+
+    monkeypatch.setattr(variant_store, "write_safetensors", write)
+    with golden.raises("adapter-errors", UnavailableError):
+        store.loadable(contents[1])  # an engine may be reading the first
+    assert read_adapter(first)
+    long_ago = time.time() - 3600
+    os.utime(first, (long_ago, long_ago))
+    second = store.loadable(contents[1])
+    assert read_adapter(second)
+    assert list(first.parent.iterdir()) == [second]
+    with pytest.raises(UnavailableError):
+        store.loadable(contents[2])
+    assert list(first.parent.iterdir()) == [second]
+    assert not list((store.root / "writing").iterdir())
