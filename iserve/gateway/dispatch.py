@@ -86,7 +86,7 @@ class Deployment:
         self._last_s = time.monotonic()  # a request arrived or ended
         self._rate_window, self._variant_counts = RateWindow(), VariantCounts()
         self.admission = GatewayAdmission.of(route)
-        self._was_ready = False  # when it was last looked at
+        self._unready_since_s = None if self.num_ready else -math.inf  # on the event loop's clock; None: one is
         self._new_residency = new_residency
         self.variants: VariantResidency | None = None
         self._update_variants()
@@ -317,6 +317,7 @@ class Deployment:
         self._down_until_s[target.url] = loop.time() + DOWN_S
         if self.variants is not None:
             self.variants.forget(target.url)
+        self._note_readiness()
         loop.call_later(DOWN_S + 0.01, self._serve)
 
     async def _wait(self, turn: asyncio.Future[WorkerTarget], model: str, deadline_s: float) -> WorkerTarget:
@@ -324,15 +325,21 @@ class Deployment:
         began_s = loop.time()
         while True:
             patience_s = READY_WAIT_S if self.route.ready_wait_s is None else self.route.ready_wait_s
-            look_s = min(READY_WAIT_S, patience_s, deadline_s - loop.time())
+            look_s = min(READY_WAIT_S, patience_s - self._unready_s(began_s), deadline_s - loop.time())
             await asyncio.wait((turn,), timeout=max(0.0, look_s))
             if turn.done():
                 return turn.result()
             is_late = loop.time() >= deadline_s
-            if not self.num_ready and (is_late or loop.time() - began_s >= patience_s - _TIMER_SLACK_S):
+            if not self.num_ready and (is_late or self._unready_s(began_s) >= patience_s - _TIMER_SLACK_S):
                 raise ApiError.no_ready_worker(model, math.ceil(READY_WAIT_S))
             if is_late:
                 raise ApiError.no_turn(model, self.max_wait_s)
+
+    def _unready_s(self, began_s: float) -> float:
+        """Return for how long no worker has been ready, from ``began_s`` on; 0: one is."""
+        if self._unready_since_s is None:
+            return 0.0
+        return asyncio.get_running_loop().time() - max(began_s, self._unready_since_s)
 
     def _is_ready(self, worker: WorkerTarget) -> bool:
         if not worker.ready:
@@ -352,7 +359,6 @@ class Deployment:
             return
         urls = [worker.url for worker in self.route.workers if self._is_ready(worker)]
         if not urls:
-            self._was_ready = False
             return
         waiting = [one for one in self._waiting if one.ticket < ticket and one.request is not None]
         before = (one.request for one in waiting if one.request is not None)
@@ -463,12 +469,13 @@ class Deployment:
         return True
 
     def _note_readiness(self) -> None:
-        """Note which workers are ready: time in which no worker could serve makes no request late."""
-        if self.admission is None:
+        """Note since when no worker is ready: time in which none could serve makes no request late."""
+        if not self.num_ready:
+            if self._unready_since_s is None:
+                self._unready_since_s = asyncio.get_running_loop().time()
             return
-        is_ready = self.num_ready > 0
-        if is_ready and not self._was_ready:
+        if self.admission is not None and self._unready_since_s is not None:
             for waiting in self._waiting:
                 if waiting.request is not None:
                     self.admission.restart_wait(waiting.request)
-        self._was_ready = is_ready
+        self._unready_since_s = None

@@ -92,7 +92,6 @@ class VariantResidency:
         self._wanted: dict[str, None] = {}  # engine names of waiting requests
         self._passes = False  # one of those before the request that is offered a worker goes on waiting
         self.changes = VariantChanges()
-        self._loads_on_gpu = False
         self._going_on = False  # a round is due in this turn of the loop
         self._keeping = self._loop.create_task(self._keep_folders(keep_s))
         self.update(route)
@@ -105,8 +104,7 @@ class VariantResidency:
         """Follow a new table."""
         self._variants = {variant.name: variant for variant in route.variants}
         self._loads_on_gpu = route.loads_on_gpu
-        by_age = sorted(route.variants, key=lambda variant: variant.created)
-        self._current = {variant.engine_name: variant for variant in by_age}
+        self._current = {one.engine_name: one for one in sorted(route.variants, key=lambda one: one.created)}
         self._served_s = {name: at_s for name, at_s in self._served_s.items() if name in self._current}
         pinned = [variant.engine_name for variant in route.variants if variant.pinned]
         for target in route.workers:
@@ -123,8 +121,7 @@ class VariantResidency:
             if route.adapter_slots:
                 worker.state.slots, worker.state.max_loaded = route.adapter_slots, route.loaded_adapters
             worker.state.pinned = frozenset(protected_pins(pinned, worker.state.max_loaded))
-        urls = {target.url for target in route.workers}
-        for url in self._workers.keys() - urls:
+        for url in self._workers.keys() - {target.url for target in route.workers}:
             self._workers[url].is_listed = False
             self._drop_unused(url)
         self._maintain()
@@ -205,7 +202,7 @@ class VariantResidency:
         """Wait until the variant of an admitted request is loaded; return the worker's epoch, for ``forget``.
 
         Raises:
-            NoPlaceError: another worker, or a later turn, is needed.
+            NoPlaceError: another worker, or a later turn, is needed, or the content has left the table meanwhile.
             NotReachedError, NotBegunError, ApiError: of the load.
         """
         assert request.admitted is not None
@@ -222,7 +219,10 @@ class VariantResidency:
                 raise NoPlaceError
             self._load(worker, request.admitted, evicted)
         if (load := worker.loads.get(name)) is not None:
-            await asyncio.shield(load)
+            await asyncio.wait((load,))
+            if name not in self._current:  # its files may be gone; its variant may have another content
+                raise NoPlaceError
+            load.result()
         return worker.epoch
 
     def forget(self, url: str, epoch: int | None = None) -> None:

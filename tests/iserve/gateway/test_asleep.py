@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from iserve.gateway.errors import ApiError
 from iserve.route_table import DEMAND_PATH, Demand, DeploymentDemand, WorkerTarget
 from tests.golden_words import Golden
 from tests.iserve.gateway.conftest import Answer, FakeWorker, GatewayProcess, route
+from tests.iserve.gateway.timeless_loop import TimelessLoop
 from tests.waiting import PATIENCE_S, wait_until
 
 
@@ -78,6 +80,57 @@ def test_it_is_held_for_longer_than_for_a_worker_that_is_merely_not_ready(
         assert await held == ready
 
     asyncio.run(run())
+
+
+def test_patience_begins_when_the_last_worker_becomes_unready(
+    gateway: GatewayProcess, make_worker: Callable[..., FakeWorker]
+) -> None:
+    """A request that has waited for its turn for longer than that is held no less than one that arrives now."""
+    worker = make_worker("wait")
+    full = replace(route(worker.target(max_outstanding=1)), ready_wait_s=1.0)
+    asleep = replace(route(worker.target(ready=False), name="z"), ready_wait_s=1.5)
+    gateway.publish(full, asleep)
+    served = threading.Thread(target=gateway.complete)
+    served.start()
+    wait_until(lambda: worker.bodies, "the worker is full")
+    answer = in_background(gateway)
+    assert gateway.complete("z").status == 503  # after 1.5 s of the gateway's clock
+    began_s = time.monotonic()
+    gateway.publish(replace(full, workers=(worker.target(ready=False, max_outstanding=1),)), asleep)
+    assert (answer().status, answer().json["error"]["code"]) == (503, "no_ready_worker")
+    assert time.monotonic() - began_s > 0.9
+    worker.go_on.set()
+    served.join(PATIENCE_S)
+
+
+@pytest.mark.parametrize("ready_s", [0.0, 4.9, 7.0, 23.0])
+def test_short_times_without_a_ready_worker_end_no_request(ready_s: float) -> None:
+    """The table has none for 4.8 s and a connection is refused, three times, at any age of the request."""
+    target = WorkerTarget(worker_id="w", url="http://127.0.0.1:1", ready=True, max_outstanding=1)
+
+    async def run() -> None:
+        loop, line = asyncio.get_running_loop(), Deployment(route(target), max_queue=1, max_wait_s=600.0)
+        assert await line.acquire(1) == target
+        waiting = asyncio.create_task(line.acquire(2))
+        for _ in range(3):
+            await asyncio.sleep(ready_s)
+            line.update(route(replace(target, ready=False)), 1, 600.0)
+            await asyncio.sleep(dispatch.READY_WAIT_S - 0.2)
+            line.update(route(target), 1, 600.0)
+            await asyncio.sleep(ready_s)
+            line.mark_down(target)
+            await asyncio.sleep(dispatch.DOWN_S + 0.1)
+        assert not waiting.done()
+        line.mark_down(target)
+        line.update(route(replace(target, ready=False)), 1, 600.0)
+        unready_s = loop.time()
+        with pytest.raises(ApiError) as caught:
+            await waiting
+        assert caught.value.code == "no_ready_worker"
+        assert loop.time() - unready_s == pytest.approx(dispatch.READY_WAIT_S, abs=0.051)  # a timer may be early
+
+    with asyncio.Runner(loop_factory=TimelessLoop) as runner:
+        runner.run(run())
 
 
 def test_it_is_told_when_that_takes_too_long_or_cannot_be(

@@ -78,6 +78,35 @@ def test_one_of_another_base_is_not_loaded(variant_gateway: Any, make_adapter_wo
     assert worker.loads == []
 
 
+@pytest.mark.parametrize("is_gone", [False, True])
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_content_that_is_replaced_while_its_load_waits_is_not_served(
+    variant_gateway: Any, make_adapter_worker: Any, is_replaced: bool, is_gone: bool
+) -> None:
+    """A request that waits for the load is answered from the new content, or 404, be the old files gone or not."""
+    worker, names = make_adapter_worker(), f"{is_replaced}-{is_gone}"
+    first, old = delta(f"first-{names}", "/models/HELD"), delta(f"second-{names}")
+    new = replace(variant(old.name, f"new-{names}"), base_directory=old.base_directory)
+    variant_gateway.publish(route(worker, variants=(first, old)))
+    with ThreadPoolExecutor(2) as clients:
+        held = clients.submit(variant_gateway.complete, first.name)
+        wait_until(lambda: f"{first.content_hash} /models/HELD" in checks(variant_gateway), "the base is hashed")
+        answer = clients.submit(variant_gateway.complete, old.name)
+        pending = 'iserve_gateway_pending_loads{deployment="m"}'
+        wait_until(lambda: variant_gateway.metric(pending) == 2, "the second waits for the first")
+        variant_gateway.publish(route(worker, variants=(first, new) if is_replaced else (first,)))
+        folders = variant_gateway.home / "variants"
+        if is_gone:
+            (folders / f"{old.content_hash}.broken").touch()
+        (folders / f"{first.content_hash}.hashed").touch()
+        assert said(held.result()) == first.content_hash
+        if is_replaced:
+            assert said(answer.result()) == new.content_hash
+        else:
+            assert (answer.result().status, answer.result().error["code"]) == (404, "model_not_found")
+    assert (old.engine_name in worker.loads) is not is_gone
+
+
 def test_a_gateway_that_ends_waits_for_no_delta(make_variant_gateway: Any, make_adapter_worker: Any) -> None:
     worker, one = make_adapter_worker(reader=Reader(10**9)), delta("endless")
     gateway = make_variant_gateway("--grace", "0")
