@@ -124,8 +124,10 @@ class Autoscaler:
             self._controller.end_worker(worker.spec.worker_id, f"{row.name} is scaled to zero")
 
     def _record(self, row: DeploymentRow, phase: str, message: str) -> None:
-        self._controller.store.update_deployment(row.id, phase=phase)
-        self._controller.store.add_event(row.id, phase, message)
+        """Change the phase, unless an update was accepted meanwhile: it has workers of its own to start."""
+        store = self._controller.store
+        if store.update_deployment(row.id, phase=phase, as_read=row, unless_updating=True):
+            store.add_event(row.id, phase, message)
 
 
 def _idle_limit_s(row: DeploymentRow) -> float | None:

@@ -285,10 +285,13 @@ class Store:
         plan: bytes | None = None,
         workers: bytes | None = None,
         as_read: DeploymentRow | None = None,
+        unless_updating: bool = False,
     ) -> bool:
-        """Change what is given. A new phase without an error clears the error. False: it is gone, or its phase or
-        its workers are no longer those of ``as_read``."""
+        """Change what is given. A new phase without an error clears the error. False: it is gone, its phase or
+        its workers are no longer those of ``as_read``, or it is being updated."""
         same = deployments.c.id == deployment_id
+        if unless_updating:
+            same &= deployments.c.update_request.is_(None)
         if as_read is not None:
             same &= deployments.c.phase == as_read.phase
             same &= deployments.c.workers.is_not_distinct_from(as_read.workers)

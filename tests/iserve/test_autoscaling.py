@@ -248,6 +248,22 @@ def test_nothing_falls_asleep_while_it_is_checked_or_after_a_change(world: Nappi
     assert world.phase() == "scaled-to-zero"
 
 
+def test_an_update_that_is_accepted_meanwhile_keeps_its_deployment_awake(world: Napping, until: Until) -> None:
+    """It may be while the gateway is asked for what it has; at zero, no request would start it again."""
+    world.deploy_one(until)
+    world.later(10 * LIMIT_S, idle_s=0)
+    row, demand = world.store.deployment("a"), world.controller.demand
+
+    def while_asked() -> Demand | None:
+        assert world.store.begin_update(row.id, to_json(DeployBody(name="a")), "asked for", former=row.request)
+        return demand()
+
+    world.controller.demand = while_asked  # type: ignore[method-assign]
+    world.idle_s = LIMIT_S
+    world.autoscaler.look((row,), world.node.client.node(), 0)
+    assert (world.phase(), world.store.deployment("a").update_request is None) == ("ready", False)
+
+
 def test_a_deployment_that_may_not_sleep_is_not_watched(world: Napping, until: Until) -> None:
     world.deploy_one(until, scale_to_zero_s=None)
     world.later(1e6, idle_s=1e6)
