@@ -249,7 +249,7 @@ def end_token_ids(checkpoint: Path, codec: TextCodec | None) -> frozenset[int]:
             value = json.loads((checkpoint / name).read_bytes()).get("eos_token_id")
         except FileNotFoundError:
             continue
-        except (OSError, ValueError, AttributeError) as error:
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{checkpoint / name} cannot be read: {error}") from error
         found.update(token for token in (value if isinstance(value, list) else [value]) if isinstance(token, int))
         if found:

@@ -24,7 +24,9 @@ def score(logits_V: np.ndarray, token: int, top: int) -> TokenScore:
     """Return the score of ``token`` by a row of logits, at least one of them finite, none NaN."""
     highest = logits_V.max()
     total = np.log(np.exp(logits_V - highest, dtype=np.float64).sum())
-    best = np.argpartition(logits_V, -top)[-top:] if 0 < top < len(logits_V) else np.arange(len(logits_V))
+    best = np.arange(len(logits_V) if top else 0)  # sorting a vocabulary takes as long as a step
+    if 0 < top < len(logits_V):
+        best = np.argpartition(logits_V, -top)[-top:]
     best = best[np.lexsort((best, -logits_V[best]))][:top]
 
     def logprob(index: int) -> float:

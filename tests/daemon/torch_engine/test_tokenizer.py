@@ -162,6 +162,12 @@ def test_the_demo_tokenizer_and_its_template(demo_checkpoint: Path) -> None:
     assert codec.decode([*codec.encode("a", 99), 999_999]) == "a"
 
 
+def test_end_tokens_nested_too_deeply_are_an_error_of_the_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    with pytest.raises(CheckpointError, match=r"generation_config\.json cannot be read"):
+        end_token_ids(tmp_path, None)
+
+
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(demo_checkpoint: Path, tmp_path: Path) -> None:
     """A text that may fit is not refused: the demo's longest token, the most that a token represents, is a special
     one.
