@@ -113,6 +113,8 @@ def _pair(text: Text, model: Scorer, against: Scorer | None) -> _Sums | None:
         if against is None:
             return _sums(text, scored, None)
         reference = against.score(Text(scored.part) if scored.was_cut else text)
+        if reference.was_cut and reference.part != scored.part:  # its context is shorter: within a word, mostly
+            scored = model.score(Text(reference.part))
     except TooLongError:
         return None
     common = min(len(scored.tokens), len(reference.tokens))

@@ -252,6 +252,39 @@ def test_the_probabilities_of_a_text_are_not_kept_after_it() -> None:
     assert alive[-1] == 0
 
 
+@pytest.mark.parametrize("context", range(2, 9))
+def test_a_reference_with_a_shorter_context_is_compared_on_what_it_reads(context: int) -> None:
+    """It is given half of the text until that fits: cut within a word, whose token is another one then."""
+
+    class Model:
+        """One token a word."""
+
+        def __init__(self, name: str, context: int) -> None:
+            self.name, self._context = name, context
+
+        def score(self, text: Text) -> ScoredText:
+            part = text.text
+            while len(part.split()) > self._context:
+                part = part[: len(part) // 2]
+            tokens = tuple(part.split())
+            return ScoredText(
+                tokens=tokens,
+                logprobs=(-0.5,) * len(tokens),
+                top=({"": -0.5},) * len(tokens),
+                was_cut=part != text.text,
+                is_match=None,
+                part=part,
+            )
+
+    texts = TextFile(
+        path=Path("t"), sha256="0" * 64, texts=(Text("of nine long words the first have room here"),), num_cut=0
+    )
+    found = measure(texts, Model("m", 9), Model("reference", context), seed=0)
+    assert 0 < found.text.num_tokens <= context
+    assert found.text.num_cut == 1
+    assert found.comparison is not None
+
+
 def test_words(iserve: Callable[..., Done], endpoint: Endpoint, pairs: Path, text: Path, golden: Golden) -> None:
     done = iserve("quality", "variant", "--against", "base", "--text", pairs, "--url", endpoint.url)
     golden("quality", done.out, "against")
