@@ -85,8 +85,14 @@ def search(
             attainment, and Algorithm 1 with width 1 on the groups that this finds best for a bucket.
 
     Raises:
-        InfeasibleError: ``keep_all``, and no placement of all models was found.
+        InfeasibleError: ``keep_all``, and no placement of all models was found, or one is not run in 16 bits.
     """
+    other_bits = [name for name, model in models.items() if not sixteen_bit(model.configs)]
+    if other_bits and keep_all:
+        raise InfeasibleError(f"no engine runs {', '.join(other_bits)} in 16 bits, as AlpaServe does")
+    models = {name: model for name, model in models.items() if name not in other_bits}
+    if not models:
+        return Plan(_NOTHING, (), 0)
     selector = Selector(models, batch_of, places, judge, keep_all=keep_all)
     ranges = _Ranges(models, selector, beam)
     gpus = in_order(cluster)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fingerprint.config import WeightFormat
 from fingerprint.errors import InfeasibleError
 from placement.routing import make_router
 from placement.types import ClusterSnapshot, Placement
@@ -25,6 +26,7 @@ from traces.simulator.simulation import simulate
 from traces.summary import kept
 
 PLACES = Places(1)
+QUANTIZED = known("quantized", weights=(WeightFormat.INT8,))
 
 
 class Case:
@@ -300,3 +302,12 @@ def test_the_gpus_go_to_the_buckets_that_make_most_of_them() -> None:
     assert plan.score.met == 4
     assert sorted(placed.model for placed in plan.replicas) == ["a", "a", "a", "b"]
     assert sorted(bytes_on(*(placed.placement for placed in plan.replicas))) == [f"gpu{i}" for i in range(4)]
+
+
+@pytest.mark.parametrize("models", [[QUANTIZED], [QUANTIZED, known("a")]])
+def test_a_model_that_no_engine_runs_in_16_bits_is_dropped(models: list[Knowledge], golden: Golden) -> None:
+    case = Case(models, asked((0, "quantized", 1), *[(0, m.name, 1) for m in models[1:]]), 9.0, cluster(1))
+    assert [placed.model for placed in case.search().replicas] == [m.name for m in models[1:]]
+    with pytest.raises(InfeasibleError) as refused:
+        case.search(keep_all=True)
+    golden("simulator-errors", str(refused.value))
