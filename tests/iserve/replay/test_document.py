@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from datetime import UTC, datetime
 from xml.etree import ElementTree
 
@@ -136,3 +137,13 @@ def test_hostile_names_and_words_are_text() -> None:
     page = render_replay(document(mixed(), trace=HOSTILE, words=HOSTILE))
     assert "<script" not in page
     ElementTree.fromstring(page.partition("\n")[2])
+
+
+def test_a_share_of_kept_limits_is_of_the_requests_next_to_it() -> None:
+    """Requests that were in flight when the run was ended are not judged."""
+    run = outcomes(
+        ttft_s=[0.1, 0.2, NAN], e2e_s=[1, 9, NAN], failure=[Failure.NONE, Failure.NONE, Failure.INTERRUPTED]
+    )
+    page = render_replay(document(run, slo=Slo(e2e_s=5)))
+    (met, judged, share), *_ = re.findall(r"(\d+) of (\d+) requests \w+ \w+ \w+ \(([\d.]+)%\)", page)
+    assert (int(met), int(judged), float(share)) == (1, 2, 50.0)

@@ -133,7 +133,7 @@ class OutputSlots:
             this: Any, y: torch.Tensor, x: torch.Tensor, lora_a_stacked: torch.Tensor, *args: Any, **kwargs: Any
         ) -> None:
             changed, ids = self._changed.get(lora_a_stacked, ()), getattr(this, "iserve_ids", None)
-            if changed and (ids is None or any(ids[index] is not None for index in changed)):
+            if changed and (ids is None or any(ids[index] is not None for index in tuple(changed))):
                 theirs(this, y, x, lora_a_stacked, *args, **kwargs)
 
         wrapper.add_lora_logits = add_lora_logits  # type: ignore[attr-defined]
