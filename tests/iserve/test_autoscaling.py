@@ -249,7 +249,7 @@ def test_nothing_falls_asleep_while_it_is_checked_or_after_a_change(world: Nappi
 
 
 def test_an_update_that_is_accepted_meanwhile_keeps_its_deployment_awake(world: Napping, until: Until) -> None:
-    """It may be while the gateway is asked for what it has; at zero, no request would start it again."""
+    # It may be while the gateway is asked for what it has; at zero, no request would start it again.
     world.deploy_one(until)
     world.later(10 * LIMIT_S, idle_s=0)
     row, demand = world.store.deployment("a"), world.controller.demand

@@ -254,10 +254,10 @@ def test_the_probabilities_of_a_text_are_not_kept_after_it() -> None:
 
 @pytest.mark.parametrize("context", range(2, 9))
 def test_a_reference_with_a_shorter_context_is_compared_on_what_it_reads(context: int) -> None:
-    """It is given half of the text until that fits: cut within a word, whose token is another one then."""
+    # It is given half of the text until that fits: cut within a word, whose token is another one then.
 
     class Model:
-        """One token a word."""
+        """Model with one token for each word."""
 
         def __init__(self, name: str, context: int) -> None:
             self.name, self._context = name, context
