@@ -30,6 +30,8 @@ class LayerShape:
     """KV-cache elements of one token, over all KV heads; 0: none of its own."""
     kv_read_elements: int = 0
     """Elements read of a token's KV cache that another layer keeps."""
+    kv_heads: int = 0
+    """KV heads of these elements, which TP ranks never split; 0: as many as the model's `num_kv_heads`."""
     kv_fp8_bytes: int = 0
     """Bytes of one token in an fp8 cache, where they are not one for each element; 0: they are."""
     state_bytes: int = 0
@@ -198,6 +200,10 @@ class ModelSpec:
             return float(packed)
         return self.kv_elements * KV_ELEMENT_BYTES[kv]
 
+    def kv_heads_of(self, kind: LayerKind) -> int:
+        """Return the KV heads of a layer of ``kind``."""
+        return (kind.shape.kv_heads if kind.shape else 0) or self.num_kv_heads
+
     def kv_share(self, kind: LayerKind, kv: KvFormat) -> float:
         """Return a token's part in a layer of ``kind``, of :meth:`kv_bytes_per_token_per_layer`."""
         packed = kind.shape.kv_fp8_bytes if kind.shape and kv is KvFormat.FP8 else 0
@@ -272,7 +278,8 @@ class ModelSpec:
         """Equal for models of one shape: a profile of one serves the other.
 
         What a shape does not have is left out, so that a field added later changes no hash that is kept somewhere.
-        Towers count in other sizes, and code is no shape.
+        Towers count in other sizes, and code is no shape. KV heads of single layers are left out because profiles
+        of before do not say them: the model that they are used for does.
         """
         facts = to_builtins(self)
         for name in ("tower_params", "tower_vector_params", "own_code"):
@@ -281,6 +288,7 @@ class ModelSpec:
             if not facts[name]:
                 del facts[name]
         for shape in facts.get("layer_shapes", ()):
+            del shape["kv_heads"]
             for name in ("kv_fp8_bytes", "state_group_bytes", "state_groups"):
                 if not shape[name]:
                     del shape[name]

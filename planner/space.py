@@ -131,8 +131,9 @@ def shape_refusal(spec: ModelSpec, config: DeploymentConfig, num_gpus: int) -> s
         return f"pp={pp} needs at least {pp} layers, the model has {spec.num_layers}"
     if spec.num_heads % tp:
         return f"tp={tp} does not divide the {spec.num_heads} attention heads"
-    if max(spec.num_kv_heads, tp) % min(spec.num_kv_heads, tp):
-        return f"neither of tp={tp} and the {spec.num_kv_heads} KV heads divides the other"
+    for heads in sorted({spec.kv_heads_of(kind) for kind in spec.kinds}, reverse=True):
+        if max(heads, tp) % min(heads, tp):
+            return f"neither of tp={tp} and the {heads} KV heads divides the other"
     if spec.intermediate_size % tp:
         return f"tp={tp} does not divide the intermediate size {spec.intermediate_size}"
     return None

@@ -170,7 +170,7 @@ def _index_bytes(leaves: Shapes) -> int:
 def _attention(leaves: Shapes, facts: Facts) -> Kept:
     keys = sum(shape[0] for name, shape in leaves.items() if _K.search(name) and "indexer" not in name)
     values = sum(shape[0] for name, shape in leaves.items() if _V.search(name)) or keys  # V may be K itself
-    head_dim = facts.head_dim or keys
+    head_dim = _normed_width(leaves) or facts.head_dim or keys
     heads = keys // head_dim if keys % head_dim == 0 else facts.kv_heads or 1
     elements, index_bytes = keys + values, _index_bytes(leaves)
     return Kept(
@@ -180,6 +180,14 @@ def _attention(leaves: Shapes, facts: Facts) -> Kept:
         kv_fp8_bytes=elements + index_bytes if index_bytes else 0,
         state_bytes=_tails(leaves),
     )
+
+
+def _normed_width(leaves: Shapes) -> int | None:
+    """Return the width of a query head where each is normed by itself; layers may differ in it (Gemma 4)."""
+    queries = sum(shape[0] for name, shape in leaves.items() if _Q.search(name))
+    norms = {shape for name, shape in leaves.items() if re.search(r"(^|\.)q_norm$", name)}
+    width = next(iter(norms))[0] if len(norms) == 1 and {len(shape) for shape in norms} == {1} else 0
+    return width if width and width < queries and queries % width == 0 else None
 
 
 def _fused(leaves: Shapes, facts: Facts) -> Kept:

@@ -162,10 +162,13 @@ def _heads(most: _Layer, facts: Facts) -> _Heads:
     elements = most.shape.kv_elements
     if not elements:
         return _Heads(heads, head_dim, facts.kv_heads or heads, 2 * (facts.head_dim or 1))
-    kv_heads = most.kv_heads or 1
-    if elements % kv_heads:
-        return _Heads(heads, head_dim, 1, elements)
+    kv_heads = _whole_heads(elements, most.kv_heads)
     return _Heads(heads, head_dim, kv_heads, elements // kv_heads)
+
+
+def _whole_heads(elements: int, heads: int) -> int:
+    """Return ``heads``, or one where ``elements`` of a token are not of so many."""
+    return heads if heads and elements % heads == 0 else 1
 
 
 def _per_token(layers: Sequence[_Layer], facts: Facts) -> int:
@@ -209,13 +212,14 @@ def _layers(stack: Stack, facts: Facts) -> list[_Layer]:
 
 def _with_what_is_looked_at(layers: list[_Layer]) -> list[_Layer]:
     """Let layers with queries alone look at as much as the other layers keep."""
-    most = max(layer.shape.kv_elements for layer in layers)
+    most = max((layer.shape for layer in layers), key=lambda shape: shape.kv_elements)
 
     def whole(layer: _Layer) -> _Layer:
         shape = layer.shape
         if not shape.mixer.startswith(QUERIES_ALONE) or shape.kv_read_elements:
             return layer
-        return replace(layer, shape=replace(shape, kv_read_elements=most))
+        read = replace(shape, kv_read_elements=most.kv_elements, kv_heads=most.kv_heads)
+        return replace(layer, shape=read)
 
     return [whole(layer) for layer in layers]
 
@@ -226,7 +230,12 @@ def _with_shared_attention(layers: list[_Layer], attends: list[bool]) -> list[_L
     return [
         replace(
             layer,
-            shape=replace(layer.shape, mixer=whole.shape.mixer, kv_elements=whole.shape.kv_elements),
+            shape=replace(
+                layer.shape,
+                mixer=whole.shape.mixer,
+                kv_elements=whole.shape.kv_elements,
+                kv_heads=whole.shape.kv_heads,
+            ),
             kv_heads=whole.kv_heads,
         )
         if uses
@@ -245,6 +254,7 @@ def _layer(tensors: Mapping[str, tuple[int, ...]], kept: Kept, facts: Facts) -> 
         linear_params=sum(map(prod, [*experts.values(), *linear])),
         expert_params=sum(map(prod, experts.values())),
         kv_elements=kept.kv_elements,
+        kv_heads=_whole_heads(kept.kv_elements, kept.kv_heads) if kept.kv_elements else 0,
         kv_fp8_bytes=kept.kv_fp8_bytes,
         state_bytes=kept.state_bytes,
         state_group_bytes=kept.state_group_bytes,

@@ -28,7 +28,7 @@ from fingerprint.measurements import MeasuredKey, MemoryPoint, Profile, key_of
 from fingerprint.model_spec import ModelSpec
 from fingerprint.weight_bytes import (
     embedding_bytes,
-    kv_heads_per_gpu,
+    kv_token_bytes_per_gpu,
     layer_weight_bytes_per_gpu,
     layers_per_block,
     linear_element_bytes,
@@ -85,9 +85,8 @@ class CountedMemory:
         if points:
             return self._kept_bytes(config, points, workload)
         everywhere = [point for of_one in self._points.values() for point in of_one]
-        per_token = self._spec.kv_bytes_per_token_per_layer(config.kv) * kv_heads_per_gpu(self._spec, config.tp)
-        step_tokens = _largest_step(everywhere)
-        return layer_kept_bytes(self._spec, config, workload, step_tokens, per_token / self._spec.num_kv_heads)
+        step_tokens, token_bytes = _largest_step(everywhere), kv_token_bytes_per_gpu(self._spec, config)
+        return layer_kept_bytes(self._spec, config, workload, step_tokens, token_bytes)
 
     def memory(self, config: DeploymentConfig, workload: Workload) -> MemoryEstimate:
         """Memory of ``config`` with KV for ``workload``.
