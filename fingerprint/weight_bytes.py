@@ -35,6 +35,7 @@ __all__ = [
     "layers_per_block",
     "linear_element_bytes",
     "mean_kv_elements",
+    "stage_weight_ratio",
 ]
 
 WEIGHT_16BIT_BYTES = 2.0
@@ -277,6 +278,18 @@ def layer_weight_bytes_per_gpu(spec: ModelSpec, config: DeploymentConfig) -> flo
     experts = spec.stored.layer_expert_bytes
     dense_bytes = (spec.stored.layer_linear_bytes - experts) / max(dense_params, 1)
     return (split - spec.layer_expert_params / config.tp) * dense_bytes + experts / config.tp + rest
+
+
+def stage_weight_ratio(spec: ModelSpec, pp: int) -> float:
+    """Return what a layer of the heaviest stage weighs, of an even split, over the mean layer of the model.
+
+    Raises:
+        ConfigError: more stages than layers.
+    """
+    if pp == 1 or not spec.layer_shapes:
+        return 1.0
+    params = [kind.shape.params if kind.shape else spec.layer_params for kind in spec.kinds]
+    return _mean_of_the_fullest_stage(spec, pp, params) * spec.num_layers / spec.layers_params
 
 
 def mean_kv_elements(spec: ModelSpec, tp: int) -> float:

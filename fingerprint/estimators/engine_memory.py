@@ -32,6 +32,7 @@ from fingerprint.weight_bytes import (
     layer_weight_bytes_per_gpu,
     layers_per_block,
     linear_element_bytes,
+    stage_weight_ratio,
 )
 
 __all__ = ["CountedMemory", "allocated_layer_bytes"]
@@ -105,7 +106,7 @@ class CountedMemory:
             tp=config.tp,
             pp=config.pp,
             num_layers=self._spec.num_layers,
-            layer_weight_bytes=math.ceil(layer),
+            layer_weight_bytes=math.ceil(layer * stage_weight_ratio(self._spec, config.pp)),
             layer_kv_bytes=math.ceil(self._kept_bytes(config, points, workload)),
             first_stage_bytes=math.ceil(first),
             last_stage_bytes=math.ceil(last),

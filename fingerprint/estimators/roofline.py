@@ -35,6 +35,7 @@ from fingerprint.weight_bytes import (
     kv_token_bytes_per_gpu,
     layer_state_bytes_per_gpu,
     layer_weight_bytes_per_gpu,
+    stage_weight_ratio,
 )
 
 __all__ = ["CALIBRATED", "DEFAULT_MAX_BATCHED_TOKENS", "RooflineConstants", "RooflineEstimator", "all_reduce_s"]
@@ -352,7 +353,7 @@ class RooflineEstimator:
             tp=tp,
             pp=config.pp,
             num_layers=spec.num_layers,
-            layer_weight_bytes=math.ceil(shard.layer_bytes),
+            layer_weight_bytes=math.ceil(shard.layer_bytes * stage_weight_ratio(spec, config.pp)),
             layer_kv_bytes=math.ceil(layer_kept_bytes(spec, config, workload, step_tokens, shard.kv_token_bytes)),
             first_stage_bytes=math.ceil(embedding_bytes(spec) / tp),
             last_stage_bytes=math.ceil(last_bytes),
