@@ -32,6 +32,8 @@ class LayerShape:
     """Elements read of a token's KV cache that another layer keeps."""
     kv_heads: int = 0
     """KV heads of these elements, which TP ranks never split; 0: as many as the model's `num_kv_heads`."""
+    query_width: int = 0
+    """Query heads times the width of the values that each sums up, in attention to every token; 0: not known."""
     kv_fp8_bytes: int = 0
     """Bytes of one token in an fp8 cache, where they are not one for each element; 0: they are."""
     state_bytes: int = 0
@@ -56,6 +58,7 @@ class LayerKind:
     shape: LayerShape | None = None  # None: all layers of the model have one
     kv_share: float = 1.0  # of ``ModelSpec.kv_elements``, what a token takes in one of them
     read_share: float = 1.0  # likewise what one of them looks at, be it kept by another
+    query_share: float = 1.0  # of the model's heads x width, that of its queries; else as it reads
 
     def attended(self, context: float) -> float:
         """Return how many of ``context`` tokens the last one looks at."""
@@ -247,8 +250,10 @@ class ModelSpec:
         shapes = self.layer_shapes
         shares = [shape.kv_elements / self.kv_elements for shape in shapes]
         read = [(shape.kv_elements + shape.kv_read_elements) / self.kv_elements for shape in shapes]
+        width = self.num_heads * self.head_dim
+        queries = [shape.query_width / width or share for shape, share in zip(shapes, read, strict=True)]
         return tuple(
-            LayerKind(window, count, shapes[index], shares[index], read[index])
+            LayerKind(window, count, shapes[index], shares[index], read[index], queries[index])
             for (window, index), count in counts.items()
         )
 
@@ -278,8 +283,8 @@ class ModelSpec:
         """Equal for models of one shape: a profile of one serves the other.
 
         What a shape does not have is left out, so that a field added later changes no hash that is kept somewhere.
-        Towers count in other sizes, and code is no shape. KV heads of single layers are left out because profiles
-        of before do not say them: the model that they are used for does.
+        Towers count in other sizes, and code is no shape. KV heads and queries of single layers are left out
+        because earlier profiles do not say them: the model that they are used for does.
         """
         facts = to_builtins(self)
         for name in ("tower_params", "tower_vector_params", "own_code"):
@@ -288,7 +293,7 @@ class ModelSpec:
             if not facts[name]:
                 del facts[name]
         for shape in facts.get("layer_shapes", ()):
-            del shape["kv_heads"]
+            del shape["kv_heads"], shape["query_width"]
             for name in ("kv_fp8_bytes", "state_group_bytes", "state_groups"):
                 if not shape[name]:
                     del shape[name]

@@ -235,6 +235,7 @@ def _with_shared_attention(layers: list[_Layer], attends: list[bool]) -> list[_L
                 mixer=whole.shape.mixer,
                 kv_elements=whole.shape.kv_elements,
                 kv_heads=whole.shape.kv_heads,
+                query_width=whole.shape.query_width,
             ),
             kv_heads=whole.kv_heads,
         )
@@ -255,6 +256,7 @@ def _layer(tensors: Mapping[str, tuple[int, ...]], kept: Kept, facts: Facts) -> 
         expert_params=sum(map(prod, experts.values())),
         kv_elements=kept.kv_elements,
         kv_heads=_whole_heads(kept.kv_elements, kept.kv_heads) if kept.kv_elements else 0,
+        query_width=kept.query_width,
         kv_fp8_bytes=kept.kv_fp8_bytes,
         state_bytes=kept.state_bytes,
         state_group_bytes=kept.state_group_bytes,

@@ -166,7 +166,7 @@ class RooflineEstimator:
         self._eager = frozenset() if gpu.is_cpu else eager
         self._adapter_kernels = adapter_kernels
         self._kinds = spec.kinds
-        self._query_shares = [kind.read_share for kind in spec.kinds]
+        self._query_shares = [kind.query_share for kind in spec.kinds]
         self._shards: dict[DeploymentConfig, _Shard] = {}
 
     def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:

@@ -86,6 +86,25 @@ def test_a_decode_step_reads_the_heads_that_a_rank_has() -> None:
     assert [reads_s(4), reads_s(8)] == pytest.approx([100_000 * 10 * 512 * 2 * 2 / bandwidth] * 2)
 
 
+def test_a_long_prompt_takes_the_arithmetic_of_each_kind_s_queries() -> None:
+    """``Gemma4Attention`` has 32 query heads in all layers, of 512 in 10 of them: 4 FLOPs an element and pair.
+
+    What grows with the prompt's length alone falls out of the time of twice the prompt less twice the prompt's.
+    """
+    tokens, estimator = 16 * 8192, RooflineEstimator(GEMMA, H200)
+    once, twice = (estimator.ttft_s(DeploymentConfig(), Workload(1, count, 1)) for count in (tokens, 2 * tokens))
+    flops = 10 * 4 * 32 * 512 * tokens**2
+    assert twice - 2 * once == pytest.approx(flops / (989e12 * CALIBRATED.compute_efficiency), rel=1e-3)
+
+
+def test_a_prompt_takes_no_less_arithmetic_where_fewer_kv_heads_are_kept() -> None:
+    """``QKVParallelLinear`` gives every query head its keys, however many share them."""
+    few, many = (replace(GEMMA.layer_shapes[1], kv_heads=count, kv_elements=1024 * count) for count in (4, 16))
+    specs = [replace(GEMMA, layer_shapes=(GEMMA.layer_shapes[0], shape)) for shape in (few, many)]
+    times = [RooflineEstimator(spec, H200).ttft_s(DeploymentConfig(), LONG) for spec in specs]
+    assert times[0] == pytest.approx(times[1], rel=1e-3)
+
+
 def test_the_matrices_of_whole_heads_are_whole_on_each_rank() -> None:
     """``QKVParallelLinear`` splits no KV head: of 4 at 8 ranks each has a quarter, not an eighth."""
     few = replace(GEMMA, layer_shapes=tuple(replace(shape, kv_heads=16) for shape in GEMMA.layer_shapes))
@@ -106,7 +125,8 @@ def test_a_degree_that_some_layers_heads_do_not_take_is_refused() -> None:
 
 def test_heads_of_layers_change_no_hash() -> None:
     """A profile of an earlier release, which does not say them, serves the model all the same."""
-    silent = replace(GEMMA, layer_shapes=tuple(replace(shape, kv_heads=0) for shape in GEMMA.layer_shapes))
+    shapes = tuple(replace(shape, kv_heads=0, query_width=0) for shape in GEMMA.layer_shapes)
+    silent = replace(GEMMA, layer_shapes=shapes)
     assert silent.shape_hash == GEMMA.shape_hash
 
 
