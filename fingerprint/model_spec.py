@@ -38,6 +38,8 @@ class LayerShape:
     """Bytes of one token in an fp8 cache, where they are not one for each element; 0: they are."""
     state_bytes: int = 0
     """Bytes of state per request whatever its length, over all ranks."""
+    state_heads: int = 0
+    """Heads of the state, of which TP ranks have equal numbers; 0: none, or not known."""
     state_group_bytes: int = 0
     """Bytes of these in one group, of which a TP rank keeps at least one."""
     state_groups: int = 0
@@ -283,7 +285,7 @@ class ModelSpec:
         """Equal for models of one shape: a profile of one serves the other.
 
         What a shape does not have is left out, so that a field added later changes no hash that is kept somewhere.
-        Towers count in other sizes, and code is no shape. KV heads and queries of single layers are left out
+        Towers count in other sizes, and code is no shape. Heads and queries of single layers are left out
         because earlier profiles do not say them: the model that they are used for does.
         """
         facts = to_builtins(self)
@@ -293,7 +295,7 @@ class ModelSpec:
             if not facts[name]:
                 del facts[name]
         for shape in facts.get("layer_shapes", ()):
-            del shape["kv_heads"], shape["query_width"]
+            del shape["kv_heads"], shape["query_width"], shape["state_heads"]
             for name in ("kv_fp8_bytes", "state_group_bytes", "state_groups"):
                 if not shape[name]:
                     del shape[name]

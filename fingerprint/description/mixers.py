@@ -49,6 +49,7 @@ class Kept:
     query_width: int = 0  # query heads times the width of their values, in attention to every token
     kv_fp8_bytes: int = 0  # of a token in an fp8 cache, where that is no byte for each element
     state_bytes: int = 0  # of a sequence
+    state_heads: int = 0  # which TP ranks divide evenly
     state_group_bytes: int = 0  # of these, in one of ``state_groups``, which TP ranks have whole
     state_groups: int = 0
 
@@ -90,6 +91,7 @@ def kept_of_layer(layer: Shapes, facts: Facts) -> Kept:
         else 0,
         state_bytes=sum(each.state_bytes for each in kept),
         state_group_bytes=sum(each.state_group_bytes for each in kept),
+        state_heads=max((each.state_heads for each in kept), default=0),
         state_groups=max((each.state_groups for each in kept), default=0),
     )
 
@@ -269,6 +271,7 @@ def _mamba2(leaves: Shapes, facts: Facts, heads: int) -> Kept:
         mixer="mamba2",
         kv_heads=heads,
         state_bytes=facts.state_element_bytes * inner * state + _tails(leaves),
+        state_heads=heads,
         state_group_bytes=_tail_bytes((shared, *convolution[1:])) // groups,
         state_groups=groups,
     )
@@ -287,4 +290,4 @@ def _gated_delta(leaves: Shapes, facts: Facts, heads: int) -> Kept:
     has_gates = any(re.search(r"(^|\.)(forget_gate|f_a_proj|f_proj)(\.|$)", name) for name in leaves)
     element_bytes = 4 if has_gates else facts.state_element_bytes  # Kimi's is float32 whatever the config says
     state_bytes = element_bytes * state + _tails(leaves)
-    return Kept(mixer="gated delta", kv_heads=heads, state_bytes=state_bytes)
+    return Kept(mixer="gated delta", kv_heads=heads, state_bytes=state_bytes, state_heads=heads)

@@ -259,6 +259,7 @@ def _layer(tensors: Mapping[str, tuple[int, ...]], kept: Kept, facts: Facts) -> 
         query_width=kept.query_width,
         kv_fp8_bytes=kept.kv_fp8_bytes,
         state_bytes=kept.state_bytes,
+        state_heads=kept.state_heads,
         state_group_bytes=kept.state_group_bytes,
         state_groups=kept.state_groups,
     )
