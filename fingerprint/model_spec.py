@@ -14,6 +14,9 @@ __all__ = ["KV_ELEMENT_BYTES", "LayerKind", "LayerShape", "ModelSpec", "Stored"]
 KV_ELEMENT_BYTES = {KvFormat.BITS16: 2.0, KvFormat.INT8: 1.0, KvFormat.FP8: 1.0}
 
 
+_SAID_LATER = ("kv_heads", "query_width", "state_heads", "whole_params")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerShape:
     """Parts of a layer and what it keeps of a sequence, in a model whose layers differ in that."""
@@ -24,6 +27,8 @@ class LayerShape:
     """Parameters of the layer, all experts included."""
     linear_params: int
     """Parameters in linear matrices."""
+    whole_params: int = 0
+    """Parameters in linear matrices that TP ranks have whole, such as those to latents; 0: by KV heads alone."""
     expert_params: int = 0
     """Parameters of the experts."""
     kv_elements: int
@@ -285,8 +290,8 @@ class ModelSpec:
         """Equal for models of one shape: a profile of one serves the other.
 
         What a shape does not have is left out, so that a field added later changes no hash that is kept somewhere.
-        Towers count in other sizes, and code is no shape. Heads and queries of single layers are left out
-        because earlier profiles do not say them: the model that they are used for does.
+        Towers count in other sizes, and code is no shape. What earlier profiles do not say of layers is
+        left out: the model that they are used for does.
         """
         facts = to_builtins(self)
         for name in ("tower_params", "tower_vector_params", "own_code"):
@@ -295,7 +300,8 @@ class ModelSpec:
             if not facts[name]:
                 del facts[name]
         for shape in facts.get("layer_shapes", ()):
-            del shape["kv_heads"], shape["query_width"], shape["state_heads"]
+            for name in _SAID_LATER:
+                del shape[name]
             for name in ("kv_fp8_bytes", "state_group_bytes", "state_groups"):
                 if not shape[name]:
                     del shape[name]

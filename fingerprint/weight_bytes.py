@@ -34,7 +34,6 @@ __all__ = [
     "layer_weight_bytes_per_gpu",
     "layers_per_block",
     "linear_element_bytes",
-    "mean_kv_elements",
     "stage_weight_ratio",
 ]
 
@@ -264,15 +263,16 @@ def layer_weight_bytes_per_gpu(spec: ModelSpec, config: DeploymentConfig) -> flo
     """Return bytes of one hidden layer on one GPU of the TP group.
 
     Linear matrices are divided by ``tp``; K and V projections by at most the KV heads of their layer; norms,
-    biases and routers are on every rank (a column-parallel bias is in truth divided: under 0.1% of a layer).
+    biases, routers and projections to latents are on every rank (a column-parallel bias is in truth divided: under
+    0.1% of a layer).
     """
     element_bytes = linear_element_bytes(spec, config.weights) * kept_fraction(config.pruning)
     dense_params = spec.layer_linear_params - spec.layer_expert_params
-    made = mean_kv_elements(spec, 1)
-    kv_params = min(spec.hidden_size * made, dense_params)
-    kv_of_rank = kv_params * mean_kv_elements(spec, config.tp) / (made or 1.0)
+    made = _apart_params(spec, 1)
+    apart = min(made, dense_params)
+    apart_of_rank = apart * _apart_params(spec, config.tp) / (made or 1.0)
     rest = (spec.layer_params - spec.layer_linear_params) * WEIGHT_16BIT_BYTES
-    split = (spec.layer_linear_params - kv_params) / config.tp + kv_of_rank
+    split = (spec.layer_linear_params - apart) / config.tp + apart_of_rank
     if spec.stored is None or config.weights is not WeightFormat.STORED or not spec.layer_expert_params:
         return split * element_bytes + rest
     experts = spec.stored.layer_expert_bytes
@@ -292,10 +292,18 @@ def stage_weight_ratio(spec: ModelSpec, pp: int) -> float:
     return _mean_of_the_fullest_stage(spec, pp, params) * spec.num_layers / spec.layers_params
 
 
-def mean_kv_elements(spec: ModelSpec, tp: int) -> float:
-    """Return the elements of K and V that one of ``tp`` ranks keeps of a token, in the mean over the layers."""
-    of_rank = sum(kind.count * kind.kv_share / min(tp, spec.kv_heads_of(kind)) for kind in spec.kinds)
-    return of_rank * spec.kv_elements / spec.num_layers
+def _apart_params(spec: ModelSpec, tp: int) -> float:
+    """Return the parameters that one of ``tp`` ranks has of matrices not simply divided, in the mean layer.
+
+    They are K's and V's, whose heads are never split, or what every rank has whole.
+    """
+
+    def of_rank(kind: LayerKind) -> float:
+        if kind.shape is not None and kind.shape.whole_params:
+            return kind.shape.whole_params
+        return spec.hidden_size * kind.kv_share * spec.kv_elements / min(tp, spec.kv_heads_of(kind))
+
+    return sum(kind.count * of_rank(kind) for kind in spec.kinds) / spec.num_layers
 
 
 def embedding_bytes(spec: ModelSpec) -> float:

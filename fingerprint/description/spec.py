@@ -21,6 +21,8 @@ from fingerprint.tensor_shapes import Role
 
 __all__ = ["describe", "spec_and_stack"]
 
+_WHOLE = re.compile(r"(^|\.)(q_a_proj|kv_a_proj_with_mqa|indexer\.(wq_b|wk|weights_proj))\.")
+
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
@@ -253,6 +255,9 @@ def _layer(tensors: Mapping[str, tuple[int, ...]], kept: Kept, facts: Facts) -> 
         mixer=kept.mixer + (", experts" if experts else ""),
         params=sum(map(prod, tensors.values())),
         linear_params=sum(map(prod, [*experts.values(), *linear])),
+        whole_params=sum(
+            prod(tensors[name]) for name, role in roles.items() if role is Role.LINEAR and _is_whole(name)
+        ),
         expert_params=sum(map(prod, experts.values())),
         kv_elements=kept.kv_elements,
         kv_heads=_whole_heads(kept.kv_elements, kept.kv_heads) if kept.kv_elements else 0,
@@ -264,6 +269,14 @@ def _layer(tensors: Mapping[str, tuple[int, ...]], kept: Kept, facts: Facts) -> 
         state_groups=kept.state_groups,
     )
     return _Layer(shape, kept.kv_heads, _num_experts(experts, facts.num_experts))
+
+
+def _is_whole(name: str) -> bool:
+    """Return whether vLLM gives every rank the matrix ``name``: those to latents, and of an indexer's choice.
+
+    Those are ``ReplicatedLinear`` and ``disable_tp`` in ``models/deepseek_v2.py`` of vLLM 0.33.
+    """
+    return _WHOLE.search(name) is not None
 
 
 def _num_experts(experts: Mapping[str, tuple[int, ...]], count: int) -> int:

@@ -113,6 +113,28 @@ def test_the_matrices_of_whole_heads_are_whole_on_each_rank() -> None:
     assert more == pytest.approx(of_layer * 10 / 60)
 
 
+@pytest.mark.parametrize(
+    ("model", "whole"),
+    [
+        pytest.param("deepseek-ai/DeepSeek-V3", 7168 * 1536 + 7168 * 576, id="to-latents"),
+        pytest.param(
+            "zai-org/GLM-5",
+            6144 * 2048 + 6144 * 576 + 2048 * 32 * 128 + 6144 * (128 + 32),
+            id="and-the-indexer",
+        ),
+    ],
+)
+def test_projections_to_latents_are_whole_on_each_rank(model: str, whole: int) -> None:
+    """``DeepseekV2MLAAttention``: ``fused_qkv_a_proj`` and its ``Indexer``'s ``wk_weights_proj`` have ``disable_tp``.
+
+    The indexer's ``wq_b`` is a ``ReplicatedLinear``.
+    """
+    spec = read_spec(family_truths.public(model).config)
+    alone, split = (layer_weight_bytes_per_gpu(spec, on_vllm(tp)) for tp in (1, 8))
+    rest = spec.layer_params - spec.layer_linear_params
+    assert split - alone / 8 == pytest.approx(2 * (whole + rest) * (1 - 1 / 8))
+
+
 def test_a_degree_that_some_layers_heads_do_not_take_is_refused() -> None:
     """``Gemma4Attention`` asserts that the ranks divide the layer's heads, or the heads the ranks."""
     odd = replace(GEMMA, layer_shapes=(GEMMA.layer_shapes[0], replace(GEMMA.layer_shapes[1], kv_heads=3)))
@@ -125,7 +147,7 @@ def test_a_degree_that_some_layers_heads_do_not_take_is_refused() -> None:
 
 def test_heads_of_layers_change_no_hash() -> None:
     """A profile of an earlier release, which does not say them, serves the model all the same."""
-    shapes = tuple(replace(shape, kv_heads=0, query_width=0) for shape in GEMMA.layer_shapes)
+    shapes = tuple(replace(shape, kv_heads=0, query_width=0, whole_params=0) for shape in GEMMA.layer_shapes)
     silent = replace(GEMMA, layer_shapes=shapes)
     assert silent.shape_hash == GEMMA.shape_hash
 
