@@ -14,7 +14,7 @@ __all__ = ["KV_ELEMENT_BYTES", "LayerKind", "LayerShape", "ModelSpec", "Stored"]
 KV_ELEMENT_BYTES = {KvFormat.BITS16: 2.0, KvFormat.INT8: 1.0, KvFormat.FP8: 1.0}
 
 
-_SAID_LATER = ("kv_heads", "query_width", "state_heads", "whole_params")
+_SAID_LATER = ("kv_heads", "query_width", "state_heads", "whole_params", "doubled_params")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +29,8 @@ class LayerShape:
     """Parameters in linear matrices."""
     whole_params: int = 0
     """Parameters in linear matrices that TP ranks have whole, such as those to latents; 0: by KV heads alone."""
+    doubled_params: int = 0
+    """Parameters of K's matrix where it is V's too, of which vLLM holds two copies."""
     expert_params: int = 0
     """Parameters of the experts."""
     kv_elements: int

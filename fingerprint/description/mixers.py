@@ -45,6 +45,7 @@ class Kept:
 
     mixer: str  # "attention", "latent attention", "gated delta", "mamba2" ...; joined by " and " where several
     kv_elements: int = 0  # of a token
+    doubled_params: int = 0  # of a matrix of K that is V's too
     kv_heads: int = 0  # that the elements, or the state, are of
     query_width: int = 0  # query heads times the width of their values, in attention to every token
     kv_fp8_bytes: int = 0  # of a token in an fp8 cache, where that is no byte for each element
@@ -85,6 +86,7 @@ def kept_of_layer(layer: Shapes, facts: Facts) -> Kept:
         mixer=" and ".join(sorted(set(mixers))) or "none",
         kv_elements=sum(each.kv_elements for each in kept),
         kv_heads=max(kept, key=lambda each: each.kv_elements).kv_heads if kept else 0,
+        doubled_params=sum(each.doubled_params for each in kept),
         query_width=sum(_summed_width(leaves, facts) for leaves, each in mixing if each.mixer in _LOOKING_BACK),
         kv_fp8_bytes=sum(each.kv_fp8_bytes or each.kv_elements for each in kept)
         if any(each.kv_fp8_bytes for each in kept)
@@ -175,7 +177,8 @@ def _index_bytes(leaves: Shapes) -> int:
 
 
 def _attention(leaves: Shapes, facts: Facts) -> Kept:
-    keys = sum(shape[0] for name, shape in leaves.items() if _K.search(name) and "indexer" not in name)
+    of_keys = [shape for name, shape in leaves.items() if _K.search(name) and "indexer" not in name]
+    keys = sum(shape[0] for shape in of_keys)
     values = sum(shape[0] for name, shape in leaves.items() if _V.search(name)) or keys  # V may be K itself
     head_dim = _normed_width(leaves) or facts.head_dim or keys
     heads = keys // head_dim if keys % head_dim == 0 else facts.kv_heads or 1
@@ -184,6 +187,7 @@ def _attention(leaves: Shapes, facts: Facts) -> Kept:
         mixer="attention",
         kv_elements=elements + index_bytes // 2,
         kv_heads=heads,
+        doubled_params=0 if any(map(_V.search, leaves)) else sum(map(prod, of_keys)),
         kv_fp8_bytes=elements + index_bytes if index_bytes else 0,
         state_bytes=_tails(leaves),
     )

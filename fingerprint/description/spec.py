@@ -258,6 +258,7 @@ def _layer(tensors: Mapping[str, tuple[int, ...]], kept: Kept, facts: Facts) -> 
         whole_params=sum(
             prod(tensors[name]) for name, role in roles.items() if role is Role.LINEAR and _is_whole(name)
         ),
+        doubled_params=kept.doubled_params,
         expert_params=sum(map(prod, experts.values())),
         kv_elements=kept.kv_elements,
         kv_heads=_whole_heads(kept.kv_elements, kept.kv_heads) if kept.kv_elements else 0,

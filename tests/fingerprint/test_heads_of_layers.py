@@ -18,6 +18,7 @@ from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimators.roofline import CALIBRATED, RooflineEstimator
 from fingerprint.families import read_spec
 from fingerprint.gpus import gpu_spec
+from fingerprint.loaded_bytes import added_layer_bytes
 from fingerprint.model_spec import LayerShape, ModelSpec
 from fingerprint.weight_bytes import kept_bytes_per_replica, kv_token_bytes_per_gpu, layer_weight_bytes_per_gpu
 from planner.space import shape_refusal
@@ -113,6 +114,20 @@ def test_the_matrices_of_whole_heads_are_whole_on_each_rank() -> None:
     assert more == pytest.approx(of_layer * 10 / 60)
 
 
+@pytest.mark.parametrize(("tp", "sliding", "whole"), [(1, 16, 4), (2, 8, 2), (4, 4, 1), (8, 2, 1)])
+def test_gemma_4_has_rows_of_v_where_the_checkpoint_has_none(tp: int, sliding: int, whole: int) -> None:
+    """``QKVParallelLinear`` of ``Gemma4Attention`` has rows of Q, K and V, where global layers store no V.
+
+    ``Gemma4ForCausalLM`` loads K's into both (``k_eq_v_shards``). There are 32 query heads, an MLP of
+    3 x 5376 x 21504, and norms on every rank: four of 5376, two of a head's width and a scale.
+    """
+    queries, mlp = 32 / tp, 3 * 5376 * 21504 / tp
+    of_sliding = 5376 * 256 * (queries + 2 * sliding + queries) + mlp + 4 * 5376 + 2 * 256 + 1
+    of_global = 5376 * 512 * (queries + 2 * whole + queries) + mlp + 4 * 5376 + 2 * 512 + 1
+    held = layer_weight_bytes_per_gpu(GEMMA, on_vllm(tp)) + added_layer_bytes(GEMMA, on_vllm(tp), H200)
+    assert 60 * held == pytest.approx(2 * (50 * of_sliding + 10 * of_global), rel=1e-8)
+
+
 @pytest.mark.parametrize(
     ("model", "whole"),
     [
@@ -125,9 +140,9 @@ def test_the_matrices_of_whole_heads_are_whole_on_each_rank() -> None:
     ],
 )
 def test_projections_to_latents_are_whole_on_each_rank(model: str, whole: int) -> None:
-    """``DeepseekV2MLAAttention``: ``fused_qkv_a_proj`` and its ``Indexer``'s ``wk_weights_proj`` have ``disable_tp``.
+    """``DeepseekV2MLAAttention``: ``fused_qkv_a_proj`` has ``disable_tp``, likewise an indexer's ``wk_weights_proj``.
 
-    The indexer's ``wq_b`` is a ``ReplicatedLinear``.
+    ``wq_b`` of the ``Indexer`` is a ``ReplicatedLinear``.
     """
     spec = read_spec(family_truths.public(model).config)
     alone, split = (layer_weight_bytes_per_gpu(spec, on_vllm(tp)) for tp in (1, 8))
@@ -147,7 +162,9 @@ def test_a_degree_that_some_layers_heads_do_not_take_is_refused() -> None:
 
 def test_heads_of_layers_change_no_hash() -> None:
     """A profile of an earlier release, which does not say them, serves the model all the same."""
-    shapes = tuple(replace(shape, kv_heads=0, query_width=0, whole_params=0) for shape in GEMMA.layer_shapes)
+    shapes = tuple(
+        replace(shape, kv_heads=0, query_width=0, whole_params=0, doubled_params=0) for shape in GEMMA.layer_shapes
+    )
     silent = replace(GEMMA, layer_shapes=shapes)
     assert silent.shape_hash == GEMMA.shape_hash
 
