@@ -140,7 +140,7 @@ def test_gemma_4_has_rows_of_v_where_the_checkpoint_has_none(tp: int, sliding: i
     ],
 )
 def test_projections_to_latents_are_whole_on_each_rank(model: str, whole: int) -> None:
-    """``DeepseekV2MLAAttention``: ``fused_qkv_a_proj`` has ``disable_tp``, likewise an indexer's ``wk_weights_proj``.
+    """``DeepseekV2MLAAttention``: ``fused_qkv_a_proj`` has ``disable_tp``, and an indexer's ``wk_weights_proj``.
 
     ``wq_b`` of the ``Indexer`` is a ``ReplicatedLinear``.
     """
