@@ -79,9 +79,9 @@ def read_json_object(file: Path, missing: str, kind: str) -> dict[str, object]:
     return config
 
 
-def _nests_beyond(value: object, levels: int) -> bool:
+def _nests_beyond(value: dict[str, object], levels: int) -> bool:
     """Return whether objects and lists hold each other on more levels than ``levels``, from ``value`` on."""
-    level = [value]
+    level: list[dict[str, object] | list[object]] = [value]
     for _ in range(levels):
         inner = (each.values() if isinstance(each, dict) else each for each in level)
         level = [one for each in inner for one in each if isinstance(one, dict | list)]
