@@ -160,11 +160,12 @@ def _is_latent(model: ModelSpec) -> bool:
 
 def _caches(config: DeploymentConfig, model: ModelSpec, kind: LayerKind) -> list[_Cache]:
     """Return the caches of a layer of ``kind`` on one rank: that of its tokens, and that of its state."""
-    heads = max(1, model.num_kv_heads // config.tp)
+    of_layer = model.kv_heads_of(kind)
+    heads = max(1, of_layer // config.tp)
     elements = round(kind.kv_share * model.kv_elements)
     packed = kind.shape.kv_fp8_bytes if kind.shape and config.kv is KvFormat.FP8 else 0
     scale = _SCALE_BYTES.get(config.kv, 0)
-    of_head = packed // model.num_kv_heads or elements // model.num_kv_heads * _ELEMENT_BYTES[config.kv]
+    of_head = packed // of_layer or elements // of_layer * _ELEMENT_BYTES[config.kv]
     token_bytes = heads * (of_head + 2 * scale) if elements else 0
     state_bytes = math.ceil(kind.shape.state_bytes_of_rank(config.tp)) if kind.shape else 0
     found = [_Cache(kind.window, token_bytes)] if token_bytes else []

@@ -27,6 +27,7 @@ __all__ = [
 ]
 
 MAX_CONFIG_BYTES = 4 * 2**20
+MAX_LEVELS = 64  # of objects and lists in each other; a published config has 5
 # Bounds on what a config.json may claim: far above any model there is, low enough that no sum of them is absurd.
 MAX_LAYERS = 10_000
 MAX_WIDTH = 2**22  # hidden, intermediate, heads, head_dim
@@ -39,7 +40,7 @@ def read_config(path: Path) -> dict[str, object]:
 
     Raises:
         NotFoundError: no such file or directory, or a directory without config.json.
-        ConfigError: not readable, larger than 4 MiB, not JSON, or not a JSON object.
+        ConfigError: as :func:`read_json_object`.
     """
     is_folder = os.path.isdir(path)  # Path.is_dir raises where the folder above is closed to us
     file = path / "config.json" if is_folder else path
@@ -56,7 +57,7 @@ def read_json_object(file: Path, missing: str, kind: str) -> dict[str, object]:
 
     Raises:
         NotFoundError: no such file.
-        ConfigError: not readable, larger than 4 MiB, not JSON, or not a JSON object.
+        ConfigError: not readable, larger than 4 MiB, not JSON, not a JSON object, or nested beyond 64 levels.
     """
     try:
         if not _is_file(file):
@@ -73,7 +74,20 @@ def read_json_object(file: Path, missing: str, kind: str) -> dict[str, object]:
         raise ConfigError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{file} holds a JSON {type(config).__name__}, {kind} holds an object")
+    if _nests_beyond(config, MAX_LEVELS):
+        raise ConfigError(f"{file} nests objects and lists more than {MAX_LEVELS} levels deep; that is not {kind}")
     return config
+
+
+def _nests_beyond(value: dict[str, object], levels: int) -> bool:
+    """Return whether objects and lists hold each other on more levels than ``levels``, from ``value`` on."""
+    level: list[dict[str, object] | list[object]] = [value]
+    for _ in range(levels):
+        inner = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [one for each in inner for one in each if isinstance(one, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 def _is_file(file: Path) -> bool:

@@ -74,8 +74,10 @@ class MemoryEstimate:
     tp: int
     pp: int
     num_layers: int
-    layer_weight_bytes: int  # one hidden layer, divided over the TP group
-    layer_kv_bytes: int  # one layer's KV for the workload's tokens
+    # One layer, where stages differ the mean one of the heaviest stage: divided over the TP group, and its KV for
+    # the workload's tokens.
+    layer_weight_bytes: int
+    layer_kv_bytes: int
     first_stage_bytes: int  # embedding
     last_stage_bytes: int  # final norm and output head (a tied head on another GPU is a second copy)
     activation_bytes: int

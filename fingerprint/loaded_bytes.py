@@ -1,6 +1,7 @@
-"""Bytes that an engine holds of a quantized checkpoint's matrices, where these are not those of its files.
+"""Bytes that an engine holds of a checkpoint's matrices, where these are not those of its files.
 
-vLLM 0.33 re-packs the words of 4-bit formats for its kernels, which keeps their size, and
+vLLM 0.33 holds K's matrix twice where V has none of its own (Gemma 4). Of quantized checkpoints it re-packs the
+words of 4-bit formats for its kernels, which keeps their size, and
 
 * drops GPTQ's group indexes (``g_idx``), since it runs checkpoints without activation order alone;
 * holds the zero points of AWQ and of asymmetric compressed-tensors as 16-bit products with their scales where
@@ -23,6 +24,7 @@ from fingerprint.config import DeploymentConfig, WeightFormat
 from fingerprint.engines import traits_of
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec, Stored
+from fingerprint.weight_bytes import linear_element_bytes
 
 __all__ = ["added_layer_bytes"]
 
@@ -40,6 +42,18 @@ def added_layer_bytes(spec: ModelSpec, config: DeploymentConfig, gpu: GpuSpec) -
 
     Negative where it takes less. Mean layer, of one rank of the tensor-parallel group.
     """
+    copied = _doubled_bytes(spec, config) if traits_of(config.engine).repacks_weights else 0.0
+    return copied + _repacked_bytes(spec, config, gpu)
+
+
+def _doubled_bytes(spec: ModelSpec, config: DeploymentConfig) -> float:
+    """Return the copies of K's matrix in V's place, as ``Gemma4ForCausalLM`` loads where one matrix makes both."""
+    copies = sum(kind.count * kind.shape.doubled_params for kind in spec.kinds if kind.shape)
+    return copies / spec.num_layers / config.tp * linear_element_bytes(spec, config.weights)
+
+
+def _repacked_bytes(spec: ModelSpec, config: DeploymentConfig, gpu: GpuSpec) -> float:
+    """Return what the kernels of a quantized checkpoint's formats make of its matrices."""
     stored = spec.stored
     if stored is None or config.weights is not WeightFormat.STORED or not traits_of(config.engine).repacks_weights:
         return 0.0

@@ -14,6 +14,9 @@ __all__ = ["KV_ELEMENT_BYTES", "LayerKind", "LayerShape", "ModelSpec", "Stored"]
 KV_ELEMENT_BYTES = {KvFormat.BITS16: 2.0, KvFormat.INT8: 1.0, KvFormat.FP8: 1.0}
 
 
+_SAID_LATER = ("kv_heads", "query_width", "state_heads", "whole_params", "doubled_params")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerShape:
     """Parts of a layer and what it keeps of a sequence, in a model whose layers differ in that."""
@@ -24,16 +27,26 @@ class LayerShape:
     """Parameters of the layer, all experts included."""
     linear_params: int
     """Parameters in linear matrices."""
+    whole_params: int = 0
+    """Parameters in linear matrices that TP ranks have whole, such as those to latents; 0: by KV heads alone."""
+    doubled_params: int = 0
+    """Parameters of K's matrix where it is V's too, of which vLLM holds two copies."""
     expert_params: int = 0
     """Parameters of the experts."""
     kv_elements: int
     """KV-cache elements of one token, over all KV heads; 0: none of its own."""
     kv_read_elements: int = 0
     """Elements read of a token's KV cache that another layer keeps."""
+    kv_heads: int = 0
+    """KV heads of these elements, which TP ranks never split; 0: as many as the model's `num_kv_heads`."""
+    query_width: int = 0
+    """Query heads times the width of the values that each sums up, in attention to every token; 0: not known."""
     kv_fp8_bytes: int = 0
     """Bytes of one token in an fp8 cache, where they are not one for each element; 0: they are."""
     state_bytes: int = 0
     """Bytes of state per request whatever its length, over all ranks."""
+    state_heads: int = 0
+    """Heads of the state, of which TP ranks have equal numbers; 0: none, or not known."""
     state_group_bytes: int = 0
     """Bytes of these in one group, of which a TP rank keeps at least one."""
     state_groups: int = 0
@@ -54,6 +67,7 @@ class LayerKind:
     shape: LayerShape | None = None  # None: all layers of the model have one
     kv_share: float = 1.0  # of ``ModelSpec.kv_elements``, what a token takes in one of them
     read_share: float = 1.0  # likewise what one of them looks at, be it kept by another
+    query_share: float = 1.0  # of the model's heads x width, that of its queries; else as it reads
 
     def attended(self, context: float) -> float:
         """Return how many of ``context`` tokens the last one looks at."""
@@ -198,6 +212,10 @@ class ModelSpec:
             return float(packed)
         return self.kv_elements * KV_ELEMENT_BYTES[kv]
 
+    def kv_heads_of(self, kind: LayerKind) -> int:
+        """Return the KV heads of a layer of ``kind``."""
+        return (kind.shape.kv_heads if kind.shape else 0) or self.num_kv_heads
+
     def kv_share(self, kind: LayerKind, kv: KvFormat) -> float:
         """Return a token's part in a layer of ``kind``, of :meth:`kv_bytes_per_token_per_layer`."""
         packed = kind.shape.kv_fp8_bytes if kind.shape and kv is KvFormat.FP8 else 0
@@ -241,8 +259,10 @@ class ModelSpec:
         shapes = self.layer_shapes
         shares = [shape.kv_elements / self.kv_elements for shape in shapes]
         read = [(shape.kv_elements + shape.kv_read_elements) / self.kv_elements for shape in shapes]
+        width = self.num_heads * self.head_dim
+        queries = [shape.query_width / width or share for shape, share in zip(shapes, read, strict=True)]
         return tuple(
-            LayerKind(window, count, shapes[index], shares[index], read[index])
+            LayerKind(window, count, shapes[index], shares[index], read[index], queries[index])
             for (window, index), count in counts.items()
         )
 
@@ -272,7 +292,8 @@ class ModelSpec:
         """Equal for models of one shape: a profile of one serves the other.
 
         What a shape does not have is left out, so that a field added later changes no hash that is kept somewhere.
-        Towers count in other sizes, and code is no shape.
+        Towers count in other sizes, and code is no shape. What earlier profiles do not say of layers is
+        left out: the model that they are used for does.
         """
         facts = to_builtins(self)
         for name in ("tower_params", "tower_vector_params", "own_code"):
@@ -281,6 +302,8 @@ class ModelSpec:
             if not facts[name]:
                 del facts[name]
         for shape in facts.get("layer_shapes", ()):
+            for name in _SAID_LATER:
+                del shape[name]
             for name in ("kv_fp8_bytes", "state_group_bytes", "state_groups"):
                 if not shape[name]:
                     del shape[name]

@@ -26,12 +26,15 @@ __all__ = [
     "kept_bytes_per_replica",
     "kept_fraction",
     "kv_heads_per_gpu",
+    "kv_read_shares",
+    "kv_token_bytes_per_gpu",
     "kv_tokens_per_layer",
     "layer_state_bytes_per_gpu",
     "layer_weight_bytes",
     "layer_weight_bytes_per_gpu",
     "layers_per_block",
     "linear_element_bytes",
+    "stage_weight_ratio",
 ]
 
 WEIGHT_16BIT_BYTES = 2.0
@@ -129,8 +132,29 @@ def layer_weight_bytes(spec: ModelSpec, config: DeploymentConfig) -> float:
 
 
 def kv_heads_per_gpu(spec: ModelSpec, tp: int) -> float:
-    """Return KV heads whose cache one GPU holds: above ``num_kv_heads`` ranks they are replicated, never split."""
+    """Return KV heads that one GPU has in a layer that keeps most of a token.
+
+    Above ``num_kv_heads`` ranks they are replicated, never split.
+    """
     return spec.num_kv_heads / min(tp, spec.num_kv_heads)
+
+
+def kv_token_bytes_per_gpu(spec: ModelSpec, config: DeploymentConfig) -> float:
+    """Return bytes of one token on one GPU, in a layer that keeps most of it there."""
+    most = max(_kv_bytes_of_kinds(spec, config))  # 0: no layer keeps tokens
+    return most or spec.kv_bytes_per_token_per_layer(config.kv) / min(config.tp, spec.num_kv_heads)
+
+
+def kv_read_shares(spec: ModelSpec, config: DeploymentConfig) -> tuple[float, ...]:
+    """Return what each kind of layer looks at of a token on one GPU, in :func:`kv_token_bytes_per_gpu`."""
+    whole, most = spec.kv_bytes_per_token_per_layer(config.kv), kv_token_bytes_per_gpu(spec, config)
+    return tuple(whole * kind.read_share / min(config.tp, spec.kv_heads_of(kind)) / most for kind in spec.kinds)
+
+
+def _kv_bytes_of_kinds(spec: ModelSpec, config: DeploymentConfig) -> list[float]:
+    """Return bytes of one token on one GPU in a layer of each kind: a rank has whole heads of it, at least one."""
+    whole = spec.kv_bytes_per_token_per_layer(config.kv)
+    return [whole * spec.kv_share(kind, config.kv) / min(config.tp, spec.kv_heads_of(kind)) for kind in spec.kinds]
 
 
 def steps_in_flight(config: DeploymentConfig) -> int:
@@ -148,7 +172,7 @@ def kv_tokens_per_layer(
 ) -> float:
     """Return tokens that one layer holds at the end of ``workload``: a sliding layer no more than its window.
 
-    Each token of a layer that keeps less of it than ``spec.kv_bytes_per_token_per_layer`` counts as that share.
+    Each token of a layer that keeps less of it on a GPU than :func:`kv_token_bytes_per_gpu` counts as that share.
 
     Where the kinds of layers do not fall on all stages alike, it is the mean over the layers of the stage that
     holds most, of an even split. Where vLLM fills up a group of layers that share blocks, those count as full.
@@ -161,15 +185,16 @@ def kv_tokens_per_layer(
         ConfigError: more stages than layers.
     """
 
-    def held(kind: LayerKind) -> float:
-        whole, share = workload.kv_tokens(config.engine), spec.kv_share(kind, config.kv)
+    def held(kind: LayerKind, share: float) -> float:
+        whole = workload.kv_tokens(config.engine)
         if kind.window is None:
             return share * whole
         in_flight = step_tokens * steps_in_flight(config)
         return share * min(whole, workload.batch * min(kind.window, workload.context_tokens) + in_flight)
 
-    kinds = spec.kinds
-    each = [held(kind) for kind in kinds]
+    kinds, most = spec.kinds, kv_token_bytes_per_gpu(spec, config)
+    token_bytes = _kv_bytes_of_kinds(spec, config)
+    each = [held(kind, of_kind / most) for kind, of_kind in zip(kinds, token_bytes, strict=True)]
     windows = {kind.window for kind in kinds if kind.kv_share}
     if len(windows) < 2 or not traits_of(config.engine).has_grouped_blocks:
         return _mean_of_the_fullest_stage(spec, config.pp, each)
@@ -201,11 +226,10 @@ def layer_state_bytes_per_gpu(spec: ModelSpec, config: DeploymentConfig, sequenc
 
 def kept_bytes_per_replica(spec: ModelSpec, config: DeploymentConfig) -> tuple[float, float]:
     """Return the bytes of one token, and of one sequence whatever its length, on all GPUs and in all layers."""
-    token_bytes = config.tp * kv_heads_per_gpu(spec, config.tp) / spec.num_kv_heads
-    token_bytes *= spec.kv_bytes_per_token_per_layer(config.kv)
-    tokens = sum(kind.count * spec.kv_share(kind, config.kv) for kind in spec.kinds)
+    of_kinds = zip(spec.kinds, _kv_bytes_of_kinds(spec, config), strict=True)
+    tokens = sum(kind.count * token_bytes for kind, token_bytes in of_kinds)
     states = sum(kind.count * kind.shape.state_bytes_of_rank(config.tp) for kind in spec.kinds if kind.shape)
-    return token_bytes * tokens, config.tp * states
+    return config.tp * tokens, config.tp * states
 
 
 def _mean_of_the_fullest_stage(spec: ModelSpec, pp: int, of_kinds: Sequence[float]) -> float:
@@ -238,14 +262,17 @@ def layers_per_block(kept: Sequence[Hashable]) -> int:
 def layer_weight_bytes_per_gpu(spec: ModelSpec, config: DeploymentConfig) -> float:
     """Return bytes of one hidden layer on one GPU of the TP group.
 
-    Linear matrices are divided by ``tp``; the K and V projections by at most the number of KV heads; norms, biases
-    and routers are on every rank (a column-parallel bias is in truth divided: under 0.1% of a layer).
+    Linear matrices are divided by ``tp``; K and V projections by at most the KV heads of their layer; norms,
+    biases, routers and projections to latents are on every rank (a column-parallel bias is in truth divided: under
+    0.1% of a layer).
     """
     element_bytes = linear_element_bytes(spec, config.weights) * kept_fraction(config.pruning)
     dense_params = spec.layer_linear_params - spec.layer_expert_params
-    kv_params = min(spec.hidden_size * _mean_kv_elements(spec), dense_params)
+    made = _apart_params(spec, 1)
+    apart = min(made, dense_params)
+    apart_of_rank = apart * _apart_params(spec, config.tp) / (made or 1.0)
     rest = (spec.layer_params - spec.layer_linear_params) * WEIGHT_16BIT_BYTES
-    split = (spec.layer_linear_params - kv_params) / config.tp + kv_params / min(config.tp, spec.num_kv_heads)
+    split = (spec.layer_linear_params - apart) / config.tp + apart_of_rank
     if spec.stored is None or config.weights is not WeightFormat.STORED or not spec.layer_expert_params:
         return split * element_bytes + rest
     experts = spec.stored.layer_expert_bytes
@@ -253,11 +280,30 @@ def layer_weight_bytes_per_gpu(spec: ModelSpec, config: DeploymentConfig) -> flo
     return (split - spec.layer_expert_params / config.tp) * dense_bytes + experts / config.tp + rest
 
 
-def _mean_kv_elements(spec: ModelSpec) -> float:
-    """Return the mean over the layers."""
-    if not spec.layer_shapes:
-        return spec.kv_elements
-    return sum(kind.count * kind.kv_share for kind in spec.kinds) * spec.kv_elements / spec.num_layers
+def stage_weight_ratio(spec: ModelSpec, pp: int) -> float:
+    """Return what a layer of the heaviest stage weighs, of an even split, over the mean layer of the model.
+
+    Raises:
+        ConfigError: more stages than layers.
+    """
+    if pp == 1 or not spec.layer_shapes:
+        return 1.0
+    params = [kind.shape.params if kind.shape else spec.layer_params for kind in spec.kinds]
+    return _mean_of_the_fullest_stage(spec, pp, params) * spec.num_layers / spec.layers_params
+
+
+def _apart_params(spec: ModelSpec, tp: int) -> float:
+    """Return the parameters that one of ``tp`` ranks has of matrices not simply divided, in the mean layer.
+
+    They are K's and V's, whose heads are never split, or what every rank has whole.
+    """
+
+    def of_rank(kind: LayerKind) -> float:
+        if kind.shape is not None and kind.shape.whole_params:
+            return kind.shape.whole_params
+        return spec.hidden_size * kind.kv_share * spec.kv_elements / min(tp, spec.kv_heads_of(kind))
+
+    return sum(kind.count * of_rank(kind) for kind in spec.kinds) / spec.num_layers
 
 
 def embedding_bytes(spec: ModelSpec) -> float:

@@ -16,7 +16,7 @@ from fingerprint.engines import traits_of
 from fingerprint.errors import ConfigError
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.lora.slot_bytes import reserved_bytes
-from fingerprint.model_spec import ModelSpec
+from fingerprint.model_spec import LayerShape, ModelSpec
 from fingerprint.weight_bytes import WEIGHT_16BIT_BYTES
 from planner.adapter_slots import SlotNeed
 
@@ -131,8 +131,21 @@ def shape_refusal(spec: ModelSpec, config: DeploymentConfig, num_gpus: int) -> s
         return f"pp={pp} needs at least {pp} layers, the model has {spec.num_layers}"
     if spec.num_heads % tp:
         return f"tp={tp} does not divide the {spec.num_heads} attention heads"
-    if max(spec.num_kv_heads, tp) % min(spec.num_kv_heads, tp):
-        return f"neither of tp={tp} and the {spec.num_kv_heads} KV heads divides the other"
+    for heads in sorted({spec.kv_heads_of(kind) for kind in spec.kinds}, reverse=True):
+        if max(heads, tp) % min(heads, tp):
+            return f"neither of tp={tp} and the {heads} KV heads divides the other"
     if spec.intermediate_size % tp:
         return f"tp={tp} does not divide the intermediate size {spec.intermediate_size}"
+    return next(filter(None, (_state_refusal(shape, tp) for shape in spec.layer_shapes)), None)
+
+
+def _state_refusal(shape: LayerShape, tp: int) -> str | None:
+    """Return why ``tp`` ranks cannot share a layer's state, as vLLM 0.33's classes assert it.
+
+    They are ``MambaMixer2``, which takes a single group whole on every rank, and ``MambaStateShapeCalculator``.
+    """
+    if shape.state_heads % tp:
+        return f"tp={tp} does not divide the {shape.state_heads} heads of the state of {shape.mixer} layers"
+    if shape.state_groups > 1 and shape.state_groups % tp:
+        return f"tp={tp} does not divide the {shape.state_groups} groups of the state of {shape.mixer} layers"
     return None

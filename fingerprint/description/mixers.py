@@ -30,11 +30,13 @@ _MLP = re.compile(r"(^|\.)(up_proj|down_proj|gate|gate_proj|\w*norm\w*)$")
 _K = re.compile(r"(^|\.)(k_proj|project_k|to_k|[wW]k(_dv)?)(\.linear)?$")
 _V = re.compile(r"(^|\.)(v_proj\w*|project_v|to_v|[wW]v(_dv)?)(\.linear)?$")
 _Q = re.compile(r"(^|\.)(q_proj|q_b_proj|project_q|to_q|[wW]q)(\.linear)?$")
+_OUT = re.compile(r"(^|\.)(o_proj|out_proj|dense|c_proj|wo)(\.linear)?$")
 _FUSED = re.compile(r"(^|\.)(query_key_value|qkv_proj|c_attn|Wqkv|W_pack|wqkv|qkv)$")
 _STATE_BYTES = 2
 _INDEX_SCALED = 128  # elements of an indexer's key that share a float32 scale
 _SPARSE_FP8_BYTES = 656  # of a token's latent: 512 of fp8, 4 float32 scales, 64 rotary elements of 16 bits
 QUERIES_ALONE = "attention to another layer's KV"
+_LOOKING_BACK = frozenset({"attention", "latent attention", QUERIES_ALONE})  # of every token, at each before it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,9 +45,12 @@ class Kept:
 
     mixer: str  # "attention", "latent attention", "gated delta", "mamba2" ...; joined by " and " where several
     kv_elements: int = 0  # of a token
+    doubled_params: int = 0  # of a matrix of K that is V's too
     kv_heads: int = 0  # that the elements, or the state, are of
+    query_width: int = 0  # query heads times the width of their values, in attention to every token
     kv_fp8_bytes: int = 0  # of a token in an fp8 cache, where that is no byte for each element
     state_bytes: int = 0  # of a sequence
+    state_heads: int = 0  # which TP ranks divide evenly
     state_group_bytes: int = 0  # of these, in one of ``state_groups``, which TP ranks have whole
     state_groups: int = 0
 
@@ -63,12 +68,13 @@ def kept_of_layer(layer: Shapes, facts: Facts) -> Kept:
             leaf = found[1].rpartition(".")[2] if found[2] == "weight" else found[2].removesuffix(".weight")
             owners[found[1]][leaf] = shape
     try:
-        kept = [each for leaves in owners.values() if (each := _kept(leaves, facts)) is not None]
+        mixing = [(leaves, each) for leaves in owners.values() if (each := _kept(leaves, facts)) is not None]
     except (IndexError, ZeroDivisionError) as error:  # a vector in a matrix's place, more heads than channels
         shapes = ", ".join(f"{name} {list(shape)}" for name, shape in sorted(layer.items())[:6])
         raise UnsupportedModelError(
             f"the matrices of a layer of {facts.family} are of shapes that mix no tokens: {shapes[:300]}"
         ) from error
+    kept = [each for _, each in mixing]
     unknown = [name for leaves in owners.values() for name, shape in leaves.items() if _may_mix(name, shape)]
     if not kept and len(unknown) > 1:
         names = ", ".join(sorted(unknown)[:6])
@@ -80,11 +86,14 @@ def kept_of_layer(layer: Shapes, facts: Facts) -> Kept:
         mixer=" and ".join(sorted(set(mixers))) or "none",
         kv_elements=sum(each.kv_elements for each in kept),
         kv_heads=max(kept, key=lambda each: each.kv_elements).kv_heads if kept else 0,
+        doubled_params=sum(each.doubled_params for each in kept),
+        query_width=sum(_summed_width(leaves, facts) for leaves, each in mixing if each.mixer in _LOOKING_BACK),
         kv_fp8_bytes=sum(each.kv_fp8_bytes or each.kv_elements for each in kept)
         if any(each.kv_fp8_bytes for each in kept)
         else 0,
         state_bytes=sum(each.state_bytes for each in kept),
         state_group_bytes=sum(each.state_group_bytes for each in kept),
+        state_heads=max((each.state_heads for each in kept), default=0),
         state_groups=max((each.state_groups for each in kept), default=0),
     )
 
@@ -168,18 +177,34 @@ def _index_bytes(leaves: Shapes) -> int:
 
 
 def _attention(leaves: Shapes, facts: Facts) -> Kept:
-    keys = sum(shape[0] for name, shape in leaves.items() if _K.search(name) and "indexer" not in name)
+    of_keys = [shape for name, shape in leaves.items() if _K.search(name) and "indexer" not in name]
+    keys = sum(shape[0] for shape in of_keys)
     values = sum(shape[0] for name, shape in leaves.items() if _V.search(name)) or keys  # V may be K itself
-    head_dim = facts.head_dim or keys
+    head_dim = _normed_width(leaves) or facts.head_dim or keys
     heads = keys // head_dim if keys % head_dim == 0 else facts.kv_heads or 1
     elements, index_bytes = keys + values, _index_bytes(leaves)
     return Kept(
         mixer="attention",
         kv_elements=elements + index_bytes // 2,
         kv_heads=heads,
+        doubled_params=0 if any(map(_V.search, leaves)) else sum(map(prod, of_keys)),
         kv_fp8_bytes=elements + index_bytes if index_bytes else 0,
         state_bytes=_tails(leaves),
     )
+
+
+def _normed_width(leaves: Shapes) -> int | None:
+    """Return the width of a query head where each is normed by itself; layers may differ in it (Gemma 4)."""
+    queries = sum(shape[0] for name, shape in leaves.items() if _Q.search(name))
+    norms = {shape for name, shape in leaves.items() if re.search(r"(^|\.)q_norm$", name)}
+    width = next(iter(norms))[0] if len(norms) == 1 and {len(shape) for shape in norms} == {1} else 0
+    return width if width and width < queries and queries % width == 0 else None
+
+
+def _summed_width(leaves: Shapes, facts: Facts) -> int:
+    """Return the inputs of the matrix behind the attention: the sums of values, of all query heads."""
+    width = sum(shape[1] for name, shape in leaves.items() if _OUT.search(name) and len(shape) == 2)
+    return width or (facts.heads or 0) * (facts.head_dim or 0)
 
 
 def _fused(leaves: Shapes, facts: Facts) -> Kept:
@@ -250,6 +275,7 @@ def _mamba2(leaves: Shapes, facts: Facts, heads: int) -> Kept:
         mixer="mamba2",
         kv_heads=heads,
         state_bytes=facts.state_element_bytes * inner * state + _tails(leaves),
+        state_heads=heads,
         state_group_bytes=_tail_bytes((shared, *convolution[1:])) // groups,
         state_groups=groups,
     )
@@ -268,4 +294,4 @@ def _gated_delta(leaves: Shapes, facts: Facts, heads: int) -> Kept:
     has_gates = any(re.search(r"(^|\.)(forget_gate|f_a_proj|f_proj)(\.|$)", name) for name in leaves)
     element_bytes = 4 if has_gates else facts.state_element_bytes  # Kimi's is float32 whatever the config says
     state_bytes = element_bytes * state + _tails(leaves)
-    return Kept(mixer="gated delta", kv_heads=heads, state_bytes=state_bytes)
+    return Kept(mixer="gated delta", kv_heads=heads, state_bytes=state_bytes, state_heads=heads)

@@ -21,6 +21,8 @@ from fingerprint.tensor_shapes import Role
 
 __all__ = ["describe", "spec_and_stack"]
 
+_WHOLE = re.compile(r"(^|\.)(q_a_proj|kv_a_proj_with_mqa|indexer\.(wq_b|wk|weights_proj))\.")
+
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
@@ -162,10 +164,13 @@ def _heads(most: _Layer, facts: Facts) -> _Heads:
     elements = most.shape.kv_elements
     if not elements:
         return _Heads(heads, head_dim, facts.kv_heads or heads, 2 * (facts.head_dim or 1))
-    kv_heads = most.kv_heads or 1
-    if elements % kv_heads:
-        return _Heads(heads, head_dim, 1, elements)
+    kv_heads = _whole_heads(elements, most.kv_heads)
     return _Heads(heads, head_dim, kv_heads, elements // kv_heads)
+
+
+def _whole_heads(elements: int, heads: int) -> int:
+    """Return ``heads``, or one where ``elements`` of a token are not of so many."""
+    return heads if heads and elements % heads == 0 else 1
 
 
 def _per_token(layers: Sequence[_Layer], facts: Facts) -> int:
@@ -209,13 +214,14 @@ def _layers(stack: Stack, facts: Facts) -> list[_Layer]:
 
 def _with_what_is_looked_at(layers: list[_Layer]) -> list[_Layer]:
     """Let layers with queries alone look at as much as the other layers keep."""
-    most = max(layer.shape.kv_elements for layer in layers)
+    most = max((layer.shape for layer in layers), key=lambda shape: shape.kv_elements)
 
     def whole(layer: _Layer) -> _Layer:
         shape = layer.shape
         if not shape.mixer.startswith(QUERIES_ALONE) or shape.kv_read_elements:
             return layer
-        return replace(layer, shape=replace(shape, kv_read_elements=most))
+        read = replace(shape, kv_read_elements=most.kv_elements, kv_heads=most.kv_heads)
+        return replace(layer, shape=read)
 
     return [whole(layer) for layer in layers]
 
@@ -226,7 +232,13 @@ def _with_shared_attention(layers: list[_Layer], attends: list[bool]) -> list[_L
     return [
         replace(
             layer,
-            shape=replace(layer.shape, mixer=whole.shape.mixer, kv_elements=whole.shape.kv_elements),
+            shape=replace(
+                layer.shape,
+                mixer=whole.shape.mixer,
+                kv_elements=whole.shape.kv_elements,
+                kv_heads=whole.shape.kv_heads,
+                query_width=whole.shape.query_width,
+            ),
             kv_heads=whole.kv_heads,
         )
         if uses
@@ -243,14 +255,29 @@ def _layer(tensors: Mapping[str, tuple[int, ...]], kept: Kept, facts: Facts) -> 
         mixer=kept.mixer + (", experts" if experts else ""),
         params=sum(map(prod, tensors.values())),
         linear_params=sum(map(prod, [*experts.values(), *linear])),
+        whole_params=sum(
+            prod(tensors[name]) for name, role in roles.items() if role is Role.LINEAR and _is_whole(name)
+        ),
+        doubled_params=kept.doubled_params,
         expert_params=sum(map(prod, experts.values())),
         kv_elements=kept.kv_elements,
+        kv_heads=_whole_heads(kept.kv_elements, kept.kv_heads) if kept.kv_elements else 0,
+        query_width=kept.query_width,
         kv_fp8_bytes=kept.kv_fp8_bytes,
         state_bytes=kept.state_bytes,
+        state_heads=kept.state_heads,
         state_group_bytes=kept.state_group_bytes,
         state_groups=kept.state_groups,
     )
     return _Layer(shape, kept.kv_heads, _num_experts(experts, facts.num_experts))
+
+
+def _is_whole(name: str) -> bool:
+    """Return whether vLLM gives every rank the matrix ``name``: those to latents, and of an indexer's choice.
+
+    Those are ``ReplicatedLinear`` and ``disable_tp`` in ``models/deepseek_v2.py`` of vLLM 0.33.
+    """
+    return _WHOLE.search(name) is not None
 
 
 def _num_experts(experts: Mapping[str, tuple[int, ...]], count: int) -> int:

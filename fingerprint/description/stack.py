@@ -32,6 +32,7 @@ _TOWERS = re.compile(
 )
 _JOINS = re.compile(r"(^|[._])(projector|mm|multi_modal|multimodal|connector|merger|aligner)([._]|$)")
 _ENCODER = re.compile(r"(^|[._])encoder\.")  # where a decoder has as many layers, it is of images or sound
+_MASK = re.compile(r"(^|[._])(attn|attention)\.(masked_)?bias$")
 _DRAFTS = re.compile(r"(^|\.)(mtp|nextn|eagle|draft)(\d*|_\w+)(\.|$)")
 
 
@@ -78,7 +79,7 @@ def find_stack(
     beside: dict[str, StoredTensor] = {}
     for name, tensor in tensors.items():
         found = _INDEXED.fullmatch(name)
-        if _DRAFTS.search(name):
+        if _DRAFTS.search(name) or _is_mask(name, tensor):
             continue
         if found is None:
             beside[name] = tensor
@@ -110,6 +111,11 @@ def find_stack(
         tower_params=sum(map(_elements, towers)),
         tower_vector_params=sum(_elements(t) for t in towers if len(t.shape) == 1),
     )
+
+
+def _is_mask(name: str, tensor: StoredTensor) -> bool:
+    """Return whether it is a causal mask, or its filling, which old GPT checkpoints have and no engine loads."""
+    return _MASK.search(name) is not None and len(tensor.shape) in (0, 4)
 
 
 def _check_no_more(name: str, layers: Mapping[int, Mapping[str, StoredTensor]], num_layers: int) -> None:

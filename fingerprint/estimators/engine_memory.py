@@ -28,10 +28,11 @@ from fingerprint.measurements import MeasuredKey, MemoryPoint, Profile, key_of
 from fingerprint.model_spec import ModelSpec
 from fingerprint.weight_bytes import (
     embedding_bytes,
-    kv_heads_per_gpu,
+    kv_token_bytes_per_gpu,
     layer_weight_bytes_per_gpu,
     layers_per_block,
     linear_element_bytes,
+    stage_weight_ratio,
 )
 
 __all__ = ["CountedMemory", "allocated_layer_bytes"]
@@ -85,9 +86,8 @@ class CountedMemory:
         if points:
             return self._kept_bytes(config, points, workload)
         everywhere = [point for of_one in self._points.values() for point in of_one]
-        per_token = self._spec.kv_bytes_per_token_per_layer(config.kv) * kv_heads_per_gpu(self._spec, config.tp)
-        step_tokens = _largest_step(everywhere)
-        return layer_kept_bytes(self._spec, config, workload, step_tokens, per_token / self._spec.num_kv_heads)
+        step_tokens, token_bytes = _largest_step(everywhere), kv_token_bytes_per_gpu(self._spec, config)
+        return layer_kept_bytes(self._spec, config, workload, step_tokens, token_bytes)
 
     def memory(self, config: DeploymentConfig, workload: Workload) -> MemoryEstimate:
         """Memory of ``config`` with KV for ``workload``.
@@ -106,7 +106,7 @@ class CountedMemory:
             tp=config.tp,
             pp=config.pp,
             num_layers=self._spec.num_layers,
-            layer_weight_bytes=math.ceil(layer),
+            layer_weight_bytes=math.ceil(layer * stage_weight_ratio(self._spec, config.pp)),
             layer_kv_bytes=math.ceil(self._kept_bytes(config, points, workload)),
             first_stage_bytes=math.ceil(first),
             last_stage_bytes=math.ceil(last),

@@ -26,6 +26,7 @@ from fingerprint.measurements import MemoryPoint, Profile
 from fingerprint.model_spec import ModelSpec
 from fingerprint.weight_bytes import (
     WEIGHT_16BIT_BYTES,
+    kv_token_bytes_per_gpu,
     kv_tokens_per_layer,
     layer_state_bytes_per_gpu,
     layer_weight_bytes,
@@ -309,7 +310,7 @@ class M2:
         """Return one layer's KV bytes on one GPU for the whole batch at its end; needs no measured weights."""
         spec = self.spec
         disagreeing = [check.ratio for check in self.kv_checks if check.kv == config.kv and check.disagrees]
-        per_token = spec.kv_bytes_per_token_per_layer(config.kv) / min(config.tp, spec.num_kv_heads)
+        per_token = kv_token_bytes_per_gpu(spec, config)
         tokens = kv_tokens_per_layer(spec, config, workload)
         state_bytes = layer_state_bytes_per_gpu(spec, config, workload.batch)
         return per_token * max(disagreeing, default=1.0) * tokens + state_bytes
@@ -360,12 +361,15 @@ class _WeightsModel:
         return first_part, (_Part(0.0, last) if best[1] else _Part(head, norm)), error
 
     def layer_at(self, tp: int) -> float:
-        """Return one layer's bytes on one rank, K and V projections replicated above ``num_kv_heads`` ranks."""
+        """Return one layer's bytes on one rank, K and V projections replicated above as many ranks as KV heads."""
         spec = self._spec
         extra = 0.0
-        if tp > spec.num_kv_heads >= self._split_at and spec.layer_linear_params:
-            share = spec.hidden_size * spec.kv_elements / spec.layer_linear_params
-            extra = share * self._layer.split * (1 / spec.num_kv_heads - 1 / tp)
+        for kind in spec.kinds if spec.layer_linear_params else ():
+            heads = spec.kv_heads_of(kind)
+            if tp > heads >= self._split_at:
+                made = kind.count * kind.kv_share * spec.kv_elements / spec.num_layers
+                share = spec.hidden_size * made / spec.layer_linear_params
+                extra += share * self._layer.split * (1 / heads - 1 / tp)
         return self._layer.at(tp) + extra
 
     def ends(self, tp: int, pp: int) -> tuple[float, float]:

@@ -10,7 +10,7 @@ calibrated ones is inside the interval, and a measurement always takes precedenc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -31,8 +31,11 @@ from fingerprint.weight_bytes import (
     head_bytes,
     kept_fraction,
     kv_heads_per_gpu,
+    kv_read_shares,
+    kv_token_bytes_per_gpu,
     layer_state_bytes_per_gpu,
     layer_weight_bytes_per_gpu,
+    stage_weight_ratio,
 )
 
 __all__ = ["CALIBRATED", "DEFAULT_MAX_BATCHED_TOKENS", "RooflineConstants", "RooflineEstimator", "all_reduce_s"]
@@ -119,6 +122,7 @@ class _Shard(NamedTuple):
     expert_read_bytes: float  # likewise all experts', of which a step reads a part
     token_flops: float  # multiply-adds times two of the linear matrices, per token
     kv_token_bytes: float
+    kv_read_shares: tuple[float, ...]  # of these, what each kind of layer looks at
     sequence_state_bytes: float  # kept of a sequence whatever its length
     activation_token_bytes: float  # moved by norms, activation functions, rotations and sums
     flops_per_s: float  # peak of the format, less what quantized kernels lose
@@ -162,6 +166,7 @@ class RooflineEstimator:
         self._eager = frozenset() if gpu.is_cpu else eager
         self._adapter_kernels = adapter_kernels
         self._kinds = spec.kinds
+        self._query_shares = [kind.query_share for kind in spec.kinds]
         self._shards: dict[DeploymentConfig, _Shard] = {}
 
     def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
@@ -195,21 +200,25 @@ class RooflineEstimator:
         """Seconds until the whole batch, handed over at once, has its first tokens; no interval."""
         tokens = workload.batch * workload.input_tokens
         steps = math.ceil(tokens / self._max_batched_tokens)
-        attended = workload.batch * self._mean(lambda kind: kind.attended_pairs(workload.input_tokens))
+        pairs = self._mean(lambda kind: kind.attended_pairs(workload.input_tokens), self._query_shares)
         return steps * self._step_s(
             config,
             tokens=tokens / steps,
             sequences=workload.batch / steps,
             kv_tokens=tokens / steps,
-            attended_pairs=attended / steps,
+            attended_pairs=workload.batch * pairs / steps,
         )
 
     def tpot_s(self, config: DeploymentConfig, workload: Workload) -> float:
         """Seconds of one decode step of the batch at the mean context (input + output / 2); no interval."""
         context = workload.input_tokens + workload.output_tokens / 2
-        cached = workload.batch * self._mean(lambda kind: kind.attended(context))
+        shares = self._shard(config).kv_read_shares
+        read, pairs = (
+            workload.batch * self._mean(lambda kind: kind.attended(context), weights)
+            for weights in (shares, self._query_shares)
+        )
         return self._step_s(
-            config, tokens=workload.batch, sequences=workload.batch, kv_tokens=cached, attended_pairs=cached
+            config, tokens=workload.batch, sequences=workload.batch, kv_tokens=read, attended_pairs=pairs
         )
 
     def _step_s(
@@ -263,12 +272,13 @@ class RooflineEstimator:
     def _boundary_bytes(self, tokens: float) -> float:
         return 2 * tokens * self._spec.hidden_size * _ACTIVATION_BYTES
 
-    def _mean(self, of_kind: Callable[[LayerKind], float]) -> float:
-        """Over the layers, each as much as it looks at of a token."""
+    def _mean(self, of_kind: Callable[[LayerKind], float], weights: Sequence[float]) -> float:
+        """Over the layers, each by the weight of its kind."""
         kinds = self._kinds
         if len(kinds) == 1:
-            return kinds[0].read_share * of_kind(kinds[0])
-        return sum(kind.count * kind.read_share * of_kind(kind) for kind in kinds) / self._spec.num_layers
+            return weights[0] * of_kind(kinds[0])
+        each = zip(kinds, weights, strict=True)
+        return sum(kind.count * weight * of_kind(kind) for kind, weight in each) / self._spec.num_layers
 
     def _experts_read_fraction(self, tokens: float) -> float:
         """Expected share of distinct experts that ``tokens`` tokens choose, routed uniformly and independently."""
@@ -314,14 +324,14 @@ class RooflineEstimator:
         turned_back = 0.0
         if config.engine in self._eager and config.weights is WeightFormat.INT8:
             turned_back = 2 * WEIGHT_16BIT_BYTES * spec.layer_linear_params / tp  # written and read as 16 bits
-        kv_bytes = spec.kv_bytes_per_token_per_layer(config.kv)
         head = head_bytes(spec)
         return _Shard(
             layer_bytes=layer_bytes,
             shared_read_bytes=(layer_bytes - expert_bytes) / attained + turned_back,
             expert_read_bytes=expert_bytes / attained,
             token_flops=2 * active * kept_fraction(config.pruning) / tp,
-            kv_token_bytes=kv_bytes * kv_heads_per_gpu(spec, tp) / spec.num_kv_heads,
+            kv_token_bytes=kv_token_bytes_per_gpu(spec, config),
+            kv_read_shares=kv_read_shares(spec, config),
             sequence_state_bytes=layer_state_bytes_per_gpu(spec, replace(config, pp=1), 1),
             activation_token_bytes=self._constants.activation_passes * self._layer_activation_bytes(tp),
             flops_per_s=self._peak_flops_per_s(config) * attained,
@@ -343,7 +353,7 @@ class RooflineEstimator:
             tp=tp,
             pp=config.pp,
             num_layers=spec.num_layers,
-            layer_weight_bytes=math.ceil(shard.layer_bytes),
+            layer_weight_bytes=math.ceil(shard.layer_bytes * stage_weight_ratio(spec, config.pp)),
             layer_kv_bytes=math.ceil(layer_kept_bytes(spec, config, workload, step_tokens, shard.kv_token_bytes)),
             first_stage_bytes=math.ceil(embedding_bytes(spec) / tp),
             last_stage_bytes=math.ceil(last_bytes),

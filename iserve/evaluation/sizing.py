@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimates import MemoryEstimate
-from fingerprint.weight_bytes import kv_heads_per_gpu
+from fingerprint.weight_bytes import kv_token_bytes_per_gpu
 from iserve.evaluation.situation import Asked, Replica, Situation
 from iserve.planning.serving_capacity import served_memory
 from iserve.simulation.running import launch_limits
@@ -106,8 +106,7 @@ def _full(spot: Spot, room_bytes: int) -> Replica:
         layer_bytes = (room_bytes - _bytes(replace(memory, layer_kv_bytes=0))) / (
             memory.num_layers * (1 + memory.relative_error)
         )
-        heads = kv_heads_per_gpu(spec, config.tp) / spec.num_kv_heads
-        tokens = int(layer_bytes / (spec.kv_bytes_per_token_per_layer(config.kv) * heads))
+        tokens = int(layer_bytes / kv_token_bytes_per_gpu(spec, config))
         limits = replace(limits, kv_tokens=max(longest, tokens - FULL_BATCH * _PARTLY_EMPTY_TOKENS))
     return _replica(spot, room_bytes, limits)
 

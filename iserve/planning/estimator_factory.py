@@ -43,8 +43,11 @@ def _measured_estimator(profile: Profile) -> FingerprintedEstimator | DepthTiedE
 
 
 def profile_as(spec: ModelSpec, profile: Profile) -> Profile:
-    """Return ``profile``, which is of a model as text alone, as that of ``spec``, which may have its towers."""
-    return replace(profile, spec=spec) if spec.tower_params else profile
+    """Return ``profile``, which is of a model as text alone, as that of ``spec``, which may have its towers.
+
+    Of layers that differ, ``spec`` says what profiles of earlier releases do not.
+    """
+    return replace(profile, spec=spec) if spec.tower_params or spec.layer_shapes else profile
 
 
 def contradictions(profile: Profile) -> dict[MeasuredKey, str]:

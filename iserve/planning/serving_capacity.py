@@ -18,7 +18,7 @@ from fingerprint.engines import traits_of
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Estimator, MemoryEstimate
 from fingerprint.model_spec import ModelSpec
-from fingerprint.weight_bytes import kept_bytes_per_replica, kv_heads_per_gpu
+from fingerprint.weight_bytes import kept_bytes_per_replica, kv_token_bytes_per_gpu
 from iserve.planning.document import CacheSizesDocument, CapacityBound, CapacityDocument
 from iserve.planning.launch_limits import largest_step, unmeasured_step_tokens
 from iserve.planning.pipeline import Hardware, PlanOptions, placements_of
@@ -250,10 +250,9 @@ def served_memory(
         )
     if in_large_blocks(spec, config.engine):
         return memory  # which has them
-    heads_part = kv_heads_per_gpu(spec, config.tp) / spec.num_kv_heads
     in_blocks = traits_of(config.engine).has_grouped_blocks
     empty_tokens = max(_PARTLY_EMPTY_TOKENS, block_tokens(spec) if in_blocks else 0)
-    partly_empty = served.batch * empty_tokens * spec.kv_bytes_per_token_per_layer(config.kv) * heads_part
+    partly_empty = served.batch * empty_tokens * kv_token_bytes_per_gpu(spec, config)
     return replace(memory, layer_kv_bytes=memory.layer_kv_bytes + math.ceil(partly_empty))
 
 

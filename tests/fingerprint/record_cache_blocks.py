@@ -2,8 +2,10 @@
 
     python -m tests.fingerprint.record_cache_blocks
 
-It needs the Python of an environment with vLLM (no GPU; the planning is plain Python). The sizes of each layer's
-cache are ours; the groups, the bytes of a block and the least cache that vLLM starts with are vLLM's.
+It needs the Python of an environment with vLLM (no GPU; the planning is plain Python). Heads of K and V are those
+that the config publishes, divided as vLLM's attention does, where all layers attend; the sizes of latents, and of
+what is kept next to states, are ours. The groups, the bytes of a block and the least cache that vLLM starts with
+are vLLM's.
 """
 
 from __future__ import annotations
@@ -46,11 +48,14 @@ DEFAULTS = (
 LENGTHS, DEGREES, STEP_TOKENS, STEPS_IN_FLIGHT = (640, 131_072), (1, 8), 8192, 2
 
 
+def config_of(name: str) -> dict[str, Any]:
+    """Return the config of a public model, or an architecture's with its class's defaults."""
+    return (family_truths.public(name) if name in PUBLIC else family_truths.default(name)).config
+
+
 def model_of(name: str) -> ModelSpec:
     """Return a public model, or an architecture with its class's defaults."""
-    if name in PUBLIC:
-        return read_spec(family_truths.public(name).config)
-    return description.described_config(family_truths.default(name).config)
+    return read_spec(config_of(name)) if name in PUBLIC else description.described_config(config_of(name))
 
 
 def main() -> None:
@@ -66,7 +71,7 @@ def main() -> None:
             for length in LENGTHS:
                 tokens = min(length, model.max_context_tokens)
                 asked = _vllm_config(tokens, layout, has_prefixes=model.keeps_state and model.keeps_tokens)
-                groups = planning.get_kv_cache_groups(asked, _specs(vllm, model, tp))
+                groups = planning.get_kv_cache_groups(asked, _specs(vllm, model, tp, config_of(name)))
                 block = planning._get_kv_cache_bytes_per_block(groups, layout)
                 specs = [group.kv_cache_spec for group in groups]
                 blocks = sum(-(-spec.max_memory_usage_bytes(asked) // spec.page_size_bytes) for spec in specs)
@@ -92,8 +97,18 @@ def _vllm_config(tokens: int, layout: Any, *, has_prefixes: bool) -> SimpleNames
     )
 
 
-def _specs(vllm: Any, model: ModelSpec, tp: int) -> dict[str, Any]:
-    """Return each layer's cache as vLLM specifies it: bytes of a token, or of a state in a page of theirs."""
+def _published_heads(published: dict[str, Any], window: int | None, tp: int) -> dict[str, Any]:
+    """Return the K and V of a layer on one rank, as ``Gemma4Attention`` and its like have them."""
+    heads = published.get("num_key_value_heads") or published["num_attention_heads"]
+    width = published.get("head_dim") or published["hidden_size"] // published["num_attention_heads"]
+    if window is None:
+        heads = published.get("num_global_key_value_heads") or heads
+        width = published.get("global_head_dim") or width
+    return {"num_kv_heads": max(1, heads // tp), "head_size": width, "dtype": torch.bfloat16}
+
+
+def _specs(vllm: Any, model: ModelSpec, tp: int, published: dict[str, Any]) -> dict[str, Any]:
+    """Return each layer's cache as vLLM specifies it: heads of K and V, or bytes of a token or of a state."""
     config = DeploymentConfig(engine="vllm", tp=tp)
     every, (caches,) = cache_blocks._caches_of_stages(model, config, [model.num_layers])
     page = cache_blocks._page_bytes(every, model)
@@ -113,10 +128,14 @@ def _specs(vllm: Any, model: ModelSpec, tp: int) -> dict[str, Any]:
             )
         elif cache_blocks._is_latent(model):
             spec = vllm.MLAAttentionSpec(head_size=cache.token_bytes, **sizes)
-        elif cache.window is None:
-            spec = vllm.FullAttentionSpec(head_size=cache.token_bytes // 2, **sizes)
         else:
-            spec = vllm.SlidingWindowSpec(head_size=cache.token_bytes // 2, sliding_window=cache.window, **sizes)
+            heads = sizes | {"head_size": cache.token_bytes // 2}
+            if not model.keeps_state:
+                heads = {"block_size": tokens} | _published_heads(published, cache.window, tp)
+            if cache.window is None:
+                spec = vllm.FullAttentionSpec(**heads)
+            else:
+                spec = vllm.SlidingWindowSpec(sliding_window=cache.window, **heads)
         specs[f"layers.{place}.cache"] = spec
     return specs
 

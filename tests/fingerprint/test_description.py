@@ -142,6 +142,49 @@ def test_draft_layers_and_heads_are_not_served() -> None:
     assert describe(config | {"num_hidden_layers": 2}, tensors).num_params == 2 * elements(layer) + elements(ENDS)
 
 
+def test_causal_masks_in_old_checkpoints_are_no_weights() -> None:
+    """``GPT2LMHeadModel`` of vLLM 0.33 drops ``.attn.bias`` and ``.attn.masked_bias`` (its ``WeightsMapper``).
+
+    A layer of openai-community/gpt2 has 12 x 768^2 elements in matrices, 9 x 768 in their biases and 4 x 768 in
+    norms; 124,439,808 parameters in all.
+    """
+    width = 768
+    layer = {
+        "ln_1.weight": (width,),
+        "ln_1.bias": (width,),
+        "attn.bias": (1, 1, 1024, 1024),
+        "attn.masked_bias": (),
+        "attn.c_attn.weight": (width, 3 * width),
+        "attn.c_attn.bias": (3 * width,),
+        "attn.c_proj.weight": (width, width),
+        "attn.c_proj.bias": (width,),
+        "ln_2.weight": (width,),
+        "ln_2.bias": (width,),
+        "mlp.c_fc.weight": (width, 4 * width),
+        "mlp.c_fc.bias": (4 * width,),
+        "mlp.c_proj.weight": (4 * width, width),
+        "mlp.c_proj.bias": (width,),
+    }
+    ends = {
+        "wte.weight": (50257, width),
+        "wpe.weight": (1024, width),
+        "ln_f.weight": (width,),
+        "ln_f.bias": (width,),
+    }
+    shapes = ends | {f"h.{index}.{name}": shape for index in range(12) for name, shape in layer.items()}
+    config = {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_embd": width,
+        "n_head": 12,
+        "n_layer": 12,
+        "n_positions": 1024,
+        "vocab_size": 50257,
+    }
+    spec = describe(config, {name: StoredTensor("F32", shape) for name, shape in shapes.items()})
+    assert (spec.layer_params, spec.num_params) == (12 * width**2 + 13 * width, 124_439_808)
+
+
 def test_towers_count_as_parameters_beside_the_layers() -> None:
     tower = {f"vision_tower.layers.{i}.attn.k_proj.weight": (32, 32) for i in range(2)}
     text = {key: value for key, value in CONFIG.items() if key != "architectures"} | {"num_hidden_layers": 2}

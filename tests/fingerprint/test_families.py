@@ -390,6 +390,25 @@ def test_a_file_that_is_no_config_is_named(tmp_path: Path, content: bytes, golde
         load_spec(tmp_path)
 
 
+@pytest.mark.parametrize("levels", [63, 64, 499, 10_000, 100_000])
+@pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}")])
+def test_nesting_without_end_is_refused(tmp_path: Path, levels: int, opening: str, closing: str) -> None:
+    """Python's recursion ends at 1,000 calls (``sys.getrecursionlimit``); no published config has over 5 levels.
+
+    olmo2 has no row in the table: transformers' class is made of its fields, unknown ones too.
+    """
+    known = json.dumps({"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"})
+    inner = (opening * levels).removesuffix(":") + (": 0" if opening.endswith(":") else "") + closing * levels
+    (tmp_path / "config.json").write_text(f'{known[:-1]}, "unknown": {inner}}}')
+    if levels < 64:
+        assert load_spec(tmp_path).family == "olmo2"
+        return
+    with pytest.raises(ConfigError) as caught:
+        load_spec(tmp_path)
+    assert str(tmp_path / "config.json") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_missing_file_is_named(tmp_path: Path, golden: Golden) -> None:
     with golden.raises("fingerprint", NotFoundError):
         load_spec(tmp_path)

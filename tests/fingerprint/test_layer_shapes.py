@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fingerprint.codec import from_json, to_json
-from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat, Workload
+from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat, Workload, even_split
 from fingerprint.depth_tied_cuts import kind_counts, tied_depths
 from fingerprint.estimators.roofline import RooflineEstimator
+from fingerprint.families import read_spec
 from fingerprint.gpus import gpu_spec
 from fingerprint.model_spec import LayerShape, ModelSpec, Stored
 from fingerprint.profile_plan import fingerprint_cuts
 from fingerprint.profile_points import Visit
-from fingerprint.weight_bytes import kv_tokens_per_layer, layer_state_bytes_per_gpu
+from fingerprint.weight_bytes import kv_tokens_per_layer, layer_state_bytes_per_gpu, stage_weight_ratio
+from tests.fingerprint import family_truths
 from tests.fingerprint.synthetic_machine import llama
 
 LLAMA = llama(24)
@@ -70,6 +73,37 @@ def test_the_fullest_stage_counts() -> None:
     two = DeploymentConfig(pp=2)
     assert kv_tokens_per_layer(spec, two, WORKLOAD) == kv_tokens_per_layer(LLAMA, two, WORKLOAD)
     assert layer_state_bytes_per_gpu(spec, two, 8) == 8 * 2**20
+
+
+def test_the_heaviest_stage_of_deepseek_v3_holds_eight_mixtures() -> None:
+    """``DeepseekV2DecoderLayer`` of vLLM 0.33 makes a mixture of every layer but the first three.
+
+    Stages 2 to 5 of 8 hold eight of them: each of 256 + 1 experts of 3 x 7168 x 2048, and attention of
+    7168 x 1536 + 1536 x 128 x 192 + 7168 x 576 + 512 x 128 x 256 + 128 x 128 x 7168, a byte an element in fp8.
+    """
+    spec = read_spec(family_truths.public("deepseek-ai/DeepSeek-V3").config)
+    config = DeploymentConfig(pp=8, weights=WeightFormat.FP8, engine="vllm")
+    memory = RooflineEstimator(spec, H200).estimate(config, Workload()).memory
+    experts = 257 * 3 * 7168 * 2048
+    attention = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
+    assert memory.stage(2, 8).weights_bytes == pytest.approx(8 * (experts + attention), rel=5e-4)
+    assert memory.stage(2, 8).total_bytes == pytest.approx(94.05e9, rel=5e-4)
+    dense = read_spec(family_truths.public("meta-llama/Llama-3.1-8B").config)
+    assert stage_weight_ratio(dense, 8) == stage_weight_ratio(spec, 1) == 1
+
+
+@given(orders, st.integers(1, 8), st.integers(1, 10**9))
+def test_no_stage_holds_more_than_is_planned(order: list[int], pp: int, params: int) -> None:
+    pp = min(pp, len(order))
+    sizes = (10**6, params)
+    spec = of(order, *(replace(FULL, params=size, linear_params=0) for size in sizes))
+    mean = sum(sizes[index] for index in order) / len(order)
+    of_layer = mean * stage_weight_ratio(spec, pp)
+    ends = list(accumulate(even_split(len(order), pp), initial=0))
+    held = [sum(sizes[index] for index in order[first:end]) for first, end in pairwise(ends)]
+    planned = [(end - first) * of_layer for first, end in pairwise(ends)]
+    assert all(least <= most * (1 + 1e-9) for least, most in zip(held, planned, strict=True))
+    assert any(least == pytest.approx(most) for least, most in zip(held, planned, strict=True))
 
 
 def test_a_state_is_divided_among_ranks_and_a_latent_is_not() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat
 from fingerprint.errors import ConfigError
+from fingerprint.families import read_spec
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.gpus import gpu_spec
 from fingerprint.model_spec import LayerShape, ModelSpec
@@ -124,6 +125,43 @@ def test_shapes_that_cannot_be_cut_say_both_numbers(
     assert reason is not None
     for number in numbers:
         assert number in reason
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "refused"),
+    [
+        pytest.param(128, 8, (), id="nemotron-nano-9b"),
+        pytest.param(128, 1, (), id="granite-4.0-h-small"),
+        pytest.param(64, 2, (4, 8), id="two-groups"),
+        pytest.param(4, 4, (8,), id="more-ranks-than-heads"),
+        pytest.param(12, 1, (8,), id="heads-alone"),
+    ],
+)
+def test_mamba_2_is_cut_as_vllm_s_mixer_asserts(heads: int, groups: int, refused: tuple[int, ...]) -> None:
+    """``MambaMixer2``: ``num_heads % tp_size == 0`` and (``n_groups % tp_size == 0`` or ``n_groups == 1``)."""
+    config = {
+        "architectures": ["NemotronHForCausalLM"],
+        "model_type": "nemotron_h",
+        "hidden_size": 256,
+        "head_dim": 64,
+        "intermediate_size": 512,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "hybrid_override_pattern": "M*-",
+        "num_hidden_layers": 3,
+        "mamba_num_heads": heads,
+        "mamba_head_dim": 16,
+        "n_groups": groups,
+        "ssm_state_size": 16,
+        "vocab_size": 128,
+        "max_position_embeddings": 1024,
+    }
+    spec = read_spec(config)
+    reasons = {tp: shape_refusal(spec, DeploymentConfig(tp=tp, engine="vllm"), 8) for tp in (1, 2, 4, 8)}
+    assert tuple(tp for tp, reason in reasons.items() if reason is not None) == refused
+    for tp in refused:
+        assert f"tp={tp} does not divide" in str(reasons[tp])
+        assert "state of mamba2 layers" in str(reasons[tp])
 
 
 @pytest.mark.parametrize(
