@@ -10,6 +10,7 @@ import contextlib
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -431,6 +432,21 @@ def test_removing_what_is_removed_meanwhile_is_no_error(world: World, monkeypatc
     monkeypatch.setattr(world.store, "update_deployment", and_gone)
     assert world.controller.remove("a").status == "removing"
     assert world.store.deployment_by_id(row.id) is None
+
+
+def test_a_worker_of_a_profile_has_an_end_long_after_the_profile_s(world: World, tmp_path: Path) -> None:
+    """The daemon ends it then, should its controller be killed and none follow."""
+    world.start()
+    profiler = Profiler(world.store, tmp_path / "fingerprints", start_timeout_s=60.0)
+    source, engine, node = resolve(str(demo_model_path())), get_engine("torch"), world.node.client.node()
+    begun, max_seconds = time.time(), 3600.0
+    with profiler._target(source, engine, lambda: world.node.client, node, max_seconds) as target:
+        session = target.open(tp=1, pp=1)
+        (worker,) = world.node.client.workers()
+        session.close()
+    assert worker.spec.profiling
+    assert worker.spec.ends_at is not None
+    assert begun + 2 * max_seconds < worker.spec.ends_at < begun + 24 * 3600
 
 
 def test_one_profile_serves_a_multimodal_model_with_and_without_its_towers(world: World, tmp_path: Path) -> None:
