@@ -213,6 +213,31 @@ def test_a_step_that_could_not_be_recorded_fails_nothing(
     until(lambda: world.phase() == "ready", "it is taken up again")
 
 
+def test_a_plan_is_recorded_with_its_workers(world: World, monkeypatch: pytest.MonkeyPatch, until: Until) -> None:
+    """A controller that is killed after any write leaves no plan next to the workers of the one before."""
+    world.start()
+    world.know_demo()
+    former = world.node.spec("a-1", limits=limits(1 << 60))
+    world.record(former)
+    update, plans = world.store.update_deployment, list[bytes]()
+
+    def killed_after_a_plan(deployment_id: int, **changes: Any) -> bool:
+        if plans:
+            raise StateUnavailableError("killed")
+        if changes.get("plan") is not None:
+            plans.append(changes["plan"])
+        return update(deployment_id, **changes)
+
+    monkeypatch.setattr(world.store, "update_deployment", killed_after_a_plan)
+    world.work()
+    until(lambda: plans and not world.controller._active, "it is planned anew, and nothing after that is recorded")
+    row = world.store.deployment("a")
+    assert row is not None
+    assert row.plan == plans[0].decode()
+    (worker,) = from_json(row.workers or "[]", tuple[WorkerSpec, ...])
+    assert worker.limits != former.limits
+
+
 def test_two_who_ask_for_one_worker_at_once_get_the_same(world: World) -> None:
     """The second may be the next controller; what the first asked before it was killed is still being done."""
     world.start()
