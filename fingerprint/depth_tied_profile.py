@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 
 from fingerprint.config import DeploymentConfig
@@ -31,10 +32,11 @@ from fingerprint.depth_tied_plan import DepthTiedPlan, Point, tokens_of
 from fingerprint.engine_caches import cache_differences
 from fingerprint.errors import InfeasibleError, IserveError, NotMeasuredError, TooLittleTimeError
 from fingerprint.gpu_disturbance import disturbance, disturbance_marks
-from fingerprint.measurements import MeasuredKey, MemoryPoint, Profile, RunReading, TimingPoint, Unreached
+from fingerprint.measurements import MeasuredKey, MemoryPoint, Profile, RunReading, TimingPoint
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile import ProfileProgress
 from fingerprint.profile_checks import check_ranks, check_runs, contradiction
+from fingerprint.profile_gaps import Gaps, lack_of
 from fingerprint.profile_points import Shape, Visit, settled
 from fingerprint.profile_sessions import CallState, ProfileTarget, StepTimedSession
 from fingerprint.shard_config import refuses_shards
@@ -101,7 +103,7 @@ class _Driver:
     _disturbed: Visit | None = None  # all along
     _first_error: IserveError | None = None
     _done: int = 0
-    _unreached: dict[MeasuredKey, set[Point]] = field(default_factory=dict)
+    _gaps: Gaps = field(default_factory=Gaps)
     # GPU-seconds, as ``spent_s``: per prompt token by tp, pp, layers; and by tp, pp, plain, point
     _cost_s: dict[tuple[int, int, int], float] = field(default_factory=dict)
     _took_s: dict[tuple[int, int, bool, Point], float] = field(default_factory=dict)
@@ -121,14 +123,7 @@ class _Driver:
             memory=tuple(self.memory),
             timing=tuple(self.timing),
             notes=self._all_notes(),
-            unreached=tuple(
-                Unreached(
-                    config=key.config(self.target.engine),
-                    missing_points=len(points),
-                    planned_points=len(self.plan.points),
-                )
-                for key, points in self._unreached.items()
-            ),
+            unreached=self._gaps.unreached(self.target.engine, len(self.plan.points)),
         )
 
     def _all_notes(self) -> tuple[str, ...]:
@@ -170,32 +165,38 @@ class _Driver:
             return why_not
         if self.spent_s < self.plan.budget_s:
             return None
-        keys = (MeasuredKey(tp, pp, weights, kv) for weights in self.plan.weights for kv in self.plan.kv)
-        self._unreached |= {key: set(self.plan.points) for key in keys}
+        for weights, kv in product(self.plan.weights, self.plan.kv):
+            self._gaps.add(MeasuredKey(tp, pp, weights, kv), self.plan.points)
         return f"the budget of {self.plan.budget_s:g} GPU-seconds is spent"
 
     def _degree(self, tp: int, pp: int, depths: tuple[int, ...]) -> None:
         """Measure each pair of formats; raise IserveError if no worker becomes ready."""
         shard = self._is_shard(tp, pp)
         before = self.profile() if shard else None
-        for weights in self.plan.weights:
-            for kv in self.plan.kv:
-                visits = [Visit(tuple(range(depth * pp)), weights, kv, tp, pp, shard) for depth in depths]
-                key = visits[0].key
-                if self.spent_s >= self.plan.budget_s:
-                    self._unreached[key] = set(self.plan.points)
-                    self._left_out(str(key))
-                    continue
-                so_far = before or self.profile()
-                if so_far.timing and (why := self.needless(key.config(self.target.engine), so_far)):
-                    self.notes.append(f"{key} not measured: {why}")
-                    continue
+        formats = list(product(self.plan.weights, self.plan.kv))
+        for number, (weights, kv) in enumerate(formats):
+            visits = [Visit(tuple(range(depth * pp)), weights, kv, tp, pp, shard) for depth in depths]
+            key = visits[0].key
+            if self.spent_s >= self.plan.budget_s:
+                self._gaps.add(key, self.plan.points)
+                self._left_out(str(key))
+                continue
+            so_far = before or self.profile()
+            if so_far.timing and (why := self.needless(key.config(self.target.engine), so_far)):
+                self.notes.append(f"{key} not measured: {why}")
+                continue
+            try:
                 self._open(visits[0])
-                try:
-                    self._case(visits)
-                except IserveError as error:
-                    self._failed(str(key), error)
-                    self._close()  # whatever it left, the next one finds a fresh worker
+            except IserveError as error:
+                for rest in formats[number:]:
+                    self._gaps.add(MeasuredKey(tp, pp, *rest), self.plan.points, lack_of(error))
+                raise
+            try:
+                self._case(visits)
+            except IserveError as error:
+                self._gaps.add(key, self.plan.points, lack_of(error))
+                self._failed(str(key), error)
+                self._close()  # whatever it left, the next one finds a fresh worker
 
     def _open(self, visit: Visit) -> StepTimedSession:
         if self._session is None:
@@ -283,7 +284,7 @@ class _Driver:
             foreseen_s = self._foreseen_s(visit, times, point, plain=plain)
             if number and (self.spent_s >= end_s or foreseen_s > end_s - self.spent_s):
                 if not plain:
-                    self._unreached.setdefault(visit.key, set()).add(point)
+                    self._gaps.add(visit.key, [point])
                 self._left_out(f"{visit}: batch {point[0]} with {point[1]} in")
                 continue  # not of the cheapest, without which the other depth's points would tell nothing
             try:
@@ -297,8 +298,10 @@ class _Driver:
                 else:  # its calls do not agree; the engine is as good as before
                     self._not_trusted(str(visit), error)
                 if not plain:
-                    self._unreached.setdefault(visit.key, set()).add(point)
+                    self._gaps.add(visit.key, [point], lack_of(error))
             except IserveError as error:
+                lost = points[number:] if died else points[number : number + 1]
+                self._gaps.add(visit.key, lost, lack_of(error))
                 self._failed(f"{visit}, batch {point[0]} with {point[1]} in", error)
                 self._close()
                 session = None

@@ -6,6 +6,7 @@ Estimators read the :class:`Profile` that results. Nothing here predicts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat
 from fingerprint.gpu_spec import GpuSpec
@@ -15,6 +16,7 @@ from fingerprint.variant_measurements import VariantMeasurement
 __all__ = [
     "ADAPTER_KERNELS_COMPONENT",
     "ExpertCount",
+    "Lack",
     "LayerCache",
     "MachineInfo",
     "MeasuredKey",
@@ -282,9 +284,18 @@ class TimingPoint(_FingerprintPoint):
         return self.layer_kinds or (self.num_layers,)
 
 
+class Lack(StrEnum):
+    """Reason why a planned measurement was not made."""
+
+    BUDGET = "budget"  # of seconds
+    MEMORY = "memory"  # of GPUs, free of promises to other workers
+    AVAILABILITY = "availability"  # of the node's daemon
+    FAILURE = "failure"  # nothing: its engine failed, or what was measured cannot be used
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unreached:
-    """A configuration of which the budget of a profile did not hold all points."""
+    """A configuration of which a profile lacks points, all for one reason."""
 
     config: DeploymentConfig
     """Configuration that was not measured at all points."""
@@ -292,6 +303,12 @@ class Unreached:
     """Fingerprint points with fewer runs than the plan's minimum."""
     planned_points: int
     """Fingerprint points that were planned."""
+    lacked: Lack = Lack.BUDGET
+    """What the missing points lacked."""
+    points: tuple[tuple[int, int], ...] = ()
+    """Batch and input tokens of each missing point; empty: not recorded."""
+    need_bytes: int = 0
+    """Bytes that the least of the points that lacked `memory` takes of each GPU; 0: not known, or none did."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -313,7 +330,7 @@ class Profile:
     spent_s: float
     """Seconds that the profile took, counted as `budget_s` is."""
     complete: bool
-    """Whether every interval was tight before the budget ended."""
+    """Whether all that was planned was measured, and every interval was tight, before the budget ended."""
     memory: tuple[MemoryPoint, ...]
     """Memory of each fingerprint that was loaded."""
     timing: tuple[TimingPoint, ...]
@@ -323,7 +340,7 @@ class Profile:
     skipped: tuple[DeploymentConfig, ...] = ()
     """Configurations that this request had no need of; another request may."""
     unreached: tuple[Unreached, ...] = ()
-    """Configurations that the budget did not cover."""
+    """Configurations that lack points, by what these lacked: the budget, memory."""
     variants: tuple[VariantMeasurement, ...] = ()
     """Measurements with variants, one of each kind that was asked for; empty: none was."""
     compile_s: float = 0.0

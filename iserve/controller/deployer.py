@@ -268,9 +268,13 @@ class Deployer:
             InfeasibleError: nothing runs here; the message says what is nearest.
         """
         planned = self.plan(*measured[:5])
-        job.write(plan=to_json(planned.document))
-        specs = self.workers_of(job.row, planned, measured, self._free_id(job.row))
-        job.write(workers=to_json(specs))
+        try:
+            specs = self.workers_of(job.row, planned, measured, self._free_id(job.row))
+        except InfeasibleError:
+            job.write(plan=to_json(planned.document))
+            raise
+        # At once: a controller killed in between would have the former workers start under the new plan.
+        job.write(plan=to_json(planned.document), workers=to_json(specs))
         return specs
 
     def _free_id(self, row: DeploymentRow) -> str:

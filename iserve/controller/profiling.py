@@ -64,6 +64,7 @@ from planner.intent import Quality
 __all__ = ["Profiler", "last_words", "within_what_is_free"]
 
 _BENCHMARK_BYTES = 4 << 30  # of a GPU, free
+_STARTS_S = 7200.0  # for engine starts of one profiling worker, two of each format: more than they take
 _LOG_LINES = 2000  # of a profiling worker's log, to look for its engine's last words in
 
 
@@ -300,7 +301,7 @@ class Profiler:
         fingerprints = Fingerprints(order.source, folder, weights=not order.table.own_environment)
         try:
             fingerprints(1)  # a checkpoint that cannot be cut costs no launch
-            with self._target(order.source, engine, daemon, order.node) as target:
+            with self._target(order.source, engine, daemon, order.node, order.max_seconds) as target:
                 measured = take(order, target, fingerprints)
             _check_usable(measured, order.workload)
             return measured
@@ -334,8 +335,14 @@ class Profiler:
         return daemon.node()
 
     def _target(
-        self, source: ModelSource, engine: Engine, daemon: Callable[[], DaemonClient], node: NodeStatus
+        self,
+        source: ModelSource,
+        engine: Engine,
+        daemon: Callable[[], DaemonClient],
+        node: NodeStatus,
+        max_seconds: float,
     ) -> WorkerProfileTarget:
+        """Return what launches workers on ``node``, each with an end if no controller ends it."""
         if not node.devices:
             raise InfeasibleError(f"node {node.node_id} offers no device to profile on")
         devices = quietest(node.devices)
@@ -343,6 +350,8 @@ class Profiler:
         def launch(spec: WorkerSpec) -> WorkerHandle:
             self._workers |= {spec.worker_id}
             fitted = within_what_is_free(spec, ask_daemon(daemon, DaemonClient.node))
+            lasting_s = self._start_timeout_s + 2 * max_seconds + _STARTS_S
+            fitted = replace(fitted, ends_at=time.time() + lasting_s)
             return start_profiling_worker(daemon, fitted, self._start_timeout_s)
 
         def explain(spec: WorkerSpec, error: IserveError) -> IserveError:

@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from daemon.status import DeviceStatus
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.depth_tied_cuts import tied_depths
-from fingerprint.depth_tied_plan import DepthTiedPlan
+from fingerprint.depth_tied_plan import DepthTiedPlan, Point
 from fingerprint.errors import InfeasibleError
 from fingerprint.estimates import StageMemory
 from fingerprint.estimators.roofline import DEFAULT_MAX_BATCHED_TOKENS, RooflineEstimator
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
 
-__all__ = ["STEP_TOKENS", "FittingPlan", "fitting", "quietest", "share_of_free_bytes"]
+__all__ = ["STEP_TOKENS", "FittingPlan", "fitting", "has_room", "quietest", "share_of_free_bytes"]
 
 # Of the largest step of a profiling worker; and of deployments on engines whose memory is counted for such a step.
 STEP_TOKENS = DEFAULT_MAX_BATCHED_TOKENS
@@ -40,6 +40,12 @@ def share_of_free_bytes(devices: Iterable[DeviceStatus]) -> int:
     return int(min(device.free_bytes for device in devices) * _SHARE_OF_FREE)
 
 
+def has_room(devices: Iterable[DeviceStatus], config: DeploymentConfig, need_bytes: int) -> bool:
+    """Return whether a profiling worker of ``config`` may take so many bytes of each of its devices now."""
+    used = quietest(devices)[: config.tp * config.pp]
+    return len(used) == config.tp * config.pp and need_bytes <= share_of_free_bytes(used)
+
+
 @dataclass(frozen=True, slots=True)
 class FittingPlan:
     """Part of a plan that fits what is free now."""
@@ -47,6 +53,9 @@ class FittingPlan:
     plan: DepthTiedPlan
     notes: tuple[str, ...]  # on each point that does not
     too_full: tuple[tuple[tuple[int, int], str], ...]  # each (tp, pp) that does not, and why
+    dropped: tuple[Point, ...]  # points that do not
+    dropped_bytes: int  # that the least of these takes of a GPU; 0: none was dropped
+    largest_bytes: int  # that the largest of those that fit takes of a GPU
 
 
 def fitting(plan: DepthTiedPlan, spec: ModelSpec, gpu: GpuSpec, devices: Sequence[DeviceStatus]) -> FittingPlan:
@@ -66,11 +75,11 @@ def fitting(plan: DepthTiedPlan, spec: ModelSpec, gpu: GpuSpec, devices: Sequenc
             f"a profile needs {min(need.values()) / _GIB:.1f} GiB of a GPU, {limit / _GIB:.1f} GiB of what is "
             "free may be used; stop a worker there"
         )
+    dropped = tuple(point for point in plan.points if point not in points)
     notes = tuple(
         f"batch {b} with {n} in left out: it needs {need[b, n] / _GIB:.1f} GiB of a GPU, a profile may use "
         f"{limit / _GIB:.1f} GiB now"
-        for b, n in plan.points
-        if (b, n) not in points
+        for b, n in dropped
     )
     largest = max(need[point] for point in points)
     degrees, too_full = [], []
@@ -89,7 +98,8 @@ def fitting(plan: DepthTiedPlan, spec: ModelSpec, gpu: GpuSpec, devices: Sequenc
         degrees=tuple(degrees),
     )
     kept = replace(kept, max_context_tokens=min(plan.max_context_tokens, kept.kv_tokens))
-    return FittingPlan(kept, notes, tuple(too_full))
+    least = min((need[point] for point in dropped), default=0)
+    return FittingPlan(kept, notes, tuple(too_full), dropped, least, largest)
 
 
 def _need_bytes(plan: DepthTiedPlan, spec: ModelSpec, gpu: GpuSpec) -> dict[tuple[int, int], int]:

@@ -24,6 +24,7 @@ from fingerprint.errors import (
     IserveError,
     NotMeasuredError,
     TooLittleTimeError,
+    UnavailableError,
     UnmeasurableError,
     UnsupportedModelError,
 )
@@ -39,6 +40,7 @@ from fingerprint.variant_profile import measure_variants, variant_plan
 from fingerprint.variant_step_plan import step_plan
 from fingerprint.variant_steps import measure_variant_steps
 from iserve.controller.profiling_devices import STEP_TOKENS, FittingPlan, fitting, quietest
+from iserve.controller.profiling_gaps import with_failure, with_missing_points, with_part, with_what_had_no_room
 from iserve.controller.profiling_scope import lacking, refuse_without_pattern, variants_budget_s, why_needless
 from iserve.model_source import ModelSource
 from iserve.planning.estimator_factory import contradictions, profile_as
@@ -306,35 +308,32 @@ def _added(
 ) -> Profile:
     """Return ``known`` with what it lacks for ``plan_options``.
 
-    It stays good for what it holds: what there is no room for now is not added, and what fails is not tried again.
+    It stays good for what it holds: what there is no room for now is not added, nor what the daemon is away for,
+    and what fails is not tried again. A lack of time may be gone once: twice in a row, it is a failure.
     """
-    given_s = known.spent_s + order.max_seconds
+    given_s, tried = known.spent_s + order.max_seconds, set[DeploymentConfig]()
     while known.spent_s < given_s:
-        missing = lacking(order.as_served(known), order.node, order.table, plan_options, order.serving)
-        if not missing:
+        lacks = lacking(order.as_served(known), order.node, order.table, plan_options, order.serving)
+        config = next((one for one in lacks if one not in tried), None)
+        if config is None:
             break
-        config = missing[0]
+        tried.add(config)
         degrees = ((config.tp, config.pp),)
         plan = _depth_tied_plan(order, (config.weights,), degrees, given_s - known.spent_s, like=known)
-        rest = tuple(other for other in known.skipped if other != config)
+        plan = with_missing_points(plan, known, config)
+        whole = any((point.key, point.shard) == (key_of(config), False) for point in known.timing)
+        part_order = replace(order, shards=Shards.NEVER) if whole else order  # one rank tells less than is there
         try:
-            part = _measured(order, known.machine.device, plan, target, fingerprints, [])
-        except InfeasibleError:  # no room now
+            part = _measured(part_order, known.machine.device, plan, target, fingerprints, [])
+        except (InfeasibleError, UnavailableError):  # no room now, or no daemon
             return known
         except IserveError as error:
-            known = replace(known, notes=(*known.notes, f"{config} failed: {error}"), skipped=rest)
+            too_little = f"{config} was given too little time: "
+            if isinstance(error, TooLittleTimeError) and not any(n.startswith(too_little) for n in known.notes):
+                return replace(known, notes=(*known.notes, f"{too_little}{error}"))
+            known = with_failure(known, config, plan, error)
             continue
-        known = replace(
-            known,
-            spent_s=known.spent_s + part.spent_s,
-            compile_s=known.compile_s + part.compile_s,
-            complete=known.complete and part.complete,
-            memory=(*known.memory, *part.memory),
-            timing=(*known.timing, *part.timing),
-            notes=(*known.notes, f"{config} was added on {part.created_at}", *part.notes),
-            skipped=rest,
-            unreached=(*(gap for gap in known.unreached if gap.config != config), *part.unreached),
-        )
+        known = with_part(known, config, part)
     return known
 
 
@@ -388,7 +387,7 @@ def _measured(
             skipped.append(config)
         return why
 
-    measured = depth_tied_profile(
+    found = depth_tied_profile(
         order.source.name,
         spec,
         target,
@@ -402,7 +401,17 @@ def _measured(
         f"tp={tp} pp={pp} {'not run whole' if (tp, pp) in alone else 'left out'}: {why}"
         for (tp, pp), why in fits.too_full
     )
-    return replace(measured, notes=(*measured.notes, *fits.notes, *no_gpus))
+    measured = replace(found, notes=(*found.notes, *fits.notes, *no_gpus))
+    known = {point.key.config(found.engine) for point in found.timing}.union(
+        skipped, (gap.config for gap in found.unreached)
+    )
+    full = (
+        DeploymentConfig(tp=tp, pp=pp, weights=weights, engine=found.engine)
+        for (tp, pp), _ in fits.too_full
+        for weights in plan.weights
+    )
+    wanted_still = [config for config in full if config not in known and needless(config, found) is None]
+    return with_what_had_no_room(measured, plan, fits, wanted_still)
 
 
 def _ranks_alone(order: Order, gpu: GpuSpec, fits: FittingPlan) -> tuple[tuple[int, int], ...]:

@@ -16,6 +16,7 @@ from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
 from fingerprint.variant_measurements import VariantKind, kind_of
 from fingerprint.variant_step_plan import BUDGET_S
+from iserve.controller.profiling_gaps import fillable
 from iserve.controller.snapshot import hardware_of
 from iserve.planning.estimator_factory import estimator_for
 from iserve.planning.pipeline import EngineChooser, FitsOn, Hardware, PlanOptions, in_slots, slots_of, with_traffic
@@ -51,7 +52,7 @@ def why_needless(
     """
     if not allows(plan_options.intent.quality, config):
         return f"quality={plan_options.intent.quality} does not allow it"
-    measured = {point.key.config(so_far.engine) for point in so_far.timing}
+    measured = {point.key.config(so_far.engine) for point in so_far.timing} - {config}
     hardware = hardware_of(node, so_far.machine.device, serving)
     try:
         return cannot_change_plan(
@@ -68,15 +69,16 @@ def lacking(
     plan_options: PlanOptions,
     serving: tuple[DeploymentState, ...] = (),
 ) -> tuple[DeploymentConfig, ...]:
-    """Return what was left out of ``profile`` as needless for its own request and may be needed by this one.
+    """Return what was left out of ``profile`` and may be needed by this request.
+
+    That is what was needless for its own request, and what lacked memory then and has room on ``node`` now.
 
     Args:
         table: what the engine runs of checkpoints as they are.
         serving: on ``node``, with their rates, where these are known.
     """
-    return tuple(
-        c for c in profile.skipped if why_needless(c, profile, node, table, plan_options, serving) is None
-    )
+    left_out = dict.fromkeys((*profile.skipped, *fillable(profile, node.devices)))
+    return tuple(c for c in left_out if why_needless(c, profile, node, table, plan_options, serving) is None)
 
 
 def kind_to_measure(table: EngineCapabilities, spec: ModelSpec, plan_options: PlanOptions) -> VariantKind | None:

@@ -134,6 +134,7 @@ class Plans:
             f"{config} was not measured, for the profile was taken for another request, and may change this plan: "
             "a deploy measures it first"
             for config in self._profiler.lacking(profile, engine, node, options)
+            if config in profile.skipped  # the plan's notes have what lacked room
         )
         return self._deployer.plan(source, engine, profile, options, notes), source, profile
 

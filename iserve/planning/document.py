@@ -88,8 +88,8 @@ class CandidateDocument:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileDocument:
-    """The profile behind a plan. ``unreached``: what its budget ended before, whose estimates are scaled from what
-    was run, or have wider intervals."""
+    """The profile behind a plan. ``unreached``: what its budget, or memory that was free then, did not hold, whose
+    estimates are scaled from what was run, or have wider intervals."""
 
     created_at: str
     """Time of the profile, ISO 8601 in UTC."""
@@ -98,7 +98,7 @@ class ProfileDocument:
     spent_s: float
     """Seconds that the profile took."""
     unreached: tuple[Unreached, ...] = ()
-    """Configurations that the budget did not cover."""
+    """Configurations that lack points, by what these lacked: the budget, memory."""
 
     @property
     def cut_short(self) -> bool:

@@ -4,12 +4,32 @@ from __future__ import annotations
 
 from fingerprint.config import DeploymentConfig, KvFormat
 from fingerprint.estimates import Source
-from fingerprint.measurements import MeasuredKey, Profile, key_of
+from fingerprint.measurements import Lack, MeasuredKey, Profile, key_of
 from fingerprint.profile_checks import routing_caveat
 from planner.intent import Intent
 from planner.plan import Plan
 
 __all__ = ["plan_notes"]
+
+_LATER = "a deploy for whose choice it may matter measures the rest once"
+_LACKS = {  # why a profile lacks points, with its budget in seconds; and what measures them
+    Lack.BUDGET: (
+        "the profile was cut short, its budget of {:g} s ended first",
+        "`iserve profile` with more --max-seconds measures the rest",
+    ),
+    Lack.MEMORY: (
+        "the profile lacks what the GPUs had too little free memory for when it was taken",
+        f"{_LATER} there is room",
+    ),
+    Lack.AVAILABILITY: (
+        "the profile lacks what the node's daemon was away for when it was taken",
+        f"{_LATER} the daemon is back",
+    ),
+    Lack.FAILURE: (
+        "the profile lacks what failed when it was taken, as its own notes say",
+        "`iserve profile` tries again",
+    ),
+}
 
 
 def plan_notes(plan: Plan, profile: Profile | None, replicas: int) -> tuple[str, ...]:
@@ -27,25 +47,25 @@ def plan_notes(plan: Plan, profile: Profile | None, replicas: int) -> tuple[str,
 
 
 def _cut_short(profile: Profile | None) -> tuple[str, ...]:
-    """Return what the profile did not reach, and what measures it."""
+    """Return what the profile did not reach, by what it lacked, and what measures it."""
     if profile is None or not profile.unreached:
         return ()
-    run = {point.key for point in profile.timing}
-    gaps = [gap.config for gap in profile.unreached]
-    partly = [config for config in gaps if key_of(config) in run]
-    never = [config for config in gaps if config not in partly]
-    parts = [
-        f"{', '.join(map(_named, configs))} {how}"
-        for configs, how in (
-            (never, "not measured"),
-            (partly, "measured at some points only, or fewer times than planned"),
-        )
-        if configs
-    ]
-    return (
-        f"the profile was cut short, its budget of {profile.budget_s:g} s ended first: {', and '.join(parts)}; "
-        "`iserve profile` with more --max-seconds measures the rest",
-    )
+    run, notes = {point.key for point in profile.timing}, []
+    for lack, (why, rest) in _LACKS.items():
+        gaps = [gap.config for gap in profile.unreached if gap.lacked is lack]
+        partly = [config for config in gaps if key_of(config) in run]
+        never = [config for config in gaps if config not in partly]
+        parts = [
+            f"{', '.join(map(_named, configs))} {how}"
+            for configs, how in (
+                (never, "not measured"),
+                (partly, "measured at some points only, or fewer times than planned"),
+            )
+            if configs
+        ]
+        if parts:
+            notes.append(f"{why.format(profile.budget_s)}: {', and '.join(parts)}; {rest}")
+    return tuple(notes)
 
 
 def _expert_routing(profile: Profile | None) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ import contextlib
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -210,6 +211,31 @@ def test_a_step_that_could_not_be_recorded_fails_nothing(
     assert world.phase() == "launching"
     world.work()
     until(lambda: world.phase() == "ready", "it is taken up again")
+
+
+def test_a_plan_is_recorded_with_its_workers(world: World, monkeypatch: pytest.MonkeyPatch, until: Until) -> None:
+    """A controller that is killed after any write leaves no plan next to the workers of the one before."""
+    world.start()
+    world.know_demo()
+    former = world.node.spec("a-1", limits=limits(1 << 60))
+    world.record(former)
+    update, plans = world.store.update_deployment, list[bytes]()
+
+    def killed_after_a_plan(deployment_id: int, **changes: Any) -> bool:
+        if plans:
+            raise StateUnavailableError("killed")
+        if changes.get("plan") is not None:
+            plans.append(changes["plan"])
+        return update(deployment_id, **changes)
+
+    monkeypatch.setattr(world.store, "update_deployment", killed_after_a_plan)
+    world.work()
+    until(lambda: plans and not world.controller._active, "it is planned anew, and nothing after that is recorded")
+    row = world.store.deployment("a")
+    assert row is not None
+    assert row.plan == plans[0].decode()
+    (worker,) = from_json(row.workers or "[]", tuple[WorkerSpec, ...])
+    assert worker.limits != former.limits
 
 
 def test_two_who_ask_for_one_worker_at_once_get_the_same(world: World) -> None:
@@ -431,6 +457,21 @@ def test_removing_what_is_removed_meanwhile_is_no_error(world: World, monkeypatc
     monkeypatch.setattr(world.store, "update_deployment", and_gone)
     assert world.controller.remove("a").status == "removing"
     assert world.store.deployment_by_id(row.id) is None
+
+
+def test_a_worker_of_a_profile_has_an_end_long_after_the_profile_s(world: World, tmp_path: Path) -> None:
+    """The daemon ends it then, should its controller be killed and none follow."""
+    world.start()
+    profiler = Profiler(world.store, tmp_path / "fingerprints", start_timeout_s=60.0)
+    source, engine, node = resolve(str(demo_model_path())), get_engine("torch"), world.node.client.node()
+    begun, max_seconds = time.time(), 3600.0
+    with profiler._target(source, engine, lambda: world.node.client, node, max_seconds) as target:
+        session = target.open(tp=1, pp=1)
+        (worker,) = world.node.client.workers()
+        session.close()
+    assert worker.spec.profiling
+    assert worker.spec.ends_at is not None
+    assert begun + 2 * max_seconds < worker.spec.ends_at < begun + 24 * 3600
 
 
 def test_one_profile_serves_a_multimodal_model_with_and_without_its_towers(world: World, tmp_path: Path) -> None:
