@@ -440,7 +440,7 @@ class SupervisedWorker:
             self._port_tries = 0
         try:
             await self._start()
-        except UnavailableError as error:  # a full disk, say: wait and try again
+        except (UnavailableError, EngineError) as error:  # a full disk, say, or an engine that pip replaces now
             self.error = str(error)
             delay_s = self._history.delay_s(time.monotonic())
             if delay_s is None:

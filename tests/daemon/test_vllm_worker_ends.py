@@ -64,3 +64,15 @@ def test_a_port_that_is_taken_while_it_imports_is_exchanged(vllm_node, tmp_path,
     assert after.spec.port != port
     assert after.restarts == 0
     assert "[Errno 98]" in vllm_node.client.log("w1")
+
+
+def test_one_that_ends_while_pip_replaces_its_engine_is_started_when_that_is_there(vllm_node, tmp_path, until):
+    launch(vllm_node)
+    before = vllm_node.wait("w1", WorkerState.READY)
+    (metadata,) = (tmp_path / "vllm-env").glob("lib/python*/site-packages/vllm-*.dist-info")
+    removed = metadata.rename(tmp_path / "removed")
+    os.kill(before.pid, signal.SIGKILL)
+    until(lambda: "vllm is not installed" in (vllm_node.client.worker("w1").error or ""), "a start has failed")
+    assert vllm_node.client.worker("w1").state is WorkerState.RESTARTING
+    removed.rename(metadata)
+    vllm_node.wait("w1", WorkerState.READY, but_not_pid=before.pid)
