@@ -21,7 +21,6 @@ from functools import partial
 from daemon.backoff import RestartHistory
 from daemon.devices import Device
 from daemon.engines.base import Engine
-from daemon.exit_codes import PORT_IN_USE
 from daemon.lease import ExitRecord
 from daemon.monitor import WorkerUse
 from daemon.port_owner import free_port
@@ -34,7 +33,7 @@ from daemon.worker_process import COLD_FILE, VERSIONS_FILE, Phase, WorkerProcess
 from daemon.worker_spec import WorkerSpec
 from daemon.worker_token import TOKEN_FILE, new_token
 from fingerprint.codec import to_json
-from fingerprint.errors import EngineError, IserveError, UnavailableError
+from fingerprint.errors import ConflictError, EngineError, IserveError, UnavailableError
 
 __all__ = ["SupervisedWorker"]
 
@@ -85,6 +84,7 @@ class SupervisedWorker:
         self._lock = asyncio.Lock()
         self._history = RestartHistory(settings.restart)
         self._sight = self._new_sight()
+        self._may_have_served = True  # its present process: one that is adopted may have, for days
         self._launched_at = time.time()
         # On the monotonic clock from here on, so that setting the wall clock neither ends it nor keeps it.
         self._ends_at_s = None if spec.ends_at is None else time.monotonic() + spec.ends_at - time.time()
@@ -248,13 +248,12 @@ class SupervisedWorker:
                 log.info("worker %s is healthy at %s", self.worker_id, self.url)
                 self.error = None
                 sight.warm_up.begin(prober, self.url, self.spec, self._token)
-            sight.last_ok_s, sight.misses = time.monotonic(), 0
+            sight.last_ok_s, sight.misses, self._may_have_served = time.monotonic(), 0, True
         elif health is Health.SILENT:
             sight.misses += 1
         else:
-            sight.misses = max(
-                sight.misses + 1, self._settings.probe_misses
-            )  # it says itself that it does not serve
+            # It says itself that it does not serve.
+            sight.misses = max(sight.misses + 1, self._settings.probe_misses)
         if health is not Health.OK and sight.stranger is not None:  # it has left the port
             sight.stranger = self.error = None
         if sight.last_ok_s is None:
@@ -373,7 +372,7 @@ class SupervisedWorker:
             files=(*command.files, *files),
         )
         cores = sorted({core for device in devices.values() for core in device.cores})
-        self._sight = self._new_sight()
+        self._sight, self._may_have_served = self._new_sight(), False
         self._launched_at = time.time()
         self._ending_since_s = self._ended_because = None
         self._history.note_start(time.monotonic())
@@ -403,13 +402,14 @@ class SupervisedWorker:
         await self._end(grace_s=0.0)  # what a killed shim left behind
         record = self.process.exit_record()
         self._resident_bytes = None
-        if record is not None and record.exit_code == PORT_IN_USE and self._move_port():
+        failure = self._explain(record)
+        if not self._may_have_served and isinstance(failure, ConflictError) and self._move_port():
             await self._restart(at_once=True)
             return
-        failure = self._explain(record)
         self.error = str(failure)
         delay_s = self._history.delay_s(time.monotonic())
-        permanent = not isinstance(failure, EngineError | UnavailableError)
+        # One that served has started as it is; and what its log says then may be a client's words.
+        permanent = not (self._may_have_served or isinstance(failure, EngineError | UnavailableError))
         if permanent or delay_s is None:
             self._give_up("" if permanent else " (it was started too often in a short time)")
             return
@@ -440,7 +440,7 @@ class SupervisedWorker:
             self._port_tries = 0
         try:
             await self._start()
-        except UnavailableError as error:  # a full disk, say: wait and try again
+        except (UnavailableError, EngineError) as error:  # a full disk, say, or an engine that pip replaces now
             self.error = str(error)
             delay_s = self._history.delay_s(time.monotonic())
             if delay_s is None:

@@ -87,6 +87,7 @@ class Engine(Protocol):
 
         Raises:
             InfeasibleError: that version is not installed here.
+            SilentEngineError: a Python that may have it does not answer now.
         """
         ...
 
@@ -164,7 +165,9 @@ class Engine(Protocol):
     def explain_failure(self, spec: WorkerSpec, exit_code: int, log_tail: str) -> IserveError:
         """Return why a worker ended by itself, with the fix where one is known.
 
-        The class decides what follows: a BadInputError or InfeasibleError would occur again at every start, so the
-        worker is given up; after an UnavailableError or EngineError it is started again.
+        The class decides what follows where the worker never served: a BadInputError or InfeasibleError would
+        occur again at every start, so it is given up; a ConflictError is about its port, which is exchanged if
+        the daemon chose it; after an UnavailableError or EngineError it is started again. One that served is
+        started again whatever its log says: what clients wrote may be in it.
         """
         ...

@@ -5,7 +5,8 @@ at each start (``once``: at the next only): ``slow_start_s``, ``exit_code``, ``l
 ``grandchildren`` (one in the group, one in a session of its own), ``print_lines``, ``busy_fraction``,
 ``bind_file`` (listens only once it exists), ``fail_health_file`` (unhealthy while it exists),
 ``running_file`` (has a request while it exists), ``exit_if`` (exits with 1 if its id has this part),
-``record_starts`` (a file that each start adds its worker's id and its process id to).
+``record_starts`` (a file that each start adds its worker's id and its process id to), ``exit_file`` (exits as
+``exit_code`` and ``last_words`` say only once it exists, whatever it does until then).
 """
 
 import json
@@ -13,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -44,10 +46,18 @@ def main() -> None:
     if behaviour.get("exit_if", spec["worker_id"] + "x") in spec["worker_id"]:
         print("this worker is not to start", flush=True)
         sys.exit(1)
-    if "exit_code" in behaviour:
-        print(behaviour.get("last_words", ""), flush=True)
-        sys.exit(behaviour["exit_code"])
+    if behaviour.get("exit_file"):
+        threading.Thread(target=end, args=(behaviour,), daemon=True).start()
+    elif "exit_code" in behaviour:
+        end(behaviour)
     serve(spec, behaviour)
+
+
+def end(behaviour: dict) -> None:
+    while behaviour.get("exit_file") and not Path(behaviour["exit_file"]).exists():
+        time.sleep(0.02)
+    print(behaviour.get("last_words", ""), flush=True)
+    os._exit(behaviour["exit_code"])
 
 
 def serve(spec: dict, behaviour: dict) -> None:

@@ -52,6 +52,18 @@ def test_sigterm_ends_the_daemon_and_not_the_worker(node, alive):
     assert not alive(before.pid)
 
 
+def test_an_adopted_worker_may_have_served_and_is_not_given_up_at_its_end(node, tmp_path, until):
+    """The next daemon does not know; one that cannot be started is given up at the start after that."""
+    node.start()
+    node.behave(slow_start_s=600, once=True, exit_file=str(tmp_path / "end"), exit_code=96)
+    node.client.launch(node.spec())
+    pid = until(lambda: node.client.worker("w1").pid, "its process runs")
+    node.signal_daemon(signal.SIGKILL)
+    node.start()
+    (tmp_path / "end").touch()
+    assert node.wait("w1", WorkerState.READY, but_not_pid=pid).restarts == 1
+
+
 def test_a_daemon_killed_during_a_start_adopts_what_came_of_it(node, until):
     node.start()
     node.behave(slow_start_s=1.0)

@@ -172,6 +172,16 @@ def test_a_bad_checkpoint_is_not_tried_again(node):
     assert "layer 3 is missing" in status.error
 
 
+def test_one_that_served_is_started_again_whatever_it_says(node, tmp_path):
+    """A start has shown that it can serve, and the log of one that serves may have a client's words."""
+    node.start()
+    words = '{"error": "CheckpointError", "message": "layer 3 is missing"}'
+    node.behave(once=True, exit_file=str(tmp_path / "end"), exit_code=96, last_words=words)
+    before = node.ready()
+    (tmp_path / "end").touch()
+    assert node.wait("w1", WorkerState.READY, but_not_pid=before.pid).restarts == 1
+
+
 def test_a_killed_shim_takes_the_worker_along_and_it_is_started_again(node, alive, until):
     node.start()
     node.behave(grandchildren=True)

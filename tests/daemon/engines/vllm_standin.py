@@ -6,7 +6,8 @@ with SO_REUSEPORT before it "loads", is as many processes as vLLM is (none of wh
 answers with the documented bodies. A token is a byte of text or an id. What cannot be checked without a GPU is
 given by ``behaviour.json`` in the model's folder, else for every model in the environment's: ``once`` (for one
 start), ``free_bytes`` and ``total_bytes`` of a GPU, ``weight_bytes``, ``load_s``, ``token_s``, ``token_file``
-(makes tokens only once it exists), ``delta_asks`` (questions until a delta is read), ``deaf`` (ignores SIGTERM).
+(makes tokens only once it exists), ``delta_asks`` (questions until a delta is read), ``deaf`` (ignores SIGTERM),
+``bind_file`` (binds its port only once it exists; before, it makes ``bind_file.asked``).
 """
 
 import argparse
@@ -75,6 +76,7 @@ def parse(argv):
     serve.add_argument("--tool-call-parser")
     serve.add_argument("--reasoning-parser")
     serve.add_argument("--max-log-len", type=int)
+    serve.add_argument("--enable-log-requests", action="store_true")
     serve.add_argument("--language-model-only", action="store_true")
     serve.add_argument("--limit-mm-per-prompt", type=json.loads, default={})
     serve.add_argument("--trust-remote-code", action="store_true")
@@ -339,6 +341,10 @@ class Handler(BaseHTTPRequestHandler):
                 "input_tokens",
             )
         stem = {"id": f"cmpl-{next(self.numbers)}", "created": 1, "model": asked["model"]}
+        if self.engine.given.enable_log_requests:
+            said = f"prompt: {asked.get('prompt', asked.get('messages'))!r}, params: SamplingParams(n=1)."
+            place = f"(APIServer pid={os.getpid()}) INFO 11-21 10:00:00 [logger.py:43]"
+            print(f"{place} Received request {stem['id']}: {said}", flush=True)
         given, made = sum(lengths), max_tokens * len(lengths)
         usage = {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made}
         if asked.get("stream"):
@@ -449,6 +455,10 @@ def main():
     if behaviour.get("deaf"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     server = Server((given.host, given.port), Handler, bind_and_activate=False)
+    if "bind_file" in behaviour:
+        Path(f"{behaviour['bind_file']}.asked").touch()
+        while not Path(behaviour["bind_file"]).exists():
+            time.sleep(0.01)
     server.server_bind()  # before loading; connections are refused until it listens
     engine = Handler.engine = Engine(given, behaviour)
     engine.start_processes()
