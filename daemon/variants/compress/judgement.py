@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from daemon.common_tokens import num_common
 from daemon.torch_engine.api.tokenizer import TextCodec, TextTooLongError, load_text_codec
 from daemon.torch_engine.model.batch import FlatBatch
 from daemon.torch_engine.model.stage_model import StageModel
@@ -32,7 +33,7 @@ Hidden = list[torch.Tensor | None]  # [1, T, hidden] of each batch; None before 
 
 @dataclass(frozen=True, slots=True)
 class JudgedText:
-    """Text whose tokens are predicted; where it has a prompt, those after it alone."""
+    """Text whose tokens are predicted; where it has a prompt, those alone that the prompt does not begin with."""
 
     prompt: str
     rest: str
@@ -102,7 +103,7 @@ def _tokens_of(text: JudgedText, codec: TextCodec, longest: int) -> tuple[list[i
         tokens = codec.encode(text.prompt + text.rest, MAX_TOKENS)
     except TextTooLongError:
         return None
-    first = max(1, len(codec.encode(text.prompt, MAX_TOKENS))) if text.prompt else 1
+    first = max(1, num_common(codec.encode(text.prompt, MAX_TOKENS), tokens)) if text.prompt else 1
     if len(tokens) > longest and text.prompt:
         return None
     tokens = tokens[:longest]

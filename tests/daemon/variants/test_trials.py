@@ -22,12 +22,12 @@ from daemon.variants.compress import (
     compress_delta,
     compress_within,
 )
-from daemon.variants.compress.compressor import Prepared
-from daemon.variants.compress.judgement import judge
+from daemon.variants.compress.compressor import Prepared, prepare
+from daemon.variants.compress.judgement import judge, tokenize_judged
 from fingerprint.delta import FORMATS, read_delta
 from fingerprint.delta.reader import Delta
 from fingerprint.errors import ConfigError, ConflictError
-from tests.fingerprint.small_fine_tunes import TEXTS, read_bytes, tiny_tensors, tuned, write_model
+from tests.fingerprint.small_fine_tunes import TEXTS, join_tokens, read_bytes, tiny_tensors, tuned, write_model
 
 JUDGED = (JudgedText("", TEXTS[0]), *(JudgedText(*text.split("A:", 1)) for text in TEXTS[1:12]))
 NOTHING: frozenset[str] = frozenset()
@@ -111,6 +111,19 @@ def test_losses_are_those_of_transformers(tmp_path: Path, is_tied: bool) -> None
         for name in ("finetuned_nll", "delta_nll", "kl"):
             assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-4, abs=1e-4)
     assert sum(text.kl for text in trial.losses) > 0.01 * sum(text.num_tokens for text in trial.losses)
+
+
+def test_a_token_of_the_end_of_a_prompt_and_the_start_of_its_answer_is_judged(pair: Path) -> None:
+    """For example of "A: " and "Paris", which a byte-pair encoding writes as ``A``, ``:``, `` Paris``."""
+    join_tokens(pair / "tuned", "ĠParis")
+    texts = [JudgedText("Q: capital?\nA: ", answer) for answer in ("Paris", "Paris is it")] * 5
+    tokens = tokenize_judged(texts, prepare(order(pair), lambda what, done, total: None))
+    judged = [one[first:] for one, first in zip(tokens.sequences, tokens.first, strict=True)]
+    (paris, *rest), codec = judged[1], load_text_codec(pair / "tuned")
+    assert codec is not None
+    assert (codec.decode([paris]), codec.decode(rest)) == (" Paris", " is it")
+    assert judged == [[paris], [paris, *rest]] * 5
+    codec.close()
 
 
 def test_a_base_loses_nothing_as_its_own_fine_tune(tmp_path: Path) -> None:
