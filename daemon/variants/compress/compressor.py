@@ -151,7 +151,8 @@ def compress_prepared(order: CompressOrder, prepared: Prepared, report: Progress
     """Write the delta that ``order`` asks for, of models that were read.
 
     Raises:
-        CheckpointError: activations that are not finite; a disk that is full.
+        CheckpointError: activations that are not finite; a tensor that changed since it was read; a disk that is
+            full.
         ConflictError: the target is there already, or another process makes it.
         UnavailableError: the device has too little memory.
     """

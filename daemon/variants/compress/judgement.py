@@ -120,7 +120,8 @@ def judge(
     """Return what each text loses by ``delta``, in order; ``report`` gets layers done, and in all.
 
     Raises:
-        CheckpointError: a file that cannot be read, or predictions that are not finite.
+        CheckpointError: a file that cannot be read, a tensor that changed since ``prepare``, or predictions that
+            are not finite.
     """
     batches = batches_of(tokens.sequences, device)
     sides = [_Side(prepared, None, device), _Side(prepared, delta, device)]
@@ -160,6 +161,7 @@ class _Side:
         parts, self._stage = self._prepared.parts, None
         stage = layer_stage(parts.source, layer)
         stage.load(self._device)
+        self._prepared.pair.finetuned.check_files()
         if self._delta is not None:
             for module, name in parts.layers[layer].items():
                 self._set(stage.linears[module], name)
