@@ -6,6 +6,7 @@ layer of each, the hidden states of both, and the logits of 512 tokens.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,7 @@ from daemon.variants.compress.calibration import MAX_SEQUENCE_TOKENS, MAX_TOKENS
 from daemon.variants.compress.compressor import Prepared
 from daemon.variants.compress.model_parts import layer_stage
 from daemon.variants.compress.units import read_matrix
+from fingerprint.codec import to_json
 from fingerprint.delta.reader import Delta
 from fingerprint.errors import CheckpointError, ConfigError
 
@@ -53,6 +55,10 @@ class JudgedTokens:
 
     sequences: tuple[list[int], ...]
     first: tuple[int, ...]  # place of the first token of each that is predicted
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(to_json(self)).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +159,7 @@ def test_refused_formats_leave_nothing(pair: Path) -> None:
     ]
 
 
-def ended_at(folder: Path, format_name: str, what: str) -> None:
+def ended_at(folder: Path, format_name: str, what: str, *, is_compensated: bool = True) -> None:
     """Leave the work of a command that ended at its first ``what`` in a format."""
 
     class EndedError(Exception):
@@ -169,7 +171,10 @@ def ended_at(folder: Path, format_name: str, what: str) -> None:
 
     with pytest.raises(EndedError):
         compress_within(
-            order(folder), JudgementTexts(sha256="1" * 64, texts=JUDGED), lambda each: each.format == "int3", end
+            replace(order(folder), is_compensated=is_compensated),
+            JudgementTexts(sha256="1" * 64, texts=JUDGED),
+            lambda each: each.format == "int3",
+            end,
         )
 
 
@@ -211,6 +216,20 @@ def test_work_of_another_job_is_begun_anew(pair: Path) -> None:
     trials = compress_within(order(pair), other, lambda each: each.format == "int2").trials
     assert [trial.losses[-1].num_tokens for trial in trials] == [reference(pair)[0].num_tokens]
     assert left(pair) == {"delta"}
+
+
+def test_trials_by_another_tokenizer_are_begun_anew(pair: Path) -> None:
+    """The deltas are rounded: nothing else depends on the tokenizer."""
+    join_tokens(pair / "tuned", "Ġplus")
+    ended_at(pair, "int3", "matrices", is_compensated=False)
+    shutil.copyfile(pair / "base" / "tokenizer.json", pair / "tuned" / "tokenizer.json")
+    rounded = replace(order(pair), is_compensated=False)
+    tokens = tokenize_judged(JUDGED, prepare(rounded, lambda what, done, total: None))
+    (trial,) = compress_within(
+        rounded, JudgementTexts(sha256="1" * 64, texts=JUDGED), lambda each: each.format == "int2"
+    ).trials
+    expected = [len(one) - first for one, first in zip(tokens.sequences, tokens.first, strict=True)]
+    assert [text.num_tokens for text in trial.losses] == expected
 
 
 def test_two_commands_do_not_try_at_once(pair: Path) -> None:
