@@ -43,6 +43,7 @@ __all__ = [
 ]
 
 CHUNK_BYTES = 4 * 2**20
+FileStamp = tuple[int, int, int]  # bytes, inode, time of the last change in ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +62,26 @@ class Checkpoint:
 
     Attributes:
         tensors: entry per tensor name.
-        source_bytes: size of the safetensors files together.
+        stamps: of each safetensors file, taken before its header was read.
         bytes_read: read so far, headers and index included.
     """
 
     def __init__(
-        self, directory: Path, tensors: Mapping[str, TensorEntry], source_bytes: int, bytes_read: int
+        self,
+        directory: Path,
+        tensors: Mapping[str, TensorEntry],
+        stamps: Mapping[Path, FileStamp],
+        bytes_read: int,
     ) -> None:
         self.directory = directory
         self.tensors = MappingProxyType(dict(tensors))
-        self.source_bytes = source_bytes
+        self.stamps = MappingProxyType(dict(stamps))
         self.bytes_read = bytes_read
+
+    @property
+    def source_bytes(self) -> int:
+        """Size of the safetensors files together."""
+        return sum(num_bytes for num_bytes, _, _ in self.stamps.values())
 
     @classmethod
     def open(cls, directory: Path) -> Checkpoint:
@@ -89,7 +99,7 @@ class Checkpoint:
         return cls(
             directory,
             tensors,
-            sum(header.file_bytes for header in headers.values()),
+            {header.file: header.stamp for header in headers.values()},
             index_bytes + sum(header.data_start for header in headers.values()),
         )
 
@@ -102,7 +112,7 @@ class Checkpoint:
         """
         header = _read_header(file)
         tensors = {name: header.entry(tensor) for name, tensor in header.tensors.items()}
-        return cls(file.parent, tensors, header.file_bytes, header.data_start)
+        return cls(file.parent, tensors, {file: header.stamp}, header.data_start)
 
     def chunks(self, name: str) -> Iterator[bytes]:
         """Yield the bytes of one tensor, at most ``CHUNK_BYTES`` at a time.
@@ -143,7 +153,7 @@ class _Header:
     file: Path
     tensors: Mapping[str, DeclaredTensor]
     data_start: int  # bytes from the start of the file, all of which were read
-    file_bytes: int
+    stamp: FileStamp
 
     def entry(self, tensor: DeclaredTensor) -> TensorEntry:
         begin, end = tensor.data_offsets
@@ -190,7 +200,8 @@ def _declared(
 
 
 def _read_header(file: Path) -> _Header:
-    size = _size(file)
+    stamp = _stamp(file)
+    size, _, _ = stamp
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -204,7 +215,7 @@ def _read_header(file: Path) -> _Header:
         raw = _pread(descriptor, length, LENGTH_BYTES, file)
     finally:
         os.close(descriptor)
-    return _Header(file, parse_header(raw, str(file), size), LENGTH_BYTES + length, size)
+    return _Header(file, parse_header(raw, str(file), size), LENGTH_BYTES + length, stamp)
 
 
 def indexed_files(directory: Path) -> frozenset[str]:
@@ -217,7 +228,7 @@ def indexed_files(directory: Path) -> frozenset[str]:
 
 
 def _read_index(file: Path) -> tuple[dict[str, str], int]:
-    size = _size(file)
+    size, _, _ = _stamp(file)
     if size > MAX_INDEX_BYTES:
         raise CheckpointError(f"{file} has {size} bytes, an index has at most {MAX_INDEX_BYTES}")
     try:
@@ -245,11 +256,12 @@ def _pread(descriptor: int, num_bytes: int, offset: int, file: Path) -> bytes:
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
-def _size(file: Path) -> int:
+def _stamp(file: Path) -> FileStamp:
     try:
         if not file.is_file():
             raise CheckpointError(f"{file} is not a regular file")
-        return file.stat().st_size
+        found = file.stat()
+        return found.st_size, found.st_ino, found.st_mtime_ns
     except OSError as error:
         raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
 

@@ -29,6 +29,7 @@ __all__ = [
 _JOINED_FAMILIES = frozenset({"phi3"})  # whose checkpoints join q, k and v, and gate and up
 _OTHER_NORMS = frozenset({"gemma2", "gemma3_text"})  # families whose norms are not weight * x
 _EMBEDDINGS = frozenset({"embed_tokens", "embed_in", "tok_embeddings", "wte"})  # modules
+_HEADS = frozenset({"lm_head", "embed_out", "output"})  # modules
 _BF16_BYTES = 2
 _WORKSPACE_BYTES = 32 * 2**20  # of the kernels: sums of 4 programs of an SM, 17 MB with 132 SMs
 
@@ -99,7 +100,7 @@ def format_refusal(spec: ModelSpec, config: DeploymentConfig) -> str | None:
     return None
 
 
-def misfit(manifest: DeltaManifest, format_: SlotFormat, family: str) -> str | None:
+def misfit(manifest: DeltaManifest, format_: SlotFormat, family: str, *, is_tied: bool = False) -> str | None:
     """Return which tensor of a delta slots of ``format_`` do not hold, and why; None: they hold all.
 
     A matrix of fewer bits, whose levels are among the slots', is recoded when it is loaded: slots of the widest
@@ -107,11 +108,13 @@ def misfit(manifest: DeltaManifest, format_: SlotFormat, family: str) -> str | N
 
     Args:
         family: of the base.
+        is_tied: whether the base's output layer is its embedding; a stored one is compressed as that is, and no
+            slots hold it.
     """
     for matrix in manifest.matrices:
-        held = EMBEDDING_FORMAT if _is_embedding(matrix) else FORMATS[format_]
+        held = EMBEDDING_FORMAT if _is_embedding(matrix, is_tied) else FORMATS[format_]
         if not held.holds(FORMATS[matrix.format]):
-            enough = _format_for(manifest)
+            enough = _format_for(manifest, is_tied)
             return (
                 f"its tensor {matrix.name} is in {matrix.format}, where slots have {held.name}: "
                 + (f"deploy with --delta-format {enough}, which holds all of it, or " if enough else "")
@@ -127,15 +130,15 @@ def misfit(manifest: DeltaManifest, format_: SlotFormat, family: str) -> str | N
     return None
 
 
-def _format_for(manifest: DeltaManifest) -> str | None:
+def _format_for(manifest: DeltaManifest, is_tied: bool) -> str | None:
     """Return the format of the fewest bits whose slots hold linears and output layer; None: there is none."""
-    found = {matrix.format for matrix in manifest.matrices if not _is_embedding(matrix)}
+    found = {matrix.format for matrix in manifest.matrices if not _is_embedding(matrix, is_tied)}
     by_bits = sorted(FORMATS.values(), key=lambda one: one.bits)
     return next((one.name for one in by_bits if all(one.holds(FORMATS[name]) for name in found)), None)
 
 
-def _is_embedding(matrix: MatrixRecord) -> bool:
-    return _leaf(matrix.name) in _EMBEDDINGS
+def _is_embedding(matrix: MatrixRecord, is_tied: bool) -> bool:
+    return _leaf(matrix.name) in (_EMBEDDINGS | _HEADS if is_tied else _EMBEDDINGS)
 
 
 def _leaf(tensor: str) -> str:

@@ -234,12 +234,13 @@ class Variants:
         if key not in known:
             try:
                 manifest = self._content.delta(row.content_hash)
-                family = str(read_config(Path(row.base_directory)).get("model_type", ""))
+                config = read_config(Path(row.base_directory))
             except IserveError as error:  # not remembered: it may be mended
                 return str(error)
             if len(known) >= _MOST_MISFITS:
                 known = self._misfits = {}  # not emptied: another thread may be about to look up what it found
-            known[key] = None if manifest is None else misfit(manifest, format_, family)
+            family, is_tied = str(config.get("model_type", "")), bool(config.get("tie_word_embeddings"))
+            known[key] = None if manifest is None else misfit(manifest, format_, family, is_tied=is_tied)
         return known[key]
 
     def routes(self, servers: tuple[VariantServer, ...]) -> Mapping[str, tuple[VariantRoute, ...]]:

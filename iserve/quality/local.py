@@ -6,12 +6,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from daemon.common_tokens import num_common
 from fingerprint.errors import CheckpointError
 from fingerprint.extras import need_extra
 from iserve.model_source import existing_path
 from iserve.quality.document import ModelFacts
 from iserve.quality.facts import tensors_sha256, weights_stamp
-from iserve.quality.scoring import MAX_MATCHED_TOKENS, TOP, ScoredText, TooLongError, num_common
+from iserve.quality.scoring import MAX_MATCHED_TOKENS, TOP, ScoredText, TooLongError
 from iserve.quality.texts import Text
 
 if TYPE_CHECKING:

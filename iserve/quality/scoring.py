@@ -11,12 +11,13 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from daemon.common_tokens import num_common
 from daemon.http_exchange import EXCHANGE_ERRORS, exchange
 from fingerprint.errors import BadInputError, ConfigError, EngineError, NotFoundError, UnavailableError
 from iserve.quality.texts import Text
 from iserve.replay.endpoint import Endpoint
 
-__all__ = ["MAX_MATCHED_TOKENS", "TOP", "ScoredModel", "ScoredText", "Scorer", "TooLongError", "num_common"]
+__all__ = ["MAX_MATCHED_TOKENS", "TOP", "ScoredModel", "ScoredText", "Scorer", "TooLongError"]
 
 TOP = 20  # likeliest tokens for each place; vLLM's limit
 _MAX_ANSWER_BYTES = 64 * 2**20
@@ -186,12 +187,6 @@ def _decoded(raw: bytes, kind: type[T]) -> T | None:
         return msgspec.json.decode(raw, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-
-
-def num_common(first: Sequence[T], second: Sequence[T]) -> int:
-    """Return how many tokens both begin with."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _scored(found: _Logprobs, first: int, part: str, *, was_cut: bool, is_match: bool | None) -> ScoredText:

@@ -6,6 +6,7 @@ import itertools
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -18,9 +19,11 @@ from hypothesis import strategies as st
 from daemon.torch_engine.model.formats.int8 import quantize_int8
 from daemon.torch_engine.parallel.runner import LocalRunner
 from daemon.torch_engine.runner_types import StepItem, StepPlan
+from fingerprint.checkpoint import Checkpoint
 from fingerprint.config import DeploymentConfig, WeightFormat
 from fingerprint.delta import FORMATS, read_delta
 from fingerprint.errors import CheckpointError, UnsupportedAdapterError
+from fingerprint.safetensors_writer import OutputTensor, write_safetensors
 from tests.daemon.tiny_adapters import greedy, linears, load_adapter, write_tiny_adapter
 from tests.daemon.tiny_deltas import write_export, write_fine_tune, write_tiny_delta
 from tests.golden_words import Golden
@@ -73,6 +76,32 @@ def test_logits_are_those_of_the_exported_checkpoint_next_to_the_base(
     base = logits(checkpoint)
     torch.testing.assert_close(of_base, base, rtol=TOLERANCE, atol=TOLERANCE * float(base.abs().max()))
     assert (expected - base).abs().max() > 100 * TOLERANCE * float(expected.abs().max())
+
+
+def test_a_stored_output_layer_that_is_tied_is_served_as_the_embeddings(
+    tiny_checkpoint, tmp_path: Path, tiny_stages, tiny_limits
+) -> None:
+    """The export stores it, too, and is served so by this engine and vLLM."""
+    base, tied = tmp_path / "base", Checkpoint.open(tiny_checkpoint("llama-tied"))
+    shutil.copytree(tied.directory, base)
+    of = {name: (entry, name) for name, entry in tied.tensors.items()}
+    of["lm_head.weight"] = of["model.embed_tokens.weight"]
+    outputs = [
+        OutputTensor(name, entry.dtype, entry.shape, entry.num_bytes, partial(tied.chunks, source))
+        for name, (entry, source) in of.items()
+    ]
+    write_safetensors(base / "model.safetensors", outputs)
+    delta = write_tiny_delta(base, tmp_path, "int3", seed=1)
+    runner, alone = LocalRunner(dtype=torch.float32), LocalRunner(dtype=torch.float32)
+    runner.load(base, CONFIG, tiny_stages(2), tiny_limits)
+    alone.load(write_export(base, delta, tmp_path / "exported"), CONFIG, tiny_stages(2), tiny_limits)
+    load_adapter(runner, 1, delta)
+    of_delta = runner.step(StepPlan((StepItem(0, 0, PROMPT, 1),))).logits
+    expected = alone.step(StepPlan((StepItem(0, 0, PROMPT),))).logits
+    runner.close()
+    alone.close()
+    assert "lm_head.weight" in {matrix.name for matrix in read_delta(delta).manifest.matrices}
+    torch.testing.assert_close(of_delta, expected, rtol=TOLERANCE, atol=TOLERANCE * float(expected.abs().max()))
 
 
 def test_a_delta_of_norms_alone_has_the_logits_of_its_export_to_the_bit(

@@ -102,3 +102,19 @@ def read_values(folder: Path) -> Arrays:
 def read_bytes(folder: Path) -> dict[str, bytes]:
     """Return the bytes of all files of a folder."""
     return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def join_tokens(checkpoint: Path, word: str) -> None:
+    """Have the tokenizer of ``checkpoint`` write ``word`` as one token, in place of bytes that texts do not have.
+
+    Args:
+        word: by ByteLevel's letters, where a space is "Ġ".
+    """
+    file = checkpoint / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocabulary, merges = content["model"]["vocab"], content["model"]["merges"]
+    letters = sorted(token for token in vocabulary if len(token) == 1)  # the last are bytes of no ASCII text
+    for end in range(2, len(word) + 1):
+        vocabulary[word[:end]] = vocabulary.pop(letters.pop())
+        merges.append([word[: end - 1], word[end - 1]])
+    file.write_text(json.dumps(content))

@@ -277,6 +277,17 @@ class TestSlotsWithAFormat:
         deploy("alone", with_format(worker(1, base), SlotFormat.NONE, adapter_rank=16))
         golden("variant", api.ask("GET", f"{VARIANTS}/style")[1]["why_not_served"].replace(str(base), "BASE"))
 
+    def test_a_stored_output_layer_that_is_tied_needs_no_slots(
+        self, api: Api, deploy: Callable[..., None], tmp_path: Path
+    ) -> None:
+        """The delta has its change in the embeddings' format, for exports alone."""
+        tied = write_model(api.folder / "tied", tiny_tensors(), tie_word_embeddings=True)
+        delta = write_tiny_delta(tied, tmp_path, "int2", seed=1)
+        assert "lm_head.weight" in {matrix.name for matrix in read_delta(delta).manifest.matrices}
+        add(api, tied, delta)
+        deploy("int2", with_format(worker(1, tied), SlotFormat.INT2))
+        assert api.ask("GET", f"{VARIANTS}/style")[1]["deployments"] == ["int2"]
+
     def test_the_embedded_engine_checks_by_itself(
         self, api: Api, base: Path, folders: Path, deploy: Callable[..., None]
     ) -> None:

@@ -161,9 +161,16 @@ class _Reader:
 
 
 def places_of(model: StageModel) -> Mapping[str, list[Place]]:
-    """Return the parameters that each stored tensor of the base is, on this stage."""
+    """Return the parameters that each stored tensor of the base is, on this stage.
+
+    An output layer that is stored, and tied to the embeddings, is none: the embeddings are read in its place.
+    """
     found: dict[str, list[Place]] = {}
+    layout = model.source.layout
     with WeightReader(model.source.checkpoint, model.source.spec.family) as reader:
+        head = reader.stored_name(f"{layout.stored_head or layout.head}.weight")
+        if model.source.spec.tied_embeddings and head is not None:
+            found[head] = []
         for name in model.full_shapes:
             stored = reader.stored_name(model.checkpoint_name(name))
             if stored is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,13 @@ class CalibrationTokens:
     @property
     def num_tokens(self) -> int:
         return self.batch.num_tokens
+
+    @property
+    def sha256(self) -> str:
+        """Hash of the tokens and of where sequences end."""
+        digest = hashlib.sha256(str([span.count for span in self.batch.spans]).encode())
+        digest.update(self.batch.token_ids.cpu().numpy().tobytes())
+        return digest.hexdigest()
 
 
 class PromptOnlyCache(KvCache):

@@ -105,7 +105,8 @@ class _Job:
     finetuned_sha256: str
     base_name: str
     finetuned_name: str
-    calibration_sha256: str | None
+    calibration_sha256: str | None  # of the texts
+    tokens_sha256: str | None  # that the fine-tune's tokenizer made of them
     is_compensated: bool
     max_tokens: int
     format: str
@@ -151,12 +152,13 @@ def compress_prepared(order: CompressOrder, prepared: Prepared, report: Progress
     """Write the delta that ``order`` asks for, of models that were read.
 
     Raises:
-        CheckpointError: activations that are not finite; a disk that is full.
+        CheckpointError: activations that are not finite; a tensor that changed since it was read; a disk that is
+            full.
         ConflictError: the target is there already, or another process makes it.
         UnavailableError: the device has too little memory.
     """
     pair, parts, tokens = prepared.pair, prepared.parts, prepared.tokens
-    with work_in(order.target, _job(order, pair), _needed_bytes(order.format, pair, parts)) as work:
+    with work_in(order.target, _job(order, prepared), _needed_bytes(order.format, pair, parts)) as work:
         num_found = len(work.done)
         if work.is_finished:
             found = result_of(order, prepared)
@@ -201,7 +203,7 @@ def result_of(order: CompressOrder, prepared: Prepared) -> CompressResult:
 
 def order_identity(order: CompressOrder, prepared: Prepared) -> str:
     """Return a hash of all that the deltas of an order depend on, its first format included."""
-    return hashlib.sha256(_job(order, prepared.pair)).hexdigest()
+    return hashlib.sha256(_job(order, prepared)).hexdigest()
 
 
 def _result(manifest: DeltaManifest, order: CompressOrder, pair: CheckpointPair, num_found: int) -> CompressResult:
@@ -219,7 +221,8 @@ def _tokens(order: CompressOrder, spec: ModelSpec) -> CalibrationTokens:
     return tokenize(order.calibration, order.finetuned, spec.max_context_tokens, order.device)
 
 
-def _job(order: CompressOrder, pair: CheckpointPair) -> bytes:
+def _job(order: CompressOrder, prepared: Prepared) -> bytes:
+    pair, tokens = prepared.pair, prepared.tokens
     job = _Job(
         version=MANIFEST_VERSION,
         base_sha256=checkpoint_hash(pair.base_tensors),
@@ -227,6 +230,7 @@ def _job(order: CompressOrder, pair: CheckpointPair) -> bytes:
         base_name=order.base_name,
         finetuned_name=order.finetuned_name,
         calibration_sha256=None if order.calibration is None else order.calibration.sha256,
+        tokens_sha256=None if tokens is None else tokens.sha256,
         is_compensated=order.is_compensated,
         max_tokens=MAX_TOKENS,
         format=order.format.name,

@@ -6,6 +6,7 @@ layer of each, the hidden states of both, and the logits of 512 tokens.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +14,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from daemon.common_tokens import num_common
 from daemon.torch_engine.api.tokenizer import TextCodec, TextTooLongError, load_text_codec
 from daemon.torch_engine.model.batch import FlatBatch
 from daemon.torch_engine.model.stage_model import StageModel
@@ -20,6 +22,7 @@ from daemon.variants.compress.calibration import MAX_SEQUENCE_TOKENS, MAX_TOKENS
 from daemon.variants.compress.compressor import Prepared
 from daemon.variants.compress.model_parts import layer_stage
 from daemon.variants.compress.units import read_matrix
+from fingerprint.codec import to_json
 from fingerprint.delta.reader import Delta
 from fingerprint.errors import CheckpointError, ConfigError
 
@@ -32,7 +35,7 @@ Hidden = list[torch.Tensor | None]  # [1, T, hidden] of each batch; None before 
 
 @dataclass(frozen=True, slots=True)
 class JudgedText:
-    """Text whose tokens are predicted; where it has a prompt, those after it alone."""
+    """Text whose tokens are predicted; where it has a prompt, those alone that the prompt does not begin with."""
 
     prompt: str
     rest: str
@@ -52,6 +55,10 @@ class JudgedTokens:
 
     sequences: tuple[list[int], ...]
     first: tuple[int, ...]  # place of the first token of each that is predicted
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(to_json(self)).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +109,7 @@ def _tokens_of(text: JudgedText, codec: TextCodec, longest: int) -> tuple[list[i
         tokens = codec.encode(text.prompt + text.rest, MAX_TOKENS)
     except TextTooLongError:
         return None
-    first = max(1, len(codec.encode(text.prompt, MAX_TOKENS))) if text.prompt else 1
+    first = max(1, num_common(codec.encode(text.prompt, MAX_TOKENS), tokens)) if text.prompt else 1
     if len(tokens) > longest and text.prompt:
         return None
     tokens = tokens[:longest]
@@ -119,7 +126,8 @@ def judge(
     """Return what each text loses by ``delta``, in order; ``report`` gets layers done, and in all.
 
     Raises:
-        CheckpointError: a file that cannot be read, or predictions that are not finite.
+        CheckpointError: a file that cannot be read, a tensor that changed since ``prepare``, or predictions that
+            are not finite.
     """
     batches = batches_of(tokens.sequences, device)
     sides = [_Side(prepared, None, device), _Side(prepared, delta, device)]
@@ -159,6 +167,7 @@ class _Side:
         parts, self._stage = self._prepared.parts, None
         stage = layer_stage(parts.source, layer)
         stage.load(self._device)
+        self._prepared.pair.finetuned.check_files()
         if self._delta is not None:
             for module, name in parts.layers[layer].items():
                 self._set(stage.linears[module], name)

@@ -85,7 +85,7 @@ def compress_within(
         raise taken(order.target)
     prepared = prepare(order, report)
     tokens = tokenize_judged(texts.texts, prepared)
-    job = order_identity(order, prepared) + texts.sha256
+    job = order_identity(order, prepared) + texts.sha256 + tokens.sha256
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with lock_work(folder, order.target):

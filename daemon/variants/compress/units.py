@@ -17,7 +17,7 @@ import torch
 from daemon.variants.compress.calibration import CalibrationTokens
 from daemon.variants.compress.layer_walk import LayerWalk
 from daemon.variants.compress.model_parts import ModelParts
-from daemon.variants.compress.pair import CheckpointPair
+from daemon.variants.compress.pair import CheckpointPair, HashedCheckpoint
 from daemon.variants.compress.solver import Compressed, Curvature, compress_matrix, relative_error, second_moment
 from daemon.variants.compress.work_folder import UnitRecord, WorkFolder, unit_file
 from fingerprint.checkpoint import Checkpoint
@@ -75,8 +75,8 @@ class Compression:
         """Do every unit that is not done.
 
         Raises:
-            CheckpointError: activations that are not finite, changes that no format keeps, or a file that changed
-                while it was read.
+            CheckpointError: activations that are not finite, changes that no format keeps, or a tensor that
+                changed since the pair was read.
             OSError: the disk is full.
         """
         for record in self._work.done:
@@ -147,6 +147,7 @@ class Compression:
     def _walk(self, layer: int) -> LayerWalk:
         assert self._tokens is not None
         walk = LayerWalk(self._parts.source, layer, self._tokens, self._device)
+        self._pair.finetuned.check_files()
         if layer == 0:
             records = {record.name: record for record in self._work.done[0].matrices}
             for module, name in self._parts.embeddings.items():
@@ -256,7 +257,7 @@ def exact_bytes(name: str, pair: CheckpointPair) -> bytes:
     """Return a tensor of the fine-tune in the base's type.
 
     Raises:
-        CheckpointError: that type does not hold its values.
+        CheckpointError: that type does not hold its values, or the tensor changed since the pair was read.
     """
     before, after = pair.base.tensors[name], pair.finetuned.tensors[name]
     raw = pair.finetuned.read(name)
@@ -313,8 +314,8 @@ def _output(name: str, dtype: str, shape: tuple[int, ...], raw: bytes) -> Output
     return OutputTensor(name, dtype, shape, len(raw), lambda: (raw,))
 
 
-def read_matrix(checkpoint: Checkpoint, name: str) -> torch.Tensor:
-    """Return a tensor of floats in float32, on the CPU."""
+def read_matrix(checkpoint: HashedCheckpoint, name: str) -> torch.Tensor:
+    """Return a tensor of floats in float32, on the CPU; errors of ``HashedCheckpoint.read``."""
     entry = checkpoint.tensors[name]
     values = decode_floats(checkpoint.read(name), entry.dtype).reshape(entry.shape)
     return torch.from_numpy(values if values.flags.writeable else values.copy())

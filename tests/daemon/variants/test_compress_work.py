@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from fingerprint.errors import (
 from tests.daemon.variants.tiny_pairs import NORM, only, order, write_pair
 from tests.fingerprint.small_fine_tunes import (
     LAYERS,
+    join_tokens,
     read_bytes,
 )
 
@@ -88,8 +90,6 @@ def test_a_full_disk_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_disk_without_room_is_said_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import shutil
-
     write_pair(tmp_path)
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr("daemon.variants.compress.work_folder.shutil.disk_usage", lambda _: usage)
@@ -144,6 +144,16 @@ def test_work_of_another_job_is_begun_anew(tmp_path: Path) -> None:
     assert result.units_found_done == 0
     assert {each.format for each in result.manifest.matrices} == {"int3", "int4"}
     assert not (tmp_path / ".delta.compressing").exists()
+
+
+def test_work_by_another_tokenizer_is_begun_anew(tmp_path: Path) -> None:
+    write_pair(tmp_path)
+    join_tokens(tmp_path / "tuned", "Ġplus")
+    interrupted(tmp_path, 9)
+    shutil.copyfile(tmp_path / "base" / "tokenizer.json", tmp_path / "tuned" / "tokenizer.json")
+    assert compress_delta(order(tmp_path)).units_found_done == 0
+    compress_delta(order(tmp_path, target=tmp_path / "whole"))
+    assert read_bytes(tmp_path / "delta") == read_bytes(tmp_path / "whole")
 
 
 def test_the_time_that_is_left_after_a_resume_is_that_of_new_layers(

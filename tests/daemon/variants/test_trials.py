@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,12 @@ from daemon.variants.compress import (
     compress_delta,
     compress_within,
 )
-from daemon.variants.compress.compressor import Prepared
-from daemon.variants.compress.judgement import judge
+from daemon.variants.compress.compressor import Prepared, prepare
+from daemon.variants.compress.judgement import judge, tokenize_judged
 from fingerprint.delta import FORMATS, read_delta
 from fingerprint.delta.reader import Delta
 from fingerprint.errors import ConfigError, ConflictError
-from tests.fingerprint.small_fine_tunes import TEXTS, read_bytes, tiny_tensors, tuned, write_model
+from tests.fingerprint.small_fine_tunes import TEXTS, join_tokens, read_bytes, tiny_tensors, tuned, write_model
 
 JUDGED = (JudgedText("", TEXTS[0]), *(JudgedText(*text.split("A:", 1)) for text in TEXTS[1:12]))
 NOTHING: frozenset[str] = frozenset()
@@ -113,6 +115,19 @@ def test_losses_are_those_of_transformers(tmp_path: Path, is_tied: bool) -> None
     assert sum(text.kl for text in trial.losses) > 0.01 * sum(text.num_tokens for text in trial.losses)
 
 
+def test_a_token_of_the_end_of_a_prompt_and_the_start_of_its_answer_is_judged(pair: Path) -> None:
+    """For example of "A: " and "Paris", which a byte-pair encoding writes as ``A``, ``:``, `` Paris``."""
+    join_tokens(pair / "tuned", "ĠParis")
+    texts = [JudgedText("Q: capital?\nA: ", answer) for answer in ("Paris", "Paris is it")] * 5
+    tokens = tokenize_judged(texts, prepare(order(pair), lambda what, done, total: None))
+    judged = [one[first:] for one, first in zip(tokens.sequences, tokens.first, strict=True)]
+    (paris, *rest), codec = judged[1], load_text_codec(pair / "tuned")
+    assert codec is not None
+    assert (codec.decode([paris]), codec.decode(rest)) == (" Paris", " is it")
+    assert judged == [[paris], [paris, *rest]] * 5
+    codec.close()
+
+
 def test_a_base_loses_nothing_as_its_own_fine_tune(tmp_path: Path) -> None:
     for name in ("base", "tuned"):
         write_model(tmp_path / name, tiny_tensors())
@@ -144,7 +159,7 @@ def test_refused_formats_leave_nothing(pair: Path) -> None:
     ]
 
 
-def ended_at(folder: Path, format_name: str, what: str) -> None:
+def ended_at(folder: Path, format_name: str, what: str, *, is_compensated: bool = True) -> None:
     """Leave the work of a command that ended at its first ``what`` in a format."""
 
     class EndedError(Exception):
@@ -156,7 +171,10 @@ def ended_at(folder: Path, format_name: str, what: str) -> None:
 
     with pytest.raises(EndedError):
         compress_within(
-            order(folder), JudgementTexts(sha256="1" * 64, texts=JUDGED), lambda each: each.format == "int3", end
+            replace(order(folder), is_compensated=is_compensated),
+            JudgementTexts(sha256="1" * 64, texts=JUDGED),
+            lambda each: each.format == "int3",
+            end,
         )
 
 
@@ -198,6 +216,20 @@ def test_work_of_another_job_is_begun_anew(pair: Path) -> None:
     trials = compress_within(order(pair), other, lambda each: each.format == "int2").trials
     assert [trial.losses[-1].num_tokens for trial in trials] == [reference(pair)[0].num_tokens]
     assert left(pair) == {"delta"}
+
+
+def test_trials_by_another_tokenizer_are_begun_anew(pair: Path) -> None:
+    """The deltas are rounded: nothing else depends on the tokenizer."""
+    join_tokens(pair / "tuned", "Ġplus")
+    ended_at(pair, "int3", "matrices", is_compensated=False)
+    shutil.copyfile(pair / "base" / "tokenizer.json", pair / "tuned" / "tokenizer.json")
+    rounded = replace(order(pair), is_compensated=False)
+    tokens = tokenize_judged(JUDGED, prepare(rounded, lambda what, done, total: None))
+    (trial,) = compress_within(
+        rounded, JudgementTexts(sha256="1" * 64, texts=JUDGED), lambda each: each.format == "int2"
+    ).trials
+    expected = [len(one) - first for one, first in zip(tokens.sequences, tokens.first, strict=True)]
+    assert [text.num_tokens for text in trial.losses] == expected
 
 
 def test_two_commands_do_not_try_at_once(pair: Path) -> None:

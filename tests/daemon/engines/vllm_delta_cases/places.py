@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -162,6 +164,26 @@ def shards_add_up_to_the_whole() -> None:
         for at, want in enumerate(wants):
             both = [found[rank][at] for rank in range(2)]
             close(sum(both) if name == "down" else torch.cat(both, dim=-1), want, 1e-2)
+
+
+@case
+def a_stored_output_layer_that_is_tied_gets_nothing() -> None:
+    """A delta with it, for exports, loads as the same one without it does."""
+    with tempfile.TemporaryDirectory() as place:
+        stored = write_delta(Path(place) / "stored", 1, formats={"lm_head.weight": "int4"})
+        plain = Path(shutil.copytree(stored, Path(place) / "plain"))
+        manifest = json.loads((plain / "delta.json").read_text())
+        manifest["matrices"] = [one for one in manifest["matrices"] if one["name"] != "lm_head.weight"]
+        (plain / "delta.json").write_text(json.dumps(manifest))
+        for is_last_stage in (False, True):
+            found = []
+            for folder in (stored, plain):
+                tiny = tiny_model(is_tied=True, output_format=None, is_last_stage=is_last_stage)
+                tiny.runner._set_active_loras((1,), (1,), {request(1, folder)})
+                found.append(tiny.manager.list_adapters()[1].pairs)
+            assert found[0].keys() == found[1].keys()
+            for module, pair in found[0].items():
+                assert all(map(torch.equal, pair, found[1][module])), module
 
 
 @case

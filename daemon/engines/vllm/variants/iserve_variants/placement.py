@@ -47,10 +47,12 @@ class Places:
     refused: Mapping[str, str]
     """Reason by module, for those that take no change."""
     elsewhere: tuple[str, ...] = ()
-    """Names of modules that another stage of the pipeline has, with all below them."""
+    """Names of modules that another stage of the pipeline has, with all below them, and of an output layer whose
+    weights are the embedding's: changes of what the checkpoint stores for it have no effect.
+    """
 
     def has_elsewhere(self, module: str) -> bool:
-        """Return whether another stage has ``module``."""
+        """Return whether ``module`` is one that gets nothing on this stage."""
         return any(module == name or module.startswith(f"{name}.") for name in self.elsewhere)
 
 
@@ -104,7 +106,7 @@ def _other_format(matrix: PackedMatrix, kind: Kind, held: str) -> str:
 
 
 def _place(name: str, places: Places, rename: Callable[[str], str | None]) -> Place | None:
-    """Return the place of a tensor; None: another stage of the pipeline has it."""
+    """Return the place of a tensor; None: this stage does nothing with it."""
     module, _, parameter = (rename(name) or name).rpartition(".")
     if places.has_elsewhere(module):
         return None

@@ -111,17 +111,19 @@ class ModelParts:
         if format_name is None or processor is None:
             self._refused[name] = "slots were made without the output layer"
         elif is_tied and embedding is not None:
+            self._elsewhere.append(name)
             add_to_logits(self._model, processor, embedding[1].deltas, self._runtime)  # one matrix, one copy
         else:
             deltas = self._vocabulary_slots(module, format_name)
             inner = processor if hasattr(processor, "lora_a_stacked") else None
             self.made[name] = OutputWithDeltas(inner, deltas, self._runtime)
-            self._take_vocabulary(name, name, Kind.OUTPUT, format_name, deltas)
+            tensor = name
             for stage in self._elsewhere if is_tied else ():  # the first stage has the embedding itself
                 if stage.endswith("embed_tokens"):
-                    self._elsewhere.remove(stage)
-                    self._take_vocabulary(stage, name, Kind.OUTPUT, format_name, deltas)
+                    tensor = stage
+                    self._elsewhere[self._elsewhere.index(stage)] = name
                     break
+            self._take_vocabulary(tensor, name, Kind.OUTPUT, format_name, deltas)
             add_to_logits(self._model, processor, deltas, self._runtime)
 
     def _vocabulary_slots(self, module: torch.nn.Module, format_name: str) -> EmbeddingSlots:
