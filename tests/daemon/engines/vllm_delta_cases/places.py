@@ -175,10 +175,10 @@ def a_stored_output_layer_that_is_tied_gets_nothing() -> None:
         manifest = json.loads((plain / "delta.json").read_text())
         manifest["matrices"] = [one for one in manifest["matrices"] if one["name"] != "lm_head.weight"]
         (plain / "delta.json").write_text(json.dumps(manifest))
-        for is_last_stage in (False, True):
+        for settings in ({}, {"has_head": False}, {"is_last_stage": True}):
             found = []
             for folder in (stored, plain):
-                tiny = tiny_model(is_tied=True, output_format=None, is_last_stage=is_last_stage)
+                tiny = tiny_model(is_tied=True, output_format=None, **settings)
                 tiny.runner._set_active_loras((1,), (1,), {request(1, folder)})
                 found.append(tiny.manager.list_adapters()[1].pairs)
             assert found[0].keys() == found[1].keys()

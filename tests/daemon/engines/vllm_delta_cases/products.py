@@ -103,14 +103,15 @@ def a_tied_output_layer_changes_with_its_embedding() -> None:
     with tempfile.TemporaryDirectory() as place:
         delta = write_delta(Path(place) / "delta", 1, leave=("lm_head",))
         ids, tokens = [1, 0, 1, 1, 0, 0], torch.randint(0, VOCABULARY, (6,))
-        tiny = tiny_model(is_tied=True, output_format=None)
-        found = run(tiny, ids, [request(1, delta)], tokens)
-        assert "lm_head" not in {name for name, _ in tiny.manager.places.taken.items()}
-        want = changed_model(delta, is_tied=True, output_format=None)
-        at = torch.tensor(ids)
-        close(found[at == 1], run(want, [0] * 6, [], tokens)[at == 1])
-        base = run(tiny, [0] * 6, [], tokens)
-        assert torch.equal(found[at == 0], base[at == 0])
+        for has_head in (True, False):
+            tiny = tiny_model(is_tied=True, has_head=has_head, output_format=None)
+            found = run(tiny, ids, [request(1, delta)], tokens)
+            assert "lm_head" not in {name for name, _ in tiny.manager.places.taken.items()}
+            want = changed_model(delta, is_tied=True, has_head=has_head, output_format=None)
+            at = torch.tensor(ids)
+            close(found[at == 1], run(want, [0] * 6, [], tokens)[at == 1])
+            base = run(tiny, [0] * 6, [], tokens)
+            assert torch.equal(found[at == 0], base[at == 0])
 
 
 @case

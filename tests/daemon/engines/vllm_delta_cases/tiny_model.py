@@ -52,6 +52,7 @@ def tiny_model(
     *,
     has_vocabulary: bool = True,
     is_tied: bool = False,
+    has_head: bool = True,
     is_last_stage: bool = False,
     adapters_alone: bool = False,
     loads_adapters_aside: bool = False,
@@ -63,6 +64,7 @@ def tiny_model(
     Args:
         has_vocabulary: whether the class takes adapters of embeddings and of the output layer, as Llama's does.
         is_tied: whether the output layer is the embedding.
+        has_head: whether a tied output layer has a module of its own; Gemma 2 has none.
         is_last_stage: whether another stage of a pipeline has the embedding and the first layer.
         adapters_alone: whether slots are vLLM's own, without deltas.
         loads_adapters_aside: whether a thread reads adapters.
@@ -81,6 +83,8 @@ def tiny_model(
     if is_tied:
         model.config.tie_word_embeddings = True
         model.lm_head = model.lm_head.tie_weights(model.embed_tokens)
+    if not has_head:
+        del model.lm_head
     if is_last_stage:
         model.embed_tokens = PPMissingLayer()
         model.layers[0] = PPMissingLayer()
@@ -174,7 +178,7 @@ def _model_class(supports: type, has_vocabulary: bool) -> type:
             return self.norm(x, residual)[0]
 
         def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-            return self.logits_processor(self.lm_head, hidden)
+            return self.logits_processor(getattr(self, "lm_head", self.embed_tokens), hidden)
 
     return Model
 

@@ -18,6 +18,8 @@ from iserve_variants.vllm_modules import EmbeddingWithDeltas, NormWithDeltas, Ou
 
 __all__ = ["ModelParts"]
 
+_HEAD = "lm_head"  # of every class of vLLM that deltas are served by, where it has one
+
 
 class ModelParts:
     """Makes the modules that vLLM's LoRA path has none for, and lists the places of all.
@@ -101,11 +103,13 @@ class ModelParts:
         self, found: dict[str, torch.nn.Module], embedding: tuple[str, EmbeddingWithDeltas] | None
     ) -> None:
         head = next(((name, one) for name, one in found.items() if isinstance(one, ParallelLMHead)), None)
-        if head is None:  # another stage of the pipeline has it, or there is none
-            return
-        name, module = head
         processor = next((one for one in found.values() if _is_processor(one)), None)
         is_tied = bool(getattr(self._model.config, "tie_word_embeddings", False))
+        if head is None and is_tied and embedding is not None and _HEAD not in found:
+            head = _HEAD, embedding[1]  # as of Gemma 2, whose logits are of the embedding itself
+        if head is None:  # another stage of the pipeline has it
+            return
+        name, module = head
         settings = self._runtime.settings
         format_name = settings.embedding_format if is_tied else settings.output_format
         if format_name is None or processor is None:
