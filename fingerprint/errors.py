@@ -21,6 +21,7 @@ __all__ = [
     "NotFoundError",
     "NotMeasuredError",
     "PolicyError",
+    "SilentEngineError",
     "StateUnavailableError",
     "TooLittleTimeError",
     "UnavailableError",
@@ -105,6 +106,10 @@ class StateUnavailableError(UnavailableError):
 
 class EngineError(IserveError):
     """An inference engine could not start, failed, or broke its promises; the message quotes its log."""
+
+
+class SilentEngineError(UnavailableError, EngineError):
+    """The Python of an engine does not answer now (a cold disk, a late mount): what it has is not known."""
 
 
 def error_class(name: object, default: type[IserveError]) -> type[IserveError]:

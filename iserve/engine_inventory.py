@@ -53,11 +53,15 @@ def releases(home: Path, engine: str) -> frozenset[str]:
 
 def _foreign(engine: ExternalEngine, home: Path) -> Iterator[EngineDocument]:
     try:
-        used = engine.interpreter.find()
+        used, problem = engine.interpreter.find(), None
     except EngineError as error:
-        used = None
-        yield EngineDocument(engine=engine.name, problem=str(error))
-    for found in engine.interpreter.installations():
+        used, problem = None, str(error)
+        yield EngineDocument(engine=engine.name, problem=problem)
+    installations, silent = engine.interpreter.survey()
+    for reason in map(str, silent):
+        if reason != problem:
+            yield EngineDocument(engine=engine.name, problem=reason)
+    for found in installations:
         version = found.version(engine.interpreter.distribution)
         document = EngineDocument(
             engine=engine.name,

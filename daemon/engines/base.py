@@ -87,6 +87,7 @@ class Engine(Protocol):
 
         Raises:
             InfeasibleError: that version is not installed here.
+            SilentEngineError: a Python that may have it does not answer now.
         """
         ...
 

@@ -12,7 +12,6 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from daemon.home import home_folder
 from daemon.profile_messages import ProfileLoad
 from daemon.worker_spec import WorkerSpec
 from fingerprint.capability import EngineCapabilities
-from fingerprint.errors import EngineError, InfeasibleError
+from fingerprint.errors import EngineError, InfeasibleError, SilentEngineError
 
 __all__ = [
     "PROFILING_PATH",
@@ -131,6 +130,7 @@ class Interpreter:
 
         Raises:
             EngineError: the engine is not installed, or the setting does not name a Python; says what to set.
+            SilentEngineError: a Python that may have it does not answer now.
         """
         if version is not None:
             return self._find_version(version)
@@ -138,18 +138,28 @@ class Interpreter:
 
     def installations(self) -> tuple[Installation, ...]:
         """Return all that are there, the first to be used first."""
-        found = []
+        return self.survey()[0]
+
+    def survey(self) -> tuple[tuple[Installation, ...], tuple[SilentEngineError, ...]]:
+        """Return all that are there, the first to be used first, and what other places do not answer."""
+        found, silent = [], []
         for place in self._places():
-            with suppress(EngineError):
+            try:
                 found.append(self._look(place))
-        return tuple(found)
+            except SilentEngineError as error:
+                silent.append(error)
+            except EngineError:
+                continue
+        return tuple(found), tuple(silent)
 
     def _find_version(self, version: str) -> Installation:
-        there = self.installations()
+        there, silent = self.survey()
         for found in there:
             if is_version(found.version(self.distribution), version):
                 return found
         others = ", ".join(found.version(self.distribution) for found in there)
+        if silent:
+            raise SilentEngineError(f"whether {self.distribution} {version} is installed is unknown: {silent[0]}")
         raise EngineError(
             f"{self.distribution} {version} is not installed here (there is {others or 'none'}): "
             f"{self._how_to_install(f' --version {version}')}"
@@ -178,7 +188,12 @@ class Interpreter:
         return (command if self.installable else "") + self._how_to_set
 
     def _look(self, place: _Place) -> Installation:
-        """Look at ``place``. Raises EngineError: the engine is not there, or ``place`` is no Python."""
+        """Look at ``place``.
+
+        Raises:
+            EngineError: the engine is not there, or ``place`` is no Python.
+            SilentEngineError: it does not answer now.
+        """
         python, name = place.python, place.name
         if place.source == "here":
             answer = _read_answer({**look(list(self._names)), "path": []}, self._names)
@@ -215,8 +230,10 @@ class Interpreter:
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
-            raise EngineError(f"{what} did not answer within {_ANSWER_S:.0f} s; {remedy}") from error
-        except (OSError, ValueError) as error:
+            raise SilentEngineError(f"{what} did not answer within {_ANSWER_S:.0f} s; {remedy}") from error
+        except OSError as error:  # where its file is may be mounted later
+            raise SilentEngineError(f"{what} cannot be run: {error}; {remedy}") from error
+        except ValueError as error:
             raise EngineError(f"{what} cannot be run: {error}; {remedy}") from error
         try:
             return _read_answer(json.loads(done.stdout[:_MAX_ANSWER_BYTES]), self._names)
@@ -284,6 +301,8 @@ class ExternalEngine(ABC):
             return self
         try:
             self.installed(version)
+        except SilentEngineError:
+            raise
         except EngineError as error:
             raise InfeasibleError(str(error)) from error
         engine = copy(self)

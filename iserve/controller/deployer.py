@@ -26,6 +26,7 @@ from fingerprint.errors import (
     InfeasibleError,
     IserveError,
     NotFoundError,
+    SilentEngineError,
     StateUnavailableError,
     UnavailableError,
 )
@@ -139,9 +140,8 @@ class Deployer:
                 return
         if recorded:
             try:
-                for spec in recorded:
-                    get_engine(spec.config.engine).pinned(spec.engine_version)
-                self._launch(job, lambda: recorded)
+                if self._engines_answer(job, recorded):
+                    self._launch(job, lambda: recorded)
                 return
             except InfeasibleError as error:
                 log.info("%s: it cannot be started as it was, so it is planned anew: %s", row.name, error)
@@ -150,6 +150,23 @@ class Deployer:
         measured = self.measured(row, body, lambda phase: self._move(job, phase))
         self._move(job, "planning")
         self._launch(job, lambda: self._choose(job, measured))
+
+    def _engines_answer(self, job: _Job, workers: tuple[WorkerSpec, ...]) -> bool:
+        """Return whether the engines of ``workers`` are there. One that does not answer is not gone: the phase
+        stays, with the reason, and the reconciler has it tried again.
+
+        Raises:
+            InfeasibleError: one is not installed any more in the version that was planned for.
+        """
+        try:
+            for spec in workers:
+                get_engine(spec.config.engine).pinned(spec.engine_version)
+        except SilentEngineError as error:
+            now = self._store.deployment_by_id(job.row.id)
+            if now is not None and now.error != str(error):
+                self._record(job, job.row.phase, error=str(error))
+            return False
+        return True
 
     def measured(self, row: DeploymentRow, body: DeployBody, move: Callable[[str], None]) -> Measured:
         """Return the model and engine of ``body`` with a profile that holds, which is taken first where there is

@@ -12,7 +12,7 @@ from daemon.engines.registry import ENGINES, get_engine
 from daemon.status import NodeStatus
 from daemon.unlisted_gpus import device_spec
 from fingerprint.capability import PLANNED_ONLY
-from fingerprint.errors import InfeasibleError
+from fingerprint.errors import InfeasibleError, SilentEngineError
 from fingerprint.estimates import Estimator
 from fingerprint.gpu_spec import Vendor
 from fingerprint.measurements import Profile
@@ -65,7 +65,7 @@ def _engines_in(name: str, version: str | None) -> tuple[Engine, ...]:
     for engine in ENGINES.values():
         try:
             found.append(engine.pinned(version))
-        except InfeasibleError as error:
+        except (InfeasibleError, SilentEngineError) as error:
             reasons.append(str(error))
     if not found:
         raise InfeasibleError(f"no engine is installed here in version {version}: {'; '.join(reasons)}")

@@ -173,7 +173,7 @@ def test_a_bad_checkpoint_is_not_tried_again(node):
 
 
 def test_one_that_served_is_started_again_whatever_it_says(node, tmp_path):
-    """It has started as it is; a log of one that serves may have a client's words."""
+    """A start has shown that it can serve, and the log of one that serves may have a client's words."""
     node.start()
     words = '{"error": "CheckpointError", "message": "layer 3 is missing"}'
     node.behave(once=True, exit_file=str(tmp_path / "end"), exit_code=96, last_words=words)

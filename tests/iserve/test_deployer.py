@@ -45,7 +45,7 @@ from iserve.planning.model_use import used
 from iserve.planning.pipeline import PlanOptions
 from iserve.route_table import RouteTable
 from iserve.settings import Settings
-from iserve.state.store import Store
+from iserve.state.store import DeploymentRow, Store
 from tests.daemon.conftest import Node
 from tests.daemon.engines.standin import make_vllm
 from tests.fingerprint.small_checkpoints import TOWER_PARAMS, write_llava
@@ -451,3 +451,31 @@ def test_one_profile_serves_a_multimodal_model_with_and_without_its_towers(world
         held.append(estimate.memory.per_gpu_bytes((2,)))
         assert profiler.unused(source, engine, node) == ()
     assert held[0] - held[1] == 2 * TOWER_PARAMS
+
+
+def test_what_was_placed_on_an_engine_that_does_not_answer_yet_waits_for_it(
+    world: World, until: Until, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A late mount is no reason to plan anew, which may end on another engine."""
+    monkeypatch.setenv("ISERVE_VLLM_PYTHON", str(tmp_path / "mount" / "bin" / "python"))
+    world.start()
+    world.record(world.node.spec("a-1", config=DeploymentConfig(engine="vllm"), engine_version="0.24.0"))
+    row = world.store.deployment("a")
+    world.store.update_deployment(row.id, phase="ready")
+
+    def work() -> DeploymentRow:
+        world.work()
+        until(lambda: not world.controller._active, "it is carried out")
+        return world.store.deployment("a")
+
+    def steps() -> list[str]:
+        return [event.kind for event in world.store.events(deployment_id=row.id)]
+
+    for _ in range(2):
+        now = work()
+        assert (now.phase, now.workers) == ("ready", row.workers)
+        assert "cannot be run" in (now.error or "")
+    assert steps() == ["ready"]  # said once
+    make_vllm(tmp_path / "mount")
+    work()
+    assert steps()[:2] == ["ready", "launching"]

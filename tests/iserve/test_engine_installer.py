@@ -19,6 +19,7 @@ from daemon.engines.registry import get_engine
 from daemon.procfs import start_time_ticks
 from fingerprint.codec import to_json
 from fingerprint.errors import EngineError
+from iserve.engine_inventory import engine_documents
 from iserve.state.store import Store
 from tests.daemon.engines.standin import make_vllm, set_version
 from tests.daemon.engines.vllm_worker_spec import worker
@@ -199,6 +200,22 @@ def test_the_list_tells_version_python_source_and_verification(
     assert [row["verified"] for row in rows][:2] == ["unknown", "run"]
     text = iserve("engines").out
     golden("cli", text)
+
+
+def test_the_list_has_what_answers_and_names_what_does_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ISERVE_HOME", str(tmp_path))
+    monkeypatch.delenv("ISERVE_VLLM_PYTHON", raising=False)
+    for version in ("0.24.0", "0.24.1"):
+        environment = environment_of(tmp_path, "vllm", version)
+        make_vllm(environment.folder, version)
+        environment.marker.write_text("{}")
+    environment_of(tmp_path, "vllm", "0.24.0").python.unlink()  # its disk is not mounted
+    listed = [document for document in engine_documents(tmp_path) if document.engine == "vllm"]
+    assert {document.version: document.is_used for document in listed} == {"0.24.1": True, None: False}
+    (reason,) = (document.problem for document in listed if document.version is None)
+    assert "0.24.0 cannot be run" in (reason or "")
 
 
 def test_removing_is_refused_while_a_deployment_uses_it(

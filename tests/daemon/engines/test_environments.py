@@ -10,7 +10,7 @@ import pytest
 
 from daemon.engines.environments import environment_of, environments, exact_version, is_version
 from daemon.engines.external import Interpreter
-from fingerprint.errors import ConfigError, EngineError
+from fingerprint.errors import ConfigError, EngineError, SilentEngineError
 from tests.daemon.engines.standin import make_environment
 from tests.golden_words import Golden
 
@@ -145,3 +145,14 @@ def test_an_engine_that_is_installed_by_hand_has_no_environments(
     with golden.raises("engines", EngineError):
         Interpreter(VARIABLE, "abacus").find()
     assert Interpreter(VARIABLE, "pytest").find().python == sys.executable
+
+
+def test_a_release_is_found_though_another_place_does_not_answer(interpreter, monkeypatch, tmp_path):
+    python = install(tmp_path, "1.0.0")
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "not-mounted"))
+    assert interpreter.find("1.0.0").python == python
+    with pytest.raises(SilentEngineError):
+        interpreter.find("2.0.0")
+    found, (silent,) = interpreter.survey()
+    assert [one.python for one in found] == [python]
+    assert "not-mounted" in str(silent)

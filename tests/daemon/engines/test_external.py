@@ -13,7 +13,7 @@ from daemon.engines.external import ExternalEngine, Installation, Interpreter
 from fingerprint.architectures import Architectures, Listed
 from fingerprint.capability import EngineCapabilities
 from fingerprint.config import KvFormat, Pruning, WeightFormat
-from fingerprint.errors import EngineError
+from fingerprint.errors import EngineError, InfeasibleError, SilentEngineError
 from tests.daemon.engines.standin import make_environment, set_version
 from tests.golden_words import Golden
 
@@ -163,3 +163,17 @@ def test_an_engine_that_is_not_there_keeps_its_table_and_says_what_to_install(mo
     assert engine.versions() == ()
     with pytest.raises(EngineError, match="install"):
         engine.installed()
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_python_that_does_not_answer_is_not_one_without_the_engine(monkeypatch, tmp_path, hangs):
+    if hangs:
+        script(tmp_path / "python", "exec sleep 60")
+    monkeypatch.setattr(external, "_ANSWER_S", 0.2)
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "python"))
+    with pytest.raises(SilentEngineError, match=rf"abacus 1\.2\.3 .* {VARIABLE}={tmp_path}/python "):
+        Abacus().pinned("1.2.3")
+    assert f"{VARIABLE}={tmp_path}/python" in (Abacus().capabilities().unavailable or "")
+    monkeypatch.delenv(VARIABLE)
+    with pytest.raises(InfeasibleError):
+        Abacus().pinned("1.2.3")
