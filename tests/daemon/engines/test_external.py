@@ -167,7 +167,6 @@ def test_an_engine_that_is_not_there_keeps_its_table_and_says_what_to_install(mo
 
 @pytest.mark.parametrize("hangs", [False, True])
 def test_a_python_that_does_not_answer_is_not_one_without_the_engine(monkeypatch, tmp_path, hangs):
-    """Its mount may be late, or its disk cold."""
     if hangs:
         script(tmp_path / "python", "exec sleep 60")
     monkeypatch.setattr(external, "_ANSWER_S", 0.2)
