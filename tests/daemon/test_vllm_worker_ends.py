@@ -18,6 +18,7 @@ from tests.daemon.engines.engine_conformance import LIMITS, ask
 from tests.daemon.engines.standin import make_vllm
 
 pytestmark = pytest.mark.process
+OF_CLIENTS = ("OSError: [Errno 98] Address already in use", "error: unrecognized arguments: --bar")
 
 
 @pytest.fixture
@@ -37,9 +38,7 @@ def launch(node, **changes):
     )
 
 
-@pytest.mark.parametrize(
-    "words", ["OSError: [Errno 98] Address already in use", "error: unrecognized arguments: --bar"]
-)
+@pytest.mark.parametrize("words", OF_CLIENTS)
 def test_words_of_a_client_in_the_log_do_not_give_a_worker_up(vllm_node, words):
     launch(vllm_node, options=EngineOptions(arguments=(("enable-log-requests", None),)))
     before = vllm_node.wait("w1", WorkerState.READY)
