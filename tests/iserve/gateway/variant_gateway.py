@@ -1,14 +1,15 @@
 """``python -m tests.iserve.gateway.variant_gateway``: the gateway over stand-ins for the folders of variants.
 
-The folder of a content has its hash as name, that of a delta a manifest; while there is a file HASH.broken next to
-it, it fails its check. Nothing is loaded before it is asked for, so that tests say what is loaded when, unless
-``--preload`` is given.
+The folder of a content has its hash as name; while there is a file HASH.broken next to it, it fails its check.
+Those of deltas have a manifest.
+Nothing is loaded before it is asked for, so that tests say what is loaded when, unless ``--preload`` is given.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+import time
 from pathlib import Path
 
 from fingerprint.errors import CheckpointError
@@ -29,12 +30,17 @@ class Folders:
         return folder
 
     def checked(self, content_hash: str, base: Path) -> Path:
-        """Return the folder, and note the check; a base OTHER is that of no delta, and HUGE is hashed for ever."""
+        """Return the folder, and note the check; a base OTHER is that of no delta, and HUGE is hashed for ever.
+
+        HELD is hashed until there is a file HASH.hashed next to the folder.
+        """
         self.root.mkdir(parents=True, exist_ok=True)
         with (self.root / "checked").open("a") as noted:
             noted.write(f"{content_hash} {base}\n")
         if base.name == "HUGE":
             threading.Event().wait()
+        while base.name == "HELD" and not (self.root / f"{content_hash}.hashed").exists():
+            time.sleep(0.01)
         if base.name == "OTHER":
             raise CheckpointError(f"the delta was made of another base than {base}: tensor 'x.weight' differs")
         folder = self.loadable(content_hash)
