@@ -43,6 +43,9 @@ class Served:
             "enforce_eager": eager,
             "tensor_parallel_size": tp,
         }
+        if tp > 1:  # as workers are started: no multicast of NVLink
+            os.environ.update(VLLM_ALLREDUCE_USE_SYMM_MEM="0", VLLM_ALLREDUCE_USE_FLASHINFER="0")
+            arguments["compilation_config"]["pass_config"] = {"fuse_allreduce_rms": False}
         begin = time.perf_counter()
         from vllm import LLM
 

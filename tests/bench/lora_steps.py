@@ -124,6 +124,7 @@ class Load:
     in_background: bool = False  # whether a thread of the worker reads it
     median_gap_s: float = 0.0  # of all gaps; 0: not kept
     calls: int = 1  # until it was loaded
+    long_gaps: tuple[tuple[float, float], ...] = ()  # the five longest: seconds from the request, and of the gap
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -381,8 +382,13 @@ async def _loads(client: _Client, slots: int, *, in_background: bool = False) ->
             in_background=in_background,
             median_gap_s=statistics.median(second - first for first, second in pairwise(times_s)),
             calls=calls,
+            long_gaps=tuple(sorted(_gaps(times_s, begun), key=lambda gap: -gap[1])[:5]),
         )
         await client.unload(name)
+
+
+def _gaps(times_s: Sequence[float], begun_s: float) -> list[tuple[float, float]]:
+    return [(round(first - begun_s, 4), round(second - first, 5)) for first, second in pairwise(times_s)]
 
 
 def gaps_s(times_s: Sequence[float], begun_s: float, ended_s: float) -> tuple[float, float]:

@@ -11,7 +11,8 @@ them:
 * ``decode``: the median step of a batch with equal contexts, and of one with the same tokens in all, spread as in
   a trace, or one long context among short ones;
 * ``padded``: the median step of a batch that a graph of more sequences computes, and of as many as that has;
-* ``arrival``: the step with a prompt's first token, and the next two, while a batch decodes; over its own step;
+* ``arrival``: the steps while a batch decodes from a prompt's arrival to its first token, in all, the longest of
+  them, and the next one; over a usual step;
 * ``cached``: a lone prompt of which so many tokens are cached, and one of as many tokens as are not.
 
 Times are between tokens as the engine's client gets them, medians of ``ROUNDS``. No web framework is imported.
@@ -23,10 +24,10 @@ import argparse
 import os
 import random
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ class ServedStep:
     batch: int  # sequences that decode
     tokens: int  # of the contexts on average, or of the prompt
     cached_tokens: int
-    seconds: tuple[float, ...]  # decode and padded: of a step; arrival: of each of three; cached: until the token
+    seconds: tuple[float, ...]  # decode, padded: of a step; arrival: of all, longest, next; cached: until a token
     plain_s: (
         float  # of its like: equal contexts, a full graph, a step without a prompt, a prompt of the rest alone
     )
@@ -144,12 +145,17 @@ class _Server:
         return [after - before for before, after in pairwise(times_s)]
 
     def arrivals(self, batch: int, context: int, tokens: int) -> tuple[float, tuple[float, ...]]:
-        """Return a step of a batch, and the three around a prompt's first token: medians."""
+        """Return medians: a step of a batch; all until a prompt's first token less usual ones but one, the longest
+        of these, and the next one.
+
+        A step is given out once the next one is launched, which takes the host long where prompts are in it: the
+        step before that of the token is the long one.
+        """
         steps = (BETWEEN_STEPS + 8) * ROUNDS + 40
         names = [self.add(self.prompt(context), steps) for _ in range(batch)]
         while min(map(self.tokens, names)) < 2:
             self.step()
-        usual, around = list[float](), list[list[float]]()
+        usual, around = list[float](), list[tuple[list[float], float]]()
         for _ in range(ROUNDS):
             times_s = [self.step() for _ in range(BETWEEN_STEPS)]
             usual += [after - before for before, after in pairwise(times_s[2:])]
@@ -158,14 +164,11 @@ class _Server:
                 now_s = self.step()
                 gaps.append(now_s - last_s)
                 last_s = now_s
-            gaps = gaps[-1:]  # the one with its token; before it are steps that were under way
-            for _ in range(2):
-                now_s = self.step()
-                gaps.append(now_s - last_s)
-                last_s = now_s
-            around.append(gaps)
+            around.append((gaps, self.step() - last_s))
         self.end()
-        return statistics.median(usual), tuple(statistics.median(row) for row in zip(*around, strict=True))
+        usual_s = statistics.median(usual)
+        found = [(sum(gaps) - (len(gaps) - 1) * usual_s, max(gaps), next_s) for gaps, next_s in around]
+        return usual_s, tuple(statistics.median(row) for row in zip(*found, strict=True))
 
     def lone(self, tokens: int, cached: int) -> float:
         """Return the seconds of a lone prompt, ``cached`` tokens of which a request before it had."""
@@ -235,7 +238,7 @@ def table(found: ServedSteps) -> str:
 
 def measure(config: Path, out: Path) -> None:
     """Measure one model; its file is kept after each case."""
-    from tests.bench.engine_contest_run import _nvidia, _version
+    from tests.bench.engine_contest_run import _nvidia
 
     os.environ.setdefault("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random")
     folder = out / "model"
@@ -249,7 +252,7 @@ def measure(config: Path, out: Path) -> None:
             model=config.stem,
             date=time.strftime("%Y-%m-%d"),
             machine=(_nvidia("name") or ["?"])[0],
-            versions=f"vllm {_version(sys.executable)}, driver {(_nvidia('driver_version') or ['?'])[0]}",
+            versions=f"vllm {metadata.version('vllm')}, driver {(_nvidia('driver_version') or ['?'])[0]}",
             steps=tuple(steps),
         )
         (out / "served_steps.json").write_bytes(to_json(kept, indent=1))
