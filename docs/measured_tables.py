@@ -146,10 +146,24 @@ def _strategies(model: str) -> str:
 
 
 def _served() -> str:
-    from tests.bench.accuracy_families import SERVED
+    from tests.bench.fidelity_anew import SERVED
     from tests.bench.fidelity_table import table
 
     return table(SERVED)
+
+
+def _served_anew() -> str:
+    from tests.bench.fidelity_anew import table
+
+    return table()
+
+
+def _served_steps() -> str:
+    from fingerprint.codec import from_json
+    from tests.bench.served_steps import ServedSteps, summary
+
+    files = sorted((RESULTS / "served_steps_h200").glob("*.json"))
+    return summary([from_json(file.read_bytes(), ServedSteps, what=file.name) for file in files])
 
 
 def _by_family() -> str:
@@ -347,6 +361,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "other methods on 0.33, by model": lambda: _other_methods(by_model=True),
     "accuracy by prompt tokens": _by_size,
     "served on vLLM 0.33": _served,
+    "served on vLLM 0.33, simulated anew": _served_anew,
+    "steps of a server": _served_steps,
     "formats on vLLM": _formats,
     "regret in short": _in_short,
     "against others": _against_others,

@@ -24,6 +24,9 @@ class KvCache(StrEnum):
     GROUPED_BLOCKS = "grouped-blocks"  # pages that groups of layers share too (``fingerprint.cache_blocks``)
 
 
+_LARGEST_GRAPH = 512  # rows; vLLM's limit, and what its workers are launched with (decision 17)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineTraits:
     """Traits of one engine, by which its estimates differ from another's.
@@ -55,6 +58,8 @@ class EngineTraits:
             ``fingerprint.variant_steps`` on a release that our step timer knows.
         short_steps: whether steps of 2,048 tokens at most were measured to serve no slower than those of 8,192
             (decision 43).
+        pads_decode_steps: whether a decode step is computed by the smallest captured graph that holds it
+            (:meth:`rows_of_graph`). The sizes are those that vLLM captures up to 512 rows, as iServe launches it.
         startup_s: seconds from launch until it serves, as simulations take it where they are given none; 0: none
             is known. That of vLLM is a round number below all that were measured: first starts of 0.6B and 8B
             models on an H200 took 84 to 145 s (decision 25).
@@ -77,12 +82,24 @@ class EngineTraits:
     loads_stop_steps: bool = False
     profiles_variants: bool = False
     short_steps: bool = False
+    pads_decode_steps: bool = False
     startup_s: float = 0.0
 
     @property
     def holds_deltas_by_size(self) -> bool:
         """True where its slots hold deltas of any format up to a size."""
         return self.serves_deltas and not self.delta_formats
+
+    def rows_of_graph(self, sequences: int) -> int:
+        """Return how many rows the graph has that computes a decode step: 1, 2, 4, multiples of 8 up to 256, of 16
+        up to 512; ``sequences`` beyond, and where no step is padded.
+        """
+        if not self.pads_decode_steps or sequences > _LARGEST_GRAPH or sequences < 3:
+            return sequences
+        if sequences <= 4:
+            return 4
+        apart = 8 if sequences <= _LARGEST_GRAPH // 2 else 16
+        return -(-sequences // apart) * apart
 
     @property
     def has_slots(self) -> bool:
@@ -112,6 +129,7 @@ TRAITS: Mapping[str, EngineTraits] = MappingProxyType(
             loads_stop_steps=True,
             profiles_variants=True,
             short_steps=True,
+            pads_decode_steps=True,
             startup_s=60.0,
         ),
         "tensorrt-llm": EngineTraits(title="TensorRT-LLM", overlaps_host=True, caches_prefixes=True),

@@ -118,7 +118,7 @@ def launch_limits(
 
     Args:
         served: None: nothing beyond the plan.
-        spec: which tells what is kept of a request; None: all of its tokens.
+        spec: which tells what is kept of a request, and whether steps are padded; None: all of its tokens, no.
     """
     sizes = planned_limits(workload, engine, step_tokens, served=served)
     windows = {kind.window for kind in spec.kinds if kind.kv_share} if spec is not None else {None}
@@ -130,7 +130,17 @@ def launch_limits(
         kv_tokens=sizes.kv_tokens if windows else None,
         kv_window=max(bounded) if bounded and len(bounded) == len(windows) else None,
         preempts=traits_of(engine).preempts,
+        pads_steps=spec is not None and pads_steps(spec, engine),
     )
+
+
+def pads_steps(spec: ModelSpec, engine: str) -> bool:
+    """Return whether decode steps take as long as those of the rows of their graph, as a mixture's do.
+
+    Rows that pad a step choose experts as the rest do, whose weights are read (docs/fidelity.md, "Padded steps").
+    A dense model's steps just above a graph's size take up to 5% longer, which is left out.
+    """
+    return spec.num_experts > 0 and traits_of(engine).pads_decode_steps
 
 
 def roofline_model(name: str, spec: ModelSpec, gpu: GpuSpec, options: PlanOptions, engine: str) -> SimulatedModel:

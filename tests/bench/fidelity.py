@@ -47,7 +47,7 @@ from iserve.replay.prompts import PromptOptions
 from iserve.replay.runner import Replay, ReplayOptions
 from iserve.replay.schedule import ScheduleOptions, make_schedule
 from iserve.report.text import seconds
-from iserve.simulation.running import launch_limits
+from iserve.simulation.running import launch_limits, pads_steps
 from iserve.verify.bursts import BurstClient
 from iserve.verify.timing import Burst, time_bursts
 from tests.bench.fidelity_compare import (
@@ -167,7 +167,7 @@ def _served(target: Target, profile: Profile, estimator: Estimator, lone: Lone) 
         gpu=profile.machine.device,
         num_layers=profile.spec.num_layers,
         config=target.config,
-        limits=target.limits,
+        limits=replace(target.limits, pads_steps=pads_steps(profile.spec, target.config.engine)),
         estimator=estimator,
         behind_gateway=target.behind_gateway,
         overhead_s=max(0.0, lone.ttft_s - predicted_s),

@@ -8,7 +8,7 @@ on and replays in which a request failed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import numpy as np
 from tests.bench.fidelity_compare import PERCENTS, relative_error
 from tests.bench.fidelity_served import REPORTED_FROM, Launch, Played, read_played
 
-__all__ = ["GOALS", "Figure", "figures", "table", "within_by_model"]
+__all__ = ["GOALS", "JUDGED", "Figure", "figures", "table", "within_by_model"]
 
 GOALS = dict(zip(PERCENTS, (0.08, 0.10, 0.15), strict=True))
 JUDGED = ("TTFT", "ITL", "E2E")
@@ -71,10 +71,10 @@ def figures(replays: Sequence[Played]) -> list[Figure]:
     return found
 
 
-def within_by_model(out: Path) -> dict[str, tuple[int, int]]:
-    """Return of each model in a folder how many judged figures are within, and of how many."""
+def within_by_model(servers: Iterable[tuple[Launch, Sequence[Played]]]) -> dict[str, tuple[int, int]]:
+    """Return of each model how many judged figures are within, and of how many."""
     by_model: dict[str, list[Figure]] = {}
-    for launch, played in read_played(out):
+    for launch, played in servers:
         found = by_model.setdefault(launch.asked.model, [])
         for load in {one.turn.load for one in played}:
             replays = [one for one in played if one.turn.load == load]

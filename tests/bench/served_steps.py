@@ -34,7 +34,7 @@ from typing import Any
 
 from fingerprint.codec import from_json, to_json
 
-__all__ = ["ServedStep", "ServedSteps", "contexts_of", "main", "table"]
+__all__ = ["ServedStep", "ServedSteps", "contexts_of", "main", "summary", "table"]
 
 BATCHES, MEAN_CONTEXTS = (8, 32), (512, 1024)
 PADDED = ((3, 4), (5, 8), (9, 16), (12, 16), (17, 24))  # sequences, and those of vLLM's next larger graph
@@ -234,6 +234,30 @@ def table(found: ServedSteps) -> str:
             f"| {1e3 * one.plain_s:.2f} ms, {over} |"
         )
     return "\n".join(lines)
+
+
+def summary(found: Sequence[ServedSteps]) -> str:
+    """Return what was measured of several models, a column each, over the like of it as a Markdown table."""
+    cases = dict.fromkeys((s.part, s.case, s.batch, s.tokens, s.cached_tokens) for one in found for s in one.steps)
+    lines = [f"| | {' | '.join(one.model for one in found)} |", f"|---|{'---|' * len(found)}"]
+    for case in cases:
+        if case[1] == "equal" or (case[0] == "cached" and not case[-1]):
+            continue
+        cells = []
+        for one in found:
+            step = next(s for s in one.steps if (s.part, s.case, s.batch, s.tokens, s.cached_tokens) == case)
+            middle_s = statistics.median(step.seconds)
+            cells.append(f"{1e3 * middle_s:.2f} ms {middle_s / step.plain_s - 1:+.0%}")
+        lines.append(f"| {_said(*case)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _said(part: str, case: str, batch: int, tokens: int, cached: int) -> str:
+    if part == "decode":
+        return f"{batch} sequences of {tokens:,} tokens in the mean, {case}"
+    if part == "padded":
+        return f"{batch} sequences in a {case}"
+    return f"a prompt of {tokens:,}, {cached:,} of them cached"
 
 
 def measure(config: Path, out: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +13,14 @@ from hypothesis import strategies as st
 
 from fingerprint.codec import from_json
 from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.engines import traits_of
 from fingerprint.errors import ConfigError
 from fingerprint.estimates import Estimate
 from fingerprint.estimators.corrected import CorrectedEstimator
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec
 from iserve.planning.estimator_factory import estimator_for
+from iserve.simulation.running import launch_limits
 from tests.bench.accuracy_measure import Recorded
 from tests.bench.kept import read_kept
 from tests.fingerprint.step_timed_machine import llama_7b
@@ -189,6 +192,41 @@ def test_a_lone_prompt_takes_a_profiles_ttft(tokens: int) -> None:
     """From where its TTFT grows with the prompt. Tables of prompts below what was measured gave a quarter more."""
     ttft_s = PROFILED.estimate(VLLM, Workload(1, tokens, 1)).ttft_s.value
     assert FROM_PROFILE.prompt_s(tokens) == pytest.approx(ttft_s, rel=0.03)
+
+
+GRAPHS = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))  # as vLLM 0.33's log has them, up to 512 rows
+
+
+def test_a_step_has_the_rows_of_the_smallest_graph_that_holds_it() -> None:
+    padded, plain = traits_of("vllm"), traits_of("torch")
+    assert [padded.rows_of_graph(n) for n in range(1, 513)] == [
+        min(g for g in GRAPHS if g >= n) for n in range(1, 513)
+    ]
+    assert padded.rows_of_graph(513) == 513  # no graph holds it
+    assert [plain.rows_of_graph(n) for n in (1, 9, 300)] == [1, 9, 300]
+
+
+@pytest.mark.parametrize("most", [32, 12])
+def test_a_padded_step_takes_what_contexts_do_not_change_from_its_graph(most: int) -> None:
+    padded = tabulate(PROFILED, VLLM, replace(SMALL, max_batch=most, pads_steps=True))
+    for sequences in range(1, most + 1):
+        rows = min(g for g in GRAPHS if g >= sequences)
+        assert padded.decode_s(sequences, 1) == pytest.approx(FROM_PROFILE.decode_s(rows, 1), rel=1e-9)
+        for context in (300, 2000):
+            grown = padded.decode_s(sequences, context) - padded.decode_s(sequences, 1)
+            plain = FROM_PROFILE.decode_s(sequences, context) - FROM_PROFILE.decode_s(sequences, 1)
+            assert grown == pytest.approx(plain, rel=1e-9, abs=1e-12)
+
+
+def test_steps_of_mixtures_are_padded_on_vllm_alone() -> None:
+    dense, mixture = PROFILE.spec, replace(PROFILE.spec, num_experts=128, experts_per_token=8)
+    work = Workload(8, 128, 64)
+    padded = {
+        (engine, spec.num_experts): launch_limits(work, engine, spec=spec).pads_steps
+        for engine in ("vllm", "torch")
+        for spec in (dense, mixture)
+    }
+    assert [asked for asked, is_padded in padded.items() if is_padded] == [("vllm", 128)]
 
 
 _STEP = {
