@@ -24,6 +24,7 @@ _RUNS = {  # folder: vLLM's release
     "h200-vllm-0.26": "0.26",
     "h200-vllm-0.33": "0.33",
     "families-h200-vllm-0.33": "0.33",
+    "degrees-h200-vllm-0.33": "0.33",
 }
 # By decisions/0025-vllm-releases.md and accuracy.md; a deployment leaves no recording of its own.
 _DEPLOYED = {

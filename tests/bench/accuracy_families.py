@@ -38,15 +38,18 @@ from tests.bench.accuracy_goals import family_table, summary_table
 from tests.bench.accuracy_measure import Recorded
 from tests.bench.accuracy_rows import SHORT_S, FamilyRow, Row
 from tests.bench.accuracy_tables import others_table
+from tests.bench.fidelity_anew import anew
 from tests.bench.fidelity_table import within_by_model
 
 __all__ = [
+    "ALL_RULES",
     "FOLDERS",
     "LAST_RULE",
     "NEWEST",
     "calibration_without",
     "family_of",
     "family_rows",
+    "frozen_row",
     "goals_table",
     "held_out_row",
     "others_tables",
@@ -57,15 +60,22 @@ __all__ = [
     "table",
 ]
 
-FOLDERS = ("families-h200-vllm-0.33", "h200-vllm-0.33", "h100-vllm-0.33", "h200-vllm-0.26", "h200")
+FOLDERS = (
+    "families-h200-vllm-0.33",
+    "h200-vllm-0.33",
+    "degrees-h200-vllm-0.33",
+    "h100-vllm-0.33",
+    "h200-vllm-0.26",
+    "h200",
+)
 _ERRORS = Path(__file__).parents[2] / "fingerprint/data/depth_tied_errors.json"
-NEWEST = FOLDERS[:3]  # of the release that goals are of
-SERVED = RESULTS / "fidelity/h200-vllm-0.33"  # replays on it
+NEWEST = FOLDERS[:4]  # of the release that goals are of
 PUBLISHED_WITH = {
     "L2 by the wall's clock (paper)": "the paper's method, taken literally",
     "AIConfigurator 0.12.0": "AIConfigurator 0.12.0",
 }
 LAST_RULE = "2026-11-27T07:38"  # but for decisions 57 and 58, the last that moved a number of ``NEWEST``
+ALL_RULES = "2026-11-29T17:00"  # those two among them
 _SIZES = ((0, 1024, "up to 1,024"), (1025, 16_384, "1,025 to 16,384"), (16_385, 10**9, "more"))
 
 
@@ -99,8 +109,22 @@ def predicted_rows(folder: str) -> tuple[tuple[Recorded, tuple[Row, ...]], ...]:
 
 @cache
 def recordings_of(folder: str) -> tuple[Recorded, ...]:
-    """Return the kept recordings of a folder."""
-    return tuple(load(RESULTS / folder))
+    """Return the kept recordings of a folder, but those that were made anew since."""
+    return tuple(one for one in load(RESULTS / folder) if one.measured_at == _newest_of_each()[_what(one)])
+
+
+@cache
+def _newest_of_each() -> dict[tuple[object, ...], str]:
+    newest: dict[tuple[object, ...], str] = {}
+    for one in (one for folder in FOLDERS for one in load(RESULTS / folder)):
+        newest[_what(one)] = max(one.measured_at, newest.get(_what(one), ""))
+    return newest
+
+
+def _what(one: Recorded) -> tuple[object, ...]:
+    machine = one.profile.machine
+    engine = dict(machine.versions)["engine"]
+    return one.model, one.weights, one.tp, one.pp, engine, machine.device.name
 
 
 @cache
@@ -131,6 +155,11 @@ def pooled_row(name: str = "all of vLLM 0.33", *, since: str = "") -> FamilyRow:
 def held_out_row() -> FamilyRow:
     """Return a row of what was recorded after ``LAST_RULE``, as predicted today."""
     return pooled_row("of these, recorded after all rules but decisions 57 and 58", since=LAST_RULE)
+
+
+def frozen_row() -> FamilyRow:
+    """Return a row of what was recorded after ``ALL_RULES``, as predicted today."""
+    return pooled_row("of these, recorded after all rules", since=ALL_RULES)
 
 
 def _row(family: str, group: Sequence[Recorded], rows: Sequence[Row]) -> FamilyRow:
@@ -178,7 +207,7 @@ def _half_width(rows: Sequence[Row]) -> float:
 
 def table() -> str:
     """Return the errors of every family, as Markdown."""
-    return family_table(family_rows(), pooled_row(), [held_out_row()])
+    return family_table(family_rows(), pooled_row(), [held_out_row(), frozen_row()])
 
 
 def goals_table() -> str:
@@ -187,7 +216,7 @@ def goals_table() -> str:
     pooled = pooled_row()
     answered = Counter(row.method for row in _by_others() if row.metric == "tpot")
     counts = (f"{answered[method]} of {pooled.points} by {method}" for method in PUBLISHED_WITH.values())
-    return summary_table(rows, pooled, within_by_model(SERVED), "; ".join(counts))
+    return summary_table(rows, pooled, within_by_model(anew()), "; ".join(counts))
 
 
 def others_tables() -> tuple[str, str]:
@@ -249,7 +278,7 @@ def main() -> None:
     options = parser.parse_args()
     print(goals_table(), table(), *others_tables(), size_table(), sep="\n\n")
     if options.json:
-        options.json.write_bytes(to_json([pooled_row(), held_out_row(), *family_rows()], indent=1))
+        options.json.write_bytes(to_json([pooled_row(), held_out_row(), frozen_row(), *family_rows()], indent=1))
     if options.write_errors:
         _ERRORS.write_text(_errors_text())
 

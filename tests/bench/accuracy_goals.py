@@ -130,7 +130,8 @@ def family_table(rows: Iterable[FamilyRow], pooled: FamilyRow, parts: Iterable[F
 
 def _heading(row: FamilyRow) -> str:
     earlier = ", calls with compilations counted" if row.measured[1] < PROTOCOL_SINCE else ""
-    return f"{row.engine}, {row.gpu}{earlier}"
+    several = ", on two of them" if all(model.endswith((" TP 2", " PP 2")) for model in row.models) else ""
+    return f"{row.engine}, {row.gpu}{several}{earlier}"
 
 
 def _line(row: FamilyRow, goals: Mapping[str, Goal]) -> str:

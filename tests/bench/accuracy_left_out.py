@@ -28,12 +28,13 @@ from fingerprint.estimates import Source
 from fingerprint.estimators.depth_tied import DepthTiedEstimator
 from fingerprint.estimators.l3 import L3
 from fingerprint.measurements import key_of
-from tests.bench.accuracy import Recorded, Row, Truth, _config, _roofline, _rows, truths
-from tests.bench.accuracy_families import calibration_without, family_of, recordings_of
+from tests.bench.accuracy import RESULTS, Recorded, Row, Truth, _config, _roofline, _rows, load, truths
+from tests.bench.accuracy_families import calibration_without, family_of
 
 __all__ = ["FOLDERS", "Constants", "choose", "left_out_rows", "log_likelihood", "table"]
 
 FOLDERS = ("families-h200-vllm-0.33", "h200-vllm-0.33", "h100-vllm-0.33")
+UNTIL = "2026-11-29"  # recordings from then on had no part in decision 58
 Point = tuple[int, int]  # batch, input tokens
 Array = npt.NDArray[np.float64]
 Constants = tuple[float, float, float, float]  # octaves of tokens and of shape, launched apart, spread
@@ -78,11 +79,15 @@ class LeftOut:
     row: Row
 
 
+def _recordings(folder: str) -> list[Recorded]:
+    return [one for one in load(RESULTS / folder) if one.measured_at < UNTIL]
+
+
 def left_out_rows(case: Case, folders: Sequence[str] = FOLDERS) -> tuple[LeftOut, ...]:
     """Return all predictions of a case."""
     found = []
     for folder in folders:
-        for one in recordings_of(folder):
+        for one in _recordings(folder):
             calibration = calibration_without(family_of(one))
             for truth in truths(one):
                 judged = truth.batch, truth.input_tokens
@@ -155,7 +160,7 @@ class Measured:
 def measured(folders: tuple[str, ...] = FOLDERS) -> tuple[Measured, ...]:
     """Return the points of every profile in ``folders``."""
     found = []
-    for one in (one for folder in folders for one in recordings_of(folder)):
+    for one in (one for folder in folders for one in _recordings(folder)):
         roofline, config = _roofline(one), _config(one)
         points = L3(one.profile, roofline, calibration_without(family_of(one))).points[key_of(config)]
         ratios = []

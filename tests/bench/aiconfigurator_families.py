@@ -23,7 +23,7 @@ from tests.bench.accuracy_measure import OUTPUT, Recorded
 from tests.bench.aiconfigurator_static import Point
 from tests.bench.family_configs import PUBLIC
 
-FOLDERS = ("families-h200-vllm-0.33", "h200-vllm-0.33", "h100-vllm-0.33")
+FOLDERS = ("families-h200-vllm-0.33", "h200-vllm-0.33", "degrees-h200-vllm-0.33", "h100-vllm-0.33")
 
 
 def points_of(recorded: Recorded, model: str) -> list[Point]:
