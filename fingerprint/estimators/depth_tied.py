@@ -8,8 +8,10 @@ where the result is below what the GPU's peaks allow, or every point that was ru
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.engines import traits_of
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Estimator, MemoryEstimate, Quantity, Source
 from fingerprint.estimators.calibration import Calibration, shipped_calibration
@@ -55,7 +57,7 @@ class DepthTiedEstimator(ProfileEstimator):
     def _times(self, config: DeploymentConfig, workload: Workload) -> tuple[Latency, DeploymentConfig | None]:
         near = config if self.l3.reaches(config) else self._nearest(config)
         if near is not None:
-            found = self.l3.latency(near, workload)
+            found = self._padded(near, workload, self.l3.latency(near, workload))
             if near != config:
                 found = self._scaled_times(found, (config, workload), (near, workload))
             ttft_s, tpot_s = found.ttft_s.value, found.tpot_s.value
@@ -63,6 +65,25 @@ class DepthTiedEstimator(ProfileEstimator):
                 return found, near
         by_peaks = self._roofline.estimate(config, workload)  # the GPU cannot keep those times
         return Latency(by_peaks.ttft_s, by_peaks.tpot_s), None
+
+    def _padded(self, config: DeploymentConfig, workload: Workload, found: Latency) -> Latency:
+        """Return the times with a decode step of the rows of its graph, where a mixture's has fewer sequences.
+
+        What pads a step chooses experts as the rest does, but reads no KV: that much less it takes at peak
+        bandwidth. A batch that was measured was padded then; beyond the largest one no graph's rows were measured.
+        """
+        if not self.profile.spec.num_experts or config.pp > 1:
+            return found
+        batches = {point.batch for point in self.l3.points[key_of(config)]}
+        rows = traits_of(self.profile.engine).rows_of_graph(workload.batch)
+        if workload.batch in batches or not workload.batch < rows <= max(batches):
+            return found
+        whole = replace(workload, batch=rows)
+        kv_s = self._floor.tpot_s(config, whole) - self._floor.tpot_s(config, workload)
+        step_s = self.l3.latency(config, whole).tpot_s
+        less = 1 - kv_s / step_s.value
+        own = Quantity(less * step_s.value, less * step_s.low, less * step_s.high, step_s.source)
+        return replace(found, tpot_s=own)
 
     def _nearest(self, config: DeploymentConfig) -> DeploymentConfig | None:
         """Return the nearest configuration whose times are known; None where no point has a possible one."""
