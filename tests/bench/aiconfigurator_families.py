@@ -18,12 +18,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.bench.accuracy import RESULTS, load, truths
+from tests.bench.accuracy import truths
+from tests.bench.accuracy_families import NEWEST, recordings_of
 from tests.bench.accuracy_measure import OUTPUT, Recorded
 from tests.bench.aiconfigurator_static import Point
 from tests.bench.family_configs import PUBLIC
-
-FOLDERS = ("families-h200-vllm-0.33", "h200-vllm-0.33", "degrees-h200-vllm-0.33", "h100-vllm-0.33")
 
 
 def points_of(recorded: Recorded, model: str) -> list[Point]:
@@ -58,7 +57,7 @@ def public_configs() -> dict[str, dict[str, Any]]:
 def main(argv: list[str]) -> None:
     out, configs = Path(argv[0]), public_configs()
     by_name = {name.rpartition("/")[2]: name for name in configs}
-    recorded = [one for folder in FOLDERS for one in load(RESULTS / folder)]
+    recorded = [one for folder in NEWEST for one in recordings_of(folder)]
     points = [point for one in recorded for point in points_of(one, by_name[one.model])]
     out.mkdir(parents=True, exist_ok=True)
     asked = sorted({point.model for point in points})
