@@ -18,7 +18,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +44,7 @@ __all__ = [
     "together",
     "token_bound_s",
     "until_first",
+    "until_first_s",
 ]
 
 _PACE_S, _PACE_SHARE = 2e-4, 0.01  # how precisely a forward's time is known: the host's pace, the clock's
@@ -86,6 +88,11 @@ class Round:
         return sum(step.forward_s for step in self.steps)
 
     @property
+    def waited_s(self) -> float:
+        """Seconds before the forwards, of a pipeline's stage mostly for the other stages."""
+        return self.gap_s + self.lead_s
+
+    @property
     def gap_s(self) -> float:
         return sum(step.gap_s for step in self.steps)
 
@@ -106,11 +113,17 @@ def until_first(point: TimingPoint) -> Took:
     """Until the first tokens, whether the bursts end there or go on."""
     prompts = [[s for s in run.steps if s.prefill_tokens] for run in point.runs]
     return Took(
-        statistics.median(run.e2e_s - sum(s.cadence_s for s in decoding(point, run)) for run in point.runs),
+        statistics.median(until_first_s(point, run) for run in point.runs),
         statistics.median(sum(s.forward_s for s in steps) for steps in prompts),
         statistics.median(len(steps) for steps in prompts),
         statistics.median(sum(s.tokens for s in steps) for steps in prompts),
     )
+
+
+def until_first_s(point: TimingPoint, run: RunReading) -> float:
+    """Return the seconds of one burst until its last prompt's first token."""
+    whole, rest = _rounds(point, run)
+    return run.e2e_s - sum(round_.cadence_s for round_ in (*whole, *rest))
 
 
 def decoding(point: TimingPoint, run: RunReading) -> list[StepReading]:
@@ -134,13 +147,43 @@ def _rounds(point: TimingPoint, run: RunReading) -> tuple[list[Round], list[Roun
     if point.pp == 1:
         whole = [Round((s,)) for s in steps if s.sequences == point.batch]
         return whole, [Round((s,)) for s in steps if s.sequences < point.batch]
-    found, flying = [], list[StepReading]()
+    found, flying = list[Round](), list[StepReading]()
     for step in steps:
         flying.append(step)
         if sum(s.sequences for s in flying) == point.batch:
             found.append(Round(tuple(flying)))
             flying = []
-    return found, [Round((step,)) for step in flying]
+    return _behind_prompts(found), _shared_out(flying, point.output_tokens - 1 - len(found))
+
+
+def _behind_prompts(rounds: list[Round]) -> list[Round]:
+    """Return a pipeline's ``rounds``, the first without the time in which its last stage still computed prompts.
+
+    A stage that samples nothing has its first round wait for that. No decode step takes longer than a round, so a
+    longer wait is for prompts, and what it has more than later rounds' is time of theirs.
+    """
+    if len(rounds) < 2:
+        return rounds
+    first, later = rounds[0], rounds[1:]
+    waited_s, usual_s = first.waited_s, statistics.median(r.waited_s for r in later)
+    if waited_s <= statistics.median(r.cadence_s for r in later):
+        return rounds
+    kept = usual_s / waited_s
+    steps = (replace(s, gap_s=kept * s.gap_s, lead_s=kept * s.lead_s) for s in first.steps)
+    return [Round(tuple(steps)), *later]
+
+
+def _shared_out(steps: list[StepReading], rounds: int) -> list[Round]:
+    """Return ``steps`` in order as ``rounds`` rounds, the earlier ones with one more where they do not divide.
+
+    Batches in flight end one after the other, so earlier rounds have no fewer steps.
+    """
+    rounds = min(max(1, rounds), len(steps))
+    if not rounds:
+        return []
+    each, more = divmod(len(steps), rounds)
+    ends = [number * each + min(number, more) for number in range(rounds + 1)]
+    return [Round(tuple(steps[begin:end])) for begin, end in pairwise(ends)]
 
 
 def _decode_step(point: TimingPoint) -> Took:
@@ -305,7 +348,32 @@ def _overheads(points: Sequence[TimingPoint], deepest: int, most_per_token_s: fl
     first = _fit_overhead(found[False])
     if first.per_token_s > most_per_token_s:
         first = _fit_overhead(found[False], most_per_token_s)
-    return first, _fit_overhead(found[True], first.per_token_s)
+    step = _fit_overhead(found[True], first.per_token_s)
+    most = _most_per_pass_s(list(deep.values()), step)
+    return Overhead(min(first.per_pass_s, most), first.per_token_s), step
+
+
+def _most_per_pass_s(deep: Sequence[TimingPoint], step: Overhead) -> float:
+    """Return what a repeat can cost a prompt's pass at most, where one sequence was decoded; else infinity.
+
+    Its layers take at least what they took in the fastest decode step of one sequence: the same weights are read,
+    for more tokens. A host that is slower at one depth than at the other shows as a cost beyond what that leaves.
+
+    Args:
+        deep: points of the deeper fingerprint.
+    """
+
+    steps, passes = list[float](), list[float]()
+    for point in deep:
+        repeats = point.repeat / point.pp
+        if point.output_tokens == 1:
+            took = until_first(point)
+            passes.append(took.forward_s / took.passes / repeats)
+        elif point.batch == 1:
+            steps += [round_.forward_s / repeats for run in point.runs for round_ in together(point, run)]
+    if not (steps and passes):
+        return math.inf
+    return max(0.0, min(passes) - (min(steps) - step.at(1, 1)))
 
 
 def _fit_overhead(seen: list[tuple[Took, float]], per_token_s: float | None = None) -> Overhead:

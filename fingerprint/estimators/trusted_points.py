@@ -20,7 +20,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fingerprint.estimators.repeat_overhead import decoding, together, until_first
+from fingerprint.estimators.repeat_overhead import together, until_first, until_first_s
 from fingerprint.measurements import TimingPoint
 
 __all__ = ["Distrust", "Trusted", "trusted_points"]
@@ -131,7 +131,7 @@ def _alike(points: Sequence[TimingPoint]) -> set[bool]:
 
 
 def _prompts(point: TimingPoint) -> _Timed:
-    calls = [run.e2e_s - sum(s.cadence_s for s in decoding(point, run)) for run in point.runs]
+    calls = [until_first_s(point, run) for run in point.runs]
     return _Timed(point, "its prompts", until_first(point).seconds, min(calls), 1)
 
 

@@ -18,7 +18,7 @@ from fingerprint.estimators.depth_tied import DepthTiedEstimator
 from fingerprint.estimators.l3 import L3, in_hull, whole_points
 from fingerprint.estimators.repeat_overhead import repeat_overheads
 from fingerprint.estimators.roofline import RooflineEstimator
-from fingerprint.measurements import Profile, RunReading, StepReading, TimingPoint, key_of
+from fingerprint.measurements import Profile, StepReading, TimingPoint, key_of
 from tests.fingerprint.estimator_conformance import EstimatorConformance, assert_interval
 from tests.fingerprint.step_timed_machine import (
     PLAN,
@@ -101,6 +101,9 @@ class TestWithoutNoise:
             cool=cool,
             max_batched_tokens=room,
         )
+        weights, token, pair = layer  # a prompt's layer takes what a decode step's does, whose weights it reads
+        step_s = math.hypot(weights, token) + truth.read_s * (128 + PLAN.long_output)
+        assume(math.hypot(weights, 128 * token) + pair * 128 * 129 / 2 >= step_s)
         machine = StepTimedMachine(spec=llama_7b(num_layers), truth=truth)
         for at in PLAN.points:  # what the plan measures must be worth measuring: not faster for its cooler GPU
             assume(machine.tpot_s(*at, PLAN.long_output) > 0)
@@ -405,17 +408,10 @@ class TestWhatIsMissing:
         assert {p.batch for p in whole_points(timing, 32)} == {1, 8}
 
     def test_a_point_that_tells_no_time_of_the_whole_is_said_to(self) -> None:
-        """The prompts of one layer took as if a repeat cost more than all layers together."""
+        """The decode steps of one layer took as if a repeat cost more than all layers together."""
         machine = StepTimedMachine()
         profile = take_depth_tied(machine)
-
-        def slow(run: RunReading) -> RunReading:
-            steps = (replace(s, forward_s=s.forward_s * (5 if s.prefill_tokens else 1)) for s in run.steps)
-            return replace(run, steps=tuple(steps))
-
-        timing = tuple(
-            replace(t, runs=tuple(map(slow, t.runs))) if t.num_layers == 1 else t for t in profile.timing
-        )
+        timing = tuple(_decoding_slower(t, 5) if t.num_layers == 1 else t for t in profile.timing)
         bad = replace(profile, timing=timing)
         l3 = of(machine, bad)
         used = {(p.batch, p.input_tokens) for points in l3.points.values() for p in points}

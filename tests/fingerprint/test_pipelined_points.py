@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from fingerprint.config import KvFormat, WeightFormat
 from fingerprint.estimators.l3 import whole_points
-from fingerprint.estimators.repeat_overhead import together
+from fingerprint.estimators.repeat_overhead import ending, together
 from fingerprint.measurements import RunReading, StepReading, TimingPoint
 
 LAYERS, BATCH, INPUT, OUTPUT = 32, 64, 128, 33
@@ -81,3 +83,22 @@ def test_the_whole_model_takes_what_its_stages_take_at_once() -> None:
     assert found.ttft_s == pytest.approx(3 * stage_s(LAYERS, prefill=True), rel=1e-9)
     assert found.steady_s == pytest.approx(2 * stage_s(LAYERS, prefill=False), rel=1e-9)
     assert found.tpot_s(OUTPUT) == pytest.approx(2 * stage_s(LAYERS, prefill=False), rel=0.03)
+
+
+def test_a_first_stage_that_waits_for_the_last_prompts_decodes_no_slower() -> None:
+    """Long prompts are called with long answers alone, where that wait is no step's time."""
+    (found,) = whole_points(tuple(point(layers, OUTPUT) for layers in (2, 4)), LAYERS)
+    once_s = (LAYERS // 4 - 1) * PROMPT_ONCE_S  # that two depths of long answers do not tell of prompts
+    assert found.tpot_s(OUTPUT) == pytest.approx(2 * stage_s(LAYERS, prefill=False), rel=1e-9)
+    assert found.ttft_s == pytest.approx(3 * (stage_s(LAYERS, prefill=True) + once_s), rel=1e-9)
+
+
+def test_what_sequences_that_ended_leave_is_in_rounds_too() -> None:
+    """Eight of the first half were computed early, and end two tokens before the rest."""
+    long = point(4, OUTPUT)
+    (run,) = long.runs
+    left = tuple(replace(step, sequences=BATCH // 2 - 8) for step in run.steps[-4::2])
+    steps = (*run.steps[:-4], left[0], run.steps[-3], left[1], run.steps[-1])
+    ended = replace(long, runs=(replace(run, steps=steps),))
+    assert [round_.sequences for round_ in ending(ended, ended.runs[0])] == [BATCH - 8] * 2
+    assert len(together(ended, ended.runs[0])) == OUTPUT - 3

@@ -48,3 +48,26 @@ def test_two_depths_whose_prompts_fell_into_other_steps_take_nothing_off_a_long_
     for at in ((8, 1024), (32, 512)):
         ttft_s = found.latency(VLLM, Workload(*at, 2)).ttft_s.value
         assert ttft_s == pytest.approx(machine.ttft_s(*at), rel=0.03)
+
+
+def test_a_host_that_was_slower_at_one_depth_takes_no_layers_off_a_lone_prompt() -> None:
+    """A prompt's layers take what a decode step's do at least, which bounds what a repeat can cost."""
+    machine = StepTimedMachine()
+    honest = take_depth_tied(machine, shallow_points=((1, 128), (1, 1024), (8, 128)))
+    told = slower_prompts(honest, 3, {(1, 128), (1, 1024), (8, 128)})
+    (step,) = {
+        min(s.forward_s for run in point.runs for s in run.steps)
+        for point in told.timing
+        if (point.num_layers, point.batch, point.input_tokens) == (2, 1, 128) and point.output_tokens > 1
+    }
+    prompts, decoding = repeat_overheads(told.timing, machine.spec.num_layers)
+    (prompt,) = {
+        run.steps[0].forward_s
+        for point in told.timing
+        if (point.num_layers, point.batch, point.input_tokens, point.output_tokens) == (2, 1, 128, 1)
+        for run in point.runs[-1:]
+    }
+    assert prompts.per_pass_s == pytest.approx((prompt - step) / 16 + decoding.at(1, 1), rel=1e-6)
+    found = L3(told, RooflineEstimator(machine.spec, told.machine.device), Calibration())
+    ttft_s = found.latency(VLLM, Workload(1, 128, 2)).ttft_s.value
+    assert 0.75 * machine.ttft_s(1, 128) < ttft_s < machine.ttft_s(1, 128)
