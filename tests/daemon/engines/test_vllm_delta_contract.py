@@ -22,6 +22,7 @@ NAMES = recorded()
 CLASSES, CALLS = NAMES["classes"], NAMES["calls"]
 RELEASES = variant_module("settings").RELEASES
 SITE = os.environ.get("ISERVE_VLLM_SITE", "")
+_EXECUTOR = "v1/executor/multiproc_executor.py"
 # Our class, those of vLLM whose methods it overrides.
 OVERRIDDEN = {
     "LinearWithDeltas": ("BaseLinearLayerWithLoRA", "MergedColumnParallelLinearWithLoRA"),
@@ -133,6 +134,28 @@ def test_both_runners_make_the_manager_that_is_replaced() -> None:
     (made,) = CALLS["v1/worker/lora_model_runner_mixin.py"]
     assert made == "LRUCacheWorkerLoRAManager(vllm_config, device, model.embedding_modules)"
     assert CLASSES["lora/worker_manager.py:LRUCacheWorkerLoRAManager"]["bases"] == ["WorkerLoRAManager"]
+
+
+def test_adapters_are_read_by_the_names_that_pause() -> None:
+    assert CALLS["lora/lora_model.py"] == [
+        "f.get_tensor(module)",
+        "f.keys()",
+        "safetensors.safe_open(lora_tensor_path, framework='pt')",
+    ]
+
+
+def test_refusals_are_hidden_where_vllm_logs_errors_of_calls() -> None:
+    """Loggers that two modules name as themselves, and the words for an error of a worker's process."""
+    files = {"v1/engine/core.py": "'Invocation", _EXECUTOR: "'WorkerProc hit"}
+    for file, words in files.items():
+        assert "init_logger(__name__)" in CALLS[file]
+        assert any(one.startswith(f"logger.exception({words} ") for one in CALLS[file])
+    refusals = variant_module("refusals")
+    assert set(refusals.LOGGERS) == {f"vllm.{file.removesuffix('.py').replace('/', '.')}" for file in files}
+    (said,) = (one for one in CALLS[_EXECUTOR] if "{result}" in one)
+    words = ast.literal_eval(said.removeprefix("RuntimeError(f").removesuffix(")"))
+    assert refusals.hides(RuntimeError(words.format(result=refusals.StillReadError("delta", "a"))))
+    assert not refusals.hides(RuntimeError(words.format(result="no memory")))
 
 
 def test_layers_are_filled_and_emptied_as_the_plug_in_takes_them() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -398,6 +399,19 @@ class TestBackground:
         loader.wait()
         assert not loader.holds(second)
         assert filled == [first, second, first]
+
+    def test_the_thread_gives_the_interpreter_back_before_it_reads(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        done = list[str]()
+        clock = SimpleNamespace(
+            perf_counter=time.perf_counter,
+            monotonic=time.monotonic,
+            sleep=lambda seconds: done.append(f"{seconds > 0} {threading.current_thread().name}"),
+        )
+        monkeypatch.setattr(background, "time", clock)
+        loader = background.BackgroundLoader(lambda folder: done.append(folder), lambda found: None)
+        assert not loader.is_ready("read")
+        loader.wait()
+        assert done == ["True iserve-delta", "read"]
 
     def test_what_reading_raised_is_raised_once(self) -> None:
         folder, error = Path("one"), ValueError("tensor x of this delta cannot be served")

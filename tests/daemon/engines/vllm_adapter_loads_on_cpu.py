@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -199,6 +200,77 @@ def deltas_and_adapters_have_loads_of_their_own() -> None:
         ids, tokens = [1, 2, 0, 1, 2, 0], torch.randint(0, VOCABULARY, (6,))
         requests = [request(1, adapter), request(2, delta)]
         assert torch.equal(run(tiny, ids, requests, tokens), run(tiny_model(), ids, requests, tokens))
+
+
+@case
+def reading_pauses_before_each_name_and_tensor() -> None:
+    """Pauses of the thread next to steps; a step that reads by itself waits for nothing."""
+    import safetensors
+    from iserve_variants import background, vllm_aside
+
+    class Noted(background.Pauses):
+        def __call__(self) -> None:
+            done.append("pause")
+
+        def take(self) -> None:
+            done.append("take")
+
+    done, opened = list[str](), safetensors.safe_open
+
+    def safe_open(*args: Any, **kwargs: Any) -> Any:
+        done.append("open")
+        return opened(*args, **kwargs)
+
+    with adapters(1) as (folder,), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(safetensors, "safe_open", safe_open)
+        for kind in KINDS:
+            read = tiny_model(loads_adapters_aside=True, **kind).runner.lora_manager.loads._read
+            done.clear()
+            want = read(request(1, folder)).loras
+            assert done == ["open"]
+            done.clear()
+            token = vllm_aside._pauses.set(Noted())
+            try:
+                found = read(request(1, folder))
+            finally:
+                vllm_aside._pauses.reset(token)
+            tensors = 2 * len(want)  # checked, read and converted one by one
+            assert done == ["take", "open", *["pause"] * 3 * tensors], done
+            found.end_pauses()
+            assert found.loras.keys() == want.keys()
+            assert all(torch.equal(found.loras[one].lora_a, want[one].lora_a) for one in want)
+
+
+@case
+def a_refusal_is_not_logged_and_an_error_is() -> None:
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging
+    from vllm.v1.engine.core import EngineCoreProc
+
+    records = list[logging.LogRecord]()
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    configure_logging(LoggingConfig())  # which vLLM may do after its plug-ins
+    logging.getLogger("vllm").addHandler(handler)
+    try:
+        with adapters(1) as (bad,):
+            (bad / "adapter_model.safetensors").write_bytes(b"none")
+            tiny = tiny_model(adapters_alone=True, loads_adapters_aside=True)
+            said = list[str]()
+            for number in (1, 2):
+                output = SimpleNamespace(result=None, failure_message=None)
+
+                def load_it(number: int = number) -> Any:
+                    return tiny.runner.add_lora(request(number, bad))
+
+                EngineCoreProc._invoke_utility_method("add_lora", load_it, output, lambda one: None)  # type: ignore[arg-type]
+                said.append(str(output.failure_message))
+                tiny.runner.lora_manager.loads.wait()
+                assert len(records) == number - 1
+            assert [BEING_READ in one for one in said] == [True, False]
+            assert records[0].exc_info
+    finally:
+        logging.getLogger("vllm").removeHandler(handler)
 
 
 @case

@@ -151,7 +151,11 @@ USED: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 RUNNERS = ("v1/worker/gpu_model_runner.py", "v1/worker/gpu/model_runner.py")  # version 1 and 2
 # Names of modules that the plug-in replaces.
-REPLACED = {_MIXIN: "LRUCacheWorkerLoRAManager", "lora/utils.py": "_all_lora_classes"}
+REPLACED = {
+    _MIXIN: "LRUCacheWorkerLoRAManager",
+    "lora/utils.py": "_all_lora_classes",
+    "lora/lora_model.py": "safetensors",
+}
 
 
 def read_names(package: Path) -> dict[str, Any]:
@@ -195,7 +199,11 @@ def _calls(source: Package) -> dict[str, list[str]]:
         "lora/utils.py": ("lora_cls", "lora_cls.can_replace_layer", "instance_layer.create_lora_weights"),
         "lora/model_manager.py": ("module.set_lora", "module.reset_lora", "self._set_adapter_mapping"),
         "v1/executor/abstract.py": ("self.collective_rpc",),
-        "v1/executor/multiproc_executor.py": ("self.response_mqs.append",),
+        "v1/executor/multiproc_executor.py": (
+            *("self.response_mqs.append", "init_logger", "logger.exception", "RuntimeError"),
+        ),
+        "v1/engine/core.py": ("init_logger", "logger.exception"),
+        "lora/lora_model.py": ("safetensors.safe_open", "f.keys", "f.get_tensor"),
         "v1/worker/gpu_model_runner.py": ("self.load_lora_model", "self._get_prompt_logprobs_dict"),
         "v1/worker/gpu/model_runner.py": (
             "self.load_lora_model",
@@ -241,7 +249,7 @@ def _names(source: Package, file: str) -> set[str]:
     for node in ast.walk(tree or ast.Module([], [])):
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
             found.add(node.name)
-        elif isinstance(node, ast.ImportFrom):
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
             found |= {alias.asname or alias.name for alias in node.names}
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]

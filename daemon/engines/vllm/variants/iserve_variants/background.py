@@ -29,8 +29,12 @@ class Pauses:
     def __call__(self) -> None:
         """Pause where the last pause was some time ago."""
         if time.perf_counter() - self._since > _MOST_HELD_S:
-            time.sleep(_PAUSE_S)
-            self._since = time.perf_counter()
+            self.take()
+
+    def take(self) -> None:
+        """Pause now: before what holds the interpreter in one call."""
+        time.sleep(_PAUSE_S)
+        self._since = time.perf_counter()
 
 
 def empty_aside(held: dict[Any, Any]) -> None:
@@ -127,6 +131,7 @@ class BackgroundLoader(Generic[K, T]):
 
     def _run(self, folder: K) -> None:
         try:
+            Pauses().take()  # the thread that started this one wants the interpreter back
             found = self._read(folder)
             self._fill(found)
             self._last_asked_s = time.monotonic()  # a client asks again after a pause

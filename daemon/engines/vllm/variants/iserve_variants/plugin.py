@@ -26,6 +26,7 @@ def register() -> None:
     from vllm.lora import utils
     from vllm.v1.worker import lora_model_runner_mixin as mixin
 
+    from iserve_variants.refusals import hide_refusals
     from iserve_variants.vllm_aside import AsideWorkerManager
     from iserve_variants.vllm_layers import LAYERS
     from iserve_variants.vllm_manager import DeltaWorkerManager
@@ -34,6 +35,7 @@ def register() -> None:
     if LAYERS[0] in utils._all_lora_classes:
         return
     register_operators()
+    hide_refusals()
     theirs = mixin.LRUCacheWorkerLoRAManager
 
     def manager(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from iserve_variants.refusals import StillReadError
+
 __all__ = ["Ranks", "Readiness", "load_on_all"]
 
 
@@ -104,5 +106,5 @@ def _refusal(name: str, states: Sequence[Readiness | None], said: Sequence[str])
             f"the GPUs of this worker disagree on {name}, by its folder or by what is loaded; start it anew"
         )
     if Readiness.READING in states:
-        return ValueError(f"delta {name} is still being read: ask for it again")
+        return StillReadError("delta", name)
     return None

@@ -15,15 +15,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import torch
+from vllm.lora import lora_model
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
 from iserve_variants.background import BackgroundLoader, Pauses
+from iserve_variants.refusals import StillReadError
 from iserve_variants.settings import wants_background_adapters
 
-__all__ = ["AdapterLoads", "AsideModelManager", "AsideWorkerManager", "PausedModel", "request_folder"]
+__all__ = [
+    "AdapterLoads",
+    "AsideModelManager",
+    "AsideWorkerManager",
+    "PausedFiles",
+    "PausedModel",
+    "request_folder",
+]
 
 _KEPT_S = 3.0  # clients of two adapters that ask in turns would each drop the one that was read for another
 _pauses: ContextVar[Pauses | None] = ContextVar("iserve_pauses", default=None)  # of a thread next to steps
@@ -70,6 +80,41 @@ class _Paused(dict[str, Any]):
 
     def values(self) -> Iterator[Any]:  # type: ignore[override]
         return (value for _, value in self.items())
+
+
+class _PausedFile:
+    """File of tensors with a pause before each of its names, which vLLM goes through to check and to read them."""
+
+    def __init__(self, file: Any, pause: Pauses) -> None:
+        self._file, self._pause = file, pause
+
+    def __enter__(self) -> _PausedFile:
+        self._file.__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> Any:
+        return self._file.__exit__(*raised)
+
+    def keys(self) -> Iterator[str]:
+        for name in self._file.keys():  # noqa: SIM118 - it is no dictionary
+            self._pause()
+            yield name
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._file.get_tensor(name)
+        return tensor
+
+
+class PausedFiles:
+    """Opener of files of tensors, in the place of the module by which vLLM reads adapters."""
+
+    @staticmethod
+    def safe_open(*args: Any, **kwargs: Any) -> Any:
+        """Return the file; one that pauses where a thread reads it next to steps."""
+        if (pause := _pauses.get()) is None:
+            return safetensors.safe_open(*args, **kwargs)
+        pause.take()  # the header is read in one call
+        return _PausedFile(safetensors.safe_open(*args, **kwargs), pause)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +325,7 @@ class AsideWorkerManager(LRUCacheWorkerLoRAManager):
                     "iserve_adapter_loads: threads of several GPUs end at different times; leave it out"
                 )
             if not self._adapter_manager.is_pooling_model:
+                lora_model.safetensors = PausedFiles
                 self.loads = AdapterLoads(self._adapter_manager, super()._load_adapter)
                 self._adapter_manager.filling = self.loads
         return made
@@ -292,11 +338,11 @@ class AsideWorkerManager(LRUCacheWorkerLoRAManager):
         """Load an adapter.
 
         Raises:
-            ValueError: one that is still being read, which has to be asked for again.
+            StillReadError: its thread has not ended.
         """
         is_aside = self.reads_aside(lora_request) and lora_request.lora_int_id not in self.list_adapters()
         if is_aside and not self._waits and not self.loads.is_ready(lora_request):  # type: ignore[union-attr]
-            raise ValueError(f"adapter {lora_request.lora_name} is still being read: ask for it again")
+            raise StillReadError("adapter", lora_request.lora_name)
         added = super().add_adapter(lora_request)
         if self.loads is not None:
             self.loads.release(lora_request)
