@@ -218,7 +218,7 @@ def test_a_padded_step_takes_no_more_than_a_full_one_and_no_less_than_without_co
 
 
 def test_neither_pipelines_nor_drafts_are_padded() -> None:
-    """Which rows their steps have was not measured."""
+    """Rows of their steps were not measured."""
     for config in (replace(VLLM, pp=2), replace(VLLM, draft_tokens=3)):
         plain = tabulate(_Wholly(), config, SMALL)
         padded = tabulate(_Wholly(), config, replace(SMALL, pads_steps=True))
