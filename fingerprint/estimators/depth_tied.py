@@ -57,7 +57,9 @@ class DepthTiedEstimator(ProfileEstimator):
     def _times(self, config: DeploymentConfig, workload: Workload) -> tuple[Latency, DeploymentConfig | None]:
         near = config if self.l3.reaches(config) else self._nearest(config)
         if near is not None:
-            found = self._padded(near, workload, self.l3.latency(near, workload))
+            found = self.l3.latency(near, workload)
+            if config.pp == near.pp == 1:
+                found = self._padded(near, workload, found)
             if near != config:
                 found = self._scaled_times(found, (config, workload), (near, workload))
             ttft_s, tpot_s = found.ttft_s.value, found.tpot_s.value
@@ -67,12 +69,12 @@ class DepthTiedEstimator(ProfileEstimator):
         return Latency(by_peaks.ttft_s, by_peaks.tpot_s), None
 
     def _padded(self, config: DeploymentConfig, workload: Workload, found: Latency) -> Latency:
-        """Return the times with a decode step of the rows of its graph, where a mixture's has fewer sequences.
+        """Return the times of one stage, a mixture's decode step with the rows of its graph.
 
         What pads a step chooses experts as the rest does, but reads no KV: that much less it takes at peak
         bandwidth. A batch that was measured was padded then; beyond the largest one no graph's rows were measured.
         """
-        if not self.profile.spec.num_experts or config.pp > 1:
+        if not self.profile.spec.num_experts:
             return found
         batches = {point.batch for point in self.l3.points[key_of(config)]}
         rows = traits_of(self.profile.engine).rows_of_graph(workload.batch)

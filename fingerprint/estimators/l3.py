@@ -55,6 +55,7 @@ from fingerprint.estimators.physical_floor import PhysicalFloor
 from fingerprint.estimators.repeat_overhead import (
     RepeatCosts,
     Round,
+    depths_contradict,
     ending,
     repeat_costs,
     repeated_points,
@@ -398,6 +399,7 @@ class _Measured:
     shards: set[MeasuredKey] = field(default_factory=set)  # of these, what was run as one TP rank alone
     impossible: set[MeasuredKey] = field(default_factory=set)  # run, and no point tells a time to be trusted
     too_few: set[MeasuredKey] = field(default_factory=set)  # of these, most points are not trusted
+    contradicted: set[MeasuredKey] = field(default_factory=set)  # of whose prompts the two depths do not agree
     distrusts: list[Distrust] = field(default_factory=list)
 
 
@@ -425,6 +427,8 @@ def _measured(profile: Profile, floor: PhysicalFloor) -> _Measured:
             sums = GroupSums(profile.spec, profile.machine.device, key.tp)
             whole = tuple(point.with_sums(sums) for point in whole)
         whole = tuple(point for point in whole if _is_possible(point, key.config(profile.engine), floor))
+        if depths_contradict(trusted.points, profile.spec.num_layers, most):
+            found.contradicted.add(key)
         if whole:
             found.points[key] = whole
             found.shards.update({key} if shard else ())
@@ -461,6 +465,11 @@ def _unusable(profile: Profile, found: _Measured) -> Iterator[str]:
             yield str(distrust)
     for key in sorted(found.too_few):
         yield f"{key}: too few points are trusted for any time to be measured; profile it again"
+    for key in sorted(found.contradicted & found.points.keys()):
+        yield (
+            f"{key}: prompts took longer at one of the two depths than repeats of layers can: the host was slower "
+            "there; times of short prompts may be off by that, profile it again for better ones"
+        )
     measured = {
         (p.key, p.batch, p.input_tokens)
         for p in profile.timing

@@ -11,6 +11,8 @@ the share of its time that the nearest point of both has.
 What a token costs there is bounded by what embedding and norms can move (:func:`token_bound_s`). Bursts whose
 prompts fall into other steps at each depth differ by more than that, and 16 repeats of 131,072 tokens would carry
 the difference: a mixture's prompts (OLMoE-1B-7B on an H200) were 39% too fast by it in the median, 9% without.
+What a pass costs is bounded by what its layers leave (decision 59), where both depths have the model's mix. Where
+the bound takes away much, the depths contradict each other (:func:`depths_contradict`).
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ __all__ = [
     "Round",
     "Took",
     "decoding",
+    "depths_contradict",
     "ending",
     "repeat_costs",
     "repeat_overheads",
@@ -48,6 +51,7 @@ __all__ = [
 ]
 
 _PACE_S, _PACE_SHARE = 2e-4, 0.01  # how precisely a forward's time is known: the host's pace, the clock's
+_AGREE_WITHIN = 0.1  # of a lone prompt's pass, as calls of a profile agree
 _MOST_STATES = 8  # looked up and written, added and normed: 6, at three quarters of the bandwidth of a datasheet
 
 
@@ -272,7 +276,7 @@ def repeat_costs(repeated: Sequence[TimingPoint], deepest: int, most_per_token_s
     shallow = {_at(p): p for p in repeated if p.num_layers < deepest}
     if any(not _same_mix(p, other) for p in repeated for other in shallow.values()):
         return _Paired(shallow, {_at(p): p for p in repeated if p.num_layers == deepest})
-    return _Fitted(*_overheads(repeated, deepest, most_per_token_s))
+    return _Fitted(*_bounded(repeated, deepest, most_per_token_s)[:2])
 
 
 def repeat_overheads(
@@ -282,7 +286,20 @@ def repeat_overheads(
 
     Arguments and errors are those of ``l3.whole_points``.
     """
-    return _overheads(*repeated_points(points, num_layers), most_per_token_s)
+    return _bounded(*repeated_points(points, num_layers), most_per_token_s)[:2]
+
+
+def depths_contradict(
+    points: tuple[TimingPoint, ...], num_layers: int, most_per_token_s: float = math.inf
+) -> bool:
+    """Return whether more than a tenth of a lone prompt's pass would go to repeats beyond what they can cost.
+
+    Arguments and errors are those of ``l3.whole_points``.
+    """
+    repeated, deepest = repeated_points(points, num_layers)
+    if any(not _same_mix(p, repeated[0]) for p in repeated):
+        return False
+    return _bounded(repeated, deepest, most_per_token_s)[2] > _AGREE_WITHIN
 
 
 def repeated_points(points: tuple[TimingPoint, ...], num_layers: int) -> tuple[list[TimingPoint], int]:
@@ -330,7 +347,7 @@ def _beside_layers_s(deep: TimingPoint, deep_s: float, shallow: TimingPoint, sha
     return (a * other - b * per_repeat) / (a - b)
 
 
-def _overheads(points: Sequence[TimingPoint], deepest: int, most_per_token_s: float) -> tuple[Overhead, Overhead]:
+def _fitted(points: Sequence[TimingPoint], deepest: int, most_per_token_s: float) -> tuple[Overhead, Overhead]:
     """Return a repeat's cost in a first token and in a decode step, from what two depths ran alike.
 
     From the forwards of all stages, for a repeat takes its time within the forward; what is around it is the
@@ -348,13 +365,23 @@ def _overheads(points: Sequence[TimingPoint], deepest: int, most_per_token_s: fl
     first = _fit_overhead(found[False])
     if first.per_token_s > most_per_token_s:
         first = _fit_overhead(found[False], most_per_token_s)
-    step = _fit_overhead(found[True], first.per_token_s)
-    most = _most_per_pass_s(list(deep.values()), step)
-    return Overhead(min(first.per_pass_s, most), first.per_token_s), step
+    return first, _fit_overhead(found[True], first.per_token_s)
 
 
-def _most_per_pass_s(deep: Sequence[TimingPoint], step: Overhead) -> float:
-    """Return what a repeat can cost a prompt's pass at most, where one sequence was decoded; else infinity.
+def _bounded(
+    points: Sequence[TimingPoint], deepest: int, most_per_token_s: float
+) -> tuple[Overhead, Overhead, float]:
+    """Return :func:`_fitted` with a prompt's pass bounded, and what share of a lone one the bound gave back."""
+    first, step = _fitted(points, deepest, most_per_token_s)
+    most, pass_s = _most_per_pass_s([p for p in points if p.num_layers == deepest], step)
+    own = Overhead(min(first.per_pass_s, most), first.per_token_s)
+    return own, step, (first.per_pass_s - own.per_pass_s) / pass_s if pass_s else 0.0
+
+
+def _most_per_pass_s(deep: Sequence[TimingPoint], step: Overhead) -> tuple[float, float]:
+    """Return what a repeat can cost a prompt's pass at most, and what the shortest pass of a repeat took.
+
+    The first is infinity where no single sequence was decoded.
 
     Its layers take at least what they took in the fastest decode step of one sequence: the same weights are read,
     for more tokens. A host that is slower at one depth than at the other shows as a cost beyond what that leaves.
@@ -372,8 +399,8 @@ def _most_per_pass_s(deep: Sequence[TimingPoint], step: Overhead) -> float:
         elif point.batch == 1:
             steps += [round_.forward_s / repeats for run in point.runs for round_ in together(point, run)]
     if not (steps and passes):
-        return math.inf
-    return max(0.0, min(passes) - (min(steps) - step.at(1, 1)))
+        return math.inf, min(passes, default=0.0)
+    return max(0.0, min(passes) - (min(steps) - step.at(1, 1))), min(passes)
 
 
 def _fit_overhead(seen: list[tuple[Took, float]], per_token_s: float | None = None) -> Overhead:

@@ -118,7 +118,7 @@ def launch_limits(
 
     Args:
         served: None: nothing beyond the plan.
-        spec: which tells what is kept of a request, and whether steps are padded; None: all of its tokens, no.
+        spec: which tells what is kept of a request, and whether steps are padded; None: all of it, unpadded.
     """
     sizes = planned_limits(workload, engine, step_tokens, served=served)
     windows = {kind.window for kind in spec.kinds if kind.kv_share} if spec is not None else {None}

@@ -38,7 +38,8 @@ from tests.bench.accuracy_goals import family_table, summary_table
 from tests.bench.accuracy_measure import Recorded
 from tests.bench.accuracy_rows import SHORT_S, FamilyRow, Row
 from tests.bench.accuracy_tables import others_table
-from tests.bench.fidelity_anew import anew
+from tests.bench.fidelity_anew import SERVED, anew
+from tests.bench.fidelity_served import read_played
 from tests.bench.fidelity_table import within_by_model
 
 __all__ = [
@@ -216,7 +217,8 @@ def goals_table() -> str:
     pooled = pooled_row()
     answered = Counter(row.method for row in _by_others() if row.metric == "tpot")
     counts = (f"{answered[method]} of {pooled.points} by {method}" for method in PUBLISHED_WITH.values())
-    return summary_table(rows, pooled, within_by_model(anew()), "; ".join(counts))
+    served = within_by_model(read_played(SERVED))
+    return summary_table(rows, pooled, served, "; ".join(counts), within_by_model(anew()))
 
 
 def others_tables() -> tuple[str, str]:

@@ -237,19 +237,24 @@ def table(found: ServedSteps) -> str:
 
 
 def summary(found: Sequence[ServedSteps]) -> str:
-    """Return what was measured of several models, a column each, over the like of it as a Markdown table."""
+    """Return what was measured of several models, a column each, over the like of it as a Markdown table.
+
+    Arrivals, whose times are not of one kind, are left out.
+    """
     cases = dict.fromkeys((s.part, s.case, s.batch, s.tokens, s.cached_tokens) for one in found for s in one.steps)
     lines = [f"| | {' | '.join(one.model for one in found)} |", f"|---|{'---|' * len(found)}"]
     for case in cases:
-        if case[1] == "equal" or (case[0] == "cached" and not case[-1]):
-            continue
-        cells = []
-        for one in found:
-            step = next(s for s in one.steps if (s.part, s.case, s.batch, s.tokens, s.cached_tokens) == case)
-            middle_s = statistics.median(step.seconds)
-            cells.append(f"{1e3 * middle_s:.2f} ms {middle_s / step.plain_s - 1:+.0%}")
-        lines.append(f"| {_said(*case)} | {' | '.join(cells)} |")
+        if case[1] != "equal" and case[0] != "arrival" and (case[0] != "cached" or case[-1]):
+            lines.append(f"| {_said(*case)} | {' | '.join(_cell(one, case) for one in found)} |")
     return "\n".join(lines)
+
+
+def _cell(found: ServedSteps, case: tuple[str, str, int, int, int]) -> str:
+    for step in found.steps:
+        if (step.part, step.case, step.batch, step.tokens, step.cached_tokens) == case:
+            middle_s = statistics.median(step.seconds)
+            return f"{1e3 * middle_s:.2f} ms {middle_s / step.plain_s - 1:+.0%}"
+    return "-"
 
 
 def _said(part: str, case: str, batch: int, tokens: int, cached: int) -> str:

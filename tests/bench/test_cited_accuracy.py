@@ -205,6 +205,8 @@ def test_what_to_trust_is_what_the_rows_say() -> None:
         these = (row for row in of if row.metric == metric and least <= row.batch * row.input_tokens <= most)
         return [100 * abs(row.error) for row in these]
 
+    assert max(row.weights for row in rows) < 0.002
+    assert max(row.blocks for row in rows) < 0.003
     assert _numbers(ACCURACY, "Weights ", ", in every") == [
         f"{100 * max(getattr(row, part) for row in rows):.1f}" for part in ("weights", "blocks", "non_kv")
     ]

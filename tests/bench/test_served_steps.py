@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.bench.served_steps import DECODE_STEPS, MAX_CONTEXT, ServedStep, ServedSteps, contexts_of, table
+from tests.bench.served_steps import (
+    DECODE_STEPS,
+    MAX_CONTEXT,
+    ServedStep,
+    ServedSteps,
+    contexts_of,
+    summary,
+    table,
+)
 
 
 @given(batch=st.integers(8, 64), mean=st.integers(256, 1100))
@@ -28,3 +36,22 @@ def test_a_row_is_over_the_like_of_it() -> None:
     cells = [cell.strip() for cell in text.splitlines()[-1].split("|")[1:-1]]
     assert cells[:5] == ["decode", "spread", "8", "512", "0"]
     assert cells[5:] == ["11.00 / 12.00 ms", "10.00 ms, +10% / +20%"]
+
+
+def test_a_summary_has_a_column_for_each_model_and_no_arrivals() -> None:
+    def step(part: str, case: str, seconds: tuple[float, ...]) -> ServedStep:
+        return ServedStep(
+            part=part, case=case, batch=9, tokens=512, cached_tokens=0, seconds=seconds, plain_s=0.010
+        )
+
+    padded, arrival = step("padded", "graph of 16", (0.012, 0.010)), step("arrival", "among decoders", (0.03,) * 3)
+    spread = step("decode", "spread", (0.0125,))
+    one, other = (
+        ServedSteps(model=name, date="2026-11-29", machine="x", versions="y", steps=steps)
+        for name, steps in (("a", (padded, arrival)), ("b", (padded, spread)))
+    )
+    head, _, *rows = (
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in summary([one, other]).splitlines()
+    )
+    assert head[1:] == ["a", "b"]
+    assert [row[1:] for row in rows] == [["11.00 ms +10%"] * 2, ["-", "12.50 ms +25%"]]

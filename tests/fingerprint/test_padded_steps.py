@@ -10,12 +10,14 @@ from fingerprint.codec import from_json
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimates import Quantity
 from fingerprint.estimators.depth_tied import DepthTiedEstimator
+from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.measurements import Profile
 from iserve.planning.estimator_factory import estimator_for
 from tests.bench.accuracy import RESULTS
 from tests.bench.accuracy_measure import Recorded
 from tests.bench.kept import read_kept
 from tests.bench.served_steps import ServedStep, ServedSteps
+from traces.simulator.step_model import Limits, tabulate
 
 VLLM = DeploymentConfig(engine="vllm")
 NAME = "Qwen3-30B-A3B-16bit-tp1-pp1.json.xz"
@@ -35,6 +37,28 @@ def test_a_step_of_a_server_with_sequences_that_no_profile_ran_is_predicted(step
     found, measured_s = step_of(MIXTURE, step.batch, step.tokens), sum(step.seconds) / len(step.seconds)
     assert found.value == pytest.approx(measured_s, rel=0.04)
     assert found.low <= measured_s <= found.high
+
+
+@pytest.mark.parametrize("step", PADDED, ids=lambda step: f"batch {step.batch}")
+def test_a_simulated_step_is_as_near(step: ServedStep) -> None:
+    limits = Limits(max_batch=64, max_context_tokens=4096, max_batched_tokens=8192, pads_steps=True)
+    steps, context = tabulate(estimator_for(MIXTURE), VLLM, limits), step.tokens + 30
+    measured_s = sum(step.seconds) / len(step.seconds)
+    assert steps.decode_s(step.batch, context) == pytest.approx(measured_s, rel=0.04)
+    rows = int(step.case.rpartition(" ")[2])
+    assert steps.decode_s(step.batch, context) <= 1.002 * steps.decode_s(rows, context)  # noise of the growth
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_pipelines_are_not_padded(pp: int) -> None:
+    """Scaled from one GPU: from its batch as it was measured, not from the rows of a graph."""
+    estimator = estimator_for(MIXTURE)
+    assert isinstance(estimator, DepthTiedEstimator)
+    asked, work = replace(VLLM, pp=pp), Workload(9, 512, 49)
+    by_peaks = RooflineEstimator(MIXTURE.spec, MIXTURE.machine.device)
+    ratio = by_peaks.estimate(asked, work).tpot_s.value / by_peaks.estimate(VLLM, work).tpot_s.value
+    plain_s = estimator.l3.latency(VLLM, work).tpot_s.value
+    assert estimator.estimate(asked, work).tpot_s.value == pytest.approx(ratio * plain_s, rel=0.02)
 
 
 @pytest.mark.parametrize(("batch", "rows"), [(3, 4), (9, 16), (17, 24), (20, 24), (120, 120), (121, 128)])

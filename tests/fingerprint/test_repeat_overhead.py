@@ -71,3 +71,17 @@ def test_a_host_that_was_slower_at_one_depth_takes_no_layers_off_a_lone_prompt()
     found = L3(told, RooflineEstimator(machine.spec, told.machine.device), Calibration())
     ttft_s = found.latency(VLLM, Workload(1, 128, 2)).ttft_s.value
     assert 0.75 * machine.ttft_s(1, 128) < ttft_s < machine.ttft_s(1, 128)
+
+
+@pytest.mark.parametrize("factor", [1.5, 2.0, 5.0, 20.0])
+def test_depths_that_contradict_each_other_about_prompts_are_said_to(factor: float) -> None:
+    """The prompts of one layer took as if a repeat cost what none can."""
+    machine = StepTimedMachine()
+    honest = take_depth_tied(machine)
+    told = slower_prompts(honest, factor, {(p.batch, p.input_tokens) for p in honest.timing})
+    found, plain = (
+        L3(one, RooflineEstimator(machine.spec, one.machine.device), Calibration()) for one in (told, honest)
+    )
+    assert plain.unusable == ()
+    assert found.unusable  # calls that contradict each other at a point are named too
+    assert all(sentence.startswith("tp=1 pp=1 16bit: ") for sentence in found.unusable)

@@ -6,7 +6,7 @@ in a step, n sequences that decode, and m their mean context (tokens attended to
 
 *   decode(n, m): TPOT at batch n and context m, linear between knots in both. While no sequence joins or leaves,
     the m of a step is one more than that of the step before, so many steps have a closed sum. Where steps are
-    padded, what does not depend on contexts is that of as many sequences as the graph has rows.
+    padded, it is that of as many sequences as the graph has rows, less the growth with contexts of those that pad.
 *   tokens(x): TTFT of x prompt tokens as short prompts, as many as may run at once.
 *   attention(l): what the first l tokens of one prompt take beyond that, because they attend to one another:
     TTFT(1, l) less the tokens(x) of its chunks, never falling and never negative. A chunk [s, e) takes
@@ -65,7 +65,7 @@ class Limits:
     kv_tokens: int | None = None  # of all sequences together; None: every slot has room for a whole context
     kv_window: int | None = None  # most that is kept of one of them; None: all of its tokens
     preempts: bool = False  # a request is admitted when its prompt fits; else when its whole answer does too
-    pads_steps: bool = False  # a decode step takes the time of the rows of its graph (``EngineTraits``)
+    pads_steps: bool = False  # a step without drafts, of one stage, has the rows of its graph (``EngineTraits``)
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_context_tokens", "max_batched_tokens", "kv_tokens", "kv_window"):
@@ -270,15 +270,17 @@ def tabulate(estimator: Estimator, config: DeploymentConfig, limits: Limits) -> 
         half = min(_HALF_ANSWER, context // 2)
         return estimator.estimate(config, Workload(batch, context - half, 2 * half)).tpot_s.value
 
-    rows = np.arange(1, limits.max_batch + 1)
-    if limits.pads_steps:
-        rows = np.array([traits_of(config.engine).rows_of_graph(int(n)) for n in rows])
+    sequences = np.arange(1, limits.max_batch + 1)
+    rows = sequences
+    if limits.pads_steps and config.pp == 1 and not config.draft_tokens:
+        rows = np.array([traits_of(config.engine).rows_of_graph(int(n)) for n in sequences])
     batches = _doubled(int(rows[-1]))
     contexts = _doubled(max(limits.max_context_tokens, 3))
     # No estimator is asked for an empty prompt: the first knot has the second's time.
     known = np.array([[tpot_s(n, max(m, 2)) for m in contexts] for n in batches])
-    all_s = np.stack([np.interp(np.arange(1, rows[-1] + 1), batches, column) for column in known.T], axis=1)
-    decode_s = all_s[: limits.max_batch] + (all_s[rows - 1, :1] - all_s[: limits.max_batch, :1])
+    every_n = np.arange(1, rows[-1] + 1)
+    all_s = np.stack([np.interp(every_n, batches, column) for column in known.T], axis=1)[rows - 1]
+    decode_s = all_s[:, :1] + (all_s - all_s[:, :1]) * (sequences / rows)[:, None]  # what pads a step reads no KV
     tokens_s = _tokens_table(ttft_s, reached, limits)
     ahead = plans_ahead(config)
     hidden_s = estimator.hidden_s(config) if ahead and isinstance(estimator, TellsHiddenTime) else 0.0

@@ -207,15 +207,31 @@ def test_a_step_has_the_rows_of_the_smallest_graph_that_holds_it() -> None:
 
 
 @pytest.mark.parametrize("most", [32, 12])
-def test_a_padded_step_takes_what_contexts_do_not_change_from_its_graph(most: int) -> None:
+def test_a_padded_step_takes_no_more_than_a_full_one_and_no_less_than_without_contexts(most: int) -> None:
     padded = tabulate(PROFILED, VLLM, replace(SMALL, max_batch=most, pads_steps=True))
     for sequences in range(1, most + 1):
         rows = min(g for g in GRAPHS if g >= sequences)
-        assert padded.decode_s(sequences, 1) == pytest.approx(FROM_PROFILE.decode_s(rows, 1), rel=1e-9)
-        for context in (300, 2000):
-            grown = padded.decode_s(sequences, context) - padded.decode_s(sequences, 1)
-            plain = FROM_PROFILE.decode_s(sequences, context) - FROM_PROFILE.decode_s(sequences, 1)
-            assert grown == pytest.approx(plain, rel=1e-9, abs=1e-12)
+        for context in (1, 300, 2000):
+            full_s, found_s = FROM_PROFILE.decode_s(rows, context), padded.decode_s(sequences, context)
+            grown_s = full_s - FROM_PROFILE.decode_s(rows, 1)
+            assert found_s == pytest.approx(full_s - (1 - sequences / rows) * grown_s, rel=1e-9)
+
+
+def test_neither_pipelines_nor_drafts_are_padded() -> None:
+    """Rows of their steps were not measured."""
+    for config in (replace(VLLM, pp=2), replace(VLLM, draft_tokens=3)):
+        plain = tabulate(_Wholly(), config, SMALL)
+        padded = tabulate(_Wholly(), config, replace(SMALL, pads_steps=True))
+        assert [padded.decode_s(n, 500) for n in range(1, 33)] == [plain.decode_s(n, 500) for n in range(1, 33)]
+
+
+class _Wholly:
+    """The profile's estimate of one GPU without drafts, whatever is asked."""
+
+    name = "wholly"
+
+    def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
+        return PROFILED.estimate(VLLM, workload)
 
 
 def test_steps_of_mixtures_are_padded_on_vllm_alone() -> None:

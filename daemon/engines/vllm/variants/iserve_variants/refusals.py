@@ -1,4 +1,4 @@
-"""Refusals of loads that go on, of which vLLM's logs are spared: they only say to ask again.
+"""Refusals of loads that go on, kept out of vLLM's logs: they only say to ask again.
 
 vLLM logs each error of a call with its traceback: milliseconds between two steps, each time that a client asks.
 """
@@ -12,7 +12,7 @@ __all__ = ["LOGGERS", "StillReadError", "hide_refusals", "hides"]
 
 LOGGERS = ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")  # which log errors of calls
 _ASK_AGAIN = "is still being read: ask for it again"
-_OF_A_WORKER = re.compile(  # what the engine has of an error in a worker's process
+_OF_A_WORKER = re.compile(  # sentence of vLLM's engine on an error in a worker's process
     rf"Worker failed with error '(adapter|delta) .* {_ASK_AGAIN}', please check the stack trace above .*"
 )
 
