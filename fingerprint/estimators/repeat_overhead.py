@@ -389,7 +389,6 @@ def _most_per_pass_s(deep: Sequence[TimingPoint], step: Overhead) -> tuple[float
     Args:
         deep: points of the deeper fingerprint.
     """
-
     steps, passes = list[float](), list[float]()
     for point in deep:
         repeats = point.repeat / point.pp

@@ -138,7 +138,7 @@ def pads_steps(spec: ModelSpec, engine: str) -> bool:
     """Return whether decode steps take as long as those of the rows of their graph, as a mixture's do.
 
     Rows that pad a step choose experts as the rest do, whose weights are read (docs/fidelity.md, "Padded steps").
-    A dense model's steps just above a graph's size take up to 5% longer, which is left out.
+    What they cost a dense model is left out.
     """
     return spec.num_experts > 0 and traits_of(engine).pads_decode_steps
 
