@@ -56,7 +56,7 @@ def test_the_profile_in_which_kernels_were_compiled_says_so(recordings: dict[str
     found = {model: estimator(one).l3 for model, one in recordings.items()}
     assert {model for model, l3 in found.items() if l3.impossible} == {"gpt-oss-20b"}
     assert {model: len(l3.unusable) for model, l3 in found.items()} == {
-        "Qwen2.5-14B": 1,
+        "Qwen2.5-14B": 2,  # a call of one layer count, and that the host was slower at one of the two depths
         "gemma-2-9b": 0,
         "gpt-oss-20b": 12,  # ten of its points of four layers, one of two, and that what is left is too little
     }

@@ -346,7 +346,7 @@ def test_a_record_that_is_lost_is_there_again_and_goes_with_its_process(tmp_path
     record = own_record(url="http://127.0.0.1:1", token="t")
     with kept_record(path, record, look_s=0.01):
         assert read_record(path) == record
-        for lose in (path.unlink, lambda: path.write_text("{"), lambda: shutil.rmtree(path.parent)):
+        for lose in (path.unlink, lambda: path.write_text("{"), lambda: path.parent.rename(tmp_path / "gone")):
             lose()
             until(lambda: read_record(path) == record)
         write_record(path, replace(record, start_time_ticks=1))  # of a process that is gone
