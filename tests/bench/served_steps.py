@@ -34,7 +34,7 @@ from typing import Any
 
 from fingerprint.codec import from_json, to_json
 
-__all__ = ["ServedStep", "ServedSteps", "contexts_of", "main", "summary", "table"]
+__all__ = ["ServedStep", "ServedSteps", "SteppedServer", "contexts_of", "main", "summary", "table"]
 
 BATCHES, MEAN_CONTEXTS = (8, 32), (512, 1024)
 PADDED = ((3, 4), (5, 8), (9, 16), (12, 16), (17, 24))  # sequences, and those of vLLM's next larger graph
@@ -86,21 +86,33 @@ def contexts_of(kind: str, batch: int, mean: int) -> list[int]:
     return lengths
 
 
-class _Server:
-    """vLLM's engine, stepped by hand."""
+class SteppedServer:
+    """vLLM's engine, stepped by hand.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        graph_sizes: rows of the CUDA graphs that it captures; none are given: as by default up to 512.
+    """
+
+    def __init__(self, folder: Path, *, graph_sizes: Sequence[int] = ()) -> None:
         from vllm import LLM
 
+        compilation: dict[str, Any] = {"max_cudagraph_capture_size": GRAPH_TOKENS}
+        if graph_sizes:
+            compilation = {"cudagraph_capture_sizes": list(graph_sizes)}
         self._llm = LLM(
             model=str(folder), load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=True,
             max_model_len=MAX_CONTEXT, max_num_seqs=MAX_BATCH, max_num_batched_tokens=STEP_TOKENS, seed=0,
-            gpu_memory_utilization=0.85, compilation_config={"max_cudagraph_capture_size": GRAPH_TOKENS},
+            gpu_memory_utilization=0.85, compilation_config=compilation,
         )  # fmt: skip
         self._engine = self._llm.llm_engine
         self._vocab = self._engine.model_config.get_vocab_size()
         self._names, self._random = count(), random.Random(0)
         self._tokens: dict[str, int] = {}
+
+    @property
+    def kv_blocks(self) -> int:
+        """Blocks of KV that it has room for."""
+        return int(self._engine.vllm_config.cache_config.num_gpu_blocks)
 
     def prompt(self, tokens: int) -> list[int]:
         return [self._random.randrange(self._vocab) for _ in range(tokens)]
@@ -170,6 +182,14 @@ class _Server:
         found = [(sum(gaps) - (len(gaps) - 1) * usual_s, max(gaps), next_s) for gaps, next_s in around]
         return usual_s, tuple(statistics.median(row) for row in zip(*found, strict=True))
 
+    def first_token(self, batch: int, tokens: int) -> float:
+        """Return the seconds until each of as many prompts, asked at once, has a token."""
+        prompts, begun_s = [self.prompt(tokens) for _ in range(batch)], time.perf_counter()
+        for prompt in prompts:
+            self.add(prompt, 1)
+        self.end()
+        return time.perf_counter() - begun_s
+
     def lone(self, tokens: int, cached: int) -> float:
         """Return the seconds of a lone prompt, ``cached`` tokens of which a request before it had."""
         found = []
@@ -185,7 +205,7 @@ class _Server:
         return statistics.median(found)
 
 
-def _measured(server: _Server) -> Iterator[ServedStep]:
+def _measured(server: SteppedServer) -> Iterator[ServedStep]:
     for batch in BATCHES:
         for mean in MEAN_CONTEXTS:
             equal_s: dict[int, float] = {}
@@ -273,7 +293,7 @@ def measure(config: Path, out: Path) -> None:
     folder = out / "model"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(config.read_text())
-    server, steps = _Server(folder), list[ServedStep]()
+    server, steps = SteppedServer(folder), list[ServedStep]()
     server.decode(contexts_of("equal", 8, 512))  # what compiles does so here
     for step in _measured(server):
         steps.append(step)

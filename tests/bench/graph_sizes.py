@@ -1,0 +1,199 @@
+"""Measures prompts on vLLM with CUDA graphs up to 512 tokens, its default, and with larger ones.
+
+    python -m tests.bench.graph_sizes measure OUT CONFIG_JSON [...] [--largest 512 2048] [--rounds 2]
+    python -m tests.bench.graph_sizes table OUT/graph_sizes.json
+
+``measure`` runs with vLLM's own Python on the GPU machine, one engine after the other, each in a process of its
+own with random weights; a mixture's experts are drawn uniformly. A step of more tokens than the largest graph has
+is launched kernel by kernel, which takes the host longer than the GPU where layers are made of many short kernels.
+
+* ``alone``: from the call until its first token, of a lone prompt or several at once;
+* ``among decoders``: the longest time between two tokens of a batch of 16 while one prompt arrives.
+
+Up to 512 tokens the graphs are those that vLLM has, from there to the largest one every 128 tokens: a step in
+between has the rows of the next larger one. What graphs cost is the engine's start and room for KV.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from fingerprint.codec import from_json, to_json
+from tests.bench.served_steps import SteppedServer
+
+__all__ = ["Engine", "GraphSizes", "Prompts", "main", "sizes_up_to", "table"]
+
+DEFAULT, APART = 512, 128  # tokens of vLLM's largest graph; between those beyond
+# Prompts at once, and tokens of each.
+ALONE = (
+    *((1, 256), (1, 512), (1, 520), (1, 640), (1, 768), (1, 1024), (1, 1536), (1, 2048), (1, 3000)),
+    *((8, 96), (8, 128), (8, 256)),
+)
+AMONG, DECODING = (256, 512, 768, 1024, 1536, 2048), 16
+CALLS, LEFT_OUT = 14, 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompts:
+    """Times of one case."""
+
+    case: str  # "alone" or "among decoders"
+    batch: int  # prompts at once, or sequences that decode
+    tokens: int  # of each prompt
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Engine:
+    """Times of one engine; engines are in the order of their starts."""
+
+    model: str
+    largest: int  # tokens of the largest graph
+    start_s: float
+    kv_blocks: int
+    prompts: tuple[Prompts, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraphSizes:
+    date: str
+    machine: str
+    versions: str
+    engines: tuple[Engine, ...]
+
+
+def sizes_up_to(largest: int) -> list[int]:
+    """Return the rows of vLLM's graphs up to 512, and of one every 128 from there to ``largest``."""
+    default = [1, 2, 4, *range(8, 256, 8), *range(256, DEFAULT + 1, 16)]
+    return [*default, *range(DEFAULT + APART, largest + 1, APART)]
+
+
+def _measured(server: SteppedServer) -> Iterator[Prompts]:
+    for batch, tokens in ALONE:
+        seconds = [server.first_token(batch, tokens) for _ in range(CALLS)][LEFT_OUT:]
+        yield Prompts(case="alone", batch=batch, tokens=tokens, seconds=tuple(seconds))
+    for tokens in AMONG:
+        longest = [server.arrivals(DECODING, DEFAULT, tokens)[1][1] for _ in range(2)]
+        yield Prompts(case="among decoders", batch=DECODING, tokens=tokens, seconds=tuple(longest))
+
+
+def measure_one(config: Path, out: Path, largest: int) -> None:
+    """Measure one engine, in this process; OUT is its file."""
+    os.environ.setdefault("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random")
+    folder = out.parent / "model" / config.stem
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(config.read_text())
+    begun_s = time.monotonic()
+    server = SteppedServer(folder, graph_sizes=sizes_up_to(largest))
+    start_s = time.monotonic() - begun_s
+    for batch, tokens in ALONE:  # what compiles does so here
+        server.first_token(batch, tokens)
+    engine = Engine(
+        model=config.stem,
+        largest=largest,
+        start_s=round(start_s, 1),
+        kv_blocks=server.kv_blocks,
+        prompts=tuple(_measured(server)),
+    )
+    out.write_bytes(to_json(engine))
+
+
+def measure(configs: Sequence[Path], out: Path, largest: Sequence[int], rounds: int) -> None:
+    """Measure all, the sizes in turns; what was measured is kept after each engine."""
+    from tests.bench.engine_contest_run import _nvidia
+
+    out.mkdir(parents=True, exist_ok=True)
+    engines = list[Engine]()
+    for config in configs:
+        for turn in range(rounds):
+            for size in largest if turn % 2 == 0 else reversed(largest):
+                file = out / f"{config.stem}-{size}-{turn}.json"
+                order = [sys.executable, "-m", "tests.bench.graph_sizes", "one", str(file), str(config), str(size)]
+                if subprocess.run(order, check=False).returncode != 0:
+                    print(f"{config.stem} with graphs up to {size:,} tokens failed", flush=True)
+                    continue
+                engines.append(from_json(file.read_bytes(), Engine, what=str(file)))
+                kept = GraphSizes(
+                    date=time.strftime("%Y-%m-%d"),
+                    machine=(_nvidia("name") or ["?"])[0],
+                    versions=f"vllm {metadata.version('vllm')}, driver {(_nvidia('driver_version') or ['?'])[0]}",
+                    engines=tuple(engines),
+                )
+                (out / "graph_sizes.json").write_bytes(to_json(kept, indent=1))
+    print(table(kept))
+
+
+def table(found: GraphSizes) -> str:
+    """Return medians over all rounds as a Markdown table, a column for each model and largest graph."""
+    columns = sorted({(one.model, one.largest) for one in found.engines})
+    by_column = {c: [one for one in found.engines if (one.model, one.largest) == c] for c in columns}
+    lines = [
+        f"| | {' | '.join(f'{model}, up to {largest:,}' for model, largest in columns)} |",
+        f"|---|{'--:|' * len(columns)}",
+        f"| start | {' | '.join(_range([one.start_s for one in by_column[c]], 's') for c in columns)} |",
+        f"| blocks of KV | {' | '.join(f'{by_column[c][0].kv_blocks:,}' for c in columns)} |",
+    ]
+    for case in dict.fromkeys((p.case, p.batch, p.tokens) for one in found.engines for p in one.prompts):
+        cells = [_range(_middles_ms(by_column[c], case), "ms") for c in columns]
+        lines.append(f"| {_said(*case)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _middles_ms(engines: Sequence[Engine], case: tuple[str, int, int]) -> list[float]:
+    return [
+        1e3 * statistics.median(p.seconds)
+        for one in engines
+        for p in one.prompts
+        if (p.case, p.batch, p.tokens) == case
+    ]
+
+
+def _range(values: Sequence[float], unit: str) -> str:
+    """Return the median of the rounds, and their range where there are several."""
+    if not values:
+        return "-"
+    apart = "" if len(values) == 1 else f" ({min(values):.1f} to {max(values):.1f})"
+    return f"{statistics.median(values):.1f} {unit}{apart}"
+
+
+def _said(case: str, batch: int, tokens: int) -> str:
+    if case == "alone":
+        return f"{batch} x {tokens:,} {case}"
+    return f"longest step of {batch} that decode, a prompt of {tokens:,} arrives"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    orders = parser.add_subparsers(dest="order", required=True)
+    many = orders.add_parser("measure")
+    many.add_argument("out", type=Path)
+    many.add_argument("configs", type=Path, nargs="+")
+    many.add_argument("--largest", type=int, nargs="+", default=[DEFAULT, 2048])
+    many.add_argument("--rounds", type=int, default=2)
+    one = orders.add_parser("one")
+    one.add_argument("out", type=Path)
+    one.add_argument("config", type=Path)
+    one.add_argument("largest", type=int)
+    orders.add_parser("table").add_argument("kept", type=Path)
+    options: Any = parser.parse_args()
+    match options.order:
+        case "measure":
+            measure(options.configs, options.out, options.largest, options.rounds)
+        case "one":
+            measure_one(options.config, options.out, options.largest)
+        case _:
+            print(table(from_json(options.kept.read_bytes(), GraphSizes, what=str(options.kept))))
+
+
+if __name__ == "__main__":
+    main()
