@@ -12,7 +12,7 @@ import os
 import re
 from pathlib import Path
 
-__all__ = ["remove_stale_temporaries", "sync_folder", "write_file_atomically"]
+__all__ = ["remove_stale_temporaries", "sync", "sync_folder", "write_file_atomically"]
 
 _TEMPORARY = re.compile(r"\..+\.[a-z0-9_]{1,8}")  # older releases: eight such characters, or a process id
 
@@ -39,14 +39,23 @@ def write_file_atomically(path: Path, data: bytes, *, mode: int = 0o600) -> None
     sync_folder(path.parent)
 
 
+def sync(path: Path) -> None:
+    """Wait until a file or folder is on the disk.
+
+    Raises:
+        OSError: it is gone, or the disk failed.
+    """
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def sync_folder(folder: Path) -> None:
     """Make the new name durable. A file system that cannot is left as it is: the file itself is in place."""
     with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        sync(folder)
 
 
 def remove_stale_temporaries(folder: Path, *names: str) -> None:

@@ -15,6 +15,7 @@ from fingerprint.config import DeploymentConfig, KvFormat, Pruning, SlotFormat, 
 from fingerprint.engines import traits_of
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
+from iserve.report.markdown import markdown_table
 
 __all__ = ["engine_tables"]
 
@@ -70,7 +71,7 @@ def _deltas() -> str:
         families = ", ".join(f"`{one}`" for one in sorted(table.deltas)) or "all that take adapters"
         rows.append([name, *cells, merged, families if "yes" in cells else ""])
     head = ["", "`--delta-mib`", *(f"`{one}`" for one in formats), "merged", "families"]
-    parts = [_DELTAS_HEAD, _table(head, rows), "Reasons:\n", *reasons.lines(), ""]
+    parts = [_DELTAS_HEAD, markdown_table(head, rows) + "\n", "Reasons:\n", *reasons.lines(), ""]
     return "\n".join(parts)
 
 
@@ -120,11 +121,14 @@ def _section(table: EngineCapabilities) -> str:
         f"## {name}\n",
         f"tp up to {table.max_tp}, pp up to {table.max_pp}. {_verified(table)}. Architectures of "
         f"{table.architectures.source}: {len(table.architectures.listed)}.\n",
-        _table(["tp", "pp", "uneven pp", "LoRA", "architectures"], _architectures(table, reasons, best)),
+        markdown_table(["tp", "pp", "uneven pp", "LoRA", "architectures"], _architectures(table, reasons, best))
+        + "\n",
         _refused(table, reasons),
-        _table(["weights", *by_generation[1:]], formats(WeightFormat, lambda w: _config(name, weights=w))),
-        _table(["KV", *by_generation[1:]], formats(KvFormat, lambda k: _config(name, kv=k))),
-        _table(["pruning", *by_generation[1:]], formats(Pruning, lambda p: _config(name, pruning=p))),
+        markdown_table(["weights", *by_generation[1:]], formats(WeightFormat, lambda w: _config(name, weights=w)))
+        + "\n",
+        markdown_table(["KV", *by_generation[1:]], formats(KvFormat, lambda k: _config(name, kv=k))) + "\n",
+        markdown_table(["pruning", *by_generation[1:]], formats(Pruning, lambda p: _config(name, pruning=p)))
+        + "\n",
         *_rest(table),
     ]
     return "\n".join([*parts, *(("Reasons:\n", *reasons.lines(), "") if reasons.lines() else ())])
@@ -246,11 +250,6 @@ def _where(selection: Selection) -> str:
 
 def _config(engine: str, **formats: object) -> DeploymentConfig:
     return DeploymentConfig(engine=engine, **formats)  # type: ignore[arg-type]
-
-
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
 def _gpu(generation: tuple[int, int] | str | None) -> GpuSpec:

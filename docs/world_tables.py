@@ -8,6 +8,8 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from iserve.report.markdown import markdown_table
+
 if TYPE_CHECKING:
     from iserve.evaluation.document import ContestantResult, EvaluationDocument, SeedResult, WorldResult
 
@@ -65,11 +67,6 @@ _OF_SLOTS = (  # what is shown of worlds with variants: contestants, and under w
 )
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def fields_table() -> str:
     """Return every field of a world file, by object."""
     from iserve.evaluation.world_file import world_schema
@@ -84,7 +81,7 @@ def fields_table() -> str:
             [f"`{field}`", _kind(part), _default(part, needed=field in needed), _words(part)]
             for field, part in of["properties"].items()
         ]
-        parts.append(f"**{name}**\n\n" + _table(("field", "type", "default", "meaning"), rows))
+        parts.append(f"**{name}**\n\n" + markdown_table(("field", "type", "default", "meaning"), rows))
     return "\n\n".join(parts)
 
 
@@ -128,7 +125,7 @@ def contestants_table() -> str:
         ]
         for name, kind in CONTESTANTS.items()
     ]
-    return _table(("contestant", "decides", "knows", "by intent"), rows)
+    return markdown_table(("contestant", "decides", "knows", "by intent"), rows)
 
 
 @cache
@@ -198,7 +195,7 @@ def against_table(variant: str = "as-stated", other: str = _RULE) -> str:
         "`latency-slo`",
         "`min-gpu-hours`",
     )
-    return _table(head, rows)
+    return markdown_table(head, rows)
 
 
 def aiconfigurator_table() -> str:
@@ -209,7 +206,7 @@ def aiconfigurator_table() -> str:
             intents = ("min-latency", "latency-slo", "min-cost", "min-gpu-hours")
             cells = [_held(_cells(variant, own, intent, other, answered=True)) for intent in intents]
             rows.append([named, f"`{own}` over `{other}`", *cells])
-    return _table(("information", "ratio", "P50 of E2E", "SLOs kept", "cost", "GPU hours"), rows)
+    return markdown_table(("information", "ratio", "P50 of E2E", "SLOs kept", "cost", "GPU hours"), rows)
 
 
 def kept_table() -> str:
@@ -223,7 +220,7 @@ def kept_table() -> str:
             guards = f"{sum(seed.score is not None for seed in costs)} of {len(costs)}"
             least = min(seed.metrics.slo_fraction for seed in slos)
             rows.append([named, f"`{name}`", guards, _share(slos), f"{least:.1%}"])
-    return _table(("information", "contestant", "guards kept", "SLOs kept, mean", "least"), rows)
+    return markdown_table(("information", "contestant", "guards kept", "SLOs kept, mean", "least"), rows)
 
 
 def _answers(result: ContestantResult) -> bool:
@@ -238,7 +235,7 @@ def variants_table() -> str:
             cells = [_cells(variant, contestant, intent) for intent in ("min-latency", "latency-slo", "min-cost")]
             rows.append([variant.replace("-", " "), f"`{contestant}`", *map(_held, cells)])
     head = ("variant", "contestant", "P50 of E2E", "SLOs kept", "cost")
-    return _table(head, rows)
+    return markdown_table(head, rows)
 
 
 def summary_table() -> str:
@@ -259,7 +256,7 @@ def summary_table() -> str:
             if a.metrics.e2e.p95_s and b.metrics.e2e.p95_s
         ]
         rows.append([named, _held(p50), _held(tails), _held(cost)])
-    return _table(("", "P50 of E2E", "P95", "cost, where the rule keeps its guard"), rows)
+    return markdown_table(("", "P50 of E2E", "P95", "cost, where the rule keeps its guard"), rows)
 
 
 def slots_table(variant: str, *, only_cost: bool = False) -> str:
@@ -289,7 +286,7 @@ def slots_table(variant: str, *, only_cost: bool = False) -> str:
                 ]
             )
     head = ("world", "served by", "GPU-hours", "GPU-s held", "P50, s", "P95, s", "guard", "SLOs kept", "loads")
-    return _table(head, rows)
+    return markdown_table(head, rows)
 
 
 def best_table() -> str:
@@ -298,7 +295,7 @@ def best_table() -> str:
     for variant in ("with-aiconfigurator", "with-aiconfigurator-rates"):
         cells = [_against_best(variant, intent) for intent in ("min-latency", "latency-slo", "min-cost")]
         rows.append([_NAMED[variant], *(_held(one, _NEAR) for one in cells)])
-    return _table(("information", "P50 of E2E", "SLOs kept", "cost"), rows)
+    return markdown_table(("information", "P50 of E2E", "SLOs kept", "cost"), rows)
 
 
 def _against_best(variant: str, intent: str) -> list[float]:
@@ -333,7 +330,7 @@ def promise_table() -> str:
         other = [promise.is_kept for promise in promises if not promise.is_given]
         rows.append([multiple, str(len(promises)), f"{sum(kept)} of {len(kept)}", f"{sum(other)} of {len(other)}"])
     head = ("SLO, times one request alone", "plans", "promised and kept", "not promised, and kept")
-    return _table(head, rows)
+    return markdown_table(head, rows)
 
 
 def tight_table() -> str:
@@ -352,7 +349,9 @@ def tight_table() -> str:
             )
         ]
         rows.append([world.name, *shares])
-    return _table(("world", "ours", "ours, rates given", *(f"`{name}`" for name in (_RULE, *_SHOWN[4:6]))), rows)
+    return markdown_table(
+        ("world", "ours", "ours, rates given", *(f"`{name}`" for name in (_RULE, *_SHOWN[4:6]))), rows
+    )
 
 
 def oracle_table() -> str:
@@ -367,7 +366,9 @@ def oracle_table() -> str:
     cells = [_cells("with-oracle", _OURS, f"min-{what}", _ORACLE) for what in ("cost", "latency")]
     rows.append(["cells, mean", _held(cells[0], 1.15), "", "", _held(cells[1], 1.1), *[""] * 5])
     names = ("ours", "rule", "AIConfigurator")
-    return _table(("world", *(f"{what}: {name}" for what in ("cost", "P50", "SLO") for name in names)), rows)
+    return markdown_table(
+        ("world", *(f"{what}: {name}" for what in ("cost", "P50", "SLO") for name in names)), rows
+    )
 
 
 def alpaserve_table() -> str:
@@ -379,7 +380,7 @@ def alpaserve_table() -> str:
             for intent in ("min-cost", "min-latency", "latency-slo")
         )
         rows.append([world.name, *(_either(*pair) for pair in pairs)])
-    return _table(("world", "cost", "P50 of E2E", "SLOs kept"), rows)
+    return markdown_table(("world", "cost", "P50 of E2E", "SLOs kept"), rows)
 
 
 def _pairs(own: ContestantResult, other: ContestantResult) -> list[tuple[SeedResult, SeedResult]]:

@@ -20,6 +20,7 @@ Point = tuple[int, int]  # batch, input tokens
 
 _MUCH_LONGER = 1.25  # than the prompts, from which on contexts have points of their own
 _MOST_LONGER = 16  # a point's time is foreseen by those of shorter prompts, in proportion
+_MOST_BURST_TOKENS = 131_072  # prompt tokens of a batch
 ONCE_TOKENS = 32_768  # a prefill of as many takes a second of an 8B model on an H200: settled within itself
 
 
@@ -112,7 +113,6 @@ def depth_tied_plan(
     kv: tuple[KvFormat, ...] = (KvFormat.BITS16,),
     degrees: tuple[tuple[int, int], ...] = ((1, 1),),
     budget_s: float = 90.0,
-    max_burst_tokens: int = 131_072,
 ) -> DepthTiedPlan:
     """Points around ``workload``: its batch, one, and between; its input, and a quarter of it.
 
@@ -124,14 +124,14 @@ def depth_tied_plan(
     """
     long_output = min(33, spec.max_context_tokens // 2)
     longest = min(workload.input_tokens, spec.max_context_tokens - long_output)
-    top = max(1, min(workload.batch, max_burst_tokens // max(1, longest)))
-    batches = {1, top, max(1, round(top**0.5)), max(top, min(8, max_burst_tokens // max(1, longest)))}
+    top = max(1, min(workload.batch, _MOST_BURST_TOKENS // max(1, longest)))
+    batches = {1, top, max(1, round(top**0.5)), max(top, min(8, _MOST_BURST_TOKENS // max(1, longest)))}
     inputs = {longest, max(1, longest // 4)}
     grid = {(b, n) for b in batches for n in inputs}
     last = min(workload.context_tokens, spec.max_context_tokens, _MOST_LONGER * longest) - long_output
     if last > _MUCH_LONGER * longest:
         grid = {(b, n) for b, n in grid if b in (1, top) or n == longest}
-        grid |= {(1, last), (max(1, min(workload.batch, max_burst_tokens // last)), last)}
+        grid |= {(1, last), (max(1, min(workload.batch, _MOST_BURST_TOKENS // last)), last)}
     points = tuple(sorted(grid))
     cheap = sorted(points, key=lambda point: point[0] * point[1])
     alike = all(repeats_the_mix(spec, pp) for _, pp in degrees)  # else each point has its own cost of a repeat

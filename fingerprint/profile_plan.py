@@ -19,6 +19,7 @@ __all__ = ["EngineSizes", "ProfilePlan", "Shards", "default_plan", "fingerprint_
 # GPU some hundred, where this makes more steps than it takes, which cost little.
 _TOKENS_PER_STEP = 64
 _LONGEST_OUTPUT = 49  # three times the steps of small bursts: more would leave a short budget fewer runs of those
+_MOST_BURST_TOKENS = 16_384  # prompt tokens of a batch
 
 
 class Shards(StrEnum):
@@ -122,11 +123,10 @@ def default_plan(
     kv: tuple[KvFormat, ...] = (KvFormat.BITS16,),
     degrees: tuple[tuple[int, int], ...] = ((1, 1), (2, 1), (1, 2)),
     budget_s: float = 60.0,
-    max_burst_tokens: int = 16_384,
 ) -> ProfilePlan:
     """Points around ``workload``: batches 1 and its own (4 when its own is 1), its input length and a quarter.
 
-    Input lengths are bounded by the model's context, batches by ``max_burst_tokens`` prompt tokens at once (a
+    Input lengths are bounded by the model's context, batches by 16,384 prompt tokens at once (a
     workload beyond that is reached by extrapolation or scaling, with the interval that goes with it).
 
     Raises:
@@ -136,9 +136,9 @@ def default_plan(
         raise ConfigError(f"a context of {spec.max_context_tokens} tokens is too short to profile; it needs 3")
     most_output = max(2, min(_LONGEST_OUTPUT, workload.output_tokens, spec.max_context_tokens // 2))
     long_output = min(17, most_output)
-    longest = min(workload.input_tokens, spec.max_context_tokens - most_output, max_burst_tokens)
+    longest = min(workload.input_tokens, spec.max_context_tokens - most_output, _MOST_BURST_TOKENS)
     batch = workload.batch if workload.batch > 1 else 4
-    batch = max(1, min(batch, max_burst_tokens // longest))
+    batch = max(1, min(batch, _MOST_BURST_TOKENS // longest))
     return ProfilePlan(
         degrees=degrees,
         weights=weights,

@@ -129,17 +129,16 @@ def slots_by_step_time(
     step_s: StepTime,
     *,
     steps: float,
-    most_waiting_s: float = float("inf"),
     max_rows: float = float("inf"),
     most_slots: int = MOST_SLOTS,
     loads_s: Callable[[int], float] = _no_loads,
     loads_stop_steps: bool = True,
     room_rows: Callable[[int], float] = _any_rows,
 ) -> StepSlots:
-    """Return the slots, a power of two, with which most rows a second are decoded within a limit of the mean wait.
+    """Return the slots, a power of two, with which most rows a second are decoded.
 
-    That is the fewest within 1% of the best. Where no number keeps the limit, the one with the least wait. One
-    slot is there in any case; more only where they leave a KV cache for a row.
+    That is the fewest within 1% of the best. One slot is there in any case; more only where they leave a KV cache
+    for a row.
 
     Args:
         requests: at the worker, running and waiting, those for the base included.
@@ -150,14 +149,12 @@ def slots_by_step_time(
         room_rows: of a step, whose KV cache has room next to so many slots; no more with more slots.
 
     Raises:
-        ConfigError: no request, step, row or slot, or a limit below 0.
+        ConfigError: no request, step, row or slot.
     """
-    if not (
-        0 < requests < float("inf") and steps > 0 and most_slots >= 1 and max_rows > 0 and most_waiting_s >= 0
-    ):
+    if not (0 < requests < float("inf") and steps > 0 and most_slots >= 1 and max_rows > 0):
         raise ConfigError(
-            "slots are chosen for requests, steps and rows above 0, at least one slot and a wait of no less than "
-            f"0 s, got {requests:g}, {steps:g}, {max_rows:g}, {most_slots} and {most_waiting_s:g} s"
+            "slots are chosen for requests, steps and rows above 0 and at least one slot, got "
+            f"{requests:g}, {steps:g}, {max_rows:g} and {most_slots}"
         )
     numbers = [number for number in itertools.accumulate([1] * 32, lambda one, _: 2 * one) if number <= most_slots]
     enough = next((number for number in numbers if number >= len(load.shares)), numbers[-1])
@@ -180,8 +177,5 @@ def slots_by_step_time(
         for number in numbers
         if number == 1 or (number <= enough and room_rows(number) >= 1)
     ]
-    kept = [one for one in flows if one.waiting_s <= most_waiting_s]
-    if not kept:
-        return min(flows, key=lambda one: one.waiting_s)
-    best = max(one.rows_per_s for one in kept)
-    return next(one for one in kept if one.rows_per_s >= (1 - _NEGLIGIBLE) * best)
+    best = max(one.rows_per_s for one in flows)
+    return next(one for one in flows if one.rows_per_s >= (1 - _NEGLIGIBLE) * best)

@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from daemon.atomic_file import sync_folder
+from daemon.atomic_file import sync, sync_folder
 from daemon.variants.adapter_tensors import (
     TensorToStore,
     changed_while_read,
@@ -343,7 +343,7 @@ class VariantStore:
         """
         files = {self._tensor_file(record.sha256) for record in records}
         with ThreadPoolExecutor(_SYNCS_AT_ONCE) as pool:
-            deque(pool.map(_sync, files), maxlen=0)
+            deque(pool.map(sync, files), maxlen=0)
             deque(pool.map(sync_folder, {file.parent for file in files}), maxlen=0)
         return sum(file.stat().st_size for file in files)
 
@@ -354,7 +354,7 @@ class VariantStore:
             with temporary.open("xb") as stream:
                 stream.writelines(pieces)
             if durable:
-                _sync(temporary)
+                sync(temporary)
             temporary.replace(file)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -403,7 +403,7 @@ class VariantStore:
             write_safetensors(weights, outputs)
             (part / config).write_bytes(content)
             for file in (weights, part / config, part):
-                _sync(file)
+                sync(file)
             with self._locked("placing", fcntl.LOCK_EX):
                 if not is_whole(folder, manifest):  # else another builder was first, and its caller may be reading
                     self._discard(folder)
@@ -474,14 +474,6 @@ def _delta_content(delta: Delta, records: tuple[TensorRecord, ...]) -> DeltaCont
 
 def _size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.iterdir())
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _empty(folder: Path) -> None:

@@ -12,7 +12,6 @@ back to ``scaled-to-zero`` with the reason, which the waiting requests are answe
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable
@@ -30,7 +29,6 @@ from placement.types import DeploymentState
 
 __all__ = ["Autoscaler", "Refusal"]
 
-log = logging.getLogger(__name__)
 
 _TRY_AGAIN_S = 10.0  # after a start that failed: meanwhile requests are refused
 _DRAIN_PATIENCE_S = 60.0  # for a gateway that does not answer; a worker that is ended then drains by itself

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import uuid
 from collections.abc import Callable
@@ -38,7 +37,6 @@ from iserve.verify.worker_client import CheckedWorker
 
 __all__ = ["Verifier"]
 
-log = logging.getLogger(__name__)
 
 _NOT_COUNTED = "not reported: neither the engine nor a driver counts it"
 _OWN_COUNTS = "the worker's own counts, itemised per rank"

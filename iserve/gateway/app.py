@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import re
 import secrets
 from collections.abc import Iterator
@@ -40,8 +39,6 @@ _INFERENCE = ("/v1/completions", "/v1/chat/completions")
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _MODELS = "/v1/models"
 _CLIENT_LEFT = 499  # nginx's number, for the metrics only
-
-_log = logging.getLogger(__name__)
 
 
 class Gateway:

@@ -405,14 +405,12 @@ def line_chart(
     x_name: str,
     y_name: str = "",
     logarithmic: bool = False,
-    dots: bool = True,
 ) -> Markup:
     """Return a chart of every line over the same axes.
 
     Args:
         y_name: unit of the values; without one they are seconds, shown in the unit that suits them.
         logarithmic: let the vertical axis be so where the values span a lot and none is 0.
-        dots: mark every point, with its numbers when pointed at.
     """
     width, height = 360.0, 210.0
     xs = [x for each in lines for x, _ in each.points]
@@ -430,7 +428,7 @@ def line_chart(
         marks = []
         for run in _unbroken(each.points):
             marks.append(path([(x(at), y(value)) for at, value in run], "fit beyond" if each.dashed else "fit"))
-            for at, value in run if dots else ():
+            for at, value in run:
                 title = f"{each.name}, {x_name} {at:g}: {number(value) if y_name else seconds(value)}"
                 marks.append(dot((x(at), y(value)), "dot", title, 1.6))
         groups.append(element("g", *marks, class_=each.color))

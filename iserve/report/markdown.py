@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 from iserve.report.page import render_report
 from iserve.report.values import Report
 
-__all__ = ["render_markdown"]
+__all__ = ["markdown_table", "render_markdown"]
 
 _SPECIAL = re.compile(r"([\\`*_\[\]<>|~&])")
 _LINE_START = re.compile(r"^(\d*)([#+=.)-])")
@@ -41,7 +41,7 @@ def _blocks(node: Element, depth: int) -> Iterator[str]:
                 yield "\n".join(f"{'1.' if child.tag == 'ol' else '-'} {_line(_text(item))}" for item in child)
             case "dl":
                 pairs = [[_text(one) for one in pair] for pair in zip(child[::2], child[1::2], strict=True)]
-                yield _table(["", ""], pairs)
+                yield markdown_table(["", ""], pairs)
             case "table":
                 yield from _blocks_of_table(child)
             case "svg":
@@ -102,7 +102,7 @@ def _blocks_of_table(node: Element) -> Iterator[str]:
     head = [_text(cell) for row in node.iterfind("thead/tr") for cell in row]
     rows = [[cell for cell in row for cell in _spread(cell)] for row in node.iterfind("tbody/tr")]
     shown = [i for i in range(len(head)) if not rows or not all(_is_drawing(row[i]) for row in rows)]
-    yield _table([head[i] for i in shown], [[_text(row[i]) for i in shown] for row in rows])
+    yield markdown_table([head[i] for i in shown], [[_text(row[i]) for i in shown] for row in rows])
 
 
 def _spread(cell: Element) -> list[Element]:
@@ -113,7 +113,8 @@ def _is_drawing(cell: Element) -> bool:
     return cell.find(".//svg") is not None and not _text(cell)
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in GitHub's Markdown, without a newline at its end."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -122,4 +123,4 @@ def _drawn(drawing: Element) -> str:
     """Return a table of what each mark of a drawing means; the drawing's own name over it."""
     own, *marks = [_plain(title) for title in drawing.iter("title")]
     rows = [[_SPECIAL.sub(r"\\\1", part) for part in mark.partition(": ")[::2]] for mark in dict.fromkeys(marks)]
-    return _table([_SPECIAL.sub(r"\\\1", own), ""], rows)
+    return markdown_table([_SPECIAL.sub(r"\\\1", own), ""], rows)

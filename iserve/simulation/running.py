@@ -48,7 +48,6 @@ from placement.variant_routing import VariantPolicy, make_variant_policy
 from planner.plan import NoRoom, Plan
 from traces.request import Request
 from traces.simulator.adapter_cost import AdapterCost
-from traces.simulator.contention import Contention
 from traces.simulator.result import SimulationResult
 from traces.simulator.scenario import Deployed, Deployer, NotDeployed, Policies, Scenario
 from traces.simulator.simulation import Progress, simulate
@@ -464,7 +463,6 @@ def simulate_cluster(
     router: Router,
     deployer: Deployer | None = None,
     cluster_policy: ClusterPolicy | None = None,
-    contention: Contention | None = None,
     variant_policy: VariantPolicy | None = None,
     progress: Progress | None = None,
 ) -> SimulationResult:
@@ -473,7 +471,6 @@ def simulate_cluster(
     Args:
         deployer: None: the planner.
         cluster_policy: scales and moves what is deployed; None: it stays as it is.
-        contention: of workers on one GPU; None: processor sharing, by the service (``Policies``).
         variant_policy: which worker takes a request for a variant; None: the gateway's default.
     """
     policies = Policies(
@@ -482,7 +479,6 @@ def simulate_cluster(
         harvest=spare_gpu,
         make_batcher=EngineBatcher,
         cluster_policy=cluster_policy,
-        contention=contention,
         variant_policy=variant_policy or make_variant_policy(),
     )
     return simulate(requests, scenario, policies, progress=progress)

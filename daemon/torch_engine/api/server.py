@@ -6,7 +6,6 @@ Knows requests and answers; what a body means is ``openai_api``'s business, what
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
@@ -40,8 +39,6 @@ MAX_BODY_BYTES = 32 * 2**20
 _BODY_TIMEOUT_S = 60.0
 _LONG_TEXT_CHARS = 4096  # longer prompts are tokenized outside the event loop
 _CHAT_THREADS = 4  # of their own: a template that takes long keeps no other prompt waiting
-
-_log = logging.getLogger(__name__)
 
 
 class Worker:

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from daemon.atomic_file import remove_stale_temporaries, sync_folder, write_file_atomically
+from daemon.atomic_file import remove_stale_temporaries, sync, sync_folder, write_file_atomically
 from fingerprint.checkpoint import Checkpoint
 from fingerprint.codec import from_json, to_json
 from fingerprint.delta.manifest import MANIFEST_FILE, DeltaManifest, ExactTensor, MatrixRecord
@@ -176,7 +176,7 @@ class WorkFolder:
             part = file.with_suffix(".part")
             try:
                 write_safetensors(part, tensors)
-                _sync(part)
+                sync(part)
                 os.replace(part, file)
             except OSError:
                 part.unlink(missing_ok=True)
@@ -190,7 +190,7 @@ class WorkFolder:
         companions(self._delta)
         write_file_atomically(self._delta / MANIFEST_FILE, to_json(manifest, indent=1) + b"\n", mode=0o644)
         for file in self._delta.iterdir():
-            _sync(file)
+            sync(file)
         try:
             os.rename(self._delta, self._target)
         except OSError as error:
@@ -234,14 +234,6 @@ def _read(file: Path) -> bytes | None:
     with suppress(FileNotFoundError):
         return file.read_bytes()
     return None
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def taken(target: Path) -> ConflictError:

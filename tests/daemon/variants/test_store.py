@@ -390,7 +390,7 @@ else:
         pytest.param("add", "", "tensor_hash", 3, id="add-between-tensors"),
         pytest.param("add", "VariantStore", "_write", 1, id="add-before-a-tensor"),
         pytest.param("add", "Path", "replace", 1, id="add-before-a-name"),
-        pytest.param("add", "", "_sync", 2, id="add-before-it-is-durable"),
+        pytest.param("add", "", "sync", 2, id="add-before-it-is-durable"),
         pytest.param("add", "Path", "replace", 4, id="add-before-the-manifest"),
         pytest.param("loadable", "VariantStore", "_verified", 1, id="load-in-the-file"),
         pytest.param("loadable", "Path", "rename", 0, id="load-before-its-name"),

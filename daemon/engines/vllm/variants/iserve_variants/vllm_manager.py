@@ -55,7 +55,7 @@ class DeltaModelManager(AsideModelManager):
         settings = read_settings(vllm_config.additional_config)
         assert settings is not None  # the plug-in makes this manager for such configurations alone
         watch_prompts()
-        _check(self, settings, vllm_config)
+        _check(self, vllm_config)
         graph_rows = vllm_config.compilation_config.max_cudagraph_capture_size or 0
         places = SlotPlaces(self.lora_slots, has_spare=settings.background)
         routes = StepRoutes(
@@ -264,7 +264,7 @@ def _is_delta(folder: Path) -> bool:
     return (folder / MANIFEST_FILE).is_file()
 
 
-def _check(manager: Any, settings: Settings, vllm_config: Any) -> None:
+def _check(manager: Any, vllm_config: Any) -> None:
     """Refuse what deltas are not served with, at the start."""
     why = ""
     if manager.supports_mm:
