@@ -136,6 +136,20 @@ def test_both_runners_make_the_manager_that_is_replaced() -> None:
     assert CLASSES["lora/worker_manager.py:LRUCacheWorkerLoRAManager"]["bases"] == ["WorkerLoRAManager"]
 
 
+def test_the_newer_runner_keys_graphs_by_what_the_plug_in_gives() -> None:
+    file = "v1/worker/gpu/model_runner.py"
+    assert set(CLASSES[f"{file}:GPUModelRunner"]["attributes"]) == {"lora_capture_cases", "lora_state"}
+    (manager,) = (one for one in CALLS[file] if one.startswith("ModelCudaGraphManager"))
+    assert "lora_capture_cases=self.lora_capture_cases" in manager
+    assert "create_lora_capture_hook(self.lora_config, self)" in CALLS[file]
+    assert (
+        "get_num_active_loras_for_dispatch(self.lora_config, self.lora_state, req_ids, dummy_run)" in CALLS[file]
+    )
+    assert CALLS["v1/worker/gpu/cudagraph_utils.py"] == [
+        "lora_capture_hook(desc.num_active_loras, num_reqs, num_tokens)"
+    ]
+
+
 def test_adapters_are_read_by_the_names_that_pause() -> None:
     assert CALLS["lora/lora_model.py"] == [
         "f.get_tensor(module)",

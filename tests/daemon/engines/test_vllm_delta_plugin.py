@@ -29,7 +29,7 @@ settings_module = variant_module("settings")
 slots_module = variant_module("slots")
 Settings, read_settings = settings_module.Settings, settings_module.read_settings
 step_routes = variant_module("step_routes")
-SEGMENT_ROWS, StepRoutes = step_routes.SEGMENT_ROWS, step_routes.StepRoutes
+SEGMENT_ROWS, StepKind, StepRoutes = step_routes.SEGMENT_ROWS, step_routes.StepKind, step_routes.StepRoutes
 Kind, Place, Places = placement.Kind, placement.Place, placement.Places
 INT2 = formats.FORMATS["int2"]
 SLOTS, GRAPH_ROWS, MERGED = 4, 8, 6
@@ -181,7 +181,9 @@ class TestStepRoutes:
             assert _routed(routes.token_route) == expected
             sampled = {row: slot for row, slot in enumerate(wanted) if slot >= 0}
             assert _routed(routes.sample_route) == sampled
-            assert routes.has_variants == any(ids)
+            assert bool(routes.kind) == any(ids)
+            assert routes.launches_adapters(64) == any(one and one not in slot_of_delta for one in ids)
+            assert routes.changes_embeddings(64) == any(one in slot_of_delta for one in ids)
             assert routes.has_routed == bool(expected)
             assert merged == {
                 slot for slot in {*wanted} - {-1} if wanted.count(slot) >= MERGED and len(ids) > GRAPH_ROWS
@@ -222,6 +224,23 @@ class TestStepRoutes:
         assert not routes.launches(20)  # adapters alone, outside graphs
         routes.update([0, 0], [0], {1: 0})
         assert not routes.launches(GRAPH_ROWS)
+
+    def test_a_graph_of_one_kind_launches_what_its_rows_need(self) -> None:
+        routes = _routes()
+        steps = {StepKind.BASE: [0, 0], StepKind.DELTAS: [1, 0], StepKind.ADAPTERS: [2, 2], StepKind.BOTH: [1, 2]}
+        for kind, ids in steps.items():
+            for expected in StepKind.__members__.values():
+                routes.expect(expected)
+                if kind & ~expected:
+                    with pytest.raises(RuntimeError):
+                        routes.update(ids, ids, {1: 0})
+                    continue
+                routes.update(ids, ids, {1: 0})
+                assert routes.launches(GRAPH_ROWS) == bool(expected & StepKind.DELTAS)
+                assert routes.changes_embeddings(GRAPH_ROWS) == bool(expected & StepKind.DELTAS)
+                assert routes.launches_adapters(GRAPH_ROWS) == bool(expected & StepKind.ADAPTERS)
+            routes.update(ids, ids, {1: 0})  # what was expected is of one step
+            assert routes.kind == (StepKind.BOTH if kind else StepKind.BASE)
 
     def test_a_step_like_the_one_before_writes_nothing(self) -> None:
         routes = _routes()

@@ -142,7 +142,8 @@ USED: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (),
     ),
     "v1/worker/gpu_model_runner.py:GPUModelRunner": (("_get_prompt_logprobs_dict",), ()),
-    "v1/worker/gpu/model_runner.py:GPUModelRunner": ((), ()),
+    "v1/worker/gpu/model_runner.py:GPUModelRunner": ((), ("lora_capture_cases", "lora_state")),
+    "v1/worker/gpu/lora_utils.py:LoraState": (("get_activate_loras",), ()),
     "model_executor/models/interfaces_base.py:VllmModelForTextGeneration": (("compute_logits",), ()),
     "v1/worker/gpu/sample/prompt_logprob.py:PromptLogprobsWorker": (
         ("compute_prompt_logprobs", "compute_prompt_token_id_logprobs"),
@@ -207,9 +208,11 @@ def _calls(source: Package) -> dict[str, list[str]]:
         "v1/worker/gpu_model_runner.py": ("self.load_lora_model", "self._get_prompt_logprobs_dict"),
         "v1/worker/gpu/model_runner.py": (
             "self.load_lora_model",
+            *("create_lora_capture_hook", "get_num_active_loras_for_dispatch", "ModelCudaGraphManager"),
             "self.prompt_logprobs_worker.compute_prompt_logprobs",
             "self.prompt_logprobs_worker.compute_prompt_token_id_logprobs",
         ),
+        "v1/worker/gpu/cudagraph_utils.py": ("lora_capture_hook",),
         "model_executor/layers/logits_processor.py": ("self._get_logits",),
         "plugins/__init__.py": ("load_plugins_by_group",),
         **dict.fromkeys(_WITH_LOGITS, ("self.punica_wrapper.add_lora_logits",)),

@@ -19,7 +19,7 @@ from tests.daemon.engines.vllm_delta_cases import tiny_model
 from tests.daemon.engines.vllm_on_cpu import import_vllm
 from tests.daemon.variant_kernels import VARIANTS_PATH
 
-FILES = ("products", "prompts", "loads", "places", "several_gpus")
+FILES = ("products", "prompts", "loads", "places", "graphs", "several_gpus")
 
 
 def main(cases: Mapping[str, Callable[[], None]]) -> None:

@@ -101,7 +101,8 @@ def the_start_of_vllm_runs_with_its_dummy_adapters() -> None:
     with tiny.runner.maybe_dummy_run_with_lora(
         tiny.runner.lora_config, np.array([4, 4]), np.array([1, 1]), num_active_loras=SLOTS + 1
     ):
-        assert tiny.manager.runtime.routes.has_variants
+        assert tiny.manager.runtime.routes.launches(8)
+        assert tiny.manager.runtime.routes.launches_adapters(8)
         assert not tiny.manager.runtime.routes.has_routed
         tiny.model(torch.zeros(8, dtype=torch.long))
     assert tiny.runner.list_loras() == set()

@@ -56,6 +56,7 @@ def tiny_model(
     is_last_stage: bool = False,
     adapters_alone: bool = False,
     loads_adapters_aside: bool = False,
+    is_newer_runner: bool = False,
     ranks: int = 1,
     **settings: Any,
 ) -> SimpleNamespace:
@@ -68,6 +69,7 @@ def tiny_model(
         is_last_stage: whether another stage of a pipeline has the embedding and the first layer.
         adapters_alone: whether slots are vLLM's own, without deltas.
         loads_adapters_aside: whether a thread reads adapters.
+        is_newer_runner: whether the runner keeps graphs by the number of adapters, as version 2 does.
         ranks: of the worker, this process being one.
         settings: of the plug-in, where they differ.
     """
@@ -115,6 +117,10 @@ def tiny_model(
     )
     runner = type("Runner", (mixin.LoRAModelRunnerMixin,), {})()
     runner.lora_config = lora
+    if is_newer_runner:
+        from vllm.v1.worker.gpu.lora_utils import LoraState
+
+        runner.lora_capture_cases, runner.lora_state = [0, SLOTS + 1], LoraState(16)
     runner.load_lora_model(model, config, torch.device("cpu"))
     return SimpleNamespace(model=model, runner=runner, manager=runner.lora_manager._adapter_manager)
 

@@ -28,6 +28,7 @@ def register() -> None:
 
     from iserve_variants.refusals import hide_refusals
     from iserve_variants.vllm_aside import AsideWorkerManager
+    from iserve_variants.vllm_graphs import tell_kinds_apart
     from iserve_variants.vllm_layers import LAYERS
     from iserve_variants.vllm_manager import DeltaWorkerManager
     from iserve_variants.vllm_operators import register_operators
@@ -50,5 +51,15 @@ def register() -> None:
             kind = AsideWorkerManager
         return kind(vllm_config, *args, **kwargs)
 
+    their_load = mixin.LoRAModelRunnerMixin.load_lora_model
+
+    def load_lora_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        model = their_load(self, *args, **kwargs)
+        kinds = self.lora_manager.graph_kinds() if isinstance(self.lora_manager, DeltaWorkerManager) else None
+        if kinds is not None:
+            tell_kinds_apart(self, kinds)
+        return model
+
+    mixin.LoRAModelRunnerMixin.load_lora_model = load_lora_model
     mixin.LRUCacheWorkerLoRAManager = manager
     utils._all_lora_classes = (*LAYERS, *utils._all_lora_classes)

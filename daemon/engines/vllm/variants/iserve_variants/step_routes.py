@@ -8,16 +8,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import IntFlag
 
 import numpy as np
 import torch
 
 from iserve_variants.route import Route
 
-__all__ = ["SEGMENT_ROWS", "Run", "StepRoutes"]
+__all__ = ["SEGMENT_ROWS", "Run", "StepKind", "StepRoutes"]
 
 SEGMENT_ROWS = 32  # of all tilings that steps choose
 _SORTED = (1, 33, 129, 1025, 4097, 65536)  # rows, beyond the bounds of torch's kernels that sort
+
+
+class StepKind(IntFlag):
+    """Variants among a step's rows, by which graphs are told apart; the values are keys of graphs."""
+
+    BASE = 0
+    DELTAS = 1
+    ADAPTERS = 2
+    BOTH = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +92,9 @@ class StepRoutes:
         self._prompts = Route.empty(max_rows=max_rows, slots=slots, segment_rows=SEGMENT_ROWS, device=device)
         self.wants_samples = False
         """Whether a module reads the routes of samples: an output layer with slots."""
-        self.has_variants = False
-        """Whether a row has an adapter or a delta: a step without is captured without any of their launches."""
+        self.kind = StepKind.BASE
+        """Whose launches the step's graph has: those of its rows at least."""
+        self._rows, self._expected = StepKind.BASE, None
         self.has_routed = False
         """Whether a row is in the route of tokens."""
         self.samples_deltas = False
@@ -139,7 +150,8 @@ class StepRoutes:
         """
         ids = np.fromiter(tokens, dtype=np.int64, count=len(tokens))
         slot_of_row = _slots(ids, slot_of_delta)
-        self.has_variants = bool((ids > 0).any())
+        self._rows = _kind(ids, slot_of_row)
+        self.kind = self._expected_kind()
         merged = self._merged(slot_of_row)
         self.runs = _runs(slot_of_row, merged) if merged else ()
         routed = np.where(np.isin(slot_of_row, list(merged)), -1, slot_of_row) if merged else slot_of_row
@@ -157,18 +169,52 @@ class StepRoutes:
         self.update([0], [0], {})
         self.merged_from_rows = kept
 
+    def expect(self, kind: StepKind) -> None:
+        """Have the step that is routed next be of the kind whose graph was chosen for it."""
+        self._expected = kind
+
+    def _expected_kind(self) -> StepKind:
+        """Return the kind that was expected; where none was, one graph serves whatever is no base.
+
+        Raises:
+            RuntimeError: the graph that was chosen does not compute all rows.
+        """
+        expected, self._expected = self._expected, None
+        if expected is None:
+            return StepKind.BOTH if self._rows else StepKind.BASE
+        if self._rows & ~expected:
+            raise RuntimeError(f"a step of {self._rows!r} is routed, its graph is of {expected!r}")
+        return expected
+
     def launches(self, rows: int) -> bool:
         """Return whether a product of ``rows`` rows launches the kernel of deltas.
 
         Rows of a graph decide by the kind of step alone: what is captured has to serve every mix.
         """
-        return self.has_variants if rows <= self.graph_rows else self.has_routed
+        return bool(self.kind & StepKind.DELTAS) if rows <= self.graph_rows else self.has_routed
+
+    def launches_adapters(self, rows: int) -> bool:
+        """Return whether a product of ``rows`` rows launches kernels of adapters, likewise."""
+        return bool(self._kind_of(rows) & StepKind.ADAPTERS)
+
+    def changes_embeddings(self, rows: int) -> bool:
+        """Return whether embeddings of ``rows`` tokens get the changes of deltas, likewise."""
+        return bool(self._kind_of(rows) & StepKind.DELTAS)
+
+    def _kind_of(self, rows: int) -> StepKind:
+        return self.kind if rows <= self.graph_rows else self._rows
 
     def _merged(self, slot_of_row: np.ndarray) -> frozenset[int]:
         if self.merged_from_rows is None or len(slot_of_row) <= self.graph_rows:
             return frozenset()
         slots, counts = np.unique(slot_of_row[slot_of_row >= 0], return_counts=True)
         return frozenset(int(slot) for slot in slots[counts >= self.merged_from_rows])
+
+
+def _kind(ids: np.ndarray, slot_of_row: np.ndarray) -> StepKind:
+    deltas, variants = (slot_of_row >= 0), ids > 0
+    kind = StepKind.DELTAS if deltas.any() else StepKind.BASE
+    return kind | StepKind.ADAPTERS if (variants & ~deltas).any() else kind
 
 
 def _slots(ids: np.ndarray, slot_of_delta: Mapping[int, int]) -> np.ndarray:

@@ -109,7 +109,7 @@ class LinearWithDeltas:
         y = self._base_products(x, bias, routes.runs) if routes.runs else self._base_product(x, bias)
         if routes.launches(x.shape[0]):
             products.add(y, x, self.deltas, routes.token_route)
-        if self.runtime.settings.adapters and routes.has_variants:
+        if self.runtime.settings.adapters and routes.launches_adapters(x.shape[0]):
             self.punica_wrapper.add_lora_linear(
                 y, x, self.lora_a_stacked, self.lora_b_stacked, 1.0, self.output_slices
             )

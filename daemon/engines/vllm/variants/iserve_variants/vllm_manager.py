@@ -25,6 +25,7 @@ from iserve_variants.settings import Settings, read_settings
 from iserve_variants.step_routes import StepRoutes
 from iserve_variants.vllm_aside import AsideModelManager, AsideWorkerManager, request_folder
 from iserve_variants.vllm_filler import PlaceFiller
+from iserve_variants.vllm_graphs import GraphKinds
 from iserve_variants.vllm_layers import LinearWithDeltas
 from iserve_variants.vllm_model import ModelParts
 from iserve_variants.vllm_modules import EmbeddingWithDeltas, OutputWithDeltas
@@ -235,6 +236,24 @@ class DeltaWorkerManager(AsideWorkerManager):
             lambda: add(lora_request),
             lambda: not was_there and lora_id in self.list_adapters() and self.remove_adapter(lora_id),
         )
+
+    def graph_kinds(self) -> GraphKinds | None:
+        """Return what tells steps apart for graphs; None where slots hold deltas alone: one graph is enough."""
+        manager = self._adapter_manager
+        if not manager.settings.adapters:
+            return None
+        registered = manager._registered_adapters.cache
+
+        def is_delta(lora_request: Any) -> bool:
+            adapter = registered.get(lora_request.lora_int_id)
+            if adapter is None:  # the step loads it
+                return _is_delta(request_folder(lora_request))
+            return isinstance(adapter, DeltaModel)
+
+        def forget() -> None:
+            manager._last_mapping = None
+
+        return GraphKinds(manager.runtime.routes, is_delta, forget)
 
     def _readiness(self, lora_request: Any) -> Readiness:
         folder, loader = request_folder(lora_request), self._adapter_manager.loader

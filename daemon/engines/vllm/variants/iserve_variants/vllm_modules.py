@@ -81,7 +81,7 @@ class EmbeddingWithDeltas(_VocabularyWithDeltas):
 
     def change(self, y: torch.Tensor, tokens: torch.Tensor) -> None:
         """Add the changes; what the operator runs."""
-        if not self.runtime.routes.has_variants:
+        if not self.runtime.routes.changes_embeddings(tokens.shape[0]):
             return
         slots = self.runtime.routes.token_slots[: tokens.shape[0]]
         y.copy_(y.float() + self.deltas.change(tokens, slots))

@@ -1,0 +1,86 @@
+"""Graphs of their own for steps with deltas, with adapters and with both, in vLLM's newer model runner.
+
+vLLM captures a graph of each size for steps without adapters and one for those with any. The number of adapters
+in a step is part of a graph's key there, for kernels whose launch depends on it; here the kind of the step takes
+its place. The older runner has no such list of keys: one graph serves every step with a variant there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+from iserve_variants.step_routes import StepKind, StepRoutes
+
+__all__ = ["GraphKinds", "patch_runner", "tell_kinds_apart"]
+
+_KINDS = "iserve_graph_kinds"  # attribute of a runner's state of adapters
+
+
+class GraphKinds:
+    """Choice of the graph that computes a step, by the kind of the variants in it.
+
+    Args:
+        is_delta: of a request's adapter, whether it is a delta.
+        forget: make the next step be routed, whether or not its rows are those of the one before.
+    """
+
+    def __init__(self, routes: StepRoutes, is_delta: Callable[[Any], bool], forget: Callable[[], None]) -> None:
+        self._routes, self._is_delta, self._forget = routes, is_delta, forget
+
+    def chosen(self, adapters: Sequence[Any]) -> StepKind:
+        """Return the kind of a step with requests of ``adapters``, which is routed next."""
+        kind = StepKind.BASE
+        for adapter in adapters:
+            kind |= StepKind.DELTAS if self._is_delta(adapter) else StepKind.ADAPTERS
+        self._routes.expect(kind)
+        return kind
+
+    def capture(self, kind: StepKind) -> None:
+        """Have what runs next launch what steps of ``kind`` do, though nothing is routed."""
+        self._routes.kind = kind
+        self._forget()
+
+
+def tell_kinds_apart(runner: Any, kinds: GraphKinds) -> bool:
+    """Have a runner whose model is loaded capture graphs of each kind; return False where it is the older one."""
+    if not hasattr(runner, "lora_capture_cases"):
+        return False
+    import vllm.v1.worker.gpu.model_runner as runner_module
+
+    patch_runner(runner_module)
+    setattr(runner.lora_state, _KINDS, kinds)
+    runner.lora_capture_cases = [int(kind) for kind in StepKind.__members__.values()]
+    return True
+
+
+def patch_runner(runner_module: ModuleType) -> None:
+    """Replace what tells graphs apart in the newer runner's module, for runners with kinds; once in a process."""
+    if hasattr(runner_module, _KINDS):
+        return
+    theirs, their_hook = runner_module.get_num_active_loras_for_dispatch, runner_module.create_lora_capture_hook
+
+    def get_num_active_loras_for_dispatch(
+        lora_config: Any, lora_state: Any, req_ids: Sequence[str], dummy_run: bool
+    ) -> int:
+        kinds: GraphKinds | None = getattr(lora_state, _KINDS, None)
+        if kinds is None:
+            return int(theirs(lora_config, lora_state, req_ids, dummy_run))
+        return int(StepKind.BOTH if dummy_run else kinds.chosen(list(lora_state.get_activate_loras(req_ids))))
+
+    def create_lora_capture_hook(lora_config: Any, runner: Any) -> Callable[[int, int, int], None] | None:
+        hook: Callable[[int, int, int], None] | None = their_hook(lora_config, runner)
+        kinds: GraphKinds | None = getattr(runner.lora_state, _KINDS, None)
+        if hook is None or kinds is None:
+            return hook
+
+        def before_capture(number: int, num_reqs: int, num_tokens: int) -> None:
+            hook(lora_config.max_loras + 1 if number else 0, num_reqs, num_tokens)
+            kinds.capture(StepKind(number))
+
+        return before_capture
+
+    setattr(runner_module, _KINDS, True)
+    runner_module.get_num_active_loras_for_dispatch = get_num_active_loras_for_dispatch  # type: ignore[attr-defined]
+    runner_module.create_lora_capture_hook = create_lora_capture_hook  # type: ignore[attr-defined]
