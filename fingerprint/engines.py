@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
-__all__ = ["TRAITS", "EngineTraits", "KvCache", "preference", "traits_of"]
+__all__ = ["GRAPH_TOKENS", "TRAITS", "EngineTraits", "KvCache", "preference", "traits_of"]
 
 
 class KvCache(StrEnum):
@@ -24,7 +24,10 @@ class KvCache(StrEnum):
     GROUPED_BLOCKS = "grouped-blocks"  # pages that groups of layers share too (``fingerprint.cache_blocks``)
 
 
-_LARGEST_GRAPH = 512  # rows; vLLM's limit, and what its workers are launched with (decision 17)
+GRAPH_TOKENS = 512
+"""Tokens of the largest CUDA graph of vLLM, in deployments and profiles. Its own default is twice the sequences,
+512 at most: with few of them a prompt of a hundred tokens is beyond it, and each of its kernels waits for the host
+(docs/decisions/0017)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,11 +97,11 @@ class EngineTraits:
         """Return how many rows the graph has that computes a decode step: 1, 2, 4, multiples of 8 up to 256, of 16
         up to 512; ``sequences`` beyond, and where no step is padded.
         """
-        if not self.pads_decode_steps or sequences > _LARGEST_GRAPH or sequences < 3:
+        if not self.pads_decode_steps or sequences > GRAPH_TOKENS or sequences < 3:
             return sequences
         if sequences <= 4:
             return 4
-        apart = 8 if sequences <= _LARGEST_GRAPH // 2 else 16
+        apart = 8 if sequences <= GRAPH_TOKENS // 2 else 16
         return -(-sequences // apart) * apart
 
     @property

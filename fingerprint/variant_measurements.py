@@ -14,7 +14,6 @@ from fingerprint.config import ADAPTER_RANKS, DeploymentConfig, SlotFormat
 from fingerprint.errors import ConfigError
 
 __all__ = [
-    "GRAPH_TOKENS",
     "LONG_TOKENS",
     "VariantKind",
     "VariantLoads",
@@ -25,10 +24,6 @@ __all__ = [
     "kind_of",
 ]
 
-GRAPH_TOKENS = 512
-"""Tokens of the largest CUDA graph of vLLM, in deployments and profiles. Its own default is twice the sequences,
-512 at most: with few of them a prompt of a hundred tokens is beyond it, and each of its kernels waits for the host
-(docs/decisions/0017)."""
 LONG_TOKENS = 2048
 """Length from about which on a prompt takes its device's time: on an H200 the host is slower below it."""
 

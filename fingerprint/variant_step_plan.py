@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from fingerprint.config import Workload
 from fingerprint.depth_tied_cuts import tied_depths, why_no_cuts
+from fingerprint.engines import GRAPH_TOKENS
 from fingerprint.errors import ConfigError, UnmeasurableError
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile_points import Shape
-from fingerprint.variant_measurements import GRAPH_TOKENS, LONG_TOKENS, VariantKind
+from fingerprint.variant_measurements import LONG_TOKENS, VariantKind
 
 __all__ = ["BUDGET_S", "StepPlan", "StepVisit", "are_enough", "step_plan"]
 

@@ -13,6 +13,8 @@ from typing import Protocol
 
 import numpy as np
 
+from fingerprint.engines import GRAPH_TOKENS
+
 __all__ = ["PROMPTS_SPREAD", "STEPS_SPREAD", "Coordinates", "in_hull", "octaves", "of_prompts", "of_steps"]
 
 _LENGTH_OCTAVES = 2.5  # of batch or input, over which a TPOT's ratio to the roofline keeps its value
@@ -22,7 +24,6 @@ STEPS_SPREAD = 0.2  # of its logarithm, prior to any measurement
 # of its profile: 173 points of 13 profiles, no truth of a whole model (``tests.bench.accuracy_left_out``,
 # decision 58).
 _TOKENS_OCTAVES, _SHAPE_OCTAVES, _LAUNCHED_APART, PROMPTS_SPREAD = 2.5, 4.0, 1.0, 0.5
-_GRAPH_TOKENS = 512  # of a step: vLLM captures no larger ones
 _ON_THE_EDGE = 1e-6  # of the hull of points, in octaves: rounding
 
 
@@ -47,7 +48,7 @@ def of_steps(at: At) -> tuple[float, ...]:
 def of_prompts(at: At) -> tuple[float, ...]:
     """Return what steps of prompts go by: all tokens, batch against input, and how kernels are launched."""
     batch, tokens = octaves(at)
-    is_launched = at.batch * at.input_tokens > _GRAPH_TOKENS
+    is_launched = at.batch * at.input_tokens > GRAPH_TOKENS
     return (batch + tokens) / _TOKENS_OCTAVES, (batch - tokens) / 2 / _SHAPE_OCTAVES, is_launched / _LAUNCHED_APART
 
 

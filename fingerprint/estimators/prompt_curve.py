@@ -29,8 +29,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from fingerprint.engines import GRAPH_TOKENS
 from fingerprint.estimators.linear import Array, LinearModel, Prediction
-from fingerprint.variant_measurements import GRAPH_TOKENS, VariantSteps
+from fingerprint.variant_measurements import VariantSteps
 
 __all__ = ["PromptCurve", "lengths_alone"]
 

@@ -29,11 +29,12 @@ from pathlib import Path
 from typing import Any
 
 from fingerprint.codec import from_json, to_json
+from fingerprint.engines import GRAPH_TOKENS
 from tests.bench.served_steps import SteppedServer
 
 __all__ = ["Engine", "GraphSizes", "Prompts", "main", "sizes_up_to", "table"]
 
-DEFAULT, APART = 512, 128  # tokens of vLLM's largest graph; between those beyond
+DEFAULT, APART = GRAPH_TOKENS, 128  # tokens of vLLM's largest graph; between those beyond
 # Prompts at once, and tokens of each.
 ALONE = (
     *((1, 256), (1, 512), (1, 520), (1, 640), (1, 768), (1, 1024), (1, 1536), (1, 2048), (1, 3000)),

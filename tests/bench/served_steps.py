@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from fingerprint.codec import from_json, to_json
+from fingerprint.engines import GRAPH_TOKENS
 
 __all__ = ["ServedStep", "ServedSteps", "SteppedServer", "contexts_of", "main", "summary", "table"]
 
@@ -40,7 +41,7 @@ BATCHES, MEAN_CONTEXTS = (8, 32), (512, 1024)
 PADDED = ((3, 4), (5, 8), (9, 16), (12, 16), (17, 24))  # sequences, and those of vLLM's next larger graph
 ARRIVING, CACHED, PROMPT = (128, 512, 1024, 2048), (0, 512, 1024, 1536), 2048
 DECODE_STEPS, ROUNDS, BETWEEN_STEPS = 48, 5, 12
-MAX_CONTEXT, MAX_BATCH, STEP_TOKENS, GRAPH_TOKENS = 4096, 64, 8192, 512
+MAX_CONTEXT, MAX_BATCH, STEP_TOKENS = 4096, 64, 8192
 _ANSWER = DECODE_STEPS + 40  # tokens, so that none ends while its batch is timed
 _MOST = MAX_CONTEXT - _ANSWER - 1
 # Shares of the mean, by quantile: prompt and half of the answer of the Azure 2023 conversations, roughly.

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 
 from fingerprint.config import DeploymentConfig, SlotFormat, Workload
+from fingerprint.engines import GRAPH_TOKENS
 from fingerprint.errors import IserveError
 from fingerprint.estimators.measured_variants import MeasuredVariantCost, measured_cost
 from fingerprint.measurements import RunReading, StepReading
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile import ProfileProgress
-from fingerprint.variant_measurements import GRAPH_TOKENS, VariantKind, VariantMeasurement
+from fingerprint.variant_measurements import VariantKind, VariantMeasurement
 from fingerprint.variant_step_plan import step_plan
 from fingerprint.variant_steps import measure_variant_steps
 from tests.fingerprint.synthetic_machine import FakeClock, llama

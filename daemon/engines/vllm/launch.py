@@ -31,11 +31,11 @@ from fingerprint.config import KvFormat, WeightFormat
 from fingerprint.config_json import read_config
 from fingerprint.description.stored import quantization_of
 from fingerprint.engine_caches import with_caches
+from fingerprint.engines import GRAPH_TOKENS
 from fingerprint.errors import CheckpointError, ConfigError
 from fingerprint.families import is_tabled, load_spec, read_spec
 from fingerprint.model_spec import ModelSpec
 from fingerprint.quantized import BY_HEADERS, METHODS
-from fingerprint.variant_measurements import GRAPH_TOKENS
 
 __all__ = [
     "DRAIN_S",

@@ -16,7 +16,7 @@ from typing import Any
 from iserve_profiling.base import Nvml, ProfilingEngine, Rows, WorkError, random_prompts, root
 from iserve_profiling.http import read_spec, serve
 
-GRAPH_TOKENS = 512  # as in fingerprint/variant_measurements.py, which cannot be imported here
+GRAPH_TOKENS = 512  # as in fingerprint/engines.py, which cannot be imported here
 LEAST_RANK = 1  # of slots for deltas alone, as in fingerprint/lora/slot_bytes.py
 _KV_DTYPE = {"16bit": "auto", "int8": "int8_per_token_head", "fp8": "fp8"}
 _END_S = 20.0  # for vLLM's processes to end by themselves

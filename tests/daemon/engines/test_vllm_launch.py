@@ -14,8 +14,8 @@ from daemon.engines.external import PROFILING_PATH
 from daemon.engines.vllm import cache, launch
 from daemon.worker_spec import WorkerLimits, WorkerSpec
 from fingerprint.config import KvFormat, WeightFormat
+from fingerprint.engines import GRAPH_TOKENS
 from fingerprint.errors import CheckpointError, ConfigError
-from fingerprint.variant_measurements import GRAPH_TOKENS
 from tests.daemon.engines.vllm_worker_spec import DEVICES, GIB, LLAMA_8B, worker
 from tests.golden_words import Golden
 
