@@ -15,22 +15,24 @@ from typing import Any
 
 import pytest
 
+from daemon.adapter_requests import LOAD_PATH, UNLOAD_PATH
+from daemon.engines.base import Inside
+from daemon.engines.tensorrt_llm.adapter import TensorRtLlmEngine
 from daemon.engines.tensorrt_llm.capabilities import TABLE
 from daemon.engines.tensorrt_llm.lora import TARGETS, NamedAdapter, RenamedAnswer, checked_content
 from daemon.engines.tensorrt_llm.options import as_yaml, llm_options
 from fingerprint.config import DeploymentConfig
 from fingerprint.families import read_spec
 from fingerprint.gpus import gpu_spec
-from tests.daemon.engines.tensorrt_environment import CONFIG, config, make_spec
+from tests.daemon.engines.tensorrt_environment import CONFIG, config, devices, make_checkpoint, make_spec
 from tests.daemon.engines.test_tensorrt_proxy import Pair, pair, play
 from tests.fingerprint.small_adapters import values, write_adapter
 from tests.golden_words import Golden
 
 SLOTS = config(adapter_slots=1, adapter_rank=8)  # with four loaded
-LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 ASK = {"prompt": [1, 2], "max_tokens": 2}
-Q, K, V, UP = (f"model.layers.0.{name}" for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
-                                                      "mlp.up_proj"))  # fmt: skip
+Q, K, V = (f"model.layers.0.self_attn.{letter}_proj" for letter in "qkv")
+UP, JOINED = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.gate_up_proj"
 
 
 def adapter(folder: Path, seed: int = 0, ranks: dict[str, int] | None = None, **fields: Any) -> Path:
@@ -54,13 +56,12 @@ def text_of(folder: Path) -> str:
 def served(folder: Path, configuration: DeploymentConfig = SLOTS, **behaviour: Any) -> Any:
     """Return a proxy and the stand-in, both as ``configuration`` is launched."""
     spec = make_spec(folder / "m", config=configuration)
-    spec = replace(spec, limits=replace(spec.limits, max_context_tokens=100))
     options = as_yaml(llm_options(spec, read_spec(CONFIG)))
     return pair(folder, options=options, config=configuration, **behaviour)
 
 
 async def load(it: Pair, name: str, folder: Path) -> tuple[int, Any]:
-    return await it.ask(LOAD, {"lora_name": name, "lora_path": str(folder)})
+    return await it.ask(LOAD_PATH, {"lora_name": name, "lora_path": str(folder)})
 
 
 async def said(it: Pair, model: str, **more: Any) -> tuple[str, str]:
@@ -121,7 +122,7 @@ def test_a_number_is_of_one_content_under_any_name(tmp_path: Path) -> None:
             for content in (folder, other, folder):
                 assert (await load(it, "style", content))[0] == 200
                 assert (await said(it, "style"))[0] == text_of(content)
-                assert (await it.ask(UNLOAD, {"lora_name": "style"}))[0] == 200
+                assert (await it.ask(UNLOAD_PATH, {"lora_name": "style"}))[0] == 200
             assert len(it.engine.adapters.read) == 2
             shutil.rmtree(folder)
             adapter(folder, 3)
@@ -138,7 +139,7 @@ def test_an_unloaded_name_is_unknown(tmp_path: Path) -> None:
     async def scene() -> None:
         async with served(tmp_path) as it:
             await load(it, "style", style)
-            assert [(await it.ask(UNLOAD, {"lora_name": "style"}))[0] for _ in range(2)] == [200, 404]
+            assert [(await it.ask(UNLOAD_PATH, {"lora_name": "style"}))[0] for _ in range(2)] == [200, 404]
             assert (await it.ask("/v1/completions", {"model": "style", **ASK}))[0] == 404
             assert len((await it.ask("/v1/models"))[1]["data"]) == 1
 
@@ -171,7 +172,7 @@ def test_what_would_end_the_engine_or_be_computed_otherwise_is_refused_at_its_lo
     folder = {
         "ranks-differ": lambda: adapter(tmp_path / "bad", ranks={Q: 8, V: 4}),
         "keys-alone": lambda: adapter(tmp_path / "bad", ranks={K: 8, UP: 8}),
-        "other-matrix": lambda: adapter(tmp_path / "bad", ranks={"model.layers.0.mlp.gate_up_proj": 8}),
+        "other-matrix": lambda: adapter(tmp_path / "bad", ranks={JOINED: 8}),
         "rank-too-large": lambda: adapter(tmp_path / "bad", ranks={Q: 16}),
         "dora": lambda: adapter(tmp_path / "bad", use_dora=True),
         "not-finite": lambda: not_finite(tmp_path / "bad"),
@@ -187,7 +188,7 @@ def test_what_would_end_the_engine_or_be_computed_otherwise_is_refused_at_its_lo
         async with served(tmp_path) as it:
             for number in range(4 if kind == "too-many" else 1):
                 assert (await load(it, f"a{number}", good[number]))[0] == 200
-            status, answer = await it.ask(LOAD, body)
+            status, answer = await it.ask(LOAD_PATH, body)
             assert (status, answer["error"]["param"]) == (400, field)
             golden("engines", answer["error"]["message"].replace(str(tmp_path), "/TMP"))
             assert await said(it, "a0") == (text_of(good[0]), "a0")
@@ -233,7 +234,7 @@ def test_a_worker_without_slots_has_no_loads(tmp_path: Path) -> None:
     async def scene() -> None:
         async with served(tmp_path, config()) as it:
             assert (await load(it, "style", style))[0] == 404
-            assert (await it.ask(UNLOAD, {"lora_name": "style"}))[0] == 404
+            assert (await it.ask(UNLOAD_PATH, {"lora_name": "style"}))[0] == 404
 
     play(scene)
 
@@ -325,3 +326,16 @@ def test_adapters_are_served_of_the_classes_that_hand_them_to_every_matrix() -> 
     (note,) = (note for note in TABLE.notes if note.has_slots)
     assert note.text in TABLE.conditions(spec, SLOTS, gpu_spec("h200-sxm"))
     assert note.text not in TABLE.conditions(spec, config(), gpu_spec("h200-sxm"))
+
+
+def test_a_container_is_written_with_the_adapters_options_and_without_the_proxy(
+    tmp_path: Path, golden: Golden
+) -> None:
+    spec = make_spec(make_checkpoint(tmp_path / "m"), config=SLOTS)
+    inside = Inside(model="/m", files="/files")
+    found = TensorRtLlmEngine().container(spec, inside, devices())
+    ((_, text),) = found.files
+    assert json.loads(text)["lora_config"]["max_loras"] == 1
+    golden("engines", found.notes[-1])
+    plain = TensorRtLlmEngine().container(replace(spec, config=config()), inside, devices())
+    assert plain.notes == found.notes[:-1]
