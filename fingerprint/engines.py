@@ -54,6 +54,8 @@ class EngineTraits:
             format up to a size.
         slots_for_vocabulary: whether an adapter slot has room for updates of embeddings and output layer, which no
             variant has: vLLM's classes mostly do (decision 42).
+        pages_adapters: whether slots are pages for adapters of all layers of the model, with each matrix as large
+            as the largest, and each adapter that was read stays on the GPU next to them (TensorRT-LLM 1.3.0rc3).
         times_adapters: whether what adapters add to a step was recorded on some release of it.
         loads_stop_steps: whether it decodes nothing while it loads a variant; else a load delays the requests that
             wait for it alone.
@@ -81,6 +83,7 @@ class EngineTraits:
     serves_deltas: bool = False
     delta_formats: bool = False
     slots_for_vocabulary: bool = False
+    pages_adapters: bool = False
     times_adapters: bool = False
     loads_stop_steps: bool = False
     profiles_variants: bool = False
@@ -135,7 +138,9 @@ TRAITS: Mapping[str, EngineTraits] = MappingProxyType(
             pads_decode_steps=True,
             startup_s=60.0,
         ),
-        "tensorrt-llm": EngineTraits(title="TensorRT-LLM", overlaps_host=True, caches_prefixes=True),
+        "tensorrt-llm": EngineTraits(
+            title="TensorRT-LLM", overlaps_host=True, caches_prefixes=True, pages_adapters=True
+        ),
         "torch": EngineTraits(
             title="the embedded engine",
             kv_cache=KvCache.SLOTS,

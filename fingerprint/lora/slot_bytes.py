@@ -40,11 +40,23 @@ def slot_bytes(spec: ModelSpec, config: DeploymentConfig, num_layers: int) -> in
 
 
 def _adapter_slot_bytes(spec: ModelSpec, config: DeploymentConfig, num_layers: int) -> int:
+    if traits_of(config.engine).pages_adapters:
+        return _paged_bytes(spec, config)
     sides = sum(spec.hidden_size + ceil(width) for width in _split_widths(spec, config.tp))
     has_vocabulary = traits_of(config.engine).slots_for_vocabulary
     of_vocabulary = 2 * (spec.vocab_size + spec.hidden_size) if has_vocabulary else 0
     rank = config.adapter_rank or LEAST_RANK * config.has_delta_slots
     return int(rank * (sides * num_layers + of_vocabulary) * WEIGHT_16BIT_BYTES)
+
+
+def _paged_bytes(spec: ModelSpec, config: DeploymentConfig) -> int:
+    """Return the bytes of pages for one adapter: whatever layers a GPU holds, those of all.
+
+    A page is as wide as the narrowest matrix's two sides, and each matrix takes as many as the widest does.
+    """
+    sides = [spec.hidden_size + ceil(width) for width in _split_widths(spec, config.tp)]
+    widest = ceil(max(sides) / min(sides)) * min(sides)
+    return int(config.adapter_rank * spec.num_layers * len(sides) * widest * WEIGHT_16BIT_BYTES)
 
 
 def _place_bytes(spec: ModelSpec, config: DeploymentConfig, num_layers: int) -> int:
@@ -70,8 +82,10 @@ def reserved_bytes(spec: ModelSpec, config: DeploymentConfig, num_layers: int) -
         adapters = config.adapter_slots * _adapter_slot_bytes(spec, config, num_layers)
         deltas = delta_places(config) * _place_bytes(spec, config, num_layers)
         return adapters + deltas + buffer_bytes(spec, config, num_layers)
-    on_gpu = config.loaded_adapters if traits_of(config.engine).loads_on_gpu else config.adapter_slots
-    return on_gpu * slot_bytes(spec, config, num_layers)
+    traits = traits_of(config.engine)
+    on_gpu = config.loaded_adapters if traits.loads_on_gpu else config.adapter_slots
+    read = config.loaded_adapters * adapter_bytes(spec, config.adapter_rank) if traits.pages_adapters else 0
+    return on_gpu * slot_bytes(spec, config, num_layers) + read
 
 
 def _split_widths(spec: ModelSpec, tp: int) -> Iterator[float]:

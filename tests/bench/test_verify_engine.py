@@ -56,7 +56,7 @@ def test_every_step_holds_on_the_stand_in(tmp_path: Path) -> None:
         **{VARIABLE: str(tmp_path / "env/bin/python"), "PYTHONPATH": path},
     )
     assert [(step["name"], step["problem"]) for step in found["steps"]] == [
-        (name, None) for name in ("installed", "profile", "deploy", "conformance", "accuracy", "end")
+        (name, None) for name in ("installed", "profile", "deploy", "conformance", "accuracy", "adapters", "end")
     ]
     assert status == 0
     (accuracy,) = (step["result"] for step in found["steps"] if step["name"] == "accuracy")
@@ -72,12 +72,12 @@ class Scripted(Check):
         return self.said[words[0]]
 
 
-def steps_of(folder: Path, **said: str) -> dict[str, dict[str, Any]]:
+def steps_of(folder: Path, *, engine: str = "vllm", model: str = "m", **said: str) -> dict[str, dict[str, Any]]:
     """Return the steps that a check wrote down, by their names."""
-    report = Report(engine="vllm", model="m", created_at="", machine="", gpus=(), driver="")
+    report = Report(engine=engine, model=model, created_at="", machine="", gpus=(), driver="")
     check = Scripted(report, folder, folder / "found.json", 1.0, ())
     check.said = {
-        "engines": json.dumps([{"engine": "vllm", "problem": None}]),
+        "engines": json.dumps([{"engine": engine, "problem": None}]),
         "profile": json.dumps({"profile": "p"}),
         "verify": json.dumps({"metrics": []}),
         "down": "",
@@ -133,6 +133,14 @@ def test_an_unexpected_answer_is_a_failed_step(tmp_path: Path, answer: dict[str,
     assert steps["conformance"]["problem"].startswith(problem)
     assert [name for name, step in steps.items() if not step["ok"]] == ["conformance"]
     assert list(steps) == ["installed", "profile", "deploy", "conformance", "accuracy", "end"]
+
+
+def test_adapters_that_are_left_out_of_every_answer_fail(tmp_path: Path) -> None:
+    with answering({"choices": [CHOICE], "usage": {"completion_tokens": 16}}) as base_url:
+        said = {"deploy": json.dumps({"base_url": base_url}), "rm": "", "variant": "{}"}
+        steps = steps_of(tmp_path, engine="tensorrt-llm", model="iserve-demo", **said)
+    assert steps["adapters"]["problem"].count("Paris") == 3
+    assert not steps["adapters"]["ok"]
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,10 @@
 Run: ``python -m tests.bench.verify_engine ENGINE MODEL [--out FILE] [--max-seconds S]``; for TensorRT-LLM, which
 was never run with iServe, ``make verify-tensorrt-llm MODEL=/path/to/checkpoint``. All goes through ``iserve`` as a
 user would go: a home of its own, the profile by fingerprints, the deployment that it leads to, requests to the
-OpenAI endpoint, ``iserve verify`` (TTFT, TPOT and memory of the whole model against the prediction), and the end,
-after which no process and no GPU memory may be left. FILE is written after each step, so that what ran is there
-whatever happens; a step that fails ends those that need it. Exit status 0: every step held.
+OpenAI endpoint, ``iserve verify`` (TTFT, TPOT and memory of the whole model against the prediction), on
+TensorRT-LLM adapters of random values, each of which must change an answer, and the end, after which no process
+and no GPU memory may be left. FILE is written after each step, so that what ran is there whatever happens; a step
+that fails ends those that need it. Exit status 0: every step held.
 """
 
 from __future__ import annotations
@@ -32,12 +33,17 @@ import pynvml
 
 from fingerprint.codec import to_json
 from fingerprint.errors import IserveError
+from iserve.demo import DEMO_MODEL_NAME, demo_model_path
+from iserve.model_source import resolve
+from tests.bench.lora_adapters import write_adapter
 
 __all__ = ["Check", "Report", "Step", "main"]
 
 NAME = "checked"
 TOKENS, AT_ONCE = 16, 32
 PATIENCE_S = 1800.0  # of one command: an engine may build kernels for minutes
+_WITH_ADAPTERS = "tensorrt-llm"  # whose adapters were never run
+_RANK, _DEVIATION = 8, 0.1  # an update about as large as weights are: no answer stays
 _LEFT_BYTES = 64 * 2**20  # of a GPU, which other programs may have taken meanwhile
 
 
@@ -112,6 +118,8 @@ class Check:
                 if deployed:
                     self._step("conformance", lambda: _conformance(str(deployed["base_url"])))
                     self._step("accuracy", lambda: self._json("verify", NAME))
+                if deployed and self.report.engine == _WITH_ADAPTERS:
+                    self._step("adapters", self._adapters)
         finally:
             self._step("end", self._end)
 
@@ -156,6 +164,28 @@ class Check:
     def _deploy(self) -> Any:
         return self._json("deploy", self.report.model, "--engine", self.report.engine, "--name", NAME)
 
+    def _adapters(self) -> dict[str, str]:
+        """Deploy with adapter slots, and return what the base and two contents of one name say.
+
+        Raises:
+            CheckError: an adapter was left out, or one answered for the other.
+        """
+        model = self.report.model
+        directory = resolve(model, {DEMO_MODEL_NAME: demo_model_path()}).directory
+        config = json.loads((directory / "config.json").read_text())
+        self._iserve("rm", NAME)
+        slots = ("--variants", "2", "--rank", str(_RANK))
+        deployed = self._json("deploy", model, "--engine", self.report.engine, "--name", NAME, *slots)
+        said = {"base": _said(str(deployed["base_url"]), NAME)}
+        for seed in (1, 2):
+            folder = self.home / f"random-adapter-{seed}"
+            write_adapter(folder, config, _RANK, seed=seed, deviation=_DEVIATION)
+            self._json("variant", "add", "random", "--base", NAME, str(folder), "--replace")
+            said[f"adapter {seed}"] = _said(str(deployed["base_url"]), "random")
+        if len(set(said.values())) < len(said):
+            raise CheckError(f"base and adapters do not all answer otherwise: {said}")
+        return said
+
     def _end(self) -> Any:
         said = self._iserve("down")
         if processes := _processes_of(self.home):
@@ -164,6 +194,12 @@ class Check:
         if any(more > _LEFT_BYTES for more in left):
             raise CheckError(f"GPU memory is left behind: {left} bytes more than before")
         return {"said": said.splitlines(), "gpu_bytes_left": left}
+
+
+def _said(base_url: str, model: str) -> str:
+    with openai.OpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+        ask = {"prompt": "The capital of France is", "max_tokens": TOKENS, "temperature": 0}
+        return str(client.completions.create(model=model, **ask).choices[0].text)  # type: ignore[call-overload]
 
 
 def _conformance(base_url: str) -> dict[str, Any]:

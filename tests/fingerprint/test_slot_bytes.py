@@ -44,6 +44,19 @@ def test_ranks_split_b_of_the_first_matrices_and_a_of_the_last(tp: int) -> None:
     assert slot_bytes(SPEC, config(tp=tp), 32) == 2 * 32 * 16 * (by_columns + by_rows)
 
 
+@pytest.mark.parametrize(("tp", "widest", "narrowest"), [(1, 18432, 5120), (2, 4096 + 7168, 4096 + 512)])
+def test_tensorrt_llm_has_pages_of_the_narrowest_matrix_for_each_as_for_the_widest_and_whole_copies(
+    tp: int, widest: int, narrowest: int
+) -> None:
+    """Pages are of all layers on each stage; read in its sources, not run."""
+    paged = config(16, tp=tp, engine="tensorrt-llm")
+    slot = 2 * 16 * 32 * 7 * -(-widest // narrowest) * narrowest
+    assert slot_bytes(SPEC, paged, 32) == slot_bytes(SPEC, paged, 4) == slot
+    whole = 2 * 16 * 32 * sum(rows + columns for rows, columns in SHAPES)
+    assert reserved_bytes(SPEC, paged, 32) == reserved_bytes(SPEC, paged, 4) == 4 * slot + 16 * whole
+    assert tp > 1 or slot == 1.75 * whole  # docs/engines.md
+
+
 def test_kv_heads_are_replicated_above_their_number() -> None:
     at_8, at_16 = (slot_bytes(SPEC, config(tp=tp), 1) for tp in (8, 16))
     split = 2 * 4096 + 3 * 14336  # of q, o and the MLP; k and v stay at one head

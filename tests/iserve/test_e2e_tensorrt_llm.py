@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 
 from tests.daemon.engines.tensorrt_environment import make_tensorrt_llm
 from tests.daemon.engines.vllm_stand_in import costs
+from tests.iserve.test_e2e_variant_burst import write_adapters
 
 pytestmark = pytest.mark.long
 
@@ -69,6 +71,26 @@ def test_a_deployment_takes_the_profile_that_is_missing_and_serves_by_it(home: A
     held = weights + costs.ACTIVATION_BYTES + costs.CONTEXT_BYTES
     assert held <= measured["memory_bytes_per_gpu"] <= 1.1 * held
     assert "contract-tested against its documentation, never run" in home.run("doctor", check=False).stdout
+
+
+def test_an_adapter_is_served_next_to_its_base_and_other_content_by_itself(home: Any, tmp_path: Path) -> None:
+    """Through plan, launch, gateway and proxy; the stand-in's tokens name the content that it read."""
+    slots = ("--variants", "2", "--rank", "8")
+    home.json("deploy", DEMO, "--engine", "tensorrt-llm", "--name", "chat", *WORK, *slots)
+    one, other = write_adapters(tmp_path / "adapters", 2)
+
+    def answered(model: str) -> str:
+        done = home.openai().completions.create(model=model, prompt="hello", max_tokens=2, temperature=0)
+        assert done.model == model
+        return done.choices[0].text
+
+    for adapter in (one, other, one):
+        added = home.json("variant", "add", "style", "--base", "chat", adapter, "--replace")
+        assert added["deployments"] == ["chat"]
+        weights = home.home / "variants" / "loadable" / added["content_hash"] / "adapter_model.safetensors"
+        text = answered("style")
+        assert text == f"tok{sha256(weights.read_bytes()).hexdigest()[:8]} " * 2
+    assert answered("chat") == "tok tok "
 
 
 def test_no_room_for_the_cache_is_told_with_what_to_change(home: Any, environment: Path) -> None:

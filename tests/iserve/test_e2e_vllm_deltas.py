@@ -1,4 +1,4 @@
-"""Deltas on vLLM through plan, daemon, gateway and store: real processes and HTTP, kill -9 of the worker.
+"""Deltas and a LoRA on vLLM through plan, daemon, gateway and store: real processes, HTTP, kill -9 of the worker.
 
 Stand-ins are two GPUs, the profile's numbers, and vLLM's server with the answers of our plug-in. Before any of it,
 ``sitecustomize`` of these processes has a release with which deltas were not run.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,11 @@ import pytest
 from daemon.engines.vllm.variant_plug_in import PLUG_IN_PATH
 from iserve.demo import demo_model_path
 from iserve.merged_keys import merged_key
+from tests.daemon.engines.vllm_stand_in.answers import BASE, content_of, letters_of
 from tests.daemon.tiny_deltas import write_tiny_delta
 from tests.golden_words import Golden
 from tests.iserve.conftest import Installation
+from tests.iserve.test_e2e_variant_burst import write_adapters
 from tests.iserve.test_e2e_vllm import on_two_gpus, take_to_be_measured
 
 pytestmark = pytest.mark.process
@@ -38,8 +40,8 @@ release.RUN_WITH_DELTAS = frozenset()
 
 
 @pytest.fixture(scope="module")
-def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installation]:
-    """A deployment with slots for deltas in int2, and twenty of them."""
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installation]:
+    """A deployment with slots for adapters alone, of a release with which deltas were not run."""
     folder = tmp_path_factory.mktemp("vllm")
     settings = on_two_gpus(folder / "node", "0.33.0")
     (folder / "node" / "env" / "behaviour.json").write_text(json.dumps({"delta_asks": 2}))
@@ -48,34 +50,40 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installation]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("ISERVE_VLLM_PYTHON", settings["ISERVE_VLLM_PYTHON"])
             take_to_be_measured(home, 64)
-        not_run = folder / "node" / "nvml" / "sitecustomize.py"
-        not_run.write_text(NOT_RUN)
+        (folder / "node" / "nvml" / "sitecustomize.py").write_text(NOT_RUN)
         refused = home.run("deploy", "--engine", "vllm", *SLOTS, "--delta-format", "int2", *WORK, check=False)
         assert refused.returncode == 1
         assert "serves no deltas of full fine-tunes" in refused.stdout + refused.stderr
-        serve_merged(home, folder)
-        home.run("down")
-        not_run.unlink()
-        home.json("deploy", "--name", NAME, "--engine", "vllm", *SLOTS, "--delta-format", "int2", *WORK)
-        for seed, name in enumerate(MANY):
-            delta = write_tiny_delta(
-                demo_model_path(),
-                folder / name,
-                "int2",
-                seed,
-                is_changed=lambda tensor: tensor == "model.layers.0.self_attn.o_proj.weight",
-                change=2.0,
-            )
-            body = {"name": name, "base": NAME, "path": str(delta)}
-            assert home.controller().post("/api/v1/variants", body, dict)["deployments"] == [NAME]
+        home.json("deploy", "--name", "plain", *ONE_GPU, "--variants", "2", "--rank", "8")
         yield home
     finally:
         home.clear()
 
 
+@pytest.fixture(scope="module")
+def serving(plain: Installation) -> Installation:
+    """A deployment with slots for deltas in int2, and twenty of them, in place of the plain one."""
+    home, folder = plain, plain.home.parent
+    serve_merged(home, folder)
+    home.run("down")
+    (folder / "node" / "nvml" / "sitecustomize.py").unlink()
+    home.json("deploy", "--name", NAME, "--engine", "vllm", *SLOTS, "--delta-format", "int2", *WORK)
+    for seed, name in enumerate(MANY):
+        delta = write_tiny_delta(
+            demo_model_path(),
+            folder / name,
+            "int2",
+            seed,
+            is_changed=lambda tensor: tensor == "model.layers.0.self_attn.o_proj.weight",
+            change=2.0,
+        )
+        body = {"name": name, "base": NAME, "path": str(delta)}
+        assert home.controller().post("/api/v1/variants", body, dict)["deployments"] == [NAME]
+    return home
+
+
 def serve_merged(home: Installation, folder: Path) -> None:
-    """Have a release that serves no deltas serve one merged, by a deployment of its own, and take it down."""
-    home.json("deploy", "--name", "plain", *ONE_GPU, "--variants", "2", "--rank", "8")
+    """Have the release that serves no deltas serve one merged, by a deployment of its own, and take it down."""
     delta = write_tiny_delta(
         demo_model_path(),
         folder / "apart",
@@ -104,6 +112,29 @@ def command(home: Installation) -> str:
     return next(
         line for line in home.processes().values() if "vllm.entrypoints" in line and "--python-path" in line
     )
+
+
+def test_a_lora_with_other_content_answers_by_its_own_weights_and_kv(plain: Installation, tmp_path: Path) -> None:
+    """The stand-in keeps KV by the name of a load, as vLLM does: one that served other content would show it."""
+    one, other = write_adapters(tmp_path, 2)
+
+    def answered(add: Callable[[], Any]) -> str:
+        added = add()
+        done = plain.openai().completions.create(model="style", prompt="hello", max_tokens=len(BASE))
+        folder = plain.home / "variants" / "loadable" / added["content_hash"]
+        text = done.choices[0].text
+        assert (text, done.model) == (letters_of(added["engine_name"], content_of(folder)), "style")
+        return text
+
+    def replace(adapter: Path) -> Any:
+        body = {"name": "style", "base": "plain", "path": str(adapter), "replace": True}
+        return plain.controller().post("/api/v1/variants", body, dict)
+
+    first = answered(lambda: plain.json("variant", "add", "style", "--base", "plain", one))
+    assert answered(lambda: replace(other)) != first
+    assert answered(lambda: replace(one)) == first
+    done = plain.openai().completions.create(model="plain", prompt="hello", max_tokens=len(BASE))
+    assert done.choices[0].text == BASE
 
 
 def test_the_worker_is_started_with_the_plug_in_and_its_slots(serving: Installation) -> None:

@@ -221,21 +221,29 @@ def test_a_plan_for_the_fewest_requests_of_variants_that_may_be_given_succeeds()
     assert planned(hardware_on("h200:1"), varied(traffic, rate=20.0)).best is not None
 
 
+def planned_on_tensorrt_llm(*, has_adapters: bool) -> PlannedDeployment:
+    table = replace(get_engine("tensorrt-llm").capabilities(), adapters=has_adapters)
+    hardware, options = hardware_on("h200:1"), varied(Traffic(variants=20))
+    estimator, here = datasheet_estimator(SPEC, hardware.gpu, [table]), DeployableDocument(here=True)
+    given = (source_of(), hardware, estimator, table, options)
+    return planned_deployment(*given, devices=(), deployable_of=lambda *_: here)
+
+
 def test_an_engine_without_slots_plans_none_and_says_nothing_of_them(golden: Golden) -> None:
-    table, hardware = get_engine("tensorrt-llm").capabilities(), hardware_on("h200:1")
-    found = planned_deployment(
-        source_of(),
-        hardware,
-        datasheet_estimator(SPEC, hardware.gpu, [table]),
-        table,
-        varied(Traffic(variants=20)),
-        devices=(),
-        deployable_of=lambda config, replicas: DeployableDocument(here=True),
-    )
+    found = planned_on_tensorrt_llm(has_adapters=False)
     assert found.best is None
     assert not any("adapter slots" in note for note in found.document.notes)
     (plain,) = (one for one in found.document.candidates if one.config.without_slots == PLAIN)
     golden("variant", plain.reason or "")
+
+
+def test_slots_that_were_never_run_are_planned_and_said_to_be(golden: Golden) -> None:
+    found = planned_on_tensorrt_llm(has_adapters=True)
+    assert found.best is not None
+    assert found.best.config.adapter_slots
+    (chosen,) = (one for one in found.document.candidates if one.config == found.best.config)
+    notes = (*found.document.notes, *chosen.conditions)
+    golden("variant", "\n".join(note for note in notes if "dapter" in note))
 
 
 @pytest.mark.parametrize(

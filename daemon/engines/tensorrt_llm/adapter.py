@@ -40,6 +40,11 @@ _OPTIONS_FILE = "llm_options.yaml"
 _OUR_PACKAGES = str(Path(__file__).parents[3])  # for the proxy; it hides them from the engine
 _IMAGE, _RELEASE = "nvcr.io/nvidia/tensorrt-llm/release", "1.2.0"
 _KNOWN_RELEASE = (1, 2)
+_ADAPTERS_NOTE = (
+    "Without iServe's proxy a request names an adapter by `lora_request`: lora_name, lora_int_id, and lora_path, "
+    "which is a folder of the container. Give no lora_int_id to other content, and let the gateway before it pass "
+    "none from clients, which could name any folder. Adapters on TensorRT-LLM were never run."
+)
 _ENVIRONMENT = (
     ("HF_HUB_OFFLINE", "1"),
     ("PYTHONUNBUFFERED", "1"),
@@ -120,6 +125,7 @@ class TensorRtLlmEngine(ExternalEngine):
             notes=(
                 "Without iServe's proxy trtllm-serve checks no model name, and cuts an answer that is too long "
                 "without a word.",
+                *([_ADAPTERS_NOTE] if spec.config.adapter_slots else []),
             ),
         )
 

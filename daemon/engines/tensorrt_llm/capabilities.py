@@ -2,7 +2,8 @@
 
 Read in the sources of 1.3.0rc3 and the release notes of 1.2; never run. Its older flow, which builds an engine
 file first, has more (Falcon, GPT-J, GPTQ, int8 KV, 2:4 sparsity); later releases drop it, and iServe does not
-drive it. No worker of it has adapter slots: it has no requests that load or unload an adapter.
+drive it. Adapters are served of the classes that hand them on to every matrix of a layer: where one does not, they
+are left out without an error.
 """
 
 from __future__ import annotations
@@ -16,12 +17,21 @@ __all__ = ["TABLE"]
 
 _EXPERTS = frozenset({"gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe"})
 _SOURCE = "TensorRT-LLM 1.3.0rc3"
-_NO_LORA = (
-    "its server has no requests that load or unload an adapter: each completion names a folder of the server "
-    "itself, and where adapters are not configured it is left out without an error"
-)
-# Of its PyTorch backend's classes those that were read next to what iServe counts of the model.
-_READ = ("Gemma3", "GptOss", "Llama", "Mistral", "Mixtral", "Phi3", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe")
+_NOT_HANDED_ON = "its class there hands adapters to no layer, so that they are left out without an error"
+_NO_EXPERTS = "its experts take none there, so that those of an adapter are left out without an error"
+# Of its PyTorch backend's classes those that were read next to what iServe counts, and why some take no adapters.
+_READ = {
+    "Gemma3": None,
+    "GptOss": _NO_EXPERTS,
+    "Llama": None,
+    "Mistral": "it has two classes of that name, of which one hands adapters to attention alone",
+    "Mixtral": _NOT_HANDED_ON,
+    "Phi3": "its joined matrices need a table of names that was not tried",
+    "Qwen2": None,
+    "Qwen2Moe": _NOT_HANDED_ON,
+    "Qwen3": None,
+    "Qwen3Moe": _NOT_HANDED_ON,
+}
 _OLDER_FLOW = (
     "only its older engine flow (trtllm-build, or --backend tensorrt) has it, which later 1.3 drops and iServe "
     "does not drive"
@@ -39,7 +49,7 @@ TABLE = EngineCapabilities(
     engine="tensorrt-llm",
     architectures=Architectures(
         source=_SOURCE,
-        listed={f"{name}ForCausalLM": Listed(no_lora=_NO_LORA) for name in _READ},
+        listed={f"{name}ForCausalLM": Listed(no_lora=reason) for name, reason in _READ.items()},
         reasons={f"{name}ForCausalLM": _OLDER_FLOW for name in ("Falcon", "Gemma2", "GPTJ", "GPTNeoX", "OPT")},
         otherwise=f"{_SOURCE} may have a class of it, which was not read",
     ),
@@ -75,6 +85,7 @@ TABLE = EngineCapabilities(
     max_tp=8,
     max_pp=8,
     degree_reason="larger ones are several nodes, which iServe does not span",
+    adapters=True,
     step_timed=True,
     own_environment=True,
     exclusions=(
@@ -122,5 +133,11 @@ TABLE = EngineCapabilities(
             beforehand=True,
         ),
         Note(pruning=DENSE_STORED - {Pruning.NONE}, text="served as dense weights"),
+        Note(
+            has_slots=True,
+            text="adapters on TensorRT-LLM were never run: its steps are launched without CUDA graphs then, which "
+            "no time here counts, and it keeps each adapter that it ever read on the GPU, of which memory counts "
+            "as many as are loaded at once",
+        ),
     ),
 )

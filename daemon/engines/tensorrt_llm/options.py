@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 
+from daemon.engines.tensorrt_llm.lora import TARGETS
 from daemon.worker_spec import WorkerLimits, WorkerSpec
-from fingerprint.config import KvFormat, even_split
+from fingerprint.config import DeploymentConfig, KvFormat, even_split
 from fingerprint.model_spec import KV_ELEMENT_BYTES, ModelSpec
 from fingerprint.weight_bytes import kv_heads_per_gpu
 
@@ -51,12 +52,34 @@ def llm_options(spec: WorkerSpec, model: ModelSpec) -> dict[str, object]:
         "cuda_graph_config": {"max_batch_size": limits.max_batch},  # its default ends at 128
         "enable_iter_perf_stats": True,  # or /metrics stays empty
     }
+    if config.adapter_slots:
+        options |= _adapter_options(config)
     if spec.dummy_weights:
         options["load_format"] = "dummy"
     layers = tuple(stage.num_layers for stage in spec.stages)
     if layers != even_split(sum(layers), config.pp):  # its own default, which it takes without the key
         options["pp_partition"] = list(layers)
     return options
+
+
+def _adapter_options(config: DeploymentConfig) -> dict[str, object]:
+    """Return the options without which the engine leaves adapters out of its answers, and says nothing.
+
+    ``lora_config`` alone switches them on, next to which ``enable_lora`` is ignored. Its caches refuse to start
+    where they do not hold one adapter of ``max_adapter_size``, which is 64 by default, whatever the rank
+    (``PeftCacheManager::getPageManagerConfig``). There are no CUDA graphs: 1.2 was not read to serve adapters in
+    them, and the answers of releases before it differed (pull request 5480).
+    """
+    return {
+        "lora_config": {
+            "lora_target_modules": list(TARGETS),
+            "max_lora_rank": config.adapter_rank,
+            "max_loras": config.adapter_slots,
+            "max_cpu_loras": config.loaded_adapters,
+        },
+        "peft_cache_config": {"max_adapter_size": config.adapter_rank},
+        "cuda_graph_config": None,
+    }
 
 
 def kv_blocks(limits: WorkerLimits) -> int:

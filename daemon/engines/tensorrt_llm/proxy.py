@@ -2,8 +2,9 @@
 
 ``python -m daemon.engines.tensorrt_llm.proxy SPEC.json COMMAND...``: starts COMMAND on a port of its own, listens
 on the spec's, and ends as it ends. What it makes up for: the engine checks no model name, refuses in flat bodies,
-cuts an answer that is too long without a word, and gives each of its statistics to one reader only. The bytes of
-an answer pass through unread. It knows no leases, and ends nothing but COMMAND: the wrapper does the rest.
+cuts an answer that is too long without a word, has no loads of adapters (``lora``), and gives each of its
+statistics to one reader only. The bytes of the base's answers pass through unread. It knows no leases, and ends
+nothing but COMMAND: the wrapper does the rest.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
@@ -21,8 +23,24 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from daemon.adapter_requests import (
+    LOAD_PATH,
+    UNLOAD_PATH,
+    AdapterBodyError,
+    LoadBody,
+    UnloadBody,
+    parse_body,
+    variant_folder,
+)
 from daemon.bounded_http import BoundedRunner
 from daemon.engines.tensorrt_llm.iterations import Iterations
+from daemon.engines.tensorrt_llm.lora import (
+    AdapterTable,
+    NamedAdapter,
+    RenamedAnswer,
+    checked_content,
+    with_adapter,
+)
 from daemon.engines.wrapper import end_like
 from daemon.exit_codes import PORT_IN_USE
 from daemon.file_limit import most_connections, raise_file_limit
@@ -31,6 +49,7 @@ from daemon.port_owner import free_port
 from daemon.worker_spec import WorkerSpec
 from daemon.worker_token import OPEN_PATHS, carries, read_token
 from fingerprint.codec import from_json, to_json
+from fingerprint.errors import BadInputError, ConflictError, NotFoundError
 
 __all__ = ["OpenAIProxy", "error_body", "main", "openai_error"]
 
@@ -40,6 +59,7 @@ _ARRIVE_S = 60.0  # for the head of a request, and again for its body
 _HEALTH_S = 1.5  # less than a probe waits
 _STATS_S = 1.0
 _COULD_NOT_START = 127
+_MAX_REASON_BYTES = 2000
 _PASSED_ON = ("Content-Type", "Cache-Control")
 
 
@@ -49,6 +69,7 @@ class _Asked(msgspec.Struct):
     model: str | None = None
     prompt: str | list[object] | None = None  # a text, token ids, or several of either
     max_tokens: int | None = None
+    lora_request: msgspec.Raw = msgspec.Raw()
 
 
 class OpenAIProxy:
@@ -56,6 +77,7 @@ class OpenAIProxy:
 
     def __init__(self, spec: WorkerSpec, engine_url: str, token: str | None = None) -> None:
         self._spec, self._url, self._token = spec, engine_url, token
+        self._adapters = AdapterTable(spec.served_model, spec.config.loaded_adapters)
         self._client: aiohttp.ClientSession
         self._iterations = Iterations()
         self._drain: asyncio.Task[None] | None = None
@@ -89,6 +111,8 @@ class OpenAIProxy:
                 web.post("/v1/chat/completions", self._infer),
             ]
         )
+        if self._spec.config.adapter_slots:  # else the engine would leave an adapter out without an error
+            app.add_routes([web.post(LOAD_PATH, self._load), web.post(UNLOAD_PATH, self._unload)])
         return app
 
     async def _open_client(self, _app: web.Application):  # type: ignore[no-untyped-def]
@@ -127,9 +151,14 @@ class OpenAIProxy:
             return web.Response(status=answer.status, body=await answer.read(), content_type="application/json")
 
     async def _models(self, _request: web.Request) -> web.Response:
-        model = {"id": self._spec.served_model, "object": "model", "created": 0, "owned_by": "iserve"}
-        model["max_model_len"] = self._spec.limits.max_context_tokens
-        return web.json_response({"object": "list", "data": [model]})
+        base = self._spec.served_model
+        shared = {"object": "model", "owned_by": "iserve", "max_model_len": self._spec.limits.max_context_tokens}
+        models = [{"id": base, "created": 0} | shared]
+        models += [
+            {"id": one.name, "created": one.created, "root": str(one.folder), "parent": base} | shared
+            for one in self._adapters
+        ]
+        return web.json_response({"object": "list", "data": models})
 
     async def _stats(self, _request: web.Request) -> web.Response:
         """Answer ``WorkerStats``; 503 before the first iteration, of which alone the engine tells its KV room."""
@@ -160,38 +189,46 @@ class OpenAIProxy:
 
     async def _infer(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
-        refusal = self._refusal(body)
-        if refusal is not None:
-            return refusal
-        self._in_flight += 1
-        self._has_news = True
-        try:
-            async with self._client.post(
-                self._url + request.path, data=body, headers={"Content-Type": "application/json"}
-            ) as answer:
-                return await self._relay(request, answer)
-        except aiohttp.ClientConnectorError:
-            return _refuse(503, "the model is still loading", code="loading")
-        except aiohttp.ClientError as error:
-            return _refuse(
-                502, f"the engine went away before it answered: {type(error).__name__}", code="worker_lost"
-            )
-        finally:
-            self._in_flight -= 1
-            self._has_news = True
-
-    def _refusal(self, body: bytes) -> web.Response | None:
-        """Return the refusal of a request that the engine would take and the worker API does not."""
         if self.draining:
-            return _refuse(503, "the worker is being stopped", code="draining")
+            return _stopping()
         try:
             asked = msgspec.json.decode(body, type=_Asked)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             return _refuse(400, f"the request cannot be read: {error}")
+        adapter = self._adapters.get(asked.model)
+        refusal = self._refusal(asked, adapter)
+        if refusal is not None:
+            return refusal
+        if adapter is not None:
+            body = with_adapter(body, adapter)
+        try:
+            async with self._posted(request.path, body) as answer:
+                return await self._relay(request, answer, adapter)
+        except aiohttp.ClientError as error:
+            return _lost(error)
+
+    @asynccontextmanager
+    async def _posted(self, path: str, body: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Ask the engine, and count the request as one that is in flight."""
+        self._in_flight += 1
+        self._has_news = True
+        try:
+            headers = {"Content-Type": "application/json"}
+            async with self._client.post(self._url + path, data=body, headers=headers) as answer:
+                yield answer
+        finally:
+            self._in_flight -= 1
+            self._has_news = True
+
+    def _refusal(self, asked: _Asked, adapter: NamedAdapter | None) -> web.Response | None:
+        """Return the refusal of a request that the engine would take and the worker API does not."""
         name, limit = self._spec.served_model, self._spec.limits.max_context_tokens
-        if asked.model is not None and asked.model != name:
-            message = f"the model {asked.model[:200]!r} does not exist; this worker serves {name!r}"
+        if asked.model not in (None, name) and adapter is None:
+            message = f"the model {str(asked.model)[:200]!r} does not exist; this worker serves {name!r}"
             return _refuse(404, message, code="model_not_found", param="model")
+        if bytes(asked.lora_request):
+            message = "lora_request names a folder of the server; load the adapter, and name it in 'model'"
+            return _refuse(400, message, param="lora_request")
         if asked.prompt is not None and len(asked.prompt) == 0:
             return _refuse(400, "prompt must not be empty", param="prompt")
         tokens = _longest(asked.prompt)
@@ -203,7 +240,55 @@ class OpenAIProxy:
             return _refuse(400, message, code="context_length_exceeded", param="prompt")
         return None
 
-    async def _relay(self, request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+    async def _load(self, request: web.Request) -> web.Response:
+        """Check an adapter, and have the engine read it by a request for one token."""
+        if self.draining:
+            return _stopping()
+        try:
+            body = parse_body(await request.read(), LoadBody)
+            with self._adapters.place(body.lora_name):
+                folder = variant_folder(body.lora_path, "lora_path")
+                content = await asyncio.to_thread(checked_content, folder, self._spec.config.adapter_rank)
+                adapter = self._adapters.numbered(body.lora_name, folder, content)
+                refusal = await self._read_by_engine(adapter)
+                if refusal is not None:
+                    return refusal
+                self._adapters.add(adapter)
+        except AdapterBodyError as error:
+            return _refuse(400, str(error), param=error.field)
+        except ConflictError as error:
+            return _refuse(400, str(error), param="lora_name")
+        except (BadInputError, OSError) as error:
+            return _refuse(400, str(error), param="lora_path")
+        return web.Response(text=f"the adapter {body.lora_name!r} is loaded")
+
+    async def _read_by_engine(self, adapter: NamedAdapter) -> web.Response | None:
+        """Return why the engine answers no request with ``adapter``; None where it does."""
+        asked = {"model": self._spec.served_model, "prompt": [0], "max_tokens": 1, "lora_request": adapter.field}
+        try:
+            async with self._posted("/v1/completions", msgspec.json.encode(asked)) as answer:
+                said = await answer.read()
+        except aiohttp.ClientError as error:
+            return _lost(error)
+        if answer.status == 200:
+            return None
+        message = f"the engine failed with the adapter {adapter.name!r}: {_reason(said)}"
+        return _refuse(500, message, code="engine_error")
+
+    async def _unload(self, request: web.Request) -> web.Response:
+        """Take the name away; the engine itself keeps what it has read."""
+        try:
+            body = parse_body(await request.read(), UnloadBody)
+            self._adapters.remove(body.lora_name)
+        except AdapterBodyError as error:
+            return _refuse(400, str(error), param=error.field)
+        except NotFoundError as error:
+            return _refuse(404, str(error), code="model_not_found", param="lora_name")
+        return web.Response(text=f"the adapter {body.lora_name!r} is unloaded")
+
+    async def _relay(
+        self, request: web.Request, answer: aiohttp.ClientResponse, adapter: NamedAdapter | None
+    ) -> web.StreamResponse:
         if answer.status != 200:
             said = await answer.read()
             reworded = openai_error(said)
@@ -213,9 +298,13 @@ class OpenAIProxy:
         headers = {name: answer.headers[name] for name in _PASSED_ON if name in answer.headers}
         reply = web.StreamResponse(headers=headers)
         await reply.prepare(request)
+        renamed = None if adapter is None else RenamedAnswer(_engine_name(self._spec), adapter)
         try:
             async for piece in answer.content.iter_any():
-                await reply.write(piece)
+                if shown := piece if renamed is None else renamed.whole_lines(piece):
+                    await reply.write(shown)
+            if renamed is not None and (shown := renamed.rest()):
+                await reply.write(shown)
         except aiohttp.ClientError:
             if request.transport is not None:  # an answer that broke off must not look whole
                 request.transport.abort()
@@ -231,6 +320,18 @@ def _longest(prompt: str | list[object] | None) -> int:
     return max((len(part) for part in prompt if isinstance(part, list)), default=0)
 
 
+def _stopping() -> web.Response:
+    return _refuse(503, "the worker is being stopped", code="draining")
+
+
+def _lost(error: aiohttp.ClientError) -> web.Response:
+    """Return the answer to a request that the engine took no part in, or did not end."""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return _refuse(503, "the model is still loading", code="loading")
+    message = f"the engine went away before it answered: {type(error).__name__}"
+    return _refuse(502, message, code="worker_lost")
+
+
 def _refuse(status: int, message: str, *, code: str | None = None, param: str | None = None) -> web.Response:
     kind = "server_error" if status >= 500 else "invalid_request_error"
     return web.Response(
@@ -241,11 +342,17 @@ def _refuse(status: int, message: str, *, code: str | None = None, param: str | 
 # --- the process -------------------------------------------------------------------------------------------------
 
 
+def _engine_name(spec: WorkerSpec) -> str:
+    """Return the name that answers of the engine have: that of its model's folder."""
+    name = spec.served_model
+    return Path(spec.checkpoint).resolve().name if "/" in name or name in ("", ".", "..") else name
+
+
 def _named(spec: WorkerSpec) -> Path:
     """Return the checkpoint under the name that clients use, for the engine calls a model by its folder's name."""
     name = spec.served_model
     checkpoint = Path(spec.checkpoint).resolve()
-    if "/" in name or name in ("", ".", ".."):
+    if _engine_name(spec) != name:
         return checkpoint
     folder = Path("model")
     folder.mkdir(exist_ok=True)
@@ -353,6 +460,14 @@ def openai_error(body: bytes) -> bytes | None:
             message, code = f"{meaning} (the engine said: {message})", its_code
             break
     return error_body(message, code=code, param=flat.param)
+
+
+def _reason(body: bytes) -> str:
+    """Return the message of a refusal as it arrived, or its first bytes."""
+    try:
+        return msgspec.json.decode(body, type=_Flat).message
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return body[:_MAX_REASON_BYTES].decode(errors="replace")
 
 
 def error_body(

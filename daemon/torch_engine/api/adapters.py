@@ -7,9 +7,17 @@ from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 from aiohttp import web
 
+from daemon.adapter_requests import (
+    LOAD_PATH,
+    UNLOAD_PATH,
+    AdapterBodyError,
+    LoadBody,
+    UnloadBody,
+    parse_body,
+    variant_folder,
+)
 from daemon.torch_engine.api.openai_api import ApiError, bad_request
 from daemon.torch_engine.runtime.engine import Engine
 from daemon.worker_spec import WorkerSpec
@@ -17,21 +25,9 @@ from fingerprint.delta import is_delta, open_delta
 from fingerprint.errors import BadInputError, ConflictError, NotFoundError
 from fingerprint.lora import check_values, read_adapter, require_supported
 
-__all__ = ["adapter_routes", "check_variant", "model_list", "variant_folder"]
+__all__ = ["adapter_routes", "check_variant", "model_list"]
 
-_MAX_NAME_CHARS = 512
-_MAX_PATH_CHARS = 4096
-
-
-class _Unload(msgspec.Struct):
-    lora_name: str
-
-
-class _Load(_Unload):
-    lora_path: str
-
-
-T = TypeVar("T", bound=_Unload)
+T = TypeVar("T", bound=UnloadBody)
 
 
 def adapter_routes(
@@ -40,7 +36,7 @@ def adapter_routes(
     """Return the routes of a worker whose configuration has adapter slots."""
 
     async def load(request: web.Request) -> web.Response:
-        body = _parse(await read_body(request), _Load)
+        body = _parse(await read_body(request), LoadBody)
         if body.lora_name == spec.served_model:
             raise bad_request(
                 f"{spec.served_model!r} is the base itself; give the adapter another name", "lora_name"
@@ -57,14 +53,14 @@ def adapter_routes(
         return _done(f"the adapter {body.lora_name!r} is loaded")
 
     async def unload(request: web.Request) -> web.Response:
-        body = _parse(await read_body(request), _Unload)
+        body = _parse(await read_body(request), UnloadBody)
         try:
             engine.unload_adapter(body.lora_name)
         except NotFoundError as error:
             raise ApiError(404, str(error), "invalid_request_error", "lora_name", "model_not_found") from error
         return _done(f"the adapter {body.lora_name!r} is unloaded")
 
-    return web.post("/v1/load_lora_adapter", load), web.post("/v1/unload_lora_adapter", unload)
+    return web.post(LOAD_PATH, load), web.post(UNLOAD_PATH, unload)
 
 
 def model_list(spec: WorkerSpec, engine: Engine, created: int) -> list[dict[str, Any]]:
@@ -81,36 +77,9 @@ def model_list(spec: WorkerSpec, engine: Engine, created: int) -> list[dict[str,
 
 def _parse(raw: bytes, kind: type[T]) -> T:
     try:
-        body = msgspec.json.decode(raw, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise bad_request(f"the body is not valid: {error}") from error
-    name = body.lora_name
-    if not 1 <= len(name) <= _MAX_NAME_CHARS or not name.isprintable():
-        raise bad_request(f"lora_name must have 1 to {_MAX_NAME_CHARS} printable characters", "lora_name")
-    return body
-
-
-def variant_folder(path: str, field: str) -> Path:
-    """Return the folder that ``path`` names; a path of this machine, not of a hub.
-
-    Args:
-        field: of the body, which has ``path``.
-
-    Raises:
-        BadInputError: there is none.
-    """
-    if not 1 <= len(path) <= _MAX_PATH_CHARS or not path.isprintable():
-        raise BadInputError(f"{field} must have 1 to {_MAX_PATH_CHARS} printable characters")
-    folder = Path(path)
-    if not folder.is_absolute():
-        raise BadInputError(f"{field} must be absolute, got {path[:200]!r}")
-    try:
-        is_folder = folder.is_dir()
-    except OSError:  # a name that is too long, say
-        is_folder = False
-    if not is_folder:
-        raise BadInputError(f"there is no folder {path[:200]!r}; give that of an adapter")
-    return folder
+        return parse_body(raw, kind)
+    except AdapterBodyError as error:
+        raise bad_request(str(error), error.field) from error
 
 
 def check_variant(folder: Path, max_rank: int) -> None:

@@ -19,10 +19,11 @@ import numpy as np
 import torch
 from aiohttp import web
 
+from daemon.adapter_requests import variant_folder
 from daemon.gpu_bench import bytes_per_s, flops_per_s
 from daemon.nvml import driver_version
 from daemon.profile_messages import ProfileError, ProfileLoad, ProfileRun, ProfileVariants
-from daemon.torch_engine.api.adapters import check_variant, variant_folder
+from daemon.torch_engine.api.adapters import check_variant
 from daemon.torch_engine.api.streams import Streams
 from daemon.torch_engine.driver import clock_and_power
 from daemon.torch_engine.parallel.rank_device import RankDevice, cores_of

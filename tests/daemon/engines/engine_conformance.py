@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from daemon.adapter_requests import LOAD_PATH, UNLOAD_PATH
 from daemon.engines.registry import get_engine
 from daemon.process import group_members
 from daemon.procfs import processes
@@ -34,6 +35,7 @@ from daemon.worker_stats import WorkerStats
 from daemon.worker_token import TOKEN_FILE, authorization
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import IserveError
+from tests.daemon.tiny_adapters import linears, write_tiny_adapter
 from tests.waiting import PATIENCE_S, wait_until
 
 LAYERS = 4  # of the tiny llama
@@ -93,6 +95,7 @@ class EngineConformance:
     engine: ClassVar[str]
     device: ClassVar[str] = "cpu:0"
     settings: ClassVar[dict[str, object]] = {}
+    token_fields: ClassVar[dict[str, object]] = {}  # of a request, by which its answer's tokens are seen
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -124,7 +127,7 @@ class EngineConformance:
     def spec(cls, node: Any, worker_id: str = "w1", **changes: object) -> Any:
         values: dict[str, object] = {
             "served_model": "tiny",
-            "config": DeploymentConfig(engine=cls.engine),
+            "config": DeploymentConfig(engine=cls.engine, adapter_slots=2, adapter_rank=8),
             "stages": (StageAssignment(device_ids=(cls.device,), num_layers=LAYERS),),
             "limits": LIMITS,
         }
@@ -241,6 +244,33 @@ class EngineConformance:
         versions = dict(get_engine(self.engine).versions())
         assert versions["engine"].startswith(f"{self.engine} ")
         assert versions["engine"].split()[1]
+
+    # --- it serves adapters next to the base --------------------------------------------------------------------
+
+    def test_an_adapter_is_loaded_answers_and_is_unloaded(self, running: Running, tmp_path: Path) -> None:
+        folder = write_tiny_adapter(tmp_path / "style", linears(running.node.checkpoint), 8, seed=1)
+        load = {"lora_name": "style@0123456789abcdef", "lora_path": str(folder)}
+        name, url = load["lora_name"], running.status.url
+        wish = {"prompt": [1, 2, 3], "max_tokens": 8, "temperature": 0, "ignore_eos": True} | self.token_fields
+
+        def text(model: str) -> tuple[int, str, str]:
+            status, answer = running.ask("/v1/completions", wish | {"model": model})
+            return (status, answer["model"], str(answer["choices"])) if status == 200 else (status, "", "")
+
+        def send(path: str, body: object) -> int:
+            return ask(url, path, body, token=running.status.token)[0]
+
+        assert ask(url, LOAD_PATH, load)[0] == 401
+        assert text(name)[0] == 404
+        assert (send(LOAD_PATH, load), send(LOAD_PATH, load)) == (200, 400)
+        base, own = text("tiny"), text(name)
+        assert (base[:2], own[:2]) == ((200, "tiny"), (200, name))
+        assert own[2] != base[2]
+        assert text(name) == own
+        models = running.ask("/v1/models")[1]["data"]
+        assert [(one["id"], one.get("parent")) for one in models] == [("tiny", None), (name, "tiny")]
+        assert [send(UNLOAD_PATH, {"lora_name": name}) for _ in range(2)] == [200, 404]
+        assert (text(name)[0], text("tiny")) == (404, base)
 
     # --- it ends ------------------------------------------------------------------------------------------------
 

@@ -74,6 +74,7 @@ def make_vllm(folder: Path, version: str = "0.24.0") -> Path:
         "vllm.entrypoints.cli.main": HERE / "vllm_standin.py",
         "vllm.__init__": stand_in / "package.py",
         "vllm.adapters": stand_in / "adapters.py",
+        "vllm.answers": stand_in / "answers.py",
         "vllm.checks": stand_in / "checks.py",
         "vllm.deltas": stand_in / "deltas.py",
         "vllm.costs": stand_in / "costs.py",

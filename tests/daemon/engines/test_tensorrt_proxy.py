@@ -18,6 +18,7 @@ from aiohttp import web
 
 from daemon.engines.tensorrt_llm.adapter import TensorRtLlmEngine
 from daemon.engines.tensorrt_llm.proxy import OpenAIProxy
+from fingerprint.config import DeploymentConfig
 from tests.daemon.engines.tensorrt_environment import make_checkpoint, make_spec
 from tests.daemon.engines.tensorrt_stand_in.engine import Behaviour, Engine
 from tests.daemon.engines.tensorrt_stand_in.flags import parse
@@ -52,14 +53,22 @@ class Pair:
 
 
 @contextlib.asynccontextmanager
-async def pair(folder: Path, *, listening: bool = True, **behaviour: object) -> AsyncIterator[Pair]:
+async def pair(
+    folder: Path,
+    *,
+    listening: bool = True,
+    options: str = OPTIONS,
+    config: DeploymentConfig | None = None,
+    **behaviour: object,
+) -> AsyncIterator[Pair]:
     made = Behaviour(**{"metrics_wait_s": 0.05} | behaviour)
-    engine = Engine(make_checkpoint(folder / "m"), merged(parse(["m"])[2], OPTIONS), made)
+    engine = Engine(make_checkpoint(folder / "m"), merged(parse(["m"])[2], options), made)
     server = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler, bind_and_activate=False)
     server.server_bind()  # the port is taken; no process listens yet
     server.daemon_threads = True
     thread = threading.Thread(target=serve, args=(server, engine))
-    proxy = OpenAIProxy(make_spec(folder / "m"), f"http://127.0.0.1:{server.server_port}")
+    spec = make_spec(folder / "m", **({} if config is None else {"config": config}))
+    proxy = OpenAIProxy(spec, f"http://127.0.0.1:{server.server_port}")
     runner = proxy.runner()
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

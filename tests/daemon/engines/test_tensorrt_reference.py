@@ -52,8 +52,9 @@ def test_the_stand_in_takes_exactly_the_documented_flags(sections: dict[int, str
 def test_the_stand_in_takes_documented_options_only(sections: dict[int, str]) -> None:
     documented = words(sections[2].split("QuantAlgo (")[0])
     assert set(options._KEYS) <= documented
-    for block in options._BLOCKS.values():
-        assert set(block) <= documented
+    for name, block in options._BLOCKS.items():
+        # Named in its sources (``PeftCacheConfig``), where the notes have dots.
+        assert set(block) - documented == ({"max_adapter_size"} if name == "peft_cache_config" else set())
     assert documented >= options._OLDER_FLOW
     assert "YAML overrides the command line" in sections[1]
 

@@ -61,6 +61,9 @@ def test_documented_names_mean_the_same() -> None:
         "orchestrator_type: mpi",
         "scheduler_config: {capacity_scheduler_policy: FAIR}",
         "cuda_graph_config: {batch_sizes: [1, 4], max_batch_size: 8}",
+        "lora_config: {max_rank: 8}",
+        "lora_config: {lora_target_modules: attn_q}",
+        "peft_cache_config: {slots: 8}",
         "- a list",
     ],
 )
@@ -109,6 +112,48 @@ def test_a_cache_below_one_sequence_shortens_it_without_an_error(tmp_path: Path,
     engine = load(make_checkpoint(tmp_path / "m"), "kv_cache_config: {max_tokens: 64}")
     assert engine.max_seq_len == 64
     golden("engines", capsys.readouterr().out)
+
+
+LORA = "cuda_graph_config: null\nlora_config: {max_loras: 1, max_cpu_loras: 4, max_lora_rank: 8"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        LORA + "}",
+        LORA + "}\npeft_cache_config: {max_adapter_size: 16}",
+        LORA + ", lora_target_modules: [q_proj]}\npeft_cache_config: {max_adapter_size: 8}",
+        "lora_config: {max_lora_rank: 8}",
+    ],
+    ids=["largest-by-default", "largest-above-rank", "names-of-peft", "graphs"],
+)
+def test_adapters_that_it_would_not_start_with_are_refused(tmp_path: Path, text: str, golden: Golden) -> None:
+    with golden.raises("engines", RefusedError):
+        load(make_checkpoint(tmp_path / "m"), text)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"lora_name": "a", "lora_int_id": 1, "lora_path": "/", "base": "m"},
+        {"lora_int_id": 1, "lora_path": "/"},
+        {"lora_name": "a", "lora_path": "/"},
+        {"lora_name": "a", "lora_int_id": "1", "lora_path": "/"},
+        {"lora_name": "a", "lora_int_id": 1, "lora_path": "/none/such"},
+        {"lora_name": "a", "lora_int_id": 1, "lora_path": "/", "lora_ckpt_source": "peft"},
+        "a",
+    ],
+)
+def test_an_undocumented_adapter_of_a_request_is_refused(ask: Ask, asked: object, golden: Golden) -> None:
+    status, answer = ask({"prompt": "a", "lora_request": asked})
+    assert status == 400
+    golden("engines", answer["message"])
+
+
+def test_an_adapter_is_left_out_silently_where_none_are_configured(ask: Ask) -> None:
+    asked = {"lora_name": "a", "lora_int_id": 0, "lora_path": "/"}  # no adapter is there
+    status, answer = ask({"prompt": "a", "max_tokens": 1, "lora_request": asked})
+    assert (status, answer["choices"][0]["text"]) == (200, "tok ")
 
 
 Ask = Callable[..., tuple[int, dict]]

@@ -44,7 +44,7 @@ class TestVllm(EngineConformance):
     def prepare(cls):
         def prepare(node, folder):
             node.offer_gpus(folder / "nvml")
-            node.extra_env["ISERVE_VLLM_PYTHON"] = str(make_vllm(folder / "vllm-env"))
+            node.extra_env["ISERVE_VLLM_PYTHON"] = str(make_vllm(folder / "vllm-env", "0.33.0"))
 
         return prepare
 

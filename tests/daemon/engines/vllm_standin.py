@@ -195,7 +195,7 @@ class Engine:
         with Path("processes").open("a") as file:
             file.write("".join([f"{os.getpid()}\n", f"{self.core.pid}\n", *lines]))
 
-    def generate(self, prompt_length, max_tokens):
+    def generate(self, prompt_length, max_tokens, letters):
         """The pieces of an answer, one token each, in the order of their making."""
         with self.lock:
             self.waiting += 1
@@ -213,7 +213,7 @@ class Engine:
                     with self.lock:
                         self.output_tokens, self.steps = self.output_tokens + 1, self.steps + 1
                         self.held_tokens, held = self.held_tokens + 1, held + 1
-                    yield "abcdefgh"[number % 8]
+                    yield letters[number % len(letters)]
             finally:
                 with self.lock:
                     self.running, self.held_tokens = self.running - 1, self.held_tokens - held
@@ -347,11 +347,14 @@ class Handler(BaseHTTPRequestHandler):
             print(f"{place} Received request {stem['id']}: {said}", flush=True)
         given, made = sum(lengths), max_tokens * len(lengths)
         usage = {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made}
+        letters = self.engine.adapters.letters(asked["model"], asked.get("prompt", asked.get("messages")))
         if asked.get("stream"):
-            self.stream(stem, self.engine.generate(length, max_tokens), usage, asked, chat=chat)
+            self.stream(stem, self.engine.generate(length, max_tokens, letters), usage, asked, chat=chat)
             return
         with ThreadPoolExecutor(len(lengths)) as together:
-            texts = list(together.map(lambda each: "".join(self.engine.generate(each, max_tokens)), lengths))
+            texts = list(
+                together.map(lambda each: "".join(self.engine.generate(each, max_tokens, letters)), lengths)
+            )
         kind = "chat.completion" if chat else "text_completion"
         choices = [
             {

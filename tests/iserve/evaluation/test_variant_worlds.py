@@ -316,9 +316,11 @@ def test_slots_that_no_gpu_holds_are_named(golden: Golden) -> None:
         arena_of({"number": 64, "delta_format": "int2", "slots": 64})
 
 
-def test_an_engine_without_slots_is_refused() -> None:
+def test_an_engine_that_serves_no_adapters_of_a_model_is_refused() -> None:
+    mistral = LLAMA_8B | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    named = [{"name": "chat", "config": mistral, "variants": ADAPTERS}]
     with pytest.raises(BadInputError, match="variants of 'chat'"):
-        arena_of(ADAPTERS, engine="tensorrt-llm")
+        make_arena(small_world(models=named, engine="tensorrt-llm"), 1, HERE)
 
 
 def test_command_says_what_became_of_slots_and_of_what_has_no_room(

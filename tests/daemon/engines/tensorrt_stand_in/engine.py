@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from .adapters import Adapters
 from .refusal import RefusedError
 
 # tensorrt_llm/_torch/models, as documented
@@ -81,6 +82,7 @@ class Engine:
         config = json.loads((directory / "config.json").read_text())
         _check_checkpoint(directory, config)
         self._config = config
+        self.adapters = Adapters(options, config)
         self.tp, self.pp = int(options["tensor_parallel_size"]), int(options["pipeline_parallel_size"])  # type: ignore[call-overload]
         self.stages = self._split()
         self.max_seq_len = min(options["max_seq_len"] or config["max_position_embeddings"], _context(config))
@@ -149,8 +151,8 @@ class Engine:
             rank.kill()
             rank.wait()
 
-    def generate(self, prompt_tokens: int, output_tokens: int) -> Iterator[str]:
-        """Yield one token per iteration, each with its record."""
+    def generate(self, prompt_tokens: int, output_tokens: int, adapter: str = "") -> Iterator[str]:
+        """Yield one token per iteration, each with its record; ``adapter``: the content of which they are."""
         chunk = int(self.options["max_num_tokens"])  # type: ignore[call-overload]
         with self._turn:
             left = prompt_tokens
@@ -158,11 +160,12 @@ class Engine:
                 taken = min(left, chunk)
                 left -= taken
                 self._note(prompt_tokens=taken, active=1)
-            yield "tok "
+            token = f"tok{adapter} "
+            yield token
             for _ in range(output_tokens - 1):
                 time.sleep(self.behaviour.token_s)
                 self._note(prompt_tokens=0, active=1)
-                yield "tok "
+                yield token
 
     def _note(self, *, prompt_tokens: int, active: int) -> None:
         """Every documented key. Each iteration says it took 1 ms."""

@@ -27,6 +27,10 @@ def _ints(value: object) -> bool:
     return isinstance(value, list) and all(type(item) is int for item in value)
 
 
+def _strings(value: object) -> bool:
+    return isinstance(value, list) and all(type(item) is str for item in value)
+
+
 _BOOL, _INT, _FLOAT, _STR, _DICT = _is(bool), _is(int), _is(float), _is(str), _is(dict)
 _MAYBE_INT, _MAYBE_STR = _maybe(_INT), _maybe(_STR)
 
@@ -48,7 +52,27 @@ _SCHEDULER = {
     "context_chunking_policy": _maybe(_one_of("FIRST_COME_FIRST_SERVED", "EQUAL_PROGRESS")),
     "dynamic_batch_config": _maybe(_DICT),
 }
-_BLOCKS = {"kv_cache_config": _KV, "cuda_graph_config": _GRAPHS, "scheduler_config": _SCHEDULER}
+_LORA = {
+    "lora_dir": _strings,
+    "lora_ckpt_source": _one_of("hf", "nemo"),
+    "max_lora_rank": _INT,
+    "lora_target_modules": _strings,
+    "trtllm_modules_to_hf_modules": _DICT,
+    "max_loras": _MAYBE_INT,
+    "max_cpu_loras": _MAYBE_INT,
+}
+_PEFT = {
+    "max_adapter_size": _INT,
+    "device_cache_percent": _FLOAT,
+    "host_cache_size": _INT,
+}
+_BLOCKS = {
+    "kv_cache_config": _KV,
+    "cuda_graph_config": _GRAPHS,
+    "scheduler_config": _SCHEDULER,
+    "lora_config": _LORA,
+    "peft_cache_config": _PEFT,
+}
 _KEYS: dict[str, Check] = {
     "dtype": _STR,
     "model_kwargs": _maybe(_DICT),
@@ -107,6 +131,8 @@ _DEFAULTS: dict[str, object] = {
     "enable_iter_perf_stats": False,
     "return_perf_metrics": False,
     "cuda_graph_config": {},
+    "lora_config": None,
+    "peft_cache_config": None,
     "scheduler_config": {"dynamic_batch_config": {"enable_batch_size_tuning": True}},
 }
 _KV_DEFAULTS = {"dtype": "auto", "max_tokens": None, "max_gpu_total_bytes": 0, "tokens_per_block": 32}

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from .adapters import BadAdapterError
 from .engine import Engine
 
 VERSION = "1.2.1"
@@ -89,7 +90,8 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             asked = json.loads(raw)
             prompt_tokens, output_tokens = self._check(asked)
-        except (BadRequestError, ValueError) as error:
+            adapter = self.engine.adapters.content(asked.get("lora_request"))
+        except (BadRequestError, BadAdapterError, ValueError) as error:
             self._flat(str(error))
             return
         usage = {
@@ -97,7 +99,7 @@ class _Handler(BaseHTTPRequestHandler):
             "completion_tokens": output_tokens,
             "total_tokens": prompt_tokens + output_tokens,
         }
-        pieces = self.engine.generate(prompt_tokens, output_tokens)
+        pieces = self.engine.generate(prompt_tokens, output_tokens, adapter)
         self.engine.in_flight += 1
         try:
             self._reply(asked, pieces, usage)

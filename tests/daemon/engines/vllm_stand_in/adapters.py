@@ -9,7 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
-from vllm import deltas
+from vllm import answers, deltas
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -24,13 +24,14 @@ def add_options(serve):
 
 
 class Adapters:
-    """Names that are loaded, and where they were loaded from."""
+    """Names that are loaded, where they were loaded from, and KV that is kept by name."""
 
     def __init__(self, given, behaviour):
         loaded = given.max_loras if given.max_cpu_loras is None else given.max_cpu_loras
         if given.enable_lora and loaded < given.max_loras:
             raise ValueError(f"max_cpu_loras ({loaded}) must be >= max_loras ({given.max_loras}).")
         self.given, self.paths, self.lock = given, {}, threading.Lock()
+        self.contents, self.kv = {}, {}
         self.settings = deltas.settings_of(given.additional_config)
         self.reader = deltas.Reader(behaviour.get("delta_asks", 2))
         self.most_deltas = behaviour.get("most_deltas", 10**9)  # that memory holds
@@ -42,6 +43,15 @@ class Adapters:
     def cards(self, card):
         """Return an entry of ``GET /v1/models`` for each, from that of the base."""
         return [card | {"id": name, "root": path, "parent": card["id"]} for name, path in self.paths.items()]
+
+    def letters(self, name, prompt):
+        """Return the letters of which the answer to ``prompt`` is, over and over."""
+        with self.lock:
+            if name not in self.paths:
+                return answers.BASE
+            content = self.contents[name]
+            kept = self.kv if self.given.enable_prefix_caching else {}
+            return answers.letters_of(name, content, kept.setdefault((name, json.dumps(prompt)), content))
 
     def answer(self, path, asked):
         """Return status and body: text where it is done, else an error."""
@@ -73,8 +83,7 @@ class Adapters:
             return 500, f"LoRA rank {rank} is greater than max_lora_rank {self.given.max_lora_rank}."
         if not (Path(folder) / "adapter_model.safetensors").is_file():
             return 500, f"{folder} doesn't contain tensors"
-        self.paths[name] = folder
-        return 200, f"Success: LoRA adapter '{name}' added successfully."
+        return self._loaded(name, folder)
 
     def _load_delta(self, name, folder):
         failed = "Call to add_lora method failed: "
@@ -86,7 +95,10 @@ class Adapters:
             return 500, failed + why
         if sum((Path(one) / deltas.MANIFEST_FILE).is_file() for one in self.paths.values()) >= self.most_deltas:
             return 500, failed + deltas.NO_MEMORY
-        self.paths[name] = folder
+        return self._loaded(name, folder)
+
+    def _loaded(self, name, folder):
+        self.paths[name], self.contents[name] = folder, answers.content_of(Path(folder))
         return 200, f"Success: LoRA adapter '{name}' added successfully."
 
     def _unload(self, asked):
