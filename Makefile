@@ -17,7 +17,7 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	@echo "installing iserve[dev] into $(VENV): 1.8 GB with PyTorch for CPUs; 2.7 GB more to download for CUDA"
+	@echo "installing iserve[dev] into $(VENV): 2.7 GB with PyTorch for CPUs; 2.7 GB more to download for CUDA"
 	@if [ -n "$(TORCH)" ]; then $(BIN)/pip install -qq $(TORCH); \
 	elif ! command -v nvidia-smi >/dev/null 2>&1; then $(BIN)/pip install -qq torch==2.13.0; fi
 	@$(BIN)/pip install -qq --editable ".[dev]"

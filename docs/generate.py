@@ -1,6 +1,6 @@
 """Writes the reference pages, tables of recorded results and README.md's answers (``PAGES``) from the code.
 
-The prose of every page is wrapped at 100 columns.
+The prose of every page is wrapped at 100 columns, but for decisions.
 ``python docs/generate.py``; with ``--check`` it only compares.
 """
 
@@ -25,6 +25,7 @@ from typer.main import get_command
 from wrap import wrapped
 
 DOCS = Path(__file__).parent
+DECISIONS = DOCS / "decisions"
 README = DOCS.parent / "README.md"
 
 _LLAMA_2 = {
@@ -153,6 +154,9 @@ PAGES = {
     DOCS / "placement.md": measured("placement.md"),
     DOCS / "variants.md": measured("variants.md"),
     DOCS / "worlds.md": measured("worlds.md"),
+    DECISIONS / "0047-delta-kernels.md": measured("decisions/0047-delta-kernels.md"),
+    DECISIONS / "0048-delta-plug-in.md": measured("decisions/0048-delta-plug-in.md"),
+    DECISIONS / "0049-delta-scheduling.md": measured("decisions/0049-delta-scheduling.md"),
     DOCS / "world.schema.json": world_schema,
     DOCS / "cli.md": cli_reference,
     DOCS / "rest.md": rest_page,
@@ -170,7 +174,7 @@ def main() -> int:
     stale = []
     by_hand = {path: path.read_text for path in DOCS.glob("*.md")}
     for path, make in (by_hand | PAGES).items():
-        text = (wrapped(make()) if path.suffix == ".md" else make()).rstrip() + "\n"
+        text = (wrapped(make()) if path.suffix == ".md" and path.parent != DECISIONS else make()).rstrip() + "\n"
         if "--check" in sys.argv:
             if not path.exists() or path.read_text() != text:
                 stale.append(path.name)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from decision_tables import decision_table, ranking_table
+from delta_tables import DELTA_TABLES
 from placement_tables import exact_gaps, exact_gaps_in_part, named_policies, of_policies, of_replicas
 from serving_tables import gateway_table, late_table
 from world_tables import (
@@ -322,6 +323,7 @@ def _formats() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    **DELTA_TABLES,
     "quality by rank": _quality_by_rank,
     "quality by delta format": _quality_by_delta_format,
     "quality of formats at a larger scale": _formats_at_scale,

@@ -12,16 +12,16 @@ adapter_change = kernel_module("reference").adapter_change
 AdapterTiling, Groups, add_adapters = kernels.AdapterTiling, kernels.Groups, kernels.add_adapters
 
 pytestmark = pytest.mark.slow
-SLOTS = 32
+SLOTS = 12
 SMALL = AdapterTiling(inputs=64, outputs=32)
 MIXES = {
-    "base and adapters": [1, -1, 3, 3, 31, 1, -1, 3, 0, 0],
+    "base and adapters": [1, -1, 3, 3, 11, 1, -1, 3, 0, 0],
     "one adapter, more rows than a product has": [3] * 37,
     "one row": [2],
     "no adapter": [-1] * 5,
     "an adapter for each row": [(7 * row) % SLOTS for row in range(SLOTS)],
     "many rows": [row % 5 - 1 for row in range(64)],
-    "more than 64": [row // 40 - 1 for row in range(200)],
+    "more than 64": [row // 40 - 1 for row in range(100)],
 }
 # The interpreter cuts bfloat16 off where a GPU rounds: at most 2**-7 of a value. y is cut, and so are the product
 # that is added to it and the sums of A, whose errors have random signs in the product. All else is float32.
@@ -64,7 +64,7 @@ def check(mix: list[int], rank: int, inputs: int, outputs: tuple[int, ...], tili
 
 @pytest.mark.parametrize("mix", sorted(MIXES))
 def test_every_mix(mix: str) -> None:
-    check(MIXES[mix], 16, 192, (64, 32, 32))
+    check(MIXES[mix], 16, 128, (64, 32))
 
 
 @pytest.mark.parametrize("rank", [8, 16, 32, 64])
@@ -77,8 +77,9 @@ def test_slices_that_are_whole_tiles_or_not(outputs: tuple[int, ...]) -> None:
     check(MIXES["base and adapters"], 16, 128, outputs)
 
 
-@pytest.mark.parametrize("mix", sorted(MIXES))
-@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize(
+    ("mix", "rows"), [*((mix, 8) for mix in sorted(MIXES)), ("base and adapters", 1), ("many rows", 1)]
+)
 def test_split_groups_have_the_same_rows(mix: str, rows: int) -> None:
     whole = groups_of(MIXES[mix])
     split = whole.split(rows)
@@ -118,9 +119,9 @@ def rows_of(groups: Groups) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("mix", sorted(MIXES))
 def test_split_groups_give_the_same_sum(mix: str) -> None:
     torch.manual_seed(0)
-    a, b = adapters(16, 192, (64, 32))
+    a, b = adapters(16, 128, (48,))
     slots, groups = MIXES[mix], groups_of(MIXES[mix])
-    x, want = torch.randn(len(slots), 192).bfloat16(), torch.randn(len(slots), 96).bfloat16()
+    x, want = torch.randn(len(slots), 128).bfloat16(), torch.randn(len(slots), 48).bfloat16()
     found = want.clone()
     add_adapters(want, x, a, b, groups, 1.0, SMALL)
     add_adapters(found, x, a, b, groups.split(SMALL.rows), 1.0, SMALL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from daemon.torch_engine.api.tokenizer import end_token_ids
+from daemon.torch_engine.api.tokenizer import end_token_ids, load_text_codec
 from daemon.variants.compress import CalibrationTexts, compress_delta
 from fingerprint.checkpoint import Checkpoint
 from fingerprint.delta import FORMATS, export_delta, read_delta
@@ -26,6 +27,7 @@ from iserve.demo import demo_adapter_path, demo_model_path
 from tests.daemon.tiny_deltas import write_fine_tune
 from tests.daemon.variants.tiny_pairs import DOWN1, NORM, Q0, exported, only, order, write_pair
 from tests.fingerprint.small_fine_tunes import (
+    TEXTS,
     Arrays,
     read_bytes,
     read_values,
@@ -105,16 +107,57 @@ def test_random_tokens_take_the_place_of_texts(tmp_path: Path) -> None:
     assert (calibration.sha256, calibration.num_texts, calibration.num_tokens) == (None, 0, 32 * 512)
 
 
+def linear_inputs(folder: Path, tensors: Arrays, sequences: list[list[int]]) -> dict[str, torch.Tensor]:
+    """Return what each linear of transformers' own model gets for ``sequences``, by its weight's name."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).eval()
+    model.load_state_dict({name: torch.from_numpy(values) for name, values in tensors.items()})
+    found: dict[str, list[torch.Tensor]] = {}
+
+    def see(name: str, args: tuple[torch.Tensor, ...]) -> None:
+        found.setdefault(f"{name}.weight", []).append(args[0].flatten(0, -2))
+
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(lambda _, args, name=name: see(name, args))
+    with torch.inference_mode():
+        for tokens in sequences:
+            model(torch.tensor([tokens]))
+    return {name: torch.cat(inputs) for name, inputs in found.items()}
+
+
 def test_layers_see_what_the_ones_before_them_became(tmp_path: Path) -> None:
-    """Worse bits in layer 0 are other inputs of layer 1, so other codes there."""
-    write_pair(tmp_path, change=only(Q0, DOWN1))
-    coarse = compress_delta(order(tmp_path, format=FORMATS["int1"]))
-    write_model(tmp_path / "less", only(DOWN1)(tiny_tensors()))
-    alone = compress_delta(
-        order(tmp_path, format=FORMATS["int1"], finetuned=tmp_path / "less", target=tmp_path / "alone")
-    )
-    both = [{matrix.name: matrix for matrix in each.manifest.matrices}[DOWN1] for each in (coarse, alone)]
-    assert both[0].codes != both[1].codes
+    """Errors are of the inputs that the reconstructed model makes, and not of the fine-tune's own."""
+    write_pair(tmp_path, change=partial(tuned, size=0.1))
+    settings = order(tmp_path, format=FORMATS["int1"])
+    records = {matrix.name: matrix for matrix in compress_delta(settings).manifest.matrices}
+    delta = read_delta(tmp_path / "delta")
+    base, wanted = read_values(tmp_path / "base"), read_values(tmp_path / "tuned")
+    kept = {name: delta.change(matrix) for name, matrix in records.items()}
+    made = {name: base[name] + kept[name] if name in kept else values for name, values in wanted.items()}
+    codec = load_text_codec(tmp_path / "tuned")
+    assert codec is not None
+    sequences = [codec.encode(text, 512) for text in TEXTS]
+    codec.close()
+
+    def errors(tensors: Arrays) -> dict[str, float]:
+        inputs = linear_inputs(tmp_path / "base", tensors, sequences)
+        found = {}
+        for name, x in inputs.items():
+            change = torch.from_numpy(wanted[name] - base[name])
+            lost = x @ (change - torch.from_numpy(kept[name])).T
+            found[name] = float(lost.square().sum() / (x @ change.T).square().sum())
+        return found
+
+    recorded = {name: records[name].error for name in errors(made)}
+    assert len(recorded) == 2 * 7 + 1
+    assert recorded == pytest.approx(errors(made), rel=1e-3)
+    first = {
+        f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv"
+    }  # which follow embeddings in 4 bits alone
+    apart = {name: abs(error / recorded[name] - 1) for name, error in errors(wanted).items() if name not in first}
+    assert min(apart.values()) > 0.1, apart
 
 
 def test_an_error_target_gives_finer_formats_where_they_are_needed(tmp_path: Path) -> None:
