@@ -8,6 +8,7 @@ where the result is below what the GPU's peaks allow, or every point that was ru
 from __future__ import annotations
 
 import math
+from copy import copy
 from dataclasses import replace
 
 from fingerprint.config import DeploymentConfig, Workload
@@ -42,6 +43,14 @@ class DepthTiedEstimator(ProfileEstimator):
         self.l3 = L3(profile, roofline, shipped_calibration() if calibration is None else calibration)
         self.memory = CountedMemory(profile)
         self._floor = PhysicalFloor(profile.spec, profile.machine.device)
+
+    def with_calibration(self, calibration: Calibration) -> DepthTiedEstimator:
+        """Return the same with another calibration; reading a profile takes longer than asking what it says."""
+        made = copy(self)
+        made.l3 = copy(self.l3)
+        made.l3.calibration = calibration
+        made._estimates = {}
+        return made
 
     @property
     def warnings(self) -> tuple[str, ...]:

@@ -249,7 +249,7 @@ class L3:
     def __init__(self, profile: Profile, roofline: Estimator, calibration: Calibration) -> None:
         self.profile = profile
         self._roofline = roofline
-        self._calibration = calibration
+        self.calibration = calibration
         found = _measured(profile, PhysicalFloor(profile.spec, profile.machine.device))
         self.points: Mapping[MeasuredKey, tuple[WholePoint, ...]] = found.points
         self.shards = frozenset(found.shards)  # of these, what was run as one TP rank alone
@@ -326,7 +326,7 @@ class L3:
             deviation = smooth(of, spread, unknown)[1]
         if metric == "ttft" and of is not of_prompts:  # the value is no better by these, and the interval is
             deviation = max(deviation, smooth(of_prompts, PROMPTS_SPREAD, unknown)[1])
-        others = self._calibration.of_others(
+        others = self.calibration.of_others(
             metric,
             prompt_tokens=workload.batch * workload.input_tokens,
             exclude_shape=self.profile.spec.shape_hash,
