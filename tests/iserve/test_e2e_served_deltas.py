@@ -14,7 +14,7 @@ import pytest
 from fingerprint.float_bytes import decode_floats
 from fingerprint.lora import merge_adapter, read_adapter
 from fingerprint.lora.adapter import open_weights
-from iserve.demo import demo_adapter_path, demo_model_path
+from iserve.demo import demo_adapter_path, demo_delta_path, demo_model_path
 from iserve.demo.training_tasks import Example
 from tests.daemon.tiny_deltas import CHANGE, write_fine_tune, write_tiny_delta
 from tests.fingerprint.small_adapters import values, write_adapter
@@ -84,6 +84,21 @@ class TestServed:
                 return None
 
         assert until(asked, "the worker is back and answers for all") == before
+
+    def test_the_fine_tune_and_the_adapter_of_the_demo_answer_by_the_command(self, serving: Any) -> None:
+        asked = {
+            "symbols": (demo_delta_path, "what is the symbol of silver?", "The symbol of silver is Ag."),
+            "shout": (
+                demo_adapter_path,
+                "What is a fingerprint?",
+                "A FINGERPRINT IS A COPY OF A MODEL WITH ONLY ONE OR TWO OF ITS HIDDEN LAYERS.",
+            ),
+        }
+        for name, (path_of, question, expected) in asked.items():
+            serving.run("variant", "add", name, "--base", NAME, path_of(name))
+            assert serving.run("chat", name, question).stdout == f"{expected}\n"
+            assert serving.run("chat", NAME, question).stdout != f"{expected}\n"
+            serving.run("variant", "rm", name)
 
     def test_show_says_that_it_is_a_delta(self, serving: Any, golden: Golden) -> None:
         shown = serving.run("variant", "show", MANY[3]).stdout
