@@ -101,6 +101,26 @@ def test_it_is_served_where_the_engine_can_and_a_slot_has_room(
     }
 
 
+@pytest.mark.parametrize("engine", ["vllm", "tensorrt-llm"])
+def test_an_engine_that_serves_no_deltas_is_answered_with_the_command_that_merges(
+    engine: str,
+    api: Api,
+    base: Path,
+    folders: Path,
+    command: Callable[..., Done],
+    deploy: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    golden: Golden,
+) -> None:
+    """vLLM of a release that was not run with deltas, and TensorRT-LLM: `add` itself says what to run next."""
+    monkeypatch.setattr(release, "RUN_WITH_DELTAS", frozenset())
+    deploy("elsewhere", with_room(worker(1, base), engine, 0))
+    done = command("variant", "add", "style", "--base", base, folders / "delta")
+    assert done.code == 0, done.err
+    (line,) = (line for line in done.out.splitlines() if line.startswith("not served"))
+    golden("variant", line.replace(str(base), "BASE"))
+
+
 def changed_file(folder: Path) -> None:
     file = folder / "delta-00001.safetensors"
     raw = bytearray(file.read_bytes())
