@@ -87,8 +87,11 @@ def test_its_variants_answer_and_nothing_of_it_is_left(tmp_path: Path) -> None:
     done = run_script(tmp_path, Path(sys.executable).parent)
     assert done.returncode == 0, done.stderr
     answers = dict(re.findall(r"^> (.*)\n(.*)$", done.stdout, re.MULTILINE))
-    assert answers["123+456="] == "579"
-    assert answers["capitals, what is the capital of Peru?"] == "The capital of Peru is Lima."
-    assert answers["iserve-demo, what is the capital of Peru?"] != "The capital of Peru is Lima."
-    assert answers["symbols, what is the symbol of silver?"] == "The symbol of silver is Ag."
+    said = {
+        question.partition(",")[0]: answer for question, answer in answers.items()
+    }  # by the model, where named
+    assert said["123+456="] == "579"
+    assert said["capitals"].endswith(" Lima.")
+    assert said["symbols"].endswith(" Ag.")
+    assert said[DEMO_MODEL_NAME] != said["capitals"]
     assert list((tmp_path / "homes").glob("iserve-demo.*")) == []  # torch keeps a cache there

@@ -153,9 +153,8 @@ def test_layers_see_what_the_ones_before_them_became(tmp_path: Path) -> None:
     recorded = {name: records[name].error for name in errors(made)}
     assert len(recorded) == 2 * 7 + 1
     assert recorded == pytest.approx(errors(made), rel=1e-3)
-    first = {
-        f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv"
-    }  # which follow embeddings in 4 bits alone
+    # Those of layer 0 that embeddings alone precede, which are in 4 bits.
+    first = {f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv"}
     apart = {name: abs(error / recorded[name] - 1) for name, error in errors(wanted).items() if name not in first}
     assert min(apart.values()) > 0.1, apart
 
