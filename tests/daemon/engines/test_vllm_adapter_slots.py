@@ -140,10 +140,12 @@ class TestTable:
         (added,) = set(TABLE.conditions(llama, SLOTS, gpu)) - set(plain)
         golden("engines", added)
 
-    def test_tensorrt_llm_has_no_slots_for_want_of_requests_that_load(self, golden: Golden):
-        config = replace(SLOTS, engine="tensorrt-llm")
-        said = TENSORRT_LLM.refusal(read_spec(LLAMA_8B), config, gpu_spec("h200"))
-        golden("engines", str(said))
+    def test_tensorrt_llm_has_slots_but_for_classes_that_leave_adapters_out(self, golden: Golden):
+        config, gpu = replace(SLOTS, engine="tensorrt-llm"), gpu_spec("h200")
+        assert TENSORRT_LLM.refusal(read_spec(LLAMA_8B), config, gpu) is None
+        experts = read_spec(MIXTRAL)
+        golden("engines", str(TENSORRT_LLM.refusal(experts, config, gpu)))
+        assert TENSORRT_LLM.refusal(experts, DeploymentConfig(engine="tensorrt-llm"), gpu) is None
 
 
 @pytest.mark.parametrize(("version", "has_slots"), [("0.24.0", False), ("0.25.1", False), ("0.33.0", True)])
