@@ -9,6 +9,7 @@ import pytest
 from fingerprint.config import ADAPTER_RANKS, DeploymentConfig
 from fingerprint.families import read_spec
 from fingerprint.lora import reserved_bytes, slot_bytes
+from fingerprint.lora.slot_bytes import adapter_tensors
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -42,6 +43,20 @@ def test_ranks_split_b_of_the_first_matrices_and_a_of_the_last(tp: int) -> None:
     by_columns = sum(rows / tp + columns for rows, columns in (q, k, v, gate, up))
     by_rows = sum(rows + columns / tp for rows, columns in (o, down))
     assert slot_bytes(SPEC, config(tp=tp), 32) == 2 * 32 * 16 * (by_columns + by_rows)
+
+
+@pytest.mark.parametrize("layers", [1, 32, 36])
+def test_an_adapter_has_two_tensors_for_every_matrix(layers: int) -> None:
+    assert adapter_tensors(replace(SPEC, num_layers=layers)) == 2 * len(SHAPES) * layers
+
+
+def test_tensors_of_experts_count_as_those_of_one() -> None:
+    """Loads of adapters of experts were not measured."""
+    of_experts = read_spec(
+        LLAMA_8B | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 8}
+    )
+    assert of_experts.num_experts == 8
+    assert adapter_tensors(of_experts) == adapter_tensors(SPEC)
 
 
 def test_kv_heads_are_replicated_above_their_number() -> None:
