@@ -261,6 +261,13 @@ def _quality_by_rank() -> str:
     return table(from_json((RESULTS / file).read_bytes(), Study, what=file))
 
 
+def _of_adapters(name: str) -> str:
+    from tests.bench import variant_pages
+
+    make: Callable[[], str] = getattr(variant_pages, f"{name}_table")
+    return make()
+
+
 def _families_with_deltas() -> str:
     from daemon.torch_engine.model.capabilities import FAMILIES, ONE_STAGE
 
@@ -325,6 +332,13 @@ def _formats() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     **DELTA_TABLES,
     "quality by rank": _quality_by_rank,
+    "steps with adapters": lambda: _of_adapters("steps"),
+    "loads of adapters": lambda: _of_adapters("loads"),
+    "contest of adapters": lambda: _of_adapters("contest"),
+    "memory and prompts of slots": lambda: _of_adapters("slots"),
+    "goals of the contest of adapters": lambda: _of_adapters("goals"),
+    "words of the contest of adapters": lambda: _of_adapters("words"),
+    "cold adapters": lambda: _of_adapters("cold"),
     "quality by delta format": _quality_by_delta_format,
     "quality of formats at a larger scale": _formats_at_scale,
     "quality of ranks at a larger scale": _ranks_at_scale,

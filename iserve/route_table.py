@@ -46,6 +46,7 @@ class VariantRoute:
     content_hash: str  # of the variant store (``daemon.variants.store``), where its folder is found
     created: int  # seconds since the epoch, for /v1/models
     num_bytes: int  # of its tensors: what loading it reads
+    num_tensors: int | None = None  # of an adapter, for which a part of its load's time is
     pinned: bool = False  # loaded at once, and never unloaded for another
     base_directory: str | None = None  # of a delta whose engine checks neither it nor its base: the base's folder
 

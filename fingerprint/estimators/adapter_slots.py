@@ -12,9 +12,9 @@ from fingerprint.engines import traits_of
 from fingerprint.estimates import Estimate, Estimator, MemoryEstimate, Quantity, Source, TellsHiddenTime
 from fingerprint.estimators.delta_slots import added_delta_step_s, delta_prompt_s
 from fingerprint.estimators.variant_cost import TellsVariantCost, VariantCost
-from fingerprint.load_time import recorded_load_s
+from fingerprint.load_time import RECORDED_TENSORS, recorded_load_s
 from fingerprint.load_waits import OneLoad
-from fingerprint.lora.slot_bytes import adapter_bytes, largest_delta_bytes, reserved_bytes
+from fingerprint.lora.slot_bytes import adapter_bytes, adapter_tensors, largest_delta_bytes, reserved_bytes
 from fingerprint.model_spec import ModelSpec
 
 __all__ = [
@@ -102,18 +102,24 @@ def added_prompt_share(slots: int, base_share: float = 0.0) -> float:
     return base_share * _PROMPT_SHARE_OF_BASE + (1 - base_share) * (_PROMPT_SHARE + _PROMPT_SHARE_OF_SLOT * slots)
 
 
-def load_s(num_bytes: int) -> float:
+def load_s(num_bytes: int, num_tensors: int = RECORDED_TENSORS) -> float:
     """Return the time of a load of an adapter or delta from the page cache, in which its worker decodes nothing.
 
     Estimated, of vLLM alone, from adapters of up to 88 MB; a delta of 2.3 GB took 2.7 s where this says 1.8
     (docs/decisions/0053). A file that is not in the page cache takes longer.
     """
-    return recorded_load_s(num_bytes)
+    return recorded_load_s(num_bytes, num_tensors)
 
 
-def variant_load_s(cost: VariantCost, spec: ModelSpec, config: DeploymentConfig) -> float:
-    """Return the time of a load of the largest variant that slots of ``config`` hold."""
-    return cost.load_s(largest_delta_bytes(spec, config) or adapter_bytes(spec, config.adapter_rank))
+def variant_load_s(cost: VariantCost, spec: ModelSpec, config: DeploymentConfig, rank: int = 0) -> float:
+    """Return the time of a load of the largest variant that slots of ``config`` hold.
+
+    Args:
+        rank: of adapters; 0: the slots'.
+    """
+    if delta_bytes := largest_delta_bytes(spec, config):
+        return cost.load_s(delta_bytes)
+    return cost.load_s(adapter_bytes(spec, rank or config.adapter_rank), adapter_tensors(spec))
 
 
 def loads_stop_steps(config: DeploymentConfig) -> bool:
@@ -159,8 +165,8 @@ def kernel_cost(spec: ModelSpec, config: DeploymentConfig) -> VariantCost | None
 class _Recorded(VariantCost):
     """Time of variants by recordings of Llama-3.1-8B on an H200: half to twice of it on another model or GPU."""
 
-    def load_s(self, num_bytes: int) -> float:
-        return load_s(num_bytes)
+    def load_s(self, num_bytes: int, num_tensors: int = RECORDED_TENSORS) -> float:
+        return load_s(num_bytes, num_tensors)
 
     @staticmethod
     def _quantity(value: float, least: float | None = None) -> Quantity:
@@ -225,8 +231,8 @@ class _WithRecordedPrompts(VariantCost):
     def prompts_s(self, workload: Workload, ttft_s: float, base_share: float, distinct: float) -> Quantity:
         return self._prompts.prompts_s(workload, ttft_s, base_share, distinct)
 
-    def load_s(self, num_bytes: int) -> float:
-        return self._steps.load_s(num_bytes)
+    def load_s(self, num_bytes: int, num_tensors: int = RECORDED_TENSORS) -> float:
+        return self._steps.load_s(num_bytes, num_tensors)
 
 
 class WithAdapterSlots:

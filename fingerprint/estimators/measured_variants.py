@@ -31,6 +31,7 @@ from fingerprint.estimators.adapter_slots import ADDED_ERROR, load_s
 from fingerprint.estimators.linear import Interval, LinearModel, combine
 from fingerprint.estimators.variant_cost import VariantCost
 from fingerprint.estimators.variant_laws import Added, law_of
+from fingerprint.load_time import RECORDED_TENSORS
 from fingerprint.variant_measurements import VariantKind, VariantLoads, VariantMeasurement, kind_of
 
 __all__ = ["SPREAD", "MeasuredVariantCost", "measured_cost"]
@@ -108,14 +109,14 @@ class MeasuredVariantCost(VariantCost):
         active, tokens = max(1.0, distinct / share), workload.input_tokens
         return self._added(self._asked(True, active, share, of_variants, batch, tokens))
 
-    def load_s(self, num_bytes: int) -> float:
+    def load_s(self, num_bytes: int, num_tensors: int = RECORDED_TENSORS) -> float:
         """Return the time of a load, in proportion to the bytes of those measured; 0 bytes: as large as these.
 
-        On vLLM it is no less than what the recording has for ``num_bytes``: a part of each load is not for bytes.
+        On vLLM it is no less than what the recording has for ``num_bytes``: a part of each load is its tensors'.
         """
         of_bytes = num_bytes / self.file_bytes if num_bytes and self.file_bytes else 1.0
         found_s = self.load.value * of_bytes
-        return max(found_s, load_s(num_bytes)) if num_bytes and self._has_step_timer else found_s
+        return max(found_s, load_s(num_bytes, num_tensors)) if num_bytes and self._has_step_timer else found_s
 
     @property
     def load(self) -> Quantity:
@@ -128,13 +129,19 @@ class MeasuredVariantCost(VariantCost):
         found = self._by_layers([one.loads_s for one in self._loads])
         if not self._has_step_timer:
             return found
-        recorded_s = load_s(round(self.file_bytes))
+        recorded_s = load_s(round(self.file_bytes), self._num_tensors)
         return Quantity(
             max(found.value, recorded_s),
             min(found.low, recorded_s),
             max(found.high, ADDED_ERROR * recorded_s),
             found.source if found.value >= recorded_s else Source.SCALED,
         )
+
+    @property
+    def _num_tensors(self) -> int:
+        """Tensors of an adapter of every matrix, where an MLP has three; of a delta as many as count for one."""
+        is_delta = self.measured is not None and self.measured.kind.is_delta
+        return RECORDED_TENSORS if is_delta else 2 * 7 * self._layers
 
     @property
     def _has_step_timer(self) -> bool:

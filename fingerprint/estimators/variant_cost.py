@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.estimates import Quantity
+from fingerprint.load_time import RECORDED_TENSORS
 from fingerprint.variant_measurements import VariantMeasurement
 
 __all__ = ["TellsVariantCost", "VariantCost"]
@@ -50,8 +51,12 @@ class VariantCost(ABC):
         """
 
     @abstractmethod
-    def load_s(self, num_bytes: int) -> float:
-        """Return the time of a load from the page cache of a variant of ``num_bytes``."""
+    def load_s(self, num_bytes: int, num_tensors: int = RECORDED_TENSORS) -> float:
+        """Return the time of a load from the page cache of a variant of ``num_bytes``.
+
+        Args:
+            num_tensors: of an adapter; of a delta the default.
+        """
 
 
 @runtime_checkable

@@ -18,7 +18,7 @@ from fingerprint.engines import traits_of
 from fingerprint.model_spec import ModelSpec
 from fingerprint.weight_bytes import WEIGHT_16BIT_BYTES, kv_heads_per_gpu
 
-__all__ = ["LEAST_RANK", "adapter_bytes", "largest_delta_bytes", "reserved_bytes", "slot_bytes"]
+__all__ = ["LEAST_RANK", "adapter_bytes", "adapter_tensors", "largest_delta_bytes", "reserved_bytes", "slot_bytes"]
 
 LEAST_RANK = 1  # that slots for deltas alone are made for: vLLM makes adapter slots next to them in any case
 _MORE_MATRICES = 3  # that linear parameters beyond those of attention and experts are divided among
@@ -74,6 +74,12 @@ def adapter_bytes(spec: ModelSpec, rank: int) -> int:
     """Return the bytes of an adapter of ``rank`` that updates every matrix of every layer, as a file has them."""
     sides = sum(spec.hidden_size + ceil(width) for width in _split_widths(spec, 1))
     return int(rank * sides * spec.num_layers * WEIGHT_16BIT_BYTES)
+
+
+def adapter_tensors(spec: ModelSpec) -> int:
+    """Return the tensors of such an adapter, two for each matrix; all experts of a layer count as one."""
+    further_experts = (max(spec.num_experts, 1) - 1) * (3 if spec.gated_mlp else 2)
+    return 2 * (sum(1 for _ in _split_widths(spec, 1)) - further_experts) * spec.num_layers
 
 
 def reserved_bytes(spec: ModelSpec, config: DeploymentConfig, num_layers: int) -> int:

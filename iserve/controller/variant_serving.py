@@ -210,6 +210,7 @@ def _route(variant: VariantRow, server: VariantServer) -> VariantRoute:
         content_hash=variant.content_hash,
         created=int(variant.created_at),
         num_bytes=variant.num_bytes,
+        num_tensors=None if variant.is_delta else 2 * variant.num_modules,
         pinned=variant.pinned,
         base_directory=server.base_directory if is_unchecked else None,
     )

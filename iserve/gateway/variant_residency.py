@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from fingerprint.load_time import recorded_load_s
 from iserve.gateway.errors import ApiError
 from iserve.gateway.variant_changes import VariantChanges, variant_places
 from iserve.gateway.variant_loader import LoadFailedError, NoMemoryError, VariantLoader, keep_folders
@@ -30,6 +29,7 @@ from iserve.gateway.variant_worker import (
     VariantWorker,
     chosen_preloads,
     loads_ahead,
+    reload_s,
     runnable_variants,
     variants_of,
 )
@@ -111,7 +111,7 @@ class VariantResidency:
             worker = self._workers.get(target.url)
             if worker is None:
                 places = max(1, route.adapter_slots), max(1, route.loaded_adapters)
-                state = WorkerVariants(*places, lambda name: recorded_load_s(self._num_bytes(name)))
+                state = WorkerVariants(*places, lambda name: reload_s(self._current.get(name)))
                 worker = self._workers[target.url] = VariantWorker(target, state)
             elif not target.ready or target.token != worker.target.token:
                 worker.forget()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from fingerprint.load_time import RECORDED_TENSORS, recorded_load_s
 from iserve.gateway.failed_loads import FailedLoads
 from iserve.route_table import VariantRoute, WorkerTarget
 from placement.variant_preload import choose_preloads, further_preloads
@@ -21,6 +22,7 @@ __all__ = [
     "VariantWorker",
     "chosen_preloads",
     "loads_ahead",
+    "reload_s",
     "runnable_variants",
     "variants_of",
 ]
@@ -124,6 +126,15 @@ class VariantWorker:
             self.epoch += 1
             for name in self.state.loaded - self.loads.keys():
                 self.state.unload(name)
+
+
+def reload_s(variant: VariantRoute | None) -> float:
+    """Return the seconds of a load of a variant, by a recording; None: one that has left the table."""
+    if variant is None:
+        return recorded_load_s(0)
+    return recorded_load_s(
+        variant.num_bytes, RECORDED_TENSORS if variant.num_tensors is None else variant.num_tensors
+    )
 
 
 def runnable_variants(workers: Iterable[VariantWorker]) -> frozenset[str] | None:

@@ -57,12 +57,18 @@ def variant_cost_document(
         slot_bytes=slot_bytes(spec, slot, max(even_split(spec.num_layers, slot.pp))),
         host_bytes=0 if traits_of(config.engine).loads_on_gpu else variant.size_bytes,
         disk_bytes=variant.disk_bytes,
-        load_s=None if cost is None else cost.load_s(variant.size_bytes),
+        load_s=None if cost is None else _load_s(cost, variant),
         load_stops_steps=loads_stop_steps(config) and not is_aside,
         text="",
     )
     is_measured = None if cost is None else cost.measured is not None
     return replace(found, text=_words(found, is_measured, is_aside))
+
+
+def _load_s(cost: VariantCost, variant: VariantDocument) -> float:
+    if variant.rank:
+        return cost.load_s(variant.size_bytes, 2 * variant.num_modules)
+    return cost.load_s(variant.size_bytes)
 
 
 class _ByKernels:

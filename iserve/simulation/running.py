@@ -17,9 +17,8 @@ from fingerprint.engine_caches import with_engine_caches
 from fingerprint.engines import traits_of
 from fingerprint.errors import ConfigError
 from fingerprint.estimates import Estimator
-from fingerprint.estimators.adapter_slots import loads_stop_steps, variant_cost
+from fingerprint.estimators.adapter_slots import loads_stop_steps, variant_cost, variant_load_s
 from fingerprint.gpu_spec import GpuSpec
-from fingerprint.lora.slot_bytes import adapter_bytes, largest_delta_bytes
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
 from fingerprint.service_model import ServiceModel, service_between
@@ -192,7 +191,7 @@ def adapter_cost(
     return AdapterCost(
         slots=slots,
         max_loaded=max_loaded,
-        load_s=cost.load_s(largest_delta_bytes(spec, config) or adapter_bytes(spec, rank)),
+        load_s=variant_load_s(cost, spec, config, rank),
         stops_steps=loads_stop_steps(config),
         added_s=lambda rows, active: cost.step_s(rows, active).value,
         prompt_share=cost.prompt_share,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tests.bench.variant_clients import Answer, p
 from traces.simulator.variants import VariantArrival, VariantWorkers, replay_variants
 
-__all__ = ["Arm", "Cold", "VariantContest", "adapter_names", "predicted", "table"]
+__all__ = ["Arm", "Cold", "VariantContest", "adapter_names", "agreeing_words", "predicted", "table"]
 
 MOST, BATCH, OUTPUT = 128, 64, 128
 DIRECT, OURS = "vllm", "iserve"
@@ -124,7 +124,7 @@ def _alone_text(found: VariantContest) -> str:
         said.setdefault(side, []).append(answers)
 
     def equal(first: Sequence[Answer], second: Sequence[Answer]) -> str:
-        words = [_agreeing(a.text, b.text) for a, b in zip(first, second, strict=True)]
+        words = [agreeing_words(a.text, b.text) for a, b in zip(first, second, strict=True)]
         return f"{min(words)}, {p(words, 50):.0f} and {max(words)}"
 
     direct, ours = said.get(DIRECT, []), said.get(OURS, [])
@@ -136,7 +136,7 @@ def _alone_text(found: VariantContest) -> str:
     )
 
 
-def _agreeing(first: str, second: str) -> int:
+def agreeing_words(first: str, second: str) -> int:
     """Return how many words at the begin are the same."""
     pairs = zip(first.split(), second.split(), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -33,6 +33,7 @@ from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.estimators.variant_cost import VariantCost
 from fingerprint.estimators.variant_loads import WithVariantLoads
 from fingerprint.gpus import gpu_spec
+from fingerprint.load_time import RECORDED_TENSORS
 from fingerprint.model_spec import ModelSpec
 from fingerprint.queueing import ServiceColumns, Variation, requests_at_once, slot_wait
 from fingerprint.service_model import service_model
@@ -79,8 +80,8 @@ class _Slower(VariantCost):
     def prompts_s(self, workload: Workload, ttft_s: float, base_share: float, distinct: float) -> Quantity:
         return self._cost.prompts_s(workload, ttft_s, base_share, distinct)
 
-    def load_s(self, num_bytes: int) -> float:
-        return self._load_times * self._cost.load_s(num_bytes)
+    def load_s(self, num_bytes: int, num_tensors: int = RECORDED_TENSORS) -> float:
+        return self._load_times * self._cost.load_s(num_bytes, num_tensors)
 
 
 class _Machine(RooflineEstimator):

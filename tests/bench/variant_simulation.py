@@ -1,6 +1,6 @@
 """Simulator next to the recorded contest of LoRA variants: loads, throughput and TTFT, predicted and measured.
 
-Run: ``python -m tests.bench.variant_simulation [--times profile|roofline] [--loads-by tensors|load]``.
+Run: ``python -m tests.bench.variant_simulation [--times profile|roofline] [--tensors N]``.
 
 The worker is what a plan for the contest's deployment launches, with steps by the profile of the same model, GPU
 and release (or the roofline); what adapters and loads add is ``fingerprint.estimators.adapter_slots``, of
@@ -9,10 +9,9 @@ they were: all adapters once, then each arm of iServe's side at its time, 32 cli
 request once their last one is answered, then the requests for 1,000 further adapters. Only which adapter each
 request is for is given.
 
-Adapters of the other recording have 448 tensors, the cold ones of the contest 128. The fixed part of a load is its
-tensors': loads of adapters of one and two layers (14 and 28 tensors, ``variant_costs_h200``, the same GPU and
-release) take 4 to 11 ms where a fixed part of the load's own alone would be 53, and in vLLM's own code on a CPU a
-load of 448, 128 and 8 small tensors takes 21.3, 8.6 and 3.6 ms. ``--loads-by load`` is as plans had it before.
+Loads take what the product's law (``fingerprint.load_time``) says of the bytes and tensors of the cold adapters,
+which update the matrices of q and v alone. A plan or ``iserve simulate`` is given a rank and no choice of
+matrices, and counts all of them: ``--tensors 448``.
 """
 
 from __future__ import annotations
@@ -62,8 +61,7 @@ from traces.simulator.simulation import _World
 
 RECORDING, TIMES = "variant_contest_h200.json.gz", ("profile", "roofline")
 MODEL, STEPS_OF, GPU = "Llama-3.1-8B", "h200-vllm-0.33", "h200"
-LOADS_BY = ("load", "tensors")
-ALL_TENSORS, COLD_TENSORS = 2 * 7 * 32, 2 * 2 * 32  # of an adapter of every matrix, and of q and v
+COLD_TENSORS = 2 * 2 * 32  # of an adapter of q and v
 DRAIN_S = 100.0  # before the first arm, for the requests that load all adapters
 
 
@@ -84,11 +82,17 @@ class Played:
 
     phase: str
     tokens_per_s: float
-    answers: int
+    requests: int  # begun
+    answers: int  # whole within its seconds
     ttft_p50_s: float
     ttft_p99_s: float
     loads: int
     evictions: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the requests that no load was made for."""
+        return 1 - self.loads / self.requests
 
 
 def simulated_model(times: str) -> SimulatedModel:
@@ -201,6 +205,7 @@ class ClosedLoop:
         return Played(
             phase=phase.name,
             tokens_per_s=tokens / (ends_s - phase.begins_s),
+            requests=len(rows),
             answers=len(whole),
             ttft_p50_s=p(ttft_s, 50),
             ttft_p99_s=p(ttft_s, 99),
@@ -221,6 +226,7 @@ def measured(found: VariantContest) -> Iterator[Played]:
         yield Played(
             phase=name,
             tokens_per_s=sum(one.tokens for one in answers) / seconds,
+            requests=len(answers),
             answers=len(ttft_s),
             ttft_p50_s=p(ttft_s, 50),
             ttft_p99_s=p(ttft_s, 99),
@@ -233,43 +239,50 @@ def _ours(found: VariantContest) -> list[Arm]:
     return [arm for arm in found.arms if arm.side == OURS]
 
 
-def cold_load_s(adapter_bytes: int, loads_by: str) -> float:
-    """Return the time of a load of one of the cold adapters."""
-    fixed_s = load_s(0)
-    share = COLD_TENSORS / ALL_TENSORS if loads_by == "tensors" else 1.0
-    return share * fixed_s + load_s(adapter_bytes) - fixed_s
-
-
-def predicted(found: VariantContest, times: str, loads_by: str) -> list[Played]:
+def predicted(found: VariantContest, times: str, tensors: int = COLD_TENSORS) -> list[Played]:
     """Return what the simulator makes of the phases, the first one left out."""
     assert found.cold is not None
-    each_s = cold_load_s(found.cold.adapter_bytes, loads_by)
+    each_s = load_s(found.cold.adapter_bytes, tensors)
     loop = ClosedLoop(OneWorker(simulated_model(times), each_s))
     return [loop.play(phase) for phase in phases(found)][1:]
 
 
-def table(found: VariantContest, times: str, loads_by: str) -> str:
-    head = ("", "tokens/s", "predicted", "TTFT P50", "predicted", "P99", "predicted", "loads", "predicted")
-    lines = [f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
-    for true, said in zip(measured(found), predicted(found, times, loads_by), strict=True):
-        assert true.phase == said.phase
-        cells = [
-            *(f"{one.tokens_per_s:,.0f}" for one in (true, said)),
-            *(f"{1e3 * one.ttft_p50_s:,.0f} ms" for one in (true, said)),
-            *(f"{1e3 * one.ttft_p99_s:,.0f} ms" for one in (true, said)),
-            *(str(one.loads) for one in (true, said)),
-        ]
-        lines.append(f"| {true.phase} | {' | '.join(cells)} |")
+def table(true: Sequence[Played], said: Sequence[Played]) -> str:
+    """Return figures of the phases, rounds of the same adapters in one row, as Markdown."""
+    assert [one.phase for one in true] == [one.phase for one in said]
+    parts = ("tokens/s", "TTFT P50", "P99", "loads", "hit rate")
+    head = ("adapters", *(name for part in parts for name in (part, "predicted")))
+    lines = [f"| {' | '.join(head)} |", f"|---|{'--:|' * (len(head) - 1)}"]
+    rounds: dict[str, list[tuple[Played, Played]]] = {}
+    for pair in zip(true, said, strict=True):
+        rounds.setdefault(pair[0].phase.split()[0], []).append(pair)
+    for adapters, pairs in rounds.items():
+        name = f"{COLD:,}, Zipf's law" if adapters == "cold" else adapters
+        sides = [_cells(side) for side in zip(*pairs, strict=True)]
+        cells = [cell for both in zip(*sides, strict=True) for cell in both]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _cells(rounds: Sequence[Played]) -> list[str]:
+    loads, hits = sum(one.loads for one in rounds), sum(one.requests - one.loads for one in rounds)
+    return [
+        ", ".join(f"{one.tokens_per_s:,.0f}" for one in rounds),
+        ", ".join(f"{1e3 * one.ttft_p50_s:,.0f}" for one in rounds) + " ms",
+        ", ".join(f"{1e3 * one.ttft_p99_s:,.0f}" for one in rounds) + " ms",
+        str(loads),
+        f"{hits / (hits + loads):.1%}",
+    ]
 
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", choices=TIMES, default=TIMES[0], help="of the base's steps")
-    parser.add_argument("--loads-by", choices=LOADS_BY, default=LOADS_BY[1], help="what a load's fixed part is of")
+    parser.add_argument("--tensors", type=int, default=COLD_TENSORS, help="of a cold adapter")
     options = parser.parse_args(arguments)
     content = read_kept(RESULTS / RECORDING)
-    print(table(from_json(content, VariantContest, what=RECORDING), options.times, options.loads_by))
+    found = from_json(content, VariantContest, what=RECORDING)
+    print(table([*measured(found)], predicted(found, options.times, options.tensors)))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import pytest
 from fingerprint.config import ADAPTER_RANKS, DeploymentConfig
 from fingerprint.families import read_spec
 from fingerprint.lora import reserved_bytes, slot_bytes
+from fingerprint.lora.slot_bytes import adapter_tensors
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -55,6 +56,20 @@ def test_tensorrt_llm_has_pages_of_the_narrowest_matrix_for_each_as_for_the_wide
     whole = 2 * 16 * 32 * sum(rows + columns for rows, columns in SHAPES)
     assert reserved_bytes(SPEC, paged, 32) == reserved_bytes(SPEC, paged, 4) == 4 * slot + 16 * whole
     assert tp > 1 or slot == 1.75 * whole  # docs/engines.md
+
+
+@pytest.mark.parametrize("layers", [1, 32, 36])
+def test_an_adapter_has_two_tensors_for_every_matrix(layers: int) -> None:
+    assert adapter_tensors(replace(SPEC, num_layers=layers)) == 2 * len(SHAPES) * layers
+
+
+def test_tensors_of_experts_count_as_those_of_one() -> None:
+    """Loads of adapters of experts were not measured."""
+    of_experts = read_spec(
+        LLAMA_8B | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 8}
+    )
+    assert of_experts.num_experts == 8
+    assert adapter_tensors(of_experts) == adapter_tensors(SPEC)
 
 
 def test_kv_heads_are_replicated_above_their_number() -> None:

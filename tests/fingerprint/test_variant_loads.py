@@ -18,6 +18,7 @@ from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.estimators.variant_cost import VariantCost
 from fingerprint.estimators.variant_loads import WithVariantLoads
 from fingerprint.gpus import gpu_spec
+from fingerprint.load_time import RECORDED_TENSORS
 from fingerprint.load_waits import OneLoad
 from fingerprint.lora.slot_bytes import adapter_bytes, largest_delta_bytes
 from fingerprint.service_model import service_model
@@ -74,7 +75,7 @@ class _Measured(VariantCost):
     def prompts_s(self, workload: Workload, ttft_s: float, base_share: float, distinct: float) -> Quantity:
         return Quantity(0.0, 0.0, 0.0, Source.MEASURED)
 
-    def load_s(self, num_bytes: int) -> float:
+    def load_s(self, num_bytes: int, num_tensors: int = RECORDED_TENSORS) -> float:
         return 3.0
 
 

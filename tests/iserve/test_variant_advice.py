@@ -303,7 +303,7 @@ class TestCosts:
         assert law is not None
         assert found.step_s == law.step_s(found.requests, 1)
         assert found.slot_bytes == slot_bytes(spec, worker, spec.num_layers)
-        assert found.load_s == law.load_s(self.HELD.size_bytes)
+        assert found.load_s == law.load_s(self.HELD.size_bytes, 2 * self.HELD.num_modules)
         assert (found.host_bytes, found.disk_bytes) == (self.HELD.size_bytes, self.HELD.disk_bytes)
         assert found.load_stops_steps
         alone = replace(TRAFFIC.workload, batch=1)
