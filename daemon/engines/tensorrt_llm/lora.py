@@ -64,7 +64,8 @@ class AdapterTable:
         self._base, self._most = base, most
         self._loaded: dict[str, NamedAdapter] = {}
         self._loading: set[str] = set()
-        self._numbers: dict[str, int] = {}  # by content; never taken back
+        self._numbers: dict[str, int] = {}  # by content that the engine has read; never taken back
+        self._given = 0
 
     def __iter__(self) -> Iterator[NamedAdapter]:
         return iter(tuple(self._loaded.values()))
@@ -94,11 +95,18 @@ class AdapterTable:
             self._loading.discard(name)
 
     def numbered(self, name: str, folder: Path, content: str) -> NamedAdapter:
-        """Return the adapter with the number of its content, which is a new one where the content is."""
-        number = self._numbers.setdefault(content, len(self._numbers) + 1)
+        """Return the adapter with the number of its content, which is a new one until the content is added.
+
+        What the engine did not read to its end keeps a part under its number, and is not read again.
+        """
+        number = self._numbers.get(content)
+        if number is None:
+            number = self._given = self._given + 1
         return NamedAdapter(name=name, folder=folder, number=number, created=int(time.time()))
 
-    def add(self, adapter: NamedAdapter) -> None:
+    def add(self, adapter: NamedAdapter, content: str) -> None:
+        """Serve an adapter, whose content the engine has read."""
+        self._numbers.setdefault(content, adapter.number)
         self._loaded[adapter.name] = adapter
 
     def remove(self, name: str) -> None:
@@ -134,6 +142,11 @@ def _misfit(adapter: LoraAdapter) -> str | None:
     if ranks != [adapter.config.rank]:
         of = ", ".join(map(str, ranks))
         return f"it scales each matrix by that matrix's own rank, and the ranks differ ({of})"
+    if any(
+        module.scale != adapter.config.scale(adapter.config.rank, adapter.config.alpha)
+        for module in adapter.modules
+    ):
+        return "it scales all matrices by lora_alpha, and alpha_pattern gives some another"
     layers: dict[str, set[str]] = {}
     for name, linear in linears.items():
         layers.setdefault(name.rpartition(".")[0], set()).add(linear)
@@ -164,16 +177,21 @@ class RenamedAnswer:
     def __init__(self, engine_name: str, adapter: NamedAdapter) -> None:
         before, after = msgspec.json.encode(engine_name), msgspec.json.encode(adapter.name)
         self._fields = tuple((key + before, key + after) for key in (b'"model":', b'"model": '))
-        self._line = b""
+        self._line: list[bytes] = []
 
     def whole_lines(self, piece: bytes) -> bytes:
         """Return what ``piece`` completes."""
-        lines, end, self._line = (self._line + piece).rpartition(b"\n")
-        return self._renamed(lines + end)
+        lines, end, rest = piece.rpartition(b"\n")
+        if not end:
+            self._line.append(piece)
+            return b""
+        whole = b"".join((*self._line, lines, end))
+        self._line = [rest]
+        return self._renamed(whole)
 
     def rest(self) -> bytes:
         """Return what no end of a line followed."""
-        return self._renamed(self._line)
+        return self._renamed(b"".join(self._line))
 
     def _renamed(self, data: bytes) -> bytes:
         for before, after in self._fields:

@@ -253,7 +253,11 @@ class OpenAIProxy:
                 refusal = await self._read_by_engine(adapter)
                 if refusal is not None:
                     return refusal
-                self._adapters.add(adapter)
+                if await asyncio.to_thread(checked_content, folder, self._spec.config.adapter_rank) != content:
+                    return _refuse(
+                        400, "the adapter changed while it was loaded; load it again", param="lora_path"
+                    )
+                self._adapters.add(adapter, content)
         except AdapterBodyError as error:
             return _refuse(400, str(error), param=error.field)
         except ConflictError as error:
@@ -291,6 +295,9 @@ class OpenAIProxy:
     ) -> web.StreamResponse:
         if answer.status != 200:
             said = await answer.read()
+            if adapter is not None and not adapter.folder.is_dir():  # which the engine asks for each time
+                message = f"the files of {adapter.name!r} are gone; load it again"
+                return _refuse(404, message, code="model_not_found", param="model")
             reworded = openai_error(said)
             if reworded is None:
                 reworded = error_body(f"the engine answered {answer.status}", code="engine_error")

@@ -6,6 +6,7 @@ number stays: an answer of a wrong or an earlier adapter would be seen.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from dataclasses import replace
@@ -21,6 +22,7 @@ from daemon.engines.tensorrt_llm.adapter import TensorRtLlmEngine
 from daemon.engines.tensorrt_llm.capabilities import TABLE
 from daemon.engines.tensorrt_llm.lora import TARGETS, NamedAdapter, RenamedAnswer, checked_content
 from daemon.engines.tensorrt_llm.options import as_yaml, llm_options
+from daemon.engines.tensorrt_llm.proxy import OpenAIProxy
 from fingerprint.config import DeploymentConfig
 from fingerprint.families import read_spec
 from fingerprint.gpus import gpu_spec
@@ -151,6 +153,7 @@ def test_an_unloaded_name_is_unknown(tmp_path: Path) -> None:
     [
         ("ranks-differ", "lora_path"),
         ("keys-alone", "lora_path"),
+        ("scales-differ", "lora_path"),
         ("other-matrix", "lora_path"),
         ("rank-too-large", "lora_path"),
         ("dora", "lora_path"),
@@ -172,6 +175,7 @@ def test_what_would_end_the_engine_or_be_computed_otherwise_is_refused_at_its_lo
     folder = {
         "ranks-differ": lambda: adapter(tmp_path / "bad", ranks={Q: 8, V: 4}),
         "keys-alone": lambda: adapter(tmp_path / "bad", ranks={K: 8, UP: 8}),
+        "scales-differ": lambda: adapter(tmp_path / "bad", alpha_pattern={"q_proj": 64}),
         "other-matrix": lambda: adapter(tmp_path / "bad", ranks={JOINED: 8}),
         "rank-too-large": lambda: adapter(tmp_path / "bad", ranks={Q: 16}),
         "dora": lambda: adapter(tmp_path / "bad", use_dora=True),
@@ -263,6 +267,63 @@ def test_what_the_engine_says_of_an_adapter_is_the_answer_to_its_load(tmp_path: 
             assert (status, answer["error"]["code"]) == (500, "engine_error")
             golden("engines", answer["error"]["message"])
             assert (await it.ask("/v1/completions", {"model": "style", **ASK}))[0] == 404
+            it.engine.adapters._max_rank = 8
+            assert (await load(it, "style", style))[0] == 200  # by another number: a part was read by the first
+            assert await said(it, "style") == (text_of(style), "style")
+
+    play(scene)
+
+
+def test_of_loads_at_once_each_content_has_its_number(tmp_path: Path) -> None:
+    """Two of one name, of which one is refused, and two names of one content."""
+    folders = [adapter(tmp_path / str(number), 10 * number) for number in range(3)]
+
+    async def scene() -> None:
+        async with served(tmp_path) as it:
+            asked = (("a", folders[0]), ("a", folders[1]), ("b", folders[2]), ("c", folders[2]))
+            answers = await asyncio.gather(*(load(it, *one) for one in asked))
+            assert [status for status, _ in answers] == [200, 400, 200, 200]
+            assert [await said(it, name) for name in "abc"] == [
+                (text_of(folder), name)
+                for name, folder in zip("abc", (folders[0], folders[2], folders[2]), strict=True)
+            ]
+
+    play(scene)
+
+
+def test_files_that_are_gone_are_named_by_the_adapter_and_not_by_their_folder(tmp_path: Path) -> None:
+    style = adapter(tmp_path / "style", 1)
+
+    async def scene() -> None:
+        async with served(tmp_path) as it:
+            await load(it, "style", style)
+            shutil.rmtree(style)
+            status, answer = await it.ask("/v1/completions", {"model": "style", **ASK})
+            assert (status, answer["error"]["code"]) == (404, "model_not_found")
+            assert str(tmp_path) not in json.dumps(answer)
+
+    play(scene)
+
+
+def test_content_that_is_replaced_while_the_engine_reads_it_is_not_served(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    style = adapter(tmp_path / "style", 1)
+    read = OpenAIProxy._read_by_engine
+
+    async def read_and_replace(self: OpenAIProxy, asked: NamedAdapter) -> Any:
+        refusal = await read(self, asked)
+        shutil.rmtree(style)
+        adapter(style, 2)
+        return refusal
+
+    async def scene() -> None:
+        async with served(tmp_path) as it:
+            with monkeypatch.context() as patched:
+                patched.setattr(OpenAIProxy, "_read_by_engine", read_and_replace)
+                assert (await load(it, "style", style))[0] == 400
+            assert (await load(it, "style", style))[0] == 200
+            assert await said(it, "style") == (text_of(style), "style")
 
     play(scene)
 

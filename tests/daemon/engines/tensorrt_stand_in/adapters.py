@@ -62,6 +62,7 @@ class Adapters:
         if not self.is_on:
             return ""
         if number not in self.read:
+            self.read[number] = ""  # a reading that fails leaves a part, which is not read again
             self.read[number] = self._read(Path(path))
         return self.read[number]
 
