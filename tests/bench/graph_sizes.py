@@ -1,17 +1,18 @@
-"""Measures prompts on vLLM with CUDA graphs up to 512 tokens, its default, and with larger ones.
+"""Measures prompts on vLLM with CUDA graphs up to 512 tokens, as iServe launches it, and with larger ones.
 
     python -m tests.bench.graph_sizes measure OUT CONFIG_JSON [...] [--largest 512 2048] [--rounds 2]
-    python -m tests.bench.graph_sizes table OUT/graph_sizes.json
+    python -m tests.bench.graph_sizes table OUT/graph_sizes.json [...]
 
 ``measure`` runs with vLLM's own Python on the GPU machine, one engine after the other, each in a process of its
 own with random weights; a mixture's experts are drawn uniformly. A step of more tokens than the largest graph has
 is launched kernel by kernel, which takes the host longer than the GPU where layers are made of many short kernels.
 
-* ``alone``: from the call until its first token, of a lone prompt or several at once;
+* ``alone``: from the call until its first token, of a lone prompt;
 * ``among decoders``: the longest time between two tokens of a batch of 16 while one prompt arrives.
 
 Up to 512 tokens the graphs are those that vLLM has, from there to the largest one every 128 tokens: a step in
-between has the rows of the next larger one. What graphs cost is the engine's start and room for KV.
+between has the rows of the next larger one. What graphs cost is the engine's start and room for KV; the first
+start of each compiles for itself. An engine whose file OUT has is not measured again.
 """
 
 from __future__ import annotations
@@ -35,12 +36,9 @@ from tests.bench.served_steps import SteppedServer
 __all__ = ["Engine", "GraphSizes", "Prompts", "main", "sizes_up_to", "table"]
 
 DEFAULT, APART = GRAPH_TOKENS, 128  # tokens of vLLM's largest graph; between those beyond
-# Prompts at once, and tokens of each.
-ALONE = (
-    *((1, 256), (1, 512), (1, 520), (1, 640), (1, 768), (1, 1024), (1, 1536), (1, 2048), (1, 3000)),
-    *((8, 96), (8, 128), (8, 256)),
-)
-AMONG, DECODING = (256, 512, 768, 1024, 1536, 2048), 16
+ALONE = (256, 512, 520, 640, 768, 1024, 1536, 2048, 3000)
+CONTEXT, DECODING = 512, 16
+AMONG = (240, 496, 752, 1008, 1520, 2032)  # with the tokens of those that decode a step is of a graph's size
 CALLS, LEFT_OUT = 14, 4
 
 
@@ -49,8 +47,8 @@ class Prompts:
     """Times of one case."""
 
     case: str  # "alone" or "among decoders"
-    batch: int  # prompts at once, or sequences that decode
-    tokens: int  # of each prompt
+    batch: int  # sequences that decode
+    tokens: int  # of the prompt
     seconds: tuple[float, ...]
 
 
@@ -80,11 +78,11 @@ def sizes_up_to(largest: int) -> list[int]:
 
 
 def _measured(server: SteppedServer) -> Iterator[Prompts]:
-    for batch, tokens in ALONE:
-        seconds = [server.first_token(batch, tokens) for _ in range(CALLS)][LEFT_OUT:]
-        yield Prompts(case="alone", batch=batch, tokens=tokens, seconds=tuple(seconds))
+    for tokens in ALONE:
+        seconds = [server.first_token(tokens) for _ in range(CALLS)][LEFT_OUT:]
+        yield Prompts(case="alone", batch=0, tokens=tokens, seconds=tuple(seconds))
     for tokens in AMONG:
-        longest = [server.arrivals(DECODING, DEFAULT, tokens)[1][1] for _ in range(2)]
+        longest = [server.arrivals(DECODING, CONTEXT, tokens)[1][1] for _ in range(2)]
         yield Prompts(case="among decoders", batch=DECODING, tokens=tokens, seconds=tuple(longest))
 
 
@@ -97,8 +95,8 @@ def measure_one(config: Path, out: Path, largest: int) -> None:
     begun_s = time.monotonic()
     server = SteppedServer(folder, graph_sizes=sizes_up_to(largest))
     start_s = time.monotonic() - begun_s
-    for batch, tokens in ALONE:  # what compiles does so here
-        server.first_token(batch, tokens)
+    for tokens in ALONE:  # what compiles does so here
+        server.first_token(tokens)
     engine = Engine(
         model=config.stem,
         largest=largest,
@@ -110,18 +108,23 @@ def measure_one(config: Path, out: Path, largest: int) -> None:
 
 
 def measure(configs: Sequence[Path], out: Path, largest: Sequence[int], rounds: int) -> None:
-    """Measure all, the sizes in turns; what was measured is kept after each engine."""
+    """Measure all, the sizes in turns; what was measured is kept after each engine.
+
+    Raises:
+        SystemExit: an engine failed; the rest was measured.
+    """
     from tests.bench.engine_contest_run import _nvidia
 
     out.mkdir(parents=True, exist_ok=True)
-    engines = list[Engine]()
+    engines, failed = list[Engine](), list[str]()
     for config in configs:
         for turn in range(rounds):
             for size in largest if turn % 2 == 0 else reversed(largest):
                 file = out / f"{config.stem}-{size}-{turn}.json"
                 order = [sys.executable, "-m", "tests.bench.graph_sizes", "one", str(file), str(config), str(size)]
-                if subprocess.run(order, check=False).returncode != 0:
-                    print(f"{config.stem} with graphs up to {size:,} tokens failed", flush=True)
+                if not file.exists() and subprocess.run(order, check=False).returncode != 0:
+                    failed.append(f"{config.stem} with graphs up to {size:,} tokens failed")
+                    print(failed[-1], flush=True)
                     continue
                 engines.append(from_json(file.read_bytes(), Engine, what=str(file)))
                 kept = GraphSizes(
@@ -131,20 +134,23 @@ def measure(configs: Sequence[Path], out: Path, largest: Sequence[int], rounds: 
                     engines=tuple(engines),
                 )
                 (out / "graph_sizes.json").write_bytes(to_json(kept, indent=1))
-    print(table(kept))
+                print(table([kept]), flush=True)
+    if failed:
+        raise SystemExit("; ".join(failed))
 
 
-def table(found: GraphSizes) -> str:
+def table(kept: Sequence[GraphSizes]) -> str:
     """Return medians over all rounds as a Markdown table, a column for each model and largest graph."""
-    columns = sorted({(one.model, one.largest) for one in found.engines})
-    by_column = {c: [one for one in found.engines if (one.model, one.largest) == c] for c in columns}
+    engines = [one for found in kept for one in found.engines]
+    columns = sorted({(one.model, one.largest) for one in engines})
+    by_column = {c: [one for one in engines if (one.model, one.largest) == c] for c in columns}
     lines = [
         f"| | {' | '.join(f'{model}, up to {largest:,}' for model, largest in columns)} |",
         f"|---|{'--:|' * len(columns)}",
         f"| start | {' | '.join(_range([one.start_s for one in by_column[c]], 's') for c in columns)} |",
         f"| blocks of KV | {' | '.join(f'{by_column[c][0].kv_blocks:,}' for c in columns)} |",
     ]
-    for case in dict.fromkeys((p.case, p.batch, p.tokens) for one in found.engines for p in one.prompts):
+    for case in dict.fromkeys((p.case, p.batch, p.tokens) for one in engines for p in one.prompts):
         cells = [_range(_middles_ms(by_column[c], case), "ms") for c in columns]
         lines.append(f"| {_said(*case)} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -169,8 +175,15 @@ def _range(values: Sequence[float], unit: str) -> str:
 
 def _said(case: str, batch: int, tokens: int) -> str:
     if case == "alone":
-        return f"{batch} x {tokens:,} {case}"
+        return f"{tokens:,} {case}"
     return f"longest step of {batch} that decode, a prompt of {tokens:,} arrives"
+
+
+def _largest(text: str) -> int:
+    value = int(text)
+    if value < DEFAULT or value % APART:
+        raise argparse.ArgumentTypeError(f"a graph has {DEFAULT} tokens, or more in steps of {APART}; got {value}")
+    return value
 
 
 def main() -> None:
@@ -179,13 +192,13 @@ def main() -> None:
     many = orders.add_parser("measure")
     many.add_argument("out", type=Path)
     many.add_argument("configs", type=Path, nargs="+")
-    many.add_argument("--largest", type=int, nargs="+", default=[DEFAULT, 2048])
+    many.add_argument("--largest", type=_largest, nargs="+", default=[DEFAULT, 2048])
     many.add_argument("--rounds", type=int, default=2)
     one = orders.add_parser("one")
     one.add_argument("out", type=Path)
     one.add_argument("config", type=Path)
     one.add_argument("largest", type=int)
-    orders.add_parser("table").add_argument("kept", type=Path)
+    orders.add_parser("table").add_argument("kept", type=Path, nargs="+")
     options: Any = parser.parse_args()
     match options.order:
         case "measure":
@@ -193,7 +206,7 @@ def main() -> None:
         case "one":
             measure_one(options.config, options.out, options.largest)
         case _:
-            print(table(from_json(options.kept.read_bytes(), GraphSizes, what=str(options.kept))))
+            print(table([from_json(one.read_bytes(), GraphSizes, what=str(one)) for one in options.kept]))
 
 
 if __name__ == "__main__":

@@ -183,11 +183,10 @@ class SteppedServer:
         found = [(sum(gaps) - (len(gaps) - 1) * usual_s, max(gaps), next_s) for gaps, next_s in around]
         return usual_s, tuple(statistics.median(row) for row in zip(*found, strict=True))
 
-    def first_token(self, batch: int, tokens: int) -> float:
-        """Return the seconds until each of as many prompts, asked at once, has a token."""
-        prompts, begun_s = [self.prompt(tokens) for _ in range(batch)], time.perf_counter()
-        for prompt in prompts:
-            self.add(prompt, 1)
+    def first_token(self, tokens: int) -> float:
+        """Return the seconds until a lone prompt has a token."""
+        prompt, begun_s = self.prompt(tokens), time.perf_counter()
+        self.add(prompt, 1)
         self.end()
         return time.perf_counter() - begun_s
 
