@@ -143,7 +143,7 @@ USED: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "v1/worker/gpu_model_runner.py:GPUModelRunner": (("_get_prompt_logprobs_dict",), ()),
     "v1/worker/gpu/model_runner.py:GPUModelRunner": ((), ("lora_capture_cases", "lora_state")),
-    "v1/worker/gpu/lora_utils.py:LoraState": (("get_activate_loras",), ()),
+    "v1/worker/gpu/lora_utils.py:LoraState": ((), ("lora_requests",)),
     "model_executor/models/interfaces_base.py:VllmModelForTextGeneration": (("compute_logits",), ()),
     "v1/worker/gpu/sample/prompt_logprob.py:PromptLogprobsWorker": (
         ("compute_prompt_logprobs", "compute_prompt_token_id_logprobs"),

@@ -104,6 +104,37 @@ def a_step_is_computed_as_without_them() -> None:
 
 
 @case
+def a_name_that_is_given_again_has_the_graph_of_both() -> None:
+    """A delta runs whose name an adapter has by now, with an id of its own; then a step like the last one."""
+    import vllm.v1.worker.gpu.model_runner as runner_module
+    from vllm.lora.request import LoRARequest
+
+    with tempfile.TemporaryDirectory() as place:
+        delta, adapter = write_delta(Path(place) / "delta", 1), write_adapter(Path(place) / "adapter", 2)
+        plain, tiny = tiny_model(graphs_by_kind=False), tiny_model(is_newer_runner=True)
+        assert tiny_model(is_newer_runner=True, graphs_by_kind=False).runner.lora_capture_cases == [0, SLOTS + 1]
+        state, tokens = tiny.runner.lora_state, torch.randint(0, VOCABULARY, (ROWS,))
+        requests = [
+            LoRARequest(lora_name="same", lora_int_id=number, lora_path=str(folder))
+            for number, folder in ((1, delta), (2, adapter))
+        ]
+        ids = [1, 2, 0, 1] * 2
+        for row, one in enumerate(ids):
+            state.add_request(str(row), row, {1: requests[0], 2: requests[1]}.get(one))
+        names = [str(row) for row in range(ROWS)]
+        for one in (plain, tiny):
+            for asked in requests:  # vLLM's set of a step's requests would hold the first alone
+                assert one.runner.add_lora(asked)
+        want = run(plain, ids, [], tokens)
+        for _ in range(2):  # of a step like the one before nothing is routed
+            assert runner_module.get_num_active_loras_for_dispatch(None, state, names, False) == 3
+            assert torch.equal(run(tiny, ids, [], tokens), want)
+        assert runner_module.get_num_active_loras_for_dispatch(None, state, [], False) == 0
+        assert runner_module.get_num_active_loras_for_dispatch(None, state, [], True) == 3
+        assert torch.equal(run(tiny, [2] * ROWS, [], tokens), run(plain, [2] * ROWS, [], tokens))
+
+
+@case
 def a_runner_without_such_keys_has_one_graph_for_all() -> None:
     tiny = tiny_model()
     with tempfile.TemporaryDirectory() as place:

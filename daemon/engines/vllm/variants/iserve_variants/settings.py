@@ -50,6 +50,8 @@ class Settings:
     """Whether slots have weights of norms."""
     adapters: bool = True
     """Whether LoRA adapters are served next to deltas; False: no step launches their kernels."""
+    graphs_by_kind: bool = True
+    """Whether steps with deltas, with adapters and with both have graphs of their own, where slots hold both."""
     merged_from_rows: int | None = 256
     """Rows of one delta in a step, from which on a prompt is multiplied with merged weights; None: never."""
     background: bool = False

@@ -93,7 +93,7 @@ class StepRoutes:
         self.wants_samples = False
         """Whether a module reads the routes of samples: an output layer with slots."""
         self.kind = StepKind.BASE
-        """Whose launches the step's graph has: those of its rows at least."""
+        """Kind of the step's graph, which has the launches of its rows at least."""
         self._rows, self._expected = StepKind.BASE, None
         self.has_routed = False
         """Whether a row is in the route of tokens."""
@@ -169,8 +169,8 @@ class StepRoutes:
         self.update([0], [0], {})
         self.merged_from_rows = kept
 
-    def expect(self, kind: StepKind) -> None:
-        """Have the step that is routed next be of the kind whose graph was chosen for it."""
+    def expect(self, kind: StepKind | None) -> None:
+        """Have the step that is routed next be of the kind whose graph was chosen for it; None: none was."""
         self._expected = kind
 
     def _expected_kind(self) -> StepKind:

@@ -39,8 +39,14 @@ class GraphKinds:
 
     def capture(self, kind: StepKind) -> None:
         """Have what runs next launch what steps of ``kind`` do, though nothing is routed."""
+        self._routes.expect(None)
         self._routes.kind = kind
         self._forget()
+
+    def of_dummy(self) -> StepKind:
+        """Return the kind of a step that vLLM makes up, which it routed before."""
+        self._routes.expect(None)
+        return StepKind.BOTH
 
 
 def tell_kinds_apart(runner: Any, kinds: GraphKinds) -> bool:
@@ -67,7 +73,11 @@ def patch_runner(runner_module: ModuleType) -> None:
         kinds: GraphKinds | None = getattr(lora_state, _KINDS, None)
         if kinds is None:
             return int(theirs(lora_config, lora_state, req_ids, dummy_run))
-        return int(StepKind.BOTH if dummy_run else kinds.chosen(list(lora_state.get_activate_loras(req_ids))))
+        if dummy_run:
+            return int(kinds.of_dummy())
+        # Not vLLM's set of them: it holds one of two that had the same name, one after the other.
+        adapters = {one.lora_int_id: one for one in map(lora_state.lora_requests.get, req_ids) if one is not None}
+        return int(kinds.chosen(list(adapters.values())))
 
     def create_lora_capture_hook(lora_config: Any, runner: Any) -> Callable[[int, int, int], None] | None:
         hook: Callable[[int, int, int], None] | None = their_hook(lora_config, runner)

@@ -238,9 +238,9 @@ class DeltaWorkerManager(AsideWorkerManager):
         )
 
     def graph_kinds(self) -> GraphKinds | None:
-        """Return what tells steps apart for graphs; None where slots hold deltas alone: one graph is enough."""
+        """Return what tells steps apart for graphs; None where one graph is to serve all."""
         manager = self._adapter_manager
-        if not manager.settings.adapters:
+        if not (manager.settings.adapters and manager.settings.graphs_by_kind):
             return None
         registered = manager._registered_adapters.cache
 
