@@ -77,9 +77,8 @@ def adapter_bytes(spec: ModelSpec, rank: int) -> int:
 
 
 def adapter_tensors(spec: ModelSpec) -> int:
-    """Return the tensors of such an adapter, two for each matrix; all experts of a layer count as one."""
-    further_experts = (max(spec.num_experts, 1) - 1) * (3 if spec.gated_mlp else 2)
-    return 2 * (sum(1 for _ in _split_widths(spec, 1)) - further_experts) * spec.num_layers
+    """Return the tensors of such an adapter: two for each matrix, those of every expert among them."""
+    return 2 * sum(1 for _ in _split_widths(spec, 1)) * spec.num_layers
 
 
 def reserved_bytes(spec: ModelSpec, config: DeploymentConfig, num_layers: int) -> int:
