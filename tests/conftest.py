@@ -38,6 +38,11 @@ if threading.current_thread() is threading.main_thread():
 
 gc.disable()  # until all is imported: half of what that takes would be the collector's
 
+# Read once, where Triton's own functions are defined: before torch imports it for any other test. On a GPU kernels
+# are compiled.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 _THREADS = "OMP_NUM_THREADS"  # read once by OpenMP, OpenBLAS and MKL, as each is loaded
 _threads_given = os.environ.get(_THREADS)
 os.environ.setdefault(_THREADS, "1")

@@ -105,7 +105,7 @@ USED: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "utils/cache.py:LRUCache": (("cache", "pop", "touch", "remove_oldest"), ()),
     "lora/request.py:LoRARequest": ((), ("load_inplace", "lora_int_id", "lora_name", "lora_path")),
-    "config/lora.py:LoRAConfig": ((), ("fully_sharded_loras", "specialize_active_lora")),
+    "config/lora.py:LoRAConfig": ((), ("fully_sharded_loras", "max_loras", "specialize_active_lora")),
     "config/model.py:ModelConfig": ((), ("dtype",)),
     "model_executor/models/utils.py:WeightsMapper": (("get_rename_mapper", "_map_name"), ()),
     "model_executor/models/interfaces.py:SupportsQuant": ((), ("hf_to_vllm_mapper",)),
@@ -139,7 +139,7 @@ USED: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *("maybe_setup_dummy_loras", "maybe_select_dummy_loras", "maybe_dummy_run_with_lora"),
             *("maybe_remove_all_loras", "add_lora", "remove_lora", "pin_lora", "list_loras"),
         ),
-        (),
+        ("lora_manager",),
     ),
     "v1/worker/gpu_model_runner.py:GPUModelRunner": (("_get_prompt_logprobs_dict",), ()),
     "v1/worker/gpu/model_runner.py:GPUModelRunner": ((), ("lora_capture_cases", "lora_state")),
@@ -153,9 +153,10 @@ USED: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 RUNNERS = ("v1/worker/gpu_model_runner.py", "v1/worker/gpu/model_runner.py")  # version 1 and 2
 # Names of modules that the plug-in replaces.
 REPLACED = {
-    _MIXIN: "LRUCacheWorkerLoRAManager",
-    "lora/utils.py": "_all_lora_classes",
-    "lora/lora_model.py": "safetensors",
+    _MIXIN: ("LRUCacheWorkerLoRAManager",),
+    "lora/utils.py": ("_all_lora_classes",),
+    "lora/lora_model.py": ("safetensors",),
+    "v1/worker/gpu/model_runner.py": ("create_lora_capture_hook", "get_num_active_loras_for_dispatch"),
 }
 
 
@@ -179,7 +180,7 @@ def read_names(package: Path) -> dict[str, Any]:
         }
     wanted = imports()
     names = {
-        file: sorted(_names(source, file) & {*wanted.get(_module(file), ()), REPLACED.get(file, "")})
+        file: sorted(_names(source, file) & {*wanted.get(_module(file), ()), *REPLACED.get(file, ())})
         for file in sorted({*REPLACED, *(_file(source, module) for module in wanted)})
     }
     runners = {file: _of_adapters(source, file) for file in (*RUNNERS, _MIXIN)}

@@ -25,6 +25,7 @@ def register() -> None:
     check_release(vllm.__version__)
     from vllm.lora import utils
     from vllm.v1.worker import lora_model_runner_mixin as mixin
+    from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
     from iserve_variants.refusals import hide_refusals
     from iserve_variants.vllm_aside import AsideWorkerManager
@@ -51,7 +52,7 @@ def register() -> None:
             kind = AsideWorkerManager
         return kind(vllm_config, *args, **kwargs)
 
-    their_load = mixin.LoRAModelRunnerMixin.load_lora_model
+    their_load = LoRAModelRunnerMixin.load_lora_model
 
     def load_lora_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         model = their_load(self, *args, **kwargs)
@@ -60,6 +61,6 @@ def register() -> None:
             tell_kinds_apart(self, kinds)
         return model
 
-    mixin.LoRAModelRunnerMixin.load_lora_model = load_lora_model
+    LoRAModelRunnerMixin.load_lora_model = load_lora_model
     mixin.LRUCacheWorkerLoRAManager = manager
     utils._all_lora_classes = (*LAYERS, *utils._all_lora_classes)

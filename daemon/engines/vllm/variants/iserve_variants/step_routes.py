@@ -173,6 +173,10 @@ class StepRoutes:
         """Have the step that is routed next be of the kind whose graph was chosen for it; None: none was."""
         self._expected = kind
 
+    def launch_as(self, kind: StepKind) -> None:
+        """Launch what steps of ``kind`` do until a step is routed."""
+        self.kind, self._expected = kind, None
+
     def _expected_kind(self) -> StepKind:
         """Return the kind that was expected; where none was, one graph serves whatever is no base.
 

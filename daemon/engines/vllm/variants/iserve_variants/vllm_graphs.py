@@ -39,8 +39,7 @@ class GraphKinds:
 
     def capture(self, kind: StepKind) -> None:
         """Have what runs next launch what steps of ``kind`` do, though nothing is routed."""
-        self._routes.expect(None)
-        self._routes.kind = kind
+        self._routes.launch_as(kind)
         self._forget()
 
     def of_dummy(self) -> StepKind:
@@ -53,19 +52,19 @@ def tell_kinds_apart(runner: Any, kinds: GraphKinds) -> bool:
     """Have a runner whose model is loaded capture graphs of each kind; return False where it is the older one."""
     if not hasattr(runner, "lora_capture_cases"):
         return False
-    import vllm.v1.worker.gpu.model_runner as runner_module
+    from vllm.v1.worker.gpu import model_runner
 
-    patch_runner(runner_module)
+    patch_runner(model_runner)
     setattr(runner.lora_state, _KINDS, kinds)
-    runner.lora_capture_cases = [int(kind) for kind in StepKind.__members__.values()]
+    runner.lora_capture_cases = list(range(StepKind.BOTH + 1))
     return True
 
 
-def patch_runner(runner_module: ModuleType) -> None:
+def patch_runner(model_runner: ModuleType) -> None:
     """Replace what tells graphs apart in the newer runner's module, for runners with kinds; once in a process."""
-    if hasattr(runner_module, _KINDS):
+    if hasattr(model_runner, _KINDS):
         return
-    theirs, their_hook = runner_module.get_num_active_loras_for_dispatch, runner_module.create_lora_capture_hook
+    theirs, their_hook = model_runner.get_num_active_loras_for_dispatch, model_runner.create_lora_capture_hook
 
     def get_num_active_loras_for_dispatch(
         lora_config: Any, lora_state: Any, req_ids: Sequence[str], dummy_run: bool
@@ -91,6 +90,6 @@ def patch_runner(runner_module: ModuleType) -> None:
 
         return before_capture
 
-    setattr(runner_module, _KINDS, True)
-    runner_module.get_num_active_loras_for_dispatch = get_num_active_loras_for_dispatch  # type: ignore[attr-defined]
-    runner_module.create_lora_capture_hook = create_lora_capture_hook  # type: ignore[attr-defined]
+    setattr(model_runner, _KINDS, True)
+    model_runner.get_num_active_loras_for_dispatch = get_num_active_loras_for_dispatch  # type: ignore[attr-defined]
+    model_runner.create_lora_capture_hook = create_lora_capture_hook  # type: ignore[attr-defined]
