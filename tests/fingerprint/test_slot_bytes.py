@@ -64,7 +64,7 @@ def test_an_adapter_has_two_tensors_for_every_matrix(layers: int) -> None:
 
 
 def test_each_expert_has_tensors_of_its_own() -> None:
-    """As in a file, by which the gateway counts; loads of adapters of experts were not measured."""
+    """A file's count, by which the gateway goes too; loads of adapters of experts were not measured."""
     of_experts = read_spec(
         LLAMA_8B | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 8}
     )
