@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-import lzma
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+
+from tests.bench.kept import read_kept
 
 __all__ = ["DELTA_TABLES"]
 
@@ -19,8 +19,7 @@ LAYERS = 32
 
 @cache
 def _read(name: str) -> Any:
-    raw = (RESULTS / name).read_bytes()
-    raw = {".gz": gzip.decompress, ".xz": lzma.decompress}.get(Path(name).suffix, bytes)(raw)
+    raw = read_kept(RESULTS / name)
     return [json.loads(line) for line in raw.splitlines()] if ".jsonl" in name else json.loads(raw)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from iserve_variants.step_routes import StepKind, StepRoutes
 
-__all__ = ["GraphKinds", "patch_runner", "tell_kinds_apart"]
+__all__ = ["GraphKinds", "tell_kinds_apart"]
 
 _KINDS = "iserve_graph_kinds"  # attribute of a runner's state of adapters
 
@@ -48,19 +48,18 @@ class GraphKinds:
         return StepKind.BOTH
 
 
-def tell_kinds_apart(runner: Any, kinds: GraphKinds) -> bool:
-    """Have a runner whose model is loaded capture graphs of each kind; return False where it is the older one."""
+def tell_kinds_apart(runner: Any, kinds: GraphKinds) -> None:
+    """Have a runner whose model is loaded capture graphs of each kind, unless it is the older one."""
     if not hasattr(runner, "lora_capture_cases"):
-        return False
+        return
     from vllm.v1.worker.gpu import model_runner
 
-    patch_runner(model_runner)
+    _patch_runner(model_runner)
     setattr(runner.lora_state, _KINDS, kinds)
     runner.lora_capture_cases = list(range(StepKind.BOTH + 1))
-    return True
 
 
-def patch_runner(model_runner: ModuleType) -> None:
+def _patch_runner(model_runner: ModuleType) -> None:
     """Replace what tells graphs apart in the newer runner's module, for runners with kinds; once in a process."""
     if hasattr(model_runner, _KINDS):
         return
