@@ -4,8 +4,9 @@
     python -m tests.bench.lora_steps loads CONFIG_JSON OUT --python VLLM_PYTHON
     python -m tests.bench.lora_steps table OUT/lora_steps.json.gz [CONFIG_JSON]
 
-``loads`` measures the last part alone, on two workers with 32 slots: one whose loads stop its steps, and one with
-``ISERVE_VLLM_BACKGROUND_LOADS=1``; about 200 s, of which the start is the most. ``table`` prints its file as well.
+``loads`` measures the last part alone, on three workers with 32 slots: vLLM's own loads, which stop its steps; our
+plug-in's, which stop them too; and those of ``ISERVE_VLLM_BACKGROUND_LOADS=1``. About 250 s, of which the start is
+the most. ``table`` prints its file as well.
 ``measure`` runs on the GPU machine, for a model of Llama's modules: three workers with random weights on one GPU
 of 130 GiB or more (without slots, with 8, with 32 of rank 64), all started before the first call and called in
 turns. The adapters are random too, of ranks 64, 16 and 8 in turn, one file for each rank, loaded by as many names
@@ -63,6 +64,7 @@ BATCHES, ACTIVE = (32, 128), (0, 1, 8, 32)
 INPUT, OUTPUT, ROUNDS = 64, 65, 2
 PROMPTS, PROMPT_ROUNDS = ((1, 2048), (8, 512)), 5
 LOADS, LOADING_ROWS, LOADING_TOKENS = 2, 32, 300  # per rank; the rows that decode meanwhile, and their tokens
+LOAD_WAYS = ((False, False), (True, False), (True, True))  # whether our plug-in reads it, and in a thread
 GIB_EACH = 42
 BEING_READ, FIRST_PAUSE_S, MOST_PAUSE_S = "is still being read", 0.02, 0.2  # as the gateway asks again
 FILE = "lora_steps.json.gz"
@@ -122,6 +124,7 @@ class Load:
     longest_gap_s: float  # between tokens of one of these requests, of all gaps that touch the load
     usual_gap_s: float  # the longest one that does not
     in_background: bool = False  # whether a thread of the worker reads it
+    plug_in: bool = False  # whether our plug-in reads its file; with such a thread it does
     median_gap_s: float = 0.0  # of all gaps; 0: not kept
     calls: int = 1  # until it was loaded
     long_gaps: tuple[tuple[float, float], ...] = ()  # the five longest: seconds from the request, and of the gap
@@ -178,7 +181,7 @@ def measure(config: Path, out: Path, python: str, gpu: int) -> None:
 
 
 def measure_loads(config: Path, out: Path, python: str, gpu: int) -> None:
-    """Measure loads on two workers, of which the second reads adapters in a thread."""
+    """Measure loads as vLLM has them, by our plug-in, and by it in a thread."""
     text, total, slots = config.read_text(), int(_nvidia("memory.total")[gpu]) * 2**20, max(SLOTS)
     write_models([("model", text)], FOLDER)
     for rank in RANKS:
@@ -191,7 +194,7 @@ def measure_loads(config: Path, out: Path, python: str, gpu: int) -> None:
     )
     with ExitStack() as stack:
         workers = []
-        for number, in_background in enumerate((False, True)):
+        for number, (plug_in, in_background) in enumerate(LOAD_WAYS):
             os.environ[BACKGROUND_LOADS] = str(int(in_background))
             replica = PlacedReplica(
                 deployment="model",
@@ -200,7 +203,7 @@ def measure_loads(config: Path, out: Path, python: str, gpu: int) -> None:
                 bytes_per_gpu=GIB_EACH * 2**30,
                 limits=limits,
             )
-            workers.append(Worker(50 + number, replica, total, FOLDER, python, plug_in=in_background))
+            workers.append(Worker(50 + number, replica, total, FOLDER, python, plug_in=plug_in))
             stack.callback(workers[-1].end)
         _wait_for(workers)
         found = LoraSteps(
@@ -218,8 +221,9 @@ async def _measured_loads(found: LoraSteps, workers: Sequence[Worker], file: Pat
     async with aiohttp.ClientSession(timeout=TIMEOUT) as session:
         clients = [_Client(session, worker) for worker in workers]
         for _ in range(2):
-            for in_background, client in enumerate(clients):
-                loads = [load async for load in _loads(client, max(SLOTS), in_background=bool(in_background))]
+            for (plug_in, in_background), client in zip(LOAD_WAYS, clients, strict=True):
+                loads = [load async for load in _loads(client, max(SLOTS))]
+                loads = [replace(load, plug_in=plug_in, in_background=in_background) for load in loads]
                 found = replace(found, loads=(*found.loads, *loads))
                 write_kept(file, json.dumps(json.loads(to_json(found)), indent=0))
 
@@ -360,7 +364,7 @@ async def _prompts(clients: Mapping[int, _Client]) -> AsyncIterator[Prompt]:
                         )
 
 
-async def _loads(client: _Client, slots: int, *, in_background: bool = False) -> AsyncIterator[Load]:
+async def _loads(client: _Client, slots: int) -> AsyncIterator[Load]:
     prompt = [random.Random(slots).randrange(10, 2000) for _ in range(INPUT)]
     for number in range(LOADS * len(RANKS)):
         rank, name, times_s = RANKS[number % len(RANKS)], f"cold-{number}", list[float]()
@@ -379,7 +383,6 @@ async def _loads(client: _Client, slots: int, *, in_background: bool = False) ->
             load_s=load_s,
             longest_gap_s=longest_s,
             usual_gap_s=usual_s,
-            in_background=in_background,
             median_gap_s=statistics.median(second - first for first, second in pairwise(times_s)),
             calls=calls,
             long_gaps=tuple(sorted(_gaps(times_s, begun), key=lambda gap: -gap[1])[:5]),
@@ -479,16 +482,19 @@ def _medians_of_prompts(found: LoraSteps) -> dict[tuple[int, int, int, bool], fl
 
 
 def _load_times(found: LoraSteps) -> str:
-    cases = sorted({(one.in_background, one.slots, one.rank) for one in found.loads})
+    cases = sorted({(one.in_background, one.plug_in, one.slots, one.rank) for one in found.loads})
     rows = []
-    for in_background, *case in cases:
-        own = [one for one in found.loads if [one.slots, one.rank] == case and one.in_background == in_background]
+    for in_background, plug_in, *case in cases:
+        own = [
+            one
+            for one in found.loads
+            if (one.in_background, one.plug_in, one.slots, one.rank) == (in_background, plug_in, *case)
+        ]
         columns = ([getattr(one, name) for one in own] for name in ("load_s", "longest_gap_s", "usual_gap_s"))
         row = (*map(str, case), *(f"{1e3 * statistics.median(column):.0f} ms" for column in columns))
         steps = [one.longest_gap_s / one.median_gap_s for one in own if one.median_gap_s]
-        rows.append(
-            (*row, f"{max(steps):.2f}, a thread reads" if in_background else f"{max(steps, default=0):.2f}")
-        )
+        way = ", a thread reads" if in_background else ", our plug-in reads" if plug_in else ""
+        rows.append((*row, f"{max(steps, default=0):.2f}{way}"))
     head = ("slots", "rank", "load", "longest gap meanwhile", "longest gap else")
     if not any(one.median_gap_s for one in found.loads):  # of runs that kept none
         return _rows(head, [row[: len(head)] for row in rows])

@@ -284,13 +284,13 @@ def test_all_parts_are_measured_and_kept_against_a_server(tmp_path: Path, monkey
     assert len(found.memory) == 2
 
 
-def test_loads_of_both_ways_are_kept_and_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loads_of_all_ways_are_kept_and_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that reads in a thread is asked again until it has; the gap is given in medians."""
     for name, value in {"SLOTS": (0, 2), "LOADING_ROWS": 2, "LOADING_TOKENS": 6, "LOADS": 1}.items():
         monkeypatch.setattr(lora_steps, name, value)
 
     async def measured() -> LoraSteps:
-        servers = [await started(asks) for asks in (0, 3)]
+        servers = [await started(asks) for asks in (0, 0, 3)]
         workers: Any = [SimpleNamespace(port=port) for _, port in servers]
         try:
             await lora_steps._measured_loads(NOTHING, workers, tmp_path / FILE)
@@ -303,12 +303,12 @@ def test_loads_of_both_ways_are_kept_and_told_apart(tmp_path: Path, monkeypatch:
     assert [(one.in_background, one.rank, one.calls) for one in found.loads] == [
         (in_background, rank, 4 if in_background else 1)
         for _ in range(2)
-        for in_background in (False, True)
+        for in_background in (False, False, True)
         for rank in (64, 16, 8)
     ]
     assert all(one.median_gap_s > 0 for one in found.loads)
     words = table(found, None)
-    assert words.count("thread reads") == 3
+    assert words.count("thread reads") == words.count("plug-in reads") == 3
     assert "in medians" in words
 
 

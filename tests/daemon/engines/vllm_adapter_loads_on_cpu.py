@@ -205,7 +205,6 @@ def deltas_and_adapters_have_loads_of_their_own() -> None:
 @case
 def reading_pauses_before_each_name_and_tensor() -> None:
     """Pauses of the thread next to steps; a step that reads by itself waits for nothing."""
-    import safetensors
     from iserve_variants import background, vllm_aside
 
     class Noted(background.Pauses):
@@ -215,14 +214,14 @@ def reading_pauses_before_each_name_and_tensor() -> None:
         def take(self) -> None:
             done.append("take")
 
-    done, opened = list[str](), safetensors.safe_open
+    done, opened = list[str](), vllm_aside.AdapterFile
 
-    def safe_open(*args: Any, **kwargs: Any) -> Any:
+    def adapter_file(*args: Any, **kwargs: Any) -> Any:
         done.append("open")
         return opened(*args, **kwargs)
 
     with adapters(1) as (folder,), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(safetensors, "safe_open", safe_open)
+        patch.setattr(vllm_aside, "AdapterFile", adapter_file)
         for kind in KINDS:
             read = tiny_model(loads_adapters_aside=True, **kind).runner.lora_manager.loads._read
             done.clear()
@@ -235,7 +234,7 @@ def reading_pauses_before_each_name_and_tensor() -> None:
             finally:
                 vllm_aside._pauses.reset(token)
             tensors = 2 * len(want)  # checked, read and converted one by one
-            assert done == ["take", "open", *["pause"] * 3 * tensors], done
+            assert done == ["take", "open", "take", *["pause"] * 3 * tensors], done  # of one group
             found.end_pauses()
             assert found.loras.keys() == want.keys()
             assert all(torch.equal(found.loras[one].lora_a, want[one].lora_a) for one in want)

@@ -6,9 +6,6 @@ short or replaced is refused with its name.
 
 from __future__ import annotations
 
-import json
-import os
-import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -18,14 +15,12 @@ from typing import Any
 import torch
 
 from iserve_variants.formats import FORMATS, CodeFormat
+from iserve_variants.tensor_file import json_object, read_by_threads, read_header, tensor_view, torch_type
 
 __all__ = ["MANIFEST_FILE", "PackedMatrix", "ServedDelta", "read_folder"]
 
 MANIFEST_FILE = "delta.json"
 _VERSION = 1
-_MAX_HEADER_BYTES = 64 * 2**20
-_PIECE_BYTES = 2**28
-_TYPES = {"I16": torch.int16, "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +81,7 @@ def read_folder(
     if take is None:
         take = partial(torch.empty, dtype=torch.uint8, pin_memory=pin)
     raw = (folder / MANIFEST_FILE).read_bytes() if manifest is None else manifest
-    said = _json_object(raw, folder / MANIFEST_FILE)
+    said = json_object(raw, folder / MANIFEST_FILE)
     if said.get("version") != _VERSION:
         raise ValueError(f"{folder / MANIFEST_FILE} has version {said.get('version')!r}, not {_VERSION}")
     files: dict[str, dict[str, torch.Tensor]] = {}
@@ -120,7 +115,7 @@ def read_folder(
             scales=tensor(entry["file"], f"{name}.scales", torch.bfloat16, scales_shape),
         )
     exact = {
-        entry["name"]: tensor(entry["file"], entry["name"], _type(entry["dtype"]), tuple(entry["shape"]))
+        entry["name"]: tensor(entry["file"], entry["name"], torch_type(entry["dtype"]), tuple(entry["shape"]))
         for entry in said["exact"]
     }
     return ServedDelta(matrices=matrices, exact=exact, hashes=_hashes(said))
@@ -139,49 +134,11 @@ def _read_tensors(
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of a safetensors file as views of one buffer."""
     with file.open("rb", buffering=0) as stream:
-        start = stream.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        size = os.fstat(stream.fileno()).st_size - 8 - length
-        if not 0 < length <= _MAX_HEADER_BYTES or size < 0:
-            raise ValueError(f"{file} is no safetensors file")
-        header = _json_object(stream.read(length), file)
+        header, begin, size = read_header(stream, file)
         buffer = take(size)
-        view, at = memoryview(buffer.numpy()), 0
-        while at < size:
-            got = stream.readinto(view[at : at + _PIECE_BYTES])
-            if not got:
-                raise ValueError(f"{file} ends after {at} of {size} bytes")
-            at += got
-    header.pop("__metadata__", None)
+        read_by_threads(stream.fileno(), memoryview(buffer.numpy()), begin, file)
     found = {}
     for name, entry in header.items():
-        found[name] = _view(buffer, entry, file, name)
+        found[name] = tensor_view(buffer, entry, file, name)
         pause()
-    return found
-
-
-def _view(buffer: torch.Tensor, entry: dict[str, Any], file: Path, name: str) -> torch.Tensor:
-    begin, end = entry["data_offsets"]
-    dtype, shape = _type(entry["dtype"]), entry["shape"]
-    count = 1
-    for side in shape:
-        count *= side
-    if not 0 <= begin <= end <= len(buffer) or end - begin != count * dtype.itemsize or begin % dtype.itemsize:
-        raise ValueError(f"{file}: tensor {name} does not lie within the file")
-    return buffer[begin:end].view(dtype).view(shape)
-
-
-def _type(name: str) -> torch.dtype:
-    if name not in _TYPES:
-        raise ValueError(f"type {name!r} of a tensor is none of {', '.join(_TYPES)}")
-    return _TYPES[name]
-
-
-def _json_object(raw: bytes, file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(raw)
-    except ValueError as error:
-        raise ValueError(f"{file} is not what it was: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} is not what it was: no object")
     return found

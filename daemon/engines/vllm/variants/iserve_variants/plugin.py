@@ -23,12 +23,12 @@ def register() -> None:
     import vllm
 
     check_release(vllm.__version__)
-    from vllm.lora import utils
+    from vllm.lora import lora_model, utils
     from vllm.v1.worker import lora_model_runner_mixin as mixin
     from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
     from iserve_variants.refusals import hide_refusals
-    from iserve_variants.vllm_aside import AsideWorkerManager
+    from iserve_variants.vllm_aside import AdapterFiles, AsideWorkerManager
     from iserve_variants.vllm_graphs import tell_kinds_apart
     from iserve_variants.vllm_layers import LAYERS
     from iserve_variants.vllm_manager import DeltaWorkerManager
@@ -38,6 +38,7 @@ def register() -> None:
         return
     register_operators()
     hide_refusals()
+    lora_model.safetensors = AdapterFiles
     theirs = mixin.LRUCacheWorkerLoRAManager
 
     def manager(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:

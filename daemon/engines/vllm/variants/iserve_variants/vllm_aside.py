@@ -15,22 +15,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
-from vllm.lora import lora_model
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+from vllm.utils.torch_utils import PIN_MEMORY
 
 from iserve_variants.background import BackgroundLoader, Pauses
 from iserve_variants.refusals import StillReadError
 from iserve_variants.settings import wants_background_adapters
+from iserve_variants.tensor_file import AdapterFile
 
 __all__ = [
+    "AdapterFiles",
     "AdapterLoads",
     "AsideModelManager",
     "AsideWorkerManager",
-    "PausedFiles",
     "PausedModel",
     "request_folder",
 ]
@@ -105,16 +105,16 @@ class _PausedFile:
         return tensor
 
 
-class PausedFiles:
-    """Opener of files of tensors, in the place of the module by which vLLM reads adapters."""
+class AdapterFiles:
+    """Opener of adapters' files, in the place of the module by which vLLM reads them."""
 
     @staticmethod
-    def safe_open(*args: Any, **kwargs: Any) -> Any:
-        """Return the file; one that pauses where a thread reads it next to steps."""
+    def safe_open(file: str, *_args: Any, **_kwargs: Any) -> Any:
+        """Return the file, read; one that pauses where a thread reads it next to steps."""
         if (pause := _pauses.get()) is None:
-            return safetensors.safe_open(*args, **kwargs)
+            return AdapterFile(Path(file), pin=PIN_MEMORY)
         pause.take()  # the header is read in one call
-        return _PausedFile(safetensors.safe_open(*args, **kwargs), pause)
+        return _PausedFile(AdapterFile(Path(file), pin=PIN_MEMORY, pause=pause.take), pause)
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +325,6 @@ class AsideWorkerManager(LRUCacheWorkerLoRAManager):
                     "iserve_adapter_loads: threads of several GPUs end at different times; leave it out"
                 )
             if not self._adapter_manager.is_pooling_model:
-                lora_model.safetensors = PausedFiles
                 self.loads = AdapterLoads(self._adapter_manager, super()._load_adapter)
                 self._adapter_manager.filling = self.loads
         return made
