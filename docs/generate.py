@@ -154,6 +154,7 @@ PAGES = {
     DOCS / "placement.md": measured("placement.md"),
     DOCS / "variants.md": measured("variants.md"),
     DOCS / "worlds.md": measured("worlds.md"),
+    DECISIONS / "0017-graph-sizes.md": measured("decisions/0017-graph-sizes.md"),
     DECISIONS / "0047-delta-kernels.md": measured("decisions/0047-delta-kernels.md"),
     DECISIONS / "0048-delta-plug-in.md": measured("decisions/0048-delta-plug-in.md"),
     DECISIONS / "0049-delta-scheduling.md": measured("decisions/0049-delta-scheduling.md"),

@@ -185,6 +185,12 @@ def _other_methods(*, by_model: bool) -> str:
     return others_tables()[by_model]
 
 
+def _graphs_of_mixtures() -> str:
+    from tests.bench.graph_sizes import recorded_table
+
+    return recorded_table()
+
+
 def _by_size() -> str:
     from tests.bench.accuracy_families import size_table
 
@@ -376,6 +382,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "other methods on 0.33": lambda: _other_methods(by_model=False),
     "other methods on 0.33, by model": lambda: _other_methods(by_model=True),
     "accuracy by prompt tokens": _by_size,
+    "graphs of mixtures": _graphs_of_mixtures,
     "served on vLLM 0.33": _served,
     "served on vLLM 0.33, simulated anew": _served_anew,
     "steps of a server": _served_steps,

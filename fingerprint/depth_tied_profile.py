@@ -30,6 +30,7 @@ from fingerprint.config import DeploymentConfig
 from fingerprint.depth_tied_cuts import repeats_the_mix, tied_depths, why_no_cuts
 from fingerprint.depth_tied_plan import DepthTiedPlan, Point, tokens_of
 from fingerprint.engine_caches import cache_differences
+from fingerprint.engines import largest_graph
 from fingerprint.errors import InfeasibleError, IserveError, NotMeasuredError, TooLittleTimeError
 from fingerprint.gpu_disturbance import disturbance, disturbance_marks
 from fingerprint.measurements import MeasuredKey, MemoryPoint, Profile, RunReading, TimingPoint
@@ -119,6 +120,7 @@ class _Driver:
             budget_s=self.plan.budget_s,
             spent_s=self.spent_s,
             compile_s=self.compile_s,
+            graph_tokens=largest_graph(self.target.engine, is_mixture=self.spec.num_experts > 0),
             complete=self.complete,
             memory=tuple(self.memory),
             timing=tuple(self.timing),

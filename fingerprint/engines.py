@@ -13,7 +13,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
-__all__ = ["GRAPH_TOKENS", "TRAITS", "EngineTraits", "KvCache", "preference", "traits_of"]
+__all__ = [
+    "GRAPH_TOKENS",
+    "TRAITS",
+    "EngineTraits",
+    "KvCache",
+    "graph_sizes",
+    "largest_graph",
+    "preference",
+    "traits_of",
+]
 
 
 class KvCache(StrEnum):
@@ -25,9 +34,26 @@ class KvCache(StrEnum):
 
 
 GRAPH_TOKENS = 512
-"""Tokens of the largest CUDA graph of vLLM, in deployments and profiles. Its own default is twice the sequences,
-512 at most: with few of them a prompt of a hundred tokens is beyond it, and each of its kernels waits for the host
-(docs/decisions/0017)."""
+"""Tokens of the largest CUDA graph of vLLM on a dense model, in deployments and profiles. Its own default is twice
+the sequences, 512 at most: with few of them a prompt of a hundred tokens is beyond it, and each of its kernels
+waits for the host (docs/decisions/0017)."""
+
+_MIXTURE_GRAPH_TOKENS = 4096  # whose layers are many short kernels: the host is the slower one up to there
+
+
+def largest_graph(engine: str, *, is_mixture: bool) -> int:
+    """Return the tokens of the largest CUDA graph with which an engine is launched."""
+    return _MIXTURE_GRAPH_TOKENS if is_mixture and traits_of(engine).pads_decode_steps else GRAPH_TOKENS
+
+
+def graph_sizes(largest: int) -> tuple[int, ...]:
+    """Return the tokens of vLLM's CUDA graphs: its own up to 512, then every 128 to 2,048, every 256 beyond.
+
+    A step is computed by the smallest one that holds it; ``largest`` is the last, whatever its size.
+    """
+    own = (1, 2, 4, *range(8, 256, 8), *range(256, GRAPH_TOKENS + 1, 16))
+    sizes = (*own, *range(640, 2048 + 1, 128), *range(2304, largest, 256))
+    return (*(size for size in sizes if size < largest), largest)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat
+from fingerprint.engines import GRAPH_TOKENS
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
 from fingerprint.variant_measurements import VariantMeasurement
@@ -345,3 +346,5 @@ class Profile:
     """Measurements with variants, one of each kind that was asked for; empty: none was."""
     compile_s: float = 0.0
     """Seconds of `spent_s` in which the engine compiled kernels within calls; 0: none, or not counted."""
+    graph_tokens: int = GRAPH_TOKENS
+    """Tokens of the engine's largest CUDA graph: a longer step is launched kernel by kernel."""

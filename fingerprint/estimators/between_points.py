@@ -13,8 +13,6 @@ from typing import Protocol
 
 import numpy as np
 
-from fingerprint.engines import GRAPH_TOKENS
-
 __all__ = ["PROMPTS_SPREAD", "STEPS_SPREAD", "Coordinates", "in_hull", "octaves", "of_prompts", "of_steps"]
 
 _LENGTH_OCTAVES = 2.5  # of batch or input, over which a TPOT's ratio to the roofline keeps its value
@@ -45,11 +43,20 @@ def of_steps(at: At) -> tuple[float, ...]:
     return tuple(each / _LENGTH_OCTAVES for each in octaves(at))
 
 
-def of_prompts(at: At) -> tuple[float, ...]:
-    """Return what steps of prompts go by: all tokens, batch against input, and how kernels are launched."""
-    batch, tokens = octaves(at)
-    is_launched = at.batch * at.input_tokens > GRAPH_TOKENS
-    return (batch + tokens) / _TOKENS_OCTAVES, (batch - tokens) / 2 / _SHAPE_OCTAVES, is_launched / _LAUNCHED_APART
+def of_prompts(graph_tokens: int) -> Coordinates:
+    """Return what steps of prompts go by: all tokens, batch against input, and whether a graph holds them.
+
+    Args:
+        graph_tokens: of the largest graph; the kernels of more are launched one by one.
+    """
+
+    def coordinates(at: At) -> tuple[float, ...]:
+        batch, tokens = octaves(at)
+        is_launched = at.batch * at.input_tokens > graph_tokens
+        of_all, of_shape = (batch + tokens) / _TOKENS_OCTAVES, (batch - tokens) / 2 / _SHAPE_OCTAVES
+        return of_all, of_shape, is_launched / _LAUNCHED_APART
+
+    return coordinates
 
 
 def in_hull(points: Sequence[tuple[float, float]], asked: tuple[float, float]) -> bool:

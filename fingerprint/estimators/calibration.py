@@ -19,6 +19,7 @@ from packaging.version import InvalidVersion, Version
 
 from fingerprint.codec import from_json
 from fingerprint.config import WeightFormat
+from fingerprint.engines import GRAPH_TOKENS
 from fingerprint.model_spec import ModelSpec
 
 Array = npt.NDArray[np.float64]
@@ -52,6 +53,7 @@ class MeasuredError:
     batch: int
     input_tokens: int
     log_error: float  # ln(measured / predicted)
+    graph_tokens: int = GRAPH_TOKENS  # of the largest CUDA graph, on both sides
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,24 +82,26 @@ class Calibration:
         weights: str,
         tp: int = 1,
         pp: int = 1,
+        graph_tokens: int = GRAPH_TOKENS,
     ) -> LogErrors:
         """Return the errors of predictions of other models at points with about as many prompt tokens in all.
 
         Each model counts alike, however many points of it were measured. Of models that were not measured with
-        this engine on this GPU in this weight format at these degrees the middle is not known here: it is 0, and
-        the interval holds 0. It is that of models measured in this format anywhere; where those are too few, of
-        dense ones or of mixtures of experts, as the model is; else of all. With fewer than two other models it is
-        -0.15 to 0.15, which is an assumption.
+        this engine on this GPU in this weight format at these degrees and with such graphs the middle is not known
+        here: it is 0, and the interval holds 0. It is that of models measured in this format anywhere; where those
+        are too few, of dense ones or of mixtures of experts, as the model is; else of all. With fewer than two
+        other models it is -0.15 to 0.15, which is an assumption.
 
         Args:
             prompt_tokens: batch times input.
             engine: with its version, as in a profile's machine; its patch release does not count.
             weights: ``kernels_of`` the format; another erred to the opposite side (fp8 and 16 bits on an H200).
             tp: with ``pp``, for where several GPUs share a step, the host has more time for its part of it.
+            graph_tokens: of the largest CUDA graph, beyond which a step goes at the host's pace.
         """
         others = [e for e in self.errors if e.metric == metric and e.shape_hash != exclude_shape]
-        asked = (_release(engine), gpu, weights, tp, pp)
-        here = [e for e in others if (_release(e.engine), e.gpu, e.weights, e.tp, e.pp) == asked]
+        asked = (_release(engine), gpu, weights, tp, pp, graph_tokens)
+        here = [e for e in others if (_release(e.engine), e.gpu, e.weights, e.tp, e.pp, e.graph_tokens) == asked]
         if _num_models(here) >= _FEWEST_MODELS:
             return _quantiles(here, prompt_tokens)
         same_format = [e for e in others if e.weights == weights]

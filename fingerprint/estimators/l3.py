@@ -263,8 +263,7 @@ class L3:
     def latency(self, config: DeploymentConfig, workload: Workload) -> Latency:
         """Predict ``config`` under ``workload``.
 
-        Raises:
-            NotMeasuredError: the configuration was not run.
+        Raises NotMeasuredError: the configuration was not run.
         """
         if not self.reaches(config):
             raise NotMeasuredError(f"{config} was not profiled on {self.profile.engine}")
@@ -318,14 +317,14 @@ class L3:
             where = np.array([of(point) for point in points])
             return smooth_at(np.array(of(workload)), where, apart, noise, length=1.0, spread=spread)
 
-        of, spread = (of_steps, STEPS_SPREAD)
-        if metric == "ttft" and self.profile.spec.num_experts:
-            of, spread = (of_prompts, PROMPTS_SPREAD)
+        by_tokens = of_prompts(self.profile.graph_tokens)
+        is_by_tokens = metric == "ttft" and self.profile.spec.num_experts > 0
+        of, spread = (by_tokens, PROMPTS_SPREAD) if is_by_tokens else (of_steps, STEPS_SPREAD)
         shift, deviation = smooth(of, spread, noise)
         if lone.any():
             deviation = smooth(of, spread, unknown)[1]
-        if metric == "ttft" and of is not of_prompts:  # the value is no better by these, and the interval is
-            deviation = max(deviation, smooth(of_prompts, PROMPTS_SPREAD, unknown)[1])
+        if metric == "ttft" and not is_by_tokens:  # the value is no better by these, and the interval is
+            deviation = max(deviation, smooth(by_tokens, PROMPTS_SPREAD, unknown)[1])
         others = self.calibration.of_others(
             metric,
             prompt_tokens=workload.batch * workload.input_tokens,
@@ -335,6 +334,7 @@ class L3:
             weights=kernels_of(self.profile.spec, config.weights),
             tp=config.tp,
             pp=config.pp,
+            graph_tokens=self.profile.graph_tokens,
         )
         value = roofline.value * math.exp(mean + shift + others.middle)
         half = _Z90 * deviation

@@ -48,6 +48,7 @@ from iserve.controller.profiling_scope import kind_to_measure, lacking, variants
 from iserve.controller.profiling_validity import (
     covers,
     described,
+    has_todays_graphs,
     key_without_driver,
     machine_key,
     release_to_start,
@@ -152,7 +153,7 @@ class Profiler:
         if found is None:  # profiles say themselves which driver they were taken with
             older = self._store.profile(shape, name, key_without_driver(node, engine))
             found = older if older is not None and older.machine.driver == node.driver else None
-        return found if found is not None and covers(found, batch) else None
+        return found if found is not None and covers(found, batch) and has_todays_graphs(found) else None
 
     def enough(
         self, source: ModelSource, engine: Engine, node: NodeStatus, plan_options: PlanOptions, max_seconds: float

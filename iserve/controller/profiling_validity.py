@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from daemon.engines.base import Engine
 from daemon.status import NodeStatus
 from fingerprint.codec import to_json
-from fingerprint.engines import traits_of
+from fingerprint.engines import largest_graph, traits_of
 from fingerprint.gpus import match_device
 from fingerprint.measurements import Profile
 from iserve.api_documents import NodeDocument
@@ -17,6 +17,7 @@ __all__ = [
     "covers",
     "described",
     "differences",
+    "has_todays_graphs",
     "key_without_driver",
     "machine_key",
     "release_to_start",
@@ -78,6 +79,15 @@ def covers(profile: Profile, batch: int) -> bool:
     return started_for == 0 or batch <= started_for
 
 
+def has_todays_graphs(profile: Profile) -> bool:
+    """Return whether the engine was launched with the CUDA graphs that a deployment of the model has."""
+    return profile.graph_tokens == _todays_graph(profile)
+
+
+def _todays_graph(profile: Profile) -> int:
+    return largest_graph(profile.engine, is_mixture=profile.spec.num_experts > 0)
+
+
 def _started_for(profile: Profile) -> int:
     """Return the sequences that the measured engine was started for; 0: the profile holds for any number.
 
@@ -98,6 +108,8 @@ def why_unused(profile: Profile, node: NodeStatus, versions: Versions, batch: in
     found = differences(profile, node, versions)
     if not found and not covers(profile, batch):
         found = [f"an engine started for {_started_for(profile)} requests at once, {batch} are asked for"]
+    if not found and not has_todays_graphs(profile):
+        found = [f"CUDA graphs of up to {profile.graph_tokens:,} tokens (now {_todays_graph(profile):,})"]
     how = ", ".join(found) or "other devices"
     return f"a profile on {profile.engine} of {profile.created_at} is not used: it was taken with {how}"
 

@@ -247,6 +247,7 @@ def measured_errors(recorded: Sequence[Recorded]) -> tuple[MeasuredError, ...]:
                     batch=row.batch,
                     input_tokens=row.input_tokens,
                     log_error=round(math.log(row.truth_s / row.predicted_s), 5),
+                    graph_tokens=one.profile.graph_tokens,
                 )
             )
     return tuple(found)

@@ -66,6 +66,7 @@ FOLDERS = (
     "h200-vllm-0.33",
     "degrees-h200-vllm-0.33",
     "h100-vllm-0.33",
+    "graphs-512-h200-vllm-0.33",
     "h200-vllm-0.26",
     "h200",
 )
@@ -125,7 +126,7 @@ def _newest_of_each() -> dict[tuple[object, ...], str]:
 def _what(one: Recorded) -> tuple[object, ...]:
     machine = one.profile.machine
     engine = dict(machine.versions)["engine"]
-    return one.model, one.weights, one.tp, one.pp, engine, machine.device.name
+    return one.model, one.weights, one.tp, one.pp, one.profile.graph_tokens, engine, machine.device.name
 
 
 @cache
@@ -155,12 +156,14 @@ def pooled_row(name: str = "all of vLLM 0.33", *, since: str = "") -> FamilyRow:
 
 def held_out_row() -> FamilyRow:
     """Return a row of what was recorded after ``LAST_RULE``, as predicted today."""
-    return pooled_row("of these, recorded after all rules but decisions 57 to 59", since=LAST_RULE)
+    return pooled_row(
+        "of these, recorded after all rules but decisions 57 to 59 and errors by graphs", since=LAST_RULE
+    )
 
 
 def frozen_row() -> FamilyRow:
     """Return a row of what was recorded after ``ALL_RULES``, as predicted today."""
-    return pooled_row("of these, recorded after all rules but decision 59", since=ALL_RULES)
+    return pooled_row("of these, recorded after all rules but decision 59 and errors by graphs", since=ALL_RULES)
 
 
 def _row(family: str, group: Sequence[Recorded], rows: Sequence[Row]) -> FamilyRow:
@@ -186,6 +189,7 @@ def _row(family: str, group: Sequence[Recorded], rows: Sequence[Row]) -> FamilyR
         weights=max(abs(m.weights_predicted / m.weights_bytes - 1) for m in memory),
         non_kv=max(abs(m.non_kv_predicted / m.non_kv_bytes - 1) for m in memory),
         blocks=max(abs(m.blocks_predicted / m.blocks - 1) for m in memory),
+        graph_tokens=min(one.profile.graph_tokens for one in group),
         profile_s=max(cost_row(one).profile_s * one.tp * one.pp for one in group),
     )
 

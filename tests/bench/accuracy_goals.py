@@ -141,7 +141,8 @@ def _line(row: FamilyRow, goals: Mapping[str, Goal]) -> str:
         text = (OF_A_FAMILY.get(name) or POOLED[name]).cell(row)
         return text if name not in goals or goals[name].met(row) else text + MISSED
 
-    models = f" ({', '.join(row.models)})" if goals is OF_A_FAMILY else ""
+    graphs = f"; graphs to {row.graph_tokens}" if row.mixture else ""
+    models = f" ({', '.join(row.models)}{graphs})" if goals is OF_A_FAMILY else ""
     return (
         f"| {row.family}{models} | {row.points} | {cell('tpot')} / {cell('tpot worst')} "
         f"| {cell('ttft')} / {cell('ttft worst')} | {cell('short')} | {row.ttft_bias:+.1%} "

@@ -33,7 +33,7 @@ from tests.bench.accuracy_families import calibration_without, family_of
 
 __all__ = ["FOLDERS", "Constants", "choose", "left_out_rows", "log_likelihood", "table"]
 
-FOLDERS = ("families-h200-vllm-0.33", "h200-vllm-0.33", "h100-vllm-0.33")
+FOLDERS = ("families-h200-vllm-0.33", "graphs-512-h200-vllm-0.33", "h200-vllm-0.33", "h100-vllm-0.33")
 UNTIL = "2026-11-29"  # recordings from then on had no part in decision 58
 Point = tuple[int, int]  # batch, input tokens
 Array = npt.NDArray[np.float64]

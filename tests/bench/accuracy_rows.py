@@ -121,3 +121,4 @@ class FamilyRow:
     non_kv: float
     blocks: float
     profile_s: float  # longest, GPU-seconds
+    graph_tokens: int = 512  # of the largest CUDA graph

@@ -35,7 +35,7 @@ __all__ = ["SERVED", "anew", "table"]
 SERVED = RESULTS / "fidelity/h200-vllm-0.33"
 _PROFILES = {
     "Llama-3.1-8B": "h200-vllm-0.33",
-    "Qwen3-30B-A3B": "families-h200-vllm-0.33",
+    "Qwen3-30B-A3B": "graphs-512-h200-vllm-0.33",  # as the servers that were replayed
     "gemma-2-9b": "families-h200-vllm-0.33",
 }
 _VALUES: Mapping[str, Callable[[Outcomes], Floats]] = {

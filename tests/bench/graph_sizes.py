@@ -1,6 +1,6 @@
-"""Measures prompts on vLLM with CUDA graphs up to 512 tokens, as iServe launches it, and with larger ones.
+"""Measures prompts on vLLM with CUDA graphs up to 512 tokens, as by its default, and with larger ones.
 
-    python -m tests.bench.graph_sizes measure OUT CONFIG_JSON [...] [--largest 512 2048] [--rounds 2]
+    python -m tests.bench.graph_sizes measure OUT CONFIG_JSON [...] [--largest 512 4096] [--rounds 2]
     python -m tests.bench.graph_sizes table OUT/graph_sizes.json [...]
 
 ``measure`` runs with vLLM's own Python on the GPU machine, one engine after the other, each in a process of its
@@ -10,9 +10,8 @@ is launched kernel by kernel, which takes the host longer than the GPU where lay
 * ``alone``: from the call until its first token, of a lone prompt;
 * ``among decoders``: the longest time between two tokens of a batch of 16 while one prompt arrives.
 
-Up to 512 tokens the graphs are those that vLLM has, from there to the largest one every 128 tokens: a step in
-between has the rows of the next larger one. What graphs cost is the engine's start and room for KV; the first
-start of each compiles for itself. An engine whose file OUT has is not measured again.
+The sizes in between are those of ``fingerprint.engines.graph_sizes``. What graphs cost is the engine's start and
+room for KV; the first start of each compiles for itself. An engine whose file OUT has is not measured again.
 """
 
 from __future__ import annotations
@@ -23,23 +22,24 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from fingerprint.codec import from_json, to_json
-from fingerprint.engines import GRAPH_TOKENS
+from fingerprint.engines import GRAPH_TOKENS, graph_sizes
+from tests.bench.accuracy_measure import Recorded
 from tests.bench.served_steps import SteppedServer
 
-__all__ = ["Engine", "GraphSizes", "Prompts", "main", "sizes_up_to", "table"]
+__all__ = ["Engine", "GraphSizes", "Prompts", "main", "recorded_table", "table"]
 
-DEFAULT, APART = GRAPH_TOKENS, 128  # tokens of vLLM's largest graph; between those beyond
-ALONE = (256, 512, 520, 640, 768, 1024, 1536, 2048, 3000)
+ALONE = (256, 512, 520, 640, 768, 1024, 1536, 2048, 3000, 4000)
 CONTEXT, DECODING = 512, 16
 AMONG = (240, 496, 752, 1008, 1520, 2032)  # with the tokens of those that decode a step is of a graph's size
 CALLS, LEFT_OUT = 14, 4
+RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,12 +71,6 @@ class GraphSizes:
     engines: tuple[Engine, ...]
 
 
-def sizes_up_to(largest: int) -> list[int]:
-    """Return the rows of vLLM's graphs up to 512, and of one every 128 from there to ``largest``."""
-    default = [1, 2, 4, *range(8, 256, 8), *range(256, DEFAULT + 1, 16)]
-    return [*default, *range(DEFAULT + APART, largest + 1, APART)]
-
-
 def _measured(server: SteppedServer) -> Iterator[Prompts]:
     for tokens in ALONE:
         seconds = [server.first_token(tokens) for _ in range(CALLS)][LEFT_OUT:]
@@ -93,7 +87,7 @@ def measure_one(config: Path, out: Path, largest: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(config.read_text())
     begun_s = time.monotonic()
-    server = SteppedServer(folder, graph_sizes=sizes_up_to(largest))
+    server = SteppedServer(folder, graphs=graph_sizes(largest))
     start_s = time.monotonic() - begun_s
     for tokens in ALONE:  # what compiles does so here
         server.first_token(tokens)
@@ -139,6 +133,50 @@ def measure(configs: Sequence[Path], out: Path, largest: Sequence[int], rounds: 
         raise SystemExit("; ".join(failed))
 
 
+def recorded_table() -> str:
+    """Return TTFT of whole mixtures recorded with graphs up to 512 tokens, and with larger ones, as Markdown."""
+    from tests.bench.accuracy import load, truths
+
+    before = {one.model: one for one in load(RESULTS / "graphs-512-h200-vllm-0.33")}
+    after = {one.model: one for one in load(RESULTS / "families-h200-vllm-0.33") if one.model in before}
+    cases: dict[tuple[int, int], list[str]] = {}
+    for model in before:
+        earlier, later = (
+            {(t.batch, t.input_tokens): t.ttft_s for t in truths(of[model])} for of in (before, after)
+        )
+        for case in earlier:
+            cell = f"{1e3 * earlier[case]:.0f}, {1e3 * later[case]:.0f}" if case in later else "-"
+            cases.setdefault(case, []).append(cell)
+    shown = [(case, cells) for case, cells in cases.items() if len(cells) == len(before)]
+    rows = [
+        ["prompts", *before],
+        ["---", *["---"] * len(before)],
+        *([f"{batch} x {tokens:,}", *cells] for (batch, tokens), cells in sorted(shown, key=_tokens_of)),
+        ["memory of graphs, MiB", *(_before_and_after(before, after, model, _graph_mib) for model in before)],
+        ["start, s", *(_before_and_after(before, after, model, _start_s) for model in before)],
+    ]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _tokens_of(row: tuple[tuple[int, int], list[str]]) -> tuple[int, int]:
+    (batch, tokens), _ = row
+    return batch * tokens, batch
+
+
+def _before_and_after(
+    before: Mapping[str, Recorded], after: Mapping[str, Recorded], model: str, of: Callable[[Recorded], float]
+) -> str:
+    return f"{of(before[model]):.0f}, {of(after[model]):.0f}"
+
+
+def _graph_mib(one: Recorded) -> float:
+    return max(rank.graph_bytes for rank in one.whole_memory) / 2**20
+
+
+def _start_s(one: Recorded) -> float:
+    return one.start_s[-1]
+
+
 def table(kept: Sequence[GraphSizes]) -> str:
     """Return medians over all rounds as a Markdown table, a column for each model and largest graph."""
     engines = [one for found in kept for one in found.engines]
@@ -181,8 +219,8 @@ def _said(case: str, batch: int, tokens: int) -> str:
 
 def _largest(text: str) -> int:
     value = int(text)
-    if value < DEFAULT or value % APART:
-        raise argparse.ArgumentTypeError(f"a graph has {DEFAULT} tokens, or more in steps of {APART}; got {value}")
+    if value < GRAPH_TOKENS or graph_sizes(value)[-1] != value:
+        raise argparse.ArgumentTypeError(f"no graph has {value} tokens: see fingerprint.engines.graph_sizes")
     return value
 
 
@@ -192,7 +230,7 @@ def main() -> None:
     many = orders.add_parser("measure")
     many.add_argument("out", type=Path)
     many.add_argument("configs", type=Path, nargs="+")
-    many.add_argument("--largest", type=_largest, nargs="+", default=[DEFAULT, 2048])
+    many.add_argument("--largest", type=_largest, nargs="+", default=[GRAPH_TOKENS, 4096])
     many.add_argument("--rounds", type=int, default=2)
     one = orders.add_parser("one")
     one.add_argument("out", type=Path)

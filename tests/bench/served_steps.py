@@ -33,7 +33,9 @@ from pathlib import Path
 from typing import Any
 
 from fingerprint.codec import from_json, to_json
-from fingerprint.engines import GRAPH_TOKENS
+from fingerprint.config_json import read_config
+from fingerprint.engines import graph_sizes, largest_graph
+from fingerprint.families import read_spec
 
 __all__ = ["ServedStep", "ServedSteps", "SteppedServer", "contexts_of", "main", "summary", "table"]
 
@@ -91,19 +93,20 @@ class SteppedServer:
     """vLLM's engine, stepped by hand.
 
     Args:
-        graph_sizes: rows of the CUDA graphs that it captures; none are given: as by default up to 512.
+        graphs: rows of the CUDA graphs that it captures; none are given: those of a deployment.
     """
 
-    def __init__(self, folder: Path, *, graph_sizes: Sequence[int] = ()) -> None:
+    def __init__(self, folder: Path, *, graphs: Sequence[int] = ()) -> None:
         from vllm import LLM
 
-        compilation: dict[str, Any] = {"max_cudagraph_capture_size": GRAPH_TOKENS}
-        if graph_sizes:
-            compilation = {"cudagraph_capture_sizes": list(graph_sizes)}
+        sizes = graphs
+        if not sizes:
+            is_mixture = read_spec(read_config(folder)).num_experts > 0
+            sizes = graph_sizes(largest_graph("vllm", is_mixture=is_mixture))
         self._llm = LLM(
             model=str(folder), load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=True,
             max_model_len=MAX_CONTEXT, max_num_seqs=MAX_BATCH, max_num_batched_tokens=STEP_TOKENS, seed=0,
-            gpu_memory_utilization=0.85, compilation_config=compilation,
+            gpu_memory_utilization=0.85, compilation_config={"cudagraph_capture_sizes": list(sizes)},
         )  # fmt: skip
         self._engine = self._llm.llm_engine
         self._vocab = self._engine.model_config.get_vocab_size()

@@ -1,28 +1,8 @@
-"""Sizes of graphs are vLLM's and those beyond; the table has a column for each largest one."""
+"""The table of graphs' sizes has a column for each largest one."""
 
 from __future__ import annotations
 
-from itertools import pairwise
-
-import pytest
-
-from fingerprint.engines import TRAITS
-from tests.bench.graph_sizes import APART, DEFAULT, Engine, GraphSizes, Prompts, sizes_up_to, table
-
-
-def test_up_to_512_they_are_those_that_pad_decode_steps() -> None:
-    sizes = sizes_up_to(DEFAULT)
-    rows = {TRAITS["vllm"].rows_of_graph(sequences) for sequences in range(1, DEFAULT + 1)}
-    assert rows == set(sizes)
-
-
-@pytest.mark.parametrize("largest", [DEFAULT, 1024, 2048])
-def test_they_ascend_to_the_largest_and_are_128_apart_beyond_vllms(largest: int) -> None:
-    sizes = sizes_up_to(largest)
-    assert sizes == sorted(set(sizes))
-    assert sizes[-1] == largest
-    beyond = [size for size in sizes if size >= DEFAULT]
-    assert {after - before for before, after in pairwise(beyond)} <= {APART}
+from tests.bench.graph_sizes import Engine, GraphSizes, Prompts, table
 
 
 def test_a_cell_is_the_median_of_the_rounds_with_their_range() -> None:

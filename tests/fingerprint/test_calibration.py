@@ -122,9 +122,10 @@ def test_each_metric_has_its_own() -> None:
         {"weights": "fp8"},
         {"tp": 2},
         {"pp": 2},
+        {"graph_tokens": 4096},
     ],
 )
-def test_another_gpu_release_format_or_degree_is_not_moved_by_what_is_typical_of_this_one(elsewhere) -> None:
+def test_another_gpu_release_format_degree_or_graph_is_not_moved_by_what_is_typical_of_this_one(elsewhere) -> None:
     assert bounds(of([0.1, 0.2], [0.1]), **elsewhere) == (0.0, 0.0, 0.2)
     assert bounds(of([-0.1, 0.2], [-0.1]), **elsewhere) == (-0.1, 0.0, 0.2)
 

@@ -21,7 +21,7 @@ from traces.simulator.step_model import Limits, tabulate
 
 VLLM = DeploymentConfig(engine="vllm")
 NAME = "Qwen3-30B-A3B-16bit-tp1-pp1.json.xz"
-MIXTURE = from_json(read_kept(RESULTS / "families-h200-vllm-0.33" / NAME), Recorded).profile
+MIXTURE = from_json(read_kept(RESULTS / "graphs-512-h200-vllm-0.33" / NAME), Recorded).profile
 DENSE = from_json(read_kept(RESULTS / "h200-vllm-0.33/Llama-3.1-8B-16bit-tp1-pp1.json.xz"), Recorded).profile
 SERVED = from_json((RESULTS / "served_steps_h200/Qwen3-30B-A3B.json").read_bytes(), ServedSteps)
 PADDED = [step for step in SERVED.steps if step.part == "padded"]

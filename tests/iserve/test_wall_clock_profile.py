@@ -25,7 +25,7 @@ from fingerprint.profile_plan import Shards
 from iserve.controller import profiling_run
 from iserve.controller.profiling_devices import STEP_TOKENS
 from iserve.controller.profiling_run import Order, take
-from iserve.controller.profiling_validity import covers, why_unused
+from iserve.controller.profiling_validity import covers, has_todays_graphs, why_unused
 from iserve.model_source import ModelSource
 from iserve.planning.estimator_factory import estimator_for, step_tokens_of
 from planner.intent import Quality
@@ -127,6 +127,15 @@ def test_the_engine_is_started_as_large_as_the_deployment_will_be(batch: int, mo
     why = why_unused(found, NODE, found.machine.versions, 65)
     assert f" {max(started_for)} requests" in why
     golden("controller", why)
+
+
+def test_a_profile_with_other_graphs_than_a_deployment_has_is_not_used(monkeypatch, golden: Golden) -> None:
+    found = taken(machine(), monkeypatch, workload=WORK)
+    assert has_todays_graphs(found)
+    mixture = replace(found, spec=replace(found.spec, num_experts=8, experts_per_token=2))
+    assert not has_todays_graphs(mixture)
+    assert has_todays_graphs(replace(mixture, graph_tokens=4096))
+    golden("controller", why_unused(mixture, NODE, found.machine.versions, 1))
 
 
 def test_an_earlier_profile_covers_what_its_engine_was_started_for(monkeypatch) -> None:

@@ -9,11 +9,12 @@ from daemon.profile_messages import ProfileLoad
 from daemon.worker_spec import WorkerLimits, WorkerSpec
 from fingerprint.cache_blocks import CacheRoom, block_tokens, cache_blocks, cache_bytes
 from fingerprint.config_json import read_config
+from fingerprint.engines import graph_sizes, largest_graph
 from fingerprint.families import load_spec
 from fingerprint.families.unsupported import is_multimodal
 from fingerprint.model_spec import ModelSpec
 
-__all__ = ["in_blocks", "kv_blocks", "kv_cache_bytes", "step_tokens"]
+__all__ = ["graphs_of", "in_blocks", "kv_blocks", "kv_cache_bytes", "step_tokens"]
 
 
 def kv_cache_bytes(spec: WorkerSpec, model: ModelSpec) -> int:
@@ -51,8 +52,15 @@ def in_blocks(spec: WorkerSpec, order: ProfileLoad) -> ProfileLoad:
         order,
         kv_blocks=kv_blocks(worker, model),
         kv_block_tokens=block_tokens(model),
+        graph_sizes=graphs_of(model, worker.limits),
         text_only=is_multimodal(read_config(Path(order.checkpoint))),
     )
+
+
+def graphs_of(model: ModelSpec, limits: WorkerLimits) -> tuple[int, ...]:
+    """Return the tokens of each CUDA graph, none of more than the largest step."""
+    largest = largest_graph("vllm", is_mixture=model.num_experts > 0)
+    return graph_sizes(min(largest, step_tokens(limits)))
 
 
 def _room(limits: WorkerLimits) -> CacheRoom:

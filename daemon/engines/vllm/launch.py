@@ -15,7 +15,7 @@ from pathlib import Path
 from daemon.devices import Device
 from daemon.engine_options import option_words
 from daemon.engines.base import Burst
-from daemon.engines.vllm.cache import kv_cache_bytes, step_tokens
+from daemon.engines.vllm.cache import graphs_of, kv_cache_bytes, step_tokens
 from daemon.engines.vllm.own_options import check_vllm_options, parser_words, use_words
 from daemon.engines.vllm.variant_plug_in import (
     PLUG_IN_NAME,
@@ -31,7 +31,6 @@ from fingerprint.config import KvFormat, WeightFormat
 from fingerprint.config_json import read_config
 from fingerprint.description.stored import quantization_of
 from fingerprint.engine_caches import with_caches
-from fingerprint.engines import GRAPH_TOKENS
 from fingerprint.errors import CheckpointError, ConfigError
 from fingerprint.families import is_tabled, load_spec, read_spec
 from fingerprint.model_spec import ModelSpec
@@ -201,7 +200,7 @@ def arguments(
     }
     if config.weights is WeightFormat.FP8 and not model.quantized_by:
         options["--quantization"] = "fp8"
-    compilation: dict[str, object] = {"max_cudagraph_capture_size": GRAPH_TOKENS}
+    compilation: dict[str, object] = {"cudagraph_capture_sizes": list(graphs_of(model.spec, limits))}
     if config.tp > 1:
         compilation["pass_config"] = {"fuse_allreduce_rms": False}
     options["--compilation-config"] = json.dumps(compilation)

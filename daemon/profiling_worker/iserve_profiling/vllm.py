@@ -16,7 +16,6 @@ from typing import Any
 from iserve_profiling.base import Nvml, ProfilingEngine, Rows, WorkError, random_prompts, root
 from iserve_profiling.http import read_spec, serve
 
-GRAPH_TOKENS = 512  # as in fingerprint/engines.py, which cannot be imported here
 LEAST_RANK = 1  # of slots for deltas alone, as in fingerprint/lora/slot_bytes.py
 _KV_DTYPE = {"16bit": "auto", "int8": "int8_per_token_head", "fp8": "fp8"}
 _END_S = 20.0  # for vLLM's processes to end by themselves
@@ -75,7 +74,7 @@ class VllmProfilingEngine(ProfilingEngine):
             "tensor_parallel_size": tp,
             "pipeline_parallel_size": pp,
             "seed": 0,
-            "compilation_config": {"max_cudagraph_capture_size": GRAPH_TOKENS},
+            "compilation_config": {"cudagraph_capture_sizes": order["graph_sizes"]},
         }
         if order["text_only"]:
             arguments["language_model_only"] = True  # a shape has nothing that makes images into tokens

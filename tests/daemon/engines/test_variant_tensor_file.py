@@ -95,5 +95,5 @@ def test_threads_read_all_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with (tmp_path / "file").open("rb") as stream:
         tensor_file.read_by_threads(stream.fileno(), memoryview(found), 4, tmp_path / "file")
         assert found == want
-        with pytest.raises(ValueError, match="file ends 1 bytes before"):
+        with pytest.raises(ValueError, match="file ends"):
             tensor_file.read_by_threads(stream.fileno(), memoryview(found), 5, tmp_path / "file")

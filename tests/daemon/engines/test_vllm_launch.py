@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemon.engines.external import PROFILING_PATH
 from daemon.engines.vllm import cache, launch
 from daemon.worker_spec import WorkerLimits, WorkerSpec
 from fingerprint.config import KvFormat, WeightFormat
-from fingerprint.engines import GRAPH_TOKENS
+from fingerprint.engines import graph_sizes
 from fingerprint.errors import CheckpointError, ConfigError
 from tests.daemon.engines.vllm_worker_spec import DEVICES, GIB, LLAMA_8B, worker
 from tests.golden_words import Golden
@@ -56,7 +55,7 @@ def test_every_limit_is_on_the_command_line(checkpoint):
         "--load-format": "safetensors",
         "--generation-config": "vllm",
         "--shutdown-timeout": "30",
-        "--compilation-config": '{"max_cudagraph_capture_size": 512}',
+        "--compilation-config": json.dumps({"cudagraph_capture_sizes": graph_sizes(512)}),
         "--disable-uvicorn-access-log": "",
         "--skip-tokenizer-init": "",
     }
@@ -169,10 +168,19 @@ def test_options_that_depend_on_the_configuration(checkpoint):
 def test_graphs_are_as_large_however_few_the_sequences(checkpoint):
     """vLLM's own default, twice the sequences, leaves prompts of a hundred tokens to the host's pace."""
     for tp in (1, 2):
-        found = options(worker(checkpoint(), tp=tp))
-        assert json.loads(found["--compilation-config"])["max_cudagraph_capture_size"] == GRAPH_TOKENS
-    hosted = (Path(PROFILING_PATH) / "iserve_profiling" / "vllm.py").read_text()
-    assert f"\nGRAPH_TOKENS = {GRAPH_TOKENS} " in hosted  # a profile is of the engine that is deployed
+        assert captured(worker(checkpoint(), tp=tp)) == [*graph_sizes(512)]
+
+
+def test_a_mixtures_graphs_are_larger(checkpoint):
+    """The host takes longer to launch its many short kernels, up to 4,096 tokens, than they run."""
+    mixture = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 8}
+    sizes = captured(worker(checkpoint(**mixture, num_experts_per_tok=2)))
+    assert sizes == [*graph_sizes(4096)]
+    assert sizes[:51] == [*graph_sizes(512)]
+
+
+def captured(spec: WorkerSpec) -> list[int]:
+    return json.loads(options(spec)["--compilation-config"])["cudagraph_capture_sizes"]
 
 
 def test_a_checkpoint_with_a_tokenizer_keeps_it(checkpoint):
