@@ -105,6 +105,8 @@ _LOADS = (  # in their order of time
     ("2026-11-28, one GPU, second call", "deltas.json"),
     ("2026-11-28, one GPU, third call, loads made shorter", "contest_slots.json"),
     ("2026-11-29, two GPUs (`tp` 2)", "deltas_tp2.json"),
+    ("2026-11-30, one GPU, files read by four threads", "deltas_read_by_threads.json"),
+    ("2026-11-30, the same next to slots of adapters", "mixed_graphs_by_kind.json"),
 )
 
 
@@ -118,8 +120,12 @@ def _load_lines() -> list[list[str]]:
         lines.append(
             [f"longest step next to a load, {name}", "1.5 times the median", measured, _judged(shares, 1.5)]
         )
-    seconds = [row["loaded_s"] for _, file in _LOADS[1:3] for row in _rows(file, "load")]
-    return [*lines, ["a load from the page cache, one GPU", "", f"{_spread(seconds, '.2f')} s", ""]]
+    spans = [
+        _spread([row["loaded_s"] for _, file in calls for row in _rows(file, "load")], ".2f")
+        for calls in (_LOADS[1:3], _LOADS[4:])
+    ]
+    what = "a load from the page cache next to steps, one GPU: 2026-11-28; 2026-11-30"
+    return [*lines, [what, "", f"{'; '.join(spans)} s", ""]]
 
 
 def _cold_line() -> list[str]:
@@ -156,19 +162,28 @@ def _swapping_lines() -> list[list[str]]:
     return lines
 
 
-def _mixed_line() -> list[str]:
-    steps = [_step("mixed.json", active)["median_ms"] for active in (0, *STEP_GOALS)]
+def _mixed_lines() -> list[list[str]]:
+    """Return steps next to slots of adapters, with graphs for each kind of step and with one for all."""
+    kinds, one = (
+        [_step(f"mixed_{graphs}.json", active)["median_ms"] for active in (0, *STEP_GOALS)]
+        for graphs in ("graphs_by_kind", "one_graph")
+    )
+    base = _judged(kinds[:1], 1.02 * _step("plain.json", 0)["median_ms"])
+    deltas = [_judged([ms], goal) for ms, goal in zip(kinds[1:], STEP_GOALS.values(), strict=True)]
+    deltas[2] += f" ({PROFILED_GOAL:g}: {_judged([kinds[3]], PROFILED_GOAL)})"
+    what = "steps with 0, 1, 4, 8, 32 deltas next to slots of adapters, 2026-11-30"
     return [
-        "step with 0, 1, 4, 8, 32 deltas, next to slots of adapters, one graph for all kinds",
-        "",
-        f"{_listed(steps, '.2f')} ms",
-        "",
-    ]
+        [
+            f"{what}, graphs for each kind of step", "as above", f"{_listed(kinds, '.2f')} ms",
+            "; ".join([base, *deltas]),
+        ],
+        ["the same in the next start on that GPU, one graph for all kinds", "", f"{_listed(one, '.2f')} ms", ""],
+    ]  # fmt: skip
 
 
 def _in_short() -> str:
     """Return what a reader of the variants' page needs: every goal, measured or missed."""
-    lines = [*_steps_table(), _mixed_line(), _prompt_line(), *_load_lines(), _cold_line(), *_swapping_lines()]
+    lines = [*_steps_table(), *_mixed_lines(), _prompt_line(), *_load_lines(), _cold_line(), *_swapping_lines()]
     lines = [[*line[:3], _bold(line[3])] for line in lines]
     return _table(
         "| an H200, Llama-3.1-8B's shape, deltas of 2 bits | goal | measured | |", "|---|---|---|---|", lines
@@ -179,9 +194,7 @@ def _further() -> str:
     """Return what was measured with the goals, and has none."""
     prompts = [_prompt("deltas.json", 4, of) for of in ("base", "one", "distinct")]
     graphs = [_step("specialized.json", active)["median_ms"] for active in (1, 4, 8)]
-    adapters = [_step("mixed.json", *of)["median_ms"] for of in ((2, "adapters"), (4, "deltas and adapters"))]
-    loads = [_rows(file, "resident")[0] for file in ("deltas.json", "contest_slots.json", "mixed.json")]
-    last = [row["last_call_ms"] for row in _rows("contest_slots.json", "load")]
+    last = [_spread([row["last_call_ms"] for row in _rows(file, "load")], ".1f") for file in _LAST_CALLS]
     starts = [_read(f"delta_served_h200/{file}.json")["facts"]["start_s"] for file in _STARTS]
     lines = [
         ["4 prompts of 2,048 tokens at once: of the base, of one delta, of four", f"{_listed(prompts, '.0f')} ms"],
@@ -189,22 +202,69 @@ def _further() -> str:
             "graphs for each number of deltas in use, 8 slots: steps with 1, 4 and 8",
             f"{_listed(graphs, '.2f')} ms: not worth having",
         ],
+        *_adapters_lines(),
         [
-            "step next to slots of adapters: two adapters; two deltas and two adapters, half of the rows each",
-            f"{_listed(adapters, '.2f')} ms",
+            "loads of the first 32 deltas, nothing else running, median and longest: second call; third; "
+            "2026-11-30 without slots of adapters; next to them, two starts",
+            "; ".join(f"{row['median_load_s']:.2f} and {row['longest_load_s']:.2f} s" for row in _resident()),
         ],
-        [
-            "loads of the first 32 deltas, nothing else running, median and longest: second call; third; next to "
-            "slots of adapters",
-            "; ".join(f"{row['median_load_s']:.2f} and {row['longest_load_s']:.2f} s" for row in loads),
-        ],
-        ["call with which a load ends, third call", f"{_spread(last, '.1f')} ms"],
+        ["call with which a load ends: third call; 2026-11-30, both engines", f"{'; '.join(last)} ms"],
+        *_reader_lines(),
         [
             "start with 32 slots, and without LoRA: first two calls (FlashInfer's sampler there already); third",
             "{:.0f} and {:.0f} s; {:.0f} and {:.0f} s (both compile anew, side by side)".format(*starts),
         ],
     ]
     return _table("| | |", "|---|---|", lines)
+
+
+_MIXED = ("mixed_graphs_by_kind", "mixed_one_graph")  # graphs for each kind of step, and one for all
+_LAST_CALLS = ("contest_slots.json", "deltas_read_by_threads.json", "mixed_graphs_by_kind.json")
+_LOGS = "logs_of_2026-11-30.json"
+
+
+def _resident() -> list[Row]:
+    files = ("deltas", "contest_slots", "deltas_read_by_threads", *_MIXED)
+    return [_rows(f"{file}.json", "resident")[0] for file in files]
+
+
+def _adapters_lines() -> list[list[str]]:
+    """Return steps with adapters, and what graphs take, where slots hold both kinds of variants."""
+    steps = [
+        [_step(f"{file}.json", *of)["median_ms"] for of in ((2, "adapters"), (4, "deltas and adapters"))]
+        for file in _MIXED
+    ]
+    starts = [_rows(_LOGS, "start", of=file)[0] for file in ("deltas_read_by_threads", *_MIXED)]
+    return [
+        [
+            "step next to slots of adapters: two adapters; two deltas and two adapters, half of the rows each",
+            "{} ms; {} with one graph for all kinds".format(*(_listed(each, ".2f") for each in steps)),
+        ],
+        [
+            "graphs of 32 slots of deltas alone; next to slots of adapters; the same with one graph for all kinds",
+            "; ".join(f"{row['graphs_s']} s and {row['graphs_gib']:.2f} GiB" for row in starts),
+        ],
+    ]
+
+
+def _reader_lines() -> list[list[str]]:
+    """Return the bandwidth of reading a delta's file by the number of threads, means of two readings."""
+    lines = []
+    for source in ("page cache", "disk"):
+        for memory, name in (("plain", "memory"), ("pinned", "page-locked memory")):
+            rows = _rows(_LOGS, "reader", memory=memory)
+            speeds = [
+                [row["gb_per_s"] for row in rows if (row["from"], row["threads"]) == (source, threads)]
+                for threads in (1, 2, 4, 8)
+            ]
+            means = [sum(each) / len(each) for each in speeds]
+            lines.append(
+                [
+                    f"a delta's file read from the {source} to {name} by 1, 2, 4, 8 threads",
+                    f"{_listed(means, '.1f')} GB/s",
+                ]
+            )
+    return lines
 
 
 _STARTS = ("deltas", "plain", "contest_slots", "contest_swapping")
@@ -402,6 +462,7 @@ DELTA_TABLES: dict[str, Callable[[], str]] = {
     "delta kernels, other formats": _other_formats,
     "delta kernels in CUDA": _cuda,
     "policies of deltas": partial(_policies, "delta_policies.json.gz"),
+    "policies of deltas, loads of 1 s": partial(_policies, "delta_policies_load_1s.json.gz"),
     "policies of deltas, loads of 2 s": partial(_policies, "delta_policies_load_2s.json.gz"),
     "numbers of deltas": _numbers,
 }

@@ -340,6 +340,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "quality by rank": _quality_by_rank,
     "steps with adapters": lambda: _of_adapters("steps"),
     "loads of adapters": lambda: _of_adapters("loads"),
+    "loads of adapters, three ways": lambda: _of_adapters("ways"),
     "contest of adapters": lambda: _of_adapters("contest"),
     "memory and prompts of slots": lambda: _of_adapters("slots"),
     "goals of the contest of adapters": lambda: _of_adapters("goals"),

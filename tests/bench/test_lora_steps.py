@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import statistics
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -164,32 +161,6 @@ def test_the_kept_recording_is_within_the_intervals_of_plans() -> None:
     rows = [row for row in table(found, LLAMA_8B).splitlines() if row.startswith(("| step of", "| prompts of"))]
     assert len(rows) == 14
     assert all(row.endswith("| yes |") for row in rows)
-
-
-def test_the_page_has_what_loads_next_to_steps_were_measured_to_stop() -> None:
-    loads = from_json(read_kept(RESULTS / "lora_loads_h200.json.gz"), LoraSteps, what="recording").loads
-    aside = [one for one in loads if one.in_background]
-    stops = [one for one in loads if not one.in_background]
-    assert len(aside) == len(stops) == 12
-    page = (RESULTS.parents[2] / "docs/variants.md").read_text()
-    told = re.findall(r"\d+(?:\.\d+)?", page.partition("**Loads next to steps.**")[2].partition("**Kernels")[0])
-    gaps_ms = [1e3 * median(one.longest_gap_s for one in aside)]
-    gaps_ms += [1e3 * median(one.longest_gap_s for one in stops if one.rank == rank) for rank in (64, 16, 8)]
-    steps = list[float]()
-    for kind in (aside, stops):
-        ordered = sorted(one.longest_gap_s / one.median_gap_s for one in kind)
-        steps += [ordered[0], ordered[-1]]
-    assert [f"{gap:.0f}" for gap in gaps_ms] == told[told.index("19") :][:4]
-    assert {f"{number:.0f}" for number in steps} <= {*told}
-    first_ms = sorted(1e3 * one.long_gaps[0][0] for one in aside)  # the longest gap of each
-    assert re.findall(r"\d+", page.partition("first gap,")[2])[:2] == [f"{first_ms[at]:.0f}" for at in (0, -1)]
-    assert {f"{one.load_s:.2f}" for kind in (aside, stops) for one in _ends(kind, "load_s")} <= {*told}
-
-
-def _ends(loads: Sequence[Load], name: str) -> tuple[Load, Load]:
-    """Return the loads with the least and the most of ``name``."""
-    ordered = sorted(loads, key=lambda one: float(getattr(one, name)))
-    return ordered[0], ordered[-1]
 
 
 def recording() -> LoraSteps:

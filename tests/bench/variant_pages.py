@@ -10,7 +10,7 @@ from fingerprint.codec import from_json
 from tests.bench.accuracy import RESULTS
 from tests.bench.kept import read_kept
 from tests.bench.lora_contest import ACTIVE, Attempt, Contest
-from tests.bench.lora_steps import LoraSteps
+from tests.bench.lora_steps import Load, LoraSteps
 from tests.bench.variant_clients import Answer, p
 from tests.bench.variant_contest import DIRECT, OURS, Arm, Cold, VariantContest, agreeing_words, predicted
 
@@ -20,17 +20,23 @@ __all__ = [
     "cold_times",
     "contest_table",
     "deployed_rows",
+    "further_gap_s",
     "goals_table",
     "kept_contest",
+    "kept_loads",
     "kept_steps",
+    "late_cold",
     "loads_table",
     "p99_s",
     "slots_table",
+    "steps_of",
     "steps_table",
+    "ways_table",
     "words_table",
 ]
 
 CONTEST_FILE, STEPS_FILE = "variant_contest_h200.json.gz", "lora_steps_h200.json.gz"
+LOADS_FILES = ("lora_loads_h200.json.gz", "lora_loads_three_ways_h200.json.gz")
 _QUICK_S = 0.5  # between the two kinds of cold requests
 DEPLOYED = RESULTS / "lora_contest_h200/deployed"
 _COLUMNS = ((0, 0), (8, 0), (8, 1), (8, 8), (32, 0), (32, 1), (32, 8), (32, 32))  # slots, adapters in use
@@ -42,6 +48,12 @@ def kept_contest() -> VariantContest:
 
 def kept_steps() -> LoraSteps:
     return from_json(read_kept(RESULTS / STEPS_FILE), LoraSteps, what=STEPS_FILE)
+
+
+def kept_loads() -> tuple[LoraSteps, LoraSteps]:
+    """Return the recordings of vLLM's own loads and of those by a thread; the later has the plug-in's as well."""
+    earlier, later = (from_json(read_kept(RESULTS / file), LoraSteps, what=file) for file in LOADS_FILES)
+    return earlier, later
 
 
 def contest_table() -> str:
@@ -90,6 +102,54 @@ def loads_table() -> str:
         cells = [f"{1e3 * value:.0f} ms" for value in (statistics.median(own_s), min(own_s), max(own_s))]
         lines.append(f"| {rank} | {len(own_s)} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def ways_table() -> str:
+    """Return loads of adapters by the ways in which they are read: their time, and what they stop."""
+    earlier, later = kept_loads()
+    ways: tuple[tuple[str, LoraSteps, bool, bool], ...] = (
+        ("vLLM's own", later, False, False),
+        ("our plug-in's", later, True, False),
+        ("by a thread", later, True, True),
+        (f"by a thread, {earlier.date}", earlier, False, True),
+    )
+    lines = [
+        "| rank | read | a load | longest gap between tokens | in steps |",
+        "|--:|---|--:|--:|--:|",
+    ]
+    for rank in sorted({one.rank for one in later.loads}):
+        for name, found, plug_in, in_background in ways:
+            own = [
+                one for one in found.loads
+                if (one.rank, one.plug_in, one.in_background) == (rank, plug_in, in_background)
+            ]  # fmt: skip
+            cells = (
+                f"{_span([1e3 * one.load_s for one in own])} ms",
+                f"{_span([1e3 * one.longest_gap_s for one in own])} ms",
+                _span([steps_of(one) for one in own], "#.2g"),
+            )
+            lines.append(f"| {rank} | {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def steps_of(load: Load) -> float:
+    """Return the longest gap between tokens next to a load in median gaps."""
+    return load.longest_gap_s / load.median_gap_s
+
+
+def further_gap_s(load: Load) -> float:
+    """Return a bound of the longest gap within a load but for the longest of all, in which it began.
+
+    The five longest gaps are kept: one that is not among them is no longer than the fifth.
+    """
+    _, *further = load.long_gaps
+    within_s = (gap_s for at_s, gap_s in further if at_s + gap_s > 0 and at_s < load.load_s)
+    return max([*within_s, further[-1][1]])
+
+
+def _span(values: Sequence[float], shown: str = ".0f") -> str:
+    least, most = (format(value, shown).removesuffix(".") for value in (min(values), max(values)))
+    return f"{least} to {most}"
 
 
 def slots_table() -> str:
@@ -257,6 +317,34 @@ def cold_times() -> dict[str, ColdTimes]:
     for one in sorted(cold.zipf, key=lambda one: one.sent_s):
         first.setdefault(one.model, one)
     return {"never loaded": _times(cold.alone), "first of each": _times(first.values()), "all": _times(cold.zipf)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LateCold:
+    """Requests for adapters that were never loaded which waited for long, and those in between.
+
+    They were sent one after the other, next to clients that ask again once they are answered.
+    """
+
+    late: tuple[int, ...]  # their numbers in the order of sending
+    ended_s: tuple[float, ...]  # when the wait of each was over
+    waited_s: tuple[float, ...]  # longer than the quick ones, median
+    token_s: tuple[float, float]  # time between tokens of the quick ones, least and most
+
+
+def late_cold() -> LateCold:
+    """Return what the recording of 1,000 adapters has of them."""
+    alone = sorted(_cold(kept_contest()).alone, key=lambda one: one.sent_s)
+    quick = [one for one in alone if one.last_s < _QUICK_S]
+    usual_s = statistics.median(one.last_s for one in quick)
+    gaps_s = [(one.last_s - one.first_s) / (one.tokens - 1) for one in quick]
+    late = [number for number, one in enumerate(alone) if one.last_s >= _QUICK_S]
+    return LateCold(
+        late=tuple(late),
+        ended_s=tuple(alone[number].sent_s + alone[number].last_s for number in late),
+        waited_s=tuple(alone[number].last_s - usual_s for number in late),
+        token_s=(min(gaps_s), max(gaps_s)),
+    )
 
 
 def _times(answers: Iterable[Answer]) -> ColdTimes:
