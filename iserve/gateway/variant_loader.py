@@ -23,7 +23,15 @@ from iserve.gateway.worker_http import CONNECT_S, NotBegunError, origin_of, work
 from iserve.http_stream import AnswerLostError, StreamAnswer, StreamClient
 from iserve.route_table import VariantRoute, WorkerTarget
 
-__all__ = ["LoadFailedError", "NoMemoryError", "VariantFolders", "VariantLoader", "keep_folders", "without_paths"]
+__all__ = [
+    "LoadFailedError",
+    "NoMemoryError",
+    "VariantFolders",
+    "VariantLoader",
+    "keep_folders",
+    "reading_pause_s",
+    "without_paths",
+]
 
 _LOAD_SILENCE_S = 120.0  # next to what reading the adapter takes
 _SLOWEST_READ_BYTES_PER_S = 20e6  # of a network disk that is shared
@@ -34,8 +42,8 @@ _MAX_ANSWER_BYTES = 16 * 2**20  # a list of models has a few hundred bytes for e
 _MAX_REASON_CHARS = 2000
 _BUSY_S = 10.0  # for which a worker may have no place, or be loading the variant for another client
 _ASK_AGAIN_S = 0.1
-_ASK_ADAPTER_S, _MOST_ADAPTER_PAUSE_S = 0.02, 0.2  # for an adapter that is read: tenths of a second
-_MOST_PAUSE_S = 1.0  # between two questions for a delta that is read; each leaves a traceback in vLLM's log
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.02, 1.0  # between two questions for a variant that is read
+_PAUSE_PART = 5  # of the time that it is read already: so much later at most it is known to be there
 _BEING_READ = "is still being read: ask for it again"  # our plug-in's, within vLLM's message
 # Texts of torch and CUDA within vLLM's message, of the embedded engine, and of Python.
 _NO_MEMORY = re.compile(r"out of memory|OutOfMemoryError|can't allocate memory|has no memory for|\bMemoryError\b")
@@ -136,8 +144,7 @@ class VariantLoader:
         """
         body = {"lora_name": variant.engine_name, "lora_path": str(folder)}
         silence_s = _LOAD_SILENCE_S + variant.num_bytes / _SLOWEST_READ_BYTES_PER_S
-        now_s, is_delta = asyncio.get_running_loop().time(), variant.base_directory is not None
-        pause_s, most_s = (_ASK_AGAIN_S, _MOST_PAUSE_S) if is_delta else (_ASK_ADAPTER_S, _MOST_ADAPTER_PAUSE_S)
+        begun_s = now_s = asyncio.get_running_loop().time()
         read_until_s, busy_until_s = now_s + silence_s, now_s + _BUSY_S
         has_failed = True
         while True:
@@ -157,9 +164,7 @@ class VariantLoader:
                 break
             if is_read:  # it was not busy yet
                 busy_until_s = now_s + _BUSY_S
-            await asyncio.sleep(pause_s if is_read else _ASK_AGAIN_S)
-            if is_read:
-                pause_s = min(2 * pause_s, most_s)
+            await asyncio.sleep(reading_pause_s(now_s - begun_s) if is_read else _ASK_AGAIN_S)
         reason = self._shown(variant, error.message)
         if status >= 500:
             lost = ApiError(503, f"a worker failed to load the variant {variant.name!r}: {reason}", "variant_load")
@@ -231,6 +236,11 @@ async def keep_folders(loader: VariantLoader, variants: Iterable[VariantRoute]) 
             await loader.folder(variant)
         except ApiError as error:
             _log.warning("keeping the folder of %s: %s", variant.name, error)
+
+
+def reading_pause_s(waited_s: float) -> float:
+    """Return the pause until a worker is asked again for a variant that it has read for so long."""
+    return min(_MOST_PAUSE_S, max(_LEAST_PAUSE_S, waited_s / _PAUSE_PART))
 
 
 def without_paths(text: str, *roots: Path) -> str:

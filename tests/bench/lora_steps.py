@@ -66,7 +66,7 @@ PROMPTS, PROMPT_ROUNDS = ((1, 2048), (8, 512)), 5
 LOADS, LOADING_ROWS, LOADING_TOKENS = 2, 32, 300  # per rank; the rows that decode meanwhile, and their tokens
 LOAD_WAYS = ((False, False), (True, False), (True, True))  # whether our plug-in reads it, and in a thread
 GIB_EACH = 42
-BEING_READ, FIRST_PAUSE_S, MOST_PAUSE_S = "is still being read", 0.02, 0.2  # as the gateway asks again
+BEING_READ = "is still being read"
 FILE = "lora_steps.json.gz"
 TIMEOUT = aiohttp.ClientTimeout(total=120)
 _LOG = {  # of a worker, by what it says
@@ -260,6 +260,11 @@ def _name(number: int) -> str:
     return f"adapter-{number}"
 
 
+def reading_pause_s(waited_s: float) -> float:
+    """Return the pause before the gateway asks again, which has a web framework."""
+    return min(1.0, max(0.02, waited_s / 5))
+
+
 class _Client:
     """Requests to one worker."""
 
@@ -286,7 +291,6 @@ class _Client:
     async def load_asking(self, name: str, rank: int) -> tuple[float, int]:
         """Return the seconds until a load is done, and how often it was asked for, as the gateway asks."""
         begun, body = time.monotonic(), {"lora_name": name, "lora_path": str(FOLDER / f"rank-{rank}")}
-        pause_s = FIRST_PAUSE_S
         for calls in count(1):
             async with self._session.post(f"{self._url}/v1/load_lora_adapter", json=body) as response:
                 text = await response.text()
@@ -294,8 +298,7 @@ class _Client:
                 return time.monotonic() - begun, calls
             if BEING_READ not in text:
                 raise SystemExit(f"{self._url} answered {response.status}: {text[:500]}")
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, MOST_PAUSE_S)
+            await asyncio.sleep(reading_pause_s(time.monotonic() - begun))
         raise AssertionError
 
     async def unload(self, name: str) -> None:

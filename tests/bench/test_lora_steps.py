@@ -18,6 +18,7 @@ from fingerprint.codec import from_json
 from fingerprint.estimators.adapter_slots import ADDED_ERROR, added_prompt_share, added_step_s
 from fingerprint.families import read_spec
 from fingerprint.lora import read_adapter, slot_bytes
+from iserve.gateway.variant_loader import reading_pause_s as gateway_pause_s
 from tests.bench import lora_steps
 from tests.bench.kept import read_kept
 from tests.bench.lora_adapters import matrices, write_adapter
@@ -253,6 +254,11 @@ def test_all_parts_are_measured_and_kept_against_a_server(tmp_path: Path, monkey
     assert [(one.slots, one.adapter) for one in found.prompts] == [(0, False), (2, False), (2, True)]
     assert [(one.slots, one.rank) for one in found.loads] == [(2, 64), (2, 16), (2, 8)]
     assert len(found.memory) == 2
+
+
+def test_a_load_is_asked_for_as_the_gateway_does() -> None:
+    waited_s = [0.001 * number**2 for number in range(120)]
+    assert [lora_steps.reading_pause_s(one) for one in waited_s] == [*map(gateway_pause_s, waited_s)]
 
 
 def test_loads_of_all_ways_are_kept_and_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

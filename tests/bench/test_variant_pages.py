@@ -14,7 +14,7 @@ from tests.bench import variant_costs_vllm as costs
 from tests.bench import variant_pages as bench
 from tests.bench.accuracy import RESULTS
 from tests.bench.lora_adapters import matrices
-from tests.bench.lora_steps import FIRST_PAUSE_S, MOST_PAUSE_S, Load
+from tests.bench.lora_steps import Load
 from tests.bench.variant_contest import DIRECT, OURS
 from tests.bench.variant_contest_run import OUTPUT
 from tests.daemon.engines.vllm_worker_spec import LLAMA_8B
@@ -97,14 +97,14 @@ def test_the_page_has_what_followed_the_first_gap_of_loads_next_to_steps() -> No
 
 
 def test_the_page_has_how_long_loads_next_to_steps_take() -> None:
-    """Pauses are those of a client that asks as the gateway does; vLLM's own loads are of both days."""
+    """Pauses are those of a client that asked as the gateway did that day; vLLM's own loads are of both days."""
     line = r"takes ([\d.]+) to ([\d.]+) s, of which ([\d.]+) s are .*? between (\w+) calls, "
     line += r"for ([\d.]+) to ([\d.]+) of vLLM's"
     found = re.search(line, part("**Loads next to steps.**", "**Kernels of our own**"))
     assert found is not None
     _, later = loads_by_a_thread()
     (calls,) = {one.calls for one in later}
-    pauses_s = sum(min(2**number * FIRST_PAUSE_S, MOST_PAUSE_S) for number in range(calls - 1))
+    pauses_s = sum(min(2**number * 0.02, 0.2) for number in range(calls - 1))
     stops_s = [one.load_s for one in bench.kept_loads()[1].loads if not one.plug_in]
     own_s = ends((one.load_s for one in later), ".2f")
     assert calls == 6
