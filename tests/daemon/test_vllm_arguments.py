@@ -21,7 +21,6 @@ from daemon.engines.vllm.variant_plug_in import additional_config
 from daemon.profile_messages import ProfileLoad
 from fingerprint.codec import to_json
 from fingerprint.config import DeploymentConfig, KvFormat, SlotFormat, WeightFormat
-from fingerprint.engines import graph_sizes
 from fingerprint.model_use import ModelUse
 from tests.daemon.engines.vllm_worker_spec import LLAMA_8B, worker
 
@@ -89,7 +88,7 @@ def test_a_profile_is_of_text_alone_and_runs_code_with_permission_only(
     names = ("language_model_only", "trust_remote_code")
     assert {name: arguments[name] for name in names if name in arguments} == added
     assert arguments["num_gpu_blocks_override"] > 640 // arguments["block_size"]
-    assert arguments["compilation_config"] == {"cudagraph_capture_sizes": [*graph_sizes(512)]}
+    assert arguments["compilation_config"] == {"max_cudagraph_capture_size": 512}
 
 
 def order_with_slots(folder: Path, **slots: Any) -> tuple[Any, dict[str, Any]]:

@@ -74,7 +74,7 @@ class VllmProfilingEngine(ProfilingEngine):
             "tensor_parallel_size": tp,
             "pipeline_parallel_size": pp,
             "seed": 0,
-            "compilation_config": {"cudagraph_capture_sizes": order["graph_sizes"]},
+            "compilation_config": json.loads(order["graphs"]),
         }
         if order["text_only"]:
             arguments["language_model_only"] = True  # a shape has nothing that makes images into tokens

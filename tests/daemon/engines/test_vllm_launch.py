@@ -55,7 +55,7 @@ def test_every_limit_is_on_the_command_line(checkpoint):
         "--load-format": "safetensors",
         "--generation-config": "vllm",
         "--shutdown-timeout": "30",
-        "--compilation-config": json.dumps({"cudagraph_capture_sizes": graph_sizes(512)}),
+        "--compilation-config": '{"max_cudagraph_capture_size": 512}',
         "--disable-uvicorn-access-log": "",
         "--skip-tokenizer-init": "",
     }
@@ -168,19 +168,18 @@ def test_options_that_depend_on_the_configuration(checkpoint):
 def test_graphs_are_as_large_however_few_the_sequences(checkpoint):
     """vLLM's own default, twice the sequences, leaves prompts of a hundred tokens to the host's pace."""
     for tp in (1, 2):
-        assert captured(worker(checkpoint(), tp=tp)) == [*graph_sizes(512)]
+        found = options(worker(checkpoint(), tp=tp))
+        assert json.loads(found["--compilation-config"])["max_cudagraph_capture_size"] == 512
 
 
-def test_a_mixtures_graphs_are_larger(checkpoint):
+@pytest.mark.parametrize(("step_tokens", "largest"), [(8192, 4096), (700, 700)])
+def test_a_mixtures_graphs_are_larger(checkpoint, step_tokens: int, largest: int):
     """The host takes longer to launch its many short kernels, up to 4,096 tokens, than they run."""
     mixture = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 8}
-    sizes = captured(worker(checkpoint(**mixture, num_experts_per_tok=2)))
-    assert sizes == [*graph_sizes(4096)]
-    assert sizes[:51] == [*graph_sizes(512)]
-
-
-def captured(spec: WorkerSpec) -> list[int]:
-    return json.loads(options(spec)["--compilation-config"])["cudagraph_capture_sizes"]
+    spec = worker(checkpoint(**mixture, num_experts_per_tok=2))
+    limits = replace(spec.limits, max_batched_tokens=step_tokens)
+    found = options(replace(spec, limits=limits))
+    assert json.loads(found["--compilation-config"]) == {"cudagraph_capture_sizes": [*graph_sizes(largest)]}
 
 
 def test_a_checkpoint_with_a_tokenizer_keeps_it(checkpoint):

@@ -73,10 +73,12 @@ def check_engine(config, *, tp, pp, compilation):
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if len(visible) != tp * pp or not all(v.isdigit() for v in visible):
         raise RuntimeError(f"Failed to infer device type (CUDA_VISIBLE_DEVICES={visible})")
-    if unknown := compilation.keys() - {"cudagraph_capture_sizes", "pass_config"}:
+    if unknown := compilation.keys() - {"cudagraph_capture_sizes", "max_cudagraph_capture_size", "pass_config"}:
         raise ValueError(f"Unexpected keyword argument: {sorted(unknown)}")
     if not compilation.get("cudagraph_capture_sizes", [1]):
         raise AssertionError("cudagraph_capture_sizes should contain at least one element when using cuda graph.")
+    if compilation.get("max_cudagraph_capture_size", 1) < 1:
+        raise AssertionError("Maximum cudagraph size should be greater than or equal to 1")
     if tp > 1:
         passes = compilation.get("pass_config", {})
         on = [name for name, value in MULTICAST_OFF.items() if os.environ.get(name) != value]
