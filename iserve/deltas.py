@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from daemon.torch_engine.trimmed_imports import trimmed_imports
 from fingerprint.delta import FORMATS, AdapterOrigin, export_delta, is_delta, open_delta, read_delta
 from fingerprint.errors import CheckpointError, NotFoundError
 from fingerprint.extras import need_extra
@@ -164,12 +165,8 @@ def compress_variant(
     both = None if limit is None else split_texts(calibration, judging)
     source, folder = _with_weights(resolve(base, registered)), _folder(target)
 
-    from daemon.variants.compress import (  # torch: seconds
-        CompressOrder,
-        check_layers,
-        compress_delta,
-        compute_device,
-    )
+    with trimmed_imports():  # torch: seconds
+        from daemon.variants.compress import CompressOrder, check_layers, compress_delta, compute_device
 
     device = compute_device(options.device)
     check = partial(check_layers, device=device)

@@ -67,10 +67,13 @@ def send(order: Order, server: str) -> int:
 def serve() -> None:
     """Import the program, then fork for each order.
 
-    ``sys.argv``: module of the program, folder for exit statuses, file descriptor of the listening socket.
+    ``sys.argv``: module of the program, folder for exit statuses, file descriptor of the listening socket, modules
+    that the program imports later, and room for what a fork shows in /proc.
     """
     module, ended = importlib.import_module(sys.argv[1]), Path(sys.argv[2])
     listener = socket.socket(fileno=int(sys.argv[3]))
+    for name in sys.argv[4:-1]:
+        importlib.import_module(name)
     gc.collect()
     gc.freeze()
     wake, waker = os.pipe()

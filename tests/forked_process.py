@@ -54,10 +54,13 @@ class Forked:
 
 
 class Forking:
-    """Processes that run ``main`` of ``module``, forked from one that starts with the first and ends with us."""
+    """Processes that run ``main`` of ``module``, forked from one that starts with the first and ends with us.
 
-    def __init__(self, module: str) -> None:
-        self._module = module
+    It has also imported the modules ``used``, which the program imports only when it needs them.
+    """
+
+    def __init__(self, module: str, *used: str) -> None:
+        self._module, self._used = module, used
 
     @cached_property
     def _folder(self) -> Path:
@@ -70,7 +73,7 @@ class Forking:
             fileno = listener.fileno()
             code = "from tests.fork_server import serve; serve()"
             self._server = subprocess.Popen(
-                [sys.executable, "-c", code, self._module, str(folder), str(fileno), _ROOM],
+                [sys.executable, "-c", code, self._module, str(folder), str(fileno), *self._used, _ROOM],
                 cwd=ROOT,
                 env=os.environ | {"PYTHONPATH": str(ROOT), "ROOM": _ROOM},
                 stdin=subprocess.PIPE,
@@ -86,6 +89,10 @@ class Forking:
     def start(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> Forked:
         """Return the process, which has ``arguments`` as its ``sys.argv`` and writes to ``log``."""
         return self._start(arguments, environment, os.devnull, str(log), str(log))
+
+    def start_detached(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> int:
+        """Return the id of a process in a session of its own, whose exit status is not kept."""
+        return self._start(arguments, environment, os.devnull, str(log), str(log), detached=True).pid
 
     def run(
         self, arguments: Sequence[str], environment: Mapping[str, str], stdin: str = ""
@@ -103,10 +110,17 @@ class Forking:
         return subprocess.CompletedProcess(list(arguments), code, out, err)
 
     def _start(
-        self, arguments: Sequence[str], environment: Mapping[str, str], stdin: str, stdout: str, stderr: str
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        stdin: str,
+        stdout: str,
+        stderr: str,
+        *,
+        detached: bool = False,
     ) -> Forked:
         command = [sys.executable, *arguments]
         # For tests/tiers.py, which looks at what a test starts.
         sys.audit("subprocess.Popen", sys.executable, command, None, None)
-        order = Order(command, list(arguments), dict(environment), os.getcwd(), stdin, stdout, stderr)
+        order = Order(command, list(arguments), dict(environment), os.getcwd(), stdin, stdout, stderr, detached)
         return Forked(send(order, self.socket), self._folder)

@@ -27,7 +27,7 @@ from iserve.model_source import ModelSource
 from iserve.planning.deployability import DeployableDocument
 from iserve.planning.estimator_factory import step_tokens_of
 from iserve.planning.joint_choice import JointChoice
-from iserve.planning.joint_plan import chosen_plan, joint_capacity, joint_document
+from iserve.planning.joint_plan import ChosenPlan, chosen_plan, joint_capacity, joint_document
 from iserve.planning.merge_advice import merge_advice_of_plan
 from iserve.planning.pipeline import (
     JOINT,
@@ -66,6 +66,7 @@ def planned_deployment(
     deployable_of: Callable[[DeploymentConfig, int], DeployableDocument],
     notes: tuple[str, ...] = (),
     profile: Profile | None = None,
+    made: ChosenPlan | None = None,
 ) -> PlannedDeployment:
     """Rank every configuration of the engine with ``table``, and return the best with what it serves.
 
@@ -76,12 +77,13 @@ def planned_deployment(
         deployable_of: judges the chosen configuration and its number of replicas.
         notes: reported with the plan.
         profile: behind ``estimator``; None: datasheets.
+        made: of these arguments, by ``chosen_plan``; None: it was not asked yet.
     """
     spec, of_base = source.spec, estimator
     estimator = with_traffic(estimator, spec, options)
     kept = spec if profile is None else with_engine_caches(spec, profile.memory)
     of_traffic = (*_prefixes(spec, options, table.engine), *_drafts(spec, options, table.engine))
-    plan, choice, options, of_choice = _chosen(spec, kept, hardware, estimator, table, options)
+    plan, choice, options, of_choice = _chosen(spec, kept, hardware, estimator, table, options, made)
     best = None if plan.best is None else plan.best.config
     advice = merge_advice_of_plan(source.argument, spec, hardware.gpu, of_base, options, best)
     advised = () if advice is None else (advice.text,)
@@ -145,14 +147,15 @@ def _chosen(
     estimator: Estimator,
     table: EngineCapabilities,
     options: PlanOptions,
+    made: ChosenPlan | None,
 ) -> tuple[Plan, JointChoice | None, PlanOptions, tuple[str, ...]]:
     """Return the plan, its replicas where they were chosen together, the options with their number, and notes."""
 
-    def with_slots(slots: int) -> tuple[Plan, JointChoice | None]:
+    def with_slots(slots: int) -> ChosenPlan:
         asked = replace(options, adapter_slots=slots)
         return chosen_plan(spec, hardware, estimator, [table.unprepared()], asked, kept=kept)
 
-    plan, choice = with_slots(options.adapter_slots)
+    plan, choice = with_slots(options.adapter_slots) if made is None else made
     is_joint = options.is_joint([table], hardware.gpu)
     most = LARGEST_BATCH if options.more_requests and is_joint else options.workload.batch
     notes = too_few_slots(plan, options, most, with_slots)

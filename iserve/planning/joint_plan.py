@@ -27,7 +27,9 @@ from iserve.planning.serving_capacity import ServingCapacity, kept_of
 from planner.intent import LIMITED, IntentKind
 from planner.plan import Limit, LimitKind, Nearest, Plan, Relaxation, Room, WhyNot
 
-__all__ = ["chosen_plan", "joint_capacity", "joint_document"]
+__all__ = ["ChosenPlan", "chosen_plan", "joint_capacity", "joint_document"]
+
+ChosenPlan = tuple[Plan, JointChoice | None]  # a plan, and the joint choice that it is where it is one
 
 
 def chosen_plan(
@@ -38,7 +40,7 @@ def chosen_plan(
     options: PlanOptions,
     *,
     kept: ModelSpec | None = None,
-) -> tuple[Plan, JointChoice | None]:
+) -> ChosenPlan:
     """Return the plan by ``options``, and the joint choice that it is where it is one.
 
     Without a joint choice it is that of ``make_plan``: for other intents, engines and policies, and where no place

@@ -24,7 +24,7 @@ from iserve.planning.deployability import DeployableDocument, deployable, gpus_h
 from iserve.planning.deployment_choice import planned_deployment
 from iserve.planning.document import CacheSizesDocument, EstimateDocument, PlanDocument
 from iserve.planning.engine_choice import EngineChoice, by_preference, engine_choices_for_gpus, first_feasible
-from iserve.planning.joint_plan import chosen_plan
+from iserve.planning.joint_plan import ChosenPlan, chosen_plan
 from iserve.planning.model_use import (
     check_code,
     check_use,
@@ -137,24 +137,33 @@ def launch_for_gpus(
 
 def engine_for_gpus(spec: ModelSpec, gpu: GpuSpec, count: int, options: PlanOptions, engine: str) -> EngineChoice:
     """Return the engine that :func:`plan_for_gpus` plans on. Raises as that."""
-    tables = capabilities_for(engine)
+    return _engine_and_plan(spec, gpu, count, options, engine)[0]
+
+
+def _engine_and_plan(
+    spec: ModelSpec, gpu: GpuSpec, count: int, options: PlanOptions, engine: str
+) -> tuple[EngineChoice, ChosenPlan | None]:
+    """Return the engine and, where it took a plan on it to choose, that plan."""
+    tables, made = capabilities_for(engine), dict[str, ChosenPlan]()
     hardware, by_name = hypothetical_hardware(gpu, count), {table.engine: table for table in tables}
 
     def is_feasible(name: str) -> bool:
         table = by_name[name]
         estimator = datasheet_estimator(spec, gpu, [table])
-        return chosen_plan(spec, hardware, estimator, [table.unprepared()], options)[0].best is not None
+        made[name] = chosen_plan(spec, hardware, estimator, [table.unprepared()], options)
+        return made[name][0].best is not None
 
     choices = engine_choices_for_gpus(engine, spec, gpu, tables, options.intent.quality)
-    return first_feasible(choices, is_feasible)
+    choice = first_feasible(choices, is_feasible)
+    return choice, made.get(choice.engine)
 
 
 def _planned(
     source: ModelSource, gpu: GpuSpec, count: int, options: PlanOptions, engine: str
 ) -> PlannedDeployment:
     """Choose as a deploy there would if every engine were installed. Raises as :func:`plan_for_gpus`."""
-    choice = engine_for_gpus(source.spec, gpu, count, options, engine)
-    planned = _planned_on(choice.engine, source, gpu, count, options, choice.passed_over)
+    choice, made = _engine_and_plan(source.spec, gpu, count, options, engine)
+    planned = _planned_on(choice, source, gpu, count, options, made)
     if planned.best is not None:
         return planned
     tables = capabilities_for(engine)
@@ -179,12 +188,18 @@ def _if_prepared(
 
 
 def _planned_on(
-    engine: str, source: ModelSource, gpu: GpuSpec, count: int, options: PlanOptions, notes: tuple[str, ...] = ()
+    choice: EngineChoice,
+    source: ModelSource,
+    gpu: GpuSpec,
+    count: int,
+    options: PlanOptions,
+    made: ChosenPlan | None,
 ) -> PlannedDeployment:
-    hardware, table = hypothetical_hardware(gpu, count), get_engine(engine).capabilities()
-    get_engine(engine).check_options(EngineOptions(use=source.use))
+    """Choose on the engine of ``choice``, of which ``made`` is the plan where there is one already."""
+    hardware, table = hypothetical_hardware(gpu, count), get_engine(choice.engine).capabilities()
+    get_engine(choice.engine).check_options(EngineOptions(use=source.use))
     check_use(source, table)
-    notes = (*notes, *use_notes(source, options.workload, table))
+    notes = (*choice.passed_over, *use_notes(source, options.workload, table))
     devices = tuple(
         Device(
             device_id=state.device_id,
@@ -210,6 +225,7 @@ def _planned_on(
         devices=devices,
         deployable_of=deployable_of,
         notes=notes,
+        made=made,
     )
 
 

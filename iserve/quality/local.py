@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from daemon.common_tokens import num_common
+from daemon.torch_engine.trimmed_imports import trimmed_imports
 from fingerprint.errors import CheckpointError
 from fingerprint.extras import need_extra
 from iserve.model_source import existing_path
@@ -60,7 +61,8 @@ def open_folder(folder: Path) -> Iterator[ScoredFolder]:
         BadInputError: as ``LocalModel``.
     """
     need_extra("torch", "a reference that is a folder")
-    from daemon.variants.local_model import LocalModel  # torch: seconds
+    with trimmed_imports():  # torch: seconds
+        from daemon.variants.local_model import LocalModel
 
     model = LocalModel(folder)
     try:

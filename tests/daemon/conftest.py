@@ -30,7 +30,7 @@ from tests.waiting import PATIENCE_S, wait_until
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-_DAEMONS = Forking("tests.daemon.fake_daemon")
+_DAEMONS = Forking("tests.daemon.fake_daemon", "tests.known_sources")
 
 FAST = {
     "tick_s": 0.1,

@@ -11,16 +11,22 @@ from pathlib import Path
 from tests.fork_server import PROGRAMS
 from tests.forked_process import Forking
 
-__all__ = ["COMMAND", "SHIMS", "run_command"]
+__all__ = ["COMMAND", "CONTROLLERS", "SHIMS", "run_command"]
 
 COMMAND = Path(sys.executable).with_name("iserve")
 SHIMS = Forking("tests.imported_worker")
-_COMMANDS = Forking("tests.iserve.imported_commands")
+_SOURCES = "tests.known_sources"
+# With what opening the state and the first estimate from a profile import.
+CONTROLLERS = Forking(
+    "iserve.controller.__main__", _SOURCES, "alembic.command", "scipy.optimize", "sklearn.linear_model"
+)
+_COMMANDS = Forking("tests.iserve.imported_commands", _SOURCES)
+_TORCH_COMMANDS = Forking("tests.iserve.imported_torch_commands", _SOURCES)
 # Servers of what commands, the controller and the daemon start, by the module that `python -m` would run.
 _PROGRAMS = {
-    "iserve.controller": Forking("iserve.controller.__main__"),
-    "iserve.gateway": Forking("iserve.gateway.__main__"),
-    "daemon": Forking("daemon.__main__"),
+    "iserve.controller": CONTROLLERS,
+    "iserve.gateway": Forking("iserve.gateway.__main__", "daemon.variants.store"),
+    "daemon": Forking("daemon.__main__", _SOURCES),
     "daemon.shim": SHIMS,
 }
 
@@ -31,4 +37,12 @@ def run_command(
     """Run ``iserve ARGUMENTS``; it forks the controller, daemon and gateway that it starts."""
     programs = {name: server.socket for name, server in _PROGRAMS.items()}
     own = dict(environment) | {PROGRAMS: json.dumps(programs)}
-    return _COMMANDS.run([str(COMMAND), *arguments], own, stdin)
+    commands = _TORCH_COMMANDS if _computes(arguments) else _COMMANDS
+    return commands.run([str(COMMAND), *arguments], own, stdin)
+
+
+def _computes(arguments: Sequence[str]) -> bool:
+    """Return whether the command computes with a checkpoint that it is given, in its own process."""
+    return arguments[0] in {"quality", "variant"} and any(
+        Path(word, "config.json").is_file() for word in arguments
+    )

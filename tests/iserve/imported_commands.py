@@ -23,6 +23,8 @@ _USED = (
     "iserve.planning.document",
     "iserve.planning.estimator_factory",
     "iserve.planning.plan_document",
+    "iserve.state.store",
+    "iserve.verify.documents",
     "typer._adapters",
 )
 for name in _USED:

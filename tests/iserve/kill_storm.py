@@ -10,8 +10,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -34,24 +32,12 @@ from iserve.settings import Settings
 from iserve.state.store import Store
 from tests.daemon.conftest import Node
 from tests.fingerprint.synthetic_machine import SyntheticMachine, take_profile
+from tests.iserve.forked_programs import CONTROLLERS
 from tests.waiting import PATIENCE_S, wait_until
 
 T = TypeVar("T")
 
 DEPLOYMENTS = "/api/v1/deployments"
-
-# For each line of input, a controller; forked from a process that has imported its modules, which takes seconds.
-FORKING = """
-import os, sys
-import iserve.controller.__main__ as controller
-for _ in sys.stdin:
-    pid = os.fork()
-    if pid == 0:
-        os.setsid()
-        os._exit(controller.main())
-    print(pid, flush=True)
-    os.waitpid(pid, 0)
-"""
 
 
 class Controllers:
@@ -60,23 +46,13 @@ class Controllers:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         kept = {k: v for k, v in os.environ.items() if not k.startswith("ISERVE_")}
-        self._log = (settings.home.parent / "controller.log").open("ab")
-        self._forking = subprocess.Popen(
-            [sys.executable, "-c", FORKING],
-            env=kept | settings.environment(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-        )
+        self._log = settings.home.parent / "controller.log"
+        self._environment = kept | settings.environment()
         self.pid = 0
 
     def start(self) -> None:
         """Returns at once, while it is starting."""
-        assert self._forking.stdin is not None
-        assert self._forking.stdout is not None
-        self._forking.stdin.write(b"\n")
-        self._forking.stdin.flush()
-        self.pid = int(self._forking.stdout.readline())
+        self.pid = CONTROLLERS.start_detached(["-m", "iserve.controller"], self._environment, self._log)
 
     def end(self, how: signal.Signals = signal.SIGKILL) -> None:
         os.kill(self.pid, how)
@@ -99,14 +75,9 @@ class Controllers:
             return False
         return True
 
-    def close(self) -> None:
-        self._forking.kill()
-        self._forking.communicate()
-        self._log.close()
-
     @property
     def log(self) -> str:
-        return (self.settings.home.parent / "controller.log").read_text(errors="replace")
+        return self._log.read_text(errors="replace")
 
 
 def persist(act: Callable[[], T]) -> tuple[T, int]:
@@ -339,5 +310,4 @@ class Storm:
         self.stop.set()
         if self.controllers.lives:
             self.controllers.end()
-        self.controllers.close()
         self.node.clear()

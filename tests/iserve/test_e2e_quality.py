@@ -13,7 +13,7 @@ from iserve.quality.document import QualityDocument
 from iserve.quality.facts import tensors_sha256
 from iserve.quality.kept_file import KEPT_FILE, kept_next_to
 
-WORK = ("--input-tokens", "64", "--output-tokens", "32", "--batch", "2")
+WORK = ("--input-tokens", "64", "--output-tokens", "32", "--batch", "8")
 
 
 def test_an_adapter_knows_more_than_its_base_and_keeps_the_rest(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +17,9 @@ from fingerprint.config import DeploymentConfig, WeightFormat, Workload
 from fingerprint.errors import UnsupportedModelError
 from fingerprint.families import read_spec
 from fingerprint.gpus import gpu_spec
+from iserve.planning import deployment_choice, offline
 from iserve.planning.engine_choice import EngineChoice, by_preference, engine_choices, first_feasible
+from iserve.planning.joint_plan import ChosenPlan, chosen_plan
 from iserve.planning.offline import estimate_for_gpu, plan_for_gpus
 from iserve.planning.pipeline import EngineChooser, PlanOptions
 from planner.intent import CostModel, Quality
@@ -174,3 +178,20 @@ def test_a_plan_for_an_h200_is_of_vllm_and_an_estimate_of_what_runs_it(tmp_path)
         config = DeploymentConfig(weights=weights, engine="auto")
         one = estimate_for_gpu(str(tmp_path), gpu_spec("h200"), config, Workload(), CostModel.MEMORY_LATENCY)
         assert (one.config.engine, one.runnable) == (engine, True)
+
+
+def test_the_plan_that_chose_the_engine_is_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare it with the plan of the engine by its name."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_2_7B))
+    by_name = plan_for_gpus(str(tmp_path), A6000, 2, PlanOptions(), "vllm")
+    made = list[str]()
+
+    def count(*arguments: Any, **named: Any) -> ChosenPlan:
+        made.append(arguments[3][0].engine)
+        return chosen_plan(*arguments, **named)
+
+    for module in (offline, deployment_choice):
+        monkeypatch.setattr(module, "chosen_plan", count)
+    found = plan_for_gpus(str(tmp_path), A6000, 2, PlanOptions(), "auto")
+    assert made == ["vllm"]
+    assert (found.candidates, found.chosen, found.verdict) == (by_name.candidates, by_name.chosen, by_name.verdict)

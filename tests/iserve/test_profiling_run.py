@@ -121,9 +121,19 @@ def everything(quality: Quality) -> tuple[Profile, int]:
     return profiled(machine, quality=quality), len(started(machine))
 
 
+@cache
+def measured_for(plan_options: PlanOptions) -> tuple[Profile, StepTimedMachine]:
+    """Return the profile that a request has a machine measured for, and that machine."""
+    machine = StepTimedMachine()
+    return profiled(machine, plan_options=plan_options), machine
+
+
+estimator_of = cache(estimator_for)  # of a profile, whose regressions take most of a test
+
+
 def plan_of(profile: Profile, plan_options: PlanOptions) -> Plan:
     return make_plan(
-        SOURCE.spec, hardware_of(NODE, profile.machine.device), estimator_for(profile), [RUNS], plan_options
+        SOURCE.spec, hardware_of(NODE, profile.machine.device), estimator_of(profile), [RUNS], plan_options
     )
 
 
@@ -154,7 +164,7 @@ def test_a_quantized_checkpoint_is_measured_as_it_is_stored_and_planned_by_that(
     assert {weights for *_, weights in started(machine)} == {WeightFormat.STORED}
     assert profile.notes == ()
     hardware = hardware_of(NODE, profile.machine.device)
-    plan = make_plan(source.spec, hardware, estimator_for(profile), [RUNS], options_of())
+    plan = make_plan(source.spec, hardware, estimator_of(profile), [RUNS], options_of())
     chosen = plan.candidates[0]
     assert chosen.feasible
     assert (chosen.config.weights, chosen.is_measured) == (WeightFormat.STORED, True)
@@ -188,8 +198,7 @@ def test_exact_quality_measures_16_bits_only(golden: Golden) -> None:
 )
 def test_what_is_skipped_does_not_change_what_is_chosen(plan_options: PlanOptions) -> None:
     """Skipping is reported, costs no start, and ends where measuring everything ends."""
-    thrifty = StepTimedMachine()
-    profile = profiled(thrifty, plan_options=plan_options)
+    profile, thrifty = measured_for(plan_options)
     whole, starts = everything(plan_options.intent.quality)
     skipped = [note for note in profile.notes if " not measured: " in note and "quality=" not in note]
     assert len(started(thrifty)) + len(skipped) == starts
@@ -284,7 +293,7 @@ def test_a_degree_whose_second_gpu_is_full_is_taken_as_one_rank_on_the_first(gol
     told = [note.partition(":")[0] for note in profile.notes]
     golden("controller", told)
     golden("controller", profile.notes)
-    estimate = estimator_for(profile).estimate(DeploymentConfig(tp=2, engine="vllm"), Workload(4, 512, 128))
+    estimate = estimator_of(profile).estimate(DeploymentConfig(tp=2, engine="vllm"), Workload(4, 512, 128))
     assert {estimate.ttft_s.source, estimate.tpot_s.source, estimate.memory.source} == {Source.SHARDED}
 
 
@@ -297,7 +306,7 @@ ONE_GPU = replace(NODE, devices=NODE.devices[:1])
 def test_what_the_node_never_has_the_gpus_for_is_taken_when_it_is_asked_for(shards: Shards, source: str) -> None:
     """Two ranks on one GPU are measured only when asked for."""
     profile = profiled(RankMachine(num_devices=1), quality=Quality.EXACT, node=ONE_GPU, shards=shards)
-    estimate = estimator_for(profile).estimate(DeploymentConfig(tp=2, engine="vllm"), Workload(4, 512, 128))
+    estimate = estimator_of(profile).estimate(DeploymentConfig(tp=2, engine="vllm"), Workload(4, 512, 128))
     assert estimate.tpot_s.source == source
     assert profile.complete
 
@@ -335,7 +344,7 @@ def test_a_profile_that_has_room_for_nothing_says_what_it_needs(golden: Golden) 
 
 @pytest.mark.parametrize("batch", [1, 16])
 def test_a_deployment_is_started_with_the_limits_that_were_measured(batch: int, tmp_path: Path) -> None:
-    profile = profiled(StepTimedMachine(), plan_options=replace(options_of(), workload=Workload(batch, 512, 128)))
+    profile = measured_for(replace(options_of(), workload=Workload(batch, 512, 128)))[0]
     assert {point.max_batched_tokens for point in profile.memory} == {STEP_TOKENS}
     assert all(point.max_batch >= batch for point in profile.memory)
     plan_options = replace(options_of(), workload=Workload(batch, 512, 128))
@@ -360,8 +369,8 @@ def test_where_no_step_was_fixed_a_launch_follows_from_the_workload() -> None:
 
 
 def test_what_is_estimated_from_the_skipped_stays_scaled() -> None:
-    profile = profiled(StepTimedMachine(), plan_options=options_of(IntentKind.MIN_MEMORY, quality=Quality.EXACT))
-    estimate = estimator_for(profile).estimate(DeploymentConfig(tp=2, engine="vllm"), Workload(4, 512, 128))
+    profile = measured_for(options_of(IntentKind.MIN_MEMORY, quality=Quality.EXACT))[0]
+    estimate = estimator_of(profile).estimate(DeploymentConfig(tp=2, engine="vllm"), Workload(4, 512, 128))
     assert estimate.tpot_s.source == "scaled"
 
 
@@ -373,12 +382,12 @@ EXACT, NEAR = options_of(quality=Quality.EXACT), options_of(quality=Quality.NEAR
 
 
 def source_of(profile: Profile, **config: Any) -> Source:
-    return estimator_for(profile).estimate(DeploymentConfig(engine="vllm", **config), AT).tpot_s.source
+    return estimator_of(profile).estimate(DeploymentConfig(engine="vllm", **config), AT).tpot_s.source
 
 
 def test_what_an_exact_wish_left_out_is_what_a_near_one_lacks() -> None:
     """The fp8 times would be scaled from 16 bits by datasheets, though measuring them could change the choice."""
-    exact = profiled(StepTimedMachine(), plan_options=EXACT)
+    exact = measured_for(EXACT)[0]
     assert source_of(exact, weights=FP8) is Source.SCALED
     assert lacking(exact, NODE, RUNS, EXACT) == ()
     assert DeploymentConfig(weights=FP8, engine="vllm") in lacking(exact, NODE, RUNS, NEAR)
@@ -390,24 +399,24 @@ def test_what_an_exact_wish_left_out_is_what_a_near_one_lacks() -> None:
 )
 def test_what_is_lacking_is_measured_beside_what_is_there(second: PlanOptions) -> None:
     """The second profile measures nothing twice, loses nothing, and answers as if it had been the first."""
-    exact, machine = profiled(StepTimedMachine(), plan_options=EXACT), StepTimedMachine()
+    exact, machine = measured_for(EXACT)[0], StepTimedMachine()
     both = profiled(machine, plan_options=second, known=exact)
     assert (1, 1, FP8) in started(machine)
     assert (1, 1, BITS16) not in started(machine)
     assert source_of(both, weights=FP8) is Source.EXTRAPOLATED
-    estimated = [estimator_for(p).estimate(DeploymentConfig(engine="vllm"), AT) for p in (exact, both)]
+    estimated = [estimator_of(p).estimate(DeploymentConfig(engine="vllm"), AT) for p in (exact, both)]
     assert estimated[0] == estimated[1]
     assert lacking(both, NODE, RUNS, second) == ()
     chosen, first = (
         plan_of(both, second).best,
-        plan_of(profiled(StepTimedMachine(), plan_options=second), second).best,
+        plan_of(measured_for(second)[0], second).best,
     )
     assert (chosen and chosen.config) == (first and first.config)
     assert both.spent_s > exact.spent_s
 
 
 def test_a_degree_that_one_wish_did_not_need_is_measured_for_one_that_does() -> None:
-    small = profiled(StepTimedMachine(), plan_options=options_of(IntentKind.MIN_MEMORY, quality=Quality.EXACT))
+    small = measured_for(options_of(IntentKind.MIN_MEMORY, quality=Quality.EXACT))[0]
     fast = options_of(IntentKind.MIN_LATENCY, quality=Quality.EXACT)
     assert source_of(small, tp=2) is Source.SCALED
     both = profiled(StepTimedMachine(), plan_options=fast, known=small)
@@ -429,7 +438,7 @@ def test_towers_that_leave_one_gpu_too_small_have_the_split_measured() -> None:
     profile = profiled(whole, plan_options=small, source=source)
     assert (2, 1, BITS16) in started(whole)
     assert profile.spec == SOURCE.spec, "measured is the text alone"
-    text, added = profiled(StepTimedMachine(), plan_options=small), StepTimedMachine()
+    text, added = measured_for(small)[0], StepTimedMachine()
     assert lacking(text, NODE, RUNS, small) == ()
     assert lacking(profile_as(source.spec, text), NODE, RUNS, small) != ()
     both = profiled(added, plan_options=small, known=text, source=source)
@@ -438,7 +447,7 @@ def test_towers_that_leave_one_gpu_too_small_have_the_split_measured() -> None:
 
 
 def test_what_fails_when_it_is_added_costs_nothing_of_what_is_there_and_is_not_tried_again() -> None:
-    exact = profiled(StepTimedMachine(), plan_options=EXACT)
+    exact = measured_for(EXACT)[0]
     broken = StepTimedMachine(broken=lambda *_: EngineError("no fp8 kernel"))
     both = profiled(broken, plan_options=NEAR, known=exact)
     assert (both.timing, both.memory) == (exact.timing, exact.memory)
@@ -447,14 +456,14 @@ def test_what_fails_when_it_is_added_costs_nothing_of_what_is_there_and_is_not_t
 
 
 def test_what_there_is_no_room_for_now_is_lacking_still() -> None:
-    exact = profiled(StepTimedMachine(), plan_options=EXACT)
+    exact = measured_for(EXACT)[0]
     taken = StepTimedMachine(refuses_to_open=lambda *_: InfeasibleError("promised to others meanwhile"))
     assert profiled(taken, plan_options=NEAR, known=exact) == exact
     assert [entry[0] for entry in taken.log] == ["open"]
 
 
 def test_every_format_and_degree_that_is_left_out_for_a_wish_is_recorded() -> None:
-    exact = profiled(StepTimedMachine(), plan_options=options_of(IntentKind.MIN_MEMORY, quality=Quality.EXACT))
+    exact = measured_for(options_of(IntentKind.MIN_MEMORY, quality=Quality.EXACT))[0]
     measured = {(p.tp, p.pp, p.weights) for p in exact.timing}
     skipped = {(c.tp, c.pp, c.weights) for c in exact.skipped}
     assert measured | skipped == {(tp, pp, w) for tp, pp in ((1, 1), (2, 1), (1, 2)) for w in (BITS16, FP8)}
@@ -475,7 +484,7 @@ def test_layers_of_several_kinds_are_measured_in_their_pattern() -> None:
     assert [note for note in profile.notes if "quality" not in note] == []
     assert {(e[1].layers, e[1].pp) for e in machine.log if e[0] == "load"} == {(4, 1), (2, 1), (8, 2), (4, 2)}  # type: ignore[attr-defined]
     workload = Workload(4, 512, 33)
-    found = estimator_for(profile).estimate(DeploymentConfig(engine="vllm"), workload)
+    found = estimator_of(profile).estimate(DeploymentConfig(engine="vllm"), workload)
     assert found.ttft_s.source is Source.EXTRAPOLATED
     assert found.ttft_s.value == pytest.approx(machine.ttft_s(4, 512), rel=0.01)  # of points apart: smoothed
     assert found.tpot_s.value == pytest.approx(machine.tpot_s(4, 512, 33), rel=0.01)

@@ -236,7 +236,6 @@ class Killed:
     def close(self) -> None:
         if self.controllers.lives:
             self.controllers.end()
-        self.controllers.close()
         self.gateway.shutdown()
         self.gateway.server_close()
 
