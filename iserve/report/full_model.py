@@ -15,7 +15,6 @@ from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat, Workloa
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Quantity
 from fingerprint.estimators.depth_tied import DepthTiedEstimator
-from fingerprint.estimators.l3 import WholePoint
 from fingerprint.estimators.repeat_overhead import (
     Overhead,
     Round,
@@ -24,6 +23,7 @@ from fingerprint.estimators.repeat_overhead import (
     together,
     token_bound_s,
 )
+from fingerprint.estimators.whole_points import WholePoint
 from fingerprint.measurements import MemoryPoint, TimingPoint, key_of
 
 __all__ = [

@@ -24,7 +24,7 @@ from fingerprint.depth_tied_plan import DepthTiedPlan
 from fingerprint.depth_tied_profile import depth_tied_profile
 from fingerprint.errors import ConfigError, EngineError, IserveError, UnavailableError
 from fingerprint.estimators.engine_memory import CountedMemory
-from fingerprint.estimators.l3 import whole_points
+from fingerprint.estimators.whole_points import whole_points
 from fingerprint.families import load_spec
 from tests.daemon.engines.tensorrt_environment import make_checkpoint, make_tensorrt_llm
 from tests.daemon.engines.vllm_stand_in import costs

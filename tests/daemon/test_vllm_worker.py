@@ -21,7 +21,7 @@ from fingerprint.depth_tied_plan import DepthTiedPlan
 from fingerprint.depth_tied_profile import depth_tied_profile
 from fingerprint.errors import ConfigError, ConflictError, EngineError, IserveError, UnavailableError
 from fingerprint.estimators.engine_memory import CountedMemory
-from fingerprint.estimators.l3 import whole_points
+from fingerprint.estimators.whole_points import whole_points
 from fingerprint.families import load_spec
 from fingerprint.measurements import Profile
 from fingerprint.truncate import generate_shape

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fingerprint.errors import EngineError, InfeasibleError
-from fingerprint.estimators.l3 import whole_points
+from fingerprint.estimators.whole_points import whole_points
 from fingerprint.measurements import RankMemory, RunReading
 from tests.fingerprint.depth_tied_runs import BITS16, FP8, WHOLE, all_of, loads, measured
 from tests.fingerprint.step_timed_machine import (

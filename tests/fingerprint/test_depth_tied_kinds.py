@@ -15,7 +15,7 @@ from fingerprint.depth_tied_cuts import MOST_FIRST_LAYERS, kind_counts, repeats_
 from fingerprint.depth_tied_plan import depth_tied_plan
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimators.engine_memory import CountedMemory
-from fingerprint.estimators.l3 import whole_points
+from fingerprint.estimators.whole_points import whole_points
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
 from fingerprint.weight_bytes import layers_per_block

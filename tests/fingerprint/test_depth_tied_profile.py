@@ -18,8 +18,9 @@ from fingerprint.errors import ConfigError, EngineError, NotMeasuredError
 from fingerprint.estimators.calibration import Calibration
 from fingerprint.estimators.depth_tied import DepthTiedEstimator
 from fingerprint.estimators.l2 import MeasuredKey
-from fingerprint.estimators.l3 import L3, whole_points
+from fingerprint.estimators.l3 import L3
 from fingerprint.estimators.roofline import RooflineEstimator
+from fingerprint.estimators.whole_points import whole_points
 from fingerprint.measurements import Profile, TimingPoint
 from fingerprint.profile_checks import contradiction
 from tests.fingerprint.depth_tied_runs import BITS16, FP8, WHOLE, all_of, loads, measured

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fingerprint.errors import TooLittleTimeError
-from fingerprint.estimators.l3 import whole_points
+from fingerprint.estimators.whole_points import whole_points
 from fingerprint.gpu_disturbance import (
     CLOCK_TOLERANCE,
     COMMON_CLOCK_TOLERANCE,

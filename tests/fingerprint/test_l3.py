@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat, Workload
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Source
+from fingerprint.estimators.between_points import in_hull
 from fingerprint.estimators.calibration import Calibration, MeasuredError
 from fingerprint.estimators.depth_tied import DepthTiedEstimator
-from fingerprint.estimators.l3 import L3, in_hull, whole_points
+from fingerprint.estimators.l3 import L3
 from fingerprint.estimators.repeat_overhead import repeat_overheads
 from fingerprint.estimators.roofline import RooflineEstimator
+from fingerprint.estimators.whole_points import whole_points
 from fingerprint.measurements import Profile, StepReading, TimingPoint, key_of
 from tests.fingerprint.estimator_conformance import EstimatorConformance, assert_interval
 from tests.fingerprint.step_timed_machine import (

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from fingerprint.config import KvFormat, WeightFormat
-from fingerprint.estimators.l3 import whole_points
 from fingerprint.estimators.repeat_overhead import ending, together
+from fingerprint.estimators.whole_points import whole_points
 from fingerprint.measurements import RunReading, StepReading, TimingPoint
 
 LAYERS, BATCH, INPUT, OUTPUT = 32, 64, 128, 33
