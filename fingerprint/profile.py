@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from fingerprint.engines import largest_graph
 from fingerprint.errors import ConfigError, IserveError
 from fingerprint.measurements import MemoryPoint, Profile, RunReading, TimingPoint, Unreached
 from fingerprint.model_spec import ModelSpec
@@ -87,6 +88,7 @@ def profile(
         budget_s=plan.budget_s,
         spent_s=driver.budget.elapsed_s,
         complete=driver.complete,
+        graph_tokens=largest_graph(target.engine, is_mixture=spec.num_experts > 0),
         memory=tuple(driver.memory),
         timing=driver.timing(),
         notes=tuple(driver.notes),

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.engines import GRAPH_TOKENS
 from fingerprint.errors import ConfigError
 
 __all__ = ["Reading", "SingleRequest", "Verification"]
@@ -79,3 +80,5 @@ class Verification:
     """Size of the KV cache in tokens as the engine reports it; None: not reported."""
     single_request: SingleRequest | None = None
     """Times of one request at once; None: `workload` is one request, or there was no time for it."""
+    graph_tokens: int = GRAPH_TOKENS
+    """Tokens of the engine's largest CUDA graph; checks with another than a profile's correct nothing of it."""

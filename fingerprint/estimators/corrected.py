@@ -27,6 +27,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from fingerprint.config import DeploymentConfig, Workload, even_split
+from fingerprint.engines import GRAPH_TOKENS
 from fingerprint.estimates import Correction, Estimate, Estimator, MemoryEstimate, Quantity, TellsHiddenTime
 from fingerprint.estimators.fingerprinted import nearest
 from fingerprint.estimators.variant_cost import TellsVariantCost, VariantCost
@@ -61,13 +62,17 @@ class CorrectedEstimator:
     Args:
         base: predicts the same model on the same machine and engine that were checked.
         verifications: of one configuration the one measured last counts.
+        graph_tokens: of the largest CUDA graph that ``base`` knows; checks with another correct nothing.
     """
 
     name = "corrected"
 
-    def __init__(self, base: Estimator, verifications: Sequence[Verification]) -> None:
+    def __init__(
+        self, base: Estimator, verifications: Sequence[Verification], *, graph_tokens: int = GRAPH_TOKENS
+    ) -> None:
         self.base = base
-        in_order = sorted(verifications, key=lambda verification: verification.measured_at)
+        alike = (one for one in verifications if one.graph_tokens == graph_tokens)
+        in_order = sorted(alike, key=lambda verification: verification.measured_at)
         self._checks = {verification.config: verification for verification in in_order}
         self._found: dict[DeploymentConfig, _Found] = {}
 

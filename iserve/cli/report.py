@@ -202,7 +202,9 @@ def _live(
     alike = [
         c for c in checks if c.in_force and (c.shape_hash, c.engine) == (profile.spec.shape_hash, profile.engine)
     ]
-    estimator = CorrectedEstimator(estimator_for(profile), [check.verification for check in alike])
+    estimator = CorrectedEstimator(
+        estimator_for(profile), [check.verification for check in alike], graph_tokens=profile.graph_tokens
+    )
     found = {hardware.gpu.name: len(hardware.snapshot.gpus)}
 
     def deployable_of(config: DeploymentConfig) -> DeployableDocument:

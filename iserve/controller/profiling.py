@@ -133,7 +133,8 @@ class Profiler:
         rows = self._store.verifications(
             shape_hash=profile.spec.shape_hash, engine=engine.name, machine_key=machine_key(node, engine)
         )
-        return CorrectedEstimator(estimator_for(profile), [row.verification for row in rows])
+        checks = [row.verification for row in rows]
+        return CorrectedEstimator(estimator_for(profile), checks, graph_tokens=profile.graph_tokens)
 
     def stored(self, source: ModelSource, engine: Engine, node: NodeStatus, *, batch: int = 1) -> Profile | None:
         """Return the profile, as of ``source``, that holds on ``node`` now for up to ``batch`` requests at once.

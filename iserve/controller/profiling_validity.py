@@ -108,14 +108,12 @@ def why_unused(profile: Profile, node: NodeStatus, versions: Versions, batch: in
     found = differences(profile, node, versions)
     if not found and not covers(profile, batch):
         found = [f"an engine started for {_started_for(profile)} requests at once, {batch} are asked for"]
-    if not found and not has_todays_graphs(profile):
-        found = [f"CUDA graphs of up to {profile.graph_tokens:,} tokens (now {_todays_graph(profile):,})"]
     how = ", ".join(found) or "other devices"
     return f"a profile on {profile.engine} of {profile.created_at} is not used: it was taken with {how}"
 
 
 def differences(profile: Profile, node: NodeStatus | NodeDocument, versions: Versions) -> list[str]:
-    """Return what is different now from when the profile was taken: versions of the engine, driver, devices."""
+    """Return what is different now from when the profile was taken: versions, driver, devices, CUDA graphs."""
     then = profile.machine
     found = _other_versions(then.versions, versions)
     if then.driver != node.driver:
@@ -124,6 +122,8 @@ def differences(profile: Profile, node: NodeStatus | NodeDocument, versions: Ver
     was = then.cpu_model if then.device.is_cpu else then.device.name
     if names != [was]:
         found.append(f"{was} (now {' and '.join(names) or 'no device'})")
+    if not has_todays_graphs(profile):
+        found.append(f"CUDA graphs of up to {profile.graph_tokens:,} tokens (now {_todays_graph(profile):,})")
     if then.num_devices != len(node.devices):
         found.append(f"{then.num_devices} devices (now {len(node.devices)})")
     return found

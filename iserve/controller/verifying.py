@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from daemon.client import DaemonClient
 from daemon.engines.registry import get_engine
 from daemon.status import NodeStatus
+from fingerprint.engines import largest_graph
 from fingerprint.errors import NotFoundError
 from fingerprint.verification import SingleRequest, Verification
 from iserve.api_documents import ProgressDocument
@@ -24,6 +25,7 @@ from iserve.controller.profiling_validity import machine_key
 from iserve.controller.snapshot import hardware_of
 from iserve.model_source import ModelSource
 from iserve.planning.serving_capacity import served_memory
+from iserve.state.rows import VerificationRow
 from iserve.state.store import Store
 from iserve.verify.documents import (
     StoredVerification,
@@ -104,11 +106,15 @@ class Verifier:
                 model=row.model,
                 shape_hash=row.shape_hash,
                 engine=row.engine,
-                in_force=row.machine_key == keys[row.engine],
+                in_force=row.machine_key == keys[row.engine] and self._has_graphs_of_profile(row),
                 verification=row.verification,
             )
             for row in rows
         )
+
+    def _has_graphs_of_profile(self, row: VerificationRow) -> bool:
+        profile = self._store.profile(row.shape_hash, row.engine, row.machine_key)
+        return profile is None or profile.graph_tokens == row.verification.graph_tokens
 
     def forget(self, model: str) -> None:
         """Correct nothing by the checks of ``model`` any more, nor the models of its shape.
@@ -159,6 +165,7 @@ class Verifier:
             tpot_s=times.tpot_s,
             memory_bytes_per_gpu=held_bytes,
             kv_tokens=kv_room_tokens(stats, running.source.spec),
+            graph_tokens=largest_graph(running.engine.name, is_mixture=running.source.spec.num_experts > 0),
             single_request=None
             if alone is None
             else SingleRequest(workload=alone.workload, ttft_s=alone.ttft_s, tpot_s=alone.tpot_s),

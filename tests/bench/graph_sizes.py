@@ -40,6 +40,7 @@ CONTEXT, DECODING = 512, 16
 AMONG = (240, 496, 752, 1008, 1520, 2032)  # with the tokens of those that decode a step is of a graph's size
 CALLS, LEFT_OUT = 14, 4
 RESULTS = Path(__file__).parent / "results"
+MOST = 16_384  # tokens of a graph
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,7 +167,7 @@ def _tokens_of(row: tuple[tuple[int, int], list[str]]) -> tuple[int, int]:
 def _before_and_after(
     before: Mapping[str, Recorded], after: Mapping[str, Recorded], model: str, of: Callable[[Recorded], float]
 ) -> str:
-    return f"{of(before[model]):.0f}, {of(after[model]):.0f}"
+    return f"{of(before[model]):.1f}, {of(after[model]):.1f}"
 
 
 def _graph_mib(one: Recorded) -> float:
@@ -219,7 +220,7 @@ def _said(case: str, batch: int, tokens: int) -> str:
 
 def _largest(text: str) -> int:
     value = int(text)
-    if value < GRAPH_TOKENS or graph_sizes(value)[-1] != value:
+    if value < GRAPH_TOKENS or value not in graph_sizes(MOST):
         raise argparse.ArgumentTypeError(f"no graph has {value} tokens: see fingerprint.engines.graph_sizes")
     return value
 

@@ -109,6 +109,15 @@ def test_what_was_checked_is_predicted_as_measured() -> None:
     assert correction.memory_bytes == 123_456_789
 
 
+def test_a_check_of_a_worker_with_other_graphs_corrects_nothing() -> None:
+    check = check_of(RAW, ttft=2.7)
+    corrected = CorrectedEstimator(RAW, [check], graph_tokens=4096)
+    assert corrected.estimate(HERE, WORK) == RAW.estimate(HERE, WORK)
+    today = replace(check, graph_tokens=4096)
+    found = CorrectedEstimator(RAW, [check, today], graph_tokens=4096).estimate(HERE, WORK)
+    assert found.ttft_s.value == pytest.approx(check.ttft_s.value)
+
+
 def test_weights_and_cache_are_counted_and_never_corrected() -> None:
     raw = RAW.estimate(HERE, WORK).memory
     found = CorrectedEstimator(RAW, [check_of(RAW, more_bytes=777)]).estimate(HERE, WORK).memory

@@ -215,6 +215,13 @@ class TestWhatIsRun:
             )
         assert {p.total for p in told} == {told[-1].done + 1}
 
+    @pytest.mark.parametrize(("num_experts", "largest"), [(0, 512), (8, 4096)])
+    def test_a_profile_says_which_graphs_its_engine_had(self, num_experts: int, largest: int) -> None:
+        machine = StepTimedMachine()
+        machine.engine = "vllm"
+        machine.spec = replace(machine.spec, num_experts=num_experts, experts_per_token=min(2, num_experts))
+        assert take_depth_tied(machine).graph_tokens == largest
+
     def test_a_profile_travels_as_json(self) -> None:
         profile = take_depth_tied(StepTimedMachine())
         assert from_json(to_json(profile), Profile) == profile

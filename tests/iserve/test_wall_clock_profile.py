@@ -132,10 +132,13 @@ def test_the_engine_is_started_as_large_as_the_deployment_will_be(batch: int, mo
 def test_a_profile_with_other_graphs_than_a_deployment_has_is_not_used(monkeypatch, golden: Golden) -> None:
     found = taken(machine(), monkeypatch, workload=WORK)
     assert has_todays_graphs(found)
-    mixture = replace(found, spec=replace(found.spec, num_experts=8, experts_per_token=2))
-    assert not has_todays_graphs(mixture)
-    assert has_todays_graphs(replace(mixture, graph_tokens=4096))
-    golden("controller", why_unused(mixture, NODE, found.machine.versions, 1))
+    earlier = replace(found, spec=replace(found.spec, num_experts=8, experts_per_token=2))
+    assert not has_todays_graphs(earlier)
+    assert has_todays_graphs(replace(earlier, graph_tokens=4096))
+    golden("controller", why_unused(earlier, NODE, found.machine.versions, 1))
+    on = machine()
+    on.spec = earlier.spec
+    assert has_todays_graphs(taken(on, monkeypatch, workload=WORK))
 
 
 def test_an_earlier_profile_covers_what_its_engine_was_started_for(monkeypatch) -> None:

@@ -90,6 +90,7 @@ METRICS = frozenset(
     {"vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:prompt_tokens"}
     | {"vllm:generation_tokens", "vllm:iteration_tokens_total", "vllm:cache_config_info"}
 )
+GRAPH_SETTINGS = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")  # of --compilation-config
 CACHE_LABELS = ("block_size", "num_gpu_blocks")  # of vllm:cache_config_info: fields of CacheConfig
 _KV_CACHE = ("v1/core/kv_cache_utils.py", "v1/core/kv_cache_planning.py")
 _REGISTRY, _EXCEPTIONS = ("model_executor/models/registry.py",), ("v1/engine/exceptions.py",)
@@ -287,7 +288,7 @@ def _serving(facts: ReleaseFacts) -> Iterator[Breach]:
     yield from _without(part, "variable", VARIABLES, facts.variables)
     yield from _without(part, "metric", METRICS, facts.metrics)
     yield from _without(part, "module", {"entrypoints/cli/main.py"}, facts.modules)
-    yield from _lacking(facts, part, "config/compilation.py:CompilationConfig", "max_cudagraph_capture_size")
+    yield from _lacking(facts, part, "config/compilation.py:CompilationConfig", *GRAPH_SETTINGS)
     yield from _lacking(facts, part, "config/cache.py:CacheConfig", *CACHE_LABELS)
     yield from _called(facts, part, "config/cache.py:CacheConfig", "metrics_info")
 

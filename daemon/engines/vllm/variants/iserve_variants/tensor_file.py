@@ -41,8 +41,8 @@ Header = dict[str, Any]  # of tensors, by name: dtype, shape, data_offsets
 class AdapterFile:
     """Tensors of an adapter's file, all read when it is opened, as ``safetensors.safe_open`` returns them.
 
-    That one copies a tensor at a time from the file's mapping, and vLLM each of them once more to memory that is
-    page-locked for it. Here they are read to such memory at once.
+    ``safe_open`` copies a tensor at a time from the file's mapping, and vLLM each of them once more to memory that
+    is page-locked for it. Here they are read to such memory at once.
     """
 
     def __init__(self, file: Path, *, pin: bool, pause: Callable[[], None] | None = None) -> None:
@@ -106,7 +106,7 @@ def read_header(stream: BinaryIO, file: Path) -> tuple[Header, int, int]:
     """Return the header of a safetensors file, where its data begins, and of how many bytes it is.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the file is no safetensors file.
     """
     start = stream.read(8)
     length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
@@ -152,7 +152,7 @@ def tensor_view(
     """Return a tensor of a file as a view of bytes of it, of which ``first`` is the first.
 
     Raises:
-        ValueError: it is not within them, or of a type that is not known.
+        ValueError: a tensor beyond the bytes, or of a type that is not known.
     """
     begin, end = (at - first for at in entry["data_offsets"])
     dtype, shape = torch_type(entry["dtype"]), entry["shape"]
