@@ -25,8 +25,12 @@ def recorded() -> dict[str, Profile]:
 
 
 def routed(profile: Profile, routing: str, count: ExpertCount | None = None) -> Profile:
+    """Return the profile with another routing, and another count of experts where one is given."""
     memory = (
-        replace(p, ranks=tuple(replace(r, expert_routing=routing, expert_count=count) for r in p.ranks))
+        replace(
+            p,
+            ranks=tuple(replace(r, expert_routing=routing, expert_count=count or r.expert_count) for r in p.ranks),
+        )
         for p in profile.memory
     )
     return replace(profile, memory=tuple(memory))
