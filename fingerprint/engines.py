@@ -8,9 +8,11 @@ the engines from there, since a help loads no adapters.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from types import MappingProxyType
 
 __all__ = [
@@ -46,6 +48,7 @@ def largest_graph(engine: str, *, is_mixture: bool) -> int:
     return _MIXTURE_GRAPH_TOKENS if is_mixture and traits_of(engine).pads_decode_steps else GRAPH_TOKENS
 
 
+@cache
 def graph_sizes(largest: int) -> tuple[int, ...]:
     """Return the tokens of vLLM's CUDA graphs: its own up to 512, then every 128 to 2,048, every 256 beyond.
 
@@ -90,7 +93,7 @@ class EngineTraits:
         short_steps: whether steps of 2,048 tokens at most were measured to serve no slower than those of 8,192
             (decision 43).
         pads_decode_steps: whether a decode step is computed by the smallest captured graph that holds it
-            (:meth:`rows_of_graph`). The sizes are those that vLLM captures up to 512 rows, as iServe launches it.
+            (:meth:`rows_of_graph`). The sizes are those that vLLM captures as iServe launches it.
         startup_s: seconds from launch until it serves, as simulations take it where they are given none; 0: none
             is known. That of vLLM is a round number below all that were measured: first starts of 0.6B and 8B
             models on an H200 took 84 to 145 s (decision 25).
@@ -122,16 +125,16 @@ class EngineTraits:
         """True where its slots hold deltas of any format up to a size."""
         return self.serves_deltas and not self.delta_formats
 
-    def rows_of_graph(self, sequences: int) -> int:
-        """Return how many rows the graph has that computes a decode step: 1, 2, 4, multiples of 8 up to 256, of 16
-        up to 512; ``sequences`` beyond, and where no step is padded.
+    def rows_of_graph(self, sequences: int, *, largest: int = GRAPH_TOKENS) -> int:
+        """Return how many rows the graph has that computes a decode step.
+
+        Args:
+            largest: tokens of the largest graph; a step of more is not padded.
         """
-        if not self.pads_decode_steps or sequences > GRAPH_TOKENS or sequences < 3:
+        if not self.pads_decode_steps or sequences > largest:
             return sequences
-        if sequences <= 4:
-            return 4
-        apart = 8 if sequences <= GRAPH_TOKENS // 2 else 16
-        return -(-sequences // apart) * apart
+        sizes = graph_sizes(largest)
+        return sizes[bisect_left(sizes, sequences)]
 
     @property
     def has_slots(self) -> bool:

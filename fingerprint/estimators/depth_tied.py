@@ -86,7 +86,7 @@ class DepthTiedEstimator(ProfileEstimator):
         if not self.profile.spec.num_experts:
             return found
         batches = {point.batch for point in self.l3.points[key_of(config)]}
-        rows = traits_of(self.profile.engine).rows_of_graph(workload.batch)
+        rows = traits_of(self.profile.engine).rows_of_graph(workload.batch, largest=self.profile.graph_tokens)
         if workload.batch in batches or not workload.batch < rows <= max(batches):
             return found
         whole = replace(workload, batch=rows)

@@ -21,6 +21,7 @@ from daemon.engines.vllm.variant_plug_in import additional_config
 from daemon.profile_messages import ProfileLoad
 from fingerprint.codec import to_json
 from fingerprint.config import DeploymentConfig, KvFormat, SlotFormat, WeightFormat
+from fingerprint.engines import graph_sizes
 from fingerprint.model_use import ModelUse
 from tests.daemon.engines.vllm_worker_spec import LLAMA_8B, worker
 
@@ -34,6 +35,9 @@ def hosted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         del sys.modules[name]
 
 
+LARGEST_GRAPH = {"max_cudagraph_capture_size": 512}
+MIXTURE = LLAMA_8B | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+MIXTURE |= {"num_local_experts": 8, "num_experts_per_tok": 2}
 TEXT = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 TEXT |= {"num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 512}
 TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -64,6 +68,7 @@ FLAT = {
         pytest.param(LLAMA_8B, ModelUse(trust_remote_code=True), {"trust_remote_code": True}, id="own-code"),
         pytest.param(IN_A_PART, ModelUse(), {"language_model_only": True}, id="text-in-a-part"),
         pytest.param(FLAT, ModelUse(), {"language_model_only": True}, id="flat"),
+        pytest.param(MIXTURE, ModelUse(), {}, id="mixture"),
     ],
 )
 def test_a_profile_is_of_text_alone_and_runs_code_with_permission_only(
@@ -88,7 +93,8 @@ def test_a_profile_is_of_text_alone_and_runs_code_with_permission_only(
     names = ("language_model_only", "trust_remote_code")
     assert {name: arguments[name] for name in names if name in arguments} == added
     assert arguments["num_gpu_blocks_override"] > 640 // arguments["block_size"]
-    assert arguments["compilation_config"] == {"max_cudagraph_capture_size": 512}
+    graphs = {"cudagraph_capture_sizes": [*graph_sizes(640)]} if config is MIXTURE else LARGEST_GRAPH
+    assert arguments["compilation_config"] == graphs
 
 
 def order_with_slots(folder: Path, **slots: Any) -> tuple[Any, dict[str, Any]]:

@@ -35,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fingerprint.config import DeploymentConfig, Workload
-from fingerprint.engines import traits_of
+from fingerprint.engines import largest_graph, traits_of
 from fingerprint.errors import ConfigError
 from fingerprint.estimates import Estimator, Source, TellsHiddenTime
 
@@ -273,7 +273,8 @@ def tabulate(estimator: Estimator, config: DeploymentConfig, limits: Limits) -> 
     sequences = np.arange(1, limits.max_batch + 1)
     rows = sequences
     if limits.pads_steps and config.pp == 1 and not config.draft_tokens:
-        rows = np.array([traits_of(config.engine).rows_of_graph(int(n)) for n in sequences])
+        traits, largest = traits_of(config.engine), largest_graph(config.engine, is_mixture=True)
+        rows = np.array([traits.rows_of_graph(int(n), largest=largest) for n in sequences])
     batches = _doubled(int(rows[-1]))
     contexts = _doubled(max(limits.max_context_tokens, 3))
     # No estimator is asked for an empty prompt: the first knot has the second's time.
