@@ -95,7 +95,12 @@ def main() -> None:
     sys.path.insert(0, VARIANTS_PATH)
     import vllm
     from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.distributed import (
+        destroy_distributed_environment,
+        destroy_model_parallel,
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
 
     vllm.__version__ = "0.33.0"
     from iserve_variants.plugin import register
@@ -107,6 +112,8 @@ def main() -> None:
         init_distributed_environment(2, rank, f"file://{store}", rank, "gloo")
         initialize_model_parallel(2, 1)
         print(json.dumps(steps(rank, work)), flush=True)
+        destroy_model_parallel()  # as vLLM's workers do: Gloo's threads abort a process that ends with them
+        destroy_distributed_environment()
 
 
 if __name__ == "__main__":
