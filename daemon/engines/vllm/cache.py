@@ -15,7 +15,7 @@ from fingerprint.families import load_spec
 from fingerprint.families.unsupported import is_multimodal
 from fingerprint.model_spec import ModelSpec
 
-__all__ = ["graphs_of", "in_blocks", "kv_blocks", "kv_cache_bytes", "step_tokens"]
+__all__ = ["graph_settings", "in_blocks", "kv_blocks", "kv_cache_bytes", "step_tokens"]
 
 
 def kv_cache_bytes(spec: WorkerSpec, model: ModelSpec) -> int:
@@ -53,12 +53,12 @@ def in_blocks(spec: WorkerSpec, order: ProfileLoad) -> ProfileLoad:
         order,
         kv_blocks=kv_blocks(worker, model),
         kv_block_tokens=block_tokens(model),
-        graphs=json.dumps(graphs_of(model, worker.limits)),
+        graphs=json.dumps(graph_settings(model, worker.limits)),
         text_only=is_multimodal(read_config(Path(order.checkpoint))),
     )
 
 
-def graphs_of(model: ModelSpec, limits: WorkerLimits) -> dict[str, object]:
+def graph_settings(model: ModelSpec, limits: WorkerLimits) -> dict[str, object]:
     """Return ``--compilation-config``'s part on CUDA graphs: the largest of vLLM's own, or the tokens of each."""
     largest = largest_graph("vllm", is_mixture=model.num_experts > 0)
     if largest == GRAPH_TOKENS:

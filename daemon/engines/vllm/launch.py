@@ -15,7 +15,7 @@ from pathlib import Path
 from daemon.devices import Device
 from daemon.engine_options import option_words
 from daemon.engines.base import Burst
-from daemon.engines.vllm.cache import graphs_of, kv_cache_bytes, step_tokens
+from daemon.engines.vllm.cache import graph_settings, kv_cache_bytes, step_tokens
 from daemon.engines.vllm.own_options import check_vllm_options, parser_words, use_words
 from daemon.engines.vllm.variant_plug_in import (
     PLUG_IN_NAME,
@@ -200,7 +200,7 @@ def arguments(
     }
     if config.weights is WeightFormat.FP8 and not model.quantized_by:
         options["--quantization"] = "fp8"
-    compilation = graphs_of(model.spec, limits)
+    compilation = graph_settings(model.spec, limits)
     if config.tp > 1:
         compilation["pass_config"] = {"fuse_allreduce_rms": False}
     options["--compilation-config"] = json.dumps(compilation)

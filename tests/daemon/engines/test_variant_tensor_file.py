@@ -15,6 +15,18 @@ from tests.daemon.variant_kernels import variant_module
 tensor_file = variant_module("tensor_file")
 
 
+class CountedPauses(variant_module("background").Pauses):  # type: ignore[misc, name-defined]
+    """Pauses that are counted, and take no time."""
+
+    called = taken = 0
+
+    def __call__(self) -> None:
+        self.called += 1
+
+    def take(self) -> None:
+        self.taken += 1
+
+
 @pytest.mark.parametrize("group_bytes", [1, 700, 2**22])
 def test_all_tensors_are_those_that_safetensors_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group_bytes: int
@@ -53,9 +65,10 @@ def test_a_thread_next_to_steps_pauses_before_each_group(tmp_path: Path, monkeyp
     save_file(
         {f"t{number}": torch.full((64,), float(number)) for number in range(5)}, tmp_path / "adapter.safetensors"
     )
-    pauses = list[int]()
-    found = tensor_file.AdapterFile(tmp_path / "adapter.safetensors", pin=False, pause=lambda: pauses.append(1))
-    assert len(pauses) == 5  # each tensor is a group
+    pause = CountedPauses()
+    found = tensor_file.AdapterFile(tmp_path / "adapter.safetensors", pin=False, pause=pause)
+    assert (pause.taken, pause.called) == (5, 0)  # each tensor is a group
+    assert len([*found.keys()]) == pause.called == 5
     assert [int(found.get_tensor(f"t{number}")[0]) for number in range(5)] == [*range(5)]
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+
+from iserve_variants.background import Pauses
 
 __all__ = [
     "AdapterFile",
@@ -45,25 +47,27 @@ class AdapterFile:
     is page-locked for it. Here they are read to such memory at once.
     """
 
-    def __init__(self, file: Path, *, pin: bool, pause: Callable[[], None] | None = None) -> None:
+    def __init__(self, file: Path, *, pin: bool, pause: Pauses | None = None) -> None:
         """Read all tensors.
 
         Args:
             pin: whether to page-locked memory, from which copies to a GPU need no further buffer.
-            pause: called before each group of tensors, which are read one after the other then; None: several
-                threads read them.
+            pause: of a thread next to steps: groups of tensors are read one after the other, with a pause before
+                each, and one now and then between the names, which vLLM goes through to check and to read them;
+                None: several threads read them.
 
         Raises:
             ValueError: no safetensors file, or one that was cut short.
             OSError: it cannot be read.
         """
+        self._pause = pause
         with file.open("rb", buffering=0) as stream:
             header, begin, size = read_header(stream, file)
             groups = list(_groups(header, _GROUP_BYTES if pause is None else _PAUSED_GROUP_BYTES))
 
             def read(group: list[str]) -> list[tuple[str, torch.Tensor]]:
                 if pause is not None:
-                    pause()
+                    pause.take()
                 first, end = header[group[0]]["data_offsets"][0], header[group[-1]]["data_offsets"][1]
                 if not 0 <= first <= end <= size:
                     raise ValueError(f"{file}: tensor {group[-1]} does not lie within the file")
@@ -82,8 +86,11 @@ class AdapterFile:
         return None
 
     def keys(self) -> Iterator[str]:
-        """Return the names of all tensors."""
-        return iter(self._tensors)
+        """Yield the names of all tensors."""
+        for name in self._tensors:
+            if self._pause is not None:
+                self._pause()
+            yield name
 
     def get_tensor(self, name: str) -> torch.Tensor:
         """Return a tensor."""

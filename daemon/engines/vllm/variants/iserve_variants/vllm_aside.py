@@ -82,39 +82,15 @@ class _Paused(dict[str, Any]):
         return (value for _, value in self.items())
 
 
-class _PausedFile:
-    """File of tensors with a pause before each of its names, which vLLM goes through to check and to read them."""
-
-    def __init__(self, file: Any, pause: Pauses) -> None:
-        self._file, self._pause = file, pause
-
-    def __enter__(self) -> _PausedFile:
-        self._file.__enter__()
-        return self
-
-    def __exit__(self, *raised: Any) -> Any:
-        return self._file.__exit__(*raised)
-
-    def keys(self) -> Iterator[str]:
-        for name in self._file.keys():  # noqa: SIM118 - it is no dictionary
-            self._pause()
-            yield name
-
-    def get_tensor(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._file.get_tensor(name)
-        return tensor
-
-
 class AdapterFiles:
     """Opener of adapters' files, in the place of the module by which vLLM reads them."""
 
     @staticmethod
-    def safe_open(file: str, *_args: Any, **_kwargs: Any) -> Any:
+    def safe_open(file: str, *_args: Any, **_kwargs: Any) -> AdapterFile:
         """Return the file, read; one that pauses where a thread reads it next to steps."""
-        if (pause := _pauses.get()) is None:
-            return AdapterFile(Path(file), pin=PIN_MEMORY)
-        pause.take()  # the header is read in one call
-        return _PausedFile(AdapterFile(Path(file), pin=PIN_MEMORY, pause=pause.take), pause)
+        if (pause := _pauses.get()) is not None:
+            pause.take()  # the header is read in one call
+        return AdapterFile(Path(file), pin=PIN_MEMORY, pause=pause)
 
 
 @dataclass(frozen=True, slots=True)
