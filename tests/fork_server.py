@@ -29,7 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-__all__ = ["HELD_LOADS", "HOLD_LOADS", "PROGRAMS", "Order", "become", "send", "serve"]
+__all__ = ["HELD_LOADS", "HOLD_LOADS", "PROGRAMS", "Order", "become", "import_trimmed", "send", "serve"]
 
 HOLD_LOADS, HELD_LOADS = "hold-loads", "held-loads"  # files in a home, for ``tests.imported_worker``
 
@@ -100,6 +100,15 @@ def serve() -> None:
                     pid = os.fork() or become(order, partial(_answer_and_run, connection, module.main))
                     if not order.detached:
                         awaited.add(pid)
+
+
+def import_trimmed(names: Sequence[str]) -> None:
+    """Import modules as the embedded engine does: without what it never uses of torch and transformers."""
+    from daemon.torch_engine.trimmed_imports import trimmed_imports
+
+    with trimmed_imports():
+        for name in names:
+            importlib.import_module(name)
 
 
 def _keep_statuses(ended: Path, awaited: set[int]) -> None:

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
@@ -25,8 +24,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read once, as in the environment of each i
 
 from daemon import shim
 from daemon.torch_engine import __main__ as worker
-from daemon.torch_engine.trimmed_imports import trimmed_imports
-from tests.fork_server import HELD_LOADS, HOLD_LOADS, Order, become
+from tests.fork_server import HELD_LOADS, HOLD_LOADS, Order, become, import_trimmed
 
 __all__ = ["main"]
 
@@ -39,9 +37,7 @@ _USED = (
     "daemon.torch_engine.parallel.runner",
     "transformers.models.llama.modeling_llama",  # of the demo model
 )
-with trimmed_imports():
-    for _name in _USED:
-        import_module(_name)
+import_trimmed(_USED)
 
 _WORKER = (sys.executable, "-m", "daemon.torch_engine")
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
-from daemon.torch_engine.trimmed_imports import trimmed_imports
+from tests.fork_server import import_trimmed
 from tests.iserve.imported_commands import main
 
 __all__ = ["main"]
@@ -14,6 +12,4 @@ _USED = (
     "daemon.variants.local_model",
     "transformers.models.llama.modeling_llama",  # of the demo model
 )
-with trimmed_imports():
-    for _name in _USED:
-        import_module(_name)
+import_trimmed(_USED)
