@@ -45,6 +45,7 @@ class Cold:
     evictions: int
     zipf: tuple[Answer, ...]
     alone: tuple[Answer, ...]  # each for an adapter that was never loaded
+    clients: tuple[Answer, ...] = ()  # of the clients next to these
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

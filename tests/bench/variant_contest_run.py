@@ -64,7 +64,7 @@ from tests.bench.variant_contest import (
 RANKS, CONTENTS = (64, 16, 8), 4
 COUNTS, CLIENTS, ARM_S, ROUNDS = (1, 8, 32, 128), 32, 30.0, 2
 INPUT = 256
-COLD, COLD_S, COLD_ALONE = 1000, 60.0, 40
+COLD, COLD_S, COLD_ALONE = 1000, 60.0, 100
 SLOTS, RANK, CONTEXT = 32, 64, 1024
 KV_GIB = 10
 NAME = "model"
@@ -139,7 +139,9 @@ def cold_names(count: int) -> list[str]:
     return [f"cold-{number}" for number in range(count)]
 
 
-def play(config: Path, out: Path, python: str, gpu: int, command: Sequence[str], cold: int) -> None:
+def play(
+    config: Path, out: Path, python: str, gpu: int, command: Sequence[str], *, cold: int, rounds: int
+) -> None:
     out.mkdir(parents=True, exist_ok=True)
     text = config.read_text()
     write_models([(NAME, text)], FOLDER)
@@ -165,7 +167,8 @@ def play(config: Path, out: Path, python: str, gpu: int, command: Sequence[str],
             stack.callback(direct.end)
             return direct
 
-        asyncio.run(_Play(found, home, start_direct, out / FILE, json.loads(text), cold, begun).run())
+        play_ = _Play(found, home, start_direct, out / FILE, json.loads(text), cold, rounds, begun)
+        asyncio.run(play_.run())
 
 
 class Direct(Worker):
@@ -206,11 +209,13 @@ class _Play:
         file: Path,
         config: Mapping[str, Any],
         cold: int,
+        rounds: int,
         begun_s: float,
     ) -> None:
         self._found, self._home, self._start_direct, self._file = found, home, start_direct, file
-        self._config, self._cold, self._begun_s = config, cold, begun_s
-        self._urls = {DIRECT: f"http://127.0.0.1:{Direct.port}", OURS: home.gateway}
+        self._config, self._cold, self._rounds, self._begun_s = config, cold, rounds, begun_s
+        self._urls = {DIRECT: f"http://127.0.0.1:{Direct.port}"} if rounds else {}
+        self._urls[OURS] = home.gateway
 
     def keep(self, **parts: Any) -> None:
         self._found = replace(self._found, **parts)
@@ -255,6 +260,9 @@ class _Play:
         if code:
             log = self._home.folder.parent / "iserve-deploy.log"
             raise SystemExit(f"iserve deploy ended with {code}:\n{log.read_text()[-3000:]}")
+        if not self._rounds:
+            self.keep(ready_s=((OURS, ours_s),))
+            return add_s
         direct = self._start_direct()  # after it: what iServe measures and plans is of a GPU of its own
         await asyncio.to_thread(_wait_for, [direct])
         self.keep(
@@ -277,13 +285,13 @@ class _Play:
         for url in self._urls.values():
             warm = [_asked(name, 77) for name in names]
             await asyncio.gather(*(answer_all(session, url, warm[part::8]) for part in range(8)))
-        for side in (DIRECT, OURS, DIRECT, OURS):
+        for side in [*self._urls] * 2:
             asked = [_asked(name, 5) for name in [NAME, *names[: len(RANKS) * CONTENTS]]]
             kept.append((side, tuple(await answer_all(session, self._urls[side], asked))))
         self.keep(alone=tuple(kept))
 
     async def _arms(self, session: aiohttp.ClientSession) -> None:
-        for round_ in range(ROUNDS):
+        for round_ in range(self._rounds):
             for count in COUNTS:
                 for side, url in list(self._urls.items())[:: 1 - 2 * (round_ % 2)]:
                     asked = requests(count, round_)
@@ -315,7 +323,7 @@ class _Play:
         noise = asyncio.ensure_future(in_a_loop(url, requests(MOST, 9), CLIENTS // 2, 600.0, ending))
         alone = await answer_all(session, url, [_asked(name, 20_000, tokens=8) for name in unseen])
         ending.set()
-        await noise
+        clients = await noise
         adapter_bytes = sum(one.stat().st_size for one in (FOLDER / "adding-0").iterdir())
         self.keep(
             cold=Cold(
@@ -328,6 +336,7 @@ class _Play:
                 load_s=after["loads_sum"] - before["loads_sum"],
                 evictions=round(after["evictions_total"] - before["evictions_total"]),
                 zipf=tuple(map(_short, zipf)),
+                clients=tuple(map(_short, clients)),
                 alone=tuple(map(_short, alone)),
             )
         )
@@ -374,12 +383,21 @@ def main() -> None:
     one.add_argument("--gpu", type=int, default=0)
     one.add_argument("--iserve", default="iserve", help="command of iServe")
     one.add_argument("--cold", type=int, default=COLD, help="further adapters")
+    one.add_argument("--rounds", type=int, default=ROUNDS, help="of the arms; 0: iServe alone, and no arms")
     one = orders.add_parser("table")
     one.add_argument("kept", type=Path)
     options = parser.parse_args()
     if options.order == "play":
         command = options.iserve.split()
-        play(options.config, options.out, options.python, options.gpu, command, options.cold)
+        play(
+            options.config,
+            options.out,
+            options.python,
+            options.gpu,
+            command,
+            cold=options.cold,
+            rounds=options.rounds,
+        )
         return
     print(table(from_json(read_kept(options.kept), VariantContest, what=str(options.kept))))
 

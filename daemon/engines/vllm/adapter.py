@@ -50,7 +50,7 @@ from daemon.engines.vllm.variant_plug_in import (
     foreign_reason,
     has_adapter_kernels,
     has_background_loads,
-    may_need_plug_in,
+    may_use_plug_in,
     needs_plug_in,
 )
 from daemon.profile_messages import ProfileLoad
@@ -186,30 +186,28 @@ class VllmEngine(ExternalEngine):
         python = found.python
         if spec.config.adapter_slots and not keeps_adapters_apart(found.version("vllm")):
             raise EngineError(f"vllm of {python}: {_mixed_adapters(found.version('vllm')).reason}")
-        python_path = _MIDDLEWARE_PATH
         if spec.config.has_delta_slots:
             _check_deltas(found)
-        if needs_plug_in(spec.config):
-            if not _takes_plug_in(found):
-                raise EngineError(f"vllm of {python}: {_foreign_plug_in(found.version('vllm')).reason}")
-            python_path += f"{os.pathsep}{PLUG_IN_PATH}"
+        takes_plug_in = _takes_plug_in(found)
+        if needs_plug_in(spec.config) and not takes_plug_in:
+            raise EngineError(f"vllm of {python}: {_foreign_plug_in(found.version('vllm')).reason}")
+        plug_ins = (PLUG_IN_PATH,) if takes_plug_in and may_use_plug_in(spec) else ()
         if spec.profiling:
             untimed = ("--no-step-timer",) if _standing(found) is Standing.UNKNOWN else ()
             machine = to_json(gpu_machine(devices.values(), self.versions(spec.engine_version))).decode()
-            # The slots of adapters are those of each order, and other releases are profiled without them.
-            plug_ins = (PLUG_IN_PATH,) if may_need_plug_in(spec) and _takes_plug_in(found) else ()
             return Command(
                 profiling_worker(spec, found, "vllm", folder, *untimed, plug_ins=plug_ins),
-                launch.environment(spec, devices),
+                launch.environment(spec, devices, with_plug_in=takes_plug_in),
                 (("machine.json", machine),),
             )
         model = launch.read_model(spec)
         options = (*launch.arguments(spec, model, devices), f"--middleware={_MIDDLEWARE}")
-        environment = launch.environment(spec, devices)
+        environment = launch.environment(spec, devices, with_plug_in=takes_plug_in)
         if _standing(found) is Standing.UNKNOWN:
             used = _used_by(spec, model, options, environment)
             self._refuse_without(found, [what for what in _missing(found, Part.SOME) if what in used])
         server = (python, "-m", "vllm.entrypoints.cli.main", *options)
+        python_path = os.pathsep.join((_MIDDLEWARE_PATH, *plug_ins))
         return Command(wrapped(spec, server, python_path=python_path, token_variable=_KEY_VARIABLE), environment)
 
     def container(self, spec: WorkerSpec, inside: Inside, devices: Mapping[str, Device]) -> Container:

@@ -21,7 +21,7 @@ from daemon.engines.vllm.variant_plug_in import (
     PLUG_IN_NAME,
     additional_config,
     arena_mib,
-    may_need_plug_in,
+    may_use_plug_in,
     needs_plug_in,
 )
 from daemon.worker_spec import WorkerLimits, WorkerSpec
@@ -267,9 +267,7 @@ def environment(
     if spec.config.adapter_slots:
         env.append(("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1"))  # else there are no routes that load adapters
     plug_ins = os.environ.get("VLLM_PLUGINS")
-    if (
-        with_plug_in and may_need_plug_in(spec) and plug_ins is not None
-    ):  # those that are loaded, where not all are
+    if with_plug_in and may_use_plug_in(spec) and plug_ins is not None:  # those that are loaded, where not all are
         names = dict.fromkeys((*filter(None, plug_ins.split(",")), PLUG_IN_NAME))
         env.append(("VLLM_PLUGINS", ",".join(names)))
     if spec.config.tp > 1:

@@ -31,7 +31,7 @@ __all__ = [
     "foreign_reason",
     "has_adapter_kernels",
     "has_background_loads",
-    "may_need_plug_in",
+    "may_use_plug_in",
     "needs_plug_in",
     "plug_in_releases",
     "takes_release",
@@ -81,9 +81,13 @@ def foreign_reason(version: str) -> str:
     return f"{'; '.join(asked)}; unset it, or install {' or '.join(plug_in_releases())}"
 
 
-def may_need_plug_in(spec: WorkerSpec) -> bool:
-    """Return whether a worker of ``spec`` may need the plug-in: a profiling one gets its slots with each order."""
-    return needs_plug_in(spec.config) or (spec.profiling and has_adapter_kernels())
+def may_use_plug_in(spec: WorkerSpec) -> bool:
+    """Return whether a worker of ``spec`` has the plug-in where its release takes it.
+
+    It reads adapters' files in less time, so every worker with slots has it; a profiling one gets its slots with
+    each order.
+    """
+    return spec.config.adapter_slots > 0 or spec.profiling
 
 
 def arena_mib(spec: WorkerSpec, devices: Mapping[str, Device]) -> int:

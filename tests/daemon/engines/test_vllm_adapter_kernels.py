@@ -299,7 +299,18 @@ class TestLaunch:
         monkeypatch.setenv("VLLM_PLUGINS", "")
         assert dict(launch.environment(slots, DEVICES))["VLLM_PLUGINS"] == PLUG_IN_NAME
         monkeypatch.delenv(ADAPTER_KERNELS)
-        assert PLUG_IN_PATH not in paths(slots)
+        assert PLUG_IN_PATH in paths(slots)  # it reads adapters' files
+
+    def test_other_releases_load_adapters_by_themselves(
+        self, make: Callable[..., WorkerSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv(ADAPTER_KERNELS)
+        monkeypatch.setenv("VLLM_PLUGINS", "")
+        command = self.engine(tmp_path, "0.26.0", monkeypatch).command(
+            make(adapter_slots=8, adapter_rank=16), tmp_path, DEVICES
+        )
+        assert PLUG_IN_PATH not in " ".join(command.argv)
+        assert "VLLM_PLUGINS" not in dict(command.env)
 
     def test_a_profile_has_the_setting_too(self, make: Callable[..., WorkerSpec]) -> None:
         spec = make()

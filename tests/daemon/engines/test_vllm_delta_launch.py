@@ -152,8 +152,8 @@ class TestLaunch:
         self, make: Callable[..., WorkerSpec], engine: Callable[[str], Any], tmp_path: Path
     ) -> None:
         found, plain = (
-            engine("0.33.0").command(make(adapter_slots=8, **deltas), tmp_path, DEVICES).argv
-            for deltas in ({"delta_format": SlotFormat.INT2}, {"adapter_rank": 8})
+            engine("0.33.0").command(make(**slots), tmp_path, DEVICES).argv
+            for slots in ({"adapter_slots": 8, "delta_format": SlotFormat.INT2}, {})
         )
         path, base_path = (argv[argv.index("--python-path") + 1] for argv in (found, plain))
         assert path == f"{base_path}{os.pathsep}{PLUG_IN_PATH}"
