@@ -131,17 +131,25 @@ class WorkerProfileTarget:
             self._spare = session
         return self._machine
 
-    def open(self, *, tp: int, pp: int, delta_format: SlotFormat = SlotFormat.NONE) -> WorkerProfileSession:
+    def open(
+        self,
+        *,
+        tp: int,
+        pp: int,
+        expert_parallel: bool = False,
+        delta_format: SlotFormat = SlotFormat.NONE,
+    ) -> WorkerProfileSession:
         """Launch a worker on tp * pp devices.
 
         Args:
+            expert_parallel: whether those of ``tp`` divide a mixture's experts as wholes.
             delta_format: of deltas that its engine is to serve from slots of one format; `none`: it serves none.
 
         Raises:
             EngineError: the worker did not start.
             InfeasibleError: fewer devices than that may be used.
         """
-        config = DeploymentConfig(tp=tp, pp=pp, engine=self.engine)
+        config = DeploymentConfig(tp=tp, pp=pp, engine=self.engine, expert_parallel=expert_parallel)
         if delta_format is not SlotFormat.NONE:
             config = replace(config, adapter_slots=1, delta_format=delta_format)  # loads give the number of slots
         elif (tp, pp) == (1, 1) and self._spare is not None:

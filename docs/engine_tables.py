@@ -120,7 +120,8 @@ def _section(table: EngineCapabilities) -> str:
     parts = [
         f"## {name}\n",
         f"tp up to {table.max_tp}, pp up to {table.max_pp}. {_verified(table)}. Architectures of "
-        f"{table.architectures.source}: {len(table.architectures.listed)}.\n",
+        f"{table.architectures.source}: {len(table.architectures.listed)}. Expert parallelism: "
+        f"{'where it was measured' if table.expert_parallel is None else f'no, {table.expert_parallel}'}.\n",
         markdown_table(["tp", "pp", "uneven pp", "LoRA", "architectures"], _architectures(table, reasons, best))
         + "\n",
         _refused(table, reasons),
@@ -243,6 +244,8 @@ def _where(selection: Selection) -> str:
         parts.append("mixtures of experts")
     if selection.has_slots:
         parts.append("adapter slots")
+    if selection.expert_parallel:
+        parts.append("expert parallelism")
     if selection.cut_stored_groups:
         parts.append("degrees that cut the checkpoint's own groups")
     return "; ".join(parts) or "always"

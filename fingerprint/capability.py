@@ -43,6 +43,7 @@ class Selection:
     keeps_latent: bool = False  # holds for models that keep a latent in place of K and V
     has_experts: bool = False  # holds for mixtures of experts
     has_slots: bool = False  # holds for configurations with adapter slots
+    expert_parallel: bool = False  # holds for configurations with expert parallelism
 
     def applies(self, spec: ModelSpec, config: DeploymentConfig, gpu: GpuSpec) -> bool:
         """Return whether ``config`` of ``spec`` on ``gpu`` is one of the selection."""
@@ -57,6 +58,8 @@ class Selection:
         if self.keeps_latent and not spec.kv_head_elements:
             return False
         if (self.has_experts and not spec.num_experts) or (self.has_slots and not config.adapter_slots):
+            return False
+        if self.expert_parallel and not config.expert_parallel:
             return False
         if self.cut_stored_groups and not _cuts_stored_groups(spec, config.tp):
             return False
@@ -155,6 +158,7 @@ class EngineCapabilities:
         architectures: model architectures it has, each with what it cannot do with it.
         weights, kv, pruning: reason per format; a format that is not listed is a no.
         max_tp, max_pp: largest degrees it runs.
+        expert_parallel: reason why the GPUs of ``tp`` do not divide a mixture's experts as wholes on it.
         degree_reason: why no larger ones.
         uneven_pp_reason: why stages must hold the numbers of layers that the engine itself chooses; None: any do.
         exclusions: what it does not run of the combinations that the axes above allow.
@@ -186,6 +190,7 @@ class EngineCapabilities:
     pruning: Mapping[Pruning, str | None]
     max_tp: int
     max_pp: int
+    expert_parallel: str | None = "not looked into"
     adapters: bool = False
     deltas: frozenset[str] = frozenset()
     deltas_since: str = ""
@@ -226,6 +231,8 @@ class EngineCapabilities:
         ):
             if reason is not None:
                 return f"{name} has no {axis}={value}" + (f": {reason}" if reason else "")
+        if config.expert_parallel and self.expert_parallel is not None:
+            return f"{name} has no experts=parallel: {self.expert_parallel}"
         if (reason := self._split_refusal(spec, config) or self.slots_refusal(spec, config)) is not None:
             return reason
         applying = (exclusion for exclusion in self.exclusions if exclusion.applies(spec, config, gpu))

@@ -85,6 +85,14 @@ class SlotFormat(StrEnum):
     SPARSE24_INT4 = "sparse24-int4"
 
 
+class _Experts(StrEnum):
+    """Ways in which the GPUs of a TP group divide a mixture's experts, as texts name them."""
+
+    TENSOR = "tensor"
+    PARALLEL = "parallel"
+
+
+_KEYS = ("tp", "pp", "weights", "kv", "pruning", "experts")
 _Named = TypeVar("_Named", bound=StrEnum)
 
 
@@ -114,12 +122,19 @@ class DeploymentConfig:
     """MiB of the largest delta of a full fine-tune that a slot holds on each GPU; 0: slots hold adapters alone."""
     delta_format: SlotFormat = SlotFormat.NONE
     """Format of the deltas that slots hold on an engine whose slots have one (vLLM); `none`: they hold none."""
+    expert_parallel: bool = False
+    """Whether the GPUs of `tp` divide a mixture's experts as wholes, each expert on one GPU; else each matrix."""
 
     def __post_init__(self) -> None:
         if self.tp < 1 or self.pp < 1:
             raise ConfigError(f"tp and pp must be at least 1, got tp={self.tp}, pp={self.pp}")
         if self.tp * self.pp > MAX_GPUS:
             raise ConfigError(f"tp * pp may be {MAX_GPUS} at most, got tp={self.tp}, pp={self.pp}")
+        if self.expert_parallel and self.tp == 1:
+            raise ConfigError(
+                "experts=parallel divides the experts among the GPUs of tp, and tp=1 has one; give tp=2 or more, "
+                "or leave it out"
+            )
         if not 0 <= self.draft_tokens <= MAX_DRAFT_TOKENS:
             raise ConfigError(f"drafts must be from 0 to {MAX_DRAFT_TOKENS} tokens, got {self.draft_tokens}")
         if not 0 <= self.adapter_slots <= MAX_ADAPTER_SLOTS:
@@ -138,6 +153,11 @@ class DeploymentConfig:
     @property
     def num_gpus(self) -> int:
         return self.tp * self.pp
+
+    @property
+    def without_expert_parallel(self) -> DeploymentConfig:
+        """The same configuration with the matrices of each expert divided, as every other matrix is."""
+        return replace(self, expert_parallel=False) if self.expert_parallel else self
 
     @property
     def has_delta_slots(self) -> bool:
@@ -160,16 +180,17 @@ class DeploymentConfig:
         return self.adapter_slots * (1 if self.has_delta_slots else LOADED_PER_SLOT)
 
     def __str__(self) -> str:
+        experts = ",experts=parallel" if self.expert_parallel else ""
         drafts = f",drafts={self.draft_tokens}" if self.draft_tokens else ""
         adapters = f",adapters={self.adapter_slots}xr{self.adapter_rank}" if self.adapter_slots else ""
         adapters += f",delta={self.delta_mib}MiB" if self.delta_mib else ""
         adapters += f",deltas={self.delta_format}" if self.has_delta_slots else ""
         formats = f"weights={self.weights},kv={self.kv},pruning={self.pruning}"
-        return f"tp={self.tp},pp={self.pp},{formats}{drafts}{adapters}"
+        return f"tp={self.tp},pp={self.pp},{formats}{experts}{drafts}{adapters}"
 
 
 def parse_config(text: str, *, engine: str) -> DeploymentConfig:
-    """Read ``tp=2,pp=1,weights=16bit,kv=16bit,pruning=none``; keys left out take their defaults.
+    """Read ``tp=2,pp=1,weights=16bit,kv=16bit,pruning=none,experts=parallel``; keys left out take their defaults.
 
     Raises:
         ConfigError: an unknown or repeated key, or a value that is not one of the known names.
@@ -177,8 +198,8 @@ def parse_config(text: str, *, engine: str) -> DeploymentConfig:
     values: dict[str, str] = {}
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         key, separator, value = part.partition("=")
-        if not separator or key not in {"tp", "pp", "weights", "kv", "pruning"}:
-            raise ConfigError(f"{part!r} is not one of tp=, pp=, weights=, kv=, pruning=")
+        if not separator or key not in _KEYS:
+            raise ConfigError(f"{part!r} is not one of {', '.join(f'{name}=' for name in _KEYS)}")
         if key in values:
             raise ConfigError(f"{key} is given twice in {text!r}")
         values[key] = value
@@ -189,6 +210,7 @@ def parse_config(text: str, *, engine: str) -> DeploymentConfig:
         kv=_format(KvFormat, "kv", values, KvFormat.BITS16),
         pruning=_format(Pruning, "pruning", values, Pruning.NONE),
         engine=engine,
+        expert_parallel=_format(_Experts, "experts", values, _Experts.TENSOR) is _Experts.PARALLEL,
     )
 
 

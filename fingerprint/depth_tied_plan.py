@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from fingerprint.config import KvFormat, WeightFormat, Workload
 from fingerprint.depth_tied_cuts import repeats_the_mix
 from fingerprint.errors import ConfigError
+from fingerprint.measurements import MeasuredKey
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile_plan import EngineSizes
 
@@ -29,6 +31,7 @@ class DepthTiedPlan:
     """Measurements of a depth-tied profile. Points are (batch, input tokens)."""
 
     degrees: tuple[tuple[int, int], ...] = ((1, 1),)  # (tp, pp)
+    expert_parallel: bool = False  # at all of these degrees
     weights: tuple[WeightFormat, ...] = (WeightFormat.BITS16,)
     kv: tuple[KvFormat, ...] = (KvFormat.BITS16,)
     points: tuple[Point, ...]
@@ -66,6 +69,11 @@ class DepthTiedPlan:
             )
         if self.long_output < 3:
             raise ConfigError(f"long_output must be at least 3, got {self.long_output}")
+
+    def keys(self, tp: int, pp: int) -> tuple[MeasuredKey, ...]:
+        """Return what is measured at one pair of degrees."""
+        formats = product(self.weights, self.kv)
+        return tuple(MeasuredKey(tp, pp, weights, kv, self.expert_parallel) for weights, kv in formats)
 
     def bursts(self, point: Point) -> tuple[tuple[int, int, float], ...]:
         """Return, by kind of burst, output tokens, most bursts, and seconds after which none begins."""

@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from itertools import product
 from pathlib import Path
 
 from fingerprint.config import DeploymentConfig
@@ -33,7 +32,7 @@ from fingerprint.engine_caches import cache_differences
 from fingerprint.engines import largest_graph
 from fingerprint.errors import InfeasibleError, IserveError, NotMeasuredError, TooLittleTimeError
 from fingerprint.gpu_disturbance import disturbance, disturbance_marks
-from fingerprint.measurements import MeasuredKey, MemoryPoint, Profile, RunReading, TimingPoint
+from fingerprint.measurements import MemoryPoint, Profile, RunReading, TimingPoint
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile import ProfileProgress
 from fingerprint.profile_checks import check_ranks, check_runs, contradiction
@@ -163,22 +162,23 @@ class _Driver:
         """Return why no rank of this degree can be taken alone."""
         if self.num_gpus is not None and pp > self.num_gpus:
             return f"its {pp} stages need as many GPUs, there are {self.num_gpus}"
+        if self.plan.expert_parallel:
+            return "one rank alone would divide each expert, not the experts"
         if (why_not := refuses_shards(self.spec.family)) is not None:
             return why_not
         if self.spent_s < self.plan.budget_s:
             return None
-        for weights, kv in product(self.plan.weights, self.plan.kv):
-            self._gaps.add(MeasuredKey(tp, pp, weights, kv), self.plan.points)
+        for key in self.plan.keys(tp, pp):
+            self._gaps.add(key, self.plan.points)
         return f"the budget of {self.plan.budget_s:g} GPU-seconds is spent"
 
     def _degree(self, tp: int, pp: int, depths: tuple[int, ...]) -> None:
         """Measure each pair of formats; raise IserveError if no worker becomes ready."""
         shard = self._is_shard(tp, pp)
         before = self.profile() if shard else None
-        formats = list(product(self.plan.weights, self.plan.kv))
-        for number, (weights, kv) in enumerate(formats):
-            visits = [Visit(tuple(range(depth * pp)), weights, kv, tp, pp, shard) for depth in depths]
-            key = visits[0].key
+        keys = self.plan.keys(tp, pp)
+        for number, key in enumerate(keys):
+            visits = [Visit.of(key, tuple(range(depth * pp)), shard=shard) for depth in depths]
             if self.spent_s >= self.plan.budget_s:
                 self._gaps.add(key, self.plan.points)
                 self._left_out(str(key))
@@ -190,8 +190,8 @@ class _Driver:
             try:
                 self._open(visits[0])
             except IserveError as error:
-                for rest in formats[number:]:
-                    self._gaps.add(MeasuredKey(tp, pp, *rest), self.plan.points, lack_of(error))
+                for rest in keys[number:]:
+                    self._gaps.add(rest, self.plan.points, lack_of(error))
                 raise
             try:
                 self._case(visits)
@@ -202,7 +202,9 @@ class _Driver:
 
     def _open(self, visit: Visit) -> StepTimedSession:
         if self._session is None:
-            self._session = self.target.open(tp=1 if visit.shard else visit.tp, pp=visit.pp)
+            self._session = self.target.open(
+                tp=1 if visit.shard else visit.tp, pp=visit.pp, expert_parallel=visit.expert_parallel
+            )
             if visit.shard:
                 self.notes.append(f"tp={visit.tp} was run as one rank's shape, without communication")
         return self._session

@@ -134,18 +134,27 @@ class MeasuredKey:
     pp: int
     weights: WeightFormat
     kv: KvFormat
+    expert_parallel: bool = False
 
     def config(self, engine: str) -> DeploymentConfig:
-        return DeploymentConfig(tp=self.tp, pp=self.pp, weights=self.weights, kv=self.kv, engine=engine)
+        return DeploymentConfig(
+            tp=self.tp,
+            pp=self.pp,
+            weights=self.weights,
+            kv=self.kv,
+            engine=engine,
+            expert_parallel=self.expert_parallel,
+        )
 
     def __str__(self) -> str:
         kv = "" if self.kv == KvFormat.BITS16 else f" kv={self.kv}"
-        return f"tp={self.tp} pp={self.pp} {self.weights}{kv}"
+        experts = " experts=parallel" if self.expert_parallel else ""
+        return f"tp={self.tp} pp={self.pp} {self.weights}{kv}{experts}"
 
 
 def key_of(config: DeploymentConfig) -> MeasuredKey:
     """Return the key of what would have to be measured for ``config``."""
-    return MeasuredKey(config.tp, config.pp, config.weights, config.kv)
+    return MeasuredKey(config.tp, config.pp, config.weights, config.kv, config.expert_parallel)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,10 +171,12 @@ class _FingerprintPoint:
     """Storage format of the linear weights."""
     kv: KvFormat
     """Storage format of the KV cache."""
+    expert_parallel: bool = False
+    """Whether the GPUs of `tp` divided the experts as wholes."""
 
     @property
     def key(self) -> MeasuredKey:
-        return MeasuredKey(self.tp, self.pp, self.weights, self.kv)
+        return MeasuredKey(self.tp, self.pp, self.weights, self.kv, self.expert_parallel)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -40,6 +40,12 @@ class Visit:
     tp: int = 1
     pp: int = 1
     shard: bool = False  # one rank of the tensor-parallel group alone
+    expert_parallel: bool = False
+
+    @classmethod
+    def of(cls, key: MeasuredKey, layers: tuple[int, ...], *, shard: bool = False) -> Visit:
+        """Return the visit of a fingerprint of ``layers`` under ``key``."""
+        return cls(layers, key.weights, key.kv, key.tp, key.pp, shard, key.expert_parallel)
 
     def __str__(self) -> str:
         return f"{self.key}, {self.num_layers} layers"
@@ -50,7 +56,7 @@ class Visit:
 
     @property
     def key(self) -> MeasuredKey:
-        return MeasuredKey(self.tp, self.pp, self.weights, self.kv)
+        return MeasuredKey(self.tp, self.pp, self.weights, self.kv, self.expert_parallel)
 
     def kinds(self, spec: ModelSpec) -> tuple[int, ...]:
         """Layers of each kind; empty where all of the model are alike."""
@@ -78,6 +84,7 @@ class Visit:
             kv=self.kv,
             layer_kinds=self.kinds(spec),
             shard=self.shard,
+            expert_parallel=self.expert_parallel,
             max_batched_tokens=sizes.max_batched_tokens,
             max_batch=sizes.max_batch,
             kv_tokens=sizes.kv_tokens,
@@ -102,6 +109,7 @@ class Visit:
             kv=self.kv,
             layer_kinds=self.kinds(spec),
             shard=self.shard,
+            expert_parallel=self.expert_parallel,
             batch=shape.batch,
             input_tokens=shape.input_tokens,
             output_tokens=shape.output_tokens,

@@ -182,8 +182,11 @@ class ProfileTarget(Protocol[SessionT]):
 
     def machine(self) -> MachineInfo: ...
 
-    def open(self, *, tp: int, pp: int) -> SessionT:
+    def open(self, *, tp: int, pp: int, expert_parallel: bool = False) -> SessionT:
         """Launch a worker on tp * pp devices.
+
+        Args:
+            expert_parallel: whether those of ``tp`` divide a mixture's experts as wholes.
 
         Raises:
             EngineError: the worker did not start.

@@ -44,6 +44,7 @@ TABLE = EngineCapabilities(
     stored=capabilities.STORED,
     max_tp=capabilities.MAX_TP,
     max_pp=capabilities.MAX_PP,
+    expert_parallel="its ranks divide the matrices of each expert",
     degree_reason="more ranks were not run there yet",
     adapters=True,
     cpu=True,

@@ -97,6 +97,30 @@ def test_a_profile_is_of_text_alone_and_runs_code_with_permission_only(
     assert arguments["compilation_config"] == graphs
 
 
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_a_profile_divides_experts_as_a_deployment_does(
+    hosted: Any, tmp_path: Path, expert_parallel: bool
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MIXTURE))
+    spec = worker(tmp_path, tp=2, expert_parallel=expert_parallel)
+    order = in_blocks(
+        spec,
+        ProfileLoad(
+            checkpoint=str(tmp_path),
+            weights=WeightFormat.BITS16,
+            kv=KvFormat.BITS16,
+            layers_per_stage=(32,),
+            max_batch=1,
+            max_context_tokens=640,
+        ),
+    )
+    engine = hosted.VllmProfilingEngine(json.loads(to_json(spec)))
+    engine._fraction = lambda memory_bytes: 0.5
+    arguments = engine._arguments(json.loads(to_json(order)))
+    assert arguments.get("enable_expert_parallel", False) is expert_parallel
+    assert arguments["compilation_config"]["pass_config"] == {"fuse_allreduce_rms": False}
+
+
 def order_with_slots(folder: Path, **slots: Any) -> tuple[Any, dict[str, Any]]:
     """Return a worker's spec, and the order of a load as the daemon's side sends it."""
     (folder / "config.json").write_text(json.dumps(LLAMA_8B))

@@ -234,11 +234,11 @@ class StepTimedMachine:
             versions=(("engine", "vllm 0.24.0"),),
         )
 
-    def open(self, *, tp: int, pp: int) -> StepTimedSyntheticSession:
+    def open(self, *, tp: int, pp: int, expert_parallel: bool = False) -> StepTimedSyntheticSession:
         assert all(s.closed for s in self.sessions), "a session is still open"
         assert tp * pp <= self.num_devices, f"{tp * pp} devices asked of {self.num_devices}"
         self.clock.now += self.launch_s
-        self.log.append(("open", tp, pp))
+        self.log.append(("open", tp, pp, *(["experts"] if expert_parallel else [])))
         refusal = self.refuses_to_open(tp, pp)
         if refusal is not None:
             raise refusal

@@ -193,7 +193,7 @@ class SyntheticMachine:
             versions=(("engine", "synthetic 1"),),
         )
 
-    def open(self, *, tp: int, pp: int) -> SyntheticSession:
+    def open(self, *, tp: int, pp: int, expert_parallel: bool = False) -> SyntheticSession:
         assert all(s.closed for s in self.sessions), "a session is still open"
         assert tp * pp <= self.num_devices, f"{tp * pp} devices asked of {self.num_devices}"
         self.clock.now += self.launch_s

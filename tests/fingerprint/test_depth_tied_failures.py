@@ -120,7 +120,7 @@ class TestFailures:
         at = (8, 1024)
 
         class Liar(StepTimedMachine):
-            def open(self, *, tp: int, pp: int) -> StepTimedSyntheticSession:
+            def open(self, *, tp: int, pp: int, expert_parallel: bool = False) -> StepTimedSyntheticSession:
                 session = super().open(tp=tp, pp=pp)
                 honest = session.bursts
 

@@ -69,7 +69,7 @@ class RankSession(StepTimedSyntheticSession):
 class RankMachine(StepTimedMachine):
     """Knows the shapes of ranks."""
 
-    def open(self, *, tp: int, pp: int) -> RankSession:
+    def open(self, *, tp: int, pp: int, expert_parallel: bool = False) -> RankSession:
         super().open(tp=tp, pp=pp)
         self.sessions[-1] = RankSession(self, tp, pp)
         return self.sessions[-1]

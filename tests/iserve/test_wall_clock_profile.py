@@ -158,7 +158,7 @@ class Captures(SyntheticSession):
 
 
 class Capturing(Machine):
-    def open(self, *, tp: int, pp: int) -> SyntheticSession:
+    def open(self, *, tp: int, pp: int, expert_parallel: bool = False) -> SyntheticSession:
         super().open(tp=tp, pp=pp)
         self.sessions[-1] = Captures(self, tp, pp)
         return self.sessions[-1]

@@ -84,6 +84,7 @@ TABLE = EngineCapabilities(
     },
     max_tp=8,
     max_pp=8,
+    expert_parallel="it has a degree of its own for that, which iServe does not set",
     degree_reason="larger ones are several nodes, which iServe does not span",
     adapters=True,
     step_timed=True,

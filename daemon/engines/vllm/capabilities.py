@@ -45,6 +45,7 @@ TABLE = EngineCapabilities(
     },
     max_tp=8,
     max_pp=8,
+    expert_parallel=None,
     degree_reason="larger ones are several nodes, which iServe does not span",
     verified=(  # vLLM 0.24.0, 2026-11-21 and 22: docs/accuracy.md
         Verified(
@@ -131,6 +132,12 @@ TABLE = EngineCapabilities(
             reason="that its kernels for experts in another format than 16 bits take adapters was not read in "
             "every release; give the 16-bit model",
         ),
+        Exclusion(
+            has_slots=True,
+            expert_parallel=True,
+            reason="that variants are right where each GPU has experts of its own was not run, and not read in "
+            "every release; leave experts=parallel out, or merge them (`iserve variant merge`)",
+        ),
     ),
     notes=(
         Note(
@@ -142,6 +149,11 @@ TABLE = EngineCapabilities(
             has_slots=True,
             has_experts=True,
             text="with adapter slots its experts run in Triton kernels, not in those that were measured",
+        ),
+        Note(
+            expert_parallel=True,
+            text="with experts=parallel a step waits for the GPU whose experts are chosen most, and a profile has "
+            "all chosen alike: traffic that favours some is slower than predicted",
         ),
         Note(
             vendors=_AMD,

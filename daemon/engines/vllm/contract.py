@@ -62,6 +62,7 @@ SOME_FLAGS = frozenset(
     | {"--enable-auto-tool-choice", "--tool-call-parser", "--reasoning-parser"}
     | {"--language-model-only", "--limit-mm-per-prompt", "--trust-remote-code"}
     | {"--enable-lora", "--max-loras", "--max-lora-rank", "--max-cpu-loras", "--additional-config"}
+    | {"--enable-expert-parallel"}
 )
 SOME_VARIABLES = frozenset(
     {"VLLM_PP_LAYER_PARTITION", "VLLM_ALLREDUCE_USE_SYMM_MEM", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"}
@@ -406,7 +407,7 @@ def _timing(facts: ReleaseFacts) -> Iterator[Breach]:
     yield from _lacking(facts, part, f"{_OUTPUT}:CachedRequestData", "req_ids", "num_computed_tokens")
     yield from _lacking(facts, part, f"{_OUTPUT}:NewRequestData", "req_id", "num_computed_tokens")
     slots = ("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "additional_config")
-    yield from _lacking(facts, part, f"{_ARGUMENTS}:EngineArgs", *slots)
+    yield from _lacking(facts, part, f"{_ARGUMENTS}:EngineArgs", *slots, "enable_expert_parallel")
     yield from _called(facts, part, "v1/engine/llm_engine.py:LLMEngine", "add_lora", "lora_request")
 
 

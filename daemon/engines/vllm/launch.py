@@ -231,6 +231,7 @@ def arguments(
     # --name=value, so that no value is ever taken for an option
     flags = ["--disable-uvicorn-access-log"] + ["--skip-tokenizer-init"] * (not model.has_tokenizer)
     flags += ["--enable-lora"] * bool(config.adapter_slots)
+    flags += ["--enable-expert-parallel"] * config.expert_parallel
     given = (*use_words(spec.options.use), *parser_words(spec.options), *option_words(spec.options))
     return ("serve", spec.checkpoint, *(f"{name}={value}" for name, value in options.items()), *flags, *given)
 

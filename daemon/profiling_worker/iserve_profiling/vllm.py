@@ -84,6 +84,8 @@ class VllmProfilingEngine(ProfilingEngine):
             arguments |= _slots(order)
         if self.spec["options"]["use"]["trust_remote_code"]:
             arguments["trust_remote_code"] = True
+        if config.get("expert_parallel"):
+            arguments["enable_expert_parallel"] = True
         if tp > 1:
             arguments["compilation_config"]["pass_config"] = {"fuse_allreduce_rms": False}
         return arguments

@@ -126,6 +126,9 @@ class TestTable:
         fp8 = replace(SLOTS, weights=WeightFormat.FP8)
         assert refusal(experts) is None
         golden("engines", str(refusal(experts, fp8)))
+        divided = replace(SLOTS, tp=2, expert_parallel=True)
+        golden("engines", str(refusal(experts, divided)))
+        assert refusal(experts, divided.without_slots) is None
         assert refusal(experts, replace(fp8, adapter_slots=0, adapter_rank=0)) is None
 
     def test_latent_attention_has_none(self):

@@ -186,6 +186,9 @@ class TestCompleteness:
         deltas = replace(slots, config=replace(slots.config, delta_format=SlotFormat.INT2))
         with_deltas = get_engine("vllm").command(deltas, tmp_path, DEVICES).argv
         flags |= {word.partition("=")[0] for word in with_deltas if word.startswith("--additional")}
+        experts = replace(worker(tmp_path, tp=2, expert_parallel=True), dummy_weights=True)
+        divided = get_engine("vllm").command(experts, tmp_path, DEVICES).argv
+        flags |= {word for word in divided if "expert" in word}
         assert flags == FLAGS | SOME_FLAGS
 
     def test_flags_of_every_launch_are_those_of_the_plainest_one(self, tmp_path, monkeypatch):

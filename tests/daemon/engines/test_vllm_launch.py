@@ -37,6 +37,21 @@ def options(spec: WorkerSpec) -> dict[str, str]:
     return {name: value for name, _, value in (word.partition("=") for word in words[2:])}
 
 
+@pytest.mark.parametrize("tp", [2, 4])
+def test_expert_parallelism_is_one_word_more(checkpoint, tp: int) -> None:
+    """The all-reduces are those of tensor parallelism, and NVLink multicast stays off."""
+    folder = checkpoint(
+        model_type="mixtral",
+        architectures=["MixtralForCausalLM"],
+        num_local_experts=8,
+        num_experts_per_tok=2,
+    )
+    plain, divided = (worker(folder, tp=tp, expert_parallel=experts) for experts in (False, True))
+    assert options(divided) == options(plain) | {"--enable-expert-parallel": ""}
+    assert launch.environment(divided, DEVICES) == launch.environment(plain, DEVICES)
+    assert dict(launch.environment(divided, DEVICES))["NCCL_NVLS_ENABLE"] == "0"
+
+
 def test_every_limit_is_on_the_command_line(checkpoint):
     assert options(worker(checkpoint())) == {
         "--host": "127.0.0.1",

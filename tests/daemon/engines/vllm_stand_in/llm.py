@@ -36,7 +36,7 @@ class LLM:
                  kv_cache_dtype="auto", enable_prefix_caching=True, block_size=None,
                  distributed_executor_backend=None, disable_log_stats=True, language_model_only=False,
                  trust_remote_code=False, enable_lora=False, max_loras=1, max_lora_rank=16, max_cpu_loras=None,
-                 additional_config=None):  # fmt: skip
+                 additional_config=None, enable_expert_parallel=False):  # fmt: skip
         arguments = {name: value for name, value in locals().items() if name != "self"}
         core.load_general_plugins()
         config = json.loads((Path(model) / "config.json").read_text())
