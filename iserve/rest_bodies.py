@@ -104,6 +104,8 @@ class ProfileBody(Body):
     trust_remote_code: bool = False
     shards: Shards = Shards.AUTO
     """Tensor-parallel degrees that are measured as one rank alone on one GPU."""
+    expert_parallel: bool = False
+    """Whether to measure a mixture with expert parallelism as well, at tensor-parallel degrees above 1."""
     input_tokens: int = Workload().input_tokens
     output_tokens: int = Workload().output_tokens
     batch: int = Workload().batch

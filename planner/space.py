@@ -70,6 +70,7 @@ def configuration_space(
     *,
     drafts: Sequence[int] = (),
     slots: SlotNeed | None = None,
+    expert_parallel: Callable[[DeploymentConfig], bool] = lambda _: False,
 ) -> tuple[DeploymentConfig, ...]:
     """Return every configuration of ``spec`` on ``num_gpus`` GPUs like ``gpu``, whether or not it can run.
 
@@ -79,6 +80,7 @@ def configuration_space(
             models that keep states were not looked into.
         slots: adapter slots that every configuration has, or, unless so many were asked for, as many as take a
             tenth of a GPU, those for deltas half of what the weights leave; None: none.
+        expert_parallel: whether to have one with expert parallelism too, which is given.
 
     Returns:
         Distinct configurations in their own order: 180 for Llama-2-70B on 8 A6000, as in the paper (figure 1).
@@ -109,7 +111,8 @@ def configuration_space(
         plain = [slots_in_bounds(spec, gpu, config) for config in plain]
     drafting = (one for one in plain if one.pp == 1 and traits_of(one.engine).drafts_ngrams)
     drafted = (replace(one, draft_tokens=tokens) for one in drafting for tokens in drafts if not spec.keeps_state)
-    return tuple(sorted((*plain, *drafted)))
+    divided = (replace(one, expert_parallel=True) for one in plain if spec.num_experts and one.tp > 1)
+    return tuple(sorted((*plain, *drafted, *filter(expert_parallel, divided))))
 
 
 def slots_in_bounds(spec: ModelSpec, gpu: GpuSpec, config: DeploymentConfig) -> DeploymentConfig:
@@ -134,6 +137,10 @@ def shape_refusal(spec: ModelSpec, config: DeploymentConfig, num_gpus: int) -> s
     for heads in sorted({spec.kv_heads_of(kind) for kind in spec.kinds}, reverse=True):
         if max(heads, tp) % min(heads, tp):
             return f"neither of tp={tp} and the {heads} KV heads divides the other"
+    if config.expert_parallel and not spec.num_experts:
+        return "experts=parallel is for mixtures of experts, and the model has no experts"
+    if config.expert_parallel and spec.num_experts % tp:
+        return f"tp={tp} does not divide the {spec.num_experts} experts, and experts=parallel leaves none divided"
     if spec.intermediate_size % tp:
         return f"tp={tp} does not divide the intermediate size {spec.intermediate_size}"
     return next(filter(None, (_state_refusal(shape, tp) for shape in spec.layer_shapes)), None)

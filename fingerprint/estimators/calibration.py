@@ -54,6 +54,7 @@ class MeasuredError:
     input_tokens: int
     log_error: float  # ln(measured / predicted)
     graph_tokens: int = GRAPH_TOKENS  # of the largest CUDA graph, on both sides
+    expert_parallel: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,7 @@ class Calibration:
         tp: int = 1,
         pp: int = 1,
         graph_tokens: int = GRAPH_TOKENS,
+        expert_parallel: bool = False,
     ) -> LogErrors:
         """Return the errors of predictions of other models at points with about as many prompt tokens in all.
 
@@ -98,8 +100,13 @@ class Calibration:
             weights: ``kernels_of`` the format; another erred to the opposite side (fp8 and 16 bits on an H200).
             tp: with ``pp``, for where several GPUs share a step, the host has more time for its part of it.
             graph_tokens: of the largest CUDA graph, beyond which a step goes at the host's pace.
+            expert_parallel: errors with it and those without it say nothing of each other.
         """
-        others = [e for e in self.errors if e.metric == metric and e.shape_hash != exclude_shape]
+        others = [
+            e
+            for e in self.errors
+            if (e.metric, e.expert_parallel) == (metric, expert_parallel) and e.shape_hash != exclude_shape
+        ]
         asked = (_release(engine), gpu, weights, tp, pp, graph_tokens)
         here = [e for e in others if (_release(e.engine), e.gpu, e.weights, e.tp, e.pp, e.graph_tokens) == asked]
         if _num_models(here) >= _FEWEST_MODELS:

@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 from fingerprint.config import DeploymentConfig, Workload, even_split
 from fingerprint.engines import GRAPH_TOKENS
+from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Correction, Estimate, Estimator, MemoryEstimate, Quantity, TellsHiddenTime
 from fingerprint.estimators.fingerprinted import nearest
 from fingerprint.estimators.variant_cost import TellsVariantCost, VariantCost
@@ -71,7 +72,7 @@ class CorrectedEstimator:
         self, base: Estimator, verifications: Sequence[Verification], *, graph_tokens: int = GRAPH_TOKENS
     ) -> None:
         self.base = base
-        alike = (one for one in verifications if one.graph_tokens == graph_tokens)
+        alike = (one for one in verifications if one.graph_tokens == graph_tokens and self._is_known(one))
         in_order = sorted(alike, key=lambda verification: verification.measured_at)
         self._checks = {verification.config: verification for verification in in_order}
         self._found: dict[DeploymentConfig, _Found] = {}
@@ -110,10 +111,19 @@ class CorrectedEstimator:
             ),
         )
 
+    def _is_known(self, check: Verification) -> bool:
+        """Return whether ``base`` has an estimate of what was checked, which of expert parallelism it may lack."""
+        if check.config.expert_parallel:
+            try:
+                self.base.estimate(check.config, check.workload)
+            except NotMeasuredError:
+                return False
+        return True
+
     def _reaches(self, check: Verification, raw: Estimate) -> bool:
         """Return whether ``check`` applies to ``raw``: what it checked rests on the same measurement, and no less
         directly."""
-        if check.config.engine != raw.config.engine:
+        if (check.config.engine, check.config.expert_parallel) != (raw.config.engine, raw.config.expert_parallel):
             return False
         if check.config == raw.config:
             return True

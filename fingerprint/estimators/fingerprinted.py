@@ -47,10 +47,20 @@ def distance(a: DeploymentConfig, b: DeploymentConfig) -> float:
 def nearest(config: DeploymentConfig, measured: Iterable[DeploymentConfig]) -> DeploymentConfig:
     """The measured configuration of the smallest :func:`distance`; ties go to the smaller one, whatever the order.
 
+    Of one with expert parallelism that is the same one alone, and one without is never near one with it.
+
     Raises:
         NotMeasuredError: nothing was measured.
     """
-    found = min(measured, key=lambda other: (distance(config, other), other), default=None)
+    alike = (other for other in measured if other.expert_parallel == config.expert_parallel)
+    if config.expert_parallel:
+        alike = (other for other in alike if key_of(other) == key_of(config))
+    found = min(alike, key=lambda other: (distance(config, other), other), default=None)
+    if found is None and config.expert_parallel:
+        raise NotMeasuredError(
+            f"{config} was not measured, and expert parallelism is predicted only where it was: measure it by "
+            "`iserve profile --expert-parallel`, or leave experts=parallel out"
+        )
     if found is None:
         raise NotMeasuredError(f"nothing was measured that {config} could be scaled from; profile the model first")
     return found
@@ -73,7 +83,8 @@ class ProfileEstimator(ABC):
         """Predict ``config`` under ``workload``.
 
         Raises:
-            NotMeasuredError: another engine than the profile's, or a profile without any usable point.
+            NotMeasuredError: another engine than the profile's, a profile without any usable point, or expert
+                parallelism that was not measured.
             ConfigError: more stages than layers.
         """
         found = self._estimates.get((config, workload))
@@ -87,9 +98,13 @@ class ProfileEstimator(ABC):
                 f"{self.profile.model} was profiled on {self.profile.engine}, {config.engine} is asked; "
                 f"profile it with --engine {config.engine}"
             )
+        if config.expert_parallel:
+            nearest(config, {point.key.config(self.profile.engine) for point in self.profile.timing})
         memory = self._memory(config, workload)
         latency, measured_config = self._times(config, workload)
-        power = self._power(config, workload) or self._roofline.estimate(config, workload).power_w_per_gpu
+        power = self._power(config, workload)
+        if power is None:
+            power = self._roofline.estimate(config.without_expert_parallel, workload).power_w_per_gpu
         return Estimate(
             config=config,
             workload=workload,

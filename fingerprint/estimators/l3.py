@@ -96,16 +96,17 @@ class L3:
         if not self.reaches(config):
             raise NotMeasuredError(f"{config} was not profiled on {self.profile.engine}")
         points = self.points[key_of(config)]
+        shape = config.without_expert_parallel  # for the roofline, which knows of no expert parallelism
         growth = {batch: _growth(points, batch) for batch in {p.batch for p in points}}
         ttft, tpot = [], []
         for point in points:
             at = Workload(batch=point.batch, input_tokens=point.input_tokens, output_tokens=workload.output_tokens)
-            roofline = self._roofline.estimate(config, at)
+            roofline = self._roofline.estimate(shape, at)
             ttft.append(math.log(point.ttft_s / roofline.ttft_s.value))
             tpot.append(
                 math.log(point.tpot_s(workload.output_tokens, growth[point.batch]) / roofline.tpot_s.value)
             )
-        asked = self._roofline.estimate(config, workload)
+        asked = self._roofline.estimate(shape, workload)
         between = in_hull([octaves(p) for p in points], octaves(workload))
         source = Source.EXTRAPOLATED if between else Source.SCALED
         first = self._between(points, ttft, workload, asked.ttft_s, "ttft", config, source)
@@ -163,6 +164,7 @@ class L3:
             tp=config.tp,
             pp=config.pp,
             graph_tokens=self.profile.graph_tokens,
+            expert_parallel=config.expert_parallel,
         )
         value = roofline.value * math.exp(mean + shift + others.middle)
         half = _Z90 * deviation

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from fingerprint.cache_blocks import layer_kept_bytes
 from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat, Workload
-from fingerprint.errors import ConfigError
+from fingerprint.errors import ConfigError, NotMeasuredError
 from fingerprint.estimates import Estimate, MemoryEstimate, Quantity, Source
 from fingerprint.estimators.adapter_slots import kernel_cost
 from fingerprint.estimators.eager import EAGER
@@ -174,7 +174,13 @@ class RooflineEstimator:
 
         Raises:
             ConfigError: more stages than layers.
+            NotMeasuredError: expert parallelism.
         """
+        if config.expert_parallel:
+            raise NotMeasuredError(
+                f"{config} was not measured, and datasheets do not say what expert parallelism takes: measure it "
+                "by `iserve profile --expert-parallel`, or leave experts=parallel out"
+            )
         if config.pp > self._spec.num_layers:
             raise ConfigError(
                 f"pp={config.pp} needs at least {config.pp} layers, the model has {self._spec.num_layers}"

@@ -171,6 +171,13 @@ def profile(
             "always: also beyond the node's GPUs.",
         ),
     ] = Shards.AUTO,
+    expert_parallel: Annotated[
+        bool,
+        typer.Option(
+            "--expert-parallel",
+            help="Also measure TP with a mixture's experts divided as wholes (vllm), in half as much time again.",
+        ),
+    ] = False,
     input_tokens: o.InputTokens = o.DEFAULT_WORKLOAD.input_tokens,
     output_tokens: o.OutputTokens = o.DEFAULT_WORKLOAD.output_tokens,
     batch: o.Batch = o.DEFAULT_WORKLOAD.batch,
@@ -210,6 +217,7 @@ def profile(
     body = {"model": model, "engine": engine, "max_seconds": max_seconds, "quality": quality.value}
     body |= {"shards": shards.value, "batch": batch, "input_tokens": input_tokens, "output_tokens": output_tokens}
     body |= {"trust_remote_code": trust_remote_code, "variant_rank": rank, "delta_format": delta_format.value}
+    body |= {"expert_parallel": expert_parallel}
     job = controller.post("/api/v1/profiles", body, ProfileJobDocument)
     with StepDisplay(quiet=as_json) as display:
         while job.status == "running":

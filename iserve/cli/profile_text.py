@@ -35,7 +35,8 @@ def print_profile(measured: Profile, estimator: Estimator, workload: Workload) -
     for model in whole_models(estimator, workload):
         by = "the whole group by one rank's" if model.shard else "the whole model by"
         typer.echo(
-            f"tp={model.tp} pp={model.pp} weights={model.weights} kv={model.kv}, {by} "
+            f"tp={model.tp} pp={model.pp} weights={model.weights} kv={model.kv}"
+            f"{' experts=parallel' * model.expert_parallel}, {by} "
             f"{model.num_layers} layers repeated {model.repeat} times, {model.output_tokens} output tokens:"
         )
         print_rows(("batch", "input", "TTFT", "90%", "TPOT", "90%"), _times(model))

@@ -154,6 +154,8 @@ def _candidate_columns(candidates: Sequence[CandidateDocument], document: PlanDo
     ]
     if any(config.pruning != "none" for config in configs):
         columns.append(("pruning", "left", [str(config.pruning) for config in configs]))
+    if any(config.expert_parallel for config in configs):
+        columns.append(("experts", "left", ["parallel" if config.expert_parallel else "" for config in configs]))
     if any(config.draft_tokens for config in configs):
         columns.append(("drafts", "left", [str(config.draft_tokens) for config in configs]))
     if any(config.adapter_slots for config in configs):

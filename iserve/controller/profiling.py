@@ -42,8 +42,9 @@ from fingerprint.profile import ProfileProgress
 from fingerprint.profile_plan import Shards
 from fingerprint.variant_measurements import VariantKind
 from iserve.controller.daemon_workers import ask_daemon, start_profiling_worker
+from iserve.controller.profiling_cuts import Fingerprints
 from iserve.controller.profiling_devices import STEP_TOKENS, quietest, share_of_free_bytes
-from iserve.controller.profiling_run import Fingerprints, Order, take
+from iserve.controller.profiling_run import Order, take
 from iserve.controller.profiling_scope import kind_to_measure, lacking, variants_budget_s
 from iserve.controller.profiling_validity import (
     covers,
@@ -199,6 +200,7 @@ class Profiler:
         quality: Quality = Quality.NEAR,
         shards: Shards = Shards.AUTO,
         variants: VariantKind | None = None,
+        expert_parallel: bool = False,
         max_seconds: float,
         progress: Callable[[ProfileProgress], None],
         unless: Callable[[], Profile | None] = lambda: None,
@@ -213,13 +215,15 @@ class Profiler:
             quality: which formats are worth a start of the engine, where there is no request.
             shards: which degrees may be taken as one tensor-parallel rank alone.
             variants: kind to measure as well, where there is no request; None: none.
+            expert_parallel: whether to measure it as well, at the TP degrees that are measured.
             progress: what it raises ends the profile.
             unless: asked when this profile's turn is reached; one that another took meanwhile is returned instead.
             go_on: called while that turn is waited for; what it raises ends the waiting.
 
         Raises:
             InfeasibleError: there is no device, or GPUs of several kinds.
-            ConfigError: shards of an engine without step timer, or more requests at once than fit a step of one.
+            ConfigError: shards of an engine without step timer, more requests at once than fit a step of one, or
+                expert parallelism that the engine or the model has not.
             EngineError: the profiling worker failed.
             TooLittleTimeError: the budget was too short to estimate anything from; nothing is kept.
             UnmeasurableError: all that was planned was measured, and does not tell; nothing is kept.
@@ -246,6 +250,7 @@ class Profiler:
                 known=None if plan_options is None else former,
                 serving=self._serving(node),
                 variants=variants,
+                expert_parallel=expert_parallel,
             )
             return self._taken(order, engine, daemon, former)
 

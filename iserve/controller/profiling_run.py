@@ -5,12 +5,10 @@ Only those are measured that can still change the decision that the profile is t
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 
 from daemon.profile_client import WorkerProfileTarget
 from daemon.status import NodeStatus
@@ -33,15 +31,20 @@ from fingerprint.measurements import Profile, key_of
 from fingerprint.model_spec import ModelSpec
 from fingerprint.profile import ProfileProgress, profile
 from fingerprint.profile_plan import EngineSizes, ProfilePlan, Shards, default_plan
-from fingerprint.random_variants import base_hashes, write_random_variant
-from fingerprint.truncate import generate, generate_dummy, generate_shape
 from fingerprint.variant_measurements import VariantKind, VariantMeasurement
 from fingerprint.variant_profile import measure_variants, variant_plan
 from fingerprint.variant_step_plan import step_plan
 from fingerprint.variant_steps import measure_variant_steps
+from iserve.controller.profiling_cuts import Fingerprints
 from iserve.controller.profiling_devices import STEP_TOKENS, FittingPlan, fitting, quietest
 from iserve.controller.profiling_gaps import with_failure, with_missing_points, with_part, with_what_had_no_room
-from iserve.controller.profiling_scope import lacking, refuse_without_pattern, variants_budget_s, why_needless
+from iserve.controller.profiling_scope import (
+    lacking,
+    refuse_without_experts,
+    refuse_without_pattern,
+    variants_budget_s,
+    why_needless,
+)
 from iserve.model_source import ModelSource
 from iserve.planning.estimator_factory import contradictions, profile_as
 from iserve.planning.pipeline import PlanOptions
@@ -49,7 +52,7 @@ from placement.types import DeploymentState
 from planner.intent import Quality, allows
 from planner.space import shape_refusal
 
-__all__ = ["Fingerprints", "Order", "consistent", "take"]
+__all__ = ["Order", "consistent", "take"]
 
 _DEGREES = ((1, 1), (2, 1), (1, 2))
 
@@ -69,6 +72,8 @@ class Order:
             and where it carries our step timer of all GPUs together. Variants get half as much again,
             twice that on a slow machine; with our step timer 30 s at most, and what warming up takes.
         variants: kind of the variants to measure as well; None: there are none.
+        expert_parallel: measure what is measured at a TP degree above 1 with expert parallelism as well, in half
+            as much time again.
     """
 
     source: ModelSource
@@ -83,6 +88,7 @@ class Order:
     known: Profile | None = None
     serving: tuple[DeploymentState, ...] = ()
     variants: VariantKind | None = None
+    expert_parallel: bool = False
 
     @property
     def spec(self) -> ModelSpec:
@@ -110,12 +116,16 @@ def take(order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints) 
         _refuse_more_than_a_step(order)
     if order.table.step_timed:
         refuse_without_pattern(order.spec, order.source.name)
-    return _with_variants(_of_base(order, target, fingerprints), order, target, fingerprints)
+    if order.expert_parallel:
+        gpu = target.machine().device
+        refuse_without_experts(order.spec, order.table, gpu, num_gpus=len(order.node.devices))
+    measured = _with_expert_parallel(_of_base(order, target, fingerprints), order, target, fingerprints)
+    return _with_variants(measured, order, target, fingerprints)
 
 
 def _of_base(order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints) -> Profile:
     if order.known is not None and order.plan_options is not None:
-        return _added(order.known, order.plan_options, order, target, fingerprints)
+        return _with_what_lacks(order.known, order.plan_options, order, target, fingerprints)
     if order.table.step_timed:
         return _take_depth_tied(order, target, fingerprints)
     return _take_unrepeated(order, target, fingerprints)
@@ -299,29 +309,66 @@ def _take_depth_tied(order: Order, target: WorkerProfileTarget, fingerprints: Fi
     return replace(measured, notes=(*measured.notes, *left_out), skipped=tuple(skipped))
 
 
-def _added(
+def _with_what_lacks(
     known: Profile,
     plan_options: PlanOptions,
     order: Order,
     target: WorkerProfileTarget,
     fingerprints: Fingerprints,
 ) -> Profile:
-    """Return ``known`` with what it lacks for ``plan_options``.
+    """Return ``known`` with what it lacks for ``plan_options``."""
+
+    def wanted(known: Profile) -> Sequence[DeploymentConfig]:
+        return lacking(order.as_served(known), order.node, order.table, plan_options, order.serving)
+
+    return _added(known, wanted, order.max_seconds, order, target, fingerprints)
+
+
+def _with_expert_parallel(
+    measured: Profile, order: Order, target: WorkerProfileTarget, fingerprints: Fingerprints
+) -> Profile:
+    """Return ``measured`` with the same with expert parallelism, where the order has it measured."""
+    if not order.expert_parallel:
+        return measured
+
+    def wanted(known: Profile) -> Sequence[DeploymentConfig]:
+        split = {point.key for point in known.timing if point.tp > 1 and not point.shard}
+        twins = {replace(key, expert_parallel=True) for key in split} - split
+        return [key.config(known.engine) for key in sorted(twins)]
+
+    found = _added(measured, wanted, order.max_seconds / 2, order, target, fingerprints)
+    tried = {point.key.config(found.engine) for point in found.timing}.union(gap.config for gap in found.unreached)
+    if any(one.expert_parallel for one in tried):
+        return found
+    note = "expert parallelism was not measured: it takes free GPUs, and a measurement on them without it"
+    return replace(found, notes=(*found.notes, note))
+
+
+def _added(
+    known: Profile,
+    wanted: Callable[[Profile], Sequence[DeploymentConfig]],
+    budget_s: float,
+    order: Order,
+    target: WorkerProfileTarget,
+    fingerprints: Fingerprints,
+) -> Profile:
+    """Return ``known`` with what is ``wanted`` in addition.
 
     It stays good for what it holds: what there is no room for now is not added, nor what the daemon is away for,
     and what fails is not tried again. A lack of time may be gone once: twice in a row, it is a failure.
     """
-    given_s, tried = known.spent_s + order.max_seconds, set[DeploymentConfig]()
+    given_s, tried = known.spent_s + budget_s, set[DeploymentConfig]()
     while known.spent_s < given_s:
-        lacks = lacking(order.as_served(known), order.node, order.table, plan_options, order.serving)
-        config = next((one for one in lacks if one not in tried), None)
+        config = next((one for one in wanted(known) if one not in tried), None)
         if config is None:
             break
         tried.add(config)
         degrees = ((config.tp, config.pp),)
         plan = _depth_tied_plan(order, (config.weights,), degrees, given_s - known.spent_s, like=known)
+        plan = replace(plan, expert_parallel=config.expert_parallel)
         plan = with_missing_points(plan, known, config)
         whole = any((point.key, point.shard) == (key_of(config), False) for point in known.timing)
+        whole = whole or config.expert_parallel
         part_order = replace(order, shards=Shards.NEVER) if whole else order  # one rank tells less than is there
         try:
             part = _measured(part_order, known.machine.device, plan, target, fingerprints, [])
@@ -405,11 +452,7 @@ def _measured(
     known = {point.key.config(found.engine) for point in found.timing}.union(
         skipped, (gap.config for gap in found.unreached)
     )
-    full = (
-        DeploymentConfig(tp=tp, pp=pp, weights=weights, engine=found.engine)
-        for (tp, pp), _ in fits.too_full
-        for weights in plan.weights
-    )
+    full = (key.config(found.engine) for (tp, pp), _ in fits.too_full for key in plan.keys(tp, pp))
     wanted_still = [config for config in full if config not in known and needless(config, found) is None]
     return with_what_had_no_room(measured, plan, fits, wanted_still)
 
@@ -453,44 +496,3 @@ def _formats_and_degrees(
 def _runs(order: Order, config: DeploymentConfig, gpu: GpuSpec, *, num_gpus: int) -> bool:
     spec = order.spec
     return shape_refusal(spec, config, num_gpus) is None and order.table.refusal(spec, config, gpu) is None
-
-
-class Fingerprints:
-    """Cuts each fingerprint when it is first asked for."""
-
-    def __init__(self, source: ModelSource, folder: Path, *, weights: bool) -> None:
-        self._source, self._folder, self._weights = source, folder, weights
-        self._variant_bytes: dict[Path, dict[Path, int]] = {}  # of each fingerprint's, by folder
-        self._hashes = cache(base_hashes)
-
-    def __call__(self, layers: int | Sequence[int], tp: int = 1) -> Path:
-        """Return a fingerprint of these layers, or the first so many; above ``tp`` 1 one rank's shape, without
-        weights.
-        """
-        chosen = tuple(range(layers)) if isinstance(layers, int) else tuple(layers)
-        name = "layers-" + "-".join(map(str, chosen))
-        target = self._folder / (name if tp == 1 else f"{name}-of-{tp}")
-        if not target.exists():
-            self._folder.mkdir(parents=True, exist_ok=True)
-            if tp > 1 or not self._weights:  # the engine makes random ones
-                code = bool(self._source.spec.own_code) and self._source.use.trust_remote_code
-                generate_shape(self._source.directory, target, chosen, tp=tp, code=code)
-            elif self._source.has_weights:
-                generate(self._source.directory, target, chosen)
-            else:
-                generate_dummy(self._source.directory, target, chosen, seed=0)
-        return target
-
-    def variant(self, layers: Sequence[int], kind: VariantKind, number: int) -> tuple[Path, int]:
-        """Return the folder of a random variant of the fingerprint of ``layers``, and its tensors' bytes."""
-        base = self(layers)
-        target = base.with_name(f"{base.name}-{kind.rank or kind.delta_format}-{number}")
-        written = self._variant_bytes.setdefault(base, {})
-        if target not in written:
-            written[target] = write_random_variant(base, target, kind, number, hashes=self._hashes)
-        return target, written[target]
-
-    def forget_variants(self, layers: Sequence[int]) -> None:
-        """Delete the variants of the fingerprint of ``layers``."""
-        for target in self._variant_bytes.pop(self(layers), {}):
-            shutil.rmtree(target, ignore_errors=True)

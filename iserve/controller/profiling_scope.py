@@ -9,9 +9,10 @@ from fingerprint.capability import EngineCapabilities
 from fingerprint.config import DeploymentConfig
 from fingerprint.depth_tied_cuts import tied_depths
 from fingerprint.engines import traits_of
-from fingerprint.errors import NotMeasuredError, UnsupportedModelError
+from fingerprint.errors import ConfigError, NotMeasuredError, UnsupportedModelError
 from fingerprint.estimates import Estimator
 from fingerprint.estimators.fingerprinted import nearest
+from fingerprint.gpu_spec import GpuSpec
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
 from fingerprint.variant_measurements import VariantKind, kind_of
@@ -31,6 +32,7 @@ __all__ = [
     "kind_to_measure",
     "lacking",
     "measures_variants",
+    "refuse_without_experts",
     "refuse_without_pattern",
     "variants_budget_s",
     "why_needless",
@@ -143,6 +145,16 @@ def cannot_change_plan(
         fits=FitsOn(hardware, options),
         prices=Prices(usd_per_gpu_hour=hardware.gpu.price_usd_per_gpu_hour),
     )
+
+
+def refuse_without_experts(spec: ModelSpec, table: EngineCapabilities, gpu: GpuSpec, *, num_gpus: int) -> None:
+    """Raise ConfigError if expert parallelism of ``spec`` cannot be measured on so many of ``gpu``."""
+    config = DeploymentConfig(tp=2, weights=spec.as_given, engine=table.engine, expert_parallel=True)
+    reason = shape_refusal(spec, config, num_gpus) or table.refusal(spec, config, gpu)
+    if reason is None and not table.step_timed:
+        reason = f"it takes an engine with our step timer, and {table.engine} has none"
+    if reason is not None:
+        raise ConfigError(f"expert parallelism cannot be measured: {reason}; leave --expert-parallel out")
 
 
 def refuse_without_pattern(spec: ModelSpec, name: str) -> None:

@@ -191,6 +191,7 @@ class Plans:
                 quality=body.quality,
                 shards=body.shards,
                 variants=_measured_on(engine, variants),
+                expert_parallel=body.expert_parallel,
                 max_seconds=body.max_seconds,
                 progress=lambda p: show(replace(chosen, progress=progress_document(p))),
             )

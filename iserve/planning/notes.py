@@ -98,7 +98,7 @@ def _at_one_length(plan: Plan, profile: Profile | None) -> tuple[str, ...]:
 def _named(config: DeploymentConfig) -> str:
     """Return the name of ``config`` that a profile's notes use."""
     kv = "" if config.kv is KvFormat.BITS16 else f" kv={config.kv}"
-    return f"tp={config.tp} pp={config.pp} {config.weights}{kv}"
+    return f"tp={config.tp} pp={config.pp} {config.weights}{kv}{' experts=parallel' * config.expert_parallel}"
 
 
 def _less_sure(plan: Plan) -> tuple[str, ...]:

@@ -315,7 +315,21 @@ def space(
     if slots is not None:
         load, requests = variant_load(options.intent.traffic), _requests(options)
         slots = slots_by_steps(slots, load, spec, gpu, of_base, chooser.name, options.workload, requests)
-    for config in configuration_space(spec, gpu, num_gpus, chooser.name, drafts=drafts, slots=slots):
+
+    def is_measured(config: DeploymentConfig) -> bool:
+        """Return whether expert parallelism is known of ``config``: nothing is scaled or taken from datasheets."""
+        if chooser.refusal(config) is not None:
+            return False
+        try:
+            estimator.estimate(config, options.workload)
+        except NotMeasuredError:
+            return False
+        return True
+
+    found = configuration_space(
+        spec, gpu, num_gpus, chooser.name, drafts=drafts, slots=slots, expert_parallel=is_measured
+    )
+    for config in found:
         refusal = shape_refusal(spec, config, num_gpus)
         estimate = estimator.estimate(config, options.workload) if refusal is None else None
         alone = _alone(estimator, config, options) if estimate is not None else None

@@ -98,6 +98,8 @@ def short(config: DeploymentConfig) -> str:
     parts = [f"tp={config.tp} pp={config.pp}", f"weights={config.weights}", f"kv={config.kv}"]
     if config.pruning != "none":
         parts.append(f"pruning={config.pruning}")
+    if config.expert_parallel:
+        parts.append("experts=parallel")
     if config.draft_tokens:
         parts.append(f"drafts={config.draft_tokens}")
     if config.adapter_slots:
@@ -124,6 +126,8 @@ def differences(config: DeploymentConfig, other: DeploymentConfig) -> str:
         for name, shown in names.items()
         if getattr(config, name) != getattr(other, name)
     ]
+    if config.expert_parallel != other.expert_parallel:
+        parts.append("experts=parallel" if config.expert_parallel else "experts=tensor")
     return " ".join([*parts, *([f"on {config.engine}"] if config.engine != other.engine else [])])
 
 
@@ -198,6 +202,7 @@ def engine_name(engine: str) -> str:
 
 def _split(config: DeploymentConfig, layers_per_stage: Sequence[int] | None) -> str:
     tensor = "" if config.tp == 1 else " by tensor parallelism" + f" of {config.tp}" * (config.pp > 1)
+    tensor += " and expert parallelism" * config.expert_parallel
     if config.pp == 1:
         return tensor
     uneven = layers_per_stage is not None and len(set(layers_per_stage)) > 1

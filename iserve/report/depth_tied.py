@@ -57,7 +57,7 @@ def batch_charts(report: Report, model: WholeModel, name: str) -> list[tuple[str
 
 def _truths(report: Report, model: WholeModel) -> list[tuple[Workload, AccuracyRow]]:
     """Return the times measured on the whole model in this configuration, with their workloads."""
-    own = MeasuredKey(model.tp, model.pp, model.weights, model.kv)
+    own = MeasuredKey(model.tp, model.pp, model.weights, model.kv, model.expert_parallel)
     return [(at, row) for at, row in report.measured_times if key_of(row.config) == own]
 
 

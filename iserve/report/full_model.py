@@ -161,6 +161,7 @@ class WholeModel:
     num_layers: int  # of the fingerprint
     repeat: int
     shard: bool  # one rank of the TP group was run alone; the group's sums are modelled
+    expert_parallel: bool
     points: tuple[RunPoint, ...]
     lines: tuple[BatchLine, ...]
     cost: RepeatCost
@@ -217,6 +218,7 @@ def _whole_model(times: _Times, whole: Sequence[WholePoint], memory: CountedMode
         num_layers=deepest,
         repeat=used[0].repeat,
         shard=shard,
+        expert_parallel=config.expert_parallel,
         points=tuple(_run_point(times.at(p.batch, p.input_tokens), used, step) for p in whole),
         lines=tuple(times.line(n, [p.batch for p in whole if p.input_tokens == n]) for n in inputs),
         cost=RepeatCost(

@@ -82,6 +82,8 @@ def label(config: DeploymentConfig) -> str:
     parts = [f"tp={config.tp} pp={config.pp}", f"{config.weights} weights", f"{config.kv} KV"]
     if config.pruning != "none":
         parts.append(str(config.pruning))
+    if config.expert_parallel:
+        parts.append("expert parallel")
     if config.draft_tokens:
         parts.append(f"{config.draft_tokens} drafts")
     if config.adapter_slots:

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from fingerprint.codec import from_json, to_json
-from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.config import Workload
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Quantity, Source
 from fingerprint.estimators.base import LatencyStrategy
@@ -131,11 +131,7 @@ def _rows(recorded: Recorded, method: str, truth: Truth, ttft: Quantity, tpot: Q
 def _variant(recorded: Recorded) -> str:
     """Weight format, and the degrees where there are several GPUs."""
     degrees = [f"{name}={n}" for name, n in (("tp", recorded.tp), ("pp", recorded.pp)) if n > 1]
-    return " ".join((recorded.weights, *degrees))
-
-
-def _config(recorded: Recorded) -> DeploymentConfig:
-    return DeploymentConfig(tp=recorded.tp, pp=recorded.pp, weights=recorded.weights, engine="vllm")
+    return " ".join((recorded.weights, *degrees, *(["experts=parallel"] if recorded.expert_parallel else [])))
 
 
 def predict_l3(recorded: Recorded, calibration: Calibration) -> list[Row]:
@@ -143,7 +139,7 @@ def predict_l3(recorded: Recorded, calibration: Calibration) -> list[Row]:
     estimator = _read(recorded).with_calibration(calibration)
     rows = []
     for truth in truths(recorded):
-        found = estimator.estimate(_config(recorded), truth.workload)
+        found = estimator.estimate(recorded.config, truth.workload)
         rows += _rows(recorded, "L3", truth, found.ttft_s, found.tpot_s)
     return rows
 
@@ -181,7 +177,7 @@ def predict_plain(recorded: Recorded) -> list[Row]:
         for truth in truths(recorded):
             if (truth.batch, truth.input_tokens) in ran:
                 try:
-                    latency = strategy.latency(_config(recorded), truth.workload)
+                    latency = strategy.latency(recorded.config, truth.workload)
                 except NotMeasuredError:
                     continue
                 rows += _rows(recorded, method, truth, latency.ttft_s, latency.tpot_s)
@@ -198,13 +194,15 @@ def predict_roofline(recorded: Recorded) -> list[Row]:
     roofline = _roofline(recorded)
     rows = []
     for truth in truths(recorded):
-        found = roofline.estimate(_config(recorded), truth.workload)
+        found = roofline.estimate(recorded.config.without_expert_parallel, truth.workload)
         rows += _rows(recorded, "roofline", truth, found.ttft_s, found.tpot_s)
     return rows
 
 
 def predict_aiconfigurator(recorded: Recorded, answers: Sequence[Answer]) -> list[Row]:
     """AIConfigurator's static mode, by its data of vLLM 0.24, where it has some; it gives no interval."""
+    if recorded.expert_parallel:  # it was asked of matrices that are divided
+        return []
     system = recorded.profile.machine.device.name.replace("-", "_")
     found = {
         (a.point.batch, a.point.input_tokens): a
@@ -248,6 +246,7 @@ def measured_errors(recorded: Sequence[Recorded]) -> tuple[MeasuredError, ...]:
                     input_tokens=row.input_tokens,
                     log_error=round(math.log(row.truth_s / row.predicted_s), 5),
                     graph_tokens=one.profile.graph_tokens,
+                    expert_parallel=one.expert_parallel,
                 )
             )
     return tuple(found)
@@ -256,7 +255,7 @@ def measured_errors(recorded: Sequence[Recorded]) -> tuple[MeasuredError, ...]:
 def memory_row(recorded: Recorded) -> MemoryRow:
     """The engine's counts of its fullest rank against the prediction."""
     estimator = CountedMemory(recorded.profile)
-    found = estimator.memory(_config(recorded), Workload())
+    found = estimator.memory(recorded.config, Workload())
     layers = recorded.profile.spec.num_layers // recorded.pp
     stage = max((found.stage(i, layers) for i in range(recorded.pp)), key=lambda s: s.weights_bytes)
     rank = max(recorded.whole_memory, key=_non_kv_bytes)
@@ -268,7 +267,7 @@ def memory_row(recorded: Recorded) -> MemoryRow:
         non_kv_bytes=_non_kv_bytes(rank),
         non_kv_predicted=stage.weights_bytes + stage.activation_bytes + stage.runtime_bytes,
         blocks=min(r.kv_blocks for r in recorded.whole_memory),
-        blocks_predicted=estimator.kv_blocks(_config(recorded), budget_bytes(recorded)),
+        blocks_predicted=estimator.kv_blocks(recorded.config, budget_bytes(recorded)),
     )
 
 

@@ -126,7 +126,7 @@ def _newest_of_each() -> dict[tuple[object, ...], str]:
 def _what(one: Recorded) -> tuple[object, ...]:
     machine = one.profile.machine
     engine = dict(machine.versions)["engine"]
-    return one.model, one.weights, one.tp, one.pp, one.profile.graph_tokens, engine, machine.device.name
+    return one.model, one.config, one.profile.graph_tokens, engine, machine.device.name
 
 
 @cache
@@ -195,7 +195,8 @@ def _row(family: str, group: Sequence[Recorded], rows: Sequence[Row]) -> FamilyR
 
 
 def _degrees(one: Recorded) -> list[str]:
-    return [f"{name} {n}" for name, n in (("TP", one.tp), ("PP", one.pp)) if n > 1]
+    degrees = [f"{name} {n}" for name, n in (("TP", one.tp), ("PP", one.pp)) if n > 1]
+    return [*degrees, *(["expert parallel"] if one.expert_parallel else [])]
 
 
 def _median_and_worst(errors: Sequence[float]) -> tuple[float, float]:

@@ -2,8 +2,8 @@
 
 Run with vLLM's own Python on the GPU machine, from the repository's root::
 
-    python -m tests.bench.accuracy_measure OUT MODEL_DIR[:FORMAT] [...] [--tp T] [--pp P] [--shards]
-        [--most-prompt-tokens N] [--max-seconds S] [--first-gpu I] [--scratch DIR]
+    python -m tests.bench.accuracy_measure OUT MODEL_DIR[:FORMAT] [...] [--tp T] [--pp P] [--expert-parallel]
+        [--shards] [--most-prompt-tokens N] [--max-seconds S] [--first-gpu I] [--scratch DIR]
 
 A MODEL_DIR needs a config.json alone, for all weights are random. Both sides run in the same worker process on the
 same GPU, one after the other: ``vllm.LLM`` in its default mode (compiled, overlapped), prefix caching off,
@@ -15,9 +15,10 @@ called for half a second at three visits, of which the later halves are kept. On
 kernel was compiled does not count, and the medians of a point's two halves must agree within a tenth: a point
 where they do not is left out and named. A mixture's tokens fall on its experts uniformly on both sides, or by the
 law that ``VLLM_MOE_ROUTING_SIMULATION_STRATEGY`` names (vLLM has ``normal_routing``), and are counted. The whole
-model's calls are timed with the step timer off, but for two points that show what it costs.
+model's calls are timed with the step timer off, but for two points that show what it costs. With
+``--expert-parallel`` each GPU of a TP group has whole experts, on both sides.
 
-Writes OUT/NAME-FORMAT.json.xz, a :class:`Recorded` each; nothing is predicted here.
+Writes OUT/NAME-FORMAT-tpT-ppP[-ep].json.xz, a :class:`Recorded` each; nothing is predicted here.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from pathlib import Path
 from daemon.profile_client import WorkerProfileSession, WorkerProfileTarget
 from daemon.worker_spec import WorkerLimits, WorkerSpec
 from fingerprint.codec import to_json
-from fingerprint.config import KvFormat, WeightFormat
+from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat
 from fingerprint.depth_tied_cuts import repeats_the_mix
 from fingerprint.depth_tied_plan import ONCE_TOKENS, DepthTiedPlan, Point
 from fingerprint.depth_tied_profile import depth_tied_profile
@@ -86,6 +87,18 @@ class Recorded:
     rank_profile: Profile | None = None  # the same with one TP rank's shape alone on a GPU per stage
     whole_between: tuple[TimingPoint, ...] = ()  # timer off, in turns with ``whole_timed``; before, none were
     left_out: tuple[str, ...] = ()  # points of the whole model whose calls did not agree; before, all were kept
+    expert_parallel: bool = False
+
+    @property
+    def config(self) -> DeploymentConfig:
+        """Configuration that was measured."""
+        return DeploymentConfig(
+            tp=self.tp,
+            pp=self.pp,
+            weights=self.weights,
+            engine=self.profile.engine,
+            expert_parallel=self.expert_parallel,
+        )
 
 
 def grid(max_context_tokens: int, most_prompt_tokens: int = MOST_PROMPT_TOKENS) -> tuple[Point, ...]:
@@ -93,6 +106,11 @@ def grid(max_context_tokens: int, most_prompt_tokens: int = MOST_PROMPT_TOKENS) 
     return tuple(
         (b, n) for b in BATCHES for n in INPUTS if b * n <= most_prompt_tokens and n + OUTPUT <= max_context_tokens
     )
+
+
+def kept_name(model: str, weights: WeightFormat, tp: int, pp: int, expert_parallel: bool) -> str:
+    """Return the name of a recording's file."""
+    return f"{model}-{weights}-tp{tp}-pp{pp}{'-ep' * expert_parallel}.json.xz"
 
 
 def machine_here(num_gpus: int) -> MachineInfo:
@@ -141,6 +159,7 @@ class _Bench:
     machine: MachineInfo
     budget_bytes: int
     scratch: Path
+    expert_parallel: bool = False
     shards: bool = False
     most_prompt_tokens: int = MOST_PROMPT_TOKENS
     port: int = 18_080
@@ -175,6 +194,7 @@ class _Bench:
         points = grid(context, self.most_prompt_tokens)
         plan = DepthTiedPlan(
             degrees=((self.tp, self.pp),),
+            expert_parallel=self.expert_parallel,
             weights=(weights,),
             points=points,
             shallow_points=tuple(p for p in points if p in SHALLOW_POINTS or not repeats_the_mix(spec, self.pp)),
@@ -201,7 +221,7 @@ class _Bench:
                 recorded = self._recorded(shared, measure, shape, plan, directory, weights)
             finally:
                 shared.end()
-        path = self.out / f"{directory.name}-{weights}-tp{self.tp}-pp{self.pp}.json.xz"
+        path = self.out / kept_name(directory.name, weights, self.tp, self.pp, self.expert_parallel)
         write_kept(path, to_json(recorded).decode())
         print(f"{path.name}: whole model {recorded.whole_s:.0f} s, starts {recorded.start_s}", flush=True)
 
@@ -229,7 +249,7 @@ class _Bench:
         self, shared: _Shared, profile: Profile, plan: DepthTiedPlan, directory: Path, weights: WeightFormat
     ) -> Recorded:
         profile_start_s = sum(shared.start_s)
-        session = shared.open(tp=self.tp, pp=self.pp)
+        session = shared.open(tp=self.tp, pp=self.pp, expert_parallel=self.expert_parallel)
         layers = profile.spec.num_layers
         kv_tokens = max(b * (n + OUTPUT) for b, n in plan.points)
         shared.load(
@@ -262,6 +282,7 @@ class _Bench:
                     pp=self.pp,
                     weights=weights,
                     kv=KvFormat.BITS16,
+                    expert_parallel=self.expert_parallel,
                     batch=batch,
                     input_tokens=input_tokens,
                     output_tokens=output,
@@ -286,6 +307,7 @@ class _Bench:
             profile_start_s=profile_start_s,
             whole_s=time.monotonic() - begun,
             left_out=tuple(calls.left_out),
+            expert_parallel=self.expert_parallel,
         )
 
 
@@ -358,7 +380,7 @@ class _Shared:
         self._target = target
         self.engine = target.engine
         self.session: WorkerProfileSession | None = None
-        self._degree = (0, 0)
+        self._degree = (0, 0, False)
         self._failed = False
         self.start_s: list[float] = []
 
@@ -367,12 +389,12 @@ class _Shared:
             return self._target.machine()
         return self.session.machine()
 
-    def open(self, *, tp: int, pp: int) -> _Shared:
-        if self._degree != (tp, pp):
+    def open(self, *, tp: int, pp: int, expert_parallel: bool = False) -> _Shared:
+        if self._degree != (tp, pp, expert_parallel):
             self.end()
         if self.session is None:
-            self.session = self._target.open(tp=tp, pp=pp)
-            self._degree = (tp, pp)
+            self.session = self._target.open(tp=tp, pp=pp, expert_parallel=expert_parallel)
+            self._degree = (tp, pp, expert_parallel)
         return self
 
     def load(self, *args: object, **kwargs: object) -> None:
@@ -417,6 +439,7 @@ def main() -> None:
     parser.add_argument("models", nargs="+", help="MODEL_DIR or MODEL_DIR:fp8")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=1)
+    parser.add_argument("--expert-parallel", action="store_true", help="whole experts on each GPU of --tp")
     parser.add_argument("--shards", action="store_true", help="profile one TP rank alone on pp GPUs too")
     parser.add_argument("--max-seconds", type=float, default=1e9, help="begin no model after this many seconds")
     parser.add_argument(
@@ -427,6 +450,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.shards and options.tp < 2:
         parser.error("--shards profiles one rank of a group: give --tp 2 or more")
+    if options.expert_parallel and (options.tp < 2 or options.shards):
+        parser.error("--expert-parallel divides experts among the GPUs of --tp 2 or more, not those of one rank")
     options.out.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
     kept = contextlib.nullcontext(options.scratch)
@@ -438,6 +463,7 @@ def main() -> None:
             machine=machine_here(options.tp * options.pp),
             budget_bytes=int(total_bytes() * MEMORY_FRACTION) + 2**20,  # the worker rounds down
             scratch=Path(scratch),
+            expert_parallel=options.expert_parallel,
             shards=options.shards,
             most_prompt_tokens=options.most_prompt_tokens,
             port=18_080 + 100 * options.first_gpu,

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from fingerprint.codec import to_json
-from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.config import Workload
 from fingerprint.estimates import Quantity, Source
 from fingerprint.estimators.depth_tied import DepthTiedEstimator
 from fingerprint.estimators.roofline import RooflineEstimator
@@ -53,7 +53,7 @@ def _record(group: Sequence[Recorded]) -> AccuracyRecord:
 
 
 def _rows(one: Recorded) -> Iterator[AccuracyRow]:
-    estimator, config = _estimator(one), _config(one)
+    estimator, config = _estimator(one), one.config
 
     def row(
         name: str,
@@ -98,7 +98,7 @@ def _half(times: Sequence[float]) -> float:
 
 def _memory_rows(one: Recorded) -> Iterator[tuple[str, Quantity, float]]:
     """(quantity, predicted, what the engine counted of the whole model), of the fullest GPU."""
-    row, estimator, config = memory_row(one), _estimator(one).memory, _config(one)
+    row, estimator, config = memory_row(one), _estimator(one).memory, one.config
     relative = estimator.memory(config, Workload()).relative_error
 
     def about(value: float) -> Quantity:
@@ -113,10 +113,6 @@ def _memory_rows(one: Recorded) -> Iterator[tuple[str, Quantity, float]]:
 
 def _estimator(one: Recorded) -> DepthTiedEstimator:
     return DepthTiedEstimator(one.profile, RooflineEstimator(one.profile.spec, one.profile.machine.device))
-
-
-def _config(one: Recorded) -> DeploymentConfig:
-    return DeploymentConfig(tp=one.tp, pp=one.pp, weights=one.weights, engine=one.profile.engine)
 
 
 def _notes(one: Recorded) -> Iterator[str]:

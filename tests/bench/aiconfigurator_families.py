@@ -57,7 +57,7 @@ def public_configs() -> dict[str, dict[str, Any]]:
 def main(argv: list[str]) -> None:
     out, configs = Path(argv[0]), public_configs()
     by_name = {name.rpartition("/")[2]: name for name in configs}
-    recorded = [one for folder in NEWEST for one in recordings_of(folder)]
+    recorded = [one for folder in NEWEST for one in recordings_of(folder) if not one.expert_parallel]
     points = [point for one in recorded for point in points_of(one, by_name[one.model])]
     out.mkdir(parents=True, exist_ok=True)
     asked = sorted({point.model for point in points})

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from fingerprint.config import DeploymentConfig
 from fingerprint.estimators.calibration import Calibration
 from fingerprint.estimators.depth_tied import DepthTiedEstimator
 from fingerprint.estimators.roofline import RooflineEstimator
@@ -30,7 +29,7 @@ def own_cells(recorded: Sequence[Recorded], known: Iterable[str] = ()) -> list[C
         for one in recorded:
             spec, gpu = one.profile.spec, one.profile.machine.device
             estimator = DepthTiedEstimator(one.profile, RooflineEstimator(spec, gpu), calibration)
-            config = DeploymentConfig(tp=one.tp, pp=one.pp, weights=one.weights, engine="vllm")
+            config = one.config
             for truth in truths(one):
                 work = truth.workload
                 measured = Measured(

@@ -77,7 +77,7 @@ def format_rows(recorded: Sequence[Recorded]) -> list[FormatRow]:
         FormatRow(
             model=_model(one),
             name=_name(one),
-            counted_bytes=_whole_bytes(_roofline(one).estimate(_config(one), Workload())),
+            counted_bytes=_whole_bytes(_roofline(one).estimate(one.config, Workload())),
             memory=memory_row(one),
             rows=tuple(predict_l3(one, calibration_without(family_of(one)))),
             left_out=len(one.left_out),
@@ -93,8 +93,8 @@ def choices(recorded: Sequence[Recorded], kind: IntentKind = IntentKind.MIN_LATE
         for one in recorded
     }
     everywhere = set.intersection(*(set(times) for times in measured.values())) if measured else set()
-    by_datasheets = {_name(one): (_roofline(one), _config(one)) for one in recorded}
-    by_fingerprints = {_name(one): (_fitted(one), _config(one)) for one in recorded}
+    by_datasheets = {_name(one): (_roofline(one), one.config) for one in recorded}
+    by_fingerprints = {_name(one): (_fitted(one), one.config) for one in recorded}
     found = []
     for batch, input_tokens in sorted(everywhere):
         workload = Workload(batch=batch, input_tokens=input_tokens, output_tokens=OUTPUT)
@@ -127,10 +127,6 @@ def _name(recorded: Recorded) -> str:
 
 def _model(recorded: Recorded) -> str:
     return recorded.model.removesuffix(f"-{_name(recorded)}")
-
-
-def _config(recorded: Recorded) -> DeploymentConfig:
-    return DeploymentConfig(tp=recorded.tp, pp=recorded.pp, weights=recorded.weights, engine="vllm")
 
 
 def _roofline(recorded: Recorded) -> RooflineEstimator:

@@ -32,7 +32,7 @@ RECORDED = sorted({file.parent for file in RESULTS.glob("*/*-tp?-pp?.json.xz")})
 def test_no_whole_model_took_less(folder) -> None:
     for one in load(folder):
         floor = PhysicalFloor(one.profile.spec, one.profile.machine.device)
-        config = DeploymentConfig(tp=one.tp, pp=one.pp, weights=one.weights, engine="vllm")
+        config = one.config
         for truth in truths(one):
             assert truth.ttft_s > 1.2 * floor.ttft_s(config, truth.workload)
             assert truth.tpot_s > 1.2 * floor.tpot_s(config, truth.workload)

@@ -30,9 +30,10 @@ from fingerprint.profile_plan import Shards
 from fingerprint.random_variants import base_hashes
 from fingerprint.variant_measurements import VariantKind
 from iserve.cli.profile_text import print_profile
-from iserve.controller import profiling_run
+from iserve.controller import profiling_cuts, profiling_run
 from iserve.controller.profiling import Profiler, _with_former_variants
-from iserve.controller.profiling_run import Fingerprints, Order, take
+from iserve.controller.profiling_cuts import Fingerprints
+from iserve.controller.profiling_run import Order, take
 from iserve.controller.profiling_scope import kind_to_measure
 from iserve.controller.standalone_plans import _measured_on
 from iserve.demo import demo_model_path
@@ -460,7 +461,7 @@ def test_variants_of_a_fingerprint_hash_their_base_once_and_are_deleted_together
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashed: list[Path] = []
-    monkeypatch.setattr(profiling_run, "base_hashes", lambda base: (hashed.append(base), base_hashes(base))[1])
+    monkeypatch.setattr(profiling_cuts, "base_hashes", lambda base: (hashed.append(base), base_hashes(base))[1])
     demo = demo_model_path()
     source = ModelSource("demo", demo, True, load_spec(demo))
     fingerprints = Fingerprints(source, tmp_path / "cuts", weights=True)

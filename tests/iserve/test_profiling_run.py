@@ -24,8 +24,9 @@ from fingerprint.families import load_spec
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import Stored
 from fingerprint.profile_plan import Shards
+from iserve.controller.profiling_cuts import Fingerprints
 from iserve.controller.profiling_devices import STEP_TOKENS
-from iserve.controller.profiling_run import Fingerprints, Order, take
+from iserve.controller.profiling_run import Order, take
 from iserve.controller.profiling_scope import lacking
 from iserve.controller.snapshot import hardware_of
 from iserve.model_source import ModelSource
@@ -81,6 +82,7 @@ def profiled(
     source: ModelSource = SOURCE,
     known: Profile | None = None,
     serving: tuple[DeploymentState, ...] = (),
+    expert_parallel: bool = False,
 ) -> Profile:
     order = Order(
         source=source,
@@ -94,6 +96,7 @@ def profiled(
         progress=lambda _: None,
         known=known,
         serving=serving,
+        expert_parallel=expert_parallel,
     )
     target: Any = machine
 
