@@ -123,7 +123,7 @@ class CorrectedEstimator:
     def _reaches(self, check: Verification, raw: Estimate) -> bool:
         """Return whether ``check`` applies to ``raw``: what it checked rests on the same measurement, and no less
         directly."""
-        if (check.config.engine, check.config.expert_parallel) != (raw.config.engine, raw.config.expert_parallel):
+        if check.config.engine != raw.config.engine:
             return False
         if check.config == raw.config:
             return True

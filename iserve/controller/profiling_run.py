@@ -332,7 +332,7 @@ def _with_expert_parallel(
         return measured
 
     def wanted(known: Profile) -> Sequence[DeploymentConfig]:
-        split = {point.key for point in known.timing if point.tp > 1 and not point.shard}
+        split = {point.key for point in known.timing if point.tp > 1}
         twins = {replace(key, expert_parallel=True) for key in split} - split
         return [key.config(known.engine) for key in sorted(twins)]
 
@@ -368,7 +368,6 @@ def _added(
         plan = replace(plan, expert_parallel=config.expert_parallel)
         plan = with_missing_points(plan, known, config)
         whole = any((point.key, point.shard) == (key_of(config), False) for point in known.timing)
-        whole = whole or config.expert_parallel
         part_order = replace(order, shards=Shards.NEVER) if whole else order  # one rank tells less than is there
         try:
             part = _measured(part_order, known.machine.device, plan, target, fingerprints, [])

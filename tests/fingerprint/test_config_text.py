@@ -29,7 +29,7 @@ def test_experts_that_are_divided_as_wholes_have_a_name() -> None:
 
 
 def test_a_configuration_of_before_has_its_matrices_divided() -> None:
-    """It is written as it was before there was such a field, and read so."""
+    """A configuration without it is written and read as before there was such a field."""
     plain = DeploymentConfig(tp=2, engine="vllm")
     written = to_json(plain)
     assert b"expert" not in written

@@ -14,6 +14,7 @@ from fingerprint.estimates import Source
 from fingerprint.estimators.calibration import Calibration, MeasuredError
 from fingerprint.estimators.corrected import CorrectedEstimator
 from fingerprint.estimators.depth_tied import DepthTiedEstimator
+from fingerprint.estimators.fingerprinted import FingerprintedEstimator, nearest
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.measurements import MeasuredKey, Profile
 from fingerprint.verification import Reading, Verification
@@ -119,9 +120,29 @@ class TestEstimates:
         ):
             with pytest.raises(NotMeasuredError):
                 measured.estimate(config, AT)
-        with pytest.raises(NotMeasuredError) as refused:
+            with pytest.raises(NotMeasuredError) as refused:
+                nearest(config, [EP2, TP2, replace(config, expert_parallel=False)])
+            golden("fingerprint", str(refused.value))
+        with pytest.raises(NotMeasuredError):
             estimator(whole(with_experts=False)).estimate(EP2, AT)
-        golden("fingerprint", str(refused.value))
+
+    @pytest.mark.parametrize("config", [TP2, replace(TP2, tp=4)], ids=str)
+    def test_the_rest_is_scaled_from_farther_away_and_not_from_it(self, config: DeploymentConfig) -> None:
+        one = taken(expert_parallel=False, tp=1)
+        both = replace(
+            one,
+            timing=one.timing + taken(expert_parallel=True).timing,
+            memory=one.memory + taken(expert_parallel=True).memory,
+        )
+        assert estimator(both).estimate(EP2, AT).is_measured
+        assert estimator(both).estimate(config, AT) == estimator(one).estimate(config, AT)
+
+    def test_an_engine_without_step_timer_has_none(self) -> None:
+        """A release that iServe does not know is profiled by the wall clock, without it."""
+        profile = whole(with_experts=False)
+        roofline = RooflineEstimator(profile.spec, profile.machine.device)
+        with pytest.raises(NotMeasuredError):
+            FingerprintedEstimator(profile, roofline, memory="counted").estimate(EP2, AT)
 
     def test_datasheets_do_not_tell(self, golden: Golden) -> None:
         machine = MixtureMachine().machine()

@@ -29,6 +29,7 @@ from planner.plan import Plan
 from planner.space import shape_refusal
 from tests.fingerprint.mixture_machine import MixtureMachine, mixture
 from tests.fingerprint.step_timed_machine import llama_7b
+from tests.fingerprint.test_shards import RankMachine
 from tests.golden_words import Golden
 from tests.iserve.test_profiling_run import (
     NODE,
@@ -83,16 +84,21 @@ class TestProfiles:
         assert len(formats[True]) == 2
         assert formats[True] == formats[False]
 
-    def test_without_two_free_gpus_the_rest_is_measured_and_it_says_so(self, golden: Golden) -> None:
+    @pytest.mark.parametrize("shards", [Shards.NEVER, Shards.AUTO])
+    def test_without_two_free_gpus_the_rest_is_measured_and_it_says_so(
+        self, shards: Shards, golden: Golden
+    ) -> None:
+        """A rank alone tells of divided matrices, and of nothing else."""
         profile = profiled(
-            MixtureMachine(),
+            RankMachine(spec=MIXTURE.spec),
             quality=Quality.EXACT,
             source=MIXTURE,
             node=with_free(139, 1),
-            shards=Shards.NEVER,
+            shards=shards,
             expert_parallel=True,
         )
-        assert {(point.tp, point.expert_parallel) for point in profile.timing if not point.shard} == {(1, False)}
+        assert any(point.shard for point in profile.timing) is (shards is Shards.AUTO)
+        assert not any(point.expert_parallel for point in profile.timing)
         golden("controller", profile.notes[-1])
 
     def test_what_fails_leaves_the_rest(self, golden: Golden) -> None:
