@@ -18,10 +18,13 @@ from daemon.engines.external import PROFILING_PATH
 from daemon.engines.registry import get_engine
 from daemon.engines.vllm.cache import in_blocks
 from daemon.engines.vllm.variant_plug_in import additional_config
+from daemon.profile_client import WorkerProfileTarget
 from daemon.profile_messages import ProfileLoad
+from daemon.worker_spec import WorkerSpec
 from fingerprint.codec import to_json
 from fingerprint.config import DeploymentConfig, KvFormat, SlotFormat, WeightFormat
 from fingerprint.engines import graph_sizes
+from fingerprint.errors import EngineError
 from fingerprint.model_use import ModelUse
 from tests.daemon.engines.vllm_worker_spec import LLAMA_8B, worker
 
@@ -119,6 +122,22 @@ def test_a_profile_divides_experts_as_a_deployment_does(
     arguments = engine._arguments(json.loads(to_json(order)))
     assert arguments.get("enable_expert_parallel", False) is expert_parallel
     assert arguments["compilation_config"]["pass_config"] == {"fuse_allreduce_rms": False}
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_a_session_s_worker_is_launched_so(tmp_path: Path, expert_parallel: bool) -> None:
+    launched: list[DeploymentConfig] = []
+
+    def launch(spec: WorkerSpec) -> Any:
+        launched.append(spec.config)
+        raise EngineError("no machine here")
+
+    target = WorkerProfileTarget(
+        launch, checkpoint=tmp_path, device_ids=["GPU-0", "GPU-1"], limits=worker(tmp_path).limits, engine="vllm"
+    )
+    with pytest.raises(EngineError):
+        target.open(tp=2, pp=1, expert_parallel=expert_parallel)
+    assert launched == [DeploymentConfig(tp=2, engine="vllm", expert_parallel=expert_parallel)]
 
 
 def order_with_slots(folder: Path, **slots: Any) -> tuple[Any, dict[str, Any]]:
