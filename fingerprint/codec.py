@@ -17,10 +17,6 @@ __all__ = ["from_json", "to_builtins", "to_json"]
 
 T = TypeVar("T")
 
-# Written where it is true alone, so that documents without it are as they were before there was such a field. It
-# is the first field of no dataclass, and no text has these bytes: quotes in a text have a backslash before them.
-_LEFT_OUT = b',"expert_parallel":false'
-
 # Making a decoder evaluates the annotations of every dataclass in it: two threads at once have ended CPython 3.11
 # with a segmentation fault. A decoder that is made may be shared.
 _decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
@@ -34,7 +30,7 @@ def to_json(value: object, *, indent: int = 0) -> bytes:
         BadInputError: half a surrogate pair is in a text: a file's name of bytes that are not UTF-8 has such.
     """
     try:
-        raw = msgspec.json.encode(value).replace(_LEFT_OUT, b"")
+        raw = msgspec.json.encode(value)
     except UnicodeEncodeError as error:
         raise BadInputError(f"{ascii(error.object)[:200]} cannot be written as UTF-8; change this text") from error
     return msgspec.json.format(raw, indent=indent) if indent else raw

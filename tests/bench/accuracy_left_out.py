@@ -28,7 +28,7 @@ from fingerprint.estimates import Source
 from fingerprint.estimators.depth_tied import DepthTiedEstimator
 from fingerprint.estimators.l3 import L3
 from fingerprint.measurements import key_of
-from tests.bench.accuracy import RESULTS, Recorded, Row, Truth, _config, _roofline, _rows, load, truths
+from tests.bench.accuracy import RESULTS, Recorded, Row, Truth, _roofline, _rows, load, truths
 from tests.bench.accuracy_families import calibration_without, family_of
 
 __all__ = ["FOLDERS", "Constants", "choose", "left_out_rows", "log_likelihood", "table"]
@@ -104,7 +104,7 @@ def left_out_rows(case: Case, folders: Sequence[str] = FOLDERS) -> tuple[LeftOut
 
 
 def _predicted(one: Recorded, truth: Truth, estimator: DepthTiedEstimator) -> Iterator[LeftOut]:
-    estimate = estimator.estimate(_config(one), truth.workload)
+    estimate = estimator.estimate(one.config, truth.workload)
     is_between = estimate.ttft_s.source is Source.EXTRAPOLATED
     for row in _rows(one, "L3", truth, estimate.ttft_s, estimate.tpot_s):
         yield LeftOut(bool(one.profile.spec.num_experts), is_between, row)
@@ -161,7 +161,7 @@ def measured(folders: tuple[str, ...] = FOLDERS) -> tuple[Measured, ...]:
     """Return the points of every profile in ``folders``."""
     found = []
     for one in (one for folder in folders for one in _recordings(folder)):
-        roofline, config = _roofline(one), _config(one)
+        roofline, config = _roofline(one), one.config
         points = L3(one.profile, roofline, calibration_without(family_of(one))).points[key_of(config)]
         ratios = []
         for point in points:

@@ -15,7 +15,7 @@ import pytest
 
 from fingerprint.estimates import Source
 from fingerprint.estimators.depth_tied import DepthTiedEstimator
-from tests.bench.accuracy import _config, _roofline, load, predict_l3, truths
+from tests.bench.accuracy import _roofline, load, predict_l3, truths
 from tests.bench.accuracy_families import calibration_without, family_of
 from tests.bench.accuracy_measure import Recorded
 
@@ -48,7 +48,7 @@ def test_as_many_truths_are_inside_as_were(recordings: dict[str, Recorded], mode
 @pytest.mark.parametrize("model", MODELS)
 def test_each_answer_names_its_source(recordings: dict[str, Recorded], model: str) -> None:
     one = recordings[model]
-    found = [estimator(one).estimate(_config(one), truth.workload) for truth in truths(one)]
+    found = [estimator(one).estimate(one.config, truth.workload) for truth in truths(one)]
     assert {quantity.source for e in found for quantity in (e.ttft_s, e.tpot_s)} == {MODELS[model]}
 
 
