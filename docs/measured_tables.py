@@ -191,6 +191,14 @@ def _graphs_of_mixtures() -> str:
     return recorded_table()
 
 
+def _graphs_in_one_run() -> str:
+    from fingerprint.codec import from_json
+    from tests.bench.graph_sizes import GraphSizes, table
+
+    files = sorted((RESULTS / "graph_sizes_h200").glob("*.json"))
+    return table([from_json(file.read_bytes(), GraphSizes, what=file.name) for file in files])
+
+
 def _by_size() -> str:
     from tests.bench.accuracy_families import size_table
 
@@ -384,6 +392,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "other methods on 0.33, by model": lambda: _other_methods(by_model=True),
     "accuracy by prompt tokens": _by_size,
     "graphs of mixtures": _graphs_of_mixtures,
+    "graphs of mixtures in one run": _graphs_in_one_run,
     "served on vLLM 0.33": _served,
     "served on vLLM 0.33, simulated anew": _served_anew,
     "steps of a server": _served_steps,

@@ -90,9 +90,9 @@ class Calibration:
 
         Each model counts alike, however many points of it were measured. Of models that were not measured with
         this engine on this GPU in this weight format at these degrees and with such graphs the middle is not known
-        here: it is 0, and the interval holds 0. It is that of models measured in this format anywhere; where those
-        are too few, of dense ones or of mixtures of experts, as the model is; else of all. With fewer than two
-        other models it is -0.15 to 0.15, which is an assumption.
+        here: it is 0, and the interval holds 0. It is that of models measured in this format with such graphs
+        anywhere; where those are too few, in this format; then of dense ones or of mixtures of experts, as the
+        model is; else of all. With fewer than two other models it is -0.15 to 0.15, which is an assumption.
 
         Args:
             prompt_tokens: batch times input.
@@ -112,8 +112,9 @@ class Calibration:
         if _num_models(here) >= _FEWEST_MODELS:
             return _quantiles(here, prompt_tokens)
         same_format = [e for e in others if e.weights == weights]
+        same_graphs = [e for e in same_format if e.graph_tokens == graph_tokens]
         same_kind = [e for e in others if e.weights.endswith(_EXPERTS) == weights.endswith(_EXPERTS)]
-        for elsewhere in (same_format, same_kind, others):
+        for elsewhere in (same_graphs, same_format, same_kind, others):
             if _num_models(elsewhere) >= _FEWEST_MODELS:
                 found = _quantiles(elsewhere, prompt_tokens)
                 return LogErrors(min(0.0, found.low), 0.0, max(0.0, found.high))

@@ -1,13 +1,12 @@
 """Predictions where the profile has no point: the judged point left out, or all points but those of a plan.
 
-    python -m tests.bench.accuracy_left_out table
-    python -m tests.bench.accuracy_left_out choose
+    python -m tests.bench.accuracy_left_out table | later | choose
 
 ``table``: TTFT and TPOT of the recordings of vLLM 0.33 against whole models, calibrated without the judged
 model's family. ``accuracy_families`` judges at points that the profile ran; here a prediction rests on other ones.
-``choose``: the constants of L3's Gaussian process over prompts (``estimators.l3``), by the likelihood of each
-measured point of a profile under the rest of its points, for all profiles and without each family. No whole model
-takes part.
+``later``: the same of recordings that decision 58 was made without. ``choose``: the constants of L3's Gaussian
+process over prompts (``estimators.l3``), by the likelihood of each measured point of a profile under the rest of
+its points, for all profiles and without each family. No whole model takes part.
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ __all__ = ["FOLDERS", "Constants", "choose", "left_out_rows", "log_likelihood", 
 
 FOLDERS = ("families-h200-vllm-0.33", "graphs-512-h200-vllm-0.33", "h200-vllm-0.33", "h100-vllm-0.33")
 UNTIL = "2026-11-29"  # recordings from then on had no part in decision 58
+LATER = ("families-h200-vllm-0.33", "degrees-h200-vllm-0.33")  # where such are
 Point = tuple[int, int]  # batch, input tokens
 Array = npt.NDArray[np.float64]
 Constants = tuple[float, float, float, float]  # octaves of tokens and of shape, launched apart, spread
@@ -79,15 +79,15 @@ class LeftOut:
     row: Row
 
 
-def _recordings(folder: str) -> list[Recorded]:
-    return [one for one in load(RESULTS / folder) if one.measured_at < UNTIL]
+def _recordings(folder: str, *, later: bool = False) -> list[Recorded]:
+    return [one for one in load(RESULTS / folder) if (one.measured_at >= UNTIL) == later]
 
 
-def left_out_rows(case: Case, folders: Sequence[str] = FOLDERS) -> tuple[LeftOut, ...]:
-    """Return all predictions of a case."""
+def left_out_rows(case: Case, folders: Sequence[str] = FOLDERS, *, later: bool = False) -> tuple[LeftOut, ...]:
+    """Return all predictions of a case, for recordings before ``UNTIL`` or for later ones."""
     found = []
     for folder in folders:
-        for one in _recordings(folder):
+        for one in _recordings(folder, later=later):
             calibration = calibration_without(family_of(one))
             for truth in truths(one):
                 judged = truth.batch, truth.input_tokens
@@ -110,7 +110,7 @@ def _predicted(one: Recorded, truth: Truth, estimator: DepthTiedEstimator) -> It
         yield LeftOut(bool(one.profile.spec.num_experts), is_between, row)
 
 
-def table(folders: Sequence[str] = FOLDERS) -> str:
+def table(folders: Sequence[str] = FOLDERS, *, later: bool = False) -> str:
     """Return errors and intervals of every case as Markdown."""
     lines = [
         "| the prediction rests on | models | judged points | TPOT median / worst | TTFT median / worst "
@@ -118,7 +118,7 @@ def table(folders: Sequence[str] = FOLDERS) -> str:
         "|---|---|--:|--:|--:|--:|--:|",
     ]
     for case in CASES:
-        rows = left_out_rows(case, folders)
+        rows = left_out_rows(case, folders, later=later)
         for is_mixture, is_between in itertools.product((False, True), (True, False)):
             these = [r.row for r in rows if (r.is_mixture, r.is_between) == (is_mixture, is_between)]
             if these:
@@ -213,9 +213,10 @@ def choose(without: str = "") -> Constants:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("order", choices=("table", "choose"))
-    if parser.parse_args().order == "table":
-        print(table())
+    parser.add_argument("order", choices=("table", "later", "choose"))
+    order = parser.parse_args().order
+    if order != "choose":
+        print(table(LATER, later=True) if order == "later" else table())
         return
     print("all:", choose())
     for family in dict.fromkeys(one.family for one in measured()):

@@ -34,7 +34,7 @@ from typing import Any
 
 from fingerprint.codec import from_json, to_json
 from fingerprint.config_json import read_config
-from fingerprint.engines import graph_sizes, largest_graph
+from fingerprint.engines import GRAPH_TOKENS, graph_sizes, largest_graph
 from fingerprint.families import read_spec
 
 __all__ = ["ServedStep", "ServedSteps", "SteppedServer", "contexts_of", "main", "summary", "table"]
@@ -72,6 +72,7 @@ class ServedSteps:
     machine: str
     versions: str
     steps: tuple[ServedStep, ...]
+    graph_tokens: int = GRAPH_TOKENS  # of the largest CUDA graph
 
 
 def contexts_of(kind: str, batch: int, mean: int) -> list[int]:
@@ -99,10 +100,9 @@ class SteppedServer:
     def __init__(self, folder: Path, *, graphs: Sequence[int] = ()) -> None:
         from vllm import LLM
 
-        sizes = graphs
-        if not sizes:
-            is_mixture = read_spec(read_config(folder)).num_experts > 0
-            sizes = graph_sizes(largest_graph("vllm", is_mixture=is_mixture))
+        is_mixture = read_spec(read_config(folder)).num_experts > 0
+        sizes = graphs or graph_sizes(largest_graph("vllm", is_mixture=is_mixture))
+        self.graph_tokens = max(sizes)
         self._llm = LLM(
             model=str(folder), load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=True,
             max_model_len=MAX_CONTEXT, max_num_seqs=MAX_BATCH, max_num_batched_tokens=STEP_TOKENS, seed=0,
@@ -265,11 +265,16 @@ def summary(found: Sequence[ServedSteps]) -> str:
     Arrivals, whose times are not of one kind, are left out.
     """
     cases = dict.fromkeys((s.part, s.case, s.batch, s.tokens, s.cached_tokens) for one in found for s in one.steps)
-    lines = [f"| | {' | '.join(one.model for one in found)} |", f"|---|{'---|' * len(found)}"]
+    lines = [f"| | {' | '.join(map(_column, found))} |", f"|---|{'---|' * len(found)}"]
     for case in cases:
         if case[1] != "equal" and case[0] != "arrival" and (case[0] != "cached" or case[-1]):
             lines.append(f"| {_said(*case)} | {' | '.join(_cell(one, case) for one in found)} |")
     return "\n".join(lines)
+
+
+def _column(found: ServedSteps) -> str:
+    graphs = f", graphs to {found.graph_tokens:,}" if found.graph_tokens != GRAPH_TOKENS else ""
+    return f"{found.model}{graphs}"
 
 
 def _cell(found: ServedSteps, case: tuple[str, str, int, int, int]) -> str:
@@ -306,6 +311,7 @@ def measure(config: Path, out: Path) -> None:
             machine=(_nvidia("name") or ["?"])[0],
             versions=f"vllm {metadata.version('vllm')}, driver {(_nvidia('driver_version') or ['?'])[0]}",
             steps=tuple(steps),
+            graph_tokens=server.graph_tokens,
         )
         (out / "served_steps.json").write_bytes(to_json(kept, indent=1))
     print(table(kept))

@@ -21,6 +21,11 @@ def test_the_decision_has_the_table_of_today() -> None:
 
 
 @pytest.mark.long
+def test_the_decision_has_the_table_of_recordings_made_later() -> None:
+    assert bench.table(bench.LATER, later=True) in PAGE
+
+
+@pytest.mark.long
 def test_the_constants_are_the_most_likely_of_the_grid() -> None:
     assert bench.choose() == CHOSEN
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -50,6 +52,7 @@ def test_a_summary_has_a_column_for_each_model_and_no_arrivals() -> None:
         ServedSteps(model=name, date="2026-11-29", machine="x", versions="y", steps=steps)
         for name, steps in (("a", (padded, arrival)), ("b", (padded, spread)))
     )
+    assert summary([replace(one, graph_tokens=4096)]).startswith("| | a, graphs to 4,096 |")
     head, _, *rows = (
         [cell.strip() for cell in line.split("|")[1:-1]] for line in summary([one, other]).splitlines()
     )

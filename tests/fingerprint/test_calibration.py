@@ -239,3 +239,13 @@ def test_at_degrees_that_nobody_measured_the_same_format_speaks_before_all_other
     low, middle, high = bounds(Calibration((*own, *others)), tp=4, weights="fp8 experts")
     assert (low, middle) == (0.0, 0.0)
     assert high > 0.3
+
+
+def test_at_degrees_that_nobody_measured_errors_with_such_graphs_speak_before_those_with_smaller_ones() -> None:
+    """A step that no graph holds goes at the host's pace."""
+    small = tuple(error(f"x{i}", 0.4) for i in range(3))
+    large = tuple(replace(error(f"m{i}", 0.02 * i), graph_tokens=4096) for i in range(3))
+    both = Calibration((*small, *large))
+    assert bounds(both, tp=4, graph_tokens=4096)[2] < 0.1
+    assert bounds(both, tp=4)[2] > 0.3
+    assert bounds(Calibration((*small, *large[:1])), tp=4, graph_tokens=4096)[2] > 0.3  # of one model alone

@@ -21,30 +21,43 @@ from traces.simulator.step_model import Limits, tabulate
 
 VLLM = DeploymentConfig(engine="vllm")
 NAME = "Qwen3-30B-A3B-16bit-tp1-pp1.json.xz"
-MIXTURE = from_json(read_kept(RESULTS / "graphs-512-h200-vllm-0.33" / NAME), Recorded).profile
+MIXTURE, LARGER_GRAPHS = (
+    from_json(read_kept(RESULTS / folder / NAME), Recorded).profile
+    for folder in ("graphs-512-h200-vllm-0.33", "families-h200-vllm-0.33")
+)
 DENSE = from_json(read_kept(RESULTS / "h200-vllm-0.33/Llama-3.1-8B-16bit-tp1-pp1.json.xz"), Recorded).profile
-SERVED = from_json((RESULTS / "served_steps_h200/Qwen3-30B-A3B.json").read_bytes(), ServedSteps)
-PADDED = [step for step in SERVED.steps if step.part == "padded"]
+SERVED = RESULTS / "served_steps_h200"
+PADDED = [
+    pytest.param(profile, step, most, id=f"graphs to {profile.graph_tokens}, batch {step.batch}")
+    for profile, name, most in (
+        (MIXTURE, "Qwen3-30B-A3B.json", 0.04),
+        (LARGER_GRAPHS, "Qwen3-30B-A3B-graphs-4096.json", 0.05),
+    )
+    for step in from_json((SERVED / name).read_bytes(), ServedSteps).steps
+    if step.part == "padded"
+]
 
 
 def step_of(profile: Profile, batch: int, input_tokens: int = 512) -> Quantity:
     return estimator_for(profile).estimate(VLLM, Workload(batch, input_tokens, 49)).tpot_s
 
 
-@pytest.mark.parametrize("step", PADDED, ids=lambda step: f"batch {step.batch}")
-def test_a_step_of_a_server_with_sequences_that_no_profile_ran_is_predicted(step: ServedStep) -> None:
-    """Measured in another process on the same day; 8 to 20% short before."""
-    found, measured_s = step_of(MIXTURE, step.batch, step.tokens), sum(step.seconds) / len(step.seconds)
-    assert found.value == pytest.approx(measured_s, rel=0.04)
+@pytest.mark.parametrize(("profile", "step", "most"), PADDED)
+def test_a_step_of_a_server_with_sequences_that_no_profile_ran_is_predicted(
+    profile: Profile, step: ServedStep, most: float
+) -> None:
+    """Measured in another process; 8 to 20% short before."""
+    found, measured_s = step_of(profile, step.batch, step.tokens), sum(step.seconds) / len(step.seconds)
+    assert found.value == pytest.approx(measured_s, rel=most)
     assert found.low <= measured_s <= found.high
 
 
-@pytest.mark.parametrize("step", PADDED, ids=lambda step: f"batch {step.batch}")
-def test_a_simulated_step_is_as_near(step: ServedStep) -> None:
+@pytest.mark.parametrize(("profile", "step", "most"), PADDED)
+def test_a_simulated_step_is_as_near(profile: Profile, step: ServedStep, most: float) -> None:
     limits = Limits(max_batch=64, max_context_tokens=4096, max_batched_tokens=8192, pads_steps=True)
-    steps, context = tabulate(estimator_for(MIXTURE), VLLM, limits), step.tokens + 30
+    steps, context = tabulate(estimator_for(profile), VLLM, limits), step.tokens + 30
     measured_s = sum(step.seconds) / len(step.seconds)
-    assert steps.decode_s(step.batch, context) == pytest.approx(measured_s, rel=0.04)
+    assert steps.decode_s(step.batch, context) == pytest.approx(measured_s, rel=most)
     rows = int(step.case.rpartition(" ")[2])
     assert steps.decode_s(step.batch, context) <= 1.002 * steps.decode_s(rows, context)  # noise of the growth
 
