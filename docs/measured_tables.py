@@ -349,6 +349,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "steps with adapters": lambda: _of_adapters("steps"),
     "loads of adapters": lambda: _of_adapters("loads"),
     "loads of adapters, three ways": lambda: _of_adapters("ways"),
+    "loads of adapters by a thread": lambda: _of_adapters("threads"),
     "contest of adapters": lambda: _of_adapters("contest"),
     "memory and prompts of slots": lambda: _of_adapters("slots"),
     "goals of the contest of adapters": lambda: _of_adapters("goals"),

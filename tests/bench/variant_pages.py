@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fingerprint.codec import from_json
@@ -31,12 +31,19 @@ __all__ = [
     "slots_table",
     "steps_of",
     "steps_table",
+    "threads_table",
     "ways_table",
     "words_table",
 ]
 
 CONTEST_FILE, STEPS_FILE = "variant_contest_h200.json.gz", "lora_steps_h200.json.gz"
-LOADS_FILES = ("lora_loads_h200.json.gz", "lora_loads_three_ways_h200.json.gz")
+# By time. What the thread does with the memory that it reads to, in each.
+LOADS_FILES = {
+    "lora_loads_h200.json.gz": "copies of tensors",
+    "lora_loads_three_ways_h200.json.gz": "locked by four threads at once",
+    "lora_loads_locked_by_mib_h200.json.gz": "locked 1 MiB at a time",
+    "lora_loads_unlocked_h200.json.gz": "not locked",
+}
 _QUICK_S = 0.5  # between the two kinds of cold requests
 DEPLOYED = RESULTS / "lora_contest_h200/deployed"
 _COLUMNS = ((0, 0), (8, 0), (8, 1), (8, 8), (32, 0), (32, 1), (32, 8), (32, 32))  # slots, adapters in use
@@ -50,10 +57,9 @@ def kept_steps() -> LoraSteps:
     return from_json(read_kept(RESULTS / STEPS_FILE), LoraSteps, what=STEPS_FILE)
 
 
-def kept_loads() -> tuple[LoraSteps, LoraSteps]:
-    """Return the recordings of vLLM's own loads and of those by a thread; the later has the plug-in's as well."""
-    earlier, later = (from_json(read_kept(RESULTS / file), LoraSteps, what=file) for file in LOADS_FILES)
-    return earlier, later
+def kept_loads() -> tuple[LoraSteps, ...]:
+    """Return the recordings of loads next to decoding requests; the second has those that stop steps as well."""
+    return tuple(from_json(read_kept(RESULTS / file), LoraSteps, what=file) for file in LOADS_FILES)
 
 
 def contest_table() -> str:
@@ -106,23 +112,32 @@ def loads_table() -> str:
 
 def ways_table() -> str:
     """Return loads of adapters by the ways in which they are read: their time, and what they stop."""
-    earlier, later = kept_loads()
-    ways: tuple[tuple[str, LoraSteps, bool, bool], ...] = (
-        ("vLLM's own", later, False, False),
-        ("our plug-in's", later, True, False),
-        ("by a thread", later, True, True),
-        (f"by a thread, {earlier.date}", earlier, False, True),
+    _, in_turns, _, today = kept_loads()
+    return _loads_by(
+        {
+            "vLLM's own": [one for one in in_turns.loads if not one.plug_in],
+            "our plug-in's": [one for one in in_turns.loads if one.plug_in and not one.in_background],
+            "by a thread": list(today.loads),
+        }
     )
+
+
+def threads_table() -> str:
+    """Return loads by a thread, by what it does with memory."""
+    found = zip(kept_loads(), LOADS_FILES.values(), strict=True)
+    return _loads_by(
+        {f"{way}, {kept.date}": [one for one in kept.loads if one.in_background] for kept, way in found}
+    )
+
+
+def _loads_by(ways: Mapping[str, Sequence[Load]]) -> str:
     lines = [
         "| rank | read | a load | longest gap between tokens | in steps |",
         "|--:|---|--:|--:|--:|",
     ]
-    for rank in sorted({one.rank for one in later.loads}):
-        for name, found, plug_in, in_background in ways:
-            own = [
-                one for one in found.loads
-                if (one.rank, one.plug_in, one.in_background) == (rank, plug_in, in_background)
-            ]  # fmt: skip
+    for rank in sorted({one.rank for loads in ways.values() for one in loads}):
+        for name, loads in ways.items():
+            own = [one for one in loads if one.rank == rank]
             cells = (
                 f"{_span([1e3 * one.load_s for one in own])} ms",
                 f"{_span([1e3 * one.longest_gap_s for one in own])} ms",

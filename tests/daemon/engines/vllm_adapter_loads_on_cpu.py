@@ -241,6 +241,21 @@ def reading_pauses_before_each_name_and_tensor() -> None:
 
 
 @case
+def no_page_is_locked_where_loads_are_next_to_steps() -> None:
+    """Memory as where vLLM locks pages, which torch refuses without a GPU."""
+    from vllm.lora import lora_model, lora_weights, model_manager
+
+    modules = (lora_model, lora_weights, model_manager)
+    with adapters(1) as (folder,), pytest.MonkeyPatch.context() as patch:
+        for kind in KINDS:
+            for module in modules:
+                patch.setattr(module, "PIN_MEMORY", True)
+            tiny = tiny_model(loads_adapters_aside=True, **kind)
+            load(tiny, 1, folder)
+            assert not any(module.PIN_MEMORY for module in modules)
+
+
+@case
 def a_refusal_is_not_logged_and_an_error_is() -> None:
     from vllm.config.logging import LoggingConfig
     from vllm.logger import configure_logging

@@ -155,7 +155,9 @@ RUNNERS = ("v1/worker/gpu_model_runner.py", "v1/worker/gpu/model_runner.py")  # 
 REPLACED = {
     _MIXIN: ("LRUCacheWorkerLoRAManager",),
     "lora/utils.py": ("_all_lora_classes",),
-    "lora/lora_model.py": ("safetensors",),
+    "lora/lora_model.py": ("PIN_MEMORY", "safetensors"),
+    "lora/lora_weights.py": ("PIN_MEMORY",),
+    "lora/model_manager.py": ("PIN_MEMORY",),
     "v1/worker/gpu/model_runner.py": ("create_lora_capture_hook", "get_num_active_loras_for_dispatch"),
 }
 

@@ -3,6 +3,7 @@
 vLLM reads, page-locks and copies an adapter between two steps. Here a load takes a slot at once, as an activation
 does, and is refused with "is still being read" until the thread has filled it; the last call then copies nothing.
 A step that needs the slot meanwhile takes it: the thread stops within one module, and the load ends as vLLM's do.
+Nothing is page-locked: launches of steps wait while pages are (decision 48).
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.lora import lora_model, lora_weights, model_manager
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
-from vllm.utils.torch_utils import PIN_MEMORY
 
 from iserve_variants.background import BackgroundLoader, Pauses
 from iserve_variants.refusals import StillReadError
@@ -50,7 +51,7 @@ class PausedModel(LoRAModel):
 
     @classmethod
     def from_lora_tensors(cls, *args: Any, **kwargs: Any) -> LoRAModel:
-        """Return vLLM's adapter of ``tensors``, each of which is converted and page-locked."""
+        """Return vLLM's adapter of ``tensors``, each of which is converted."""
         if (pause := _pauses.get()) is not None:
             kwargs["tensors"] = _Paused(kwargs["tensors"], pause)
         return super().from_lora_tensors(*args, **kwargs)
@@ -90,7 +91,7 @@ class AdapterFiles:
         """Return the file, read; one that pauses where a thread reads it next to steps."""
         if (pause := _pauses.get()) is not None:
             pause.take()  # the header is read in one call
-        return AdapterFile(Path(file), pin=PIN_MEMORY, pause=pause)
+        return AdapterFile(Path(file), pin=lora_model.PIN_MEMORY, pause=pause)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +249,7 @@ class AdapterLoads:
             self._freed.record()
 
     def _joined(self, asked: _Asked) -> LoRAModel:
-        """Return the adapter, in memory that is page-locked where vLLM locks it."""
+        """Return the adapter, its matrices joined."""
         _pauses.set(Pauses())
         with torch.cuda.device(self._device) if self._stream is not None else nullcontext():
             lora = self._read(asked.request)
@@ -301,6 +302,7 @@ class AsideWorkerManager(LRUCacheWorkerLoRAManager):
                     "iserve_adapter_loads: threads of several GPUs end at different times; leave it out"
                 )
             if not self._adapter_manager.is_pooling_model:
+                lora_model.PIN_MEMORY = lora_weights.PIN_MEMORY = model_manager.PIN_MEMORY = False
                 self.loads = AdapterLoads(self._adapter_manager, super()._load_adapter)
                 self._adapter_manager.filling = self.loads
         return made
