@@ -57,7 +57,7 @@ class Selection:
             return False
         if self.keeps_latent and not spec.kv_head_elements:
             return False
-        if (self.has_experts and not spec.num_experts) or (self.has_slots and not config.adapter_slots):
+        if (self.has_experts and not spec.is_mixture) or (self.has_slots and not config.adapter_slots):
             return False
         if self.expert_parallel and not config.expert_parallel:
             return False

@@ -119,7 +119,7 @@ class _Driver:
             budget_s=self.plan.budget_s,
             spent_s=self.spent_s,
             compile_s=self.compile_s,
-            graph_tokens=largest_graph(self.target.engine, is_mixture=self.spec.num_experts > 0),
+            graph_tokens=largest_graph(self.target.engine, is_mixture=self.spec.is_mixture),
             complete=self.complete,
             memory=tuple(self.memory),
             timing=tuple(self.timing),

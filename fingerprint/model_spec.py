@@ -192,6 +192,11 @@ class ModelSpec:
         return self.num_kv_heads * (self.kv_head_elements or 2 * self.head_dim)
 
     @property
+    def is_mixture(self) -> bool:
+        """True when some layer has experts."""
+        return self.num_experts > 0
+
+    @property
     def keeps_state(self) -> bool:
         """True when some layer keeps something of a sequence that does not grow with its length."""
         return any(shape.state_bytes for shape in self.layer_shapes)

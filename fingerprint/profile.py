@@ -88,7 +88,7 @@ def profile(
         budget_s=plan.budget_s,
         spent_s=driver.budget.elapsed_s,
         complete=driver.complete,
-        graph_tokens=largest_graph(target.engine, is_mixture=spec.num_experts > 0),
+        graph_tokens=largest_graph(target.engine, is_mixture=spec.is_mixture),
         memory=tuple(driver.memory),
         timing=driver.timing(),
         notes=tuple(driver.notes),

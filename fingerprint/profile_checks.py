@@ -96,7 +96,7 @@ def _by_depth(points: Sequence[TimingPoint], *, repeated: bool) -> dict[tuple[in
 
 def routing_caveat(profile: Profile) -> str | None:
     """Return how a mixture's tokens fell on its experts in ``profile``; None where there are no experts."""
-    if not profile.spec.num_experts:
+    if not profile.spec.is_mixture:
         return None
     ranks = [rank for point in profile.memory for rank in point.ranks]
     routings = {rank.expert_routing for rank in ranks}

@@ -111,7 +111,7 @@ def configuration_space(
         plain = [slots_in_bounds(spec, gpu, config) for config in plain]
     drafting = (one for one in plain if one.pp == 1 and traits_of(one.engine).drafts_ngrams)
     drafted = (replace(one, draft_tokens=tokens) for one in drafting for tokens in drafts if not spec.keeps_state)
-    divided = (replace(one, expert_parallel=True) for one in plain if spec.num_experts and one.tp > 1)
+    divided = (replace(one, expert_parallel=True) for one in plain if spec.is_mixture and one.tp > 1)
     return tuple(sorted((*plain, *drafted, *filter(expert_parallel, divided))))
 
 
@@ -137,7 +137,7 @@ def shape_refusal(spec: ModelSpec, config: DeploymentConfig, num_gpus: int) -> s
     for heads in sorted({spec.kv_heads_of(kind) for kind in spec.kinds}, reverse=True):
         if max(heads, tp) % min(heads, tp):
             return f"neither of tp={tp} and the {heads} KV heads divides the other"
-    if config.expert_parallel and not spec.num_experts:
+    if config.expert_parallel and not spec.is_mixture:
         return "experts=parallel is for mixtures of experts, and the model has no experts"
     if config.expert_parallel and spec.num_experts % tp:
         return f"tp={tp} does not divide the {spec.num_experts} experts, and experts=parallel leaves none divided"

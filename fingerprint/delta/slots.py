@@ -78,7 +78,7 @@ def buffer_bytes(spec: ModelSpec, config: DeploymentConfig, num_layers: int) -> 
 
 def format_refusal(spec: ModelSpec, config: DeploymentConfig) -> str | None:
     """Return why slots of ``config`` hold no deltas of ``spec``; None where they do."""
-    if spec.num_experts:
+    if spec.is_mixture:
         return "slots have no room for experts"
     if spec.tower_params:
         return "the plug-in takes no models with towers for images, video and sound"

@@ -129,7 +129,7 @@ def kernels_of(spec: ModelSpec, weights: WeightFormat) -> str:
     the activations are stored, chooses the kernel, and whether the errors are alike was not measured. Experts are
     multiplied by kernels of their own, whose time depends on how tokens are routed.
     """
-    experts = _EXPERTS if spec.num_experts else ""
+    experts = _EXPERTS if spec.is_mixture else ""
     if weights is not WeightFormat.STORED or spec.stored is None:
         return f"{weights}{experts}"
     return f"{weights} {spec.stored.method}, {spec.stored.form}{experts}"

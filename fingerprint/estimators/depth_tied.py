@@ -83,7 +83,7 @@ class DepthTiedEstimator(ProfileEstimator):
         What pads a step chooses experts as the rest does, but reads no KV: that much less it takes at peak
         bandwidth. A batch that was measured was padded then; beyond the largest one no graph's rows were measured.
         """
-        if not self.profile.spec.num_experts:
+        if not self.profile.spec.is_mixture:
             return found
         batches = {point.batch for point in self.l3.points[key_of(config)]}
         rows = traits_of(self.profile.engine).rows_of_graph(workload.batch, largest=self.profile.graph_tokens)

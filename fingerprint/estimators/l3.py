@@ -147,7 +147,7 @@ class L3:
             return smooth_at(np.array(of(workload)), where, apart, noise, length=1.0, spread=spread)
 
         by_tokens = of_prompts(self.profile.graph_tokens)
-        is_by_tokens = metric == "ttft" and self.profile.spec.num_experts > 0
+        is_by_tokens = metric == "ttft" and self.profile.spec.is_mixture
         of, spread = (by_tokens, PROMPTS_SPREAD) if is_by_tokens else (of_steps, STEPS_SPREAD)
         shift, deviation = smooth(of, spread, noise)
         if lone.any():

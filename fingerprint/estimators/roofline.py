@@ -289,7 +289,7 @@ class RooflineEstimator:
     def _experts_read_fraction(self, tokens: float) -> float:
         """Expected share of distinct experts that ``tokens`` tokens choose, routed uniformly and independently."""
         spec = self._spec
-        if not spec.num_experts:
+        if not spec.is_mixture:
             return 1.0
         return 1 - math.pow(1 - spec.experts_per_token / spec.num_experts, max(tokens, 1.0))
 
@@ -324,7 +324,7 @@ class RooflineEstimator:
         layer_bytes = layer_weight_bytes_per_gpu(spec, config) + added_layer_bytes(spec, config, gpu)
         expert_bytes = spec.layer_expert_params * expert_element_bytes(spec, config.weights) * fraction / tp
         active = spec.layer_linear_params - spec.layer_expert_params
-        if spec.num_experts:
+        if spec.is_mixture:
             active += spec.layer_expert_params * spec.experts_per_token // spec.num_experts
         attained = 1.0 if config.weights is WeightFormat.BITS16 else self._constants.quantized_efficiency
         turned_back = 0.0

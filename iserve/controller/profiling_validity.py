@@ -85,7 +85,7 @@ def has_todays_graphs(profile: Profile) -> bool:
 
 
 def _todays_graph(profile: Profile) -> int:
-    return largest_graph(profile.engine, is_mixture=profile.spec.num_experts > 0)
+    return largest_graph(profile.engine, is_mixture=profile.spec.is_mixture)
 
 
 def _started_for(profile: Profile) -> int:

@@ -165,7 +165,7 @@ class Verifier:
             tpot_s=times.tpot_s,
             memory_bytes_per_gpu=held_bytes,
             kv_tokens=kv_room_tokens(stats, running.source.spec),
-            graph_tokens=largest_graph(running.engine.name, is_mixture=running.source.spec.num_experts > 0),
+            graph_tokens=largest_graph(running.engine.name, is_mixture=running.source.spec.is_mixture),
             single_request=None
             if alone is None
             else SingleRequest(workload=alone.workload, ttft_s=alone.ttft_s, tpot_s=alone.tpot_s),

@@ -79,7 +79,7 @@ def largest_step(
 
 def _is_known(spec: ModelSpec, config: DeploymentConfig) -> bool:
     """Return whether steps of ``SHORT_STEP_TOKENS`` are known to be no slower for such a worker."""
-    is_dense = not (spec.num_experts or spec.keeps_state or spec.tower_params)
+    is_dense = not (spec.is_mixture or spec.keeps_state or spec.tower_params)
     is_plain = config.num_gpus == 1 and not (config.draft_tokens or config.adapter_slots)
     return traits_of(config.engine).short_steps and is_dense and is_plain
 

@@ -138,7 +138,7 @@ def pads_steps(spec: ModelSpec, engine: str) -> bool:
     Rows that pad a step choose experts as the rest do, whose weights are read (docs/fidelity.md, "Padded steps").
     What they cost a dense model is left out.
     """
-    return spec.num_experts > 0 and traits_of(engine).pads_decode_steps
+    return spec.is_mixture and traits_of(engine).pads_decode_steps
 
 
 def roofline_model(name: str, spec: ModelSpec, gpu: GpuSpec, options: PlanOptions, engine: str) -> SimulatedModel:

@@ -264,7 +264,7 @@ def size_table(folders: Iterable[str] = FOLDERS) -> str:
     ]
     predicted = [pair for folder in folders for pair in predicted_rows(folder)]
     for kind, mixtures in (("dense", False), ("mixtures of experts", True)):
-        rows = [r for one, rows in predicted if bool(one.profile.spec.num_experts) == mixtures for r in rows]
+        rows = [r for one, rows in predicted if one.profile.spec.is_mixture == mixtures for r in rows]
         for low, high, named in _SIZES:
             these = [r for r in rows if low <= r.batch * r.input_tokens <= high]
             tpot, ttft = ([r for r in these if r.metric == metric] for metric in ("tpot", "ttft"))

@@ -107,7 +107,7 @@ def _predicted(one: Recorded, truth: Truth, estimator: DepthTiedEstimator) -> It
     estimate = estimator.estimate(one.config, truth.workload)
     is_between = estimate.ttft_s.source is Source.EXTRAPOLATED
     for row in _rows(one, "L3", truth, estimate.ttft_s, estimate.tpot_s):
-        yield LeftOut(bool(one.profile.spec.num_experts), is_between, row)
+        yield LeftOut(one.profile.spec.is_mixture, is_between, row)
 
 
 def table(folders: Sequence[str] = FOLDERS, *, later: bool = False) -> str:

@@ -100,7 +100,7 @@ class SteppedServer:
     def __init__(self, folder: Path, *, graphs: Sequence[int] = ()) -> None:
         from vllm import LLM
 
-        is_mixture = read_spec(read_config(folder)).num_experts > 0
+        is_mixture = read_spec(read_config(folder)).is_mixture
         sizes = graphs or graph_sizes(largest_graph("vllm", is_mixture=is_mixture))
         self.graph_tokens = max(sizes)
         self._llm = LLM(

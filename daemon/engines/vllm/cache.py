@@ -60,7 +60,7 @@ def in_blocks(spec: WorkerSpec, order: ProfileLoad) -> ProfileLoad:
 
 def graph_settings(model: ModelSpec, limits: WorkerLimits) -> dict[str, object]:
     """Return ``--compilation-config``'s part on CUDA graphs: the largest of vLLM's own, or the tokens of each."""
-    largest = largest_graph("vllm", is_mixture=model.num_experts > 0)
+    largest = largest_graph("vllm", is_mixture=model.is_mixture)
     if largest == GRAPH_TOKENS:
         return {"max_cudagraph_capture_size": largest}
     return {"cudagraph_capture_sizes": graph_sizes(min(largest, step_tokens(limits)))}
