@@ -55,6 +55,7 @@ def test_the_plans_document_is_the_contracts(iserve: Callable[..., Done], model:
             "adapter_rank",
             "delta_mib",
             "delta_format",
+            "expert_parallel",
         }
         assert candidate["feasible"] == (candidate["reason"] is None)
         estimate = candidate["estimate"]
