@@ -22,22 +22,8 @@ from iserve.gateway.variant_loader import reading_pause_s as gateway_pause_s
 from tests.bench import lora_steps
 from tests.bench.kept import read_kept
 from tests.bench.lora_adapters import matrices, write_adapter
-from tests.bench.lora_steps import (
-    ACTIVE,
-    BATCHES,
-    FILE,
-    RANK,
-    SLOTS,
-    Burst,
-    Load,
-    LoraSteps,
-    Memory,
-    Prompt,
-    config_of,
-    gaps_s,
-    models_of,
-    table,
-)
+from tests.bench.lora_steps import ACTIVE, BATCHES, FILE, SLOTS, gaps_s, models_of
+from tests.bench.lora_steps_table import RANK, Burst, Load, LoraSteps, Memory, Prompt, config_of, table
 from tests.daemon.engines.vllm_worker_spec import LLAMA_8B
 from tests.golden_words import Golden
 

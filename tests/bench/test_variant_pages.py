@@ -14,7 +14,7 @@ from tests.bench import variant_costs_vllm as costs
 from tests.bench import variant_pages as bench
 from tests.bench.accuracy import RESULTS
 from tests.bench.lora_adapters import matrices
-from tests.bench.lora_steps import Load
+from tests.bench.lora_steps_table import Load
 from tests.bench.variant_contest import DIRECT, OURS
 from tests.bench.variant_contest_run import OUTPUT
 from tests.daemon.engines.vllm_worker_spec import LLAMA_8B

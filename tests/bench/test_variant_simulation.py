@@ -15,7 +15,7 @@ from fingerprint.lora.slot_bytes import adapter_bytes, adapter_tensors
 from tests.bench.accuracy import RESULTS
 from tests.bench.kept import read_kept
 from tests.bench.lora_steps import FILE as STEPS_FILE
-from tests.bench.lora_steps import LoraSteps
+from tests.bench.lora_steps_table import LoraSteps
 from tests.bench.variant_contest import VariantContest
 from tests.bench.variant_simulation import (
     COLD_TENSORS,

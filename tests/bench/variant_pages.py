@@ -10,7 +10,7 @@ from fingerprint.codec import from_json
 from tests.bench.accuracy import RESULTS
 from tests.bench.kept import read_kept
 from tests.bench.lora_contest import ACTIVE, Attempt, Contest
-from tests.bench.lora_steps import Load, LoraSteps
+from tests.bench.lora_steps_table import Load, LoraSteps
 from tests.bench.variant_clients import Answer, p
 from tests.bench.variant_contest import DIRECT, OURS, Arm, Cold, VariantContest, agreeing_words, predicted
 
